@@ -1,21 +1,24 @@
 """hqconv: offline conversion of Mixture-of-Experts checkpoints for the Humming GPU kernels.
 
-For programs: `plan`, `convert`, `verify`, `inspect`, `load` and `dequantize`, and the types that they take and give;
-see docs/api.md. Nothing is loaded before it is asked for.
+For programs: `plan`, `convert`, `verify`, `inspect`, `push`, `load` and `dequantize`, and the types that they take and
+give; see docs/api.md. Nothing is loaded before it is asked for.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # the caller decides about records: docs/api.md
 
 if TYPE_CHECKING:
-    from hqconv.api import convert, dequantize, inspect, load, plan, verify
+    from hqconv.api import convert, dequantize, inspect, load, plan, push, verify
     from hqconv.artifact.load import RankGemm
     from hqconv.conversion.convert import ConversionReport
     from hqconv.conversion.progress import Progress
+    from hqconv.conversion.push import PushReport
     from hqconv.errors import HqconvError
     from hqconv.planning.plan import ConversionPlan
     from hqconv.planning.plan import ConversionPlan as Plan
@@ -29,6 +32,7 @@ __all__ = [
     "HqconvError",
     "Plan",
     "Progress",
+    "PushReport",
     "RankGemm",
     "TargetSchema",
     "VerificationReport",
@@ -39,6 +43,7 @@ __all__ = [
     "inspect",
     "load",
     "plan",
+    "push",
     "verify",
 ]
 _MODULES = {  # of names that are not functions of `api`
@@ -46,6 +51,7 @@ _MODULES = {  # of names that are not functions of `api`
     "ConversionReport": "conversion.convert",
     "HqconvError": "errors",
     "Progress": "conversion.progress",
+    "PushReport": "conversion.push",
     "RankGemm": "artifact.load",
     "VerificationReport": "verification.result",
     "WeightSchema": "schemas.weight_schema",

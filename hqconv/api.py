@@ -6,10 +6,11 @@ Importing this module loads no torch; a function that needs it does.
 from __future__ import annotations
 
 import inspect as inspect_module
+import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack, cast
 
 from hqconv.conversion.option_values import (
     cache_use,
@@ -24,7 +25,8 @@ from hqconv.errors import OutputError, RequestError
 from hqconv.io.hub import is_repo_id, open_repo
 from hqconv.planning.plan import plan_conversion
 from hqconv.planning.spec import ConversionOptions
-from hqconv.schemas.options import ConversionArguments, conversion_options
+from hqconv.schemas.options import CheckName, ConversionArguments, conversion_options
+from hqconv.schemas.recipe import with_recipe
 from hqconv.serving.warm.compile_kernels import warm as warm
 from hqconv.sources.opening import open_source, without_gc
 
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from hqconv.planning.plan import ConversionPlan
     from hqconv.verification.result import VerificationReport
 
+_LOG = logging.getLogger(__name__)
+
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -50,10 +54,7 @@ def _with_options(function: Callable[P, R]) -> Callable[P, R]:
     options = conversion_options().values()
     shown = [
         inspect_module.Parameter(
-            option.name,
-            inspect_module.Parameter.KEYWORD_ONLY,
-            default=inspect_module.Parameter.empty if option.is_required else option.default,
-            annotation=option.annotation,
+            option.name, inspect_module.Parameter.KEYWORD_ONLY, default=option.default, annotation=option.annotation
         )
         for option in options
     ]
@@ -67,16 +68,26 @@ def _with_options(function: Callable[P, R]) -> Callable[P, R]:
     return function
 
 
+def _parse(config: str | Path | None, options: ConversionArguments) -> ConversionOptions:
+    """Parse the options of a conversion, with a recipe's for those that are not given."""
+    return ConversionOptions.parse(**cast(ConversionArguments, with_recipe(config, options)))
+
+
 @_with_options
 def plan(
-    src: str | Path, *, revision: str | None = None, device: str = "auto", **options: Unpack[ConversionArguments]
+    src: str | Path,
+    *,
+    config: str | Path | None = None,
+    revision: str | None = None,
+    device: str = "auto",
+    **options: Unpack[ConversionArguments],
 ) -> ConversionPlan:
     """Plan a conversion from headers and config alone: the tensors of every output file, and their places.
 
-    src, revision, options: as of `convert`; of a Hub repo only headers are read. device: the GPU that an open `target`
-    stands for. Raises the errors that `convert` raises before it writes.
+    src, config, revision, options: as of `convert`; of a Hub repo only headers are read. device: the GPU that an open
+    `target` stands for. Raises the errors that `convert` raises before it writes.
     """
-    parsed, device = ConversionOptions.parse(**options), choose_device(device)
+    parsed, device = _parse(config, options), choose_device(device)
     with open_source(src, revision, is_lazy=True) as source, without_gc():
         return plan_conversion(parsed, source, choose_target(parsed, source, device))
 
@@ -86,6 +97,7 @@ def convert(
     src: str | Path,
     out: str | Path | None = None,
     *,
+    config: str | Path | None = None,
     revision: str | None = None,
     device: str = "auto",
     max_memory: str | int = "4GiB",
@@ -105,7 +117,8 @@ def convert(
     """Convert a model's experts: `src` to an artifact at `out`. See docs/api.md.
 
     src: a model folder, a Hub repo id (at `revision`), GGUF files, an artifact. out: None for `./<model>-<schema>…`.
-    options: see below; schemas may also be a `WeightSchema` or an `InputSchema`.
+    options: see below; schemas may also be a `WeightSchema` or an `InputSchema`. A schema is needed, here or in a
+    recipe. config: a recipe, i.e. a TOML file or the name of a packaged one; options that are given and not None win.
     device: auto, cpu, cuda or cuda:N; the bytes are the same. max_memory, max_gpu_memory: bytes, or text such as
     "4GiB". threads: None for all processors. resume: continue an interrupted conversion. overwrite: replace an
     artifact. source_digests: hash the source's files, for the manifest. cache_limit: the most that is downloaded from
@@ -116,7 +129,7 @@ def convert(
     """
     check_modes(resume=resume, overwrite=overwrite)
     cache, distributed = cache_use(cache_limit, keep_source=keep_source), distributed or in_team
-    parsed = ConversionOptions.parse(**options)
+    parsed = _parse(config, options)
     from hqconv.conversion.convert import convert as run  # all libraries are loaded before the work begins
 
     resources = resources_of(device, max_memory, max_gpu_memory, threads, in_team=distributed)
@@ -125,6 +138,7 @@ def convert(
         with without_gc():
             planned = plan_conversion(parsed, source, target)
         place = check_places(source.root, place_of(planned, out))
+        _LOG.info("Planned %r for %s, target %s.", planned, place, target)
         if on_plan is not None:
             on_plan(planned, place)
         return run(
@@ -175,7 +189,7 @@ def verify(
     out: str | Path,
     source: str | Path | None = None,
     *,
-    checks: Sequence[str] | None = None,
+    checks: Sequence[CheckName] | None = None,
     layers: Collection[int] | None = None,
     tokens: Sequence[int] = (1, 17, 256),
     device: str = "auto",
@@ -261,7 +275,45 @@ def push(
     from hqconv.conversion.push import push as run
     from hqconv.io.hub_upload import HubBranch
 
-    return run(Path(out), HubBranch(repo, branch), private=private, announce=announce, on_step=on_step)
+    _LOG.info("Push of %s to %s begins.", out, repo)
+    pushed = run(Path(out), HubBranch(repo, branch), private=private, announce=announce, on_step=on_step)
+    _LOG.info("Push is complete: %d files, %d bytes, commit %s.", pushed.num_files, pushed.num_bytes, pushed.commit)
+    return pushed
+
+
+def collect_importance(
+    model: str | Path,
+    text: str | Path,
+    columns: str | Path,
+    *,
+    num_tokens: int = 65536,
+    context_length: int = 512,
+    device: str = "auto",
+    revision: str | None = None,
+    announce: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Make an importance file: run a text through a model in transformers and average the experts' squared inputs.
+
+    model: a model folder or a Hub repo id (at `revision`) that transformers can run. text: a text file like those that
+    the model will see. columns: the file to write; for every MoE layer `<layer>.w13` [H] and `<layer>.w2` [I], float32.
+    num_tokens: tokens of the text that are read. context_length: tokens of one batch. device: auto, cpu, cuda or
+    cuda:N, which must hold the whole model. announce: called with a sentence before the model runs.
+
+    Returns a document. Raises RequestError where transformers is missing or cannot run the model, OutputError where
+    `columns` exists, InputError or NetworkError for the model.
+    """
+    from hqconv.conversion.collect_importance import collect_importance as run
+
+    return run(
+        str(model),
+        Path(text),
+        Path(columns),
+        num_tokens=num_tokens,
+        context_length=context_length,
+        device=choose_device(device),
+        revision=revision,
+        announce=announce or (lambda _: None),
+    )
 
 
 def load(

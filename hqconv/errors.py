@@ -92,6 +92,11 @@ def _value_text(value: object) -> str:
     return _shortened(text, _MAX_WORD)
 
 
+def plural(count: int, noun: str, several: str | None = None) -> str:
+    """Format a number of things: `1 file`, `2 files`. several: the plural of a noun that takes more than an s."""
+    return f"{count} {noun if count == 1 else several or f'{noun}s'}"
+
+
 class HqconvError(Exception):
     """One readable message: what, where, what was expected, what was found, what to do next.
 

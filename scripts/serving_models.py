@@ -61,7 +61,7 @@ def write_gpt_oss(folder: Path, a: argparse.Namespace) -> None:
     save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
 
 
-def convert(a: argparse.Namespace, source: Path, schema: str, layout: str) -> Path:
+def convert(a: argparse.Namespace, source: Path, schema: str, layout: names.Layout) -> Path:
     """One conversion, unless it is there."""
     grid = {"tp": 1, "ep": a.tp} if a.ep else {"tp": a.tp, "ep": 1}
     if layout == "checkpoint":

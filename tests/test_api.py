@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import hqconv
 from hqconv import api
+from hqconv.cli.app import app
 from hqconv.cli.options import OPTIONS
 from hqconv.conversion.progress import Progress
 from hqconv.errors import InputError, RequestError
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
+from tests.make.conversions import manifest
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import snapshot
@@ -127,6 +130,56 @@ def test_a_source_that_may_not_be_looked_at(model: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr(Path, "is_file", refuse)
     with pytest.raises(InputError, match="cannot be read"):
         hqconv.convert(model, tmp_path / "out", **OPTIONS_OF)
+
+
+RECIPE = """
+schema = "int4-g64"
+target = "sm90"
+tp = 2
+[[override]]
+layers = "0"
+schema = "fp8"
+"""
+
+
+def test_a_recipe_is_a_parameter(model: Path, tmp_path: Path) -> None:
+    """As `--config` has it: options that are given win, and None gives none."""
+    config = tmp_path / "recipe.toml"
+    config.write_text(RECIPE)
+    hqconv.convert(model, tmp_path / "out", config=config, tp=1, target=None, device="cpu")
+    words = manifest(tmp_path / "out")
+    assert (words["schema_name"], words["tp"], words["target"]) == ("int4-g64", 1, "sm90")
+    assert words["blocks"][LAYER]["schema_name"] == "fp8"
+    command = ["convert", str(model), "--config", str(config), "--tp", "1", "-o", str(tmp_path / "same")]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    assert snapshot(tmp_path / "same") == snapshot(tmp_path / "out")
+    assert hqconv.plan(model, config=str(config)).spec.grid.tp == 2
+    assert hqconv.plan(model, config=config, schema="mxfp8", overrides=()).spec.schema.name == "mxfp8"
+    assert hqconv.plan(model, config="ends-in-8-bits", target="sm90").spec.schema.name == "mxfp4"
+
+
+def test_a_recipe_without_a_schema(model: Path, tmp_path: Path) -> None:
+    config = tmp_path / "recipe.toml"
+    config.write_text('target = "sm90"')
+    with pytest.raises(RequestError, match="No schema is named"):
+        hqconv.plan(model, config=config)
+    assert hqconv.plan(model, config=config, schema="int4").spec.target.name == "sm90"
+    with pytest.raises(RequestError, match="cannot be read"):
+        hqconv.plan(model, config=tmp_path / "none.toml")
+
+
+def test_a_report_is_shown_on_one_line(model: Path, made: Path) -> None:
+    plan, verified = hqconv.plan(model, schema="int4", target="sm90"), hqconv.verify(made, model, device="cpu")
+    report = hqconv.convert(model, made, **OPTIONS_OF, resume=True)
+    gemms = hqconv.load(made, layer=LAYER).values()
+    parts = [*plan.layers, *plan.units, plan.units[0].files[0], plan.layers[0].layer]
+    for value in [plan, report, verified, *parts, *verified.results, *gemms]:
+        text = repr(value)
+        assert len(text) < 200 + len(str(made)), text
+        assert "\n" not in text
+        assert type(value).__name__ in text
+    assert str(made) in repr(report)
+    assert "passed (files pass, weights pass, kernel skipped)" in repr(verified)
 
 
 def test_progress_comes_to_its_end(model: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,22 @@ def test_the_readme_is_short_and_names_every_preset() -> None:
     assert len(lines) < 165
     assert max(map(len, lines)) <= 125
     assert all(f"`{name}`" in "\n".join(lines) for name in PRESETS)
+
+
+def test_nothing_says_to_install_hqconv_from_an_index() -> None:
+    """The name is not ours there: `pip install hqconv` would run code of somebody else."""
+    told = [path for path in DOCUMENTS if path.name != "CHANGELOG.md"]
+    files = [*told, *(REPO / "hqconv").rglob("*.py"), *(REPO / "docs/examples").iterdir()]
+    wrong = [path.name for path in files if re.search(r"pip install[^\n`]*['\" ]hqconv", path.read_text())]
+    assert wrong == []
+
+
+def test_messages_name_the_versions_of_the_extras() -> None:
+    extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    files = {"gguf": "io/gguf_header.py", "bitsandbytes": "formats/bitsandbytes.py"}
+    files["importance"] = "conversion/collect_importance.py"
+    for name, module in files.items():
+        assert f"Run: pip install '{extras[name][0]}'." in (REPO / "hqconv" / module).read_text()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

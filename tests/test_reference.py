@@ -16,9 +16,10 @@ from hqconv.cli.app import app
 from hqconv.schemas.grid import Grid
 from tests.make import hub_server, small
 from tests.make.conversions import manifest, run
+from tests.make.families import save_family
 from tests.make.formats import write
 from tests.make.hub_upload import serve_uploads
-from tests.make.importance import columns_of, write_importance
+from tests.make.importance import columns_of, write_importance, write_tokenizer
 from tests.make.input_scales import STATIC
 from tests.make.kernels import fake_compiler, use_compiler
 from tests.make.places import REPO
@@ -113,6 +114,11 @@ def commands(folder: Path) -> Iterator[tuple[str, Any]]:
     victim = Path(shutil.copytree(out, folder / "damaged")) / "tokenizer.json"
     victim.write_text("{ }")
     yield "Report", told("verify", victim.parent, exit_code=1)
+    save_family(folder / "mixtral", "mixtral")
+    write_tokenizer(folder / "mixtral")
+    (folder / "text").write_text("1 2 3")
+    made = ("--text", folder / "text", "-o", folder / "made.safetensors", "--device", "cpu")
+    yield "ImportanceFile", told("importance", folder / "mixtral", *made)
     yield "Schemas", told("schemas")
     yield "Recipes", told("schemas", "--recipes")
 

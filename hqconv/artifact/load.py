@@ -34,6 +34,14 @@ class RankGemm:
     tensors: dict[str, torch.Tensor]
     hadamard_block_size: int = 0
 
+    def __repr__(self) -> str:
+        """Name each tensor with its dtype and shape."""
+        shown = ", ".join(
+            f"{name} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            for name, tensor in self.tensors.items()
+        )
+        return f"<RankGemm {shown}>"
+
     def layer_config(self) -> Any:
         """Return Humming's own LayerConfig; imports Humming without any change to it."""
         return load_layer_config(self.config)

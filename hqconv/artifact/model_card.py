@@ -86,7 +86,7 @@ def _facts(manifest: Manifest) -> Iterator[tuple[str, ...]]:
         yield f"which was `{one.schema_name}` of", _place(one.source)
     yield "schema", f"{schema}, {manifest.dtype} parameters, {manifest.input_schema} activations"
     overrides = dict.fromkeys(layer.schema_name or "" for layer in layers if layer.is_overridden)
-    yield "in some blocks", ", ".join(overrides)
+    yield "in some layers", ", ".join(overrides)
     yield "left as they were", ", ".join(map(_code, manifest.left))
     yield "conversion", ", ".join(dict.fromkeys(layer.conversion for layer in layers))
     yield "quantizer", manifest.quantizer or RTN
@@ -113,7 +113,8 @@ def _serving(manifest: Manifest) -> Iterator[str]:
         yield f"{ENGINE.name} has no start for these ranks."
         return
     if manifest.is_kernel:
-        yield from (f"    pip install '{ENGINE.pip_package}'", f"    {command}", "")
+        yield f"hqconv's plugin for {ENGINE.name} reads this artifact. Install it from a clone of hqconv's repository:"
+        yield from ("", f"    {ENGINE.install_command}", f"    {command}", "")
         yield f"{_HERE} is this repo or a folder with its files. transformers cannot load the kernel layout."
     else:
         yield from (f"    {command}", "", f"{_HERE} is this repo or a folder with its files.")
@@ -123,12 +124,12 @@ def _errors(manifest: Manifest) -> Iterator[str]:
     yield from ("", "## What quantizing cost", "")
     errors = manifest.errors()
     artifact = " (an artifact, whose own error is not in it)" if manifest.ancestors else ""
-    yield f"Relative Frobenius error of the experts' matrices against the source{artifact}, over blocks:"
+    yield f"Relative Frobenius error of the experts' matrices against the source{artifact}, over layers:"
     rows = (
         (_PROJECTIONS.get(p, p), *(f"{e[key]:.5f}" for key in ("min", "median", "max")), _code(e["worst_block"]))
         for p, e in summarize_errors(errors).items()
     )
-    yield from _table(("projection", "min", "median", "max", "worst block"), rows)
+    yield from _table(("projection", "min", "median", "max", "worst layer"), rows)
     if changes := scale_changes(errors):
         yield from ("", f"Codes were kept and scales rounded, by at most {max(changes.values()):.2e} of themselves.")
     if count := requantized(errors).get("num_matrices"):

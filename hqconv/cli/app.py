@@ -15,8 +15,8 @@ from hqconv import api
 from hqconv.cli import convert_command, interrupt, report_commands
 from hqconv.cli.convert_command import profile_writer
 from hqconv.cli.help_format import DocumentedGroup, GroupedCommand
-from hqconv.cli.options import parse_checks, parse_layers, parse_tokens, recipe_options, takes
-from hqconv.cli.output import discard_stdout, guarded, print_json, say
+from hqconv.cli.options import parse_checks, parse_layers, parse_tokens, takes, without_defaults
+from hqconv.cli.output import discard_stdout, guarded, print_json, say, warn
 from hqconv.conversion.torchrun import is_rank_zero
 from hqconv.errors import HqconvError, OutputError, RequestError, VerificationError, printable_line
 from hqconv.serving.warm.kernel_store import folder_beside
@@ -45,15 +45,10 @@ def _root(context: typer.Context, version: Version = False) -> None:
 
 @app.command(cls=GroupedCommand)
 @guarded
-@takes(
-    api.convert,
-    *("config", "dry_run", "profile", "json", "quiet", "max_error", "push_to", "private", "branch"),
-    optional=("schema",),
-)
+@takes(api.convert, *("dry_run", "profile", "max_error", "push_to", "private", "branch"))
 def convert(
     *,
     context: typer.Context,
-    config: Path | None,
     dry_run: bool,
     profile: Path | None,
     json: bool,
@@ -67,7 +62,7 @@ def convert(
     """Quantize the experts of a checkpoint and write an artifact."""
     push_options = _push_options(push_to, private=private, branch=branch)
     limit = convert_command.MaxError(max_error)
-    options |= recipe_options(config, context)
+    options = without_defaults(options, context)
     if dry_run:
         planned = convert_command.dry_run(options)
         _print(planned, json=json)
@@ -132,12 +127,12 @@ def _print_result(document: dict[str, Any], *, json: bool) -> None:
         discard_stdout()
     except (OSError, UnicodeError) as error:
         discard_stdout()
-        say(f"warning: The report could not be written to stdout: {error}.")
+        warn(f"The report could not be written to stdout: {error}.")
 
 
 @app.command(cls=GroupedCommand)
 @guarded
-@takes(api.verify, "report", "json", "quiet", is_artifact=True)
+@takes(api.verify, "report", is_artifact=True)
 def verify(
     *, checks: str | None, layers: str | None, tokens: str, report: Path | None, json: bool, quiet: bool, **options: Any
 ) -> None:
@@ -156,7 +151,7 @@ def verify(
 
 @app.command(cls=GroupedCommand)
 @guarded
-@takes(report_commands.report, "json", "quiet", is_artifact=True)
+@takes(report_commands.report, is_artifact=True)
 def report(*, json: bool, quiet: bool, **options: Any) -> None:
     """Write an HTML report about an artifact: errors, experts, codes, checks, provenance. No network is needed."""
     document = report_commands.report(**options)
@@ -168,7 +163,7 @@ def report(*, json: bool, quiet: bool, **options: Any) -> None:
 
 @app.command(cls=GroupedCommand)
 @guarded
-@takes(report_commands.compare, "json", "quiet")
+@takes(report_commands.compare)
 def compare(*, json: bool, quiet: bool, **options: Any) -> None:
     """Compare two artifacts of one model: schemas, sizes and quantization errors."""
     document = report_commands.compare(**options)
@@ -178,17 +173,19 @@ def compare(*, json: bool, quiet: bool, **options: Any) -> None:
 
 @app.command(cls=GroupedCommand)
 @guarded
-@takes(api.warm, "json", is_artifact=True)
-def warm(*, json: bool, **options: Any) -> None:
+@takes(api.warm, is_artifact=True)
+def warm(*, json: bool, quiet: bool, **options: Any) -> None:
     """Compile the kernels for serving an artifact. Works on any machine with the CUDA compiler."""
     kernels: Path | None = options["kernels"]
     interrupt.expect(*interrupt.kernel_cases(kernels or folder_beside(options["out"])))
-    _print_result(api.warm(**options, announce=say), json=json)
+    document = api.warm(**options, announce=None if quiet else say)
+    if json or not quiet:
+        _print_result(document, json=json)
 
 
 @app.command(cls=GroupedCommand)
 @guarded
-@takes(api.push, "json", "quiet", is_artifact=True)
+@takes(api.push, is_artifact=True)
 def push(*, json: bool, quiet: bool, **options: Any) -> None:
     """Upload an artifact to the Hugging Face Hub. One commit replaces an older artifact."""
     if quiet:
@@ -200,22 +197,36 @@ def push(*, json: bool, quiet: bool, **options: Any) -> None:
 
 @app.command(cls=GroupedCommand)
 @guarded
-@takes(api.inspect, "json")
-def inspect(*, json: bool, **options: Any) -> None:
+@takes(api.collect_importance)
+def importance(*, json: bool, quiet: bool, **options: Any) -> None:
+    """Make a file for convert --importance from a text. Needs transformers."""
+    interrupt.expect(interrupt.source_case(options["model"]))
+    document = api.collect_importance(**options, announce=None if quiet else say)
+    if json or not quiet:
+        _print_result(document, json=json)
+
+
+@app.command(cls=GroupedCommand)
+@guarded
+@takes(api.inspect)
+def inspect(*, json: bool, quiet: bool, **options: Any) -> None:
     """Describe a model folder, a Hub repo or an artifact."""
     document = api.inspect(**options)
-    _print(document, json=json)
+    if json or not quiet:
+        _print(document, json=json)
     _end(VerificationError, is_wrong=bool(document.get("is_damaged")))
 
 
 @app.command(cls=GroupedCommand)
 @guarded
-@takes(lambda: None, "recipes", "json")
-def schemas(*, recipes: bool, json: bool) -> None:
+@takes(lambda: None, "recipes")
+def schemas(*, recipes: bool, json: bool, quiet: bool) -> None:
     """List the weight and activation schemas, or the recipes that come with hqconv."""
     from hqconv.reports.documents import describe_recipes, describe_schemas
 
-    _print(describe_recipes() if recipes else describe_schemas(), json=json)
+    document = describe_recipes() if recipes else describe_schemas()
+    if json or not quiet:
+        _print(document, json=json)
 
 
 def main() -> None:

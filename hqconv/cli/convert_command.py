@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hqconv import api
 from hqconv.artifact.error_summary import check_max_error, over_limit
 from hqconv.cli import interrupt
-from hqconv.cli.output import say
+from hqconv.cli.output import say, warn
 from hqconv.conversion.torchrun import is_distributed
 from hqconv.errors import OutputError, RequestError
 
@@ -42,21 +42,21 @@ def run(options: dict[str, Any], *, quiet: bool) -> ConversionReport:
             interrupt.expect(*interrupt.output_cases(Path(options["out"]), nothing))
     shown: list[str] = []
 
-    def warn(warnings: Iterable[str]) -> None:
-        for warning in () if quiet else warnings:
+    def warn_once(warnings: Iterable[str]) -> None:
+        for warning in warnings:
             if warning not in shown:
                 shown.append(warning)
-                say(f"warning: {warning}")
+                warn(warning, quiet=quiet)
 
     def on_plan(plan: ConversionPlan, out: Path) -> None:
         interrupt.expect(*interrupt.output_cases(out, nothing))
-        warn(plan.warnings)
+        warn_once(plan.warnings)
 
     if quiet:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     with ShownProgress(quiet=quiet) as progress:
         report = api.convert(**options, on_plan=on_plan, progress=progress.update, in_team=is_distributed())
-    warn(report.warnings)
+    warn_once(report.warnings)
     return report
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,9 +17,9 @@ import typer
 
 from hqconv.errors import RequestError
 from hqconv.schemas import gpu_target, input_schema, weight_schema
-from hqconv.schemas.config_files import RECIPES, or_shipped, shipped
+from hqconv.schemas.config_files import RECIPES, shipped
 from hqconv.schemas.options import ConversionOption, conversion_options
-from hqconv.schemas.recipe import load_recipe
+from hqconv.schemas.recipe import no_schema
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,11 @@ OPTIONS: dict[str, Option] = {
     "repo": Option(str, "Hub repo (org/name). It is created if it does not exist.", metavar="ORG/NAME"),
     "private": Option(bool, "Create the Hub repo as a private repo.", ("--private",)),
     "branch": Option(str | None, "Branch of the Hub repo.  [default: main]"),
+    "model": Option(str, "Model folder, or Hub repo id (org/name).", metavar="MODEL"),
+    "text": Option(Path, "Text file of the kind that the model will read.", settings=_ANY_PATH),
+    "columns": Option(Path, "Output file, e.g. columns.safetensors.", ("--out", "-o"), settings=_ANY_PATH),
+    "num_tokens": Option(int, "Maximum number of tokens of the text.", ("--tokens",), settings=_AT_LEAST_ONE),
+    "context_length": Option(int, "Number of tokens in a batch.", ("--context",), settings=_AT_LEAST_ONE),
     "first": Option(Path, "First artifact.", metavar="OUT1", settings=_ANY_PATH),
     "second": Option(Path, "Second artifact, of the same model.", metavar="OUT2", settings=_ANY_PATH),
     "page": Option(Path | None, _PAGE, ("--out", "-o"), settings=_ANY_PATH),
@@ -127,6 +132,13 @@ OPTIONS: dict[str, Option] = {
     "json": Option(bool, "Print the result as one JSON document on stdout.", ("--json",)),
     "profile": Option(
         Path | None, "Write the time spent in each stage to this file, as JSON.", ("--profile",), settings=_ANY_PATH
+    ),
+    "verbose": Option(bool, "Log the work on stderr: stages, units, downloads, retries, devices.", ("--verbose", "-v")),
+    "log_file": Option(
+        Path | None,
+        "Append the log, with the files that are read and written, to this file.",
+        ("--log-file",),
+        settings=_ANY_PATH,
     ),
     "quiet": Option(bool, "Print errors only, plus the output of --json and --dry-run.", ("--quiet", "-q")),
 }
@@ -163,13 +175,14 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 OPTIONS |= {name: _conversion_option(option) for name, option in conversion_options().items() if option.is_flag}
 # Headings of the help; options without one stand first.
 _RANKS = ("tp", "ep", "expert_placement", "redundant_experts")
+_SHARED = ("json", "quiet", "verbose", "log_file")  # options of every command
 _GROUPS = {
     "Quantization and layout": (*(conversion_options().keys() - set(_RANKS)), "config", "source_digests"),
     "Hugging Face Hub": ("revision", "cache_limit", "keep_source", "push_to", "private", "branch"),
     "Parallelism": _RANKS,
     "Resources": ("device", "max_memory", "max_gpu_memory", "threads", "jobs"),
     "Existing output": ("resume", "overwrite", "dry_run"),
-    "Output": ("json", "quiet", "profile", "report"),
+    "Output": (*_SHARED, "profile", "report"),
 }
 # Help texts that differ for one command.
 _ARTIFACT = Option(
@@ -178,19 +191,17 @@ _ARTIFACT = Option(
 
 
 def takes(
-    function: Callable[..., Any], *own: str, is_artifact: bool = False, optional: Collection[str] = ()
+    function: Callable[..., Any], *own: str, is_artifact: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the parameters of an API function, callbacks aside, and its `own` ones, all as keywords.
+    """Give a command the parameters of an API function, callbacks aside, its `own` and the shared ones, as keywords.
 
-    `is_artifact`: its `out` is an artifact to look at, not a place to write to. `optional`: what it may go without,
-    though the function may not.
+    `is_artifact`: its `out` is an artifact to look at, not a place to write to.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         found = [p for p in inspect.signature(function).parameters.values() if p.name in OPTIONS]
         parameters = [_parameter(p.name, p.default, is_artifact) for p in found]
-        parameters = [p.replace(default=None) if p.name in optional else p for p in parameters]
-        parameters += [_parameter(n, False if OPTIONS[n].kind is bool else None, is_artifact) for n in own]
+        parameters += [_parameter(n, False if OPTIONS[n].kind is bool else None, is_artifact) for n in (*own, *_SHARED)]
         if "context" in inspect.signature(command).parameters:
             kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
             parameters.append(inspect.Parameter("context", kind, annotation=typer.Context))
@@ -249,22 +260,16 @@ def parse_tokens(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def recipe_options(config: Path | None, context: typer.Context) -> dict[str, Any]:
-    """Options of a recipe that were not given on the command line, and its overrides.
+def without_defaults(options: dict[str, Any], context: typer.Context) -> dict[str, Any]:
+    """Leave out options of a conversion that were not given on the command line: a recipe may have them.
 
-    Raises RequestError as `load_recipe`, and where neither names a schema.
+    Raises RequestError if there is neither a schema nor a recipe.
     """
 
     def is_given(name: str) -> bool:
         source = context.get_parameter_source(name)
         return source is not None and source.name != "DEFAULT"
 
-    found: dict[str, Any] = {}
-    if config is not None:
-        recipe = load_recipe(or_shipped(config, RECIPES))
-        found = {name: value for name, value in recipe.options.items() if not is_given(name)}
-        found["overrides"] = recipe.overrides
-    if not is_given("schema") and "schema" not in found:
-        what, expected = "No schema is named.", "--schema NAME, or a recipe that names one"
-        raise RequestError(what, where="--schema", expected=expected, remedy="`hqconv schemas` shows them.")
-    return found
+    if options["config"] is None and not is_given("schema"):
+        raise no_schema()
+    return {name: value for name, value in options.items() if name not in conversion_options() or is_given(name)}

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import wraps
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -23,12 +25,74 @@ from hqconv.errors import EXIT_BUG, EXIT_INTERRUPTED, HqconvError, OutputError, 
 
 JSON_VERSION = 1  # increased when a key that docs/ci.md calls stable is removed or changes its meaning
 _MULTILINE_KEYS = ("notes", "obstacle")  # texts that hold messages of hqconv
+_LOG = logging.getLogger(__name__)  # errors and warnings, which stderr shows anyway
 
 
 def say(text: str) -> None:
     """Print a message on stderr. Never fails, even if stderr is closed."""
     with suppress(OSError, ValueError):
         print(printable(text), file=sys.stderr, flush=True)
+
+
+def warn(text: str, *, quiet: bool = False) -> None:
+    """Log a warning, and print it on stderr unless `quiet`."""
+    _LOG.warning("%s", text)
+    if not quiet:
+        say(f"warning: {text}")
+
+
+class _LineFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        """Return one line without control characters: names of a checkpoint may hold them."""
+        return printable_line(super().format(record))
+
+
+class _StderrHandler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a record on stderr, above the progress bar."""
+        say(self.format(record))
+
+
+class _LogFile(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name of logging
+        """Ignore a log file that cannot take a record, e.g. on a full disk: the work goes on."""
+
+
+@contextmanager
+def _logged(command: str, *, quiet: bool, verbose: bool, log_file: Path | None) -> Iterator[None]:
+    """Show the package's log on stderr, without `verbose` its warnings only, and append it to a file.
+
+    Raises RequestError for an unusable file.
+    """
+    handlers: list[logging.Handler] = []
+    if is_rank_zero() and not quiet:  # only rank 0 prints
+        handlers.append(_StderrHandler(logging.INFO if verbose else logging.WARNING))
+        handlers[0].addFilter(lambda record: record.name != __name__)
+        handlers[0].setFormatter(_LineFormatter("%(asctime)s %(message)s" if verbose else "%(message)s", "%H:%M:%S"))
+    if log_file is not None:
+        path = log_file if is_rank_zero() else log_file.with_name(f"{log_file.name}.rank{os.environ['RANK']}")
+        try:
+            handlers.append(_LogFile(path, encoding="utf-8", errors="backslashreplace"))
+        except OSError as error:
+            what, expected = "The log file cannot be written.", "a file in an existing folder"
+            found = f"{path}: {error.strerror or error}"
+            raise RequestError(what, where="--log-file", expected=expected, found=found) from error
+        handlers[-1].setFormatter(_LineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    package = logging.getLogger("hqconv")
+    level = package.level
+    for handler in handlers:
+        package.addHandler(handler)
+    if handlers:
+        package.setLevel(logging.DEBUG if log_file is not None else logging.INFO if verbose else logging.WARNING)
+        package.info("hqconv %s, Python %s: %s", __version__, sys.version.split()[0], command)
+    try:
+        yield
+    finally:
+        package.setLevel(level)
+        for handler in handlers:
+            package.removeHandler(handler)
+            with suppress(OSError):  # a full disk
+                handler.close()
 
 
 def discard_stdout() -> None:
@@ -131,18 +195,25 @@ def _fail(error: HqconvError, exit_code: int | None = None, text: str | None = N
     exit_code = error.exit_code if exit_code is None else exit_code
     if os.environ.get("HQCONV_DEBUG") == "1":
         traceback.print_exc()
-    say(f"error: {error.message()}" if text is None else text)
+    text = f"error: {error.message()}" if text is None else text
+    _LOG.error("%s", text)
+    say(text)
     if json and is_rank_zero():  # only rank 0 prints
         print_error(error, exit_code)
     return typer.Exit(exit_code)
 
 
 def guarded(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a command so that every failure is one message and a documented exit code."""
+    """Decorate a command so that every failure is one message and a documented exit code, and its work is logged."""
 
     @wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
-        with _one_message(json=bool(kwargs.get("json"))):
-            command(*args, **{name: at_home(value) for name, value in kwargs.items()})
+        with ExitStack() as stack, _one_message(json=bool(kwargs.get("json"))):
+            options = {name: at_home(value) for name, value in kwargs.items()}
+            quiet, verbose, log_file = options["quiet"], options.pop("verbose"), options.pop("log_file")
+            if verbose and quiet:
+                raise RequestError("--verbose and --quiet exclude each other.", remedy="Give one of the two.")
+            stack.enter_context(_logged(command.__name__, quiet=quiet, verbose=verbose, log_file=log_file))
+            command(*args, **options)
 
     return run

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from hqconv.artifact.error_summary import summarize_errors
 from hqconv.cli.output import printable_document
-from hqconv.cli.progress_bar import human_bytes, human_seconds
-from hqconv.errors import NUM_SHOWN
+from hqconv.cli.progress_bar import human_bytes, human_rate, human_seconds
+from hqconv.errors import NUM_SHOWN, plural
 from hqconv.formats.source_format import PLAIN
 from hqconv.reports.documents import Words as Document
 from hqconv.schemas.activation import Activation
@@ -361,7 +361,7 @@ def _file_rows(document: Document) -> list[tuple[str, int, str]]:
 def _show_summary(console: Console, document: Document) -> None:
     """Print the summary of a finished conversion."""
     resumed = document["num_groups_resumed"]
-    speed = "" if resumed else f"{document['num_bytes_in'] / 1e9 / max(document['seconds'], 1e-9):.2f} GB/s, "
+    speed = "" if resumed else f"{human_rate(document['num_bytes_in'] / max(document['seconds'], 1e-9))}, "
     ratio = document["num_bytes_out"] / max(document["num_bytes_in"], 1)
     print_facts(
         console,
@@ -450,6 +450,13 @@ def _show_unfinished(console: Console, document: Document) -> None:
     )
 
 
+def _show_importance(console: Console, document: Document) -> None:
+    """Print the result of `hqconv importance`."""
+    tensors, tokens = plural(document["num_tensors"], "tensor"), plural(document["num_tokens"], "token")
+    console.print(f"{document['out']}: {tensors} from {tokens}")
+    console.print(f"Use it with: hqconv convert … --quantizer mse --importance {shlex.quote(document['out'])}")
+
+
 def _show_warm(console: Console, document: Document) -> None:
     """Print the result of `hqconv warm`."""
     left_out = ", ".join(document["activations_left_out"])
@@ -505,6 +512,7 @@ _SHOW = {
     "comparison": show_comparison,
     "warm": _show_warm,
     "push": show_push,
+    "importance": _show_importance,
 }
 
 

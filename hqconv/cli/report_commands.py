@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hqconv import api
 from hqconv.cli import interrupt
-from hqconv.cli.output import say
+from hqconv.cli.output import say, warn
 from hqconv.errors import VerificationError
 
 if TYPE_CHECKING:
@@ -98,10 +98,7 @@ def write_report(
     document = page_document(root, checks, expert_errors, sample=sample, num_threads=num_threads)
     write_page(place, page_of(document))
     if place.resolve().is_relative_to(root.resolve()):
-        say(
-            "warning: The page lies inside the artifact. `hqconv verify` will report it as a file that is not in the "
-            "manifest."
-        )
+        warn("The page lies inside the artifact. `hqconv verify` will report it as a file that is not in the manifest.")
     return {**document, "page": str(place)}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -43,6 +44,8 @@ from hqconv.schemas import artifact_names
 from hqconv.schemas.options import ENCODING_KEYS, MSE
 from hqconv.serving.chosen_engine import ENGINE
 
+_LOG = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class ConversionReport:
@@ -67,6 +70,11 @@ class ConversionReport:
     was_finished: bool = False
     warnings: tuple[str, ...] = field(default=())
     profile: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """Name the artifact and its size; the rest is in `to_dict`."""
+        text = f"{self.plan.spec.schema.name}, {self.num_blocks} layers, {self.num_ranks} ranks"
+        return f"<ConversionReport {str(self.out)!r}: {text}, {self.num_bytes_out} bytes in {self.seconds:.1f} s>"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as a JSON document."""
@@ -153,7 +161,9 @@ def convert(
         raise
     if processes is not None:
         processes.leave()
-    return conversion.report(outcome, time.monotonic() - started)
+    report = conversion.report(outcome, time.monotonic() - started)
+    _LOG.info("%s %r.", "Done:" if outcome.is_new else "The artifact was finished before:", report)
+    return report
 
 
 @dataclass(frozen=True)
@@ -244,6 +254,8 @@ class _Conversion:
         digests: of the source's files that earlier runs hashed.
         """
         missing, processes = self._missing(done), self.processes
+        lanes = f"{self.staging.num_lanes} workers with at most {self.staging.num_experts} experts each"
+        _LOG.info("Conversion of %d units begins, %d were done before; %s.", len(missing), len(done), lanes)
         use = ShardUse.of(self.source, missing, keeps=self.cache.keeps)
         prefetch = HubPrefetch(self.source, use, self.cache, is_shared=processes is not None)
         units = missing if processes is None else processes.take_next(missing)
@@ -275,6 +287,7 @@ class _Conversion:
     def _finish(self, folder: OutputFolder) -> None:
         """Write the sidecar files, the manifest with its model card and digests, and seal the folder."""
         source, plan = self.source, self.plan
+        _LOG.info("Sidecar files, manifest and model card are written.")
         sidecar_files = write_sidecar_files(source, plan, folder.root)
         measured = {name: Measured(entry.measured, entry.sums) for name, entry in folder.done.items()}
         records = [record for unit in plan.units for record in folder.done[unit.name].files]

@@ -6,7 +6,9 @@ A batch holds its slot from its read until it is written: that is the only back-
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -26,12 +28,14 @@ from hqconv.conversion.resources import Resources, Staging
 from hqconv.conversion.source_integrity import SourceIntegrity
 from hqconv.conversion.stages import StageProfile, Stages
 from hqconv.cpu_loops.helper_threads import Helpers
-from hqconv.errors import InputError
+from hqconv.errors import InputError, plural
 from hqconv.io.file_access import open_limit
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.source_protocol import Source
 from hqconv.planning.output_units import OutFile, OutputUnit
 from hqconv.schemas.tensors import TensorRef
+
+_LOG = logging.getLogger(__name__)
 
 # Units whose files are open: one created ahead, one in work, the rest being finished. More than the first number only
 # while their files are few.
@@ -51,6 +55,7 @@ class _Job:
     measured: Measurements = field(default_factory=Measurements)
     sources: set[str] = field(default_factory=set)  # names of the source files
     is_done: bool = False
+    started_s: float = field(default_factory=time.monotonic)
 
 
 @dataclass(eq=False)
@@ -275,6 +280,7 @@ class Executor:
 
     def _finish_file(self, job: _Job, file: OutFile) -> None:
         record = self._writer(job).finish_file(file, self._stages.check_cancelled)
+        _LOG.debug("Wrote %s: %d bytes.", self._folder.root / file.path, file.size_bytes)
         with self._lock:
             job.files[file.path] = record
             is_last = len(job.files) == len(job.unit.files)
@@ -291,5 +297,7 @@ class Executor:
         self._folder.record(entry)
         self._prefetch.release(job.unit.name)
         job.is_done = True
+        count, seconds = len(records), time.monotonic() - job.started_s
+        _LOG.info("Unit %s is done: %s in %.1f s.", job.unit.name, plural(count, "file"), seconds)
         self._meter.finish(job.unit.name)
         self._stages.notify()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import re
 from pathlib import Path
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from hqconv.models.source_protocol import Source
     from hqconv.planning.plan import ConversionPlan
     from hqconv.planning.spec import ConversionOptions, ConversionSpec
+
+_LOG = logging.getLogger(__name__)
 
 
 _MAX_NAME = 240  # of 255 bytes; the folders beside an output have longer names
@@ -176,4 +179,7 @@ def resources_of(
     number, num_here = local_rank() if in_team else (0, 1)
     gpu_bytes = None if max_gpu_memory is None else parse_bytes(max_gpu_memory, "--max-gpu-memory")
     num_threads = max(1, default_threads() // num_here) if threads is None else threads
-    return Resources(choose_device(device, number), parse_bytes(max_memory), num_threads, gpu_bytes)
+    found = Resources(choose_device(device, number), parse_bytes(max_memory), num_threads, gpu_bytes)
+    limits = f"{found.max_memory_bytes} bytes of host memory"
+    _LOG.info("Device %s, %d threads, at most %s for experts.", found.device_name, num_threads, limits)
+    return found

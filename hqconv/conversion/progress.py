@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
-
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -24,14 +21,6 @@ class Progress:
     resumed_bytes: int
     num_groups_done: int
     num_groups: int
-
-
-def metered(items: Iterable[Item], meter: Meter | None, measure: Callable[[Item], tuple[str, int]]) -> Iterator[Item]:
-    """Yield the items, and advance the meter by each item's unit name and bytes as `measure` returns them."""
-    for item in items:
-        if meter is not None:
-            meter.advance(*measure(item))
-        yield item
 
 
 class Meter:

@@ -1,6 +1,6 @@
 """bitsandbytes' 4-bit matrices (nf4, fp4): the method `bitsandbytes` and its encoding, decoded by that library itself.
 
-Legend: N output rows, K input columns. An optional dependency: `pip install hqconv[bitsandbytes]`.
+Legend: N output rows, K input columns. An optional dependency: the extra `bitsandbytes`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class BitsAndBytes4Bit(Encoding):
                 where=names.get("weight", ""),
                 expected="the bitsandbytes package",
                 found=error,
-                remedy="Run: pip install 'hqconv[bitsandbytes]'.",
+                remedy="Run: pip install 'bitsandbytes>=0.45'.",
             ) from error
         state = _read_state(parts, names)
         _check_state(fmt, state, parts, shape, names)

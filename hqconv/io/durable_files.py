@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import hashlib
+import logging
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -16,6 +17,8 @@ from hqconv.errors import InputError, OutputError
 from hqconv.io.file_access import sha256_of
 from hqconv.schemas.artifact_names import PARTIAL
 from hqconv.schemas.untrusted_files import open_regular
+
+_LOG = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 1 << 22
 _RESUME = "Free the space or mend the folder, then run the same command with --resume."
@@ -120,6 +123,7 @@ def _write_chunks(root: Path, name: str, chunks: Iterator[bytes]) -> FileRecord:
             os.fsync(file.fileno())
         partial(path).replace(path)
         sync_folders(root, [path.parent])
+    _LOG.debug("Wrote %s: %d bytes.", path, num_bytes)
     return FileRecord(name, num_bytes, digest.hexdigest())
 
 

@@ -47,7 +47,7 @@ def library() -> Any:
             raise
         raise RequestError(
             "Reading experts from GGUF files needs the gguf library, which is not installed.",
-            remedy="Run: pip install 'hqconv[gguf]'.",
+            remedy="Run: pip install 'gguf>=0.17'.",
         ) from None
     return gguf
 

@@ -9,14 +9,17 @@ from __future__ import annotations
 import errno
 import glob
 import hashlib
+import logging
 import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hqconv.errors import HqconvError, InputError, NetworkError, OutputError, RequestError, first_few
 from hqconv.io import checkpoint_files
@@ -26,9 +29,14 @@ from hqconv.schemas.artifact_names import CARD, CONFIG, INDEX, MANIFEST, SINGLE
 from hqconv.schemas.suggestions import close_file
 from hqconv.schemas.untrusted_files import MAX_LIST_BYTES
 
+_LOG = logging.getLogger(__name__)
+
 _FIRST_BYTES = 1 << 15  # of a shard: most headers fit, so that one request is enough
 _HASHED_BYTES = 64 << 20  # of one request
-_TRIES = 4  # of a range whose transfer breaks off
+_TRIES = 4  # of a range whose transfer breaks off, and of a request that the Hub refuses without naming a waiting time
+_MAX_WAIT_S = 330.0  # in all, for a Hub that was asked too often: its windows have five minutes
+_RETRIED = (408, 500, 502, 503, 504)  # statuses on which the library repeats a request; 429 is for `patiently`
+T = TypeVar("T")
 # Small files that opening a repo needs, besides headers.
 SMALL_FILES = (CONFIG, *checkpoint_files.QUANTIZATION_FILES, INDEX, MANIFEST, CARD)
 
@@ -70,9 +78,12 @@ class Listing:
         """
         from huggingface_hub import HfApi, constants
 
-        with explained(repo_id, revision):
-            timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
-            info: Any = HfApi().model_info(repo_id, revision=revision, timeout=timeout, files_metadata=True)
+        def request() -> Any:
+            with explained(repo_id, revision):
+                timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+                return HfApi().model_info(repo_id, revision=revision, timeout=timeout, files_metadata=True)
+
+        info = patiently(request)
         if info.id != repo_id:
             what, remedy = "The Hub repo has another name now.", f"Give {info.id}."
             raise RequestError(what, where=repo_id, found=info.id, remedy=remedy)
@@ -112,10 +123,11 @@ class Listing:
             return b""
         for number in range(1, _TRIES + 1):
             try:
-                return self._read(name, begin, end)
+                return patiently(lambda: self._read(name, begin, end))
             except NetworkError as error:  # the library repeated a request with an HTTP status
                 if number == _TRIES or status_of(error) is not None:
                     raise
+                _LOG.warning("A transfer of %s/%s broke off; it is repeated in %d s.", self.repo_id, name, number)
                 time.sleep(number)
         raise AssertionError
 
@@ -135,7 +147,8 @@ class Listing:
         library: Any = utils  # which has no type annotations
         headers = {**library.build_hf_headers(), "Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
         # Not on exceptions: one that is raised while bytes arrive would repeat the request inside this response.
-        kwargs = {"timeout": constants.HF_HUB_DOWNLOAD_TIMEOUT, "retry_on_exceptions": ()}
+        timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+        kwargs = {"timeout": timeout, "retry_on_exceptions": (), "retry_on_status_codes": _RETRIED}
         url, data = hf_hub_url(self.repo_id, name, revision=self.commit), bytearray()
         with (
             explained(self.repo_id, self.commit),
@@ -205,6 +218,7 @@ def fetch(
     """
     from huggingface_hub import snapshot_download
 
+    _LOG.info("Files of %s at %s are fetched, unless the cache has them.", repo_id, revision or "main")
     with explained(repo_id, revision):
         folder: Any = snapshot_download(
             repo_id,
@@ -246,7 +260,9 @@ def fetch_file(
 
     kwargs: dict[str, Any] = {} if check is None else {"tqdm_class": _silent_bar(check)}
     with explained(repo_id, commit):
+        started = time.monotonic()
         path: Any = hf_hub_download(repo_id, name, revision=commit, local_dir=local_dir, **kwargs)
+    _LOG.info("Fetched %s/%s, or found it in the cache, in %.1f s.", repo_id, name, time.monotonic() - started)
     return Path(path)
 
 
@@ -348,6 +364,7 @@ def has_cached_bytes(root: Path, name: str, digest: str | None) -> bool:
 
 _SIGN_IN = "`hf auth login` or set HF_TOKEN"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_UNREACHABLE = ("Connect", "Proxy", "UnsupportedProtocol")  # in names of errors of httpx and its relatives
 _NO_ACCESS = (errno.EACCES, errno.EPERM, errno.EROFS)
 _Explanation = tuple[type[HqconvError], str, str]  # the error's class, message and remedy
 
@@ -372,6 +389,28 @@ def translated(explain: Callable[[Exception], HqconvError]) -> Iterator[None]:
         raise
     except failures as error:
         raise explain(error) from error
+
+
+def patiently(request: Callable[[], T]) -> T:
+    """Call `request`, and again while the Hub answers that it was asked too often (HTTP 429), after the time it names.
+
+    Waits _MAX_WAIT_S in all at most: a longer wait is left to the user. Raises the errors of `request`.
+    """
+    left_s, number = _MAX_WAIT_S, 0
+    while True:
+        try:
+            return request()
+        except NetworkError as error:
+            if status_of(error) != 429:
+                raise
+            number += 1
+            told_s = _told_seconds(_response(error))
+            wait_s = 2.0**number if told_s is None else told_s + 1  # the header is rounded
+            if wait_s > left_s or (told_s is None and number == _TRIES):
+                raise
+            _LOG.warning("The Hub was asked too often (HTTP 429): waiting %.0f s.", wait_s)
+            time.sleep(wait_s)
+            left_s -= wait_s
 
 
 def status_of(error: BaseException | None) -> int | None:
@@ -432,28 +471,34 @@ def _of_status(error: Exception) -> _Explanation | None:
         remedy = f"Give the token the right to read the repo, or take another: {_SIGN_IN}."
         return RequestError, "The Hub denies access to the repo.", remedy
     if status == 429:
-        wait = _wait(_response(error))
-        after = f"Wait {wait} and try again" if wait else "Wait a few minutes and try again"
+        wait_s = _told_seconds(_response(error))
+        after = "Wait a few minutes and try again" if wait_s is None else f"Wait {wait_s:.0f} seconds and try again"
         what = "The Hub was asked too often."
         return NetworkError, what, f"{after}; who is signed in ({_SIGN_IN}) may ask more often."
+    if status == 404:  # a Hub says in a header what it does not find
+        from huggingface_hub import constants
+
+        what = f"The server at {constants.ENDPOINT} does not answer as the Hub does."
+        return RequestError, what, "Check HF_ENDPOINT."
     if status is not None and status >= 500:
         what = "The Hub is out of order."
         return (NetworkError, what, "Try again later: what was fetched is kept. See https://status.huggingface.co.")
     return None
 
 
-def _wait(response: Any) -> str:
-    """Return the waiting time of Retry-After or of the Hub's header of rate limits; else an empty text."""
+def _told_seconds(response: Any) -> float | None:
+    """Return the waiting time of Retry-After, or of the Hub's header of rate limits; None without any."""
     from huggingface_hub import utils
 
-    seconds = response.headers.get("Retry-After", "")
-    if seconds and not seconds.isdigit():
-        return f"until {seconds}"
+    text = response.headers.get("Retry-After", "")
+    if text.isdigit():
+        return float(text)
+    with suppress(ValueError):  # an unreadable date
+        return max(0.0, (parsedate_to_datetime(text) - datetime.now(UTC)).total_seconds())
     library: Any = utils
     limits = getattr(library, "parse_ratelimit_headers", None)
-    if not seconds and limits is not None and (limit := limits(response.headers)) is not None:
-        seconds = str(limit.reset_in_seconds)
-    return f"{seconds} seconds" if seconds else ""
+    limit = None if limits is None else limits(response.headers)
+    return None if limit is None else float(limit.reset_in_seconds)
 
 
 def _of_machine(error: Exception) -> _Explanation:
@@ -469,8 +514,11 @@ def _of_machine(error: Exception) -> _Explanation:
     if constants.HF_HUB_OFFLINE:
         what = "There is no such folder here; HF_HUB_OFFLINE is set, but the cache lacks (part of) the repo."
         return RequestError, what, "Unset HF_HUB_OFFLINE, or fill the cache with `hf download` first."
-    if isinstance(error, errors.LocalEntryNotFoundError) or "Connect" in type(error).__name__:
+    if isinstance(error, errors.LocalEntryNotFoundError) or any(word in type(error).__name__ for word in _UNREACHABLE):
         what = f"The Hub ({constants.ENDPOINT}) cannot be reached, and the cache lacks (part of) the repo."
         return NetworkError, what, "Check the connection and HF_ENDPOINT, or give a local folder."
+    if "Timeout" in type(error).__name__:
+        what = f"The Hub ({constants.ENDPOINT}) does not answer."
+        return NetworkError, what, "Try again later, or check the connection and HF_ENDPOINT."
     what = "The download from the Hub failed."
     return NetworkError, what, "Check the connection and try again: finished files are kept."

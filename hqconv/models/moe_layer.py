@@ -181,6 +181,10 @@ class MoeLayer:
     sources: Sources
     input_scales: InputScales = field(default_factory=InputScales)
 
+    def __repr__(self) -> str:
+        """Name the layer and its sizes; the places of its tensors are in `sources`."""
+        return f"<MoeLayer {self.name}: {self.num_experts} experts, H {self.hidden_size}, I {self.intermediate_size}>"
+
     def shape(self, role: str) -> tuple[int, int]:
         """Return [out, in] of a projection."""
         wide = (self.hidden_size, self.intermediate_size)

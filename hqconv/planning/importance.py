@@ -19,7 +19,7 @@ from hqconv.schemas.artifact_names import GEMMS, importance_to_dict
 from hqconv.schemas.tensors import TensorRef
 
 _MAX_BYTES = 1 << 28  # far more than the largest models need: 4 (H + I) bytes a layer
-_REMEDY = "Make it from this model with scripts/make_importance.py."
+_REMEDY = "Make it from this model with `hqconv importance`."
 
 
 @dataclass(frozen=True)

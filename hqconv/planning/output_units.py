@@ -24,9 +24,9 @@ class OutFile:
     """One output file: its path in the artifact, its header, ready to write, and the positions of its tensors."""
 
     path: str
-    header: bytes
+    header: bytes = field(repr=False)
     size_bytes: int
-    tensors: dict[str, TensorRef]
+    tensors: dict[str, TensorRef] = field(repr=False)
 
 
 def build_file(path: str, specs: Iterable[TensorSpec], metadata: Mapping[str, str], number: int = 0) -> OutFile:
@@ -71,6 +71,11 @@ class MoeLayerPlan:
     grid: Grid = field(default_factory=Grid)
     slices: tuple[TpSlice, ...] = ()
     expert_files: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        """Name the layer, its conversion and its files."""
+        num_bytes = sum(file.size_bytes for file in self.files)
+        return f"<MoeLayerPlan {self.name}: {self.encoding.conversion}, {len(self.files)} files, {num_bytes} bytes>"
 
     @property
     def name(self) -> str:
@@ -156,7 +161,7 @@ class CopiedShardPlan:
 
     name: str
     files: tuple[OutFile, ...]
-    refs: tuple[TensorRef, ...]
+    refs: tuple[TensorRef, ...] = field(repr=False)
 
     @property
     def num_bytes_read(self) -> int:

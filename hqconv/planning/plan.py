@@ -130,6 +130,12 @@ class ConversionPlan:
     warnings: tuple[str, ...]
     overridden_by: str = ""
 
+    def __repr__(self) -> str:
+        """Name the source, the schema and the sizes; the rest is in the attributes."""
+        grid, spec = self.spec.grid, self.spec
+        text = f"{spec.schema.name}, {spec.layout} layout, tp {grid.tp}, ep {grid.ep}, {len(self.layers)} layers"
+        return f"<ConversionPlan of {self.source.name!r}: {text}, {self.num_bytes_read} → {self.num_bytes_out} bytes>"
+
     @property
     def layers(self) -> tuple[MoeLayerPlan, ...]:
         """The output units of MoE layers."""

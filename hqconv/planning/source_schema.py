@@ -221,7 +221,7 @@ def dtype_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
     """Name a parameter dtype under which more layers would keep their codes and scales."""
     if spec.encoding.round_scales:
         return []
-    num_direct = {
+    num_direct: dict[str, int] = {
         dtype: sum(
             not why_not_direct(layer.format, spec.kernel_spec_of(layer.name).schema, dtype) for layer in experts.layers
         )

@@ -54,8 +54,6 @@ class ConversionOptions:
         known = conversion_options()
         if unknown := arguments.keys() - known.keys():
             raise TypeError(f"unexpected keyword argument '{min(unknown)}'")
-        if "schema" not in arguments:
-            raise TypeError("missing 1 required keyword-only argument: 'schema'")
         values: dict[str, Any] = {name: option.default for name, option in known.items()} | arguments
         values = {name: known[name].canonical(value) for name, value in values.items()}
         given = cast(ConversionArguments, values)
@@ -74,8 +72,10 @@ class ConversionOptions:
         )
 
 
-def _weight_schema(schema: str | Path | WeightSchema) -> WeightSchema | None:
-    """Return the schema of `--schema`, None for the source's own."""
+def _weight_schema(schema: str | Path | WeightSchema | None) -> WeightSchema | None:
+    """Return the schema of `--schema`, None for the source's own. Raises TypeError for a schema that is not given."""
+    if schema is None:
+        raise TypeError("missing 1 required keyword-only argument: 'schema', or a recipe as 'config'")
     if isinstance(schema, WeightSchema):
         return schema
     return None if schema == SOURCE else resolve_schema(str(schema))
@@ -104,7 +104,7 @@ class ConversionSpec:
     def __post_init__(self) -> None:
         for option, value, known in (
             ("--dtype", self.param_dtype, PARAM_DTYPES),
-            ("--layout", self.layout, (artifact_names.KERNEL, artifact_names.CHECKPOINT)),
+            ("--layout", self.layout, artifact_names.LAYOUTS),
         ):
             if value not in known:
                 what, expected = "The option does not know this value.", ", ".join(known)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.input_schema import A16
@@ -31,7 +31,9 @@ TRANSFORMERS_WEIGHTS = "transformers_weights"
 NOT_FOR_TRANSFORMERS = "serve-with-vllm-and-hqconv.safetensors"
 _OF_SOURCE = "source_transformers_weights"
 _LANGUAGE_MODELS = tuple(key for key in TEXT_CONFIG_KEYS if key != "ffn_config")  # configs of whole models
-KERNEL, CHECKPOINT = "kernel", "checkpoint"
+Layout = Literal["kernel", "checkpoint"]
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+KERNEL, CHECKPOINT = LAYOUTS
 GEMMS = ("w13", "w2")
 INPUT_SCALE = "input_scale"
 _MAX_NAME = 200  # with the rest of a file name under the 255 bytes of most file systems

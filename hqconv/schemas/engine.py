@@ -18,7 +18,7 @@ class Engine(Protocol):
     name: str  # for messages
     release: str  # with the version that the facts below were read from and tested with
     library_name: str  # in the metadata of model cards on the Hub
-    pip_package: str  # hqconv with the extra that installs the engine
+    install_command: str  # installs hqconv from a clone of its repository, with the extra that installs the engine
     # Options of a server's command line, `{}` for the value, and remarks for refusals.
     placement_option: str
     placement_remark: str

@@ -11,12 +11,14 @@ import functools
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from hqconv.errors import RequestError
 from hqconv.schemas.weight_schema import WeightSchema
 
-LINEAR, ROUND_ROBIN = "linear", "round_robin"
+Placement = Literal["linear", "round_robin"]
+PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
+LINEAR, ROUND_ROBIN = PLACEMENTS
 PACK_UNIT = 32  # codes along a packed dimension come in whole runs of 32
 
 
@@ -45,11 +47,11 @@ class Grid:
         if self.tp * self.ep > MAX_COUNT:
             what, expected = "The grid has too many ranks.", f"--tp times --ep at most {MAX_COUNT}"
             raise RequestError(what, where="--tp, --ep", expected=expected, found=self.tp * self.ep)
-        if self.placement not in (LINEAR, ROUND_ROBIN):
+        if self.placement not in PLACEMENTS:
             raise RequestError(
                 "There is no such expert placement.",
                 where="--expert-placement",
-                expected=f"{LINEAR} or {ROUND_ROBIN}",
+                expected=" or ".join(PLACEMENTS),
                 found=self.placement,
             )
 

@@ -11,30 +11,32 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Required, TypedDict, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
 from hqconv.errors import RequestError
-from hqconv.schemas.artifact_names import CHECKPOINT, KERNEL
-from hqconv.schemas.grid import LINEAR, ROUND_ROBIN
+from hqconv.schemas.artifact_names import KERNEL, Layout
+from hqconv.schemas.grid import LINEAR, Placement
 from hqconv.schemas.input_schema import InputSchema
 from hqconv.schemas.overrides import Override
-from hqconv.schemas.weight_schema import PARAM_DTYPES, WeightSchema
+from hqconv.schemas.weight_schema import ParamDtype, WeightSchema
 
-RTN, MSE = QUANTIZERS = ("rtn", "mse")  # round-to-nearest, or scales searched for the least squared error
+Quantizer = Literal["rtn", "mse"]
+QUANTIZERS: tuple[Quantizer, ...] = get_args(Quantizer)
+RTN, MSE = QUANTIZERS  # round-to-nearest, or scales searched for the least squared error
+CheckName = Literal["files", "weights", "kernel"]
+CHECKS: tuple[CheckName, ...] = get_args(CheckName)  # of `verify`, in their order
 ENCODING_KEYS = ("round_scales", "quantizer", "quantizer_version", "importance")  # of a manifest, where they apply
-_REQUIRED = object()
 
 
 @dataclass(frozen=True)
 class _Row:
-    """Help and default of one option, inside its type. choices: its values, where they are few.
+    """Help and default of one option, inside its type; a closed choice has a `Literal` type.
 
     aliases: other spellings of choices.
     """
 
     help: str
     default: Any = None
-    choices: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     in_recipes: bool = True
     is_flag: bool = True
@@ -47,13 +49,13 @@ class EncodingArguments(TypedDict, total=False):
         bool, _Row("Keep codes whose scales the parameter dtype cannot hold, and round these scales to it.", False)
     ]
     quantizer: Annotated[
-        str, _Row("Choice of scales: round-to-nearest, or a search for the least squared error.", RTN, QUANTIZERS)
+        Quantizer, _Row("Choice of scales: round-to-nearest, or a search for the least squared error.", RTN)
     ]
     importance: Annotated[
         str | Path | None,
         _Row(
-            "FILE.safetensors with the weight of each input column's error, for the quantizer mse "
-            "(scripts/make_importance.py)."
+            "FILE.safetensors with the weight of each input column's error, for the quantizer mse. `hqconv importance` "
+            "makes it."
         ),
     ]
 
@@ -61,14 +63,9 @@ class EncodingArguments(TypedDict, total=False):
 class ConversionArguments(EncodingArguments, total=False):
     """Keyword arguments of `hqconv.plan` and `hqconv.convert` that decide the artifact."""
 
-    schema: Required[
-        Annotated[
-            str | Path | WeightSchema,
-            _Row(
-                "Preset, shorthand such as int4-g64-zp, FILE.toml, or source: keep the format of a quantized source.",
-                _REQUIRED,
-            ),
-        ]
+    schema: Annotated[
+        str | Path | WeightSchema | None,
+        _Row("Preset, shorthand such as int4-g64-zp, FILE.toml, or source: keep the format of a quantized source."),
     ]
     target: Annotated[
         str | None,
@@ -78,20 +75,17 @@ class ConversionArguments(EncodingArguments, total=False):
         ),
     ]
     dtype: Annotated[
-        str | None,
+        ParamDtype | None,
         _Row(
             "Parameter dtype of the served model, also bf16 or fp16.  [default: dtype of the checkpoint]",
-            choices=PARAM_DTYPES,
             aliases={"bf16": "bfloat16", "fp16": "float16", "half": "float16"},
         ),
     ]
     tp: Annotated[int, _Row("Tensor-parallel size.", 1)]
     ep: Annotated[int, _Row("Expert-parallel size.", 1)]
-    expert_placement: Annotated[str, _Row("Placement of experts on EP ranks.", LINEAR, (LINEAR, ROUND_ROBIN))]
+    expert_placement: Annotated[Placement, _Row("Placement of experts on EP ranks.", LINEAR)]
     redundant_experts: Annotated[int, _Row("Number of redundant experts (copies of the first experts).", 0)]
-    layout: Annotated[
-        str, _Row("Tensors ready for the kernel, or a checkpoint for the serving engine.", KERNEL, (KERNEL, CHECKPOINT))
-    ]
+    layout: Annotated[Layout, _Row("Tensors ready for the kernel, or a checkpoint for the serving engine.", KERNEL)]
     input_schema: Annotated[
         str | Path | InputSchema,
         _Row("Quantization of activations when serving: a16, fp8, fp8-static, int8 …, or FILE.toml.", "a16"),
@@ -121,15 +115,15 @@ class ConversionOption:
     annotation: Any
     help: str
     default: Any
-    choices: tuple[str, ...]
     aliases: Mapping[str, str]
     in_recipes: bool
     is_flag: bool
 
     @property
-    def is_required(self) -> bool:
-        """True for an option without a default."""
-        return self.default is _REQUIRED
+    def choices(self) -> tuple[str, ...]:
+        """The values of a closed choice, from its `Literal` type; empty for other options."""
+        kinds = (self.annotation, *get_args(self.annotation))
+        return next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
 
     @property
     def is_schema(self) -> bool:
@@ -166,9 +160,8 @@ def conversion_options() -> Mapping[str, ConversionOption]:
     hints = get_type_hints(ConversionArguments, vars(sys.modules[__name__]), include_extras=True)
     found = {}
     for name in sorted(hints, key=lambda name: name in EncodingArguments.__annotations__):
-        hint = get_args(hints[name])[0] if get_origin(hints[name]) is Required else hints[name]
-        annotation, row = get_args(hint)
+        annotation, row = get_args(hints[name])
         found[name] = ConversionOption(
-            name, annotation, row.help, row.default, row.choices, row.aliases, row.in_recipes, row.is_flag
+            name, annotation, row.help, row.default, row.aliases, row.in_recipes, row.is_flag
         )
     return found

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from hqconv.errors import RequestError
-from hqconv.schemas.config_files import RECIPES, SCHEMAS, read_toml, shipped
+from hqconv.schemas.config_files import RECIPES, SCHEMAS, or_shipped, read_toml, shipped
 from hqconv.schemas.input_schema import resolve_inputs
 from hqconv.schemas.options import conversion_options
 from hqconv.schemas.overrides import LayerChoice, Override
@@ -66,6 +66,28 @@ def load_recipe(path: Path) -> Recipe:
         raise RequestError(what, where=f"{path}: {_SECTION}", expected=expected)
     overrides = tuple(_override(path, number, section) for number, section in enumerate(sections, start=1))
     return Recipe(document, overrides)
+
+
+def with_recipe(config: str | Path | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a recipe, a file or the name of a packaged one; options in `given` but None win.
+
+    Raises RequestError as `load_recipe`, and if neither the recipe nor `given` names a schema. Without a recipe the
+    given options are returned.
+    """
+    if config is None:
+        return dict(given)
+    recipe = load_recipe(or_shipped(Path(config), RECIPES))
+    options = {**recipe.options, "overrides": recipe.overrides}
+    options |= {name: value for name, value in given.items() if value is not None}
+    if "schema" not in options:
+        raise no_schema(str(config))
+    return options
+
+
+def no_schema(found: str = "") -> RequestError:
+    """Return the error for a conversion without a schema. found: the recipe that names none."""
+    what, expected = "No schema is named.", "--schema NAME, or a recipe that names one"
+    return RequestError(what, where="--schema", expected=expected, found=found, remedy="`hqconv schemas` shows them.")
 
 
 def _schema_path(recipe: Path, text: Any) -> Any:

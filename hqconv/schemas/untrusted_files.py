@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import stat
 from pathlib import Path
 from typing import Any
+
+_LOG = logging.getLogger(__name__)
 
 MAX_DOCUMENT_BYTES = 64 << 20  # of a config, and of a manifest without the names of its tensors
 MAX_LIST_BYTES = 512 << 20  # of an index or a manifest, with a line for each of some million tensors
@@ -56,6 +59,7 @@ def open_regular(path: str | Path) -> int:
     except BaseException:
         os.close(descriptor)
         raise
+    _LOG.debug("Reading %s.", path)
     return descriptor
 
 

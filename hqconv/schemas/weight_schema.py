@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from hqconv.errors import RequestError
 from hqconv.schemas.config_files import SCHEMAS, or_shipped, read_toml, shipped
@@ -18,7 +18,8 @@ from hqconv.schemas.dtypes import code_bits, code_of, num_bits
 from hqconv.schemas.suggestions import meant
 from hqconv.schemas.untrusted_files import unicode_name
 
-PARAM_DTYPES = ("bfloat16", "float16")
+ParamDtype = Literal["bfloat16", "float16"]
+PARAM_DTYPES: tuple[ParamDtype, ...] = get_args(ParamDtype)
 _SCALE_DTYPES = ("bfloat16", "float16", "float32", "float8e8m0", "float8e4m3", "float8e5m2", "float8e5m3")
 _SCALE_2_DTYPES = ("float8e4m3", "float8e5m2")
 # Humming's kernel rotates blocks of 2 to 512 columns (process_input/context.cuh), but below 16 its tuner finds no way

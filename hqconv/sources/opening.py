@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hqconv.artifact.manifest import is_artifact, is_unfinished, read_manifest
-from hqconv.errors import RequestError
+from hqconv.errors import RequestError, plural
 from hqconv.io import hub
 from hqconv.io.checkpoint_files import readable
 from hqconv.io.gguf_header import holds_gguf
@@ -23,6 +24,8 @@ from hqconv.sources.safetensors import SafetensorsSource
 
 if TYPE_CHECKING:
     from hqconv.models.source_protocol import Source
+
+_LOG = logging.getLogger(__name__)
 
 
 _SCHEMES = re.compile(
@@ -159,6 +162,8 @@ def open_location(location: SourceLocation, *, is_lazy: bool = False) -> Source:
     except BaseException:
         source.close()
         raise
+    where = str(root) if repo_id is None else f"{repo_id} at commit {source.revision}"
+    _LOG.info("Opened the source %s: %s, %d bytes.", where, plural(len(source.files), "file"), source.total_bytes)
     return source
 
 

@@ -73,6 +73,7 @@ def _digest(artifact: Artifact, path: str, meter: Meter | None) -> str:
     finally:
         if meter is not None:
             meter.advance(path, artifact.manifest.files[path].size_bytes)
+            meter.finish(path)
 
 
 def _check_disk(artifact: Artifact, result: CheckResult, pool: ThreadPoolExecutor, meter: Meter | None) -> None:

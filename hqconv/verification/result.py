@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hqconv.errors import plural
 from hqconv.schemas import untrusted_files
 
 PASS, FAIL, SKIPPED = "pass", "fail", "skipped"
@@ -42,6 +43,10 @@ class CheckResult:
     skipped: str = ""
     _num_of_kind: dict[str, int] = field(default_factory=dict, repr=False)
     _place_of_rest: dict[str, int] = field(default_factory=dict, repr=False)
+
+    def __repr__(self) -> str:
+        """Name the check, its status and the number of findings."""
+        return f"<CheckResult {self.name}: {self.status}, {plural(len(self.findings), 'finding')}>"
 
     @property
     def status(self) -> str:
@@ -115,6 +120,11 @@ class VerificationReport:
     warnings: tuple[str, ...] = ()
     results: list[CheckResult] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """Name the artifact and the status of each check."""
+        checks = ", ".join(f"{result.name} {result.status}" for result in self.results) or "no check ran"
+        return f"<VerificationReport {str(self.root)!r}: {'passed' if self.passed else 'failed'} ({checks})>"
 
     @property
     def passed(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from hqconv.artifact.reader import Artifact
-from hqconv.conversion.progress import Meter, metered
+from hqconv.conversion.progress import Meter
 from hqconv.verification.check_batch import BatchedJob, BatchStaging, SharedState
 from hqconv.verification.check_expert import Job, Outcome
 
@@ -33,13 +33,17 @@ def layer_bytes(artifact: Artifact, layer: str) -> int:
 
 
 def _told(done: Iterable[Done], meter: Meter | None, count: Callable[[Done], tuple[Job, int]]) -> Iterator[Done]:
-    """Yield finished items, and report them to the meter as so many experts of a job."""
-
-    def name_and_count(one: Done) -> tuple[str, int]:
+    """Yield finished items, and report them to the meter as so many experts of a job, and the job after its last."""
+    num_done: Counter[str] = Counter()
+    for one in done:
         job, num_experts = count(one)
-        return job.layer.name, layer_bytes(job.artifact, job.layer.name) * num_experts // job.layer.num_experts
-
-    return metered(done, meter, name_and_count)
+        name, num_all = job.layer.name, job.layer.num_experts
+        if meter is not None:
+            meter.advance(name, layer_bytes(job.artifact, name) * num_experts // num_all)
+            num_done[name] += num_experts
+            if num_done[name] == num_all:
+                meter.finish(name)
+        yield one
 
 
 class OneByOne:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -21,6 +22,7 @@ from hqconv.models.source_protocol import Source
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.options import CHECKS
 from hqconv.verification.check_batch import why_not
 from hqconv.verification.files import check_files
 from hqconv.verification.kernel import check_kernel
@@ -30,6 +32,8 @@ from hqconv.verification.result import CheckResult, VerificationReport
 from hqconv.verification.scheduling import layer_bytes
 from hqconv.verification.tolerances import kind_of_inputs
 from hqconv.verification.weights import check_weights
+
+_LOG = logging.getLogger(__name__)
 
 MAX_ERROR = "max_error"
 
@@ -55,7 +59,6 @@ def check_error(artifact: ManifestFacts, weights: CheckResult | None, limit: flo
     return result
 
 
-CHECKS = ("files", "weights", "kernel")
 _MAX_TOKENS = 999_999
 
 
@@ -107,8 +110,10 @@ def verify(
             for check in CHECKS:
                 if check in asked:
                     started = time.monotonic()
+                    _LOG.info("Check %s of %s begins.", check, report.root)
                     report.results.append(_run(check, runs[check]))
                     report.seconds[check] = time.monotonic() - started
+                    _LOG.info("%r in %.1f s.", report.results[-1], report.seconds[check])
         if CHECKS[0] not in asked and artifact.manifest.alteration is not None:  # every check relies on the manifest
             report.results[0].add(f"{names.MANIFEST}: digest", *artifact.manifest.alteration)
         if options.max_error is not None:

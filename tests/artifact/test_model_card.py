@@ -78,7 +78,8 @@ def test_the_card_says_what_the_artifact_is(source: Path, tmp_path: Path) -> Non
     }
     text = card.decode()
     assert "# src, int4-g64 for Humming\n" in text
-    assert "    vllm serve ORG/NAME --tensor-parallel-size 2\n" in text
+    assert "    pip install './hqconv[vllm]'\n    vllm serve ORG/NAME --tensor-parallel-size 2\n" in text
+    assert "block" not in text
     assert "| for | sm90; 2 TP x 1 EP ranks; no other GPU or ranks |" in text
     worst = max(words["w1"]["relative_error"] for words in report.errors.values())
     assert f"| {worst:.5f} |" in text.split("gate (w1)")[1].split("\n")[0]

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 import hqconv
 from hqconv.cli.app import app
-from hqconv.cli.progress_bar import ShownProgress, human_bytes, human_seconds, line_of
+from hqconv.cli.progress_bar import Pace, ShownProgress, human_bytes, human_seconds, line_of
 from hqconv.conversion import convert as conversion
 from hqconv.conversion.option_values import default_out, parse_bytes, place_of
 from hqconv.conversion.progress import Progress
@@ -42,7 +42,9 @@ from tests.make.formats import write
 from tests.make.places import REPO
 from tests.make.qwen import read_tree, write_qwen3_moe
 
+SHARED = {"--json", "--quiet -q", "--verbose -v", "--log-file"}
 OPTIONS = {
+    "importance": {"model", "--text", "--out -o", "--tokens", "--context", "--device", "--revision"},
     "convert": {
         "src",
         "--schema",
@@ -176,7 +178,7 @@ def test_the_options_are_frozen() -> None:
     assert set(commands) == set(OPTIONS)
     for name, expected in OPTIONS.items():
         found = {" ".join(p.opts) for p in commands[name].params}
-        assert found - {"--help -h", "-h --help"} == expected
+        assert found - {"--help -h", "-h --help"} == expected | SHARED
 
 
 def test_help_and_version() -> None:
@@ -608,7 +610,7 @@ def test_elsewhere_plain_lines_come_every_few_seconds(
             now += 2
             progress.update(Progress("layer.0", step * 500_000_000, 4_000_000_000, 0, 0, 2))
         progress.update(Progress("layer.0", 2_000_000_000, 4_000_000_000, 0, 1, 2))
-    assert capsys.readouterr().err == "1.50 GB of 4.00 GB  0.25 GB/s  10.0 s left  (0/2) layer.0\n"
+    assert capsys.readouterr().err == "1.50 GB of 4.00 GB  250 MB/s  (0/2) layer.0\n"
 
 
 def test_progress_is_silent_if_quiet_and_survives_a_closed_stderr(
@@ -631,9 +633,12 @@ def test_progress_is_silent_if_quiet_and_survives_a_closed_stderr(
 
 def test_resumed_bytes_do_not_count_for_the_speed() -> None:
     done = Progress("new", 2_000_000_000, 3_000_000_000, 1_000_000_000, 1, 2)
-    assert line_of(done, 10.0) == "2.00 GB of 3.00 GB  0.10 GB/s  10.0 s left  (1/2) new"
+    pace = Pace()
+    for second in range(11):
+        pace.update(float(second), second * 100_000_000, done.total_bytes - done.resumed_bytes)
+    assert line_of(done, pace) == "2.00 GB of 3.00 GB  100 MB/s  10.0 s left  (1/2) new"
     nothing = Progress("new", 0, 3_000_000_000, 0, 0, 2)
-    assert line_of(nothing, 0.0) == "0 B of 3.00 GB  (0/2) new"
+    assert line_of(nothing, Pace()) == "0 B of 3.00 GB  (0/2) new"
 
 
 def test_human_units() -> None:

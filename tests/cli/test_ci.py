@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import math
@@ -18,7 +19,7 @@ from typer.testing import CliRunner
 import hqconv
 from hqconv import errors
 from hqconv.artifact.error_summary import over_limit
-from hqconv.cli import output
+from hqconv.cli import output, render
 from hqconv.cli.app import app
 from hqconv.conversion import convert as conversion
 from hqconv.io.file_access import sha256_of
@@ -68,6 +69,26 @@ def documented_keys() -> dict[str, set[str]]:
     return {kind: set(re.findall(r"`(\w+)`", keys)) for kind, keys in rows}
 
 
+def kinds_in_code() -> set[str]:
+    """`kind` of every dict literal in the package, but the parts of an HTML page."""
+    found = set()
+    for path in (REPO / "hqconv").rglob("*.py"):
+        nodes = () if path.name in ("html.py", "page.py") else ast.walk(ast.parse(path.read_text()))
+        for node in nodes:
+            pairs = zip(node.keys, node.values, strict=True) if isinstance(node, ast.Dict) else ()
+            found |= {
+                value.value
+                for key, value in pairs
+                if isinstance(key, ast.Constant) and key.value == "kind" and isinstance(value, ast.Constant)
+            }
+    return found
+
+
+def test_the_table_lists_every_document() -> None:
+    assert kinds_in_code() == set(render._SHOW) | {"error"}
+    assert documented_keys().keys() == kinds_in_code()
+
+
 def test_every_document_has_the_keys_of_the_table(model: Path, made: Path, tmp_path: Path) -> None:
     found = [
         answer("convert", model, "-o", tmp_path / "a", *OPTIONS),
@@ -78,8 +99,13 @@ def test_every_document_has_the_keys_of_the_table(model: Path, made: Path, tmp_p
         answer("schemas"),
         answer("inspect", tmp_path / "nothing", code=2),
     ]
+    found += [
+        answer("schemas", "--recipes"),
+        answer("compare", made, tmp_path / "a"),
+        answer("report", made, "-o", tmp_path / "page.html", "--source", model, "--device", "cpu"),
+    ]
     keys = documented_keys()
-    assert {words["kind"] for words in found} == keys.keys() - {"push", "warm", "unfinished"}
+    assert {words["kind"] for words in found} == keys.keys() - {"push", "warm", "unfinished", "importance"}
     for words in found:
         assert keys[words["kind"]] <= words.keys(), words["kind"]
         assert words["json_version"] == 1

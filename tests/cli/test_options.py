@@ -13,7 +13,7 @@ import typer
 from hqconv.cli.app import app
 
 REQUIRED = "required"
-JSON, QUIET = {"--json": False}, {"--quiet -q": False}
+SHARED = {"--json": False, "--quiet -q": False, "--verbose -v": False, "--log-file": None}
 FETCHED = {"--cache-limit": None, "--keep-source": False}
 WORK = {"--device": "auto", "--max-memory": "4GiB", "--threads": None}
 
@@ -49,8 +49,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--dry-run": False,
         "--profile": None,
         **WORK,
-        **JSON,
-        **QUIET,
+        **SHARED,
     },
     "verify": {
         "OUT": REQUIRED,
@@ -63,8 +62,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--report": None,
         **FETCHED,
         **WORK,
-        **JSON,
-        **QUIET,
+        **SHARED,
     },
     "report": {
         "OUT": REQUIRED,
@@ -75,23 +73,23 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--sample": None,
         **FETCHED,
         **WORK,
-        **JSON,
-        **QUIET,
+        **SHARED,
     },
-    "compare": {
-        "OUT1": REQUIRED,
-        "OUT2": REQUIRED,
-        "--source": None,
+    "compare": {"OUT1": REQUIRED, "OUT2": REQUIRED, "--source": None, "--revision": None, **FETCHED, **WORK, **SHARED},
+    "warm": {"OUT": REQUIRED, "--gpu": None, "--kernels": None, "--jobs": None, **SHARED},
+    "push": {"OUT": REQUIRED, "ORG/NAME": REQUIRED, "--private": False, "--branch": None, **SHARED},
+    "importance": {
+        "MODEL": REQUIRED,
+        "--text": REQUIRED,
+        "--out -o": REQUIRED,
+        "--tokens": 65536,
+        "--context": 512,
+        "--device": "auto",
         "--revision": None,
-        **FETCHED,
-        **WORK,
-        **JSON,
-        **QUIET,
+        **SHARED,
     },
-    "warm": {"OUT": REQUIRED, "--gpu": None, "--kernels": None, "--jobs": None, **JSON},
-    "push": {"OUT": REQUIRED, "ORG/NAME": REQUIRED, "--private": False, "--branch": None, **JSON, **QUIET},
-    "inspect": {"SRC|OUT": REQUIRED, "--revision": None, **JSON},
-    "schemas": {"--recipes": False, **JSON},
+    "inspect": {"SRC|OUT": REQUIRED, "--revision": None, **SHARED},
+    "schemas": {"--recipes": False, **SHARED},
 }
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import hqconv
 from hqconv.cli.app import app
 from hqconv.cli.options import OPTIONS, at_home
-from hqconv.cli.progress_bar import line_of
+from hqconv.cli.progress_bar import Pace, human_rate, line_of
 from hqconv.conversion.progress import Progress
 from hqconv.errors import HqconvError, InputError, RequestError
 from hqconv.schemas.gpu_target import GpuTarget
@@ -232,19 +232,54 @@ def test_home_is_found_where_shells_do_not_look(monkeypatch: pytest.MonkeyPatch,
 # --- what is shown -----------------------------------------------------------------------------------------
 
 
-def test_the_time_left_is_not_guessed_in_the_first_seconds() -> None:
-    done = Progress("model.layers.3.mlp.experts", 5_000_000, 4_000_000_000, 0, 0, 12)
-    assert "GB/s" not in line_of(done, 0.9)
-    assert "GB/s" in line_of(done, 1.0)
-    assert "left" not in line_of(done, 2.9)
-    assert "left" in line_of(done, 3.0)
+def paces(*steps: tuple[float, float], total: float = 4.0) -> list[tuple[float | None, float | None]]:
+    """Speed in GB/s and seconds left after each sample of (seconds, gigabytes)."""
+    pace, found = Pace(), list[tuple[float | None, float | None]]()
+    for now_s, done in steps:
+        pace.update(now_s, int(done * 1e9), int(total * 1e9))
+        speed = pace.bytes_per_s
+        found.append((None if speed is None else round(speed / 1e9, 3), pace.seconds_left))
+    return found
+
+
+def test_the_time_left_is_not_guessed_before_it_settles() -> None:
+    steady = paces(*((s / 2, s / 20) for s in range(20)))
+    assert [speed for speed, _ in steady[:2]] == [None, None]  # not in the first second
+    assert all(speed == 0.1 for speed, _ in steady[2:])
+    assert all(left is None for _, left in steady[:8])
+    assert steady[8][1] == pytest.approx(36)
+    # Loading and compiling first: the first estimates would be of 10 minutes, and fall with every sample.
+    slow_start = [(s / 2, s / 200) for s in range(7)]
+    fast = [(3 + s / 2, 0.03 + s / 4) for s in range(1, 60)]
+    shown = [left for _, left in paces(*slow_start, *fast, total=20)]
+    assert all(left is None for left in shown[:12])
+    assert all(left is None or left < 60 for left in shown)
+    assert shown[-1] == pytest.approx((20 - fast[-1][1]) / 0.5)
+
+
+@pytest.mark.parametrize(
+    ("speed", "text"),
+    [(3.21e9, "3.21 GB/s"), (361_230_000, "361 MB/s"), (42e6, "42.0 MB/s"), (1500, "1.50 kB/s"), (0.0, "0.00 B/s")],
+)
+def test_small_speeds_have_small_units(speed: float, text: str) -> None:
+    assert human_rate(speed) == text
+
+
+def test_a_pace_is_of_the_last_seconds() -> None:
+    found = paces((0, 0), (2, 2), (4, 2.01), (8, 2.05), (14, 2.11), (20, 2.17))
+    assert found[1][0] == 1.0
+    assert found[-1][0] == 0.01
+    assert paces((0, 1.0), (5, 1.0)) == [(None, None), (None, None)]  # nothing was done
 
 
 @pytest.mark.parametrize("width", [61, 50, 30])
 def test_a_line_loses_names_before_figures(width: int) -> None:
     done = Progress("language_model.model.layers.3.mlp.experts", 1_200_000_000, 4_000_000_000, 0, 3, 12)
-    line = line_of(done, 2.0, width)
-    assert line.startswith("1.20 GB of 4.00 GB  0.60 GB/s  (3/12)")
+    pace = Pace()
+    pace.update(0.0, 0, 4_000_000_000)
+    pace.update(2.0, 1_200_000_000, 4_000_000_000)
+    line = line_of(done, pace, width)
+    assert line.startswith("1.20 GB of 4.00 GB  600 MB/s  (3/12)")
     if width == 30:
         assert line.endswith("(3/12)")
     else:
@@ -283,14 +318,18 @@ def test_verify_shows_how_far_it_is(model: Path, tmp_path: Path) -> None:
     for line in seen.replace("\x1b[2K", "\n").splitlines():
         plain = "".join(part.partition("m")[2] if i else part for i, part in enumerate(line.split("\x1b[")))
         assert len(plain.strip()) <= 80, plain
-    told: list[tuple[str, int]] = []
-    hqconv.verify(
-        tmp_path / "out", model, device="cpu", progress=lambda check, done: told.append((check, done.done_bytes))
-    )
-    assert {check for check, _ in told} == {"files", "weights"}
+    told: list[tuple[str, int, tuple[int, int]]] = []
+
+    def tell(check: str, done: Progress) -> None:
+        told.append((check, done.done_bytes, (done.num_groups_done, done.num_groups)))
+
+    hqconv.verify(tmp_path / "out", model, device="cpu", progress=tell)
+    assert {check for check, _, _ in told} == {"files", "weights"}
     files = manifest(tmp_path / "out")["files"]
     sizes = [words["size_bytes"] for name, words in files.items() if name != "README.md"]
-    assert max(done for check, done in told if check == "files") == sum(sizes)
+    assert max(done for check, done, _ in told if check == "files") == sum(sizes)
+    counts = {check: count for check, _, count in told}  # the last of each
+    assert counts == {"files": (len(sizes), len(sizes)), "weights": (1, 1)}
 
 
 def test_quiet_verification_says_nothing_unless_something_is_wrong(model: Path, tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +162,62 @@ def test_a_short_failure_is_waited_out(server: LocalHub, quick: list[float]) -> 
     server.fail(SHARD, 429, times=2, Retry_After="3")
     assert hqconv.plan(NAME, **PLAN).source.num_files == 4
     assert quick == [4.0, 4.0]  # a second more, says the library
+
+
+def test_a_listing_waits_as_long_as_the_hub_says(server: LocalHub, quick: list[float]) -> None:
+    server.fail(API, 429, times=2, Retry_After="3")
+    assert hqconv.plan(NAME, **PLAN).source.num_files == 4
+    assert quick == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("path", [API, SHARD])
+def test_a_wait_has_a_bound(server: LocalHub, quick: list[float], path: str) -> None:
+    server.fail(path, 429, Retry_After="86400")
+    with pytest.raises(NetworkError, match="asked too often") as caught:
+        hqconv.plan(NAME, **PLAN)
+    assert "Wait 86400 seconds" in caught.value.remedy
+    assert quick == []
+    server.mend()
+    server.fail(path, 429, Retry_After="100")
+    with pytest.raises(NetworkError, match="asked too often"):
+        hqconv.plan(NAME, **PLAN)
+    assert quick[:3] == [101.0, 101.0, 101.0]
+    assert sum(quick[:3]) <= hub._MAX_WAIT_S < sum(quick[:3]) + 101
+
+
+def test_a_wait_may_be_a_date(server: LocalHub, quick: list[float]) -> None:
+    then = datetime.now(UTC) + timedelta(seconds=40)
+    server.fail(API, 429, times=1, Retry_After=format_datetime(then, usegmt=True))
+    hqconv.inspect(NAME)
+    assert len(quick) == 1
+    assert 0 < quick[0] <= 41
+
+
+def test_a_refusal_without_a_time_is_repeated_a_few_times(server: LocalHub, quick: list[float]) -> None:
+    server.fail(API, 429)
+    with pytest.raises(NetworkError, match="asked too often"):
+        hqconv.inspect(NAME)
+    assert quick == [2.0, 4.0, 8.0]
+
+
+def test_a_server_that_is_no_hub(server: LocalHub) -> None:
+    server.fail(API, 404)
+    with pytest.raises(RequestError, match="does not answer as the Hub does") as caught:
+        hqconv.inspect(NAME)
+    assert "HF_ENDPOINT" in caught.value.remedy
+
+
+@pytest.mark.parametrize("name", ["ConnectError", "ConnectTimeout", "ProxyError", "UnsupportedProtocol", "ReadTimeout"])
+def test_a_hub_that_cannot_be_reached(server: LocalHub, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    library = importlib.import_module(type(get_session()).__module__.partition(".")[0])  # httpx or httpx2
+
+    def fail(*_: object, **__: object) -> None:
+        raise getattr(library, name)("no route")
+
+    monkeypatch.setattr(type(get_session()), "send", fail)
+    with pytest.raises(NetworkError, match=r"cannot be reached|does not answer") as caught:
+        hqconv.inspect(NAME)
+    assert constants.ENDPOINT in caught.value.what
 
 
 def test_a_repo_with_another_name(server: LocalHub) -> None:

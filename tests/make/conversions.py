@@ -21,6 +21,7 @@ from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import resolve_inputs
 from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.options import CheckName
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
 from hqconv.sources.opening import open_source
 from hqconv.verification.result import VerificationReport
@@ -67,7 +68,7 @@ def run(
     return hqconv.convert(src, out, schema=schema, **words)
 
 
-def check(out: Path, source: Path | None = None, *checks: str, **options: Any) -> VerificationReport:
+def check(out: Path, source: Path | None = None, *checks: CheckName, **options: Any) -> VerificationReport:
     """`hqconv.verify` of some checks; all that can run where none is named."""
     return hqconv.verify(out, source, checks=checks or None, **{"threads": 2, **options})
 

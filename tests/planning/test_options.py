@@ -3,18 +3,42 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+import re
+from typing import Any, get_args
 
 import pytest
 
 import hqconv
+from hqconv import api
+from hqconv.cli.options import OPTIONS
 from hqconv.errors import RequestError
 from hqconv.planning.layer_encoding import EncodingOptions
 from hqconv.planning.spec import ConversionOptions
-from hqconv.schemas.options import ENCODING_KEYS, EncodingArguments, conversion_options
+from hqconv.schemas.artifact_names import CHECKPOINT, KERNEL
+from hqconv.schemas.grid import LINEAR, ROUND_ROBIN
+from hqconv.schemas.options import CHECKS, ENCODING_KEYS, QUANTIZERS, CheckName, EncodingArguments, conversion_options
+from hqconv.schemas.weight_schema import PARAM_DTYPES
 from tests.make.places import REPO
 
 MAX_FILES = 5  # CONTRIBUTING.md lists them
+
+
+CLOSED = {
+    "dtype": PARAM_DTYPES,
+    "expert_placement": (LINEAR, ROUND_ROBIN),
+    "layout": (KERNEL, CHECKPOINT),
+    "quantizer": QUANTIZERS,
+}
+
+
+def test_closed_choices_are_types_and_the_command_line_offers_the_same() -> None:
+    """One source: the `Literal` of the table."""
+    for name, option in conversion_options().items():
+        assert option.choices == CLOSED.get(name, ())
+    for name, choices in CLOSED.items():
+        assert set(choices) <= set(re.findall(r"\w+", str(OPTIONS[name].kind))), name
+    assert api.verify.__annotations__["checks"] == "Sequence[CheckName] | None"
+    assert get_args(CheckName) == CHECKS == ("files", "weights", "kernel")
 
 
 def test_an_option_that_changes_bytes_is_named_in_few_files() -> None:
@@ -32,7 +56,8 @@ def test_encoding_options_are_the_rows_of_the_table() -> None:
 def test_the_api_has_every_option(function: Any) -> None:
     parameters = inspect.signature(function).parameters
     for name, option in conversion_options().items():
-        assert (parameters[name].default is inspect.Parameter.empty) == option.is_required
+        assert parameters[name].default == option.default
+        assert parameters[name].annotation == option.annotation
         assert f"{name}: {option.help}" in function.__doc__
     with pytest.raises(TypeError, match="nothing_known"):
         function("model", schema="int4", nothing_known=1)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
+from email import message_from_bytes
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -28,24 +32,83 @@ def call(*arguments: object) -> Any:
     return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
-def test_a_wheel_has_them(tmp_path: Path) -> None:
-    """Built without a network, of a copy, so that no build folder is left here."""
-    source = tmp_path / "source"
-    ignored = shutil.ignore_patterns("__pycache__")
-    for name in ("hqconv", "configs"):
-        shutil.copytree(REPO / name, source / name, symlinks=True, ignore=ignored)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(REPO / name, source / name)
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"]
-    done = subprocess.run([*command, "-w", tmp_path, source], capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    (wheel,) = tmp_path.glob("*.whl")
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, bytes]]:
+    """Function that builds a wheel without a network, of a copy, and returns its files.
+
+    Its argument: lines for the table of URLs in pyproject.toml.
+    """
+
+    def build(urls: str) -> dict[str, bytes]:
+        folder = tmp_path_factory.mktemp("wheel")
+        source = folder / "source"
+        for name in ("hqconv", "configs"):
+            shutil.copytree(REPO / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("README.md", "LICENSE", "setup.py"):
+            shutil.copy(REPO / name, source / name)
+        project = (REPO / "pyproject.toml").read_text()
+        (source / "pyproject.toml").write_text(project.replace("[project.urls]", f"[project.urls]\n{urls}"))
+        command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"]
+        done = subprocess.run([*command, "-w", folder, source], capture_output=True, text=True, check=False, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        (wheel,) = folder.glob("*.whl")
+        with zipfile.ZipFile(wheel) as unpacked:
+            return {name: unpacked.read(name) for name in unpacked.namelist()}
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Callable[[str], dict[str, bytes]]) -> dict[str, bytes]:
+    return built("")
+
+
+def test_a_wheel_has_them(wheel: dict[str, bytes]) -> None:
     place = SCHEMAS.relative_to(REPO).as_posix()
-    with zipfile.ZipFile(wheel) as unpacked:
-        found = {name: unpacked.read(name) for name in unpacked.namelist() if name.endswith(".toml")}
-        templates = {Path(name).name for name in unpacked.namelist() if name.startswith("hqconv/reports/templates/")}
+    found = {name: data for name, data in wheel.items() if name.endswith(".toml")}
+    templates = {Path(name).name for name in wheel if name.startswith("hqconv/reports/templates/")}
     assert templates == {path.name for path in (REPO / "hqconv/reports/templates").iterdir()}
     assert found == {f"{place}/{name}": data for name, data in FILES.items()}
+
+
+def metadata(wheel: dict[str, bytes]) -> Message:
+    (data,) = (data for name, data in wheel.items() if name.endswith(".dist-info/METADATA"))
+    return message_from_bytes(data)
+
+
+def test_a_wheel_says_who_made_it_and_what_it_needs(wheel: dict[str, bytes]) -> None:
+    found = metadata(wheel)
+    for key in ("Author", "Summary", "Keywords", "License-Expression", "License-File", "Requires-Python"):
+        assert found[key], key
+    classifiers = found.get_all("Classifier", [])
+    assert "Typing :: Typed" in classifiers
+    assert "Operating System :: POSIX :: Linux" in classifiers
+    assert all(" :: " in text for text in classifiers)
+    urls = [text.split(", ")[1] for text in found.get_all("Project-URL", [])]
+    assert urls
+    assert all(url.startswith("https://") for url in urls)
+    assert found["Description-Content-Type"] == "text/markdown"
+
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)]+)\)")
+
+
+def test_links_in_the_description_work_outside_of_the_repository(
+    wheel: dict[str, bytes], built: Callable[[str], dict[str, bytes]]
+) -> None:
+    """Without a public address of the repository the description has the files' names instead."""
+    text = str(metadata(wheel).get_payload())
+    assert text.startswith("# hqconv")
+    assert LINK.findall(text)
+    assert all(link.startswith("https://") for link in LINK.findall(text))
+    assert "(`docs/usage.md`)" in text
+    address = "https://example.org/hqconv"
+    text = str(metadata(built(f'Repository = "{address}"')).get_payload())
+    links = LINK.findall(text)
+    assert all(link.startswith("https://") for link in links)
+    files = {link.removeprefix(f"{address}/blob/main/").partition("#")[0] for link in links if address in link}
+    assert "docs/usage.md" in files
+    assert all((REPO / name).exists() for name in files)
 
 
 def test_they_are_listed_with_what_they_are_for() -> None:

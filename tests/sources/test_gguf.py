@@ -468,7 +468,7 @@ def test_without_the_library(model: Path, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(builtins, "__import__", none)
     done = convert(model, tmp_path / "out")
     assert done.exit_code == 2
-    assert "pip install 'hqconv[gguf]'" in done.stderr
+    assert "pip install 'gguf>=0.17'" in done.stderr
 
 
 @pytest.mark.parametrize("word", list(SHAPES))

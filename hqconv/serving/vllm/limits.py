@@ -57,7 +57,7 @@ class VllmEngine:
     name = "vLLM"
     release = "vLLM 0.33"
     library_name = "vllm"
-    pip_package = "hqconv[vllm]"
+    install_command = "pip install './hqconv[vllm]'"
     placement_option = "--expert-placement-strategy {}"
     placement_remark = "vLLM falls back to linear where it has no round robin"
     dtype_option = "--dtype {}"

@@ -6,6 +6,7 @@ Loads no torch before it is called.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from hqconv.artifact.reader import Artifact
     from hqconv.humming_layout.kernel_sources import ComputeSettings, KernelSource
     from hqconv.schemas.activation import Activation
+
+_LOG = logging.getLogger(__name__)
 
 _OURS = (".cu", ".cubin", ".partial")
 
@@ -210,6 +213,7 @@ def _compile(missing: list[KernelSource], entries: dict[str, Any], folder: Path,
         cubin = compile_kernel(source, compiler)
         write_whole(folder, f"{source.name}.cu", source.code.encode())
         write_whole(folder, f"{source.name}.cubin", cubin)
+        _LOG.info("Compiled kernel %s.", source.name)
         return source.name, {
             "expression": source.expression,
             "architecture": source.architecture,

@@ -1,34 +1,31 @@
-"""Collects what each input column of a model's experts sees: an importance file for `hqconv convert --importance`.
+"""Importance files from a text: the mean square of each input column of a model's experts, as transformers runs them.
 
-    python scripts/make_importance.py MODEL TEXT OUT [--tokens 65536] [--context 512] [--device cuda]
-
-MODEL is a folder or a Hub repo id, TEXT a text file of the kind that the model will be used on, OUT the file to write:
-per MoE layer `<layer>.w13` [H] and `<layer>.w2` [I], the mean of x² over all tokens that an expert of the layer takes,
-in float32, under the names that `hqconv inspect` shows. The model runs in transformers as it is, in its own dtype, and
-must fit on the device. Legend: H hidden size, I expert intermediate size.
+The model runs in transformers in its own dtype, on one device. Legend: H hidden size, I expert intermediate size.
 """
 
 from __future__ import annotations
 
-import argparse
+import logging
 import re
-import sys
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from hqconv.errors import HqconvError, InputError, RequestError
+from hqconv.errors import InputError, OutputError, RequestError
+from hqconv.io.durable_files import write_whole
 from hqconv.models.moe_layer import MoeLayer
+from hqconv.models.source_protocol import Source
 from hqconv.sources.opening import open_source
+
+_LOG = logging.getLogger(__name__)
 
 # The last word of a weight's name, in transformers' models; biases have others.
 _W13 = ("gate_up_proj", "gate_proj", "up_proj", "w1", "w3", "v1")
@@ -37,7 +34,7 @@ _PRODUCTS = ("linear", "matmul", "bmm")  # x is the first operand, the weight th
 
 
 class Place(NamedTuple):
-    """Which GEMM's weights lie at some bytes of memory: up to `end`."""
+    """The GEMM whose weights lie at some bytes of memory, up to `end`."""
 
     end: int
     name: str
@@ -45,7 +42,7 @@ class Place(NamedTuple):
 
 
 def experts_modules(model: nn.Module) -> list[tuple[int, str, nn.Module]]:
-    """Layer, path and module of all routed experts; a module inside another is that one's."""
+    """Return layer, path and module of all routed experts; a module inside another belongs to it."""
     found: list[tuple[int, str, nn.Module]] = []
     for path, module in model.named_modules():
         is_inside = any(path.startswith(f"{outer}.") for _, outer, _ in found)
@@ -60,7 +57,7 @@ def experts_modules(model: nn.Module) -> list[tuple[int, str, nn.Module]]:
 
 
 def matched(model: nn.Module, blocks: Iterable[MoeLayer]) -> dict[str, tuple[MoeLayer, nn.Module]]:
-    """Each layer of the checkpoint by name, with its module. Raises RequestError unless each has one, by layer."""
+    """Return each layer of the checkpoint by name, with its module. Raises RequestError unless each has one."""
     modules, wanted = experts_modules(model), list(blocks)
     of_layer = defaultdict(list)
     for layer, path, module in modules:
@@ -71,7 +68,7 @@ def matched(model: nn.Module, blocks: Iterable[MoeLayer]) -> dict[str, tuple[Moe
         if len(here) != 1:
             raise RequestError(
                 "A layer of experts has not one module in transformers' model.",
-                where=f"layer {block.name}, layer {block.index}",
+                where=f"{block.name}, layer {block.index}",
                 expected="one module of routed experts in this layer",
                 found=", ".join(path for path, _ in here) or "none",
                 remedy="Layers that transformers does not run (multi-token prediction) cannot be measured so.",
@@ -84,10 +81,10 @@ def matched(model: nn.Module, blocks: Iterable[MoeLayer]) -> dict[str, tuple[Moe
 
 
 class Collector(TorchFunctionMode):
-    """While it is entered, sums x² of every product x · W of which W is, or is a part of, an expert's weight."""
+    """Sums of x² over every product x · W with an expert's weight, or a part of one, while the mode is entered."""
 
     def __init__(self, modules: Mapping[str, tuple[MoeLayer, nn.Module]]) -> None:
-        """modules: of `matched`. Raises RequestError for weights whose names are not known, or that lie nowhere."""
+        """modules: the result of `matched`. Raises RequestError for weights with unknown names or without memory."""
         super().__init__()
         self._sizes: dict[str, int] = {}
         self._sums: dict[str, torch.Tensor] = {}
@@ -112,7 +109,7 @@ class Collector(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Calls the function, once its operands were looked at."""
+        """Look at the operands of a product, then call the function."""
         if getattr(func, "__name__", "") in _PRODUCTS and len(args) > 1:
             x, weight = args[:2]
             if isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor):
@@ -137,7 +134,10 @@ class Collector(TorchFunctionMode):
         self._counts[place.name] += len(rows)
 
     def means(self) -> dict[str, torch.Tensor]:
-        """float32 [H] or [I] by `<layer>.<gemm>`. RequestError where nothing was seen, InputError for no numbers."""
+        """Return float32 [H] or [I] by `<layer>.<gemm>`.
+
+        Raises RequestError where no product was seen, InputError for NaN and infinity.
+        """
         found = {}
         for name in self._sizes:
             if not self._counts[name]:
@@ -151,9 +151,9 @@ class Collector(TorchFunctionMode):
 
 
 def collect(model: nn.Module, batches: Iterable[torch.Tensor], layers: Iterable[MoeLayer]) -> dict[str, torch.Tensor]:
-    """The means of x² of a model that reads `batches` of token ids [B, T], under the layers' names.
+    """Return the means of x² of a model that reads `batches` of token ids [B, T], under the layers' names.
 
-    Raises RequestError where model and layers do not match, or how the experts are run is not understood.
+    Raises RequestError where model and layers do not match, or the experts run in an unknown way.
     """
     for module in model.modules():
         config: Any = getattr(module, "config", None)
@@ -161,46 +161,88 @@ def collect(model: nn.Module, batches: Iterable[torch.Tensor], layers: Iterable[
             config._experts_implementation = "eager"  # one product after the other, not one kernel
     collector = Collector(matched(model, layers))
     with torch.inference_mode(), collector:
-        for ids in batches:
+        for number, ids in enumerate(batches, start=1):
             model(input_ids=ids, use_cache=False)
+            _LOG.info("Batch %d is done: %d tokens.", number, ids.numel())
     return collector.means()
 
 
 def token_batches(ids: Sequence[int], context: int, device: torch.device) -> list[torch.Tensor]:
-    """Token ids, cut to [1, context] each; the last may be shorter."""
+    """Cut token ids into batches [1, context]; the last may be shorter."""
     cut = [ids[begin : begin + context] for begin in range(0, len(ids), context)]
     return [torch.tensor([part], device=device) for part in cut]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Collect and write; exits with the error's code where that cannot be."""
-    import transformers
+def collect_importance(
+    model: str,
+    text: Path,
+    columns: Path,
+    *,
+    num_tokens: int,
+    context_length: int,
+    device: str,
+    revision: str | None,
+    announce: Callable[[str], None],
+) -> dict[str, Any]:
+    """Write the importance file `columns` of a model and return a document; see `hqconv.api.collect_importance`."""
+    transformers = _transformers()
+    if columns.exists() or columns.is_symlink():
+        remedy = "Remove it, or choose another file with -o."
+        raise OutputError("The importance file exists already.", where=str(columns), remedy=remedy)
+    with open_source(model, revision) as source:
+        layers, root = source.map_experts().layers, source.root
+        ids = _token_ids(transformers, root, text)[:num_tokens]
+        announce(f"Running {len(ids)} tokens through the model on {device}.")
+        with _loading(model):
+            loaded = _model_class(transformers, source).from_pretrained(root, dtype="auto").to(device).eval()
+        means = collect(loaded, token_batches(ids, context_length, torch.device(device)), layers)
+    write_whole(columns.parent, columns.name, save(means, {"tokens": str(len(ids))}))
+    counts = {"num_tensors": len(means), "num_tokens": len(ids)}
+    return {"kind": "importance", "model": model, "out": str(columns), **counts}
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("model", "text", "out"):
-        parser.add_argument(name)
-    parser.add_argument("--tokens", type=int, default=65536)
-    parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    args = parser.parse_args(arguments)
+
+def _transformers() -> Any:
+    """Import transformers. Raises RequestError if it is not installed."""
     try:
-        with open_source(args.model, is_lazy=True) as source:
-            layers, architectures = source.map_experts().layers, source.config.get("architectures") or []
-        text = Path(args.text).read_text(encoding="utf-8")
-        tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"][: args.tokens]
-        if not ids:
-            raise RequestError("There is nothing to read.", where=args.text, expected="text")
-        auto = getattr(transformers, next(iter(architectures), ""), transformers.AutoModelForCausalLM)
-        model = auto.from_pretrained(args.model, dtype="auto")
-        model = model.to(args.device).eval()
-        means = collect(model, token_batches(ids, args.context, torch.device(args.device)), layers)
-    except HqconvError as error:
-        print(f"error: {error.message()}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    save_file(means, args.out, {"tokens": str(len(ids))})
-    print(f"{args.out}: {len(means)} tensors from {len(ids)} tokens")
+        import transformers
+    except ImportError as error:
+        raise RequestError(
+            "An importance file is made with transformers, which is not installed.",
+            found=error,
+            remedy="Run: pip install 'transformers>=5.0'.",
+        ) from error
+    return transformers
 
 
-if __name__ == "__main__":
-    main()
+@contextmanager
+def _loading(model: str) -> Iterator[None]:
+    """Turn the errors of transformers about a model or a tokenizer into a RequestError."""
+    try:
+        yield
+    except (ImportError, OSError, ValueError, KeyError, AttributeError, RuntimeError) as error:
+        what, found = (
+            "The transformers library cannot load this model.",
+            f"{type(error).__name__}: {str(error).strip()}",
+        )
+        remedy = "Try it with transformers alone; this command needs a model that transformers runs."
+        raise RequestError(what, where=model, found=found.split("\n")[0], remedy=remedy) from error
+
+
+def _model_class(transformers: Any, source: Source) -> Any:
+    """Return the class of the model in transformers, by its config."""
+    architectures = source.config.get("architectures") or []
+    return getattr(transformers, next(iter(architectures), ""), transformers.AutoModelForCausalLM)
+
+
+def _token_ids(transformers: Any, root: Path, text: Path) -> list[int]:
+    """Return the token ids of a text file. Raises RequestError for a file without text, or an unusable tokenizer."""
+    try:
+        read = text.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise RequestError("The text cannot be read.", where=f"--text {text}", found=error) from error
+    with _loading(str(root)):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(root)
+        ids: list[int] = tokenizer(read, add_special_tokens=False)["input_ids"]
+    if not ids:
+        raise RequestError("The text has no tokens.", where=f"--text {text}", expected="a text of the model's use")
+    return ids

@@ -1,7 +1,8 @@
-"""scripts/make_importance.py against plain recomputations from what transformers' own modules are given."""
+"""`hqconv importance` against plain recomputations from what transformers' own modules are given."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,16 @@ import transformers
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
+from typer.testing import CliRunner
 
 import hqconv
+from hqconv.cli.app import app
+from hqconv.conversion.collect_importance import collect, experts_modules, matched, token_batches
 from hqconv.errors import RequestError
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.sources.opening import open_source
-from scripts.make_importance import collect, experts_modules, main, matched, token_batches
 from tests.make.families import make_family, moe_layers, save_family
+from tests.make.importance import write_tokenizer
 
 IDS = torch.arange(40) * 7 % 61 + 3
 CPU = torch.device("cpu")
@@ -79,24 +83,21 @@ def test_the_inner_activations_are_those_of_the_chosen_experts(family: str, tmp_
         torch.testing.assert_close(found[f"{layer.name}.w2"].double(), expected, rtol=1e-4, atol=0)
 
 
-def tokenizer(folder: Path) -> None:
-    """One word is one token, by its number."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = Tokenizer(models.WordLevel({"none": 0} | {str(i): i for i in range(1, 64)}, unk_token="none"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="none").save_pretrained(folder)
+def call(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["importance", *map(str, arguments), "--device", "cpu"])
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_the_command_writes_what_convert_takes(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_what_convert_takes(family: str, tmp_path: Path) -> None:
     src, text, out = tmp_path / "src", tmp_path / "text", tmp_path / "columns.safetensors"
     save_family(src, family, inner=64)
-    tokenizer(src)
+    write_tokenizer(src)
     text.write_text(" ".join(map(str, [*IDS.tolist(), 5, 6])))
-    arguments = [str(src), str(text), str(out), "--device", "cpu", "--context", "16"]
-    main([*arguments, "--tokens", str(len(IDS))])
-    assert "40 tokens" in capsys.readouterr().out
+    arguments = (src, "--text", text, "-o", out, "--context", 16, "--tokens", len(IDS))
+    done = call(*arguments)
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith(f"{out}: {2 * len(layers_of(src))} tensors from 40 tokens\n")
+    assert "Running 40 tokens through the model on cpu." in done.stderr
     model = transformers.AutoModelForCausalLM.from_pretrained(src, dtype="auto").eval()
     expected = collect(model, token_batches(IDS.tolist(), 16, CPU), layers_of(src))
     found = load_file(out)
@@ -106,11 +107,36 @@ def test_the_command_writes_what_convert_takes(family: str, tmp_path: Path, caps
     options: dict[str, Any] = {"schema": "int4-g32", "target": "sm90", "device": "cpu", "quantizer": "mse"}
     hqconv.convert(src, tmp_path / "out", importance=out, **options)
     assert hqconv.verify(tmp_path / "out", src, checks=("files", "weights")).passed
+    again = call(*arguments)
+    assert (again.exit_code, "exists already" in again.stderr) == (4, True)
+
+
+@pytest.fixture
+def mixtral(tmp_path: Path) -> Path:
+    save_family(tmp_path / "src", "mixtral", inner=64)
+    return tmp_path / "src"
+
+
+def test_a_text_that_cannot_be_used(mixtral: Path, tmp_path: Path) -> None:
+    text, out = tmp_path / "text", tmp_path / "columns.safetensors"
+    missing = call(mixtral, "--text", text, "-o", out)
+    assert (missing.exit_code, "The text cannot be read" in missing.stderr) == (2, True)
+    text.write_text("1 2 3")
+    no_tokenizer = call(mixtral, "--text", text, "-o", out)
+    assert (no_tokenizer.exit_code, "cannot load this model" in no_tokenizer.stderr) == (2, True)
+    write_tokenizer(mixtral)
     text.write_text("")
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
-    assert "nothing to read" in capsys.readouterr().err
+    empty = call(mixtral, "--text", text, "-o", out)
+    assert (empty.exit_code, "The text has no tokens" in empty.stderr) == (2, True)
+    assert not out.exists()
+
+
+def test_transformers_may_be_missing(mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    done = call(mixtral, "--text", tmp_path / "text", "-o", tmp_path / "columns.safetensors")
+    assert done.exit_code == 2
+    assert "which is not installed" in done.stderr
+    assert "Run: pip install 'transformers" in done.stderr
 
 
 def test_what_cannot_be_matched_is_refused(tmp_path: Path) -> None:
