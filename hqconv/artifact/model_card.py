@@ -109,7 +109,7 @@ def _place(source: ManifestSource) -> str:
 def _serving(manifest: Manifest) -> Iterator[str]:
     yield from ("", "## Serve it", "")
     command = ENGINE.serve_command(_HERE, manifest.layout, manifest.grid)
-    if command is None:
+    if command is None or any(ENGINE.is_heads_obstacle(text) for text in manifest.warnings or ()):
         yield f"{ENGINE.name} has no start for these ranks."
         return
     if manifest.is_kernel:

@@ -50,7 +50,7 @@ def run(options: dict[str, Any], *, quiet: bool) -> ConversionReport:
 
     def on_plan(plan: ConversionPlan, out: Path) -> None:
         interrupt.expect(*interrupt.output_cases(out, nothing))
-        warn_once(plan.warnings)
+        warn_once((*plan.warnings, *plan.notices))
 
     if quiet:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

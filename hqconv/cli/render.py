@@ -17,7 +17,7 @@ from hqconv.errors import NUM_SHOWN, plural
 from hqconv.formats.source_format import PLAIN
 from hqconv.reports.documents import Words as Document
 from hqconv.schemas.activation import Activation
-from hqconv.schemas.gpu_target import TARGETS
+from hqconv.schemas.gpu_target import GPUS, TARGETS
 from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS
 from hqconv.serving.chosen_engine import ENGINE
 from hqconv.verification.result import OF_ANOTHER_SOURCE
@@ -336,6 +336,7 @@ def _show_plan(console: Console, document: Document) -> None:
             ("memory", memory),
             ("output", f"{document['out']}: {human_bytes(document['num_bytes_out'])}"),
             ("", ranks_text(document["rank_bytes"])),
+            ("GPU memory", gpu_memory_text(document)),
         ),
     )
     _layers(console, document["blocks"])
@@ -401,6 +402,7 @@ def _show_source(console: Console, document: Document) -> None:
     rows.append(("family", f"{document['family']} ({document['family_chosen_because']})"))
     rows.append(("direct", ", ".join(document["direct_schemas"])))
     rows += [("tensors", tensors_text(document["tensors"])), ("dropped", dropped_text(document["tensors"]))]
+    rows.append(("attention", heads_text(document["attention"])))
     print_facts(console, rows)
     _layers(console, document["blocks"])
     by_sizes: dict[str, list[str]] = {}
@@ -408,6 +410,26 @@ def _show_source(console: Console, document: Document) -> None:
         by_sizes.setdefault(", ".join(map(str, sizes)) or "none", []).append(name)
     console.print()
     print_table(console, ("schemas", "--tp sizes that work"), ((", ".join(n), s) for s, n in by_sizes.items()))
+    _gpu_memory_table(console, document["gpu_memory"])
+    for text in document["warnings"]:
+        console.print(f"\nwarning: {text}")
+
+
+def _gpu_memory_table(console: Console, gpu_memory: Mapping[str, Mapping[str, int]]) -> None:
+    """Print the weights on each GPU by schema and TP size, and the memory of known GPUs."""
+    sizes = sorted({int(tp) for of_schema in gpu_memory.values() for tp in of_schema})
+    sizes = [size for size in sizes if size & (size - 1) == 0]
+    if not sizes:
+        return
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name, of_schema in gpu_memory.items():
+        cells = tuple(about_gb(of_schema[str(tp)]) if str(tp) in of_schema else "-" for tp in sizes)
+        rows.setdefault(cells, []).append(name)
+    console.print()
+    headers = ("weights on each GPU", *(f"--tp {tp}" for tp in sizes))
+    print_table(console, headers, ((", ".join(names), *cells) for cells, names in rows.items()))
+    shown = (f"{name} {GPUS[name].memory_gb} GB" for name in _GPUS_SHOWN)
+    console.print(f"{_COUNTED}\nGPUs: {', '.join(shown)}.")
 
 
 def _show_artifact(console: Console, document: Document) -> None:
@@ -531,6 +553,34 @@ def ranks_text(rank_bytes: Mapping[str, int]) -> str:
     least, most = min(rank_bytes.values()), max(rank_bytes.values())
     size = f"{human_bytes(least)} each" if least == most else f"{human_bytes(least)} to {human_bytes(most)}"
     return f"{len(rank_bytes)} rank{'s' * (len(rank_bytes) > 1)}, {size}"
+
+
+_GPUS_SHOWN = ("t4", "l4", "a100-40gb", "l40s", "a100", "h100", "h20", "rtx-pro-6000", "h200", "b200", "b300")
+_COUNTED = "KV cache, activations and CUDA graphs need room besides."
+
+
+def about_gb(num_bytes: int) -> str:
+    """`0.4 GB`, `35 GB`: a size without precision that a plan does not have."""
+    size = num_bytes / 1e9
+    if size < 0.1:
+        return f"{num_bytes / 1e6:.0f} MB"
+    return f"{size:.0f} GB" if size >= 10 else f"{size:.1f} GB"
+
+
+def gpu_memory_text(document: Mapping[str, Any]) -> str:
+    """Weights on each GPU of a plan, what is counted, and the GPUs of the target that cannot hold them."""
+    memory, small = document["gpu_memory"], document["gpus_too_small"]
+    if memory is None:
+        return ""
+    parts = f"experts {about_gb(memory['experts'])}, other tensors {about_gb(memory['other_tensors'])}"
+    too_small = f" Too small: {', '.join(small)}." if small else ""
+    return f"about {about_gb(memory['total'])} of weights on each GPU ({parts}). {_COUNTED}{too_small}"
+
+
+def heads_text(document: Mapping[str, int]) -> str:
+    """`32 heads, 4 KV heads`; "" where the config has no numbers."""
+    labels = {"num_heads": "heads", "num_kv_heads": "KV heads"}
+    return ", ".join(f"{count} {labels[key]}" for key, count in document.items())
 
 
 def schema_text(document: Mapping[str, Any]) -> str:

@@ -100,7 +100,7 @@ class ConversionReport:
             "conversion": dict(Counter(layer.encoding.conversion for layer in self.plan.layers)),
             "requantized": requantized(self.errors),
             "largest_scale_change": scale_changes(self.errors),
-            "serve_command": ENGINE.serve_command(str(self.out), spec.layout, spec.grid),
+            "serve_command": ENGINE.serve_command(str(self.out), spec.layout, spec.grid, self.plan.source.heads),
         }
 
     def words(self) -> dict[str, Any]:
@@ -317,7 +317,7 @@ class _Conversion:
             manifest_sha256=sha256_of(self.out / artifact_names.MANIFEST),
             profile={**self.profile.to_dict(), "staging": self.staging.to_dict()},
             was_finished=not outcome.is_new,
-            warnings=(*self.plan.warnings, *outcome.warnings),
+            warnings=(*self.plan.warnings, *self.plan.notices, *outcome.warnings),
         )
 
 

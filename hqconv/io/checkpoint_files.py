@@ -109,6 +109,11 @@ def read_weight_map(root: Path, has_single: bool) -> tuple[dict[str, str] | None
         return None, None
     path = root / INDEX
     if not path.is_file():
+        shards = sorted(one.name for one in root.glob("*.safetensors"))
+        if shards:
+            what, found = "The checkpoint has no index of its shards.", f"{len(shards)} shards: {first_few(shards)}"
+            remedy = f"Download {INDEX} of the same checkpoint into the folder; a single file must be called {SINGLE}."
+            raise InputError(what, where=str(root), expected=INDEX, found=found, remedy=remedy)
         what, expected = "The folder holds no safetensors checkpoint.", f"{SINGLE} or {INDEX}"
         remedy = "Convert other weight formats to safetensors first."
         raise InputError(what, where=str(root), expected=expected, found=listing(root), remedy=remedy)

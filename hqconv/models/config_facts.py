@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from hqconv.errors import InputError, RequestError
-from hqconv.models.families import Family
+from hqconv.errors import InputError, RequestError, first_few
+from hqconv.models.families import INDEX, Family
 from hqconv.models.family_choice import FamilyChoice
 from hqconv.schemas.activation import CHANGING_KEYS, NUMBERS, Activation, Numbers
 from hqconv.schemas.grid import MAX_SIZE
@@ -42,6 +42,40 @@ def layer_indices(family: Family, names: Iterable[str], text: Config) -> dict[st
     num_layers = config_number(text, family.num_layers_keys, 0)
     offset = num_layers[1] if num_layers else last + 1
     return {name: index + offset if name in mtp else index for name, index in indices.items()}
+
+
+# Number of multi-token-prediction layers, which follow the decoder's last one.
+_DRAFT_LAYERS_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_layers")
+
+
+def layer_notices(family: Family, moe_layers: Iterable[str], names: Iterable[str], text: Config) -> list[str]:
+    """Return warnings where the decoder layers of a checkpoint are not those that its config counts.
+
+    moe_layers: names of the experts modules. names: of all tensors. No warning where the config has no number, or
+    where MoE layers lie in several stacks, such as an encoder and a decoder.
+    """
+    num_layers = config_number(text, family.num_layers_keys, 0)
+    places = (re.match(r"((?:\w+\.)*?(?:layers|blocks))\.\d+\.", name) for name in moe_layers)
+    stacks = {place[1] for place in places if place and "mtp" not in place[1].split(".")}
+    if num_layers is None or len(stacks) != 1:
+        return []
+    in_stack = re.compile(rf"{re.escape(stacks.pop())}\.({INDEX})\.")
+    indices = {int(match[1]) for name in names if (match := in_stack.match(name))}
+    key, count = num_layers
+    counted = f"config.json counts {count} layers ({key})"
+    if missing := [str(index) for index in range(count) if index not in indices]:
+        return [
+            f"{counted}, and the checkpoint has no tensor of layer {first_few(missing)}: a server does not load it "
+            "whole. Check that the download is complete and that config.json belongs to it."
+        ]
+    declared = (text.get(draft_key) for draft_key in _DRAFT_LAYERS_KEYS)
+    num_drafts = max(1, *(one if isinstance(one, int) else 0 for one in declared))  # not every config mentions a draft
+    if max(indices) >= count + num_drafts:
+        return [
+            f"{counted}, and the checkpoint has {max(indices) + 1}: a server leaves out the others. Check that "
+            "config.json belongs to the checkpoint."
+        ]
+    return []
 
 
 def layer_config(family: Family, layer: int, text: Config) -> Config:

@@ -109,6 +109,7 @@ def fused_stacks(
 __all__ = [
     "BY_ARCHITECTURE",
     "BY_MODEL_TYPE",
+    "BY_NAME",
     "FAMILIES",
     "INDEX",
     "UNSUPPORTED",
@@ -497,6 +498,7 @@ FAMILIES: tuple[Family, ...] = (
 )
 
 BY_ARCHITECTURE: Mapping[str, Family] = {a: family for family in FAMILIES for a in family.architectures}
+BY_NAME: Mapping[str, Family] = {family.name: family for family in FAMILIES}
 BY_MODEL_TYPE: Mapping[str, Family] = {t: family for family in FAMILIES for t in family.model_types}
 
 # Models with experts that no row can describe, and why: a fused Mixture-of-Experts kernel could not serve them.

@@ -17,6 +17,7 @@ from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
 from hqconv.schemas.grid import Grid, check_grid
 from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.model_config import NO_HEADS, AttentionHeads
 from hqconv.schemas.options import MSE
 from hqconv.schemas.weight_schema import PARAM_DTYPES
 from hqconv.serving.chosen_engine import ENGINE
@@ -25,10 +26,11 @@ PROVEN_SM = 90  # of an H200: docs/kernels.md
 _CODE_DTYPES = ("F8_E4M3", "F8_E5M2", "F4", "U8", "I8", "I32")
 
 
-def check_request(experts: ExpertMap, spec: ConversionSpec) -> None:
+def check_request(experts: ExpertMap, spec: ConversionSpec, heads: AttentionHeads = NO_HEADS) -> None:
     """Raise RequestError for a request that this version, Humming or the experts' sizes do not allow.
 
-    The rules of each GPU are in `humming_layout.compatibility`; a conversion asks Humming itself.
+    heads: of the model, for the TP sizes that a message names. The rules of each GPU are in
+    `humming_layout.compatibility`; a conversion asks Humming itself.
     """
     check_input_scales(experts, spec)
     for kernel_spec in spec.kernel_specs:
@@ -48,7 +50,7 @@ def check_request(experts: ExpertMap, spec: ConversionSpec) -> None:
     if spec.layout == artifact_names.CHECKPOINT:
         _check_left(experts.left)
     for layer in experts.layers:
-        _check_sizes(layer, spec)
+        _check_sizes(layer, spec, heads)
 
 
 def refuse_unserved(experts: ExpertMap, spec: ConversionSpec) -> None:
@@ -112,11 +114,23 @@ def _check_kernel_spec(kernel_spec: KernelSpec) -> None:
         )
 
 
-def _check_sizes(layer: MoeLayer, spec: ConversionSpec) -> None:
+def is_served_with(tp: int, heads: AttentionHeads) -> bool:
+    """Return whether the engine can share the model's attention heads among `tp` tensor parallel ranks."""
+    return ENGINE.heads_obstacle(Grid(tp), heads) is None
+
+
+def _check_sizes(layer: MoeLayer, spec: ConversionSpec, heads: AttentionHeads) -> None:
     sizes = (layer.num_experts, layer.hidden_size, layer.intermediate_size)
     schema = spec.kernel_spec_of(layer.name).schema
     try:
-        check_grid(layer.name, *sizes, schema, spec.grid, pads_last_rank=layer.pads_last_rank)
+        check_grid(
+            layer.name,
+            *sizes,
+            schema,
+            spec.grid,
+            pads_last_rank=layer.pads_last_rank,
+            is_served=lambda tp: is_served_with(tp, heads),
+        )
     except RequestError as error:
         is_block = schema.weight_scale_type == "block"
         if not is_block or why_not_direct(layer.format, schema, spec.param_dtype):
@@ -142,7 +156,7 @@ def check_copied(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -
         )
 
 
-def request_warnings(experts: ExpertMap, spec: ConversionSpec) -> tuple[str, ...]:
+def request_warnings(experts: ExpertMap, spec: ConversionSpec, heads: AttentionHeads = NO_HEADS) -> tuple[str, ...]:
     """Return warnings about a request that converts, but runs badly or loses what another option would keep."""
     warnings = rounding_warnings(experts, spec)
     warnings += _search_warnings(experts, spec)
@@ -151,7 +165,7 @@ def request_warnings(experts: ExpertMap, spec: ConversionSpec) -> tuple[str, ...
     if spec.layout == artifact_names.CHECKPOINT:
         warnings += _checkpoint_layout_warnings(experts, spec)
     else:
-        reasons = ENGINE.kernel_layout_obstacles(experts.family, spec.grid)
+        reasons = ENGINE.kernel_layout_obstacles(experts.family, spec.grid, heads)
         warnings += [f"{ENGINE.release} will not serve this artifact: {reason}." for reason in reasons]
     kernel_specs = dict.fromkeys(spec.kernel_spec_of(layer.name) for layer in experts.layers)
     warnings += [reason for one in kernel_specs if (reason := why_overflow(one)) is not None]

@@ -13,9 +13,12 @@ from typing import Any
 
 from hqconv.errors import InputError
 from hqconv.io.front_matter import FrontMatter
+from hqconv.models.config_facts import layer_notices
 from hqconv.models.expert_map import ExpertMap
+from hqconv.models.families import BY_NAME
 from hqconv.models.source_protocol import Source
 from hqconv.planning.checks import check_copied, check_request, refuse_unserved, request_warnings
+from hqconv.planning.gpu_memory import GpuMemory, other_bytes
 from hqconv.planning.input_scales import static_layers
 from hqconv.planning.output_units import (
     MoeLayerPlan,
@@ -29,7 +32,8 @@ from hqconv.planning.output_units import (
 from hqconv.planning.source_schema import plain_layers
 from hqconv.planning.spec import ConversionOptions, ConversionSpec, make_spec
 from hqconv.schemas import artifact_names
-from hqconv.schemas.gpu_target import GpuTarget
+from hqconv.schemas.gpu_target import GPUS, GpuTarget
+from hqconv.schemas.model_config import NO_HEADS, AttentionHeads, attention_heads, text_config
 from hqconv.schemas.overrides import assign
 
 
@@ -47,6 +51,7 @@ class SourceFacts:
     num_tensors: int
     num_bytes: int
     bytes_of: Mapping[str, int]
+    heads: AttentionHeads = NO_HEADS
 
     @property
     def origin(self) -> dict[str, str | None]:
@@ -68,10 +73,12 @@ def source_facts(checkpoint: Source, experts: ExpertMap | None) -> SourceFacts:
         num_files=len(checkpoint.files),
         num_tensors=len(tensors),
         num_bytes=checkpoint.total_bytes,
+        heads=attention_heads(checkpoint.config),
         bytes_of={kind: sum(tensors[name].num_bytes for name in names) for kind, names in kinds.items()},
     )
 
 
+_TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", ".model", ".tiktoken", "tokenizer.tok.json")
 _MAX_NAME, _MAX_PATH = 255, 3072  # bytes, of most file systems; of a path with room for that of the output
 _OURS = (
     *(
@@ -117,8 +124,9 @@ def _check_length(path: str) -> None:
 class ConversionPlan:
     """The result of planning. `other_files`, of `other_bytes` together, are copied unchanged.
 
-    overridden_by: name of the recipe whose overrides make layers differ, `mixed` for overrides without a recipe; ""
-    where no override changes a layer.
+    notices: warnings about the source and the server, which a manifest does not record. other_bytes_per_gpu: see
+    `gpu_memory.other_bytes`. overridden_by: name of the recipe whose overrides make layers differ, `mixed` for
+    overrides without a recipe; "" where no override changes a layer.
     """
 
     source: SourceFacts
@@ -128,6 +136,8 @@ class ConversionPlan:
     other_files: tuple[str, ...]
     other_bytes: int
     warnings: tuple[str, ...]
+    notices: tuple[str, ...] = ()
+    other_bytes_per_gpu: int | None = None
     overridden_by: str = ""
 
     def __repr__(self) -> str:
@@ -197,6 +207,14 @@ class ConversionPlan:
                 totals[file.path.rsplit("/", 1)[0]] += file.size_bytes
         return totals
 
+    @cached_property
+    def gpu_memory(self) -> GpuMemory | None:
+        """GPU memory for the weights of the largest rank; None in the checkpoint layout, and if no server starts."""
+        experts = max(self.rank_bytes().values(), default=None)
+        if experts is None or self.other_bytes_per_gpu is None:
+            return None
+        return GpuMemory(experts, self.other_bytes_per_gpu)
+
     def fingerprint(self) -> dict[str, str]:
         """Return what a resumed run must share besides source and versions: the request and the output layout."""
         digest = hashlib.sha256()
@@ -248,7 +266,8 @@ def plan_conversion(options: ConversionOptions, source: Source, target: GpuTarge
 
 def make_plan(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> ConversionPlan:
     """Plan a conversion. Raises RequestError where request, schema, grid and layers do not fit together."""
-    check_request(experts, spec)
+    heads = attention_heads(checkpoint.config)
+    check_request(experts, spec, heads)
     check_copied(checkpoint, experts, spec)
     experts = experts.with_input_scales({layer.name for layer in static_layers(experts, spec)})
     if spec.encoding.importance is not None:
@@ -265,15 +284,42 @@ def make_plan(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> C
     units: tuple[OutputUnit, ...] = (*packed, *layers, *copies)
     planned = {file.path for unit in units for file in unit.files}
     check_sidecar_files(checkpoint.other_files, planned, spec.layout)
-    return ConversionPlan(
+    plan = ConversionPlan(
         source=source_facts(checkpoint, experts),
         spec=spec,
         experts=experts,
         units=units,
         other_files=checkpoint.other_files,
         other_bytes=checkpoint.loose.num_bytes,
-        warnings=(*request_warnings(experts, spec), *_left_out(checkpoint), *_card_warnings(checkpoint)),
+        warnings=(*request_warnings(experts, spec, heads), *_left_out(checkpoint), *_card_warnings(checkpoint)),
+        other_bytes_per_gpu=other_bytes(checkpoint.tensors, experts.copied, experts.left, spec.grid, heads),
     )
+    return replace(plan, notices=(*source_notices(checkpoint, experts), *_memory_notices(plan)))
+
+
+def source_notices(checkpoint: Source, experts: ExpertMap) -> list[str]:
+    """Warn of a checkpoint that a server may not load whole: other layers than its config says, and no tokenizer."""
+    names = [layer.name for layer in experts.layers] + list(experts.left)
+    family, text = BY_NAME.get(experts.family), text_config(checkpoint.config)
+    notices = [] if family is None else layer_notices(family, names, checkpoint.tensors, text)
+    if not any(path.rpartition("/")[2].endswith(_TOKENIZERS) for path in checkpoint.other_files):
+        notices.append(
+            "the source has no tokenizer (tokenizer.json, tokenizer.model, vocab.json …): copy the publisher's files "
+            "into it, or start the server with --tokenizer."
+        )
+    return notices
+
+
+def _memory_notices(plan: ConversionPlan) -> list[str]:
+    """Warn of weights that no known GPU of the target can hold."""
+    memory, sm_version = plan.gpu_memory, plan.spec.target.sm_version
+    models = [gpu.memory_gb for gpu in GPUS.values() if gpu.sm_version == sm_version]
+    if memory is None or memory.total <= max(models, default=0) * 10**9:
+        return []
+    return [
+        f"each GPU needs about {memory.total / 1e9:.0f} GB for weights alone, and the largest known GPU of "
+        f"{plan.spec.target.name} has {max(models)} GB: use a larger --tp or --ep, or a schema with fewer bits."
+    ]
 
 
 def _left_out(checkpoint: Source) -> list[str]:

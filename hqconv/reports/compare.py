@@ -10,8 +10,9 @@ from typing import Any
 from hqconv.artifact.manifest import Manifest, ManifestLayer, read_manifest
 from hqconv.errors import InputError, RequestError, VerificationError, first_few
 from hqconv.io.safetensors_header import read_header
-from hqconv.reports.documents import Words, describe_artifact
+from hqconv.reports.documents import Words, config_of, describe_artifact
 from hqconv.schemas import artifact_names as names
+from hqconv.schemas.model_config import attention_heads
 from hqconv.serving.chosen_engine import ENGINE
 
 _SIZES = ("num_experts", "hidden_size", "intermediate_size", "gated")
@@ -133,7 +134,7 @@ def _expert_bytes(root: Path, manifest: Manifest) -> int:
 def _obstacles(root: Path, manifest: Manifest) -> list[str]:
     """Known reasons why the engine does not serve an artifact."""
     if manifest.is_kernel:
-        return ENGINE.kernel_layout_obstacles(manifest.family, manifest.grid)
+        return ENGINE.kernel_layout_obstacles(manifest.family, manifest.grid, attention_heads(config_of(root)))
     schema = manifest.kernel_spec.schema
     reasons = [ENGINE.checkpoint_layout_obstacle(schema, manifest.dtype)]
     reasons += [ENGINE.checkpoint_family_obstacle(manifest.family, name, schema) for name in manifest.blocks]

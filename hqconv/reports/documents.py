@@ -24,17 +24,20 @@ from hqconv.io.hub import Listing
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
+from hqconv.planning.checks import is_served_with
+from hqconv.planning.gpu_memory import expert_bytes, other_bytes
 from hqconv.planning.layer_encoding import EncodingOptions
-from hqconv.planning.plan import ConversionPlan, SourceFacts, source_facts
+from hqconv.planning.plan import ConversionPlan, SourceFacts, source_facts, source_notices
 from hqconv.planning.source_schema import direct_schemas
 from hqconv.planning.spec import default_param_dtype
 from hqconv.schemas import artifact_names
 from hqconv.schemas.artifact_names import MANIFEST
 from hqconv.schemas.config_files import RECIPES, SCHEMAS, shipped
 from hqconv.schemas.gpu_target import TARGETS, GpuTarget
-from hqconv.schemas.grid import slice_unit, working_tp_sizes
+from hqconv.schemas.grid import Grid, slice_unit, working_tp_sizes
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema
 from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.model_config import AttentionHeads, attention_heads
 from hqconv.schemas.overrides import group_by_schema
 from hqconv.schemas.sum_factors import SUMS
 from hqconv.schemas.untrusted_files import read_json
@@ -124,6 +127,7 @@ def describe_source(checkpoint: Source) -> Words:
     except RequestError as error:
         return {**document, "convertible": False, "obstacle": error.message()}
     facts = source_facts(checkpoint, experts)
+    sizes = {name: _tp_sizes(experts.layers, schema, facts.heads) for name, schema in PRESETS.items()}
     return {
         **document,
         "convertible": True,
@@ -133,7 +137,34 @@ def describe_source(checkpoint: Source) -> Words:
         "num_bytes_experts": facts.bytes_of["converted"],
         "blocks": layer_runs({layer.name: layer_to_dict(layer) for layer in experts.layers}),
         "direct_schemas": direct_schemas(experts, default_param_dtype(checkpoint.config, experts)),
-        "tp_sizes": {name: _tp_sizes(experts.layers, schema) for name, schema in PRESETS.items()},
+        "attention": {key: count for key, count in vars(facts.heads).items() if count is not None},
+        "tp_sizes": sizes,
+        "gpu_memory": _gpu_memory(checkpoint, experts, facts.heads, sizes),
+        "warnings": source_notices(checkpoint, experts),
+    }
+
+
+_MAX_TP_SHOWN = 16
+_ANY_GPU = GpuTarget(90)  # sizes in memory are the same on all
+
+
+def _gpu_memory(
+    checkpoint: Source, experts: ExpertMap, heads: AttentionHeads, sizes: Mapping[str, list[int]]
+) -> dict[str, dict[str, int]]:
+    """Bytes of weights on each GPU: preset → TP size, of those that work, up to 16; see `gpu_memory`."""
+    param_dtype = default_param_dtype(checkpoint.config, experts)
+    kernel_specs = {name: KernelSpec(schema, param_dtype, _ANY_GPU) for name, schema in PRESETS.items()}
+    others = {
+        tp: other_bytes(checkpoint.tensors, experts.copied, experts.left, Grid(tp), heads) or 0
+        for tp in sorted({size for of_schema in sizes.values() for size in of_schema if size <= _MAX_TP_SHOWN})
+    }
+    return {
+        name: {
+            str(tp): expert_bytes(experts.layers, kernel_specs[name], tp) + others[tp]
+            for tp in others
+            if tp in of_schema
+        }
+        for name, of_schema in sizes.items()
     }
 
 
@@ -175,18 +206,18 @@ def _bytes_by_dtype(checkpoint: Source) -> dict[str, int]:
     return dict(totals.most_common())
 
 
-def _tp_sizes(layers: Iterable[MoeLayer], schema: WeightSchema) -> list[int]:
-    """TP sizes that work for every layer."""
+def _tp_sizes(layers: Iterable[MoeLayer], schema: WeightSchema, heads: AttentionHeads) -> list[int]:
+    """TP sizes that cut no scale group of any layer, and that share the attention heads evenly."""
     sizes: list[set[int]] = []
     for hidden, inner, pads in {(b.hidden_size, b.intermediate_size, b.pads_last_rank) for b in layers}:
         works = working_tp_sizes(inner, schema, pads_last_rank=pads)
         sizes.append(set() if hidden % slice_unit(schema) else set(works))
-    return sorted(set.intersection(*sizes)) if sizes else []
+    return [size for size in sorted(set.intersection(*sizes)) if is_served_with(size, heads)] if sizes else []
 
 
 def describe_plan(plan: ConversionPlan, resources: Resources) -> Words:
     """Describe a conversion's output and resources. Raises RequestError if memory is not enough for one expert."""
-    spec, experts = plan.spec, plan.experts
+    spec, experts, memory = plan.spec, plan.experts, plan.gpu_memory
     staging = plan_staging(plan.layers, resources)
     return {
         "kind": "plan",
@@ -213,10 +244,12 @@ def describe_plan(plan: ConversionPlan, resources: Resources) -> Words:
         "num_bytes_in": plan.source.num_bytes,
         "num_bytes_out": plan.num_bytes_out,
         "rank_bytes": plan.rank_bytes(),
+        "gpu_memory": None if memory is None else memory.to_dict(),
+        "gpus_too_small": [] if memory is None else memory.too_small(spec.target.sm_version),
         "num_workers": staging.num_lanes,
         "worker_bytes": staging.lane_bytes,
         "peak_memory_bytes": staging.num_lanes * staging.lane_bytes,
-        "warnings": list(plan.warnings),
+        "warnings": [*plan.warnings, *plan.notices],
     }
 
 
@@ -314,7 +347,7 @@ def describe_artifact(root: Path, repo_id: str | None = None, listing: Listing |
         ],
         "manifest_sha256": manifest.sha256,
         "warnings": list(manifest.warnings or ()),
-        "quant_method": quant_method(_config_of(root).get("quantization_config")),
+        "quant_method": quant_method(config_of(root).get("quantization_config")),
         "tensors": {
             "converted": len(manifest.tensors.converted),
             "copied": len(manifest.tensors.copied),
@@ -332,7 +365,9 @@ def describe_artifact(root: Path, repo_id: str | None = None, listing: Listing |
         "missing_or_resized_files": missing,
         "altered_manifest": altered,
         "is_damaged": bool(missing or altered),
-        "serve_command": ENGINE.serve_command(repo_id or str(root), manifest.layout, manifest.grid),
+        "serve_command": ENGINE.serve_command(
+            repo_id or str(root), manifest.layout, manifest.grid, attention_heads(config_of(root))
+        ),
     }
 
 
@@ -355,7 +390,8 @@ def describe_unfinished(root: Path) -> Words:
     }
 
 
-def _config_of(root: Path) -> Words:
+def config_of(root: Path) -> Words:
+    """Return the config.json of an artifact; {} if it cannot be read."""
     try:
         document = read_json(root / artifact_names.CONFIG)
     except (OSError, ValueError):

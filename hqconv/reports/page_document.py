@@ -12,8 +12,9 @@ from typing import Any
 
 from hqconv.artifact.manifest import Manifest, ManifestLayer, read_manifest
 from hqconv.errors import HqconvError, OutputError, VerificationError
-from hqconv.reports.documents import Words, describe_artifact
+from hqconv.reports.documents import Words, config_of, describe_artifact
 from hqconv.schemas.artifact_names import GEMMS
+from hqconv.schemas.model_config import attention_heads
 from hqconv.serving.chosen_engine import ENGINE
 
 PROJECTIONS = {"w1": "gate (w1)", "w3": "up (w3)", "w2": "down (w2)"}
@@ -47,7 +48,7 @@ def page_document(
     may_fail = verification is not None and not verification["passed"]
     try:
         manifest = read_manifest(root, is_sealed=not may_fail)
-        document["artifact"] = describe_artifact(root) | _at_home(document["name"], manifest)
+        document["artifact"] = describe_artifact(root) | _at_home(root, manifest)
         document["blocks"] = [_layer(name, layer, manifest) for name, layer in manifest.blocks.items()]
         document["provenance"] = _provenance(manifest)
         document["usage"] = read_usage(root, sample, num_threads)
@@ -78,9 +79,10 @@ def _places(root: Path, verification: Words | None) -> dict[str, str]:
     return {str(path): path.name for path in paths if path.is_absolute() and path.name and path.is_dir()}
 
 
-def _at_home(name: str, manifest: Manifest) -> Words:
+def _at_home(root: Path, manifest: Manifest) -> Words:
     """Entries with the folder's name only: the folder, and the command that serves it."""
-    return {"folder": name, "serve_command": ENGINE.serve_command(name, manifest.layout, manifest.grid)}
+    name, heads = root.resolve().name, attention_heads(config_of(root))
+    return {"folder": name, "serve_command": ENGINE.serve_command(name, manifest.layout, manifest.grid, heads)}
 
 
 def _layer(name: str, layer: ManifestLayer, manifest: Manifest) -> Words:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from hqconv.schemas.grid import Grid
+from hqconv.schemas.model_config import NO_HEADS, AttentionHeads
 from hqconv.schemas.weight_schema import WeightSchema
 
 
@@ -28,11 +29,20 @@ class Engine(Protocol):
     def serve_options(self, grid: Grid) -> str | None:
         """Return command line options for a grid of ranks, or None if the engine has no such parallelism."""
 
-    def serve_command(self, out: str, layout: str, grid: Grid) -> str | None:
+    def attention_tp(self, grid: Grid) -> int | None:
+        """Return the tensor parallel size of attention and dense layers, or None where there is no `serve_options`."""
+
+    def heads_obstacle(self, grid: Grid, heads: AttentionHeads) -> str | None:
+        """Return the reason why the ranks cannot share the attention heads, or None if they can."""
+
+    def is_heads_obstacle(self, warning: str) -> bool:
+        """Return whether a recorded warning holds a `heads_obstacle`."""
+
+    def serve_command(self, out: str, layout: str, grid: Grid, heads: AttentionHeads = NO_HEADS) -> str | None:
         """Return the command that serves an artifact, or None without one; the checkpoint layout fits any ranks."""
 
-    def kernel_layout_obstacles(self, family: str, grid: Grid) -> list[str]:
-        """Return reasons why the engine does not serve a kernel artifact of this model family and grid."""
+    def kernel_layout_obstacles(self, family: str, grid: Grid, heads: AttentionHeads = NO_HEADS) -> list[str]:
+        """Return reasons why the engine does not serve a kernel artifact of this model family, grid and heads."""
 
     def checkpoint_layout_obstacle(self, schema: WeightSchema, param_dtype: str) -> str | None:
         """Return the reason why the engine cannot serve the checkpoint layout of this schema, of any family."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
@@ -140,8 +141,12 @@ def check_grid(
     grid: Grid,
     *,
     pads_last_rank: bool = False,
+    is_served: Callable[[int], bool] = lambda _: True,
 ) -> None:
-    """Refuse a layer that the schema or the grid cannot cut, naming the TP sizes that would work."""
+    """Refuse a layer that the schema or the grid cannot cut, naming the TP sizes that would work.
+
+    is_served: returns whether the server can start with a TP size, for the message alone.
+    """
     unit = slice_unit(schema)
     what = "rotated block" if schema.rotation == unit else "scale group"
     smaller = f"a smaller {'hadamard_block_size' if schema.rotation == unit else 'group size'}"
@@ -155,7 +160,7 @@ def check_grid(
         )
     sizes = working_tp_sizes(intermediate_size, schema, pads_last_rank=pads_last_rank)
     if grid.tp not in sizes:
-        works = ", ".join(map(str, sizes)) or f"none: choose a schema with {smaller}"
+        works = ", ".join(str(size) for size in sizes if is_served(size)) or f"none: choose a schema with {smaller}"
         raise RequestError(
             f"--tp {grid.tp} would cut a {what} of the experts.",
             where=f"{layer}, intermediate size {intermediate_size}, schema {schema.name}",

@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-import typer
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -42,90 +41,6 @@ from tests.make.formats import write
 from tests.make.places import REPO
 from tests.make.qwen import read_tree, write_qwen3_moe
 
-SHARED = {"--json", "--quiet -q", "--verbose -v", "--log-file"}
-OPTIONS = {
-    "importance": {"model", "--text", "--out -o", "--tokens", "--context", "--device", "--revision"},
-    "convert": {
-        "src",
-        "--schema",
-        "--out -o",
-        "--input-schema",
-        "--cuda",
-        "--config",
-        "--round-scales",
-        "--quantizer",
-        "--importance",
-        "--target",
-        "--dtype",
-        "--tp --tensor-parallel-size",
-        "--ep --expert-parallel-size",
-        "--expert-placement",
-        "--redundant-experts",
-        "--layout",
-        "--device",
-        "--max-memory",
-        "--max-gpu-memory",
-        "--threads",
-        "--resume",
-        "--cache-limit",
-        "--keep-source",
-        "--overwrite",
-        "--dry-run",
-        "--json",
-        "--revision",
-        "--quiet -q",
-        "--profile",
-        "--source-digests",
-        "--push-to",
-        "--private",
-        "--branch",
-        "--max-error",
-        "--allow-unserved",
-    },
-    "push": {"out", "repo", "--private", "--branch", "--json", "--quiet -q"},
-    "inspect": {"path", "--revision", "--json"},
-    "verify": {
-        "out",
-        "--source",
-        "--checks",
-        "--layers",
-        "--tokens",
-        "--quiet -q",
-        "--device",
-        "--max-memory",
-        "--threads",
-        "--json",
-        "--revision",
-        "--report",
-        "--max-error",
-    },
-    "report": {
-        "out",
-        "--source",
-        "--out -o",
-        "--sample",
-        "--overwrite",
-        "--device",
-        "--max-memory",
-        "--threads",
-        "--revision",
-        "--json",
-        "--quiet -q",
-    },
-    "compare": {
-        "first",
-        "second",
-        "--source",
-        "--device",
-        "--max-memory",
-        "--threads",
-        "--revision",
-        "--json",
-        "--quiet -q",
-    },
-    "warm": {"out", "--gpu", "--kernels", "--jobs", "--json"},
-    "schemas": {"--recipes", "--json"},
-}
 SUMMARY_KEYS = {
     "out",
     "num_blocks",
@@ -170,15 +85,6 @@ def run(*arguments: object, cwd: Path = REPO, **more: str) -> subprocess.Complet
 
 
 # --- options and values ------------------------------------------------------------------------------------
-
-
-def test_the_options_are_frozen() -> None:
-    """Scripts rely on these names: add to the list, never silently take away."""
-    commands: dict[str, Any] = vars(typer.main.get_command(app))["commands"]
-    assert set(commands) == set(OPTIONS)
-    for name, expected in OPTIONS.items():
-        found = {" ".join(p.opts) for p in commands[name].params}
-        assert found - {"--help -h", "-h --help"} == expected | SHARED
 
 
 def test_help_and_version() -> None:

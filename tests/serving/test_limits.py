@@ -7,6 +7,7 @@ import shlex
 import pytest
 
 from hqconv.schemas.grid import Grid
+from hqconv.schemas.model_config import AttentionHeads
 from hqconv.serving.chosen_engine import ENGINE
 
 COMMANDS = {
@@ -29,6 +30,30 @@ def test_the_command(grid: Grid) -> None:
 def test_ranks_without_a_start(grid: Grid) -> None:
     assert ENGINE.serve_command("out", "kernel", grid) is None
     assert len(ENGINE.kernel_layout_obstacles("qwen_moe", grid)) == 1
+
+
+@pytest.mark.parametrize(
+    ("grid", "heads", "reason"),
+    [
+        (Grid(3), AttentionHeads(16, 4), "16 attention heads"),
+        (Grid(ep=3), AttentionHeads(16, 4), "16 attention heads"),
+        (Grid(12), AttentionHeads(16), "16 attention heads"),
+        (Grid(6), AttentionHeads(12, 4), "4 KV heads"),
+        (Grid(8), AttentionHeads(16, 12), "12 KV heads"),
+        *((Grid(tp), AttentionHeads(16, 4), "") for tp in (1, 2, 4, 8, 16)),
+        (Grid(3), AttentionHeads(), ""),
+        (Grid(3, 3), AttentionHeads(16, 4), ""),  # no start at all, for another reason
+    ],
+)
+def test_ranks_share_attention_heads(grid: Grid, heads: AttentionHeads, reason: str) -> None:
+    """KV heads are dealt to ranks, or repeated where there are fewer than ranks."""
+    found = ENGINE.heads_obstacle(grid, heads)
+    assert (reason in (found or ""), found is None) == (True, not reason)
+    if reason:
+        assert ENGINE.serve_command("out", "kernel", grid, heads) is None
+        assert reason in ENGINE.kernel_layout_obstacles("qwen_moe", grid, heads)[0]
+        assert ENGINE.is_heads_obstacle(ENGINE.kernel_layout_obstacles("qwen_moe", grid, heads)[0])
+    assert ENGINE.serve_command("out", "checkpoint", grid, heads) == "vllm serve out"
 
 
 def test_llama_4_is_not_served() -> None:

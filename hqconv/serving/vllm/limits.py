@@ -11,6 +11,7 @@ from typing import Any
 
 from hqconv.schemas.artifact_names import KERNEL
 from hqconv.schemas.grid import LINEAR, Grid
+from hqconv.schemas.model_config import NO_HEADS, AttentionHeads
 from hqconv.schemas.weight_schema import WeightSchema
 
 TESTED = ((0, 33), (0, 34))  # from, up to but not; pyproject's extra `vllm` says the same
@@ -22,6 +23,7 @@ _FLOAT8 = ("float8e4m3", "float8e3m4")  # vLLM does not tell them apart
 _MX_GROUP = 32
 _BLOCK = (128, 128)
 
+_CANNOT_SHARE = "tensor parallel ranks cannot share the model's"
 _SILENT = "they stay as they were allocated, and no error says so"
 
 # (family, pattern of layer names, scale dtype, reason); an empty pattern or scale dtype stands for all.
@@ -75,18 +77,45 @@ class VllmEngine:
         placement = "" if grid.placement == LINEAR else f" {self.placement_option.format(grid.placement)}"
         return f"--tensor-parallel-size {grid.ep} --enable-expert-parallel{placement}"
 
-    def serve_command(self, out: str, layout: str, grid: Grid) -> str | None:
+    def attention_tp(self, grid: Grid) -> int | None:
+        """As `Engine`; with expert parallelism every expert parallel rank is a tensor parallel rank of attention."""
+        return None if self.serve_options(grid) is None else grid.tp * grid.ep
+
+    def heads_obstacle(self, grid: Grid, heads: AttentionHeads) -> str | None:
+        """As `Engine`: vLLM's `ModelConfig.verify_with_parallel_config`, and the assertions of its attention layers.
+
+        KV heads are dealt to the ranks, or repeated where there are more ranks than KV heads.
+        """
+        tp = self.attention_tp(grid)
+        if tp is None:
+            return None
+        if heads.num_heads is not None and heads.num_heads % tp:
+            return f"{tp} {_CANNOT_SHARE} {heads.num_heads} attention heads evenly"
+        kv_heads = heads.num_kv_heads
+        if kv_heads is not None and kv_heads % tp and tp % kv_heads:
+            return f"{tp} {_CANNOT_SHARE} {kv_heads} KV heads evenly"
+        return None
+
+    def is_heads_obstacle(self, warning: str) -> bool:
         """As `Engine`."""
+        return f" {_CANNOT_SHARE} " in warning
+
+    def serve_command(self, out: str, layout: str, grid: Grid, heads: AttentionHeads = NO_HEADS) -> str | None:
+        """As `Engine`."""
+        if layout == KERNEL and self.heads_obstacle(grid, heads):
+            return None
         options = self.serve_options(grid) if layout == KERNEL else ""
         return None if options is None else f"vllm serve {shlex.quote(out)} {options}".rstrip()
 
-    def kernel_layout_obstacles(self, family: str, grid: Grid) -> list[str]:
+    def kernel_layout_obstacles(self, family: str, grid: Grid, heads: AttentionHeads = NO_HEADS) -> list[str]:
         """As `Engine`."""
         reasons = []
         if grid.redundant:
             reasons.append("it has no redundant experts for Humming")
         if grid.tp > 1 and grid.ep > 1:
             reasons.append("with expert parallelism its MoE layers are not cut for tensor parallel ranks: use --tp 1")
+        if (reason := self.heads_obstacle(grid, heads)) is not None:
+            reasons.append(f"{reason}: use another --tp or --ep, or serve with --data-parallel-size for a part of them")
         if family in _WEIGHS_INPUTS:
             reasons.append(f"'{family}' weighs the experts' inputs, which its Humming layers do not")
         return reasons

@@ -1,0 +1,214 @@
+"""Facts for serving, told before a conversion: attention heads, GPU memory, layers, index and tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+import hqconv
+from hqconv.cli.app import app
+from hqconv.errors import InputError, RequestError
+from hqconv.schemas.model_config import AttentionHeads, attention_heads
+from tests.make.qwen import write_qwen3_moe
+
+HEADS = {"num_attention_heads": 16, "num_key_value_heads": 4}
+
+
+def write(folder: Path, config: dict[str, Any] | None = None, **sizes: int) -> Path:
+    """A checkpoint with attention of 16 heads and 4 KV heads, whose experts 12 ranks can share."""
+    write_qwen3_moe(folder, hidden_size=128, intermediate_size=32 * 12, **sizes)
+    edit(folder, lambda words: {**words, **HEADS, **(config or {})})
+    return folder
+
+
+def edit(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+
+
+def call(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+# --- attention heads ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "heads"),
+    [
+        (HEADS, (16, 4)),
+        ({"text_config": HEADS, "vision_config": {"num_attention_heads": 3}}, (16, 4)),
+        ({"thinker_config": {"text_config": HEADS}}, (16, 4)),
+        ({"num_attention_heads": 16}, (16, None)),
+        ({**HEADS, "kv_lora_rank": 512}, (16, None)),
+        ({"n_heads": 48, "attn_config": {"kv_n_heads": 8}}, (48, 8)),
+        ({"num_attention_heads": 64, "num_attention_groups": 8}, (64, 8)),
+        ({"num_attention_heads": [16, 8], "num_key_value_heads": 0}, (None, None)),
+        ({"num_attention_heads": True, "num_key_value_heads": "4"}, (None, None)),
+        ({}, (None, None)),
+    ],
+)
+def test_heads_of_a_config(config: dict[str, Any], heads: tuple[int | None, int | None]) -> None:
+    assert attention_heads(config) == AttentionHeads(*heads)
+
+
+def test_sizes_that_work_share_the_heads(tmp_path: Path) -> None:
+    """3 and 12 cut no scale group of 384 columns, and 6 neither."""
+    model = write(tmp_path / "model", num_layers=1)
+    words = hqconv.inspect(model)
+    assert words["attention"] == {"num_heads": 16, "num_kv_heads": 4}
+    assert words["tp_sizes"]["mxfp4"] == [1, 2, 4]
+    edit(model, lambda words: {key: value for key, value in words.items() if key not in HEADS})
+    words = hqconv.inspect(model)
+    assert words["attention"] == {}
+    assert words["tp_sizes"]["mxfp4"] == [1, 2, 3, 4, 6, 12]
+    edit(model, lambda words: {**words, "text_config": {**HEADS, "num_attention_heads": 12}})
+    assert hqconv.inspect(model)["tp_sizes"]["mxfp4"] == [1, 2, 4, 12]  # 12 ranks repeat each KV head 3 times
+    with pytest.raises(RequestError, match=r"TP sizes that work: 1, 2, 4, 12\."):
+        hqconv.plan(model, schema="mxfp4", target="sm90", tp=5)
+    shown = call("inspect", model).stdout
+    assert "12 heads, 4 KV heads" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--tp", 3), "3 tensor parallel ranks cannot share the model's 16 attention heads evenly"),
+        (("--ep", 3), "3 tensor parallel ranks cannot share the model's 16 attention heads evenly"),
+        (("--tp", 2), ""),
+        (("--ep", 2), ""),
+    ],
+)
+def test_a_command_that_vllm_refuses_is_not_printed(options: tuple[Any, ...], reason: str, tmp_path: Path) -> None:
+    """The artifact is made all the same; its card and `inspect` say that there is no such start."""
+    model, out = write(tmp_path / "model", num_layers=1), tmp_path / "out"
+    done = call("convert", model, "-o", out, "--schema", "mxfp4", "--target", "h100", *options)
+    assert done.exit_code == 0
+    assert (reason in done.stderr, "cannot share" in done.stderr) == (True, bool(reason))
+    card = (out / "README.md").read_text()
+    for text in (done.stdout, call("inspect", out).stdout, card):
+        assert ("vllm serve" in text) == (not reason)
+    assert (hqconv.inspect(out)["serve_command"] is None) == bool(reason)
+    assert hqconv.verify(out, model).passed
+
+
+# --- GPU memory --------------------------------------------------------------------------------------------
+
+
+def test_memory_is_that_of_the_rank_files_and_of_shared_tensors(tmp_path: Path) -> None:
+    model = write(tmp_path / "model", num_layers=2)
+    tensors = load_file(model / "model.safetensors")
+    import torch
+
+    for layer in range(2):
+        for name, rows in (("q_proj", 128), ("k_proj", 64), ("o_proj", 128)):
+            tensors[f"model.layers.{layer}.self_attn.{name}.weight"] = torch.zeros(rows, 128, dtype=torch.bfloat16)
+    tensors["visual.blocks.0.mlp.up_proj.weight"] = torch.zeros(64, 64, dtype=torch.bfloat16)
+    save_file(tensors, model / "model.safetensors")
+    cut = 64 * 128 + 2 * (128 + 128) * 128  # embeddings, q and o
+    whole = 2 * (128 + 4 * 128) + 64 * 64  # norms, routers, the vision tower
+    for tp in (1, 2, 4):
+        plan = hqconv.plan(model, schema="mxfp4", target="sm90", tp=tp)
+        assert plan.gpu_memory is not None
+        assert plan.gpu_memory.experts == max(plan.rank_bytes().values())
+        assert plan.gpu_memory.other_tensors == 2 * ((cut + 2 * 64 * 128) // tp + whole)
+        shown = hqconv.inspect(model)["gpu_memory"]["mxfp4"][str(tp)]
+        assert 0 <= plan.gpu_memory.total - shown < 2 * 4096  # the headers of the files
+    edit(model, lambda words: {**words, "num_key_value_heads": 1})
+    plan = hqconv.plan(model, schema="mxfp4", target="sm90", tp=4)
+    assert plan.gpu_memory.other_tensors == 2 * (cut // 4 + 2 * 64 * 128 + whole)  # every rank has the KV head
+    dealt = hqconv.plan(model, schema="mxfp4", target="sm90", ep=4)
+    assert dealt.gpu_memory.other_tensors == plan.gpu_memory.other_tensors
+    assert hqconv.plan(model, schema="mxfp4", target="sm90", tp=2, ep=2).gpu_memory is None
+    assert hqconv.plan(model, schema="mxfp4", layout="checkpoint").gpu_memory is None
+
+
+def test_gpus_that_are_too_small_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write(tmp_path / "model", num_layers=1)
+    dry = ("convert", model, "--schema", "mxfp4", "--target", "l40s", "--dry-run")
+    words = json.loads(call(*dry, "--json").stdout)
+    assert (words["gpus_too_small"], words["warnings"][0][:20]) == ([], "the layout for sm89 ")
+    assert words["gpu_memory"]["total"] == words["gpu_memory"]["experts"] + words["gpu_memory"]["other_tensors"]
+    assert "of weights on each GPU (experts" in call(*dry).stdout
+    assert "GPUs: t4 16 GB" in call("inspect", model).stdout
+    import hqconv.planning.gpu_memory as memory
+
+    monkeypatch.setattr(memory.GpuMemory, "total", 30 * 10**9)
+    shown = call(*dry)
+    assert "Too small: l4, rtx-4090." in shown.stdout
+    assert "the largest known GPU" not in shown.stdout
+    monkeypatch.setattr(memory.GpuMemory, "total", 60 * 10**9)
+    assert (
+        "each GPU needs about 60 GB for weights alone, and the largest known GPU of sm89 has 48 GB" in call(*dry).stdout
+    )
+
+
+# --- layers, tokenizer, index ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({}, ""),
+        (
+            {"num_hidden_layers": 5},
+            "counts 5 layers (num_hidden_layers), and the checkpoint has no tensor of layer 3, 4:",
+        ),
+        ({"num_hidden_layers": 1}, "counts 1 layers (num_hidden_layers), and the checkpoint has 3:"),
+        ({"num_hidden_layers": 1, "num_nextn_predict_layers": 2}, ""),
+        ({"num_hidden_layers": 2, "num_nextn_predict_layers": 0}, ""),  # a draft may be there unsaid
+        ({"num_hidden_layers": None}, ""),
+    ],
+)
+def test_layers_of_config_and_checkpoint(config: dict[str, Any], said: str, tmp_path: Path) -> None:
+    model = write(tmp_path / "model", config, num_layers=3)
+    dry = json.loads(call("convert", model, "--schema", "mxfp4", "--target", "sm90", "--dry-run", "--json").stdout)
+    for warnings in (hqconv.inspect(model)["warnings"], dry["warnings"]):
+        assert [said in text for text in warnings] == [True] * bool(said)
+    shown = call("inspect", model)
+    assert (said in shown.stdout, "warning:" in shown.stdout) == (True, bool(said))
+
+
+def test_a_hole_in_the_layers_is_said(tmp_path: Path) -> None:
+    model = write(tmp_path / "model", num_layers=3)
+    tensors = {n: t for n, t in load_file(model / "model.safetensors").items() if ".layers.1." not in n}
+    save_file(tensors, model / "model.safetensors")
+    assert "has no tensor of layer 1:" in hqconv.inspect(model)["warnings"][0]
+
+
+def test_a_missing_tokenizer_is_a_warning(tmp_path: Path) -> None:
+    model = write(tmp_path / "model", num_layers=1)
+    (model / "tokenizer.json").unlink()
+    done = call("convert", model, "-o", tmp_path / "out", "--schema", "mxfp4", "--target", "sm90", "--json")
+    assert done.exit_code == 0
+    for warnings in (hqconv.inspect(model)["warnings"], json.loads(done.stdout)["warnings"]):
+        assert ["has no tokenizer" in text for text in warnings] == [True]
+    assert done.stderr.count("has no tokenizer") == 1
+    assert "warnings" not in json.loads((tmp_path / "out" / "hqconv.json").read_text())
+    for name in ("tokenizer.model", "vocab.json", "tekken.json", "tiktoken.model"):
+        (model / name).write_text("{}")
+        assert hqconv.inspect(model)["warnings"] == []
+        (model / name).unlink()
+
+
+@pytest.mark.parametrize("names", [("model-00001-of-00002", "model-00002-of-00002"), ("weights",)])
+def test_a_missing_index_is_said(names: tuple[str, ...], tmp_path: Path) -> None:
+    model = write(tmp_path / "model", num_layers=1)
+    for name in names:
+        (model / f"{name}.safetensors").write_bytes((model / "model.safetensors").read_bytes())
+    (model / "model.safetensors").unlink()
+    with pytest.raises(InputError, match=r"The checkpoint has no index of its shards\.") as error:
+        hqconv.inspect(model)
+    assert error.value.expected == "model.safetensors.index.json"
+    assert f"{names[0]}.safetensors" in error.value.found
+    for name in names:
+        (model / f"{name}.safetensors").unlink()
+    (model / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(InputError, match="other weight formats"):
+        hqconv.inspect(model)
