@@ -105,6 +105,7 @@ def convert(
     threads: int | None = None,
     resume: bool = False,
     overwrite: bool = False,
+    update: bool = False,
     source_digests: bool = False,
     on_plan: Callable[[ConversionPlan, Path], None] | None = None,
     progress: Callable[[Progress], None] | None = None,
@@ -121,13 +122,14 @@ def convert(
     recipe. config: a recipe, i.e. a TOML file or the name of a packaged one; options that are given and not None win.
     device: auto, cpu, cuda or cuda:N; the bytes are the same. max_memory, max_gpu_memory: bytes, or text such as
     "4GiB". threads: None for all processors. resume: continue an interrupted conversion. overwrite: replace an
-    artifact. source_digests: hash the source's files, for the manifest. cache_limit: the most that is downloaded from
-    the Hub at a time; None for four shards. keep_source: keep downloaded shards. on_plan: called with the plan and the
-    output folder before anything is written. progress: called from worker threads. distributed: share the work with
-    the other processes of torchrun; in_team: its name of version 0.1.
+    artifact. update: leave an artifact of the same request and source, or resume it; replace any other.
+    source_digests: hash the source's files, for the manifest. cache_limit: the most that is downloaded from the Hub at
+    a time; None for four shards. keep_source: keep downloaded shards. on_plan: called with the plan and the output
+    folder before anything is written. progress: called from worker threads. distributed: share the work with the other
+    processes of torchrun; in_team: its name of version 0.1.
     Raises RequestError, InputError (also of a damaged artifact as a source), OutputError or NetworkError.
     """
-    check_modes(resume=resume, overwrite=overwrite)
+    check_modes(resume=resume, overwrite=overwrite, update=update)
     cache, distributed = cache_use(cache_limit, keep_source=keep_source), distributed or in_team
     parsed = _parse(config, options)
     from hqconv.conversion.convert import convert as run  # all libraries are loaded before the work begins
@@ -148,6 +150,7 @@ def convert(
             resources,
             resume=resume,
             overwrite=overwrite,
+            update=update,
             progress=progress,
             in_team=distributed,
             digests=source_digests,
@@ -166,6 +169,7 @@ def describe_plan(
     threads: int | None = None,
     resume: bool = False,
     overwrite: bool = False,
+    update: bool = False,
 ) -> dict[str, Any]:
     """Describe a plan as a document, with the memory it needs and the obstacles at `out`; writes nothing.
 
@@ -178,7 +182,7 @@ def describe_plan(
     place, resources = place_of(planned, out), resources_of(device, max_memory, max_gpu_memory, threads)
     try:
         check_places(Path(planned.source.folder), place)
-        notes = output_notes(place, planned, resume=resume, overwrite=overwrite)
+        notes = output_notes(place, planned, resume=resume, overwrite=overwrite or update)
     except OutputError as error:
         notes = [error.message()]
     document = describe(planned, resources)

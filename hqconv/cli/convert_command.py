@@ -39,7 +39,7 @@ def run(options: dict[str, Any], *, quiet: bool) -> ConversionReport:
     interrupt.expect(nothing)
     if options["out"] is not None:
         with suppress(OSError, ValueError):  # an impossible path is refused later, with its name
-            interrupt.expect(*interrupt.output_cases(Path(options["out"]), nothing))
+            interrupt.expect(*interrupt.output_cases(Path(options["out"]), nothing, is_update=options["update"]))
     shown: list[str] = []
 
     def warn_once(warnings: Iterable[str]) -> None:
@@ -49,7 +49,7 @@ def run(options: dict[str, Any], *, quiet: bool) -> ConversionReport:
                 warn(warning, quiet=quiet)
 
     def on_plan(plan: ConversionPlan, out: Path) -> None:
-        interrupt.expect(*interrupt.output_cases(out, nothing))
+        interrupt.expect(*interrupt.output_cases(out, nothing, is_update=options["update"]))
         warn_once((*plan.warnings, *plan.notices))
 
     if quiet:

@@ -139,6 +139,7 @@ def _open_streams() -> None:
 
 
 _GO_ON = "Run the same command with --resume to continue, or with --overwrite to start again."
+_UPDATE = "Run the same command again to continue."
 
 
 def source_case(src: str) -> Case:
@@ -152,21 +153,22 @@ def source_case(src: str) -> Case:
     return ("Interrupted. No artifact was begun; downloaded files are kept. Run the same command again.",)
 
 
-def output_cases(out: Path, nothing: Case) -> tuple[Case, ...]:
+def output_cases(out: Path, nothing: Case, *, is_update: bool = False) -> tuple[Case, ...]:
     """Messages during a conversion to `out`, whatever the folder holds now.
 
-    nothing: the case that no output was begun.
+    nothing: the case that no output was begun. is_update: the same command continues.
     """
     from hqconv.conversion.output_folder import side_folder
     from hqconv.schemas.artifact_names import JOURNAL, MANIFEST
 
     folder = out.resolve()
     manifest, side = str(folder / MANIFEST), side_folder(folder)
-    old_stamp, unfinished = stamp(manifest), f"is no artifact yet; it is unfinished. {_GO_ON}"
+    go_on = _UPDATE if is_update else _GO_ON
+    old_stamp, unfinished = stamp(manifest), f"is no artifact yet; it is unfinished. {go_on}"
     name = _name(out)
     cases: list[Case] = [
         (
-            f"Interrupted. {name} still holds the old artifact; the new one is unfinished. {_GO_ON}",
+            f"Interrupted. {name} still holds the old artifact; the new one is unfinished. {go_on}",
             f":{side / JOURNAL}",
             f":{manifest}",
         ),
@@ -175,7 +177,7 @@ def output_cases(out: Path, nothing: Case) -> tuple[Case, ...]:
     if old_stamp:
         text = f"Interrupted. Nothing was written; {name} holds the artifact that was there before."
         cases.append((text, f"{old_stamp}:{manifest}"))
-    tidy = "the same command with --resume removes the rest of the old one"
+    tidy = f"the same command{'' if is_update else ' with --resume'} removes the rest of the old one"
     cases += [
         (f"Interrupted. {name} holds the finished artifact; {tidy}.", f":{manifest}", f":{side}"),
         (f"Interrupted. {name} holds a finished artifact.", f":{manifest}"),

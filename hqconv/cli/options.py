@@ -79,6 +79,9 @@ OPTIONS: dict[str, Option] = {
     "keep_source": Option(bool, "Keep downloaded files in the Hub cache.", ("--keep-source",)),
     "resume": Option(bool, "Continue an interrupted conversion.", ("--resume",)),
     "overwrite": Option(bool, "Replace an existing artifact after the new one is complete.", ("--overwrite",)),
+    "update": Option(
+        bool, "Leave an artifact of the same request and source, or resume it; replace any other.", ("--update",)
+    ),
     "source_digests": Option(
         bool, "Hash the source files during the conversion and record their SHA-256.", ("--source-digests",)
     ),
@@ -181,7 +184,7 @@ _GROUPS = {
     "Hugging Face Hub": ("revision", "cache_limit", "keep_source", "push_to", "private", "branch"),
     "Parallelism": _RANKS,
     "Resources": ("device", "max_memory", "max_gpu_memory", "threads", "jobs"),
-    "Existing output": ("resume", "overwrite", "dry_run"),
+    "Existing output": ("resume", "overwrite", "update", "dry_run"),
     "Output": (*_SHARED, "profile", "report"),
 }
 # Help texts that differ for one command.

@@ -711,6 +711,8 @@ def resumed_text(document: Document) -> str:
     """Work that an earlier run had finished."""
     if document["was_finished"]:
         return "the artifact was already finished: nothing to do"
+    if document["replaced_because"]:
+        return f"an artifact was there and is replaced: {document['replaced_because']}"
     num_groups = document["num_groups_resumed"]
     return f"{num_groups} output units were already finished" if num_groups else ""
 

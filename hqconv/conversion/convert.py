@@ -29,6 +29,7 @@ from hqconv.conversion.progress import Meter, Progress
 from hqconv.conversion.resources import Resources, Staging, bounded_gpu, plan_staging
 from hqconv.conversion.source_integrity import source_digests
 from hqconv.conversion.stages import StageProfile
+from hqconv.conversion.update import record_source, why_not_current
 from hqconv.errors import OutputError, RequestError
 from hqconv.humming_layout.gemm_forms import planned_packed_form
 from hqconv.humming_layout.transform import is_as_planned, is_compatible, packed_form
@@ -68,6 +69,7 @@ class ConversionReport:
     num_workers: int
     manifest_sha256: str
     was_finished: bool = False
+    replaced_because: str = ""
     warnings: tuple[str, ...] = field(default=())
     profile: dict[str, Any] = field(default_factory=dict)
 
@@ -116,6 +118,7 @@ def convert(
     *,
     resume: bool = False,
     overwrite: bool = False,
+    update: bool = False,
     progress: Callable[[Progress], None] | None = None,
     in_team: bool = False,
     digests: bool = False,
@@ -152,7 +155,7 @@ def convert(
     )
     try:
         if processes is None or processes.rank == 0:
-            outcome = conversion.lead(resume=resume, overwrite=overwrite)
+            outcome = conversion.lead(resume=resume, overwrite=overwrite, update=update)
         else:
             outcome = conversion.help(processes)
     except BaseException as error:
@@ -174,6 +177,7 @@ class _Outcome:
     num_resumed: int
     errors: dict[str, dict[str, Any]]
     warnings: list[str] = field(default_factory=list)
+    replaced_because: str = ""
 
 
 @dataclass(frozen=True)
@@ -191,15 +195,21 @@ class _Conversion:
     meter: Meter
     profile: StageProfile
 
-    def lead(self, *, resume: bool, overwrite: bool) -> _Outcome:
+    def lead(self, *, resume: bool, overwrite: bool, update: bool) -> _Outcome:
         """Take the output folder, convert, and seal: the work of a single process, or of rank 0."""
         source, plan, processes = self.source, self.plan, self.processes
         identity, num_bytes_out = _identity(source, plan), plan.num_bytes_out + plan.num_bytes_beside
-        if not resume:
+        if not resume and not update:
             self._check_cache((), num_bytes_out)
         with OutputFolder(self.out, identity, plan.paths) as folder:
             difference = partial(_difference, source, plan)
-            is_new = folder.start(num_bytes_out, resume=resume, overwrite=overwrite, difference=difference)
+            is_new = folder.start(
+                num_bytes_out,
+                resume=resume,
+                overwrite=overwrite,
+                why_not_current=partial(why_not_current, source, plan, self.out) if update else None,
+                difference=difference,
+            )
             num_resumed = len(folder.done) if is_new else len(plan.units)
             if processes is not None:
                 begun = {"is_new": is_new, "root": str(folder.root), "done": list(folder.done)}
@@ -212,9 +222,11 @@ class _Conversion:
                 errors = {layer.name: folder.done[layer.name].measured for layer in plan.layers}
             else:
                 errors = _recorded_errors(source, plan, self.out)
+                if update:
+                    record_source(self.out, source)
             if processes is not None:
                 processes.send("sealed", True)
-            return _Outcome(is_new, num_resumed, errors, folder.warnings)
+            return _Outcome(is_new, num_resumed, errors, folder.warnings, folder.replaced_because)
 
     def help(self, processes: ProcessGroup) -> _Outcome:
         """Convert this rank's part in the folder that rank 0 took, and wait until rank 0 has sealed the artifact."""
@@ -300,6 +312,7 @@ class _Conversion:
         write_whole(folder.root, artifact_names.SUMS, sums)
         source.guard.check_unchanged()
         folder.seal(data)
+        record_source(self.out, source)
 
     def report(self, outcome: _Outcome, seconds: float) -> ConversionReport:
         """Return the report of the finished conversion."""
@@ -317,6 +330,7 @@ class _Conversion:
             manifest_sha256=sha256_of(self.out / artifact_names.MANIFEST),
             profile={**self.profile.to_dict(), "staging": self.staging.to_dict()},
             was_finished=not outcome.is_new,
+            replaced_because=outcome.replaced_because,
             warnings=(*self.plan.warnings, *self.plan.notices, *outcome.warnings),
         )
 

@@ -128,10 +128,11 @@ def default_out(name: str, schema: str, spec: ConversionSpec, overridden_by: str
     return Path("-".join([name, schema, *(part for part, is_said in parts.items() if is_said)]))
 
 
-def check_modes(*, resume: bool, overwrite: bool) -> None:
-    """Raise RequestError if an artifact is both to be resumed and to be replaced."""
-    if resume and overwrite:
-        raise RequestError("--resume and --overwrite exclude each other.", remedy="Give one of the two.")
+def check_modes(*, resume: bool, overwrite: bool, update: bool = False) -> None:
+    """Raise RequestError if more than one of the modes is asked for."""
+    given = [f"--{name}" for name, is_given in locals().items() if is_given]
+    if len(given) > 1:
+        raise RequestError(f"{given[0]} and {given[1]} exclude each other.", remedy="Give one of them.")
 
 
 def check_places(source_folder: Path, out: Path) -> Path:

@@ -17,7 +17,7 @@ from typing import Any
 from hqconv.artifact.manifest import Manifest, is_artifact, read_manifest
 from hqconv.artifact.sha256sums import are_sums, is_own_card
 from hqconv.conversion.journal import Journal, JournalEntry, compare_identities
-from hqconv.errors import HqconvError, OutputError, first_few
+from hqconv.errors import HqconvError, OutputError, VerificationError, first_few
 from hqconv.io.durable_files import (
     FileRecord,
     check_space,
@@ -71,6 +71,7 @@ class OutputFolder:
         self._journal: Journal | None = None
         self._replaces = False
         self.warnings: list[str] = []
+        self.replaced_because = ""
 
     def __enter__(self) -> OutputFolder:
         return self
@@ -92,11 +93,14 @@ class OutputFolder:
         *,
         resume: bool = False,
         overwrite: bool = False,
+        why_not_current: Callable[[Manifest], str] | None = None,
         difference: DifferenceOf = _no_difference,
     ) -> bool:
         """Take the folder for this conversion, which will write `num_bytes`; True if there is work to do.
 
-        False where `resume` finds a finished artifact; leftovers of its conversion are removed. difference: the first
+        False where `resume` finds a finished artifact; leftovers of its conversion are removed. why_not_current: given
+        for an update, which leaves an artifact for which it returns "", resumes a conversion of the same identity, and
+        replaces everything else. difference: the first
         key in which a finished artifact's manifest differs from the request; None if the request made the artifact.
         Raises OutputError where the folder is in use or the disk too small, where `resume` finds another conversion or
         an artifact that lacks files, where foreign files would be lost, or where another process is at work on the
@@ -107,30 +111,77 @@ class OutputFolder:
             raise cannot_use(self.out, "a file")
         with ExitStack() as unused:
             of_side, of_out = self._open_journals(side, unused)
+            if why_not_current is not None:
+                if self._is_left(side, of_side, of_out, why_not_current):
+                    return False
+                resume = self._is_ours(of_side or of_out)
+                overwrite = not resume
             is_begun = of_side is not None and of_side.identity is not None
             if resume and not is_begun and is_artifact(self.out):
                 if of_side is None or difference(read_manifest(self.out, is_sealed=True)) is None:
                     self._keep_artifact(side, of_side, of_out, difference)
                     return False
                 self._discard_old(side)  # another request began to replace this artifact, and goes on
-            if of_side is not None:
-                self._take_up(side, of_side, resume=resume, overwrite=overwrite)
-                if of_out is not None and is_artifact(self.out):  # of the finished artifact, which is replaced
-                    of_out.remove()
-            elif is_artifact(self.out):
-                if not overwrite:
-                    raise cannot_use(self.out, "a finished artifact")
-                check_replaceable(self.out)
-                check_strays(self.out, listed_files(self.out), self._paths)
-                check_space(side, num_bytes)
-                self._replace(side, of_out)
-            elif of_out is not None:
-                self._take_up(self.out, of_out, resume=resume, overwrite=overwrite)
-            elif self.out.exists() and files_in(self.out) and not (self.out / JOURNAL).exists():
-                raise cannot_use(self.out, "a folder that hqconv did not make, and that is not empty")
-            else:
-                check_space(self.out, num_bytes)
-                self._begin(self.out)
+            self._take(side, of_side, of_out, num_bytes, resume=resume, overwrite=overwrite)
+        return True
+
+    def _is_ours(self, journal: Journal | None) -> bool:
+        """Return whether an update may resume the conversion of a journal, or leave its finished artifact."""
+        is_ours = journal is not None and journal.identity == self._identity
+        if is_ours:
+            self.replaced_because = ""
+        return is_ours
+
+    def _take(
+        self,
+        side: Path,
+        of_side: Journal | None,
+        of_out: Journal | None,
+        num_bytes: int,
+        *,
+        resume: bool,
+        overwrite: bool,
+    ) -> None:
+        """Take the folder in which this conversion writes its files."""
+        if of_side is not None:
+            self._take_up(side, of_side, resume=resume, overwrite=overwrite)
+            if of_out is not None and is_artifact(self.out):  # of the finished artifact, which is replaced
+                of_out.remove()
+        elif is_artifact(self.out):
+            if not overwrite:
+                raise cannot_use(self.out, "a finished artifact")
+            check_replaceable(self.out)
+            check_strays(self.out, listed_files(self.out), self._paths)
+            check_space(side, num_bytes)
+            self._replace(side, of_out)
+        elif of_out is not None:
+            self._take_up(self.out, of_out, resume=resume, overwrite=overwrite)
+        elif self.out.exists() and files_in(self.out) and not (self.out / JOURNAL).exists():
+            raise cannot_use(self.out, "a folder that hqconv did not make, and that is not empty")
+        else:
+            check_space(self.out, num_bytes)
+            self._begin(self.out)
+
+    def _is_left(
+        self, side: Path, of_side: Journal | None, of_out: Journal | None, why_not_current: Callable[[Manifest], str]
+    ) -> bool:
+        """Return whether the finished artifact is the one that an update asks for; the rest of others is removed then.
+
+        Else `replaced_because` gets the reason, if there is an artifact.
+        """
+        if not is_artifact(self.out):
+            return False
+        try:
+            self.replaced_because = why_not_current(read_manifest(self.out))
+        except VerificationError as error:
+            self.replaced_because = error.what
+        if self.replaced_because:
+            return False
+        if of_side is not None and of_side.identity is not None:
+            self._start_anew(side, of_side)
+        self._try_to_discard(side, of_side)
+        if of_out is not None:
+            of_out.remove()
         return True
 
     def _open_journals(self, side: Path, unused: ExitStack) -> tuple[Journal | None, Journal | None]:

@@ -80,6 +80,11 @@ class FileSnapshot:
             if self.path_of(name).is_file():
                 self.look(name)
 
+    def states(self) -> list[tuple[str, int, int, int, int]]:
+        """Return name, size, times of contents and of status in ns, and inode of each recorded file, by name."""
+        seen = sorted(self._seen.items())
+        return [(name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for name, s in seen]
+
     def check_unchanged(self, names: Iterable[str] | None = None) -> None:
         """Compare recorded files, all of them or some, with their first state: size, time, inode and device.
 

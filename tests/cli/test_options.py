@@ -44,6 +44,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--max-gpu-memory": None,
         "--resume": False,
         "--overwrite": False,
+        "--update": False,
         "--source-digests": False,
         "--max-error": None,
         "--dry-run": False,

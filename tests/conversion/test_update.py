@@ -1,0 +1,255 @@
+"""`--update`: an artifact of the same request and source is left, and everything else becomes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import hqconv
+from hqconv.cli.app import app
+from hqconv.conversion import update
+from hqconv.conversion.output_folder import side_folder
+from hqconv.conversion.progress import Progress
+from hqconv.errors import OutputError, RequestError
+from hqconv.schemas.artifact_names import JOURNAL
+from tests.make import hub_server
+from tests.make.conversions import run
+from tests.make.models import save_model
+from tests.make.places import REPO
+from tests.make.tensors import snapshot
+
+
+@pytest.fixture
+def src(tmp_path: Path) -> Path:
+    return save_model(tmp_path / "src", "qwen3_moe", num_experts=3)
+
+
+def renew(src: Path | str, out: Path, schema: str = "mxfp4", **options: Any) -> Any:
+    return run(src, out, schema, update=True, **options)  # type: ignore[arg-type]
+
+
+def times(out: Path) -> dict[str, tuple[int, int]]:
+    files = (path for path in out.rglob("*") if path.is_file())
+    return {str(path): (path.stat().st_mtime_ns, path.stat().st_ino) for path in files}
+
+
+def flip(path: Path, at: int = -1) -> None:
+    """Change one bit, and keep size and modification time."""
+    status, data = path.stat(), bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.mark.parametrize("is_update", [False, True])
+def test_the_same_request_and_source_change_nothing(src: Path, tmp_path: Path, is_update: bool) -> None:
+    """Also if the artifact was not made with `--update`."""
+    out = tmp_path / "out"
+    run(src, out, "mxfp4", update=is_update)
+    before = times(out)
+    report = renew(src, out)
+    assert (report.was_finished, report.replaced_because) == (True, "")
+    assert times(out) == before
+    assert report.errors
+    assert [path.name for path in tmp_path.iterdir()] == ["src", "out"] or not side_folder(out).exists()
+
+
+@pytest.mark.parametrize("is_hashed", [False, True])
+@pytest.mark.parametrize("name", ["weights", "tokenizer_config.json", "config.json", "README.md", "new"])
+def test_a_changed_source_replaces_the_artifact(src: Path, tmp_path: Path, name: str, is_hashed: bool) -> None:
+    """A changed bit is enough, also where size and modification time stay."""
+    (src / "tokenizer_config.json").write_text('{"a": "b"}')
+    (src / "README.md").write_text("a model of ours")
+    out = tmp_path / "out"
+    renew(src, out, source_digests=is_hashed)
+    if is_hashed:  # the digests decide
+        os.removexattr(out / "hqconv.json", update._ATTRIBUTE)
+        assert renew(src, out, source_digests=True).was_finished
+        os.removexattr(out / "hqconv.json", update._ATTRIBUTE)
+    if name == "new":
+        (src / "added_tokens.json").write_text("{}")
+    elif name == "config.json":
+        document = json.loads((src / name).read_bytes())
+        (src / name).write_text(json.dumps({**document, "note": "x"}))
+    else:
+        flip(sorted(src.glob("*.safetensors"))[0] if name == "weights" else src / name, -2)
+    report = renew(src, out, source_digests=is_hashed)
+    assert not report.was_finished
+    assert report.replaced_because
+    run(src, tmp_path / "fresh", "mxfp4", source_digests=is_hashed)
+    assert snapshot(out) == snapshot(tmp_path / "fresh")
+    assert renew(src, out, source_digests=is_hashed).was_finished
+
+
+def test_without_times_and_digests_the_artifact_is_made_anew(src: Path, tmp_path: Path) -> None:
+    """A copy of the artifact has no record; the bytes are the same."""
+    renew(src, tmp_path / "out")
+    shutil.copytree(tmp_path / "out", tmp_path / "copy")
+    os.removexattr(tmp_path / "copy/hqconv.json", update._ATTRIBUTE)  # copytree copies attributes
+    report = renew(src, tmp_path / "copy")
+    assert "other times" in report.replaced_because
+    assert snapshot(tmp_path / "copy") == snapshot(tmp_path / "out")
+    assert renew(src, tmp_path / "copy").was_finished
+
+
+def test_another_request_replaces_the_artifact(src: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    renew(src, out)
+    report = renew(src, out, "int8")
+    assert "schema" in report.replaced_because
+    run(src, tmp_path / "fresh", "int8")
+    assert snapshot(out) == snapshot(tmp_path / "fresh")
+
+
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_a_damaged_artifact_is_made_anew(src: Path, tmp_path: Path, is_missing: bool) -> None:
+    out = tmp_path / "out"
+    renew(src, out)
+    before, path = snapshot(out), next(out.glob("experts/*/*"))
+    if is_missing:
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-1])
+    assert path.name in renew(src, out).replaced_because
+    assert snapshot(out) == before
+
+
+def test_a_source_that_is_an_artifact(src: Path, tmp_path: Path) -> None:
+    run(src, tmp_path / "first", "int4-g32")
+    renew(tmp_path / "first", tmp_path / "out", "source")
+    os.removexattr(tmp_path / "out/hqconv.json", update._ATTRIBUTE)
+    assert renew(tmp_path / "first", tmp_path / "out", "source").was_finished
+    run(src, tmp_path / "first", "int8", overwrite=True)
+    assert renew(tmp_path / "first", tmp_path / "out", "source").replaced_because
+
+
+# --- unfinished conversions --------------------------------------------------------------------------------
+
+
+def stop_after(num_groups: int) -> Any:
+    def stop(progress: Progress) -> None:
+        if progress.num_groups_done == num_groups:
+            raise KeyboardInterrupt
+
+    return stop
+
+
+@pytest.mark.parametrize("has_old", [False, True])
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_an_unfinished_conversion(src: Path, tmp_path: Path, has_old: bool, is_changed: bool) -> None:
+    """It is resumed, or started anew if the source changed since; an old artifact stays whole meanwhile."""
+    out = tmp_path / "out"
+    old = None
+    if has_old:
+        renew(src, out, "int8")
+        old = snapshot(out)
+    with pytest.raises(KeyboardInterrupt):
+        renew(src, out, progress=stop_after(1))
+    assert old is None or snapshot(out) == old
+    if is_changed:
+        flip(sorted(src.glob("*.safetensors"))[-1])
+        os.utime(sorted(src.glob("*.safetensors"))[-1])
+    report = renew(src, out)
+    assert (report.num_groups_resumed > 0) == (not is_changed)
+    run(src, tmp_path / "fresh", "mxfp4")
+    assert snapshot(out) == snapshot(tmp_path / "fresh")
+    assert not side_folder(out).exists()
+
+
+def test_another_unfinished_conversion_beside_the_right_artifact(src: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    renew(src, out)
+    before = snapshot(out)
+    with pytest.raises(KeyboardInterrupt):
+        run(src, out, "int8", overwrite=True, progress=stop_after(1))
+    assert side_folder(out).exists()
+    assert renew(src, out).was_finished
+    assert snapshot(out) == before
+    assert not side_folder(out).exists()
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("moment", range(12))
+def test_killed_at_any_moment_and_run_again(src: Path, tmp_path: Path, moment: int) -> None:
+    """The old artifact or the new one is there, and the same command finishes."""
+    out = tmp_path / "out"
+    renew(src, out, "int8")
+    old = snapshot(out)
+    run(src, tmp_path / "fresh", "mxfp4")
+    options = ["--schema", "mxfp4", "--target", "sm90", "--device", "cpu", "--update", "-q"]
+    command = [sys.executable, "-m", "hqconv", "convert", str(src), "-o", str(out), *options]
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as process:
+        started = time.monotonic()
+        while not side_folder(out).exists() and process.poll() is None and time.monotonic() - started < 60:
+            time.sleep(0.001)
+        time.sleep(0.004 * moment)
+        process.send_signal(signal.SIGKILL)
+    left = {name: data for name, data in snapshot(out).items() if name != JOURNAL}
+    assert left in (old, snapshot(tmp_path / "fresh"))
+    renew(src, out)
+    assert snapshot(out) == snapshot(tmp_path / "fresh")
+    assert not side_folder(out).exists()
+    assert renew(src, out).was_finished
+
+
+def test_files_of_others_are_refused(src: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    renew(src, out)
+    (out / "mine.txt").write_text("x")
+    with pytest.raises(OutputError, match="did not make"):
+        renew(src, out, "int8")
+    assert (out / "mine.txt").exists()
+    with pytest.raises(RequestError, match="exclude each other"):
+        renew(src, out, resume=True)
+
+
+# --- a source on the Hub -----------------------------------------------------------------------------------
+
+
+def test_a_commit_is_converted_once(src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second night reads headers only; a new commit is converted."""
+    out = tmp_path / "out"
+    with hub_server.serve(src) as server:
+        hub_server.use(monkeypatch, server.url, tmp_path / "cache")
+        renew("org/name", out)
+        os.removexattr(out / "hqconv.json", update._ATTRIBUTE)  # the commit is enough
+        before = times(out)
+        server.whole.clear()
+        report = renew("org/name", out)
+        assert report.was_finished
+        assert server.whole == []
+        assert times(out) == before
+        server.commit = "f" * 40
+        flip(next(iter(server.folder.glob("*.safetensors"))))
+        report = renew("org/name", out)
+        assert "source" in report.replaced_because
+        assert report.plan.source.revision == "f" * 40
+
+
+def test_the_command(src: Path, tmp_path: Path) -> None:
+    words = ["convert", src, "-o", tmp_path / "out", "--schema", "mxfp4", "--target", "sm90", "--device", "cpu"]
+
+    def call(*more: str) -> Any:
+        done = CliRunner().invoke(app, [*map(str, words), "--update", *more])
+        assert done.exit_code == 0, done.output
+        return done
+
+    assert json.loads(call("--json", "-q").stdout)["was_finished"] is False
+    assert "already finished: nothing to do" in " ".join(call("-q").stdout.split() + call().stdout.split())
+    assert json.loads(call("--json", "-q").stdout)["was_finished"] is True
+    flip(sorted(src.glob("*.safetensors"))[0])
+    document = json.loads(call("--json", "-q").stdout)
+    assert (document["was_finished"], "other times" in document["replaced_because"]) == (False, True)
+    assert CliRunner().invoke(app, [*map(str, words), "--update", "--dry-run"]).exit_code == 0
+    assert isinstance(hqconv.verify(tmp_path / "out", src).passed, bool)
