@@ -13,7 +13,7 @@ import torch
 from hqconv.artifact.reader import Artifact
 from hqconv.conversion.progress import Meter
 from hqconv.conversion.quant_error import relative_error
-from hqconv.errors import HqconvError, RequestError, VerificationError
+from hqconv.errors import HqconvError, RequestError, VerificationError, plural
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.planning.layer_encoding import encoding_of
@@ -75,7 +75,7 @@ def check_weights(
         for job, outcomes in judged:
             _conclude(job, outcomes, result)
     result.notes += [*(["on the CPU"] if staging is None else []), *_misread_notes(result)]
-    looked_at = f"{len(layers)} of {len(artifact.layers)} layers"
+    looked_at = f"{len(layers)} of {plural(len(artifact.layers), 'layer')}"
     result.notes.insert(0, f"{looked_at} {against(artifact, layers, source)}")
     return result
 
