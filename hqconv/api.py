@@ -21,7 +21,7 @@ from hqconv.conversion.option_values import (
     place_of,
     resources_of,
 )
-from hqconv.errors import OutputError, RequestError
+from hqconv.errors import OutputError, RequestError, plural
 from hqconv.io.hub import is_repo_id, open_repo
 from hqconv.planning.plan import plan_conversion
 from hqconv.planning.spec import ConversionOptions
@@ -281,7 +281,9 @@ def push(
 
     _LOG.info("Push of %s to %s begins.", out, repo)
     pushed = run(Path(out), HubBranch(repo, branch), private=private, announce=announce, on_step=on_step)
-    _LOG.info("Push is complete: %d files, %d bytes, commit %s.", pushed.num_files, pushed.num_bytes, pushed.commit)
+    _LOG.info(
+        "Push is complete: %s, %d bytes, commit %s.", plural(pushed.num_files, "file"), pushed.num_bytes, pushed.commit
+    )
     return pushed
 
 

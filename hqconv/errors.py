@@ -92,6 +92,22 @@ def _value_text(value: object) -> str:
     return _shortened(text, _MAX_WORD)
 
 
+def number_text(value: float, other: float | None = None) -> str:
+    """Format a number with four significant digits, or with as many as distinguish it from `other`."""
+    if other is None or value == other:
+        return f"{value:.4g}"
+    texts = ((f"{value:.{digits}g}", f"{other:.{digits}g}") for digits in range(4, 18))
+    return next((text for text, of_other in texts if text != of_other), repr(value))
+
+
+def value_texts(expected: object, found: object) -> tuple[str, str]:
+    """Return two values of an error as texts, floats with few digits: the full numbers are in the documents."""
+    if isinstance(expected, float) and isinstance(found, float):
+        return number_text(expected, found), number_text(found, expected)
+    first, second = (number_text(value) if isinstance(value, float) else str(value) for value in (expected, found))
+    return first, second
+
+
 def plural(count: int, noun: str, several: str | None = None) -> str:
     """Format a number of things: `1 file`, `2 files`. several: the plural of a noun that takes more than an s."""
     return f"{count} {noun if count == 1 else several or f'{noun}s'}"
@@ -109,7 +125,7 @@ class HqconvError(Exception):
         self, what: str, *, where: str = "", expected: object = "", found: object = "", remedy: str = ""
     ) -> None:
         self.what, self.where, self.remedy = what, where, remedy
-        self.expected, self.found = str(expected), str(found)
+        self.expected, self.found = value_texts(expected, found)
         super().__init__(self.message())
 
     def message(self) -> str:

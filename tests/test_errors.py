@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hqconv.errors import InputError, printable, printable_line
+from hqconv.errors import InputError, number_text, plural, printable, printable_line, value_texts
+from tests.make.places import REPO
 
 SHOWN = {
     "plain": ("model.layers.0", "model.layers.0"),
@@ -95,3 +96,28 @@ def test_an_error_in_the_words_of_another(name: str) -> None:
     outer = InputError(inner.what, where=inner.where, found=inner.message())
     assert outer.message().split("\n")[1] == f"  where: {shown}"
     assert outer.message().count(shown) == 2
+
+
+def test_numbers_of_an_error_have_few_digits() -> None:
+    error = InputError("A scale is wrong.", expected=0.1234567890123456, found=3.0000000000000004e-12)
+    assert (error.expected, error.found) == ("0.1235", "3e-12")
+    assert value_texts(12345678, "0.123456789") == ("12345678", "0.123456789")  # a count, a text
+
+
+@pytest.mark.parametrize(
+    ("value", "other", "text"),
+    [(0.15000001, 0.15, "0.15000001"), (0.15, 0.15, "0.15"), (2 / 3, None, "0.6667"), (1.0, 1.0 + 2**-52, "1")],
+)
+def test_a_number_is_told_from_another(value: float, other: float | None, text: str) -> None:
+    assert number_text(value, other) == text
+    assert other is None or value == other or number_text(value, other) != number_text(other, value)
+
+
+def test_plurals() -> None:
+    assert [plural(count, "file") for count in (0, 1, 2)] == ["0 files", "1 file", "2 files"]
+    assert [plural(count, "matrix", "matrices") for count in (1, 3)] == ["1 matrix", "3 matrices"]
+
+
+def test_nothing_counts_in_brackets() -> None:
+    wrong = [path.name for path in (REPO / "hqconv").rglob("*.py") if re.search(r"[a-z]\(s\)", path.read_text())]
+    assert wrong == []

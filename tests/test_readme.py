@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from hqconv.cli.app import app
 from tests.make.places import REPO
+from tests.make.qwen import write_qwen3_moe
 
 TEXT = (REPO / "README.md").read_text(encoding="utf-8")
 # Of any page: lines of its layers that are a command of ours, with what follows it left out.
@@ -35,6 +36,24 @@ def test_commands_are_as_they_are_shown(page: str) -> None:
         flags = {word.partition("=")[0].strip("[]") for word in words if word.strip("[").startswith("-")}
         unknown = flags - (options_of(words[1]) if not words[1].startswith("-") else {"--install-completion"})
         assert not unknown, command
+
+
+TARGETS = re.findall(r"^\| ([^|]+) \| `(hqconv convert SRC [^`]+)` \|$", TEXT, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("gpus", "command"), TARGETS)
+def test_every_gpu_of_the_table_has_a_command_that_works(gpus: str, command: str, tmp_path: Path) -> None:
+    model = write_qwen3_moe(tmp_path / "model", num_layers=1, hidden_size=256, intermediate_size=256)
+    words = [str({"SRC": model, "OUT": tmp_path / "out"}.get(word, word)) for word in shlex.split(command)[1:]]
+    done = CliRunner().invoke(app, [*words, "--dry-run", "--device", "cpu"])
+    assert done.exit_code == 0, (gpus, done.output)
+    assert "warning" not in done.stderr
+
+
+def test_the_table_and_the_set_up_are_there() -> None:
+    assert len(TARGETS) >= 8
+    assert {command.split("--target ")[1].split()[0] for _, command in TARGETS} >= {"sm80", "sm89", "sm90", "sm100"}
+    assert re.search(r"^    make demo .*\n    make test ", TEXT, re.MULTILINE)
 
 
 def test_the_readme_shows_some() -> None:
@@ -60,5 +79,5 @@ def test_the_example_is_what_comes_out(tmp_path: Path, monkeypatch: pytest.Monke
 
 def plain(line: str) -> str:
     """A line without its spaces and times."""
-    line = re.sub(r"[\d.]+ s\b(, [\d.]+ GB/s)?(, \d+ worker\(s\))?", "", line)
+    line = re.sub(r"[\d.]+ s\b(, [\d.]+ \w?B/s)?(, \d+ workers?)?", "", line)
     return " ".join(line.split())

@@ -16,7 +16,7 @@ from hqconv.cli import convert_command, interrupt, report_commands
 from hqconv.cli.convert_command import profile_writer
 from hqconv.cli.help_format import DocumentedGroup, GroupedCommand
 from hqconv.cli.options import parse_checks, parse_layers, parse_tokens, takes, without_defaults
-from hqconv.cli.output import discard_stdout, guarded, print_json, say, warn
+from hqconv.cli.output import ClosedStream, discard_stdout, guarded, print_json, say, warn
 from hqconv.conversion.torchrun import is_rank_zero
 from hqconv.errors import HqconvError, OutputError, RequestError, VerificationError, printable_line
 from hqconv.serving.warm.kernel_store import folder_beside
@@ -109,22 +109,23 @@ def _push(out: Path, repo: str, *, quiet: bool, is_new: bool = False, **options:
 
 
 def _print(document: dict[str, Any], *, json: bool) -> None:
-    """Print a document to stdout, as JSON or as tables."""
-    if json:
-        print_json(document)
-        return
-    from hqconv.cli import render
-
-    render.show(document)
-
-
-def _print_result(document: dict[str, Any], *, json: bool) -> None:
-    """Print the result of finished work. A closed or broken stdout does not change the exit code."""
+    """Print a document to stdout, as JSON or as tables. A reader that has gone away has seen enough: no error."""
     try:
-        _print(document, json=json)
+        if json:
+            print_json(document)
+        else:
+            from hqconv.cli import render
+
+            render.show(document)
         sys.stdout.flush()
     except BrokenPipeError:
         discard_stdout()
+
+
+def _print_result(document: dict[str, Any], *, json: bool) -> None:
+    """Print the result of finished work. A closed or full stdout does not change the exit code."""
+    try:
+        _print(document, json=json)
     except (OSError, UnicodeError) as error:
         discard_stdout()
         warn(f"The report could not be written to stdout: {error}.")
@@ -235,9 +236,10 @@ def main() -> None:
 
     interrupt.listen()
     raise_limit()
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the shell: >&-
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115 - for the life of the process
+    if sys.stdout is None:  # closed by the shell: >&-
+        sys.stdout = ClosedStream()
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - for the life of the process
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # for terminals without UTF-8

@@ -15,7 +15,7 @@ from hqconv.artifact.error_summary import check_max_error, over_limit
 from hqconv.cli import interrupt
 from hqconv.cli.output import say, warn
 from hqconv.conversion.torchrun import is_distributed
-from hqconv.errors import OutputError, RequestError
+from hqconv.errors import OutputError, RequestError, number_text, plural
 
 if TYPE_CHECKING:
     from hqconv.conversion.convert import ConversionReport
@@ -77,11 +77,12 @@ class MaxError:
         over = over_limit(document["errors"], self.max_error)
         document |= {"max_error": self.max_error, "over_max_error": over}
         if over:
-            worst = over[0]
+            worst, error = over[0], over[0]["relative_error"]
+            found = number_text(error, self.max_error) if isinstance(error, float) else error
             say(
-                f"error: {len(over)} projections exceed --max-error {self.max_error:g}.\n"
+                f"error: {plural(len(over), 'projection')} above --max-error {self.max_error:g}.\n"
                 f"  where: {worst['block']}, {worst['projection']}\n"
-                f"  found: a relative error of {worst['relative_error']}\n"
+                f"  found: a relative error of {found}\n"
                 f"  what to do: The artifact is complete and kept in {document['out']}; another --schema, or "
                 "--quantizer mse, gives smaller errors."
             )

@@ -9,8 +9,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from hqconv.cli.output import print_error, say
-from hqconv.errors import RequestError
+from hqconv.cli.output import discard_stdout, print_error, say
+from hqconv.errors import OutputError, RequestError
 from hqconv.schemas.suggestions import close_to
 
 # Typer does not export UsageError and may contain its own Click.
@@ -19,6 +19,17 @@ _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 class DocumentedGroup(TyperGroup):
     """Group of all commands. A wrong command line is one message of hqconv, with --json also a JSON document."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write each command with the first sentence of its help, whole."""
+        found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, one.get_short_help_str(limit=1000)) for name, one in found if one is not None])
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help without breaks inside words."""
+        with _whole_words(formatter):
+            super().format_help(ctx, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the options before the command name."""
@@ -33,9 +44,19 @@ class DocumentedGroup(TyperGroup):
 
 @contextmanager
 def _as_request_error(args: list[str]) -> Iterator[None]:
-    """Print a usage error of Typer as a message of hqconv, under --json also as a document; exit with 2."""
+    """Print a usage error of Typer as a message of hqconv, under --json also as a document; exit with 2.
+
+    Help that cannot be printed ends with 4, or with 0 where nobody reads on.
+    """
     try:
         yield
+    except BrokenPipeError:  # the reader of --help or --version has seen enough
+        discard_stdout()
+        raise typer.Exit from None
+    except OSError as error:
+        discard_stdout()
+        say(f"error: The help cannot be printed: {error.strerror or error}.")
+        raise typer.Exit(OutputError.exit_code) from None
     except _UsageError as error:
         wrong = _request_error(error, args)
         say(f"error: {wrong.message()}")
@@ -55,8 +76,30 @@ def _request_error(error: Any, args: list[str]) -> RequestError:
     return RequestError("The command line is wrong.", where=path, found=found, remedy=remedy)
 
 
+_HYPHEN, _NO_BREAK_HYPHEN = "-", "\u2011"
+
+
+@contextmanager
+def _whole_words(formatter: Any) -> Iterator[None]:
+    """Keep the formatter of a help page from breaking lines at hyphens, as in --dry-run."""
+    write_dl, write_text = formatter.write_dl, formatter.write_text
+
+    def joined(text: str) -> str:
+        return text.replace(_HYPHEN, _NO_BREAK_HYPHEN)
+
+    formatter.write_dl = lambda rows, *more, **options: write_dl([(a, joined(b)) for a, b in rows], *more, **options)
+    formatter.write_text = lambda text: write_text(joined(text))
+    yield
+    formatter.buffer = [text.replace(_NO_BREAK_HYPHEN, _HYPHEN) for text in formatter.buffer]
+
+
 class GroupedCommand(TyperCommand):
     """Command whose help lists options under headings, as plain text that fits in 80 columns."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help without breaks inside words."""
+        with _whole_words(formatter):
+            super().format_help(ctx, formatter)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments, then the options under their headings; options without a heading come first."""

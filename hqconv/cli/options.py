@@ -9,7 +9,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,7 +18,7 @@ import typer
 from hqconv.errors import RequestError
 from hqconv.schemas import gpu_target, input_schema, weight_schema
 from hqconv.schemas.config_files import RECIPES, shipped
-from hqconv.schemas.options import ConversionOption, conversion_options
+from hqconv.schemas.options import CHECKS, ConversionOption, conversion_options
 from hqconv.schemas.recipe import no_schema
 
 
@@ -46,6 +46,12 @@ class Option:
 def _names_of(known: Callable[[], list[str]]) -> Callable[[str], list[str]]:
     """Completion of an option's value in a shell: the known names with the typed prefix."""
     return lambda incomplete: [name for name in known() if name.startswith(incomplete)]
+
+
+def _checks_with(incomplete: str) -> list[str]:
+    """Completion of a comma-separated list of checks: each check that is not in the list yet."""
+    before, comma, typed = incomplete.rpartition(",")
+    return [f"{before}{comma}{name}" for name in CHECKS if name.startswith(typed) and name not in before.split(",")]
 
 
 _AT_LEAST_ONE = {"min": 1}
@@ -85,10 +91,12 @@ OPTIONS: dict[str, Option] = {
     "source_digests": Option(
         bool, "Hash the source files during the conversion and record their SHA-256.", ("--source-digests",)
     ),
-    "revision": Option(str | None, "Branch, tag or commit of the Hub repo. With --source, it applies to the source."),
+    "revision": Option(str | None, "Branch, tag or commit of the Hub repo."),
     "source": Option(str | None, "Source checkpoint of the conversion: a folder or a Hub repo id."),
     "checks": Option(
-        str | None, "Comma-separated list of files, weights and kernel.  [default: all checks this machine can run]"
+        str | None,
+        "Comma-separated list of files, weights and kernel.  [default: all checks this machine can run]",
+        settings={"autocompletion": _checks_with},
     ),
     "layers": Option(
         str | None, "Layers to check, e.g. 0,3-5.  [default: all; first, middle and last for the kernel check]"
@@ -119,7 +127,9 @@ OPTIONS: dict[str, Option] = {
     "first": Option(Path, "First artifact.", metavar="OUT1", settings=_ANY_PATH),
     "second": Option(Path, "Second artifact, of the same model.", metavar="OUT2", settings=_ANY_PATH),
     "page": Option(Path | None, _PAGE, ("--out", "-o"), settings=_ANY_PATH),
-    "overwrite_page": Option(bool, "Replace an existing file, even if it is not a report of hqconv.", ("--overwrite",)),
+    "overwrite_page": Option(
+        bool, "Replace an existing file of any kind. An older report is replaced without it.", ("--overwrite",)
+    ),
     "sample": Option(
         int | None,
         "Experts per layer whose codes are counted.  [default: all; a few seconds' worth for a large artifact]",
@@ -143,7 +153,7 @@ OPTIONS: dict[str, Option] = {
         ("--log-file",),
         settings=_ANY_PATH,
     ),
-    "quiet": Option(bool, "Print errors only, plus the output of --json and --dry-run.", ("--quiet", "-q")),
+    "quiet": Option(bool, "Print errors only, plus the output of --json.", ("--quiet", "-q")),
 }
 
 
@@ -187,10 +197,33 @@ _GROUPS = {
     "Existing output": ("resume", "overwrite", "update", "dry_run"),
     "Output": (*_SHARED, "profile", "report"),
 }
-# Help texts that differ for one command.
-_ARTIFACT = Option(
-    Path, "Artifact folder. verify also accepts a Hub repo id (org/name).", metavar="OUT", settings=_ANY_PATH
-)
+_ARTIFACT = Option(Path, "Artifact folder.", metavar="OUT", settings=_ANY_PATH)
+_OF_SOURCE = "Branch, tag or commit of the source, if --source is a Hub repo."
+# Help texts that differ for one command: (command, option) → text.
+_HELP_OF = {
+    ("verify", "out"): "Artifact folder, or Hub repo id (org/name).",
+    ("verify", "revision"): "Branch, tag or commit: of the source with --source, else of the artifact on the Hub.",
+    ("verify", "device"): "Device of the weights and kernel checks: auto, cuda, cuda:N or cpu. cpu runs no kernel.",
+    ("verify", "max_memory"): "Maximum host memory for experts being checked, e.g. 512MiB, 4GiB, or a number of bytes.",
+    ("verify", "threads"): "Number of threads that hash files and check experts.  [default: all processors]",
+    ("verify", "quiet"): "Print nothing if the artifact passes, otherwise only the findings and errors.",
+    ("report", "revision"): _OF_SOURCE,
+    ("report", "device"): "Device of the check against --source: auto, cuda, cuda:N or cpu.",
+    ("report", "max_memory"): "Maximum host memory for the check against --source, e.g. 4GiB.",
+    ("report", "threads"): "Number of threads that count codes and check experts.  [default: all processors]",
+    ("report", "source"): "Source checkpoint to check the weights against: a folder or a Hub repo id.",
+    ("compare", "revision"): _OF_SOURCE,
+    ("compare", "device"): "Device of the check against --source: auto, cuda, cuda:N or cpu.",
+    ("compare", "max_memory"): "Maximum host memory for the check against --source, e.g. 4GiB.",
+    ("compare", "threads"): "Number of threads of the check against --source.  [default: all processors]",
+    ("compare", "source"): "Source checkpoint to measure errors against: a folder or a Hub repo id.",
+    ("convert", "revision"): "Branch, tag or commit of the source, if it is a Hub repo.",
+    ("convert", "quiet"): "Print errors only, plus the output of --json and --dry-run.",
+    ("convert", "threads"): "Number of threads that encode experts.  [default: all processors]",
+    ("convert", "private"): "With --push-to: create the Hub repo as a private repo.",
+    ("convert", "branch"): "With --push-to: branch of the Hub repo.  [default: main]",
+    ("importance", "device"): "Device that runs the model: auto, cuda, cuda:N or cpu.",
+}
 
 
 def takes(
@@ -203,8 +236,11 @@ def takes(
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         found = [p for p in inspect.signature(function).parameters.values() if p.name in OPTIONS]
-        parameters = [_parameter(p.name, p.default, is_artifact) for p in found]
-        parameters += [_parameter(n, False if OPTIONS[n].kind is bool else None, is_artifact) for n in (*own, *_SHARED)]
+        name_of = command.__name__
+        parameters = [_parameter(name_of, p.name, p.default, is_artifact) for p in found]
+        parameters += [
+            _parameter(name_of, n, False if OPTIONS[n].kind is bool else None, is_artifact) for n in (*own, *_SHARED)
+        ]
         if "context" in inspect.signature(command).parameters:
             kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
             parameters.append(inspect.Parameter("context", kind, annotation=typer.Context))
@@ -217,8 +253,9 @@ def takes(
     return decorate
 
 
-def _parameter(name: str, default: Any, is_artifact: bool) -> inspect.Parameter:
+def _parameter(command: str, name: str, default: Any, is_artifact: bool) -> inspect.Parameter:
     option = _ARTIFACT if is_artifact and name == "out" else OPTIONS[name]
+    option = replace(option, help=_HELP_OF.get((command, name), option.help))
     if isinstance(default, tuple):
         default = ",".join(map(str, default))
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import logging
 import math
@@ -95,6 +97,14 @@ def _logged(command: str, *, quiet: bool, verbose: bool, log_file: Path | None) 
                 handler.close()
 
 
+class ClosedStream(io.TextIOBase):
+    """A standard output that the shell has closed (`>&-`): nothing can be written to it."""
+
+    def write(self, _: str) -> int:
+        """Raise OSError."""
+        raise OSError(errno.EBADF, "standard output is closed")
+
+
 def discard_stdout() -> None:
     """Redirect stdout to /dev/null, so that flushing a broken pipe at exit does not fail."""
     with suppress(OSError):
@@ -161,9 +171,8 @@ def _one_message(*, json: bool) -> Iterator[None]:
     except KeyboardInterrupt:  # raised by a library; Ctrl-C is handled by `interrupt`
         text = interrupt.message()
         raise _fail(HqconvError(text), EXIT_INTERRUPTED, text, json=json) from None
-    except BrokenPipeError:  # the reader of stdout is gone
+    except BrokenPipeError:  # the reader of stdout has seen enough, as in `| head -1`
         discard_stdout()
-        raise typer.Exit(OutputError.exit_code) from None
     except OSError as error:
         reason, where = str(error.strerror or error), str(error.filename or "")
         text = f"error: The operating system refused: {reason}" + (f"\n  where: {where}" if where else "")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -25,24 +26,68 @@ from hqconv.verification.result import OF_ANOTHER_SOURCE
 PROJECTIONS = {"w1": "gate (w1)", "w3": "up (w3)", "w2": "down (w2)"}
 
 
+_GAP = 2  # columns of space after a cell
+
+
+def _in_pieces(text: str, room: int) -> str:
+    """Break words longer than `room` after a dot or a slash, so that names and paths are not cut inside a part."""
+
+    def pieces(word: str) -> str:
+        lines = [""]
+        for piece in re.split(r"(?<=[./])", word):
+            if lines[-1] and len(lines[-1]) + len(piece) > room:
+                lines.append("")
+            lines[-1] += piece
+        return "\n".join(lines)
+
+    return re.sub(rf"\S{{{room + 1},}}", lambda match: pieces(match[0]), text)
+
+
+def _longest(cell: str) -> int:
+    return max(map(len, cell.split()), default=0)
+
+
+def _fitted(rows: list[list[str]], width: int) -> tuple[list[list[str]], list[int]]:
+    """Fit a table into `width`: return its rows, long words of the widest columns broken, and its column widths.
+
+    Lines are broken between words first, where a column has the most room for it.
+    """
+    columns = [list(cells) for cells in zip(*rows, strict=True)]
+    room = width - _GAP * (len(columns) - 1)
+    least = [max(map(_longest, cells)) for cells in columns]
+    for _ in columns:
+        excess, widest = sum(least) - room, max(range(len(columns)), key=least.__getitem__)
+        if excess <= 0:
+            break
+        columns[widest] = [_in_pieces(cell, max(least[widest] - excess, 8)) for cell in columns[widest]]
+        least[widest] = max(map(_longest, columns[widest]))
+    widths = [max(len(line) for cell in cells for line in cell.split("\n")) for cells in columns]
+    while sum(widths) > room and (slack := max(w - m for w, m in zip(widths, least, strict=True))) > 0:
+        index = next(i for i, (w, m) in enumerate(zip(widths, least, strict=True)) if w - m == slack)
+        widths[index] -= 1
+    return [list(cells) for cells in zip(*columns, strict=True)], widths
+
+
 def print_facts(console: Console, rows: Iterable[tuple[str, Any]]) -> None:
     """Print rows of label and value in two columns; skip rows without a value."""
-    table = Table.grid(padding=(0, 2))
+    table = Table.grid(padding=(0, _GAP))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for label, value in rows:
-        if value not in (None, ""):
-            table.add_row(label, str(value))
+    shown = [(label, str(value)) for label, value in rows if value not in (None, "")]
+    room = console.width - max((len(label) for label, _ in shown), default=0) - _GAP
+    for label, value in shown:
+        table.add_row(label, _in_pieces(value, max(room, 8)))
     console.print(table)
 
 
 def print_table(console: Console, headers: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
-    """Print a table. Numbers are right-aligned; long cells are folded, never cut."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    body = [[str(cell) for cell in row] for row in rows]
-    for index, header in enumerate(headers):
+    """Print a table. Numbers are right-aligned; long cells are folded between words, never cut."""
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
+    (head, *body), widths = _fitted([[*headers], *([str(cell) for cell in row] for row in rows)], console.width)
+    for index, header in enumerate(head):
         numeric = all(row[index][:1].isdigit() for row in body)
-        table.add_column(header, justify="right" if numeric else "left", overflow="fold")
+        justify: Literal["right", "left"] = "right" if numeric else "left"
+        table.add_column(header, justify=justify, overflow="fold", width=widths[index])
     for row in body:
         table.add_row(*row)
     console.print(table)
@@ -114,7 +159,7 @@ def show_push(console: Console, document: Document) -> None:
     if not document["num_files"]:
         console.print(f"{document['repo']} already holds the artifact, at commit {document['commit']}.")
         return
-    uploaded = f"{document['num_files']} files, {human_bytes(document['num_bytes'])}"
+    uploaded = f"{plural(document['num_files'], 'file')}, {human_bytes(document['num_bytes'])}"
     console.print(f"{document['repo']} holds the artifact, at commit {document['commit']}; uploaded: {uploaded}.")
     console.print(f"sha256 of hqconv.json: {document['manifest_sha256']}")
 
@@ -222,7 +267,7 @@ def _least(figures: Document, key: str) -> str:
 
 
 def _otherwise(artifact: Document) -> str:
-    return "; ".join(f"{len(names)} layers {what}" for what, names in artifact["otherwise"].items())
+    return "; ".join(f"{plural(len(names), 'layer')} {what}" for what, names in artifact["otherwise"].items())
 
 
 def _ranks(artifact: Document) -> str:
@@ -319,7 +364,9 @@ def _errors(console: Console, summary: Mapping[str, Mapping[str, Any]]) -> None:
 def _show_plan(console: Console, document: Document) -> None:
     """Print the plan of a dry run."""
     converted = f"{document['family']} ({document['family_chosen_because']})"
-    memory = f"{document['peak_memory_bytes'] / 2**20:.0f} MiB: {document['num_workers']} workers with at most "
+    memory = (
+        f"{document['peak_memory_bytes'] / 2**20:.0f} MiB: {plural(document['num_workers'], 'worker')} with at most "
+    )
     memory += f"{document['worker_bytes'] / 2**20:.0f} MiB each, on {document['device']}, plus memory of libraries"
     print_facts(
         console,
@@ -373,13 +420,13 @@ def _show_summary(console: Console, document: Document) -> None:
             ("quantizer", quantizer_text(document)),
             ("requantized", requantized_text(document["requantized"])),
             ("scales", scale_changes_text(document["largest_scale_change"])),
-            ("layers", f"{document['num_blocks']}, for {document['num_ranks']} rank(s)"),
+            ("layers", f"{document['num_blocks']}, for {plural(document['num_ranks'], 'rank')}"),
             (
                 "size",
                 f"{human_bytes(document['num_bytes_in'])} → {human_bytes(document['num_bytes_out'])} ({ratio:.3f})",
             ),
             ("resumed", resumed_text(document)),
-            ("time", f"{human_seconds(document['seconds'])}, {speed}{document['num_workers']} worker(s)"),
+            ("time", f"{human_seconds(document['seconds'])}, {speed}{plural(document['num_workers'], 'worker')}"),
         ),
     )
     _errors(console, summarize_errors(document["errors"]))
@@ -435,10 +482,12 @@ def _gpu_memory_table(console: Console, gpu_memory: Mapping[str, Mapping[str, in
 def _show_artifact(console: Console, document: Document) -> None:
     revision = f" at {document['source']['revision']}" if document["source"]["revision"] else ""
     missing = document["missing_or_resized_files"]
+    size = f"{plural(document['num_files'], 'file')}, {human_bytes(document['num_bytes'])}"
+    damage = f"{plural(len(missing), 'file')} missing or resized: {', '.join(missing[:5])}"
     print_facts(
         console,
         (
-            ("artifact", f"{document['folder']}: {document['num_files']} files, {human_bytes(document['num_bytes'])}"),
+            ("artifact", f"{document['folder']}: {size}"),
             ("source", f"{document['source']['name']}{revision}"),
             *(("", f"made from {ancestor_text(step)}") for step in document["derived_from"]),
             ("family", document["family"]),
@@ -455,7 +504,7 @@ def _show_artifact(console: Console, document: Document) -> None:
             ("serve", document["serve_command"] or f"no {ENGINE.name} command serves these ranks"),
             ("made by", f"hqconv {document['hqconv_version']}, humming-kernels {document['humming_kernels_version']}"),
             ("manifest", f"sha256 {document['manifest_sha256']}"),
-            ("damaged", f"{len(missing)} files missing or resized: {', '.join(missing[:5])}" if missing else ""),
+            ("damaged", damage if missing else ""),
             ("altered", document["altered_manifest"] or ""),
         ),
     )
@@ -468,7 +517,7 @@ def _show_artifact(console: Console, document: Document) -> None:
 def _show_unfinished(console: Console, document: Document) -> None:
     console.print(f"{document['folder']} holds an unfinished conversion, not an artifact yet.")
     print_facts(
-        console, (("finished", f"{document['num_groups_done']} output units"), ("what to do", document["remedy"]))
+        console, (("finished", plural(document["num_groups_done"], "output unit")), ("what to do", document["remedy"]))
     )
 
 
@@ -481,12 +530,12 @@ def _show_importance(console: Console, document: Document) -> None:
 
 def _show_warm(console: Console, document: Document) -> None:
     """Print the result of `hqconv warm`."""
-    left_out = ", ".join(document["activations_left_out"])
+    left_out, gpu = ", ".join(document["activations_left_out"]), document["gpu"]
     print_facts(
         console,
         (
             ("kernels", f"{document['num_kernels']} needed, {document['num_compiled']} compiled now"),
-            ("for", f"{document['gpu']['name']}, {document['gpu']['sm_count']} SMs; {document['asking']['gemm_type']}"),
+            ("for", f"{gpu['name']}, {plural(gpu['sm_count'], 'SM')}; {document['asking']['gemm_type']}"),
             ("compiler", document["compiler"]),
             ("left out", f"activation {left_out}: compiled at the first start of the server" if left_out else ""),
             ("size", human_bytes(document["num_bytes"])),
@@ -552,7 +601,7 @@ def ranks_text(rank_bytes: Mapping[str, int]) -> str:
         return ""
     least, most = min(rank_bytes.values()), max(rank_bytes.values())
     size = f"{human_bytes(least)} each" if least == most else f"{human_bytes(least)} to {human_bytes(most)}"
-    return f"{len(rank_bytes)} rank{'s' * (len(rank_bytes) > 1)}, {size}"
+    return f"{plural(len(rank_bytes), 'rank')}, {size}"
 
 
 _GPUS_SHOWN = ("t4", "l4", "a100-40gb", "l40s", "a100", "h100", "h20", "rtx-pro-6000", "h200", "b200", "b300")
@@ -613,7 +662,7 @@ def input_scales_text(document: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def _num_layers(count: int) -> str:
-    return f"{count} layer{'s' if count > 1 else ''}"
+    return plural(count, "layer")
 
 
 def served_param_dtypes_text(document: Mapping[str, Any]) -> str:
@@ -644,7 +693,7 @@ def target_text(document: Mapping[str, Any]) -> str:
     if document["layout"] == "kernel":
         parts += [document["target"], f"tp {document['tp']}, ep {document['ep']} ({document['expert_placement']})"]
         if document["redundant_experts"]:
-            parts.append(f"{document['redundant_experts']} redundant experts")
+            parts.append(f"{plural(document['redundant_experts'], 'redundant expert')}")
     return ", ".join(parts)
 
 
@@ -660,8 +709,8 @@ def source_text(document: Mapping[str, Any]) -> str:
     """`Qwen3-30B-A3B: 18867 tensors, 61.07 GB in 16 files`."""
     revision = f" at {document['revision']}" if document["revision"] else ""
     return (
-        f"{document['name']}{revision}: {document['num_tensors']} tensors, {human_bytes(document['num_bytes'])} "
-        f"in {document['num_files']} file{'s' * (document['num_files'] != 1)}"
+        f"{document['name']}{revision}: {plural(document['num_tensors'], 'tensor')}, "
+        f"{human_bytes(document['num_bytes'])} in {plural(document['num_files'], 'file')}"
     )
 
 
@@ -690,7 +739,7 @@ def conversion_text(document: Document) -> str:
         "requantized": "requantized from exactly decoded float32",
     }
     found = document["conversion"].items()
-    return "; ".join(f"{meaning.get(kind, kind)} ({n} layer{'s' * (n != 1)})" for kind, n in found)
+    return "; ".join(f"{meaning.get(kind, kind)} ({plural(n, 'layer')})" for kind, n in found)
 
 
 def requantized_text(counts: Mapping[str, int]) -> str:
@@ -698,7 +747,7 @@ def requantized_text(counts: Mapping[str, int]) -> str:
     if not counts.get("num_groups"):
         return ""
     text = f"{counts['num_exact_groups']} of {counts['num_groups']} requantized scale groups are without any error"
-    return f"{counts['num_matrices']} matrices requantized; {text}"
+    return f"{plural(counts['num_matrices'], 'matrix', 'matrices')} requantized; {text}"
 
 
 def scale_changes_text(changes: Mapping[str, float]) -> str:
@@ -714,7 +763,7 @@ def resumed_text(document: Document) -> str:
     if document["replaced_because"]:
         return f"an artifact was there and is replaced: {document['replaced_because']}"
     num_groups = document["num_groups_resumed"]
-    return f"{num_groups} output units were already finished" if num_groups else ""
+    return f"already finished: {plural(num_groups, 'output unit')}" if num_groups else ""
 
 
 def ancestor_text(document: Document) -> str:

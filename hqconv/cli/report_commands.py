@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hqconv import api
 from hqconv.cli import interrupt
 from hqconv.cli.output import say, warn
-from hqconv.errors import VerificationError
+from hqconv.errors import VerificationError, plural
 
 if TYPE_CHECKING:
     from hqconv.verification.result import VerificationReport
@@ -138,7 +138,7 @@ def _measure(root: Path, source: str | None, resources: Document) -> Any:
     verified = api.verify(root, source, checks=["weights"], **resources)
     if not verified.passed:
         findings: Sequence[Any] = [finding for result in verified.results for finding in result.findings]
-        what = f"The artifact cannot be compared: {len(findings)} findings against the source."
+        what = f"The artifact cannot be compared: {plural(len(findings), 'finding')} against the source."
         first = findings[0]
         remedy = "Run `hqconv verify` with this source to list all findings."
         raise VerificationError(

@@ -19,7 +19,7 @@ from safetensors.torch import save
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from hqconv.errors import InputError, OutputError, RequestError
+from hqconv.errors import InputError, OutputError, RequestError, plural
 from hqconv.io.durable_files import write_whole
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
@@ -163,7 +163,7 @@ def collect(model: nn.Module, batches: Iterable[torch.Tensor], layers: Iterable[
     with torch.inference_mode(), collector:
         for number, ids in enumerate(batches, start=1):
             model(input_ids=ids, use_cache=False)
-            _LOG.info("Batch %d is done: %d tokens.", number, ids.numel())
+            _LOG.info("Batch %d is done: %s.", number, plural(ids.numel(), "token"))
     return collector.means()
 
 
@@ -192,7 +192,7 @@ def collect_importance(
     with open_source(model, revision) as source:
         layers, root = source.map_experts().layers, source.root
         ids = _token_ids(transformers, root, text)[:num_tokens]
-        announce(f"Running {len(ids)} tokens through the model on {device}.")
+        announce(f"Running {plural(len(ids), 'token')} through the model on {device}.")
         with _loading(model):
             loaded = _model_class(transformers, source).from_pretrained(root, dtype="auto").to(device).eval()
         means = collect(loaded, token_batches(ids, context_length, torch.device(device)), layers)

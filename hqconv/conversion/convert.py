@@ -30,7 +30,7 @@ from hqconv.conversion.resources import Resources, Staging, bounded_gpu, plan_st
 from hqconv.conversion.source_integrity import source_digests
 from hqconv.conversion.stages import StageProfile
 from hqconv.conversion.update import record_source, why_not_current
-from hqconv.errors import OutputError, RequestError
+from hqconv.errors import OutputError, RequestError, plural
 from hqconv.humming_layout.gemm_forms import planned_packed_form
 from hqconv.humming_layout.transform import is_as_planned, is_compatible, packed_form
 from hqconv.io.durable_files import FileRecord, check_space, copy_whole, write_whole
@@ -75,7 +75,7 @@ class ConversionReport:
 
     def __repr__(self) -> str:
         """Name the artifact and its size; the rest is in `to_dict`."""
-        text = f"{self.plan.spec.schema.name}, {self.num_blocks} layers, {self.num_ranks} ranks"
+        text = f"{self.plan.spec.schema.name}, {plural(self.num_blocks, 'layer')}, {plural(self.num_ranks, 'rank')}"
         return f"<ConversionReport {str(self.out)!r}: {text}, {self.num_bytes_out} bytes in {self.seconds:.1f} s>"
 
     def to_dict(self) -> dict[str, Any]:
@@ -266,8 +266,8 @@ class _Conversion:
         digests: of the source's files that earlier runs hashed.
         """
         missing, processes = self._missing(done), self.processes
-        lanes = f"{self.staging.num_lanes} workers with at most {self.staging.num_experts} experts each"
-        _LOG.info("Conversion of %d units begins, %d were done before; %s.", len(missing), len(done), lanes)
+        lanes = f"{plural(self.staging.num_lanes, 'worker')} with at most {plural(self.staging.num_experts, 'expert')}"
+        _LOG.info("Conversion of %s begins, %d done before; %s.", plural(len(missing), "unit"), len(done), lanes)
         use = ShardUse.of(self.source, missing, keeps=self.cache.keeps)
         prefetch = HubPrefetch(self.source, use, self.cache, is_shared=processes is not None)
         units = missing if processes is None else processes.take_next(missing)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hqconv.conversion.torchrun import local_rank
-from hqconv.errors import OutputError, RequestError
+from hqconv.errors import OutputError, RequestError, plural
 from hqconv.schemas import artifact_names
 from hqconv.schemas.gpu_target import COMPUTE_CAPABILITY, GpuTarget, known_gpus, parse_target
 from hqconv.schemas.weight_schema import SOURCE
@@ -57,7 +57,7 @@ def choose_device(text: str, number: int = 0) -> str:
         return "cpu"
     index = int(match[1]) if match[1] else number % max(1, num_devices)
     if index >= num_devices:
-        expected, remedy = f"one of {num_devices} CUDA device(s)", "Use --device cpu: the bytes are the same."
+        expected, remedy = f"one of {plural(num_devices, 'CUDA device')}", "Use --device cpu: the bytes are the same."
         what = "There is no such CUDA device."
         raise RequestError(what, where=f"--device {text}", expected=expected, remedy=remedy)
     return f"cuda:{index}"
@@ -182,5 +182,5 @@ def resources_of(
     num_threads = max(1, default_threads() // num_here) if threads is None else threads
     found = Resources(choose_device(device, number), parse_bytes(max_memory), num_threads, gpu_bytes)
     limits = f"{found.max_memory_bytes} bytes of host memory"
-    _LOG.info("Device %s, %d threads, at most %s for experts.", found.device_name, num_threads, limits)
+    _LOG.info("Device %s, %s, at most %s for experts.", found.device_name, plural(num_threads, "thread"), limits)
     return found

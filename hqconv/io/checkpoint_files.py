@@ -149,5 +149,5 @@ def check_weight_map(weight_map: Mapping[str, str], tensors: Mapping[str, Tensor
             raise InputError(what, where=where, expected=file, found=found, remedy=COPY_AGAIN)
     if len(tensors) > len(weight_map):
         lost = [f"{name} ({files[ref.file]})" for name, ref in tensors.items() if name not in weight_map]
-        what = f"{len(lost)} tensors are in the files but not in the index."
+        what = f"Tensors are in the files but not in the index: {len(lost)}."
         raise InputError(what, where=INDEX, found=first_few(lost), remedy=COPY_AGAIN)

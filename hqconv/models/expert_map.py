@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from hqconv.errors import InputError, RequestError
+from hqconv.errors import InputError, RequestError, plural
 from hqconv.formats.quant_config import DeclaredFormats, declared_formats
 from hqconv.formats.source_format import KNOWN_BY_SOURCE, PLAIN, SourceFormat
 from hqconv.models.config_facts import (
@@ -170,7 +170,7 @@ def map_experts(
         raise RequestError(
             "There are no MoE experts: nothing to convert.",
             expected=f"tensors such as {family.example()}",
-            found=f"{len(tensors)} tensors, none of an expert ({because})",
+            found=f"{plural(len(tensors), 'tensor')}, none of an expert ({because})",
             remedy="Convert a Mixture-of-Experts checkpoint; check that the folder holds all of its files.",
         )
     indices = layer_indices(family, grouped, text)

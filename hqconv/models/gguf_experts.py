@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from hqconv.errors import InputError, RequestError
+from hqconv.errors import InputError, RequestError, plural
 from hqconv.formats.source_format import GGUF, SourceFormat
 from hqconv.io.gguf_header import COPY_AGAIN, wrong_shape
 from hqconv.models.config_facts import ConfigSizes, config_sizes
@@ -180,7 +180,7 @@ class _Finder:
             raise RequestError(
                 "Neither the safetensors nor the GGUF files hold experts: nothing to convert.",
                 expected="tensors such as blk.0.ffn_down_exps.weight",
-                found=f"{len(self.tensors)} tensors in GGUF files, none of an expert",
+                found=f"{plural(len(self.tensors), 'tensor')} in GGUF files, none of an expert",
                 remedy="Convert a Mixture-of-Experts checkpoint; check that the folder holds all of its files.",
             )
         return layers, dropped

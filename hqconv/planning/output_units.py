@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from hqconv.errors import plural
 from hqconv.humming_layout.gemm_forms import KernelForm, planned_kernel_form, planned_packed_form
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.layer_encoding import LayerEncoding
@@ -74,8 +75,8 @@ class MoeLayerPlan:
 
     def __repr__(self) -> str:
         """Name the layer, its conversion and its files."""
-        num_bytes = sum(file.size_bytes for file in self.files)
-        return f"<MoeLayerPlan {self.name}: {self.encoding.conversion}, {len(self.files)} files, {num_bytes} bytes>"
+        size = f"{plural(len(self.files), 'file')}, {sum(file.size_bytes for file in self.files)} bytes"
+        return f"<MoeLayerPlan {self.name}: {self.encoding.conversion}, {size}>"
 
     @property
     def name(self) -> str:

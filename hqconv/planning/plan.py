@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hqconv.errors import InputError
+from hqconv.errors import InputError, plural
 from hqconv.io.front_matter import FrontMatter
 from hqconv.models.config_facts import layer_notices
 from hqconv.models.expert_map import ExpertMap
@@ -143,7 +143,9 @@ class ConversionPlan:
     def __repr__(self) -> str:
         """Name the source, the schema and the sizes; the rest is in the attributes."""
         grid, spec = self.spec.grid, self.spec
-        text = f"{spec.schema.name}, {spec.layout} layout, tp {grid.tp}, ep {grid.ep}, {len(self.layers)} layers"
+        text = (
+            f"{spec.schema.name}, {spec.layout} layout, tp {grid.tp}, ep {grid.ep}, {plural(len(self.layers), 'layer')}"
+        )
         return f"<ConversionPlan of {self.source.name!r}: {text}, {self.num_bytes_read} → {self.num_bytes_out} bytes>"
 
     @property

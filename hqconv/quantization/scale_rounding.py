@@ -57,7 +57,7 @@ def round_to_param_dtype(coded: CodedMatrix, param_dtype: str, names: Mapping[st
             "A scale is out of range: it cannot be rounded to the parameter dtype.",
             names.get("scale") or names.get("weight", ""),
             f"scales from {limits.tiny:.4g} to {limits.max:.4g}, or which {param_dtype} holds exactly",
-            f"{exact[first].item():.8g} at {list(first)}",
+            f"{exact[first].item():.4g} at {list(first)}",
             remedy[0].upper() + remedy[1:],
         )
     relative = torch.where(exact != 0, change / exact.double().abs(), 0.0).max()

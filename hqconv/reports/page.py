@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hqconv.errors import plural
 from hqconv.reports.documents import Words as Document
 from hqconv.reports.html import Part, details, environment, facts, heading, note, number, plots, section, size, table
 from hqconv.reports.page_document import GENERATOR, PROJECTIONS, ROLES, entropy_bits
@@ -31,7 +32,7 @@ def checks_section(verification: Document | None) -> Part | None:
         return section("checks", "Checks", note(_NO_CHECKS))
     against = verification.get("source")
     rows = [
-        (name, check["status"], check["skipped_because"] or f"{len(check['findings'])} findings")
+        (name, check["status"], check["skipped_because"] or plural(len(check["findings"]), "finding"))
         for name, check in verification["checks"].items()
     ]
     basis = (

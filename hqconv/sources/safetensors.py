@@ -88,7 +88,7 @@ class SafetensorsSource:
         missing = sorted(name for name in tensor_of if not self._has(name))
         if missing:
             shown = first_few(missing)
-            what = f"{len(missing)} of the {len(tensor_of)} shards the index names are missing: {shown}."
+            what = f"Shards that the index names are missing ({len(missing)} of {len(tensor_of)}): {shown}."
             where = f"{self.root}, tensor {tensor_of[missing[0]]!r} and others"
             raise InputError(what, where=where, remedy="Copy or download the missing files.")
 

@@ -13,7 +13,7 @@ from hqconv import __version__
 from hqconv.artifact.manifest import ManifestSource, SourceFileEntry
 from hqconv.artifact.model_card import card_bytes
 from hqconv.artifact.reader import Artifact
-from hqconv.errors import HqconvError, NetworkError
+from hqconv.errors import HqconvError, NetworkError, plural
 from hqconv.io.file_access import sha256_of
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.source_protocol import Source
@@ -47,7 +47,7 @@ def check_source(
         compare_layers(artifact, experts, "the source", result)
         _check_card(artifact, source, result)
     else:
-        result.notes.append(f"the source is that of the artifact {len(lineage.between)} steps before")
+        result.notes.append(f"the source is that of the artifact {plural(len(lineage.between), 'step')} before")
     _compare_accounting(artifact, experts, result, is_own=lineage.is_own)
     _compare_copied(artifact, source, experts.copied, copied, pool, result)
     others = {

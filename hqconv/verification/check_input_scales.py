@@ -37,7 +37,7 @@ def check_rank_scales(artifact: Artifact, layers: Iterable[MoeLayer], result: Ch
         for gemm, found in recorded.items():
             if not _is_scale(found):
                 where = f"{names.MANIFEST}: {layer.name}: {gemm}: {names.INPUT_SCALE}"
-                result.add(where, _WHAT.format("one a conversion writes"), "a float32 above zero", repr(found))
+                result.add(where, _WHAT.format("one a conversion writes"), "a float32 above zero", found)
         _compare(artifact, layer.name, recorded, "manifest's", result)
 
 
@@ -59,7 +59,7 @@ def check_source_scales(
             for gemm, found in _recorded(artifact, layer.name).items():
                 if found != expected.get(gemm):
                     where = f"{names.MANIFEST}: {layer.name}: {gemm}: {names.INPUT_SCALE}"
-                    result.add(where, _WHAT.format("source's"), expected.get(gemm, "none"), repr(found))
+                    result.add(where, _WHAT.format("source's"), expected.get(gemm, "none"), found)
             _compare(artifact, layer.name, expected, "source's", result)
 
 

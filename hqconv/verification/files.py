@@ -14,7 +14,7 @@ from typing import Any
 from hqconv.artifact.reader import Artifact, Header
 from hqconv.artifact.sha256sums import is_own_card, is_own_sums
 from hqconv.conversion.progress import Meter
-from hqconv.errors import HqconvError, VerificationError
+from hqconv.errors import HqconvError, VerificationError, plural
 from hqconv.io.sidecar_files import WEIGHT_FOLDERS, WEIGHT_SUFFIXES
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
@@ -98,7 +98,7 @@ def _check_disk(artifact: Artifact, result: CheckResult, pool: ThreadPoolExecuto
     by_size = sorted(present, key=lambda path: -artifact.manifest.files[path].size_bytes)
     num_told = sum(map(artifact.is_proven_by_hub, present))
     if num_told:
-        note = f"of {num_told} files the Hub's own digests were compared: their bytes were not read"
+        note = f"of {plural(num_told, 'file')} the Hub's own digests were compared: their bytes were not read"
         result.notes.append(f"{note}, but for their headers")
     digests = {path: pool.submit(_digest, artifact, path, meter) for path in by_size}
     for path in present:

@@ -9,6 +9,7 @@ from hqconv import __version__
 from hqconv.artifact.manifest import ManifestLayer, ProjectionError
 from hqconv.artifact.reader import Artifact
 from hqconv.conversion.quant_error import requantized_counts, scale_changes
+from hqconv.errors import number_text
 from hqconv.formats.source_format import DIRECT_ROUNDED, LARGEST_CHANGE
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.layer_encoding import SEARCH_VERSION
@@ -85,10 +86,11 @@ def check_changes(name: str, layer: ManifestLayer, param_dtype: str, result: Che
             continue
         if not 0 <= change <= limit:
             what = "Scales moved further than rounding moves them."
-            result.add(where, what, f"at most {limit} for {param_dtype}", change)
+            result.add(where, what, f"at most {limit:.4g} for {param_dtype}", number_text(change, limit))
         if worst is None or not worst <= change + _DECODED:
             what = "The recorded error is larger than the change of scales explains."
-            result.add(where, what, f"at most {change}", worst)
+            found = worst if worst is None else number_text(worst, change)
+            result.add(where, what, f"at most {change:.4g}", found)
 
 
 def _check_counts(
@@ -104,6 +106,4 @@ def _check_counts(
 def _check_figure(where: str, expected: float | None, found: float | None, result: CheckResult) -> None:
     is_same = expected is not None and found is not None
     if not is_same or not math.isclose(expected or 0.0, found or 0.0, rel_tol=_RELATIVE_TOLERANCE, abs_tol=1e-30):
-        # Later digits depend on the order of summing.
-        shown = [f"{value:.12g}" if isinstance(value, float) else value for value in (expected, found)]
-        result.add(where, "The recorded error is not the measured one.", *shown)
+        result.add(where, "The recorded error is not the measured one.", expected, found)

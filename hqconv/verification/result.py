@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hqconv.errors import plural
+from hqconv.errors import plural, value_texts
 from hqconv.schemas import untrusted_files
 
 PASS, FAIL, SKIPPED = "pass", "fail", "skipped"
@@ -64,7 +64,7 @@ class CheckResult:
         """Add one finding. Of one kind (`what`) MAX_PER_KIND are listed, then one line counts the rest."""
         num_found = self._num_of_kind[what] = self._num_of_kind.get(what, 0) + 1
         if num_found <= MAX_PER_KIND:
-            self.findings.append(Finding(where, what, str(expected), str(found)))
+            self.findings.append(Finding(where, what, *value_texts(expected, found)))
             return
         rest = Finding("…", what, "", f"{num_found - MAX_PER_KIND} more of this kind")
         place = self._place_of_rest.setdefault(what, len(self.findings))
@@ -87,6 +87,10 @@ def compare_dicts(where: str, what: str, expected: Mapping[str, Any], found: Any
         result.add(where, what, "a JSON object", json.dumps(found))
         return
     for key in sorted(expected.keys() | found.keys()):
+        values = expected.get(key), found.get(key)
+        if values[0] != values[1] and all(isinstance(value, float) for value in values):
+            result.add(f"{where}: {key}", what, *values)
+            continue
         texts = [json.dumps(w[key], sort_keys=True) if key in w else "no such key" for w in (expected, found)]
         if texts[0] != texts[1]:
             result.add(f"{where}: {key}", what, *texts)

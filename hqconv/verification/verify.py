@@ -16,7 +16,7 @@ from hqconv.artifact.error_summary import check_max_error, over_limit
 from hqconv.artifact.reader import Artifact, ManifestFacts
 from hqconv.conversion.hub_prefetch import CachePolicy
 from hqconv.conversion.progress import Meter, Progress
-from hqconv.errors import HqconvError, NetworkError, OutputError, RequestError, VerificationError
+from hqconv.errors import HqconvError, NetworkError, OutputError, RequestError, VerificationError, number_text, plural
 from hqconv.io.hub import Listing
 from hqconv.models.source_protocol import Source
 from hqconv.schemas import artifact_names as names
@@ -47,15 +47,17 @@ def check_error(artifact: ManifestFacts, weights: CheckResult | None, limit: flo
     result = CheckResult(MAX_ERROR)
     recorded = artifact.manifest.errors()
     measured = {} if weights is None else weights.measured
-    result.notes.append(f"the manifest's errors of {len(recorded)} layers")
+    result.notes.append(f"the manifest's errors of {plural(len(recorded), 'layer')}")
     figures = [measures for layer in measured.values() for measures in layer.values() if isinstance(measures, Mapping)]
     if any("relative_error" in measures for measures in figures):
-        result.notes.append(f"and those measured against the source, of {len(measured)} layers")
+        result.notes.append(f"and those measured against the source, of {plural(len(measured), 'layer')}")
     for errors, kind in ((recorded, "recorded"), (measured, "measured")):
         for one in over_limit(errors, limit):
             where = f"{one['block']}, {one['projection']}"
             what = f"The {kind} relative error is larger than --max-error."
-            result.add(where, what, f"at most {limit:g}", one["relative_error"])
+            error = one["relative_error"]
+            found = number_text(error, limit) if isinstance(error, float) else error
+            result.add(where, what, f"at most {limit:g}", found)
     return result
 
 
@@ -259,7 +261,7 @@ def _kernel(
     with torch.cuda.device(device):
         result = check_kernel(artifact, source, chosen, options.tokens, device, options.num_threads, options.cache)
     result.notes.append(
-        f"{len(chosen)} of {len(layers)} layers, batches of {', '.join(map(str, options.tokens))} tokens"
+        f"{len(chosen)} of {plural(len(layers), 'layer')}, batches of {', '.join(map(str, options.tokens))} tokens"
     )
     return result
 

@@ -14,7 +14,7 @@ from hqconv.artifact.reader import Artifact
 from hqconv.conversion.hub_prefetch import CachePolicy, fetched_layers
 from hqconv.conversion.progress import Meter
 from hqconv.conversion.quant_error import relative_error
-from hqconv.errors import HqconvError, RequestError, VerificationError
+from hqconv.errors import HqconvError, RequestError, VerificationError, plural
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.planning.layer_encoding import encoding_of
@@ -94,7 +94,7 @@ def check_weights(
     if source is not None:
         _name_other_source(artifact, source, num_experts, num_wrong, result)
     result.notes += [checks.note(), *_misread_notes(result)]
-    looked_at = f"{len(layers)} of {len(artifact.layers)} layers"
+    looked_at = f"{len(layers)} of {plural(len(artifact.layers), 'layer')}"
     result.notes.insert(0, f"{looked_at} {against(artifact, layers, source)}")
     return result
 

@@ -354,7 +354,7 @@ def test_an_artifact_that_lost_too_much_is_kept_and_ends_with_1(
     assert words["manifest_sha256"] == sha256_of(made / "hqconv.json")  # complete, and the same bytes
     again = call(*request, "--resume")
     assert again.exit_code == 1
-    assert "1 projections exceed --max-error" in again.stderr
+    assert "1 projection above --max-error" in again.stderr
     assert "is complete and kept" in again.stderr
     assert call("verify", tmp_path / "out", "--device", "cpu").exit_code == 0
 

@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -213,7 +214,29 @@ def test_verdicts_stay_as_well(error: OSError, monkeypatch: pytest.MonkeyPatch) 
     assert call("warm", "out").exit_code == 0
     Report.passed = True
     assert call("verify", "out").exit_code == 0
-    assert call("schemas").exit_code == 4
+    assert call("schemas").exit_code == (0 if isinstance(error, BrokenPipeError) else 4)
+
+
+# stdout, and the exit code of a command that only prints. A reader that goes away has seen enough: `| head -1`.
+PRINTED = {">&-": 4, ">/dev/full": 4, "| true": 0, "| head -1": 0}
+
+
+@pytest.mark.parametrize("more", PRINTED)
+@pytest.mark.parametrize("arguments", ["inspect {model}", "schemas --json", "verify --help", "--version", ""])
+def test_what_only_prints(arguments: str, more: str, model: Path) -> None:
+    words = shlex.join([sys.executable, "-m", "hqconv", *arguments.format(model=model).split()])
+    shell = f"{words} {more}\nexit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", shell], env=environment(), capture_output=True, check=False, cwd=REPO)
+    assert (done.returncode, b"Traceback" in done.stderr) == (PRINTED[more], False), done.stderr
+    assert bool(done.stderr) == bool(PRINTED[more])
+
+
+def test_a_verdict_stays_where_nobody_reads_on(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made, tmp_path / "out")
+    (tmp_path / "out" / "tokenizer.json").unlink()
+    words = shlex.join([sys.executable, "-m", "hqconv", "inspect", str(tmp_path / "out")])
+    shell = f"{words} | true\nexit ${{PIPESTATUS[0]}}"
+    assert subprocess.run(["bash", "-c", shell], env=environment(), check=False, cwd=REPO).returncode == 1
 
 
 # --- what the system refuses -------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def test_the_terminal_shows_the_work_of_a_verbose_command(model: Path, tmp_path:
 
 
 def test_the_file_has_every_step_on_a_line(model: Path, tmp_path: Path) -> None:
-    log, out = tmp_path / "log", tmp_path / "out"
+    log, out, level = tmp_path / "log", tmp_path / "out", logging.getLogger("hqconv").level
     assert call("convert", model, "-o", out, *OPTIONS, "-q", "--log-file", log).stderr == ""
     first = log.read_text()
     assert all(LINE.fullmatch(line) for line in first.splitlines())
@@ -82,7 +82,7 @@ def test_the_file_has_every_step_on_a_line(model: Path, tmp_path: Path) -> None:
     last = text.splitlines()[-1]
     assert LINE.fullmatch(last)
     assert " ERROR " in last  # an error has many lines on stderr, and one here
-    assert logging.getLogger("hqconv").level == logging.NOTSET
+    assert logging.getLogger("hqconv").level == level
     assert [type(h) for h in logging.getLogger("hqconv").handlers] == [logging.NullHandler]
 
 

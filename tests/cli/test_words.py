@@ -7,8 +7,10 @@ import pty
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import hqconv
@@ -382,3 +384,69 @@ def test_a_shell_completes_schemas(typed: str, completed: list[str]) -> None:
         env={**os.environ, "PYTHONPATH": str(REPO), **asked},
     )
     assert done.stdout.split() == completed
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("", ["files", "weights", "kernel"]),
+        ("w", ["weights"]),
+        ("files,", ["files,weights", "files,kernel"]),
+        ("files,weights,k", ["files,weights,kernel"]),
+        ("files,f", []),
+    ],
+)
+def test_a_list_of_checks_is_completed(typed: str, completed: list[str]) -> None:
+    complete = OPTIONS["checks"].settings["autocompletion"]
+    assert complete(typed) == completed
+
+
+COMMANDS = sorted(vars(typer.main.get_command(app))["commands"])
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_help_at_80_columns_breaks_no_word(name: str) -> None:
+    """And no sentence is cut: every word of every help text is there, whole."""
+    group: Any = typer.main.get_command(app)
+    shown = CliRunner().invoke(app, [*name.split(), "--help"], env={"COLUMNS": "80"}, terminal_width=80).stdout
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "..." not in shown.partition("\n")[2]
+    words = set(shown.split())
+    texts = [param.help for param in group.commands[name].params] if name else []
+    texts += [(one.help or "").split(". ")[0] for one in group.commands.values()] if not name else []
+    assert len(texts) > 4
+    missing = {word for text in texts for word in text.replace("[default:", "").split()} - words
+    assert {word.rstrip(".]") for word in missing} <= {word.rstrip(".]") for word in words}
+
+
+def test_help_texts_are_true_for_their_command() -> None:
+    def text(command: str, option: str) -> str:
+        group: Any = typer.main.get_command(app)
+        return next(str(param.help) for param in group.commands[command].params if param.name == option)
+
+    assert "Hub repo id" in text("verify", "out")
+    assert all("Hub" not in text(command, "out") for command in ("report", "warm", "push"))
+    for command in COMMANDS:
+        options = {param.name for param in vars(typer.main.get_command(app))["commands"][command].params}
+        assert "dry_run" in options or "--dry-run" not in text(command, "quiet"), command
+        if "revision" in options:
+            assert ("source" in options) == ("--source" in text(command, "revision")), command
+        if "threads" in options:
+            assert ("encode" in text(command, "threads")) == (command == "convert"), command
+    assert "findings" in text("verify", "quiet")
+    assert "older report" in text("report", "overwrite_page")
+    assert "identical" not in text("verify", "device")
+
+
+def test_quiet_commands_say_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(model, tmp_path / "out", "mxfp4")
+    told: list[Any] = []
+    monkeypatch.setattr("hqconv.api.warm", lambda **options: told.append(options["announce"]) or {"kind": "warm"})
+    compared = ("compare", tmp_path / "out", tmp_path / "out")
+    inspected = [("inspect", model), ("inspect", tmp_path / "out")]
+    for arguments in (*inspected, ("schemas",), ("warm", tmp_path / "out"), compared):
+        done = CliRunner().invoke(app, [*map(str, arguments), "-q"])
+        assert (done.exit_code, done.stdout, done.stderr) == (0, "", ""), arguments
+    assert told == [None]
+    (tmp_path / "out" / "tokenizer.json").unlink()
+    assert CliRunner().invoke(app, ["inspect", str(tmp_path / "out"), "-q"]).exit_code == 1

@@ -540,7 +540,7 @@ def test_broken_index(tmp_path: Path, index: str, texts: list[str]) -> None:
 def test_missing_shards(tmp_path: Path) -> None:
     root = write_folder(tmp_path, two_shards())
     (root / "model-2-of-2.safetensors").unlink()
-    refuse(root, "1 of the 2 shards", "model-2-of-2.safetensors", "tensor 'c'", "download")
+    refuse(root, "missing (1 of 2)", "model-2-of-2.safetensors", "tensor 'c'", "download")
 
 
 def test_tensor_in_no_file_or_another(tmp_path: Path) -> None:
@@ -557,7 +557,7 @@ def test_tensor_outside_the_index(tmp_path: Path) -> None:
     root = write_folder(tmp_path, two_shards())
     first, second = two_shards()
     write_index(root, {"a": first, "c": second, "empty": second})
-    refuse(root, "1 tensors are in the files but not in the index", f"b ({first})")
+    refuse(root, "Tensors are in the files but not in the index: 1.", f"b ({first})")
 
 
 def test_tensor_in_two_shards(tmp_path: Path) -> None:

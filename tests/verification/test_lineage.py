@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 import hqconv
-from hqconv.errors import RequestError, VerificationError
+from hqconv.errors import RequestError, VerificationError, plural
 from hqconv.schemas.grid import Grid
 from tests.make import small
 from tests.make.conversions import check, manifest, run, write_manifest
 from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import snapshot
 
-STEP = "the source is that of the artifact {} steps before"
+STEP = "the source is that of the artifact {} before"
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +65,8 @@ def test_the_chain_is_carried(made: Path) -> None:
 @pytest.mark.parametrize(("out", "num_steps"), [("first", 0), ("second", 1), ("third", 2)])
 def test_against_the_first_source(made: Path, out: str, num_steps: int) -> None:
     assert findings(made / out, made / "src") == []
-    told = [note for note in notes(made / out, made / "src") if "steps before" in note]
-    assert told == ([STEP.format(num_steps)] if num_steps else [])
+    told = [note for note in notes(made / out, made / "src") if " before" in note and "artifact" in note]
+    assert told == ([STEP.format(plural(num_steps, "step"))] if num_steps else [])
     measured = check(made / out, made / "src", "weights").results[0].measured
     errors = [words["relative_error"] for layer in measured.values() for words in layer.values()]
     assert len(errors) == 6

@@ -15,7 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hqconv.errors import OutputError, RequestError
+from hqconv.errors import OutputError, RequestError, plural
 from hqconv.io.durable_files import output_errors, write_whole
 from hqconv.schemas import artifact_names as names
 from hqconv.serving.warm.gpus import Gpu, choose_gpu
@@ -114,7 +114,9 @@ def _warm(artifact: Artifact, gpu: Gpu, folder: Path, jobs: int, announce: Calla
         sources, unknown = _sources(artifact, settings)
         entries = _there(folder, agreed)
         missing = [source for name, source in sources.items() if name not in entries]
-        announce(f"Compiling {len(missing)} of {len(sources)} kernels for {gpu.name} with {agreed['compiler']}.")
+        announce(
+            f"Compiling {len(missing)} of {plural(len(sources), 'kernel')} for {gpu.name} with {agreed['compiler']}."
+        )
         num_bytes = _compile(missing, entries, folder, jobs)
         tables = _tables(artifact, settings, gpu, folder)
     lists = {"tuning": tables, "kernels": dict(sorted(entries.items()))}
