@@ -330,35 +330,41 @@ def load(
     ep_rank: int = 0,
     device: str = "cpu",
     block: str | None = None,
+    check_digests: bool = True,
 ) -> dict[str, RankGemm]:
     """Load one MoE layer of one rank of a kernel artifact: `w13`, `w2` → Humming's LayerConfig and kernel tensors.
 
     path: the artifact. layer: its name, e.g. model.layers.0.mlp.experts (`block` is the older spelling). tp_rank,
-    ep_rank: the rank. device: where the tensors go: auto, cpu, cuda or cuda:N.
+    ep_rank: the rank. device: where the tensors go: auto, cpu, cuda or cuda:N. check_digests: compare the rank's file
+    with the manifest's digest at its first reading in this process; the header is compared in any case.
 
     Returns tensors as in the file, experts of the rank first: `weight` int32 [E_local, …], `weight_scale`,
     where the schema has them `zero_point` and `weight_scale_2`, and `bias`; shapes and dtypes are Humming's for the
     target. Of static activations also `input_scale`, float32 [1], for all experts. Humming is not modified in
     this process. Raises RequestError where `path` is no kernel artifact or has no such layer or rank, or there is no
-    such device; VerificationError where a file is damaged.
+    such device; VerificationError where a file is damaged, or that of another rank, layer or target.
     """
     from hqconv.artifact.load import load_layer
 
-    return load_layer(path, _one_name(layer, block), tp_rank, ep_rank, choose_device(device))
+    place = choose_device(device)
+    return load_layer(path, _one_name(layer, block), tp_rank, ep_rank, place, check_digests=check_digests)
 
 
-def dequantize(path: str | Path, *, layer: str | None = None, block: str | None = None) -> dict[str, torch.Tensor]:
+def dequantize(
+    path: str | Path, *, layer: str | None = None, block: str | None = None, check_digests: bool = True
+) -> dict[str, torch.Tensor]:
     """Return one layer's experts as float32, decoded from the kernel layout and joined from all ranks.
 
-    path: the artifact. layer: its name, e.g. model.layers.0.mlp.experts (`block` is the older spelling).
+    path: the artifact. layer: its name, e.g. model.layers.0.mlp.experts (`block` is the older spelling). check_digests:
+    compare the layer's files with the manifest's digests at their first reading in this process.
 
     Returns `w1` (gate, if there is one) and `w3` (up) [E, I, H], `w2` (down) [E, H, I], and `b1`, `b3`, `b2` where
     there are biases. Raises RequestError where `path` is no kernel artifact or has no such layer, VerificationError
-    where a file is damaged.
+    where a file is damaged, or that of another rank, layer or target.
     """
     from hqconv.artifact.load import dequantize as run
 
-    return run(path, _one_name(layer, block))
+    return run(path, _one_name(layer, block), check_digests=check_digests)
 
 
 def _one_name(layer: str | None, block: str | None) -> str:

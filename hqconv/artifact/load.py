@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,14 @@ from hqconv.artifact.rank_forms import check_rank_headers
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import RequestError, VerificationError
 from hqconv.humming_layout.layer_config import load_layer_config
+from hqconv.io.file_access import sha256_of
 from hqconv.layout_decoder.decode import DecodedStack
 from hqconv.layout_decoder.numbers import float_values
 from hqconv.layout_decoder.values import decoded_weights, unrotated
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.dtypes import code_of
+
+_NUM_THREADS = 8  # that hash files
 
 
 @dataclass(frozen=True)
@@ -48,12 +52,13 @@ class RankGemm:
 
 
 def load_layer(
-    path: str | Path, layer: str, tp_rank: int = 0, ep_rank: int = 0, device: str = "cpu"
+    path: str | Path, layer: str, tp_rank: int = 0, ep_rank: int = 0, device: str = "cpu", *, check_digests: bool = True
 ) -> dict[str, RankGemm]:
     """Load one layer of one rank of a kernel artifact: `w13`, `w2` → LayerConfig and tensors on `device`.
 
     Raises RequestError where `path` is no kernel artifact or has no such layer or rank, VerificationError where a file
-    is damaged, or holds other numbers of experts, dtypes or a LayerConfig than the manifest implies.
+    is damaged or another rank's or layer's, or holds other numbers of experts, dtypes or a LayerConfig than the
+    manifest implies.
     """
     with Artifact(Path(path), is_sealed=True) as artifact:
         _check_kernel_layout(artifact)
@@ -66,6 +71,8 @@ def load_layer(
                 found=f"tp {tp_rank!r}, ep {ep_rank!r}",
             )
         check_rank_headers(artifact, artifact.moe_layer(layer), refuse, [(tp_rank, ep_rank)])
+        if check_digests:
+            _compare_digests(artifact, [names.rank_file(layer, tp_rank, ep_rank)])
         return load_rank(artifact, layer, tp_rank, ep_rank, device)
 
 
@@ -83,6 +90,38 @@ def load_rank(artifact: Artifact, layer: str, tp_rank: int, ep_rank: int, device
     return gemms
 
 
+_compared: dict[tuple[str, int, int, int, int], str] = {}  # a file's path and state → its digest
+
+
+def _compare_digests(artifact: Artifact, paths: Sequence[str]) -> None:
+    """Compare files of an artifact with the digests of its manifest; a file that did not change is hashed once.
+
+    Raises VerificationError that names the first file with other bytes.
+    """
+    listed = artifact.manifest.files
+    missing = next((path for path in paths if path not in listed), None)
+    if missing is not None:
+        raise VerificationError("The manifest lists no file for a rank.", where=missing)
+    with ThreadPoolExecutor(min(_NUM_THREADS, len(paths))) as pool:
+        digests = list(pool.map(lambda path: _digest(artifact.fetched(path)), paths))
+    for path, found in zip(paths, digests, strict=True):
+        if found != listed[path].sha256:
+            what = "A file's bytes are not those the manifest records."
+            refuse(str(artifact.root / path), what, f"sha256 {listed[path].sha256}", f"sha256 {found}")
+
+
+def _digest(path: Path) -> str:
+    try:
+        status = path.stat()
+        key = (str(path.resolve()), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        if key not in _compared:
+            _compared[key] = sha256_of(path)
+        return _compared[key]
+    except OSError as error:
+        what = "A file of the artifact cannot be read."
+        raise VerificationError(what, where=str(path), found=error.strerror or str(error)) from error
+
+
 def _check_kernel_layout(artifact: Artifact) -> None:
     if not artifact.manifest.is_kernel:
         what, remedy = "The checkpoint layout has no ranks.", "Read its shards as any checkpoint's."
@@ -95,7 +134,7 @@ def _check_layer(artifact: Artifact, layer: str) -> None:
         raise RequestError(what, where=str(artifact.root), expected=expected, found=layer)
 
 
-def dequantize(path: str | Path, layer: str) -> dict[str, torch.Tensor]:
+def dequantize(path: str | Path, layer: str, *, check_digests: bool = True) -> dict[str, torch.Tensor]:
     """Return one layer's experts as float32, decoded from the kernel layout and joined from all ranks.
 
     Rotated weights are turned back, so that they compare with the source's.
@@ -109,6 +148,8 @@ def dequantize(path: str | Path, layer: str) -> dict[str, torch.Tensor]:
         _check_layer(artifact, layer)
         described = artifact.moe_layer(layer)
         reader = ExpertReader(artifact, described, refuse)
+        if check_digests:
+            _compare_digests(artifact, [names.rank_file(layer, *rank) for rank in artifact.grid.ranks])
         experts = [expert_floats(reader, expert) for expert in range(described.num_experts)]
     return {name: torch.stack([one[name] for one in experts]) for name in experts[0]}
 

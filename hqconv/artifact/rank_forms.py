@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from hqconv.artifact.reader import Artifact
-from hqconv.errors import HqconvError
+from hqconv.errors import HqconvError, VerificationError
 from hqconv.humming_layout.gemm_forms import layout_entries
 from hqconv.layout_decoder.layout_form import LayoutForm, expected_tensors, read_config
 from hqconv.models.moe_layer import MoeLayer
@@ -23,12 +23,18 @@ def check_rank_headers(
 ) -> RankForms:
     """Note what is wrong in the headers of `ranks` (None: all), and return the forms of the others.
 
-    A LayerConfig and the dtypes must be those of the manifest's schema.
+    The rank and the layer must be those of the file's name, a LayerConfig and the dtypes those of the manifest's
+    schema and target.
     """
     good: RankForms = {}
     for tp_rank, ep_rank in artifact.grid.ranks if ranks is None else ranks:
         path = names.rank_file(layer.name, tp_rank, ep_rank)
         num_local = len(artifact.grid.local_experts(layer.num_experts, ep_rank))
+        try:
+            artifact.check_rank_file(layer.name, tp_rank, ep_rank)
+        except VerificationError as error:
+            note(error.where, error.what, error.expected, error.found)
+            continue
         for gemm, shape in gemm_shapes(layer, artifact.grid.tp, artifact.schema_of(layer.name)).items():
             try:
                 config = artifact.layer_config(layer.name, gemm, tp_rank, ep_rank)
@@ -38,10 +44,13 @@ def check_rank_headers(
             except (HqconvError, OSError) as error:
                 note_error(f"{path}, {gemm}", error, note)
                 continue
-            wrong = [f.name for f in fields(found) if getattr(found, f.name) != getattr(expected, f.name)]
+            facts, config_facts = asdict(expected), asdict(found)
+            facts["sm_version"] = artifact.kernel_spec_of(layer.name).target.sm_version
+            config_facts["sm_version"] = config.get("sm_version")
+            wrong = [name for name in facts if facts[name] != config_facts[name]]
             if wrong:
                 what = "A layer config describes another format than the manifest."
-                texts = [", ".join(f"{name} {getattr(form, name)}" for name in wrong) for form in (expected, found)]
+                texts = [", ".join(f"{name} {of[name]}" for name in wrong) for of in (facts, config_facts)]
                 note(f"{path}, metadata {gemm}", what, *texts)
             else:
                 good[gemm, tp_rank, ep_rank] = found

@@ -355,6 +355,21 @@ class Artifact(ManifestFacts):
 
     # --- tensors
 
+    def check_rank_file(self, layer: str, tp_rank: int, ep_rank: int) -> None:
+        """Check that a rank's file says that it is this rank's, and holds tensors of this layer alone.
+
+        Raises VerificationError for the file of another rank or layer, or a damaged header.
+        """
+        path = names.rank_file(layer, tp_rank, ep_rank)
+        tensors, metadata = self.header(path)
+        if (other := names.other_rank(path, metadata)) is not None:
+            what, own = "This is the file of another rank.", names.rank_name(tp_rank, ep_rank)
+            raise VerificationError(what, where=path, expected=own, found=other)
+        foreign = next((name for name in tensors if not name.startswith(f"{layer}.")), None)
+        if foreign is not None:
+            what = "This is the file of another layer."
+            raise VerificationError(what, where=path, expected=f"tensors of {layer}", found=foreign)
+
     def layer_config(self, layer: str, gemm: str, tp_rank: int, ep_rank: int) -> dict[str, Any]:
         """Return Humming's LayerConfig of one GEMM of one rank as a dict. Raises VerificationError if it is missing."""
         path = names.rank_file(layer, tp_rank, ep_rank)

@@ -8,20 +8,52 @@ torch is loaded only when the store is opened.
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hqconv.conversion.journal import Journal, JournalEntry, read_identity
-from hqconv.conversion.torchrun import is_distributed
+from hqconv.conversion.torchrun import has_agent_store, is_distributed, parent
 from hqconv.errors import OutputError
 from hqconv.schemas.artifact_names import member_journal
 
 _T = TypeVar("_T")
 _POLL_S = 0.05
 _LEAVE_TIMEOUT_S = 60.0
+_STORE_TIMEOUT_S = 40.0  # of torchrun's own store, which is there before this process
+_LOOK_S, _GRACE_S = 1.0, 10.0  # between looks for torchrun; until a process without torchrun is ended
+
+
+class ParentWatch:
+    """A thread that ends this process when torchrun is gone, because nothing else would.
+
+    A process that waits for the store, or works on a large unit, does not notice. It has some seconds to end with a
+    message of its own. Then it gets SIGTERM, which a command tells as ever, and after a while it ends at once.
+    """
+
+    def __init__(self) -> None:
+        self._stopped = threading.Event()
+        threading.Thread(target=self._watch, name="hqconv-torchrun", daemon=True).start()
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        self._stopped.set()
+
+    def _watch(self) -> None:
+        while os.getppid() == parent():
+            if self._stopped.wait(_LOOK_S):
+                return
+        if self._stopped.wait(_GRACE_S):
+            return
+        os.kill(os.getpid(), signal.SIGTERM)
+        if not self._stopped.wait(_GRACE_S):
+            os._exit(128 + signal.SIGTERM)
 
 
 @contextmanager
@@ -63,19 +95,31 @@ class MemberFolder:
 class ProcessGroup:
     """The processes that share a conversion: this one is `rank` of `world_size`; rank 0 begins and seals."""
 
-    def __init__(self, store: Any, rank: int, world_size: int) -> None:
-        """store: a `torch.distributed.Store` that all processes reach."""
-        self.rank, self.world_size, self._store = rank, world_size, store
+    def __init__(self, store: Any, rank: int, world_size: int, watch: ParentWatch | None = None) -> None:
+        """store: a `torch.distributed.Store` that all processes reach. watch: to stop when this process leaves."""
+        self.rank, self.world_size, self._store, self._watch = rank, world_size, store, watch
 
     @classmethod
     def of_environment(cls) -> ProcessGroup | None:
-        """Join the processes that torchrun started; None in a single process."""
+        """Join the processes that torchrun started; None in a single process.
+
+        From now on this process ends soon after torchrun does. Raises OutputError where the store cannot be reached.
+        """
         if not is_distributed():
             return None
+        watch = ParentWatch()
         from torch import distributed
 
-        store, rank, world_size = next(distributed.rendezvous("env://"))  # type: ignore[attr-defined]
-        return cls(store, rank, world_size)
+        # A store of rank 0 comes when rank 0 has planned the conversion: torch's own timeout is longer.
+        limit: Any = {"timeout": timedelta(seconds=_STORE_TIMEOUT_S)} if has_agent_store() else {}
+        try:
+            with _reachable():
+                found = next(distributed.rendezvous("env://", **limit))  # type: ignore[attr-defined]
+        except BaseException:
+            watch.stop()
+            raise
+        store, rank, world_size = found
+        return cls(store, rank, world_size, watch)
 
     def take_next(self, items: Sequence[_T]) -> Iterator[_T]:
         """Yield the items that this process takes of those that all processes have: first come, first served."""
@@ -124,6 +168,7 @@ class ProcessGroup:
         with suppress(OutputError):  # they cannot be reached, or know already
             self._check()
             self.send("failed", {"rank": self.rank, "error": message})
+        self._stop_watch()
 
     def send_finished(self, entries: Sequence[JournalEntry]) -> None:
         """Send this process's finished units to rank 0."""
@@ -141,3 +186,8 @@ class ProcessGroup:
         while self.rank == 0 and num_gone < self.world_size and waited_s < _LEAVE_TIMEOUT_S:
             time.sleep(_POLL_S)
             num_gone, waited_s = self.count("gone", 0), waited_s + _POLL_S
+        self._stop_watch()
+
+    def _stop_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()

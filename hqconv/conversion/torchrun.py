@@ -7,6 +7,18 @@ from __future__ import annotations
 
 import os
 
+_process, _parent = os.getpid(), os.getppid()
+
+
+def parent() -> int:
+    """Return the process that started this one: torchrun, alive or not. It is asked for when this module is loaded."""
+    return _parent if os.getpid() == _process else os.getppid()  # a fork has another parent
+
+
+def has_agent_store() -> bool:
+    """Return whether torchrun itself holds the store, so that it answers before any process has started."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
 
 def is_distributed() -> bool:
     """Return whether torchrun started this process beside others; schedulers set some of its variables anywhere."""

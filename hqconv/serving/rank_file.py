@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from hqconv.errors import InputError, VerificationError
-from hqconv.humming_layout.layer_config import activation_entries
+from hqconv.humming_layout.gemm_forms import planned_kernel_form
 from hqconv.io.safetensors_header import read_header
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.tensors import TensorRef
-from hqconv.serving.artifact_view import ArtifactView
+from hqconv.serving.artifact_view import ArtifactLayer, ArtifactView
 
+_BIAS = "bias"
 _AGAIN = "Copy the artifact again from where it is whole, or convert the model again."
 
 
@@ -56,9 +57,8 @@ def open_rank_file(view: ArtifactView, path: Path, layer: str, name: str) -> Ran
         tensors[own] = ref
     configs = {gemm: _config(name, gemm, metadata) for gemm in names.GEMMS}
     for gemm, config in configs.items():
-        expected = {**view.layers[layer].shapes[gemm], **activation_entries(view.layers[layer].kernel_spec)}
         _check_input_scale(name, gemm, view.layers[layer].kernel_spec, tensors)
-        _check_config(name, gemm, config, expected, tensors)
+        _check_config(name, gemm, config, view.layers[layer], tensors)
     return RankFile(path, name, layer, sha256, tensors, configs)
 
 
@@ -84,10 +84,16 @@ def _config(name: str, gemm: str, metadata: dict[str, str]) -> dict[str, Any]:
 
 
 def _check_config(
-    name: str, gemm: str, config: Mapping[str, Any], expected: Mapping[str, Any], tensors: Mapping[str, TensorRef]
+    name: str, gemm: str, config: Mapping[str, Any], layer: ArtifactLayer, tensors: Mapping[str, TensorRef]
 ) -> None:
-    """Compare a LayerConfig with the manifest, and its number of experts with the tensors'."""
-    for key, value in expected.items():
+    """Compare a LayerConfig, target and formats too, with the manifest, and its number of experts with the tensors'."""
+    sizes = layer.shapes[gemm]
+    has_bias = f"{gemm}_{_BIAS}" in tensors
+    n, k = (sizes[f"shape_{axis}"] - sizes[f"pad_shape_{axis}"] for axis in "nk")
+    form = planned_kernel_form(n, k, layer.kernel_spec, has_bias)
+    for key, value in {**form.config, **sizes}.items():
+        if key == "num_experts":
+            continue
         if config.get(key) != value:
             raise _damaged(name, f"{gemm} of {key} {value}", config.get(key))
     own = {key: ref for key, ref in tensors.items() if key.startswith(f"{gemm}_") and not names.is_input_scale(key)}
@@ -96,6 +102,11 @@ def _check_config(
     for key, ref in own.items():
         if ref.shape[:1] != (config.get("num_experts"),):
             raise _damaged(name, f"{key} of {config.get('num_experts')} experts", list(ref.shape))
+    for tensor, spec in form.tensors.items():
+        stored = tensors.get(f"{gemm}_{tensor}")
+        found = "absent" if stored is None else f"{stored.dtype} {list(stored.shape[1:])}"
+        if found != f"{spec.dtype} {list(spec.shape)}":
+            raise _damaged(name, f"{gemm}_{tensor} of {spec.dtype} {list(spec.shape)} for each expert", found)
 
 
 def _check_input_scale(name: str, gemm: str, kernel_spec: KernelSpec, tensors: Mapping[str, TensorRef]) -> None:

@@ -163,6 +163,10 @@ class ArtifactSource(SafetensorsSource):
             if path not in self.artifact.manifest.files:
                 what = "The manifest lists no file for a rank."
                 raise VerificationError(what, where=path, remedy=_CONVERT_AGAIN)
+            try:
+                self.artifact.check_rank_file(layer, *rank)
+            except VerificationError as error:
+                self._refuse(error.where, error.what, error.expected, error.found)
             prefix = f"{path}:{layer}.{gemm}_"
             for tensor in self.artifact.header(path)[0]:
                 ref = self.tensors[f"{path}:{tensor}"]
@@ -170,6 +174,9 @@ class ArtifactSource(SafetensorsSource):
                     part = ref.name.removeprefix(prefix)
                     key = part if index == 0 else f"{part}@tp{rank[0]}-ep{rank[1]}"
                     parts[key] = TensorSlice(ref.name, ref.dtype, ref.shape)
+            if not any(name.startswith("weight") for name in parts):
+                what, where = "A rank file has no weights.", f"{path}, tensor {layer}.{gemm}_weight"
+                raise VerificationError(what, where=where, remedy=_CONVERT_AGAIN)
         return parts
 
     def _expert_ref(self, part: TensorSlice, home: tuple[int, int]) -> TensorRef:

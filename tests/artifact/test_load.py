@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,13 @@ import torch
 import transformers
 
 import hqconv
-from hqconv.errors import RequestError
+from hqconv.artifact import load as load_module
+from hqconv.errors import InputError, RequestError, VerificationError
 from hqconv.schemas.grid import Grid
-from tests.make.conversions import run
+from tests.make.conversions import check, run
+from tests.make.damage import Damaged
 from tests.make.models import save_model
+from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import load_file
 
 LAYER = "model.layers.0.mlp.experts"
@@ -138,3 +143,113 @@ import humming.config.config as module, humming.device
 assert type(config) is module.LayerConfig and module.current_device is humming.device.current_device
 """
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+# --- files that are not what they should be ------------------------------------------------------------------
+
+OTHER = LAYER.replace("0", "1")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen3_moe(tmp_path_factory.mktemp("load") / "src", intermediate_size=256)
+
+
+@pytest.fixture(scope="module")
+def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("load") / "out"
+    run(source, out, "int4-g64", Grid(2, 2))
+    return out
+
+
+@pytest.fixture
+def copy(made: Path, source: Path, tmp_path: Path) -> Damaged:
+    return Damaged(Path(shutil.copytree(made, tmp_path / "out")), source, "int4-g64")
+
+
+def other_target(copy: Damaged) -> None:
+    """The file of the same conversion for another GPU."""
+    out = copy.root.with_name("other")
+    run(copy.source, out, "int4-g64", Grid(2, 2), target="sm80")
+    path = copy.rank_file(LAYER, 0, 0)
+    shutil.copy(out / path, copy.root / path)
+
+
+EXCHANGED: dict[str, tuple[Callable[[Damaged], object], str]] = {
+    "TP ranks": (
+        lambda c: c.swap_files(c.rank_file(LAYER, 0, 0), c.rank_file(LAYER, 1, 0), as_their_own=False),
+        "rank",
+    ),
+    "EP ranks": (
+        lambda c: c.swap_files(c.rank_file(LAYER, 0, 0), c.rank_file(LAYER, 0, 1), as_their_own=False),
+        "rank",
+    ),
+    "layers": (lambda c: c.swap_files(c.rank_file(LAYER, 0, 0), c.rank_file(OTHER, 0, 0)), "another layer"),
+    "targets": (other_target, "another format|describes|not those"),
+}
+
+
+@pytest.mark.parametrize("is_resealed", [False, True], ids=["as they are", "with a new manifest"])
+@pytest.mark.parametrize("check_digests", [False, True])
+@pytest.mark.parametrize("what", EXCHANGED)
+def test_exchanged_files_are_refused(what: str, check_digests: bool, is_resealed: bool, copy: Damaged) -> None:
+    """By their headers: with the digests left out, and with a manifest that lists the other file's."""
+    exchange, message = EXCHANGED[what]
+    exchange(copy)
+    if is_resealed:
+        copy.reseal()
+    with pytest.raises(VerificationError, match=message):
+        hqconv.load(copy.root, layer=LAYER, check_digests=check_digests)
+    with pytest.raises(VerificationError, match=message):
+        hqconv.dequantize(copy.root, layer=LAYER, check_digests=check_digests)
+
+
+@pytest.mark.parametrize("what", EXCHANGED)
+def test_exchanged_files_are_no_source(what: str, copy: Damaged, tmp_path: Path) -> None:
+    EXCHANGED[what][0](copy)
+    copy.reseal()
+    with pytest.raises(InputError) as caught:
+        run(copy.root, tmp_path / "again", "source", Grid(1, 2))
+    assert str(copy.root / "experts") in caught.value.where
+    run(copy.source, tmp_path / "good", "int4-g64")
+    report = check(copy.root, copy.source)
+    assert not report.passed
+
+
+def test_an_exchanged_source_of_verify_is_no_internal_error(copy: Damaged, made: Path, tmp_path: Path) -> None:
+    run(made, tmp_path / "again", "source", Grid(1, 2))
+    EXCHANGED["layers"][0](copy)
+    copy.reseal()
+    report = check(tmp_path / "again", copy.root)
+    assert any("another layer" in finding.what for result in report.results for finding in result.findings)
+
+
+@pytest.mark.parametrize("read", [hqconv.load, hqconv.dequantize])
+def test_bytes_are_compared_once_unless_they_are_not_to_be(
+    read: Callable[..., object], copy: Damaged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed = list[Path]()
+    sha256_of = load_module.sha256_of
+    monkeypatch.setattr(load_module, "sha256_of", lambda path: hashed.append(path) or sha256_of(path))
+    for _ in range(2):
+        read(copy.root, layer=LAYER)
+    assert len(hashed) == (1 if read is hqconv.load else 4)
+    copy.flip(copy.rank_file(LAYER, 0, 0), f"{LAYER}.w2_weight", byte=5)
+    with pytest.raises(VerificationError, match="not those the manifest records") as caught:
+        read(copy.root, layer=LAYER)
+    assert caught.value.where == str(copy.root / copy.rank_file(LAYER, 0, 0))
+    read(copy.root, layer=LAYER, check_digests=False)
+
+
+def test_files_of_an_older_hqconv_are_told_by_their_digests(copy: Damaged) -> None:
+    """They do not say which rank they are."""
+    paths = [copy.rank_file(LAYER, tp_rank, 0) for tp_rank in range(2)]
+    for path in paths:
+        copy.edit_header(path, lambda entries: entries["__metadata__"].pop("rank"))
+    copy.reseal()
+    hqconv.load(copy.root, layer=LAYER)
+    kept = [(copy.root / path).read_bytes() for path in paths]
+    for path, data in zip(paths, reversed(kept), strict=True):
+        (copy.root / path).write_bytes(data)
+    with pytest.raises(VerificationError, match="not those the manifest records"):
+        hqconv.load(copy.root, layer=LAYER)

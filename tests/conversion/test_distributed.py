@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -125,6 +127,83 @@ def test_processes_that_see_different_things_are_refused(src: Path, tmp_path: Pa
     assert done.returncode != 0
     assert "do not see the same source, request and versions" in done.stderr
     assert not (tmp_path / "out/hqconv.json").exists()
+
+
+# --- a killed torchrun -------------------------------------------------------------------------------------
+
+# Both ranks end soon after torchrun: one is at work that nothing interrupts, the other waits for the store.
+ORPHANS = """
+import os, sys, time
+from pathlib import Path
+from hqconv.conversion import distributed
+
+distributed._LOOK_S, distributed._GRACE_S = 0.1, 0.5
+distributed.ParentWatch()
+Path(sys.argv[1], os.environ["RANK"]).write_text(str(os.getpid()))
+if os.environ["RANK"] == "1":
+    time.sleep(600)
+while True:
+    time.sleep(1)
+    distributed.ProcessGroup.of_environment()
+"""
+
+
+def begin_torchrun(*command: str) -> subprocess.Popen[bytes]:
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command]
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=REPO)
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float = 60.0) -> bool:
+    for _ in range(int(seconds * 10)):
+        if is_so():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def is_alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_processes_end_after_a_killed_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ORPHANS)
+    agent = begin_torchrun(str(script), str(tmp_path))
+    files = [tmp_path / "0", tmp_path / "1"]
+    assert wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+    agent.kill()
+    agent.wait()
+    assert wait_until(lambda: not any(is_alive(int(file.read_text())) for file in files))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_commands_end_after_a_torchrun_that_was_killed_early(is_loaded: bool, src: Path, tmp_path: Path) -> None:
+    """While they load their libraries, or as soon as they have begun."""
+    out = tmp_path / "out"
+    options = ["-o", str(out), "--schema", "int4-g64", "--target", "sm90", "--threads", "1"]
+    agent = begin_torchrun("-m", "hqconv", "convert", str(src), *options)
+    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children")
+    assert wait_until(lambda: len(children.read_text().split()) == 2)
+    assert not is_loaded or wait_until(lambda: (out / JOURNAL).exists() or (out / "hqconv.json").exists())
+    ranks = [int(child) for child in children.read_text().split()]
+    agent.kill()
+    agent.wait()
+    assert wait_until(lambda: not any(map(is_alive, ranks)))
+
+
+def test_a_fork_of_a_process_watches_its_own_parent() -> None:
+    from hqconv.conversion import torchrun
+
+    assert torchrun.parent() == os.getppid()
+    child = os.fork()
+    if not child:
+        os._exit(0 if torchrun.parent() == os.getppid() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 # --- the team ----------------------------------------------------------------------------------------------

@@ -115,6 +115,16 @@ def reshape(header: dict[str, Any]) -> None:
     entry["shape"] = [1, first, *rest]
 
 
+def transpose(header: dict[str, Any]) -> None:
+    """As many bytes, for as many experts."""
+    shape = header[f"{FIRST}.w2_weight"]["shape"]
+    shape[1:] = shape[:0:-1]
+
+
+def relabel(header: dict[str, Any]) -> None:
+    header[f"{FIRST}.w2_weight"]["dtype"] = "F32"
+
+
 HEADERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no LayerConfigs": (lambda header: header.pop("__metadata__"), "layer config for w13"),
     "no LayerConfig of w2": (lambda header: header["__metadata__"].pop("w2"), "layer config for w2"),
@@ -130,6 +140,16 @@ HEADERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a mode of quantizing": (config(input_quant_mode="dynamic_token"), "w13 of input_quant_mode none"),
     "groups of activations": (config(input_scale_group_size=128), "w13 of input_scale_group_size 0"),
     "scales of activations": (config(as_dtype="float32"), "w13 of as_dtype None"),
+    "another target": (config(sm_version=80), "w13 of sm_version 90"),
+    "no target": (config(sm_version=None), "w13 of sm_version 90"),
+    "other codes": (config(b_dtype="uint4"), "w13 of b_dtype float4e2m1"),
+    "other scales": (config(bs_dtype="bfloat16"), "w13 of bs_dtype float8e4m3"),
+    "a block of scales": (config(weight_scale_group_size_n=128), "w13 of weight_scale_group_size_n 0"),
+    "groups of scales": (config(weight_scale_group_size=32), "w13 of weight_scale_group_size 16"),
+    "another layout": (config(use_packed_k_layout=True), "w13 of use_packed_k_layout False"),
+    "a shape of as many bytes": (transpose, "w2_weight of I32"),
+    "another dtype": (relabel, "w2_weight of I32"),
+    "no second scale": (rename("w13_weight_scale_2", f"{FIRST}.w13_bias"), "w13 of has_bias|weight_scale_2"),
     "another shape": (reshape, r"w2_weight of 3 experts(.|\n)*\[1, 3"),
     "another layer's tensor": (rename("w2_weight", f"{SECOND}.w2_weight"), f"tensors named {FIRST}"),
     "a tensor of nobody": (rename("w2_weight", "w2_weight"), "found: w2_weight"),
