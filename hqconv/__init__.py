@@ -1,7 +1,7 @@
 """hqconv: offline conversion of Mixture-of-Experts checkpoints for the Humming GPU kernels.
 
-For programs: `plan`, `convert`, `verify`, `inspect`, `push`, `load` and `dequantize`, and the types that they take and
-give; see docs/api.md. Nothing is loaded before it is asked for.
+For programs: `plan`, `convert`, `verify`, `inspect`, `push`, `publish`, `load` and `dequantize`, and the types that
+they take and give; see docs/api.md. Nothing is loaded before it is asked for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # the caller decides about records: docs/api.md
 
 if TYPE_CHECKING:
-    from hqconv.api import convert, dequantize, inspect, load, plan, push, verify
+    from hqconv.api import convert, dequantize, inspect, load, plan, publish, push, verify
     from hqconv.artifact.load import RankGemm
     from hqconv.conversion.convert import ConversionReport
     from hqconv.conversion.progress import Progress
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hqconv.errors import HqconvError
     from hqconv.planning.plan import ConversionPlan
     from hqconv.planning.plan import ConversionPlan as Plan
+    from hqconv.reports.publication import PublishReport
     from hqconv.schemas.weight_schema import WeightSchema
     from hqconv.schemas.weight_schema import WeightSchema as TargetSchema
     from hqconv.verification.result import VerificationReport
@@ -32,6 +33,7 @@ __all__ = [
     "HqconvError",
     "Plan",
     "Progress",
+    "PublishReport",
     "PushReport",
     "RankGemm",
     "TargetSchema",
@@ -43,6 +45,7 @@ __all__ = [
     "inspect",
     "load",
     "plan",
+    "publish",
     "push",
     "verify",
 ]
@@ -51,6 +54,7 @@ _MODULES = {  # of names that are not functions of `api`
     "ConversionReport": "conversion.convert",
     "HqconvError": "errors",
     "Progress": "conversion.progress",
+    "PublishReport": "reports.publication",
     "PushReport": "conversion.push",
     "RankGemm": "artifact.load",
     "VerificationReport": "verification.result",

@@ -9,6 +9,7 @@ import inspect as inspect_module
 import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack, cast
 
@@ -25,7 +26,7 @@ from hqconv.errors import OutputError, RequestError, plural
 from hqconv.io.hub import is_repo_id, open_repo
 from hqconv.planning.plan import plan_conversion
 from hqconv.planning.spec import ConversionOptions
-from hqconv.schemas.options import CheckName, ConversionArguments, conversion_options
+from hqconv.schemas.options import CheckName, ConversionArguments, conversion_options, refuse_unknown_checks
 from hqconv.schemas.recipe import with_recipe
 from hqconv.serving.warm.compile_kernels import warm as warm
 from hqconv.sources.opening import open_source, without_gc
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from hqconv.conversion.progress import Progress
     from hqconv.conversion.push import PushReport, PushStep
     from hqconv.planning.plan import ConversionPlan
+    from hqconv.reports.publication import PublishReport
     from hqconv.verification.result import VerificationReport
 
 _LOG = logging.getLogger(__name__)
@@ -320,6 +322,91 @@ def collect_importance(
         revision=revision,
         announce=announce or (lambda _: None),
     )
+
+
+@_with_options
+def publish(
+    src: str | Path,
+    repo: str,
+    out: str | Path | None = None,
+    *,
+    config: str | Path | None = None,
+    revision: str | None = None,
+    private: bool = False,
+    branch: str | None = None,
+    checks: Sequence[CheckName] | None = None,
+    max_error: float | None = None,
+    device: str = "auto",
+    max_memory: str | int = "4GiB",
+    max_gpu_memory: str | int | None = None,
+    threads: int | None = None,
+    source_digests: bool = False,
+    cache_limit: str | int | None = None,
+    keep_source: bool = False,
+    on_plan: Callable[[ConversionPlan, Path], None] | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    check_progress: Callable[[str, Progress], None] | None = None,
+    announce: Callable[[str], None] | None = None,
+    on_step: Callable[[PushStep, str], None] | None = None,
+    **options: Unpack[ConversionArguments],
+) -> PublishReport:
+    """Convert a model, verify the artifact against it, and push it: each step only if it is necessary.
+
+    Nothing is converted if the repo holds the artifact of this request and source already. Else the artifact at `out`
+    is updated (as `convert(update=True)`), verified and pushed. An artifact with a finding, or with an error above
+    `max_error`, is not pushed. After a kill at any moment the same call ends at the same commit.
+
+    src, out, config, revision, options, device, max_memory, max_gpu_memory, threads, source_digests, cache_limit,
+    keep_source, on_plan, progress: as of `convert`. checks, max_error: as of `verify`, whose progress is
+    check_progress. repo, private, branch, announce, on_step: as of `push`.
+    Raises what `convert`, `verify` and `push` raise.
+    """
+    from hqconv.artifact.error_summary import check_max_error, over_limit
+    from hqconv.conversion.push import published_manifest
+    from hqconv.conversion.update import why_not_current
+    from hqconv.io.hub_upload import HubBranch
+    from hqconv.reports.publication import PublishReport
+
+    check_max_error(max_error)
+    refuse_unknown_checks(checks)
+    resources: dict[str, Any] = {"device": device, "max_memory": max_memory, "threads": threads}
+    resources |= {"cache_limit": cache_limit, "keep_source": keep_source}
+    published = published_manifest(HubBranch(repo, branch))
+    with open_source(src, revision, is_lazy=True) as source:
+        # All steps read this commit.
+        src, revision = (src, revision) if source.repo_id is None else (source.repo_id, source.revision)
+        named = {"name": source.repo_id or source.name, "revision": source.revision}
+        parsed, device = _parse(config, options), choose_device(device)
+        planned = plan_conversion(parsed, source, choose_target(parsed, source, device))
+        if published is not None and why_not_current(source, planned, None, published[0]) == "":
+            manifest, commit = published
+            over = [] if max_error is None else over_limit(manifest.errors(), max_error)
+            return PublishReport(named, repo, branch, commit, manifest.sha256, was_published=True, over_max_error=over)
+    converted = convert(
+        src,
+        out,
+        config=config,
+        revision=revision,
+        max_gpu_memory=max_gpu_memory,
+        update=True,
+        source_digests=source_digests,
+        on_plan=on_plan,
+        progress=progress,
+        **resources,
+        **options,
+    )
+    over = [] if max_error is None else over_limit(converted.errors, max_error)
+    report = PublishReport(named, repo, branch, None, converted.manifest_sha256, over_max_error=over)
+    report = replace(report, out=converted.out, converted=converted)
+    if over:
+        return report
+    more: dict[str, Any] = {"checks": checks, "max_error": max_error, "progress": check_progress}
+    verified = verify(converted.out, src, revision=revision, **more, **resources)
+    report = replace(report, verified=verified)
+    if not verified.passed:
+        return report
+    pushed = push(converted.out, repo, private=private, branch=branch, announce=announce, on_step=on_step)
+    return replace(report, pushed=pushed, commit=pushed.commit)
 
 
 def load(

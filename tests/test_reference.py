@@ -128,6 +128,11 @@ def of_a_hub(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[tuple[str, Any
     with serve_uploads() as hub:
         hub_server.use(patch, hub.url, folder / "cache")
         yield "Push", told("push", folder / "kernel", "org/name")
+        made = ("publish", folder / "src", "org/name", "-o", folder / "published", "--schema", "mxfp4")
+        of_cpu = ("--target", "sm90", "--device", "cpu", "--branch", "other")
+        yield "Publication", told(*made, *of_cpu, "--max-error", "0.01", exit_code=1)
+        yield "Publication", told(*made, *of_cpu, "--source-digests")
+        yield "Publication", told(*made, *of_cpu)
         options = ("--target", "sm90", "--device", "cpu", "--resume", "--push-to", "org/name")
         yield ("Summary", told("convert", folder / "src", "-o", folder / "again", "--schema", "mxfp4", *options))
     for name in ("src", "kernel"):

@@ -99,11 +99,9 @@ def _push_options(push_to: str | None, *, private: bool, branch: str | None) -> 
 def _push(out: Path, repo: str, *, quiet: bool, is_new: bool = False, **options: Any) -> dict[str, Any]:
     """Push an artifact; return the report as a document. is_new: this command has just finished the artifact."""
     folder = f"{printable_line(str(out))} holds a finished artifact." if is_new else ""
-    branch = options.get("branch")
-    name = printable_line(repo if branch is None else f"{repo}, branch {branch},")
 
     def on_step(step: PushStep, commit: str) -> None:
-        interrupt.expect(interrupt.push_case(step.value, name, commit, folder))
+        convert_command.expect_push(step, commit, repo, options.get("branch"), folder)
 
     return api.push(out, repo, **options, announce=None if quiet else say, on_step=on_step).to_dict()
 
@@ -194,6 +192,23 @@ def push(*, json: bool, quiet: bool, **options: Any) -> None:
     pushed = _push(quiet=quiet, **options)
     if json or not quiet:
         _print_result(pushed, json=json)
+
+
+@app.command(cls=GroupedCommand)
+@guarded
+@takes(api.publish)
+def publish(
+    *, context: typer.Context, checks: str | None, max_error: float | None, json: bool, quiet: bool, **options: Any
+) -> None:
+    """Convert a model, verify the artifact and push it to the Hub; each step only if it is necessary."""
+    limit = convert_command.MaxError(max_error)
+    options = without_defaults(options, context) | {"checks": parse_checks(checks), "max_error": max_error}
+    published = convert_command.publish(options, quiet=quiet)
+    if published.over_max_error:
+        limit.say_worst(published.over_max_error, "Another")
+    if json or not quiet:
+        _print_result(published.to_dict(), json=json)
+    _end(VerificationError, is_wrong=not published.passed)
 
 
 @app.command(cls=GroupedCommand)

@@ -1,4 +1,4 @@
-"""Steps of `hqconv convert`: the dry run, the conversion with progress and warnings, the error limit, the profile."""
+"""Steps of `hqconv convert` and `publish`: dry run, conversion with progress and warnings, error limit, profile."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from hqconv.artifact.error_summary import check_max_error, over_limit
 from hqconv.cli import interrupt
 from hqconv.cli.output import say, warn
 from hqconv.conversion.torchrun import is_distributed
-from hqconv.errors import OutputError, RequestError, number_text, plural
+from hqconv.errors import OutputError, RequestError, number_text, plural, printable_line
 
 if TYPE_CHECKING:
     from hqconv.conversion.convert import ConversionReport
+    from hqconv.conversion.push import PushStep
     from hqconv.planning.plan import ConversionPlan
+    from hqconv.reports.publication import PublishReport
 
 
 def dry_run(options: dict[str, Any]) -> dict[str, Any]:
@@ -31,33 +33,76 @@ def dry_run(options: dict[str, Any]) -> dict[str, Any]:
     return api.describe_plan(api.plan(**plan_options), **description_options)
 
 
+class _Messages:
+    """Warnings of a conversion, each shown once, and the messages about an interrupt."""
+
+    def __init__(self, options: dict[str, Any], *, is_update: bool, quiet: bool) -> None:
+        self._quiet, self._is_update = quiet, is_update
+        self._shown: list[str] = []
+        self._nothing = interrupt.source_case(options["src"])
+        interrupt.expect(self._nothing)
+        if options["out"] is not None:
+            with suppress(OSError, ValueError):  # an impossible path is refused later, with its name
+                self._expect(Path(options["out"]))
+        if quiet:
+            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+    def _expect(self, out: Path) -> None:
+        interrupt.expect(*interrupt.output_cases(out, self._nothing, is_update=self._is_update))
+
+    def warn(self, warnings: Iterable[str]) -> None:
+        """Show the warnings that were not shown before."""
+        for warning in warnings:
+            if warning not in self._shown:
+                self._shown.append(warning)
+                warn(warning, quiet=self._quiet)
+
+    def on_plan(self, plan: ConversionPlan, out: Path) -> None:
+        """Show the plan's warnings. From now on the messages are about its output."""
+        self._expect(out)
+        self.warn((*plan.warnings, *plan.notices))
+
+
 def run(options: dict[str, Any], *, quiet: bool) -> ConversionReport:
     """Convert with the options of `hqconv.convert`. Show progress and warnings unless `quiet`."""
     from hqconv.cli.progress_bar import ShownProgress
 
-    nothing = interrupt.source_case(options["src"])
-    interrupt.expect(nothing)
-    if options["out"] is not None:
-        with suppress(OSError, ValueError):  # an impossible path is refused later, with its name
-            interrupt.expect(*interrupt.output_cases(Path(options["out"]), nothing, is_update=options["update"]))
-    shown: list[str] = []
+    messages = _Messages(options, is_update=options["update"], quiet=quiet)
+    with ShownProgress(quiet=quiet) as progress:
+        report = api.convert(**options, on_plan=messages.on_plan, progress=progress.update, in_team=is_distributed())
+    messages.warn(report.warnings)
+    return report
 
-    def warn_once(warnings: Iterable[str]) -> None:
-        for warning in warnings:
-            if warning not in shown:
-                shown.append(warning)
-                warn(warning, quiet=quiet)
+
+def publish(options: dict[str, Any], *, quiet: bool) -> PublishReport:
+    """Convert, verify and push with the options of `hqconv.publish`. Show progress and warnings unless `quiet`."""
+    from hqconv.cli.progress_bar import ShownProgress
+
+    messages = _Messages(options, is_update=True, quiet=quiet)
+    folder = ""
 
     def on_plan(plan: ConversionPlan, out: Path) -> None:
-        interrupt.expect(*interrupt.output_cases(out, nothing, is_update=options["update"]))
-        warn_once((*plan.warnings, *plan.notices))
+        nonlocal folder
+        messages.on_plan(plan, out)
+        folder = f"{printable_line(str(out))} holds a finished artifact."
 
-    if quiet:
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     with ShownProgress(quiet=quiet) as progress:
-        report = api.convert(**options, on_plan=on_plan, progress=progress.update, in_team=is_distributed())
-    warn_once(report.warnings)
+        report = api.publish(
+            **options,
+            on_plan=on_plan,
+            progress=progress.update,
+            check_progress=progress.of_check,
+            announce=None if quiet else say,
+            on_step=lambda step, commit: expect_push(step, commit, options["repo"], options["branch"], folder),
+        )
+    messages.warn(() if report.converted is None else report.converted.warnings)
     return report
+
+
+def expect_push(step: PushStep, commit: str, repo: str, branch: str | None, artifact: str = "") -> None:
+    """Set the message for an interrupt in a step of a push. artifact: a sentence about the folder, if it is new."""
+    name = printable_line(repo if branch is None else f"{repo}, branch {branch},")
+    interrupt.expect(interrupt.push_case(step.value, name, commit, artifact))
 
 
 class MaxError:
@@ -77,16 +122,20 @@ class MaxError:
         over = over_limit(document["errors"], self.max_error)
         document |= {"max_error": self.max_error, "over_max_error": over}
         if over:
-            worst, error = over[0], over[0]["relative_error"]
-            found = number_text(error, self.max_error) if isinstance(error, float) else error
-            say(
-                f"error: {plural(len(over), 'projection')} above --max-error {self.max_error:g}.\n"
-                f"  where: {worst['block']}, {worst['projection']}\n"
-                f"  found: a relative error of {found}\n"
-                f"  what to do: The artifact is complete and kept in {document['out']}; another --schema, or "
-                "--quantizer mse, gives smaller errors."
-            )
+            self.say_worst(over, f"The artifact is complete and kept in {document['out']}; another")
         return not over
+
+    def say_worst(self, over: list[dict[str, Any]], remedy: str) -> None:
+        """Print the worst of the projections above the limit on stderr. remedy: its first words."""
+        assert self.max_error is not None
+        worst, error = over[0], over[0]["relative_error"]
+        found = number_text(error, self.max_error) if isinstance(error, float) else error
+        say(
+            f"error: {plural(len(over), 'projection')} above --max-error {self.max_error:g}.\n"
+            f"  where: {worst['block']}, {worst['projection']}\n"
+            f"  found: a relative error of {found}\n"
+            f"  what to do: {remedy} --schema, or --quantizer mse, gives smaller errors."
+        )
 
 
 def profile_writer(path: Path | None) -> Callable[[dict[str, Any]], None]:

@@ -164,6 +164,22 @@ def show_push(console: Console, document: Document) -> None:
     console.print(f"sha256 of hqconv.json: {document['manifest_sha256']}")
 
 
+def show_publication(console: Console, document: Document) -> None:
+    """Print the steps of `hqconv publish` that ran, and a last line about the repo."""
+    place = document["repo"] + (f", branch {document['branch']}," if document["branch"] else "")
+    if document["was_published"]:
+        console.print(f"{place} holds the artifact of this request and source, at commit {document['commit']}.")
+        console.print("Nothing to do.")
+        return
+    steps = (("converted", _show_summary), ("verified", show_report), ("pushed", show_push))
+    for key, show_step in steps:
+        if document[key] is not None:
+            show_step(console, document[key])
+            console.print()
+    if document["commit"] is None:
+        console.print(f"Nothing was published to {place}.")
+
+
 def _tables(checks: Document) -> Iterable[tuple[str, TableRows]]:
     weights = checks.get("weights", {}).get("measured", {})
     kernel = checks.get("kernel", {}).get("measured", {})
@@ -582,6 +598,7 @@ _SHOW = {
     "page": show_page,
     "comparison": show_comparison,
     "warm": _show_warm,
+    "publication": show_publication,
     "push": show_push,
     "importance": _show_importance,
 }

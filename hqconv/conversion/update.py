@@ -35,23 +35,29 @@ def _state_digest(source: Source) -> str:
     return hashlib.sha256(json.dumps(source.guard.states()).encode()).hexdigest()
 
 
-def why_not_current(source: Source, plan: ConversionPlan, out: Path, manifest: Manifest) -> str:
-    """Return why the artifact at `out` is to be made anew; "" if this request and source would give it again."""
+def why_not_current(source: Source, plan: ConversionPlan, out: Path | None, manifest: Manifest) -> str:
+    """Return why the artifact at `out` is to be made anew; "" if this request and source would give it again.
+
+    out: None for a complete artifact elsewhere, of which only the manifest is here.
+    """
     difference = first_difference(source, plan, manifest)
     if difference is not None:
         key, expected, found = difference
         return f"{key} differs: {expected} is now {found}"
     if {*plan.paths} - {SUMS, MANIFEST} != manifest.files.keys():
         return "the source has other files beside its weights"
-    missing = manifest.missing_files(lambda name: (out / name).stat().st_size if (out / name).is_file() else None)
-    if missing:
+    if out is not None and (missing := manifest.missing_files(lambda name: _size_of(out / name))):
         return f"{missing[0]} is missing or has another size"
     if manifest.alteration is not None:
         return "the manifest was altered"
     return _why_not_same_source(source, plan, out, manifest)
 
 
-def _why_not_same_source(source: Source, plan: ConversionPlan, out: Path, manifest: Manifest) -> str:
+def _size_of(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
+
+
+def _why_not_same_source(source: Source, plan: ConversionPlan, out: Path | None, manifest: Manifest) -> str:
     """Return why the source's bytes are not known to be those of the conversion; names and headers are the same."""
     if source.repo_id is not None:  # the commit is the same
         return ""
@@ -59,7 +65,7 @@ def _why_not_same_source(source: Source, plan: ConversionPlan, out: Path, manife
         ancestor = manifest.ancestors[0].manifest_sha256 if manifest.ancestors else ""
         return "" if ancestor == read_manifest(source.root).sha256 else "the source is another artifact"
     with suppress(OSError):
-        if os.getxattr(out / MANIFEST, _ATTRIBUTE).decode() == _state_digest(source):
+        if out is not None and os.getxattr(out / MANIFEST, _ATTRIBUTE).decode() == _state_digest(source):
             return ""
     files = {file.name: file.sha256 for file in manifest.source.files}
     if not all(files.values()):

@@ -28,6 +28,14 @@ CHECKS: tuple[CheckName, ...] = get_args(CheckName)  # of `verify`, in their ord
 ENCODING_KEYS = ("round_scales", "quantizer", "quantizer_version", "importance")  # of a manifest, where they apply
 
 
+def refuse_unknown_checks(checks: Sequence[str] | None) -> None:
+    """Raise RequestError if a name is no check of `verify`."""
+    unknown = [check for check in checks or () if check not in CHECKS]
+    if unknown:
+        what, expected = "There is no such check.", ", ".join(CHECKS)
+        raise RequestError(what, where="--checks", expected=expected, found=unknown[0])
+
+
 @dataclass(frozen=True)
 class _Row:
     """Help and default of one option, inside its type; a closed choice has a `Literal` type.

@@ -22,7 +22,7 @@ from hqconv.models.source_protocol import Source
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.kernel_spec import KernelSpec
-from hqconv.schemas.options import CHECKS
+from hqconv.schemas.options import CHECKS, refuse_unknown_checks
 from hqconv.verification.check_batch import why_not
 from hqconv.verification.files import check_files
 from hqconv.verification.kernel import check_kernel
@@ -178,10 +178,7 @@ def _check_options(options: VerifyOptions) -> None:
         if values is not None and not values:
             what, remedy = "Nothing is asked for.", "Leave the option out for its default."
             raise RequestError(what, where=option, remedy=remedy)
-    unknown = [check for check in options.checks or () if check not in CHECKS]
-    if unknown:
-        what, expected = "There is no such check.", ", ".join(CHECKS)
-        raise RequestError(what, where="--checks", expected=expected, found=unknown[0])
+    refuse_unknown_checks(options.checks)
     none = [size for size in options.tokens if type(size) is not int or not 1 <= size <= _MAX_TOKENS]
     if none:
         what, expected = "The number of tokens is no batch size.", f"a whole number from 1 to {_MAX_TOKENS}"
