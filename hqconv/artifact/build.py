@@ -26,17 +26,18 @@ from hqconv.errors import differences
 from hqconv.io.durable_files import FileRecord
 from hqconv.io.file_access import blob_sha256
 from hqconv.models.source_protocol import Source
-from hqconv.planning.output_units import MoeLayerPlan
+from hqconv.planning.output_units import CopiedShardPlan, MoeLayerPlan
 from hqconv.planning.plan import ConversionPlan
 from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
 from hqconv.schemas.options import ENCODING_KEYS
+from hqconv.schemas.sum_factors import COPIED
 from hqconv.serving.chosen_engine import ENGINE
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of a layer's conversion: errors of each projection, content sums (`schemas/content_sums`)."""
+    """Measurements of an output unit: errors of each projection of a layer, content sums (`schemas/sum_factors`)."""
 
     errors: dict[str, Any]
     sums: dict[str, Any]
@@ -108,9 +109,9 @@ def build_manifest(
 ) -> Manifest:
     """Build the manifest, in an order that does not depend on the order of the work.
 
-    `measured`: of each layer. `files`: every file but the manifest and the model card. `scales`: layer → GEMM → the
-    static scale of its activations, of the layers that have them. `digests`: name → SHA-256 of the source's files that
-    were hashed.
+    `measured`: of each output unit. `files`: every file but the manifest and the model card. `scales`: layer → GEMM →
+    the static scale of its activations, of the layers that have them. `digests`: name → SHA-256 of the source's files
+    that were hashed.
     """
     facts, experts = _facts(source, plan), plan.experts
     of_files = [replace(file, **_digests(source, file.name, digests)) for file in facts["source"].files]
@@ -123,9 +124,16 @@ def build_manifest(
         blocks={
             unit.name: _layer(unit, measured[unit.name], scales.get(unit.name, {}), plan.spec) for unit in plan.layers
         },
+        content_sums=_copied_sums(plan, measured) or None,
         files=_files(files),
         tensors=TensorAccounting(converted=experts.converted, copied=list(experts.copied), dropped=experts.dropped),
     )
+
+
+def _copied_sums(plan: ConversionPlan, measured: Mapping[str, Measured]) -> dict[str, str]:
+    """Return the content sum of every copied tensor, by name."""
+    of_units = (measured[unit.name].sums[COPIED] for unit in plan.units if isinstance(unit, CopiedShardPlan))
+    return dict(sorted((name, one) for sums in of_units for name, one in sums.items()))
 
 
 def _digests(source: Source, name: str, digests: Mapping[str, str]) -> dict[str, str | None]:

@@ -157,7 +157,7 @@ class EncodedRuns:
         return self._encoded.error_sums(self._measured)
 
     def sums(self) -> dict[tuple[str, str], list[int]]:
-        """Return each expert's content sums by role and tensor, after `error_sums`; see `schemas/content_sums`."""
+        """Return each expert's content sums by role and tensor, after `error_sums`; see `schemas/sum_factors`."""
         names = sum_names(self._encoded.tensors)
         return dict(zip(names, self._sums.tolist(), strict=True))
 

@@ -33,6 +33,7 @@ from hqconv.io.file_access import open_limit
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.source_protocol import Source
 from hqconv.planning.output_units import OutFile, OutputUnit
+from hqconv.quantization.content_sums import sum_of_bytes
 from hqconv.schemas.tensors import TensorRef
 
 _LOG = logging.getLogger(__name__)
@@ -196,6 +197,13 @@ class Executor:
             for ref, start, size in piece.spans:  # one by one, to name the tensor
                 self._source.read_into(ref, in_flight.slot.raw[:size].numpy().data, start)
             raise
+        sums, end = dict[str, int](), 0
+        for ref, start, size in piece.spans:
+            part = in_flight.slot.raw[end : end + size].numpy()
+            sums[ref.name] = sum_of_bytes(part, start)
+            end += size
+        with self._lock:
+            in_flight.job.measured.add_copied(sums)
         self._write_out(in_flight, runs)
 
     def _read(self, in_flight: _InFlight, batch: Batch, ranges: list[tuple[TensorRef, int]]) -> None:
@@ -293,7 +301,7 @@ class Executor:
         self._writer(job).publish()
         records = [job.files[file.path] for file in job.unit.files]
         measured, digests = job.measured, self._integrity.digests(job.sources)
-        entry = JournalEntry(job.unit.name, records, measured.errors(job.unit), measured.sums(), digests)
+        entry = JournalEntry(job.unit.name, records, measured.errors(job.unit), measured.sums(job.unit), digests)
         self._folder.record(entry)
         self._prefetch.release(job.unit.name)
         job.is_done = True

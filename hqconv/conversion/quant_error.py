@@ -1,14 +1,15 @@
-"""Quantization error of an MoE layer, over all its experts."""
+"""Quantization error of an MoE layer, over all its experts; content sums of a layer or of copied tensors."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hqconv.planning.output_units import MoeLayerPlan, OutputUnit
 from hqconv.quantization.quantize import ErrorSums
-from hqconv.schemas.sum_factors import ContentSums
+from hqconv.schemas.sum_factors import COPIED, ContentSums, of_copied
 
 ContentSumsOfBatch = Mapping[tuple[str, str], Sequence[int]]
 
@@ -36,11 +37,12 @@ def projection_errors(error_sums: Sequence[Mapping[str, ErrorSums]], *, is_coded
 
 
 class Measurements:
-    """Error sums and content sums of a layer, added batch by batch in any order."""
+    """Error sums and content sums of a unit, added batch by batch or piece by piece in any order."""
 
     def __init__(self) -> None:
         self._error_sums: dict[int, dict[str, ErrorSums]] = {}
         self._sums = ContentSums()
+        self._copied = Counter[str]()
 
     def add(
         self, experts: Sequence[int], error_sums: Mapping[str, Sequence[ErrorSums]], sums: ContentSumsOfBatch
@@ -51,6 +53,10 @@ class Measurements:
             for (role, name), of_experts in sums.items():
                 self._sums.add(role, name, expert, of_experts[index])
 
+    def add_copied(self, sums: Mapping[str, int]) -> None:
+        """Add the content sums of parts of copied tensors."""
+        self._copied.update(sums)
+
     def errors(self, unit: OutputUnit) -> dict[str, Any]:
         """Return the quantization error of each projection; {} for copied tensors."""
         if not isinstance(unit, MoeLayerPlan):
@@ -58,9 +64,11 @@ class Measurements:
         each = [self._error_sums[expert] for expert in range(unit.layer.num_experts)]
         return projection_errors(each, is_coded=unit.encoding.is_coded)
 
-    def sums(self) -> dict[str, dict[str, str]]:
-        """Return the content sums (`schemas/content_sums`)."""
-        return self._sums.to_dict()
+    def sums(self, unit: OutputUnit) -> dict[str, dict[str, str]]:
+        """Return the content sums (`schemas/sum_factors`): projection → tensor → sum; of a shard under `COPIED`."""
+        if isinstance(unit, MoeLayerPlan):
+            return self._sums.to_dict()
+        return {COPIED: {ref.name: of_copied(self._copied[ref.name], ref.dtype, ref.shape) for ref in unit.refs}}
 
 
 def requantized_counts(error_sums: Sequence[ErrorSums]) -> dict[str, int]:

@@ -1,17 +1,20 @@
-"""Content sums of packed tensors, with the same result on every device: see `schemas/content_sums`."""
+"""Content sums of packed and of copied tensors, with the same result on every device: see `schemas/sum_factors`."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from hqconv.cpu_loops.bit_fields import sum_rows
+from hqconv.cpu_loops.bit_fields import sum_rows, sum_words
 from hqconv.cpu_loops.helper_threads import in_parts
-from hqconv.schemas.sum_factors import factors
+from hqconv.schemas.sum_factors import ROW_WORDS, factors, row_factors
 from hqconv.schemas.weight_schema import WeightSchema
 
+_WORD_BYTES = 4
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _LEAST_ROWS = 256  # of one helper thread's part
 
@@ -62,3 +65,16 @@ def compiled_row_sums(stack: torch.Tensor) -> torch.Tensor:
 def _on_device(axis: str, count: int, device: torch.device) -> torch.Tensor:
     """Return the factors as int64 [count] on a device."""
     return torch.from_numpy(factors(axis, count).astype("int64")).to(device)
+
+
+def sum_of_bytes(data: NDArray[np.uint8], start: int) -> int:
+    """Return the content sum of the bytes of a copied tensor from byte `start` on; sums of its parts are added."""
+    before = start % _WORD_BYTES
+    if before or data.size % _WORD_BYTES or data.ctypes.data % _WORD_BYTES:
+        words = np.zeros(-(-(before + data.size) // _WORD_BYTES), np.int32)
+        words.view(np.uint8)[before : before + data.size] = data
+    else:
+        words = data.view(np.int32)
+    begin = start // _WORD_BYTES
+    rows = row_factors((begin + words.size) // ROW_WORDS + 1)
+    return int(sum_words(words, begin, rows, factors("column", ROW_WORDS)))

@@ -7,11 +7,17 @@ They are no cryptographic digest: the digest of the whole manifest protects agai
 The sum of x[expert, row, column] is, modulo 2**64, that of x * factor(expert) * factor(row) * factor(column). `x` is a
 word of packed codes or the bits of a scale, as integers: of 16 and 32 bits with a sign, of 8 bits without. All factors
 are odd, so that a single changed value always shows.
+
+A copied tensor has one number too: its bytes are little-endian 32-bit words, with a sign, in rows of `ROW_WORDS`, the
+last one filled with zeros. The number of its dtype and shape is added. Sums of parts add up to the sum of the tensor,
+so that parts may come in any order and begin at any byte.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,6 +25,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 SUMS = "content_sums"  # of a layer in the manifest: projection → tensor → 16 hexadecimal digits
+COPIED = "copied"  # of a unit of copied tensors in the journal: in the place of a projection
+ROW_WORDS = 1 << 14  # of a copied tensor
 _AXES = {"expert": 1, "row": 2, "column": 3}
 _MODULUS = 1 << 64
 
@@ -42,6 +50,17 @@ def factors(axis: str, count: int) -> NDArray[np.int32]:
 def of_expert(expert: int, total: int) -> int:
     """Multiply the sum of one expert by the factor that it has in the sum of its layer."""
     return total * int(factors("expert", _rounded(expert + 1))[expert]) % _MODULUS
+
+
+def of_copied(total: int, dtype: str, shape: Sequence[int]) -> str:
+    """Return the manifest's entry of a copied tensor, by the sum of its words."""
+    form = hashlib.sha256(f"{dtype} {list(shape)}".encode()).digest()
+    return f"{(total + int.from_bytes(form[:8], 'little')) % _MODULUS:016x}"
+
+
+def row_factors(count: int) -> NDArray[np.int32]:
+    """Return factors of at least `count` rows."""
+    return factors("row", _rounded(count))
 
 
 def _rounded(count: int) -> int:

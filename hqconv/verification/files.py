@@ -24,6 +24,7 @@ from hqconv.verification.accounting import Placed, check_accounting
 from hqconv.verification.against_source import check_source
 from hqconv.verification.check_input_scales import check_rank_scales
 from hqconv.verification.rank_headers import SUFFIX, check_packed, check_ranks
+from hqconv.verification.recomputed_sums import check_copied
 from hqconv.verification.result import CheckResult, compare_dicts, compare_names, read_json
 
 _METADATA = {"format": "pt"}  # of an ordinary shard
@@ -55,9 +56,13 @@ def check_files(artifact: Artifact, source: Source | None, num_threads: int, met
         config = _check_config(artifact, source, result)
         check_accounting(artifact, layers, copied, config if source is None else None, result)
         if source is None:
-            result.notes.append("copied tensors and files were not compared with the source: it was not given")
+            has_sums = check_copied(artifact, copied, pool, result)
+            held = "copied tensors have the conversion's content sums; they" if has_sums else "copied tensors"
+            result.notes.append(f"{held} and copied files were not compared with the source: it was not given")
         else:
             check_source(artifact, source, copied, pool, result)
+            if not result.findings:  # the comparison with the source names faults better
+                check_copied(artifact, copied, pool, result)
     return result
 
 

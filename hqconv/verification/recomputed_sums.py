@@ -1,4 +1,4 @@
-"""Content sums of the decoded tensors, compared with the sums that the conversion recorded: see `schemas/content_sums`.
+"""Content sums of decoded and of copied tensors, compared with those of the conversion: see `schemas/sum_factors`.
 
 Without the source nothing else shows whether values are the conversion's and at their positions. The packing of codes
 into words is written here once more, independent of the conversion.
@@ -9,6 +9,7 @@ Legend: E experts, R rows, K columns, W words.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 from typing import Any
 
@@ -16,15 +17,17 @@ import numpy as np
 import torch
 
 from hqconv.artifact.reader import Artifact
+from hqconv.errors import VerificationError
 from hqconv.jit import compiled
 from hqconv.layout_decoder.codes import has_loops
 from hqconv.layout_decoder.decode import DecodedStack
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas import artifact_names as names
-from hqconv.schemas.sum_factors import SUMS, ContentSums, factors, of_expert
+from hqconv.schemas.sum_factors import ROW_WORDS, SUMS, ContentSums, factors, of_copied, of_expert, row_factors
+from hqconv.schemas.tensors import TensorRef
 from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.verification.fused_exponents import is_folded
-from hqconv.verification.result import CheckResult
+from hqconv.verification.result import CheckResult, compare_names
 
 Totals = dict[str, int]  # tensor → content sum of one expert
 _WORD, _TOP = 0xFFFFFFFF, 0x80000000
@@ -99,6 +102,67 @@ def _sum_values(values: torch.Tensor) -> torch.Tensor:
         for axis, size in (("row", values.size(1)), ("column", values.size(2)))
     )
     return ((values * columns).sum(2) * rows).sum(1)
+
+
+# --- copied tensors ----------------------------------------------------------------------------------------
+
+_CHUNK_ROWS = 256  # of a copied tensor, read at a time
+
+
+def check_copied(
+    artifact: Artifact, copied: Mapping[str, tuple[str, TensorRef]], pool: ThreadPoolExecutor, result: CheckResult
+) -> bool:
+    """Compare the copied tensors (name → file and position) with the conversion's sums; False where it recorded none.
+
+    Files that are not on this machine are left out, with a note.
+    """
+    recorded = artifact.manifest.content_sums
+    if recorded is None:
+        return not copied
+    compare_names(f"{names.MANIFEST}: {SUMS}", "tensor", recorded, copied, result)
+    here = {name: one for name, one in copied.items() if name in recorded and not artifact.is_proven_by_hub(one[0])}
+    if len(here) < len(recorded.keys() & copied.keys()):
+        result.notes.append("content sums of copied tensors were left out where files are on the Hub only")
+    found = dict(zip(here, pool.map(lambda one: _copied_sum(artifact, *one), here.values()), strict=True))
+    owners = {total: name for name, total in recorded.items()}
+    for name, total in sorted(found.items()):
+        if total != recorded[name]:
+            owner = owners.get(total)
+            because = "" if owner is None else f": the tensor {owner}"
+            what = "A copied tensor is not the one that the conversion read."
+            result.add(f"{here[name][0]}, tensor {name}", what, recorded[name], f"{total}{because}")
+    return True
+
+
+def _copied_sum(artifact: Artifact, path: str, ref: TensorRef) -> str:
+    """Return the content sum of a tensor in a file, or the reason why it cannot be read."""
+    columns, total = factors("column", ROW_WORDS), 0
+    rows = row_factors(ref.num_bytes // (4 * ROW_WORDS) + 1)
+    words = np.empty((_CHUNK_ROWS, ROW_WORDS), np.int32)
+    for first in range(0, -(-ref.num_bytes // (4 * ROW_WORDS)), _CHUNK_ROWS):
+        begin = first * 4 * ROW_WORDS
+        count = min(words.nbytes, ref.num_bytes - begin)
+        data = words.reshape(-1).view(np.uint8)
+        data[count:] = 0
+        try:
+            artifact.read(path, data[:count].data, ref.offset_bytes + begin)
+        except (OSError, VerificationError) as error:
+            return f"unreadable: {getattr(error, 'found', None) or error}"
+        num_rows = -(-count // (4 * ROW_WORDS))
+        total += int(_sum_matrix(words[:num_rows], rows[first : first + num_rows], columns))
+    return of_copied(total, ref.dtype, ref.shape)
+
+
+@compiled
+def _sum_matrix(words_RW, rows_R, columns_W):  # type: ignore[no-untyped-def]
+    """Return the sum of words times the factors of their row and column."""
+    total = np.int64(0)
+    for row in range(words_RW.shape[0]):
+        of_row = np.int64(0)
+        for word in range(words_RW.shape[1]):
+            of_row += np.int64(columns_W[word]) * np.int64(words_RW[row, word])
+        total += np.int64(rows_R[row]) * of_row
+    return total
 
 
 # --- a layer -----------------------------------------------------------------------------------------------

@@ -65,12 +65,12 @@ def make_source(name: str, folder: Path) -> Path:
 def _as_before(out: Path) -> dict[str, Any]:
     """The manifest of an artifact as it was when the record was made, and so the folder's files.
 
-    There was no digest, no model card, no SHA256SUMS; warnings, digests of the source's files and what an artifact was
-    made from were not recorded.
+    There was no digest, no model card, no SHA256SUMS; warnings, digests of the source's files, content sums of copied
+    tensors and what an artifact was made from were not recorded.
     """
     words: dict[str, Any] = json.loads((out / "hqconv.json").read_bytes())
     del words["digest"], words["files"]["README.md"]
-    for key in ("warnings", "derived_from"):
+    for key in ("warnings", "derived_from", "content_sums"):
         words.pop(key, None)
     for file in words["source"]["files"]:
         for key in ("sha256", "hub_sha256"):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hqconv.quantization.content_sums import compiled_row_sums, expert_sums, row_sums, sum_names
+from hqconv.quantization.content_sums import compiled_row_sums, expert_sums, row_sums, sum_names, sum_of_bytes
 from hqconv.quantization.quantize import quantize_stacks
-from hqconv.schemas.sum_factors import ContentSums, factors, of_expert
+from hqconv.schemas.sum_factors import ROW_WORDS, ContentSums, factors, of_copied, of_expert
 from hqconv.schemas.weight_schema import resolve_schema
 
 DTYPES = {torch.uint8: (0, 255), torch.int16: (-(1 << 15), (1 << 15) - 1), torch.int32: (-(1 << 31), (1 << 31) - 1)}
@@ -61,3 +63,57 @@ def test_experts_come_in_any_order_but_are_not_interchangeable() -> None:
     assert words([0, 1, 2, 3], totals) == words([3, 1, 0, 2], totals)
     assert words([0, 1, 2, 3], totals) != words([0, 1, 2, 3], [7, *totals[1:3], 5])
     assert of_expert(300, 1) == int(factors("expert", 301)[300])
+
+
+# --- copied tensors ------------------------------------------------------------------------------------------
+
+
+def plain_sum(data: bytes) -> int:
+    """By the definition, in numbers without an end."""
+    data += bytes(-len(data) % 4)
+    total = 0
+    for start in range(0, len(data), 4):
+        row, column = divmod(start // 4, ROW_WORDS)
+        word = int.from_bytes(data[start : start + 4], "little", signed=True)
+        total += word * int(factors("row", row + 1)[row]) * int(factors("column", ROW_WORDS)[column])
+    return total % (1 << 64)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 9000), st.lists(st.integers(0, 9000), max_size=4), st.integers(0, 1 << 30))
+def test_parts_of_a_copied_tensor_add_up_however_it_is_cut(size: int, cuts: list[int], seed: int) -> None:
+    data = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+    edges = sorted({0, size, *(cut for cut in cuts if cut < size)})
+    total = sum(sum_of_bytes(data[a:b], a) for a, b in pairwise(edges))
+    assert total % (1 << 64) == sum_of_bytes(data, 0) % (1 << 64) == plain_sum(data.tobytes())
+
+
+def test_several_rows_of_words() -> None:
+    data = np.random.default_rng(0).integers(0, 256, 4 * ROW_WORDS * 2 + 22, np.uint8)
+    assert sum_of_bytes(data, 0) % (1 << 64) == plain_sum(data.tobytes())
+    cut = 4 * ROW_WORDS + 5
+    parts = sum_of_bytes(data[:cut], 0) + sum_of_bytes(data[cut:], cut)
+    assert parts % (1 << 64) == plain_sum(data.tobytes())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, (1 << 20) - 1), st.integers(0, (1 << 20) - 1), st.sampled_from(["flip", "swap", "both signs"]))
+def test_a_change_of_a_copied_tensor_shows(one: int, other: int, change: str) -> None:
+    data = np.random.default_rng(1).integers(0, 256, 1 << 17, np.uint8)
+    changed = data.copy()
+    if change == "flip":
+        changed[one // 8] ^= 1 << one % 8
+    elif change == "swap":
+        changed[one // 8], changed[other // 8] = data[other // 8], data[one // 8]
+    else:  # the highest bit of two words
+        for position in {one // 32, other // 32}:
+            changed[4 * position + 3] ^= 128
+    is_same = np.array_equal(data, changed)
+    assert (sum_of_bytes(data, 0) == sum_of_bytes(changed, 0)) == is_same
+    assert sum_of_bytes(np.roll(data, 2), 0) != sum_of_bytes(data, 0)
+
+
+def test_the_dtype_and_the_shape_count() -> None:
+    found = {of_copied(5, dtype, shape) for dtype in ("BF16", "F16") for shape in ((2, 3), (3, 2), (6,))}
+    assert len(found) == 6
+    assert all(len(one) == 16 for one in found)

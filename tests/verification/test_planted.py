@@ -27,7 +27,7 @@ from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.verification.files import check_files, check_manifest
 from hqconv.verification.result import CheckResult
 from tests.make import small
-from tests.make.conversions import manifest, run, schema_of
+from tests.make.conversions import check, manifest, run, schema_of
 from tests.make.damage import LAYER, Damaged, check_both_ways, found
 from tests.make.effort import num_examples
 from tests.make.qwen import write_qwen3_moe
@@ -481,3 +481,76 @@ def test_another_dtype_in_all_words_is_another_artifact(tmp_path: Path, schema: 
     data = (copy.root / "hqconv.json").read_bytes()
     (copy.root / "hqconv.json").write_bytes(data.replace(manifest(copy.root)["digest"].encode(), digest.encode()))
     assert [f.what for f in of_manifest(copy.root).findings] == [DIGEST]
+
+
+# --- copied tensors, without the source ----------------------------------------------------------------------
+
+CHANGES: dict[str, Callable[[dict[str, torch.Tensor], list[str]], object]] = {
+    "a flipped bit": lambda tensors, names: tensors[names[0]].view(torch.int16).view(-1)[7].bitwise_xor_(1),
+    "a sign": lambda tensors, names: tensors[names[1]].view(-1)[3].neg_(),
+    "exchanged tensors": lambda tensors, names: tensors.update(
+        {names[0]: tensors[names[1]], names[1]: tensors[names[0]]}
+    ),
+    "exchanged values": lambda tensors, names: tensors[names[0]].copy_(tensors[names[0]].flip(0)),
+    "shifted values": lambda tensors, names: tensors[names[0]].copy_(tensors[names[0]].roll(1)),
+    "zeros": lambda tensors, names: tensors[names[0]].zero_(),
+    "another dtype": lambda tensors, names: tensors.update({names[0]: tensors[names[0]].view(torch.float16)}),
+}
+
+
+@pytest.fixture(params=["kernel", "checkpoint"])
+def either(request: pytest.FixtureRequest, tmp_path: Path) -> Damaged:
+    """A model with tensors that are copied: an embedding, and two routers of one shape."""
+    layout = request.param
+    tensors, config = small.plain()
+    for name in (f"{small.PARENT}.input_layernorm.weight", f"{small.PARENT}.post_attention_layernorm.weight"):
+        tensors[name] = torch.randn(small.HIDDEN, generator=torch.Generator().manual_seed(len(name))).bfloat16()
+    src = small.save(tmp_path / "src", (tensors, config))
+    run(src, tmp_path / "out", SCHEMA, layout=layout)
+    return Damaged(tmp_path / "out", src, SCHEMA)
+
+
+def replant(copy: Damaged, change: str) -> tuple[str, ...]:
+    """Change copied tensors in their shard, with sizes, digests and the manifest made right again."""
+    names = sorted(name for name in manifest(copy.root)["content_sums"] if "layernorm" in name)
+    for path in copy.root.glob("*.safetensors"):
+        tensors = load_file(path)
+        if names[0] in tensors:
+            CHANGES[change](tensors, names)
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
+    copy.reseal()
+    return tuple(names)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_copied_tensor_that_is_another_is_found_without_the_source(change: str, either: Damaged) -> None:
+    assert check(either.root).passed
+    assert check(either.root, either.source).passed
+    names = replant(either, change)
+    files, _ = either.check(with_source=False)
+    wanted = names if change == "exchanged tensors" else names[1:] if change == "a sign" else names[:1]
+    assert sorted(finding.where.partition("tensor ")[2] for finding in files.findings) == sorted(wanted)
+    assert all("not the one that the conversion read" in finding.what for finding in files.findings)
+    if change == "exchanged tensors":
+        assert files.findings[0].found.endswith(f": the tensor {names[1]}")
+    assert not check(either.root, either.source).passed
+
+
+def test_sums_that_are_missing_or_too_many(either: Damaged) -> None:
+    def edit(words: dict[str, Any]) -> None:
+        sums = words["content_sums"]
+        sums["a.tensor"] = sums.pop(next(iter(sums)))
+
+    either.edit_manifest(edit)
+    files, _ = either.check(with_source=False)
+    assert len(files.findings) == 2
+    assert all("content_sums" in finding.where for finding in files.findings)
+
+
+def test_an_older_artifact_has_no_sums_of_copied_tensors(either: Damaged) -> None:
+    either.edit_manifest(lambda words: words.pop("content_sums"))
+    for with_source in (False, True):
+        files, weights = either.check(with_source)
+        assert (files.findings, weights.findings) == ([], [])
+    files, _ = either.check(with_source=False)
+    assert "copied tensors and copied files were not compared with the source: it was not given" in files.notes
