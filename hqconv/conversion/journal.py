@@ -1,4 +1,4 @@
-"""The journal of an unfinished conversion: its identity, finished output units, fetched files, and the process at work.
+"""The journal of an unfinished conversion: its identity, finished output units, and the process at work.
 
 One JSON document a line, with a checksum as its last key; a line without the right checksum is never used. The file is
 locked while a process works on the folder.
@@ -22,7 +22,6 @@ from hqconv.io.durable_files import FileRecord, output_errors, sync_above, sync_
 from hqconv.schemas.artifact_names import JOURNAL, is_member_journal
 from hqconv.schemas.untrusted_files import what_instead
 
-FETCHED = "fetched"
 _CHECKSUM = "checksum"
 _CHECKSUM_FIELD = f', "{_CHECKSUM}": "'.encode()
 
@@ -120,12 +119,6 @@ def parse_entry(line: bytes) -> JournalEntry | None:
         return None
 
 
-def parse_fetch(line: bytes) -> str | None:
-    """Parse the line of a fetched file; None for any other line, and for an altered one."""
-    name = (decode_line(line) or {}).get(FETCHED)
-    return name if isinstance(name, str) else None
-
-
 def last_process(lines: list[bytes]) -> str:
     """Describe the process that began to work on the folder last."""
     for document in map(decode_line, reversed(lines)):
@@ -160,14 +153,9 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 class Destination(Protocol):
-    """The folder that finished output units are written to, and its journal."""
+    """The folder that finished output units are written to."""
 
     root: Path
-
-    @property
-    def journal(self) -> Journal:
-        """The journal that records fetched files."""
-        ...
 
     def record(self, entry: JournalEntry) -> None:
         """Record a finished unit."""
@@ -180,8 +168,8 @@ class Journal:
     Where several processes share a conversion, each has a journal. Rank 0's is the folder's: it takes over the entries
     of the other journals when it is opened, and removes these files once it holds the entries itself.
 
-    identity: of the conversion that was begun, or None. entries: the finished units. fetched: files that were fetched
-    into the Hub's cache. has_lock: False on a file system without locks, where no other process is kept out.
+    identity: of the conversion that was begun, or None. entries: the finished units. has_lock: False on a file system
+    without locks, where no other process is kept out.
     """
 
     def __init__(self, root: Path, name: str = JOURNAL) -> None:
@@ -192,7 +180,7 @@ class Journal:
         with output_errors(self.path):
             self._descriptor = self._open()
             try:
-                self.identity, self.entries, self.fetched = self._read()
+                self.identity, self.entries = self._read()
                 if name == JOURNAL:
                     self._member_entries = [entry for path in self._member_paths() for entry in self._take_over(path)]
             except BaseException:
@@ -258,8 +246,8 @@ class Journal:
                 raise
             self.has_lock = False
 
-    def _read(self) -> tuple[dict[str, Any] | None, list[JournalEntry], set[str]]:
-        """Read the identity, finished units and fetched files; half a line of a killed run is cut off.
+    def _read(self) -> tuple[dict[str, Any] | None, list[JournalEntry]]:
+        """Read the identity and the finished units; half a line of a killed run is cut off.
 
         A first and only line with zero bytes is cut off too: the power failed while it was written (a second line is
         written only once the first one is on the disk).
@@ -270,17 +258,15 @@ class Journal:
         if torn:
             os.truncate(self.path, sum(len(line) + 1 for line in lines))
         if not lines:
-            return None, [], set()
+            return None, []
         entries = [entry for line in lines[1:] if (entry := parse_entry(line))]
-        return parse_identity(self.path, lines[0]), entries, set(filter(None, map(parse_fetch, lines[1:])))
+        return parse_identity(self.path, lines[0]), entries
 
     def begin(self, identity: dict[str, Any]) -> None:
         """Record the identity, and that this process is at work; a journal that has the identity keeps its lines."""
         if self.identity is None:
             self._append(identity)
             self.identity = identity
-            for name in sorted(self.fetched):  # of a conversion that was started anew
-                self._append({FETCHED: name})
         with output_errors(self.path.parent):  # also where a run that was killed wrote the identity
             sync_folder(self.path.parent)
             sync_above(self.path.parent)
@@ -295,12 +281,6 @@ class Journal:
         """Record a finished unit; the record survives a kill from here on."""
         self._append(entry.to_dict())
 
-    def record_fetch(self, name: str) -> None:
-        """Record that a file will be fetched; the record survives a kill from here on."""
-        if name not in self.fetched:
-            self._append({FETCHED: name})
-            self.fetched.add(name)
-
     def _append(self, document: dict[str, Any]) -> None:
         with output_errors(self.path):
             os.lseek(self._descriptor, 0, os.SEEK_END)
@@ -310,7 +290,7 @@ class Journal:
             os.fsync(self._descriptor)
 
     def restart(self) -> None:
-        """Forget all lines except the fetched files, and keep the lock."""
+        """Forget all lines, and keep the lock."""
         with output_errors(self.path):
             os.ftruncate(self._descriptor, 0)
             os.fsync(self._descriptor)

@@ -292,12 +292,6 @@ class OutputFolder:
         self._journal.record(entry)
         self.done[entry.unit] = entry
 
-    @property
-    def journal(self) -> Journal:
-        """The journal of this conversion, once the folder is taken."""
-        assert self._journal is not None
-        return self._journal
-
     def seal(self, manifest: bytes) -> None:
         """Write the manifest as the last file, exchange the artifact with an older one, and remove the journal."""
         assert self._journal is not None

@@ -15,7 +15,7 @@ from typing import Any
 
 from hqconv.artifact.manifest import Manifest, read_manifest
 from hqconv.artifact.sha256sums import is_own_card, sums_bytes
-from hqconv.errors import OutputError, RequestError, VerificationError, first_few
+from hqconv.errors import OutputError, RequestError, VerificationError, first_few, plural
 from hqconv.io.file_access import sha256_of
 from hqconv.io.hub_upload import BranchFiles, FileToSend, HubBranch
 from hqconv.schemas.artifact_names import CARD, COMPANIONS, MANIFEST, SUMS
@@ -83,7 +83,7 @@ def push(
         operations = []
         for batch in _batches(missing):
             if announce is not None:
-                announce(f"sending {_count(batch)}: {first_few([file.name for file in batch])}")
+                announce(f"sending {plural(len(batch), 'file')}: {first_few([file.name for file in batch])}")
             operations += repo.prepare(batch)
             num_bytes += sum(file.size_bytes for file in batch)
         _check_same_artifact(root, manifest)
@@ -117,10 +117,6 @@ def _remote_sha256(repo: HubBranch, state: BranchFiles, name: str) -> str:
     """Return the SHA-256 of a file of the repo. A file outside of LFS is small, and is downloaded for its digest."""
     remote = state.files[name]
     return remote.digest if remote.is_lfs else sha256_of(repo.read(name, state.commit))
-
-
-def _count(batch: Sequence[FileToSend]) -> str:
-    return f"{len(batch)} files" if len(batch) > 1 else "1 file"
 
 
 def _files_to_send(root: Path, manifest: Manifest) -> list[FileToSend]:

@@ -501,6 +501,15 @@ def _told_seconds(response: Any) -> float | None:
     return None if limit is None else float(limit.reset_in_seconds)
 
 
+def is_unreachable(error: BaseException | None) -> bool:
+    """Return True if no connection to the Hub is behind an error of its library."""
+    while error is not None:
+        if any(word in type(error).__name__ for word in _UNREACHABLE):
+            return True
+        error = error.__cause__
+    return False
+
+
 def _of_machine(error: Exception) -> _Explanation:
     """Explain an error of this machine: offline mode, the network, the cache's disk."""
     from huggingface_hub import constants, errors
@@ -514,7 +523,7 @@ def _of_machine(error: Exception) -> _Explanation:
     if constants.HF_HUB_OFFLINE:
         what = "There is no such folder here; HF_HUB_OFFLINE is set, but the cache lacks (part of) the repo."
         return RequestError, what, "Unset HF_HUB_OFFLINE, or fill the cache with `hf download` first."
-    if isinstance(error, errors.LocalEntryNotFoundError) or any(word in type(error).__name__ for word in _UNREACHABLE):
+    if isinstance(error, errors.LocalEntryNotFoundError) or is_unreachable(error):
         what = f"The Hub ({constants.ENDPOINT}) cannot be reached, and the cache lacks (part of) the repo."
         return NetworkError, what, "Check the connection and HF_ENDPOINT, or give a local folder."
     if "Timeout" in type(error).__name__:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hqconv.errors import HqconvError, NetworkError, OutputError, RequestError, VerificationError, first_few
-from hqconv.io.hub import check_commit, status_of, translated
+from hqconv.io.hub import check_commit, is_unreachable, patiently, status_of, translated
 
 _AGAIN = "Repeat the same command: what is there already is not sent again."
 
@@ -125,6 +125,9 @@ class HubBranch:
 
     def state(self) -> BranchFiles:
         """Request the branch's last commit and its files. Raises InputError, too, for an invalid commit hash."""
+        return patiently(self._state)
+
+    def _state(self) -> BranchFiles:
         from huggingface_hub import HfApi
 
         with self._explained():
@@ -179,16 +182,20 @@ class HubBranch:
         """
         from huggingface_hub import CommitOperationDelete, HfApi
 
-        with self._explained():
-            every = [*(CommitOperationDelete(path_in_repo=name, is_folder=False) for name in delete), *operations]
-            kwargs: Any = {"revision": self.branch, "parent_commit": parent}
-            return str(HfApi().create_commit(self.repo_id, every, commit_message=message, **kwargs).oid)
+        every = [*(CommitOperationDelete(path_in_repo=name, is_folder=False) for name in delete), *operations]
+        kwargs: Any = {"revision": self.branch, "parent_commit": parent}
+
+        def create() -> str:
+            with self._explained():
+                return str(HfApi().create_commit(self.repo_id, every, commit_message=message, **kwargs).oid)
+
+        return patiently(create)
 
     def _explained(self) -> AbstractContextManager[None]:
         return translated(self._explain)
 
     def _explain(self, error: Exception) -> HqconvError:
-        from huggingface_hub import errors
+        from huggingface_hub import constants, errors
 
         status = status_of(error)
         found = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
@@ -201,6 +208,9 @@ class HubBranch:
             what, remedy = "Somebody else changed the repo meanwhile.", _AGAIN
         elif type(error) is ValueError and "metadata" in str(error):
             what, remedy = ("The Hub refuses the front matter of README.md.", "Mend it; people may edit the card.")
+        elif is_unreachable(error):
+            what, remedy = f"The Hub ({constants.ENDPOINT}) cannot be reached.", "Check the connection and HF_ENDPOINT."
+            return NetworkError(what, where=str(self), found=found, remedy=f"{remedy} {_AGAIN}")
         else:
             return NetworkError("The upload to the Hub failed.", where=str(self), found=found, remedy=_AGAIN)
         return RequestError(what, where=str(self), found=found, remedy=remedy)

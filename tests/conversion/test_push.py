@@ -263,6 +263,20 @@ def test_what_the_hub_refuses(out: Path, hub: UploadHub, status: int, kind: type
     assert caught.value.remedy
 
 
+def test_a_hub_that_was_asked_too_often(out: Path, hub: UploadHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commit waits as told, and is made once."""
+    monkeypatch.setattr("hqconv.io.hub.time.sleep", lambda _: setattr(hub, "fail_at", None))
+    hub.fail_at, hub.status = len(list(out.glob("experts/*/*"))) + 2, 429
+    push(out, REPO)
+    assert (there(hub), len(hub.messages)) == (files_of(out), 1)
+
+
+def test_a_hub_that_is_not_there(out: Path, hub: UploadHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub_server.use(monkeypatch, "http://127.0.0.1:9", out.with_name("cache"))
+    with pytest.raises(NetworkError, match="cannot be reached"):
+        push(out, REPO)
+
+
 def test_somebody_else_pushes_meanwhile(out: Path, hub: UploadHub) -> None:
     """The commit is made only on what was looked at."""
 
