@@ -371,7 +371,7 @@ def publish(
     refuse_unknown_checks(checks)
     resources: dict[str, Any] = {"device": device, "max_memory": max_memory, "threads": threads}
     resources |= {"cache_limit": cache_limit, "keep_source": keep_source}
-    published = published_manifest(HubBranch(repo, branch))
+    published = published_manifest(HubBranch(repo, branch), private=private)
     with open_source(src, revision, is_lazy=True) as source:
         # All steps read this commit.
         src, revision = (src, revision) if source.repo_id is None else (source.repo_id, source.revision)

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 import hqconv
 from hqconv.cli.app import app
-from hqconv.errors import HqconvError
+from hqconv.errors import HqconvError, RequestError
 from tests.make import hub_server
 from tests.make.hub_both import BothHubs, serve_both
 from tests.make.hub_server import COMMIT
@@ -166,6 +166,19 @@ def test_the_command(hubs: BothHubs, tmp_path: Path) -> None:
     assert document["commit"] == hubs.uploads.oid("main")
     assert "Nothing to do." in call().stdout
     assert call("--checks", "none", code=2)
+
+
+def test_what_is_refused(hubs: BothHubs, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish()
+    with pytest.raises(RequestError, match="is public"):
+        publish(private=True)
+    with pytest.raises(RequestError, match="no such check"):
+        publish(checks=["none"])
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    done = CliRunner().invoke(app, ["publish", "org/source", "org/name", "-o", "out", *OPTIONS])
+    assert done.exit_code == 2, done.output
+    assert "one process" in done.stderr
 
 
 def start(hubs: BothHubs, root: Path) -> subprocess.Popen[str]:

@@ -17,7 +17,7 @@ from hqconv.cli.convert_command import profile_writer
 from hqconv.cli.help_format import DocumentedGroup, GroupedCommand
 from hqconv.cli.options import parse_checks, parse_layers, parse_tokens, takes, without_defaults
 from hqconv.cli.output import ClosedStream, discard_stdout, guarded, print_json, say, warn
-from hqconv.conversion.torchrun import is_rank_zero
+from hqconv.conversion.torchrun import is_distributed, is_rank_zero
 from hqconv.errors import HqconvError, OutputError, RequestError, VerificationError, printable_line
 from hqconv.serving.warm.kernel_store import folder_beside
 
@@ -201,6 +201,12 @@ def publish(
     *, context: typer.Context, checks: str | None, max_error: float | None, json: bool, quiet: bool, **options: Any
 ) -> None:
     """Convert a model, verify the artifact and push it to the Hub; each step only if it is necessary."""
+    if is_distributed():
+        what, remedy = (
+            "`publish` runs in one process.",
+            "Convert with torchrun first, then run `publish` without torchrun.",
+        )
+        raise RequestError(what, found="several processes of torchrun", remedy=remedy)
     limit = convert_command.MaxError(max_error)
     options = without_defaults(options, context) | {"checks": parse_checks(checks), "max_error": max_error}
     published = convert_command.publish(options, quiet=quiet)

@@ -95,9 +95,12 @@ def push(
     return PushReport(str(root), repo.repo_id, repo.branch, commit, len(missing), num_bytes, manifest.sha256)
 
 
-def published_manifest(repo: HubBranch) -> tuple[Manifest, str] | None:
-    """Return the manifest of the complete artifact in a repo's branch, and the branch's commit; None without one."""
-    if not repo.exists():
+def published_manifest(repo: HubBranch, *, private: bool) -> tuple[Manifest, str] | None:
+    """Return the manifest of the complete artifact in a repo's branch, and the branch's commit; None without one.
+
+    private: refuse a public repo, with RequestError.
+    """
+    if not repo.exists(private=private):
         return None
     state = repo.state()
     if MANIFEST not in state.files:

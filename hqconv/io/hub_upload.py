@@ -105,23 +105,31 @@ class HubBranch:
         with self._explained():
             api: Any = HfApi()
             api.create_repo(self.repo_id, private=private or None, exist_ok=True)
-            if private and not api.model_info(self.repo_id).private:
-                what = "The repo is there already, and is public."
-                remedy = "Change that on its page, or leave --private out."
-                raise RequestError(what, where=self.repo_id, expected="a private repo", remedy=remedy)
+            if private:
+                self._check_private(api.model_info(self.repo_id))
             if self.branch is not None:
                 api.create_branch(self.repo_id, branch=self.branch, exist_ok=True)
 
-    def exists(self) -> bool:
-        """Return True if the repo and the branch exist."""
+    def exists(self, *, private: bool) -> bool:
+        """Return True if the repo and the branch exist. With `private` a public repo raises RequestError."""
         from huggingface_hub import HfApi, errors
 
         with self._explained():
             try:
-                HfApi().model_info(self.repo_id, revision=self.branch)
+                info = HfApi().model_info(self.repo_id, revision=self.branch)
             except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
                 return False
+            if private:
+                self._check_private(info)
             return True
+
+    def _check_private(self, info: Any) -> None:
+        if not info.private:
+            what, remedy = (
+                "The repo is there already, and is public.",
+                "Change that on its page, or leave --private out.",
+            )
+            raise RequestError(what, where=self.repo_id, expected="a private repo", remedy=remedy)
 
     def state(self) -> BranchFiles:
         """Request the branch's last commit and its files. Raises InputError, too, for an invalid commit hash."""
