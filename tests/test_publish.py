@@ -174,8 +174,8 @@ def test_what_is_refused(hubs: BothHubs, monkeypatch: pytest.MonkeyPatch) -> Non
         publish(private=True)
     with pytest.raises(RequestError, match="no such check"):
         publish(checks=["none"])
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
-        monkeypatch.setenv(name, value)
+    for name in ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "2" if name == "WORLD_SIZE" else "0")
     done = CliRunner().invoke(app, ["publish", "org/source", "org/name", "-o", "out", *OPTIONS])
     assert done.exit_code == 2, done.output
     assert "one process" in done.stderr

@@ -202,10 +202,7 @@ def publish(
 ) -> None:
     """Convert a model, verify the artifact and push it to the Hub; each step only if it is necessary."""
     if is_distributed():
-        what, remedy = (
-            "`publish` runs in one process.",
-            "Convert with torchrun first, then run `publish` without torchrun.",
-        )
+        what, remedy = "`publish` runs in one process.", "Run `convert` with torchrun first, then `publish`."
         raise RequestError(what, found="several processes of torchrun", remedy=remedy)
     limit = convert_command.MaxError(max_error)
     options = without_defaults(options, context) | {"checks": parse_checks(checks), "max_error": max_error}

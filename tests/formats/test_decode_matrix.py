@@ -309,7 +309,7 @@ def test_bitsandbytes_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(importlib, "import_module", absent)
     parts = {"weight": torch.zeros(4, 1, dtype=torch.uint8)}
-    with pytest.raises(RequestError, match=r"pip install 'hqconv\[bitsandbytes\]"):
+    with pytest.raises(RequestError, match=r"pip install 'bitsandbytes>="):
         decode_matrix(SourceFormat("bnb", "bnb4"), parts, (2, 4), {})
 
 

@@ -58,7 +58,7 @@ def make_source(name: str, folder: Path) -> Path:
         return plain
     cut = folder / f"cut-{rest}"
     convert(plain, cut, schema=rest, tp=2, ep=2)
-    (cut / "hqconv.json").write_bytes(json_bytes(_as_before(cut)))
+    (cut / "hqconv.json").write_bytes(json_bytes({**_as_before(cut), "hqconv_version": "0.1.0"}))
     return cut
 
 

@@ -36,7 +36,8 @@ def test_closed_choices_are_types_and_the_command_line_offers_the_same() -> None
     for name, option in conversion_options().items():
         assert option.choices == CLOSED.get(name, ())
     for name, choices in CLOSED.items():
-        assert set(choices) <= set(re.findall(r"\w+", str(OPTIONS[name].kind))), name
+        offered = f"{OPTIONS[name].kind} {OPTIONS[name].settings.get('metavar')}"  # the latter with other spellings
+        assert set(choices) <= set(re.findall(r"\w+", offered)), name
     assert api.verify.__annotations__["checks"] == "Sequence[CheckName] | None"
     assert get_args(CheckName) == CHECKS == ("files", "weights", "kernel")
 
