@@ -163,7 +163,7 @@ class _State:
     own: set[str] = field(default_factory=set)  # in the folder of this process: removed after the last use
     held_bytes: int = 0  # of `own`, running downloads included
     users: dict[str, set[str]] = field(default_factory=dict)  # shard → unfinished units
-    num_unfinished: int = 0  # units that were begun and are not finished
+    unfinished: set[str] = field(default_factory=set)  # units that were begun and are not released
     awaited: tuple[str, ...] = ()  # the shards of the unit that waits
     error: BaseException | None = None
     is_stopped: bool = False
@@ -231,7 +231,7 @@ class HubPrefetch:
         if self._listing is None:
             return
         with self._changed:
-            self._state.num_unfinished += 1
+            self._state.unfinished.add(unit)
             self._state.awaited = self._use.of_unit.get(unit, ())
             if self._is_shared:
                 self._state.queue.extend(n for n in self._state.awaited if n in self._use.sizes)
@@ -266,7 +266,7 @@ class HubPrefetch:
         if self._listing is None:
             return
         with self._changed:
-            self._state.num_unfinished -= 1
+            self._state.unfinished.discard(unit)
             for name in self._use.of_unit.get(unit, ()):
                 users = self._state.users[name]
                 users.discard(unit)
@@ -326,7 +326,7 @@ class HubPrefetch:
         name = self._state.queue[0]
         would_be = self._state.held_bytes + (0 if name in self._state.own else self._use.sizes[name])
         # Where no other unit is in work, no room will become free.
-        is_stuck = self._state.num_unfinished == 1 and name in self._state.awaited
+        is_stuck = len(self._state.unfinished) == 1 and name in self._state.awaited
         return would_be <= self._limit or is_stuck
 
     def _is_cached(self, name: str) -> bool:
