@@ -191,7 +191,7 @@ def start(hubs: BothHubs, root: Path) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("moment", ["shard", "batch", "commit", *range(9)])
 def test_killed_anywhere_and_run_again(hubs: BothHubs, model: Path, tmp_path: Path, moment: str | int) -> None:
     """The repo holds the old artifact or the new one; the next run ends at the commit of an undisturbed one."""
@@ -225,6 +225,7 @@ def test_killed_anywhere_and_run_again(hubs: BothHubs, model: Path, tmp_path: Pa
     assert all(there(hubs, number) in ({}, old, new) for number in range(len(hubs.uploads.commits["main"])))
 
 
+@pytest.mark.full
 def test_an_interrupt_is_told(hubs: BothHubs, tmp_path: Path) -> None:
     held, go_on = threading.Event(), threading.Event()
 

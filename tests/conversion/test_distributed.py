@@ -180,7 +180,7 @@ def test_processes_end_after_a_killed_torchrun(tmp_path: Path) -> None:
     assert wait_until(lambda: not any(is_alive(int(file.read_text())) for file in files))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.full
 @pytest.mark.parametrize("is_loaded", [False, True])
 def test_commands_end_after_a_torchrun_that_was_killed_early(is_loaded: bool, src: Path, tmp_path: Path) -> None:
     """While they load their libraries, or as soon as they have begun."""

@@ -103,7 +103,8 @@ def test_pushed_again_nothing_is_sent(out: Path, hub: UploadHub) -> None:
     assert report.commit == hub.oid("main")
 
 
-@pytest.mark.parametrize("batch", [1, 3, 50])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("batch", [3, 1, 50])
 def test_stopped_anywhere_and_pushed_again(
     made: Path, out: Path, hub: UploadHub, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +160,7 @@ def test_cards_that_people_edited(out: Path, hub: UploadHub) -> None:
     assert there(hub) == files_of(out)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name",
     ["tokenizer.json", "config.json", "model.safetensors.index.json", "model.safetensors", "rank", "hqconv.json"],
@@ -314,6 +316,7 @@ def test_the_commands(made: Path, tmp_path: Path, hub: UploadHub) -> None:
     assert done.exit_code == 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("moment", ["batch", "commit"])
 @pytest.mark.parametrize("is_converting", [False, True])
 def test_an_interrupt_tells_the_truth(
