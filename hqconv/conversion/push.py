@@ -89,7 +89,7 @@ def push(
         _check_same_artifact(root, manifest)
         tell(PushStep.COMMITTING, "")
         title = f"Artifact {manifest.sha256[:12]}: {manifest.schema_name} of {manifest.source.name}"
-        commit = repo.commit(title, operations, obsolete, state.commit)
+        commit = _commit(repo, title, operations, obsolete, state.commit, files)
         tell(PushStep.DONE, commit)
         _check_arrived(repo, commit, wanted)
     return PushReport(str(root), repo.repo_id, repo.branch, commit, len(missing), num_bytes, manifest.sha256)
@@ -114,6 +114,28 @@ def published_manifest(repo: HubBranch, *, private: bool) -> tuple[Manifest, str
         if remote is None or (name != CARD and entry.sha256 != _remote_sha256(repo, state, name)):
             return None  # people may edit the card
     return manifest, state.commit
+
+
+def _commit(
+    repo: HubBranch,
+    title: str,
+    operations: Sequence[Any],
+    obsolete: Sequence[str],
+    parent: str,
+    files: Sequence[FileToSend],
+) -> str:
+    """Make the commit; return its hash, or that of another commit that has the same files by now.
+
+    Another push of the artifact may have been faster, or the answer to a repeated request got lost.
+    """
+    try:
+        return repo.commit(title, operations, obsolete, parent)
+    except RequestError:
+        state = repo.state()
+        is_there = all(file.is_at(state.files.get(file.name)) for file in files)
+        if state.commit == parent or not is_there or state.files.keys() & set(obsolete):
+            raise
+        return state.commit
 
 
 def _remote_sha256(repo: HubBranch, state: BranchFiles, name: str) -> str:

@@ -279,6 +279,21 @@ def test_a_hub_that_is_not_there(out: Path, hub: UploadHub, monkeypatch: pytest.
         push(out, REPO)
 
 
+def test_two_pushes_of_one_artifact(made: Path, out: Path, hub: UploadHub) -> None:
+    """The slower one finds the commit of the other."""
+    push(made / "old", REPO)
+    commits: list[str] = []
+
+    def other(_: str) -> None:
+        if not commits:
+            commits.append("")
+            commits[0] = push(out, REPO).commit
+
+    assert push(out, REPO, announce=other).commit == commits[0] == hub.oid("main")
+    assert there(hub) == files_of(out)
+    assert len(hub.messages) == 2
+
+
 def test_somebody_else_pushes_meanwhile(out: Path, hub: UploadHub) -> None:
     """The commit is made only on what was looked at."""
 
