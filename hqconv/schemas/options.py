@@ -83,7 +83,7 @@ class ConversionArguments(EncodingArguments, total=False):
         ),
     ]
     dtype: Annotated[
-        ParamDtype | None,
+        ParamDtype | Literal["bf16", "fp16", "half"] | None,
         _Row(
             "Parameter dtype of the served model, also bf16 or fp16.  [default: dtype of the checkpoint]",
             aliases={"bf16": "bfloat16", "fp16": "float16", "half": "float16"},
