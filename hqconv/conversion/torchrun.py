@@ -7,11 +7,23 @@ from __future__ import annotations
 
 import os
 
-_process, _parent = os.getpid(), os.getppid()
+
+def _is_orphan() -> bool:
+    """Return whether torchrun ended before this module was loaded, so that process 1 has taken this process over."""
+    if os.getppid() != 1 or not is_distributed():
+        return False
+    try:
+        with open("/proc/1/cmdline", "rb") as file:  # noqa: PTH123 - torchrun itself may be process 1 of a container
+            return b"torch" not in file.read()
+    except OSError:
+        return False
 
 
 def parent() -> int:
-    """Return the process that started this one: torchrun, alive or not. It is asked for when this module is loaded."""
+    """Return the process that started this one: torchrun, alive or not. It is asked for when this module is loaded.
+
+    0, which no process is, if torchrun had ended by then.
+    """
     return _parent if os.getpid() == _process else os.getppid()  # a fork has another parent
 
 
@@ -36,3 +48,6 @@ def local_rank() -> tuple[int, int]:
     if not is_distributed():
         return 0, 1
     return int(os.environ.get("LOCAL_RANK", "0")), max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+_process, _parent = os.getpid(), 0 if _is_orphan() else os.getppid()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -154,7 +155,7 @@ def begin_torchrun(*command: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=REPO)
 
 
-def wait_until(is_so: Callable[[], bool], seconds: float = 60.0) -> bool:
+def wait_until(is_so: Callable[[], bool], seconds: float = 180.0) -> bool:
     for _ in range(int(seconds * 10)):
         if is_so():
             return True
@@ -194,6 +195,26 @@ def test_commands_end_after_a_torchrun_that_was_killed_early(is_loaded: bool, sr
     agent.kill()
     agent.wait()
     assert wait_until(lambda: not any(map(is_alive, ranks)))
+
+
+def test_a_process_that_is_loaded_after_torchrun_ended(tmp_path: Path) -> None:
+    """Its parent is process 1 by then, which is not torchrun."""
+    script = """
+import os, sys, time
+while os.getppid() != 1 and time.monotonic() < float(sys.argv[2]):
+    time.sleep(0.01)
+from hqconv.conversion.torchrun import parent
+open(sys.argv[1], "w").write(f"{os.getppid()} {parent()}")
+"""
+    names = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {**os.environ, "PYTHONPATH": str(REPO), **dict.fromkeys(names, "2")}
+    command = shlex.join([sys.executable, "-c", script, str(tmp_path / "out"), str(time.monotonic() + 60)])
+    subprocess.run(["sh", "-c", f"{command} &"], env=environment, check=True)
+    assert wait_until(lambda: (tmp_path / "out").is_file() and bool((tmp_path / "out").read_text()))
+    parent_now, watched = (tmp_path / "out").read_text().split()
+    if parent_now != "1":
+        pytest.skip("another process than process 1 takes over orphans here")
+    assert watched == "0"
 
 
 def test_a_fork_of_a_process_watches_its_own_parent() -> None:
