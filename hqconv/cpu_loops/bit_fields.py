@@ -70,18 +70,3 @@ def sum_rows(values, columns, begin, end, sums):
         for column in range(values.shape[1]):
             total += np.int64(values[row, column]) * np.int64(columns[column])
         sums[row] = total
-
-
-@compiled
-def sum_words(words, begin, rows, columns):
-    """Sum int32 words at the positions from `begin` on, each times the factors of its row and its column."""
-    width, done, total = columns.size, 0, np.int64(0)
-    while done < words.size:
-        row, column = divmod(begin + done, width)
-        count = min(width - column, words.size - done)
-        of_row = np.int64(0)
-        for k in range(count):
-            of_row += np.int64(words[done + k]) * np.int64(columns[column + k])
-        total += of_row * np.int64(rows[row])
-        done += count
-    return total

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hqconv.cpu_loops.bit_fields import sum_rows, sum_words
+from hqconv.cpu_loops.bit_fields import sum_rows
 from hqconv.cpu_loops.helper_threads import in_parts
 from hqconv.schemas.sum_factors import ROW_WORDS, factors, row_factors
 from hqconv.schemas.weight_schema import WeightSchema
@@ -75,6 +75,24 @@ def sum_of_bytes(data: NDArray[np.uint8], start: int) -> int:
         words.view(np.uint8)[before : before + data.size] = data
     else:
         words = data.view(np.int32)
-    begin = start // _WORD_BYTES
-    rows = row_factors((begin + words.size) // ROW_WORDS + 1)
-    return int(sum_words(words, begin, rows, factors("column", ROW_WORDS)))
+    columns = factors("column", ROW_WORDS)
+    first_row, first_column = divmod(start // _WORD_BYTES, ROW_WORDS)
+    rows = row_factors(first_row + words.size // ROW_WORDS + 2)[first_row:]
+    # The rest of a row that is begun, whole rows, and the beginning of a last one.
+    head = min(words.size, ROW_WORDS - first_column) if first_column else 0
+    num_rows, tail = divmod(words.size - head, ROW_WORDS)
+    total = _dot(words[:head], columns[first_column : first_column + head]) * int(rows[0])
+    rows = rows[1 if head else 0 :]
+    of_rows = _dots(words[head : words.size - tail].reshape(num_rows, ROW_WORDS), columns)
+    total += int((of_rows * rows[:num_rows]).sum())  # numpy's integers are modulo 2**64
+    return total + _dot(words[words.size - tail :], columns[:tail]) * int(rows[num_rows])
+
+
+def _dots(rows: NDArray[np.int32], columns: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Return the sum of each row's words times their columns' factors, int64 [R]; on a GPU there is no numba."""
+    sums: NDArray[np.int64] = np.einsum("rk,k->r", rows, columns, dtype=np.int64, casting="unsafe")
+    return sums
+
+
+def _dot(words: NDArray[np.int32], factors_: NDArray[np.int32]) -> int:
+    return int(_dots(words[None], factors_)[0])
