@@ -119,6 +119,7 @@ def test_headers_larger_than_the_first_request(model: Path, tmp_path: Path) -> N
         assert one.hub.num_bytes_of_weights == header_bytes(many)
 
 
+@pytest.mark.full
 def test_a_conversion_downloads_once_and_gives_the_folders_bytes(model: Path, tmp_path: Path) -> None:
     common = ("--schema", "mxfp4", "--target", "sm90", "--device", "cpu", "-q")
     with client(model, tmp_path / "home") as one:

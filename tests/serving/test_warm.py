@@ -188,6 +188,7 @@ def test_how_vllm_asks(monkeypatch: pytest.MonkeyPatch) -> None:
         compute_settings(False)
 
 
+@pytest.mark.full
 def test_every_name_of_a_target_is_a_gpu_to_compile_for(compiler: Any) -> None:
     """On every architecture; figures that are not known come from a file."""
     from hqconv.schemas.gpu_target import GPUS

@@ -30,7 +30,7 @@ FORMATS = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("path", paths(), ids=lambda path: path.stem)
 def test_a_published_model(path: Path, tmp_path: Path) -> None:
     """It is seen as it is, and its twin converts and verifies; or it is refused with the reason that is true for it."""
