@@ -18,8 +18,8 @@ COMPUTE_CAPABILITY = "nvidia-smi --query-gpu=name,compute_cap --format=csv"
 class GpuModel:
     """A GPU model: architecture, memory in decimal gigabytes, and the name that CUDA's driver reports.
 
-    figures: number of SMs, boost clock and memory clock in kHz, width of the memory bus in bits, L2 cache in MiB; from
-    public data sheets, compared with a device for the H200 alone. None where they are not known here.
+    figures: number of SMs, boost clock and memory clock in kHz, width of the memory bus in bits, L2 cache in MiB. They
+    are nominal values; only those of the H200 were compared with a device. None where they are not known here.
     """
 
     sm_version: int
