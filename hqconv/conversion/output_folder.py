@@ -100,8 +100,8 @@ class OutputFolder:
 
         False where `resume` finds a finished artifact; leftovers of its conversion are removed. why_not_current: given
         for an update, which leaves an artifact for which it returns "", resumes a conversion of the same identity, and
-        replaces everything else. difference: the first
-        key in which a finished artifact's manifest differs from the request; None if the request made the artifact.
+        replaces everything else. difference: returns the first key in which a finished artifact's manifest differs from
+        the request; None if the request made the artifact.
         Raises OutputError where the folder is in use or the disk too small, where `resume` finds another conversion or
         an artifact that lacks files, where foreign files would be lost, or where another process is at work on the
         folder.

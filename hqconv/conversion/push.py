@@ -86,7 +86,7 @@ def push(
                 announce(f"sending {plural(len(batch), 'file')}: {first_few([file.name for file in batch])}")
             operations += repo.prepare(batch)
             num_bytes += sum(file.size_bytes for file in batch)
-        _check_same_artifact(root, manifest)
+        _manifest_bytes(root, manifest)
         tell(PushStep.COMMITTING, "")
         title = f"Artifact {manifest.sha256[:12]}: {manifest.schema_name} of {manifest.source.name}"
         commit = _commit(repo, title, operations, obsolete, state.commit, files)
@@ -161,21 +161,20 @@ def _files_to_send(root: Path, manifest: Manifest) -> list[FileToSend]:
             expected = f"{entry.size_bytes} bytes"
             raise VerificationError(what, where=str(path), expected=expected, found=found, remedy=remedy)
         if name != CARD:
-            files.append(FileToSend(name, entry.sha256, path))
+            files.append(FileToSend(name, entry.sha256, entry.size_bytes, path))
     if (root / CARD).is_file():
-        card = (root / CARD).read_bytes()
-        files.append(FileToSend(CARD, hashlib.sha256(card).hexdigest(), root / CARD, card))
+        files.append(FileToSend.of_bytes(CARD, root / CARD, (root / CARD).read_bytes()))
     if SUMS not in manifest.files:
-        sums = sums_bytes(manifest.files, manifest.sha256)
-        files.append(FileToSend(SUMS, hashlib.sha256(sums).hexdigest(), root / SUMS, sums))
-    _check_same_artifact(root, manifest)
-    return [*files, FileToSend(MANIFEST, manifest.sha256, root / MANIFEST, (root / MANIFEST).read_bytes())]
+        files.append(FileToSend.of_bytes(SUMS, root / SUMS, sums_bytes(manifest.files, manifest.sha256)))
+    return [*files, FileToSend.of_bytes(MANIFEST, root / MANIFEST, _manifest_bytes(root, manifest))]
 
 
-def _check_same_artifact(root: Path, manifest: Manifest) -> None:
-    """Refuse to publish an artifact that was replaced since its manifest was read. Raises OutputError."""
+def _manifest_bytes(root: Path, manifest: Manifest) -> bytes:
+    """Return the manifest's bytes. Raises OutputError if the artifact was replaced since its manifest was read."""
+    data = b""
     try:
-        found = hashlib.sha256((root / MANIFEST).read_bytes()).hexdigest()
+        data = (root / MANIFEST).read_bytes()
+        found = hashlib.sha256(data).hexdigest()
     except OSError as error:
         found = error.strerror or str(error)
     if found != manifest.sha256:
@@ -186,6 +185,7 @@ def _check_same_artifact(root: Path, manifest: Manifest) -> None:
             found=found,
             remedy="Nothing was published. Push again, when the conversion is done.",
         )
+    return data
 
 
 def _listed(repo: HubBranch, state: BranchFiles) -> set[str]:

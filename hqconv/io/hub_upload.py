@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +39,30 @@ class FileToSend:
 
     name: str
     sha256: str
+    size_bytes: int
     path: Path
     data: bytes | None = None
 
-    @property
-    def size_bytes(self) -> int:
-        """Size of the file. Raises OSError where it is missing."""
-        return self.path.stat().st_size if self.data is None else len(self.data)
+    @classmethod
+    def of_bytes(cls, name: str, path: Path, data: bytes) -> FileToSend:
+        """Return a file whose bytes are in memory. path: its place in the artifact, for messages."""
+        return cls(name, hashlib.sha256(data).hexdigest(), len(data), path, data)
 
     def content(self) -> bytes:
-        """Return all bytes of a small file. Raises VerificationError where they do not have the digest."""
-        data = self.path.read_bytes() if self.data is None else self.data
+        """Return all bytes of a small file. Raises VerificationError for other bytes, OutputError for no file."""
+        data = self.data
+        if data is None:
+            try:
+                data = self.path.read_bytes()
+            except OSError as error:
+                raise _changed(self.path) from error
         self.check(hashlib.sha256(data).hexdigest())
         return data
+
+    @cached_property
+    def git_sha1(self) -> str:
+        """Git's SHA-1 of a small file, read once: after the commit the folder may hold another artifact."""
+        return git_digest(self.content())
 
     def check(self, found: str) -> None:
         """Raise VerificationError if `found` is not the file's SHA-256."""
@@ -69,12 +81,23 @@ class FileToSend:
             return False
         if remote.is_lfs:
             return remote.digest == self.sha256
-        return remote.size_bytes == self.size_bytes and remote.digest == git_digest(self.content())
+        return remote.size_bytes == self.size_bytes and remote.digest == self.git_sha1
 
     def identity(self) -> tuple[int, ...]:
-        """Return the state of the file at `path`: it differs once the file is changed or replaced. Raises OSError."""
-        status = self.path.stat()
+        """Return the state of the file at `path`: it differs once the file is changed or replaced.
+
+        Raises OutputError where the file is gone.
+        """
+        try:
+            status = self.path.stat()
+        except OSError as error:
+            raise _changed(self.path) from error
         return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _changed(path: Path) -> OutputError:
+    what, remedy = "A file changed while it was sent.", "Nothing was published. Push again."
+    return OutputError(what, where=str(path), remedy=remedy)
 
 
 def _content_or_path(file: FileToSend) -> bytes | str:
@@ -125,10 +148,7 @@ class HubBranch:
 
     def _check_private(self, info: Any) -> None:
         if not info.private:
-            what, remedy = (
-                "The repo is there already, and is public.",
-                "Change that on its page, or leave --private out.",
-            )
+            what, remedy = "The repo is there already, and is public.", "Make it private, or leave --private out."
             raise RequestError(what, where=self.repo_id, expected="a private repo", remedy=remedy)
 
     def state(self) -> BranchFiles:
@@ -176,9 +196,9 @@ class HubBranch:
                 file.check(operation.upload_info.sha256.hex())
             else:
                 operation.path_or_fileobj = file.content()
+                file.git_sha1  # noqa: B018 - for comparisons after the commit
             if file.name in before and before[file.name] != file.identity():
-                what, remedy = "A file changed while it was sent.", "Nothing was published. Push again."
-                raise OutputError(what, where=str(file.path), remedy=remedy)
+                raise _changed(file.path)
             if operation._upload_mode == "lfs":
                 operation.path_or_fileobj = b""  # no longer needed
         return operations

@@ -213,6 +213,27 @@ def test_an_artifact_that_is_replaced_meanwhile(
     assert there(hub) == files_of(made / "old")
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors"])
+def test_a_file_that_disappears_meanwhile(out: Path, hub: UploadHub, name: str) -> None:
+    with pytest.raises(OutputError, match="changed while it was sent"):
+        push(out, REPO, announce=lambda _: (out / name).unlink())
+    assert there(hub) == {}
+
+
+def test_an_artifact_that_is_replaced_after_the_commit(made: Path, out: Path, hub: UploadHub) -> None:
+    """The push succeeded, and says so: small files are not read again."""
+    before = files_of(out)
+
+    def exchange() -> None:
+        shutil.move(out, out.with_name("before"))
+        shutil.copytree(made / "old", out)
+        (out / "tokenizer.json").write_text("another")
+
+    hub.on_commit = exchange
+    assert push(out, REPO).commit == hub.oid("main")
+    assert there(hub) == before
+
+
 def test_a_file_that_changes_while_it_is_sent(out: Path, hub: UploadHub) -> None:
     """Its time is put back, and the server does not look."""
     path = out / "model.safetensors"
