@@ -118,7 +118,10 @@ def said(ended: Ended) -> str:
 
 
 def manners(ended: Ended, codes: tuple[int, ...]) -> str:
-    """What is wrong with how a command ended: a hang, a code that is none of `codes`, or more than one message."""
+    """What is wrong with how a command ended: a hang, a code that is none of `codes`, or not the one message of it.
+
+    A command that a signal killed has given its message or not: the signal can come between message and exit.
+    """
     if ended.code == -1000:
         return "a hang"
     if "Traceback" in ended.stderr + ended.stdout:
@@ -126,7 +129,7 @@ def manners(ended: Ended, codes: tuple[int, ...]) -> str:
     if ended.code not in codes:
         return f"a wrong code: {said(ended)}"
     num_errors = sum(line.startswith("error: ") for line in ended.stderr.splitlines())
-    if num_errors != (ended.code in (2, 3, 4)):
+    if num_errors not in ((0, 1) if ended.code < 0 else (int(ended.code in (2, 3, 4)),)):
         return f"{num_errors} messages: {said(ended)}"
     return ""
 
