@@ -86,7 +86,7 @@ def push(
                 announce(f"sending {plural(len(batch), 'file')}: {first_few([file.name for file in batch])}")
             operations += repo.prepare(batch)
             num_bytes += sum(file.size_bytes for file in batch)
-        _manifest_bytes(root, manifest)
+        _manifest_bytes(root, manifest)  # refuses an artifact that was replaced during the uploads
         tell(PushStep.COMMITTING, "")
         title = f"Artifact {manifest.sha256[:12]}: {manifest.schema_name} of {manifest.source.name}"
         commit = _commit(repo, title, operations, obsolete, state.commit, files)

@@ -89,7 +89,7 @@ def sum_of_bytes(data: NDArray[np.uint8], start: int) -> int:
 
 
 def _dots(rows: NDArray[np.int32], columns: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Return the sum of each row's words times their columns' factors, int64 [R]; on a GPU there is no numba."""
+    """Return the sum of each row's words times their columns' factors, int64 [R]: nothing is compiled for it."""
     sums: NDArray[np.int64] = np.einsum("rk,k->r", rows, columns, dtype=np.int64, casting="unsafe")
     return sums
 
