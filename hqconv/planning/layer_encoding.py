@@ -18,10 +18,10 @@ from hqconv.planning.importance import Importance, read_importance
 from hqconv.schemas.options import MSE, QUANTIZERS, RTN, EncodingArguments
 from hqconv.schemas.weight_schema import WeightSchema
 
-# Version of the scale candidates that mse tries and of its choice (`quantization/scale_candidates`, `scale_search`):
+# Version of the scale candidates that mse tries and of its choice (`quantization/scale_search`):
 # raised by every change of its results, so that `verify` knows which searches it can repeat.
 # tests/quantization/test_scale_search.py holds the results to a digest.
-SEARCH_VERSION = 1
+SEARCH_VERSION = 2
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Legend: E experts, N output rows, K input columns, G groups along K.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,13 +14,24 @@ import numpy as np
 import torch
 
 from hqconv.cpu_loops import arithmetic
-from hqconv.cpu_loops.encoders import BFLOAT16, E8M0, GIVEN, encoder, scorer
+from hqconv.cpu_loops.encoders import BFLOAT16, E8M0, GIVEN, encoder
 from hqconv.cpu_loops.helper_threads import in_parts
+from hqconv.cpu_loops.scale_loops import TO_BFLOAT16, TO_FLOAT16, TO_FLOAT32, searcher
 from hqconv.humming_layout import cpu_ops
 from hqconv.humming_layout.cpu_ops import Array
 from hqconv.humming_layout.runtime import humming
 from hqconv.quantization.quantized import RTN, QuantizedStack, Quantizer, code_of, num_groups
-from hqconv.quantization.scale_search import CandidateScales, SearchResult, SearchStart, scales_of, search, tensors_of
+from hqconv.quantization.scale_search import (
+    CandidateScales,
+    Ladder,
+    SearchResult,
+    SearchStart,
+    byte_values,
+    magnitude_bytes,
+    scales_of,
+    search,
+    tensors_of,
+)
 from hqconv.quantization.two_level_scales import GivenScales, two_level
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.weight_schema import WeightSchema
@@ -273,23 +284,81 @@ def search_scales(
 
 def _search_start(ranges: Ranges, groups: Groups, schema: WeightSchema, importance: torch.Tensor | None) -> SearchStart:
     code, (num_experts, num_rows, num_columns) = code_of(schema), ranges.shape
-    score, total = scorer(code), num_experts * num_rows
-    weights = np.ones(num_columns) if importance is None else importance.double().numpy()
+    loops, total = searcher(code), num_experts * num_rows
     num_groups = num_columns // (schema.weight_scale_group_size or num_columns)
     groups = replace(groups, limit=arithmetic.largest_value(*code) if code[0] == arithmetic.FLOAT else 0.0)
+    limit, shape = np.float32(groups.limit), (num_experts, num_rows, num_groups)
+    weights = np.ones((1, num_columns)) if importance is None else importance.double().view(-1, num_columns).numpy()
+
+    def run(loop: Callable[[slice, Array], None]) -> None:
+        """Call `loop` for runs of rows, each of one expert where each has an importance of its own."""
+        size = total // len(weights)
+        for expert, of_expert in enumerate(weights):
+            first = expert * size
+
+            def part(rows: slice, first: int = first, of_expert: Array = of_expert) -> None:
+                loop(slice(first + rows.start, first + rows.stop), of_expert)
+
+            in_parts(part, size, LEAST_ROWS)
+
+    def of(values: tuple[Array, ...], rows: slice) -> tuple[Array, ...]:
+        return tuple(value[rows] if len(value) == total else value for value in values)
 
     def errors(one: Groups) -> torch.Tensor:
         out, values = np.empty((total, num_groups)), one.per_row(total)
+        run(lambda rows, weight: loops.score(ranges.source[rows], limit, of(values, rows), weight, out[rows]))
+        return torch.from_numpy(out).view(shape)
 
-        def run(rows: slice) -> None:
-            of_rows = tuple(value[rows] if len(value) == total else value for value in values)
-            score(ranges.source[rows], np.float32(one.limit), of_rows, weights, out[rows])
+    def fit(tried: CandidateScales) -> tuple[torch.Tensor, torch.Tensor]:
+        (products, squares), values = np.empty((2, total, num_groups)), _with_scales(groups, tried).per_row(total)
+        run(lambda r, w: loops.fit(ranges.source[r], limit, of(values, r), w, products[r], squares[r]))
+        return torch.from_numpy(products).view(shape), torch.from_numpy(squares).view(shape)
 
-        in_parts(run, total, LEAST_ROWS)
-        return torch.from_numpy(out).view(num_experts, num_rows, num_groups)
+    def sweep(
+        start: CandidateScales, least: torch.Tensor, ladder: Ladder, floor: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        error, steps = _rows(least.clone()), np.empty((total, num_groups), np.int32)
+        values = _sweep_inputs(start, total)
+        steps_of = _ladder_inputs(start, ladder, floor, total)
+
+        def part(rows: slice, weight: Array) -> None:
+            ladder_of_rows = (*steps_of[:7], steps_of[7][rows], steps_of[8])
+            loops.sweep(ranges.source[rows], limit, of(values, rows), weight, ladder_of_rows, error[rows], steps[rows])
+
+        run(part)
+        return torch.from_numpy(steps).view(shape), torch.from_numpy(error).view(shape)
 
     scales = scales_of(groups.tensors, schema)
-    return SearchStart(scales, errors(groups), lambda tried: errors(_with_scales(groups, tried)))
+    is_of_rows = schema.weight_scale_type in ("group", "channel")
+    return SearchStart(
+        scales,
+        errors(groups),
+        lambda tried: errors(_with_scales(groups, tried)),
+        fit,
+        lambda: torch.from_numpy(np.maximum(ranges.highest, -ranges.lowest)).view(scales.scale.shape),
+        sweep if is_of_rows else None,
+    )
+
+
+def _sweep_inputs(start: CandidateScales, num_rows: int) -> tuple[Array, ...]:
+    """Return scales, bytes and second scales for `Searcher.sweep`; bytes are 0 for scales of 16 and 32 bits."""
+    scale = np.ascontiguousarray(_rows(start.scale))
+    is_byte = start.stored.element_size() == 1
+    byte = _rows(magnitude_bytes(start.stored).to(torch.uint8)) if is_byte else np.zeros(scale.shape, np.uint8)
+    second = np.ones(num_rows, np.float32) if start.second is None else per_row(_rows(start.second), num_rows)
+    return scale, np.ascontiguousarray(byte), second.reshape(-1)
+
+
+def _ladder_inputs(
+    start: CandidateScales, ladder: Ladder, floor: torch.Tensor | None, num_rows: int
+) -> tuple[Any, ...]:
+    """Return the ladder for `Searcher.sweep`, with one floor for each row."""
+    up, down = (np.array(factors, np.float32) for factors in (ladder.up, ladder.down))
+    values = byte_values(start.stored.dtype).numpy() if ladder.has_bytes else np.empty(0, np.float32)
+    floors = np.zeros(num_rows, np.int64) if floor is None else per_row(_rows(floor).astype(np.int64), num_rows)
+    rounding = {torch.bfloat16: TO_BFLOAT16, torch.float16: TO_FLOAT16}.get(start.stored.dtype, TO_FLOAT32)
+    limit = np.float32(ladder.limit)
+    return ladder.first, limit, up, down, values, ladder.top, ladder.no_half, floors.reshape(-1), rounding
 
 
 def _rows(values: torch.Tensor) -> np.ndarray:

@@ -17,7 +17,15 @@ from hqconv.humming_layout import cpu_ops
 from hqconv.humming_layout.runtime import humming
 from hqconv.humming_layout.transform import humming_schema
 from hqconv.quantization.quantized import RTN, QuantizedStack, Quantizer, fold_sum, num_groups
-from hqconv.quantization.scale_search import CandidateScales, SearchResult, SearchStart, scales_of, search, tensors_of
+from hqconv.quantization.scale_search import (
+    CandidateScales,
+    Ladder,
+    SearchResult,
+    SearchStart,
+    scales_of,
+    search,
+    tensors_of,
+)
 from hqconv.quantization.two_level_scales import GivenScales, two_level
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.weight_schema import WeightSchema
@@ -191,7 +199,9 @@ def search_scales(
 def _search_start(
     stack: torch.Tensor, packed: dict[str, torch.Tensor], schema: WeightSchema, importance: torch.Tensor | None
 ) -> SearchStart:
-    weights = None if importance is None else importance.to(stack.device, non_blocking=True).double()
+    weights = None
+    if importance is not None:
+        weights = importance.to(stack.device, non_blocking=True).double().view(-1, stack.size(2))
     scales = scales_of(packed, schema)
 
     def errors(tried: CandidateScales, words: torch.Tensor | None = None) -> torch.Tensor:
@@ -201,7 +211,27 @@ def _search_start(
             done: torch.Tensor = kernels.row_errors(stack, tried, words, table, schema, weights)
         return done
 
-    return SearchStart(scales, errors(scales, packed["weight"]), errors)
+    def fit(tried: CandidateScales) -> tuple[torch.Tensor, torch.Tensor]:
+        with _LAUNCHING:
+            done: tuple[torch.Tensor, torch.Tensor] = _kernels().row_fits(stack, tried, schema, weights)
+        return done
+
+    def sweep(
+        start: CandidateScales, least: torch.Tensor, ladder: Ladder, floor: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with _LAUNCHING:
+            done: tuple[torch.Tensor, torch.Tensor] = _kernels().sweep(
+                stack, start, least, ladder, floor, schema, weights
+            )
+        return done
+
+    def amax() -> torch.Tensor:
+        runs = stack.shape[1] // scales.scale.size(1), stack.shape[2] // scales.scale.size(2)
+        blocks = stack.view(len(stack), scales.scale.size(1), runs[0], scales.scale.size(2), runs[1])
+        return torch.maximum(blocks.amax((2, 4)), -blocks.amin((2, 4))).float().clamp_min(1e-30)
+
+    can_sweep = _kernels().can_sweep(schema)
+    return SearchStart(scales, errors(scales, packed["weight"]), errors, fit, amax, sweep if can_sweep else None)
 
 
 def _replaced(

@@ -166,7 +166,10 @@ def fold_sum(terms: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Quantizer:
-    """Quantizer `rtn` or `mse`. importance, for mse only: weight of each column's squared error, float32 [K] >= 0."""
+    """Quantizer `rtn` or `mse`.
+
+    importance, for mse only: weight of each column's squared error, float32 >= 0, [K] or of each expert [E, K].
+    """
 
     name: str = "rtn"
     importance: torch.Tensor | None = field(default=None, compare=False)

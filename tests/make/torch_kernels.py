@@ -12,7 +12,7 @@ import torch
 from hqconv.cpu_loops import arithmetic
 from hqconv.humming_layout.runtime import humming
 from hqconv.quantization.quantized import code_of, fold_sum
-from hqconv.quantization.scale_search import CandidateScales
+from hqconv.quantization.scale_search import CandidateScales, Ladder, sweep_each
 from hqconv.schemas.weight_schema import WeightSchema
 
 CHUNK = 1 << 20  # weights whose errors are computed at once, in float64
@@ -39,7 +39,8 @@ def row_errors(
 ) -> torch.Tensor:
     """Squared error of each row's part of each group under `scales`, float64 [E, N, G].
 
-    words: packed codes; None to choose codes for the scales. importance: weight of each column's error, float64 [K].
+    words: packed codes; None to choose codes for the scales. importance: weight of each column's error, float64
+    [1 or E, K].
     """
     num_groups, ops = scales.scale.size(2), humming().ops
     out = torch.empty(*stack.shape[:2], num_groups, dtype=torch.float64, device=stack.device)
@@ -51,9 +52,47 @@ def row_errors(
             numbers = _meaning(ops.unpack_weight(words[e, rows].contiguous(), schema.num_bits), schema)
         terms = (values.double() - _decode(numbers, groups).double()).square_()
         if importance is not None:
-            terms *= importance
+            terms *= importance[e % len(importance)]
         out[e, rows] = fold_sum(terms.view(len(values), num_groups, -1))
     return out
+
+
+def row_fits(
+    stack: torch.Tensor, scales: CandidateScales, schema: WeightSchema, importance: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of w * v and of v * v, float64 [E, N, G] each: v, what the weight's code stands for, less the zero point."""
+    num_groups = scales.scale.size(2)
+    out = torch.empty(2, *stack.shape[:2], num_groups, dtype=torch.float64, device=stack.device)
+    for e, rows in _chunks(stack):
+        values, groups = stack[e, rows].float(), _of_rows(scales, stack, e, rows)
+        numbers = _numbers(values, groups, schema)
+        if groups.zero is not None:
+            numbers = numbers - _spread(groups.zero, values.size(1))
+        for index, terms in enumerate((values.double() * numbers.double(), numbers.double().square())):
+            weighted = terms if importance is None else terms * importance[e % len(importance)]
+            out[index, e, rows] = fold_sum(weighted.view(len(values), num_groups, -1))
+    return out[0], out[1]
+
+
+def can_sweep(schema: WeightSchema) -> bool:
+    """True for every schema that has scales of rows: `sweep` tries them all."""
+    return schema.weight_scale_type in ("group", "channel")
+
+
+def sweep(
+    stack: torch.Tensor,
+    start: CandidateScales,
+    least: torch.Tensor,
+    ladder: Ladder,
+    floor: torch.Tensor | None,
+    schema: WeightSchema,
+    importance: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Steps of the best scales and their errors: every step below the limit is tried."""
+    amax = stack.float().abs().view(*stack.shape[:2], start.scale.size(2), -1).amax(-1).clamp_min(1e-30)
+    return sweep_each(
+        start, least, ladder, floor, amax, lambda tried: row_errors(stack, tried, None, None, schema, importance)
+    )
 
 
 def _chunks(stack: torch.Tensor) -> list[tuple[int, slice]]:
