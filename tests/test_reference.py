@@ -119,6 +119,16 @@ def commands(folder: Path) -> Iterator[tuple[str, Any]]:
     (folder / "text").write_text("1 2 3")
     made = ("--text", folder / "text", "-o", folder / "made.safetensors", "--device", "cpu")
     yield "ImportanceFile", told("importance", folder / "mixtral", *made)
+    for number, (name, *more) in enumerate(
+        (
+            ("src", "--bits", 6, "--candidates", "mxfp4,int8", "--max-layer-error", 0.5),
+            ("src", "--size", "9MB", "--quantizer", "mse", "--importance", folder / "columns.safetensors"),
+            ("coded", "--bits", 99, "--input-schema", "fp8"),
+            ("rounded-src", "--bits", 99, "--candidates", "source", "--dtype", "bfloat16", "--round-scales"),
+        )
+    ):
+        recipe = folder / f"{number}.toml"
+        yield "Allocation", told("allocate", folder / name, "-o", recipe, *more, *options)
     yield "Schemas", told("schemas")
     yield "Recipes", told("schemas", "--recipes")
 

@@ -82,6 +82,19 @@ def convert(
     _end(VerificationError, is_wrong=not is_good)
 
 
+@app.command(cls=GroupedCommand)
+@guarded
+@takes(api.allocate)
+def allocate(*, json: bool, quiet: bool, **options: Any) -> None:
+    """Choose a schema for each layer within a budget of bytes or bits, and write a recipe for convert --config."""
+    if is_distributed():
+        what, remedy = "`allocate` runs in one process.", "Run it without torchrun."
+        raise RequestError(what, found="several processes of torchrun", remedy=remedy)
+    document = convert_command.allocate(options, quiet=quiet).to_dict()
+    if json or not quiet:
+        _print_result(document, json=json)
+
+
 def _end(kind: type[HqconvError], *, is_wrong: bool) -> None:
     """Exit with the code of this kind of error if `is_wrong`; the problem is already shown."""
     if is_wrong:

@@ -18,7 +18,7 @@ import typer
 from hqconv.errors import RequestError
 from hqconv.schemas import gpu_target, input_schema, weight_schema
 from hqconv.schemas.config_files import RECIPES, shipped
-from hqconv.schemas.options import CHECKS, ConversionOption, conversion_options
+from hqconv.schemas.options import CHECKS, ConversionOption, Objective, conversion_options
 from hqconv.schemas.recipe import no_schema
 
 
@@ -52,6 +52,13 @@ def _checks_with(incomplete: str) -> list[str]:
     """Completion of a comma-separated list of checks: each check that is not in the list yet."""
     before, comma, typed = incomplete.rpartition(",")
     return [f"{before}{comma}{name}" for name in CHECKS if name.startswith(typed) and name not in before.split(",")]
+
+
+def _schemas_with(incomplete: str) -> list[str]:
+    """Completion of a comma-separated list of schemas."""
+    before, comma, typed = incomplete.rpartition(",")
+    names = [*weight_schema.PRESETS, weight_schema.SOURCE]
+    return [f"{before}{comma}{name}" for name in names if name.startswith(typed) and name not in before.split(",")]
 
 
 _AT_LEAST_ONE = {"min": 1}
@@ -104,6 +111,24 @@ OPTIONS: dict[str, Option] = {
     "tokens": Option(str, "Batch sizes of the kernel check, in tokens."),
     "max_error": Option(
         float | None, "Fail with exit code 1 if any projection's relative error exceeds this value, e.g. 0.15."
+    ),
+    "size": Option(
+        str | None, "Budget: bytes of the files of experts of all ranks, scales and padding included, e.g. 120GB."
+    ),
+    "bits": Option(float | None, "Budget: the same as mean bits for each weight of the experts, e.g. 4.25."),
+    "objective": Option(
+        Objective, "Meaning of the budget: all files of experts, or only the experts that one token reads."
+    ),
+    "candidates": Option(
+        str | None,
+        "Comma-separated list of schemas, e.g. mxfp4,int4-g32,fp8.  [default: a list that fits target and activations]",
+        settings={"autocompletion": _schemas_with},
+    ),
+    "max_layer_error": Option(float | None, "Maximum relative error of each layer, e.g. 0.15."),
+    "allocation": Option(
+        Path | None,
+        "Draw the curve of error against size: the .allocation.json file beside the recipe of `hqconv allocate`.",
+        settings=_ANY_PATH,
     ),
     "gpu": Option(
         str | None,
@@ -190,6 +215,7 @@ OPTIONS |= {name: _conversion_option(option) for name, option in conversion_opti
 _RANKS = ("tp", "ep", "expert_placement", "redundant_experts")
 _SHARED = ("json", "quiet", "verbose", "log_file")  # options of every command
 _GROUPS = {
+    "Budget": ("size", "bits", "objective", "candidates", "max_layer_error"),
     "Quantization and layout": (*(conversion_options().keys() - set(_RANKS)), "config", "source_digests"),
     "Hugging Face Hub": ("revision", "cache_limit", "keep_source", "push_to", "private", "branch"),
     "Parallelism": _RANKS,
@@ -217,6 +243,10 @@ _HELP_OF = {
     ("compare", "max_memory"): "Maximum host memory for the check against --source, e.g. 4GiB.",
     ("compare", "threads"): "Number of threads of the check against --source.  [default: all processors]",
     ("compare", "source"): "Source checkpoint to measure errors against: a folder or a Hub repo id.",
+    ("allocate", "out"): "Recipe, a TOML file for convert --config.  [default: ./<model>-<budget>.toml]",
+    ("allocate", "overwrite"): "Replace an existing recipe and the document beside it.",
+    ("allocate", "revision"): "Branch, tag or commit of the source, if it is a Hub repo.",
+    ("allocate", "threads"): "Number of threads that encode experts.  [default: all processors]",
     ("convert", "revision"): "Branch, tag or commit of the source, if it is a Hub repo.",
     ("convert", "quiet"): "Print errors only, plus the output of --json and --dry-run.",
     ("convert", "threads"): "Number of threads that encode experts.  [default: all processors]",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from rich.table import Table
 from hqconv.artifact.error_summary import summarize_errors
 from hqconv.cli.output import printable_document
 from hqconv.cli.progress_bar import human_bytes, human_rate, human_seconds
-from hqconv.errors import NUM_SHOWN, plural
+from hqconv.errors import NUM_SHOWN, number_text, plural
 from hqconv.formats.source_format import PLAIN
 from hqconv.reports.documents import Words as Document
 from hqconv.schemas.activation import Activation
@@ -544,6 +545,32 @@ def _show_importance(console: Console, document: Document) -> None:
     console.print(f"Use it with: hqconv convert … --quantizer mse --importance {shlex.quote(document['out'])}")
 
 
+def _show_allocation(console: Console, document: Document) -> None:
+    """Print the totals of an allocation, the layers by schema, and one schema for all layers to compare with."""
+    chosen, budget = document["chosen"], document["budget"]
+    of = "all files of experts" if budget["objective"] == "size" else "the experts that a token reads"
+    counts = Counter(layer["chosen"] for layer in document["layers"].values())
+    least = number_text(document["least_possible_error"], chosen["relative_error"])
+    proof = "no choice within the budget has less" if document["is_optimal"] else f"no choice has less than {least}"
+    print_facts(
+        console,
+        (
+            ("budget", f"{human_bytes(budget['limit_bytes'])} of {of}"),
+            ("chosen", f"{human_bytes(chosen['size_bytes'])}, {chosen['bits_per_weight']:.4f} bits per weight"),
+            ("error", f"{chosen['relative_error']:.4g} (root mean square of all layers); {proof}"),
+            ("layers", ", ".join(f"{name}: {count}" for name, count in counts.most_common())),
+        ),
+    )
+    rows = [
+        (name, f"{point['bits_per_weight']:.4f}", human_bytes(point["size_bytes"]), f"{point['relative_error']:.4g}")
+        for name, point in document["uniform"].items()
+    ]
+    if rows:
+        console.print()
+        print_table(console, ("one schema for all layers", "bits per weight", "size", "error"), rows)
+    console.print(f"\nUse the recipe with: hqconv convert … --config {shlex.quote(document['out'])}")
+
+
 def _show_warm(console: Console, document: Document) -> None:
     """Print the result of `hqconv warm`."""
     left_out, gpu = ", ".join(document["activations_left_out"]), document["gpu"]
@@ -601,6 +628,7 @@ _SHOW = {
     "publication": show_publication,
     "push": show_push,
     "importance": _show_importance,
+    "allocation": _show_allocation,
 }
 
 

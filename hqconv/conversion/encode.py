@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -15,7 +16,6 @@ from hqconv.errors import InputError
 from hqconv.formats.decode_matrix import SourceMatrix
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.moe_layer import MoeLayer
-from hqconv.models.source_protocol import Source
 from hqconv.planning.layer_encoding import LayerEncoding
 from hqconv.quantization.coded_matrix import CodedMatrix
 from hqconv.quantization.deferred_checks import deferring_checks, is_any
@@ -45,12 +45,25 @@ class EncodedBatch:
         return self._error_sums(measured)
 
 
+class ExpertSource(Protocol):
+    """The part of a source that gives the decoded projections of an expert."""
+
+    def read_expert(
+        self, layer: MoeLayer, expert: int, roles: Sequence[str], device: torch.device, raw: RawExperts | None = None, /
+    ) -> dict[str, SourceMatrix]: ...
+
+
+def is_asynchronous(device: torch.device) -> bool:
+    """Return whether a device runs ahead of the host, so that experts are encoded as one batch."""
+    return device.type in _ASYNCHRONOUS
+
+
 class DeferredCheckError(Exception):
     """A deferred check failed: the batch must be encoded again with `is_careful`."""
 
 
 def encode_batch(
-    source: Source,
+    source: ExpertSource,
     layer: MoeLayer,
     experts: Sequence[int],
     raw: RawExperts | None,
@@ -65,16 +78,16 @@ def encode_batch(
     DeferredCheckError, unless `is_careful`.
     """
     raw = None if raw is None else raw.on(device)
-    stacks = _float_stacks(layer, raw)
+    stacks = float_stacks(layer, raw)
     if stacks is not None:
         done: dict[str, QuantizedStack] = {}
         for roles in _coupled_roles(layer):
             floats = [stacks[role] for role in roles]
-            quantizer = _quantizer(encoding, roles)
+            quantizer = quantizer_of(encoding, roles)
             results = quantize_stacks(floats, encoding.schema, encoding.param_dtype, quantizer=quantizer)
             done |= dict(zip(roles, results, strict=True))
         return _check_later(layer, experts, done, encoding)
-    if device.type in _ASYNCHRONOUS and not is_careful:
+    if is_asynchronous(device) and not is_careful:
         with deferring_checks() as checks:
             done = _encode_unchecked(source, layer, experts, raw, encoding, device)
         return _check_later(layer, experts, done, encoding, checks.all())
@@ -90,11 +103,12 @@ def _check_later(
 ) -> EncodedBatch:
     """Return a batch whose values and deferred checks are checked in its `error_sums`."""
     sums = [stack.sums() for stack in done.values()]
+    bare = {role: replace(stack, tensors={}) for role, stack in done.items()}  # the tensors may be freed before
 
     def error_sums(measured: Sequence[torch.Tensor]) -> dict[str, list[ErrorSums]]:
         if len(measured) > len(sums) and bool(measured[-1].any()):
             raise DeferredCheckError
-        found = {role: stack.error_sums(one) for (role, stack), one in zip(done.items(), measured, strict=False)}
+        found = {role: stack.error_sums(one) for (role, stack), one in zip(bare.items(), measured, strict=False)}
         for index, expert in enumerate(experts):
             for roles in _coupled_roles(layer):
                 _check_numbers({_tensor_name(layer, expert, role): found[role][index] for role in roles}, encoding)
@@ -115,7 +129,7 @@ def _coupled_roles(layer: MoeLayer) -> Iterator[list[str]]:
         yield [role for role in coupled if role in layer.roles]
 
 
-def _float_stacks(layer: MoeLayer, raw: RawExperts | None) -> dict[str, torch.Tensor] | None:
+def float_stacks(layer: MoeLayer, raw: RawExperts | None) -> dict[str, torch.Tensor] | None:
     """Return every projection of all experts as [E, N, K], where they are stored as floats; None otherwise."""
     if raw is None or not layer.format.is_float or layer.has_bias:
         return None
@@ -124,7 +138,7 @@ def _float_stacks(layer: MoeLayer, raw: RawExperts | None) -> dict[str, torch.Te
 
 
 def _encode_unchecked(
-    source: Source,
+    source: ExpertSource,
     layer: MoeLayer,
     experts: Sequence[int],
     raw: RawExperts | None,
@@ -149,7 +163,7 @@ def _encode_unchecked(
 
 
 def _encode_each(
-    source: Source,
+    source: ExpertSource,
     layer: MoeLayer,
     experts: Sequence[int],
     raw: RawExperts | None,
@@ -163,11 +177,9 @@ def _encode_each(
             matrices = source.read_expert(layer, expert, roles, device, raw)
             for role, one in encode(matrices, encoding).items():
                 each[role].append(one)
-    return EncodedBatch(
-        {role: stack_tensors([one.tensors for one in parts]) for role, parts in each.items()},
-        [],
-        lambda _: {role: [one.error_sums for one in parts] for role, parts in each.items()},
-    )
+    found = {role: [one.error_sums for one in parts] for role, parts in each.items()}
+    tensors = {role: stack_tensors([one.tensors for one in parts]) for role, parts in each.items()}
+    return EncodedBatch(tensors, [], lambda _: found)
 
 
 def encode(matrices: Mapping[str, SourceMatrix], encoding: LayerEncoding) -> dict[str, Quantized]:
@@ -202,12 +214,12 @@ def _quantized_stacks(each: Sequence[Mapping[str, SourceMatrix]], encoding: Laye
         encoding.param_dtype,
         powers,
         count_exact=encoding.is_coded,
-        quantizer=_quantizer(encoding, roles),
+        quantizer=quantizer_of(encoding, roles),
     )
     return dict(zip(roles, done, strict=True))
 
 
-def _quantizer(encoding: LayerEncoding, roles: Sequence[str]) -> Quantizer:
+def quantizer_of(encoding: LayerEncoding, roles: Sequence[str]) -> Quantizer:
     """Return the quantizer of projections with the same input."""
     if encoding.importance is None:
         return Quantizer(encoding.quantizer)

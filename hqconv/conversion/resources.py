@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
@@ -105,14 +105,22 @@ class Staging:
         return {**asdict(self), "num_slots": self.num_slots}
 
 
-def plan_staging(layers: Sequence[MoeLayerPlan], resources: Resources, *, reads_ahead: bool = True) -> Staging:
+def plan_staging(
+    layers: Sequence[MoeLayerPlan],
+    resources: Resources,
+    *,
+    reads_ahead: bool = True,
+    more_bytes: Callable[[MoeLayerPlan], int] = lambda _: 0,
+) -> Staging:
     """Choose the number of lanes that memory and threads allow, and then the number of experts in a batch.
 
-    Raises RequestError if not even one expert fits.
+    more_bytes: host memory of a CPU lane beside that of a conversion. Raises RequestError if not even one expert fits.
     """
 
     def host(planned: MoeLayerPlan, num_experts: int) -> int:
-        decoded = 0 if resources.is_cuda and reads_ahead else working_bytes(planned, num_experts)
+        decoded = 0
+        if not (resources.is_cuda and reads_ahead):
+            decoded = working_bytes(planned, num_experts) + more_bytes(planned)
         return decoded + (gpu_staging_bytes(planned, num_experts) if resources.is_cuda else 0)
 
     needs = {"--max-memory": (resources.max_memory_bytes, host, "memory")}

@@ -174,6 +174,33 @@ def _short(layer: Document) -> str:
     return f"layer {layer['layer']}" if layer["layer"] >= 0 else str(layer["name"])
 
 
+def allocation_section(document: Document) -> Part | None:
+    """Curve of error against size, with one schema for all layers and the choice of the recipe."""
+    found = document.get("allocation")
+    if found is None:
+        return None
+    chosen = found["chosen"]
+    legend = (
+        "Each corner of the line is a choice of schemas for the layers; no choice of its size or less has a smaller "
+        "error. The error is the root of the mean squared relative error of all layers, measured before the conversion."
+    )
+    rows = [
+        (name, float(point["bits_per_weight"]), size(point["size_bytes"]), float(point["relative_error"]))
+        for name, point in (("chosen", chosen), *found["uniform"].items())
+    ]
+    of = "all files of experts" if found["budget"]["objective"] == "size" else "the experts that one token reads"
+    limit = f"{size(found['budget']['limit_bytes'])} of {of}"
+    least = f"{found['least_possible_error']:.4g}"
+    return section(
+        "allocation",
+        "Allocation",
+        note(legend),
+        curve_plot(found),
+        facts((("budget", limit), ("least possible error within it", least))),
+        table(("schema of all layers", "bits per weight", "size", "error"), rows, "One schema for all layers"),
+    )
+
+
 def experts_section(document: Document) -> Part | None:
     """Heat maps with a row for each layer and a cell for each expert, and the experts with the largest errors."""
     found = document["experts"]
@@ -275,6 +302,7 @@ def page(document: Document) -> str:
     sections = (
         _made(document),
         errors_section(document),
+        allocation_section(document),
         experts_section(document),
         codes_section(document),
         checks_section(document["verification"]),
@@ -468,6 +496,43 @@ def lines_plot(title: str, names: Sequence[str], series: Mapping[str, tuple[str,
         "lines": lines,
         "dots": dots,
         "legend": [{"css": css, "series": name} for name, (css, _) in series.items()],
+    }
+
+
+def curve_plot(found: Document) -> Part:
+    """Plot errors over bits per weight: a line for the curve, dots for one schema for all layers and for the choice."""
+    series = (
+        ("best choice of each size", "w1", [("curve", point) for point in found["curve"]]),
+        ("one schema for all layers", "w3", list(found["uniform"].items())),
+        ("chosen", "w2", [("recipe", found["chosen"])]),
+    )
+    is_size = found["budget"]["objective"] == "size"
+    key = "bits_per_weight" if is_size else "token_bytes"
+    places = [float(point[key]) for _, _, points in series for _, point in points]
+    low, high = min(places), max(places)
+    marks = ticks(max(float(point["relative_error"]) for _, _, points in series for _, point in points))
+
+    def at(point: Document) -> str:
+        x = (float(point[key]) - low) / (high - low) if high > low else 0.5
+        return f"{_WIDTH * x:.5g} {_y(float(point['relative_error']), marks[-1])}"
+
+    def shown(place: float) -> str:
+        return f"{place:.4g} bits" if is_size else f"{size(place)} for a token"
+
+    dots = [
+        {"css": css, "at": at(point), "name": f"{name}, {shown(float(point[key]))}", "series": "error"}
+        | {"value": float(point["relative_error"])}
+        for _, css, points in series
+        for name, point in points
+    ]
+    title = "Error over bits per weight" if is_size else "Error over bytes of experts that one token reads"
+    return {
+        **_frame("lines", title, marks, [number(mark) for mark in marks]),
+        "label": title,
+        "ends": [shown(low), shown(high)],
+        "lines": [{"css": "w1", "path": "M" + "L".join(at(point) for point in found["curve"])}],
+        "dots": [dot for dot in dots if dot["css"] != "w1"],
+        "legend": [{"css": css, "series": name} for name, css, _ in series],
     }
 
 

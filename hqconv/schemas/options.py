@@ -23,6 +23,8 @@ from hqconv.schemas.weight_schema import ParamDtype, WeightSchema
 Quantizer = Literal["rtn", "mse"]
 QUANTIZERS: tuple[Quantizer, ...] = get_args(Quantizer)
 RTN, MSE = QUANTIZERS  # round-to-nearest, or scales searched for the least squared error
+Objective = Literal["size", "bandwidth"]
+SIZE, BANDWIDTH = get_args(Objective)  # budget of `allocate`: bytes of all files, or those read for one token
 CheckName = Literal["files", "weights", "kernel"]
 CHECKS: tuple[CheckName, ...] = get_args(CheckName)  # of `verify`, in their order
 ENCODING_KEYS = ("round_scales", "quantizer", "quantizer_version", "importance")  # of a manifest, where they apply
