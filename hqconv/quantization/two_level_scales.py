@@ -51,10 +51,10 @@ def split_powers(
 
 @dataclass(frozen=True, eq=False)
 class TwoLevelScales:
-    """Scales on two levels, stored and as numbers; legend of the module.
+    """Scales on two levels, stored and as numbers.
 
-    group: stored fp8 or e8m0 scales [E, N, G]; second: stored second scale, float32 [E] or [E, N] in the parameter dtype.
-    second_value: float32 [E, 1 or N, 1]. limit: largest code of a float type, to which codes saturate; 0 for the other
+    group: stored fp8 or e8m0 scales [E, N, G]. second: stored second scales, float32 [E], or [E, N] in the parameter
+    dtype. second_value: float32 [E, 1 or N, 1]. limit: largest code of a float type, which saturates; 0 for the other
     types, whose encoders saturate by themselves.
     """
 
@@ -69,7 +69,7 @@ class TwoLevelScales:
         return scale_values(self.group)
 
     def inverse(self) -> torch.Tensor:
-        """Return the factor from weights to codes, float32 [E, N, G]: 0 where the product of both scales is 0 or NaN."""
+        """Return the factor from weights to codes, float32 [E, N, G]; 0 where the scales' product is 0 or NaN."""
         effective = self.group_value * self.second_value
         return torch.where(effective.abs() > 0, effective.reciprocal(), torch.zeros_like(effective))
 

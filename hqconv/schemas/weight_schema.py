@@ -260,7 +260,7 @@ def resolve_schema(text: str) -> WeightSchema:
 
 
 def _named(text: str) -> WeightSchema | None:
-    """Return the schema of a preset or shorthand, None for others. Raises RequestError for an impossible combination."""
+    """Return the schema of a preset or shorthand, None for others. Raises RequestError for what cannot be."""
     if text in PRESETS:
         return PRESETS[text]
     match = _SHORTHAND.fullmatch(text)
