@@ -178,7 +178,7 @@ def _check_second_scale(schema: WeightSchema, need: Need) -> None:
     if kind == "none":
         return
     need(schema.weight_scale_type == "group", "weight_scale_type", "group, where there is a second scale")
-    expected = "float8e4m3, float8e5m2, or per channel float8e8m0 as well, under a second scale"
+    expected = "float8e4m3 or float8e5m2 under a second scale, float8e8m0 under one per channel"
     need(kind in _SCALE_2_TYPES.get(schema.bs_dtype or "", ()), "bs_dtype", expected)
 
 
