@@ -108,9 +108,12 @@ def source_param_dtype(experts: ExpertMap) -> str | None:
 
 
 def named(schema: WeightSchema) -> WeightSchema:
-    """Return the same schema under the name of its preset or shorthand."""
+    """Return the same schema under the name of its preset or shorthand.
+
+    8-bit scales without a second one keep the name `source`, which manifests had before there was a shorthand of them.
+    """
     known, shorthand = [*PRESETS.values()], shorthand_of(schema)
-    if shorthand:
+    if shorthand and (schema.bs_dtype in (None, *PARAM_DTYPES) or schema.weight_scale_2_type != "none"):
         known.append(resolve_schema(shorthand))
     return next((one for one in known if one.humming_fields() == schema.humming_fields()), schema)
 

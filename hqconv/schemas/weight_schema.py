@@ -240,6 +240,7 @@ _CODES = {
     **{f"int{bits}": f"uint{bits}" for bits in range(1, 9)},
 }
 CODES = ("intN", *(code for code in _CODES if code.startswith("fp")))
+RECOMMENDED = ("int4-g32-e4m3", "int4-g32-e4m3-row", "int4-g16-e4m3", "fp4-g32-e4m3", "int3-g32-e4m3")
 _EXAMPLES = tuple(f"{code}-g32-{scale}" for code in ("int4", "fp4", "fp8") for scale in ("e4m3", "e4m3-row"))
 _SCALED = re.compile(rf"({'|'.join(sorted(_CODES, reverse=True))})-g([1-9]\d*)-(e4m3|e5m2|e8m0)(-row)?")
 

@@ -67,11 +67,9 @@ def hard_matrix(num_rows: int, num_columns: int, dtype: torch.dtype, seed: int) 
     return weights.to(dtype)
 
 
-# Second scales above 8-bit ones, of every kind of code: symmetric integers, floats, sign and magnitude.
-TWO_LEVELS = (
-    *("int4-g32-e4m3", "int4-g16-e4m3-row", "int3-g64-e5m2", "int1-g32-e4m3", "fp4-g32-e4m3", "fp8-g128-e5m2"),
-    *("fp4-g32-e8m0-row", "int8-g32-e8m0-row"),
-)
+# Second scales above 8-bit ones, of every kind of code and scale; the first ones have recordings.
+SECOND_SCALES = ("int4-g32-e4m3", "int4-g16-e4m3-row", "fp4-g32-e4m3", "fp4-g32-e8m0-row")
+TWO_LEVELS = (*SECOND_SCALES, "int3-g64-e5m2", "int1-g32-e4m3", "fp8-g128-e5m2", "int8-g32-e8m0-row")
 # Schemas that no preset names, each with another way of storing scales.
 RARE_SCHEMAS = {
     schema.name: schema
