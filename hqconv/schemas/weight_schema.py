@@ -245,6 +245,11 @@ _EXAMPLES = tuple(f"{code}-g32-{scale}" for code in ("int4", "fp4", "fp8") for s
 _SCALED = re.compile(rf"({'|'.join(sorted(_CODES, reverse=True))})-g([1-9]\d*)-(e4m3|e5m2|e8m0)(-row)?")
 
 
+def known_names() -> list[str]:
+    """List the names that a shell completes: presets, good ones of the shorthand, and `source`."""
+    return [*PRESETS, *RECOMMENDED, SOURCE]
+
+
 def resolve_schema(text: str) -> WeightSchema:
     """Return the schema of `--schema TEXT`: a preset, a shorthand, or a path ending in .toml, or a `shipped` file.
 

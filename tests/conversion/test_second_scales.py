@@ -9,7 +9,10 @@ import torch
 
 import hqconv
 from hqconv.errors import RequestError
+from hqconv.quantization.coded_matrix import CodedMatrix
+from hqconv.quantization.direct_tensors import express
 from hqconv.schemas.grid import Grid
+from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.conversions import assert_verified, check, manifest, run
 from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import load_file
@@ -66,6 +69,19 @@ def test_another_row_scale_is_found(name: str, src: Path, tmp_path: Path) -> Non
     assert not report.passed
     findings = [finding for result in report.results for finding in result.findings]
     assert any("scale_2" in str(finding) for finding in findings), findings
+
+
+def test_powers_of_two_beyond_float16_are_not_kept() -> None:
+    """Another converter's exponents under row scales: below 2^-14 they count as zero, above 2^15 they are refused."""
+    schema, packed = resolve_schema("fp4-g32-e8m0-row"), torch.zeros(32, 4, dtype=torch.int32)
+    for byte, param, is_kept in ((142, "float16", True), (143, "float16", False), (254, "bfloat16", True)):
+        scale = torch.full((32, 1), byte, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+        coded = CodedMatrix("float4e2m1", packed, scale, 1, 32, scale_2=torch.ones(32))
+        if is_kept:
+            assert express(coded, schema, param)["weight_scale"].view(torch.uint8).eq(byte).all()
+            continue
+        with pytest.raises(RequestError, match="too large for float16"):
+            express(coded, schema, param)
 
 
 def test_powers_of_two_become_fp8_scales_without_loss(src: Path, tmp_path: Path) -> None:

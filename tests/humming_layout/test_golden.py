@@ -64,7 +64,7 @@ def cases_of(schemas: Sequence[str]) -> set[str]:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s[0]}x{s[1]}")
 @pytest.mark.parametrize("param_dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("schema", (*SCHEMAS, *SECOND_SCALES))
+@pytest.mark.parametrize("schema", [*SCHEMAS, *SECOND_SCALES])
 def test_the_cpu_repeats_the_gpu(schema: str, param_dtype: str, shape: tuple[int, int]) -> None:
     if schema in SECOND_SCALES and case_name(schema, param_dtype, shape) not in recorded():
         pytest.skip("not recorded yet: scripts/record_golden.py, on an H200")
