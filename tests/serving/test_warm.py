@@ -79,10 +79,10 @@ def test_a_folder_of_kernels(artifact: Path, compiler: Any, tmp_path: Path) -> N
     assert str(tmp_path) not in (folder / MANIFEST).read_text()
 
 
-@pytest.mark.parametrize(
-    ("schema", "second"),
-    [("int4-g32-e4m3", "TENSOR"), ("int4-g32-e4m3-row", "CHANNEL"), ("fp4-g32-e8m0-row", "CHANNEL")],
-)
+SECOND = (("int4-g32-e4m3", "TENSOR"), ("int4-g32-e4m3-row", "CHANNEL"), ("fp4-g32-e8m0-row", "CHANNEL"))
+
+
+@pytest.mark.parametrize(("schema", "second"), SECOND)
 @pytest.mark.usefixtures("compiler")
 def test_kernels_of_second_scales(schema: str, second: str, tmp_path: Path) -> None:
     """Every GEMM is compiled for the second scale that the artifact has."""
