@@ -203,7 +203,7 @@ def _conversion_option(option: ConversionOption) -> Option:
 _FLAGS = {"tp": ("--tp", "--tensor-parallel-size"), "ep": ("--ep", "--expert-parallel-size")}
 # Limits and shell completion of conversion options.
 _SETTINGS: dict[str, dict[str, Any]] = {
-    "schema": {"autocompletion": _names_of(lambda: [*weight_schema.PRESETS, weight_schema.SOURCE])},
+    "schema": {"autocompletion": _names_of(weight_schema.known_names)},
     "input_schema": {"autocompletion": _names_of(lambda: [*input_schema.NAMED_INPUTS])},
     "target": {"autocompletion": _names_of(lambda: [*gpu_target.GPUS, *(f"sm{sm}" for sm in gpu_target.TARGETS)])},
     "tp": _AT_LEAST_ONE,

@@ -590,7 +590,7 @@ def _show_warm(console: Console, document: Document) -> None:
 
 
 def _show_schemas(console: Console, document: Document) -> None:
-    """Print the weight presets, the integer shorthand and the activation schemas."""
+    """Print the weight presets, the shorthands and the activation schemas."""
     rows = [
         (schema["name"], f"{schema['bits_per_weight']:g}", schema["description"], served_param_dtypes_text(schema))
         for schema in document["presets"]
@@ -599,11 +599,11 @@ def _show_schemas(console: Console, document: Document) -> None:
     print_table(
         console, ("schema", "bits per weight", "description", f"--layout checkpoint runs in {ENGINE.release}"), rows
     )
-    short = document["shorthand"]
-    console.print(f"\n{short['name']}: {short['description']}")
-    print_facts(
-        console, (("  bits per weight", short["bits_per_weight"]), (f"  in {ENGINE.name}", short["stock_vllm"]))
-    )
+    for short in (document["shorthand"], document["scaled_shorthand"]):
+        console.print(f"\n{short['name']}: {short['description']}")
+        print_facts(
+            console, (("  bits per weight", short["bits_per_weight"]), (f"  in {ENGINE.name}", short["stock_vllm"]))
+        )
     console.print("\nFILE.toml: the fields of Humming's HummingWeightSchema.\n")
     inputs = [
         (one["name"], one["description"], targets_text(one["targets"]), schemas_text(one["schemas"]))

@@ -185,6 +185,7 @@ def takes_powers_of_two(source: SourceFormat, schema: WeightSchema) -> bool:
     """Return whether fp8 group scales under a second scale can hold the source's powers of two: mxfp4 to nvfp4."""
     return (
         source.scale_dtype == "float8e8m0"
+        and source.scale_2 == "none"
         and not schema.rotation
         and source.b_dtype == schema.b_dtype
         and schema.bs_dtype == "float8e4m3"

@@ -32,7 +32,7 @@ from hqconv.quantization.scale_search import (
     search,
     tensors_of,
 )
-from hqconv.quantization.two_level_scales import GivenScales, two_level
+from hqconv.quantization.two_level_scales import GivenScales, group_scales, two_level
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.weight_schema import WeightSchema
 
@@ -83,6 +83,8 @@ def _groups(ranges: Ranges, schema: WeightSchema, param_dtype: str, shared: Any,
     highest, lowest, num_experts = ranges.highest, ranges.lowest, ranges.shape[0]
     if schema.weight_scale_type == "tensor":
         highest, lowest = shared[:, None], -shared[:, None]
+    if schema.weight_scale_2_type != "none":
+        return _two_level_groups(ranges, schema, param_dtype, shared, given)
     scale, lowest, zero = cpu_ops.group_scales(
         code_of(schema),
         highest,
@@ -93,17 +95,32 @@ def _groups(ranges: Ranges, schema: WeightSchema, param_dtype: str, shared: Any,
         fused=ranges.fused,
     )
     stack = torch.from_numpy(scale).view(num_experts, -1, scale.shape[-1])
-    tensors, decode_scale, scale_2, limit = _store_scales(stack, schema, param_dtype, shared, given)
-    if scale_2 is None:
-        inverse = np.float32(1) / scale
-    else:
-        inverse = decode_scale * per_row(scale_2, len(decode_scale))
-        np.divide(np.float32(1), inverse, out=inverse, where=inverse > 0)  # else 0, as it is, or NaN
-        inverse[~(inverse > 0)] = 0
+    tensors, decode_scale = _store_scales(stack, schema, param_dtype)
+    inverse = np.float32(1) / scale
     if schema.has_zero_point:
         stored, zero = _store_zero_point(zero, schema, param_dtype)
         tensors["zero_point"] = stored.reshape(num_experts, -1, stored.size(-1))
-    return Groups(tensors, inverse, lowest, decode_scale, zero, scale_2, limit)
+    return Groups(tensors, inverse, lowest, decode_scale, zero, None, 0.0)
+
+
+def _two_level_groups(
+    ranges: Ranges, schema: WeightSchema, param_dtype: str, shared: Any, given: GivenScales | None
+) -> Groups:
+    """Return 8-bit scales under a second scale, and the encoder's inputs."""
+    shape = (ranges.shape[0], -1, ranges.highest.shape[-1])
+    scale = group_scales(torch.from_numpy(ranges.highest), torch.from_numpy(ranges.lowest), schema)
+    amax = torch.from_numpy(shared).view(-1, 1, 1) if schema.weight_scale_2_type == "tensor" else None
+    scales = two_level(scale.view(shape), schema, param_dtype, amax, given)
+    stored = scales.group.view(torch.uint8)
+    values = _values_of(stored.reshape(-1, stored.size(-1)).numpy(), scales.group.dtype)
+    second = scales.second_value.reshape(-1, 1).numpy()
+    inverse = values * per_row(second, len(values))
+    is_known = np.abs(inverse) > 0  # neither 0 nor NaN
+    np.divide(np.float32(1), inverse, out=inverse, where=is_known)
+    inverse[~is_known] = 0
+    none, zero = np.zeros(values.shape), np.zeros_like(values)
+    tensors = {"weight_scale": scales.group, "weight_scale_2": scales.second}
+    return Groups(tensors, inverse, none, values, zero, second, scales.limit)
 
 
 def _encode(ranges: Ranges, groups: Groups, schema: WeightSchema, count_exact: bool) -> QuantizedStack:
@@ -178,32 +195,25 @@ class _EncoderOutput:
         )
 
 
-def _store_scales(
-    scale: torch.Tensor, schema: WeightSchema, param_dtype: str, shared: Any, given: GivenScales | None
-) -> tuple[dict[str, torch.Tensor], Array, Array | None, float]:
-    """Return stored scales of [E, rows, G], their float32 values [R, G], scale_2 [R, 1], and the clamp limit."""
+def _store_scales(scale: torch.Tensor, schema: WeightSchema, param_dtype: str) -> tuple[dict[str, torch.Tensor], Array]:
+    """Return stored scales of [E, rows, G], and their float32 values [R, G]."""
 
     def rows(values: torch.Tensor) -> Array:
         flat: Array = values.reshape(-1, values.size(-1)).numpy()
         return flat
 
     if schema.weight_scale_type == "tensor":
-        return {"weight_scale": scale.flatten()}, rows(scale), None, 0.0
-    if schema.weight_scale_2_type != "none":
-        amax = torch.from_numpy(shared).view(-1, 1, 1) if schema.weight_scale_2_type == "tensor" else None
-        stored, scale_2_tensor, scale_2, limit = two_level(scale, schema, param_dtype, amax, given)
-        tensors = {"weight_scale": stored, "weight_scale_2": scale_2_tensor}
-        return tensors, _values_of(rows(stored.view(torch.uint8)), stored.dtype), rows(scale_2), limit
+        return {"weight_scale": scale.flatten()}, rows(scale)
     if schema.bs_dtype == "float8e8m0":
         stored = (scale.view(torch.int32) >> 23).to(torch.uint8).view(torch.float8_e8m0fnu)
-        return {"weight_scale": stored}, rows(scale), None, 0.0
+        return {"weight_scale": stored}, rows(scale)
     if schema.bs_dtype == "float8e5m3":
         codec = humming().weight
         stored = codec.encode_e5m3_scale(scale)
-        return {"weight_scale": stored}, rows(codec.decode_e5m3_scale(stored)), None, 0.0
+        return {"weight_scale": stored}, rows(codec.decode_e5m3_scale(stored))
     is_block = schema.weight_scale_type == "block"
     stored = scale if is_block else scale.to(torch_dtype_of(schema.bs_dtype or param_dtype))
-    return {"weight_scale": stored}, rows(stored.float()), None, 0.0
+    return {"weight_scale": stored}, rows(stored.float())
 
 
 def _values_of(codes: Array, dtype: torch.dtype) -> Array:

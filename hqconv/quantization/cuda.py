@@ -26,7 +26,7 @@ from hqconv.quantization.scale_search import (
     search,
     tensors_of,
 )
-from hqconv.quantization.two_level_scales import GivenScales, two_level
+from hqconv.quantization.two_level_scales import GivenScales, group_scales, two_level
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.weight_schema import WeightSchema
 
@@ -109,21 +109,21 @@ def _encode_shared(
 ) -> dict[str, torch.Tensor]:
     """Return codes and scales of a stack [E, N, K] whose experts have the maxima `shared` [E]."""
     kind, bits, exponent, mantissa = cpu_ops.parse_dtype(schema.b_dtype)
-    largest = shared.new_tensor(arithmetic.largest_value(kind, bits, exponent, mantissa))
     values, amax = stack.float(), shared.view(-1, 1, 1)
     if schema.weight_scale_type == "tensor":
-        scale = amax / largest
+        scale = amax / shared.new_tensor(arithmetic.largest_value(kind, bits, exponent, mantissa))
         tensors = {"weight_scale": scale.flatten()}
         scaled = values * scale.reciprocal()
     else:
         grouped = values.view(*values.shape[:2], -1, schema.weight_scale_group_size)
-        group_scale = grouped.abs().amax(-1).clamp_min(1e-30) / largest
+        bounds = (grouped.amax(-1).clamp_min(1e-30), grouped.amin(-1).clamp_max(-1e-30))
         second = amax if schema.weight_scale_2_type == "tensor" else None
-        stored, stored_2, scale_2, limit = two_level(group_scale, schema, param_dtype, second, given)
-        tensors = {"weight_scale": stored, "weight_scale_2": stored_2}
-        effective = stored.float() * scale_2
-        inverse = torch.where(effective > 0, effective.reciprocal(), torch.zeros_like(effective))
-        scaled = (grouped * inverse.unsqueeze(-1)).clamp(-limit, limit).view_as(values)
+        scales = two_level(group_scales(*bounds, schema), schema, param_dtype, second, given)
+        tensors = {"weight_scale": scales.group, "weight_scale_2": scales.second}
+        scaled = grouped * scales.inverse().unsqueeze(-1)
+        if scales.limit:
+            scaled = scaled.clamp(-scales.limit, scales.limit)
+        scaled = scaled.view_as(values)
     codes, _, _ = humming().ops.quant_weight(
         scaled.contiguous(),
         source_dtype_str="float32",

@@ -259,10 +259,15 @@ def _shrunk_ranges(
             yield found.where(valid, start), valid
 
 
-def least_byte(stored: list[torch.Tensor], param_dtype: str) -> torch.Tensor | None:
-    """Return the least byte of e8m0 scales that float16 can hold beside the expert's largest scale: [E, 1, 1]."""
+def least_byte(stored: list[torch.Tensor], param_dtype: str, *, has_row_scale: bool = False) -> torch.Tensor | None:
+    """Return the least byte of e8m0 scales that float16 can hold beside the expert's largest scale: [E, 1, 1].
+
+    Under a scale per row, exponents are not moved into float16's range: the least one is -14.
+    """
     if stored[0].dtype != torch.float8_e8m0fnu or param_dtype != "float16":
         return None
+    if has_row_scale:
+        return torch.full((1, 1, 1), 127 - 14, dtype=torch.int32, device=stored[0].device)
     largest = torch.stack([one.view(torch.uint8).flatten(1).amax(1) for one in stored]).amax(0)
     return (largest.int() - _HALF_RANGE).view(-1, 1, 1)
 
@@ -303,7 +308,7 @@ class SearchResult:
 
 def search(starts: Sequence[SearchStart], schema: WeightSchema, param_dtype: str) -> list[SearchResult]:
     """Choose the scales of stacks, one projection each; projections that share a scale choose together."""
-    floor = least_byte([one.scales.stored for one in starts], param_dtype)
+    floor = least_byte([one.scales.stored for one in starts], param_dtype, has_row_scale=schema.has_row_scale)
     if schema.weight_scale_type != "tensor":
         return [_choose([one], schema, param_dtype, floor) for one in starts]
     return [_choose(starts, schema, param_dtype, floor)] * len(starts)

@@ -75,7 +75,10 @@ class ConversionArguments(EncodingArguments, total=False):
 
     schema: Annotated[
         str | Path | WeightSchema | None,
-        _Row("Preset, shorthand such as int4-g64-zp, FILE.toml, or source: keep the format of a quantized source."),
+        _Row(
+            "Preset, shorthand such as int4-g64-zp or int4-g32-e4m3, FILE.toml, or source: keep the format of a "
+            "quantized source."
+        ),
     ]
     target: Annotated[
         str | None,

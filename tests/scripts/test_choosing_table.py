@@ -46,12 +46,20 @@ def test_sizes_are_those_of_real_artifacts(schema: str, tmp_path: Path) -> None:
 
 def test_what_the_list_says_is_in_the_table() -> None:
     bits = {name: float(cells[0]) for name, cells in ROWS.items()}
-    assert (bits["mxfp4"], bits["nvfp4"], bits["int4-g32"]) == (4.25, 4.5, 4.5)
+    assert (bits["mxfp4"], bits["nvfp4"], bits["int4-g32"], bits["int4-g16-e4m3"]) == (4.25, 4.5, 4.5, 4.5)
     errors = [{name: float(cells[column]) for name, cells in ROWS.items()} for column in (3, 4, 5)]
-    best = [min((name for name in bits if bits[name] <= 4.5), key=of_kind.__getitem__) for of_kind in errors]
-    assert best == ["int4-g32", "nvfp4", "nvfp4"]
+    for most, expected in (
+        (3.25, ["int3-g32-e4m3"] * 3),
+        (4.25, ["int4-g32-e4m3", "fp4-g32-e4m3", "fp4-g32-e4m3"]),
+        (4.5, ["int4-g16-e4m3", "nvfp4", "nvfp4"]),
+    ):
+        fitting = [name for name in bits if bits[name] <= most]
+        assert [min(fitting, key=of_kind.__getitem__) for of_kind in errors] == expected
+    assert 0.74 < errors[0]["int4-g32-e4m3"] / errors[0]["mxfp4"] < 0.76
     even, _, large = ({name: of_kind[name] for name in ("fp8", "int8")} for of_kind in errors)
     assert even["int8"] < even["fp8"] / 3
     assert large["int8"] > large["fp8"]
     assert ROWS["nvfp4"][6:] == ["–", "no"]
+    assert ROWS["int4-g16-e4m3"][6:] == ["–", "no"]
+    assert ROWS["int4-g32-e4m3-row"][6:] == ["fp8, fp8-e5m2, int8", "yes"]
     assert [name for name in ("mxfp4", "int4-g32", "fp8") if ROWS[name][7] == "yes"] == ["mxfp4", "int4-g32", "fp8"]
