@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -34,12 +35,13 @@ from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.sources.opening import open_source
 from hqconv.verification.against_source import other_source
+from hqconv.verification.decoded_experts import decoded_experts
 from hqconv.verification.lineage import Lineage
 
 _LOG = logging.getLogger(__name__)
 
 _PASS_TOKENS = 512  # of one forward pass, if a context is not longer
-_LOADING_FACTOR = 2.5  # memory for a stage while transformers stacks and joins its experts
+_LOADING_FACTOR = 3.25  # memory for a stage while transformers stacks and joins its experts: 3.0 was measured
 _GPU_SHARE = 0.9
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -69,7 +71,7 @@ def evaluate(out: Path, source_name: str, text: Path, options: EvaluateOptions) 
         if options.write_card:
             check_card(out)
         converted = _converted_layers(artifact, source)
-        read = _artifact_experts(artifact, stack)
+        read = _artifact_experts(artifact, options.resources, stack)
         ids = token_ids(transformers, source.root, text)[: options.num_tokens]
         if len(ids) < 2:
             what, expected = "The text is too short.", "two tokens at least"
@@ -127,11 +129,20 @@ def _converted_layers(artifact: Artifact, source: Source) -> dict[str, MoeLayer]
     return {name: layers[name] for name in artifact.layers}
 
 
-def _artifact_experts(artifact: Artifact, stack: ExitStack) -> Callable[[str], Iterator[Expert]]:
-    """Return a function that yields the experts of a layer in order, decoded to float32 on the CPU.
+def _artifact_experts(artifact: Artifact, resources: Resources, stack: ExitStack) -> Callable[[str], Iterator[Expert]]:
+    """Return a function that yields the experts of a layer in order, decoded to float32.
 
-    Of the kernel layout as `hqconv.dequantize` decodes them; the checkpoint layout is read as a source.
+    Of the kernel layout as `hqconv.dequantize` decodes them, on a GPU many at a time; the checkpoint layout is read as
+    a source.
     """
+    if artifact.manifest.is_kernel and _decodes_on_device(resources):
+        pool = stack.enter_context(ThreadPoolExecutor(resources.num_threads))
+
+        def read_many(name: str) -> Iterator[Expert]:
+            layer = artifact.moe_layer(name)
+            return map(decoded_experts(artifact, layer, resources.device, pool), range(layer.num_experts))
+
+        return read_many
     if artifact.manifest.is_kernel:
 
         def read(name: str) -> Iterator[Expert]:
@@ -143,6 +154,10 @@ def _artifact_experts(artifact: Artifact, stack: ExitStack) -> Callable[[str], I
     as_source = stack.enter_context(open_source(artifact.root))
     layers = {layer.name: layer for layer in as_source.map_experts().layers}
     return lambda name: (_source_expert(as_source, layers[name], e) for e in range(layers[name].num_experts))
+
+
+def _decodes_on_device(resources: Resources) -> bool:
+    return resources.is_cuda
 
 
 def _source_expert(source: Source, layer: MoeLayer, expert: int) -> dict[str, torch.Tensor]:

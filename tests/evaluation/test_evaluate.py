@@ -243,6 +243,16 @@ def test_the_checkpoint_layout(tmp_path: Path) -> None:
         assert figures[0][key] == figures[1][key]
 
 
+def test_the_reading_for_gpus_gives_the_same_experts(
+    qwen: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    src, out, text = qwen
+    figures = [hqconv.evaluate(out, src, text, context_length=CONTEXT, **CPU)]
+    monkeypatch.setattr(evaluation, "_decodes_on_device", lambda _: True)
+    figures.append(hqconv.evaluate(out, src, text, context_length=CONTEXT, **CPU))
+    assert figures[0] == figures[1]
+
+
 # --- sources that are quantized
 
 
