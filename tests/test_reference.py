@@ -114,7 +114,7 @@ def commands(folder: Path) -> Iterator[tuple[str, Any]]:
     victim = Path(shutil.copytree(out, folder / "damaged")) / "tokenizer.json"
     victim.write_text("{ }")
     yield "Report", told("verify", victim.parent, exit_code=1)
-    save_family(folder / "mixtral", "mixtral")
+    save_family(folder / "mixtral", "mixtral", inner=64)
     write_tokenizer(folder / "mixtral")
     (folder / "text").write_text("1 2 3")
     made = ("--text", folder / "text", "-o", folder / "made.safetensors", "--device", "cpu")
@@ -129,6 +129,9 @@ def commands(folder: Path) -> Iterator[tuple[str, Any]]:
     ):
         recipe = folder / f"{number}.toml"
         yield "Allocation", told("allocate", folder / name, "-o", recipe, *more, *options)
+    run(folder / "mixtral", folder / "of-mixtral", "int4-g32")
+    made = ("--text", folder / "text", "--context", 2, "--device", "cpu")
+    yield "Evaluation", told("evaluate", folder / "of-mixtral", "--source", folder / "mixtral", *made)
     yield "Schemas", told("schemas")
     yield "Recipes", told("schemas", "--recipes")
 

@@ -240,6 +240,17 @@ def importance(*, json: bool, quiet: bool, **options: Any) -> None:
 
 @app.command(cls=GroupedCommand)
 @guarded
+@takes(api.evaluate, is_artifact=True)
+def evaluate(*, json: bool, quiet: bool, **options: Any) -> None:
+    """Measure an artifact on a text: KL divergence and perplexity against the source. Needs transformers."""
+    interrupt.expect(interrupt.card_case() if options["write_card"] else interrupt.source_case(options["source"]))
+    document = api.evaluate(**options, announce=None if quiet else say)
+    if json or not quiet:
+        _print_result(document, json=json)
+
+
+@app.command(cls=GroupedCommand)
+@guarded
 @takes(api.inspect)
 def inspect(*, json: bool, quiet: bool, **options: Any) -> None:
     """Describe a model folder, a Hub repo or an artifact."""

@@ -243,6 +243,11 @@ def page_cases(path: Path) -> tuple[Case, ...]:
     return (*cases, (f"Interrupted. {name} holds the finished page.", f":{page}"), (NOTHING,))
 
 
+def card_case() -> Case:
+    """Message while an evaluation runs that will be written to the model card."""
+    return ("Interrupted. The model card is as it was before, or holds the finished evaluation.",)
+
+
 def _name(path: Path) -> str:
     """Path on one line, without control characters."""
     from hqconv.errors import printable_line

@@ -149,6 +149,13 @@ OPTIONS: dict[str, Option] = {
     "columns": Option(Path, "Output file, e.g. columns.safetensors.", ("--out", "-o"), settings=_ANY_PATH),
     "num_tokens": Option(int, "Maximum number of tokens of the text.", ("--tokens",), settings=_AT_LEAST_ONE),
     "context_length": Option(int, "Number of tokens in a batch.", ("--context",), settings=_AT_LEAST_ONE),
+    "compute_dtype": Option(str, "Dtype of the computation: float32, bfloat16 or float16."),
+    "write_card": Option(bool, "Write the figures into the artifact's model card (README.md).", ("--write-card",)),
+    "evaluation": Option(
+        Path | None,
+        "Document of `hqconv evaluate --json` to show.  [default: the evaluation in the model card, if there is one]",
+        settings=_ANY_PATH,
+    ),
     "first": Option(Path, "First artifact.", metavar="OUT1", settings=_ANY_PATH),
     "second": Option(Path, "Second artifact, of the same model.", metavar="OUT2", settings=_ANY_PATH),
     "page": Option(Path | None, _PAGE, ("--out", "-o"), settings=_ANY_PATH),
@@ -252,6 +259,13 @@ _HELP_OF = {
     ("convert", "threads"): "Number of threads that encode experts.  [default: all processors]",
     ("convert", "private"): "With --push-to: create the Hub repo as a private repo.",
     ("convert", "branch"): "With --push-to: branch of the Hub repo.  [default: main]",
+    ("evaluate", "source"): "Source checkpoint that the artifact was made from: a folder or a Hub repo id.",
+    ("evaluate", "text"): "Text file for the evaluation, which calibration did not see.",
+    ("evaluate", "context_length"): "Number of tokens in a sequence.",
+    ("evaluate", "device"): "Device that runs the model: auto, cuda, cuda:N or cpu.",
+    ("evaluate", "max_memory"): "Maximum memory on the CPU for hidden states, one layer and logits, e.g. 48GiB.",
+    ("evaluate", "threads"): "Number of threads of the computation on the CPU.  [default: all processors]",
+    ("evaluate", "revision"): _OF_SOURCE,
     ("importance", "device"): "Device that runs the model: auto, cuda, cuda:N or cpu.",
 }
 

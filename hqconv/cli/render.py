@@ -571,6 +571,26 @@ def _show_allocation(console: Console, document: Document) -> None:
     console.print(f"\nUse the recipe with: hqconv convert … --config {shlex.quote(document['out'])}")
 
 
+def _show_evaluation(console: Console, document: Document) -> None:
+    """Print the figures of `hqconv evaluate`."""
+    kl, sides = document["kl"], [document["source_figures"], document["artifact_figures"]]
+    error = "" if kl["standard_error"] is None else f" ± {kl['standard_error']:.2g}"
+    print_facts(
+        console,
+        (
+            ("artifact", f"{document['artifact']}, {document['schema']}"),
+            ("source", document["source"]["name"]),
+            ("text", f"{document['text']['name']}: {plural(document['num_predictions'], 'predicted token')}"),
+            ("perplexity", " → ".join(f"{side['perplexity']:.4f}" for side in sides)),
+            ("log-likelihood", " → ".join(f"{-side['mean_nll']:.5f}" for side in sides) + " nats per token"),
+            ("KL divergence", f"{kl['mean']:.3g}{error} nats per token"),
+            ("", f"median {kl['median']:.3g}, 90 % {kl['p90']:.3g}, 99 % {kl['p99']:.3g}, largest {kl['max']:.3g}"),
+            ("same top token", f"{100 * document['top1_agreement']:.2f} %"),
+        ),
+    )
+    console.print("\nActivations were not quantized.")
+
+
 def _show_warm(console: Console, document: Document) -> None:
     """Print the result of `hqconv warm`."""
     left_out, gpu = ", ".join(document["activations_left_out"]), document["gpu"]
@@ -629,6 +649,7 @@ _SHOW = {
     "push": show_push,
     "importance": _show_importance,
     "allocation": _show_allocation,
+    "evaluation": _show_evaluation,
 }
 
 

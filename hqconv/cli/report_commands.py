@@ -26,6 +26,7 @@ def report(
     allocation: Path | None = None,
     sample: int | None = None,
     overwrite_page: bool = False,
+    evaluation: Path | None = None,
     device: str = "auto",
     max_memory: str | int = "4GiB",
     threads: int | None = None,
@@ -37,12 +38,13 @@ def report(
 
     out: artifact folder. source: source checkpoint, against which the weights are checked. page: output file; None for
     OUT.report.html in the current folder. allocation: document beside the recipe of `hqconv allocate`. sample: experts
-    per layer whose codes are counted. overwrite_page: replace an existing file of any kind. The other parameters are
-    those of `hqconv.verify`.
+    per layer whose codes are counted. overwrite_page: replace an existing file of any kind. evaluation: a document of
+    `hqconv evaluate`; None for that in the model card, if any. The other parameters are those of `hqconv.verify`.
 
     Raises OutputError where the page cannot be written, RequestError, VerificationError also for a manifest that is not
     the one of its own digest, and what opening the source raises.
     """
+    from hqconv.artifact.evaluation_record import read_evaluation
     from hqconv.artifact.manifest import read_manifest
     from hqconv.reports.page_document import page_place, read_allocation
 
@@ -50,6 +52,7 @@ def report(
     manifest = read_manifest(root, is_sealed=True)  # refuse a folder without a whole artifact before any work
     if allocation is not None:
         read_allocation(allocation, manifest)
+    evaluated = None if evaluation is None else read_evaluation(evaluation, manifest)
     place = page_place(root, page, overwrite=overwrite_page)
     interrupt.expect(*interrupt.page_cases(place))
     verification = None
@@ -57,7 +60,8 @@ def report(
         resources: Document = {"device": device, "max_memory": max_memory, "threads": threads, "revision": revision}
         resources |= {"cache_limit": cache_limit, "keep_source": keep_source}
         verification = api.verify(root, source, checks=["weights"], **resources)
-    return write_report(root, place, verification, sample=sample, threads=threads, allocation=allocation)
+    more: Document = {"sample": sample, "threads": threads, "allocation": allocation, "evaluation": evaluated}
+    return write_report(root, place, verification, **more)
 
 
 def page_writer(out: str | Path, page: Path | None, threads: int | None) -> Callable[[VerificationReport], None]:
@@ -87,6 +91,7 @@ def write_report(
     sample: int | None = None,
     threads: int | None = None,
     allocation: Path | None = None,
+    evaluation: Document | None = None,
 ) -> Document:
     """Write the page to `place`, a result of `page_place`, and return its document. Raises the errors of `report`."""
     from hqconv.reports.page import page as page_of
@@ -100,7 +105,7 @@ def write_report(
         if roles
     }
     num_threads = threads or len(os.sched_getaffinity(0))
-    more: Document = {"sample": sample, "num_threads": num_threads, "allocation": allocation}
+    more: Document = {"sample": sample, "num_threads": num_threads, "allocation": allocation, "evaluation": evaluation}
     document = page_document(root, checks, expert_errors, **more)
     write_page(place, page_of(document))
     if place.resolve().is_relative_to(root.resolve()):

@@ -185,13 +185,13 @@ def collect_importance(
     announce: Callable[[str], None],
 ) -> dict[str, Any]:
     """Write the importance file `columns` of a model and return a document; see `hqconv.api.collect_importance`."""
-    transformers = _transformers()
+    transformers = import_transformers("An importance file is made")
     if columns.exists() or columns.is_symlink():
         remedy = "Remove it, or choose another file with -o."
         raise OutputError("The importance file exists already.", where=str(columns), remedy=remedy)
     with open_source(model, revision) as source:
         layers, root = source.map_experts().layers, source.root
-        ids = _token_ids(transformers, root, text)[:num_tokens]
+        ids = token_ids(transformers, root, text)[:num_tokens]
         announce(f"Running {plural(len(ids), 'token')} through the model on {device}.")
         with _loading(model):
             loaded = _model_class(transformers, source).from_pretrained(root, dtype="auto").to(device).eval()
@@ -201,13 +201,13 @@ def collect_importance(
     return {"kind": "importance", "model": model, "out": str(columns), **counts}
 
 
-def _transformers() -> Any:
-    """Import transformers. Raises RequestError if it is not installed."""
+def import_transformers(what: str) -> Any:
+    """Import transformers, which does `what`. Raises RequestError if it is not installed."""
     try:
         import transformers
     except ImportError as error:
         raise RequestError(
-            "An importance file is made with transformers, which is not installed.",
+            f"{what} with transformers, which is not installed.",
             found=error,
             remedy="Run: pip install 'transformers>=5.0'.",
         ) from error
@@ -234,7 +234,7 @@ def _model_class(transformers: Any, source: Source) -> Any:
     return getattr(transformers, next(iter(architectures), ""), transformers.AutoModelForCausalLM)
 
 
-def _token_ids(transformers: Any, root: Path, text: Path) -> list[int]:
+def token_ids(transformers: Any, root: Path, text: Path) -> list[int]:
     """Return the token ids of a text file. Raises RequestError for a file without text, or an unusable tokenizer."""
     try:
         read = text.read_text(encoding="utf-8")

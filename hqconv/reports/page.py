@@ -137,6 +137,34 @@ def errors_section(document: Document) -> Part | None:
     )
 
 
+def evaluation_section(evaluation: Document | None) -> Part | None:
+    """Figures of `hqconv evaluate`; None if there was no evaluation."""
+    if evaluation is None:
+        return None
+    kl, sides = evaluation["kl"], [evaluation["source_figures"], evaluation["artifact_figures"]]
+    legend = (
+        f"{evaluation['num_predictions']} predicted tokens of {evaluation['text']['name']}, in contexts of "
+        f"{evaluation['context_length']} tokens, through the source and through the weights of this artifact, in "
+        f"transformers {evaluation['transformers_version']} ({evaluation['compute_dtype']}). Activations were not "
+        "quantized."
+    )
+    rows = [
+        ("perplexity", *(float(side["perplexity"]) for side in sides)),
+        ("negative log-likelihood, nats per token", *(float(side["mean_nll"]) for side in sides)),
+    ]
+    divergence = [tuple(float(kl[key]) for key in ("mean", "median", "p90", "p99", "max"))]
+    return section(
+        "evaluation",
+        "Predictions",
+        note(legend),
+        table(("", "source", "artifact"), rows),
+        table(
+            ("mean", "median", "90 %", "99 %", "largest"), divergence, "KL divergence of next-token distributions, nats"
+        ),
+        note(f"The most likely token is the same for {100 * evaluation['top1_agreement']:.2f} % of the tokens."),
+    )
+
+
 def _series(layers: list[Document]) -> dict[str, tuple[str, list[float | None]]]:
     """Two lines for each projection: errors of the layers, and errors of their worst experts."""
     series: dict[str, tuple[str, list[float | None]]] = {}
@@ -301,6 +329,7 @@ def page(document: Document) -> str:
     """
     sections = (
         _made(document),
+        evaluation_section(document["evaluation"]),
         errors_section(document),
         allocation_section(document),
         experts_section(document),
@@ -345,6 +374,8 @@ def _tiles(document: Document) -> list[tuple[str, str, str]]:
             (number(max(errors), 3) if errors else "–", "largest relative error of a layer", ""),
             (artifact["target"], "for the GPU", ""),
         ]
+    if document["evaluation"] is not None:
+        tiles.append((number(float(document["evaluation"]["kl"]["mean"]), 3), "KL divergence, nats per token", ""))
     return tiles
 
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hqconv.artifact.evaluation_record import evaluation_in_card
 from hqconv.artifact.manifest import Manifest, ManifestLayer, read_manifest
 from hqconv.errors import HqconvError, OutputError, RequestError, VerificationError
 from hqconv.reports.documents import Words, config_of, describe_artifact
@@ -32,13 +33,15 @@ def page_document(
     sample: int | None = None,
     num_threads: int = 1,
     allocation: Path | None = None,
+    evaluation: Words | None = None,
 ) -> Words:
     """Document of a report on the artifact at `root`, for `page` and programs; deterministic for the same input.
 
     verification: the document of `hqconv.verify`'s report; None: no check was run. of_experts: layer → projection →
     each expert's relative error against the source, as the check of weights measures it. sample: experts of each layer
     to read for `usage`, as in `hqconv.artifact.code_usage`; num_threads: at once. allocation: the document that
-    `hqconv allocate` wrote beside the artifact's recipe.
+    `hqconv allocate` wrote beside the artifact's recipe. evaluation: the document of `hqconv.evaluate`; None for the
+    one in the model card, if there is one.
 
     If `verification` failed, unreadable parts are left out, with the reason under `unreadable`. Otherwise raises
     RequestError if `root` is no artifact, VerificationError if it is damaged. Raises RequestError for the document of
@@ -48,7 +51,8 @@ def page_document(
 
     places = _places(root, verification)
     document: Words = {"kind": "page", "name": root.resolve().name, "verification": _renamed(verification, places)}
-    document |= {"artifact": None, "blocks": [], "provenance": {}, "usage": None, "unreadable": [], "allocation": None}
+    document |= {"artifact": None, "blocks": [], "provenance": {}, "usage": None, "unreadable": []}
+    document |= {"allocation": None, "evaluation": None}
     may_fail = verification is not None and not verification["passed"]
     try:
         manifest = read_manifest(root, is_sealed=not may_fail)
@@ -56,6 +60,8 @@ def page_document(
         document["artifact"] = describe_artifact(root) | _at_home(root, manifest)
         document["blocks"] = [_layer(name, layer, manifest) for name, layer in manifest.blocks.items()]
         document["provenance"] = _provenance(manifest)
+        found = evaluation_in_card(root, manifest) if evaluation is None else evaluation
+        document["evaluation"] = _renamed(found, places)
         document["usage"] = read_usage(root, sample, num_threads)
     except (VerificationError, OSError) as error:
         if not may_fail:

@@ -112,6 +112,7 @@ def test_every_document_has_the_keys_of_the_table(model: Path, made: Path, tmp_p
         "warm",
         "unfinished",
         "importance",
+        "evaluation",
     }
     for words in found:
         assert keys[words["kind"]] <= words.keys(), words["kind"]
