@@ -77,6 +77,42 @@ class Routing(NamedTuple):
         return token, self.weights[token, place]
 
 
+class ProductSums:
+    """Sums of products of inputs in tiles of neighbouring columns, float64, and of their squares."""
+
+    def __init__(self, num_columns: int, device: torch.device) -> None:
+        count = -(-num_columns // HESSIAN_TILE)
+        shape, kind = (count, HESSIAN_TILE, HESSIAN_TILE), {"dtype": torch.float64, "device": device}
+        self._products, self._squares = torch.zeros(shape, **kind), torch.zeros(shape, **kind)  # type: ignore[call-overload]
+        self._total, self._total_square = torch.zeros((2,), **kind)  # type: ignore[call-overload]
+
+    def add(self, rows: torch.Tensor, counts: torch.Tensor) -> None:
+        """Add rows float64 [T, K], each as often as its count, float64 [T]."""
+        missing = -rows.size(1) % HESSIAN_TILE
+        tiles = nn.functional.pad(rows, (0, missing)).view(len(rows), -1, HESSIAN_TILE).transpose(0, 1)
+        self._products.baddbmm_((tiles * counts[:, None]).transpose(1, 2), tiles)
+        squares = tiles.square() * counts[:, None]
+        self._squares.baddbmm_(squares.transpose(1, 2), squares)
+        self._total += counts.sum()
+        self._total_square += counts.square().sum()
+
+    def means(self, repeats: float = 1.0) -> torch.Tensor:
+        """Return the mean products, float32 [n, 128, 128], with shrunk correlations.
+
+        The correlations of few rows are partly chance, and compensation would fit it. So those of a tile are multiplied
+        by the factor with the least expected squared error (Schäfer and Strimmer 2005), which sets correlations that
+        are all chance to 0. repeats: number of rows that are the same, such as of a token's experts.
+        """
+        mean = self._products / self._total
+        scale = mean.diagonal(dim1=1, dim2=2).rsqrt().nan_to_num(posinf=0.0)
+        relative = scale[:, :, None] * scale[:, None, :]
+        chance = (self._squares - mean.square() * self._total_square).clamp_min(0) / self._total.square() * repeats
+        off = 1 - torch.eye(HESSIAN_TILE, dtype=torch.float64, device=mean.device)
+        noise, signal = ((off * one).sum((1, 2)) for one in (chance * relative.square(), (mean * relative).square()))
+        share = torch.where(signal > 0, 1 - noise / signal, torch.zeros_like(signal)).clamp(0, 1)
+        return torch.where(off > 0, mean * share[:, None, None], mean).float()
+
+
 @dataclass(frozen=True)
 class Measures:
     """Choice of the collected sums.
@@ -139,6 +175,7 @@ class Collector(TorchFunctionMode):
         """modules: the result of `matched`. Raises RequestError for weights with unknown names or without memory."""
         super().__init__()
         self._measures = measures
+        self.num_tokens = 0  # that the model has read
         self._layers = {name: layer for name, (layer, _) in modules.items()}
         self._modules = {name: module for name, (_, module) in modules.items()}
         self._routing: dict[str, Routing] = {}  # of the modules that run
@@ -146,7 +183,7 @@ class Collector(TorchFunctionMode):
         self._sums: dict[str, torch.Tensor] = {}
         self._powers: dict[str, torch.Tensor] = {}  # Σ p² of each expert
         self._counts: dict[str, torch.Tensor] = {}  # tokens of each expert
-        self._tiles: dict[str, torch.Tensor] = {}
+        self._products: dict[str, ProductSums] = {}
         places = [place for name in modules for place in self._places_of(name)]
         self._places = sorted(places)
         self._begins = [place.begin for place in self._places]
@@ -229,9 +266,7 @@ class Collector(TorchFunctionMode):
         self._powers[name][expert] += (power * seen).sum()
         self._sums[name][expert if self._measures.per_expert else 0] += (power[:, None] * rows.square()).sum(0)
         if self._measures.hessian:
-            missing = -rows.size(1) % HESSIAN_TILE
-            tiles = nn.functional.pad(rows, (0, missing)).view(len(rows), -1, HESSIAN_TILE).transpose(0, 1)
-            self._tiles[name].baddbmm_((tiles * power[:, None]).transpose(1, 2), tiles)
+            self._products[name].add(rows, power * seen)
 
     def _start(self, place: Place, rows: torch.Tensor) -> None:
         num_rows = place.num_experts if self._measures.per_expert else 1
@@ -239,8 +274,7 @@ class Collector(TorchFunctionMode):
         self._powers[place.name] = rows.new_zeros(place.num_experts)
         self._counts[place.name] = rows.new_zeros(place.num_experts, dtype=torch.int64)
         if self._measures.hessian:
-            count = -(-place.num_columns // HESSIAN_TILE)
-            self._tiles[place.name] = rows.new_zeros(count, HESSIAN_TILE, HESSIAN_TILE)
+            self._products[place.name] = ProductSums(place.num_columns, rows.device)
 
     def _router_weights(self, place: Place, expert: int, x: torch.Tensor) -> torch.Tensor | None:
         """Return the router's weight of each row of `x`; None where it is not known, or is in the rows already.
@@ -290,11 +324,15 @@ class Collector(TorchFunctionMode):
             total = self._powers[name].sum()
             found[name] = self._rows(name, self._sums[name].sum(0) / total)
             if self._measures.hessian:
-                found[f"{name}{HESSIAN}"] = (self._tiles[name] / total).float().cpu()
+                found[f"{name}{HESSIAN}"] = self._products[name].means(self._repeats(name)).cpu()
         for name, values in found.items():
             if not bool(torch.isfinite(values).all()):
                 raise InputError("The experts' input has numbers that are NaN or infinite.", where=name)
         return found
+
+    def _repeats(self, name: str) -> float:
+        """Return how often the input of a token was counted: w13 has it for each chosen expert, w2 has others."""
+        return max(1.0, float(self._counts[name].sum()) / max(1, self.num_tokens)) if name.endswith("w13") else 1.0
 
     def _rows(self, name: str, of_layer: torch.Tensor) -> torch.Tensor:
         """Return the mean of the layer, or a row for each expert."""
@@ -321,6 +359,7 @@ def collect(
     with torch.inference_mode(), collector.watching(), collector:
         for number, ids in enumerate(batches, start=1):
             model(input_ids=ids, use_cache=False)
+            collector.num_tokens += ids.numel()
             _LOG.info("Batch %d is done: %s.", number, plural(ids.numel(), "token"))
     return collector
 

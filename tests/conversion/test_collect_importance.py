@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -16,7 +17,15 @@ from typer.testing import CliRunner
 
 import hqconv
 from hqconv.cli.app import app
-from hqconv.conversion.collect_importance import Measures, Routing, collect, experts_modules, matched, token_batches
+from hqconv.conversion.collect_importance import (
+    Measures,
+    ProductSums,
+    Routing,
+    collect,
+    experts_modules,
+    matched,
+    token_batches,
+)
 from hqconv.errors import RequestError
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.sources.opening import open_source
@@ -124,6 +133,43 @@ def test_the_inner_activations_are_those_of_the_chosen_experts(family: str, tmp_
     assert few.num_few() > 0
 
 
+def shrinkage(rows: torch.Tensor, used: list[tuple[float, int, int]], repeats: int) -> float:
+    """By hand, pair by pair: one less the variance of correlations over their squares, of rows p · x."""
+    counts = torch.tensor([p * p for p, _, _ in used], dtype=torch.float64)
+    mean = (rows.T @ rows / counts.sum()).numpy()
+    squares = (rows.square().T @ rows.square()).numpy()
+    variance = np.maximum(squares - mean**2 * float(counts.square().sum()), 0) / float(counts.sum()) ** 2 * repeats
+    sizes = np.outer(np.diag(mean), np.diag(mean))
+    pairs = [(i, j) for i in range(len(mean)) for j in range(len(mean)) if i != j]
+    noise = sum(variance[i, j] / sizes[i, j] for i, j in pairs)
+    return float(np.clip(1 - noise / sum(mean[i, j] ** 2 / sizes[i, j] for i, j in pairs), 0, 1))
+
+
+@pytest.mark.parametrize(("num_tokens", "least", "most"), [(60, 0.3, 0.8), (4000, 0.95, 1.0)])
+def test_shrunk_products_are_closer_to_the_true_ones(num_tokens: int, least: float, most: float) -> None:
+    """Inputs with known products; correlations that are all chance become none."""
+    random = np.random.default_rng(2)
+    mixture, sizes = random.standard_normal((16, 128)), np.exp2(random.standard_normal(128))
+    true = (mixture.T @ mixture / 16 + 0.1 * np.eye(128)) * np.outer(sizes, sizes)
+
+    def measured(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        x = random.standard_normal((num_tokens, 128)) @ np.linalg.cholesky(matrix).T
+        sums = ProductSums(128, CPU)
+        sums.add(torch.from_numpy(x), torch.ones(num_tokens, dtype=torch.float64))
+        return x.T @ x / num_tokens, sums.means()[0].double().numpy()
+
+    def distance(products: np.ndarray) -> float:
+        return float((((products - true) / np.outer(sizes, sizes)) ** 2)[~np.eye(128, dtype=bool)].sum())
+
+    raw, shrunk = measured(true)
+    np.testing.assert_allclose(np.diag(shrunk), np.diag(raw), rtol=1e-6)
+    assert least < shrunk[0, 1] / raw[0, 1] < most
+    assert distance(shrunk) < distance(raw) * (0.95 if num_tokens < 100 else 1.01)
+    raw, shrunk = measured(np.diag(sizes))
+    off = ~np.eye(128, dtype=bool)
+    assert (shrunk[off] ** 2).sum() < 0.05 * (raw[off] ** 2).sum()
+
+
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_products_of_columns_are_those_of_the_inputs(family: str, tmp_path: Path) -> None:
     model = save_family(tmp_path, family, torch.float32, hidden=192)
@@ -136,8 +182,11 @@ def test_products_of_columns_are_those_of_the_inputs(family: str, tmp_path: Path
         used = uses(call)
         rows = torch.stack([p * call.x[t] for p, t, _ in used])
         whole = rows.T @ rows / sum(p * p for p, _, _ in used)
-        torch.testing.assert_close(tiles[0].double(), whole[:128, :128], rtol=1e-4, atol=1e-7)
-        torch.testing.assert_close(tiles[1, :64, :64].double(), whole[128:, 128:], rtol=1e-4, atol=1e-7)
+        for tile, begin, size in ((tiles[0], 0, 128), (tiles[1, :64, :64], 128, 64)):
+            columns = slice(begin, begin + size)
+            expected = whole[columns, columns] * shrinkage(rows[:, columns], used, repeats=2)
+            expected.diagonal().copy_(whole.diagonal()[columns])
+            torch.testing.assert_close(tile.double(), expected, rtol=1e-4, atol=1e-7)
         assert not bool(tiles[1, 64:].any())
         assert not bool(tiles[1, :, 64:].any())
         for gemm in ("w13", "w2"):
