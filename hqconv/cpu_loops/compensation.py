@@ -30,6 +30,8 @@ from hqconv.cpu_loops.arithmetic import (
 from hqconv.cpu_loops.bit_fields import pack_row
 from hqconv.jit import compiled
 
+_LANES = 8  # rows that are rounded side by side
+
 
 @functools.cache
 def loss_meter(code):
@@ -43,13 +45,14 @@ def loss_meter(code):
 
     @compiled
     def measure(source_NK, limit, groups, factors, is_compensated, loss_NT):
-        codes, decoded = np.empty(source_NK.shape[1], np.uint8), np.empty(source_NK.shape[1], np.float32)
-        correction = np.empty(factors[0].shape[1])
-        for n in range(source_NK.shape[0]):
+        last, width = source_NK.shape[0] - 1, factors[0].shape[1]
+        scratch = _scratch(source_NK.shape[1], width)
+        is_new = np.full(_LANES, is_compensated)
+        for n in range(0, last + 1, _LANES):
             for t in range(loss_NT.shape[1]):
-                loss_NT[n, t] = visit(
-                    source_NK[n], n, t, limit, groups, factors, is_compensated, correction, codes, decoded
-                )
+                losses = visit(source_NK, n, t, limit, groups, factors, is_new, scratch)
+                for lane in range(min(_LANES, last + 1 - n)):
+                    loss_NT[n + lane, t] = losses[lane]
 
     return measure
 
@@ -66,50 +69,67 @@ def compensating_encoder(code):
     @compiled
     def encode(source_NK, limit, groups, factors, changed_NU, out):
         packed_NB, error_N, power_N, exact_N = out
-        num_columns, num_tiles = source_NK.shape[1], factors[0].shape[0]
+        num_columns, num_tiles, last = source_NK.shape[1], factors[0].shape[0], source_NK.shape[0] - 1
         tiles_per_unit = num_tiles // changed_NU.shape[1]
-        codes, decoded = np.empty(num_columns, np.uint8), np.empty(num_columns, np.float32)
-        weights, correction = np.empty(num_columns, np.float32), np.empty(factors[0].shape[1])
-        sums = np.empty((2, num_columns // 8))
-        for n in range(source_NK.shape[0]):
+        scratch, is_new = _scratch(num_columns, factors[0].shape[1]), np.empty(_LANES, np.bool_)
+        _, _, codes_LK, decoded_LK, _ = scratch
+        weights, sums = np.empty(num_columns, np.float32), np.empty((2, num_columns // 8))
+        for first in range(0, last + 1, _LANES):
             for t in range(num_tiles):
-                is_new = changed_NU[n, t // tiles_per_unit]
-                visit(source_NK[n], n, t, limit, groups, factors, is_new, correction, codes, decoded)
-            for k in range(num_columns):
-                weights[k] = float_of(source_bits(source_NK[n, k]))
-            pack_row(codes, num_bits, packed_NB[n])
-            error_N[n], power_N[n] = fold_squares(weights, decoded, sums[0], sums[1])
-            if exact_N.size > 0:
-                exact_N[n] = count_exact(weights, decoded, groups[0].shape[1])
+                for lane in range(_LANES):
+                    is_new[lane] = changed_NU[min(first + lane, last), t // tiles_per_unit]
+                visit(source_NK, first, t, limit, groups, factors, is_new, scratch)
+            for lane in range(min(_LANES, last + 1 - first)):
+                n = first + lane
+                for k in range(num_columns):
+                    weights[k] = float_of(source_bits(source_NK[n, k]))
+                pack_row(codes_LK[lane], num_bits, packed_NB[n])
+                error_N[n], power_N[n] = fold_squares(weights, decoded_LK[lane], sums[0], sums[1])
+                if exact_N.size > 0:
+                    exact_N[n] = count_exact(weights, decoded_LK[lane], groups[0].shape[1])
 
     return encode
 
 
+@compiled
+def _scratch(num_columns, width):
+    """Allocate corrections [L, W], errors [L], codes [L, K], decoded weights [L, K] and losses [L] of L rows."""
+    codes, decoded = np.empty((_LANES, num_columns), np.uint8), np.empty((_LANES, num_columns), np.float32)
+    return np.empty((_LANES, width)), np.empty(_LANES), codes, decoded, np.empty(_LANES)
+
+
 def _tile_visitor(nearest):
+    """Build the loop over a tile of some rows at a time, so that one row's rounding need not wait for another's."""
+
     @compiled
-    def visit(row, n, t, limit, groups, factors, is_compensated, correction, codes, decoded):
+    def visit(source_NK, first, t, limit, groups, factors, is_new, scratch):
         inverse_NG, lowest_NG, scale_NG, zero_NG, scale_2_N = groups
         order_TW, feedback_TWW, penalty_TW = factors
-        width, group_size = order_TW.shape[1], u64(row.size // inverse_NG.shape[1])
-        start = u64(t * width)
-        size = u64(min(width, row.size - t * width))
-        loss = 0.0
-        for j in range(size):
-            correction[j] = 0.0
+        correction_LW, error_L, codes_LK, decoded_LK, loss_L = scratch
+        width, group_size = order_TW.shape[1], u64(source_NK.shape[1] // inverse_NG.shape[1])
+        start, last = u64(t * width), source_NK.shape[0] - 1
+        size = u64(min(width, source_NK.shape[1] - t * width))
+        correction_LW[:] = 0.0
+        loss_L[:] = 0.0
         for j in range(size):
             k = start + u64(order_TW[t, j])
-            g = k // group_size
-            group = (inverse_NG[n, g], lowest_NG[n, g], scale_NG[n, g], zero_NG[n, g], scale_2_N[n])
-            weight = float_of(source_bits(row[k]))
-            wanted = np.float64(weight) + correction[j]
-            code, value = nearest(np.float32(wanted) if is_compensated else weight, limit, group)
-            codes[k], decoded[k] = code, value
-            off = wanted - np.float64(value)
-            loss += (off * off) * penalty_TW[t, j]
-            error, feedback = np.float64(weight) - np.float64(value), feedback_TWW[t, j]
-            for i in range(j + u64(1), size):
-                correction[i] += error * feedback[i]
-        return loss
+            g, penalty = k // group_size, penalty_TW[t, j]
+            for lane in range(_LANES):
+                n = u64(min(first + lane, last))  # beyond the last row the last one once more
+                weight = float_of(source_bits(source_NK[n, k]))
+                group = (inverse_NG[n, g], lowest_NG[n, g], scale_NG[n, g], zero_NG[n, g], scale_2_N[n])
+                wanted = np.float64(weight) + correction_LW[u64(lane), j]
+                code, value = nearest(np.float32(wanted) if is_new[u64(lane)] else weight, limit, group)
+                codes_LK[u64(lane), k], decoded_LK[u64(lane), k] = code, value
+                off = wanted - np.float64(value)
+                loss_L[u64(lane)] += (off * off) * penalty
+                error_L[u64(lane)] = np.float64(weight) - np.float64(value)
+            feedback = feedback_TWW[t, j]
+            for lane in range(u64(_LANES)):
+                error, correction = error_L[lane], correction_LW[lane]
+                for i in range(j + u64(1), size):
+                    correction[i] += error * feedback[i]
+        return loss_L
 
     return visit
 
