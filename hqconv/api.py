@@ -381,20 +381,29 @@ def collect_importance(
     *,
     num_tokens: int = 65536,
     context_length: int = 512,
+    per_expert: bool = False,
+    min_tokens: int = 64,
+    hessian: bool = False,
     device: str = "auto",
     revision: str | None = None,
     announce: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Make an importance file: run a text through a model in transformers and average the experts' squared inputs.
 
+    A token counts as much as the square of the router's weight for the expert.
+
     model: a model folder or a Hub repo id (at `revision`) that transformers can run. text: a text file like those that
     the model will see. columns: the file to write; for every MoE layer `<layer>.w13` [H] and `<layer>.w2` [I], float32.
-    num_tokens: tokens of the text that are read. context_length: tokens of one batch. device: auto, cpu, cuda or
-    cuda:N, which must hold the whole model. announce: called with a sentence before the model runs.
+    num_tokens: tokens of the text that are read. context_length: tokens of one batch. per_expert: [E, H] and [E, I], a
+    row for each expert, the layer's where it saw fewer than `min_tokens` tokens. hessian: also `<layer>.w13.hessian`
+    and `<layer>.w2.hessian`, which the quantizer gptq needs: mean products of columns, [ceil(K / 128), 128, 128].
+    device: auto, cpu, cuda or cuda:N, which must hold the whole model. announce: called with a sentence before the
+    model runs.
 
     Returns a document. Raises RequestError where transformers is missing or cannot run the model, OutputError where
     `columns` exists, InputError or NetworkError for the model.
     """
+    from hqconv.conversion.collect_importance import Measures
     from hqconv.conversion.collect_importance import collect_importance as run
 
     return run(
@@ -403,6 +412,7 @@ def collect_importance(
         Path(columns),
         num_tokens=num_tokens,
         context_length=context_length,
+        measures=Measures(per_expert=per_expert, hessian=hessian, min_tokens=min_tokens),
         device=choose_device(device),
         revision=revision,
         announce=announce or (lambda _: None),

@@ -156,6 +156,13 @@ OPTIONS: dict[str, Option] = {
         "Document of `hqconv evaluate --json` to show.  [default: the evaluation in the model card, if there is one]",
         settings=_ANY_PATH,
     ),
+    "per_expert": Option(bool, "Write a row for each expert, not one for all experts of a layer.", ("--per-expert",)),
+    "min_tokens": Option(
+        int, "Tokens that an expert must see for a row of its own; others get the layer's.", settings=_AT_LEAST_ONE
+    ),
+    "hessian": Option(
+        bool, "Also write the mean products of 128 neighbouring columns, for --quantizer gptq.", ("--hessian",)
+    ),
     "first": Option(Path, "First artifact.", metavar="OUT1", settings=_ANY_PATH),
     "second": Option(Path, "Second artifact, of the same model.", metavar="OUT2", settings=_ANY_PATH),
     "page": Option(Path | None, _PAGE, ("--out", "-o"), settings=_ANY_PATH),

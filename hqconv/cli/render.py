@@ -542,7 +542,12 @@ def _show_importance(console: Console, document: Document) -> None:
     """Print the result of `hqconv importance`."""
     tensors, tokens = plural(document["num_tensors"], "tensor"), plural(document["num_tokens"], "token")
     console.print(f"{document['out']}: {tensors} from {tokens}")
-    console.print(f"Use it with: hqconv convert … --quantizer mse --importance {shlex.quote(document['out'])}")
+    if document["per_expert"] and (count := document["num_experts_below_min_tokens"]):
+        console.print(f"{plural(count, 'expert')} saw too few tokens and got the row of the layer")
+    for name in document["layers_without_router_weights"]:
+        console.print(f"{name}: the router's weights were not seen; every token counts the same")
+    quantizer = "gptq" if document["hessian"] else "mse"
+    console.print(f"Use it with: hqconv convert … --quantizer {quantizer} --importance {shlex.quote(document['out'])}")
 
 
 def _show_allocation(console: Console, document: Document) -> None:
@@ -765,9 +770,12 @@ def target_text(document: Mapping[str, Any]) -> str:
 
 def quantizer_text(document: Mapping[str, Any]) -> str:
     """Scale selection, unless it is round-to-nearest."""
-    if document["quantizer"] != "mse":
+    if document["quantizer"] not in ("mse", "gptq"):
         return ""
-    by = f", weighted by importance (sha256 {document['importance']['sha256'][:12]}…)" if document["importance"] else ""
+    digest = f" (sha256 {document['importance']['sha256'][:12]}…)" if document["importance"] else ""
+    if document["quantizer"] == "gptq":
+        return f"gptq: errors compensated in other columns, by products of inputs{digest}"
+    by = f", weighted by importance{digest}" if digest else ""
     return f"mse: scales of the least squared error{by}"
 
 

@@ -167,7 +167,7 @@ def _weighted(
     found: dict[str, list[torch.Tensor]] = {role: [] for role in layer.roles}
     device = next(iter(done.tensors["w2"].values())).device
     for roles in ([role for role in coupled if role in layer.roles] for coupled in COUPLED):
-        weights = quantizer_of(encoding, roles).importance
+        weights = quantizer_of(encoding, roles, experts).importance
         assert weights is not None
         weights = weights.to(device, non_blocking=True)
         for index, expert in enumerate(experts):
@@ -175,7 +175,7 @@ def _weighted(
                 matrices = source.read_expert(layer, expert, roles, device, raw)
             for role in roles:
                 tensors = {name: tensor[index] for name, tensor in done.tensors[role].items() if name != "bias"}
-                columns = weights if weights.ndim == 1 else weights[expert]
+                columns = weights if weights.ndim == 1 else weights[index]
                 found[role].append(weighted_sums(matrices[role].values(), tensors, encoding.schema, columns))
     return {role: torch.stack(sums) for role, sums in found.items()}
 

@@ -11,6 +11,7 @@ from typing import Any
 from hqconv.errors import RequestError
 from hqconv.planning.knapsack import Option, hull_steps, least_cost, solve
 from hqconv.planning.output_units import MoeLayerPlan
+from hqconv.schemas.artifact_names import GEMMS
 from hqconv.schemas.options import BANDWIDTH, SIZE, Objective
 
 _LOSS_BITS = 64  # of the fraction of a squared relative error: 2^-64 is far below its rounding
@@ -110,7 +111,7 @@ def _losses(plans: Mapping[str, MoeLayerPlan], measured: Mapping[str, Mapping[st
     if importance is None:
         terms = {name: [(one["error"], one["power"]) for one in measured[name].values()] for name in plans}
     else:
-        means = {gemm: _mean(values) for gemm, values in importance.items()}
+        means = {gemm: _mean(importance.columns(gemm)[0]) for gemm in GEMMS}
         terms = {
             name: [
                 (one["weighted_error"] / mean, one["weighted_power"] / mean)

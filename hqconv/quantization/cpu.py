@@ -14,13 +14,23 @@ import numpy as np
 import torch
 
 from hqconv.cpu_loops import arithmetic
+from hqconv.cpu_loops.compensation import compensating_encoder, loss_meter
 from hqconv.cpu_loops.encoders import BFLOAT16, E8M0, GIVEN, encoder
 from hqconv.cpu_loops.helper_threads import in_parts
 from hqconv.cpu_loops.scale_loops import TO_BFLOAT16, TO_FLOAT16, TO_FLOAT32, searcher
 from hqconv.humming_layout import cpu_ops
 from hqconv.humming_layout.cpu_ops import Array
 from hqconv.humming_layout.runtime import humming
-from hqconv.quantization.quantized import RTN, QuantizedStack, Quantizer, code_of, num_groups
+from hqconv.quantization.gptq import CompensationStart, compensate, inverse_of
+from hqconv.quantization.quantized import (
+    RTN,
+    HessianFactors,
+    QuantizedStack,
+    Quantizer,
+    TileFactors,
+    code_of,
+    num_groups,
+)
 from hqconv.quantization.scale_search import (
     CandidateScales,
     Ladder,
@@ -57,7 +67,9 @@ def quantize_stacks(
     each: Sequence[GivenScales | None] = given or [None] * len(ranges)
     groups = [_groups(r, schema, param_dtype, shared, g) for r, g in zip(ranges, each, strict=True)]
     if given is None and not is_plain:
-        groups = search_scales(ranges, groups, schema, param_dtype, quantizer.importance)
+        rounded, groups = groups, search_scales(ranges, groups, schema, param_dtype, quantizer.importance)
+        if quantizer.factors is not None:
+            return _compensated(ranges, rounded, groups, schema, param_dtype, quantizer.factors, count_exact)
     return [_encode(r, g, schema, count_exact) for r, g in zip(ranges, groups, strict=True)]
 
 
@@ -158,13 +170,28 @@ def _encode_in_one_pass(stack: torch.Tensor, schema: WeightSchema, scales: int, 
     return out.stack({"weight_scale": stored}, (num_experts, num_rows, num_columns))
 
 
-def _run(encode: Any, source: Array, limit: Any, groups: tuple[Array, ...], out: tuple[Array, ...]) -> None:
-    """Run an encoder over all rows, in helper threads. Arrays of one row hold for every row."""
+def _run(
+    encode: Any,
+    source: Array,
+    limit: Any,
+    groups: tuple[Array, ...],
+    out: tuple[Array, ...],
+    factors: tuple[Array, ...] | None = None,
+    changed: Array | None = None,
+) -> None:
+    """Run an encoder over all rows, in helper threads. Arrays of one row hold for every row.
+
+    factors, changed: of `compensation.compensating_encoder`.
+    """
 
     def of(arrays: tuple[Array, ...], rows: slice) -> tuple[Array, ...]:
         return tuple(one[rows] if len(one) == len(source) else one for one in arrays)
 
-    in_parts(lambda rows: encode(source[rows], limit, of(groups, rows), of(out, rows)), len(source), LEAST_ROWS)
+    def run(rows: slice) -> None:
+        more = () if changed is None else (factors, changed[rows])
+        encode(source[rows], limit, of(groups, rows), *more, of(out, rows))
+
+    in_parts(run, len(source), LEAST_ROWS)
 
 
 class _EncoderOutput:
@@ -376,9 +403,14 @@ def _rows(values: torch.Tensor) -> np.ndarray:
     return flat
 
 
-def _with_scales(groups: Groups, scales: CandidateScales, changed: torch.Tensor | None = None) -> Groups:
-    """Return the groups with other scales, where `changed` holds (None: everywhere)."""
-    inverse, lowest, zero = scales.inverse(), scales.lowest(), scales.zero
+def _with_scales(
+    groups: Groups, scales: CandidateScales, changed: torch.Tensor | None = None, inverse: torch.Tensor | None = None
+) -> Groups:
+    """Return the groups with other scales, where `changed` holds (None: everywhere).
+
+    inverse: the factor from weights to codes, if it is not the scales' own.
+    """
+    inverse, lowest, zero = scales.inverse() if inverse is None else inverse, scales.lowest(), scales.zero
     mask = None if changed is None else _rows(changed)
 
     def chosen(new: torch.Tensor, old: np.ndarray) -> np.ndarray:
@@ -399,3 +431,59 @@ def _replaced(groups: Groups, found: SearchResult, schema: WeightSchema, param_d
     limit = arithmetic.largest_value(*kind) if kind[0] == arithmetic.FLOAT else 0.0
     tensors = {**groups.tensors, **tensors_of(found.scales, schema, param_dtype)}
     return replace(_with_scales(groups, found.scales, found.changed), tensors=tensors, limit=limit)
+
+
+def _compensated(
+    ranges: Sequence[Ranges],
+    rounded: Sequence[Groups],
+    best: Sequence[Groups],
+    schema: WeightSchema,
+    param_dtype: str,
+    factors: HessianFactors,
+    count_exact: bool,
+) -> list[QuantizedStack]:
+    """Encode stacks with error compensation, starting from the scales of `mse`; see `gptq.compensate`."""
+    starts = [
+        _compensation_start(one, before, after, schema)
+        for one, before, after in zip(ranges, rounded, best, strict=True)
+    ]
+    found = compensate(starts, factors, schema, param_dtype)
+    encode, done = compensating_encoder(code_of(schema)), []
+    for one, groups, choice in zip(ranges, best, found, strict=True):
+        changed, total = _rows(choice.of_groups()), len(one.source)
+        new = _with_scales(groups, choice.scales, inverse=inverse_of(choice.scales)).per_row(total)
+        mixed = tuple(
+            np.where(changed, ours, kept) if kept.shape == changed.shape else kept
+            for ours, kept in zip(new, groups.per_row(total), strict=True)
+        )
+        out = _EncoderOutput(one.source, schema, count_exact)
+        more = (_arrays(factors.wide), _rows(choice.changed))
+        _run(encode, one.source, np.float32(groups.limit), mixed, out.arrays, *more)
+        done.append(out.stack({**groups.tensors, **tensors_of(choice.scales, schema, param_dtype)}, one.shape))
+    return done
+
+
+def _compensation_start(ranges: Ranges, rounded: Groups, best: Groups, schema: WeightSchema) -> CompensationStart:
+    meter, total = loss_meter(code_of(schema)), len(ranges.source)
+
+    def losses(one: Groups, factors: TileFactors, is_compensated: bool) -> torch.Tensor:
+        arrays, values = _arrays(factors), one.per_row(total)
+        out = np.empty((total, len(arrays[0])))
+
+        def run(rows: slice) -> None:
+            of_rows = tuple(value[rows] if len(value) == total else value for value in values)
+            meter(ranges.source[rows], np.float32(one.limit), of_rows, arrays, is_compensated, out[rows])
+
+        in_parts(run, total, LEAST_ROWS)
+        return torch.from_numpy(out).view(*ranges.shape[:2], -1)
+
+    return CompensationStart(
+        scales_of(rounded.tensors, schema),
+        scales_of(best.tensors, schema),
+        lambda factors: losses(best, factors, False),
+        lambda tried, factors: losses(_with_scales(best, tried, inverse=inverse_of(tried)), factors, True),
+    )
+
+
+def _arrays(factors: TileFactors) -> tuple[Array, ...]:
+    return factors.order.numpy(), factors.feedback.numpy(), factors.penalty.numpy()

@@ -16,7 +16,16 @@ from hqconv.errors import RequestError
 from hqconv.humming_layout import cpu_ops
 from hqconv.humming_layout.runtime import humming
 from hqconv.humming_layout.transform import humming_schema
-from hqconv.quantization.quantized import RTN, QuantizedStack, Quantizer, fold_sum, num_groups
+from hqconv.quantization.gptq import CompensationStart, compensate
+from hqconv.quantization.quantized import (
+    RTN,
+    HessianFactors,
+    QuantizedStack,
+    Quantizer,
+    TileFactors,
+    fold_sum,
+    num_groups,
+)
 from hqconv.quantization.scale_search import (
     CandidateScales,
     Ladder,
@@ -46,7 +55,7 @@ def quantize_stacks(
     if schema.is_coupled or schema.weight_scale_2_type != "none":
         shared = torch.stack([s.abs().amax((1, 2)) for s in stacks]).amax(0).float().clamp_min(1e-30)
     if given is None and quantizer.name != RTN.name:
-        return _quantize_best(stacks, schema, param_dtype, shared, count_exact, quantizer.importance)
+        return _quantize_best(stacks, schema, param_dtype, shared, count_exact, quantizer)
     if given is None and (joined := _joined(stacks)) is not None:
         repeated = None if shared is None else shared.repeat(len(stacks))
         return _quantize(joined, schema, param_dtype, repeated, None, count_exact).cut(len(stacks))
@@ -85,11 +94,13 @@ def _quantize_best(
     param_dtype: str,
     shared: torch.Tensor | None,
     count_exact: bool,
-    importance: torch.Tensor | None,
+    quantizer: Quantizer,
 ) -> list[QuantizedStack]:
-    """Quantize with the scales of the least squared error."""
+    """Quantize with the scales of the least squared error, and with error compensation for gptq."""
     packed = [_rounded(stack, schema, param_dtype, shared, None) for stack in stacks]
-    best = search_scales(stacks, packed, schema, param_dtype, importance)
+    best = search_scales(stacks, packed, schema, param_dtype, quantizer.importance)
+    if quantizer.factors is not None:
+        best = _compensated(stacks, packed, best, schema, param_dtype, quantizer.factors)
     return [_with_error(stack, one, schema, count_exact) for stack, one in zip(stacks, best, strict=True)]
 
 
@@ -161,6 +172,13 @@ def _kernels() -> Any:
     from hqconv.quantization import triton_kernels
 
     return triton_kernels
+
+
+def _compensation_kernels() -> Any:
+    """Import the module of the Triton kernels of error compensation."""
+    from hqconv.quantization import triton_compensation
+
+    return triton_compensation
 
 
 def check_kernels(device: torch.device) -> None:
@@ -242,3 +260,48 @@ def _replaced(
         codes = _kernels().chosen_codes(stack, found.scales, found.changed, packed["weight"], schema)
     weight = humming().ops.pack_weight(codes, schema.num_bits)
     return {**packed, **tensors_of(found.scales, schema, param_dtype), "weight": weight}
+
+
+def _compensated(
+    stacks: Sequence[torch.Tensor],
+    packed: Sequence[dict[str, torch.Tensor]],
+    best: Sequence[dict[str, torch.Tensor]],
+    schema: WeightSchema,
+    param_dtype: str,
+    factors: HessianFactors,
+) -> list[dict[str, torch.Tensor]]:
+    """Compensate errors, starting from the tensors of `mse`; `packed` are those of round-to-nearest."""
+    device = stacks[0].device
+    wide = _on_device(factors.wide, device)
+    here = HessianFactors(wide, factors.narrow and _on_device(factors.narrow, device), factors.importance)
+    starts = [_compensation_start(*one, schema) for one in zip(stacks, packed, best, strict=True)]
+    done = []
+    for stack, one, choice in zip(stacks, best, compensate(starts, here, schema, param_dtype), strict=True):
+        with _LAUNCHING:
+            kernels = _compensation_kernels()
+            codes = kernels.compensated_codes(stack, choice.scales, choice.changed, one["weight"], schema, wide)
+        weight = humming().ops.pack_weight(codes, schema.num_bits)
+        done.append({**one, **tensors_of(choice.scales, schema, param_dtype), "weight": weight})
+    return done
+
+
+def _compensation_start(
+    stack: torch.Tensor, packed: dict[str, torch.Tensor], best: dict[str, torch.Tensor], schema: WeightSchema
+) -> CompensationStart:
+    scales = scales_of(best, schema)
+
+    def losses(tried: CandidateScales, factors: TileFactors, words: torch.Tensor | None = None) -> torch.Tensor:
+        with _LAUNCHING:
+            table = None if words is None else _kernels().code_values(humming_schema(schema), stack.device)
+            kernels = _compensation_kernels()
+            done: torch.Tensor = kernels.tile_losses(stack, tried, words, table, schema, factors)
+        return done
+
+    return CompensationStart(
+        scales_of(packed, schema), scales, lambda factors: losses(scales, factors, best["weight"]), losses
+    )
+
+
+def _on_device(factors: TileFactors, device: torch.device) -> TileFactors:
+    each = (factors.order, factors.feedback, factors.penalty)
+    return TileFactors(*(one.to(device, non_blocking=True) for one in each))

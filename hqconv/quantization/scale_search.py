@@ -209,6 +209,25 @@ def _is_usable(scales: CandidateScales, start: CandidateScales) -> torch.Tensor:
     return usable if scales.zero is None else usable & torch.isfinite(scales.zero)
 
 
+_NEAR_UP, _NEAR_DOWN = 8, 3  # steps of 8-bit scales: the most that the limit leaves above, and the usual ones below
+
+
+def nearby_scales(
+    start: CandidateScales, schema: WeightSchema, floor: torch.Tensor | None
+) -> Iterator[tuple[CandidateScales, torch.Tensor]]:
+    """Yield the scales of a schema's ladder, of 8-bit ones those near `start`; each with a mask of the groups with one.
+
+    For a search under another measure, for which the bounds of the ladder do not hold. floor: as `sweep_each`.
+    """
+    ladder, is_power = ladder_of(schema), start.stored.dtype == torch.float8_e8m0fnu
+    up, down = (ladder.num_up, ladder.num_down) if not ladder.has_bytes else (1 if is_power else _NEAR_UP, _NEAR_DOWN)
+    for step in (*range(ladder.first, up + 1), *range(-1, -down - 1, -1)):
+        tried, valid = stepped(start, torch.full_like(start.scale, step, dtype=torch.int32), ladder)
+        if floor is not None:
+            valid &= magnitude_bytes(tried.stored) >= floor
+        yield tried.where(valid, start), valid
+
+
 def sweep_each(
     start: CandidateScales,
     least: torch.Tensor,

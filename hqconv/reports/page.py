@@ -413,6 +413,8 @@ def _made(document: Document) -> Part | None:
 def _quantizer(artifact: Document) -> str:
     if not {"quantized", "requantized"} & artifact["conversion"].keys():
         return ""
+    if artifact["quantizer"] == "gptq":
+        return "least error of the products with inputs, compensated in other columns (gptq)"
     if artifact["quantizer"] != "mse":
         return "round to nearest"
     return "least squared error" + (", weighted by importance" if artifact["importance"] else "")
