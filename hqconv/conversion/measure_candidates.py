@@ -36,7 +36,7 @@ from hqconv.quantization.weighted_error import weighted_sums
 
 Encodings = Mapping[str, LayerEncoding]  # name of a candidate → the encoding of one layer
 _WEIGHTED_BYTES = 24 << 20  # of terms in float64
-_BYTES_PER_WEIGHT = 20  # of one matrix: as floats, rotated, decoded, and its codes
+_BYTES_PER_WEIGHT = 28  # of one matrix as floats, rotated, decoded, and of its codes; with what the heap keeps
 
 
 def weighted_bytes(planned: MoeLayerPlan) -> int:
