@@ -149,7 +149,8 @@ def _powers_under_rows(scale: torch.Tensor, largest: float, param_dtype: str) ->
     fraction = ((top.view(torch.int32) & 0x007FFFFF | 0x3F800000) + ((1 << dropped) - 1)) >> dropped << dropped
     fraction = torch.where(fraction == 0x40000000, 0x3F800000, fraction)  # 2 is 1 with the next exponents
     if not is_wide:
-        size = _exponents(top, fraction.view(torch.float32)) - 127 + math.floor(math.log2(max(largest, 1.0)))
+        reach = math.floor(math.log2(min(max(largest, 1.0), 256.0)))  # e5m2's would leave no exponents below
+        size = _exponents(top, fraction.view(torch.float32)) - 127 + reach
         fraction = fraction + (size.clamp(-14, 15) << 23)
     row = fraction.view(torch.float32)
     least, most = (1, 254) if is_wide else (127 - 14, 127 + 15)

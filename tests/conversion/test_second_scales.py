@@ -26,7 +26,7 @@ def src(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_qwen3_moe(tmp_path_factory.mktemp("second") / "src", num_layers=1, intermediate_size=256)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", ["kernel", "checkpoint"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", NAMES)
@@ -92,6 +92,7 @@ def test_powers_of_two_become_fp8_scales_without_loss(src: Path, tmp_path: Path)
         assert_verified(tmp_path / f"{name}-e4m3", tmp_path / name)
         errors = manifest(tmp_path / f"{name}-e4m3")["blocks"][LAYER]["quantization_error"]
         assert all((one["relative_error"] == 0) == is_exact for one in errors.values())
+        assert all(one["relative_error"] < 0.08 for one in errors.values())
 
 
 def test_scales_that_float16_sums_exceed_are_refused(src: Path, tmp_path: Path) -> None:

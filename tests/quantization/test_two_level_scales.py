@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -152,12 +154,16 @@ def check_codes(matrix: torch.Tensor, tensors: dict[str, torch.Tensor], schema: 
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("param", PARAMS)
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_the_recipe_and_the_nearest_codes(name: str, param: str) -> None:
+def test_the_recipe_and_the_nearest_codes(name: str) -> None:
     schema = SCHEMAS[name]
     heavy = torch.from_numpy(np.random.default_rng(3).standard_t(2, (32, 128))).float() * 0.01
-    for matrix in (gaussian(32, 128), gaussian(32, 128, seed=1).bfloat16().abs(), -heavy.bfloat16().abs(), heavy):
+    uneven = gaussian(32, 128, seed=2)
+    uneven[:, :64], uneven[::2, 64:] = 0, uneven[::2, 64:] * 2.0**-24
+    uneven[1] *= 2.0**8
+    even = (gaussian(32, 128), gaussian(32, 128, seed=1).bfloat16().abs())
+    matrices = (*even, -heavy.bfloat16().abs(), heavy, uneven)
+    for matrix, param in itertools.product(matrices, PARAMS):
         [done] = quantize([matrix], schema, param)
         check_recipe(matrix, done.tensors, schema, param)
         check_codes(matrix, done.tensors, schema)
