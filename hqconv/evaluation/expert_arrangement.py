@@ -80,7 +80,7 @@ class PlacedExperts:
             if numbers:
                 if int(numbers[0]) == expert:
                     yield path, parameter.data
-            elif parameter.size(0) == self._num_experts:
+            elif parameter.dim() == 3 or parameter.size(0) == self._num_experts:  # zero experts may follow
                 yield path, parameter.data[expert]
             else:
                 yield path, parameter.data.view(self._num_experts, -1, *parameter.shape[1:])[expert]

@@ -24,6 +24,7 @@ from hqconv.errors import InputError, RequestError
 from hqconv.evaluation import evaluate as evaluation
 from hqconv.evaluation.streamed_model import StreamedModel, quantizer_of
 from tests.make.conversions import manifest
+from tests.make.families import FAMILIES as ALL_FAMILIES
 from tests.make.families import MLA, moe_layers, save_family
 from tests.make.importance import write_tokenizer
 from tests.make.qwen import write_qwen3_moe
@@ -251,6 +252,38 @@ def test_the_reading_for_gpus_gives_the_same_experts(
     monkeypatch.setattr(evaluation, "_decodes_on_device", lambda _: True)
     figures.append(hqconv.evaluate(out, src, text, context_length=CONTEXT, **CPU))
     assert figures[0] == figures[1]
+
+
+# Families that cannot be evaluated: by the reason, and where transformers does not run the tiny model itself.
+NO_ORDER = ("openai_privacy_filter",)  # it has labels of tokens, no next tokens
+NOT_FINITE = ("diffusion_gemma", "inkling_mm_model", "inkling2_text")  # uses weights outside of their modules
+NOT_RUN = ("dbrx", "glm4v_moe", "step3p7")
+WITH_HEADS_OF_8 = ("axk1", "deepseek_v3", "kimi_k25", "longcat_flash")  # as their rotary embeddings
+
+
+@pytest.mark.sampled(13)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_every_family_is_run_as_a_whole_model_or_refused(family: str, tmp_path: Path) -> None:
+    """The source's likelihood is that of the whole model, and the artifact's figures are near."""
+    more = {"head_dim": 8} if family in WITH_HEADS_OF_8 else {}
+    model = save_family(tmp_path / "src", family, inner=64, **more)
+    write_tokenizer(tmp_path / "src")
+    hqconv.convert(tmp_path / "src", tmp_path / "out", schema="int8", target="sm90", device="cpu")
+    arguments = (tmp_path / "out", tmp_path / "src", write_text(tmp_path / "text"))
+    refused = {NO_ORDER: "order that", NOT_FINITE: "not finite", NOT_RUN: "cannot run this model"}
+    why = next((reason for families, reason in refused.items() if family in families), None)
+    if why is not None:
+        with pytest.raises(RequestError, match=why):
+            hqconv.evaluate(*arguments, context_length=CONTEXT, **CPU)
+        return
+    found = hqconv.evaluate(*arguments, context_length=CONTEXT, **CPU)
+    loader = type(model)
+    loaded = loader.from_pretrained(tmp_path / "src", dtype=torch.float32, experts_implementation="eager").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "src")
+    ids = tokenizer(arguments[2].read_text(), add_special_tokens=False)["input_ids"]
+    expected = expected_figures(loaded, loaded, ids=ids)
+    assert found["source_figures"] == pytest.approx(expected["source_figures"], rel=1e-5)
+    assert 0 < found["kl"]["mean"] < 0.05
 
 
 # --- sources that are quantized
