@@ -17,8 +17,8 @@ from hqconv.schemas.weight_schema import SOURCE, WeightSchema, resolve_schema
 
 # From 2.6 to 8 bits per weight. Of presets of one size the more exact ones, and those that any server runs.
 DEFAULT_CANDIDATES = (
-    *("int2-g32-zp", "int3-g128", "int3-g32", "int4", "int4-g64", "mxfp4", "int4-g32", "nvfp4"),
-    *("int5-g128", "int6-g128", "fp6-e2m3", "fp8", "int8"),
+    *("int2-g32-zp", "int3-g128", "int3-g32-e4m3", "int3-g32", "int4", "int4-g64", "int4-g32-e4m3", "mxfp4"),
+    *("int4-g32", "int4-g16-e4m3", "nvfp4", "int5-g128", "int6-g128", "fp6-e2m3", "fp8", "int8"),
 )
 
 
