@@ -31,6 +31,7 @@ import hqconv
 from hqconv.api import collect_importance
 from hqconv.humming_layout.runtime import resident
 from hqconv.humming_layout.transform import humming_schema
+from hqconv.quantization.gptq import hessian_factors
 from hqconv.quantization.quantize import quantize_stacks
 from hqconv.quantization.quantized import MSE, RTN, Quantizer
 from hqconv.schemas.weight_schema import resolve_schema
@@ -59,16 +60,22 @@ class Row:
         return f"{self.options['schema']}, {self.label}"
 
 
-SCHEMAS = ("fp8", "int4-g32", "nvfp4", "mxfp4", "int4-g64", "int4", "int3-g64", "int2-g32-zp")
+SCHEMAS = (
+    *("fp8", "int4-g16-e4m3", "int4-g32", "nvfp4", "int4-g32-e4m3", "mxfp4", "int4-g64", "int4"),
+    *("int3-g32-e4m3", "int3-g64", "int2-g32-zp"),
+)
 METHODS: tuple[tuple[str, Mapping[str, Any], bool], ...] = (
     ("rtn", {}, False),
     ("mse", {"quantizer": "mse"}, False),
     ("mse, importance", {"quantizer": "mse"}, True),
+    ("gptq", {"quantizer": "gptq"}, True),
 )
+ALLOCATED = tuple(f"allocate {bits}" for bits in (4.5, 4.25, 3.25))  # by `hqconv allocate --bits`, its own candidates
 ROWS = tuple(
     Row(label, {"schema": schema, **options}, has_importance)
-    for schema in SCHEMAS
+    for schema in (*SCHEMAS, *ALLOCATED)
     for label, options, has_importance in METHODS
+    if schema in SCHEMAS or label in ("rtn", "gptq")
 )
 
 
@@ -76,11 +83,16 @@ def measure(row: Row, model: Path, importance: Path, folder: Path, num_tokens: i
     """Convert and evaluate; return the figures of a row."""
     out = Path(tempfile.mkdtemp(dir=folder)) / "out"
     options: dict[str, Any] = {**row.options, **({"importance": importance} if row.has_importance else {})}
-    hqconv.convert(model, out, target="sm90", device=device, **options)
+    bits = None
+    if row.options["schema"] in ALLOCATED:
+        wanted, recipe = float(options.pop("schema").split()[1]), out.parent / "recipe.toml"
+        chosen = hqconv.allocate(model, recipe, bits=wanted, target="sm90", device=device, **options)
+        bits, options = chosen.to_dict()["chosen"]["bits_per_weight"], {"config": recipe}
+    hqconv.convert(model, out, device=device, **{"target": "sm90", **options} if bits is None else options)
     text = model / "held-out.txt"
     found = hqconv.evaluate(out, model, text, num_tokens=num_tokens, context_length=CONTEXT, device=device)
     return {
-        "bits_per_weight": hqconv.inspect(out)["schema"]["bits_per_weight"],
+        "bits_per_weight": bits or hqconv.inspect(out)["schema"]["bits_per_weight"],
         "kl": found["kl"],
         "source_nll": found["source_figures"]["mean_nll"],
         "more_nll": found["artifact_figures"]["mean_nll"] - found["source_figures"]["mean_nll"],
@@ -108,6 +120,7 @@ def measure_model(model: Path, num_tokens: int, device: str) -> None:
             *(in_float32(model, Path(folder) / "float32"), model / "calibration.txt", importance),
             num_tokens=CALIBRATION_TOKENS,
             context_length=CONTEXT,
+            hessian=True,
             device=device,
         )
         for row in ROWS:
@@ -143,7 +156,7 @@ def model_table(models: Sequence[Path]) -> Iterator[str]:
 # --- structured layers
 
 SHAPE, NUM_TOKENS = (256, 1024), 1024
-LAYER_SCHEMAS = ("fp8", "int4-g32", "nvfp4", "mxfp4", "int4", "int3-g64", "int2-g32-zp")
+LAYER_SCHEMAS = ("fp8", "int4-g32", "nvfp4", "int4-g32-e4m3", "mxfp4", "int4", "int3-g64", "int2-g32-zp")
 
 
 @dataclass(frozen=True)
@@ -154,12 +167,22 @@ class LayerRow:
     quantizer: Quantizer = field(default=RTN)
     has_importance: bool = False
 
-    def of(self, inputs: torch.Tensor) -> Quantizer:
-        """Return the quantizer."""
+    def of(self, inputs: torch.Tensor, group_size: int) -> Quantizer:
+        """Return the quantizer for a schema with scales of `group_size` columns, 0 for whole rows."""
+        if self.quantizer.name == "gptq":
+            products = (inputs.T @ inputs / len(inputs)).view(-1, 128, SHAPE[1] // 128, 128)
+            tiles = products.diagonal(dim1=0, dim2=2).permute(2, 0, 1).float().contiguous()
+            factors = hessian_factors(tiles.numpy().tobytes(), SHAPE[1], group_size, 0)
+            return Quantizer("gptq", factors.importance, factors)
         return Quantizer("mse", inputs.square().mean(0).float()) if self.has_importance else self.quantizer
 
 
-LAYER_ROWS = (LayerRow("rtn"), LayerRow("mse", MSE), LayerRow("mse, importance", has_importance=True))
+LAYER_ROWS = (
+    LayerRow("rtn"),
+    LayerRow("mse", MSE),
+    LayerRow("mse, importance", has_importance=True),
+    LayerRow("gptq", Quantizer("gptq"), has_importance=True),
+)
 
 
 def inputs(kind: str, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -206,7 +229,8 @@ def layer_table(schemas: Sequence[str], seeds: Sequence[int] = (0, 1)) -> Iterat
                 matrix = torch.from_numpy(0.02 * random.standard_t(6, SHAPE)).bfloat16()
                 seen, others = (torch.from_numpy(one) for one in inputs(kind, random))
                 for row in LAYER_ROWS:
-                    errors[row.label, kind] += output_error(matrix, schema, row.of(seen), others) / len(seeds)
+                    quantizer = row.of(seen, resolve_schema(schema).weight_scale_group_size)
+                    errors[row.label, kind] += output_error(matrix, schema, quantizer, others) / len(seeds)
         for row in LAYER_ROWS:
             cells = []
             for kind in KINDS:
