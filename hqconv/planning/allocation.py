@@ -228,11 +228,14 @@ def _whole(loss: float) -> int:
     return int(math.ldexp(loss, _LOSS_BITS))
 
 
+_BITS_ROUNDING = Fraction(1, 200)  # second scales and headers are some thousandths of a bit
+
+
 def _limit(budget: Budget, counts: Iterable[Fraction]) -> int:
     if budget.size_bytes is not None:
         return budget.size_bytes
     assert budget.bits is not None
-    return int(Fraction(budget.bits) * sum(counts, Fraction(0)) / 8)
+    return int((Fraction(budget.bits) + _BITS_ROUNDING) * sum(counts, Fraction(0)) / 8)
 
 
 def _too_small(budget: Budget, limit: int, least: int, count: Fraction) -> RequestError:
