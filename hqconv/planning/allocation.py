@@ -239,7 +239,7 @@ def _limit(budget: Budget, counts: Iterable[Fraction]) -> int:
 
 
 def _too_small(budget: Budget, limit: int, least: int, count: Fraction) -> RequestError:
-    bits = math.ceil(Fraction(8 * least) / count * 10**6) / 10**6  # rounded up, so that it works
+    bits = math.ceil((Fraction(8 * least) / count - _BITS_ROUNDING) * 10**6) / 10**6  # rounded up, so that it works
     of = "of the experts of one token" if budget.objective == BANDWIDTH else "of all files of experts"
     return RequestError(
         "The budget is too small for these candidates.",
