@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import hqconv
 from hqconv.api import collect_importance
+from hqconv.conversion.collect_importance import ProductSums
 from hqconv.humming_layout.runtime import resident
 from hqconv.humming_layout.transform import humming_schema
 from hqconv.quantization.gptq import hessian_factors
@@ -70,7 +71,7 @@ METHODS: tuple[tuple[str, Mapping[str, Any], bool], ...] = (
     ("mse, importance", {"quantizer": "mse"}, True),
     ("gptq", {"quantizer": "gptq"}, True),
 )
-ALLOCATED = tuple(f"allocate {bits}" for bits in (4.5, 4.25, 3.25))  # by `hqconv allocate --bits`, its own candidates
+ALLOCATED = tuple(f"allocate {bits}" for bits in (4.51, 4.26, 3.26))  # headers of so small files count
 ROWS = tuple(
     Row(label, {"schema": schema, **options}, has_importance)
     for schema in (*SCHEMAS, *ALLOCATED)
@@ -170,9 +171,9 @@ class LayerRow:
     def of(self, inputs: torch.Tensor, group_size: int) -> Quantizer:
         """Return the quantizer for a schema with scales of `group_size` columns, 0 for whole rows."""
         if self.quantizer.name == "gptq":
-            products = (inputs.T @ inputs / len(inputs)).view(-1, 128, SHAPE[1] // 128, 128)
-            tiles = products.diagonal(dim1=0, dim2=2).permute(2, 0, 1).float().contiguous()
-            factors = hessian_factors(tiles.numpy().tobytes(), SHAPE[1], group_size, 0)
+            sums = ProductSums(SHAPE[1], torch.device("cpu"))
+            sums.add(inputs.double(), torch.ones(len(inputs), dtype=torch.float64))
+            factors = hessian_factors(sums.means().numpy().tobytes(), SHAPE[1], group_size, 0)
             return Quantizer("gptq", factors.importance, factors)
         return Quantizer("mse", inputs.square().mean(0).float()) if self.has_importance else self.quantizer
 
