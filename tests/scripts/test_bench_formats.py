@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +13,16 @@ import torch
 
 import hqconv
 from hqconv.humming_layout import fused_moe
+from hqconv.humming_layout.kernel_sources import NO_DEVICE, standing_in
+from hqconv.humming_layout.layer_config import load_layer_config
+from hqconv.humming_layout.runtime import humming
 from hqconv.reports.ranking import SPEEDS
 from hqconv.schemas.gpu_target import GpuTarget
+from hqconv.serving.warm.gpus import KNOWN
 from scripts import bench_formats, choosing_table
 from scripts.bench_formats import Model, make_routes, merged, new_run, num_copies, num_steps, plan_pairs, speeds_text
 from tests.make import standin
+from tests.make.kernels import fake_compiler, use_compiler
 from tests.make.qwen import write_qwen3_moe
 
 QWEN = bench_formats.MODELS["qwen3-30b-a3b"]
@@ -38,6 +44,22 @@ def test_by_default_every_schema_runs_with_16_bits() -> None:
     assert [one.schema.name for one in specs if one.inputs.name == "a16"] == [*bench_formats.SCHEMAS]
     assert len(specs) + len(refused) == 3 * len(bench_formats.SCHEMAS)
     assert ("int4-g16-e4m3", "fp8") in refused
+
+
+def test_humming_has_a_tuning_for_every_pair_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an H200 would have it, with the arguments of `tuning_entry`."""
+    humming()
+    use_compiler(monkeypatch, fake_compiler())
+    tune = importlib.import_module("humming.tune")
+    specs, _ = plan_pairs(bench_formats.SCHEMAS, ["a16", "fp8", "int8"], GpuTarget(90))
+    with standing_in(KNOWN["h200"]):
+        for spec in specs:
+            for document in bench_formats.layer_documents(spec, QWEN).values():
+                config = load_layer_config(document)
+                for num_tokens in (1, 16, 64, 8192):
+                    asked = {"shape_m": num_tokens * QWEN.top_k, "gemm_type": "indexed", "device": NO_DEVICE}
+                    entry = dict(tune.get_heuristics_config(layer_config=config, **asked))
+                    assert entry["block_shape"][0] > 0
 
 
 def test_shapes_of_other_models() -> None:
