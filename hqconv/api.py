@@ -205,8 +205,8 @@ def allocate(
 
     Every candidate is measured as `convert` would quantize it; the model is read once. out: the recipe, a TOML file;
     None for `./<model>-<budget>.toml`. A document with all figures lies beside it. size: bytes of the files of experts
-    of all ranks, padding included, or text such as "120GB"; bits: the same as mean bits for each weight of the experts.
-    One of the two is needed. objective: `bandwidth` for a budget of the bytes of experts that one token reads.
+    of all ranks, padding included, or text such as "120GB"; bits: the same as mean bits for each weight of the experts,
+    to two decimals. One of the two is needed. objective: `bandwidth` for a budget of the bytes that one token reads.
     candidates: schemas as of `convert`, as a list or with commas between; None for a list that fits the target.
     max_layer_error: the largest relative error that a layer may have. overwrite: replace an existing recipe. on_plan:
     called with the candidates and the recipe's path before the measurement. A run that was killed goes on where it was.

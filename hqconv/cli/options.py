@@ -115,7 +115,9 @@ OPTIONS: dict[str, Option] = {
     "size": Option(
         str | None, "Budget: bytes of the files of experts of all ranks, scales and padding included, e.g. 120GB."
     ),
-    "bits": Option(float | None, "Budget: the same as mean bits for each weight of the experts, e.g. 4.25."),
+    "bits": Option(
+        float | None, "Budget: the same as mean bits for each weight of the experts, to two decimals, e.g. 4.25."
+    ),
     "objective": Option(
         Objective, "Meaning of the budget: all files of experts, or only the experts that one token reads."
     ),

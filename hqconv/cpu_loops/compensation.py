@@ -31,6 +31,7 @@ from hqconv.cpu_loops.bit_fields import pack_row
 from hqconv.jit import compiled
 
 _LANES = 8  # rows that are rounded side by side
+_LARGEST = 3.4028234663852886e38  # of float32
 
 
 @functools.cache
@@ -119,7 +120,8 @@ def _tile_visitor(nearest):
                 weight = float_of(source_bits(source_NK[n, k]))
                 group = (inverse_NG[n, g], lowest_NG[n, g], scale_NG[n, g], zero_NG[n, g], scale_2_N[n])
                 wanted = np.float64(weight) + correction_LW[u64(lane), j]
-                code, value = nearest(np.float32(wanted) if is_new[u64(lane)] else weight, limit, group)
+                corrected = np.float32(min(max(wanted, -_LARGEST), _LARGEST))  # infinity times 0 would be NaN
+                code, value = nearest(corrected if is_new[u64(lane)] else weight, limit, group)
                 codes_LK[u64(lane), k], decoded_LK[u64(lane), k] = code, value
                 off = wanted - np.float64(value)
                 loss_L[u64(lane)] += (off * off) * penalty

@@ -228,15 +228,18 @@ def _whole(loss: float) -> int:
     return int(math.ldexp(loss, _LOSS_BITS))
 
 
+_BITS_ROUNDING = Fraction(1, 200)  # second scales and headers are some thousandths of a bit
+
+
 def _limit(budget: Budget, counts: Iterable[Fraction]) -> int:
     if budget.size_bytes is not None:
         return budget.size_bytes
     assert budget.bits is not None
-    return int(Fraction(budget.bits) * sum(counts, Fraction(0)) / 8)
+    return int((Fraction(budget.bits) + _BITS_ROUNDING) * sum(counts, Fraction(0)) / 8)
 
 
 def _too_small(budget: Budget, limit: int, least: int, count: Fraction) -> RequestError:
-    bits = math.ceil(Fraction(8 * least) / count * 10**6) / 10**6  # rounded up, so that it works
+    bits = math.ceil((Fraction(8 * least) / count - _BITS_ROUNDING) * 10**6) / 10**6  # rounded up, so that it works
     of = "of the experts of one token" if budget.objective == BANDWIDTH else "of all files of experts"
     return RequestError(
         "The budget is too small for these candidates.",

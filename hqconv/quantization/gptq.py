@@ -109,14 +109,18 @@ class CompensationStart:
 
 @dataclass(frozen=True, eq=False)
 class Compensation:
-    """The chosen scales, and a mask of each row's units whose codes are compensated in wide tiles: bool [E, N, U]."""
+    """The chosen scales, and a mask of each row's units whose codes are compensated in wide tiles: bool [E, N, U].
+
+    groups_per_unit: scale groups of a unit; the last unit may have fewer.
+    """
 
     scales: CandidateScales
     changed: torch.Tensor
+    groups_per_unit: int
 
     def of_groups(self) -> torch.Tensor:
         """Return the mask for each group, bool [E, N, G]."""
-        return _spread(self.changed, self.scales.scale.size(-1))
+        return _spread(self.changed, self.scales.scale.size(-1), self.groups_per_unit)
 
 
 def inverse_of(scales: CandidateScales) -> torch.Tensor:
@@ -148,7 +152,8 @@ def _choose(
     found = [start.best]
     if schema.weight_scale_type in _SEARCHED_TYPES and not schema.has_zero_point:
         found.append(_searched(start, factors.narrow or factors.wide, schema, param_dtype, floor))
-    num_groups = start.best.scale.size(-1)
+    num_groups, size = start.best.scale.size(-1), schema.weight_scale_group_size
+    per_unit = max(1, HESSIAN_TILE // size) if size else 1
     least = _of_units(start.kept(factors.wide), num_groups) * _MARGIN
     scales, changed = start.best, torch.zeros_like(least, dtype=torch.bool)
     for tried in found:
@@ -157,8 +162,8 @@ def _choose(
         changed |= wins
         least = torch.where(wins, loss, least)
         if tried is not start.best:
-            scales = tried.where(_spread(wins, num_groups), scales)
-    return Compensation(scales, changed)
+            scales = tried.where(_spread(wins, num_groups, per_unit), scales)
+    return Compensation(scales, changed, per_unit)
 
 
 def _searched(
@@ -182,7 +187,6 @@ def _of_units(loss: torch.Tensor, num_groups: int) -> torch.Tensor:
     return fold_sum(loss.clone().view(*loss.shape[:2], num_groups, -1))
 
 
-def _spread(of_units: torch.Tensor, num_groups: int) -> torch.Tensor:
+def _spread(of_units: torch.Tensor, num_groups: int, per_unit: int) -> torch.Tensor:
     """Repeat [E, N, U] for each group of a unit: [E, N, G]."""
-    per_unit = -(-num_groups // of_units.size(-1))
     return of_units.repeat_interleave(per_unit, dim=-1)[..., :num_groups]

@@ -112,16 +112,16 @@ class Ladder:
     smaller ones: the next 8-bit scales, or multiples of a wider scale by `up` and `down`. Steps from `first` to
     `num_up` are tried in this order, then -1 to -`num_down`.
 
-    limit: a scale of at least `limit` times the group's largest weight is not tried. Half of such a scale has every
-    number of its grid that is nearest to a weight, and more, so that it loses no more. no_half: 8-bit scales below this
-    byte, whose half cannot be stored, have no limit. A smaller scale is not tried where the weights beyond the largest
-    code alone lose as much as the best scale: they lose more under each smaller one.
+    limit: an 8-bit scale of at least `limit` times the group's largest weight is not tried. Half of such a scale has
+    every number of its grid that is nearest to a weight, and more, so that it loses no more. no_half: 8-bit scales
+    below this byte, whose half cannot be stored, have no limit. A smaller scale is not tried where the weights beyond
+    the largest code alone lose as much as the best scale: they lose more under each smaller one.
     """
 
     first: int
-    limit: float
     up: tuple[float, ...] = ()
     down: tuple[float, ...] = ()
+    limit: float = math.inf
     top: int = 0
     no_half: int = 0
 
@@ -156,25 +156,24 @@ _BYTES = {"float8e4m3": (126, 16), "float8e5m2": (123, 8), "float8e5m3": (254, 1
 def ladder_of(schema: WeightSchema) -> Ladder:
     """Return the steps of a schema's scales; those of zero points are other ones, see `_shrunk_ranges`."""
     kind, bits, exponent, mantissa = code = code_of(schema)
-    largest = arithmetic.largest_value(*code)
-    if kind == arithmetic.FLOAT:  # the next number of twice the grid is one unit above the largest code
-        largest += 2.0 ** (math.floor(math.log2(largest)) - mantissa - 1)
-    limit = 2 / max(largest, 0.5)
     if schema.bs_dtype in _BYTES:
+        largest = arithmetic.largest_value(*code)
+        if kind == arithmetic.FLOAT:  # the next number of twice the grid is one unit above the largest code
+            largest += 2.0 ** (math.floor(math.log2(largest)) - mantissa - 1)
         has_own_codes = schema.bs_dtype == "float8e8m0" or schema.weight_scale_2_type != "none"
         top, no_half = _BYTES[schema.bs_dtype]
-        return Ladder(2 if has_own_codes else 1, limit, top=top, no_half=no_half)
+        return Ladder(2 if has_own_codes else 1, limit=2 / max(largest, 0.5), top=top, no_half=no_half)
     first = 2 if schema.weight_scale_type in ("block", "tensor") else 1
     if kind == arithmetic.FLOAT and exponent > 0:
-        return Ladder(first, limit, tuple(j / 16 for j in range(17, 32)), tuple(j / 16 for j in range(15, 7, -1)))
+        return Ladder(first, tuple(j / 16 for j in range(17, 32)), tuple(j / 16 for j in range(15, 7, -1)))
     if bits == 8:
-        return Ladder(first, limit, (129 / 128, 130 / 128), (127 / 128, 126 / 128))
+        return Ladder(first, (129 / 128, 130 / 128), (127 / 128, 126 / 128))
     if bits >= 5:
-        return Ladder(first, limit, (33 / 32, 34 / 32, 35 / 32), tuple(1 - i / 64 for i in range(1, 12)))
+        return Ladder(first, (33 / 32, 34 / 32, 35 / 32), tuple(1 - i / 64 for i in range(1, 12)))
     # Few codes for many weights leave out more of the tails.
     step = 16 if bits < 4 or schema.weight_scale_type == "channel" else 32
     up = (17 / 16, 18 / 16, 19 / 16, 20 / 16)
-    return Ladder(first, limit, up, tuple(1 - i / step for i in range(1, 12)))
+    return Ladder(first, up, tuple(1 - i / step for i in range(1, 12)))
 
 
 def stepped(start: CandidateScales, steps: torch.Tensor, ladder: Ladder) -> tuple[CandidateScales, torch.Tensor]:

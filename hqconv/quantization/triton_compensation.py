@@ -55,7 +55,7 @@ def _visit_tile(
         if IS_STORED:
             number = tl.load(table + kept, mask=is_row, other=0.0)
         else:
-            x = wanted.to(tl.float32)
+            x = tl.minimum(tl.maximum(wanted, -3.4028234663852886e38), 3.4028234663852886e38).to(tl.float32)
             if HAS_ZERO:
                 x = x - tl.load(lowest + group, mask=is_row, other=0.0)
             x = x * tl.load(inverse + group, mask=is_row, other=0.0)

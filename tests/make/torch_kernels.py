@@ -255,7 +255,8 @@ def _in_tiles(
                 weight = stack[e, :, k : k + 1].double()
                 wanted = weight + correction[:, j : j + 1]
                 if stored is None:
-                    numbers = _numbers(wanted.float(), column, schema)
+                    largest = torch.finfo(torch.float32).max
+                    numbers = _numbers(wanted.clamp(-largest, largest).float(), column, schema)
                     codes[e, :, k] = _codes(numbers, schema)[:, 0]
                 else:
                     numbers = _meaning(stored[:, k : k + 1], schema)

@@ -43,7 +43,8 @@ def test_the_layer_that_gains_more_gets_more_bytes() -> None:
 
 def test_bits_are_bytes_over_weights() -> None:
     assert names(TWO, bits=8.0) == names(TWO, size=2000)
-    assert names(TWO, bits=7.999) == names(TWO, size=1999)
+    assert names(TWO, bits=7.99) == names(TWO, size=1999)
+    assert names(TWO, bits=7.995) == names(TWO, size=2000)  # to two decimals
 
 
 def test_a_point_has_the_sums_of_its_layers() -> None:

@@ -33,7 +33,7 @@ is_broken = sys.argv[-1] == "broken"
 for case in sys.argv[1 : -1 if is_broken else None]:
     name, dtype = case.split(":")
     schema, is_float32, agree = any_schema(name), dtype == "float32", []
-    rows = schema.weight_scale_group_size_n or 8
+    rows = schema.weight_scale_group_size_n or (32 if schema.has_zero_point else 8)
     rows, columns = (8, 2 * size) if (size := schema.weight_scale_group_size) > 384 else (rows, 384)
     source = torch.float32 if is_float32 else torch.bfloat16
     stack = torch.stack([hard_matrix(rows, columns, source, seed) for seed in (0, 1)])
