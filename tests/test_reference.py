@@ -134,6 +134,8 @@ def commands(folder: Path) -> Iterator[tuple[str, Any]]:
     yield "Evaluation", told("evaluate", folder / "of-mixtral", "--source", folder / "mixtral", *made)
     yield "Schemas", told("schemas")
     yield "Recipes", told("schemas", "--recipes")
+    for options in (("h200", "--input-schema", "fp8"), ("b200",)):
+        yield "Ranking", told("schemas", "--for", *options)
 
 
 def of_a_hub(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[tuple[str, Any]]:

@@ -262,12 +262,10 @@ def inspect(*, json: bool, quiet: bool, **options: Any) -> None:
 
 @app.command(cls=GroupedCommand)
 @guarded
-@takes(lambda: None, "recipes")
-def schemas(*, recipes: bool, json: bool, quiet: bool) -> None:
-    """List the weight and activation schemas, or the recipes that come with hqconv."""
-    from hqconv.reports.documents import describe_recipes, describe_schemas
-
-    document = describe_recipes() if recipes else describe_schemas()
+@takes(report_commands.schemas)
+def schemas(*, json: bool, quiet: bool, **options: Any) -> None:
+    """List the weight and activation schemas, those for one GPU in order, or the recipes that come with hqconv."""
+    document = report_commands.schemas(**options)
     if json or not quiet:
         _print(document, json=json)
 

@@ -182,6 +182,13 @@ OPTIONS: dict[str, Option] = {
     ),
     "push_to": Option(str | None, "Push the finished artifact to this Hub repo, like `hqconv push`."),
     "dry_run": Option(bool, "Print the plan and exit without writing anything.", ("--dry-run",)),
+    "for_gpu": Option(
+        str | None,
+        "Rank the schemas that run on this GPU (a name or an architecture): by size class in steps of a quarter bit, "
+        "in a class by the error of Gaussian weights, beside measured speeds; and say which to take.",
+        ("--for",),
+        settings={"autocompletion": _names_of(lambda: [*gpu_target.GPUS])},
+    ),
     "recipes": Option(bool, "List the recipes and schema files that come with hqconv.", ("--recipes",)),
     "json": Option(bool, "Print the result as one JSON document on stdout.", ("--json",)),
     "profile": Option(
@@ -275,6 +282,7 @@ _HELP_OF = {
     ("evaluate", "max_memory"): "Maximum memory on the CPU for hidden states, one layer and logits, e.g. 48GiB.",
     ("evaluate", "threads"): "Number of threads of the computation on the CPU.  [default: all processors]",
     ("evaluate", "revision"): _OF_SOURCE,
+    ("schemas", "input_schema"): "With --for: activations of the GEMMs.  [default: a16]",
     ("importance", "device"): "Device that runs the model: auto, cuda, cuda:N or cpu.",
 }
 

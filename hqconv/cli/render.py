@@ -18,6 +18,7 @@ from hqconv.cli.progress_bar import human_bytes, human_rate, human_seconds
 from hqconv.errors import NUM_SHOWN, number_text, plural
 from hqconv.formats.source_format import PLAIN
 from hqconv.reports.documents import Words as Document
+from hqconv.reports.ranking import DECODE, PREFILL
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.gpu_target import GPUS, TARGETS
 from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS
@@ -638,6 +639,51 @@ def _show_schemas(console: Console, document: Document) -> None:
     console.print("\nFILE.toml: the fields of Humming's HummingInputSchema. Not every pair runs on every target.")
 
 
+def _show_ranking(console: Console, document: Document) -> None:
+    """Print the schemas for one GPU in their order, the recommended one, and the refused ones."""
+    gpu, target = document["gpu"], document["target"]
+    named = target if gpu == target else f"{gpu} ({target})"
+    inputs = document["input_schema"]
+    console.print(
+        f"Schemas on {named} with {inputs} activations and {document['dtype']} parameters. {document['rule']}"
+    )
+    rows = []
+    before = None
+    for one in document["schemas"]:
+        times, errors, size = one["microseconds"], one["errors"], one["size_class"]
+        rows.append(
+            (
+                "" if size == before else f"up to {size:g}",
+                one["name"] + " *" * (one["caution"] is not None),
+                f"{one['bits_per_weight']:.4g}",
+                *(f"{errors['gaussian'][quantizer]:.4f}" for quantizer in ("rtn", "mse")),
+                *(f"{errors[kind]['rtn']:.4f}" for kind in ("student_t", "outlier_columns")),
+                *(f"{times[str(count)]:.0f}" if str(count) in times else "–" for count in (DECODE, PREFILL)),
+            )
+        )
+        before = size
+    columns = ("bits", "schema", "stored", "error, rtn", "mse", "heavy tails, rtn", "outliers, rtn")
+    console.print()
+    print_table(console, (*columns, f"{DECODE} tokens, µs", f"{PREFILL} tokens, µs"), rows)
+    cautions = dict.fromkeys(one["caution"] for one in document["schemas"] if one["caution"])
+    for text in cautions:
+        console.print(f"* {text}")
+    if document["recommended"] is not None:
+        console.print(f"\nTake {document['recommended']}. {document['reason']}")
+    console.print(f"\n{speed_text(document['speed'], gpu)}")
+    if document["refused"]:
+        console.print(f"Do not run so: {', '.join(document['refused'])} (--json has the reasons).")
+
+
+def speed_text(run: Document | None, gpu: str) -> str:
+    """Origin of the speeds of a ranking, and whether it is another GPU model than the one asked for."""
+    if run is None:
+        return "Speeds were not measured on this architecture (–)."
+    other = "" if run["gpu_name"] == gpu else " Another GPU of the architecture has other speeds."
+    origin = f"{run['gpu']}, {run['date']}, {run['source']}"
+    return f"Speeds: {origin}; {run['timed']} ({run['model']}). – was not measured.{other}"
+
+
 _SHOW = {
     "plan": _show_plan,
     "summary": _show_summary,
@@ -645,6 +691,7 @@ _SHOW = {
     "artifact": _show_artifact,
     "unfinished": _show_unfinished,
     "schemas": _show_schemas,
+    "ranking": _show_ranking,
     "recipes": show_recipes,
     "report": show_report,
     "page": show_page,

@@ -1,4 +1,4 @@
-"""The commands `report` and `compare`, and the page of `verify --report`."""
+"""The commands `report`, `compare` and `schemas`, and the page of `verify --report`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hqconv import api
 from hqconv.cli import interrupt
 from hqconv.cli.output import say, warn
-from hqconv.errors import VerificationError, plural
+from hqconv.errors import RequestError, VerificationError, plural
 
 if TYPE_CHECKING:
     from hqconv.verification.result import VerificationReport
@@ -142,6 +142,24 @@ def compare(
     resources: Document = {"device": device, "max_memory": max_memory, "threads": threads, "revision": revision}
     resources |= {"cache_limit": cache_limit, "keep_source": keep_source}
     return compare_artifacts(roots, [_measure(root, source, resources) for root in roots])
+
+
+def schemas(*, recipes: bool = False, for_gpu: str | None = None, input_schema: str | None = None) -> Document:
+    """Describe the schemas; with `recipes` the files of the package, with `for_gpu` a ranking for that GPU.
+
+    input_schema: activations of the ranking, None for a16. Raises RequestError for unknown names, and for options that
+    do not go together.
+    """
+    from hqconv.reports.documents import describe_recipes, describe_schemas
+    from hqconv.reports.ranking import rank_schemas
+
+    if for_gpu is not None and not recipes:
+        return rank_schemas(for_gpu, input_schema)
+    if for_gpu is not None or input_schema is not None:
+        named = "--input-schema" if for_gpu is None else "--for"
+        remedy = "Use `hqconv schemas --for h200 --input-schema fp8`, without --recipes."
+        raise RequestError(f"{named} is for a ranking of schemas.", where=named, remedy=remedy)
+    return describe_recipes() if recipes else describe_schemas()
 
 
 def _measure(root: Path, source: str | None, resources: Document) -> Any:

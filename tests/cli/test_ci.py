@@ -101,6 +101,7 @@ def test_every_document_has_the_keys_of_the_table(model: Path, made: Path, tmp_p
     ]
     found += [
         answer("schemas", "--recipes"),
+        answer("schemas", "--for", "h200"),
         answer("compare", made, tmp_path / "a"),
         answer("allocate", model, "-o", tmp_path / "recipe.toml", "--bits", 9, *OPTIONS[2:]),
         answer("report", made, "-o", tmp_path / "page.html", "--source", model, "--device", "cpu"),

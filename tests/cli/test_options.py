@@ -144,7 +144,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         **SHARED,
     },
     "inspect": {"SRC|OUT": REQUIRED, "--revision": None, **SHARED},
-    "schemas": {"--recipes": False, **SHARED},
+    "schemas": {"--recipes": False, "--for": None, "--input-schema": None, **SHARED},
 }
 
 
