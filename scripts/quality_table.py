@@ -1,12 +1,12 @@
 """Quality of quantizers beyond the error of weights: the tables of docs/quality.md.
 
-    python scripts/quality_table.py --measure FOLDER [--tokens 8192] [--device cpu]     # writes FOLDER/quality.json
+    python scripts/quality_table.py --measure FOLDER [--tokens 8192] [--device cpu]     # writes FOLDER.quality.json
     python scripts/quality_table.py --models FOLDER …                                   # the table of these models
     python scripts/quality_table.py --layers
 
 `--measure`: a folder of scripts/train_small_moe.py. Each row of `ROWS` is converted and evaluated by `hqconv evaluate`
 on the held-out text; importance comes from the calibration text. A run of all rows takes some minutes; rows that
-quality.json has are not measured again. `--models`: writes the table of measured models, one for each seed.
+the file has are not measured again. `--models`: writes the table of measured models, one for each seed.
 `--layers`: writes the table of structured layers, of which each row of `LAYER_ROWS` is a method.
 """
 
@@ -111,9 +111,14 @@ def in_float32(model: Path, copy: Path) -> Path:
     return copy
 
 
+def record_of(model: Path) -> Path:
+    """Return the file of a model's figures, beside the folder: a file that changes in it would be a changed source."""
+    return model.with_name(f"{model.name}.quality.json")
+
+
 def measure_model(model: Path, num_tokens: int, device: str) -> None:
-    """Measure the rows that FOLDER/quality.json does not have, and write them there, one after the other."""
-    record = model / "quality.json"
+    """Measure the rows that the file does not have, and write them there, one after the other."""
+    record = record_of(model)
     known: dict[str, Any] = json.loads(record.read_bytes()) if record.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
         importance = Path(folder) / "columns.safetensors"
@@ -133,7 +138,7 @@ def measure_model(model: Path, num_tokens: int, device: str) -> None:
 
 def model_table(models: Sequence[Path]) -> Iterator[str]:
     """Yield the lines of the table, and one line about each model."""
-    measured = [json.loads((model / "quality.json").read_bytes()) for model in models]
+    measured = [json.loads(record_of(model).read_bytes()) for model in models]
     heads = [f"{model.name}: KL, mean | median | Δ NLL | same top token" for model in models]
     yield f"| schema | bits | quantizer | {' | '.join(heads)} |\n"
     yield f"{'| --- ' * (3 + 4 * len(models))}|\n"
