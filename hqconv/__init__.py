@@ -1,7 +1,7 @@
 """hqconv: offline conversion of Mixture-of-Experts checkpoints for the Humming GPU kernels.
 
-For programs: `plan`, `convert`, `verify`, `inspect`, `push`, `publish`, `load` and `dequantize`, and the types that
-they take and give; see docs/api.md. Nothing is loaded before it is asked for.
+For programs: `plan`, `convert`, `allocate`, `verify`, `inspect`, `push`, `publish`, `evaluate`, `load`, `dequantize`,
+and the types that they take and give; see docs/api.md. Nothing is loaded before it is asked for.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ __version__ = "0.2.0"
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # the caller decides about records: docs/api.md
 
 if TYPE_CHECKING:
-    from hqconv.api import convert, dequantize, inspect, load, plan, publish, push, verify
+    from hqconv.api import allocate, convert, dequantize, evaluate, inspect, load, plan, publish, push, verify
     from hqconv.artifact.load import RankGemm
+    from hqconv.conversion.allocate import AllocationReport
     from hqconv.conversion.convert import ConversionReport
     from hqconv.conversion.progress import Progress
     from hqconv.conversion.push import PushReport
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from hqconv.verification.result import VerificationReport
 
 __all__ = [
+    "AllocationReport",
     "ConversionPlan",
     "ConversionReport",
     "HqconvError",
@@ -40,8 +42,10 @@ __all__ = [
     "VerificationReport",
     "WeightSchema",
     "__version__",
+    "allocate",
     "convert",
     "dequantize",
+    "evaluate",
     "inspect",
     "load",
     "plan",
@@ -50,6 +54,7 @@ __all__ = [
     "verify",
 ]
 _MODULES = {  # of names that are not functions of `api`
+    "AllocationReport": "conversion.allocate",
     "ConversionPlan": "planning.plan",
     "ConversionReport": "conversion.convert",
     "HqconvError": "errors",

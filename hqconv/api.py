@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack, cast
 
@@ -19,15 +20,26 @@ from hqconv.conversion.option_values import (
     check_places,
     choose_device,
     choose_target,
+    parse_bytes,
     place_of,
     resources_of,
 )
 from hqconv.errors import OutputError, RequestError, plural
 from hqconv.io.hub import is_repo_id, open_repo
+from hqconv.planning.allocation import Budget
+from hqconv.planning.candidates import Candidates, plan_candidates
 from hqconv.planning.plan import plan_conversion
 from hqconv.planning.spec import ConversionOptions
-from hqconv.schemas.options import CheckName, ConversionArguments, conversion_options, refuse_unknown_checks
+from hqconv.schemas.options import (
+    SIZE,
+    CheckName,
+    ConversionArguments,
+    Objective,
+    conversion_options,
+    refuse_unknown_checks,
+)
 from hqconv.schemas.recipe import with_recipe
+from hqconv.schemas.weight_schema import PRESETS, SOURCE
 from hqconv.serving.warm.compile_kernels import warm as warm
 from hqconv.sources.opening import open_source, without_gc
 
@@ -35,6 +47,7 @@ if TYPE_CHECKING:
     import torch
 
     from hqconv.artifact.load import RankGemm
+    from hqconv.conversion.allocate import AllocationReport
     from hqconv.conversion.convert import ConversionReport
     from hqconv.conversion.progress import Progress
     from hqconv.conversion.push import PushReport, PushStep
@@ -49,11 +62,14 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _with_options(function: Callable[P, R]) -> Callable[P, R]:
-    """Show each option of a conversion instead of `**options` in a function's signature, annotations and docstring."""
+def _with_options(function: Callable[P, R], without: Collection[str] = ()) -> Callable[P, R]:
+    """Show each option of a conversion instead of `**options` in a function's signature, annotations and docstring.
+
+    without: options that the function has no use for.
+    """
     signature = inspect_module.signature(function)
     own = [parameter for name, parameter in signature.parameters.items() if name != "options"]
-    options = conversion_options().values()
+    options = [option for option in conversion_options().values() if option.name not in without]
     shown = [
         inspect_module.Parameter(
             option.name, inspect_module.Parameter.KEYWORD_ONLY, default=option.default, annotation=option.annotation
@@ -158,6 +174,75 @@ def convert(
             digests=source_digests,
             cache=cache,
         )
+
+
+_NOT_ALLOCATED = ("schema", "layout", "overrides", "allow_unserved")
+
+
+@partial(_with_options, without=_NOT_ALLOCATED)
+def allocate(
+    src: str | Path,
+    out: str | Path | None = None,
+    *,
+    size: str | int | None = None,
+    bits: float | None = None,
+    objective: Objective = SIZE,
+    candidates: str | Sequence[str] | None = None,
+    max_layer_error: float | None = None,
+    revision: str | None = None,
+    overwrite: bool = False,
+    device: str = "auto",
+    max_memory: str | int = "4GiB",
+    max_gpu_memory: str | int | None = None,
+    threads: int | None = None,
+    cache_limit: str | int | None = None,
+    keep_source: bool = False,
+    on_plan: Callable[[Candidates, Path], None] | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    **options: Unpack[ConversionArguments],
+) -> AllocationReport:
+    """Choose a schema for each MoE layer by measured errors within a budget, and write a recipe for `convert`.
+
+    Every candidate is measured as `convert` would quantize it; the model is read once. out: the recipe, a TOML file;
+    None for `./<model>-<budget>.toml`. A document with all figures lies beside it. size: bytes of the files of experts
+    of all ranks, padding included, or text such as "120GB"; bits: the same as mean bits for each weight of the experts,
+    to two decimals. One of the two is needed. objective: `bandwidth` for a budget of the bytes that one token reads.
+    candidates: schemas as of `convert`, as a list or with commas between; None for a list that fits the target.
+    max_layer_error: the largest relative error that a layer may have. overwrite: replace an existing recipe. on_plan:
+    called with the candidates and the recipe's path before the measurement. A run that was killed goes on where it was.
+    src, revision, options, device, max_memory, max_gpu_memory, threads, cache_limit, keep_source, progress: as of
+    `convert`. Raises RequestError also for a budget that no choice keeps, InputError, OutputError or NetworkError.
+    """
+    if unknown := options.keys() & set(_NOT_ALLOCATED):
+        raise TypeError(f"unexpected keyword argument '{min(unknown)}'")
+    names = candidates.split(",") if isinstance(candidates, str) else candidates
+    names = None if names is None else [name.strip() for name in names]
+    size_bytes = None if size is None else parse_bytes(size, "--size")
+    bits, max_layer_error = (None if number is None else float(number) for number in (bits, max_layer_error))
+    budget, cache = (
+        Budget(size_bytes, bits, objective, max_layer_error),
+        cache_use(cache_limit, keep_source=keep_source),
+    )
+    schema: Any = SOURCE if names == [SOURCE] else next(iter(PRESETS.values()))
+    parsed = ConversionOptions.parse(**cast(ConversionArguments, {**options, "schema": schema}))
+    known, arguments = conversion_options(), dict[str, Any](options)
+    given = {name: arguments[name] for name in known if arguments.get(name, known[name].default) != known[name].default}
+    from hqconv.conversion.allocate import run_allocation as run  # all libraries are loaded before the work begins
+    from hqconv.conversion.allocation_recipe import AllocationRequest
+
+    resources = resources_of(device, max_memory, max_gpu_memory, threads)
+    text = None if size is None else str(size)
+    request = AllocationRequest(str(src), revision, text, bits, objective, max_layer_error, names, given)
+    with open_source(src, revision, is_lazy=True) as source:
+        with without_gc():
+            target = choose_target(parsed, source, resources.device_name)
+            planned = plan_candidates(parsed, names, source, target)
+        name = f"{source.name}-{f'{bits:g}bits' if text is None else text.replace(' ', '')}.toml"
+        place = check_places(source.root, Path(name if out is None else out))
+        if on_plan is not None:
+            on_plan(planned, place)
+        more: dict[str, Any] = {"overwrite": overwrite, "cache": cache, "progress": progress}
+        return run(source, planned, request, budget, place, resources, **more)
 
 
 @without_gc()
@@ -296,20 +381,29 @@ def collect_importance(
     *,
     num_tokens: int = 65536,
     context_length: int = 512,
+    per_expert: bool = False,
+    min_tokens: int = 64,
+    hessian: bool = False,
     device: str = "auto",
     revision: str | None = None,
     announce: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Make an importance file: run a text through a model in transformers and average the experts' squared inputs.
 
+    A token counts as much as the square of the router's weight for the expert.
+
     model: a model folder or a Hub repo id (at `revision`) that transformers can run. text: a text file like those that
     the model will see. columns: the file to write; for every MoE layer `<layer>.w13` [H] and `<layer>.w2` [I], float32.
-    num_tokens: tokens of the text that are read. context_length: tokens of one batch. device: auto, cpu, cuda or
-    cuda:N, which must hold the whole model. announce: called with a sentence before the model runs.
+    num_tokens: tokens of the text that are read. context_length: tokens of one batch. per_expert: [E, H] and [E, I], a
+    row for each expert, the layer's where it saw fewer than `min_tokens` tokens. hessian: also `<layer>.w13.hessian`
+    and `<layer>.w2.hessian`, which the quantizer gptq needs: mean products of columns, [ceil(K / 128), 128, 128].
+    device: auto, cpu, cuda or cuda:N, which must hold the whole model. announce: called with a sentence before the
+    model runs.
 
     Returns a document. Raises RequestError where transformers is missing or cannot run the model, OutputError where
     `columns` exists, InputError or NetworkError for the model.
     """
+    from hqconv.conversion.collect_importance import Measures
     from hqconv.conversion.collect_importance import collect_importance as run
 
     return run(
@@ -318,10 +412,56 @@ def collect_importance(
         Path(columns),
         num_tokens=num_tokens,
         context_length=context_length,
+        measures=Measures(per_expert=per_expert, hessian=hessian, min_tokens=min_tokens),
         device=choose_device(device),
         revision=revision,
         announce=announce or (lambda _: None),
     )
+
+
+def evaluate(
+    out: str | Path,
+    source: str | Path,
+    text: str | Path,
+    *,
+    num_tokens: int = 16384,
+    context_length: int = 512,
+    compute_dtype: str = "float32",
+    write_card: bool = False,
+    device: str = "auto",
+    max_memory: str | int = "4GiB",
+    threads: int | None = None,
+    revision: str | None = None,
+    announce: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Evaluate an artifact: KL divergence and perplexity of its weights against the source's on a text.
+
+    Both run in transformers, layer by layer: the weights of one layer are in memory at a time. Activations are not
+    quantized. out: the artifact. source: the checkpoint that it was made from, as `src` of `convert`, at `revision`.
+    text: a text file that calibration did not see. num_tokens: tokens of the text that are read. context_length:
+    tokens of one sequence. compute_dtype: float32, bfloat16 or float16, of weights and hidden states. write_card: put
+    the figures into the artifact's model card, from where the report takes them. device: auto, cpu, cuda or cuda:N.
+    max_memory: on the CPU, of hidden states, one layer and logits; on a GPU its free memory is the limit. threads: of
+    the CPU. announce: called with a sentence before the model runs.
+
+    Returns a document: `kl` (`mean`, `standard_error`, `median`, `p90`, `p99`, `max`; nats per token), `source_figures`
+    and `artifact_figures` (`mean_nll`, `perplexity`), `top1_agreement` (share of tokens with the same most likely
+    prediction), and the conditions. Raises RequestError where transformers is missing or cannot run the model, the
+    source is another one, or memory is short; VerificationError for a damaged artifact, InputError, NetworkError.
+    """
+    from hqconv.evaluation.evaluate import EvaluateOptions
+    from hqconv.evaluation.evaluate import evaluate as run
+
+    options = EvaluateOptions(
+        num_tokens=num_tokens,
+        context_length=context_length,
+        compute_dtype=compute_dtype,
+        write_card=write_card,
+        resources=resources_of(device, max_memory, None, threads),
+        revision=revision,
+        announce=announce or (lambda _: None),
+    )
+    return run(Path(out), str(source), Path(text), options)
 
 
 @_with_options

@@ -37,8 +37,11 @@ from scripts.shared import SCHEMAS, make_source
 GRIDS: tuple[dict[str, Any], ...] = ({}, {"tp": 2, "ep": 3, "expert_placement": "round_robin", "redundant_experts": 2})
 
 
-# Integers that have kernels of their own under quantized activations.
-MORE_SCHEMAS = ("int4-c", "int4-g128-zp", "int2", "int5", "int6", "int8-g128")
+# Integers that have kernels of their own under quantized activations, and second scales.
+MORE_SCHEMAS = (
+    *("int4-c", "int4-g128-zp", "int2", "int5", "int6", "int8-g128"),
+    *("int4-g32-e4m3", "int4-g16-e4m3", "int4-g32-e4m3-row", "fp4-g32-e4m3", "fp4-g32-e8m0-row"),
+)
 FIGURES = ("rounded_kernel", "rounded_channel", "kernel", "channel", "against_source")
 HEAD = (
     "| activations | schema | dtype | kernel vs rounded | worst channel | kernel vs decoded | worst channel "

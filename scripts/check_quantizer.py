@@ -1,10 +1,10 @@
-"""Compare `--quantizer mse` on the CPU and on a GPU, bit for bit, and measure what the search costs on the GPU.
+"""Compare the quantizers mse and gptq on the CPU and on a GPU, bit for bit, and measure what they cost on the GPU.
 
     python scripts/check_quantizer.py [--schemas mxfp4,int4-g64-zp] [--experts 16] [--log FILE.md]
 
 Needs a CUDA device. Every schema, both parameter dtypes, sources in bfloat16 and float32, hard and plain matrices, with
 and without importance. Exit 1 on any difference.
-Speed: gate and up of some experts of 2048 x 4096 in bfloat16, median of five runs after one, for rtn and mse.
+Speed: gate and up of some experts of 2048 x 4096 in bfloat16, median of five runs after one, for rtn, mse and gptq.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from hqconv.quantization.gptq import hessian_factors
 from hqconv.quantization.quantize import quantize_stacks
 from hqconv.quantization.quantized import RTN, QuantizedStack, Quantizer
 from hqconv.schemas.weight_schema import WeightSchema
 from scripts.shared import SCHEMAS
 from tests.make.matrices import RARE_SCHEMAS, any_schema, hard_matrix
+from tests.make.structured_inputs import as_tiles, structured_inputs
 
 SHAPE = (128, 768)
 
@@ -50,18 +52,26 @@ def differences(ours: list[QuantizedStack], theirs: list[QuantizedStack]) -> lis
     return wrong
 
 
+def gptq(schema: WeightSchema, num_columns: int) -> Quantizer:
+    """The quantizer gptq by some correlated inputs."""
+    x = structured_inputs(1000, num_columns, 0)
+    tiles = as_tiles(x.T @ x / len(x)).numpy().tobytes()
+    factors = hessian_factors(tiles, num_columns, schema.weight_scale_group_size, schema.rotation)
+    return Quantizer("gptq", factors.importance, factors)
+
+
 def compare(schema: WeightSchema) -> list[str]:
     """What differs between the devices."""
     wrong = []
     importance = (torch.arange(SHAPE[1]) % 7).float()
-    for dtype, param, given in itertools.product(
-        (torch.bfloat16, torch.float32), ("bfloat16", "float16"), (None, importance)
+    quantizers = {"plain": Quantizer("mse"), "weighted": Quantizer("mse", importance), "gptq": gptq(schema, SHAPE[1])}
+    for dtype, param, (name, quantizer) in itertools.product(
+        (torch.bfloat16, torch.float32), ("bfloat16", "float16"), quantizers.items()
     ):
-        stacks, quantizer = stacks_of(dtype), Quantizer("mse", given)
+        stacks = stacks_of(dtype)
         expected = quantize_stacks(stacks, schema, param, quantizer=quantizer)
         found = quantize_stacks([s.cuda() for s in stacks], schema, param, quantizer=quantizer)
-        kind = f"{dtype}, {param}, {'weighted' if given is not None else 'plain'}"
-        wrong += [f"{kind}: {name}" for name in differences(expected, found)]
+        wrong += [f"{dtype}, {param}, {name}: {what}" for what in differences(expected, found)]
     return wrong
 
 
@@ -78,12 +88,12 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def speed(schema: WeightSchema, num_experts: int) -> list[float]:
-    """GB/s of the bfloat16 source, by rtn and by mse."""
+    """GB/s of the bfloat16 source, by rtn, mse and gptq."""
     stacks = list(torch.randn(2, num_experts, 2048, 4096, device="cuda").bfloat16())
     num_bytes = sum(stack.numel() * 2 for stack in stacks)
     return [
         num_bytes / 1e9 / seconds(lambda q=quantizer: quantize_stacks(stacks, schema, "bfloat16", quantizer=q))  # type: ignore[misc]
-        for quantizer in (RTN, Quantizer("mse"))
+        for quantizer in (RTN, Quantizer("mse"), gptq(schema, 4096))
     ]
 
 
@@ -99,13 +109,13 @@ def main() -> None:
         schema = any_schema(name)
         wrong = compare(schema)
         failed += len(wrong)
-        rtn, mse = speed(schema, args.experts)
+        rtn, mse, compensated = speed(schema, args.experts)
         verdict = wrong[0] if wrong else "same bits"
-        rows.append(f"| `{name}` | {verdict} | {rtn:.0f} | {mse:.0f} | {mse / rtn:.2f} |")
+        rows.append(f"| `{name}` | {verdict} | {rtn:.0f} | {mse:.0f} | {mse / rtn:.2f} | {compensated:.1f} |")
         print(rows[-1], flush=True)
     if args.log:
         head = f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n\n"
-        head += "| schema | CPU and GPU | rtn, GB/s | mse, GB/s | mse of rtn |\n| --- | --- | --- | --- | --- |\n"
+        head += f"| schema | CPU and GPU | rtn, GB/s | mse, GB/s | mse of rtn | gptq, GB/s |\n{'| --- ' * 6}|\n"
         args.log.write_text(head + "\n".join(rows) + "\n")
     sys.exit(1 if failed else 0)
 

@@ -20,7 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.make.golden import SHAPES, case_name, digest, outputs
-from tests.make.matrices import SCHEMAS
+from tests.make.matrices import SCHEMAS, SECOND_SCALES
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
     golden: dict[str, Any] = {"recorded_on": torch.cuda.get_device_name(), "torch": torch.__version__, "cases": {}}
-    for name in SCHEMAS:
+    for name in (*SCHEMAS, *SECOND_SCALES):
         for param_dtype in ("bfloat16", "float16"):
             for shape in SHAPES:
                 tensors, sums = outputs(name, param_dtype, shape, "cuda")

@@ -34,6 +34,7 @@ FLOORS = {
     "sources": 10,
     "conversion": 11,
     "verification": 12,
+    "evaluation": 13,
     "reports": 13,
     "serving": 14,
     "api": 15,

@@ -114,13 +114,28 @@ def commands(folder: Path) -> Iterator[tuple[str, Any]]:
     victim = Path(shutil.copytree(out, folder / "damaged")) / "tokenizer.json"
     victim.write_text("{ }")
     yield "Report", told("verify", victim.parent, exit_code=1)
-    save_family(folder / "mixtral", "mixtral")
+    save_family(folder / "mixtral", "mixtral", inner=64)
     write_tokenizer(folder / "mixtral")
     (folder / "text").write_text("1 2 3")
     made = ("--text", folder / "text", "-o", folder / "made.safetensors", "--device", "cpu")
     yield "ImportanceFile", told("importance", folder / "mixtral", *made)
+    for number, (name, *more) in enumerate(
+        (
+            ("src", "--bits", 6, "--candidates", "mxfp4,int8", "--max-layer-error", 0.5),
+            ("src", "--size", "9MB", "--quantizer", "mse", "--importance", folder / "columns.safetensors"),
+            ("coded", "--bits", 99, "--input-schema", "fp8"),
+            ("rounded-src", "--bits", 99, "--candidates", "source", "--dtype", "bfloat16", "--round-scales"),
+        )
+    ):
+        recipe = folder / f"{number}.toml"
+        yield "Allocation", told("allocate", folder / name, "-o", recipe, *more, *options)
+    run(folder / "mixtral", folder / "of-mixtral", "int4-g32")
+    made = ("--text", folder / "text", "--context", 2, "--device", "cpu")
+    yield "Evaluation", told("evaluate", folder / "of-mixtral", "--source", folder / "mixtral", *made)
     yield "Schemas", told("schemas")
     yield "Recipes", told("schemas", "--recipes")
+    for options in (("h200", "--input-schema", "fp8"), ("b200",)):
+        yield "Ranking", told("schemas", "--for", *options)
 
 
 def of_a_hub(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[tuple[str, Any]]:

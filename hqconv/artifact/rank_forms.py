@@ -64,7 +64,9 @@ def _forms(
     entries = layout_entries(artifact.kernel_spec_of(layer))
     keys = ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k", "has_bias")
     sizes = {key: config[key] for key in keys if key in config}
-    return read_config(config, flags), replace(read_config({**entries, **sizes}, entries), shape=shape)
+    is_row = artifact.schema_of(layer).has_row_scale
+    expected = read_config({**entries, **sizes}, entries, has_row_scale=is_row)
+    return read_config(config, flags, has_row_scale=is_row), replace(expected, shape=shape)
 
 
 def _check_entry(artifact: Artifact, path: str, name: str, dtype: str, num_local: int, note: Note) -> None:

@@ -82,6 +82,19 @@ def convert(
     _end(VerificationError, is_wrong=not is_good)
 
 
+@app.command(cls=GroupedCommand)
+@guarded
+@takes(api.allocate)
+def allocate(*, json: bool, quiet: bool, **options: Any) -> None:
+    """Choose a schema for each layer within a budget of bytes or bits, and write a recipe for convert --config."""
+    if is_distributed():
+        what, remedy = "`allocate` runs in one process.", "Run it without torchrun."
+        raise RequestError(what, found="several processes of torchrun", remedy=remedy)
+    document = convert_command.allocate(options, quiet=quiet).to_dict()
+    if json or not quiet:
+        _print_result(document, json=json)
+
+
 def _end(kind: type[HqconvError], *, is_wrong: bool) -> None:
     """Exit with the code of this kind of error if `is_wrong`; the problem is already shown."""
     if is_wrong:
@@ -227,6 +240,17 @@ def importance(*, json: bool, quiet: bool, **options: Any) -> None:
 
 @app.command(cls=GroupedCommand)
 @guarded
+@takes(api.evaluate, is_artifact=True)
+def evaluate(*, json: bool, quiet: bool, **options: Any) -> None:
+    """Measure an artifact on a text: KL divergence and perplexity against the source. Needs transformers."""
+    interrupt.expect(interrupt.card_case() if options["write_card"] else interrupt.source_case(options["source"]))
+    document = api.evaluate(**options, announce=None if quiet else say)
+    if json or not quiet:
+        _print_result(document, json=json)
+
+
+@app.command(cls=GroupedCommand)
+@guarded
 @takes(api.inspect)
 def inspect(*, json: bool, quiet: bool, **options: Any) -> None:
     """Describe a model folder, a Hub repo or an artifact."""
@@ -238,12 +262,10 @@ def inspect(*, json: bool, quiet: bool, **options: Any) -> None:
 
 @app.command(cls=GroupedCommand)
 @guarded
-@takes(lambda: None, "recipes")
-def schemas(*, recipes: bool, json: bool, quiet: bool) -> None:
-    """List the weight and activation schemas, or the recipes that come with hqconv."""
-    from hqconv.reports.documents import describe_recipes, describe_schemas
-
-    document = describe_recipes() if recipes else describe_schemas()
+@takes(report_commands.schemas)
+def schemas(*, json: bool, quiet: bool, **options: Any) -> None:
+    """List the weight and activation schemas, those for one GPU in order, or the recipes that come with hqconv."""
+    document = report_commands.schemas(**options)
     if json or not quiet:
         _print(document, json=json)
 

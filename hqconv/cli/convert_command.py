@@ -1,4 +1,4 @@
-"""Steps of `hqconv convert` and `publish`: dry run, conversion with progress and warnings, error limit, profile."""
+"""Steps of `hqconv convert`, `allocate` and `publish`: dry run, work with progress and warnings, limit, profile."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from hqconv.conversion.torchrun import is_distributed
 from hqconv.errors import OutputError, RequestError, number_text, plural, printable_line
 
 if TYPE_CHECKING:
+    from hqconv.conversion.allocate import AllocationReport
     from hqconv.conversion.convert import ConversionReport
     from hqconv.conversion.push import PushStep
+    from hqconv.planning.candidates import Candidates
     from hqconv.planning.plan import ConversionPlan
     from hqconv.reports.publication import PublishReport
 
@@ -71,6 +73,27 @@ def run(options: dict[str, Any], *, quiet: bool) -> ConversionReport:
     with ShownProgress(quiet=quiet) as progress:
         report = api.convert(**options, on_plan=messages.on_plan, progress=progress.update, in_team=is_distributed())
     messages.warn(report.warnings)
+    return report
+
+
+def allocate(options: dict[str, Any], *, quiet: bool) -> AllocationReport:
+    """Allocate with the options of `hqconv.allocate`. Show progress and warnings unless `quiet`."""
+    from hqconv.cli.progress_bar import ShownProgress
+
+    nothing = interrupt.source_case(options["src"])
+    interrupt.expect(nothing)
+    if quiet:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+    def on_plan(candidates: Candidates, out: Path) -> None:
+        interrupt.expect(*interrupt.recipe_cases(out, nothing))
+        for name, reason in candidates.left_out.items():
+            warn(f"{name} is no candidate: {reason}", quiet=quiet)
+
+    with ShownProgress(quiet=quiet) as progress:
+        report = api.allocate(**options, on_plan=on_plan, progress=progress.update)
+    for warning in report.warnings:
+        warn(warning, quiet=quiet)
     return report
 
 

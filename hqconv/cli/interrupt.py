@@ -187,6 +187,27 @@ def output_cases(out: Path, nothing: Case, *, is_update: bool = False) -> tuple[
     return tuple(cases)
 
 
+def recipe_cases(out: Path, nothing: Case) -> tuple[Case, ...]:
+    """Messages during an allocation to the recipe `out`. nothing: the case that no measurement was begun."""
+    from hqconv.conversion.allocation_recipe import journal_path
+
+    recipe, journal, name = str(out.resolve()), str(journal_path(out.resolve())), _name(out)
+    old_stamp, kept = stamp(recipe), "measured layers are kept. Run the same command again to continue."
+    cases: list[Case] = []
+    if old_stamp:
+        text = f"Interrupted. {name} is as it was before; {kept}"
+        cases.append((text, f"{old_stamp}:{recipe}", f":{journal}"))
+        cases.append((f"Interrupted. Nothing was written; {name} is as it was before.", f"{old_stamp}:{recipe}"))
+    text = f"Interrupted. {name} holds the finished recipe; the same command removes the journal beside it."
+    cases += [
+        (text, f":{recipe}", f":{journal}"),
+        (f"Interrupted. {name} holds the finished recipe.", f":{recipe}"),
+        (f"Interrupted. {name} is not written yet; {kept}", f":{journal}"),
+        nothing,
+    ]
+    return tuple(cases)
+
+
 def kernel_cases(folder: Path) -> tuple[Case, ...]:
     """Messages during the compilation of kernels into a folder."""
     from hqconv.serving.warm.kernel_store import MANIFEST as LIST
@@ -220,6 +241,11 @@ def page_cases(path: Path) -> tuple[Case, ...]:
     old_stamp = stamp(page)
     cases: list[Case] = [(f"Interrupted. {name} is as it was before.", f"{old_stamp}:{page}")] if old_stamp else []
     return (*cases, (f"Interrupted. {name} holds the finished page.", f":{page}"), (NOTHING,))
+
+
+def card_case() -> Case:
+    """Message while an evaluation runs that will be written to the model card."""
+    return ("Interrupted. The model card is as it was before, or holds the finished evaluation.",)
 
 
 def _name(path: Path) -> str:

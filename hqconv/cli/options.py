@@ -18,7 +18,7 @@ import typer
 from hqconv.errors import RequestError
 from hqconv.schemas import gpu_target, input_schema, weight_schema
 from hqconv.schemas.config_files import RECIPES, shipped
-from hqconv.schemas.options import CHECKS, ConversionOption, conversion_options
+from hqconv.schemas.options import CHECKS, ConversionOption, Objective, conversion_options
 from hqconv.schemas.recipe import no_schema
 
 
@@ -52,6 +52,13 @@ def _checks_with(incomplete: str) -> list[str]:
     """Completion of a comma-separated list of checks: each check that is not in the list yet."""
     before, comma, typed = incomplete.rpartition(",")
     return [f"{before}{comma}{name}" for name in CHECKS if name.startswith(typed) and name not in before.split(",")]
+
+
+def _schemas_with(incomplete: str) -> list[str]:
+    """Completion of a comma-separated list of schemas."""
+    before, comma, typed = incomplete.rpartition(",")
+    names = [*weight_schema.PRESETS, weight_schema.SOURCE]
+    return [f"{before}{comma}{name}" for name in names if name.startswith(typed) and name not in before.split(",")]
 
 
 _AT_LEAST_ONE = {"min": 1}
@@ -105,6 +112,26 @@ OPTIONS: dict[str, Option] = {
     "max_error": Option(
         float | None, "Fail with exit code 1 if any projection's relative error exceeds this value, e.g. 0.15."
     ),
+    "size": Option(
+        str | None, "Budget: bytes of the files of experts of all ranks, scales and padding included, e.g. 120GB."
+    ),
+    "bits": Option(
+        float | None, "Budget: the same as mean bits for each weight of the experts, to two decimals, e.g. 4.25."
+    ),
+    "objective": Option(
+        Objective, "Meaning of the budget: all files of experts, or only the experts that one token reads."
+    ),
+    "candidates": Option(
+        str | None,
+        "Comma-separated list of schemas, e.g. mxfp4,int4-g32,fp8.  [default: a list that fits target and activations]",
+        settings={"autocompletion": _schemas_with},
+    ),
+    "max_layer_error": Option(float | None, "Maximum relative error of each layer, e.g. 0.15."),
+    "allocation": Option(
+        Path | None,
+        "Draw the curve of error against size: the .allocation.json file beside the recipe of `hqconv allocate`.",
+        settings=_ANY_PATH,
+    ),
     "gpu": Option(
         str | None,
         "GPU of the server: t4, a100, l40s, h200, b200 … or FILE.json.  [default: GPU of this machine]",
@@ -124,6 +151,20 @@ OPTIONS: dict[str, Option] = {
     "columns": Option(Path, "Output file, e.g. columns.safetensors.", ("--out", "-o"), settings=_ANY_PATH),
     "num_tokens": Option(int, "Maximum number of tokens of the text.", ("--tokens",), settings=_AT_LEAST_ONE),
     "context_length": Option(int, "Number of tokens in a batch.", ("--context",), settings=_AT_LEAST_ONE),
+    "compute_dtype": Option(str, "Dtype of the computation: float32, bfloat16 or float16."),
+    "write_card": Option(bool, "Write the figures into the artifact's model card (README.md).", ("--write-card",)),
+    "evaluation": Option(
+        Path | None,
+        "Document of `hqconv evaluate --json` to show.  [default: the evaluation in the model card, if there is one]",
+        settings=_ANY_PATH,
+    ),
+    "per_expert": Option(bool, "Write a row for each expert, not one for all experts of a layer.", ("--per-expert",)),
+    "min_tokens": Option(
+        int, "Tokens that an expert must see for a row of its own; others get the layer's.", settings=_AT_LEAST_ONE
+    ),
+    "hessian": Option(
+        bool, "Also write the mean products of 128 neighbouring columns, for --quantizer gptq.", ("--hessian",)
+    ),
     "first": Option(Path, "First artifact.", metavar="OUT1", settings=_ANY_PATH),
     "second": Option(Path, "Second artifact, of the same model.", metavar="OUT2", settings=_ANY_PATH),
     "page": Option(Path | None, _PAGE, ("--out", "-o"), settings=_ANY_PATH),
@@ -141,6 +182,13 @@ OPTIONS: dict[str, Option] = {
     ),
     "push_to": Option(str | None, "Push the finished artifact to this Hub repo, like `hqconv push`."),
     "dry_run": Option(bool, "Print the plan and exit without writing anything.", ("--dry-run",)),
+    "for_gpu": Option(
+        str | None,
+        "Rank the schemas that run on this GPU (a name or an architecture): by size class in steps of a quarter bit, "
+        "in a class by the error of Gaussian weights, beside measured speeds; and say which to take.",
+        ("--for",),
+        settings={"autocompletion": _names_of(lambda: [*gpu_target.GPUS])},
+    ),
     "recipes": Option(bool, "List the recipes and schema files that come with hqconv.", ("--recipes",)),
     "json": Option(bool, "Print the result as one JSON document on stdout.", ("--json",)),
     "profile": Option(
@@ -178,7 +226,7 @@ def _conversion_option(option: ConversionOption) -> Option:
 _FLAGS = {"tp": ("--tp", "--tensor-parallel-size"), "ep": ("--ep", "--expert-parallel-size")}
 # Limits and shell completion of conversion options.
 _SETTINGS: dict[str, dict[str, Any]] = {
-    "schema": {"autocompletion": _names_of(lambda: [*weight_schema.PRESETS, weight_schema.SOURCE])},
+    "schema": {"autocompletion": _names_of(weight_schema.known_names)},
     "input_schema": {"autocompletion": _names_of(lambda: [*input_schema.NAMED_INPUTS])},
     "target": {"autocompletion": _names_of(lambda: [*gpu_target.GPUS, *(f"sm{sm}" for sm in gpu_target.TARGETS)])},
     "tp": _AT_LEAST_ONE,
@@ -190,6 +238,7 @@ OPTIONS |= {name: _conversion_option(option) for name, option in conversion_opti
 _RANKS = ("tp", "ep", "expert_placement", "redundant_experts")
 _SHARED = ("json", "quiet", "verbose", "log_file")  # options of every command
 _GROUPS = {
+    "Budget": ("size", "bits", "objective", "candidates", "max_layer_error"),
     "Quantization and layout": (*(conversion_options().keys() - set(_RANKS)), "config", "source_digests"),
     "Hugging Face Hub": ("revision", "cache_limit", "keep_source", "push_to", "private", "branch"),
     "Parallelism": _RANKS,
@@ -217,11 +266,23 @@ _HELP_OF = {
     ("compare", "max_memory"): "Maximum host memory for the check against --source, e.g. 4GiB.",
     ("compare", "threads"): "Number of threads of the check against --source.  [default: all processors]",
     ("compare", "source"): "Source checkpoint to measure errors against: a folder or a Hub repo id.",
+    ("allocate", "out"): "Recipe, a TOML file for convert --config.  [default: ./<model>-<budget>.toml]",
+    ("allocate", "overwrite"): "Replace an existing recipe and the document beside it.",
+    ("allocate", "revision"): "Branch, tag or commit of the source, if it is a Hub repo.",
+    ("allocate", "threads"): "Number of threads that encode experts.  [default: all processors]",
     ("convert", "revision"): "Branch, tag or commit of the source, if it is a Hub repo.",
     ("convert", "quiet"): "Print errors only, plus the output of --json and --dry-run.",
     ("convert", "threads"): "Number of threads that encode experts.  [default: all processors]",
     ("convert", "private"): "With --push-to: create the Hub repo as a private repo.",
     ("convert", "branch"): "With --push-to: branch of the Hub repo.  [default: main]",
+    ("evaluate", "source"): "Source checkpoint that the artifact was made from: a folder or a Hub repo id.",
+    ("evaluate", "text"): "Text file for the evaluation, which calibration did not see.",
+    ("evaluate", "context_length"): "Number of tokens in a sequence.",
+    ("evaluate", "device"): "Device that runs the model: auto, cuda, cuda:N or cpu.",
+    ("evaluate", "max_memory"): "Maximum memory on the CPU for hidden states, one layer and logits, e.g. 48GiB.",
+    ("evaluate", "threads"): "Number of threads of the computation on the CPU.  [default: all processors]",
+    ("evaluate", "revision"): _OF_SOURCE,
+    ("schemas", "input_schema"): "With --for: activations of the GEMMs.  [default: a16]",
     ("importance", "device"): "Device that runs the model: auto, cuda, cuda:N or cpu.",
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -14,9 +15,10 @@ from rich.table import Table
 from hqconv.artifact.error_summary import summarize_errors
 from hqconv.cli.output import printable_document
 from hqconv.cli.progress_bar import human_bytes, human_rate, human_seconds
-from hqconv.errors import NUM_SHOWN, plural
+from hqconv.errors import NUM_SHOWN, number_text, plural
 from hqconv.formats.source_format import PLAIN
 from hqconv.reports.documents import Words as Document
+from hqconv.reports.ranking import DECODE, PREFILL
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.gpu_target import GPUS, TARGETS
 from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS
@@ -541,7 +543,58 @@ def _show_importance(console: Console, document: Document) -> None:
     """Print the result of `hqconv importance`."""
     tensors, tokens = plural(document["num_tensors"], "tensor"), plural(document["num_tokens"], "token")
     console.print(f"{document['out']}: {tensors} from {tokens}")
-    console.print(f"Use it with: hqconv convert … --quantizer mse --importance {shlex.quote(document['out'])}")
+    if document["per_expert"] and (count := document["num_experts_below_min_tokens"]):
+        console.print(f"{plural(count, 'expert')} saw too few tokens and got the row of the layer")
+    for name in document["layers_without_router_weights"]:
+        console.print(f"{name}: the router's weights were not seen; every token counts the same")
+    quantizer = "gptq" if document["hessian"] else "mse"
+    console.print(f"Use it with: hqconv convert … --quantizer {quantizer} --importance {shlex.quote(document['out'])}")
+
+
+def _show_allocation(console: Console, document: Document) -> None:
+    """Print the totals of an allocation, the layers by schema, and one schema for all layers to compare with."""
+    chosen, budget = document["chosen"], document["budget"]
+    of = "all files of experts" if budget["objective"] == "size" else "the experts that a token reads"
+    counts = Counter(layer["chosen"] for layer in document["layers"].values())
+    least = number_text(document["least_possible_error"], chosen["relative_error"])
+    proof = "no choice within the budget has less" if document["is_optimal"] else f"no choice has less than {least}"
+    print_facts(
+        console,
+        (
+            ("budget", f"{human_bytes(budget['limit_bytes'])} of {of}"),
+            ("chosen", f"{human_bytes(chosen['size_bytes'])}, {chosen['bits_per_weight']:.4f} bits per weight"),
+            ("error", f"{chosen['relative_error']:.4g} (root mean square of all layers); {proof}"),
+            ("layers", ", ".join(f"{name}: {count}" for name, count in counts.most_common())),
+        ),
+    )
+    rows = [
+        (name, f"{point['bits_per_weight']:.4f}", human_bytes(point["size_bytes"]), f"{point['relative_error']:.4g}")
+        for name, point in document["uniform"].items()
+    ]
+    if rows:
+        console.print()
+        print_table(console, ("one schema for all layers", "bits per weight", "size", "error"), rows)
+    console.print(f"\nUse the recipe with: hqconv convert … --config {shlex.quote(document['out'])}")
+
+
+def _show_evaluation(console: Console, document: Document) -> None:
+    """Print the figures of `hqconv evaluate`."""
+    kl, sides = document["kl"], [document["source_figures"], document["artifact_figures"]]
+    error = "" if kl["standard_error"] is None else f" ± {kl['standard_error']:.2g}"
+    print_facts(
+        console,
+        (
+            ("artifact", f"{document['artifact']}, {document['schema']}"),
+            ("source", document["source"]["name"]),
+            ("text", f"{document['text']['name']}: {plural(document['num_predictions'], 'predicted token')}"),
+            ("perplexity", " → ".join(f"{side['perplexity']:.4f}" for side in sides)),
+            ("log-likelihood", " → ".join(f"{-side['mean_nll']:.5f}" for side in sides) + " nats per token"),
+            ("KL divergence", f"{kl['mean']:.3g}{error} nats per token"),
+            ("", f"median {kl['median']:.3g}, 90 % {kl['p90']:.3g}, 99 % {kl['p99']:.3g}, largest {kl['max']:.3g}"),
+            ("same top token", f"{100 * document['top1_agreement']:.2f} %"),
+        ),
+    )
+    console.print("\nActivations were not quantized.")
 
 
 def _show_warm(console: Console, document: Document) -> None:
@@ -563,7 +616,7 @@ def _show_warm(console: Console, document: Document) -> None:
 
 
 def _show_schemas(console: Console, document: Document) -> None:
-    """Print the weight presets, the integer shorthand and the activation schemas."""
+    """Print the weight presets, the shorthands and the activation schemas."""
     rows = [
         (schema["name"], f"{schema['bits_per_weight']:g}", schema["description"], served_param_dtypes_text(schema))
         for schema in document["presets"]
@@ -572,11 +625,11 @@ def _show_schemas(console: Console, document: Document) -> None:
     print_table(
         console, ("schema", "bits per weight", "description", f"--layout checkpoint runs in {ENGINE.release}"), rows
     )
-    short = document["shorthand"]
-    console.print(f"\n{short['name']}: {short['description']}")
-    print_facts(
-        console, (("  bits per weight", short["bits_per_weight"]), (f"  in {ENGINE.name}", short["stock_vllm"]))
-    )
+    for short in (document["shorthand"], document["scaled_shorthand"]):
+        console.print(f"\n{short['name']}: {short['description']}")
+        print_facts(
+            console, (("  bits per weight", short["bits_per_weight"]), (f"  in {ENGINE.name}", short["stock_vllm"]))
+        )
     console.print("\nFILE.toml: the fields of Humming's HummingWeightSchema.\n")
     inputs = [
         (one["name"], one["description"], targets_text(one["targets"]), schemas_text(one["schemas"]))
@@ -586,6 +639,51 @@ def _show_schemas(console: Console, document: Document) -> None:
     console.print("\nFILE.toml: the fields of Humming's HummingInputSchema. Not every pair runs on every target.")
 
 
+def _show_ranking(console: Console, document: Document) -> None:
+    """Print the schemas for one GPU in their order, the recommended one, and the refused ones."""
+    gpu, target = document["gpu"], document["target"]
+    named = target if gpu == target else f"{gpu} ({target})"
+    inputs = document["input_schema"]
+    console.print(
+        f"Schemas on {named} with {inputs} activations and {document['dtype']} parameters. {document['rule']}"
+    )
+    rows = []
+    before = None
+    for one in document["schemas"]:
+        times, errors, size = one["microseconds"], one["errors"], one["size_class"]
+        rows.append(
+            (
+                "" if size == before else f"up to {size:g}",
+                one["name"] + " *" * (one["caution"] is not None),
+                f"{one['bits_per_weight']:.4g}",
+                *(f"{errors['gaussian'][quantizer]:.4f}" for quantizer in ("rtn", "mse")),
+                *(f"{errors[kind]['rtn']:.4f}" for kind in ("student_t", "outlier_columns")),
+                *(f"{times[str(count)]:.0f}" if str(count) in times else "–" for count in (DECODE, PREFILL)),
+            )
+        )
+        before = size
+    columns = ("bits", "schema", "stored", "error, rtn", "mse", "heavy tails, rtn", "outliers, rtn")
+    console.print()
+    print_table(console, (*columns, f"{DECODE} tokens, µs", f"{PREFILL} tokens, µs"), rows)
+    cautions = dict.fromkeys(one["caution"] for one in document["schemas"] if one["caution"])
+    for text in cautions:
+        console.print(f"* {text}")
+    if document["recommended"] is not None:
+        console.print(f"\nTake {document['recommended']}. {document['reason']}")
+    console.print(f"\n{speed_text(document['speed'], gpu)}")
+    if document["refused"]:
+        console.print(f"Do not run so: {', '.join(document['refused'])} (--json has the reasons).")
+
+
+def speed_text(run: Document | None, gpu: str) -> str:
+    """Origin of the speeds of a ranking, and whether it is another GPU model than the one asked for."""
+    if run is None:
+        return "Speeds were not measured on this architecture (–)."
+    other = "" if run["gpu_name"] == gpu else " Another GPU of the architecture has other speeds."
+    origin = f"{run['gpu']}, {run['date']}, {run['source']}"
+    return f"Speeds: {origin}; {run['timed']} ({run['model']}). – was not measured.{other}"
+
+
 _SHOW = {
     "plan": _show_plan,
     "summary": _show_summary,
@@ -593,6 +691,7 @@ _SHOW = {
     "artifact": _show_artifact,
     "unfinished": _show_unfinished,
     "schemas": _show_schemas,
+    "ranking": _show_ranking,
     "recipes": show_recipes,
     "report": show_report,
     "page": show_page,
@@ -601,6 +700,8 @@ _SHOW = {
     "publication": show_publication,
     "push": show_push,
     "importance": _show_importance,
+    "allocation": _show_allocation,
+    "evaluation": _show_evaluation,
 }
 
 
@@ -716,9 +817,12 @@ def target_text(document: Mapping[str, Any]) -> str:
 
 def quantizer_text(document: Mapping[str, Any]) -> str:
     """Scale selection, unless it is round-to-nearest."""
-    if document["quantizer"] != "mse":
+    if document["quantizer"] not in ("mse", "gptq"):
         return ""
-    by = f", weighted by importance (sha256 {document['importance']['sha256'][:12]}…)" if document["importance"] else ""
+    digest = f" (sha256 {document['importance']['sha256'][:12]}…)" if document["importance"] else ""
+    if document["quantizer"] == "gptq":
+        return f"gptq: errors compensated in other columns, by products of inputs{digest}"
+    by = f", weighted by importance{digest}" if digest else ""
     return f"mse: scales of the least squared error{by}"
 
 

@@ -1,4 +1,4 @@
-"""The commands `report` and `compare`, and the page of `verify --report`."""
+"""The commands `report`, `compare` and `schemas`, and the page of `verify --report`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hqconv import api
 from hqconv.cli import interrupt
 from hqconv.cli.output import say, warn
-from hqconv.errors import VerificationError, plural
+from hqconv.errors import RequestError, VerificationError, plural
 
 if TYPE_CHECKING:
     from hqconv.verification.result import VerificationReport
@@ -23,8 +23,10 @@ def report(
     source: str | None = None,
     *,
     page: Path | None = None,
+    allocation: Path | None = None,
     sample: int | None = None,
     overwrite_page: bool = False,
+    evaluation: Path | None = None,
     device: str = "auto",
     max_memory: str | int = "4GiB",
     threads: int | None = None,
@@ -35,17 +37,22 @@ def report(
     """Write an HTML report about an artifact; return its document with `page`, the path of the file (docs/usage.md).
 
     out: artifact folder. source: source checkpoint, against which the weights are checked. page: output file; None for
-    OUT.report.html in the current folder. sample: experts per layer whose codes are counted. overwrite_page: replace an
-    existing file of any kind. The other parameters are those of `hqconv.verify`.
+    OUT.report.html in the current folder. allocation: document beside the recipe of `hqconv allocate`. sample: experts
+    per layer whose codes are counted. overwrite_page: replace an existing file of any kind. evaluation: a document of
+    `hqconv evaluate`; None for that in the model card, if any. The other parameters are those of `hqconv.verify`.
 
     Raises OutputError where the page cannot be written, RequestError, VerificationError also for a manifest that is not
     the one of its own digest, and what opening the source raises.
     """
+    from hqconv.artifact.evaluation_record import read_evaluation
     from hqconv.artifact.manifest import read_manifest
-    from hqconv.reports.page_document import page_place
+    from hqconv.reports.page_document import page_place, read_allocation
 
     root = Path(out)
-    read_manifest(root, is_sealed=True)  # refuse a folder without a whole artifact before any work
+    manifest = read_manifest(root, is_sealed=True)  # refuse a folder without a whole artifact before any work
+    if allocation is not None:
+        read_allocation(allocation, manifest)
+    evaluated = None if evaluation is None else read_evaluation(evaluation, manifest)
     place = page_place(root, page, overwrite=overwrite_page)
     interrupt.expect(*interrupt.page_cases(place))
     verification = None
@@ -53,7 +60,8 @@ def report(
         resources: Document = {"device": device, "max_memory": max_memory, "threads": threads, "revision": revision}
         resources |= {"cache_limit": cache_limit, "keep_source": keep_source}
         verification = api.verify(root, source, checks=["weights"], **resources)
-    return write_report(root, place, verification, sample=sample, threads=threads)
+    more: Document = {"sample": sample, "threads": threads, "allocation": allocation, "evaluation": evaluated}
+    return write_report(root, place, verification, **more)
 
 
 def page_writer(out: str | Path, page: Path | None, threads: int | None) -> Callable[[VerificationReport], None]:
@@ -82,6 +90,8 @@ def write_report(
     *,
     sample: int | None = None,
     threads: int | None = None,
+    allocation: Path | None = None,
+    evaluation: Document | None = None,
 ) -> Document:
     """Write the page to `place`, a result of `page_place`, and return its document. Raises the errors of `report`."""
     from hqconv.reports.page import page as page_of
@@ -95,7 +105,8 @@ def write_report(
         if roles
     }
     num_threads = threads or len(os.sched_getaffinity(0))
-    document = page_document(root, checks, expert_errors, sample=sample, num_threads=num_threads)
+    more: Document = {"sample": sample, "num_threads": num_threads, "allocation": allocation, "evaluation": evaluation}
+    document = page_document(root, checks, expert_errors, **more)
     write_page(place, page_of(document))
     if place.resolve().is_relative_to(root.resolve()):
         warn("The page lies inside the artifact. `hqconv verify` will report it as a file that is not in the manifest.")
@@ -131,6 +142,24 @@ def compare(
     resources: Document = {"device": device, "max_memory": max_memory, "threads": threads, "revision": revision}
     resources |= {"cache_limit": cache_limit, "keep_source": keep_source}
     return compare_artifacts(roots, [_measure(root, source, resources) for root in roots])
+
+
+def schemas(*, recipes: bool = False, for_gpu: str | None = None, input_schema: str | None = None) -> Document:
+    """Describe the schemas; with `recipes` the files of the package, with `for_gpu` a ranking for that GPU.
+
+    input_schema: activations of the ranking, None for a16. Raises RequestError for unknown names, and for options that
+    do not go together.
+    """
+    from hqconv.reports.documents import describe_recipes, describe_schemas
+    from hqconv.reports.ranking import rank_schemas
+
+    if for_gpu is not None and not recipes:
+        return rank_schemas(for_gpu, input_schema)
+    if for_gpu is not None or input_schema is not None:
+        named = "--input-schema" if for_gpu is None else "--for"
+        remedy = "Use `hqconv schemas --for h200 --input-schema fp8`, without --recipes."
+        raise RequestError(f"{named} is for a ranking of schemas.", where=named, remedy=remedy)
+    return describe_recipes() if recipes else describe_schemas()
 
 
 def _measure(root: Path, source: str | None, resources: Document) -> Any:

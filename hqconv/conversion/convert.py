@@ -30,19 +30,20 @@ from hqconv.conversion.resources import Resources, Staging, bounded_gpu, plan_st
 from hqconv.conversion.source_integrity import source_digests
 from hqconv.conversion.stages import StageProfile
 from hqconv.conversion.update import record_source, why_not_current
-from hqconv.errors import OutputError, RequestError, plural
+from hqconv.errors import InputError, OutputError, RequestError, plural
 from hqconv.humming_layout.gemm_forms import planned_packed_form
 from hqconv.humming_layout.transform import is_as_planned, is_compatible, packed_form
 from hqconv.io.durable_files import FileRecord, check_space, copy_whole, write_whole
 from hqconv.io.file_access import sha256_of
 from hqconv.models.source_protocol import Source
+from hqconv.planning.importance import Importance
 from hqconv.planning.layer_encoding import LayerEncoding
 from hqconv.planning.output_units import MoeLayerPlan, OutputUnit, gemm_shapes
 from hqconv.planning.plan import ConversionPlan
 from hqconv.planning.spec import ConversionSpec
 from hqconv.quantization.cuda import check_kernels
 from hqconv.schemas import artifact_names
-from hqconv.schemas.options import ENCODING_KEYS, MSE
+from hqconv.schemas.options import ENCODING_KEYS, RTN
 from hqconv.serving.chosen_engine import ENGINE
 
 _LOG = logging.getLogger(__name__)
@@ -369,7 +370,7 @@ def _is_as_planned(planned: MoeLayerPlan, spec: ConversionSpec) -> bool:
 
 def _needs_kernels(encoding: LayerEncoding) -> bool:
     """Return whether this encoding quantizes with Triton kernels on a GPU; kept or rounded codes need none."""
-    return not encoding.is_coded or encoding.quantizer == MSE
+    return not encoding.is_coded or encoding.quantizer != RTN
 
 
 def write_sidecar_files(source: Source, plan: ConversionPlan, root: Path) -> list[FileRecord]:
@@ -383,7 +384,7 @@ def write_sidecar_files(source: Source, plan: ConversionPlan, root: Path) -> lis
     for record in written:
         source.guard.compare(record.path, record.sha256)
     if plan.spec.encoding.importance is not None:
-        written.append(write_whole(root, artifact_names.IMPORTANCE, plan.spec.encoding.importance.data))
+        written.append(_copy_importance(plan.spec.encoding.importance, root))
     written.append(write_whole(root, artifact_names.CONFIG, json_bytes(artifact_config(source, plan))))
     if artifact_names.INDEX in plan.paths:
         refs = {name: ref for unit in plan.units for file in unit.files for name, ref in file.tensors.items()}
@@ -391,6 +392,16 @@ def write_sidecar_files(source: Source, plan: ConversionPlan, root: Path) -> lis
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(plan.weight_map.items()))}
         written.append(write_whole(root, artifact_names.INDEX, json_bytes(index)))
     return written
+
+
+def _copy_importance(importance: Importance, root: Path) -> FileRecord:
+    """Copy the importance file. Raises InputError where it has other bytes than at the beginning."""
+    copied = copy_whole(importance.path, root, artifact_names.IMPORTANCE)
+    if copied.sha256 != importance.sha256:
+        what, remedy = "The importance file changed during the conversion.", "Run the command again with --overwrite."
+        found = copied.sha256
+        raise InputError(what, where=importance.where, expected=importance.sha256, found=found, remedy=remedy)
+    return copied
 
 
 def _identity_digest(identity: Mapping[str, Any]) -> str:

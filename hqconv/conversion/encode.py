@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -15,15 +16,16 @@ from hqconv.errors import InputError
 from hqconv.formats.decode_matrix import SourceMatrix
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.moe_layer import MoeLayer
-from hqconv.models.source_protocol import Source
 from hqconv.planning.layer_encoding import LayerEncoding
 from hqconv.quantization.coded_matrix import CodedMatrix
 from hqconv.quantization.deferred_checks import deferring_checks, is_any
 from hqconv.quantization.direct_tensors import express, share_scale
+from hqconv.quantization.gptq import hessian_factors
 from hqconv.quantization.quantize import quantize_stacks
 from hqconv.quantization.quantized import ErrorSums, Quantized, QuantizedStack, Quantizer, stack_direct, stack_tensors
 from hqconv.quantization.scale_rounding import round_to_param_dtype
 from hqconv.schemas.dtypes import torch_dtype_of
+from hqconv.schemas.options import GPTQ
 
 _ASYNCHRONOUS = ("cuda",)  # types of devices that run ahead of the host
 COUPLED = (("w1", "w3"), ("w2",))  # projections that share their tensor-level scale
@@ -45,12 +47,25 @@ class EncodedBatch:
         return self._error_sums(measured)
 
 
+class ExpertSource(Protocol):
+    """The part of a source that gives the decoded projections of an expert."""
+
+    def read_expert(
+        self, layer: MoeLayer, expert: int, roles: Sequence[str], device: torch.device, raw: RawExperts | None = None, /
+    ) -> dict[str, SourceMatrix]: ...
+
+
+def is_asynchronous(device: torch.device) -> bool:
+    """Return whether a device runs ahead of the host, so that experts are encoded as one batch."""
+    return device.type in _ASYNCHRONOUS
+
+
 class DeferredCheckError(Exception):
     """A deferred check failed: the batch must be encoded again with `is_careful`."""
 
 
 def encode_batch(
-    source: Source,
+    source: ExpertSource,
     layer: MoeLayer,
     experts: Sequence[int],
     raw: RawExperts | None,
@@ -65,16 +80,16 @@ def encode_batch(
     DeferredCheckError, unless `is_careful`.
     """
     raw = None if raw is None else raw.on(device)
-    stacks = _float_stacks(layer, raw)
+    stacks = float_stacks(layer, raw)
     if stacks is not None:
         done: dict[str, QuantizedStack] = {}
         for roles in _coupled_roles(layer):
             floats = [stacks[role] for role in roles]
-            quantizer = _quantizer(encoding, roles)
+            quantizer = quantizer_of(encoding, roles, experts)
             results = quantize_stacks(floats, encoding.schema, encoding.param_dtype, quantizer=quantizer)
             done |= dict(zip(roles, results, strict=True))
         return _check_later(layer, experts, done, encoding)
-    if device.type in _ASYNCHRONOUS and not is_careful:
+    if is_asynchronous(device) and not is_careful:
         with deferring_checks() as checks:
             done = _encode_unchecked(source, layer, experts, raw, encoding, device)
         return _check_later(layer, experts, done, encoding, checks.all())
@@ -90,11 +105,12 @@ def _check_later(
 ) -> EncodedBatch:
     """Return a batch whose values and deferred checks are checked in its `error_sums`."""
     sums = [stack.sums() for stack in done.values()]
+    bare = {role: replace(stack, tensors={}) for role, stack in done.items()}  # the tensors may be freed before
 
     def error_sums(measured: Sequence[torch.Tensor]) -> dict[str, list[ErrorSums]]:
         if len(measured) > len(sums) and bool(measured[-1].any()):
             raise DeferredCheckError
-        found = {role: stack.error_sums(one) for (role, stack), one in zip(done.items(), measured, strict=False)}
+        found = {role: stack.error_sums(one) for (role, stack), one in zip(bare.items(), measured, strict=False)}
         for index, expert in enumerate(experts):
             for roles in _coupled_roles(layer):
                 _check_numbers({_tensor_name(layer, expert, role): found[role][index] for role in roles}, encoding)
@@ -115,7 +131,7 @@ def _coupled_roles(layer: MoeLayer) -> Iterator[list[str]]:
         yield [role for role in coupled if role in layer.roles]
 
 
-def _float_stacks(layer: MoeLayer, raw: RawExperts | None) -> dict[str, torch.Tensor] | None:
+def float_stacks(layer: MoeLayer, raw: RawExperts | None) -> dict[str, torch.Tensor] | None:
     """Return every projection of all experts as [E, N, K], where they are stored as floats; None otherwise."""
     if raw is None or not layer.format.is_float or layer.has_bias:
         return None
@@ -124,7 +140,7 @@ def _float_stacks(layer: MoeLayer, raw: RawExperts | None) -> dict[str, torch.Te
 
 
 def _encode_unchecked(
-    source: Source,
+    source: ExpertSource,
     layer: MoeLayer,
     experts: Sequence[int],
     raw: RawExperts | None,
@@ -140,7 +156,7 @@ def _encode_unchecked(
         if len(direct) == len(each):
             done |= {role: stack_passed_through([one[role] for one in direct]) for role in roles}
         else:  # none of them, while checks are deferred
-            done |= _quantized_stacks(each, encoding)
+            done |= _quantized_stacks(each, experts, encoding)
         for role in roles:
             biases = [_bias(matrices[role], encoding) for matrices in each]
             if bias := [one for one in biases if one is not None]:
@@ -149,7 +165,7 @@ def _encode_unchecked(
 
 
 def _encode_each(
-    source: Source,
+    source: ExpertSource,
     layer: MoeLayer,
     experts: Sequence[int],
     raw: RawExperts | None,
@@ -161,16 +177,14 @@ def _encode_each(
     for expert in experts:
         for roles in _coupled_roles(layer):
             matrices = source.read_expert(layer, expert, roles, device, raw)
-            for role, one in encode(matrices, encoding).items():
+            for role, one in encode(expert, matrices, encoding).items():
                 each[role].append(one)
-    return EncodedBatch(
-        {role: stack_tensors([one.tensors for one in parts]) for role, parts in each.items()},
-        [],
-        lambda _: {role: [one.error_sums for one in parts] for role, parts in each.items()},
-    )
+    found = {role: [one.error_sums for one in parts] for role, parts in each.items()}
+    tensors = {role: stack_tensors([one.tensors for one in parts]) for role, parts in each.items()}
+    return EncodedBatch(tensors, [], lambda _: found)
 
 
-def encode(matrices: Mapping[str, SourceMatrix], encoding: LayerEncoding) -> dict[str, Quantized]:
+def encode(expert: int, matrices: Mapping[str, SourceMatrix], encoding: LayerEncoding) -> dict[str, Quantized]:
     """Encode the projections of an expert that share their tensor-level scale, each at full size.
 
     Raises InputError where a weight is not finite or cannot be represented, and where gate and up have different
@@ -180,16 +194,14 @@ def encode(matrices: Mapping[str, SourceMatrix], encoding: LayerEncoding) -> dic
     if kept is not None:
         results = {role: one.quantized() for role, one in kept.items()}
     else:
-        results = _quantized(matrices, encoding)
+        results = {role: stack.split()[0] for role, stack in _quantized_stacks([matrices], [expert], encoding).items()}
     _check_numbers({matrices[role].name: one.error_sums for role, one in results.items()}, encoding)
     return {role: _with_bias(result, matrices[role], encoding) for role, result in results.items()}
 
 
-def _quantized(matrices: Mapping[str, SourceMatrix], encoding: LayerEncoding) -> dict[str, Quantized]:
-    return {role: stack.split()[0] for role, stack in _quantized_stacks([matrices], encoding).items()}
-
-
-def _quantized_stacks(each: Sequence[Mapping[str, SourceMatrix]], encoding: LayerEncoding) -> dict[str, QuantizedStack]:
+def _quantized_stacks(
+    each: Sequence[Mapping[str, SourceMatrix]], experts: Sequence[int], encoding: LayerEncoding
+) -> dict[str, QuantizedStack]:
     """Quantize the projections of several experts that share their tensor-level scale."""
     roles, powers = list(each[0]), None
     if encoding.takes_powers_of_two:
@@ -202,17 +214,24 @@ def _quantized_stacks(each: Sequence[Mapping[str, SourceMatrix]], encoding: Laye
         encoding.param_dtype,
         powers,
         count_exact=encoding.is_coded,
-        quantizer=_quantizer(encoding, roles),
+        quantizer=quantizer_of(encoding, roles, experts),
     )
     return dict(zip(roles, done, strict=True))
 
 
-def _quantizer(encoding: LayerEncoding, roles: Sequence[str]) -> Quantizer:
-    """Return the quantizer of projections with the same input."""
+def quantizer_of(encoding: LayerEncoding, roles: Sequence[str], experts: Sequence[int]) -> Quantizer:
+    """Return the quantizer of projections with the same input, of some experts."""
     if encoding.importance is None:
         return Quantizer(encoding.quantizer)
-    values = bytearray(encoding.importance["w2" if "w2" in roles else "w13"])
-    return Quantizer(encoding.quantizer, torch.frombuffer(values, dtype=torch.float32))
+    gemm = "w2" if "w2" in roles else "w13"
+    if encoding.quantizer == GPTQ:
+        schema, num_columns = encoding.schema, encoding.importance.num_columns(gemm)
+        hessian = encoding.importance.hessian(gemm)
+        factors = hessian_factors(hessian, num_columns, schema.weight_scale_group_size, schema.rotation)
+        return Quantizer(encoding.quantizer, factors.importance, factors)
+    values, shape = encoding.importance.columns(gemm)
+    importance = torch.frombuffer(bytearray(values), dtype=torch.float32).view(shape)
+    return Quantizer(encoding.quantizer, importance if importance.dim() == 1 else importance[list(experts)])
 
 
 def _stack(matrices: list[torch.Tensor]) -> torch.Tensor:

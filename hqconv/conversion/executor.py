@@ -10,15 +10,15 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from hqconv.conversion.collect_input_scales import InputScales, create_unit_files
 from hqconv.conversion.devices import SLOT_STAGE as SLOTS
 from hqconv.conversion.devices import Lane, Slot, Slots, make_lane, using_lane
 from hqconv.conversion.encode import DeferredCheckError
-from hqconv.conversion.encode_batch import Batch, EncodedRuns, Piece, Run, encode_to_runs, split_runs, split_unit
+from hqconv.conversion.encode_batch import Batch, Piece, Run, encode_to_runs, split_runs, split_unit
 from hqconv.conversion.hub_prefetch import HubPrefetch
 from hqconv.conversion.journal import Destination, JournalEntry
 from hqconv.conversion.output_folder import UnitWriter
@@ -45,15 +45,40 @@ _MAX_THREADS = 16  # of a stage that reads, writes or hashes
 _CHUNK_BYTES = 16 << 20  # of a batch that one thread reads or writes, while others take the rest
 
 
+class EncodedBatch(Protocol):
+    """Results of a batch: bytes to write, and measurements. All are valid once `wait` has returned, if it is not None.
+
+    `error_sums` waits by itself. It raises DeferredCheckError where the batch must be encoded again.
+    """
+
+    @property
+    def runs(self) -> list[Run]: ...
+
+    @property
+    def wait(self) -> Callable[[], None] | None: ...
+
+    def error_sums(self) -> Mapping[str, Any]: ...
+
+    def sums(self) -> Mapping[tuple[str, str], list[int]]: ...
+
+
+class Encode(Protocol):
+    """Encode a batch: the arguments of `encode_to_runs`."""
+
+    def __call__(
+        self, source: Source, batch: Batch, raw: RawExperts | None, lane: Lane, slot: Slot, *, is_careful: bool = False
+    ) -> EncodedBatch: ...
+
+
 @dataclass(eq=False)
 class _Job:
     """An output unit in work. The executor's lock guards `num_left`, `files` and `measured`."""
 
     unit: OutputUnit
+    measured: Measurements
     writer: UnitWriter | None = None
     num_left: int = 0  # batches and pieces to write; plus one until all are fed
     files: dict[str, Any] = field(default_factory=dict)
-    measured: Measurements = field(default_factory=Measurements)
     sources: set[str] = field(default_factory=set)  # names of the source files
     is_done: bool = False
     started_s: float = field(default_factory=time.monotonic)
@@ -86,8 +111,15 @@ class Executor:
         scales: Mapping[str, InputScales],
         prefetch: HubPrefetch,
         known: Mapping[str, str],
+        *,
+        encode: Encode | None = None,
+        measurements: Callable[[], Measurements] = Measurements,
     ) -> None:
-        """known: name → SHA-256 of the source's files that earlier runs hashed."""
+        """known: name → SHA-256 of the source's files that earlier runs hashed.
+
+        encode, measurements: of a run that only measures: its units have no files, and its batches no bytes to write.
+        """
+        self._encode_batch, self._measurements = encode or encode_to_runs, measurements
         self._scales, self._prefetch = scales, prefetch
         self._source, self._folder, self._device = source, folder, resources.device
         self._staging, self._meter, self._profile = staging, meter, profile
@@ -118,7 +150,7 @@ class Executor:
         """Write and finish the units. Raises the first error of any stage; no unfinished file keeps its final name."""
         try:
             self._prefetch.start(self._stages)
-            jobs = (_Job(unit) for unit in units)
+            jobs = (_Job(unit, self._measurements()) for unit in units)
             job = next(jobs, None)
             while job is not None:
                 self._prefetch.wait_for(job.unit.name)
@@ -218,7 +250,7 @@ class Executor:
     def _encode(self, in_flight: _InFlight, batch: Batch) -> None:
         lane = self._lane()
         with using_lane(lane), self._integrity.blame_files_first(in_flight.sources):
-            encoded = encode_to_runs(self._source, batch, in_flight.raw, lane, in_flight.slot)
+            encoded = self._encode_batch(self._source, batch, in_flight.raw, lane, in_flight.slot)
         if encoded.wait is None:
             self._collect(in_flight, batch, lane, encoded)
         else:
@@ -235,14 +267,15 @@ class Executor:
         lanes.rotate()
         return lanes[0]
 
-    def _collect(self, in_flight: _InFlight, batch: Batch, lane: Lane, encoded: EncodedRuns) -> None:
+    def _collect(self, in_flight: _InFlight, batch: Batch, lane: Lane, encoded: EncodedBatch) -> None:
         """Take the results once they are on the host; encode again where a deferred check fails."""
         with self._integrity.blame_files_first(in_flight.sources):
             try:
                 error_sums = encoded.error_sums()
             except DeferredCheckError:
                 with using_lane(lane):
-                    encoded = encode_to_runs(self._source, batch, in_flight.raw, lane, in_flight.slot, is_careful=True)
+                    slot = in_flight.slot
+                    encoded = self._encode_batch(self._source, batch, in_flight.raw, lane, slot, is_careful=True)
                     error_sums = encoded.error_sums()
         with self._lock:
             in_flight.job.measured.add(batch.experts, error_sums, encoded.sums())
@@ -262,6 +295,8 @@ class Executor:
         in_flight.num_writes_left = len(chunks)
         for chunk in chunks:
             self._stages.start("write", sum(run.num_bytes for run in chunk), self._write, in_flight, chunk)
+        if not chunks:
+            self._end(in_flight)
 
     def _write(self, in_flight: _InFlight, runs: list[Run]) -> None:
         writer = self._writer(in_flight.job)
@@ -272,6 +307,10 @@ class Executor:
             in_flight.num_writes_left -= 1
             if in_flight.num_writes_left:
                 return
+        self._end(in_flight)
+
+    def _end(self, in_flight: _InFlight) -> None:
+        """Return the slot of a batch or piece whose bytes are all written."""
         self._slots.give(in_flight.slot)
         self._profile.end_warm_up()
         self._meter.advance(in_flight.job.unit.name, in_flight.item.num_bytes)
@@ -282,9 +321,12 @@ class Executor:
         with self._lock:
             job.num_left -= 1
             is_last = job.num_left == 0
-        if is_last:
-            for file in job.unit.files:
-                self._stages.start("finish", file.size_bytes, self._finish_file, job, file)
+        if not is_last:
+            return
+        for file in job.unit.files:
+            self._stages.start("finish", file.size_bytes, self._finish_file, job, file)
+        if not job.unit.files:
+            self._stages.start("publish", 0, self._publish, job)
 
     def _finish_file(self, job: _Job, file: OutFile) -> None:
         record = self._writer(job).finish_file(file, self._stages.check_cancelled)

@@ -165,6 +165,7 @@ class Destination(Protocol):
 class Journal:
     """The journal of the folder `root`, opened and locked; `close` releases the lock.
 
+    name: of the file; another one than JOURNAL is a journal of its own, such as that of an allocation.
     Where several processes share a conversion, each has a journal. Rank 0's is the folder's: it takes over the entries
     of the other journals when it is opened, and removes these files once it holds the entries itself.
 
@@ -201,6 +202,8 @@ class Journal:
         return member.entries if member.identity == self.identity else []
 
     def _remove_members(self) -> None:
+        if self.path.name != JOURNAL:
+            return
         with output_errors(self.path.parent):
             members = self._member_paths()
             for path in members:
@@ -274,8 +277,7 @@ class Journal:
         for entry in self._member_entries:
             self.record(entry)
         self._member_entries = []
-        if self.path.name == JOURNAL:
-            self._remove_members()
+        self._remove_members()
 
     def record(self, entry: JournalEntry) -> None:
         """Record a finished unit; the record survives a kill from here on."""
@@ -330,15 +332,15 @@ def read_identity(root: Path) -> dict[str, Any]:
 
 
 def _not_a_file(path: Path, found: str) -> OutputError:
-    what, remedy = "Something else has the name of a journal.", "Remove it, or choose another folder with -o."
+    what, remedy = "Something else has the name of a journal.", "Remove it, or choose another place with -o."
     return OutputError(what, where=str(path), expected="a regular file", found=found, remedy=remedy)
 
 
 def _busy(path: Path, found: str) -> OutputError:
     return OutputError(
         "Another process is at work on this output.",
-        where=str(path.parent),
-        expected="one conversion at a time",
+        where=str(path.parent if path.name == JOURNAL else path),
+        expected="one process at a time",
         found=found,
-        remedy="Wait until it is done, or choose another folder with -o.",
+        remedy="Wait until it is done, or choose another place with -o.",
     )

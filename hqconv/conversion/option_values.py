@@ -35,7 +35,7 @@ def parse_bytes(size: str | int, option: str = "--max-memory") -> int:
     """Parse `512MiB`, `4GiB`, `2GB`, `1.5G` (as GiB) or plain bytes. Raises RequestError for anything else."""
     match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?)(i?)(B?)", str(size).strip(), re.IGNORECASE)
     if match is None or (match[3] and not match[2]):
-        what, expected = "The memory limit is not a size.", "such as 512MiB, 4GiB, 2GB or a number of bytes"
+        what, expected = "The option's value is not a size.", "such as 512MiB, 4GiB, 2GB or a number of bytes"
         raise RequestError(what, where=option, expected=expected, found=size)
     number, prefix, binary, unit = match[1], match[2].upper(), match[3], match[4]
     power = " KMGT".index(prefix) if prefix else 0

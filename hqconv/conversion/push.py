@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hqconv.artifact.manifest import Manifest, read_manifest
-from hqconv.artifact.sha256sums import is_own_card, sums_bytes
+from hqconv.artifact.sha256sums import is_own_card, is_own_sums, sums_bytes
 from hqconv.errors import OutputError, RequestError, VerificationError, first_few, plural
 from hqconv.io.file_access import sha256_of
 from hqconv.io.hub_upload import BranchFiles, FileToSend, HubBranch
@@ -165,7 +165,9 @@ def _files_to_send(root: Path, manifest: Manifest) -> list[FileToSend]:
     if (root / CARD).is_file():
         files.append(FileToSend.of_bytes(CARD, root / CARD, (root / CARD).read_bytes()))
     if SUMS not in manifest.files:
-        files.append(FileToSend.of_bytes(SUMS, root / SUMS, sums_bytes(manifest.files, manifest.sha256)))
+        is_own = is_own_sums(root, manifest)  # with the digest of a card that has got an evaluation
+        sums = (root / SUMS).read_bytes() if is_own else sums_bytes(manifest.files, manifest.sha256)
+        files.append(FileToSend.of_bytes(SUMS, root / SUMS, sums))
     return [*files, FileToSend.of_bytes(MANIFEST, root / MANIFEST, _manifest_bytes(root, manifest))]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
@@ -12,7 +12,8 @@ from hqconv.errors import RequestError
 from hqconv.formats.source_format import QUANTIZED
 from hqconv.models.expert_bytes import RawLayout
 from hqconv.planning.output_units import MoeLayerPlan
-from hqconv.schemas.options import MSE
+from hqconv.schemas.artifact_names import GEMMS
+from hqconv.schemas.options import GPTQ, RTN
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +26,9 @@ _PIECE_BYTES = 8 << 20
 _MEASURED_BYTES = 1 << 10  # of an expert: sums and flags of checks
 _GROUP_BYTES = 80  # ranges, scales and zero points of one scale group during quantization
 _SEARCH_GROUP_BYTES = 120  # and during a search
+_COMPENSATION_GROUP_BYTES = 200  # and during error compensation: scales, losses and masks
+_FACTOR_BYTES = 64 * 128  # of an input column: its part of a tile, the factors, and temporaries
+_GPU_FACTOR_BYTES = 2 * 8 * 128  # of an input column: wide and narrow tiles, float64
 _HEAP_FACTOR = 1.75  # the C library keeps freed blocks of up to 32 MiB: measured up to 1.6 times what is live
 _GPU_FREE_SHARE = 0.8  # of the GPU memory that is free at the start; other processes may start
 # Bytes of GPU memory for one weight while its matrix is quantized and its error measured in float64, besides its stored
@@ -105,14 +109,22 @@ class Staging:
         return {**asdict(self), "num_slots": self.num_slots}
 
 
-def plan_staging(layers: Sequence[MoeLayerPlan], resources: Resources, *, reads_ahead: bool = True) -> Staging:
+def plan_staging(
+    layers: Sequence[MoeLayerPlan],
+    resources: Resources,
+    *,
+    reads_ahead: bool = True,
+    more_bytes: Callable[[MoeLayerPlan], int] = lambda _: 0,
+) -> Staging:
     """Choose the number of lanes that memory and threads allow, and then the number of experts in a batch.
 
-    Raises RequestError if not even one expert fits.
+    more_bytes: host memory of a CPU lane beside that of a conversion. Raises RequestError if not even one expert fits.
     """
 
     def host(planned: MoeLayerPlan, num_experts: int) -> int:
-        decoded = 0 if resources.is_cuda and reads_ahead else working_bytes(planned, num_experts)
+        decoded = 0
+        if not (resources.is_cuda and reads_ahead):
+            decoded = working_bytes(planned, num_experts) + more_bytes(planned)
         return decoded + (gpu_staging_bytes(planned, num_experts) if resources.is_cuda else 0)
 
     needs = {"--max-memory": (resources.max_memory_bytes, host, "memory")}
@@ -159,14 +171,26 @@ def working_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
         widened = stored + numbers * 5
     if encoding.schema.rotation:
         widened += numbers * (2 if encoding.conversion == QUANTIZED and layer.dtype == "BF16" else 4)
-    group_bytes = _GROUP_BYTES + _SEARCH_GROUP_BYTES * (encoding.quantizer == MSE)
+    group_bytes = _GROUP_BYTES + _SEARCH_GROUP_BYTES * (encoding.quantizer != RTN)
+    group_bytes += _COMPENSATION_GROUP_BYTES * (encoding.quantizer == GPTQ)
     groups = group_bytes / (encoding.schema.weight_scale_group_size or layer.hidden_size) * numbers
     num_decoded = 1 if encoding.is_coded else num_experts  # at a time: only floats are taken as a stack
     packed = numbers * encoding.schema.bits_per_weight() / 8 * num_experts
     # Two matrices in flight, and one more that was widened and is not freed yet; three packed; a TP slice cut, joined,
     # padded and permuted; tensors that wait to be written.
     live = num_decoded * (2 * stored * is_viewed + 3 * widened + groups) + 6 * packed + 8 * packed / planned.grid.tp
+    live += _calibration_bytes(planned)
     return int(_HEAP_FACTOR * live + _SLOTS_PER_LANE * _expert_bytes(planned) * num_experts) + (6 << 20)
+
+
+def _calibration_bytes(planned: MoeLayerPlan) -> int:
+    """Return the memory of a layer's tensors in the importance file, as read and as used."""
+    importance = planned.encoding.importance
+    if importance is None:
+        return 0
+    largest = max(planned.layer.hidden_size, planned.layer.intermediate_size)
+    factors = _FACTOR_BYTES * largest if planned.encoding.quantizer == GPTQ else 0
+    return factors + 3 * max(importance.columns_bytes(gemm) for gemm in GEMMS)
 
 
 def gpu_working_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
@@ -174,8 +198,10 @@ def gpu_working_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
     layer = planned.layer
     numbers = layer.intermediate_size * layer.hidden_size * num_experts
     live = 3 * _stored_bytes(planned) * num_experts + _GPU_BYTES_PER_WEIGHT * numbers
-    if planned.encoding.quantizer == MSE:
+    if planned.encoding.quantizer != RTN:
         live += _GPU_SEARCH_BYTES * min(numbers, max(_GPU_SEARCH_WEIGHTS, layer.hidden_size))
+    if planned.encoding.quantizer == GPTQ:
+        live += _GPU_FACTOR_BYTES * max(layer.hidden_size, layer.intermediate_size)
     if planned.encoding.schema.rotation:
         live += _GPU_ROTATION_BYTES * numbers
     return int(_GPU_HEAP_FACTOR * live) + (16 << 20)

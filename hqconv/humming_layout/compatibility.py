@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from hqconv.humming_layout.layer_config import FP4, FP8, NumberType, number, resolve
+from hqconv.humming_layout.layer_config import FP4, FP8, NumberType, fuses_exponents, number, resolve
 from hqconv.schemas.input_schema import INPUT_PRESETS
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.weight_schema import PRESETS, WeightSchema, resolve_schema
@@ -45,9 +45,15 @@ def why_incompatible(spec: KernelSpec) -> str | None:
 def why_overflow(spec: KernelSpec) -> str | None:
     """Return why Humming's kernel computes NaN with such weights on every engine, or None.
 
-    Sums of e5m2 codes (up to 57344) exceed float16 before the scale is applied: docs/kernels.md.
+    Sums of e5m2 codes (up to 57344) exceed float16 before the scale is applied: docs/kernels.md. So do, by its source,
+    products with e5m2 group scales as large, and sums under fp8 group scales that are narrowed to float16 before a
+    row's small second scale is applied.
     """
-    if spec.schema.b_dtype != "float8e5m2" or spec.a_dtype != "float16":
+    schema = spec.schema
+    has_fp8_scales = schema.bs_dtype in ("float8e4m3", "float8e5m2") and schema.weight_scale_2_type != "none"
+    is_product = "float8e5m2" in (schema.b_dtype, schema.bs_dtype if has_fp8_scales else None)
+    is_narrowed = has_fp8_scales and schema.has_row_scale and spec.param_dtype == "float16"
+    if not (is_product and spec.a_dtype == "float16") and not is_narrowed:
         return None
     return f"Humming's kernel overflows on '{spec.schema.name}' with float16 and gives NaN; use --dtype bfloat16."
 
@@ -295,14 +301,22 @@ def _rotated(spec: KernelSpec) -> str | None:
     return None
 
 
-def _tensor_scale_2(spec: KernelSpec) -> str | None:
-    is_channel = resolve(spec).weight_scale_2_type == "channel"
-    if spec.inputs.a_dtype == "int8" and is_channel and spec.schema.weight_scale_2_type == "tensor":
-        return "int8 activations need mxfp4's second scale for themselves"
+def _row_scale_of_fused_exponents(spec: KernelSpec) -> str | None:
+    if spec.schema.has_row_scale and spec.param_dtype == "float16" and fuses_exponents(spec):
+        return "the exponents join the scale of each row, which float16 cannot hold then: use --dtype bfloat16"
+    return None
+
+
+def _scales_with_a_sign(spec: KernelSpec) -> str | None:
+    """Refuse integers under e4m3 scales, negative for half of the groups, where the tensor core takes unsigned ones."""
+    schema = spec.schema
+    if schema.is_integer and schema.bs_dtype == "float8e4m3" and resolve(spec).use_block_scaled_mma:
+        return "a block-scaled tensor core reads e4m3 scales without their sign, and integers have negative ones"
     return None
 
 
 _MORE: tuple[Rule, ...] = (
     *(_bfloat16_on_turing, _e0m_under_integers, _second_input_scale, _input_scale_dtype),
-    *(_block_scaled_groups, _e0m3_groups, _float_zero_points, _int4_from_hopper, _tensor_scale_2, _rotated),
+    *(_block_scaled_groups, _e0m3_groups, _float_zero_points, _int4_from_hopper, _rotated),
+    *(_row_scale_of_fused_exponents, _scales_with_a_sign),
 )

@@ -102,7 +102,7 @@ def load_gemm(document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], 
 
 
 @functools.lru_cache(maxsize=64)
-def _tuning_entry(config: Any, shape_m: int) -> dict[str, Any]:
+def tuning_entry(config: Any, shape_m: int) -> dict[str, Any]:
     """The tuning for `shape_m`. That for all sizes takes seconds of Python to find, and most of a minute to compile."""
     tune = humming_gpu().tune
     return dict(tune.get_heuristics_config(layer_config=config, shape_m=shape_m, gemm_type="indexed"))
@@ -122,7 +122,7 @@ def compile_kernels(configs: Iterable[Any], tuned_for_m: int, device: torch.devi
 
     def compile_one(config: Any) -> None:
         with torch.cuda.device(device):
-            entry = _tuning_entry(config, tuned_for_m)
+            entry = tuning_entry(config, tuned_for_m)
             lib.kernel.HummingKernel.prepare_kernels(config.to_str(), _COMPUTE, entry, device)
 
     distinct = list({config.to_str(): config for config in configs}.values())
@@ -259,23 +259,45 @@ def _gemm(
     num_local: int,
     tuned_for_m: int,
 ) -> torch.Tensor:
-    lib, device = humming_gpu(), inputs.codes.device
-    both = inputs.group_scale is not None
-    entry = _tuning_entry(gemm.config, tuned_for_m)
-    aligned = align(local_ids, gemm.config.num_experts, entry["block_shape"][0])
+    entry = tuning_entry(gemm.config, tuned_for_m)
+    routes = align(local_ids, gemm.config.num_experts, entry["block_shape"][0])
+    return launch_gemm(gemm, inputs, routes, top_k, outputs, num_local, entry, new_locks(outputs.device))
+
+
+def new_locks(device: torch.device) -> torch.Tensor:
+    """Locks int32 for `launch_gemm`, all open; a kernel leaves them open."""
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    result: torch.Tensor = lib.forward.humming_forward(
+    return torch.zeros(num_sms * 8, dtype=torch.int32, device=device)
+
+
+def launch_gemm(
+    gemm: Gemm,
+    inputs: KernelInputs,
+    routes: Mapping[str, torch.Tensor],
+    top_k: int,
+    outputs: torch.Tensor,
+    num_local: int,
+    entry: Mapping[str, Any],
+    locks: torch.Tensor,
+) -> torch.Tensor:
+    """Launch one GEMM into `outputs` [T * k, N] and return it; the host does not wait for the device.
+
+    `routes`: of `align` for the block size of `entry`, which is of `tuning_entry`. `top_k`: routes per row of the
+    inputs, 1 for w2. `num_local`: routes of this rank.
+    """
+    both = inputs.group_scale is not None
+    result: torch.Tensor = humming_gpu().forward.humming_forward(
         gemm.config,
         inputs=inputs.codes,
         outputs=outputs,
         input_scale=inputs.group_scale if both else inputs.token_scale,
         input_scale_2=inputs.token_scale if both else None,
-        locks=torch.zeros(num_sms * 8, dtype=torch.int32, device=device),
+        locks=locks,
         top_k=top_k,
         valid_shape_m=num_local,
         compute_config=_COMPUTE,
-        tuning_config=entry,
+        tuning_config=dict(entry),
         **gemm.tensors,
-        **aligned,
+        **routes,
     )
     return result

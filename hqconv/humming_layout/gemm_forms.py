@@ -54,10 +54,11 @@ def splits_e8m0(spec: KernelSpec) -> bool:
     """Return whether e8m0 scales get a second scale: always where a kernel widens them to float16.
 
     Humming adds the second scale only where some exponent of the rank leaves float16's range. Its presence may
-    not depend on values here: sizes come from the plan, and ranks would differ. An unneeded one is 1.0.
+    not depend on values here: sizes come from the plan, and ranks would differ. An unneeded one is 1.0. Scales per row
+    stay the only second scales: the exponents below them are within the range already.
     """
     layer = resolve(spec)
-    is_e8m0 = layer.bs_dtype == "float8e8m0" and spec.param_dtype == "float16"
+    is_e8m0 = layer.bs_dtype == "float8e8m0" and spec.param_dtype == "float16" and not spec.schema.has_row_scale
     return is_e8m0 and not layer.use_fused_e8m0_scale and not layer.use_block_scaled_mma
 
 

@@ -130,6 +130,7 @@ def _is_split(config: Any) -> bool:
     """`splits_e8m0` of a LayerConfig."""
     dtypes = humming().dtypes
     is_e8m0 = config.bs_dtype == dtypes.float8e8m0 and config.c_dtype == dtypes.float16
+    is_e8m0 = is_e8m0 and not config.is_channel_weight_scale_2
     return bool(is_e8m0 and not config.use_fused_e8m0_scale and not config.use_block_scaled_mma)
 
 

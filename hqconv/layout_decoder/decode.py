@@ -23,7 +23,7 @@ from hqconv.layout_decoder.codes import decode_codes, unpack_fields
 from hqconv.layout_decoder.layout_form import LayoutForm, check_tensors
 from hqconv.layout_decoder.numbers import FUSED_INT8, PADDED_E5M0, Array, float_values
 from hqconv.layout_decoder.scales import Checks, Fault, decode_scale, decode_zero_point, unpermute_channels
-from hqconv.schemas.dtypes import code_of
+from hqconv.schemas.dtypes import code_of, torch_dtype
 from hqconv.schemas.weight_schema import WeightSchema
 
 _FLUSHED_POWER = -25  # of half of the least float16: second scales up to it are rounded to 0
@@ -122,24 +122,37 @@ def _restore_e8m0(stack: DecodedStack, form: LayoutForm, checks: Checks) -> Deco
     that fall below 2^-14 are flushed. Where `flushed` is set, the original byte was at most the one returned, and the
     kernels take the scale for zero. Largest exponents are never lost.
     Fused exponents are what the codes were shifted for; a row whose second scale is below float16 is flushed.
+    A schema's own scale per row is beside float16's exponents as it is; of fused exponents it is the second scale's
+    fraction, from 1 to 2.
     """
     value = stack.scale_value
+    if form.scale_dtype == PADDED_E5M0 and form.has_row_scale:
+        scale, flushed = (stack.scale >> 3) + (127 - 15), stack.scale >> 3 == 0
+        return replace(stack, scale=scale, scale_dtype="F8_E8M0", flushed=flushed)
     if form.scale_dtype == PADDED_E5M0:
         exponent, flushed = (stack.scale.int() >> 3) - 15, stack.scale >> 3 == 0
     else:
         exponent = stack.scale.int() + (form.scale_dtype == FUSED_INT8)
         flushed = torch.zeros_like(stack.scale, dtype=torch.bool)
+    rows = None
     if stack.scale_2 is not None:
         second = float_values(stack.scale_2, "F32" if form.scale_2_type == "tensor" else form.param_dtype)
         second = second.unsqueeze(2)
         is_lost = (second == 0) & ((form.scale_dtype, form.param_dtype) == (FUSED_INT8, "F16"))
         fraction, power = torch.frexp(second)
-        wrong = (fraction != 0.5) & ~is_lost
-        checks.values("weight_scale_2", "a second scale of e8m0 scales that is no power of two", wrong)
+        if form.has_row_scale:
+            wrong, rows = fraction <= 0, bits_of((2 * fraction.squeeze(2)).to(torch_dtype(form.param_dtype)))
+            second = torch.ldexp(torch.ones_like(second), power - 1)
+        else:
+            wrong = (fraction != 0.5) & ~is_lost
+        checks.values("weight_scale_2", f"a second scale of e8m0 scales that is {_WRONG[form.has_row_scale]}", wrong)
         exponent = exponent + torch.where(is_lost, _FLUSHED_POWER, power - 1)
         value, flushed = value * second, flushed | is_lost
     scale = (exponent + 127).clamp(0, 255).to(torch.uint8)
-    return replace(stack, scale=scale, scale_dtype="F8_E8M0", scale_value=value, scale_2=None, flushed=flushed)
+    return replace(stack, scale=scale, scale_dtype="F8_E8M0", scale_value=value, scale_2=rows, flushed=flushed)
+
+
+_WRONG = ("no power of two", "not positive")
 
 
 # --- packed tensors ----------------------------------------------------------------------------------------

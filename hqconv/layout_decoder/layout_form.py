@@ -56,6 +56,7 @@ class LayoutForm:
     padded_shape: tuple[int, int]
     scale_type: str
     scale_2_type: str
+    has_row_scale: bool  # the schema's own second scale per row, which a channel's fused exponents may go into
     scale_dtype: str
     scale_order: str
     param_dtype: str
@@ -93,9 +94,10 @@ class LayoutForm:
         return {"F8_E8M0": 127, PADDED_E5M0: 15 << 3}.get(self.scale_dtype, 0)
 
 
-def read_config(config: Mapping[str, Any], flags: Mapping[str, Any]) -> LayoutForm:
+def read_config(config: Mapping[str, Any], flags: Mapping[str, Any], *, has_row_scale: bool = False) -> LayoutForm:
     """Parse a LayerConfig (JSON dict) and the manifest's layout flags.
 
+    has_row_scale: the schema has a second scale per row; a LayerConfig with fused exponents does not tell.
     Raises RequestError for layouts that the decoder does not know, VerificationError for contradictions.
     """
     merged = _with_flags(config, flags)
@@ -118,6 +120,7 @@ def read_config(config: Mapping[str, Any], flags: Mapping[str, Any]) -> LayoutFo
             padded_shape=padded,
             scale_type=merged["weight_scale_type"],
             scale_2_type=merged["weight_scale_2_type"],
+            has_row_scale=has_row_scale,
             scale_dtype=stored_scale_dtype(merged),
             scale_order=_scale_order(merged),
             param_dtype=code_of(merged["c_dtype"]),
@@ -214,7 +217,8 @@ def _facts_of_layouts(form: LayoutForm) -> dict[str, bool]:
         or (is_fragments and form.activation_bits == 8 and form.num_bits % 2 == 0),
         "signed integers in whole words": not form.is_signed or (not is_fragments and form.exponent_bits is None),
         "a second scale where exponents are fused into mxfp4": not form.is_fused
-        or (is_mxfp4 and form.scale_2_type == ("tensor" if form.is_split else "channel")),
+        or (is_mxfp4 and form.scale_2_type == ("tensor" if form.is_split and not form.has_row_scale else "channel")),
+        "a second scale per row where the schema has one": not form.has_row_scale or form.scale_2_type == "channel",
         "8-bit group scales and no zero points for a block-scaled tensor core": not in_tiles
         or (form.scale_dtype in ("F8_E8M0", "F8_E4M3") and form.zero_kind == "none"),
         "groups of one instruction's columns": not per_word or form.scale_shape(padded=True)[1] % 4 == 0,

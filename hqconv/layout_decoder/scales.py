@@ -142,11 +142,11 @@ _READ_TILES = {
 def _fused_padding(form: LayoutForm, scale: torch.Tensor, scale_2: torch.Tensor | None) -> torch.Tensor:
     """Fused exponents of the padding, uint8 [E, N, G]: rows are 1.0 to the second scale, columns their row's largest.
 
-    Padded rows of int8 have a second scale each, which is 0.
+    Padded rows with a second scale each, which is 0, have the least exponents.
     """
     rows, groups = form.scale_shape(padded=False)
-    expected = torch.zeros_like(scale)
-    if form.scale_dtype == FUSED_FP8 and scale_2 is not None:
+    expected = torch.full_like(scale, int(form.scale_dtype == FUSED_FP8))
+    if form.scale_2_type == "tensor" and scale_2 is not None:
         power = torch.frexp(float_values(scale_2, "F32"))[1].view(-1, 1, 1) + 127  # smallest exponent
         expected[:] = ((_ONE - power).clamp(min=0) + 1).byte()
     expected[:, :rows] = scale[:, :rows, :groups].amax(2, keepdim=True)

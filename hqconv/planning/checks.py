@@ -15,10 +15,11 @@ from hqconv.planning.input_scales import check_input_scales, missing_warnings, s
 from hqconv.planning.source_schema import dtype_warnings, rounding_warnings
 from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
+from hqconv.schemas.artifact_names import HESSIAN_TILE
 from hqconv.schemas.grid import Grid, check_grid
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.model_config import NO_HEADS, AttentionHeads
-from hqconv.schemas.options import MSE
+from hqconv.schemas.options import GPTQ, RTN
 from hqconv.schemas.weight_schema import PARAM_DTYPES
 from hqconv.serving.chosen_engine import ENGINE
 
@@ -35,6 +36,8 @@ def check_request(experts: ExpertMap, spec: ConversionSpec, heads: AttentionHead
     check_input_scales(experts, spec)
     for kernel_spec in spec.kernel_specs:
         _check_scales(kernel_spec)
+        if spec.encoding.quantizer == GPTQ:
+            _check_rotation(kernel_spec)
         if spec.layout == artifact_names.KERNEL:
             _check_kernel_spec(kernel_spec)
     if spec.layout == artifact_names.CHECKPOINT and spec.of_layers:
@@ -88,6 +91,19 @@ def _check_scales(kernel_spec: KernelSpec) -> None:
             expected=kernel_spec.param_dtype,
             found=schema.bs_dtype,
             remedy="Leave bs_dtype out of the schema, or change --dtype.",
+        )
+
+
+def _check_rotation(kernel_spec: KernelSpec) -> None:
+    """Refuse error compensation of weights that are rotated in blocks wider than the known products of inputs."""
+    schema = kernel_spec.schema
+    if schema.rotation > HESSIAN_TILE:
+        raise RequestError(
+            f"The quantizer gptq knows products of {HESSIAN_TILE} neighbouring columns only.",
+            where=f"schema {schema.name}: hadamard_block_size",
+            expected=f"at most {HESSIAN_TILE}",
+            found=schema.rotation,
+            remedy="Take a smaller block, or use --quantizer mse.",
         )
 
 
@@ -213,9 +229,9 @@ def _search_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
         is_coupled = spec.kernel_spec_of(layer.name).schema.is_coupled and not spec.must_be_direct
         if is_coupled or spec.conversion_of(layer) not in (DIRECT, DIRECT_ROUNDED):
             return []
-    if options.quantizer != MSE:
+    if options.quantizer == RTN:
         return []
-    named = "--quantizer mse has" if options.importance is None else "--quantizer mse and --importance have"
+    named = f"--quantizer {options.quantizer}" + (" has" if options.importance is None else " and --importance have")
     return [f"{named} no effect: the codes of all experts are kept, and there is no scale to search for."]
 
 

@@ -14,14 +14,22 @@ from typing import Any
 
 from hqconv.errors import RequestError
 from hqconv.formats.source_format import DIRECT, DIRECT_ROUNDED, SourceFormat, conversion_of
-from hqconv.planning.importance import Importance, read_importance
-from hqconv.schemas.options import MSE, QUANTIZERS, RTN, EncodingArguments
+from hqconv.planning.importance import Importance, LayerImportance, read_importance
+from hqconv.schemas.options import GPTQ, QUANTIZERS, RTN, EncodingArguments
 from hqconv.schemas.weight_schema import WeightSchema
 
-# Version of the scale candidates that mse tries and of its choice (`quantization/scale_candidates`, `scale_search`):
+# Version of the scale candidates that mse tries and of its choice (`quantization/scale_search`):
 # raised by every change of its results, so that `verify` knows which searches it can repeat.
 # tests/quantization/test_scale_search.py holds the results to a digest.
-SEARCH_VERSION = 1
+SEARCH_VERSION = 2
+# Version of the error compensation of gptq (`quantization/gptq`) and of the search that it starts from: raised by every
+# change of its results, also where SEARCH_VERSION is raised. tests/quantization/test_gptq.py holds them to a digest.
+COMPENSATION_VERSION = 1
+
+
+def quantizer_version(quantizer: str) -> int:
+    """Return the version of the results of a quantizer that is not rtn."""
+    return COMPENSATION_VERSION if quantizer == GPTQ else SEARCH_VERSION
 
 
 @dataclass(frozen=True)
@@ -29,8 +37,8 @@ class EncodingOptions:
     """Options that decide codes and scales beside the schema.
 
     round_scales: scales of another 16-bit dtype than the parameters' are rounded, and the codes kept; in a spec set
-    only where this changes a layer. quantizer: rtn or mse, for codes that are not kept. importance: with mse only, the
-    weights of the squared error.
+    only where this changes a layer. quantizer: rtn, mse or gptq, for codes that are not kept. importance: not with
+    rtn, the weights of the squared error; gptq needs it.
     """
 
     round_scales: bool = False
@@ -41,17 +49,25 @@ class EncodingOptions:
         if self.quantizer not in QUANTIZERS:
             what, expected = "The option does not know this value.", ", ".join(QUANTIZERS)
             raise RequestError(what, where="--quantizer", expected=expected, found=self.quantizer)
-        if self.importance is not None and self.quantizer != MSE:
+        if self.importance is not None and self.quantizer == RTN:
             what, found = (
                 "An importance file has no effect without a search for scales.",
                 f"--quantizer {self.quantizer}",
             )
-            raise RequestError(what, where="--importance", expected="--quantizer mse", found=found)
+            raise RequestError(what, where="--importance", expected="--quantizer mse or gptq", found=found)
 
     @classmethod
     def parse(cls, arguments: EncodingArguments) -> EncodingOptions:
         """Parse arguments of the API. Raises RequestError, and InputError as `read_importance` does."""
         path = arguments["importance"]
+        if path is None and arguments["quantizer"] == GPTQ:
+            raise RequestError(
+                "The quantizer gptq needs to know the experts' inputs.",
+                where="--quantizer gptq",
+                expected="--importance FILE",
+                found="none",
+                remedy="Make a file with `hqconv importance … --hessian`, or use --quantizer mse.",
+            )
         values: dict[str, Any] = {key: arguments.get(key) for key in EncodingArguments.__annotations__}
         return cls(**{**values, "importance": None if path is None else read_importance(Path(path))})
 
@@ -67,7 +83,10 @@ class EncodingOptions:
         found = {
             "round_scales": (document.get("round_scales", True) is True, document.get("round_scales")),
             "quantizer": (quantizer in QUANTIZERS, repr(quantizer)),
-            "importance": ("importance" not in document or quantizer == MSE, f"quantizer {quantizer}"),
+            "importance": (
+                ("importance" not in document or quantizer != RTN) and ("importance" in document or quantizer != GPTQ),
+                f"quantizer {quantizer}",
+            ),
             "quantizer_version": (version is None or is_versioned, f"{version!r}, of the quantizer {quantizer}"),
         }
         for key, (is_possible, value) in found.items():
@@ -87,7 +106,7 @@ class EncodingOptions:
         """Return the quantizer with the version of its search; nothing for rtn."""
         if self.quantizer == RTN:
             return {}
-        return {"quantizer": self.quantizer, "quantizer_version": SEARCH_VERSION}
+        return {"quantizer": self.quantizer, "quantizer_version": quantizer_version(self.quantizer)}
 
     def identity(self) -> dict[str, Any]:
         """Return what a resumed run must agree on, by the options' names on the command line."""
@@ -130,8 +149,7 @@ class LayerEncoding:
     conversion: of `hqconv.formats.source_format`. must_be_direct: a matrix that cannot keep its codes is an error.
     takes_powers_of_two: fp8 group scales under a second scale stand for the source's powers of two, mxfp4 to nvfp4.
     is_coded: the source has codes, so that scale groups which are quantized anew without any error are counted.
-    importance: GEMM → weight of the squared error in each input column, float32 as bytes; None without an importance
-    file.
+    importance: the layer's tensors of the importance file; None without one.
     """
 
     schema: WeightSchema
@@ -141,11 +159,11 @@ class LayerEncoding:
     must_be_direct: bool = False
     takes_powers_of_two: bool = False
     is_coded: bool = False
-    importance: Mapping[str, bytes] | None = field(default=None, repr=False)
+    importance: LayerImportance | None = field(default=None, repr=False)
 
     @property
     def quantizer(self) -> str:
-        """Method that chooses scales for codes that are not kept: rtn or mse."""
+        """Method that chooses scales for codes that are not kept: rtn, mse or gptq."""
         return self.options.quantizer
 
     @property
@@ -185,6 +203,7 @@ def takes_powers_of_two(source: SourceFormat, schema: WeightSchema) -> bool:
     """Return whether fp8 group scales under a second scale can hold the source's powers of two: mxfp4 to nvfp4."""
     return (
         source.scale_dtype == "float8e8m0"
+        and source.scale_2 == "none"
         and not schema.rotation
         and source.b_dtype == schema.b_dtype
         and schema.bs_dtype == "float8e4m3"

@@ -34,6 +34,7 @@ from hqconv.planning.spec import ConversionOptions, ConversionSpec, make_spec
 from hqconv.schemas import artifact_names
 from hqconv.schemas.gpu_target import GPUS, GpuTarget
 from hqconv.schemas.model_config import NO_HEADS, AttentionHeads, attention_heads, text_config
+from hqconv.schemas.options import GPTQ
 from hqconv.schemas.overrides import assign
 
 
@@ -167,7 +168,7 @@ class ConversionPlan:
     def num_bytes_beside(self) -> int:
         """Bytes of the sidecar files, which are copied unchanged."""
         importance = self.spec.encoding.importance
-        return self.other_bytes + (0 if importance is None else len(importance.data))
+        return self.other_bytes + (0 if importance is None else importance.num_bytes)
 
     @property
     def num_ranks(self) -> int:
@@ -273,7 +274,8 @@ def make_plan(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> C
     check_copied(checkpoint, experts, spec)
     experts = experts.with_input_scales({layer.name for layer in static_layers(experts, spec)})
     if spec.encoding.importance is not None:
-        spec.encoding.importance.check(experts.layers, experts.left)
+        needs_hessian = spec.encoding.quantizer == GPTQ
+        spec.encoding.importance.check(experts.layers, experts.left, needs_hessian=needs_hessian)
     layers: list[MoeLayerPlan] = []
     shards: list[Shard] = []
     for layer in experts.layers:

@@ -25,7 +25,7 @@ from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.layer_encoding import EncodingOptions
 from hqconv.schemas.grid import slice_unit
-from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, SOURCE, WeightSchema, resolve_schema
+from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, SOURCE, WeightSchema, resolve_schema, shorthand_of
 
 if TYPE_CHECKING:
     from hqconv.planning.spec import ConversionSpec
@@ -108,17 +108,14 @@ def source_param_dtype(experts: ExpertMap) -> str | None:
 
 
 def named(schema: WeightSchema) -> WeightSchema:
-    """Return the same schema under the name of its preset or shorthand."""
-    known = [*PRESETS.values(), *_shorthand(schema)]
+    """Return the same schema under the name of its preset or shorthand.
+
+    8-bit scales without a second one keep the name `source`, which manifests had before there was a shorthand of them.
+    """
+    known, shorthand = [*PRESETS.values()], shorthand_of(schema)
+    if shorthand and (schema.bs_dtype in (None, *PARAM_DTYPES) or schema.weight_scale_2_type != "none"):
+        known.append(resolve_schema(shorthand))
     return next((one for one in known if one.humming_fields() == schema.humming_fields()), schema)
-
-
-def _shorthand(schema: WeightSchema) -> Iterator[WeightSchema]:
-    """Yield the shorthand that comes closest to an integer schema."""
-    if schema.is_integer:
-        size = f"-g{schema.weight_scale_group_size}" if schema.weight_scale_group_size else "-c"
-        zero = "-fpzp" if schema.is_fp_zero_point else "-zp" if schema.has_zero_point else ""
-        yield resolve_schema(f"int{schema.num_bits}{size}{zero}")
 
 
 def direct_schemas(experts: ExpertMap, param_dtype: str) -> list[str]:

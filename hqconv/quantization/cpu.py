@@ -6,7 +6,7 @@ Legend: E experts, N output rows, K input columns, G groups along K.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,14 +14,35 @@ import numpy as np
 import torch
 
 from hqconv.cpu_loops import arithmetic
-from hqconv.cpu_loops.encoders import BFLOAT16, E8M0, GIVEN, encoder, scorer
+from hqconv.cpu_loops.compensation import compensating_encoder, loss_meter
+from hqconv.cpu_loops.encoders import BFLOAT16, E8M0, GIVEN, encoder
 from hqconv.cpu_loops.helper_threads import in_parts
+from hqconv.cpu_loops.scale_loops import TO_BFLOAT16, TO_FLOAT16, TO_FLOAT32, searcher
 from hqconv.humming_layout import cpu_ops
 from hqconv.humming_layout.cpu_ops import Array
 from hqconv.humming_layout.runtime import humming
-from hqconv.quantization.quantized import RTN, QuantizedStack, Quantizer, code_of, num_groups
-from hqconv.quantization.scale_search import CandidateScales, SearchResult, SearchStart, scales_of, search, tensors_of
-from hqconv.quantization.two_level_scales import GivenScales, two_level
+from hqconv.quantization.gptq import CompensationStart, compensate, inverse_of
+from hqconv.quantization.quantized import (
+    RTN,
+    HessianFactors,
+    QuantizedStack,
+    Quantizer,
+    TileFactors,
+    code_of,
+    num_groups,
+)
+from hqconv.quantization.scale_search import (
+    CandidateScales,
+    Ladder,
+    SearchResult,
+    SearchStart,
+    byte_values,
+    magnitude_bytes,
+    scales_of,
+    search,
+    tensors_of,
+)
+from hqconv.quantization.two_level_scales import GivenScales, group_scales, two_level
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.weight_schema import WeightSchema
 
@@ -46,7 +67,9 @@ def quantize_stacks(
     each: Sequence[GivenScales | None] = given or [None] * len(ranges)
     groups = [_groups(r, schema, param_dtype, shared, g) for r, g in zip(ranges, each, strict=True)]
     if given is None and not is_plain:
-        groups = search_scales(ranges, groups, schema, param_dtype, quantizer.importance)
+        rounded, groups = groups, search_scales(ranges, groups, schema, param_dtype, quantizer.importance)
+        if quantizer.factors is not None:
+            return _compensated(ranges, rounded, groups, schema, param_dtype, quantizer.factors, count_exact)
     return [_encode(r, g, schema, count_exact) for r, g in zip(ranges, groups, strict=True)]
 
 
@@ -72,6 +95,8 @@ def _groups(ranges: Ranges, schema: WeightSchema, param_dtype: str, shared: Any,
     highest, lowest, num_experts = ranges.highest, ranges.lowest, ranges.shape[0]
     if schema.weight_scale_type == "tensor":
         highest, lowest = shared[:, None], -shared[:, None]
+    if schema.weight_scale_2_type != "none":
+        return _two_level_groups(ranges, schema, param_dtype, shared, given)
     scale, lowest, zero = cpu_ops.group_scales(
         code_of(schema),
         highest,
@@ -82,17 +107,32 @@ def _groups(ranges: Ranges, schema: WeightSchema, param_dtype: str, shared: Any,
         fused=ranges.fused,
     )
     stack = torch.from_numpy(scale).view(num_experts, -1, scale.shape[-1])
-    tensors, decode_scale, scale_2, limit = _store_scales(stack, schema, param_dtype, shared, given)
-    if scale_2 is None:
-        inverse = np.float32(1) / scale
-    else:
-        inverse = decode_scale * per_row(scale_2, len(decode_scale))
-        np.divide(np.float32(1), inverse, out=inverse, where=inverse > 0)  # else 0, as it is, or NaN
-        inverse[~(inverse > 0)] = 0
+    tensors, decode_scale = _store_scales(stack, schema, param_dtype)
+    inverse = np.float32(1) / scale
     if schema.has_zero_point:
         stored, zero = _store_zero_point(zero, schema, param_dtype)
         tensors["zero_point"] = stored.reshape(num_experts, -1, stored.size(-1))
-    return Groups(tensors, inverse, lowest, decode_scale, zero, scale_2, limit)
+    return Groups(tensors, inverse, lowest, decode_scale, zero, None, 0.0)
+
+
+def _two_level_groups(
+    ranges: Ranges, schema: WeightSchema, param_dtype: str, shared: Any, given: GivenScales | None
+) -> Groups:
+    """Return 8-bit scales under a second scale, and the encoder's inputs."""
+    shape = (ranges.shape[0], -1, ranges.highest.shape[-1])
+    scale = group_scales(torch.from_numpy(ranges.highest), torch.from_numpy(ranges.lowest), schema)
+    amax = torch.from_numpy(shared).view(-1, 1, 1) if schema.weight_scale_2_type == "tensor" else None
+    scales = two_level(scale.view(shape), schema, param_dtype, amax, given)
+    stored = scales.group.view(torch.uint8)
+    values = _values_of(stored.reshape(-1, stored.size(-1)).numpy(), scales.group.dtype)
+    second = scales.second_value.reshape(-1, 1).numpy()
+    inverse = values * per_row(second, len(values))
+    is_known = np.abs(inverse) > 0  # neither 0 nor NaN
+    np.divide(np.float32(1), inverse, out=inverse, where=is_known)
+    inverse[~is_known] = 0
+    none, zero = np.zeros(values.shape), np.zeros_like(values)
+    tensors = {"weight_scale": scales.group, "weight_scale_2": scales.second}
+    return Groups(tensors, inverse, none, values, zero, second, scales.limit)
 
 
 def _encode(ranges: Ranges, groups: Groups, schema: WeightSchema, count_exact: bool) -> QuantizedStack:
@@ -130,13 +170,28 @@ def _encode_in_one_pass(stack: torch.Tensor, schema: WeightSchema, scales: int, 
     return out.stack({"weight_scale": stored}, (num_experts, num_rows, num_columns))
 
 
-def _run(encode: Any, source: Array, limit: Any, groups: tuple[Array, ...], out: tuple[Array, ...]) -> None:
-    """Run an encoder over all rows, in helper threads. Arrays of one row hold for every row."""
+def _run(
+    encode: Any,
+    source: Array,
+    limit: Any,
+    groups: tuple[Array, ...],
+    out: tuple[Array, ...],
+    factors: tuple[Array, ...] | None = None,
+    changed: Array | None = None,
+) -> None:
+    """Run an encoder over all rows, in helper threads. Arrays of one row hold for every row.
+
+    factors, changed: of `compensation.compensating_encoder`.
+    """
 
     def of(arrays: tuple[Array, ...], rows: slice) -> tuple[Array, ...]:
         return tuple(one[rows] if len(one) == len(source) else one for one in arrays)
 
-    in_parts(lambda rows: encode(source[rows], limit, of(groups, rows), of(out, rows)), len(source), LEAST_ROWS)
+    def run(rows: slice) -> None:
+        more = () if changed is None else (factors, changed[rows])
+        encode(source[rows], limit, of(groups, rows), *more, of(out, rows))
+
+    in_parts(run, len(source), LEAST_ROWS)
 
 
 class _EncoderOutput:
@@ -167,32 +222,25 @@ class _EncoderOutput:
         )
 
 
-def _store_scales(
-    scale: torch.Tensor, schema: WeightSchema, param_dtype: str, shared: Any, given: GivenScales | None
-) -> tuple[dict[str, torch.Tensor], Array, Array | None, float]:
-    """Return stored scales of [E, rows, G], their float32 values [R, G], scale_2 [R, 1], and the clamp limit."""
+def _store_scales(scale: torch.Tensor, schema: WeightSchema, param_dtype: str) -> tuple[dict[str, torch.Tensor], Array]:
+    """Return stored scales of [E, rows, G], and their float32 values [R, G]."""
 
     def rows(values: torch.Tensor) -> Array:
         flat: Array = values.reshape(-1, values.size(-1)).numpy()
         return flat
 
     if schema.weight_scale_type == "tensor":
-        return {"weight_scale": scale.flatten()}, rows(scale), None, 0.0
-    if schema.weight_scale_2_type != "none":
-        amax = torch.from_numpy(shared).view(-1, 1, 1) if schema.weight_scale_2_type == "tensor" else None
-        stored, scale_2_tensor, scale_2, limit = two_level(scale, schema, param_dtype, amax, given)
-        tensors = {"weight_scale": stored, "weight_scale_2": scale_2_tensor}
-        return tensors, _values_of(rows(stored.view(torch.uint8)), stored.dtype), rows(scale_2), limit
+        return {"weight_scale": scale.flatten()}, rows(scale)
     if schema.bs_dtype == "float8e8m0":
         stored = (scale.view(torch.int32) >> 23).to(torch.uint8).view(torch.float8_e8m0fnu)
-        return {"weight_scale": stored}, rows(scale), None, 0.0
+        return {"weight_scale": stored}, rows(scale)
     if schema.bs_dtype == "float8e5m3":
         codec = humming().weight
         stored = codec.encode_e5m3_scale(scale)
-        return {"weight_scale": stored}, rows(codec.decode_e5m3_scale(stored)), None, 0.0
+        return {"weight_scale": stored}, rows(codec.decode_e5m3_scale(stored))
     is_block = schema.weight_scale_type == "block"
     stored = scale if is_block else scale.to(torch_dtype_of(schema.bs_dtype or param_dtype))
-    return {"weight_scale": stored}, rows(stored.float()), None, 0.0
+    return {"weight_scale": stored}, rows(stored.float())
 
 
 def _values_of(codes: Array, dtype: torch.dtype) -> Array:
@@ -273,23 +321,81 @@ def search_scales(
 
 def _search_start(ranges: Ranges, groups: Groups, schema: WeightSchema, importance: torch.Tensor | None) -> SearchStart:
     code, (num_experts, num_rows, num_columns) = code_of(schema), ranges.shape
-    score, total = scorer(code), num_experts * num_rows
-    weights = np.ones(num_columns) if importance is None else importance.double().numpy()
+    loops, total = searcher(code), num_experts * num_rows
     num_groups = num_columns // (schema.weight_scale_group_size or num_columns)
     groups = replace(groups, limit=arithmetic.largest_value(*code) if code[0] == arithmetic.FLOAT else 0.0)
+    limit, shape = np.float32(groups.limit), (num_experts, num_rows, num_groups)
+    weights = np.ones((1, num_columns)) if importance is None else importance.double().view(-1, num_columns).numpy()
+
+    def run(loop: Callable[[slice, Array], None]) -> None:
+        """Call `loop` for runs of rows, each of one expert where each has an importance of its own."""
+        size = total // len(weights)
+        for expert, of_expert in enumerate(weights):
+            first = expert * size
+
+            def part(rows: slice, first: int = first, of_expert: Array = of_expert) -> None:
+                loop(slice(first + rows.start, first + rows.stop), of_expert)
+
+            in_parts(part, size, LEAST_ROWS)
+
+    def of(values: tuple[Array, ...], rows: slice) -> tuple[Array, ...]:
+        return tuple(value[rows] if len(value) == total else value for value in values)
 
     def errors(one: Groups) -> torch.Tensor:
         out, values = np.empty((total, num_groups)), one.per_row(total)
+        run(lambda rows, weight: loops.score(ranges.source[rows], limit, of(values, rows), weight, out[rows]))
+        return torch.from_numpy(out).view(shape)
 
-        def run(rows: slice) -> None:
-            of_rows = tuple(value[rows] if len(value) == total else value for value in values)
-            score(ranges.source[rows], np.float32(one.limit), of_rows, weights, out[rows])
+    def fit(tried: CandidateScales) -> tuple[torch.Tensor, torch.Tensor]:
+        (products, squares), values = np.empty((2, total, num_groups)), _with_scales(groups, tried).per_row(total)
+        run(lambda r, w: loops.fit(ranges.source[r], limit, of(values, r), w, products[r], squares[r]))
+        return torch.from_numpy(products).view(shape), torch.from_numpy(squares).view(shape)
 
-        in_parts(run, total, LEAST_ROWS)
-        return torch.from_numpy(out).view(num_experts, num_rows, num_groups)
+    def sweep(
+        start: CandidateScales, least: torch.Tensor, ladder: Ladder, floor: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        error, steps = _rows(least.clone()), np.empty((total, num_groups), np.int32)
+        values = _sweep_inputs(start, total)
+        steps_of = _ladder_inputs(start, ladder, floor, total)
+
+        def part(rows: slice, weight: Array) -> None:
+            ladder_of_rows = (*steps_of[:7], steps_of[7][rows], steps_of[8])
+            loops.sweep(ranges.source[rows], limit, of(values, rows), weight, ladder_of_rows, error[rows], steps[rows])
+
+        run(part)
+        return torch.from_numpy(steps).view(shape), torch.from_numpy(error).view(shape)
 
     scales = scales_of(groups.tensors, schema)
-    return SearchStart(scales, errors(groups), lambda tried: errors(_with_scales(groups, tried)))
+    is_of_rows = schema.weight_scale_type in ("group", "channel")
+    return SearchStart(
+        scales,
+        errors(groups),
+        lambda tried: errors(_with_scales(groups, tried)),
+        fit,
+        lambda: torch.from_numpy(np.maximum(ranges.highest, -ranges.lowest)).view(scales.scale.shape),
+        sweep if is_of_rows else None,
+    )
+
+
+def _sweep_inputs(start: CandidateScales, num_rows: int) -> tuple[Array, ...]:
+    """Return scales, bytes and second scales for `Searcher.sweep`; bytes are 0 for scales of 16 and 32 bits."""
+    scale = np.ascontiguousarray(_rows(start.scale))
+    is_byte = start.stored.element_size() == 1
+    byte = _rows(magnitude_bytes(start.stored).to(torch.uint8)) if is_byte else np.zeros(scale.shape, np.uint8)
+    second = np.ones(num_rows, np.float32) if start.second is None else per_row(_rows(start.second), num_rows)
+    return scale, np.ascontiguousarray(byte), second.reshape(-1)
+
+
+def _ladder_inputs(
+    start: CandidateScales, ladder: Ladder, floor: torch.Tensor | None, num_rows: int
+) -> tuple[Any, ...]:
+    """Return the ladder for `Searcher.sweep`, with one floor for each row."""
+    up, down = (np.array(factors, np.float32) for factors in (ladder.up, ladder.down))
+    values = byte_values(start.stored.dtype).numpy() if ladder.has_bytes else np.empty(0, np.float32)
+    floors = np.zeros(num_rows, np.int64) if floor is None else per_row(_rows(floor).astype(np.int64), num_rows)
+    rounding = {torch.bfloat16: TO_BFLOAT16, torch.float16: TO_FLOAT16}.get(start.stored.dtype, TO_FLOAT32)
+    limit = np.float32(ladder.limit)
+    return ladder.first, limit, up, down, values, ladder.top, ladder.no_half, floors.reshape(-1), rounding
 
 
 def _rows(values: torch.Tensor) -> np.ndarray:
@@ -297,9 +403,14 @@ def _rows(values: torch.Tensor) -> np.ndarray:
     return flat
 
 
-def _with_scales(groups: Groups, scales: CandidateScales, changed: torch.Tensor | None = None) -> Groups:
-    """Return the groups with other scales, where `changed` holds (None: everywhere)."""
-    inverse, lowest, zero = scales.inverse(), scales.lowest(), scales.zero
+def _with_scales(
+    groups: Groups, scales: CandidateScales, changed: torch.Tensor | None = None, inverse: torch.Tensor | None = None
+) -> Groups:
+    """Return the groups with other scales, where `changed` holds (None: everywhere).
+
+    inverse: the factor from weights to codes, if it is not the scales' own.
+    """
+    inverse, lowest, zero = scales.inverse() if inverse is None else inverse, scales.lowest(), scales.zero
     mask = None if changed is None else _rows(changed)
 
     def chosen(new: torch.Tensor, old: np.ndarray) -> np.ndarray:
@@ -320,3 +431,59 @@ def _replaced(groups: Groups, found: SearchResult, schema: WeightSchema, param_d
     limit = arithmetic.largest_value(*kind) if kind[0] == arithmetic.FLOAT else 0.0
     tensors = {**groups.tensors, **tensors_of(found.scales, schema, param_dtype)}
     return replace(_with_scales(groups, found.scales, found.changed), tensors=tensors, limit=limit)
+
+
+def _compensated(
+    ranges: Sequence[Ranges],
+    rounded: Sequence[Groups],
+    best: Sequence[Groups],
+    schema: WeightSchema,
+    param_dtype: str,
+    factors: HessianFactors,
+    count_exact: bool,
+) -> list[QuantizedStack]:
+    """Encode stacks with error compensation, starting from the scales of `mse`; see `gptq.compensate`."""
+    starts = [
+        _compensation_start(one, before, after, schema)
+        for one, before, after in zip(ranges, rounded, best, strict=True)
+    ]
+    found = compensate(starts, factors, schema, param_dtype)
+    encode, done = compensating_encoder(code_of(schema)), []
+    for one, groups, choice in zip(ranges, best, found, strict=True):
+        changed, total = _rows(choice.of_groups()), len(one.source)
+        new = _with_scales(groups, choice.scales, inverse=inverse_of(choice.scales)).per_row(total)
+        mixed = tuple(
+            np.where(changed, ours, kept) if kept.shape == changed.shape else kept
+            for ours, kept in zip(new, groups.per_row(total), strict=True)
+        )
+        out = _EncoderOutput(one.source, schema, count_exact)
+        more = (_arrays(factors.wide), _rows(choice.changed))
+        _run(encode, one.source, np.float32(groups.limit), mixed, out.arrays, *more)
+        done.append(out.stack({**groups.tensors, **tensors_of(choice.scales, schema, param_dtype)}, one.shape))
+    return done
+
+
+def _compensation_start(ranges: Ranges, rounded: Groups, best: Groups, schema: WeightSchema) -> CompensationStart:
+    meter, total = loss_meter(code_of(schema)), len(ranges.source)
+
+    def losses(one: Groups, factors: TileFactors, is_compensated: bool) -> torch.Tensor:
+        arrays, values = _arrays(factors), one.per_row(total)
+        out = np.empty((total, len(arrays[0])))
+
+        def run(rows: slice) -> None:
+            of_rows = tuple(value[rows] if len(value) == total else value for value in values)
+            meter(ranges.source[rows], np.float32(one.limit), of_rows, arrays, is_compensated, out[rows])
+
+        in_parts(run, total, LEAST_ROWS)
+        return torch.from_numpy(out).view(*ranges.shape[:2], -1)
+
+    return CompensationStart(
+        scales_of(rounded.tensors, schema),
+        scales_of(best.tensors, schema),
+        lambda factors: losses(best, factors, False),
+        lambda tried, factors: losses(_with_scales(best, tried, inverse=inverse_of(tried)), factors, True),
+    )
+
+
+def _arrays(factors: TileFactors) -> tuple[Array, ...]:
+    return factors.order.numpy(), factors.feedback.numpy(), factors.penalty.numpy()

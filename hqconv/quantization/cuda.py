@@ -16,9 +16,26 @@ from hqconv.errors import RequestError
 from hqconv.humming_layout import cpu_ops
 from hqconv.humming_layout.runtime import humming
 from hqconv.humming_layout.transform import humming_schema
-from hqconv.quantization.quantized import RTN, QuantizedStack, Quantizer, fold_sum, num_groups
-from hqconv.quantization.scale_search import CandidateScales, SearchResult, SearchStart, scales_of, search, tensors_of
-from hqconv.quantization.two_level_scales import GivenScales, two_level
+from hqconv.quantization.gptq import CompensationStart, compensate
+from hqconv.quantization.quantized import (
+    RTN,
+    HessianFactors,
+    QuantizedStack,
+    Quantizer,
+    TileFactors,
+    fold_sum,
+    num_groups,
+)
+from hqconv.quantization.scale_search import (
+    CandidateScales,
+    Ladder,
+    SearchResult,
+    SearchStart,
+    scales_of,
+    search,
+    tensors_of,
+)
+from hqconv.quantization.two_level_scales import GivenScales, group_scales, two_level
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.weight_schema import WeightSchema
 
@@ -38,7 +55,7 @@ def quantize_stacks(
     if schema.is_coupled or schema.weight_scale_2_type != "none":
         shared = torch.stack([s.abs().amax((1, 2)) for s in stacks]).amax(0).float().clamp_min(1e-30)
     if given is None and quantizer.name != RTN.name:
-        return _quantize_best(stacks, schema, param_dtype, shared, count_exact, quantizer.importance)
+        return _quantize_best(stacks, schema, param_dtype, shared, count_exact, quantizer)
     if given is None and (joined := _joined(stacks)) is not None:
         repeated = None if shared is None else shared.repeat(len(stacks))
         return _quantize(joined, schema, param_dtype, repeated, None, count_exact).cut(len(stacks))
@@ -77,11 +94,13 @@ def _quantize_best(
     param_dtype: str,
     shared: torch.Tensor | None,
     count_exact: bool,
-    importance: torch.Tensor | None,
+    quantizer: Quantizer,
 ) -> list[QuantizedStack]:
-    """Quantize with the scales of the least squared error."""
+    """Quantize with the scales of the least squared error, and with error compensation for gptq."""
     packed = [_rounded(stack, schema, param_dtype, shared, None) for stack in stacks]
-    best = search_scales(stacks, packed, schema, param_dtype, importance)
+    best = search_scales(stacks, packed, schema, param_dtype, quantizer.importance)
+    if quantizer.factors is not None:
+        best = _compensated(stacks, packed, best, schema, param_dtype, quantizer.factors)
     return [_with_error(stack, one, schema, count_exact) for stack, one in zip(stacks, best, strict=True)]
 
 
@@ -101,21 +120,21 @@ def _encode_shared(
 ) -> dict[str, torch.Tensor]:
     """Return codes and scales of a stack [E, N, K] whose experts have the maxima `shared` [E]."""
     kind, bits, exponent, mantissa = cpu_ops.parse_dtype(schema.b_dtype)
-    largest = shared.new_tensor(arithmetic.largest_value(kind, bits, exponent, mantissa))
     values, amax = stack.float(), shared.view(-1, 1, 1)
     if schema.weight_scale_type == "tensor":
-        scale = amax / largest
+        scale = amax / shared.new_tensor(arithmetic.largest_value(kind, bits, exponent, mantissa))
         tensors = {"weight_scale": scale.flatten()}
         scaled = values * scale.reciprocal()
     else:
         grouped = values.view(*values.shape[:2], -1, schema.weight_scale_group_size)
-        group_scale = grouped.abs().amax(-1).clamp_min(1e-30) / largest
+        bounds = (grouped.amax(-1).clamp_min(1e-30), grouped.amin(-1).clamp_max(-1e-30))
         second = amax if schema.weight_scale_2_type == "tensor" else None
-        stored, stored_2, scale_2, limit = two_level(group_scale, schema, param_dtype, second, given)
-        tensors = {"weight_scale": stored, "weight_scale_2": stored_2}
-        effective = stored.float() * scale_2
-        inverse = torch.where(effective > 0, effective.reciprocal(), torch.zeros_like(effective))
-        scaled = (grouped * inverse.unsqueeze(-1)).clamp(-limit, limit).view_as(values)
+        scales = two_level(group_scales(*bounds, schema), schema, param_dtype, second, given)
+        tensors = {"weight_scale": scales.group, "weight_scale_2": scales.second}
+        scaled = grouped * scales.inverse().unsqueeze(-1)
+        if scales.limit:
+            scaled = scaled.clamp(-scales.limit, scales.limit)
+        scaled = scaled.view_as(values)
     codes, _, _ = humming().ops.quant_weight(
         scaled.contiguous(),
         source_dtype_str="float32",
@@ -155,6 +174,13 @@ def _kernels() -> Any:
     return triton_kernels
 
 
+def _compensation_kernels() -> Any:
+    """Import the module of the Triton kernels of error compensation."""
+    from hqconv.quantization import triton_compensation
+
+    return triton_compensation
+
+
 def check_kernels(device: torch.device) -> None:
     """Build and run a small Triton kernel on a GPU.
 
@@ -191,7 +217,9 @@ def search_scales(
 def _search_start(
     stack: torch.Tensor, packed: dict[str, torch.Tensor], schema: WeightSchema, importance: torch.Tensor | None
 ) -> SearchStart:
-    weights = None if importance is None else importance.to(stack.device, non_blocking=True).double()
+    weights = None
+    if importance is not None:
+        weights = importance.to(stack.device, non_blocking=True).double().view(-1, stack.size(2))
     scales = scales_of(packed, schema)
 
     def errors(tried: CandidateScales, words: torch.Tensor | None = None) -> torch.Tensor:
@@ -201,7 +229,27 @@ def _search_start(
             done: torch.Tensor = kernels.row_errors(stack, tried, words, table, schema, weights)
         return done
 
-    return SearchStart(scales, errors(scales, packed["weight"]), errors)
+    def fit(tried: CandidateScales) -> tuple[torch.Tensor, torch.Tensor]:
+        with _LAUNCHING:
+            done: tuple[torch.Tensor, torch.Tensor] = _kernels().row_fits(stack, tried, schema, weights)
+        return done
+
+    def sweep(
+        start: CandidateScales, least: torch.Tensor, ladder: Ladder, floor: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with _LAUNCHING:
+            done: tuple[torch.Tensor, torch.Tensor] = _kernels().sweep(
+                stack, start, least, ladder, floor, schema, weights
+            )
+        return done
+
+    def amax() -> torch.Tensor:
+        runs = stack.shape[1] // scales.scale.size(1), stack.shape[2] // scales.scale.size(2)
+        blocks = stack.view(len(stack), scales.scale.size(1), runs[0], scales.scale.size(2), runs[1])
+        return torch.maximum(blocks.amax((2, 4)), -blocks.amin((2, 4))).float().clamp_min(1e-30)
+
+    can_sweep = _kernels().can_sweep(schema)
+    return SearchStart(scales, errors(scales, packed["weight"]), errors, fit, amax, sweep if can_sweep else None)
 
 
 def _replaced(
@@ -212,3 +260,48 @@ def _replaced(
         codes = _kernels().chosen_codes(stack, found.scales, found.changed, packed["weight"], schema)
     weight = humming().ops.pack_weight(codes, schema.num_bits)
     return {**packed, **tensors_of(found.scales, schema, param_dtype), "weight": weight}
+
+
+def _compensated(
+    stacks: Sequence[torch.Tensor],
+    packed: Sequence[dict[str, torch.Tensor]],
+    best: Sequence[dict[str, torch.Tensor]],
+    schema: WeightSchema,
+    param_dtype: str,
+    factors: HessianFactors,
+) -> list[dict[str, torch.Tensor]]:
+    """Compensate errors, starting from the tensors of `mse`; `packed` are those of round-to-nearest."""
+    device = stacks[0].device
+    wide = _on_device(factors.wide, device)
+    here = HessianFactors(wide, factors.narrow and _on_device(factors.narrow, device), factors.importance)
+    starts = [_compensation_start(*one, schema) for one in zip(stacks, packed, best, strict=True)]
+    done = []
+    for stack, one, choice in zip(stacks, best, compensate(starts, here, schema, param_dtype), strict=True):
+        with _LAUNCHING:
+            kernels = _compensation_kernels()
+            codes = kernels.compensated_codes(stack, choice.scales, choice.changed, one["weight"], schema, wide)
+        weight = humming().ops.pack_weight(codes, schema.num_bits)
+        done.append({**one, **tensors_of(choice.scales, schema, param_dtype), "weight": weight})
+    return done
+
+
+def _compensation_start(
+    stack: torch.Tensor, packed: dict[str, torch.Tensor], best: dict[str, torch.Tensor], schema: WeightSchema
+) -> CompensationStart:
+    scales = scales_of(best, schema)
+
+    def losses(tried: CandidateScales, factors: TileFactors, words: torch.Tensor | None = None) -> torch.Tensor:
+        with _LAUNCHING:
+            table = None if words is None else _kernels().code_values(humming_schema(schema), stack.device)
+            kernels = _compensation_kernels()
+            done: torch.Tensor = kernels.tile_losses(stack, tried, words, table, schema, factors)
+        return done
+
+    return CompensationStart(
+        scales_of(packed, schema), scales, lambda factors: losses(scales, factors, best["weight"]), losses
+    )
+
+
+def _on_device(factors: TileFactors, device: torch.device) -> TileFactors:
+    each = (factors.order, factors.feedback, factors.penalty)
+    return TileFactors(*(one.to(device, non_blocking=True) for one in each))

@@ -23,7 +23,7 @@ def express(coded: CodedMatrix, schema: WeightSchema, param_dtype: str) -> dict[
     `weight` int32 [N, K * bits / 32]; `weight_scale` [N, G], [N, 1], [N / bn, K / bk] or [1]; `zero_point` int32
     [N * bits / 32, G], or floats [N, G] of `param_dtype`; `weight_scale_2` float32 [1] or [N] of `param_dtype`: as
     `get_tensors_attrs` gives them.
-    Raises RequestError where the schema's groups do not divide N or K, or a dtype would lose digits.
+    Raises RequestError where the schema's groups do not divide N or K, a dtype would lose digits, or float16 the range.
     """
     assert coded.column_groups is None, "columns grouped by an index have no direct form"
     num_rows, num_columns = coded.shape
@@ -38,6 +38,8 @@ def express(coded: CodedMatrix, schema: WeightSchema, param_dtype: str) -> dict[
         )
     scale = _spread(coded.scale, coded, rows, columns)
     scale = _cast(scale, schema.scale_dtype(param_dtype))
+    if schema.bs_dtype == "float8e8m0" and schema.has_row_scale and param_dtype == "float16":
+        _check_range(scale)
     tensors = {"weight": coded.packed.contiguous()}
     tensors["weight_scale"] = scale.reshape(1) if schema.weight_scale_type == "tensor" else scale
     if coded.zero_point is not None:
@@ -84,6 +86,19 @@ def _cast(scale: torch.Tensor, dtype: str) -> torch.Tensor:
             found=str(scale.dtype).removeprefix("torch."),
         )
     return kept
+
+
+def _check_range(scale: torch.Tensor) -> None:
+    """Raise RequestError for e8m0 scales above 2^15: under row scales nothing moves them into float16's range."""
+    exponent = scale.view(torch.uint8)
+    if is_any(exponent > 127 + 15):
+        raise RequestError(
+            "A power-of-two scale is too large for float16: the kernel would saturate it.",
+            where="--dtype",
+            expected="exponents up to 15 under a scale per row",
+            found=int(exponent.max()) - 127,
+            remedy="Use --dtype bfloat16, or requantize to another schema.",
+        )
 
 
 def share_scale(coded: Sequence[CodedMatrix], schema: WeightSchema) -> bool:

@@ -46,7 +46,7 @@ def quantize_stacks(
     if schema.rotation:
         assert powers is None, "the group scales of a matrix do not fit the rotated matrix"
         stacks = [rotate(stack, schema.rotation) for stack in stacks]
-        if quantizer.importance is not None:
+        if quantizer.importance is not None and quantizer.factors is None:
             quantizer = replace(quantizer, importance=average_importance(quantizer.importance, schema.rotation))
         schema = replace(schema, hadamard_block_size=0)
     given = None if powers is None else split_powers(stacks, powers, schema)

@@ -8,24 +8,23 @@ Legend: E experts, N output rows, K input columns, R rows of scales, G groups al
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from hqconv.cpu_loops import arithmetic
 from hqconv.humming_layout.runtime import humming
 from hqconv.quantization import bit_codec
-from hqconv.quantization.quantized import fold_sum
+from hqconv.quantization.quantized import code_of, fold_sum
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.weight_schema import WeightSchema
 
-_E8M0_STEPS = (-1,)
-_FP8_STEPS = (-6, -5, -4, -3, -2, -1, 1, 2, 3)
-_FLOAT_STEPS = tuple(j / 16 for j in (15, 17, 14, 18, 13, 12, 11, 10, 9, 8))
-_INT8_STEPS = tuple(1 + j / 128 for j in (-1, 1, -2, 2))
 _SHRINKS = (1.0, 0.9375, 0.875, 0.8125, 0.75)  # of the upper and the lower end of a range with a zero point
 _HALF_RANGE = 29  # powers of two below the largest e8m0 scale that float16 can hold
-_TOP = {torch.float8_e4m3fn: 126, torch.float8_e5m2: 123, torch.uint8: 254}  # the largest finite number's byte
+_NUM_FITS = 2  # times that a scale of 16 or 32 bits is fitted to its codes
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,71 +98,167 @@ def _decoded(stored: torch.Tensor) -> torch.Tensor:
     return stored.float()
 
 
-def candidates(
-    start: CandidateScales, schema: WeightSchema, param_dtype: str, floor: torch.Tensor | None
-) -> Iterator[tuple[CandidateScales, torch.Tensor]]:
-    """Yield candidates to replace the round-to-nearest scales `start`, each with a mask of the groups that have one.
+@functools.cache
+def byte_values(dtype: torch.dtype) -> torch.Tensor:
+    """Return the value of each byte as an 8-bit scale, float32 [256] on the CPU."""
+    return _decoded(torch.arange(256, dtype=torch.uint8).view(dtype))
 
-    Elsewhere the candidate equals `start`. `floor`: the least byte of e8m0 scales, [E, 1, 1].
+
+@dataclass(frozen=True)
+class Ladder:
+    """Scales that a search tries in place of a round-to-nearest scale, as numbered steps.
+
+    Step 1 is the stored scale itself, with the inverse of its stored value. Steps 2, 3 … are larger scales, -1, -2 …
+    smaller ones: the next 8-bit scales, or multiples of a wider scale by `up` and `down`. Steps from `first` to
+    `num_up` are tried in this order, then -1 to -`num_down`.
+
+    limit: an 8-bit scale of at least `limit` times the group's largest weight is not tried. Half of such a scale has
+    every number of its grid that is nearest to a weight, and more, so that it loses no more. no_half: 8-bit scales
+    below this byte, whose half cannot be stored, have no limit. A smaller scale is not tried where the weights beyond
+    the largest code alone lose as much as the best scale: they lose more under each smaller one.
     """
-    for one in _raw_candidates(start, schema, param_dtype, floor):
-        tiny = torch.finfo(torch.float32 if one.stored.element_size() == 1 else one.stored.dtype).tiny
-        valid = (one.scale.abs() >= tiny) & torch.isfinite(one.scale) & torch.isfinite(start.scale)
-        if one.zero is not None:
-            valid &= torch.isfinite(one.zero)
-        yield one.where(valid, start), valid
+
+    first: int
+    up: tuple[float, ...] = ()
+    down: tuple[float, ...] = ()
+    limit: float = math.inf
+    top: int = 0
+    no_half: int = 0
+
+    @property
+    def has_bytes(self) -> bool:
+        """True for 8-bit scales."""
+        return self.top > 0
+
+    @property
+    def num_up(self) -> int:
+        """Number of the last step upwards."""
+        return self.top if self.has_bytes else len(self.up) + 1
+
+    @property
+    def num_down(self) -> int:
+        """Number of steps downwards."""
+        return self.top if self.has_bytes else len(self.down)
+
+    def steps(self) -> tuple[int, ...]:
+        """Return all steps in their order."""
+        return (*range(self.first, self.num_up + 1), *range(-1, -self.num_down - 1, -1))
+
+    def factors(self) -> tuple[float, ...]:
+        """Return the multiple of each step from -`num_down` to `num_up`, of which step 0 changes nothing."""
+        return (*reversed(self.down), 1.0, 1.0, *self.up)
 
 
-def _raw_candidates(
-    start: CandidateScales, schema: WeightSchema, param_dtype: str, floor: torch.Tensor | None
-) -> Iterator[CandidateScales]:
-    if schema.has_zero_point:
-        yield from _shrunk_ranges(start, schema, param_dtype)
-    elif start.stored.dtype == torch.float8_e8m0fnu:
-        byte = start.stored.view(torch.uint8).int()
-        for step in _E8M0_STEPS:
-            least = torch.ones_like(byte) if floor is None else floor.clamp_min(1)
-            moved = torch.where((byte + step) >= least, byte + step, byte)
-            yield _like(start, moved.to(torch.uint8).view(start.stored.dtype))
-    elif start.stored.element_size() == 1:
-        yield from _neighbouring_bytes(start)
-    else:
-        for factor in _factors(schema):
-            scaled = start.scale * start.scale.new_tensor(factor)
-            yield _like(start, scaled.to(start.stored.dtype))
+# Of 8-bit scales: the largest finite number's byte, and the first byte whose half can be stored exactly.
+_BYTES = {"float8e4m3": (126, 16), "float8e5m2": (123, 8), "float8e5m3": (254, 16), "float8e8m0": (254, 0)}
 
 
-def _like(start: CandidateScales, stored: torch.Tensor) -> CandidateScales:
-    return CandidateScales(stored, _decoded(stored), start.zero, start.second)
-
-
-def _neighbouring_bytes(start: CandidateScales) -> Iterator[CandidateScales]:
-    """Yield the 8-bit floats some steps away; a scale that was rounded to 0 has none below."""
-    byte = _bits(start.stored).int()
-    sign = byte & (0 if start.stored.dtype == torch.uint8 else 0x80)
-    top = _TOP[start.stored.dtype]
-    for step in _FP8_STEPS:
-        moved = ((byte - sign) + step).clamp(1, top)
-        moved = torch.where((byte - sign) <= top, moved, byte - sign)  # NaN and infinity stay
-        yield _like(start, (moved | sign).to(torch.uint8).view(start.stored.dtype))
-
-
-def _factors(schema: WeightSchema) -> tuple[float, ...]:
-    """Return the factors for scales of 16 or 32 bits; 1 is the stored scale with the inverse of its stored value."""
-    own = (1.0,) if schema.weight_scale_type not in ("block", "tensor") else ()
-    if not schema.is_integer:
-        return (*own, *_FLOAT_STEPS)
-    if schema.num_bits == 8:
-        return (*own, *_INT8_STEPS)
-    if schema.num_bits >= 5:
-        return (*own, *(1 - i / 64 for i in range(1, 12)))
+def ladder_of(schema: WeightSchema) -> Ladder:
+    """Return the steps of a schema's scales; those of zero points are other ones, see `_shrunk_ranges`."""
+    kind, bits, exponent, mantissa = code = code_of(schema)
+    if schema.bs_dtype in _BYTES:
+        largest = arithmetic.largest_value(*code)
+        if kind == arithmetic.FLOAT:  # the next number of twice the grid is one unit above the largest code
+            largest += 2.0 ** (math.floor(math.log2(largest)) - mantissa - 1)
+        has_own_codes = schema.bs_dtype == "float8e8m0" or schema.weight_scale_2_type != "none"
+        top, no_half = _BYTES[schema.bs_dtype]
+        return Ladder(2 if has_own_codes else 1, limit=2 / max(largest, 0.5), top=top, no_half=no_half)
+    first = 2 if schema.weight_scale_type in ("block", "tensor") else 1
+    if kind == arithmetic.FLOAT and exponent > 0:
+        return Ladder(first, tuple(j / 16 for j in range(17, 32)), tuple(j / 16 for j in range(15, 7, -1)))
+    if bits == 8:
+        return Ladder(first, (129 / 128, 130 / 128), (127 / 128, 126 / 128))
+    if bits >= 5:
+        return Ladder(first, (33 / 32, 34 / 32, 35 / 32), tuple(1 - i / 64 for i in range(1, 12)))
     # Few codes for many weights leave out more of the tails.
-    step = 16 if schema.num_bits < 4 or schema.weight_scale_type == "channel" else 32
-    return (*own, *(1 - i / step for i in range(1, 12)))
+    step = 16 if bits < 4 or schema.weight_scale_type == "channel" else 32
+    up = (17 / 16, 18 / 16, 19 / 16, 20 / 16)
+    return Ladder(first, up, tuple(1 - i / step for i in range(1, 12)))
 
 
-def _shrunk_ranges(start: CandidateScales, schema: WeightSchema, param_dtype: str) -> Iterator[CandidateScales]:
-    """Yield ranges with shrunk ends, and their zero points."""
+def stepped(start: CandidateScales, steps: torch.Tensor, ladder: Ladder) -> tuple[CandidateScales, torch.Tensor]:
+    """Return the scales that are `steps`, int32 [E, R, G], from `start`, and a mask of those that exist.
+
+    Where there is none, and where the step is 0, the scale is that of `start`.
+    """
+    if ladder.has_bytes:
+        byte, magnitude = _bits(start.stored).int(), magnitude_bytes(start.stored)
+        moved = magnitude + torch.where(steps > 0, steps - 1, steps)
+        exists = (moved >= 1) & (moved <= ladder.top) & (magnitude <= ladder.top)
+        stored = torch.where(exists, moved | (byte ^ magnitude), byte).to(torch.uint8).view(start.stored.dtype)
+    else:
+        factors = start.scale.new_tensor(ladder.factors())
+        stored = (start.scale * factors[(steps + ladder.num_down).long()]).to(start.stored.dtype)
+        exists = torch.ones_like(steps, dtype=torch.bool)
+    found = CandidateScales(stored, _decoded(stored), start.zero, start.second)
+    exists &= (steps != 0) & _is_usable(found, start)
+    return found.where(exists, start), exists
+
+
+def magnitude_bytes(stored: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of 8-bit scales without their sign bit, int32."""
+    has_sign = stored.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    return stored.view(torch.uint8).int() & (0x7F if has_sign else 0xFF)
+
+
+def _is_usable(scales: CandidateScales, start: CandidateScales) -> torch.Tensor:
+    """Return a mask of the scales that are neither zero, subnormal nor infinite."""
+    tiny = torch.finfo(torch.float32 if scales.stored.element_size() == 1 else scales.stored.dtype).tiny
+    usable = (scales.scale.abs() >= tiny) & torch.isfinite(scales.scale) & torch.isfinite(start.scale)
+    return usable if scales.zero is None else usable & torch.isfinite(scales.zero)
+
+
+_NEAR_UP, _NEAR_DOWN = 8, 3  # steps of 8-bit scales: the most that the limit leaves above, and the usual ones below
+
+
+def nearby_scales(
+    start: CandidateScales, schema: WeightSchema, floor: torch.Tensor | None
+) -> Iterator[tuple[CandidateScales, torch.Tensor]]:
+    """Yield the scales of a schema's ladder, of 8-bit ones those near `start`; each with a mask of the groups with one.
+
+    For a search under another measure, for which the bounds of the ladder do not hold. floor: as `sweep_each`.
+    """
+    ladder, is_power = ladder_of(schema), start.stored.dtype == torch.float8_e8m0fnu
+    up, down = (ladder.num_up, ladder.num_down) if not ladder.has_bytes else (1 if is_power else _NEAR_UP, _NEAR_DOWN)
+    for step in (*range(ladder.first, up + 1), *range(-1, -down - 1, -1)):
+        tried, valid = stepped(start, torch.full_like(start.scale, step, dtype=torch.int32), ladder)
+        if floor is not None:
+            valid &= magnitude_bytes(tried.stored) >= floor
+        yield tried.where(valid, start), valid
+
+
+def sweep_each(
+    start: CandidateScales,
+    least: torch.Tensor,
+    ladder: Ladder,
+    floor: torch.Tensor | None,
+    amax: torch.Tensor,
+    error_of: Callable[[CandidateScales], torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Try every step below the limit; return the step of the least error, int32 [E, R, G], and that error.
+
+    least: the error to be beaten, float64 [E, R, G]. floor: the least byte of e8m0 scales, [E, 1, 1]. amax: the largest
+    magnitude of the weights of each scale, float32 [E, R, G]. error_of: the error under a scale. Does what a device's
+    own sweep does, which leaves out steps that cannot win.
+    """
+    best, limit = torch.zeros_like(least, dtype=torch.int32), amax * amax.new_tensor(ladder.limit)
+    for step in ladder.steps():
+        tried, valid = stepped(start, torch.full_like(best, step), ladder)
+        if step > 1:
+            size = tried.scale.abs() if tried.second is None else tried.scale.abs() * tried.second
+            below = size < limit
+            valid &= below | (magnitude_bytes(tried.stored) < ladder.no_half) if ladder.no_half else below
+        if floor is not None:
+            valid &= tried.stored.view(torch.uint8).int() >= floor
+        wins = valid & ((error := error_of(tried)) < least)
+        best, least = torch.where(wins, step, best), torch.where(wins, error, least)
+    return best, least
+
+
+def _shrunk_ranges(
+    start: CandidateScales, schema: WeightSchema, param_dtype: str
+) -> Iterator[tuple[CandidateScales, torch.Tensor]]:
+    """Yield ranges with shrunk ends, and their zero points; each with a mask of the groups that have one."""
     assert start.zero is not None
     top = start.scale.new_tensor(float(2**schema.num_bits - 1))
     high, low = (top - start.zero) * start.scale, start.zero * start.scale
@@ -177,31 +272,48 @@ def _shrunk_ranges(start: CandidateScales, schema: WeightSchema, param_dtype: st
                 zero = zero.to(torch_dtype_of(param_dtype)).float()
             else:
                 zero = torch.minimum(torch.round(zero).clamp_min(0), top)
-            yield CandidateScales(stored, scale, zero, start.second)
+            found = CandidateScales(stored, scale, zero, start.second)
+            valid = _is_usable(found, start)
+            yield found.where(valid, start), valid
 
 
-def least_byte(stored: list[torch.Tensor], param_dtype: str) -> torch.Tensor | None:
-    """Return the least byte of e8m0 scales that float16 can hold beside the expert's largest scale: [E, 1, 1]."""
+def least_byte(stored: list[torch.Tensor], param_dtype: str, *, has_row_scale: bool = False) -> torch.Tensor | None:
+    """Return the least byte of e8m0 scales that float16 can hold beside the expert's largest scale: [E, 1, 1].
+
+    Under a scale per row, exponents are not moved into float16's range: the least one is -14.
+    """
     if stored[0].dtype != torch.float8_e8m0fnu or param_dtype != "float16":
         return None
+    if has_row_scale:
+        return torch.full((1, 1, 1), 127 - 14, dtype=torch.int32, device=stored[0].device)
     largest = torch.stack([one.view(torch.uint8).flatten(1).amax(1) for one in stored]).amax(0)
     return (largest.int() - _HALF_RANGE).view(-1, 1, 1)
 
 
 _MARGIN = 1 - 2.0**-20
 
-RowErrors = Callable[
-    [CandidateScales], torch.Tensor
-]  # float64 [E, N, G]: each row's of each group, folded over its columns
+RowErrors = Callable[[CandidateScales], torch.Tensor]  # float64 [E, N, G]: of each row and group, folded over columns
+# Sums of w * v and of v * v of each row and group, float64 [E, N, G] each: v, what the weight's code stands for.
+RowFits = Callable[[CandidateScales], tuple[torch.Tensor, torch.Tensor]]
+# As `sweep_each` with the scales' own rows: of scales, error to be beaten, ladder and floor.
+Sweep = Callable[[CandidateScales, torch.Tensor, Ladder, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
 class SearchStart:
-    """A stack after round-to-nearest: its scales, its errors float64 [E, N, G], and the function that scores others."""
+    """A stack after round-to-nearest, and the functions that a search calls.
+
+    scales, error: its scales and their errors, float64 [E, N, G]. score: errors of other scales. fit: sums for the
+    least-squares scale of the codes that scales lead to. amax: the largest magnitude of the weights of each scale,
+    float32 [E, R, G]. sweep: None where this device tries every step.
+    """
 
     scales: CandidateScales
     error: torch.Tensor
     score: RowErrors
+    fit: RowFits
+    amax: Callable[[], torch.Tensor]
+    sweep: Sweep | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,7 +326,7 @@ class SearchResult:
 
 def search(starts: Sequence[SearchStart], schema: WeightSchema, param_dtype: str) -> list[SearchResult]:
     """Choose the scales of stacks, one projection each; projections that share a scale choose together."""
-    floor = least_byte([one.scales.stored for one in starts], param_dtype)
+    floor = least_byte([one.scales.stored for one in starts], param_dtype, has_row_scale=schema.has_row_scale)
     if schema.weight_scale_type != "tensor":
         return [_choose([one], schema, param_dtype, floor) for one in starts]
     return [_choose(starts, schema, param_dtype, floor)] * len(starts)
@@ -223,19 +335,54 @@ def search(starts: Sequence[SearchStart], schema: WeightSchema, param_dtype: str
 def _choose(
     starts: Sequence[SearchStart], schema: WeightSchema, param_dtype: str, floor: torch.Tensor | None
 ) -> SearchResult:
-    best = start = starts[0].scales
-    least = _scope_errors([one.error for one in starts], schema) * _MARGIN
-    changed = torch.zeros_like(least, dtype=torch.bool)
-    for scales, valid in candidates(start, schema, param_dtype, floor):
-        error = _scope_errors([one.score(scales) for one in starts], schema)
-        wins = valid & (error < least)
-        best, least = scales.where(wins, best), torch.where(wins, error, least)
-        changed |= wins
+    first = starts[0]
+    best = first.scales
+    least = scope_sums([one.error for one in starts], schema) * _MARGIN
+
+    def error_of(tried: CandidateScales) -> torch.Tensor:
+        return scope_sums([one.score(tried) for one in starts], schema)
+
+    if schema.has_zero_point:
+        changed = torch.zeros_like(least, dtype=torch.bool)
+        for tried, valid in _shrunk_ranges(first.scales, schema, param_dtype):
+            wins = valid & ((error := error_of(tried)) < least)
+            best, least, changed = tried.where(wins, best), torch.where(wins, error, least), changed | wins
+    else:
+        ladder = ladder_of(schema)
+        if first.sweep is not None:
+            steps, least = first.sweep(best, least, ladder, floor)
+        else:
+            amax = torch.stack([one.amax() for one in starts]).amax(0)
+            steps, least = sweep_each(best, least, ladder, floor, amax, error_of)
+        best, changed = stepped(best, steps, ladder)
+    if best.stored.element_size() > 1:
+        best, changed = _fitted(starts, schema, best, least, changed, error_of)
     return SearchResult(best, changed)
 
 
-def _scope_errors(rows: Sequence[torch.Tensor], schema: WeightSchema) -> torch.Tensor:
-    """Return the errors [E, R, G] of all weights of each scale: folded over rows, then matrix by matrix."""
+def _fitted(
+    starts: Sequence[SearchStart],
+    schema: WeightSchema,
+    best: CandidateScales,
+    least: torch.Tensor,
+    changed: torch.Tensor,
+    error_of: Callable[[CandidateScales], torch.Tensor],
+) -> tuple[CandidateScales, torch.Tensor]:
+    """Replace scales by the least-squares scale of their codes where this, rounded and with codes anew, loses less."""
+    for _ in range(_NUM_FITS):
+        sums = [one.fit(best) for one in starts]
+        products, squares = (scope_sums(each, schema) for each in zip(*sums, strict=True))
+        stored = (products / squares).float().to(best.stored.dtype)
+        tried = CandidateScales(stored, stored.float(), best.zero, best.second)
+        valid = _is_usable(tried, best)
+        tried = tried.where(valid, best)
+        wins = valid & ((error := error_of(tried)) < least)
+        best, least, changed = tried.where(wins, best), torch.where(wins, error, least), changed | wins
+    return best, changed
+
+
+def scope_sums(rows: Sequence[torch.Tensor], schema: WeightSchema) -> torch.Tensor:
+    """Return the sums [E, R, G] over all weights of each scale: folded over rows, then matrix by matrix."""
     total = _folded_rows(rows[0], schema)
     for one in rows[1:]:
         total = total + _folded_rows(one, schema)

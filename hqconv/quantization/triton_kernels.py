@@ -9,6 +9,7 @@ Legend: E experts, N output rows, K input columns, R rows of scales, G groups al
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ import triton.language as tl
 from hqconv.cpu_loops import arithmetic
 from hqconv.humming_layout.runtime import humming
 from hqconv.quantization.quantized import code_of, fold_sum
-from hqconv.quantization.scale_search import CandidateScales
+from hqconv.quantization.scale_search import CandidateScales, Ladder, byte_values, magnitude_bytes
 from hqconv.schemas.weight_schema import WeightSchema
 
 _TILE = 4096  # terms that one program folds at most
@@ -259,17 +260,26 @@ def _scaled(values, shift, factor, group, is_part, HAS_SHIFT: tl.constexpr):
 
 
 @triton.jit
+def _fold_groups(terms, SIZE: tl.constexpr, WIDTH: tl.constexpr, NUM_LEVELS: tl.constexpr):
+    """Sum [WIDTH, SIZE] over the second dimension to [WIDTH], as `_fold`."""
+    for level in tl.static_range(NUM_LEVELS):
+        terms = tl.sum(tl.reshape(terms, (WIDTH, 2, SIZE >> (level + 1))), axis=1)
+    return tl.reshape(terms, (WIDTH,))
+
+
+@triton.jit
 def _visit(
     weights, words, table, inverse, lowest, scale, zero, second, changed, importance, out,
-    num_columns, num_parts, step, part_step, num_groups, rows_per_scale, rows_per_second,
+    num_columns, num_parts, step, part_step, num_groups, rows_per_scale, rows_per_second, rows_per_importance,
     BITS: tl.constexpr, KIND: tl.constexpr, LIMIT_BITS: tl.constexpr, SHIFT: tl.constexpr, DROP: tl.constexpr,
     HAS_ZERO: tl.constexpr, HAS_SECOND: tl.constexpr, IS_STORED: tl.constexpr, IS_WEIGHTED: tl.constexpr,
-    IS_BFLOAT16: tl.constexpr, WRITES_CODES: tl.constexpr,
+    IS_BFLOAT16: tl.constexpr, WRITES_CODES: tl.constexpr, WRITES_FIT: tl.constexpr,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, NUM_LEVELS: tl.constexpr,
 ):  # fmt: skip
     """Visit parts of a row, SIZE weights each: a part is a group, or every `step`-th weight of a row with one group.
 
     Writes the folded squares of each part, or with WRITES_CODES the codes: those of `words` where nothing `changed`.
+    With WRITES_FIT the folded products of weights and numbers, then the folded squares of the numbers.
     With IS_STORED the codes are those of `words`, and `table` holds their values.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -289,17 +299,31 @@ def _visit(
         is_new = tl.load(changed + group, mask=is_part, other=0)[:, None] != 0
         tl.store(out + row * num_columns + place, tl.where(is_new, codes, kept), mask=is_inside)
     else:
-        number = _scaled(number, zero, scale, group, is_part, HAS_ZERO)
-        if HAS_SECOND:
-            number *= tl.load(second + row // rows_per_second)
-        terms = weight.to(tl.float64) - number.to(tl.float64)
-        terms = terms * terms
+        weight_of = 1.0
         if IS_WEIGHTED:
-            terms *= tl.load(importance + place, mask=is_inside, other=0.0)
-        terms = tl.where(is_inside, terms, 0.0)
-        for level in tl.static_range(NUM_LEVELS):
-            terms = tl.sum(tl.reshape(terms, (WIDTH, 2, SIZE >> (level + 1))), axis=1)
-        tl.store(out + row * num_parts + part, tl.reshape(terms, (WIDTH,)), mask=is_part)
+            columns = importance + (row // rows_per_importance) * num_columns + place
+            weight_of = tl.load(columns, mask=is_inside, other=0.0)
+        if WRITES_FIT:
+            if HAS_ZERO:
+                number = number - tl.load(zero + group, mask=is_part, other=0.0)[:, None]
+            value = number.to(tl.float64)
+            squares = value * value
+            terms = weight.to(tl.float64) * value
+            if IS_WEIGHTED:
+                squares *= weight_of
+            squares = _fold_groups(tl.where(is_inside, squares, 0.0), SIZE, WIDTH, NUM_LEVELS)
+            at = out + (tl.num_programs(0).to(tl.int64) + row) * num_parts + part
+            tl.store(at, squares, mask=is_part)
+        else:
+            number = _scaled(number, zero, scale, group, is_part, HAS_ZERO)
+            if HAS_SECOND:
+                number *= tl.load(second + row // rows_per_second)
+            terms = weight.to(tl.float64) - number.to(tl.float64)
+            terms = terms * terms
+        if IS_WEIGHTED:
+            terms *= weight_of
+        terms = _fold_groups(tl.where(is_inside, terms, 0.0), SIZE, WIDTH, NUM_LEVELS)
+        tl.store(out + row * num_parts + part, terms, mask=is_part)
 
 
 def row_errors(
@@ -313,13 +337,31 @@ def row_errors(
     """Return the squared error of each row's part of each group of a stack [E, N, K], float64 [E, N, G].
 
     `words` and `table`: packed codes and `code_values`; None to choose codes for the scales.
-    `importance`: float64 [K].
+    `importance`: float64 [1 or E, K].
     """
-    shape, num_groups = stack.shape, scales.scale.size(2)
-    num_parts = num_groups if num_groups > 1 else cut(shape[2])[1]
-    out = torch.empty(*shape[:2], num_parts, dtype=torch.float64, device=stack.device)
+    out = _parts(stack, scales)
     _launch(stack, scales, schema, out, words=words, table=table, importance=importance)
-    return out if num_groups > 1 else folded(out).unsqueeze(-1)
+    return out if scales.scale.size(2) > 1 else folded(out).unsqueeze(-1)
+
+
+def row_fits(
+    stack: torch.Tensor, scales: CandidateScales, schema: WeightSchema, importance: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sums of w * v and of v * v of each row and group, float64 [E, N, G] each.
+
+    v: what the code that a weight w gets under `scales` stands for, less the zero point. importance: as `row_errors`.
+    """
+    out = torch.stack([_parts(stack, scales)] * 2)
+    _launch(stack, scales, schema, out, importance=importance, writes_fit=True)
+    products, squares = out if scales.scale.size(2) > 1 else folded(out).unsqueeze(-1)
+    return products, squares
+
+
+def _parts(stack: torch.Tensor, scales: CandidateScales) -> torch.Tensor:
+    """Return an uninitialized sum for each part that `_visit` folds, float64 [E, N, parts]."""
+    num_groups = scales.scale.size(2)
+    num_parts = num_groups if num_groups > 1 else cut(stack.size(2))[1]
+    return torch.empty(*stack.shape[:2], num_parts, dtype=torch.float64, device=stack.device)
 
 
 def chosen_codes(
@@ -341,6 +383,7 @@ def _launch(
     table: torch.Tensor | None = None,
     changed: torch.Tensor | None = None,
     importance: torch.Tensor | None = None,
+    writes_fit: bool = False,
 ) -> None:
     num_experts, num_rows, num_columns = stack.shape
     total, num_groups = num_experts * num_rows, scales.scale.size(2)
@@ -363,6 +406,7 @@ def _launch(
         num_groups,
         num_rows // scales.scale.size(1),
         1 if scales.second is None else total // scales.second.numel(),
+        1 if importance is None else total // len(importance),
         IS_BFLOAT16=is_bfloat16,
         **_constants(schema),
         HAS_ZERO=scales.zero is not None,
@@ -370,6 +414,7 @@ def _launch(
         IS_STORED=table is not None,
         IS_WEIGHTED=importance is not None,
         WRITES_CODES=changed is not None,
+        WRITES_FIT=writes_fit,
         SIZE=size,
         WIDTH=tile,
         NUM_LEVELS=size.bit_length() - 1,
@@ -383,3 +428,210 @@ def _constants(schema: WeightSchema) -> dict[str, int]:
     limit = torch.tensor(arithmetic.largest_value(*code)).view(torch.int32).item()
     shift, drop = 128 - (1 << max(0, exponent - 1)), 23 - mantissa
     return {"BITS": bits, "KIND": kind, "LIMIT_BITS": int(limit), "SHIFT": shift, "DROP": drop}
+
+
+@triton.jit
+def _step_scale(
+    step, stored, byte, floor, values, factors, num_down, top, HAS_BYTES: tl.constexpr, NUM_DROPPED: tl.constexpr,
+    LEAST: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """Return the scales of a step; 0 where there is none. NUM_DROPPED: low bits of float32 that are rounded away."""
+    if HAS_BYTES:
+        moved = byte + step - (step > 0).to(tl.int32)
+        exists = (moved >= tl.maximum(floor, 1)) & (moved <= top) & (byte <= top)
+        scale = tl.load(values + moved, mask=exists, other=0.0)
+        scale = tl.where(stored < 0, -scale, scale)
+    else:
+        scale = stored * tl.load(factors + (step + num_down))
+        if NUM_DROPPED > 0:
+            bits = scale.to(tl.int32, bitcast=True)
+            bits += (1 << (NUM_DROPPED - 1)) - 1 + ((bits >> NUM_DROPPED) & 1)
+            scale = ((bits >> NUM_DROPPED) << NUM_DROPPED).to(tl.float32, bitcast=True)
+        is_usable = (tl.abs(scale) >= LEAST) & (tl.abs(scale) <= MOST)
+        scale = tl.where(is_usable, scale, 0.0)
+    return scale
+
+
+@triton.jit
+def _group_terms(weight, number, scale, second, importance, is_inside, HAS_SECOND: tl.constexpr, IS_WEIGHTED: tl.constexpr):  # fmt: skip # noqa: E501
+    """Return the weighted squared errors of decoded numbers, float64 [WIDTH, SIZE]."""
+    number = number * scale[:, None]
+    if HAS_SECOND:
+        number *= second
+    terms = weight.to(tl.float64) - number.to(tl.float64)
+    terms = terms * terms
+    if IS_WEIGHTED:
+        terms *= importance
+    return tl.where(is_inside, terms, 0.0)
+
+
+@triton.jit
+def _sweep(
+    weights, stored_scales, bytes_of, floors, values, factors, second, importance, error, steps,
+    num_columns, num_groups, rows_per_expert, rows_per_second, rows_per_importance,
+    limit, num_up, num_down, top, no_half,
+    BITS: tl.constexpr, KIND: tl.constexpr, LIMIT_BITS: tl.constexpr, SHIFT: tl.constexpr, DROP: tl.constexpr,
+    LOWEST: tl.constexpr, HIGHEST: tl.constexpr, FIRST: tl.constexpr, HAS_BYTES: tl.constexpr, HAS_FLOOR: tl.constexpr,
+    NUM_DROPPED: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, HAS_SECOND: tl.constexpr,
+    IS_WEIGHTED: tl.constexpr, IS_BFLOAT16: tl.constexpr,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, NUM_LEVELS: tl.constexpr,
+):  # fmt: skip
+    """Sweep the scales of groups in a row, as `cpu_loops.scale_loops.Searcher`; update `error` and write `steps`."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    is_part = part < num_groups
+    place = part[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    is_inside = is_part[:, None] & (place < num_columns)
+    weight = _load_weights(weights + row * num_columns, place, is_inside, IS_BFLOAT16)
+    group = row * num_groups + part
+    stored = tl.load(stored_scales + group, mask=is_part, other=0.0)
+    least = tl.load(error + group, mask=is_part, other=0.0)
+    byte, floor = part * 0, part * 0
+    if HAS_BYTES:
+        byte = tl.load(bytes_of + group, mask=is_part, other=0)
+    if HAS_FLOOR:
+        floor += tl.load(floors + row // rows_per_expert)
+    second_scale, importance_of = 1.0, 1.0
+    if HAS_SECOND:
+        second_scale = tl.load(second + row // rows_per_second)
+    if IS_WEIGHTED:
+        columns = importance + (row // rows_per_importance) * num_columns + place
+        importance_of = tl.load(columns, mask=is_inside, other=0.0)
+    end = tl.maximum(tl.max(tl.abs(weight), axis=1), 1e-30) * limit
+    best = part * 0
+    is_known = is_part & (tl.abs(stored) < float("inf"))
+
+    step, active = tl.program_id(0) * 0 + FIRST, is_known
+    going = tl.max(active.to(tl.int32), axis=0)
+    while (going > 0) & (step <= num_up):
+        scale = _step_scale(
+            step, stored, byte, floor, values, factors, num_down, top, HAS_BYTES, NUM_DROPPED, LEAST, MOST
+        )
+        both = scale * second_scale if HAS_SECOND else scale
+        is_tried = (tl.abs(both) < end) | (step <= 1)
+        if HAS_BYTES:
+            is_tried = is_tried | (byte + step - 1 < no_half)
+        active = active & is_tried
+        exists = active & (scale != 0.0)
+        inverse = tl.div_rn(both * 0.0 + 1.0, tl.where(exists, both, 1.0))
+        _, number = _code(weight * inverse[:, None], BITS, KIND, LIMIT_BITS, SHIFT, DROP)
+        terms = _group_terms(weight, number, scale, second_scale, importance_of, is_inside, HAS_SECOND, IS_WEIGHTED)
+        loss = _fold_groups(terms, SIZE, WIDTH, NUM_LEVELS)
+        wins = exists & (loss < least)
+        best, least = tl.where(wins, step, best), tl.where(wins, loss, least)
+        step += 1
+        going = tl.max(active.to(tl.int32), axis=0)
+
+    step, active = tl.program_id(0) * 0 - 1, is_known
+    going = tl.max(active.to(tl.int32), axis=0)
+    while (going > 0) & (step >= -num_down):
+        scale = _step_scale(
+            step, stored, byte, floor, values, factors, num_down, top, HAS_BYTES, NUM_DROPPED, LEAST, MOST
+        )
+        both = scale * second_scale if HAS_SECOND else scale
+        active = active & (scale != 0.0)
+        inverse = tl.div_rn(both * 0.0 + 1.0, tl.where(active, both, 1.0))
+        x = weight * inverse[:, None]
+        _, number = _code(x, BITS, KIND, LIMIT_BITS, SHIFT, DROP)
+        terms = _group_terms(weight, number, scale, second_scale, importance_of, is_inside, HAS_SECOND, IS_WEIGHTED)
+        is_beyond = (x > HIGHEST) | (x < LOWEST)
+        clipped = _fold_groups(tl.where(is_beyond, terms, 0.0), SIZE, WIDTH, NUM_LEVELS)
+        active = active & (clipped < least)
+        loss = _fold_groups(terms, SIZE, WIDTH, NUM_LEVELS)
+        wins = active & (loss < least)
+        best, least = tl.where(wins, step, best), tl.where(wins, loss, least)
+        step -= 1
+        going = tl.max(active.to(tl.int32), axis=0)
+
+    tl.store(error + group, least, mask=is_part)
+    tl.store(steps + group, best, mask=is_part)
+
+
+def can_sweep(schema: WeightSchema) -> bool:
+    """Return whether `sweep` takes the schema's groups: one tile holds whole groups."""
+    return schema.weight_scale_type == "group" and schema.weight_scale_group_size <= _SWEPT
+
+
+_SWEPT = 1024  # weights in a tile of `sweep`
+_RANGES = {  # of stored scales: low bits of float32 that are rounded away, the least and the largest magnitude
+    torch.bfloat16: (16, 2.0**-126, 3.4e38),
+    torch.float16: (13, 2.0**-14, 65504.0),
+}
+
+
+def sweep(
+    stack: torch.Tensor,
+    start: CandidateScales,
+    least: torch.Tensor,
+    ladder: Ladder,
+    floor: torch.Tensor | None,
+    schema: WeightSchema,
+    importance: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the steps of the best group scales and their errors, as `scale_search.sweep_each`; see `can_sweep`.
+
+    importance: as `row_errors`. Steps that cannot win are left out.
+    """
+    num_experts, num_rows, num_columns = stack.shape
+    total, num_groups, size = num_experts * num_rows, start.scale.size(2), schema.weight_scale_group_size
+    is_bfloat16, device = stack.dtype == torch.bfloat16, stack.device
+    error, steps = least.clone().contiguous(), torch.empty(least.shape, dtype=torch.int32, device=device)
+    tile = min(triton.next_power_of_2(num_groups), max(1, _SWEPT // size))
+    code = code_of(schema)
+    highest = arithmetic.largest_value(*code)
+    lowest = -highest - 1 if code[0] == arithmetic.SYM_INT else -highest
+    dropped, lowest_scale, highest_scale = _RANGES.get(start.stored.dtype, (0, 2.0**-126, 3.4e38))
+    scale_bytes = magnitude_bytes(start.stored).contiguous() if ladder.has_bytes else steps
+    _sweep[total, triton.cdiv(num_groups, tile)](
+        stack.contiguous().view(torch.int16) if is_bfloat16 else stack.contiguous(),
+        start.scale.contiguous(),
+        scale_bytes,
+        steps if floor is None else floor.to(torch.int32).contiguous(),
+        _on(byte_values(start.stored.dtype), device) if ladder.has_bytes else error,
+        error if ladder.has_bytes else _factors(ladder.factors(), device),
+        error if start.second is None else start.second.contiguous(),
+        error if importance is None else importance.contiguous(),
+        error,
+        steps,
+        num_columns,
+        num_groups,
+        num_rows,
+        1 if start.second is None else total // start.second.numel(),
+        1 if importance is None else total // len(importance),
+        ladder.limit,
+        ladder.num_up,
+        ladder.num_down,
+        ladder.top,
+        ladder.no_half,
+        **_constants(schema),
+        LOWEST=float(lowest),
+        HIGHEST=float(highest),
+        FIRST=ladder.first,
+        HAS_BYTES=ladder.has_bytes,
+        HAS_FLOOR=floor is not None,
+        NUM_DROPPED=dropped,
+        LEAST=lowest_scale,
+        MOST=highest_scale,
+        HAS_SECOND=start.second is not None,
+        IS_WEIGHTED=importance is not None,
+        IS_BFLOAT16=is_bfloat16,
+        SIZE=size,
+        WIDTH=tile,
+        NUM_LEVELS=size.bit_length() - 1,
+        enable_fp_fusion=False,
+    )
+    return steps, error
+
+
+@functools.cache
+def _factors(factors: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    return _on(torch.tensor(factors, dtype=torch.float32), device)
+
+
+@functools.cache
+def _on(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a table to a device, once; other streams will read it."""
+    copied = values.to(device)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return copied

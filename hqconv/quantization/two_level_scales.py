@@ -1,4 +1,4 @@
-"""Scales on two levels: fp8 group scales under a second scale, float32 per matrix or in 16 bits per row.
+"""Scales on two levels: 8-bit group scales under a second scale, float32 per matrix or in 16 bits per row.
 
 Legend: E experts, N output rows, K input columns, G groups along K. The same bits on the CPU and on CUDA.
 """
@@ -13,6 +13,7 @@ import torch
 
 from hqconv.cpu_loops import arithmetic
 from hqconv.humming_layout import cpu_ops
+from hqconv.quantization.coded_matrix import scale_values
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.weight_schema import WeightSchema
 
@@ -48,30 +49,115 @@ def split_powers(
     return [GivenScales((p / second).clamp(lowest, top).to(fp8), second) for p in powers]
 
 
-def two_level(
-    scale: torch.Tensor, schema: WeightSchema, param_dtype: str, amax: torch.Tensor | None, given: GivenScales | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
-    """Round group scales to fp8 under a second scale.
+@dataclass(frozen=True, eq=False)
+class TwoLevelScales:
+    """Scales on two levels, stored and as numbers.
 
-    Returns the stored scale, the stored scale_2 ([E] or [E, N]), the float scale_2 ([E, 1 or N, 1]) and the code limit.
+    group: stored fp8 or e8m0 scales [E, N, G]. second: stored second scales, float32 [E], or [E, N] in the parameter
+    dtype. second_value: float32 [E, 1 or N, 1]. limit: largest code of a float type, which saturates; 0 for the other
+    types, whose encoders saturate by themselves.
+    """
 
-    `scale` is the unrounded group scale amax_g / code_max, float32 [E, N, G] on any device; `amax` the shared
-    maximum [E, 1, 1], or None for a second scale per row. All divisions are tensor by tensor, because torch on
-    CUDA divides by a Python number with a reciprocal.
+    group: torch.Tensor
+    second: torch.Tensor
+    second_value: torch.Tensor
+    limit: float
+
+    @property
+    def group_value(self) -> torch.Tensor:
+        """The group scales as float32."""
+        return scale_values(self.group)
+
+    def inverse(self) -> torch.Tensor:
+        """Return the factor from weights to codes, float32 [E, N, G]; 0 where the scales' product is 0 or NaN."""
+        effective = self.group_value * self.second_value
+        return torch.where(effective.abs() > 0, effective.reciprocal(), torch.zeros_like(effective))
+
+
+def group_scales(highest: torch.Tensor, lowest: torch.Tensor, schema: WeightSchema) -> torch.Tensor:
+    """Return unrounded group scales, float32, from each group's largest and smallest value, at least ±1e-30.
+
+    Of symmetric integers Humming's, negative where the largest value is wider than the smallest, so that the widest
+    value gets the code that is furthest from zero. e8m0 has no sign: there, the least scale under which no integer
+    saturates; 1-bit integers have no positive code.
     """
     kind, bits, exponent, mantissa = cpu_ops.parse_dtype(schema.b_dtype)
-    limit = arithmetic.largest_value(kind, bits, exponent, mantissa)
+    below = lowest.abs()
+    widest = torch.maximum(highest, below)
+    largest = arithmetic.largest_value(kind, bits, exponent, mantissa)
+    if kind != arithmetic.SYM_INT:
+        return widest / widest.new_tensor(largest)
+    if schema.bs_dtype == "float8e8m0" and bits > 1:
+        return torch.maximum(below / below.new_tensor(largest + 1), highest / highest.new_tensor(largest))
+    narrowest = torch.minimum(highest, below)
+    up, down = _INTEGER_REACH.get(bits, (largest, largest + 1))
+    wide = (widest.double() / _double(widest, down)).float()
+    narrow = (narrowest.double() / _double(widest, up)).float()
+    scale = torch.maximum(wide, narrow)
+    return scale if schema.bs_dtype == "float8e8m0" else torch.where(highest > below, -scale, scale)
+
+
+_INTEGER_REACH = {1: (0.499, 1.499)}  # Humming's, up and down in units of the scale; others reach their largest codes
+
+
+def _double(like: torch.Tensor, value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float64, device=like.device)
+
+
+def two_level(
+    scale: torch.Tensor, schema: WeightSchema, param_dtype: str, amax: torch.Tensor | None, given: GivenScales | None
+) -> TwoLevelScales:
+    """Round group scales to 8 bits under a second scale.
+
+    `scale`: unrounded group scales [E, N, G] of `group_scales`, on any device; `amax`: the shared maximum [E, 1, 1], or
+    None for a second scale per row. All divisions are tensor by tensor, because torch on CUDA divides by a Python
+    number with a reciprocal.
+    """
+    kind, bits, exponent, mantissa = cpu_ops.parse_dtype(schema.b_dtype)
+    largest = arithmetic.largest_value(kind, bits, exponent, mantissa)
+    limit = largest if kind == arithmetic.FLOAT else 0.0
     if given is not None:
-        return given.group, given.second.flatten(), given.second, limit
+        return TwoLevelScales(given.group, given.second.flatten(), given.second, limit)
+    if schema.bs_dtype == "float8e8m0":
+        stored, kept = _powers_under_rows(scale, largest, param_dtype)
+        return TwoLevelScales(stored, kept.squeeze(-1), kept.float(), limit)
     scale_max = _FP8_MAX[schema.bs_dtype or ""]
     if amax is None:
-        scale_2 = scale.amax(-1, keepdim=True) / scale.new_tensor(scale_max)
-        kept = scale_2.to(torch_dtype_of(param_dtype))
+        second = scale.abs().amax(-1, keepdim=True) / scale.new_tensor(scale_max)
+        kept = second.to(torch_dtype_of(param_dtype))
         tiny = torch.finfo(kept.dtype).tiny
         kept = torch.where(kept < tiny, torch.full_like(kept, tiny), kept)
-        scale_2, stored_2 = kept.float(), kept.squeeze(-1)
+        second, stored_second = kept.float(), kept.squeeze(-1)
     else:
-        scale_2 = amax / scale.new_tensor(limit * scale_max)
-        stored_2 = scale_2.flatten()
-    stored = (scale / scale_2).clamp(max=scale_max).to(torch_dtype_of(schema.bs_dtype or ""))
-    return stored, stored_2, scale_2, limit
+        reach = _INTEGER_REACH[bits][0] if kind == arithmetic.SYM_INT and bits in _INTEGER_REACH else largest
+        second = amax / scale.new_tensor(reach * scale_max)
+        stored_second = second.flatten()
+    stored = (scale / second).clamp(-scale_max, scale_max).to(torch_dtype_of(schema.bs_dtype or ""))
+    return TwoLevelScales(stored, stored_second, second, limit)
+
+
+def _powers_under_rows(scale: torch.Tensor, largest: float, param_dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return e8m0 scales [E, N, G] under row scales [E, N, 1] in the parameter dtype, no product below `scale`.
+
+    A row's scale is the fraction of its largest group scale, from 1 to 2, rounded up: so this group's scale is exact
+    but for the rounding. In float16, where the kernel keeps exponents from -14 to 15 only, it takes the row's size
+    too: the largest code of the largest group stands for 1 to 4 under it.
+    """
+    is_wide = param_dtype == "bfloat16"
+    dropped = 16 if is_wide else 13  # bits of float32's fraction that the dtype lacks
+    top = scale.amax(-1, keepdim=True).contiguous()
+    fraction = ((top.view(torch.int32) & 0x007FFFFF | 0x3F800000) + ((1 << dropped) - 1)) >> dropped << dropped
+    fraction = torch.where(fraction == 0x40000000, 0x3F800000, fraction)  # 2 is 1 with the next exponents
+    if not is_wide:
+        reach = math.floor(math.log2(min(max(largest, 1.0), 256.0)))  # e5m2's would leave no exponents below
+        size = _exponents(top, fraction.view(torch.float32)) - 127 + reach
+        fraction = fraction + (size.clamp(-14, 15) << 23)
+    row = fraction.view(torch.float32)
+    least, most = (1, 254) if is_wide else (127 - 14, 127 + 15)
+    stored = _exponents(scale, row).clamp(least, most).to(torch.uint8).view(torch.float8_e8m0fnu)
+    return stored, row.to(torch_dtype_of(param_dtype))
+
+
+def _exponents(scale: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """Return the e8m0 bytes of scale / row, rounded up, as int32."""
+    return ((scale / row).view(torch.int32) + 0x007FFFFF) >> 23

@@ -41,7 +41,15 @@ from hqconv.schemas.model_config import AttentionHeads, attention_heads
 from hqconv.schemas.overrides import group_by_schema
 from hqconv.schemas.sum_factors import SUMS
 from hqconv.schemas.untrusted_files import read_json
-from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, SHORTHAND, WeightSchema
+from hqconv.schemas.weight_schema import (
+    CODES,
+    PARAM_DTYPES,
+    PRESETS,
+    RECOMMENDED,
+    SCALED_SHORTHAND,
+    SHORTHAND,
+    WeightSchema,
+)
 from hqconv.serving.chosen_engine import ENGINE
 from hqconv.sources.opening import locate_source, open_location
 
@@ -456,7 +464,7 @@ def inspect(path: str | Path, revision: str | None = None) -> dict[str, Any]:
 
 
 def describe_schemas() -> Words:
-    """Describe every preset, the integer shorthand, and every input schema."""
+    """Describe every preset, both shorthands, and every input schema."""
     return {
         "kind": "schemas",
         "presets": [schema_to_dict(schema, "bfloat16") for schema in PRESETS.values()],
@@ -466,6 +474,15 @@ def describe_schemas() -> Words:
             "or per channel (-c); zero points as integers (-zp) or floats (-fpzp)",
             "bits_per_weight": "N + 16/G, + N/G with -zp, + 16/G with -fpzp",
             "stock_vllm": "without zero points, N >= 2",
+        },
+        "scaled_shorthand": {
+            "name": SCALED_SHORTHAND,
+            "description": f"CODE is {', '.join(CODES[:-1])} or {CODES[-1]}; a scale in 8 bits per G columns, and over "
+            "e4m3 and e5m2 scales a second one per tensor (float32), or with -row per row (16 bits); over e8m0 scales "
+            f"with -row only. Good ones: {', '.join(RECOMMENDED)}. fp4-g16-e4m3 is nvfp4, fp4-g32-e8m0 is mxfp4",
+            "bits_per_weight": "those of CODE + 8/G",
+            "stock_vllm": "intN (N >= 2) and fp4 with e4m3-row, e8m0 and e8m0-row; fp8-g32 with e8m0 and e8m0-row; "
+            "e8m0 with bfloat16 only",
         },
         "input_schemas": [_input_schema_to_dict(inputs) for inputs in INPUT_PRESETS.values()],
     }

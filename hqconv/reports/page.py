@@ -137,6 +137,34 @@ def errors_section(document: Document) -> Part | None:
     )
 
 
+def evaluation_section(evaluation: Document | None) -> Part | None:
+    """Figures of `hqconv evaluate`; None if there was no evaluation."""
+    if evaluation is None:
+        return None
+    kl, sides = evaluation["kl"], [evaluation["source_figures"], evaluation["artifact_figures"]]
+    legend = (
+        f"{evaluation['num_predictions']} predicted tokens of {evaluation['text']['name']}, in contexts of "
+        f"{evaluation['context_length']} tokens, through the source and through the weights of this artifact, in "
+        f"transformers {evaluation['transformers_version']} ({evaluation['compute_dtype']}). Activations were not "
+        "quantized."
+    )
+    rows = [
+        ("perplexity", *(float(side["perplexity"]) for side in sides)),
+        ("negative log-likelihood, nats per token", *(float(side["mean_nll"]) for side in sides)),
+    ]
+    divergence = [tuple(float(kl[key]) for key in ("mean", "median", "p90", "p99", "max"))]
+    return section(
+        "evaluation",
+        "Predictions",
+        note(legend),
+        table(("", "source", "artifact"), rows),
+        table(
+            ("mean", "median", "90 %", "99 %", "largest"), divergence, "KL divergence of next-token distributions, nats"
+        ),
+        note(f"The most likely token is the same for {100 * evaluation['top1_agreement']:.2f} % of the tokens."),
+    )
+
+
 def _series(layers: list[Document]) -> dict[str, tuple[str, list[float | None]]]:
     """Two lines for each projection: errors of the layers, and errors of their worst experts."""
     series: dict[str, tuple[str, list[float | None]]] = {}
@@ -172,6 +200,33 @@ def _each(layers: list[Document]) -> list[tuple[Any, ...]]:
 def _short(layer: Document) -> str:
     """Short name of a layer: its layer number if known."""
     return f"layer {layer['layer']}" if layer["layer"] >= 0 else str(layer["name"])
+
+
+def allocation_section(document: Document) -> Part | None:
+    """Curve of error against size, with one schema for all layers and the choice of the recipe."""
+    found = document.get("allocation")
+    if found is None:
+        return None
+    chosen = found["chosen"]
+    legend = (
+        "Each corner of the line is a choice of schemas for the layers; no choice of its size or less has a smaller "
+        "error. The error is the root of the mean squared relative error of all layers, measured before the conversion."
+    )
+    rows = [
+        (name, float(point["bits_per_weight"]), size(point["size_bytes"]), float(point["relative_error"]))
+        for name, point in (("chosen", chosen), *found["uniform"].items())
+    ]
+    of = "all files of experts" if found["budget"]["objective"] == "size" else "the experts that one token reads"
+    limit = f"{size(found['budget']['limit_bytes'])} of {of}"
+    least = f"{found['least_possible_error']:.4g}"
+    return section(
+        "allocation",
+        "Allocation",
+        note(legend),
+        curve_plot(found),
+        facts((("budget", limit), ("least possible error within it", least))),
+        table(("schema of all layers", "bits per weight", "size", "error"), rows, "One schema for all layers"),
+    )
 
 
 def experts_section(document: Document) -> Part | None:
@@ -274,7 +329,9 @@ def page(document: Document) -> str:
     """
     sections = (
         _made(document),
+        evaluation_section(document["evaluation"]),
         errors_section(document),
+        allocation_section(document),
         experts_section(document),
         codes_section(document),
         checks_section(document["verification"]),
@@ -317,6 +374,8 @@ def _tiles(document: Document) -> list[tuple[str, str, str]]:
             (number(max(errors), 3) if errors else "–", "largest relative error of a layer", ""),
             (artifact["target"], "for the GPU", ""),
         ]
+    if document["evaluation"] is not None:
+        tiles.append((number(float(document["evaluation"]["kl"]["mean"]), 3), "KL divergence, nats per token", ""))
     return tiles
 
 
@@ -354,6 +413,8 @@ def _made(document: Document) -> Part | None:
 def _quantizer(artifact: Document) -> str:
     if not {"quantized", "requantized"} & artifact["conversion"].keys():
         return ""
+    if artifact["quantizer"] == "gptq":
+        return "least error of the products with inputs, compensated in other columns (gptq)"
     if artifact["quantizer"] != "mse":
         return "round to nearest"
     return "least squared error" + (", weighted by importance" if artifact["importance"] else "")
@@ -468,6 +529,43 @@ def lines_plot(title: str, names: Sequence[str], series: Mapping[str, tuple[str,
         "lines": lines,
         "dots": dots,
         "legend": [{"css": css, "series": name} for name, (css, _) in series.items()],
+    }
+
+
+def curve_plot(found: Document) -> Part:
+    """Plot errors over bits per weight: a line for the curve, dots for one schema for all layers and for the choice."""
+    series = (
+        ("best choice of each size", "w1", [("curve", point) for point in found["curve"]]),
+        ("one schema for all layers", "w3", list(found["uniform"].items())),
+        ("chosen", "w2", [("recipe", found["chosen"])]),
+    )
+    is_size = found["budget"]["objective"] == "size"
+    key = "bits_per_weight" if is_size else "token_bytes"
+    places = [float(point[key]) for _, _, points in series for _, point in points]
+    low, high = min(places), max(places)
+    marks = ticks(max(float(point["relative_error"]) for _, _, points in series for _, point in points))
+
+    def at(point: Document) -> str:
+        x = (float(point[key]) - low) / (high - low) if high > low else 0.5
+        return f"{_WIDTH * x:.5g} {_y(float(point['relative_error']), marks[-1])}"
+
+    def shown(place: float) -> str:
+        return f"{place:.4g} bits" if is_size else f"{size(place)} for a token"
+
+    dots = [
+        {"css": css, "at": at(point), "name": f"{name}, {shown(float(point[key]))}", "series": "error"}
+        | {"value": float(point["relative_error"])}
+        for _, css, points in series
+        for name, point in points
+    ]
+    title = "Error over bits per weight" if is_size else "Error over bytes of experts that one token reads"
+    return {
+        **_frame("lines", title, marks, [number(mark) for mark in marks]),
+        "label": title,
+        "ends": [shown(low), shown(high)],
+        "lines": [{"css": "w1", "path": "M" + "L".join(at(point) for point in found["curve"])}],
+        "dots": [dot for dot in dots if dot["css"] != "w1"],
+        "legend": [{"css": css, "series": name} for name, css, _ in series],
     }
 
 

@@ -10,11 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hqconv.artifact.evaluation_record import evaluation_in_card
 from hqconv.artifact.manifest import Manifest, ManifestLayer, read_manifest
-from hqconv.errors import HqconvError, OutputError, VerificationError
+from hqconv.errors import HqconvError, OutputError, RequestError, VerificationError
 from hqconv.reports.documents import Words, config_of, describe_artifact
-from hqconv.schemas.artifact_names import GEMMS
+from hqconv.schemas.artifact_names import GEMMS, rank_file
 from hqconv.schemas.model_config import attention_heads
+from hqconv.schemas.untrusted_files import read_json
 from hqconv.serving.chosen_engine import ENGINE
 
 PROJECTIONS = {"w1": "gate (w1)", "w3": "up (w3)", "w2": "down (w2)"}
@@ -30,27 +32,36 @@ def page_document(
     *,
     sample: int | None = None,
     num_threads: int = 1,
+    allocation: Path | None = None,
+    evaluation: Words | None = None,
 ) -> Words:
     """Document of a report on the artifact at `root`, for `page` and programs; deterministic for the same input.
 
     verification: the document of `hqconv.verify`'s report; None: no check was run. of_experts: layer → projection →
     each expert's relative error against the source, as the check of weights measures it. sample: experts of each layer
-    to read for `usage`, as in `hqconv.artifact.code_usage`; num_threads: at once.
+    to read for `usage`, as in `hqconv.artifact.code_usage`; num_threads: at once. allocation: the document that
+    `hqconv allocate` wrote beside the artifact's recipe. evaluation: the document of `hqconv.evaluate`; None for the
+    one in the model card, if there is one.
 
     If `verification` failed, unreadable parts are left out, with the reason under `unreadable`. Otherwise raises
-    RequestError if `root` is no artifact, VerificationError if it is damaged.
+    RequestError if `root` is no artifact, VerificationError if it is damaged. Raises RequestError for the document of
+    another allocation.
     """
     from hqconv.artifact.code_usage import read_usage  # with numpy
 
     places = _places(root, verification)
     document: Words = {"kind": "page", "name": root.resolve().name, "verification": _renamed(verification, places)}
     document |= {"artifact": None, "blocks": [], "provenance": {}, "usage": None, "unreadable": []}
+    document |= {"allocation": None, "evaluation": None}
     may_fail = verification is not None and not verification["passed"]
     try:
         manifest = read_manifest(root, is_sealed=not may_fail)
+        document["allocation"] = None if allocation is None else read_allocation(allocation, manifest)
         document["artifact"] = describe_artifact(root) | _at_home(root, manifest)
         document["blocks"] = [_layer(name, layer, manifest) for name, layer in manifest.blocks.items()]
         document["provenance"] = _provenance(manifest)
+        found = evaluation_in_card(root, manifest) if evaluation is None else evaluation
+        document["evaluation"] = _renamed(found, places)
         document["usage"] = read_usage(root, sample, num_threads)
     except (VerificationError, OSError) as error:
         if not may_fail:
@@ -59,6 +70,51 @@ def page_document(
         document["unreadable"].append(_renamed(said, places))
     document["experts"] = _experts(document, of_experts or {})
     return document
+
+
+def read_allocation(path: Path, manifest: Manifest) -> Words:
+    """Read the document of an allocation: its budget, its choice, its curve and one schema for all layers.
+
+    Raises RequestError for another kind of file, and where the artifact does not have the chosen schemas and sizes.
+    """
+    try:
+        found = read_json(path)
+        if found["kind"] != "allocation":
+            raise ValueError("another kind of document")
+        points = [found["chosen"], *found["curve"], *found["uniform"].values()]
+        keys = ("bits_per_weight", "size_bytes", "token_bytes", "relative_error")
+        if not all(math.isfinite(point[key]) for point in points for key in keys):
+            raise ValueError("a point without numbers")
+        budget = {"limit_bytes": int(found["budget"]["limit_bytes"]), "objective": str(found["budget"]["objective"])}
+        chosen = {name: layer["candidates"][layer["chosen"]] for name, layer in found["layers"].items()}
+        promised = {name: (one["schema"], one["size_bytes"]) for name, one in chosen.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        what, expected = "The allocation cannot be read.", "the .allocation.json file of hqconv allocate"
+        reason = f"no key {error}" if isinstance(error, KeyError) else str(error)
+        raise RequestError(what, where=str(path), expected=expected, found=reason) from error
+    written = {name: _schema_and_size(name, layer, manifest) for name, layer in manifest.blocks.items()}
+    if promised != written:
+        other = next(name for name in {**written, **promised} if written.get(name) != promised.get(name))
+        raise RequestError(
+            "The allocation is not the one of this artifact.",
+            where=f"{path}, {other}",
+            expected=_schema_text(written.get(other)),
+            found=_schema_text(promised.get(other)),
+            remedy="Name the file beside the recipe of this artifact.",
+        )
+    more = {key: found[key] for key in ("chosen", "curve", "uniform")}
+    return {**more, "budget": budget, "least_possible_error": float(found["least_possible_error"])}
+
+
+def _schema_and_size(name: str, layer: ManifestLayer, manifest: Manifest) -> tuple[str | None, int]:
+    """Return the schema of a layer, and the bytes of its files."""
+    paths = (rank_file(name, *rank) for rank in manifest.grid.ranks)
+    sizes = (manifest.files[path].size_bytes for path in paths if path in manifest.files)
+    return layer.schema_name or manifest.schema_name, sum(sizes)
+
+
+def _schema_text(found: tuple[str | None, int] | None) -> str:
+    return "no such layer" if found is None else f"{found[0]}, {found[1]} bytes"
 
 
 def _renamed(document: Any, places: Mapping[str, str]) -> Any:

@@ -19,6 +19,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 EXPERTS_FOLDER = "experts"
 IMPORTANCE = "importance.safetensors"  # a copy of the importance file of the search
+HESSIAN, HESSIAN_TILE = ".hessian", 128  # suffix of tensors in that file, and the width of their tiles
 JOURNAL = ".hqconv-progress.jsonl"  # only while a conversion is unfinished
 _MEMBER_JOURNAL = re.compile(r"\.hqconv-progress\.rank[1-9][0-9]*\.jsonl")
 PARTIAL = ".partial"  # suffix of a file that is being written

@@ -20,9 +20,12 @@ from hqconv.schemas.input_schema import InputSchema
 from hqconv.schemas.overrides import Override
 from hqconv.schemas.weight_schema import ParamDtype, WeightSchema
 
-Quantizer = Literal["rtn", "mse"]
+Quantizer = Literal["rtn", "mse", "gptq"]
 QUANTIZERS: tuple[Quantizer, ...] = get_args(Quantizer)
-RTN, MSE = QUANTIZERS  # round-to-nearest, or scales searched for the least squared error
+# Round-to-nearest; scales searched for the least squared error; and errors compensated in other columns too.
+RTN, MSE, GPTQ = QUANTIZERS
+Objective = Literal["size", "bandwidth"]
+SIZE, BANDWIDTH = get_args(Objective)  # budget of `allocate`: bytes of all files, or those read for one token
 CheckName = Literal["files", "weights", "kernel"]
 CHECKS: tuple[CheckName, ...] = get_args(CheckName)  # of `verify`, in their order
 ENCODING_KEYS = ("round_scales", "quantizer", "quantizer_version", "importance")  # of a manifest, where they apply
@@ -57,13 +60,18 @@ class EncodingArguments(TypedDict, total=False):
         bool, _Row("Keep codes whose scales the parameter dtype cannot hold, and round these scales to it.", False)
     ]
     quantizer: Annotated[
-        Quantizer, _Row("Choice of scales: round-to-nearest, or a search for the least squared error.", RTN)
+        Quantizer,
+        _Row(
+            "Choice of scales and codes: round-to-nearest, a search for the least squared error, or this and error "
+            "compensation by the inputs of --importance.",
+            RTN,
+        ),
     ]
     importance: Annotated[
         str | Path | None,
         _Row(
-            "FILE.safetensors with the weight of each input column's error, for the quantizer mse. `hqconv importance` "
-            "makes it."
+            "FILE.safetensors with the weight of each input column's error, for the quantizers mse and gptq. `hqconv "
+            "importance` makes it, for gptq with --hessian."
         ),
     ]
 
@@ -73,7 +81,10 @@ class ConversionArguments(EncodingArguments, total=False):
 
     schema: Annotated[
         str | Path | WeightSchema | None,
-        _Row("Preset, shorthand such as int4-g64-zp, FILE.toml, or source: keep the format of a quantized source."),
+        _Row(
+            "Preset, shorthand such as int4-g64-zp or int4-g32-e4m3, FILE.toml, or source: keep the format of a "
+            "quantized source."
+        ),
     ]
     target: Annotated[
         str | None,

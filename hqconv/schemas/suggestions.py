@@ -26,6 +26,9 @@ _ALSO = {
     "q8": "int8",
     "nvfp4a16": "nvfp4",
     "mxfp4a16": "mxfp4",
+    "mxfp4-row": "fp4-g32-e8m0-row",
+    "mxfp8-row": "fp8-g32-e8m0-row",
+    "nvfp4-row": "fp4-g16-e4m3-row",
 }
 _WITH_ACTIVATIONS = {
     "w4a8": "int4 with --input-schema int8 or fp8",

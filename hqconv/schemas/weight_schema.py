@@ -1,7 +1,7 @@
 """Target schemas: formats of the converted expert weights. Data and rules with Humming's names; no tensors.
 
-A schema is named by a preset (`mxfp4`), by the integer shorthand (`int4-g64-zp`), or by a TOML file whose
-keys are the fields of Humming's `HummingWeightSchema`.
+A schema is named by a preset (`mxfp4`), by a shorthand (`int4-g64-zp`; with 8-bit scales `int4-g32-e4m3`), or by a
+TOML file whose keys are the fields of Humming's `HummingWeightSchema`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from hqconv.schemas.untrusted_files import unicode_name
 ParamDtype = Literal["bfloat16", "float16"]
 PARAM_DTYPES: tuple[ParamDtype, ...] = get_args(ParamDtype)
 _SCALE_DTYPES = ("bfloat16", "float16", "float32", "float8e8m0", "float8e4m3", "float8e5m2", "float8e5m3")
-_SCALE_2_DTYPES = ("float8e4m3", "float8e5m2")
+# Group scales → second scales above them. A tensor's second scale of powers of two would only move their exponents.
+_SCALE_2_TYPES = {"float8e4m3": ("tensor", "channel"), "float8e5m2": ("tensor", "channel"), "float8e8m0": ("channel",)}
 # Humming's kernel rotates blocks of 2 to 512 columns (process_input/context.cuh), but below 16 its tuner finds no way
 # to quantize wide inputs per token (tune/process_input.py, _token_tuning_candidates).
 ROTATIONS = (16, 32, 64, 128, 256, 512)
@@ -58,6 +59,11 @@ class WeightSchema:
     def is_coupled(self) -> bool:
         """True if the gate and up projection of one expert share a tensor-level scale."""
         return "tensor" in (self.weight_scale_type, self.weight_scale_2_type)
+
+    @property
+    def has_row_scale(self) -> bool:
+        """True if each row has a second scale, in the parameter dtype."""
+        return self.weight_scale_2_type == "channel"
 
     @property
     def rotation(self) -> int:
@@ -133,16 +139,16 @@ def _check(schema: WeightSchema) -> None:
                 where=field,
                 expected=expected,
                 found=repr(getattr(schema, field)),
-                remedy="See `hqconv schemas` for presets and the integer shorthand.",
+                remedy="See `hqconv schemas` for presets and shorthands.",
             )
 
     for field in fields(schema):
         value, kind = getattr(schema, field.name), _KINDS.get(field.name, str)
         need(type(value) is kind or (field.name == "bs_dtype" and value is None), field.name, kind.__name__)
-    num_exponent_bits = _check_b_dtype(schema, need)
+    _check_b_dtype(schema, need)
     need(schema.bs_dtype in (None, *_SCALE_DTYPES), "bs_dtype", "one of " + ", ".join(_SCALE_DTYPES))
     _check_scale_type(schema, need)
-    _check_second_scale(schema, num_exponent_bits, need)
+    _check_second_scale(schema, need)
     if schema.has_zero_point:
         need(schema.is_integer, "has_zero_point", "false for a float type")
         need(schema.weight_scale_type in ("group", "channel"), "weight_scale_type", "group or channel")
@@ -153,10 +159,9 @@ def _check(schema: WeightSchema) -> None:
     need(is_known, "hadamard_block_size", f"0, or one of {', '.join(map(str, ROTATIONS))}")
 
 
-def _check_b_dtype(schema: WeightSchema, need: Need) -> int:
-    """Check `b_dtype`, and return the number of exponent bits, 0 for integers."""
+def _check_b_dtype(schema: WeightSchema, need: Need) -> None:
     if re.fullmatch(r"uint[1-8]", schema.b_dtype):
-        return 0
+        return
     small_float = re.fullmatch(r"float([2-8])e(\d)m(\d)", schema.b_dtype)
     need(small_float is not None, "b_dtype", "uintN (N = 1..8) or a signed floatXeYmZ of at most 8 bits")
     bits, exponent, mantissa = (int(x) for x in small_float.groups()) if small_float else (0, 0, 0)
@@ -165,16 +170,16 @@ def _check_b_dtype(schema: WeightSchema, need: Need) -> int:
     # Wider exponents would reach float16's infinity, which the kernel's shift-only conversion passes through.
     is_known = exponent in (0, 2, 3, 4) or schema.b_dtype == "float8e5m2"
     need(is_known, "b_dtype", "0 or 2 to 4 exponent bits, or float8e5m2")
-    return exponent
 
 
-def _check_second_scale(schema: WeightSchema, num_exponent_bits: int, need: Need) -> None:
+def _check_second_scale(schema: WeightSchema, need: Need) -> None:
     kind = schema.weight_scale_2_type
     need(kind in ("none", "tensor", "channel"), "weight_scale_2_type", "none|tensor|channel")
-    if kind != "none":
-        need(schema.weight_scale_type == "group", "weight_scale_type", "group, where there is a second scale")
-        need(schema.bs_dtype in _SCALE_2_DTYPES, "bs_dtype", "float8e4m3 or float8e5m2 under a second scale")
-        need(num_exponent_bits > 0, "b_dtype", "a float type under a second scale")
+    if kind == "none":
+        return
+    need(schema.weight_scale_type == "group", "weight_scale_type", "group, where there is a second scale")
+    expected = "float8e4m3 or float8e5m2 under a second scale, float8e8m0 under one per channel"
+    need(kind in _SCALE_2_TYPES.get(schema.bs_dtype or "", ()), "bs_dtype", expected)
 
 
 def _check_scale_type(schema: WeightSchema, need: Need) -> None:
@@ -224,11 +229,29 @@ PRESETS: dict[str, WeightSchema] = {
     )
 }
 SHORTHAND = "intN[-gG|-c][-zp|-fpzp]"
+SCALED_SHORTHAND = "CODE-gG-e4m3|e5m2|e8m0[-row]"
 _SHORTHAND = re.compile(r"int([1-8])(?:-g([1-9]\d*)|-(c))?(?:-(zp|fpzp))?")
+_CODES = {
+    "fp4": "float4e2m1",
+    "fp6-e3m2": "float6e3m2",
+    "fp6-e2m3": "float6e2m3",
+    "fp8": "float8e4m3",
+    "fp8-e5m2": "float8e5m2",
+    **{f"int{bits}": f"uint{bits}" for bits in range(1, 9)},
+}
+CODES = ("intN", *(code for code in _CODES if code.startswith("fp")))
+RECOMMENDED = ("int4-g32-e4m3", "int4-g32-e4m3-row", "int4-g16-e4m3", "fp4-g32-e4m3", "int3-g32-e4m3")
+_EXAMPLES = tuple(f"{code}-g32-{scale}" for code in ("int4", "fp4", "fp8") for scale in ("e4m3", "e4m3-row"))
+_SCALED = re.compile(rf"({'|'.join(sorted(_CODES, reverse=True))})-g([1-9]\d*)-(e4m3|e5m2|e8m0)(-row)?")
+
+
+def known_names() -> list[str]:
+    """List the names that a shell completes: presets, good ones of the shorthand, and `source`."""
+    return [*PRESETS, *RECOMMENDED, SOURCE]
 
 
 def resolve_schema(text: str) -> WeightSchema:
-    """Return the schema of `--schema TEXT`: a preset, the shorthand, or a path ending in .toml, or a `shipped` file.
+    """Return the schema of `--schema TEXT`: a preset, a shorthand, or a path ending in .toml, or a `shipped` file.
 
     Raises RequestError for an unknown name, an unreadable file or an impossible combination.
     """
@@ -236,14 +259,14 @@ def resolve_schema(text: str) -> WeightSchema:
         return load_schema(or_shipped(Path(text), SCHEMAS))
     if (found := _named(text)) is not None:
         return found
-    expected = f"{', '.join(PRESETS)}, {SHORTHAND}, {SOURCE}, or a .toml file"
-    remedy = f"{meant(text, [*PRESETS, SOURCE], _named)} `hqconv schemas` explains each.".strip()
+    expected = f"{', '.join(PRESETS)}, {SHORTHAND}, {SCALED_SHORTHAND}, {SOURCE}, or a .toml file"
+    remedy = f"{meant(text, [*PRESETS, *_EXAMPLES, SOURCE], _named)} `hqconv schemas` explains each.".strip()
     what = f"There is no schema named '{text}'."
     raise RequestError(what, where="--schema", expected=expected, remedy=remedy)
 
 
 def _named(text: str) -> WeightSchema | None:
-    """Return the preset or shorthand of a name, None for others. Raises RequestError for an impossible combination."""
+    """Return the schema of a preset or shorthand, None for others. Raises RequestError for what cannot be."""
     if text in PRESETS:
         return PRESETS[text]
     match = _SHORTHAND.fullmatch(text)
@@ -260,7 +283,32 @@ def _named(text: str) -> WeightSchema | None:
             has_zero_point=zero is not None,
             is_fp_zero_point=zero == "fpzp",
         )
-    return None
+    return _scaled(text)
+
+
+def _scaled(text: str) -> WeightSchema | None:
+    """Return the schema with 8-bit group scales of a shorthand such as `int4-g32-e4m3-row`, None for other names.
+
+    Scales in e4m3 and e5m2 have a second scale: per tensor, or per row with `-row`; e8m0 has one with `-row` only.
+    """
+    match = _SCALED.fullmatch(text)
+    if match is None:
+        return None
+    code, size, scale, row = match.groups()
+    second = "channel" if row else "none" if scale == "e8m0" else "tensor"
+    return _preset(text, _CODES[code], size=int(size), bs_dtype=f"float8{scale}", weight_scale_2_type=second)
+
+
+def shorthand_of(schema: WeightSchema) -> str:
+    """Return the shorthand that comes closest to a schema; "" where none has its codes and scales."""
+    size, scale = schema.weight_scale_group_size, schema.bs_dtype or ""
+    if size and scale in _SCALE_2_TYPES:
+        code = next((name for name, code in _CODES.items() if code == schema.b_dtype), "")
+        return f"{code}-g{size}-{scale.removeprefix('float8')}{'-row' if schema.has_row_scale else ''}" if code else ""
+    if not schema.is_integer:
+        return ""
+    zero = "-fpzp" if schema.is_fp_zero_point else "-zp" if schema.has_zero_point else ""
+    return f"int{schema.num_bits}{f'-g{size}' if size else '-c'}{zero}"
 
 
 def load_schema(path: Path) -> WeightSchema:

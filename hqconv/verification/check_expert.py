@@ -99,7 +99,7 @@ class Job:
                 outcome.content[role] = expert_totals(totals, 0, is_flushed=is_flushed)
             try:
                 stored = self._read_source(roles, expert)
-                results = encode(stored, self.original.encoding) if self.original is not None else {}
+                results = encode(expert, stored, self.original.encoding) if self.original is not None else {}
             except HqconvError as error:
                 outcome.note(f"source: {error.where}", error.what, error.expected, error.found)
                 continue

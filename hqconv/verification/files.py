@@ -19,6 +19,7 @@ from hqconv.io.sidecar_files import WEIGHT_FOLDERS, WEIGHT_SUFFIXES
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.schemas import artifact_names as names
+from hqconv.schemas.options import GPTQ
 from hqconv.serving.chosen_engine import ENGINE
 from hqconv.verification.accounting import Placed, check_accounting
 from hqconv.verification.against_source import check_source
@@ -144,7 +145,8 @@ def _check_importance(artifact: Artifact, layers: Mapping[str, MoeLayer], result
     try:
         importance = artifact.importance
         if importance is not None:
-            importance.check(layers.values(), artifact.layers.keys() | set(artifact.left))
+            left, needs_hessian = artifact.layers.keys() | set(artifact.left), artifact.manifest.quantizer == GPTQ
+            importance.check(layers.values(), left, needs_hessian=needs_hessian)
     except HqconvError as error:
         result.add(error.where, error.what, error.expected, error.found)
 
@@ -270,7 +272,9 @@ def _note_edited(artifact: Artifact, result: CheckResult) -> None:
     root, manifest = artifact.root, artifact.manifest
     files = manifest.files
     if names.CARD in files and (root / names.CARD).is_file() and not is_own_card(root, manifest):
-        result.notes.append(f"{names.CARD} was edited since the conversion")
+        is_evaluated = is_own_card(root, manifest, with_evaluation=True)
+        what = "has got an evaluation" if is_evaluated else "was edited"
+        result.notes.append(f"{names.CARD} {what} since the conversion")
     if names.SUMS not in files and (root / names.SUMS).is_file() and not is_own_sums(root, manifest):
         result.notes.append(f"{names.SUMS} does not say what the manifest does")
 

@@ -79,7 +79,9 @@ class FusedExponents:
                 new.copy_(torch.maximum(old.int(), least[role]))
                 _shift(old_codes, new.int() - old.int(), new_codes)
         return {
-            role: replace(one, codes=codes[role], scale=scales[role], scale_value=float_values(scales[role], "F8_E8M0"))
+            role: _with_fractions(
+                replace(one, codes=codes[role], scale=scales[role], scale_value=float_values(scales[role], "F8_E8M0"))
+            )
             for role, one in expected.items()
         }
 
@@ -106,9 +108,9 @@ def folding_of(artifact: Artifact, layer: MoeLayer) -> FusedExponents | None:
         gemm: tuple(bool(artifact.layer_config(layer.name, gemm, tp_rank, 0)["pad_shape_n"]) for tp_rank in ranks)
         for gemm in names.GEMMS
     }
-    is_int8 = artifact.kernel_spec_of(layer.name).a_dtype == "int8"
-    slices = tp_slices(layer.intermediate_size, artifact.grid.tp, artifact.schema_of(layer.name))
-    return FusedExponents(3 if is_int8 else 11, is_int8, slices, is_padded)
+    schema, is_int8 = artifact.schema_of(layer.name), artifact.kernel_spec_of(layer.name).a_dtype == "int8"
+    slices = tp_slices(layer.intermediate_size, artifact.grid.tp, schema)
+    return FusedExponents(3 if is_int8 else 11, is_int8 or schema.has_row_scale, slices, is_padded)
 
 
 def folding_bytes(artifact: Artifact, layer: MoeLayer) -> int:
@@ -121,6 +123,16 @@ def _cut(values: torch.Tensor, axis: int, part: TpSlice, codes: torch.Tensor) ->
     """Cut a rank's part of codes, or of scales along the same axis."""
     size, full = values.size(axis), codes.size(axis)
     return values.narrow(axis, part.begin * size // full, (part.end - part.begin) * size // full)
+
+
+def _with_fractions(stack: DecodedStack) -> DecodedStack:
+    """Return the same weights with row scales, bfloat16, from 1 to 2: their powers of two go into the exponents."""
+    if stack.scale_2 is None:
+        return stack
+    fraction, power = torch.frexp(float_values(stack.scale_2, "BF16"))
+    scale = (stack.scale.int() + (power - 1).unsqueeze(2)).clamp(0, 254).to(torch.uint8)
+    rows = (2 * fraction).bfloat16().view(torch.int16)
+    return replace(stack, scale=scale, scale_value=float_values(scale, "F8_E8M0"), scale_2=rows)
 
 
 def _shift(codes: torch.Tensor, shifts: torch.Tensor, out: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from hqconv.artifact.reader import Artifact
 from hqconv.formats.source_format import DIRECT
 from hqconv.models.source_protocol import Source
 from hqconv.planning.importance import Importance
-from hqconv.planning.layer_encoding import SEARCH_VERSION, EncodingOptions
+from hqconv.planning.layer_encoding import EncodingOptions, quantizer_version
 from hqconv.schemas.options import QUANTIZERS, RTN
 
 
@@ -56,7 +56,7 @@ class Lineage:
         quantizer = self.made.quantizer or RTN
         if quantizer not in QUANTIZERS or self.made.importance is not None:
             return "the first conversion searched with what this artifact has no copy of"
-        if quantizer != RTN and self.made.quantizer_version != SEARCH_VERSION:
+        if quantizer != RTN and self.made.quantizer_version != quantizer_version(quantizer):
             return "the first conversion searched with another version of the search"
         if self.made.dtype != artifact.param_dtype:
             return f"its parameters were {self.made.dtype} at first, and are {artifact.param_dtype} now"

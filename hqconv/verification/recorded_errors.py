@@ -12,7 +12,7 @@ from hqconv.conversion.quant_error import requantized_counts, scale_changes
 from hqconv.errors import number_text
 from hqconv.formats.source_format import DIRECT_ROUNDED, LARGEST_CHANGE
 from hqconv.models.moe_layer import MoeLayer
-from hqconv.planning.layer_encoding import SEARCH_VERSION
+from hqconv.planning.layer_encoding import quantizer_version
 from hqconv.quantization.quantize import ErrorSums
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.options import RTN
@@ -61,13 +61,14 @@ def _check_first(where: str, worst: int, of_role: Sequence[Figures], result: Che
 
 def check_search(artifact: Artifact, result: CheckResult) -> None:
     """Check that the search that chose the scales is this hqconv's, and so can be repeated."""
-    if artifact.spec.encoding.quantizer == RTN or artifact.search_version == SEARCH_VERSION:
+    quantizer = artifact.spec.encoding.quantizer
+    if quantizer == RTN or artifact.search_version == quantizer_version(quantizer):
         return
     result.add(
         f"{names.MANIFEST}: quantizer_version",
         "The scales were searched for by another version of the search, which cannot be repeated here: "
         "verify against the source with the hqconv that made the artifact, or convert again.",
-        f"{SEARCH_VERSION} (hqconv {__version__})",
+        f"{quantizer_version(quantizer)} (hqconv {__version__})",
         f"{artifact.search_version or 'none'} (hqconv {artifact.manifest.hqconv_version})",
     )
 

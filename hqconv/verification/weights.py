@@ -20,7 +20,7 @@ from hqconv.models.source_protocol import Source
 from hqconv.planning.layer_encoding import encoding_of
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.dtypes import torch_dtype
-from hqconv.schemas.options import RTN
+from hqconv.schemas.options import GPTQ, RTN
 from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.verification.against_source import other_source
 from hqconv.verification.check_batch import plan_staging, why_not
@@ -185,7 +185,8 @@ def _original(
     try:
         importance = artifact.importance if lineage.is_own else None
         if importance is not None:
-            importance.check([layer], artifact.layers.keys() | set(artifact.left))
+            left, needs_hessian = artifact.layers.keys() | set(artifact.left), artifact.manifest.quantizer == GPTQ
+            importance.check([layer], left, needs_hessian=needs_hessian)
         options = lineage.encoding_options(importance)
     except HqconvError as error:
         findings.append(Finding(error.where, error.what, str(error.expected), str(error.found)))
@@ -210,9 +211,11 @@ def _working_bytes(layer: MoeLayer, schema: WeightSchema, quantizer: str) -> int
     source += 6 if not layer.format.is_float or any(w.is_stacked or not w.is_run for w in weights) else 0
     source += 8 if schema.rotation else 0  # twice: to be quantized, and to be measured
     packed = schema.num_bits / 8
-    scales = (56 if quantizer == RTN else 176) / (schema.weight_scale_group_size or layer.hidden_size)
+    group_bytes = 56 if quantizer == RTN else 376 if quantizer == GPTQ else 176
+    scales = group_bytes / (schema.weight_scale_group_size or layer.hidden_size)
     # Gate and up together: sources, codes decoded (padded, then joined) and expected, packed codes on both sides.
-    return int(numbers * 2 * (source + 3 + 3 * packed + scales) + numbers) + (16 << 20)
+    factors = 64 * 128 * max(layer.hidden_size, layer.intermediate_size) if quantizer == GPTQ else 0
+    return int(numbers * 2 * (source + 3 + 3 * packed + scales) + numbers) + factors + (16 << 20)
 
 
 # --- findings -----------------------------------------------------------------------------------------------

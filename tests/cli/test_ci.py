@@ -101,7 +101,9 @@ def test_every_document_has_the_keys_of_the_table(model: Path, made: Path, tmp_p
     ]
     found += [
         answer("schemas", "--recipes"),
+        answer("schemas", "--for", "h200"),
         answer("compare", made, tmp_path / "a"),
+        answer("allocate", model, "-o", tmp_path / "recipe.toml", "--bits", 9, *OPTIONS[2:]),
         answer("report", made, "-o", tmp_path / "page.html", "--source", model, "--device", "cpu"),
     ]
     keys = documented_keys()
@@ -111,6 +113,7 @@ def test_every_document_has_the_keys_of_the_table(model: Path, made: Path, tmp_p
         "warm",
         "unfinished",
         "importance",
+        "evaluation",
     }
     for words in found:
         assert keys[words["kind"]] <= words.keys(), words["kind"]

@@ -29,6 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "schemas",
         "schemas --json",
         "schemas --recipes",
+        "schemas --for h200 --input-schema fp8",
         "inspect model",
         "inspect quantized",
         "inspect artifact",

@@ -18,10 +18,13 @@ from huggingface_hub import constants, snapshot_download
 from typer.testing import CliRunner
 
 from hqconv.api import push
+from hqconv.artifact.evaluation_record import evaluation_in_card, write_evaluation
+from hqconv.artifact.manifest import read_manifest
 from hqconv.cli.app import app
 from hqconv.conversion.push import PushStep
 from hqconv.conversion.push import push as run_push
 from hqconv.errors import HqconvError, NetworkError, OutputError, RequestError, VerificationError
+from hqconv.io.file_access import sha256_of
 from hqconv.io.hub_upload import HubBranch, git_digest
 from hqconv.schemas.grid import Grid
 from tests.make import hub_server
@@ -146,6 +149,25 @@ def test_a_branch(made: Path, out: Path, hub: UploadHub) -> None:
     assert there(hub) == files_of(made / "old")
     assert there(hub, branch="int8") == files_of(out)
     assert_only_whole(hub, made / "old", out, branch="int8")
+
+
+def test_a_card_with_an_evaluation_is_pushed_with_its_sum(out: Path, hub: UploadHub) -> None:
+    """After a first push too; every file of the repo is then the local one."""
+    push(out, REPO)
+    manifest, figures = read_manifest(out), {"mean_nll": 2.0, "perplexity": 7.4}
+    document = {"kind": "evaluation", "manifest_sha256": manifest.sha256, "top1_agreement": 0.5, "schema": "int8"}
+    document |= dict.fromkeys(("num_tokens", "num_predictions", "context_length"), 9)
+    document |= dict.fromkeys(("compute_dtype", "activations", "transformers_version"), "x")
+    document |= {"text": {"name": "<!-- -->", "sha256": "0" * 64}}
+    document |= dict.fromkeys(("source_figures", "artifact_figures"), figures)
+    document["kl"] = dict.fromkeys(("mean", "median", "p90", "p99", "max"), 0.125)
+    write_evaluation(out, manifest, document)
+    assert evaluation_in_card(out, manifest) == document
+    pushed = push(out, REPO)
+    assert pushed.num_files == 2
+    assert there(hub) == files_of(out)
+    assert f"{sha256_of(out / 'README.md')}  README.md\n".encode() in there(hub)["SHA256SUMS"]
+    assert push(out, REPO).num_files == 0
 
 
 def test_cards_that_people_edited(out: Path, hub: UploadHub) -> None:

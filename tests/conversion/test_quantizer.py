@@ -180,4 +180,4 @@ def test_it_is_said(src: Path, tmp_path: Path) -> None:
         assert shown.exit_code == 0, shown.output
         assert "least squared error" in shown.output
     with pytest.raises(RequestError, match="does not know this value"):
-        run(src, tmp_path / "other", "mxfp4", quantizer="gptq")
+        run(src, tmp_path / "other", "mxfp4", quantizer="best")

@@ -266,7 +266,7 @@ def test_the_kernel_is_told_to_rotate_each_input_once(monkeypatch: pytest.Monkey
         turned = {name: unrotated(weight, size) for name, weight in weights.items()}
         lib = PlainHumming(turned)
         monkeypatch.setattr(fused_moe, "humming_gpu", lambda lib=lib: lib)
-        monkeypatch.setattr(fused_moe, "_tuning_entry", lambda *_: {"block_shape": (64,)})
+        monkeypatch.setattr(fused_moe, "tuning_entry", lambda *_: {"block_shape": (64,)})
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: FakeConfig(multi_processor_count=1))
         shape = {"shape_k": 256, "pad_shape_k": 0, "shape_n": 512, "pad_shape_n": 0, "num_experts": 1}
         mode = FakeConfig(value="none", should_quantize=False, has_secondary_scale=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from tests.make.golden import SHAPES, case_name, digest, outputs
-from tests.make.matrices import SCHEMAS
+from tests.make.matrices import SCHEMAS, SECOND_SCALES
 from tests.make.places import GOLDEN
 
 
@@ -51,14 +52,22 @@ def compare(schema: str, param_dtype: str, shape: tuple[int, int]) -> list[str]:
 
 
 def test_every_case_is_recorded_and_none_besides() -> None:
-    cases = {case_name(s, p, shape) for s in SCHEMAS for p in ("bfloat16", "float16") for shape in SHAPES}
-    assert cases == set(recorded())
+    assert cases_of(SCHEMAS) <= set(recorded()) <= cases_of((*SCHEMAS, *SECOND_SCALES))
+    missing = cases_of(SECOND_SCALES) - set(recorded())
+    if missing:
+        pytest.skip(f"{len(missing)} cases are not recorded yet: scripts/record_golden.py, on an H200")
+
+
+def cases_of(schemas: Sequence[str]) -> set[str]:
+    return {case_name(s, p, shape) for s in schemas for p in ("bfloat16", "float16") for shape in SHAPES}
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s[0]}x{s[1]}")
 @pytest.mark.parametrize("param_dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("schema", SCHEMAS)
+@pytest.mark.parametrize("schema", [*SCHEMAS, *SECOND_SCALES])
 def test_the_cpu_repeats_the_gpu(schema: str, param_dtype: str, shape: tuple[int, int]) -> None:
+    if schema in SECOND_SCALES and case_name(schema, param_dtype, shape) not in recorded():
+        pytest.skip("not recorded yet: scripts/record_golden.py, on an H200")
     assert compare(schema, param_dtype, shape) == []
 
 

@@ -44,6 +44,11 @@ SCALES = (
     *({"weight_scale_type": "channel"}, {"weight_scale_type": "tensor"}),
     *({"weight_scale_type": "channel", "bs_dtype": "float8e4m3"}, _E8M0_G32, _E4M3_G16),
     *({**_E4M3_G16, "weight_scale_2_type": kind} for kind in ("tensor", "channel")),
+    {**_E8M0_G32, "weight_scale_2_type": "channel"},
+    *(
+        {"bs_dtype": "float8e4m3", "weight_scale_group_size": 32, "weight_scale_2_type": k}
+        for k in ("tensor", "channel")
+    ),
     {"bs_dtype": "float8e5m3", "weight_scale_group_size": 32},
     {"weight_scale_type": "block", "weight_scale_group_size": 128, "weight_scale_group_size_n": 128},
 )
@@ -82,7 +87,7 @@ def size_of(schema: WeightSchema) -> tuple[int, int]:
 
 def form_of(kind: KernelSpec) -> LayoutForm:
     form = planned_kernel_form(*size_of(kind.schema), kind, True)
-    return read_config(form.config, form.flags)
+    return read_config(form.config, form.flags, has_row_scale=kind.schema.has_row_scale)
 
 
 @functools.cache
@@ -115,11 +120,12 @@ class Laid:
         self.kernel = {name: raw(one) for name, one in to_kernel(form, self.packed).items()}
 
     def read(self, kernel: dict[str, np.ndarray] | None = None) -> DecodedStack:
-        return decoded_both_ways(self.config, kernel or self.kernel, self.flags)
+        is_row = self.kind.schema.has_row_scale
+        return decoded_both_ways(self.config, kernel or self.kernel, self.flags, has_row_scale=is_row)
 
     @property
     def is_fused(self) -> bool:
-        return read_config(self.config, self.flags).is_fused
+        return form_of(self.kind).is_fused
 
 
 def assert_inverts(laid: Laid) -> None:
@@ -225,7 +231,9 @@ def fused_reference(laid: Laid) -> tuple[np.ndarray, np.ndarray]:
     bytes_ENG = raw(laid.packed["weight_scale"]).astype(np.int64)
     padded = np.full((NUM_EXPERTS, padded_n, bytes_ENG.shape[2]), 127)
     padded[:, :n] = bytes_ENG
-    largest = padded.max(axis=(1, 2), keepdims=True) if is_fp8 else bytes_ENG.max(axis=2, keepdims=True)
+    rows = laid.packed.get("weight_scale_2")
+    is_whole = is_fp8 and rows is None
+    largest = padded.max(axis=(1, 2), keepdims=True) if is_whole else bytes_ENG.max(axis=2, keepdims=True)
     kept = np.maximum(bytes_ENG, largest - (11 if is_fp8 else 3))
     shifts = torch.from_numpy((kept - bytes_ENG).astype(np.uint8))
     shifted = cpu_ops.process_mxfp4_w4a8_weight(laid.packed["weight"].clone(), shifts)
@@ -234,7 +242,8 @@ def fused_reference(laid: Laid) -> tuple[np.ndarray, np.ndarray]:
 
     def value(words: torch.Tensor, exponents: np.ndarray) -> np.ndarray:
         codes = grid[field_codes(words.numpy(), 4)]
-        return codes * np.repeat(2.0 ** (exponents - 127.0), group, axis=2)
+        values = codes * np.repeat(2.0 ** (exponents - 127.0), group, axis=2)
+        return values if rows is None else values * rows.double().numpy()[:, :, None]
 
     return value(shifted, kept), value(laid.packed["weight"], bytes_ENG)
 
@@ -247,6 +256,7 @@ def assert_is_fused(laid: Laid, unpacked: DecodedStack) -> None:
     assert np.array_equal(floats, expected)
     largest = raw(laid.packed["weight_scale"]).astype(np.int64).max()
     lost = 2.0 ** (max(largest, 127) - 127 - (11 if laid.kind.a_dtype == "float8e4m3" else 3))
+    lost *= float(laid.packed["weight_scale_2"].max()) if "weight_scale_2" in laid.packed else 1
     assert np.abs(expected - source).max() <= lost  # a step of e2m1 is at most 2, where its scale is the least
     assert unpacked.bias is not None
     assert np.array_equal(raw(unpacked.bias), raw(laid.packed["bias"]))
@@ -257,17 +267,24 @@ FUSED = (
     *(("int8", sm, "bfloat16") for sm in (80, 90, 100, 121)),
     *(("int8", 75, "float16"), ("fp8-g128", 90, "bfloat16"), ("fp8-g128", 90, "float16")),
 )
+FUSED_ROWS = (*(("fp8", sm) for sm in (89, 90)), *(("int8", sm) for sm in (80, 90, 100, 121)), ("fp8-g128", 90))
 
 
-@pytest.mark.parametrize(("inputs", "sm_version", "param"), FUSED)
+@pytest.mark.parametrize(
+    ("inputs", "sm_version", "param", "schema"),
+    [*((*one, "mxfp4") for one in FUSED), *((*one, "bfloat16", "fp4-g32-e8m0-row") for one in FUSED_ROWS)],
+)
 @pytest.mark.parametrize("size", [(512, 384), (320, 416), (64, 96)])
 def test_fused_weights_are_what_the_shift_leaves(
-    inputs: str, sm_version: int, param: str, size: tuple[int, int]
+    inputs: str, sm_version: int, param: str, schema: str, size: tuple[int, int]
 ) -> None:
-    laid = Laid(kernel_spec_of("mxfp4", param, sm_version, inputs), n=size[0], k=size[1])
+    laid = Laid(kernel_spec_of(schema, param, sm_version, inputs), n=size[0], k=size[1])
     stack = laid.read()
     assert_is_fused(laid, stack)
     assert not stack.wrong.any()
+    if stack.scale_2 is not None:
+        rows = stack.scale_2.view(torch.bfloat16).float()
+        assert bool(((rows >= 1) & (rows < 2)).all())
     expected, source = fused_reference(laid)
     assert not np.array_equal(expected, source)  # something was lost: exponents differ by more than the range
 

@@ -60,6 +60,7 @@ RARE = (
     WeightSchema(
         "e2m1-channel-2", "float4e2m1", bs_dtype="float8e4m3", weight_scale_group_size=16, weight_scale_2_type="channel"
     ),
+    *map(resolve_schema, ("int4-g32-e4m3", "int4-g16-e4m3-row", "int8-g32-e5m2", "fp8-g32-e4m3")),
 )
 ALL = {**{name: resolve_schema(name) for name in SCHEMAS}, **{schema.name: schema for schema in RARE}}
 

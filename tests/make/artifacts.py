@@ -15,7 +15,7 @@ from hqconv.artifact.manifest import json_bytes
 from hqconv.errors import HqconvError
 from tests.make import small
 from tests.make.formats import FORMATS, write
-from tests.make.matrices import SCHEMAS
+from tests.make.matrices import SCHEMAS, SECOND_SCALES
 from tests.make.qwen import write_qwen3_moe
 
 GRIDS: dict[str, dict[str, Any]] = {
@@ -33,7 +33,11 @@ SOURCES: tuple[str, ...] = (
     *(f"small/{name}" for name in small.GOOD),
     *(f"uneven/{name}" for name in UNEVEN),
     *(f"recut/{schema}" for schema in ("mxfp4", "nvfp4", "int4-g64-zp", "fp8-tensor", "fp8-block")),
+    "second-scales",
 )
+
+
+_SCHEMAS_OF = {"plain": SCHEMAS, "second-scales": SECOND_SCALES}  # of conversions of one plain model
 
 
 class Record(NamedTuple):
@@ -54,7 +58,7 @@ def make_source(name: str, folder: Path) -> Path:
     if kind == "uneven":
         return small.save(folder / rest, UNEVEN[rest][0](320))
     plain = write_qwen3_moe(folder / "plain", hidden_size=256, intermediate_size=512, num_experts=5)
-    if kind == "plain":
+    if kind in _SCHEMAS_OF:
         return plain
     cut = folder / f"cut-{rest}"
     convert(plain, cut, schema=rest, tp=2, ep=2)
@@ -83,8 +87,8 @@ def _as_before(out: Path) -> dict[str, Any]:
 def conversions_of(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The conversions on record of one source: a name, and the options of `hqconv.convert`."""
     kind, _, rest = name.partition("/")
-    if kind == "plain":
-        for schema, dtype, grid in itertools.product(SCHEMAS, ("bfloat16", "float16"), GRIDS):
+    if kind in _SCHEMAS_OF:
+        for schema, dtype, grid in itertools.product(_SCHEMAS_OF[kind], ("bfloat16", "float16"), GRIDS):
             yield f"{schema}/{dtype}/{grid}", {"schema": schema, "dtype": dtype, **GRIDS[grid]}
     elif kind == "format":
         yield "source", {"schema": "source"}

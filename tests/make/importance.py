@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from tests.make.structured_inputs import as_tiles, structured_inputs
+
 
 def columns_of(src: Path, seed: int = 0, ratio: float = 100.0) -> dict[str, torch.Tensor]:
     """Positive numbers for every layer of a qwen3_moe folder, a sixteenth of them `ratio` times as large."""
@@ -19,6 +21,16 @@ def columns_of(src: Path, seed: int = 0, ratio: float = 100.0) -> dict[str, torc
             values = torch.rand(size, generator=generator) + 0.5
             values[torch.randperm(size, generator=generator)[: size // 16]] *= ratio
             found[f"model.layers.{layer}.mlp.experts.{gemm}"] = values
+    return found
+
+
+def with_products(columns: dict[str, torch.Tensor], seed: int = 0) -> dict[str, torch.Tensor]:
+    """These columns and products of correlated inputs with the same mean squares."""
+    found = dict(columns)
+    for name, values in columns.items():
+        x = structured_inputs(400, len(values), seed).float()
+        x *= (values / x.square().mean(0)).sqrt()
+        found[f"{name}.hessian"] = as_tiles(x.T @ x / len(x))
     return found
 
 

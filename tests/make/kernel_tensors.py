@@ -61,9 +61,12 @@ def flipped(kernel: dict[str, np.ndarray], name: str, bit: int) -> dict[str, np.
     return arrays
 
 
-def decoded(config: dict[str, Any], kernel: dict[str, np.ndarray], flags: Any = None) -> DecodedStack:
+def decoded(
+    config: dict[str, Any], kernel: dict[str, np.ndarray], flags: Any = None, *, has_row_scale: bool = False
+) -> DecodedStack:
     """The inverse of the kernel layout, of raw bits."""
-    return decode_layout(read_config(config, flags or {}), bits_of_arrays(kernel))
+    form = read_config(config, flags or {}, has_row_scale=has_row_scale)
+    return decode_layout(form, bits_of_arrays(kernel))
 
 
 @contextmanager
@@ -122,9 +125,11 @@ def assert_same_stack(ours: DecodedStack, theirs: DecodedStack) -> None:
             assert left.numpy().tobytes() == right.numpy().tobytes(), field
 
 
-def decoded_both_ways(config: dict[str, Any], kernel: dict[str, np.ndarray], flags: Any = None) -> DecodedStack:
+def decoded_both_ways(
+    config: dict[str, Any], kernel: dict[str, np.ndarray], flags: Any = None, *, has_row_scale: bool = False
+) -> DecodedStack:
     """`decoded`, by compiled loops, once array operations have given the same."""
-    found = decoded(config, kernel, flags)
+    found = decoded(config, kernel, flags, has_row_scale=has_row_scale)
     with array_operations():
-        assert_same_stack(decoded(config, kernel, flags), found)
+        assert_same_stack(decoded(config, kernel, flags, has_row_scale=has_row_scale), found)
     return found

@@ -39,6 +39,9 @@ def schemas() -> Iterator[WeightSchema]:
         yield WeightSchema(f"e2m1-{scale}", "float4e2m1", scale, "group", 16)
     yield WeightSchema("e2m1-e4m3-channel", "float4e2m1", "float8e4m3", "group", 16, 0, "channel")
     yield WeightSchema("e0m3-g16", "float4e0m3", "float8e8m0", "group", 16)
+    # Below the schemas above, whose place decides the seeds of their cases.
+    yield from map(resolve_schema, ("int4-g32-e4m3", "int4-g32-e4m3-row", "int8-g32-e4m3", "int4-g16-e4m3"))
+    yield from map(resolve_schema, ("fp4-g32-e4m3", "fp8-g32-e4m3", "fp4-g32-e8m0-row", "fp8-g32-e8m0-row"))
 
 
 @functools.cache

@@ -67,10 +67,17 @@ def hard_matrix(num_rows: int, num_columns: int, dtype: torch.dtype, seed: int) 
     return weights.to(dtype)
 
 
-# Schemas as no preset names them, each with another way of storing scales.
+# Second scales above 8-bit ones, of every kind of code and scale; the first ones have recordings.
+SECOND_SCALES = ("int4-g32-e4m3", "int4-g16-e4m3-row", "fp4-g32-e4m3", "fp4-g32-e8m0-row")
+TWO_LEVELS = (*SECOND_SCALES, "int3-g64-e5m2", "int1-g32-e4m3", "fp8-g128-e5m2", "int8-g32-e8m0-row")
+# Schemas that no preset names, each with another way of storing scales.
 RARE_SCHEMAS = {
     schema.name: schema
     for schema in (
+        *map(resolve_schema, TWO_LEVELS),
+        WeightSchema(
+            "e0m3-e4m3", "float4e0m3", bs_dtype="float8e4m3", weight_scale_group_size=16, weight_scale_2_type="tensor"
+        ),
         WeightSchema(
             "e2m1-row", "float4e2m1", bs_dtype="float8e4m3", weight_scale_group_size=16, weight_scale_2_type="channel"
         ),

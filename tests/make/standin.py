@@ -145,6 +145,6 @@ def use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have `backends/moe` run these instead of Humming's, on the CPU."""
     library = SimpleNamespace(forward=SimpleNamespace(may_process_input=process, humming_forward=multiply))
     monkeypatch.setattr(moe, "humming_gpu", lambda: library)
-    monkeypatch.setattr(moe, "_tuning_entry", lambda *_: {"block_shape": [BLOCK_M]})
+    monkeypatch.setattr(moe, "tuning_entry", lambda *_: {"block_shape": [BLOCK_M]})
     properties = SimpleNamespace(multi_processor_count=1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)

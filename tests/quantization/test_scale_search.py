@@ -29,7 +29,10 @@ ALL = (*SCHEMAS, *RARE_SCHEMAS)
 SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPE = (128, 384)
 # Of each version of the search, what it makes of `fixed_stacks`. One that is here is not changed: there is a next one.
-RESULTS = {1: "a88ca4d1f1b2ee181a06523c14cd04ad7b10d24b2c6a923d425d8b7402d64ee1"}
+RESULTS = {
+    1: "a88ca4d1f1b2ee181a06523c14cd04ad7b10d24b2c6a923d425d8b7402d64ee1",
+    2: "ef5e90c9469910543fa62da3009bd3e8f012f067f2a6e8e6e489f8c927fcdfb4",
+}
 SEARCHED = (
     *("mxfp4", "mxfp8", "nvfp4", "fp8", "fp8-e5m2", "fp8-block", "fp8-tensor", "fp6-e3m2", "int8", "int8-g128-zp"),
     *("int6-g128", "int4", "int4-c", "int4-g64-zp", "int4-g128-fpzp", "int3-g64", "int2-g32-zp", "int1-g64"),
@@ -199,6 +202,24 @@ def test_equal_importance_is_none_and_columns_of_no_importance_give_way() -> Non
     assert lost[1] < 0.9 * lost[0]
 
 
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4", "int4-c", "int4-g64-zp", "fp8-block", "fp8-tensor"])
+def test_each_expert_has_an_importance_of_its_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    schema, stacks = any_schema(name), hard_stacks(torch.bfloat16)
+    importance = torch.rand(2, SHAPE[1], generator=torch.Generator().manual_seed(3)) ** 4
+    together = quantize_stacks(stacks, schema, "bfloat16", quantizer=Quantizer("mse", importance))
+    monkeypatch.setattr(cuda, "_kernels", lambda: torch_kernels)
+    with resident(CPU):
+        recipe = cuda.quantize_stacks(stacks, schema, "bfloat16", None, False, Quantizer("mse", importance))
+    for e in range(2):
+        own = Quantizer("mse", importance[e])
+        alone = quantize_stacks([s[e : e + 1] for s in stacks], schema, "bfloat16", quantizer=own)
+        for whole, for_gpus, one in zip(together, recipe, alone, strict=True):
+            for key, tensor in one.tensors.items():
+                assert_same(whole.tensors[key][e : e + 1], tensor, key)
+                assert_same(for_gpus.tensors[key][e : e + 1], tensor, key)
+
+
 def test_e8m0_scales_stay_in_what_float16_leaves_of_them() -> None:
     """Humming cuts the range to 30 powers of two; a scale below would be raised, and its weights with it."""
     schema = resolve_schema("mxfp4")
@@ -221,59 +242,82 @@ def test_e8m0_scales_stay_in_what_float16_leaves_of_them() -> None:
 # --- brute force -------------------------------------------------------------------------------------------
 
 
-def nearest(weights: np.ndarray, scale: float, codes: np.ndarray) -> float:
+def nearest(weights: np.ndarray, scale: float, codes: np.ndarray, importance: np.ndarray) -> float:
     """The least squared error of a group under a scale, every code tried on every weight."""
     values = codes * np.float64(scale)
-    return float((np.abs(weights[:, None] - values[None, :]).min(1) ** 2).sum())
+    return float((np.abs(weights[:, None] - values[None, :]).min(1) ** 2 * importance).sum())
 
 
 E2M1 = np.array([s * v for s, v in itertools.product((-1, 1), (0, 0.5, 1, 1.5, 2, 3, 4, 6))])
 INT4 = np.arange(-8, 8).astype(np.float64)
 
 
+CODES_OF = {"mxfp4": E2M1, "int4-g32": INT4, "nvfp4": E2M1, "e2m1-e5m2": E2M1, "uint4-e4m3": INT4}
+
+
 def rounded_bfloat16(value: float) -> float:
     return float(torch.tensor(value, dtype=torch.float32).bfloat16())
 
 
-def scales_to_try(name: str, weights: np.ndarray, stored: float) -> list[float]:
-    """The scales that docs/quantizers.md promises to try, from round-to-nearest's `stored` one."""
-    if name == "mxfp4":
-        return [stored, stored / 2]
+def scales_to_try(name: str, stored: float) -> list[float]:
+    """All scales that can be stored, and for a wider scale the multiples that docs/quantizers.md promises to try."""
     if name == "int4-g32":
-        return [rounded_bfloat16(np.float32(stored) * np.float32(1 - i / 32)) for i in range(12)]
-    table = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).double().tolist()
-    place = table.index(stored)
-    return table[max(0, place - 6) : place + 4]
+        multiples = [*(1 - i / 32 for i in range(12)), 17 / 16, 18 / 16, 19 / 16, 20 / 16]
+        return [rounded_bfloat16(np.float32(stored) * np.float32(one)) for one in multiples]
+    if name == "mxfp4":
+        return [2.0**power for power in range(-126, 100)]
+    dtype = torch.float8_e5m2 if "e5m2" in name else torch.float8_e4m3fn
+    table = torch.arange(1, 127, dtype=torch.uint8).view(dtype).double()
+    return [float(np.copysign(one, stored)) for one in table[torch.isfinite(table)].tolist()]
 
 
-@pytest.mark.parametrize(("name", "codes"), [("mxfp4", E2M1), ("int4-g32", INT4), ("nvfp4", E2M1)])
-def test_the_choice_is_the_best_of_all_that_is_tried(name: str, codes: np.ndarray) -> None:
-    schema, stack = resolve_schema(name), plain_matrix(1, 32, 128, seed=5)
-    stack[0, :8] = torch.from_numpy(np.random.default_rng(1).standard_t(3, (8, 128))).float()
-    plain, best = (quantize_stacks([stack], schema, "bfloat16", quantizer=q)[0] for q in (RTN, MSE))
-    [found], [before] = (scope_errors([stack], [done], schema, None) for done in (best, plain))
-    second = float(plain.tensors.get("weight_scale_2", torch.ones(1)))
+def hard_groups(size: int) -> torch.Tensor:
+    """Rows for scales far from round-to-nearest's: even, heavy tails, tiny beside others, few large numbers."""
+    generator = np.random.default_rng(1)
+    rows = [generator.standard_normal((12, 128)) * 0.02, generator.standard_t(3, (8, 128))]
+    rows.append(generator.standard_normal((8, 128)) * np.exp2(generator.integers(-16, -8, (8, 1))) * 0.02)
+    spread = generator.choice([0.4, 0.41, 0.7, 0.83], (4, 128))
+    spread[:, ::size] = 1
+    return torch.from_numpy(np.concatenate([*rows, spread])).float().unsqueeze(0)
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize("name", CODES_OF)
+def test_no_scale_that_can_be_stored_loses_less(name: str, is_weighted: bool) -> None:
+    """Brute force over every 8-bit scale: the search leaves out only scales that cannot be the best."""
+    few = {"e2m1-e5m2": WeightSchema(name, "float4e2m1", bs_dtype="float8e5m2", weight_scale_group_size=16)}
+    schema, codes = few.get(name) or any_schema(name), CODES_OF[name]
     size, num_moved = schema.weight_scale_group_size, 0
+    stack, importance = hard_groups(size), np.ones(128)
+    if is_weighted:  # the largest weights of the last rows count nothing
+        importance = np.where(np.arange(128) % size, np.arange(128) % 5 + 0.5, 0)
+    quantizer = Quantizer("mse", torch.from_numpy(importance).float() if is_weighted else None)
+    plain, best = (quantize_stacks([stack], schema, "bfloat16", quantizer=q)[0] for q in (RTN, quantizer))
+    [found], [before] = (scope_errors([stack], [done], schema, importance) for done in (best, plain))
+    second = float(plain.tensors.get("weight_scale_2", torch.ones(1)))
     for n, g in np.ndindex(32, 128 // size):
-        weights = stack[0, n, g * size : (g + 1) * size].double().numpy()
+        columns = slice(g * size, (g + 1) * size)
+        weights = stack[0, n, columns].double().numpy()
         stored = float(plain.tensors["weight_scale"][0, n, g].float())
-        least = min(nearest(weights, s * second, codes) for s in scales_to_try(name, weights, stored))
-        assert found[0, n, g] <= max(least, 0) * (1 + 1e-5) + 1e-12 * before[0, n, g]
-        assert found[0, n, g] >= least * (1 - 1e-5)
+        tried = scales_to_try(name, stored)
+        least = min(nearest(weights, s * second, codes, importance[columns]) for s in tried)
+        assert found[0, n, g] <= max(least, 0) * (1 + 1e-5) + 2**-20 * before[0, n, g]
+        assert name == "int4-g32" or found[0, n, g] >= least * (1 - 1e-5)  # this one is fitted besides
         num_moved += found[0, n, g] < before[0, n, g]
     assert num_moved > 24
 
 
 def test_another_scale_must_be_better_by_the_margin_and_of_equals_the_first_is_taken() -> None:
     """Errors as said here, whatever the weights: of rtn 1, of the candidates one after the other."""
-    schema = resolve_schema("int8-g128")  # the same scale, 127/128 and 129/128, 126/128 and 130/128 of it
+    schema = resolve_schema("int8-g128")  # the same scale, 129/128, 130/128, 127/128 and 126/128 of it, and two fits
     stored = torch.full((1, 1, 1), 1.0, dtype=torch.bfloat16)
-    start = CandidateScales(stored, stored.float(), None, None)
+    start, one = CandidateScales(stored, stored.float(), None, None), torch.ones(1, 1, 1, dtype=torch.float64)
     for errors, chosen in (
-        ((1.0, 1 - 2.0**-21, 1.0, 2.0, 1.0), None),
-        ((1.0, 1 - 2.0**-19, 1.0, 2.0, 1.0), 1),
-        ((1.0, 0.5, 0.25, 0.25, 0.3), 2),
-        ((np.nan, np.inf, np.nan, 0.9, 0.9), 3),
+        ((1.0, 1 - 2.0**-21, 1.0, 2.0, 1.0, 1.0, 1.0), None),
+        ((1.0, 1 - 2.0**-19, 1.0, 2.0, 1.0, 1.0, 1.0), 1),
+        ((1.0, 0.5, 0.25, 0.25, 0.3, 0.5, 0.25), 2),
+        ((np.nan, np.inf, np.nan, 0.9, 0.9, np.nan, 0.9), 3),
+        ((1.0, 0.5, 0.6, 0.7, 0.8, 0.4, 0.4), 5),
     ):
         tried: list[CandidateScales] = []
 
@@ -283,10 +327,16 @@ def test_another_scale_must_be_better_by_the_margin_and_of_equals_the_first_is_t
             tried.append(scales)
             return torch.full((1, 1, 1), errors[len(tried) - 1], dtype=torch.float64)
 
-        [found] = search([SearchStart(start, torch.ones(1, 1, 1, dtype=torch.float64), score)], schema, "bfloat16")
+        def fit(scales: CandidateScales) -> tuple[torch.Tensor, torch.Tensor]:
+            return one * 1.5, one
+
+        start_of = SearchStart(start, one, score, fit, lambda: stored.float() * 1000)
+        [found] = search([start_of], schema, "bfloat16")
+        assert len(tried) == len(errors)
         assert bool(found.changed) is (chosen is not None)
         expected = start if chosen is None else tried[chosen]
         assert float(found.scales.scale) == float(expected.scale)
+    assert float(tried[5].scale) == 1.5
 
 
 def fixed_stacks() -> list[torch.Tensor]:

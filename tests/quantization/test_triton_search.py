@@ -1,4 +1,4 @@
-"""The Triton kernels of the scale search, run by Triton's interpreter on the CPU, give the bits of torch's operations.
+"""The Triton kernels of search and compensation, run by Triton's interpreter, give the bits of torch's operations.
 
 In a process of its own: Triton decides when the kernels are loaded whether it interprets them.
 """
@@ -17,7 +17,7 @@ SCRIPT = """
 import sys
 import torch
 from hqconv.quantization import triton_kernels
-from hqconv.quantization.scale_search import candidates, scales_of
+from hqconv.quantization.scale_search import ladder_of, least_byte, scales_of, stepped
 from hqconv.humming_layout.transform import humming_schema
 from hqconv.quantization.quantize import quantize_stacks
 from hqconv.humming_layout.runtime import resident
@@ -25,52 +25,123 @@ from tests.make import torch_kernels
 from tests.make.matrices import any_schema, hard_matrix
 from tests.make.tensors import same_bits
 
+def same(ours, theirs):
+    known = ~torch.isnan(theirs)
+    return same_bits(torch.where(known, ours, 0), torch.where(known, theirs, 0))
+
 is_broken = sys.argv[-1] == "broken"
 for case in sys.argv[1 : -1 if is_broken else None]:
     name, dtype = case.split(":")
     schema, is_float32, agree = any_schema(name), dtype == "float32", []
-    rows = schema.weight_scale_group_size_n or 32
-    rows, columns = (32, 2 * size) if (size := schema.weight_scale_group_size) > 384 else (rows, 384)
+    rows = schema.weight_scale_group_size_n or (32 if schema.has_zero_point else 8)
+    rows, columns = (8, 2 * size) if (size := schema.weight_scale_group_size) > 384 else (rows, 384)
     source = torch.float32 if is_float32 else torch.bfloat16
     stack = torch.stack([hard_matrix(rows, columns, source, seed) for seed in (0, 1)])
-    importance = (torch.arange(columns) % 5).double() if is_float32 else None
-    [done] = quantize_stacks([stack], schema, "bfloat16")
-    words = done.tensors["weight"]
-    start = scales_of(done.tensors, schema)
+    importance = (torch.arange(2 * columns) % 5).double().view(2, columns) if is_float32 else None
+    param_dtype = "float16" if is_float32 else "bfloat16"
+    [done] = quantize_stacks([stack], schema, param_dtype)
+    words, start, ladder = done.tensors["weight"], scales_of(done.tensors, schema), ladder_of(schema)
     with resident(torch.device("cpu")):
         table = triton_kernels.code_values(humming_schema(schema), stack.device)
-        tried, valid = zip(*candidates(start, schema, "bfloat16", None))
-        for scales, stored in ((start, words), (tried[0], None), (tried[-1], None)):
+        one = torch.ones(start.scale.shape, dtype=torch.int32)
+        (larger, valid), (smaller, _) = (stepped(start, one * step, ladder) for step in (2, -1))
+        for scales, stored in ((start, words), (larger, None), (smaller, None)):
             values = None if stored is None else table
             ours = triton_kernels.row_errors(stack, scales, stored, values, schema, importance)
             if is_broken:
                 stack = stack.clone()
-                stack[1, 20, 7] += 1
+                stack[1, 3, 7] += 1
             theirs = torch_kernels.row_errors(stack, scales, stored, None, schema, importance)
+            agree.append(same(ours, theirs))
+        for pair in zip(*(one.row_fits(stack, larger, schema, importance) for one in (triton_kernels, torch_kernels))):
+            usable = (larger.scale != 0).repeat_interleave(rows // larger.scale.size(1), dim=1)  # else NaN numbers
+            agree.append(same(*(torch.where(usable, sums, 0) + 0.0 for sums in pair)))  # -0 is 0
+        changed = valid & (torch.arange(start.scale.numel()).view(start.scale.shape) % 3 > 0)
+        codes = (one.chosen_codes(stack, larger, changed, words, schema) for one in (triton_kernels, torch_kernels))
+        agree.append(same_bits(*codes))
+        if triton_kernels.can_sweep(schema) and not schema.has_zero_point:
+            least = torch_kernels.row_errors(stack, start, words, None, schema, importance) * (1 - 2.0**-20)
+            floor = least_byte([start.stored], param_dtype)
+            results = (
+                one.sweep(stack, start, least, ladder, floor, schema, importance)
+                for one in (triton_kernels, torch_kernels)
+            )
+            agree += [same(*pair) for pair in zip(*results)]
+    print(case, *agree)
+"""
+
+COMPENSATION = """
+import sys
+import torch
+from hqconv.quantization import triton_compensation, triton_kernels
+from hqconv.quantization.gptq import hessian_factors
+from hqconv.quantization.scale_search import scales_of
+from hqconv.humming_layout.transform import humming_schema
+from hqconv.quantization.quantize import quantize_stacks
+from hqconv.humming_layout.runtime import resident
+from tests.make import torch_kernels
+from tests.make.matrices import any_schema, hard_matrix
+from tests.make.structured_inputs import as_tiles, structured_inputs
+from tests.make.tensors import same_bits
+
+is_broken = sys.argv[-1] == "broken"
+for case in sys.argv[1 : -1 if is_broken else None]:
+    name, dtype = case.split(":")
+    schema, agree = any_schema(name), []
+    rows = schema.weight_scale_group_size_n or (32 if schema.has_zero_point else 40)
+    columns = 192 if schema.weight_scale_group_size <= 64 else 256
+    source = torch.float32 if dtype == "float32" else torch.bfloat16
+    stack = torch.stack([hard_matrix(rows, columns, source, seed) for seed in (0, 1)])
+    x = structured_inputs(300, columns, 0)
+    tiles = as_tiles(x.T @ x / 300).numpy().tobytes()
+    factors = hessian_factors(tiles, columns, schema.weight_scale_group_size, 0)
+    [done] = quantize_stacks([stack], schema, "bfloat16")
+    words, scales = done.tensors["weight"], scales_of(done.tensors, schema)
+    with resident(torch.device("cpu")):
+        table = triton_kernels.code_values(humming_schema(schema), stack.device)
+        for one, stored in ((factors.wide, None), (factors.wide, words), (factors.narrow or factors.wide, None)):
+            values = None if stored is None else table
+            ours = triton_compensation.tile_losses(stack, scales, stored, values, schema, one)
+            if is_broken:
+                one.feedback[:, 0, 1] += 1e-9
+            theirs = torch_kernels.tile_losses(stack, scales, stored, None, schema, one)
             known = ~torch.isnan(theirs)
             agree.append(same_bits(torch.where(known, ours, 0.0), torch.where(known, theirs, 0.0)))
-        changed = torch.arange(start.scale.numel()).view(start.scale.shape) % 3 > 0
-        changed &= valid[-1]
-        ours = triton_kernels.chosen_codes(stack, tried[-1], changed, words, schema)
-        theirs = torch_kernels.chosen_codes(stack, tried[-1], changed, words, schema)
+            if one is factors.wide and stored is None:
+                changed = known & (torch.arange(known.numel()).view(known.shape) % 3 > 0)  # NaN never wins
+        ours = triton_compensation.compensated_codes(stack, scales, changed, words, schema, factors.wide)
+        theirs = torch_kernels.compensated_codes(stack, scales, changed, words, schema, factors.wide)
         agree.append(same_bits(ours, theirs))
     print(case, *agree)
 """
 
 
-def agreements(*words: str) -> list[list[str]]:
+def agreements(*words: str, script: str = SCRIPT) -> list[list[str]]:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-c", SCRIPT, *words]
-    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    command = [sys.executable, "-c", script, *words]
+    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]
     return [line.split() for line in done.stdout.splitlines()]
 
 
 @pytest.mark.full
 def test_kernels_give_the_bits_of_torch() -> None:
-    cases = [*("nvfp4:float32", "int4-g64-zp:bfloat16"), *("fp8-block:bfloat16", "int4-g8192:bfloat16")]
-    assert agreements(*cases) == [[case, *["True"] * 4] for case in cases]
+    """Of each scale and code type: errors, sums for a fit and codes, and the sweep where there is one."""
+    cases = ["nvfp4:float32", "mxfp4:float32", "int4-g32:bfloat16", "uint4-e4m3:bfloat16"]
+    assert agreements(*cases) == [[case, *["True"] * 8] for case in cases]
+    cases = ["int4-g64-zp:bfloat16", "fp8-block:bfloat16", "int4-g8192:bfloat16"]
+    assert agreements(*cases) == [[case, *["True"] * 6] for case in cases]
 
 
 def test_a_changed_weight_is_detected() -> None:
     assert "False" in agreements("mxfp4:bfloat16", "broken")[0]
+
+
+@pytest.mark.full
+def test_compensation_gives_the_bits_of_torch() -> None:
+    cases = ["nvfp4:float32", "int4-g64-zp:bfloat16", "int4-c:bfloat16"]
+    assert agreements(*cases, script=COMPENSATION) == [[case, *["True"] * 4] for case in cases]
+
+
+def test_a_changed_factor_is_detected() -> None:
+    assert "False" in agreements("int4-c:bfloat16", "broken", script=COMPENSATION)[0]

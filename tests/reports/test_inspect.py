@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -24,7 +25,8 @@ from hqconv.errors import RequestError, VerificationError
 from hqconv.reports.documents import describe_schemas, layer_runs
 from hqconv.schemas.gpu_target import TARGETS
 from hqconv.schemas.input_schema import INPUT_PRESETS
-from hqconv.schemas.weight_schema import PRESETS
+from hqconv.schemas.weight_schema import PRESETS, RECOMMENDED, resolve_schema
+from hqconv.serving.chosen_engine import ENGINE
 from tests.make.conversions import run
 from tests.make.places import REPO
 from tests.make.qwen import read_tree, write_qwen3_moe
@@ -387,10 +389,24 @@ def test_schemas() -> None:
     assert dtypes["int4"] == ["bfloat16", "float16"]
     assert dtypes["fp6-e3m2"] == []
     stdout = succeed("schemas")
-    for name in (*PRESETS, words["shorthand"]["name"]):
+    for name in (*PRESETS, words["shorthand"]["name"], words["scaled_shorthand"]["name"], *RECOMMENDED):
         assert name in stdout
     assert "with bfloat16 only" in " ".join(stdout.split())
     assert document("schemas") == words
+
+
+def test_a_stock_vllm_serves_what_is_said_of_8_bit_scales() -> None:
+    """`intN (N >= 2) and fp4 with e4m3-row, e8m0 and e8m0-row; fp8-g32 with e8m0 and e8m0-row`, in bfloat16."""
+    codes = (*(f"int{bits}" for bits in range(1, 9)), "fp4", "fp6-e3m2", "fp6-e2m3", "fp8", "fp8-e5m2")
+    for code, size, scale, row in itertools.product(codes, (16, 32), ("e4m3", "e5m2", "e8m0"), ("", "-row")):
+        schema = resolve_schema(f"{code}-g{size}-{scale}{row}")
+        is_small = code == "fp4" or (code.startswith("int") and code != "int1")
+        said = (is_small and scale + row in ("e4m3-row", "e8m0", "e8m0-row")) or (
+            (code, size, scale) == ("fp8", 32, "e8m0")
+        )
+        assert (ENGINE.checkpoint_layout_obstacle(schema, "bfloat16") is None) == said, schema.name
+        if (scale, row) == ("e8m0", ""):
+            assert ENGINE.checkpoint_layout_obstacle(schema, "float16")
 
 
 def test_input_schemas_are_listed() -> None:

@@ -67,6 +67,12 @@ def test_a_wheel_has_them(wheel: dict[str, bytes]) -> None:
     place = SCHEMAS.relative_to(REPO).as_posix()
     found = {name: data for name, data in wheel.items() if name.endswith(".toml")}
     templates = {Path(name).name for name in wheel if name.startswith("hqconv/reports/templates/")}
+    measured = {Path(name).name for name in wheel if name.startswith("hqconv/reports/measured/")}
+    assert (
+        measured
+        == {path.name for path in (REPO / "hqconv/reports/measured").iterdir()}
+        == {"errors.json", "speeds.json"}
+    )
     assert templates == {path.name for path in (REPO / "hqconv/reports/templates").iterdir()}
     assert found == {f"{place}/{name}": data for name, data in FILES.items()}
 

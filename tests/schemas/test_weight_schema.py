@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hqconv.errors import RequestError
-from hqconv.schemas.weight_schema import PRESETS, WeightSchema, load_schema, resolve_schema
+from hqconv.schemas.weight_schema import PRESETS, WeightSchema, load_schema, resolve_schema, shorthand_of
 
 # b_dtype, bs_dtype, scale type, group size along K, along N, second scale: "Target schemas" of the contract.
 PRESET_TABLE = {
@@ -72,9 +72,72 @@ def test_shorthand(text: str, b_dtype: str, group_size: int, has_zero_point: boo
     )
 
 
+SCALED = {
+    "int4-g32-e4m3": ("uint4", "float8e4m3", 32, "tensor"),
+    "int4-g16-e4m3": ("uint4", "float8e4m3", 16, "tensor"),
+    "int4-g32-e4m3-row": ("uint4", "float8e4m3", 32, "channel"),
+    "int1-g64-e5m2": ("uint1", "float8e5m2", 64, "tensor"),
+    "int8-g128-e8m0": ("uint8", "float8e8m0", 128, "none"),
+    "fp4-g32-e4m3": ("float4e2m1", "float8e4m3", 32, "tensor"),
+    "fp4-g32-e8m0-row": ("float4e2m1", "float8e8m0", 32, "channel"),
+    "fp6-e3m2-g64-e4m3": ("float6e3m2", "float8e4m3", 64, "tensor"),
+    "fp6-e2m3-g64-e5m2-row": ("float6e2m3", "float8e5m2", 64, "channel"),
+    "fp8-g32-e5m2": ("float8e4m3", "float8e5m2", 32, "tensor"),
+    "fp8-e5m2-g32-e4m3-row": ("float8e5m2", "float8e4m3", 32, "channel"),
+}
+
+
+@pytest.mark.parametrize("text", SCALED)
+def test_shorthand_with_8_bit_scales(text: str) -> None:
+    code, scale, size, second = SCALED[text]
+    found = resolve_schema(text)
+    assert found == WeightSchema(text, code, scale, "group", size, 0, second)
+    assert shorthand_of(found) == text
+    assert found.has_row_scale == text.endswith("-row")
+    assert found.is_coupled == (second == "tensor")
+    assert found.bits_per_weight() == found.num_bits + 8 / size
+
+
+@pytest.mark.parametrize(
+    ("preset", "text"), [("mxfp4", "fp4-g32-e8m0"), ("nvfp4", "fp4-g16-e4m3"), ("mxfp8", "fp8-g32-e8m0")]
+)
+def test_presets_are_formats_of_the_shorthand(preset: str, text: str) -> None:
+    assert dataclasses.replace(resolve_schema(text), name=preset) == PRESETS[preset]
+
+
+@pytest.mark.parametrize("name", ["int4", "int4-g64-zp", "int3-c-fpzp", "int8-c"])
+def test_a_schema_has_the_name_of_its_shorthand(name: str) -> None:
+    schema = resolve_schema(name)
+    assert resolve_schema(shorthand_of(schema)).humming_fields() == schema.humming_fields()
+
+
+def test_formats_without_a_shorthand_have_none() -> None:
+    assert shorthand_of(PRESETS["fp8"]) == ""
+    assert shorthand_of(WeightSchema("e0m3", "float4e0m3", "float8e4m3", "group", 32, 0, "tensor")) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("INT4-g32-E4M3", "int4-g32-e4m3"),
+        ("int4_g32_e4m3", "int4-g32-e4m3"),
+        ("int4-e4m3", "int4-g32-e4m3"),
+        ("fp4-g32-e4m3-rows", "fp4-g32-e4m3-row"),
+        ("mxfp4-row", "fp4-g32-e8m0-row"),
+        ("nvfp4-row", "fp4-g16-e4m3-row"),
+    ],
+)
+def test_a_name_close_to_the_shorthand_is_suggested(text: str, meant: str) -> None:
+    with pytest.raises(RequestError) as error:
+        resolve_schema(text)
+    assert f"Did you mean {meant}?" in str(error.value)
+
+
 @pytest.mark.parametrize(
     "text",
     [
+        *("int4-g32-e4m3-zp", "int4-e4m3", "int4-c-e4m3", "int4-g32-e4m3-tensor", "int9-g32-e4m3", "fp4-e4m3"),
+        *("fp6-g32-e4m3", "fp5-g32-e4m3", "int4-g32-row", "int4-g032-e4m3", "int4-g32-e5m3", "int4-g32-e4m3-row-row"),
         *(
             "",
             "int",
@@ -100,7 +163,8 @@ def test_unknown_names_are_refused(text: str) -> None:
         resolve_schema(text)
     message = str(error.value)
     assert f"'{text}'" in message
-    for word in ("--schema", "mxfp4", "fp8-block", "intN[-gG|-c][-zp|-fpzp]", ".toml", "hqconv schemas"):
+    grammar = ("intN[-gG|-c][-zp|-fpzp]", "CODE-gG-e4m3|e5m2|e8m0[-row]")
+    for word in ("--schema", "mxfp4", "fp8-block", *grammar, ".toml", "hqconv schemas"):
         assert word in message
     assert error.value.exit_code == 2
 
@@ -151,7 +215,13 @@ IMPOSSIBLE = [
         "weight_scale_type",
         "group, where there is a second scale",
     ),
-    ({"weight_scale_2_type": "tensor", "bs_dtype": "float8e4m3", "b_dtype": "uint4"}, "b_dtype", "a float type"),
+    ({"weight_scale_2_type": "channel"}, "bs_dtype", "float8e8m0 under one per channel"),
+    ({"weight_scale_2_type": "channel", "bs_dtype": "float8e5m3"}, "bs_dtype", "float8e4m3 or float8e5m2"),
+    (
+        {"weight_scale_2_type": "tensor", "bs_dtype": "float8e4m3", "b_dtype": "uint4", "has_zero_point": True},
+        "bs_dtype",
+        "the parameter dtype, with zero points",
+    ),
     ({"has_zero_point": True}, "has_zero_point", "false for a float type"),
     ({"has_zero_point": True, "b_dtype": "uint4", "bs_dtype": "float8e8m0"}, "bs_dtype", "the parameter dtype"),
     (
@@ -288,6 +358,8 @@ def test_properties(name: str, num_bits: int, is_integer: bool, is_coupled: bool
         ("mxfp4", "float4e2m1, float8e8m0 scale per group 32"),
         ("nvfp4", "float4e2m1, float8e4m3 scale per group 16, second scale per tensor"),
         ("fp8-block", "float8e4m3, float32 scale per block 128x128"),
+        ("int4-g32-e4m3", "uint4, float8e4m3 scale per group 32, second scale per tensor"),
+        ("fp4-g32-e8m0-row", "float4e2m1, float8e8m0 scale per group 32, second scale per channel"),
         ("int4-c-zp", "uint4, parameter-dtype scale per channel, integer zero point"),
         ("int4-fpzp", "uint4, parameter-dtype scale per group 128, float zero point"),
     ],

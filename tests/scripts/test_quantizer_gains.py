@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from scripts.quantizer_gains import PAGE, SCHEMAS, WEIGHTED, row, weighted_row, weights
+from scripts.quantizer_gains import COMPENSATED, PAGE, SCHEMAS, WEIGHTED, compensated_row, row, weighted_row, weights
 
 TEXT = PAGE.read_text(encoding="utf-8")
 
@@ -15,6 +15,7 @@ def test_every_schema_has_a_row() -> None:
     assert re.findall(r"^\| `([\w-]+)` \|", TEXT.partition("## What it costs")[0], re.MULTILINE) == [
         *SCHEMAS,
         *WEIGHTED,
+        *COMPENSATED,
     ]
 
 
@@ -37,3 +38,12 @@ def test_a_row_by_importance_is_what_is_measured_and_better_than_without(schema:
     assert line in TEXT
     plain, even, best = (float(number) for number in re.findall(r" (0\.\d{4})", line))
     assert best < even < plain
+
+
+def test_a_row_by_compensation_is_what_is_measured_and_better_where_inputs_are_correlated() -> None:
+    line = compensated_row("nvfp4")
+    assert line in TEXT
+    plain, even, best, many, few, independent, same = (float(n) for n in re.findall(r" (0\.\d{4})", line))
+    assert many < 0.9 * best < best < even < plain
+    assert few < best
+    assert same < 1.01 * independent

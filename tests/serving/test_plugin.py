@@ -31,6 +31,7 @@ from vllm.utils import humming
 
 from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.humming_layout.compatibility import why_not
+from hqconv.humming_layout.gemm_forms import splits_e8m0
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import resolve_inputs
 from hqconv.schemas.recipe import load_recipe
@@ -53,7 +54,7 @@ KIMI: Words = {
     "activation_situ_beta": 4.0,
     "activation_situ_linear_beta": 25.0,
 }
-SCHEMAS = (*MATRIX_SCHEMAS, "int2-g64", "int5-g128")
+SCHEMAS = (*MATRIX_SCHEMAS, "int2-g64", "int5-g128", "int4-g32-e4m3", "int4-g16-e4m3-row", "fp4-g32-e8m0-row")
 GRIDS = {
     "tp1": (Grid(), [parallel()]),
     "tp2": (Grid(tp=2), [parallel(tp=2, tp_rank=r) for r in range(2)]),
@@ -212,7 +213,7 @@ def test_the_bytes_are_those_of_vllms_own_processing(
     source, param = sources["bfloat16"], getattr(torch, dtype)
     run(source, tmp_path / "packed", schema, layout="checkpoint", dtype=dtype)
     run(source, tmp_path / "kernel", schema, Grid(tp=tp), dtype=dtype)
-    is_split = resolve_schema(schema).bs_dtype == "float8e8m0" and dtype == "float16"
+    is_split = splits_e8m0(kernel_spec_of(schema, dtype))
     for rank in range(tp):
         grid = parallel(tp=tp, tp_rank=rank)
         layer = load(tmp_path / "kernel", grid=grid, dtype=param)
@@ -249,7 +250,7 @@ def test_quantized_activations_are_vllms_own(
     source, param = sources["bfloat16"], getattr(torch, dtype)
     run(source, tmp_path / "packed", schema, layout="checkpoint", dtype=dtype)
     run(source, tmp_path / "kernel", schema, Grid(tp=2), dtype=dtype, input_schema=inputs)
-    is_split = resolve_schema(schema).bs_dtype == "float8e8m0" and dtype == "float16"
+    is_split = splits_e8m0(kernel_spec_of(schema, dtype))
     for rank in range(2):
         grid = parallel(tp=2, tp_rank=rank)
         layer = load(tmp_path / "kernel", grid=grid, dtype=param)

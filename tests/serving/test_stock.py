@@ -36,6 +36,10 @@ SIZES, ODD_SIZES = (256, 256), (320, 192)  # H and I; the latter are padded, to 
 GRIDS = {"tp1": Grid(), "tp2": Grid(tp=2), "ep2": Grid(ep=2)}
 ENDINGS = ("-g128", "-g32", "-c", "-zp", "-fpzp", "-c-zp", "-c-fpzp")
 INTEGERS = [f"int{bits}{ending}" for bits in range(1, 9) for ending in ENDINGS]
+SCALED = (
+    *("int4-g32-e4m3", "int4-g32-e4m3-row", "int8-g32-e4m3-row", "int4-g32-e5m2-row", "int4-g32-e8m0-row"),
+    *("fp4-g32-e4m3-row", "fp4-g32-e8m0-row", "fp8-g32-e4m3-row", "fp8-g32-e8m0-row", "fp6-e3m2-g32-e4m3-row"),
+)
 # What a .toml file can say beyond the presets: scale dtypes, group sizes, block shapes and second scales.
 WORDS: dict[str, dict[str, Any]] = {
     "float4-own-scale": {"b_dtype": "float4e2m1", "weight_scale_group_size": 32},
@@ -78,7 +82,7 @@ def _own(name: str) -> WeightSchema:
     return WeightSchema(name=name, **{"weight_scale_type": "group", **WORDS[name]})
 
 
-SCHEMAS = {name: schema_of(name) for name in (*PRESETS, *INTEGERS)} | {name: _own(name) for name in WORDS}
+SCHEMAS = {name: schema_of(name) for name in (*PRESETS, *INTEGERS, *SCALED)} | {name: _own(name) for name in WORDS}
 
 
 @pytest.fixture(scope="module")

@@ -79,6 +79,22 @@ def test_a_folder_of_kernels(artifact: Path, compiler: Any, tmp_path: Path) -> N
     assert str(tmp_path) not in (folder / MANIFEST).read_text()
 
 
+SECOND = (("int4-g32-e4m3", "TENSOR"), ("int4-g32-e4m3-row", "CHANNEL"), ("fp4-g32-e8m0-row", "CHANNEL"))
+
+
+@pytest.mark.parametrize(("schema", "second"), SECOND)
+@pytest.mark.usefixtures("compiler")
+def test_kernels_of_second_scales(schema: str, second: str, tmp_path: Path) -> None:
+    """Every GEMM is compiled for the second scale that the artifact has."""
+    source = write_qwen3_moe(tmp_path / "source", num_layers=1, hidden_size=256, intermediate_size=256)
+    hqconv.convert(source, tmp_path / "out", schema=schema, target="sm90", device="cpu")
+    warm(tmp_path / "out", gpu="h200", kernels=tmp_path / "kernels")
+    texts = [path.read_text() for path in (tmp_path / "kernels").glob("*.cu")]
+    gemms = [text for text in texts if "kWeightScale2Type" in text]
+    assert len(gemms) > 10
+    assert all(f"kWeightScale2Type = WeightScale2Type::{second};" in text for text in gemms)
+
+
 @pytest.mark.full
 def test_what_is_there_stays_and_what_is_damaged_is_made_anew(artifact: Path, compiler: Any, tmp_path: Path) -> None:
     folder = tmp_path / "kernels"

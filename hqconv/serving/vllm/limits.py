@@ -128,7 +128,7 @@ class VllmEngine:
             return "its weight loader cannot place tensor-level scales of w13 (IndexError)"
         if schema.bs_dtype in ("float8e5m2", "float8e5m3"):
             return f"it has no {schema.bs_dtype} scales (KeyError)"
-        if schema.bs_dtype == "float8e8m0" and param_dtype == "float16":
+        if schema.bs_dtype == "float8e8m0" and param_dtype == "float16" and not schema.has_row_scale:
             return "it does not widen e8m0 scales for float16: exponents outside [-14, 15] saturate"
         if schema.b_dtype == "uint1":
             return "it has no 1-bit integer type (KeyError)"

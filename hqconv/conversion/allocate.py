@@ -1,0 +1,324 @@
+"""Allocate schemas to the MoE layers of a source: measure every candidate in one pass, choose, and write a recipe.
+
+A journal beside the recipe keeps the measurements of finished layers, so that a killed run goes on. Its identity is
+that of the measurements: the budget may change between two runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from hqconv import __version__
+from hqconv.artifact.manifest import json_bytes
+from hqconv.conversion.allocation_recipe import AllocationRequest, base_of, document_path, journal_path, recipe_text
+from hqconv.conversion.executor import Executor
+from hqconv.conversion.hub_prefetch import CachePolicy, HubPrefetch, ShardUse, check_room, sort_by_shard
+from hqconv.conversion.journal import Journal, JournalEntry
+from hqconv.conversion.measure_candidates import CandidateMeasurements, MeasureCandidates, weighted_bytes
+from hqconv.conversion.progress import Meter, Progress
+from hqconv.conversion.resources import Resources, bounded_gpu, plan_staging
+from hqconv.conversion.stages import StageProfile
+from hqconv.errors import HqconvError, OutputError, differences, plural
+from hqconv.io.durable_files import FileRecord, is_whole, make_folder, output_errors, write_whole
+from hqconv.models.source_protocol import Source
+from hqconv.planning.allocation import Allocation, Budget, LayerOptions, allocate
+from hqconv.planning.candidates import Candidates
+from hqconv.planning.output_units import MoeLayerPlan, OutputUnit
+from hqconv.planning.plan import plan_conversion
+from hqconv.quantization.cuda import check_kernels
+from hqconv.schemas.overrides import LayerChoice, Override
+
+_LOG = logging.getLogger(__name__)
+_WRITTEN = "(output)"  # journal entry with the digests of the two output files; no layer has this name
+_RESUMED = (("with --resume", "again"), ("go on again", "run the same command again"))
+
+
+@dataclass(frozen=True)
+class AllocationReport:
+    """The result of an allocation: the recipe's path, the choice, and the document that lies beside the recipe."""
+
+    out: Path
+    allocation: Allocation
+    document: Mapping[str, Any]
+    warnings: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        """Name the recipe and its totals; the rest is in `to_dict`."""
+        point = self.allocation.point
+        text = f"{point.size_bytes} bytes, {point.bits:.4f} bits per weight, error {point.relative_error:.4g}"
+        return f"<AllocationReport {str(self.out)!r}: {plural(len(self.allocation.layers), 'layer')}, {text}>"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as a JSON document."""
+        return {**self.document, "out": str(self.out), "warnings": list(self.warnings)}
+
+
+def run_allocation(
+    source: Source,
+    candidates: Candidates,
+    request: AllocationRequest,
+    budget: Budget,
+    out: Path,
+    resources: Resources,
+    *,
+    overwrite: bool = False,
+    cache: CachePolicy | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> AllocationReport:
+    """Measure the layers that the journal lacks, choose within the budget, and write the recipe; see `hqconv.allocate`.
+
+    Raises RequestError for a budget that no choice keeps, InputError for bad weights, OutputError for the files.
+    """
+    plans = candidates.layers
+    allocate([LayerOptions.of(of_layer, None) for of_layer in plans.values()], replace(budget, max_layer_error=None))
+    with _always_resumed(), _Output(out, _identity(source, candidates), overwrite=overwrite) as output:
+        _measure(source, candidates, resources, cache or CachePolicy(), output, progress)
+        layers = [LayerOptions.of(of_layer, output.measured[name]) for name, of_layer in plans.items()]
+        found = allocate(layers, budget)
+        warnings = _recipe_warnings(source, candidates, found)
+        document = _document(request, budget, candidates, found, output.measured)
+        source.guard.check_unchanged()
+        output.write(recipe_text(request, found, candidates, out).encode(), json_bytes(document))
+    report = AllocationReport(out, found, document, warnings)
+    _LOG.info("Done: %r.", report)
+    return report
+
+
+@contextmanager
+def _always_resumed() -> Iterator[None]:
+    """Rewrite the remedies of errors inside: an allocation is resumed without an option."""
+    try:
+        yield
+    except HqconvError as error:
+        for before, after in _RESUMED:
+            error.remedy = error.remedy.replace(before, after)
+        error.args = (error.message(),)
+        raise
+
+
+def _identity(source: Source, candidates: Candidates) -> dict[str, Any]:
+    """Return everything that decides the measurements: versions, source, candidates and options."""
+    prints = {one.name: json.dumps(one.plan.fingerprint(), sort_keys=True) for one in candidates.each}
+    identity = {
+        "hqconv version": __version__,
+        "humming-kernels version": version("humming-kernels"),
+        "source files": [asdict(file) for file in source.files],
+        "commit of the source": source.revision,
+        "source config": source.config,
+        "source quantization": source.quantization,
+        "--candidates": list(prints),
+        "options of the candidates": {name: hashlib.sha256(one.encode()).hexdigest() for name, one in prints.items()},
+    }
+    document: dict[str, Any] = json.loads(json.dumps(identity))
+    return document
+
+
+class _Output:
+    """The recipe and its document, with the journal beside them: one process at a time.
+
+    measured: layer → measurements, of this run and of earlier ones. digests: of the source's files that were hashed.
+    """
+
+    def __init__(self, out: Path, identity: dict[str, Any], *, overwrite: bool) -> None:
+        self.root, self._out, self._identity, self._overwrite = out.parent, out, identity, overwrite
+        self.measured: dict[str, dict[str, Any]] = {}
+        self.digests: dict[str, str] = {}
+
+    def __enter__(self) -> _Output:
+        with output_errors(self.root):
+            make_folder(self.root)
+        self._journal = Journal(self.root, journal_path(self._out).name)
+        try:
+            self._check_files()
+            self._compare_identity()
+        except BaseException:
+            self._journal.drop()
+            raise
+        try:
+            self._journal.begin(self._identity)
+        except BaseException:
+            self._journal.close()
+            raise
+        for entry in self._journal.entries:
+            self._take(entry)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._journal.close()
+
+    def _check_files(self) -> None:
+        """Refuse existing files, unless they may be replaced or are those that an interrupted run wrote."""
+        written = [entry for entry in self._journal.entries if entry.unit == _WRITTEN]
+        records = {record.path: record for record in written[-1].files} if written else {}
+        for path in (self._out, document_path(self._out)):
+            if path.is_dir():
+                what, remedy = "The recipe cannot be written: a folder has its name.", "Choose another with -o."
+                raise OutputError(what, where=str(path), remedy=remedy)
+            is_own = path.name in records and is_whole(self.root, records[path.name])
+            if os.path.lexists(path) and not self._overwrite and not is_own:
+                what, remedy = "The file exists already.", "Choose another with -o, or replace it with --overwrite."
+                raise OutputError(what, where=str(path), remedy=remedy)
+
+    def _compare_identity(self) -> None:
+        before = self._journal.identity
+        if before is None or before == self._identity:
+            return
+        if self._overwrite:
+            self._journal.restart()
+            return
+        key = next(key for key in {**self._identity, **before} if before.get(key) != self._identity.get(key))
+        expected, found = differences(before.get(key), self._identity.get(key))
+        raise OutputError(
+            f"The unfinished allocation differs from this one in: {key}.",
+            where=str(self._journal.path),
+            expected=expected,
+            found=found,
+            remedy="Repeat the first command, or start anew with --overwrite.",
+        )
+
+    def record(self, entry: JournalEntry) -> None:
+        """Record a finished layer; the record survives a kill from here on."""
+        self._journal.record(entry)
+        self._take(entry)
+
+    def _take(self, entry: JournalEntry) -> None:
+        if entry.unit != _WRITTEN:
+            self.measured[entry.unit] = entry.measured
+            self.digests |= entry.sources
+
+    def write(self, recipe: bytes, document: bytes) -> None:
+        """Write the document and then the recipe, and remove the journal."""
+        data = {document_path(self._out).name: document, self._out.name: recipe}
+        records = [FileRecord(name, len(one), hashlib.sha256(one).hexdigest()) for name, one in data.items()]
+        self._journal.record(JournalEntry(_WRITTEN, records, {}))
+        for name, one in data.items():
+            write_whole(self.root, name, one)
+        self._journal.remove()
+
+
+def _measure(
+    source: Source,
+    candidates: Candidates,
+    resources: Resources,
+    cache: CachePolicy,
+    output: _Output,
+    progress: Callable[[Progress], None] | None,
+) -> None:
+    """Measure all candidates of the layers that are not in the journal."""
+    plans = [plan for of_layer in candidates.layers.values() for plan in of_layer.values()]
+    staging = plan_staging(plans, resources, reads_ahead=source.reads_ahead, more_bytes=weighted_bytes)
+    units: list[OutputUnit] = [
+        replace(next(iter(of_layer.values())), files=()) for of_layer in candidates.layers.values()
+    ]
+    meter = Meter(sum(unit.num_bytes_read for unit in units), len(units), progress)
+    for unit in units:
+        if unit.name in output.measured:
+            meter.resume(unit.name, unit.num_bytes_read)
+    missing = [unit for unit in units if unit.name not in output.measured]
+    if not missing:
+        return
+    if resources.is_cuda:
+        check_kernels(resources.device)
+    use = ShardUse.of(source, missing, keeps=cache.keeps)
+    if source.listing is not None:
+        missing = sort_by_shard(source, missing)
+        check_room(source, use, cache, output.root)
+    encodings = {
+        name: {candidate: plan.encoding for candidate, plan in of_layer.items()}
+        for name, of_layer in candidates.layers.items()
+    }
+    _LOG.info("%s: %s each.", plural(len(missing), "layer"), plural(len(candidates.each), "candidate"))
+    with bounded_gpu(resources):
+        Executor(
+            source,
+            output,
+            resources,
+            staging,
+            meter,
+            StageProfile(),
+            {},
+            HubPrefetch(source, use, cache, is_shared=False),
+            dict(output.digests),
+            encode=MeasureCandidates(encodings),
+            measurements=CandidateMeasurements,
+        ).run(missing)
+
+
+def _recipe_warnings(source: Source, candidates: Candidates, found: Allocation) -> tuple[str, ...]:
+    """Return the warnings of the conversion that the recipe stands for, whose sizes must be the promised ones."""
+    base = candidates[base_of(found, candidates)]
+    overrides = tuple(
+        Override(layer, (), LayerChoice(candidates[option.candidate].schema), where=layer)
+        for layer, option in found.of_layer.items()
+        if option.candidate != base.name
+    )
+    options = replace(candidates.options, schema=base.schema, overrides=overrides)
+    plan = plan_conversion(options, source, base.plan.spec.target)
+    sizes = {layer.name: sum(file.size_bytes for file in layer.files) for layer in plan.layers}
+    assert sizes == {layer: option.size_bytes for layer, option in found.of_layer.items()}
+    return (*plan.warnings, *plan.notices)
+
+
+def _document(
+    request: AllocationRequest,
+    budget: Budget,
+    candidates: Candidates,
+    found: Allocation,
+    measured: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Return the document beside the recipe: the choice, the curve, and the measurement of each candidate."""
+    plan, chosen = candidates.each[0].plan, found.of_layer
+    spec = plan.spec
+    return {
+        "kind": "allocation",
+        "source": plan.source.origin,
+        "budget": budget.to_dict() | {"limit_bytes": found.limit_bytes},
+        "schema": base_of(found, candidates),
+        "target": spec.target.name,
+        "dtype": spec.param_dtype,
+        "input_schema": spec.inputs.name,
+        "tp": spec.grid.tp,
+        "ep": spec.grid.ep,
+        **spec.encoding.summary(),
+        "candidates": [one.name for one in candidates.each],
+        "left_out": dict(candidates.left_out),
+        "chosen": found.point.to_dict(),
+        "least_possible_error": found.bound,
+        "is_optimal": found.is_optimal,
+        "uniform": {name: point.to_dict() for name, point in found.uniform.items()},
+        "curve": [point.to_dict() for point in found.curve],
+        "layers": {
+            options.name: {
+                "chosen": chosen[options.name].candidate,
+                "num_weights": options.num_weights,
+                "candidates": _candidate_documents(options, candidates.layers[options.name], measured[options.name]),
+            }
+            for options in found.layers
+        },
+    }
+
+
+def _candidate_documents(
+    layer: LayerOptions, plans: Mapping[str, MoeLayerPlan], measured: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the size and the errors of each candidate of one layer."""
+    schemas = {name: plan.encoding.schema.name for name, plan in plans.items()}
+    return {
+        option.candidate: {
+            "schema": schemas[option.candidate],
+            "size_bytes": option.size_bytes,
+            "token_bytes": option.token_bytes,
+            "relative_error": option.relative_error,
+            "projections": measured[option.candidate],
+        }
+        for option in layer.options
+    }

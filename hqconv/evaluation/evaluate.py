@@ -1,0 +1,330 @@
+"""Evaluation of an artifact against its source: both run over a text in transformers, layer by layer.
+
+The weights of one layer exist at a time. All sequences go through it with the source's experts, then with the
+artifact's; the other weights of a layer are the same bytes in both. Weights only: activations are not quantized.
+
+Legend: B sequences, T tokens, V vocabulary size, H hidden size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hqconv.artifact.evaluation_record import check_card, write_evaluation
+from hqconv.artifact.expert_reader import ExpertReader
+from hqconv.artifact.load import expert_floats, refuse
+from hqconv.artifact.reader import Artifact
+from hqconv.conversion.collect_importance import import_transformers, token_ids
+from hqconv.conversion.resources import Resources
+from hqconv.errors import HqconvError, RequestError, plural
+from hqconv.evaluation.divergence import Divergence
+from hqconv.evaluation.expert_arrangement import Expert, PlacedExperts
+from hqconv.evaluation.forward_pass import ForwardPass
+from hqconv.evaluation.streamed_model import StreamedModel, quiet_loading
+from hqconv.models.moe_layer import MoeLayer
+from hqconv.models.source_protocol import Source
+from hqconv.sources.opening import open_source
+from hqconv.verification.against_source import other_source
+from hqconv.verification.decoded_experts import decoded_experts
+from hqconv.verification.lineage import Lineage
+
+_LOG = logging.getLogger(__name__)
+
+_PASS_TOKENS = 512  # of one forward pass, if a context is not longer
+_LOADING_FACTOR = 3.25  # memory for a stage while transformers stacks and joins its experts: 3.0 was measured
+_GPU_SHARE = 0.9
+COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """Options of an evaluation; see `hqconv.api.evaluate`."""
+
+    num_tokens: int
+    context_length: int
+    compute_dtype: str
+    write_card: bool
+    resources: Resources
+    revision: str | None
+    announce: Callable[[str], None]
+
+
+def evaluate(out: Path, source_name: str, text: Path, options: EvaluateOptions) -> dict[str, Any]:
+    """Return the document of an evaluation; see `hqconv.api.evaluate`."""
+    if options.compute_dtype not in COMPUTE_DTYPES:
+        what, expected = "There is no such dtype to compute in.", ", ".join(COMPUTE_DTYPES)
+        raise RequestError(what, where="--compute-dtype", expected=expected, found=options.compute_dtype)
+    transformers = import_transformers("A model is evaluated")
+    with ExitStack() as stack:
+        artifact = stack.enter_context(Artifact(out, is_sealed=True))
+        source = stack.enter_context(open_source(source_name, options.revision))
+        if options.write_card:
+            check_card(out)
+        converted = _converted_layers(artifact, source)
+        read = _artifact_experts(artifact, options.resources, stack)
+        ids = token_ids(transformers, source.root, text)[: options.num_tokens]
+        if len(ids) < 2:
+            what, expected = "The text is too short.", "two tokens at least"
+            raise RequestError(what, where=f"--text {text}", expected=expected, found=plural(len(ids), "token"))
+        stack.enter_context(quiet_loading(transformers))
+        with _running(source_name):
+            device = options.resources.device
+            model = StreamedModel(transformers, source, getattr(torch, options.compute_dtype), device)
+        batches = _batches(ids, options.context_length, device)
+        run = _Run(model, source, converted, read, batches, options)
+        num_bytes = run.check_memory()
+        options.announce(
+            f"Running {plural(len(ids), 'token')} through source and artifact on {options.resources.device_name}, "
+            f"{plural(len(model.stages), 'stage')} one after the other, in at most {num_bytes / 2**30:.1f} GiB."
+        )
+        figures = run.figures()
+        document = {
+            "kind": "evaluation",
+            "artifact": str(out),
+            "manifest_sha256": artifact.manifest.sha256,
+            "schema": artifact.manifest.schema_name,
+            "source": {"name": source.repo_id or source.name, "revision": source.revision},
+            "text": {"name": text.name, "sha256": hashlib.sha256(text.read_bytes()).hexdigest()},
+            "num_tokens": len(ids),
+            "context_length": options.context_length,
+            "compute_dtype": options.compute_dtype,
+            "device": options.resources.device_name,
+            "num_layers": len(converted),
+            "activations": artifact.manifest.input_schema,
+            "transformers_version": transformers.__version__,
+            **figures,
+        }
+        if options.write_card:
+            write_evaluation(out, artifact.manifest, document)
+        return document
+
+
+# --- layers and experts of the artifact
+
+
+def _converted_layers(artifact: Artifact, source: Source) -> dict[str, MoeLayer]:
+    """Return the source's layers that the artifact has converted, by name. Raises RequestError for another source."""
+    lineage = Lineage.of(artifact, source)
+    another = other_source(lineage.made.source, source)
+    layers = {layer.name: layer for layer in source.map_experts().layers}
+    missing = sorted(artifact.layers.keys() - layers.keys())
+    if another is not None or missing:
+        raise RequestError(
+            "The artifact was not made from this source.",
+            where="--source",
+            expected=another.expected if another else f"the layer {missing[0]}",
+            found=another.found if another else ", ".join(layers),
+            remedy="Give the checkpoint that was converted; `hqconv inspect OUT` names it.",
+        )
+    return {name: layers[name] for name in artifact.layers}
+
+
+def _artifact_experts(artifact: Artifact, resources: Resources, stack: ExitStack) -> Callable[[str], Iterator[Expert]]:
+    """Return a function that yields the experts of a layer in order, decoded to float32.
+
+    Of the kernel layout as `hqconv.dequantize` decodes them, on a GPU many at a time; the checkpoint layout is read as
+    a source.
+    """
+    if artifact.manifest.is_kernel and _decodes_on_device(resources):
+        pool = stack.enter_context(ThreadPoolExecutor(resources.num_threads))
+
+        def read_many(name: str) -> Iterator[Expert]:
+            layer = artifact.moe_layer(name)
+            return map(decoded_experts(artifact, layer, resources.device, pool), range(layer.num_experts))
+
+        return read_many
+    if artifact.manifest.is_kernel:
+
+        def read(name: str) -> Iterator[Expert]:
+            layer = artifact.moe_layer(name)
+            reader = ExpertReader(artifact, layer, refuse)
+            return (expert_floats(reader, expert) for expert in range(layer.num_experts))
+
+        return read
+    as_source = stack.enter_context(open_source(artifact.root))
+    layers = {layer.name: layer for layer in as_source.map_experts().layers}
+    return lambda name: (_source_expert(as_source, layers[name], e) for e in range(layers[name].num_experts))
+
+
+def _decodes_on_device(resources: Resources) -> bool:
+    return resources.is_cuda
+
+
+def _source_expert(source: Source, layer: MoeLayer, expert: int) -> dict[str, torch.Tensor]:
+    matrices = source.read_expert(layer, expert, layer.roles, torch.device("cpu"))
+    found = {role: matrix.values().float() for role, matrix in matrices.items()}
+    return found | {f"b{role[1:]}": one.bias.float() for role, one in matrices.items() if one.bias is not None}
+
+
+# --- the run
+
+
+def _batches(ids: list[int], context: int, device: torch.device) -> list[torch.Tensor]:
+    """Cut token ids into sequences of `context` tokens, and these into passes [B, T]; a rest is a pass of its own.
+
+    A rest of one token predicts nothing and is left out.
+    """
+    whole, size = len(ids) // context * context, max(1, _PASS_TOKENS // context)
+    found = list(torch.split(torch.tensor(ids[:whole], device=device).view(-1, context), size)) if whole else []
+    rest = ids[whole:]
+    return [*found, torch.tensor([rest], device=device)] if len(rest) > 1 else found
+
+
+class _Run:
+    """All passes of source and artifact, stage by stage."""
+
+    def __init__(
+        self,
+        model: StreamedModel,
+        source: Source,
+        layers: Mapping[str, MoeLayer],
+        read: Callable[[str], Iterator[Expert]],
+        batches: list[torch.Tensor],
+        options: EvaluateOptions,
+    ) -> None:
+        """layers: the converted ones. read: the artifact's experts of a layer by name. batches: token ids [B, T]."""
+        self._model, self._source, self._read, self._options = model, source, read, options
+        self._batches = batches
+        self._layers = self._layer_of_stage(layers)
+
+    def _layer_of_stage(self, layers: Mapping[str, MoeLayer]) -> dict[str, MoeLayer]:
+        """Return stage → converted layer. Raises RequestError for a layer that transformers' model does not have."""
+        found = {}
+        for layer in layers.values():
+            path = self._model.experts.get(layer.index, ("",))[0]
+            stage = next((name for name in self._model.stages if path.startswith(f"{name}.")), None)
+            if stage is None:
+                raise RequestError(
+                    "A layer of experts has no module in transformers' model.",
+                    where=f"{layer.name}, layer {layer.index}",
+                    expected="one module of routed experts in this layer",
+                    remedy="Layers that transformers does not run (multi-token prediction) cannot be evaluated.",
+                )
+            found[stage] = layer
+        return found
+
+    def check_memory(self) -> int:
+        """Return the memory that the run needs, in bytes. Raises RequestError where it is more than the limit."""
+        resources, config = self._options.resources, self._model.model.config.get_text_config()
+        width = getattr(torch, self._options.compute_dtype).itemsize
+        num_tokens = sum(ids.numel() for ids in self._batches)
+        hidden = 2 * num_tokens * config.hidden_size * width
+        masks = 2 * sum(ids.size(1) ** 2 for ids in self._batches) * width
+        largest = max(map(self._model.stage_bytes, self._model.stages))
+        logits = 2 * max(ids.numel() for ids in self._batches) * config.vocab_size * width
+        need = int(hidden + masks + max(_LOADING_FACTOR * largest, largest + logits))
+        limit = resources.max_memory_bytes
+        where = "--max-memory"
+        if resources.is_cuda:
+            limit, where = int(torch.cuda.mem_get_info(resources.device)[0] * _GPU_SHARE), "free memory of the GPU"
+        if need > limit:
+            parts = f"hidden states of {plural(num_tokens, 'token')} {_gib(hidden + masks)}, the largest layer"
+            raise RequestError(
+                "The evaluation does not fit into the memory limit.",
+                where=where,
+                expected=f"{_gib(need)}: {parts} {_gib(_LOADING_FACTOR * largest)}, logits {_gib(logits)}",
+                found=_gib(limit),
+                remedy="Allow more with --max-memory, or take fewer --tokens or --compute-dtype bfloat16.",
+            )
+        return need
+
+    def figures(self) -> dict[str, Any]:
+        """Run everything and return the figures. Raises RequestError where transformers cannot run the model."""
+        num_threads, before = self._options.resources.num_threads, torch.get_num_threads()
+        streams: tuple[list[ForwardPass], list[ForwardPass]] = ([], [])
+        try:
+            with _running(str(self._source.root)):
+                for stream in streams:
+                    stream.extend(ForwardPass(partial(self._logits, ids)) for ids in self._batches)
+                torch.set_num_threads(num_threads)  # a pass sets it for all of torch
+                while (stage := self._next_stage(streams)) != self._model.head:
+                    self._run_stage(stage, streams)
+                return self._compare(streams)
+        finally:
+            for one in (one for stream in streams for one in stream):
+                one.stop()
+            torch.set_num_threads(before)
+
+    def _logits(self, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self._model.model(input_ids=ids, use_cache=False).logits
+        return found
+
+    def _next_stage(self, streams: tuple[list[ForwardPass], list[ForwardPass]]) -> str:
+        """Return the stage that all passes wait for. Raises RequestError if they differ, or a pass has ended."""
+        names = {one.call.name if one.call else "" for stream in streams for one in stream}
+        if len(names) != 1 or "" in names:
+            what = "The transformers library runs this model in an order that an evaluation does not know."
+            raise RequestError(what, where=str(self._source.root), found=", ".join(sorted(names)))
+        return names.pop()
+
+    def _run_stage(self, stage: str, streams: tuple[list[ForwardPass], list[ForwardPass]]) -> None:
+        """Load a stage, run all passes through it, the artifact's with the artifact's experts, and drop the stage."""
+        self._model.load(stage)
+        layer = self._layers.get(stage)
+        _advance(streams[0])
+        if layer is not None:
+            self._exchange_experts(layer)
+        _advance(streams[1])
+        self._model.drop(stage)
+        _LOG.info("Stage %s is done.", stage)
+
+    def _exchange_experts(self, layer: MoeLayer) -> None:
+        """Overwrite the loaded experts of a layer by the artifact's."""
+        module = self._model.experts[layer.index][1]
+        last = layer.num_experts - 1
+        with torch.no_grad():
+            on_device = {n: v.to(self._options.resources.device) for n, v in self._of_source(layer, last).items()}
+            placed = PlacedExperts(layer.name, module, layer.num_experts, last, on_device)
+            for expert, values in enumerate(self._read(layer.name)):
+                placed.put(expert, {n: v.to(self._options.resources.device) for n, v in values.items()})
+
+    def _of_source(self, layer: MoeLayer, expert: int) -> Expert:
+        return _source_expert(self._source, layer, expert)
+
+    def _compare(self, streams: tuple[list[ForwardPass], list[ForwardPass]]) -> dict[str, Any]:
+        """Run the passes from the head to their ends, one of the source and one of the artifact at a time."""
+        self._model.load(self._model.head)
+        found = Divergence()
+        for ids, *pair in zip(self._batches, *streams, strict=True):
+            for one in pair:
+                _advance([one])
+            found.add(pair[0].output, pair[1].output, ids)
+            for one in pair:
+                one.output = None
+        self._model.drop(self._model.head)
+        return found.figures()
+
+
+def _advance(passes: list[ForwardPass]) -> None:
+    """Compute the module that each pass waits for, and continue the pass."""
+    for one in passes:
+        assert one.call is not None
+        one.resume(one.call.run())
+
+
+@contextmanager
+def _running(model: str) -> Iterator[None]:
+    """Turn the errors of transformers about a model into a RequestError."""
+    try:
+        yield
+    except HqconvError:
+        raise
+    except (ImportError, OSError, ValueError, KeyError, AttributeError, TypeError, RuntimeError) as error:
+        what = "The transformers library cannot run this model."
+        found = f"{type(error).__name__}: {str(error).strip()}".split("\n")[0]
+        remedy = "Try it with transformers alone; this command needs a model that transformers 5 runs."
+        raise RequestError(what, where=model, found=found, remedy=remedy) from error
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

@@ -1,0 +1,315 @@
+"""A model of transformers whose weights are read from a source one stage at a time, by its own loading code.
+
+A stage is a decoder layer, or another module that owns parameters (embedding, final norm, head). A stage's weights
+exist from `load` to `drop`. At other times placeholders stand for them: one NaN on the model's device, with the
+weights' shape and no memory. So code that asks a weight for its device gets the right answer, and use of a weight at a
+wrong time shows.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from hqconv.conversion.collect_importance import experts_modules
+from hqconv.errors import InputError, RequestError, first_few
+from hqconv.evaluation.forward_pass import stop_at
+from hqconv.models.source_protocol import Source
+from hqconv.schemas.dtypes import torch_dtype
+from hqconv.schemas.tensors import TensorRef
+
+_ROOT = ""
+
+
+class _StoredTensor:
+    """A tensor of the source that is read when transformers takes its values."""
+
+    def __init__(self, source: Source, ref: TensorRef) -> None:
+        self._source, self._ref = source, ref
+        self.dtype, self.shape = torch_dtype(ref.dtype), torch.Size(ref.shape)
+
+    def __getitem__(self, _: Any) -> torch.Tensor:
+        """Return all values on the CPU."""
+        values = torch.empty(self.shape, dtype=self.dtype)
+        self._source.read_into(self._ref, values.flatten().view(torch.uint8).numpy().data)
+        return values
+
+    def get_dtype(self) -> str:
+        """Return the dtype's name in safetensors."""
+        return self._ref.dtype
+
+    def get_shape(self) -> list[int]:
+        """Return the shape."""
+        return list(self._ref.shape)
+
+
+class StreamedModel:
+    """A model of transformers on a device, without weights but those of loaded stages.
+
+    model: the module, in evaluation mode. stages: name → module. experts: layer number → path and module of its routed
+    experts. head: name of the stage that gives the logits.
+    """
+
+    def __init__(self, transformers: Any, source: Source, dtype: torch.dtype, device: torch.device) -> None:
+        """Make the model from the source's config, on the meta device. Raises the errors of transformers."""
+        from transformers import core_model_loading, modeling_utils
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        self._source, self._dtype, self._device = source, dtype, device
+        self._loading = core_model_loading
+        config = transformers.AutoConfig.from_pretrained(source.root)
+        quantizer = quantizer_of(source, config)
+        self.model = _make_model(transformers, source, config, dtype, quantizer, device)
+        self._config = modeling_utils.LoadStateDictConfig(
+            device_map={"": device},
+            dtype=dtype,
+            dtype_plan=self.model._get_dtype_plan(dtype),
+            hf_quantizer=quantizer,
+            weight_mapping=get_model_conversion_mapping(self.model, None, quantizer),
+        )
+        self.experts = self._experts()
+        self.stages = self._stages()
+        self.head = next((name for name, one in self.stages.items() if one is self.model.get_output_embeddings()), "")
+        self._shapes = {name: value.shape for name, value in self.model.state_dict().items()}
+        nothing = {
+            value.dtype: torch.full((), math.nan if value.is_floating_point() else 0, dtype=value.dtype, device=device)
+            for value in self.model.state_dict().values()
+        }
+        self._nothing = {name: nothing[value.dtype] for name, value in self.model.state_dict().items()}
+        self._owned: dict[str, set[str]] = defaultdict(set)  # stage → its parameters; "" → those of no stage
+        for name in self._shapes:
+            self._owned[self._stage_of(name)].add(name)
+        self._tensors = self._tensors_by_parameter()
+        for name, stage in self.stages.items():
+            stop_at(name, stage)
+        self._load_resident()
+
+    # --- the parts of the model
+
+    def _experts(self) -> dict[int, tuple[str, nn.Module]]:
+        found = experts_modules(self.model)
+        if not found:
+            raise RequestError("The model of transformers has no routed experts.", where=str(self._source.root))
+        return {layer: (path, module) for layer, path, module in found}
+
+    def _stages(self) -> dict[str, nn.Module]:
+        """Return the decoder layers, and every other module that owns parameters and contains no stage."""
+        lists = {re.sub(r"\.\d+\..*", "", path) for path, _ in self.experts.values()}
+        layers = {
+            f"{path}.{number}": layer
+            for path in sorted(lists)
+            for number, layer in self.model.get_submodule(path).named_children()
+        }
+        found = dict(layers)
+        for path, module in self.model.named_modules():
+            is_inside = any(path == layer or path.startswith(f"{layer}.") for layer in layers)
+            contains = any(layer.startswith(f"{path}.") or path == _ROOT for layer in layers)
+            if not is_inside and not contains and _owned(module):
+                found[path] = module
+        return found
+
+    def stage_bytes(self, name: str) -> int:
+        """Return the size of a stage's weights in the dtype of the computation."""
+        num_bytes: int = sum(math.prod(self._shapes[one]) for one in self._owned[name]) * self._dtype.itemsize
+        return num_bytes
+
+    def _stage_of(self, parameter: str) -> str:
+        """Return the innermost stage that owns a parameter; "" for one that is resident."""
+        words = parameter.split(".")
+        paths = (".".join(words[:count]) for count in range(len(words) - 1, 0, -1))
+        return next((path for path in paths if path in self.stages), _ROOT)
+
+    def _tensors_by_parameter(self) -> Mapping[str, list[str]]:
+        """Return stage → the source's tensors of its parameters, under the names that transformers gives them."""
+        mapping = self._config.weight_mapping
+        renamings = [one for one in mapping if isinstance(one, self._loading.WeightRenaming)]
+        converters = [one for one in mapping if isinstance(one, self._loading.WeightConverter)]
+        parameters, found = self.model.state_dict(), defaultdict(list)
+        for name in self._source.tensors:
+            prefix = self.model.base_model_prefix
+            renamed, _ = self._loading.rename_source_key(name, renamings, converters, prefix, parameters)
+            if renamed not in parameters and name in parameters:
+                renamed = name
+            if renamed in parameters:
+                found[renamed].append(name)
+        return found
+
+    # --- weights
+
+    def _load_resident(self) -> None:
+        """Load the parameters that belong to no stage, and compute the buffers that no checkpoint has."""
+        for value in (*self.model.parameters(), *self.model.buffers()):
+            value._is_hf_initialized = True
+        for name, buffer in [*self.model.named_non_persistent_buffers()]:
+            _set(self.model, name, torch.empty_like(buffer, device=self._device))
+        self.model.initialize_weights()
+        for name in self._shapes:
+            self._drop(name)
+        self._load(self._owned[_ROOT])
+
+    def load(self, stage: str) -> None:
+        """Read a stage's weights to the device. Raises InputError where the source lacks some, or has other shapes."""
+        self._load(self._owned[stage])
+
+    def drop(self, stage: str) -> None:
+        """Free a stage's weights."""
+        for name in self._owned[stage]:
+            self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        _set(self.model, name, self._nothing[name].expand(self._shapes[name]))
+
+    def _is_dropped(self, name: str) -> bool:
+        value = self.model.get_parameter_or_buffer(name)
+        return bool(value.data_ptr() == self._nothing[name].data_ptr())
+
+    def _load(self, parameters: set[str]) -> None:
+        """Load parameters by transformers' conversion; a tied one has the values of its twin."""
+        if not parameters:
+            return
+        tied = {name: twin for name in parameters if (twin := self._twin(name)) is not None}
+        wanted = (parameters - tied.keys()) | {*tied.values()}
+        tensors = {
+            name: _StoredTensor(self._source, self._source.tensors[name])
+            for parameter in sorted(wanted)
+            for name in self._tensors.get(parameter, ())
+        }
+        info, _ = self._loading.convert_and_load_state_dict_in_model(self.model, tensors, self._config)
+        self._check(info, wanted)
+        for name in wanted:  # a decoded or passed-through weight may have the dtype of the source
+            value = self.model.get_parameter_or_buffer(name)
+            if value.is_floating_point() and value.dtype not in (self._dtype, torch.float32):
+                _set(self.model, name, value.data.to(self._dtype))
+        for name, twin in tied.items():
+            _set(self.model, name, self.model.get_parameter_or_buffer(twin).data)
+        for twin in {*tied.values()} - parameters:
+            self._drop(twin)
+
+    def _twin(self, name: str) -> str | None:
+        """Return the parameter that a parameter without tensors is tied to; None for any other."""
+        if name in self._tensors:
+            return None
+        ties = self.model.all_tied_weights_keys
+        twins = [ties.get(name), *(target for target, of in ties.items() if of in (name, ties.get(name)))]
+        return next((twin for twin in twins if twin is not None and twin in self._tensors), None)
+
+    def _check(self, info: Any, wanted: set[str]) -> None:
+        """Raise InputError unless every wanted parameter has its values."""
+        ignored = [re.compile(one) for one in self.model._keys_to_ignore_on_load_missing or ()]
+        missing = sorted(
+            name for name in wanted if self._is_dropped(name) and not any(one.search(name) for one in ignored)
+        )
+        shapes = [
+            f"{name}: {list(found)} instead of {list(expected)}" for name, found, expected in info.mismatched_keys
+        ]
+        errors = [*shapes, *map(str, info.conversion_errors.values())]
+        if missing or errors:
+            raise InputError(
+                "The model of transformers cannot be filled from the source.",
+                where=str(self._source.root),
+                expected=f"weights for {first_few(missing)}" if missing else "weights of the model's shapes",
+                found=first_few(errors),
+                remedy="Load the model with transformers alone, to see if it can be run at all.",
+            )
+
+
+def _owned(module: nn.Module) -> bool:
+    """Return whether a module itself has parameters, or buffers that a checkpoint holds."""
+    return bool({*module._parameters, *(module._buffers.keys() - module._non_persistent_buffers_set)})
+
+
+def _set(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    path, _, word = name.rpartition(".")
+    module = model.get_submodule(path)
+    is_parameter = word in module._parameters
+    setattr(module, word, nn.Parameter(value, requires_grad=False) if is_parameter else value)
+
+
+def _make_model(
+    transformers: Any, source: Source, config: Any, dtype: torch.dtype, quantizer: Any, device: torch.device
+) -> Any:
+    """Return the model without weights, with experts that run in plain products."""
+    cls = model_class(transformers, source, config)
+    config = copy.deepcopy(config)
+    for one in (config, *(getattr(config, key) for key in config.sub_configs)):
+        if one is not None:
+            one.dtype = dtype
+            one._experts_implementation = "eager"
+    with _all_of(cls.get_init_context(dtype, quantizer is not None, False, None)):
+        model = cls(config)
+        if quantizer is not None:
+            quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": device}, checkpoint_files=None)
+    for module in model.modules():
+        found = getattr(module, "config", None)
+        if found is not None:
+            found._experts_implementation = "eager"
+    return model.eval()
+
+
+def model_class(transformers: Any, source: Source, config: Any) -> Any:
+    """Return the model's class in transformers: that of the config's `architectures`, or a causal language model."""
+    for name in source.config.get("architectures") or []:
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    return transformers.AutoModelForCausalLM._model_mapping[type(config)]
+
+
+def quantizer_of(source: Source, config: Any) -> Any:
+    """Return transformers' decoder of a quantized source; None for a plain one. Raises RequestError if it has none."""
+    if source.quantization is None:
+        return None
+    from transformers.quantizers import AutoHfQuantizer
+
+    method = source.quantization.get("quant_method")
+    try:
+        quantizer = AutoHfQuantizer.from_config(dict(source.quantization), pre_quantized=True)
+    except (ImportError, ValueError, TypeError, KeyError) as error:
+        raise _cannot_decode(method, error) from error
+    if not hasattr(quantizer.quantization_config, "dequantize"):
+        raise _cannot_decode(method, "it runs them quantized only")
+    quantizer.quantization_config.dequantize = True
+    config.quantization_config = quantizer.quantization_config
+    return quantizer
+
+
+def _cannot_decode(method: object, found: object) -> RequestError:
+    return RequestError(
+        "The transformers library cannot decode the weights of this quantized source.",
+        where=f"--source, quant_method {method}",
+        expected="a source in 16 bits or float32, or one that transformers decodes (fp8, mxfp4)",
+        found=found,
+        remedy="Evaluate against the 16-bit model that the source was made from, converted to the same schema.",
+    )
+
+
+@contextmanager
+def _all_of(contexts: list[Any]) -> Iterator[None]:
+    from contextlib import ExitStack
+
+    with ExitStack() as stack:
+        for one in contexts:
+            stack.enter_context(one)
+        yield
+
+
+@contextmanager
+def quiet_loading(transformers: Any) -> Iterator[None]:
+    """Leave out transformers' progress bars and warnings of each stage."""
+    logging = transformers.utils.logging
+    level, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if had_bars:
+            logging.enable_progress_bar()

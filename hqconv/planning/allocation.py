@@ -1,0 +1,268 @@
+"""Allocation of schemas to MoE layers: the choice of least error within a budget of bytes, and the curve around it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+from hqconv.errors import RequestError
+from hqconv.planning.knapsack import Option, hull_steps, least_cost, solve
+from hqconv.planning.output_units import MoeLayerPlan
+from hqconv.schemas.artifact_names import GEMMS
+from hqconv.schemas.options import BANDWIDTH, SIZE, Objective
+
+_LOSS_BITS = 64  # of the fraction of a squared relative error: 2^-64 is far below its rounding
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The limit of an allocation, as bytes or as mean bits per weight: of all files, or of one token's experts."""
+
+    size_bytes: int | None
+    bits: float | None
+    objective: Objective = SIZE
+    max_layer_error: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.size_bytes is None) == (self.bits is None):
+            what, expected = "An allocation needs one budget.", "either --size or --bits"
+            raise RequestError(what, where="--size, --bits", expected=expected)
+        for option, value in (("--bits", self.bits), ("--max-layer-error", self.max_layer_error)):
+            if value is not None and not 0 < value < math.inf:
+                raise RequestError("The option needs a number above 0.", where=option, found=str(value))
+
+    @property
+    def option(self) -> str:
+        """The option of the command line that gives the limit."""
+        return "--size" if self.bits is None else "--bits"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the budget as a JSON document."""
+        return {
+            "size_bytes": self.size_bytes,
+            "bits": self.bits,
+            "objective": self.objective,
+            "max_layer_error": self.max_layer_error,
+        }
+
+
+@dataclass(frozen=True)
+class LayerOption:
+    """One candidate of one layer: its bytes in the files of all ranks, its bytes read for one token, and its loss.
+
+    loss: the squared relative error of all projections together, weighted under an importance file.
+    """
+
+    candidate: str
+    size_bytes: int
+    token_bytes: int
+    loss: float
+
+    @property
+    def relative_error(self) -> float:
+        """Root of the loss."""
+        return math.sqrt(self.loss)
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """The options of one layer. num_weights, token_weights: of all experts in the source, of one token's experts."""
+
+    name: str
+    num_weights: int
+    token_weights: Fraction
+    options: tuple[LayerOption, ...]
+
+    @classmethod
+    def of(cls, plans: Mapping[str, MoeLayerPlan], measured: Mapping[str, Mapping[str, Any]] | None) -> LayerOptions:
+        """Return the options of one layer from the plan and the measurement of each candidate.
+
+        measured: candidate → projection → figures of `CandidateMeasurements.errors`; None for sizes alone.
+        """
+        layer = next(iter(plans.values())).layer
+        losses = dict.fromkeys(plans, 0.0) if measured is None else _losses(plans, measured)
+        count = layer.num_experts * len(layer.roles) * layer.hidden_size * layer.intermediate_size
+        options = (LayerOption(name, _size_bytes(one), _token_bytes(one), losses[name]) for name, one in plans.items())
+        share = Fraction(min(layer.top_k, layer.num_experts), layer.num_experts)
+        return cls(layer.name, count, count * share, tuple(options))
+
+
+def _size_bytes(plan: MoeLayerPlan) -> int:
+    return sum(file.size_bytes for file in plan.files)
+
+
+def _token_bytes(plan: MoeLayerPlan) -> int:
+    """Return the bytes of the experts that one token takes, on all tensor-parallel ranks; redundant copies rest."""
+    layer, tensors = plan.layer, sum(ref.num_bytes for file in plan.files for ref in file.tensors.values())
+    num_stored = layer.num_experts + plan.grid.redundant
+    return -(-tensors * min(layer.top_k, layer.num_experts) // num_stored)
+
+
+def _losses(plans: Mapping[str, MoeLayerPlan], measured: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Return the loss of each candidate: the error of all projections over their power.
+
+    Kept codes have no measured power, so the power is that of the candidate with the most. Importances count relative
+    to their mean in each GEMM.
+    """
+    importance = next(iter(plans.values())).encoding.importance
+    if importance is None:
+        terms = {name: [(one["error"], one["power"]) for one in measured[name].values()] for name in plans}
+    else:
+        means = {gemm: _mean(importance.columns(gemm)[0]) for gemm in GEMMS}
+        terms = {
+            name: [
+                (one["weighted_error"] / mean, one["weighted_power"] / mean)
+                for role, one in measured[name].items()
+                if (mean := means["w2" if role == "w2" else "w13"])
+            ]
+            for name in plans
+        }
+    power = max(math.fsum(of_role for _, of_role in one) for one in terms.values())
+    return {name: math.fsum(error for error, _ in one) / power if power else 0.0 for name, one in terms.items()}
+
+
+def _mean(values: bytes) -> float:
+    numbers = memoryview(values).cast("f")
+    return math.fsum(numbers) / len(numbers)
+
+
+@dataclass(frozen=True)
+class Point:
+    """Totals of one choice. relative_error: root of the mean squared relative error of the layers."""
+
+    size_bytes: int
+    token_bytes: int
+    bits: float
+    relative_error: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the point as a JSON document. bits_per_weight: of the files, padding and scales included."""
+        return {
+            "size_bytes": self.size_bytes,
+            "token_bytes": self.token_bytes,
+            "bits_per_weight": self.bits,
+            "relative_error": self.relative_error,
+        }
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """One option for each layer, within the budget.
+
+    limit_bytes: the budget in bytes. bound: no choice within the budget has a smaller relative error. is_optimal: True
+    if no choice is better; else the search was cut short. uniform: one candidate for all layers, by name. curve:
+    choices that none of the same size beats, from the smallest on.
+    """
+
+    layers: tuple[LayerOptions, ...]
+    chosen: tuple[LayerOption, ...]
+    limit_bytes: int
+    bound: float
+    is_optimal: bool
+    uniform: Mapping[str, Point] = field(repr=False)
+    curve: tuple[Point, ...] = field(repr=False)
+
+    @property
+    def point(self) -> Point:
+        """The totals of the choice."""
+        return _point(self.layers, self.chosen)
+
+    @property
+    def of_layer(self) -> dict[str, LayerOption]:
+        """The choice by layer."""
+        return {layer.name: option for layer, option in zip(self.layers, self.chosen, strict=True)}
+
+
+def _point(layers: Sequence[LayerOptions], chosen: Sequence[LayerOption]) -> Point:
+    size, count = sum(one.size_bytes for one in chosen), sum(layer.num_weights for layer in layers)
+    mean = math.fsum(one.loss for one in chosen) / len(layers)
+    return Point(size, sum(one.token_bytes for one in chosen), float(Fraction(8 * size, count)), math.sqrt(mean))
+
+
+def allocate(layers: Sequence[LayerOptions], budget: Budget) -> Allocation:
+    """Choose an option for each layer: the least sum of squared relative errors, every layer alike, within the budget.
+
+    Raises RequestError for a layer without an option below `max_layer_error`, and for a budget that no choice keeps.
+    """
+    is_size = budget.objective == SIZE
+    allowed = [_allowed(layer, budget.max_layer_error) for layer in layers]
+    options = [
+        [Option(one.size_bytes if is_size else one.token_bytes, _whole(one.loss), index) for index, one in of_layer]
+        for of_layer in allowed
+    ]
+    counts = [Fraction(layer.num_weights) if is_size else layer.token_weights for layer in layers]
+    limit, least = _limit(budget, counts), least_cost(options)
+    if limit < least:
+        raise _too_small(budget, limit, least, sum(counts, Fraction(0)))
+    found = solve(options, limit)
+    return Allocation(
+        tuple(layers),
+        tuple(layer.options[pick] for layer, pick in zip(layers, found.picks, strict=True)),
+        limit,
+        math.sqrt(math.ldexp(max(found.bound, 0), -_LOSS_BITS) / len(layers)),
+        found.is_optimal,
+        _uniform(layers),
+        tuple(_curve(layers, options)),
+    )
+
+
+def _allowed(layer: LayerOptions, max_error: float | None) -> list[tuple[int, LayerOption]]:
+    """Return the options of a layer that keep the bound on its error, with their numbers."""
+    kept = [(i, one) for i, one in enumerate(layer.options) if max_error is None or one.relative_error <= max_error]
+    if not kept:
+        best = min(layer.options, key=lambda one: one.loss)
+        raise RequestError(
+            "No candidate keeps the limit of the error in a layer.",
+            where=f"--max-layer-error, {layer.name}",
+            expected=f"a relative error of {max_error:g} at most",
+            found=f"{best.relative_error:.4g} with {best.candidate}, the most exact one",
+            remedy="Allow more, or add candidates with more bits.",
+        )
+    return kept
+
+
+def _whole(loss: float) -> int:
+    return int(math.ldexp(loss, _LOSS_BITS))
+
+
+_BITS_ROUNDING = Fraction(1, 200)  # second scales and headers are some thousandths of a bit
+
+
+def _limit(budget: Budget, counts: Iterable[Fraction]) -> int:
+    if budget.size_bytes is not None:
+        return budget.size_bytes
+    assert budget.bits is not None
+    return int((Fraction(budget.bits) + _BITS_ROUNDING) * sum(counts, Fraction(0)) / 8)
+
+
+def _too_small(budget: Budget, limit: int, least: int, count: Fraction) -> RequestError:
+    bits = math.ceil((Fraction(8 * least) / count - _BITS_ROUNDING) * 10**6) / 10**6  # rounded up, so that it works
+    of = "of the experts of one token" if budget.objective == BANDWIDTH else "of all files of experts"
+    return RequestError(
+        "The budget is too small for these candidates.",
+        where=budget.option,
+        expected=f"at least {least} bytes {of}, or {bits} bits per weight",
+        found=f"{limit} bytes" if budget.bits is None else f"{budget.bits:g} bits, {limit} bytes",
+        remedy="Allow more, add candidates with fewer bits"
+        + (", or leave --max-layer-error out." if budget.max_layer_error is not None else "."),
+    )
+
+
+def _uniform(layers: Sequence[LayerOptions]) -> dict[str, Point]:
+    """Return the totals of each candidate that all layers may get."""
+    tables = [{one.candidate: one for one in layer.options} for layer in layers]
+    names = [name for name in tables[0] if all(name in table for table in tables)]
+    return {name: _point(layers, [table[name] for table in tables]) for name in names}
+
+
+def _curve(layers: Sequence[LayerOptions], options: Sequence[Sequence[Option]]) -> Iterable[Point]:
+    """Yield the totals after each step along the hull."""
+    picks, steps = hull_steps(options)
+    chosen = [layer.options[pick] for layer, pick in zip(layers, picks, strict=True)]
+    yield _point(layers, chosen)
+    for step in steps:
+        chosen[step.layer] = layers[step.layer].options[step.number]
+        yield _point(layers, chosen)

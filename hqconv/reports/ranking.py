@@ -1,0 +1,185 @@
+"""The schemas that a GPU runs with given activations, ranked by size, error and measured speed (`schemas --for`).
+
+Errors and speeds are data of the package, in the folder `measured`: scripts/choosing_table.py writes the errors,
+scripts/bench_formats.py the speeds. Nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hqconv.errors import RequestError
+from hqconv.humming_layout.compatibility import why_not, why_overflow
+from hqconv.humming_layout.gemm_forms import planned_kernel_form
+from hqconv.humming_layout.layer_config import fuses_exponents
+from hqconv.schemas.dtypes import num_bits
+from hqconv.schemas.gpu_target import GpuTarget, gpu_named, parse_target
+from hqconv.schemas.input_schema import A16, resolve_inputs
+from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.weight_schema import resolve_schema
+
+Words = dict[str, Any]
+MEASURED = Path(__file__).parent / "measured"
+ERRORS, SPEEDS = MEASURED / "errors.json", MEASURED / "speeds.json"
+KINDS = ("gaussian", "student_t", "outlier_columns")  # of matrices in ERRORS
+SIZES = (7168, 2048)  # hidden and intermediate size that bits per weight are worked out for: DeepSeek-V3's
+DECODE, PREFILL = 64, 8192  # tokens
+RULE = (
+    "Size classes in steps of a quarter bit, smallest first; in a class the smallest error of Gaussian weights by "
+    "round-to-nearest first. Speed does not change the order."
+)
+_ROW_SCALES = 0.01  # bits per weight that a class allows besides
+_USUAL = 4.25  # bits per weight of the class that is recommended
+_FASTER = 1.15  # a ratio of times that is worth a sentence
+_MISREADS = "Humming's kernel misreads some weights (docs/kernels.md)"
+_ROUNDS_AGAIN = "small weights are rounded once more in the kernel's layout"
+
+
+@functools.cache
+def measured_errors() -> Mapping[str, Mapping[str, Mapping[str, float]]]:
+    """Relative errors: schema → kind of matrix, one of `KINDS` → quantizer (`rtn`, `mse`) → error."""
+    found: Mapping[str, Any] = json.loads(ERRORS.read_text(encoding="utf-8"))["schemas"]
+    return found
+
+
+@functools.cache
+def speed_runs() -> list[Words]:
+    """Runs of scripts/bench_formats.py: GPU, date, model's shape and rows, at most one for each GPU and model."""
+    found: list[Words] = json.loads(SPEEDS.read_text(encoding="utf-8"))["runs"]
+    return found
+
+
+def speed_run_of(target: GpuTarget, gpu: str | None = None) -> Words | None:
+    """Return the run on this GPU model (a name in `GPUS`), else on another of the architecture; None without one."""
+    of_target = [run for run in speed_runs() if run["sm_version"] == target.sm_version]
+    same = [run for run in of_target if gpu is not None and gpu_named(run["gpu"]) == gpu]
+    return next(iter([*same, *of_target]), None)
+
+
+def microseconds(run: Words | None, schema: str, inputs: str) -> dict[str, float]:
+    """Return number of tokens → measured time of a layer's GEMMs; kernels with a wrong result have none."""
+    rows = [] if run is None else run["rows"]
+    mine = (row for row in rows if (row["schema"], row["input_schema"]) == (schema, inputs))
+    return {str(row["num_tokens"]): row["microseconds"] for row in mine if row["microseconds"] is not None}
+
+
+def expert_bits(spec: KernelSpec, hidden_size: int, intermediate_size: int) -> int:
+    """Bits that one gated expert takes in the kernel layout on one rank, scales and padding included."""
+    shapes = ((2 * intermediate_size, hidden_size), (hidden_size, intermediate_size))
+    tensors = [one for shape in shapes for one in planned_kernel_form(*shape, spec).tensors.values()]
+    return sum(math.prod(one.shape) * num_bits(one.dtype) for one in tensors)
+
+
+def size_class(bits: float) -> float:
+    """Return the least multiple of a quarter bit that holds `bits`, a scale per row aside."""
+    return math.ceil((bits - _ROW_SCALES) * 4) / 4
+
+
+def rank_schemas(for_gpu: str, input_schema: str | None = None) -> Words:
+    """Rank every measured schema that runs on a GPU with these activations, in 16-bit parameters of its usual dtype.
+
+    for_gpu: a GPU's name or architecture, as of `--target`. input_schema: as of `--input-schema`; None for a16.
+    Raises RequestError for an unknown name, and where nothing runs.
+    """
+    target, inputs = parse_target(for_gpu), resolve_inputs(input_schema or A16.name)
+    dtype = "bfloat16" if target.sm_version >= 80 else "float16"
+    name = gpu_named(for_gpu)
+    run = speed_run_of(target, name)
+    found, refused = [], {}
+    for schema in measured_errors():
+        spec = KernelSpec(resolve_schema(schema), dtype, target, inputs)
+        reason = why_not(spec) or why_overflow(spec)
+        if reason is None:
+            found.append(_schema_to_dict(spec, microseconds(run, schema, inputs.name)))
+        else:
+            refused[schema] = reason
+    if not found:
+        what = "No schema runs on this GPU with these activations."
+        given = f"{inputs.name} activations on {target.name}"
+        raise RequestError(
+            what, where="--input-schema", found=f"{given}: {next(iter(refused.values()))}",
+            remedy="`hqconv schemas` lists the targets of each input schema.",
+        )  # fmt: skip
+    found.sort(key=lambda one: (one["size_class"], one["errors"]["gaussian"]["rtn"]))
+    return {
+        "kind": "ranking",
+        "gpu": name if name is not None else target.name,
+        "target": target.name,
+        "input_schema": inputs.name,
+        "dtype": dtype,
+        "rule": RULE,
+        "schemas": found,
+        "refused": refused,
+        "speed": None if run is None else _run_to_dict(run),
+        **_recommendation(found),
+    }
+
+
+def _schema_to_dict(spec: KernelSpec, times: dict[str, float]) -> Words:
+    """Entry of the ranking for one schema that runs."""
+    hidden, inner = SIZES
+    bits = expert_bits(spec, hidden, inner) / (3 * hidden * inner)
+    caution = None
+    if fuses_exponents(spec):
+        caution = _MISREADS if spec.a_dtype == "int8" else _ROUNDS_AGAIN
+    return {
+        "name": spec.schema.name,
+        "bits_per_weight": round(bits, 4),
+        "size_class": size_class(bits),
+        "errors": {kind: dict(of_kind) for kind, of_kind in measured_errors()[spec.schema.name].items()},
+        "microseconds": times,
+        "caution": caution,
+    }
+
+
+def _run_to_dict(run: Words) -> Words:
+    """Facts about a run of speeds, without its rows."""
+    model = run["model"]
+    shape = f"{model['num_experts']} experts, {model['top_k']} for each token"
+    sizes = f"[{model['intermediate_size']}, {model['hidden_size']}]"
+    return {
+        "gpu": run["gpu"],
+        "gpu_name": gpu_named(run["gpu"]),
+        "date": run["date"],
+        "source": run["source"],
+        "timed": run["timed"],
+        "model": f"{model['name']}: {shape}, {sizes}",
+    }
+
+
+def _recommendation(found: list[Words]) -> Words:
+    """Return the schema to take at about 4.25 bits, and the reason; exactness first, measured speed as a remark."""
+    sound = [one for one in found if one["caution"] != _MISREADS]
+    largest = [one for one in sound if one["size_class"] <= _USUAL] or sound
+    if not largest:
+        return {"recommended": None, "reason": None}
+    wanted = max(one["size_class"] for one in largest)
+    best, *others = [one for one in largest if one["size_class"] == wanted]
+    reason = f"Of the schemas up to {wanted:g} bits it has the smallest error of Gaussian weights"
+    heavy = min([best, *others], key=lambda one: one["errors"]["student_t"]["rtn"])
+    reason += f"; {heavy['name']} has it of heavy tails." if heavy is not best else ", and of heavy tails."
+    return {"recommended": best["name"], "reason": " ".join([reason, *_speed_remarks(best, others)])}
+
+
+def _speed_remarks(best: Words, others: list[Words]) -> list[str]:
+    """Sentences about the fastest schema of the class, where it is much faster than the most exact one."""
+    remarks = []
+    for what, count in (("decode", str(DECODE)), ("prefill", str(PREFILL))):
+        if count not in best["microseconds"]:
+            continue
+        timed = [one for one in others if count in one["microseconds"]]
+        fastest = min(timed, key=lambda one: one["microseconds"][count], default=best)
+        ratio = best["microseconds"][count] / fastest["microseconds"][count]
+        if ratio < _FASTER:
+            continue
+        more = fastest["errors"]["gaussian"]["rtn"] / best["errors"]["gaussian"]["rtn"] - 1
+        remarks.append(
+            f"{fastest['name']} has {100 * more:.0f} % more error, and was {ratio:.2f} times as fast in {what}: "
+            f"take it where {what} counts most."
+        )
+    return remarks

@@ -1,0 +1,525 @@
+"""`hqconv evaluate` against whole models that transformers loads and runs, with experts placed by hand."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+from typer.testing import CliRunner
+
+import hqconv
+from hqconv.cli.app import app
+from hqconv.errors import InputError, RequestError
+from hqconv.evaluation import evaluate as evaluation
+from hqconv.evaluation.streamed_model import StreamedModel, quantizer_of
+from tests.make.conversions import manifest
+from tests.make.families import FAMILIES as ALL_FAMILIES
+from tests.make.families import MLA, moe_layers, save_family
+from tests.make.importance import write_tokenizer
+from tests.make.qwen import write_qwen3_moe
+
+IDS = (torch.arange(75) * 7 % 61 + 3).tolist()
+CONTEXT = 16
+CPU: dict[str, Any] = {"device": "cpu", "threads": 2}
+# Options of a tiny model, and how transformers stores its experts: by hand here, found by values in the product.
+STACKED, INTERLEAVED, FLAT = "[E, 2I, H]", "[E, H, 2I], gate and up interleaved", "[E, H, 2I]"
+FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
+    "qwen3_moe": ({}, STACKED),
+    "mixtral": ({}, STACKED),
+    "gpt_oss": ({}, INTERLEAVED),
+    "llama4_text": ({}, FLAT),
+    "deepseek_v3": ({**MLA, "head_dim": 8}, STACKED),
+}
+
+
+def write_source(folder: Path, family: str, **options: Any) -> Path:
+    """A tiny checkpoint with a tokenizer, in bfloat16."""
+    save_family(folder, family, inner=64, **options)
+    write_tokenizer(folder)
+    return folder
+
+
+def write_text(path: Path) -> Path:
+    path.write_text(" ".join(map(str, IDS)))
+    return path
+
+
+def make(folder: Path, family: str, schema: str = "int2-g32", **options: Any) -> tuple[Path, Path, Path]:
+    """A source, its artifact and a text."""
+    src = write_source(folder / "src", family, **FAMILIES[family][0])
+    hqconv.convert(src, folder / "out", schema=schema, target="sm90", device="cpu", **options)
+    return src, folder / "out", write_text(folder / "text")
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    return make(tmp_path_factory.mktemp("qwen"), "qwen3_moe", tp=2)
+
+
+def whole(src: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The model as transformers loads it, in one piece."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(src, dtype=dtype, experts_implementation="eager")
+    assert isinstance(model, nn.Module)
+    return model.eval()
+
+
+def put_artifact(model: nn.Module, out: Path, form: str) -> None:
+    """Overwrite the experts of a whole model by the artifact's decoded ones, by hand."""
+    layers = manifest(out)["blocks"]
+    for name, (_, _, module) in zip(layers, moe_layers(model), strict=True):
+        one = hqconv.dequantize(out, layer=name)
+        for kind, down in (("", one["w2"]), ("_bias", one.get("b2"))):
+            if down is None:
+                continue
+            gate, up = (one[f"{'b' if kind else 'w'}{number}"] for number in (1, 3))
+            both = torch.stack([gate, up], 2).flatten(1, 2) if form == INTERLEAVED else torch.cat([gate, up], 1)
+            if form != STACKED and not kind:
+                both, down = both.transpose(1, 2), down.transpose(1, 2)
+            with torch.no_grad():
+                getattr(module, f"gate_up_proj{kind}").copy_(both)
+                getattr(module, f"down_proj{kind}").copy_(down)
+
+
+def log_probabilities(model: nn.Module, ids: list[int] = IDS, context: int = CONTEXT) -> tuple[np.ndarray, list[int]]:
+    """Log-probabilities [predictions, V] of each sequence alone, in float64, and the tokens that follow."""
+    rows, labels = [], []
+    for begin in range(0, len(ids), context):
+        part = ids[begin : begin + context]
+        if len(part) < 2:
+            continue
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([part]), use_cache=False).logits[0, :-1].double().numpy()
+        top = logits.max(-1, keepdims=True)
+        rows.append(logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True)))
+        labels += part[1:]
+    return np.concatenate(rows), labels
+
+
+def expected_figures(source: nn.Module, artifact: nn.Module, **options: Any) -> dict[str, Any]:
+    """The figures by numpy, from two whole models."""
+    p, labels = log_probabilities(source, **options)
+    q, _ = log_probabilities(artifact, **options)
+    kl = (np.exp(p) * (p - q)).sum(-1)
+    nll = [-one[np.arange(len(labels)), labels] for one in (p, q)]
+    likelihood = [{"mean_nll": one.mean(), "perplexity": np.exp(one.mean())} for one in nll]
+    shares = {"median": 50, "p90": 90, "p99": 99}
+    percentiles = {name: np.percentile(kl, share) for name, share in shares.items()}
+    error = kl.std(ddof=1) / math.sqrt(len(kl))
+    return {
+        "num_predictions": len(labels),
+        "kl": {"mean": kl.mean(), "standard_error": error, **percentiles, "max": kl.max()},
+        "source_figures": likelihood[0],
+        "artifact_figures": likelihood[1],
+        "top1_agreement": (p.argmax(-1) == q.argmax(-1)).mean(),
+    }
+
+
+def assert_figures(found: dict[str, Any], expected: dict[str, Any], rel: float = 1e-4) -> None:
+    for key, value in expected.items():
+        if isinstance(value, dict):
+            assert found[key].keys() == value.keys()
+            assert found[key] == pytest.approx(value, rel=rel, abs=1e-9), key
+        else:
+            assert found[key] == pytest.approx(value, rel=1e-9), key
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_figures_are_those_of_whole_models(family: str, tmp_path: Path) -> None:
+    src, out, text = make(tmp_path, family)
+    found = hqconv.evaluate(out, src, text, context_length=CONTEXT, **CPU)
+    source, artifact = whole(src), whole(src)
+    put_artifact(artifact, out, FAMILIES[family][1])
+    expected = expected_figures(source, artifact)
+    assert expected["kl"]["mean"] > 1e-5
+    assert_figures(found, expected)
+    assert (found["num_tokens"], found["num_predictions"]) == (75, 70)
+    assert found["num_layers"] == len(manifest(out)["blocks"])
+
+
+def test_a_lossless_artifact_diverges_by_nothing(tmp_path: Path) -> None:
+    """Weights that are fp8 codes times one power of two."""
+    src = write_source(tmp_path / "src", "mixtral")
+    for path in src.glob("*.safetensors"):
+        tensors = load_file(path)
+        for name in (name for name in tensors if ".experts." in name):
+            weight = (tensors[name] * 100).to(torch.float8_e4m3fn).float()
+            weight[:, 0] = 448
+            tensors[name] = (weight / 2**12).bfloat16()
+        save_file(tensors, path, {"format": "pt"})
+    options: dict[str, Any] = {"schema": "fp8", "target": "sm90", "device": "cpu"}
+    report = hqconv.convert(src, tmp_path / "out", **options)
+    assert all(one["relative_error"] == 0 for roles in report.errors.values() for one in roles.values())
+    found = hqconv.evaluate(tmp_path / "out", src, write_text(tmp_path / "text"), context_length=CONTEXT, **CPU)
+    assert found["kl"]["mean"] == found["kl"]["max"] == 0
+    assert found["top1_agreement"] == 1
+    assert found["source_figures"] == found["artifact_figures"]
+
+
+def test_memory_is_that_of_one_layer(qwen: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every stage is loaded once and dropped before the next; at the end no weight is left."""
+    src, out, text = qwen
+    loaded: list[str] = []
+    models: list[StreamedModel] = []
+    held: dict[str, int] = {}
+
+    def memory(model: StreamedModel) -> int:
+        found = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in model.model.parameters()}
+        return sum(found.values())
+
+    load = StreamedModel.load
+
+    def watched(self: StreamedModel, stage: str) -> None:
+        models.append(self)
+        before = memory(self)
+        load(self, stage)
+        loaded.append(stage)
+        held[stage] = memory(self)
+        assert before < 4096, (stage, before)  # the norms of the model's own level, and placeholders
+
+    monkeypatch.setattr(StreamedModel, "load", watched)
+    hqconv.evaluate(out, src, text, context_length=CONTEXT, **CPU)
+    assert loaded == ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head"]
+    assert memory(models[0]) < 4096
+    largest = max(models[0].stage_bytes(stage) for stage in loaded)
+    assert max(held.values()) <= largest + 4096
+
+
+@pytest.mark.parametrize("context", [5, 74, 1000])
+def test_any_context(qwen: tuple[Path, Path, Path], context: int) -> None:
+    """A rest of one token predicts nothing."""
+    src, out, text = qwen
+    found = hqconv.evaluate(out, src, text, context_length=context, **CPU)
+    artifact = whole(src)
+    put_artifact(artifact, out, STACKED)
+    assert_figures(found, expected_figures(whole(src), artifact, context=context))
+
+
+def test_fewer_tokens_and_bfloat16(qwen: tuple[Path, Path, Path]) -> None:
+    src, out, text = qwen
+    found = hqconv.evaluate(out, src, text, context_length=20, num_tokens=40, compute_dtype="bfloat16", **CPU)
+    model = whole(src, torch.bfloat16)
+    artifact = whole(src, torch.bfloat16)
+    put_artifact(artifact, out, STACKED)
+    expected = expected_figures(model, artifact, ids=IDS[:40], context=20)
+    assert found["num_predictions"] == expected["num_predictions"] == 38
+    assert found["source_figures"] == pytest.approx(expected["source_figures"], rel=1e-2)
+    assert found["compute_dtype"] == "bfloat16"
+
+
+def test_layers_left_as_they_were_and_tied_embeddings(tmp_path: Path) -> None:
+    src = write_source(tmp_path / "src", "mixtral", tie_word_embeddings=True)
+    assert not any("lm_head" in name for path in src.glob("*.safetensors") for name in load_file(path))
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('schema = "int2-g32"\ntarget = "sm90"\n[[override]]\nlayers = "0"\nschema = "none"\n')
+    out, text = tmp_path / "out", write_text(tmp_path / "text")
+    hqconv.convert(src, out, config=recipe, device="cpu")
+    found = hqconv.evaluate(out, src, text, context_length=CONTEXT, **CPU)
+    assert found["num_layers"] == 1
+    artifact = whole(src)
+    decoded = hqconv.dequantize(out, layer=next(iter(manifest(out)["blocks"])))
+    module = moe_layers(artifact)[1][2]
+    with torch.no_grad():
+        module.gate_up_proj.copy_(torch.cat([decoded["w1"], decoded["w3"]], 1))
+        module.down_proj.copy_(decoded["w2"])
+    assert_figures(found, expected_figures(whole(src), artifact))
+
+
+def test_the_checkpoint_layout(tmp_path: Path) -> None:
+    src, out, text = make(tmp_path, "mixtral", schema="int4-g32")
+    packed = tmp_path / "packed"
+    hqconv.convert(src, packed, schema="int4-g32", layout="checkpoint", device="cpu", target="sm90")
+    figures = [hqconv.evaluate(one, src, text, context_length=CONTEXT, **CPU) for one in (out, packed)]
+    for key in ("kl", "source_figures", "artifact_figures", "top1_agreement"):
+        assert figures[0][key] == figures[1][key]
+
+
+def test_the_reading_for_gpus_gives_the_same_experts(
+    qwen: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    src, out, text = qwen
+    figures = [hqconv.evaluate(out, src, text, context_length=CONTEXT, **CPU)]
+    monkeypatch.setattr(evaluation, "_decodes_on_device", lambda _: True)
+    figures.append(hqconv.evaluate(out, src, text, context_length=CONTEXT, **CPU))
+    assert figures[0] == figures[1]
+
+
+# Families that cannot be evaluated: by the reason, and where transformers does not run the tiny model itself.
+NO_ORDER = ("openai_privacy_filter",)  # it has labels of tokens, no next tokens
+NOT_FINITE = ("diffusion_gemma", "inkling_mm_model", "inkling2_text")  # uses weights outside of their modules
+NOT_RUN = ("dbrx", "glm4v_moe", "step3p7")
+WITH_HEADS_OF_8 = ("axk1", "deepseek_v3", "kimi_k25", "longcat_flash")  # as their rotary embeddings
+
+
+@pytest.mark.sampled(13)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_every_family_is_run_as_a_whole_model_or_refused(family: str, tmp_path: Path) -> None:
+    """The source's likelihood is that of the whole model, and the artifact's figures are near."""
+    more = {"head_dim": 8} if family in WITH_HEADS_OF_8 else {}
+    model = save_family(tmp_path / "src", family, inner=64, **more)
+    write_tokenizer(tmp_path / "src")
+    hqconv.convert(tmp_path / "src", tmp_path / "out", schema="int8", target="sm90", device="cpu")
+    arguments = (tmp_path / "out", tmp_path / "src", write_text(tmp_path / "text"))
+    refused = {NO_ORDER: "order that", NOT_FINITE: "not finite", NOT_RUN: "cannot run this model"}
+    why = next((reason for families, reason in refused.items() if family in families), None)
+    if why is not None:
+        with pytest.raises(RequestError, match=why):
+            hqconv.evaluate(*arguments, context_length=CONTEXT, **CPU)
+        return
+    found = hqconv.evaluate(*arguments, context_length=CONTEXT, **CPU)
+    loader = type(model)
+    loaded = loader.from_pretrained(tmp_path / "src", dtype=torch.float32, experts_implementation="eager").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "src")
+    ids = tokenizer(arguments[2].read_text(), add_special_tokens=False)["input_ids"]
+    expected = expected_figures(loaded, loaded, ids=ids)
+    assert found["source_figures"] == pytest.approx(expected["source_figures"], rel=1e-5)
+    assert 0 < found["kl"]["mean"] < 0.05
+
+
+# --- sources that are quantized
+
+
+Tensors = dict[str, torch.Tensor]
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def in_fp8_blocks(tensors: Tensors) -> tuple[Tensors, Tensors]:
+    """Weights in blocks of 128 as fp8 checkpoints have them, and what they decode to; attention too."""
+    stored, plain = dict(tensors), dict(tensors)
+    for name, weight in tensors.items():
+        if "_proj.weight" not in name:
+            continue
+        rows, columns = (size // 128 for size in weight.shape)
+        blocks = weight.float().view(rows, 128, columns, 128)
+        scale = blocks.abs().amax((1, 3)) / 448
+        codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+        stored |= {name: codes.view(weight.shape), f"{name}_scale_inv": scale}
+        plain[name] = (codes.float() * scale[:, None, :, None]).view(weight.shape)
+    return stored, plain
+
+
+def in_mxfp4(tensors: Tensors) -> tuple[Tensors, Tensors]:
+    """Fused experts in mxfp4 as gpt_oss has them, of random codes, and what they decode to."""
+    stored, plain = dict(tensors), dict(tensors)
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in tensors.items():
+        if not name.endswith("experts.gate_up_proj") and not name.endswith("experts.down_proj"):
+            continue
+        experts, columns, rows = weight.shape  # [E, in, out]
+        codes = torch.randint(0, 16, (experts, rows, columns // 32, 32), generator=generator)
+        scales = torch.randint(120, 125, (experts, rows, columns // 32), generator=generator)
+        values = E2M1[codes & 7] * (1 - 2 * (codes >> 3)) * torch.exp2(scales - 127.0)[..., None]
+        del stored[name]
+        stored[f"{name}_blocks"] = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
+        stored[f"{name}_scales"] = scales.to(torch.uint8)
+        plain[name] = values.flatten(2).transpose(1, 2).contiguous().bfloat16()
+    return stored, plain
+
+
+QUANTIZED: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "fp8": ("qwen3_moe", in_fp8_blocks, {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}),
+    "mxfp4": ("gpt_oss", in_mxfp4, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head", "embed_tokens"]}),
+}
+
+
+@pytest.mark.parametrize("method", QUANTIZED)
+def test_a_quantized_source_is_decoded_by_transformers(method: str, tmp_path: Path) -> None:
+    family, encode, config = QUANTIZED[method]
+    sizes = {"hidden": 128, "head_dim": 128, "num_attention_heads": 1, "num_key_value_heads": 1}
+    sizes |= {"inner": 128, "intermediate_size": 128} if method == "fp8" else {"inner": 64}
+    save_family(tmp_path / "plain", family, **sizes).save_pretrained(tmp_path / "plain", max_shard_size="1GB")
+    for path in (tmp_path / "plain").glob("model-*"):
+        path.unlink()
+    (tmp_path / "plain" / "model.safetensors.index.json").unlink(missing_ok=True)
+    stored, plain = encode(load_file(tmp_path / "plain" / "model.safetensors"))
+    src = tmp_path / "src"
+    src.mkdir()
+    write_tokenizer(src)
+    words = json.loads((tmp_path / "plain" / "config.json").read_bytes())
+    (src / "config.json").write_text(json.dumps(words | {"quantization_config": config}))
+    save_file(stored, src / "model.safetensors", {"format": "pt"})
+    save_file(plain, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+    out, text = tmp_path / "out", write_text(tmp_path / "text")
+    hqconv.convert(src, out, schema="int2-g32", target="sm90", device="cpu")
+    found = hqconv.evaluate(out, src, text, context_length=CONTEXT, **CPU)
+    artifact = whole(tmp_path / "plain")
+    put_artifact(artifact, out, FAMILIES[family][1])
+    assert_figures(found, expected_figures(whole(tmp_path / "plain"), artifact))
+
+
+def test_a_quantized_source_that_transformers_cannot_decode(qwen: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="cannot decode") as caught:
+        _quantizer_of({"quant_method": "gptq", "bits": 4})
+    assert "quant_method gptq" in caught.value.where
+
+
+def _quantizer_of(config: dict[str, Any]) -> Any:
+    class Source:
+        quantization = config
+
+    return quantizer_of(Source(), object())  # type: ignore[arg-type]
+
+
+# --- the command, the card and the report
+
+
+def call(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [*map(str, arguments)])
+
+
+@pytest.fixture
+def own(qwen: tuple[Path, Path, Path], tmp_path: Path) -> tuple[Path, Path, Path]:
+    """The artifact, made anew, for tests that write to it."""
+    src, _, text = qwen
+    hqconv.convert(src, tmp_path / "out", schema="int2-g32", target="sm90", device="cpu", tp=2)
+    return src, tmp_path / "out", text
+
+
+def test_the_command(qwen: tuple[Path, Path, Path]) -> None:
+    src, out, text = qwen
+    arguments = ("evaluate", out, "--source", src, "--text", text, "--context", CONTEXT, "--device", "cpu")
+    done = call(*arguments)
+    assert done.exit_code == 0, done.output
+    assert "through source and artifact on cpu" in done.stderr
+    assert "KL divergence" in done.stdout
+    document = json.loads(call(*arguments, "--json").stdout)
+    assert document["kind"] == "evaluation"
+    expected = hqconv.evaluate(out, src, text, context_length=CONTEXT, **CPU)
+    assert {key: document[key] for key in expected} == expected
+    assert f"{expected['kl']['mean']:.3g}" in done.stdout
+    assert f"{expected['artifact_figures']['perplexity']:.4f}" in done.stdout
+
+
+def test_the_card_and_the_report_have_the_figures(own: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    src, out, text = own
+    before = (out / "README.md").read_bytes()
+    call("report", out, "-o", tmp_path / "before.html")
+    found = hqconv.evaluate(out, src, text, context_length=CONTEXT, write_card=True, **CPU)
+    card = (out / "README.md").read_text()
+    mean = f"{found['kl']['mean']:.3g}"
+    assert f"mean {mean} nats" in card
+    assert f"{found['artifact_figures']['perplexity']:.4f}" in card
+    assert card.index("What quantizing cost") < card.index("model's predictions") < card.index("## Verify it")
+    # the rest of the artifact is as it was, and its checks know the section
+    report = hqconv.verify(out, src, checks=["files", "weights"], device="cpu")
+    assert report.passed
+    assert "README.md has got an evaluation since the conversion" in report.results[0].notes
+    assert not any("SHA256SUMS" in note for note in report.results[0].notes)
+    sums = dict(reversed(line.split("  ")) for line in (out / "SHA256SUMS").read_text().splitlines())
+    assert all(hashlib.sha256((out / name).read_bytes()).hexdigest() == digest for name, digest in sums.items())
+    # the report takes it from the card
+    page = json.loads(call("report", out, "-o", tmp_path / "page.html", "--json").stdout)
+    assert page["evaluation"]["kl"] == found["kl"]
+    text_of_page = (tmp_path / "page.html").read_text()
+    assert "KL divergence of next-token distributions" in text_of_page
+    assert "KL divergence" not in (tmp_path / "before.html").read_text()
+    # a second evaluation takes the first one's place
+    hqconv.evaluate(out, src, text, context_length=5, write_card=True, **CPU)
+    again = (out / "README.md").read_text()
+    assert again.count("model's predictions") == 1
+    assert "contexts of 5 tokens" in again
+    # the artifact can be replaced, and the card is the conversion's again
+    hqconv.convert(src, out, schema="int2-g32", target="sm90", device="cpu", tp=2, overwrite=True)
+    assert (out / "README.md").read_bytes() == before
+
+
+def test_a_report_of_a_document(own: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    src, out, text = own
+    found = hqconv.evaluate(out, src, text, context_length=CONTEXT, **CPU)
+    record = tmp_path / "evaluation.json"
+    record.write_text(json.dumps(found))
+    page = json.loads(call("report", out, "-o", tmp_path / "a.html", "--evaluation", record, "--json").stdout)
+    assert page["evaluation"]["kl"] == found["kl"]
+    for wrong in (found | {"manifest_sha256": "0" * 64}, found | {"kl": {}}, {"kind": "plan"}):
+        record.write_text(json.dumps(wrong))
+        done = call("report", out, "-o", tmp_path / "b.html", "--evaluation", record)
+        assert (done.exit_code, "The evaluation cannot be used" in done.stderr) == (2, True)
+    assert not (tmp_path / "b.html").exists()
+
+
+def test_a_card_of_another_artifact_is_not_shown(own: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    src, out, text = own
+    hqconv.evaluate(out, src, text, context_length=CONTEXT, write_card=True, **CPU)
+    card = out / "README.md"
+    digest = hqconv.inspect(out)["manifest_sha256"]
+    card.write_bytes(card.read_bytes().replace(digest.encode(), b"0" * 64))
+    page = json.loads(call("report", out, "-o", tmp_path / "a.html", "--json").stdout)
+    assert page["evaluation"] is None
+
+
+# --- refusals
+
+
+def test_transformers_may_be_missing(qwen: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    src, out, text = qwen
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    done = call("evaluate", out, "--source", src, "--text", text)
+    assert done.exit_code == 2
+    assert "Run: pip install 'transformers" in done.stderr
+
+
+def test_what_cannot_be_evaluated_is_refused(qwen: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    src, out, text = qwen
+    other = write_source(tmp_path / "other", "qwen3_moe", seed=1, experts=8)
+    with pytest.raises(RequestError, match="not made from this source"):
+        hqconv.evaluate(out, other, text, **CPU)
+    with pytest.raises(RequestError, match="does not fit") as caught:
+        hqconv.evaluate(out, src, text, max_memory="1KiB", **CPU)
+    assert "hidden states of 75 tokens" in caught.value.expected
+    assert caught.value.where == "--max-memory"
+    with pytest.raises(RequestError, match="no such dtype"):
+        hqconv.evaluate(out, src, text, compute_dtype="float8", **CPU)
+    short = tmp_path / "short"
+    short.write_text("5")
+    with pytest.raises(RequestError, match="too short"):
+        hqconv.evaluate(out, src, short, **CPU)
+    bare = write_qwen3_moe(tmp_path / "bare")
+    hqconv.convert(bare, tmp_path / "of-bare", schema="int4-g32", target="sm90", device="cpu")
+    with pytest.raises(RequestError, match="cannot load this model"):  # no tokenizer
+        hqconv.evaluate(tmp_path / "of-bare", bare, text, **CPU)
+
+
+def test_a_source_without_a_weight_is_refused(tmp_path: Path) -> None:
+    src = write_source(tmp_path / "src", "mixtral")
+    lost, listing = "model.layers.1.self_attn.q_proj.weight", src / "model.safetensors.index.json"
+    index = json.loads(listing.read_bytes())
+    for path in src.glob("*.safetensors"):
+        tensors = load_file(path)
+        if tensors.pop(lost, None) is not None:
+            save_file(tensors, path, {"format": "pt"})
+    del index["weight_map"][lost]
+    listing.write_text(json.dumps(index))
+    hqconv.convert(src, tmp_path / "out", schema="int4-g32", target="sm90", device="cpu")
+    with pytest.raises(InputError, match="cannot be filled") as caught:
+        hqconv.evaluate(tmp_path / "out", src, write_text(tmp_path / "text"), **CPU)
+    assert "layers.1.self_attn.q_proj" in str(caught.value.expected)
+
+
+def test_threads_of_passes_end(qwen: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after an error in the middle, and torch has its number of threads again."""
+    src, out, text = qwen
+    before, num_threads = torch.get_num_threads(), threading.active_count()
+    monkeypatch.setattr(evaluation.PlacedExperts, "put", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        hqconv.evaluate(out, src, text, context_length=CONTEXT, **CPU)
+    assert threading.active_count() == num_threads
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_has_the_same_figures(qwen: tuple[Path, Path, Path]) -> None:
+    src, out, text = qwen
+    figures = [hqconv.evaluate(out, src, text, context_length=CONTEXT, device=name) for name in ("cpu", "cuda")]
+    assert figures[1]["kl"] == pytest.approx(figures[0]["kl"], rel=1e-2)
+    assert figures[1]["artifact_figures"] == pytest.approx(figures[0]["artifact_figures"], rel=1e-4)

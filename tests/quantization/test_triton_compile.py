@@ -1,0 +1,137 @@
+"""The Triton kernels compile for sm90 on a machine without a GPU, and every operation is rounded once there.
+
+Each launch of the functions that call them is recorded instead of run, and compiled with the types of its arguments.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hqconv.humming_layout.runtime import resident
+from hqconv.humming_layout.transform import humming_schema
+from hqconv.quantization.gptq import hessian_factors
+from hqconv.quantization.quantize import quantize_stacks
+from hqconv.quantization.scale_search import ladder_of, least_byte, scales_of
+from tests.make.matrices import any_schema, hard_matrix
+from tests.make.structured_inputs import as_tiles, structured_inputs
+
+triton = pytest.importorskip("triton")
+
+TYPES = {
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.int8: "i8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.float16: "fp16",
+}
+COLUMNS = 384
+Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """Kernels and arguments of all launches, none of which runs."""
+    found: list[Launch] = []
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> None:
+        found.append((self, args, kwargs))
+
+    monkeypatch.setattr("triton.runtime.jit.JITFunction.run", run)
+    return found
+
+
+def ptx_of(launch: Launch) -> str:
+    """Compile a launch as Triton does at its first run: an integer 1 is a constant."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel, args, kwargs = launch
+    assert kwargs["enable_fp_fusion"] is False or kernel.__name__ == "_fold_rows"
+    values = dict(zip(kernel.arg_names, args, strict=False)) | {n: kwargs[n] for n in kernel.arg_names if n in kwargs}
+    is_constant = {p.name: p.is_constexpr for p in kernel.params}
+    signature, constants = {}, {}
+    for number, name in enumerate(kernel.arg_names):
+        value = values[name]
+        if is_constant[name] or (type(value) is int and value == 1):
+            signature[name], constants[(number,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = "*" + TYPES[value.dtype]
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+    target, options = GPUTarget("cuda", 90, 32), {"enable_fp_fusion": False}
+    ptx: str = triton.compile(ASTSource(kernel, signature, constants), target=target, options=options).asm["ptx"]
+    return ptx
+
+
+def assert_rounded_once(ptx: str) -> None:
+    """No product is fused with a sum, quotients are exact, and small numbers are kept."""
+    assert not re.findall(r"\bfma\.[a-z.]*f(?:32|64)", ptx)
+    assert set(re.findall(r"\bdiv\.[a-z.]*f(?:32|64)", ptx)) <= {"div.rn.f32", "div.rn.f64"}
+    assert ".ftz" not in ptx
+
+
+def of_search(name: str, dtype: torch.dtype, *, is_weighted: bool) -> None:
+    """Call every function of `triton_kernels` that launches kernels of the search."""
+    from hqconv.quantization import triton_kernels
+
+    schema, param_dtype = any_schema(name), "bfloat16" if dtype == torch.bfloat16 else "float16"
+    stack = torch.stack([hard_matrix(128, COLUMNS, dtype, seed) for seed in (0, 1)])
+    importance = torch.rand(2, COLUMNS, dtype=torch.float64) if is_weighted else None
+    [done] = quantize_stacks([stack], schema, param_dtype)
+    words, start = done.tensors["weight"], scales_of(done.tensors, schema)
+    with resident(torch.device("cpu")):
+        table = triton_kernels.code_values(humming_schema(schema), stack.device)
+    triton_kernels.row_errors(stack, start, words, table, schema, importance)
+    triton_kernels.row_errors(stack, start, None, None, schema, importance)
+    triton_kernels.row_fits(stack, start, schema, importance)
+    triton_kernels.chosen_codes(stack, start, torch.ones_like(start.scale, dtype=torch.bool), words, schema)
+    if triton_kernels.can_sweep(schema) and not schema.has_zero_point:
+        least = torch.ones(2, 128, start.scale.size(2), dtype=torch.float64)
+        floor = least_byte([start.stored], param_dtype)
+        triton_kernels.sweep(stack, start, least, ladder_of(schema), floor, schema, importance)
+
+
+def of_compensation(name: str, dtype: torch.dtype, *, is_weighted: bool) -> None:
+    """Call every function of `triton_compensation`."""
+    from hqconv.quantization import triton_compensation, triton_kernels
+
+    schema, stack = any_schema(name), torch.stack([hard_matrix(128, COLUMNS, dtype, seed) for seed in (0, 1)])
+    x = structured_inputs(300, COLUMNS, 0)
+    tiles = as_tiles(x.T @ x / 300).numpy().tobytes()
+    factors = hessian_factors(tiles, COLUMNS, schema.weight_scale_group_size, 0)
+    [done] = quantize_stacks([stack], schema, "bfloat16")
+    words, scales = done.tensors["weight"], scales_of(done.tensors, schema)
+    with resident(torch.device("cpu")):
+        table = triton_kernels.code_values(humming_schema(schema), stack.device)
+    losses = triton_compensation.tile_losses(stack, scales, words, table, schema, factors.wide)
+    triton_compensation.tile_losses(stack, scales, None, None, schema, factors.narrow or factors.wide)
+    changed = torch.ones_like(losses, dtype=torch.bool)
+    triton_compensation.compensated_codes(stack, scales, changed, words, schema, factors.wide)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("calls", [of_search, of_compensation])
+@pytest.mark.parametrize(
+    ("name", "dtype", "is_weighted"),
+    [
+        ("nvfp4", torch.bfloat16, True),
+        ("mxfp4", torch.float32, False),
+        ("int4-g32", torch.bfloat16, False),
+        ("int4-g128-zp", torch.float16, True),
+        ("fp8", torch.bfloat16, True),
+    ],
+)
+def test_kernels_compile_for_a_gpu(
+    name: str, dtype: torch.dtype, is_weighted: bool, calls: Callable[..., None], launches: list[Launch]
+) -> None:
+    calls(name, dtype, is_weighted=is_weighted)
+    assert len(launches) >= 3
+    for launch in launches:
+        assert_rounded_once(ptx_of(launch))
