@@ -173,7 +173,7 @@ def _searched(
     num_groups = start.best.scale.size(-1)
     scales, least = start.best, _of_units(start.measure(start.best, factors), num_groups) * _MARGIN
     everywhere = torch.ones_like(least, dtype=torch.bool)
-    for tried, valid in ((start.rounded, everywhere), *nearby_scales(start.rounded, schema, floor)):
+    for tried, valid in ((start.rounded, everywhere), *nearby_scales(start.rounded, schema, param_dtype, floor)):
         loss = _of_units(start.measure(tried, factors), num_groups)
         wins = valid & (loss < least)
         scales, least = tried.where(wins, scales), torch.where(wins, loss, least)

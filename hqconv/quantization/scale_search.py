@@ -153,7 +153,10 @@ class Ladder:
 _BYTES = {"float8e4m3": (126, 16), "float8e5m2": (123, 8), "float8e5m3": (254, 16), "float8e8m0": (254, 0)}
 
 
-def ladder_of(schema: WeightSchema) -> Ladder:
+_HALF_POWERS = 127 - 14, 127 + 15  # bytes of e8m0 scales that float16 holds
+
+
+def ladder_of(schema: WeightSchema, param_dtype: str) -> Ladder:
     """Return the steps of a schema's scales; those of zero points are other ones, see `_shrunk_ranges`."""
     kind, bits, exponent, mantissa = code = code_of(schema)
     if schema.bs_dtype in _BYTES:
@@ -162,6 +165,8 @@ def ladder_of(schema: WeightSchema) -> Ladder:
             largest += 2.0 ** (math.floor(math.log2(largest)) - mantissa - 1)
         has_own_codes = schema.bs_dtype == "float8e8m0" or schema.weight_scale_2_type != "none"
         top, no_half = _BYTES[schema.bs_dtype]
+        if schema.has_row_scale and schema.bs_dtype == "float8e8m0" and param_dtype == "float16":
+            top = _HALF_POWERS[1]
         return Ladder(2 if has_own_codes else 1, limit=2 / max(largest, 0.5), top=top, no_half=no_half)
     first = 2 if schema.weight_scale_type in ("block", "tensor") else 1
     if kind == arithmetic.FLOAT and exponent > 0:
@@ -212,13 +217,13 @@ _NEAR_UP, _NEAR_DOWN = 8, 3  # steps of 8-bit scales: the most that the limit le
 
 
 def nearby_scales(
-    start: CandidateScales, schema: WeightSchema, floor: torch.Tensor | None
+    start: CandidateScales, schema: WeightSchema, param_dtype: str, floor: torch.Tensor | None
 ) -> Iterator[tuple[CandidateScales, torch.Tensor]]:
     """Yield the scales of a schema's ladder, of 8-bit ones those near `start`; each with a mask of the groups with one.
 
     For a search under another measure, for which the bounds of the ladder do not hold. floor: as `sweep_each`.
     """
-    ladder, is_power = ladder_of(schema), start.stored.dtype == torch.float8_e8m0fnu
+    ladder, is_power = ladder_of(schema, param_dtype), start.stored.dtype == torch.float8_e8m0fnu
     up, down = (ladder.num_up, ladder.num_down) if not ladder.has_bytes else (1 if is_power else _NEAR_UP, _NEAR_DOWN)
     for step in (*range(ladder.first, up + 1), *range(-1, -down - 1, -1)):
         tried, valid = stepped(start, torch.full_like(start.scale, step, dtype=torch.int32), ladder)
@@ -280,12 +285,12 @@ def _shrunk_ranges(
 def least_byte(stored: list[torch.Tensor], param_dtype: str, *, has_row_scale: bool = False) -> torch.Tensor | None:
     """Return the least byte of e8m0 scales that float16 can hold beside the expert's largest scale: [E, 1, 1].
 
-    Under a scale per row, exponents are not moved into float16's range: the least one is -14.
+    Under a scale per row, exponents are not moved into float16's range: they are -14 to 15.
     """
     if stored[0].dtype != torch.float8_e8m0fnu or param_dtype != "float16":
         return None
     if has_row_scale:
-        return torch.full((1, 1, 1), 127 - 14, dtype=torch.int32, device=stored[0].device)
+        return torch.full((len(stored[0]), 1, 1), _HALF_POWERS[0], dtype=torch.int32, device=stored[0].device)
     largest = torch.stack([one.view(torch.uint8).flatten(1).amax(1) for one in stored]).amax(0)
     return (largest.int() - _HALF_RANGE).view(-1, 1, 1)
 
@@ -348,7 +353,7 @@ def _choose(
             wins = valid & ((error := error_of(tried)) < least)
             best, least, changed = tried.where(wins, best), torch.where(wins, error, least), changed | wins
     else:
-        ladder = ladder_of(schema)
+        ladder = ladder_of(schema, param_dtype)
         if first.sweep is not None:
             steps, least = first.sweep(best, least, ladder, floor)
         else:

@@ -59,6 +59,17 @@ def assert_same(left: torch.Tensor, right: torch.Tensor, what: object) -> None:
         raise AssertionError(f"{what}: {len(wrong)} of {left.numel()} differ, first at {place}: {values}")
 
 
+def with_one_nan(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers of a tensor of floats, with the same bits for every NaN; integers as they are.
+
+    Devices make NaN with different signs; a conversion refuses matrices with one.
+    """
+    if not tensor.is_floating_point():
+        return tensor
+    numbers = tensor.double()
+    return torch.where(numbers.isnan(), torch.nan, numbers)
+
+
 def snapshot(folder: Path) -> dict[str, str]:
     """Every file's digest, by path."""
     return {

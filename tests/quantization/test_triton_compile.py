@@ -94,8 +94,8 @@ def of_search(name: str, dtype: torch.dtype, *, is_weighted: bool) -> None:
     triton_kernels.chosen_codes(stack, start, torch.ones_like(start.scale, dtype=torch.bool), words, schema)
     if triton_kernels.can_sweep(schema) and not schema.has_zero_point:
         least = torch.ones(2, 128, start.scale.size(2), dtype=torch.float64)
-        floor = least_byte([start.stored], param_dtype)
-        triton_kernels.sweep(stack, start, least, ladder_of(schema), floor, schema, importance)
+        floor = least_byte([start.stored], param_dtype, has_row_scale=schema.has_row_scale)
+        triton_kernels.sweep(stack, start, least, ladder_of(schema, param_dtype), floor, schema, importance)
 
 
 def of_compensation(name: str, dtype: torch.dtype, *, is_weighted: bool) -> None:

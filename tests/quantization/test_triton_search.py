@@ -40,7 +40,7 @@ for case in sys.argv[1 : -1 if is_broken else None]:
     importance = (torch.arange(2 * columns) % 5).double().view(2, columns) if is_float32 else None
     param_dtype = "float16" if is_float32 else "bfloat16"
     [done] = quantize_stacks([stack], schema, param_dtype)
-    words, start, ladder = done.tensors["weight"], scales_of(done.tensors, schema), ladder_of(schema)
+    words, start, ladder = done.tensors["weight"], scales_of(done.tensors, schema), ladder_of(schema, param_dtype)
     with resident(torch.device("cpu")):
         table = triton_kernels.code_values(humming_schema(schema), stack.device)
         one = torch.ones(start.scale.shape, dtype=torch.int32)
@@ -61,7 +61,7 @@ for case in sys.argv[1 : -1 if is_broken else None]:
         agree.append(same_bits(*codes))
         if triton_kernels.can_sweep(schema) and not schema.has_zero_point:
             least = torch_kernels.row_errors(stack, start, words, None, schema, importance) * (1 - 2.0**-20)
-            floor = least_byte([start.stored], param_dtype)
+            floor = least_byte([start.stored], param_dtype, has_row_scale=schema.has_row_scale)
             results = (
                 one.sweep(stack, start, least, ladder, floor, schema, importance)
                 for one in (triton_kernels, torch_kernels)
@@ -127,7 +127,7 @@ def agreements(*words: str, script: str = SCRIPT) -> list[list[str]]:
 @pytest.mark.full
 def test_kernels_give_the_bits_of_torch() -> None:
     """Of each scale and code type: errors, sums for a fit and codes, and the sweep where there is one."""
-    cases = ["nvfp4:float32", "mxfp4:float32", "int4-g32:bfloat16", "uint4-e4m3:bfloat16"]
+    cases = ["nvfp4:float32", "mxfp4:float32", "fp4-g32-e8m0-row:float32", "int4-g32:bfloat16", "uint4-e4m3:bfloat16"]
     assert agreements(*cases) == [[case, *["True"] * 8] for case in cases]
     cases = ["int4-g64-zp:bfloat16", "fp8-block:bfloat16", "int4-g8192:bfloat16"]
     assert agreements(*cases) == [[case, *["True"] * 6] for case in cases]
