@@ -159,7 +159,7 @@ def test_the_command_prints_the_order_the_choice_and_the_origin() -> None:
     assert lines == sorted(lines)
     assert f"Take {words['recommended']}. {words['reason']}" in text
     assert words["rule"] in text
-    assert "NVIDIA H200, 2026-11-23" in text
+    assert "NVIDIA H200, 2026-11-24" in text
     assert "Do not run so: nvfp4" in text
     assert "not measured on this architecture" in call("--for", "rtx-5090")
 
