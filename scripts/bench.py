@@ -3,6 +3,7 @@
     python scripts/bench.py [--sizes 2,8,29] [--schemas mxfp4,int4] [--devices cpu,cuda:0] [--threads N] [--runs 3]
                             [--sinks files,null] [--cold] [--peers] [--quantized fp8-block] [--quantizer mse]
                             [--work FOLDER] [--log NAME]
+    python scripts/bench.py --allocate mxfp4,int4-g32-e4m3,fp8 [--sizes 8] [--devices cuda:0] [--quantizer mse]
     python scripts/bench.py --headers [--tensors 45000,178000,370000] [--formats bf16,fp8-block] [--runs 3]
 
 The first makes Qwen3-MoE-shaped checkpoints (experts [768, 2048]) of about `--size` GB each, reads them into the page
@@ -13,6 +14,8 @@ figure is of a process of its own. GB/s count the source's bytes; *steady* leave
 when the first batch came through: what was in flight then does not count. The second form measures how long looking at
 headers takes, and nothing else (`bench_headers.py`).
 With the sink `null` files are made up and forgotten. `--cold` drops the source from the page cache before each run.
+`--allocate` compares `hqconv allocate` with `convert` to each of its candidates, in steady GB/s of the source times the
+number of candidates.
 `--peers` adds vLLM's load path, rebuilt from Humming's calls, and llm-compressor's `model_free_ptq` where installed.
 `--log NAME` writes NAME.json, and a plot to NAME.svg.
 
@@ -47,6 +50,7 @@ from scripts.shared import make_source
 EXPERT_BYTES = 3 * 768 * 2048 * 2
 EXPERTS_PER_LAYER = 32
 HQCONV, VLLM, LLM_COMPRESSOR = "hqconv", "vllm-load-path", "llm-compressor"
+ALLOCATE = "hqconv allocate"
 
 
 # --- one run, in a process of its own ----------------------------------------------------------------------
@@ -85,6 +89,21 @@ def convert(source: str, out: str, words: dict[str, Any], sink: str) -> dict[str
     return {"bytes_in": report.num_bytes_in, "bytes_out": report.num_bytes_out, "profile": report.profile}
 
 
+def allocate(source: str, out: str, words: dict[str, Any], _: str) -> dict[str, Any]:
+    """One allocation; `words["schema"]`: its candidates. Steady from the first progress to the last."""
+    import hqconv
+
+    seen: list[tuple[float, int]] = []
+    words = {name: word for name, word in words.items() if name != "schema"} | {"candidates": words["schema"]}
+    recipe = Path(out, "recipe.toml")
+    Path(out).mkdir()
+    hqconv.allocate(
+        source, recipe, bits=8.0, **words, progress=lambda step: seen.append((time.monotonic(), step.done_bytes))
+    )
+    (begun, first), (ended, last) = seen[0], seen[-1]
+    return {"bytes_in": last, "steady_gb_per_s": (last - first) / max(ended - begun, 1e-9) / 1e9}
+
+
 def vllm_load_path(source: str, _: str, words: dict[str, Any], __: str) -> dict[str, Any]:
     """What vLLM does at every start: each matrix quantized alone, put into parameters, and these transformed."""
     from scripts.bench_peers import load_like_vllm
@@ -101,6 +120,7 @@ def llm_compressor(source: str, out: str, words: dict[str, Any], _: str) -> dict
 
 RUNS: dict[str, Callable[[str, str, dict[str, Any], str], dict[str, Any]]] = {
     HQCONV: convert,
+    ALLOCATE: allocate,
     VLLM: vllm_load_path,
     LLM_COMPRESSOR: llm_compressor,
 }
@@ -210,6 +230,35 @@ def rounds(
     }
 
 
+def allocation_rounds(source: Path, device: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Speeds of an allocation for each of its candidates, and of conversions to them."""
+    words = {"target": "sm90", "device": device, "tp": args.tp, "threads": args.threads}
+    words |= {"max_memory": args.max_memory, "quantizer": args.quantizer}
+    out, candidates = args.work / "out-allocate", args.allocate.split(",")
+    found: dict[str, list[float]] = {}
+    for number in range(args.runs + 1):
+        for who, schema in ((ALLOCATE, args.allocate), *((HQCONV, one) for one in candidates)):
+            shutil.rmtree(out, ignore_errors=True)
+            named = words | {"schema": schema}
+            done = measure({"who": who, "source": str(source), "out": str(out), "words": named, "sink": "files"})
+            if number:
+                speed = done["steady_gb_per_s"] * len(candidates) if who == ALLOCATE else steady_speed(done)
+                found.setdefault(schema if who == HQCONV else who, []).append(speed)
+    shutil.rmtree(out, ignore_errors=True)
+    speeds = {name: round(statistics.median(each), 2) for name, each in found.items()}
+    per_candidate = speeds.pop(ALLOCATE)
+    mean = statistics.harmonic_mean(speeds.values())
+    return {
+        "allocate": candidates,
+        "quantizer": args.quantizer,
+        "device": device,
+        "threads": args.threads,
+        "steady_gb_per_s_and_candidate": per_candidate,
+        "convert_steady_gb_per_s": speeds,
+        "share_of_convert": round(per_candidate / mean, 2),
+    }
+
+
 def steady_speed(result: dict[str, Any]) -> float:
     """GB/s of the source once the first batch has come through."""
     profile = result["profile"]
@@ -242,6 +291,18 @@ def default_threads() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def measure_others(args: argparse.Namespace) -> None:
+    """The forms with --headers and --allocate: print one JSON line each."""
+    if args.headers:
+        sizes = [int(size) for size in args.tensors.split(",")]
+        for found in measure_headers(args.work, sizes, args.formats.split(","), args.runs):
+            print(json.dumps(found), flush=True)
+        return
+    for size, device in itertools.product(map(float, args.sizes.split(",")), args.devices.split(",")):
+        source = cached_source(args.work / f"source-{size:g}", size)
+        print(json.dumps(allocation_rounds(source, device, args)), flush=True)
+
+
 def main() -> None:
     """Measure, and print one JSON line for each schema and size."""
     if sys.argv[1:2] == ["--child"]:
@@ -262,6 +323,7 @@ def main() -> None:
     parser.add_argument("--max-memory", default="4GiB")
     parser.add_argument("--quantized", default="")
     parser.add_argument("--quantizer", default="rtn")
+    parser.add_argument("--allocate", default="", help="candidates: the speed of hqconv allocate, and nothing else")
     parser.add_argument("--headers", action="store_true", help="how long looking takes, and nothing else")
     parser.add_argument("--tensors", default="45000,178000,370000")
     parser.add_argument("--formats", default="bf16,fp8-block")
@@ -269,10 +331,8 @@ def main() -> None:
     parser.add_argument("--log", type=Path, default=None)
     args = parser.parse_args()
     args.work = args.work or Path(tempfile.mkdtemp(prefix="hqconv-bench-"))
-    if args.headers:
-        sizes = [int(size) for size in args.tensors.split(",")]
-        for found in measure_headers(args.work, sizes, args.formats.split(","), args.runs):
-            print(json.dumps(found), flush=True)
+    if args.headers or args.allocate:
+        measure_others(args)
         return
     schemas, devices, sinks = (one.split(",") for one in (args.schemas, args.devices, args.sinks))
     if not args.skip_bytes:
