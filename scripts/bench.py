@@ -11,7 +11,7 @@ cache, alternates hqconv with its peers, `--runs` times after one uncounted roun
 can do (reading the source in parallel, writing as many bytes as come out to the same folder, SHA-256, copies to and
 from the GPU; *together* is reading, writing and hashing at once with all threads, which any converter has to do). Every
 figure is of a process of its own. GB/s count the source's bytes; *steady* leaves out start-up and planning, and begins
-when the first batch came through: what was in flight then does not count. The second form measures how long looking at
+when the first batch came through: what was in flight then does not count. The last form measures how long looking at
 headers takes, and nothing else (`bench_headers.py`).
 With the sink `null` files are made up and forgotten. `--cold` drops the source from the page cache before each run.
 `--allocate` compares `hqconv allocate` with `convert` to each of its candidates, in steady GB/s of the source times the
