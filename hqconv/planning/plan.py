@@ -34,7 +34,7 @@ from hqconv.planning.spec import ConversionOptions, ConversionSpec, make_spec
 from hqconv.schemas import artifact_names
 from hqconv.schemas.gpu_target import GPUS, GpuTarget
 from hqconv.schemas.model_config import NO_HEADS, AttentionHeads, attention_heads, text_config
-from hqconv.schemas.options import GPTQ
+from hqconv.schemas.options import GPTQ, RTN
 from hqconv.schemas.overrides import assign
 
 
@@ -80,6 +80,7 @@ def source_facts(checkpoint: Source, experts: ExpertMap | None) -> SourceFacts:
 
 
 _TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", ".model", ".tiktoken", "tokenizer.tok.json")
+_FEW_BITS = 2
 _MAX_NAME, _MAX_PATH = 255, 3072  # bytes, of most file systems; of a path with room for that of the output
 _OURS = (
     *(
@@ -298,7 +299,8 @@ def make_plan(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> C
         warnings=(*request_warnings(experts, spec, heads), *_left_out(checkpoint), *_card_warnings(checkpoint)),
         other_bytes_per_gpu=other_bytes(checkpoint.tensors, experts.copied, experts.left, spec.grid, heads),
     )
-    return replace(plan, notices=(*source_notices(checkpoint, experts), *_memory_notices(plan)))
+    notices = (*source_notices(checkpoint, experts), *_memory_notices(plan), *_quantizer_notices(spec))
+    return replace(plan, notices=notices)
 
 
 def source_notices(checkpoint: Source, experts: ExpertMap) -> list[str]:
@@ -323,6 +325,17 @@ def _memory_notices(plan: ConversionPlan) -> list[str]:
     return [
         f"each GPU needs about {memory.total / 1e9:.0f} GB for weights alone, and the largest known GPU of "
         f"{plan.spec.target.name} has {max(models)} GB: use a larger --tp or --ep, or a schema with fewer bits."
+    ]
+
+
+def _quantizer_notices(spec: ConversionSpec) -> list[str]:
+    """Warn of a search where it made predictions worse: at 1 and 2 bits (docs/quality.md)."""
+    few = sorted({one.schema.name for one in spec.kernel_specs if one.schema.num_bits <= _FEW_BITS})
+    if spec.encoding.quantizer == RTN or not few:
+        return []
+    return [
+        f"--quantizer {spec.encoding.quantizer} lowers the error of weights, but at 2 bits ({', '.join(few)}) it made "
+        "predictions worse than rtn in all models that were measured: compare both with `hqconv evaluate`."
     ]
 
 

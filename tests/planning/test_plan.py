@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+import hqconv
 from hqconv.errors import RequestError
 from hqconv.io.sidecar_files import SidecarFiles
 from hqconv.models.expert_map import ExpertMap, map_experts
@@ -467,3 +468,12 @@ def test_quantization_config_is_hummings_words(name: str) -> None:
     assert {"dtype", "group_size", "scale_dtype", "scale_type"}.isdisjoint(words)
     target = humming_schema(schema_of(name))
     assert type(target).from_config(words) == target
+
+
+@pytest.mark.parametrize(("schema", "quantizer"), [("int2-g32", "rtn"), ("int2-g32", "mse"), ("int3-g64", "mse")])
+def test_a_search_at_2_bits_is_told(schema: str, quantizer: str, tmp_path: Path) -> None:
+    src = save_model(tmp_path / "m", "qwen3_moe")
+    report = hqconv.convert(src, tmp_path / "out", schema=schema, quantizer=quantizer, target="sm90", device="cpu")
+    told = [text for text in report.warnings if "predictions worse than rtn" in text]
+    assert bool(told) == (quantizer == "mse" and schema == "int2-g32")
+    assert "predictions" not in (tmp_path / "out" / "hqconv.json").read_text()
