@@ -23,6 +23,7 @@ from hqconv.schemas.recipe import load_recipe
 from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.conversions import assert_verified, check, manifest, run
 from tests.make.damage import LAYER, Damaged
+from tests.make.effort import num_examples
 from tests.make.formats import write
 from tests.make.importance import columns_of, write_importance
 from tests.make.qwen import write_qwen3_moe
@@ -95,7 +96,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @settings(
-    max_examples=24, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=num_examples(24),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(columns(), st.sampled_from(SCHEMAS))
 def test_no_scale_loses_more_of_what_counts_than_round_to_nearest(

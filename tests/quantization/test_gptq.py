@@ -21,6 +21,7 @@ from hqconv.quantization.quantize import quantize_stacks
 from hqconv.quantization.quantized import MSE, RTN, HessianFactors, QuantizedStack, Quantizer
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
 from tests.make import torch_kernels
+from tests.make.effort import num_examples
 from tests.make.matrices import RARE_SCHEMAS, SCHEMAS, any_schema, hard_matrix
 from tests.make.structured_inputs import as_tiles, gaussian_rows, structured_inputs
 from tests.make.tensors import assert_same, same_bits, with_one_nan
@@ -90,7 +91,7 @@ def unit_losses(stack: torch.Tensor, done: QuantizedStack, schema: WeightSchema,
 # --- what is promised --------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=num_examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.sampled_from(FEW),
     st.sampled_from(["bfloat16", "float16"]),

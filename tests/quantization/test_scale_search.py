@@ -21,6 +21,7 @@ from hqconv.quantization.quantized import MSE, RTN, QuantizedStack, Quantizer
 from hqconv.quantization.scale_search import CandidateScales, SearchStart, search
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
 from tests.make import torch_kernels
+from tests.make.effort import num_examples
 from tests.make.matrices import RARE_SCHEMAS, SCHEMAS, any_schema, hard_matrix
 from tests.make.tensors import assert_same, same_bits
 
@@ -109,7 +110,7 @@ def stacks_of_two(draw: st.DrawFn) -> list[torch.Tensor]:
     return result
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=num_examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(stacks_of_two(), st.sampled_from(ALL), st.sampled_from(["bfloat16", "float16"]), st.booleans())
 def test_no_scale_loses_more_than_round_to_nearest(
     stacks: list[torch.Tensor], name: str, param_dtype: str, is_weighted: bool
@@ -130,6 +131,7 @@ def test_hard_matrices_lose_no_more_either_and_something_is_gained(name: str) ->
     assert gain >= least.get(name, 0.005)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", ALL)
 def test_the_search_for_gpus_chooses_what_the_loops_choose(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The code for GPUs, run on the CPU over the twins of Humming's operations and of the Triton kernels.
