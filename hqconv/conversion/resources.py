@@ -34,6 +34,8 @@ _GPU_FREE_SHARE = 0.8  # of the GPU memory that is free at the start; other proc
 # Bytes of GPU memory for one weight while its matrix is quantized and its error measured in float64, besides its stored
 # form, and the factor for memory that torch's allocator leaves unused between layers.
 _GPU_BYTES_PER_WEIGHT, _GPU_HEAP_FACTOR = 48, 1.5
+_GPU_COMPENSATION_BYTES = 8  # for each weight: gate and up once more, column by column
+_GPU_ERROR_BYTES = 792 * 8 * 128 * 128  # errors in the tiles that compensation has in progress, at most
 _GPU_SEARCH_BYTES, _GPU_SEARCH_WEIGHTS = (64, 1 << 20)  # for each weight that a search handles together
 
 _GPU_ROTATION_BYTES = 24  # for each weight: rotated gate and up, and temporaries
@@ -202,6 +204,7 @@ def gpu_working_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
         live += _GPU_SEARCH_BYTES * min(numbers, max(_GPU_SEARCH_WEIGHTS, layer.hidden_size))
     if planned.encoding.quantizer == GPTQ:
         live += _GPU_FACTOR_BYTES * max(layer.hidden_size, layer.intermediate_size)
+        live += _GPU_COMPENSATION_BYTES * numbers + min(_GPU_ERROR_BYTES, 8 * numbers)
     if planned.encoding.schema.rotation:
         live += _GPU_ROTATION_BYTES * numbers
     return int(_GPU_HEAP_FACTOR * live) + (16 << 20)

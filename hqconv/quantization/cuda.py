@@ -274,9 +274,10 @@ def _compensated(
     device = stacks[0].device
     wide = _on_device(factors.wide, device)
     here = HessianFactors(wide, factors.narrow and _on_device(factors.narrow, device), factors.importance)
-    starts = [_compensation_start(*one, schema) for one in zip(stacks, packed, best, strict=True)]
+    by_columns = [_by_columns(stack) for stack in stacks]
+    starts = [_compensation_start(*one, schema) for one in zip(by_columns, packed, best, strict=True)]
     done = []
-    for stack, one, choice in zip(stacks, best, compensate(starts, here, schema, param_dtype), strict=True):
+    for stack, one, choice in zip(by_columns, best, compensate(starts, here, schema, param_dtype), strict=True):
         with _LAUNCHING:
             kernels = _compensation_kernels()
             codes = kernels.compensated_codes(stack, choice.scales, choice.changed, one["weight"], schema, wide)
@@ -300,6 +301,11 @@ def _compensation_start(
     return CompensationStart(
         scales_of(packed, schema), scales, lambda factors: losses(scales, factors, best["weight"]), losses
     )
+
+
+def _by_columns(stack: torch.Tensor) -> torch.Tensor:
+    """Copy a stack [E, N, K] so that a column's rows are adjacent in memory: every launch reads columns."""
+    return stack.flatten(0, 1).t().contiguous().t().view(stack.shape)
 
 
 def _on_device(factors: TileFactors, device: torch.device) -> TileFactors:

@@ -221,11 +221,12 @@ def nearby_scales(
 ) -> Iterator[tuple[CandidateScales, torch.Tensor]]:
     """Yield the scales of a schema's ladder, of 8-bit ones those near `start`; each with a mask of the groups with one.
 
-    For a search under another measure, for which the bounds of the ladder do not hold. floor: as `sweep_each`.
+    Without `start` itself, which is step 1. For a search under another measure, for which the bounds of the ladder do
+    not hold. floor: as `sweep_each`.
     """
     ladder, is_power = ladder_of(schema, param_dtype), start.stored.dtype == torch.float8_e8m0fnu
     up, down = (ladder.num_up, ladder.num_down) if not ladder.has_bytes else (1 if is_power else _NEAR_UP, _NEAR_DOWN)
-    for step in (*range(ladder.first, up + 1), *range(-1, -down - 1, -1)):
+    for step in (*range(2, up + 1), *range(-1, -down - 1, -1)):
         tried, valid = stepped(start, torch.full_like(start.scale, step, dtype=torch.int32), ladder)
         if floor is not None:
             valid &= magnitude_bytes(tried.stored) >= floor

@@ -1,9 +1,17 @@
 """Triton kernel of error compensation: losses of candidate scales, and the codes for the chosen ones.
 
 The bits are those of the CPU's loops (`cpu_loops.compensation`): columns one after the other, corrections in float64,
-every operation rounded once. A program holds the corrections of some rows in one tile of columns.
+every operation rounded once.
 
-Legend: E experts, N output rows, K input columns, T tiles along K, W columns of a tile, U units of decision along K.
+Each thread has rows of its own, and threads exchange nothing. In memory the rows are the last dimension of all tensors,
+so that neighboring threads read neighboring bytes. A tile is rounded in blocks of 16 columns, whose corrections
+[BLOCK, ROWS] are in registers. First a block is corrected for the columns of the blocks before, in their order; their
+errors are in a scratch buffer, float64 [programs, WIDTH, ROWS]. Then its own columns are rounded one after the other,
+by unrolled code. So every sum has its terms in the order of the CPU's loops. The number of programs, and so the scratch
+buffer, is bounded: each visits several tiles.
+
+Legend: E experts, N output rows, K input columns, G groups along K, T tiles along K, W columns of a tile, U units of
+decision along K.
 """
 
 from __future__ import annotations
@@ -18,62 +26,137 @@ from hqconv.quantization.scale_search import CandidateScales
 from hqconv.quantization.triton_kernels import _code, _constants, _load_weights, load_codes
 from hqconv.schemas.weight_schema import WeightSchema
 
-_NUMBERS = 4096  # corrections in a program's registers: rows times columns
+_BLOCK = 16  # columns whose corrections are in registers
+_ROWS = 128  # of a program
+_WARPS, _STORED_WARPS = 2, 4  # two rows for each thread, which loads factors once for both; or one, for stored codes
+_PROGRAMS = 792  # with a scratch buffer: six for each of 132 multiprocessors; of wide tiles 99 MiB
+
+
+@triton.jit
+def _pick(values, place, j):
+    """Return row j of values [BLOCK, ROWS], with 0, 1 … in `place`; for a constant j one register of each thread."""
+    return tl.sum(tl.where(place[:, None] == j, values, 0.0), axis=0)
+
+
+@triton.jit
+def _carried(errors, ahead, first, lane, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the corrections of a block for the errors of the `first` columns of its tile, float64 [BLOCK, ROWS].
+
+    ahead: pointers to the block's columns in the first row of the tile's feedback.
+    """
+    correction = tl.zeros((BLOCK, ROWS), tl.float64)
+    for some in range(0, first, 4):  # four at a time, so that loads do not wait for sums
+        for i in tl.static_range(4):
+            error = tl.load(errors + (some + i) * ROWS + lane, cache_modifier=".cg")
+            correction += error[None, :] * tl.load(ahead + (some + i) * WIDTH)[:, None]
+    return correction
+
+
+@triton.jit
+def _load_scales(scale, zero, group, is_row, HAS_ZERO: tl.constexpr):
+    """Load scales and zero points of a group, float32 [ROWS]; scales twice where there are no zero points."""
+    factor = tl.load(scale + group, mask=is_row, other=0.0)
+    middle = factor
+    if HAS_ZERO:
+        middle = tl.load(zero + group, mask=is_row, other=0.0)
+    return factor, middle
 
 
 # Headers of kernels are kept short by hand: one parameter a line would be most of them.
 @triton.jit
-def _visit_tile(
-    weights, words, table, inverse, lowest, scale, zero, second, changed, order, feedback, penalty, out,
-    total, num_columns, num_tiles, group_size, num_groups, rows_per_scale, rows_per_second, tiles_per_unit, num_units,
+def _rounded(
+    wanted, words, stride, column, is_new, table, inverse, factor, middle, second_factor, is_row,
+    BITS: tl.constexpr, KIND: tl.constexpr, LIMIT_BITS: tl.constexpr, SHIFT: tl.constexpr, DROP: tl.constexpr,
+    HAS_ZERO: tl.constexpr, HAS_SECOND: tl.constexpr, IS_STORED: tl.constexpr, WRITES_CODES: tl.constexpr,
+):  # fmt: skip
+    """Return a column's codes and decoded weights, int32 and float32 [ROWS]: for `wanted`, or with IS_STORED as stored.
+
+    factor and middle: scale and zero point. inverse: pointers to the factor from weights to codes. With WRITES_CODES
+    the codes of rows that are not new are those stored.
+    """
+    if IS_STORED or WRITES_CODES:
+        kept = load_codes(words, column.to(tl.int64), is_row, BITS, stride)
+    if IS_STORED:
+        codes, number = kept, tl.load(table + kept, mask=is_row, other=0.0)
+    else:
+        x = tl.minimum(tl.maximum(wanted.to(tl.float32), -3.4028234663852886e38), 3.4028234663852886e38)
+        if HAS_ZERO:
+            x = x - middle * -factor
+        x = x * tl.load(inverse, mask=is_row, other=0.0)
+        codes, number = _code(x, BITS, KIND, LIMIT_BITS, SHIFT, DROP)
+    if WRITES_CODES:
+        codes = tl.where(is_new, codes, kept)
+    if HAS_ZERO:
+        number = number - middle
+    number = number * factor
+    if HAS_SECOND:
+        number = number * second_factor
+    return codes, number
+
+
+@triton.jit
+def _visit_tiles(
+    weights, words, table, inverse, scale, zero, second, changed, order, feedback, penalty, errors, out,
+    total, num_columns, num_tiles, group_size, scale_rows, rows_per_scale, rows_per_second, tiles_per_unit,
     BITS: tl.constexpr, KIND: tl.constexpr, LIMIT_BITS: tl.constexpr, SHIFT: tl.constexpr, DROP: tl.constexpr,
     HAS_ZERO: tl.constexpr, HAS_SECOND: tl.constexpr, IS_STORED: tl.constexpr, IS_BFLOAT16: tl.constexpr,
-    WRITES_CODES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    WRITES_CODES: tl.constexpr, HAS_GROUPS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Round one tile of ROWS rows, corrected for the errors of the columns before; write losses, or codes.
+    """Round tiles of ROWS rows, corrected for the errors of the columns before; write losses, or codes.
 
-    With IS_STORED the codes are those of `words`, and `table` holds their values. With WRITES_CODES units where nothing
-    `changed` get the codes of `words`.
+    With rows of all experts in the last dimension: weights [K, rows], packed words [K * BITS / 32, rows], changed
+    [U, rows]; inverse, scale and zero float32 [G, scale_rows]. out: losses float64 [T, rows]; with WRITES_CODES codes
+    [K, rows], those of `words` in units where nothing `changed`. With IS_STORED the codes are those of `words`, and
+    `table` holds their values. HAS_GROUPS: a tile has columns of several groups. errors: the scratch buffer.
     """
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    tile = tl.program_id(1)
-    is_row = row < total
-    scale_row, place = row // rows_per_scale * num_groups, tl.arange(0, WIDTH)
-    correction = tl.zeros((ROWS, WIDTH), tl.float64)
-    loss = tl.zeros((ROWS,), tl.float64)
-    if WRITES_CODES:
-        is_new = tl.load(changed + row * num_units + tile // tiles_per_unit, mask=is_row, other=0) != 0
-    for j in range(tl.minimum(num_columns - tile * WIDTH, WIDTH)):
-        at = tile * WIDTH + j
-        column = tile * WIDTH + tl.load(order + at).to(tl.int32)
-        group = scale_row + column // group_size
-        weight = _load_weights(weights, row * num_columns + column, is_row, IS_BFLOAT16)
-        carried = tl.sum(tl.where(place[None, :] == j, correction, 0.0), axis=1)
-        wanted = weight.to(tl.float64) + carried
-        if IS_STORED or WRITES_CODES:
-            kept = load_codes(words + row * (num_columns * BITS // 32), column, is_row, BITS)
-        if IS_STORED:
-            number = tl.load(table + kept, mask=is_row, other=0.0)
-        else:
-            x = tl.minimum(tl.maximum(wanted, -3.4028234663852886e38), 3.4028234663852886e38).to(tl.float32)
-            if HAS_ZERO:
-                x = x - tl.load(lowest + group, mask=is_row, other=0.0)
-            x = x * tl.load(inverse + group, mask=is_row, other=0.0)
-            codes, number = _code(x, BITS, KIND, LIMIT_BITS, SHIFT, DROP)
-        if WRITES_CODES:
-            tl.store(out + row * num_columns + column, tl.where(is_new, codes, kept), mask=is_row)
-        if HAS_ZERO:
-            number = number - tl.load(zero + group, mask=is_row, other=0.0)
-        number = number * tl.load(scale + group, mask=is_row, other=0.0)
+    # Said not to be contiguous: else Triton loads adjacent rows into a thread, and moves them to another one each time.
+    lane, place = tl.max_contiguous(tl.arange(0, ROWS), 1), tl.arange(0, BLOCK)
+    errors += tl.program_id(0).to(tl.int64) * (WIDTH * ROWS)
+    num_bands = tl.cdiv(total, ROWS)
+    for visit in range(tl.program_id(0), num_bands * num_tiles, tl.num_programs(0)):
+        tile, row = visit // num_bands, visit % num_bands * ROWS + lane
+        is_row = row < total
+        scale_row = row // rows_per_scale
+        group = (tile * WIDTH // group_size).to(tl.int64) * scale_rows + scale_row
+        is_new, second_factor = is_row, 1.0
         if HAS_SECOND:
-            number = number * tl.load(second + row // rows_per_second, mask=is_row, other=0.0)
-        value = number.to(tl.float64)
-        off = wanted - value
-        loss += (off * off) * tl.load(penalty + at)
-        ahead = tl.load(feedback + at.to(tl.int64) * WIDTH + place)
-        correction += (weight.to(tl.float64) - value)[:, None] * ahead[None, :]
-    if not WRITES_CODES:
-        tl.store(out + row * num_tiles + tile, loss, mask=is_row)
+            second_factor = tl.load(second + row // rows_per_second, mask=is_row, other=0.0)
+        if WRITES_CODES:
+            unit = (tile // tiles_per_unit).to(tl.int64) * total
+            is_new = tl.load(changed + unit + row, mask=is_row, other=0) != 0
+        loss = tl.zeros((ROWS,), tl.float64)
+        for first in range(0, tl.minimum(num_columns - tile * WIDTH, WIDTH), BLOCK):
+            start = tile * WIDTH + first
+            ahead = feedback + tile.to(tl.int64) * (WIDTH * WIDTH) + first + place
+            correction = _carried(errors, ahead, first, lane, WIDTH, ROWS, BLOCK)
+            block_errors, block_codes = tl.zeros((BLOCK, ROWS), tl.float64), tl.zeros((BLOCK, ROWS), tl.int32)
+            for j in tl.static_range(BLOCK):
+                column = tile * WIDTH + tl.load(order + start + j).to(tl.int32)
+                if HAS_GROUPS:
+                    group = (column // group_size).to(tl.int64) * scale_rows + scale_row
+                factor, middle = _load_scales(scale, zero, group, is_row, HAS_ZERO)
+                weight = _load_weights(weights + column.to(tl.int64) * total, row, is_row, IS_BFLOAT16)
+                wanted = weight.to(tl.float64) + _pick(correction, place, j)
+                codes, number = _rounded(
+                    wanted, words + row, total, column, is_new, table, inverse + group, factor, middle, second_factor,
+                    is_row, BITS, KIND, LIMIT_BITS, SHIFT, DROP, HAS_ZERO, HAS_SECOND, IS_STORED, WRITES_CODES,
+                )  # fmt: skip
+                value = number.to(tl.float64)
+                off = wanted - value
+                loss += (off * off) * tl.load(penalty + start + j)
+                error = weight.to(tl.float64) - value
+                correction += error[None, :] * tl.load(ahead + (first + j) * WIDTH)[:, None]
+                block_errors = tl.where(place[:, None] == j, error[None, :], block_errors)
+                block_codes = tl.where(place[:, None] == j, codes[None, :], block_codes)
+            if WRITES_CODES:
+                columns = tile * WIDTH + tl.load(order + start + place).to(tl.int64)
+                tl.store(out + columns[:, None] * total + row[None, :], block_codes, mask=is_row[None, :])
+            if BLOCK < WIDTH:
+                tl.store(errors + (first + place)[:, None] * ROWS + lane[None, :], block_errors)
+                tl.debug_barrier()
+        if not WRITES_CODES:
+            tl.store(out + tile.to(tl.int64) * total + row, loss, mask=is_row)
 
 
 def tile_losses(
@@ -87,11 +170,13 @@ def tile_losses(
     """Return the loss of each tile of each row of a stack [E, N, K], float64 [E, N, T].
 
     `words` and `table`: packed codes and `triton_kernels.code_values`; None for compensated codes under the scales.
-    factors: on the stack's device.
+    factors: on the stack's device. A stack whose rows are adjacent in memory is not copied.
     """
-    out = torch.empty(*stack.shape[:2], len(factors.order), dtype=torch.float64, device=stack.device)
+    num_experts, num_rows, _ = stack.shape
+    num_tiles = len(factors.order)
+    out = torch.empty(num_tiles, num_experts * num_rows, dtype=torch.float64, device=stack.device)
     _launch(stack, scales, schema, factors, out, words=words, table=table)
-    return out
+    return out.t().contiguous().view(num_experts, num_rows, num_tiles)
 
 
 def compensated_codes(
@@ -102,10 +187,19 @@ def compensated_codes(
     schema: WeightSchema,
     factors: TileFactors,
 ) -> torch.Tensor:
-    """Return codes int32 [E, N, K]: compensated in units that `changed` [E, N, U], else those packed in `words`."""
-    out = torch.empty(stack.shape, dtype=torch.int32, device=stack.device)
+    """Return codes int32 [E, N, K]: compensated in units that `changed` [E, N, U], else those packed in `words`.
+
+    stack and factors: as `tile_losses`.
+    """
+    num_experts, num_rows, num_columns = stack.shape
+    out = torch.empty(num_columns, num_experts * num_rows, dtype=torch.uint8, device=stack.device)
     _launch(stack, scales, schema, factors, out, words=words, changed=changed.to(torch.int8))
-    return out
+    return out.t().contiguous().view(stack.shape).int()
+
+
+def _rows_last(values: torch.Tensor) -> torch.Tensor:
+    """Return [E, R, G] as [G, E * R]; not copied where it lies so in memory."""
+    return values.flatten(0, 1).t().contiguous()
 
 
 def _launch(
@@ -120,34 +214,43 @@ def _launch(
     changed: torch.Tensor | None = None,
 ) -> None:
     num_experts, num_rows, num_columns = stack.shape
-    total, num_groups = num_experts * num_rows, scales.scale.size(2)
-    num_tiles, width = factors.order.shape
-    num_units = 1 if changed is None else changed.size(2)
-    given = (inverse_of(scales), scales.lowest(), scales.scale, scales.zero, scales.second, changed)
-    none, is_bfloat16, rows = out, stack.dtype == torch.bfloat16, _NUMBERS // width
-    _visit_tile[triton.cdiv(total, rows), num_tiles](
-        stack.contiguous().view(torch.int16) if is_bfloat16 else stack.contiguous(),
-        none if words is None else words.contiguous(),
-        none if table is None else table,
-        *(none if one is None else one.contiguous() for one in given),
+    total, (num_tiles, width) = num_experts * num_rows, factors.order.shape
+    group_size, is_bfloat16 = num_columns // scales.scale.size(2), stack.dtype == torch.bfloat16
+    block = min(_BLOCK, width)
+    assert num_columns % block == 0, "the part of a tile at the end has whole blocks"
+    num_programs = triton.cdiv(total, _ROWS) * num_tiles
+    errors = out  # `out` for unused pointers
+    if block < width:
+        num_programs = min(num_programs, _PROGRAMS)
+        errors = torch.empty(num_programs, width, _ROWS, dtype=torch.float64, device=stack.device)
+    weights = _rows_last(stack)
+    given = (inverse_of(scales), scales.scale, scales.zero, scales.second, changed)
+    _visit_tiles[(num_programs,)](
+        weights.view(torch.int16) if is_bfloat16 else weights,
+        out if words is None else _rows_last(words),
+        out if table is None else table,
+        *(out if one is None else _rows_last(one) for one in given),
         *(factors.order, factors.feedback, factors.penalty),
+        errors,
         out,
         total,
         num_columns,
         num_tiles,
-        num_columns // num_groups,
-        num_groups,
+        group_size,
+        num_experts * scales.scale.size(1),
         num_rows // scales.scale.size(1),
         1 if scales.second is None else total // scales.second.numel(),
-        num_tiles // num_units,
-        num_units,
+        1 if changed is None else num_tiles // changed.size(2),
         IS_BFLOAT16=is_bfloat16,
         **_constants(schema),
         HAS_ZERO=scales.zero is not None,
         HAS_SECOND=scales.second is not None,
         IS_STORED=table is not None,
         WRITES_CODES=changed is not None,
-        ROWS=rows,
+        HAS_GROUPS=group_size < num_columns and group_size % width > 0,
+        ROWS=_ROWS,
         WIDTH=width,
+        BLOCK=block,
+        num_warps=_WARPS if table is None else _STORED_WARPS,
         enable_fp_fusion=False,  # or the GPU would round a product and a sum at once, and the CPU twice
     )

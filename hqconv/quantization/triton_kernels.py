@@ -46,14 +46,17 @@ def _fold_rows(terms, out, num_columns, width, SIZE: tl.constexpr, WIDTH: tl.con
 
 
 @triton.jit
-def load_codes(words, place, is_inside, BITS: tl.constexpr):
-    """Load packed codes of a row at `place`, little-endian in 32-bit words; one may straddle two of them."""
-    first = place * BITS // 32
+def load_codes(words, place, is_inside, BITS: tl.constexpr, stride=1):
+    """Load packed codes of a row at `place`, little-endian in 32-bit words; one may straddle two of them.
+
+    stride: words from one of a row to its next one.
+    """
+    first = place * BITS // 32 * stride
     shift = place * BITS % 32
     codes = tl.load(words + first, mask=is_inside, other=0).to(tl.uint32, bitcast=True) >> shift.to(tl.uint32)
     if 32 % BITS != 0:
-        goes_on = is_inside & (shift + BITS > 32)
-        rest = tl.load(words + first + 1, mask=goes_on, other=0).to(tl.uint32, bitcast=True)
+        goes_on = tl.where(is_inside, shift, 0) + BITS > 32  # so that `place` may be a scalar
+        rest = tl.load(words + first + stride, mask=goes_on, other=0).to(tl.uint32, bitcast=True)
         codes = tl.where(goes_on, codes | (rest << ((32 - shift) % 32).to(tl.uint32)), codes)
     return (codes & ((1 << BITS) - 1)).to(tl.int32)
 

@@ -25,6 +25,7 @@ triton = pytest.importorskip("triton")
 TYPES = {
     torch.float32: "fp32",
     torch.float64: "fp64",
+    torch.uint8: "u8",
     torch.int8: "i8",
     torch.int16: "i16",
     torch.int32: "i32",
@@ -48,7 +49,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
 
 def ptx_of(launch: Launch) -> str:
-    """Compile a launch as Triton does at its first run: an integer 1 is a constant."""
+    """Compile a launch as Triton does at its first run: an integer 1 is a constant, multiples of 16 are known."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -56,7 +57,7 @@ def ptx_of(launch: Launch) -> str:
     assert kwargs["enable_fp_fusion"] is False or kernel.__name__ == "_fold_rows"
     values = dict(zip(kernel.arg_names, args, strict=False)) | {n: kwargs[n] for n in kernel.arg_names if n in kwargs}
     is_constant = {p.name: p.is_constexpr for p in kernel.params}
-    signature, constants = {}, {}
+    signature, constants, multiples = {}, {}, {}
     for number, name in enumerate(kernel.arg_names):
         value = values[name]
         if is_constant[name] or (type(value) is int and value == 1):
@@ -65,8 +66,13 @@ def ptx_of(launch: Launch) -> str:
             signature[name] = "*" + TYPES[value.dtype]
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i32"
+        if signature[name][0] == "*" or (signature[name] == "i32" and value % 16 == 0):
+            multiples[(number,)] = [["tt.divisibility", 16]]
     target, options = GPUTarget("cuda", 90, 32), {"enable_fp_fusion": False}
-    ptx: str = triton.compile(ASTSource(kernel, signature, constants), target=target, options=options).asm["ptx"]
+    if "num_warps" in kwargs:
+        options["num_warps"] = kwargs["num_warps"]
+    source = ASTSource(kernel, signature, constants, multiples)
+    ptx: str = triton.compile(source, target=target, options=options).asm["ptx"]
     return ptx
 
 
@@ -111,7 +117,8 @@ def of_compensation(name: str, dtype: torch.dtype, *, is_weighted: bool) -> None
     with resident(torch.device("cpu")):
         table = triton_kernels.code_values(humming_schema(schema), stack.device)
     losses = triton_compensation.tile_losses(stack, scales, words, table, schema, factors.wide)
-    triton_compensation.tile_losses(stack, scales, None, None, schema, factors.narrow or factors.wide)
+    for tiles_of in [factors.wide] if factors.narrow is None else [factors.wide, factors.narrow]:
+        triton_compensation.tile_losses(stack, scales, None, None, schema, tiles_of)
     changed = torch.ones_like(losses, dtype=torch.bool)
     triton_compensation.compensated_codes(stack, scales, changed, words, schema, factors.wide)
 
@@ -134,4 +141,8 @@ def test_kernels_compile_for_a_gpu(
     calls(name, dtype, is_weighted=is_weighted)
     assert len(launches) >= 3
     for launch in launches:
-        assert_rounded_once(ptx_of(launch))
+        ptx = ptx_of(launch)
+        assert_rounded_once(ptx)
+        if calls is of_compensation:  # each thread rounds rows of its own
+            assert "shfl" not in ptx
+            assert ".shared" not in ptx.partition("{")[2]
