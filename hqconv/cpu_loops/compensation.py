@@ -32,6 +32,7 @@ from hqconv.jit import compiled
 
 _LANES = 8  # rows that are rounded side by side
 _LARGEST = 3.4028234663852886e38  # of float32
+_OVERFLOW = np.float32(2.0**31)  # of 32-bit integers, from here on the least one
 
 
 @functools.cache
@@ -121,7 +122,8 @@ def _tile_visitor(nearest):
                 group = (inverse_NG[n, g], lowest_NG[n, g], scale_NG[n, g], zero_NG[n, g], scale_2_N[n])
                 wanted = np.float64(weight) + correction_LW[u64(lane), j]
                 corrected = np.float32(min(max(wanted, -_LARGEST), _LARGEST))  # infinity times 0 would be NaN
-                code, value = nearest(corrected if is_new[u64(lane)] else weight, limit, group)
+                kept = not is_new[u64(lane)]
+                code, value = nearest(weight if kept else corrected, limit, group, kept)
                 codes_LK[u64(lane), k], decoded_LK[u64(lane), k] = code, value
                 off = wanted - np.float64(value)
                 loss_L[u64(lane)] += (off * off) * penalty
@@ -137,7 +139,10 @@ def _tile_visitor(nearest):
 
 
 def _nearest(code):
-    """Return the function (weight, limit, group) → (code, decoded weight), in the arithmetic of `encoders.encoder`."""
+    """Return the function (weight, limit, group, is_kept) → (code, decoded weight) in `encoders.encoder`'s arithmetic.
+
+    is_kept: the code is that of the encoder, also where its 32-bit integers overflow.
+    """
     kind, num_bits, exponent_bits, mantissa_bits = code
     if kind == FLOAT:
         return _nearest_float(num_bits, exponent_bits, mantissa_bits)
@@ -156,7 +161,7 @@ def _nearest_float(num_bits, exponent_bits, mantissa_bits):
     sign_shift = np.uint32(32 - num_bits)
 
     @compiled
-    def nearest(weight, limit, group):
+    def nearest(weight, limit, group, is_kept):
         inverse, _lowest, scale, _zero, scale_2 = group
         limit_bits = bits_of(limit) if limit > 0 else MAGNITUDE
         bits = bits_of(np.float32(weight * inverse))
@@ -181,9 +186,12 @@ def _nearest_symmetric(num_bits, is_offset):
     lowest_code = np.int32(-midpoint if is_offset else -highest)
 
     @compiled
-    def nearest(weight, limit, group):
+    def nearest(weight, limit, group, is_kept):
         inverse, _lowest, scale, _zero, scale_2 = group
-        number = min(max(np.rint(np.float32(weight * inverse)), np.float32(lowest_code)), np.float32(highest))
+        x = np.rint(np.float32(weight * inverse))
+        number = min(max(x, np.float32(lowest_code)), np.float32(highest))
+        if is_kept and abs(x) >= _OVERFLOW:
+            number = np.float32(lowest_code)
         code = np.int32(number)
         decoded = np.float32(np.float32(np.float32(code) * scale) * scale_2)
         if is_offset:
@@ -198,7 +206,7 @@ def _nearest_asymmetric(num_bits):
     highest = np.float32((1 << num_bits) - 1)
 
     @compiled
-    def nearest(weight, limit, group):
+    def nearest(weight, limit, group, is_kept):
         inverse, lowest, scale, zero, scale_2 = group
         x = np.float32(np.float32(np.float64(weight) - lowest) * inverse)
         code = min(max(np.float32(np.rint(x)), np.float32(0)), highest)

@@ -143,6 +143,18 @@ def test_without_correlations_there_is_nothing_to_compensate(name: str) -> None:
     assert_same(quantizer.importance, diagonal, "importance")
 
 
+def test_codes_that_are_kept_are_those_of_mse_even_where_they_overflow() -> None:
+    """Scales of float16 reach 2**30 here, and weights 2**128: a code's 32-bit integer overflows."""
+    schema = any_schema("int8-g32-e8m0-row")
+    stacks = [hard_matrix(128, 256, torch.float32, 7).unsqueeze(0)]
+    quantizer = gptq_of(torch.eye(256), schema)
+    [plain], [ours] = (
+        quantize_stacks(stacks, schema, "float16", quantizer=q) for q in (by_diagonal(quantizer), quantizer)
+    )
+    for key, tensor in plain.tensors.items():
+        assert_same(ours.tensors[key], tensor, key)
+
+
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4", "int8", "fp8", "fp8-block"])
 def test_what_is_exact_keeps_its_bytes(name: str) -> None:
     schema = any_schema(name)
@@ -214,6 +226,7 @@ def test_the_recipe_for_gpus_gives_the_bits_of_the_loops(name: str, monkeypatch:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ALL)
 def test_a_gpu_gives_the_bits_of_the_loops(name: str) -> None:
     schema = any_schema(name)
