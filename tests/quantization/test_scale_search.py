@@ -143,7 +143,8 @@ def test_the_search_for_gpus_chooses_what_the_loops_choose(name: str, monkeypatc
     monkeypatch.setattr(cuda, "_kernels", lambda: torch_kernels)
     schema = any_schema(name)
     quantizer = Quantizer("mse", (torch.arange(SHAPE[1]) % 7).float() if weighted else None)
-    stacks = hard_stacks(dtype)
+    rows = SHAPE[0] if schema.weight_scale_type == "block" else 32  # with every hard row
+    stacks = [stack[:, :rows].contiguous() for stack in hard_stacks(dtype)]
     loops = cpu.quantize_stacks(stacks, schema, param_dtype, None, True, quantizer)
     with resident(CPU):
         recipe = cuda.quantize_stacks(stacks, schema, param_dtype, None, True, quantizer)
