@@ -14,10 +14,10 @@ from hqconv.cpu_loops.arithmetic import (
     ASYM_INT,
     FLOAT,
     MAGNITUDE,
-    SIGN,
     SYM_INT,
     bits_of,
     float_of,
+    float_rounder,
     fold_sum,
     group_range,
     largest_value,
@@ -239,27 +239,15 @@ def _stored_float(scale, rounding):
 
 def _float_values(exponent_bits, mantissa_bits):
     """Build the numbers of small floats: the arithmetic of `_float_encoder`."""
-    exponent_shift = 128 - (1 << (exponent_bits - 1))
-    bias, threshold_bits = np.uint32(exponent_shift << 23), np.uint32((exponent_shift + 1) << 23)
-    threshold = np.float32(2.0 ** (exponent_shift - 126))
-    drop, below_half = np.uint32(23 - mantissa_bits), np.uint32((1 << (22 - mantissa_bits)) - 1)
-    mask, first_normal = (np.uint32((1 << (exponent_bits + mantissa_bits)) - 1), np.uint32(1 << mantissa_bits))
+    rounded_float = float_rounder(exponent_bits, mantissa_bits)
 
     @compiled
     def write_values(row, start, limit, group, values):
         inverse, _lowest, _scale, _zero, _scale_2 = group
         limit_bits = bits_of(limit) if limit > 0 else MAGNITUDE
         for k in range(u64(values.size)):
-            bits = bits_of(np.float32(float_of(source_bits(row[start + k])) * inverse))
-            sign, magnitude = u32(bits & SIGN), min(u32(bits & MAGNITUDE), limit_bits)
-            subnormal = u32(bits_of(np.float32(float_of(magnitude) + threshold)) - threshold_bits)
-            scaled = subnormal if magnitude < threshold_bits else u32(magnitude - bias)
-            rounded = u32(u32(u32(scaled + below_half) >> drop) & mask)
-            kept = u32(rounded << drop)
-            value = np.float32(float_of(u32(kept + threshold_bits)) - threshold)
-            if rounded >= first_normal:
-                value = float_of(u32(kept + bias))
-            values[k] = float_of(u32(bits_of(value) | sign))
+            x = np.float32(float_of(source_bits(row[start + k])) * inverse)
+            _code, _sign, values[k] = rounded_float(x, limit_bits)
 
     return write_values
 
