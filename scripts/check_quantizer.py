@@ -1,9 +1,11 @@
 """Compare the quantizers mse and gptq on the CPU and on a GPU, bit for bit, and measure what they cost on the GPU.
 
-    python scripts/check_quantizer.py [--schemas mxfp4,int4-g64-zp] [--experts 16] [--only-speed] [--log FILE.md]
+    python scripts/check_quantizer.py [--schemas mxfp4,int4-g64-zp] [--experts 16] [--only-speed [--device cpu]]
+                                       [--log FILE.md]
 
-Needs a CUDA device. Every schema, both parameter dtypes, sources in bfloat16 and float32, hard and plain matrices, with
-and without importance. Exit 1 on any difference. With --only-speed nothing is compared.
+Needs a CUDA device, but for `--only-speed --device cpu`. Every schema, both parameter dtypes, sources in bfloat16 and
+float32, hard and plain matrices, with and without importance. Exit 1 on any difference. With --only-speed nothing is
+compared.
 Speed: gate and up of some experts of 2048 x 4096 in bfloat16, median of five runs after one, for rtn, mse and gptq.
 """
 
@@ -79,17 +81,23 @@ def seconds(work: Callable[[], object]) -> float:
     """Median of five runs, after one."""
     runs = []
     for _ in range(6):
-        torch.cuda.synchronize()
+        _wait()
         started = time.perf_counter()
         work()
-        torch.cuda.synchronize()
+        _wait()
         runs.append(time.perf_counter() - started)
     return sorted(runs[1:])[2]
 
 
-def speed(schema: WeightSchema, num_experts: int) -> list[float]:
+def _wait() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def speed(schema: WeightSchema, num_experts: int, device: str) -> list[float]:
     """GB/s of the bfloat16 source, by rtn, mse and gptq."""
-    stacks = list(torch.randn(2, num_experts, 2048, 4096, device="cuda").bfloat16())
+    stacks = list(torch.randn(2, num_experts, 2048, 4096, device=device).bfloat16())
     num_bytes = sum(stack.numel() * 2 for stack in stacks)
     return [
         num_bytes / 1e9 / seconds(lambda q=quantizer: quantize_stacks(stacks, schema, "bfloat16", quantizer=q))  # type: ignore[misc]
@@ -103,6 +111,7 @@ def main() -> None:
     parser.add_argument("--schemas", default=",".join((*SCHEMAS, *RARE_SCHEMAS)))
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument("--only-speed", action="store_true")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="for --only-speed")
     parser.add_argument("--log", type=Path, default=None)
     args = parser.parse_args()
     rows, failed = [], 0
@@ -110,12 +119,13 @@ def main() -> None:
         schema = any_schema(name)
         wrong = [] if args.only_speed else compare(schema)
         failed += len(wrong)
-        rtn, mse, compensated = speed(schema, args.experts)
+        rtn, mse, compensated = speed(schema, args.experts, args.device)
         verdict = wrong[0] if wrong else "not compared" if args.only_speed else "same bits"
-        rows.append(f"| `{name}` | {verdict} | {rtn:.0f} | {mse:.0f} | {mse / rtn:.2f} | {compensated:.1f} |")
+        rows.append(f"| `{name}` | {verdict} | {rtn:.3g} | {mse:.3g} | {mse / rtn:.2f} | {compensated:.3g} |")
         print(rows[-1], flush=True)
     if args.log:
-        head = f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n\n"
+        where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU, one thread"
+        head = f"{where}, torch {torch.__version__}\n\n"
         head += f"| schema | CPU and GPU | rtn, GB/s | mse, GB/s | mse of rtn | gptq, GB/s |\n{'| --- ' * 6}|\n"
         args.log.write_text(head + "\n".join(rows) + "\n")
     sys.exit(1 if failed else 0)

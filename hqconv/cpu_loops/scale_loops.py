@@ -25,7 +25,7 @@ from hqconv.cpu_loops.arithmetic import (
     u32,
     u64,
 )
-from hqconv.jit import Function, compiled
+from hqconv.jit import Function, compiled, inlined
 
 TO_BFLOAT16, TO_FLOAT16, TO_FLOAT32 = range(3)  # rounding of scales that are wider than 8 bits
 
@@ -69,7 +69,7 @@ def searcher(code):
 
 
 def _group_error(write_values):
-    @compiled
+    @inlined
     def error_of(row, start, limit, group, importance_K, scratch):
         """Return the error of a group under its scale."""
         _inverse, _lowest, scale, _zero, scale_2 = group
@@ -87,7 +87,7 @@ def _group_error(write_values):
 def _clipped_error(lowest_code, highest_code):
     lowest_code, highest_code = np.float32(lowest_code), np.float32(highest_code)
 
-    @compiled
+    @inlined
     def clipped_error_of(row, start, group, importance_K, terms):
         """Return the error of the weights beyond the largest and the smallest code alone."""
         inverse, _lowest, scale, _zero, scale_2 = group
@@ -241,7 +241,7 @@ def _float_values(exponent_bits, mantissa_bits):
     """Build the numbers of small floats: the arithmetic of `_float_encoder`."""
     rounded_float = float_rounder(exponent_bits, mantissa_bits)
 
-    @compiled
+    @inlined
     def write_values(row, start, limit, group, values):
         inverse, _lowest, _scale, _zero, _scale_2 = group
         limit_bits = bits_of(limit) if limit > 0 else MAGNITUDE
@@ -256,7 +256,7 @@ def _symmetric_values(lowest_code, highest_code):
     """Build the numbers of integers, half to even and clamped."""
     lowest_code, highest_code = np.float32(lowest_code), np.float32(highest_code)
 
-    @compiled
+    @inlined
     def write_values(row, start, limit, group, values):
         inverse, _lowest, _scale, _zero, _scale_2 = group
         for k in range(u64(values.size)):
@@ -270,7 +270,7 @@ def _asymmetric_values(num_bits):
     """Build the numbers of integers with a zero point, half to even and clamped, less the zero point."""
     highest = np.float32((1 << num_bits) - 1)
 
-    @compiled
+    @inlined
     def write_values(row, start, limit, group, values):
         inverse, lowest, _scale, zero, _scale_2 = group
         for k in range(u64(values.size)):
