@@ -206,32 +206,3 @@ def count_exact(weights, decoded, num_groups):
             num_wrong += weights[start + k] != decoded[start + k]
         num_exact += num_wrong == 0
     return num_exact
-
-
-def float_rounder(exponent_bits, mantissa_bits):
-    """Return a compiled function (scaled weight, limit's bits) → (code without sign, sign bit, number of the code).
-
-    Nearest, ties to the truncated value, saturated by the limit. Humming divides by 2**exponent_shift, which makes the
-    type's subnormals float32 subnormals, and rounds their bits. Adding `threshold` rounds to the same float32 subnormal
-    grid without the slow subnormals.
-    """
-    exponent_shift = 128 - (1 << (exponent_bits - 1))
-    bias, threshold_bits = np.uint32(exponent_shift << 23), np.uint32((exponent_shift + 1) << 23)
-    threshold = np.float32(2.0 ** (exponent_shift - 126))
-    drop, below_half = np.uint32(23 - mantissa_bits), np.uint32((1 << (22 - mantissa_bits)) - 1)
-    mask, first_normal = np.uint32((1 << (exponent_bits + mantissa_bits)) - 1), np.uint32(1 << mantissa_bits)
-
-    @compiled
-    def rounded_float(x, limit_bits):
-        bits = bits_of(x)
-        sign, magnitude = u32(bits & SIGN), min(u32(bits & MAGNITUDE), limit_bits)
-        subnormal = u32(bits_of(np.float32(float_of(magnitude) + threshold)) - threshold_bits)
-        scaled = subnormal if magnitude < threshold_bits else u32(magnitude - bias)
-        rounded = u32(u32(u32(scaled + below_half) >> drop) & mask)
-        kept = u32(rounded << drop)
-        value = np.float32(float_of(u32(kept + threshold_bits)) - threshold)
-        if rounded >= first_normal:
-            value = float_of(u32(kept + bias))
-        return rounded, sign, float_of(u32(bits_of(value) | sign))
-
-    return rounded_float

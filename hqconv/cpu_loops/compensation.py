@@ -17,11 +17,11 @@ from hqconv.cpu_loops.arithmetic import (
     ASYM_INT,
     FLOAT,
     MAGNITUDE,
+    SIGN,
     SYM_INT,
     bits_of,
     count_exact,
     float_of,
-    float_rounder,
     fold_squares,
     source_bits,
     u32,
@@ -153,15 +153,28 @@ def _nearest(code):
 
 def _nearest_float(num_bits, exponent_bits, mantissa_bits):
     """Small floats: nearest, ties to the truncated value, saturated by `limit`."""
-    rounded_float = float_rounder(exponent_bits, mantissa_bits)
+    exponent_shift = 128 - (1 << (exponent_bits - 1))
+    bias, threshold_bits = np.uint32(exponent_shift << 23), np.uint32((exponent_shift + 1) << 23)
+    threshold = np.float32(2.0 ** (exponent_shift - 126))
+    drop, below_half = np.uint32(23 - mantissa_bits), np.uint32((1 << (22 - mantissa_bits)) - 1)
+    mask, first_normal = np.uint32((1 << (num_bits - 1)) - 1), np.uint32(1 << mantissa_bits)
     sign_shift = np.uint32(32 - num_bits)
 
     @compiled
     def nearest(weight, limit, group, is_kept):
         inverse, _lowest, scale, _zero, scale_2 = group
         limit_bits = bits_of(limit) if limit > 0 else MAGNITUDE
-        rounded, sign, number = rounded_float(np.float32(weight * inverse), limit_bits)
-        return np.uint8(u32(rounded | u32(sign >> sign_shift))), np.float32(np.float32(number * scale) * scale_2)
+        bits = bits_of(np.float32(weight * inverse))
+        sign, magnitude = u32(bits & SIGN), min(u32(bits & MAGNITUDE), limit_bits)
+        subnormal = u32(bits_of(np.float32(float_of(magnitude) + threshold)) - threshold_bits)
+        scaled = subnormal if magnitude < threshold_bits else u32(magnitude - bias)
+        rounded = u32(u32(u32(scaled + below_half) >> drop) & mask)
+        kept = u32(rounded << drop)
+        value = np.float32(float_of(u32(kept + threshold_bits)) - threshold)
+        if rounded >= first_normal:
+            value = float_of(u32(kept + bias))
+        decoded = np.float32(np.float32(float_of(u32(bits_of(value) | sign)) * scale) * scale_2)
+        return np.uint8(u32(rounded | u32(sign >> sign_shift))), decoded
 
     return nearest
 

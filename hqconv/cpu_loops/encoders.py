@@ -14,11 +14,11 @@ from hqconv.cpu_loops.arithmetic import (
     ASYM_INT,
     FLOAT,
     MAGNITUDE,
+    SIGN,
     SYM_INT,
     bits_of,
     count_exact,
     float_of,
-    float_rounder,
     fold_squares,
     group_range,
     largest_value,
@@ -62,7 +62,11 @@ def _float_encoder(num_bits, exponent_bits, mantissa_bits, scales, largest):
     Humming divides by 2**exponent_shift, which makes the target's subnormals float32 subnormals, and rounds
     their bits. Adding `threshold` rounds to the same float32 subnormal grid without the slow subnormals.
     """
-    rounded_float = float_rounder(exponent_bits, mantissa_bits)
+    exponent_shift = 128 - (1 << (exponent_bits - 1))
+    bias, threshold_bits = np.uint32(exponent_shift << 23), np.uint32((exponent_shift + 1) << 23)
+    threshold = np.float32(2.0 ** (exponent_shift - 126))
+    drop, below_half = np.uint32(23 - mantissa_bits), np.uint32((1 << (22 - mantissa_bits)) - 1)
+    mask, first_normal = np.uint32((1 << (num_bits - 1)) - 1), np.uint32(1 << mantissa_bits)
     sign_shift = np.uint32(32 - num_bits)
 
     @compiled
@@ -81,9 +85,17 @@ def _float_encoder(num_bits, exponent_bits, mantissa_bits, scales, largest):
                 for k in range(group_size):
                     weight = float_of(source_bits(row[start + k]))
                     weights[start + k] = weight
-                    code, sign, number = rounded_float(np.float32(weight * inverse), limit_bits)
-                    codes[start + k] = np.uint8(u32(code | u32(sign >> sign_shift)))
-                    decoded[start + k] = number * scale * scale_2
+                    bits = bits_of(np.float32(weight * inverse))
+                    sign, magnitude = u32(bits & SIGN), min(u32(bits & MAGNITUDE), limit_bits)
+                    subnormal = u32(bits_of(np.float32(float_of(magnitude) + threshold)) - threshold_bits)
+                    scaled = subnormal if magnitude < threshold_bits else u32(magnitude - bias)
+                    rounded = u32(u32(u32(scaled + below_half) >> drop) & mask)
+                    codes[start + k] = np.uint8(u32(rounded | u32(sign >> sign_shift)))
+                    kept = u32(rounded << drop)
+                    value = np.float32(float_of(u32(kept + threshold_bits)) - threshold)
+                    if rounded >= first_normal:
+                        value = float_of(u32(kept + bias))
+                    decoded[start + k] = float_of(u32(bits_of(value) | sign)) * scale * scale_2
             pack_row(codes, num_bits, out[0][n])
             _measure_row(n, weights, decoded, sums, inverse_NG.shape[1], out)
 

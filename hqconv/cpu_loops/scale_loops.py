@@ -14,10 +14,10 @@ from hqconv.cpu_loops.arithmetic import (
     ASYM_INT,
     FLOAT,
     MAGNITUDE,
+    SIGN,
     SYM_INT,
     bits_of,
     float_of,
-    float_rounder,
     fold_sum,
     group_range,
     largest_value,
@@ -25,7 +25,7 @@ from hqconv.cpu_loops.arithmetic import (
     u32,
     u64,
 )
-from hqconv.jit import Function, compiled, inlined
+from hqconv.jit import Function, compiled
 
 TO_BFLOAT16, TO_FLOAT16, TO_FLOAT32 = range(3)  # rounding of scales that are wider than 8 bits
 
@@ -69,7 +69,7 @@ def searcher(code):
 
 
 def _group_error(write_values):
-    @inlined
+    @compiled
     def error_of(row, start, limit, group, importance_K, scratch):
         """Return the error of a group under its scale."""
         _inverse, _lowest, scale, _zero, scale_2 = group
@@ -87,7 +87,7 @@ def _group_error(write_values):
 def _clipped_error(lowest_code, highest_code):
     lowest_code, highest_code = np.float32(lowest_code), np.float32(highest_code)
 
-    @inlined
+    @compiled
     def clipped_error_of(row, start, group, importance_K, terms):
         """Return the error of the weights beyond the largest and the smallest code alone."""
         inverse, _lowest, scale, _zero, scale_2 = group
@@ -239,15 +239,27 @@ def _stored_float(scale, rounding):
 
 def _float_values(exponent_bits, mantissa_bits):
     """Build the numbers of small floats: the arithmetic of `_float_encoder`."""
-    rounded_float = float_rounder(exponent_bits, mantissa_bits)
+    exponent_shift = 128 - (1 << (exponent_bits - 1))
+    bias, threshold_bits = np.uint32(exponent_shift << 23), np.uint32((exponent_shift + 1) << 23)
+    threshold = np.float32(2.0 ** (exponent_shift - 126))
+    drop, below_half = np.uint32(23 - mantissa_bits), np.uint32((1 << (22 - mantissa_bits)) - 1)
+    mask, first_normal = (np.uint32((1 << (exponent_bits + mantissa_bits)) - 1), np.uint32(1 << mantissa_bits))
 
-    @inlined
+    @compiled
     def write_values(row, start, limit, group, values):
         inverse, _lowest, _scale, _zero, _scale_2 = group
         limit_bits = bits_of(limit) if limit > 0 else MAGNITUDE
         for k in range(u64(values.size)):
-            x = np.float32(float_of(source_bits(row[start + k])) * inverse)
-            _code, _sign, values[k] = rounded_float(x, limit_bits)
+            bits = bits_of(np.float32(float_of(source_bits(row[start + k])) * inverse))
+            sign, magnitude = u32(bits & SIGN), min(u32(bits & MAGNITUDE), limit_bits)
+            subnormal = u32(bits_of(np.float32(float_of(magnitude) + threshold)) - threshold_bits)
+            scaled = subnormal if magnitude < threshold_bits else u32(magnitude - bias)
+            rounded = u32(u32(u32(scaled + below_half) >> drop) & mask)
+            kept = u32(rounded << drop)
+            value = np.float32(float_of(u32(kept + threshold_bits)) - threshold)
+            if rounded >= first_normal:
+                value = float_of(u32(kept + bias))
+            values[k] = float_of(u32(bits_of(value) | sign))
 
     return write_values
 
@@ -256,7 +268,7 @@ def _symmetric_values(lowest_code, highest_code):
     """Build the numbers of integers, half to even and clamped."""
     lowest_code, highest_code = np.float32(lowest_code), np.float32(highest_code)
 
-    @inlined
+    @compiled
     def write_values(row, start, limit, group, values):
         inverse, _lowest, _scale, _zero, _scale_2 = group
         for k in range(u64(values.size)):
@@ -270,7 +282,7 @@ def _asymmetric_values(num_bits):
     """Build the numbers of integers with a zero point, half to even and clamped, less the zero point."""
     highest = np.float32((1 << num_bits) - 1)
 
-    @inlined
+    @compiled
     def write_values(row, start, limit, group, values):
         inverse, lowest, _scale, zero, _scale_2 = group
         for k in range(u64(values.size)):
