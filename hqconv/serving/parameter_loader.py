@@ -1,4 +1,4 @@
-"""Parameters of a process's layers, filled from their rank files: those of all layers in one queue."""
+"""Fill the parameters of a process's layers from their rank files, all layers in one queue."""
 
 from __future__ import annotations
 
