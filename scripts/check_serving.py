@@ -3,13 +3,16 @@
     python scripts/check_serving.py same  --work DIR [--schemas …] [--tp 2 [--ep]]     answers of both layouts
     python scripts/check_serving.py modes --work DIR                                   sleep, weights by name only
     python scripts/check_serving.py start --work DIR [--layers 4 --experts 64]         starts side by side
+    python scripts/check_serving.py read  --work DIR [--size 16]                       rank files into the GPU
 
 `same`: each schema is converted in both layouts. Where a stock vLLM serves the checkpoint layout, tokens and
 log-probabilities must be equal, bit for bit; where it does not, the first tokens' log-probabilities are compared with a
 16-bit checkpoint of the decoded weights; how far such answers are apart by arithmetic alone, two schemas show that a
 stock vLLM serves as well (`CONTROLS`): without one of them in `--schemas` that is not judged, and the last line says so
 (exit 1, as for what is wrong). `start`: kernel layout, checkpoint layout, quantization at every start, and 16-bit
-weights; and the rate at which the same files can be read into the GPU. Needs vLLM and a GPU of the target.
+weights; and the rates at which the same files can be read into the GPU. These three need vLLM and a GPU of the target.
+`read` needs neither: rank files of random bytes, in the page cache and dropped from it, through the plugin's loader,
+through other loaders that can be imported, and as fast as the machine can (scripts/bench_reading.py).
 """
 
 from __future__ import annotations
@@ -18,9 +21,6 @@ import argparse
 import json
 import os
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.weight_schema import resolve_schema
 from hqconv.serving.chosen_engine import ENGINE
+from scripts import bench_reading
 from scripts.engines import Engine, run_all
 from scripts.few_kernels import install
 from scripts.serving_answers import CONTROLS, DECODED, GOOD, all_near, compare, verdict, write
@@ -46,7 +47,7 @@ ONLINE = {"b_dtype": "float4e2m1", "bs_dtype": "float8e8m0", "weight_scale_group
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("what", choices=("same", "modes", "start"))
+    parser.add_argument("what", choices=("same", "modes", "start", "read"))
     parser.add_argument("--work", type=Path, required=True, help="folder for models, on a RAM disk")
     parser.add_argument("--schemas", type=lambda text: text.split(","), default=SCHEMAS)
     parser.add_argument("--model-type", default="qwen3_moe")
@@ -61,6 +62,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=4, help="engines at once, for answers alone")
     parser.add_argument("--runs", type=int, default=2, help="starts of each kind; the last is reported")
     parser.add_argument("--few-kernels", action="store_true", help="two tile sizes for each GEMM: fewer to compile")
+    parser.add_argument("--size", type=float, default=16, help="GB of rank files to read, of random bytes")
     parser.add_argument("--profile", action="store_true", help="one more start, by what its load does")
     parser.add_argument("--words", default="{}", help="more arguments of vllm.LLM, as JSON")
     parser.add_argument("--out", type=Path, help="write the report there as JSON")
@@ -70,7 +72,7 @@ def main() -> None:
         root, found = Path(__file__).resolve().parents[1], os.environ.get("PYTHONPATH", "")
         os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (install(a.work / "few"), root, found)))
         os.environ["HUMMING_CACHE_DIR"] = str(a.work / "few-cache")  # whose tuning tables are short
-    report = {"same": same, "modes": modes, "start": start}[a.what](a)
+    report = {"same": same, "modes": modes, "start": start, "read": read}[a.what](a)
     if a.out:
         write(a.out, report)
     print(said := verdict(report), flush=True)
@@ -161,10 +163,10 @@ def start(a: argparse.Namespace) -> dict[str, Any]:
         engines.append(Engine("kernel layout, profiled", kernel, [*arguments, "--profile"]))
     files = sorted((kernel / names.EXPERTS_FOLDER).rglob("*.safetensors"))
     torch.cuda.empty_cache()
-    limits = [reading_rate(files) for _ in range(3)]
-    report: dict[str, Any] = {"limit_gb_s": max(limits), "limits_gb_s": limits, "failed": False, "engines": {}}
-    report["rank_bytes"] = sum(path.stat().st_size for path in files)
-    print({key: report[key] for key in ("rank_bytes", "limits_gb_s")}, flush=True)
+    report: dict[str, Any] = {"reading": bench_reading.measure(files, torch.device("cuda", 0), 3, is_cold=False)}
+    report |= {"failed": False, "engines": {}, "rank_bytes": sum(path.stat().st_size for path in files)}
+    print(report["rank_bytes"], json.dumps(report["reading"]["rates"], indent=1), flush=True)
+    torch.cuda.empty_cache()
     for engine, found in run_all([engine for engine in engines for _ in range(a.runs)], 1):
         report["engines"].setdefault(engine.name, []).append(found)
         report["failed"] |= "failed" in found
@@ -176,38 +178,9 @@ def start(a: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
-def reading_rate(files: Sequence[Path], threads: int = 16, piece: int = 8 << 20) -> float:
-    """GB/s of the files' bytes from the page cache through pinned memory into one buffer of the GPU."""
-    buffer = torch.empty(piece, dtype=torch.uint8, device="cuda")
-
-    def pieces() -> Iterator[tuple[Path, int]]:
-        for path in files:
-            for begin in range(0, path.stat().st_size, piece):
-                yield path, begin
-
-    pinned = [torch.empty(piece, dtype=torch.uint8, pin_memory=True) for _ in range(threads)]
-    streams: list[Any] = [_stream() for _ in range(threads)]
-
-    def work(number: int) -> int:
-        total = 0
-        for path, begin in list(pieces())[number::threads]:
-            with path.open("rb", buffering=0) as file:
-                count = os.preadv(file.fileno(), [pinned[number].numpy().data], begin)
-            with torch.cuda.stream(streams[number]):
-                buffer[:count].copy_(pinned[number][:count], non_blocking=True)
-            streams[number].synchronize()
-            total += count
-        return total
-
-    begun = time.perf_counter()
-    with ThreadPoolExecutor(threads) as pool:
-        total = sum(pool.map(work, range(threads)))
-    return total / 1e9 / (time.perf_counter() - begun)
-
-
-def _stream() -> Any:
-    new: Any = torch.cuda.Stream  # which says nothing of its types
-    return new()
+def read(a: argparse.Namespace) -> dict[str, Any]:
+    """Rates of reading rank files, ours beside the limit."""
+    return bench_reading.read(a.work, a.size, a.runs)
 
 
 if __name__ == "__main__":

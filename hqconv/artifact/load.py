@@ -14,6 +14,7 @@ from safetensors import safe_open
 from hqconv.artifact.expert_reader import ExpertReader
 from hqconv.artifact.rank_forms import check_rank_headers
 from hqconv.artifact.reader import Artifact
+from hqconv.artifact.tensor_filler import read_tensors
 from hqconv.errors import RequestError, VerificationError
 from hqconv.humming_layout.layer_config import load_layer_config
 from hqconv.io.file_access import sha256_of
@@ -22,6 +23,7 @@ from hqconv.layout_decoder.numbers import float_values
 from hqconv.layout_decoder.values import decoded_weights, unrotated
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.dtypes import code_of
+from hqconv.schemas.tensors import TensorRef
 
 _NUM_THREADS = 8  # that hash files
 
@@ -80,14 +82,30 @@ def load_rank(artifact: Artifact, layer: str, tp_rank: int, ep_rank: int, device
     """Load the GEMMs of an opened artifact's rank, read as a server would: straight from the file, unchanged."""
     file_name = names.rank_file(layer, tp_rank, ep_rank)
     stored = artifact.header(file_name)[0]
+    found = _read_tensors(artifact.fetched(file_name), file_name, stored, torch.device(device))
     gemms = {}
-    with safe_open(artifact.fetched(file_name), framework="pt", device=device) as file:
-        for gemm in names.GEMMS:
-            prefix = f"{layer}.{gemm}_"
-            tensors = {n.removeprefix(prefix): file.get_tensor(n) for n in stored if n.startswith(prefix)}
-            config = artifact.layer_config(layer, gemm, tp_rank, ep_rank)
-            gemms[gemm] = RankGemm(config, tensors, artifact.schema_of(layer).rotation)
+    for gemm in names.GEMMS:
+        prefix = f"{layer}.{gemm}_"
+        tensors = {name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)}
+        config = artifact.layer_config(layer, gemm, tp_rank, ep_rank)
+        gemms[gemm] = RankGemm(config, tensors, artifact.schema_of(layer).rotation)
     return gemms
+
+
+@dataclass(frozen=True)
+class _File:
+    path: Path
+    name: str
+
+
+def _read_tensors(
+    path: Path, name: str, refs: Mapping[str, TensorRef], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Return all tensors of a file: on a GPU read by many threads, on the CPU mapped."""
+    if device.type == "cuda":
+        return read_tensors(_File(path, name), refs, device)
+    with safe_open(path, framework="pt", device=str(device)) as file:
+        return {key: file.get_tensor(key) for key in refs}
 
 
 _compared: dict[tuple[str, int, int, int, int], str] = {}  # a file's path and state → its digest

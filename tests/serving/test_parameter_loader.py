@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from hqconv.errors import VerificationError
+from hqconv.artifact.tensor_filler import LoadTarget
+from hqconv.errors import RequestError, VerificationError
+from hqconv.io.piece_reader import PieceReader
 from hqconv.schemas.grid import Grid
 from hqconv.serving import parameter_loader as loading
 from hqconv.serving.artifact_location import ArtifactLocation
 from hqconv.serving.artifact_view import ArtifactView, open_artifact_view
-from hqconv.serving.parameter_loader import VERIFY, LoadTarget, ParameterLoader
+from hqconv.serving.parameter_loader import READ, VERIFY, ParameterLoader
 from hqconv.serving.rank_file import RankFile, open_rank_file
 from hqconv.serving.warm.kernel_store import VARIABLE
 from tests.make.conversions import run
@@ -129,6 +131,44 @@ def test_a_file_that_was_cut_off_since_fails_its_own_layer(view: ArtifactView) -
     with pytest.raises(VerificationError, match=f"cut off(.|\n)*{layers[1].file.name}"):
         loader.fill(layers[1])
     assert (layers[0].is_right, layers[1].is_filled) == (True, False)
+
+
+@pytest.mark.parametrize("value", ["auto", "cached", "direct", ""])
+def test_the_way_of_reading_changes_no_byte(view: ArtifactView, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv(READ, value)
+    loader = ParameterLoader()
+    layers = [Layer(loader, view, number) for number in range(3)]
+    for layer in layers:
+        loader.fill(layer)
+        assert layer.is_right
+
+
+def test_an_unknown_way_of_reading_is_refused(view: ArtifactView, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(READ, "fast")
+    loader = ParameterLoader()
+    with pytest.raises(RequestError, match="auto or cached or direct"):
+        loader.fill(Layer(loader, view, 0))
+
+
+def test_a_layer_elsewhere_does_not_begin_the_others_again(view: ArtifactView, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM may have layers on several devices: each byte is read once."""
+    loader, total = ParameterLoader(), 0
+    layers = [Layer(loader, view, number) for number in range(3)]
+    layers[1].tensors = {key: tensor.to("meta") for key, tensor in layers[1].tensors.items()}
+    own = PieceReader.fill
+
+    def counting(self: PieceReader, views: list[memoryview], begin: int) -> int:
+        nonlocal total
+        total += sum(map(len, views))
+        return own(self, views, begin)
+
+    monkeypatch.setattr(PieceReader, "fill", counting)
+    loader.fill(layers[0])
+    layers[1].tensors = {key: torch.zeros(t.shape, dtype=torch.uint8) for key, t in layers[1].tensors.items()}
+    for layer in layers[1:]:
+        loader.fill(layer)
+    assert all(layer.is_right for layer in layers)
+    assert total == sum(ref.num_bytes for layer in layers for ref in layer.file.tensors.values())
 
 
 def test_kernels_are_taken_once_and_only_if_asked_for(

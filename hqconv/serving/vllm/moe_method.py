@@ -15,12 +15,12 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Stat
 from vllm.model_executor.utils import is_weights_pre_processed
 from vllm.utils import humming
 
+from hqconv.artifact.tensor_filler import LoadTarget
 from hqconv.humming_layout.layer_config import load_layer_config
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.dtypes import torch_dtype
 from hqconv.serving.artifact_view import ArtifactLayer, ArtifactView
-from hqconv.serving.parameter_loader import LoadTarget
 from hqconv.serving.rank_file import RankFile, open_rank_file
 from hqconv.serving.server_compatibility import (
     ServerLayer,
