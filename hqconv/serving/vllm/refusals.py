@@ -17,7 +17,7 @@ def check_redundant_experts(view: ArtifactView, layer: ServerLayer, engine: Engi
     if grid.redundant != layer.redundant:
         fitting = recut(view, tp=layer.tp, ep=layer.ep, placement=layer.placement, redundant=layer.redundant)
         options = engine.serve_options(grid)
-        start = f"Serve with {options}, or cut" if grid.redundant and options is not None else "Cut"
+        start = f"Serve with {options} only, or cut" if options else "Cut"
         raise RequestError(
             "The artifact has another number of redundant experts than the server.",
             where=view.location.name,
