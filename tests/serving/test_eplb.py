@@ -5,6 +5,7 @@ Judge: the rank file of an artifact with one rank, which has every expert in its
 
 from __future__ import annotations
 
+import inspect
 import json
 import queue
 import threading
@@ -210,9 +211,7 @@ def assert_routed(ranks: Sequence[Sequence[Any]], physical_to_logical: torch.Ten
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(("schema", "dtype", "inputs"), CASES)
-def test_moved_experts_are_those_of_the_map(
-    source: Path, tmp_path: Path, schema: str, dtype: str, inputs: str
-) -> None:
+def test_moved_experts_are_those_of_the_map(source: Path, tmp_path: Path, schema: str, dtype: str, inputs: str) -> None:
     """The artifact is dealt as vLLM's first map; after both ways of moving every parameter is as the new map says."""
     words = {"dtype": dtype, "input_schema": inputs}
     run(source, tmp_path / "whole", schema, **words)
@@ -303,6 +302,12 @@ def test_layers_that_differ_are_refused(source: Path, tmp_path: Path, schema: st
     with pytest.raises(RequestError, match=r"layers\.1\.mlp(.|\n)*as model\.layers\.0"):
         build(tmp_path / "out", 0)
     assert build(tmp_path / "out", 0, num_layers=1)
+
+
+def test_vllms_buffers_are_those_of_the_first_layer() -> None:
+    """The reason for the refusal, in vLLM's source: where this changes, layers may differ."""
+    assert "empty_like(w) for w in model.expert_weights[0]" in inspect.getsource(EplbState.add_model)
+    assert "zip(expert_weights, expert_weights_buffers)" in inspect.getsource(rebalance_execute.move_to_buffer)
 
 
 def test_moved_experts_are_not_filled_from_their_file(source: Path, tmp_path: Path) -> None:

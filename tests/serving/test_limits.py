@@ -28,7 +28,9 @@ def test_the_command(grid: Grid) -> None:
     assert ENGINE.kernel_layout_obstacles("qwen_moe", grid) == []
 
 
-@pytest.mark.parametrize("grid", [Grid(tp=2, ep=2), Grid(redundant=2), Grid(ep=2, placement="round_robin", redundant=2)])
+@pytest.mark.parametrize(
+    "grid", [Grid(tp=2, ep=2), Grid(redundant=2), Grid(ep=2, placement="round_robin", redundant=2)]
+)
 def test_ranks_without_a_start(grid: Grid) -> None:
     assert ENGINE.serve_command("out", "kernel", grid) is None
     assert len(ENGINE.kernel_layout_obstacles("qwen_moe", grid)) == 1
