@@ -31,9 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.weight_schema import resolve_schema
 from hqconv.serving.chosen_engine import ENGINE
-from scripts import bench_reading
+from scripts import bench_reading, few_kernels
 from scripts.engines import Engine, run_all
-from scripts.few_kernels import install
 from scripts.serving_answers import CONTROLS, DECODED, GOOD, all_near, compare, verdict, write
 from scripts.serving_models import convert, decoded, source_of
 
@@ -69,9 +68,7 @@ def main() -> None:
     a = parser.parse_args()
     a.work.mkdir(parents=True, exist_ok=True)
     if a.few_kernels:
-        root, found = Path(__file__).resolve().parents[1], os.environ.get("PYTHONPATH", "")
-        os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (install(a.work / "few"), root, found)))
-        os.environ["HUMMING_CACHE_DIR"] = str(a.work / "few-cache")  # whose tuning tables are short
+        few_kernels.use(a.work)
     report = {"same": same, "modes": modes, "start": start, "read": read}[a.what](a)
     if a.out:
         write(a.out, report)

@@ -7,6 +7,7 @@ of a comparison get the same. `check_serving.py --few-kernels` puts it into use.
 from __future__ import annotations
 
 import importlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,13 @@ def shortened(table: list[Any]) -> list[Any]:
 
 def _entry(table: list[Any], rows: int) -> int:
     return next((n for n, (_, most, _) in enumerate(table) if rows <= most), len(table) - 1)
+
+
+def use(work: Path) -> None:
+    """Have all engines that this process starts take the plugin, and a kernel cache of its own."""
+    root, found = Path(__file__).resolve().parents[1], os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (install(work / "few"), root, found)))
+    os.environ["HUMMING_CACHE_DIR"] = str(work / "few-cache")  # whose tuning tables are short
 
 
 def install(folder: Path) -> Path:

@@ -12,6 +12,7 @@ import os
 import pstats
 import resource
 import time
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--ep", action="store_true", help="expert parallelism over the --tp ranks")
     parser.add_argument("--sleep", action="store_true", help="ask again after sleeping, lightly and deeply")
+    parser.add_argument("--eplb-rounds", type=int, default=0, help="ask so often again while EPLB moves experts")
     parser.add_argument("--profile", action="store_true", help="print what loading spends its time on")
     parser.add_argument("--memory", type=float, default=0.15, help="gpu_memory_utilization")
     parser.add_argument("--words", type=json.loads, default={}, help="more arguments of vllm.LLM, as JSON")
@@ -75,9 +77,22 @@ def main() -> None:
             llm.collective_rpc("reload_weights")
         llm.wake_up(["kv_cache"])
         found[f"after_sleep_{level}"] = ask()
+    if a.eplb_rounds:
+        found["maps"] = [llm.collective_rpc(expert_map)]
+        found["rounds"] = []
+        for _ in range(a.eplb_rounds):
+            found["rounds"].append(ask())
+            found["maps"].append(llm.collective_rpc(expert_map))
     found["answered_s"] = time.time() - begun_s
     _write(a.report, json.dumps(found))
     os._exit(0)  # engines take seconds to end; who started this ends its children
+
+
+def expert_map(worker: Any) -> list[list[int]]:
+    """One rank's map of EPLB: the expert in each place, [layers][places]; runs in vLLM's worker."""
+    (state,) = worker.model_runner.eplb_state.model_states.values()
+    places: list[list[int]] = state.physical_to_logical_map.tolist()
+    return places
 
 
 def _write(path: Path, text: str) -> None:
@@ -95,12 +110,11 @@ def _watch_loading(found: dict[str, Any], with_profile: bool) -> None:
     """Note when the model was loaded, how long it took, and the memory that this took."""
     import torch
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+    from vllm.model_executor.model_loader.weight_cache.ipc_loader import IpcModelLoader
 
-    load = BaseModelLoader.load_model
-
-    def watched(self: Any, *args: Any, **words: Any) -> Any:
+    def watched(load: Any, self: Any, *args: Any, **words: Any) -> Any:
         torch.cuda.reset_peak_memory_stats()
-        host, begun = _host_bytes(), time.perf_counter()
+        host, read, begun = _host_bytes(), _read_bytes(), time.perf_counter()
         profile = cProfile.Profile()
         model = profile.runcall(load, self, *args, **words) if with_profile else load(self, *args, **words)
         torch.cuda.synchronize()
@@ -108,12 +122,24 @@ def _watch_loading(found: dict[str, Any], with_profile: bool) -> None:
             pstats.Stats(profile).sort_stats("cumulative").print_stats(45)
         found["load_s"] = time.perf_counter() - begun
         found["loaded_at"] = time.time()
+        found["read_bytes"] = _read_bytes() - read
         found["gpu_bytes"] = torch.cuda.memory_allocated()
         found["gpu_peak_bytes"] = torch.cuda.max_memory_allocated()
         found["host_peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - host
         return model
 
-    setattr(BaseModelLoader, "load_model", watched)  # noqa: B010
+    for kind in (BaseModelLoader, IpcModelLoader):
+        setattr(kind, "load_model", partialmethod(_called, watched, kind.load_model))  # noqa: B010
+
+
+def _called(self: Any, watched: Any, load: Any, *args: Any, **words: Any) -> Any:
+    return watched(load, self, *args, **words)
+
+
+def _read_bytes() -> int:
+    """Bytes that this process has asked to read so far, mapped files aside."""
+    lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("rchar:"))
 
 
 def _host_bytes() -> int:

@@ -181,7 +181,8 @@ def request_warnings(experts: ExpertMap, spec: ConversionSpec, heads: AttentionH
     if spec.layout == artifact_names.CHECKPOINT:
         warnings += _checkpoint_layout_warnings(experts, spec)
     else:
-        reasons = ENGINE.kernel_layout_obstacles(experts.family, spec.grid, heads)
+        counts = [layer.num_experts for layer in experts.layers]
+        reasons = ENGINE.kernel_layout_obstacles(experts.family, spec.grid, heads, counts)
         warnings += [f"{ENGINE.release} will not serve this artifact: {reason}." for reason in reasons]
     kernel_specs = dict.fromkeys(spec.kernel_spec_of(layer.name) for layer in experts.layers)
     warnings += [reason for one in kernel_specs if (reason := why_overflow(one)) is not None]

@@ -134,7 +134,8 @@ def _expert_bytes(root: Path, manifest: Manifest) -> int:
 def _obstacles(root: Path, manifest: Manifest) -> list[str]:
     """Known reasons why the engine does not serve an artifact."""
     if manifest.is_kernel:
-        return ENGINE.kernel_layout_obstacles(manifest.family, manifest.grid, attention_heads(config_of(root)))
+        counts = [layer.num_experts for layer in manifest.blocks.values()]
+        return ENGINE.kernel_layout_obstacles(manifest.family, manifest.grid, attention_heads(config_of(root)), counts)
     schema = manifest.kernel_spec.schema
     reasons = [ENGINE.checkpoint_layout_obstacle(schema, manifest.dtype)]
     reasons += [ENGINE.checkpoint_family_obstacle(manifest.family, name, schema) for name in manifest.blocks]

@@ -41,8 +41,13 @@ class Engine(Protocol):
     def serve_command(self, out: str, layout: str, grid: Grid, heads: AttentionHeads = NO_HEADS) -> str | None:
         """Return the command that serves an artifact, or None without one; the checkpoint layout fits any ranks."""
 
-    def kernel_layout_obstacles(self, family: str, grid: Grid, heads: AttentionHeads = NO_HEADS) -> list[str]:
-        """Return reasons why the engine does not serve a kernel artifact of this model family, grid and heads."""
+    def kernel_layout_obstacles(
+        self, family: str, grid: Grid, heads: AttentionHeads = NO_HEADS, num_experts: Iterable[int] = ()
+    ) -> list[str]:
+        """Return reasons why the engine does not serve a kernel artifact of this model family, grid and heads.
+
+        num_experts: of each layer, without copies; left out, what depends on it is no reason.
+        """
 
     def checkpoint_layout_obstacle(self, schema: WeightSchema, param_dtype: str) -> str | None:
         """Return the reason why the engine cannot serve the checkpoint layout of this schema, of any family."""

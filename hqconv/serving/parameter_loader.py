@@ -44,7 +44,12 @@ class ParameterLoader:
         self._has_kernels = False
 
     def add(self, layer: Filled) -> None:
-        """Add a layer whose parameters exist; buffers for their GPU are created during the model's creation."""
+        """Add a layer whose parameters exist; buffers for their GPU are created during the model's creation.
+
+        It takes the place of an earlier layer of the same file: a server that builds its model a second time, after
+        its weight cache failed, must not have the first one's tensors filled, which may be another process's memory.
+        """
+        self._layers = [one for one in self._layers if one.file.name != layer.file.name]
         self._layers.append(layer)
         device = layer.targets()[0].tensor.device
         if device.type == "cuda":

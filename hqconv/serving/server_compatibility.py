@@ -26,7 +26,10 @@ from hqconv.serving.rank_file import RankFile
 
 @dataclass(frozen=True)
 class ServerLayer:
-    """An MoE layer of the server's model: sizes as the model class gives them, ranks as the server counts them."""
+    """An MoE layer of the server's model: sizes as the model class gives them, ranks as the server counts them.
+
+    is_elastic: the number of ranks changes while the server runs.
+    """
 
     num_experts: int
     hidden_size: int
@@ -38,6 +41,7 @@ class ServerLayer:
     placement: str
     redundant: int
     router_weight_on_input: bool = False
+    is_elastic: bool = False
 
 
 def check_machine(view: ArtifactView, sm_version: int) -> None:
@@ -59,7 +63,7 @@ def check_machine(view: ArtifactView, sm_version: int) -> None:
 def check_ranks(view: ArtifactView, layer: ServerLayer, engine: Engine = ENGINE) -> None:
     """Refuse other ranks or another placement of experts. Raises RequestError."""
     grid = view.grid
-    fitting = recut(view, tp=layer.tp, ep=layer.ep, placement=layer.placement, redundant=0)
+    fitting = recut(view, tp=layer.tp, ep=layer.ep, placement=layer.placement, redundant=layer.redundant)
     if (layer.tp, layer.ep) != (grid.tp, grid.ep):
         options = engine.serve_options(grid)
         start = f"Serve with {options or '--tensor-parallel-size 1'}, or"

@@ -92,7 +92,9 @@ def config(sm_version: int = 90, **words: Any) -> Iterator[VllmConfig]:
         yield current
 
 
-def parallel(tp: int = 1, tp_rank: int = 0, ep: int = 1, ep_rank: int = 0, dp: int = 1) -> FusedMoEParallelConfig:
+def parallel(
+    tp: int = 1, tp_rank: int = 0, ep: int = 1, ep_rank: int = 0, dp: int = 1, eplb: bool = False
+) -> FusedMoEParallelConfig:
     """One rank, as vLLM counts the ranks of MoE layers."""
     return FusedMoEParallelConfig(
         tp_size=tp,
@@ -106,7 +108,7 @@ def parallel(tp: int = 1, tp_rank: int = 0, ep: int = 1, ep_rank: int = 0, dp: i
         sp_size=1,
         use_ep=ep > 1,
         all2all_backend="allgather_reducescatter",
-        enable_eplb=False,
+        enable_eplb=eplb,
     )
 
 
@@ -123,6 +125,7 @@ def build_layer(
     grid: FusedMoEParallelConfig | None = None,
     placement: str = "linear",
     expert_groups: int | None = None,
+    redundant: int = 0,
     situ: tuple[float | None, float | None] = (None, None),
     **words: Any,
 ) -> RoutedExperts:
@@ -131,15 +134,15 @@ def build_layer(
     manager = ExpertMapManager(
         max_num_batched_tokens=128,
         top_k=2,
-        global_num_experts=num_experts,
-        num_redundant_experts=0,
+        global_num_experts=num_experts + redundant,
+        num_redundant_experts=redundant,
         num_expert_group=expert_groups,
         moe_parallel_config=grid,
         placement_strategy=placement,
-        enable_eplb=False,
+        enable_eplb=grid.enable_eplb,
     )
     moe = FusedMoEConfig(
-        num_experts=num_experts,
+        num_experts=num_experts + redundant,
         experts_per_token=2,
         hidden_dim=hidden,
         intermediate_size=inter,

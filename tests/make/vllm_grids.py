@@ -42,7 +42,7 @@ GRIDS = {
 # What vLLM 0.33 has no start for, whatever the schema, and what it would count.
 REFUSED = {
     "tp 2 and ep 2": (Grid(tp=2, ep=2), {"ep": 4}),
-    "redundant experts": (Grid(ep=2, redundant=2), {"ep": 2}),
+    "redundant experts without --enable-eplb": (Grid(ep=2, redundant=2), {"ep": 2}),
     "round_robin without expert groups": (Grid(ep=2, placement="round_robin"), {"ep": 2}),
 }
 

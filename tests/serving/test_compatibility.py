@@ -119,7 +119,8 @@ def follow(command: list[str]) -> ArtifactView:
         ("ep2", {"ep": 2, "placement": "round_robin"}, "linear", "round_robin"),
         ("dealt", {"ep": 2}, "round_robin", "linear"),
         ("dealt", {}, "tp 1, ep 2", "tp 1, ep 1"),
-        ("copies", {"tp": 2, "ep": 2, "placement": "round_robin"}, "0", "2 in the artifact, 0 asked for"),
+        ("copies", {"tp": 2, "ep": 2, "placement": "round_robin"}, "2", "0"),
+        ("ep2", {"ep": 2, "redundant": 2}, "0", "2"),
         ("copies", {"tp": 4}, "tp 2, ep 2", "tp 4, ep 1"),
     ],
 )
@@ -144,9 +145,8 @@ def test_another_cut_is_one_command_away(
 def test_what_it_was_cut_for_is_served(work: Path, name: str) -> None:
     view = opened(work / name)
     grid = GRIDS[name]
-    asked = replace(ASKED, tp=grid.tp, ep=grid.ep, placement=grid.placement)
-    if not grid.redundant:
-        check_deployment(view, asked)
+    asked = replace(ASKED, tp=grid.tp, ep=grid.ep, placement=grid.placement, redundant=grid.redundant)
+    check_deployment(view, asked)
     check_machine(view, 90)
     check_dtype(view, "bfloat16")
     check_layer(view, view.layers[LAYER], asked)
@@ -159,7 +159,12 @@ def test_one_ep_rank_has_no_placement(work: Path, view: ArtifactView) -> None:
 
 def test_copies_that_only_the_server_wants_need_no_new_artifact(work: Path) -> None:
     error = refused(refusals.check_redundant_experts, opened(work / "ep2"), replace(ASKED, ep=2, redundant=2))
-    assert error.remedy == "Serve without --enable-eplb."
+    assert error.remedy.startswith("Serve with --tensor-parallel-size 2 --enable-expert-parallel only, or cut it again")
+
+
+def test_ranks_that_come_and_go_are_refused(work: Path) -> None:
+    error = refused(refusals.check_redundant_experts, opened(work / "ep2"), replace(ASKED, ep=2, is_elastic=True))
+    assert "--enable-elastic-ep" in error.remedy
 
 
 @pytest.mark.parametrize(

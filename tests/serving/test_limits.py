@@ -16,6 +16,8 @@ COMMANDS = {
     Grid(ep=2): "vllm serve out --tensor-parallel-size 2 --enable-expert-parallel",
     Grid(ep=2, placement="round_robin"): "vllm serve out --tensor-parallel-size 2 --enable-expert-parallel "
     "--expert-placement-strategy round_robin",
+    Grid(ep=2, redundant=2): "vllm serve out --tensor-parallel-size 2 --enable-expert-parallel --enable-eplb "
+    "--eplb-config.num_redundant_experts 2",
 }
 
 
@@ -26,7 +28,9 @@ def test_the_command(grid: Grid) -> None:
     assert ENGINE.kernel_layout_obstacles("qwen_moe", grid) == []
 
 
-@pytest.mark.parametrize("grid", [Grid(tp=2, ep=2), Grid(ep=2, redundant=2)])
+@pytest.mark.parametrize(
+    "grid", [Grid(tp=2, ep=2), Grid(redundant=2), Grid(ep=2, placement="round_robin", redundant=2)]
+)
 def test_ranks_without_a_start(grid: Grid) -> None:
     assert ENGINE.serve_command("out", "kernel", grid) is None
     assert len(ENGINE.kernel_layout_obstacles("qwen_moe", grid)) == 1
@@ -54,6 +58,17 @@ def test_ranks_share_attention_heads(grid: Grid, heads: AttentionHeads, reason: 
         assert reason in ENGINE.kernel_layout_obstacles("qwen_moe", grid, heads)[0]
         assert ENGINE.is_heads_obstacle(ENGINE.kernel_layout_obstacles("qwen_moe", grid, heads)[0])
     assert ENGINE.serve_command("out", "checkpoint", grid, heads) == "vllm serve out"
+
+
+def test_every_rank_holds_as_many_experts_as_the_others() -> None:
+    """With copies; without them an uneven deal is served."""
+    for grid, counts, is_served in (
+        (Grid(ep=4, redundant=2), [6, 6], True),
+        (Grid(ep=4, redundant=2), [6, 7], False),
+        (Grid(ep=4), [7], True),
+    ):
+        reasons = ENGINE.kernel_layout_obstacles("qwen_moe", grid, num_experts=counts)
+        assert ["7 experts and 2 copies" in reason for reason in reasons] == [True] * (not is_served)
 
 
 def test_llama_4_is_not_served() -> None:

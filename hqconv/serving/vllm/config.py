@@ -26,7 +26,7 @@ from hqconv.serving.parameter_loader import ParameterLoader
 from hqconv.serving.server_compatibility import check_machine, no_layer
 from hqconv.serving.vllm.layer_names import find_layer
 from hqconv.serving.vllm.limits import warn_of_untested
-from hqconv.serving.vllm.refusals import no_layers
+from hqconv.serving.vllm.refusals import check_alike, no_layers
 
 METHOD = "hqconv"
 logger = logging.getLogger("vllm.hqconv")
@@ -46,6 +46,7 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
         self.config_dict = config_dict
         self.renamed: dict[str, str] = {}  # name of a layer in vLLM's model → layer
         self.loader = ParameterLoader(logger)
+        self.movable: list[str] = []  # layers whose experts the server moves between ranks
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the config for vLLM, which sends and copies configs; loaded state stays in its process."""
@@ -119,6 +120,9 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
             assert self.view is not None, "vLLM did not say where the model is"
             indices = {name: known.index for name, known in self.view.layers.items()}
             name = find_layer(prefix, self.renamed, indices)
+            if name and layer.moe_config.moe_parallel_config.enable_eplb:
+                self.movable.append(name)
+                check_alike(self.view, self.movable)
             if name in self.view.left:
                 found = None if self.dense is None else self.dense.get_quant_method(layer, prefix)
                 return found or UnquantizedFusedMoEMethod(layer.moe_config)

@@ -23,6 +23,7 @@ _FLOAT8 = ("float8e4m3", "float8e3m4")  # vLLM does not tell them apart
 _MX_GROUP = 32
 _BLOCK = (128, 128)
 
+_COPIES_OPTIONS = " --enable-eplb --eplb-config.num_redundant_experts {}"
 _CANNOT_SHARE = "tensor parallel ranks cannot share the model's"
 _SILENT = "they stay as they were allocated, and no error says so"
 
@@ -70,12 +71,13 @@ class VllmEngine:
 
     def serve_options(self, grid: Grid) -> str | None:
         """As `Engine`; with expert parallelism vLLM's MoE layers have one TP rank."""
-        if grid.redundant or (grid.tp > 1 and grid.ep > 1):
+        if (grid.tp > 1 and grid.ep > 1) or (grid.redundant and (grid.ep == 1 or grid.placement != LINEAR)):
             return None
         if grid.ep == 1:
             return f"--tensor-parallel-size {grid.tp}" if grid.tp > 1 else ""
         placement = "" if grid.placement == LINEAR else f" {self.placement_option.format(grid.placement)}"
-        return f"--tensor-parallel-size {grid.ep} --enable-expert-parallel{placement}"
+        copies = _COPIES_OPTIONS.format(grid.redundant) if grid.redundant else ""
+        return f"--tensor-parallel-size {grid.ep} --enable-expert-parallel{placement}{copies}"
 
     def attention_tp(self, grid: Grid) -> int | None:
         """As `Engine`; with expert parallelism every expert parallel rank is a tensor parallel rank of attention."""
@@ -107,11 +109,19 @@ class VllmEngine:
         options = self.serve_options(grid) if layout == KERNEL else ""
         return None if options is None else f"vllm serve {shlex.quote(out)} {options}".rstrip()
 
-    def kernel_layout_obstacles(self, family: str, grid: Grid, heads: AttentionHeads = NO_HEADS) -> list[str]:
-        """As `Engine`."""
+    def kernel_layout_obstacles(
+        self, family: str, grid: Grid, heads: AttentionHeads = NO_HEADS, num_experts: Iterable[int] = ()
+    ) -> list[str]:
+        """As `Engine`; copies: vLLM's `ParallelConfig`, `FusedMoE` and `determine_expert_placement_strategy`."""
         reasons = []
-        if grid.redundant:
-            reasons.append("it has no redundant experts for Humming")
+        if grid.redundant and grid.ep == 1:
+            reasons.append("it has redundant experts with expert parallelism only: use --ep")
+        if grid.redundant and grid.placement != LINEAR:
+            reasons.append("it deals redundant experts linearly only: use --expert-placement linear")
+        for count in dict.fromkeys(num_experts) if grid.redundant else ():
+            if (count + grid.redundant) % grid.ep:
+                total = f"{count} experts and {grid.redundant} copies"
+                reasons.append(f"{total} are no multiple of {grid.ep} ranks: use another --redundant-experts")
         if grid.tp > 1 and grid.ep > 1:
             reasons.append("with expert parallelism its MoE layers are not cut for tensor parallel ranks: use --tp 1")
         if (reason := self.heads_obstacle(grid, heads)) is not None:

@@ -1,4 +1,8 @@
-"""One MoE layer in vLLM: parameters with the rank file's shapes, filled from it, and their kernel."""
+"""One MoE layer in vLLM: parameters with the rank file's shapes, filled from it, and their kernel.
+
+Every parameter but a static activation scale has the rank's experts as its first dimension, so EPLB can move experts
+as slices. Nothing else depends on an expert: kernels, their settings and locks are those of the whole layer.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +36,20 @@ from hqconv.serving.server_compatibility import (
     other_model,
 )
 from hqconv.serving.vllm.activations import agreed
-from hqconv.serving.vllm.refusals import check_inputs, check_redundant_experts, check_router, no_deployment
+from hqconv.serving.vllm.refusals import (
+    check_inputs,
+    check_redundant_experts,
+    check_router,
+    moved_experts,
+    no_deployment,
+    other_cached,
+)
 from hqconv.serving.vllm.tuning import remembered
 
 if TYPE_CHECKING:
     from hqconv.serving.vllm.config import HqconvConfig
+
+_STAMP = "hqconv_sha256"  # buffer uint8 [32]: SHA-256 of the layer's rank file
 
 
 class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
@@ -74,6 +87,11 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
         if self.experts_cls is None:
             raise no_deployment(view, stored, moe.moe_parallel_config)
 
+    @property
+    def supports_eplb(self) -> bool:
+        """True: experts can move between ranks; what cannot is refused when the layer is created."""
+        return True
+
     def create_weights(self, layer: RoutedExperts, **arguments: Any) -> None:
         """Register parameters of the shapes and dtypes of the rank's file, on the device that vLLM loads to.
 
@@ -88,13 +106,21 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
         for name, ref in self.file.tensors.items():
             data = torch.empty(ref.shape, dtype=torch_dtype(ref.dtype))
             layer.register_parameter(name, torch.nn.Parameter(data, requires_grad=False))
+        # With the parameters it goes to a weight cache, and from there to other servers.
+        stamp = torch.tensor(list(bytes.fromhex(self.file.sha256)), dtype=torch.uint8)
+        layer.register_buffer(_STAMP, stamp, persistent=False)
         self.config.loader.add(self)
         _when_placed_again(layer, self.file.tensors, self._refill)
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """Fill the parameters from the rank's file, and build the kernel once. Raises VerificationError."""
+        """Fill the parameters from the rank's file, and build the kernel once.
+
+        Parameters from a weight cache are left as they are. Raises VerificationError if they are of another file.
+        """
         if not is_weights_pre_processed():
             self._fill()
+        elif _stamp_of(layer) != self.file.sha256:
+            raise other_cached(self.view, self.stored.name)
         if self.moe_kernel is not None:
             return
         self.config.loader.take_kernels(self.view)
@@ -121,9 +147,17 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
     def _refill(self) -> None:
         """Fill the parameters again after vLLM reloaded the model in place; they may be empty."""
         if self.is_filled:
+            if self.moe.moe_parallel_config.enable_eplb:
+                raise moved_experts(self.view, self.stored.name)
             if _model_of(self.vllm_config) != self.model:
                 raise other_model(self.view, _model_of(self.vllm_config))
             self._fill()
+
+
+def _stamp_of(layer: RoutedExperts) -> str:
+    """SHA-256 of the rank file that a layer's parameters were filled from, or "" if the weight cache has none."""
+    stamp = getattr(layer, _STAMP)
+    return "" if stamp.is_meta else bytes(stamp.tolist()).hex()
 
 
 def _given(fields: dict[str, Any]) -> dict[str, Any]:
@@ -133,6 +167,7 @@ def _given(fields: dict[str, Any]) -> dict[str, Any]:
 def _server_layer(layer: RoutedExperts, hidden_size: int | None = None) -> ServerLayer:
     """Facts of vLLM's layer for comparison, before or after vLLM has padded its sizes."""
     moe, ranks = layer.moe_config, layer.moe_config.moe_parallel_config
+    config = get_current_vllm_config_or_none()
     return ServerLayer(
         num_experts=moe.num_logical_experts,
         hidden_size=moe.hidden_dim if hidden_size is None else hidden_size,
@@ -144,6 +179,7 @@ def _server_layer(layer: RoutedExperts, hidden_size: int | None = None) -> Serve
         placement=layer.expert_map_manager.placement_strategy,
         redundant=moe.num_experts - moe.num_logical_experts,
         router_weight_on_input=layer.apply_router_weight_on_input,
+        is_elastic=config is not None and config.parallel_config.enable_elastic_ep,
     )
 
 

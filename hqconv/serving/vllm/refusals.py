@@ -2,25 +2,88 @@
 
 from __future__ import annotations
 
-from hqconv.errors import HqconvError, RequestError
+from collections.abc import Iterable
+
+from hqconv.errors import HqconvError, RequestError, VerificationError
+from hqconv.schemas.engine import Engine
 from hqconv.serving.artifact_view import ArtifactLayer, ArtifactView
+from hqconv.serving.chosen_engine import ENGINE
 from hqconv.serving.server_compatibility import ServerLayer, recut
 
 
-def check_redundant_experts(view: ArtifactView, layer: ServerLayer) -> None:
-    """Refuse copies of experts, in the artifact or in the server. Raises RequestError."""
+def check_redundant_experts(view: ArtifactView, layer: ServerLayer, engine: Engine = ENGINE) -> None:
+    """Refuse another number of copies of experts than the server's, and ranks that come and go. Raises RequestError."""
     grid = view.grid
-    if grid.redundant or layer.redundant:
-        fitting = recut(view, tp=layer.tp, ep=layer.ep, placement=layer.placement, redundant=0)
-        remedies = ["Serve without --enable-eplb."] * bool(layer.redundant)
-        remedies += [f"Cut it again: {fitting}."] * bool(grid.redundant)
+    if grid.redundant != layer.redundant:
+        fitting = recut(view, tp=layer.tp, ep=layer.ep, placement=layer.placement, redundant=layer.redundant)
+        options = engine.serve_options(grid)
+        start = f"Serve with {options} only, or cut" if options else "Cut"
         raise RequestError(
-            "Humming layers in vLLM have no redundant experts.",
+            "The artifact has another number of redundant experts than the server.",
             where=view.location.name,
-            expected=0,
-            found=f"{grid.redundant} in the artifact, {layer.redundant} asked for",
-            remedy=" ".join(remedies),
+            expected=grid.redundant,
+            found=layer.redundant,
+            remedy=f"{start} it again: {fitting}.",
         )
+    if layer.is_elastic:
+        raise RequestError(
+            "The experts of an artifact cannot be dealt to ranks that come and go.",
+            where=view.location.name,
+            expected="a fixed number of ranks: the kernels are compiled for the experts of a rank",
+            found="--enable-elastic-ep",
+            remedy="Serve without --enable-elastic-ep; --enable-eplb alone works.",
+        )
+
+
+def check_alike(view: ArtifactView, layers: Iterable[str]) -> None:
+    """Refuse layers of one model that differ, for a server that moves experts between ranks. Raises RequestError.
+
+    vLLM 0.33 receives the experts of every layer in the buffers of the first one (distributed/eplb/eplb_state.py,
+    `add_model`), and pairs tensors with buffers by their order: tensors of a layer without a buffer would stay behind.
+    """
+    forms = {name: _moved_form(view, name) for name in layers}
+    first = next(iter(forms))
+    for name, form in forms.items():
+        if form != forms[first]:
+            raise RequestError(
+                "With --enable-eplb all layers of experts must have the same schema and sizes.",
+                where=f"{view.location.name}: {name}",
+                expected=f"{forms[first][0]}, as {first}",
+                found=form[0],
+                remedy="Serve without --enable-eplb, or convert the model with one schema for all layers.",
+            )
+
+
+def _moved_form(view: ArtifactView, name: str) -> tuple[str, object]:
+    """Return all that decides the tensors of one expert, with a description first."""
+    layer = view.layers.get(name)
+    if layer is None:
+        return "experts that were left as they were", None
+    spec, shapes = layer.kernel_spec, {gemm: dict(sizes) for gemm, sizes in layer.shapes.items()}
+    sizes = f"{layer.num_experts} experts of [{layer.intermediate_size}, {layer.hidden_size}]"
+    return f"{spec.schema.name}, {spec.inputs.name} activations, {sizes}", (spec, shapes, layer.num_experts)
+
+
+def moved_experts(view: ArtifactView, layer: str) -> HqconvError:
+    """Error for a server that shall fill its layers again although experts may have moved to other ranks."""
+    return RequestError(
+        "Experts that may have moved between ranks cannot be loaded again in place.",
+        where=f"{view.location.name}: {layer}",
+        expected="a server without --enable-eplb",
+        found="one that has --enable-eplb",
+        remedy="Start the server again; of sleep mode use level 1, which keeps the weights.",
+    )
+
+
+def other_cached(view: ArtifactView, layer: str) -> HqconvError:
+    """Error for a weight cache that holds the experts of another artifact of the same shapes."""
+    return VerificationError(
+        "The weight cache holds other experts than those of this artifact.",
+        where=f"{view.location.name}: {layer}",
+        expected="the experts of this rank file, by its SHA-256",
+        found="those of another file",
+        remedy="Start the daemon again with this artifact: `vllm preload --model …`.",
+    )
 
 
 def check_inputs(view: ArtifactView, converted: ArtifactLayer) -> None:

@@ -1,0 +1,163 @@
+"""EPLB on the GPUs of this machine: experts move between ranks, and the answers stay.
+
+    python scripts/check_eplb.py --work DIR [--schemas mxfp4,int4-g64-zp] [--ranks 2] [--copies 2] [--out FILE]
+
+For each schema three engines with expert parallelism serve one model: without EPLB, with vLLM's EPLB between steps
+(`sync`), and beside them (`async`). Each is asked again while experts move (`--rounds`); vLLM's own map must have
+changed. Once the model takes one expert for a token, once `--top-k`. With one expert an answer is one product, wherever
+the expert is: tokens and log-probabilities must be the same, bit for bit. With several, each rank adds its own experts
+before the ranks' sums are added: another place of an expert is another order of additions, so tokens are compared,
+and the differences of log-probabilities are reported. Engines have
+`VLLM_BATCH_INVARIANT=1` (`--variables`). Needs vLLM and GPUs of the target.
+
+`--dry-run` converts, and prints the engines that would start: for a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import hqconv
+from scripts import few_kernels
+from scripts.engines import Engine
+from scripts.serving_answers import GOOD, verdict, write
+from scripts.shared import make_source
+
+# An engine that is asked in rounds of 48 steps moves its experts at least once in each.
+EVERY_STEPS = 32
+ASKING = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # for maps
+WITHOUT = "without EPLB"
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--work", type=Path, required=True, help="folder for models, on a RAM disk")
+    parser.add_argument("--schemas", type=lambda text: text.split(","), default=["mxfp4", "int4-g64-zp"])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--copies", type=int, default=2, help="redundant experts")
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--intermediate", type=int, default=768)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--experts", type=int, default=16)
+    parser.add_argument("--top-k", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3, help="questions while experts move")
+    parser.add_argument("--ways", type=lambda text: text.split(","), default=["sync", "async"])
+    parser.add_argument("--words", type=json.loads, default={}, help="more arguments of vllm.LLM, as JSON")
+    parser.add_argument("--variables", type=json.loads, default={"VLLM_BATCH_INVARIANT": "1"}, help="of engines")
+    parser.add_argument("--device", default="auto", help="of the conversions")
+    parser.add_argument("--dry-run", action="store_true", help="convert, and print the engines")
+    parser.add_argument("--out", type=Path, help="write the report there as JSON")
+    a = parser.parse_args()
+    a.work.mkdir(parents=True, exist_ok=True)
+    few_kernels.use(a.work)  # fewer to compile
+    report: dict[str, Any] = {"failed": False, "cases": {}}
+    for top_k in dict.fromkeys((1, a.top_k)):
+        for schema in a.schemas:
+            for name, case in run_case(a, schema, top_k):
+                report["cases"][name] = case
+                report["failed"] |= not case["good"]
+                print(name, case, flush=True)
+                if a.out:
+                    write(a.out, report)
+    print(said := verdict(report), flush=True)
+    sys.exit(said != GOOD)
+
+
+def run_case(a: argparse.Namespace, schema: str, top_k: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The engines of one schema and model: what each is called, and how it compares with that without EPLB."""
+    plain: dict[str, Any] | None = None
+    for engine in engines_of(a, schema, top_k):
+        name = f"{schema}, top {top_k}, {engine.name}"
+        if a.dry_run:
+            yield name, {"good": True, "folder": str(engine.model), "arguments": " ".join(engine.arguments)}
+            continue
+        found = engine.run()
+        if "failed" in found or (plain is None and engine.name != WITHOUT):
+            yield name, {"good": False, "why": found.get("failed", "nothing to compare with")}
+            continue
+        plain = plain or found
+        yield name, judge(plain, found, is_exact=top_k == 1)
+
+
+def engines_of(a: argparse.Namespace, schema: str, top_k: int) -> Iterator[Engine]:
+    """Engines over one source: its artifact without copies, and that with copies, served in each of the ways."""
+    source = a.work / f"source-top{top_k}"
+    if not source.exists():
+        sizes = {key: getattr(a, key) for key in ("hidden", "intermediate", "layers", "experts")}
+        make_source(source, **sizes, top_k=top_k)
+    arguments = ["--tp", str(a.ranks), "--ep"]
+    for name, copies in ((WITHOUT, 0), *((f"EPLB {way}", a.copies) for way in a.ways)):
+        out = a.work / f"{schema}-top{top_k}-copies{copies}"
+        if not out.exists():
+            words = {"ep": a.ranks, "redundant_experts": copies, "device": a.device}
+            hqconv.convert(source, out, schema=schema, target="sm90", **words)
+        words = dict(a.words)
+        more = []
+        if name != WITHOUT:
+            words |= {"enable_eplb": True, "eplb_config": eplb_config(name.split()[1], copies)}
+            more = ["--eplb-rounds", str(a.rounds)]
+        yield Engine(name, out, [*arguments, *more, "--words", json.dumps(words)], {**ASKING, **a.variables})
+
+
+def eplb_config(way: str, copies: int) -> dict[str, Any]:
+    """vLLM's `EPLBConfig`, with moves after so few steps that every round has one."""
+    steps = {"step_interval": EVERY_STEPS, "window_size": EVERY_STEPS}
+    return {**steps, "num_redundant_experts": copies, "use_async": way == "async"}
+
+
+def judge(plain: dict[str, Any], found: dict[str, Any], *, is_exact: bool) -> dict[str, Any]:
+    """How one engine's answers, in all rounds, compare with those without EPLB; good: as the model's text says.
+
+    moved: how many places of experts, of all layers, have another expert than at the round before, by round.
+    """
+    rounds = [found["answers"], found["again"], *found.get("rounds", [])]
+    tokens = [_tokens(answers) == _tokens(plain["answers"]) for answers in rounds]
+    bits = [answers == plain["answers"] for answers in rounds]
+    case: dict[str, Any] = {"same_tokens": tokens, "same_bits": bits}
+    case["log_p"] = max(_distance(answers, plain["answers"]) for answers in rounds)
+    is_good = all(bits if is_exact else tokens)
+    if "maps" in found:
+        maps = found["maps"]
+        case["ranks_agree"] = all(ranks.count(ranks[0]) == len(ranks) for ranks in maps)
+        case["moved"] = [_moved(old[0], new[0]) for old, new in pairwise(maps)]
+        case["moved_before"] = _moved(_first_map(maps[0][0]), maps[0][0])
+        is_good &= case["ranks_agree"] and case["moved_before"] + sum(case["moved"]) > 0
+    return {"good": is_good, **case}
+
+
+def _tokens(answers: list[list[list[float]]]) -> list[list[float]]:
+    return [[token for token, _ in answer] for answer in answers]
+
+
+def _distance(answers: list[list[list[float]]], others: list[list[list[float]]]) -> float:
+    """The largest difference of log-probabilities up to the first token that differs."""
+    largest = 0.0
+    for left, right in zip(answers, others, strict=True):
+        for (token, log_p), (other, other_p) in zip(left, right, strict=True):
+            largest = max(largest, abs(log_p - other_p))
+            if token != other:
+                break
+    return largest
+
+
+def _moved(old: list[list[int]], new: list[list[int]]) -> int:
+    return sum(a != b for left, right in zip(old, new, strict=True) for a, b in zip(left, right, strict=True))
+
+
+def _first_map(places: list[list[int]]) -> list[list[int]]:
+    """The map that an engine starts with: all experts, and copies of the first."""
+    num_experts = 1 + max(max(layer) for layer in places)
+    return [[place % num_experts for place in range(len(layer))] for layer in places]
+
+
+if __name__ == "__main__":
+    main()
