@@ -191,7 +191,7 @@ def _original(
     except HqconvError as error:
         findings.append(Finding(error.where, error.what, str(error.expected), str(error.found)))
         return None
-    encoding = encoding_of(found.format, artifact.schema_of(layer.name), spec.param_dtype, options, layer=layer.name)
+    encoding = encoding_of(found, artifact.schema_of(layer.name), spec.param_dtype, options)
     entry = lineage.made.blocks.get(layer.name)
     conversion = None if entry is None else entry.conversion
     if conversion != encoding.conversion:

@@ -147,7 +147,7 @@ def checked(artifact: Artifact, monkeypatch: pytest.MonkeyPatch, damage: Damage 
     ]
 
     def load(_: Artifact, layer: str, tp_rank: int, ep_rank: int, device: torch.device) -> dict[str, Gemm]:
-        _, begin, end, _ = tp_slices(inner, artifact.grid.tp, artifact.schema)[tp_rank]
+        _, begin, end, _ = tp_slices(inner, artifact.grid, artifact.schema)[tp_rank]
         mine = [weights[e] for e in artifact.grid.local_experts(NUM_EXPERTS, ep_rank)]
         stacks = {
             "w13": [torch.cat([e["w1"][begin:end], e["w3"][begin:end]]) for e in mine],
