@@ -21,6 +21,7 @@ from hqconv.reports.documents import Words as Document
 from hqconv.reports.ranking import DECODE, PREFILL
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.gpu_target import GPUS, TARGETS
+from hqconv.schemas.grid import EVEN
 from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS
 from hqconv.serving.chosen_engine import ENGINE
 from hqconv.verification.result import OF_ANOTHER_SOURCE

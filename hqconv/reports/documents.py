@@ -216,9 +216,7 @@ def _bytes_by_dtype(checkpoint: Source) -> dict[str, int]:
     return dict(totals.most_common())
 
 
-def _tp_sizes(
-    layers: Iterable[MoeLayer], schema: WeightSchema, heads: AttentionHeads, split: str = EVEN
-) -> list[int]:
+def _tp_sizes(layers: Iterable[MoeLayer], schema: WeightSchema, heads: AttentionHeads, split: str = EVEN) -> list[int]:
     """TP sizes that cut no scale group of any layer, and that share the attention heads evenly.
 
     With the split `groups` only sizes with which the engine's MoE layers start.

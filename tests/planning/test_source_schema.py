@@ -54,7 +54,8 @@ def test_a_preset_that_a_slice_would_cut_points_to_source(fp8: Path) -> None:
     with pytest.raises(RequestError) as error:
         conversions.open_plan(fp8, "fp8-block", Grid(2))
     assert error.value.remedy == (
-        "TP sizes that work: 1, 3; --tp 2 works with --tp-split groups. With --schema source the source's scales are repeated into smaller blocks."
+        "TP sizes that work: 1, 3; --tp 2 works with --tp-split groups. "
+        "With --schema source the source's scales are repeated into smaller blocks."
     )
     with pytest.raises(RequestError) as error:
         conversions.open_plan(fp8, "int4", Grid(2))
