@@ -71,7 +71,7 @@ def check(source: Path, work: Path, kind: KernelSpec) -> tuple[str, bool]:
 
 
 def measure(source: Path, out: Path, kind: KernelSpec) -> tuple[dict[str, float], bool]:
-    """The worst of every figure over all grids, and whether all passed. source: a folder with each size's checkpoint."""
+    """The worst of every figure over all grids, and whether all passed. source: one checkpoint of each size."""
     worst = dict.fromkeys(FIGURES, 0.0)
     passed = True
     for size, grid in GRIDS:
