@@ -154,7 +154,8 @@ def _check_sizes(layer: MoeLayer, spec: ConversionSpec, heads: AttentionHeads) -
             spec.grid,
             pads_last_rank=layer.pads_last_rank,
             is_served=lambda tp: is_served_with(tp, heads),
-            can_split=spec.layout == artifact_names.KERNEL,
+            can_split=spec.layout == artifact_names.KERNEL
+            and ENGINE.inner_obstacle(layer.intermediate_size, spec.grid) is None,
         )
     except RequestError as error:
         is_block = schema.weight_scale_type == "block"

@@ -180,8 +180,8 @@ def check_grid(
 ) -> None:
     """Refuse a layer that the schema or the grid cannot cut, naming the TP sizes that would work.
 
-    is_served: returns whether the server can start with a TP size; can_split: the layout has ranks, which `--tp-split`
-    deals. Both are for the message alone.
+    For the message alone: is_served returns whether the server can start with a TP size, and can_split tells whether it
+    can with these ranks of whole groups.
     """
     unit = slice_unit(schema)
     what = "rotated block" if schema.rotation == unit else "scale group"
@@ -201,7 +201,7 @@ def check_grid(
     sizes = sizes_of[GROUPS if grid.split == GROUPS else EVEN]
     if grid.tp not in sizes:
         works = ", ".join(str(size) for size in sizes if is_served(size)) or f"none: choose a schema with {smaller}"
-        if can_split and grid.split == EVEN and grid.tp in sizes_of[GROUPS]:
+        if can_split and is_served(grid.tp) and grid.split == EVEN and grid.tp in sizes_of[GROUPS]:
             works += f"; --tp {grid.tp} works with --tp-split {GROUPS}"
         raise RequestError(
             f"--tp {grid.tp} would cut a {what} of the experts.",

@@ -291,6 +291,9 @@ def test_refusals_name_the_split(tmp_path: Path) -> None:
     with pytest.raises(RequestError) as error:
         run(src, tmp_path / "out", "int4-g64", layout=CHECKPOINT)
     assert "--tp-split" not in error.value.message()
+    with pytest.raises(RequestError) as error:
+        run(src, tmp_path / "out", "fp8-block", Grid(5))  # vLLM would not start it
+    assert "--tp-split" not in error.value.message()
     with pytest.raises(RequestError, match="--tp 3 would cut"):
         run(src, tmp_path / "out", "int4-g64", Grid(3, split=GROUPS))
     with pytest.raises(RequestError, match="There is no such TP split"):

@@ -59,7 +59,7 @@ def test_a_preset_that_a_slice_would_cut_points_to_source(fp8: Path) -> None:
     )
     with pytest.raises(RequestError) as error:
         conversions.open_plan(fp8, "int4", Grid(2))
-    assert error.value.remedy == "TP sizes that work: 1, 3."
+    assert error.value.remedy == "TP sizes that work: 1, 3; --tp 2 works with --tp-split groups."
 
 
 def test_direct_schemas_are_those_that_convert_directly(tmp_path: Path) -> None:
