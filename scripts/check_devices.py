@@ -25,6 +25,7 @@ from scripts.shared import SCHEMAS, make_source
 
 GRIDS: list[dict[str, Any]] = [{"tp": tp, "ep": ep} for tp in (1, 2) for ep in (1, 3)]
 GRIDS += [{"tp": 2, "ep": 3, "expert_placement": "round_robin", "redundant_experts": 2}]
+GRIDS += [{"tp": 3, "tp_split": "groups"}]
 GRIDS += [{"layout": "checkpoint"}]
 
 

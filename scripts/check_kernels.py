@@ -34,7 +34,13 @@ from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.weight_schema import resolve_schema
 from scripts.shared import SCHEMAS, make_source
 
-GRIDS: tuple[dict[str, Any], ...] = ({}, {"tp": 2, "ep": 3, "expert_placement": "round_robin", "redundant_experts": 2})
+# Intermediate size of the experts, and the ranks. 352 columns are two groups of 128 and a smaller one.
+SMALL, UNEVEN = 512, 352
+GRIDS: tuple[tuple[int, dict[str, Any]], ...] = (
+    (SMALL, {}),
+    (SMALL, {"tp": 2, "ep": 3, "expert_placement": "round_robin", "redundant_experts": 2}),
+    (UNEVEN, {"tp": 2, "tp_split": "groups"}),
+)
 
 
 # Integers that have kernels of their own under quantized activations, and second scales.
@@ -65,14 +71,14 @@ def check(source: Path, work: Path, kind: KernelSpec) -> tuple[str, bool]:
 
 
 def measure(source: Path, out: Path, kind: KernelSpec) -> tuple[dict[str, float], bool]:
-    """The worst of every figure over all grids, and whether all passed."""
+    """The worst of every figure over all grids, and whether all passed. source: one checkpoint of each size."""
     worst = dict.fromkeys(FIGURES, 0.0)
     passed = True
-    for grid in GRIDS:
+    for size, grid in GRIDS:
         request = {"schema": kind.schema, "dtype": kind.param_dtype, "target": kind.target.name, **grid}
         words = {**request, "input_schema": kind.inputs, "overwrite": out.exists()}
-        hqconv.convert(source, out, **words, device="cuda:0", threads=2, allow_unserved=True)
-        report = hqconv.verify(out, source, threads=2)
+        hqconv.convert(source / str(size), out, **words, device="cuda:0", threads=2, allow_unserved=True)
+        report = hqconv.verify(out, source / str(size), threads=2)
         for result in report.results:
             for finding in result.findings[:5]:
                 print("   ", result.name, finding, flush=True)
@@ -105,8 +111,10 @@ def main() -> None:
     parser.add_argument("--log", type=Path, default=None)
     args = parser.parse_args()
     work = args.work or Path(tempfile.mkdtemp())
-    sizes = {"hidden": 1024, "intermediate": 512, "layers": 2, "experts": 8, "top_k": 2, "vocab": 512}
-    source = make_source(work / "source", **sizes, shard_size="16MB")
+    sizes = {"hidden": 1024, "layers": 2, "experts": 8, "top_k": 2, "vocab": 512}
+    source = work / "source"
+    for size in (SMALL, UNEVEN):
+        make_source(source / str(size), **sizes, intermediate=size, shard_size="16MB")
     kinds = pairs(args.inputs, args.schemas, args.dtypes)
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
         running = [pool.submit(check, source, work, kind) for kind in kinds]

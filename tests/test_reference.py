@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hqconv.cli.app import app
-from hqconv.schemas.grid import Grid
+from hqconv.schemas.grid import GROUPS, Grid
 from tests.make import hub_server, small
 from tests.make.conversions import manifest, run
 from tests.make.families import save_family
@@ -79,6 +79,7 @@ def make_artifacts(folder: Path) -> None:
     run(folder / "rounded", folder / "cut-rounded", "source", Grid(2))
     run(src, folder / "for-a-compiler", "fp8", dtype="float16", target="sm89", cuda="13.0")
     run(folder / "for-a-compiler", folder / "cut-again", "int8")
+    run(src, folder / "by-groups", "mxfp4", Grid(3, split=GROUPS))
 
 
 def make_unfinished(folder: Path) -> None:

@@ -30,6 +30,7 @@ from hqconv.planning.output_units import CopiedShardPlan, MoeLayerPlan
 from hqconv.planning.plan import ConversionPlan
 from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
+from hqconv.schemas.grid import EVEN
 from hqconv.schemas.options import ENCODING_KEYS
 from hqconv.schemas.sum_factors import COPIED
 from hqconv.serving.chosen_engine import ENGINE
@@ -90,6 +91,7 @@ def _facts(source: Source, plan: ConversionPlan) -> dict[str, Any]:
         **encoding,
         "dtype": spec.param_dtype,
         "tp": spec.grid.tp,
+        "tp_split": None if spec.grid.split == EVEN else spec.grid.split,
         "ep": spec.grid.ep,
         "expert_placement": spec.grid.placement,
         "redundant_experts": spec.grid.redundant,

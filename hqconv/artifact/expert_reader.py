@@ -26,6 +26,7 @@ from hqconv.layout_decoder.scales import Fault
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.dtypes import num_bits
+from hqconv.schemas.grid import tp_slices
 from hqconv.schemas.tensors import TensorRef
 from hqconv.schemas.weight_schema import WeightSchema
 
@@ -105,7 +106,7 @@ class ExpertReader:
     def __init__(self, artifact: Artifact, layer: MoeLayer, note: Note) -> None:
         """Check the headers of all ranks, and note errors; `forms` has the sound ones: (GEMM, TP, EP rank) → form."""
         self.artifact, self.layer = artifact, layer
-        self.schema = artifact.schema_of(layer.name)
+        self.schema, self.grid = artifact.schema_of(layer.name), artifact.grid
         self.forms = check_rank_headers(artifact, layer, note)
 
     # --- one expert
@@ -115,10 +116,10 @@ class ExpertReader:
 
         Copies of a redundant expert are compared bit for bit with the first, which is decoded.
         """
-        ranks = self.artifact.grid.homes(self.layer.num_experts)[expert]
+        ranks = self.grid.homes(self.layer.num_experts)[expert]
         home, *copies = (GemmLocation(self.layer.name, gemm, expert, *rank) for rank in ranks)
         slices = []
-        for tp_rank in range(self.artifact.grid.tp):
+        for tp_rank in range(self.grid.tp):
             form = self.forms.get((gemm, tp_rank, home.ep_rank))
             if form is None:
                 continue
@@ -127,7 +128,7 @@ class ExpertReader:
             except (HqconvError, OSError) as error:
                 where = f"{home.path(tp_rank)}, {gemm} of expert {expert} (local {home.local})"
                 note_error(where, error, note)
-        is_whole = len(slices) == self.artifact.grid.tp
+        is_whole = len(slices) == self.grid.tp
         found = self._assemble(gemm, slices) if is_whole else {}
         for fault in (fault for one in found.values() or slices for fault in one.faults):
             if bool(fault.wrong.any()):
@@ -150,11 +151,12 @@ class ExpertReader:
     def _assemble(self, gemm: str, slices: Sequence[DecodedStack]) -> dict[str, DecodedStack]:
         """Join the slices of all TP ranks to the projections of a GEMM."""
         axis, roles = 2 if gemm == "w2" else 1, roles_of(self.layer, gemm)
+        sizes = [part.end - part.begin for part in tp_slices(self.layer.intermediate_size, self.grid, self.schema)]
         found = {}
         for index, role in enumerate(roles):
-            parts = [_run_of_rows(one, index, len(roles)) for one in slices]
-            whole = join(parts, axis, self.schema)
-            found[role] = _trim(whole, axis, self.layer.intermediate_size, len(slices) - 1)
+            parts = (_run_of_rows(one, index, len(roles)) for one in slices)
+            cut = [_trim(one, axis, size, rank) for rank, (one, size) in enumerate(zip(parts, sizes, strict=True))]
+            found[role] = join(cut, axis, self.schema)
         return found
 
     # --- many experts
@@ -164,7 +166,7 @@ class ExpertReader:
         """Return GEMM → form, of all ranks. Raises VerificationError where a rank differs from the manifest."""
         forms: dict[str, LayoutForm] = {}
         for gemm in names.GEMMS:
-            for tp_rank, ep_rank in self.artifact.grid.ranks:
+            for tp_rank, ep_rank in self.grid.ranks:
                 form = self.forms.get((gemm, tp_rank, ep_rank))
                 if form is None or form != forms.setdefault(gemm, form):
                     raise VerificationError("A rank's tensors are not as the manifest says.")
@@ -176,21 +178,21 @@ class ExpertReader:
         for name, ref in self.artifact.header(names.rank_file(self.layer.name, tp_rank, ep_rank))[0].items():
             if name.startswith(prefix) and not names.is_input_scale(name):
                 found[name.removeprefix(prefix)] = (num_bits(ref.dtype), ref.shape)
-        num_local = len(self.artifact.grid.local_experts(self.layer.num_experts, ep_rank))
+        num_local = len(self.grid.local_experts(self.layer.num_experts, ep_rank))
         expected = expected_tensors(form)
         if found != {n: (num_bits(code), (num_local, *shape)) for n, (code, shape) in expected.items()}:
             raise VerificationError("A rank's tensors are not those that its layer config asks for.")
 
     def plan(self, experts: Sequence[int]) -> StoredExperts:
         """Plan the positions of some experts' bytes in a buffer. Raises as `batch_forms`."""
-        homes = self.artifact.grid.homes(self.layer.num_experts)
+        homes = self.grid.homes(self.layer.num_experts)
         firsts = [homes[expert][0] for expert in experts]
         copies = [(i, home) for i, expert in enumerate(experts) for home in homes[expert][1:]]
         start = 0
         regions: tuple[dict[Any, _Region], dict[Any, _Region]] = ({}, {})
         for of_kind, ranks in zip(regions, (firsts, [home for _, home in copies]), strict=True):
             for gemm, form in self.batch_forms.items() if ranks else ():
-                for tp_rank in range(self.artifact.grid.tp):
+                for tp_rank in range(self.grid.tp):
                     for name, (code, shape) in expected_tensors(form).items():
                         refs = tuple(self._entry(gemm, tp_rank, name, *rank) for rank in ranks)
                         of_kind[gemm, tp_rank, name] = _Region(start, refs, shape, num_bits(code))
@@ -212,7 +214,7 @@ class ExpertReader:
         """Decode all projections of the experts, joined from their TP slices; `buffer` is uint8 on any device."""
         found: dict[str, DecodedStack] = {}
         for gemm in names.GEMMS:
-            ranks = range(self.artifact.grid.tp)
+            ranks = range(self.grid.tp)
             found |= self._assemble(gemm, [self._slice(stored, buffer, gemm, rank) for rank in ranks])
         return found
 
@@ -294,8 +296,8 @@ def _check_is_zero(part: torch.Tensor, tp_rank: int) -> Fault:
     return Fault("bias", what, wrong, lambda expert: (expected, f"{int(wrong[expert].sum())} values"), tp_rank)
 
 
-def _trim(stack: DecodedStack, axis: int, size: int, last_rank: int) -> DecodedStack:
-    """Remove the last TP rank's padding, which must be zero; padding of e8m0 scales must repeat the last scale."""
+def _trim(stack: DecodedStack, axis: int, size: int, tp_rank: int) -> DecodedStack:
+    """Remove a TP rank's padding, which must be zero; padding of e8m0 scales must repeat the last scale."""
     total = stack.codes.size(axis)
     if total == size:
         return stack
@@ -309,13 +311,13 @@ def _trim(stack: DecodedStack, axis: int, size: int, last_rank: int) -> DecodedS
         if name in TENSOR_OF:
             is_repeated = name == "scale" and stack.scale_dtype == "F8_E8M0"  # has no zero; the codes are zero
             wrong = rest != (cut[name].narrow(axis, kept - 1, 1) if is_repeated else 0)
-            faults.append(_padding_fault(name, wrong, "the last scale" if is_repeated else "zero", last_rank))
+            faults.append(_padding_fault(name, wrong, "the last scale" if is_repeated else "zero", tp_rank))
     trimmed: dict[str, Any] = cut
     return replace(stack, **trimmed, faults=tuple(faults))
 
 
 def _padding_fault(name: str, wrong: torch.Tensor, expected: str, tp_rank: int) -> Fault:
-    what = f"The padding of the last TP rank is not {expected}."
+    what = f"The padding of a TP rank is not {expected}."
     found = lambda expert: (expected, f"{int(wrong[expert].sum())} values")  # noqa: E731
     return Fault(TENSOR_OF[name], what, wrong, found, tp_rank)
 

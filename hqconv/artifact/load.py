@@ -16,6 +16,7 @@ from hqconv.artifact.rank_forms import check_rank_headers
 from hqconv.artifact.reader import Artifact
 from hqconv.artifact.tensor_filler import read_tensors
 from hqconv.errors import RequestError, VerificationError
+from hqconv.formats.decode_matrix import resized
 from hqconv.humming_layout.layer_config import load_layer_config
 from hqconv.io.file_access import sha256_of
 from hqconv.layout_decoder.decode import DecodedStack
@@ -182,9 +183,10 @@ def stack_floats(stacks: Mapping[str, DecodedStack], reader: ExpertReader) -> di
     """Return decoded projections by role as float32 with E in front: `w1` … and biases `b1` …, see `dequantize`."""
     found, schema, param = {}, reader.schema, reader.artifact.param_dtype
     for role, stack in stacks.items():
-        found[role] = unrotated(decoded_weights(stack, schema, param), schema.rotation)
+        shape = reader.layer.shape(role)  # without the zeros that fill the last scale group
+        found[role] = resized(unrotated(decoded_weights(stack, schema, param), schema.rotation), shape)
         if stack.bias is not None:
-            found["b" + role[1:]] = float_values(stack.bias, code_of(param))
+            found["b" + role[1:]] = resized(float_values(stack.bias, code_of(param)), shape[:1])
     return found
 
 

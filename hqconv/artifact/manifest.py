@@ -22,7 +22,7 @@ from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.schemas import artifact_names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.gpu_target import target_of_record
-from hqconv.schemas.grid import MAX_COUNT, MAX_SIZE, Grid
+from hqconv.schemas.grid import EVEN, MAX_COUNT, MAX_SIZE, Grid
 from hqconv.schemas.input_schema import A16, inputs_of
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.suggestions import close_file
@@ -341,6 +341,7 @@ class Manifest(Entry):
     target: str
     cuda: str | None = None
     tp: int
+    tp_split: str | None = None
     ep: int
     expert_placement: str
     redundant_experts: int
@@ -391,7 +392,7 @@ class Manifest(Entry):
     @cached_property
     def grid(self) -> Grid:
         """The ranks that the artifact was made for."""
-        return Grid(self.tp, self.ep, self.expert_placement, self.redundant_experts)
+        return Grid(self.tp, self.ep, self.expert_placement, self.redundant_experts, self.tp_split or EVEN)
 
     @cached_property
     def kernel_spec(self) -> KernelSpec:

@@ -235,7 +235,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 }
 OPTIONS |= {name: _conversion_option(option) for name, option in conversion_options().items() if option.is_flag}
 # Headings of the help; options without one stand first.
-_RANKS = ("tp", "ep", "expert_placement", "redundant_experts")
+_RANKS = ("tp", "tp_split", "ep", "expert_placement", "redundant_experts")
 _SHARED = ("json", "quiet", "verbose", "log_file")  # options of every command
 _GROUPS = {
     "Budget": ("size", "bits", "objective", "candidates", "max_layer_error"),

@@ -21,6 +21,7 @@ from hqconv.reports.documents import Words as Document
 from hqconv.reports.ranking import DECODE, PREFILL
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.gpu_target import GPUS, TARGETS
+from hqconv.schemas.grid import EVEN
 from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS
 from hqconv.serving.chosen_engine import ENGINE
 from hqconv.verification.result import OF_ANOTHER_SOURCE
@@ -470,11 +471,14 @@ def _show_source(console: Console, document: Document) -> None:
     rows.append(("attention", heads_text(document["attention"])))
     print_facts(console, rows)
     _layers(console, document["blocks"])
-    by_sizes: dict[str, list[str]] = {}
+    by_sizes: dict[tuple[str, str], list[str]] = {}
     for name, sizes in document["tp_sizes"].items():
-        by_sizes.setdefault(", ".join(map(str, sizes)) or "none", []).append(name)
+        dealt = document["tp_sizes_of_groups"][name]
+        key = ", ".join(map(str, sizes)) or "none", ", ".join(map(str, dealt))
+        by_sizes.setdefault(key, []).append(name)
     console.print()
-    print_table(console, ("schemas", "--tp sizes that work"), ((", ".join(n), s) for s, n in by_sizes.items()))
+    headers = ("schemas", "--tp sizes that work", "and with --tp-split groups")
+    print_table(console, headers, ((", ".join(n), *s) for s, n in by_sizes.items()))
     _gpu_memory_table(console, document["gpu_memory"])
     for text in document["warnings"]:
         console.print(f"\nwarning: {text}")
@@ -810,6 +814,8 @@ def target_text(document: Mapping[str, Any]) -> str:
     parts = [f"{document['layout']} layout", f"{document['dtype']} parameters, {document['input_schema']} activations"]
     if document["layout"] == "kernel":
         parts += [document["target"], f"tp {document['tp']}, ep {document['ep']} ({document['expert_placement']})"]
+        if document["tp_split"] != EVEN:
+            parts.append(f"TP split {document['tp_split']}")
         if document["redundant_experts"]:
             parts.append(f"{plural(document['redundant_experts'], 'redundant expert')}")
     return ", ".join(parts)

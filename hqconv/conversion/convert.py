@@ -426,7 +426,10 @@ def _identity(source: Source, plan: ConversionPlan) -> dict[str, Any]:
 # Manifest key → the command line's name of what decides it.
 _OPTION_OF = {
     **{key: f"--{key.replace('_', '-')}" for key in ("tp", "ep", "layout", "dtype", "target", "cuda", "input_schema")},
-    **{key: f"--{key.replace('_', '-')}" for key in ("expert_placement", "redundant_experts", *ENCODING_KEYS)},
+    **{
+        key: f"--{key.replace('_', '-')}"
+        for key in ("tp_split", "expert_placement", "redundant_experts", *ENCODING_KEYS)
+    },
     **dict.fromkeys(("schema_name", "weight_schema"), "--schema"),
     "left_blocks": "--config",
     "source": "SRC",

@@ -13,11 +13,11 @@ from typing import Protocol
 import torch
 
 from hqconv.errors import InputError
-from hqconv.formats.decode_matrix import SourceMatrix
+from hqconv.formats.decode_matrix import SourceMatrix, resized
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.layer_encoding import LayerEncoding
-from hqconv.quantization.coded_matrix import CodedMatrix
+from hqconv.quantization.coded_matrix import CodedMatrix, filled
 from hqconv.quantization.deferred_checks import deferring_checks, is_any
 from hqconv.quantization.direct_tensors import express, share_scale
 from hqconv.quantization.gptq import hessian_factors
@@ -82,6 +82,7 @@ def encode_batch(
     raw = None if raw is None else raw.on(device)
     stacks = float_stacks(layer, raw)
     if stacks is not None:
+        stacks = {role: resized(stack, encoding.shapes[role]) for role, stack in stacks.items()}
         done: dict[str, QuantizedStack] = {}
         for roles in _coupled_roles(layer):
             floats = [stacks[role] for role in roles]
@@ -120,6 +121,11 @@ def _check_later(
     return EncodedBatch({role: stack.tensors for role, stack in done.items()}, measured, error_sums)
 
 
+def filled_matrices(matrices: Mapping[str, SourceMatrix], encoding: LayerEncoding) -> dict[str, SourceMatrix]:
+    """Return an expert's projections with zeros that fill the target's last scale group, where it is not whole."""
+    return {role: matrix.filled(encoding.shapes[role]) for role, matrix in matrices.items()}
+
+
 def _tensor_name(layer: MoeLayer, expert: int, role: str) -> str:
     ref = layer.sources[expert][role]["weight"]
     return f"{ref.name}, expert {expert}" if layer.parts[role]["weight"].is_stacked else ref.name
@@ -150,7 +156,7 @@ def _encode_unchecked(
     """Decode expert by expert, quantize as stacks; inside `deferring_checks` nothing waits for the device."""
     done: dict[str, QuantizedStack] = {}
     for roles in _coupled_roles(layer):
-        each = [source.read_expert(layer, expert, roles, device, raw) for expert in experts]
+        each = [filled_matrices(source.read_expert(layer, expert, roles, device, raw), encoding) for expert in experts]
         kept = [pass_through(matrices, encoding) if encoding.is_direct else None for matrices in each]
         direct = [one for one in kept if one is not None]
         if len(direct) == len(each):
@@ -176,7 +182,7 @@ def _encode_each(
     each: dict[str, list[Quantized]] = {role: [] for role in layer.roles}
     for expert in experts:
         for roles in _coupled_roles(layer):
-            matrices = source.read_expert(layer, expert, roles, device, raw)
+            matrices = filled_matrices(source.read_expert(layer, expert, roles, device, raw), encoding)
             for role, one in encode(expert, matrices, encoding).items():
                 each[role].append(one)
     found = {role: [one.error_sums for one in parts] for role, parts in each.items()}
@@ -187,8 +193,8 @@ def _encode_each(
 def encode(expert: int, matrices: Mapping[str, SourceMatrix], encoding: LayerEncoding) -> dict[str, Quantized]:
     """Encode the projections of an expert that share their tensor-level scale, each at full size.
 
-    Raises InputError where a weight is not finite or cannot be represented, and where gate and up have different
-    tensor-level scales although their codes must be kept.
+    matrices: as `filled_matrices` returns them. Raises InputError where a weight is not finite or cannot be
+    represented, and where gate and up have different tensor-level scales although their codes must be kept.
     """
     kept = pass_through(matrices, encoding) if encoding.is_direct else None
     if kept is not None:
@@ -231,6 +237,7 @@ def quantizer_of(encoding: LayerEncoding, roles: Sequence[str], experts: Sequenc
         return Quantizer(encoding.quantizer, factors.importance, factors)
     values, shape = encoding.importance.columns(gemm)
     importance = torch.frombuffer(bytearray(values), dtype=torch.float32).view(shape)
+    importance = resized(importance, encoding.shapes[roles[0]][1:])
     return Quantizer(encoding.quantizer, importance if importance.dim() == 1 else importance[list(experts)])
 
 
@@ -331,9 +338,9 @@ def _pass_through_one(coded: CodedMatrix, matrix: SourceMatrix, encoding: LayerE
 
 
 def coded_of(matrix: SourceMatrix) -> CodedMatrix:
-    """Return the codes of a matrix whose format stores codes."""
+    """Return the codes of a matrix whose format stores codes, at the size that the target stores."""
     assert matrix.coded is not None, f"{matrix.name}: planned to be kept, but its format has no codes"
-    return matrix.coded
+    return matrix.coded if matrix.stored is None else filled(matrix.coded, matrix.stored)
 
 
 def stack_passed_through(kept: Sequence[PassedThrough]) -> QuantizedStack:

@@ -18,6 +18,7 @@ from hqconv.conversion.encode import (
     EncodedBatch,
     ExpertSource,
     encode_batch,
+    filled_matrices,
     float_stacks,
     is_asynchronous,
     quantizer_of,
@@ -172,7 +173,7 @@ def _weighted(
         weights = weights.to(device, non_blocking=True)
         for index, expert in enumerate(experts):
             with deferring_checks():  # the encoding has checked these values
-                matrices = source.read_expert(layer, expert, roles, device, raw)
+                matrices = filled_matrices(source.read_expert(layer, expert, roles, device, raw), encoding)
             for role in roles:
                 tensors = {name: tensor[index] for name, tensor in done.tensors[role].items() if name != "bias"}
                 columns = weights if weights.ndim == 1 else weights[index]

@@ -13,6 +13,7 @@ from hqconv.conversion.torchrun import local_rank
 from hqconv.errors import OutputError, RequestError, plural
 from hqconv.schemas import artifact_names
 from hqconv.schemas.gpu_target import COMPUTE_CAPABILITY, GpuTarget, known_gpus, parse_target
+from hqconv.schemas.grid import EVEN
 from hqconv.schemas.weight_schema import SOURCE
 from hqconv.sources.opening import own_target
 
@@ -108,7 +109,7 @@ def choose_target(options: ConversionOptions, source: Source, device: str) -> Gp
 
 
 def default_out(name: str, schema: str, spec: ConversionSpec, overridden_by: str = "") -> Path:
-    """Return `./<model>-<schema>[-<recipe>][-tpT][-epP]` with unusual options: layout, quantizer, activations, …
+    """Return `./<model>-<schema>[-<recipe>][-tpT][-groups][-epP]` with unusual options: layout, quantizer, …
 
     Usual are the kernel layout for sm90, bfloat16 parameters and activations of 16 bits. overridden_by: see
     `ConversionPlan`.
@@ -117,6 +118,7 @@ def default_out(name: str, schema: str, spec: ConversionSpec, overridden_by: str
     parts = {
         overridden_by: overridden_by != "",
         f"tp{grid.tp}": is_kernel and grid.tp > 1,
+        grid.split: is_kernel and grid.split != EVEN,
         f"ep{grid.ep}": is_kernel and grid.ep > 1,
         artifact_names.CHECKPOINT: not is_kernel,
         **dict.fromkeys(spec.encoding.name_parts(), True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -162,7 +163,7 @@ def gpu_staging_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
 def working_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
     """Return an upper bound of one lane's host memory for batches of this layer: slots and temporaries."""
     layer, encoding = planned.layer, planned.encoding
-    numbers = layer.intermediate_size * layer.hidden_size
+    numbers = math.prod(encoding.shapes["w2"])
     stored = _stored_bytes(planned)
     is_viewed = any(not p.is_run for parts in layer.parts.values() for p in parts.values())
     if encoding.conversion == QUANTIZED:
@@ -198,7 +199,7 @@ def _calibration_bytes(planned: MoeLayerPlan) -> int:
 def gpu_working_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
     """Return an upper bound of one lane's GPU memory for a batch of this layer."""
     layer = planned.layer
-    numbers = layer.intermediate_size * layer.hidden_size * num_experts
+    numbers = math.prod(planned.encoding.shapes["w2"]) * num_experts
     live = 3 * _stored_bytes(planned) * num_experts + _GPU_BYTES_PER_WEIGHT * numbers
     if planned.encoding.quantizer != RTN:
         live += _GPU_SEARCH_BYTES * min(numbers, max(_GPU_SEARCH_WEIGHTS, layer.hidden_size))
@@ -227,7 +228,7 @@ def _pinned_bytes(num_bytes: int) -> int:
 
 def _num_weights(planned: MoeLayerPlan) -> int:
     """Return the number of an expert's weights."""
-    return len(planned.layer.roles) * planned.layer.intermediate_size * planned.layer.hidden_size
+    return len(planned.layer.roles) * math.prod(planned.encoding.shapes["w2"])
 
 
 def _expert_bytes(planned: MoeLayerPlan) -> int:

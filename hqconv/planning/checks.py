@@ -16,7 +16,7 @@ from hqconv.planning.source_schema import dtype_warnings, rounding_warnings
 from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
 from hqconv.schemas.artifact_names import HESSIAN_TILE
-from hqconv.schemas.grid import Grid, check_grid
+from hqconv.schemas.grid import GROUPS, Grid, check_grid, slice_unit
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.model_config import NO_HEADS, AttentionHeads
 from hqconv.schemas.options import GPTQ, RTN
@@ -48,7 +48,7 @@ def check_request(experts: ExpertMap, spec: ConversionSpec, heads: AttentionHead
         raise RequestError(
             "The checkpoint layout is unsharded: it serves at any TP and EP.",
             where="--layout checkpoint",
-            remedy="Leave out --tp, --ep, --expert-placement and --redundant-experts.",
+            remedy="Leave out --tp, --tp-split, --ep, --expert-placement and --redundant-experts.",
         )
     if spec.layout == artifact_names.CHECKPOINT:
         _check_left(experts.left)
@@ -138,6 +138,14 @@ def is_served_with(tp: int, heads: AttentionHeads) -> bool:
 def _check_sizes(layer: MoeLayer, spec: ConversionSpec, heads: AttentionHeads) -> None:
     sizes = (layer.num_experts, layer.hidden_size, layer.intermediate_size)
     schema = spec.kernel_spec_of(layer.name).schema
+    if spec.encoding.quantizer == GPTQ and spec.grid.split == GROUPS and layer.intermediate_size % slice_unit(schema):
+        raise RequestError(
+            "The quantizer gptq needs whole scale groups.",
+            where=f"{layer.name}, intermediate size {layer.intermediate_size}, schema {schema.name}",
+            expected=f"a multiple of {slice_unit(schema)}",
+            found=layer.intermediate_size,
+            remedy="Take a schema with smaller groups, or use --quantizer mse.",
+        )
     try:
         check_grid(
             layer.name,
@@ -146,6 +154,8 @@ def _check_sizes(layer: MoeLayer, spec: ConversionSpec, heads: AttentionHeads) -
             spec.grid,
             pads_last_rank=layer.pads_last_rank,
             is_served=lambda tp: is_served_with(tp, heads),
+            can_split=spec.layout == artifact_names.KERNEL
+            and ENGINE.inner_obstacle(layer.intermediate_size, spec.grid) is None,
         )
     except RequestError as error:
         is_block = schema.weight_scale_type == "block"
@@ -183,6 +193,9 @@ def request_warnings(experts: ExpertMap, spec: ConversionSpec, heads: AttentionH
     else:
         counts = [layer.num_experts for layer in experts.layers]
         reasons = ENGINE.kernel_layout_obstacles(experts.family, spec.grid, heads, counts)
+        if spec.grid.split == GROUPS:
+            sizes = dict.fromkeys(layer.intermediate_size for layer in experts.layers)
+            reasons += [reason for size in sizes if (reason := ENGINE.inner_obstacle(size, spec.grid)) is not None]
         warnings += [f"{ENGINE.release} will not serve this artifact: {reason}." for reason in reasons]
     kernel_specs = dict.fromkeys(spec.kernel_spec_of(layer.name) for layer in experts.layers)
     warnings += [reason for one in kernel_specs if (reason := why_overflow(one)) is not None]

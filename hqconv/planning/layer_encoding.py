@@ -14,7 +14,9 @@ from typing import Any
 
 from hqconv.errors import RequestError
 from hqconv.formats.source_format import DIRECT, DIRECT_ROUNDED, SourceFormat, conversion_of
+from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.importance import Importance, LayerImportance, read_importance
+from hqconv.schemas.grid import stored_size
 from hqconv.schemas.options import GPTQ, QUANTIZERS, RTN, EncodingArguments
 from hqconv.schemas.weight_schema import WeightSchema
 
@@ -149,7 +151,8 @@ class LayerEncoding:
     conversion: of `hqconv.formats.source_format`. must_be_direct: a matrix that cannot keep its codes is an error.
     takes_powers_of_two: fp8 group scales under a second scale stand for the source's powers of two, mxfp4 to nvfp4.
     is_coded: the source has codes, so that scale groups which are quantized anew without any error are counted.
-    importance: the layer's tensors of the importance file; None without one.
+    importance: the layer's tensors of the importance file; None without one. shapes: role → [out, in] of the packed
+    tensors: zeros fill the last scale group where the intermediate size is no whole number of them.
     """
 
     schema: WeightSchema
@@ -160,6 +163,7 @@ class LayerEncoding:
     takes_powers_of_two: bool = False
     is_coded: bool = False
     importance: LayerImportance | None = field(default=None, repr=False)
+    shapes: Mapping[str, tuple[int, int]] = field(default_factory=dict, repr=False)
 
     @property
     def quantizer(self) -> str:
@@ -178,15 +182,10 @@ class LayerEncoding:
 
 
 def encoding_of(
-    source: SourceFormat,
-    schema: WeightSchema,
-    param_dtype: str,
-    options: EncodingOptions,
-    *,
-    layer: str,
-    must_be_direct: bool = False,
+    layer: MoeLayer, schema: WeightSchema, param_dtype: str, options: EncodingOptions, *, must_be_direct: bool = False
 ) -> LayerEncoding:
-    """Return the encoding of the layer named `layer`, which is stored in the format `source`."""
+    """Return the encoding of a source's layer."""
+    source, inner = layer.format, stored_size(layer.intermediate_size, schema)
     return LayerEncoding(
         schema,
         param_dtype,
@@ -195,7 +194,8 @@ def encoding_of(
         must_be_direct,
         takes_powers_of_two(source, schema),
         not source.is_float,
-        None if options.importance is None else options.importance.of_layer(layer),
+        None if options.importance is None else options.importance.of_layer(layer.name),
+        {role: (layer.hidden_size, inner) if role == "w2" else (inner, layer.hidden_size) for role in layer.roles},
     )
 
 

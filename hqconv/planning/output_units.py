@@ -201,7 +201,7 @@ def kernel_unit(layer: MoeLayer, spec: ConversionSpec) -> MoeLayerPlan:
         metadata = {"format": "pt", "rank": artifact_names.rank_name(tp_rank, ep_rank)}
         metadata |= {gemm: form.config_json(num_local) for gemm, form in forms.items()}
         files.append(build_file(artifact_names.rank_file(layer.name, tp_rank, ep_rank), specs, metadata, number))
-    slices = tp_slices(layer.intermediate_size, spec.grid.tp, kernel_spec.schema)
+    slices = tp_slices(layer.intermediate_size, spec.grid, kernel_spec.schema)
     return MoeLayerPlan(layer, spec.encoding_of(layer), tuple(files), forms, spec.grid, slices)
 
 

@@ -231,6 +231,7 @@ class ConversionPlan:
             "--dtype": spec.param_dtype,
             "--target, --cuda": str(spec.target),
             "--tp": spec.grid.tp,
+            "--tp-split": spec.grid.split,
             "--ep": spec.grid.ep,
             "--expert-placement": spec.grid.placement,
             "--redundant-experts": spec.grid.redundant,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hqconv.errors import RequestError
@@ -24,7 +25,7 @@ from hqconv.formats.source_format import (
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.layer_encoding import EncodingOptions
-from hqconv.schemas.grid import slice_unit
+from hqconv.schemas.grid import EVEN, GROUPS, Grid, slice_unit
 from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, SOURCE, WeightSchema, resolve_schema, shorthand_of
 
 if TYPE_CHECKING:
@@ -37,20 +38,20 @@ _MIN_BLOCK_N, _MIN_BLOCK_K = 64, 16  # what the kernel can load
 
 
 def source_schemas(
-    layers: Iterable[MoeLayer], param_dtype: str, tp: int, options: EncodingOptions = _DEFAULTS
+    layers: Iterable[MoeLayer], param_dtype: str, grid: Grid, options: EncodingOptions = _DEFAULTS
 ) -> dict[str, WeightSchema]:
-    """Return layer → the schema that keeps its codes and scales, cut for `tp` ranks.
+    """Return layer → the schema that keeps its codes and scales, cut for the TP ranks of `grid`.
 
-    Block scales are repeated into smaller blocks where a slice would cut them. With the option `round_scales` a schema
-    may also keep the codes and round the scales to the parameter dtype, if no schema keeps both. Raises RequestError if
-    a layer is not quantized or has no such schema.
+    Block scales are repeated into smaller blocks where a slice would cut them; the TP split `groups` cuts none. With
+    the option `round_scales` a schema may also keep the codes and round the scales to the parameter dtype, if no schema
+    keeps both. Raises RequestError if a layer is not quantized or has no such schema.
     """
     found: dict[str, WeightSchema] = {}
     of_kind: dict[tuple[object, ...], WeightSchema] = {}
     for layer in layers:
         kind = (_kind(layer.format), layer.hidden_size, layer.intermediate_size, layer.gated)
         if kind not in of_kind:
-            of_kind[kind] = _source_schema(layer, param_dtype, tp, options.round_scales)
+            of_kind[kind] = _source_schema(layer, param_dtype, grid, options.round_scales)
         found[layer.name] = of_kind[kind]
     return found
 
@@ -61,7 +62,7 @@ def plain_layers(experts: ExpertMap) -> set[str]:
     return plain if len(plain) < len(experts.layers) else set()
 
 
-def _source_schema(layer: MoeLayer, param_dtype: str, tp: int, round_scales: bool) -> WeightSchema:
+def _source_schema(layer: MoeLayer, param_dtype: str, grid: Grid, round_scales: bool) -> WeightSchema:
     if layer.format.is_float:
         raise RequestError(
             "The source's experts are not quantized: they have no schema of their own.",
@@ -69,27 +70,30 @@ def _source_schema(layer: MoeLayer, param_dtype: str, tp: int, round_scales: boo
             found=layer.dtype,
             remedy="Name the schema to quantize to, such as mxfp4.",
         )
-    schema, obstacle = _keeping(layer, param_dtype, tp, round_scales)
+    schema, obstacle = _keeping(layer, param_dtype, grid, round_scales)
     if schema is not None:
         return named(schema)
-    others = [t for t in _TP_SIZES if t != tp and _keeping(layer, param_dtype, t, round_scales)[0]]
+    cuts = {t: replace(grid, tp=t, ep=1) for t in _TP_SIZES if t != grid.tp}
+    others = [t for t, cut in cuts.items() if _keeping(layer, param_dtype, cut, round_scales)[0]]
     works = f" TP sizes that work: {', '.join(map(str, others))}." if others else ""
     raise RequestError(
         "No schema of Humming keeps the source's experts exactly.",
-        where=f"--schema source, --tp {tp}, {layer.name}",
+        where=f"--schema source, --tp {grid.tp}, {layer.name}",
         expected=f"scales in {param_dtype}, an 8-bit dtype, or float32 for blocks",
         found=f"{layer.format.describe()}: {obstacle}",
-        remedy=_remedy(layer, param_dtype, tp) + works,
+        remedy=_remedy(layer, param_dtype, grid) + works,
     )
 
 
-def _keeping(layer: MoeLayer, param_dtype: str, tp: int, round_scales: bool = False) -> tuple[WeightSchema | None, str]:
-    """Return the closest schema that keeps the layer's format when it is cut for `tp` ranks, or None and the reason."""
+def _keeping(
+    layer: MoeLayer, param_dtype: str, grid: Grid, round_scales: bool = False
+) -> tuple[WeightSchema | None, str]:
+    """Return the closest schema that keeps the layer's format when it is cut for the ranks, or None and the reason."""
     obstacle = "" if layer.format.b_dtype else "no kernel reads codes of this kind"
-    if layer.intermediate_size % tp and not layer.pads_last_rank:
-        return None, f"{layer.intermediate_size} columns are not {tp} equal slices"
+    if layer.intermediate_size % grid.tp and not layer.pads_last_rank and grid.split == EVEN:
+        return None, f"{layer.intermediate_size} columns are not {grid.tp} equal slices"
     rounded = ROUNDED_IF_ASKED if round_scales else ()
-    for schema in _candidates(layer, tp, may_round=round_scales):
+    for schema in _candidates(layer, grid, may_round=round_scales):
         why = why_not_direct(layer.format, schema, param_dtype, rounded=rounded)
         if not why:
             return schema, ""
@@ -142,7 +146,7 @@ def _own_schema_text(experts: ExpertMap, param_dtype: str, options: EncodingOpti
     dtype, left = source_param_dtype(experts) or param_dtype, plain_layers(experts)
     kept = [layer for layer in experts.layers if layer.name not in left]
     try:
-        own = source_schemas(kept, dtype, 1, options)
+        own = source_schemas(kept, dtype, Grid(), options)
     except RequestError:
         return ""
     counts = Counter(one.name if one.name != SOURCE else one.describe() for one in own.values())
@@ -162,11 +166,13 @@ def _kind(source: SourceFormat) -> tuple[object, ...]:
     return tuple(document[key] for key in sorted(document) if key not in ("name", "options", "decoder"))
 
 
-def _candidates(layer: MoeLayer, tp: int, *, may_round: bool) -> Iterator[WeightSchema]:
+def _candidates(layer: MoeLayer, grid: Grid, *, may_round: bool) -> Iterator[WeightSchema]:
     """Yield schemas that may hold the layer's format, the closest first; schemas that no kernel loads are left out."""
     source = layer.format
     small = source.scale_dtype if source.scale_dtype.startswith("float8") else None
-    share = math.gcd(layer.hidden_size, layer.intermediate_size // tp)
+    # A slice is whole groups, whatever their size, if groups are dealt.
+    share = layer.hidden_size if grid.split == GROUPS else layer.intermediate_size // grid.tp
+    share = math.gcd(layer.hidden_size, share)
     makers: list[dict[str, object]] = []
     # Gate and up have one scale in a laid out artifact; elsewhere only a layer without a gate is sure to.
     is_shared = source.encoding == LAID_OUT or not layer.gated
@@ -203,11 +209,11 @@ def _power_of_two(number: int) -> int:
     return number & -number
 
 
-def _remedy(layer: MoeLayer, param_dtype: str, tp: int) -> str:
+def _remedy(layer: MoeLayer, param_dtype: str, grid: Grid) -> str:
     ways = []
     if layer.format.scale_dtype in PARAM_DTYPES and layer.format.scale_dtype != param_dtype:
         ways.append(f"Use --dtype {layer.format.scale_dtype}")
-    if _keeping(layer, param_dtype, tp, round_scales=True)[0] is not None:
+    if _keeping(layer, param_dtype, grid, round_scales=True)[0] is not None:
         ways.append(f"{'add' if ways else 'Add'} --round-scales: codes kept, scales rounded to {param_dtype}")
     if not ways:
         return "Name the schema to requantize to, such as fp8 or int4; the error is measured and recorded."

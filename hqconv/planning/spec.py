@@ -16,7 +16,7 @@ from hqconv.planning.layer_encoding import EncodingOptions, LayerEncoding, encod
 from hqconv.planning.source_schema import source_param_dtype, source_schemas
 from hqconv.schemas import artifact_names
 from hqconv.schemas.gpu_target import GpuTarget
-from hqconv.schemas.grid import Grid
+from hqconv.schemas.grid import EVEN, Grid, is_split_even
 from hqconv.schemas.input_schema import A16, InputSchema, resolve_inputs
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.model_config import text_config
@@ -61,7 +61,9 @@ class ConversionOptions:
         return cls(
             schema=_weight_schema(given["schema"]),
             dtype=given["dtype"],
-            grid=Grid(given["tp"], given["ep"], given["expert_placement"], given["redundant_experts"]),
+            grid=Grid(
+                given["tp"], given["ep"], given["expert_placement"], given["redundant_experts"], given["tp_split"]
+            ),
             target=given["target"],
             cuda=given["cuda"],
             layout=given["layout"],
@@ -130,14 +132,7 @@ class ConversionSpec:
     def encoding_of(self, layer: MoeLayer) -> LayerEncoding:
         """Return the encoding of one layer."""
         schema = self.kernel_spec_of(layer.name).schema
-        return encoding_of(
-            layer.format,
-            schema,
-            self.param_dtype,
-            self.encoding,
-            layer=layer.name,
-            must_be_direct=self.keeps(layer.name),
-        )
+        return encoding_of(layer, schema, self.param_dtype, self.encoding, must_be_direct=self.keeps(layer.name))
 
     def conversion_of(self, layer: MoeLayer) -> str:
         """Return how one layer is converted, as `formats.source_format.conversion_of`."""
@@ -179,7 +174,7 @@ def make_spec(
     own: dict[str, WeightSchema] = {}
     if options.schema is None:
         kept = [layer for layer in experts.layers if layer.name not in renamed]
-        own = source_schemas(kept, dtype, options.grid.tp, options.encoding)
+        own = source_schemas(kept, dtype, options.grid, options.encoding)
     spec = ConversionSpec(
         schema=options.schema or _most_common(own),
         param_dtype=dtype,
@@ -197,10 +192,25 @@ def make_spec(
     layers = [(layer.format, spec.kernel_spec_of(layer.name).schema) for layer in experts.layers]
     return replace(
         spec,
+        grid=_effective_grid(experts, spec),
         target=target,
         of_layers={name: replace(kernel_spec, target=target) for name, kernel_spec in spec.of_layers.items()},
         encoding=spec.encoding.effective(layers, dtype),
     )
+
+
+def _effective_grid(experts: ExpertMap, spec: ConversionSpec) -> Grid:
+    """Return the grid without a TP split that changes no layer: equal bytes get equal manifests."""
+    is_even = all(
+        is_split_even(
+            layer.intermediate_size,
+            spec.kernel_spec_of(layer.name).schema,
+            spec.grid,
+            pads_last_rank=layer.pads_last_rank,
+        )
+        for layer in experts.layers
+    )
+    return replace(spec.grid, split=EVEN) if is_even else spec.grid
 
 
 def _most_common(own: Mapping[str, WeightSchema]) -> WeightSchema:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import numpy as np
@@ -53,6 +53,52 @@ class CodedMatrix:
     def shape(self) -> tuple[int, int]:
         """N and K."""
         return self.packed.size(0), self.packed.size(1) * 32 // self.num_bits
+
+
+def filled(coded: CodedMatrix, shape: tuple[int, int]) -> CodedMatrix:
+    """Return codes of another size [N, K]: codes of zero are appended, or codes are cut off.
+
+    New rows and groups repeat the last scale. A code of zero is the zero point; under float zero points, which may
+    have none, it is the smallest code.
+    """
+    assert coded.column_groups is None, "columns grouped by an index have no direct form"
+    (old_rows, old_columns), (rows, columns) = coded.shape, shape
+    if (old_rows, old_columns) == shape:
+        return coded
+    groups = [
+        -(-size // group) if group else 1 for size, group in zip(shape, (coded.group_n, coded.group_k), strict=True)
+    ]
+    zero = coded.zero_point
+    codes = bit_codec.unpack(coded.packed, coded.num_bits)
+    new = codes.new_zeros(shape)
+    if zero is None and not coded.b_dtype.startswith("float"):
+        new.fill_(1 << (coded.num_bits - 1))
+    if zero is not None:
+        zero = _extended(zero, (rows, groups[1]), repeats=False)
+        if not zero.is_floating_point():
+            new.copy_(zero.repeat_interleave(coded.group_k or columns, 1)[:, :columns])
+    kept = min(rows, old_rows), min(columns, old_columns)
+    new[: kept[0], : kept[1]] = codes[: kept[0], : kept[1]]
+    scale, scale_2 = coded.scale, coded.scale_2
+    return replace(
+        coded,
+        packed=bit_codec.pack(new, coded.num_bits),
+        scale=scale if scale.numel() == 1 else _extended(scale, (groups[0], groups[1]), repeats=True),
+        zero_point=zero,
+        scale_2=scale_2 if scale_2 is None or scale_2.numel() == 1 else _extended(scale_2, (rows,), repeats=True),
+    )
+
+
+def _extended(values: torch.Tensor, sizes: tuple[int, ...], *, repeats: bool) -> torch.Tensor:
+    """Cut values along each dimension, or append zeros or the last value."""
+    bits = values.view(torch.uint8) if values.element_size() == 1 else values
+    for axis, size in enumerate(sizes):
+        have = bits.size(axis)
+        last = bits.narrow(axis, have - 1, 1)
+        more = last if repeats else torch.zeros_like(last)
+        parts = [bits.narrow(axis, 0, min(have, size)), *[more] * (size - have)]
+        bits = torch.cat(parts, axis)
+    return bits.view(values.dtype)
 
 
 _REMEDY = "Get a good copy of the checkpoint, and check that its quantization config belongs to it."

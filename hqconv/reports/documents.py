@@ -34,7 +34,7 @@ from hqconv.schemas import artifact_names
 from hqconv.schemas.artifact_names import MANIFEST
 from hqconv.schemas.config_files import RECIPES, SCHEMAS, shipped
 from hqconv.schemas.gpu_target import TARGETS, GpuTarget
-from hqconv.schemas.grid import Grid, slice_unit, working_tp_sizes
+from hqconv.schemas.grid import EVEN, GROUPS, Grid, slice_unit, working_tp_sizes
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.model_config import AttentionHeads, attention_heads
@@ -136,6 +136,7 @@ def describe_source(checkpoint: Source) -> Words:
         return {**document, "convertible": False, "obstacle": error.message()}
     facts = source_facts(checkpoint, experts)
     sizes = {name: _tp_sizes(experts.layers, schema, facts.heads) for name, schema in PRESETS.items()}
+    dealt = {name: _tp_sizes(experts.layers, schema, facts.heads, GROUPS) for name, schema in PRESETS.items()}
     return {
         **document,
         "convertible": True,
@@ -147,6 +148,7 @@ def describe_source(checkpoint: Source) -> Words:
         "direct_schemas": direct_schemas(experts, default_param_dtype(checkpoint.config, experts)),
         "attention": {key: count for key, count in vars(facts.heads).items() if count is not None},
         "tp_sizes": sizes,
+        "tp_sizes_of_groups": {name: [tp for tp in dealt[name] if tp not in sizes[name]] for name in sizes},
         "gpu_memory": _gpu_memory(checkpoint, experts, facts.heads, sizes),
         "warnings": source_notices(checkpoint, experts),
     }
@@ -214,11 +216,16 @@ def _bytes_by_dtype(checkpoint: Source) -> dict[str, int]:
     return dict(totals.most_common())
 
 
-def _tp_sizes(layers: Iterable[MoeLayer], schema: WeightSchema, heads: AttentionHeads) -> list[int]:
-    """TP sizes that cut no scale group of any layer, and that share the attention heads evenly."""
+def _tp_sizes(layers: Iterable[MoeLayer], schema: WeightSchema, heads: AttentionHeads, split: str = EVEN) -> list[int]:
+    """TP sizes that cut no scale group of any layer, and that share the attention heads evenly.
+
+    With the split `groups` only sizes with which the engine's MoE layers start.
+    """
     sizes: list[set[int]] = []
     for hidden, inner, pads in {(b.hidden_size, b.intermediate_size, b.pads_last_rank) for b in layers}:
-        works = working_tp_sizes(inner, schema, pads_last_rank=pads)
+        works = working_tp_sizes(inner, schema, pads_last_rank=pads, split=split)
+        if split == GROUPS:
+            works = [size for size in works if ENGINE.inner_obstacle(inner, Grid(size)) is None]
         sizes.append(set() if hidden % slice_unit(schema) else set(works))
     return [size for size in sorted(set.intersection(*sizes)) if is_served_with(size, heads)] if sizes else []
 
@@ -241,6 +248,7 @@ def describe_plan(plan: ConversionPlan, resources: Resources) -> Words:
         "input_schema": spec.inputs.name,
         **spec.encoding.summary(),
         "tp": spec.grid.tp,
+        "tp_split": spec.grid.split,
         "ep": spec.grid.ep,
         "expert_placement": spec.grid.placement,
         "redundant_experts": spec.grid.redundant,
@@ -340,6 +348,7 @@ def describe_artifact(root: Path, repo_id: str | None = None, listing: Listing |
         "dtype": manifest.dtype,
         "input_schema": manifest.input_schema,
         "tp": manifest.tp,
+        "tp_split": manifest.grid.split,
         "ep": manifest.ep,
         **EncodingOptions.summary_of(manifest.to_dict()),
         "expert_placement": manifest.expert_placement,

@@ -35,6 +35,9 @@ class Engine(Protocol):
     def heads_obstacle(self, grid: Grid, heads: AttentionHeads) -> str | None:
         """Return the reason why the ranks cannot share the attention heads, or None if they can."""
 
+    def inner_obstacle(self, intermediate_size: int, grid: Grid) -> str | None:
+        """Return the reason why the engine's MoE layers of this expert size do not start with the ranks, or None."""
+
     def is_heads_obstacle(self, warning: str) -> bool:
         """Return whether a recorded warning holds a `heads_obstacle`."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
 
@@ -20,6 +20,9 @@ from hqconv.schemas.weight_schema import WeightSchema
 Placement = Literal["linear", "round_robin"]
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 LINEAR, ROUND_ROBIN = PLACEMENTS
+TpSplit = Literal["even", "groups"]
+TP_SPLITS: tuple[TpSplit, ...] = get_args(TpSplit)
+EVEN, GROUPS = TP_SPLITS  # equal parts of the intermediate size; whole scale groups, of which the last ranks hold fewer
 PACK_UNIT = 32  # codes along a packed dimension come in whole runs of 32
 
 
@@ -29,12 +32,16 @@ MAX_SIZE = 1 << 24  # above every hidden size, every number of layers and of exp
 
 @dataclass(frozen=True)
 class Grid:
-    """A grid of tp × ep ranks. `redundant` appends copies of experts i mod E before placement."""
+    """A grid of tp × ep ranks. `redundant` appends copies of experts i mod E before placement.
+
+    split: way in which TP ranks share the intermediate size, see `tp_slices`.
+    """
 
     tp: int = 1
     ep: int = 1
     placement: str = LINEAR
     redundant: int = 0
+    split: str = EVEN
 
     def __post_init__(self) -> None:
         for option, value, least in (
@@ -48,13 +55,13 @@ class Grid:
         if self.tp * self.ep > MAX_COUNT:
             what, expected = "The grid has too many ranks.", f"--tp times --ep at most {MAX_COUNT}"
             raise RequestError(what, where="--tp, --ep", expected=expected, found=self.tp * self.ep)
-        if self.placement not in PLACEMENTS:
-            raise RequestError(
-                "There is no such expert placement.",
-                where="--expert-placement",
-                expected=" or ".join(PLACEMENTS),
-                found=self.placement,
-            )
+        for option, name, known in (
+            ("--expert-placement", self.placement, PLACEMENTS),
+            ("--tp-split", self.split, TP_SPLITS),
+        ):
+            if name not in known:
+                what = f"There is no such {'expert placement' if known == PLACEMENTS else 'TP split'}."
+                raise RequestError(what, where=option, expected=" or ".join(known), found=name)
 
     @property
     def ranks(self) -> tuple[tuple[int, int], ...]:
@@ -107,10 +114,24 @@ class TpSlice(NamedTuple):
     share: int
 
 
-def tp_slices(size: int, tp: int, schema: WeightSchema) -> tuple[TpSlice, ...]:
-    """Return every TP rank's part of a dimension; the last rank's may be shorter than its share."""
-    share = tp_share(size, tp, schema)
-    return tuple(TpSlice(rank, min(rank * share, size), min((rank + 1) * share, size), share) for rank in range(tp))
+def tp_slices(size: int, grid: Grid, schema: WeightSchema) -> tuple[TpSlice, ...]:
+    """Return every TP rank's part of a dimension; the last ranks' may be shorter than their share.
+
+    With the split `groups` the first ranks hold one run of `slice_unit` more than the others, as far as runs are left.
+    With `even` every rank but the last holds a whole share, as vLLM deals the rows of GPT-OSS.
+    """
+    tp, share, size = grid.tp, tp_share(size, grid.tp, schema), stored_size(size, schema)
+    ends = [min((rank + 1) * share, size) for rank in range(tp)]
+    if grid.split == GROUPS:
+        unit = slice_unit(schema)
+        runs, more = divmod(size // unit, tp)
+        ends = [((rank + 1) * runs + min(rank + 1, more)) * unit for rank in range(tp)]
+    return tuple(TpSlice(rank, begin, end, share) for rank, (begin, end) in enumerate(pairwise([0, *ends])))
+
+
+def stored_size(size: int, schema: WeightSchema) -> int:
+    """Return the intermediate size in whole runs of `slice_unit`: zeros fill the last scale group of the matrices."""
+    return math.ceil(size / slice_unit(schema)) * slice_unit(schema)
 
 
 def slice_unit(schema: WeightSchema) -> int:
@@ -119,17 +140,30 @@ def slice_unit(schema: WeightSchema) -> int:
     return math.lcm(PACK_UNIT, *(size or 1 for size in sizes))
 
 
-def working_tp_sizes(intermediate_size: int, schema: WeightSchema, *, pads_last_rank: bool = False) -> list[int]:
-    """Return all TP sizes that cut no scale group and no packed word of this expert size.
+def working_tp_sizes(
+    intermediate_size: int, schema: WeightSchema, *, pads_last_rank: bool = False, split: str = EVEN
+) -> list[int]:
+    """Return all TP sizes that cut no scale group and no packed word of this expert size; none has an empty rank.
 
-    With `pads_last_rank` the last rank may hold less than the others, but not be empty.
+    With `pads_last_rank` the last rank may hold less than the others. With the split `groups` the last group of the
+    matrices may be smaller, and any number of ranks may hold a group less.
     """
     runs, rest = divmod(intermediate_size, slice_unit(schema))
+    # Padded rows must be zero, which an integer code under a scale that all rows share cannot be.
+    can_pad = not (schema.is_integer and schema.weight_scale_type == "tensor")
+    if split == GROUPS and can_pad:
+        return list(range(1, runs + bool(rest) + 1))
     if rest:
         return []
-    # Padded rows must be zero, which an integer code under a scale that all rows share cannot be.
-    is_padded = pads_last_rank and not (schema.is_integer and schema.weight_scale_type == "tensor")
+    is_padded = pads_last_rank and can_pad
     return [t for t in range(1, runs + 1) if runs % t == 0 or (is_padded and (t - 1) * math.ceil(runs / t) < runs)]
+
+
+def is_split_even(intermediate_size: int, schema: WeightSchema, grid: Grid, *, pads_last_rank: bool = False) -> bool:
+    """Return whether both TP splits deal this expert size in the same way."""
+    slices = (tp_slices(intermediate_size, replace(grid, split=split), schema) for split in TP_SPLITS)
+    works = grid.tp in working_tp_sizes(intermediate_size, schema, pads_last_rank=pads_last_rank)
+    return works and len(set(slices)) == 1
 
 
 def check_grid(
@@ -142,10 +176,12 @@ def check_grid(
     *,
     pads_last_rank: bool = False,
     is_served: Callable[[int], bool] = lambda _: True,
+    can_split: bool = True,
 ) -> None:
     """Refuse a layer that the schema or the grid cannot cut, naming the TP sizes that would work.
 
-    is_served: returns whether the server can start with a TP size, for the message alone.
+    For the message alone: is_served returns whether the server can start with a TP size, and can_split tells whether it
+    can with these ranks of whole groups.
     """
     unit = slice_unit(schema)
     what = "rotated block" if schema.rotation == unit else "scale group"
@@ -158,9 +194,15 @@ def check_grid(
             found=hidden_size,
             remedy=f"Choose a schema with {smaller}.",
         )
-    sizes = working_tp_sizes(intermediate_size, schema, pads_last_rank=pads_last_rank)
+    sizes_of = {
+        split: working_tp_sizes(intermediate_size, schema, pads_last_rank=pads_last_rank, split=split)
+        for split in TP_SPLITS
+    }
+    sizes = sizes_of[GROUPS if grid.split == GROUPS else EVEN]
     if grid.tp not in sizes:
         works = ", ".join(str(size) for size in sizes if is_served(size)) or f"none: choose a schema with {smaller}"
+        if can_split and is_served(grid.tp) and grid.split == EVEN and grid.tp in sizes_of[GROUPS]:
+            works += f"; --tp {grid.tp} works with --tp-split {GROUPS}"
         raise RequestError(
             f"--tp {grid.tp} would cut a {what} of the experts.",
             where=f"{layer}, intermediate size {intermediate_size}, schema {schema.name}",

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypedDict, get_args, get_origin, get
 
 from hqconv.errors import RequestError
 from hqconv.schemas.artifact_names import KERNEL, Layout
-from hqconv.schemas.grid import LINEAR, Placement
+from hqconv.schemas.grid import EVEN, LINEAR, Placement, TpSplit
 from hqconv.schemas.input_schema import InputSchema
 from hqconv.schemas.overrides import Override
 from hqconv.schemas.weight_schema import ParamDtype, WeightSchema
@@ -101,6 +101,14 @@ class ConversionArguments(EncodingArguments, total=False):
         ),
     ]
     tp: Annotated[int, _Row("Tensor-parallel size.", 1)]
+    tp_split: Annotated[
+        TpSplit,
+        _Row(
+            "Parts of the intermediate size on TP ranks: even, or whole scale groups, of which the last ranks may hold "
+            "fewer.",
+            EVEN,
+        ),
+    ]
     ep: Annotated[int, _Row("Expert-parallel size.", 1)]
     expert_placement: Annotated[Placement, _Row("Placement of experts on EP ranks.", LINEAR)]
     redundant_experts: Annotated[int, _Row("Number of redundant experts (copies of the first experts).", 0)]

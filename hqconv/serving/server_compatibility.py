@@ -16,6 +16,7 @@ from hqconv.errors import HqconvError, RequestError
 from hqconv.humming_layout.layer_config import fuses_exponents
 from hqconv.schemas.engine import Engine
 from hqconv.schemas.gpu_target import TARGETS
+from hqconv.schemas.grid import EVEN
 from hqconv.schemas.input_schema import A16, NAMED_INPUTS, InputSchema
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
 from hqconv.serving.artifact_location import ArtifactLocation
@@ -215,6 +216,7 @@ def _options(view: ArtifactView) -> dict[str, object]:
     return {
         "target": f"sm{view.sm_version}",
         "tp": grid.tp,
+        "split": grid.split,
         "ep": grid.ep,
         "placement": grid.placement,
         "redundant": grid.redundant,
@@ -224,6 +226,8 @@ def _options(view: ArtifactView) -> dict[str, object]:
 def _convert(source: str, out: str, made_of: list[str], options: Mapping[str, object]) -> list[str]:
     command = ["hqconv", "convert", source, "-o", out, *made_of]
     command += ["--target", str(options["target"]), "--tp", str(options["tp"])]
+    if options["split"] != EVEN:
+        command += ["--tp-split", str(options["split"])]
     if options["ep"] != 1:
         command += ["--ep", str(options["ep"]), "--expert-placement", str(options["placement"])]
     if options["redundant"]:

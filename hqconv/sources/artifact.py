@@ -221,7 +221,7 @@ class ArtifactSource(SafetensorsSource):
             if set(of_gemm).intersection(roles):
                 matrices |= reader.read(gemm, expert, self._refuse)
         return {
-            role: self._to_source(layer, f"{layer.name}, {role} of expert {expert}", matrices[role], device)
+            role: self._to_source(layer, role, f"{layer.name}, {role} of expert {expert}", matrices[role], device)
             for role in roles
         }
 
@@ -230,8 +230,10 @@ class ArtifactSource(SafetensorsSource):
         remedy = "Verify the artifact; where it is damaged, convert the original model again."
         raise InputError(what, where=str(self.root / where), expected=expected, found=found, remedy=remedy)
 
-    def _to_source(self, layer: MoeLayer, where: str, matrix: DecodedStack, device: torch.device) -> SourceMatrix:
-        from hqconv.formats.decode_matrix import SourceMatrix
+    def _to_source(
+        self, layer: MoeLayer, role: str, where: str, matrix: DecodedStack, device: torch.device
+    ) -> SourceMatrix:
+        from hqconv.formats.decode_matrix import SourceMatrix, resized
         from hqconv.quantization import bit_codec
         from hqconv.quantization.coded_matrix import CodedMatrix, dequantize
         from hqconv.quantization.hadamard import rotate
@@ -259,11 +261,13 @@ class ArtifactSource(SafetensorsSource):
             zero_point=tensor(matrix.zero_point, param_code if schema.is_fp_zero_point else "U8"),
             scale_2=tensor(matrix.scale_2, "F32" if schema.weight_scale_2_type == "tensor" else param_code),
         )
+        size = layer.shape(role)  # without the zeros that fill the last scale group
         bias = tensor(matrix.bias, param_code)
+        bias = None if bias is None else resized(bias, size[:1])
         origin = {"weight": where, "bias": where}
         if schema.rotation:  # rotated back; no target keeps these codes
-            return SourceMatrix(origin, floats=rotate(dequantize(coded), schema.rotation), bias=bias)
-        return SourceMatrix(origin, coded=coded, bias=bias)
+            return SourceMatrix(origin, floats=resized(rotate(dequantize(coded), schema.rotation), size), bias=bias)
+        return SourceMatrix(origin, coded=coded, bias=bias, size=None if coded.shape == size else size)
 
 
 def _refuse_fused_exponents(artifact: Artifact) -> None:

@@ -18,6 +18,7 @@ from hqconv.artifact.expert_reader import ExpertReader
 from hqconv.conversion.devices import host_buffer
 from hqconv.conversion.encode import EncodedBatch, encode_batch
 from hqconv.errors import HqconvError
+from hqconv.formats.decode_matrix import resized
 from hqconv.layout_decoder.decode import DecodedStack
 from hqconv.models.expert_bytes import RawExperts, RawLayout
 from hqconv.quantization.hadamard import rotate
@@ -236,7 +237,9 @@ def _batch_reader(job: Job) -> ExpertReader | None:
 def _values(original: Original, experts: range, role: str, raw: RawExperts) -> torch.Tensor:
     """The source's weights [E, N, K] as numbers."""
     stack = raw.stack(role, "weight") if original.layer.format.is_float else None
+    shape = original.encoding.shapes[role]
     if stack is not None:
-        return stack
+        return resized(stack, shape)
     source, layer, device = original.source, original.layer, raw.buffer.device
-    return torch.stack([source.read_expert(layer, e, [role], device, raw)[role].values() for e in experts])
+    each = (source.read_expert(layer, e, [role], device, raw)[role] for e in experts)
+    return torch.stack([matrix.filled(shape).values() for matrix in each])

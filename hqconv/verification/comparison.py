@@ -16,7 +16,7 @@ from hqconv.layout_decoder.decode import DecodedStack
 from hqconv.layout_decoder.numbers import Array
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas import artifact_names as names
-from hqconv.schemas.grid import tp_share
+from hqconv.schemas.grid import TpSlice, tp_slices
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,9 @@ class GemmPosition:
     shards: Mapping[str, str]
 
     @property
-    def tp(self) -> int:
-        return self.artifact.grid.tp
+    def slices(self) -> tuple[TpSlice, ...]:
+        """Part of each TP rank in the intermediate size."""
+        return tp_slices(self.layer.intermediate_size, self.artifact.grid, self.artifact.schema_of(self.layer.name))
 
     @property
     def axis(self) -> int:
@@ -43,11 +44,10 @@ class GemmPosition:
         base = self.layer.module(self.expert, role) + "."
         if not self.artifact.manifest.is_kernel:
             return f"{self.shards.get(base + tensor, 'no file')}, tensor {base}{tensor}"
-        size = self.layer.intermediate_size
-        share = tp_share(size, self.tp, self.artifact.schema_of(self.layer.name))
         # A value's index in its tensor, as a row or column of the matrix.
         is_cut = self.axis < len(shape) and shape[self.axis] > 1
-        tp_rank = index[self.axis] * size // shape[self.axis] // share if is_cut else 0
+        place = index[self.axis] * self.slices[-1].end // shape[self.axis] if is_cut else 0
+        tp_rank = next(part.rank for part in self.slices if place < part.end)
         ep_rank, local = self.artifact.grid.homes(self.layer.num_experts)[self.expert][0]
         path = names.rank_file(self.layer.name, tp_rank, ep_rank)
         return f"{path}, tensor {self.layer.name}.{self.gemm}_{tensor}, {role} of expert {self.expert} (local {local})"
@@ -142,12 +142,11 @@ def diagnose(
     gated = {"w1": "w3", "w3": "w1"}.get(role, "")
     if gated in expected and np.array_equal(left, _array(expected[gated], field)):
         return ": gate and up are swapped"
-    if gated in found and _is_interleaved(found, expected, field, position.tp):
+    if gated in found and _is_interleaved(found, expected, field, position.slices):
         return ": gate and up rows are interleaved instead of stacked"
-    size = left.shape[position.axis]
-    if size % position.tp or position.layer.intermediate_size % position.tp:
+    if (places := _places(position.slices, left.shape[position.axis])) is None:
         return ""
-    slices = [_slice(position.axis, t * size // position.tp, (t + 1) * size // position.tp) for t in range(position.tp)]
+    slices = [_slice(position.axis, begin, end) for begin, end in places]
     wrong = [t for t, part in enumerate(slices) if not np.array_equal(left[part], right[part])]
     for t in wrong:
         for other, part in enumerate(slices):
@@ -169,19 +168,25 @@ def _slice(axis: int, begin: int, end: int) -> tuple[slice, ...]:
     return (slice(None),) * axis + (slice(begin, end),)
 
 
+def _places(slices: Sequence[TpSlice], size: int) -> list[tuple[int, int]] | None:
+    """Return the TP ranks' parts of a dimension with `size` values, rows or groups; None if a part cuts a value."""
+    total = slices[-1].end
+    if any(part.end * size % total for part in slices):
+        return None
+    return [(part.begin * size // total, part.end * size // total) for part in slices]
+
+
 def _is_interleaved(
-    found: Mapping[str, DecodedStack], expected: Mapping[str, DecodedStack], field: str, tp: int
+    found: Mapping[str, DecodedStack], expected: Mapping[str, DecodedStack], field: str, slices: Sequence[TpSlice]
 ) -> bool:
     gate, up, gate_right, up_right = (_array(side[role], field) for side in (found, expected) for role in ("w1", "w3"))
-    if gate.shape[0] % tp:
-        return False
-    share = gate.shape[0] // tp
-    for begin in range(0, gate.shape[0], share):
-        stacked = np.concatenate([gate[begin : begin + share], up[begin : begin + share]])
+    places = _places(slices, gate.shape[0])
+    for begin, end in places or ():
+        stacked = np.concatenate([gate[begin:end], up[begin:end]])
         parts = ((stacked[0::2], gate_right), (stacked[1::2], up_right))
-        if not all(np.array_equal(part, right[begin : begin + share]) for part, right in parts):
+        if not all(np.array_equal(part, right[begin:end]) for part, right in parts):
             return False
-    return True
+    return places is not None
 
 
 def _is_shifted(left: Array, right: Array, part: tuple[slice, ...], axis: int, step: int) -> bool:

@@ -109,7 +109,7 @@ def folding_of(artifact: Artifact, layer: MoeLayer) -> FusedExponents | None:
         for gemm in names.GEMMS
     }
     schema, is_int8 = artifact.schema_of(layer.name), artifact.kernel_spec_of(layer.name).a_dtype == "int8"
-    slices = tp_slices(layer.intermediate_size, artifact.grid.tp, schema)
+    slices = tp_slices(layer.intermediate_size, artifact.grid, schema)
     return FusedExponents(3 if is_int8 else 11, is_int8 or schema.has_row_scale, slices, is_padded)
 
 

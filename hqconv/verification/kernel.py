@@ -21,7 +21,7 @@ from hqconv.artifact.manifest import ProjectionError
 from hqconv.artifact.reader import Artifact
 from hqconv.conversion.hub_prefetch import CachePolicy, fetched_layers
 from hqconv.errors import first_few
-from hqconv.formats.decode_matrix import SourceMatrix
+from hqconv.formats.decode_matrix import SourceMatrix, resized
 from hqconv.humming_layout.fused_moe import (
     Gemm,
     compile_input_kernels,
@@ -172,7 +172,8 @@ def _compare_kernel(
     outputs = [torch.zeros_like(reference) for reference in split[0][0]]
     tallies = [{"output": ErrorStats()} for _ in expected]
     schema = artifact.schema_of(layer)
-    slices = tp_slices(entry.intermediate_size, artifact.grid.tp, schema)
+    slices = tp_slices(entry.intermediate_size, artifact.grid, schema)
+    stored = (slices[-1].end,)  # the kernel's columns, with zeros that fill the last scale group
     tuned_for_m = _tuned_for_m(artifact, layer, counts)
     compile_kernels([config for pair in gemm_configs(artifact, layer) for config in pair.values()], tuned_for_m, device)
     for tp_rank, ep_rank in artifact.grid.ranks:
@@ -187,7 +188,8 @@ def _compare_kernel(
                 of_rank = tally.setdefault(f"tp{tp_rank}-ep{ep_rank}, intermediate", ErrorStats())
                 if mine.any():
                     # w2's inputs are rotated where its weights are; turning back is the same as turning
-                    reference = unrotated(hiddens[index][mine, begin:end], schema.rotation)
+                    whole = resized(hiddens[index][mine], stored)
+                    reference = unrotated(whole[:, begin:end], schema.rotation)
                     of_rank.add(inner[mine, : end - begin].double(), reference)
         del gemms
     for tally, (references, _) in zip(tallies, split, strict=True):
@@ -357,7 +359,7 @@ class LayerInputs:
         roundings = {gemm: one for gemm, one in found.items() if one is not None}
         if not roundings:
             return None
-        slices = tp_slices(artifact.layers[layer].intermediate_size, artifact.grid.tp, artifact.schema_of(layer))
+        slices = tp_slices(artifact.layers[layer].intermediate_size, artifact.grid, artifact.schema_of(layer))
         return cls(
             roundings,
             _static_scales(artifact, layer, roundings, device),
@@ -369,8 +371,9 @@ class LayerInputs:
         """Roundings for the reference: each TP rank rounds its own columns of the intermediate, as it has no others."""
 
         def hidden(values: torch.Tensor) -> torch.Tensor:
-            parts = [self._round("w2", values[:, begin:end]) for begin, end in self.slices]
-            return torch.cat(parts, dim=1).to(values.dtype)
+            stored = resized(values, (self.slices[-1][1],))
+            parts = [self._round("w2", stored[:, begin:end]) for begin, end in self.slices]
+            return torch.cat(parts, dim=1).to(values.dtype)[:, : values.size(1)]
 
         def wide(values: torch.Tensor) -> torch.Tensor:
             return values.to(self.param_dtype).to(values.dtype)

@@ -20,6 +20,7 @@ from hqconv.models.source_protocol import Source
 from hqconv.planning.layer_encoding import encoding_of
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.dtypes import torch_dtype
+from hqconv.schemas.grid import stored_size
 from hqconv.schemas.options import GPTQ, RTN
 from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.verification.against_source import other_source
@@ -191,7 +192,7 @@ def _original(
     except HqconvError as error:
         findings.append(Finding(error.where, error.what, str(error.expected), str(error.found)))
         return None
-    encoding = encoding_of(found.format, artifact.schema_of(layer.name), spec.param_dtype, options, layer=layer.name)
+    encoding = encoding_of(found, artifact.schema_of(layer.name), spec.param_dtype, options)
     entry = lineage.made.blocks.get(layer.name)
     conversion = None if entry is None else entry.conversion
     if conversion != encoding.conversion:
@@ -204,7 +205,7 @@ def _original(
 
 def _working_bytes(layer: MoeLayer, schema: WeightSchema, quantizer: str) -> int:
     """Upper bound of the memory that one worker needs for one expert."""
-    numbers = layer.intermediate_size * layer.hidden_size
+    numbers = stored_size(layer.intermediate_size, schema) * layer.hidden_size
     # Read, and widened to float32; a fused tensor's part is read as a whole, codes are unpacked on the way.
     source = 2 if layer.dtype == "BF16" else 8 if layer.dtype == "F32" else 6
     weights = [parts["weight"] for parts in layer.parts.values()]

@@ -644,7 +644,7 @@ def test_biases_are_cut_with_their_rows_and_added_once() -> None:
     for seed, (role, shape) in enumerate(matrices.items()):
         [result] = quantize([hard_matrix(*shape, torch.bfloat16, seed)], schema, "bfloat16")
         packed[role] = {**stack_tensors([result.tensors]), "bias": (torch.arange(shape[0]) + 1000.0 * seed)[None]}
-    ranks = [gemm_tensors(packed, schema, part) for part in tp_slices(192, 2, schema)]
+    ranks = [gemm_tensors(packed, schema, part) for part in tp_slices(192, Grid(2), schema)]
     for rank, tensors in enumerate(ranks):
         rows = [packed[role]["bias"][:, 96 * rank : 96 * (rank + 1)] for role in ("w1", "w3")]
         assert torch.equal(tensors["w13"]["bias"], torch.cat(rows, dim=1))

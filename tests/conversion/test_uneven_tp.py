@@ -98,7 +98,7 @@ def test_values_in_the_padding_are_found(source: Path, tmp_path: Path) -> None:
     assert bytes(data) != path.read_bytes()
     report = conversions.check(out, None, "weights")
     found = [f.what for result in report.results for f in result.findings]
-    assert found == ["The padding of the last TP rank is not zero."]
+    assert found == ["The padding of a TP rank is not zero."]
 
 
 def test_a_rank_without_any_rows_is_refused(source: Path, tmp_path: Path) -> None:
@@ -114,6 +114,6 @@ def test_gpt_oss_of_2880_columns_on_4_and_8_ranks() -> None:
     schema = conversions.schema_of("mxfp4")
     sizes = working_tp_sizes(2880, schema, pads_last_rank=True)
     assert {1, 2, 3, 4, 5, 6, 8} <= set(sizes)
-    ranges = [part.end - part.begin for tp in (4, 8) for part in tp_slices(2880, tp, schema)]
+    ranges = [part.end - part.begin for tp in (4, 8) for part in tp_slices(2880, Grid(tp), schema)]
     assert ranges == [736, 736, 736, 672, *[384] * 7, 192]
     assert 4 not in working_tp_sizes(2880, schema)

@@ -12,7 +12,7 @@ from hqconv.humming_layout.transform import humming_schema, kernel_form, layer_c
 from hqconv.quantization.quantize import quantize
 from hqconv.quantization.quantized import stack_tensors
 from hqconv.schemas.activation import Activation
-from hqconv.schemas.grid import tp_slices
+from hqconv.schemas.grid import Grid, tp_slices
 from hqconv.schemas.weight_schema import resolve_schema
 from hqconv.verification.reference import Routing, activate, moe_forward
 from tests.make.conversions import kernel_spec_of
@@ -61,7 +61,7 @@ def test_biases_and_ungated_experts_over_tp_ranks(name: str) -> None:
     ids = torch.stack([torch.randperm(NUM_EXPERTS)[:2] for _ in range(65)]).to(device)
     routing = Routing(ids, torch.rand(65, 2, device=device))
     total = torch.zeros(65, HIDDEN, device=device)
-    for part in tp_slices(INNER, TP, schema):
+    for part in tp_slices(INNER, Grid(TP), schema):
         parts = [gemm_tensors(expert, schema, part) for expert in experts]
         gemms = {}
         for gemm, (n, k) in {"w13": ((2 if gated else 1) * INNER // TP, HIDDEN), "w2": (HIDDEN, INNER // TP)}.items():

@@ -58,6 +58,7 @@ def run(
     grid = grid or Grid()
     ranks: dict[str, Any] = {
         "tp": grid.tp,
+        "tp_split": grid.split,
         "ep": grid.ep,
         "expert_placement": grid.placement,
         "redundant_experts": grid.redundant,

@@ -24,7 +24,7 @@ from hqconv.models.source_protocol import Source
 from hqconv.planning.output_units import gemm_shapes
 from hqconv.quantization.quantize import quantize
 from hqconv.quantization.quantized import stack_tensors
-from hqconv.schemas.grid import tp_slices
+from hqconv.schemas.grid import Grid, tp_slices
 from hqconv.verification.files import check_files
 from hqconv.verification.result import CheckResult
 from hqconv.verification.weights import check_weights
@@ -146,7 +146,7 @@ class Damaged:
         for roles in (coupled, ["w2"]):
             done = quantize([matrices[role].contiguous() for role in roles], schema, request.param_dtype)
             packed |= {role: stack_tensors([one.tensors]) for role, one in zip(roles, done, strict=True)}
-        cut = gemm_tensors(packed, schema, tp_slices(packed["w3"]["weight"].size(1), 2, schema)[tp_rank])[gemm]
+        cut = gemm_tensors(packed, schema, tp_slices(packed["w3"]["weight"].size(1), Grid(2), schema)[tp_rank])[gemm]
         form = kernel_form(*gemm_shapes(layer, 2, schema)[gemm], kernel_spec_of(schema, request.param_dtype, 90))
         path = self.rank_file(LAYER, tp_rank, 1)
         for name, tensor in to_kernel(form, cut).items():

@@ -15,7 +15,7 @@ from hqconv.errors import RequestError
 from hqconv.planning.layer_encoding import EncodingOptions
 from hqconv.planning.spec import ConversionOptions
 from hqconv.schemas.artifact_names import CHECKPOINT, KERNEL
-from hqconv.schemas.grid import LINEAR, ROUND_ROBIN
+from hqconv.schemas.grid import EVEN, GROUPS, LINEAR, ROUND_ROBIN
 from hqconv.schemas.options import CHECKS, ENCODING_KEYS, QUANTIZERS, CheckName, EncodingArguments, conversion_options
 from hqconv.schemas.weight_schema import PARAM_DTYPES
 from tests.make.places import REPO
@@ -26,6 +26,7 @@ MAX_FILES = 5  # CONTRIBUTING.md lists them
 CLOSED = {
     "dtype": PARAM_DTYPES,
     "expert_placement": (LINEAR, ROUND_ROBIN),
+    "tp_split": (EVEN, GROUPS),
     "layout": (KERNEL, CHECKPOINT),
     "quantizer": QUANTIZERS,
 }

@@ -24,7 +24,7 @@ from tests.make.formats import write
 
 def schema_of(folder: Path, tp: int, dtype: str = "bfloat16") -> WeightSchema:
     with open_source(folder) as source:
-        (schema,) = set(source_schemas(source.map_experts().layers, dtype, tp).values())
+        (schema,) = set(source_schemas(source.map_experts().layers, dtype, Grid(tp)).values())
         return schema
 
 
@@ -54,11 +54,12 @@ def test_a_preset_that_a_slice_would_cut_points_to_source(fp8: Path) -> None:
     with pytest.raises(RequestError) as error:
         conversions.open_plan(fp8, "fp8-block", Grid(2))
     assert error.value.remedy == (
-        "TP sizes that work: 1, 3. With --schema source the source's scales are repeated into smaller blocks."
+        "TP sizes that work: 1, 3; --tp 2 works with --tp-split groups. "
+        "With --schema source the source's scales are repeated into smaller blocks."
     )
     with pytest.raises(RequestError) as error:
         conversions.open_plan(fp8, "int4", Grid(2))
-    assert error.value.remedy == "TP sizes that work: 1, 3."
+    assert error.value.remedy == "TP sizes that work: 1, 3; --tp 2 works with --tp-split groups."
 
 
 def test_direct_schemas_are_those_that_convert_directly(tmp_path: Path) -> None:
@@ -211,7 +212,7 @@ def test_without_a_gate_one_scale_of_a_tensor_is_kept(tmp_path: Path) -> None:
                 refs[name] = TensorRef(name, dtype, of_part, 0, 0, 4)
     config = {"model_type": "nemotron_h", "n_routed_experts": 2, "num_experts_per_tok": 1, "hidden_size": 128}
     experts = map_experts(refs, config | {"moe_intermediate_size": 96}, {"quant_method": "fp8"})
-    assert {s.name for s in source_schemas(experts.layers, "bfloat16", 3).values()} == {"fp8-tensor"}
+    assert {s.name for s in source_schemas(experts.layers, "bfloat16", Grid(3)).values()} == {"fp8-tensor"}
 
 
 @pytest.mark.parametrize(("inner", "good"), [(128, True), (96, False)])

@@ -76,7 +76,7 @@ def test_tp_ranges_tile_the_dimension(name: str, tp: int, runs: int) -> None:
     """Every rank's part is a whole number of runs and at most its share; the shares of the first ranks are full."""
     schema = resolve_schema(name)
     size = runs * slice_unit(schema)
-    ranges = [part[1:3] for part in tp_slices(size, tp, schema)]
+    ranges = [part[1:3] for part in tp_slices(size, Grid(tp), schema)]
     assert [i for begin, end in ranges for i in range(begin, end)] == list(range(size))
     share = tp_share(size, tp, schema)
     lengths = [end - begin for begin, end in ranges]
@@ -93,7 +93,7 @@ def test_padded_tp_sizes_leave_no_rank_empty(runs: int) -> None:
     size = runs * 32
     sizes = working_tp_sizes(size, schema, pads_last_rank=True)
     for tp in range(1, runs + 2):
-        _, begin, end, _ = tp_slices(size, tp, schema)[-1]
+        _, begin, end, _ = tp_slices(size, Grid(tp), schema)[-1]
         assert (tp in sizes) == (begin < end)
 
 
@@ -131,7 +131,7 @@ def test_impossible_grids_are_refused(words: dict[str, object], option: str) -> 
 def test_refusals_say_what_would_work() -> None:
     schema = resolve_schema("int4")  # groups of 128
     check_grid("b", 8, 256, 768, schema, Grid(tp=6))
-    with pytest.raises(RequestError, match=r"TP sizes that work: 1, 2, 3, 6\.$"):
+    with pytest.raises(RequestError, match=r"TP sizes that work: 1, 2, 3, 6; --tp 4 works with --tp-split groups\.$"):
         check_grid("b", 8, 256, 768, schema, Grid(tp=4))
     with pytest.raises(RequestError, match="TP sizes that work: none"):
         check_grid("b", 8, 256, 704, schema, Grid())

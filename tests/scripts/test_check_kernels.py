@@ -33,7 +33,7 @@ def test_every_pair_of_the_target_is_run() -> None:
 @pytest.mark.usefixtures("hopper")
 def test_a_row_has_the_worst_of_all_grids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
-    figures = [{"kernel": 0.04, "channel": 0.06, "rounded_kernel": 0.005}, {"kernel": 0.045, "channel": 0.05}]
+    figures = [{"kernel": 0.04, "channel": 0.06, "rounded_kernel": 0.005}, {"kernel": 0.045, "channel": 0.05}, {}]
 
     def verify(*_: object, **__: object) -> SimpleNamespace:
         result = SimpleNamespace(name="kernel", findings=[], measured={"block": figures[len(asked) - 1]})
@@ -47,3 +47,4 @@ def test_a_row_has_the_worst_of_all_grids(tmp_path: Path, monkeypatch: pytest.Mo
     assert row.count("|") == check_kernels.HEAD.splitlines()[0].count("|")
     assert not passed
     assert {words["input_schema"].name for words in asked} == {"fp8"}
+    assert [words.get("tp_split") for words in asked] == [None, None, "groups"]

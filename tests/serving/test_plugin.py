@@ -32,13 +32,14 @@ from vllm.utils import humming
 from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.humming_layout.compatibility import why_not
 from hqconv.humming_layout.gemm_forms import splits_e8m0
-from hqconv.schemas.grid import Grid
+from hqconv.schemas.grid import GROUPS, Grid, stored_size, tp_share
 from hqconv.schemas.input_schema import resolve_inputs
 from hqconv.schemas.recipe import load_recipe
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
 from hqconv.serving.vllm.plugin import register
 from tests.make import input_scales, small
 from tests.make.conversions import kernel_spec_of, run, write_manifest
+from tests.make.filled import write_filled
 from tests.make.matrices import SCHEMAS as MATRIX_SCHEMAS
 from tests.make.qwen import write_qwen3_moe
 from tests.make.vllm_cpu import build_layer, parallel
@@ -123,7 +124,9 @@ def input_schema(name: str) -> Any:
     return humming.HummingInputSchema(**{key: value for key, value in fields.items() if value is not None})
 
 
-def processed_by_vllm(folder: Path, schema: str, dtype: torch.dtype, grid: Any, inputs: str = "a16") -> tuple[Any, Any]:
+def processed_by_vllm(
+    folder: Path, schema: str, dtype: torch.dtype, grid: Any, inputs: str = "a16", inter: int | None = None
+) -> tuple[Any, Any]:
     """What vLLM makes of the packed experts of one TP rank: its layer and Humming's LayerConfigs.
 
     Its loader, which refuses some schemas, is left out: the packed tensors are cut and stacked here.
@@ -141,9 +144,10 @@ def processed_by_vllm(folder: Path, schema: str, dtype: torch.dtype, grid: Any, 
             stack = torch.stack([row[0].view(()) if is_shared else torch.cat(row) for row in experts])
             setattr(layer, f"{gemm}_{part}", torch.nn.Parameter(stack, requires_grad=False))
     layer.params_dtype = dtype
-    moe = build_layer(None, LAYER, **SIZES, dtype=dtype, grid=grid).moe_config
+    sizes = SIZES if inter is None else {**SIZES, "inter": inter}
+    moe = build_layer(None, LAYER, **sizes, dtype=dtype, grid=grid).moe_config
     layer.moe_config = moe
-    inner = SIZES["inter"] // grid.tp_size
+    inner = sizes["inter"] // grid.tp_size
     fields = {key: v for key, v in resolve_schema(schema).humming_fields().items() if v is not None}
     configs = convert_to_humming_moe_kernel_format(
         layer,
@@ -318,6 +322,37 @@ def test_gpt_oss_has_biases_and_gate_before_up(tmp_path: Path, sources: dict[str
         quant = layer.quant_method.moe_quant_config
         assert quant.w1_bias is layer.w13_bias
         assert bool(layer.w2_bias.any()) == (rank == 0)
+
+
+@pytest.mark.parametrize(
+    ("schema", "inner"), [("int4-g64", 96), ("int4-g64", 192), ("int4-g64-zp", 96), ("fp8-block", 192), ("mxfp4", 80)]
+)
+def test_ranks_of_whole_groups(tmp_path: Path, schema: str, inner: int) -> None:
+    """The plugin takes them: vLLM knows half of the columns, and the kernel those of the file, as of a filled model.
+
+    The oracle is vLLM's own processing of experts that have the zeros already.
+    """
+    sizes = {"num_layers": 1, "num_experts": SIZES["num_experts"], "hidden_size": SIZES["hidden"]}
+    src = write_qwen3_moe(tmp_path / "src", **sizes, intermediate_size=inner)
+    grid = Grid(2, split=GROUPS)
+    share = tp_share(inner, 2, resolve_schema(schema))
+    filled = write_filled(src, tmp_path / "filled", 2 * share)
+    run(src, tmp_path / "out", schema, grid)
+    run(filled, tmp_path / "packed", schema, layout="checkpoint")
+    for rank in range(2):
+        ranks = parallel(tp=2, tp_rank=rank)
+        layer = load(tmp_path / "out", inter=inner, grid=ranks)
+        assert_holds_its_file(layer)
+        found, wanted = layer.quant_method.humming_configs, share
+        assert (found["w13"].shape_n - found["w13"].pad_shape_n, found["w2"].shape_k - found["w2"].pad_shape_k) == (
+            2 * wanted,
+            wanted,
+        )
+        expected, configs = processed_by_vllm(tmp_path / "packed", schema, torch.bfloat16, ranks, inter=2 * share)
+        assert {g: c.to_str() for g, c in found.items()} == {g: c.to_str() for g, c in configs.items()}
+        if 2 * share == stored_size(inner, resolve_schema(schema)):  # padded ranks have scales of zero
+            for name, value in expected.named_parameters():
+                assert torch.equal(as_bytes(getattr(layer, name)), as_bytes(value)), name
 
 
 NUMBERED: dict[str, tuple[Words, Words, tuple[str, tuple[float | None, ...]]]] = {

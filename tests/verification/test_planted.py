@@ -393,7 +393,7 @@ def test_padding_of_an_uneven_last_rank(
                 weights = check_both_ways(artifact, source if with_source else None)
             assert bool(weights.findings) == is_damaged, weights.findings[:3]
         if is_damaged:
-            what = "The padding of the last TP rank is not "
+            what = "The padding of a TP rank is not "
             found(weights, f"experts/tp3-ep0/{layer}.safetensors, tensor {layer}.{gemm}_{tensor}", what)
 
 

@@ -14,11 +14,13 @@ from safetensors.torch import load_file, save_file
 
 import hqconv
 from hqconv.artifact.reader import Artifact
+from hqconv.formats.decode_matrix import resized
 from hqconv.humming_layout.compatibility import why_not
 from hqconv.humming_layout.fused_moe import Gemm, fused_moe, layer_config, load_gemm
 from hqconv.schemas.activation import Activation
-from hqconv.schemas.grid import Grid, tp_slices
+from hqconv.schemas.grid import GROUPS, Grid, tp_slices, working_tp_sizes
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema
+from hqconv.schemas.weight_schema import resolve_schema
 from hqconv.verification import kernel as module
 from hqconv.verification.kernel import LayerInputs, Rounding
 from hqconv.verification.reference import Routing, moe_forwards
@@ -126,8 +128,8 @@ def test_both_gemms_activations_are_quantized(name: str, monkeypatch: pytest.Mon
     assert not away[1][(ids < 2).reshape(-1)].any()
 
 
-def small(tmp_path: Path, inputs: str, schema: str, grid: Grid) -> Artifact:
-    source = save_model(tmp_path / "source", "qwen3_moe", **SIZES)
+def small(tmp_path: Path, inputs: str, schema: str, grid: Grid, inner: int = 2 * INNER) -> Artifact:
+    source = save_model(tmp_path / "source", "qwen3_moe", **{**SIZES, "moe_intermediate_size": inner})
     run(source, tmp_path / "out", schema, grid, input_schema=inputs)
     return Artifact(tmp_path / "out")
 
@@ -139,7 +141,7 @@ def checked(artifact: Artifact, monkeypatch: pytest.MonkeyPatch, damage: Damage 
     """`check_kernel` on the CPU, with weights that are made up, cut for each rank and maybe damaged."""
     standin.use(monkeypatch)
     generator = torch.Generator().manual_seed(2)
-    inner = SIZES["moe_intermediate_size"]
+    inner = artifact.layers[LAYER].intermediate_size
     shapes = {"w1": (inner, HIDDEN), "w3": (inner, HIDDEN), "w2": (HIDDEN, inner)}
     weights = [
         {role: torch.randn(shape, generator=generator) * 0.05 for role, shape in shapes.items()}
@@ -147,11 +149,11 @@ def checked(artifact: Artifact, monkeypatch: pytest.MonkeyPatch, damage: Damage 
     ]
 
     def load(_: Artifact, layer: str, tp_rank: int, ep_rank: int, device: torch.device) -> dict[str, Gemm]:
-        _, begin, end, _ = tp_slices(inner, artifact.grid.tp, artifact.schema)[tp_rank]
+        _, begin, end, share = tp_slices(inner, artifact.grid, artifact.schema)[tp_rank]
         mine = [weights[e] for e in artifact.grid.local_experts(NUM_EXPERTS, ep_rank)]
         stacks = {
-            "w13": [torch.cat([e["w1"][begin:end], e["w3"][begin:end]]) for e in mine],
-            "w2": [e["w2"][:, begin:end] for e in mine],
+            "w13": [torch.cat([resized(e[role][begin:end], (share, HIDDEN)) for role in ("w1", "w3")]) for e in mine],
+            "w2": [resized(e["w2"][:, begin:end], (HIDDEN, share)) for e in mine],
         }
         gemms = {}
         for gemm, parts in stacks.items():
@@ -180,6 +182,26 @@ def test_the_check_knows_the_rounding(
     assert 0.7 * error < measured["kernel"] < 1.4 * error
     assert measured["rounded_kernel"] < 0.005
     assert "rounded activations" in result.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "schema", "inner"), [("fp8-g128", "fp8-block", 288), ("int8", "int4-g64", 96), ("fp8", "int4-g64", 160)]
+)
+def test_ranks_of_whole_groups(
+    inputs: str, schema: str, inner: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A last group that is smaller, and a last rank that holds a group less."""
+    with small(tmp_path, inputs, schema, Grid(2, split=GROUPS), inner) as artifact:
+        result = checked(artifact, monkeypatch)
+        assert not result.findings, result.findings
+        assert result.measured[LAYER]["rounded_kernel"] < 0.005
+        shifted = checked(artifact, monkeypatch, lambda gemms: {**gemms, "w2": rolled(gemms["w2"])})
+    assert shifted.findings
+
+
+def rolled(gemm: Gemm) -> Gemm:
+    """Columns that were cut at another place."""
+    return replace(gemm, tensors={"weight": gemm.tensors["weight"].roll(32, -1)})
 
 
 def exchanged(gemms: dict[str, Gemm]) -> dict[str, Gemm]:
@@ -285,6 +307,22 @@ PAIRS = [
     for schema in SCHEMAS
     if why_not(kernel_spec_of(schema, inputs=inputs)) is None
 ]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a CUDA device of sm90"
+)
+@pytest.mark.parametrize("schema", ["int4-g64", "int4-g64-zp", "mxfp4", "nvfp4", "fp8", "fp8-block", "int8"])
+@pytest.mark.parametrize("inner", [96, 288, 320])
+def test_the_production_kernel_on_ranks_of_whole_groups(schema: str, inner: int, tmp_path: Path) -> None:
+    """The example of 96 columns in groups of 64, and more."""
+    source = save_model(tmp_path / "source", "qwen3_moe", **{**SIZES, "moe_intermediate_size": inner})
+    for tp in (1, 2, 3):
+        if tp in working_tp_sizes(inner, resolve_schema(schema), split=GROUPS):
+            run(source, tmp_path / f"tp{tp}", schema, Grid(tp, split=GROUPS))
+            report = hqconv.verify(tmp_path / f"tp{tp}", source, layers=[1])
+            assert report.passed, report.to_dict()
 
 
 @pytest.mark.cuda

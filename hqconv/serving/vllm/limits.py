@@ -98,6 +98,12 @@ class VllmEngine:
             return f"{tp} {_CANNOT_SHARE} {kv_heads} KV heads evenly"
         return None
 
+    def inner_obstacle(self, intermediate_size: int, grid: Grid) -> str | None:
+        """As `Engine`: an assertion of vLLM's `FusedMoEConfig`; the rows of each rank are the artifact's."""
+        if intermediate_size % grid.tp:
+            return f"{grid.tp} does not divide the experts' intermediate size {intermediate_size}: use another --tp"
+        return None
+
     def is_heads_obstacle(self, warning: str) -> bool:
         """As `Engine`."""
         return f" {_CANNOT_SHARE} " in warning

@@ -1,0 +1,320 @@
+"""`--tp-split groups`: ranks hold whole scale groups, the last ranks fewer, and zeros fill what is not whole.
+
+The oracle is a checkpoint whose experts have the zeros already: hqconv converts it without any split.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+import hqconv
+from hqconv import dequantize
+from hqconv.errors import RequestError
+from hqconv.formats.decode_matrix import resized
+from hqconv.quantization import bit_codec
+from hqconv.quantization.coded_matrix import CodedMatrix, filled
+from hqconv.quantization.coded_matrix import dequantize as decoded
+from hqconv.schemas.artifact_names import CHECKPOINT
+from hqconv.schemas.grid import GROUPS, Grid, slice_unit, stored_size, tp_share, tp_slices, working_tp_sizes
+from hqconv.schemas.weight_schema import PRESETS, WeightSchema
+from tests.make import conversions, small
+from tests.make.conversions import manifest, run, schema_of
+from tests.make.filled import write_filled
+from tests.make.importance import columns_of, with_products, write_importance
+from tests.make.qwen import write_qwen3_moe
+
+LAYER = "model.layers.0.mlp.experts"
+ROTATED = WeightSchema(
+    name="rotated", b_dtype="uint4", weight_scale_type="group", weight_scale_group_size=32, hadamard_block_size=64
+)
+
+
+def named(name: str) -> WeightSchema:
+    return ROTATED if name == "rotated" else schema_of(name)
+
+
+def source(folder: Path, inner: int) -> Path:
+    sizes = {"num_layers": 1, "num_experts": 2, "hidden_size": 256}
+    return write_qwen3_moe(folder, **sizes, intermediate_size=inner)
+
+
+def rank_tensors(out: Path, tp: int) -> list[dict[str, bytes]]:
+    """Bytes of every rank's tensors."""
+    files = [load_file(out / f"experts/tp{rank}-ep0/{LAYER}.safetensors") for rank in range(tp)]
+    return [{name: one.view(torch.uint8).numpy().tobytes() for name, one in file.items()} for file in files]
+
+
+def equal_up_to(found: dict[str, torch.Tensor], whole: dict[str, torch.Tensor], inner: int) -> bool:
+    cut = {role: one[:, :, :inner] if role == "w2" else one[:, :inner] for role, one in whole.items()}
+    return found.keys() == cut.keys() and all(torch.equal(found[role], one) for role, one in cut.items())
+
+
+# --- the ranks' parts
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from([*sorted(PRESETS), "int4-g64-zp", "rotated"]), st.integers(1, 4000), st.integers(1, 40))
+@example("int4-g64-zp", 96, 2)
+def test_parts_are_whole_groups_as_equal_as_can_be(name: str, inner: int, tp: int) -> None:
+    schema = named(name)
+    unit, runs = slice_unit(schema), -(-inner // slice_unit(schema))
+    sizes = working_tp_sizes(inner, schema, split=GROUPS)
+    assert sizes == list(range(1, runs + 1))
+    assert set(working_tp_sizes(inner, schema)) <= set(sizes)
+    assume(tp in sizes)
+    parts = tp_slices(inner, Grid(tp, split=GROUPS), schema)
+    lengths = [part.end - part.begin for part in parts]
+    assert [part.begin for part in parts] == [0, *(part.end for part in parts[:-1])]
+    assert parts[-1].end == stored_size(inner, schema) == runs * unit
+    assert 0 <= runs * unit - inner < unit
+    assert lengths == sorted(lengths, reverse=True)
+    assert {*lengths} <= {lengths[0], lengths[0] - unit}
+    assert {part.share for part in parts} == {lengths[0]} == {tp_share(inner, tp, schema)}
+    assert lengths[-1] > 0
+    if inner % (unit * tp) == 0:
+        assert parts == tp_slices(inner, Grid(tp), schema)
+
+
+def test_the_example_of_96_columns_in_groups_of_64() -> None:
+    parts = tp_slices(96, Grid(2, split=GROUPS), schema_of("int4-g64"))
+    assert [(part.begin, part.end, part.share) for part in parts] == [(0, 64, 64), (64, 128, 64)]
+
+
+def test_padding_is_no_zero_under_one_scale_of_integers() -> None:
+    schema = WeightSchema(name="int8-tensor", b_dtype="uint8", weight_scale_type="tensor", bs_dtype="float32")
+    assert working_tp_sizes(96, schema, split=GROUPS) == working_tp_sizes(96, schema) == [1, 3]
+
+
+# --- bytes
+
+CASES = [
+    ("int4-g64", 96, (1, 2)),
+    ("int4-g64", 192, (2, 3)),
+    ("int4-g64-zp", 96, (1, 2)),
+    ("int4-g64-fpzp", 160, (2, 3)),
+    ("mxfp4", 80, (2, 3)),
+    ("nvfp4", 80, (1, 2)),
+    ("fp8", 80, (1, 2)),
+    ("int8", 72, (1, 3)),
+    ("fp8-block", 320, (2, 3)),
+    ("fp8-tensor", 96, (2,)),
+    ("rotated", 96, (1, 2)),
+]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("name", "inner", "sizes"), CASES, ids=str)
+def test_the_ranks_together_are_the_whole(
+    tmp_path: Path, name: str, inner: int, sizes: tuple[int, ...], dtype: str
+) -> None:
+    schema, src = named(name), source(tmp_path / "src", inner)
+    filled = write_filled(src, tmp_path / "filled", stored_size(inner, schema))
+    run(filled, tmp_path / "whole", schema, dtype=dtype)
+    whole = dequantize(tmp_path / "whole", layer=LAYER)
+    for tp in sizes:
+        out = tmp_path / f"tp{tp}"
+        run(src, out, schema, Grid(tp, split=GROUPS), dtype=dtype)
+        conversions.assert_verified(out, src)
+        assert equal_up_to(dequantize(out, layer=LAYER), whole, inner), tp
+        if tp in working_tp_sizes(stored_size(inner, schema), schema):
+            # The ranks hold what even ranks of the filled checkpoint hold.
+            run(filled, tmp_path / f"even{tp}", schema, Grid(tp), dtype=dtype)
+            assert rank_tensors(out, tp) == rank_tensors(tmp_path / f"even{tp}", tp)
+
+
+def test_biases_and_several_padded_ranks(tmp_path: Path) -> None:
+    """GPT-OSS of 5 groups: 3 + 2 as vLLM deals them, and on 4 ranks 2 + 1 + 1 + 1, which vLLM's way cannot."""
+    src = small.save(tmp_path / "src", small.gpt_oss_floats(160))
+    run(src, tmp_path / "whole", "int4-g32", Grid())
+    [layer] = manifest(tmp_path / "whole")["blocks"]
+    whole = dequantize(tmp_path / "whole", layer=layer)
+    with pytest.raises(RequestError, match="--tp 4 works with --tp-split groups"):
+        run(src, tmp_path / "no", "int4-g32", Grid(4))
+    for tp, split in ((2, None), (3, None), (4, GROUPS)):
+        out = tmp_path / f"tp{tp}"
+        run(src, out, "int4-g32", Grid(tp, split=GROUPS))
+        conversions.assert_verified(out, src)
+        assert manifest(out).get("tp_split") == split
+        found = dequantize(out, layer=layer)
+        assert all(torch.equal(found[name], values) for name, values in whole.items())
+
+
+@pytest.mark.parametrize("quantizer", ["mse", "gptq"])
+def test_importance(tmp_path: Path, quantizer: Any) -> None:
+    """mse weighs no zeros; gptq, which knows inputs tile by tile, asks for whole groups."""
+    src = source(tmp_path / "src", 96)
+    file = write_importance(tmp_path / "importance.safetensors", with_products(columns_of(src)))
+    words = {"quantizer": quantizer, "importance": file}
+    if quantizer == "gptq":
+        with pytest.raises(RequestError, match="gptq needs whole scale groups"):
+            run(src, tmp_path / "out", "int4-g64", Grid(2, split=GROUPS), **words)
+        return
+    run(src, tmp_path / "out", "int4-g64", Grid(2, split=GROUPS), **words)
+    conversions.assert_verified(tmp_path / "out", src)
+
+
+# --- the artifact says it, and everything follows
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A source with 96 columns, and its artifact in groups of 64 on two ranks."""
+    folder = tmp_path_factory.mktemp("split")
+    src = source(folder / "src", 96)
+    run(src, folder / "out", "int4-g64-zp", Grid(2, split=GROUPS))
+    return src, folder / "out"
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_artifact_is_cut_again(tmp_path: Path, made: tuple[Path, Path], tp: int) -> None:
+    """With the codes kept, on any ranks: the bytes of a conversion of the source."""
+    src, out = made
+    for target in ("source", "int4-g64-zp"):
+        run(out, tmp_path / target, target, Grid(tp, split=GROUPS))
+        conversions.assert_verified(tmp_path / target, out)
+        run(src, tmp_path / f"{target}-anew", "int4-g64-zp", Grid(tp, split=GROUPS))
+        assert rank_tensors(tmp_path / target, tp) == rank_tensors(tmp_path / f"{target}-anew", tp)
+
+
+@pytest.mark.parametrize("schema", ["int4-g32-zp", "int8", "mxfp4"])
+def test_an_artifact_is_converted_to_other_groups(tmp_path: Path, made: tuple[Path, Path], schema: str) -> None:
+    """Groups that are whole need no split; kept codes lose the zeros beside them."""
+    out = made[1]
+    run(out, tmp_path / "other", schema, Grid(3))
+    conversions.assert_verified(tmp_path / "other", out)
+    assert "tp_split" not in manifest(tmp_path / "other")
+    if schema == "int4-g32-zp":
+        found, expected = (dequantize(path, layer=LAYER) for path in (tmp_path / "other", out))
+        assert all(torch.equal(found[role], expected[role]) for role in expected)
+
+
+@pytest.mark.parametrize(("first", "target"), [("int8", "int8-g64"), ("fp8-block", "source")])
+def test_kept_codes_get_codes_of_zero(tmp_path: Path, first: str, target: str) -> None:
+    """A quantized source whose last group is not whole: codes and scales stay, zeros are codes of zero."""
+    src = source(tmp_path / "src", 96)
+    run(src, tmp_path / "first", first, Grid(1, split=GROUPS))
+    run(tmp_path / "first", tmp_path / "out", target, Grid(1, split=GROUPS))
+    conversions.assert_verified(tmp_path / "out", tmp_path / "first")
+    found, expected = (dequantize(tmp_path / one, layer=LAYER) for one in ("out", "first"))
+    assert all(torch.equal(found[role], expected[role]) for role in expected)
+    assert {layer["conversion"] for layer in manifest(tmp_path / "out")["blocks"].values()} == {"direct"}
+
+
+CODED = {
+    "symmetric": ("uint4", None),
+    "zero points": ("uint4", torch.tensor([[3, 9], [0, 15]] * 4, dtype=torch.uint8)),
+    "float": ("float4e2m1", None),
+    "blocks": ("float4e2m1", None),
+}
+
+
+@pytest.mark.parametrize("name", CODED)
+@pytest.mark.parametrize("shape", [(8, 128), (16, 64), (16, 96), (16, 160), (4, 32)])
+def test_filled_codes_decode_to_zeros(name: str, shape: tuple[int, int]) -> None:
+    """Rows and columns are appended, or cut off: 8 rows of 64 and 32 columns in groups of 64."""
+    b_dtype, zero_point = CODED[name]
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 16, (8, 96), generator=generator).to(torch.uint8)
+    rows = 6 if name == "blocks" else 1  # the last block has two rows
+    scale = torch.rand((-(-8 // rows), 2), generator=generator) + 0.1
+    scale_2 = torch.rand(8, generator=generator) + 1
+    coded = CodedMatrix(b_dtype, bit_codec.pack(codes, 4), scale, rows, 64, zero_point, scale_2)
+    expected = resized(decoded(coded), shape)
+    assert torch.equal(decoded(filled(coded, shape)), expected)
+
+
+def test_the_manifest_says_a_split_that_matters(tmp_path: Path, made: tuple[Path, Path]) -> None:
+    src, out = made
+    assert manifest(out)["tp_split"] == "groups"
+    assert hqconv.inspect(out)["tp_split"] == "groups"
+    run(src, tmp_path / "same", "int4-g32", Grid(3, split=GROUPS))
+    run(src, tmp_path / "even", "int4-g32", Grid(3))
+    assert manifest(tmp_path / "same") == manifest(tmp_path / "even")
+
+
+def test_another_split_is_another_request(tmp_path: Path) -> None:
+    """GPT-OSS on 4 ranks of 10 groups: 3 + 3 + 3 + 1, or 3 + 3 + 2 + 2."""
+    src = small.save(tmp_path / "src", small.gpt_oss_floats(320))
+    out = tmp_path / "out"
+    run(src, out, "int4-g32", Grid(4))
+    with pytest.raises(hqconv.HqconvError, match="tp_split"):
+        run(src, out, "int4-g32", Grid(4, split=GROUPS), resume=True)
+    report = run(src, out, "int4-g32", Grid(4, split=GROUPS), update=True)
+    assert "tp_split" in report.replaced_because
+    conversions.assert_verified(out, src)
+
+
+def test_exchanged_ranks_are_found(tmp_path: Path) -> None:
+    src = source(tmp_path / "src", 320)
+    out = tmp_path / "out"
+    run(src, out, "int4-g64", Grid(3, split=GROUPS))  # 128 + 128 + 64
+    paths = [out / f"experts/tp{rank}-ep0/{LAYER}.safetensors" for rank in range(3)]
+    first, second = (path.read_bytes() for path in paths[:2])
+    header = 8 + int.from_bytes(first[:8], "little")
+    paths[0].write_bytes(first[:header] + second[header:])
+    for against in (src, None):
+        report = conversions.check(out, against, "weights")
+        assert not report.passed
+    found = [f.found for result in conversions.check(out, src, "weights").results for f in result.findings]
+    assert any("tp rank 0 holds the slice of tp rank 1" in str(text) for text in found)
+
+
+def test_ranks_dealt_in_another_way_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last two ranks' boundary a group further: the rank files are whole, and not those of the manifest."""
+    from hqconv.planning import output_units
+
+    def moved(size: int, grid: Grid, schema: WeightSchema) -> Any:
+        a, b, c = tp_slices(size, grid, schema)
+        end = b.end - 64
+        return a, b._replace(end=end), c._replace(begin=end)
+
+    src = source(tmp_path / "src", 320)
+    monkeypatch.setattr(output_units, "tp_slices", moved)
+    run(src, tmp_path / "out", "int4-g64", Grid(3, split=GROUPS))
+    for against in (src, None):
+        assert not conversions.check(tmp_path / "out", against, "weights").passed
+
+
+def test_refusals_name_the_split(tmp_path: Path) -> None:
+    src = source(tmp_path / "src", 96)
+    with pytest.raises(RequestError) as error:
+        run(src, tmp_path / "out", "int4-g64", Grid(2))
+    assert error.value.remedy.endswith("--tp 2 works with --tp-split groups.")
+    with pytest.raises(RequestError) as error:
+        run(src, tmp_path / "out", "int4-g64", layout=CHECKPOINT)
+    assert "--tp-split" not in error.value.message()
+    with pytest.raises(RequestError) as error:
+        run(src, tmp_path / "out", "fp8-block", Grid(5))  # vLLM would not start it
+    assert "--tp-split" not in error.value.message()
+    with pytest.raises(RequestError, match="--tp 3 would cut"):
+        run(src, tmp_path / "out", "int4-g64", Grid(3, split=GROUPS))
+    with pytest.raises(RequestError, match="There is no such TP split"):
+        run(src, tmp_path / "out", "int4-g64", Grid(2, split="odd"))
+
+
+def test_sizes_are_shown_and_vllms_condition_is_a_warning(tmp_path: Path) -> None:
+    src = source(tmp_path / "src", 320)
+    document = hqconv.inspect(src)
+    assert document["tp_sizes"]["fp8-block"] == []
+    assert document["tp_sizes_of_groups"]["fp8-block"] == [1, 2]  # 3 does not divide 320 columns
+    report = run(src, tmp_path / "out", "fp8-block", Grid(3, split=GROUPS))
+    assert any("3 does not divide the experts' intermediate size 320" in text for text in report.warnings)
+
+
+def test_a_plan_is_as_large_as_its_files(tmp_path: Path) -> None:
+    src = source(tmp_path / "src", 320)
+    words: dict[str, Any] = {"schema": "int4-g64", "target": "sm90", "tp": 3, "tp_split": "groups"}
+    planned = hqconv.plan(src, **words).rank_bytes()
+    run(src, tmp_path / "out", "int4-g64", Grid(3, split=GROUPS))
+    for rank, num_bytes in planned.items():
+        files = list((tmp_path / "out" / "experts" / rank.removeprefix("experts/")).iterdir())
+        assert sum(file.stat().st_size for file in files) == num_bytes
+    assert len(set(planned.values())) == 1
