@@ -251,9 +251,12 @@ class ParameterLoader:
     def path(self, view: ArtifactView, name: str, *, alone: bool, cache_dir: str | None) -> Path:
         """Path of a rank file on this machine; from the Hub all files of its rank are downloaded, or it `alone`.
 
+        cache_dir: the server's folder for downloads, which gets the artifact's small files, too.
         Raises the errors of `ArtifactLocation.fetch`.
         """
         if name not in self._paths:
+            if cache_dir is not None and not self._paths and not view.location.is_folder:
+                view.location.complete(view.small_files, cache_dir)
             folder = name.rpartition("/")[0] + "/"
             others = [] if alone or view.location.is_folder else [n for n in view.files if n.startswith(folder)]
             self._paths.update(view.location.fetch_all(others or [name], cache_dir))
