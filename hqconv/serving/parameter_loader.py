@@ -25,7 +25,7 @@ from hqconv.io.file_access import fill
 from hqconv.schemas.tensors import TensorRef
 from hqconv.serving.artifact_view import ArtifactView
 from hqconv.serving.rank_file import RankFile, check_digest
-from hqconv.serving.warm.kernel_store import VARIABLE, folder_beside, kernels_folder, tuning_tables, use_warm_kernels
+from hqconv.serving.warm.kernel_store import use_warm_kernels
 
 NUM_THREADS = 16
 PIECE_BYTES = 8 << 20  # of a buffer: large enough for a disk and a bus, small enough to be pinned in no time
@@ -278,21 +278,16 @@ class ParameterLoader:
             self._layers = [one for one in self._layers if not one.is_filled]
 
     def take_kernels(self, view: ArtifactView) -> None:
-        """Let Humming find the kernels of `hqconv warm`, once in a process, if the environment variable is set."""
-        if self._has_kernels or not os.environ.get(VARIABLE):
+        """Let Humming find the kernels of `hqconv warm`, once in a process; see `use_warm_kernels`."""
+        if self._has_kernels:
             return
         self._has_kernels = True
-        artifact = Path(view.location.name)
-        folder = kernels_folder(artifact)
-        if folder == folder_beside(artifact) and not view.location.is_folder:
-            reason: str | None = f"{VARIABLE} must name a folder: there is none beside a model on the Hub."
-        else:
-            reason = use_warm_kernels(folder, view.sm_version)
-        if reason:
-            self._log.warning("Kernels are compiled as they are needed: %s", reason)
-        else:
-            self.tuning = tuning_tables(folder)
+        found = use_warm_kernels(Path(view.location.name) if view.location.is_folder else None, view.sm_version)
+        self.tuning = dict(found.tuning)
+        if found.reason is None:
             self._log.info("Kernels that were compiled beforehand are in use")
+        else:
+            self._log.log(found.level, "Kernels are compiled as they are needed: %s", found.reason)
 
     def _due(self, first: Filled) -> list[tuple[Filled, RankFile, Sequence[LoadTarget]]]:
         """A layer, and later layers that can be filled with it: on the same device, with parameters that stay there."""
