@@ -215,6 +215,11 @@ def test_the_command(artifact: Path, compiler: Any, tmp_path: Path) -> None:
     assert json.loads(again.stdout)["num_compiled"] == 0
 
 
+def test_the_command_says_who_takes_the_kernels(artifact: Path, compiler: Any) -> None:
+    done = CliRunner().invoke(app, ["warm", str(artifact), "--gpu", "h200"])
+    assert "A server of this user takes them by itself, any other with HQCONV_WARM_KERNELS=1." in done.stdout
+
+
 def test_how_vllm_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (compute_settings(False), compute_settings(True)) == (
         ComputeSettings(INDEXED, prequantized=PREQUANTIZED),
