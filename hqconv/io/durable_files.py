@@ -93,9 +93,9 @@ def make_folder(folder: Path) -> None:
         sync_above(path)
 
 
-def write_whole(root: Path, name: str, data: bytes, mode: int = 0o666) -> FileRecord:
-    """Write a small file of the folder `root`. mode: permissions from its creation on, less those of the umask."""
-    return _write_chunks(root, name, iter((data,)), mode)
+def write_whole(root: Path, name: str, data: bytes) -> FileRecord:
+    """Write a small file of the folder `root`."""
+    return _write_chunks(root, name, iter((data,)))
 
 
 def copy_whole(source: Path, root: Path, name: str) -> FileRecord:
@@ -109,13 +109,12 @@ def copy_whole(source: Path, root: Path, name: str) -> FileRecord:
     return _write_chunks(root, name, chunks())
 
 
-def _write_chunks(root: Path, name: str, chunks: Iterator[bytes], mode: int = 0o666) -> FileRecord:
+def _write_chunks(root: Path, name: str, chunks: Iterator[bytes]) -> FileRecord:
     path = root / name
     digest, num_bytes = hashlib.sha256(), 0
     with output_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        with os.fdopen(os.open(partial(path), flags, mode), "wb") as file:
+        with partial(path).open("wb") as file:
             for chunk in chunks:
                 file.write(chunk)
                 digest.update(chunk)

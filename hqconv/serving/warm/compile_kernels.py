@@ -211,10 +211,12 @@ def _there(folder: Path, agreed: dict[str, Any]) -> dict[str, Any]:
 
 def _write(folder: Path, name: str, data: bytes) -> None:
     """Write a file of kernels that nobody else can open for writing, at no time."""
-    with output_errors(folder):
+    made = partial(folder / name)
+    with output_errors(made):
         folder.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
-        partial(folder / name).unlink(missing_ok=True)  # left over, perhaps with other permissions
-    write_whole(folder, name, data, _FILE_MODE)
+        made.unlink(missing_ok=True)  # left over, perhaps with other permissions
+        made.touch(_FILE_MODE, exist_ok=False)
+    write_whole(folder, name, data)
 
 
 def _compile(missing: list[KernelSource], entries: dict[str, Any], folder: Path, jobs: int) -> int:
