@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import hqconv
 from hqconv.serving.warm.gpus import KNOWN, facts_here
-from hqconv.serving.warm.kernel_store import MANIFEST, VARIABLE, kernels_folder, use_warm_kernels
+from hqconv.serving.warm.kernel_store import MANIFEST, VARIABLE, use_warm_kernels
 from scripts.shared import make_source
 
 SIZES = {"hidden": 2048, "intermediate": 768, "layers": 1, "experts": 16, "top_k": 4, "vocab": 512}
@@ -136,7 +136,7 @@ def serve(out: Path, result: Path) -> None:
     import humming.kernel.humming  # noqa: F401 - its import is no part of what is measured
 
     started = time.monotonic()
-    reason = use_warm_kernels(kernels_folder(out), 90)
+    reason = use_warm_kernels(out, 90).reason
     took_s, installed = time.monotonic() - started, num_cached()
     started = time.monotonic()
     layer, outputs = Served(out), []
@@ -166,7 +166,7 @@ def check(work: Path, schema: str, known: str | None) -> bool:
         passed = lists[0] == lists[1]
         print(f"  the same kernels without the GPU, to the byte: {passed}", flush=True)
     found = {}
-    for name, wanted in (("warm", str([*folders.values()][-1])), ("cold", "")):
+    for name, wanted in (("warm", str([*folders.values()][-1])), ("cold", "0")):
         result = work / f"{schema}-{name}.pt"
         command = [__file__, "--serve", str(out), "--result", str(result)]
         run(command, Path(tempfile.mkdtemp(dir=work)) / "cache", **{VARIABLE: wanted})

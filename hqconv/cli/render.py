@@ -616,7 +616,11 @@ def _show_warm(console: Console, document: Document) -> None:
         ),
     )
     console.print(f"\nThe kernels are in {document['folder']}.")
-    console.print(f"Start the server with {document['variable']} to use them.")
+    by_itself = document["variable"].endswith("=1")  # the folder beside the artifact
+    console.print(
+        f"{'A server of this user takes them by itself, any other with' if by_itself else 'Start the server with'} "
+        f"{document['variable']}{'' if by_itself else ' to use them'}."
+    )
 
 
 def _show_schemas(console: Console, document: Document) -> None:

@@ -167,9 +167,14 @@ class Listing:
         return bytes(data)
 
 
+def is_commit(revision: str | None) -> bool:
+    """Return True for a revision that is a commit hash, no branch and no tag."""
+    return revision is not None and re.fullmatch(r"[0-9a-f]{40}", revision) is not None
+
+
 def check_commit(repo_id: str, commit: object) -> str:
     """Return a commit hash that the Hub named. Raises InputError for any other text: it becomes a folder's name."""
-    if not isinstance(commit, str) or not re.fullmatch(r"[0-9a-f]{40}", commit):
+    if not isinstance(commit, str) or not is_commit(commit):
         what, expected = "The Hub names a commit that is no commit hash.", "40 hexadecimal digits"
         remedy = "Check HF_ENDPOINT."
         raise InputError(what, where=repo_id, expected=expected, found=repr(commit), remedy=remedy)
@@ -239,6 +244,36 @@ def cached_snapshot(repo_id: str, revision: str | None) -> Path | None:
     except (errors.LocalEntryNotFoundError, OSError, ValueError):
         return None
     return Path(folder)
+
+
+def listed_weights(repo_id: str, commit: str) -> dict[str, tuple[int | None, str | None]]:
+    """Request size and SHA-256 of a commit's safetensors files from the Hub; None where it does not name them.
+
+    No waiting: raises as `fetch`, NetworkError also where the Hub was asked too often.
+    """
+    from huggingface_hub import HfApi, constants
+
+    with explained(repo_id, commit):
+        timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+        info = HfApi().model_info(repo_id, revision=commit, timeout=timeout, files_metadata=True)
+    files = [file for file in info.siblings or () if file.rfilename.endswith(".safetensors")]
+    return {file.rfilename: (file.size, file.lfs["sha256"] if file.lfs else None) for file in files}
+
+
+def note_revision(root: Path, revision: str) -> None:
+    """Note in the Hub cache of a snapshot's folder `root` that a branch or tag is at this commit, for offline starts.
+
+    Does nothing where the cache cannot be written, or for a name that leads out of it.
+    """
+    refs = root.parent.parent / "refs"
+    if {"", ".", ".."}.intersection(revision.split("/")) or revision == root.name:
+        return
+    with suppress(OSError):
+        (refs / revision).parent.mkdir(parents=True, exist_ok=True)
+        if not (refs / revision).is_file() or (refs / revision).read_text(encoding="ascii") != root.name:
+            partial = refs / f"{revision}.{os.getpid()}.partial"
+            partial.write_text(root.name, encoding="ascii")
+            partial.replace(refs / revision)
 
 
 def cache_folder() -> Path:
@@ -360,6 +395,24 @@ def has_cached_bytes(root: Path, name: str, digest: str | None) -> bool:
     return (root / name).exists() or (digest is not None and os.path.lexists(blobs / digest))
 
 
+def cached_digest(path: Path) -> str | None:
+    """Return the SHA-256 in the name of the cached bytes that `path` links to, without reading them.
+
+    None for any other file: one of a folder that is no Hub cache, or a small one, whose bytes have another name.
+    """
+    try:
+        bytes_at = Path(os.readlink(path))  # noqa: PTH115 - raises for what is no link
+    except OSError:
+        return None
+    is_digest = re.fullmatch(r"[0-9a-f]{64}", bytes_at.name) is not None
+    return bytes_at.name if is_digest and bytes_at.parent.name == "blobs" else None
+
+
+def is_snapshot(root: Path) -> bool:
+    """Return True for the folder of one commit in a Hub cache."""
+    return root.parent.name == "snapshots" and (root.parent.parent / "blobs").is_dir()
+
+
 # --- errors of the Hub library
 
 _SIGN_IN = "`hf auth login` or set HF_TOKEN"
@@ -411,6 +464,13 @@ def patiently(request: Callable[[], T]) -> T:
             _LOG.warning("The Hub was asked too often (HTTP 429): waiting %.0f s.", wait_s)
             time.sleep(wait_s)
             left_s -= wait_s
+
+
+def is_missing_revision(error: BaseException) -> bool:
+    """Return True for an error of ours because the Hub has no such branch, tag or commit."""
+    from huggingface_hub import errors
+
+    return isinstance(error.__cause__, errors.RevisionNotFoundError)
 
 
 def status_of(error: BaseException | None) -> int | None:

@@ -5,12 +5,14 @@ A server creates these values once and sends them to its workers, so they are sm
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from hqconv.artifact.manifest import Manifest, ManifestLayer, read_manifest
-from hqconv.errors import RequestError
+from hqconv.errors import HqconvError, RequestError, VerificationError
+from hqconv.io.hub import cached_digest, is_offline, is_snapshot, listed_weights
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.grid import Grid
@@ -18,6 +20,9 @@ from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.serving.artifact_location import ArtifactLocation
 from hqconv.serving.chosen_engine import ENGINE
 
+_LOG = logging.getLogger(__name__)
+
+_WEIGHTS = ".safetensors"
 _SHAPES = ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k")
 
 
@@ -44,7 +49,7 @@ class ArtifactLayer:
 class ArtifactView:
     """A kernel artifact as a server sees it. files: rank file → (bytes, SHA-256).
 
-    kind: of a layer without an entry of its own. left: layers whose experts were copied unchanged.
+    left: layers whose experts were copied unchanged. small_files: all files without weights, the manifest included.
     """
 
     location: ArtifactLocation
@@ -55,6 +60,7 @@ class ArtifactView:
     layers: Mapping[str, ArtifactLayer]
     left: tuple[str, ...]
     files: Mapping[str, tuple[int, str]]
+    small_files: tuple[str, ...] = ()
 
     @property
     def dtype(self) -> str:
@@ -73,12 +79,14 @@ class ArtifactView:
 
 
 def open_artifact_view(location: ArtifactLocation) -> ArtifactView:
-    """Read an artifact's manifest, from a folder or from the Hub.
+    """Read an artifact's manifest, from a folder or from the Hub, and compare digests that the Hub or its cache has.
 
-    Raises RequestError if there is none, or it has the checkpoint layout or a newer version, VerificationError
-    if it is damaged or the conversion unfinished, and the errors of `ArtifactLocation.fetch`.
+    The view's location has the commit of the manifest. Raises RequestError if there is no manifest, or it has the
+    checkpoint layout or a newer version, VerificationError if it is damaged, the conversion unfinished or a file of
+    weights another one, and the errors of `ArtifactLocation.fetch`.
     """
     root = Path(location.name) if location.is_folder else location.fetch(names.MANIFEST).parent
+    location = location.at(root)
     manifest = read_manifest(root, is_sealed=True)
     if not manifest.is_kernel:
         raise RequestError(
@@ -89,6 +97,7 @@ def open_artifact_view(location: ArtifactLocation) -> ArtifactView:
             remedy="Its config.json was changed: with quant_method humming "
             f"{ENGINE.name} serves it without this plugin.",
         )
+    _check_digests(location, root, manifest)
     return ArtifactView(
         location=location,
         source_name=manifest.source.name,
@@ -102,6 +111,40 @@ def open_artifact_view(location: ArtifactLocation) -> ArtifactView:
             for path, entry in manifest.files.items()
             if path.startswith(f"{names.EXPERTS_FOLDER}/")
         },
+        small_files=(names.MANIFEST, *(path for path in manifest.files if not path.endswith(_WEIGHTS))),
+    )
+
+
+def _check_digests(location: ArtifactLocation, root: Path, manifest: Manifest) -> None:
+    """Compare digests of all weights with the manifest's, as far as they are known without reading a file."""
+    listed: Mapping[str, tuple[int | None, str | None]] = {}
+    if location.commit is not None and not is_offline():
+        try:
+            listed = listed_weights(location.name, location.commit)
+        except HqconvError as error:  # all files may be in the cache
+            _LOG.info("The Hub's list of files was not compared with the manifest: %s", error)
+    in_cache = is_snapshot(root)
+    for path, entry in manifest.files.items():
+        if not path.endswith(_WEIGHTS):
+            continue
+        size_bytes, digest = listed.get(path, (None, None))
+        if size_bytes not in (None, entry.size_bytes):
+            raise _other_file(location, path, f"{entry.size_bytes} bytes", f"{size_bytes} bytes on the Hub")
+        if digest not in (None, entry.sha256):
+            raise _other_file(location, path, f"sha256 {entry.sha256}", f"{digest} on the Hub")
+        cached = cached_digest(root / path) if in_cache else None
+        if cached not in (None, entry.sha256):
+            raise _other_file(location, path, f"sha256 {entry.sha256}", f"{cached} in the Hub's cache")
+
+
+def _other_file(location: ArtifactLocation, path: str, expected: str, found: str) -> VerificationError:
+    where = location.name if location.commit is None else f"{location.name}, revision {location.commit}"
+    return VerificationError(
+        "A file of weights in the Hub repo is not the one that the artifact's manifest lists.",
+        where=f"{where}: {path}",
+        expected=expected,
+        found=found,
+        remedy="Files of two conversions are mixed in the repo: upload the artifact again with `hqconv push`.",
     )
 
 

@@ -13,7 +13,7 @@ from hqconv.errors import RequestError
 from hqconv.io.piece_reader import READS, Reads
 from hqconv.serving.artifact_view import ArtifactView
 from hqconv.serving.rank_file import RankFile, check_digest
-from hqconv.serving.warm.kernel_store import VARIABLE, folder_beside, kernels_folder, tuning_tables, use_warm_kernels
+from hqconv.serving.warm.kernel_store import use_warm_kernels
 
 VERIFY = "HQCONV_VERIFY"  # 1: hash every file first
 READ = "HQCONV_READ"  # auto, cached: through the page cache, direct: past it
@@ -58,9 +58,12 @@ class ParameterLoader:
     def path(self, view: ArtifactView, name: str, *, alone: bool, cache_dir: str | None) -> Path:
         """Path of a rank file on this machine; from the Hub all files of its rank are downloaded, or it `alone`.
 
+        cache_dir: the server's folder for downloads, which gets the artifact's small files, too.
         Raises the errors of `ArtifactLocation.fetch`.
         """
         if name not in self._paths:
+            if cache_dir is not None and not self._paths and not view.location.is_folder:
+                view.location.complete(view.small_files, cache_dir)
             folder = name.rpartition("/")[0] + "/"
             others = [] if alone or view.location.is_folder else [n for n in view.files if n.startswith(folder)]
             self._paths.update(view.location.fetch_all(others or [name], cache_dir))
@@ -91,21 +94,16 @@ class ParameterLoader:
             self._layers = [one for one in self._layers if not one.is_filled]
 
     def take_kernels(self, view: ArtifactView) -> None:
-        """Let Humming find the kernels of `hqconv warm`, once in a process, if the environment variable is set."""
-        if self._has_kernels or not os.environ.get(VARIABLE):
+        """Let Humming find the kernels of `hqconv warm`, once in a process; see `use_warm_kernels`."""
+        if self._has_kernels:
             return
         self._has_kernels = True
-        artifact = Path(view.location.name)
-        folder = kernels_folder(artifact)
-        if folder == folder_beside(artifact) and not view.location.is_folder:
-            reason: str | None = f"{VARIABLE} must name a folder: there is none beside a model on the Hub."
-        else:
-            reason = use_warm_kernels(folder, view.sm_version)
-        if reason:
-            self._log.warning("Kernels are compiled as they are needed: %s", reason)
-        else:
-            self.tuning = tuning_tables(folder)
+        found = use_warm_kernels(Path(view.location.name) if view.location.is_folder else None, view.sm_version)
+        self.tuning = dict(found.tuning)
+        if found.reason is None:
             self._log.info("Kernels that were compiled beforehand are in use")
+        else:
+            self._log.log(found.level, "Kernels are compiled as they are needed: %s", found.reason)
 
     def _due(self, first: Filled) -> list[tuple[Filled, RankFile, Sequence[LoadTarget]]]:
         """A layer, and later layers that can be filled with it: on the same device, with parameters that stay there."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from hqconv.errors import InputError, VerificationError
 from hqconv.humming_layout.gemm_forms import planned_kernel_form
+from hqconv.io.hub import cached_digest
 from hqconv.io.safetensors_header import read_header
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.kernel_spec import KernelSpec
@@ -36,11 +37,14 @@ class RankFile:
 def open_rank_file(view: ArtifactView, path: Path, layer: str, name: str) -> RankFile:
     """Read the header of the rank file `name` of a layer, which lies at `path`.
 
-    Raises VerificationError if its size, tensors or LayerConfigs differ from the manifest.
+    Raises VerificationError if its size, tensors or LayerConfigs differ from the manifest; its digest too where the
+    Hub's cache tells it.
     """
     if name not in view.files:
         raise _damaged(name, "a file that the manifest lists", "none of that name")
     size_bytes, sha256 = view.files[name]
+    if (cached := cached_digest(path)) not in (None, sha256):
+        raise _damaged(name, f"sha256 {sha256}", f"{cached}, by the name of its bytes in the Hub's cache")
     try:
         if path.stat().st_size != size_bytes:
             raise _damaged(name, f"{size_bytes} bytes", f"{path.stat().st_size} bytes")

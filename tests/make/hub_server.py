@@ -37,10 +37,29 @@ class LocalHub:
         self.sent: dict[str, int] = {}
         self.whole: list[str] = []  # files of which all bytes were asked for at once
         self.url, self.commit = "", COMMIT
+        self.older: dict[str, Path] = {}  # commits before the present one; once there are some, no other is known
+        self.is_rewritten = False  # no commit but the present one is known
+        self.digests: dict[str, str] = {}  # of the listing, where it is wrong
         self.former_id = ""  # a name from which the Hub sends people on
         self.before: Callable[[str], None] | None = None  # called with a file's name before all of it is sent
         self._faults: list[_Fault] = []
         self._lock = threading.Lock()
+
+    def push(self, folder: Path, commit: str, *, rewrite: bool = False) -> None:
+        """Have another folder at the branch, with a commit; rewrite: the commit before is gone."""
+        self.older[self.commit] = self.folder
+        if rewrite:
+            self.older.clear()
+            self.is_rewritten = True
+        self.folder, self.commit = folder, commit
+
+    def at(self, revision: str) -> tuple[Path, str] | None:
+        """Folder and commit of a branch or commit; None for a commit that is unknown."""
+        if revision == self.commit or not re.fullmatch("[0-9a-f]{40}", revision):
+            return self.folder, self.commit
+        if revision in self.older or not (self.older or self.is_rewritten):
+            return self.older.get(revision, self.folder), revision if revision in self.older else self.commit
+        return None
 
     def fail(self, path: str, status: int, times: int = 1 << 30, **headers: str) -> None:
         """Answer requests whose path holds this pattern with a status, so many times. headers: Retry_After="3"."""
@@ -120,25 +139,32 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.hub.former_id and f"/{self.hub.former_id}" in path:
             there = self.path.replace(self.hub.former_id, self.hub.repo_id)
             self._send(307, b"", {"Location": self.hub.url + there})
-        elif re.fullmatch(rf"/api/models/{self.hub.repo_id}(/revision/[^/]+)?", path):
-            self._send_json(self._info())
-        elif re.fullmatch(rf"/api/models/{self.hub.repo_id}/tree/[^/]+", path):
-            self._send_json(self._tree(recursive="recursive=true" in query.lower()))
-        elif match := re.fullmatch(rf"/{self.hub.repo_id}/resolve/[^/]+/(.+)", path):
-            self._send_file(unquote(match[1]))
+        elif match := re.fullmatch(rf"/api/models/{self.hub.repo_id}(?:/revision/([^/]+))?", path):
+            self._of_commit(match[1], lambda root, commit: self._send_json(self._info(root, commit)))
+        elif match := re.fullmatch(rf"/api/models/{self.hub.repo_id}/tree/([^/]+)", path):
+            recursive = "recursive=true" in query.lower()
+            self._of_commit(match[1], lambda root, _: self._send_json(self._tree(root, recursive=recursive)))
+        elif match := re.fullmatch(rf"/{self.hub.repo_id}/resolve/([^/]+)/(.+)", path):
+            self._of_commit(match[1], lambda root, commit: self._send_file(root, commit, unquote(match[2])))
         else:
             self._send(404, b"not found", {"X-Error-Code": "RepoNotFound"})
 
-    def _files(self) -> list[dict[str, Any]]:
-        root = self.hub.folder
+    def _of_commit(self, revision: str | None, answer: Callable[[Path, str], None]) -> None:
+        found = self.hub.at(unquote(revision or "main"))
+        if found is None:
+            self._send(404, b"no such commit", {"X-Error-Code": "RevisionNotFound"})
+        else:
+            answer(*found)
+
+    def _files(self, root: Path) -> list[dict[str, Any]]:
         paths = sorted(path for path in root.rglob("*") if path.is_file())
         return [
             {"path": p.relative_to(root).as_posix(), "size": p.stat().st_size, "oid": COMMIT, **_lfs(p)} for p in paths
         ]
 
-    def _tree(self, *, recursive: bool) -> list[dict[str, Any]]:
+    def _tree(self, root: Path, *, recursive: bool) -> list[dict[str, Any]]:
         """All files, or those at the top and the folders there."""
-        files = [{"type": "file", **entry} for entry in self._files()]
+        files = [{"type": "file", **entry} for entry in self._files(root)]
         if recursive:
             return files
         folders = {file["path"].partition("/")[0] for file in files if "/" in file["path"]}
@@ -146,23 +172,26 @@ class _Handler(BaseHTTPRequestHandler):
             {"type": "directory", "path": name, "size": 0, "oid": COMMIT} for name in sorted(folders)
         ]
 
-    def _info(self) -> dict[str, Any]:
+    def _info(self, root: Path, commit: str) -> dict[str, Any]:
         siblings = [
             {"rfilename": file["path"], "size": file["size"], "blobId": COMMIT, "lfs": _sibling(file)}
-            for file in self._files()
+            for file in self._files(root)
         ]
-        return {"id": self.hub.repo_id, "modelId": self.hub.repo_id, "sha": self.hub.commit, "siblings": siblings}
+        for file in siblings:
+            if file["rfilename"] in self.hub.digests:
+                file["lfs"]["sha256"] = self.hub.digests[file["rfilename"]]
+        return {"id": self.hub.repo_id, "modelId": self.hub.repo_id, "sha": commit, "siblings": siblings}
 
     def _send_json(self, words: Any) -> None:
         self._send(200, json.dumps(words).encode(), {"Content-Type": "application/json"})
 
-    def _send_file(self, name: str) -> None:
-        path = self.hub.folder / name
+    def _send_file(self, root: Path, commit: str, name: str) -> None:
+        path = root / name
         if not path.is_file():
             self._send(404, b"no such file", {"X-Error-Code": "EntryNotFound"})
             return
         data = path.read_bytes()
-        headers = {"X-Repo-Commit": self.hub.commit, "ETag": f'"{digest_of(path)}"'}
+        headers = {"X-Repo-Commit": commit, "ETag": f'"{digest_of(path)}"'}
         begin, end, status = 0, len(data), 200
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if wanted and self.hub.honours_ranges:

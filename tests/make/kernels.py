@@ -51,7 +51,7 @@ def use_compiler(monkeypatch: pytest.MonkeyPatch, compiler: Any) -> Any:
 
 @contextmanager
 def server(monkeypatch: pytest.MonkeyPatch, cache: Path, wanted: str = "1") -> Iterator[None]:
-    """As in a server's process on an H200, with an empty cache of Humming's, started with `HQCONV_WARM_KERNELS`."""
+    """As in a server's process on an H200, with an empty cache of Humming's, `wanted` as `HQCONV_WARM_KERNELS`."""
     jit = importlib.import_module("humming.utils.jit")
     remembered = (jit.get_humming_cache_dir, jit.get_humming_tmp_dir, jit.get_humming_lock_dir)
     others = (jit.get_humming_lock_filename,)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from huggingface_hub import HfApi
 
 from hqconv.errors import HqconvError, NetworkError, RequestError, VerificationError
 from hqconv.schemas.grid import Grid
 from hqconv.serving.artifact_location import ArtifactLocation
-from hqconv.serving.artifact_view import open_artifact_view
+from hqconv.serving.artifact_view import ArtifactView, open_artifact_view
 from hqconv.serving.parameter_loader import ParameterLoader
+from hqconv.serving.rank_file import open_rank_file
 from tests.make.conversions import run
 from tests.make.hub_server import COMMIT, LocalHub, cached, serve, use
 from tests.make.qwen import write_qwen3_moe
@@ -96,8 +100,37 @@ def test_a_folder_of_vllms_for_downloads_is_used(hub: LocalHub, cache: Path, tmp
     view = open_artifact_view(ArtifactLocation("org/name"))
     path = ParameterLoader().path(view, NAME, alone=False, cache_dir=str(tmp_path / "own"))
     assert path.is_relative_to(tmp_path / "own")
-    assert cached(tmp_path / "own") == OURS
+    small = {name for name in view.small_files if "safetensors" not in name or name.endswith(".json")}
+    assert {"config.json", "hqconv.json", "model.safetensors.index.json"} <= small
+    assert cached(tmp_path / "own") == OURS | small
     assert cached(cache) == {"hqconv.json"}
+
+
+@pytest.mark.parametrize("revision", [None, "a-branch", "refs/pr/1", COMMIT])
+def test_offline_vllms_folder_for_downloads_is_enough(
+    out: Path, hub: LocalHub, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, revision: str | None
+) -> None:
+    own, location = tmp_path / "own", ArtifactLocation("org/name", revision)
+    ParameterLoader().path(open_artifact_view(location), NAME, alone=False, cache_dir=str(own))
+    shutil.rmtree(cache)
+    before = len(hub.requests)
+    use(monkeypatch, hub.url, own, offline=True)
+    view = open_artifact_view(location)
+    assert ParameterLoader().path(view, NAME, alone=False, cache_dir=None).read_bytes() == (out / NAME).read_bytes()
+    assert ParameterLoader().path(view, NAME, alone=False, cache_dir=str(own)).is_relative_to(own)
+    assert view.location.fetch("config.json").read_bytes() == (out / "config.json").read_bytes()
+    assert len(hub.requests) == before
+
+
+def test_a_folder_for_downloads_without_the_small_files_still_serves(
+    hub: LocalHub, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is not enough offline, which is told."""
+    view = open_artifact_view(ArtifactLocation("org/name"))
+    hub.fail(r"resolve/.*/config\.json", 403)
+    path = ParameterLoader().path(view, NAME, alone=True, cache_dir=str(tmp_path / "own"))
+    assert path.is_relative_to(tmp_path / "own")
+    assert "not enough for an offline start" in caplog.text
 
 
 def test_what_is_cached_is_not_sent_again(out: Path, hub: LocalHub) -> None:
@@ -113,7 +146,8 @@ def test_the_revision_is_asked_for(hub: LocalHub) -> None:
     ParameterLoader().path(view, NAME, alone=False, cache_dir=None)
     asked = [line for line in hub.requests if "/revision/" in line]
     assert asked
-    assert all("/revision/a-tag" in line for line in asked)
+    assert "/revision/a-tag" in asked[0]
+    assert all(f"/revision/{COMMIT}" in line for line in asked[1:])
     files = [line for line in hub.requests if "/resolve/" in line]
     assert all(f"/resolve/{COMMIT}/" in line for line in files)
 
@@ -136,7 +170,7 @@ def test_a_cache_that_lacks_files_is_called_that(
     use(monkeypatch, "http://127.0.0.1:9", cache, offline=offline)  # the discard port: nobody listens
     with pytest.raises((RequestError, NetworkError), match=r"lacks (a file|\(part of\) the repo)") as caught:
         ParameterLoader().path(view, NAME, alone=True, cache_dir=None)
-    assert caught.value.where == "org/name, revision main"
+    assert caught.value.where == f"org/name, revision {COMMIT}"
     assert ("HF_HUB_OFFLINE" if offline else "connection") in caught.value.message()
 
 
@@ -180,3 +214,159 @@ def test_a_repo_that_is_no_artifact_is_refused(cache: Path, tmp_path: Path, monk
         with pytest.raises(RequestError, match="no such repo on the Hub"):
             open_artifact_view(ArtifactLocation("org/other"))
         assert hub.fetched == set()
+
+
+# --- one commit, and digests that nobody reads a file for -----------------------------------------------------
+
+LATER = "f" * 40
+
+
+@pytest.fixture
+def pushed(out: Path, tmp_path: Path) -> Path:
+    """The next night's artifact: as many bytes, but others."""
+    copy = shutil.copytree(out, tmp_path / "pushed")
+    for name in OURS:
+        data = bytearray((copy / name).read_bytes())
+        data[-1] ^= 1
+        (copy / name).write_bytes(data)
+    (copy / "config.json").write_text("{}")
+    return copy
+
+
+def path_of(view: ArtifactView, name: str = NAME, **options: Any) -> Path:
+    return ParameterLoader().path(view, name, **{"alone": False, "cache_dir": None, **options})
+
+
+@pytest.mark.parametrize("revision", [None, "main"])
+def test_a_push_after_the_manifest_changes_nothing(
+    out: Path, pushed: Path, hub: LocalHub, tmp_path: Path, revision: str | None
+) -> None:
+    """As between the start of the engine and that of its workers, which get the view."""
+    view = pickle.loads(pickle.dumps(open_artifact_view(ArtifactLocation("org/name", revision))))
+    hub.push(pushed, LATER)
+    own = tmp_path / "own"
+    for options in ({}, {"cache_dir": str(own)}):
+        path = path_of(view, **options)
+        assert path.read_bytes() == (out / NAME).read_bytes() != (pushed / NAME).read_bytes()
+        assert open_rank_file(view, path, BLOCKS[0], NAME).sha256 == view.files[NAME][1]
+    assert view.location.fetch("config.json").read_bytes() == (out / "config.json").read_bytes()
+    assert next(own.glob("*/snapshots/*/config.json")).read_bytes() == (out / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize("cache_dir", [None, "own"])
+def test_a_commit_that_is_gone_is_refused_by_one_message(
+    pushed: Path, hub: LocalHub, tmp_path: Path, cache_dir: str | None
+) -> None:
+    view = open_artifact_view(ArtifactLocation("org/name", "main"))
+    hub.push(pushed, LATER, rewrite=True)
+    with pytest.raises(RequestError, match="no longer has the commit of the manifest") as caught:
+        path_of(view, cache_dir=cache_dir and str(tmp_path / cache_dir))
+    assert (caught.value.where, caught.value.expected) == ("org/name, revision main", f"commit {COMMIT}")
+    assert "again" in caught.value.remedy
+    assert hub.num_bytes_of_weights == 0
+
+
+def test_a_commit_that_is_gone_is_served_from_the_cache(out: Path, pushed: Path, hub: LocalHub) -> None:
+    view = open_artifact_view(ArtifactLocation("org/name", "main"))
+    path_of(view)
+    hub.push(pushed, LATER, rewrite=True)
+    assert path_of(view).read_bytes() == (out / NAME).read_bytes()
+
+
+def test_a_revision_that_the_server_resolved_is_kept(out: Path, pushed: Path, hub: LocalHub) -> None:
+    """vLLM resolves the branch before it reads config.json: the manifest is that commit's, not a later one's."""
+    revision = HfApi(endpoint=hub.url).resolve_revision("org/name", revision="main")
+    (pushed / "hqconv.json").write_text("later")
+    hub.push(pushed, LATER)
+    view = open_artifact_view(ArtifactLocation("org/name", revision))
+    assert view.location.commit == COMMIT
+    assert path_of(view).read_bytes() == (out / NAME).read_bytes()
+
+
+def shard(out: Path) -> str:
+    return next(path.name for path in out.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("kind", ["a rank file", "a rank file of another rank", "a shard"])
+def test_a_listing_with_another_digest_is_refused_before_any_weights(out: Path, hub: LocalHub, kind: str) -> None:
+    name = {"a rank file": NAME, "a shard": shard(out)}.get(kind, NAME.replace("tp1", "tp0"))
+    hub.digests[name] = "0" * 64
+    with pytest.raises(VerificationError, match="not the one that the artifact's manifest lists") as caught:
+        open_artifact_view(ArtifactLocation("org/name"))
+    assert caught.value.where == f"org/name, revision {COMMIT}: {name}"
+    assert caught.value.found == f"{'0' * 64} on the Hub"
+    assert hub.fetched == {"hqconv.json"}
+
+
+def test_a_listing_with_another_size_is_refused_before_any_weights(pushed: Path, hub: LocalHub) -> None:
+    (pushed / NAME).write_bytes(b"")
+    hub.push(pushed, LATER)
+    with pytest.raises(VerificationError, match="found: 0 bytes on the Hub"):
+        open_artifact_view(ArtifactLocation("org/name"))
+    assert hub.fetched == {"hqconv.json"}
+
+
+def test_files_that_people_may_edit_are_not_compared(out: Path, hub: LocalHub, tmp_path: Path) -> None:
+    copy = shutil.copytree(out, tmp_path / "copy")
+    (copy / "config.json").write_text("{}")
+    hub.push(copy, LATER)
+    assert open_artifact_view(ArtifactLocation("org/name")).location.commit == LATER
+
+
+def test_a_hub_without_a_listing_is_done_without(hub: LocalHub) -> None:
+    """A mirror, or one that is asked too often: nothing waits, and the cache's names are still compared."""
+    view = open_artifact_view(ArtifactLocation("org/name"))
+    hub.digests[NAME] = "0" * 64
+    hub.fail(rf"/api/models/org/name/revision/{COMMIT}", 429)
+    assert open_artifact_view(ArtifactLocation("org/name")) == view
+
+
+def rename_bytes(path: Path) -> str:
+    """Have a cached file's bytes under another digest, as a Hub with other bytes leaves them."""
+    other = path.readlink().with_name("1" * 64)
+    (path.parent / other).write_bytes(path.read_bytes())
+    path.unlink()
+    path.symlink_to(other)
+    return other.name
+
+
+@pytest.mark.parametrize("name", ["a rank file", "a shard"])
+def test_offline_the_caches_names_are_compared(
+    out: Path, hub: LocalHub, cache: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """vLLM turns the repo's name to the cache's folder then; nothing is read for it."""
+    file = NAME if name == "a rank file" else shard(out)
+    path = open_artifact_view(ArtifactLocation("org/name")).location.fetch(file)
+    use(monkeypatch, hub.url, cache, offline=True)
+    folder = path.parents[file.count("/")]
+    for location in ("org/name", str(folder)):
+        assert open_artifact_view(ArtifactLocation(location))
+    digest = rename_bytes(path)
+    for location in ("org/name", str(folder)):
+        with pytest.raises(VerificationError, match="not the one that the artifact's manifest lists") as caught:
+            open_artifact_view(ArtifactLocation(location))
+        assert caught.value.found == f"{digest} in the Hub's cache"
+
+
+def test_a_fetched_files_name_in_the_cache_is_compared(hub: LocalHub) -> None:
+    view = open_artifact_view(ArtifactLocation("org/name"))
+    digest = rename_bytes(path_of(view))
+    with pytest.raises(VerificationError, match=digest):
+        open_rank_file(view, path_of(view), BLOCKS[0], NAME)
+
+
+def test_links_that_are_no_hub_cache_are_only_links(out: Path, tmp_path: Path) -> None:
+    """People put files elsewhere; a name of 64 digits alone says nothing."""
+    copy = shutil.copytree(out, tmp_path / "copy")
+    (copy / NAME).rename(copy / FOLDER / ("1" * 64))
+    (copy / NAME).symlink_to("1" * 64)
+    view = open_artifact_view(ArtifactLocation(str(copy)))
+    assert open_rank_file(view, copy / NAME, BLOCKS[0], NAME)
+
+
+def test_a_cached_folder_that_lacks_a_file_names_the_way_out(
+    hub: LocalHub, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = open_artifact_view(ArtifactLocation("org/name")).location.fetch("hqconv.json").parent
+    with pytest.raises(VerificationError, match=r"lacks a file(.|\n)*HF_HUB_CACHE"):
+        path_of(open_artifact_view(ArtifactLocation(str(folder))))

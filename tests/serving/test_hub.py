@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +30,7 @@ from hqconv.schemas.grid import Grid
 from hqconv.serving.vllm.plugin import register
 from tests.make import small
 from tests.make.conversions import run
-from tests.make.hub_server import LocalHub, cached, serve, use
+from tests.make.hub_server import COMMIT, LocalHub, cached, serve, use
 from tests.make.qwen import write_qwen3_moe
 from tests.make.vllm_cpu import build_layer, parallel
 
@@ -74,11 +76,11 @@ def take_copied_tensors(**words: Any) -> list[Path]:
     return [Path(file) for file in files]
 
 
-def make_layers(out: Path, num_layers: int, rank: int) -> list[Any]:
+def make_layers(out: Path, num_layers: int, rank: int, name: str = NAME) -> list[Any]:
     """All layers of experts of one rank, made and loaded. config.json vLLM has before it knows of a method."""
     config = json.loads((out / "config.json").read_text())
     method = get_quantization_config("hqconv").from_config(config["quantization_config"])
-    method.maybe_update_config(NAME)
+    method.maybe_update_config(name)
     sizes = {"num_experts": config["num_experts"], "hidden": 256, "inter": 256}
     names = [f"model.layers.{layer}.mlp.experts" for layer in range(num_layers)]
     layers = [build_layer(method, name, **sizes, grid=parallel(tp=2, tp_rank=rank)) for name in names]
@@ -139,18 +141,70 @@ def test_two_ranks_of_one_machine_share_what_is_fetched(
         assert all(hub.sent[name] == (plain / name).stat().st_size for name in hub.fetched)
 
 
-def test_a_folder_for_downloads_holds_both_kinds(
+def test_a_folder_for_downloads_holds_all_kinds(
     plain: Path, cache: Path, tmp_path: Path, vllm_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`--download-dir`. The manifest is small and read before vLLM says where."""
+    """`--download-dir`. The manifest is small and read before vLLM says where, as vLLM reads config.json."""
     own = tmp_path / "own"
     monkeypatch.setattr(vllm_config.load_config, "download_dir", str(own))
     with serve(plain) as hub:
         as_hub(hub, cache, monkeypatch)
         take_copied_tensors(download_dir=str(own))
         make_layers(plain, 2, rank=1)
-    assert cached(own) == {"model.safetensors.index.json", *shards_of(plain), *experts_of(plain, 1)}
-    assert cached(cache) == {"hqconv.json"}
+        small = {name for name in json.loads((plain / "hqconv.json").read_text())["files"] if "safetensors" not in name}
+        index = {"model.safetensors.index.json", "hqconv.json"}
+        assert cached(own) == {*index, *small, *shards_of(plain), *experts_of(plain, 1)}
+        assert cached(cache) == {"hqconv.json"}
+        shutil.rmtree(cache)
+        before = len(hub.requests)
+        use(monkeypatch, hub.url, own, offline=True)
+        folder = repo_utils.get_model_path(NAME)  # as EngineArgs does
+        _, files, _, _ = DefaultModelLoader(LoadConfig())._prepare_weights(folder, None, None, True, None)
+        assert {Path(file).name for file in files} == shards_of(plain)
+        assert json.loads(Path(folder, "config.json").read_text())
+        for layer in make_layers(plain, 2, rank=1, name=folder):
+            assert layer.quant_method.file.path.is_relative_to(own)
+        assert len(hub.requests) == before
+
+
+@pytest.mark.parametrize("is_resolved", [True, False])
+def test_a_push_between_the_manifest_and_the_weights(
+    plain: Path, cache: Path, tmp_path: Path, vllm_config: Any, monkeypatch: pytest.MonkeyPatch, is_resolved: bool
+) -> None:
+    """Experts and all other weights are those of the manifest, also where vLLM could not resolve the branch."""
+    other = tmp_path / "other"
+    run(SOURCES["plain"][0](tmp_path / "source2"), other, "mxfp8", Grid(tp=2))
+    with serve(plain) as hub:
+        as_hub(hub, cache, monkeypatch)
+        revision = repo_utils.resolve_revision(NAME) if is_resolved else None
+        model = SimpleNamespace(model=NAME, revision=revision)
+        monkeypatch.setattr(vllm_config, "model_config", model)
+        config = json.loads((plain / "config.json").read_text())
+        method = get_quantization_config("hqconv").from_config(config["quantization_config"])
+        method.maybe_update_config(NAME, revision=revision)
+        hub.push(other, "f" * 40)
+        layers = [
+            build_layer(
+                method,
+                f"model.layers.{number}.mlp.experts",
+                num_experts=config["num_experts"],
+                hidden=256,
+                inter=256,
+                grid=parallel(tp=2, tp_rank=1),
+            )
+            for number in range(2)
+        ]
+        assert (hasattr(model.revision, "resolved"), str(model.revision)) == (
+            is_resolved,
+            "main" if is_resolved else COMMIT,
+        )
+        loader = DefaultModelLoader(LoadConfig())
+        _, files, _, _ = loader._prepare_weights(model.model, None, model.revision, True, None)
+    for file in files:
+        assert Path(file).read_bytes() == (plain / Path(file).name).read_bytes()
+    for layer in layers:
+        file = layer.quant_method.file
+        assert file.path.read_bytes() == (plain / file.name).read_bytes()
 
 
 def test_a_pipeline_stage_fetches_its_own_layers(

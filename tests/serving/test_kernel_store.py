@@ -1,22 +1,25 @@
-"""A folder of kernels in a server: used where all agrees and the starter asked for it, and else a reason why not."""
+"""A folder of kernels in a server: used where all agrees and somebody vouches for it, and else a reason why not."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub._local_folder import get_local_download_paths
 
 import hqconv
 from hqconv.api import warm
-from hqconv.serving.warm.kernel_store import MANIFEST, VARIABLE, kernels_folder, use_warm_kernels
+from hqconv.serving.warm import kernel_store
+from hqconv.serving.warm.kernel_store import MANIFEST, VARIABLE, WarmKernels, folder_beside, use_warm_kernels
 from tests.make.kernels import fake_compiler, num_cached, server, use_compiler
 from tests.make.qwen import write_qwen3_moe
 
@@ -34,8 +37,8 @@ def warmed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(warmed: Path, tmp_path: Path) -> Path:
-    """One that may be damaged."""
-    return Path(shutil.copytree(warmed, tmp_path / "kernels"))
+    """One that may be damaged, beside the artifact `tmp_path / "out"`."""
+    return Path(shutil.copytree(warmed, tmp_path / "out-kernels"))
 
 
 @pytest.fixture
@@ -48,7 +51,9 @@ def test_a_server_compiles_nothing(
 ) -> None:
     words = json.loads((warmed / MANIFEST).read_text())["kernels"]
     with server(monkeypatch, tmp_path / "cache"):
-        assert use_warm_kernels(warmed, 90) is None
+        found = use_warm_kernels(warmed.with_name("out"), 90)
+        assert found.reason is None
+        assert found.tuning == json.loads((warmed / MANIFEST).read_text())["tuning"] != {}
         assert num_cached(tmp_path / "cache") == len(words)
         for name, entry in words.items():  # as Humming's `KernelRuntime.prepare` asks
             found = compiler.compile(
@@ -65,19 +70,20 @@ def test_a_server_compiles_nothing(
 def test_several_processes_at_once_and_again(
     warmed: Path, compiler: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with server(monkeypatch, tmp_path / "cache"), ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(lambda _: use_warm_kernels(warmed, 90), range(8))) == [None] * 8
+    with server(monkeypatch, tmp_path / "cache", str(warmed)), ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda _: use_warm_kernels(None, 90).reason, range(8))) == [None] * 8
         before = {path: path.stat().st_ino for path in (tmp_path / "cache").glob("*/kernel.cubin")}
-        assert use_warm_kernels(warmed, 90) is None
+        assert use_warm_kernels(None, 90).reason is None
         assert {path: path.stat().st_ino for path in before} == before
 
 
-@pytest.mark.parametrize("wanted", ["", "0", "off"])
-def test_nothing_is_used_unasked(
+@pytest.mark.parametrize("wanted", ["0", "off"])
+def test_nothing_is_used_where_it_is_forbidden(
     wanted: str, warmed: Path, compiler: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with server(monkeypatch, tmp_path / "cache", wanted):
-        assert use_warm_kernels(warmed, 90) == "HQCONV_WARM_KERNELS is not set."
+        found = use_warm_kernels(warmed.with_name("out"), 90)
+    assert found == WarmKernels(f"HQCONV_WARM_KERNELS is {wanted}.", logging.DEBUG)
     assert num_cached(tmp_path / "cache") == 0
 
 
@@ -138,7 +144,7 @@ def test_damaged_or_foreign_folders(
     damage, reason = DAMAGES[case]
     damage(folder)
     with server(monkeypatch, tmp_path / "cache"):
-        said = use_warm_kernels(folder, 90)
+        said = use_warm_kernels(tmp_path / "out", 90).reason
     assert said is not None
     assert re.search(reason, said), said
     assert num_cached(tmp_path / "cache") == 0  # not even the good ones: the folder is not what it was
@@ -148,7 +154,7 @@ def test_another_target_than_the_artifacts(
     folder: Path, compiler: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with server(monkeypatch, tmp_path / "cache"):
-        assert "another target: sm90; here it is sm100" in str(use_warm_kernels(folder, 100))
+        assert "another target: sm90; here it is sm100" in str(use_warm_kernels(tmp_path / "out", 100).reason)
 
 
 def test_a_cache_that_cannot_be_written(
@@ -158,12 +164,169 @@ def test_a_cache_that_cannot_be_written(
     with server(monkeypatch, tmp_path / "cache"):
         jit = importlib.import_module("humming.utils.jit")
         monkeypatch.setattr(jit, "get_humming_cache_dir", lambda: str(tmp_path / "file"))
-        assert "cannot be used: NotADirectoryError" in str(use_warm_kernels(warmed, 90))
+        assert "cannot be used: NotADirectoryError" in str(use_warm_kernels(warmed.with_name("out"), 90).reason)
 
 
-def test_the_folder_is_beside_or_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    for value in ("", "0", "1", "on"):
-        monkeypatch.setenv(VARIABLE, value)
-        assert kernels_folder(Path("/models/m-mxfp4")) == Path("/models/m-mxfp4-kernels")
-    monkeypatch.setenv(VARIABLE, "/fast/kernels")
-    assert kernels_folder(Path("/models/m-mxfp4")) == Path("/fast/kernels")
+def test_the_folder_is_beside_or_where_the_environment_says(
+    folder: Path, compiler: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert folder_beside(Path("/models/m-mxfp4")) == Path("/models/m-mxfp4-kernels")
+    folder.rename(tmp_path / "fast")
+    (tmp_path / "link").symlink_to("fast")
+    for wanted, artifact in (("1", "out"), ("on", "out"), (str(folder), None)):
+        with server(monkeypatch, tmp_path / "cache", wanted):
+            found = use_warm_kernels(None if artifact is None else tmp_path / artifact, 90)
+        assert found == WarmKernels(f"{folder} cannot be read: there is no such folder.", logging.WARNING)
+    for name in ("fast", "link"):  # a link, too: the starter says so
+        with server(monkeypatch, tmp_path / f"cache-{name}", str(tmp_path / name)):
+            assert use_warm_kernels(tmp_path / "out", 90).reason is None
+
+
+# --- unasked ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unasked(compiler: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[], WarmKernels]]:
+    """Start of a server of `tmp_path / "out"` whose starter said nothing."""
+    with server(monkeypatch, tmp_path / "cache", ""):
+        yield lambda: use_warm_kernels(tmp_path / "out", 90)
+
+
+def is_refused(found: WarmKernels, text: str, cache: Path) -> None:
+    assert re.search(text, str(found.reason)), found.reason
+    assert "HQCONV_WARM_KERNELS=1" in str(found.reason)
+    assert (found.level, found.tuning, num_cached(cache)) == (logging.WARNING, {}, 0)
+
+
+@pytest.mark.parametrize("is_set", [True, False])
+def test_ones_own_folder_is_used_unasked(
+    folder: Path, unasked: Any, monkeypatch: pytest.MonkeyPatch, is_set: bool, tmp_path: Path
+) -> None:
+    if not is_set:
+        monkeypatch.delenv(VARIABLE)
+    assert unasked().reason is None
+    assert num_cached(tmp_path / "cache") == len(json.loads((folder / MANIFEST).read_text())["kernels"])
+
+
+def test_a_read_only_folder_is_as_good(folder: Path, unasked: Any) -> None:
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    for path in before:
+        path.chmod(0o400)
+    folder.chmod(0o500)
+    try:
+        assert unasked().reason is None
+        assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    finally:
+        folder.chmod(0o700)
+
+
+def test_no_folder_is_no_reason_for_a_warning(unasked: Any, tmp_path: Path) -> None:
+    assert unasked() == WarmKernels(f"{tmp_path}/out-kernels cannot be read: there is no such folder.", logging.INFO)
+    found = use_warm_kernels(None, 90)
+    assert (found.level, "on the Hub" in str(found.reason)) == (logging.INFO, True)
+
+
+PARTS: dict[str, Callable[[Path], Path]] = {
+    "the folder": lambda folder: folder,
+    "the manifest": lambda folder: folder / MANIFEST,
+    "a kernel": lambda folder: _one(folder, "cubin"),
+    "a source": lambda folder: _one(folder, "cu"),
+}
+
+
+@pytest.mark.parametrize("bits", [0o020, 0o002])
+@pytest.mark.parametrize("part", PARTS)
+def test_what_others_can_write_is_not_used_unasked(
+    folder: Path, unasked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, bits: int
+) -> None:
+    path = PARTS[part](folder)
+    path.chmod(path.stat().st_mode | bits)
+    who = "others" if bits == 0o002 else "its group"
+    is_refused(unasked(), f"{re.escape(str(path))} can be written by {who}", tmp_path / "cache")
+    monkeypatch.setenv(VARIABLE, "1")
+    assert unasked().reason is None
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_what_belongs_to_another_user_is_not_used_unasked(
+    folder: Path, unasked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """Also by root, whom every file obeys."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can give files away")
+    path = PARTS[part](folder)
+    os.chown(path, 12345, -1)
+    is_refused(unasked(), f"{re.escape(str(path))} belongs to user 12345", tmp_path / "cache")
+    monkeypatch.setenv(VARIABLE, "1")
+    assert unasked().reason is None
+
+
+def test_a_server_of_another_user_does_not_use_them(
+    folder: Path, unasked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    is_refused(unasked(), f"belongs to user {user}, and this process to user {user + 1}", tmp_path / "cache")
+
+
+def test_files_of_unknown_users_are_nobodys(
+    folder: Path, unasked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container Linux shows files of all users that have no number there as one user's."""
+    (tmp_path / "overflowuid").write_text(f"{os.geteuid()}\n")
+    monkeypatch.setattr(kernel_store, "_OVERFLOW_USER", tmp_path / "overflowuid")
+    is_refused(unasked(), "as files of unknown users do", tmp_path / "cache")
+
+
+def test_a_link_is_not_followed_unasked(folder: Path, unasked: Any, tmp_path: Path) -> None:
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to("elsewhere")
+    is_refused(unasked(), "is a link", tmp_path / "cache")
+
+
+@pytest.mark.parametrize("depth", range(2))
+def test_a_download_is_not_used_unasked(folder: Path, unasked: Any, tmp_path: Path, depth: int) -> None:
+    """`hf download` of somebody's repo with an artifact and kernels in it; the metadata are its library's."""
+    root = tmp_path if depth else folder
+    metadata = get_local_download_paths(root, (folder / MANIFEST).relative_to(root).as_posix()).metadata_path
+    metadata.write_text("")
+    is_refused(unasked(), "was downloaded from the Hub", tmp_path / "cache")
+
+
+def test_a_folder_in_its_place_after_the_check_is_not_read(
+    folder: Path, unasked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who can write in the folder above exchanges ours for theirs just after we opened it."""
+    theirs, check = tmp_path / "theirs", kernel_store._check_own
+    shutil.copytree(folder, theirs)
+    for path in theirs.glob("*.cubin"):
+        path.write_bytes(b"\x7fELF of somebody else")
+
+    def exchanged(*arguments: Any) -> None:
+        check(*arguments)
+        if theirs.exists():
+            folder.rename(tmp_path / "ours")
+            theirs.rename(folder)
+
+    monkeypatch.setattr(kernel_store, "_check_own", exchanged)
+    assert unasked().reason is None
+    assert not theirs.exists()
+    found = {path.read_bytes() for path in (tmp_path / "cache").glob("*/kernel.cubin")}
+    assert found == {path.read_bytes() for path in (tmp_path / "ours").glob("*.cubin")}
+
+
+def test_a_file_in_its_place_after_the_check_is_not_used(
+    folder: Path, unasked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes in use are those that were read through the checked descriptor."""
+    good = {path.read_bytes() for path in folder.glob("*.cubin")}
+    install = kernel_store._install
+
+    def exchanged(kernel: Any) -> None:
+        for path in folder.glob("*.cubin"):
+            path.write_bytes(b"\x7fELF of somebody else")
+        install(kernel)
+
+    monkeypatch.setattr(kernel_store, "_install", exchanged)
+    assert unasked().reason is None
+    assert {path.read_bytes() for path in (tmp_path / "cache").glob("*/kernel.cubin")} == good

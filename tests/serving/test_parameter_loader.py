@@ -18,7 +18,7 @@ from hqconv.serving.artifact_location import ArtifactLocation
 from hqconv.serving.artifact_view import ArtifactView, open_artifact_view
 from hqconv.serving.parameter_loader import READ, VERIFY, ParameterLoader
 from hqconv.serving.rank_file import RankFile, open_rank_file
-from hqconv.serving.warm.kernel_store import VARIABLE
+from hqconv.serving.warm.kernel_store import WarmKernels
 from tests.make.conversions import run
 from tests.make.qwen import write_qwen3_moe
 
@@ -171,37 +171,24 @@ def test_a_layer_elsewhere_does_not_begin_the_others_again(view: ArtifactView, m
     assert total == sum(ref.num_bytes for layer in layers for ref in layer.file.tensors.values())
 
 
-def test_kernels_are_taken_once_and_only_if_asked_for(
-    view: ArtifactView, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("level", [logging.INFO, logging.WARNING])
+def test_kernels_are_taken_once_and_what_came_of_it_is_one_line(
+    view: ArtifactView, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, level: int
 ) -> None:
     monkeypatch.setattr(loading.logger, "propagate", True)
-    asked: list[tuple[Path, int]] = []
+    asked: list[tuple[Path | None, int]] = []
 
-    def use(folder: Path, sm: int) -> str | None:
-        asked.append((folder, sm))
-        return None if len(asked) == 1 else "There are none."
+    def use(artifact: Path | None, sm: int) -> WarmKernels:
+        asked.append((artifact, sm))
+        return WarmKernels(tuning={"a": []}) if len(asked) == 1 else WarmKernels("There are none.", level)
 
     monkeypatch.setattr(loading, "use_warm_kernels", use)
-    monkeypatch.delenv(VARIABLE, raising=False)
-    loader = ParameterLoader()
+    loaders = [ParameterLoader(), ParameterLoader()]
     with caplog.at_level(logging.INFO, loading.logger.name):
-        loader.take_kernels(view)
-        assert asked == []
-        monkeypatch.setenv(VARIABLE, "1")
-        for one in (loader, loader, ParameterLoader()):
+        for one in (loaders[0], loaders[0], loaders[1]):
             one.take_kernels(view)
-    assert asked == [(Path(f"{view.location.name}-kernels"), 90)] * 2
-    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
-    assert caplog.records[1].getMessage().endswith("There are none.")
-
-
-def test_beside_a_model_on_the_hub_there_are_no_kernels(
-    view: ArtifactView, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A folder of that name below the server's own would be somebody else's."""
-    monkeypatch.setattr(loading.logger, "propagate", True)
-    monkeypatch.setattr(loading, "use_warm_kernels", lambda *_: pytest.fail("looked for"))
-    monkeypatch.setenv(VARIABLE, "1")
-    with caplog.at_level(logging.INFO, loading.logger.name):
         ParameterLoader().take_kernels(replace(view, location=ArtifactLocation("org/model")))
-    assert "must name a folder" in caplog.records[0].getMessage()
+    assert asked == [(Path(view.location.name), 90)] * 2 + [(None, 90)]  # one below the server's own is not beside
+    assert [one.tuning for one in loaders] == [{"a": []}, {}]
+    assert [record.levelno for record in caplog.records] == [logging.INFO, level, level]
+    assert caplog.records[1].getMessage() == "Kernels are compiled as they are needed: There are none."

@@ -18,7 +18,7 @@ from hqconv.artifact.reader import Artifact
 from hqconv.humming_layout.kernel_sources import NO_DEVICE
 from hqconv.serving.vllm.tuning import is_table, remembered, tuning_key
 from hqconv.serving.warm.gpus import KNOWN
-from hqconv.serving.warm.kernel_store import read_store_manifest
+from hqconv.serving.warm.kernel_store import opened, read_store_manifest
 from tests.make.kernels import fake_compiler, server, use_compiler
 from tests.make.qwen import write_qwen3_moe
 
@@ -66,6 +66,11 @@ def configs(artifact: Path) -> list[Any]:
 
 def ask(facade: Any, artifact: Path, **more: Any) -> list[Any]:
     return [facade.get_heuristics_config(layer_config=one, **{**ASKED, **more}) for one in configs(artifact)]
+
+
+def tables_of(folder: Path) -> dict[str, Any]:
+    with opened(folder) as there:
+        return dict(read_store_manifest(there)["tuning"])
 
 
 def plain(table: Any) -> Any:
@@ -120,13 +125,13 @@ def test_warm_leaves_the_tables_that_a_server_asks_for(artifact: Path, facade: F
     wanted = ask(facade, artifact)
     facade.num_worked_out = 0
     warm(artifact, gpu="h200", kernels=tmp_path / "kernels")
-    tables = read_store_manifest(tmp_path / "kernels")["tuning"]
+    tables = tables_of(tmp_path / "kernels")
     assert len(tables) == 2
     with remembered(tables):
         assert plain(ask(facade, artifact)) == plain(wanted)
     assert facade.num_worked_out == 0
     warm(artifact, gpu="h20", kernels=tmp_path / "kernels")
-    assert len(read_store_manifest(tmp_path / "kernels")["tuning"]) == 4, "those of another GPU stay"
+    assert len(tables_of(tmp_path / "kernels")) == 4, "those of another GPU stay"
 
 
 def test_a_table_is_of_one_gpu_model(artifact: Path, facade: Facade) -> None:

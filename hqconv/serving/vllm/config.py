@@ -18,6 +18,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.platforms import current_platform
 
 from hqconv.errors import RequestError
+from hqconv.io.hub import is_commit
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.artifact_names import FORMAT_VERSION, MIXED_VERSION
 from hqconv.serving.artifact_location import ArtifactLocation
@@ -114,6 +115,7 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Return the method of one layer. Raises RequestError for experts that the artifact lacks, or has otherwise."""
+        self._pin_weights()
         if isinstance(layer, RoutedExperts):
             from hqconv.serving.vllm.moe_method import HqconvMoEMethod  # with all of vLLM's Humming layers
 
@@ -133,6 +135,20 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
         if found is None and isinstance(layer, LinearBase):
             return UnquantizedLinearMethod()
         return found
+
+    def _pin_weights(self) -> None:
+        """Have vLLM fetch the other weights at the manifest's commit too, if it did not find out the branch's commit.
+
+        vLLM itself resolves a revision once, unless the Hub failed just then (transformers_utils/repo_utils.py,
+        `resolve_revision`); before its loader runs, the first layer asks for its method.
+        """
+        config = get_current_vllm_config_or_none()
+        model = None if config is None else config.model_config
+        if model is None or self.view is None or self.view.location.commit is None:
+            return
+        is_resolved = hasattr(model.revision, "resolved") or is_commit(model.revision)
+        if model.model == self.view.location.name and not is_resolved:
+            model.revision = self.view.location.commit
 
     def get_cache_scale_mapper(self) -> Any:
         """Mapper of the source's quantization for KV cache scales; called before a whole model is loaded.
@@ -195,7 +211,7 @@ def dense_config(document: Mapping[str, Any], location: ArtifactLocation, hf_con
             method = override
             break
     found = get_quantization_config(method).from_config(config)
-    found.maybe_update_config(location.name, hf_config=hf_config, revision=location.revision)
+    found.maybe_update_config(location.name, hf_config=hf_config, revision=location.pinned_revision)
     return found
 
 

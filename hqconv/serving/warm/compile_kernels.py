@@ -11,20 +11,24 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from hashlib import sha256
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hqconv.errors import OutputError, RequestError, plural
-from hqconv.io.durable_files import output_errors, write_whole
+from hqconv.io.durable_files import output_errors, partial, write_whole
 from hqconv.schemas import artifact_names as names
 from hqconv.serving.warm.gpus import Gpu, choose_gpu
 from hqconv.serving.warm.kernel_store import (
     FORMAT_VERSION,
     MANIFEST,
+    OTHERS_WRITE,
     VARIABLE,
     UnusableError,
     folder_beside,
+    opened,
     read_kernel,
     read_store_manifest,
     tuning_tables,
@@ -38,6 +42,10 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 _OURS = (".cu", ".cubin", ".partial")
+_FOLDER_MODE, _FILE_MODE = (
+    0o777 & ~OTHERS_WRITE,
+    0o666 & ~OTHERS_WRITE,
+)  # also under a umask of 002: a server asks for it
 
 
 def warm(
@@ -121,7 +129,7 @@ def _warm(artifact: Artifact, gpu: Gpu, folder: Path, jobs: int, announce: Calla
         tables = _tables(artifact, settings, gpu, folder)
     lists = {"tuning": tables, "kernels": dict(sorted(entries.items()))}
     manifest = {"format_version": FORMAT_VERSION, **agreed, **lists}
-    write_whole(folder, MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+    _write(folder, MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
     return {
         "gpu": gpu.to_dict(),
         "compiler": agreed["compiler"],
@@ -171,7 +179,9 @@ def _tables(artifact: Artifact, settings: ComputeSettings, gpu: Gpu, folder: Pat
     from hqconv.humming_layout.kernel_sources import tuning_table
     from hqconv.serving.vllm.tuning import tuning_key
 
-    found = tuning_tables(folder)
+    found: dict[str, Any] = {}
+    with suppress(UnusableError), opened(folder) as there:
+        found = tuning_tables(read_store_manifest(there))
     seen: set[str] = set()
     for *_, document in _layer_configs(artifact):
         if (text := json.dumps(document, sort_keys=True)) not in seen:
@@ -183,26 +193,30 @@ def _tables(artifact: Artifact, settings: ComputeSettings, gpu: Gpu, folder: Pat
 
 def _there(folder: Path, agreed: dict[str, Any]) -> dict[str, Any]:
     """Intact kernels that a folder already holds; files of another compiler are removed."""
-    try:
-        document = read_store_manifest(folder)
-    except UnusableError:
-        return {}
-    same = all(document.get(key) == value for key, value in agreed.items())
     whole: dict[str, Any] = {}
-    with output_errors(folder):
-        if not same:
-            (folder / MANIFEST).unlink()  # first: without it the folder is none
+    with suppress(UnusableError), opened(folder) as there:
+        document = read_store_manifest(there)
         for name, entry in document["kernels"].items():
-            try:
-                read_kernel(folder, name, entry)
-            except UnusableError:
-                continue
-            if same:
+            with suppress(UnusableError):
+                read_kernel(there, name, entry)
                 whole[name] = entry
-            else:
-                for kind in ("cu", "cubin"):
-                    (folder / f"{name}.{kind}").unlink(missing_ok=True)
-    return whole
+        if all(document.get(key) == value for key, value in agreed.items()):
+            return whole
+        with output_errors(folder):
+            (folder / MANIFEST).unlink()  # first: without it the folder is none
+            for name, kind in product(whole, ("cu", "cubin")):
+                (folder / f"{name}.{kind}").unlink(missing_ok=True)
+    return {}
+
+
+def _write(folder: Path, name: str, data: bytes) -> None:
+    """Write a file of kernels that nobody else can open for writing, at no time."""
+    made = partial(folder / name)
+    with output_errors(made):
+        folder.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
+        made.unlink(missing_ok=True)  # left over, perhaps with other permissions
+        made.touch(_FILE_MODE, exist_ok=False)
+    write_whole(folder, name, data)
 
 
 def _compile(missing: list[KernelSource], entries: dict[str, Any], folder: Path, jobs: int) -> int:
@@ -213,8 +227,8 @@ def _compile(missing: list[KernelSource], entries: dict[str, Any], folder: Path,
 
     def make(source: KernelSource) -> tuple[str, dict[str, Any]]:
         cubin = compile_kernel(source, compiler)
-        write_whole(folder, f"{source.name}.cu", source.code.encode())
-        write_whole(folder, f"{source.name}.cubin", cubin)
+        _write(folder, f"{source.name}.cu", source.code.encode())
+        _write(folder, f"{source.name}.cubin", cubin)
         _LOG.info("Compiled kernel %s.", source.name)
         return source.name, {
             "expression": source.expression,

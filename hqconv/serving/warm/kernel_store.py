@@ -1,8 +1,14 @@
 """Folder of kernels that were compiled beforehand, and their installation in a server.
 
 A compiled kernel is a program. Digests in its own folder show damage, not malice, and Humming's cache, where a kernel
-goes, serves every model of this user. So nothing is used before the person who starts the server asks for it with
-`HQCONV_WARM_KERNELS`: 1 means the folder beside the artifact, anything else is the folder.
+goes, serves every model of this user. So a folder must be vouched for: by the person who starts the server, with
+`HQCONV_WARM_KERNELS` (1 means the folder beside the artifact, any other text is the folder); or, for the folder beside
+the artifact, by its owner and its permissions: all of it belongs to the server's user, and nobody else can write there.
+
+Owners are checked on open files: of the folder's descriptor, and of each file opened in it without following links, and
+the bytes that were read are the ones in use. A file or folder that takes their place later is not looked at. So folders
+above do not matter: who can write there can only put another folder of the same user in this place, and a kernel is
+used for its own source only.
 
 Humming finds a kernel by a digest over its source, its flags and the places and times of its headers, which no other
 machine has. So the folder holds sources, and each kernel goes to where Humming here looks for that source: through
@@ -13,10 +19,13 @@ not ask for is never looked at; one that is missing is compiled as ever.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import stat
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -24,30 +33,26 @@ from typing import Any
 VARIABLE = "HQCONV_WARM_KERNELS"
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
-_OFF = ("", "0", "false", "no", "off")
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_OFF, _ON = ("0", "false", "no", "off"), ("1", "true", "yes", "on")
 _NAME = re.compile(r"[0-9a-f]{64}")
 _MAX_FILE_BYTES, _MAX_MANIFEST_BYTES, _MAX_KERNELS = 64 << 20, 16 << 20, 10_000
-
-
-def kernels_folder(artifact: Path) -> Path:
-    """Folder of an artifact's kernels: from the environment, or `OUT-kernels` beside the artifact.
-
-    Not inside: an artifact may be read-only, and `verify` knows every file in it.
-    """
-    wanted = os.environ.get(VARIABLE, "")
-    if wanted.lower() not in (*_OFF, "1", "true", "yes", "on"):
-        return Path(wanted)
-    return folder_beside(artifact)
+# User to whom Linux ascribes files of users that it does not know: in containers, and on network disks.
+_OVERFLOW_USER, _USUAL_OVERFLOW_USER = Path("/proc/sys/kernel/overflowuid"), 65534
 
 
 def folder_beside(artifact: Path) -> Path:
-    """`OUT-kernels`, beside `OUT`."""
+    """`OUT-kernels`, beside `OUT`. Not inside: an artifact may be read-only, and `verify` knows every file in it."""
     artifact = Path(os.path.abspath(artifact))  # noqa: PTH100 - of a link, its own name
     return artifact.with_name(f"{artifact.name}-kernels")
 
 
 class UnusableError(Exception):
     """Reason why a folder of kernels is not used."""
+
+
+class AbsentError(UnusableError):
+    """No folder of kernels at all, which is the usual case."""
 
 
 @dataclass(frozen=True)
@@ -61,48 +66,139 @@ class Kernel:
     cubin: bytes
 
 
-def use_warm_kernels(folder: Path, sm: int) -> str | None:
-    """Have Humming in this process find the kernels of `folder`, if the environment allows it and all agrees.
+@dataclass(frozen=True)
+class WarmKernels:
+    """Result of `use_warm_kernels`. reason: sentence why no kernels are used; None if they are.
 
-    folder: of `kernels_folder`. sm: the artifact's target, 90. To be called once the process has its CUDA device and
-    before its first forward. Safe in any number of processes at once; the folder is only read.
-
-    Returns None if they are in use, else the reason why not, as one sentence. Raises nothing: without them Humming
-    compiles.
+    level: of `logging`, for a line with the reason. tuning: tables of the folder.
     """
-    if os.environ.get(VARIABLE, "").lower() in _OFF:
-        return f"{VARIABLE} is not set."
+
+    reason: str | None = None
+    level: int = logging.WARNING
+    tuning: Mapping[str, Any] = field(default_factory=dict)
+
+
+def use_warm_kernels(artifact: Path | None, sm: int) -> WarmKernels:
+    """Have Humming in this process find the kernels of a folder, if it is vouched for and all agrees.
+
+    artifact: the artifact's folder; None: a repo on the Hub. sm: the artifact's target, 90. To be called once the
+    process has its CUDA device and before its first forward. Safe in any number of processes at once; the folder is
+    only read. Raises nothing: without kernels Humming compiles.
+    """
+    value = os.environ.get(VARIABLE, "")
+    if value.lower() in _OFF:
+        return WarmKernels(f"{VARIABLE} is {value}.", logging.DEBUG)
+    is_asked_for = value != ""
+    level = logging.WARNING if is_asked_for else logging.INFO
+    if artifact is None and value.lower() in ("", *_ON):
+        return WarmKernels(f"{VARIABLE} names no folder, and there is none beside a model on the Hub.", level)
+    folder = Path(value) if artifact is None or value.lower() not in ("", *_ON) else folder_beside(artifact)
     try:
-        document = read_store_manifest(folder)
-        _check_agreement(document, sm)
-        kernels = read_kernels(folder, document)  # all of them, before the first is used
+        with opened(folder, must_be_own=not is_asked_for) as there:
+            document = read_store_manifest(there)
+            _check_agreement(document, sm)
+            kernels = read_kernels(there, document)  # all of them, before the first is used
         for kernel in kernels.values():
             _install(kernel)
+    except AbsentError as error:
+        return WarmKernels(str(error), level)
     except UnusableError as error:
-        return str(error)
+        return WarmKernels(str(error))
     except Exception as error:  # noqa: BLE001 - a start must not fail for a cache
-        return f"The kernels in {folder} cannot be used: {type(error).__name__}: {error}"
-    return None
+        return WarmKernels(f"The kernels in {folder} cannot be used: {type(error).__name__}: {error}")
+    return WarmKernels(tuning=tuning_tables(document))
 
 
-def _read(path: Path, max_bytes: int) -> bytes:
-    """A regular file, not through a link, not larger than it may be."""
+# --- the folder
+
+
+@dataclass(frozen=True)
+class OpenFolder:
+    """Folder of kernels by its descriptor: `read` takes files from it wherever its path leads by then."""
+
+    path: Path
+    descriptor: int
+    must_be_own: bool
+
+    def read(self, name: str, max_bytes: int) -> bytes:
+        """Read a regular file, not through a link. Raises UnusableError for any other, larger or distrusted one."""
+        path, flags = self.path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        try:
+            descriptor = os.open(name, flags, dir_fd=self.descriptor)
+            with os.fdopen(descriptor, "rb") as file:
+                status = os.fstat(descriptor)
+                if not stat.S_ISREG(status.st_mode) or status.st_size > max_bytes:
+                    raise UnusableError(f"{path} is no file of kernels.")
+                if self.must_be_own:
+                    _check_own(self.path, path, status)
+                return file.read(max_bytes + 1)
+        except OSError as error:
+            raise UnusableError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+@contextmanager
+def opened(folder: Path, *, must_be_own: bool = False) -> Iterator[OpenFolder]:
+    """Open a folder of kernels.
+
+    must_be_own: nobody vouched for it, so that folder and files must belong to this process's user, be writable by no
+    other, and the folder be neither a link nor a download. Raises AbsentError without a folder, UnusableError.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (os.O_NOFOLLOW if must_be_own else 0)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-        with os.fdopen(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode) or status.st_size > max_bytes:
-                raise UnusableError(f"{path} is no file of kernels.")
-            return file.read(max_bytes + 1)
+        descriptor = os.open(folder, flags)
+    except FileNotFoundError as error:
+        raise AbsentError(f"{folder} cannot be read: there is no such folder.") from error
     except OSError as error:
-        raise UnusableError(f"{path} cannot be read: {error.strerror}.") from error
-
-
-def read_store_manifest(folder: Path) -> dict[str, Any]:
-    """Read the manifest of a folder of kernels. Raises UnusableError if there is none, or it is damaged."""
-    path = folder / MANIFEST
+        if must_be_own and folder.is_symlink():
+            raise _distrusted(folder, f"{folder} is a link.") from error
+        raise UnusableError(f"{folder} cannot be read: {error.strerror}.") from error
     try:
-        document = json.loads(_read(path, _MAX_MANIFEST_BYTES))
+        if must_be_own:
+            _check_own(folder, folder, os.fstat(descriptor))
+            if _is_download(folder):
+                raise _distrusted(folder, f"{folder} was downloaded from the Hub.")
+        yield OpenFolder(folder, descriptor, must_be_own)
+    finally:
+        os.close(descriptor)
+
+
+def _check_own(folder: Path, path: Path, status: os.stat_result) -> None:
+    """Check that an open file or folder is this user's alone. Access lists count: their mask stands for the group."""
+    user = os.geteuid()
+    if status.st_uid != user:
+        raise _distrusted(folder, f"{path} belongs to user {status.st_uid}, and this process to user {user}.")
+    if user == _overflow_user():
+        raise _distrusted(folder, f"{path} belongs to user {user}, as files of unknown users do.")
+    if status.st_mode & OTHERS_WRITE:
+        who = "others" if status.st_mode & stat.S_IWOTH else "its group"
+        raise _distrusted(folder, f"{path} can be written by {who} (chmod go-w takes that away).")
+
+
+def _overflow_user() -> int:
+    try:
+        return int(_OVERFLOW_USER.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return _USUAL_OVERFLOW_USER
+
+
+def _is_download(folder: Path) -> bool:
+    """Return True if `hf download --local-dir` put the folder there: what it fetches belongs to its user, too."""
+    there = Path(os.path.realpath(folder))
+    return any(
+        (above / ".cache/huggingface/download" / there.relative_to(above) / f"{MANIFEST}.metadata").exists()
+        for above in (there, *there.parents)
+    )
+
+
+def _distrusted(folder: Path, why: str) -> UnusableError:
+    return UnusableError(f"{why} Kernels are programs: if you trust {folder}, start the server with {VARIABLE}=1.")
+
+
+def read_store_manifest(folder: OpenFolder) -> dict[str, Any]:
+    """Read the manifest of a folder of kernels. Raises UnusableError if there is none, or it is damaged."""
+    path = folder.path / MANIFEST
+    try:
+        document = json.loads(folder.read(MANIFEST, _MAX_MANIFEST_BYTES))
     except (ValueError, RecursionError) as error:
         raise UnusableError(f"{path} is damaged: {error}.") from error
     version = document.get("format_version") if isinstance(document, dict) else None
@@ -114,12 +210,9 @@ def read_store_manifest(folder: Path) -> dict[str, Any]:
     return dict(document)
 
 
-def tuning_tables(folder: Path) -> dict[str, Any]:
-    """Read the tuning tables in a kernel folder, by name; empty if the folder's manifest is unusable."""
-    try:
-        found = read_store_manifest(folder).get("tuning")
-    except UnusableError:
-        return {}
+def tuning_tables(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tuning tables in a manifest of `read_store_manifest`, by name; empty if it has none."""
+    found = document.get("tuning")
     return found if isinstance(found, dict) else {}
 
 
@@ -134,27 +227,27 @@ def _check_agreement(document: dict[str, Any], sm: int) -> None:
             )
 
 
-def read_kernels(folder: Path, document: dict[str, Any]) -> dict[str, Kernel]:
+def read_kernels(folder: OpenFolder, document: dict[str, Any]) -> dict[str, Kernel]:
     """Read every kernel that a manifest lists. Raises UnusableError for the first that differs from its entry."""
     return {name: read_kernel(folder, name, entry) for name, entry in document["kernels"].items()}
 
 
-def read_kernel(folder: Path, name: str, entry: Any) -> Kernel:
+def read_kernel(folder: OpenFolder, name: str, entry: Any) -> Kernel:
     """Read one kernel of a manifest's list. Raises UnusableError if a file differs from the manifest."""
     from hqconv.humming_layout.kernel_sources import kernel_name
 
     if not (_NAME.fullmatch(name) and isinstance(entry, dict)):
-        raise UnusableError(f"{folder / MANIFEST} is damaged: {name!r} is no kernel.")
-    source, cubin = (_read(folder / f"{name}.{kind}", _MAX_FILE_BYTES) for kind in ("cu", "cubin"))
+        raise UnusableError(f"{folder.path / MANIFEST} is damaged: {name!r} is no kernel.")
+    source, cubin = (folder.read(f"{name}.{kind}", _MAX_FILE_BYTES) for kind in ("cu", "cubin"))
     if sha256(cubin).hexdigest() != entry.get("cubin_sha256") or not cubin.startswith(b"\x7fELF"):
-        raise UnusableError(f"{folder / name}.cubin is not the file that the manifest lists.")
+        raise UnusableError(f"{folder.path / name}.cubin is not the file that the manifest lists.")
     try:
         code = source.decode()
         facts = str(entry["expression"]), str(entry["architecture"]), bool(entry["without_fast_math"])
     except (ValueError, KeyError) as error:
-        raise UnusableError(f"{folder / name}.cu is damaged: {error}.") from error
+        raise UnusableError(f"{folder.path / name}.cu is damaged: {error}.") from error
     if kernel_name(code, *facts) != name:
-        raise UnusableError(f"{folder / name}.cu is not the source that the manifest lists.")
+        raise UnusableError(f"{folder.path / name}.cu is not the source that the manifest lists.")
     return Kernel(code, *facts, cubin)
 
 
