@@ -6,7 +6,7 @@ A server creates these values once and sends them to its workers, so they are sm
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hqconv.artifact.manifest import Manifest, ManifestLayer, read_manifest
@@ -42,9 +42,10 @@ class ArtifactLayer:
 
 @dataclass(frozen=True)
 class ArtifactView:
-    """A kernel artifact as a server sees it. files: rank file → (bytes, SHA-256).
+    """A kernel artifact as a server sees it. files: rank file → (bytes, SHA-256); others: likewise of other files.
 
-    kind: of a layer without an entry of its own. left: layers whose experts were copied unchanged.
+    kind: of a layer without an entry of its own. left: layers whose experts were copied unchanged. manifest_sha256: of
+    the manifest's bytes, by which views of the same artifact can be told.
     """
 
     location: ArtifactLocation
@@ -55,6 +56,8 @@ class ArtifactView:
     layers: Mapping[str, ArtifactLayer]
     left: tuple[str, ...]
     files: Mapping[str, tuple[int, str]]
+    others: Mapping[str, tuple[int, str]]
+    manifest_sha256: str = field(compare=False)
 
     @property
     def dtype(self) -> str:
@@ -89,6 +92,8 @@ def open_artifact_view(location: ArtifactLocation) -> ArtifactView:
             remedy="Its config.json was changed: with quant_method humming "
             f"{ENGINE.name} serves it without this plugin.",
         )
+    files = {path: (entry.size_bytes, entry.sha256) for path, entry in manifest.files.items()}
+    ranks = f"{names.EXPERTS_FOLDER}/"
     return ArtifactView(
         location=location,
         source_name=manifest.source.name,
@@ -97,11 +102,9 @@ def open_artifact_view(location: ArtifactLocation) -> ArtifactView:
         grid=manifest.grid,
         layers={name: _layer(name, layer, manifest) for name, layer in manifest.blocks.items()},
         left=manifest.left,
-        files={
-            path: (entry.size_bytes, entry.sha256)
-            for path, entry in manifest.files.items()
-            if path.startswith(f"{names.EXPERTS_FOLDER}/")
-        },
+        files={path: entry for path, entry in files.items() if path.startswith(ranks)},
+        others={path: entry for path, entry in files.items() if not path.startswith(ranks)},
+        manifest_sha256=manifest.sha256,
     )
 
 

@@ -119,7 +119,10 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
             self.config.loader.fill(self)
 
     def _refill(self) -> None:
-        """Fill the parameters again after vLLM reloaded the model in place; they may be empty."""
+        """Fill the parameters again after vLLM reloaded the model in place by other ways than `reload_weights`.
+
+        They may be empty. `reload` fills them itself.
+        """
         if self.is_filled:
             if _model_of(self.vllm_config) != self.model:
                 raise other_model(self.view, _model_of(self.vllm_config))
