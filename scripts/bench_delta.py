@@ -2,8 +2,8 @@
 
     python -m scripts.bench_delta FOLDER --share 0.01
 
-Converts a model with random weights into FOLDER, or takes the artifact --old, changes a share of the experts of every layer
-in a copy, and prints a row for docs/artifact.md. No GPU is needed.
+Converts a model with random weights into FOLDER, or takes the artifact --old, changes a share of every
+layer's experts in a copy, and prints a row for docs/artifact.md. No GPU is needed.
 """
 
 from __future__ import annotations
