@@ -438,3 +438,22 @@ def test_whole_models_are_reloaded(tmp_path: Path) -> None:
         found = answers[model_type]
         assert (found.get("moved"), found.get("unlike")) == ([], []), found
         assert len(found["same"]) < len(found["all"]) / 2
+
+
+def test_parameters_are_back_even_if_the_old_weights_are_not(
+    models: dict[str, Path], tmp_path: Path, vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's loader fails while all parameters are taken away, and the old artifact is gone: addresses are kept."""
+    served = copied(models, "old0", tmp_path / "served")
+    model = start(vllm_config, served)
+    places = addresses(model)
+    shutil.rmtree(served)
+
+    def failing(found: Any) -> set[str]:
+        raise OSError("a shard is gone")
+
+    monkeypatch.setattr(model, "load_weights", failing)
+    with pytest.raises(VerificationError, match="must not serve any more"):
+        reload(vllm_config, model, models["old1"])
+    assert addresses(model) == places
+    assert not any(param.is_meta for param in model.parameters())
