@@ -34,14 +34,14 @@ class FileRecord:
 
 
 @contextmanager
-def output_errors(where: object) -> Iterator[None]:
+def output_errors(where: object, remedy: str = _RESUME) -> Iterator[None]:
     """Turn an OSError of the output into an OutputError."""
     try:
         yield
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         what = "The disk is full." if full else "Writing the output failed."
-        raise OutputError(what, where=str(where), found=error.strerror or str(error), remedy=_RESUME) from error
+        raise OutputError(what, where=str(where), found=error.strerror or str(error), remedy=remedy) from error
 
 
 @contextmanager

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hqconv.artifact.manifest import Manifest, ManifestLayer, read_manifest
-from hqconv.errors import HqconvError, RequestError, VerificationError
-from hqconv.io.hub import cached_digest, is_offline, is_snapshot, listed_weights
+from hqconv.errors import RequestError
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.grid import Grid
@@ -47,9 +46,11 @@ class ArtifactLayer:
 
 @dataclass(frozen=True)
 class ArtifactView:
-    """A kernel artifact as a server sees it. files: rank file → (bytes, SHA-256).
+    """A kernel artifact as a server sees it. files: rank file → (bytes, SHA-256); others: likewise of other files.
 
-    left: layers whose experts were copied unchanged. small_files: all files without weights, the manifest included.
+    kind: of a layer without an entry of its own. left: layers whose experts were copied unchanged. manifest_sha256: of
+    the manifest's bytes, by which views of the same artifact can be told. small_files: all files without weights, the
+    manifest included.
     """
 
     location: ArtifactLocation
@@ -60,6 +61,8 @@ class ArtifactView:
     layers: Mapping[str, ArtifactLayer]
     left: tuple[str, ...]
     files: Mapping[str, tuple[int, str]]
+    others: Mapping[str, tuple[int, str]]
+    manifest_sha256: str = field(compare=False)
     small_files: tuple[str, ...] = ()
 
     @property
@@ -98,6 +101,8 @@ def open_artifact_view(location: ArtifactLocation) -> ArtifactView:
             f"{ENGINE.name} serves it without this plugin.",
         )
     _check_digests(location, root, manifest)
+    files = {path: (entry.size_bytes, entry.sha256) for path, entry in manifest.files.items()}
+    ranks = f"{names.EXPERTS_FOLDER}/"
     return ArtifactView(
         location=location,
         source_name=manifest.source.name,
@@ -106,11 +111,9 @@ def open_artifact_view(location: ArtifactLocation) -> ArtifactView:
         grid=manifest.grid,
         layers={name: _layer(name, layer, manifest) for name, layer in manifest.blocks.items()},
         left=manifest.left,
-        files={
-            path: (entry.size_bytes, entry.sha256)
-            for path, entry in manifest.files.items()
-            if path.startswith(f"{names.EXPERTS_FOLDER}/")
-        },
+        files={path: entry for path, entry in files.items() if path.startswith(ranks)},
+        others={path: entry for path, entry in files.items() if not path.startswith(ranks)},
+        manifest_sha256=manifest.sha256,
         small_files=(names.MANIFEST, *(path for path in manifest.files if not path.endswith(_WEIGHTS))),
     )
 

@@ -69,6 +69,10 @@ class ParameterLoader:
             self._paths.update(view.location.fetch_all(others or [name], cache_dir))
         return self._paths[name]
 
+    def forget_paths(self) -> None:
+        """Forget paths of rank files, as the model has those of another artifact now."""
+        self._paths.clear()
+
     def fill(self, layer: Filled) -> None:
         """Return when a layer's parameters are full.
 
@@ -86,12 +90,23 @@ class ParameterLoader:
             raise
         layer.is_filled = True
         if filling.is_done:
-            num_bytes, seconds = filling.num_bytes, filling.ended_s - filling.begun_s
-            rate = num_bytes / 1e9 / max(seconds, 1e-9)
-            self._log.info("Experts: %.3f GB in %.3f s (%.1f GB/s)", num_bytes / 1e9, seconds, rate)
+            self._log_rate(filling)
             self._fillings.remove(filling)
             # Full tensors belong to the model alone: no reference here keeps them alive.
             self._layers = [one for one in self._layers if not one.is_filled]
+
+    def refill(self, layers: Sequence[Filled]) -> None:
+        """Fill layers of the model again, all their files in flight; on an error no thread writes to them any more.
+
+        Files are not hashed. Raises VerificationError for a file that is cut off or unreadable.
+        """
+        self._layers = []
+        jobs = [(layer, layer.file, layer.targets()) for layer in layers]
+        filling = TensorFiller(jobs, reads=_reads())
+        for layer in layers:
+            filling.wait(layer)
+            layer.is_filled = True
+        self._log_rate(filling)
 
     def take_kernels(self, view: ArtifactView) -> None:
         """Let Humming find the kernels of `hqconv warm`, once in a process; see `use_warm_kernels`."""
@@ -104,6 +119,11 @@ class ParameterLoader:
             self._log.info("Kernels that were compiled beforehand are in use")
         else:
             self._log.log(found.level, "Kernels are compiled as they are needed: %s", found.reason)
+
+    def _log_rate(self, filling: TensorFiller[RankFile]) -> None:
+        num_bytes, seconds = filling.num_bytes, filling.ended_s - filling.begun_s
+        rate = num_bytes / 1e9 / max(seconds, 1e-9)
+        self._log.info("Experts: %.3f GB in %.3f s (%.1f GB/s)", num_bytes / 1e9, seconds, rate)
 
     def _due(self, first: Filled) -> list[tuple[Filled, RankFile, Sequence[LoadTarget]]]:
         """A layer, and later layers that can be filled with it: on the same device, with parameters that stay there."""

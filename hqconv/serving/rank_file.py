@@ -68,13 +68,18 @@ def open_rank_file(view: ArtifactView, path: Path, layer: str, name: str) -> Ran
 
 def check_digest(file: RankFile) -> None:
     """Hash the whole file. Raises VerificationError if the digest is not the manifest's, or the file is unreadable."""
+    check_sha256(file.path, file.name, file.sha256)
+
+
+def check_sha256(path: Path, name: str, sha256: str) -> None:
+    """Hash the file `name` of an artifact, likewise."""
     try:
-        with file.path.open("rb") as data:
+        with path.open("rb") as data:
             found = hashlib.file_digest(data, "sha256").hexdigest()
     except OSError as error:
-        raise _damaged(file.name, "a readable file", error) from error
-    if found != file.sha256:
-        raise _damaged(file.name, f"sha256 {file.sha256}", found)
+        raise _damaged(name, "a readable file", error) from error
+    if found != sha256:
+        raise _damaged(name, f"sha256 {sha256}", found)
 
 
 def _config(name: str, gemm: str, metadata: dict[str, str]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import json
 import pickle
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -129,10 +129,13 @@ def _draft(
 # --- one model ---------------------------------------------------------------------------------------------
 
 
-def load(vllm: VllmConfig, model_config: ModelConfig) -> dict[str, Any]:
-    """Build and load a model, as vLLM's default loader does, and fill its experts."""
+def load(
+    vllm: VllmConfig, model_config: ModelConfig, before: Callable[[torch.nn.Module], object] = id
+) -> dict[str, Any]:
+    """Build and load a model, as vLLM's default loader does, and fill its experts. before: of what is loaded."""
     with vllm_models.building(vllm, "cpu"), humming_on_cpu():
         model = initialize_model(vllm_config=vllm, model_config=model_config)
+        before(model)
         for parameter in model.parameters():
             parameter.data.reshape(-1).view(torch.uint8).fill_(POISON)
         weights = DefaultModelLoader(vllm.load_config).get_all_weights(model_config, model)

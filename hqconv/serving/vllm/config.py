@@ -28,6 +28,7 @@ from hqconv.serving.server_compatibility import check_machine, no_layer
 from hqconv.serving.vllm.layer_names import find_layer
 from hqconv.serving.vllm.limits import warn_of_untested
 from hqconv.serving.vllm.refusals import check_alike, no_layers
+from hqconv.serving.vllm.reload import take_over_reloads
 
 METHOD = "hqconv"
 logger = logging.getLogger("vllm.hqconv")
@@ -115,6 +116,7 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Return the method of one layer. Raises RequestError for experts that the artifact lacks, or has otherwise."""
+        take_over_reloads()
         self._pin_weights()
         if isinstance(layer, RoutedExperts):
             from hqconv.serving.vllm.moe_method import HqconvMoEMethod  # with all of vLLM's Humming layers

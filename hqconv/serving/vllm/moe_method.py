@@ -145,7 +145,10 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
             self.config.loader.fill(self)
 
     def _refill(self) -> None:
-        """Fill the parameters again after vLLM reloaded the model in place; they may be empty."""
+        """Fill the parameters again after vLLM reloaded the model in place by other ways than `reload_weights`.
+
+        They may be empty. `reload` fills them itself.
+        """
         if self.is_filled:
             if self.moe.moe_parallel_config.enable_eplb:
                 raise moved_experts(self.view, self.stored.name)
