@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hqconv.artifact.manifest import Manifest, ManifestLayer, read_manifest
-from hqconv.errors import RequestError
+from hqconv.errors import HqconvError, RequestError, VerificationError
+from hqconv.io.hub import cached_digest, is_offline, is_snapshot, listed_weights
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.grid import Grid

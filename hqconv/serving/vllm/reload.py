@@ -163,7 +163,7 @@ class _Update:
         self.config.loader.refill(self.methods)
 
     def _folder(self) -> str:
-        """Folder of the artifact on this machine: vLLM would fetch other layers of a Hub repo from the branch of now."""
+        """Folder of the artifact on this machine: of a repo's name vLLM would fetch the newest commit."""
         found = self.config.view.location.fetch_all([names.MANIFEST], self.vllm_config.load_config.download_dir)
         return str(found[names.MANIFEST].parent)
 
