@@ -25,8 +25,8 @@ from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.reload import inplace, layerwise
 
+from hqconv.artifact import tensor_filler
 from hqconv.errors import HqconvError, RequestError, VerificationError
-from hqconv.serving import parameter_loader
 from hqconv.serving.vllm import reload as reloading
 from hqconv.serving.vllm.plugin import register
 from tests.make import input_scales, small
@@ -302,17 +302,17 @@ def test_a_bad_artifact_changes_nothing(
 
 def fail_after(monkeypatch: pytest.MonkeyPatch, folder: str, num_reads: int) -> None:
     """Reading a folder's rank files fails from a read on, as a disk does that dies."""
-    own, seen = parameter_loader._read, []
+    own, seen = tensor_filler._check_end, []
 
-    def reading(file: Any, begin: int, views: Any) -> None:
-        if folder in str(file.path):
-            seen.append(begin)
+    def check(piece: Any, reached: int) -> None:
+        if folder in str(piece.job.file.path):
+            seen.append(reached)
             if len(seen) > num_reads:
-                raise VerificationError("The disk died.", where=file.name)
-        own(file, begin, views)
+                raise VerificationError("The disk died.", where=piece.job.file.name)
+        own(piece, reached)
 
-    monkeypatch.setattr(parameter_loader, "_read", reading)
-    monkeypatch.setattr(parameter_loader, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(tensor_filler, "_check_end", check)
+    monkeypatch.setattr(tensor_filler, "PIECE_BYTES", 4096)
 
 
 @pytest.mark.parametrize("num_reads", [0, 1, 50, 300])

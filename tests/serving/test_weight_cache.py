@@ -32,8 +32,8 @@ from vllm.model_executor.model_loader.weight_cache.protocol import (
 )
 
 from hqconv.errors import VerificationError
+from hqconv.io.piece_reader import PieceReader
 from hqconv.schemas.grid import Grid
-from hqconv.serving import parameter_loader
 from hqconv.serving.vllm.plugin import register
 from tests.make.conversions import run
 from tests.make.qwen import write_qwen3_moe
@@ -154,7 +154,7 @@ def no_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("a rank file was read")
 
-    monkeypatch.setattr(parameter_loader, "_read", refuse)
+    monkeypatch.setattr(PieceReader, "__init__", refuse)
 
 
 @pytest.mark.parametrize("mode", ["zero_copy", "copy"])
