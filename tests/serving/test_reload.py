@@ -31,6 +31,7 @@ from hqconv.serving.vllm import reload as reloading
 from hqconv.serving.vllm.plugin import register
 from tests.make import input_scales, small
 from tests.make.conversions import run
+from tests.make.hub_server import COMMIT, serve, use
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
 from tests.make.vllm_cpu import build_layer
@@ -383,6 +384,26 @@ def test_an_artifact_that_was_exchanged_at_its_place_is_taken(
     copied(models, "old1", served)
     reload(vllm_config, model, None)
     assert weights(model) == weights(start(vllm_config, models["old1"]))
+
+
+def test_a_push_during_a_reload_mixes_no_weights(
+    models: dict[str, Path], tmp_path: Path, vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a Hub repo experts and other layers are those of the manifest that was checked."""
+    wanted = weights(start(vllm_config, models["old1"]))
+    model, own = start(vllm_config, models["old0"]), reloading.check_replacement
+    with serve(models["old1"], "org/step") as hub:
+        use(monkeypatch, hub.url, tmp_path / "cache")
+
+        def check(*words: Any, **options: Any) -> Any:
+            found = own(*words, **options)
+            hub.push(models["old0"], "f" * 40)
+            return found
+
+        monkeypatch.setattr(reloading, "check_replacement", check)
+        inplace.reload_weights(vllm_config, model, None, "org/step", True)
+    assert weights(model) == wanted
+    assert (vllm_config.model_config.model, vllm_config.model_config.revision) == ("org/step", COMMIT)
 
 
 @pytest.mark.parametrize("at", [0, 1])
