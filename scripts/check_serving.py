@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.weight_schema import resolve_schema
 from hqconv.serving.chosen_engine import ENGINE
-from scripts import bench_reading, few_kernels
+from scripts import bench_reading, few_kernels, one_gpu
 from scripts.engines import Engine, run_all
 from scripts.serving_answers import CONTROLS, DECODED, GOOD, all_near, compare, verdict, write
 from scripts.serving_models import convert, decoded, source_of
@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--ep", action="store_true")
+    parser.add_argument("--one-gpu", action="store_true", help="all ranks of an engine on one GPU (scripts/one_gpu.py)")
     parser.add_argument("--both", action="store_true", help="only schemas that a stock vLLM serves as well")
     parser.add_argument("--jobs", type=int, default=4, help="engines at once, for answers alone")
     parser.add_argument("--runs", type=int, default=2, help="starts of each kind; the last is reported")
@@ -68,6 +69,9 @@ def main() -> None:
     a.work.mkdir(parents=True, exist_ok=True)
     if a.few_kernels:
         few_kernels.use(a.work)
+    if a.one_gpu:
+        one_gpu.use(a.work)
+        a.words = json.dumps(one_gpu.words_of(json.loads(a.words)))
     report = {"same": same, "modes": modes, "start": start, "read": read}[a.what](a)
     if a.out:
         write(a.out, report)
@@ -81,10 +85,7 @@ def same(a: argparse.Namespace) -> dict[str, Any]:
     torch.cuda.empty_cache()
     ordered = [pair[which] for which in (0, 1) for pair in pairs.values()]  # the second find compiled kernels
     engines = list({engine.name: engine for engine in ordered}.values())
-    places = max(1, torch.cuda.device_count() // a.tp)
-    for number, engine in enumerate(engines):
-        first = number % places * a.tp
-        engine.variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(first, first + a.tp)))
+    place(engines, 1 if a.one_gpu else a.tp)
     report: dict[str, Any] = {"same": {}, "near": {}, "engines": {}, "failed": False}
     found = report["engines"]
     for engine, answers in run_all(engines, a.jobs):
@@ -100,6 +101,14 @@ def same(a: argparse.Namespace) -> dict[str, Any]:
             write(a.out, report)
     report["failed"] = not (all(one["identical"] for one in report["same"].values()) and all_near(report))
     return report
+
+
+def place(engines: list[Engine], num_gpus: int) -> None:
+    """Give each engine its GPUs, in turn."""
+    places = max(1, torch.cuda.device_count() // num_gpus)
+    for number, engine in enumerate(engines):
+        first = number % places * num_gpus
+        engine.variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(first, first + num_gpus)))
 
 
 def pairs_of(a: argparse.Namespace) -> dict[str, tuple[Engine, Engine]]:
