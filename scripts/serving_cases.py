@@ -13,6 +13,7 @@ import shutil
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,14 +32,13 @@ NEAR, NEAR_QUANTIZED = 0.15, 0.5
 E4M3, MAX = torch.float8_e4m3fn, 448.0
 EXPERTS, LAYERS = 8, 3
 SIZES = {"hidden": 1024, "intermediate": 384, "layers": LAYERS, "experts": EXPERTS}
-STACKED_PLAIN = ("gate", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+PLAIN = ("mlp.gate", *(f"self_attn.{name}_proj" for name in "qkvo"))
 
 
 class Comparison(NamedTuple):
     """Two engines, and how their answers must agree.
 
-    limit: None for identical answers; else the largest difference of first log-probabilities. is_tokens: the tokens
-    alone are compared, up to near ties.
+    limit: None for identical answers; else the largest difference of first log-probabilities.
     """
 
     name: str
@@ -105,11 +105,9 @@ Case = Callable[[Place], Iterator[Comparison]]
 
 def float16(place: Place) -> Iterator[Comparison]:
     """float16: beside the checkpoint layout, and, where stock vLLM has none, beside decoded weights."""
-    for schema in ("int4", "fp8"):
-        yield Comparison(
-            f"float16 {schema}", *place.beside_checkpoint(f"float16 {schema}", place.plain("float16"), schema)
-        )
     source = place.plain("float16")
+    for name in ("int4", "fp8"):
+        yield Comparison(f"float16 {name}", *place.beside_checkpoint(f"float16 {name}", source, name))
     kernel = place.artifact(source, "mxfp4-kernel", schema="mxfp4")
     mine = place.engine("float16 mxfp4, kernel", kernel)
     other = place.engine("float16 mxfp4, decoded", place.decoded(source, kernel))
@@ -123,13 +121,13 @@ def deepseek(place: Place) -> Iterator[Comparison]:
         make_source(folder, model_type="deepseek_v3", hidden=4096, intermediate=256, layers=3, experts=16, top_k=4)
         reword(folder, n_group=4, topk_group=2, routed_scaling_factor=2.5)
 
-    words = {"attention_backend": "TRITON_MLA"}
+    words: dict[str, Any] = {"attention_backend": "TRITON_MLA"}
     source = place.made("deepseek", write)
     yield Comparison("deepseek mxfp4", *place.beside_checkpoint("deepseek mxfp4", source, "mxfp4", **words))
 
 
 def inputs(place: Place) -> Iterator[Comparison]:
-    """Dynamically quantized activations, each beside the checkpoint layout with the same, and one beside decoded weights."""
+    """Dynamically quantized activations, beside the checkpoint layout with the same, and beside decoded weights."""
     source = place.plain()
     for schema, kind in (("fp8-block", "fp8-g128"), ("mxfp4", "fp8"), ("int8", "int8")):
         name = f"{schema} × {kind}"
@@ -161,7 +159,7 @@ def mixed(place: Place) -> Iterator[Comparison]:
 def multimodal(place: Place) -> Iterator[Comparison]:
     """Qwen3-VL, whose language model is a part with a prefix; text only, without files of a processor."""
     source = place.made("qwen3-vl", write_qwen3_vl)
-    words = {"language_model_only": True, "limit_mm_per_prompt": {"image": 0, "video": 0}}
+    words: dict[str, Any] = {"language_model_only": True, "limit_mm_per_prompt": {"image": 0, "video": 0}}
     yield Comparison("multimodal mxfp4", *place.beside_checkpoint("multimodal mxfp4", source, "mxfp4", **words))
 
 
@@ -180,15 +178,12 @@ def groups(place: Place) -> Iterator[Comparison]:
 
     for schema, inner, whole in (("int4-g64", 96, 128), ("int4-g128", 192, 256)):
         source = place.plain(intermediate=inner, hidden=512)
-        filled = place.made(f"{source.name}-filled", lambda folder, s=source, w=whole: write_filled(s, folder, w))
+        filled = place.made(f"{source.name}-filled", partial(write_filled, source, inner=whole))
         ours = place.artifact(source, f"{schema}-groups", schema=schema, tp=2, tp_split="groups")
         even = place.artifact(filled, f"{schema}-even", schema=schema, tp=2)
         name = f"{schema}, I = {inner}"
-        yield Comparison(
-            f"{name}, tp 2 by groups",
-            place.engine(f"{name}, groups", ours, tp=2),
-            place.engine(f"{name}, filled", even, tp=2),
-        )
+        mine, other = place.engine(f"{name}, groups", ours, tp=2), place.engine(f"{name}, filled", even, tp=2)
+        yield Comparison(f"{name}, tp 2 by groups", mine, other)
 
 
 CASES: dict[str, Case] = {
@@ -223,18 +218,16 @@ def rewrite(folder: Path, source: Path, tensors: dict[str, torch.Tensor]) -> Non
 def write_static(folder: Path, source: Path) -> None:
     """Experts in fp8 with a scale per tensor, one for gate and up, and static scales of activations."""
     tensors = tensors_of(source)
-    for name in [name for name in tensors if ".experts." in name]:
-        module = name.removesuffix(".weight")
-        twins = [name] if "down_proj" in name else [name.replace("up_proj", "gate_proj"), name.replace("gate", "up")]
-        scale = max(tensors[twin].float().abs().max() for twin in twins if tensors[twin].dtype != E4M3) / MAX
-        if f"{module.replace('up_proj', 'gate_proj')}.weight_scale" in tensors:
-            scale = tensors[f"{module.replace('up_proj', 'gate_proj')}.weight_scale"]
-        tensors[name] = (tensors[name].float() / scale).clamp(-MAX, MAX).to(E4M3)
-        tensors[f"{module}.weight_scale"] = scale.clone()
-        tensors[f"{module}.input_scale"] = torch.tensor((8.0 if "down_proj" not in name else 24.0) / MAX)
+    for name in [name for name in tensors if ".experts." in name and "up_proj" not in name]:
+        twins = [name] if "down_proj" in name else [name, name.replace("gate_proj", "up_proj")]
+        scale = torch.stack([tensors[twin].float().abs().max() for twin in twins]).max() / MAX
+        for twin in twins:
+            module = twin.removesuffix(".weight")
+            tensors[twin] = (tensors[twin].float() / scale).clamp(-MAX, MAX).to(E4M3)
+            tensors[f"{module}.weight_scale"] = scale.clone()
+            tensors[f"{module}.input_scale"] = torch.tensor((24.0 if "down_proj" in twin else 8.0) / MAX)
     rewrite(folder, source, tensors)
-    kept = [f"model.layers.{layer}.{name}" for layer in range(LAYERS) for name in STACKED_PLAIN[1:]]
-    kept += [f"model.layers.{layer}.mlp.gate" for layer in range(LAYERS)]
+    kept = [f"model.layers.{layer}.{name}" for layer in range(LAYERS) for name in PLAIN]
     words = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head", *kept]}
     reword(folder, quantization_config=words)
 
@@ -258,7 +251,12 @@ def save_random(folder: Path, model_type: str, auto_class: str, **words: Any) ->
 
 def text_words(**words: Any) -> dict[str, Any]:
     """Values of a small language model's config."""
-    common = {"vocab_size": 2048, "hidden_size": 1024, "num_hidden_layers": LAYERS, "intermediate_size": 1024}
+    common: dict[str, Any] = {
+        "vocab_size": 2048,
+        "hidden_size": 1024,
+        "num_hidden_layers": LAYERS,
+        "intermediate_size": 1024,
+    }
     common |= {"moe_intermediate_size": 384, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128}
     return {**common, "num_experts_per_tok": 4, "max_position_embeddings": 4096, "tie_word_embeddings": False, **words}
 
@@ -266,17 +264,27 @@ def text_words(**words: Any) -> dict[str, Any]:
 def write_qwen3_vl(folder: Path) -> None:
     """A tiny Qwen3-VL with experts, as transformers saves it."""
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
-    text = text_words(
-        num_experts=16, rope_parameters=rope, decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=True
-    )
-    vision = {"hidden_size": 64, "intermediate_size": 64, "depth": 1, "num_heads": 2, "out_hidden_size": 1024}
+    text = text_words(num_experts=16, rope_parameters=rope, mlp_only_layers=[], norm_topk_prob=True)
+    vision: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "depth": 1,
+        "num_heads": 2,
+        "out_hidden_size": 1024,
+    }
     vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
     save_random(folder, "qwen3_vl_moe", "AutoModelForImageTextToText", text_config=text, vision_config=vision)
 
 
 def write_glm4_mtp(folder: Path) -> None:
     """A tiny GLM-4 with experts and a draft layer, which guesses right often enough to be used."""
-    words = {"n_routed_experts": 16, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+    words: dict[str, Any] = {
+        "n_routed_experts": 16,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    }
     words |= {"norm_topk_prob": True, "routed_scaling_factor": 1.0, "partial_rotary_factor": 0.5, "use_qk_norm": True}
     save_random(folder, "glm4_moe", "AutoModelForCausalLM", **text_words(**words))
     tensors, last, new = tensors_of(folder), f"model.layers.{LAYERS - 1}.", f"model.layers.{LAYERS}."
