@@ -33,7 +33,8 @@ ADD: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     dist.ReduceOp.MAX: torch.maximum,
     dist.ReduceOp.MIN: torch.minimum,
 }
-_gather: Any = dist.all_gather  # torch's own, of which all others are made
+_gather: Any = dist.all_gather  # torch's own, of which most others are made
+_exchange: Any = dist.all_to_all_single
 
 
 class Done:
@@ -117,6 +118,21 @@ def gather(
     return Done() if async_op else None
 
 
+def all_to_all_single(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: list[int] | None = None,
+    input_split_sizes: list[int] | None = None,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """torch's: parts of rows to every rank."""
+    out, mine = torch.empty_like(output, device="cpu"), input.detach().cpu().contiguous()
+    _exchange(out.view(torch.uint8), mine.view(torch.uint8), output_split_sizes, input_split_sizes, group=group)
+    output.copy_(out)
+    return Done() if async_op else None
+
+
 STAGED: dict[str, tuple[Any, str]] = {
     "all_reduce": (all_reduce, "tensor"),
     "all_gather": (all_gather, "tensor"),
@@ -124,9 +140,10 @@ STAGED: dict[str, tuple[Any, str]] = {
     "reduce_scatter_tensor": (reduce_scatter_tensor, "input"),
     "broadcast": (broadcast, "tensor"),
     "gather": (gather, "tensor"),
+    "all_to_all_single": (all_to_all_single, "input"),
 }
 """torch.distributed's function → ours, and the argument that says which of both."""
-_POSITION = {"all_gather": 1, "all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
+_POSITION = {"all_gather": 1, "all_gather_into_tensor": 1, "reduce_scatter_tensor": 1, "all_to_all_single": 1}
 
 
 def either(name: str) -> Callable[..., Any]:

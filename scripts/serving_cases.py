@@ -88,7 +88,7 @@ class Place:
         return self.made(f"{artifact.name}-decoded", lambda folder: decode_into(folder, source, artifact))
 
     def beside_checkpoint(
-        self, name: str, source: Path, schema: str, inputs: str = "a16", **words: Any
+        self, name: str, source: Path, schema: str, inputs: str = "a16", /, **words: Any
     ) -> tuple[Engine, Engine]:
         """The kernel layout, and the checkpoint layout in a stock vLLM that is told of the same activations."""
         kernel = self.artifact(source, f"{schema}-{inputs}-kernel", schema=schema, input_schema=inputs)

@@ -35,7 +35,10 @@ for both in (dist.__dict__, ours):
     both["gather"](mine, into := [torch.zeros(6, 4) for _ in range(world)] if rank == 1 else None, dst=1)
     work = both["all_reduce"](w := mine.clone(), async_op=True)
     work.wait()
-    results += [x, *parts, whole, y, z, w, *(into or ())]
+    sizes = [[1, 2, 3], [2, 2, 2], [3, 2, 1]][rank]
+    taken = [[1, 2, 3][rank], 2, [3, 2, 1][rank]]
+    both["all_to_all_single"](v := torch.zeros(sum(taken), 4), mine, taken, sizes)
+    results += [v, x, *parts, whole, y, z, w, *(into or ())]
     if both["all_reduce"] is not ours["all_reduce"]:
         expected = results
         assert not seen
