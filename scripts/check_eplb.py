@@ -10,7 +10,8 @@ before the ranks' sums are added: another place of an expert is another order of
 and the differences of log-probabilities are reported. Engines have
 `VLLM_BATCH_INVARIANT=1` (`--variables`). Needs vLLM and GPUs of the target.
 
-`--dry-run` converts, and prints the engines that would start: for a machine without a GPU.
+`--one-gpu` puts all ranks on one GPU. `--dry-run` converts, and prints the engines that would start: for a machine
+without a GPU.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import hqconv
-from scripts import few_kernels
-from scripts.engines import Engine
+from scripts import few_kernels, one_gpu
+from scripts.engines import Engine, run_all
 from scripts.serving_answers import GOOD, verdict, write
 from scripts.shared import make_source
 
@@ -43,6 +44,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder for models, on a RAM disk")
     parser.add_argument("--schemas", type=lambda text: text.split(","), default=["mxfp4", "int4-g64-zp"])
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--one-gpu", action="store_true", help="all ranks on one GPU (scripts/one_gpu.py)")
+    parser.add_argument("--jobs", type=int, default=1, help="engines at once")
     parser.add_argument("--copies", type=int, default=2, help="redundant experts")
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--intermediate", type=int, default=768)
@@ -59,33 +62,45 @@ def main() -> None:
     a = parser.parse_args()
     a.work.mkdir(parents=True, exist_ok=True)
     few_kernels.use(a.work)  # fewer to compile
+    if a.one_gpu:
+        one_gpu.use(a.work)
     report: dict[str, Any] = {"failed": False, "cases": {}}
-    for top_k in dict.fromkeys((1, a.top_k)):
-        for schema in a.schemas:
-            for name, case in run_case(a, schema, top_k):
-                report["cases"][name] = case
-                report["failed"] |= not case["good"]
-                print(name, case, flush=True)
-                if a.out:
-                    write(a.out, report)
+    for name, case in cases(a):
+        report["cases"][name] = case
+        report["failed"] |= not case["good"]
+        print(name, case, flush=True)
+        if a.out:
+            write(a.out, report)
     print(said := verdict(report), flush=True)
     sys.exit(said != GOOD)
 
 
-def run_case(a: argparse.Namespace, schema: str, top_k: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The engines of one schema and model: what each is called, and how it compares with that without EPLB."""
-    plain: dict[str, Any] | None = None
-    for engine in engines_of(a, schema, top_k):
-        name = f"{schema}, top {top_k}, {engine.name}"
-        if a.dry_run:
-            yield name, {"good": True, "folder": str(engine.model), "arguments": " ".join(engine.arguments)}
-            continue
-        found = engine.run()
-        if "failed" in found or (plain is None and engine.name != WITHOUT):
-            yield name, {"good": False, "why": found.get("failed", "nothing to compare with")}
-            continue
-        plain = plain or found
-        yield name, judge(plain, found, is_exact=top_k == 1)
+def cases(a: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """All engines: what each is called, and how it compares with that of the same model without EPLB."""
+    top_ks = dict.fromkeys((1, a.top_k))
+    groups = {(top_k, x): list(engines_of(a, x, top_k)) for top_k in top_ks for x in a.schemas}
+    group_of = {id(engine): group for group, engines in groups.items() for engine in engines}
+    if a.dry_run:
+        for (top_k, schema), engines in groups.items():
+            for engine in engines:
+                case = {"good": True, "folder": str(engine.model), "arguments": " ".join(engine.arguments)}
+                yield f"{schema}, top {top_k}, {engine.name}", case
+        return
+    found: dict[int, dict[str, Any]] = {}
+    for engine, answers in run_all([engine for engines in groups.values() for engine in engines], a.jobs):
+        found[id(engine)] = answers
+        top_k, schema = group_of[id(engine)]
+        plain, *others = groups[top_k, schema]
+        now = [x for x in (plain, *others) if id(x) in found] if engine is plain else [engine]
+        for one in now if id(plain) in found else ():
+            yield f"{schema}, top {top_k}, {one.name}", compared(found[id(plain)], found[id(one)], top_k)
+
+
+def compared(plain: dict[str, Any], found: dict[str, Any], top_k: int) -> dict[str, Any]:
+    """One engine's case; why there is none, where it or the one without EPLB did not start."""
+    if "failed" in found or "failed" in plain:
+        return {"good": False, "why": found.get("failed", "nothing to compare with")}
+    return judge(plain, found, is_exact=top_k == 1)
 
 
 def engines_of(a: argparse.Namespace, schema: str, top_k: int) -> Iterator[Engine]:
@@ -100,17 +115,18 @@ def engines_of(a: argparse.Namespace, schema: str, top_k: int) -> Iterator[Engin
         if not out.exists():
             words = {"ep": a.ranks, "redundant_experts": copies, "device": a.device}
             hqconv.convert(source, out, schema=schema, target="sm90", **words)
-        words = dict(a.words)
+        words = one_gpu.words_of(a.words) if a.one_gpu else dict(a.words)
         more = []
         if name != WITHOUT:
-            words |= {"enable_eplb": True, "eplb_config": eplb_config(name.split()[1], copies)}
+            words |= {"enable_eplb": True, "eplb_config": eplb_config(name.split()[1], copies, a.one_gpu)}
             more = ["--eplb-rounds", str(a.rounds)]
         yield Engine(name, out, [*arguments, *more, "--words", json.dumps(words)], {**ASKING, **a.variables})
 
 
-def eplb_config(way: str, copies: int) -> dict[str, Any]:
+def eplb_config(way: str, copies: int, is_one_gpu: bool) -> dict[str, Any]:
     """vLLM's `EPLBConfig`, with moves after so few steps that every round has one."""
-    steps = {"step_interval": EVERY_STEPS, "window_size": EVERY_STEPS}
+    steps: dict[str, Any] = {"step_interval": EVERY_STEPS, "window_size": EVERY_STEPS}
+    steps |= {"communicator": one_gpu.COMMUNICATOR} if is_one_gpu else {}
     return {**steps, "num_redundant_experts": copies, "use_async": way == "async"}
 
 

@@ -1,6 +1,7 @@
 """Serve artifacts with vLLM on the GPUs of this machine, and compare what comes out: the proof behind docs/serving.md.
 
     python scripts/check_serving.py same  --work DIR [--schemas …] [--tp 2 [--ep]]     answers of both layouts
+    python scripts/check_serving.py models --work DIR [--cases deepseek,draft]         kinds of models, side by side
     python scripts/check_serving.py modes --work DIR                                   sleep, weights by name only
     python scripts/check_serving.py start --work DIR [--layers 4 --experts 64]         starts side by side
     python scripts/check_serving.py read  --work DIR [--size 16]                       rank files into the GPU
@@ -19,7 +20,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +33,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.weight_schema import resolve_schema
 from hqconv.serving.chosen_engine import ENGINE
-from scripts import bench_reading, few_kernels
+from scripts import bench_reading, few_kernels, one_gpu
 from scripts.engines import Engine, run_all
 from scripts.serving_answers import CONTROLS, DECODED, GOOD, all_near, compare, verdict, write
+from scripts.serving_cases import CASES, Comparison, comparisons, place_of
 from scripts.serving_models import convert, decoded, source_of
 
 SCHEMAS = (
@@ -45,7 +49,7 @@ ONLINE = {"b_dtype": "float4e2m1", "bs_dtype": "float8e8m0", "weight_scale_group
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("what", choices=("same", "modes", "start", "read"))
+    parser.add_argument("what", choices=("same", "models", "modes", "start", "read"))
     parser.add_argument("--work", type=Path, required=True, help="folder for models, on a RAM disk")
     parser.add_argument("--schemas", type=lambda text: text.split(","), default=SCHEMAS)
     parser.add_argument("--model-type", default="qwen3_moe")
@@ -56,6 +60,10 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--ep", action="store_true")
+    parser.add_argument("--one-gpu", action="store_true", help="all ranks of an engine on one GPU (scripts/one_gpu.py)")
+    parser.add_argument("--cases", type=lambda text: text.split(","), default=list(CASES), help="of `models`")
+    parser.add_argument("--device", default="auto", help="of the conversions of `models`")
+    parser.add_argument("--dry-run", action="store_true", help="`models`: convert, and print the engines")
     parser.add_argument("--both", action="store_true", help="only schemas that a stock vLLM serves as well")
     parser.add_argument("--jobs", type=int, default=4, help="engines at once, for answers alone")
     parser.add_argument("--runs", type=int, default=2, help="starts of each kind; the last is reported")
@@ -68,7 +76,10 @@ def main() -> None:
     a.work.mkdir(parents=True, exist_ok=True)
     if a.few_kernels:
         few_kernels.use(a.work)
-    report = {"same": same, "modes": modes, "start": start, "read": read}[a.what](a)
+    if a.one_gpu:
+        one_gpu.use(a.work)
+        a.words = json.dumps(one_gpu.words_of(json.loads(a.words)))
+    report = {"same": same, "models": models, "modes": modes, "start": start, "read": read}[a.what](a)
     if a.out:
         write(a.out, report)
     print(said := verdict(report), flush=True)
@@ -81,10 +92,7 @@ def same(a: argparse.Namespace) -> dict[str, Any]:
     torch.cuda.empty_cache()
     ordered = [pair[which] for which in (0, 1) for pair in pairs.values()]  # the second find compiled kernels
     engines = list({engine.name: engine for engine in ordered}.values())
-    places = max(1, torch.cuda.device_count() // a.tp)
-    for number, engine in enumerate(engines):
-        first = number % places * a.tp
-        engine.variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(first, first + a.tp)))
+    place(engines, 1 if a.one_gpu else a.tp)
     report: dict[str, Any] = {"same": {}, "near": {}, "engines": {}, "failed": False}
     found = report["engines"]
     for engine, answers in run_all(engines, a.jobs):
@@ -100,6 +108,64 @@ def same(a: argparse.Namespace) -> dict[str, Any]:
             write(a.out, report)
     report["failed"] = not (all(one["identical"] for one in report["same"].values()) and all_near(report))
     return report
+
+
+def models(a: argparse.Namespace) -> dict[str, Any]:
+    """One line for each comparison of the cases: dtypes, model classes, activations, a draft, ranks."""
+    report: dict[str, Any] = {"models": {}, "engines": {}, "failed": False}
+    asked: list[Comparison] = []
+
+    def engines() -> Iterator[Engine]:  # those that are made start while others are being made
+        begun: set[str] = set()
+        for one in comparisons(place_of(a), a.cases):
+            if not isinstance(one, Comparison):
+                tell(a, report, one[0], {"good": False, "why": one[1]})
+                continue
+            asked.append(one)
+            new = [engine for engine in (one.mine, one.other) if engine.name not in begun]
+            begun.update(engine.name for engine in new)
+            yield from new
+
+    if a.dry_run:
+        for engine in engines():
+            print(engine.name, engine.model, *engine.arguments, flush=True)
+        return report
+    for engine, answers in run_all(engines(), a.jobs):
+        found = report["engines"]
+        found[engine.name] = answers
+        if "failed" in answers:
+            print(engine.name, *answers["failed"], sep="\n    ", flush=True)
+        for one in [x for x in asked if x.name not in report["models"] and {x.mine.name, x.other.name} <= found.keys()]:
+            tell(a, report, one.name, judged(one, found))
+    return report
+
+
+def judged(one: Comparison, found: dict[str, Any]) -> dict[str, Any]:
+    """How a comparison's engines agree, and whether that is enough."""
+    words = compare(found[one.mine.name], found[one.other.name])
+    drafts = {name: found[name]["drafts"] for name in (one.mine.name, one.other.name) if "drafts" in found[name]}
+    is_good = words["identical"] if one.limit is None else words.get("first_log_p", math.inf) <= one.limit
+    if drafts:
+        words["drafts"] = drafts
+        is_good &= len(drafts) == 1 or len({json.dumps(each) for each in drafts.values()}) == 1
+    return {"good": is_good, **({} if one.limit is None else {"limit": one.limit}), **words}
+
+
+def tell(a: argparse.Namespace, report: dict[str, Any], name: str, words: dict[str, Any]) -> None:
+    """Put a comparison into the report."""
+    report["models"][name] = words
+    report["failed"] |= not words["good"]
+    print(name, words, flush=True)
+    if a.out:
+        write(a.out, report)
+
+
+def place(engines: list[Engine], num_gpus: int) -> None:
+    """Give each engine its GPUs, in turn."""
+    places = max(1, torch.cuda.device_count() // num_gpus)
+    for number, engine in enumerate(engines):
+        first = number % places * num_gpus
+        engine.variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(first, first + num_gpus)))
 
 
 def pairs_of(a: argparse.Namespace) -> dict[str, tuple[Engine, Engine]]:

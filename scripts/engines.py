@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,7 +55,29 @@ class Engine:
             return {**found, "said": said, "process_s": seconds, "profile": profile}
 
 
-def run_all(engines: Sequence[Engine], jobs: int) -> Iterator[tuple[Engine, dict[str, Any]]]:
+def take_plugin(work: Path, module: str) -> None:
+    """Have all engines that this process starts run `register` of a module of scripts, as a plugin of vLLM."""
+    os.environ |= plugin_variables(work, module)
+
+
+def plugin_variables(work: Path, module: str) -> dict[str, str]:
+    """Environment of one engine that runs `register` of a module of scripts, as a plugin of vLLM."""
+    root, found = Path(__file__).resolve().parents[1], os.environ.get("PYTHONPATH", "")
+    return {"PYTHONPATH": os.pathsep.join(map(str, (install_plugin(work / module, module), root, found)))}
+
+
+def install_plugin(folder: Path, module: str) -> Path:
+    """Write what makes vLLM find a plugin; the folder belongs into PYTHONPATH."""
+    place = folder / f"{module}-0.dist-info"
+    place.mkdir(parents=True, exist_ok=True)
+    name = module.replace("_", "-")
+    (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n", encoding="ascii")
+    entry = f"[vllm.general_plugins]\n{module} = scripts.{module}:register\n"
+    (place / "entry_points.txt").write_text(entry, encoding="ascii")
+    return folder
+
+
+def run_all(engines: Iterable[Engine], jobs: int) -> Iterator[tuple[Engine, dict[str, Any]]]:
     """What each engine reports, as it ends, `jobs` of them at once."""
     with ThreadPoolExecutor(jobs) as pool:
         waited = {pool.submit(engine.run): engine for engine in engines}

@@ -43,16 +43,7 @@ def _entry(table: list[Any], rows: int) -> int:
 
 def use(work: Path) -> None:
     """Have all engines that this process starts take the plugin, and a kernel cache of its own."""
-    root, found = Path(__file__).resolve().parents[1], os.environ.get("PYTHONPATH", "")
-    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (install(work / "few"), root, found)))
+    from scripts.engines import take_plugin
+
+    take_plugin(work, "few_kernels")
     os.environ["HUMMING_CACHE_DIR"] = str(work / "few-cache")  # whose tuning tables are short
-
-
-def install(folder: Path) -> Path:
-    """Write what makes vLLM find this plugin; the folder belongs into PYTHONPATH."""
-    place = folder / "few_kernels-0.dist-info"
-    place.mkdir(parents=True, exist_ok=True)
-    (place / "METADATA").write_text("Metadata-Version: 2.1\nName: few-kernels\nVersion: 0\n", encoding="ascii")
-    entry = "[vllm.general_plugins]\nfew_kernels = scripts.few_kernels:register\n"
-    (place / "entry_points.txt").write_text(entry, encoding="ascii")
-    return folder

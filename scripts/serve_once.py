@@ -18,6 +18,7 @@ from typing import Any
 
 PROMPTS = [[5, 17, 200, 31, 99, 404, 12, 8], list(range(3, 103)), [7] * 33, [1, 900, 2, 800, 3]]
 TOKENS = 12
+COUNTERS = ("vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens")
 
 
 def main() -> None:
@@ -70,6 +71,8 @@ def main() -> None:
         return [_answer(output.outputs[0]) for output in outputs]
 
     found |= {"answers": ask(), "again": ask()}
+    if "speculative_config" in a.words:  # how many tokens a draft proposed, and how many were right
+        found["drafts"] = {one.name: one.value for one in llm.get_metrics() if one.name in COUNTERS}
     for level in (1, 2) if a.sleep else ():
         llm.sleep(level)
         llm.wake_up(["weights"])

@@ -75,20 +75,23 @@ def convert(a: argparse.Namespace, source: Path, schema: str, layout: names.Layo
 def decoded(a: argparse.Namespace, source: Path, artifact: Path) -> Path:
     """The source with the artifact's experts, decoded and rounded to 16 bits."""
     out: Path = a.work / f"{artifact.name}-decoded"
-    if out.exists():
-        return out
+    if not out.exists():
+        decode_into(out, source, artifact)
+    return out
+
+
+def decode_into(out: Path, source: Path, artifact: Path) -> None:
+    """Write the source, in its dtype, with the artifact's experts decoded."""
     out.mkdir()
-    dtype, shards = getattr(torch, a.dtype), sorted(source.glob("*.safetensors"))
+    shards = sorted(source.glob("*.safetensors"))
     tensors = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
     for layer in json.loads((artifact / names.MANIFEST).read_text(encoding="utf-8"))["blocks"]:
         experts = hqconv.dequantize(artifact, layer=layer)
         for role, word in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")):
             for index, matrix in enumerate(experts[role]):
                 name = f"{layer}.{index}.{word}.weight"
-                assert name in tensors
-                tensors[name] = matrix.to(dtype)
+                tensors[name] = matrix.to(tensors[name].dtype)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     for path in source.glob("*.json"):
         if path.name != names.INDEX:
             (out / path.name).write_bytes(path.read_bytes())
-    return out
