@@ -72,9 +72,9 @@ def test_names_are_unique_and_can_be_chosen() -> None:
 
 
 def test_engines_work_in_turns(tmp_path: Path) -> None:
-    """Two at a time; a broken one and one without its model are rows, and stop nobody."""
+    """Three at a time; a broken one and one without its model are rows, and stop nobody."""
     (script := tmp_path / "standin.py").write_text(STANDIN)
-    engines = [Engine(name, tmp_path, ["broken"] if name == "b" else []) for name in "abcde"]
+    engines = [Engine(name, tmp_path, ["broken"] if name == "b" else []) for name in "abcdef"]
     prepared: dict[str, float] = {}
 
     def prepare(engine: Engine) -> None:
@@ -82,12 +82,12 @@ def test_engines_work_in_turns(tmp_path: Path) -> None:
         if engine.name == "d":
             raise ValueError("cannot be converted")
 
-    found = {engine.name: report for engine, report in run_in_turns(engines, 2, script, prepare)}
+    found = {engine.name: report for engine, report in run_in_turns(engines, 3, script, prepare)}
     assert "no such kernel" in str(found["b"]["failed"])
     assert found["d"] == {"failed": ["ValueError: cannot be converted"]}
-    worked = sorted(found[name]["worked"] for name in "ace")
+    worked = sorted(found[name]["worked"] for name in "acef")
     assert all(before[1] <= after[0] for before, after in pairwise(worked))
-    assert max(prepared[name] for name in "cd") < found["a"]["worked"][0], "made while the engines before start"
+    assert max(prepared[name] for name in "def") < found["a"]["worked"][0], "made while the engines before start"
 
 
 def test_a_failure_takes_no_measured_rows_place() -> None:
