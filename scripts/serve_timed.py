@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("report", type=Path, help="file to write; its folder is DIR")
     parser.add_argument("--words", type=json.loads, default={}, help="more arguments of vllm.LLM, as JSON")
     a = parser.parse_args()
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_BREAKABLE_CUDAGRAPH": "0"}  # one graph for a step
     begun = time.perf_counter()
     found: dict[str, Any] = {}
     watch_loading(found, with_profile=False)
