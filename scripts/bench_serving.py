@@ -170,7 +170,7 @@ def measured(work: Path, layers: int, jobs: int, found: Sequence[Way]) -> Iterat
     source = source_of(work, layers)
     folders = {way.name: source if way.model == "source" else work / way.name.replace("/", "-") for way in found}
     by_name = {way.name: way for way in found}
-    engines = [Engine(way.name, folders[way.name], ["--words", json.dumps(way.words)]) for way in found]
+    engines = [Engine(way.name, folders[way.name], ["--words", json.dumps(way.words)], script=SCRIPT) for way in found]
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     facts = {"date": datetime.now(UTC).date().isoformat(), "gpu": gpu, "layers": layers}
 
@@ -181,7 +181,7 @@ def measured(work: Path, layers: int, jobs: int, found: Sequence[Way]) -> Iterat
         if engine.model != source:
             print(f"    {engine.model.name} made in {time.perf_counter() - begun:.1f} s", flush=True)
 
-    for engine, report in run_in_turns(engines, jobs, SCRIPT, prepare):
+    for engine, report in run_in_turns(engines, jobs, prepare):
         yield row_of(by_name[engine.name], report, facts)
         if engine.model != source:
             shutil.rmtree(engine.model, ignore_errors=True)

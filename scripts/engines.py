@@ -26,12 +26,13 @@ THREADS = {"OMP_NUM_THREADS": "2"}  # engines that start beside each other would
 
 @dataclass
 class Engine:
-    """One engine to start: a name for the report, the folder, arguments of serve_once.py, variables."""
+    """One engine to start: a name for the report, the folder, arguments of the script (serve_once.py), variables."""
 
     name: str
     model: Path
     arguments: list[str] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
+    script: Path = SCRIPT
 
     def run(self) -> dict[str, Any]:
         """Start it, and return what it reports; the last lines of its log where it fails."""
@@ -40,12 +41,12 @@ class Engine:
 
 
 class Started:
-    """An engine in a process of its own. scratch: folder for its log and its report. script: the program that it is."""
+    """An engine in a process of its own. scratch: folder for its log and its report."""
 
-    def __init__(self, engine: Engine, scratch: Path, script: Path = SCRIPT) -> None:
+    def __init__(self, engine: Engine, scratch: Path) -> None:
         self.engine, self.scratch = engine, scratch
         self._report, self._log = scratch / "report.json", scratch / "log"
-        command = [sys.executable, str(script), str(engine.model), str(self._report), *engine.arguments]
+        command = [sys.executable, str(engine.script), str(engine.model), str(self._report), *engine.arguments]
         environment = {**os.environ, **THREADS, **engine.variables}
         self._begun = time.perf_counter()
         with self._log.open("wb") as out:  # no pipe: workers that outlive their parent would keep it open
@@ -81,12 +82,12 @@ class Started:
 
 
 def run_in_turns(
-    engines: Sequence[Engine], jobs: int, script: Path, prepare: Callable[[Engine], None]
+    engines: Sequence[Engine], jobs: int, prepare: Callable[[Engine], None]
 ) -> Iterator[tuple[Engine, dict[str, Any]]]:
     """What each engine reports: `jobs` of them start beside each other, and then each works while the others wait.
 
-    script: a program that writes READY into its report's folder, waits for GO there, and then works. prepare: makes an
-    engine's model; for the next engines while these start. An exception of it is the engine's report.
+    Their script writes READY into its report's folder, waits for GO there, and then works. prepare: makes an engine's
+    model; for the next engines while these start. An exception of it is the engine's report.
     """
     groups = [engines[n : n + jobs] for n in range(0, len(engines), jobs)]
     failed = _prepared(groups[0], prepare) if groups else {}
@@ -96,7 +97,7 @@ def run_in_turns(
             started = []
             for n, engine in enumerate(alive):
                 (folder := Path(scratch, str(n))).mkdir()
-                started.append(Started(engine, folder, script))
+                started.append(Started(engine, folder))
             yield from ((engine, failed[engine.name]) for engine in group if engine.name in failed)
             failed = _prepared(groups[number + 1], prepare) if number + 1 < len(groups) else {}
             end = time.monotonic() + START_S

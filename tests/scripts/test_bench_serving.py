@@ -74,7 +74,7 @@ def test_names_are_unique_and_can_be_chosen() -> None:
 def test_engines_work_in_turns(tmp_path: Path) -> None:
     """Three at a time; a broken one and one without its model are rows, and stop nobody."""
     (script := tmp_path / "standin.py").write_text(STANDIN)
-    engines = [Engine(name, tmp_path, ["broken"] if name == "b" else []) for name in "abcdef"]
+    engines = [Engine(name, tmp_path, ["broken"] if name == "b" else [], script=script) for name in "abcdef"]
     prepared: dict[str, float] = {}
 
     def prepare(engine: Engine) -> None:
@@ -82,7 +82,7 @@ def test_engines_work_in_turns(tmp_path: Path) -> None:
         if engine.name == "d":
             raise ValueError("cannot be converted")
 
-    found = {engine.name: report for engine, report in run_in_turns(engines, 3, script, prepare)}
+    found = {engine.name: report for engine, report in run_in_turns(engines, 3, prepare)}
     assert "no such kernel" in str(found["b"]["failed"])
     assert found["d"] == {"failed": ["ValueError: cannot be converted"]}
     worked = sorted(found[name]["worked"] for name in "acef")
