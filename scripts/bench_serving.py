@@ -7,9 +7,9 @@
 Needs vLLM and a GPU. `SCHEMA/ACTIVATIONS` is an artifact of that pair, by the plugin; `bf16` its source; the others
 are vLLM's own ways. `--jobs` engines start beside each other; then each measures while the others wait. Rows are
 added to hqconv/reports/measured/serving.json (`--data`), where they take the place of older ones of the same name and
-GPU. An engine that fails is a row with the end of its log. Kernels are those of a server: Humming's own choice of
-tile sizes, compiled at the start; a cache for them in DIR is shared by all engines. Models in DIR are removed after
-their turn, the source is kept.
+GPU. An engine that fails is a row with the end of its log. Kernels are those of a server, by Humming's own choice of
+tile sizes; but only those for the measured numbers of rows are compiled (all with `--all-kernels`), into a cache in DIR
+that all engines share. Models in DIR are removed after their turn, the source is kept.
 """
 
 from __future__ import annotations
@@ -163,14 +163,16 @@ def write_int4(source: Path, folder: Path, group: int = 128) -> None:
 # --- a run -------------------------------------------------------------------------------------------------
 
 
-def measured(work: Path, layers: int, jobs: int, found: Sequence[Way]) -> Iterator[Row]:
-    """Rows of these ways, as they come."""
+def measured(work: Path, layers: int, jobs: int, found: Sequence[Way], more: Sequence[str] = ()) -> Iterator[Row]:
+    """Rows of these ways, as they come. more: arguments of serve_timed.py."""
     import torch
 
     source = source_of(work, layers)
     folders = {way.name: source if way.model == "source" else work / way.name.replace("/", "-") for way in found}
     by_name = {way.name: way for way in found}
-    engines = [Engine(way.name, folders[way.name], ["--words", json.dumps(way.words)], script=SCRIPT) for way in found]
+    engines = [
+        Engine(way.name, folders[way.name], ["--words", json.dumps(way.words), *more], script=SCRIPT) for way in found
+    ]
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     facts = {"date": datetime.now(UTC).date().isoformat(), "gpu": gpu, "layers": layers}
 
@@ -193,6 +195,8 @@ def row_of(way: Way, report: Mapping[str, Any], facts: Mapping[str, Any]) -> Row
     if "failed" in report:
         return {**row, "failed": report["failed"]}
     kept = ("gpu_bytes", *TIMES, "vllm", "humming", "started_s", "process_s")
+    if missing := [key for key in kept if key not in report]:
+        return {**row, "failed": [f"not reported: {', '.join(missing)}"]}
     backends = [line for line in report["said"] if line.startswith("Using ") and "oE" in line]
     return {**row, **{key: report[key] for key in kept}, "said": backends}
 
@@ -282,6 +286,7 @@ def main() -> None:
     parser.add_argument("--skip", default="", help="likewise")
     parser.add_argument("--schemas", default=",".join(PRESETS), help="of artifacts; shorthands too")
     parser.add_argument("--data", type=Path, default=DATA, help="the record")
+    parser.add_argument("--all-kernels", action="store_true", help="compile for all numbers of rows")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--from-data", action="store_true")
     parser.add_argument("--check", action="store_true", help="write nothing, exit 1 if the page is not the record's")
@@ -306,10 +311,10 @@ def run(a: argparse.Namespace, found: Sequence[Way]) -> None:
     """Measure, and write the record after each row: a run may be cut off."""
     a.work.mkdir(parents=True, exist_ok=True)
     for name in ("HUMMING_CACHE_DIR", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT"):
-        os.environ.setdefault(name, str(a.work / name.lower()))
+        os.environ[name] = str(a.work / name.lower())  # of its own: its tuning tables are short
     os.environ["PYTHONPATH"] = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])
-    begun = time.perf_counter()
-    for row in measured(a.work, a.layers, a.jobs, found):
+    begun, more = time.perf_counter(), ["--all-kernels"] if a.all_kernels else []
+    for row in measured(a.work, a.layers, a.jobs, found, more):
         write_report(a.data, record_text(merged(recorded(a.data), [row])))
         rates = {what: round(rate(row, what) or 0) for what in TIMES if what in row}
         print(f"{time.perf_counter() - begun:.0f} s: {row['name']}:", row.get("failed") or rates, flush=True)

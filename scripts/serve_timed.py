@@ -20,6 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scripts import few_kernels
 from scripts.engines import GO, READY
 from scripts.serve_once import watch_loading, write_report
 
@@ -29,6 +30,9 @@ SHORT = 64  # tokens of a prompt whose answer is timed
 STEPS = {1: 64, 64: 32}  # decoded tokens of each sequence
 REPETITIONS = 5
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": list(DECODING)}
+TOP_K = 8  # of the model
+# Rows of the measured GEMMs, counted in tokens or in tokens of experts.
+ROWS = tuple(count * by for count in (*DECODING, PREFILL_TOKENS) for by in (1, TOP_K))
 WAIT_S = 600.0  # for the turn
 
 
@@ -38,12 +42,15 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("report", type=Path, help="file to write; its folder is DIR")
     parser.add_argument("--words", type=json.loads, default={}, help="more arguments of vllm.LLM, as JSON")
+    parser.add_argument("--all-kernels", action="store_true", help="compile for all numbers of rows, as a server does")
     a = parser.parse_args()
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_BREAKABLE_CUDAGRAPH": "0"}  # one graph for a step
     begun = time.perf_counter()
     found: dict[str, Any] = {}
     watch_loading(found, with_profile=False)
     timer = GpuTimer()
+    if not a.all_kernels:
+        few_kernels.keep(ROWS)
     llm = started(a.model, a.words)
     timer.watch(llm)
     found |= {"vllm": version("vllm"), "humming": _version("humming-kernels"), "started_s": time.perf_counter() - begun}

@@ -25,6 +25,7 @@ from scripts.bench_serving import (
     ways,
 )
 from scripts.engines import Engine, run_in_turns
+from scripts.few_kernels import kept
 from scripts.shared import make_source
 
 # An engine that starts at once or fails, and notes when it worked.
@@ -88,6 +89,14 @@ def test_engines_work_in_turns(tmp_path: Path) -> None:
     worked = sorted(found[name]["worked"] for name in "acef")
     assert all(before[1] <= after[0] for before, after in pairwise(worked))
     assert max(prepared[name] for name in "def") < found["a"]["worked"][0], "made while the engines before start"
+
+
+def test_measured_rows_keep_their_own_tile_sizes() -> None:
+    """In Humming's form [least, most, settings]: every count is covered once, the measured ones as before."""
+    table = [[0, 4, "a"], [4, 16, "b"], [16, 100, "c"], [100, 600, "d"], [600, 9000, "e"], [9000, 2**30, "f"]]
+    rows = (1, 8, 64, 8192)
+    assert kept(table, rows) == [[0, 4, "a"], [4, 16, "b"], [16, 100, "c"], [100, 2**30, "e"]]
+    assert kept(table, (64,)) == [[0, 2**30, "c"]]
 
 
 def test_a_failure_takes_no_measured_rows_place() -> None:
