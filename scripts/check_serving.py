@@ -4,6 +4,7 @@
     python scripts/check_serving.py models --work DIR [--cases deepseek,draft]         kinds of models, side by side
     python scripts/check_serving.py modes --work DIR                                   sleep, weights by name only
     python scripts/check_serving.py start --work DIR [--layers 4 --experts 64]         starts side by side
+    python scripts/check_serving.py split --work DIR --sizes 15,60                     a start by its stages
     python scripts/check_serving.py read  --work DIR [--size 16]                       rank files into the GPU
 
 `same`: each schema is converted in both layouts. Where a stock vLLM serves the checkpoint layout, tokens and
@@ -11,7 +12,9 @@ log-probabilities must be equal, bit for bit; where it does not, the first token
 16-bit checkpoint of the decoded weights; how far such answers are apart by arithmetic alone, two schemas show that a
 stock vLLM serves as well (`CONTROLS`): without one of them in `--schemas` that is not judged, and the last line says so
 (exit 1, as for what is wrong). `start`: kernel layout, checkpoint layout, quantization at every start, and 16-bit
-weights; and the rates at which the same files can be read into the GPU. These three need vLLM and a GPU of the target.
+weights; and the rates at which the same files can be read into the GPU. `split`: process start to first token of large
+artifacts (scripts/large_artifact.py), by the functions that take the time (scripts/start_stages.py), with no kernels,
+with Humming's cache and with those of `hqconv warm`. These four need vLLM and a GPU of the target.
 `read` needs neither: rank files of random bytes, in the page cache and dropped from it, through the plugin's loader,
 through other loaders that can be imported, and as fast as the machine can (scripts/bench_reading.py).
 """
@@ -21,7 +24,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import shutil
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,19 +44,20 @@ from scripts import bench_reading, few_kernels, one_gpu
 from scripts.engines import Engine, run_all
 from scripts.serving_answers import CONTROLS, DECODED, GOOD, all_near, compare, verdict, write
 from scripts.serving_cases import CASES, Comparison, comparisons, place_of
-from scripts.serving_models import convert, decoded, source_of
+from scripts.serving_models import convert, decoded, large, source_of
 
 SCHEMAS = (
     *("mxfp4", "mxfp8", "fp8", "fp8-block", "int8", "int4", "int2-g64", "int3-g64", "int5-g128", "int7-c"),
     *("nvfp4", "fp8-tensor", "fp8-e5m2", "fp6-e3m2", "fp6-e2m3", "int4-g64-zp", "int4-g128-fpzp"),
 )
+STAGES_SCRIPT = Path(__file__).with_name("serve_stages.py")
 ONLINE = {"b_dtype": "float4e2m1", "bs_dtype": "float8e8m0", "weight_scale_group_size": 32}  # mxfp4, by vLLM
 
 
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("what", choices=("same", "models", "modes", "start", "read"))
+    parser.add_argument("what", choices=("same", "models", "modes", "start", "split", "read"))
     parser.add_argument("--work", type=Path, required=True, help="folder for models, on a RAM disk")
     parser.add_argument("--schemas", type=lambda text: text.split(","), default=SCHEMAS)
     parser.add_argument("--model-type", default="qwen3_moe")
@@ -69,6 +77,9 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=2, help="starts of each kind; the last is reported")
     parser.add_argument("--few-kernels", action="store_true", help="two tile sizes for each GEMM: fewer to compile")
     parser.add_argument("--size", type=float, default=16, help="GB of rank files to read, of random bytes")
+    parser.add_argument("--sizes", type=_numbers, default=[15.0, 60.0], help="GB of the artifacts of `split`")
+    kernels = "starts of `split`: with no kernels, with Humming's cache of that start, with those of hqconv warm"
+    parser.add_argument("--kernels", type=lambda text: text.split(","), default=["none", "cache", "warm"], help=kernels)
     parser.add_argument("--profile", action="store_true", help="one more start, by what its load does")
     parser.add_argument("--words", default="{}", help="more arguments of vllm.LLM, as JSON")
     parser.add_argument("--out", type=Path, help="write the report there as JSON")
@@ -79,7 +90,8 @@ def main() -> None:
     if a.one_gpu:
         one_gpu.use(a.work)
         a.words = json.dumps(one_gpu.words_of(json.loads(a.words)))
-    report = {"same": same, "models": models, "modes": modes, "start": start, "read": read}[a.what](a)
+    kinds = {"same": same, "models": models, "modes": modes, "start": start, "split": split, "read": read}
+    report = kinds[a.what](a)
     if a.out:
         write(a.out, report)
     print(said := verdict(report), flush=True)
@@ -240,9 +252,56 @@ def start(a: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
+def split(a: argparse.Namespace) -> dict[str, Any]:
+    """Starts of large artifacts by their stages; the parts of each sum are the functions' own times."""
+    report: dict[str, Any] = {"failed": False, "starts": {}}
+    for size in a.sizes:
+        artifact = large(a.work, size)
+        torch.cuda.empty_cache()
+        for engine in starts_of(artifact, a):
+            found = engine.run()
+            report["failed"] |= "failed" in found
+            report["starts"][engine.name] = found
+            print("\n".join([engine.name, *stage_lines(found)]), flush=True)
+            if a.out:
+                write(a.out, report)
+        shutil.rmtree(artifact)
+    return report
+
+
+def starts_of(artifact: Path, a: argparse.Namespace) -> Iterator[Engine]:
+    """Engines with no kernels, with Humming's cache, and with an empty cache and the folder of `hqconv warm`."""
+    words = ["--words", a.words]
+    for name in a.kernels:
+        cache = artifact.with_name(f"{artifact.name}-cache{'-empty' if name == 'warm' else ''}")
+        variables = {"HUMMING_CACHE_DIR": str(cache)}
+        if name == "warm":
+            begun = time.perf_counter()
+            command = [sys.executable, "-m", "hqconv", "warm", str(artifact)]
+            done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
+            print(f"hqconv warm: {time.perf_counter() - begun:.1f} s, exit {done.returncode}", done.stderr[-500:])
+        yield Engine(f"{artifact.name}, kernels: {name}", artifact, words, variables, STAGES_SCRIPT)
+
+
+def stage_lines(found: dict[str, Any]) -> list[str]:
+    """A start as text: totals, then each stage."""
+    if "failed" in found:
+        return [str(line) for line in found["failed"]]
+    totals = ("first_token_s", "second_token_s", "load_s", "engine_s", "not_split_s", "gpu_bytes", "not_watched")
+    lines = [f"  {key}: {found[key]}" for key in totals]
+    lines += [
+        f"  {one['seconds']:9.3f} s  {one['owner']}: {one['what']} ({one['function']})" for one in found["stages"]
+    ]
+    return [*lines, *(f"  {line}" for line in found["said"])]
+
+
 def read(a: argparse.Namespace) -> dict[str, Any]:
     """Rates of reading rank files, ours beside the limit."""
     return bench_reading.read(a.work, a.size, a.runs)
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(one) for one in text.split(",")]
 
 
 if __name__ == "__main__":

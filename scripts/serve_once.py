@@ -39,7 +39,7 @@ def main() -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     found: dict[str, Any] = {}
     if a.tp == 1:
-        _watch_loading(found, a.profile)
+        watch_loading(found, a.profile)
     from vllm import LLM, SamplingParams
 
     found["imported_s"] = time.time() - begun_s
@@ -87,7 +87,7 @@ def main() -> None:
             found["rounds"].append(ask())
             found["maps"].append(llm.collective_rpc(expert_map))
     found["answered_s"] = time.time() - begun_s
-    _write(a.report, json.dumps(found))
+    write_report(a.report, json.dumps(found))
     os._exit(0)  # engines take seconds to end; who started this ends its children
 
 
@@ -98,7 +98,7 @@ def expert_map(worker: Any) -> list[list[int]]:
     return places
 
 
-def _write(path: Path, text: str) -> None:
+def write_report(path: Path, text: str) -> None:
     """At once: who waits for the file finds it whole."""
     path.with_name(f"{path.name}.part").write_text(text, encoding="utf-8")
     path.with_name(f"{path.name}.part").replace(path)
@@ -109,7 +109,7 @@ def _answer(output: Any) -> list[list[float]]:
     return [[t, lp[t].logprob] for t, lp in zip(output.token_ids, output.logprobs, strict=True)]
 
 
-def _watch_loading(found: dict[str, Any], with_profile: bool) -> None:
+def watch_loading(found: dict[str, Any], with_profile: bool) -> None:
     """Note when the model was loaded, how long it took, and the memory that this took."""
     import torch
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import hqconv
 from hqconv.schemas import artifact_names as names
+from scripts.large_artifact import grow
 from scripts.shared import make_source
 
 
@@ -69,6 +71,25 @@ def convert(a: argparse.Namespace, source: Path, schema: str, layout: names.Layo
     out: Path = a.work / f"{source.name}-{schema}-{layout}-tp{grid['tp']}-ep{grid['ep']}"
     if not out.exists():
         hqconv.convert(source, out, schema=schema, layout=layout, dtype=a.dtype, target="sm90", **grid)
+    return out
+
+
+LARGE = {"intermediate": 1536, "hidden": 4096, "experts": 128, "top_k": 8}  # layers of Qwen3-235B-A22B
+SMALLER = {**LARGE, "intermediate": 768, "hidden": 2048}  # and of Qwen3-30B-A3B
+
+
+def large(work: Path, size_gb: float) -> Path:
+    """An mxfp4 artifact of about this many GB: one converted layer as often as it takes."""
+    sizes = LARGE if size_gb > 30 else SMALLER
+    source, small, out = work / "one-layer", work / "one-layer-mxfp4", work / f"artifact-{size_gb:g}GB"
+    for folder in (source, small, out):
+        shutil.rmtree(folder, ignore_errors=True)
+    make_source(source, **sizes, layers=1, shard_size="2GB")
+    hqconv.convert(source, small, schema="mxfp4", dtype="bfloat16", target="sm90")
+    shutil.rmtree(source)
+    one = sum(path.stat().st_size for path in (small / names.EXPERTS_FOLDER).rglob("*.safetensors"))
+    grow(small, out, max(1, round(size_gb * 1e9 / one)))
+    shutil.rmtree(small)
     return out
 
 
