@@ -9,7 +9,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,8 +25,9 @@ from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.reload import inplace, layerwise
 
+from hqconv.artifact import tensor_filler
 from hqconv.errors import HqconvError, RequestError, VerificationError
-from hqconv.serving import parameter_loader
+from hqconv.io.piece_reader import PieceReader, Reads
 from hqconv.serving.vllm import reload as reloading
 from hqconv.serving.vllm.plugin import register
 from tests.make import input_scales, small
@@ -302,17 +303,22 @@ def test_a_bad_artifact_changes_nothing(
 
 def fail_after(monkeypatch: pytest.MonkeyPatch, folder: str, num_reads: int) -> None:
     """Reading a folder's rank files fails from a read on, as a disk does that dies."""
-    own, seen = parameter_loader._read, []
+    seen: list[int] = []
 
-    def reading(file: Any, begin: int, views: Any) -> None:
-        if folder in str(file.path):
-            seen.append(begin)
-            if len(seen) > num_reads:
-                raise VerificationError("The disk died.", where=file.name)
-        own(file, begin, views)
+    class Dying(PieceReader):
+        def __init__(self, path: Path, reads: Reads = "auto") -> None:
+            super().__init__(path, reads)
+            self.path = str(path)
 
-    monkeypatch.setattr(parameter_loader, "_read", reading)
-    monkeypatch.setattr(parameter_loader, "PIECE_BYTES", 4096)
+        def fill(self, views: Iterable[memoryview], begin: int) -> int:
+            if folder in self.path:
+                seen.append(begin)
+                if len(seen) > num_reads:
+                    raise OSError("The disk died.")
+            return super().fill(views, begin)
+
+    monkeypatch.setattr(tensor_filler, "PieceReader", Dying)
+    monkeypatch.setattr(tensor_filler, "PIECE_BYTES", 4096)
 
 
 @pytest.mark.parametrize("num_reads", [0, 1, 50, 300])
@@ -457,3 +463,17 @@ def test_parameters_are_back_even_if_the_old_weights_are_not(
         reload(vllm_config, model, models["old1"])
     assert addresses(model) == places
     assert not any(param.is_meta for param in model.parameters())
+
+
+def test_experts_that_move_between_ranks_are_refused(
+    models: dict[str, Path], vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --enable-eplb, also without a path: files have the first map's experts, the router another's."""
+    model = start(vllm_config, models["old0"])
+    before, loads = weights(model), model.loads
+    for layer in model.experts:
+        monkeypatch.setattr(layer.quant_method.moe.moe_parallel_config, "enable_eplb", True)
+    for path in (models["old1"], None):
+        with pytest.raises(RequestError, match="may have moved"):
+            reload(vllm_config, model, path)
+    assert (weights(model), model.loads) == (before, loads)

@@ -32,6 +32,7 @@ from hqconv.serving.other_artifact import (
     other_rank_failed,
     wants_digests,
 )
+from hqconv.serving.vllm.refusals import moved_experts
 
 logger = logging.getLogger("vllm.hqconv")
 _INPLACE = "vllm.model_executor.model_loader.reload.inplace"
@@ -109,7 +110,10 @@ class _Update:
     is_checkpoint_format: bool
 
     def check(self, weights_path: str | None) -> Replacement:
-        """Compare an artifact with the served one. Changes nothing."""
+        """Compare an artifact with the served one. Changes nothing. Raises RequestError also if experts move."""
+        for method in self.methods:
+            if method.moe.moe_parallel_config.enable_eplb:
+                raise moved_experts(method.view, method.stored.name)
         served = self.config.view
         location = served.location if weights_path is None else ArtifactLocation(weights_path)
         return self._checked(served, open_artifact_view(location))
