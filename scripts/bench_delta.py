@@ -1,4 +1,4 @@
-"""Size of a delta, and times of `diff` and `apply`, of an artifact in which some experts changed.
+"""Size of a delta, and times of `diff` and `apply` beside a plain copy, of an artifact in which some experts changed.
 
     python -m scripts.bench_delta FOLDER --share 0.01
 
@@ -61,7 +61,9 @@ def main() -> None:
         shape = ("--layers", args.layers, "--experts", args.experts, "--hidden", "1024", "--intermediate", "512")
         make_checkpoint([str(folder / "model"), *shape])
         hqconv.convert(folder / "model", old, schema=args.schema, target="sm90", device="cpu")
+    begun_s = time.perf_counter()
     new = Path(shutil.copytree(old, folder / "new"))
+    copy_s = time.perf_counter() - begun_s
     manifest, chance = read_manifest(new), random.Random(0)
     for name, layer in manifest.blocks.items():
         chosen = chance.sample(range(layer.num_experts), max(1, round(layer.num_experts * args.share)))
@@ -77,7 +79,8 @@ def main() -> None:
     total = words["num_bytes_of_artifact"]
     row: list[object] = [f"{total / 1e9:.2f} GB", f"{args.share:.1%}", f"{words['num_bytes'] / 1e6:.1f} MB"]
     row += [f"{words['num_bytes'] / total:.2%}", words["num_ranges"], f"{diff_s:.1f} s", f"{apply_s:.1f} s"]
-    print("| artifact | experts changed | delta | of the artifact | ranges | diff | apply |")
+    row.append(f"{copy_s:.1f} s")
+    print("| artifact | experts changed | delta | of the artifact | ranges | diff | apply | copy of the artifact |")
     print("| " + " | ".join(map(str, row)) + " |")
 
 

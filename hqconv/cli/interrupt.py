@@ -226,7 +226,8 @@ def kernel_cases(folder: Path) -> tuple[Case, ...]:
 
 def delta_cases(out: Path, command: str) -> tuple[Case, ...]:
     """Messages while `diff` or `apply` builds a folder, which gets its name at the end."""
-    from hqconv.conversion.delta import DELTA_MANIFEST, side_of
+    from hqconv.artifact.delta_manifest import DELTA_MANIFEST
+    from hqconv.conversion.delta import side_of
     from hqconv.schemas.artifact_names import MANIFEST
 
     folder, name = out.resolve(), _name(out)
