@@ -24,22 +24,25 @@ from hqconv.io.safetensors_header import read_header
 from scripts.make_checkpoint import main as make_checkpoint
 
 
-def change_experts(path: Path, experts: list[int]) -> None:
-    """Replace the bytes of some experts in each tensor of a rank file by random ones."""
+def change_experts(path: Path, experts: list[int], other: Path | None = None) -> None:
+    """Replace the bytes of some experts in each tensor of a rank file: by random ones, or by those of another file."""
     tensors, _, _ = read_header(path)
-    with path.open("r+b") as file:
+    with path.open("r+b") as file, (other or path).open("rb") as found:
         for ref in tensors.values():
             size = ref.num_bytes // ref.shape[0]
             for expert in experts:
-                file.seek(ref.offset_bytes + expert * size)
-                file.write(os.urandom(size))
+                begin = ref.offset_bytes + expert * size
+                found.seek(begin)
+                data = os.urandom(size) if other is None else found.read(size)
+                file.seek(begin)
+                file.write(data)
 
 
 def reseal(root: Path) -> None:
     """Make the manifest and SHA256SUMS fit the changed files."""
     document = json.loads((root / "hqconv.json").read_bytes())
     for name, entry in document["files"].items():
-        entry["sha256"] = sha256_of(root / name)
+        entry |= {"size_bytes": (root / name).stat().st_size, "sha256": sha256_of(root / name)}
     (root / "hqconv.json").write_bytes(sealed(document))
     manifest = read_manifest(root)
     (root / "SHA256SUMS").write_bytes(sums_bytes(manifest.files, manifest.sha256))

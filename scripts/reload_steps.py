@@ -1,7 +1,7 @@
 """Live weights in one engine, step after step: for serve_once.py, which runs in the engine's process.
 
-A step is {"name", "path", "fails_after", "sleeps"}: an artifact or a delta to load in place; the read of its rank
-files after which the disk "dies" (None: it lives); and if the engine sleeps deeply before it.
+A step is {"name", "path", "fails_after", "sleeps"}: an artifact or a delta to load in place (None: what is served);
+the read of its files after which the disk "dies" (None: it lives); and if the engine sleeps deeply before it.
 """
 
 from __future__ import annotations
@@ -63,20 +63,20 @@ def _host_bytes(key: str) -> int:
 
 
 @contextmanager
-def _dying(path: str, num_reads: int | None) -> Iterator[None]:
+def _dying(path: str | None, num_reads: int | None) -> Iterator[None]:
     """Let reads of an artifact's rank files fail after so many, as a disk does that dies."""
-    if num_reads is None:
+    if path is None or num_reads is None:
         yield
         return
     tensor_filler: Any = importlib.import_module("hqconv.artifact.tensor_filler")
-    own, left = tensor_filler.PieceReader, [num_reads]
+    own, left, folder = tensor_filler.PieceReader, [num_reads], Path(path)
 
     class Dying(own):  # type: ignore[misc, valid-type]
         """The reader of a disk that dies."""
 
         def __init__(self, file: Path, *words: Any) -> None:
             super().__init__(file, *words)
-            self.is_on_it = Path(path) in Path(file).parents
+            self.is_on_it = folder in Path(file).parents
 
         def fill(self, *words: Any) -> Any:
             self._count()

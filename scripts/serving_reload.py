@@ -1,8 +1,8 @@
 """Live weights on the GPUs of this machine: `check_serving.py reload`.
 
 One engine takes the weights of other artifacts in place, one after the other, and must answer with the bits of an
-engine that was started with each; bad artifacts are refused, and the answers stay. With eager execution, there also
-after a deep sleep, and with CUDA graphs.
+engine that was started with each; bad artifacts are refused, and the answers stay. Also a delta of two in a hundred
+experts on what is served. With eager execution, there also after a deep sleep, and with CUDA graphs.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import argparse
 import json
 import os
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import hqconv
+from hqconv.artifact.manifest import read_manifest
+from hqconv.io.safetensors_header import read_header
 from hqconv.schemas import artifact_names as names
+from scripts.bench_delta import change_experts, reseal
 from scripts.engines import Engine, run_all
 from scripts.serving_answers import write
 from scripts.shared import make_source
@@ -28,7 +30,9 @@ WAYS: dict[str, dict[str, Any]] = {
 SIZES = ("hidden", "intermediate", "layers", "experts", "dtype")
 ALONE = {"VLLM_DISABLE_COMPILE_CACHE": "1"}  # engines start beside each other
 NUM_READS = 2  # of a file, before the disk "dies"
-REFUSED = ("header", "cut", "dies")
+SHARE = 0.02  # of the experts of every layer are changed by the delta
+FRESH = ("second", "mse", "changed")  # artifacts that engines start with, to be compared with
+DAMAGED = ("header", "cut")
 AGAIN = "weights of before again"  # words of the error after the old weights were read again
 
 
@@ -43,7 +47,7 @@ def check(a: argparse.Namespace) -> dict[str, Any]:
         found[engine.name] = answers
         print(engine.name, *answers.get("failed", [f"{answers.get('process_s', 0):.0f} s"]), sep="\n    ", flush=True)
     for way in a.ways:
-        report["steps"][way] = judged = judge(way, found)
+        report["steps"][way] = judged = judge(way, steps_of(a, artifacts, way), found)
         report["failed"] |= not (judged and all(step["good"] for step in judged.values()))
         load = {key: found[f"{way}, reloaded"].get(key) for key in LOADED}
         print(way, "the first load:", load, flush=True)
@@ -67,7 +71,11 @@ def make_artifacts(a: argparse.Namespace) -> dict[str, Path]:
             make_source(source, **{key: getattr(a, key) for key in SIZES}, seed=seed, distinct_layers=2)
         found[word] = converted(a, source, f"reload-{word}", **grid)
     found["mse"] = converted(a, a.work / "reload-source-0", "reload-mse", quantizer="mse", **grid)
-    for kind in REFUSED[:2]:
+    found["changed"] = changed(found["first"], found["second"], a.work / "reload-changed")
+    found["delta"] = a.work / "reload-delta"
+    if not found["delta"].exists():
+        hqconv.diff(found["first"], found["changed"], found["delta"])
+    for kind in DAMAGED:
         found[kind] = damaged(found["second"], a.work / f"reload-{kind}", kind)
     return found
 
@@ -77,6 +85,20 @@ def converted(a: argparse.Namespace, source: Path, name: str, **words: Any) -> P
     out: Path = a.work / name
     if not out.exists():
         hqconv.convert(source, out, schema=a.schemas[0], dtype=a.dtype, target="sm90", device=a.device, **words)
+    return out
+
+
+def changed(first: Path, second: Path, out: Path) -> Path:
+    """A copy of the first artifact in which some experts of every layer are the second's."""
+    if out.exists():
+        return out
+    shutil.copytree(first, out)
+    layers = read_manifest(out).blocks
+    for path in (out / names.EXPERTS_FOLDER).rglob("*.safetensors"):
+        num_experts = min(ref.shape[0] for ref in read_header(path)[0].values() if ref.shape[0] > 1)
+        assert path.stem in layers
+        change_experts(path, list(range(max(1, round(num_experts * SHARE)))), second / path.relative_to(out))
+    reseal(out)
     return out
 
 
@@ -99,15 +121,29 @@ def rank_bytes(artifact: Path) -> int:
 
 
 def steps_of(a: argparse.Namespace, artifacts: dict[str, Path], way: str) -> list[dict[str, Any]]:
-    """What the engine that begins with the first artifact is told, in order."""
-    kinds: list[tuple[str, str, dict[str, Any]]] = [("second", "second", {}), ("first again", "first", {})]
-    kinds += [(kind, kind, {}) for kind in REFUSED[:2]]
+    """What the engine that begins with the first artifact is told, in order.
+
+    wanted: the artifact whose answers must follow. error: words of the refusal, if there must be one.
+    """
+    steps = [step("second", "second"), step("first again", "first")]
     if a.tp == 1:  # else the disk is another process's
-        kinds.append(("dies", "second", {"fails_after": NUM_READS}))
-    kinds.append(("mse", "mse", {}))
+        steps.append(step("delta, the disk dies", "delta", wanted="first", error=AGAIN, fails_after=0))
+    steps.append(step("delta", "delta", wanted="changed"))
     if way == "eager":
-        kinds.append(("second after a deep sleep", "second", {"sleeps": True}))
-    return [{"name": name, "path": str(artifacts[which]), **words} for name, which, words in kinds]
+        steps.append(step("the same after a deep sleep", None, wanted="changed", sleeps=True))
+    steps.append(step("first after the delta", "first"))
+    steps += [step(kind, kind, wanted="first", error="damaged") for kind in DAMAGED]
+    if a.tp == 1:
+        steps.append(step("second, the disk dies", "second", wanted="first", error=AGAIN, fails_after=NUM_READS))
+    steps.append(step("mse", "mse"))
+    if way == "eager":
+        steps.append(step("second after a deep sleep", "second", sleeps=True))
+    return [{**one, "path": one["path"] and str(artifacts[one["path"]])} for one in steps]
+
+
+def step(name: str, path: str | None, **words: Any) -> dict[str, Any]:
+    """One step; the answers that must follow are those of the artifact itself unless `wanted` says other."""
+    return {"name": name, "path": path, "wanted": path, "error": None, **words}
 
 
 def engines_of(a: argparse.Namespace, artifacts: dict[str, Path], way: str) -> list[Engine]:
@@ -117,29 +153,22 @@ def engines_of(a: argparse.Namespace, artifacts: dict[str, Path], way: str) -> l
     steps = json.dumps(steps_of(a, artifacts, way))
     return [
         Engine(f"{way}, reloaded", artifacts["first"], [*arguments, "--reload", steps], dict(ALONE)),
-        *(Engine(f"{way}, {word}", artifacts[word], arguments, dict(ALONE)) for word in ("second", "mse")),
+        *(Engine(f"{way}, {word}", artifacts[word], arguments, dict(ALONE)) for word in FRESH),
     ]
 
 
-def judge(way: str, found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def judge(way: str, steps: list[dict[str, Any]], found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Every step, and if it was as it must be; nothing if an engine did not run."""
     if any("failed" in answers for name, answers in found.items() if name.startswith(f"{way},")):
         return {}
     begun = found[f"{way}, reloaded"]
-    fresh = {"first": begun, "second": found[f"{way}, second"], "mse": found[f"{way}, mse"]}
+    fresh = {"first": begun, **{word: found[f"{way}, {word}"] for word in FRESH}}
     distinct = {json.dumps(one["answers"]) for one in fresh.values()}
     judged: dict[str, dict[str, Any]] = {"distinct": {"good": len(distinct) == len(fresh)}}
-    for step in begun["reloads"]:
-        name, error = step["name"], step.get("error")
-        wanted = fresh["first" if name in REFUSED else name.split()[0]]
-        is_same = step["answers"] == wanted["answers"] and step["first"] == wanted["first"]
-        is_told = (error is None) if name not in REFUSED else _is_refused(name, str(error))
-        numbers = {key: value for key, value in step.items() if key not in ("name", "answers", "first")}
-        judged[name] = {"good": is_same and is_told, "same_bits": is_same, **numbers}
+    for told, seen in zip(steps, begun["reloads"], strict=True):
+        wanted, error = fresh[told["wanted"]], seen.get("error")
+        is_same = seen["answers"] == wanted["answers"] and seen["first"] == wanted["first"]
+        is_told = error is None if told["error"] is None else told["error"] in str(error)
+        numbers = {key: value for key, value in seen.items() if key not in ("name", "answers", "first")}
+        judged[told["name"]] = {"good": is_same and is_told, "same_bits": is_same, **numbers}
     return judged
-
-
-def _is_refused(name: str, error: str) -> bool:
-    """With the words for it, whichever process raised it."""
-    words: Sequence[str] = (AGAIN,) if name == "dies" else ("damaged",)
-    return all(word in error for word in words)

@@ -23,54 +23,56 @@ def answers_of(number: int) -> dict[str, Any]:
     return {"answers": [[[number, -0.5]]], "first": [{"1": -0.5 * number}]}
 
 
-ARTIFACTS = {name: Path(name) for name in ("first", "second", "mse", "header", "cut")}
-NUMBERS = {"first": 1, "second": 2, "mse": 3}
-ERRORS = {"header": "a file is damaged", "cut": "a file is damaged", "dies": "it has its weights of before again"}
+NAMES = ("first", "second", "mse", "changed")
+ARTIFACTS = {name: Path(name) for name in (*NAMES, "delta", "header", "cut")}
+STEPS = serving_reload.steps_of(Namespace(tp=1), ARTIFACTS, "eager")
 
 
 def good() -> dict[str, dict[str, Any]]:
     """What engines report where all is as it must be."""
-    found = {f"eager, {name}": answers_of(NUMBERS[name]) for name in ("second", "mse")}
-    steps = serving_reload.steps_of(Namespace(tp=1), ARTIFACTS, "eager")
-    reloads = []
-    for step in steps:
-        which = "first" if step["name"] in ERRORS else step["name"].split()[0]
-        error = {"error": ERRORS[step["name"]]} if step["name"] in ERRORS else {}
-        reloads.append({"name": step["name"], "seconds": 1.0, **answers_of(NUMBERS[which]), **error})
-    found["eager, reloaded"] = {**answers_of(1), "reloads": reloads}
+    answers = {name: answers_of(number) for number, name in enumerate(NAMES)}
+    found: dict[str, dict[str, Any]] = {f"eager, {name}": answers[name] for name in NAMES[1:]}
+    errors = [{"error": f"RequestError: {step['error']}"} if step["error"] else {} for step in STEPS]
+    reloads = [{"seconds": 1.0, **answers[s["wanted"]], **error} for s, error in zip(STEPS, errors, strict=True)]
+    found["eager, reloaded"] = {**answers["first"], "reloads": reloads}
     return found
 
 
+def judged(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return serving_reload.judge("eager", STEPS, found)
+
+
 def test_all_as_it_must_be() -> None:
-    judged = serving_reload.judge("eager", good())
-    assert len(judged) == 8
-    assert all(step["good"] for step in judged.values())
+    steps = judged(good())
+    assert list(steps) == ["distinct", *(step["name"] for step in STEPS)]
+    assert all(step["good"] for step in steps.values())
 
 
 @pytest.mark.parametrize(
     ("step", "changes"),
     [
-        ("second", answers_of(1)),
+        ("second", answers_of(0)),
         ("second", {"error": "no"}),
         ("first again", {"first": [{"1": -0.1}]}),
+        ("delta", answers_of(0)),
         ("cut", {"error": None}),
-        ("cut", answers_of(2)),
-        ("dies", {"error": "must not serve any more"}),
+        ("cut", answers_of(1)),
+        ("second, the disk dies", {"error": "must not serve any more"}),
         ("second after a deep sleep", answers_of(3)),
     ],
 )
 def test_one_wrong_step_is_seen(step: str, changes: dict[str, Any]) -> None:
     found = copy.deepcopy(good())
-    next(one for one in found["eager, reloaded"]["reloads"] if one["name"] == step).update(changes)
-    judged = serving_reload.judge("eager", found)
-    assert [name for name, one in judged.items() if not one["good"]] == [step]
+    number = [one["name"] for one in STEPS].index(step)
+    found["eager, reloaded"]["reloads"][number].update(changes)
+    assert [name for name, one in judged(found).items() if not one["good"]] == [step]
 
 
 def test_artifacts_that_answer_alike_prove_nothing() -> None:
     found = good()
-    found["eager, mse"] = answers_of(2)
-    assert not serving_reload.judge("eager", found)["distinct"]["good"]
-    assert serving_reload.judge("eager", {**found, "eager, second": {"failed": ["why"]}}) == {}
+    found["eager, mse"] = answers_of(2) | found["eager, second"]
+    assert not judged(found)["distinct"]["good"]
+    assert judged({**found, "eager, second": {"failed": ["why"]}}) == {}
 
 
 class Engine:
