@@ -10,10 +10,9 @@ from pathlib import Path
 
 from hqconv.artifact.manifest import Entry, FileEntry, digest_of, is_path_inside
 from hqconv.errors import HqconvError, RequestError, VerificationError
-from hqconv.schemas.artifact_names import MANIFEST
+from hqconv.schemas.artifact_names import DELTA, MANIFEST
 from hqconv.schemas.untrusted_files import MAX_LIST_BYTES, parse_json, read_regular
 
-DELTA_MANIFEST = "hqconv-delta.json"
 DELTA_VERSION = 1
 PAYLOADS = "files"  # folder of the bytes
 _AGAIN = "Copy the delta again from where it is whole, or make it again with `hqconv diff`."
@@ -48,22 +47,22 @@ class DeltaManifest(Entry):
 
 def is_delta(root: Path) -> bool:
     """Return whether a folder holds a finished delta."""
-    return (root / DELTA_MANIFEST).is_file()
+    return (root / DELTA).is_file()
 
 
 def read_delta(root: Path) -> DeltaManifest:
     """Read and check the manifest of a delta. Raises RequestError if there is none, VerificationError if damaged."""
-    path = root / DELTA_MANIFEST
+    path = root / DELTA
     if not is_delta(root):
         raise RequestError(
             "This is not a delta.",
             where=str(root),
-            expected=f"a folder with {DELTA_MANIFEST}",
+            expected=f"a folder with {DELTA}",
             remedy="Name the folder that `hqconv diff` wrote; an unfinished one is made again by the same command.",
         )
     try:
         raw = read_regular(path, MAX_LIST_BYTES)
-        manifest = DeltaManifest.from_dict(parse_json(raw), DELTA_MANIFEST)
+        manifest = DeltaManifest.from_dict(parse_json(raw), DELTA)
     except (OSError, ValueError) as error:
         raise bad_delta(path, "a JSON document", error) from error
     except HqconvError as error:

@@ -18,15 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hqconv import __version__
-from hqconv.artifact.delta_manifest import (
-    DELTA_MANIFEST,
-    DELTA_VERSION,
-    PAYLOADS,
-    DeltaFile,
-    DeltaManifest,
-    bad_delta,
-    read_delta,
-)
+from hqconv.artifact.delta_manifest import DELTA_VERSION, PAYLOADS, DeltaFile, DeltaManifest, bad_delta, read_delta
 from hqconv.artifact.manifest import FileEntry, Manifest, read_manifest, sealed
 from hqconv.errors import HqconvError, InputError, OutputError, RequestError, VerificationError, first_few
 from hqconv.io.durable_files import (
@@ -41,7 +33,7 @@ from hqconv.io.durable_files import (
 )
 from hqconv.io.file_access import sha256_of
 from hqconv.io.safetensors_header import LENGTH_BYTES, read_header
-from hqconv.schemas.artifact_names import CARD, EXPERTS_FOLDER, MANIFEST, PARTIAL, SUMS
+from hqconv.schemas.artifact_names import CARD, DELTA, EXPERTS_FOLDER, MANIFEST, PARTIAL, SUMS
 from hqconv.schemas.untrusted_files import open_regular
 
 _BLOCK_BYTES = 1 << 20  # of a tensor outside of the experts: the smallest range that is compared by itself
@@ -67,7 +59,7 @@ def diff(old: Path, new: Path, out: Path, *, num_threads: int = 1) -> dict[str, 
     listed = _all_files(new, after)
     by_digest = {entry.sha256: path for path, entry in before.files.items() if path not in _OWN}
     changed = [path for path, entry in listed.items() if path in _OWN or entry.sha256 not in by_digest]
-    names = {DELTA_MANIFEST, *(f"{PAYLOADS}/{path}" for path in changed)}
+    names = {DELTA, *(f"{PAYLOADS}/{path}" for path in changed)}
     with _building(out, names, "diff") as side:
         check_space(side, 0)
 
@@ -91,7 +83,7 @@ def diff(old: Path, new: Path, out: Path, *, num_threads: int = 1) -> dict[str, 
             result=after.sha256,
             files={path: files[path] for path in sorted(files)},
         )
-        _write(side, DELTA_MANIFEST, [sealed(manifest.to_dict())])
+        _write(side, DELTA, [sealed(manifest.to_dict())])
     return _described(out, manifest)
 
 
