@@ -1,4 +1,4 @@
-"""Size of a delta, and times of `diff` and `apply`, of an artifact in which some experts changed.
+"""Size of a delta, and times of `diff` and `apply` beside a plain copy, of an artifact in which some experts changed.
 
     python -m scripts.bench_delta FOLDER --share 0.01
 
@@ -24,22 +24,25 @@ from hqconv.io.safetensors_header import read_header
 from scripts.make_checkpoint import main as make_checkpoint
 
 
-def change_experts(path: Path, experts: list[int]) -> None:
-    """Replace the bytes of some experts in each tensor of a rank file by random ones."""
+def change_experts(path: Path, experts: list[int], other: Path | None = None) -> None:
+    """Replace the bytes of some experts in each tensor of a rank file: by random ones, or by those of another file."""
     tensors, _, _ = read_header(path)
-    with path.open("r+b") as file:
+    with path.open("r+b") as file, (other or path).open("rb") as found:
         for ref in tensors.values():
             size = ref.num_bytes // ref.shape[0]
             for expert in experts:
-                file.seek(ref.offset_bytes + expert * size)
-                file.write(os.urandom(size))
+                begin = ref.offset_bytes + expert * size
+                found.seek(begin)
+                data = os.urandom(size) if other is None else found.read(size)
+                file.seek(begin)
+                file.write(data)
 
 
 def reseal(root: Path) -> None:
     """Make the manifest and SHA256SUMS fit the changed files."""
     document = json.loads((root / "hqconv.json").read_bytes())
     for name, entry in document["files"].items():
-        entry["sha256"] = sha256_of(root / name)
+        entry |= {"size_bytes": (root / name).stat().st_size, "sha256": sha256_of(root / name)}
     (root / "hqconv.json").write_bytes(sealed(document))
     manifest = read_manifest(root)
     (root / "SHA256SUMS").write_bytes(sums_bytes(manifest.files, manifest.sha256))
@@ -61,7 +64,9 @@ def main() -> None:
         shape = ("--layers", args.layers, "--experts", args.experts, "--hidden", "1024", "--intermediate", "512")
         make_checkpoint([str(folder / "model"), *shape])
         hqconv.convert(folder / "model", old, schema=args.schema, target="sm90", device="cpu")
+    begun_s = time.perf_counter()
     new = Path(shutil.copytree(old, folder / "new"))
+    copy_s = time.perf_counter() - begun_s
     manifest, chance = read_manifest(new), random.Random(0)
     for name, layer in manifest.blocks.items():
         chosen = chance.sample(range(layer.num_experts), max(1, round(layer.num_experts * args.share)))
@@ -77,7 +82,8 @@ def main() -> None:
     total = words["num_bytes_of_artifact"]
     row: list[object] = [f"{total / 1e9:.2f} GB", f"{args.share:.1%}", f"{words['num_bytes'] / 1e6:.1f} MB"]
     row += [f"{words['num_bytes'] / total:.2%}", words["num_ranges"], f"{diff_s:.1f} s", f"{apply_s:.1f} s"]
-    print("| artifact | experts changed | delta | of the artifact | ranges | diff | apply |")
+    row.append(f"{copy_s:.1f} s")
+    print("| artifact | experts changed | delta | of the artifact | ranges | diff | apply | copy of the artifact |")
     print("| " + " | ".join(map(str, row)) + " |")
 
 

@@ -11,10 +11,15 @@ import json
 import os
 import pstats
 import resource
+import sys
 import time
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts import reload_steps
 
 PROMPTS = [[5, 17, 200, 31, 99, 404, 12, 8], list(range(3, 103)), [7] * 33, [1, 900, 2, 800, 3]]
 TOKENS = 12
@@ -30,6 +35,7 @@ def main() -> None:
     parser.add_argument("--ep", action="store_true", help="expert parallelism over the --tp ranks")
     parser.add_argument("--sleep", action="store_true", help="ask again after sleeping, lightly and deeply")
     parser.add_argument("--eplb-rounds", type=int, default=0, help="ask so often again while EPLB moves experts")
+    parser.add_argument("--reload", type=json.loads, default=[], help="steps of reload_steps.py, as JSON")
     parser.add_argument("--profile", action="store_true", help="print what loading spends its time on")
     parser.add_argument("--memory", type=float, default=0.15, help="gpu_memory_utilization")
     parser.add_argument("--words", type=json.loads, default={}, help="more arguments of vllm.LLM, as JSON")
@@ -43,21 +49,20 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     found["imported_s"] = time.time() - begun_s
-    llm = LLM(
-        str(a.model),
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        max_model_len=512,
-        max_num_seqs=8,
-        seed=0,
-        enable_prefix_caching=False,  # which would make the second answers another computation
-        kv_cache_memory_bytes=2 << 30,  # not by what is free: engines start beside each other
-        gpu_memory_utilization=a.memory,
-        tensor_parallel_size=a.tp,
-        enable_expert_parallel=a.ep,
-        enable_sleep_mode=a.sleep,
-        **a.words,
-    )
+    words: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "max_model_len": 512,
+        "max_num_seqs": 8,
+        "seed": 0,
+        "enable_prefix_caching": False,  # which would make the second answers another computation
+        "kv_cache_memory_bytes": 2 << 30,  # not by what is free: engines start beside each other
+        "gpu_memory_utilization": a.memory,
+        "tensor_parallel_size": a.tp,
+        "enable_expert_parallel": a.ep,
+        "enable_sleep_mode": a.sleep,
+    }
+    llm = LLM(str(a.model), **{**words, **a.words})
     found["engine_s"] = time.time() - begun_s
     if "loaded_at" in found:
         found["loaded_s"] = found.pop("loaded_at") - begun_s
@@ -86,6 +91,10 @@ def main() -> None:
         for _ in range(a.eplb_rounds):
             found["rounds"].append(ask())
             found["maps"].append(llm.collective_rpc(expert_map))
+    if a.reload:
+        first = found["first"]
+        found["reloads"] = reload_steps.run(llm, a.reload, lambda: (ask(), found["first"]), in_process=a.tp == 1)
+        found["first"] = first
     found["answered_s"] = time.time() - begun_s
     write_report(a.report, json.dumps(found))
     os._exit(0)  # engines take seconds to end; who started this ends its children

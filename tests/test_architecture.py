@@ -113,7 +113,7 @@ HEAVY = ("torch", "numpy", "numba", "humming", "transformers", "huggingface_hub"
 # `serving/warm` is no part of a server, its store of compiled kernels aside.
 SERVER_WITHOUT_VLLM = (
     *("artifact_view", "artifact_location", "server_compatibility", "chosen_engine", "rank_file", "parameter_loader"),
-    "other_artifact",
+    *("other_artifact", "delta_on_base"),
     *(
         "vllm.activations",
         "vllm.layer_names",

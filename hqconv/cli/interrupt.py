@@ -226,12 +226,12 @@ def kernel_cases(folder: Path) -> tuple[Case, ...]:
 
 def delta_cases(out: Path, command: str) -> tuple[Case, ...]:
     """Messages while `diff` or `apply` builds a folder, which gets its name at the end."""
-    from hqconv.conversion.delta import DELTA_MANIFEST, side_of
-    from hqconv.schemas.artifact_names import MANIFEST
+    from hqconv.conversion.delta import side_of
+    from hqconv.schemas.artifact_names import DELTA, MANIFEST
 
     folder, name = out.resolve(), _name(out)
     unfinished = f"Interrupted. {name} is not there yet; run the same command again to continue."
-    last = DELTA_MANIFEST if command == "diff" else MANIFEST
+    last = DELTA if command == "diff" else MANIFEST
     return (
         (unfinished, f":{side_of(folder, command)}"),
         (f"Interrupted. {name} is finished.", f":{folder / last}"),

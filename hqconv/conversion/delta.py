@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from hqconv import __version__
-from hqconv.artifact.manifest import Entry, FileEntry, Manifest, digest_of, is_path_inside, read_manifest, sealed
+from hqconv.artifact.delta_manifest import DELTA_VERSION, PAYLOADS, DeltaFile, DeltaManifest, bad_delta, read_delta
+from hqconv.artifact.manifest import FileEntry, Manifest, read_manifest, sealed
 from hqconv.errors import HqconvError, InputError, OutputError, RequestError, VerificationError, first_few
 from hqconv.io.durable_files import (
     FileRecord,
@@ -32,44 +33,13 @@ from hqconv.io.durable_files import (
 )
 from hqconv.io.file_access import sha256_of
 from hqconv.io.safetensors_header import LENGTH_BYTES, read_header
-from hqconv.schemas.artifact_names import CARD, EXPERTS_FOLDER, MANIFEST, PARTIAL, SUMS
-from hqconv.schemas.untrusted_files import MAX_LIST_BYTES, open_regular, parse_json, read_regular
+from hqconv.schemas.artifact_names import CARD, DELTA, EXPERTS_FOLDER, MANIFEST, PARTIAL, SUMS
+from hqconv.schemas.untrusted_files import open_regular
 
-DELTA_MANIFEST = "hqconv-delta.json"
-DELTA_VERSION = 1
-_PAYLOADS = "files"
 _BLOCK_BYTES = 1 << 20  # of a tensor outside of the experts: the smallest range that is compared by itself
 _CHUNK_BYTES = 4 << 20
 _OWN = (MANIFEST, SUMS, CARD)  # files that no manifest lists, or that people edit: always whole
-_AGAIN = "Copy the delta again from where it is whole, or make it again with `hqconv diff`."
 _CONTINUE = "Free the space or mend the folder, then run the same command again: it goes on."
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeltaFile(Entry):
-    """A file of the result. base: the base's file that it is made from; None for a file that the delta has whole.
-
-    ranges: [begin, end] of the bytes that come from the delta, in order. payload: the delta's file with these bytes.
-    """
-
-    size_bytes: int
-    sha256: str
-    base: str | None = None
-    ranges: list[list[int]] | None = None
-    payload: FileEntry | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeltaManifest(Entry):
-    """The description of a delta. base, result: SHA-256 of both artifacts' hqconv.json. files: all of the result."""
-
-    kind: str
-    format_version: int
-    hqconv_version: str
-    base: str
-    result: str
-    files: dict[str, DeltaFile]
-    digest: str | None = None
 
 
 # --- the delta of two artifacts -----------------------------------------------------------------------------
@@ -89,7 +59,7 @@ def diff(old: Path, new: Path, out: Path, *, num_threads: int = 1) -> dict[str, 
     listed = _all_files(new, after)
     by_digest = {entry.sha256: path for path, entry in before.files.items() if path not in _OWN}
     changed = [path for path, entry in listed.items() if path in _OWN or entry.sha256 not in by_digest]
-    names = {DELTA_MANIFEST, *(f"{_PAYLOADS}/{path}" for path in changed)}
+    names = {DELTA, *(f"{PAYLOADS}/{path}" for path in changed)}
     with _building(out, names, "diff") as side:
         check_space(side, 0)
 
@@ -113,7 +83,7 @@ def diff(old: Path, new: Path, out: Path, *, num_threads: int = 1) -> dict[str, 
             result=after.sha256,
             files={path: files[path] for path in sorted(files)},
         )
-        _write(side, DELTA_MANIFEST, [sealed(manifest.to_dict())])
+        _write(side, DELTA, [sealed(manifest.to_dict())])
     return _described(out, manifest)
 
 
@@ -177,7 +147,7 @@ def _compared(side: Path, old: _Side, new: _Side, path: str, base: str | None) -
         if base:
             old.check(path, digests[0].hexdigest())
 
-    record = _write(side, f"{_PAYLOADS}/{path}", chunks())
+    record = _write(side, f"{PAYLOADS}/{path}", chunks())
     payload = FileEntry(size_bytes=record.size_bytes, sha256=record.sha256)
     return DeltaFile(size_bytes=size_bytes, sha256=sha256, base=base, ranges=ranges, payload=payload)
 
@@ -279,50 +249,6 @@ def apply_delta(base: Path, delta: Path, out: Path, *, num_threads: int = 1) -> 
     return {**words, "was_finished": False}
 
 
-def read_delta(root: Path) -> DeltaManifest:
-    """Read and check the manifest of a delta. Raises RequestError if there is none, VerificationError if damaged."""
-    path = root / DELTA_MANIFEST
-    if not path.is_file():
-        raise RequestError(
-            "This is not a delta.",
-            where=str(root),
-            expected=f"a folder with {DELTA_MANIFEST}",
-            remedy="Name the folder that `hqconv diff` wrote; an unfinished one is made again by the same command.",
-        )
-    try:
-        raw = read_regular(path, MAX_LIST_BYTES)
-        manifest = DeltaManifest.from_dict(parse_json(raw), DELTA_MANIFEST)
-    except (OSError, ValueError) as error:
-        raise _bad_delta(path, "a JSON document", error) from error
-    except HqconvError as error:
-        raise _bad_delta(f"{root}/{error.where}", error.expected, error.found) from error
-    if manifest.kind != "delta" or manifest.format_version != DELTA_VERSION:
-        what, found = "The delta was made by another version of hqconv.", f"{manifest.kind} {manifest.format_version}"
-        raise RequestError(what, where=str(path), expected=DELTA_VERSION, found=found, remedy="Upgrade hqconv.")
-    if manifest.digest is None or manifest.digest != digest_of(raw):
-        raise _bad_delta(path, f"the digest {manifest.digest}", digest_of(raw))
-    for name, file in manifest.files.items():
-        _check_file(path, name, file)
-    if manifest.files.get(MANIFEST, DeltaFile(size_bytes=0, sha256="")).sha256 != manifest.result:
-        raise _bad_delta(path, f"{MANIFEST} with the digest of the result", "another")
-    return manifest
-
-
-def _check_file(path: Path, name: str, file: DeltaFile) -> None:
-    """Check names and ranges: they come from a file of others."""
-    where, position, num_bytes = f"{path}: {name}", 0, 0
-    for one in (name, file.base or name):
-        if not is_path_inside(one):
-            raise _bad_delta(where, "a path inside the artifact", repr(one)[:80])
-    for span in file.ranges or ():
-        if len(span) != 2 or not position <= span[0] < span[1] <= file.size_bytes:
-            raise _bad_delta(where, "ranges in order, inside the file", str(span)[:80])
-        position, num_bytes = span[1], num_bytes + span[1] - span[0]
-    is_covered = file.base is not None or num_bytes == file.size_bytes
-    if not is_covered or num_bytes != (0 if file.payload is None else file.payload.size_bytes):
-        raise _bad_delta(where, "ranges that fit the bytes of the file", num_bytes)
-
-
 def _check_parts(base: Path, found: Manifest, delta: Path, manifest: DeltaManifest) -> None:
     """Compare the sizes of all files that will be read, before anything is written."""
     for name, file in manifest.files.items():
@@ -331,13 +257,13 @@ def _check_parts(base: Path, found: Manifest, delta: Path, manifest: DeltaManife
             if entry is None or size_of(base / file.base) != entry.size_bytes:
                 expected = "no such file" if entry is None else f"{entry.size_bytes} bytes"
                 raise _damaged(base / file.base, expected, size_of(base / file.base))
-        if file.payload is not None and size_of(place := delta / _PAYLOADS / name) != file.payload.size_bytes:
-            raise _bad_delta(place, f"{file.payload.size_bytes} bytes", size_of(place))
+        if file.payload is not None and size_of(place := delta / PAYLOADS / name) != file.payload.size_bytes:
+            raise bad_delta(place, f"{file.payload.size_bytes} bytes", size_of(place))
 
 
 def _make(side: Path, base: Path, delta: Path, name: str, file: DeltaFile) -> None:
     """Write one file of the result from the base's bytes and the delta's. Raises VerificationError for other bytes."""
-    payload = delta / _PAYLOADS / name
+    payload = delta / PAYLOADS / name
 
     def chunks() -> Iterator[bytes]:
         digest, position, taken = hashlib.sha256(), 0, 0
@@ -367,7 +293,7 @@ def _bytes(descriptor: int | None, begin: int, end: int) -> Iterator[bytes]:
 def _wrong_result(base: Path, payload: Path, name: str, file: DeltaFile, found: str) -> HqconvError:
     """Error for a file with other bytes: the delta's part is at fault, or else the base's."""
     if file.payload is not None and sha256_of(payload) != file.payload.sha256:
-        return _bad_delta(payload, f"sha256 {file.payload.sha256}", "other bytes")
+        return bad_delta(payload, f"sha256 {file.payload.sha256}", "other bytes")
     return _damaged(base / (file.base or name), f"bytes that give sha256 {file.sha256}", found)
 
 
@@ -476,7 +402,3 @@ def _damaged(path: Path, expected: str, found: object) -> VerificationError:
         found=found,
         remedy="Run `hqconv verify --checks files` on it, and copy it again from where it is whole.",
     )
-
-
-def _bad_delta(where: object, expected: str, found: object) -> VerificationError:
-    return VerificationError("The delta is damaged.", where=str(where), expected=expected, found=found, remedy=_AGAIN)

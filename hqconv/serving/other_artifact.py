@@ -43,13 +43,13 @@ def check_replacement(
     VerificationError where a file is missing, cut off or damaged, and the errors of `ArtifactLocation.fetch`.
     """
     held = list(held)
-    _check_views(served, view)
-    shards = [path for path in view.others if _is_shard(path)]
+    check_views(served, view)
+    shards = [path for path in view.others if is_shard(path)]
     paths = view.location.fetch_all([*(file.name for file in held), *shards], cache_dir)
     files = {file.layer: open_rank_file(view, paths[file.name], file.layer, file.name) for file in held}
     for file in held:
         _check_rank_file(view, file, files[file.layer])
-    _check_config(served, view)
+    check_config(served, view)
     _check_shards(served, view, {path: paths[path] for path in shards}, cache_dir)
     if digests:
         listed = {**view.files, **view.others}
@@ -58,7 +58,8 @@ def check_replacement(
     return Replacement(view, files)
 
 
-def _check_views(served: ArtifactView, view: ArtifactView) -> None:
+def check_views(served: ArtifactView, view: ArtifactView) -> None:
+    """Compare ranks, schemas, target, layers and their numbers. Raises RequestError for a difference."""
     facts: dict[str, tuple[object, object]] = {
         "ranks": (served.grid, view.grid),
         "schemas and target": (served.kernel_spec, view.kernel_spec),
@@ -80,8 +81,8 @@ def _check_rank_file(view: ArtifactView, held: RankFile, file: RankFile) -> None
     _check_equal(view, facts)
 
 
-def _check_config(served: ArtifactView, view: ArtifactView) -> None:
-    """Compare config.json, the text of which may differ in remarks."""
+def check_config(served: ArtifactView, view: ArtifactView) -> None:
+    """Compare config.json, the text of which may differ in remarks. Raises RequestError for a difference."""
     if served.others.get(names.CONFIG) == view.others.get(names.CONFIG):
         return
     mine, other = (_config(one) for one in (served, view))
@@ -99,7 +100,7 @@ def _config(view: ArtifactView) -> dict[str, Any]:
 def _check_shards(served: ArtifactView, view: ArtifactView, paths: dict[str, Path], cache_dir: str | None) -> None:
     """Compare the tensors outside of the experts, by their headers, if the served artifact is still there."""
     found = dict(_tensors(view, paths))
-    before = [path for path in served.others if _is_shard(path)]
+    before = [path for path in served.others if is_shard(path)]
     try:
         held = dict(_tensors(served, served.location.fetch_all(before, cache_dir)))
     except HqconvError:  # deleted or replaced meanwhile
@@ -123,7 +124,8 @@ def _tensors(view: ArtifactView, paths: dict[str, Path]) -> Iterator[tuple[str, 
             yield ref.name, _form(ref)
 
 
-def _is_shard(path: str) -> bool:
+def is_shard(path: str) -> bool:
+    """Return whether a file of an artifact holds tensors of other layers."""
     return "/" not in path and path.endswith(".safetensors") and path != names.IMPORTANCE
 
 
@@ -164,6 +166,17 @@ def not_replaced(name: str, error: str) -> HqconvError:
         where=name,
         found=error,
         remedy="Copy the artifact again from where it is whole, and load it again.",
+    )
+
+
+def not_on_base(root: Path, name: str) -> HqconvError:
+    """Error for parameters that are not those of a delta's base: after a deep sleep, say."""
+    return RequestError(
+        "The server's parameters are not those on which the delta belongs.",
+        where=str(root),
+        expected=f"the bytes of {name}",
+        found="others",
+        remedy="After a deep sleep call `reload_weights` without a path first, then with the delta.",
     )
 
 

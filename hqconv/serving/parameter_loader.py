@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from hqconv.artifact.tensor_filler import LoadTarget, TensorFiller, prepare_buffers
 from hqconv.errors import RequestError
 from hqconv.io.piece_reader import READS, Reads
+from hqconv.schemas.tensors import TensorRef
 from hqconv.serving.artifact_view import ArtifactView
+from hqconv.serving.delta_on_base import Patch, overlaps
 from hqconv.serving.rank_file import RankFile, check_digest
 from hqconv.serving.warm.kernel_store import use_warm_kernels
 
@@ -29,6 +31,9 @@ class Filled(Hashable, Protocol):
 
     def targets(self) -> list[LoadTarget]:
         """Current parameters, with their positions in the file."""
+
+
+_Job = tuple[Filled, RankFile | Patch, Sequence[LoadTarget]]
 
 
 class ParameterLoader:
@@ -101,11 +106,26 @@ class ParameterLoader:
         Files are not hashed. Raises VerificationError for a file that is cut off or unreadable.
         """
         self._layers = []
-        jobs = [(layer, layer.file, layer.targets()) for layer in layers]
-        filling = TensorFiller(jobs, reads=_reads())
+        self._write([(layer, layer.file, layer.targets()) for layer in layers])
         for layer in layers:
-            filling.wait(layer)
             layer.is_filled = True
+
+    def write_patches(self, layers: Sequence[Filled], patches: Mapping[str, Patch], *, undo: bool = False) -> None:
+        """Write the bytes of patches, by the names of their rank files, over the parameters of layers.
+
+        undo: write the rank files' own bytes of the same ranges. Raises as `refill`.
+        """
+        jobs: list[_Job] = [
+            (layer, layer.file if undo else patch, list(_parts(layer.targets(), patch, undo=undo)))
+            for layer in layers
+            if (patch := patches.get(layer.file.name)) is not None
+        ]
+        self._write(jobs)
+
+    def _write(self, jobs: Sequence[_Job]) -> None:
+        filling = TensorFiller(jobs, reads=_reads())
+        for owner, _, _ in jobs:
+            filling.wait(owner)
         self._log_rate(filling)
 
     def take_kernels(self, view: ArtifactView) -> None:
@@ -120,7 +140,7 @@ class ParameterLoader:
         else:
             self._log.log(found.level, "Kernels are compiled as they are needed: %s", found.reason)
 
-    def _log_rate(self, filling: TensorFiller[RankFile]) -> None:
+    def _log_rate(self, filling: TensorFiller[Any]) -> None:
         num_bytes, seconds = filling.num_bytes, filling.ended_s - filling.begun_s
         rate = num_bytes / 1e9 / max(seconds, 1e-9)
         self._log.info("Experts: %.3f GB in %.3f s (%.1f GB/s)", num_bytes / 1e9, seconds, rate)
@@ -136,6 +156,16 @@ class ParameterLoader:
             if all(target.tensor.device == device for target in targets):
                 due.append((layer, layer.file, targets))
         return due
+
+
+def _parts(targets: Iterable[LoadTarget], patch: Patch, *, undo: bool) -> Iterator[LoadTarget]:
+    """Yield the changed parts of tensors, with their positions in the patch, or in the rank file."""
+    for target in targets:
+        ref, data = target.ref, target.as_bytes()
+        for begin, offset, size in overlaps(patch, ref.offset_bytes, ref.offset_bytes + ref.num_bytes):
+            first = begin - ref.offset_bytes
+            part = TensorRef(ref.name, "U8", (size,), ref.file, begin if undo else offset, size)
+            yield LoadTarget(part, data[first : first + size])
 
 
 def _reads() -> Reads:

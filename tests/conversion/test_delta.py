@@ -310,3 +310,22 @@ def test_the_commands(old: Path, pair: tuple[Path, Path], tmp_path: Path) -> Non
     assert call("apply", old, delta, "-o", tmp_path / "x").exit_code == 1
     with safe_open(rank_files(tmp_path / "out")[0], "pt") as file:
         assert file.keys()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["convert", "DELTA", "-o", "OUT", "--schema", "mxfp4", "--target", "sm90"],
+        ["inspect", "DELTA"],
+        ["verify", "DELTA"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_delta_is_no_model_and_no_artifact(old: Path, tmp_path: Path, command: list[str]) -> None:
+    """Commands that take one name the command that makes an artifact of it."""
+    hqconv.diff(old, old, tmp_path / "delta")
+    words = [{"DELTA": str(tmp_path / "delta"), "OUT": str(tmp_path / "out")}.get(word, word) for word in command]
+    found = CliRunner().invoke(app, words)
+    assert found.exit_code == 2
+    assert "hqconv apply BASE" in found.stderr
+    assert not (tmp_path / "out").exists()

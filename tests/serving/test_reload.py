@@ -6,10 +6,11 @@ The judges are a fresh start with the other artifact, and the bytes of before.
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,10 +26,13 @@ from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.reload import inplace, layerwise
 
+import hqconv
 from hqconv.artifact import tensor_filler
 from hqconv.errors import HqconvError, RequestError, VerificationError
+from hqconv.io.piece_reader import PieceReader, Reads
 from hqconv.serving.vllm import reload as reloading
 from hqconv.serving.vllm.plugin import register
+from scripts.bench_delta import change_experts, reseal
 from tests.make import input_scales, small
 from tests.make.conversions import run
 from tests.make.hub_server import COMMIT, serve, use
@@ -303,16 +307,21 @@ def test_a_bad_artifact_changes_nothing(
 
 def fail_after(monkeypatch: pytest.MonkeyPatch, folder: str, num_reads: int) -> None:
     """Reading a folder's rank files fails from a read on, as a disk does that dies."""
-    own, seen = tensor_filler._check_end, []
+    seen: list[int] = []
 
-    def check(piece: Any, reached: int) -> None:
-        if folder in str(piece.job.file.path):
-            seen.append(reached)
-            if len(seen) > num_reads:
-                raise VerificationError("The disk died.", where=piece.job.file.name)
-        own(piece, reached)
+    class Dying(PieceReader):
+        def __init__(self, path: Path, reads: Reads = "auto") -> None:
+            super().__init__(path, reads)
+            self.path = str(path)
 
-    monkeypatch.setattr(tensor_filler, "_check_end", check)
+        def fill(self, views: Iterable[memoryview], begin: int) -> int:
+            if folder in self.path:
+                seen.append(begin)
+                if len(seen) > num_reads:
+                    raise OSError("The disk died.")
+            return super().fill(views, begin)
+
+    monkeypatch.setattr(tensor_filler, "PieceReader", Dying)
     monkeypatch.setattr(tensor_filler, "PIECE_BYTES", 4096)
 
 
@@ -478,3 +487,227 @@ def test_parameters_are_back_even_if_the_old_weights_are_not(
         reload(vllm_config, model, models["old1"])
     assert addresses(model) == places
     assert not any(param.is_meta for param in model.parameters())
+
+
+def test_experts_that_move_between_ranks_are_refused(
+    models: dict[str, Path], vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --enable-eplb, also without a path: files have the first map's experts, the router another's."""
+    model = start(vllm_config, models["old0"])
+    before, loads = weights(model), model.loads
+    for layer in model.experts:
+        monkeypatch.setattr(layer.quant_method.moe.moe_parallel_config, "enable_eplb", True)
+    for path in (models["old1"], None):
+        with pytest.raises(RequestError, match="may have moved"):
+            reload(vllm_config, model, path)
+    assert (weights(model), model.loads) == (before, loads)
+
+
+def trained(old: Path, new: Path, *, layers: tuple[int, ...] = (0, 1), experts: tuple[int, ...] = (2,)) -> Path:
+    """A copy in which some experts have other weights, as a step of training that changed only them leaves it."""
+    shutil.copytree(old, new)
+    for layer in layers:
+        change_experts(rank_file(new, layer), list(experts))
+    reseal(new)
+    return new
+
+
+@pytest.fixture(scope="module")
+def steps(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A base, two steps after it, and the delta of each; the second step changes one layer, and an expert again."""
+    folder = tmp_path_factory.mktemp("steps")
+    first = trained(models["old0"], folder / "first", experts=(1, 2))
+    second = trained(first, folder / "second", layers=(1,), experts=(2, 4))
+    hqconv.diff(models["old0"], first, folder / "delta1")
+    hqconv.diff(first, second, folder / "delta2")
+    return {path.name: path for path in folder.iterdir()}
+
+
+def test_deltas_are_written_over_what_is_served(
+    models: dict[str, Path], steps: dict[str, Path], vllm_config: Any
+) -> None:
+    """One after the other; only their bytes are read, and vLLM loads nothing."""
+    wanted = {name: weights(start(vllm_config, steps[name])) for name in ("first", "second")}
+    model = start(vllm_config, models["old0"])
+    before, places, loads = weights(model), addresses(model), model.loads
+    reload(vllm_config, model, steps["delta1"])
+    assert weights(model) == wanted["first"]
+    reload(vllm_config, model, steps["delta2"])
+    assert weights(model) == wanted["second"]
+    assert (addresses(model), model.loads) == (places, loads)
+    for param in model.parameters():  # after a deep sleep
+        param.data.view(-1).view(torch.uint8).zero_()
+    reload(vllm_config, model, None)
+    assert weights(model) == wanted["second"]
+    reload(vllm_config, model, models["old0"])
+    assert weights(model) == before
+    reload(vllm_config, model, None)
+    assert weights(model) == before
+    reload(vllm_config, model, steps["delta1"])
+    assert weights(model) == wanted["first"]
+
+
+def test_a_delta_reads_its_own_bytes_and_samples(
+    models: dict[str, Path], steps: dict[str, Path], vllm_config: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = start(vllm_config, models["old0"])
+    num_bytes = sum(path.stat().st_size for path in steps["delta1"].rglob("experts/*/*"))
+    config = vllm_config.quant_config
+    config.loader._log = logging.getLogger("tests.reload")
+    with caplog.at_level(logging.INFO, "tests.reload"):
+        reload(vllm_config, model, steps["delta1"])
+    assert [record.getMessage().split(" in ")[0] for record in caplog.records] == [f"Experts: {num_bytes / 1e9:.3f} GB"]
+    assert num_bytes < 0.5 * sum(path.stat().st_size for path in models["old0"].rglob("experts/*/*"))
+
+
+def of_another_base(models: dict[str, Path], steps: dict[str, Path], tmp: Path) -> Path:
+    return steps["delta2"]
+
+
+def of_other_layers(models: dict[str, Path], steps: dict[str, Path], tmp: Path) -> Path:
+    """The whole of another step of training."""
+    hqconv.diff(models["old0"], models["old1"], tmp / "bad")
+    return tmp / "bad"
+
+
+def of_another_config(models: dict[str, Path], steps: dict[str, Path], tmp: Path) -> Path:
+    other = Path(shutil.copytree(steps["first"], tmp / "other"))
+    document = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**document, "rope_theta": 5.0}))
+    reseal(other)
+    hqconv.diff(models["old0"], other, tmp / "bad")
+    return tmp / "bad"
+
+
+def cut_payload(models: dict[str, Path], steps: dict[str, Path], tmp: Path) -> Path:
+    bad = Path(shutil.copytree(steps["delta1"], tmp / "bad"))
+    path = bad / "files" / rank_file(models["old0"]).relative_to(models["old0"])
+    path.write_bytes(path.read_bytes()[:-1])
+    return bad
+
+
+def altered_description(models: dict[str, Path], steps: dict[str, Path], tmp: Path) -> Path:
+    bad = Path(shutil.copytree(steps["delta1"], tmp / "bad"))
+    text = (bad / "hqconv-delta.json").read_text()
+    (bad / "hqconv-delta.json").write_text(text.replace(hqconv.__version__, "9.9"))
+    assert text != (bad / "hqconv-delta.json").read_text()
+    return bad
+
+
+def flipped_payload(models: dict[str, Path], steps: dict[str, Path], tmp: Path) -> Path:
+    bad = Path(shutil.copytree(steps["delta1"], tmp / "bad"))
+    path = bad / "files" / rank_file(models["old0"]).relative_to(models["old0"])
+    path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
+    return bad
+
+
+BAD_DELTAS: list[Callable[[dict[str, Path], dict[str, Path], Path], Path]] = [
+    *(of_another_base, of_other_layers, of_another_config, cut_payload, altered_description, flipped_payload)
+]
+
+
+@pytest.mark.parametrize("make", BAD_DELTAS, ids=lambda make: make.__name__)
+def test_a_bad_delta_changes_nothing(
+    models: dict[str, Path],
+    steps: dict[str, Path],
+    tmp_path: Path,
+    vllm_config: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[dict[str, Path], dict[str, Path], Path], Path],
+) -> None:
+    if make is flipped_payload:
+        monkeypatch.setenv("HQCONV_VERIFY", "1")
+    bad = make(models, steps, tmp_path)
+    model = start(vllm_config, models["old0"])
+    before = weights(model)
+    versions = [param._version for param in model.parameters()]
+    with pytest.raises((RequestError, VerificationError)):
+        reload(vllm_config, model, bad)
+    assert (weights(model), [param._version for param in model.parameters()]) == (before, versions)
+    reload(vllm_config, model, steps["delta1"])
+    assert weights(model) == weights(start(vllm_config, steps["first"]))
+
+
+def test_a_delta_is_no_base_for_forgotten_weights(
+    models: dict[str, Path], steps: dict[str, Path], vllm_config: Any
+) -> None:
+    """After a deep sleep, of which nothing tells the plugin but the bytes; of one layer too."""
+    wanted = weights(start(vllm_config, steps["first"]))
+    model = start(vllm_config, models["old0"])
+    model.experts[1].w2_weight_scale.data.view(torch.uint8).zero_()
+    with pytest.raises(RequestError, match="without a path first"):
+        reload(vllm_config, model, steps["delta1"])
+    reload(vllm_config, model, None)
+    reload(vllm_config, model, steps["delta1"])
+    assert weights(model) == wanted
+
+
+@pytest.mark.parametrize("num_reads", [0, 1, 4])
+def test_a_delta_that_fails_in_the_middle_is_taken_off(
+    models: dict[str, Path], steps: dict[str, Path], vllm_config: Any, monkeypatch: pytest.MonkeyPatch, num_reads: int
+) -> None:
+    """The first delta, and the second, which lies on the first."""
+    model = start(vllm_config, models["old0"])
+    for name, result in (("delta1", "first"), ("delta2", "second")):
+        before = weights(model)
+        with monkeypatch.context() as patched:
+            fail_after(patched, name, num_reads)
+            with pytest.raises(VerificationError, match="weights of before again"):
+                reload(vllm_config, model, steps[name])
+        assert weights(model) == before
+        reload(vllm_config, model, steps[name])
+        assert weights(model) == weights(start(vllm_config, steps[result]))
+        vllm_config.quant_config = model.experts[0].quant_method.config
+
+
+def test_without_its_base_a_delta_is_refused(
+    models: dict[str, Path], steps: dict[str, Path], tmp_path: Path, vllm_config: Any
+) -> None:
+    """There would be no way back."""
+    served = copied(models, "old0", tmp_path / "served")
+    model = start(vllm_config, served)
+    before = weights(model)
+    served.rename(tmp_path / "gone")
+    with pytest.raises(HqconvError):
+        reload(vllm_config, model, steps["delta1"])
+    copied(models, "old1", served)
+    with pytest.raises(RequestError, match="another artifact meanwhile"):
+        reload(vllm_config, model, steps["delta1"])
+    assert weights(model) == before
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_delta_that_fails_on_another_rank_is_taken_off(
+    models: dict[str, Path], steps: dict[str, Path], vllm_config: Any, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    model, asked = start(vllm_config, models["old0"]), []
+    before = weights(model)
+
+    def told(error: Exception | None) -> list[str]:
+        assert error is None
+        asked.append(len(asked))
+        return ["", "DiskError: rank 1" if asked[-1] == at else ""]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(reloading, "_told", told)
+        with pytest.raises(HqconvError, match="rank 1"):
+            reload(vllm_config, model, steps["delta1"])
+    assert weights(model) == before
+    assert len(asked) == (1 if at == 0 else 3)
+    reload(vllm_config, model, steps["delta1"])
+    assert weights(model) != before
+
+
+def test_an_artifact_that_fails_after_a_delta_brings_base_and_delta_back(
+    models: dict[str, Path], steps: dict[str, Path], vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = start(vllm_config, models["old0"])
+    reload(vllm_config, model, steps["delta1"])
+    before = weights(model)
+    with monkeypatch.context() as patched:
+        fail_after(patched, "old1", 20)
+        with pytest.raises(VerificationError, match="weights of before again"):
+            reload(vllm_config, model, models["old1"])
+    assert weights(model) == before
+    reload(vllm_config, model, steps["delta2"])
+    assert weights(model) == weights(start(vllm_config, steps["second"]))

@@ -23,6 +23,7 @@ from hqconv.schemas import artifact_names as names
 from hqconv.schemas.artifact_names import FORMAT_VERSION, MIXED_VERSION
 from hqconv.serving.artifact_location import ArtifactLocation
 from hqconv.serving.artifact_view import ArtifactView, open_artifact_view
+from hqconv.serving.delta_on_base import DeltaOnBase
 from hqconv.serving.parameter_loader import ParameterLoader
 from hqconv.serving.server_compatibility import check_machine, no_layer
 from hqconv.serving.vllm.layer_names import find_layer
@@ -32,7 +33,7 @@ from hqconv.serving.vllm.reload import take_over_reloads
 
 METHOD = "hqconv"
 logger = logging.getLogger("vllm.hqconv")
-_OWN = ("config_dict", "renamed", "loader", "view", "dense")
+_OWN = ("config_dict", "renamed", "loader", "view", "deltas", "dense")
 
 
 class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
@@ -48,6 +49,7 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
         self.config_dict = config_dict
         self.renamed: dict[str, str] = {}  # name of a layer in vLLM's model → layer
         self.loader = ParameterLoader(logger)
+        self.deltas: list[DeltaOnBase] = []  # that were loaded over the artifact, in order
         self.movable: list[str] = []  # layers whose experts the server moves between ranks
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -15,6 +15,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,14 +25,17 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from hqconv.schemas import artifact_names as names
 from hqconv.serving.artifact_location import ArtifactLocation
 from hqconv.serving.artifact_view import ArtifactView, open_artifact_view
+from hqconv.serving.delta_on_base import DeltaOnBase, bytes_of, check_base, check_delta, is_delta
 from hqconv.serving.other_artifact import (
     Replacement,
     check_replacement,
     half_replaced,
+    not_on_base,
     not_replaced,
     other_rank_failed,
     wants_digests,
 )
+from hqconv.serving.vllm.refusals import moved_experts
 
 logger = logging.getLogger("vllm.hqconv")
 _INPLACE = "vllm.model_executor.model_loader.reload.inplace"
@@ -60,18 +64,22 @@ def reload(
 ) -> None:
     """Load the weights of an artifact in place, in this and all other ranks, or leave all weights as they are.
 
-    weights_path: folder or Hub repo of the artifact; None: the served one again. Weights that come from
+    weights_path: folder or Hub repo of the artifact, or folder of a delta on what is served; None: the served weights
+    again. Weights that come from
     `weights_iterator`, and models without experts of an artifact, are vLLM's own.
 
-    Raises the errors of `open_artifact_view` and `check_replacement` before a parameter is overwritten. Raises
-    VerificationError if reading fails later: after the old weights were put back, or with the words that the server
-    must not serve.
+    Raises the errors of `open_artifact_view`, `check_replacement` and `check_delta` before a parameter is overwritten.
+    Raises VerificationError if reading fails later: after the old weights were put back, or with the words that the
+    server must not serve.
     """
     config = vllm_config.quant_config
     if weights_iterator is not None or getattr(config, "view", None) is None or not _reads_files(vllm_config):
         original(vllm_config, model, weights_iterator, weights_path, is_checkpoint_format)
         return
     update = _Update(original, vllm_config, model, config, _methods(model), is_checkpoint_format)
+    if weights_path is not None and is_delta(Path(weights_path)):
+        _load_delta(update, Path(weights_path))
+        return
     name = weights_path or config.view.location.name
     replacement, error = _tried(lambda: update.check(weights_path))
     _agree(name, error)
@@ -84,16 +92,34 @@ def reload(
     logger.info("The weights are those of %s", name)
 
 
+def _load_delta(update: _Update, root: Path) -> None:
+    """Write a delta over the parameters of experts, on all ranks, or leave all as they are; vLLM loads nothing."""
+    delta, error = _tried(lambda: update.check_delta(root))
+    _agree(str(root), error)
+    assert delta is not None
+    write = update.config.loader.write_patches
+    _, error = _tried(lambda: write(update.methods, delta.patches))
+    if any(told := _told(error)):
+        _, failure = _tried(lambda: update.take_off(delta))
+        if any(failures := _told(failure)):
+            raise half_replaced(str(root), next(filter(None, told)), next(filter(None, failures))) from error or failure
+        raise not_replaced(str(root), next(filter(None, told))) from error
+    update.config.deltas = [*update.config.deltas, delta]
+    logger.info("The weights are those of %s with %s", update.config.view.location.name, root)
+
+
 @dataclass(frozen=True)
 class _State:
     """Artifact and vLLM's settings at one time. held: the `_HELD` of each method."""
 
     view: ArtifactView
+    deltas: list[DeltaOnBase]
     settings: dict[str, Any]
     held: list[tuple[Any, ...]]
 
 
 _SETTINGS = ("model", "model_weights", "revision")  # of vLLM's ModelConfig, which a reload changes
+_SAMPLE_BYTES = 4096  # of each tensor, to see if the parameters are there: a deep sleep forgets them
 _HELD = ("view", "stored", "file", "model")  # of a method
 
 
@@ -109,10 +135,44 @@ class _Update:
     is_checkpoint_format: bool
 
     def check(self, weights_path: str | None) -> Replacement:
-        """Compare an artifact with the served one. Changes nothing."""
+        """Compare an artifact with the served one. Changes nothing. Raises RequestError also if experts move."""
+        self._check_places()
         served = self.config.view
         location = served.location if weights_path is None else ArtifactLocation(weights_path)
         return self._checked(served, open_artifact_view(location))
+
+    def check_delta(self, root: Path) -> DeltaOnBase:
+        """Compare a delta with what is served, and the parameters with its base. Changes nothing."""
+        self._check_places()
+        served, deltas = self.config.view, self.config.deltas
+        sha256 = deltas[-1].result if deltas else served.manifest_sha256
+        held = [method.file for method in self.methods]
+        found = check_delta(served, sha256, root, held, digests=wants_digests())
+        check_base(served)
+        for method in self.methods:
+            patches = [delta.patches[method.file.name] for delta in deltas if method.file.name in delta.patches]
+            for target in method.targets():
+                size = min(target.ref.num_bytes, _SAMPLE_BYTES)
+                sample = bytes(target.as_bytes()[:size].cpu().numpy())
+                if sample != bytes_of(method.file, patches, target.ref.offset_bytes, size):
+                    raise not_on_base(root, method.file.name)
+        return found
+
+    def take_off(self, delta: DeltaOnBase) -> None:
+        """Undo `write_patches` of a delta: the base's bytes, and again those of the deltas before."""
+        check_base(self.config.view)
+        self.config.loader.write_patches(self.methods, delta.patches, undo=True)
+        self._write_deltas()
+
+    def _write_deltas(self) -> None:
+        for delta in self.config.deltas:
+            self.config.loader.write_patches(self.methods, delta.patches)
+
+    def _check_places(self) -> None:
+        """Raise RequestError if experts may be elsewhere than in their files."""
+        for method in self.methods:
+            if method.moe.moe_parallel_config.enable_eplb:
+                raise moved_experts(method.view, method.stored.name)
 
     def check_again(self, before: _State) -> Replacement:
         """Check that the artifact of before is there as it was."""
@@ -130,7 +190,7 @@ class _Update:
         """Return everything that `adopt` and vLLM change beside parameters."""
         settings = {key: getattr(self.vllm_config.model_config, key, None) for key in _SETTINGS}
         held = [tuple(getattr(method, key) for key in _HELD) for method in self.methods]
-        return _State(self.config.view, settings, held)
+        return _State(self.config.view, self.config.deltas, settings, held)
 
     def adopt(self, replacement: Replacement, before: _State, weights_path: str | None) -> None:
         """Let the methods read another artifact's files from now on."""
@@ -140,6 +200,8 @@ class _Update:
             method.view, method.stored, method.model = replacement.view, layer, str(model)
             method.file = replacement.files[layer.name]
         self._set_view(replacement.view)
+        if weights_path is not None or replacement.view.manifest_sha256 != before.view.manifest_sha256:
+            self.config.deltas = []
 
     def restore(self, before: _State) -> None:
         """Undo `adopt`, and what vLLM's function left half done: parameters on no device, a changed model name."""
@@ -149,6 +211,7 @@ class _Update:
         for key, value in before.settings.items():
             setattr(self.vllm_config.model_config, key, value)
         self._set_view(before.view)
+        self.config.deltas = before.deltas
         _place_parameters(self.model)
 
     def load(self, weights_path: str | None) -> None:
@@ -161,6 +224,7 @@ class _Update:
             model_config = self.vllm_config.model_config
             model_config.model, model_config.revision = weights_path, self.config.view.location.commit
         self.config.loader.refill(self.methods)
+        self._write_deltas()
 
     def _folder(self) -> str:
         """Folder of the artifact on this machine: of a repo's name vLLM would fetch the newest commit."""
