@@ -8,6 +8,12 @@
     python scripts/check_serving.py split --work DIR --sizes 15,60                     a start by its stages
     python scripts/check_serving.py read  --work DIR [--size 16]                       rank files into the GPU
 
+`--one-gpu` puts all ranks of an engine on one GPU (scripts/one_gpu.py), `--few-kernels` spares compiling.
+
+`models`: the cases of scripts/serving_cases.py, several engines at once (`--jobs`), ranks on one GPU. Answers must be
+identical beside the checkpoint layout in stock vLLM, or near to 16-bit weights where stock vLLM has none. A case that
+fails is a line.
+
 `same`: each schema is converted in both layouts. Where a stock vLLM serves the checkpoint layout, tokens and
 log-probabilities must be equal, bit for bit; where it does not, the first tokens' log-probabilities are compared with a
 16-bit checkpoint of the decoded weights; how far such answers are apart by arithmetic alone, two schemas show that a

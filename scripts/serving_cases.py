@@ -75,13 +75,16 @@ class Place:
         words = {"target": "sm90", "device": self.device, **options}
         return self.made(f"{source.name}-{label}", lambda folder: hqconv.convert(source, folder, **words))
 
-    def engine(self, name: str, model: Path, tp: int = 1, env: dict[str, str] | None = None, **words: Any) -> Engine:
-        """An engine of a model, by what the report calls it."""
+    def engine(
+        self, name: str, model: Path, tp: int = 1, is_ep: bool = False, env: dict[str, str] | None = None, **words: Any
+    ) -> Engine:
+        """An engine of a model, by what the report calls it, with `tp` ranks on one GPU; is_ep: they share experts."""
         merged = {**self.words, **words}
         if tp > 1:
             merged = one_gpu.words_of(merged)
             env = {**(env or {}), **plugin_variables(self.work, "one_gpu")}
-        return Engine(name, model, ["--tp", str(tp), "--words", json.dumps(merged)], dict(env or {}))
+        arguments = ["--tp", str(tp), *(["--ep"] if is_ep else []), "--words", json.dumps(merged)]
+        return Engine(name, model, arguments, dict(env or {}))
 
     def decoded(self, source: Path, artifact: Path) -> Path:
         """The source with the artifact's experts in 16 bits."""
@@ -172,6 +175,16 @@ def draft(place: Place) -> Iterator[Comparison]:
     yield Comparison("draft against none", mine, place.engine("no draft, kernel", mine.model), NEAR)
 
 
+def ranks(place: Place) -> Iterator[Comparison]:
+    """Tensor and expert parallelism over two ranks, beside the checkpoint layout."""
+    source, schema = place.plain(top_k=4), "mxfp4"
+    packed = place.artifact(source, f"{schema}-checkpoint", schema=schema, layout="checkpoint")
+    for name, is_ep in (("tp 2", False), ("ep 2", True)):
+        kernel = place.artifact(source, f"{schema}-{name[0]}p2", schema=schema, **{name[:2]: 2})
+        mine = place.engine(f"{name}, kernel", kernel, tp=2, is_ep=is_ep)
+        yield Comparison(f"{name} {schema}", mine, place.engine(f"{name}, checkpoint", packed, tp=2, is_ep=is_ep))
+
+
 def groups(place: Place) -> Iterator[Comparison]:
     """Ranks that hold whole scale groups, beside a checkpoint that has the zeros already; two ranks on one GPU."""
     from tests.make.filled import write_filled
@@ -187,7 +200,7 @@ def groups(place: Place) -> Iterator[Comparison]:
 
 
 CASES: dict[str, Case] = {
-    case.__name__: case for case in (float16, deepseek, inputs, static, mixed, multimodal, draft, groups)
+    case.__name__: case for case in (float16, deepseek, inputs, static, mixed, multimodal, draft, ranks, groups)
 }
 
 
