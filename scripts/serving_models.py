@@ -82,7 +82,7 @@ def large(work: Path, size_gb: float) -> Path:
     """An mxfp4 artifact of about this many GB: one converted layer as often as it takes."""
     sizes = LARGE if size_gb > 30 else SMALLER
     source, small, out = work / "one-layer", work / "one-layer-mxfp4", work / f"artifact-{size_gb:g}GB"
-    for folder in (source, small, out):
+    for folder in (source, small, out, *work.glob(f"{out.name}-*")):  # kernels of an earlier run, too
         shutil.rmtree(folder, ignore_errors=True)
     make_source(source, **sizes, layers=1, shard_size="2GB")
     hqconv.convert(source, small, schema="mxfp4", dtype="bfloat16", target="sm90")
