@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--ep", action="store_true")
     parser.add_argument("--one-gpu", action="store_true", help="all ranks of an engine on one GPU (scripts/one_gpu.py)")
     parser.add_argument("--cases", type=lambda text: text.split(","), default=list(CASES), help="of `models`")
-    parser.add_argument("--device", default="auto", help="of the conversions of `models`")
+    parser.add_argument("--device", default="auto", help="of the conversions of `models` and `reload`")
     parser.add_argument("--dry-run", action="store_true", help="`models`: convert, and print the engines")
     parser.add_argument("--both", action="store_true", help="only schemas that a stock vLLM serves as well")
     parser.add_argument("--jobs", type=int, default=4, help="engines at once, for answers alone")
@@ -87,7 +87,6 @@ def main() -> None:
         "--ways", type=lambda text: text.split(","), default=list(serving_reload.WAYS), help="of reload"
     )
     parser.add_argument("--memory", type=float, default=0.15, help="gpu_memory_utilization of reload's engines")
-    parser.add_argument("--device", default="auto", help="of reload's conversions")
     parser.add_argument("--few-kernels", action="store_true", help="two tile sizes for each GEMM: fewer to compile")
     parser.add_argument("--size", type=float, default=16, help="GB of rank files to read, of random bytes")
     parser.add_argument("--sizes", type=_numbers, default=[15.0, 60.0], help="GB of the artifacts of `split`")

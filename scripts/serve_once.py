@@ -13,6 +13,7 @@ import pstats
 import resource
 import sys
 import time
+from collections.abc import Callable
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from scripts import reload_steps
 
 PROMPTS = [[5, 17, 200, 31, 99, 404, 12, 8], list(range(3, 103)), [7] * 33, [1, 900, 2, 800, 3]]
 TOKENS = 12
+Answers = list[list[list[float]]]  # [prompts][tokens] of [token, log-probability]
 COUNTERS = ("vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens")
 
 
@@ -68,7 +70,7 @@ def main() -> None:
         found["loaded_s"] = found.pop("loaded_at") - begun_s
     sampling = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=20, ignore_eos=True, detokenize=False)
 
-    def ask() -> list[list[list[float]]]:
+    def ask() -> Answers:
         # One at a time: what is computed together, and so how, would depend on when each one arrives.
         outputs = [llm.generate([{"prompt_token_ids": p}], sampling, use_tqdm=False)[0] for p in PROMPTS]
         likeliest = [output.outputs[0].logprobs[0] for output in outputs]
@@ -78,19 +80,10 @@ def main() -> None:
     found |= {"answers": ask(), "again": ask()}
     if "speculative_config" in a.words:  # how many tokens a draft proposed, and how many were right
         found["drafts"] = {one.name: one.value for one in llm.get_metrics() if one.name in COUNTERS}
-    for level in (1, 2) if a.sleep else ():
-        llm.sleep(level)
-        llm.wake_up(["weights"])
-        if level == 2:  # which forgets all weights
-            llm.collective_rpc("reload_weights")
-        llm.wake_up(["kv_cache"])
-        found[f"after_sleep_{level}"] = ask()
+    if a.sleep:
+        found |= sleep_and_ask(llm, ask)
     if a.eplb_rounds:
-        found["maps"] = [llm.collective_rpc(expert_map)]
-        found["rounds"] = []
-        for _ in range(a.eplb_rounds):
-            found["rounds"].append(ask())
-            found["maps"].append(llm.collective_rpc(expert_map))
+        found |= ask_while_experts_move(llm, ask, a.eplb_rounds)
     if a.reload:
         first = found["first"]
         found["reloads"] = reload_steps.run(llm, a.reload, lambda: (ask(), found["first"]), in_process=a.tp == 1)
@@ -98,6 +91,28 @@ def main() -> None:
     found["answered_s"] = time.time() - begun_s
     write_report(a.report, json.dumps(found))
     os._exit(0)  # engines take seconds to end; who started this ends its children
+
+
+def sleep_and_ask(llm: Any, ask: Callable[[], Answers]) -> dict[str, Answers]:
+    """The answers after a light sleep and after a deep one."""
+    found = {}
+    for level in (1, 2):
+        llm.sleep(level)
+        llm.wake_up(["weights"])
+        if level == 2:  # which forgets all weights
+            llm.collective_rpc("reload_weights")
+        llm.wake_up(["kv_cache"])
+        found[f"after_sleep_{level}"] = ask()
+    return found
+
+
+def ask_while_experts_move(llm: Any, ask: Callable[[], Answers], rounds: int) -> dict[str, Any]:
+    """The answers of each round, and EPLB's maps before the first one and after each."""
+    maps, answers = [llm.collective_rpc(expert_map)], []
+    for _ in range(rounds):
+        answers.append(ask())
+        maps.append(llm.collective_rpc(expert_map))
+    return {"maps": maps, "rounds": answers}
 
 
 def expert_map(worker: Any) -> list[list[int]]:

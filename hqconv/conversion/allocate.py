@@ -287,6 +287,7 @@ def _document(
         "dtype": spec.param_dtype,
         "input_schema": spec.inputs.name,
         "tp": spec.grid.tp,
+        "tp_split": spec.grid.split,
         "ep": spec.grid.ep,
         **spec.encoding.summary(),
         "candidates": [one.name for one in candidates.each],

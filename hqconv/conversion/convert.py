@@ -98,6 +98,7 @@ class ConversionReport:
             "dtype": spec.param_dtype,
             **spec.encoding.summary(),
             "tp": spec.grid.tp,
+            "tp_split": spec.grid.split,
             "ep": spec.grid.ep,
             "warnings": list(self.warnings),
             "conversion": dict(Counter(layer.encoding.conversion for layer in self.plan.layers)),

@@ -88,8 +88,9 @@ def diff(old: Path, new: Path, out: Path, *, num_threads: int = 1) -> dict[str, 
 
 
 def _check_plans(old: Path, new: Path, before: Manifest, after: Manifest) -> None:
-    keys = ("layout", "weight_schema", "activation_schema", "dtype", "target", "cuda", "tp", "ep", "expert_placement")
-    facts = {key: (getattr(before, key), getattr(after, key)) for key in (*keys, "redundant_experts", "left_blocks")}
+    keys = ("layout", "weight_schema", "activation_schema", "dtype", "target", "cuda", "left_blocks")
+    ranks = ("tp", "tp_split", "ep", "expert_placement", "redundant_experts")
+    facts = {key: (getattr(before, key), getattr(after, key)) for key in (*keys, *ranks)}
     facts["blocks"] = (sorted(before.blocks), sorted(after.blocks))
     for key, (expected, found) in facts.items():
         if expected != found:

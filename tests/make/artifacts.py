@@ -34,7 +34,9 @@ SOURCES: tuple[str, ...] = (
     *(f"uneven/{name}" for name in UNEVEN),
     *(f"recut/{schema}" for schema in ("mxfp4", "nvfp4", "int4-g64-zp", "fp8-tensor", "fp8-block")),
     "second-scales",
+    "split",
 )
+SPLIT = {"int4-g64": 2, "int4-g64-zp": 2, "mxfp4": 2, "nvfp4": 2, "mxfp8": 2}  # schema → ranks; of 96 columns
 
 
 _SCHEMAS_OF = {"plain": SCHEMAS, "second-scales": SECOND_SCALES}  # of conversions of one plain model
@@ -57,6 +59,8 @@ def make_source(name: str, folder: Path) -> Path:
         return small.save(folder / f"small-{rest}", small.GOOD[rest][0]())
     if kind == "uneven":
         return small.save(folder / rest, UNEVEN[rest][0](320))
+    if kind == "split":
+        return write_qwen3_moe(folder / "split", hidden_size=256, intermediate_size=96, num_experts=5)
     plain = write_qwen3_moe(folder / "plain", hidden_size=256, intermediate_size=512, num_experts=5)
     if kind in _SCHEMAS_OF:
         return plain
@@ -102,6 +106,10 @@ def conversions_of(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     elif kind == "uneven":
         for schema, dtype in itertools.product(UNEVEN[rest][1], ("bfloat16", "float16")):
             yield f"{schema}/{dtype}", {"schema": schema, "dtype": dtype, "tp": 4}
+    elif kind == "split":
+        for schema, tp in SPLIT.items():
+            yield f"{schema}/tp{tp}", {"schema": schema, "tp": tp, "tp_split": "groups"}
+        yield "int4-g64/tp1", {"schema": "int4-g64", "tp_split": "groups"}
     else:
         yield "tp1", {"schema": "source"}
         yield "tp2-ep3", {"schema": "source", **GRIDS["tp2-ep3"]}
