@@ -32,7 +32,23 @@ def found(*rounds: Any, maps: Any) -> dict[str, Any]:
     ],
 )
 def test_the_verdict(words: dict[str, Any], exact: bool, several: bool) -> None:
-    assert [judge(PLAIN, words, is_exact=flag)["good"] for flag in (True, False)] == [exact, several]
+    control = {"same_tokens": [True, True], "log_p": 1.0}
+    assert [judge(PLAIN, words, is_exact=flag, control=control)["good"] for flag in (True, False)] == [exact, several]
+
+
+@pytest.mark.parametrize(
+    ("control", "good"),
+    [
+        ({"same_tokens": [True, False], "log_p": 0.01}, True),
+        ({"same_tokens": [True, True], "log_p": 0.01}, False),  # only ours has other tokens
+        ({"same_tokens": [True, False], "log_p": 0.001}, False),  # ours is further away
+        (None, True),  # this is the control
+    ],
+)
+def test_other_tokens_are_good_where_the_control_has_some_too(control: dict[str, Any] | None, good: bool) -> None:
+    answers = [[[5, -0.51], [8, -0.26]], [[1, -1.0], [2, -2.0]]]
+    words = found(answers, maps=[[FIRST, FIRST], [MOVED, MOVED]])
+    assert judge(PLAIN, words, is_exact=False, control=control)["good"] is good
 
 
 def test_the_report_tells_how_many_places_changed() -> None:
