@@ -4,11 +4,11 @@
 
 For each schema three engines with expert parallelism serve one model: without EPLB, with vLLM's EPLB between steps
 (`sync`), and beside them (`async`). Each is asked again while experts move (`--rounds`); vLLM's own map must have
-changed. Once the model takes one expert for a token, once `--top-k`. With one expert an answer is one product, wherever
-the expert is: tokens and log-probabilities must be the same, bit for bit. With several, each rank adds its own experts
-before the ranks' sums are added: another place of an expert is another order of additions. Then tokens must be the
-same, or their log-probabilities as near as in the control: stock vLLM with the 16-bit source, without EPLB and with it.
-Engines have `VLLM_BATCH_INVARIANT=1` (`--variables`). Needs vLLM and GPUs of the target.
+changed. Once the model takes one expert for a token, once four (`--top-ks`). With one expert an answer is one product,
+wherever the expert is: tokens and log-probabilities must be the same, bit for bit. With several, each rank adds its
+own experts before the ranks' sums are added: another place of an expert is another order of additions. Then tokens
+must be the same, or their log-probabilities as near as in the control: stock vLLM with the 16-bit source, without EPLB
+and with it. Engines have `VLLM_BATCH_INVARIANT=1` (`--variables`). Needs vLLM and GPUs of the target.
 
 `--one-gpu` puts all ranks on one GPU. `--dry-run` converts, and prints the engines that would start: for a machine
 without a GPU.
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--intermediate", type=int, default=768)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--experts", type=int, default=16)
-    parser.add_argument("--top-k", type=int, default=4)
+    parser.add_argument("--top-ks", type=_numbers, default=[1, 4], help="experts a token, of each model")
     parser.add_argument("--rounds", type=int, default=3, help="questions while experts move")
     parser.add_argument("--ways", type=lambda text: text.split(","), default=["sync", "async"])
     parser.add_argument("--words", type=json.loads, default={}, help="more arguments of vllm.LLM, as JSON")
@@ -78,7 +78,7 @@ def main() -> None:
 
 def cases(a: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """All engines: what each is called, and how it compares with that of the same model without EPLB."""
-    kinds = [(1, x) for x in a.schemas] + [(a.top_k, x) for x in (CONTROL, *a.schemas) if a.top_k != 1]
+    kinds = [(k, x) for k in a.top_ks for x in ([] if k == 1 else [CONTROL]) + a.schemas]
     groups = {(top_k, x): list(engines_of(a, x, top_k)) for top_k, x in kinds}
     if a.dry_run:
         for (top_k, schema), engines in groups.items():
@@ -86,15 +86,21 @@ def cases(a: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
                 case = {"good": True, "folder": str(engine.model), "arguments": " ".join(engine.arguments)}
                 yield f"{schema}, top {top_k}, {engine.name}", case
         return
-    everyone = [engine for engines in groups.values() for engine in engines]
-    found = {id(engine): answers for engine, answers in run_all(everyone, a.jobs)}
-    control: dict[str, Any] | None = None
-    for (top_k, schema), (plain, *others) in groups.items():
-        for one in (plain, *others):
-            case = compared(found[id(plain)], found[id(one)], top_k, control)
-            yield f"{schema}, top {top_k}, {one.name}", case
-            if schema == CONTROL and one is not plain:
-                control = max(control or case, case, key=lambda words: words.get("log_p", 0.0))
+    found: dict[int, dict[str, Any]] = {}
+    waiting = list(groups)
+    controls: dict[int, dict[str, Any]] = {}
+    for engine, answers in run_all([engine for engines in groups.values() for engine in engines], a.jobs):
+        found[id(engine)] = answers
+        while waiting and all(id(one) in found for one in groups[waiting[0]]):
+            top_k, schema = waiting.pop(0)
+            plain, *others = groups[top_k, schema]
+            judged = {
+                one.name: compared(found[id(plain)], found[id(one)], top_k, controls.get(top_k))
+                for one in (plain, *others)
+            }
+            yield from ((f"{schema}, top {top_k}, {name}", case) for name, case in judged.items())
+            if schema == CONTROL:  # the one that is furthest away
+                controls[top_k] = max(judged.values(), key=lambda case: case.get("log_p", 0.0))
 
 
 def compared(
@@ -158,6 +164,10 @@ def judge(
         case["moved_before"] = _moved(_first_map(maps[0][0]), maps[0][0])
         is_good &= case["ranks_agree"] and case["moved_before"] + sum(case["moved"]) > 0
     return {"good": is_good, **case}
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(one) for one in text.split(",")]
 
 
 def _is_near(case: dict[str, Any], control: dict[str, Any]) -> bool:
