@@ -7,6 +7,7 @@ there into the tensor: no other tensor is created, and the buffers are the only 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import threading
@@ -108,14 +109,14 @@ class StagingBuffers:
             self._is_released, maker = True, self._maker
         if maker is not None:
             maker.join()
-        with _on(self._device):
+        with _beside_captures(self._device):
             while self._pinned:
                 _cudart().cudaHostUnregister(self._pinned.pop().data_ptr())
         self._free = SimpleQueue()
 
     def _make(self) -> None:
         try:
-            with _on(self._device):
+            with _beside_captures(self._device):
                 while self._is_another_wanted():
                     self._free.put(self._new())
         except Exception as error:  # noqa: BLE001 - raised by `take`
@@ -207,9 +208,28 @@ def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
-def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Make a GPU the current one of this thread: else CUDA would take the first."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+@contextlib.contextmanager
+def _beside_captures(device: torch.device) -> Iterator[None]:
+    """Make a GPU the current one of this thread, which may pin memory while another thread captures a CUDA graph.
+
+    In CUDA's default mode the call would be refused, and the capture would fail. A server captures its graphs while
+    these buffers are still being created, or freed.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    mode = ctypes.c_int(_RELAXED)
+    with torch.cuda.device(device):
+        is_exchanged = exchange(ctypes.byref(mode)) == 0  # mode is the thread's own one now
+        try:
+            yield
+        finally:
+            if is_exchanged:
+                exchange(ctypes.byref(mode))
 
 
 @dataclass

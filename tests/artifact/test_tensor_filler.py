@@ -432,3 +432,61 @@ def test_buffers_of_a_gpu_are_pinned(tmp_path: Path) -> None:
         buffers.give(buffer)
     buffers.release()
     assert not any(buffer is not None and buffer.is_pinned() for buffer in taken)
+
+
+class FakeDriver:
+    """CUDA's capture mode of each thread, as `cuThreadExchangeStreamCaptureMode` has it; and calls that need it."""
+
+    def __init__(self) -> None:
+        self.modes: dict[int, int] = {}
+        self.calls: list[tuple[str, int]] = []  # (call, mode of its thread)
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:  # noqa: N802 - CUDA's name
+        mine = self.modes.get(threading.get_ident(), 0)
+        self.modes[threading.get_ident()], mode._obj.value = mode._obj.value, mine
+        return 0
+
+    def _called(self, name: str) -> int:
+        self.calls.append((name, self.modes.get(threading.get_ident(), 0)))
+        return 0
+
+    def cudaHostRegister(self, *_: object) -> int:  # noqa: N802
+        return self._called("pin")
+
+    def cudaHostUnregister(self, *_: object) -> int:  # noqa: N802
+        return self._called("unpin")
+
+
+def test_a_thread_may_pin_beside_a_capture_only_while_it_pins(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver()
+    monkeypatch.setattr(tensor_filler.ctypes, "CDLL", lambda _: driver)
+    monkeypatch.setattr(tensor_filler, "_cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    buffers = StagingBuffers(torch.device("cuda", 0))
+    buffers.grow(2)
+    for _ in range(2):
+        buffers.take(waits=True)
+    buffers.release()
+    assert driver.calls == [("pin", 2), ("pin", 2), ("unpin", 2), ("unpin", 2)]
+    assert set(driver.modes.values()) == {0}  # all threads are back in CUDA's default mode
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_buffers_come_and_go_while_a_graph_is_captured() -> None:
+    """In CUDA's default mode of captures, which vLLM uses."""
+    buffers = StagingBuffers(torch.device("cuda", 0))
+    data, copied = torch.arange(64, device="cuda"), torch.zeros(64, dtype=torch.int64, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        copied.copy_(data)
+        buffers.grow(2)
+        for _ in range(2):
+            buffers.take(waits=True)
+        num_pinned = len(buffers._pinned)  # `is_pinned` is a call that the capture may refuse
+        freeing = threading.Thread(target=buffers.release)
+        freeing.start()
+        freeing.join()
+    assert num_pinned == 2
+    graph.replay()
+    assert torch.equal(copied, data)
