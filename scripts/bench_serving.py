@@ -250,7 +250,7 @@ def table(rows: Sequence[Row]) -> str:
         cells += [_cell(row, base, what) for what in TIMES]
         cells.append(f"{row['gpu']}, {row['date']}")
         lines.append(f"| {' | '.join(cells)} |\n")
-    failed = [f"`{row['name']}`" for row in rows if "failed" in row]
+    failed = [row["name"] for row in rows if "failed" in row]
     return "".join(lines) + (f"\nNot started: {', '.join(failed)}.\n" if failed else "")
 
 
@@ -274,7 +274,7 @@ def page_text(text: str, rows: Sequence[Row]) -> str:
     """The page with the table of these rows, and the names of ways that have none."""
     found = REGION.search(text)
     assert found is not None, PAGE
-    missing = [f"`{way.name}`" for way in ways() if way.name not in {row["name"] for row in rows}]
+    missing = [way.name for way in ways() if way.name not in {row["name"] for row in rows}]
     more = f"\nNot measured yet: {', '.join(missing)}.\n" if rows and missing else ""
     return f"{text[: found.end(1)]}{table(rows)}{more}{text[found.start(2) :]}"
 

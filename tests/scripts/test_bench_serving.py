@@ -113,7 +113,7 @@ def test_the_table_has_rates_ratios_and_dates() -> None:
     text = table([row(BASE), row("mxfp4/fp8", 8.0), {**row("nvfp4/a16"), "failed": ["why"]}])
     assert "| 819200 (1.00×) | 2000 (1.00×) | 32000 (1.00×) | NVIDIA H200, 2026-11-24 |" in text
     assert "| `mxfp4` | a16 | vLLM | 3.00 | 1024000 (1.25×) |" in text
-    assert text.endswith("\nNot started: `nvfp4/a16`.\n")
+    assert text.endswith("\nNot started: nvfp4/a16.\n")
 
 
 def test_the_page_has_the_record() -> None:
