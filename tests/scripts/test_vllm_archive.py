@@ -1,0 +1,50 @@
+"""The cutting of fat binaries, which scripts/vllm_archive.py does to vLLM's libraries."""
+
+from __future__ import annotations
+
+import re
+import struct
+
+import pytest
+
+from scripts.vllm_archive import MACHINE_CODE, MAGIC, PTX, Code, fat_binaries, keep_only
+
+HEAD = 64
+
+
+def fat_binary(*codes: tuple[int, int, bytes]) -> bytes:
+    body = b""
+    for kind, sm, code in codes:
+        head = struct.pack("<HHIQ", kind, 0x101, HEAD, len(code)).ljust(28, b"\0") + struct.pack("<I", sm)
+        body += head.ljust(HEAD, b"\0") + code
+    return MAGIC + struct.pack("<Q", len(body)) + body
+
+
+FIRST = ((PTX, 80, b"text-80!"), (MACHINE_CODE, 80, b"code80!!"), (MACHINE_CODE, 90, b"code90!!"))
+SECOND = ((PTX, 80, b"only-80!"), (PTX, 89, b"only-89!"), (PTX, 100, b"onlyl100"), (MACHINE_CODE, 120, b"code120!"))
+LIBRARY = b"\x7fELF and other sections" + fat_binary(*FIRST) + b"between." + fat_binary(*SECOND) + b"the end"
+
+
+def test_each_code_is_found() -> None:
+    first, second = fat_binaries(LIBRARY)
+    assert [(one.kind, one.sm, LIBRARY[one.begin : one.begin + one.size]) for one in first] == [*FIRST]
+    assert [one.sm for one in second] == [80, 89, 100, 120]
+
+
+@pytest.mark.parametrize(("sm", "kept"), [(90, {b"code90!!", b"only-89!"}), (80, {b"code80!!", b"only-80!"})])
+def test_one_architecture_stays(sm: int, kept: set[bytes]) -> None:
+    data = bytearray(LIBRARY)
+    keep_only(data, sm)
+    codes: list[Code] = [one for codes in fat_binaries(data) for one in codes]
+    left = {bytes(data[one.begin : one.begin + one.size]) for one in codes} - {bytes(8)}
+    assert left == kept
+    assert len(data) == len(LIBRARY)
+    assert data.startswith(b"\x7fELF and other sections" + MAGIC)
+    assert data.endswith(b"the end")
+
+
+def test_code_with_unused_names_goes() -> None:
+    data = bytearray(LIBRARY)
+    keep_only(data, 90, without=re.compile(rb"de[9]0"))
+    assert b"code90" not in data
+    assert b"only-89!" in data
