@@ -2,7 +2,7 @@
 
     python scripts/bench.py [--sizes 2,8,29] [--schemas mxfp4,int4] [--devices cpu,cuda:0] [--threads N] [--runs 3]
                             [--sinks files,null] [--cold] [--peers] [--quantized fp8-block] [--quantizer mse]
-                            [--work FOLDER] [--log NAME]
+                            [--work FOLDER] [--log NAME] [--traces FOLDER]
     python scripts/bench.py --allocate mxfp4,int4-g32-e4m3,fp8 [--sizes 8] [--devices cuda:0] [--quantizer mse]
     python scripts/bench.py --headers [--tensors 45000,178000,370000] [--formats bf16,fp8-block] [--runs 3]
 
@@ -17,7 +17,8 @@ With the sink `null` files are made up and forgotten. `--cold` drops the source 
 `--allocate` compares `hqconv allocate` with `convert` to each of its candidates, in steady GB/s of the source times the
 number of candidates.
 `--peers` adds vLLM's load path, rebuilt from Humming's calls, and llm-compressor's `model_free_ptq` where installed.
-`--log NAME` writes NAME.json, and a plot to NAME.svg.
+`--log NAME` writes NAME.json, and a plot to NAME.svg. `--traces FOLDER` keeps a trace of the last run of each kind of
+conversion, for ui.perfetto.dev; taking it costs a little time.
 
 First it proves that nothing was bought with other bytes: small conversions to the schemas, on every device, must be
 those on record (tests/golden/artifacts.json). Exit code 1 where they are not.
@@ -187,6 +188,9 @@ def rounds(
     """All that is said of one schema, size, device and sink; `is_warm`: no uncounted round is needed."""
     words = {"schema": schema, "target": "sm90", "device": device, "tp": args.tp, "threads": args.threads}
     words |= {"max_memory": args.max_memory, "quantizer": args.quantizer}
+    if args.traces is not None:
+        name = f"{schema}-{device.replace(':', '')}-{sink}-{source.name}"
+        words["trace"] = str(args.traces.resolve() / f"{name}.trace.json")
     out = args.work / f"out-{schema}"
     found: dict[str, list[dict[str, Any]]] = {who: [] for who in peers(args)}
     for number in range(is_warm, args.runs + 1):
@@ -331,11 +335,14 @@ def main() -> None:
     parser.add_argument("--formats", default="bf16,fp8-block")
     parser.add_argument("--work", type=Path, default=None)
     parser.add_argument("--log", type=Path, default=None)
+    parser.add_argument("--traces", type=Path, default=None)
     args = parser.parse_args()
     args.work = args.work or Path(tempfile.mkdtemp(prefix="hqconv-bench-"))
     if args.headers or args.allocate:
         measure_others(args)
         return
+    if args.traces is not None:
+        args.traces.mkdir(parents=True, exist_ok=True)
     schemas, devices, sinks = (one.split(",") for one in (args.schemas, args.devices, args.sinks))
     if not args.skip_bytes:
         check_bytes(sorted({"cpu", *devices}), schemas)

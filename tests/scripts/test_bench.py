@@ -44,6 +44,7 @@ def test_both_sinks_are_measured_and_logged(
 
     monkeypatch.setattr(bench, "measure", counting)
     options = ("--schemas", "mxfp4", "--sinks", "files,null", "--log", str(work / "log"))
+    options += ("--traces", str(work / "traces"))
     found = measured(work, monkeypatch, capsys, *options)
     assert [one["sink"] for one in found] == ["files", "null"]
     assert num_files == {"files": 2, "null": 0}
@@ -51,10 +52,13 @@ def test_both_sinks_are_measured_and_logged(
         assert SIZE_GB < one["source_gb"] < 2 * SIZE_GB  # with the tensors that are copied
         assert one["steady_gb_per_s"] > one["whole_gb_per_s"]["hqconv"] > 0
         assert one["profile"]["stages"]["write"]["gigabytes"] > 0
-        assert 0 < one["limits_gb_per_s"]["together"]
+        assert one["limits_gb_per_s"]["together"] > 0
     assert json.loads((work / "log.json").read_text()) == found
     assert (work / "log.svg").read_text().startswith("<svg")
     assert not list(work.glob("out-*"))
+    traces = {path.name: json.loads(path.read_text()) for path in (work / "traces").iterdir()}
+    assert traces.keys() == {f"mxfp4-cpu-{sink}-source-{SIZE_GB}.trace.json" for sink in ("files", "null")}
+    assert all(any(span["name"] == "write" for span in trace) for trace in traces.values())
 
 
 def test_peers_are_measured_from_a_cold_source(
