@@ -57,8 +57,35 @@ def test_both_sinks_are_measured_and_logged(
     assert (work / "log.svg").read_text().startswith("<svg")
     assert not list(work.glob("out-*"))
     traces = {path.name: json.loads(path.read_text()) for path in (work / "traces").iterdir()}
-    assert traces.keys() == {f"mxfp4-cpu-{sink}-source-{SIZE_GB}.trace.json" for sink in ("files", "null")}
+    assert traces.keys() == {f"mxfp4-cpu-{sink}-source-{SIZE_GB}-hqconv.trace.json" for sink in ("files", "null")}
     assert all(any(span["name"] == "write" for span in trace) for trace in traces.values())
+
+
+def test_variants_of_a_constant_are_measured(
+    work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "conversion.resources._CPU_BATCH_BYTES"
+    options = (
+        "--schemas",
+        "int8",
+        "--sinks",
+        "null",
+        "--vary",
+        f"{name}={10**7},{10**8}",
+        "--traces",
+        str(work / "varied"),
+    )
+    (one,) = measured(work, monkeypatch, capsys, *options)
+    labels = [f"{name}={value}" for value in (10**7, 10**8)]
+    assert list(one["steady_gb_per_s_of"]) == list(one["whole_gb_per_s"]) == labels
+    assert one["profile"]["staging"]["num_experts"] == 1  # of the first value
+    batches = []
+    for label in labels:
+        (path,) = (work / "varied").glob(f"*-{label}.trace.json")
+        batches.append(sum(span["name"] == "encode" and span["pid"] == 2 for span in json.loads(path.read_text())))
+    assert batches == [4, 1]
+    with pytest.raises(SystemExit, match="failed"):
+        measured(work, monkeypatch, capsys, "--schemas", "int8", "--vary", "conversion.resources._MISSING=1")
 
 
 def test_peers_are_measured_from_a_cold_source(
