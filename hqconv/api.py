@@ -132,6 +132,7 @@ def convert(
     in_team: bool = False,
     cache_limit: str | int | None = None,
     keep_source: bool = False,
+    trace: str | Path | None = None,
     **options: Unpack[ConversionArguments],
 ) -> ConversionReport:
     """Convert a model's experts: `src` to an artifact at `out`. See docs/api.md.
@@ -145,16 +146,19 @@ def convert(
     source_digests: hash the source's files, for the manifest. cache_limit: the most that is downloaded from the Hub at
     a time; None for four shards. keep_source: keep downloaded shards. on_plan: called with the plan and the output
     folder before anything is written. progress: called from worker threads. distributed: share the work with the other
-    processes of torchrun; in_team: its name of version 0.1.
+    processes of torchrun; in_team: its name of version 0.1. trace: a file for what each batch, thread and GPU stream
+    does when, in Chrome's trace format; each process needs its own.
     Raises RequestError, InputError (also of a damaged artifact as a source), OutputError or NetworkError.
     """
     check_modes(resume=resume, overwrite=overwrite, update=update)
     cache, distributed = cache_use(cache_limit, keep_source=keep_source), distributed or in_team
     parsed = _parse(config, options)
     from hqconv.conversion.convert import convert as run  # all libraries are loaded before the work begins
+    from hqconv.conversion.trace import Trace
 
     resources = resources_of(device, max_memory, max_gpu_memory, threads, in_team=distributed)
-    with open_source(src, revision, is_lazy=True) as source:
+    spans = nullcontext() if trace is None else Trace(Path(trace))
+    with spans as of_batches, open_source(src, revision, is_lazy=True) as source:
         target = choose_target(parsed, source, resources.device_name)
         with without_gc():
             planned = plan_conversion(parsed, source, target)
@@ -174,6 +178,7 @@ def convert(
             in_team=distributed,
             digests=source_digests,
             cache=cache,
+            trace=of_batches,
         )
 
 

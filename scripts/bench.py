@@ -2,7 +2,7 @@
 
     python scripts/bench.py [--sizes 2,8,29] [--schemas mxfp4,int4] [--devices cpu,cuda:0] [--threads N] [--runs 3]
                             [--sinks files,null] [--cold] [--peers] [--quantized fp8-block] [--quantizer mse]
-                            [--work FOLDER] [--log NAME]
+                            [--work FOLDER] [--log NAME] [--traces FOLDER] [--vary MODULE.NAME=1,2]
     python scripts/bench.py --allocate mxfp4,int4-g32-e4m3,fp8 [--sizes 8] [--devices cuda:0] [--quantizer mse]
     python scripts/bench.py --headers [--tensors 45000,178000,370000] [--formats bf16,fp8-block] [--runs 3]
 
@@ -17,7 +17,9 @@ With the sink `null` files are made up and forgotten. `--cold` drops the source 
 `--allocate` compares `hqconv allocate` with `convert` to each of its candidates, in steady GB/s of the source times the
 number of candidates.
 `--peers` adds vLLM's load path, rebuilt from Humming's calls, and llm-compressor's `model_free_ptq` where installed.
-`--log NAME` writes NAME.json, and a plot to NAME.svg.
+`--log NAME` writes NAME.json, and a plot to NAME.svg. `--traces FOLDER` keeps a trace of the last run of each kind of
+conversion, for ui.perfetto.dev; taking it costs a little time. `--vary conversion.executor._OPEN_UNITS=4,8` alternates
+conversions under several values of a constant of hqconv; the first value is the one beside limits and peers.
 
 First it proves that nothing was bought with other bytes: small conversions to the schemas, on every device, must be
 those on record (tests/golden/artifacts.json). Exit code 1 where they are not.
@@ -26,6 +28,7 @@ those on record (tests/golden/artifacts.json). Exit code 1 where they are not.
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import json
 import os
@@ -39,6 +42,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -84,7 +88,7 @@ def convert(source: str, out: str, words: dict[str, Any], sink: str) -> dict[str
             (output_folder.OutputFolder, "seal", forget),
             (convert_module, "sha256_of", lambda _: ""),  # of a manifest that is not written
         ):
-            setattr(owner, name, value)
+            mock.patch.object(owner, name, value).start()  # fails where the name is no longer there
     report = hqconv.convert(source, out, **words)
     return {"bytes_in": report.num_bytes_in, "bytes_out": report.num_bytes_out, "profile": report.profile}
 
@@ -128,6 +132,9 @@ RUNS: dict[str, Callable[[str, str, dict[str, Any], str], dict[str, Any]]] = {
 
 def child(job: dict[str, Any]) -> None:
     """The process of one run: prints what it found as JSON."""
+    for name, value in job.get("constants", {}).items():
+        module, _, constant = f"hqconv.{name}".rpartition(".")
+        mock.patch.object(importlib.import_module(module), constant, value).start()
     found = RUNS[job["who"]](job["source"], job["out"], job["words"], job["sink"])
     found["peak_host_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
@@ -186,18 +193,25 @@ def rounds(
     words = {"schema": schema, "target": "sm90", "device": device, "tp": args.tp, "threads": args.threads}
     words |= {"max_memory": args.max_memory, "quantizer": args.quantizer}
     out = args.work / f"out-{schema}"
-    found: dict[str, list[dict[str, Any]]] = {who: [] for who in peers(args)}
+    variants = variants_of(args.vary)
+    runs = {label: (HQCONV, constants) for label, constants in variants.items()}
+    runs |= {who: (who, {}) for who in peers(args) if who != HQCONV}
+    found: dict[str, list[dict[str, Any]]] = {label: [] for label in runs}
     for number in range(is_warm, args.runs + 1):
-        for who, results in found.items():
+        for label, (who, constants) in runs.items():
             shutil.rmtree(out, ignore_errors=True)
             if args.cold:
                 forget(source)
             job = {"who": who, "source": str(source), "out": str(out), "words": words, "sink": sink}
-            result = measure(job)
+            if who == HQCONV and args.traces is not None:
+                name = f"{schema}-{device.replace(':', '')}-{sink}-{source.name}-{label}.trace.json"
+                job["words"] = words | {"trace": str(args.traces.resolve() / name)}
+            result = measure(job | {"constants": constants})
             if number:
-                results.append(result)
+                found[label].append(result)
     shutil.rmtree(out, ignore_errors=True)
-    ours = found[HQCONV]
+    first = next(iter(variants))
+    ours = found[first]
     key = (str(source), ours[0]["bytes_out"], device)
     if key not in known:
         known[key] = measure_limits(source, args.work, key[1], args.threads, device, cold=args.cold)
@@ -220,7 +234,10 @@ def rounds(
         "source_gb": round(gigabytes, 2),
         "steady_gb_per_s": round(steady, 2),
         "whole_gb_per_s": {who: round(speed, 3) for who, speed in whole.items()},
-        "ratio_to_peers": {who: round(whole[HQCONV] / s, 2) for who, s in whole.items() if who != HQCONV},
+        "steady_gb_per_s_of": {
+            label: round(statistics.median(map(steady_speed, found[label])), 2) for label in variants
+        },
+        "ratio_to_peers": {who: round(whole[first] / s, 2) for who, s in whole.items() if who not in variants},
         "limits_gb_per_s": {name: round(limit, 2) for name, limit in limits.items() if limit < float("inf")},
         "share_of_nearest_limit": round(steady / alone, 2),
         "share_of_limits_together": round(steady / at_once, 2),
@@ -236,7 +253,7 @@ def allocation_rounds(source: Path, device: str, args: argparse.Namespace) -> di
     words |= {"max_memory": args.max_memory, "quantizer": args.quantizer}
     out, candidates = args.work / "out-allocate", args.allocate.split(",")
     found: dict[str, list[float]] = {}
-    for number in range(args.runs + 1):
+    for number in range(args.no_warm_up, args.runs + 1):
         for who, schema in ((ALLOCATE, args.allocate), *((HQCONV, one) for one in candidates)):
             shutil.rmtree(out, ignore_errors=True)
             named = words | {"schema": schema}
@@ -265,6 +282,14 @@ def steady_speed(result: dict[str, Any]) -> float:
     in_flight = profile["staging"]["num_slots"] * profile["staging"]["slot_bytes"]
     num_bytes = max(result["bytes_in"] - in_flight, result["bytes_in"] / 2)
     return float(num_bytes / (profile["seconds"] - profile["warm_up_seconds"]) / 1e9)
+
+
+def variants_of(vary: str) -> dict[str, dict[str, int]]:
+    """The variants of hqconv that run in turn: label → values of constants."""
+    if not vary:
+        return {HQCONV: {}}
+    name, _, values = vary.partition("=")
+    return {f"{name}={value}": {name: int(value)} for value in values.split(",")}
 
 
 def peers(args: argparse.Namespace) -> list[str]:
@@ -329,11 +354,15 @@ def main() -> None:
     parser.add_argument("--formats", default="bf16,fp8-block")
     parser.add_argument("--work", type=Path, default=None)
     parser.add_argument("--log", type=Path, default=None)
+    parser.add_argument("--traces", type=Path, default=None)
+    parser.add_argument("--vary", default="")
     args = parser.parse_args()
     args.work = args.work or Path(tempfile.mkdtemp(prefix="hqconv-bench-"))
     if args.headers or args.allocate:
         measure_others(args)
         return
+    if args.traces is not None:
+        args.traces.mkdir(parents=True, exist_ok=True)
     schemas, devices, sinks = (one.split(",") for one in (args.schemas, args.devices, args.sinks))
     if not args.skip_bytes:
         check_bytes(sorted({"cpu", *devices}), schemas)

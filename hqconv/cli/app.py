@@ -13,7 +13,7 @@ import typer
 import hqconv
 from hqconv import api
 from hqconv.cli import convert_command, interrupt, report_commands
-from hqconv.cli.convert_command import profile_writer
+from hqconv.cli.convert_command import profile_writer, trace_path
 from hqconv.cli.help_format import DocumentedGroup, GroupedCommand
 from hqconv.cli.options import parse_checks, parse_layers, parse_tokens, takes, without_defaults
 from hqconv.cli.output import ClosedStream, discard_stdout, guarded, print_json, say, warn
@@ -70,7 +70,10 @@ def convert(
         return
     quiet = quiet or not is_rank_zero()  # only rank 0 prints
     json = json and is_rank_zero()
-    write_profile = profile_writer(profile if is_rank_zero() else None)
+    profile = profile if is_rank_zero() else None
+    write_profile = profile_writer(profile)
+    if profile is not None:
+        options["trace"] = trace_path(profile)
     finished = convert_command.run(options, quiet=quiet)
     write_profile(finished.profile)
     document = finished.to_dict()

@@ -29,6 +29,7 @@ from hqconv.conversion.progress import Meter, Progress
 from hqconv.conversion.resources import Resources, Staging, bounded_gpu, plan_staging
 from hqconv.conversion.source_integrity import source_digests
 from hqconv.conversion.stages import StageProfile
+from hqconv.conversion.trace import Trace
 from hqconv.conversion.update import record_source, why_not_current
 from hqconv.errors import InputError, OutputError, RequestError, plural
 from hqconv.humming_layout.gemm_forms import planned_packed_form
@@ -125,10 +126,11 @@ def convert(
     in_team: bool = False,
     digests: bool = False,
     cache: CachePolicy | None = None,
+    trace: Trace | None = None,
 ) -> ConversionReport:
     """Write the planned artifact to `out`, or with `in_team` this process's part of it; see `hqconv.convert`.
 
-    cache: limits for the Hub's cache.
+    cache: limits for the Hub's cache. trace: takes the spans of every batch.
     Raises InputError for bad weights, OutputError for the folder or the disk, RequestError if `resources` cannot hold
     one expert, or if Triton cannot build kernels on the GPU.
     """
@@ -153,7 +155,7 @@ def convert(
         cache=cache or CachePolicy(),
         processes=processes,
         meter=Meter(plan.num_bytes_read, len(plan.units), progress, count),
-        profile=StageProfile(),
+        profile=StageProfile(trace),
     )
     try:
         if processes is None or processes.rank == 0:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import mmap
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -14,23 +15,34 @@ import torch
 from hqconv.conversion.resources import Staging
 from hqconv.conversion.stages import StageProfile, Stages
 from hqconv.cpu_loops.helper_threads import Helpers
+from hqconv.models.expert_bytes import RawExperts
+
+_CLOCK_TRIES = 5
 
 
 @dataclass(frozen=True, eq=False)
 class Slot:
     """Host buffers that one batch after another uses, uint8.
 
-    raw: for source bytes. out: for results of a GPU (empty on the CPU). Both are pinned for a GPU.
+    raw: for source bytes. out: for results of a GPU (empty on the CPU). Both are pinned for a GPU. marks: ends of the
+    steps of the batch on a GPU that is timed.
     """
 
+    number: int
     raw: torch.Tensor
     out: torch.Tensor
+    marks: list[tuple[str, torch.cuda.Event]] = field(default_factory=list)
 
 
 class Lane(Protocol):
     """One sequence of work on a device, in order; other lanes run beside it."""
 
     device: torch.device
+    number: int
+
+    def to_device(self, raw: RawExperts, slot: Slot) -> RawExperts:
+        """Copy source bytes to the device, where they are not there already."""
+        ...
 
     def to_host(self, tensors: Sequence[torch.Tensor], slot: Slot) -> list[torch.Tensor]:
         """Copy tensors to flat uint8 tensors on the host, perhaps views of `slot`, valid after `arrive`."""
@@ -40,15 +52,25 @@ class Lane(Protocol):
         """Return a function that waits for all work begun so far; None where nothing is pending."""
         ...
 
+    def steps(self, slot: Slot) -> list[tuple[str, float, float]]:
+        """Return and forget the steps of the batch in `slot`, once they are done: name, begin and end in seconds.
+
+        Times are of `time.monotonic`. None where the lane has no clock.
+        """
+        ...
+
 
 class CpuLane:
     """Encodes batches in place, in the calling thread and its helper threads."""
 
-    def __init__(self, helpers: Helpers | None, share: int) -> None:
+    def __init__(self, number: int, helpers: Helpers | None, share: int) -> None:
         torch.set_num_threads(1)  # of this thread: lanes and helpers are as many as there are processors
         if helpers is not None:
             helpers.use(share)
-        self.device = torch.device("cpu")
+        self.device, self.number = torch.device("cpu"), number
+
+    def to_device(self, raw: RawExperts, slot: Slot) -> RawExperts:
+        return raw
 
     def to_host(self, tensors: Sequence[torch.Tensor], slot: Slot) -> list[torch.Tensor]:
         return [_flat(tensor) for tensor in tensors]
@@ -56,17 +78,76 @@ class CpuLane:
     def arrive(self) -> None:
         return None
 
+    def steps(self, slot: Slot) -> list[tuple[str, float, float]]:
+        return []
+
+
+class GpuClock:
+    """A GPU's events as times of `time.monotonic`: one event of which the host's time is known.
+
+    An event's time has the resolution of float32 milliseconds: 4 µs in the first minute, 60 µs after ten.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        stream, tries = torch.cuda.Stream(device), []  # type: ignore[no-untyped-call]
+        for _ in range(_CLOCK_TRIES):
+            event = self.event()
+            begin_s = time.monotonic()
+            event.record(stream)
+            event.synchronize()
+            tries.append((time.monotonic() - begin_s, begin_s, event))
+        took_s, begin_s, self._event = min(tries, key=lambda one: one[0])
+        self._event_s = begin_s + took_s / 2
+
+    def event(self) -> torch.cuda.Event:
+        """Return a new event whose time can be told."""
+        return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+    def steps(self, marks: Sequence[tuple[str, torch.cuda.Event]]) -> list[tuple[str, float, float]]:
+        """Return name, begin and end of the steps between marks that the GPU has reached. The first mark is a begin.
+
+        Durations are between neighbouring events, and so have the resolution of these: half a microsecond.
+        """
+        steps: list[tuple[str, float, float]] = []
+        if marks:
+            last = marks[0][1]
+            end_s = self._event_s + self._event.elapsed_time(last) / 1e3
+            for name, event in marks[1:]:
+                begin_s, end_s = end_s, end_s + last.elapsed_time(event) / 1e3
+                steps.append((name, begin_s, end_s))
+                last = event
+        return steps
+
 
 class CudaLane:
     """A CUDA stream, so that one lane's copies run beside another lane's kernels."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, number: int, device: torch.device, clock: GpuClock | None = None) -> None:
         torch.set_num_threads(1)
-        self.device = device
+        self.device, self.number, self._clock = device, number, clock
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def _mark(self, slot: Slot, step: str) -> None:
+        """Record on the stream the end of a step, where there is a clock."""
+        if self._clock is not None:
+            event = self._clock.event()
+            event.record(self.stream)
+            slot.marks.append((step, event))
+
+    def to_device(self, raw: RawExperts, slot: Slot) -> RawExperts:
+        self._mark(slot, "begin")
+        there = raw.on(self.device)
+        self._mark(slot, "copy in")
+        return there
+
+    def steps(self, slot: Slot) -> list[tuple[str, float, float]]:
+        marks = slot.marks.copy()
+        slot.marks.clear()
+        return [] if self._clock is None else self._clock.steps(marks)
 
     def to_host(self, tensors: Sequence[torch.Tensor], slot: Slot) -> list[torch.Tensor]:
         """Copy the tensors into `slot.out`, one after the other."""
+        self._mark(slot, "kernels")
         flat = [_flat(tensor) for tensor in tensors]
         host, end = [], 0
         for one in flat:
@@ -74,6 +155,7 @@ class CudaLane:
             to.copy_(one, non_blocking=True)
             host.append(to)
             end += len(one)
+        self._mark(slot, "copy out")
         return host
 
     def arrive(self) -> Callable[[], None]:
@@ -82,9 +164,14 @@ class CudaLane:
         return event.synchronize
 
 
-def make_lane(device: torch.device, helpers: Helpers | None, share: int) -> Lane:
-    """Create a lane. On the CPU: for the calling thread, whose loops `share` helper threads run."""
-    return CudaLane(device) if device.type == "cuda" else CpuLane(helpers, share)
+def make_lane(
+    number: int, device: torch.device, helpers: Helpers | None, share: int, clock: GpuClock | None = None
+) -> Lane:
+    """Create a lane. On the CPU: for the calling thread, whose loops `share` helper threads run.
+
+    clock: of a GPU whose steps are timed.
+    """
+    return CudaLane(number, device, clock) if device.type == "cuda" else CpuLane(number, helpers, share)
 
 
 @contextmanager
@@ -95,11 +182,6 @@ def using_lane(lane: Lane) -> Iterator[None]:
             yield
     else:
         yield
-
-
-def make_slot(raw_bytes: int, out_bytes: int, device: torch.device) -> Slot:
-    """Allocate the host buffers of one batch."""
-    return Slot(host_buffer(raw_bytes, device), host_buffer(out_bytes, device))
 
 
 def host_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
@@ -157,6 +239,7 @@ class Slots:
         self._stages.notify()
 
     def _allocate(self) -> None:
-        slot = make_slot(self._staging.slot_bytes, self._staging.out_bytes, self._device)
+        raw, out = (host_buffer(size, self._device) for size in (self._staging.slot_bytes, self._staging.out_bytes))
+        slot = Slot(self._num_slots, raw, out)  # one is allocated at a time
         self._is_allocating = False
         self.give(slot)

@@ -170,7 +170,9 @@ def encode_to_runs(
     The runs may be views of `slot`, which is free once they are written.
     """
     planned, layer = batch.planned, batch.planned.layer
+    raw = None if raw is None else lane.to_device(raw, slot)
     done = encode_batch(source, layer, batch.experts, raw, planned.encoding, lane.device, is_careful=is_careful)
+    del raw  # on a GPU the memory is used again for the kernel layout
     runs = list(_kernel_runs(batch, done) if planned.forms else _packed_runs(batch, done))
     sums = expert_sums(done.tensors, planned.encoding.schema)
     host = lane.to_host([sums, *done.measured, *(run.data for run in runs)], slot)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from hqconv.conversion.collect_input_scales import InputScales, create_unit_files
 from hqconv.conversion.devices import SLOT_STAGE as SLOTS
-from hqconv.conversion.devices import Lane, Slot, Slots, make_lane, using_lane
+from hqconv.conversion.devices import GpuClock, Lane, Slot, Slots, make_lane, using_lane
 from hqconv.conversion.encode import DeferredCheckError
 from hqconv.conversion.encode_batch import Batch, Piece, Run, encode_to_runs, split_runs, split_unit
 from hqconv.conversion.hub_prefetch import HubPrefetch
@@ -83,10 +83,17 @@ class _Job:
     is_done: bool = False
     started_s: float = field(default_factory=time.monotonic)
 
+    def __str__(self) -> str:
+        return self.unit.name
+
 
 @dataclass(eq=False)
 class _InFlight:
-    """A batch or a piece in work, with the slot that it holds. The executor's lock guards the counts."""
+    """A batch or a piece in work, with the slot that it holds. The executor's lock guards the counts and the phase.
+
+    phase: `X queue` while the batch waits for a thread of stage X, `X` in that stage, `files` while it waits for the
+    creation of its files. since_s: begin of the phase.
+    """
 
     job: _Job
     item: Batch | Piece
@@ -95,6 +102,14 @@ class _InFlight:
     raw: RawExperts | None = None
     num_reads_left: int = 0
     num_writes_left: int = 0
+    phase: str = "read queue"
+    since_s: float = field(default_factory=time.monotonic)
+
+    def __str__(self) -> str:
+        item, name = self.item, self.job.unit.name
+        if isinstance(item, Piece):
+            return f"{name}: {item.num_bytes} bytes"
+        return f"{name}: experts {item.experts.start}-{item.experts.stop - 1}"
 
 
 class Executor:
@@ -141,6 +156,7 @@ class Executor:
         self._threads_per_lane = 1 if resources.is_cuda else resources.threads_per_lane
         self._helpers = Helpers(resources.num_threads) if self._threads_per_lane > 1 else None
         self._slots = Slots(staging, self._device, self._stages, profile)
+        self._clock = GpuClock(self._device) if resources.is_cuda and profile.trace is not None else None
         self._integrity = SourceIntegrity(source, self._stages, profile, "finish", known)
         self._lock = threading.Lock()
         self._lanes = threading.local()
@@ -208,7 +224,18 @@ class Executor:
                 num_bytes = sum(ref.num_bytes for ref, _ in ranges)
                 self._stages.start("read", num_bytes, self._read, in_flight, item, ranges)
         else:
+            in_flight.phase = "encode queue"
             self._stages.start("encode", item.num_bytes, self._encode, in_flight, item)
+
+    def _enter(self, in_flight: _InFlight, phase: str, after: str | None = None) -> None:
+        """Begin the next phase of a slot. after: only if that is the phase now, where several threads may begin it."""
+        now = time.monotonic()
+        with self._lock:
+            ended, since_s = in_flight.phase, in_flight.since_s
+            if after is not None and ended != after:
+                return
+            in_flight.phase, in_flight.since_s = phase, now
+        self._profile.add_slot_phase(in_flight.slot.number, ended, in_flight, since_s, now)
 
     # --- stages
 
@@ -217,6 +244,7 @@ class Executor:
         self._stages.notify()
 
     def _read_piece(self, in_flight: _InFlight, piece: Piece) -> None:
+        self._enter(in_flight, "read")
         runs, reads, end = list[Run](), [], 0
         for copied in piece.ranges():
             data = in_flight.slot.raw[end : end + copied.num_bytes]
@@ -240,20 +268,24 @@ class Executor:
 
     def _read(self, in_flight: _InFlight, batch: Batch, ranges: list[tuple[TensorRef, int]]) -> None:
         assert in_flight.raw is not None
+        self._enter(in_flight, "read", after="read queue")
         self._source.read_raw(in_flight.raw, ranges)
         with self._lock:
             in_flight.num_reads_left -= 1
             is_last = in_flight.num_reads_left == 0
         if is_last:
+            self._enter(in_flight, "encode queue")
             self._stages.start("encode", batch.num_bytes, self._encode, in_flight, batch)
 
     def _encode(self, in_flight: _InFlight, batch: Batch) -> None:
+        self._enter(in_flight, "encode")
         lane = self._lane()
         with using_lane(lane), self._integrity.blame_files_first(in_flight.sources):
             encoded = self._encode_batch(self._source, batch, in_flight.raw, lane, in_flight.slot)
         if encoded.wait is None:
             self._collect(in_flight, batch, lane, encoded)
         else:
+            self._enter(in_flight, "collect queue")
             self._stages.start("collect", batch.num_bytes, self._collect, in_flight, batch, lane, encoded)
 
     def _lane(self) -> Lane:
@@ -261,7 +293,8 @@ class Executor:
         if not hasattr(self._lanes, "lanes"):
             count = self._staging.num_lanes if self._device.type == "cuda" else 1
             self._lanes.lanes = deque(
-                make_lane(self._device, self._helpers, self._threads_per_lane) for _ in range(count)
+                make_lane(number, self._device, self._helpers, self._threads_per_lane, self._clock)
+                for number in range(count)
             )
         lanes: deque[Lane] = self._lanes.lanes
         lanes.rotate()
@@ -269,14 +302,18 @@ class Executor:
 
     def _collect(self, in_flight: _InFlight, batch: Batch, lane: Lane, encoded: EncodedBatch) -> None:
         """Take the results once they are on the host; encode again where a deferred check fails."""
+        self._enter(in_flight, "collect")
         with self._integrity.blame_files_first(in_flight.sources):
             try:
                 error_sums = encoded.error_sums()
             except DeferredCheckError:
+                lane.steps(in_flight.slot)  # of the first try
                 with using_lane(lane):
                     slot = in_flight.slot
                     encoded = self._encode_batch(self._source, batch, in_flight.raw, lane, slot, is_careful=True)
                     error_sums = encoded.error_sums()
+        for step, begin_s, end_s in lane.steps(in_flight.slot):
+            self._profile.add_gpu_step(f"lane {lane.number}", step, in_flight, begin_s, end_s)
         with self._lock:
             in_flight.job.measured.add(batch.experts, error_sums, encoded.sums())
         self._write_out(in_flight, encoded.runs)
@@ -291,6 +328,7 @@ class Executor:
 
     def _write_out(self, in_flight: _InFlight, runs: list[Run]) -> None:
         """Write runs in several threads."""
+        self._enter(in_flight, "write queue")
         chunks = split_runs(runs, _CHUNK_BYTES)
         in_flight.num_writes_left = len(chunks)
         for chunk in chunks:
@@ -299,7 +337,9 @@ class Executor:
             self._end(in_flight)
 
     def _write(self, in_flight: _InFlight, runs: list[Run]) -> None:
+        self._enter(in_flight, "files", after="write queue")
         writer = self._writer(in_flight.job)
+        self._enter(in_flight, "write", after="files")
         for run in runs:
             writer.write_at(run.file, run.offset_bytes, run.data.numpy())
         runs.clear()
@@ -311,6 +351,7 @@ class Executor:
 
     def _end(self, in_flight: _InFlight) -> None:
         """Return the slot of a batch or piece whose bytes are all written."""
+        self._enter(in_flight, "free")
         self._slots.give(in_flight.slot)
         self._profile.end_warm_up()
         self._meter.advance(in_flight.job.unit.name, in_flight.item.num_bytes)

@@ -138,7 +138,7 @@ class MeasureCandidates:
         self, source: Source, batch: Batch, raw: RawExperts | None, lane: Lane, slot: Slot, *, is_careful: bool = False
     ) -> _MeasuredBatch:
         """Encode a batch under every candidate of its layer, as `encode_to_runs` does under one schema."""
-        layer, raw = batch.planned.layer, None if raw is None else raw.on(lane.device)
+        layer, raw = batch.planned.layer, None if raw is None else lane.to_device(raw, slot)
         is_stacked = is_asynchronous(lane.device) or float_stacks(layer, raw) is not None
         parts = []
         # Experts that are decoded one by one are decoded once for all candidates.

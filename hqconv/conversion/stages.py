@@ -10,7 +10,11 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
+from hqconv.conversion.trace import SLOTS, STREAMS, THREADS, Trace
+
 _Task = tuple[int, float, Callable[..., None], tuple[Any, ...]]  # bytes, time of `start`, function, arguments
+
+_THREAD_PREFIX = "hqconv-"
 
 
 class CancelledError(Exception):
@@ -32,7 +36,7 @@ class Stages:
         self._error: BaseException | None = None
         self._threads = {
             name: [
-                threading.Thread(target=self._work, args=(name,), name=f"hqconv-{name}_{number}", daemon=True)
+                threading.Thread(target=self._work, args=(name,), name=f"{_THREAD_PREFIX}{name}_{number}", daemon=True)
                 for number in range(count)
             ]
             for name, count in num_threads.items()
@@ -53,11 +57,12 @@ class Stages:
                 continue
             num_bytes, queued_at, task, arguments = item
             try:
-                with self._profile.busy(stage, num_bytes, time.monotonic() - queued_at):
+                subject = arguments[0] if arguments else ""
+                with self._profile.busy(stage, num_bytes, time.monotonic() - queued_at, subject):
                     task(*arguments)
             except BaseException as error:  # noqa: BLE001 - reported by the owner
                 self._fail(error)
-            del item, task, arguments  # frees their buffers before the next task comes
+            del item, task, arguments, subject  # frees their buffers before the next task comes
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
@@ -109,11 +114,17 @@ class _Stage:
 
 @dataclass
 class StageProfile:
-    """Time and bytes of each stage, counted from any thread."""
+    """Time and bytes of each stage, and the time of the slots by phase, counted from any thread.
 
+    trace: where each task, wait and phase goes as a span.
+    """
+
+    trace: Trace | None = None
     _stages: dict[str, _Stage] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _waits: dict[str, float] = field(default_factory=dict)
+    _slot_seconds: dict[str, float] = field(default_factory=dict)
+    _gpu_seconds: dict[str, float] = field(default_factory=dict)
     _started: float = field(default_factory=time.monotonic)
     _warm_at: float | None = None
 
@@ -134,30 +145,60 @@ class StageProfile:
         try:
             yield
         finally:
+            ended = time.monotonic()
             with self._lock:
-                self._waits[cause] = self._waits.get(cause, 0.0) + time.monotonic() - started
+                self._waits[cause] = self._waits.get(cause, 0.0) + ended - started
+            self._add_span(f"waits for {cause}", started, ended)
+
+    def _add_span(self, name: str, begin_s: float, end_s: float, **arguments: Any) -> None:
+        """Add a span to the track of the calling thread."""
+        if self.trace is not None:
+            thread = threading.current_thread().name.removeprefix(_THREAD_PREFIX)
+            self.trace.add(THREADS, thread, name, begin_s, end_s, **arguments)
 
     @contextmanager
-    def busy(self, stage: str, num_bytes: int = 0, queued: float = 0.0) -> Iterator[None]:
-        """Count the time inside as a task of a stage. queued: seconds that the task waited for a thread."""
+    def busy(self, stage: str, num_bytes: int = 0, queued: float = 0.0, subject: object = "") -> Iterator[None]:
+        """Count the time inside as a task of a stage.
+
+        queued: seconds that the task waited for a thread. subject: its text names the work in the trace.
+        """
         started = time.monotonic()
         try:
             yield
         finally:
-            seconds = time.monotonic() - started
+            ended = time.monotonic()
+            seconds = ended - started
             with self._lock:
                 one = self._stages.setdefault(stage, _Stage())
                 one.busy_seconds += seconds
                 one.queued_seconds += queued
                 one.num_tasks += 1
                 one.num_bytes += num_bytes
+            if self.trace is not None:
+                queued_ms = round(queued * 1e3, 3)
+                self._add_span(stage, started, ended, of=str(subject), bytes=num_bytes, queued_ms=queued_ms)
+
+    def add_slot_phase(self, slot: int, phase: str, subject: object, begin_s: float, end_s: float) -> None:
+        """Count a phase of the batch in a slot. begin_s, end_s: of `time.monotonic`."""
+        with self._lock:
+            self._slot_seconds[phase] = self._slot_seconds.get(phase, 0.0) + end_s - begin_s
+        if self.trace is not None:
+            self.trace.add(SLOTS, f"slot {slot}", phase, begin_s, end_s, of=str(subject))
+
+    def add_gpu_step(self, stream: str, step: str, subject: object, begin_s: float, end_s: float) -> None:
+        """Count a step of a batch on a GPU's stream. begin_s, end_s: of `time.monotonic`."""
+        with self._lock:
+            self._gpu_seconds[step] = self._gpu_seconds.get(step, 0.0) + end_s - begin_s
+        if self.trace is not None:
+            self.trace.add(STREAMS, stream, step, begin_s, end_s, of=str(subject))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the profile as a JSON document.
 
         warm_up_seconds: until the first batch was written. share: busy part of the stage's threads' time, waits inside
         a task included; a stage near 1 is the bottleneck. queued_seconds: time that the stage's tasks waited for a
-        thread, summed. waits: seconds by cause.
+        thread, summed. waits: seconds by cause. slot_seconds: by phase of the batches in the slots, summed over the
+        slots. gpu_seconds: by step of the batches on a GPU, summed over the streams; empty without a trace.
         """
         with self._lock:
             seconds = time.monotonic() - self._started
@@ -165,6 +206,8 @@ class StageProfile:
                 "seconds": round(seconds, 3),
                 "warm_up_seconds": round((self._warm_at or self._started) - self._started, 3),
                 "waits": {cause: round(waited, 3) for cause, waited in self._waits.items()},
+                "slot_seconds": {phase: round(spent, 3) for phase, spent in self._slot_seconds.items()},
+                "gpu_seconds": {step: round(spent, 3) for step, spent in self._gpu_seconds.items()},
                 "stages": {
                     name: {
                         "threads": stage.num_threads,
