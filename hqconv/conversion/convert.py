@@ -286,6 +286,7 @@ class _Conversion:
                 self.input_scales,
                 prefetch,
                 digests,
+                is_shared=processes is not None,
             ).run(units)
 
     def _missing(self, done: Collection[str]) -> list[OutputUnit]:

@@ -6,11 +6,12 @@ A batch holds its slot from its read until it is written: that is the only back-
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -32,15 +33,19 @@ from hqconv.errors import InputError, plural
 from hqconv.io.file_access import open_limit
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.source_protocol import Source
-from hqconv.planning.output_units import OutFile, OutputUnit
+from hqconv.planning.output_units import MoeLayerPlan, OutFile, OutputUnit
 from hqconv.quantization.content_sums import sum_of_bytes
 from hqconv.schemas.tensors import TensorRef
 
 _LOG = logging.getLogger(__name__)
 
-# Units whose files are open: one created ahead, one in work, the rest being finished. More than the first number only
-# while their files are few.
+# Units whose files are open: those in work, the rest being finished. More than the first number only while their files
+# are few.
 _OPEN_UNITS, _MAX_OPEN_UNITS = 4, 24
+# Units in work: their files are created in parallel, and batches go in turn to the first units whose files are there.
+# Linux lets one thread write to a file at a time, and creating a file on a RAM disk takes as long as writing it.
+_UNITS_IN_WORK, _UNITS_IN_TURN = 3, 2
+_SHARED_UNITS_IN_WORK = 2  # where processes share the units: what one has taken no other one does
 _MAX_THREADS = 16  # of a stage that reads, writes or hashes
 _CHUNK_BYTES = 16 << 20  # of a batch that one thread reads or writes, while others take the rest
 
@@ -76,8 +81,9 @@ class _Job:
 
     unit: OutputUnit
     measured: Measurements
+    items: Iterator[Batch | Piece]  # to feed
     writer: UnitWriter | None = None
-    num_left: int = 0  # batches and pieces to write; plus one until all are fed
+    num_left: int = 1  # batches and pieces to write; plus one until all are fed
     files: dict[str, Any] = field(default_factory=dict)
     sources: set[str] = field(default_factory=set)  # names of the source files
     is_done: bool = False
@@ -127,11 +133,13 @@ class Executor:
         prefetch: HubPrefetch,
         known: Mapping[str, str],
         *,
+        is_shared: bool = False,
         encode: Encode | None = None,
         measurements: Callable[[], Measurements] = Measurements,
     ) -> None:
         """known: name → SHA-256 of the source's files that earlier runs hashed.
 
+        is_shared: other processes take units, too.
         encode, measurements: of a run that only measures: its units have no files, and its batches no bytes to write.
         """
         self._encode_batch, self._measurements = encode or encode_to_runs, measurements
@@ -141,7 +149,7 @@ class Executor:
         num_threads = min(_MAX_THREADS, max(4, resources.num_threads))
         self._stages = Stages(
             {
-                "open": 1,
+                "open": _UNITS_IN_WORK,
                 SLOTS: 1,
                 "read": num_threads,
                 # A GPU's lanes are streams: one thread feeds them all, and waits for no other thread's Python.
@@ -158,6 +166,7 @@ class Executor:
         self._slots = Slots(staging, self._device, self._stages, profile)
         self._clock = GpuClock(self._device) if resources.is_cuda and profile.trace is not None else None
         self._integrity = SourceIntegrity(source, self._stages, profile, "finish", known)
+        self._num_in_work = _SHARED_UNITS_IN_WORK if is_shared else _UNITS_IN_WORK
         self._lock = threading.Lock()
         self._lanes = threading.local()
         self._jobs: list[_Job] = []
@@ -166,18 +175,25 @@ class Executor:
         """Write and finish the units. Raises the first error of any stage; no unfinished file keeps its final name."""
         try:
             self._prefetch.start(self._stages)
-            jobs = (_Job(unit, self._measurements()) for unit in units)
-            job = next(jobs, None)
-            while job is not None:
-                self._prefetch.wait_for(job.unit.name)
-                if job not in self._jobs:
-                    self._stages.wait(self._may_open)
+            piece_bytes = min(self._staging.slot_bytes, _CHUNK_BYTES)
+            jobs = (
+                _Job(unit, self._measurements(), split_unit(unit, self._staging.num_experts, piece_bytes))
+                for unit in units
+            )
+            job: _Job | None = None
+            in_work: list[_Job] = []
+            for turn in itertools.count():
+                while len(in_work) < self._num_in_work:
+                    job = job or next(jobs, None)
+                    if job is None or not self._may_begin(job, in_work):
+                        break
                     self._open(job)
-                ahead = next(jobs, None) if self._may_open() else None
-                if ahead is not None and self._prefetch.has_shards(ahead.unit.name):
-                    self._open(ahead)
-                self._feed(job)
-                job = ahead or next(jobs, None)
+                    in_work.append(job)
+                    job = None
+                if not in_work:
+                    break
+                ready = [one for one in in_work if one.writer is not None][:_UNITS_IN_TURN] or in_work[:1]
+                self._feed_one(ready[turn % len(ready)], in_work)
             self._stages.wait(lambda: all(job.is_done for job in self._jobs))
         finally:
             self._prefetch.stop()
@@ -195,21 +211,33 @@ class Executor:
         are_few = sum(counts) < (_OPEN_UNITS - 1) * open_limit()
         return len(counts) < (_MAX_OPEN_UNITS if are_few else _OPEN_UNITS)
 
+    def _may_begin(self, job: _Job, in_work: Sequence[_Job]) -> bool:
+        """Return whether a unit may be begun. The first one is waited for; beside others nothing is."""
+        if in_work:
+            is_possible = self._may_open() and self._prefetch.has_shards(job.unit.name)
+            if not is_possible or any(_has_importance(one.unit) for one in (job, *in_work)):
+                return False
+        self._prefetch.wait_for(job.unit.name)
+        self._stages.wait(self._may_open)
+        return True
+
     def _open(self, job: _Job) -> None:
         """Start to create a unit's files, ahead of their first bytes."""
         self._jobs.append(job)
         self._stages.start("open", 0, self._create, job)
 
-    def _feed(self, job: _Job) -> None:
-        job.num_left = 1
-        piece_bytes = min(self._staging.slot_bytes, _CHUNK_BYTES)
-        for item in split_unit(job.unit, self._staging.num_experts, piece_bytes):
-            in_flight = _InFlight(job, item, self._slots.take(), self._integrity.begin(item))
-            job.sources |= in_flight.sources
-            with self._lock:
-                job.num_left += 1
-            self._read_ahead(in_flight)
-        self._count_written(job)
+    def _feed_one(self, job: _Job, in_work: list[_Job]) -> None:
+        """Start to read the next batch or piece of a unit; after the last one, take the unit from the list."""
+        item = next(job.items, None)
+        if item is None:
+            in_work.remove(job)
+            self._count_written(job)
+            return
+        in_flight = _InFlight(job, item, self._slots.take(), self._integrity.begin(item))
+        job.sources |= in_flight.sources
+        with self._lock:
+            job.num_left += 1
+        self._read_ahead(in_flight)
 
     def _read_ahead(self, in_flight: _InFlight) -> None:
         """Read a batch's bytes in several threads, or a piece in one."""
@@ -392,3 +420,8 @@ class Executor:
         _LOG.info("Unit %s is done: %s in %.1f s.", job.unit.name, plural(count, "file"), seconds)
         self._meter.finish(job.unit.name)
         self._stages.notify()
+
+
+def _has_importance(unit: OutputUnit) -> bool:
+    """Return whether a unit needs a layer's part of an importance file: memory is counted for one layer."""
+    return isinstance(unit, MoeLayerPlan) and unit.encoding.importance is not None

@@ -1,0 +1,131 @@
+"""Units in work: their batches go in turn, once their files are there, and some units go alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hqconv
+from hqconv.conversion import executor, resources
+from hqconv.conversion.executor import Executor
+from hqconv.conversion.hub_prefetch import HubPrefetch
+from tests.make.importance import columns_of, write_importance
+from tests.make.qwen import write_qwen3_moe
+from tests.make.tensors import snapshot
+
+OPTIONS: dict[str, Any] = {"schema": "int4-g32", "target": "sm90", "device": "cpu", "threads": 2}
+NUM_LAYERS, NUM_BATCHES = 3, 4  # of each layer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen3_moe(tmp_path_factory.mktemp("turns") / "model", num_layers=NUM_LAYERS, num_experts=NUM_BATCHES)
+
+
+@pytest.fixture
+def fed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The layer of each batch, in the order in which they are read; files are there as soon as they are asked for."""
+    found: list[str] = []
+    read_ahead, open_unit, create = Executor._read_ahead, Executor._open, Executor._create
+
+    def reading(self: Executor, in_flight: Any) -> None:
+        found.append(str(in_flight.job).removesuffix(".mlp.experts")[-1])
+        read_ahead(self, in_flight)
+
+    def opening(self: Executor, job: Any) -> None:
+        create(self, job)
+        open_unit(self, job)
+
+    monkeypatch.setattr(resources, "_CPU_BATCH_BYTES", 1)  # one expert
+    monkeypatch.setattr(Executor, "_read_ahead", reading)
+    monkeypatch.setattr(Executor, "_open", opening)
+    monkeypatch.setattr(Executor, "_create", lambda *_: None)
+    return found
+
+
+def of_layers(fed: list[str]) -> str:
+    """The order of the layers' batches; the copied tensors are left out."""
+    return "".join(one for one in fed if one.isdigit())
+
+
+def test_batches_of_two_units_go_in_turn(model: Path, tmp_path: Path, fed: list[str]) -> None:
+    hqconv.convert(model, tmp_path / "out", **OPTIONS)
+    order = of_layers(fed)
+    assert sorted(order) == sorted("012" * NUM_BATCHES)
+    assert order.startswith("01" * NUM_BATCHES)
+
+
+def test_every_order_gives_the_same_bytes(
+    model: Path, tmp_path: Path, fed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders = {}
+    for in_work, in_turn in ((1, 1), (2, 1), (3, 2), (3, 3)):
+        monkeypatch.setattr(executor, "_UNITS_IN_WORK", in_work)
+        monkeypatch.setattr(executor, "_UNITS_IN_TURN", in_turn)
+        out = tmp_path / f"{in_work}-{in_turn}"
+        hqconv.convert(model, out, **OPTIONS)
+        orders[of_layers(fed)] = snapshot(out)
+        fed.clear()
+    assert len(orders) == 3
+    first, *others = orders.values()
+    assert all(other == first for other in others)
+
+
+def test_a_unit_waits_for_its_files_while_another_is_read(
+    model: Path, tmp_path: Path, fed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second layer's files come after the first layer's last batch."""
+    opening, feed_one = Executor._open, Executor._feed_one
+    late: list[Callable[[], None]] = []
+
+    def open_late(self: Executor, job: Any) -> None:
+        if ".layers.1." in str(job):
+            opening(self, job)
+            writer, job.writer = job.writer, None
+            late.append(lambda: setattr(job, "writer", writer))
+        else:
+            opening(self, job)
+
+    def feeding(self: Executor, job: Any, in_work: Any) -> None:
+        feed_one(self, job, in_work)
+        if of_layers(fed).count("0") == NUM_BATCHES:
+            for come in late:
+                come()
+            late.clear()
+
+    monkeypatch.setattr(Executor, "_open", open_late)
+    monkeypatch.setattr(Executor, "_feed_one", feeding)
+    hqconv.convert(model, tmp_path / "out", **OPTIONS)
+    order = of_layers(fed)
+    assert order.startswith("02" * (NUM_BATCHES - 1))
+    assert order.index("1") > order.rindex("0")
+
+
+def test_units_with_an_importance_file_go_alone(model: Path, tmp_path: Path, fed: list[str]) -> None:
+    """Its memory, and gptq's factors, are those of one layer."""
+    importance = write_importance(tmp_path / "columns.safetensors", columns_of(model))
+    hqconv.convert(model, tmp_path / "out", **OPTIONS, quantizer="mse", importance=importance)
+    assert of_layers(fed) == "".join(digit * NUM_BATCHES for digit in "012")
+
+
+def test_nothing_is_waited_for_beside_a_unit_in_work(
+    model: Path, tmp_path: Path, fed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shard may only come when another unit is done: waiting for it in the middle of that unit would be for ever."""
+    begun: list[str] = []
+    wait_for = HubPrefetch.wait_for
+
+    def waiting(self: HubPrefetch, unit: str) -> None:
+        begun.append(f"{len(of_layers(fed))} {unit}")
+        wait_for(self, unit)
+
+    monkeypatch.setattr(HubPrefetch, "wait_for", waiting)
+    monkeypatch.setattr(HubPrefetch, "has_shards", lambda *_: False)
+    hqconv.convert(model, tmp_path / "out", **OPTIONS)
+    assert of_layers(fed) == "".join(digit * NUM_BATCHES for digit in "012")
+    assert [one for one in begun if "layers" in one] == [
+        f"{number * NUM_BATCHES} model.layers.{number}.mlp.experts" for number in range(NUM_LAYERS)
+    ]
