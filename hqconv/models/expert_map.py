@@ -27,17 +27,13 @@ from hqconv.schemas.dtypes import FLOATS
 from hqconv.schemas.tensors import TensorRef
 
 
-def group(
-    family: Family, tensors: Mapping[str, TensorRef], of_moe: Iterable[str]
-) -> tuple[dict[str, LayerTensors], list[str]]:
-    """Return the tensors of each layer (experts module), and the expert-like names that match no template.
-
-    of_moe: names of the tensors that may be an expert's.
-    """
+def group(family: Family, tensors: Mapping[str, TensorRef]) -> tuple[dict[str, LayerTensors], list[str]]:
+    """Return the tensors of each layer (experts module), and the expert-like names that match no template."""
     groups = NameGroups(family)
     unmatched = []
-    for name in of_moe:
-        ref = tensors[name]
+    for name, ref in tensors.items():
+        if "expert" not in name and "moe" not in name:  # no expert's: there may be a million
+            continue
         if groups.takes_known(name, ref) or groups.takes(name, ref) or name.startswith(family.other_models):
             continue
         if looks_like_expert(name, len(ref.shape)):
@@ -160,13 +156,16 @@ def map_experts(
     none at all) and InputError if names, shapes, dtypes and config contradict one another.
     """
     text = text_config(config)
-    of_moe = [name for name in tensors if "expert" in name or "moe" in name]  # so does the name of every expert
-    candidates = [name for name in of_moe if looks_like_expert(name, len(tensors[name].shape))]
+    candidates = [
+        name
+        for name, ref in tensors.items()
+        if ("expert" in name or "moe" in name) and looks_like_expert(name, len(ref.shape))
+    ]
     choice = choose_family(candidates, config, text)
     family, because = choice.family, choice.because
     candidates = [name for name in candidates if not name.startswith(family.other_models)]
     declared = declared_formats(quantization, text)
-    grouped, unmatched = group(family, tensors, of_moe)
+    grouped, unmatched = group(family, tensors)
     if unmatched:
         raise unmatched_error(InputError, family, unmatched, because)
     if not grouped:
@@ -195,7 +194,7 @@ def map_experts(
     converted = {name: layer.name for layer in layers for name in _names(layer)}
     copied = tuple(name for name in tensors if name not in converted and name not in dropped)
     assert len(converted) + len(dropped) + len(copied) == len(tensors), "an expert tensor was counted twice"
-    assert set(candidates).isdisjoint(copied), "an expert tensor was lost"
+    assert all(name in converted or name in dropped for name in candidates), "an expert tensor was lost"
     return ExpertMap(family.name, f"{because}; {origin}", tuple(layers), converted, copied, dropped)
 
 
