@@ -4,7 +4,7 @@ The command is `python scripts/bench.py --headers [--tensors 45000,178000,370000
 `[--runs 3]`. Names and config are DeepSeek-V3's, with as many layers of 384 experts as give about that many tensors, in
 shards of 5 GB; an expert has three tensors, in fp8-block six. Every figure is of a whole command, less the same command
 on a model of a few tensors, which is its start-up: what is left is work for tensors. Of several runs the least of each.
-Each model is also planned as an mxfp4 artifact for TP 8, whose headers and manifest are written in front of holes too (its
+Each model is also planned as an mxfp4 artifact for TP 8, whose headers and manifest are written in front of holes (its
 digests are zeros): the last row is `inspect` of it.
 """
 
