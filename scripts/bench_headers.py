@@ -4,6 +4,8 @@ The command is `python scripts/bench.py --headers [--tensors 45000,178000,370000
 `[--runs 3]`. Names and config are DeepSeek-V3's, with as many layers of 384 experts as give about that many tensors, in
 shards of 5 GB; an expert has three tensors, in fp8-block six. Every figure is of a whole command, less the same command
 on a model of a few tensors, which is its start-up: what is left is work for tensors. Of several runs the least of each.
+Each model is also planned as an mxfp4 artifact for TP 8, whose headers and manifest are written in front of holes (its
+digests are zeros): the last row is `inspect` of it.
 """
 
 from __future__ import annotations
@@ -18,12 +20,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 DRY_RUN = ("convert", "--dry-run", "--json", "--device=cpu", "--target=sm90", "-o", "/nowhere/out")
 LOOKS: dict[str, list[str]] = {
     "inspect": ["inspect", "--json"],
     "dry-run": [*DRY_RUN, "--schema=mxfp4", "--tp=8"],
     "dry-run, checkpoint layout": [*DRY_RUN, "--schema=int4", "--layout=checkpoint"],
 }
+ARTIFACT = "inspect, artifact"
 FORMATS = {"bf16": 3, "fp8-block": 6}  # tensors of an expert
 EXPERTS, HIDDEN, INNER, LAYER = 384, 7168, 2048, 128
 SHARD_BYTES = 5 * 10**9
@@ -95,6 +100,37 @@ def make_headers(folder: Path, fmt: str, num_tensors: int, experts: int) -> int:
     return len(weight_map)
 
 
+def make_artifact(source: Path, out: Path) -> int:
+    """Write the planned files of an artifact, headers in front of holes, and its manifest; returns their bytes."""
+    from hqconv import plan
+    from hqconv.artifact.build import Measured, build_manifest
+    from hqconv.artifact.manifest import sealed
+    from hqconv.conversion.convert import write_sidecar_files
+    from hqconv.io.durable_files import FileRecord
+    from hqconv.planning.output_units import MoeLayerPlan
+    from hqconv.sources.opening import open_source
+
+    planned = plan(source, schema="mxfp4", target="sm90", device="cpu", tp=8)
+    error = {"relative_error": 0.1, "worst_expert": 0, "worst_relative_error": 0.1}
+    measured, records = dict[str, Measured](), list[FileRecord]()
+    for unit in planned.units:
+        is_layer = isinstance(unit, MoeLayerPlan)
+        errors = dict.fromkeys(unit.layer.roles, error) if isinstance(unit, MoeLayerPlan) else {}
+        sums = {} if is_layer else {"copied": {name: "0" * 16 for file in unit.files for name in file.tensors}}
+        measured[unit.name] = Measured(errors, sums)
+        for file in unit.files:
+            path = out / file.path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(file.header)
+            os.truncate(path, file.size_bytes)
+            records.append(FileRecord(file.path, file.size_bytes, "0" * 64))
+    with open_source(source) as opened:
+        records += write_sidecar_files(opened, planned, out)
+        manifest = build_manifest(opened, planned, measured, records, {}, {})
+    (out / "hqconv.json").write_bytes(sealed(manifest.to_dict()))
+    return planned.num_bytes_out
+
+
 def look(folder: str, words: list[str]) -> dict[str, float]:
     """One command in a process of its own: its wall and CPU seconds, and the most memory it had."""
     command = [sys.executable, "-m", "hqconv", words[0], folder, *words[1:]]
@@ -132,6 +168,11 @@ def measure_headers(work: Path, sizes: list[int], formats: list[str], num_runs: 
             for name, words in LOOKS.items():
                 found = figures(best(folder, words, num_runs), fixed[name], count - num_small)
                 yield {"look": name, "format": fmt, "tensors": count, **found}
+            artifact = work / f"artifact-{fmt}-{size}"
+            num_bytes = apart("artifact", folder, artifact)
+            found = figures(best(artifact, LOOKS["inspect"], num_runs), fixed["inspect"], count - num_small)
+            yield {"look": ARTIFACT, "format": fmt, "tensors": count, "artifact_bytes": num_bytes, **found}
+            shutil.rmtree(artifact)
             shutil.rmtree(folder)
         shutil.rmtree(small)
 
@@ -151,5 +192,11 @@ def figures(found: dict[str, float], fixed: dict[str, float], num_more: int) -> 
 
 if __name__ == "__main__":
     what, folder, *words = sys.argv[1:]
-    is_make = what == "make"
-    print(json.dumps(make_headers(Path(folder), words[0], *map(int, words[1:])) if is_make else look(folder, words)))
+    result: object
+    if what == "make":
+        result = make_headers(Path(folder), words[0], *map(int, words[1:]))
+    elif what == "artifact":
+        result = make_artifact(Path(folder), Path(words[0]))
+    else:
+        result = look(folder, words)
+    print(json.dumps(result))

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,19 +84,26 @@ def read_usage(root: Path, num_experts: int | None = None, num_threads: int = 1)
         used: dict[str, dict[str, CodeCounts]] = {}
         rms: dict[str, dict[str, list[float | None]]] = {}
         schemas: dict[str, WeightSchema] = {}
+        tasks: list[tuple[str, str, int, MatrixReader]] = []
+        for layer in layers:
+            schema = artifact.schema_of(layer.name)
+            schemas[schema.name] = schema
+            nothing: list[float | None] = [None] * layer.num_experts
+            rms[layer.name] = {role: list(nothing) for role in layer.roles}
+            of_layout = _matrix_reader(artifact, layer)
+            chosen = _spread(layer.num_experts, counts[layer.name])
+            tasks += [(layer.name, schema.name, expert, of_layout) for expert in chosen]
+
+        def count(task: tuple[str, str, int, MatrixReader]) -> dict[str, tuple[CodeCounts, float]]:
+            _, schema_name, expert, read = task
+            return _count_expert(read, schemas[schema_name], artifact.param_dtype, expert)
+
+        # Over all layers: of a large artifact one expert of each is read.
         with ThreadPoolExecutor(num_threads, "hqconv-usage") as pool:
-            for layer in layers:
-                schema = artifact.schema_of(layer.name)
-                schemas[schema.name] = schema
-                param, of_layout = artifact.param_dtype, _matrix_reader(artifact, layer)
-                read = partial(_count_expert, of_layout, schema, param)
-                chosen = _spread(layer.num_experts, counts[layer.name])
-                nothing: list[float | None] = [None] * layer.num_experts
-                rms[layer.name] = {role: list(nothing) for role in layer.roles}
-                for expert, of_expert in zip(chosen, pool.map(read, chosen), strict=True):
-                    for role, (one, size) in of_expert.items():
-                        used.setdefault(schema.name, {}).setdefault(role, CodeCounts()).add(one)
-                        rms[layer.name][role][expert] = size
+            for (name, schema_name, expert, _), of_expert in zip(tasks, pool.map(count, tasks), strict=True):
+                for role, (one, size) in of_expert.items():
+                    used.setdefault(schema_name, {}).setdefault(role, CodeCounts()).add(one)
+                    rms[name][role][expert] = size
     return {
         "schemas": {
             name: {role: of_role.to_dict(schemas[name]) for role, of_role in sorted(roles.items())}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
@@ -341,12 +341,15 @@ class Artifact(ManifestFacts):
         """Return whether a file is not on this machine, but the Hub lists its digest."""
         return self.listing is not None and path in self.listing.digests and not (self.root / path).is_file()
 
-    def digest_of(self, path: str) -> str:
-        """Return a file's SHA-256: of the local file, else the Hub's, else of the downloaded file. Raises OSError."""
+    def digest_of(self, path: str, keep_on: Callable[[], object] | None = None, chunk_bytes: int = 1 << 20) -> str:
+        """Return a file's SHA-256: of the local file, else the Hub's, else of the downloaded file. Raises OSError.
+
+        keep_on, chunk_bytes: as in `sha256_of`.
+        """
         if self.is_proven_by_hub(path):
             assert self.listing is not None
             return self.listing.digests[path]
-        return sha256_of(self.fetched(path))
+        return sha256_of(self.fetched(path), keep_on, chunk_bytes)
 
     def forget(self, path: str) -> None:
         """Drop a file of a repo that will be removed here; no thread may be reading it."""

@@ -46,6 +46,7 @@ from hqconv.quantization.cuda import check_kernels
 from hqconv.schemas import artifact_names
 from hqconv.schemas.options import ENCODING_KEYS, RTN
 from hqconv.serving.chosen_engine import ENGINE
+from hqconv.sources.opening import without_gc
 
 _LOG = logging.getLogger(__name__)
 
@@ -301,6 +302,7 @@ class _Conversion:
             use = ShardUse.of(self.source, self._missing(done), keeps=policy.keeps)
             check_room(self.source, use, policy, self.out, num_bytes_out)
 
+    @without_gc()
     def _finish(self, folder: OutputFolder) -> None:
         """Write the sidecar files, the manifest with its model card and digests, and seal the folder."""
         source, plan = self.source, self.plan
@@ -391,8 +393,8 @@ def write_sidecar_files(source: Source, plan: ConversionPlan, root: Path) -> lis
         written.append(_copy_importance(plan.spec.encoding.importance, root))
     written.append(write_whole(root, artifact_names.CONFIG, json_bytes(artifact_config(source, plan))))
     if artifact_names.INDEX in plan.paths:
-        refs = {name: ref for unit in plan.units for file in unit.files for name, ref in file.tensors.items()}
-        total = sum(refs[name].num_bytes for name in plan.weight_map)
+        shards = [file for unit in plan.units for file in unit.files if "/" not in file.path]
+        total = sum(file.size_bytes - len(file.header) for file in shards)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(plan.weight_map.items()))}
         written.append(write_whole(root, artifact_names.INDEX, json_bytes(index)))
     return written

@@ -34,7 +34,7 @@ from hqconv.io.file_access import open_limit
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.source_protocol import Source
 from hqconv.planning.output_units import MoeLayerPlan, OutFile, OutputUnit
-from hqconv.quantization.content_sums import sum_of_bytes
+from hqconv.quantization.content_sums import sums_of_parts
 from hqconv.schemas.tensors import TensorRef
 
 _LOG = logging.getLogger(__name__)
@@ -285,13 +285,10 @@ class Executor:
             for ref, start, size in piece.spans:  # one by one, to name the tensor
                 self._source.read_into(ref, in_flight.slot.raw[:size].numpy().data, start)
             raise
-        sums, end = dict[str, int](), 0
-        for ref, start, size in piece.spans:
-            part = in_flight.slot.raw[end : end + size].numpy()
-            sums[ref.name] = sum_of_bytes(part, start)
-            end += size
+        sums = sums_of_parts(in_flight.slot.raw.numpy(), [(start, size) for _, start, size in piece.spans])
+        names = (ref.name for ref, _, _ in piece.spans)
         with self._lock:
-            in_flight.job.measured.add_copied(sums)
+            in_flight.job.measured.add_copied(dict(zip(names, sums, strict=True)))
         self._write_out(in_flight, runs)
 
     def _read(self, in_flight: _InFlight, batch: Batch, ranges: list[tuple[TensorRef, int]]) -> None:

@@ -59,8 +59,13 @@ class JournalEntry:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entry as a journal line: the key of the unit is `group`, as in journals of version 0.1."""
-        document = asdict(self)
-        return {"group": document.pop("unit"), **document}
+        return {
+            "group": self.unit,
+            "files": [asdict(file) for file in self.files],
+            "measured": self.measured,
+            "sums": self.sums,
+            "sources": self.sources,
+        }
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> JournalEntry:

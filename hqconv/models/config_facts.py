@@ -59,8 +59,10 @@ def layer_notices(family: Family, moe_layers: Iterable[str], names: Iterable[str
     stacks = {place[1] for place in places if place and "mtp" not in place[1].split(".")}
     if num_layers is None or len(stacks) != 1:
         return []
-    in_stack = re.compile(rf"{re.escape(stacks.pop())}\.({INDEX})\.")
-    indices = {int(match[1]) for name in names if (match := in_stack.match(name))}
+    stack = f"{stacks.pop()}."
+    start = len(stack)
+    words = {name[start:].partition(".")[:2] for name in names if name.startswith(stack)}
+    indices = {int(word) for word, dot in words if dot and re.fullmatch(INDEX, word)}
     key, count = num_layers
     counted = f"config.json counts {count} layers ({key})"
     if missing := [str(index) for index in range(count) if index not in indices]:

@@ -32,11 +32,9 @@ def group(family: Family, tensors: Mapping[str, TensorRef]) -> tuple[dict[str, L
     groups = NameGroups(family)
     unmatched = []
     for name, ref in tensors.items():
-        if groups.takes_known(name, ref):
+        if "expert" not in name and "moe" not in name:  # no expert's: there may be a million
             continue
-        if "expert" not in name and "moe" not in name and not looks_like_expert(name, len(ref.shape)):
-            continue
-        if groups.takes(name, ref) or name.startswith(family.other_models):
+        if groups.takes_known(name, ref) or groups.takes(name, ref) or name.startswith(family.other_models):
             continue
         if looks_like_expert(name, len(ref.shape)):
             unmatched.append(name)
@@ -158,7 +156,11 @@ def map_experts(
     none at all) and InputError if names, shapes, dtypes and config contradict one another.
     """
     text = text_config(config)
-    candidates = [name for name, ref in tensors.items() if looks_like_expert(name, len(ref.shape))]
+    candidates = [
+        name
+        for name, ref in tensors.items()
+        if ("expert" in name or "moe" in name) and looks_like_expert(name, len(ref.shape))
+    ]
     choice = choose_family(candidates, config, text)
     family, because = choice.family, choice.because
     candidates = [name for name in candidates if not name.startswith(family.other_models)]
@@ -192,7 +194,7 @@ def map_experts(
     converted = {name: layer.name for layer in layers for name in _names(layer)}
     copied = tuple(name for name in tensors if name not in converted and name not in dropped)
     assert len(converted) + len(dropped) + len(copied) == len(tensors), "an expert tensor was counted twice"
-    assert set(copied).isdisjoint(candidates), "an expert tensor was lost"
+    assert all(name in converted or name in dropped for name in candidates), "an expert tensor was lost"
     return ExpertMap(family.name, f"{because}; {origin}", tuple(layers), converted, copied, dropped)
 
 

@@ -63,6 +63,8 @@ def other_bytes(
     tp = ENGINE.attention_tp(grid)
     if tp is None:
         return None
+    if tp == 1:
+        return sum(tensors[name].num_bytes for name in copied)
     prefixes = tuple(f"{layer}." for layer in left)
     total = 0
     for name in copied:
@@ -73,8 +75,10 @@ def other_bytes(
 
 def _parts(ref: TensorRef, tp: int, heads: AttentionHeads) -> int:
     """Return the number of parts into which `tp` ranks cut a tensor; 1 for a tensor that every rank has whole."""
+    if len(ref.shape) < 2:
+        return 1
     path = ref.name.split(".")
-    if len(ref.shape) < 2 or any(tower in part for part in path for tower in _TOWERS):
+    if any(tower in part for part in path for tower in _TOWERS):
         return 1
     module = next((part for part in reversed(path[-3:]) if part in _CUT), None)
     if module is None:

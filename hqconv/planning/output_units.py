@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from json.encoder import encode_basestring
 
 from hqconv.errors import plural
 from hqconv.humming_layout.gemm_forms import KernelForm, planned_kernel_form, planned_packed_form
@@ -30,27 +30,44 @@ class OutFile:
     tensors: dict[str, TensorRef] = field(repr=False)
 
 
-def build_file(path: str, specs: Iterable[TensorSpec], metadata: Mapping[str, str], number: int = 0) -> OutFile:
+def build_file(
+    path: str, specs: Iterable[TensorSpec | TensorRef], metadata: Mapping[str, str], number: int = 0
+) -> OutFile:
     """Lay out a safetensors file: widest dtypes first, so that every tensor is aligned; header padded to 8.
 
     `number` is the file's index among the files of its output unit; the refs of its tensors have it.
     """
-    ordered = sorted(specs, key=lambda spec: -num_bits(spec.dtype))
-    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
-    places: list[tuple[int, int]] = []
+    specs = list(specs)
+    width_of = {dtype: num_bits(dtype) for dtype in {spec.dtype for spec in specs}}
+    if len(width_of) > 1:
+        specs.sort(key=lambda spec: -width_of[spec.dtype])
+    # The texts of names and of the few forms are encoded by json; a dict for each of a million tensors takes longer.
+    entries = [f'"__metadata__":{_json_text(dict(metadata))}']
+    sizes: dict[tuple[str, tuple[int, ...]], tuple[str, int]] = {}
+    begins: list[int] = []
     end = 0
-    for spec in ordered:
-        begin, end = end, end + spec.num_bytes
-        places.append((begin, end))
-        entries[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": (begin, end)}
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
+    for spec in specs:
+        form = (spec.dtype, spec.shape)
+        known = sizes.get(form)
+        if known is None:
+            text = _json_text({"dtype": spec.dtype, "shape": spec.shape})[:-1]
+            known = sizes[form] = (f'{text},"data_offsets":[', spec.num_bytes)
+        begins.append(end)
+        begin, end = end, end + known[1]
+        entries.append(f"{encode_basestring(spec.name)}:{known[0]}{begin},{end}]}}")
+    header = f"{{{','.join(entries)}}}".encode()
+    header += b" " * (-len(header) % 8)
+    header = len(header).to_bytes(8, "little") + header
+    start = len(header)
     tensors = {
-        spec.name: TensorRef(spec.name, spec.dtype, tuple(spec.shape), number, len(header) + begin, end - begin)
-        for spec, (begin, end) in zip(ordered, places, strict=True)
+        spec.name: TensorRef(spec.name, spec.dtype, tuple(spec.shape), number, start + begin, spec.num_bytes)
+        for spec, begin in zip(specs, begins, strict=True)
     }
-    return OutFile(path, header, len(header) + end, tensors)
+    return OutFile(path, header, start + end, tensors)
+
+
+def _json_text(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
 MAX_SHARD_BYTES = 5 * 10**9  # the limit of transformers' save_pretrained
@@ -212,7 +229,7 @@ def kernel_unit(layer: MoeLayer, spec: ConversionSpec) -> MoeLayerPlan:
 class Shard:
     """An ordinary model shard before it has a number: of experts in the checkpoint layout, or of copied tensors."""
 
-    specs: list[TensorSpec]
+    specs: Sequence[TensorSpec | TensorRef]
     refs: tuple[TensorRef, ...] = ()
     layer: MoeLayer | None = None
     num_experts: int = 0
@@ -251,7 +268,7 @@ def copy_shards(refs: Iterable[TensorRef]) -> list[Shard]:
             filled = 0
         shards[-1].append(ref)
         filled += ref.num_bytes
-    return [Shard([TensorSpec(r.name, r.dtype, r.shape) for r in chosen], tuple(chosen)) for chosen in shards]
+    return [Shard(chosen, tuple(chosen)) for chosen in shards]
 
 
 def shard_units(shards: list[Shard], spec: ConversionSpec) -> tuple[list[MoeLayerPlan], list[CopiedShardPlan]]:

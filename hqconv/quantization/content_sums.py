@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from hqconv.schemas.weight_schema import WeightSchema
 _WORD_BYTES = 4
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _LEAST_ROWS = 256  # of one helper thread's part
+_SMALL_BYTES = 8 << 10  # of a copied tensor that is summed together with others: at most one row
+_BATCH_BYTES = 256 << 10  # of such tensors together: a dozen temporary arrays of a few times this size
+_LAST_WORD = np.array([-1, 0xFF, 0xFFFF, 0xFFFFFF], np.int32)  # the bits of a tensor's last word, by its bytes modulo 4
 
 
 def expert_sums(projections: Mapping[str, Mapping[str, torch.Tensor]], schema: WeightSchema) -> torch.Tensor:
@@ -86,6 +89,47 @@ def sum_of_bytes(data: NDArray[np.uint8], start: int) -> int:
     of_rows = _dots(words[head : words.size - tail].reshape(num_rows, ROW_WORDS), columns)
     total += int((of_rows * rows[:num_rows]).sum())  # numpy's integers are modulo 2**64
     return total + _dot(words[words.size - tail :], columns[:tail]) * int(rows[num_rows])
+
+
+def sums_of_parts(data: NDArray[np.uint8], parts: Sequence[tuple[int, int]]) -> list[int]:
+    """Return the content sum of each part of a copied tensor, as `sum_of_bytes`; the parts lie in `data` one by one.
+
+    parts: start in its tensor and number of bytes of each. Small tensors are summed together: numpy's calls would take
+    more time than their bytes.
+    """
+    starts, sizes = np.array(parts, np.int64).reshape(-1, 2).T
+    ends = np.cumsum(sizes)
+    assert not len(ends) or ends[-1] <= data.size, (ends[-1], data.size)
+    is_small = (starts == 0) & (sizes <= _SMALL_BYTES) & (sizes > 0)
+    sums = np.zeros(len(sizes), np.int64)
+    small = np.flatnonzero(is_small)
+    cuts = np.flatnonzero(np.diff((ends - sizes)[small] // _BATCH_BYTES)) + 1
+    for chosen in np.split(small, cuts) if len(small) else ():
+        sums[chosen] = _sums_of_small(data, (ends - sizes)[chosen], sizes[chosen])
+    totals: list[int] = sums.tolist()
+    for index in np.flatnonzero(~is_small).tolist():
+        end, size = int(ends[index]), int(sizes[index])
+        totals[index] = sum_of_bytes(data[end - size : end], int(starts[index]))
+    return totals
+
+
+def _sums_of_small(data: NDArray[np.uint8], begins: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the content sums of whole tensors of at most one row, near to each other: int64 [T], modulo 2**64.
+
+    begins, sizes: positions in `data`, in order, and numbers of bytes; none is empty.
+    """
+    first, end = int(begins[0]), int(begins[-1] + sizes[-1])
+    near = np.zeros(end - first + _WORD_BYTES, np.uint8)
+    near[: end - first] = data[first:end]
+    words_at = np.ndarray((end - first,), "<i4", near, strides=(1,))  # the word that begins at each byte
+    num_words = -(-sizes // _WORD_BYTES)
+    first_words = np.cumsum(num_words) - num_words
+    columns = np.arange(num_words.sum()) - np.repeat(first_words, num_words)
+    words = words_at[np.repeat(begins - first, num_words) + _WORD_BYTES * columns]
+    words[first_words + num_words - 1] &= _LAST_WORD[sizes % _WORD_BYTES]
+    products = words * factors("column", ROW_WORDS).astype(np.int64)[columns]
+    sums: NDArray[np.int64] = np.add.reduceat(products, first_words) * np.int64(row_factors(1)[0])
+    return sums
 
 
 def _dots(rows: NDArray[np.int32], columns: NDArray[np.int32]) -> NDArray[np.int64]:

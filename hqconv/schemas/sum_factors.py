@@ -54,8 +54,13 @@ def of_expert(expert: int, total: int) -> int:
 
 def of_copied(total: int, dtype: str, shape: Sequence[int]) -> str:
     """Return the manifest's entry of a copied tensor, by the sum of its words."""
-    form = hashlib.sha256(f"{dtype} {list(shape)}".encode()).digest()
-    return f"{(total + int.from_bytes(form[:8], 'little')) % _MODULUS:016x}"
+    return f"{(total + _number_of_form(dtype, tuple(shape))) % _MODULUS:016x}"
+
+
+@functools.lru_cache(maxsize=4096)
+def _number_of_form(dtype: str, shape: tuple[int, ...]) -> int:
+    """Return the number of a dtype and shape: a checkpoint has few of them."""
+    return int.from_bytes(hashlib.sha256(f"{dtype} {list(shape)}".encode()).digest()[:8], "little")
 
 
 def row_factors(count: int) -> NDArray[np.int32]:

@@ -6,11 +6,12 @@ Expected files and tensors are recomputed from the manifest's facts, whoever wro
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from hqconv.artifact.manifest import FileEntry
 from hqconv.artifact.reader import Artifact, Header
 from hqconv.artifact.sha256sums import is_own_card, is_own_sums
 from hqconv.conversion.progress import Meter
@@ -29,18 +30,76 @@ from hqconv.verification.recomputed_sums import check_copied
 from hqconv.verification.result import CheckResult, compare_dicts, compare_names, read_json
 
 _METADATA = {"format": "pt"}  # of an ordinary shard
+_DIGEST_CHUNK_BYTES = 8 << 20  # 6 ms of hashing
 
 
-def check_files(artifact: Artifact, source: Source | None, num_threads: int, meter: Meter | None = None) -> CheckResult:
+class FileDigests:
+    """The SHA-256 of an artifact's files, by threads that begin at once: a context manager, at whose end they stop.
+
+    Other work may go on meanwhile. Each thread asks for Python's lock twice for every chunk, and waits up to 5 ms for
+    it where another thread computes in Python: hence large chunks.
+    """
+
+    def __init__(self, artifact: Artifact, num_threads: int, meter: Meter | None = None) -> None:
+        """Begin with the largest file, so that none is begun when the others are done. meter: counts hashed bytes."""
+        self._artifact, self._meter, self._is_over = artifact, meter, False
+        self._pool = ThreadPoolExecutor(max(1, num_threads), "hqconv-digests")
+        files = artifact.manifest.files
+        chosen = (path for path, entry in files.items() if path != names.CARD and _is_whole(artifact, path, entry))
+        by_size = sorted(chosen, key=lambda path: -files[path].size_bytes)
+        self._digests = {path: self._pool.submit(self._digest, path) for path in by_size}
+
+    def __enter__(self) -> FileDigests:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over = True
+        self._pool.shutdown(cancel_futures=True)
+
+    def of(self, path: str) -> str:
+        """Wait for the digest of a file that has the manifest's size; text with the reason where it is unreadable."""
+        if path not in self._digests:  # it has got this size since
+            return self._digest(path)
+        return self._digests[path].result()
+
+    def _digest(self, path: str) -> str:
+        try:
+            return self._artifact.digest_of(path, self._keep_on, _DIGEST_CHUNK_BYTES)
+        except OSError as error:
+            return f"unreadable: {error.strerror}"
+        finally:
+            if self._meter is not None:
+                self._meter.advance(path, self._artifact.manifest.files[path].size_bytes)
+                self._meter.finish(path)
+
+    def _keep_on(self) -> None:
+        if self._is_over:
+            raise CancelledError
+
+
+def _is_whole(artifact: Artifact, path: str, entry: FileEntry) -> bool:
+    """Return whether a listed file is there with its size, and has a name that an artifact's file can have."""
+    return not _is_foreign(path) and artifact.size_of(path) == entry.size_bytes
+
+
+def _is_foreign(path: str) -> bool:
+    is_hidden = any(part.startswith(".") for part in path.split("/"))
+    return is_hidden or path == names.MANIFEST or path.endswith(names.PARTIAL)
+
+
+def check_files(
+    artifact: Artifact, source: Source | None, num_threads: int, begun: FileDigests | None = None
+) -> CheckResult:
     """Check everything but the weights' values: sizes, digests, headers, names, layout, config, copied tensors.
 
     Without `source`, comparisons with the source are left out, and a note says so. Raises nothing for a
-    damaged artifact: every fault is a finding. `meter` counts the bytes of files that were read.
+    damaged artifact: every fault is a finding. begun: digests that threads compute already.
     """
     result = CheckResult("files")
     with ThreadPoolExecutor(max(1, num_threads), "hqconv-verify") as pool:
         check_manifest(artifact, result)
-        _check_disk(artifact, result, pool, meter)
+        with begun or FileDigests(artifact, num_threads) as digests:
+            _check_disk(artifact, result, digests)
         check_beside(artifact, result)
         headers = _read_headers(artifact, result)
         layers = _layers(artifact, result)
@@ -70,24 +129,11 @@ def check_files(artifact: Artifact, source: Source | None, num_threads: int, met
 # --- the disk ----------------------------------------------------------------------------------------------
 
 
-def _digest(artifact: Artifact, path: str, meter: Meter | None) -> str:
-    """Digest of a file, or the reason why there is none."""
-    try:
-        return artifact.digest_of(path)
-    except OSError as error:
-        return f"unreadable: {error.strerror}"
-    finally:
-        if meter is not None:
-            meter.advance(path, artifact.manifest.files[path].size_bytes)
-            meter.finish(path)
-
-
-def _check_disk(artifact: Artifact, result: CheckResult, pool: ThreadPoolExecutor, meter: Meter | None) -> None:
+def _check_disk(artifact: Artifact, result: CheckResult, digests: FileDigests) -> None:
     """Check that every file of the manifest exists with its size and digest."""
     present = []
     for path, entry in artifact.manifest.files.items():
-        hidden = any(part.startswith(".") for part in path.split("/"))
-        if hidden or path == names.MANIFEST or path.endswith(names.PARTIAL):
+        if _is_foreign(path):
             result.add(path, "The manifest lists a file that no artifact has.")
             continue
         size = artifact.size_of(path)
@@ -100,15 +146,12 @@ def _check_disk(artifact: Artifact, result: CheckResult, pool: ThreadPoolExecuto
         else:
             present.append(path)
 
-    # One thread per file: the largest first, so that no large file is begun when the others are done.
-    by_size = sorted(present, key=lambda path: -artifact.manifest.files[path].size_bytes)
     num_told = sum(map(artifact.is_proven_by_hub, present))
     if num_told:
         note = f"of {plural(num_told, 'file')} the Hub's own digests were compared: their bytes were not read"
         result.notes.append(f"{note}, but for their headers")
-    digests = {path: pool.submit(_digest, artifact, path, meter) for path in by_size}
     for path in present:
-        found, expected = digests[path].result(), artifact.manifest.files[path].sha256
+        found, expected = digests.of(path), artifact.manifest.files[path].sha256
         if found != expected:
             result.add(path, "A file's bytes are not those the manifest records.", f"sha256 {expected}", found)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from hqconv.schemas.activation import Activation
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.options import CHECKS, refuse_unknown_checks
 from hqconv.verification.check_batch import why_not
-from hqconv.verification.files import check_files
+from hqconv.verification.files import FileDigests, check_files
 from hqconv.verification.kernel import check_kernel
 from hqconv.verification.lineage import Lineage
 from hqconv.verification.precompile import begun, kernel_tasks, other_layout
@@ -103,9 +103,11 @@ def verify(
         report.manifest_sha256 = artifact.manifest.sha256
         report.warnings = tuple(artifact.manifest.warnings or ())
         layers = _chosen_layers(artifact, options.layers)
-        with begun(_tasks(artifact, source, options, asked, layers)) as finish:
+        # Files are hashed while Humming is imported and its kernels are compiled.
+        hashing = _begin_digests(artifact, options) if CHECKS[0] in asked else nullcontext()
+        with hashing as digests, begun(_tasks(artifact, source, options, asked, layers)) as finish:
             runs: dict[str, Callable[[], CheckResult]] = {
-                "files": lambda: check_files(artifact, source, options.num_threads, _meter("files", artifact, options)),
+                "files": lambda: check_files(artifact, source, options.num_threads, digests),
                 "weights": lambda: _weights(artifact, source, options),
                 "kernel": lambda: _kernel(artifact, source, options, layers, finish),
             }
@@ -123,6 +125,10 @@ def verify(
             limit = options.max_error
             report.results.append(_run(MAX_ERROR, lambda: check_error(artifact, weights, limit)))
         return report
+
+
+def _begin_digests(artifact: Artifact, options: VerifyOptions) -> FileDigests:
+    return FileDigests(artifact, options.num_threads, _meter(CHECKS[0], artifact, options))
 
 
 def _tasks(

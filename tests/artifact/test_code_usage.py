@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,19 @@ def test_large_artifacts_are_sampled_unless_asked(packed: Path, monkeypatch: pyt
     monkeypatch.setattr(code_usage, "WEIGHTS_READ", 3 * 128 * 256 * 10 // 2)
     assert read_usage(packed)["experts_read"] == 2 * (5 // 2)
     assert read_usage(packed, 99)["experts_read"] == 10
+
+
+def test_experts_of_several_layers_are_read_at_once(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One expert of each of two layers, by two threads: both are begun before either is done."""
+    both, of_one = threading.Barrier(2, timeout=60), code_usage._count_expert
+
+    def count(*args: Any) -> Any:
+        both.wait()
+        return of_one(*args)
+
+    alone = read_usage(packed, 1)
+    monkeypatch.setattr(code_usage, "_count_expert", count)
+    assert read_usage(packed, 1, num_threads=2) == alone
 
 
 @pytest.mark.parametrize("schema", ["mxfp4", "nvfp4", "int4-g64-zp", "fp8-tensor"])

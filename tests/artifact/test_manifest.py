@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import hqconv
-from hqconv.artifact.manifest import read_manifest
+from hqconv.artifact.manifest import json_bytes, read_manifest
 from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.schemas.artifact_names import is_layer_name
 from tests.make.conversions import run, write_manifest
@@ -25,6 +27,24 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("manifest")
     run(write_qwen3_moe(folder / "src", num_layers=1), folder / "out", "int4-g32")
     return folder / "out"
+
+
+NUMBERS = st.integers() | st.floats(allow_nan=False) | st.booleans() | st.none()
+DOCUMENTS = st.recursive(
+    NUMBERS | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+)
+
+
+@given(st.dictionaries(st.text(max_size=5), DOCUMENTS, max_size=5))
+def test_documents_have_the_bytes_of_the_json_library(document: dict[str, Any]) -> None:
+    try:
+        expected = (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        with pytest.raises(UnicodeEncodeError):
+            json_bytes(document)
+    else:
+        assert json_bytes(document) == expected
 
 
 def edited(good: Path, folder: Path, edit: Callable[[dict[str, Any]], Any]) -> Path:

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from hqconv.errors import HqconvError, InputError, RequestError
 from hqconv.formats.source_format import PLAIN
+from hqconv.models.config_facts import layer_notices
 from hqconv.models.expert_map import ExpertMap, map_experts
-from hqconv.models.families import BY_MODEL_TYPE, FAMILIES, UNSUPPORTED, Family
+from hqconv.models.families import BY_MODEL_TYPE, BY_NAME, FAMILIES, UNSUPPORTED, Family
 from hqconv.models.moe_layer import MoeLayer, TensorSlice, View
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.dtypes import num_bits
@@ -594,3 +595,10 @@ def test_awq_entries_that_may_mean_gate_proj_are_decided_by_its_tensors() -> Non
         map_experts(awq_experts("up_proj"), config, words)
     words["modules_to_not_convert"] = ["gate", "up", "down"]
     assert map_experts(awq_experts("gate_proj", "up_proj", "down_proj"), config, words).layers[0].format == PLAIN
+
+
+def test_layers_are_told_by_a_number_between_dots() -> None:
+    names = [f"model.layers.{rest}" for rest in ("0.x", "1.x.y", "2", "03.x", "x.3", "4x.y")]
+    config = {"num_hidden_layers": 5}
+    (notice,) = layer_notices(BY_NAME["qwen_moe"], ["model.layers.0.mlp.experts"], names, config)
+    assert "has no tensor of layer 2, 3, 4:" in notice

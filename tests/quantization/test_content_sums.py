@@ -5,11 +5,20 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hqconv.quantization.content_sums import compiled_row_sums, expert_sums, row_sums, sum_names, sum_of_bytes
+from hqconv.quantization import content_sums
+from hqconv.quantization.content_sums import (
+    compiled_row_sums,
+    expert_sums,
+    row_sums,
+    sum_names,
+    sum_of_bytes,
+    sums_of_parts,
+)
 from hqconv.quantization.quantize import quantize_stacks
 from hqconv.schemas.sum_factors import ROW_WORDS, ContentSums, factors, of_copied, of_expert
 from hqconv.schemas.weight_schema import resolve_schema
@@ -94,6 +103,40 @@ def test_several_rows_of_words() -> None:
     cut = 4 * ROW_WORDS + 5
     parts = sum_of_bytes(data[:cut], 0) + sum_of_bytes(data[cut:], cut)
     assert parts % (1 << 64) == plain_sum(data.tobytes())
+
+
+SIZES = st.one_of(st.integers(0, 40), st.sampled_from([8191, 8192, 8193, 4 * ROW_WORDS, 4 * ROW_WORDS + 7]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(SIZES, max_size=30), st.integers(0, 100), st.integers(0, 100), st.integers(0, 1 << 30))
+def test_many_tensors_are_summed_as_each_by_itself(sizes: list[int], first: int, last: int, seed: int) -> None:
+    """Tensors one by one at any byte, the first begun before and the last cut, as in a piece of a shard."""
+    tensors = [np.random.default_rng(seed + n).integers(0, 256, size, np.uint8) for n, size in enumerate(sizes)]
+    ranges = [(0, size) for size in sizes]
+    if sizes:
+        ranges[0] = (min(first, sizes[0]), sizes[0])
+        ranges[-1] = (ranges[-1][0], max(ranges[-1][0], sizes[-1] - last))
+    parts = [one[begin:end] for one, (begin, end) in zip(tensors, ranges, strict=True)]
+    data = np.concatenate([*parts, np.full(9, 255, np.uint8)])  # what follows is no tensor's
+    found = sums_of_parts(data, [(begin, end - begin) for begin, end in ranges])
+    alone = [sum_of_bytes(part, begin) for part, (begin, _) in zip(parts, ranges, strict=True)]
+    assert [one % (1 << 64) for one in found] == [one % (1 << 64) for one in alone]
+    whole = [n for n, (begin, end) in enumerate(ranges) if (begin, end) == (0, sizes[n])]
+    assert all(found[n] % (1 << 64) == plain_sum(tensors[n].tobytes()) for n in whole)
+
+
+def test_small_tensors_are_summed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    of_small = content_sums._sums_of_small
+    monkeypatch.setattr(content_sums, "_sums_of_small", lambda *args: calls.append(len(args[1])) or of_small(*args))
+    sizes = [100] * 9000 + [50_000] + [100] * 9000
+    data = np.random.default_rng(0).integers(0, 256, sum(sizes), np.uint8)
+    found = sums_of_parts(data, [(0, size) for size in sizes])
+    assert sum(calls) == 18_000
+    assert len(calls) < 12
+    for index, start in ((0, 0), (8999, 899_900), (9001, 950_000), (18_000, 1_849_900)):
+        assert found[index] % (1 << 64) == plain_sum(data[start : start + sizes[index]].tobytes())
 
 
 @settings(max_examples=60, deadline=None)

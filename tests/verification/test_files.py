@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import hqconv
 from hqconv.api import open_source
 from hqconv.artifact.reader import Artifact
+from hqconv.io.file_access import sha256_of
+from hqconv.schemas.artifact_names import CARD
 from hqconv.schemas.grid import Grid
-from hqconv.verification.files import check_files
+from hqconv.verification import verify
+from hqconv.verification.files import FileDigests, check_files
 from hqconv.verification.result import MAX_PER_KIND, CheckResult
 from tests.make.conversions import run
 from tests.make.damage import Damaged, found
@@ -352,3 +359,57 @@ def test_names_under_another_folder_are_the_same_source(copy: Damaged, tmp_path:
     shutil.copytree(copy.source, tmp_path / "renamed")
     copy.source = tmp_path / "renamed"
     assert files_of(copy, with_source=True).findings == []
+
+
+# --- digests -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 999, 1000, 1001, 4321])
+def test_a_digest_does_not_depend_on_the_chunk(num_bytes: int, tmp_path: Path) -> None:
+    data = bytes(n * n % 251 for n in range(num_bytes))
+    (tmp_path / "file").write_bytes(data)
+    assert {sha256_of(tmp_path / "file", None, size) for size in (1, 1000, 1 << 20)} == {
+        hashlib.sha256(data).hexdigest()
+    }
+
+
+def test_files_are_hashed_while_kernels_are_prepared(copy: Damaged, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The preparation, which takes seconds with a GPU, ends here once every file has been hashed."""
+    with Artifact(copy.root) as artifact:
+        unread = {path for path in artifact.manifest.files if path != CARD}
+    is_done, digest_of, lock = threading.Event(), Artifact.digest_of, threading.Lock()
+
+    def digest(artifact: Artifact, path: str, *args: Any) -> str:
+        found = digest_of(artifact, path, *args)
+        with lock:
+            unread.remove(path)  # each once
+            if not unread:
+                is_done.set()
+        return found
+
+    @contextmanager
+    def begun(_: object) -> Iterator[Callable[[], None]]:
+        assert is_done.wait(60), unread
+        yield lambda: None
+
+    monkeypatch.setattr(Artifact, "digest_of", digest)
+    monkeypatch.setattr(verify, "begun", begun)
+    assert hqconv.verify(copy.root, checks=["files"], device="cpu").passed
+
+
+def test_hashing_ends_with_the_checks(copy: Damaged, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_begun = threading.Event()
+
+    def endless(_: Artifact, path: str, keep_on: Callable[[], object], chunk_bytes: int) -> str:
+        is_begun.set()
+        while time.monotonic() < latest:
+            keep_on()
+        return path
+
+    latest = time.monotonic() + 60
+    monkeypatch.setattr(Artifact, "digest_of", endless)
+    with Artifact(copy.root) as artifact:
+        with FileDigests(artifact, 2):
+            assert is_begun.wait(60)
+        assert not [one for one in threading.enumerate() if one.name.startswith("hqconv-digests")]
+    assert time.monotonic() < latest
