@@ -83,6 +83,7 @@ def convert(source: str, out: str, words: dict[str, Any], sink: str) -> dict[str
             (collect_input_scales, "UnitWriter", Nothing),
             (output_folder.OutputFolder, "seal", forget),
             (convert_module, "sha256_of", lambda _: ""),  # of a manifest that is not written
+            (convert_module, "wait_for_files", lambda *_: None),  # of other processes
         ):
             setattr(owner, name, value)
     report = hqconv.convert(source, out, **words)
