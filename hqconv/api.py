@@ -9,7 +9,7 @@ import inspect as inspect_module
 import logging
 import os
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from hqconv.conversion.option_values import (
     place_of,
     resources_of,
 )
+from hqconv.conversion.torchrun import silence_torch
 from hqconv.errors import OutputError, RequestError, plural
 from hqconv.io.hub import is_repo_id, open_repo
 from hqconv.planning.allocation import Budget
@@ -153,12 +154,20 @@ def convert(
     check_modes(resume=resume, overwrite=overwrite, update=update)
     cache, distributed = cache_use(cache_limit, keep_source=keep_source), distributed or in_team
     parsed = _parse(config, options)
+    if distributed:
+        silence_torch()
     from hqconv.conversion.convert import convert as run  # all libraries are loaded before the work begins
+    from hqconv.conversion.distributed import ProcessGroup
     from hqconv.conversion.trace import Trace
 
-    resources = resources_of(device, max_memory, max_gpu_memory, threads, in_team=distributed)
-    spans = nullcontext() if trace is None else Trace(Path(trace))
-    with spans as of_batches, open_source(src, revision, is_lazy=True) as source:
+    with ExitStack() as stack:
+        # Joined first: the others hear also of a source that only this process cannot read.
+        processes = ProcessGroup.of_environment() if distributed else None
+        if processes is not None:
+            stack.enter_context(processes)
+        resources = resources_of(device, max_memory, max_gpu_memory, threads, in_team=distributed)
+        of_batches = None if trace is None else stack.enter_context(Trace(Path(trace)))
+        source = stack.enter_context(open_source(src, revision, is_lazy=True))
         target = choose_target(parsed, source, resources.device_name)
         with without_gc():
             planned = plan_conversion(parsed, source, target)
@@ -175,7 +184,7 @@ def convert(
             overwrite=overwrite,
             update=update,
             progress=progress,
-            in_team=distributed,
+            processes=processes,
             digests=source_digests,
             cache=cache,
             trace=of_batches,

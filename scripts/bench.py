@@ -87,6 +87,7 @@ def convert(source: str, out: str, words: dict[str, Any], sink: str) -> dict[str
             (collect_input_scales, "UnitWriter", Nothing),
             (output_folder.OutputFolder, "seal", forget),
             (convert_module, "sha256_of", lambda _: ""),  # of a manifest that is not written
+            (convert_module, "wait_for_files", lambda *_: None),  # of other processes
         ):
             mock.patch.object(owner, name, value).start()  # fails where the name is no longer there
     report = hqconv.convert(source, out, **words)

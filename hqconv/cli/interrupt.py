@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from hqconv.cli import interrupt_process
 from hqconv.cli.interrupt_process import stamp
-from hqconv.conversion.torchrun import is_rank_zero
+from hqconv.conversion.torchrun import speaks_for_machine
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NOTHING = "Interrupted. Nothing was written."
@@ -100,7 +100,7 @@ def _stop(number: int) -> None:
     if not _once.acquire(blocking=False):
         return
     _block_signals()  # stays in force after exec
-    cases = _flat() if is_rank_zero() else []  # only rank 0 prints
+    cases = _flat() if speaks_for_machine() else []
     try:
         program = [sys.executable, "-I", "-S", interrupt_process.__file__]
         os.execv(sys.executable, [*program, str(int(number)), *_before, *cases])

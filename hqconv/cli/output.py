@@ -22,8 +22,17 @@ import typer
 from hqconv import __version__
 from hqconv.cli import interrupt
 from hqconv.cli.options import at_home
-from hqconv.conversion.torchrun import is_rank_zero
-from hqconv.errors import EXIT_BUG, EXIT_INTERRUPTED, HqconvError, OutputError, RequestError, printable, printable_line
+from hqconv.conversion.torchrun import is_rank_zero, speaks_for_machine
+from hqconv.errors import (
+    EXIT_BUG,
+    EXIT_INTERRUPTED,
+    HqconvError,
+    OutputError,
+    PeerError,
+    RequestError,
+    printable,
+    printable_line,
+)
 
 JSON_VERSION = 1  # increased when a key that docs/ci.md calls stable is removed or changes its meaning
 _MULTILINE_KEYS = ("notes", "obstacle")  # texts that hold messages of hqconv
@@ -206,7 +215,9 @@ def _fail(error: HqconvError, exit_code: int | None = None, text: str | None = N
         traceback.print_exc()
     text = f"error: {error.message()}" if text is None else text
     _LOG.error("%s", text)
-    say(text)
+    if speaks_for_machine() or not isinstance(error, PeerError):
+        say(text)
+    interrupt.expect()  # a signal from here on, such as torchrun's, has no message of its own
     if json and is_rank_zero():  # only rank 0 prints
         print_error(error, exit_code)
     return typer.Exit(exit_code)

@@ -246,7 +246,7 @@ def _measure(
             meter,
             StageProfile(),
             {},
-            HubPrefetch(source, use, cache, is_shared=False),
+            HubPrefetch(source, use, cache),
             dict(output.digests),
             encode=MeasureCandidates(encodings),
             measurements=CandidateMeasurements,

@@ -6,8 +6,9 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -22,13 +23,22 @@ from hqconv.artifact.sha256sums import sums_bytes
 from hqconv.conversion.collect_input_scales import InputScales, read_input_scales
 from hqconv.conversion.distributed import MemberFolder, ProcessGroup
 from hqconv.conversion.executor import Executor
-from hqconv.conversion.hub_prefetch import CachePolicy, HubPrefetch, ShardUse, check_room, sort_by_shard
+from hqconv.conversion.hub_prefetch import (
+    CachePolicy,
+    HubPrefetch,
+    ShardUse,
+    check_room,
+    divide_into_runs,
+    sort_by_shard,
+)
 from hqconv.conversion.journal import Destination
 from hqconv.conversion.output_folder import Difference, OutputFolder, check_finished
 from hqconv.conversion.progress import Meter, Progress
 from hqconv.conversion.resources import Resources, Staging, bounded_gpu, plan_staging
+from hqconv.conversion.shared_folder import check_shared_folder, wait_for_files
 from hqconv.conversion.source_integrity import source_digests
 from hqconv.conversion.stages import StageProfile
+from hqconv.conversion.torchrun import local_rank
 from hqconv.conversion.trace import Trace
 from hqconv.conversion.update import record_source, why_not_current
 from hqconv.errors import InputError, OutputError, RequestError, plural
@@ -124,14 +134,15 @@ def convert(
     overwrite: bool = False,
     update: bool = False,
     progress: Callable[[Progress], None] | None = None,
-    in_team: bool = False,
+    processes: ProcessGroup | None = None,
     digests: bool = False,
     cache: CachePolicy | None = None,
     trace: Trace | None = None,
 ) -> ConversionReport:
-    """Write the planned artifact to `out`, or with `in_team` this process's part of it; see `hqconv.convert`.
+    """Write the planned artifact to `out`; see `hqconv.convert`.
 
-    cache: limits for the Hub's cache. trace: takes the spans of every batch.
+    processes: those that share the work, of which this process does a part. cache: limits for the Hub's cache. trace:
+    takes the spans of every batch.
     Raises InputError for bad weights, OutputError for the folder or the disk, RequestError if `resources` cannot hold
     one expert, or if Triton cannot build kernels on the GPU.
     """
@@ -140,7 +151,6 @@ def convert(
         source.guard.keep_digests()
     check_layouts(plan)
     input_scales = read_input_scales(source, plan)
-    processes = ProcessGroup.of_environment() if in_team else None
     staging = plan_staging(plan.layers, resources, reads_ahead=source.reads_ahead)
     if resources.is_cuda and any(_needs_kernels(layer.encoding) for layer in plan.layers):
         check_kernels(resources.device)
@@ -158,17 +168,10 @@ def convert(
         meter=Meter(plan.num_bytes_read, len(plan.units), progress, count),
         profile=StageProfile(trace),
     )
-    try:
-        if processes is None or processes.rank == 0:
-            outcome = conversion.lead(resume=resume, overwrite=overwrite, update=update)
-        else:
-            outcome = conversion.help(processes)
-    except BaseException as error:
-        if processes is not None:
-            processes.fail(error)
-        raise
-    if processes is not None:
-        processes.leave()
+    if processes is None or processes.rank == 0:
+        outcome = conversion.lead(resume=resume, overwrite=overwrite, update=update)
+    else:
+        outcome = conversion.help(processes)
     report = conversion.report(outcome, time.monotonic() - started)
     _LOG.info("%s %r.", "Done:" if outcome.is_new else "The artifact was finished before:", report)
     return report
@@ -181,6 +184,7 @@ class _Outcome:
     is_new: bool
     num_resumed: int
     errors: dict[str, dict[str, Any]]
+    manifest_sha256: str
     warnings: list[str] = field(default_factory=list)
     replaced_because: str = ""
 
@@ -222,6 +226,8 @@ class _Conversion:
             if is_new:
                 if not folder.has_lock:
                     folder.warnings.append("This file system has no locks: nothing keeps another process away.")
+                if processes is not None:
+                    check_shared_folder(processes, folder.root)
                 self._run_missing(folder)
                 self._finish(folder)
                 errors = {layer.name: folder.done[layer.name].measured for layer in plan.layers}
@@ -229,9 +235,10 @@ class _Conversion:
                 errors = _recorded_errors(source, plan, self.out)
                 if update:
                     record_source(self.out, source)
-            if processes is not None:
-                processes.send("sealed", True)
-            return _Outcome(is_new, num_resumed, errors, folder.warnings, folder.replaced_because)
+            manifest_sha256 = sha256_of(self.out / artifact_names.MANIFEST)
+            if processes is not None:  # who may see an older state of the folder, on another machine
+                processes.send("sealed", {"errors": errors, "manifest_sha256": manifest_sha256})
+            return _Outcome(is_new, num_resumed, errors, manifest_sha256, folder.warnings, folder.replaced_because)
 
     def help(self, processes: ProcessGroup) -> _Outcome:
         """Convert this rank's part in the folder that rank 0 took, and wait until rank 0 has sealed the artifact."""
@@ -244,12 +251,15 @@ class _Conversion:
                 remedy="Give all of them the same command, on a file system that they share.",
             )
         if begun["is_new"]:
-            with MemberFolder(Path(begun["root"]), processes.rank) as folder:
+            root = Path(begun["root"])
+            check_shared_folder(processes, root)
+            if local_rank()[0] == 0:
+                self._check_cache(begun["done"], 0)
+            with MemberFolder(root, processes.rank) as folder:
                 self._run_units(folder, begun["done"], {})
             processes.send_finished(folder.entries)
-        processes.receive("sealed")
-        errors = _recorded_errors(self.source, self.plan, self.out)
-        return _Outcome(begun["is_new"], len(begun["done"]), errors)
+        sealed = processes.receive("sealed")
+        return _Outcome(begun["is_new"], len(begun["done"]), sealed["errors"], sealed["manifest_sha256"])
 
     def _run_missing(self, folder: OutputFolder) -> None:
         """Check the space for the units that are not done, convert them, and take over what other ranks finished."""
@@ -262,7 +272,8 @@ class _Conversion:
         self._check_cache(folder.done, num_bytes + self.plan.num_bytes_beside)
         digests = {name: sha256 for entry in folder.done.values() for name, sha256 in entry.sources.items()}
         self._run_units(folder, list(folder.done), digests)
-        for entry in () if self.processes is None else self.processes.receive_finished():
+        for rank, entry in () if self.processes is None else self.processes.receive_finished():
+            wait_for_files(folder.root, entry.files, f"rank {rank}")
             folder.record(entry)
 
     def _run_units(self, folder: Destination, done: Collection[str], digests: Mapping[str, str]) -> None:
@@ -274,10 +285,13 @@ class _Conversion:
         lanes = f"{plural(self.staging.num_lanes, 'worker')} with at most {plural(self.staging.num_experts, 'expert')}"
         _LOG.info("Conversion of %s begins, %d done before; %s.", plural(len(missing), "unit"), len(done), lanes)
         use = ShardUse.of(self.source, missing, keeps=self.cache.keeps)
-        prefetch = HubPrefetch(self.source, use, self.cache, is_shared=processes is not None)
-        units = missing if processes is None else processes.take_next(missing)
+        prefetch = HubPrefetch(self.source, use, self.cache, is_dealt=processes is not None)
+        units: Iterable[OutputUnit] = missing
+        if processes is not None:
+            self._share_limit(processes, prefetch)
+            units = self._deal(processes, missing, prefetch)
         with bounded_gpu(self.resources):
-            Executor(
+            executor = Executor(
                 self.source,
                 folder,
                 self.resources,
@@ -288,7 +302,28 @@ class _Conversion:
                 prefetch,
                 digests,
                 is_shared=processes is not None,
-            ).run(units)
+            )
+            with nullcontext() if processes is None else processes.interrupting(executor.cancel):
+                executor.run(units)
+
+    def _share_limit(self, processes: ProcessGroup, prefetch: HubPrefetch) -> None:
+        """Divide the cache limit among the processes that fetch into one cache."""
+        if self.source.listing is None:
+            return
+        try:
+            prefetch.share_limit(processes.gather("fetch folders", prefetch.open_folder()))
+        except BaseException:
+            prefetch.stop()
+            raise
+
+    def _deal(self, processes: ProcessGroup, missing: list[OutputUnit], prefetch: HubPrefetch) -> Iterator[OutputUnit]:
+        """Yield the units that this process takes, whose shards are fetched from then on."""
+        runs: list[Sequence[OutputUnit]] = [[unit] for unit in missing]
+        if self.source.listing is not None:
+            runs = divide_into_runs(self.source, missing, processes.world_size)
+        for run in processes.take_next(runs):
+            prefetch.take(unit.name for unit in run)
+            yield from run
 
     def _missing(self, done: Collection[str]) -> list[OutputUnit]:
         """Return the units that are not done, in the order of the work."""
@@ -298,9 +333,9 @@ class _Conversion:
     def _check_cache(self, done: Collection[str], num_bytes_out: int) -> None:
         """Refuse to start where the Hub's cache has no room for the missing files. Raises as `check_room`."""
         if self.source.listing is not None:
-            policy = replace(self.cache, keeps=self.cache.keeps or self.processes is not None)
-            use = ShardUse.of(self.source, self._missing(done), keeps=policy.keeps)
-            check_room(self.source, use, policy, self.out, num_bytes_out)
+            use = ShardUse.of(self.source, self._missing(done), keeps=self.cache.keeps)
+            num_here = 1 if self.processes is None else local_rank()[1]
+            check_room(self.source, use, self.cache, self.out, num_bytes_out, num_here)
 
     @without_gc()
     def _finish(self, folder: OutputFolder) -> None:
@@ -334,7 +369,7 @@ class _Conversion:
             errors=outcome.errors,
             seconds=seconds,
             num_workers=self.staging.num_lanes,
-            manifest_sha256=sha256_of(self.out / artifact_names.MANIFEST),
+            manifest_sha256=outcome.manifest_sha256,
             profile={**self.profile.to_dict(), "staging": self.staging.to_dict()},
             was_finished=not outcome.is_new,
             replaced_because=outcome.replaced_because,

@@ -204,6 +204,10 @@ class Executor:
                 if job.writer is not None and not job.is_done:
                     job.writer.abandon()
 
+    def cancel(self, error: BaseException) -> None:
+        """Have `run` raise an error soon; for any thread."""
+        self._stages.cancel(error)
+
     # --- the thread that owns the stages
 
     def _may_open(self) -> bool:

@@ -1,8 +1,9 @@
 """Fetch the shards of a source on the Hub ahead of the work that needs them, and remove each after its last use.
 
 The shards lie in a folder of this process (`io.fetch_folder`), of at most `--cache-limit` bytes; files that the Hub's
-cache has are used from there, and stay. Tensors that are only copied are read by range requests, and need no file. With
-several processes each fetches the shards of its own units into the Hub's cache, and nothing is removed.
+cache has are used from there, and stay. Tensors that are only copied are read by range requests, and need no file.
+Several processes take runs of units (`divide_into_runs`), so that few shards are fetched by two of them; the processes
+whose folders lie in one cache share its limit.
 """
 
 from __future__ import annotations
@@ -80,18 +81,20 @@ class ShardUse:
             held = {name: size for name, size in held.items() if last[name] > number}
         return most
 
-    def limit(self, policy: CachePolicy) -> int:
+    def limit(self, policy: CachePolicy, num_sharing: int = 1) -> int:
         """Return the bytes that the folder may hold: four of the largest shards by default, at least `least_bytes`.
 
-        Raises RequestError for a limit below `least_bytes`.
+        num_sharing: processes that share the policy's limit. Raises RequestError for a share below `least_bytes`.
         """
         if policy.limit_bytes is None:
             return max(self.least_bytes, 4 * max(self.sizes.values(), default=0))
-        if policy.limit_bytes < self.least_bytes and not policy.keeps:
+        if policy.limit_bytes // num_sharing < self.least_bytes and not policy.keeps:
             what = "The cache limit is too small for the files that one group of tensors is made of."
-            expected, remedy = f"at least {self.least_bytes} bytes", "Give more, or leave the option out."
+            expected = f"at least {self.least_bytes * num_sharing} bytes"
+            expected += f" for {num_sharing} processes that share a cache" if num_sharing > 1 else ""
+            remedy = "Give more, or leave the option out."
             raise RequestError(what, where="--cache-limit", expected=expected, found=policy.limit_bytes, remedy=remedy)
-        return policy.limit_bytes
+        return policy.limit_bytes // num_sharing
 
 
 def _shards_of_layer(source: Source, layer: MoeLayer) -> tuple[str, ...]:
@@ -117,6 +120,28 @@ def sort_by_shard(source: Source, units: Iterable[OutputUnit]) -> list[OutputUni
 
     numbered = {file.name: number for number, file in enumerate(source.files)}
     return sorted(units, key=key)
+
+
+def divide_into_runs(source: Source, units: Sequence[OutputUnit], num_processes: int) -> list[Sequence[OutputUnit]]:
+    """Divide units, sorted by shard, into runs that one process takes as a whole: long ones first, then shorter ones.
+
+    A shard that units on both sides of a cut need is fetched twice. So a run has at least as many units as a shard, if
+    there are runs for all processes then, and goes on to a cut between two shards if one is near.
+    """
+    shards = [set(_shards_of_unit(source, unit, whole=False)) for unit in units]
+    num_shards = len(set().union(*shards))
+    most = len(units) // num_processes
+    least = max(1, min(len(units) // max(1, num_shards), most))
+    runs, begin = list[Sequence[OutputUnit]](), 0
+    while begin < len(units):
+        length = max(least, (len(units) - begin) // (2 * num_processes))
+        longest = max(length, min(length + least, most))
+        ends = range(begin + length, min(len(units), begin + longest) + 1)
+        clean = (end for end in ends if end == len(units) or not shards[end - 1] & shards[end])
+        end = next(clean, min(len(units), begin + length))
+        runs.append(units[begin:end])
+        begin = end
+    return runs
 
 
 @dataclass(frozen=True)
@@ -158,7 +183,8 @@ class _OwnWaiting:
 class _State:
     """The state of the downloads, guarded by the lock of `HubPrefetch`."""
 
-    queue: deque[str]
+    queue: deque[str] = field(default_factory=deque)
+    wanted: set[str] = field(default_factory=set)  # in the queue, being fetched, or present
     present: set[str] = field(default_factory=set)
     own: set[str] = field(default_factory=set)  # in the folder of this process: removed after the last use
     held_bytes: int = 0  # of `own`, running downloads included
@@ -172,27 +198,56 @@ class _State:
 class HubPrefetch:
     """Downloads for one run of work. Only the thread that owns the work calls `start`, `wait_for` and `stop`."""
 
-    def __init__(self, source: Source | None, use: ShardUse, policy: CachePolicy, *, is_shared: bool = False) -> None:
-        """use: of the units, in the order of the work. is_shared: other processes work on them, too.
+    def __init__(self, source: Source | None, use: ShardUse, policy: CachePolicy, *, is_dealt: bool = False) -> None:
+        """use: of the units, in the order of the work. is_dealt: this process does the units that `take` names.
 
         Nothing is fetched, and nothing waits, without a source or for a folder.
 
         Raises RequestError for a limit that is too small.
         """
-        self._source, self._use, self._keeps = source, use, policy.keeps or is_shared
+        self._source, self._use, self._policy, self._keeps = source, use, policy, policy.keeps
         self._listing = None if source is None else source.listing
         self._limit = 1 << 62 if self._keeps else use.limit(policy)
-        self._is_shared = is_shared
         self._changed = threading.Condition()
-        self._state = _State(deque(() if is_shared else use.sizes))
-        for unit, names in use.of_unit.items():
-            for name in names:
-                self._state.users.setdefault(name, set()).add(unit)
+        self._state = _State()
         self._folder: FetchFolder | None = None
+        self._is_begun = False
         self._waiting: Waiting = _OwnWaiting()
         self._threads: list[threading.Thread] = []
+        if not is_dealt:
+            self.take(use.of_unit)
 
     # --- the thread that owns the work
+
+    def take(self, units: Iterable[str]) -> None:
+        """Add units to the work of this process: their shards are fetched after those of earlier units."""
+        with self._changed:
+            for unit in units:
+                for name in self._use.of_unit.get(unit, ()):
+                    self._state.users.setdefault(name, set()).add(unit)
+                    if name in self._use.sizes and name not in self._state.wanted:
+                        self._state.wanted.add(name)
+                        self._state.queue.append(name)
+            self._take_over()
+            self._changed.notify_all()
+
+    def open_folder(self) -> str:
+        """Create the folder for shards, if one is needed. Return its name, or "" without one.
+
+        Raises OutputError where the Hub's cache cannot be written.
+        """
+        if self._folder is None and self._listing is not None and self._use.sizes and not self._keeps:
+            self._folder = FetchFolder(self._listing)
+        return "" if self._folder is None else self._folder.root.name
+
+    def share_limit(self, names: Iterable[str]) -> None:
+        """Divide the limit among the processes whose folders lie in the same cache as the folder of this one.
+
+        names: of `open_folder` of all processes. Raises RequestError for a share that is too small.
+        """
+        if self._folder is not None:
+            num_sharing = sum(name != "" and self._folder.root.with_name(name).is_dir() for name in names)
+            self._limit = self._use.limit(self._policy, max(1, num_sharing))
 
     def start(self, waiting: Waiting | None = None) -> None:
         """Start the downloads. waiting: of this thread, which is notified of each finished download.
@@ -203,20 +258,27 @@ class HubPrefetch:
             self._waiting = waiting
         if self._listing is None or not self._use.sizes:
             return
-        if not self._keeps:
-            self._folder = FetchFolder(self._listing)
-            for name in self._folder.take_over(self._first_within_limit()):
-                self._hold(name)
+        self.open_folder()
+        with self._changed:
+            self._is_begun = True
+            self._take_over()
         for number in range(_NUM_THREADS):
             thread = threading.Thread(target=self._work, name=f"hqconv-fetch_{number}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
+    def _take_over(self) -> None:
+        """Take over the shards that killed processes left, once the first shards of this one are known."""
+        if self._folder is not None and self._is_begun and self._state.queue:
+            self._is_begun = False
+            for name in self._folder.take_over(self._first_within_limit()):
+                self._hold(name)
+
     def _first_within_limit(self) -> Iterator[str]:
         """Yield the shards that are needed first, as many as the folder may hold."""
         total = 0
-        for name, size in self._use.sizes.items():
-            total += size
+        for name in self._state.queue:
+            total += self._use.sizes[name]
             if total > self._limit:
                 return
             yield name
@@ -233,8 +295,6 @@ class HubPrefetch:
         with self._changed:
             self._state.unfinished.add(unit)
             self._state.awaited = self._use.of_unit.get(unit, ())
-            if self._is_shared:
-                self._state.queue.extend(n for n in self._state.awaited if n in self._use.sizes)
             self._changed.notify_all()
         self._waiting.wait(lambda: self.has_shards(unit) or self._state.error is not None)
         if not self.has_shards(unit) and self._state.error is not None:
@@ -283,7 +343,8 @@ class HubPrefetch:
         assert self._source is not None
         self._source.forget(name)
         self._folder.remove(name)
-        self._state.own.discard(name)
+        for names in (self._state.own, self._state.present, self._state.wanted):
+            names.discard(name)
         self._state.held_bytes -= self._use.sizes[name]
 
     # --- the threads that fetch
@@ -356,14 +417,22 @@ def fetched_layers(source: Source | None, layers: Iterable[MoeLayer], policy: Ca
 
 
 def check_room(
-    source: Source, use: ShardUse, policy: CachePolicy, out: Path | None = None, num_bytes_out: int = 0
+    source: Source,
+    use: ShardUse,
+    policy: CachePolicy,
+    out: Path | None = None,
+    num_bytes_out: int = 0,
+    num_sharing: int = 1,
 ) -> None:
     """Refuse a cache limit or a disk that is too small for the shards; `num_bytes_out` are written to `out`.
 
-    Raises RequestError or OutputError.
+    num_sharing: processes that fetch into this cache. Raises RequestError or OutputError.
     """
     assert source.listing is not None
-    num_bytes = use.total_bytes if policy.keeps else min(use.total_bytes, use.limit(policy))
+    num_bytes = use.total_bytes
+    if not policy.keeps:  # of units that two processes deal with, some shards are fetched twice
+        num_bytes += (num_sharing - 1) * use.least_bytes
+        num_bytes = min(num_bytes, num_sharing * use.limit(policy, num_sharing))
     sizes = source.listing.sizes
     num_bytes += sum(sizes[name] for name in source.other_files if not source.is_here(name))
     _check_disk(source.root, num_bytes, out or source.root, num_bytes_out)

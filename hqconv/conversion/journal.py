@@ -12,14 +12,14 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from hqconv.errors import OutputError, differences
 from hqconv.io.durable_files import FileRecord, output_errors, sync_above, sync_folder
-from hqconv.schemas.artifact_names import JOURNAL, is_member_journal
+from hqconv.schemas.artifact_names import JOURNAL, is_member_file, is_member_journal
 from hqconv.schemas.untrusted_files import what_instead
 
 _CHECKSUM = "checksum"
@@ -154,7 +154,7 @@ def _parsed(value: Any) -> Any:
         return value
 
 
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 class Destination(Protocol):
@@ -188,15 +188,16 @@ class Journal:
             try:
                 self.identity, self.entries = self._read()
                 if name == JOURNAL:
-                    self._member_entries = [entry for path in self._member_paths() for entry in self._take_over(path)]
+                    paths = self._member_paths(is_member_journal)
+                    self._member_entries = [entry for path in paths for entry in self._take_over(path)]
             except BaseException:
                 self.close()
                 raise
         self.entries += self._member_entries
 
-    def _member_paths(self) -> list[Path]:
+    def _member_paths(self, is_member: Callable[[str], bool]) -> list[Path]:
         try:
-            return sorted(path for path in self.path.parent.iterdir() if is_member_journal(path.name))
+            return sorted(path for path in self.path.parent.iterdir() if is_member(path.name))
         except FileNotFoundError:  # another process just put the folder elsewhere
             return []
 
@@ -210,7 +211,7 @@ class Journal:
         if self.path.name != JOURNAL:
             return
         with output_errors(self.path.parent):
-            members = self._member_paths()
+            members = self._member_paths(is_member_file)
             for path in members:
                 path.unlink(missing_ok=True)
             if members:  # before the journal that they belong to may go
@@ -250,7 +251,7 @@ class Journal:
         except BlockingIOError:
             raise _busy(self.path, last_process(split_lines(self.path.read_bytes())[0])) from None
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
+            if error.errno not in NO_LOCKS:
                 raise
             self.has_lock = False
 

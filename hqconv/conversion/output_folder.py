@@ -34,7 +34,7 @@ from hqconv.io.durable_files import (
 )
 from hqconv.io.file_access import CloseError, Descriptors, sha256_of
 from hqconv.planning.output_units import OutFile
-from hqconv.schemas.artifact_names import CARD, COMPANIONS, JOURNAL, MANIFEST, PARTIAL, SUMS, is_member_journal
+from hqconv.schemas.artifact_names import CARD, COMPANIONS, JOURNAL, MANIFEST, PARTIAL, SUMS, is_member_file
 
 
 def side_folder(out: Path) -> Path:
@@ -518,7 +518,7 @@ def files_in(root: Path) -> set[str]:
         if relative == Path():
             found |= {name for name in folders if name in COMPANIONS}
             folders[:] = [name for name in folders if name not in COMPANIONS]
-            names = [name for name in names if not is_member_journal(name)]  # they go with the journal
+            names = [name for name in names if not is_member_file(name)]  # they go with the journal
         found |= {(relative / name).as_posix() for name in (*names, *links)}
         if not names and not folders and relative != Path():
             found.add(relative.as_posix())

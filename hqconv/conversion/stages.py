@@ -61,10 +61,11 @@ class Stages:
                 with self._profile.busy(stage, num_bytes, time.monotonic() - queued_at, subject):
                     task(*arguments)
             except BaseException as error:  # noqa: BLE001 - reported by the owner
-                self._fail(error)
+                self.cancel(error)
             del item, task, arguments, subject  # frees their buffers before the next task comes
 
-    def _fail(self, error: BaseException) -> None:
+    def cancel(self, error: BaseException) -> None:
+        """Stop all tasks; the owner's `wait` raises the first error. For any thread."""
         with self._changed:
             self._is_cancelled = True
             if self._error is None and not isinstance(error, CancelledError):

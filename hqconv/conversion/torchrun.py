@@ -50,4 +50,17 @@ def local_rank() -> tuple[int, int]:
     return int(os.environ.get("LOCAL_RANK", "0")), max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
+def speaks_for_machine() -> bool:
+    """Return whether this process shows the messages that every process of its machine would show."""
+    return local_rank()[0] == 0
+
+
+def silence_torch() -> None:
+    """Keep torch from printing C++ stacks when the store's connection breaks: hqconv says so in a message.
+
+    Has an effect only before torch is loaded, and none where TORCH_CPP_LOG_LEVEL is set.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
 _process, _parent = os.getpid(), 0 if _is_orphan() else os.getppid()

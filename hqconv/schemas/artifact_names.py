@@ -24,6 +24,7 @@ HESSIAN, HESSIAN_TILE = ".hessian", 128  # suffix of tensors in that file, and t
 JOURNAL = ".hqconv-progress.jsonl"  # only while a conversion is unfinished
 _MEMBER_JOURNAL = re.compile(r"\.hqconv-progress\.rank[1-9][0-9]*\.jsonl")
 PARTIAL = ".partial"  # suffix of a file that is being written
+_FOLDER_CHECK = re.compile(rf"\.hqconv-progress\.rank[0-9]+\.check({re.escape(PARTIAL)})?")
 CARD = "README.md"  # the model card: written by a conversion, and people may edit it
 SUMS = "SHA256SUMS"  # of all files but itself, the manifest included: so no manifest lists it
 # Companion files that may lie in an artifact's folder: of a Hub repo, and files that people add when they publish.
@@ -70,6 +71,16 @@ def member_journal(rank: int) -> str:
 def is_member_journal(name: str) -> bool:
     """Return whether a file of the output folder is the journal of a rank above 0."""
     return _MEMBER_JOURNAL.fullmatch(name) is not None
+
+
+def folder_check(rank: int) -> str:
+    """Return the file by which the other processes of a conversion see that they share the output folder."""
+    return f".hqconv-progress.rank{rank}.check"
+
+
+def is_member_file(name: str) -> bool:
+    """Return whether a file of the output folder goes with the journal: a rank's own journal, or a `folder_check`."""
+    return is_member_journal(name) or _FOLDER_CHECK.fullmatch(name) is not None
 
 
 def rank_file(layer: str, tp_rank: int, ep_rank: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 import threading
@@ -17,11 +18,12 @@ from typing import Any
 import pytest
 from torch.distributed import DistNetworkError, HashStore
 
+from hqconv.conversion import distributed
 from hqconv.conversion.distributed import MemberFolder, ProcessGroup
 from hqconv.conversion.journal import Journal, JournalEntry
 from hqconv.conversion.output_folder import OutputFolder
 from hqconv.conversion.torchrun import is_distributed, is_rank_zero, local_rank
-from hqconv.errors import OutputError
+from hqconv.errors import InputError, OutputError, PeerError
 from hqconv.io.durable_files import FileRecord
 from hqconv.schemas.artifact_names import JOURNAL, member_journal
 from tests.make.conversions import run
@@ -227,6 +229,120 @@ def test_a_fork_of_a_process_watches_its_own_parent() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+# --- signs of life -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"_BEAT_S": 0.02, "_GONE_S": 0.5, "_JOIN_TIMEOUT_S": 1.0, "_HEAR_TIMEOUT_S": 0.1}.items():
+        monkeypatch.setattr(distributed, name, value)
+
+
+class Peers:
+    """Processes in one store, without torchrun: the last ranks of `world_size` may not come."""
+
+    def __init__(self, num: int, world_size: int) -> None:
+        store = HashStore()
+        self.groups = [ProcessGroup(store, rank, world_size) for rank in range(num)]
+        self.cancelled: list[tuple[int, PeerError]] = []
+
+    def __enter__(self) -> Peers:
+        for group in self.groups:
+            group.join()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for group in self.groups:
+            group._stop_watches()
+
+    def work(self, rank: int) -> Any:
+        return self.groups[rank].interrupting(lambda error: self.cancelled.append((rank, error)))
+
+
+def test_processes_that_live_are_left_alone(quick: None) -> None:
+    with Peers(3, 3) as peers, peers.work(0), peers.work(1), peers.work(2):
+        time.sleep(2.0)
+        assert not peers.cancelled
+        for group in peers.groups:
+            group.check()
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_process_without_signs_of_life_ends_the_others(lost: int, quick: None) -> None:
+    with Peers(3, 3) as peers:
+        left = [rank for rank in range(3) if rank != lost]
+        with peers.work(left[0]), peers.work(left[1]):
+            time.sleep(0.2)
+            assert not peers.cancelled
+            peers.groups[lost]._stop_watches()
+            assert wait_until(lambda: len(peers.cancelled) == 2, 20)
+        for _, error in peers.cancelled:
+            assert error.what == "A process of this conversion is gone."
+            assert error.where == f"rank {lost} (process {os.getpid()} on {socket.gethostname()})"
+        for rank in left:
+            with pytest.raises(PeerError, match="is gone"):
+                peers.groups[rank].receive("anything")
+
+
+def test_a_process_that_never_comes(quick: None) -> None:
+    with Peers(2, 3) as peers, peers.work(0), peers.work(1):
+        assert wait_until(lambda: len(peers.cancelled) == 2, 20)
+        assert {(error.what, error.where) for _, error in peers.cancelled} == {
+            ("A process of this conversion did not come.", "rank 2")
+        }
+
+
+def test_work_hears_of_a_failure_elsewhere(quick: None) -> None:
+    """Also work that begins after that; a failure that follows is not told."""
+    with Peers(2, 2) as peers:
+        with peers.work(0):
+            peers.groups[1].fail(InputError("The file is bad.", where="tensor x"))
+            assert wait_until(lambda: bool(peers.cancelled), 20)
+        with peers.work(0):
+            assert len(peers.cancelled) == 2
+        error = peers.cancelled[0][1]
+        assert (error.what, error.found) == ("Another process of this conversion failed.", "The file is bad.")
+        assert error.where.endswith(", tensor x")
+        peers.groups[0].fail(error)
+        assert peers.groups[0].count("failures", 0) == 1
+
+
+def test_a_process_that_does_not_end_by_itself_is_ended(tmp_path: Path) -> None:
+    """With the reason in the log, and by SIGTERM; if that has no effect, at once."""
+    script = """
+import logging, signal, sys, time
+from torch.distributed import HashStore
+from hqconv.conversion import distributed
+
+logging.basicConfig(format="%(message)s")
+distributed._BEAT_S, distributed._GONE_S, distributed._JOIN_TIMEOUT_S, distributed._GRACE_S = 0.05, 0.2, 0.2, 0.2
+if sys.argv[1] == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+distributed.ProcessGroup(HashStore(), 0, 2).join()
+time.sleep(600)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    for how, code in (("hears", -15), ("deaf", 143)):
+        words = [sys.executable, "-c", script, how]
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=120)
+        assert done.returncode == code
+        assert "A process of this conversion did not come." in done.stderr
+
+
+def test_values_of_all_processes_are_gathered_by_rank() -> None:
+    store, found = HashStore(), dict[int, list[str]]()
+
+    def work(rank: int) -> None:
+        found[rank] = ProcessGroup(store, rank, 3).gather("names", f"of {rank}")
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {rank: ["of 0", "of 1", "of 2"] for rank in range(3)}
+
+
 # --- the team ----------------------------------------------------------------------------------------------
 
 
@@ -245,7 +361,7 @@ def test_every_item_is_dealt_once() -> None:
     assert sorted(item for item, _ in taken) == list(range(100))
 
 
-def test_who_waits_hears_that_another_failed() -> None:
+def test_who_waits_hears_that_another_failed(quick: None) -> None:
     store = HashStore()
     first, second = (ProcessGroup(store, rank, 2) for rank in range(2))
     second.fail(ValueError("the disk is gone\nand more"))
@@ -258,6 +374,7 @@ def test_who_waits_hears_that_another_failed() -> None:
         with pytest.raises(OutputError, match="Another process") as caught:
             wait()
         assert (caught.value.where, caught.value.found) == ("rank 1", "the disk is gone")
+        assert isinstance(caught.value, PeerError)
         assert "--resume" in caught.value.remedy
 
 
@@ -293,7 +410,7 @@ def test_what_was_finished_arrives_whole() -> None:
     entry = JournalEntry("block", [FileRecord("a", 3, "ab")], {"w1": {"relative_error": 0.1}})
     ProcessGroup(store, 1, 3).send_finished([entry])
     ProcessGroup(store, 2, 3).send_finished([])
-    assert list(ProcessGroup(store, 0, 3).receive_finished()) == [entry]
+    assert list(ProcessGroup(store, 0, 3).receive_finished()) == [(1, entry)]
 
 
 # --- journals ----------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import hqconv.io.durable_files
 from hqconv.conversion.distributed import ProcessGroup
-from hqconv.schemas.artifact_names import JOURNAL, MANIFEST, PARTIAL, is_member_journal
+from hqconv.schemas.artifact_names import JOURNAL, MANIFEST, PARTIAL, is_member_file
 from hqconv.schemas.grid import Grid
 from tests.make.conversions import run
 from tests.make.disks import KEPT, Disk, paths_below, played
@@ -204,11 +204,11 @@ def _relies_on(disk: Disk, op: Op) -> list[str]:
         return problems
     if op.kind == "exchange" or (op.kind, op.other) == ("rename", "out"):
         return _unsafe_below(disk, op.path, "the exchange") if disk.find(f"{op.path}/{MANIFEST}") else []
-    if op.kind == "unlink" and is_member_journal(name):
+    if op.kind == "unlink" and is_member_file(name):
         return [] if disk.is_safe(f"{path}/{JOURNAL}") else [f"{op.path} went before its lines were synced"]
     if op.kind == "unlink" and name == JOURNAL:
         folder = disk.find(path, safely=True)
-        left = [one for one in (folder.safe_names if folder else ()) if is_member_journal(one)]
+        left = [one for one in (folder.safe_names if folder else ()) if is_member_file(one)]
         return [f"{path}/{one} may outlast the journal that it belongs to" for one in left]
     if op.kind == "write":
         return _of_line(disk, op)
