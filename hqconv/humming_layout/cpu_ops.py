@@ -219,11 +219,11 @@ def repack_weight(
         assert zero_point is not None
         zeros = zero_point.contiguous().reshape(len(words), -1, zero_point.size(-1)).numpy().view(np.uint32)
     is_plain = is_weight_packed and not use_native_dequant and (activation_bits, interleave_mode) == (16, 3)
-    centre, tiles = should_preprocess_for_int2fp, (shape_k // k_per_row, shape_n // 64, 32, -1)
+    centre = should_preprocess_for_int2fp
     if is_plain and weight_bits == 4 and not centre:
-        in_parts(lambda e: _repack_4bit(words[e], out[e], tiles), len(words))
+        in_parts(lambda e: _repack_4bit(words[e], out[e]), len(words))
     elif is_plain and weight_bits == 8 and not should_preprocess_with_zp:
-        in_parts(lambda e: _repack_8bit(words[e], centre, out[e], tiles), len(words))
+        in_parts(lambda e: _repack_8bit(words[e], centre, out[e]), len(words))
     else:
         group = (group_size_zp or shape_k) if should_preprocess_with_zp else 0
         transposed = use_packed_k_layout and not use_fused_e8m0_scale
@@ -233,14 +233,14 @@ def repack_weight(
     return torch.from_numpy(out.view(np.int32)).reshape(shape)
 
 
-def _repack_4bit(words: Array, out: Array, tiles: tuple[int, ...]) -> None:
+def _repack_4bit(words: Array, out: Array) -> None:
     for one, result in zip(words, out, strict=True):
-        repack_4bit_a16(one.view(np.uint64), result.reshape(tiles))
+        repack_4bit_a16(one.view(np.uint64), result.view(np.uint64))
 
 
-def _repack_8bit(words: Array, centre: bool, out: Array, tiles: tuple[int, ...]) -> None:
+def _repack_8bit(words: Array, centre: bool, out: Array) -> None:
     for one, result in zip(words, out, strict=True):
-        repack_8bit_a16(one.view(np.uint16), centre, result.reshape(tiles))
+        repack_8bit_a16(one.view(np.uint64), centre, result.view(np.uint64))
 
 
 def _repack(words: Array, zeros: Array, facts: tuple[int, ...], out: Array) -> None:
