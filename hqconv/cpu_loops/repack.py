@@ -269,6 +269,7 @@ def _spread_bytes(word):
     return (word | (word << np.uint64(8))) & np.uint64(0x00FF00FF00FF00FF)
 
 
+TILE_ROWS, TILE_COLUMNS = 64, 16  # of a tile of codes for 16-bit activations
 _AHEAD = 8  # column blocks that are gathered at a time: a cache line of each row
 
 
@@ -276,10 +277,10 @@ _AHEAD = 8  # column blocks that are gathered at a time: a cache line of each ro
 def lay_out_4bit(panel_ND, begin, end, words, start, stride):
     """Lay 64 rows of packed 4-bit codes out for 16-bit activations, as `repack`: column blocks `begin` to `end`.
 
-    `panel_ND`: uint64 [64, K / 16], 16 codes each, which are a column block. `words`: uint64; the tile of block d begins
-    at `start + (d - begin) * stride`: uint32 [32 lanes, 4 quarters]. A word takes, of two rows 8 apart, a byte of the
-    left half and one of the right half: first the four low nibbles, then the high ones. So the words of four lanes are
-    the nibbles of two double words, dealt like cards.
+    `panel_ND`: uint64 [64, K / 16], 16 codes each, which are a column block. `words`: uint64; block d's tile begins at
+    `start + (d - begin) * stride`: uint32 [32 lanes, 4 quarters]. A word takes, of two rows 8 apart, a byte of the left
+    half and one of the right half: first the four low nibbles, then the high ones. So the words of four lanes are the
+    nibbles of two double words, dealt like cards.
     """
     columns, dealt = np.empty((_AHEAD, 64), np.uint64), np.empty((2, 32), np.uint64)
     for d0 in range(begin, end, _AHEAD):

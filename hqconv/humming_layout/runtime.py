@@ -78,8 +78,8 @@ def humming() -> SimpleNamespace:
     ops = modules["ops"]
     for name in _OPS:
         setattr(ops, name, _by_device(getattr(ops, name), getattr(cpu_ops, name)))
-    transform = modules["transform"]
-    transform.transform_humming_weight_scale = _layout_of_scales(transform.transform_humming_weight_scale)
+    name = "transform_humming_weight_scale"
+    setattr(modules["transform"], name, _layout_of_scales(getattr(modules["transform"], name)))
     device = modules["device"].current_device
     for name, names in (*((name, None) for name in _ASKING), (_LAUNCHING, _ASKED_OF_LAUNCHING)):
         importlib.import_module(name).current_device = _AskedDevice(device, names)  # type: ignore[attr-defined]
