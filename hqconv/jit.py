@@ -54,10 +54,29 @@ def _compile(function: Function, **options: Any) -> Function:
         cache: Any = done._cache  # type: ignore[attr-defined]
         stamp = (cache._impl.locator.get_source_stamp(), _digest_of_loops())
         cache._cache_file = CacheFile(cache._cache_path, cache._impl.filename_base, stamp)
+        cache._index_key = functools.partial(_index_key, function)
     except (AttributeError, RuntimeError):  # another numba; "cannot cache function: no locator available"
         _is_cached[0] = False
         done = njit(nogil=True, **options)(function)
     return done
+
+
+def _index_key(function: Function, signature: Any, codegen: Any) -> tuple[Any, ...]:
+    """Return numba's key of a cached loop: its types, the processor, the function with the values that it closes over.
+
+    numba pickles these values. A compiled function among them has another random number in every process, so that each
+    process would compile such a loop again.
+    """
+    return signature, codegen.magic_tuple(), _describe(function)
+
+
+def _describe(value: Any) -> str:
+    """Describe a function by its place and its closure, anything else by its value; sources are in the stamp."""
+    value = getattr(value, "py_func", value)
+    if not callable(value) or isinstance(value, type) or not hasattr(value, "__code__"):
+        return f"{type(value).__name__} {value!r}"
+    closed = ", ".join(_describe(cell.cell_contents) for cell in value.__closure__ or ())
+    return f"{value.__module__}.{value.__qualname__}:{value.__code__.co_firstlineno}({closed})"
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from numba.core.caching import IndexDataCacheFile
@@ -59,3 +60,16 @@ def test_every_loop_has_such_a_cache() -> None:
     loops = [value for value in vars(encoders).values() if hasattr(value, "py_func")]
     assert len(loops) > 3
     assert all(isinstance(loop._cache._cache_file, CacheFile) for loop in loops)
+
+
+def test_a_loop_that_closes_over_loops_is_found_again() -> None:
+    """numba's own key of such a loop has random numbers: every process compiled it again."""
+
+    def key(code: tuple[int, int, int, int]) -> object:
+        encoders.encoder.cache_clear()
+        made = encoders.tile_encoder.__wrapped__(code, encoders.E8M0, False)  # anew, as in another process
+        return made._cache._index_key((), SimpleNamespace(magic_tuple=tuple))
+
+    e2m1, e4m3, e5m2 = (0, 4, 2, 1), (0, 8, 4, 3), (0, 8, 5, 2)
+    assert key(e2m1) == key(e2m1)
+    assert len({key(code) for code in (e2m1, e4m3, e5m2)}) == 3

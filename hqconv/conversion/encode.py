@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 
 from hqconv.errors import InputError
 from hqconv.formats.decode_matrix import SourceMatrix, resized
+from hqconv.humming_layout.weight_tiles import WeightTiles
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.layer_encoding import LayerEncoding
@@ -36,11 +37,13 @@ class EncodedBatch:
     """All projections of some experts: role → packed tensors [E, …] of the target's schema, and their error sums.
 
     measured: float64 tensors on the device; the caller copies them to the host, with the rest, for `error_sums`.
+    row_sums: by role, of weights that are laid out already (`QuantizedStack.row_sums`).
     """
 
     tensors: dict[str, dict[str, torch.Tensor]]
     measured: list[torch.Tensor]
     _error_sums: Callable[[Sequence[torch.Tensor]], dict[str, list[ErrorSums]]]
+    row_sums: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def error_sums(self, measured: Sequence[torch.Tensor]) -> dict[str, list[ErrorSums]]:
         """Return error sums of each matrix by role. Raises InputError for a NaN, or DeferredCheckError."""
@@ -73,8 +76,12 @@ def encode_batch(
     device: torch.device,
     *,
     is_careful: bool = False,
+    tiles: WeightTiles | None = None,
 ) -> EncodedBatch:
     """Encode some experts. `raw` holds their bytes, unless the source reads for itself. Raises as `encode`.
+
+    tiles: the memory of the kernel weights, on the CPU and not for gptq. They are filled if the result has `row_sums`,
+    as it has for floats that are stored as stacks.
 
     On a GPU nothing waits for the device, and checks of values are deferred: `error_sums` of the result may raise
     DeferredCheckError, unless `is_careful`.
@@ -87,7 +94,10 @@ def encode_batch(
         for roles in _coupled_roles(layer):
             floats = [stacks[role] for role in roles]
             quantizer = quantizer_of(encoding, roles, experts)
-            results = quantize_stacks(floats, encoding.schema, encoding.param_dtype, quantizer=quantizer)
+            of_roles = None if tiles is None else [tiles.stacks[role] for role in roles]
+            results = quantize_stacks(
+                floats, encoding.schema, encoding.param_dtype, quantizer=quantizer, tiles=of_roles
+            )
             done |= dict(zip(roles, results, strict=True))
         return _check_later(layer, experts, done, encoding)
     if is_asynchronous(device) and not is_careful:
@@ -118,7 +128,8 @@ def _check_later(
         return found
 
     measured = sums if failed_checks is None else [*sums, failed_checks.double()]
-    return EncodedBatch({role: stack.tensors for role, stack in done.items()}, measured, error_sums)
+    row_sums = {role: stack.row_sums for role, stack in done.items() if stack.row_sums is not None}
+    return EncodedBatch({role: stack.tensors for role, stack in done.items()}, measured, error_sums, row_sums)
 
 
 def filled_matrices(matrices: Mapping[str, SourceMatrix], encoding: LayerEncoding) -> dict[str, SourceMatrix]:

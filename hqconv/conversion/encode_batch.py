@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -13,11 +13,13 @@ from hqconv.conversion.devices import Lane, Slot
 from hqconv.conversion.encode import EncodedBatch, encode_batch
 from hqconv.humming_layout.rank_slices import gemm_tensors
 from hqconv.humming_layout.transform import to_kernel
+from hqconv.humming_layout.weight_tiles import WeightTiles, weight_tiles
 from hqconv.models.expert_bytes import RawExperts, RawLayout
 from hqconv.models.source_protocol import Source
 from hqconv.planning.output_units import CopiedShardPlan, MoeLayerPlan, OutputUnit
 from hqconv.quantization.content_sums import expert_sums, sum_names
 from hqconv.quantization.quantize import ErrorSums
+from hqconv.schemas.options import GPTQ
 from hqconv.schemas.tensors import TensorRef
 
 
@@ -171,10 +173,14 @@ def encode_to_runs(
     """
     planned, layer = batch.planned, batch.planned.layer
     raw = None if raw is None else lane.to_device(raw, slot)
-    done = encode_batch(source, layer, batch.experts, raw, planned.encoding, lane.device, is_careful=is_careful)
+    tiles = _weight_tiles(batch, lane.device)
+    done = encode_batch(
+        source, layer, batch.experts, raw, planned.encoding, lane.device, is_careful=is_careful, tiles=tiles
+    )
     del raw  # on a GPU the memory is used again for the kernel layout
-    runs = list(_kernel_runs(batch, done) if planned.forms else _packed_runs(batch, done))
-    sums = expert_sums(done.tensors, planned.encoding.schema)
+    weights = tiles.weights if tiles is not None and done.row_sums else {}
+    runs = list(_kernel_runs(batch, done, weights) if planned.forms else _packed_runs(batch, done))
+    sums = expert_sums(done.tensors, planned.encoding.schema, done.row_sums)
     host = lane.to_host([sums, *done.measured, *(run.data for run in runs)], slot)
     sums_bits, measured, data = host[0], host[1 : len(done.measured) + 1], host[len(done.measured) + 1 :]
     for run, one in zip(runs, data, strict=True):
@@ -188,8 +194,19 @@ def encode_to_runs(
     )
 
 
-def _kernel_runs(batch: Batch, done: EncodedBatch) -> Iterator[Run]:
-    """Yield the runs of the kernel layout: one for each tensor and rank file, more where experts are scattered."""
+def _weight_tiles(batch: Batch, device: torch.device) -> WeightTiles | None:
+    """Allocate the kernel weights that the CPU's encoder can write at once; None where it gives packed codes."""
+    planned = batch.planned
+    if not planned.forms or device.type != "cpu" or planned.encoding.quantizer == GPTQ:
+        return None
+    return weight_tiles(planned.forms, planned.slices, planned.encoding.shapes, len(batch.experts))
+
+
+def _kernel_runs(batch: Batch, done: EncodedBatch, weights: Mapping[tuple[str, int], torch.Tensor]) -> Iterator[Run]:
+    """Yield the runs of the kernel layout: one for each tensor and rank file, more where experts are scattered.
+
+    weights: by GEMM and TP rank, the kernel weights that the encoder wrote.
+    """
     planned = batch.planned
     neighbours = planned.neighbours(batch.experts)
     for part in planned.slices:
@@ -199,6 +216,7 @@ def _kernel_runs(batch: Batch, done: EncodedBatch) -> Iterator[Run]:
             for gemm, form in planned.forms.items()
             for name, value in to_kernel(form, packed[gemm]).items()
         }
+        tensors |= {f"{gemm}_weight": value for (gemm, rank), value in weights.items() if rank == part.rank}
         for ep_rank, runs in neighbours.items():
             places = planned.rank_tensors(part.rank, ep_rank)
             assert places.keys() == tensors.keys(), (planned.name, sorted(places), sorted(tensors))

@@ -27,9 +27,11 @@ from hqconv.cpu_loops.arithmetic import (
     u32,
     u64,
 )
-from hqconv.cpu_loops.bit_fields import pack_row
+from hqconv.cpu_loops.bit_fields import pack_row, sum_rows
+from hqconv.cpu_loops.repack import TILE_COLUMNS, TILE_ROWS, lay_out_4bit, lay_out_8bit
 from hqconv.jit import compiled
 
+_LONG_GROUP = np.uint64(64)  # the next row is prefetched group by group; of shorter groups at once, which takes less
 GIVEN, BFLOAT16, E8M0 = range(3)  # group scales: read, or taken from each row's own ranges and rounded so
 
 
@@ -56,6 +58,56 @@ def encoder(code, scales=GIVEN):
     return _symmetric_encoder(num_bits, kind == SYM_INT, scales, largest)
 
 
+@functools.cache
+def tile_encoder(code, scales, centre):
+    """Return the compiled loop that encodes a stack of matrices as `encoder`, and lays the codes out in kernel tiles.
+
+    encode(source_NK, limit, groups, out, first_row, num_rows, columns, tiles): `source_NK` are rows of the stack from
+    row `first_row`, a multiple of 64; `num_rows` of them are an expert's. out: (sum_N, error_N, power_N, exact_N),
+    where `sum_N` gets `bit_fields.sum_rows` of the packed codes with the factors `columns`. tiles: (words, pieces) of
+    `humming_layout.weight_tiles.StackTiles`.
+    """
+    encode, num_bits = encoder(code, scales), code[1]
+    tile_words = TILE_ROWS * TILE_COLUMNS * num_bits // 64
+
+    @compiled
+    def encode_tiles(source_NK, limit, groups, out, first_row, num_rows, columns, tiles):
+        inverse_NG, lowest_NG, scale_NG, zero_NG, scale_2_N = groups
+        sum_N, error_N, power_N, exact_N = out
+        words, pieces = tiles
+        total = source_NK.shape[0]
+        panel = np.empty((TILE_ROWS, source_NK.shape[1] * num_bits // 8), np.uint8)
+        codes, values = panel.view(np.uint64), panel.view(np.int32)
+        for begin in range(0, total, TILE_ROWS):
+            end = begin + TILE_ROWS
+            of_rows = (
+                inverse_NG[begin:end],
+                lowest_NG[begin:end] if lowest_NG.shape[0] == total else lowest_NG,
+                scale_NG[begin:end],
+                zero_NG[begin:end] if zero_NG.shape[0] == total else zero_NG,
+                scale_2_N[begin:end],
+            )
+            encode(
+                source_NK[begin:end],
+                limit,
+                of_rows,
+                (panel, error_N[begin:end], power_N[begin:end], exact_N[begin:end]),
+            )
+            sum_rows(values, columns, 0, TILE_ROWS, sum_N[begin:end])
+            expert, row = divmod(first_row + begin, num_rows)
+            block = row // TILE_ROWS
+            for p in range(pieces.shape[0]):
+                first, last, left, right, start, of_expert, of_columns = pieces[p]
+                if first <= block < last:
+                    at = start + expert * of_expert + (block - first) * tile_words
+                    if num_bits == 4:
+                        lay_out_4bit(codes, left, right, words, at, of_columns)
+                    else:
+                        lay_out_8bit(codes, centre, left, right, words, at, of_columns)
+
+    return encode_tiles
+
+
 def _float_encoder(num_bits, exponent_bits, mantissa_bits, scales, largest):
     """Build the encoder of small floats: nearest, ties to the truncated value; the caller saturates by `limit`.
 
@@ -79,9 +131,12 @@ def _float_encoder(num_bits, exponent_bits, mantissa_bits, scales, largest):
             row, scale_2 = source_NK[n], scale_2_N[n]
             if scales != GIVEN:
                 _take_scales(row, False, scales, largest, inverse_NG[n], scale_NG[n])
+            if group_size < _LONG_GROUP:
+                prefetch(source_NK, n + 1, 0, source_NK.shape[1])
             for g in range(inverse_NG.shape[1]):
                 inverse, scale, start = inverse_NG[n, g], scale_NG[n, g], u64(g) * group_size
-                prefetch(source_NK, n + 1, np.int64(start), np.int64(group_size))
+                if group_size >= _LONG_GROUP:
+                    prefetch(source_NK, n + 1, np.int64(start), np.int64(group_size))
                 for k in range(group_size):
                     weight = float_of(source_bits(row[start + k]))
                     weights[start + k] = weight
@@ -117,9 +172,12 @@ def _symmetric_encoder(num_bits, is_offset, scales, largest):
             row, scale_2 = source_NK[n], scale_2_N[n]
             if scales != GIVEN:
                 _take_scales(row, is_offset, scales, largest, inverse_NG[n], scale_NG[n])
+            if group_size < _LONG_GROUP:
+                prefetch(source_NK, n + 1, 0, source_NK.shape[1])
             for g in range(inverse_NG.shape[1]):
                 inverse, scale, start = inverse_NG[n, g], scale_NG[n, g], u64(g) * group_size
-                prefetch(source_NK, n + 1, np.int64(start), np.int64(group_size))
+                if group_size >= _LONG_GROUP:
+                    prefetch(source_NK, n + 1, np.int64(start), np.int64(group_size))
                 for k in range(group_size):
                     weight = float_of(source_bits(row[start + k]))
                     weights[start + k] = weight
@@ -146,9 +204,12 @@ def _asymmetric_encoder(num_bits):
         group_size = u64(source_NK.shape[1] // inverse_NG.shape[1])
         for n in range(source_NK.shape[0]):
             row, scale_2 = source_NK[n], scale_2_N[n]
+            if group_size < _LONG_GROUP:
+                prefetch(source_NK, n + 1, 0, source_NK.shape[1])
             for g in range(inverse_NG.shape[1]):
                 inverse, scale, start = inverse_NG[n, g], scale_NG[n, g], u64(g) * group_size
-                prefetch(source_NK, n + 1, np.int64(start), np.int64(group_size))
+                if group_size >= _LONG_GROUP:
+                    prefetch(source_NK, n + 1, np.int64(start), np.int64(group_size))
                 lowest, zero = lowest_NG[n, g], zero_NG[n, g]
                 for k in range(group_size):
                     weight = float_of(source_bits(row[start + k]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hqconv.cpu_loops.arithmetic import prefetch
+from hqconv.cpu_loops.arithmetic import u64
 from hqconv.cpu_loops.bit_fields import unpack_row
 from hqconv.jit import compiled
 
@@ -204,6 +204,16 @@ def repack(
                 _store_lane(words, n0, k0, lane, num_rows, num_bits, activation_bits, packed_k, out)
 
 
+@compiled
+def transpose_scales(scale_NG, order, out_GN):
+    """Transpose scales of unsigned integer bits, and permute each block of rows: out[:, i] is row `order[i]` of it."""
+    block = order.size
+    for n0 in range(0, scale_NG.shape[0], block):
+        for g in range(scale_NG.shape[1]):
+            for i in range(block):
+                out_GN[g, n0 + i] = scale_NG[n0 + order[i], g]
+
+
 def shift_table() -> np.ndarray:
     """Return the e2m1 code of `code / 2**shift`, ties away from zero: uint32 [256 shifts, 16 codes].
 
@@ -259,78 +269,108 @@ def _spread_bytes(word):
     return (word | (word << np.uint64(8))) & np.uint64(0x00FF00FF00FF00FF)
 
 
-@compiled
-def _gather_panel(weight_ND, n0, d0, panel):
-    """Turn 8 columns of 64 rows of double words; a lane's upper rows first, quarters innermost, then its lower ones."""
-    for r in range(64):
-        place = (r >> 3 & 1) * 32 + (r & 7) * 4 + (r >> 4)
-        prefetch(weight_ND, n0 + 64 + r, d0, 1)
-        row = weight_ND[n0 + r]
-        for d in range(panel.shape[0]):
-            panel[d, place] = row[d0 + d]
+TILE_ROWS, TILE_COLUMNS = 64, 16  # of a tile of codes for 16-bit activations
+_AHEAD = 8  # column blocks that are gathered at a time: a cache line of each row
 
 
 @compiled
-def repack_4bit_a16(weight_ND, out):
-    """Repack packed 4-bit codes for 16-bit activations, as `repack`.
+def lay_out_4bit(panel_ND, begin, end, words, start, stride):
+    """Lay 64 rows of packed 4-bit codes out for 16-bit activations, as `repack`: column blocks `begin` to `end`.
 
-    `weight_ND`: uint64 [N, K / 16], 16 codes each; `out`: uint32 [K / 16, N / 64, 32 lanes, 4 quarters]. A word takes,
-    of two rows 8 apart, a byte of the left half and one of the right half: first the four low nibbles, then the high
-    ones. So the words of four lanes are the nibbles of two double words, dealt like cards.
+    `panel_ND`: uint64 [64, K / 16], 16 codes each, which are a column block. `words`: uint64; block d's tile begins at
+    `start + (d - begin) * stride`: uint32 [32 lanes, 4 quarters]. A word takes, of two rows 8 apart, a byte of the left
+    half and one of the right half: first the four low nibbles, then the high ones. So the words of four lanes are the
+    nibbles of two double words, dealt like cards.
     """
-    panel = np.empty((4, 64), np.uint64)
-    dealt = np.empty((2, 32), np.uint64)
-    for d0 in range(0, weight_ND.shape[1], 4):
-        for n_block in range(weight_ND.shape[0] // 64):
-            _gather_panel(weight_ND, n_block * 64, d0, panel)
-            for d in range(4):
-                _deal(panel[d], dealt)
-                _store_tile(dealt.view(np.uint32), out[d0 + d, n_block])
+    columns, dealt = np.empty((_AHEAD, 64), np.uint64), np.empty((2, 32), np.uint64)
+    for d0 in range(begin, end, _AHEAD):
+        count = min(_AHEAD, end - d0)
+        for r in range(64):  # upper rows first, quarters innermost, then the rows 8 below
+            place = (r >> 3 & 1) * 32 + (r & 7) * 4 + (r >> 4)
+            for d in range(count):
+                columns[d, place] = panel_ND[r, d0 + d]
+        for d in range(count):
+            column, at = columns[d], start + (d0 + d - begin) * stride
+            for i in range(u64(32)):
+                _deal(_interleave_nibbles(column[i]), _interleave_nibbles(column[u64(32) + i]), i, dealt)
+            _store_tile(dealt, 4, words[at : at + 64])
 
 
 @compiled
-def _deal(column, dealt):
-    """Interleave the nibbles of 32 upper and 32 lower double words, in the order of the tile's words."""
-    for i in range(32):
-        upper, lower = column[i], column[32 + i]
-        left = _spread_nibbles(upper & _LOW_HALF)
-        left |= _spread_nibbles(upper >> np.uint64(32)) << np.uint64(4)
-        right = _spread_nibbles(lower & _LOW_HALF)
-        right |= _spread_nibbles(lower >> np.uint64(32)) << np.uint64(4)
-        dealt[0, i] = _spread_bytes(left & _LOW_HALF) | (_spread_bytes(right & _LOW_HALF) << np.uint64(8))
-        dealt[1, i] = _spread_bytes(left >> np.uint64(32)) | (_spread_bytes(right >> np.uint64(32)) << np.uint64(8))
+def lay_out_8bit(panel_ND, centre, begin, end, words, start, stride):
+    """Lay 64 rows of 8-bit codes out, as `lay_out_4bit`; `centre` as in `repack`, around the midpoint.
 
-
-@compiled
-def _store_tile(words, tile):
-    """Store four lanes' words of each row, quarters innermost."""
-    for row in range(8):
-        for quarter in range(4):
-            at = 8 * row + 2 * quarter
-            tile[4 * row, quarter] = words[0, at]
-            tile[4 * row + 1, quarter] = words[0, at + 1]
-            tile[4 * row + 2, quarter] = words[1, at]
-            tile[4 * row + 3, quarter] = words[1, at + 1]
-
-
-@compiled
-def repack_8bit_a16(weight_NH, centre, out):
-    """Repack packed 8-bit codes for 16-bit activations, as `repack`; `centre` as there, around the midpoint.
-
-    `weight_NH`: uint16 [N, K / 2], two codes each; `out`: uint32 [K / 16, N / 64, 32 lanes, 8].
+    `panel_ND`: uint64 [64, K / 8], 8 codes each; two are a column block. Tiles: uint32 [32 lanes, 8 eighths].
     """
-    ones = np.uint32(0x01010101)
-    for n_block in range(weight_NH.shape[0] // 64):
-        for k_block in range(weight_NH.shape[1] // 8):
-            for eighth in range(8):
-                for lane in range(32):
-                    row = n_block * 64 + eighth * 8 + lane // 4
-                    column = k_block * 8 + lane % 4
-                    left = np.uint32(weight_NH[row, column])
-                    right = np.uint32(weight_NH[row, column + 4])
-                    word = (left & np.uint32(0xFF)) | ((right & np.uint32(0xFF)) << np.uint32(8))
-                    word |= ((left >> np.uint32(8)) << np.uint32(16)) | ((right >> np.uint32(8)) << np.uint32(24))
-                    if centre:  # code - 128 from the midpoint up, 255 - code below it
-                        below = ~(word >> np.uint32(7)) & ones
-                        word ^= np.uint32(0x80808080) ^ (below * np.uint32(0x7F))
-                    out[k_block, n_block, lane, eighth] = word
+    columns, dealt = np.empty((_AHEAD, 2, 64), np.uint64), np.empty((2, 64), np.uint64)
+    for d0 in range(begin, end, _AHEAD):
+        count = min(_AHEAD, end - d0)
+        for r in range(64):
+            place = (r & 7) * 8 + (r >> 3)  # eighths innermost
+            for d in range(count):
+                columns[d, 0, place] = panel_ND[r, 2 * (d0 + d)]
+                columns[d, 1, place] = panel_ND[r, 2 * (d0 + d) + 1]
+        for d in range(count):
+            left, right, at = columns[d, 0], columns[d, 1], start + (d0 + d - begin) * stride
+            if centre:
+                _centre(left)
+                _centre(right)
+            for i in range(u64(64)):
+                _deal(left[i], right[i], i, dealt)
+            _store_tile(dealt, 8, words[at : at + 128])
+
+
+@compiled
+def _centre(codes):
+    """Turn bytes into code - 128 from the midpoint up, and 255 - code below it."""
+    ones = np.uint64(0x0101010101010101)
+    for i in range(u64(codes.size)):
+        below = ~(codes[i] >> np.uint64(7)) & ones
+        codes[i] ^= (ones << np.uint64(7)) ^ ((below << np.uint64(7)) - below)
+
+
+@compiled
+def _interleave_nibbles(codes):
+    """Interleave the nibbles of the left and the right half of 16 codes."""
+    return _spread_nibbles(codes & _LOW_HALF) | (_spread_nibbles(codes >> np.uint64(32)) << np.uint64(4))
+
+
+@compiled
+def _deal(first, second, i, dealt):
+    """Interleave the bytes of two double words: lanes 0 and 1 of four to dealt[0, i], lanes 2 and 3 to dealt[1, i]."""
+    eight, half = np.uint64(8), np.uint64(32)
+    dealt[u64(0), i] = _spread_bytes(first & _LOW_HALF) | (_spread_bytes(second & _LOW_HALF) << eight)
+    dealt[u64(1), i] = _spread_bytes(first >> half) | (_spread_bytes(second >> half) << eight)
+
+
+@compiled
+def _store_tile(dealt, num_slots, tile):
+    """Store 8 rows of four lanes with `num_slots` words each, two words at a time; dealt: [2, 8 rows * slots]."""
+    half, slots, pairs = np.uint64(32), u64(num_slots), u64(num_slots // 2)
+    for r in range(u64(8)):
+        for h in range(u64(2)):
+            at = (r * u64(4) + h * u64(2)) * pairs
+            for p in range(pairs):
+                left, right = dealt[h, r * slots + p * u64(2)], dealt[h, r * slots + p * u64(2) + u64(1)]
+                tile[at + p] = (left & _LOW_HALF) | (right << half)
+                tile[at + pairs + p] = (left >> half) | (right & ~_LOW_HALF)
+
+
+@compiled
+def repack_4bit_a16(weight_ND, words):
+    """Repack packed 4-bit codes for 16-bit activations, as `repack`: `lay_out_4bit` for all rows.
+
+    `words`: uint64 of tiles [K / 16, N / 64].
+    """
+    num_blocks = weight_ND.shape[0] // 64
+    for n in range(num_blocks):
+        lay_out_4bit(weight_ND[64 * n : 64 * n + 64], 0, weight_ND.shape[1], words, n * 64, num_blocks * 64)
+
+
+@compiled
+def repack_8bit_a16(weight_ND, centre, words):
+    """Repack 8-bit codes for 16-bit activations, as `repack`: `lay_out_8bit` for all rows."""
+    num_blocks = weight_ND.shape[0] // 64
+    for n in range(num_blocks):
+        panel = weight_ND[64 * n : 64 * n + 64]
+        lay_out_8bit(panel, centre, 0, weight_ND.shape[1] // 2, words, n * 128, num_blocks * 128)

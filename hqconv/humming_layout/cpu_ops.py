@@ -1,4 +1,4 @@
-"""CPU twins of Humming's six weight ops: same arguments, same results to the bit, on CPU tensors.
+"""CPU twins of Humming's six weight ops and of its layout of scales: same arguments, same bits, on CPU tensors.
 
 `meta` tensors are accepted too and give empty outputs of the right shape, so that layouts can be planned.
 Errors of use are Humming's own concern here: like its ops, the twins assert.
@@ -219,11 +219,11 @@ def repack_weight(
         assert zero_point is not None
         zeros = zero_point.contiguous().reshape(len(words), -1, zero_point.size(-1)).numpy().view(np.uint32)
     is_plain = is_weight_packed and not use_native_dequant and (activation_bits, interleave_mode) == (16, 3)
-    centre, tiles = should_preprocess_for_int2fp, (shape_k // k_per_row, shape_n // 64, 32, -1)
+    centre = should_preprocess_for_int2fp
     if is_plain and weight_bits == 4 and not centre:
-        in_parts(lambda e: _repack_4bit(words[e], out[e], tiles), len(words))
+        in_parts(lambda e: _repack_4bit(words[e], out[e]), len(words))
     elif is_plain and weight_bits == 8 and not should_preprocess_with_zp:
-        in_parts(lambda e: _repack_8bit(words[e], centre, out[e], tiles), len(words))
+        in_parts(lambda e: _repack_8bit(words[e], centre, out[e]), len(words))
     else:
         group = (group_size_zp or shape_k) if should_preprocess_with_zp else 0
         transposed = use_packed_k_layout and not use_fused_e8m0_scale
@@ -233,19 +233,44 @@ def repack_weight(
     return torch.from_numpy(out.view(np.int32)).reshape(shape)
 
 
-def _repack_4bit(words: Array, out: Array, tiles: tuple[int, ...]) -> None:
+def _repack_4bit(words: Array, out: Array) -> None:
     for one, result in zip(words, out, strict=True):
-        repack_4bit_a16(one.view(np.uint64), result.reshape(tiles))
+        repack_4bit_a16(one.view(np.uint64), result.view(np.uint64))
 
 
-def _repack_8bit(words: Array, centre: bool, out: Array, tiles: tuple[int, ...]) -> None:
+def _repack_8bit(words: Array, centre: bool, out: Array) -> None:
     for one, result in zip(words, out, strict=True):
-        repack_8bit_a16(one.view(np.uint16), centre, result.reshape(tiles))
+        repack_8bit_a16(one.view(np.uint64), centre, result.view(np.uint64))
 
 
 def _repack(words: Array, zeros: Array, facts: tuple[int, ...], out: Array) -> None:
     for one, zero, result in zip(words, zeros, out, strict=True):
         repack_loops.repack(one, zero, *facts, result)
+
+
+_UNSIGNED: dict[int, type[np.unsignedinteger[Any]]] = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+
+
+def transpose_scales(scale: torch.Tensor, on_results: bool) -> torch.Tensor:
+    """Twin of `humming.transform.transform_humming_weight_scale` without block scales, of a contiguous [..., N, G].
+
+    on_results: its `to_apply_on_c`. One pass instead of a transposition and a permutation by torch.
+    """
+    shape_n, num_groups = scale.shape[-2:]
+    order = (np.arange(32).reshape(4, 4, 2).swapaxes(0, 1) if on_results else np.arange(64).reshape(8, 8).T).flatten()
+    assert shape_n % order.size == 0
+    # Flat first: of a single column torch calls any stride contiguous, and then refuses another dtype.
+    bits = scale.contiguous().flatten().view(torch.uint8).numpy().view(_UNSIGNED[scale.element_size()])
+    source = bits.reshape(-1, shape_n, num_groups)
+    out = np.empty((len(source), num_groups, shape_n), source.dtype)
+
+    def transpose(experts: slice) -> None:
+        for one, result in zip(source[experts], out[experts], strict=True):
+            repack_loops.transpose_scales(one, order, result)
+
+    in_parts(transpose, len(source))
+    values = torch.from_numpy(out.reshape(-1).view(np.uint8)).view(scale.dtype)
+    return values.view(*scale.shape[:-2], num_groups, shape_n)
 
 
 _shift_table = functools.cache(repack_loops.shift_table)

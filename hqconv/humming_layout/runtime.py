@@ -2,7 +2,7 @@
 
 This is the only module that changes Humming, and these are the changes:
 * the six weight ops choose Humming's CUDA kernel or our CPU twin by their input's device; for shape planning,
-  `meta` tensors get empty outputs;
+  `meta` tensors get empty outputs; its layout of scales, which torch does in two passes, does the same;
 * inside `target_facts(...)`, Humming's queries of "the current device" and its compiler during planning are
   answered for the target of the request, whatever GPU is here, or none; outside, by the device as ever;
 * inside `resident(...)`, `Tensor.cuda()` leaves a CPU tensor where it is (Humming hides such calls), and padding by
@@ -28,6 +28,7 @@ from hqconv.schemas.gpu_target import GpuTarget
 
 _MODULES = ("ops", "dtypes", "schema", "transform", "device", "config", "utils.weight")
 _OPS = ("quant_weight", "pack_weight", "unpack_weight", "dequant_weight", "repack_weight", "process_mxfp4_w4a8_weight")
+_OTHER_SCALES = ("is_blockwise", "is_mxmma", "is_umma")  # scales with a layout of their own
 # Modules in which Humming queries the current device to decide about schemas and layouts.
 _ASKING = ("humming.config.config", "humming.config.mma", "humming.schema.humming", "humming.transform")
 # Modules that compile and launch kernels must see the real device; layouts query the compiler's version there.
@@ -77,6 +78,8 @@ def humming() -> SimpleNamespace:
     ops = modules["ops"]
     for name in _OPS:
         setattr(ops, name, _by_device(getattr(ops, name), getattr(cpu_ops, name)))
+    name = "transform_humming_weight_scale"
+    setattr(modules["transform"], name, _layout_of_scales(getattr(modules["transform"], name)))
     device = modules["device"].current_device
     for name, names in (*((name, None) for name in _ASKING), (_LAUNCHING, _ASKED_OF_LAUNCHING)):
         importlib.import_module(name).current_device = _AskedDevice(device, names)  # type: ignore[attr-defined]
@@ -141,6 +144,16 @@ def _by_device(cuda_op: Callable[..., Any], cpu_op: Callable[..., Any]) -> Calla
         return chosen(inputs, *args, **kwargs)
 
     return op
+
+
+def _layout_of_scales(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(original)
+    def layout(weight_scale: torch.Tensor, to_apply_on_c: bool = False, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if weight_scale.device.type != "cpu" or any(args) or any(kwargs.get(name) for name in _OTHER_SCALES):
+            return original(weight_scale, to_apply_on_c, *args, **kwargs)
+        return cpu_ops.transpose_scales(weight_scale, to_apply_on_c)
+
+    return layout
 
 
 def compiler_version() -> tuple[int, int]:

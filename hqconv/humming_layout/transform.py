@@ -95,7 +95,8 @@ def _words(config: Any, target: GpuTarget) -> tuple[dict[str, Any], dict[str, bo
 def to_kernel(form: KernelForm, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Pad and permute packed tensors [E, …] of one GEMM into kernel tensors [E, …], as `form` plans them.
 
-    Raises nothing of its own: shapes and pairs are checked by the plan.
+    Raises nothing of its own: shapes and pairs are checked by the plan. A `meta` weight gives a `meta` weight, unless
+    exponents are fused into its codes.
     """
     lib, num_experts = humming(), tensors["weight"].size(0)
     with resident(tensors["weight"].device), target_facts(_target_of(form)):
@@ -105,7 +106,7 @@ def to_kernel(form: KernelForm, tensors: dict[str, torch.Tensor]) -> dict[str, t
         if _is_split(config):
             _, tensors = lib.transform.prepare_fp16_e8m0_scale(config, tensors)
             if "weight_scale_2" not in tensors:
-                ones = torch.ones(num_experts, device=tensors["weight"].device)
+                ones = torch.ones(num_experts, device=tensors["weight_scale"].device)
                 tensors = {**tensors, "weight_scale_2": ones}
         transformed: dict[str, torch.Tensor] = lib.transform.transform_humming_tensors(config, tensors)
     found = _of_one_expert(transformed)

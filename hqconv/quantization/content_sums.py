@@ -22,12 +22,22 @@ _BATCH_BYTES = 256 << 10  # of such tensors together: a dozen temporary arrays o
 _LAST_WORD = np.array([-1, 0xFF, 0xFFFF, 0xFFFFFF], np.int32)  # the bits of a tensor's last word, by its bytes modulo 4
 
 
-def expert_sums(projections: Mapping[str, Mapping[str, torch.Tensor]], schema: WeightSchema) -> torch.Tensor:
+def expert_sums(
+    projections: Mapping[str, Mapping[str, torch.Tensor]],
+    schema: WeightSchema,
+    row_sums: Mapping[str, torch.Tensor] | None = None,
+) -> torch.Tensor:
     """Return the content sums of each expert's tensors, int64 [T, E] on their device, in the order of `sum_names`.
 
-    projections: role → packed tensors [E, …] as `QuantizedStack.tensors`. Does not synchronize with CUDA.
+    projections: role → packed tensors [E, …] as `QuantizedStack.tensors`; row_sums: role → `QuantizedStack.row_sums`,
+    of the weights that are not there. Does not synchronize with CUDA.
     """
-    sums = [_stack_sums(_as_matrices(name, projections[role][name], schema)) for role, name in sum_names(projections)]
+    sums = []
+    for role, name in sum_names(projections):
+        if name == "weight" and row_sums and role in row_sums:
+            sums.append(_sum_of_rows(row_sums[role]))
+        else:
+            sums.append(_stack_sums(_as_matrices(name, projections[role][name], schema)))
     return torch.stack(sums)
 
 
@@ -46,7 +56,11 @@ def _as_matrices(name: str, tensor: torch.Tensor, schema: WeightSchema) -> torch
 
 def _stack_sums(stack: torch.Tensor) -> torch.Tensor:
     of_rows = compiled_row_sums(stack) if stack.device.type == "cpu" else row_sums(stack)
-    return (of_rows * _on_device("row", stack.size(1), stack.device)).sum(1)
+    return _sum_of_rows(of_rows)
+
+
+def _sum_of_rows(of_rows: torch.Tensor) -> torch.Tensor:
+    return (of_rows * _on_device("row", of_rows.size(1), of_rows.device)).sum(1)
 
 
 def row_sums(stack: torch.Tensor) -> torch.Tensor:

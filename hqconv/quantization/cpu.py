@@ -15,12 +15,14 @@ import torch
 
 from hqconv.cpu_loops import arithmetic
 from hqconv.cpu_loops.compensation import compensating_encoder, loss_meter
-from hqconv.cpu_loops.encoders import BFLOAT16, E8M0, GIVEN, encoder
+from hqconv.cpu_loops.encoders import BFLOAT16, E8M0, GIVEN, encoder, tile_encoder
 from hqconv.cpu_loops.helper_threads import in_parts
+from hqconv.cpu_loops.repack import TILE_ROWS
 from hqconv.cpu_loops.scale_loops import TO_BFLOAT16, TO_FLOAT16, TO_FLOAT32, searcher
 from hqconv.humming_layout import cpu_ops
 from hqconv.humming_layout.cpu_ops import Array
 from hqconv.humming_layout.runtime import humming
+from hqconv.humming_layout.weight_tiles import StackTiles
 from hqconv.quantization.gptq import CompensationStart, compensate, inverse_of
 from hqconv.quantization.quantized import (
     RTN,
@@ -43,6 +45,7 @@ from hqconv.quantization.scale_search import (
     tensors_of,
 )
 from hqconv.quantization.two_level_scales import GivenScales, group_scales, two_level
+from hqconv.schemas import sum_factors
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.weight_schema import WeightSchema
 
@@ -54,11 +57,14 @@ def quantize_stacks(
     given: Sequence[GivenScales] | None,
     count_exact: bool,
     quantizer: Quantizer = RTN,
+    tiles: Sequence[StackTiles] | None = None,
 ) -> list[QuantizedStack]:
     """Quantize stacks on the CPU; see `hqconv.quantization.quantize.quantize_stacks`."""
+    each_tiles: Sequence[StackTiles | None] = tiles or [None] * len(stacks)
     is_plain = quantizer.name == RTN.name
     if is_plain and (scales := _row_scales(schema, param_dtype)) != GIVEN:
-        return [_encode_in_one_pass(stack, schema, scales, count_exact) for stack in stacks]
+        pairs = zip(stacks, each_tiles, strict=True)
+        return [_encode_in_one_pass(stack, schema, scales, count_exact, t) for stack, t in pairs]
     ranges = [_measure(stack, schema) for stack in stacks]
     shared = None
     if schema.is_coupled:
@@ -69,8 +75,9 @@ def quantize_stacks(
     if given is None and not is_plain:
         rounded, groups = groups, search_scales(ranges, groups, schema, param_dtype, quantizer.importance)
         if quantizer.factors is not None:
+            assert tiles is None, "compensation gives packed codes only"
             return _compensated(ranges, rounded, groups, schema, param_dtype, quantizer.factors, count_exact)
-    return [_encode(r, g, schema, count_exact) for r, g in zip(ranges, groups, strict=True)]
+    return [_encode(r, g, schema, count_exact, t) for r, g, t in zip(ranges, groups, each_tiles, strict=True)]
 
 
 def _measure(stack: torch.Tensor, schema: WeightSchema) -> Ranges:
@@ -135,12 +142,14 @@ def _two_level_groups(
     return Groups(tensors, inverse, none, values, zero, second, scales.limit)
 
 
-def _encode(ranges: Ranges, groups: Groups, schema: WeightSchema, count_exact: bool) -> QuantizedStack:
+def _encode(
+    ranges: Ranges, groups: Groups, schema: WeightSchema, count_exact: bool, tiles: StackTiles | None
+) -> QuantizedStack:
     """Encode a stack with given groups, and measure its errors."""
     given = groups.per_row(len(ranges.source))
-    out = _EncoderOutput(ranges.source, schema, count_exact)
-    _run(encoder(code_of(schema)), ranges.source, np.float32(groups.limit), given, out.arrays)
-    return out.stack(groups.tensors, ranges.shape)
+    out = _EncoderOutput(ranges.shape, schema, count_exact, tiles)
+    out.encode(ranges.source, GIVEN, np.float32(groups.limit), given)
+    return out.stack(groups.tensors)
 
 
 def _row_scales(schema: WeightSchema, param_dtype: str) -> int:
@@ -152,7 +161,9 @@ def _row_scales(schema: WeightSchema, param_dtype: str) -> int:
     return {"float8e8m0": E8M0, "bfloat16": BFLOAT16}.get(schema.bs_dtype or param_dtype, GIVEN)
 
 
-def _encode_in_one_pass(stack: torch.Tensor, schema: WeightSchema, scales: int, count_exact: bool) -> QuantizedStack:
+def _encode_in_one_pass(
+    stack: torch.Tensor, schema: WeightSchema, scales: int, count_exact: bool, tiles: StackTiles | None
+) -> QuantizedStack:
     """Compute scales, codes and error sums of a stack in one pass."""
     num_experts, num_rows, num_columns = stack.shape
     source = cpu_ops.as_bits(stack).reshape(-1, num_columns)
@@ -160,14 +171,14 @@ def _encode_in_one_pass(stack: torch.Tensor, schema: WeightSchema, scales: int, 
         (2, len(source), num_columns // (schema.weight_scale_group_size or num_columns)), np.float32
     )
     groups = (inverse, np.zeros((1, 1)), scale, np.zeros((1, 1), np.float32), np.ones(len(source), np.float32))
-    out = _EncoderOutput(source, schema, count_exact)
-    _run(encoder(code_of(schema), scales), source, cpu_ops.NO_LIMIT, groups, out.arrays)
+    out = _EncoderOutput((num_experts, num_rows, num_columns), schema, count_exact, tiles)
+    out.encode(source, scales, cpu_ops.NO_LIMIT, groups)
     kept = torch.from_numpy(scale).view(num_experts, num_rows, -1)
     if scales == E8M0:
         stored = (kept.view(torch.int32) >> 23).to(torch.uint8).view(torch.float8_e8m0fnu)
     else:
         stored = kept.to(torch.bfloat16)  # exact: rounded already
-    return out.stack({"weight_scale": stored}, (num_experts, num_rows, num_columns))
+    return out.stack({"weight_scale": stored})
 
 
 def _run(
@@ -184,34 +195,67 @@ def _run(
     factors, changed: of `compensation.compensating_encoder`.
     """
 
-    def of(arrays: tuple[Array, ...], rows: slice) -> tuple[Array, ...]:
-        return tuple(one[rows] if len(one) == len(source) else one for one in arrays)
-
     def run(rows: slice) -> None:
         more = () if changed is None else (factors, changed[rows])
-        encode(source[rows], limit, of(groups, rows), *more, of(out, rows))
+        of_groups, of_out = (_of_rows(arrays, rows, len(source)) for arrays in (groups, out))
+        encode(source[rows], limit, of_groups, *more, of_out)
 
     in_parts(run, len(source), LEAST_ROWS)
 
 
-class _EncoderOutput:
-    """Arrays that an encoder writes: packed codes, and each row's error, power and number of exact groups."""
+def _of_rows(arrays: tuple[Array, ...], rows: slice, total: int) -> tuple[Array, ...]:
+    """Return some rows of arrays with `total` rows; others hold for every row."""
+    return tuple(one[rows] if len(one) == total else one for one in arrays)
 
-    def __init__(self, source: Array, schema: WeightSchema, count_exact: bool) -> None:
-        num_rows, num_columns = source.shape
-        self._packed = np.empty((num_rows, num_columns * schema.num_bits // 8), np.uint8)
+
+class _EncoderOutput:
+    """Arrays that an encoder writes for a stack [E, N, K]: codes, and each row's error, power and exact groups.
+
+    Codes are packed; or, with `tiles`, laid out there, with content sums of the packed ones.
+    """
+
+    def __init__(
+        self, shape: tuple[int, int, int], schema: WeightSchema, count_exact: bool, tiles: StackTiles | None = None
+    ) -> None:
+        num_rows, num_columns = shape[0] * shape[1], shape[2]
+        self._shape, self._schema, self._count_exact, self._tiles = shape, schema, count_exact, tiles
+        self._num_words = num_columns * schema.num_bits // 32
+        self._packed = np.empty((num_rows, self._num_words * 4), np.uint8) if tiles is None else None
+        self._row_sums = None if tiles is None else np.empty(num_rows, np.int64)
         self._sums, self._exact = np.empty((2, num_rows)), np.zeros(num_rows if count_exact else 0, np.int64)
-        self._schema, self._count_exact = schema, count_exact
 
     @property
     def arrays(self) -> tuple[Array, Array, Array, Array]:
         """Arrays in the encoder's order."""
-        return self._packed, self._sums[0], self._sums[1], self._exact
+        codes = self._row_sums if self._packed is None else self._packed
+        assert codes is not None
+        return codes, self._sums[0], self._sums[1], self._exact
 
-    def stack(self, tensors: dict[str, torch.Tensor], shape: tuple[int, int, int]) -> QuantizedStack:
-        """Return the result for a stack [E, N, K], with its scales and zero points."""
-        num_experts, num_rows, num_columns = shape
-        weight = torch.from_numpy(self._packed.view(np.int32)).view(num_experts, num_rows, -1)
+    def encode(self, source: Array, scales: int, limit: Any, groups: tuple[Array, ...]) -> None:
+        """Encode all rows with group scales as `encoders.encoder` takes them."""
+        if self._tiles is None:
+            _run(encoder(code_of(self._schema), scales), source, limit, groups, self.arrays)
+            return
+        words, pieces, centre = self._tiles
+        encode, num_rows = tile_encoder(code_of(self._schema), scales, centre), self._shape[1]
+        columns = sum_factors.factors("column", self._num_words)
+
+        def run(blocks: slice) -> None:
+            rows = slice(blocks.start * TILE_ROWS, blocks.stop * TILE_ROWS)
+            of_groups, out = (_of_rows(arrays, rows, len(source)) for arrays in (groups, self.arrays))
+            encode(source[rows], limit, of_groups, out, rows.start, num_rows, columns, (words, pieces))
+
+        in_parts(run, len(source) // TILE_ROWS)
+
+    def stack(self, tensors: dict[str, torch.Tensor]) -> QuantizedStack:
+        """Return the result, with its scales and zero points."""
+        num_experts, num_rows, num_columns = self._shape
+        shape, row_sums = (num_experts, num_rows, self._num_words), None
+        if self._packed is None:
+            weight = torch.empty(shape, dtype=torch.int32, device="meta")
+            row_sums = torch.from_numpy(self._row_sums).view(num_experts, num_rows)
+        else:
+            weight = torch.from_numpy(self._packed.view(np.int32)).view(shape)
         error, power = arithmetic.fold_rows(self._sums.reshape(2 * num_experts, -1)).reshape(2, num_experts)
         return QuantizedStack(
             {**tensors, "weight": weight},
@@ -219,6 +263,7 @@ class _EncoderOutput:
             torch.from_numpy(power),
             torch.from_numpy(self._exact.reshape(num_experts, -1).sum(axis=1)),
             num_groups((num_rows, num_columns), self._schema) if self._count_exact else 0,
+            row_sums=row_sums,
         )
 
 
@@ -456,10 +501,10 @@ def _compensated(
             np.where(changed, ours, kept) if kept.shape == changed.shape else kept
             for ours, kept in zip(new, groups.per_row(total), strict=True)
         )
-        out = _EncoderOutput(one.source, schema, count_exact)
+        out = _EncoderOutput(one.shape, schema, count_exact)
         more = (_arrays(factors.wide), _rows(choice.changed))
         _run(encode, one.source, np.float32(groups.limit), mixed, out.arrays, *more)
-        done.append(out.stack({**groups.tensors, **tensors_of(choice.scales, schema, param_dtype)}, one.shape))
+        done.append(out.stack({**groups.tensors, **tensors_of(choice.scales, schema, param_dtype)}))
     return done
 
 

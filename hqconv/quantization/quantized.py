@@ -59,7 +59,8 @@ class QuantizedStack:
 
     `tensors` as in `Quantized`, with the experts in front: tensor-level scales are [E], all others [E, …].
     `error`, `power`: float64 [E]; `num_exact`: int64 [E]; `scale_change`: float64 [E]; as in `ErrorSums`, and so is
-    `is_direct`.
+    `is_direct`. row_sums: of codes that were laid out in tiles at once, int64 [E, N], as `content_sums.row_sums`; then
+    `weight` is a `meta` tensor.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -69,6 +70,7 @@ class QuantizedStack:
     num_groups: int = 0
     is_direct: bool = False
     scale_change: torch.Tensor | None = None
+    row_sums: torch.Tensor | None = None
 
     def sums(self) -> torch.Tensor:
         """Return the input of `error_sums`: float64 [3, E] on the device."""

@@ -6,10 +6,15 @@ import json
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from hqconv.humming_layout.runtime import humming, target_facts
+from hqconv.schemas.gpu_target import GpuTarget
 from tests.make.golden import digest
 from tests.make.layout_cases import cases, laid_out
 from tests.make.places import GOLDEN
+from tests.make.tensors import assert_same
 
 RECORDED = GOLDEN / "layouts.json"  # by scripts/record_layouts.py
 
@@ -61,3 +66,25 @@ def test_bytes_are_those_of_the_gpu_here() -> None:
     for seed, (name, kind) in enumerate(list(cases().items())[::7]):
         here, there = (laid_out(kind, seed, device) for device in ("cpu", "cuda"))
         assert {k: digest(t) for k, t in here.items()} == {k: digest(t) for k, t in there.items()}, name
+
+
+SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    dtype=st.sampled_from(SCALE_DTYPES),
+    on_results=st.booleans(),
+    lead=st.lists(st.integers(1, 3), max_size=2),
+    num_blocks=st.integers(1, 4),
+    num_groups=st.integers(1, 9),
+)
+def test_scales_are_laid_out_as_by_hummings_own_code(
+    dtype: torch.dtype, on_results: bool, lead: list[int], num_blocks: int, num_groups: int
+) -> None:
+    layout = humming().transform.transform_humming_weight_scale
+    bits = torch.randint(0, 256, (*lead, 64 * num_blocks, num_groups * dtype.itemsize), dtype=torch.uint8)
+    with target_facts(GpuTarget(90)):
+        theirs = layout.__wrapped__(bits.view(dtype), on_results)
+        ours = layout(bits.view(dtype), on_results)
+    assert_same(ours, theirs, str(dtype))

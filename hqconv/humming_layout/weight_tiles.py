@@ -1,0 +1,102 @@
+"""Kernel weights in tiles of 64 rows by 16 columns, for encoders that write them directly on the CPU.
+
+The plain layout of 4- and 8-bit codes for 16-bit activations consists of tiles that depend on their own codes alone. So
+an encoder can lay out 64 rows while their codes are in the cache, without packed codes of whole matrices, their cut for
+a rank, and their join. Every other layout goes through `rank_slices` and `transform`, with the same bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hqconv.cpu_loops.arithmetic import ASYM_INT, SYM_INT
+from hqconv.cpu_loops.repack import TILE_COLUMNS, TILE_ROWS
+from hqconv.humming_layout.cpu_ops import Array, parse_dtype
+from hqconv.humming_layout.gemm_forms import KernelForm
+from hqconv.schemas.grid import TpSlice
+
+
+class StackTiles(NamedTuple):
+    """Positions of the tiles of one projection's stack [E, N, K].
+
+    words: uint64, of all ranks. pieces: int64 [P, 7], one for each rank: first and last block of rows, first and last
+    block of columns, and in words the first tile, the step to the next expert, the step to the next block of columns.
+    centre: as in `cpu_loops.repack.repack`.
+    """
+
+    words: Array
+    pieces: Array
+    centre: bool
+
+
+@dataclass(frozen=True, eq=False)
+class WeightTiles:
+    """Kernel weights of some experts, to be filled by an encoder.
+
+    stacks: by role. weights: by GEMM and TP rank, int32 [E, …] as the GEMM's form has them, views of the same memory.
+    """
+
+    stacks: dict[str, StackTiles]
+    weights: dict[tuple[str, int], torch.Tensor]
+
+
+def weight_tiles(
+    forms: Mapping[str, KernelForm], slices: Sequence[TpSlice], shapes: Mapping[str, tuple[int, int]], num_experts: int
+) -> WeightTiles | None:
+    """Allocate the kernel weights of a layer's experts; None where their layout is not plain, or padded.
+
+    slices: each TP rank's part of the intermediate size. shapes: full size [N, K] of each role.
+    """
+    if not all(_is_plain(form) for form in forms.values()) or not _are_whole(slices, shapes):
+        return None
+    kind, num_bits, *_ = parse_dtype(forms["w2"].config["b_dtype"])
+    centre = kind in (SYM_INT, ASYM_INT) and num_bits == 8 and forms["w2"].config["c_dtype"] == "bfloat16"
+    tile, upper = TILE_ROWS * TILE_COLUMNS * num_bits // 64, [role for role in shapes if role != "w2"]
+    sizes = {(gemm, part.rank): form.tensors["weight"].shape for gemm, form in forms.items() for part in slices}
+    ends = np.cumsum([num_experts * math.prod(shape) // 2 for shape in sizes.values()])
+    words = np.empty(int(ends[-1]), np.uint64)
+    starts = dict(zip(sizes, [0, *map(int, ends)], strict=False))
+    pieces: dict[str, list[tuple[int, ...]]] = {role: [] for role in shapes}
+    for part in slices:
+        size = part.share // TILE_ROWS
+        for gemm, roles in (("w13", upper), ("w2", ["w2"])):
+            key = (gemm, part.rank)
+            of_expert, of_columns = math.prod(sizes[key]) // 2, forms[gemm].config["shape_n"] // TILE_ROWS * tile
+            for number, role in enumerate(roles):
+                rows, columns = (part.begin, part.end), (0, shapes[role][1])
+                if role == "w2":
+                    rows, columns = (0, shapes[role][0]), rows
+                ranges = (*(n // TILE_ROWS for n in rows), *(k // TILE_COLUMNS for k in columns))
+                pieces[role].append((*ranges, starts[key] + number * size * tile, of_expert, of_columns))
+    stacks = {role: StackTiles(words, np.array(each, np.int64), centre) for role, each in pieces.items()}
+    flat = torch.from_numpy(words.view(np.int32))
+    weights = {
+        key: flat[2 * starts[key] : 2 * int(end)].view(num_experts, *shape)
+        for (key, shape), end in zip(sizes.items(), ends, strict=True)
+    }
+    return WeightTiles(stacks, weights)
+
+
+def _is_plain(form: KernelForm) -> bool:
+    """Return whether codes are laid out by `repack_4bit_a16` or `repack_8bit_a16`, without padding."""
+    config = form.config
+    _, num_bits, *_ = parse_dtype(config["b_dtype"])
+    if config["a_dtype"] not in ("bfloat16", "float16") or any(form.flags.values()):
+        return False
+    if config["pad_shape_n"] or config["pad_shape_k"]:
+        return False
+    return num_bits == 4 or (num_bits == 8 and not config["has_zero_point"])
+
+
+def _are_whole(slices: Sequence[TpSlice], shapes: Mapping[str, tuple[int, int]]) -> bool:
+    """Return whether every rank's slice consists of whole tiles, and has its full share."""
+    sizes = [size for shape in shapes.values() for size in shape]
+    sizes += [size for part in slices for size in (part.begin, part.end, part.share)]
+    is_full = all(part.end - part.begin == part.share for part in slices) and slices[-1].end == shapes["w2"][1]
+    return is_full and not any(size % TILE_ROWS for size in sizes)
