@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from numba import njit
@@ -49,6 +50,7 @@ class CacheFile(IndexDataCacheFile):  # type: ignore[misc]
 
 
 def _compile(function: Function, **options: Any) -> Function:
+    _name_by_closure(function)
     try:
         done: Function = njit(nogil=True, cache=True, **options)(function)
         cache: Any = done._cache  # type: ignore[attr-defined]
@@ -61,22 +63,33 @@ def _compile(function: Function, **options: Any) -> Function:
     return done
 
 
-def _index_key(function: Function, signature: Any, codegen: Any) -> tuple[Any, ...]:
-    """Return numba's key of a cached loop: its types, the processor, the function with the values that it closes over.
+def _name_by_closure(function: Function) -> None:
+    """Add a digest of the values that a function closes over to its name, and so to its symbol's.
 
-    numba pickles these values. A compiled function among them has another random number in every process, so that each
-    process would compile such a loop again.
+    numba names symbols by function, argument types, and a number that each process counts for itself. Two loops of one
+    name that two processes compiled may have the same number, and a loop that calls one of them then gets the other: a
+    wrong result without any error.
     """
-    return signature, codegen.magic_tuple(), _describe(function)
+    if function.__closure__:
+        function.__qualname__ += f"_{hashlib.sha256(_describe(function).encode()).hexdigest()[:16]}"
 
 
 def _describe(value: Any) -> str:
     """Describe a function by its place and its closure, anything else by its value; sources are in the stamp."""
     value = getattr(value, "py_func", value)
-    if not callable(value) or isinstance(value, type) or not hasattr(value, "__code__"):
+    if not isinstance(value, FunctionType):
         return f"{type(value).__name__} {value!r}"
     closed = ", ".join(_describe(cell.cell_contents) for cell in value.__closure__ or ())
     return f"{value.__module__}.{value.__qualname__}:{value.__code__.co_firstlineno}({closed})"
+
+
+def _index_key(function: Function, signature: Any, codegen: Any) -> tuple[Any, ...]:
+    """Return the key of a cached loop: its types, the processor, its name.
+
+    numba's own has the pickled closure. A compiled function in it has another random number in every process, so that
+    each process would compile such a loop again.
+    """
+    return signature, codegen.magic_tuple(), function.__qualname__
 
 
 @functools.cache

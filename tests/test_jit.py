@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from numba.core.caching import IndexDataCacheFile
@@ -62,14 +65,65 @@ def test_every_loop_has_such_a_cache() -> None:
     assert all(isinstance(loop._cache._cache_file, CacheFile) for loop in loops)
 
 
+def made(code: tuple[int, int, int, int]) -> Any:
+    """Return a loop that calls another, both made anew, as in another process."""
+    encoders.encoder.cache_clear()
+    return encoders.tile_encoder.__wrapped__(code, encoders.E8M0, False)
+
+
+E2M1, E4M3, E5M2 = (0, 4, 2, 1), (0, 8, 4, 3), (0, 8, 5, 2)
+
+
 def test_a_loop_that_closes_over_loops_is_found_again() -> None:
     """numba's own key of such a loop has random numbers: every process compiled it again."""
 
     def key(code: tuple[int, int, int, int]) -> object:
-        encoders.encoder.cache_clear()
-        made = encoders.tile_encoder.__wrapped__(code, encoders.E8M0, False)  # anew, as in another process
-        return made._cache._index_key((), SimpleNamespace(magic_tuple=tuple))
+        return made(code)._cache._index_key((), SimpleNamespace(magic_tuple=tuple))
 
-    e2m1, e4m3, e5m2 = (0, 4, 2, 1), (0, 8, 4, 3), (0, 8, 5, 2)
-    assert key(e2m1) == key(e2m1)
-    assert len({key(code) for code in (e2m1, e4m3, e5m2)}) == 3
+    assert key(E2M1) == key(E2M1)
+    assert len({key(code) for code in (E2M1, E4M3, E5M2)}) == 3
+
+
+def test_loops_of_one_place_and_other_values_have_other_names() -> None:
+    """Symbols of the same name are one to the linker: a loop from one process called that of another's code."""
+    inner = {code: encoders.encoder(code, encoders.E8M0).py_func.__qualname__ for code in (E2M1, E4M3, E5M2)}
+    assert len(set(inner.values())) == 3
+    encoders.encoder.cache_clear()
+    assert encoders.encoder(E2M1, encoders.E8M0).py_func.__qualname__ == inner[E2M1]
+
+
+ONE = """
+import sys
+import numpy as np
+from hqconv.cpu_loops import arithmetic, encoders
+
+def encoded(code):
+    source = np.arange(64 * 64, dtype=np.uint32).reshape(64, 64).astype(np.uint16) + np.uint16(0x3C00)
+    scales, ones = np.ones((2, 64, 2), np.float32), np.ones(64, np.float32)
+    groups = (scales[0], np.zeros((1, 1)), scales[1], np.zeros((1, 1), np.float32), ones)
+    num_words = 64 * 64 * code[1] // 64
+    words, pieces = np.zeros(num_words, np.uint64), np.array([[0, 1, 0, 4, 0, 0, 16 * code[1]]])
+    out = (np.zeros(64, np.int64), np.zeros(64), np.zeros(64), np.zeros(0, np.int64))
+    encode = encoders.tile_encoder(code, encoders.E8M0, False)
+    columns = np.ones(64 * code[1] // 32, np.int32)
+    encode(source, np.float32(0), groups, out, 0, 64, columns, (words, pieces))
+    return int(words.sum()), out[1].sum()
+
+print([encoded(eval(code)) for code in sys.argv[1:]])
+"""
+
+
+@pytest.mark.full
+def test_loops_that_two_processes_compiled_do_not_call_each_other(tmp_path: Path) -> None:
+    """Each process counts its symbols from the start, so that both encoders had the same number."""
+
+    def run(*codes: tuple[int, ...]) -> list[object]:
+        words, env = [sys.executable, "-c", ONE, *map(str, codes)], {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+        done = subprocess.run(words, cwd=REPO, env=env, capture_output=True, text=True, check=True)
+        return list(ast.literal_eval(done.stdout.replace("np.float64", "")))
+
+    first = run(E2M1)
+    for path in [path for path in tmp_path.rglob("*.nb?") if "encode" not in path.name]:
+        path.unlink()  # what both call is compiled again, and takes the same numbers
+    second = run(E4M3)
+    assert run(E2M1, E4M3) == [*first, *second]
