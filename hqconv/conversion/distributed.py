@@ -79,7 +79,9 @@ class PeerWatch:
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group, self._stopped = group, threading.Event()
-        self._seen = {rank: (0, time.monotonic()) for rank in (range(1, group.world_size) if group.rank == 0 else (0,))}
+        self._looked_at = time.monotonic()
+        ranks = range(1, group.world_size) if group.rank == 0 else (0,)
+        self._seen = dict.fromkeys(ranks, (0, self._looked_at))  # signs of life, and the time of the last new one
         threading.Thread(target=self._watch, name="hqconv-peers", daemon=True).start()
 
     def stop(self) -> None:
@@ -101,7 +103,13 @@ class PeerWatch:
             self._stopped.wait(_BEAT_S)
 
     def _look(self) -> None:
-        """Compare the others' signs of life with the last ones. Raises PeerError for a process that gives none."""
+        """Compare the others' signs of life with the last ones. Raises PeerError for a process that gives none.
+
+        After a pause of this process the others have their time anew: a suspended job pauses all of them.
+        """
+        before, self._looked_at = self._looked_at, time.monotonic()
+        if self._looked_at - before > _GONE_S / 2:
+            self._seen = {rank: (seen, self._looked_at) for rank, (seen, _) in self._seen.items()}
         for rank, (seen, since) in self._seen.items():
             found, now = self._group.count(_beat(rank), 0), time.monotonic()
             if found != seen:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -305,6 +306,37 @@ def test_work_hears_of_a_failure_elsewhere(quick: None) -> None:
         assert error.where.endswith(", tensor x")
         peers.groups[0].fail(error)
         assert peers.groups[0].count("failures", 0) == 1
+
+
+def test_processes_of_a_suspended_job_go_on(tmp_path: Path) -> None:
+    """For longer than a process may be silent; both are threads of one process here."""
+    script = """
+import sys, time
+from pathlib import Path
+from torch.distributed import HashStore
+from hqconv.conversion import distributed
+
+distributed._BEAT_S, distributed._GONE_S = 0.05, 1.0
+store = HashStore()
+groups = [distributed.ProcessGroup(store, rank, 2) for rank in range(2)]
+for group in groups:
+    group.join()
+Path(sys.argv[1], "joined").touch()
+while not Path(sys.argv[1], "resumed").exists():
+    time.sleep(0.05)
+time.sleep(1.0)
+for group in groups:
+    group.check()
+"""
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], env=environment)
+    assert wait_until((tmp_path / "joined").exists)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(2.5)
+    process.send_signal(signal.SIGCONT)
+    (tmp_path / "resumed").touch()
+    assert process.wait(60) == 0
 
 
 def test_a_process_that_does_not_end_by_itself_is_ended(tmp_path: Path) -> None:
