@@ -33,7 +33,7 @@ _LEAVE_TIMEOUT_S = 60.0
 _HEAR_TIMEOUT_S = 5.0  # until the others have heard of a failure
 _STORE_TIMEOUT_S = 40.0  # of torchrun's own store, which is there before this process
 _LOOK_S, _GRACE_S = 1.0, 10.0  # between looks for torchrun; until a process that should end is ended
-# Between signs of life; until a process without them is gone; until one that loads its libraries is.
+# Between signs of life, far less than half of the next; until a process without them, or one that never came, is gone.
 _BEAT_S, _GONE_S, _JOIN_TIMEOUT_S = 2.0, 30.0, 300.0
 
 

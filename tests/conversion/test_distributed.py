@@ -235,7 +235,7 @@ def test_a_fork_of_a_process_watches_its_own_parent() -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"_BEAT_S": 0.02, "_GONE_S": 0.5, "_JOIN_TIMEOUT_S": 1.0, "_HEAR_TIMEOUT_S": 0.1}.items():
+    for name, value in {"_BEAT_S": 0.02, "_GONE_S": 1.0, "_JOIN_TIMEOUT_S": 1.0, "_HEAR_TIMEOUT_S": 0.1}.items():
         monkeypatch.setattr(distributed, name, value)
 
 

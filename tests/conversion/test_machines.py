@@ -32,7 +32,8 @@ silence_torch()
 from hqconv.conversion import executor
 from hqconv.conversion.executor import Executor
 
-distributed._GONE_S = float(os.environ.get("GONE_S", distributed._GONE_S))
+distributed._GONE_S = float(os.environ["GONE_S"])
+distributed._BEAT_S = distributed._GONE_S / 15  # as in hqconv
 shared_folder._VISIBLE_S = 2.0
 publish, place = Executor._publish, os.environ.get("PACED")
 if place:
