@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +24,8 @@ from hqconv.quantization.quantized import QuantizedStack
 from hqconv.schemas.grid import Grid, TpSlice, tp_slices
 from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.conversions import kernel_spec_of
+from tests.make.places import REPO
+from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import assert_same
 
 SCHEMAS = ("mxfp4", "int4", "nvfp4", "fp8", "fp8-block", "fp8-tensor", "mxfp8", "int8", "int4-g64-zp", "int4-c-fpzp")
@@ -139,3 +144,11 @@ def test_layouts_for_narrow_activations_go_the_long_way(schema: str, inputs: str
     spec = kernel_spec_of(resolve_schema(schema), "bfloat16", target, inputs)
     forms = {"w13": planned_kernel_form(256, 256, spec), "w2": planned_kernel_form(256, 128, spec)}
     assert weight_tiles(forms, WHOLE, shapes_of(128, 256), 2) is None
+
+
+def test_a_conversion_does_not_load_torchs_compiler(tmp_path: Path) -> None:
+    """Operations on `meta` tensors may, and that takes longer than a small conversion."""
+    model = write_qwen3_moe(tmp_path / "model", num_layers=1, num_experts=2, hidden_size=256)
+    code = "import hqconv, sys; hqconv.convert(*sys.argv[1:], schema='mxfp4', target='sm90', device='cpu'); "
+    code += "assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code, str(model), str(tmp_path / "out")], cwd=REPO, check=True)
