@@ -233,10 +233,10 @@ def rounds(
         "sink": sink,
         "cache": "cold" if args.cold else "warm",
         "source_gb": round(gigabytes, 2),
-        "steady_gb_per_s": round(steady, 2),
+        "steady_gb_per_s": round(steady, 5),
         "whole_gb_per_s": {who: round(speed, 3) for who, speed in whole.items()},
         "steady_gb_per_s_of": {
-            label: round(statistics.median(map(steady_speed, found[label])), 2) for label in variants
+            label: round(statistics.median(map(steady_speed, found[label])), 5) for label in variants
         },
         "ratio_to_peers": {who: round(whole[first] / s, 2) for who, s in whole.items() if who not in variants},
         "limits_gb_per_s": {name: round(limit, 2) for name, limit in limits.items() if limit < float("inf")},
@@ -263,7 +263,7 @@ def allocation_rounds(source: Path, device: str, args: argparse.Namespace) -> di
                 speed = done["steady_gb_per_s"] * len(candidates) if who == ALLOCATE else steady_speed(done)
                 found.setdefault(schema if who == HQCONV else who, []).append(speed)
     shutil.rmtree(out, ignore_errors=True)
-    speeds = {name: round(statistics.median(each), 2) for name, each in found.items()}
+    speeds = {name: round(statistics.median(each), 5) for name, each in found.items()}
     per_candidate = speeds.pop(ALLOCATE)
     mean = statistics.harmonic_mean(speeds.values())
     return {

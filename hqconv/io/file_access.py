@@ -162,14 +162,14 @@ class Descriptors:
 _CHUNK_BYTES = 1 << 20  # a smaller one is no faster, and takes Python's global lock more often
 
 
-def sha256_of(path: Path, keep_on: Callable[[], object] | None = None, chunk_bytes: int = _CHUNK_BYTES) -> str:
+def sha256_of(path: Path, keep_on: Callable[[], object] | None = None, chunk_bytes: int | None = None) -> str:
     """Compute the SHA-256 of a file's bytes, in hexadecimal. Raises OSError for an unreadable file.
 
     keep_on: called between chunks; its exception ends the work. chunk_bytes: read at a time, the memory of a call.
     """
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
-        buffer = bytearray(max(1, min(chunk_bytes, os.fstat(file.fileno()).st_size)))
+        buffer = bytearray(max(1, min(chunk_bytes or _CHUNK_BYTES, os.fstat(file.fileno()).st_size)))
         while count := file.readinto(buffer):
             digest.update(memoryview(buffer)[:count])
             if keep_on is not None:

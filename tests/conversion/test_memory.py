@@ -181,7 +181,7 @@ def test_one_worker_needs_no_more_than_planned(
     """`working_bytes` is an upper bound of what one expert takes, and not a wild one."""
     src = save_big(tmp_path / "src", 1, 4, 2048, 2048, source)
     # The warm-up has the same dtype: else numba may compile while memory is measured.
-    tiny = save_big(tmp_path / "tiny", 1, 2, 256, 256, source)
+    tiny = save_big(tmp_path / "tiny", 1, 2, 1024, 1024, source)
     bound = planned_bytes(src, schema, tp, layout, 1 << 30)
     words = {"layout": layout, "tp": tp, "tiny": str(tiny)}
     found = meter.measure(src, tmp_path / "out", schema, 1 << 30, threads=1, **words)
