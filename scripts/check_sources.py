@@ -33,6 +33,8 @@ from hqconv.errors import HqconvError
 from hqconv.models.families import FAMILIES, UNSUPPORTED, Family, Stack
 from tests.make.formats import FORMATS, FormatSpec, write
 from tests.make.layouts import Sizes
+from tests.make.proofs import NOT_PROVEN, SAME_AS, recorded, recording
+from tests.make.proofs_live import LIVE, said_of
 
 TABLE = Path(__file__).resolve().parents[1] / "docs" / "sources.md"
 SIZES = {"hidden": 512, "inner": 256, "experts": 4}  # one shape, so that kernels are compiled once a schema
@@ -150,6 +152,24 @@ without it (tests/sources/test_rounded_scales.py compares with torch's own round
 
 ## Formats
 """
+PROOF_INTRO = """
+## Proven by
+
+Conversion and `verify` share the decoder of a format, so that a wrong one would pass both. For each format, but those
+with "none", a publisher's package has written small matrices, or at least read them.
+tests/formats/test_proofs.py opens them as a checkpoint and compares hqconv's weights with those that the package
+dequantizes: bit for bit in the dtype that it computes in (float32, float16 or bfloat16), but for the sign of zeros, and
+for the last bit of float32 where ModelOpt's nvfp4 rounds the product of both scales first.
+
+* **live**: by the installed package while the tests run, in the version of constraints.txt. Humming's CUDA ops are
+  replaced by twins, which the recordings of tests/golden hold to its kernels.
+* **recorded**: in tests/golden/publishers by scripts/record_publishers.py, with the package's own config.
+* **as** another format: its matrices are the same; names, order of rows or config differ.
+
+Further matrices without a row above: `quark-int2`, `quark-int4-tensor`, `quark-int8-zp`, `quark-fp8-e5m2`. Experts in
+GGUF files are decoded by the `gguf` package itself. tests/formats/test_publishers.py compares further codes with the
+publishers' formulas.
+"""
 FAMILY_INTRO = """
 ## Families
 
@@ -159,6 +179,24 @@ unknown `model_type` gets the closest row whose single experts' names and shapes
 REFUSED_INTRO = """
 ## Refused model types
 """
+
+
+PROOF_HEAD = "| format | package | it | when |"
+
+
+def proof_rows() -> Iterator[str]:
+    """One row a format: the package that proves its decoder, or why none does."""
+    for name in FORMATS:
+        same = SAME_AS.get(name, name)
+        if same in LIVE:
+            package, wrote = said_of(same)
+            how = "live"
+        elif same in recorded():
+            one = recording(same)
+            package, wrote, how = one.package, one.wrote, "recorded"
+        else:
+            package, wrote, how = "none", NOT_PROVEN[name], "–"
+        yield f"| {name} | {package} | {wrote} | {how if same == name else f'{how}, as {same}'} |"
 
 
 def format_columns(name: str, spec: FormatSpec) -> str:
@@ -219,8 +257,9 @@ def origin(device: str) -> str:
 def document(rows: list[str], measured: str) -> str:
     """The whole file; `measured`: see `origin`."""
     intro = INTRO.format(origin=measured)
-    parts = [intro, FORMAT_HEAD, _line(FORMAT_HEAD), *rows, FAMILY_INTRO, FAMILY_HEAD, _line(FAMILY_HEAD)]
-    return "\n".join([*parts, *family_rows(), REFUSED_INTRO, *refused_rows()]) + "\n"
+    parts = [intro, FORMAT_HEAD, _line(FORMAT_HEAD), *rows, PROOF_INTRO, PROOF_HEAD, _line(PROOF_HEAD), *proof_rows()]
+    parts += [FAMILY_INTRO, FAMILY_HEAD, _line(FAMILY_HEAD), *family_rows()]
+    return "\n".join([*parts, REFUSED_INTRO, *refused_rows()]) + "\n"
 
 
 def _line(head: str) -> str:
@@ -249,7 +288,7 @@ def missing_rows(lines: list[str]) -> list[str]:
         for name, spec in FORMATS.items()
         if not find_row(lines, name)
     ]
-    return wrong + [row for row in (*family_rows(), *refused_rows()) if row not in lines]
+    return wrong + [row for row in (*proof_rows(), *family_rows(), *refused_rows()) if row not in lines]
 
 
 def arguments() -> argparse.Namespace:

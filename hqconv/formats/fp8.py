@@ -140,6 +140,8 @@ class Fp8(Encoding):
         """List the weight and its scale."""
         require_multiples(headers, [("columns", k, 4)])
         scales = grid_shapes(n, k, fmt.group_n, fmt.group_k)
+        if len(scales[0]) == 2:  # ModelOpt's FP8_PB_WO keeps the dimensions of the blocks
+            scales = (*scales, (scales[0][0], 1, scales[0][1], 1))
         return [
             StoredTensor("weight", ("weight",), ("F8_E4M3", "F8_E5M2"), ((n, k),)),
             StoredTensor("scale", _SCALE_NAMES, (*FLOATS, *SCALE_DTYPES["float8e8m0"]), scales),

@@ -26,6 +26,7 @@ from hqconv.formats.encoding import (
     grid_shapes,
     require_multiples,
     scale_grid,
+    zero_or_midpoint,
 )
 from hqconv.formats.module_rules import Rule, always, globbed_in, when
 from hqconv.formats.registry import quant_method, register_encoding
@@ -247,9 +248,10 @@ class Quark(Encoding):
             scales = ((math.ceil(k / fmt.group_k), n),)
         name = fmt.option("scale_name")
         stored.append(StoredTensor("scale", (name,), SCALE_DTYPES.get(fmt.scale_dtype, FLOATS), scales))
-        if fmt.has_zero_point:
+        if dtype in _INTEGERS:  # Quark stores the zeros of symmetric codes as well
             shapes = ONE if fmt.group_n == 0 else (_packed(dtype, bits, scales[0 if is_transposed else -1]),)
-            stored.append(StoredTensor("zero_point", (name.replace("scale", "zero_point"),), storage, shapes))
+            names, is_required = (name.replace("scale", "zero_point"),), fmt.has_zero_point
+            stored.append(StoredTensor("zero_point", names, storage, shapes, is_required))
         if fmt.scale_2 != "none":
             other = "weight_scale" if name == "weight_scale_2" else "weight_scale_2"
             stored.append(StoredTensor("scale_2", (other,), FLOATS, ONE))
@@ -284,8 +286,8 @@ class Quark(Encoding):
         zero_point = None
         if fmt.b_dtype.startswith("uint"):
             packed = _pack_integers(fmt, parts["weight"])
-            if fmt.has_zero_point:
-                zero_point = _zero_points(fmt, parts["zero_point"], shape)
+            if "zero_point" in parts:
+                zero_point = zero_or_midpoint(fmt, _zero_points(fmt, parts["zero_point"], shape), names)
         else:
             packed = bit_codec.as_words(parts["weight"].reshape(shape[0], -1))
         scale_2 = parts["scale_2"].float().reshape(-1) if "scale_2" in parts else None

@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from hqconv.models.families import FAMILIES
-from scripts.check_sources import TABLE, check_format, document, family_rows, find_row, format_row, missing_rows
+from scripts.check_sources import (
+    TABLE,
+    check_format,
+    document,
+    family_rows,
+    find_row,
+    format_row,
+    missing_rows,
+    proof_rows,
+)
 from scripts.check_sources import Outcome as Done
 from tests.make.formats import FORMATS
 
@@ -36,8 +45,10 @@ def test_rows_of_rounded_scales_are_what_comes_of_it(name: str, tmp_path: Path) 
 
 def test_there_is_no_row_without_a_format() -> None:
     start = LINES.index("## Formats")
-    names = [line.split("|")[1].strip() for line in LINES[start + 4 : LINES.index("## Families")] if line]
+    names = [line.split("|")[1].strip() for line in LINES[start + 4 : LINES.index("## Proven by")] if line]
     assert names == list(FORMATS)
+    proofs = [line for line in LINES[LINES.index("## Proven by") : LINES.index("## Families")] if line.startswith("|")]
+    assert proofs[2:] == list(proof_rows())
 
 
 def test_families_have_one_row_each() -> None:
