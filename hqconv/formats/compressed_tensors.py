@@ -264,7 +264,9 @@ class PackedInt(Encoding):
             zero_point = _unpack_padded(stored, bits, shape[0]).t().contiguous()
         elif fmt.has_zero_point:
             zero_point = bit_codec.unpack_along_rows(parts["zero_point"], bits, shape[0])
-        columns = group_index(parts["g_idx"], parts["scale"].size(-1), names) if "g_idx" in parts else None
+        columns = None
+        if "g_idx" in parts:
+            columns = group_index(fmt, parts["g_idx"], parts["scale"].size(-1), names)
         scale = scale_grid(parts["scale"], fmt, shape)
         return coded_matrix(fmt, packed, scale, names, zero_point=zero_point, column_groups=columns)
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hqconv.errors import InputError, plural
+from hqconv.errors import InputError, RequestError, plural
 from hqconv.io.front_matter import FrontMatter
 from hqconv.models.config_facts import layer_notices
 from hqconv.models.expert_map import ExpertMap
@@ -19,6 +19,7 @@ from hqconv.models.families import BY_NAME
 from hqconv.models.source_protocol import Source
 from hqconv.planning.checks import check_copied, check_request, refuse_unserved, request_warnings
 from hqconv.planning.gpu_memory import GpuMemory, other_bytes
+from hqconv.planning.importance import Importance
 from hqconv.planning.input_scales import static_layers
 from hqconv.planning.output_units import (
     MoeLayerPlan,
@@ -276,6 +277,7 @@ def make_plan(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> C
     check_copied(checkpoint, experts, spec)
     experts = experts.with_input_scales({layer.name for layer in static_layers(experts, spec)})
     if spec.encoding.importance is not None:
+        _refuse_sorted(checkpoint, spec.encoding.importance)
         needs_hessian = spec.encoding.quantizer == GPTQ
         spec.encoding.importance.check(experts.layers, experts.left, needs_hessian=needs_hessian)
     layers: list[MoeLayerPlan] = []
@@ -302,6 +304,18 @@ def make_plan(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> C
     )
     notices = (*source_notices(checkpoint, experts), *_memory_notices(plan), *_quantizer_notices(spec))
     return replace(plan, notices=notices)
+
+
+def _refuse_sorted(checkpoint: Source, importance: Importance) -> None:
+    """Refuse an importance file for an artifact whose w2 has other columns than the model that it was measured on."""
+    if checkpoint.sorted_layers:
+        raise RequestError(
+            "The importance file does not fit the artifact: the columns of w2 were sorted by group.",
+            where=f"{importance.where}, {min(checkpoint.sorted_layers)}",
+            expected="the model that the artifact was made from",
+            found=f"{artifact_names.G_IDX} as intermediate_order in {artifact_names.MANIFEST}",
+            remedy="Convert the original model, or leave --importance out.",
+        )
 
 
 def source_notices(checkpoint: Source, experts: ExpertMap) -> list[str]:

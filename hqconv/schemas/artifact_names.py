@@ -19,6 +19,7 @@ CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 EXPERTS_FOLDER = "experts"
+G_IDX = "g_idx"  # a layer's `intermediate_order`
 IMPORTANCE = "importance.safetensors"  # a copy of the importance file of the search
 HESSIAN, HESSIAN_TILE = ".hessian", 128  # suffix of tensors in that file, and the width of their tiles
 JOURNAL = ".hqconv-progress.jsonl"  # only while a conversion is unfinished
