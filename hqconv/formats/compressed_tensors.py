@@ -115,7 +115,12 @@ _STATIC_INPUTS = {("float", 8): "float8e4m3", ("int", 8): "int8"}
 def _static_inputs(group: ConfigReader) -> str:
     """Return Humming's dtype of a group's activations; "" if their scale is not static."""
     inputs = group.values.get("input_activations")
-    if not isinstance(inputs, dict) or inputs.get("dynamic") or not inputs.get("symmetric", True):
+    if not isinstance(inputs, dict) or not inputs.get("symmetric", True):
+        return ""
+    if inputs.get("dynamic") == "local":  # scales of groups are found while serving, under a calibrated one
+        found = [inputs.get(key) for key in ("type", "num_bits", "strategy", "group_size")]
+        return "float4e2m1" if found == ["float", 4, "tensor_group", 16] else ""
+    if inputs.get("dynamic"):
         return ""
     if inputs.get("strategy") not in (None, "tensor"):
         return ""

@@ -47,8 +47,8 @@ class SourceFormat:
     group_n rows × group_k columns (0: all of them); at ragged edges fewer. scale_2: "none", "tensor" or "channel".
     is_permuted: an index (g_idx, "act order") says the group of each column; its values decide whether a matrix's
     codes can be kept (`hqconv.conversion.encode`). options: facts that only the encoding reads. static_inputs:
-    Humming's dtype of activations that the config quantizes with one static scale per tensor, from calibration; not
-    part of the weights, so neither compared nor in a manifest.
+    Humming's dtype of activations that the config quantizes with one static scale per tensor, from calibration (of
+    float4e2m1 above dynamic scales of groups); not part of the weights, so neither compared nor in a manifest.
     """
 
     name: str

@@ -86,7 +86,7 @@ def _check_converted(
     for layer_name, one in layers.items():
         found = by_layer[layer_name]
         if is_static(artifact, layer_name):  # only the source's names tell which scales calibration missed
-            scales = {name for name in found if name.endswith(names.INPUT_SCALE)}
+            scales = {name for name in found if name.endswith(names.SOURCE_SCALES)}
             if not scales:
                 what = "No tensor is recorded for the static activation scales."
                 result.add(f"{where}: {layer_name}", what, f"some named …{names.INPUT_SCALE}", "none")
