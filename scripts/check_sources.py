@@ -153,10 +153,10 @@ without it (tests/sources/test_rounded_scales.py compares with torch's own round
 FAMILY_INTRO = """
 ## Families
 
-Rows of `hqconv/models/families.py`. Other places of the layers (`language_model.`, `mtp.` …) are known as well, and so are the
-names of transformers' own classes, which `save_pretrained(…, save_original_format=False)` writes: stacks `gate_up_proj` and
-`down_proj`. An unknown `model_type` gets the closest row whose single experts' names and shapes fit every tensor, with a
-warning, or is refused.
+Rows of `hqconv/models/families.py`. Other places of the layers (`language_model.`, `mtp.` …) are known as well, and so
+are the names of transformers' own classes, which `save_pretrained(…, save_original_format=False)` writes: stacks
+`gate_up_proj` and `down_proj`. An unknown `model_type` gets the closest row whose single experts' names and shapes fit
+every tensor, with a warning, or is refused.
 """
 REFUSED_INTRO = """
 ## Refused model types

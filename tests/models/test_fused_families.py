@@ -369,6 +369,61 @@ def test_a_text_model_may_be_saved_alone(model_type: str, tmp_path: Path) -> Non
         assert distance(module, experts, block.activation) < ROUNDING
 
 
+class Published(NamedTuple):
+    """A model that transformers does not have: its own words for E, k and I, its stacks, and its activation."""
+
+    config: dict[str, object]
+    layer: str
+    stacks: tuple[str, str]
+    activate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _silu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return nn.functional.silu(gate) * up
+
+
+SILU = {"hidden_act": "silu", "hidden_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2}
+MOON = {"dim": 32, "n_layers": 2, "moe": {"num_experts": 4, "experts_per_token": 2, "expert_inner_dim": 16}}
+# In the last, 2I = H as in the first: only the row can tell an orientation.
+PUBLISHED = {
+    # sglang: iquest_q1.py, load_iquest_q1_weights
+    "iquest_q1": Published(SILU | {"intermediate_size": 16}, "model.layers.1.mlp.experts", ("fc", "proj"), _silu),
+    # sglang: interns2_mobius.py, _load_fused_mobius_expert_weight
+    "interns2_mobius": Published(
+        SILU | {"moe_intermediate_size": 16}, "model.meta_mlp.1.experts", ("gate_up_proj", "down_proj"), _silu
+    ),
+    # vLLM: moondream3.py, Moondream3TextMoE.forward
+    "moondream3": Published(
+        {"config": {"text": MOON}},
+        "model.text.blocks.1.mlp",
+        ("fc1.weight", "fc2.weight"),
+        lambda gate, up: nn.functional.gelu(gate) * (up + 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("model_type", PUBLISHED)
+def test_stacks_are_read_as_the_models_own_loaders_read_them(model_type: str, tmp_path: Path) -> None:
+    """The first half of each expert's rows is the gate."""
+    model, generator = PUBLISHED[model_type], torch.Generator().manual_seed(4)
+    wide, down = (torch.randn(shape, generator=generator) for shape in ((4, 32, 32), (4, 32, 16)))
+    tensors = dict(zip((f"{model.layer}.{name}" for name in model.stacks), (wide, down), strict=True))
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **model.config}))
+    block, experts = read(tmp_path).only(1)
+    assert (block.name, block.top_k) == (model.layer, 2)
+    x = torch.randn(6, 32, generator=generator).double()
+    ids = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in x])
+    weights = torch.rand(6, 2, generator=generator).double()
+    ours, _ = moe_forward(x, Routing(ids, weights), lambda e: experts[e], block.activation)
+    theirs = torch.zeros_like(x)
+    for token, (chosen, shares) in enumerate(zip(ids, weights, strict=True)):
+        for e, share in zip(chosen, shares, strict=True):
+            gate, up = (wide[e].double() @ x[token]).chunk(2)
+            theirs[token] += share * (down[e].double() @ model.activate(gate, up))
+    torch.testing.assert_close(ours, theirs)
+
+
 def test_the_ends_of_stacks_that_are_zero_experts_are_not_read(tmp_path: Path) -> None:
     model = make_family("longcat_flash")
     model.save_pretrained(tmp_path, save_original_format=False)
