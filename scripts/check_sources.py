@@ -177,8 +177,10 @@ drawn numbers, and the experts' outputs.
 
 ## Families
 
-Rows of `hqconv/models/families.py`. Other places of the layers (`language_model.`, `mtp.` …) are known as well. An
-unknown `model_type` gets the closest row whose single experts' names and shapes fit every tensor, or is refused.
+Rows of `hqconv/models/families.py`. Other places of the layers (`language_model.`, `mtp.` …) are known as well, and so
+are the names of transformers' own classes, which `save_pretrained(…, save_original_format=False)` writes: stacks
+`gate_up_proj` and `down_proj`. An unknown `model_type` gets the closest row whose single experts' names and shapes fit
+every tensor, with a warning, or is refused.
 """
 REFUSED_INTRO = """
 ## Refused model types
@@ -204,11 +206,13 @@ def family_rows() -> Iterator[str]:
     """One row a family: its model types, form and names."""
     for family in FAMILIES:
         layer = family.modules[0].format(layer="N")
-        forms = [f"per expert{'' if family.gated else ', no gate'}"]
-        names = [f"`{layer}.E.{_words(family)}.weight`"]
+        forms, names, part = [], [], ".weight" * family.is_unmarked
+        if not family.is_unmarked:
+            forms.append(f"per expert{'' if family.gated else ', no gate'}")
+            names.append(f"`{layer}.E.{_words(family)}.weight`")
         if family.stacks:
             forms.append("stacks: " + "; ".join(dict.fromkeys(_form(stack) for stack in family.stacks)))
-            names.append(", ".join(f"`{layer}.{stack.name}`" for stack in family.stacks))
+            names.append(", ".join(f"`{layer}.{stack.name}{part}`" for stack in family.stacks))
         for stack in family.expert_stacks:
             forms.append("gate and up of an expert: " + _form(stack).replace("E, ", ""))
             names.append(f"`{layer}.E.{stack.name}.weight`")

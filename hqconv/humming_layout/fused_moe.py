@@ -66,6 +66,8 @@ def _gated_text(activation: Activation) -> str:
     if kind == "clamp":
         clamped = re.sub(_OPERAND, f"fminf(a, {number['limit']})", _UNARY[function])
         return f"({clamped}) * {_CLAMPED_UP.format_map(number)}"
+    if kind == "shift":
+        return f"({_UNARY[function]}) * (b + ({number['beta']}))"
     return f"({_UNARY[name]}) * b"
 
 

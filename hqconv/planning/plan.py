@@ -319,10 +319,17 @@ def _refuse_sorted(checkpoint: Source, importance: Importance) -> None:
 
 
 def source_notices(checkpoint: Source, experts: ExpertMap) -> list[str]:
-    """Warn of a checkpoint that a server may not load whole: other layers than its config says, and no tokenizer."""
+    """Warn of a model that hqconv knows by its names only, and of a checkpoint that a server may not load whole."""
     names = [layer.name for layer in experts.layers] + list(experts.left)
     family, text = BY_NAME.get(experts.family), text_config(checkpoint.config)
     notices = [] if family is None else layer_notices(family, names, checkpoint.tensors, text)
+    if not experts.is_own_row:
+        activations = ", ".join(dict.fromkeys(layer.activation.describe() for layer in experts.layers))
+        notices.append(
+            f"hqconv does not know the model_type {checkpoint.config.get('model_type')}: its experts were found by the "
+            f"names of {experts.family}, and their numbers by its config keys. Compare the activation ({activations}) "
+            "and the number of experts per token with the model's code."
+        )
     if not any(path.rpartition("/")[2].endswith(_TOKENIZERS) for path in checkpoint.other_files):
         notices.append(
             "the source has no tokenizer (tokenizer.json, tokenizer.model, vocab.json …): copy the publisher's files "
