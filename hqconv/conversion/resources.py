@@ -174,9 +174,9 @@ def working_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
     is_viewed = any(not p.is_run for parts in layer.parts.values() for p in parts.values())
     if encoding.conversion == QUANTIZED:
         widened = 0 if layer.dtype == "BF16" else numbers * 4
-    elif encoding.is_direct and not encoding.schema.is_coupled:
+    elif encoding.is_direct and not encoding.schema.is_coupled and not encoding.sorts_columns:
         widened = stored + numbers  # codes in Humming's packing, maybe unpacked before
-    else:  # and floats, since they are quantized anew, or may be where gate and up must share a scale
+    else:  # and floats: quantized anew, or maybe so, where gate and up must share a scale or columns have an order
         widened = stored + numbers * 5
     if encoding.schema.rotation:
         widened += numbers * (2 if encoding.conversion == QUANTIZED and layer.dtype == "BF16" else 4)
