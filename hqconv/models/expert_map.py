@@ -100,7 +100,10 @@ class NameGroups:
 
 @dataclass(frozen=True)
 class ExpertMap:
-    """Use of every tensor of a checkpoint: each is in exactly one of `converted`, `copied`, `dropped`."""
+    """Use of every tensor of a checkpoint: each is in exactly one of `converted`, `copied`, `dropped`.
+
+    config_warnings: keys of the quantization config that hqconv does not know.
+    """
 
     family: str
     chosen_because: str
@@ -109,6 +112,7 @@ class ExpertMap:
     copied: tuple[str, ...]
     dropped: dict[str, str]
     left: tuple[str, ...] = ()  # layers whose tensors are copied as they are
+    config_warnings: tuple[str, ...] = ()
 
     def with_input_scales(self, names: Collection[str]) -> ExpertMap:
         """Return the map with the activation scales of some layers converted, which are dropped otherwise."""
@@ -195,7 +199,8 @@ def map_experts(
     copied = tuple(name for name in tensors if name not in converted and name not in dropped)
     assert len(converted) + len(dropped) + len(copied) == len(tensors), "an expert tensor was counted twice"
     assert all(name in converted or name in dropped for name in candidates), "an expert tensor was lost"
-    return ExpertMap(family.name, f"{because}; {origin}", tuple(layers), converted, copied, dropped)
+    why = f"{because}; {origin}"
+    return ExpertMap(family.name, why, tuple(layers), converted, copied, dropped, config_warnings=declared.warnings)
 
 
 def _names(layer: MoeLayer) -> Iterable[str]:

@@ -861,7 +861,8 @@ UNSUPPORTED: dict[str, tuple[Json, str]] = {
     "awq llm-awq": ({**AWQ, "backend": "llm-awq"}, "version"),
     "gptq marlin": ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format"),
     "gptq old marlin": ({**GPTQ, "is_marlin_format": True}, "checkpoint_format"),
-    "auto-round mxfp": ({**AUTO_ROUND, "data_type": "mx_fp"}, "data_type"),
+    "auto-round mxint": ({**AUTO_ROUND, "data_type": "mx_int"}, "data_type"),
+    "auto-round mxfp in GPTQ's packing": ({**AUTO_ROUND, "data_type": "mx_fp"}, "packing_format"),
     "auto-round per module": (
         {**AUTO_ROUND, "extra_config": {"a.b": {"bits": 8, "data_type": "fp"}}},
         "extra_config.a.b.data_type",
@@ -873,7 +874,6 @@ UNSUPPORTED: dict[str, tuple[Json, str]] = {
     "modelopt awq": (modelopt("W4A16_AWQ"), "quant_algo"),
     "modelopt svd": (modelopt("NVFP4_SVD"), "quant_algo"),
     "modelopt scaled": (modelopt("NVFP4", pre_quant_scale=True), "pre_quant_scale"),
-    "mxfp6": (compressed(weights(6, "float", "group", group_size=32), "mxfp6-pack-quantized"), "format"),
     "marlin-24": (compressed(weights(4, "int", "channel"), "marlin-24"), "format"),
     "sparse": (
         compressed(FLOAT_TENSOR, "float-quantized", sparsity_config={"format": "sparse-24-bitmask"}),
