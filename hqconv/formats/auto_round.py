@@ -60,11 +60,11 @@ KEYS: Keys = {
     "rotation_configs": read("inputs rotated at run time: refused"),
     **all_unused(
         "how the tool ran",
-        "autoround_version amp batch_size enable_minmax_tuning enable_norm_bias_tuning enable_quanted_input dataset "
-        "gradient_accumulate_steps iters lr low_gpu_mem_usage minmax_lr nsamples quant_block_list seqlen "
+        "autoround_version amp batch_size enable_minmax_tuning enable_norm_bias_tuning enable_quanted_input "
+        "dataset gradient_accumulate_steps iters lr low_gpu_mem_usage minmax_lr nsamples quant_block_list seqlen "
         "supported_types scale_dtype enable_torch_compile seed sampler momentum not_use_best_mse dynamic_max_gap "
-        "disable_opt_rtn enable_alg_ext nblocks low_cpu_mem_usage model_dtype regex_config quant_lm_head provider weight_config "
-        "modules_to_not_convert backend",
+        "disable_opt_rtn enable_alg_ext nblocks low_cpu_mem_usage model_dtype regex_config quant_lm_head "
+        "provider weight_config modules_to_not_convert backend",
     ),
     **all_unused(
         "caches and attention",

@@ -1,4 +1,4 @@
-"""NVIDIA's Model Optimizer: the method `modelopt`. It stores matrices as `fp8`, `int8`, `mxfp4`, `mxfp8` and `nvfp4`."""
+"""NVIDIA's Model Optimizer: the method `modelopt`. It stores matrices as fp8, int8, mxfp4, mxfp8 and nvfp4."""
 
 from __future__ import annotations
 
