@@ -39,7 +39,7 @@ def read(meaning: str, *, inside: Keys | None = None, entries: Keys | None = Non
 
 
 def unused(meaning: str) -> Key:
-    """Return a key that says nothing about the stored weights; all below it is passed over, rotations aside."""
+    """Return a key that says nothing about the stored weights; all below it is passed over."""
     return Key(meaning, False)
 
 
