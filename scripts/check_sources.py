@@ -143,7 +143,9 @@ requantized artifacts equal, byte for byte, those of a float32 checkpoint that h
 Not in the table: plain BF16, F16 and F32 checkpoints; artifacts of hqconv in both layouts, for other ranks or another
 schema (tests/artifact/test_source.py); experts in GGUF files, decoded by the `gguf` library
 (tests/sources/test_gguf.py). Mixed checkpoints are read layer by layer: a layer that has the requested schema already
-is kept.
+is kept. A layer whose projections have formats of their own (GPTQModel's `dynamic`) is requantized
+(tests/sources/test_per_projection.py). Which keys of a config are known, what becomes of unknown ones, and which
+rotations are refused: [config-keys.md](config-keys.md).
 
 `--round-scales` keeps the codes and rounds float32 scales to the parameter dtype, as `--schema fp8` or `int8` does
 without it (tests/sources/test_rounded_scales.py compares with torch's own rounding); on CPUs only so far.
