@@ -145,7 +145,9 @@ requantized artifacts equal, byte for byte, those of a float32 checkpoint that h
 Not in the table: plain BF16, F16 and F32 checkpoints; artifacts of hqconv in both layouts, for other ranks or another
 schema (tests/artifact/test_source.py); experts in GGUF files, decoded by the `gguf` library
 (tests/sources/test_gguf.py). Mixed checkpoints are read layer by layer: a layer that has the requested schema already
-is kept.
+is kept. A layer whose projections have formats of their own (GPTQModel's `dynamic`) is requantized
+(tests/sources/test_per_projection.py). Which keys of a config are known, what becomes of unknown ones, and which
+rotations are refused: [config-keys.md](config-keys.md).
 
 `--round-scales` keeps the codes and rounds float32 scales to the parameter dtype, as `--schema fp8` or `int8` does
 without it (tests/sources/test_rounded_scales.py compares with torch's own rounding); on CPUs only so far.
@@ -285,9 +287,9 @@ def origin(device: str) -> str:
 def document(rows: list[str], measured: str) -> str:
     """The whole file; `measured`: see `origin`."""
     intro = INTRO.format(origin=measured)
-    parts = [intro, FORMAT_HEAD, _line(FORMAT_HEAD), *rows, PROOF_INTRO, PROOF_HEAD, _line(PROOF_HEAD), *proof_rows()]
-    parts += [FAMILY_INTRO, FAMILY_HEAD, _line(FAMILY_HEAD), *family_rows()]
-    return "\n".join([*parts, REFUSED_INTRO, *refused_rows()]) + "\n"
+    parts = [intro, FORMAT_HEAD, _line(FORMAT_HEAD), *rows, FAMILY_INTRO, FAMILY_HEAD, _line(FAMILY_HEAD)]
+    parts += [*family_rows(), REFUSED_INTRO, *refused_rows(), PROOF_INTRO, PROOF_HEAD, _line(PROOF_HEAD)]
+    return "\n".join([*parts, *proof_rows()]) + "\n"
 
 
 def _line(head: str) -> str:

@@ -10,9 +10,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from hqconv.formats.config_keys import Keys, all_unused, read, speaks_of_rotations
 from hqconv.formats.config_reader import ConfigReader, Text
 from hqconv.formats.module_rules import Rule, always
 from hqconv.formats.registry import quant_method
+from hqconv.formats.rotations import rotated
 from hqconv.formats.source_format import PLAIN, SourceFormat
 
 FLOAT = "FLOAT"
@@ -23,13 +25,31 @@ _WEIGHT = ".weight"
 _INT8 = SourceFormat("ascend w8a8_dynamic", "int8", "uint8", "", 1, 0, options=(("has_offset", True),))
 
 
-@quant_method("ascend")
+_FUSED = "global_rotation"  # of the residual stream, in the weights already; its file serves draft models
+KEYS: Keys = {
+    "quantize": read("w8a8_dynamic: the scheme of all modules"),
+    "modules": read("pattern → scheme, from quant_model_description.json"),
+    "metadata": read("quarot: inputs rotated at run time, refused; a global rotation is fused"),
+    "optional": read("as metadata"),
+    **all_unused("said by the entries of the tensors", "model_quant_type group_size is_rot_used"),
+    **all_unused(
+        "quantized cache and attention",
+        "kv_quant_type kv_cache_type fa_quant_type indexer_quant_type reduce_quant_type enable_fa_quant",
+    ),
+}
+
+
+@quant_method("ascend", keys=KEYS)
 def parse_ascend(config: ConfigReader, _text: Text) -> list[Rule]:
     """Parse a scheme per module, as quant_model_description.json gives it, or one for all from config.json.
 
-    A module that the description does not name is not quantized. Source: `on_w8a8_dynamic_per_channel` of
-    msmodelslim's modelslim_v1/save/ascendv1.py.
+    A module that the description does not name is not quantized. Sources: `on_w8a8_dynamic_per_channel` of
+    msmodelslim's modelslim_v1/save/ascendv1.py; `get_quarot_save_info` of its QuarotOnlineRotationInfo, and
+    `set_rotation_config` of vllm-ascend's AscendW4A4LaosDynamicLinearMethod, which reads it.
     """
+    for key in ("metadata", "optional"):
+        if _is_rotated(config.values.get(key)):
+            raise rotated(config, key, f"no rotation but {_FUSED}")
     if not config.has("modules"):
         if config.text("quantize").upper() != W8A8_DYNAMIC:
             raise config.unsupported("quantize", W8A8_DYNAMIC.lower())
@@ -45,6 +65,19 @@ def parse_ascend(config: ConfigReader, _text: Text) -> list[Rule]:
         return _INT8
 
     return [by_name]
+
+
+def _is_rotated(value: object) -> bool:
+    """Return True if an object, at any depth, has layers that are rotated at run time."""
+    if not isinstance(value, Mapping):
+        return False
+    for name, one in value.items():
+        is_named = speaks_of_rotations(str(name)) and str(name) not in (_FUSED, "quarot", "rotation_map")
+        if is_named and (one.get("layers", True) if isinstance(one, Mapping) else one):
+            return True
+        if str(name) != _FUSED and _is_rotated(one):
+            return True
+    return False
 
 
 def patterns(module: str) -> tuple[str, str, str]:
@@ -66,7 +99,9 @@ def ascend_quantization_config(config: Mapping[str, Any], description: Mapping[s
         if name.endswith(_WEIGHT) and isinstance(scheme, str)
     }
     if schemes:
-        return {"quant_method": "ascend", "modules": _summed_up(schemes)}
+        # Entries of tensors have a dot in their names, facts about the model have none.
+        facts = {name: value for name, value in description.items() if "." not in name}
+        return {**facts, "quant_method": "ascend", "modules": _summed_up(schemes)}
     quantize = config.get("quantize")
     if isinstance(quantize, str) and quantize.upper() == W8A8_DYNAMIC:
         return {"quant_method": "ascend", "quantize": quantize}

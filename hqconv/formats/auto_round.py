@@ -1,4 +1,4 @@
-"""Intel's AutoRound: the method `auto-round`. Its matrices are stored as `gptq` or `awq`."""
+"""Intel's AutoRound: the method `auto-round`. Its matrices are stored as `gptq`, `awq`, `mxfp4`, `mxfp8` or `nvfp4`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from collections.abc import Iterator
 
 from hqconv.formats.awq import awq_format
 from hqconv.formats.bounded_regex import BoundedRegex
+from hqconv.formats.config_keys import Keys, all_unused, read
 from hqconv.formats.config_reader import ConfigReader, Text
 from hqconv.formats.gptq import gptq_format
 from hqconv.formats.module_rules import Rule, always, when
+from hqconv.formats.mx import mx_format
+from hqconv.formats.nvfp4 import nvfp4_format
 from hqconv.formats.registry import quant_method
+from hqconv.formats.rotations import refuse_rotation, refuse_spinquant
 from hqconv.formats.source_format import PLAIN, SourceFormat
 
 # Zero points in a GPTQ-like packing: stored minus one ("gptq") or as they are ("gptq_v2"). Source: GPTQ_FORMAT and
@@ -23,15 +27,61 @@ _GPTQ_VERSIONS = {
     "auto_round:gptqmodel": "gptq_v2",
 }
 _AWQ_PACKINGS = ("auto_round:auto_awq", "auto_round:awq")
+# Packings of microscaling and nvfp4: `save_quantized_as_fp` of auto_round.export.export_to_autoround.export_to_nvfp_mx,
+# and `get_packing_format` names of auto_round.export.formats.backends.autoround.
+_FLOAT_TYPES = {
+    **dict.fromkeys(("mx_fp", "mx_fp_rceil"), ("mxfp4", "mxfp8")),
+    **dict.fromkeys(("mx_fp4", "mx_fp4e2m1"), ("mxfp4",)),
+    **dict.fromkeys(("mx_fp8", "mx_fp8e4m3"), ("mxfp8",)),
+    **dict.fromkeys(("nv_fp", "nv_fp4", "nv_fp4_with_static_gs"), ("nvfp4",)),
+}
+_FLOAT_PACKINGS = ("auto", "auto_round", "auto_round:llm_compressor")
 _REGEX_SIGNS = frozenset(r"*+?^$()[]{}|\\")
 
 
-@quant_method("auto-round", "auto_round", "intel/auto-round")
-def parse_auto_round(config: ConfigReader, _text: Text) -> list[Rule]:
-    """Parse integer formats in GPTQ's or AWQ's packing, with overrides per module in `extra_config`.
+_FORMAT: Keys = {
+    "bits": read("bits of a code; 16: not quantized"),
+    "group_size": read("columns that share a scale; -1: all"),
+    "sym": read("true: the zero point is the midpoint"),
+    "data_type": read("int, mx_fp or nv_fp: type of the codes"),
+    "act_bits": read("bits of activations: 16 beside int"),
+    "packing_format": read("whose packing: GPTQ's, AWQ's, or that of floats"),
+    "rotation_config": read("inputs rotated at run time: refused"),
+    "super_bits": read("bits of scales that are quantized themselves: refused"),
+    "super_group_size": read("groups of scales that are quantized themselves: refused"),
+    **all_unused("quantized activations", "act_data_type act_group_size act_sym act_dynamic act_quant_type input_bits"),
+}
+KEYS: Keys = {
+    **_FORMAT,
+    "extra_config": read("other words for some modules", entries=_FORMAT),
+    "block_name_to_quantize": read("paths of the blocks that are quantized"),
+    "to_quant_block_names": read("as block_name_to_quantize"),
+    "spinquant_config": read("rotations: refused unless all are fused"),
+    "rotation_configs": read("inputs rotated at run time: refused"),
+    **all_unused(
+        "how the tool ran",
+        "autoround_version amp batch_size enable_minmax_tuning enable_norm_bias_tuning enable_quanted_input "
+        "dataset gradient_accumulate_steps iters lr low_gpu_mem_usage minmax_lr nsamples quant_block_list seqlen "
+        "supported_types scale_dtype enable_torch_compile seed sampler momentum not_use_best_mse dynamic_max_gap "
+        "disable_opt_rtn enable_alg_ext nblocks low_cpu_mem_usage model_dtype regex_config quant_lm_head "
+        "provider weight_config modules_to_not_convert backend",
+    ),
+    **all_unused(
+        "caches and attention",
+        "static_attention_dtype static_kv_dtype static_attention_granularity static_kv_granularity",
+    ),
+}
 
-    A key is a name, the end of one, or a regex that is searched; names go before regexes.
+
+@quant_method("auto-round", "auto_round", "intel/auto-round", keys=KEYS)
+def parse_auto_round(config: ConfigReader, _text: Text) -> list[Rule]:
+    """Parse formats in GPTQ's or AWQ's packing, mx_fp and nv_fp, with overrides per module in `extra_config`.
+
+    A key is a name, the end of one, or a regex that is searched; names go before regexes. `rotation_config` is refused:
+    its loader rotates the input of every layer (auto_round.algorithms.transforms, `apply_rotation_hooks_from_config`).
     """
+    refuse_rotation(config, "rotation_configs")
+    refuse_spinquant(config, "spinquant_config")
     exact: dict[str, SourceFormat] = {}
     patterns: list[Rule] = []
     for key, overrides in config.tables("extra_config"):
@@ -61,10 +111,17 @@ def _outside_blocks(config: ConfigReader, key: str) -> Iterator[Rule]:
 
 
 def _format(config: ConfigReader) -> SourceFormat:
+    refuse_rotation(config, "rotation_config")
     if config.integer("bits", 1, 32) >= 16:
         return PLAIN
-    if config.text("data_type", default="int") != "int":
-        raise config.unsupported("data_type", "int")
+    for key in ("super_bits", "super_group_size"):
+        if config.has(key):
+            raise config.unsupported(key, "none: scales that are floats")
+    kind = config.text("data_type", default="int")
+    if kind in _FLOAT_TYPES:
+        return _float_format(config, kind)
+    if kind != "int":
+        raise config.unsupported("data_type", ", ".join(["int", *_FLOAT_TYPES]))
     if config.integer("act_bits", 1, 32, 16) < 16:
         raise config.unsupported("act_bits", "16: activations that are not quantized")
     packing = config.text("packing_format", default="auto")
@@ -75,3 +132,25 @@ def _format(config: ConfigReader) -> SourceFormat:
         raise config.unsupported("packing_format", ", ".join([*_GPTQ_VERSIONS, *_AWQ_PACKINGS]))
     as_gptq = config.replaced(checkpoint_format=_GPTQ_VERSIONS[packing])
     return gptq_format(as_gptq, "auto-round (gptq packing)")
+
+
+def _float_format(config: ConfigReader, kind: str) -> SourceFormat:
+    """Return the format of mx_fp or nv_fp codes. Their activations, which act_bits describe, change no weight.
+
+    Tensors: weight_packed [N, K / 2] of two codes a byte, or `weight` of fp8; weight_scale as exponent bytes or e4m3;
+    weight_global_scale, which divides. Source: `QuantLinear.pack` of auto_round.export.export_to_autoround.qlinear_fp.
+    """
+    packing = config.text("packing_format", default="auto")
+    names = (*_FLOAT_PACKINGS, *(f"auto_round:{name}" for name in _FLOAT_TYPES))
+    if packing not in names:
+        raise config.unsupported("packing_format", ", ".join(names))
+    if not config.flag("sym", True):
+        raise config.wrong("sym", "true, for a float type")
+    bits = config.integer("bits", 4, 8)
+    encoding = next((name for name in _FLOAT_TYPES[kind] if name.endswith(str(bits))), "")
+    if not encoding:
+        raise config.unsupported("bits", f"4 or 8, as {kind} says")
+    size = 16 if encoding == "nvfp4" else 32
+    config.integer("group_size", size, size)
+    name = f"auto-round {encoding}"
+    return nvfp4_format(name, size) if encoding == "nvfp4" else mx_format(name, encoding)

@@ -9,6 +9,7 @@ import math
 from typing import TYPE_CHECKING
 
 from hqconv.errors import InputError
+from hqconv.formats.config_keys import Keys, all_unused, read
 from hqconv.formats.config_reader import ConfigReader, Text
 from hqconv.formats.encoding import (
     Encoding,
@@ -22,7 +23,8 @@ from hqconv.formats.encoding import (
     require_multiples,
     zero_or_midpoint,
 )
-from hqconv.formats.gptq import dynamic_rules
+from hqconv.formats.gptq import KEYS as GPTQ_KEYS
+from hqconv.formats.gptq import check_gptqmodel_keys, dynamic_rules
 from hqconv.formats.module_rules import Matcher, Rule, always, containing, on_path, when
 from hqconv.formats.registry import quant_method, register_encoding
 from hqconv.formats.source_format import SourceFormat
@@ -42,10 +44,25 @@ def _undecided(config: ConfigReader) -> Matcher:
     return containing(config.names("modules_to_not_convert"))
 
 
-@quant_method("awq", undecided=_undecided)
+KEYS: Keys = {
+    **GPTQ_KEYS,
+    "zero_point": read("true: zero points are stored"),
+    "sym": read("the opposite of zero_point"),
+    "version": read("gemm: the order of nibbles"),
+    "checkpoint_format": read("as version"),
+    "format": read("as version"),
+    "backend": read("llm-awq: another layout, refused; others name a kernel"),
+    "modules_to_not_convert": read("modules that are left out"),
+    **all_unused("what a loader does", "do_fuse modules_to_fuse fuse_max_seq_len exllama_config"),
+}
+
+
+@quant_method("awq", keys=KEYS, undecided=_undecided)
 def parse_awq(config: ConfigReader, _text: Text) -> list[Rule]:
     """Parse AutoAWQ's config. A module is left out if an entry is on its path, as in transformers."""
-    key = config.first("version", "checkpoint_format", "format")
+    if config.has("method"):
+        config.one_of("method", "awq")
+    key = config.agreed("version", "checkpoint_format", "format")
     if config.text(key, default="gemm") != "gemm" or config.values.get("backend") == "llm-awq":
         raise config.unsupported(key, "gemm")
     skipped = when(on_path(config.names("modules_to_not_convert")))
@@ -54,12 +71,15 @@ def parse_awq(config: ConfigReader, _text: Text) -> list[Rule]:
 
 def awq_format(config: ConfigReader, title: str = "awq") -> SourceFormat:
     """Return one AWQ format; its order of nibbles is defined for 4 bits only."""
-    bits = config.integer(config.first("bits", "w_bit"), 4, 4)
+    check_gptqmodel_keys(config)
+    bits = config.integer(config.agreed("bits", "w_bit", "wbits"), 4, 4)
+    if config.has("sym") and config.has("zero_point") and config.flag("zero_point", True) == config.flag("sym", True):
+        raise config.unsupported("zero_point", "the opposite of sym")
     return SourceFormat(
         f"{title} int{bits}",
         "awq",
         f"uint{bits}",
-        group_k=config.group_size("group_size", "q_group_size"),
+        group_k=config.group_size(config.agreed("group_size", "q_group_size")),
         has_zero_point=config.flag("zero_point", not config.flag("sym", False)),
     )
 

@@ -1,7 +1,7 @@
 """compressed-tensors: its method, and its encodings of integers: packed_int (pack-quantized) and int8 (int-quantized).
 
-Its floats are stored as `fp8`, `mxfp4`, `mxfp8` and `nvfp4`. Legend: N output rows, K input columns, G groups along K,
-b bits of a code.
+Its floats are stored as `fp8`, `mxfp4`, `mxfp6`, `mxfp8` and `nvfp4`. Legend: N output rows, K input columns, G groups
+along K, b bits of a code.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hqconv.formats.bounded_regex import BoundedRegex
+from hqconv.formats.config_keys import Keys, all_unused, read, unused
 from hqconv.formats.config_reader import ConfigReader, Text
 from hqconv.formats.encoding import (
     Encoding,
@@ -32,6 +33,7 @@ from hqconv.formats.module_rules import Rule, always, named_in, when
 from hqconv.formats.mx import mx_format
 from hqconv.formats.nvfp4 import nvfp4_format
 from hqconv.formats.registry import quant_method, register_encoding
+from hqconv.formats.rotations import rotated
 from hqconv.formats.source_format import PLAIN, SourceFormat
 from hqconv.schemas.dtypes import FLOATS
 from hqconv.schemas.tensors import TensorSpec
@@ -45,21 +47,62 @@ if TYPE_CHECKING:
 
 _STATUSES = ("initialized", "calibration", "frozen", "compressed", "decompressed")
 _NOT_STORED = ("dense", "fakequant")
-_REFUSED_FORMATS = ("mxfp6-pack-quantized", "marlin-24", "sparse-bitmask", "sparse-24-bitmask")
+_REFUSED_FORMATS = ("marlin-24", "sparse-bitmask", "sparse-24-bitmask")
 # Module classes of an expert's projection, here and in vLLM.
 _EXPERT_CLASSES = ("FusedMoE", "Linear", "RoutedExperts")
 
 
-@quant_method("compressed-tensors")
+# Where a transform is fused into the weights; elsewhere (input, output, k_cache …) it is applied when the model runs.
+# Source: `TransformLocation.is_online` of compressed_tensors.transform.transform_args.
+_FUSED_LOCATIONS = ("weight_input", "weight_output")
+# Sources: QuantizationArgs, QuantizationScheme and QuantizationConfig of compressed_tensors.quantization,
+# CompressedTensorsConfig of transformers.
+_WEIGHTS: Keys = {
+    "num_bits": read("bits of a code"),
+    "type": read("int or float"),
+    "symmetric": read("false: zero points are stored"),
+    "strategy": read("tensor, channel, group, tensor_group or block: what shares a scale"),
+    "group_size": read("columns that share a scale; -1: all"),
+    "block_structure": read("rows and columns that share a scale"),
+    "dynamic": read("false, for weights"),
+    "actorder": read("group: columns are grouped by g_idx; weight: only while calibrating"),
+    **all_unused("said by the tensors", "scale_dtype zp_dtype"),
+    **all_unused("how scales were found", "observer observer_kwargs"),
+}
+_GROUP: Keys = {
+    "targets": read("modules or classes of the group"),
+    "weights": read("scheme of the weights", inside=_WEIGHTS),
+    "format": read("how the weights are stored"),
+    **all_unused("quantized activations", "input_activations output_activations"),
+}
+KEYS: Keys = {
+    "config_groups": read("schemes and their targets", entries=_GROUP),
+    "format": read("how the weights are stored"),
+    "quantization_status": read("decompressed: plain weights are stored"),
+    "ignore": read("modules that are left out"),
+    "sparsity_config": read("sparse weights: refused"),
+    "transform_config": read("rotations: refused unless all are fused"),
+    "moe_sparsity_config": read("novice: experts that are constants, refused; prune: fewer experts"),
+    "kv_cache_scheme": unused("quantized cache"),
+    **all_unused("about the file", "global_compression_ratio run_compressed dequantize use_optimized_inference"),
+}
+
+
+@quant_method("compressed-tensors", keys=KEYS)
 def parse_compressed_tensors(config: ConfigReader, _text: Text) -> list[Rule]:
     """Parse a scheme per target. Exact names go before regexes (sorted), these before classes.
 
     The format, not the status, says how weights are stored: old checkpoints in a packed format are "frozen".
     Source: `match_targets` of compressed_tensors.utils.match; of groups with one target the last one counts.
     """
-    for key in ("sparsity_config", "transform_config"):
-        if config.has(key) and not _is_idle(config.table(key)):
-            raise config.unsupported(key, "none: weights that are neither sparse nor rotated")
+    if config.has("sparsity_config") and not _is_idle(config.table("sparsity_config")):
+        raise config.unsupported("sparsity_config", "none: weights that are not sparse")
+    if config.has("transform_config") and _is_rotated(config.table("transform_config")):
+        raise rotated(config, "transform_config", f"transforms at {' and '.join(_FUSED_LOCATIONS)} only")
+    if config.has("moe_sparsity_config"):
+        sparsity = config.table("moe_sparsity_config")
+        if sparsity.has("method"):
+            sparsity.one_of("method", "prune")
     if config.text("quantization_status", _STATUSES, "compressed") == "decompressed":
         return []
     if not config.has("config_groups"):
@@ -84,8 +127,19 @@ def parse_compressed_tensors(config: ConfigReader, _text: Text) -> list[Rule]:
 
 
 def _is_idle(config: ConfigReader) -> bool:
-    """Return True if a sparsity or transform config changes nothing."""
+    """Return True if a sparsity config changes nothing."""
     return config.values.get("format") == "dense" or not any(config.values.values())
+
+
+def _is_rotated(config: ConfigReader) -> bool:
+    """Return True if a transform config applies anything when the model runs, or may do so."""
+    if not any(config.values.values()):
+        return False
+    groups = [scheme for _, scheme in config.tables("config_groups")]
+    applied = [one for scheme in groups for one in scheme.values.get("apply") or [None]]
+    return not groups or any(
+        not isinstance(one, Mapping) or one.get("location") not in _FUSED_LOCATIONS for one in applied
+    )
 
 
 def _scheme_format(group: ConfigReader, holder: ConfigReader) -> SourceFormat:
@@ -186,7 +240,7 @@ def _nvfp4(weights: ConfigReader, storage: str) -> SourceFormat:
 
 def _mx(weights: ConfigReader, storage: str) -> SourceFormat:
     encoding = storage.partition("-")[0]
-    _require_float(weights, 4 if encoding == "mxfp4" else 8)
+    _require_float(weights, int(encoding[-1]))
     weights.integer("group_size", 32, 32)
     return mx_format(_title(storage), encoding)
 
@@ -198,6 +252,7 @@ _FORMATS = {
     "naive-quantized": _float_quantized,
     "nvfp4-pack-quantized": _nvfp4,
     "mxfp4-pack-quantized": _mx,
+    "mxfp6-pack-quantized": _mx,
     "mxfp8-quantized": _mx,
 }
 

@@ -41,6 +41,21 @@ class ConfigReader:
         """Return the first of several names of one key that holds a value; the first name if none does."""
         return next((key for key in keys if self.has(key)), keys[0])
 
+    def agreed(self, *keys: str) -> str:
+        """Return the first of several names of one key that holds a value, as `first`; all must hold the same value.
+
+        Raises RequestError that names the key which differs; upper and lower case are the same.
+        """
+        named = [key for key in keys if self.has(key)]
+        for key in named[1:]:
+            one, other = (
+                value.lower() if isinstance(value, str) else value
+                for value in (self.values[named[0]], self.values[key])
+            )
+            if one != other:
+                raise self.unsupported(key, f"{self.values[named[0]]!r}, as {named[0]} says")
+        return named[0] if named else keys[0]
+
     def wrong(self, key: str, expected: object) -> InputError:
         """Return the error for an invalid value."""
         found = repr(self.values[key]) if key in self.values else "nothing"

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hqconv.errors import InputError
+from hqconv.formats.config_keys import Keys, all_unused, read, unused
 from hqconv.formats.config_reader import ConfigReader, Text
 from hqconv.formats.encoding import (
     SCALE_DTYPES,
@@ -26,10 +27,12 @@ from hqconv.formats.encoding import (
     require_multiples,
     scale_grid,
 )
+from hqconv.formats.gptq import dynamic_rules
 from hqconv.formats.module_rules import Matcher, Rule, always, globbed_in, parents, skipped_names, when
 from hqconv.formats.mx import MXFP4
 from hqconv.formats.nvfp4 import nvfp4_format
 from hqconv.formats.registry import quant_method, register_encoding
+from hqconv.formats.rotations import refuse_rotation
 from hqconv.formats.source_format import ANY, SourceFormat
 from hqconv.schemas.dtypes import FLOATS, humming_name
 
@@ -43,28 +46,96 @@ _SCALE_NAMES = ("weight_scale_inv", "weight_scale", "scale", "scale_inv")
 # --- config ------------------------------------------------------------------------------------------------
 
 
-@quant_method("fp8")
+_MODELOPT_LAYER: Keys = {
+    "quant_algo": read("ModelOpt's algorithm of the module"),
+    "group_size": read("columns that share a scale: 16"),
+}
+_GPTQMODEL: Keys = {
+    "weight_block_size": read("rows and columns of a block with one scale"),
+    "format": read("dtype of the codes, in torch's words"),
+    "weight_scale_method": read("what shares a scale: tensor, row or block; the scales' shape says it too"),
+    "weight_scale_semantics": read("inverse: the stored scale divides"),
+    **all_unused("other writerss' words", "bits group_size desc_act sym smoother"),
+}
+KEYS: Keys = {
+    "weight_block_size": read("rows and columns of a block with one scale"),
+    "fmt": read("dtype of the codes: e4m3 or e5m2"),
+    "scale_fmt": read("ue8m0: scales are powers of two; float"),
+    "activation_scheme": read("static: scales of activations are stored"),
+    "modules_to_not_convert": read("modules that are left out"),
+    "ignored_layers": read("modules that are left out"),
+    "modules_to_convert": unused("modules that transformers quantizes while it loads"),
+    "expert_dtype": read("fp4 or fp8: dtype of the routed experts"),
+    "store_dtype": read("mxfp4 or fp8: method of the routed experts (MiMo)"),
+    "routed_experts_quant_method": read("mxfp4 or fp8: method of the routed experts (Ling)"),
+    "mxfp4_block_size": read("columns that share a scale of mxfp4: 32"),
+    "moe_quant_algo": read("NVFP4: ModelOpt's algorithm of the routed experts"),
+    "ignore": read("modules that ModelOpt left out"),
+    "exclude_modules": read("modules that ModelOpt left out"),
+    "quantized_layers": read("modules that ModelOpt quantized", entries=_MODELOPT_LAYER),
+    "group_size": read("columns that share a scale of nvfp4: 16"),
+    "weight_dtype": read("dtype of the codes, where fmt is not written"),
+    "dynamic": read("GPTQModel's overrides by pattern", entries=_GPTQMODEL),
+    "format": _GPTQMODEL["format"],
+    "weight_scale_method": _GPTQMODEL["weight_scale_method"],
+    "weight_scale_semantics": _GPTQMODEL["weight_scale_semantics"],
+    "checkpoint_format": read("GPTQModel's name of this method: fp8"),
+    "method": read("GPTQModel's name of this method: fp8"),
+    "rotation": read("inputs rotated at run time: refused"),
+    **all_unused("ModelOpt's other words", "config_groups quant_algo kv_cache_quant_algo kv_cache_scheme targets"),
+    **all_unused("what a loader does", "dequantize is_checkpoint_fp8_serialized run_compressed"),
+    **all_unused("GPTQModel's other words", "bits desc_act sym lm_head activation pack_dtype meta smoother"),
+}
+
+
+@quant_method("fp8", keys=KEYS)
 def parse_fp8(config: ConfigReader, text: Text) -> list[Rule]:
-    """Parse fp8 of transformers and DeepSeek: per block, or per tensor or channel as the scales' shapes say.
+    """Parse fp8 of transformers, DeepSeek and GPTQModel: per block, or per tensor or channel as the scales' shapes say.
 
     DeepSeek-V4 gives the dtype of its routed experts in the model's config (V4.1: in this one); MiMo and Ling give
     their method.
     """
+    refuse_rotation(config, "rotation")
+    skipped = skipped_names(config, "modules_to_not_convert", "ignored_layers")
+    overrides = list(dynamic_rules(config, _dense))
+    return [skipped, *_routed_experts(config, text), *overrides, always(_dense(config))]
+
+
+def _dense(config: ConfigReader) -> SourceFormat:
+    """Return the format of all modules, or of those that GPTQModel's `dynamic` gives other words.
+
+    GPTQModel stores fp8_max / amax as weight_scale_inv, so its scale divides. Source: `quantize_fp8_weight` and
+    `dequantize_weight` of gptqmodel, nn_modules/qlinear/fp8.py.
+    """
     rows, columns = config.pair("weight_block_size") if config.has("weight_block_size") else (ANY, ANY)
-    codes = _CODE_DTYPES[config.text("fmt", tuple(_CODE_DTYPES))] if config.has("fmt") else ""
+    dtypes = {_CODE_DTYPES[config.text(key, tuple(_CODE_DTYPES))] for key in ("fmt", "weight_dtype") if config.has(key)}
+    if len(dtypes) > 1:
+        raise config.unsupported("weight_dtype", "the dtype that fmt says")
+    if config.has("format") and config.text("format") != "fp8":
+        dtypes.add(_CODE_DTYPES[config.one_of("format", *_CODE_DTYPES)])
+    for key in ("checkpoint_format", "method"):
+        if config.has(key):
+            config.one_of(key, "fp8", *_CODE_DTYPES)
+    if config.has("weight_scale_method"):
+        shared = config.one_of("weight_scale_method", "tensor", "row", "block")
+        if (shared == "block") != config.has("weight_block_size"):
+            raise config.unsupported("weight_scale_method", "block exactly where there is a weight_block_size")
+        rows, columns = {"tensor": (0, 0), "row": (1, 0)}.get(shared, (rows, columns))
     is_power = config.text("scale_fmt", ("float", "ue8m0"), "float") == "ue8m0"
-    dense = SourceFormat(
+    is_inverted = config.has("weight_scale_semantics")
+    if is_inverted:
+        config.one_of("weight_scale_semantics", "inverse")
+    options = {"scale_fmt": "ue8m0"} if is_power else {}
+    return SourceFormat(
+        "gptqmodel fp8" if is_inverted else "fp8",
         "fp8",
-        "fp8",
-        codes,
+        dtypes.pop() if len(dtypes) == 1 else "",
         "float8e8m0" if is_power else "",
         rows,
         columns,
-        options=(("scale_fmt", "ue8m0"),) if is_power else (),
+        options=(*options.items(), *((("scale_inverted", True),) if is_inverted else ())),
         static_inputs="float8e4m3" if config.values.get("activation_scheme") == "static" else "",
     )
-    skipped = skipped_names(config, "modules_to_not_convert", "ignored_layers")
-    return [skipped, *_routed_experts(config, text), always(dense)]
 
 
 def _is_routed(module: str) -> bool:
@@ -97,7 +168,8 @@ def _expert_method(config: ConfigReader, text: Text) -> str:
         if key == "expert_dtype":
             value = {"fp4": "mxfp4", "fp8": "fp8"}[reader.text(key, ("fp4", "fp8"))]
         else:
-            value = reader.one_of(key, "mxfp4", "fp8")
+            value = reader.one_of(key, "mxfp4", "fp8", *_CODE_DTYPES)
+            value = "fp8" if value in _CODE_DTYPES else value
         if method not in ("", value):
             raise reader.unsupported(key, f"{method}, as the other keys for routed experts say")
         method = value
@@ -115,7 +187,14 @@ def _modelopt_modules(config: ConfigReader) -> Matcher:
     return lambda module: not is_ignored(module) and (is_all or any(name in layers for name in parents(module)))
 
 
-@quant_method("fbgemm_fp8")
+FBGEMM_KEYS: Keys = {
+    "modules_to_not_convert": read("modules that are left out"),
+    "activation_scale_ub": unused("upper bound of the scales of activations"),
+    **all_unused("what a loader does", "dequantize"),
+}
+
+
+@quant_method("fbgemm_fp8", keys=FBGEMM_KEYS)
 def parse_fbgemm_fp8(config: ConfigReader, _text: Text) -> list[Rule]:
     """Parse fbgemm's fp8: one scale per output row."""
     skipped = skipped_names(config, "modules_to_not_convert")
@@ -130,6 +209,7 @@ class Fp8(Encoding):
     """fp8 weights [N, K] with a scale per tensor, channel, group or block; `weight_scale_inv` multiplies too.
 
     A scale in uint8 is an e8m0 exponent. With scale_fmt ue8m0 (DeepSeek-V3.1) a float scale must be a power of two.
+    Option scale_inverted: the stored scale divides (GPTQModel), and its float32 reciprocal is taken.
     Source: transformers, integrations/finegrained_fp8.py, Fp8Dequantize.
     """
 
@@ -139,12 +219,14 @@ class Fp8(Encoding):
     def stored_tensors(self, fmt: SourceFormat, headers: Headers, n: int, k: int) -> list[StoredTensor]:
         """List the weight and its scale."""
         require_multiples(headers, [("columns", k, 4)])
-        scales = grid_shapes(n, k, fmt.group_n, fmt.group_k)
+        scales, is_inverted = grid_shapes(n, k, fmt.group_n, fmt.group_k), bool(fmt.option("scale_inverted"))
         if len(scales[0]) == 2:  # ModelOpt's FP8_PB_WO keeps the dimensions of the blocks
             scales = (*scales, (scales[0][0], 1, scales[0][1], 1))
         return [
             StoredTensor("weight", ("weight",), ("F8_E4M3", "F8_E5M2"), ((n, k),)),
-            StoredTensor("scale", _SCALE_NAMES, (*FLOATS, *SCALE_DTYPES["float8e8m0"]), scales),
+            StoredTensor(
+                "scale", _SCALE_NAMES, (*FLOATS, *(() if is_inverted else SCALE_DTYPES["float8e8m0"])), scales
+            ),
         ]
 
     def resolve_groups(self, fmt: SourceFormat, headers: Headers, n: int) -> SourceFormat:
@@ -172,7 +254,8 @@ class Fp8(Encoding):
         if fmt.b_dtype not in ("", b_dtype):
             what = "A tensor has the wrong dtype."
             raise InputError(what, where=weight.name, expected=fmt.b_dtype, found=weight.dtype)
-        return super().complete(replace(fmt, b_dtype=b_dtype), found, used, k)
+        fmt = super().complete(replace(fmt, b_dtype=b_dtype), found, used, k)
+        return replace(fmt, scale_dtype="float32") if fmt.option("scale_inverted") else fmt
 
     def decode(self, fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> CodedMatrix:
         """Keep the codes; give e8m0 scales their dtype."""
@@ -183,7 +266,12 @@ class Fp8(Encoding):
         from hqconv.quantization.deferred_checks import is_any
 
         scale, name = parts["scale"], names.get("scale", "")
-        if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        if fmt.option("scale_inverted"):
+            scale = scale.float()
+            if is_any(~(scale.isfinite() & (scale > 0))):
+                refuse("A scale is not usable.", name, "positive numbers, which divide", "another number")
+            scale = scale.reciprocal()
+        elif scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
             scale = as_e8m0(scale, name)
         elif fmt.option("scale_fmt") == "ue8m0":
             mantissa, _ = torch.frexp(scale.float())

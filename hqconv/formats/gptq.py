@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from hqconv.errors import InputError
 from hqconv.formats.bounded_regex import BoundedRegex
+from hqconv.formats.config_keys import Keys, all_unused, read
 from hqconv.formats.config_reader import ConfigReader, Text
 from hqconv.formats.encoding import (
     Encoding,
@@ -29,6 +30,7 @@ from hqconv.formats.encoding import (
 )
 from hqconv.formats.module_rules import Rule, always, containing, when
 from hqconv.formats.registry import quant_method, register_encoding
+from hqconv.formats.rotations import refuse_rotation
 from hqconv.formats.source_format import SourceFormat
 from hqconv.schemas.dtypes import FLOATS
 from hqconv.schemas.tensors import TensorSpec
@@ -39,12 +41,57 @@ if TYPE_CHECKING:
     from hqconv.quantization.coded_matrix import CodedMatrix
 
 
-@quant_method("gptq")
+# How a tool ran: GPTQModel's meta_field_map, transformers' GPTQConfig, AutoGPTQ's BaseQuantizeConfig.
+_TOOLING: Keys = {
+    **all_unused(
+        "how the tool ran",
+        "meta damp_percent damp_auto_increment true_sequential static_groups mse model_name_or_path "
+        "model_file_base_name tokenizer dataset model_seqlen max_input_length batch_size pad_token_id "
+        "cache_block_outputs lm_head device module_name_preceding_first_block block_name_to_quantize "
+        "act_group_aware pack_impl mock_quantization foem hessian v2 v2_alpha v2_memory_device gptaq fallback "
+        "failsafe adapter_config parallel_packing gc_mode moe telemetry offload_to_disk offload_to_disk_path "
+        "weight_only preprocessors smoother",
+    ),
+    **all_unused(
+        "kernel that a loader takes",
+        "backend use_exllama use_cuda_fp16 exllama_config max_input_len disable_exllama awq_gemm_checkpoint",
+    ),
+    **all_unused("activations at run time", "activation"),
+}
+_FORMAT: Keys = {
+    "bits": read("bits of a code"),
+    "wbits": read("bits of a code"),
+    "w_bit": read("bits of a code"),
+    "group_size": read("columns that share a scale; -1: all"),
+    "q_group_size": read("columns that share a scale; -1: all"),
+    "desc_act": read("true: columns are grouped by g_idx"),
+    "sym": read("true: the zero point is the midpoint"),
+    "zero_point": read("the opposite of sym"),
+    "checkpoint_format": read("gptq: zero points less one; gptq_v2: zero points"),
+    "format": read("as checkpoint_format"),
+    "is_marlin_format": read("true: an old Marlin layout, refused"),
+    "pack_dtype": read("dtype of the packed words: int32"),
+    "rotation": read("inputs rotated at run time: refused"),
+    "adapter": read("a low-rank correction beside the weights: refused"),
+}
+KEYS: Keys = {
+    **_FORMAT,
+    "method": read("GPTQModel's name of the method"),
+    "dynamic": read("GPTQModel's overrides by pattern", entries={**_FORMAT, **_TOOLING}),
+    "modules_in_block_to_quantize": read("parts of names, of which a quantized module has one"),
+    **_TOOLING,
+}
+
+
+@quant_method("gptq", keys=KEYS)
 def parse_gptq(config: ConfigReader, _text: Text) -> list[Rule]:
     """Parse a config of AutoGPTQ or GPTQModel, with GPTQModel's `dynamic` overrides.
 
-    modules_in_block_to_quantize: only modules whose names contain one of them are quantized.
+    modules_in_block_to_quantize: only modules whose names contain one of them are quantized. `rotation` is refused:
+    GPTQModel rotates the input of a down projection when it runs (`_setup_rotation_online_had` of models/loader.py).
     """
+    if config.has("method"):
+        config.one_of("method", "gptq")
     rules = list(dynamic_rules(config, gptq_format))
     names = _flat_names(config, "modules_in_block_to_quantize")
     if names:
@@ -77,10 +124,13 @@ def dynamic_rules(config: ConfigReader, format_of: Callable[[ConfigReader], Sour
 
 def gptq_format(config: ConfigReader, title: str = "gptq") -> SourceFormat:
     """Return one GPTQ format. Version 1 stores a zero point minus one, version 2 as it is."""
-    bits = config.integer("bits", 2, 8)
-    group_size = config.group_size("group_size")
+    check_gptqmodel_keys(config)
+    bits = config.integer(config.agreed("bits", "wbits", "w_bit"), 2, 8)
+    group_size = config.group_size(config.agreed("group_size", "q_group_size"))
     is_ordered = config.flag("desc_act", False)
-    key = config.first("checkpoint_format", "format")
+    if config.has("sym") and config.has("zero_point") and config.flag("zero_point", True) == config.flag("sym", True):
+        raise config.unsupported("zero_point", "the opposite of sym")
+    key = config.agreed("checkpoint_format", "format")
     version = config.text(key, default="gptq")
     if version not in ("gptq", "gptq_v2") or config.flag("is_marlin_format", False):
         raise config.unsupported(key, "gptq or gptq_v2")
@@ -94,6 +144,18 @@ def gptq_format(config: ConfigReader, title: str = "gptq") -> SourceFormat:
         is_permuted=is_ordered and group_size > 0,
         options=(("zero_offset", 0 if version == "gptq_v2" else 1), ("desc_act", is_ordered)),
     )
+
+
+def check_gptqmodel_keys(config: ConfigReader) -> None:
+    """Raise RequestError for GPTQModel's rotations, adapters and other packed words.
+
+    Source: `BaseQuantizeConfig` of gptqmodel, quantization/config.py.
+    """
+    refuse_rotation(config, "rotation")
+    if config.values.get("adapter"):
+        raise config.unsupported("adapter", "none: weights without a low-rank correction")
+    if config.has("pack_dtype") and config.text("pack_dtype").removeprefix("torch.") != "int32":
+        raise config.unsupported("pack_dtype", "int32")
 
 
 @register_encoding

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from hqconv.errors import InputError, RequestError
 from hqconv.formats.bounded_regex import BoundedRegex
+from hqconv.formats.config_keys import Keys, all_unused, read
 from hqconv.formats.config_reader import ConfigReader, Text
 from hqconv.formats.encoding import (
     ONE,
@@ -49,7 +50,37 @@ _NAMES = {
 }
 
 
-@quant_method("humming")
+_FORMAT: Keys = {
+    **{
+        alias: read(meaning)
+        for field, meaning in {
+            "b_dtype": "type of the codes",
+            "bs_dtype": "type of the scales",
+            "weight_scale_type": "group, channel, block or tensor: what shares a scale",
+            "weight_scale_2_type": "what shares a second scale",
+            "weight_scale_group_size": "columns that share a scale",
+            "weight_scale_group_size_n": "rows that share a scale",
+        }.items()
+        for alias in _NAMES[field]
+    },
+    "has_zero_point": read("true: zero points are stored"),
+    "is_fp_zero_point": read("true: zero points are floats"),
+    "hadamard_block_size": read("inputs rotated at run time: refused unless 0 or 1"),
+    **all_unused(
+        "quantized activations", "a_dtype input_scale_group_size input_scale_dtype input_quant_mode input_dtype"
+    ),
+}
+KEYS: Keys = {
+    **_FORMAT,
+    "ignored_layers": read("modules that are left out"),
+    "ignore": read("modules that are left out"),
+    "modules_to_not_convert": read("modules that are left out"),
+    "dynamic": read("other words for some modules, or left out", entries=_FORMAT),
+    **all_unused("hqconv's own words", "name format_version"),
+}
+
+
+@quant_method("humming", keys=KEYS)
 def parse_humming(config: ConfigReader, _text: Text) -> list[Rule]:
     """Parse Humming's config, with exceptions as vLLM's HummingConfig reads them: "-" goes before "+".
 

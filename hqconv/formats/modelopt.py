@@ -1,18 +1,55 @@
-"""NVIDIA's Model Optimizer: the method `modelopt`. Its matrices are stored as `fp8`, `mxfp8` and `nvfp4`."""
+"""NVIDIA's Model Optimizer: the method `modelopt`. It stores matrices as fp8, int8, mxfp4, mxfp8 and nvfp4."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from hqconv.formats.config_keys import Keys, all_unused, read
 from hqconv.formats.config_reader import LARGEST, ConfigReader, Text
 from hqconv.formats.module_rules import Rule, always, globbed_in, parents, when
 from hqconv.formats.mx import mx_format
 from hqconv.formats.nvfp4 import nvfp4_format
 from hqconv.formats.registry import quant_method
+from hqconv.formats.rotations import refuse_rotation
 from hqconv.formats.source_format import SourceFormat
 
+# Sources: `process_layer_quant_config` of modelopt.torch.export.quant_utils, `convert_hf_quant_config_format` of its
+# convert_hf_config.
+_ALGORITHM: Keys = {
+    "quant_algo": read("the algorithm; MIXED_PRECISION: one for each module; null: none"),
+    "group_size": read("columns that share a scale"),
+    "pre_quant_scale": read("true: inputs are scaled when the model runs, refused"),
+    "has_zero_point": read("false: no zero points"),
+    "rotate": read("inputs rotated at run time: refused"),
+}
+_GROUP: Keys = {
+    **_ALGORITHM,
+    "weights": read(
+        "scheme of the weights",
+        inside={
+            "group_size": read("columns that share a scale"),
+            **all_unused("said by the algorithm", "dynamic num_bits type strategy symmetric block_structure"),
+        },
+    ),
+    **all_unused("said by the algorithm and the layers", "targets input_activations output_activations"),
+}
+_QUANTIZATION: Keys = {
+    **_ALGORITHM,
+    "exclude_modules": read("modules that are left out"),
+    "ignore": read("modules that are left out"),
+    "quantized_layers": read("algorithm of each module", entries=_ALGORITHM),
+    **all_unused("quantized cache", "kv_cache_quant_algo kv_cache_scheme kv_cache_group_size"),
+    **all_unused("how the tool ran", "smoothquant_val clamp_val has_weight_scale weight_compression"),
+}
+KEYS: Keys = {
+    **_QUANTIZATION,
+    "quantization": read("hf_quant_config.json: the object of these keys", inside=_QUANTIZATION),
+    "config_groups": read("schemes, in newer configs", entries=_GROUP),
+    **all_unused("quantized activations", "activation_scheme"),
+}
 
-@quant_method("modelopt", "modelopt_fp4", "modelopt_mixed", "modelopt_mxfp8")
+
+@quant_method("modelopt", "modelopt_fp4", "modelopt_mixed", "modelopt_mxfp8", keys=KEYS)
 def parse_modelopt(config: ConfigReader, _text: Text) -> list[Rule]:
     """Parse one algorithm for all modules, or one per module; `quant_algo` null: none.
 
@@ -29,6 +66,7 @@ def parse_modelopt(config: ConfigReader, _text: Text) -> list[Rule]:
         return [excluded, always(_algorithm_format(config))]
     if not config.has("quantized_layers"):
         raise config.wrong("quantized_layers", "an object of modules")
+    _check_inputs(config)
     layers = {name: _algorithm_format(layer) for name, layer in config.tables("quantized_layers")}
 
     def by_name(module: str) -> SourceFormat | None:
@@ -37,14 +75,33 @@ def parse_modelopt(config: ConfigReader, _text: Text) -> list[Rule]:
     return [excluded, by_name]
 
 
+def _check_inputs(config: ConfigReader) -> None:
+    """Raise RequestError for inputs that are scaled or rotated at run time, and for zero points."""
+    for reader in (config, *(group for _, group in config.tables("config_groups"))):
+        refuse_rotation(reader, "rotate")
+        if reader.flag("pre_quant_scale", False):
+            raise reader.unsupported("pre_quant_scale", "false: activations that are not scaled")
+        if reader.flag("has_zero_point", False):
+            raise reader.unsupported("has_zero_point", "false")
+
+
 def _algorithm_format(config: ConfigReader) -> SourceFormat:
-    if config.flag("pre_quant_scale", False):
-        raise config.unsupported("pre_quant_scale", "false: activations that are not scaled")
+    """Return the format of an algorithm. What it does with activations at run time changes no weight.
+
+    Source: `to_quantized_weight` and `get_weight_scaling_factor` of modelopt.torch.export.quant_utils.
+    """
+    _check_inputs(config)
     algorithm = config.text("quant_algo")
     if algorithm in ("nvfp4", "w4a16_nvfp4"):
         is_static = algorithm == "nvfp4" and not config.flag("dynamic", False)
-        fmt = nvfp4_format("modelopt nvfp4", _group_size(config, 16, only=16))
+        fmt = nvfp4_format("modelopt nvfp4", _group_size(config, 16, only=(16,)))
         return replace(fmt, static_inputs="float4e2m1" if is_static else "")
+    if algorithm == "w4a8_nvfp4_fp8":
+        return nvfp4_format("modelopt nvfp4", _group_size(config, 32, only=(16, 32)))
+    if algorithm in ("w4a8_mxfp4_fp8", "mxfp4"):  # config_groups may say 16: the scales' shape decides
+        return mx_format("modelopt mxfp4", "mxfp4")
+    if algorithm == "w8a16":
+        return SourceFormat("modelopt int8", "int8", "uint8")
     if algorithm == "mxfp8":
         return mx_format("modelopt mxfp8", "mxfp8")
     if algorithm in ("fp8_pb_wo", "fp8_block_scales"):
@@ -54,15 +111,21 @@ def _algorithm_format(config: ConfigReader) -> SourceFormat:
         return SourceFormat("modelopt fp8", "fp8", "float8e4m3", "", 0, 0, static_inputs="float8e4m3")
     if algorithm == "fp8_per_channel_per_token":
         return SourceFormat("modelopt fp8", "fp8", "float8e4m3", "", 1, 0)
-    names = "NVFP4, W4A16_NVFP4, MXFP8, FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, MIXED_PRECISION"
+    names = (
+        "NVFP4, W4A16_NVFP4, W4A8_NVFP4_FP8, W4A8_MXFP4_FP8, MXFP8, FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, W8A16, "
+        "MIXED_PRECISION"
+    )
     raise config.unsupported("quant_algo", names)
 
 
-def _group_size(config: ConfigReader, default: int, only: int | None = None) -> int:
-    """Return the group size, in newer configs given with the weights of a group; with `only` no other than that."""
-    least, most = (1, LARGEST) if only is None else (only, only)
+def _group_size(config: ConfigReader, default: int, only: tuple[int, ...] = ()) -> int:
+    """Return the group size, in newer configs given with the weights of a group; one of `only`, if there are any."""
+    reader = config
     if not config.has("group_size"):
-        for _, group in config.tables("config_groups"):
-            if group.has("weights") and group.table("weights").has("group_size"):
-                return group.table("weights").integer("group_size", least, most)
-    return config.integer("group_size", least, most, default=default)
+        groups = (group.table("weights") for _, group in config.tables("config_groups") if group.has("weights"))
+        reader = next((weights for weights in groups if weights.has("group_size")), config)
+    least, most = (min(only), max(only)) if only else (1, LARGEST)
+    size = reader.integer("group_size", least, most, default=default)
+    if only and size not in only:
+        raise reader.wrong("group_size", " or ".join(map(str, only)))
+    return size

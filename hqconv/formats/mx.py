@@ -1,4 +1,4 @@
-"""OCP microscaling: the methods `mxfp4` (GPT-OSS) and `mxfp8` (MiniMax), and the encodings mxfp4 and mxfp8.
+"""OCP microscaling: the methods `mxfp4` (GPT-OSS) and `mxfp8` (MiniMax), and the encodings mxfp4, mxfp6 and mxfp8.
 
 Legend: N output rows, K input columns. A power-of-two scale (e8m0) per 32 columns.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hqconv.formats.config_keys import Keys, all_unused, read
 from hqconv.formats.config_reader import ConfigReader, Text
 from hqconv.formats.encoding import (
     SCALE_DTYPES,
@@ -34,18 +35,31 @@ _SCALE_NAMES = ("weight_scale_inv", "weight_scale", "scale", "scale_inv", "scale
 
 
 def mx_format(name: str, encoding: str) -> SourceFormat:
-    """Return the format of an encoding of this module, "mxfp4" or "mxfp8", under a name."""
-    b_dtype = {"mxfp4": Mxfp4, "mxfp8": Mxfp8}[encoding].b_dtype
+    """Return the format of an encoding of this module, "mxfp4", "mxfp6" or "mxfp8", under a name."""
+    b_dtype = {"mxfp4": Mxfp4, "mxfp6": Mxfp6, "mxfp8": Mxfp8}[encoding].b_dtype
     return SourceFormat(name, encoding, b_dtype, "float8e8m0", 1, 32)
 
 
-@quant_method("mxfp4")
+MXFP4_KEYS: Keys = {
+    "modules_to_not_convert": read("modules that are left out"),
+    **all_unused("what a loader does", "dequantize"),
+}
+MXFP8_KEYS: Keys = {
+    "weight_block_size": read("[1, 32]: a scale for 32 columns of a row"),
+    "ignored_layers": read("modules that are left out"),
+    "modules_to_not_convert": read("modules that are left out"),
+    **all_unused("quantized activations", "activation_scheme"),
+    **all_unused("said by the method's name", "fmt scale_fmt dequantize"),
+}
+
+
+@quant_method("mxfp4", keys=MXFP4_KEYS)
 def parse_mxfp4(config: ConfigReader, _text: Text) -> list[Rule]:
     """Parse GPT-OSS's config: fp4 with a power-of-two scale per 32 columns."""
     return [skipped_names(config, "modules_to_not_convert"), always(MXFP4)]
 
 
-@quant_method("mxfp8")
+@quant_method("mxfp8", keys=MXFP8_KEYS)
 def parse_mxfp8(config: ConfigReader, _text: Text) -> list[Rule]:
     """Parse MiniMax's config: ModelOpt's MXFP8 with other keys. A name covers its path.
 
@@ -104,6 +118,30 @@ class Mxfp4(_Microscaling):
         scale = next((headers[name] for name in _SCALE_NAMES if name in headers), None)
         is_elements = weight.dtype == "F4" and scale is not None and scale.shape[-1] * 32 == columns
         return rows, columns if is_elements else columns * 2
+
+
+@register_encoding
+class Mxfp6(_Microscaling):
+    """fp6 codes (e2m3), four in three bytes, the first in the lowest bits: [N, K * 3 / 4]; e8m0 scales [N, K / 32].
+
+    Source: `pack_fp6_to_uint8` of compressed_tensors.compressors.mxfp6.helpers.
+    """
+
+    name = "mxfp6"
+    weight_names = ("weight_packed",)
+    b_dtype = "float6e2m3"
+
+    def stored_tensors(self, fmt: SourceFormat, headers: Headers, n: int, k: int) -> list[StoredTensor]:
+        """List the codes and their scales."""
+        require_multiples(headers, [("columns", k, 32)])
+        return [
+            StoredTensor("weight", self.weight_names, ("U8",), ((n, k * 3 // 4),)),
+            StoredTensor("scale", _SCALE_NAMES, SCALE_DTYPES["float8e8m0"], ((n, k // 32),)),
+        ]
+
+    def logical_shape(self, fmt: SourceFormat, headers: Headers, weight: TensorSpec) -> Shape | None:
+        """Return (N, K): four codes in three bytes."""
+        return weight.shape[0], weight.shape[1] * 4 // 3
 
 
 @register_encoding

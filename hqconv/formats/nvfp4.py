@@ -36,7 +36,7 @@ def nvfp4_format(name: str, group_size: int) -> SourceFormat:
 
 @register_encoding
 class Nvfp4(Encoding):
-    """fp4 codes [N, K / 2] with e4m3 scales [N, K / 16] and one float32 second scale.
+    """fp4 codes [N, K / 2] with e4m3 scales [N, G] of 16 columns (ModelOpt's W4A8: 32) and one float32 second scale.
 
     Option scale_2: "multiplies" (modelopt, weight_scale_2) or "divides" (compressed-tensors, weight_global_scale:
     scale_2 is its float32 reciprocal).
@@ -50,10 +50,10 @@ class Nvfp4(Encoding):
 
     def stored_tensors(self, fmt: SourceFormat, headers: Headers, n: int, k: int) -> list[StoredTensor]:
         """List the codes and both scales."""
-        require_multiples(headers, [("columns", k, 16)])
+        require_multiples(headers, [("columns", k, fmt.group_k)])
         return [
             StoredTensor("weight", self.weight_names, ("U8",), ((n, k // 2),)),
-            StoredTensor("scale", ("weight_scale",), ("F8_E4M3", "U8"), ((n, k // 16),)),
+            StoredTensor("scale", ("weight_scale",), ("F8_E4M3", "U8"), ((n, k // fmt.group_k),)),
             StoredTensor("scale_2", ("weight_scale_2", "weight_global_scale"), ("F32",), ONE),
         ]
 

@@ -8,8 +8,10 @@ from typing import Any
 
 from hqconv.errors import RequestError
 from hqconv.formats import registry
+from hqconv.formats.config_keys import check_keys
 from hqconv.formats.config_reader import ConfigReader
 from hqconv.formats.module_rules import Matcher, Rule
+from hqconv.formats.rotations import refuse_rotated_model
 from hqconv.formats.source_format import PLAIN, SourceFormat
 
 
@@ -17,12 +19,13 @@ from hqconv.formats.source_format import PLAIN, SourceFormat
 class DeclaredFormats:
     """The formats that a config declares. method: its quant_method, "none" without one.
 
-    undecided: modules that some tools read as left out and others as quantized.
+    undecided: modules that some tools read as left out and others as quantized. warnings: unknown keys of the config.
     """
 
     method: str
     rules: tuple[Rule, ...] = ()
     undecided: Matcher | None = None
+    warnings: tuple[str, ...] = ()
 
     def of(self, module: str, *, is_stored_plain: bool = False) -> SourceFormat:
         """Return the format of a module's weight, by the module's dotted path; PLAIN where the config leaves it out.
@@ -42,8 +45,10 @@ def declared_formats(config: Mapping[str, Any] | None, text: Mapping[str, Any]) 
     """Read config.json's `quantization_config` or the content of hf_quant_config.json; None: not quantized.
 
     text: the language model's config. Nothing is compared with the tensors here.
-    Raises RequestError for a method or variant that is not supported, InputError for values that make no sense.
+    Raises RequestError for a method or variant that is not supported and for unknown keys that may change what the
+    weights mean, InputError for values that make no sense.
     """
+    refuse_rotated_model(text)
     if config is None:
         return DeclaredFormats("none")
     reader = ConfigReader(config, "quantization_config")
@@ -64,8 +69,10 @@ def declared_formats(config: Mapping[str, Any] | None, text: Mapping[str, Any]) 
             found=method,
             remedy="Convert the original checkpoint that it was made from.",
         )
-    parse, undecided = methods[method].parse, methods[method].undecided
-    return DeclaredFormats(method, tuple(parse(reader, text)), undecided(reader) if undecided else None)
+    known = methods[method]
+    rules = tuple(known.parse(reader, text))
+    warnings = check_keys(reader, known.keys)
+    return DeclaredFormats(method, rules, known.undecided(reader) if known.undecided else None, warnings)
 
 
 def _method(config: ConfigReader) -> str:

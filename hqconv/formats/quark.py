@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from hqconv.formats.config_keys import Keys, all_unused, read, speaks_of_rotations
 from hqconv.formats.config_reader import ConfigReader, Text
 from hqconv.formats.encoding import (
     ONE,
@@ -30,6 +31,7 @@ from hqconv.formats.encoding import (
 )
 from hqconv.formats.module_rules import Rule, always, globbed_in, when
 from hqconv.formats.registry import quant_method, register_encoding
+from hqconv.formats.rotations import is_online_spinquant, rotated
 from hqconv.formats.source_format import PLAIN, SourceFormat
 from hqconv.schemas.dtypes import FLOATS, code_bits
 from hqconv.schemas.tensors import TensorSpec
@@ -75,12 +77,65 @@ _SMALL_SCALES = {
 # --- the config --------------------------------------------------------------------------------------------
 
 
-@quant_method("quark")
+# Sources: QTensorConfig, QLayerConfig, QConfig of quark.torch.quantization.config.config, JsonExporterConfig of
+# quark.torch.export.config.config.
+_TENSOR: Keys = {
+    "dtype": read("type of the codes"),
+    "mx_element_dtype": read("type of the codes of an mx block"),
+    "qscheme": read("per_tensor, per_channel, per_group or per_block: what shares a scale"),
+    "ch_axis": read("axis of channels or groups"),
+    "group_size": read("columns that share a scale"),
+    "block_size": read("rows and columns that share a scale"),
+    "symmetric": read("false: zero points are stored"),
+    "is_dynamic": read("false, for weights"),
+    "is_scale_quant": read("true: this stage is of the scales"),
+    "scale_format": read("type of the scales"),
+    "scale_type": read("float8_e8m0fnu: scales of blocks are powers of two"),
+    **all_unused("how codes and scales were found", "round_method observer_cls scale_calculation_mode qat_spec"),
+    **all_unused("said by the tensors", "zero_point_type"),
+    **all_unused("how the tool ran", "enable_buffer_reuse max_input_numel"),
+}
+_LAYER: Keys = {
+    "weight": read("scheme of the weights, of one or two stages", inside=_TENSOR),
+    **all_unused("quantized activations", "input_tensors output_tensors"),
+    **all_unused("said by the tensors", "bias"),
+    **all_unused("how the tool ran", "target_device"),
+}
+KEYS: Keys = {
+    "global_quant_config": read("scheme of all other modules", inside=_LAYER),
+    "layer_quant_config": read("schemes by name or pattern", entries=_LAYER),
+    "layer_type_quant_config": read("schemes by class", entries=_LAYER),
+    "exclude": read("modules that are left out"),
+    "algo_config": read("rotations and low-rank branches: refused unless they are fused"),
+    "pre_quant_opt_config": read("as algo_config"),
+    "export": read(
+        "how weights are stored",
+        inside={
+            "weight_format": read("real_quantized: codes are stored"),
+            "pack_method": read("reorder or order: order of nibbles"),
+            **all_unused("quantized cache", "kv_cache_group min_kv_scale"),
+            **all_unused("scales that were made equal", "weight_merge_groups"),
+        },
+    ),
+    **all_unused(
+        "quantized cache and attention",
+        "kv_cache_quant_config kv_cache_group min_kv_scale kv_cache_post_rope softmax_quant_spec",
+    ),
+    **all_unused(
+        "how the tool ran",
+        "quant_mode log_severity_level shared_scale_groups sync_moe_expert_input_amax keep_prequantized_layers "
+        "custom_mode",
+    ),
+}
+
+
+@quant_method("quark", keys=KEYS)
 def parse_quark(config: ConfigReader, _text: Text) -> list[Rule]:
     """Parse excluded names, then a scheme by name or shell pattern, by class, for the rest.
 
     A pattern covers the names it matches, not modules below them. The "re:" prefix is vLLM's.
     """
+    _check_algorithms(config)
     export = config.table("export") if config.has("export") else ConfigReader({}, config.where("export"))
     if export.text("weight_format", ("real_quantized", "fake_quantized"), "real_quantized") != "real_quantized":
         return []
@@ -98,6 +153,27 @@ def parse_quark(config: ConfigReader, _text: Text) -> list[Rule]:
         if kind == "Linear":
             rules.append(always(_format(layer, packing)))
     return [*rules, always(_format(config.table("global_quant_config"), packing))]
+
+
+def _check_algorithms(config: ConfigReader) -> None:
+    """Raise RequestError for algorithms that work on activations at run time: online rotations, low-rank branches.
+
+    AWQ, GPTQ, SmoothQuant and AutoRound are done when the weights are stored. Source: RotationConfig,
+    OnlineRotationConfig and SVDQuantConfig of quark.torch.quantization.config.config.
+    """
+    for key in ("algo_config", "pre_quant_opt_config"):
+        value = config.values.get(key)
+        for one in value if isinstance(value, list) else [value]:
+            if one is None:
+                continue
+            if not isinstance(one, Mapping):
+                raise config.wrong(key, "objects, each with the name of an algorithm")
+            name = str(one.get("name", "")).lower()
+            if "svd" in name:
+                raise config.unsupported(key, "no svdquant: weights without a low-rank branch")
+            is_rotation = speaks_of_rotations(name) or bool({"r1", "r2", "r4", "online_r1_rotation"} & set(one))
+            if is_rotation and (one.get("online_config") or is_online_spinquant(one, online_r1=False)):
+                raise rotated(config, key, "rotations that are fused: r4 and online_r1_rotation false")
 
 
 def _format(layer: ConfigReader, packing: str) -> SourceFormat:

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from hqconv import formats
 from hqconv.errors import InputError
+from hqconv.formats.config_keys import Keys
 from hqconv.formats.config_reader import ConfigReader, Text
 from hqconv.formats.encoding import Encoding
 from hqconv.formats.module_rules import Matcher, Rule
@@ -26,10 +27,14 @@ Parser = Callable[[ConfigReader, Text], list[Rule]]  # the first rule that gives
 
 @dataclass(frozen=True)
 class QuantMethod:
-    """A quantization method. undecided: modules that tools read as left out or as quantized, for one config."""
+    """A quantization method. keys: the known keys of its config.
+
+    undecided: modules that tools read as left out or as quantized, for one config.
+    """
 
     name: str
     parse: Parser
+    keys: Keys
     undecided: Callable[[ConfigReader], Matcher] | None = None
 
 
@@ -39,12 +44,12 @@ ENCODINGS: dict[str, Encoding] = {}  # by name
 
 
 def quant_method(
-    name: str, *aliases: str, undecided: Callable[[ConfigReader], Matcher] | None = None
+    name: str, *aliases: str, keys: Keys, undecided: Callable[[ConfigReader], Matcher] | None = None
 ) -> Callable[[Parser], Parser]:
-    """Register the decorated function as the parser of a method's config."""
+    """Register the decorated function as the parser of a method's config, whose known keys are `keys`."""
 
     def register(parse: Parser) -> Parser:
-        METHODS[name] = QuantMethod(name, parse, undecided)
+        METHODS[name] = QuantMethod(name, parse, keys, undecided)
         ALIASES.update(dict.fromkeys(aliases, name))
         return parse
 

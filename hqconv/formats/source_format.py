@@ -14,6 +14,7 @@ from hqconv.schemas.weight_schema import PARAM_DTYPES, WeightSchema
 
 FLOAT = "float"  # encoding of experts that are not quantized
 LAID_OUT = "kernel"  # of an artifact in the kernel layout, which `hqconv.sources.artifact` reads
+PER_PROJECTION = "per_projection"  # of a layer whose projections have formats of their own: options, by role
 GGUF = "gguf"  # of experts in GGUF files, which `hqconv.sources.gguf` reads
 KNOWN_BY_SOURCE = frozenset((LAID_OUT, GGUF))  # tensor names alone do not identify experts
 QUANTIZED, DIRECT, REQUANTIZED = "quantized", "direct", "requantized"  # how a layer is converted
@@ -72,9 +73,18 @@ class SourceFormat:
         """Return one of the options."""
         return dict(self.options).get(name, default)
 
+    def of(self, role: str) -> SourceFormat:
+        """Return the format of one projection: w1, w3 or w2."""
+        if self.encoding != PER_PROJECTION:
+            return self
+        one = self.option(role)
+        assert isinstance(one, SourceFormat)
+        return one
+
     def to_dict(self) -> dict[str, Any]:
         """Return the format for JSON."""
-        document = {"name": self.name, "decoder": self.encoding, **asdict(self), "options": dict(self.options)}
+        options = {name: value.to_dict() if isinstance(value, SourceFormat) else value for name, value in self.options}
+        document = {"name": self.name, "decoder": self.encoding, **asdict(self), "options": options}
         del document["encoding"], document["static_inputs"]
         return document
 
@@ -85,11 +95,14 @@ class SourceFormat:
         Raises KeyError, TypeError, AttributeError or ValueError for any other document.
         """
         values = {"encoding" if key == "decoder" else key: value for key, value in document.items()}
-        return cls(**{**values, "options": tuple(document["options"].items())})
+        options = document["options"]
+        if document["decoder"] == PER_PROJECTION:
+            options = {role: cls.from_dict(one) for role, one in options.items()}
+        return cls(**{**values, "options": tuple(options.items())})
 
     def describe(self) -> str:
         """Return a one-line description."""
-        if self.is_float or self.encoding == GGUF:
+        if self.is_float or self.encoding in (GGUF, PER_PROJECTION):
             return self.name
         sizes = {0: "all", ANY: "?"}
         rows, columns = (sizes.get(size, str(size)) for size in (self.group_n, self.group_k))
@@ -106,6 +119,16 @@ class SourceFormat:
 PLAIN = SourceFormat("not quantized", FLOAT)
 
 
+def per_projection(formats: Mapping[str, SourceFormat]) -> SourceFormat:
+    """Return the format of a layer by its projections' formats: the common one, or one that names each."""
+    if len(set(formats.values())) == 1:
+        return next(iter(formats.values()))
+    texts = {role: one.describe() for role, one in formats.items()}
+    by_text = {text: " and ".join(role for role in texts if texts[role] == text) for text in texts.values()}
+    name = "; ".join(f"{roles}: {text}" for text, roles in by_text.items())
+    return SourceFormat(name, PER_PROJECTION, options=tuple(formats.items()))
+
+
 def why_not_direct(
     source: SourceFormat, schema: WeightSchema, param_dtype: str, *, rounded: Collection[str] = ()
 ) -> str:
@@ -116,6 +139,8 @@ def why_not_direct(
     """
     if source.is_float:
         return "the source is not quantized"
+    if source.encoding == PER_PROJECTION:
+        return "its projections have formats of their own"
     if schema.rotation:
         return "the schema's weights are rotated, its are not"
     if source.b_dtype != schema.b_dtype:

@@ -115,7 +115,10 @@ class NameGroups:
 
 @dataclass(frozen=True)
 class ExpertMap:
-    """Use of every tensor of a checkpoint: each is in exactly one of `converted`, `copied`, `dropped`."""
+    """Use of every tensor of a checkpoint: each is in exactly one of `converted`, `copied`, `dropped`.
+
+    config_warnings: keys of the quantization config that hqconv does not know.
+    """
 
     family: str
     chosen_because: str
@@ -125,6 +128,7 @@ class ExpertMap:
     dropped: dict[str, str]
     left: tuple[str, ...] = ()  # layers whose tensors are copied as they are
     is_own_row: bool = True  # False where no row names the model_type, and another one's names fit
+    config_warnings: tuple[str, ...] = ()
 
     def with_input_scales(self, names: Collection[str]) -> ExpertMap:
         """Return the map with the activation scales of some layers converted, which are dropped otherwise."""
@@ -207,8 +211,16 @@ def map_experts(
     copied = tuple(name for name in tensors if name not in converted and name not in dropped)
     assert len(converted) + len(dropped) + len(copied) == len(tensors), "an expert tensor was counted twice"
     assert all(name in converted or name in dropped for name in candidates), "an expert tensor was lost"
-    reason = f"{because}; {origin}"
-    return ExpertMap(family.name, reason, tuple(layers), converted, copied, dropped, is_own_row=choice.is_own_row)
+    return ExpertMap(
+        family.name,
+        f"{because}; {origin}",
+        tuple(layers),
+        converted,
+        copied,
+        dropped,
+        is_own_row=choice.is_own_row,
+        config_warnings=declared.warnings,
+    )
 
 
 def _nothing_found(family: Family, tensors: Mapping[str, TensorRef], because: str) -> RequestError:

@@ -13,7 +13,7 @@ from typing import Any
 from hqconv.errors import InputError, RequestError
 from hqconv.formats.registry import UNUSED_PARTS, part_names
 from hqconv.formats.resolve import ResolvedFormat, logical_shape, resolve_format
-from hqconv.formats.source_format import SourceFormat
+from hqconv.formats.source_format import SourceFormat, per_projection
 from hqconv.models.config_facts import REMEDY, ConfigSizes, Size, contradiction
 from hqconv.models.families import Family
 from hqconv.models.moe_layer import (
@@ -73,7 +73,8 @@ def build_layer(
     hidden, inner = _matrix_sizes(sizes, declared["w2"], raw["w2"], count)
     done = _complete(declared, raw, count, (hidden, inner), sizes)
     parts = {role: {part: raw[role][key] for part, key in done[role].used.items()} for role in family.projections}
-    check_cuts(parts, done["w2"].format, count, inner)
+    for role in family.projections:
+        check_cuts({role: parts[role]}, done[role].format, count, inner)
     layer = MoeLayer(
         name=name,
         family=family.name,
@@ -83,7 +84,7 @@ def build_layer(
         gated=family.gated,
         pads_last_rank=family.pads_last_rank,
         dtype=parts["w2"]["weight"].dtype,
-        format=done["w2"].format,
+        format=per_projection({role: one.format for role, one in done.items()}),
         words=dict(family.projections),
         parts=parts,
         sources=_sources(found, raw, parts, count),
@@ -406,17 +407,15 @@ def one_declared(
 
 
 def check_one_format(declared: Mapping[str, SourceFormat], done: Mapping[str, ResolvedFormat], raw: RoleParts) -> None:
-    """Check that all projections of a layer have one format. Raises RequestError if the config declares several."""
+    """Check that all projections of a layer have one format, but for those that the config declares apart."""
     first = done["w2"]
     for role, one in done.items():
+        if declared[role] != declared["w2"]:
+            continue
         if (one.format, set(one.used)) != (first.format, set(first.used)):
             where = raw[role][one.used["weight"]].template.format(expert=0)
             texts = [f"{c.format.describe()} ({', '.join(sorted(c.used))})" for c in (first, one)]
-            expected = f"{texts[0]} as its w2"
-            if declared[role] != declared["w2"]:
-                what = "A layer mixes formats: the config declares another one for some of its projections."
-                raise RequestError(what, where=where, expected=expected, found=texts[1], remedy=_ONE_FORMAT)
-            raise contradiction("A layer mixes formats.", where, expected, texts[1])
+            raise contradiction("A layer mixes formats.", where, f"{texts[0]} as its w2", texts[1])
         dtypes = [r[role_].dtype for r, role_ in ((raw["w2"], first.used["weight"]), (raw[role], one.used["weight"]))]
         if dtypes[0] != dtypes[1]:
             where = raw[role][one.used["weight"]].template.format(expert=0)

@@ -184,7 +184,7 @@ def check_copied(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -
 
 def request_warnings(experts: ExpertMap, spec: ConversionSpec, heads: AttentionHeads = NO_HEADS) -> tuple[str, ...]:
     """Return warnings about a request that converts, but runs badly or loses what another option would keep."""
-    warnings = rounding_warnings(experts, spec)
+    warnings = [*experts.config_warnings, *rounding_warnings(experts, spec)]
     warnings += _search_warnings(experts, spec)
     warnings += _order_warnings(experts, spec)
     warnings += dtype_warnings(experts, spec)

@@ -16,6 +16,7 @@ from hqconv.formats.source_format import (
     DIRECT_ROUNDED,
     LAID_OUT,
     LARGEST_CHANGE,
+    PER_PROJECTION,
     ROUNDED_ALWAYS,
     ROUNDED_IF_ASKED,
     SourceFormat,
@@ -90,6 +91,8 @@ def _keeping(
 ) -> tuple[WeightSchema | None, str]:
     """Return the closest schema that keeps the layer's format when it is cut for the ranks, or None and the reason."""
     obstacle = "" if layer.format.b_dtype else "no kernel reads codes of this kind"
+    if layer.format.encoding == PER_PROJECTION:
+        obstacle = "its projections have formats of their own"
     if layer.intermediate_size % grid.tp and not layer.pads_last_rank and grid.split == EVEN:
         return None, f"{layer.intermediate_size} columns are not {grid.tp} equal slices"
     rounded = ROUNDED_IF_ASKED if round_scales else ()

@@ -150,7 +150,7 @@ def describe_source(checkpoint: Source) -> Words:
         "tp_sizes": sizes,
         "tp_sizes_of_groups": {name: [tp for tp in dealt[name] if tp not in sizes[name]] for name in sizes},
         "gpu_memory": _gpu_memory(checkpoint, experts, facts.heads, sizes),
-        "warnings": source_notices(checkpoint, experts),
+        "warnings": [*experts.config_warnings, *source_notices(checkpoint, experts)],
     }
 
 

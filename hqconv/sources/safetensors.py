@@ -193,7 +193,7 @@ class SafetensorsSource:
                     read[key] = raw.tensor(ref).to(device, non_blocking=True) if raw else self._read(ref, device)
                 parts[part] = read[key] if tensor_slice.is_run else _cut(read[key], tensor_slice.view)
                 names[part] = f"{ref.name}, expert {expert}" if tensor_slice.is_stacked else ref.name
-            matrices[role] = decode_matrix(layer.format, parts, layer.shape(role), names)
+            matrices[role] = decode_matrix(layer.format.of(role), parts, layer.shape(role), names)
         return matrices
 
     def _read(self, ref: TensorRef, device: torch.device) -> torch.Tensor:

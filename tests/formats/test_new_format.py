@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import hqconv
 from hqconv.errors import InputError, RequestError
 from hqconv.formats import registry
+from hqconv.formats.config_keys import read
 from hqconv.formats.config_reader import ConfigReader, Text
 from hqconv.formats.encoding import (
     Encoding,
@@ -85,6 +86,7 @@ def encode_toy(draw: Draw, n: int, k: int, _second: torch.Tensor) -> Stored:
     )
 
 
+KEYS = {"columns": read("columns that share a scale"), "toy_skips": read("modules that are left out")}
 CONFIG = {"quant_method": "toy", "columns": 64, "toy_skips": ["lm_head"]}
 SPEC = FormatSpec(encode_toy, {"quantization_config": CONFIG}, "`toy`")
 
@@ -94,7 +96,7 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
     registry.load_formats()
     for table in ("METHODS", "ALIASES", "ENCODINGS"):
         monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
-    registry.quant_method("toy", "old_toy")(parse_toy)
+    registry.quant_method("toy", "old_toy", keys=KEYS)(parse_toy)
     registry.register_encoding(Toy)
 
 

@@ -253,6 +253,31 @@ FORMATS: dict[str, tuple[Json, SourceFormat]] = {
         compressed(weights(8, "float", "group", group_size=32), "mxfp8-quantized"),
         SourceFormat("compressed-tensors mxfp8-quantized", "mxfp8", "float8e4m3", "float8e8m0", 1, 32),
     ),
+    "mxfp6-pack-quantized": (
+        compressed(weights(6, "float", "group", group_size=32), "mxfp6-pack-quantized"),
+        SourceFormat("compressed-tensors mxfp6-pack-quantized", "mxfp6", "float6e2m3", "float8e8m0", 1, 32),
+    ),
+    "w4afp8": (
+        {"quant_method": "w4afp8", "group_size": 128, "ignored_layers": ["lm_head"]},
+        SourceFormat("w4afp8 int4", "int4_pairs", "uint4", "", 1, 128),
+    ),
+    "auto-round mxfp8": (
+        {**AUTO_ROUND, "data_type": "mx_fp", "bits": 8, "group_size": 32, "packing_format": "auto_round:mx_fp"},
+        SourceFormat("auto-round mxfp8", "mxfp8", "float8e4m3", "float8e8m0", 1, 32),
+    ),
+    "auto-round nvfp4": (
+        {**AUTO_ROUND, "data_type": "nv_fp4", "group_size": 16, "packing_format": "auto_round:llm_compressor"},
+        SourceFormat("auto-round nvfp4", "nvfp4", *NVFP4),
+    ),
+    "gptqmodel fp8": (
+        {"quant_method": "fp8", "format": "float8_e4m3fn", "weight_scale_semantics": "inverse"},
+        SourceFormat("gptqmodel fp8", "fp8", "float8e4m3", "", ANY, ANY, options=(("scale_inverted", True),)),
+    ),
+    "modelopt mxfp4": (
+        modelopt("W4A8_MXFP4_FP8", group_size=32),
+        SourceFormat("modelopt mxfp4", "mxfp4", "float4e2m1", "float8e8m0", 1, 32),
+    ),
+    "modelopt int8": (modelopt("W8A16"), SourceFormat("modelopt int8", "int8", "uint8")),
     "dense": (compressed(FLOAT_TENSOR, "dense"), PLAIN),
     "decompressed": (compressed(FLOAT_TENSOR, quantization_status="decompressed"), PLAIN),
     "gptq": (GPTQ, gptq("gptq int4", 4, 128)),
@@ -861,7 +886,8 @@ UNSUPPORTED: dict[str, tuple[Json, str]] = {
     "awq llm-awq": ({**AWQ, "backend": "llm-awq"}, "version"),
     "gptq marlin": ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format"),
     "gptq old marlin": ({**GPTQ, "is_marlin_format": True}, "checkpoint_format"),
-    "auto-round mxfp": ({**AUTO_ROUND, "data_type": "mx_fp"}, "data_type"),
+    "auto-round mxint": ({**AUTO_ROUND, "data_type": "mx_int"}, "data_type"),
+    "auto-round mxfp in GPTQ's packing": ({**AUTO_ROUND, "data_type": "mx_fp"}, "packing_format"),
     "auto-round per module": (
         {**AUTO_ROUND, "extra_config": {"a.b": {"bits": 8, "data_type": "fp"}}},
         "extra_config.a.b.data_type",
@@ -873,7 +899,6 @@ UNSUPPORTED: dict[str, tuple[Json, str]] = {
     "modelopt awq": (modelopt("W4A16_AWQ"), "quant_algo"),
     "modelopt svd": (modelopt("NVFP4_SVD"), "quant_algo"),
     "modelopt scaled": (modelopt("NVFP4", pre_quant_scale=True), "pre_quant_scale"),
-    "mxfp6": (compressed(weights(6, "float", "group", group_size=32), "mxfp6-pack-quantized"), "format"),
     "marlin-24": (compressed(weights(4, "int", "channel"), "marlin-24"), "format"),
     "sparse": (
         compressed(FLOAT_TENSOR, "float-quantized", sparsity_config={"format": "sparse-24-bitmask"}),

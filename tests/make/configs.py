@@ -77,6 +77,18 @@ def hf_quant_config(algorithm: str, **more: Any) -> Json:
     return {"hf_quant_config": {"producer": {"name": "modelopt"}, "quantization": words}}
 
 
+def gptqmodel_fp8(**more: Any) -> Json:
+    """GPTQModel's fp8, whose stored scale divides. Source: `_update_output_payload` of its FP8Config."""
+    words = {"quant_method": "fp8", "method": "fp8", "checkpoint_format": "fp8", "format": "float8_e4m3fn", "bits": 8}
+    words |= {"group_size": -1, "weight_scale_method": "row", "weight_scale_semantics": "inverse", "meta": {"seed": 1}}
+    return _of({**words, "desc_act": False, "lm_head": False, "pack_dtype": "int32", **more})
+
+
+def w4afp8(**more: Any) -> Json:
+    """GLM's and DeepSeek's in w4afp8."""
+    return _of({"quant_method": "w4afp8", "modules_to_not_convert": ["lm_head", "mlp.gate"], **more})
+
+
 ASCEND: Json = {"quantize": "w8a8_dynamic"}
 """What users of msmodelslim's checkpoints write into config.json."""
 ASCEND_FILE: Json = {"quant_model_description": True}

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.make import formats_floats, formats_toolkits
+from tests.make import formats_floats, formats_toolkits, formats_words
 from tests.make.layouts import Block, Sizes, write_checkpoint
 from tests.make.spec import FormatSpec
 
 __all__ = ["FORMATS", "FormatSpec", "Written", "write"]
 
-FORMATS: dict[str, FormatSpec] = {**formats_floats.ROWS, **formats_toolkits.ROWS}
+FORMATS: dict[str, FormatSpec] = {**formats_floats.ROWS, **formats_toolkits.ROWS, **formats_words.ROWS}
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,15 @@ SAME_AS = {
 }
 # Formats that no publisher's package has written or read here, and why.
 NOT_PROVEN = {
+    "fp8-gptqmodel": "no checkpoint of its package has been recorded yet",
+    "w4afp8": "no checkpoint of its package has been recorded yet",
+    "modelopt-mxfp4": "no checkpoint of its package has been recorded yet",
+    "modelopt-nvfp4-fp8": "no checkpoint of its package has been recorded yet",
+    "modelopt-int8": "no checkpoint of its package has been recorded yet",
+    "auto-round-mxfp4": "no checkpoint of its package has been recorded yet",
+    "auto-round-mxfp8": "no checkpoint of its package has been recorded yet",
+    "auto-round-nvfp4": "no checkpoint of its package has been recorded yet",
+    "ct-mxfp6": "no checkpoint of its package has been recorded yet",
     "fbgemm-fp8": "its kernels need a GPU, and transformers has no other reader",
     "fused-fp8-expert": "no package was found that writes such stacks and gives their values",
     "fused-fp8-projection": "no package was found that writes such stacks and gives their values",

@@ -692,8 +692,10 @@ def test_awq_entries_that_may_mean_gate_proj_are_decided_by_its_tensors() -> Non
     words = {"quant_method": "awq", "bits": 4, "group_size": 16, "modules_to_not_convert": ["gate"]}
     config = config_of(QWEN, "qwen3_moe")
     assert map_experts(awq_experts(), config, words).layers[0].format.encoding == "awq"
-    with pytest.raises(RequestError, match="mixes formats"):  # AutoAWQ's reading: gate_proj is left as it was
-        map_experts(awq_experts("gate_proj"), config, words)
+    mixed = (
+        map_experts(awq_experts("gate_proj"), config, words).layers[0].format
+    )  # AutoAWQ's: gate_proj is left as it was
+    assert [mixed.of(role).encoding for role in ("w1", "w3", "w2")] == ["float", "awq", "awq"]
     with pytest.raises(InputError, match="its weight is not quantized"):  # no entry speaks of it
         map_experts(awq_experts("up_proj"), config, words)
     words["modules_to_not_convert"] = ["gate", "up", "down"]

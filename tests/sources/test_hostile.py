@@ -361,15 +361,6 @@ PARTS: dict[str, Case] = {
         both(every("down_proj.weight", floats), every("down_proj.weight_scale_inv", drop)),
         r"is not quantized(?s:.*)0\.down_proj\.weight\n",
     ),
-    "w2 left out, in floats": (
-        "fp8_blocks",
-        both(
-            every("down_proj.weight", floats),
-            every("down_proj.weight_scale_inv", drop),
-            quantization(modules_to_not_convert=["down_proj"]),
-        ),
-        r"mixes formats(?s:.*)0\.\w+\.weight\n(?s:.*)not quantized",
-    ),
     "one expert of another fp8": (
         "fp8_blocks",
         put(f"{UP}.weight", lambda t: t.view(torch.uint8).view(torch.float8_e5m2)),

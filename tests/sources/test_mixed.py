@@ -342,22 +342,6 @@ def test_an_expert_of_another_format_is_refused(
     assert "mixes formats" in words["obstacle"]
 
 
-def test_a_projection_of_another_format_is_refused(tmp_path: Path) -> None:
-    """down_proj in 8 bits, in the config and in the tensors: sound, but no kernel takes it."""
-    wide = packing.gptq(8, 128)
-    narrow = FORMATS["gptq-int4"].encode
-
-    def encode(draw: packing.Draw, n: int, k: int, second: torch.Tensor) -> packing.Stored:
-        return (wide if n > k else narrow)(draw, n, k, second)
-
-    config = configs.gptq(dynamic={r"+:.*down_proj": {"bits": 8}})
-    written = write(tmp_path / "src", replace(FORMATS["gptq-int4"], encode=encode, config=config))
-    with pytest.raises(RequestError, match="for some of its projections") as caught:
-        conversions.run(written.folder, tmp_path / "out", "int4")
-    assert "uint8" in caught.value.message()
-    assert "uint4" in caught.value.message()
-
-
 def test_an_expert_in_another_form_than_its_config_says(tmp_path: Path) -> None:
     """One expert left in floats that no ignore list names."""
     written = write(tmp_path / "src", "ct-int4-g128")
