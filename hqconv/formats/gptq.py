@@ -48,6 +48,7 @@ _TOOLING: Keys = {
         "meta damp_percent damp_auto_increment true_sequential static_groups mse model_name_or_path "
         "model_file_base_name tokenizer dataset model_seqlen max_input_length batch_size pad_token_id "
         "cache_block_outputs lm_head device module_name_preceding_first_block block_name_to_quantize "
+        "to_quant_block_names autoround_version enable_quanted_input provider "
         "act_group_aware pack_impl mock_quantization foem hessian v2 v2_alpha v2_memory_device gptaq fallback "
         "failsafe adapter_config parallel_packing gc_mode moe telemetry offload_to_disk offload_to_disk_path "
         "weight_only preprocessors smoother",
