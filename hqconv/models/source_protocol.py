@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from hqconv.io.fetch_folder import FetchFolder
 from hqconv.io.file_snapshot import FileSnapshot
@@ -47,7 +47,6 @@ class Source(Protocol):
     index_sha256: None without an index. loose: the files beside the weights. other_files: the names of loose files that
     an artifact gets verbatim, relative to root. total_bytes: of all tensors. guard: state of all files that are read.
     listing: files of a Hub repo of which some are not on this machine, else None.
-    reads_ahead: True if the bytes of experts are ranges that `read_raw` can fetch before they are decoded.
     """
 
     root: Path
@@ -65,7 +64,11 @@ class Source(Protocol):
     total_bytes: int
     guard: FileSnapshot
     listing: Listing | None
-    reads_ahead: ClassVar[bool]
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Return True if the bytes of experts are ranges that `read_raw` can fetch before they are decoded."""
+        ...
 
     def __enter__(self) -> Self: ...
 
