@@ -319,12 +319,20 @@ def source_notices(checkpoint: Source, experts: ExpertMap) -> list[str]:
     names = [layer.name for layer in experts.layers] + list(experts.left)
     family, text = BY_NAME.get(experts.family), text_config(checkpoint.config)
     notices = [] if family is None else layer_notices(family, names, checkpoint.tensors, text)
-    if not any(path.rpartition("/")[2].endswith(_TOKENIZERS) for path in checkpoint.other_files):
-        notices.append(
-            "the source has no tokenizer (tokenizer.json, tokenizer.model, vocab.json …): copy the publisher's files "
-            "into it, or start the server with --tokenizer."
-        )
+    if not has_tokenizer(checkpoint.other_files):
+        notices.append(NO_TOKENIZER.format("source"))
     return notices
+
+
+NO_TOKENIZER = (
+    "the {} has no tokenizer (tokenizer.json, tokenizer.model, vocab.json …): copy the publisher's files "
+    "into it, or start the server with --tokenizer."
+)
+
+
+def has_tokenizer(names: Iterable[str]) -> bool:
+    """Return whether one of some files is a tokenizer's."""
+    return any(path.rpartition("/")[2].endswith(_TOKENIZERS) for path in names)
 
 
 def _memory_notices(plan: ConversionPlan) -> list[str]:
