@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Self
 
 from hqconv.io.fetch_folder import FetchFolder
@@ -82,20 +82,16 @@ class SelectedSource:
         if ref.offset_bytes < BEHIND:
             self._source.read_into(ref, buffer, start)
             return
-        view = memoryview(buffer).cast("B")
-        for whole, begin, piece in self._pieces(ref, view, start):
-            self._source.read_into(whole, piece, begin)
-
-    def _pieces(self, ref: TensorRef, view: memoryview, start: int) -> Iterator[tuple[TensorRef, int, memoryview]]:
-        """Yield the source's tensor, a place in it, and the part of the buffer for the bytes there."""
         place, within = divmod(ref.offset_bytes - BEHIND, APART)
         whole, kept, _ = self._cut[place]
-        size, at, done = whole.num_bytes // kept.count, within + start, 0
-        while done < len(view):
-            entry, inside = divmod(at, size)
-            num_bytes = min(size - inside, len(view) - done)
-            yield whole, kept.experts[entry] * size + inside, view[done : done + num_bytes]
-            at, done = at + num_bytes, done + num_bytes
+        view, size = memoryview(buffer).cast("B"), whole.num_bytes // kept.count
+        begin = within + start
+        entries = kept.experts[begin // size : -(-(begin + len(view)) // size)]
+        first = min(entries, default=0)
+        data = bytearray((max(entries, default=-1) + 1 - first) * size)  # at once: the entries may be on the Hub
+        self._source.read_into(whole, data, first * size)
+        chosen = b"".join(memoryview(data)[(one - first) * size : (one - first + 1) * size] for one in entries)
+        view[:] = chosen[begin % size : begin % size + len(view)]
 
     def read_all_into(self, pieces: Iterable[tuple[TensorRef, WriteableBuffer]]) -> None:
         """Fill each buffer with all bytes of its tensor."""

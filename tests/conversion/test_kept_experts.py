@@ -24,7 +24,7 @@ from hqconv.schemas.grid import Grid
 from hqconv.schemas.kept_experts import read_selection
 from hqconv.sources.opening import open_source
 from hqconv.sources.selected import select_experts
-from tests.make import small
+from tests.make import hub_server, small
 from tests.make.conversions import assert_verified, check, manifest, run, write_manifest
 from tests.make.damage import LAYER
 from tests.make.families import FAMILIES, save_family
@@ -269,6 +269,32 @@ def test_another_selection_is_another_request(src: Path, out: Path, file: Path, 
     assert "kept_experts" in caught.value.message()
     with pytest.raises(OutputError, match="finished"):
         run(src, here, "mxfp4", Grid(2), resume=True)
+
+
+def test_any_bytes_of_a_cut_router_are_read(src: Path, file: Path) -> None:
+    name = f"{PARENT}.mlp.gate.weight"
+    expected = load_file(src / "model.safetensors")[name][list(LISTS[0])].flatten().view(torch.uint8).numpy().tobytes()
+    with select_experts(open_source(src), read_selection(file)) as source:
+        ref = source.tensors[name]
+        assert (ref.shape, ref.num_bytes) == ((4, 128), len(expected))
+        for start, end in ((0, 1024), (0, 1), (255, 257), (256, 512), (100, 900), (1023, 1024), (512, 512)):
+            data = bytearray(end - start)
+            source.read_into(ref, data, start)
+            assert data == expected[start:end]
+            part = ref._replace(offset_bytes=ref.offset_bytes + start, num_bytes=end - start)
+            data = bytearray(end - start)
+            source.read_all_into([(part, data)])
+            assert data == expected[start:end]
+
+
+def test_a_model_on_the_hub(src: Path, out: Path, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hub_server.serve(src) as hub:
+        hub_server.use(monkeypatch, hub.url, tmp_path / "cache")
+        hqconv.convert(
+            "org/name", tmp_path / "out", schema="mxfp4", tp=2, target="sm90", device="cpu", keep_experts=file
+        )
+        assert artifact_bytes(tmp_path / "out") == artifact_bytes(out)
+        assert hqconv.verify(tmp_path / "out", "org/name", device="cpu").passed
 
 
 def test_a_recipe_names_the_file_beside_it(src: Path, tmp_path: Path) -> None:
