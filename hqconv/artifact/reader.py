@@ -199,6 +199,7 @@ class ManifestFacts:
             parts=parts,
             sources=(),
             activation=self.activation_of(name),
+            kept=layer.kept,
         )
 
     def kernel_forms(self, layer: MoeLayer, target: GpuTarget | None = None) -> dict[str, KernelForm]:

@@ -20,7 +20,7 @@ from hqconv.formats.source_format import PLAIN
 from hqconv.reports.documents import Words as Document
 from hqconv.reports.ranking import DECODE, PREFILL
 from hqconv.schemas.activation import Activation
-from hqconv.schemas.gpu_target import GPUS, TARGETS
+from hqconv.schemas.gpu_target import GPUS, SHOWN_GPUS, TARGETS
 from hqconv.schemas.grid import EVEN
 from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS
 from hqconv.serving.chosen_engine import ENGINE
@@ -356,7 +356,7 @@ def _layers(console: Console, runs: Iterable[Mapping[str, Any]]) -> None:
         (
             run["name"],
             run["num_blocks"],
-            run["num_experts"],
+            experts_text(run),
             run["hidden_size"],
             run["intermediate_size"],
             run["top_k"],
@@ -479,26 +479,51 @@ def _show_source(console: Console, document: Document) -> None:
     console.print()
     headers = ("schemas", "--tp sizes that work", "and with --tp-split groups")
     print_table(console, headers, ((", ".join(n), *s) for s, n in by_sizes.items()))
-    _gpu_memory_table(console, document["gpu_memory"])
+    _gpu_memory_table(console, document["gpu_memory"], document["gpu_memory_of_groups"])
+    _fits_table(console, document)
     for text in document["warnings"]:
         console.print(f"\nwarning: {text}")
 
 
-def _gpu_memory_table(console: Console, gpu_memory: Mapping[str, Mapping[str, int]]) -> None:
-    """Print the weights on each GPU by schema and TP size, and the memory of known GPUs."""
-    sizes = sorted({int(tp) for of_schema in gpu_memory.values() for tp in of_schema})
+def _gpu_memory_table(
+    console: Console, gpu_memory: Mapping[str, Mapping[str, int]], of_groups: Mapping[str, Mapping[str, int]]
+) -> None:
+    """Print the weights on each GPU by schema and TP size, and the memory of known GPUs.
+
+    of_groups: of sizes that need `--tp-split groups`, which are marked.
+    """
+    sizes = sorted({int(tp) for of_schema in (*gpu_memory.values(), *of_groups.values()) for tp in of_schema})
     sizes = [size for size in sizes if size & (size - 1) == 0]
     if not sizes:
         return
     rows: dict[tuple[str, ...], list[str]] = {}
     for name, of_schema in gpu_memory.items():
-        cells = tuple(about_gb(of_schema[str(tp)]) if str(tp) in of_schema else "-" for tp in sizes)
-        rows.setdefault(cells, []).append(name)
+        marked = {tp: f"{about_gb(size)} *" for tp, size in of_groups.get(name, {}).items()}
+        shown = {tp: about_gb(size) for tp, size in of_schema.items()} | marked
+        rows.setdefault(tuple(shown.get(str(tp), "-") for tp in sizes), []).append(name)
     console.print()
     headers = ("weights on each GPU", *(f"--tp {tp}" for tp in sizes))
     print_table(console, headers, ((", ".join(names), *cells) for cells, names in rows.items()))
-    shown = (f"{name} {GPUS[name].memory_gb} GB" for name in _GPUS_SHOWN)
-    console.print(f"{_COUNTED}\nGPUs: {', '.join(shown)}.")
+    if any(cell.endswith("*") for cells in rows for cell in cells):
+        console.print("* with --tp-split groups")
+    gpus = (f"{name} {GPUS[name].memory_gb} GB" for name in SHOWN_GPUS)
+    console.print(f"{_COUNTED}\nGPUs: {', '.join(gpus)}.")
+
+
+def _fits_table(console: Console, document: Document) -> None:
+    """Print the GPUs on which the weights fit, with the room that they leave for the KV cache."""
+    fits = document["fits"]
+    if fits:
+        console.print()
+        print_table(
+            console, (f"{fits[0]['schema']} fits", "weights on each", "for the cache", "tokens"), map(_fit, fits)
+        )
+
+
+def _fit(one: Mapping[str, Any]) -> tuple[str, ...]:
+    tokens = "-" if one["cache_tokens"] is None else f"{one['cache_tokens']:,}"
+    name = f"{one['num_gpus']} x {one['gpu']}"
+    return name, about_gb(one["weights"]), about_gb(one["cache"]), tokens
 
 
 def _show_artifact(console: Console, document: Document) -> None:
@@ -522,6 +547,7 @@ def _show_artifact(console: Console, document: Document) -> None:
             ("for", target_text(document)),
             ("activations", input_scales_text(document["input_scales"])),
             ("experts", ranks_text(document["rank_bytes"])),
+            ("GPU memory", gpu_memory_text(document)),
             ("tensors", ", ".join(f"{n} {kind}" for kind, n in document["tensors"].items())),
             ("serve", document["serve_command"] or f"no {ENGINE.name} command serves these ranks"),
             ("made by", f"hqconv {document['hqconv_version']}, humming-kernels {document['humming_kernels_version']}"),
@@ -532,7 +558,8 @@ def _show_artifact(console: Console, document: Document) -> None:
     )
     _layers(console, document["blocks"])
     _errors(console, document["quantization_error"])
-    for text in document["warnings"]:
+    _fits_table(console, document)
+    for text in (*document["warnings"], *document["notices"]):
         console.print(f"\nwarning: {text}")
 
 
@@ -747,7 +774,6 @@ def ranks_text(rank_bytes: Mapping[str, int]) -> str:
     return f"{plural(len(rank_bytes), 'rank')}, {size}"
 
 
-_GPUS_SHOWN = ("t4", "l4", "a100-40gb", "l40s", "a100", "h100", "h20", "rtx-pro-6000", "h200", "b200", "b300")
 _COUNTED = "KV cache, activations and CUDA graphs need room besides."
 
 
@@ -785,6 +811,12 @@ def activation_text(run: Mapping[str, Any]) -> str:
     found, gated = Activation.from_dict(run), bool(run["gated"])
     notes = ("gated",) * gated + ("known by name only",) * (not found.is_known(gated))
     return found.describe(*notes)
+
+
+def experts_text(run: Mapping[str, Any]) -> str:
+    """Number of experts, `64 of 128` where the others of the source were left out."""
+    of = f" of {run['num_source_experts']}" if "num_source_experts" in run else ""
+    return f"{run['num_experts']}{of}"
 
 
 def otherwise_text(document: Mapping[str, Any]) -> str:

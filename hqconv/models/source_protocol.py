@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from hqconv.io.fetch_folder import FetchFolder
 from hqconv.io.file_snapshot import FileSnapshot
@@ -49,7 +49,6 @@ class Source(Protocol):
     listing: files of a Hub repo of which some are not on this machine, else None.
     sorted_layers: the layers of an artifact whose intermediate columns were sorted by group (`intermediate_order` in
     its manifest).
-    reads_ahead: True if the bytes of experts are ranges that `read_raw` can fetch before they are decoded.
     """
 
     root: Path
@@ -68,7 +67,11 @@ class Source(Protocol):
     guard: FileSnapshot
     listing: Listing | None
     sorted_layers: frozenset[str]
-    reads_ahead: ClassVar[bool]
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Return True if the bytes of experts are ranges that `read_raw` can fetch before they are decoded."""
+        ...
 
     def __enter__(self) -> Self: ...
 

@@ -202,7 +202,7 @@ def encoding_of(
         takes_powers_of_two(source, schema),
         not source.is_float,
         source.is_permuted,
-        None if options.importance is None else options.importance.of_layer(layer.name),
+        None if options.importance is None else options.importance.of_layer(layer),
         {role: (layer.hidden_size, inner) if role == "w2" else (inner, layer.hidden_size) for role in layer.roles},
     )
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,31 +16,35 @@ from hqconv.artifact.manifest import Manifest, ManifestLayer, is_artifact, is_un
 from hqconv.conversion.journal import parse_entry
 from hqconv.conversion.output_folder import check_replaceable, check_strays, files_in, listed_files, unfinished_folder
 from hqconv.conversion.resources import Resources, plan_staging
-from hqconv.errors import OutputError, RequestError, VerificationError
+from hqconv.errors import HqconvError, OutputError, RequestError, VerificationError
 from hqconv.formats.source_format import SourceFormat
 from hqconv.humming_layout.compatibility import why_not
 from hqconv.io.checkpoint_files import readable
 from hqconv.io.durable_files import check_space, partial, size_of
 from hqconv.io.hub import Listing
+from hqconv.io.safetensors_header import read_header
+from hqconv.models.config_facts import layer_notices
 from hqconv.models.expert_map import ExpertMap
+from hqconv.models.families import BY_NAME
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.planning.checks import is_served_with
-from hqconv.planning.gpu_memory import expert_bytes, other_bytes
+from hqconv.planning.gpu_memory import Fit, GpuMemory, expert_bytes, fit, other_bytes, token_bytes
 from hqconv.planning.layer_encoding import EncodingOptions
-from hqconv.planning.plan import ConversionPlan, SourceFacts, source_facts, source_notices
+from hqconv.planning.plan import NO_TOKENIZER, ConversionPlan, SourceFacts, has_tokenizer, source_facts, source_notices
 from hqconv.planning.source_schema import direct_schemas
 from hqconv.planning.spec import default_param_dtype
 from hqconv.schemas import artifact_names
 from hqconv.schemas.artifact_names import MANIFEST
 from hqconv.schemas.config_files import RECIPES, SCHEMAS, shipped
-from hqconv.schemas.gpu_target import TARGETS, GpuTarget
+from hqconv.schemas.gpu_target import GPUS, SHOWN_GPUS, TARGETS, GpuTarget
 from hqconv.schemas.grid import EVEN, GROUPS, Grid, slice_unit, working_tp_sizes
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema
 from hqconv.schemas.kernel_spec import KernelSpec
-from hqconv.schemas.model_config import AttentionHeads, attention_heads
+from hqconv.schemas.model_config import AttentionHeads, attention_heads, text_config
 from hqconv.schemas.overrides import group_by_schema
 from hqconv.schemas.sum_factors import SUMS
+from hqconv.schemas.tensors import TensorRef
 from hqconv.schemas.untrusted_files import read_json
 from hqconv.schemas.weight_schema import (
     CODES,
@@ -56,6 +61,7 @@ from hqconv.sources.opening import locate_source, open_location
 Words = dict[str, Any]
 SHAPE_KEYS = (
     "num_experts",
+    "num_source_experts",
     "hidden_size",
     "intermediate_size",
     "top_k",
@@ -137,6 +143,7 @@ def describe_source(checkpoint: Source) -> Words:
     facts = source_facts(checkpoint, experts)
     sizes = {name: _tp_sizes(experts.layers, schema, facts.heads) for name, schema in PRESETS.items()}
     dealt = {name: _tp_sizes(experts.layers, schema, facts.heads, GROUPS) for name, schema in PRESETS.items()}
+    direct = direct_schemas(experts, default_param_dtype(checkpoint.config, experts))
     return {
         **document,
         "convertible": True,
@@ -145,15 +152,57 @@ def describe_source(checkpoint: Source) -> Words:
         "tensors": tensors_to_dict(facts, experts),
         "num_bytes_experts": facts.bytes_of["converted"],
         "blocks": layer_runs({layer.name: layer_to_dict(layer) for layer in experts.layers}),
-        "direct_schemas": direct_schemas(experts, default_param_dtype(checkpoint.config, experts)),
+        "direct_schemas": direct,
         "attention": {key: count for key, count in vars(facts.heads).items() if count is not None},
         "tp_sizes": sizes,
         "tp_sizes_of_groups": {name: [tp for tp in dealt[name] if tp not in sizes[name]] for name in sizes},
-        "gpu_memory": _gpu_memory(checkpoint, experts, facts.heads, sizes),
-        "warnings": [*experts.config_warnings, *source_notices(checkpoint, experts)],
+        **_serving(checkpoint, experts, facts.heads, sizes, dealt, direct),
     }
 
 
+def _serving(
+    checkpoint: Source,
+    experts: ExpertMap,
+    heads: AttentionHeads,
+    sizes: Mapping[str, list[int]],
+    dealt: Mapping[str, list[int]],
+    direct: Iterable[str],
+) -> Words:
+    """Describe what a server of a checkpoint needs: memory by schema and TP size, ranks it cannot have, GPUs.
+
+    sizes, dealt: preset → TP sizes that work with each `--tp-split`. direct: schemas that keep the source's codes.
+    """
+    memory = _gpu_memory(checkpoint, experts, heads, sizes)
+    more = {name: [tp for tp in dealt[name] if tp not in sizes[name]] for name in sizes}
+    obstacles = {tp: ENGINE.heads_obstacle(Grid(tp), heads) for tp in _TP_SIZES}
+    refused = {str(tp): reason for tp, reason in obstacles.items() if reason is not None}
+    param_dtype = default_param_dtype(checkpoint.config, experts)
+    chosen = next((name for name in direct if memory.get(name)), LIKELY)
+    tokens = {int(tp): token_bytes(checkpoint.config, int(tp)) for of in memory.values() for tp in of}
+    fits = (_smallest_fit(chosen, gpu, param_dtype, memory[chosen], tokens) for gpu in SHOWN_GPUS)
+    heads_notices = [f"{ENGINE.name} does not start with --tp {tp}: {reason}." for tp, reason in refused.items()]
+    return {
+        "gpu_memory": memory,
+        "gpu_memory_of_groups": _gpu_memory(checkpoint, experts, heads, more),
+        "tp_obstacles": refused,
+        "kv_cache_bytes_per_token": {str(tp): size for tp, size in sorted(tokens.items()) if size is not None},
+        "fits": [one.to_dict() for one in fits if one is not None],
+        "warnings": [*experts.config_warnings, *source_notices(checkpoint, experts), *heads_notices[:1]],
+    }
+
+
+def _smallest_fit(
+    schema: str, gpu: str, param_dtype: str, memory: Mapping[str, int], tokens: Mapping[int, int | None]
+) -> Fit | None:
+    """Return how a schema fits on the fewest GPUs of one model; None if it does not, or if they cannot run it."""
+    if why_not(KernelSpec(PRESETS[schema], param_dtype, GpuTarget(GPUS[gpu].sm_version))) is not None:
+        return None
+    found = (fit(schema, gpu, int(tp), weights, tokens[int(tp)]) for tp, weights in memory.items())
+    return min((one for one in found if one is not None), key=lambda one: one.num_gpus, default=None)
+
+
+LIKELY = "mxfp4"  # schema of a model in 16 bits, for an estimate
+_TP_SIZES = (2, 4, 8, 16)  # of a node or two
 _MAX_TP_SHOWN = 16
 _ANY_GPU = GpuTarget(90)  # sizes in memory are the same on all
 
@@ -205,6 +254,7 @@ def tensors_to_dict(facts: SourceFacts, experts: ExpertMap) -> Words:
 def layer_to_dict(layer: MoeLayer) -> Words:
     """Facts of a layer by which `layer_runs` groups layers."""
     document = {key: getattr(layer, key) for key in SHAPE_KEYS if hasattr(layer, key)}
+    document |= {} if layer.kept is None else {"num_source_experts": layer.kept.count}
     document |= layer.activation.to_dict(layer.gated)
     return document | {"source_dtype": layer.dtype, "source_format": layer.format.describe()}
 
@@ -331,6 +381,10 @@ def describe_artifact(root: Path, repo_id: str | None = None, listing: Listing |
     layers, errors = manifest.blocks, manifest.errors()
     altered = None if manifest.alteration is None else manifest.alteration.what
     missing = manifest.missing_files(lambda name: _size_of(root, name, listing))
+    config = config_of(root)
+    heads = attention_heads(config)
+    tensors = _ordinary_tensors(root, manifest)
+    memory = None if tensors is None else _artifact_memory(manifest, tensors, heads)
     source, *before = ({"name": one.source.name, "revision": one.source.revision} for one in manifest.steps)
     return {
         "kind": "artifact",
@@ -364,7 +418,8 @@ def describe_artifact(root: Path, repo_id: str | None = None, listing: Listing |
         ],
         "manifest_sha256": manifest.sha256,
         "warnings": list(manifest.warnings or ()),
-        "quant_method": quant_method(config_of(root).get("quantization_config")),
+        "notices": _artifact_notices(manifest, config, tensors, heads),
+        "quant_method": quant_method(config.get("quantization_config")),
         "tensors": {
             "converted": len(manifest.tensors.converted),
             "copied": len(manifest.tensors.copied),
@@ -379,13 +434,62 @@ def describe_artifact(root: Path, repo_id: str | None = None, listing: Listing |
         "num_files": len(manifest.files),
         "num_bytes": sum(entry.size_bytes for entry in manifest.files.values()),
         "rank_bytes": _rank_bytes(manifest),
+        "gpu_memory": None if memory is None else memory.to_dict(),
+        "gpus_too_small": [] if memory is None else memory.too_small(manifest.kernel_spec.target.sm_version),
+        "kv_cache_bytes_per_token": token_bytes(config, ENGINE.attention_tp(manifest.grid) or 1),
+        "fits": [] if memory is None else _artifact_fits(manifest, config, memory),
         "missing_or_resized_files": missing,
         "altered_manifest": altered,
         "is_damaged": bool(missing or altered),
-        "serve_command": ENGINE.serve_command(
-            repo_id or str(root), manifest.layout, manifest.grid, attention_heads(config_of(root))
-        ),
+        "serve_command": ENGINE.serve_command(repo_id or str(root), manifest.layout, manifest.grid, heads),
     }
+
+
+def _ordinary_tensors(root: Path, manifest: Manifest) -> dict[str, TensorRef] | None:
+    """Read the headers of the files of copied tensors; None if one is damaged or not on this machine."""
+    found: dict[str, TensorRef] = {}
+    folder = f"{artifact_names.EXPERTS_FOLDER}/"
+    for name in manifest.files:
+        if not name.endswith(".safetensors") or name.startswith(folder) or name == artifact_names.IMPORTANCE:
+            continue
+        try:
+            found |= read_header(root / name)[0]
+        except (HqconvError, OSError):
+            return None
+    return found
+
+
+def _artifact_memory(manifest: Manifest, tensors: Mapping[str, TensorRef], heads: AttentionHeads) -> GpuMemory | None:
+    """Return the weights on the GPU of the largest rank; None in the checkpoint layout, and if no server starts."""
+    experts = max(_rank_bytes(manifest).values(), default=None)
+    others = other_bytes(tensors, tensors, manifest.left, manifest.grid, heads)
+    return None if experts is None or others is None else GpuMemory(experts, others)
+
+
+def _artifact_fits(manifest: Manifest, config: Words, memory: GpuMemory) -> list[Words]:
+    """Return the known GPUs of the target that hold the weights of a rank, and a cache."""
+    grid, sm_version = manifest.grid, manifest.kernel_spec.target.sm_version
+    num_bytes = token_bytes(config, ENGINE.attention_tp(grid) or 1)
+    gpus = (name for name in SHOWN_GPUS if GPUS[name].sm_version == sm_version)
+    fits = (fit(manifest.schema_name, gpu, grid.tp * grid.ep, memory.total, num_bytes) for gpu in gpus)
+    return [one.to_dict() for one in fits if one is not None]
+
+
+def _artifact_notices(
+    manifest: Manifest, config: Words, tensors: Mapping[str, TensorRef] | None, heads: AttentionHeads
+) -> list[str]:
+    """Return what a server of the artifact lacks: layers, a tokenizer, ranks that can share the attention heads."""
+    family, notices = BY_NAME.get(manifest.family), []
+    layers = [*manifest.blocks, *manifest.left]
+    if family is not None and tensors is not None:
+        with suppress(HqconvError):  # of a config that is not usable
+            names = [*tensors, *(f"{layer}." for layer in layers)]
+            notices += layer_notices(family, layers, names, text_config(config))
+    if not has_tokenizer(manifest.files):
+        notices.append(NO_TOKENIZER.format("artifact"))
+    if manifest.is_kernel and (reason := ENGINE.heads_obstacle(manifest.grid, heads)) is not None:
+        notices.append(f"{ENGINE.name} does not start with these ranks: {reason}.")
+    return notices
 
 
 def _size_of(root: Path, name: str, listing: Listing | None) -> int | None:

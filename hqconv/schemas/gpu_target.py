@@ -65,6 +65,8 @@ GPUS = {
     "rtx-pro-6000-server": GpuModel(120, 96, "NVIDIA RTX PRO 6000 Blackwell Server Edition"),
     "dgx-spark": GpuModel(121, 128, "NVIDIA GB10"),
 }
+# One or two of each size and kind, for tables.
+SHOWN_GPUS = ("t4", "l4", "a100-40gb", "l40s", "a100", "h100", "h20", "rtx-pro-6000", "h200", "b200", "b300")
 # Other names that people write.
 _ALSO = {"rtx-6000-pro": "rtx-pro-6000", "gb10": "dgx-spark", "a6000": "rtx-a6000", "a100-80gb": "a100"}
 _ARCHITECTURE = re.compile(r"(?:(?:sm|compute)[_-]?)?(?:(\d{2,3})|(\d{1,2})\.(\d))[af]?")
