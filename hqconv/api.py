@@ -171,7 +171,7 @@ def convert(
         target = choose_target(parsed, source, resources.device_name)
         with without_gc():
             planned = plan_conversion(parsed, source, target)
-        place = check_places(source.root, place_of(planned, out))
+        place = check_places(source.place, place_of(planned, out))
         _LOG.info("Planned %r for %s, target %s.", planned, place, target)
         if on_plan is not None:
             on_plan(planned, place)
@@ -253,7 +253,7 @@ def allocate(
             target = choose_target(parsed, source, resources.device_name)
             planned = plan_candidates(parsed, names, source, target)
         name = f"{source.name}-{f'{bits:g}bits' if text is None else text.replace(' ', '')}.toml"
-        place = check_places(source.root, Path(name if out is None else out))
+        place = check_places(source.place, Path(name if out is None else out))
         if on_plan is not None:
             on_plan(planned, place)
         more: dict[str, Any] = {"overwrite": overwrite, "cache": cache, "progress": progress}

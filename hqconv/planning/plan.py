@@ -68,7 +68,7 @@ def source_facts(checkpoint: Source, experts: ExpertMap | None) -> SourceFacts:
         name=checkpoint.name,
         repo_id=checkpoint.repo_id,
         revision=checkpoint.revision,
-        folder=str(checkpoint.root),
+        folder=str(checkpoint.place),
         model_type=checkpoint.config.get("model_type"),
         quantization=checkpoint.quantization,
         num_files=len(checkpoint.files),
