@@ -310,9 +310,12 @@ def source_notices(checkpoint: Source, experts: ExpertMap) -> list[str]:
     family, text = BY_NAME.get(experts.family), text_config(checkpoint.config)
     notices = [] if family is None else layer_notices(family, names, checkpoint.tensors, text)
     if not any(path.rpartition("/")[2].endswith(_TOKENIZERS) for path in checkpoint.other_files):
+        copy = "copy the publisher's files into it"
+        if checkpoint.place != checkpoint.root:
+            copy = "put the GGUF file and the publisher's files into a folder, and convert the folder"
         notices.append(
-            "the source has no tokenizer (tokenizer.json, tokenizer.model, vocab.json …): copy the publisher's files "
-            "into it, or start the server with --tokenizer."
+            f"the source has no tokenizer (tokenizer.json, tokenizer.model, vocab.json …): {copy}, or start the server "
+            "with --tokenizer."
         )
     return notices
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+
+
+def write_recorded(case: str, folder: Path) -> Path:
+    """A folder with a case's GGUF file, as llama.cpp's converter wrote it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{case}.gguf").write_bytes(gzip.decompress((RECORDED / f"{case}.gguf.gz").read_bytes()))
+    return folder
 
 
 def build(case: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 import re
@@ -17,12 +16,13 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+import hqconv.sources.gguf
 from hqconv.cli.app import app
 from hqconv.errors import HqconvError, InputError, RequestError
 from hqconv.models.gguf_model import ARCHITECTURES
 from hqconv.models.source_protocol import Source
 from hqconv.sources.opening import open_source
-from tests.make.gguf_models import MODELS, RECORDED, build, write
+from tests.make.gguf_models import MODELS, RECORDED, build, write, write_recorded
 from tests.make.hub_server import serve, use
 from tests.make.qwen import read_tree
 from tests.make.startup import cold
@@ -47,10 +47,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 def recorded(case: str, folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{case}.gguf"
-    path.write_bytes(gzip.decompress((RECORDED / f"{case}.gguf.gz").read_bytes()))
-    return path
+    return write_recorded(case, folder) / f"{case}.gguf"
 
 
 def read(source: Source, name: str) -> torch.Tensor:
@@ -183,6 +180,7 @@ def test_every_tensor_is_the_published_one(tmp_path: Path, published: Callable[[
                         assert torch.equal(bias, matrix.bias.float())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", MODELS)
 def test_transformers_builds_the_same_model(tmp_path: Path, published: Callable[[str], Path], case: str) -> None:
     """With the derived config, the weights fit by name and shape, and the logits are those of the original."""
@@ -244,6 +242,28 @@ def test_any_range_of_bytes_is_the_same(tmp_path: Path, case: str) -> None:
                 assert some == whole[start:end], (name, start, end)
 
 
+@pytest.mark.parametrize("case", ["mixtral", "deepseek_v3", "granitemoeshared"])
+def test_memory_is_that_of_a_few_rows(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most a head, or as many rows as a piece holds, are decoded at a time; the bytes stay the same."""
+    with open_source(recorded(case, tmp_path)) as source:
+        names = [name for name in source.map_experts().copied if source.tensors[name].num_bytes > 2048]
+        whole = {name: read(source, name) for name in names}
+        sizes: list[int] = []
+        plain = hqconv.sources.gguf.dequantize
+
+        def spy(raw: np.ndarray[Any, Any], ggml_type: str) -> np.ndarray[Any, Any]:
+            floats = plain(raw, ggml_type)
+            sizes.append(floats.size)
+            return floats
+
+        monkeypatch.setattr("hqconv.sources.gguf.dequantize", spy)
+        monkeypatch.setattr("hqconv.sources.gguf._CHUNK_NUMBERS", 512)
+        for name in names:
+            assert torch.equal(read(source, name), whole[name]), name
+        assert sizes
+        assert max(sizes) <= 1024  # a head has 16 · 64 numbers at most
+
+
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q5_1, Kind.Q4_0, Kind.MXFP4], ids=lambda kind: kind.name)
 def test_quantized_rows_of_q_and_k(tmp_path: Path, published: Callable[[str], Path], kind: Kind) -> None:
     """A row is quantized by itself: where llama.cpp put it changes nothing."""
@@ -282,6 +302,34 @@ def test_an_artifact_of_a_gguf_file(converted: tuple[Path, Path], tmp_path: Path
     for more in ((), ("--source", path)):
         done = call("verify", out, "--checks", "files,weights", *more)
         assert done.exit_code == 0, done.stdout + done.stderr
+
+
+def test_the_artifact_computes_what_the_original_does(
+    converted: tuple[Path, Path], tmp_path: Path, published: Callable[[str], Path]
+) -> None:
+    """With the artifact's dense tensors and decoded experts, transformers gives nearly the original's logits."""
+    import transformers
+
+    _, out = converted
+    weights: dict[str, torch.Tensor] = {}
+    for shard in out.glob("model*.safetensors"):
+        weights |= load_file(shard)
+    words = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+    with open_source(out) as artifact:
+        for layer in artifact.map_experts().layers:
+            for expert in range(layer.num_experts):
+                for role, matrix in artifact.read_expert(layer, expert, layer.roles, CPU).items():
+                    weights[f"{layer.name}.{expert}.{words[role]}.weight"] = matrix.values().bfloat16()
+    config = json.loads((out / "config.json").read_bytes())
+    config.pop("quantization_config")
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    tokens = torch.arange(24).reshape(2, 12) % 64
+    ours, theirs = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()(tokens).logits.detach()
+        for folder in (tmp_path, published("deepseek_v3"))
+    )
+    assert (ours - theirs).norm() < 0.05 * theirs.norm()  # 8 bits, twice
 
 
 def test_the_bytes_do_not_depend_on_threads_and_memory(converted: tuple[Path, Path], tmp_path: Path) -> None:
