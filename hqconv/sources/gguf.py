@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hqconv.errors import InputError, RequestError, first_few
 from hqconv.io import checkpoint_files
@@ -270,46 +270,65 @@ class GgufModelSource(GgufSource):
         step = max(1, _CHUNK_NUMBERS * 2 // unit_bytes)
         end = start + view.nbytes
         first, last = start // unit_bytes, -(-end // unit_bytes)
+        # One read, which is one request on the Hub; decoding needs several times as much memory, and goes in steps.
+        stored = {span.part.name: (span.begin, self._read_rows(span)) for span in _spans(dense, first, last, unit)}
         for begin in range(first, last, step):
             until = min(begin + step, last)
-            decoded = memoryview(_encode(self._units(dense, begin, until, unit), dense.ref).tobytes())
+            decoded = []
+            for span in _spans(dense, begin, until, unit):
+                skip, raw = stored[span.part.name]
+                decoded.append(dequantize(raw[span.begin - skip : span.end - skip], span.part.dtype))
+            data = memoryview(_encode(_arranged(dense, decoded, until - begin), dense.ref).tobytes())
             offset = begin * unit_bytes
-            low, high = max(start, offset), min(end, offset + len(decoded))
-            view[low - start : high - start] = decoded[low - offset : high - offset]
+            low, high = max(start, offset), min(end, offset + len(data))
+            view[low - start : high - start] = data[low - offset : high - offset]
 
-    def _units(self, dense: DenseTensor, begin: int, end: int, unit: int) -> np.ndarray[Any, Any]:
-        """Decode units (heads, or rows) `begin` … `end` - 1 to float32."""
+    def _read_rows(self, span: _Span) -> np.ndarray[Any, Any]:
         import numpy as np
 
-        if dense.order == ROPE_ROWS:
-            stored = self._rows(dense.parts[0], begin * unit, end * unit, dense.ref.shape[0])
-            return stored.reshape(end - begin, unit // 2, 2, -1).swapaxes(1, 2)
-        if dense.order == MLA_ROWS:
-            (heads, rank, nope), (_, value, _) = (part.shape for part in dense.parts)
-            keys = self._rows(dense.parts[0], begin * rank, end * rank, heads * rank)
-            values = self._rows(dense.parts[1], begin * value, end * value, heads * value)
-            keys, values = keys.reshape(end - begin, rank, nope), values.reshape(end - begin, value, rank)
-            return np.concatenate((keys.swapaxes(1, 2), values), axis=1)
-        if dense.order == STACKED:
-            halves, skip = [], 0
-            for part in dense.parts:
-                rows = part.shape[0]
-                low, high = max(begin - skip, 0), min(end - skip, rows)
-                if low < high:
-                    halves.append(self._rows(part, low, high, rows))
-                skip += rows
-            return np.concatenate(halves)
-        rows = dense.ref.shape[0] if len(dense.ref.shape) > 1 else 1
-        return self._rows(dense.parts[0], begin, end, rows)
+        row_bytes = span.part.num_bytes // span.num_rows
+        raw = np.empty((span.end - span.begin, row_bytes), np.uint8)
+        super().read_into(span.part, raw.data, span.begin * row_bytes)
+        return raw
 
-    def _rows(self, ref: TensorRef, begin: int, end: int, num_rows: int) -> np.ndarray[Any, Any]:
-        """Decode rows of a tensor of a GGUF file, which has `num_rows`, to float32."""
-        import numpy as np
 
-        row_bytes = ref.num_bytes // num_rows
-        raw = np.empty((end - begin, row_bytes), np.uint8)
-        super().read_into(ref, raw.data, begin * row_bytes)
-        return dequantize(raw, ref.dtype)
+class _Span(NamedTuple):
+    """Rows `begin` … `end` - 1 of a tensor of a GGUF file, which has `num_rows`."""
+
+    part: TensorRef
+    begin: int
+    end: int
+    num_rows: int
+
+
+def _spans(dense: DenseTensor, begin: int, end: int, unit: int) -> list[_Span]:
+    """Return the stored rows of units (heads of `unit` rows, or rows) `begin` … `end` - 1 of a tensor."""
+    parts = dense.parts
+    if dense.order == MLA_ROWS:
+        (heads, rank, _), (_, value, _) = (part.shape for part in parts)
+        sizes = zip(parts, (rank, value), strict=True)
+        return [_Span(part, begin * rows, end * rows, heads * rows) for part, rows in sizes]
+    if dense.order == STACKED:
+        first, second = (part.shape[0] for part in parts)
+        spans = [_Span(parts[0], min(begin, first), min(end, first), first)]
+        spans.append(_Span(parts[1], max(begin - first, 0), max(end - first, 0), second))
+        return [span for span in spans if span.begin < span.end]
+    rows = dense.ref.shape[0] if len(dense.ref.shape) > 1 or dense.order == ROPE_ROWS else 1
+    return [_Span(parts[0], begin * unit, end * unit, rows)]
+
+
+def _arranged(dense: DenseTensor, decoded: Sequence[np.ndarray[Any, Any]], num_units: int) -> np.ndarray[Any, Any]:
+    """Put the decoded rows of `_spans` in the published model's order."""
+    import numpy as np
+
+    if dense.order == ROPE_ROWS:
+        (stored,) = decoded
+        return stored.reshape(num_units, len(stored) // num_units // 2, 2, -1).swapaxes(1, 2)
+    if dense.order == MLA_ROWS:
+        (_, rank, nope), (_, value, _) = (part.shape for part in dense.parts)
+        keys, values = decoded[0].reshape(num_units, rank, nope), decoded[1].reshape(num_units, value, rank)
+        return np.concatenate((keys.swapaxes(1, 2), values), axis=1)
+    return np.concatenate(decoded)
 
 
 _REORDERED = (ROPE_ROWS, MLA_ROWS)

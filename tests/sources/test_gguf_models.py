@@ -21,6 +21,7 @@ from hqconv.cli.app import app
 from hqconv.errors import HqconvError, InputError, RequestError
 from hqconv.models.gguf_model import ARCHITECTURES
 from hqconv.models.source_protocol import Source
+from hqconv.schemas.artifact_names import TRANSFORMERS_WEIGHTS
 from hqconv.sources.opening import open_source
 from tests.make.gguf_models import MODELS, RECORDED, build, write, write_recorded
 from tests.make.hub_server import serve, use
@@ -321,7 +322,7 @@ def test_the_artifact_computes_what_the_original_does(
                 for role, matrix in artifact.read_expert(layer, expert, layer.roles, CPU).items():
                     weights[f"{layer.name}.{expert}.{words[role]}.weight"] = matrix.values().bfloat16()
     config = json.loads((out / "config.json").read_bytes())
-    config.pop("quantization_config")
+    del config["quantization_config"], config[TRANSFORMERS_WEIGHTS]
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     tokens = torch.arange(24).reshape(2, 12) % 64
