@@ -151,10 +151,36 @@ without it (tests/sources/test_rounded_scales.py compares with torch's own round
 ## Formats
 """
 FAMILY_INTRO = """
+### Act order
+
+GPTQ's `desc_act` and compressed-tensors' `actorder: group` store a `g_idx`: the scale group of each input column.
+Kernels of Humming read the columns of a group one after the other, and refuse such checkpoints (`desc_act`,
+`actorder`).
+
+* **w2** keeps its codes. Its columns are sorted by group, and the rows of gate and up, which compute these columns,
+  are put in the same order, with their scales, zero points and biases. The expert is the same function, so a server
+  needs nothing, and any TP slice holds whole groups. The manifest has `intermediate_order`; `hqconv.load` and
+  `dequantize` give this order.
+* **Gate and up** keep their codes where `g_idx` is column // group size (static groups). In another order they would
+  need the hidden state in that order. All experts read the same hidden state, and neither Humming's fused MoE nor
+  vLLM's call of it takes an index for its columns. So such matrices are quantized anew and counted
+  (`num_experts_requantized`); `--schema source` refuses them. A checkpoint whose experts were calibrated on all
+  tokens may have one `g_idx` for all gate and up matrices of a layer; that is not used yet.
+* A w2 whose groups have different sizes is quantized anew as well, in its own order.
+* `actorder: weight` or `static` stores no `g_idx`: nothing changes.
+
+Only the values of `g_idx` tell, so `--dry-run` says `direct` with a warning, and the conversion counts. In
+checkpoints with `desc_act` every projection usually has an order: w2 is then exact, a third of the weights. Artifacts
+of earlier versions, which requantized all of it, are still verified. An importance file of the model does not fit an
+artifact with sorted columns, and is refused. tests/conversion/test_act_order.py compares decoded artifacts with the
+drawn numbers, and the experts' outputs.
+
 ## Families
 
-Rows of `hqconv/models/families.py`. Other places of the layers (`language_model.`, `mtp.` …) are known as well. An
-unknown `model_type` gets the closest row whose single experts' names and shapes fit every tensor, or is refused.
+Rows of `hqconv/models/families.py`. Other places of the layers (`language_model.`, `mtp.` …) are known as well, and so
+are the names of transformers' own classes, which `save_pretrained(…, save_original_format=False)` writes: stacks
+`gate_up_proj` and `down_proj`. An unknown `model_type` gets the closest row whose single experts' names and shapes fit
+every tensor, with a warning, or is refused.
 """
 REFUSED_INTRO = """
 ## Refused model types
@@ -180,11 +206,13 @@ def family_rows() -> Iterator[str]:
     """One row a family: its model types, form and names."""
     for family in FAMILIES:
         layer = family.modules[0].format(layer="N")
-        forms = [f"per expert{'' if family.gated else ', no gate'}"]
-        names = [f"`{layer}.E.{_words(family)}.weight`"]
+        forms, names, part = [], [], ".weight" * family.is_unmarked
+        if not family.is_unmarked:
+            forms.append(f"per expert{'' if family.gated else ', no gate'}")
+            names.append(f"`{layer}.E.{_words(family)}.weight`")
         if family.stacks:
             forms.append("stacks: " + "; ".join(dict.fromkeys(_form(stack) for stack in family.stacks)))
-            names.append(", ".join(f"`{layer}.{stack.name}`" for stack in family.stacks))
+            names.append(", ".join(f"`{layer}.{stack.name}{part}`" for stack in family.stacks))
         for stack in family.expert_stacks:
             forms.append("gate and up of an expert: " + _form(stack).replace("E, ", ""))
             names.append(f"`{layer}.E.{stack.name}.weight`")

@@ -70,6 +70,7 @@ def make_artifacts(folder: Path) -> None:
     rounded = write(folder / "rounded-src", "gptq-int4-zp").folder
     run(rounded, folder / "rounded", "source", dtype="bfloat16", round_scales=True)
     run(write(folder / "coded", "fp8-block").folder, folder / "requantized", "mxfp4")
+    run(small.save(folder / "ordered", small.gptq()), folder / "sorted", "int4-g64", dtype="float16")
     activated = small.with_activation({"model_type": "qwen3_moe", "hidden_act": "situ"})
     run(small.save(folder / "activated", activated), folder / "unknown", "int8")
     limited = small.with_activation({"model_type": "gpt_oss"})

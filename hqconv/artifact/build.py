@@ -124,7 +124,8 @@ def build_manifest(
         derived_from=None if parent is None else [parent.as_ancestor(), *parent.ancestors],
         warnings=list(plan.warnings) or None,
         blocks={
-            unit.name: _layer(unit, measured[unit.name], scales.get(unit.name, {}), plan.spec) for unit in plan.layers
+            unit.name: _layer(unit, measured[unit.name], scales.get(unit.name, {}), source, plan.spec)
+            for unit in plan.layers
         },
         content_sums=_copied_sums(plan, measured) or None,
         files=_files(files),
@@ -191,8 +192,11 @@ def _plain(value: Any) -> Any:
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
-def _layer(unit: MoeLayerPlan, measured: Measured, scales: Mapping[str, float], spec: ConversionSpec) -> ManifestLayer:
+def _layer(
+    unit: MoeLayerPlan, measured: Measured, scales: Mapping[str, float], source: Source, spec: ConversionSpec
+) -> ManifestLayer:
     layer = unit.layer
+    is_sorted = unit.encoding.sorts_columns or layer.name in source.sorted_layers
     gemms = {
         gemm: GemmEntry(
             **{key: form.config[key] for key in ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k")},
@@ -211,6 +215,7 @@ def _layer(unit: MoeLayerPlan, measured: Measured, scales: Mapping[str, float], 
         gated=layer.gated,
         top_k=layer.top_k,
         w13_order=["gate", "up"] if layer.gated else ["up"],
+        intermediate_order=artifact_names.G_IDX if is_sorted else None,
         source_dtype=layer.dtype,
         source_format=layer.format.to_dict(),
         source_parts=layer.parts_to_dict(),

@@ -214,7 +214,8 @@ class ManifestLayer(Entry):
     """One MoE layer, a value of the key `blocks`.
 
     The first six fields are those of a layer that is quantized in another way than the artifact's others. content_sums:
-    projection → tensor → sum (`schemas/sum_factors`). w13, w2: of the kernel layout.
+    projection → tensor → sum (`schemas/sum_factors`). intermediate_order: `g_idx` where each expert's intermediate
+    columns (w2's columns; rows of gate and up) were sorted by w2's groups. w13, w2: of the kernel layout.
     """
 
     schema_name: str | None = None
@@ -233,6 +234,7 @@ class ManifestLayer(Entry):
     gated: bool
     top_k: int
     w13_order: list[str] | None = None
+    intermediate_order: str | None = None
     source_dtype: str
     source_format: dict[str, Any]
     source_parts: dict[str, Any]

@@ -402,7 +402,8 @@ class Artifact(ManifestFacts):
 
         Raises VerificationError where it is no float32 [1].
         """
-        path, name = names.rank_file(layer, tp_rank, ep_rank), names.input_scale(layer, gemm)
+        path, inputs = names.rank_file(layer, tp_rank, ep_rank), self.kernel_spec_of(layer).inputs
+        name = names.input_scale(layer, gemm, inputs)
         ref = self.header(path)[0].get(name)
         if ref is None:
             return None

@@ -66,12 +66,12 @@ def read_input_scales(source: Source, plan: ConversionPlan) -> Mapping[str, Inpu
 def reduce_scales(source: Source, layer: MoeLayer, pool: ThreadPoolExecutor) -> InputScales:
     """Return each GEMM's scale as Humming reduces it: the maximum over all experts of the layer, gate and up together.
 
-    So the scale is the same for every TP and EP. Raises InputError for a scale that is not finite and positive, and
-    where the ranks of an artifact have different scales.
+    Stored inverses are inverted before, in float32. So the scale is the same for every TP and EP. Raises InputError for
+    a scale that is not finite and positive, and where the ranks of an artifact have different scales.
     """
     reduced = {}
     for gemm, refs in layer.input_scales.refs.items():
-        scales = list(pool.map(lambda ref: _read_scale(source, ref), refs))
+        scales = list(pool.map(lambda ref: _read_scale(source, ref, divides=layer.input_scales.divides), refs))
         if layer.format.encoding == LAID_OUT and len(set(scales)) > 1:
             what = "The ranks of an artifact have different scales of activations."
             where = f"{layer.name}: {gemm}"
@@ -80,12 +80,14 @@ def reduce_scales(source: Source, layer: MoeLayer, pool: ThreadPoolExecutor) -> 
     return reduced
 
 
-def _read_scale(source: Source, ref: TensorRef) -> float:
-    """Read the largest number of a tensor."""
+def _read_scale(source: Source, ref: TensorRef, *, divides: bool) -> float:
+    """Read the largest scale of a tensor, which may hold inverses."""
     data = torch.empty(ref.num_bytes, dtype=torch.uint8)
     source.read_into(ref, data.numpy().data)
-    values: list[float] = data.view(torch_dtype(ref.dtype)).float().tolist()
-    wrong = next((value for value in values if not (math.isfinite(value) and value > 0)), None)
+    stored = data.view(torch_dtype(ref.dtype)).float()
+    values: list[float] = (stored.reciprocal() if divides else stored).tolist()
+    pairs = zip(stored.tolist(), values, strict=True)
+    wrong = next((one for one, value in pairs if not (math.isfinite(value) and value > 0)), None)
     if wrong is not None:
         raise InputError(
             "A static activation scale is not a number above zero.",

@@ -18,7 +18,7 @@ from hqconv.humming_layout.weight_tiles import WeightTiles
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.layer_encoding import LayerEncoding
-from hqconv.quantization.coded_matrix import CodedMatrix, filled
+from hqconv.quantization.coded_matrix import CodedMatrix, filled, group_order, with_rows, with_sorted_columns
 from hqconv.quantization.deferred_checks import deferring_checks, is_any
 from hqconv.quantization.direct_tensors import express, share_scale
 from hqconv.quantization.gptq import hessian_factors
@@ -40,14 +40,16 @@ class EncodedBatch:
     row_sums: by role, of weights that are laid out already (`QuantizedStack.row_sums`).
     """
 
+    layer: MoeLayer
+    experts: Sequence[int]
     tensors: dict[str, dict[str, torch.Tensor]]
     measured: list[torch.Tensor]
-    _error_sums: Callable[[Sequence[torch.Tensor]], dict[str, list[ErrorSums]]]
+    _error_sums: Callable[[MoeLayer, Sequence[int], Sequence[torch.Tensor]], dict[str, list[ErrorSums]]]
     row_sums: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def error_sums(self, measured: Sequence[torch.Tensor]) -> dict[str, list[ErrorSums]]:
         """Return error sums of each matrix by role. Raises InputError for a NaN, or DeferredCheckError."""
-        return self._error_sums(measured)
+        return self._error_sums(self.layer, self.experts, measured)
 
 
 class ExpertSource(Protocol):
@@ -118,7 +120,9 @@ def _check_later(
     sums = [stack.sums() for stack in done.values()]
     bare = {role: replace(stack, tensors={}) for role, stack in done.items()}  # the tensors may be freed before
 
-    def error_sums(measured: Sequence[torch.Tensor]) -> dict[str, list[ErrorSums]]:
+    def error_sums(
+        layer: MoeLayer, experts: Sequence[int], measured: Sequence[torch.Tensor]
+    ) -> dict[str, list[ErrorSums]]:
         if len(measured) > len(sums) and bool(measured[-1].any()):
             raise DeferredCheckError
         found = {role: stack.error_sums(one) for (role, stack), one in zip(bare.items(), measured, strict=False)}
@@ -129,12 +133,40 @@ def _check_later(
 
     measured = sums if failed_checks is None else [*sums, failed_checks.double()]
     row_sums = {role: stack.row_sums for role, stack in done.items() if stack.row_sums is not None}
-    return EncodedBatch({role: stack.tensors for role, stack in done.items()}, measured, error_sums, row_sums)
+    tensors = {role: stack.tensors for role, stack in done.items()}
+    return EncodedBatch(layer, experts, tensors, measured, error_sums, row_sums)
 
 
-def filled_matrices(matrices: Mapping[str, SourceMatrix], encoding: LayerEncoding) -> dict[str, SourceMatrix]:
-    """Return an expert's projections with zeros that fill the target's last scale group, where it is not whole."""
+def read_matrices(
+    source: ExpertSource,
+    layer: MoeLayer,
+    expert: int,
+    roles: Sequence[str],
+    device: torch.device,
+    raw: RawExperts | None,
+    encoding: LayerEncoding,
+) -> dict[str, SourceMatrix]:
+    """Decode projections of an expert for an encoding, with zeros that fill the target's last scale group.
+
+    If codes are kept and w2's columns have an order of groups (g_idx), they are sorted by group, and the rows of gate
+    and up, which compute them, are put in the same order: the expert is the same function.
+    """
+    matrices = source.read_expert(layer, expert, roles, device, raw)
+    if encoding.sorts_columns:
+        down = matrices.get("w2") or source.read_expert(layer, expert, ["w2"], device, raw)["w2"]
+        order = None if down.coded is None else group_order(down.coded)
+        if order is not None:
+            matrices = {role: _reordered(matrix, role, order) for role, matrix in matrices.items()}
     return {role: matrix.filled(encoding.shapes[role]) for role, matrix in matrices.items()}
+
+
+def _reordered(matrix: SourceMatrix, role: str, order: torch.Tensor) -> SourceMatrix:
+    """Return a projection with the expert's intermediate columns in another order."""
+    assert matrix.coded is not None, f"{matrix.name}: its format has no codes"
+    if role == "w2":
+        return replace(matrix, coded=with_sorted_columns(matrix.coded, order), order=order)
+    bias = None if matrix.bias is None else matrix.bias.index_select(0, order)
+    return replace(matrix, coded=with_rows(matrix.coded, order), bias=bias)
 
 
 def _tensor_name(layer: MoeLayer, expert: int, role: str) -> str:
@@ -167,12 +199,14 @@ def _encode_unchecked(
     """Decode expert by expert, quantize as stacks; inside `deferring_checks` nothing waits for the device."""
     done: dict[str, QuantizedStack] = {}
     for roles in _coupled_roles(layer):
-        each = [filled_matrices(source.read_expert(layer, expert, roles, device, raw), encoding) for expert in experts]
+        each = [read_matrices(source, layer, expert, roles, device, raw, encoding) for expert in experts]
         kept = [pass_through(matrices, encoding) if encoding.is_direct else None for matrices in each]
         direct = [one for one in kept if one is not None]
         if len(direct) == len(each):
             done |= {role: stack_passed_through([one[role] for one in direct]) for role in roles}
-        else:  # none of them, while checks are deferred
+        else:
+            if direct:  # the orders of columns differ: each expert is encoded alone, when this check fails
+                is_any(torch.ones(1, dtype=torch.bool, device=device))
             done |= _quantized_stacks(each, experts, encoding)
         for role in roles:
             biases = [_bias(matrices[role], encoding) for matrices in each]
@@ -193,19 +227,20 @@ def _encode_each(
     each: dict[str, list[Quantized]] = {role: [] for role in layer.roles}
     for expert in experts:
         for roles in _coupled_roles(layer):
-            matrices = filled_matrices(source.read_expert(layer, expert, roles, device, raw), encoding)
+            matrices = read_matrices(source, layer, expert, roles, device, raw, encoding)
             for role, one in encode(expert, matrices, encoding).items():
                 each[role].append(one)
     found = {role: [one.error_sums for one in parts] for role, parts in each.items()}
     tensors = {role: stack_tensors([one.tensors for one in parts]) for role, parts in each.items()}
-    return EncodedBatch(tensors, [], lambda _: found)
+    return EncodedBatch(layer, experts, tensors, [], lambda *_: found)
 
 
 def encode(expert: int, matrices: Mapping[str, SourceMatrix], encoding: LayerEncoding) -> dict[str, Quantized]:
     """Encode the projections of an expert that share their tensor-level scale, each at full size.
 
-    matrices: as `filled_matrices` returns them. Raises InputError where a weight is not finite or cannot be
-    represented, and where gate and up have different tensor-level scales although their codes must be kept.
+    matrices: as `read_matrices` returns them. Raises InputError where a weight is not finite or cannot be
+    represented, and where codes must be kept although gate and up have different tensor-level scales, or columns an
+    order of groups.
     """
     kept = pass_through(matrices, encoding) if encoding.is_direct else None
     if kept is not None:
@@ -325,8 +360,22 @@ class PassedThrough:
 def pass_through(matrices: Mapping[str, SourceMatrix], encoding: LayerEncoding) -> dict[str, PassedThrough] | None:
     """Keep the source's codes; None where gate and up must share a scale and have different ones.
 
+    And None where the groups' columns are not adjacent: of gate and up with an order (g_idx), since the kernel has one
+    input for all experts, and of w2 if its groups are not of equal size.
     Raises InputError where such codes must be kept, or where a scale to be rounded is out of range.
     """
+    scattered = next((one for one in matrices.values() if _is_scattered(one)), None)
+    if scattered is not None:
+        if encoding.must_be_direct:
+            raise InputError(
+                "The columns of a matrix are grouped by g_idx in an order that the kernel does not have.",
+                where=f"tensor {scattered.names.get('g_idx', scattered.name)}",
+                expected="column // group size; for w2 any order of groups of equal size",
+                found="another order",
+                remedy=f"Convert with --schema {encoding.schema.name}: such matrices are quantized anew, and counted; "
+                "the codes of all others are kept.",
+            )
+        return None
     coded = {role: coded_of(one) for role, one in matrices.items()}
     if share_scale(list(coded.values()), encoding.schema):
         return {role: _pass_through_one(one, matrices[role], encoding) for role, one in coded.items()}
@@ -339,6 +388,11 @@ def pass_through(matrices: Mapping[str, SourceMatrix], encoding: LayerEncoding) 
             remedy=f"Convert with --schema {encoding.schema.name}: such experts are quantized anew, and counted.",
         )
     return None
+
+
+def _is_scattered(matrix: SourceMatrix) -> bool:
+    """Return whether the columns of a scale group are not adjacent."""
+    return matrix.coded is not None and matrix.coded.column_groups is not None
 
 
 def _pass_through_one(coded: CodedMatrix, matrix: SourceMatrix, encoding: LayerEncoding) -> PassedThrough:

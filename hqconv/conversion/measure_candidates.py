@@ -18,10 +18,10 @@ from hqconv.conversion.encode import (
     EncodedBatch,
     ExpertSource,
     encode_batch,
-    filled_matrices,
     float_stacks,
     is_asynchronous,
     quantizer_of,
+    read_matrices,
 )
 from hqconv.conversion.encode_batch import Batch, Run
 from hqconv.conversion.quant_error import Measurements, projection_errors
@@ -173,10 +173,12 @@ def _weighted(
         weights = weights.to(device, non_blocking=True)
         for index, expert in enumerate(experts):
             with deferring_checks():  # the encoding has checked these values
-                matrices = filled_matrices(source.read_expert(layer, expert, roles, device, raw), encoding)
+                matrices = read_matrices(source, layer, expert, roles, device, raw, encoding)
             for role in roles:
                 tensors = {name: tensor[index] for name, tensor in done.tensors[role].items() if name != "bias"}
                 columns = weights if weights.ndim == 1 else weights[index]
+                if (order := matrices[role].order) is not None:
+                    columns = torch.cat([columns[order], columns[len(order) :]])
                 found[role].append(weighted_sums(matrices[role].values(), tensors, encoding.schema, columns))
     return {role: torch.stack(sums) for role, sums in found.items()}
 

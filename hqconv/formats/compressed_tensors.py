@@ -115,7 +115,12 @@ _STATIC_INPUTS = {("float", 8): "float8e4m3", ("int", 8): "int8"}
 def _static_inputs(group: ConfigReader) -> str:
     """Return Humming's dtype of a group's activations; "" if their scale is not static."""
     inputs = group.values.get("input_activations")
-    if not isinstance(inputs, dict) or inputs.get("dynamic") or not inputs.get("symmetric", True):
+    if not isinstance(inputs, dict) or not inputs.get("symmetric", True):
+        return ""
+    if inputs.get("dynamic") == "local":  # scales of groups are found while serving, under a calibrated one
+        found = [inputs.get(key) for key in ("type", "num_bits", "strategy", "group_size")]
+        return "float4e2m1" if found == ["float", 4, "tensor_group", 16] else ""
+    if inputs.get("dynamic"):
         return ""
     if inputs.get("strategy") not in (None, "tensor"):
         return ""
@@ -264,7 +269,9 @@ class PackedInt(Encoding):
             zero_point = _unpack_padded(stored, bits, shape[0]).t().contiguous()
         elif fmt.has_zero_point:
             zero_point = bit_codec.unpack_along_rows(parts["zero_point"], bits, shape[0])
-        columns = group_index(parts["g_idx"], parts["scale"].size(-1), names) if "g_idx" in parts else None
+        columns = None
+        if "g_idx" in parts:
+            columns = group_index(fmt, parts["g_idx"], parts["scale"].size(-1), names)
         scale = scale_grid(parts["scale"], fmt, shape)
         return coded_matrix(fmt, packed, scale, names, zero_point=zero_point, column_groups=columns)
 

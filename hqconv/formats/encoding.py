@@ -190,8 +190,10 @@ def zero_or_midpoint(fmt: SourceFormat, zero: torch.Tensor, names: Names) -> tor
     return None
 
 
-def group_index(index: torch.Tensor, num_groups: int, names: Names) -> torch.Tensor:
-    """Return g_idx as int64 [K], each of a group that exists."""
+def group_index(fmt: SourceFormat, index: torch.Tensor, num_groups: int, names: Names) -> torch.Tensor | None:
+    """Return g_idx as int64 [K], each of a group that exists; None if the group size implies the same groups."""
+    import torch
+
     from hqconv.quantization.coded_matrix import refuse
 
     columns = index.long().contiguous()
@@ -203,4 +205,5 @@ def group_index(index: torch.Tensor, num_groups: int, names: Names) -> torch.Ten
             f"groups from 0 to {num_groups - 1}",
             int(columns[is_outside][0]),
         )
-    return columns
+    implied = torch.arange(len(columns), device=columns.device) // (fmt.group_k or len(columns))
+    return None if torch.equal(columns, implied) else columns

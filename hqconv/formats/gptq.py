@@ -145,7 +145,7 @@ class Gptq(Encoding):
         zero_point = zero_or_midpoint(fmt, zero.t().contiguous(), names)
         columns = None
         if "g_idx" in parts:
-            columns = _column_groups(fmt, parts["g_idx"], scale.size(1), shape[1], names)
+            columns = _column_groups(fmt, parts["g_idx"], scale.size(1), names)
         return coded_matrix(fmt, packed, scale, names, zero_point=zero_point, column_groups=columns)
 
 
@@ -161,23 +161,16 @@ def _zero_points(fmt: SourceFormat, stored: torch.Tensor) -> torch.Tensor:
     return zero
 
 
-def _column_groups(
-    fmt: SourceFormat, index: torch.Tensor, num_groups: int, num_columns: int, names: Names
-) -> torch.Tensor | None:
-    """Return g_idx as int64, or None if it equals the order that the group size implies."""
-    import torch
-
+def _column_groups(fmt: SourceFormat, index: torch.Tensor, num_groups: int, names: Names) -> torch.Tensor | None:
+    """Return g_idx as `group_index`. Raises InputError for another order than the group size's without desc_act."""
     from hqconv.quantization.coded_matrix import refuse
 
-    columns = group_index(index, num_groups, names)
-    size = fmt.group_k or num_columns
-    if torch.equal(columns, torch.arange(num_columns, device=columns.device) // size):
-        return None
-    if not fmt.option("desc_act", False):
+    columns = group_index(fmt, index, num_groups, names)
+    if columns is not None and not fmt.option("desc_act", False):
         refuse(
             "The columns are in another order than the config says.",
             names.get("g_idx", ""),
-            f"column // {size}, because desc_act is false",
+            f"column // {fmt.group_k or len(columns)}, because desc_act is false",
             "other groups",
         )
     return columns

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hqconv.formats.config_reader import LARGEST, ConfigReader, Text
 from hqconv.formats.module_rules import Rule, always, globbed_in, parents, when
 from hqconv.formats.mx import mx_format
@@ -40,7 +42,9 @@ def _algorithm_format(config: ConfigReader) -> SourceFormat:
         raise config.unsupported("pre_quant_scale", "false: activations that are not scaled")
     algorithm = config.text("quant_algo")
     if algorithm in ("nvfp4", "w4a16_nvfp4"):
-        return nvfp4_format("modelopt nvfp4", _group_size(config, 16, only=16))
+        is_static = algorithm == "nvfp4" and not config.flag("dynamic", False)
+        fmt = nvfp4_format("modelopt nvfp4", _group_size(config, 16, only=16))
+        return replace(fmt, static_inputs="float4e2m1" if is_static else "")
     if algorithm == "mxfp8":
         return mx_format("modelopt mxfp8", "mxfp8")
     if algorithm in ("fp8_pb_wo", "fp8_block_scales"):

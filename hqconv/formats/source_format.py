@@ -45,9 +45,10 @@ class SourceFormat:
     encoding: the name of a `hqconv.formats.encoding.Encoding` (manifest key: decoder). b_dtype, scale_dtype: Humming's
     names of the code type (uintN for integers, offset binary once decoded) and of the stored scale. A scale serves
     group_n rows × group_k columns (0: all of them); at ragged edges fewer. scale_2: "none", "tensor" or "channel".
-    is_permuted: columns are grouped by an index (GPTQ's g_idx), so no target can keep the codes as they are. options:
-    facts that only the encoding reads. static_inputs: Humming's dtype of activations that the config quantizes with
-    one static scale per tensor, from calibration; not part of the weights, so neither compared nor in a manifest.
+    is_permuted: an index (g_idx, "act order") says the group of each column; its values decide whether a matrix's
+    codes can be kept (`hqconv.conversion.encode`). options: facts that only the encoding reads. static_inputs:
+    Humming's dtype of activations that the config quantizes with one static scale per tensor, from calibration (of
+    float4e2m1 above dynamic scales of groups); not part of the weights, so neither compared nor in a manifest.
     """
 
     name: str
@@ -117,8 +118,6 @@ def why_not_direct(
         return "the source is not quantized"
     if schema.rotation:
         return "the schema's weights are rotated, its are not"
-    if source.is_permuted:
-        return "its columns are grouped by g_idx"
     if source.b_dtype != schema.b_dtype:
         return f"its codes are {source.b_dtype or source.name}, not {schema.b_dtype}"
     kinds = (source.has_zero_point, source.option("is_fp_zero_point", False))

@@ -16,6 +16,7 @@ import torch
 
 from hqconv.humming_layout.runtime import humming, humming_gpu
 from hqconv.schemas.activation import Activation
+from hqconv.schemas.input_schema import STATIC_SCALES
 
 _COMPUTE = {"use_batch_invariant": False, "use_f16_accum": False, "gemm_type": "indexed"}
 
@@ -65,6 +66,8 @@ def _gated_text(activation: Activation) -> str:
     if kind == "clamp":
         clamped = re.sub(_OPERAND, f"fminf(a, {number['limit']})", _UNARY[function])
         return f"({clamped}) * {_CLAMPED_UP.format_map(number)}"
+    if kind == "shift":
+        return f"({_UNARY[function]}) * (b + ({number['beta']}))"
     return f"({_UNARY[name]}) * b"
 
 
@@ -97,8 +100,9 @@ class KernelInputs:
 
 def load_gemm(document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], rotation: int = 0) -> Gemm:
     """Make a GEMM from a LayerConfig document of a rank file's metadata, and its tensors; see `Gemm`."""
-    plain = {name: tensor for name, tensor in tensors.items() if name != "input_scale"}
-    return Gemm(layer_config(document), plain, tensors.get("input_scale"), rotation)
+    static = [tensors[name] for name in STATIC_SCALES.values() if name in tensors]
+    plain = {name: tensor for name, tensor in tensors.items() if name not in STATIC_SCALES.values()}
+    return Gemm(layer_config(document), plain, static[0] if static else None, rotation)
 
 
 @functools.lru_cache(maxsize=64)

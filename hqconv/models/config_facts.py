@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from hqconv.errors import InputError, RequestError, first_few
-from hqconv.models.families import INDEX, Family
+from hqconv.models.families import INDEX, TOP_K_KEYS, Family
 from hqconv.models.family_choice import FamilyChoice
 from hqconv.schemas.activation import CHANGING_KEYS, NUMBERS, Activation, Numbers
 from hqconv.schemas.grid import MAX_SIZE
@@ -35,9 +35,9 @@ def contradiction(what: str, where: str, expected: object, found: object) -> Inp
 
 def layer_indices(family: Family, names: Iterable[str], text: Config) -> dict[str, int]:
     """Map names of MoE layers to layer indices; `mtp.layers.i` follow the last decoder layer, as in vLLM."""
-    pattern = re.compile(r"(?:^|\.)(?:layers|blocks|mtp)\.([0-9]+)\.")
+    pattern = re.compile(r"(?:^|\.)(?:layers|blocks|mtp|mtp_layers|meta_mlp)\.([0-9]+)\.")
     indices = {name: int(match.group(1)) for name in names if (match := pattern.search(name))}
-    mtp = {name for name in indices if name.startswith(("mtp.", "language_model.mtp."))}
+    mtp = {name for name in indices if name.startswith(("mtp.", "language_model.mtp.", "mtp_layers."))}
     last = max((index for name, index in indices.items() if name not in mtp), default=-1)
     num_layers = config_number(text, family.num_layers_keys, 0)
     offset = num_layers[1] if num_layers else last + 1
@@ -99,9 +99,9 @@ def config_sizes(family: Family, layer: int, text: Config) -> ConfigSizes:
 
 def top_k(family: Family, name: str, layer: int, text: Config) -> int:
     """Read the number of experts per token in one layer. Raises InputError without it."""
-    size = config_number(text, family.top_k_keys, layer)
+    size = config_number(text, (*family.top_k_keys, *TOP_K_KEYS), layer)
     if size is None:
-        keys = " or ".join(family.top_k_keys)
+        keys = " or ".join(dict.fromkeys((*family.top_k_keys, *TOP_K_KEYS)))
         raise contradiction("The config lacks the number of experts per token.", name, keys, "no such key")
     return size[1]
 

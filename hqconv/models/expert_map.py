@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from hqconv.errors import InputError, RequestError, plural
+from hqconv.errors import InputError, RequestError, first_few, plural
 from hqconv.formats.quant_config import DeclaredFormats, declared_formats
 from hqconv.formats.source_format import KNOWN_BY_SOURCE, PLAIN, SourceFormat
 from hqconv.models.config_facts import (
@@ -26,6 +27,9 @@ from hqconv.models.moe_layer import MoeLayer, Parts, PerExpertIndex
 from hqconv.schemas.dtypes import FLOATS
 from hqconv.schemas.tensors import TensorRef
 
+_STACK_DIMS = 3  # [E, out, in]
+_ROUTER = re.compile(r"(.+)\.(?:router|gate)(?:\.[a-z]+)?\.weight$")
+
 
 def group(family: Family, tensors: Mapping[str, TensorRef]) -> tuple[dict[str, LayerTensors], list[str]]:
     """Return the tensors of each layer (experts module), and the expert-like names that match no template."""
@@ -33,12 +37,23 @@ def group(family: Family, tensors: Mapping[str, TensorRef]) -> tuple[dict[str, L
     unmatched = []
     for name, ref in tensors.items():
         if "expert" not in name and "moe" not in name:  # no expert's: there may be a million
+            if family.is_unmarked and len(ref.shape) == _STACK_DIMS:
+                groups.takes(name, ref)
             continue
         if groups.takes_known(name, ref) or groups.takes(name, ref) or name.startswith(family.other_models):
             continue
         if looks_like_expert(name, len(ref.shape)):
             unmatched.append(name)
+    if family.is_unmarked:
+        unmatched += _parts_left_over(family, groups.found, tensors)
     return groups.found, unmatched
+
+
+def _parts_left_over(family: Family, found: Mapping[str, LayerTensors], tensors: Mapping[str, TensorRef]) -> list[str]:
+    """List tensors that lie beside the stacks of a layer by their names, such as scales, and were not taken."""
+    taken = {ref.name for layer in found.values() for parts in layer.stacks.values() for ref in parts.values()}
+    beside = tuple(f"{layer}.{stack.name}" for layer in found for stack in family.stacks)
+    return [name for name in tensors if name not in taken and name.startswith(beside)]
 
 
 class NameGroups:
@@ -109,6 +124,7 @@ class ExpertMap:
     copied: tuple[str, ...]
     dropped: dict[str, str]
     left: tuple[str, ...] = ()  # layers whose tensors are copied as they are
+    is_own_row: bool = True  # False where no row names the model_type, and another one's names fit
 
     def with_input_scales(self, names: Collection[str]) -> ExpertMap:
         """Return the map with the activation scales of some layers converted, which are dropped otherwise."""
@@ -163,18 +179,14 @@ def map_experts(
     ]
     choice = choose_family(candidates, config, text)
     family, because = choice.family, choice.because
+    text = family.config_values(text)
     candidates = [name for name in candidates if not name.startswith(family.other_models)]
     declared = declared_formats(quantization, text)
     grouped, unmatched = group(family, tensors)
     if unmatched:
         raise unmatched_error(InputError, family, unmatched, because)
     if not grouped:
-        raise RequestError(
-            "There are no MoE experts: nothing to convert.",
-            expected=f"tensors such as {family.example()}",
-            found=f"{plural(len(tensors), 'tensor')}, none of an expert ({because})",
-            remedy="Convert a Mixture-of-Experts checkpoint; check that the folder holds all of its files.",
-        )
+        raise _nothing_found(family, tensors, because)
     indices = layer_indices(family, grouped, text)
     dropped = _drop_zero_experts(family, grouped, indices, text)
     activation, origin = named_activation(choice, text)
@@ -195,7 +207,37 @@ def map_experts(
     copied = tuple(name for name in tensors if name not in converted and name not in dropped)
     assert len(converted) + len(dropped) + len(copied) == len(tensors), "an expert tensor was counted twice"
     assert all(name in converted or name in dropped for name in candidates), "an expert tensor was lost"
-    return ExpertMap(family.name, f"{because}; {origin}", tuple(layers), converted, copied, dropped)
+    reason = f"{because}; {origin}"
+    return ExpertMap(family.name, reason, tuple(layers), converted, copied, dropped, is_own_row=choice.is_own_row)
+
+
+def _nothing_found(family: Family, tensors: Mapping[str, TensorRef], because: str) -> RequestError:
+    """Return the error for a checkpoint without experts, or with stacks beside a router that no row describes."""
+    if stacks := _stacks_beside_router(tensors):
+        return RequestError(
+            "The model has experts of a form that is not known.",
+            where=first_few(stacks),
+            expected=f"names such as {family.example()} ({because})",
+            found=f"{plural(len(stacks), 'tensor')} of three dimensions beside a router",
+            remedy="Check model_type in config.json; a new form needs a row in hqconv/models/families.py.",
+        )
+    return RequestError(
+        "There are no MoE experts: nothing to convert.",
+        expected=f"tensors such as {family.example()}",
+        found=f"{plural(len(tensors), 'tensor')}, none of an expert ({because})",
+        remedy="Convert a Mixture-of-Experts checkpoint; check that the folder holds all of its files.",
+    )
+
+
+def _stacks_beside_router(tensors: Mapping[str, TensorRef]) -> list[str]:
+    """List tensors of three dimensions, one for each expert, in modules that have a router [E, H] as well."""
+    routers = {match[1]: ref.shape[0] for name, ref in tensors.items() if ref.shape and (match := _ROUTER.match(name))}
+    return [
+        name
+        for name, ref in tensors.items()
+        if len(ref.shape) == _STACK_DIMS
+        and any(routers.get(name[: dot.start()]) == ref.shape[0] for dot in re.finditer(r"\.", name))
+    ]
 
 
 def _names(layer: MoeLayer) -> Iterable[str]:
@@ -249,7 +291,10 @@ def _is_extra(family: Family, layer: int, text: Config) -> bool:
 def _drop_zero_experts(
     family: Family, grouped: Mapping[str, LayerTensors], layers: Mapping[str, int], text: Config
 ) -> dict[str, str]:
-    """Remove identity experts, E..E+Z-1, from `grouped`; transformers 5 writes gate and up for them."""
+    """Remove identity experts, E..E+Z-1, from `grouped`; transformers 5 writes gate and up for them.
+
+    In a stack they are its end, which no byte range of an expert reaches.
+    """
     dropped: dict[str, str] = {}
     for name, found in grouped.items():
         experts = found.experts
@@ -260,4 +305,9 @@ def _drop_zero_experts(
         for e in [e for e in experts if count[1] <= e < count[1] + zeros[1] and "w2" not in experts[e]]:
             reason = f"expert {e} is a zero-expert ({zeros[0]} {zeros[1]}): an identity, its weights are unused"
             dropped |= {ref.name: reason for parts in experts.pop(e).values() for ref in parts.values()}
+        for parts in found.stacks.values():
+            for part, ref in parts.items():
+                if ref.shape and ref.shape[0] == count[1] + zeros[1]:
+                    num_bytes = ref.num_bytes // ref.shape[0] * count[1]
+                    parts[part] = ref._replace(shape=(count[1], *ref.shape[1:]), num_bytes=num_bytes)
     return dropped

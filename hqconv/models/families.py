@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hqconv.schemas.model_config import Config, text_config
 
@@ -43,6 +43,22 @@ class Stack:
     flat: bool = False
 
 
+def under_layers(module: str, *more_prefixes: str) -> tuple[str, ...]:
+    """Return the templates of a module of every decoder layer, usual prefixes first."""
+    return tuple(f"{prefix}.{module}" for prefix in (*LAYER_PREFIXES, *more_prefixes))
+
+
+def fused_stacks(
+    gate_up: str, down: str, transposed: bool | None = False, interleaved: bool = False
+) -> tuple[Stack, ...]:
+    """Return two stacks: gate and up in one, down in the other."""
+    return (Stack(gate_up, ("w1", "w3"), transposed, interleaved), Stack(down, ("w2",), transposed))
+
+
+# Stacks of most families in transformers 5, in memory and in some saved checkpoints.
+FUSED = fused_stacks("gate_up_proj", "down_proj")
+
+
 @dataclass(frozen=True)
 class Family:
     """Tensor names and config keys of a model family.
@@ -57,6 +73,11 @@ class Family:
     `architectures` are classes that choose the row if model_type does not; `layer_configs_key` is the config key
     of a list with one layer's own values in each element; `other_models` are prefixes of separate models in the same
     checkpoint, whose experts are not described by the config's numbers: they are copied.
+
+    `memory_modules` and `memory_stacks` are the names and stacks of transformers' own classes where the released names
+    are others: those of `save_pretrained` with `save_original_format=False`. `config_keys` lead to nested config
+    values, one inside the other; `defaults` are numbers of the model's code, each under the last of its keys. With
+    `is_unmarked` no name says expert: of the names that match, tensors of three dimensions are the experts.
     """
 
     name: str
@@ -77,6 +98,26 @@ class Family:
     architectures: tuple[str, ...] = ()
     layer_configs_key: str = ""
     other_models: tuple[str, ...] = ()
+    memory_modules: tuple[str, ...] = ()
+    memory_stacks: tuple[Stack, ...] = FUSED
+    config_keys: tuple[str, ...] = ()
+    defaults: Mapping[str, int] = field(default_factory=dict, hash=False)
+    is_unmarked: bool = False
+
+    @property
+    def in_memory(self) -> Family | None:
+        """The row for checkpoints with the names of transformers' own classes; None if they are the released ones."""
+        if not self.memory_modules:
+            return None
+        return replace(self, modules=self.memory_modules, stacks=self.memory_stacks, memory_modules=())
+
+    def config_values(self, text: Config) -> Config:
+        """Merge the values that this family nests deeper, and its code's defaults, into the text config."""
+        nested: object = text
+        for key in self.config_keys:
+            nested = nested.get(key) if isinstance(nested, Mapping) else None
+            text = {**text, **nested} if isinstance(nested, Mapping) else text
+        return {**self.defaults, **text}
 
     @property
     def gated(self) -> bool:
@@ -94,24 +135,13 @@ class Family:
         return f"{layer}.E.{next(iter(self.projections.values()))}.weight"
 
 
-def under_layers(module: str, *more_prefixes: str) -> tuple[str, ...]:
-    """Return the templates of a module of every decoder layer, usual prefixes first."""
-    return tuple(f"{prefix}.{module}" for prefix in (*LAYER_PREFIXES, *more_prefixes))
-
-
-def fused_stacks(
-    gate_up: str, down: str, transposed: bool | None = False, interleaved: bool = False
-) -> tuple[Stack, ...]:
-    """Return two stacks: gate and up in one, down in the other."""
-    return (Stack(gate_up, ("w1", "w3"), transposed, interleaved), Stack(down, ("w2",), transposed))
-
-
 __all__ = [
     "BY_ARCHITECTURE",
     "BY_MODEL_TYPE",
     "BY_NAME",
     "FAMILIES",
     "INDEX",
+    "TOP_K_KEYS",
     "UNSUPPORTED",
     "Config",
     "Family",
@@ -123,8 +153,8 @@ GATE_UP_DOWN = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 W1_W3_W2 = {"w1": "w1", "w3": "w3", "w2": "w2"}
 UP_DOWN = {"w3": "up_proj", "w2": "down_proj"}
 
-# Stacks of most families in transformers 5, in memory and in some saved checkpoints.
-FUSED = fused_stacks("gate_up_proj", "down_proj")
+# Modules of nearly all families in transformers' own classes.
+IN_MEMORY = under_layers("mlp.experts")
 
 # For families whose hidden_act does not say what their experts do; a key that a config may be given.
 OWN_ACTIVATION = ("expert_activation",)
@@ -133,7 +163,9 @@ OWN_ACTIVATION = ("expert_activation",)
 FAMILIES: tuple[Family, ...] = (
     Family(
         # Also released fused, under the same module (Qwen3.5, Zaya). Qwen3-Omni has a thinker, which answers, and a
-        # talker, whose experts have other numbers and sizes.
+        # talker, whose experts have other numbers and sizes. xllm's and k2_horizon's attention has experts of values,
+        # `self_attn.v_experts.E.weight`, single matrices that are copied (sglang's xllm.py). LLaDA2 and SDAR are
+        # diffusion models with the experts of bailing_moe_v2 and qwen3_moe (sglang's llada2.py and sdar_moe.py).
         name="qwen_moe",
         model_types=(
             "qwen2_moe",
@@ -161,6 +193,15 @@ FAMILIES: tuple[Family, ...] = (
             "bailing_moe_v2",
             "bailing_hybrid",
             "bailing_moe_v3",
+            "llada2_moe",
+            "sdar_moe",
+            "xllm",
+            "k2_horizon",
+            "alice_ai",
+            "interns1_pro",
+            "interns1_pro_text",
+            "param2moe",
+            "sarvam_moe",
         ),
         modules=under_layers("mlp.experts"),
         projections=GATE_UP_DOWN,
@@ -173,6 +214,7 @@ FAMILIES: tuple[Family, ...] = (
         # mistral4 is released fused; transformers 5 saves kimi_k25's layers as blocks.
         name="deepseek",
         model_types=(
+            "deepseek",
             "deepseek_v2",
             "deepseek_v3",
             "deepseek_v32",
@@ -195,6 +237,7 @@ FAMILIES: tuple[Family, ...] = (
             "mimo_v2",
             "mimo_v2_flash",
             "mistral4",
+            "pangu_ultra_moe",
             "solar_open",
             "unlimited_ocr",
             "unlimited_ocr_text",
@@ -205,9 +248,10 @@ FAMILIES: tuple[Family, ...] = (
         num_experts_keys=("n_routed_experts", "num_local_experts"),
     ),
     Family(
-        # As deepseek, but gate and up are clamped before the activation. hy_v4 is released fused.
+        # As deepseek, but gate and up are clamped before the activation. hy_v4 is released fused. gigachat3_5's
+        # attention has a gate_proj of its own (vLLM's gigachat3_5.py; its config class has the limit 10 too).
         name="glm5_next",
-        model_types=("glm5_next", "glm5_next_text", "hy_v4"),
+        model_types=("glm5_next", "glm5_next_text", "hy_v4", "gigachat3_5"),
         modules=under_layers("mlp.experts"),
         projections=GATE_UP_DOWN,
         stacks=FUSED,
@@ -217,6 +261,7 @@ FAMILIES: tuple[Family, ...] = (
         name="deepseek_v4",
         model_types=("deepseek_v4", "deepseek_v41", "deepseek_v41_text"),
         modules=under_layers("ffn.experts", "mtp.{layer}"),
+        memory_modules=IN_MEMORY,
         projections=W1_W3_W2,
         num_experts_keys=("n_routed_experts", "num_local_experts"),
     ),
@@ -225,6 +270,7 @@ FAMILIES: tuple[Family, ...] = (
         name="mistral_large4",
         model_types=("mistral_large4", "mistral_large4_text"),
         modules=under_layers("experts"),
+        memory_modules=IN_MEMORY,
         projections=W1_W3_W2,
         num_experts_keys=("n_routed_experts", "num_local_experts"),
     ),
@@ -250,12 +296,14 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         # Zero-experts take part in routing only; the Hub's checkpoints have no tensors for them, while
-        # transformers 5 writes their gate and up (modeling_longcat_flash.py, LongcatFlashExperts).
+        # transformers 5 writes their gate and up (modeling_longcat_flash.py, LongcatFlashExperts). LongCat-Flash-Lite
+        # adds embeddings of n-grams (vLLM's longcat_flash_ngram.py).
         name="longcat_flash",
-        model_types=("longcat_flash",),
-        architectures=("LongcatFlashForCausalLM",),
+        model_types=("longcat_flash", "longcat_flash_ngram"),
+        architectures=("LongcatFlashForCausalLM", "LongcatFlashNgramForCausalLM"),
         modules=under_layers("mlp.experts"),
         projections=GATE_UP_DOWN,
+        stacks=FUSED,
         num_experts_keys=("n_routed_experts",),
         top_k_keys=("moe_topk",),
         intermediate_size_keys=("expert_ffn_hidden_size",),
@@ -272,8 +320,9 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         name="mixtral",
-        model_types=("mixtral", "phimoe", "minimax", "minimax_m2"),
+        model_types=("mixtral", "phimoe", "minimax", "minimax_m2", "arctic"),
         modules=under_layers("block_sparse_moe.experts"),
+        memory_modules=IN_MEMORY,
         projections=W1_W3_W2,
         num_experts_keys=("num_local_experts", "num_experts"),
         intermediate_size_keys=("intermediate_size",),
@@ -297,13 +346,13 @@ FAMILIES: tuple[Family, ...] = (
         intermediate_size_keys=("intermediate_size",),
     ),
     Family(
-        # hidden_act says silu, but the experts' activation is fixed in the model's code. The text model alone is saved
-        # fused, with other names.
+        # hidden_act says silu, but the experts' activation is fixed in the model's code. The text model is
+        # minimax_m3_vl_text in transformers, minimax_m3_text in vLLM.
         name="minimax_m3",
-        model_types=("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3"),
-        modules=(*under_layers("block_sparse_moe.experts"), *under_layers("mlp.experts")),
+        model_types=("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3_text", "minimax_m3"),
+        modules=under_layers("block_sparse_moe.experts"),
+        memory_modules=IN_MEMORY,
         projections=W1_W3_W2,
-        stacks=FUSED,
         activation="swigluoai",
         num_experts_keys=("num_local_experts", "num_experts"),
         intermediate_size_keys=("intermediate_size",),
@@ -314,6 +363,7 @@ FAMILIES: tuple[Family, ...] = (
         name="kimi_linear",
         model_types=("kimi_linear",),
         modules=under_layers("block_sparse_moe.experts"),
+        memory_modules=IN_MEMORY,
         projections=W1_W3_W2,
         hidden_size_keys=("routed_expert_hidden_size", "hidden_size"),
         top_k_keys=("num_experts_per_token", "num_experts_per_tok"),
@@ -400,6 +450,7 @@ FAMILIES: tuple[Family, ...] = (
         name="granitemoe",
         model_types=("granitemoe", "granitemoeshared", "granitemoehybrid"),
         modules=under_layers("block_sparse_moe"),
+        memory_modules=under_layers("block_sparse_moe.experts"),
         projections=W1_W3_W2,
         stacks=fused_stacks("input_linear", "output_linear"),
         num_experts_keys=("num_local_experts",),
@@ -428,7 +479,7 @@ FAMILIES: tuple[Family, ...] = (
         # Its sizes lie in ffn_config, the activation too, as {"name": …}.
         name="dbrx",
         model_types=("dbrx",),
-        modules=("transformer.blocks.{layer}.ffn.experts.mlp",),
+        modules=("transformer.blocks.{layer}.ffn.experts.mlp", "blocks.{layer}.ffn.experts.mlp"),
         projections={"w1": "w1", "w3": "v1", "w2": "w2"},
         stacks=(
             Stack("w1", ("w1",), flat=True),
@@ -456,10 +507,15 @@ FAMILIES: tuple[Family, ...] = (
         num_layers_keys=("n_layer", "num_hidden_layers"),
     ),
     Family(
-        # Some layers of Step-3.7 bound silu(gate) and up; a 0 in the list means no bound.
+        # Some layers of Step-3.7 and Step-5 bound silu(gate) and up; a 0 in the list means no bound. vLLM's step5 takes
+        # experts apart as well, in a module `experts`.
         name="step3",
-        model_types=(*("step3", "step3_text", "step3_vl", "step3p5", "step3p7", "step3p7_vl", "step3p7_text"), "step5"),
-        modules=under_layers("moe"),
+        model_types=(
+            *("step3", "step3_text", "step3_vl", "step3p5", "step3p7", "step3p7_vl", "step3p7_text"),
+            *("step5", "step5_vl"),
+        ),
+        modules=(*under_layers("moe"), *under_layers("moe.experts")),
+        memory_modules=IN_MEMORY,
         projections=GATE_UP_DOWN,
         stacks=(Stack("gate_proj", ("w1",)), Stack("up_proj", ("w3",)), Stack("down_proj", ("w2",))),
         num_experts_keys=("moe_num_experts", "n_routed_experts", "num_local_experts"),
@@ -469,6 +525,8 @@ FAMILIES: tuple[Family, ...] = (
         name="aria",
         model_types=("aria", "aria_text"),
         modules=under_layers("mlp.experts"),
+        memory_modules=IN_MEMORY,
+        memory_stacks=fused_stacks("gate_up_proj", "down_proj", transposed=True),
         projections=GATE_UP_DOWN,
         stacks=fused_stacks("fc1", "fc2", transposed=True),
         num_experts_keys=("moe_num_experts",),
@@ -480,6 +538,7 @@ FAMILIES: tuple[Family, ...] = (
         name="inkling",
         model_types=("inkling_mm_model",),
         modules=("model.llm.layers.{layer}.mlp.experts",),
+        memory_modules=IN_MEMORY,
         projections=W1_W3_W2,
         stacks=(Stack("w13", ("w1", "w3"), interleaved=True), Stack("w2", ("w2",))),
         num_experts_keys=("n_routed_experts", "num_local_experts"),
@@ -488,15 +547,60 @@ FAMILIES: tuple[Family, ...] = (
         # Soft caps on gate and up, with numbers from the config: an activation that hqconv does not know.
         name="inkling2",
         model_types=("inkling2", "inkling2_text"),
-        modules=("model.llm.layers.{layer}.mlp.experts",),
+        modules=("model.llm.layers.{layer}.mlp.experts", "layers.{layer}.mlp.experts"),
+        memory_modules=IN_MEMORY,
         projections=W1_W3_W2,
         stacks=(Stack("w13", ("w1", "w3"), interleaved=True), Stack("w2", ("w2",))),
         activation="softcapped_swiglu",
         num_experts_keys=("n_routed_experts", "num_local_experts"),
         activation_keys=OWN_ACTIVATION,
     ),
+    Family(
+        # Gate first in `fc`; a draft layer lies in `mtp_layers` (vLLM's and sglang's iquest_q1.py). Dense layers have
+        # dense_intermediate_size.
+        name="iquest_q1",
+        model_types=("iquest_q1",),
+        modules=under_layers("mlp.experts", "mtp_layers.{layer}.mtp_model_layer"),
+        projections=GATE_UP_DOWN,
+        stacks=fused_stacks("fc", "proj"),
+        intermediate_size_keys=("intermediate_size",),
+    ),
+    Family(
+        # Banks of experts, as many as num_blocks, each for several decoder layers: layer % num_blocks (sglang's
+        # interns2_mobius.py). Here a bank is the layer.
+        name="interns2_mobius",
+        model_types=("interns2_mobius", "interns2_mobius_text"),
+        modules=(
+            *("model.language_model.meta_mlp.{layer}.experts", "model.meta_mlp.{layer}.experts"),
+            *("meta_mlp.{layer}.experts", "mtp.layers.{layer}.mlp.experts"),
+        ),
+        projections=GATE_UP_DOWN,
+        stacks=FUSED,
+    ),
+    Family(
+        # gelu(gate) * (up + 1), gate first; layers before moe.start_layer have two-dimensional weights of the same
+        # names. config.json nests its numbers as config.text.moe, or has none: then the defaults of the code are meant
+        # (vLLM's moondream3.py and its config class, which has other keys than the model's own code).
+        name="moondream3",
+        model_types=("moondream3", "moondream3_text"),
+        modules=("model.text.blocks.{layer}.mlp", "text.blocks.{layer}.mlp", "blocks.{layer}.mlp"),
+        projections=GATE_UP_DOWN,
+        stacks=fused_stacks("fc1", "fc2"),
+        activation="gelu",
+        num_experts_keys=("num_experts", "n_experts"),
+        top_k_keys=("experts_per_token", "n_experts_per_tok", "num_experts_per_tok"),
+        hidden_size_keys=("dim",),
+        intermediate_size_keys=("expert_inner_dim",),
+        activation_keys=OWN_ACTIVATION,
+        num_layers_keys=("n_layers",),
+        config_keys=("config", "text", "moe"),
+        defaults={"num_experts_per_tok": 8},
+        is_unmarked=True,
+    ),
 )
 
+# Every spelling of the number of experts per token, each read where a row's own is missing: none has another meaning.
+TOP_K_KEYS = tuple(dict.fromkeys(key for family in FAMILIES for key in family.top_k_keys))
 BY_ARCHITECTURE: Mapping[str, Family] = {a: family for family in FAMILIES for a in family.architectures}
 BY_NAME: Mapping[str, Family] = {family.name: family for family in FAMILIES}
 BY_MODEL_TYPE: Mapping[str, Family] = {t: family for family in FAMILIES for t in family.model_types}

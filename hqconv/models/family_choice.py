@@ -53,10 +53,11 @@ def choose_family(candidates: list[str], config: Config, text: Config) -> Family
         )
     known = BY_MODEL_TYPE.get(outer) or BY_MODEL_TYPE.get(inner)
     if known is None and (architecture := _known_architecture(config, text)):
-        return FamilyChoice(BY_ARCHITECTURE[architecture], f"architecture {architecture}", True)
+        row = _with_found_names(BY_ARCHITECTURE[architecture], candidates)
+        return FamilyChoice(row, f"architecture {architecture}", True)
     model_type = inner if known is not None and outer not in known.model_types else outer
     if known is not None:
-        return FamilyChoice(known, f"model_type {model_type}", True)
+        return FamilyChoice(_with_found_names(known, candidates), f"model_type {model_type}", True)
     because = f"unknown model_type {model_type}"
     # Stable sort: of rows that fit equally well the first one in the table wins.
     rows = sorted(FAMILIES, key=lambda row: -_num_keys_found(row, text))
@@ -75,6 +76,14 @@ def choose_family(candidates: list[str], config: Config, text: Config) -> Family
     match = name_pattern(closest).fullmatch
     unmatched = [name for name in candidates if not match(name)]
     raise unmatched_error(RequestError, closest, unmatched, because)
+
+
+def _with_found_names(row: Family, candidates: list[str]) -> Family:
+    """Return the row with the names of the checkpoint: as released, or as transformers' own classes have them."""
+    in_memory, first = row.in_memory, next(iter(candidates), None)
+    if in_memory is None or first is None or name_pattern(row).fullmatch(first):
+        return row
+    return in_memory if name_pattern(in_memory).fullmatch(first) else row
 
 
 def _known_architecture(config: Config, text: Config) -> str | None:

@@ -299,6 +299,7 @@ def _sources(
 
 
 _PART = "input_scale"
+_INVERSE = "input_global_scale"  # compressed-tensors' of nvfp4, by which activations are multiplied
 _GEMM_OF = {"w1": "w13", "w3": "w13", "w2": "w2"}
 
 
@@ -310,20 +311,23 @@ def find_input_scales(
     Nothing is checked, as most requests do not need them. name: of the layer. count: its experts.
     """
     dtypes = {one.static_inputs for one in formats}
+    of_roles = [parts for roles in found.experts.values() for parts in roles.values()]
+    divides = any(_INVERSE in parts for parts in (*of_roles, *found.stacks.values()))
+    part = _INVERSE if divides else _PART
     refs: dict[str, list[TensorRef]] = {}
     most: dict[str, int] = {}
     missing: dict[str, list[str]] = {}
     for stack in family.stacks if found.stacks else ():
-        ref, gemm = found.stacks.get(stack.name, {}).get(_PART), _GEMM_OF[stack.roles[0]]
+        ref, gemm = found.stacks.get(stack.name, {}).get(part), _GEMM_OF[stack.roles[0]]
         if ref is not None:
             refs.setdefault(gemm, []).append(ref)
             most[gemm] = count * len(stack.roles)
     for expert, roles in sorted(found.experts.items()):
         for role, word in family.projections.items():
-            gemm, ref = _GEMM_OF[role], roles[role].get(_PART)
+            gemm, ref = _GEMM_OF[role], roles[role].get(part)
             most[gemm] = 1
             if ref is None:
-                missing.setdefault(gemm, []).append(f"{name}.{expert}.{word}.{_PART}")
+                missing.setdefault(gemm, []).append(f"{name}.{expert}.{word}.{part}")
             else:
                 refs.setdefault(gemm, []).append(ref)
     return InputScales(
@@ -331,6 +335,7 @@ def find_input_scales(
         {gemm: tuple(of_gemm) for gemm, of_gemm in refs.items()},
         most,
         {gemm: tuple(of_gemm) for gemm, of_gemm in missing.items()},
+        divides,
     )
 
 

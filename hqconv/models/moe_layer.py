@@ -140,13 +140,15 @@ class InputScales:
 
     a_dtype: Humming's name of the activations' dtype; "" if the config does not contain it.
     refs: GEMM → its tensors, each once, of which every value counts. max_values: GEMM → the most values that each may
-    hold. missing: GEMM → the tensors that other experts have.
+    hold. missing: GEMM → the tensors that other experts have. divides: the stored numbers are the scales' inverses
+    (compressed-tensors' input_global_scale).
     """
 
     a_dtype: str = ""
     refs: Mapping[str, tuple[TensorRef, ...]] = field(default_factory=dict)
     max_values: Mapping[str, int] = field(default_factory=dict)
     missing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    divides: bool = False
 
     @property
     def names(self) -> list[str]:

@@ -48,6 +48,8 @@ class Source(Protocol):
     index_sha256: None without an index. loose: the files beside the weights. other_files: the names of loose files that
     an artifact gets verbatim, relative to root. total_bytes: of all tensors. guard: state of all files that are read.
     listing: files of a Hub repo of which some are not on this machine, else None.
+    sorted_layers: the layers of an artifact whose intermediate columns were sorted by group (`intermediate_order` in
+    its manifest).
     reads_ahead: True if the bytes of experts are ranges that `read_raw` can fetch before they are decoded.
     """
 
@@ -67,6 +69,7 @@ class Source(Protocol):
     total_bytes: int
     guard: FileSnapshot
     listing: Listing | None
+    sorted_layers: frozenset[str]
     reads_ahead: ClassVar[bool]
 
     def __enter__(self) -> Self: ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from hqconv.errors import RequestError
+from hqconv.errors import RequestError, plural
 from hqconv.formats.source_format import DIRECT, DIRECT_ROUNDED, why_not_direct
 from hqconv.humming_layout.compatibility import nearest, why_not, why_overflow
 from hqconv.humming_layout.layer_config import fuses_exponents, needs_cuda
@@ -186,6 +186,7 @@ def request_warnings(experts: ExpertMap, spec: ConversionSpec, heads: AttentionH
     """Return warnings about a request that converts, but runs badly or loses what another option would keep."""
     warnings = rounding_warnings(experts, spec)
     warnings += _search_warnings(experts, spec)
+    warnings += _order_warnings(experts, spec)
     warnings += dtype_warnings(experts, spec)
     warnings += _activation_warnings(experts)
     if spec.layout == artifact_names.CHECKPOINT:
@@ -237,16 +238,31 @@ def _kernel_warnings(kernel_spec: KernelSpec) -> Iterator[str]:
 
 
 def _search_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
-    """Warn if there is no scale to search for; where gate and up must share a scale, only the data show it."""
+    """Warn if there is no scale to search for; of shared scales and orders of columns only the data tell."""
     options = spec.encoding
     for layer in experts.layers:
-        is_coupled = spec.kernel_spec_of(layer.name).schema.is_coupled and not spec.must_be_direct
-        if is_coupled or spec.conversion_of(layer) not in (DIRECT, DIRECT_ROUNDED):
+        is_coupled = spec.kernel_spec_of(layer.name).schema.is_coupled
+        may_requantize = (is_coupled or layer.format.is_permuted) and not spec.must_be_direct
+        if may_requantize or spec.conversion_of(layer) not in (DIRECT, DIRECT_ROUNDED):
             return []
     if options.quantizer == RTN:
         return []
     named = f"--quantizer {options.quantizer}" + (" has" if options.importance is None else " and --importance have")
     return [f"{named} no effect: the codes of all experts are kept, and there is no scale to search for."]
+
+
+def _order_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
+    """Warn of columns with an order of groups: whether codes can be kept is known from the values of g_idx alone."""
+    layers = [layer for layer in experts.layers if spec.encoding_of(layer).sorts_columns]
+    if not layers:
+        return []
+    otherwise = "refused" if all(spec.keeps(layer.name) for layer in layers) else "quantized anew, and counted"
+    return [
+        f"{plural(len(layers), 'layer')} may have columns in an order of their own (g_idx, act order). The codes of w2 "
+        "are kept, with its columns sorted by group and the rows of gate and up in the same order. The codes of gate "
+        f"and up are kept where g_idx is column // group size; elsewhere they are {otherwise}, because the kernel has "
+        "one input for all experts."
+    ]
 
 
 def _checkpoint_layout_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:

@@ -15,7 +15,8 @@ from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.tensors import TensorRef
 from hqconv.serving.chosen_engine import ENGINE
 
-_MODE = "static_tensor"
+# Two levels of scales: above those of groups, which e4m3 holds, a static one, the largest input / (6 * 448).
+_TWO_LEVELS, _OF_TWO_LEVELS = "static_tensor_dynamic_group", "float4e2m1"
 _DYNAMIC = "Use an input schema whose scales are found while serving, such as fp8 or int8."
 
 
@@ -44,14 +45,6 @@ def _check_kernel_spec(kernel_spec: KernelSpec, spec: ConversionSpec) -> None:
     if spec.layout == artifact_names.CHECKPOINT:
         what = f"From the checkpoint layout {ENGINE.name} cannot load static activation scales of experts."
         raise RequestError(what, where=where, remedy=f"Use --layout kernel. {_DYNAMIC}")
-    if kernel_spec.inputs.input_quant_mode != _MODE:
-        raise RequestError(
-            "Only static scales of whole tensors are carried into artifacts; no GPU at hand runs scales in two levels.",
-            where=f"{where}: input_quant_mode",
-            expected=_MODE,
-            found=kernel_spec.inputs.input_quant_mode,
-            remedy=_DYNAMIC,
-        )
     if kernel_spec.schema.rotation:
         raise RequestError(
             "Static activation scales were measured before activations are rotated: they would be wrong.",
@@ -73,11 +66,13 @@ def _check_source(layer: MoeLayer, kernel_spec: KernelSpec) -> None:
             found="none of them",
             remedy=_DYNAMIC,
         )
-    if scales.a_dtype != kernel_spec.inputs.a_dtype:
+    is_two = kernel_spec.inputs.input_quant_mode == _TWO_LEVELS
+    if scales.a_dtype != kernel_spec.inputs.a_dtype or is_two != (scales.a_dtype == _OF_TWO_LEVELS):
         raise RequestError(
             "The source's static activation scales were not measured for these activations.",
             where=f"{layer.name}, input schema {kernel_spec.inputs.name}",
-            expected=f"{kernel_spec.inputs.a_dtype} activations with a static scale per tensor, by the config",
+            expected=f"{kernel_spec.inputs.a_dtype} activations with a static scale per tensor"
+            f"{', and dynamic ones per group' * is_two}, by the config",
             found=scales.a_dtype or "none that the config declares",
             remedy=_DYNAMIC,
         )

@@ -151,6 +151,7 @@ class LayerEncoding:
     conversion: of `hqconv.formats.source_format`. must_be_direct: a matrix that cannot keep its codes is an error.
     takes_powers_of_two: fp8 group scales under a second scale stand for the source's powers of two, mxfp4 to nvfp4.
     is_coded: the source has codes, so that scale groups which are quantized anew without any error are counted.
+    is_permuted: columns have an order of groups (`SourceFormat.is_permuted`).
     importance: the layer's tensors of the importance file; None without one. shapes: role → [out, in] of the packed
     tensors: zeros fill the last scale group where the intermediate size is no whole number of them.
     """
@@ -162,6 +163,7 @@ class LayerEncoding:
     must_be_direct: bool = False
     takes_powers_of_two: bool = False
     is_coded: bool = False
+    is_permuted: bool = False
     importance: LayerImportance | None = field(default=None, repr=False)
     shapes: Mapping[str, tuple[int, int]] = field(default_factory=dict, repr=False)
 
@@ -174,6 +176,11 @@ class LayerEncoding:
     def is_direct(self) -> bool:
         """True where codes are kept, with their scales or rounded ones, if gate and up share what they must share."""
         return self.conversion in (DIRECT, DIRECT_ROUNDED)
+
+    @property
+    def sorts_columns(self) -> bool:
+        """True where codes are kept and the columns of w2 are sorted by group, with gate's and up's rows."""
+        return self.is_direct and self.is_permuted
 
     @property
     def rounds_scales(self) -> bool:
@@ -194,6 +201,7 @@ def encoding_of(
         must_be_direct,
         takes_powers_of_two(source, schema),
         not source.is_float,
+        source.is_permuted,
         None if options.importance is None else options.importance.of_layer(layer.name),
         {role: (layer.hidden_size, inner) if role == "w2" else (inner, layer.hidden_size) for role in layer.roles},
     )

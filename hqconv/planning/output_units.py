@@ -139,10 +139,11 @@ class MoeLayerPlan:
     def input_scale_places(self) -> list[tuple[str, TensorRef]]:
         """Return every rank's position of each GEMM's static activation scale; empty without such scales."""
         return [
-            (gemm, file.tensors[name])
+            (gemm, ref)
             for file in self.files
             for gemm in self.forms
-            if (name := artifact_names.input_scale(self.name, gemm)) in file.tensors
+            for name, ref in file.tensors.items()
+            if artifact_names.is_input_scale(name) and name.startswith(f"{self.name}.{gemm}_")
         ]
 
     def neighbours(self, experts: Sequence[int]) -> dict[int, list[tuple[list[int], int]]]:
@@ -203,10 +204,8 @@ def kernel_unit(layer: MoeLayer, spec: ConversionSpec) -> MoeLayerPlan:
         gemm: planned_kernel_form(n, k, kernel_spec, layer.has_bias)
         for gemm, (n, k) in gemm_shapes(layer, spec.grid.tp, kernel_spec.schema).items()
     }
-    files, scales = (
-        [],
-        [artifact_names.input_scale(layer.name, gemm) for gemm in forms if kernel_spec.inputs.is_static],
-    )
+    files, inputs = [], kernel_spec.inputs
+    scales = [artifact_names.input_scale(layer.name, gemm, inputs) for gemm in forms if inputs.is_static]
     for number, (tp_rank, ep_rank) in enumerate(spec.grid.ranks):
         num_local = len(spec.grid.local_experts(layer.num_experts, ep_rank))
         specs = [

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hqconv.errors import InputError, plural
+from hqconv.errors import InputError, RequestError, plural
 from hqconv.io.front_matter import FrontMatter
 from hqconv.models.config_facts import layer_notices
 from hqconv.models.expert_map import ExpertMap
@@ -19,6 +19,7 @@ from hqconv.models.families import BY_NAME
 from hqconv.models.source_protocol import Source
 from hqconv.planning.checks import check_copied, check_request, refuse_unserved, request_warnings
 from hqconv.planning.gpu_memory import GpuMemory, other_bytes
+from hqconv.planning.importance import Importance
 from hqconv.planning.input_scales import static_layers
 from hqconv.planning.output_units import (
     MoeLayerPlan,
@@ -276,6 +277,7 @@ def make_plan(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> C
     check_copied(checkpoint, experts, spec)
     experts = experts.with_input_scales({layer.name for layer in static_layers(experts, spec)})
     if spec.encoding.importance is not None:
+        _refuse_sorted(checkpoint, spec.encoding.importance)
         needs_hessian = spec.encoding.quantizer == GPTQ
         spec.encoding.importance.check(experts.layers, experts.left, needs_hessian=needs_hessian)
     layers: list[MoeLayerPlan] = []
@@ -304,11 +306,30 @@ def make_plan(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> C
     return replace(plan, notices=notices)
 
 
+def _refuse_sorted(checkpoint: Source, importance: Importance) -> None:
+    """Refuse an importance file for an artifact whose w2 has other columns than the model that it was measured on."""
+    if checkpoint.sorted_layers:
+        raise RequestError(
+            "The importance file does not fit the artifact: the columns of w2 were sorted by group.",
+            where=f"{importance.where}, {min(checkpoint.sorted_layers)}",
+            expected="the model that the artifact was made from",
+            found=f"{artifact_names.G_IDX} as intermediate_order in {artifact_names.MANIFEST}",
+            remedy="Convert the original model, or leave --importance out.",
+        )
+
+
 def source_notices(checkpoint: Source, experts: ExpertMap) -> list[str]:
-    """Warn of a checkpoint that a server may not load whole: other layers than its config says, and no tokenizer."""
+    """Warn of a model that hqconv knows by its names only, and of a checkpoint that a server may not load whole."""
     names = [layer.name for layer in experts.layers] + list(experts.left)
     family, text = BY_NAME.get(experts.family), text_config(checkpoint.config)
     notices = [] if family is None else layer_notices(family, names, checkpoint.tensors, text)
+    if not experts.is_own_row:
+        activations = ", ".join(dict.fromkeys(layer.activation.describe() for layer in experts.layers))
+        notices.append(
+            f"hqconv does not know the model_type {checkpoint.config.get('model_type')}: its experts were found by the "
+            f"names of {experts.family}, and their numbers by its config keys. Compare the activation ({activations}) "
+            "and the number of experts per token with the model's code."
+        )
     if not any(path.rpartition("/")[2].endswith(_TOKENIZERS) for path in checkpoint.other_files):
         copy = "copy the publisher's files into it"
         if checkpoint.place != checkpoint.root:

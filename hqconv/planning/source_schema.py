@@ -123,7 +123,15 @@ def named(schema: WeightSchema) -> WeightSchema:
 
 
 def direct_schemas(experts: ExpertMap, param_dtype: str) -> list[str]:
-    """List presets, and `source`, that keep the codes of every layer: with exact scales first, then rounded ones."""
+    """List presets, and `source`, that keep the codes of every layer: with exact scales first, then rounded ones.
+
+    Of columns with an order of groups only the values tell how much is kept: the texts say so.
+    """
+    if any(layer.format.is_permuted for layer in experts.layers):
+        layers = tuple(replace(one, format=replace(one.format, is_permuted=False)) for one in experts.layers)
+        return [
+            f"{text}, as far as g_idx allows" for text in direct_schemas(replace(experts, layers=layers), param_dtype)
+        ]
 
     def presets(rounded: tuple[str, ...]) -> list[str]:
         return [

@@ -101,6 +101,43 @@ def _extended(values: torch.Tensor, sizes: tuple[int, ...], *, repeats: bool) ->
     return bits.view(values.dtype)
 
 
+def group_order(coded: CodedMatrix) -> torch.Tensor | None:
+    """Return the order that sorts the columns by group, int64 [K], columns of a group as they were.
+
+    None if `column_groups` is None, or if the groups have other sizes than `group_k`.
+    """
+    if coded.column_groups is None:
+        return None
+    order = torch.argsort(coded.column_groups, stable=True)
+    implied = torch.arange(len(order), device=order.device) // (coded.group_k or len(order))
+    return order if torch.equal(coded.column_groups[order], implied) else None
+
+
+def with_sorted_columns(coded: CodedMatrix, order: torch.Tensor) -> CodedMatrix:
+    """Return the matrix with its columns in the order of `group_order`: every scale and zero point stays."""
+    codes = bit_codec.unpack(coded.packed, coded.num_bits).index_select(1, order)
+    return replace(coded, packed=bit_codec.pack(codes, coded.num_bits), column_groups=None)
+
+
+def with_rows(coded: CodedMatrix, order: torch.Tensor) -> CodedMatrix:
+    """Return the matrix with its rows in another order, int64 [N], and their scales and zero points with them."""
+    assert coded.group_n in (0, 1), "a scale of several rows does not follow them"
+
+    def ordered(values: torch.Tensor) -> torch.Tensor:
+        if values.size(0) == 1:  # of all rows
+            return values
+        bits = values.view(torch.uint8) if values.element_size() == 1 else values
+        return bits.index_select(0, order).view(values.dtype)
+
+    return replace(
+        coded,
+        packed=ordered(coded.packed),
+        scale=ordered(coded.scale),
+        zero_point=None if coded.zero_point is None else ordered(coded.zero_point),
+        scale_2=None if coded.scale_2 is None else ordered(coded.scale_2),
+    )
+
+
 _REMEDY = "Get a good copy of the checkpoint, and check that its quantization config belongs to it."
 
 

@@ -6,6 +6,7 @@ what is up; without a gate the function acts on b alone. f is an elementwise fun
     f                f(a) * b
     f_clamp          f(min(a, limit)) * clamp(b, -limit, limit)
     f_bound          min(f(a), limit) * clamp(b, -limit, limit)
+    f_shift          f(a) * (b + beta)
     swigluoai        min(a, limit) * sigmoid(alpha * min(a, limit)) * (clamp(b, -limit, limit) + beta)
     situ             beta * tanh(a / beta) * sigmoid(a) * (linear_beta * tanh(b / linear_beta), or b without one)
 """
@@ -22,7 +23,9 @@ from typing import Any
 ELEMENTWISE = ("silu", "swish", "gelu", "gelu_tanh", "gelu_pytorch_tanh", "gelu_new", "relu", "relu2")
 LIMITED = ("_clamp", "_bound")
 _LABEL = re.compile(r"(?P<name>\w+_(?:clamp|bound))(?P<limit>\d+(?:\.\d+)?)")
-_GATED = {"swigluoai": ("limit", "alpha", "beta"), "situ": ("beta",)}  # the numbers without which there is no formula
+# The numbers without which there is no formula: by name, and by what follows an elementwise function.
+_GATED = {"swigluoai": ("limit", "alpha", "beta"), "situ": ("beta",)}
+_SUFFIXES = {"clamp": ("limit",), "bound": ("limit",), "shift": ("beta",)}
 
 
 @dataclass(frozen=True)
@@ -86,8 +89,8 @@ class Activation:
         """Return whether hqconv knows its formula and has the numbers."""
         if self.name in ELEMENTWISE:
             return True
-        function = self.name.removesuffix("_clamp").removesuffix("_bound")
-        needed = ("limit",) if function in ELEMENTWISE else _GATED.get(self.name)
+        function, _, suffix = self.name.rpartition("_")
+        needed = _SUFFIXES.get(suffix) if function in ELEMENTWISE else _GATED.get(self.name)
         return gated and needed is not None and set(needed) <= self.numbers.keys()
 
     def to_dict(self, gated: bool) -> dict[str, Any]:
@@ -143,7 +146,7 @@ def _oai(**more: str) -> Numbers:
 
 # model_type, or a family's name for all of its model types → the numbers. From transformers' classes of that name, and
 # from vLLM's where those have none: deepseek_v41 (deepseek_v4's layer), exaone_moe, bailing_moe_v3 (bailing_hybrid's
-# configs have its key), step5, kimi_k3 and minimax_m3 (its beta).
+# configs have its key), gigachat3_5 (of glm5_next's row), step5, kimi_k3, minimax_m3 (its beta) and moondream3.
 NUMBERS: Mapping[str, Numbers] = {
     "deepseek_v4": _clamp("swiglu_limit", 10.0),
     **dict.fromkeys(("deepseek_v41", "deepseek_v41_text"), _clamp("swiglu_limit", 10.0)),
@@ -156,6 +159,7 @@ NUMBERS: Mapping[str, Numbers] = {
     "gpt_oss": _oai(),
     "openai_privacy_filter": _oai(),
     "minimax_m3": _oai(beta="swiglu_beta"),
+    "moondream3": Numbers("gelu", Activation("gelu_shift", beta=1.0), {}),
     "kimi_linear": Numbers(
         "situ", Activation("situ"), {"beta": "activation_situ_beta", "linear_beta": "activation_situ_linear_beta"}
     ),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from hqconv.schemas.gpu_target import GpuTarget
-from hqconv.schemas.input_schema import A16
+from hqconv.schemas.input_schema import A16, STATIC_SCALES, InputSchema
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.model_config import TEXT_CONFIG_KEYS
 
@@ -19,6 +19,7 @@ CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 EXPERTS_FOLDER = "experts"
+G_IDX = "g_idx"  # a layer's `intermediate_order`
 IMPORTANCE = "importance.safetensors"  # a copy of the importance file of the search
 HESSIAN, HESSIAN_TILE = ".hessian", 128  # suffix of tensors in that file, and the width of their tiles
 JOURNAL = ".hqconv-progress.jsonl"  # only while a conversion is unfinished
@@ -39,6 +40,7 @@ LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 KERNEL, CHECKPOINT = LAYOUTS
 GEMMS = ("w13", "w2")
 INPUT_SCALE = "input_scale"
+SOURCE_SCALES = (*STATIC_SCALES.values(), "input_global_scale")  # ends of names of a source's static scales
 _MAX_NAME = 200  # with the rest of a file name under the 255 bytes of most file systems
 
 
@@ -88,14 +90,14 @@ def rank_file(layer: str, tp_rank: int, ep_rank: int) -> str:
     return f"{rank_folder(tp_rank, ep_rank)}/{layer}.safetensors"
 
 
-def input_scale(layer: str, gemm: str) -> str:
+def input_scale(layer: str, gemm: str, inputs: InputSchema) -> str:
     """Return the tensor of a rank file for a GEMM's static activation scale: float32 [1], for all experts."""
-    return f"{layer}.{gemm}_{INPUT_SCALE}"
+    return f"{layer}.{gemm}_{inputs.static_scale}"
 
 
 def is_input_scale(name: str) -> bool:
     """Return whether a rank file's tensor is a static activation scale, the only tensor without an expert dimension."""
-    return name.endswith(f"_{INPUT_SCALE}")
+    return name.endswith(tuple(f"_{scale}" for scale in STATIC_SCALES.values()))
 
 
 def is_layer_name(name: str) -> bool:

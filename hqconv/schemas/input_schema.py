@@ -17,6 +17,8 @@ QUANT_MODES = (
     *("none", "static_tensor", "dynamic_token", "dynamic_group"),
     *("static_tensor_dynamic_group", "dynamic_group_token"),
 )
+# Humming's names of the static scales of modes (`HummingInputSchema.static_tensor_scale_name`).
+STATIC_SCALES = {"static_tensor": "input_scale", "static_tensor_dynamic_group": "input_scale_2"}
 _GROUPED = ("dynamic_group", "static_tensor_dynamic_group", "dynamic_group_token")
 
 
@@ -40,7 +42,12 @@ class InputSchema:
     @property
     def is_static(self) -> bool:
         """True if a scale per GEMM was calibrated beforehand."""
-        return self.input_quant_mode in ("static_tensor", "static_tensor_dynamic_group")
+        return self.static_scale != ""
+
+    @property
+    def static_scale(self) -> str:
+        """Humming's name of the tensor with a GEMM's calibrated scale; "" if there is none."""
+        return STATIC_SCALES.get(self.input_quant_mode or "", "")
 
     def humming_fields(self) -> dict[str, Any]:
         """Return the schema as keyword arguments of `HummingInputSchema`."""
@@ -55,6 +62,8 @@ class InputSchema:
         per = f"group of {self.input_scale_group_size}" if self.input_scale_group_size else "token"
         if self.input_quant_mode == "static_tensor":
             per = "tensor, measured beforehand"
+        elif self.is_static:
+            per += ", under one per tensor, measured beforehand"
         return f"{self.a_dtype} activations, a scale per {per}"
 
 
@@ -107,6 +116,9 @@ STATIC_PRESETS: dict[str, InputSchema] = {
     f"{name}-static": InputSchema(f"{name}-static", a_dtype, input_quant_mode="static_tensor")
     for name, a_dtype in (("fp8", "float8e4m3"), ("int8", "int8"))
 }
+STATIC_PRESETS["nvfp4-static"] = InputSchema(
+    "nvfp4-static", "float4e2m1", 16, "float8e4m3", "static_tensor_dynamic_group"
+)
 NAMED_INPUTS = {**INPUT_PRESETS, **STATIC_PRESETS}
 
 

@@ -14,6 +14,7 @@ from hqconv.humming_layout.gemm_forms import planned_kernel_form
 from hqconv.io.hub import cached_digest
 from hqconv.io.safetensors_header import read_header
 from hqconv.schemas import artifact_names as names
+from hqconv.schemas.input_schema import STATIC_SCALES
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.tensors import TensorRef
 from hqconv.serving.artifact_view import ArtifactLayer, ArtifactView
@@ -119,13 +120,14 @@ def _check_config(
 
 
 def _check_input_scale(name: str, gemm: str, kernel_spec: KernelSpec, tensors: Mapping[str, TensorRef]) -> None:
-    """Check that a GEMM has a static activation scale exactly if the manifest records one."""
-    key = f"{gemm}_{names.INPUT_SCALE}"
-    ref = tensors.get(key)
-    found = "absent" if ref is None else f"{ref.dtype} {list(ref.shape)}"
-    expected = "F32 [1]" if kernel_spec.inputs.is_static else "absent"
-    if found != expected:
-        raise _damaged(name, f"{key}: {expected}", found)
+    """Check that a GEMM has a static activation scale, of the name that Humming has for it, if the manifest says so."""
+    for scale in STATIC_SCALES.values():
+        key = f"{gemm}_{scale}"
+        ref = tensors.get(key)
+        found = "absent" if ref is None else f"{ref.dtype} {list(ref.shape)}"
+        expected = "F32 [1]" if kernel_spec.inputs.static_scale == scale else "absent"
+        if found != expected:
+            raise _damaged(name, f"{key}: {expected}", found)
 
 
 def _damaged(name: str, expected: str, found: object) -> VerificationError:

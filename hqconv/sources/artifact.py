@@ -146,7 +146,7 @@ class ArtifactSource(SafetensorsSource):
             return InputScales()
         refs = {}
         for gemm in names.GEMMS:
-            name = names.input_scale(layer, gemm)
+            name = names.input_scale(layer, gemm, inputs)
             in_ranks = [f"{names.rank_file(layer, *rank)}:{name}" for rank in self.artifact.grid.ranks]
             missing = next((full for full in in_ranks if full not in self.tensors), None)
             if missing is not None:

@@ -216,14 +216,15 @@ def open_location(location: SourceLocation, *, is_lazy: bool = False) -> Source:
 
 
 def _check_against_manifest(source: Source) -> None:
-    """Compare an artifact's files, in either layout, with its manifest."""
+    """Compare an artifact's files, in either layout, with its manifest; note the layers whose columns were sorted."""
     if not is_artifact(source.root):
         return
     listing, names = source.listing, [*source.other_files, *(file.name for file in source.files)]
     sizes = {} if listing is None else {name: listing.sizes[name] for name in names}
     digests = {} if listing is None else listing.digests
-    listed = read_manifest(source.root, is_sealed=True).files
-    source.guard.hold_to(listed, sizes, digests, is_whole=source.repo_id is None)
+    manifest = read_manifest(source.root, is_sealed=True)
+    source.sorted_layers = frozenset(name for name, layer in manifest.blocks.items() if layer.intermediate_order)
+    source.guard.hold_to(manifest.files, sizes, digests, is_whole=source.repo_id is None)
 
 
 def own_target(source: Source) -> GpuTarget | None:

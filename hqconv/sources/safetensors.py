@@ -57,6 +57,7 @@ class SafetensorsSource:
         self.name = unicode_name(root.resolve().name) if repo_id is None else repo_id.split("/")[1]
         self.revision = None if repo_id is None else root.name
         self.listing, self.guard = listing, FileSnapshot(root)
+        self.sorted_layers: frozenset[str] = frozenset()
         checkpoint_files.check_regular(root)
         self.guard.look_if_there(name for name in hub.SMALL_FILES if name != INDEX or not self._has(SINGLE))
         self.config: dict[str, Any] = checkpoint_files.read_config(root)

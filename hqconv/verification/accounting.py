@@ -9,7 +9,7 @@ from typing import Any
 from hqconv import __version__
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import HqconvError, VerificationError
-from hqconv.formats.source_format import KNOWN_BY_SOURCE
+from hqconv.formats.source_format import KNOWN_BY_SOURCE, REQUANTIZED, SourceFormat
 from hqconv.models.expert_map import ExpertMap, map_experts
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas import artifact_names as names
@@ -86,7 +86,7 @@ def _check_converted(
     for layer_name, one in layers.items():
         found = by_layer[layer_name]
         if is_static(artifact, layer_name):  # only the source's names tell which scales calibration missed
-            scales = {name for name in found if name.endswith(names.INPUT_SCALE)}
+            scales = {name for name in found if name.endswith(names.SOURCE_SCALES)}
             if not scales:
                 what = "No tensor is recorded for the static activation scales."
                 result.add(f"{where}: {layer_name}", what, f"some named …{names.INPUT_SCALE}", "none")
@@ -178,6 +178,14 @@ def _facts(layer: MoeLayer, artifact: Artifact) -> dict[str, Any]:
     facts["source_format"] = layer.format.to_dict()
     facts["source_parts"] = layer.parts_to_dict()
     with suppress(VerificationError):  # reported already
-        spec = artifact.spec
-        facts["conversion"] = spec.conversion_of(layer)
+        recorded = artifact.layers[layer.name].conversion
+        facts["conversion"] = conversion_then(artifact.spec.conversion_of(layer), layer.format, recorded)
     return facts
+
+
+def conversion_then(conversion: str, source: SourceFormat, recorded: str | None) -> str:
+    """Return the conversion that an artifact of any version records, for that which is planned today.
+
+    Versions that sorted no columns by g_idx have requantized what has an order.
+    """
+    return REQUANTIZED if source.is_permuted and recorded == REQUANTIZED else conversion

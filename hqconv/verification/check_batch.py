@@ -16,7 +16,7 @@ import torch
 
 from hqconv.artifact.expert_reader import ExpertReader
 from hqconv.conversion.devices import host_buffer
-from hqconv.conversion.encode import EncodedBatch, encode_batch
+from hqconv.conversion.encode import EncodedBatch, encode_batch, read_matrices
 from hqconv.errors import HqconvError
 from hqconv.formats.decode_matrix import resized
 from hqconv.layout_decoder.decode import DecodedStack
@@ -241,5 +241,5 @@ def _values(original: Original, experts: range, role: str, raw: RawExperts) -> t
     if stack is not None:
         return resized(stack, shape)
     source, layer, device = original.source, original.layer, raw.buffer.device
-    each = (source.read_expert(layer, e, [role], device, raw)[role] for e in experts)
-    return torch.stack([matrix.filled(shape).values() for matrix in each])
+    each = (read_matrices(source, layer, e, [role], device, raw, original.encoding)[role] for e in experts)
+    return torch.stack([matrix.values() for matrix in each])

@@ -11,7 +11,7 @@ import torch
 
 from hqconv.artifact.expert_reader import ExpertReader, read_packed_expert, roles_of
 from hqconv.artifact.reader import Artifact
-from hqconv.conversion.encode import encode, filled_matrices
+from hqconv.conversion.encode import encode, read_matrices
 from hqconv.errors import HqconvError
 from hqconv.formats.decode_matrix import SourceMatrix
 from hqconv.layout_decoder.decode import DecodedStack, bits_of, decode_packed
@@ -126,8 +126,8 @@ class Job:
     def _read_source(self, roles: Sequence[str], expert: int) -> dict[str, SourceMatrix]:
         if self.original is None:
             return {}
-        stored = self.original.source.read_expert(self.original.layer, expert, roles, _CPU)
-        return filled_matrices(stored, self.original.encoding)
+        original = self.original
+        return read_matrices(original.source, original.layer, expert, roles, _CPU, None, original.encoding)
 
     def _compare(
         self,

@@ -28,6 +28,14 @@ def is_static(artifact: Artifact, layer: str) -> bool:
         return False
 
 
+def static_names(artifact: Artifact, layer: str) -> list[str]:
+    """Return the tensors of each rank's file with the static scales of a layer, if it has any."""
+    if not is_static(artifact, layer):
+        return []
+    inputs = artifact.kernel_spec_of(layer).inputs
+    return [names.input_scale(layer, gemm, inputs) for gemm in names.GEMMS]
+
+
 def check_rank_scales(artifact: Artifact, layers: Iterable[MoeLayer], result: CheckResult) -> None:
     """Check for `files` that the manifest's numbers are valid scales, and that all ranks have them."""
     for layer in layers:
@@ -78,8 +86,8 @@ def _compare(
 ) -> None:
     """Compare every rank's scale of each GEMM with the expected one."""
     for tp_rank, ep_rank in artifact.grid.ranks:
-        for gemm in names.GEMMS:
-            where = f"{names.rank_file(layer, tp_rank, ep_rank)}, tensor {names.input_scale(layer, gemm)}"
+        for gemm, name in zip(names.GEMMS, static_names(artifact, layer), strict=True):
+            where = f"{names.rank_file(layer, tp_rank, ep_rank)}, tensor {name}"
             try:
                 found = artifact.read_input_scale(layer, gemm, tp_rank, ep_rank)
             except (HqconvError, OSError) as error:

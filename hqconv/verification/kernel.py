@@ -394,6 +394,6 @@ def _static_scales(
     static = [gemm for gemm, one in roundings.items() if one.is_static]
     if not static:
         return {}
-    path = artifact.fetched(names.rank_file(layer, 0, 0))
+    path, inputs = artifact.fetched(names.rank_file(layer, 0, 0)), artifact.kernel_spec_of(layer).inputs
     with safe_open(path, framework="pt", device=str(device)) as file:
-        return {gemm: file.get_tensor(f"{layer}.{gemm}_input_scale") for gemm in static}
+        return {gemm: file.get_tensor(names.input_scale(layer, gemm, inputs)) for gemm in static}

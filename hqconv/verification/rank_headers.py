@@ -13,7 +13,7 @@ from hqconv.humming_layout.gemm_forms import KernelForm
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.tensors import TensorSpec
-from hqconv.verification.check_input_scales import is_static
+from hqconv.verification.check_input_scales import is_static, static_names
 from hqconv.verification.result import CheckResult, compare_dicts, compare_names
 
 SUFFIX = ".safetensors"
@@ -51,8 +51,7 @@ def check_ranks(
                 result.add(path, "A rank has no file of a layer.", "listed in the manifest", "not listed")
             elif path in headers:
                 form = form if form is not None else _form_of_file(layer.name, headers[path])
-                scales = names.GEMMS if is_static(artifact, layer.name) else ()
-                extra = {names.input_scale(layer.name, gemm): ("F32", (1,)) for gemm in scales}
+                extra = dict.fromkeys(static_names(artifact, layer.name), ("F32", (1,)))
                 _compare_with_form(path, headers[path], layer.name, form, num_local, extra, result)
                 _check_rank(path, headers[path][1], artifact.manifest.digest is not None, result)
     for path in artifact.manifest.files:

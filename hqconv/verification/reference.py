@@ -44,7 +44,7 @@ ACTIVATIONS = (*_ELEMENTWISE, "swigluoai", "situ")
 def activate(activation: Activation, gate: torch.Tensor | None, up: torch.Tensor) -> torch.Tensor:
     """Apply the experts' activation to w13's output; without a gate it acts on `up` alone. KeyError if unknown.
 
-    One of `ACTIVATIONS`, or one that acts elementwise with a limit: `<name>_clamp`, `<name>_bound`.
+    One of `ACTIVATIONS`, or one that acts elementwise with a number: `<name>_clamp`, `<name>_bound`, `<name>_shift`.
     """
     if gate is not None:
         return _gated(activation)(gate, up)
@@ -64,6 +64,8 @@ def _gated(activation: Activation) -> _Gate:
         return partial(_clamped, _ELEMENTWISE[function], limit)
     if kind == "bound" and limit is not None:
         return partial(_bound, _ELEMENTWISE[function], limit)
+    if kind == "shift" and beta is not None:
+        return partial(_shifted, _ELEMENTWISE[function], beta)
     return partial(_product, _ELEMENTWISE[name])
 
 
@@ -79,6 +81,11 @@ def _clamped(function: Step, limit: float, gate: torch.Tensor, up: torch.Tensor)
 def _bound(function: Step, limit: float, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Gated activation with a bound, as in transformers: modeling_step3p7.py (_apply_gate)."""
     return function(gate).clamp(max=limit) * up.clamp(-limit, limit)
+
+
+def _shifted(function: Step, beta: float, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Gated activation with a number added to up, as in vLLM: moondream3.py (Moondream3TextMoE.forward)."""
+    return function(gate) * (up + beta)
 
 
 def _swigluoai(limit: float, alpha: float, beta: float, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

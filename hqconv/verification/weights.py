@@ -7,6 +7,7 @@ artifact's weights is measured on the decoded weights; the decoder shares no cod
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -23,6 +24,7 @@ from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.grid import stored_size
 from hqconv.schemas.options import GPTQ, RTN
 from hqconv.schemas.weight_schema import WeightSchema
+from hqconv.verification.accounting import conversion_then
 from hqconv.verification.against_source import other_source
 from hqconv.verification.check_batch import plan_staging, why_not
 from hqconv.verification.check_expert import Job, Original, Outcome
@@ -195,11 +197,17 @@ def _original(
     encoding = encoding_of(found, artifact.schema_of(layer.name), spec.param_dtype, options)
     entry = lineage.made.blocks.get(layer.name)
     conversion = None if entry is None else entry.conversion
+    encoding = replace(encoding, conversion=conversion_then(encoding.conversion, found.format, conversion))
     if conversion != encoding.conversion:
         what = "The layer was not converted as its source's format asks for."
         where = f"{names.MANIFEST}: {layer.name}: conversion"
         findings.append(Finding(where, what, str(encoding.conversion), str(conversion)))
         return None
+    order = names.G_IDX if encoding.sorts_columns or layer.name in source.sorted_layers else None
+    if artifact.layers[layer.name].intermediate_order != order:
+        what = "The recorded order of intermediate columns is not that of the conversion."
+        where = f"{names.MANIFEST}: {layer.name}: intermediate_order"
+        findings.append(Finding(where, what, str(order), str(artifact.layers[layer.name].intermediate_order)))
     return Original(source, found, encoding)
 
 

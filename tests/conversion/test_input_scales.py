@@ -177,7 +177,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "dynamic config": ("dynamic", {}, "not measured for these"),
     "not calibrated": ("blocks", {"schema": "fp8-block"}, "no static activation scales"),
     "checkpoint layout": ("fp8", {"layout": "checkpoint"}, "vLLM cannot load static activation scales"),
-    "two levels": ("fp8", {"input_schema": "two.toml", "target": "sm100", "schema": "nvfp4"}, "whole tensors"),
+    "two levels": ("fp8", {"input_schema": "two.toml", "target": "sm100", "schema": "nvfp4"}, "not measured for these"),
     "rotated": ("fp8", {"schema": "turned.toml"}, "before activations are rotated"),
 }
 

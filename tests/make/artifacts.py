@@ -146,6 +146,7 @@ def record(src: Path, out: Path, options: Mapping[str, Any]) -> Record:
     try:
         convert(src, out, **options)
     except HqconvError as error:
+        shutil.rmtree(out, ignore_errors=True)  # where only the values refuse, files were begun
         return Record(source, type(error).__name__, "")
     words = _as_before(out)
     for key in ("hqconv_version", "humming_kernels_version"):

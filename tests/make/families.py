@@ -262,7 +262,12 @@ def make_family(model_type: str, dtype: torch.dtype = torch.bfloat16, seed: int 
     spec = FAMILIES[model_type]
     config = transformers.AutoConfig.for_model(model_type, **spec.config(sizes, overrides))
     torch.manual_seed(seed)
-    model = getattr(transformers, spec.auto_class).from_config(config).to(dtype).eval()
+    return as_filled(getattr(transformers, spec.auto_class).from_config(config), dtype)
+
+
+def as_filled(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """The model with random weights of a dtype."""
+    model = model.to(dtype).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.2)

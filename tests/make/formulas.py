@@ -17,6 +17,8 @@ GATED = (
     *(Activation(f"silu_{kind}", limit) for kind in ("clamp", "bound") for limit in (1.5, 7.0, 16.0)),
     Activation("gelu_tanh_clamp", 2.0),
     Activation("relu2_bound", 3.0),
+    Activation("gelu_shift", beta=1.0),
+    Activation("silu_shift", beta=-0.5),
     SWIGLUOAI,
     Activation("swigluoai", 20.0, 1.0, 0.0),
     Activation("swigluoai", 2.5, 1.702, 1.0),
@@ -33,6 +35,8 @@ UNKNOWN = (
     Activation("swigluoai", 7.0, 1.702),
     Activation("swigluoai", alpha=1.702, beta=1.0),
     Activation("situ", linear_beta=25.0),
+    Activation("gelu_shift", 7.0),
+    Activation("mish_shift", beta=1.0),
 )
 
 
@@ -62,6 +66,8 @@ def by_definition(activation: Activation, gate: float, up: float) -> float:
         beta, linear = numbers["beta"], numbers.get("linear_beta")
         wide = up if linear is None else linear * math.tanh(up / linear)
         return beta * math.tanh(gate / beta) * _sigmoid(gate) * wide
+    if name.endswith("_shift"):
+        return _PLAIN[name.removesuffix("_shift")](gate) * (up + numbers["beta"])
     limit = numbers["limit"]
     up = min(max(up, -limit), limit)
     if name == "swigluoai":

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from tests.make.small import ROLES, E, Source, Tensors, fp8_blocks, fp8_tensors, per_expert
+from tests.make.small import ROLES, E, Source, Tensors, fp8_blocks, fp8_tensors, nvfp4, per_expert
 
 PART = "input_scale"
 
@@ -76,6 +76,32 @@ def int8() -> Source:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     words = {"quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"]}
     return _with_scales(per_expert(parts, words | {"config_groups": {"group_0": group}}), (1,))
+
+
+def modelopt_nvfp4() -> Source:
+    """ModelOpt's nvfp4: input_scale multiplies, the largest input / (6 * 448)."""
+    return _with_scales(nvfp4())
+
+
+def compressed_nvfp4() -> Source:
+    """compressed-tensors' nvfp4: input_global_scale and weight_global_scale divide."""
+    tensors, config = nvfp4()
+    names = {"weight": "weight_packed", "weight_scale": "weight_scale", "weight_scale_2": "weight_global_scale"}
+    renamed = {}
+    for name, tensor in tensors.items():
+        stem, _, part = name.rpartition(".")
+        if ".experts." not in name:
+            renamed[name] = tensor
+        elif part in names:
+            renamed[f"{stem}.{names[part]}"] = 1 / tensor.reshape(1) if part == "weight_scale_2" else tensor
+    for name, expert, role in scale_names():
+        renamed[name.replace(PART, "input_global_scale")] = torch.full((1,), 1 / scale_of(expert, role))
+    number: dict[str, object] = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    number |= {"symmetric": True}
+    group = {"targets": ["Linear"], "weights": number | {"dynamic": False}, "input_activations": number}
+    group["input_activations"] = number | {"dynamic": "local"}
+    words = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": ["lm_head"]}
+    return renamed, {**config, "quantization_config": words | {"config_groups": {"group_0": group}}}
 
 
 STATIC: dict[str, tuple[Callable[[], Source], str, str]] = {

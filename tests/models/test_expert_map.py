@@ -25,7 +25,7 @@ from tests.make.effort import num_examples
 
 H, INTER, E, TOP_K, NUM_LAYERS = 64, 48, 3, 2, 12
 SINGLE, STACKED = "single", "stacked"  # experts with tensors of their own, or all in one
-FORMS = [(family, SINGLE) for family in FAMILIES]
+FORMS = [(family, SINGLE) for family in FAMILIES if not family.is_unmarked]  # whose name says nothing is never apart
 FORMS += [(family, STACKED) for family in FAMILIES if family.stacks]
 FORM_IDS = [f"{family.name}-{form}" for family, form in FORMS]
 MODEL_TYPES = [(t, family, form) for family, form in FORMS for t in family.model_types]
@@ -51,18 +51,19 @@ def put_layer(tensors: Tensors, family: Family, layer: str, num_experts: int = E
 
 def put_stacks(tensors: Tensors, family: Family, layer: str, num_experts: int = E, dtype: str = "BF16") -> None:
     """The fused form; a stack that may lie either way is [E, out, in]."""
+    part = ".weight" if family.is_unmarked else ""
     for stack in family.stacks:
         rows, columns = (H, INTER) if "w2" in stack.roles else (len(stack.roles) * INTER, H)
         shape = (columns, rows) if stack.transposed else (rows, columns)
         dealt = (num_experts * shape[0], shape[1]) if stack.flat else (num_experts, *shape)
-        put(tensors, f"{layer}.{stack.name}", *dealt, dtype=dtype)
+        put(tensors, f"{layer}.{stack.name}{part}", *dealt, dtype=dtype)
 
 
 PUT = {SINGLE: put_layer, STACKED: put_stacks}
 
 
 # Whose code has a limit where the config says none.
-CLAMPED = {"deepseek_v4": "silu_clamp10", "glm5_next": "silu_clamp10"}
+OF_CODE = {"deepseek_v4": "silu_clamp10", "glm5_next": "silu_clamp10", "moondream3": "gelu_shift"}
 
 
 def config_of(family: Family, model_type: str) -> dict[str, Any]:
@@ -79,6 +80,8 @@ def config_of(family: Family, model_type: str) -> dict[str, Any]:
 
 def neighbours(family: Family) -> str:
     """The template of the module that the experts' own lies in; where they have none, of a dense layer's."""
+    if family.is_unmarked:
+        return family.modules[0]
     before, experts, _ = family.modules[0].rpartition(".experts")
     return before if experts else family.modules[0].rpartition(".")[0] + ".mlp"
 
@@ -144,7 +147,7 @@ def test_every_model_type_is_mapped(model_type: str, family: Family, form: str) 
         assert layer.name == family.modules[0].format(layer=layer.index)
         assert (layer.num_experts, layer.hidden_size, layer.intermediate_size) == (E, H, INTER)
         assert (layer.top_k, layer.dtype) == (TOP_K, "BF16")
-        assert layer.activation.label == CLAMPED.get(family.name, family.activation)
+        assert layer.activation.label == OF_CODE.get(family.name, family.activation)
         assert (layer.format, layer.has_bias) == (PLAIN, False)
         assert layer.gated == family.gated == ("w1" in layer.sources[0])
         _check_sources(layer, family, form)
@@ -166,7 +169,8 @@ def _check_sources(layer: MoeLayer, family: Family, form: str) -> None:
                 assert roles[role]["weight"].name == f"{layer.name}.{e}.{name}.weight"
                 continue
             (stack,) = (stack for stack in family.stacks if role in stack.roles)
-            assert roles[role]["weight"].name == part.template == f"{layer.name}.{stack.name}"
+            name = f"{layer.name}.{stack.name}" + ".weight" * family.is_unmarked
+            assert roles[role]["weight"].name == part.template == name
             assert part.view.index == stack.roles.index(role)
 
 
@@ -178,7 +182,7 @@ def test_every_template_is_mapped(family: Family, form: str) -> None:
         found = map_experts(tensors, config_of(family, family.model_types[0]))
         assert_partition(found, tensors)
         assert found.layers[0].name == template.format(layer=1)
-        assert found.layers[0].index == (1 + NUM_LAYERS if "mtp." in template else 1)
+        assert found.layers[0].index == (1 + NUM_LAYERS if "mtp." in template or "mtp_layers." in template else 1)
 
 
 def test_layers_are_in_number_order_and_mtp_last() -> None:
@@ -262,7 +266,10 @@ def test_unknown_model_type_gets_the_closest_row(family: Family) -> None:
         assert (layer.top_k, layer.gated, layer.parts) == (TOP_K, family.gated, right.parts)
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f.stacks], ids=lambda family: family.name)
+MARKED_STACKS = [family for family in FAMILIES if family.stacks and not family.is_unmarked]
+
+
+@pytest.mark.parametrize("family", MARKED_STACKS, ids=lambda family: family.name)
 def test_stacks_of_an_unknown_model_type_are_refused(family: Family) -> None:
     """Their order and alternation is nowhere written."""
     tensors, config = checkpoint(family, "brand_new", STACKED)
@@ -270,6 +277,102 @@ def test_stacks_of_an_unknown_model_type_are_refused(family: Family) -> None:
         map_experts(tensors, config)
     assert family.modules[0].format(layer=2) in caught.value.where
     assert "brand_new" in caught.value.found
+
+
+@pytest.mark.parametrize("router", ["router.weight", "gate.weight", "router.layer.weight"])
+def test_stacks_beside_a_router_are_experts_whatever_their_names(router: str) -> None:
+    """Neither a model_type without a row nor one whose row has other names is called a model without experts."""
+    tensors: Tensors = {}
+    put(tensors, "h.1.mlp.fc1.weight", 4 * INTER, H)
+    put(tensors, "h.3.mixer.conv1d.weight", H, 1, 4)  # no stack: no router has H rows
+    for layer in (1, 2):
+        put(tensors, f"h.{layer}.mlp.{router}", E, H)
+    for name, shape in (("fc1", (2 * INTER, H)), ("fc2", (H, INTER))):
+        put(tensors, f"h.2.mlp.{name}.weight", E, *shape)
+    for model_type in ("brand_new", "moondream3"):
+        with pytest.raises(RequestError, match="experts of a form that is not known") as caught:
+            map_experts(tensors, {"model_type": model_type})
+        assert caught.value.where == "h.2.mlp.fc1.weight, h.2.mlp.fc2.weight"
+
+
+MOONDREAM = BY_MODEL_TYPE["moondream3"]
+MOONDREAM_MOE = {"num_experts": E, "experts_per_token": TOP_K, "expert_inner_dim": INTER, "start_layer": 2}
+MOONDREAM_CONFIGS: dict[str, tuple[dict[str, Any], int]] = {
+    "nested": ({"config": {"text": {"dim": H, "n_layers": NUM_LAYERS, "moe": MOONDREAM_MOE}}}, TOP_K),
+    "vLLM's keys": ({"config": {"text": {"moe": {"n_experts": E, "n_experts_per_tok": TOP_K}}}}, TOP_K),
+    "empty": ({"config": {}}, 8),
+    "none": ({}, 8),
+}
+
+
+@pytest.mark.parametrize("case", MOONDREAM_CONFIGS)
+def test_moondreams_numbers_are_nested_or_the_codes_own(case: str) -> None:
+    words, expected = MOONDREAM_CONFIGS[case]
+    tensors: Tensors = {}
+    put(tensors, "model.text.blocks.0.mlp.fc1.weight", 4 * H, H)
+    put(tensors, "model.text.blocks.0.mlp.fc2.weight", H, 4 * H)
+    put(tensors, "model.vision.pos_emb", 1, 729, H)
+    put_stacks(tensors, MOONDREAM, "model.text.blocks.2.mlp", num_experts=8 if expected == 8 else E)
+    put(tensors, "model.text.blocks.2.mlp.router.weight", 8, H)
+    found = map_experts(tensors, {"model_type": "moondream3", **words})
+    assert_partition(found, tensors)
+    ((layer),) = found.layers
+    assert (layer.index, layer.top_k, layer.hidden_size, layer.intermediate_size) == (2, expected, H, INTER)
+    assert layer.activation == Activation("gelu_shift", beta=1.0)
+    assert found.copied[:3] == tuple(tensors)[:3]
+
+
+@pytest.mark.parametrize("word", ["dim", "expert_inner_dim", "num_experts"])
+def test_moondreams_numbers_are_held_to_its_tensors(word: str) -> None:
+    tensors: Tensors = {}
+    put_stacks(tensors, MOONDREAM, "model.text.blocks.2.mlp")
+    moe = {**MOONDREAM_MOE, "dim": H, word: 96}
+    with pytest.raises(InputError):
+        map_experts(tensors, {"model_type": "moondream3", "config": {"text": {"moe": moe}}})
+
+
+@pytest.mark.parametrize("name", ["fc1.bias", "fc2.scale", "fc1.weight.scales", "fc1_packed"])
+def test_a_part_beside_unmarked_stacks_is_refused(name: str) -> None:
+    """Its name says no more than the stacks' own do: it must not be copied as if it were dense."""
+    tensors: Tensors = {}
+    put_stacks(tensors, MOONDREAM, "model.text.blocks.2.mlp")
+    put(tensors, f"model.text.blocks.2.mlp.{name}", E, INTER)
+    with pytest.raises(InputError, match=rf"not understood\.\n.*blocks\.2\.mlp\.{name}"):
+        map_experts(tensors, config_of(MOONDREAM, "moondream3"))
+
+
+def test_other_spellings_of_the_experts_per_token_are_read() -> None:
+    tensors, config = qwen()
+    del config["num_experts_per_tok"]
+    for key in ("moe_top_k", "moe_topk", "moe_k", "top_k_experts", "experts_per_token"):
+        assert map_experts(tensors, config | {key: 3}).layers[0].top_k == 3
+        assert map_experts(tensors, config | {key: 3, "num_experts_per_tok": 1}).layers[0].top_k == 1
+
+
+def test_banks_of_experts_are_layers_and_drafts_follow_the_decoder() -> None:
+    family = BY_MODEL_TYPE["interns2_mobius"]
+    tensors: Tensors = {}
+    for layer in ("meta_mlp.1", "meta_mlp.0"):
+        put_stacks(tensors, family, f"model.language_model.{layer}.experts")
+    put_stacks(tensors, family, "mtp.layers.0.mlp.experts")
+    put(tensors, "model.language_model.layers.0.mlp.shared_expert.up_proj.weight", INTER, H)
+    found = map_experts(tensors, {"text_config": config_of(family, "interns2_mobius_text")})
+    assert [(layer.index, layer.name.split(".experts")[0]) for layer in found.layers] == [
+        (0, "model.language_model.meta_mlp.0"),
+        (1, "model.language_model.meta_mlp.1"),
+        (NUM_LAYERS, "mtp.layers.0.mlp"),
+    ]
+
+
+def test_attention_with_a_gate_or_experts_of_values_is_copied() -> None:
+    for model_type, dense in (("gigachat3_5", "gate_proj"), ("xllm", "v_experts.0"), ("k2_horizon", "v_experts.7")):
+        family = BY_MODEL_TYPE[model_type]
+        tensors, config = checkpoint(family, model_type)
+        name = f"model.layers.2.self_attn.{dense}.weight"
+        put(tensors, name, INTER, H)
+        found = map_experts(tensors, config)
+        assert_partition(found, tensors)
+        assert name in found.copied
 
 
 def test_unknown_names_are_listed() -> None:

@@ -18,16 +18,21 @@ def test_every_model_type_has_one_row() -> None:
     assert len({family.name for family in FAMILIES}) == len(FAMILIES)
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+ROWS = [row for family in FAMILIES for row in (family, family.in_memory) if row is not None]
+
+
+@pytest.mark.parametrize("family", ROWS, ids=lambda family: family.name)
 def test_row_is_well_formed(family: Family) -> None:
     assert family.modules
     assert len(set(family.modules)) == len(family.modules)
     for template in family.modules:
         assert template.count("{layer}") == 1
         path = template.format(layer=3)
-        assert len(re.findall(r"(?:^|\.)(?:layers|blocks|mtp)\.3\.", path)) == 1  # where the layer is read from
+        # where the layer is read from
+        assert len(re.findall(r"(?:^|\.)(?:layers|blocks|mtp|mtp_layers|meta_mlp)\.3\.", path)) == 1
         # what experts.py takes for an expert tensor must cover the row's own names
-        assert re.search(r"(^|\.)experts(\.|$)", path) or (family.stacks and "moe" in path)
+        marked = re.search(r"(^|\.)experts(\.|$)", path) or (family.stacks and "moe" in path)
+        assert bool(marked) != family.is_unmarked
     assert set(family.projections) in ({"w1", "w3", "w2"}, {"w3", "w2"})
     assert len(set(family.projections.values())) == len(family.projections)
     # one pattern tells a stack from an expert's projection: an expert's name begins with a number

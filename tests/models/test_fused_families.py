@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import nn
 
@@ -22,12 +23,20 @@ from hqconv.api import open_source
 from hqconv.errors import InputError
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.families import BY_MODEL_TYPE, UNSUPPORTED, Family, Stack
-from hqconv.models.families import FUSED as FUSED_STACKS
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.schemas.activation import Activation
 from hqconv.verification.reference import Routing, is_known, moe_forward
-from tests.make.families import FAMILIES, SIZES, experts_forward, moe_layers, save_family
+from tests.make.families import (
+    CAUSAL,
+    FAMILIES,
+    SIZES,
+    as_filled,
+    experts_forward,
+    make_family,
+    moe_layers,
+    save_family,
+)
 from tests.make.tensors import load_all
 
 # I of H = 64: neither, I = H, 2I = H. In the last two a stack is square and its shape tells no orientation.
@@ -316,28 +325,114 @@ def test_fused_families_may_come_per_expert(model_type: str, tmp_path: Path) -> 
     _assert_equal(read(tmp_path), fused)
 
 
-# Those whose names in memory are under the row's layers too.
-IN_MEMORY = [
-    model_type
-    for model_type in FAMILIES
-    if model_type not in FUSED
-    and BY_MODEL_TYPE[model_type].stacks == FUSED_STACKS
-    and BY_MODEL_TYPE[model_type].modules[0].endswith((".mlp.experts", ".feed_forward.experts"))
-]
-
-
-@pytest.mark.parametrize("model_type", IN_MEMORY)
-def test_families_may_come_as_transformers_holds_them(model_type: str, tmp_path: Path) -> None:
-    model = save_family(tmp_path / "disk", model_type)
-    model.save_pretrained(tmp_path / "memory", save_original_format=False)
-    single, fused = read(tmp_path / "disk"), read(tmp_path / "memory")
+def assert_same_in_memory(model: nn.Module, folder: Path) -> Read:
+    """Both forms that transformers saves are the same experts: the released names, and those of its own classes."""
+    for name, is_original in (("disk", True), ("memory", False)):
+        model.save_pretrained(folder / name, save_original_format=is_original)
+    released, fused = read(folder / "disk"), read(folder / "memory")
     stacks = [part for layer in fused.found.layers for part in layer.parts["w2"].values()]
     assert stacks
     assert all(part.is_stacked for part in stacks)
-    for ours, theirs in zip(fused.found.layers, single.found.layers, strict=True):
-        for one, other in zip(fused.experts[ours.name], single.experts[theirs.name], strict=True):
+    for ours, theirs in zip(fused.found.layers, released.found.layers, strict=True):
+        assert (ours.index, ours.activation, ours.top_k) == (theirs.index, theirs.activation, theirs.top_k)
+        for one, other in zip(fused.experts[ours.name], released.experts[theirs.name], strict=True):
             assert one.keys() == other.keys()
             assert all(torch.equal(one[key], other[key]) for key in one)
+    assert fused.found.is_own_row
+    return fused
+
+
+# In the last, a stack of aria is square and its shape tells no orientation; experts' sizes differ from zero-experts'.
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_families_may_come_as_transformers_holds_them(model_type: str, tmp_path: Path) -> None:
+    assert_same_in_memory(make_family(model_type, inner=32), tmp_path)
+
+
+# Multimodal families whose text model transformers makes alone: with a head, or without one.
+TEXT_ONLY = {
+    **dict.fromkeys(("minimax_m3_vl", "qwen3_5_moe", "llama4", "gemma4", "aria"), CAUSAL),
+    **dict.fromkeys(("glm5_next", "mistral_large4", "kimi_k25", "qwen3_vl_moe", "glm4v_moe"), "AutoModel"),
+    "inkling_mm_model": CAUSAL,
+}
+
+
+@pytest.mark.parametrize("model_type", TEXT_ONLY)
+def test_a_text_model_may_be_saved_alone(model_type: str, tmp_path: Path) -> None:
+    """Under a model_type and names of its own: an engine that drops unknown names would serve it without experts."""
+    whole = make_family(model_type)
+    alone = as_filled(getattr(transformers, TEXT_ONLY[model_type]).from_config(whole.config.text_config))
+    found = assert_same_in_memory(alone, tmp_path)
+    assert json.loads((tmp_path / "memory" / "config.json").read_text())["model_type"] != model_type
+    for layer, _, module in moe_layers(alone):
+        block, experts = found.only(layer)
+        assert block.activation.label == FAMILIES[model_type].activation
+        assert distance(module, experts, block.activation) < ROUNDING
+
+
+class Published(NamedTuple):
+    """A model that transformers does not have: its own words for E, k and I, its stacks, and its activation."""
+
+    config: dict[str, object]
+    layer: str
+    stacks: tuple[str, str]
+    activate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _silu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return nn.functional.silu(gate) * up
+
+
+SILU = {"hidden_act": "silu", "hidden_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2}
+MOON = {"dim": 32, "n_layers": 2, "moe": {"num_experts": 4, "experts_per_token": 2, "expert_inner_dim": 16}}
+# In the last, 2I = H as in the first: only the row can tell an orientation.
+PUBLISHED = {
+    # sglang: iquest_q1.py, load_iquest_q1_weights
+    "iquest_q1": Published(SILU | {"intermediate_size": 16}, "model.layers.1.mlp.experts", ("fc", "proj"), _silu),
+    # sglang: interns2_mobius.py, _load_fused_mobius_expert_weight
+    "interns2_mobius": Published(
+        SILU | {"moe_intermediate_size": 16}, "model.meta_mlp.1.experts", ("gate_up_proj", "down_proj"), _silu
+    ),
+    # vLLM: moondream3.py, Moondream3TextMoE.forward
+    "moondream3": Published(
+        {"config": {"text": MOON}},
+        "model.text.blocks.1.mlp",
+        ("fc1.weight", "fc2.weight"),
+        lambda gate, up: nn.functional.gelu(gate) * (up + 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("model_type", PUBLISHED)
+def test_stacks_are_read_as_the_models_own_loaders_read_them(model_type: str, tmp_path: Path) -> None:
+    """The first half of each expert's rows is the gate."""
+    model, generator = PUBLISHED[model_type], torch.Generator().manual_seed(4)
+    wide, down = (torch.randn(shape, generator=generator) for shape in ((4, 32, 32), (4, 32, 16)))
+    tensors = dict(zip((f"{model.layer}.{name}" for name in model.stacks), (wide, down), strict=True))
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **model.config}))
+    block, experts = read(tmp_path).only(1)
+    assert (block.name, block.top_k) == (model.layer, 2)
+    x = torch.randn(6, 32, generator=generator).double()
+    ids = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in x])
+    weights = torch.rand(6, 2, generator=generator).double()
+    ours, _ = moe_forward(x, Routing(ids, weights), lambda e: experts[e], block.activation)
+    theirs = torch.zeros_like(x)
+    for token, (chosen, shares) in enumerate(zip(ids, weights, strict=True)):
+        for e, share in zip(chosen, shares, strict=True):
+            gate, up = (wide[e].double() @ x[token]).chunk(2)
+            theirs[token] += share * (down[e].double() @ model.activate(gate, up))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_the_ends_of_stacks_that_are_zero_experts_are_not_read(tmp_path: Path) -> None:
+    model = make_family("longcat_flash")
+    model.save_pretrained(tmp_path, save_original_format=False)
+    done = read(tmp_path)
+    for layer, path, module in moe_layers(model):
+        block, experts = done.only(layer)
+        assert load_all(tmp_path)[f"{path}.gate_up_proj"].size(0) == SIZES["experts"] + 2
+        assert block.num_experts == SIZES["experts"]
+        assert distance(module, experts, block.activation) < ROUNDING
 
 
 def _assert_equal(one: Read, other: Read) -> None:

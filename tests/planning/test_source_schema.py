@@ -70,7 +70,7 @@ def test_direct_schemas_are_those_that_convert_directly(tmp_path: Path) -> None:
         "mxfp4-gpt-oss": ["mxfp4", "source (mxfp4)"],
         "ct-int4-g32": ["source (int4-g32)"],
         "ct-int4-channel": ["int4", "source (int4-c)"],
-        "gptq-desc-act": [],
+        "gptq-desc-act": ["source (int4), as far as g_idx allows"],
         "fp8-channel-f32": ["fp8 (scales rounded)", "source --round-scales (fp8)"],
         "quark-int8": ["int8 (scales rounded)", "source --round-scales (int8)"],
         "ct-naive-int8": ["int8 (scales rounded)", "source --round-scales (int8)"],

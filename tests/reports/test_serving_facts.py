@@ -182,6 +182,17 @@ def test_a_hole_in_the_layers_is_said(tmp_path: Path) -> None:
     assert "has no tensor of layer 1:" in hqconv.inspect(model)["warnings"][0]
 
 
+def test_a_model_type_without_a_row_is_said(tmp_path: Path) -> None:
+    """Its names fit; whether its activation and its config keys do, only its code tells."""
+    model = write(tmp_path / "model", {"model_type": "brand_new"}, num_layers=1)
+    dry = json.loads(call("convert", model, "--schema", "mxfp4", "--target", "sm90", "--dry-run", "--json").stdout)
+    for warnings in (hqconv.inspect(model)["warnings"], dry["warnings"]):
+        (said,) = warnings
+        assert said.startswith("hqconv does not know the model_type brand_new: ")
+        assert "names of qwen_moe" in said
+        assert "activation (silu)" in said
+
+
 def test_a_missing_tokenizer_is_a_warning(tmp_path: Path) -> None:
     model = write(tmp_path / "model", num_layers=1)
     (model / "tokenizer.json").unlink()

@@ -37,6 +37,7 @@ NUMBERED: dict[Activation, Activation | None] = {
     Activation("silu_bound", 16.0): None,
     Activation("gelu_clamp", 10.0): None,
     Activation("relu2_bound", 7.0): None,
+    Activation("gelu_shift", beta=1.0): None,
     SITU: SITU,
     Activation("situ", beta=4.0): Activation("situ", beta=4.0),
 }
@@ -47,6 +48,7 @@ def test_the_tables_have_every_name_that_can_be_verified() -> None:
     assert {activation.name for activation in GATED} - set(NAMES) <= {
         *(activation.name for activation in NUMBERED),
         "gelu_tanh_clamp",
+        "silu_shift",
     }
 
 

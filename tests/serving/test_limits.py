@@ -71,8 +71,10 @@ def test_every_rank_holds_as_many_experts_as_the_others() -> None:
         assert ["7 experts and 2 copies" in reason for reason in reasons] == [True] * (not is_served)
 
 
-def test_llama_4_is_not_served() -> None:
-    assert "weighs" in ENGINE.kernel_layout_obstacles("llama4", Grid())[0]
+@pytest.mark.parametrize(("family", "reason"), [("llama4", "weighs"), ("moondream3", "kernel of plain weights")])
+def test_families_without_a_layer_for_humming_are_not_served(family: str, reason: str) -> None:
+    (said,) = ENGINE.kernel_layout_obstacles(family, Grid())
+    assert reason in said
 
 
 def test_a_folder_with_a_space_is_one_word() -> None:

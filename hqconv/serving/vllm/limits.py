@@ -17,7 +17,11 @@ from hqconv.schemas.weight_schema import WeightSchema
 TESTED = ((0, 33), (0, 34))  # from, up to but not; pyproject's extra `vllm` says the same
 logger = logging.getLogger("vllm.hqconv")
 
-_WEIGHS_INPUTS = ("llama4",)
+# Families whose class in vLLM has no layer that runs Humming's kernels as the model needs them.
+_NO_LAYERS = {
+    "llama4": "'llama4' weighs the experts' inputs, which its Humming layers do not",
+    "moondream3": "'moondream3' calls a kernel of plain weights itself, without a layer that Humming could serve",
+}
 _FLOAT4 = ("float4e2m1", "float4e0m3")
 _FLOAT8 = ("float8e4m3", "float8e3m4")  # vLLM does not tell them apart
 _MX_GROUP = 32
@@ -36,6 +40,7 @@ _FAMILIES: tuple[tuple[str, str, str, str], ...] = (
     ("granitemoe_swa", "", "", f"it knows the projections by other names than w1, w2, w3: {_SILENT}"),
     ("dbrx", "", "", "its experts are `ffn`, here `ffn.experts.mlp` (KeyError)"),
     ("step3", "", "", "its experts are `moe.experts`, here `moe`"),
+    ("moondream3", "", "", "its Moondream3 reads stacks of plain weights only"),
     ("aria", "", "", f"it takes each gate and up for both, in halves: rows of w13 are wrong, {_SILENT}"),
     ("inkling", "", "", "its loader reads stacks of all experts only (AttributeError)"),
     ("inkling2", "", "", "its loader reads stacks of all experts only (AttributeError)"),
@@ -132,8 +137,8 @@ class VllmEngine:
             reasons.append("with expert parallelism its MoE layers are not cut for tensor parallel ranks: use --tp 1")
         if (reason := self.heads_obstacle(grid, heads)) is not None:
             reasons.append(f"{reason}: use another --tp or --ep, or serve with --data-parallel-size for a part of them")
-        if family in _WEIGHS_INPUTS:
-            reasons.append(f"'{family}' weighs the experts' inputs, which its Humming layers do not")
+        if (reason := _NO_LAYERS.get(family)) is not None:
+            reasons.append(reason)
         return reasons
 
     def checkpoint_layout_obstacle(self, schema: WeightSchema, param_dtype: str) -> str | None:

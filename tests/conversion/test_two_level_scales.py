@@ -1,0 +1,184 @@
+"""Static activation scales above dynamic ones of groups: nvfp4 of ModelOpt and compressed-tensors, for sm100 and later.
+
+No GPU has run these kernels: what Humming's schemas and configs say of them is the oracle.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import hqconv
+from hqconv.errors import HqconvError, InputError, RequestError, VerificationError
+from hqconv.humming_layout.runtime import humming
+from hqconv.schemas.grid import Grid
+from hqconv.serving.artifact_location import ArtifactLocation
+from hqconv.serving.artifact_view import open_artifact_view
+from hqconv.serving.rank_file import open_rank_file
+from tests.make.conversions import assert_verified, check, manifest, run
+from tests.make.input_scales import compressed_nvfp4, expected, fp8, modelopt_nvfp4, scale_names
+from tests.make.small import LAYER, E, Source, Tensors, save
+
+SOURCES: dict[str, Callable[[], Source]] = {"modelopt": modelopt_nvfp4, "compressed": compressed_nvfp4}
+STORED = {"modelopt": "input_scale", "compressed": "input_global_scale"}
+STATIC = {"input_schema": "nvfp4-static", "target": "sm100"}
+
+
+def stored_scales(tensors: Tensors, kind: str, roles: tuple[str, ...]) -> torch.Tensor:
+    """[E, roles]: as the checkpoint has them."""
+    names = [[f"{LAYER}.{e}.{role}.{STORED[kind]}" for role in roles] for e in range(E)]
+    return torch.stack([torch.stack([tensors[name].view(()) for name in of_expert]) for of_expert in names])
+
+
+def hummings(kind: str, gemm: str) -> dict[str, torch.Tensor]:
+    """Humming's own conversion of a GEMM's stored scales."""
+    tensors, config = SOURCES[kind]()
+    words = dict(config["quantization_config"])
+    words |= words.get("config_groups", {}).get("group_0", {}).get("input_activations", {})
+    schema = humming().schema.BaseInputSchema.from_config(words)
+    roles = ("gate_proj", "up_proj") if gemm == "w13" else ("down_proj",)
+    stored = {STORED[kind]: stored_scales(tensors, kind, roles)}
+    found, made = schema._convert_humming(stored, [], [], torch.bfloat16, E)
+    assert found.input_quant_mode == "static_tensor_dynamic_group"
+    assert (str(found.a_dtype), found.input_scale_group_size) == ("float4e2m1", 16)
+    return dict(made)
+
+
+def scales_in(out: Path) -> dict[str, dict[str, float]]:
+    """Rank → GEMM → the scale in its file."""
+    paths = sorted((out / "experts").rglob("*.safetensors"))
+    tensors = {path.parent.name: load_file(path) for path in paths}
+    names = {gemm: f"{LAYER}.{gemm}_input_scale_2" for gemm in ("w13", "w2")}
+    return {rank: {gemm: found[name].item() for gemm, name in names.items()} for rank, found in tensors.items()}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize(("target", "grid"), [("sm100", Grid(2, 2)), ("sm120", Grid())])
+def test_every_rank_has_hummings_scale(kind: str, target: str, grid: Grid, tmp_path: Path) -> None:
+    source = save(tmp_path / "src", SOURCES[kind]())
+    run(source, tmp_path / "out", "source", grid, input_schema="nvfp4-static", target=target)
+    made = {gemm: hummings(kind, gemm) for gemm in ("w13", "w2")}
+    assert all(list(one) == ["input_scale_2"] for one in made.values())
+    wanted = {gemm: one["input_scale_2"].item() for gemm, one in made.items()}
+    assert scales_in(tmp_path / "out") == {f"tp{t}-ep{e}": wanted for t, e in grid.ranks}
+    for gemm, scale in expected().items():
+        assert wanted[gemm] == pytest.approx(scale, rel=1e-6)  # inverses are rounded twice
+    words = manifest(tmp_path / "out")
+    assert words["activation_schema"]["input_quant_mode"] == "static_tensor_dynamic_group"
+    assert {gemm: words["blocks"][LAYER][gemm]["input_scale"] for gemm in wanted} == wanted
+    names = {name.replace("input_scale", STORED[kind]) for name, _, _ in scale_names()}
+    assert names <= words["tensors"]["converted"].keys()
+    assert_verified(tmp_path / "out", source)
+
+
+def test_hummings_layer_config_reads_the_scale_of_a_tensor(tmp_path: Path) -> None:
+    run(save(tmp_path / "src", modelopt_nvfp4()), tmp_path / "out", "source", **STATIC)
+    run(tmp_path / "src", tmp_path / "dynamic", "source", input_schema="nvfp4", target="sm100")
+    path = f"experts/tp0-ep0/{LAYER}.safetensors"
+    with safe_open(tmp_path / "out" / path, "pt") as file:
+        documents = {gemm: json.loads(file.metadata()[gemm]) for gemm in ("w13", "w2")}
+    for document in documents.values():
+        config = humming().config.LayerConfig(**document)
+        assert config.has_input_scale_2
+        assert config.is_tensor_input_scale_2
+        assert config.is_group_input_scale
+        assert str(config.as_dtype) == "float8e4m3"
+    static, dynamic = (load_file(tmp_path / name / path) for name in ("out", "dynamic"))
+    assert static.keys() - dynamic.keys() == {f"{LAYER}.{gemm}_input_scale_2" for gemm in ("w13", "w2")}
+    assert all(torch.equal(static[name].view(torch.uint8), one.view(torch.uint8)) for name, one in dynamic.items())
+
+
+def test_a_server_and_load_get_the_scale_under_hummings_name(tmp_path: Path) -> None:
+    """vLLM's experts read `w13_input_scale_2` and `w2_input_scale_2` of the layer in this mode."""
+    run(save(tmp_path / "src", modelopt_nvfp4()), tmp_path / "out", "source", **STATIC)
+    gemms = hqconv.load(tmp_path / "out", layer=LAYER)
+    assert {gemm: one.tensors["input_scale_2"].tolist() for gemm, one in gemms.items()} == {
+        gemm: [scale] for gemm, scale in expected().items()
+    }
+    view = open_artifact_view(ArtifactLocation(str(tmp_path / "out")))
+    name = f"experts/tp0-ep0/{LAYER}.safetensors"
+    path = tmp_path / "out" / name
+    file = open_rank_file(view, path, LAYER, name)
+    assert {one for one in file.tensors if "input_scale" in one} == {"w13_input_scale_2", "w2_input_scale_2"}
+    path.write_bytes(path.read_bytes().replace(b"w13_input_scale_2", b"w13_input_scale_3"))
+    with pytest.raises(VerificationError, match="damaged"):
+        open_rank_file(view, path, LAYER, name)
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_an_artifact_as_source_keeps_its_scales(kind: str, tmp_path: Path) -> None:
+    source = save(tmp_path / "src", SOURCES[kind]())
+    run(source, tmp_path / "first", "source", Grid(2), **STATIC)
+    run(tmp_path / "first", tmp_path / "again", "source", Grid(1, 2), **STATIC)
+    [scales] = {tuple(one.items()) for name in ("first", "again") for one in scales_in(tmp_path / name).values()}
+    assert scales
+    assert_verified(tmp_path / "again", tmp_path / "first")
+    run(tmp_path / "first", tmp_path / "plain", "source", target="sm90")
+    assert_verified(tmp_path / "plain", tmp_path / "first")
+
+
+def test_verify_finds_another_scale(tmp_path: Path) -> None:
+    source = save(tmp_path / "src", compressed_nvfp4())
+    run(source, tmp_path / "out", "source", **STATIC)
+    path = tmp_path / f"out/experts/tp0-ep0/{LAYER}.safetensors"
+    scale = torch.tensor([manifest(tmp_path / "out")["blocks"][LAYER]["w2"]["input_scale"]])
+    data = path.read_bytes()
+    assert data.count(scale.numpy().tobytes()) == 1
+    path.write_bytes(data.replace(scale.numpy().tobytes(), (scale * 2).numpy().tobytes()))
+    findings = [one for result in check(tmp_path / "out", source, "weights").results for one in result.findings]
+    assert [one.where for one in findings] == [f"experts/tp0-ep0/{LAYER}.safetensors, tensor {LAYER}.w2_input_scale_2"]
+
+
+def without(source: Source) -> Source:
+    tensors, config = source
+    return {name: tensor for name, tensor in tensors.items() if "input_" not in name}, config
+
+
+REFUSED: dict[str, tuple[Callable[[], Source], dict[str, Any], str]] = {
+    "another GPU": (modelopt_nvfp4, {"target": "sm90"}, "begin with sm100"),
+    "no scales": (lambda: without(modelopt_nvfp4()), {}, "no static activation scales"),
+    "fp8": (fp8, {"schema": "nvfp4"}, "not measured for these activations"),
+    "of fp4 for fp8": (
+        modelopt_nvfp4,
+        {"input_schema": "fp8-static", "schema": "fp8-tensor"},
+        "not measured for these",
+    ),
+    "checkpoint": (modelopt_nvfp4, {"layout": "checkpoint"}, "cannot load static activation scales"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_before_any_work(case: str, tmp_path: Path) -> None:
+    make, words, what = REFUSED[case]
+    with pytest.raises(RequestError, match=what):
+        run(save(tmp_path / "src", make()), tmp_path / "out", **{"schema": "source", **STATIC, **words})
+
+
+@pytest.mark.parametrize("number", [0.0, -1.0, float("nan"), 1e-42])
+def test_numbers_without_an_inverse_are_refused(number: float, tmp_path: Path) -> None:
+    tensors, config = compressed_nvfp4()
+    name = f"{LAYER}.2.up_proj.input_global_scale"
+    tensors[name] = torch.full((1,), number)
+    with pytest.raises(InputError) as error:
+        run(save(tmp_path / "src", (tensors, config)), tmp_path / "out", "source", **STATIC)
+    assert name in error.value.where
+
+
+def test_activations_without_static_scales_are_not_declared(tmp_path: Path) -> None:
+    """ModelOpt's weights-only nvfp4, and compressed-tensors' dynamic activations."""
+    cases: list[tuple[Callable[[], Source], Callable[[Any], None]]] = [
+        (modelopt_nvfp4, lambda words: words.update(quant_algo="W4A16_NVFP4")),
+        (compressed_nvfp4, lambda words: words["config_groups"]["group_0"]["input_activations"].update(dynamic=True)),
+    ]
+    for number, (make, change) in enumerate(cases):
+        tensors, config = make()
+        change(config["quantization_config"])
+        with pytest.raises(HqconvError, match="not measured for these"):
+            run(save(tmp_path / f"src{number}", (tensors, config)), tmp_path / "out", "source", **STATIC)
