@@ -165,6 +165,7 @@ class GgufModelSource(GgufSource):
         self.root, self.place, self.repo_id, self.listing = root, root, repo_id, listing
         self.revision = None if repo_id is None else root.name
         self.guard, self.metadata, self.index_sha256, self.quantization = FileSnapshot(root), (), None, None
+        self.sorted_layers: frozenset[str] = frozenset()
         is_one_file = chosen is not None and repo_id is None
         checkpoint_files.check_regular(root)
         names = _chosen_files(root, chosen, listing)
