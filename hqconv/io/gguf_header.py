@@ -1,4 +1,4 @@
-"""Reads the header of a GGUF file: types, shapes and offsets of its tensors; never the tensor bytes.
+"""Reads the header of a GGUF file: its metadata, and types, shapes and offsets of its tensors; never the tensor bytes.
 
 A file is magic, version, counts, key-value pairs, tensor infos, padding, then the tensors, all little-endian
 (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). The gguf library maps whole files instead, keeps every
@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import struct
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, NamedTuple, Protocol
 
 from hqconv.errors import InputError, RequestError
 from hqconv.schemas.tensors import TensorRef
@@ -20,15 +21,18 @@ from hqconv.schemas.untrusted_files import open_regular
 MAX_HEADER_BYTES = 256 << 20  # tokenizers of a million words fit many times over
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_STRING, _ARRAY = 8, 9
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _UINT32 = 4
+_MAX_KEPT = 1 << 10  # entries of an array: one per layer is kept, the words of a tokenizer are not
 _MAX_DEPTH = 4  # of arrays in arrays
 _MAX_DIMS = 4  # GGML_MAX_DIMS
 _ALIGNMENT_KEY, _DEFAULT_ALIGNMENT = "general.alignment", 32
 _REMEDY = "Download or copy the file again; if it is already the original, whatever wrote it is at fault."
 COPY_AGAIN = "Copy or download the GGUF files again; they must belong to this model."
 
+Value = str | int | float | bool | list[int | float | bool]
 _Info = tuple[int, tuple[int, ...], int]  # the ggml type's number, the shape (rows first), the byte it begins at
 
 
@@ -58,21 +62,45 @@ def wrong_shape(name: str, expected: str, found: tuple[int, ...]) -> InputError:
     return InputError(what, where=name, expected=expected, found=list(found), remedy=COPY_AGAIN)
 
 
-def read_header(path: Path, file: int = 0) -> tuple[dict[str, TensorRef], str]:
-    """Read all tensors by name, in header order, and the sha256 (hex) of everything before the padding.
+class Readable(Protocol):
+    """A file that is read from its start on."""
 
-    A ref is named `<file>.gguf:<tensor>`, its dtype is the name of its ggml type, `file` its number. Raises InputError
-    if the file breaks the format, ends before a tensor does, or cannot be read; RequestError without the library.
+    def read(self, num_bytes: int, /) -> bytes:
+        """Return the next bytes; fewer at the end of the file."""
+        ...
+
+
+class GgufHeader(NamedTuple):
+    """Header of a GGUF file.
+
+    tensors: by name, in header order; a ref is named `<file>.gguf:<tensor>`, its dtype is the name of its ggml type.
+    sha256: hex, of everything before the padding. metadata: key → value, without long arrays and arrays of texts.
+    """
+
+    tensors: dict[str, TensorRef]
+    sha256: str
+    metadata: dict[str, Value]
+
+
+def read_header(path: Path, file: int = 0) -> GgufHeader:
+    """Read the header of a file, whose number `file` its refs get.
+
+    Raises InputError if the file breaks the format, ends before a tensor does, or cannot be read; RequestError without
+    the library.
     """
     try:
         with open(open_regular(path), "rb") as opened:  # noqa: PTH123 - of a descriptor
-            header = _Header(path, opened)
-            infos, sha256 = header.read()
+            return parse_header(str(path), path.name, opened, os.fstat(opened.fileno()).st_size, file)
     except OSError as error:
         what, found = "The file cannot be read.", error.strerror or error
         raise InputError(what, where=str(path), found=found, remedy=_REMEDY) from error
-    refs = {name: _ref(f"{path.name}:{name}", info, file, header.file_bytes) for name, info in infos.items()}
-    return refs, sha256
+
+
+def parse_header(where: str, name: str, opened: Readable, file_bytes: int, file: int = 0) -> GgufHeader:
+    """Read the header of an opened file of `file_bytes`; its refs' names begin with `name`. Raises as `read_header`."""
+    infos, sha256, metadata = _Header(where, opened, file_bytes).read()
+    refs = {tensor: _ref(f"{name}:{tensor}", info, file, file_bytes) for tensor, info in infos.items()}
+    return GgufHeader(refs, sha256, metadata)
 
 
 def _ref(full: str, info: _Info, file: int, file_bytes: int) -> TensorRef:
@@ -99,15 +127,16 @@ def _ref(full: str, info: _Info, file: int, file_bytes: int) -> TensorRef:
 class _Header:
     """Reading position in a header. Every length is checked against the file's size before it is used."""
 
-    def __init__(self, path: Path, file: BinaryIO) -> None:
-        self.path, self.file = path, file
-        self.file_bytes = os.fstat(file.fileno()).st_size
+    def __init__(self, where: str, file: Readable, file_bytes: int) -> None:
+        self.where, self.file = where, file
+        self.file_bytes = file_bytes
         self.end = min(self.file_bytes, MAX_HEADER_BYTES)
         self.position = 0
         self.tensor = ""
+        self.digest = hashlib.sha256()
 
-    def read(self) -> tuple[dict[str, _Info], str]:
-        """Read every tensor's info, and the sha256 of the whole header."""
+    def read(self) -> tuple[dict[str, _Info], str, dict[str, Value]]:
+        """Read every tensor's info, the sha256 of the whole header, and the metadata."""
         if self._take(len(_MAGIC)) != _MAGIC:
             raise self._fault("This is not a GGUF file.", "the letters GGUF at its start", "something else")
         version = self._number(4)
@@ -116,8 +145,14 @@ class _Header:
             raise self._fault("The GGUF version is not known.", expected, version)
         num_tensors, num_pairs = self._number(8), self._number(8)
         alignment = _DEFAULT_ALIGNMENT
+        metadata: dict[str, Value] = {}
         for _ in range(num_pairs):
-            alignment = self._pair() or alignment
+            key, kind = self._text(), self._number(4)
+            value = self._value(kind, 0)
+            if key == _ALIGNMENT_KEY:
+                alignment = self._alignment(kind, value)
+            if value is not None:
+                metadata[key] = value
         infos: dict[str, _Info] = {}
         for _ in range(num_tensors):
             name, info = self._info()
@@ -126,34 +161,33 @@ class _Header:
             infos[name] = info
         begin = -(-self.position // alignment) * alignment
         tensors = {name: (kind, shape, begin + offset) for name, (kind, shape, offset) in infos.items()}
-        self.file.seek(0)
-        return tensors, hashlib.sha256(self.file.read(self.position)).hexdigest()
+        return tensors, self.digest.hexdigest(), metadata
 
-    def _pair(self) -> int | None:
-        """Skip a key and its value; return the value for the alignment key, else None."""
-        key, kind = self._text(), self._number(4)
-        if key != _ALIGNMENT_KEY:
-            self._skip_value(kind, 0)
-            return None
-        value = self._number(4) if kind == _UINT32 else 0
-        if value < 1 or value & (value - 1):
-            raise self._fault("The file's alignment is not usable.", "a power of two as uint32", value)
-        return value
+    def _alignment(self, kind: int, value: Value | None) -> int:
+        number = value if kind == _UINT32 and isinstance(value, int) else 0
+        if number < 1 or number & (number - 1):
+            raise self._fault("The file's alignment is not usable.", "a power of two as uint32", number)
+        return number
 
-    def _skip_value(self, kind: int, depth: int) -> None:
+    def _value(self, kind: int, depth: int) -> Value | None:
+        """Read a value; None for an array that is not kept."""
         if kind in _SCALAR_BYTES:
-            self._take(_SCALAR_BYTES[kind])
-        elif kind == _STRING:
-            self._take(self._number(8))
-        elif kind == _ARRAY and depth < _MAX_DEPTH:
-            of, count = self._number(4), self._number(8)
-            if of in _SCALAR_BYTES:
-                self._take(_SCALAR_BYTES[of] * count)
-                return
-            for _ in range(count):
-                self._skip_value(of, depth + 1)
-        else:
+            raw = self._take(_SCALAR_BYTES[kind])
+            return bool(raw[0]) if kind == _BOOL else struct.unpack(f"<{_CODES[kind]}", raw)[0]
+        if kind == _STRING:
+            return self._take(self._number(8)).decode("utf-8", "replace")
+        if kind != _ARRAY or depth >= _MAX_DEPTH:
             raise self._fault("The header holds a value of an unknown type.", "types 0 to 12", kind)
+        of, count = self._number(4), self._number(8)
+        if of in _SCALAR_BYTES:
+            raw = self._take(_SCALAR_BYTES[of] * count)
+            return list(struct.unpack(f"<{count}{_CODES[of]}", raw)) if count <= _MAX_KEPT else None
+        for _ in range(count):
+            if of == _STRING:
+                self._take(self._number(8))
+            else:
+                self._value(of, depth + 1)
+        return None
 
     def _info(self) -> tuple[str, _Info]:
         self.tensor = self._text()
@@ -182,10 +216,11 @@ class _Header:
             raise self._fault(what, f"{self.position + num_bytes} bytes or more", found)
         raw = self.file.read(num_bytes)
         self.position += num_bytes
+        self.digest.update(raw)
         if len(raw) != num_bytes:
             raise self._fault("The file shrank while its header was read.", f"{num_bytes} bytes", len(raw))
         return raw
 
     def _fault(self, what: str, expected: object, found: object) -> InputError:
-        where = f"{self.path}, tensor {self.tensor!r}" if self.tensor else str(self.path)
+        where = f"{self.where}, tensor {self.tensor!r}" if self.tensor else self.where
         return InputError(what, where=where, expected=expected, found=found, remedy=_REMEDY)

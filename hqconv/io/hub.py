@@ -323,7 +323,7 @@ def open_repo(repo_id: str, revision: str | None) -> tuple[Path, Listing | None]
     """Download a repo's small files, such as config.json; return the snapshot's folder and a listing of all files.
 
     Offline, and where the Hub fails but all weights are in the cache, the listing is None: all files are in the folder.
-    Raises as `fetch`, and InputError for a repo without config.json.
+    Raises as `fetch`, and InputError for a repo without config.json and GGUF files.
     """
     if is_offline():
         return download(repo_id, revision), None
@@ -335,7 +335,7 @@ def open_repo(repo_id: str, revision: str | None) -> tuple[Path, Listing | None]
             raise
         return root, None
     wanted = [name for name in SMALL_FILES if name in listing.sizes]
-    if CONFIG not in wanted:
+    if CONFIG not in wanted and not any(name.endswith(".gguf") for name in listing.sizes):
         what, remedy = f"The Hub repo has no {CONFIG}.", "Give the repo of a transformers model."
         found = first_few(sorted(listing.sizes)) or "no files"
         raise InputError(what, where=f"{repo_id}, revision {listing.commit}", found=found, remedy=remedy)

@@ -84,6 +84,11 @@ _NOT_NEEDED = "the safetensors' tensor is used"
 _ACTIVATION_SCALE = "activation scale, not used by 16-bit activations"
 
 
+def is_expert(tensor: str) -> bool:
+    """Return True for the name of a tensor in a GGUF file that is, or looks like, one of experts."""
+    return _EXPERT.fullmatch(tensor) is not None or _LOOKS_LIKE_EXPERT.search(tensor) is not None
+
+
 def map_gguf(
     tensors: Mapping[str, TensorRef], safetensors: Mapping[str, TensorRef], config: Mapping[str, Any]
 ) -> ExpertMap:

@@ -37,11 +37,12 @@ class SourceFile:
 
 
 class Source(Protocol):
-    """A checkpoint, a folder with experts in GGUF files, or an artifact. A context manager that closes its files.
+    """A checkpoint, GGUF files, or an artifact. A context manager that closes its files.
 
     Opening one reads headers only and loads no torch; `read_expert` and `read_raw` do.
 
-    root: the folder. name: the folder's name, or the repo's without the organisation. repo_id, revision: Hub id and
+    root: the folder. place: the folder, or the file of a source that is one GGUF model of a folder, and takes nothing
+    else of it. name: the folder's or the file's, or the repo's without the organisation. repo_id, revision: Hub id and
     commit, None for a folder. config: config.json. quantization: its quantization_config or the file that stands for
     it. files: the weight files sorted by name. tensors: by file, then by offset. metadata: `__metadata__` of each file.
     index_sha256: None without an index. loose: the files beside the weights. other_files: the names of loose files that
@@ -52,6 +53,7 @@ class Source(Protocol):
     """
 
     root: Path
+    place: Path
     name: str
     repo_id: str | None
     revision: str | None

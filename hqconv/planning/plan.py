@@ -69,7 +69,7 @@ def source_facts(checkpoint: Source, experts: ExpertMap | None) -> SourceFacts:
         name=checkpoint.name,
         repo_id=checkpoint.repo_id,
         revision=checkpoint.revision,
-        folder=str(checkpoint.root),
+        folder=str(checkpoint.place),
         model_type=checkpoint.config.get("model_type"),
         quantization=checkpoint.quantization,
         num_files=len(checkpoint.files),
@@ -341,14 +341,20 @@ def source_notices(checkpoint: Source, experts: ExpertMap) -> list[str]:
             "and the number of experts per token with the model's code."
         )
     if not has_tokenizer(checkpoint.other_files):
-        notices.append(NO_TOKENIZER.format("source"))
+        if checkpoint.place == checkpoint.root:
+            notices.append(no_tokenizer("source"))
+        else:
+            remedy = "put the GGUF file and the publisher's files into a folder, and convert the folder"
+            notices.append(no_tokenizer("source", remedy))
     return notices
 
 
-NO_TOKENIZER = (
-    "the {} has no tokenizer (tokenizer.json, tokenizer.model, vocab.json …): copy the publisher's files "
-    "into it, or start the server with --tokenizer."
-)
+def no_tokenizer(folder: str, remedy: str = "copy the publisher's files into it") -> str:
+    """Return the warning of a folder, or a file, without a tokenizer."""
+    return (
+        f"the {folder} has no tokenizer (tokenizer.json, tokenizer.model, vocab.json …): {remedy}, or start the server "
+        "with --tokenizer."
+    )
 
 
 def has_tokenizer(names: Iterable[str]) -> bool:

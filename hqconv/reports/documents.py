@@ -31,7 +31,7 @@ from hqconv.models.source_protocol import Source
 from hqconv.planning.checks import is_served_with
 from hqconv.planning.gpu_memory import Fit, GpuMemory, expert_bytes, fit, other_bytes, token_bytes
 from hqconv.planning.layer_encoding import EncodingOptions
-from hqconv.planning.plan import NO_TOKENIZER, ConversionPlan, SourceFacts, has_tokenizer, source_facts, source_notices
+from hqconv.planning.plan import ConversionPlan, SourceFacts, has_tokenizer, no_tokenizer, source_facts, source_notices
 from hqconv.planning.source_schema import direct_schemas
 from hqconv.planning.spec import default_param_dtype
 from hqconv.schemas import artifact_names
@@ -486,7 +486,7 @@ def _artifact_notices(
             names = [*tensors, *(f"{layer}." for layer in layers)]
             notices += layer_notices(family, layers, names, text_config(config))
     if not has_tokenizer(manifest.files):
-        notices.append(NO_TOKENIZER.format("artifact"))
+        notices.append(no_tokenizer("artifact"))
     if manifest.is_kernel and (reason := ENGINE.heads_obstacle(manifest.grid, heads)) is not None:
         notices.append(f"{ENGINE.name} does not start with these ranks: {reason}.")
     return notices

@@ -1,32 +1,50 @@
-"""GGUF files as the source of a model's experts; all other tensors come from safetensors in the same folder.
+"""GGUF files as a source: of a whole model, or of the experts for safetensors in the same folder.
 
-Each stack of experts has a ggml type, which the gguf library decodes.
+Each tensor has a ggml type, which the gguf library decodes.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hqconv.errors import InputError, RequestError
+from hqconv.errors import InputError, RequestError, first_few
+from hqconv.io import checkpoint_files
 from hqconv.io.checkpoint_files import check_text
-from hqconv.io.gguf_header import library, read_header
+from hqconv.io.file_access import Descriptors
+from hqconv.io.file_snapshot import FileSnapshot
+from hqconv.io.gguf_header import GgufHeader, library, parse_header, read_header
+from hqconv.io.hub import Listing
+from hqconv.io.sidecar_files import SidecarFiles
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.family_choice import looks_like_expert
-from hqconv.models.gguf_experts import map_gguf
+from hqconv.models.gguf_experts import is_expert, map_gguf
+from hqconv.models.gguf_model import (
+    MLA_ROWS,
+    ROPE_ROWS,
+    STACKED,
+    DenseTensor,
+    Metadata,
+    check_config,
+    map_dense,
+    model_config,
+)
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import SourceFile
-from hqconv.schemas.artifact_names import INDEX, SINGLE
+from hqconv.schemas.artifact_names import CONFIG, INDEX, SINGLE
 from hqconv.schemas.tensors import TensorRef
+from hqconv.schemas.untrusted_files import unicode_name
 from hqconv.sources.safetensors import SafetensorsSource
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
+    from _typeshed import WriteableBuffer
 
     from hqconv.formats.decode_matrix import SourceMatrix
 
@@ -34,19 +52,21 @@ _SPLIT = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")
 _CHUNK_NUMBERS = 1 << 18  # decoded at a time: the library's temporaries are several times as large
 
 
-def open_with_gguf(root: Path) -> SafetensorsSource:
-    """Open a folder with GGUF files: experts come from them, unless the safetensors hold experts themselves.
+_FETCHED_BYTES = 4 << 20  # of a header on the Hub at a time: a tokenizer's words are most of it
+_OTHER_MODELS = ("mmproj", "imatrix")  # in names of files that hold no language model
 
-    Raises RequestError without safetensors or the gguf library; InputError for unreadable or contradictory files.
+
+def open_with_gguf(
+    root: Path, chosen: str | None = None, *, repo_id: str | None = None, listing: Listing | None = None
+) -> SafetensorsSource:
+    """Open GGUF files: a whole model, or the experts for the safetensors in the same folder, unless these have experts.
+
+    chosen: a file or a part of its name, for a whole model of these files alone. repo_id, listing: of a Hub repo, with
+    its snapshot at `root`. Raises RequestError without the gguf library, for an unclear choice, and for a model
+    that is not known; InputError for unreadable or contradictory files.
     """
-    if not any((root / name).is_file() for name in (SINGLE, INDEX)):
-        raise RequestError(
-            "GGUF files alone are not enough: only experts are taken from them.",
-            where=str(root),
-            expected=f"config.json, and {SINGLE} or {INDEX} with all of the model's other tensors",
-            found=", ".join(sorted(path.name for path in root.glob("*.gguf"))[:5]),
-            remedy="Put the original model's config.json and its safetensors without the experts into the folder.",
-        )
+    if chosen is not None or listing is not None or not any((root / name).is_file() for name in (SINGLE, INDEX)):
+        return GgufModelSource(root, chosen, repo_id=repo_id, listing=listing)
     source = SafetensorsSource(root)
     if any(looks_like_expert(name, len(ref.shape)) for name, ref in source.tensors.items()):
         return source
@@ -67,16 +87,21 @@ class GgufSource(SafetensorsSource):
         files = list(self.files)
         for path in _gguf_files(root):
             status = self.guard.look(path.name)
-            refs, sha256 = read_header(path, len(files))
-            for tensor, ref in refs.items():
-                if tensor in self._gguf:
-                    what, found = "A tensor is in two GGUF files.", f"also {self._gguf[tensor].name}"
-                    remedy = "Keep the files of one quantization in the folder."
-                    raise InputError(what, where=ref.name, expected="one", found=found, remedy=remedy)
-                self._gguf[tensor] = self.tensors[ref.name] = ref
-            files.append(SourceFile(path.name, status.st_size, sha256, status.st_mtime_ns))
+            header = read_header(path, len(files))
+            self._add(header)
+            self.tensors |= {ref.name: ref for ref in header.tensors.values()}
+            files.append(SourceFile(path.name, status.st_size, header.sha256, status.st_mtime_ns))
         self.files = tuple(files)
         self.total_bytes = sum(ref.num_bytes for ref in self.tensors.values())
+
+    def _add(self, header: GgufHeader) -> None:
+        """Add the tensors of one file. Raises InputError for a tensor of two files."""
+        for tensor, ref in header.tensors.items():
+            if tensor in self._gguf:
+                what, found = "A tensor is in two GGUF files.", f"also {self._gguf[tensor].name}"
+                remedy = "Keep the files of one quantization in the folder."
+                raise InputError(what, where=ref.name, expected="one", found=found, remedy=remedy)
+            self._gguf[tensor] = ref
 
     def map_experts(self) -> ExpertMap:
         """Map the MoE layers in the GGUF files, and every tensor to its use. Raises as `map_gguf`."""
@@ -127,21 +152,281 @@ class GgufSource(SafetensorsSource):
         return weights
 
 
-def _gguf_files(root: Path) -> list[Path]:
-    """List the folder's GGUF files by name. Raises InputError if a file of a split one is missing."""
-    paths = sorted(root.glob("*.gguf"))
-    names = {path.name for path in paths}
+class GgufModelSource(GgufSource):
+    """A whole model in GGUF files.
+
+    Experts are named `<file>.gguf:<tensor>`, every other tensor as in the published model: `read_into` decodes it.
+    """
+
+    def __init__(
+        self, root: Path, chosen: str | None = None, *, repo_id: str | None = None, listing: Listing | None = None
+    ) -> None:
+        """Read headers, and the config.json beside the files if it is a whole one; see `open_with_gguf`."""
+        self.root, self.place, self.repo_id, self.listing = root, root, repo_id, listing
+        self.revision = None if repo_id is None else root.name
+        self.guard, self.metadata, self.index_sha256, self.quantization = FileSnapshot(root), (), None, None
+        self.sorted_layers: frozenset[str] = frozenset()
+        is_one_file = chosen is not None and repo_id is None
+        checkpoint_files.check_regular(root)
+        names = _chosen_files(root, chosen, listing)
+        self.name = repo_id.split("/")[1] if repo_id is not None else unicode_name(root.resolve().name)
+        if is_one_file:
+            self.place, match = root / names[0], _SPLIT.fullmatch(names[0])
+            self.name = unicode_name(match[1] if match else names[0].removesuffix(".gguf"))
+        self._gguf = {}
+        headers = [self._read_gguf(number, name) for number, name in enumerate(names)]
+        self.files = tuple(file for file, _ in headers)
+        meta = Metadata(names[0], headers[0][1].metadata)
+        own = None if is_one_file else self._own_config(meta)
+        self.config = model_config(meta, self._gguf) if own is None else own
+        others = {tensor: ref for tensor, ref in self._gguf.items() if not is_expert(tensor)}
+        sizes = {number: file.size_bytes for number, file in enumerate(self.files)}
+        self._dense, self._dropped = map_dense(meta, others, self.config, sizes, own is not None)
+        for dense in self._dense.values():
+            for part in dense.parts:
+                _check_decoder(part)
+        self.tensors = self._all_tensors()
+        self.loose = SidecarFiles()
+        if not is_one_file:
+            self.loose = (
+                SidecarFiles.of_folder(root) if listing is None else SidecarFiles.of_listing(listing.sizes, root)
+            )
+        self.other_files = self.loose.names
+        self.guard.look_if_there(self.other_files)
+        self.total_bytes = sum(ref.num_bytes for ref in self.tensors.values())
+        self._descriptors = Descriptors(self._open_file)
+
+    def map_experts(self) -> ExpertMap:
+        """Map the MoE layers, and every tensor to its use. Raises as `map_gguf`."""
+        experts = {tensor: ref for tensor, ref in self._gguf.items() if is_expert(tensor)}
+        found = map_gguf(experts, {name: dense.ref for name, dense in self._dense.items()}, self.config)
+        for name in found.converted:
+            _check_decoder(self.tensors[name])
+        because = found.chosen_because.replace("experts from GGUF files", "all tensors from GGUF files")
+        return replace(found, chosen_because=because, dropped={**found.dropped, **self._dropped})
+
+    def _own_config(self, meta: Metadata) -> dict[str, Any] | None:
+        """Return the publisher's config.json beside the files, without its quantization; None for none or a stub."""
+        if not (self.root / CONFIG).is_file():
+            return None
+        self.guard.look(CONFIG)
+        config = checkpoint_files.read_config(self.root)
+        if "hidden_size" not in config and "text_config" not in config:
+            return None  # repos of GGUF files often have a model_type alone there
+        check_config(config, meta)
+        return {key: value for key, value in config.items() if key != "quantization_config"}
+
+    def _read_gguf(self, number: int, name: str) -> tuple[SourceFile, GgufHeader]:
+        path = self.root / name
+        if self.listing is not None and not path.is_file():
+            size = self._size(name)
+            header = parse_header(f"{self.repo_id}/{name}", name, _HubFile(self.listing, name, size), size, number)
+            file = SourceFile(name, size, header.sha256, 0)
+        else:
+            status = self.guard.look(name)
+            header = read_header(path, number)
+            file = SourceFile(name, status.st_size, header.sha256, 0 if self.repo_id else status.st_mtime_ns)
+        self._add(header)
+        return file, header
+
+    def _all_tensors(self) -> dict[str, TensorRef]:
+        """Return every tensor in the order of the files: decoded ones by their own names, experts as they lie there."""
+        by_part = {dense.parts[0].name: dense.ref for dense in self._dense.values()}
+        later = {part.name for dense in self._dense.values() for part in dense.parts[1:]}
+        refs = (by_part.get(ref.name, ref) for ref in self._gguf.values() if ref.name not in later)
+        return {ref.name: ref for ref in refs}
+
+    def _header_sha256(self, path: Path) -> str:
+        return read_header(path).sha256
+
+    # --- bytes
+
+    def read_into(self, ref: TensorRef, buffer: WriteableBuffer, start: int = 0) -> None:
+        """Fill `buffer` with bytes of a tensor from byte `start` on, decoded; see `SafetensorsSource.read_into`."""
+        dense = self._dense.get(ref.name)
+        if dense is None:
+            super().read_into(ref, buffer, start)
+            return
+        view = memoryview(buffer).cast("B")
+        if start < 0 or start + view.nbytes > ref.num_bytes:
+            raise ValueError(f"{ref.name}: bytes {start} + {view.nbytes} are outside of {ref.num_bytes}")
+        if view.nbytes:
+            self._decode_into(dense, view, start + ref.offset_bytes - dense.ref.offset_bytes)
+
+    def read_all_into(self, pieces: Iterable[tuple[TensorRef, WriteableBuffer]]) -> None:
+        """Fill each buffer with all bytes of its tensor, as `read_into`."""
+        for ref, buffer in pieces:
+            self.read_into(ref, buffer)
+
+    def _decode_into(self, dense: DenseTensor, view: memoryview, start: int) -> None:
+        """Decode the rows that hold a range of bytes, a few at a time."""
+        if len(dense.parts) == 1 and dense.parts[0].dtype == dense.ref.dtype and dense.order not in _REORDERED:
+            super().read_into(dense.parts[0], view, start)
+            return
+        shape = dense.ref.shape
+        rows = shape[0] if len(shape) > 1 or dense.order in _REORDERED else 1
+        row_bytes = dense.ref.num_bytes // rows
+        unit = rows // dense.heads if dense.order in _REORDERED else 1  # heads are decoded whole
+        unit_bytes = unit * row_bytes
+        step = max(1, _CHUNK_NUMBERS * 2 // unit_bytes)
+        end = start + view.nbytes
+        first, last = start // unit_bytes, -(-end // unit_bytes)
+        # One read, which is one request on the Hub; decoding needs several times as much memory, and goes in steps.
+        stored = {span.part.name: (span.begin, self._read_rows(span)) for span in _spans(dense, first, last, unit)}
+        for begin in range(first, last, step):
+            until = min(begin + step, last)
+            decoded = []
+            for span in _spans(dense, begin, until, unit):
+                skip, raw = stored[span.part.name]
+                decoded.append(dequantize(raw[span.begin - skip : span.end - skip], span.part.dtype))
+            data = memoryview(_encode(_arranged(dense, decoded, until - begin), dense.ref).tobytes())
+            offset = begin * unit_bytes
+            low, high = max(start, offset), min(end, offset + len(data))
+            view[low - start : high - start] = data[low - offset : high - offset]
+
+    def _read_rows(self, span: _Span) -> np.ndarray[Any, Any]:
+        import numpy as np
+
+        row_bytes = span.part.num_bytes // span.num_rows
+        raw = np.empty((span.end - span.begin, row_bytes), np.uint8)
+        super().read_into(span.part, raw.data, span.begin * row_bytes)
+        return raw
+
+
+class _Span(NamedTuple):
+    """Rows `begin` … `end` - 1 of a tensor of a GGUF file, which has `num_rows`."""
+
+    part: TensorRef
+    begin: int
+    end: int
+    num_rows: int
+
+
+def _spans(dense: DenseTensor, begin: int, end: int, unit: int) -> list[_Span]:
+    """Return the stored rows of units (heads of `unit` rows, or rows) `begin` … `end` - 1 of a tensor."""
+    parts = dense.parts
+    if dense.order == MLA_ROWS:
+        (heads, rank, _), (_, value, _) = (part.shape for part in parts)
+        sizes = zip(parts, (rank, value), strict=True)
+        return [_Span(part, begin * rows, end * rows, heads * rows) for part, rows in sizes]
+    if dense.order == STACKED:
+        first, second = (part.shape[0] for part in parts)
+        spans = [_Span(parts[0], min(begin, first), min(end, first), first)]
+        spans.append(_Span(parts[1], max(begin - first, 0), max(end - first, 0), second))
+        return [span for span in spans if span.begin < span.end]
+    rows = dense.ref.shape[0] if len(dense.ref.shape) > 1 or dense.order == ROPE_ROWS else 1
+    return [_Span(parts[0], begin * unit, end * unit, rows)]
+
+
+def _arranged(dense: DenseTensor, decoded: Sequence[np.ndarray[Any, Any]], num_units: int) -> np.ndarray[Any, Any]:
+    """Put the decoded rows of `_spans` in the published model's order."""
+    import numpy as np
+
+    if dense.order == ROPE_ROWS:
+        (stored,) = decoded
+        return stored.reshape(num_units, len(stored) // num_units // 2, 2, -1).swapaxes(1, 2)
+    if dense.order == MLA_ROWS:
+        (_, rank, nope), (_, value, _) = (part.shape for part in dense.parts)
+        keys, values = decoded[0].reshape(num_units, rank, nope), decoded[1].reshape(num_units, value, rank)
+        return np.concatenate((keys.swapaxes(1, 2), values), axis=1)
+    return np.concatenate(decoded)
+
+
+_REORDERED = (ROPE_ROWS, MLA_ROWS)
+
+
+def _encode(floats: np.ndarray[Any, Any], ref: TensorRef) -> np.ndarray[Any, Any]:
+    """Round float32 numbers to a tensor's dtype, to nearest, ties to even. Raises InputError if float16 overflows."""
+    import numpy as np
+
+    floats = np.ascontiguousarray(floats, np.float32)
+    if ref.dtype == "F32":
+        return floats
+    if ref.dtype == "BF16":
+        gguf = library()
+        return np.asarray(gguf.quants.quantize(floats, gguf.GGMLQuantizationType.BF16))
+    with np.errstate(over="ignore"):
+        halves = floats.astype(np.float16)
+    if np.any(np.isinf(halves) & np.isfinite(floats)):
+        what, remedy = "A weight is too large for float16.", "Set torch_dtype to bfloat16 in config.json."
+        raise InputError(what, where=ref.name, expected="at most 65504", found=np.abs(floats).max(), remedy=remedy)
+    return halves
+
+
+class _HubFile:
+    """A file of a Hub repo that is read from its start on, by range requests."""
+
+    def __init__(self, listing: Listing, name: str, size: int) -> None:
+        self._listing, self._name, self._size = listing, name, size
+        self._ahead, self._position, self._reached = memoryview(b""), 0, 0
+
+    def read(self, num_bytes: int, /) -> bytes:
+        """Return the next bytes; fewer at the end of the file."""
+        parts = [bytes(self._ahead[:num_bytes])]
+        self._ahead = self._ahead[num_bytes:]
+        missing = num_bytes - len(parts[0])
+        while missing and self._reached < self._size:
+            end = min(self._reached + max(missing, _FETCHED_BYTES), self._size)
+            fetched = memoryview(self._listing.read(self._name, self._reached, end))
+            self._reached = end
+            parts.append(bytes(fetched[:missing]))
+            self._ahead = fetched[missing:]
+            missing -= len(parts[-1])
+        return b"".join(parts)
+
+
+def _chosen_files(root: Path, chosen: str | None, listing: Listing | None) -> list[str]:
+    """Return the files of one model: of the folder's or repo's only one, or of the one that `chosen` names."""
+    found = [path.name for path in root.glob("*.gguf")] if listing is None else list(listing.sizes)
+    if listing is None and chosen is not None and (root / chosen).is_file():
+        found.append(chosen)
+    models: dict[str, list[str]] = {}
+    for name in sorted(set(found)):
+        if name.endswith(".gguf") and not any(word in name.rpartition("/")[2].lower() for word in _OTHER_MODELS):
+            match = _SPLIT.fullmatch(name)
+            models.setdefault(match[1] if match else name.removesuffix(".gguf"), []).append(name)
+    where = str(root) if listing is None else listing.repo_id
+    fitting = list(models)
+    if chosen is not None:
+        exact = [model for model, names in models.items() if chosen in names]
+        word = re.compile(rf"(?:^|[^a-z0-9]){re.escape(chosen.lower())}(?:$|[^a-z0-9_])")
+        fitting = exact or [model for model in models if word.search(model.lower())]
+    if len(fitting) != 1:
+        example = models[fitting[0]][0] if fitting else next(iter(models.values()), ["model.gguf"])[0]
+        path = f"{where}/{example}"
+        raise RequestError(
+            "There is not one GGUF model to take.",
+            where=where if chosen is None else f"{where}: {chosen}",
+            expected="one model, of one file or of all files of a split one",
+            found=first_few(fitting) or f"none of {first_few(sorted(models))}",
+            remedy=f"Name the file, such as {path}.",
+        )
+    names = models[fitting[0]]
+    _check_split(names, names, where)
+    return names
+
+
+def _check_split(names: Iterable[str], present: Iterable[str], where: str) -> None:
+    """Check the names of files, and that of a split file all are present. Raises InputError."""
+    present = set(present)
     for name in sorted(names):
-        check_text(name, str(root))
+        check_text(name, where)
         if "{" in name or "}" in name:  # braces are placeholders in the names that a manifest records
             raise InputError("A GGUF file's name has braces.", where=name, remedy="Rename the file.")
         match = _SPLIT.fullmatch(name)
         for number in range(1, int(match[3]) + 1) if match else ():
             partner = f"{match[1]}-{number:05d}-of-{match[3]}.gguf" if match else name
-            if partner not in names:
+            if partner not in present:
                 what, remedy = "A file of a split GGUF file is missing.", "Copy or download it."
                 expected = f"all {match and match[3]}"
-                raise InputError(what, where=str(root / partner), expected=expected, remedy=remedy)
+                raise InputError(what, where=f"{where}/{partner}", expected=expected, remedy=remedy)
+
+
+def _gguf_files(root: Path) -> list[Path]:
+    """List the folder's GGUF files by name. Raises InputError if a file of a split one is missing."""
+    paths = sorted(root.glob("*.gguf"))
+    names = [path.name for path in paths]
+    _check_split(names, names, str(root))
     return paths
 
 
@@ -171,7 +456,7 @@ def _can_decode(ggml_type: str) -> bool:
 def _check_decoder(ref: TensorRef) -> None:
     if not _can_decode(ref.dtype):
         raise InputError(
-            "The gguf library cannot decode the type of a stack of experts.",
+            "The gguf library cannot decode the type of a tensor.",
             where=ref.name,
             expected="a type for weights",
             found=ref.dtype,

@@ -1,4 +1,4 @@
-"""Open a source to convert: a safetensors folder, a Hub repo, a folder with GGUF files, or an artifact."""
+"""Open a source to convert: a safetensors folder, a Hub repo, GGUF files, or an artifact."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hqconv.io import hub
 from hqconv.io.checkpoint_files import readable
 from hqconv.io.gguf_header import holds_gguf
 from hqconv.io.hub import Listing
-from hqconv.schemas.artifact_names import DELTA
+from hqconv.schemas.artifact_names import DELTA, INDEX, SINGLE
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.sources.artifact import ArtifactSource, as_input_error
 from hqconv.sources.gguf import open_with_gguf
@@ -35,6 +35,13 @@ _SCHEMES = re.compile(
 )
 _REPO = re.compile(
     r"(?P<repo>\w[\w.-]*/[\w.-]+?)(?:@(?P<at>[^\s?#]+)|/(?:tree|blob|resolve)/(?P<tree>[^/\s?#]+)(?P<file>/[^?#]*)?)?/?",
+    re.ASCII,
+)
+# One GGUF model of a repo: `org/name:Q4_K_M`, `org/name/file.gguf`, or the file's URL.
+_IN_REPO = re.compile(
+    r"(?P<repo>\w[\w.-]*/[\w.-]+?)"
+    r"(?::(?P<word>[\w.-]+)|/(?:blob|resolve)/(?P<tree>[^/\s?#]+)/(?P<path>[^?#]+\.gguf)(?:\?[^#]*)?|/(?P<file>[^@:?#]+\.gguf))"
+    r"(?:@(?P<at>[^\s?#]+))?",
     re.ASCII,
 )
 _IN_CACHE = re.compile(r"models--(?P<org>.+?)--(?P<name>.+)")
@@ -59,20 +66,27 @@ class SourceLocation:
     """The folder of a source and its kind: artifact, gguf or safetensors.
 
     repo_id: of a Hub repo, of which `root` is the snapshot in the cache. listing: the repo's files; None offline.
+    chosen: the GGUF file, or a part of its name, that a typed source names.
     """
 
     root: Path
     kind: str
     repo_id: str | None = None
     listing: Listing | None = None
+    chosen: str | None = None
 
 
 def locate_source(src: str | Path, revision: str | None = None) -> SourceLocation:
     """Find the folder and kind of a source; of a Hub repo only small files are downloaded. Raises as `open_source`."""
-    src, revision = parse_source_name(str(src), revision)
+    src, revision, chosen = _split_gguf_name(str(src), revision)
+    src, revision = parse_source_name(src, revision)
     root = Path(src)
+    if chosen is not None and root.is_dir() and revision is None:
+        return SourceLocation(root, "gguf", chosen=chosen)
     if src and not root.exists() and hub.is_repo_id(src):
         root, listing = hub.open_repo(src, revision)
+        if chosen is not None or (not is_artifact(root) and _holds_gguf_only(root, listing)):
+            return SourceLocation(root, "gguf", src, listing, chosen)
         is_kernel = is_artifact(root) and read_manifest(root).is_kernel
         return SourceLocation(root, "artifact" if is_kernel else "safetensors", src, listing)
     if is_unfinished(root):
@@ -115,6 +129,30 @@ def parse_source_name(src: str, revision: str | None = None) -> tuple[str, str |
     return match["repo"], given or revision
 
 
+def _split_gguf_name(src: str, revision: str | None) -> tuple[str, str | None, str | None]:
+    """Split a typed source into folder or repo, revision, and the GGUF model in it, None for a source without one."""
+    path = Path(src)
+    if path.is_file() and path.name.endswith(".gguf"):
+        return str(path.parent), revision, path.name
+    link = _SCHEMES.fullmatch(src)
+    match = None if path.exists() else _IN_REPO.fullmatch(link["rest"] if link else src)
+    if match is None or (link is None and match["tree"]):
+        return src, revision, None
+    given = match["at"] or match["tree"]
+    if given and revision not in (None, given):
+        what, remedy = "Two revisions are named.", "Name one of them."
+        raise RequestError(what, where=src, expected=f"revision {revision}", found=given, remedy=remedy)
+    return match["repo"], given or revision, match["word"] or match["path"] or match["file"]
+
+
+def _holds_gguf_only(root: Path, listing: Listing | None) -> bool:
+    """Return True for a repo with GGUF files and without safetensors of a model."""
+    if listing is None:
+        return holds_gguf(root) and not any((root / name).is_file() for name in (SINGLE, INDEX))
+    names = listing.sizes
+    return any(name.endswith(".gguf") for name in names) and SINGLE not in names and INDEX not in names
+
+
 def _refuse_common_mistakes(path: Path) -> None:
     """Raise RequestError for a path that users often confuse with a model's folder, and name the right one."""
     if path.is_file():
@@ -137,7 +175,10 @@ def _refuse_common_mistakes(path: Path) -> None:
 
 @without_gc()
 def open_source(src: str | Path, revision: str | None = None, *, is_lazy: bool = False) -> Source:
-    """Open a model folder, a Hub repo (`org/name`), a folder with GGUF files or an artifact. Loads no torch.
+    """Open a model folder, a Hub repo (`org/name`), GGUF files or an artifact. Loads no torch.
+
+    GGUF files: a file (of a split one any), a folder with one model, a repo, or one model of a repo
+    (`org/name:Q4_K_M`, `org/name/file.gguf`).
 
     is_lazy: download no weights of a checkpoint on the Hub; `read_into` reads ranges, `fetch` downloads files. The
     weights of an artifact on the Hub are never downloaded here.
@@ -154,7 +195,9 @@ def open_location(location: SourceLocation, *, is_lazy: bool = False) -> Source:
     """Open a located source, as `open_source` does. The files of an artifact are checked against its manifest."""
     root, repo_id, listing = location.root, location.repo_id, location.listing
     if location.kind == "gguf":
-        source = open_with_gguf(root)
+        source: Source = open_with_gguf(root, location.chosen, repo_id=repo_id, listing=listing)
+        if listing is not None and not is_lazy:
+            source.fetch((*(file.name for file in source.files), *source.other_files))
     elif location.kind == "artifact":
         source = ArtifactSource(root, repo_id=repo_id, listing=listing)
     else:

@@ -53,7 +53,7 @@ class SafetensorsSource:
         repo_id: of a Hub repo, whose snapshot `root` is. listing: the repo's files, if `root` does not hold all.
         Raises InputError where files are broken, missing or contradict each other, NetworkError where the Hub fails.
         """
-        self.root, self.repo_id = root, repo_id
+        self.root, self.place, self.repo_id = root, root, repo_id
         self.name = unicode_name(root.resolve().name) if repo_id is None else repo_id.split("/")[1]
         self.revision = None if repo_id is None else root.name
         self.listing, self.guard = listing, FileSnapshot(root)
@@ -159,9 +159,12 @@ class SafetensorsSource:
             what, remedy = "A download has another size than the Hub says.", f"Remove {path} and try again."
             raise NetworkError(what, where=f"{self.repo_id}/{name}", expected=expected, found=found, remedy=remedy)
         file = next((file for file in self.files if file.name == name), None)
-        if file is not None and read_header(path)[2] != file.header_sha256:
+        if file is not None and self._header_sha256(path) != file.header_sha256:
             what, remedy = "A download has another header than the Hub sent before.", "Try again."
             raise InputError(what, where=str(path), remedy=remedy)
+
+    def _header_sha256(self, path: Path) -> str:
+        return read_header(path)[2]
 
     def forget(self, name: str) -> None:
         """Read a file of a repo from the Hub again, as its copy will be removed; no read of it may be under way."""

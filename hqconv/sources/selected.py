@@ -35,7 +35,7 @@ class SelectedSource:
         pruned = keep_experts(experts, source.tensors, source.config, selection)
         self._layers = {layer.name: layer for layer in experts.layers}
         self._experts = pruned.experts
-        self.root, self.name = source.root, source.name
+        self.root, self.place, self.name = source.root, source.place, source.name
         self.repo_id, self.revision = source.repo_id, source.revision
         self.config, self.quantization = pruned.config, source.quantization
         self.files, self.metadata, self.index_sha256 = source.files, source.metadata, source.index_sha256

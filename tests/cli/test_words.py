@@ -185,7 +185,7 @@ def test_what_is_no_model_gets_its_own_words(model: Path, tmp_path: Path) -> Non
     assert f"Give the folder that it lies in: {model}" in opening(model / "model.safetensors")
     gguf = tmp_path / "x.gguf"
     gguf.write_bytes(b"GGUF")
-    assert "This is a file." in opening(gguf)
+    assert "The file ends inside its header" in opening(gguf)
     (tmp_path / "lora").mkdir()
     (tmp_path / "lora" / "adapter_config.json").write_text("{}")
     assert "This is an adapter (LoRA)" in opening(tmp_path / "lora")

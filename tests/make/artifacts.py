@@ -15,6 +15,7 @@ from hqconv.artifact.manifest import json_bytes
 from hqconv.errors import HqconvError
 from tests.make import small
 from tests.make.formats import FORMATS, write
+from tests.make.gguf_models import write_recorded
 from tests.make.matrices import SCHEMAS, SECOND_SCALES
 from tests.make.qwen import write_qwen3_moe
 
@@ -35,11 +36,24 @@ SOURCES: tuple[str, ...] = (
     *(f"recut/{schema}" for schema in ("mxfp4", "nvfp4", "int4-g64-zp", "fp8-tensor", "fp8-block")),
     "second-scales",
     "split",
+    *(f"gguf/{name}" for name in ("mixtral", "deepseek_v3")),
 )
 SPLIT = {"int4-g64": 2, "int4-g64-zp": 2, "mxfp4": 2, "nvfp4": 2, "mxfp8": 2}  # schema → ranks; of 96 columns
 
 
 _SCHEMAS_OF = {"plain": SCHEMAS, "second-scales": SECOND_SCALES}  # of conversions of one plain model
+
+_FIXED: dict[str, dict[str, dict[str, Any]]] = {
+    "recut": {
+        "tp1": {"schema": "source"},
+        "tp2-ep3": {"schema": "source", **GRIDS["tp2-ep3"]},
+        "int8": {"schema": "int8"},
+    },
+    "gguf": {
+        "int8/tp2": {"schema": "int8", "tp": 2},
+        "int4-g32/checkpoint": {"schema": "int4-g32", **GRIDS["checkpoint"]},
+    },
+}
 
 
 class Record(NamedTuple):
@@ -59,6 +73,8 @@ def make_source(name: str, folder: Path) -> Path:
         return small.save(folder / f"small-{rest}", small.GOOD[rest][0]())
     if kind == "uneven":
         return small.save(folder / rest, UNEVEN[rest][0](320))
+    if kind == "gguf":
+        return write_recorded(rest, folder / f"gguf-{rest}")
     if kind == "split":
         return write_qwen3_moe(folder / "split", hidden_size=256, intermediate_size=96, num_experts=5)
     plain = write_qwen3_moe(folder / "plain", hidden_size=256, intermediate_size=512, num_experts=5)
@@ -111,9 +127,7 @@ def conversions_of(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{schema}/tp{tp}", {"schema": schema, "tp": tp, "tp_split": "groups"}
         yield "int4-g64/tp1", {"schema": "int4-g64", "tp_split": "groups"}
     else:
-        yield "tp1", {"schema": "source"}
-        yield "tp2-ep3", {"schema": "source", **GRIDS["tp2-ep3"]}
-        yield "int8", {"schema": "int8"}
+        yield from _FIXED[kind].items()
 
 
 def convert(src: Path, out: Path, **options: Any) -> None:

@@ -1,0 +1,212 @@
+"""Tiny models of the MoE families that GGUF files hold whole; written by transformers, with weights of a fixed seed."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+RECORDED = Path(__file__).parents[1] / "data" / "gguf"
+VOCABULARY = 64
+
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_ROUTED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+}
+_MLA = {
+    **_ROUTED,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 20,
+    "num_key_value_heads": 4,
+}
+_YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0}
+
+# case → class name without Config and ForCausalLM, and values of the config.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2_moe": ("Qwen2Moe", {**_EXPERTS, "shared_expert_intermediate_size": 48}),
+    "qwen3_moe": ("Qwen3Moe", {**_EXPERTS, "head_dim": 32, "norm_topk_prob": True, "tie_word_embeddings": True}),
+    "qwen3_moe_yarn": (
+        "Qwen3Moe",
+        {
+            **_EXPERTS,
+            "head_dim": 32,
+            "norm_topk_prob": True,
+            "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, **_YARN},
+        },
+    ),
+    "mixtral": (
+        "Mixtral",
+        {"hidden_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64},
+    ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        {**_MLA, "q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **_MLA,
+            "hidden_size": 64,
+            "moe_intermediate_size": 64,
+            "q_lora_rank": 40,
+            "scoring_func": "sigmoid",
+            "n_group": 2,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                **_YARN,
+            },
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 32,
+            "head_dim": 16,
+            "sliding_window": 8,
+        },
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            **_ROUTED,
+            "head_dim": 32,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+        },
+    ),
+    "dots1": ("Dots1", {**_ROUTED, "head_dim": 32, "norm_topk_prob": True}),
+    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "rms_norm_eps": 1e-5}),
+    "granitemoe": (
+        "GraniteMoe",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 32,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.0625,
+            "logits_scaling": 6.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granitemoeshared": (
+        "GraniteMoeShared",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 32,
+            "shared_intermediate_size": 40,
+            "attention_multiplier": 0.125,
+        },
+    ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 32,
+            "head_dim": 32,
+            "rotary_dim": 16,
+            "scoring_func": "sigmoid",
+        },
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        {
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": 32,
+            "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 1,
+            "moe_layer_interval": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+
+
+def write_recorded(case: str, folder: Path) -> Path:
+    """A folder with a case's GGUF file, as llama.cpp's converter wrote it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{case}.gguf").write_bytes(gzip.decompress((RECORDED / f"{case}.gguf.gz").read_bytes()))
+    return folder
+
+
+def build(case: str) -> Any:
+    """A case's model in transformers, with weights of a fixed seed; norms are near 1."""
+    import transformers
+
+    name, values = MODELS[case]
+    config = getattr(transformers, f"{name}Config")(**{**_COMMON, **values})
+    config.dtype = torch.bfloat16
+    model = getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16).eval()
+    generator = np.random.default_rng(1)
+    with torch.no_grad():
+        for name, tensor in sorted({**dict(model.named_parameters()), **dict(model.named_buffers())}.items()):
+            if "rotary" in name or not tensor.is_floating_point():
+                continue
+            center, spread = (1.0, 0.2) if "norm" in name and name.endswith("weight") else (0.0, 0.1)
+            numbers = generator.normal(center, spread, tuple(tensor.shape)).astype(np.float32)
+            tensor.copy_(torch.from_numpy(numbers).to(torch.bfloat16))
+    return model
+
+
+def write(case: str, folder: Path) -> Path:
+    """The checkpoint of a case, as transformers saves it; of glm4_moe with a draft layer, as its publisher does."""
+    build(case).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config.pop("transformers_version", None)
+    if case == "glm4_moe":
+        config["num_nextn_predict_layers"] = 1
+        _add_draft_layer(folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def _add_draft_layer(path: Path) -> None:
+    """Add layer 2, which predicts a second token: the weights of layer 1 in reverse, and its own modules."""
+    tensors = load_file(path)
+    last = {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.1.")}
+    prefix, norm, embedding = "model.layers.2", tensors["model.norm.weight"], tensors["model.embed_tokens.weight"]
+    tensors |= {name.replace("layers.1.", "layers.2."): tensor.flip(0).contiguous() for name, tensor in last.items()}
+    tensors |= {
+        f"{prefix}.{name}.weight": norm.clone() + i for i, name in enumerate(("enorm", "hnorm", "shared_head.norm"))
+    }
+    tensors |= {f"{prefix}.{name}.weight": embedding.clone() * 2 for name in ("embed_tokens", "shared_head.head")}
+    tensors[f"{prefix}.eh_proj.weight"] = torch.cat((embedding[:32], embedding[32:]), dim=1)
+    save_file(tensors, path, metadata={"format": "pt"})
