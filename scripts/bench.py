@@ -74,7 +74,7 @@ def convert(source: str, out: str, words: dict[str, Any], sink: str) -> dict[str
 
             def __init__(self, *_: object) -> None: ...
             def write_at(self, *_: object) -> None: ...
-            def finish_file(self, file: Any, _: object = None) -> FileRecord:
+            def finish_file(self, file: Any, *_: object) -> FileRecord:
                 return FileRecord(file.path, file.size_bytes, "0" * 64)
 
             def publish(self) -> None: ...
@@ -280,7 +280,8 @@ def allocation_rounds(source: Path, device: str, args: argparse.Namespace) -> di
 def steady_speed(result: dict[str, Any]) -> float:
     """GB/s of the source once the first batch has come through."""
     profile = result["profile"]
-    in_flight = profile["staging"]["num_slots"] * profile["staging"]["slot_bytes"]
+    staging = profile["staging"]
+    in_flight = staging["num_slots"] * staging["slot_bytes"] * (2 if staging["out_bytes"] else 1)
     num_bytes = max(result["bytes_in"] - in_flight, result["bytes_in"] / 2)
     return float(num_bytes / (profile["seconds"] - profile["warm_up_seconds"]) / 1e9)
 

@@ -59,7 +59,8 @@ def child(job: dict[str, Any]) -> None:
     Executor.run = timed  # type: ignore[method-assign]
     found = convert(job["source"], job["out"], {**job["options"], "distributed": True}, job["sink"])
     staging = found["profile"]["staging"]
-    document = {**moments, "bytes_in": found["bytes_in"], "in_flight": staging["num_slots"] * staging["slot_bytes"]}
+    in_flight = staging["num_slots"] * staging["slot_bytes"] * (2 if staging["out_bytes"] else 1)
+    document = {**moments, "bytes_in": found["bytes_in"], "in_flight": in_flight}
     Path(job["moments"], os.environ.get("RANK", "0")).write_text(json.dumps(document))
 
 

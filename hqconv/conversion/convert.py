@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import time
 from collections import Counter
@@ -328,7 +329,7 @@ class _Conversion:
     def _missing(self, done: Collection[str]) -> list[OutputUnit]:
         """Return the units that are not done, in the order of the work."""
         missing = [unit for unit in self.plan.units if unit.name not in done]
-        return missing if self.source.listing is None else sort_by_shard(self.source, missing)
+        return take_in_turn(missing) if self.source.listing is None else sort_by_shard(self.source, missing)
 
     def _check_cache(self, done: Collection[str], num_bytes_out: int) -> None:
         """Refuse to start where the Hub's cache has no room for the missing files. Raises as `check_room`."""
@@ -375,6 +376,18 @@ class _Conversion:
             replaced_because=outcome.replaced_because,
             warnings=(*self.plan.warnings, *self.plan.notices, *outcome.warnings),
         )
+
+
+def take_in_turn(units: Sequence[OutputUnit]) -> list[OutputUnit]:
+    """Order units so that copied shards alternate with MoE layers, from the first on.
+
+    The digest of a large shard takes a thread for seconds: it is computed beside the layers that follow. And bytes are
+    copied while others are encoded.
+    """
+    copied = [unit for unit in units if not isinstance(unit, MoeLayerPlan)]
+    layers = [unit for unit in units if isinstance(unit, MoeLayerPlan)]
+    pairs = itertools.zip_longest(copied, layers)
+    return [unit for pair in pairs for unit in pair if unit is not None]
 
 
 def check_layouts(plan: ConversionPlan) -> None:

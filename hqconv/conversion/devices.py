@@ -8,11 +8,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from hqconv.conversion.resources import Staging
 from hqconv.conversion.stages import StageProfile, Stages
 from hqconv.cpu_loops.helper_threads import Helpers
 from hqconv.models.expert_bytes import RawExperts
@@ -21,24 +20,49 @@ _CLOCK_TRIES = 5
 
 
 @dataclass(frozen=True, eq=False)
-class Slot:
-    """Host buffers that one batch after another uses, uint8.
-
-    raw: for source bytes. out: for results of a GPU (empty on the CPU). Both are pinned for a GPU. marks: ends of the
-    steps of the batch on a GPU that is timed.
-    """
+class Buffer:
+    """Host memory of a pool, uint8; pinned for a GPU."""
 
     number: int
-    raw: torch.Tensor
-    out: torch.Tensor
+    data: torch.Tensor
+
+
+@dataclass(eq=False)
+class Slot:
+    """Host memory that one batch after another uses.
+
+    buffer: for source bytes. out: for results of a GPU, while the batch has such a buffer. marks: ends of the steps of
+    the batch on a GPU that is timed.
+    """
+
+    buffer: Buffer
+    out: Buffer | None = None
     marks: list[tuple[str, torch.cuda.Event]] = field(default_factory=list)
+
+    @property
+    def number(self) -> int:
+        """Number of the slot."""
+        return self.buffer.number
+
+    @property
+    def raw(self) -> torch.Tensor:
+        """Memory for source bytes."""
+        return self.buffer.data
 
 
 class Lane(Protocol):
-    """One sequence of work on a device, in order; other lanes run beside it."""
+    """One sequence of work on a device, in order; other lanes run beside it.
+
+    graphs: the `EncodingGraphs` of a GPU's stream.
+    """
 
     device: torch.device
     number: int
+    graphs: Any
+
+    def mark(self, slot: Slot, step: str) -> None:
+        """Mark the end of a step of a batch, where the lane has a clock."""
+        ...
 
     def to_device(self, raw: RawExperts, slot: Slot) -> RawExperts:
         """Copy source bytes to the device, where they are not there already."""
@@ -67,7 +91,9 @@ class CpuLane:
         torch.set_num_threads(1)  # of this thread: lanes and helpers are as many as there are processors
         if helpers is not None:
             helpers.use(share)
-        self.device, self.number = torch.device("cpu"), number
+        self.device, self.number, self.graphs = torch.device("cpu"), number, None
+
+    def mark(self, slot: Slot, step: str) -> None: ...
 
     def to_device(self, raw: RawExperts, slot: Slot) -> RawExperts:
         return raw
@@ -125,9 +151,10 @@ class CudaLane:
     def __init__(self, number: int, device: torch.device, clock: GpuClock | None = None) -> None:
         torch.set_num_threads(1)
         self.device, self.number, self._clock = device, number, clock
+        self.graphs: Any = None
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def _mark(self, slot: Slot, step: str) -> None:
+    def mark(self, slot: Slot, step: str) -> None:
         """Record on the stream the end of a step, where there is a clock."""
         if self._clock is not None:
             event = self._clock.event()
@@ -135,9 +162,9 @@ class CudaLane:
             slot.marks.append((step, event))
 
     def to_device(self, raw: RawExperts, slot: Slot) -> RawExperts:
-        self._mark(slot, "begin")
+        self.mark(slot, "begin")
         there = raw.on(self.device)
-        self._mark(slot, "copy in")
+        self.mark(slot, "copy in")
         return there
 
     def steps(self, slot: Slot) -> list[tuple[str, float, float]]:
@@ -147,15 +174,16 @@ class CudaLane:
 
     def to_host(self, tensors: Sequence[torch.Tensor], slot: Slot) -> list[torch.Tensor]:
         """Copy the tensors into `slot.out`, one after the other."""
-        self._mark(slot, "kernels")
+        assert slot.out is not None
+        self.mark(slot, "kernels")
         flat = [_flat(tensor) for tensor in tensors]
         host, end = [], 0
         for one in flat:
-            to = slot.out[end : end + len(one)]
+            to = slot.out.data[end : end + len(one)]
             to.copy_(one, non_blocking=True)
             host.append(to)
             end += len(one)
-        self._mark(slot, "copy out")
+        self.mark(slot, "copy out")
         return host
 
     def arrive(self) -> Callable[[], None]:
@@ -184,62 +212,87 @@ def using_lane(lane: Lane) -> Iterator[None]:
         yield
 
 
+class _PinnedMemory(mmap.mmap):
+    """Anonymous memory that CUDA has registered until it is freed."""
+
+    address = 0
+
+    def __del__(self) -> None:
+        if self.address:
+            torch.cuda.cudart().cudaHostUnregister(self.address)  # type: ignore[no-untyped-call]
+
+
 def host_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Allocate a uint8 buffer: pinned for a GPU, in huge pages for the CPU where the system has them."""
-    if device.type == "cpu":
-        if not num_bytes:
-            return torch.empty(0, dtype=torch.uint8)
-        memory = mmap.mmap(-1, num_bytes)
-        with suppress(OSError):  # a kernel without large pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(memory, dtype=torch.uint8)
-    # Pinning touches a GPU: its own, not the first one, which may be another process's.
-    with torch.cuda.device(device):
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    """Allocate a uint8 buffer in huge pages, where the system has them; pinned for a GPU.
+
+    Memory that exists is registered with CUDA, instead of allocated by it: torch's allocator of pinned memory takes
+    the next power of two, and CUDA pins small pages one by one.
+    """
+    if not num_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    memory = _PinnedMemory(-1, num_bytes)
+    with suppress(OSError):  # a kernel without large pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    buffer = torch.frombuffer(memory, dtype=torch.uint8)
+    if device.type != "cpu":
+        # Pinning touches a GPU: its own, not the first one, which may be another process's.
+        with torch.cuda.device(device):
+            _register(memory, buffer)
+    return buffer
+
+
+def _register(memory: _PinnedMemory, buffer: torch.Tensor) -> None:
+    """Pin memory for CUDA. Raises torch's error where the system refuses."""
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(cudart.cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0))
+    memory.address = buffer.data_ptr()
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().flatten().view(torch.uint8)
 
 
-SLOT_STAGE = "slot"
+BUFFER_STAGE = "buffer"
 
 
-class Slots:
-    """All slots of a conversion. Only the thread that owns the stages calls `take`; any thread calls `give`."""
+class Buffers:
+    """A pool of equal host buffers. One thread calls `take`; any thread calls `give`."""
 
-    def __init__(self, staging: Staging, device: torch.device, stages: Stages, profile: StageProfile) -> None:
-        self._staging, self._device, self._stages, self._profile = staging, device, stages, profile
+    def __init__(
+        self, kind: str, count: int, num_bytes: int, device: torch.device, stages: Stages, profile: StageProfile
+    ) -> None:
+        """kind: names the waits for a buffer in the profile."""
+        self._kind, self._count, self._num_bytes, self._device = kind, count, num_bytes, device
+        self._stages, self._profile = stages, profile
         self._lock = threading.Lock()
-        self._free: list[Slot] = []
-        self._num_slots = 0  # allocated or being allocated
+        self._free: list[Buffer] = []
+        self._num_buffers = 0  # allocated or being allocated
         self._is_allocating = False
 
-    def take(self) -> Slot:
-        """Return a free slot: wait for one, and allocate another where the limit allows.
+    def take(self) -> Buffer:
+        """Return a free buffer: wait for one, and allocate another where the limit allows.
 
-        Pinning takes longer than encoding a batch: meanwhile another slot may come back.
+        Pinning takes longer than encoding a batch: meanwhile another buffer may come back.
         """
         with self._lock:
-            must_allocate = not self._free and not self._is_allocating and self._num_slots < self._staging.num_slots
-            self._num_slots += must_allocate
+            must_allocate = not self._free and not self._is_allocating and self._num_buffers < self._count
+            self._num_buffers += must_allocate
             self._is_allocating |= must_allocate
         if must_allocate:
-            self._stages.start(SLOT_STAGE, 0, self._allocate)
+            self._stages.start(BUFFER_STAGE, 0, self._allocate)
         if not self._free:
-            with self._profile.waiting("a free slot"):
+            with self._profile.waiting(f"a free {self._kind}"):
                 self._stages.wait(lambda: bool(self._free))
         with self._lock:
             return self._free.pop()
 
-    def give(self, slot: Slot) -> None:
-        """Return a slot that is no longer used."""
+    def give(self, buffer: Buffer) -> None:
+        """Return a buffer that is no longer used."""
         with self._lock:
-            self._free.append(slot)
+            self._free.append(buffer)
         self._stages.notify()
 
     def _allocate(self) -> None:
-        raw, out = (host_buffer(size, self._device) for size in (self._staging.slot_bytes, self._staging.out_bytes))
-        slot = Slot(self._num_slots, raw, out)  # one is allocated at a time
+        buffer = Buffer(self._num_buffers, host_buffer(self._num_bytes, self._device))  # one is allocated at a time
         self._is_allocating = False
-        self.give(slot)
+        self.give(buffer)

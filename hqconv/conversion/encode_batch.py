@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -19,7 +19,8 @@ from hqconv.models.source_protocol import Source
 from hqconv.planning.output_units import CopiedShardPlan, MoeLayerPlan, OutputUnit
 from hqconv.quantization.content_sums import expert_sums, sum_names
 from hqconv.quantization.quantize import ErrorSums
-from hqconv.schemas.options import GPTQ
+from hqconv.schemas.grid import TpSlice
+from hqconv.schemas.options import GPTQ, RTN
 from hqconv.schemas.tensors import TensorRef
 
 
@@ -150,6 +151,7 @@ class EncodedRuns:
     wait: Callable[[], None] | None
     _encoded: EncodedBatch
     _measured: list[torch.Tensor]
+    _sum_names: list[tuple[str, str]]
     _sums: torch.Tensor
 
     def error_sums(self) -> dict[str, list[ErrorSums]]:
@@ -160,8 +162,7 @@ class EncodedRuns:
 
     def sums(self) -> dict[tuple[str, str], list[int]]:
         """Return each expert's content sums by role and tensor, after `error_sums`; see `schemas/sum_factors`."""
-        names = sum_names(self._encoded.tensors)
-        return dict(zip(names, self._sums.tolist(), strict=True))
+        return dict(zip(self._sum_names, self._sums.tolist(), strict=True))
 
 
 def encode_to_runs(
@@ -171,27 +172,72 @@ def encode_to_runs(
 
     The runs may be views of `slot`, which is free once they are written.
     """
-    planned, layer = batch.planned, batch.planned.layer
-    raw = None if raw is None else lane.to_device(raw, slot)
-    tiles = _weight_tiles(batch, lane.device)
-    done = encode_batch(
-        source, layer, batch.experts, raw, planned.encoding, lane.device, is_careful=is_careful, tiles=tiles
-    )
-    del raw  # on a GPU the memory is used again for the kernel layout
-    weights = tiles.weights if tiles is not None and done.row_sums else {}
-    runs = list(_kernel_runs(batch, done, weights) if planned.forms else _packed_runs(batch, done))
-    sums = expert_sums(done.tensors, planned.encoding.schema, done.row_sums)
-    host = lane.to_host([sums, *done.measured, *(run.data for run in runs)], slot)
-    sums_bits, measured, data = host[0], host[1 : len(done.measured) + 1], host[len(done.measured) + 1 :]
-    for run, one in zip(runs, data, strict=True):
-        assert one.numel() == run.num_bytes, (planned.name, run.file, run.offset_bytes, run.num_bytes)
+    graph = None
+    if raw is not None and lane.graphs is not None and not is_careful and is_pure(batch):
+        graph = lane.graphs.find(batch, raw)
+    if graph is not None and raw is not None:
+        lane.mark(slot, "begin")
+        graph.copy_in(raw)
+        lane.mark(slot, "copy in")
+        encoded = graph.replay(batch)
+        host = list(torch.split(lane.to_host([graph.results], slot)[0], graph.sizes))
+    else:
+        raw = None if raw is None else lane.to_device(raw, slot)
+        encoded = encode_on_device(source, batch, raw, lane.device, is_careful=is_careful)
+        del raw  # on a GPU the memory is used again for the copies
+        host = lane.to_host(encoded.outputs, slot)
+    num_measured = len(encoded.done.measured)
+    sums_bits, measured, written = host[0], host[1 : num_measured + 1], host[num_measured + 1 :]
     return EncodedRuns(
-        [replace(run, data=one) for run, one in zip(runs, data, strict=True)],
+        list(_runs(batch, encoded.names, written)),
         lane.arrive(),
-        done,
-        [bits.view(torch.float64).view(one.shape) for bits, one in zip(measured, done.measured, strict=True)],
-        sums_bits.view(torch.int64).view(sums.shape),
+        encoded.done,
+        [bits.view(torch.float64).view(one.shape) for bits, one in zip(measured, encoded.done.measured, strict=True)],
+        encoded.sum_names,
+        sums_bits.view(torch.int64).view(encoded.outputs[0].shape),
     )
+
+
+class EncodedTensors(NamedTuple):
+    """Tensors of an encoded batch on a device.
+
+    outputs: content sums, then `done.measured`, then the tensors to write, each [E, …]. names: of the tensors to write,
+    by TP rank in the kernel layout, by role in the checkpoint layout. sum_names: role and tensor of each content sum.
+    """
+
+    done: EncodedBatch
+    outputs: list[torch.Tensor]
+    names: list[tuple[int | str, str]]
+    sum_names: list[tuple[str, str]]
+
+
+def is_pure(batch: Batch) -> bool:
+    """Return whether the encoding of a batch is a function of its bytes alone, without decisions on the host."""
+    layer, encoding = batch.planned.layer, batch.planned.encoding
+    if not layer.format.is_float or layer.has_bias or encoding.quantizer != RTN or encoding.importance is not None:
+        return False
+    return all(batch.layout.start_of_stack(role, "weight") is not None for role in layer.roles)
+
+
+def encode_on_device(
+    source: Source, batch: Batch, raw: RawExperts | None, device: torch.device, *, is_careful: bool = False
+) -> EncodedTensors:
+    """Encode a batch and lay out its tensors, all on the device. raw: there, unless the source reads for itself."""
+    planned = batch.planned
+    tiles = _weight_tiles(batch, device)
+    done = encode_batch(
+        source, planned.layer, batch.experts, raw, planned.encoding, device, is_careful=is_careful, tiles=tiles
+    )
+    weights = tiles.weights if tiles is not None and done.row_sums else {}
+    written: dict[tuple[int | str, str], torch.Tensor] = {}
+    if planned.forms:
+        for part in planned.slices:
+            written |= {(part.rank, name): value for name, value in _kernel_tensors(batch, done, part, weights).items()}
+    else:
+        written = {(role, name): value for role, tensors in done.tensors.items() for name, value in tensors.items()}
+    sums = expert_sums(done.tensors, planned.encoding.schema, done.row_sums)
+    bare = replace(done, tensors={})  # their memory is used again
+    return EncodedTensors(bare, [sums, *done.measured, *written.values()], list(written), sum_names(done.tensors))
 
 
 def _weight_tiles(batch: Batch, device: torch.device) -> WeightTiles | None:
@@ -202,43 +248,55 @@ def _weight_tiles(batch: Batch, device: torch.device) -> WeightTiles | None:
     return weight_tiles(planned.forms, planned.slices, planned.encoding.shapes, len(batch.experts))
 
 
-def _kernel_runs(batch: Batch, done: EncodedBatch, weights: Mapping[tuple[str, int], torch.Tensor]) -> Iterator[Run]:
-    """Yield the runs of the kernel layout: one for each tensor and rank file, more where experts are scattered.
+def _kernel_tensors(
+    batch: Batch, done: EncodedBatch, part: TpSlice, weights: Mapping[tuple[str, int], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the kernel tensors of one TP rank.
 
     weights: by GEMM and TP rank, the kernel weights that the encoder wrote.
     """
     planned = batch.planned
-    neighbours = planned.neighbours(batch.experts)
-    for part in planned.slices:
-        packed = gemm_tensors(done.tensors, planned.encoding.schema, part)
-        tensors = {
-            f"{gemm}_{name}": value
-            for gemm, form in planned.forms.items()
-            for name, value in to_kernel(form, packed[gemm]).items()
-        }
-        tensors |= {f"{gemm}_weight": value for (gemm, rank), value in weights.items() if rank == part.rank}
+    packed = gemm_tensors(done.tensors, planned.encoding.schema, part)
+    tensors = {
+        f"{gemm}_{name}": value
+        for gemm, form in planned.forms.items()
+        for name, value in to_kernel(form, packed[gemm]).items()
+    }
+    return tensors | {f"{gemm}_weight": value for (gemm, rank), value in weights.items() if rank == part.rank}
+
+
+def _runs(batch: Batch, names: Sequence[tuple[int | str, str]], written: Sequence[torch.Tensor]) -> Iterator[Run]:
+    """Yield the runs of the tensors to write, which are on the host as flat bytes."""
+    stacks = {name: value.view(len(batch.experts), -1) for name, value in zip(names, written, strict=True)}
+    if not batch.planned.forms:
+        for index, expert in enumerate(batch.experts):
+            for (role, name), value in stacks.items():
+                place = batch.planned.packed_place(expert, str(role), name)
+                yield _run(place, value[index])
+        return
+    neighbours = batch.planned.neighbours(batch.experts)
+    for part in batch.planned.slices:
+        tensors = {name: value for (rank, name), value in stacks.items() if rank == part.rank}
         for ep_rank, runs in neighbours.items():
-            places = planned.rank_tensors(part.rank, ep_rank)
-            assert places.keys() == tensors.keys(), (planned.name, sorted(places), sorted(tensors))
+            places = batch.planned.rank_tensors(part.rank, ep_rank)
+            assert places.keys() == tensors.keys(), (batch.planned.name, sorted(places), sorted(tensors))
             for indices, local in runs:
-                for name, value in tensors.items():
-                    first = places[name].entry(local)
-                    num_bytes = first.num_bytes * len(indices)
-                    yield Run(first.file, first.offset_bytes, num_bytes, _select_experts(value, indices))
+                for begin, end in _adjacent(indices):
+                    for name, value in tensors.items():
+                        place = places[name].entry(local + begin)
+                        experts = value[indices[begin] : indices[begin] + end - begin]
+                        yield _run(place._replace(num_bytes=place.num_bytes * len(experts)), experts)
 
 
-def _select_experts(stack: torch.Tensor, indices: list[int]) -> torch.Tensor:
-    """Return some experts of a stack, without a copy where they are adjacent in the stack."""
-    if indices == list(range(indices[0], indices[-1] + 1)):
-        return stack[indices[0] : indices[-1] + 1]
-    bits = stack.view(torch.uint8) if stack.element_size() == 1 else stack
-    return bits[indices].view(stack.dtype)
+def _run(place: TensorRef, data: torch.Tensor) -> Run:
+    assert data.numel() == place.num_bytes, (place, data.shape)
+    return Run(place.file, place.offset_bytes, place.num_bytes, data.reshape(-1))
 
 
-def _packed_runs(batch: Batch, done: EncodedBatch) -> Iterator[Run]:
-    """Yield the runs of the checkpoint layout, where each expert's tensors have their own names."""
-    for index, expert in enumerate(batch.experts):
-        for role, tensors in done.tensors.items():
-            for name, value in tensors.items():
-                place = batch.planned.packed_place(expert, role, name)
-                yield Run(place.file, place.offset_bytes, place.num_bytes, value[index : index + 1])
+def _adjacent(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of each part of the list whose numbers follow each other."""
+    begin = 0
+    for end in range(1, len(indices) + 1):
+        if end == len(indices) or indices[end] != indices[end - 1] + 1:
+            yield begin, end
+            begin = end

@@ -1,7 +1,8 @@
 """Run a plan's output units through stages: read → encode → collect → write → finish → publish.
 
-A batch holds its slot from its read until it is written: that is the only back-pressure, and the bound on memory (see
-`resources`). No stage waits for a layer's end; the files of a unit are flushed and hashed beside the work on others.
+A batch holds its slot from its read until it is written; on a GPU until it is encoded, and then a smaller buffer with
+its results until these are written. That is the only back-pressure, and the bound on memory (see `resources`). No stage
+waits for a layer's end; the files of a unit are flushed and hashed beside the work on others.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from hqconv.conversion.collect_input_scales import InputScales, create_unit_files
-from hqconv.conversion.devices import SLOT_STAGE as SLOTS
-from hqconv.conversion.devices import GpuClock, Lane, Slot, Slots, make_lane, using_lane
+from hqconv.conversion.devices import BUFFER_STAGE, Buffer, Buffers, GpuClock, Lane, Slot, make_lane, using_lane
 from hqconv.conversion.encode import DeferredCheckError
-from hqconv.conversion.encode_batch import Batch, Piece, Run, encode_to_runs, split_runs, split_unit
+from hqconv.conversion.encode_batch import Batch, Piece, Run, encode_on_device, encode_to_runs, split_runs, split_unit
+from hqconv.conversion.encoding_graphs import EncodingGraphs
 from hqconv.conversion.hub_prefetch import HubPrefetch
 from hqconv.conversion.journal import Destination, JournalEntry
 from hqconv.conversion.output_folder import UnitWriter
@@ -48,6 +50,9 @@ _UNITS_IN_WORK, _UNITS_IN_TURN = 3, 2
 _SHARED_UNITS_IN_WORK = 2  # where processes share the units: what one has taken no other one does
 _MAX_THREADS = 16  # of a stage that reads, writes or hashes
 _CHUNK_BYTES = 16 << 20  # of a batch that one thread reads or writes, while others take the rest
+_USE_GRAPHS = 1  # 0: every batch is encoded on a GPU by operations, for comparisons
+# Of a file, hashed in one call: after each call a thread waits for Python's lock, which other threads hold.
+_DIGEST_CHUNK_BYTES, _SMALL_DIGEST_CHUNK_BYTES, _SMALL_MEMORY_BYTES = (4 << 20, 1 << 20, 2 << 30)
 
 
 class EncodedBatch(Protocol):
@@ -95,17 +100,20 @@ class _Job:
 
 @dataclass(eq=False)
 class _InFlight:
-    """A batch or a piece in work, with the slot that it holds. The executor's lock guards the counts and the phase.
+    """A batch or a piece in work, with the memory that it holds. The executor's lock guards the counts and the phase.
 
-    phase: `X queue` while the batch waits for a thread of stage X, `X` in that stage, `files` while it waits for the
-    creation of its files. since_s: begin of the phase.
+    track: the name of the slot, later of the buffer with the results. phase: `X queue` while the batch waits for a
+    thread of stage X, `X` in that stage, `files` while it waits for the creation of its files. since_s: begin of the
+    phase.
     """
 
     job: _Job
     item: Batch | Piece
     slot: Slot
     sources: set[str]
+    track: str
     raw: RawExperts | None = None
+    out: Buffer | None = None  # results of a GPU, after the slot is given back
     num_reads_left: int = 0
     num_writes_left: int = 0
     phase: str = "read queue"
@@ -150,7 +158,7 @@ class Executor:
         self._stages = Stages(
             {
                 "open": _UNITS_IN_WORK,
-                SLOTS: 1,
+                BUFFER_STAGE: 1,
                 "read": num_threads,
                 # A GPU's lanes are streams: one thread feeds them all, and waits for no other thread's Python.
                 "encode": 1 if resources.is_cuda else staging.num_lanes,
@@ -163,7 +171,14 @@ class Executor:
         )
         self._threads_per_lane = 1 if resources.is_cuda else resources.threads_per_lane
         self._helpers = Helpers(resources.num_threads) if self._threads_per_lane > 1 else None
-        self._slots = Slots(staging, self._device, self._stages, profile)
+
+        def pool(kind: str, num_bytes: int) -> Buffers:
+            return Buffers(kind, staging.num_slots, num_bytes, self._device, self._stages, profile)
+
+        self._slots = pool("slot", staging.slot_bytes)
+        self._outputs = pool("output buffer", staging.out_bytes) if staging.out_bytes else None
+        is_small = resources.max_memory_bytes < _SMALL_MEMORY_BYTES
+        self._digest_chunk_bytes = _SMALL_DIGEST_CHUNK_BYTES if is_small else _DIGEST_CHUNK_BYTES
         self._clock = GpuClock(self._device) if resources.is_cuda and profile.trace is not None else None
         self._integrity = SourceIntegrity(source, self._stages, profile, "finish", known)
         self._num_in_work = _SHARED_UNITS_IN_WORK if is_shared else _UNITS_IN_WORK
@@ -237,7 +252,8 @@ class Executor:
             in_work.remove(job)
             self._count_written(job)
             return
-        in_flight = _InFlight(job, item, self._slots.take(), self._integrity.begin(item))
+        slot = Slot(self._slots.take())
+        in_flight = _InFlight(job, item, slot, self._integrity.begin(item), f"slot {slot.number}")
         job.sources |= in_flight.sources
         with self._lock:
             job.num_left += 1
@@ -260,14 +276,14 @@ class Executor:
             self._stages.start("encode", item.num_bytes, self._encode, in_flight, item)
 
     def _enter(self, in_flight: _InFlight, phase: str, after: str | None = None) -> None:
-        """Begin the next phase of a slot. after: only if that is the phase now, where several threads may begin it."""
+        """Begin the next phase of a batch. after: only if that is the phase now, where several threads may begin it."""
         now = time.monotonic()
         with self._lock:
             ended, since_s = in_flight.phase, in_flight.since_s
             if after is not None and ended != after:
                 return
             in_flight.phase, in_flight.since_s = phase, now
-        self._profile.add_slot_phase(in_flight.slot.number, ended, in_flight, since_s, now)
+        self._profile.add_slot_phase(in_flight.track, ended, in_flight, since_s, now)
 
     # --- stages
 
@@ -307,6 +323,8 @@ class Executor:
             self._stages.start("encode", batch.num_bytes, self._encode, in_flight, batch)
 
     def _encode(self, in_flight: _InFlight, batch: Batch) -> None:
+        if self._outputs is not None:
+            in_flight.slot.out = self._outputs.take()
         self._enter(in_flight, "encode")
         lane = self._lane()
         with using_lane(lane), self._integrity.blame_files_first(in_flight.sources):
@@ -321,13 +339,16 @@ class Executor:
         """Return the thread's own lane on the CPU, or the next of the lanes of a GPU."""
         if not hasattr(self._lanes, "lanes"):
             count = self._staging.num_lanes if self._device.type == "cuda" else 1
-            self._lanes.lanes = deque(
-                make_lane(number, self._device, self._helpers, self._threads_per_lane, self._clock)
-                for number in range(count)
-            )
+            self._lanes.lanes = deque(self._make_lane(number) for number in range(count))
         lanes: deque[Lane] = self._lanes.lanes
         lanes.rotate()
         return lanes[0]
+
+    def _make_lane(self, number: int) -> Lane:
+        lane = make_lane(number, self._device, self._helpers, self._threads_per_lane, self._clock)
+        if self._device.type == "cuda" and _USE_GRAPHS:
+            lane.graphs = EncodingGraphs(partial(encode_on_device, self._source, device=self._device))
+        return lane
 
     def _collect(self, in_flight: _InFlight, batch: Batch, lane: Lane, encoded: EncodedBatch) -> None:
         """Take the results once they are on the host; encode again where a deferred check fails."""
@@ -347,6 +368,13 @@ class Executor:
             in_flight.job.measured.add(batch.experts, error_sums, encoded.sums())
         self._write_out(in_flight, encoded.runs)
 
+    def _give_slot(self, in_flight: _InFlight) -> None:
+        """Return the slot of a batch whose results are in a buffer of their own."""
+        assert in_flight.slot.out is not None
+        in_flight.out, in_flight.raw = in_flight.slot.out, None
+        in_flight.track = f"output {in_flight.out.number}"
+        self._slots.give(in_flight.slot.buffer)
+
     def _writer(self, job: _Job) -> UnitWriter:
         """Return the writer of a unit's files, once they are created."""
         if job.writer is None:
@@ -358,6 +386,8 @@ class Executor:
     def _write_out(self, in_flight: _InFlight, runs: list[Run]) -> None:
         """Write runs in several threads."""
         self._enter(in_flight, "write queue")
+        if in_flight.slot.out is not None:
+            self._give_slot(in_flight)
         chunks = split_runs(runs, _CHUNK_BYTES)
         in_flight.num_writes_left = len(chunks)
         for chunk in chunks:
@@ -379,9 +409,13 @@ class Executor:
         self._end(in_flight)
 
     def _end(self, in_flight: _InFlight) -> None:
-        """Return the slot of a batch or piece whose bytes are all written."""
+        """Return the memory of a batch or piece whose bytes are all written."""
         self._enter(in_flight, "free")
-        self._slots.give(in_flight.slot)
+        if in_flight.out is None:
+            self._slots.give(in_flight.slot.buffer)
+        else:
+            assert self._outputs is not None
+            self._outputs.give(in_flight.out)
         self._profile.end_warm_up()
         self._meter.advance(in_flight.job.unit.name, in_flight.item.num_bytes)
         self._count_written(in_flight.job)
@@ -399,7 +433,7 @@ class Executor:
             self._stages.start("publish", 0, self._publish, job)
 
     def _finish_file(self, job: _Job, file: OutFile) -> None:
-        record = self._writer(job).finish_file(file, self._stages.check_cancelled)
+        record = self._writer(job).finish_file(file, self._stages.check_cancelled, self._digest_chunk_bytes)
         _LOG.debug("Wrote %s: %d bytes.", self._folder.root / file.path, file.size_bytes)
         with self._lock:
             job.files[file.path] = record

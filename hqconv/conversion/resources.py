@@ -146,18 +146,24 @@ def plan_staging(
     num_experts = max(1, min(target // largest, max(b.layer.num_experts for b in layers)))
     while num_experts > 1 and num_fitting(num_experts) < wanted:
         num_experts //= 2
-    slot_bytes = max(RawLayout(b.layer, range(min(num_experts, b.layer.num_experts))).num_bytes for b in layers)
+    slot_bytes = max(RawLayout(b.layer, range(_largest_batch(b, num_experts))).num_bytes for b in layers)
     num_lanes = max(1, min(num_fitting(num_experts), wanted))
-    out_bytes = max(_bytes_out(b, num_experts) for b in layers) if resources.is_cuda else 0
+    out_bytes = max(_bytes_out(b, _largest_batch(b, num_experts)) for b in layers) if resources.is_cuda else 0
     slot_bytes = slot_bytes if reads_ahead else min(slot_bytes, _PIECE_BYTES)
     lane_bytes = max(host(b, num_experts) for b in layers)
     return Staging(num_lanes, num_experts, slot_bytes, out_bytes, lane_bytes)
 
 
+def _largest_batch(planned: MoeLayerPlan, num_experts: int) -> int:
+    """Return the number of experts in the largest of a layer's equal batches of at most `num_experts`."""
+    count = planned.layer.num_experts
+    return -(-count // -(-count // num_experts))
+
+
 def gpu_staging_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
     """Return the pinned host memory of one GPU lane's slots for batches of this layer."""
-    raw, out = _expert_bytes(planned) * num_experts, _bytes_out(planned, num_experts)
-    return _SLOTS_PER_LANE * (_pinned_bytes(raw) + _pinned_bytes(out)) + (1 << 20)
+    num_batched = _largest_batch(planned, num_experts)
+    return _SLOTS_PER_LANE * (_expert_bytes(planned) * num_batched + _bytes_out(planned, num_batched)) + (1 << 20)
 
 
 def working_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
@@ -219,11 +225,6 @@ def _stored_bytes(planned: MoeLayerPlan) -> int:
 def _bytes_out(planned: MoeLayerPlan, num_experts: int) -> int:
     """Return the bytes that a GPU sends back for a batch, measurements included."""
     return (planned.expert_bytes_out + _MEASURED_BYTES) * num_experts
-
-
-def _pinned_bytes(num_bytes: int) -> int:
-    """Return torch's allocation for pinned bytes: the next power of two."""
-    return 1 << max(0, num_bytes - 1).bit_length()
 
 
 def _num_weights(planned: MoeLayerPlan) -> int:

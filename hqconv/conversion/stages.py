@@ -179,12 +179,12 @@ class StageProfile:
                 queued_ms = round(queued * 1e3, 3)
                 self._add_span(stage, started, ended, of=str(subject), bytes=num_bytes, queued_ms=queued_ms)
 
-    def add_slot_phase(self, slot: int, phase: str, subject: object, begin_s: float, end_s: float) -> None:
-        """Count a phase of the batch in a slot. begin_s, end_s: of `time.monotonic`."""
+    def add_slot_phase(self, slot: str, phase: str, subject: object, begin_s: float, end_s: float) -> None:
+        """Count a phase of the batch in a slot, or in a buffer of results. begin_s, end_s: of `time.monotonic`."""
         with self._lock:
             self._slot_seconds[phase] = self._slot_seconds.get(phase, 0.0) + end_s - begin_s
         if self.trace is not None:
-            self.trace.add(SLOTS, f"slot {slot}", phase, begin_s, end_s, of=str(subject))
+            self.trace.add(SLOTS, slot, phase, begin_s, end_s, of=str(subject))
 
     def add_gpu_step(self, stream: str, step: str, subject: object, begin_s: float, end_s: float) -> None:
         """Count a step of a batch on a GPU's stream. begin_s, end_s: of `time.monotonic`."""

@@ -2,7 +2,8 @@
 
 This is the only module that changes Humming, and these are the changes:
 * the six weight ops choose Humming's CUDA kernel or our CPU twin by their input's device; for shape planning,
-  `meta` tensors get empty outputs; its layout of scales, which torch does in two passes, does the same;
+  `meta` tensors get empty outputs; its layout of scales is computed in one pass on both, where Humming makes two and
+  waits for the GPU, since it copies a list of places there;
 * inside `target_facts(...)`, Humming's queries of "the current device" and its compiler during planning are
   answered for the target of the request, whatever GPU is here, or none; outside, by the device as ever;
 * inside `resident(...)`, `Tensor.cuda()` leaves a CPU tensor where it is (Humming hides such calls), and padding by
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -149,11 +151,28 @@ def _by_device(cuda_op: Callable[..., Any], cpu_op: Callable[..., Any]) -> Calla
 def _layout_of_scales(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(original)
     def layout(weight_scale: torch.Tensor, to_apply_on_c: bool = False, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if weight_scale.device.type != "cpu" or any(args) or any(kwargs.get(name) for name in _OTHER_SCALES):
+        is_other = any(args) or any(kwargs.get(name) for name in _OTHER_SCALES)
+        if is_other or weight_scale.device.type not in _TRANSPOSITIONS:
             return original(weight_scale, to_apply_on_c, *args, **kwargs)
-        return cpu_ops.transpose_scales(weight_scale, to_apply_on_c)
+        return _TRANSPOSITIONS[weight_scale.device.type](weight_scale, to_apply_on_c)
 
     return layout
+
+
+def transpose_scales(scale: torch.Tensor, on_results: bool = False) -> torch.Tensor:
+    """Twin of `humming.transform.transform_humming_weight_scale` without block scales, by torch: [..., N, G].
+
+    on_results: its `to_apply_on_c`. Does not synchronize with CUDA.
+    """
+    *front, shape_n, num_groups = scale.shape
+    tile, swapped = ((4, 4, 2), (3, 2, 4)) if on_results else ((8, 8), (3, 2))
+    bits = scale.view(torch.uint8) if scale.element_size() == 1 else scale  # torch copies some 8-bit floats slowly
+    tiles = bits.reshape(-1, shape_n // math.prod(tile), *tile, num_groups)
+    permuted = tiles.permute(0, len(tile) + 2, 1, *swapped).contiguous()
+    return permuted.view(scale.dtype).view(*front, num_groups, shape_n)
+
+
+_TRANSPOSITIONS = {"cpu": cpu_ops.transpose_scales, "cuda": transpose_scales}
 
 
 def compiler_version() -> tuple[int, int]:

@@ -35,7 +35,7 @@ from hqconv.quantization.scale_search import (
     search,
     tensors_of,
 )
-from hqconv.quantization.two_level_scales import GivenScales, group_scales, two_level
+from hqconv.quantization.two_level_scales import GivenScales, constant, group_scales, two_level
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.weight_schema import WeightSchema
 
@@ -122,7 +122,7 @@ def _encode_shared(
     kind, bits, exponent, mantissa = cpu_ops.parse_dtype(schema.b_dtype)
     values, amax = stack.float(), shared.view(-1, 1, 1)
     if schema.weight_scale_type == "tensor":
-        scale = amax / shared.new_tensor(arithmetic.largest_value(kind, bits, exponent, mantissa))
+        scale = amax / constant(arithmetic.largest_value(kind, bits, exponent, mantissa), shared)
         tensors = {"weight_scale": scale.flatten()}
         scaled = values * scale.reciprocal()
     else:

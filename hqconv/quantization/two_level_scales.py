@@ -86,9 +86,9 @@ def group_scales(highest: torch.Tensor, lowest: torch.Tensor, schema: WeightSche
     widest = torch.maximum(highest, below)
     largest = arithmetic.largest_value(kind, bits, exponent, mantissa)
     if kind != arithmetic.SYM_INT:
-        return widest / widest.new_tensor(largest)
+        return widest / constant(largest, widest)
     if schema.bs_dtype == "float8e8m0" and bits > 1:
-        return torch.maximum(below / below.new_tensor(largest + 1), highest / highest.new_tensor(largest))
+        return torch.maximum(below / constant(largest + 1, below), highest / constant(largest, highest))
     narrowest = torch.minimum(highest, below)
     up, down = _INTEGER_REACH.get(bits, (largest, largest + 1))
     wide = (widest.double() / _double(widest, down)).float()
@@ -100,8 +100,16 @@ def group_scales(highest: torch.Tensor, lowest: torch.Tensor, schema: WeightSche
 _INTEGER_REACH = {1: (0.499, 1.499)}  # Humming's, up and down in units of the scale; others reach their largest codes
 
 
+def constant(value: float, like: torch.Tensor) -> torch.Tensor:
+    """Return a number as a tensor of no dimension, in the dtype and on the device of another one.
+
+    `Tensor.new_tensor` would copy it from the host, and wait for the GPU.
+    """
+    return torch.full((), value, dtype=like.dtype, device=like.device)
+
+
 def _double(like: torch.Tensor, value: float) -> torch.Tensor:
-    return torch.tensor(value, dtype=torch.float64, device=like.device)
+    return torch.full((), value, dtype=torch.float64, device=like.device)
 
 
 def two_level(
@@ -123,14 +131,14 @@ def two_level(
         return TwoLevelScales(stored, kept.squeeze(-1), kept.float(), limit)
     scale_max = _FP8_MAX[schema.bs_dtype or ""]
     if amax is None:
-        second = scale.abs().amax(-1, keepdim=True) / scale.new_tensor(scale_max)
+        second = scale.abs().amax(-1, keepdim=True) / constant(scale_max, scale)
         kept = second.to(torch_dtype_of(param_dtype))
         tiny = torch.finfo(kept.dtype).tiny
         kept = torch.where(kept < tiny, torch.full_like(kept, tiny), kept)
         second, stored_second = kept.float(), kept.squeeze(-1)
     else:
         reach = _INTEGER_REACH[bits][0] if kind == arithmetic.SYM_INT and bits in _INTEGER_REACH else largest
-        second = amax / scale.new_tensor(reach * scale_max)
+        second = amax / constant(reach * scale_max, scale)
         stored_second = second.flatten()
     stored = (scale / second).clamp(-scale_max, scale_max).to(torch_dtype_of(schema.bs_dtype or ""))
     return TwoLevelScales(stored, stored_second, second, limit)

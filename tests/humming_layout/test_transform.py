@@ -9,8 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hqconv.humming_layout.runtime import humming, target_facts
+from hqconv.humming_layout.runtime import humming, target_facts, transpose_scales
+from hqconv.humming_layout.transform import kernel_form, to_kernel
+from hqconv.quantization.quantize import quantize_stacks
 from hqconv.schemas.gpu_target import GpuTarget
+from tests.make.conversions import kernel_spec_of
 from tests.make.golden import digest
 from tests.make.layout_cases import cases, laid_out
 from tests.make.places import GOLDEN
@@ -68,6 +71,23 @@ def test_bytes_are_those_of_the_gpu_here() -> None:
         assert {k: digest(t) for k, t in here.items()} == {k: digest(t) for k, t in there.items()}, name
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("schema", ["mxfp4", "int4", "nvfp4", "fp8-block", "fp8-tensor", "int4-g32-e4m3"])
+def test_encoding_does_not_wait_for_the_gpu(schema: str) -> None:
+    """Only the first call waits, which compiles kernels and copies tables."""
+    kind = kernel_spec_of(schema)
+    form = kernel_form(512, 1024, kind)
+    stacks = [torch.randn(2, 512, 1024, device="cuda").to(torch.bfloat16)]
+    for mode in ("default", "error"):
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            (done,) = quantize_stacks(stacks, kind.schema, kind.param_dtype)
+            to_kernel(form, done.tensors)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 SCALE_DTYPES = (torch.uint8, torch.float8_e8m0fnu, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -87,4 +107,6 @@ def test_scales_are_laid_out_as_by_hummings_own_code(
     with target_facts(GpuTarget(90)):
         theirs = layout.__wrapped__(bits.view(dtype), on_results)
         ours = layout(bits.view(dtype), on_results)
+        on_gpus = transpose_scales(bits.view(dtype), on_results)
     assert_same(ours, theirs, str(dtype))
+    assert_same(on_gpus, theirs, str(dtype))
