@@ -222,6 +222,17 @@ def test_levels_are_used_by_processors_that_have_all_their_instructions(monkeypa
     jit._levels.cache_clear()
 
 
+def test_a_level_turns_every_other_instruction_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processor that a level is tuned for has more of them."""
+    has = dict.fromkeys(("avx2", "sse4a", "avx512vbmi"), True)
+    monkeypatch.setattr(jit.binding, "get_host_cpu_features", lambda: has)
+    features = {level: {*jit.settings_of(level)["NUMBA_CPU_FEATURES"].split(",")} for level in jit.LEVELS}
+    for level, instructions in jit.LEVELS.items():
+        assert {name[1:] for name in features[level] if name[0] == "+"} == instructions | {"64bit"}
+        assert {name for name in features[level] if name[0] == "-"} == {"-sse4a", "-avx512vbmi"}
+    assert jit.settings_of(jit.HOST) == {}
+
+
 ASSEMBLY = """
 import numpy as np
 from hqconv.cpu_loops.arithmetic import group_ranges
