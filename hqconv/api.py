@@ -24,6 +24,7 @@ from hqconv.conversion.option_values import (
     parse_bytes,
     place_of,
     resources_of,
+    start_gpu,
 )
 from hqconv.conversion.torchrun import silence_torch
 from hqconv.errors import OutputError, RequestError, plural
@@ -158,6 +159,7 @@ def convert(
     parsed = _parse(config, options)
     if distributed:
         silence_torch()
+    start_gpu(device, in_team=distributed)  # beside all that comes before its use
     from hqconv.conversion.convert import convert as run  # all libraries are loaded before the work begins
     from hqconv.conversion.distributed import ProcessGroup
     from hqconv.conversion.trace import Trace
@@ -245,6 +247,7 @@ def allocate(
     parsed = ConversionOptions.parse(**cast(ConversionArguments, {**options, "schema": schema}))
     known, arguments = conversion_options(), dict[str, Any](options)
     given = {name: arguments[name] for name in known if arguments.get(name, known[name].default) != known[name].default}
+    start_gpu(device)
     from hqconv.conversion.allocate import run_allocation as run  # all libraries are loaded before the work begins
     from hqconv.conversion.allocation_recipe import AllocationRequest
 

@@ -38,6 +38,7 @@ FLOORS = {
     "reports": 13,
     "serving": 14,
     "api": 15,
+    "precompile": 16,
     "cli": 16,
     "__main__": 17,
 }

@@ -22,7 +22,7 @@ from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.weight_schema import WeightSchema
 
-WEIGHTS_READ = 1 << 29  # limit without a given number of experts: some seconds of a processor
+WEIGHTS_READ = 1 << 26  # limit without a given number of experts: half a second of a processor
 MatrixReader = Callable[[int], Iterator[tuple[str, DecodedStack]]]  # expert → projections and their matrices, E = 1
 
 
@@ -68,37 +68,39 @@ class CodeCounts:
 def read_usage(root: Path, num_experts: int | None = None, num_threads: int = 1) -> dict[str, Any]:
     """Count over experts of every layer; return the JSON document of docs/usage.md.
 
-    num_experts: of each layer, evenly spread; None: all, or so many that WEIGHTS_READ weights are read. num_threads:
-    experts read at once; the result does not depend on it.
+    num_experts: of each layer, evenly spread; None: all, or so many that about WEIGHTS_READ weights are read, which may
+    leave layers out. num_threads: experts read at once; the result does not depend on it.
 
     Returns `schemas` (schema → projection → `CodeCounts.to_dict`), `rms` (layer → projection → root mean square of each
-    expert's decoded weights, None for experts that were not read), `experts_read` and `experts` in all. Raises
-    RequestError where `root` is no artifact or `num_experts` is invalid, VerificationError where a file is damaged.
+    expert's decoded weights, None for experts that were not read; layers without any are absent), `experts_read`,
+    `layers_read` and `weights_read`, and `experts` and `layers` in all. Raises RequestError where `root` is no artifact
+    or `num_experts` is invalid, VerificationError where a file is damaged.
     """
     if num_experts is not None and num_experts < 1:
         what, expected = "No expert would be read.", "a whole number from 1 on"
         raise RequestError(what, where="--sample", expected=expected, found=num_experts)
     with Artifact(root) as artifact:
         layers = [artifact.moe_layer(name) for name in artifact.layers]
-        counts = {layer.name: _num_read(layer, layers, num_experts) for layer in layers}
+        chosen = _choose(artifact, layers, num_experts)
         used: dict[str, dict[str, CodeCounts]] = {}
         rms: dict[str, dict[str, list[float | None]]] = {}
         schemas: dict[str, WeightSchema] = {}
         tasks: list[tuple[str, str, int, MatrixReader]] = []
         for layer in layers:
+            if layer.name not in chosen:
+                continue
             schema = artifact.schema_of(layer.name)
             schemas[schema.name] = schema
             nothing: list[float | None] = [None] * layer.num_experts
             rms[layer.name] = {role: list(nothing) for role in layer.roles}
             of_layout = _matrix_reader(artifact, layer)
-            chosen = _spread(layer.num_experts, counts[layer.name])
-            tasks += [(layer.name, schema.name, expert, of_layout) for expert in chosen]
+            tasks += [(layer.name, schema.name, expert, of_layout) for expert in chosen[layer.name]]
 
         def count(task: tuple[str, str, int, MatrixReader]) -> dict[str, tuple[CodeCounts, float]]:
             _, schema_name, expert, read = task
             return _count_expert(read, schemas[schema_name], artifact.param_dtype, expert)
 
-        # Over all layers: of a large artifact one expert of each is read.
+        # Over all layers: of a large artifact few experts of each are read.
         with ThreadPoolExecutor(num_threads, "hqconv-usage") as pool:
             for (name, schema_name, expert, _), of_expert in zip(tasks, pool.map(count, tasks), strict=True):
                 for role, (one, size) in of_expert.items():
@@ -110,16 +112,40 @@ def read_usage(root: Path, num_experts: int | None = None, num_threads: int = 1)
             for name, roles in used.items()
         },
         "rms": rms,
-        "experts_read": sum(counts.values()),
+        "experts_read": len(tasks),
         "experts": sum(layer.num_experts for layer in layers),
+        "layers_read": len(chosen),
+        "layers": len(layers),
+        "weights_read": sum(_num_weights(layer) * len(chosen.get(layer.name, ())) for layer in layers),
     }
 
 
-def _num_read(layer: MoeLayer, layers: Sequence[MoeLayer], num_experts: int | None) -> int:
-    if num_experts is None:
-        weights = sum(3 * b.num_experts * b.hidden_size * b.intermediate_size for b in layers)
-        num_experts = max(1, layer.num_experts * WEIGHTS_READ // max(weights, WEIGHTS_READ))
-    return min(num_experts, layer.num_experts)
+def _choose(artifact: Artifact, layers: Sequence[MoeLayer], num_experts: int | None) -> dict[str, list[int]]:
+    """Return the experts to read: layer → indices.
+
+    Where one expert of each layer is more than WEIGHTS_READ weights, one expert is read of layers that are spread
+    evenly over those of each schema: in each layer another one.
+    """
+    total = sum(_num_weights(layer) * layer.num_experts for layer in layers)
+    share = 1.0 if num_experts is not None else min(1.0, WEIGHTS_READ / max(total, 1))
+    if num_experts is not None or share * sum(layer.num_experts for layer in layers) >= len(layers):
+        counts = (num_experts or max(1, int(layer.num_experts * share)) for layer in layers)
+        of_layers = zip(layers, counts, strict=True)
+        return {layer.name: _spread(layer.num_experts, min(count, layer.num_experts)) for layer, count in of_layers}
+    of_schemas: dict[str, list[MoeLayer]] = {}
+    for layer in layers:
+        of_schemas.setdefault(artifact.schema_of(layer.name).name, []).append(layer)
+    chosen: dict[str, list[int]] = {}
+    for alike in of_schemas.values():
+        count = max(1, int(share * sum(layer.num_experts for layer in alike)))
+        for number, index in enumerate(_spread(len(alike), min(count, len(alike)))):
+            chosen[alike[index].name] = [number * alike[index].num_experts // count]
+    return chosen
+
+
+def _num_weights(layer: MoeLayer) -> int:
+    """Return the number of an expert's weights."""
+    return len(layer.roles) * layer.hidden_size * layer.intermediate_size
 
 
 def _spread(total: int, count: int) -> list[int]:

@@ -6,6 +6,8 @@ import ctypes
 import logging
 import os
 import re
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,6 +64,21 @@ def choose_device(text: str, number: int = 0) -> str:
         what = "There is no such CUDA device."
         raise RequestError(what, where=f"--device {text}", expected=expected, remedy=remedy)
     return f"cuda:{index}"
+
+
+def start_gpu(device: str, *, in_team: bool = False) -> None:
+    """Create the CUDA context of the chosen GPU in a thread; whatever fails is left to the GPU's first use."""
+    with suppress(RequestError):
+        name = choose_device(device, local_rank()[0] if in_team else 0)
+        if name != "cpu":
+            threading.Thread(target=_create_context, args=(name,), name="hqconv-context", daemon=True).start()
+
+
+def _create_context(name: str) -> None:
+    import torch
+
+    with suppress(RuntimeError):
+        torch.cuda.synchronize(name)
 
 
 def has_driver() -> bool:

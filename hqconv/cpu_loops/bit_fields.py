@@ -15,7 +15,8 @@ from hqconv.jit import compiled
 def pack_row(codes, num_bits, packed):
     """Pack uint8 `codes`: code k occupies bits [k * num_bits, (k + 1) * num_bits) of the row."""
     if num_bits == 8:
-        packed[:] = codes
+        for i in range(packed.size):
+            packed[i] = codes[i]
     elif num_bits == 4:
         for i in range(packed.size):
             packed[i] = codes[2 * i] | (codes[2 * i + 1] << np.uint8(4))

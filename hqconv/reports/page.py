@@ -266,7 +266,8 @@ def codes_section(document: Document) -> Part | None:
     legend = (
         f"Counted over all {total} experts."
         if read == total
-        else f"Counted over a sample: {read} of {total} experts, evenly spread over each layer (option --sample)."
+        else f"Counted over a sample of {usage['weights_read']:,} weights: {plural(read, 'expert')} of {total}, evenly "
+        f"spread over {usage['layers_read']} of {plural(usage['layers'], 'layer')} (option --sample)."
     )
     legend += " Bars are shares of all values; scales are grouped by their power of two."
     if num_fused := sum(layer["has_fused_scales"] for layer in document["blocks"]):

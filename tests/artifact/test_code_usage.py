@@ -87,6 +87,16 @@ def test_large_artifacts_are_sampled_unless_asked(packed: Path, monkeypatch: pyt
     assert read_usage(packed, 99)["experts_read"] == 10
 
 
+def test_of_many_layers_some_are_read(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One expert of each layer is more than the limit; at least one expert of each schema is read."""
+    monkeypatch.setattr(code_usage, "WEIGHTS_READ", 1)
+    found = read_usage(packed)
+    assert (found["experts_read"], found["layers_read"], found["layers"]) == (1, 1, 2)
+    assert found["rms"].keys() == {LAYER}
+    num_counted = sum(count for role in found["schemas"]["int8"].values() for _, count in role["codes"])
+    assert found["weights_read"] == num_counted == 3 * 128 * 256
+
+
 def test_experts_of_several_layers_are_read_at_once(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One expert of each of two layers, by two threads: both are begun before either is done."""
     both, of_one = threading.Barrier(2, timeout=60), code_usage._count_expert

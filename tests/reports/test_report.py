@@ -183,8 +183,11 @@ def test_the_page_names_no_folder_of_this_machine(made: Path, model: Path) -> No
 def test_counts_are_on_the_page(made: Path) -> None:
     words = page_document(made, sample=3)
     text = page(words)
-    assert "a sample: 6 of 8 experts" in Page(text).text
-    used = words["usage"]["schemas"]["int4-g64-zp"]["w1"]
+    of_roles = words["usage"]["schemas"]["int4-g64-zp"]
+    num_codes = sum(count for used in of_roles.values() for _, count in used["codes"])
+    said = f"a sample of {num_codes:,} weights: 6 experts of 8, evenly spread over 2 of 2 layers"
+    assert said in Page(text).text
+    used = of_roles["w1"]
     total = sum(count for _, count in used["codes"])
     for value, count in used["codes"]:
         assert f"<title>{value:g}: {number(count)} ({count / total:.2%})</title>" in text
