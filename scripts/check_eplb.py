@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -99,8 +99,17 @@ def cases(a: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
                 for one in (plain, *others)
             }
             yield from ((f"{schema}, top {top_k}, {name}", case) for name, case in judged.items())
-            if schema == CONTROL:  # the one that is furthest away
-                controls[top_k] = max(judged.values(), key=lambda case: case.get("log_p", 0.0))
+            if schema == CONTROL:
+                controls[top_k] = furthest(judged.values())
+
+
+def furthest(cases: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The largest distance of some engines, and which rounds had the same tokens in all of them."""
+    found = [case for case in cases if "log_p" in case]
+    return {
+        "log_p": max((case["log_p"] for case in found), default=0.0),
+        "same_tokens": [all(case["same_tokens"]) for case in found],
+    }
 
 
 def compared(

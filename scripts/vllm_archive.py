@@ -20,6 +20,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +37,7 @@ DROPPED = re.compile(
     r"^vllm/(vllm-rs|_qutlass_C|_flashmla_|_flashkda_C|_deepselect_C|vllm_flash_attn/_vllm_fa2_C"
     r"|third_party/(deep_gemm/(include|_C_extension)|fmha_sm100))|^pycountry/locales|^mistral_common/data|/tests/|\.(h|hpp|cuh|js|css)$"
 )
+GROUP = "vllm.general_plugins"
 KEPT = re.compile(r"^humming/")  # compiles with its headers
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (5, 12, 17, 24, 26, 27, 28, 31, 34, 35, 39)]
 PLATFORMS += ["manylinux1_x86_64", "manylinux2010_x86_64", "manylinux2014_x86_64"]
@@ -118,9 +120,9 @@ def announce_plugin(site: Path) -> None:
     folder = site / "hqconv-0.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: hqconv\nVersion: 0\n", encoding="ascii")
-    lines = (REPO / "pyproject.toml").read_text(encoding="utf-8").splitlines()
-    target = next(line.partition("=")[2].strip(' "') for line in lines if line.startswith("hqconv = "))
-    entry = f"[vllm.general_plugins]\nhqconv = {target}\n"
+    project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    target = project["entry-points"][GROUP]["hqconv"]
+    entry = f"[{GROUP}]\nhqconv = {target}\n"
     (folder / "entry_points.txt").write_text(entry, encoding="ascii")
 
 

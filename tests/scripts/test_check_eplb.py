@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from scripts.check_eplb import judge
+from scripts.check_eplb import furthest, judge
 
 ANSWERS = [[[5, -0.5], [7, -0.25]], [[1, -1.0], [2, -2.0]]]
 NEAR = [[[5, -0.5], [7, -0.26]], [[1, -1.0], [2, -2.0]]]
@@ -55,3 +55,13 @@ def test_the_report_tells_how_many_places_changed() -> None:
     case = judge(PLAIN, found(NEAR, maps=[[FIRST, FIRST], [MOVED, MOVED]]), is_exact=False)
     assert (case["moved_before"], case["moved"]) == (0, [2])
     assert case["log_p"] == pytest.approx(0.01)
+
+
+def test_the_control_is_the_worst_of_its_engines() -> None:
+    cases = [
+        {"log_p": 0.0, "same_tokens": [True, True]},
+        {"log_p": 0.3, "same_tokens": [True, True]},
+        {"log_p": 0.1, "same_tokens": [True, False]},
+        {"good": False, "why": ["no GPU"]},
+    ]
+    assert furthest(cases) == {"log_p": 0.3, "same_tokens": [True, True, False]}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import struct
+from pathlib import Path
 
 import pytest
 
-from scripts.vllm_archive import MACHINE_CODE, MAGIC, PTX, Code, fat_binaries, keep_only
+from scripts.vllm_archive import GROUP, MACHINE_CODE, MAGIC, PTX, Code, announce_plugin, fat_binaries, keep_only
 
 HEAD = 64
 
@@ -48,3 +50,11 @@ def test_code_with_unused_names_goes() -> None:
     keep_only(data, 90, without=re.compile(rb"de[9]0"))
     assert b"code90" not in data
     assert b"only-89!" in data
+
+
+def test_vllm_finds_the_plugin_in_the_archive(tmp_path: Path) -> None:
+    announce_plugin(tmp_path)
+    (found,) = importlib.metadata.distributions(path=[str(tmp_path)])
+    (entry,) = found.entry_points.select(group=GROUP)
+    assert callable(entry.load())
+    assert (entry.name, entry.module) == ("hqconv", "hqconv.serving.vllm.plugin")
