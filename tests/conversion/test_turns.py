@@ -33,7 +33,7 @@ def test_copied_shards_alternate_with_layers(tmp_path: Path) -> None:
 def test_units_get_as_many_bytes_in_their_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_qwen3_moe(tmp_path / "model", num_layers=6)
     tensors = load_file(model / "model.safetensors")
-    save_file({**tensors, "model.embed_tokens.weight": torch.zeros(4096, 128)}, model / "model.safetensors")
+    save_file({**tensors, "model.embed_tokens.weight": torch.zeros(4096, 128).bfloat16()}, model / "model.safetensors")
     plain = snapshot(hqconv.convert(model, tmp_path / "plain", **OPTIONS).out)
     monkeypatch.setattr(resources, "_CPU_BATCH_BYTES", 1 << 18)
     monkeypatch.setattr(executor, "_CHUNK_BYTES", 1 << 12)  # pieces are far smaller than batches
