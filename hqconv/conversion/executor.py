@@ -88,7 +88,6 @@ class _Job:
     items: Iterator[Batch | Piece]  # to feed
     writer: UnitWriter | None = None
     num_left: int = 1  # batches and pieces to write; plus one until all are fed
-    turn_bytes: int = 0  # fed so far, beyond those that units in work had been fed at its begin
     files: dict[str, Any] = field(default_factory=dict)
     sources: set[str] = field(default_factory=set)  # names of the source files
     is_done: bool = False
@@ -199,19 +198,22 @@ class Executor:
             )
             job: _Job | None = None
             in_work: list[_Job] = []
+            turns: dict[_Job, int] = {}  # bytes fed to each unit whose turn it may be
             while True:
                 while len(in_work) < self._num_in_work:
                     job = job or next(jobs, None)
                     if job is None or not self._may_begin(job, in_work):
                         break
-                    job.turn_bytes = min((one.turn_bytes for one in in_work), default=0)
                     self._open(job)
                     in_work.append(job)
                     job = None
                 if not in_work:
                     break
                 ready = [one for one in in_work if one.writer is not None][:_UNITS_IN_TURN] or in_work[:1]
-                self._feed_one(min(ready, key=lambda one: one.turn_bytes), in_work)
+                least = min((turns[one] for one in ready if one in turns), default=0)
+                turns = {one: turns.get(one, least) for one in ready}
+                chosen = min(ready, key=turns.__getitem__)
+                turns[chosen] += self._feed_one(chosen, in_work)
             self._stages.wait(lambda: all(job.is_done for job in self._jobs))
         finally:
             self._prefetch.stop()
@@ -248,20 +250,23 @@ class Executor:
         self._jobs.append(job)
         self._stages.start("open", 0, self._create, job)
 
-    def _feed_one(self, job: _Job, in_work: list[_Job]) -> None:
-        """Start to read the next batch or piece of a unit; after the last one, take the unit from the list."""
+    def _feed_one(self, job: _Job, in_work: list[_Job]) -> int:
+        """Start to read the next batch or piece of a unit; after the last one, take the unit from the list.
+
+        Returns the number of bytes.
+        """
         item = next(job.items, None)
         if item is None:
             in_work.remove(job)
             self._count_written(job)
-            return
+            return 0
         slot = Slot(self._slots.take())
         in_flight = _InFlight(job, item, slot, self._integrity.begin(item), f"slot {slot.number}")
         job.sources |= in_flight.sources
-        job.turn_bytes += item.num_bytes
         with self._lock:
             job.num_left += 1
         self._read_ahead(in_flight)
+        return item.num_bytes
 
     def _read_ahead(self, in_flight: _InFlight) -> None:
         """Read a batch's bytes in several threads, or a piece in one."""
