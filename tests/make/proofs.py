@@ -86,8 +86,8 @@ SAME_AS = {
     "quark-mxfp4-gpt-oss": "quark-mxfp4",
     "mixed-ct-ignore": "ct-int4-g128",
 }
-# Formats of which tests/formats/test_written.py decodes one matrix that the package wrote, from its headers on: what the
-# package did, and when.
+# Formats of which tests/formats/test_written.py decodes one matrix that the package wrote, from its headers on: what
+# the package did, and when.
 BY_MATRIX = {
     "modelopt-mxfp4": ("nvidia-modelopt 0.47.0", "wrote and read one matrix", "recorded"),
     "auto-round-mxfp4": ("auto-round 0.16.1", "wrote one matrix", "recorded"),
