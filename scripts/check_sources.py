@@ -33,7 +33,7 @@ from hqconv.errors import HqconvError
 from hqconv.models.families import FAMILIES, UNSUPPORTED, Family, Stack
 from tests.make.formats import FORMATS, FormatSpec, write
 from tests.make.layouts import Sizes
-from tests.make.proofs import NOT_PROVEN, SAME_AS, recorded, recording
+from tests.make.proofs import BY_MATRIX, NOT_PROVEN, SAME_AS, recorded, recording
 from tests.make.proofs_live import LIVE, said_of
 
 TABLE = Path(__file__).resolve().parents[1] / "docs" / "sources.md"
@@ -166,6 +166,7 @@ for the last bit of float32 where ModelOpt's nvfp4 rounds the product of both sc
   replaced by twins, which the recordings of tests/golden hold to its kernels.
 * **recorded**: in tests/golden/publishers by scripts/record_publishers.py, with the package's own config.
 * **as** another format: its matrices are the same; names, order of rows or config differ.
+* **one matrix**: tests/formats/test_written.py decodes it from its headers on, not as a checkpoint.
 
 Further matrices without a row above: `quark-int2`, `quark-int4-tensor`, `quark-int8-zp`, `quark-fp8-e5m2`. GGUF
 files are decoded by the `gguf` package, which tests hold to llama.cpp's own code ([above](#gguf)).
@@ -279,6 +280,8 @@ def proof_rows() -> Iterator[str]:
         elif same in recorded():
             one = recording(same)
             package, wrote, how = one.package, one.wrote, "recorded"
+        elif same in BY_MATRIX:
+            package, wrote, how = BY_MATRIX[same]
         else:
             package, wrote, how = "none", NOT_PROVEN[name], "–"
         yield f"| {name} | {package} | {wrote} | {how if same == name else f'{how}, as {same}'} |"
