@@ -245,7 +245,7 @@ def slow_reads(monkeypatch: pytest.MonkeyPatch, begun: threading.Event) -> None:
 
     real = file_access.sha256_of
 
-    def slow(path: Path, keep_on: Callable[[], object] | None = None) -> str:
+    def slow(path: Path, keep_on: Callable[[], object] | None = None, *_: object) -> str:
         if "experts" in path.parts:
             begun.set()
             for _ in range(1000):

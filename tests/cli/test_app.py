@@ -243,7 +243,7 @@ def test_the_profile_tells_what_every_stage_did(model: Path, tmp_path: Path) -> 
     assert convert(model, tmp_path / "out", "--profile", tmp_path / "profile.json").exit_code == 0
     words = json.loads((tmp_path / "profile.json").read_text())
     stages = words["stages"]
-    assert list(stages) == ["open", "slot", "read", "encode", "collect", "write", "finish", "publish"]
+    assert list(stages) == ["open", "buffer", "read", "encode", "collect", "write", "finish", "publish"]
     assert all((stage["tasks"] > 0) == (name != "collect") for name, stage in stages.items())  # that is a GPU's
     assert all(stage["queued_seconds"] >= 0 for stage in stages.values())
     assert 0 < words["warm_up_seconds"] < words["seconds"]
