@@ -9,10 +9,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from hqconv.errors import HqconvError
 from hqconv.verification.result import Finding
 from tests.make.effort import ALL
+
+# The machine may be busy: no example has to be fast.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 SENTENCE = re.compile(r"[^a-z\s].*[.?!]", re.DOTALL)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import hqconv
@@ -36,7 +36,6 @@ DOCUMENTS = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.text(max_size=5), DOCUMENTS, max_size=5))
 def test_documents_have_the_bytes_of_the_json_library(document: dict[str, Any]) -> None:
     try:
