@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 import hqconv.sources.gguf
 from hqconv.cli.app import app
+from hqconv.io.gguf_header import metadata_alone, read_header
 from hqconv.sources.gguf_tokenizer import _RULES
 from hqconv.sources.opening import open_source
 from tests.make.gguf_models import rewrite, write_recorded
@@ -279,6 +281,17 @@ def test_of_a_split_file_and_of_the_hub(
         use(monkeypatch, hub.url, tmp_path / "cache")
         assert made("org/name", is_lazy=True)[0] == expected
         assert hub.whole == []
+
+
+def test_the_file_with_metadata_alone(tmp_path: Path, files: Callable[[str], Path]) -> None:
+    path, out = files("qwen2"), tmp_path / "metadata.gguf"
+    before = read_header(path)
+    with path.open("rb") as opened:
+        raw, sha256 = metadata_alone("m.gguf", opened, path.stat().st_size)
+    out.write_bytes(raw)
+    header = read_header(out)
+    assert (header.tensors, header.metadata, sha256) == ({}, before.metadata, before.sha256)
+    assert header.sha256 == hashlib.sha256(raw).hexdigest()  # nothing follows
 
 
 def test_the_names_of_rules_are_transformers() -> None:
