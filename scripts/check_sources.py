@@ -33,7 +33,7 @@ from hqconv.errors import HqconvError
 from hqconv.models.families import FAMILIES, UNSUPPORTED, Family, Stack
 from tests.make.formats import FORMATS, FormatSpec, write
 from tests.make.layouts import Sizes
-from tests.make.proofs import NOT_PROVEN, SAME_AS, recorded, recording
+from tests.make.proofs import BY_MATRIX, NOT_PROVEN, SAME_AS, recorded, recording
 from tests.make.proofs_live import LIVE, said_of
 
 TABLE = Path(__file__).resolve().parents[1] / "docs" / "sources.md"
@@ -166,10 +166,11 @@ for the last bit of float32 where ModelOpt's nvfp4 rounds the product of both sc
   replaced by twins, which the recordings of tests/golden hold to its kernels.
 * **recorded**: in tests/golden/publishers by scripts/record_publishers.py, with the package's own config.
 * **as** another format: its matrices are the same; names, order of rows or config differ.
+* **one matrix**: tests/formats/test_written.py decodes it from its headers on, not as a checkpoint.
 
-Further matrices without a row above: `quark-int2`, `quark-int4-tensor`, `quark-int8-zp`, `quark-fp8-e5m2`. Experts in
-GGUF files are decoded by the `gguf` package itself. tests/formats/test_publishers.py compares further codes with the
-publishers' formulas.
+Further matrices without a row above: `quark-int2`, `quark-int4-tensor`, `quark-int8-zp`, `quark-fp8-e5m2`. GGUF
+files are decoded by the `gguf` package, which tests hold to llama.cpp's own code ([above](#gguf)).
+tests/formats/test_publishers.py compares further codes with the publishers' formulas.
 """
 FAMILY_INTRO = """
 ### Act order
@@ -203,7 +204,12 @@ the Hub that holds GGUF files. A repo or a folder with several models needs a ch
 the file's name), `org/name/FILE.gguf`, the URL of the file, or the path of the file. `inspect` and `--dry-run`
 fetch headers alone; a conversion fetches the files. The `gguf` library is needed, and nothing else of llama.cpp.
 
-Every tensor type that the library decodes is taken, for experts and for other tensors:
+Every tensor type that the library decodes is taken, for experts and for other tensors; llama.cpp's Q1_0 and Q2_0, which
+gguf 0.19 does not decode, are refused. The library decodes in NumPy, apart from llama.cpp's C code. So for each type,
+tests compare hqconv's values, bit for bit, with those of llama.cpp's own dequantizer, of blocks that its own quantizer
+wrote: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K … Q6_K, the nine IQ types, TQ1_0, TQ2_0, MXFP4, NVFP4, F16 and BF16 (llama.cpp
+v0.4.0 in the npm package @node-llama-cpp/linux-x64 3.21.1; scripts/record_ggml.py recorded them). A Mixtral model that
+this quantizer wrote as Q4_K_M is compared with its original, converted and verified.
 
 * **Experts** are decoded to float32 and quantized, as from any other format; no type keeps its codes.
 * **Other tensors** get the names and shapes of the published model, by gguf's own tensor map. F16 and BF16 are kept
@@ -274,6 +280,8 @@ def proof_rows() -> Iterator[str]:
         elif same in recorded():
             one = recording(same)
             package, wrote, how = one.package, one.wrote, "recorded"
+        elif same in BY_MATRIX:
+            package, wrote, how = BY_MATRIX[same]
         else:
             package, wrote, how = "none", NOT_PROVEN[name], "–"
         yield f"| {name} | {package} | {wrote} | {how if same == name else f'{how}, as {same}'} |"

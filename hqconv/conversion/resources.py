@@ -107,6 +107,11 @@ class Staging:
         """Number of batches in flight: one per lane, and half as many, at least two, that are read or written."""
         return min(self.num_lanes * _SLOTS_PER_LANE, self.num_lanes + max(2, self.num_lanes // 2))
 
+    @property
+    def num_outputs(self) -> int:
+        """Number of buffers for a GPU's results, which also wait to be written."""
+        return self.num_lanes * _SLOTS_PER_LANE
+
     def to_dict(self) -> dict[str, int]:
         """Return the staging as a JSON document."""
         return {**asdict(self), "num_slots": self.num_slots}

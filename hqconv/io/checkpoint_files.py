@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -100,20 +101,44 @@ def listing(root: Path) -> str:
     return first_few(sorted(path.name for path in root.iterdir())) or "an empty folder"
 
 
-def read_weight_map(root: Path, has_single: bool) -> tuple[dict[str, str] | None, str | None]:
+_NUMBERED = re.compile(r"(.+)-(\d{5,})-of-(\d{5,})\.safetensors")
+
+
+def is_shard(name: str) -> bool:
+    """Return whether a file of a checkpoint's folder is a safetensors file."""
+    return name.endswith(".safetensors") and "/" not in name
+
+
+def are_all_shards(names: Collection[str]) -> bool:
+    """Return whether names are those of all shards of one checkpoint, by their numbers: NAME-00001-of-00002 and so on.
+
+    Only then no shard can be missing without an index.
+    """
+    found = [match for name in names if (match := _NUMBERED.fullmatch(name))]
+    if not found or len(found) != len(names):
+        return False
+    numbers = sorted(int(match[2]) for match in found)
+    return len({(match[1], match[3]) for match in found}) == 1 and numbers == list(range(1, int(found[0][3]) + 1))
+
+
+def read_weight_map(root: Path, names: Collection[str]) -> tuple[dict[str, str] | None, str | None]:
     """Return the index's weight map, checked in itself, and the index's sha256; two None without an index in use.
 
-    Raises InputError where the folder has neither a single file (`has_single`) nor an index, or a broken one.
+    names: of the checkpoint's files. Raises InputError for a broken index, and where there is neither an index nor a
+    single file nor a complete set of numbered shards.
     """
-    if has_single:  # before the index: transformers' _get_resolved_checkpoint_files
+    if SINGLE in names:  # before the index: transformers' _get_resolved_checkpoint_files
         return None, None
     path = root / INDEX
     if not path.is_file():
-        shards = sorted(one.name for one in root.glob("*.safetensors"))
+        shards = sorted(filter(is_shard, names))
+        if are_all_shards(shards):
+            return None, None
         if shards:
             what, found = "The checkpoint has no index of its shards.", f"{len(shards)} shards: {first_few(shards)}"
+            expected = f"{INDEX}, or all of the shards NAME-00001-of-0000N.safetensors"
             remedy = f"Download {INDEX} of the same checkpoint into the folder; a single file must be called {SINGLE}."
-            raise InputError(what, where=str(root), expected=INDEX, found=found, remedy=remedy)
+            raise InputError(what, where=str(root), expected=expected, found=found, remedy=remedy)
         what, expected = "The folder holds no safetensors checkpoint.", f"{SINGLE} or {INDEX}"
         remedy = "Convert other weight formats to safetensors first."
         raise InputError(what, where=str(root), expected=expected, found=listing(root), remedy=remedy)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hqconv.errors import InputError, RequestError, plural
+from hqconv.io.checkpoint_files import are_all_shards
 from hqconv.io.front_matter import FrontMatter
 from hqconv.io.sidecar_files import has_tokenizer
 from hqconv.models.config_facts import layer_notices
@@ -350,6 +351,11 @@ def source_notices(checkpoint: Source, experts: ExpertMap) -> list[str]:
             f"hqconv does not know the model_type {checkpoint.config.get('model_type')}: its experts were found by the "
             f"names of {experts.family}, and their numbers by its config keys. Compare the activation ({activations}) "
             "and the number of experts per token with the model's code."
+        )
+    if checkpoint.index_sha256 is None and are_all_shards([file.name for file in checkpoint.files]):
+        notices.append(
+            f"the source has no {artifact_names.INDEX}: its tensors are those of its {len(checkpoint.files)} numbered "
+            "shards. The artifact has an index of its own; a server of the source needs one."
         )
     if checkpoint.made.planned:
         notices.append(checkpoint.made.notice)

@@ -62,8 +62,12 @@ class SafetensorsSource:
         self.guard.look_if_there(name for name in hub.SMALL_FILES if name != INDEX or not self._has(SINGLE))
         self.config: dict[str, Any] = checkpoint_files.read_config(root)
         self.quantization = _quantization(root, self.config)
-        weight_map, self.index_sha256 = checkpoint_files.read_weight_map(root, self._has(SINGLE))
-        names = [SINGLE] if weight_map is None else sorted(set(weight_map.values()))
+        here = {path.name for path in root.iterdir() if path.is_file()} | set(listing.sizes if listing else ())
+        weight_map, self.index_sha256 = checkpoint_files.read_weight_map(root, here)
+        if weight_map is not None:
+            names = sorted(set(weight_map.values()))
+        else:
+            names = [SINGLE] if SINGLE in here else sorted(filter(checkpoint_files.is_shard, here))
         if weight_map is not None:
             self._check_present(weight_map)
         self.files, self.tensors, self.metadata = self._read_files(names)

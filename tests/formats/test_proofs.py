@@ -7,7 +7,9 @@ opened as any source: config to format, headers to parts, parts to weights.
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ import torch
 from hqconv.errors import InputError
 from hqconv.sources.opening import open_source
 from tests.make.formats import FORMATS
-from tests.make.proofs import NOT_PROVEN, SAME_AS, Published, Tensors, recorded, recording, roles_of
+from tests.make.proofs import BY_MATRIX, NOT_PROVEN, SAME_AS, Published, Tensors, recorded, recording, roles_of
 from tests.make.proofs_live import LIVE, said_of
 
 
@@ -100,8 +102,18 @@ def test_block_scales_may_keep_the_dimensions_of_blocks(tmp_path: Path) -> None:
 def test_every_format_has_a_proof_or_says_that_it_has_none() -> None:
     proven = {*LIVE, *recorded()}
     assert set(SAME_AS.values()) <= proven
-    assert not proven & {*SAME_AS, *NOT_PROVEN}
-    assert set(FORMATS) <= proven | {*SAME_AS, *NOT_PROVEN}
+    others = [*SAME_AS, *BY_MATRIX, *NOT_PROVEN]
+    assert len(others) == len(set(others))
+    assert not proven & set(others)
+    assert set(FORMATS) <= proven | set(others)
+
+
+def test_matrices_of_packages_are_of_the_versions_that_the_table_names() -> None:
+    writers = {"modelopt": "nvidia-modelopt", "autoround": "auto-round", "gptqmodel": "gptqmodel"}
+    words = json.loads((Path(__file__).resolve().parents[1] / "data" / "written" / "words.json").read_text())
+    said = {words[name]["written_by"].partition(",")[0] for name in writers}
+    said.add(f"compressed-tensors {version('compressed-tensors')}")
+    assert {package for package, _, _ in BY_MATRIX.values()} == said
 
 
 def test_no_recording_is_made_by_a_format_that_has_a_live_proof() -> None:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 RECORDED = Path(__file__).parents[1] / "data" / "gguf"
+QUANTIZED = RECORDED.parent / "ggml"  # by scripts/record_ggml.py
 VOCABULARY = 64
 
 _COMMON = {
@@ -159,6 +160,39 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+# The model that llama.cpp's quantizer wrote: with rows of whole blocks, and few different ones, so that it packs well.
+WIDE = "mixtral_wide"
+_WIDE = {
+    WIDE: ("Mixtral", {"hidden_size": 256, "num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size": 256})
+}
+_DIFFERENT_ROWS = 7  # which no order of heads or experts maps to themselves
+
+
+def recorded_types() -> dict[str, tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+    """Of every ggml type the blocks [blocks, bytes] and their values [blocks, numbers], both llama.cpp's own."""
+    with np.load(QUANTIZED / "types.npz") as arrays:
+        names = [name.removesuffix(".blocks") for name in arrays if name.endswith(".blocks")]
+        return {name: (arrays[f"{name}.blocks"], arrays[f"{name}.values"]) for name in names}
+
+
+def decodable() -> list[Any]:
+    """The types that the gguf library decodes."""
+    import gguf
+
+    kinds = []
+    for kind in gguf.GGMLQuantizationType:
+        try:
+            gguf.quants.dequantize(np.zeros(gguf.GGML_QUANT_SIZES[kind][1], np.uint8), kind)
+        except NotImplementedError:
+            continue
+        kinds.append(kind)
+    return kinds
+
+
+def write_quantized(path: Path) -> Path:
+    """The GGUF file of WIDE, as llama.cpp's quantizer wrote it."""
+    path.write_bytes(gzip.decompress((QUANTIZED / "Q4_K_M.gguf.gz").read_bytes()))
+    return path
 
 
 def write_recorded(case: str, folder: Path) -> Path:
@@ -172,7 +206,7 @@ def build(case: str) -> Any:
     """A case's model in transformers, with weights of a fixed seed; norms are near 1."""
     import transformers
 
-    name, values = MODELS[case]
+    name, values = {**MODELS, **_WIDE}[case]
     config = getattr(transformers, f"{name}Config")(**{**_COMMON, **values})
     config.dtype = torch.bfloat16
     model = getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16).eval()
@@ -182,7 +216,9 @@ def build(case: str) -> Any:
             if "rotary" in name or not tensor.is_floating_point():
                 continue
             center, spread = (1.0, 0.2) if "norm" in name and name.endswith("weight") else (0.0, 0.1)
-            numbers = generator.normal(center, spread, tuple(tensor.shape)).astype(np.float32)
+            shape = tuple(tensor.shape)
+            size = (_DIFFERENT_ROWS, shape[-1]) if case in _WIDE and len(shape) > 1 else shape
+            numbers = np.resize(generator.normal(center, spread, size).astype(np.float32), shape)
             tensor.copy_(torch.from_numpy(numbers).to(torch.bfloat16))
     return model
 

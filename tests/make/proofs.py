@@ -86,17 +86,21 @@ SAME_AS = {
     "quark-mxfp4-gpt-oss": "quark-mxfp4",
     "mixed-ct-ignore": "ct-int4-g128",
 }
+# Formats of which tests/formats/test_written.py decodes one matrix that the package wrote, from its headers on: what
+# the package did, and when.
+BY_MATRIX = {
+    "modelopt-mxfp4": ("nvidia-modelopt 0.47.0", "wrote and read one matrix", "recorded"),
+    "auto-round-mxfp4": ("auto-round 0.16.1", "wrote one matrix", "recorded"),
+    "auto-round-mxfp8": ("auto-round 0.16.1", "wrote one matrix", "recorded"),
+    "auto-round-nvfp4": ("auto-round 0.16.1", "wrote one matrix", "recorded"),
+    "fp8-gptqmodel": ("gptqmodel 7.7.0", "wrote one matrix", "recorded"),
+    "ct-mxfp6": ("compressed-tensors 0.20.0", "wrote and read one matrix", "live"),
+}
 # Formats that no publisher's package has written or read here, and why.
 NOT_PROVEN = {
-    "fp8-gptqmodel": "no checkpoint of its package has been recorded yet",
-    "w4afp8": "no checkpoint of its package has been recorded yet",
-    "modelopt-mxfp4": "no checkpoint of its package has been recorded yet",
-    "modelopt-nvfp4-fp8": "no checkpoint of its package has been recorded yet",
-    "modelopt-int8": "no checkpoint of its package has been recorded yet",
-    "auto-round-mxfp4": "no checkpoint of its package has been recorded yet",
-    "auto-round-mxfp8": "no checkpoint of its package has been recorded yet",
-    "auto-round-nvfp4": "no checkpoint of its package has been recorded yet",
-    "ct-mxfp6": "no checkpoint of its package has been recorded yet",
+    "w4afp8": "no package writes it alone; the order of its pairs is that of a test of vLLM",
+    "modelopt-nvfp4-fp8": "no tensors of its package have been recorded yet",
+    "modelopt-int8": "no tensors of its package have been recorded yet",
     "fbgemm-fp8": "its kernels need a GPU, and transformers has no other reader",
     "fused-fp8-expert": "no package was found that writes such stacks and gives their values",
     "fused-fp8-projection": "no package was found that writes such stacks and gives their values",

@@ -74,6 +74,7 @@ def synthetic(
     }
     checkpoint = SimpleNamespace(
         root=Path("model"),
+        place=Path("model"),
         name="model",
         repo_id=None,
         revision=None,

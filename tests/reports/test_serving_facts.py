@@ -208,7 +208,16 @@ def test_a_missing_tokenizer_is_a_warning(tmp_path: Path) -> None:
         (model / name).unlink()
 
 
-@pytest.mark.parametrize("names", [("model-00001-of-00002", "model-00002-of-00002"), ("weights",)])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("weights",),
+        ("model-00001-of-00002",),
+        ("model-00001-of-00002", "model-00003-of-00002"),
+        ("model-00001-of-00002", "other-00002-of-00002"),
+        ("model-00001-of-00002", "model-00002-of-00002", "extra"),
+    ],
+)
 def test_a_missing_index_is_said(names: tuple[str, ...], tmp_path: Path) -> None:
     model = write(tmp_path / "model", num_layers=1)
     for name in names:
@@ -216,10 +225,32 @@ def test_a_missing_index_is_said(names: tuple[str, ...], tmp_path: Path) -> None
     (model / "model.safetensors").unlink()
     with pytest.raises(InputError, match=r"The checkpoint has no index of its shards\.") as error:
         hqconv.inspect(model)
-    assert error.value.expected == "model.safetensors.index.json"
-    assert f"{names[0]}.safetensors" in error.value.found
+    assert error.value.expected is not None
+    assert error.value.expected.startswith("model.safetensors.index.json, or all of the shards")
+    assert f"{sorted(names)[0]}.safetensors" in error.value.found
     for name in names:
         (model / f"{name}.safetensors").unlink()
     (model / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(InputError, match="other weight formats"):
         hqconv.inspect(model)
+
+
+def test_numbered_shards_need_no_index(tmp_path: Path) -> None:
+    model = write(tmp_path / "model", num_layers=1)
+    tensors = load_file(model / "model.safetensors")
+    halves = [dict(part) for part in (list(tensors.items())[::2], list(tensors.items())[1::2])]
+    (model / "model.safetensors").unlink()
+    for number, half in enumerate(halves, start=1):
+        save_file(half, model / f"model-0000{number}-of-00002.safetensors")
+    options: dict[str, Any] = {"schema": "mxfp4", "target": "sm90", "device": "cpu"}
+    found = hqconv.convert(model, tmp_path / "out", **options)
+    assert any("no model.safetensors.index.json: its tensors are those of its 2 numbered" in x for x in found.warnings)
+    assert found.warnings[0] in hqconv.inspect(model)["warnings"]
+    shards = [(f"model-0000{number}-of-00002.safetensors", half) for number, half in enumerate(halves, start=1)]
+    weight_map = {name: shard for shard, half in shards for name in half}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with_index = hqconv.convert(model, tmp_path / "with_index", **options)
+    assert not any("index.json" in x for x in with_index.warnings)
+    files = sorted(path.relative_to(found.out) for path in found.out.rglob("*.safetensors"))
+    assert files
+    assert all((found.out / name).read_bytes() == (with_index.out / name).read_bytes() for name in files)

@@ -29,6 +29,7 @@ from hqconv.schemas.weight_schema import PRESETS
 from hqconv.sources.gguf import GgufSource, open_with_gguf
 from hqconv.sources.safetensors import SafetensorsSource
 from tests.make.conversions import write_manifest
+from tests.make.gguf_models import decodable, recorded_types
 from tests.make.qwen import read_tree, write_qwen3_moe
 from tests.make.startup import cold
 from tests.make.tensors import load_file
@@ -42,17 +43,6 @@ SHAPES = {"gate": (E, I, H), "up": (E, I, H), "down": (E, H, I)}
 ROLES = {"gate": "w1", "up": "w3", "down": "w2"}
 WORDS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 Stack = tuple[np.ndarray[Any, Any], Any]  # bytes (or floats) [E, out, …], and their type
-
-
-def decodable() -> list[Kind]:
-    kinds = []
-    for kind in Kind:
-        try:
-            dequantize(np.zeros(gguf.GGML_QUANT_SIZES[kind][1], np.uint8), kind)
-        except NotImplementedError:
-            continue
-        kinds.append(kind)
-    return kinds
 
 
 def stack(kind: Kind, shape: tuple[int, ...], seed: int = 0) -> Stack:
@@ -170,6 +160,26 @@ def test_every_type_decodes_as_the_library_says(tmp_path: Path, kind: Kind) -> N
             for word, role in ROLES.items():
                 expected = floats(stacks[f"blk.0.ffn_{word}_exps.weight"])[expert]
                 assert_bits(stored[role].values(), expected)
+
+
+@pytest.mark.parametrize("kind", decodable()[1:], ids=lambda kind: kind.name)
+def test_every_type_decodes_as_llama_cpp_does(tmp_path: Path, kind: Kind) -> None:
+    """Blocks of its quantizer have the values of its dequantizer (scripts/record_ggml.py); F32 is not decoded."""
+    blocks, values = recorded_types()[kind.name]
+    per_block = values.shape[1]
+    stacks: dict[str, Stack] = {}
+    for word, (_, rows, columns) in SHAPES.items():
+        row_blocks = columns // per_block
+        raw = np.resize(blocks, (E * rows * row_blocks, blocks.shape[1]))
+        stacks[f"blk.0.ffn_{word}_exps.weight"] = raw.reshape(E, rows, -1), kind
+    folder = without_experts(tmp_path / "model", num_layers=1)
+    write_gguf(folder / "model.gguf", stacks)
+    with open_with_gguf(folder) as source:
+        experts = source.map_experts()
+        for expert in range(E):
+            stored = read(source, experts, 0, expert)
+            for word, role in ROLES.items():
+                assert_bits(stored[role].values(), np.resize(values, SHAPES[word])[expert])
 
 
 def test_types_may_differ(model: Path, tensors: dict[str, Stack]) -> None:

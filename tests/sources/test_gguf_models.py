@@ -23,7 +23,19 @@ from hqconv.models.gguf_model import ARCHITECTURES
 from hqconv.models.source_protocol import Source
 from hqconv.schemas.artifact_names import TRANSFORMERS_WEIGHTS
 from hqconv.sources.opening import open_source
-from tests.make.gguf_models import MODELS, RECORDED, build, rewrite, write, write_recorded
+from tests.make.gguf_models import (
+    MODELS,
+    QUANTIZED,
+    RECORDED,
+    WIDE,
+    build,
+    decodable,
+    recorded_types,
+    rewrite,
+    write,
+    write_quantized,
+    write_recorded,
+)
 from tests.make.hub_server import serve, use
 from tests.make.qwen import read_tree
 from tests.make.startup import cold
@@ -235,6 +247,58 @@ def test_quantized_rows_of_q_and_k(tmp_path: Path, published: Callable[[str], Pa
         for name in source.map_experts().copied:
             is_matrix = original[name].ndim > 1 and "router" not in name
             assert torch.equal(read(source, name), through(original[name], kind) if is_matrix else original[name]), name
+
+
+# --- against llama.cpp's quantizer (scripts/record_ggml.py)
+
+
+@pytest.mark.parametrize("kind", decodable()[1:], ids=lambda kind: kind.name)
+def test_every_type_of_other_tensors(tmp_path: Path, kind: Kind) -> None:
+    """The values are those of llama.cpp's own dequantizer, rounded to bfloat16; F16 and BF16 are kept."""
+    blocks, values = recorded_types()[kind.name]
+
+    def change(name: str, data: np.ndarray[Any, Any], stored: Kind) -> tuple[np.ndarray[Any, Any], Kind]:
+        if name not in ("blk.1.attn_output.weight", "token_embd.weight"):
+            return data, stored
+        raw = np.resize(blocks, (len(data) * 256 // values.shape[1], blocks.shape[1]))
+        return raw.reshape(len(data), -1), kind
+
+    path = rewrite(write_quantized(tmp_path / "plain.gguf"), tmp_path / "model.gguf", change)
+    with open_source(path) as source:
+        source.map_experts()
+        for name in ("model.layers.1.self_attn.o_proj.weight", "model.embed_tokens.weight"):
+            found = read(source, name)
+            expected = torch.from_numpy(np.resize(values, tuple(found.shape)))
+            assert torch.equal(found, expected.half() if kind == Kind.F16 else expected.bfloat16())
+
+
+def test_a_model_of_llama_cpps_quantizer(tmp_path: Path, published: Callable[[str], Path]) -> None:
+    """Q4_K_M has Q4_K, Q6_K and F32: every value is that of llama.cpp's dequantizer, at its place in the original."""
+    path = write_quantized(tmp_path / "wide-Q4_K_M.gguf")
+    digests = json.loads((QUANTIZED / "recorded.json").read_bytes())["values_sha256"]
+    theirs = {tensor.name: dequantize(tensor.data, tensor.tensor_type) for tensor in gguf.GGUFReader(path).tensors}
+    assert {name: hashlib.sha256(values.tobytes()).hexdigest() for name, values in theirs.items()} == digests
+    original = load_file(published(WIDE) / "model.safetensors")
+    with open_source(path) as source, open_source(published(WIDE)) as expected:
+        experts, layers = source.map_experts(), expected.map_experts().layers
+        assert [layer.format.name for layer in experts.layers] == ["gguf Q4_K", "gguf Q4_K+Q6_K"]
+        for name in experts.copied:
+            found, tensor = read(source, name), original[name]
+            assert found.shape == tensor.shape, name
+            assert (found - tensor).norm() < 0.1 * tensor.norm(), name
+        for ours, layer in zip(experts.layers, layers, strict=True):
+            for expert in range(layer.num_experts):
+                mine = source.read_expert(ours, expert, ours.roles, CPU)
+                for role, matrix in expected.read_expert(layer, expert, layer.roles, CPU).items():
+                    values = mine[role].values()
+                    stack = {"w1": "gate", "w3": "up", "w2": "down"}[role]
+                    stored = theirs[f"blk.{layer.index}.ffn_{stack}_exps.weight"][expert]
+                    assert torch.equal(values, torch.from_numpy(stored))
+                    assert (values - matrix.values()).norm() < 0.1 * values.norm()
+    done = convert(path, tmp_path / "out")
+    assert done.exit_code == 0, done.stderr
+    done = call("verify", tmp_path / "out", "--checks", "files,weights", "--source", path)
+    assert done.exit_code == 0, done.stdout + done.stderr
 
 
 # --- conversion
