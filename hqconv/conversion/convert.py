@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -344,6 +344,11 @@ class _Conversion:
         source, plan = self.source, self.plan
         _LOG.info("Sidecar files, manifest and model card are written.")
         sidecar_files = write_sidecar_files(source, plan, folder.root)
+        made, remark = source.make_files()
+        sidecar_files += [write_whole(folder.root, name, data) for name, data in made.items()]
+        if remark:
+            folder.warnings.append(remark)
+            plan = replace(plan, warnings=(*plan.warnings, remark))
         measured = {name: Measured(entry.measured, entry.sums) for name, entry in folder.done.items()}
         records = [record for unit in plan.units for record in folder.done[unit.name].files]
         digests = source_digests(source, plan, folder.done.values())
@@ -359,6 +364,7 @@ class _Conversion:
 
     def report(self, outcome: _Outcome, seconds: float) -> ConversionReport:
         """Return the report of the finished conversion."""
+        notices = [text for text in self.plan.notices if text != self.source.made.notice]
         return ConversionReport(
             out=self.out,
             plan=self.plan,
@@ -374,7 +380,7 @@ class _Conversion:
             profile={**self.profile.to_dict(), "staging": self.staging.to_dict()},
             was_finished=not outcome.is_new,
             replaced_because=outcome.replaced_because,
-            warnings=(*self.plan.warnings, *self.plan.notices, *outcome.warnings),
+            warnings=(*self.plan.warnings, *notices, *outcome.warnings),
         )
 
 

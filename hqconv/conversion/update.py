@@ -17,7 +17,7 @@ from hqconv.artifact.build import artifact_config, first_difference
 from hqconv.artifact.manifest import Manifest, json_bytes, read_manifest
 from hqconv.artifact.model_card import card_bytes
 from hqconv.io.file_access import sha256_of
-from hqconv.models.source_protocol import Source
+from hqconv.models.source_protocol import NOT_MADE, Source
 from hqconv.planning.plan import ConversionPlan
 from hqconv.schemas.artifact_names import CARD, CONFIG, MANIFEST, SUMS
 
@@ -44,7 +44,9 @@ def why_not_current(source: Source, plan: ConversionPlan, out: Path | None, mani
     if difference is not None:
         key, expected, found = difference
         return f"{key} differs: {expected} is now {found}"
-    if {*plan.paths} - {SUMS, MANIFEST} != manifest.files.keys():
+    failed = any(text.startswith(NOT_MADE) for text in manifest.warnings or ())
+    planned = {*plan.paths} - {SUMS, MANIFEST, *(plan.made_files if failed else ())}
+    if planned != manifest.files.keys():
         return "the source has other files beside its weights"
     if out is not None and (missing := manifest.missing_files(lambda name: _size_of(out / name))):
         return f"{missing[0]} is missing or has another size"

@@ -103,6 +103,18 @@ def parse_header(where: str, name: str, opened: Readable, file_bytes: int, file:
     return GgufHeader(refs, sha256, metadata)
 
 
+def metadata_alone(where: str, opened: Readable, file_bytes: int) -> tuple[bytes, str]:
+    """Return a GGUF file with the metadata of an opened one and no tensors, and the SHA-256 of the opened one's header.
+
+    Raises InputError as `read_header`.
+    """
+    header = _Header(where, opened, file_bytes)
+    header.kept = bytearray()
+    _, sha256, _ = header.read()
+    counts = 8  # magic and version; then 8 bytes with the number of tensors
+    return bytes(header.kept[:counts] + bytes(8) + header.kept[counts + 8 : header.metadata_end]), sha256
+
+
 def _ref(full: str, info: _Info, file: int, file_bytes: int) -> TensorRef:
     """Build a tensor's byte range, checked against its type and the file's length."""
     gguf, (type_number, shape, offset) = library(), info
@@ -134,6 +146,8 @@ class _Header:
         self.position = 0
         self.tensor = ""
         self.digest = hashlib.sha256()
+        self.kept: bytearray | None = None  # all bytes that were read, if wanted
+        self.metadata_end = 0
 
     def read(self) -> tuple[dict[str, _Info], str, dict[str, Value]]:
         """Read every tensor's info, the sha256 of the whole header, and the metadata."""
@@ -153,6 +167,7 @@ class _Header:
                 alignment = self._alignment(kind, value)
             if value is not None:
                 metadata[key] = value
+        self.metadata_end = self.position
         infos: dict[str, _Info] = {}
         for _ in range(num_tensors):
             name, info = self._info()
@@ -217,6 +232,8 @@ class _Header:
         raw = self.file.read(num_bytes)
         self.position += num_bytes
         self.digest.update(raw)
+        if self.kept is not None:
+            self.kept += raw
         if len(raw) != num_bytes:
             raise self._fault("The file shrank while its header was read.", f"{num_bytes} bytes", len(raw))
         return raw

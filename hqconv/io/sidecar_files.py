@@ -6,7 +6,7 @@ Every problem that could stop a conversion at its end, when they are copied, rai
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from hqconv.schemas.untrusted_files import found_at, open_regular, read_regular
 # Weights in other formats (or duplicates in original/): neither read, copied nor downloaded.
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 WEIGHT_FOLDERS = ("original", "onnx")
+_TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", ".model", ".tiktoken", "tokenizer.tok.json")
 _UNFINISHED = "an unfinished download or conversion"
 _LINKED_FOLDER = "a link to a folder"
 _MAX_CARD_BYTES = 16 << 20
@@ -63,6 +64,11 @@ class SidecarFiles:
         left_out = {name: _UNFINISHED for name in found if name.endswith(PARTIAL)}
         card = _read_card(root) if (root / CARD).is_file() else None
         return cls(names, sum(sizes[name] for name in names), left_out, card)
+
+
+def has_tokenizer(names: Iterable[str]) -> bool:
+    """Return whether one of some files is a tokenizer's."""
+    return any(path.rpartition("/")[2].endswith(_TOKENIZERS) for path in names)
 
 
 def _is_loose(path: str) -> bool:

@@ -36,6 +36,45 @@ class SourceFile:
     mtime_ns: int
 
 
+MADE, NOT_MADE = "The tokenizer was made", "No tokenizer was made"  # the warnings of a manifest begin so
+
+
+@dataclass(frozen=True, slots=True)
+class MadeFiles:
+    """The tokenizer's files that an artifact gets from the metadata of a source's file `origin`.
+
+    obstacle: why they cannot be made here; "" if they can. A conversion may still find that they cannot.
+    """
+
+    origin: str = ""
+    names: tuple[str, ...] = ()
+    obstacle: str = ""
+
+    @property
+    def planned(self) -> tuple[str, ...]:
+        """The files that a conversion here would make."""
+        return () if self.obstacle else self.names
+
+    @property
+    def notice(self) -> str:
+        """Return what a dry run says of files that will be made."""
+        return (
+            f"the tokenizer will be made from the metadata of {self.origin} by transformers. The publisher's files "
+            "beside it are taken instead, if the source is a folder that has them."
+        )
+
+    def succeeded(self, versions: str) -> str:
+        """Return the warning of a manifest about files that were made."""
+        return (
+            f"{MADE} from the metadata of {self.origin} by {versions}; it may differ from the "
+            f"publisher's: {', '.join(self.names)}."
+        )
+
+    def failed(self, reason: str) -> str:
+        """Return the warning of a manifest without the files."""
+        return f"{NOT_MADE} from the metadata of {self.origin}: {reason}."
+
+
 class Source(Protocol):
     """A checkpoint, GGUF files, or an artifact. A context manager that closes its files.
 
@@ -46,8 +85,9 @@ class Source(Protocol):
     commit, None for a folder. config: config.json. quantization: its quantization_config or the file that stands for
     it. files: the weight files sorted by name. tensors: by file, then by offset. metadata: `__metadata__` of each file.
     index_sha256: None without an index. loose: the files beside the weights. other_files: the names of loose files that
-    an artifact gets verbatim, relative to root. total_bytes: of all tensors. guard: state of all files that are read.
-    listing: files of a Hub repo of which some are not on this machine, else None.
+    an artifact gets verbatim, relative to root. made: the files that it gets made from metadata. total_bytes: of all
+    tensors. guard: state of all files that are read. listing: files of a Hub repo of which some are not on this
+    machine, else None.
     sorted_layers: the layers of an artifact whose intermediate columns were sorted by group (`intermediate_order` in
     its manifest).
     """
@@ -65,6 +105,7 @@ class Source(Protocol):
     index_sha256: str | None
     loose: SidecarFiles
     other_files: tuple[str, ...]
+    made: MadeFiles
     total_bytes: int
     guard: FileSnapshot
     listing: Listing | None
@@ -85,6 +126,14 @@ class Source(Protocol):
 
     def map_experts(self) -> ExpertMap:
         """Map the experts, and every tensor to its use. Raises RequestError or InputError for unclear tensors."""
+        ...
+
+    def make_files(self) -> tuple[dict[str, bytes], str]:
+        """Return `made` files and a sentence for the manifest about how, or about why there are none.
+
+        ({}, "") for a source whose files are never made. May load transformers. Raises InputError for a file that
+        changed, NetworkError.
+        """
         ...
 
     def is_here(self, name: str) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 from hqconv.errors import InputError, RequestError, plural
 from hqconv.io.checkpoint_files import are_all_shards
 from hqconv.io.front_matter import FrontMatter
+from hqconv.io.sidecar_files import has_tokenizer
 from hqconv.models.config_facts import layer_notices
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.families import BY_NAME
@@ -81,7 +82,6 @@ def source_facts(checkpoint: Source, experts: ExpertMap | None) -> SourceFacts:
     )
 
 
-_TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", ".model", ".tiktoken", "tokenizer.tok.json")
 _FEW_BITS = 2
 _MAX_NAME, _MAX_PATH = 255, 3072  # bytes, of most file systems; of a path with room for that of the output
 _OURS = (
@@ -130,7 +130,8 @@ class ConversionPlan:
 
     notices: warnings about the source and the server, which a manifest does not record. other_bytes_per_gpu: see
     `gpu_memory.other_bytes`. overridden_by: name of the recipe whose overrides make layers differ, `mixed` for
-    overrides without a recipe; "" where no override changes a layer.
+    overrides without a recipe; "" where no override changes a layer. made_files: those of the tokenizer
+    that are made from metadata.
     """
 
     source: SourceFacts
@@ -143,6 +144,7 @@ class ConversionPlan:
     notices: tuple[str, ...] = ()
     other_bytes_per_gpu: int | None = None
     overridden_by: str = ""
+    made_files: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         """Name the source, the schema and the sizes; the rest is in the attributes."""
@@ -194,7 +196,15 @@ class ConversionPlan:
             *([artifact_names.INDEX] if self._has_index else []),
         ]
         importance = [] if self.spec.encoding.importance is None else [artifact_names.IMPORTANCE]
-        return (*files, *self.other_files, *importance, *metadata_files, artifact_names.SUMS, artifact_names.MANIFEST)
+        return (
+            *files,
+            *self.other_files,
+            *self.made_files,
+            *importance,
+            *metadata_files,
+            artifact_names.SUMS,
+            artifact_names.MANIFEST,
+        )
 
     @property
     def _has_index(self) -> bool:
@@ -302,7 +312,7 @@ def make_plan(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> C
     packed, copies = shard_units(shards, spec)
     units: tuple[OutputUnit, ...] = (*packed, *layers, *copies)
     planned = {file.path for unit in units for file in unit.files}
-    check_sidecar_files(checkpoint.other_files, planned, spec.layout)
+    check_sidecar_files((*checkpoint.other_files, *checkpoint.made.planned), planned, spec.layout)
     plan = ConversionPlan(
         source=source_facts(checkpoint, experts),
         spec=spec,
@@ -310,6 +320,7 @@ def make_plan(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> C
         units=units,
         other_files=checkpoint.other_files,
         other_bytes=checkpoint.loose.num_bytes,
+        made_files=checkpoint.made.planned,
         warnings=(*request_warnings(experts, spec, heads), *_left_out(checkpoint), *_card_warnings(checkpoint)),
         other_bytes_per_gpu=other_bytes(checkpoint.tensors, experts.copied, experts.left, spec.grid, heads),
     )
@@ -346,7 +357,12 @@ def source_notices(checkpoint: Source, experts: ExpertMap) -> list[str]:
             f"the source has no {artifact_names.INDEX}: its tensors are those of its {len(checkpoint.files)} numbered "
             "shards. The artifact has an index of its own; a server of the source needs one."
         )
-    if not has_tokenizer(checkpoint.other_files):
+    if checkpoint.made.planned:
+        notices.append(checkpoint.made.notice)
+    elif not has_tokenizer(checkpoint.other_files):
+        made = checkpoint.made
+        if made.obstacle:
+            notices.append(f"no tokenizer can be made from the metadata of {made.origin}: {made.obstacle}.")
         if checkpoint.place == checkpoint.root:
             notices.append(no_tokenizer("source"))
         else:
@@ -361,11 +377,6 @@ def no_tokenizer(folder: str, remedy: str = "copy the publisher's files into it"
         f"the {folder} has no tokenizer (tokenizer.json, tokenizer.model, vocab.json …): {remedy}, or start the server "
         "with --tokenizer."
     )
-
-
-def has_tokenizer(names: Iterable[str]) -> bool:
-    """Return whether one of some files is a tokenizer's."""
-    return any(path.rpartition("/")[2].endswith(_TOKENIZERS) for path in names)
 
 
 def _memory_notices(plan: ConversionPlan) -> list[str]:

@@ -23,6 +23,7 @@ from hqconv.io.checkpoint_files import readable
 from hqconv.io.durable_files import check_space, partial, size_of
 from hqconv.io.hub import Listing
 from hqconv.io.safetensors_header import read_header
+from hqconv.io.sidecar_files import has_tokenizer
 from hqconv.models.config_facts import layer_notices
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.families import BY_NAME
@@ -31,7 +32,7 @@ from hqconv.models.source_protocol import Source
 from hqconv.planning.checks import is_served_with
 from hqconv.planning.gpu_memory import Fit, GpuMemory, expert_bytes, fit, other_bytes, token_bytes
 from hqconv.planning.layer_encoding import EncodingOptions
-from hqconv.planning.plan import ConversionPlan, SourceFacts, has_tokenizer, no_tokenizer, source_facts, source_notices
+from hqconv.planning.plan import ConversionPlan, SourceFacts, no_tokenizer, source_facts, source_notices
 from hqconv.planning.source_schema import direct_schemas
 from hqconv.planning.spec import default_param_dtype
 from hqconv.schemas import artifact_names

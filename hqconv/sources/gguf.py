@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hqconv.errors import InputError, RequestError, first_few
 from hqconv.io import checkpoint_files
 from hqconv.io.checkpoint_files import check_text
+from hqconv.io.durable_files import source_errors
 from hqconv.io.file_access import Descriptors
 from hqconv.io.file_snapshot import FileSnapshot
-from hqconv.io.gguf_header import GgufHeader, library, parse_header, read_header
+from hqconv.io.gguf_header import COPY_AGAIN, GgufHeader, library, metadata_alone, parse_header, read_header
 from hqconv.io.hub import Listing
-from hqconv.io.sidecar_files import SidecarFiles
+from hqconv.io.sidecar_files import SidecarFiles, has_tokenizer
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.family_choice import looks_like_expert
@@ -35,10 +36,11 @@ from hqconv.models.gguf_model import (
     model_config,
 )
 from hqconv.models.moe_layer import MoeLayer
-from hqconv.models.source_protocol import SourceFile
+from hqconv.models.source_protocol import MadeFiles, SourceFile
 from hqconv.schemas.artifact_names import CONFIG, INDEX, SINGLE
 from hqconv.schemas.tensors import TensorRef
-from hqconv.schemas.untrusted_files import unicode_name
+from hqconv.schemas.untrusted_files import open_regular, unicode_name
+from hqconv.sources.gguf_tokenizer import make_tokenizer, tokenizer_files
 from hqconv.sources.safetensors import SafetensorsSource
 
 if TYPE_CHECKING:
@@ -193,6 +195,10 @@ class GgufModelSource(GgufSource):
             )
         self.other_files = self.loose.names
         self.guard.look_if_there(self.other_files)
+        self.made = MadeFiles()
+        if not has_tokenizer(self.other_files):
+            made = tokenizer_files(names[0], headers[0][1].metadata)
+            self.made = replace(made, names=tuple(name for name in made.names if name not in self.other_files))
         self.total_bytes = sum(ref.num_bytes for ref in self.tensors.values())
         self._descriptors = Descriptors(self._open_file)
 
@@ -235,6 +241,26 @@ class GgufModelSource(GgufSource):
         later = {part.name for dense in self._dense.values() for part in dense.parts[1:]}
         refs = (by_part.get(ref.name, ref) for ref in self._gguf.values() if ref.name not in later)
         return {ref.name: ref for ref in refs}
+
+    def make_files(self) -> tuple[dict[str, bytes], str]:
+        """Make the tokenizer from the first file's metadata, which is read again. Raises as `Source.make_files`."""
+        if not self.made.origin:
+            return {}, ""
+        if self.made.obstacle:
+            return make_tokenizer(self.made, b"")
+        first = self.files[0]
+        path = self.guard.path_of(first.name)
+        if self.listing is not None and not path.is_file():
+            remote = _HubFile(self.listing, first.name, first.size_bytes)
+            raw, sha256 = metadata_alone(f"{self.repo_id}/{first.name}", remote, first.size_bytes)
+        else:
+            with source_errors(path), open(open_regular(path), "rb") as opened:  # noqa: PTH123 - of a descriptor
+                raw, sha256 = metadata_alone(str(path), opened, first.size_bytes)
+        if sha256 != first.header_sha256:
+            what, remedy = "The header of a GGUF file changed since the source was opened.", COPY_AGAIN
+            expected, found = f"sha256 {first.header_sha256}", sha256
+            raise InputError(what, where=str(path), expected=expected, found=found, remedy=remedy)
+        return make_tokenizer(self.made, raw)
 
     def _header_sha256(self, path: Path) -> str:
         return read_header(path).sha256

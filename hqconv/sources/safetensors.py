@@ -24,7 +24,7 @@ from hqconv.io.sidecar_files import SidecarFiles
 from hqconv.models.expert_bytes import RawExperts, stored_shape
 from hqconv.models.expert_map import ExpertMap, map_experts
 from hqconv.models.moe_layer import MoeLayer, View
-from hqconv.models.source_protocol import SourceFile
+from hqconv.models.source_protocol import MadeFiles, SourceFile
 from hqconv.schemas.artifact_names import CONFIG, INDEX, SINGLE
 from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.model_config import text_config
@@ -75,6 +75,7 @@ class SafetensorsSource:
             checkpoint_files.check_weight_map(weight_map, self.tensors, tuple(file.name for file in self.files))
         self.loose = SidecarFiles.of_folder(root) if listing is None else SidecarFiles.of_listing(listing.sizes, root)
         self.other_files = self.loose.names
+        self.made = MadeFiles()
         self.guard.look_if_there(self.other_files)
         self.total_bytes = sum(ref.num_bytes for ref in self.tensors.values())
         self._descriptors = Descriptors(self._open_file)
@@ -134,6 +135,10 @@ class SafetensorsSource:
         return self.listing.sizes[name]
 
     # --- files of a repo
+
+    def make_files(self) -> tuple[dict[str, bytes], str]:
+        """Return no files: a checkpoint has its own."""
+        return {}, ""
 
     def is_here(self, name: str) -> bool:
         """Return True if a file is on this machine and is read from there."""

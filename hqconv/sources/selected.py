@@ -40,6 +40,7 @@ class SelectedSource:
         self.config, self.quantization = pruned.config, source.quantization
         self.files, self.metadata, self.index_sha256 = source.files, source.metadata, source.index_sha256
         self.loose, self.other_files = source.loose, source.other_files
+        self.made = source.made
         self.total_bytes, self.guard, self.listing = source.total_bytes, source.guard, source.listing
         self.sorted_layers = source.sorted_layers
         self._cut = pruned.cut
@@ -63,6 +64,10 @@ class SelectedSource:
     def map_experts(self) -> ExpertMap:
         """Return the map of the kept experts."""
         return self._experts
+
+    def make_files(self) -> tuple[dict[str, bytes], str]:
+        """Make the source's files."""
+        return self._source.make_files()
 
     def is_here(self, name: str) -> bool:
         """Return True if a file is on this machine."""

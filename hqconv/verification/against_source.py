@@ -16,7 +16,7 @@ from hqconv.artifact.reader import Artifact
 from hqconv.errors import HqconvError, NetworkError, plural
 from hqconv.io.file_access import sha256_of
 from hqconv.models.expert_map import ExpertMap
-from hqconv.models.source_protocol import Source
+from hqconv.models.source_protocol import MADE, Source
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.tensors import TensorRef
 from hqconv.verification.accounting import Placed, as_converted, compare_layers
@@ -55,12 +55,29 @@ def check_source(
         for path in artifact.manifest.files
         if path not in (names.CONFIG, names.INDEX, names.CARD, names.SUMS) and not path.endswith(".safetensors")
     }
+    made = others.intersection(source.made.names)
+    others -= made
     compare_names("files copied from the source", "file", others, source.other_files, result)
     source.fetch(sorted(others.intersection(source.other_files)))
     for path in sorted(others.intersection(source.other_files)):
         expected, found = sha256_of(source.root / path), artifact.manifest.files[path].sha256
         if expected != found:
             result.add(path, "A file is not the source's.", f"sha256 {expected}", found)
+    if made or any(text.startswith(MADE) for text in artifact.manifest.warnings or ()):
+        _check_made(artifact, source, result)
+
+
+def _check_made(artifact: Artifact, source: Source, result: CheckResult) -> None:
+    """Make the tokenizer again, and compare it: other versions than the conversion's may write other bytes."""
+    made, remark = source.make_files()
+    if remark not in (artifact.manifest.warnings or ()):
+        result.notes.append(f"the tokenizer was not compared with the source's metadata. Here: {remark or 'none'}")
+        return
+    for path, data in made.items():
+        expected, file = hashlib.sha256(data).hexdigest(), artifact.manifest.files.get(path)
+        found = "no such file" if file is None else file.sha256
+        if found != expected:
+            result.add(path, "A file is not the one made from the source's metadata.", f"sha256 {expected}", found)
 
 
 def _check_card(artifact: Artifact, source: Source, result: CheckResult) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,47 @@ def write(case: str, folder: Path) -> Path:
         _add_draft_layer(folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
+
+
+def rewrite(
+    path: Path,
+    out: Path,
+    change: Callable[[str, np.ndarray[Any, Any], Any], tuple[np.ndarray[Any, Any], Any] | None] | None = None,
+    keys: Mapping[str, Any] | None = None,
+    part: tuple[int, int] = (0, 1),
+) -> Path:
+    """Write a GGUF file anew. change: of a tensor, None leaves it out. keys: replaced; None leaves one out.
+
+    part: number and count: every count-th tensor alone; metadata in number 0 only, as llama-gguf-split does it.
+    """
+    import gguf
+
+    reader, keys = gguf.GGUFReader(path), dict(keys or {})
+    fields = {key: field for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    architecture = keys.pop("general.architecture", fields["general.architecture"].contents())
+    writer = gguf.GGUFWriter(out, architecture)
+    for key, field in fields.items() if not part[0] else ():
+        if key == "general.architecture" or key in keys:
+            continue
+        of = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+        if field.contents() != []:
+            writer.add_key_value(key, field.contents(), field.types[0], sub_type=of)
+    for key, value in keys.items():
+        if value is not None:
+            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    for tensor in reader.tensors[part[0] :: part[1]]:
+        data, kind = np.asarray(tensor.data), tensor.tensor_type
+        changed = (data, kind) if change is None else change(tensor.name, data, kind)
+        if changed is not None:
+            data, kind = changed
+            writer.add_tensor(
+                tensor.name, np.ascontiguousarray(data), raw_dtype=kind if data.dtype == np.uint8 else None
+            )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
 
 
 def _add_draft_layer(path: Path) -> None:

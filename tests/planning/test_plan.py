@@ -24,6 +24,7 @@ import hqconv
 from hqconv.errors import RequestError
 from hqconv.io.sidecar_files import SidecarFiles
 from hqconv.models.expert_map import ExpertMap, map_experts
+from hqconv.models.source_protocol import MadeFiles
 from hqconv.planning import output_units as groups_module
 from hqconv.planning.output_units import CopiedShardPlan, MoeLayerPlan, build_file
 from hqconv.planning.plan import ConversionPlan, make_plan
@@ -73,6 +74,7 @@ def synthetic(
     }
     checkpoint = SimpleNamespace(
         root=Path("model"),
+        place=Path("model"),
         name="model",
         repo_id=None,
         revision=None,
@@ -84,6 +86,7 @@ def synthetic(
         index_sha256=None,
         other_files=("tokenizer.json",),
         loose=SidecarFiles(("tokenizer.json",)),
+        made=MadeFiles(),
         total_bytes=sum(ref.num_bytes for ref in tensors.values()),
     )
     return checkpoint, map_experts(tensors, checkpoint.config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from tests.make.gguf_models import (
     build,
     decodable,
     recorded_types,
+    rewrite,
     write,
     write_quantized,
     write_recorded,
@@ -77,45 +78,6 @@ def through(values: torch.Tensor, kind: Kind) -> torch.Tensor:
         return values.half()
     floats = dequantize(quantize(values.float().numpy(), kind), kind)
     return torch.from_numpy(np.ascontiguousarray(floats)).bfloat16()
-
-
-def rewrite(
-    path: Path,
-    out: Path,
-    change: Callable[[str, np.ndarray[Any, Any], Kind], tuple[np.ndarray[Any, Any], Kind] | None] | None = None,
-    keys: Mapping[str, Any] | None = None,
-    part: tuple[int, int] = (0, 1),
-) -> Path:
-    """Write a GGUF file anew. change: of a tensor, None leaves it out. keys: replaced; None leaves one out.
-
-    part: number and count: every count-th tensor alone; metadata in number 0 only, as llama-gguf-split does it.
-    """
-    reader, keys = gguf.GGUFReader(path), dict(keys or {})
-    fields = {key: field for key, field in reader.fields.items() if not key.startswith("GGUF.")}
-    architecture = keys.pop("general.architecture", fields["general.architecture"].contents())
-    writer = gguf.GGUFWriter(out, architecture)
-    for key, field in fields.items() if not part[0] else ():
-        if key == "general.architecture" or key in keys:
-            continue
-        of = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-        if field.contents() != []:
-            writer.add_key_value(key, field.contents(), field.types[0], sub_type=of)
-    for key, value in keys.items():
-        if value is not None:
-            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
-    for tensor in reader.tensors[part[0] :: part[1]]:
-        data, kind = np.asarray(tensor.data), tensor.tensor_type
-        changed = (data, kind) if change is None else change(tensor.name, data, kind)
-        if changed is not None:
-            data, kind = changed
-            writer.add_tensor(
-                tensor.name, np.ascontiguousarray(data), raw_dtype=kind if data.dtype == np.uint8 else None
-            )
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return out
 
 
 def as_kind(kind: Kind) -> Callable[[str, np.ndarray[Any, Any], Kind], tuple[np.ndarray[Any, Any], Kind]]:
