@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from hqconv.formats.config_keys import Keys, all_unused, read, speaks_of_rotations
+from hqconv.formats.config_keys import COMMON, Keys, all_unused, read, speaks_of_rotations
 from hqconv.formats.config_reader import ConfigReader, Text
 from hqconv.formats.module_rules import Rule, always
 from hqconv.formats.registry import quant_method
@@ -87,6 +87,12 @@ def patterns(module: str) -> tuple[str, str, str]:
     return module, module[:head] + _NUMBER.sub("*", module[head:]), _NUMBER.sub("*", module)
 
 
+def _may_matter(name: str) -> bool:
+    """Return whether a fact is read, or is not known."""
+    known = KEYS.get(name) or COMMON.get(name)
+    return known is None or known.is_read
+
+
 def ascend_quantization_config(config: Mapping[str, Any], description: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return a stand-in for quantization_config: `modules` maps patterns to schemes, FLOAT ones left out.
 
@@ -99,8 +105,9 @@ def ascend_quantization_config(config: Mapping[str, Any], description: Mapping[s
         if name.endswith(_WEIGHT) and isinstance(scheme, str)
     }
     if schemes:
-        # Entries of tensors have a dot in their names, facts about the model have none.
-        facts = {name: value for name, value in description.items() if "." not in name}
+        # Entries of tensors have a dot in their names, facts about the model have none. Those that say nothing about the
+        # weights are left out.
+        facts = {name: value for name, value in description.items() if "." not in name and value and _may_matter(name)}
         return {**facts, "quant_method": "ascend", "modules": _summed_up(schemes)}
     quantize = config.get("quantize")
     if isinstance(quantize, str) and quantize.upper() == W8A8_DYNAMIC:

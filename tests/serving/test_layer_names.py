@@ -15,6 +15,7 @@ DRAFT = 2  # the number of the first draft of the models below, where vLLM count
 MAIN = [
     ("qwen3_moe", "model.layers.7.mlp.experts", "", ""),
     ("qwen3_5_moe", "model.language_model.layers.7.mlp.experts", "language_model.model.layers.7.mlp.experts", ""),
+    ("interns2_mobius", "model.language_model.meta_mlp.7.experts", "language_model.model.meta_mlp.7.experts", ""),
     ("qwen3_omni_moe", "thinker.model.layers.7.mlp.experts", "language_model.model.layers.7.mlp.experts", ""),
     ("deepseek_v3", "model.layers.7.mlp.experts", "", ""),
     ("deepseek_ocr2", "model.layers.7.mlp.experts", "language_model.model.layers.7.mlp.experts", ""),
@@ -84,7 +85,7 @@ DRAFTS = [
     ),
 ]
 # Families without a class in vLLM 0.33, or whose class has no MoE layer of vLLM's.
-NO_VLLM = {"mistral_large4", "inkling2", "grok", "minicpm", "nomic_bert"}
+NO_VLLM = {"mistral_large4", "inkling2", "grok", "minicpm", "nomic_bert", "iquest_q1", "moondream3"}
 
 
 def test_every_family_is_in_the_table() -> None:

@@ -59,6 +59,7 @@ CASES: dict[str, tuple[str, str]] = {
     "fused-fbgemm-fp8": ("fp8", "fp8"),
     "fused-fp8-expert": ("fp8", "fp8-block"),
     "fused-fp8-projection": ("fp8", "fp8-block"),
+    "modelopt-int8": ("int8", "int8"),
     "quark-fp8-channel": ("fp8", "fp8"),
     "quark-int8": ("int8", "int8"),
     "ascend-w8a8": ("int8", "int8"),
