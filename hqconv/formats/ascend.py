@@ -105,8 +105,8 @@ def ascend_quantization_config(config: Mapping[str, Any], description: Mapping[s
         if name.endswith(_WEIGHT) and isinstance(scheme, str)
     }
     if schemes:
-        # Entries of tensors have a dot in their names, facts about the model have none. Those that say nothing about the
-        # weights are left out.
+        # Entries of tensors have a dot in their names, facts about the model have none. Facts that say nothing about
+        # the weights are left out.
         facts = {name: value for name, value in description.items() if "." not in name and value and _may_matter(name)}
         return {**facts, "quant_method": "ascend", "modules": _summed_up(schemes)}
     quantize = config.get("quantize")
