@@ -1,17 +1,22 @@
-"""Units in work: their batches go in turn, once their files are there, and some units go alone."""
+"""Units in work: their batches go in turn by bytes, once their files are there, and some units go alone."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 import hqconv
 from hqconv.conversion import executor, resources
+from hqconv.conversion.convert import take_in_turn
 from hqconv.conversion.executor import Executor
 from hqconv.conversion.hub_prefetch import HubPrefetch
+from hqconv.planning.output_units import MoeLayerPlan
 from tests.make.importance import columns_of, write_importance
 from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import snapshot
@@ -55,7 +60,7 @@ def test_batches_of_two_units_go_in_turn(model: Path, tmp_path: Path, fed: list[
     hqconv.convert(model, tmp_path / "out", **OPTIONS)
     order = of_layers(fed)
     assert sorted(order) == sorted("012" * NUM_BATCHES)
-    assert order.startswith("01" * NUM_BATCHES)
+    assert order.startswith("0" + "01" * (NUM_BATCHES - 1))  # the first one beside the copied tensors
 
 
 def test_every_order_gives_the_same_bytes(
@@ -89,18 +94,19 @@ def test_a_unit_waits_for_its_files_while_another_is_read(
         else:
             opening(self, job)
 
-    def feeding(self: Executor, job: Any, in_work: Any) -> None:
-        feed_one(self, job, in_work)
+    def feeding(self: Executor, job: Any, in_work: Any) -> int:
+        num_bytes = feed_one(self, job, in_work)
         if of_layers(fed).count("0") == NUM_BATCHES:
             for come in late:
                 come()
             late.clear()
+        return num_bytes
 
     monkeypatch.setattr(Executor, "_open", open_late)
     monkeypatch.setattr(Executor, "_feed_one", feeding)
     hqconv.convert(model, tmp_path / "out", **OPTIONS)
     order = of_layers(fed)
-    assert order.startswith("02" * (NUM_BATCHES - 1))
+    assert order.startswith("0" + "02" * (NUM_BATCHES - 2) + "0")
     assert order.index("1") > order.rindex("0")
 
 
@@ -129,3 +135,47 @@ def test_nothing_is_waited_for_beside_a_unit_in_work(
     assert [one for one in begun if "layers" in one] == [
         f"{number * NUM_BATCHES} model.layers.{number}.mlp.experts" for number in range(NUM_LAYERS)
     ]
+
+
+def test_copied_shards_alternate_with_layers(tmp_path: Path) -> None:
+    plan = hqconv.plan(write_qwen3_moe(tmp_path / "model", num_layers=3), schema="int4", target="sm90")
+    layers = [unit for unit in plan.units if isinstance(unit, MoeLayerPlan)]
+    (copied,) = (unit for unit in plan.units if not isinstance(unit, MoeLayerPlan))
+    first, second, third = layers
+    assert take_in_turn([*layers, copied, copied]) == [copied, first, copied, second, third]
+    assert take_in_turn([copied, first]) == take_in_turn([first, copied]) == [copied, first]
+    assert take_in_turn([]) == []
+
+
+def test_units_get_as_many_bytes_in_their_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write_qwen3_moe(tmp_path / "model", num_layers=6)
+    tensors = load_file(model / "model.safetensors")
+    save_file({**tensors, "model.embed_tokens.weight": torch.zeros(4096, 128).bfloat16()}, model / "model.safetensors")
+    plain = snapshot(hqconv.convert(model, tmp_path / "plain", **OPTIONS).out)
+    monkeypatch.setattr(resources, "_CPU_BATCH_BYTES", 1 << 18)
+    monkeypatch.setattr(executor, "_CHUNK_BYTES", 1 << 12)  # pieces are far smaller than batches
+    fed: list[tuple[str, int]] = []
+    read_ahead = Executor._read_ahead
+
+    def noted(self: Executor, in_flight: Any) -> None:
+        fed.append((in_flight.job.unit.name, in_flight.item.num_bytes))
+        read_ahead(self, in_flight)
+
+    def open_at_once(self: Executor, job: Any) -> None:
+        open_files(self, job)
+        self._stages.wait(lambda: job.writer is not None)
+
+    open_files = Executor._open
+    monkeypatch.setattr(Executor, "_open", open_at_once)
+    monkeypatch.setattr(Executor, "_read_ahead", noted)
+    assert snapshot(hqconv.convert(model, tmp_path / "out", **OPTIONS).out) == plain
+    (copied,) = {name for name, _ in fed if "layers" not in name}
+    last = max(place for place, (name, _) in enumerate(fed) if name == copied)
+    of_unit: dict[str, int] = defaultdict(int)
+    for name, num_bytes in fed[: last + 1]:
+        of_unit[name] += num_bytes
+    of_layers = sum(of_unit.values()) - of_unit[copied]
+    largest = max(num_bytes for _, num_bytes in fed)
+    assert of_unit[copied] > 4 * largest
+    # Two units at a time: beside the shard, batches of as many bytes, but for the begin and the end of a unit.
+    assert of_unit[copied] - largest <= of_layers < of_unit[copied] + 3 * largest
