@@ -216,9 +216,12 @@ class _PinnedMemory(mmap.mmap):
     """Anonymous memory that CUDA has registered until it is freed."""
 
     address = 0
+    device = torch.device("cpu")
 
     def __del__(self) -> None:
         if self.address:
+            with suppress(RuntimeError):  # after an error of CUDA, which was told
+                torch.cuda.synchronize(self.device)  # a conversion that failed may still be copying
             torch.cuda.cudart().cudaHostUnregister(self.address)  # type: ignore[no-untyped-call]
 
 
@@ -238,6 +241,7 @@ def host_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
         # Pinning touches a GPU: its own, not the first one, which may be another process's.
         with torch.cuda.device(device):
             _register(memory, buffer)
+            memory.device = device
     return buffer
 
 
