@@ -282,7 +282,7 @@ def steady_speed(result: dict[str, Any]) -> float:
     profile = result["profile"]
     staging = profile["staging"]
     in_flight = staging["num_slots"] * staging["slot_bytes"] * (2 if staging["out_bytes"] else 1)
-    num_bytes = max(result["bytes_in"] - in_flight, result["bytes_in"] / 2)
+    num_bytes = max(result["bytes_in"] - in_flight - profile["warm_up_gigabytes"] * 1e9, result["bytes_in"] / 2)
     return float(num_bytes / (profile["seconds"] - profile["warm_up_seconds"]) / 1e9)
 
 

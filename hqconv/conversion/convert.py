@@ -57,7 +57,7 @@ from hqconv.quantization.cuda import check_kernels
 from hqconv.schemas import artifact_names
 from hqconv.schemas.options import ENCODING_KEYS, RTN
 from hqconv.serving.chosen_engine import ENGINE
-from hqconv.sources.opening import without_gc
+from hqconv.sources.opening import frozen_objects, without_gc
 
 _LOG = logging.getLogger(__name__)
 
@@ -304,7 +304,7 @@ class _Conversion:
                 digests,
                 is_shared=processes is not None,
             )
-            with nullcontext() if processes is None else processes.interrupting(executor.cancel):
+            with frozen_objects(), nullcontext() if processes is None else processes.interrupting(executor.cancel):
                 executor.run(units)
 
     def _share_limit(self, processes: ProcessGroup, prefetch: HubPrefetch) -> None:

@@ -257,10 +257,11 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 BUFFER_STAGE = "buffer"
+_ALLOCATING = 2  # buffers of a pool at a time: the next one is on its way when a batch asks for it
 
 
 class Buffers:
-    """A pool of equal host buffers. One thread calls `take`; any thread calls `give`."""
+    """A pool of equal host buffers, for any thread."""
 
     def __init__(
         self, kind: str, count: int, num_bytes: int, device: torch.device, stages: Stages, profile: StageProfile
@@ -271,24 +272,25 @@ class Buffers:
         self._lock = threading.Lock()
         self._free: list[Buffer] = []
         self._num_buffers = 0  # allocated or being allocated
-        self._is_allocating = False
+        self._num_allocating = 0
 
     def take(self) -> Buffer:
         """Return a free buffer: wait for one, and allocate another where the limit allows.
 
         Pinning takes longer than encoding a batch: meanwhile another buffer may come back.
         """
-        with self._lock:
-            must_allocate = not self._free and not self._is_allocating and self._num_buffers < self._count
-            self._num_buffers += must_allocate
-            self._is_allocating |= must_allocate
-        if must_allocate:
-            self._stages.start(BUFFER_STAGE, 0, self._allocate)
-        if not self._free:
+        while True:
+            with self._lock:
+                if self._free:
+                    return self._free.pop()
+                num_new = min(_ALLOCATING - self._num_allocating, self._count - self._num_buffers)
+                numbers = range(self._num_buffers, self._num_buffers + num_new)
+                self._num_allocating += num_new
+                self._num_buffers += num_new
+            for number in numbers:
+                self._stages.start(BUFFER_STAGE, 0, self._allocate, number)
             with self._profile.waiting(f"a free {self._kind}"):
                 self._stages.wait(lambda: bool(self._free))
-        with self._lock:
-            return self._free.pop()
 
     def give(self, buffer: Buffer) -> None:
         """Return a buffer that is no longer used."""
@@ -296,7 +298,8 @@ class Buffers:
             self._free.append(buffer)
         self._stages.notify()
 
-    def _allocate(self) -> None:
-        buffer = Buffer(self._num_buffers, host_buffer(self._num_bytes, self._device))  # one is allocated at a time
-        self._is_allocating = False
+    def _allocate(self, number: int) -> None:
+        buffer = Buffer(number, host_buffer(self._num_bytes, self._device))
+        with self._lock:
+            self._num_allocating -= 1
         self.give(buffer)

@@ -186,6 +186,7 @@ class Executor:
         self._lock = threading.Lock()
         self._lanes = threading.local()
         self._jobs: list[_Job] = []
+        self._num_bytes_through = 0  # of the source, written
 
     def run(self, units: Iterable[OutputUnit]) -> None:
         """Write and finish the units. Raises the first error of any stage; no unfinished file keeps its final name."""
@@ -425,7 +426,11 @@ class Executor:
         else:
             assert self._outputs is not None
             self._outputs.give(in_flight.out)
-        self._profile.end_warm_up()
+        with self._lock:
+            self._num_bytes_through += in_flight.item.num_bytes
+            num_bytes = self._num_bytes_through
+        if isinstance(in_flight.item, Batch):
+            self._profile.end_warm_up(num_bytes)
         self._meter.advance(in_flight.job.unit.name, in_flight.item.num_bytes)
         self._count_written(in_flight.job)
 

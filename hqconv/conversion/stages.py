@@ -128,16 +128,20 @@ class StageProfile:
     _gpu_seconds: dict[str, float] = field(default_factory=dict)
     _started: float = field(default_factory=time.monotonic)
     _warm_at: float | None = None
+    _warm_bytes: int = 0
 
     def threads(self, stage: str, num_threads: int) -> None:
         """Record the number of a stage's threads."""
         with self._lock:
             self._stages.setdefault(stage, _Stage()).num_threads = num_threads
 
-    def end_warm_up(self) -> None:
-        """Record the first finished batch: memory is allocated and pinned, kernels are built and loaded."""
+    def end_warm_up(self, num_bytes: int) -> None:
+        """Record the first finished batch: memory is allocated and pinned, kernels are built and loaded.
+
+        num_bytes: of the source that have been written by now, copied tensors included.
+        """
         if self._warm_at is None:
-            self._warm_at = time.monotonic()
+            self._warm_at, self._warm_bytes = time.monotonic(), num_bytes
 
     @contextmanager
     def waiting(self, cause: str) -> Iterator[None]:
@@ -196,16 +200,18 @@ class StageProfile:
     def to_dict(self) -> dict[str, Any]:
         """Return the profile as a JSON document.
 
-        warm_up_seconds: until the first batch was written. share: busy part of the stage's threads' time, waits inside
-        a task included; a stage near 1 is the bottleneck. queued_seconds: time that the stage's tasks waited for a
-        thread, summed. waits: seconds by cause. slot_seconds: by phase of the batches in the slots, summed over the
-        slots. gpu_seconds: by step of the batches on a GPU, summed over the streams; empty without a trace.
+        warm_up_seconds, warm_up_gigabytes: until the first batch was written. share: busy part of the stage's threads'
+        time, waits inside a task included; a stage near 1 is the bottleneck. queued_seconds: time that the stage's
+        tasks waited for a thread, summed. waits: seconds by cause. slot_seconds: by phase of the batches in the slots,
+        summed over the slots. gpu_seconds: by step of the batches on a GPU, summed over the streams; empty without a
+        trace.
         """
         with self._lock:
             seconds = time.monotonic() - self._started
             return {
                 "seconds": round(seconds, 3),
                 "warm_up_seconds": round((self._warm_at or self._started) - self._started, 3),
+                "warm_up_gigabytes": round(self._warm_bytes / 1e9, 3),
                 "waits": {cause: round(waited, 3) for cause, waited in self._waits.items()},
                 "slot_seconds": {phase: round(spent, 3) for phase, spent in self._slot_seconds.items()},
                 "gpu_seconds": {step: round(spent, 3) for step, spent in self._gpu_seconds.items()},

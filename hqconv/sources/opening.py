@@ -61,6 +61,19 @@ def without_gc() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def frozen_objects() -> Iterator[None]:
+    """Keep cycle collection away from the objects that exist: a walk over those of a plan stops all threads."""
+    is_new = not gc.get_freeze_count()  # objects that the caller has frozen stay frozen
+    if is_new:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if is_new:
+            gc.unfreeze()
+
+
 @dataclass(frozen=True)
 class SourceLocation:
     """The folder of a source and its kind: artifact, gguf or safetensors.

@@ -24,6 +24,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -36,6 +37,7 @@ FORMAT_VERSION = 1
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _OFF, _ON = ("0", "false", "no", "off"), ("1", "true", "yes", "on")
 _NAME = re.compile(r"[0-9a-f]{64}")
+_NUM_THREADS = 8
 _MAX_FILE_BYTES, _MAX_MANIFEST_BYTES, _MAX_KERNELS = 64 << 20, 16 << 20, 10_000
 # User to whom Linux ascribes files of users that it does not know: in containers, and on network disks.
 _OVERFLOW_USER, _USUAL_OVERFLOW_USER = Path("/proc/sys/kernel/overflowuid"), 65534
@@ -98,8 +100,7 @@ def use_warm_kernels(artifact: Path | None, sm: int) -> WarmKernels:
             document = read_store_manifest(there)
             _check_agreement(document, sm)
             kernels = read_kernels(there, document)  # all of them, before the first is used
-        for kernel in kernels.values():
-            _install(kernel)
+        _install_all(list(kernels.values()))
     except AbsentError as error:
         return WarmKernels(str(error), level)
     except UnusableError as error:
@@ -229,7 +230,9 @@ def _check_agreement(document: dict[str, Any], sm: int) -> None:
 
 def read_kernels(folder: OpenFolder, document: dict[str, Any]) -> dict[str, Kernel]:
     """Read every kernel that a manifest lists. Raises UnusableError for the first that differs from its entry."""
-    return {name: read_kernel(folder, name, entry) for name, entry in document["kernels"].items()}
+    listed = document["kernels"]
+    with ThreadPoolExecutor(_NUM_THREADS, "hqconv-kernels") as pool:
+        return dict(zip(listed, pool.map(lambda name: read_kernel(folder, name, listed[name]), listed), strict=True))
 
 
 def read_kernel(folder: OpenFolder, name: str, entry: Any) -> Kernel:
@@ -251,18 +254,29 @@ def read_kernel(folder: OpenFolder, name: str, entry: Any) -> Kernel:
     return Kernel(code, *facts, cubin)
 
 
-def _install(kernel: Kernel) -> None:
-    """Write a kernel to the path where Humming looks for its source; an existing one stays."""
+def _install_all(kernels: list[Kernel]) -> None:
+    """Write kernels to the paths where Humming looks for their sources; existing ones stay."""
     from hqconv.humming_layout.compiler import kernel_compiler
 
     compiler = kernel_compiler()
+    words = {(kernel.architecture, kernel.without_fast_math) for kernel in kernels}
+    flags = {word: compiler.get_flags(*word) for word in words}  # in this thread, whose GPU is the server's
+    with ThreadPoolExecutor(_NUM_THREADS, "hqconv-kernels") as pool:
+        # For each kernel Humming writes five small files and looks at all its headers: threads wait side by side.
+        list(pool.map(lambda kernel: _install(kernel, compiler, flags), kernels))
 
+
+def _install(kernel: Kernel, compiler: Any, flags: Mapping[tuple[str, bool], list[str]]) -> None:
     def copy(cls: Any, source_path: Any, folder: Any, *_: Any) -> tuple[int, str, str]:
         (Path(folder) / "kernel_tmp.cubin").write_bytes(kernel.cubin)
         return 0, f"copied from a folder of kernels, see {VARIABLE}\n", ""
 
+    def known_flags(cls: Any, architecture: str, disable_fast_math: bool = False) -> list[str]:
+        return flags[architecture, disable_fast_math]
+
     # The compiler's name is part of Humming's key.
-    copying = type(compiler.__name__, (compiler,), {"_compile": classmethod(copy)})
+    methods = {"_compile": classmethod(copy), "get_flags": classmethod(known_flags)}
+    copying = type(compiler.__name__, (compiler,), methods)
     copying.compile(  # type: ignore[attr-defined]
         kernel.code,
         kernel.architecture,
