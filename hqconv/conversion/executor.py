@@ -46,6 +46,8 @@ _OPEN_UNITS, _MAX_OPEN_UNITS = 4, 24
 # Units in work: their files are created in parallel, and the first ones whose files are there take turns, by the bytes
 # fed to them. Linux lets one thread write to a file at a time, and creating one on a RAM disk takes as long as writing.
 _UNITS_IN_WORK, _UNITS_IN_TURN = 3, 2
+# Pieces of copied tensors in flight beside batches: each holds a whole slot, and waits for the others of its file.
+_MAX_PIECES = 2
 _SHARED_UNITS_IN_WORK = 2  # where processes share the units: what one has taken no other one does
 _MAX_THREADS = 16  # of a stage that reads, writes or hashes
 _CHUNK_BYTES = 16 << 20  # of a batch that one thread reads or writes, while others take the rest
@@ -187,6 +189,7 @@ class Executor:
         self._lanes = threading.local()
         self._jobs: list[_Job] = []
         self._num_bytes_through = 0  # of the source, written
+        self._num_pieces = 0  # in flight
 
     def run(self, units: Iterable[OutputUnit]) -> None:
         """Write and finish the units. Raises the first error of any stage; no unfinished file keeps its final name."""
@@ -211,6 +214,8 @@ class Executor:
                 if not in_work:
                     break
                 ready = [one for one in in_work if one.writer is not None][:_UNITS_IN_TURN] or in_work[:1]
+                if self._num_pieces >= _MAX_PIECES:
+                    ready = [one for one in ready if isinstance(one.unit, MoeLayerPlan)] or ready
                 least = min((turns[one] for one in ready if one in turns), default=0)
                 turns = {one: turns.get(one, least) for one in ready}
                 chosen = min(ready, key=turns.__getitem__)
@@ -266,6 +271,7 @@ class Executor:
         job.sources |= in_flight.sources
         with self._lock:
             job.num_left += 1
+            self._num_pieces += isinstance(item, Piece)
         self._read_ahead(in_flight)
         return item.num_bytes
 
@@ -428,6 +434,7 @@ class Executor:
             self._outputs.give(in_flight.out)
         with self._lock:
             self._num_bytes_through += in_flight.item.num_bytes
+            self._num_pieces -= isinstance(in_flight.item, Piece)
             num_bytes = self._num_bytes_through
         if isinstance(in_flight.item, Batch):
             self._profile.end_warm_up(num_bytes)

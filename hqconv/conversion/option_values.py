@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import logging
 import os
 import re
@@ -67,18 +68,32 @@ def choose_device(text: str, number: int = 0) -> str:
 
 
 def start_gpu(device: str, *, in_team: bool = False) -> None:
-    """Create the CUDA context of the chosen GPU in a thread; whatever fails is left to the GPU's first use."""
-    with suppress(RequestError):
-        name = choose_device(device, local_rank()[0] if in_team else 0)
-        if name != "cpu":
-            threading.Thread(target=_create_context, args=(name,), name="hqconv-context", daemon=True).start()
+    """Load libraries side by side and create the CUDA context of the chosen GPU, in threads.
+
+    Whatever fails is left to the first use. Nothing is loaded where there is no CUDA driver.
+    """
+    if str(device) != "cpu" and has_driver():
+        number = local_rank()[0] if in_team else 0
+        for target, arguments in ((_create_context, (device, number)), (_load, ("numba",))):
+            threading.Thread(target=target, args=arguments, name="hqconv-start", daemon=True).start()
 
 
-def _create_context(name: str) -> None:
-    import torch
+def _create_context(device: str, number: int) -> None:
+    with suppress(RequestError, ImportError, RuntimeError):
+        name = choose_device(device, number)
+        if name == "cpu":
+            return
+        import torch
 
-    with suppress(RuntimeError):
         torch.cuda.synchronize(name)
+        from hqconv.humming_layout.compiler import kernel_compiler
+
+        kernel_compiler()  # loads what Humming looks for a CUDA toolkit with
+
+
+def _load(module: str) -> None:
+    with suppress(ImportError):
+        importlib.import_module(module)
 
 
 def has_driver() -> bool:

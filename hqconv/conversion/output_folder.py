@@ -33,6 +33,7 @@ from hqconv.io.durable_files import (
     write_whole,
 )
 from hqconv.io.file_access import CloseError, Descriptors, sha256_of
+from hqconv.io.large_transfers import fill_large, write_fully
 from hqconv.planning.output_units import OutFile
 from hqconv.schemas.artifact_names import CARD, COMPANIONS, JOURNAL, MANIFEST, PARTIAL, SUMS, is_member_file
 
@@ -435,7 +436,7 @@ class UnitWriter:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
             try:
                 os.posix_fallocate(descriptor, 0, file.size_bytes)  # a full disk fails before the work
-                _write_at(descriptor, file.header, 0)
+                write_fully(descriptor, file.header, 0)
             finally:
                 os.close(descriptor)
 
@@ -443,7 +444,7 @@ class UnitWriter:
         """Write a C-contiguous buffer at an offset of a file."""
         path = self._files[file].path
         with output_errors(self._root / path), self._descriptors.using(path) as descriptor:
-            _write_at(descriptor, data, offset_bytes)
+            write_fully(descriptor, data, offset_bytes)
 
     def finish_file(
         self, file: OutFile, check_cancelled: Callable[[], object] | None = None, chunk_bytes: int | None = None
@@ -456,7 +457,7 @@ class UnitWriter:
             with self._descriptors.using(file.path) as descriptor:
                 os.fsync(descriptor)
             return FileRecord(
-                file.path, file.size_bytes, sha256_of(self._paths[file.path], check_cancelled, chunk_bytes)
+                file.path, file.size_bytes, sha256_of(self._paths[file.path], check_cancelled, chunk_bytes, fill_large)
             )
 
     def publish(self) -> None:
@@ -482,13 +483,6 @@ class UnitWriter:
             self._close()
         for path in self._paths.values():
             path.unlink(missing_ok=True)
-
-
-def _write_at(descriptor: int, data: Any, offset: int) -> None:
-    view = memoryview(data).cast("B")
-    while view:
-        written = os.pwrite(descriptor, view, offset)
-        view, offset = view[written:], offset + written
 
 
 def listed_files(root: Path) -> set[str]:

@@ -162,16 +162,33 @@ class Descriptors:
 _CHUNK_BYTES = 1 << 20  # a smaller one is no faster, and takes Python's global lock more often
 
 
-def sha256_of(path: Path, keep_on: Callable[[], object] | None = None, chunk_bytes: int | None = None) -> str:
+_own = threading.local()
+
+
+def _chunk(num_bytes: int) -> memoryview:
+    """Return memory of the calling thread: new pages for every file would cost more than reading it."""
+    if len(getattr(_own, "chunk", b"")) < num_bytes:
+        _own.chunk = bytearray(num_bytes)
+    return memoryview(_own.chunk)[:num_bytes]
+
+
+Read = Callable[[int, list[memoryview], int], int]
+
+
+def sha256_of(
+    path: Path, keep_on: Callable[[], object] | None = None, chunk_bytes: int | None = None, read: Read = fill
+) -> str:
     """Compute the SHA-256 of a file's bytes, in hexadecimal. Raises OSError for an unreadable file.
 
-    keep_on: called between chunks; its exception ends the work. chunk_bytes: read at a time, the memory of a call.
+    keep_on: called between chunks; its exception ends the work. chunk_bytes: read at a time, into memory that the
+    thread keeps for the next file. read: `fill`, or `fill_large` of `large_transfers`.
     """
-    digest = hashlib.sha256()
+    digest, offset = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as file:
-        buffer = bytearray(max(1, min(chunk_bytes or _CHUNK_BYTES, os.fstat(file.fileno()).st_size)))
-        while count := file.readinto(buffer):
-            digest.update(memoryview(buffer)[:count])
+        buffer = _chunk(max(1, min(chunk_bytes or _CHUNK_BYTES, os.fstat(file.fileno()).st_size)))
+        while count := read(file.fileno(), [buffer], offset) - offset:
+            digest.update(buffer[:count])
+            offset += count
             if keep_on is not None:
                 keep_on()
     return digest.hexdigest()

@@ -17,8 +17,9 @@ from hqconv.errors import InputError, NetworkError, first_few
 from hqconv.formats.ascend import ascend_quantization_config
 from hqconv.io import checkpoint_files, hub
 from hqconv.io.fetch_folder import FetchFolder
-from hqconv.io.file_access import CloseError, Descriptors, adjoining, fill
+from hqconv.io.file_access import CloseError, Descriptors, adjoining
 from hqconv.io.file_snapshot import FileSnapshot
+from hqconv.io.large_transfers import fill_large
 from hqconv.io.safetensors_header import parse_header, read_header
 from hqconv.io.sidecar_files import SidecarFiles
 from hqconv.models.expert_bytes import RawExperts, stored_shape
@@ -245,7 +246,7 @@ class SafetensorsSource:
             return
         try:
             with self._closing(), self._descriptors.using(name) as descriptor:
-                reached = fill(descriptor, views, offset)
+                reached = fill_large(descriptor, views, offset)
         except OSError as error:
             raise self._read_error(refs[0], "A file of the source cannot be read.", error.strerror) from error
         if reached < offset + sum(map(len, views)):
