@@ -31,6 +31,7 @@ _LOG = logging.getLogger(__name__)
 
 
 _MAX_NAME = 240  # of 255 bytes; the folders beside an output have longer names
+_PATHFINDER = "cuda.pathfinder"  # with which Humming looks for its compiler
 _USUAL_SM = 90  # left out of folder names
 _CHECKPOINT_LAYOUT_TARGET = GpuTarget(90)  # only to ask Humming whether a schema runs at all
 
@@ -68,32 +69,36 @@ def choose_device(text: str, number: int = 0) -> str:
 
 
 def start_gpu(device: str, *, in_team: bool = False) -> None:
-    """Load libraries side by side and create the CUDA context of the chosen GPU, in threads.
+    """Load torch and numba side by side, and create the CUDA context of the chosen GPU in a thread.
 
     Whatever fails is left to the first use. Nothing is loaded where there is no CUDA driver.
     """
-    if str(device) != "cpu" and has_driver():
-        number = local_rank()[0] if in_team else 0
-        for target, arguments in ((_create_context, (device, number)), (_load, ("numba",))):
-            threading.Thread(target=target, args=arguments, name="hqconv-start", daemon=True).start()
+    if str(device) == "cpu" or not has_driver():
+        return
+    loops = threading.Thread(target=_load_loops, name="hqconv-start")
+    loops.start()
+    with suppress(RequestError):
+        name = choose_device(device, local_rank()[0] if in_team else 0)  # loads torch
+        if name != "cpu":
+            threading.Thread(target=_create_context, args=(name,), name="hqconv-start", daemon=True).start()
+    # No two threads load libraries that import each other in circles, such as the modules of Humming: what one of them
+    # needs may be half loaded by the other.
+    loops.join()
 
 
-def _create_context(device: str, number: int) -> None:
-    with suppress(RequestError, ImportError, RuntimeError):
-        name = choose_device(device, number)
-        if name == "cpu":
-            return
-        import torch
+def _create_context(name: str) -> None:
+    import torch
 
+    with suppress(RuntimeError):
         torch.cuda.synchronize(name)
-        from hqconv.humming_layout.compiler import kernel_compiler
-
-        kernel_compiler()  # loads what Humming looks for a CUDA toolkit with
-
-
-def _load(module: str) -> None:
     with suppress(ImportError):
-        importlib.import_module(module)
+        importlib.import_module(_PATHFINDER)
+
+
+def _load_loops() -> None:
+    from hqconv.cpu_loops import file_loops
+
+    file_loops.load()
 
 
 def has_driver() -> bool:

@@ -7,6 +7,7 @@ which only need a new page wait as long. Here calls are short and the lock is ta
 
 from __future__ import annotations
 
+import numpy as np
 from numba.core import types
 
 from hqconv.jit import compiled
@@ -44,3 +45,10 @@ def write_at(descriptor, address, size, offset, call_bytes):
             return done
         done += count
     return done
+
+
+def load() -> None:
+    """Load the loops, or compile them, before threads wait for them."""
+    nothing = np.empty(0, np.int64)
+    read_at(np.int32(-1), nothing, nothing, 0, 1)
+    write_at(np.int32(-1), 0, 0, 0, 1)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from importlib.util import find_spec
 
 import pytest
 import torch
 
 from hqconv.conversion import option_values
 from hqconv.conversion.option_values import start_gpu
-from hqconv.humming_layout import compiler
+from hqconv.cpu_loops import file_loops
 
 
 def wait_for_threads() -> int:
@@ -48,12 +49,19 @@ def test_the_context_of_this_process_gpu_is_created_in_a_thread(asked: list[str]
         assert not asked
 
 
-def test_humming_s_compiler_is_loaded_after_it(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libraries_are_loaded_beside_it(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops before the work goes on; and after the context a library that no other thread loads."""
     monkeypatch.setattr(torch.cuda, "synchronize", asked.append)
-    monkeypatch.setattr(compiler, "kernel_compiler", lambda: asked.append("compiler"))
+    monkeypatch.setattr(file_loops, "load", lambda: asked.append("loops"))
+    monkeypatch.setattr(option_values.importlib, "import_module", asked.append)
     start_gpu("cuda:1")
+    assert "loops" in asked
     wait_for_threads()
-    assert asked == ["cuda:1", "compiler"]
+    assert [one for one in asked if one != "loops"] == ["cuda:1", "cuda.pathfinder"]
+
+
+def test_the_library_is_there() -> None:
+    assert find_spec(option_values._PATHFINDER)
 
 
 @pytest.mark.parametrize("device", ["cuda:7", "gpu"])
