@@ -77,7 +77,9 @@ def _run_part(part: tuple[str, range]) -> None:
 def compile_cases(numbers: list[int]) -> None:
     """Convert the models of these cases, and verify the results."""
     from hqconv import api
+    from hqconv.cpu_loops import file_loops
 
+    file_loops.load()  # of transfers that are larger than these models
     with tempfile.TemporaryDirectory(prefix="hqconv-precompile-") as name:
         folder = Path(name)
         for model, options in (CASES[number] for number in numbers):

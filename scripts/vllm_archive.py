@@ -43,6 +43,7 @@ PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (5, 12, 17, 24, 26, 27, 28, 31, 
 PLATFORMS += ["manylinux1_x86_64", "manylinux2010_x86_64", "manylinux2014_x86_64"]
 MAGIC = struct.pack("<IHH", 0xBA55ED50, 1, 16)  # of a fat binary: its version, and the bytes of its header
 PTX, MACHINE_CODE = 1, 2
+EXECUTABLE = 0o111  # in the mode of a file
 # In the names of attention kernels: fp8, and heads of 96, 256 and more columns.
 UNUSED = re.compile(rb"float_e4m3|ILi(96|256)EEEEEELi|EEEEEELi(256|512)E")
 
@@ -113,6 +114,9 @@ def unpack(wheel: Path, site: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if KEPT.search(name) or not DROPPED.search(name)]
         archive.extractall(site, names)
+        for name in names:  # programs, such as Humming's compiler
+            if archive.getinfo(name).external_attr >> 16 & EXECUTABLE:
+                (site / name).chmod(0o755)
 
 
 def announce_plugin(site: Path) -> None:

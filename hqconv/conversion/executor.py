@@ -44,16 +44,18 @@ _LOG = logging.getLogger(__name__)
 # are few.
 _OPEN_UNITS, _MAX_OPEN_UNITS = 4, 24
 # Units in work: their files are created in parallel, and the first ones whose files are there take turns, by the bytes
-# fed to them. Linux lets one thread write to a file at a time, and creating one on a RAM disk takes as long as writing.
+# fed to them. Linux lets one thread write to a file at a time, about 1.2 GB/s on a RAM disk, and creating one there takes
+# as long as writing. A GPU gives results faster than two files take them.
 _UNITS_IN_WORK, _UNITS_IN_TURN = 3, 2
-# Pieces of copied tensors in flight beside batches: each holds a whole slot, and waits for the others of its file.
-_MAX_PIECES = 2
+_GPU_UNITS_IN_WORK, _GPU_UNITS_IN_TURN = 5, 4
 _SHARED_UNITS_IN_WORK = 2  # where processes share the units: what one has taken no other one does
 _MAX_THREADS = 16  # of a stage that reads, writes or hashes
-_CHUNK_BYTES = 16 << 20  # of a batch that one thread reads or writes, while others take the rest
+# Of a batch, that one thread reads or writes while others take the rest. Every such task waits for Python's lock a few
+# times: beside a GPU, whose batches come faster, tasks are larger.
+_CHUNK_BYTES, _GPU_CHUNK_BYTES = 16 << 20, 64 << 20
 _USE_GRAPHS = 1  # 0: every batch is encoded on a GPU by operations, for comparisons
 # Of a file, hashed in one call: after each call a thread waits for Python's lock, which other threads hold.
-_DIGEST_CHUNK_BYTES, _SMALL_DIGEST_CHUNK_BYTES, _SMALL_MEMORY_BYTES = (4 << 20, 1 << 20, 2 << 30)
+_DIGEST_CHUNK_BYTES, _SMALL_DIGEST_CHUNK_BYTES, _SMALL_MEMORY_BYTES = (8 << 20, 1 << 20, 2 << 30)
 
 
 class EncodedBatch(Protocol):
@@ -156,9 +158,12 @@ class Executor:
         self._source, self._folder, self._device = source, folder, resources.device
         self._staging, self._meter, self._profile = staging, meter, profile
         num_threads = min(_MAX_THREADS, max(4, resources.num_threads))
+        num_in_work, num_in_turn = _UNITS_IN_WORK, _UNITS_IN_TURN
+        if resources.is_cuda:
+            num_in_work, num_in_turn = _GPU_UNITS_IN_WORK, _GPU_UNITS_IN_TURN
         self._stages = Stages(
             {
-                "open": _UNITS_IN_WORK,
+                "open": num_in_work,
                 BUFFER_STAGE: 1,
                 "read": num_threads,
                 # A GPU's lanes are streams: one thread feeds them all, and waits for no other thread's Python.
@@ -181,21 +186,21 @@ class Executor:
         if staging.out_bytes:
             self._outputs = pool("output buffer", staging.num_outputs, staging.out_bytes)
         is_small = resources.max_memory_bytes < _SMALL_MEMORY_BYTES
+        self._chunk_bytes = _GPU_CHUNK_BYTES if resources.is_cuda else _CHUNK_BYTES
         self._digest_chunk_bytes = _SMALL_DIGEST_CHUNK_BYTES if is_small else _DIGEST_CHUNK_BYTES
         self._clock = GpuClock(self._device) if resources.is_cuda and profile.trace is not None else None
         self._integrity = SourceIntegrity(source, self._stages, profile, "finish", known)
-        self._num_in_work = _SHARED_UNITS_IN_WORK if is_shared else _UNITS_IN_WORK
+        self._num_in_work, self._num_in_turn = _SHARED_UNITS_IN_WORK if is_shared else num_in_work, num_in_turn
         self._lock = threading.Lock()
         self._lanes = threading.local()
         self._jobs: list[_Job] = []
         self._num_bytes_through = 0  # of the source, written
-        self._num_pieces = 0  # in flight
 
     def run(self, units: Iterable[OutputUnit]) -> None:
         """Write and finish the units. Raises the first error of any stage; no unfinished file keeps its final name."""
         try:
             self._prefetch.start(self._stages)
-            piece_bytes = min(self._staging.slot_bytes, _CHUNK_BYTES)
+            piece_bytes = min(self._staging.slot_bytes, self._chunk_bytes)
             jobs = (
                 _Job(unit, self._measurements(), split_unit(unit, self._staging.num_experts, piece_bytes))
                 for unit in units
@@ -213,9 +218,7 @@ class Executor:
                     job = None
                 if not in_work:
                     break
-                ready = [one for one in in_work if one.writer is not None][:_UNITS_IN_TURN] or in_work[:1]
-                if self._num_pieces >= _MAX_PIECES:
-                    ready = [one for one in ready if isinstance(one.unit, MoeLayerPlan)] or ready
+                ready = [one for one in in_work if one.writer is not None][: self._num_in_turn] or in_work[:1]
                 least = min((turns[one] for one in ready if one in turns), default=0)
                 turns = {one: turns.get(one, least) for one in ready}
                 chosen = min(ready, key=turns.__getitem__)
@@ -271,7 +274,6 @@ class Executor:
         job.sources |= in_flight.sources
         with self._lock:
             job.num_left += 1
-            self._num_pieces += isinstance(item, Piece)
         self._read_ahead(in_flight)
         return item.num_bytes
 
@@ -282,7 +284,7 @@ class Executor:
             self._stages.start("read", item.num_bytes, self._read_piece, in_flight, item)
         elif self._source.reads_ahead:
             in_flight.raw = RawExperts(item.layout, in_flight.slot.raw)
-            pieces = item.layout.pieces(_CHUNK_BYTES)
+            pieces = item.layout.pieces(self._chunk_bytes)
             in_flight.num_reads_left = len(pieces)
             for ranges in pieces:
                 num_bytes = sum(ref.num_bytes for ref, _ in ranges)
@@ -404,7 +406,7 @@ class Executor:
         self._enter(in_flight, "write queue")
         if in_flight.slot.out is not None:
             self._give_slot(in_flight)
-        chunks = split_runs(runs, _CHUNK_BYTES)
+        chunks = split_runs(runs, self._chunk_bytes)
         in_flight.num_writes_left = len(chunks)
         for chunk in chunks:
             self._stages.start("write", sum(run.num_bytes for run in chunk), self._write, in_flight, chunk)
@@ -434,7 +436,6 @@ class Executor:
             self._outputs.give(in_flight.out)
         with self._lock:
             self._num_bytes_through += in_flight.item.num_bytes
-            self._num_pieces -= isinstance(in_flight.item, Piece)
             num_bytes = self._num_bytes_through
         if isinstance(in_flight.item, Batch):
             self._profile.end_warm_up(num_bytes)

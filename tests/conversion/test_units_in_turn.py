@@ -147,16 +147,18 @@ def test_copied_shards_alternate_with_layers(tmp_path: Path) -> None:
     assert take_in_turn([]) == []
 
 
-@pytest.fixture
-def all_fed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    """Unit, bytes, and pieces in flight then, of everything that is fed; pieces are far smaller than batches."""
+def test_units_get_as_many_bytes_in_their_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write_qwen3_moe(tmp_path / "model", num_layers=6)
+    tensors = load_file(model / "model.safetensors")
+    save_file({**tensors, "model.embed_tokens.weight": torch.zeros(4096, 128).bfloat16()}, model / "model.safetensors")
+    plain = snapshot(hqconv.convert(model, tmp_path / "plain", **OPTIONS).out)
     monkeypatch.setattr(resources, "_CPU_BATCH_BYTES", 1 << 18)
-    monkeypatch.setattr(executor, "_CHUNK_BYTES", 1 << 12)
-    found: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(executor, "_CHUNK_BYTES", 1 << 12)  # pieces are far smaller than batches
+    fed: list[tuple[str, int]] = []
     read_ahead = Executor._read_ahead
 
     def noted(self: Executor, in_flight: Any) -> None:
-        found.append((in_flight.job.unit.name, in_flight.item.num_bytes, self._num_pieces))
+        fed.append((in_flight.job.unit.name, in_flight.item.num_bytes))
         read_ahead(self, in_flight)
 
     def open_at_once(self: Executor, job: Any) -> None:
@@ -166,50 +168,14 @@ def all_fed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     open_files = Executor._open
     monkeypatch.setattr(Executor, "_open", open_at_once)
     monkeypatch.setattr(Executor, "_read_ahead", noted)
-    return found
-
-
-@pytest.fixture
-def with_shard(tmp_path: Path) -> Path:
-    """A model of six layers with a shard of copied tensors of several batches' size."""
-    model = write_qwen3_moe(tmp_path / "model", num_layers=6)
-    tensors = load_file(model / "model.safetensors")
-    save_file({**tensors, "model.embed_tokens.weight": torch.zeros(4096, 128).bfloat16()}, model / "model.safetensors")
-    return model
-
-
-def until_shard_is_fed(fed: list[tuple[str, int, int]]) -> tuple[list[tuple[str, int, int]], str]:
-    (copied,) = {name for name, _, _ in fed if "layers" not in name}
-    last = max(place for place, (name, _, _) in enumerate(fed) if name == copied)
-    return fed[: last + 1], copied
-
-
-def test_units_get_as_many_bytes_in_their_turns(
-    with_shard: Path, all_fed: list[tuple[str, int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(executor, "_MAX_PIECES", 1 << 20)
-    hqconv.convert(with_shard, tmp_path / "out", **OPTIONS)
-    before, copied = until_shard_is_fed(all_fed)
+    assert snapshot(hqconv.convert(model, tmp_path / "out", **OPTIONS).out) == plain
+    (copied,) = {name for name, _ in fed if "layers" not in name}
+    last = max(place for place, (name, _) in enumerate(fed) if name == copied)
     of_unit: dict[str, int] = defaultdict(int)
-    for name, num_bytes, _ in before:
+    for name, num_bytes in fed[: last + 1]:
         of_unit[name] += num_bytes
     of_layers = sum(of_unit.values()) - of_unit[copied]
-    largest = max(num_bytes for _, num_bytes, _ in all_fed)
+    largest = max(num_bytes for _, num_bytes in fed)
     assert of_unit[copied] > 4 * largest
     # Two units at a time: beside the shard, batches of as many bytes, but for the begin and the end of a unit.
     assert of_unit[copied] - largest <= of_layers < of_unit[copied] + 3 * largest
-
-
-def test_pieces_leave_slots_to_batches(
-    with_shard: Path, all_fed: list[tuple[str, int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hqconv.convert(with_shard, tmp_path / "out", **OPTIONS)
-    before, copied = until_shard_is_fed(all_fed)
-    last_batch = max(place for place, (name, _, _) in enumerate(before) if name != copied)
-    assert sum(name == copied for name, _, _ in before[:last_batch]) > 4
-    assert max(count for name, _, count in before[:last_batch] if name == copied) == executor._MAX_PIECES
-    few = snapshot(tmp_path / "out")
-    monkeypatch.setattr(executor, "_MAX_PIECES", 1 << 20)
-    all_fed.clear()
-    assert snapshot(hqconv.convert(with_shard, tmp_path / "more", **OPTIONS).out) == few
-    assert max(count for _, _, count in all_fed) > 2

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import struct
+import zipfile
 from pathlib import Path
 
 import pytest
 
-from scripts.vllm_archive import GROUP, MACHINE_CODE, MAGIC, PTX, Code, announce_plugin, fat_binaries, keep_only
+from scripts.vllm_archive import GROUP, MACHINE_CODE, MAGIC, PTX, Code, announce_plugin, fat_binaries, keep_only, unpack
 
 HEAD = 64
 
@@ -58,3 +59,15 @@ def test_vllm_finds_the_plugin_in_the_archive(tmp_path: Path) -> None:
     (entry,) = found.entry_points.select(group=GROUP)
     assert callable(entry.load())
     assert (entry.name, entry.module) == ("hqconv", "hqconv.serving.vllm.plugin")
+
+
+def test_programs_can_be_run(tmp_path: Path) -> None:
+    """Humming's compiler is a program in its wheel."""
+    with zipfile.ZipFile(tmp_path / "one.whl", "w") as wheel:
+        for name, mode in (("humming/compile", 0o755), ("humming/__init__.py", 0o644)):
+            info = zipfile.ZipInfo(name)
+            info.external_attr = (0o100000 | mode) << 16
+            wheel.writestr(info, "text")
+    unpack(tmp_path / "one.whl", tmp_path / "site")
+    assert (tmp_path / "site/humming/compile").stat().st_mode & 0o111
+    assert not (tmp_path / "site/humming/__init__.py").stat().st_mode & 0o111

@@ -70,8 +70,11 @@ def test_a_server_compiles_nothing(
 def test_several_processes_at_once_and_again(
     warmed: Path, compiler: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    humming_compiler = importlib.import_module("humming.jit.compiler").Compiler
+    look = vars(humming_compiler)["cuh_last_update_time"]
     with server(monkeypatch, tmp_path / "cache", str(warmed)), ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda _: use_warm_kernels(None, 90).reason, range(8))) == [None] * 8
+        assert vars(humming_compiler)["cuh_last_update_time"] is look
         before = {path: path.stat().st_ino for path in (tmp_path / "cache").glob("*/kernel.cubin")}
         assert use_warm_kernels(None, 90).reason is None
         assert {path: path.stat().st_ino for path in before} == before

@@ -23,6 +23,7 @@ import logging
 import os
 import re
 import stat
+import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -38,6 +39,8 @@ OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _OFF, _ON = ("0", "false", "no", "off"), ("1", "true", "yes", "on")
 _NAME = re.compile(r"[0-9a-f]{64}")
 _NUM_THREADS = 8
+_one_at_a_time = threading.Lock()
+_HEADER_TIMES = "cuh_last_update_time"  # of Humming's compiler
 _MAX_FILE_BYTES, _MAX_MANIFEST_BYTES, _MAX_KERNELS = 64 << 20, 16 << 20, 10_000
 # User to whom Linux ascribes files of users that it does not know: in containers, and on network disks.
 _OVERFLOW_USER, _USUAL_OVERFLOW_USER = Path("/proc/sys/kernel/overflowuid"), 65534
@@ -261,9 +264,22 @@ def _install_all(kernels: list[Kernel]) -> None:
     compiler = kernel_compiler()
     words = {(kernel.architecture, kernel.without_fast_math) for kernel in kernels}
     flags = {word: compiler.get_flags(*word) for word in words}  # in this thread, whose GPU is the server's
-    with ThreadPoolExecutor(_NUM_THREADS, "hqconv-kernels") as pool:
-        # For each kernel Humming writes five small files and looks at all its headers: threads wait side by side.
+    with _headers_seen_once(compiler), ThreadPoolExecutor(_NUM_THREADS, "hqconv-kernels") as pool:
+        # Humming writes five small files for each kernel: threads wait side by side.
         list(pool.map(lambda kernel: _install(kernel, compiler, flags), kernels))
+
+
+@contextmanager
+def _headers_seen_once(compiler: Any) -> Iterator[None]:
+    """Keep the times of Humming's headers, which are a part of every kernel's key; they do not change meanwhile."""
+    owner = next(cls for cls in compiler.__mro__ if _HEADER_TIMES in vars(cls))
+    with _one_at_a_time:
+        original, known = vars(owner)[_HEADER_TIMES], getattr(owner, _HEADER_TIMES)()
+        setattr(owner, _HEADER_TIMES, staticmethod(lambda: known))
+        try:
+            yield
+        finally:
+            setattr(owner, _HEADER_TIMES, original)
 
 
 def _install(kernel: Kernel, compiler: Any, flags: Mapping[tuple[str, bool], list[str]]) -> None:
