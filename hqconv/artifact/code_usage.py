@@ -14,6 +14,7 @@ import numpy as np
 
 from hqconv.artifact.expert_reader import ExpertReader, read_packed_expert
 from hqconv.artifact.load import refuse
+from hqconv.artifact.manifest import Manifest
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import RequestError
 from hqconv.layout_decoder.decode import DecodedStack
@@ -65,11 +66,14 @@ class CodeCounts:
         }
 
 
-def read_usage(root: Path, num_experts: int | None = None, num_threads: int = 1) -> dict[str, Any]:
+def read_usage(
+    root: Path, num_experts: int | None = None, num_threads: int = 1, *, manifest: Manifest | None = None
+) -> dict[str, Any]:
     """Count over experts of every layer; return the JSON document of docs/usage.md.
 
     num_experts: of each layer, evenly spread; None: all, or so many that about WEIGHTS_READ weights are read, which may
-    leave layers out. num_threads: experts read at once; the result does not depend on it.
+    leave layers out. num_threads: experts read at once; the result does not depend on it. manifest: the artifact's, if
+    it was read before.
 
     Returns `schemas` (schema → projection → `CodeCounts.to_dict`), `rms` (layer → projection → root mean square of each
     expert's decoded weights, None for experts that were not read; layers without any are absent), `experts_read`,
@@ -79,7 +83,7 @@ def read_usage(root: Path, num_experts: int | None = None, num_threads: int = 1)
     if num_experts is not None and num_experts < 1:
         what, expected = "No expert would be read.", "a whole number from 1 on"
         raise RequestError(what, where="--sample", expected=expected, found=num_experts)
-    with Artifact(root) as artifact:
+    with Artifact(root, manifest=manifest) as artifact:
         layers = [artifact.moe_layer(name) for name in artifact.layers]
         chosen = _choose(artifact, layers, num_experts)
         used: dict[str, dict[str, CodeCounts]] = {}

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from hqconv.artifact.manifest import ManifestLayer, read_manifest
+from hqconv.artifact.manifest import Manifest, ManifestLayer, read_manifest
 from hqconv.errors import HqconvError, InputError, RequestError, VerificationError
 from hqconv.formats.source_format import SourceFormat
 from hqconv.humming_layout.compatibility import why_not
@@ -44,11 +44,13 @@ if TYPE_CHECKING:
 class ManifestFacts:
     """The facts of one artifact, computed from its manifest at the first access."""
 
-    def __init__(self, root: Path, listing: Listing | None = None, *, is_sealed: bool = False) -> None:
-        """Read the manifest. Raises RequestError or VerificationError as `read_manifest` does."""
+    def __init__(
+        self, root: Path, listing: Listing | None = None, *, is_sealed: bool = False, manifest: Manifest | None = None
+    ) -> None:
+        """Read the manifest, unless it is given. Raises RequestError or VerificationError as `read_manifest` does."""
         self.root, self.listing = root, listing
         self.placed: dict[str, Path] = {}  # files of a repo that lie outside of `root`
-        self.manifest = read_manifest(root, is_sealed=is_sealed)
+        self.manifest = manifest or read_manifest(root, is_sealed=is_sealed)
 
     def fetched(self, path: str) -> Path:
         """Return a file's path on this machine; a file of a repo is downloaded first. Raises as `hub.fetch_file`."""
@@ -272,12 +274,14 @@ class Artifact(ManifestFacts):
     On the Hub, headers are read by range requests; a file whose tensors are read is downloaded first.
     """
 
-    def __init__(self, root: Path, listing: Listing | None = None, *, is_sealed: bool = False) -> None:
-        """Read the manifest as `read_manifest` does; listing: of a repo on the Hub, of which `root` has some files.
+    def __init__(
+        self, root: Path, listing: Listing | None = None, *, is_sealed: bool = False, manifest: Manifest | None = None
+    ) -> None:
+        """Read the manifest as `read_manifest` does, unless it is given.
 
-        Raises as `ManifestFacts`.
+        listing: of a repo on the Hub, of which `root` has some files. Raises as `ManifestFacts`.
         """
-        super().__init__(root, listing, is_sealed=is_sealed)
+        super().__init__(root, listing, is_sealed=is_sealed, manifest=manifest)
         self._headers: dict[str, Header] = {}
         self._configs: dict[tuple[str, str], dict[str, Any]] = {}
         self._lock = threading.Lock()

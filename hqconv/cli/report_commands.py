@@ -13,6 +13,7 @@ from hqconv.cli.output import say, warn
 from hqconv.errors import RequestError, VerificationError, plural
 
 if TYPE_CHECKING:
+    from hqconv.artifact.manifest import Manifest
     from hqconv.verification.result import VerificationReport
 
 Document = dict[str, Any]
@@ -61,7 +62,7 @@ def report(
         resources |= {"cache_limit": cache_limit, "keep_source": keep_source}
         verification = api.verify(root, source, checks=["weights"], **resources)
     more: Document = {"sample": sample, "threads": threads, "allocation": allocation, "evaluation": evaluated}
-    return write_report(root, place, verification, **more)
+    return write_report(root, place, verification, **more, manifest=None if verification else manifest)
 
 
 def page_writer(out: str | Path, page: Path | None, threads: int | None) -> Callable[[VerificationReport], None]:
@@ -92,6 +93,7 @@ def write_report(
     threads: int | None = None,
     allocation: Path | None = None,
     evaluation: Document | None = None,
+    manifest: Manifest | None = None,
 ) -> Document:
     """Write the page to `place`, a result of `page_place`, and return its document. Raises the errors of `report`."""
     from hqconv.reports.page import page as page_of
@@ -106,6 +108,7 @@ def write_report(
     }
     num_threads = threads or len(os.sched_getaffinity(0))
     more: Document = {"sample": sample, "num_threads": num_threads, "allocation": allocation, "evaluation": evaluation}
+    more |= {"manifest": manifest}
     document = page_document(root, checks, expert_errors, **more)
     write_page(place, page_of(document))
     if place.resolve().is_relative_to(root.resolve()):

@@ -44,8 +44,8 @@ _LOG = logging.getLogger(__name__)
 # are few.
 _OPEN_UNITS, _MAX_OPEN_UNITS = 4, 24
 # Units in work: their files are created in parallel, and the first ones whose files are there take turns, by the bytes
-# fed to them. Linux lets one thread write to a file at a time, about 1.2 GB/s on a RAM disk, and creating one there takes
-# as long as writing. A GPU gives results faster than two files take them.
+# fed to them. Linux lets one thread write to a file at a time, about 1.2 GB/s on a RAM disk, and creating one there
+# takes as long as writing. A GPU gives results faster than two files take them.
 _UNITS_IN_WORK, _UNITS_IN_TURN = 3, 2
 _GPU_UNITS_IN_WORK, _GPU_UNITS_IN_TURN = 5, 4
 _SHARED_UNITS_IN_WORK = 2  # where processes share the units: what one has taken no other one does

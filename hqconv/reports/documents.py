@@ -372,13 +372,16 @@ def _occupied(out: Path, *, resume: bool, overwrite: bool) -> tuple[str, str]:
     return "", ""
 
 
-def describe_artifact(root: Path, repo_id: str | None = None, listing: Listing | None = None) -> Words:
+def describe_artifact(
+    root: Path, repo_id: str | None = None, listing: Listing | None = None, *, manifest: Manifest | None = None
+) -> Words:
     """Describe a finished artifact from its manifest.
 
     repo_id, listing: of a repo on the Hub, of which only some files are here; no listing if the Hub is not reachable.
+    manifest: of the artifact, if it was read before.
     Raises what `read_manifest` raises, VerificationError if the manifest's schema is invalid.
     """
-    manifest = read_manifest(root)
+    manifest = manifest or read_manifest(root)
     layers, errors = manifest.blocks, manifest.errors()
     altered = None if manifest.alteration is None else manifest.alteration.what
     missing = manifest.missing_files(lambda name: _size_of(root, name, listing))

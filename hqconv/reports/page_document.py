@@ -34,6 +34,7 @@ def page_document(
     num_threads: int = 1,
     allocation: Path | None = None,
     evaluation: Words | None = None,
+    manifest: Manifest | None = None,
 ) -> Words:
     """Document of a report on the artifact at `root`, for `page` and programs; deterministic for the same input.
 
@@ -41,7 +42,7 @@ def page_document(
     each expert's relative error against the source, as the check of weights measures it. sample: experts of each layer
     to read for `usage`, as in `hqconv.artifact.code_usage`; num_threads: at once. allocation: the document that
     `hqconv allocate` wrote beside the artifact's recipe. evaluation: the document of `hqconv.evaluate`; None for the
-    one in the model card, if there is one.
+    one in the model card, if there is one. manifest: of the artifact, if it was read before; it was sealed.
 
     If `verification` failed, unreadable parts are left out, with the reason under `unreadable`. Otherwise raises
     RequestError if `root` is no artifact, VerificationError if it is damaged. Raises RequestError for the document of
@@ -55,14 +56,14 @@ def page_document(
     document |= {"allocation": None, "evaluation": None}
     may_fail = verification is not None and not verification["passed"]
     try:
-        manifest = read_manifest(root, is_sealed=not may_fail)
+        manifest = manifest or read_manifest(root, is_sealed=not may_fail)
         document["allocation"] = None if allocation is None else read_allocation(allocation, manifest)
-        document["artifact"] = describe_artifact(root) | _at_home(root, manifest)
+        document["artifact"] = describe_artifact(root, manifest=manifest) | _at_home(root, manifest)
         document["blocks"] = [_layer(name, layer, manifest) for name, layer in manifest.blocks.items()]
         document["provenance"] = _provenance(manifest)
         found = evaluation_in_card(root, manifest) if evaluation is None else evaluation
         document["evaluation"] = _renamed(found, places)
-        document["usage"] = read_usage(root, sample, num_threads)
+        document["usage"] = read_usage(root, sample, num_threads, manifest=manifest)
     except (VerificationError, OSError) as error:
         if not may_fail:
             raise

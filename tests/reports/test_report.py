@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 import hqconv
+from hqconv.artifact import manifest as manifest_module
 from hqconv.artifact.manifest import read_manifest
 from hqconv.cli.app import app
 from hqconv.reports import page as page_module
@@ -451,3 +452,16 @@ def test_programs_can_make_a_page(made: Path) -> None:
 def test_scales_that_no_histogram_shows_are_counted() -> None:
     used = {"scales": [(-3, 5), (0, 4)], "num_zero_scales": 2, "num_negative_scales": 3, "num_odd_scales": 1}
     assert page_module._scales(used) == "12 scales, of which 2 zero, 3 negative, 1 not finite"
+
+
+def test_the_manifest_is_read_once(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a large model has a million lines."""
+    read, paths = manifest_module._read, list[Path]()
+
+    def noted(root: Path, path: Path) -> Any:
+        paths.append(path)
+        return read(root, path)
+
+    monkeypatch.setattr(manifest_module, "_read", noted)
+    assert call("report", made, "-o", tmp_path / "page.html").exit_code == 0
+    assert len(paths) == 1
