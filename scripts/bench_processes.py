@@ -1,7 +1,7 @@
 """Measure how a conversion gets faster with several processes, such as one for each GPU of a machine.
 
     python scripts/bench_processes.py [--processes 1,2] [--device cuda] [--size 64] [--schemas mxfp4] [--runs 3]
-                                      [--sinks null,files] [--threads N] [--work FOLDER]
+                                      [--sinks null,files] [--threads N] [--work FOLDER] [--no-warm-up]
 
 Makes a Qwen3-MoE-shaped checkpoint (experts [768, 2048]) of about `--size` GB in the folder, reads it into the page
 cache, and alternates conversions by one process with conversions by several (torchrun on this machine), `--runs` times
@@ -12,7 +12,7 @@ for each number of processes:
     launch_s   from the start of the command to the first line of the last process: the difference is torchrun's time
     load_s     until all processes are at work: imports, CUDA, planning, and the check of the shared folder
     work_s     from the first process at work to the end of the last one
-    steady     GB/s of the source after the first batch of any process, without the bytes in flight then
+    steady     GB/s of the source after the first batch of any process, without the bytes written or in flight then
     whole      GB/s of the source by the time of the whole command
 
 `ratios` are those of the medians: several processes to one.
@@ -60,6 +60,7 @@ def child(job: dict[str, Any]) -> None:
     found = convert(job["source"], job["out"], {**job["options"], "distributed": True}, job["sink"])
     staging = found["profile"]["staging"]
     in_flight = staging["num_slots"] * staging["slot_bytes"] * (2 if staging["out_bytes"] else 1)
+    in_flight += found["profile"]["warm_up_gigabytes"] * 1e9
     document = {**moments, "bytes_in": found["bytes_in"], "in_flight": in_flight}
     Path(job["moments"], os.environ.get("RANK", "0")).write_text(json.dumps(document))
 
@@ -94,7 +95,7 @@ def rounds(source: Path, schema: str, sink: str, args: argparse.Namespace) -> di
     """Figures of every number of processes for one schema and sink."""
     numbers = [int(number) for number in args.processes.split(",")]
     found: dict[int, list[dict[str, float]]] = {number: [] for number in numbers}
-    for count in range(args.runs + 1):
+    for count in range(args.no_warm_up, args.runs + 1):
         for number, results in found.items():
             options = {"schema": schema, "target": "sm90", "device": args.device, "max_memory": args.max_memory}
             options["threads"] = max(1, args.threads // number)
@@ -131,6 +132,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=default_threads(), help="of all processes together")
     parser.add_argument("--max-memory", default="4GiB", help="of each process")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--no-warm-up", action="store_true", help="kernels are compiled already")
     parser.add_argument("--work", type=Path, default=None)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
