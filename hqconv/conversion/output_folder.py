@@ -18,6 +18,7 @@ from hqconv.artifact.manifest import Manifest, is_artifact, read_manifest
 from hqconv.artifact.sha256sums import are_sums, is_own_card
 from hqconv.conversion.journal import Journal, JournalEntry, compare_identities
 from hqconv.errors import HqconvError, OutputError, VerificationError, first_few
+from hqconv.io.digest_processes import DigestProcesses
 from hqconv.io.durable_files import (
     FileRecord,
     check_space,
@@ -447,18 +448,26 @@ class UnitWriter:
             write_fully(descriptor, data, offset_bytes)
 
     def finish_file(
-        self, file: OutFile, check_cancelled: Callable[[], object] | None = None, chunk_bytes: int | None = None
+        self,
+        file: OutFile,
+        check_cancelled: Callable[[], object] | None = None,
+        chunk_bytes: int | None = None,
+        processes: DigestProcesses | None = None,
     ) -> FileRecord:
         """Flush a complete file to the disk, and return its size and digest; for any thread.
 
-        check_cancelled: called after every `chunk_bytes`; an exception of it ends the hashing.
+        check_cancelled: called after every `chunk_bytes`; an exception of it ends the hashing. processes: that hash,
+        instead of this thread.
         """
         with output_errors(self._root / file.path):
             with self._descriptors.using(file.path) as descriptor:
                 os.fsync(descriptor)
-            return FileRecord(
-                file.path, file.size_bytes, sha256_of(self._paths[file.path], check_cancelled, chunk_bytes, fill_large)
-            )
+            path = self._paths[file.path]
+            if processes is not None:
+                sha256 = processes.sha256_of(path, check_cancelled)
+            else:
+                sha256 = sha256_of(path, check_cancelled, chunk_bytes, fill_large)
+            return FileRecord(file.path, file.size_bytes, sha256)
 
     def publish(self) -> None:
         """Give the flushed files their final names, and flush the folders."""

@@ -172,21 +172,21 @@ def _chunk(num_bytes: int) -> memoryview:
     return memoryview(_own.chunk)[:num_bytes]
 
 
-Read = Callable[[int, list[memoryview], int], int]
-
-
 def sha256_of(
-    path: Path, keep_on: Callable[[], object] | None = None, chunk_bytes: int | None = None, read: Read = fill
+    path: Path,
+    keep_on: Callable[[], object] | None = None,
+    chunk_bytes: int | None = None,
+    read: Callable[[int, list[memoryview], int], int] | None = None,
 ) -> str:
     """Compute the SHA-256 of a file's bytes, in hexadecimal. Raises OSError for an unreadable file.
 
     keep_on: called between chunks; its exception ends the work. chunk_bytes: read at a time, into memory that the
-    thread keeps for the next file. read: `fill`, or `fill_large` of `large_transfers`.
+    thread keeps for the next file. read: `fill_large` of `large_transfers`; None for plain calls.
     """
     digest, offset = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as file:
         buffer = _chunk(max(1, min(chunk_bytes or _CHUNK_BYTES, os.fstat(file.fileno()).st_size)))
-        while count := read(file.fileno(), [buffer], offset) - offset:
+        while count := file.readinto(buffer) if read is None else read(file.fileno(), [buffer], offset) - offset:
             digest.update(buffer[:count])
             offset += count
             if keep_on is not None:
