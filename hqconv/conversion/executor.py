@@ -31,7 +31,7 @@ from hqconv.conversion.source_integrity import SourceIntegrity
 from hqconv.conversion.stages import StageProfile, Stages
 from hqconv.cpu_loops.helper_threads import Helpers
 from hqconv.errors import InputError, plural
-from hqconv.io.digest_processes import DigestProcesses
+from hqconv.io.digest_processes import MAX_PROCESSES, digest_processes
 from hqconv.io.file_access import open_limit
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.source_protocol import Source
@@ -57,9 +57,6 @@ _CHUNK_BYTES, _GPU_CHUNK_BYTES = 16 << 20, 64 << 20
 _USE_GRAPHS = 1  # 0: every batch is encoded on a GPU by operations, for comparisons
 # Of a file, hashed in one call: after each call a thread waits for Python's lock, which other threads hold.
 _DIGEST_CHUNK_BYTES, _SMALL_DIGEST_CHUNK_BYTES, _SMALL_MEMORY_BYTES = (8 << 20, 1 << 20, 2 << 30)
-# With so many threads files are hashed in processes, at most as many as the second number, where this process may have
-# enough open files for the pipes to them.
-_DIGEST_PROCESSES_FROM, _DIGEST_PROCESSES, _DIGEST_OPEN_LIMIT = 8, 8, 64
 
 
 class EncodedBatch(Protocol):
@@ -165,8 +162,7 @@ class Executor:
         num_in_work, num_in_turn = _UNITS_IN_WORK, _UNITS_IN_TURN
         if resources.is_cuda:
             num_in_work, num_in_turn = _GPU_UNITS_IN_WORK, _GPU_UNITS_IN_TURN
-        is_wide = resources.num_threads >= _DIGEST_PROCESSES_FROM and open_limit() >= _DIGEST_OPEN_LIMIT
-        self._digests = DigestProcesses() if is_wide else None
+        self._digests = digest_processes(resources.num_threads)
         self._stages = Stages(
             {
                 "open": num_in_work,
@@ -176,7 +172,7 @@ class Executor:
                 "encode": 1 if resources.is_cuda else staging.num_lanes,
                 "collect": 1,
                 "write": num_threads,
-                "finish": min(num_threads, _DIGEST_PROCESSES) if is_wide else num_threads,
+                "finish": num_threads if self._digests is None else min(num_threads, MAX_PROCESSES),
                 "publish": 1,
             },
             profile,

@@ -17,11 +17,20 @@ from pathlib import Path
 from typing import Self
 
 from hqconv.io import digest_worker
-from hqconv.io.file_access import sha256_of
+from hqconv.io.file_access import open_limit, sha256_of
 
+MAX_PROCESSES = 8  # of one pool: each hashes 1 to 2 GB/s
+_MIN_THREADS = 8  # of a run whose files are hashed in processes: with fewer, its threads seldom wait for the lock
+_MIN_OPEN_LIMIT = 64  # of the system: each process has two pipes
 _POLL_S = 0.1
 _START_S = 30.0
 _NEWLINE = b"\n"
+
+
+def digest_processes(num_threads: int) -> DigestProcesses | None:
+    """Return a pool for a run with so many threads; None where these should hash themselves."""
+    is_of_use = num_threads >= _MIN_THREADS and open_limit() >= _MIN_OPEN_LIMIT
+    return DigestProcesses() if is_of_use else None
 
 
 class _LostError(Exception):

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 import hqconv
-from hqconv.conversion import executor
 from hqconv.errors import OutputError
 from hqconv.io import digest_processes
 from hqconv.io.digest_processes import DigestProcesses, _Worker
@@ -158,7 +157,7 @@ time.sleep(60)
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Files that processes were asked for, on however small a machine."""
-    monkeypatch.setattr(executor, "_DIGEST_PROCESSES_FROM", 1)
+    monkeypatch.setattr(digest_processes, "_MIN_THREADS", 1)
     asked, ask = list[str](), _Worker.ask
 
     def noted(self: _Worker, path: Path, *arguments: object) -> str:
@@ -175,12 +174,34 @@ def test_a_conversion_has_the_same_bytes(tmp_path: Path, always: list[str], monk
     hqconv.convert(model, tmp_path / "processes", **words)
     assert len(always) >= 4
     assert not workers()
-    monkeypatch.setattr(executor, "_DIGEST_PROCESSES_FROM", 1 << 20)
+    always.clear()
+    assert hqconv.verify(tmp_path / "processes", checks=["files"], device="cpu").passed
+    assert len(always) >= 4
+    assert not workers()
+    monkeypatch.setattr(digest_processes, "_MIN_THREADS", 1 << 20)
     always.clear()
     hqconv.convert(model, tmp_path / "threads", **words)
     assert not always
     assert read_tree(tmp_path / "processes") == read_tree(tmp_path / "threads")
-    assert hqconv.verify(tmp_path / "processes", checks=["files"], device="cpu").passed
+
+
+def test_damage_is_found(tmp_path: Path, always: list[str]) -> None:
+    hqconv.convert(write_qwen3_moe(tmp_path / "model"), tmp_path / "out", schema="int4", target="sm90", device="cpu")
+    path = next((tmp_path / "out").rglob("*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    found = hqconv.verify(tmp_path / "out", checks=["files"], device="cpu")
+    assert not found.passed
+    assert path.name in always
+
+
+@pytest.mark.parametrize(("num_threads", "limit", "expected"), [(7, 512, False), (8, 512, True), (64, 63, False)])
+def test_few_threads_or_files_hash_themselves(
+    num_threads: int, limit: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digest_processes, "open_limit", lambda: limit)
+    assert (digest_processes.digest_processes(num_threads) is not None) == expected
 
 
 def test_a_conversion_that_fails_leaves_no_process(
