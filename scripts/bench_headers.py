@@ -5,7 +5,7 @@ The command is `python scripts/bench.py --headers [--tensors 45000,178000,370000
 shards of 5 GB; an expert has three tensors, in fp8-block six. Every figure is of a whole command, less the same command
 on a model of a few tensors, which is its start-up: what is left is work for tensors. Of several runs the least of each.
 Each model is also planned as an mxfp4 artifact for TP 8, whose headers and manifest are written in front of holes (its
-digests are zeros): the last row is `inspect` of it.
+digests are zeros): the last rows are `inspect` and `report` of it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOOKS: dict[str, list[str]] = {
     "dry-run": [*DRY_RUN, "--schema=mxfp4", "--tp=8"],
     "dry-run, checkpoint layout": [*DRY_RUN, "--schema=int4", "--layout=checkpoint"],
 }
-ARTIFACT = "inspect, artifact"
+ARTIFACT, REPORT = "inspect, artifact", "report, artifact"
 FORMATS = {"bf16": 3, "fp8-block": 6}  # tensors of an expert
 EXPERTS, HIDDEN, INNER, LAYER = 384, 7168, 2048, 128
 SHARD_BYTES = 5 * 10**9
@@ -172,6 +172,11 @@ def measure_headers(work: Path, sizes: list[int], formats: list[str], num_runs: 
             num_bytes = apart("artifact", folder, artifact)
             found = figures(best(artifact, LOOKS["inspect"], num_runs), fixed["inspect"], count - num_small)
             yield {"look": ARTIFACT, "format": fmt, "tensors": count, "artifact_bytes": num_bytes, **found}
+            page = artifact.with_suffix(".html")
+            words = ["report", "-o", str(page), "--overwrite"]
+            found = figures(best(artifact, words, num_runs), fixed["inspect"], count - num_small)
+            yield {"look": REPORT, "format": fmt, "tensors": count, "artifact_bytes": num_bytes, **found}
+            page.unlink()
             shutil.rmtree(artifact)
             shutil.rmtree(folder)
         shutil.rmtree(small)
