@@ -400,7 +400,7 @@ def test_files_are_hashed_while_kernels_are_prepared(copy: Damaged, monkeypatch:
 def test_hashing_ends_with_the_checks(copy: Damaged, monkeypatch: pytest.MonkeyPatch) -> None:
     is_begun = threading.Event()
 
-    def endless(_: Artifact, path: str, keep_on: Callable[[], object], *_: object) -> str:
+    def endless(_: Artifact, path: str, keep_on: Callable[[], object], *more: object) -> str:
         is_begun.set()
         while time.monotonic() < latest:
             keep_on()
