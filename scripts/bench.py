@@ -380,9 +380,9 @@ def main() -> None:
             results.append(rounds(source, schema, device, sink, args, known, is_warm=is_warm))
             warm.add((schema, device))
             print(json.dumps(results[-1]), flush=True)
-    if args.log:
-        args.log.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n")
-        args.log.with_suffix(".svg").write_text(plot(results))
+            if args.log:
+                args.log.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n")
+                args.log.with_suffix(".svg").write_text(plot(results))
 
 
 if __name__ == "__main__":

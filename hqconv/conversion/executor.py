@@ -35,7 +35,7 @@ from hqconv.io.digest_processes import MAX_PROCESSES, digest_processes
 from hqconv.io.file_access import open_limit
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.source_protocol import Source
-from hqconv.planning.output_units import MoeLayerPlan, OutFile, OutputUnit
+from hqconv.planning.output_units import CopiedShardPlan, MoeLayerPlan, OutFile, OutputUnit
 from hqconv.quantization.content_sums import sums_of_parts
 from hqconv.schemas.tensors import TensorRef
 
@@ -84,6 +84,23 @@ class Encode(Protocol):
     ) -> EncodedBatch: ...
 
 
+class WrittenBytes:
+    """End of the written bytes of a file, while threads write ranges in any order."""
+
+    def __init__(self, end: int) -> None:
+        """`end` bytes are written."""
+        self.end = end
+        self._later: dict[int, int] = {}  # begin → end of ranges behind a gap
+        self._lock = threading.Lock()
+
+    def add(self, begin: int, end: int) -> None:
+        """Add a range that does not overlap with the others."""
+        with self._lock:
+            self._later[begin] = end
+            while self.end in self._later:
+                self.end = self._later.pop(self.end)
+
+
 @dataclass(eq=False)
 class _Job:
     """An output unit in work. The executor's lock guards `num_left`, `files` and `measured`."""
@@ -96,6 +113,7 @@ class _Job:
     files: dict[str, Any] = field(default_factory=dict)
     sources: set[str] = field(default_factory=set)  # names of the source files
     is_done: bool = False
+    written: WrittenBytes | None = None  # of a file that is hashed while it is written
     started_s: float = field(default_factory=time.monotonic)
 
     def __str__(self) -> str:
@@ -310,7 +328,13 @@ class Executor:
     # --- stages
 
     def _create(self, job: _Job) -> None:
-        job.writer = create_unit_files(self._folder.root, job.unit, self._scales)
+        writer, unit = create_unit_files(self._folder.root, job.unit, self._scales), job.unit
+        if isinstance(unit, CopiedShardPlan) and unit.files:
+            # A large file that is written from its start on: its digest would take a thread for seconds afterwards.
+            (file,) = unit.files
+            job.written = WrittenBytes(len(file.header))
+            self._stages.start("finish", file.size_bytes, self._hash_as_written, job, file)
+        job.writer = writer
         self._stages.notify()
 
     def _read_piece(self, in_flight: _InFlight, piece: Piece) -> None:
@@ -423,6 +447,10 @@ class Executor:
         self._enter(in_flight, "write", after="files")
         for run in runs:
             writer.write_at(run.file, run.offset_bytes, run.data.numpy())
+            if in_flight.job.written is not None:
+                in_flight.job.written.add(run.offset_bytes, run.offset_bytes + run.num_bytes)
+        if in_flight.job.written is not None:
+            self._stages.notify()
         runs.clear()
         with self._lock:
             in_flight.num_writes_left -= 1
@@ -453,14 +481,35 @@ class Executor:
             is_last = job.num_left == 0
         if not is_last:
             return
+        if job.written is not None:
+            job.written.end = job.unit.files[0].size_bytes  # gaps, if any, are never written
+            self._stages.notify()
+            return
         for file in job.unit.files:
             self._stages.start("finish", file.size_bytes, self._finish_file, job, file)
         if not job.unit.files:
             self._stages.start("publish", 0, self._publish, job)
 
-    def _finish_file(self, job: _Job, file: OutFile) -> None:
+    def _hash_as_written(self, job: _Job, file: OutFile) -> None:
+        """Hash a file behind the threads that write it, then finish it."""
+        written = job.written
+        assert written is not None
+
+        def wait_beyond(offset: int) -> int:
+            if written.end <= offset:
+                with self._profile.waiting("bytes to hash"):
+                    self._stages.wait(lambda: written.end > offset)
+            self._stages.check_cancelled()
+            return written.end
+
+        sha256 = self._writer(job).digest_as_written(file, wait_beyond, self._digest_chunk_bytes)
+        # A file without tensors is hashed before its unit's turn is over.
+        self._stages.wait(lambda: job.num_left == 0)
+        self._finish_file(job, file, sha256)
+
+    def _finish_file(self, job: _Job, file: OutFile, sha256: str | None = None) -> None:
         record = self._writer(job).finish_file(
-            file, self._stages.check_cancelled, self._digest_chunk_bytes, self._digests
+            file, self._stages.check_cancelled, self._digest_chunk_bytes, self._digests, sha256
         )
         _LOG.debug("Wrote %s: %d bytes.", self._folder.root / file.path, file.size_bytes)
         with self._lock:

@@ -1,7 +1,6 @@
 """SHA-256 of files in processes of their own, beside threads that need Python's lock.
 
-A thread that hashes takes the lock again after every chunk. Where many threads want it, hashing then takes three times
-as long, and every other thread waits longer, too.
+A thread that hashes takes the lock again after every chunk. Where many threads want it, each of them waits for it.
 """
 
 from __future__ import annotations

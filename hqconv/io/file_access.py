@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -191,6 +192,31 @@ def sha256_of(
             offset += count
             if keep_on is not None:
                 keep_on()
+    return digest.hexdigest()
+
+
+def sha256_as_written(
+    descriptor: int,
+    size_bytes: int,
+    wait_beyond: Callable[[int], int],
+    chunk_bytes: int,
+    read: Callable[[int, list[memoryview], int], int] = fill,
+) -> str:
+    """Compute the SHA-256 of an open file whose bytes others are still writing, in hexadecimal.
+
+    wait_beyond: waits until all bytes up to more than an offset are written, and returns how many are; its exception
+    ends the work. chunk_bytes, read: as in `sha256_of`. Raises OSError for an unreadable file, or one that was cut off.
+    """
+    digest, offset = hashlib.sha256(), 0
+    while offset < size_bytes:
+        end = min(wait_beyond(offset), size_bytes)
+        while offset < end:
+            buffer = _chunk(min(chunk_bytes, end - offset))
+            reached = read(descriptor, [buffer], offset)
+            if reached == offset:
+                raise OSError(errno.EIO, f"The file ends at byte {offset}")
+            digest.update(buffer[: reached - offset])
+            offset = reached
     return digest.hexdigest()
 
 
