@@ -45,10 +45,8 @@ _LOG = logging.getLogger(__name__)
 # are few.
 _OPEN_UNITS, _MAX_OPEN_UNITS = 4, 24
 # Units in work: their files are created in parallel, and the first ones whose files are there take turns, by the bytes
-# fed to them. Linux lets one thread write to a file at a time, about 1.2 GB/s on a RAM disk, and creating one there
-# takes as long as writing. A GPU gives results faster than two files take them.
+# fed to them. Linux lets one thread write to a file at a time, and creating one on a RAM disk takes as long as writing.
 _UNITS_IN_WORK, _UNITS_IN_TURN = 3, 2
-_GPU_UNITS_IN_WORK, _GPU_UNITS_IN_TURN = 5, 4
 _SHARED_UNITS_IN_WORK = 2  # where processes share the units: what one has taken no other one does
 _MAX_THREADS = 16  # of a stage that reads, writes or hashes
 # Of a batch, that one thread reads or writes while others take the rest. Every such task waits for Python's lock a few
@@ -177,13 +175,10 @@ class Executor:
         self._source, self._folder, self._device = source, folder, resources.device
         self._staging, self._meter, self._profile = staging, meter, profile
         num_threads = min(_MAX_THREADS, max(4, resources.num_threads))
-        num_in_work, num_in_turn = _UNITS_IN_WORK, _UNITS_IN_TURN
-        if resources.is_cuda:
-            num_in_work, num_in_turn = _GPU_UNITS_IN_WORK, _GPU_UNITS_IN_TURN
         self._digests = digest_processes(resources.num_threads)
         self._stages = Stages(
             {
-                "open": num_in_work,
+                "open": _UNITS_IN_WORK,
                 BUFFER_STAGE: 1,
                 "read": num_threads,
                 # A GPU's lanes are streams: one thread feeds them all, and waits for no other thread's Python.
@@ -210,7 +205,7 @@ class Executor:
         self._digest_chunk_bytes = _SMALL_DIGEST_CHUNK_BYTES if is_small else _DIGEST_CHUNK_BYTES
         self._clock = GpuClock(self._device) if resources.is_cuda and profile.trace is not None else None
         self._integrity = SourceIntegrity(source, self._stages, profile, "finish", known)
-        self._num_in_work, self._num_in_turn = _SHARED_UNITS_IN_WORK if is_shared else num_in_work, num_in_turn
+        self._num_in_work = _SHARED_UNITS_IN_WORK if is_shared else _UNITS_IN_WORK
         self._lock = threading.Lock()
         self._lanes = threading.local()
         self._jobs: list[_Job] = []
@@ -222,7 +217,12 @@ class Executor:
             self._prefetch.start(self._stages)
             piece_bytes = min(self._staging.slot_bytes, self._chunk_bytes)
             jobs = (
-                _Job(unit, self._measurements(), split_unit(unit, self._staging.num_experts, piece_bytes))
+                _Job(
+                    unit,
+                    self._measurements(),
+                    split_unit(unit, self._staging.num_experts, piece_bytes),
+                    written=_written_bytes(unit),
+                )
                 for unit in units
             )
             job: _Job | None = None
@@ -238,7 +238,7 @@ class Executor:
                     job = None
                 if not in_work:
                     break
-                ready = [one for one in in_work if one.writer is not None][: self._num_in_turn] or in_work[:1]
+                ready = [one for one in in_work if one.writer is not None][:_UNITS_IN_TURN] or in_work[:1]
                 least = min((turns[one] for one in ready if one in turns), default=0)
                 turns = {one: turns.get(one, least) for one in ready}
                 chosen = min(ready, key=turns.__getitem__)
@@ -328,14 +328,11 @@ class Executor:
     # --- stages
 
     def _create(self, job: _Job) -> None:
-        writer, unit = create_unit_files(self._folder.root, job.unit, self._scales), job.unit
-        if isinstance(unit, CopiedShardPlan) and unit.files:
-            # A large file that is written from its start on: its digest would take a thread for seconds afterwards.
-            (file,) = unit.files
-            job.written = WrittenBytes(len(file.header))
-            self._stages.start("finish", file.size_bytes, self._hash_as_written, job, file)
-        job.writer = writer
+        job.writer = create_unit_files(self._folder.root, job.unit, self._scales)
         self._stages.notify()
+        if job.written is not None:
+            (file,) = job.unit.files
+            self._stages.start("finish", file.size_bytes, self._hash_as_written, job, file)
 
     def _read_piece(self, in_flight: _InFlight, piece: Piece) -> None:
         self._enter(in_flight, "read")
@@ -532,6 +529,17 @@ class Executor:
         _LOG.info("Unit %s is done: %s in %.1f s.", job.unit.name, plural(count, "file"), seconds)
         self._meter.finish(job.unit.name)
         self._stages.notify()
+
+
+def _written_bytes(unit: OutputUnit) -> WrittenBytes | None:
+    """Return the end of the header of a copied shard, which is hashed while it is written; None for other units.
+
+    It is large and written from its start on: its digest would take a thread for seconds after its last byte.
+    """
+    if not isinstance(unit, CopiedShardPlan) or not unit.files:
+        return None
+    (file,) = unit.files
+    return WrittenBytes(len(file.header))
 
 
 def _has_importance(unit: OutputUnit) -> bool:

@@ -96,9 +96,10 @@ def _create_context(name: str) -> None:
 
 
 def _load_loops() -> None:
-    from hqconv.cpu_loops import file_loops
+    with suppress(Exception):
+        from hqconv.cpu_loops import file_loops
 
-    file_loops.load()
+        file_loops.load()
 
 
 def has_driver() -> bool:

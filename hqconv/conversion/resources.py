@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 _CUDA_LANES = 3  # one copies in, one computes, one copies out
 _CPU_LANES = 4  # with at least twice as many threads; the other threads help the lanes
 _SLOTS_PER_LANE = 2
-_MORE_SLOTS = 2
 _CPU_BATCH_BYTES, _CUDA_BATCH_BYTES = (32 << 20, 256 << 20)  # of 16-bit weights: enough that Python costs little
 _PIECE_BYTES = 8 << 20
 _MEASURED_BYTES = 1 << 10  # of an expert: sums and flags of checks
@@ -106,7 +105,7 @@ class Staging:
     @property
     def num_slots(self) -> int:
         """Number of batches in flight: one per lane, and half as many, at least two, that are read or written."""
-        return min(self.num_lanes * _SLOTS_PER_LANE, self.num_lanes + max(_MORE_SLOTS, self.num_lanes // 2))
+        return min(self.num_lanes * _SLOTS_PER_LANE, self.num_lanes + max(2, self.num_lanes // 2))
 
     @property
     def num_outputs(self) -> int:

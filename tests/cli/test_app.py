@@ -250,7 +250,7 @@ def test_the_profile_tells_what_every_stage_did(model: Path, tmp_path: Path) -> 
     assert sum(words["slot_seconds"].values()) <= words["seconds"] * words["staging"]["num_slots"]
     spans = [one["name"] for one in json.loads((tmp_path / "profile.trace.json").read_text()) if one["ph"] == "X"]
     assert spans.count("finish") == stages["finish"]["tasks"]
-    assert words["waits"].keys() <= {"a free slot", "files to write into"}
+    assert words["waits"].keys() <= {"a free slot", "files to write into", "bytes to hash"}
     assert all(0 <= stage["busy_seconds"] <= words["seconds"] * stage["threads"] for stage in stages.values())
     source = sum(t.nbytes for path in model.glob("*.safetensors") for t in load_file(path).values())
     assert stages["read"]["gigabytes"] == pytest.approx(source / 1e9, abs=1e-3)
