@@ -18,7 +18,7 @@ from typing import Self
 from hqconv.io import digest_worker
 from hqconv.io.file_access import open_limit, sha256_of
 
-MAX_PROCESSES = 8  # of one pool: each hashes 1 to 2 GB/s
+MAX_PROCESSES = 8  # of one pool
 _MIN_THREADS = 8  # of a run whose files are hashed in processes: with fewer, its threads seldom wait for the lock
 _MIN_OPEN_LIMIT = 64  # of the system: each process has two pipes
 _POLL_S = 0.1
