@@ -283,14 +283,19 @@ class Buffers:
             with self._lock:
                 if self._free:
                     return self._free.pop()
-                num_new = min(_ALLOCATING - self._num_allocating, self._count - self._num_buffers)
-                numbers = range(self._num_buffers, self._num_buffers + num_new)
-                self._num_allocating += num_new
-                self._num_buffers += num_new
-            for number in numbers:
-                self._stages.start(BUFFER_STAGE, 0, self._allocate, number)
+            self.allocate()
             with self._profile.waiting(f"a free {self._kind}"):
                 self._stages.wait(lambda: bool(self._free))
+
+    def allocate(self) -> None:
+        """Start to allocate the next buffers, where the limit allows."""
+        with self._lock:
+            num_new = min(_ALLOCATING - self._num_allocating, self._count - self._num_buffers)
+            numbers = range(self._num_buffers, self._num_buffers + num_new)
+            self._num_allocating += num_new
+            self._num_buffers += num_new
+        for number in numbers:
+            self._stages.start(BUFFER_STAGE, 0, self._allocate, number)
 
     def give(self, buffer: Buffer) -> None:
         """Return a buffer that is no longer used."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -42,6 +43,9 @@ class Batch:
         return sum(ref.num_bytes for expert in self.experts for ref in self.planned.layer.refs(expert))
 
 
+Span = tuple[TensorRef, int, int]  # of a tensor: the start in it, and the number of bytes
+
+
 class CopiedRange(NamedTuple):
     """A byte range of the source that is copied: the first tensor, the start in it, and its place in the output."""
 
@@ -62,10 +66,10 @@ class CopiedRange(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Bytes of tensors that are copied unchanged: spans of (tensor, start in the tensor, number of bytes)."""
+    """Bytes of tensors that are copied unchanged."""
 
     planned: CopiedShardPlan
-    spans: tuple[tuple[TensorRef, int, int], ...]
+    spans: tuple[Span, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -87,6 +91,14 @@ class Piece:
             size += span_bytes
         if first is not None:
             yield CopiedRange(*first, size)
+
+    def parts(self, num_bytes: int) -> list[tuple[int, Piece]]:
+        """Return parts of at most `num_bytes`, to be read side by side, each with its first byte in this piece."""
+        if self.num_bytes <= num_bytes:
+            return [(0, self)]
+        pieces = [Piece(self.planned, spans) for spans in _spans(self.spans, num_bytes)]
+        ends = itertools.accumulate(piece.num_bytes for piece in pieces)
+        return [(end - piece.num_bytes, piece) for end, piece in zip(ends, pieces, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,18 +134,18 @@ def split_unit(unit: OutputUnit, num_experts: int, piece_bytes: int) -> Iterator
         for number in range(count):
             yield Batch(unit, range(number * total // count, (number + 1) * total // count))
     else:
-        for spans in _spans(unit.refs, piece_bytes):
+        for spans in _spans(((ref, 0, ref.num_bytes) for ref in unit.refs), piece_bytes):
             yield Piece(unit, spans)
 
 
-def _spans(refs: Iterable[TensorRef], piece_bytes: int) -> Iterator[tuple[tuple[TensorRef, int, int], ...]]:
-    """Yield the bytes of all tensors in order, `piece_bytes` at a time."""
-    spans: list[tuple[TensorRef, int, int]] = []
+def _spans(whole: Iterable[Span], piece_bytes: int) -> Iterator[tuple[Span, ...]]:
+    """Yield the bytes of all spans in order, `piece_bytes` at a time."""
+    spans: list[Span] = []
     room = piece_bytes
-    for ref in refs:
-        start = 0
-        while start < ref.num_bytes:
-            size = min(room, ref.num_bytes - start)
+    for ref, begin, num_bytes in whole:
+        start, end = begin, begin + num_bytes
+        while start < end:
+            size = min(room, end - start)
             spans.append((ref, start, size))
             start, room = start + size, room - size
             if not room:

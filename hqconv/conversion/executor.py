@@ -49,9 +49,9 @@ _OPEN_UNITS, _MAX_OPEN_UNITS = 4, 24
 _UNITS_IN_WORK, _UNITS_IN_TURN = 3, 2
 _SHARED_UNITS_IN_WORK = 2  # where processes share the units: what one has taken no other one does
 _MAX_THREADS = 16  # of a stage that reads, writes or hashes
-# Of a batch, that one thread reads or writes while others take the rest. Every such task waits for Python's lock a few
-# times: beside a GPU, whose batches come faster, tasks are larger.
-_CHUNK_BYTES, _GPU_CHUNK_BYTES = 16 << 20, 64 << 20
+# Of a batch or a piece, that one thread reads or writes while others take the rest. Every such task waits for Python's lock a
+# few times: beside a GPU, whose batches come faster, tasks are larger.
+_CHUNK_BYTES, _GPU_CHUNK_BYTES = 16 << 20, 32 << 20
 _USE_GRAPHS = 1  # 0: every batch is encoded on a GPU by operations, for comparisons
 # Of a file, hashed in one call: after each call a thread waits for Python's lock, which other threads hold.
 _DIGEST_CHUNK_BYTES, _SMALL_DIGEST_CHUNK_BYTES, _SMALL_MEMORY_BYTES = (8 << 20, 1 << 20, 2 << 30)
@@ -122,9 +122,9 @@ class _Job:
 class _InFlight:
     """A batch or a piece in work, with the memory that it holds. The executor's lock guards the counts and the phase.
 
-    track: the name of the slot, later of the buffer with the results. phase: `X queue` while the batch waits for a
-    thread of stage X, `X` in that stage, `files` while it waits for the creation of its files. since_s: begin of the
-    phase.
+    track: the name of the slot, later of the buffer with the results. runs: of a piece, as its parts are read. phase:
+    `X queue` while the batch waits for a thread of stage X, `X` in that stage, `files` while it waits for the creation
+    of its files. since_s: begin of the phase.
     """
 
     job: _Job
@@ -134,6 +134,7 @@ class _InFlight:
     track: str
     raw: RawExperts | None = None
     out: Buffer | None = None  # results of a GPU, after the slot is given back
+    runs: list[Run] = field(default_factory=list)
     num_reads_left: int = 0
     num_writes_left: int = 0
     phase: str = "read queue"
@@ -215,34 +216,16 @@ class Executor:
         """Write and finish the units. Raises the first error of any stage; no unfinished file keeps its final name."""
         try:
             self._prefetch.start(self._stages)
-            piece_bytes = min(self._staging.slot_bytes, self._chunk_bytes)
             jobs = (
                 _Job(
                     unit,
                     self._measurements(),
-                    split_unit(unit, self._staging.num_experts, piece_bytes),
+                    split_unit(unit, self._staging.num_experts, self._staging.slot_bytes),
                     written=_written_bytes(unit),
                 )
                 for unit in units
             )
-            job: _Job | None = None
-            in_work: list[_Job] = []
-            turns: dict[_Job, int] = {}  # bytes fed to each unit whose turn it may be
-            while True:
-                while len(in_work) < self._num_in_work:
-                    job = job or next(jobs, None)
-                    if job is None or not self._may_begin(job, in_work):
-                        break
-                    self._open(job)
-                    in_work.append(job)
-                    job = None
-                if not in_work:
-                    break
-                ready = [one for one in in_work if one.writer is not None][:_UNITS_IN_TURN] or in_work[:1]
-                least = min((turns[one] for one in ready if one in turns), default=0)
-                turns = {one: turns.get(one, least) for one in ready}
-                chosen = min(ready, key=turns.__getitem__)
-                turns[chosen] += self._feed_one(chosen, in_work)
+            self._feed(jobs)
             self._stages.wait(lambda: all(job.is_done for job in self._jobs))
         finally:
             self._prefetch.stop()
@@ -260,6 +243,31 @@ class Executor:
         self._stages.cancel(error)
 
     # --- the thread that owns the stages
+
+    def _feed(self, jobs: Iterator[_Job]) -> None:
+        """Open the units one after the other, and start to read their batches and pieces in turns."""
+        job: _Job | None = None
+        in_work: list[_Job] = []
+        turns: dict[_Job, int] = {}
+        buffer: Buffer | None = None  # for the next batch or piece
+        if self._outputs is not None:
+            self._outputs.allocate()  # before slots: the first batch waits for it
+        while True:
+            while len(in_work) < self._num_in_work:
+                job = job or next(jobs, None)
+                if job is None or not self._may_begin(job, in_work):
+                    break
+                self._open(job)
+                in_work.append(job)
+                job = None
+            if not in_work:
+                break
+            buffer = buffer or self._slots.take()  # meanwhile files are created
+            chosen = _choose(in_work, turns)
+            num_bytes = self._feed_one(chosen, in_work, buffer)
+            if num_bytes:
+                turns[chosen] += num_bytes
+                buffer = None
 
     def _may_open(self) -> bool:
         counts = [len(job.unit.files) for job in self._jobs if not job.is_done]
@@ -281,17 +289,17 @@ class Executor:
         self._jobs.append(job)
         self._stages.start("open", 0, self._create, job)
 
-    def _feed_one(self, job: _Job, in_work: list[_Job]) -> int:
-        """Start to read the next batch or piece of a unit; after the last one, take the unit from the list.
+    def _feed_one(self, job: _Job, in_work: list[_Job], buffer: Buffer) -> int:
+        """Start to read the next batch or piece of a unit into `buffer`; after the last one, take it from the list.
 
-        Returns the number of bytes.
+        Returns the number of bytes: 0 if nothing is read.
         """
         item = next(job.items, None)
         if item is None:
             in_work.remove(job)
             self._count_written(job)
             return 0
-        slot = Slot(self._slots.take())
+        slot = Slot(buffer)
         in_flight = _InFlight(job, item, slot, self._integrity.begin(item), f"slot {slot.number}")
         job.sources |= in_flight.sources
         with self._lock:
@@ -300,10 +308,13 @@ class Executor:
         return item.num_bytes
 
     def _read_ahead(self, in_flight: _InFlight) -> None:
-        """Read a batch's bytes in several threads, or a piece in one."""
+        """Read the bytes of a batch or a piece in several threads."""
         item = in_flight.item
         if isinstance(item, Piece):
-            self._stages.start("read", item.num_bytes, self._read_piece, in_flight, item)
+            parts = item.parts(self._chunk_bytes)
+            in_flight.num_reads_left = len(parts)
+            for begin, part in parts:
+                self._stages.start("read", part.num_bytes, self._read_part, in_flight, part, begin)
         elif self._source.reads_ahead:
             in_flight.raw = RawExperts(item.layout, in_flight.slot.raw)
             pieces = item.layout.pieces(self._chunk_bytes)
@@ -334,36 +345,43 @@ class Executor:
             (file,) = job.unit.files
             self._stages.start("finish", file.size_bytes, self._hash_as_written, job, file)
 
-    def _read_piece(self, in_flight: _InFlight, piece: Piece) -> None:
-        self._enter(in_flight, "read")
+    def _read_part(self, in_flight: _InFlight, part: Piece, begin: int) -> None:
+        """Read a part of a piece, whose first byte is byte `begin` of the slot, and write the piece after the last."""
+        self._enter(in_flight, "read", after="read queue")
+        slot = in_flight.slot.raw[begin : begin + part.num_bytes]
         runs, reads, end = list[Run](), [], 0
-        for copied in piece.ranges():
-            data = in_flight.slot.raw[end : end + copied.num_bytes]
+        for copied in part.ranges():
+            data = slot[end : end + copied.num_bytes]
             runs.append(copied.run(data))
             reads.append((copied.part, data.numpy().data))
             end += copied.num_bytes
         try:
             self._source.read_all_into(reads)
         except InputError:
-            for ref, start, size in piece.spans:  # one by one, to name the tensor
-                self._source.read_into(ref, in_flight.slot.raw[:size].numpy().data, start)
+            for ref, start, size in part.spans:  # one by one, to name the tensor
+                self._source.read_into(ref, slot[:size].numpy().data, start)
             raise
-        sums = sums_of_parts(in_flight.slot.raw.numpy(), [(start, size) for _, start, size in piece.spans])
-        names = (ref.name for ref, _, _ in piece.spans)
+        sums = sums_of_parts(slot.numpy(), [(start, size) for _, start, size in part.spans])
+        names = (ref.name for ref, _, _ in part.spans)
         with self._lock:
             in_flight.job.measured.add_copied(dict(zip(names, sums, strict=True)))
-        self._write_out(in_flight, runs)
+            in_flight.runs += runs
+        if self._is_last_read(in_flight):
+            self._write_out(in_flight, in_flight.runs)
 
     def _read(self, in_flight: _InFlight, batch: Batch, ranges: list[tuple[TensorRef, int]]) -> None:
         assert in_flight.raw is not None
         self._enter(in_flight, "read", after="read queue")
         self._source.read_raw(in_flight.raw, ranges)
-        with self._lock:
-            in_flight.num_reads_left -= 1
-            is_last = in_flight.num_reads_left == 0
-        if is_last:
+        if self._is_last_read(in_flight):
             self._enter(in_flight, "encode queue")
             self._stages.start("encode", batch.num_bytes, self._encode, in_flight, batch)
+
+    def _is_last_read(self, in_flight: _InFlight) -> bool:
+        """Count a read of a batch or a piece, and return whether it was the last one."""
+        with self._lock:
+            in_flight.num_reads_left -= 1
+            return in_flight.num_reads_left == 0
 
     def _encode(self, in_flight: _InFlight, batch: Batch) -> None:
         if self._outputs is not None:
@@ -529,6 +547,19 @@ class Executor:
         _LOG.info("Unit %s is done: %s in %.1f s.", job.unit.name, plural(count, "file"), seconds)
         self._meter.finish(job.unit.name)
         self._stages.notify()
+
+
+def _choose(in_work: Sequence[_Job], turns: dict[_Job, int]) -> _Job:
+    """Return the unit to feed: of those whose files are there, the one with the fewest bytes in `turns`.
+
+    turns: bytes fed to each unit whose turn it may be; a unit that is new there begins with the fewest.
+    """
+    ready = [job for job in in_work if job.writer is not None][:_UNITS_IN_TURN] or in_work[:1]
+    least = min((turns[job] for job in ready if job in turns), default=0)
+    kept = {job: turns.get(job, least) for job in ready}
+    turns.clear()
+    turns.update(kept)
+    return min(ready, key=turns.__getitem__)
 
 
 def _written_bytes(unit: OutputUnit) -> WrittenBytes | None:

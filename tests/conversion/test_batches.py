@@ -48,6 +48,28 @@ def test_every_byte_of_a_copied_tensor_is_in_one_piece(tmp_path: Path) -> None:
             assert ends == {ref.name: ref.num_bytes for ref in group.refs if ref.num_bytes}
 
 
+def test_the_parts_of_a_piece_are_its_bytes_in_order(tmp_path: Path) -> None:
+    source, plan = open_plan(write_qwen3_moe(tmp_path / "model", num_layers=2), "mxfp4")
+    source.close()
+    for group in (group for group in plan.units if not isinstance(group, MoeLayerPlan)):
+        for piece in (piece for piece in split_unit(group, 1, 50_000) if isinstance(piece, Piece)):
+            for num_bytes in (999, 4096, piece.num_bytes - 1, piece.num_bytes, 1 << 30):
+                parts, end = piece.parts(num_bytes), 0
+                for begin, part in parts:
+                    assert begin == end
+                    end += part.num_bytes
+                assert end == piece.num_bytes
+                assert len(parts) == -(-piece.num_bytes // num_bytes)
+                joined: list[tuple[TensorRef, int, int]] = []
+                for ref, start, size in (span for _, part in parts for span in part.spans):
+                    if joined and joined[-1][0] is ref:
+                        assert joined[-1][1] + joined[-1][2] == start
+                        joined[-1] = (ref, joined[-1][1], joined[-1][2] + size)
+                    else:
+                        joined.append((ref, start, size))
+                assert tuple(joined) == piece.spans
+
+
 def test_copied_ranges_cover_the_spans(tmp_path: Path) -> None:
     """What adjoins in the source and in the output is read and written at once; every byte goes where its tensor is."""
     model = write_qwen3_moe(tmp_path / "model", num_layers=2)
