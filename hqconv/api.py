@@ -328,6 +328,7 @@ def verify(
     All faults of the artifact are in the report, also an unreliable manifest. Raises RequestError where `out` is no
     artifact or a check cannot run; opening the source raises RequestError, InputError or NetworkError.
     """
+    start_gpu(device)
     from hqconv.verification.verify import VerifyOptions
     from hqconv.verification.verify import verify as run
 

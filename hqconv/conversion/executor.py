@@ -49,8 +49,8 @@ _OPEN_UNITS, _MAX_OPEN_UNITS = 4, 24
 _UNITS_IN_WORK, _UNITS_IN_TURN = 3, 2
 _SHARED_UNITS_IN_WORK = 2  # where processes share the units: what one has taken no other one does
 _MAX_THREADS = 16  # of a stage that reads, writes or hashes
-# Of a batch or a piece, that one thread reads or writes while others take the rest. Every such task waits for Python's lock a
-# few times: beside a GPU, whose batches come faster, tasks are larger.
+# Of a batch or a piece, that one thread reads or writes while others take the rest. Every such task waits for Python's
+# lock a few times: beside a GPU, whose batches come faster, tasks are larger.
 _CHUNK_BYTES, _GPU_CHUNK_BYTES = 16 << 20, 32 << 20
 _USE_GRAPHS = 1  # 0: every batch is encoded on a GPU by operations, for comparisons
 # Of a file, hashed in one call: after each call a thread waits for Python's lock, which other threads hold.

@@ -29,10 +29,11 @@ from hqconv.verification.comparison import differs, fingerprints
 from hqconv.verification.figures import figures_of, measure_stack
 from hqconv.verification.recomputed_sums import expert_totals, stack_totals
 
-_BATCH_BYTES = 128 << 20  # of the source and the artifact: enough that Python costs little
+_BATCH_BYTES = 256 << 20  # of the source and the artifact: enough that Python costs little
 _MAX_READERS = 8
 _SLACK_BYTES = 1 << 12  # of a slot, between aligned tensors
 _GPU_FREE_SHARE = 0.5  # of the GPU memory that is free: the kernels are next
+_NUM_ON_DEVICE = 2  # batches on the device: one is computed, while work on the next one is launched
 _GPU_BYTES_PER_WEIGHT = 64  # of one expert's weights, while codes and float64 sums of its projections are computed
 _NUM_COLUMNS = 10  # of one projection: `measure_stack`, and 1 if it is wrong
 
@@ -65,7 +66,7 @@ def plan_staging(device: torch.device, num_threads: int, max_host_bytes: int) ->
     gpu_bytes = 1 << 62
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        gpu_bytes = int(free * _GPU_FREE_SHARE)
+        gpu_bytes = int(free * _GPU_FREE_SHARE) // _NUM_ON_DEVICE
     num_readers = max(1, min(num_threads, _MAX_READERS, max_host_bytes // slot_bytes))
     return BatchStaging(device, num_readers, slot_bytes, gpu_bytes)
 
@@ -89,15 +90,18 @@ def _in_short(error: Exception) -> str:
 
 @dataclass
 class SharedState:
-    """State shared by the layers of one check: lock of the device, each thread's memory, errors of failed batches."""
+    """State shared by the layers of one check.
 
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    on_device: of the batches that may be on the device. slots: memory of each thread. errors: of failed batches.
+    """
+
+    on_device: threading.Semaphore = field(default_factory=lambda: threading.BoundedSemaphore(_NUM_ON_DEVICE))
     slots: threading.local = field(default_factory=threading.local)
     errors: list[str] = field(default_factory=list)
 
 
 class BatchedJob:
-    """Check of one layer in batches. `run` may be called from any thread; the device works for one thread at a time."""
+    """Check of one layer in batches. `run` may be called from any thread; the device has few batches at a time."""
 
     def __init__(self, job: Job, staging: BatchStaging, shared: SharedState) -> None:
         """shared: one object for all layers of a check."""
@@ -145,13 +149,14 @@ class BatchedJob:
         if original is not None and raw_layout is not None:
             original.source.read_raw(RawExperts(raw_layout, host[: raw_layout.num_bytes]), raw_layout.ranges)
         try:
-            buffer = host.to(device, non_blocking=True)
-            raw = None if raw_layout is None else RawExperts(raw_layout, buffer[: raw_layout.num_bytes])
-            with self._shared.lock:
+            with self._shared.on_device:
+                buffer = host.to(device, non_blocking=True)
+                raw = None if raw_layout is None else RawExperts(raw_layout, buffer[: raw_layout.num_bytes])
                 return self._compare(experts, raw, reader.decode(stored, buffer[begin:]))
-        finally:  # the slot is used again
+        except BaseException:  # the slot is used again, and may still be copied
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
+            raise
 
     def _slot(self, num_bytes: int) -> torch.Tensor:
         """This thread's memory on the host."""

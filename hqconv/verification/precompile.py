@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -18,24 +19,40 @@ from hqconv.schemas import artifact_names as names
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.verification.kernel import compile_ahead
 
+_TURNS_S = 2e-4
+
 
 @contextmanager
 def begun(tasks: Sequence[Callable[[], object]]) -> Iterator[Callable[[], None]]:
-    """Run tasks in parallel; yield a function that waits for all. Errors are left to the users of the kernels."""
+    """Run tasks in parallel; yield a function that waits for all. Errors are left to the users of the kernels.
+
+    Meanwhile Python's threads take shorter turns: tasks compute in Python for seconds, and a thread that reads or
+    hashes would wait up to 5 ms for each of them whenever a system call ends.
+    """
     if not tasks:
         yield lambda: None
         return
     humming()  # by one thread only: it is patched during the import
-    pool = ThreadPoolExecutor(len(tasks), "hqconv-prepare")
+    pool = ThreadPoolExecutor(len(tasks) + 1, "hqconv-prepare")
+    turns_s = sys.getswitchinterval()
+    sys.setswitchinterval(min(turns_s, _TURNS_S))
     running = [pool.submit(task) for task in tasks]
 
     def finish() -> None:
         wait(running)
 
+    def restore() -> None:
+        finish()
+        sys.setswitchinterval(turns_s)
+
+    pool.submit(restore)
+
     try:
         yield finish
     finally:
-        pool.shutdown(cancel_futures=True)
+        for task in running:
+            task.cancel()
+        pool.shutdown()
 
 
 def kernel_tasks(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,9 @@ from hqconv.api import open_source
 from hqconv.artifact.expert_reader import ExpertReader
 from hqconv.artifact.reader import Artifact
 from hqconv.schemas.grid import ROUND_ROBIN, Grid
+from hqconv.verification import check_batch
 from hqconv.verification import verify as run_module
-from hqconv.verification.check_batch import plan_staging
+from hqconv.verification.check_batch import BatchedJob, plan_staging
 from hqconv.verification.result import CheckResult
 from hqconv.verification.weights import check_weights
 from tests.make import small
@@ -134,6 +137,32 @@ def test_what_fails_in_a_batch_is_looked_at_again(
     result = batched(out, src)
     note = "on cpu; 8 of 8 experts again on the CPU, some after OutOfMemoryError: no memory"
     assert (result.status, result.notes[-1]) == ("pass", note)
+    assert_same_figures(result.measured, expected.measured)
+
+
+def test_two_batches_are_on_the_device_at_a_time(
+    make: Callable[..., Path], src: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = make("mxfp4", Grid(2, 2))
+    expected = batched(out, src)
+    both, inside, most = threading.Barrier(2, timeout=60), threading.Semaphore(0), []
+    compare = BatchedJob._compare
+
+    def counted(self: BatchedJob, *words: Any) -> Any:
+        inside.release()
+        time.sleep(0.05)  # in which a third one would come
+        both.wait()  # for ever with one at a time
+        most.append(inside._value)
+        inside.acquire()
+        return compare(self, *words)
+
+    monkeypatch.setattr(check_batch, "_BATCH_BYTES", 1 << 19)
+    monkeypatch.setattr(BatchedJob, "_compare", counted)
+    with Artifact(out) as artifact, open_source(src) as opened:
+        result = check_weights(artifact, opened, None, 4, GIB, CPU)
+    assert len(most) == 8
+    assert max(most) <= 2
+    assert (result.findings, result.notes) == ([], expected.notes)
     assert_same_figures(result.measured, expected.measured)
 
 

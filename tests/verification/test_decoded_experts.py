@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -143,12 +144,15 @@ def test_preparing_runs_beside_the_checks_and_keeps_its_errors() -> None:
     def fails() -> None:
         raise RuntimeError("the check says it")
 
+    turns_s = sys.getswitchinterval()
     with begun([slow, fails]) as finish:
         assert is_begun.wait(10)
         assert not ended
+        assert sys.getswitchinterval() < turns_s / 10  # other threads need not wait for them
         may_end.set()
         finish()
         assert ended
+    assert sys.getswitchinterval() == turns_s
 
 
 def test_one_task_for_each_kind_of_layer(src: Path, tmp_path: Path) -> None:
