@@ -47,6 +47,7 @@ _OPEN_UNITS, _MAX_OPEN_UNITS = 4, 24
 # Units in work: their files are created in parallel, and the first ones whose files are there take turns, by the bytes
 # fed to them. Linux lets one thread write to a file at a time, and creating one on a RAM disk takes as long as writing.
 _UNITS_IN_WORK, _UNITS_IN_TURN = 3, 2
+_PIECES_IN_FLIGHT = 2  # of a copied shard beside a layer: its one file is written by one thread at a time
 _SHARED_UNITS_IN_WORK = 2  # where processes share the units: what one has taken no other one does
 _MAX_THREADS = 16  # of a stage that reads, writes or hashes
 # Of a batch or a piece, that one thread reads or writes while others take the rest. Every such task waits for Python's
@@ -559,7 +560,9 @@ def _choose(in_work: Sequence[_Job], turns: dict[_Job, int]) -> _Job:
     kept = {job: turns.get(job, least) for job in ready}
     turns.clear()
     turns.update(kept)
-    return min(ready, key=turns.__getitem__)
+    # More pieces of one file would only wait in their slots for each other.
+    are_few = [job for job in ready if job.written is None or job.num_left <= _PIECES_IN_FLIGHT]
+    return min(are_few or ready, key=turns.__getitem__)
 
 
 def _written_bytes(unit: OutputUnit) -> WrittenBytes | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -153,7 +154,8 @@ def test_units_get_as_many_bytes_in_their_turns(tmp_path: Path, monkeypatch: pyt
     save_file({**tensors, "model.embed_tokens.weight": torch.zeros(4096, 128).bfloat16()}, model / "model.safetensors")
     plain = snapshot(hqconv.convert(model, tmp_path / "plain", **OPTIONS).out)
     monkeypatch.setattr(resources, "_CPU_BATCH_BYTES", 1 << 18)
-    monkeypatch.setattr(executor, "_CHUNK_BYTES", 1 << 12)  # pieces are far smaller than batches
+    monkeypatch.setattr(executor, "_CHUNK_BYTES", 1 << 12)
+    monkeypatch.setattr(executor, "_PIECES_IN_FLIGHT", 100)
     fed: list[tuple[str, int]] = []
     read_ahead = Executor._read_ahead
 
@@ -179,3 +181,32 @@ def test_units_get_as_many_bytes_in_their_turns(tmp_path: Path, monkeypatch: pyt
     assert of_unit[copied] > 4 * largest
     # Two units at a time: beside the shard, batches of as many bytes, but for the begin and the end of a unit.
     assert of_unit[copied] - 2 * largest <= of_layers < of_unit[copied] + 3 * largest
+
+
+def test_a_copied_file_takes_few_slots_while_layers_need_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pieces are written one after the other: layers go on while two of them wait."""
+    model = write_qwen3_moe(tmp_path / "model", num_layers=6)
+    tensors = load_file(model / "model.safetensors")
+    save_file({**tensors, "model.embed_tokens.weight": torch.zeros(4096, 128).bfloat16()}, model / "model.safetensors")
+    plain = snapshot(hqconv.convert(model, tmp_path / "plain", **OPTIONS).out)
+    monkeypatch.setattr(resources, "_CPU_BATCH_BYTES", 1 << 18)
+    may_write, fed = threading.Event(), []
+    read_ahead, write = Executor._read_ahead, Executor._write
+
+    def noted(self: Executor, in_flight: Any) -> None:
+        fed.append("layers" if ".layers." in in_flight.job.unit.name else "copied")
+        if fed.count("layers") == 8:
+            may_write.set()
+        read_ahead(self, in_flight)
+
+    def slow(self: Executor, in_flight: Any, runs: Any) -> None:
+        if in_flight.job.written is not None:
+            assert may_write.wait(60)
+        write(self, in_flight, runs)
+
+    monkeypatch.setattr(Executor, "_read_ahead", noted)
+    monkeypatch.setattr(Executor, "_write", slow)
+    assert snapshot(hqconv.convert(model, tmp_path / "out", **OPTIONS).out) == plain
+    before = fed[: [place for place, kind in enumerate(fed) if kind == "layers"][7]]
+    assert before.count("copied") == 2
+    assert fed.count("copied") > 4
