@@ -190,8 +190,12 @@ def test_a_copied_file_takes_few_slots_while_layers_need_them(tmp_path: Path, mo
     save_file({**tensors, "model.embed_tokens.weight": torch.zeros(4096, 128).bfloat16()}, model / "model.safetensors")
     plain = snapshot(hqconv.convert(model, tmp_path / "plain", **OPTIONS).out)
     monkeypatch.setattr(resources, "_CPU_BATCH_BYTES", 1 << 18)
-    may_write, fed = threading.Event(), []
-    read_ahead, write = Executor._read_ahead, Executor._write
+    may_write, fed = threading.Event(), list[str]()
+    open_files, read_ahead, write = Executor._open, Executor._read_ahead, Executor._write
+
+    def open_at_once(self: Executor, job: Any) -> None:
+        open_files(self, job)
+        self._stages.wait(lambda: job.writer is not None)
 
     def noted(self: Executor, in_flight: Any) -> None:
         fed.append("layers" if ".layers." in in_flight.job.unit.name else "copied")
@@ -204,6 +208,7 @@ def test_a_copied_file_takes_few_slots_while_layers_need_them(tmp_path: Path, mo
             assert may_write.wait(60)
         write(self, in_flight, runs)
 
+    monkeypatch.setattr(Executor, "_open", open_at_once)
     monkeypatch.setattr(Executor, "_read_ahead", noted)
     monkeypatch.setattr(Executor, "_write", slow)
     assert snapshot(hqconv.convert(model, tmp_path / "out", **OPTIONS).out) == plain
