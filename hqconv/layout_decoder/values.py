@@ -96,7 +96,7 @@ def unrotated(values: torch.Tensor, block: int) -> torch.Tensor:
     """
     if not block:
         return values
-    out = values.double().view(-1, block) @ _matrix(block, values.device)
+    out = values.double().reshape(-1, block) @ _matrix(block, values.device)
     return out.view(values.shape).to(values.dtype)
 
 

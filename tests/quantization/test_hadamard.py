@@ -62,6 +62,8 @@ def test_it_is_the_hadamard_matrix_and_its_own_inverse(block: int) -> None:
     np.testing.assert_allclose(found.numpy().reshape(-1, block), expected, rtol=0, atol=3e-6)
     np.testing.assert_allclose(unrotated(found, block).numpy(), values.numpy(), rtol=0, atol=3e-6)
     np.testing.assert_allclose(unrotated(values, block).numpy().reshape(-1, block), expected, atol=1e-6)
+    columns = torch.cat([values, values], -1)[..., : values.shape[-1]]  # of a TP rank: not contiguous
+    assert torch.equal(unrotated(columns, block), unrotated(values, block))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
