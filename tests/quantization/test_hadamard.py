@@ -62,8 +62,9 @@ def test_it_is_the_hadamard_matrix_and_its_own_inverse(block: int) -> None:
     np.testing.assert_allclose(found.numpy().reshape(-1, block), expected, rtol=0, atol=3e-6)
     np.testing.assert_allclose(unrotated(found, block).numpy(), values.numpy(), rtol=0, atol=3e-6)
     np.testing.assert_allclose(unrotated(values, block).numpy().reshape(-1, block), expected, atol=1e-6)
-    columns = torch.cat([values, values], -1)[..., : values.shape[-1]]  # of a TP rank: not contiguous
-    assert torch.equal(unrotated(columns, block), unrotated(values, block))
+    exact = values.double()
+    columns = torch.cat([exact, exact], -1)[..., : exact.size(-1)]  # of a TP rank: not contiguous
+    assert torch.equal(unrotated(columns, block), unrotated(exact, block))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
