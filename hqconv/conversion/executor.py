@@ -49,7 +49,7 @@ _OPEN_UNITS, _MAX_OPEN_UNITS = 4, 24
 _UNITS_IN_WORK, _UNITS_IN_TURN = 3, 2
 _PIECES_IN_FLIGHT = 2  # of a copied shard beside a layer: its one file is written by one thread at a time
 _SHARED_UNITS_IN_WORK = 2  # where processes share the units: what one has taken no other one does
-_MAX_THREADS = 16  # of a stage that reads, writes or hashes
+_MIN_THREADS, _MAX_THREADS = 4, 16  # of a stage that reads, writes or hashes
 # Of a batch or a piece, that one thread reads or writes while others take the rest. Every such task waits for Python's
 # lock a few times: beside a GPU, whose batches come faster, tasks are larger.
 _CHUNK_BYTES, _GPU_CHUNK_BYTES = 16 << 20, 32 << 20
@@ -176,7 +176,7 @@ class Executor:
         self._scales, self._prefetch = scales, prefetch
         self._source, self._folder, self._device = source, folder, resources.device
         self._staging, self._meter, self._profile = staging, meter, profile
-        num_threads = min(_MAX_THREADS, max(4, resources.num_threads))
+        num_threads = min(_MAX_THREADS, max(_MIN_THREADS, resources.num_threads))
         self._digests = digest_processes(resources.num_threads)
         self._stages = Stages(
             {
