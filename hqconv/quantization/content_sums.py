@@ -17,6 +17,7 @@ from hqconv.schemas.weight_schema import WeightSchema
 _WORD_BYTES = 4
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _LEAST_ROWS = 256  # of one helper thread's part
+_COMPILED_ROWS = 16  # 1 MB of a copied tensor: with less, the loop would only be compiled for it
 _SMALL_BYTES = 8 << 10  # of a copied tensor that is summed together with others: at most one row
 _BATCH_BYTES = 256 << 10  # of such tensors together: a dozen temporary arrays of a few times this size
 _LAST_WORD = np.array([-1, 0xFF, 0xFFFF, 0xFFFFFF], np.int32)  # the bits of a tensor's last word, by its bytes modulo 4
@@ -147,7 +148,11 @@ def _sums_of_small(data: NDArray[np.uint8], begins: NDArray[np.int64], sizes: ND
 
 
 def _dots(rows: NDArray[np.int32], columns: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Return the sum of each row's words times their columns' factors, int64 [R]: nothing is compiled for it."""
+    """Return the sum of each row's words times their columns' factors, int64 [R]; by a compiled loop for many rows."""
+    if len(rows) >= _COMPILED_ROWS:
+        found = np.empty(len(rows), np.int64)
+        sum_rows(rows, columns, 0, len(rows), found)
+        return found
     sums: NDArray[np.int64] = np.einsum("rk,k->r", rows, columns, dtype=np.int64, casting="unsafe")
     return sums
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -160,3 +161,15 @@ def test_the_dtype_and_the_shape_count() -> None:
     found = {of_copied(5, dtype, shape) for dtype in ("BF16", "F16") for shape in ((2, 3), (3, 2), (6,))}
     assert len(found) == 6
     assert all(len(one) == 16 for one in found)
+
+
+@pytest.mark.parametrize("start", [0, 4, 8190, 1 << 20])
+def test_a_large_tensor_is_summed_by_a_loop_as_a_small_one(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = np.random.default_rng(start).integers(0, 256, (1 << 22) + 12, np.uint8)
+    loop = mock.Mock(wraps=content_sums.sum_rows)
+    monkeypatch.setattr(content_sums, "sum_rows", loop)
+    found = sum_of_bytes(data, start)
+    assert loop.called
+    monkeypatch.setattr(content_sums, "_COMPILED_ROWS", 1 << 40)
+    assert found == sum_of_bytes(data, start)
+    assert loop.call_count == 1
