@@ -103,7 +103,7 @@ def test_the_shard_is_read_once_while_it_is_written(
     assert SHARD not in hashed
     assert len(hashed) == len(report.plan.layers)  # their files
     assert offsets[0] == 0
-    assert len(offsets) > 2
+    assert len(offsets) >= 2  # the header is hashed before the first piece is there
     assert all(name.startswith("hqconv-finish") for name in threads)
 
 
