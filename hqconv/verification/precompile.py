@@ -19,7 +19,7 @@ from hqconv.schemas import artifact_names as names
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.verification.kernel import compile_ahead
 
-_TURNS_S = 2e-4
+_TURNS_S = 2e-4  # of Python's threads
 
 
 @contextmanager
@@ -35,7 +35,8 @@ def begun(tasks: Sequence[Callable[[], object]]) -> Iterator[Callable[[], None]]
     humming()  # by one thread only: it is patched during the import
     pool = ThreadPoolExecutor(len(tasks) + 1, "hqconv-prepare")
     turns_s = sys.getswitchinterval()
-    sys.setswitchinterval(min(turns_s, _TURNS_S))
+    if turns_s > _TURNS_S:  # else another verification restores it
+        sys.setswitchinterval(_TURNS_S)
     running = [pool.submit(task) for task in tasks]
 
     def finish() -> None:
@@ -43,10 +44,10 @@ def begun(tasks: Sequence[Callable[[], object]]) -> Iterator[Callable[[], None]]
 
     def restore() -> None:
         finish()
-        sys.setswitchinterval(turns_s)
+        if turns_s > _TURNS_S:
+            sys.setswitchinterval(turns_s)
 
     pool.submit(restore)
-
     try:
         yield finish
     finally:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import hqconv
 from hqconv.artifact.manifest import read_manifest
-from hqconv.conversion import executor, output_folder
+from hqconv.conversion import executor, output_folder, resources
 from hqconv.conversion.executor import WrittenBytes
 from hqconv.errors import OutputError
 from hqconv.io.file_access import sha256_as_written
@@ -66,6 +66,7 @@ def test_a_file_that_was_cut_off(tmp_path: Path) -> None:
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model with a shard of many pieces."""
     monkeypatch.setattr(executor, "_CHUNK_BYTES", 1 << 12)
+    monkeypatch.setattr(resources, "_CPU_BATCH_BYTES", 1)  # one expert: as large as a piece
     model = write_qwen3_moe(tmp_path / "model")
     tensors = load_file(model / SHARD)
     noise = torch.randn(1024, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -103,7 +104,7 @@ def test_the_shard_is_read_once_while_it_is_written(
     assert SHARD not in hashed
     assert len(hashed) == len(report.plan.layers)  # their files
     assert offsets[0] == 0
-    assert len(offsets) >= 2  # the header is hashed before the first piece is there
+    assert len(offsets) > 2
     assert all(name.startswith("hqconv-finish") for name in threads)
 
 

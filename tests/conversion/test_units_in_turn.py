@@ -148,12 +148,25 @@ def test_copied_shards_alternate_with_layers(tmp_path: Path) -> None:
     assert take_in_turn([]) == []
 
 
-def test_units_get_as_many_bytes_in_their_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def copied_and_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Any]:
+    """A model with a copied shard of many pieces, and its artifact; from now on files are there before their bytes."""
     model = write_qwen3_moe(tmp_path / "model", num_layers=6)
     tensors = load_file(model / "model.safetensors")
     save_file({**tensors, "model.embed_tokens.weight": torch.zeros(4096, 128).bfloat16()}, model / "model.safetensors")
     plain = snapshot(hqconv.convert(model, tmp_path / "plain", **OPTIONS).out)
     monkeypatch.setattr(resources, "_CPU_BATCH_BYTES", 1 << 18)
+    open_files = Executor._open
+
+    def open_at_once(self: Executor, job: Any) -> None:
+        open_files(self, job)
+        self._stages.wait(lambda: job.writer is not None)
+
+    monkeypatch.setattr(Executor, "_open", open_at_once)
+    return model, plain
+
+
+def test_units_get_as_many_bytes_in_their_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = copied_and_layers(tmp_path, monkeypatch)
     monkeypatch.setattr(executor, "_CHUNK_BYTES", 1 << 12)
     monkeypatch.setattr(executor, "_PIECES_IN_FLIGHT", 100)
     fed: list[tuple[str, int]] = []
@@ -163,12 +176,6 @@ def test_units_get_as_many_bytes_in_their_turns(tmp_path: Path, monkeypatch: pyt
         fed.append((in_flight.job.unit.name, in_flight.item.num_bytes))
         read_ahead(self, in_flight)
 
-    def open_at_once(self: Executor, job: Any) -> None:
-        open_files(self, job)
-        self._stages.wait(lambda: job.writer is not None)
-
-    open_files = Executor._open
-    monkeypatch.setattr(Executor, "_open", open_at_once)
     monkeypatch.setattr(Executor, "_read_ahead", noted)
     assert snapshot(hqconv.convert(model, tmp_path / "out", **OPTIONS).out) == plain
     (copied,) = {name for name, _ in fed if "layers" not in name}
@@ -179,23 +186,16 @@ def test_units_get_as_many_bytes_in_their_turns(tmp_path: Path, monkeypatch: pyt
     of_layers = sum(of_unit.values()) - of_unit[copied]
     largest = max(num_bytes for _, num_bytes in fed)
     assert of_unit[copied] > 4 * largest
-    # Two units at a time: beside the shard, batches of as many bytes, but for the begin and the end of a unit.
+    # Two units at a time: beside the shard, batches of as many bytes, but for the begin and the end of a unit, and
+    # for a piece, which is as large as a batch.
     assert of_unit[copied] - 2 * largest <= of_layers < of_unit[copied] + 3 * largest
 
 
 def test_a_copied_file_takes_few_slots_while_layers_need_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its pieces are written one after the other: layers go on while two of them wait."""
-    model = write_qwen3_moe(tmp_path / "model", num_layers=6)
-    tensors = load_file(model / "model.safetensors")
-    save_file({**tensors, "model.embed_tokens.weight": torch.zeros(4096, 128).bfloat16()}, model / "model.safetensors")
-    plain = snapshot(hqconv.convert(model, tmp_path / "plain", **OPTIONS).out)
-    monkeypatch.setattr(resources, "_CPU_BATCH_BYTES", 1 << 18)
+    model, plain = copied_and_layers(tmp_path, monkeypatch)
     may_write, fed = threading.Event(), list[str]()
-    open_files, read_ahead, write = Executor._open, Executor._read_ahead, Executor._write
-
-    def open_at_once(self: Executor, job: Any) -> None:
-        open_files(self, job)
-        self._stages.wait(lambda: job.writer is not None)
+    read_ahead, write = Executor._read_ahead, Executor._write
 
     def noted(self: Executor, in_flight: Any) -> None:
         fed.append("layers" if ".layers." in in_flight.job.unit.name else "copied")
@@ -208,7 +208,6 @@ def test_a_copied_file_takes_few_slots_while_layers_need_them(tmp_path: Path, mo
             assert may_write.wait(60)
         write(self, in_flight, runs)
 
-    monkeypatch.setattr(Executor, "_open", open_at_once)
     monkeypatch.setattr(Executor, "_read_ahead", noted)
     monkeypatch.setattr(Executor, "_write", slow)
     assert snapshot(hqconv.convert(model, tmp_path / "out", **OPTIONS).out) == plain
