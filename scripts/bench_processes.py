@@ -2,16 +2,18 @@
 
     python scripts/bench_processes.py [--processes 1,2] [--device cuda] [--size 64] [--schemas mxfp4] [--runs 3]
                                       [--sinks null,files] [--threads N] [--work FOLDER] [--no-warm-up]
+                                      [--traces FOLDER]
 
 Makes a Qwen3-MoE-shaped checkpoint (experts [768, 2048]) of about `--size` GB in the folder, reads it into the page
 cache, and alternates conversions by one process with conversions by several (torchrun on this machine), `--runs` times
 after one uncounted round. `--threads` is the sum of all processes. With the sink `null` no weights are written:
-processes that write into one file system in memory are limited by it. Prints one JSON line for each schema and sink;
-for each number of processes:
+processes that write into one file system in memory are limited by it. `--traces FOLDER` keeps a trace of each process
+of the last run, for ui.perfetto.dev. Prints one JSON line for each schema and sink; for each number of processes:
 
     launch_s   from the start of the command to the first line of the last process: the difference is torchrun's time
     load_s     until all processes are at work: imports, CUDA, planning, and the check of the shared folder
     work_s     from the first process at work to the end of the last one
+    cpu_s      core-seconds of all processes in that time, and of the processes that hash for them
     steady     GB/s of the source after the first batch of any process, without the bytes written or in flight then
     whole      GB/s of the source by the time of the whole command
 
@@ -23,6 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -36,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.bench import cached_source, convert, default_threads
 
-FIGURES = ("launch_s", "load_s", "work_s", "steady_gb_per_s", "whole_gb_per_s")
+FIGURES = ("launch_s", "load_s", "work_s", "cpu_s", "steady_gb_per_s", "whole_gb_per_s")
 
 
 def child(job: dict[str, Any]) -> None:
@@ -51,18 +54,27 @@ def child(job: dict[str, Any]) -> None:
     run = Executor.run
 
     def timed(self: Executor, units: Any) -> None:
-        moments["began"] = time.monotonic()
+        moments["began"], cpu_s = time.monotonic(), core_seconds()
         run(self, units)
-        moments["ended"] = time.monotonic()
+        moments["ended"], moments["cpu_s"] = time.monotonic(), core_seconds() - cpu_s
         moments["warm"] = self._profile._warm_at or moments["ended"]  # a process may get no unit
 
     Executor.run = timed  # type: ignore[method-assign]
-    found = convert(job["source"], job["out"], {**job["options"], "distributed": True}, job["sink"])
+    options = {**job["options"], "distributed": True}
+    if job["trace"]:
+        options["trace"] = f"{job['trace']}-{os.environ.get('RANK', '0')}.trace.json"
+    found = convert(job["source"], job["out"], options, job["sink"])
     staging = found["profile"]["staging"]
     in_flight = staging["num_slots"] * staging["slot_bytes"] * (2 if staging["out_bytes"] else 1)
     in_flight += found["profile"]["warm_up_gigabytes"] * 1e9
     document = {**moments, "bytes_in": found["bytes_in"], "in_flight": in_flight}
     Path(job["moments"], os.environ.get("RANK", "0")).write_text(json.dumps(document))
+
+
+def core_seconds() -> float:
+    """Processor time of this process and of its children that have ended."""
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def measure(num_processes: int, job: dict[str, Any]) -> dict[str, float]:
@@ -86,6 +98,7 @@ def measure(num_processes: int, job: dict[str, Any]) -> dict[str, float]:
         "launch_s": max(one["started"] for one in found) - launched,
         "load_s": max(one["began"] for one in found) - min(one["started"] for one in found),
         "work_s": ended - began,
+        "cpu_s": sum(one["cpu_s"] for one in found),
         "steady_gb_per_s": steady_bytes / 1e9 / (ended - min(one["warm"] for one in found)),
         "whole_gb_per_s": num_bytes / 1e9 / seconds,
     }
@@ -99,7 +112,14 @@ def rounds(source: Path, schema: str, sink: str, args: argparse.Namespace) -> di
         for number, results in found.items():
             options = {"schema": schema, "target": "sm90", "device": args.device, "max_memory": args.max_memory}
             options["threads"] = max(1, args.threads // number)
-            job = {"source": str(source), "out": str(args.work / "out"), "options": options, "sink": sink}
+            trace = "" if args.traces is None else str(args.traces.resolve() / f"{schema}-{sink}-{number}")
+            job = {
+                "source": str(source),
+                "out": str(args.work / "out"),
+                "options": options,
+                "sink": sink,
+                "trace": trace,
+            }
             result = measure(number, job)
             if count:
                 results.append(result)
@@ -134,7 +154,10 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--no-warm-up", action="store_true", help="kernels are compiled already")
     parser.add_argument("--work", type=Path, default=None)
+    parser.add_argument("--traces", type=Path, default=None)
     args = parser.parse_args()
+    if args.traces is not None:
+        args.traces.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         args.work = Path(folder) if args.work is None else args.work
         args.work.mkdir(parents=True, exist_ok=True)

@@ -146,7 +146,7 @@ def plan_staging(
 
     for option, (limit, need, what) in needs.items():
         _check_fits(option, max(need(layer, 1) for layer in layers), limit, what)
-    target = _CUDA_BATCH_BYTES if resources.is_cuda else _CPU_BATCH_BYTES * min(4, resources.threads_per_lane)
+    target = _CUDA_BATCH_BYTES if resources.is_cuda else _cpu_batch_bytes(resources.threads_per_lane)
     largest = max(max(_expert_bytes(b), 2 * _num_weights(b)) for b in layers)
     num_experts = max(1, min(target // largest, max(b.layer.num_experts for b in layers)))
     while num_experts > 1 and num_fitting(num_experts) < wanted:
@@ -157,6 +157,11 @@ def plan_staging(
     slot_bytes = slot_bytes if reads_ahead else min(slot_bytes, _PIECE_BYTES)
     lane_bytes = max(host(b, num_experts) for b in layers)
     return Staging(num_lanes, num_experts, slot_bytes, out_bytes, lane_bytes)
+
+
+def _cpu_batch_bytes(threads_per_lane: int) -> int:
+    """Return the size of a batch: with helper threads larger, as every batch makes them wait for Python's lock."""
+    return _CPU_BATCH_BYTES * (1 if threads_per_lane == 1 else min(8, 2 * threads_per_lane))
 
 
 def _largest_batch(planned: MoeLayerPlan, num_experts: int) -> int:
@@ -173,7 +178,7 @@ def gpu_staging_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
 
 def working_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
     """Return an upper bound of one lane's host memory for batches of this layer: slots and temporaries."""
-    layer, encoding = planned.layer, planned.encoding
+    layer, encoding, num_experts = planned.layer, planned.encoding, _largest_batch(planned, num_experts)
     numbers = math.prod(encoding.shapes["w2"])
     stored = _stored_bytes(planned)
     is_viewed = any(not p.is_run for parts in layer.parts.values() for p in parts.values())
@@ -209,7 +214,7 @@ def _calibration_bytes(planned: MoeLayerPlan) -> int:
 
 def gpu_working_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
     """Return an upper bound of one lane's GPU memory for a batch of this layer."""
-    layer = planned.layer
+    layer, num_experts = planned.layer, _largest_batch(planned, num_experts)
     numbers = math.prod(planned.encoding.shapes["w2"]) * num_experts
     live = 3 * _stored_bytes(planned) * num_experts + _GPU_BYTES_PER_WEIGHT * numbers
     if planned.encoding.quantizer != RTN:

@@ -251,6 +251,9 @@ def _repack(words: Array, zeros: Array, facts: tuple[int, ...], out: Array) -> N
 _UNSIGNED: dict[int, type[np.unsignedinteger[Any]]] = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
+_LEAST_SCALE_BYTES = 1 << 20  # of one helper thread's part: some 0.5 ms
+
+
 def transpose_scales(scale: torch.Tensor, on_results: bool) -> torch.Tensor:
     """Twin of `humming.transform.transform_humming_weight_scale` without block scales, of a contiguous [..., N, G].
 
@@ -263,12 +266,8 @@ def transpose_scales(scale: torch.Tensor, on_results: bool) -> torch.Tensor:
     bits = scale.contiguous().flatten().view(torch.uint8).numpy().view(_UNSIGNED[scale.element_size()])
     source = bits.reshape(-1, shape_n, num_groups)
     out = np.empty((len(source), num_groups, shape_n), source.dtype)
-
-    def transpose(experts: slice) -> None:
-        for one, result in zip(source[experts], out[experts], strict=True):
-            repack_loops.transpose_scales(one, order, result)
-
-    in_parts(transpose, len(source))
+    least = -(-_LEAST_SCALE_BYTES // max(1, source[:1].nbytes))
+    in_parts(lambda e: repack_loops.transpose_scales(source[e], order, out[e]), len(source), least)
     values = torch.from_numpy(out.reshape(-1).view(np.uint8)).view(scale.dtype)
     return values.view(*scale.shape[:-2], num_groups, shape_n)
 

@@ -16,7 +16,7 @@ from hqconv.schemas.weight_schema import WeightSchema
 
 _WORD_BYTES = 4
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-_LEAST_ROWS = 256  # of one helper thread's part
+_LEAST_WORDS = 1 << 20  # of one helper thread's part: some 0.1 ms
 _COMPILED_ROWS = 16  # 1 MB of a copied tensor: with less, the loop would only be compiled for it
 _SMALL_BYTES = 8 << 10  # of a copied tensor that is summed together with others: at most one row
 _BATCH_BYTES = 256 << 10  # of such tensors together: a dozen temporary arrays of a few times this size
@@ -75,7 +75,8 @@ def compiled_row_sums(stack: torch.Tensor) -> torch.Tensor:
     values, columns = stack.contiguous().view(-1, num_columns).numpy(), factors("column", num_columns)
     sums = torch.empty(num_experts, num_rows, dtype=torch.int64)
     out = sums.view(-1).numpy()
-    in_parts(lambda part: sum_rows(values, columns, part.start, part.stop, out), len(values), _LEAST_ROWS)
+    least_rows = -(-_LEAST_WORDS // max(1, num_columns))
+    in_parts(lambda part: sum_rows(values, columns, part.start, part.stop, out), len(values), least_rows)
     return sums
 
 

@@ -66,6 +66,8 @@ def test_workers_fit_into_both_memories(model: Path, gpu: dict[str, Any]) -> Non
     assert staged(CPU, 3 * host, 4) == (3, 1)
     assert staged(CPU, GIB, 8) == (4, total)  # each with a helper
     assert staged(CPU, 2 * working_bytes(layers[0], 2), 2) == (2, 2)  # as many lanes as asked for, then experts
+    assert working_bytes(layers[0], total - 1) == working_bytes(layers[0], total // 2)  # a layer's batches are equal
+    assert gpu_working_bytes(layers[0], total - 1) == gpu_working_bytes(layers[0], total // 2)
     assert staged(CUDA, GIB, 8, 2 * device) == (2, 1)
     assert staged(CUDA, pinned, 8, GIB) == (1, 1)
     assert staged(CUDA, GIB, 8) == (3, total)  # of a GPU that is free enough

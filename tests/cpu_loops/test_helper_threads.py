@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
 import pytest
 import torch
 
 from hqconv.cpu_loops import helper_threads
 from hqconv.cpu_loops.helper_threads import Helpers, in_parts
+from hqconv.humming_layout import cpu_ops
 from hqconv.humming_layout.transform import kernel_form, to_kernel
+from hqconv.quantization import content_sums
+from hqconv.quantization.content_sums import compiled_row_sums
 from hqconv.quantization.quantize import quantize_stacks
+from hqconv.schemas.sum_factors import factors
 from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.conversions import kernel_spec_of
 from tests.make.matrices import SCHEMAS, hard_matrix
@@ -85,3 +90,24 @@ def test_helpers_change_no_bit(name: str) -> None:
             assert_same(ours.tensors[key], tensor, key)
         for key, tensor in their_kernel.items():
             assert_same(kernel[key], tensor, key)
+
+
+@pytest.mark.parametrize("are_split", [False, True])
+def test_helpers_take_parts_of_large_arrays_only(monkeypatch: pytest.MonkeyPatch, are_split: bool) -> None:
+    """A part that takes less than its way to a helper stays with its thread; parts change no bit."""
+    scales = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (5, 128, 12), np.uint8))
+    expected = scales[:, torch.arange(64).view(8, 8).t().flatten()].transpose(1, 2)  # of the first 64 rows
+    sums = (scales.long() * torch.from_numpy(factors("column", 12).astype("int64"))).sum(2)
+    if are_split:
+        monkeypatch.setattr(cpu_ops, "_LEAST_SCALE_BYTES", 1)
+        monkeypatch.setattr(content_sums, "_LEAST_WORDS", 1)
+    num_parts: list[int] = []
+    run = Helpers.run
+    monkeypatch.setattr(
+        Helpers, "run", lambda self, task, parts: (num_parts.append(len(parts)), run(self, task, parts))
+    )
+    found: list[torch.Tensor] = []
+    with_helpers(lambda: found.extend((cpu_ops.transpose_scales(scales, False), compiled_row_sums(scales))))
+    assert same_bits(found[0][..., :64], expected.contiguous())
+    assert same_bits(found[1], sums)
+    assert num_parts == ([5, 8] if are_split else [])
