@@ -103,7 +103,7 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Bytes to write at one offset of one of the unit's files."""
+    """Bytes to write at one offset of one of the unit's files: flat, uint8."""
 
     file: int
     offset_bytes: int
@@ -117,7 +117,7 @@ def split_runs(runs: Iterable[Run], num_bytes: int) -> list[list[Run]]:
     filled = num_bytes
     for run in runs:
         for start in range(0, run.num_bytes, num_bytes):
-            data = run.data.view(torch.uint8).view(-1)[start : start + num_bytes]
+            data = run.data if run.num_bytes <= num_bytes else run.data[start : start + num_bytes]
             if filled >= num_bytes:
                 chunks.append([])
                 filled = 0

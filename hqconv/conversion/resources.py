@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -148,9 +149,10 @@ def plan_staging(
         _check_fits(option, max(need(layer, 1) for layer in layers), limit, what)
     target = _CUDA_BATCH_BYTES if resources.is_cuda else _cpu_batch_bytes(resources.threads_per_lane)
     largest = max(max(_expert_bytes(b), 2 * _num_weights(b)) for b in layers)
-    num_experts = max(1, min(target // largest, max(b.layer.num_experts for b in layers)))
-    while num_experts > 1 and num_fitting(num_experts) < wanted:
-        num_experts //= 2
+    sizes = range(1, 1 + max(1, min(target // largest, max(b.layer.num_experts for b in layers))))
+    # The largest batch of which as many as wanted fit; of one expert, if there is none.
+    num_experts = max(1, bisect_left(sizes, True, key=lambda count: num_fitting(count) < wanted))
+    num_experts = max(_largest_batch(b, num_experts) for b in layers)  # batches of a layer are equal
     slot_bytes = max(RawLayout(b.layer, range(_largest_batch(b, num_experts))).num_bytes for b in layers)
     num_lanes = max(1, min(num_fitting(num_experts), wanted))
     out_bytes = max(_bytes_out(b, _largest_batch(b, num_experts)) for b in layers) if resources.is_cuda else 0
@@ -161,7 +163,7 @@ def plan_staging(
 
 def _cpu_batch_bytes(threads_per_lane: int) -> int:
     """Return the size of a batch: with helper threads larger, as every batch makes them wait for Python's lock."""
-    return _CPU_BATCH_BYTES * (1 if threads_per_lane == 1 else min(8, 2 * threads_per_lane))
+    return _CPU_BATCH_BYTES * (1 if threads_per_lane == 1 else min(16, 4 * threads_per_lane))
 
 
 def _largest_batch(planned: MoeLayerPlan, num_experts: int) -> int:

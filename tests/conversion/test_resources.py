@@ -82,6 +82,19 @@ def test_workers_fit_into_both_memories(model: Path, gpu: dict[str, Any]) -> Non
         assert caught.value.exit_code == 2
 
 
+def test_batches_are_as_large_as_memory_admits(tmp_path: Path) -> None:
+    """Equal batches of a layer's 16 experts: as many lanes as asked for, then the fewest batches that fit."""
+    source, plan = open_plan(write_qwen3_moe(tmp_path / "model", num_layers=1, num_experts=16), "mxfp4")
+    source.close()
+    needs = {count: working_bytes(plan.layers[0], count) for count in (1, 4, 6, 8, 16)}
+    assert sorted(needs.values()) == list(needs.values())
+    for count, need in needs.items():
+        staging = plan_staging(plan.layers, Resources(CPU, 2 * need, 2))
+        assert (staging.num_lanes, staging.num_experts, staging.lane_bytes) == (2, count, need)
+        smaller = plan_staging(plan.layers, Resources(CPU, 2 * need - 1, 2))
+        assert (smaller.num_lanes, smaller.num_experts) < (2, count)
+
+
 def test_torch_is_held_to_the_bound_and_given_back(gpu: dict[str, Any]) -> None:
     with bounded_gpu(Resources(CUDA, GIB, 1, 8 * GIB)):
         assert gpu["fraction"] == 0.1
