@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from tests.make.effort import ALL
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
+NUM_CASES = 8  # of each function, at most, in `make test`
 SENTENCE = re.compile(r"[^a-z\s].*[.?!]", re.DOTALL)
 
 
@@ -29,19 +29,24 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect `full` tests and all but one in `every` cases of `sampled` ones, unless all or one case is asked for."""
+    """Deselect `full` tests, and cases beyond a sample of each function, unless all or one case is asked for."""
     if ALL or any("[" in argument for argument in config.args):
         return
-    kept, left_out = [], []
-    num_seen: Counter[str] = Counter()
+    of_function: dict[str, list[pytest.Item]] = {}
     for item in items:
-        function = item.nodeid.partition("[")[0]
-        sampled = item.get_closest_marker("sampled")
-        is_left_out = item.get_closest_marker("full") or (sampled and num_seen[function] % sampled.args[0])
-        num_seen[function] += 1
-        (left_out if is_left_out else kept).append(item)
-    items[:] = kept
-    config.hook.pytest_deselected(items=left_out)
+        of_function.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = {item for cases in of_function.values() for item in sample(cases)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def sample(cases: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
+    """Cases of one function that `make test` runs: evenly spread, as many as NUM_CASES or one in `sampled`'s number."""
+    cases = [case for case in cases if not case.get_closest_marker("full")]
+    sampled = cases[0].get_closest_marker("sampled") if cases else None
+    every = sampled.args[0] if sampled else 1
+    count = min(-(-len(cases) // every), NUM_CASES)
+    return [cases[number * len(cases) // count] for number in range(count)]
 
 
 @pytest.fixture(autouse=True)

@@ -69,6 +69,7 @@ def change(folder: Path) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.full
 def test_night_after_night(hubs: BothHubs, tmp_path: Path) -> None:
     first = publish()
     assert (first.passed, first.was_published, first.commit) == (True, False, hubs.uploads.oid("main"))
@@ -191,7 +192,7 @@ def start(hubs: BothHubs, root: Path) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("moment", ["shard", "batch", "commit", *range(9)])
 def test_killed_anywhere_and_run_again(hubs: BothHubs, model: Path, tmp_path: Path, moment: str | int) -> None:
     """The repo holds the old artifact or the new one; the next run ends at the commit of an undisturbed one."""

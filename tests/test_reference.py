@@ -203,6 +203,7 @@ def reference(documents: Documents) -> Reference:
     return Reference.read(PAGE)
 
 
+@pytest.mark.full
 def test_every_key_has_a_row_and_every_row_a_key(documents: Documents, reference: Reference) -> None:
     wrong = [
         f"{name}{problem}" for name, (table, words) in documents.items() for problem in reference.problems(words, table)

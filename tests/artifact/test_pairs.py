@@ -229,7 +229,7 @@ def test_faults_are_found(
     assert copy.check()[1].findings
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("pair", FUSED, ids="-".join)
 def test_every_bit_of_a_fused_second_scale_counts(
     pair: tuple[str, str, str], make: Make, source: Callable[[int], Path], tmp_path: Path

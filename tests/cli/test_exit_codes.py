@@ -169,6 +169,7 @@ def summary(model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(call("convert", model, "-o", out, *OPTIONS, "--json").stdout)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stream", STREAMS)
 def test_a_finished_conversion_is_0_whatever_becomes_of_stdout(stream: str, summary: str) -> None:
     more, variables = STREAMS[stream]

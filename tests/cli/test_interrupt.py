@@ -64,7 +64,7 @@ def older(model: Path, commands: Commands, tmp_path_factory: pytest.TempPathFact
 # --- conversions -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.full
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_a_conversion_stops_at_any_moment_and_can_be_resumed(
     number: Signals, model: Path, commands: Commands, whole: tuple[Path, float], older: Path, tmp_path: Path
@@ -96,6 +96,7 @@ def test_a_conversion_stops_at_any_moment_and_can_be_resumed(
     assert num_stopped >= NUM_MOMENTS / 3
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_a_verification_stops(number: Signals, model: Path, commands: Commands, whole: tuple[Path, float]) -> None:
     asked = ("verify", whole[0], "--source", model, "--device", "cpu", "--threads", "2")
@@ -305,6 +306,7 @@ def read_terminal(descriptor: int) -> bytes:
 # --- several processes -------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_team_stops_and_its_first_speaks(
     model: Path, commands: Commands, whole: tuple[Path, float], tmp_path: Path
 ) -> None:

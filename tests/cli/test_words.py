@@ -312,6 +312,7 @@ def terminal(*arguments: object, columns: int) -> str:
     return seen.decode()
 
 
+@pytest.mark.full
 def test_verify_shows_how_far_it_is(model: Path, tmp_path: Path) -> None:
     run(model, tmp_path / "out", "mxfp4")
     seen = terminal("verify", tmp_path / "out", "--source", model, "--device", "cpu", columns=80)

@@ -142,6 +142,7 @@ def assert_kept(out: Path, written: Written, roles: Collection[str] = ("w1", "w3
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-9)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", ["gptq", "gptq-zp", "ct", "ct-zp"])
 @pytest.mark.parametrize("grid", GRIDS)
 def test_w2_alone_with_an_order_keeps_every_code(kind: str, grid: Grid, tmp_path: Path) -> None:

@@ -94,6 +94,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", REQUESTS)
 def test_the_recipe_keeps_its_promise(name: str, src: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
@@ -232,6 +233,7 @@ def test_it_beats_one_schema_for_all_layers_of_its_size(src: Path, tmp_path: Pat
 # --- importance ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_importance_weighs_the_errors(src: Path, tmp_path: Path) -> None:
     """The loss of each layer, computed with numpy from the weights that the artifact of one schema decodes to."""
     columns = columns_of(src, ratio=50)
@@ -360,6 +362,7 @@ while fatal <= last:
 """
 
 
+@pytest.mark.full
 def test_a_killed_run_goes_on_to_the_same_bytes(src: Path, tmp_path: Path) -> None:
     """Killed before each call that touches the disk, in the middle of each line of the journal, and run again."""
     options = {"src": str(src), "bits": 7.0, "candidates": "int4-g32,int8", "target": "sm90", "device": "cpu"}

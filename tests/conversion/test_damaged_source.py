@@ -188,7 +188,7 @@ def test_damaged_between_two_runs(damaged: Damaged, tmp_path: Path) -> None:
         flip(damaged.root / name, -1)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.usefixtures("slow_digests")
 @pytest.mark.parametrize("name", [*RANK_FILES, "model.safetensors", "tokenizer.json"])
 def test_nothing_made_of_damaged_bytes_is_kept(damaged: Damaged, tmp_path: Path, name: str) -> None:

@@ -102,7 +102,7 @@ def test_processes_together_make_the_same_bytes(src: Path, alone: dict[str, str]
     assert os.listdir(tmp_path) == ["out"]  # noqa: PTH208
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.full
 @pytest.mark.parametrize("at", ["begun", "recorded"])
 def test_a_killed_process_is_survived(at: str, src: Path, alone: dict[str, str], tmp_path: Path) -> None:
     out = tmp_path / "out"
@@ -114,6 +114,7 @@ def test_a_killed_process_is_survived(at: str, src: Path, alone: dict[str, str],
     assert snapshot(out) == alone
 
 
+@pytest.mark.full
 def test_one_process_goes_on_where_several_were(src: Path, alone: dict[str, str], tmp_path: Path) -> None:
     from hqconv.schemas.grid import Grid
 
@@ -308,6 +309,7 @@ def test_work_hears_of_a_failure_elsewhere(quick: None) -> None:
         assert peers.groups[0].count("failures", 0) == 1
 
 
+@pytest.mark.full
 def test_processes_of_a_suspended_job_go_on(tmp_path: Path) -> None:
     """For longer than a process may be silent; both are threads of one process here."""
     script = """

@@ -57,6 +57,7 @@ def product_errors(out: Path, src: Path, columns: dict[str, torch.Tensor]) -> di
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schema", ["mxfp4", "nvfp4", "int4-g64-zp"])
 def test_products_are_closer_and_the_artifact_is_proven(schema: str, src: Path, file: Path, tmp_path: Path) -> None:
     run(src, tmp_path / "mse", schema, quantizer="mse", importance=file)
@@ -70,6 +71,7 @@ def test_products_are_closer_and_the_artifact_is_proven(schema: str, src: Path, 
     assert words["importance"] == {"sha256": words["files"][FILE]["sha256"], "file": FILE}
 
 
+@pytest.mark.full
 def test_nothing_but_the_request_decides_the_bytes(src: Path, file: Path, tmp_path: Path) -> None:
     ways: dict[str, dict[str, Any]] = {
         "one": {"threads": 1, "max_memory": 64 << 20},

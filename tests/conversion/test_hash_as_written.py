@@ -83,7 +83,8 @@ def test_the_shard_is_read_once_while_it_is_written(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed, offsets, threads = list[str](), list[int](), set[str]()
-    sha256_of, as_written = output_folder.sha256_of, output_folder.sha256_as_written
+    sha256_of, as_written, add = output_folder.sha256_of, output_folder.sha256_as_written, WrittenBytes.add
+    header_ends, is_behind = list[int](), threading.Event()
 
     def noted(path: Path, *arguments: Any) -> str:
         hashed.append(path.name.removesuffix(".partial"))
@@ -93,10 +94,20 @@ def test_the_shard_is_read_once_while_it_is_written(
         def wait(offset: int) -> int:
             offsets.append(offset)
             threads.add(threading.current_thread().name)
+            if len(offsets) > 2:  # of the start, of the header's end, and of a piece's
+                is_behind.set()
             return int(wait_beyond(offset))
 
         return as_written(descriptor, size, wait, *arguments)
 
+    def held(written: WrittenBytes, begin: int, end: int) -> None:
+        """Write no more than some first pieces before they are hashed."""
+        header_ends.append(written.end)
+        if written.end > header_ends[0]:
+            assert is_behind.wait(60)
+        add(written, begin, end)
+
+    monkeypatch.setattr(WrittenBytes, "add", held)
     monkeypatch.setattr(output_folder, "sha256_of", noted)
     monkeypatch.setattr(output_folder, "sha256_as_written", followed)
     report = hqconv.convert(model, tmp_path / "out", **OPTIONS)

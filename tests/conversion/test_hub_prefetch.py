@@ -309,7 +309,7 @@ class Process:
         )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_a_kill_loses_nothing(
     server: LocalHub, cache: Path, tmp_path: Path, expected: dict[str, bytes], number: signal.Signals
@@ -377,6 +377,7 @@ def test_a_resumed_run_takes_over_fetched_shards(
     assert_removed(cache)
 
 
+@pytest.mark.full
 def test_less_room_than_an_earlier_run_took(
     server: LocalHub, cache: Path, tmp_path: Path, expected: dict[str, bytes]
 ) -> None:
@@ -408,6 +409,7 @@ def test_left_folders_of_other_models_are_removed_after_a_day(server: LocalHub, 
         os.close(descriptor)
 
 
+@pytest.mark.full
 def test_conversions_of_one_model_at_once(
     server: LocalHub, cache: Path, tmp_path: Path, expected: dict[str, bytes]
 ) -> None:
@@ -475,7 +477,7 @@ class Together:
         self.done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.full
 @pytest.mark.parametrize("is_limited", [True, False])
 def test_several_processes_keep_to_the_limit_together(
     server: LocalHub, cache: Path, tmp_path: Path, expected: dict[str, bytes], is_limited: bool

@@ -95,6 +95,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 @settings(
     max_examples=num_examples(24),
     deadline=None,
@@ -284,6 +285,7 @@ def test_it_is_said(src: Path, file: Path, tmp_path: Path) -> None:
     assert "the artifact's manifest is damaged" in CliRunner().invoke(app, ["inspect", str(out)]).output.lower()
 
 
+@pytest.mark.full
 def test_requantized_sources_are_weighted_too(src: Path, file: Path, tmp_path: Path) -> None:
     run(src, tmp_path / "first", "fp8")
     for name, options in {"mse": {}, "by": {"importance": file}}.items():

@@ -165,6 +165,7 @@ def resume_alone(src: Path, out: Path) -> int:
     return int(run(src, out, "int4-g64", Grid(2), resume=True).num_groups_resumed)
 
 
+@pytest.mark.full
 def test_two_machines_make_the_same_bytes(
     machines: Callable[..., tuple[Machine, Machine]], src: Path, alone: dict[str, str], tmp_path: Path
 ) -> None:
@@ -175,6 +176,7 @@ def test_two_machines_make_the_same_bytes(
     assert sorted(machine.stdout.count('"kind": "summary"') for machine in both) == [0, 1]  # rank 0's alone
 
 
+@pytest.mark.full
 def test_a_lost_machine_ends_the_other_and_more_processes_go_on(
     machines: Callable[..., tuple[Machine, Machine]], src: Path, alone: dict[str, str], tmp_path: Path
 ) -> None:

@@ -262,7 +262,7 @@ def _rewrite(src: Path, tensors: dict[str, torch.Tensor], words: dict[str, Any])
     return src
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize(
     ("kind", "schema"),
     [

@@ -488,7 +488,7 @@ def held_by_another_process(out: Path, mode: str = "") -> Iterator[int]:
         process.wait(60)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("modes", [{}, {"resume": True}, {"overwrite": True}], ids=str)
 @pytest.mark.parametrize("replaces", [False, True])
 def test_a_second_process_is_told_who_is_at_work(tmp_path: Path, modes: dict[str, bool], replaces: bool) -> None:

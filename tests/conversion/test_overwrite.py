@@ -89,7 +89,7 @@ def check_killed(driver: Driver, old: Path, new: Files, out: Path, fatal: int, w
     assert sorted(path.name for path in out.parent.iterdir()) == ["out", "out.count"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.full
 @pytest.mark.parametrize("by_renames", [False, True], ids=["exchange", "renames"])
 def test_killed_in_each_of_the_last_steps(
     by_renames: bool, driver: Driver, old: Path, new: Files, num_calls: dict[bool, int], tmp_path: Path

@@ -38,7 +38,7 @@ def test_nothing_comes_before_what_it_relies_on_is_synced(name: str, src: Path, 
     assert snapshot(tmp_path / "end/out") == recording.new  # nothing that changed the disk was missed
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_whatever_a_power_cut_leaves_is_finished_to_the_same_bytes(name: str, src: Path, tmp_path: Path) -> None:
     recording = recorded(tmp_path, name, src, seed=1)

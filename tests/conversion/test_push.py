@@ -106,7 +106,7 @@ def test_pushed_again_nothing_is_sent(out: Path, hub: UploadHub) -> None:
     assert report.commit == hub.oid("main")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("batch", [3, 1, 50])
 def test_stopped_anywhere_and_pushed_again(
     made: Path, out: Path, hub: UploadHub, batch: int, monkeypatch: pytest.MonkeyPatch
@@ -374,7 +374,7 @@ def test_the_commands(made: Path, tmp_path: Path, hub: UploadHub) -> None:
     assert done.exit_code == 2
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("moment", ["batch", "commit"])
 @pytest.mark.parametrize("is_converting", [False, True])
 def test_an_interrupt_tells_the_truth(

@@ -178,7 +178,7 @@ def test_another_unfinished_conversion_beside_the_right_artifact(src: Path, tmp_
     assert not side_folder(out).exists()
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("moment", range(12))
 def test_killed_at_any_moment_and_run_again(src: Path, tmp_path: Path, moment: int) -> None:
     """The old artifact or the new one is there, and the same command finishes."""

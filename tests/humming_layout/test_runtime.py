@@ -59,7 +59,7 @@ assert report.passed, report.to_dict()
 """
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.full
 @pytest.mark.parametrize("schema", ["mxfp4", "int8", "fp8-block"])
 def test_on_another_gpu_the_target_is_still_the_requests(tmp_path: Path, schema: str) -> None:
     model = write_qwen3_moe(tmp_path / "model", num_layers=1, hidden_size=256, intermediate_size=256)

@@ -137,7 +137,7 @@ def assert_inverts(laid: Laid) -> None:
     assert not stack.wrong.any()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("names_inputs", [one.name for one in inputs()])
 def test_every_path_is_inverted(names_inputs: str) -> None:
     """Codes, scales, zero points and biases come back bit for bit, by loops and by array operations."""
@@ -193,7 +193,7 @@ FLIPPED = (
 _ids = [f"{schema}-{inputs}-sm{sm}" for schema, inputs, sm, _ in FLIPPED]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("schema", "inputs", "sm_version", "cuda"), FLIPPED, ids=_ids)
 def test_a_flipped_bit_changes_one_value_or_is_reported(
     schema: str, inputs: str, sm_version: int, cuda: tuple[int, int] | None

@@ -380,6 +380,7 @@ def test_e5m3_values_are_hummings() -> None:
     assert np.array_equal(float_values(codes, "U8").numpy(), expected)
 
 
+@pytest.mark.full
 def test_shares_nothing_with_the_forward_path() -> None:
     for path in Path(module.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

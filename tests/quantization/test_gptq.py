@@ -91,6 +91,7 @@ def unit_losses(stack: torch.Tensor, done: QuantizedStack, schema: WeightSchema,
 # --- what is promised --------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @settings(max_examples=num_examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.sampled_from(FEW),
@@ -200,7 +201,7 @@ def test_held_out_products_are_closer_with_each_step(name: str, less: float) -> 
 # --- one result --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("name", ALL)
 def test_the_recipe_for_gpus_gives_the_bits_of_the_loops(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The code for GPUs, run on the CPU over the twins of Humming's operations and of the Triton kernels."""

@@ -110,6 +110,7 @@ def stacks_of_two(draw: st.DrawFn) -> list[torch.Tensor]:
     return result
 
 
+@pytest.mark.full
 @settings(max_examples=num_examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(stacks_of_two(), st.sampled_from(ALL), st.sampled_from(["bfloat16", "float16"]), st.booleans())
 def test_no_scale_loses_more_than_round_to_nearest(
@@ -119,7 +120,7 @@ def test_no_scale_loses_more_than_round_to_nearest(
     assert_never_worse(stacks, any_schema(name), param_dtype, weights)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", ALL)
 def test_hard_matrices_lose_no_more_either_and_something_is_gained(name: str) -> None:
     schema = any_schema(name)
@@ -131,7 +132,7 @@ def test_hard_matrices_lose_no_more_either_and_something_is_gained(name: str) ->
     assert gain >= least.get(name, 0.005)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("name", ALL)
 def test_the_search_for_gpus_chooses_what_the_loops_choose(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The code for GPUs, run on the CPU over the twins of Humming's operations and of the Triton kernels.
@@ -205,7 +206,7 @@ def test_equal_importance_is_none_and_columns_of_no_importance_give_way() -> Non
     assert lost[1] < 0.9 * lost[0]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4", "int4-c", "int4-g64-zp", "fp8-block", "fp8-tensor"])
 def test_each_expert_has_an_importance_of_its_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     schema, stacks = any_schema(name), hard_stacks(torch.bfloat16)

@@ -123,7 +123,7 @@ def of_compensation(name: str, dtype: torch.dtype, *, is_weighted: bool) -> None
     triton_compensation.compensated_codes(stack, scales, changed, words, schema, factors.wide)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("calls", [of_search, of_compensation])
 @pytest.mark.parametrize(
     ("name", "dtype", "is_weighted"),

@@ -134,6 +134,7 @@ def test_kernels_give_the_bits_of_torch() -> None:
     assert agreements(*cases) == [[case, *["True"] * 6] for case in cases]
 
 
+@pytest.mark.full
 def test_a_changed_weight_is_detected() -> None:
     assert "False" in agreements("mxfp4:bfloat16", "broken")[0]
 
@@ -144,5 +145,6 @@ def test_compensation_gives_the_bits_of_torch() -> None:
     assert agreements(*cases, script=COMPENSATION) == [[case, *["True"] * 4] for case in cases]
 
 
+@pytest.mark.full
 def test_a_changed_factor_is_detected() -> None:
     assert "False" in agreements("int4-c:bfloat16", "broken", script=COMPENSATION)[0]

@@ -56,5 +56,6 @@ def test_kernel_gives_the_sums_of_the_compiled_loops() -> None:
     assert sums_agree(*schemas) == [[schema, "True", "True"] for schema in schemas]
 
 
+@pytest.mark.full
 def test_flipped_bits_are_detected() -> None:
     assert sums_agree("mxfp4", "flip")[0][2] == "False"

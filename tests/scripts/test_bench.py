@@ -61,6 +61,7 @@ def test_both_sinks_are_measured_and_logged(
     assert all(any(span["name"] == "write" for span in trace) for trace in traces.values())
 
 
+@pytest.mark.full
 def test_variants_of_a_constant_are_measured(
     work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,6 +89,7 @@ def test_variants_of_a_constant_are_measured(
         measured(work, monkeypatch, capsys, "--schemas", "int8", "--vary", "conversion.resources._MISSING=1")
 
 
+@pytest.mark.full
 def test_peers_are_measured_from_a_cold_source(
     work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,6 +99,7 @@ def test_peers_are_measured_from_a_cold_source(
     assert one["ratio_to_peers"][bench.VLLM] > 0
 
 
+@pytest.mark.full
 def test_a_quantized_source_is_measured(
     work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,6 +108,7 @@ def test_a_quantized_source_is_measured(
     assert one["source_gb"] < 1.5 * SIZE_GB
 
 
+@pytest.mark.full
 def test_allocations_are_measured(
     work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,6 +25,7 @@ def test_models_are_models(tmp_path: Path, fmt: str, source_format: str) -> None
     assert on_disk < 1e-4 * words["num_bytes"]
 
 
+@pytest.mark.full
 def test_figures_are_of_whole_commands(tmp_path: Path) -> None:
     (tmp_path / "big").mkdir()
     found = list(bench_headers.measure_headers(tmp_path / "big", [7000], ["bf16"], 1))

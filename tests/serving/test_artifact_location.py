@@ -161,6 +161,7 @@ def test_offline_the_cache_is_enough(hub: LocalHub, cache: Path, monkeypatch: py
     assert len(hub.requests) == before
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("offline", [True, False])
 def test_a_cache_that_lacks_files_is_called_that(
     hub: LocalHub, cache: Path, monkeypatch: pytest.MonkeyPatch, offline: bool

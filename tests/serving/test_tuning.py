@@ -91,6 +91,7 @@ def test_a_table_is_worked_out_once_for_all_starts(artifact: Path, facade: Facad
     assert facade.num_worked_out == 4, "outside, vLLM asks Humming as ever"
 
 
+@pytest.mark.full
 def test_another_question_is_another_table(artifact: Path, facade: Facade) -> None:
     with remembered({}):
         first = ask(facade, artifact)

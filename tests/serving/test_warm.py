@@ -86,6 +86,7 @@ def test_a_folder_of_kernels(artifact: Path, compiler: Any, tmp_path: Path) -> N
 SECOND = (("int4-g32-e4m3", "TENSOR"), ("int4-g32-e4m3-row", "CHANNEL"), ("fp4-g32-e8m0-row", "CHANNEL"))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("schema", "second"), SECOND)
 @pytest.mark.usefixtures("compiler")
 def test_kernels_of_second_scales(schema: str, second: str, tmp_path: Path) -> None:
@@ -111,6 +112,7 @@ def test_what_is_there_stays_and_what_is_damaged_is_made_anew(artifact: Path, co
     assert (compiler.num_compiled, (folder / MANIFEST).read_bytes()) == (num + 1, before)
 
 
+@pytest.mark.full
 def test_another_compiler_replaces_all(artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "kernels"
     use_compiler(monkeypatch, fake_compiler("13.0"))
@@ -139,6 +141,7 @@ def test_beside_the_artifact_by_default(artifact: Path, compiler: Any) -> None:
     assert hqconv.verify(artifact, checks=("files",)).passed
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
 def test_nobody_else_can_write_into_it(artifact: Path, compiler: Any, tmp_path: Path, umask: int) -> None:
     """A server that nobody asked uses no others. Many systems let the group write by default (umask 002)."""
@@ -339,6 +342,7 @@ def test_every_rotation_has_a_kernel_and_no_other_size(way: str) -> None:
             assert found == is_needed, layer
 
 
+@pytest.mark.full
 def test_groups_that_are_no_powers_of_two_do_not_run(compiler: Any) -> None:
     """What docs/targets.md says of sm90: a tuner that stops, or a tile that cuts a group."""
     words = {**WORDS, "b_dtype": "uint4", "bs_dtype": None, "shape_k": 7680}

@@ -296,6 +296,7 @@ def test_mxfp4_whose_scales_are_too_far_apart_for_nvfp4(tmp_path: Path) -> None:
 CHAINED = ("fused-fp8-block", "fused-fp8-channel", "mxfp4-gpt-oss", "humming-nvfp4", "humming-int4-zp")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CHAINED)
 def test_from_layout_to_layout(name: str, get: Get, tmp_path: Path) -> None:
     """Source to either layout to the kernel's, with other ranks: the bytes are those of the short way."""

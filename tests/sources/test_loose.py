@@ -187,6 +187,7 @@ def test_a_config_of_64_mib(source: Path, tmp_path: Path) -> None:
     assert "larger than 67108864 bytes" in error.found
 
 
+@pytest.mark.full
 def test_a_manifest_of_64_mib(model: Path, tmp_path: Path) -> None:
     """But not where tensors have that many names: all that are converted are in it."""
     hqconv.convert(model, tmp_path / "out", **OPTIONS)
