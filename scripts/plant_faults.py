@@ -6,7 +6,7 @@ A fault is a small change of one expression: a comparison or a boolean turned ro
 one larger. Expressions are drawn over all product modules that tests reach without a GPU and without vLLM. For each
 fault the tests that import its module run first, then the others of its room, then tests of whole conversions, in the
 sample that `make test` runs. Then every fault that the sample missed meets the cases of the same files that `make test`
-leaves out (tests marked `full` or `sampled`). The script changes a copy of the repository.
+leaves out. The script changes a copy of the repository.
 """
 
 from __future__ import annotations

@@ -366,7 +366,7 @@ class Artifact(ManifestFacts):
         return sha256_of(self.fetched(path), keep_on, chunk_bytes)
 
     def forget(self, path: str) -> None:
-        """Drop a file of a repo that will be removed here; no thread may be reading it."""
+        """Drop a file of a repo that will be removed here; a read that is under way goes on."""
         self.placed.pop(path, None)
         self._descriptors.drop(path)
 

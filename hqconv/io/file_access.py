@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,6 +90,15 @@ class CloseError(OSError):
         self.key = key
 
 
+@dataclass(eq=False)
+class _OpenFile:
+    """A descriptor of a pool, and the number of threads that use it. The pool's lock guards it."""
+
+    descriptor: int
+    num_users: int = 0
+    is_dropped: bool = False  # closed by its last user
+
+
 class Descriptors:
     """A pool of at most `limit` open files of one owner, by key; any thread may use it.
 
@@ -100,8 +110,7 @@ class Descriptors:
         """`open_file` opens a descriptor for a key; its exceptions reach the caller of `using`."""
         self._open_file = open_file
         self._limit = open_limit() if limit is None else limit
-        self._open: OrderedDict[str, int] = OrderedDict()
-        self._num_users: dict[str, int] = {}
+        self._open: OrderedDict[str, _OpenFile] = OrderedDict()
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -109,39 +118,41 @@ class Descriptors:
     def using(self, key: str) -> Iterator[int]:
         """Open a descriptor, or reuse it, until the block ends.
 
-        Raises ValueError for a closed pool, CloseError where another file cannot be closed.
+        Raises ValueError for a closed pool, CloseError where a file cannot be closed.
         """
         with self._lock:
             if self._is_closed:
                 raise ValueError(f"{key}: use of a file whose owner is closed")
             if key not in self._open:
                 self._make_room()
-                self._open[key] = self._open_file(key)
+                self._open[key] = _OpenFile(self._open_file(key))
             self._open.move_to_end(key)
-            self._num_users[key] = self._num_users.get(key, 0) + 1
-            descriptor = self._open[key]
+            file = self._open[key]
+            file.num_users += 1
         try:
-            yield descriptor
+            yield file.descriptor
         finally:
             with self._lock:
-                self._num_users[key] -= 1
+                file.num_users -= 1
+                if file.is_dropped and not file.num_users:
+                    _close(file, key)
 
     def _make_room(self) -> None:
-        idle = [key for key in self._open if not self._num_users.get(key)]
+        idle = [key for key, file in self._open.items() if not file.num_users]
         for key in idle[: max(0, len(self._open) - self._limit + 1)]:
-            self._close(key)
-
-    def _close(self, key: str) -> None:
-        try:
-            os.close(self._open.pop(key))  # also after an error Linux has closed it
-        except OSError as error:
-            raise CloseError(error, key) from error
+            _close(self._open.pop(key), key)
 
     def drop(self, key: str) -> None:
-        """Close one file, if it is open; nobody may be using it. Raises CloseError."""
+        """Close one file, if it is open: at once, or when its last user is done. The next use opens it anew.
+
+        A number that is closed under a read could be that of another file before the read is done. Raises CloseError.
+        """
         with self._lock:
-            if key in self._open:
-                self._close(key)
+            file = self._open.pop(key, None)
+            if file is not None and file.num_users:
+                file.is_dropped = True
+            elif file is not None:
+                _close(file, key)
 
     def close(self) -> None:
         """Close all files; nobody may be using one, and none may be opened again.
@@ -152,12 +163,20 @@ class Descriptors:
         with self._lock:
             self._is_closed = True
             while self._open:
+                key, file = self._open.popitem(last=False)
                 try:
-                    self._close(next(iter(self._open)))
+                    _close(file, key)
                 except CloseError as error:
                     errors.append(error)
         if errors:
             raise errors[0]
+
+
+def _close(file: _OpenFile, key: str) -> None:
+    try:
+        os.close(file.descriptor)  # also after an error Linux has closed it
+    except OSError as error:
+        raise CloseError(error, key) from error
 
 
 _CHUNK_BYTES = 1 << 20  # a smaller one is no faster, and takes Python's global lock more often

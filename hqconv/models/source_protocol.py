@@ -151,7 +151,7 @@ class Source(Protocol):
         ...
 
     def forget(self, name: str) -> None:
-        """Read a file of a repo from the Hub again, as its copy will be removed; nobody may be reading it."""
+        """Read a file of a repo from the Hub again, as its copy will be removed; any thread may call it."""
         ...
 
     def read_into(self, ref: TensorRef, buffer: WriteableBuffer, start: int = 0) -> None:

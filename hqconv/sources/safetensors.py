@@ -177,7 +177,7 @@ class SafetensorsSource:
         return read_header(path)[2]
 
     def forget(self, name: str) -> None:
-        """Read a file of a repo from the Hub again, as its copy will be removed; no read of it may be under way."""
+        """Read a file of a repo from the Hub again, as its copy will be removed; any thread may call it."""
         self.guard.forget(name)
         with self._closing():
             self._descriptors.drop(name)
@@ -239,20 +239,27 @@ class SafetensorsSource:
 
     def _fill(self, refs: Sequence[TensorRef], views: Sequence[memoryview], offset: int) -> None:
         name = self.files[refs[0].file].name
-        if self.listing is not None and not self.is_here(name):
-            data = memoryview(self.listing.read(name, offset, offset + sum(map(len, views))))
-            for view in views:
-                view[:], data = data[: len(view)], data[len(view) :]
+        if not self.is_here(name):
+            self._fill_from_hub(name, views, offset)
             return
         try:
             with self._closing(), self._descriptors.using(name) as descriptor:
                 reached = fill_large(descriptor, views, offset)
         except OSError as error:
+            if not self.is_here(name):  # removed by now: it was there for other tensors than these
+                self._fill_from_hub(name, views, offset)
+                return
             raise self._read_error(refs[0], "A file of the source cannot be read.", error.strerror) from error
         if reached < offset + sum(map(len, views)):
             ref = next(ref for ref in refs if ref.offset_bytes + ref.num_bytes > reached)
             what = "The file shrank since its header was read."
             raise self._read_error(ref, what, f"end of file at byte {reached}")
+
+    def _fill_from_hub(self, name: str, views: Sequence[memoryview], offset: int) -> None:
+        assert self.listing is not None
+        data = memoryview(self.listing.read(name, offset, offset + sum(map(len, views))))
+        for view in views:
+            view[:], data = data[: len(view)], data[len(view) :]
 
     def close(self) -> None:
         """Close the files; no read may be under way, and none may follow. Raises InputError."""
@@ -267,7 +274,12 @@ class SafetensorsSource:
             self.close()
 
     def _open_file(self, name: str) -> int:
-        descriptor, before = open_regular(self.guard.path_of(name)), self.guard.look(name)
+        descriptor = open_regular(self.guard.path_of(name))
+        try:
+            before = self.guard.look(name)
+        except OSError:
+            os.close(descriptor)
+            raise
         status = os.fstat(descriptor)
         if (status.st_size, status.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
             os.close(descriptor)

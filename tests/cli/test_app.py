@@ -433,6 +433,7 @@ def test_a_full_disk_under_stdout_is_an_output_error(model: Path) -> None:
     assert b"Traceback" not in done.stderr
 
 
+@pytest.mark.full
 def test_interrupt_and_resume(tmp_path: Path) -> None:
     model = write_qwen3_moe(tmp_path / "model", num_layers=12, num_experts=16, hidden_size=512, intermediate_size=512)
     common = ("convert", model, "--schema", "nvfp4", "--target", "sm90", "--tp", 2, "--threads", 1)

@@ -24,7 +24,7 @@ def test_every_conversion_is_on_record() -> None:
     assert len(refused) < 0.1 * len(RECORDED["cases"])
 
 
-@pytest.mark.sampled(18)
+@pytest.mark.sampled(36)
 @pytest.mark.parametrize("name", SOURCES)
 def test_artifacts_are_those_on_record(name: str, tmp_path: Path) -> None:
     src = make_source(name, tmp_path / "source")

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub import hf_hub_download
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import hqconv
@@ -27,8 +29,10 @@ from hqconv.conversion import hub_prefetch
 from hqconv.conversion.hub_prefetch import CachePolicy
 from hqconv.errors import HqconvError, InputError, NetworkError, OutputError, RequestError
 from hqconv.io import hub
+from hqconv.io.large_transfers import fill_large
 from hqconv.schemas.artifact_names import JOURNAL
 from hqconv.schemas.grid import Grid
+from hqconv.sources import safetensors
 from hqconv.sources.opening import open_source
 from tests.make import conversions, input_scales, small
 from tests.make.hub_server import COMMIT, LocalHub, cached, digest_of, serve, use
@@ -575,6 +579,45 @@ def test_a_shard_that_a_later_run_needs_again(server: LocalHub, cache: Path) -> 
             prefetch.stop()
     assert Counter(name for name in server.whole if name.startswith("layer-")) == {shard(0): 2, shard(1): 1}
     assert_removed(cache)
+
+
+@pytest.mark.parametrize("moment", ["before it is opened", "while it is read"])
+def test_a_shard_goes_while_other_tensors_are_read_from_it(
+    server: LocalHub, cache: Path, model: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """It was there for its experts. The rest comes from the Hub, or from the open file, and never from another one."""
+    with open_source(NAME, is_lazy=True) as source:
+        ref = source.tensors["model.layers.0.input_layernorm.weight"]
+        assert source.files[ref.file].name == shard(0)
+        use = hub_prefetch.ShardUse({"a": (shard(0),)}, {shard(0): size_of(server, 0)})
+        prefetch, is_here, fill = hub_prefetch.HubPrefetch(source, use, CachePolicy()), source.is_here, fill_large
+        others: list[int] = []
+
+        def gone_then(name: str) -> bool:
+            was_here = is_here(name)
+            if was_here:
+                prefetch.release("a")
+            return was_here
+
+        def read(*arguments: Any) -> int:
+            prefetch.release("a")
+            others.extend(os.open(model / shard(1), os.O_RDONLY) for _ in range(4))  # take numbers that are free
+            return fill(*arguments)
+
+        prefetch.start()
+        prefetch.wait_for("a")
+        assert own(cache) == {shard(0)}
+        if moment == "before it is opened":
+            monkeypatch.setattr(source, "is_here", gone_then)
+        else:
+            monkeypatch.setattr(safetensors, "fill_large", read)
+        found = bytearray(ref.num_bytes)
+        source.read_into(ref, found)
+        assert own(cache) == set()
+        assert found == load_file(model / shard(0))[ref.name].view(torch.uint8).numpy().tobytes()
+        prefetch.stop()
+    for descriptor in others:
+        os.close(descriptor)
 
 
 # --- the cache ---------------------------------------------------------------------------------------------

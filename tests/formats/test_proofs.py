@@ -49,7 +49,7 @@ def assert_equal(ours: Tensors, one: Published) -> None:
         assert not len(wrong), f"{key}: {len(wrong)} of {found.numel()}, first {found[where]}, not {expected[where]}"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", LIVE)
 def test_live(name: str, tmp_path: Path) -> None:
     one = live(name)

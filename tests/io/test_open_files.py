@@ -106,6 +106,25 @@ def test_a_file_in_use_is_not_closed(tmp_path: Path) -> None:
     files.close()
 
 
+def test_a_file_that_is_dropped_in_use_is_closed_after_it(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).write_text(name)
+    before = num_open()
+    files = Descriptors(lambda name: os.open(tmp_path / name, os.O_RDONLY))
+    with files.using("a") as first:
+        files.drop("a")
+        files.drop("a")
+        (tmp_path / "a").unlink()
+        (tmp_path / "a").write_text("x")
+        with files.using("b"), files.using("a") as anew:
+            assert (os.pread(first, 1, 0), os.pread(anew, 1, 0)) == (b"a", b"x")
+    assert num_open() == before + 2
+    files.drop("a")
+    assert num_open() == before + 1
+    files.close()
+    assert num_open() == before
+
+
 def test_many_threads_share_few_descriptors(tmp_path: Path) -> None:
     names = [f"{i}" for i in range(40)]
     for name in names:

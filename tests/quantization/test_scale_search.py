@@ -206,7 +206,7 @@ def test_equal_importance_is_none_and_columns_of_no_importance_give_way() -> Non
     assert lost[1] < 0.9 * lost[0]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4", "int4-c", "int4-g64-zp", "fp8-block", "fp8-tensor"])
 def test_each_expert_has_an_importance_of_its_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     schema, stacks = any_schema(name), hard_stacks(torch.bfloat16)
