@@ -41,11 +41,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def sample(cases: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
-    """Cases of one function that `make test` runs: evenly spread, as many as NUM_CASES or one in `sampled`'s number."""
+    """Cases of one function that `make test` runs: evenly spread, one in `sampled`'s number, and NUM_CASES at most.
+
+    Of tests for a GPU, which skip elsewhere, there may be more.
+    """
     cases = [case for case in cases if not case.get_closest_marker("full")]
     sampled = cases[0].get_closest_marker("sampled") if cases else None
     every = sampled.args[0] if sampled else 1
-    count = min(-(-len(cases) // every), NUM_CASES)
+    count = -(-len(cases) // every)
+    if not any(case.get_closest_marker("cuda") for case in cases):
+        count = min(count, NUM_CASES)
     return [cases[number * len(cases) // count] for number in range(count)]
 
 
