@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,13 +12,12 @@ from hypothesis import HealthCheck, settings
 
 from hqconv.errors import HqconvError
 from hqconv.verification.result import Finding
-from tests.make.effort import ALL
+from tests.make.effort import ALL, sample
 
 # The machine may be busy: no example has to be fast.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
-NUM_CASES = 4  # of each function, at most, in `make test`
 SENTENCE = re.compile(r"[^a-z\s].*[.?!]", re.DOTALL)
 
 
@@ -38,20 +37,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = {item for cases in of_function.values() for item in sample(cases)}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
-
-
-def sample(cases: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
-    """Cases of one function that `make test` runs: evenly spread, one in `sampled`'s number, and NUM_CASES at most.
-
-    Of tests for a GPU, which skip elsewhere, there may be more.
-    """
-    cases = [case for case in cases if not case.get_closest_marker("full")]
-    sampled = cases[0].get_closest_marker("sampled") if cases else None
-    every = sampled.args[0] if sampled else 1
-    count = -(-len(cases) // every)
-    if not any(case.get_closest_marker("cuda") for case in cases):
-        count = min(count, NUM_CASES)
-    return [cases[number * len(cases) // count] for number in range(count)]
 
 
 @pytest.fixture(autouse=True)

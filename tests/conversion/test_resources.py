@@ -95,6 +95,21 @@ def test_batches_are_as_large_as_memory_admits(tmp_path: Path) -> None:
         assert (smaller.num_lanes, smaller.num_experts) < (2, count)
 
 
+def test_batches_grow_with_the_threads_of_a_lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to a number of source bytes: with helper threads more, as every batch makes them wait for Python's lock."""
+    source, plan = open_plan(write_qwen3_moe(tmp_path / "model", num_layers=1, num_experts=32), "mxfp4")
+    source.close()
+    one_expert = RawLayout(plan.layers[0].layer, range(1)).num_bytes
+    monkeypatch.setattr("hqconv.conversion.resources._CPU_BATCH_BYTES", one_expert)
+
+    def num_experts(num_threads: int, max_memory_bytes: int = GIB) -> int:
+        return plan_staging(plan.layers, Resources(CPU, max_memory_bytes, num_threads)).num_experts
+
+    assert [num_experts(count) for count in (1, 4, 7)] == [1, 1, 1]  # one thread a lane
+    assert [num_experts(count) for count in (8, 11, 12, 16, 64)] == [8, 8, 11, 16, 16]  # of 32: 3 of 11 and 10, 2 of 16
+    assert num_experts(16, 4 * working_bytes(plan.layers[0], 2)) == 2  # memory comes first
+
+
 def test_torch_is_held_to_the_bound_and_given_back(gpu: dict[str, Any]) -> None:
     with bounded_gpu(Resources(CUDA, GIB, 1, 8 * GIB)):
         assert gpu["fraction"] == 0.1
