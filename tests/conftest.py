@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from collections.abc import Iterator
@@ -22,7 +23,13 @@ SENTENCE = re.compile(r"[^a-z\s].*[.?!]", re.DOTALL)
 
 
 def pytest_configure() -> None:
-    """Restore SIGINT's default handler: shells start background jobs with SIGINT ignored, and children inherit that."""
+    """Prepare the process and its children.
+
+    SIGINT gets its default handler: shells start background jobs with SIGINT ignored. Idle OpenMP threads of torch
+    sleep: there are more than processors, as several tests run at once, and a thread that spins takes the time of one
+    that works (75 s instead of 150 for tests/evaluation and test_gptq.py on two processors).
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -116,7 +116,7 @@ def meter(tiny: Path) -> Iterator[Meter]:
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """By number of layers; 12.6 MB an expert, 101 MB a layer."""
     folder = tmp_path_factory.mktemp("big")
-    return {n: save_big(folder / str(n), n, 8, 2048, 1024, torch.bfloat16) for n in (2, 8)}
+    return {n: save_big(folder / str(n), n, 8, 2048, 1024, torch.bfloat16) for n in (4, 8)}
 
 
 def planned_bytes(src: Path, schema: str, tp: int, layout: str, limit: int = 0) -> int:
@@ -146,7 +146,11 @@ def test_memory_stays_under_the_tightest_limit_for_two_workers(
 
 @pytest.mark.full
 def test_memory_does_not_grow_with_the_model(tiny: Path, models: dict[int, Path], tmp_path: Path) -> None:
-    """Without what the C library keeps for later, and with one worker, so that the figures repeat."""
+    """Without what the C library keeps for later, and with one worker, so that the figures repeat.
+
+    Fewer than four layers end before reading, writing and hashing all have their buffers: 31 MiB for two layers, 33 for
+    three, 34 for four, 35 for eight and 37 for sixteen, each with 1.5 MiB more or less.
+    """
     meter = Meter(tiny, MALLOC_MMAP_THRESHOLD_="65536")
     rise = {
         layers: meter.measure(src, tmp_path / f"out{layers}", "mxfp4", 80 * MIB, threads=1)["bytes"]
@@ -154,8 +158,8 @@ def test_memory_does_not_grow_with_the_model(tiny: Path, models: dict[int, Path]
     }
     meter.close()
     print({layers: f"{value / MIB:.1f} MiB" for layers, value in rise.items()})
-    # Six layers more, of 101 MB each; buffers of a few MiB (of digests, say) may or may not fall together.
-    assert rise[8] < rise[2] + 6 * MIB
+    # Four layers more, of 101 MB each; buffers of a few MiB (of digests, say) may or may not fall together.
+    assert rise[8] < rise[4] + 6 * MIB
 
 
 CASES = [
