@@ -5,7 +5,7 @@ The command is `python scripts/bench.py --headers [--tensors 45000,178000,370000
 shards of 5 GB; an expert has three tensors, in fp8-block six. Every figure is of a whole command, less the same command
 on a model of a few tensors, which is its start-up: what is left is work for tensors. Of several runs the least of each.
 Each model is also planned as an mxfp4 artifact for TP 8, whose headers and manifest are written in front of holes (its
-digests are zeros): the last rows are `inspect` and `report` of it.
+digests are zeros): the last rows are `inspect` and `report` of it, with and without counts of codes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ LOOKS: dict[str, list[str]] = {
     "dry-run": [*DRY_RUN, "--schema=mxfp4", "--tp=8"],
     "dry-run, checkpoint layout": [*DRY_RUN, "--schema=int4", "--layout=checkpoint"],
 }
-ARTIFACT, REPORT = "inspect, artifact", "report, artifact"
+ARTIFACT = "inspect, artifact"
+REPORTS: dict[str, list[str]] = {"report, artifact": [], "report --sample 0, artifact": ["--sample=0"]}
 FORMATS = {"bf16": 3, "fp8-block": 6}  # tensors of an expert
 EXPERTS, HIDDEN, INNER, LAYER = 384, 7168, 2048, 128
 SHARD_BYTES = 5 * 10**9
@@ -173,9 +174,10 @@ def measure_headers(work: Path, sizes: list[int], formats: list[str], num_runs: 
             found = figures(best(artifact, LOOKS["inspect"], num_runs), fixed["inspect"], count - num_small)
             yield {"look": ARTIFACT, "format": fmt, "tensors": count, "artifact_bytes": num_bytes, **found}
             page = artifact.with_suffix(".html")
-            words = ["report", "-o", str(page), "--overwrite"]
-            found = figures(best(artifact, words, num_runs), fixed["inspect"], count - num_small)
-            yield {"look": REPORT, "format": fmt, "tensors": count, "artifact_bytes": num_bytes, **found}
+            for name, more in REPORTS.items():
+                words = ["report", "-o", str(page), "--overwrite", *more]
+                found = figures(best(artifact, words, num_runs), fixed["inspect"], count - num_small)
+                yield {"look": name, "format": fmt, "tensors": count, "artifact_bytes": num_bytes, **found}
             page.unlink()
             shutil.rmtree(artifact)
             shutil.rmtree(folder)

@@ -81,7 +81,7 @@ def read_usage(
     or `num_experts` is invalid, VerificationError where a file is damaged.
     """
     if num_experts is not None and num_experts < 1:
-        what, expected = "No expert would be read.", "a whole number from 1 on"
+        what, expected = "No expert would be read.", "a whole number from 1 on; 0 for a report without counts"
         raise RequestError(what, where="--sample", expected=expected, found=num_experts)
     with Artifact(root, manifest=manifest) as artifact:
         layers = [artifact.moe_layer(name) for name in artifact.layers]

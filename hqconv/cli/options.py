@@ -178,8 +178,8 @@ OPTIONS: dict[str, Option] = {
     ),
     "sample": Option(
         int | None,
-        "Experts per layer whose codes are counted.  [default: all; a few seconds' worth for a large artifact]",
-        settings=_AT_LEAST_ONE,
+        "Experts per layer whose codes are counted; 0: none.  [default: all; some seconds' worth of a large artifact]",
+        settings={"min": 0},
     ),
     # Of the command line alone:
     "report": Option(

@@ -39,8 +39,9 @@ def report(
 
     out: artifact folder. source: source checkpoint, against which the weights are checked. page: output file; None for
     OUT.report.html in the current folder. allocation: document beside the recipe of `hqconv allocate`. sample: experts
-    per layer whose codes are counted. overwrite_page: replace an existing file of any kind. evaluation: a document of
-    `hqconv evaluate`; None for that in the model card, if any. The other parameters are those of `hqconv.verify`.
+    per layer whose codes are counted; 0: of none, and no weights are read. overwrite_page: replace an existing file of
+    any kind. evaluation: a document of `hqconv evaluate`; None for that in the model card, if any. The other parameters
+    are those of `hqconv.verify`.
 
     Raises OutputError where the page cannot be written, RequestError, VerificationError also for a manifest that is not
     the one of its own digest, and what opening the source raises.

@@ -261,7 +261,8 @@ def codes_section(document: Document) -> Part | None:
     """Histograms of codes, of scales by power of two, and of zero points, by schema and projection."""
     usage = document["usage"]
     if usage is None:
-        return None
+        counted = "Codes and scales were not counted (option --sample)."
+        return None if document["unreadable"] else section("codes", "Codes and scales", note(counted))
     read, total = usage["experts_read"], usage["experts"]
     legend = (
         f"Counted over all {total} experts."

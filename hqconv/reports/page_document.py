@@ -40,16 +40,15 @@ def page_document(
 
     verification: the document of `hqconv.verify`'s report; None: no check was run. of_experts: layer → projection →
     each expert's relative error against the source, as the check of weights measures it. sample: experts of each layer
-    to read for `usage`, as in `hqconv.artifact.code_usage`; num_threads: at once. allocation: the document that
-    `hqconv allocate` wrote beside the artifact's recipe. evaluation: the document of `hqconv.evaluate`; None for the
-    one in the model card, if there is one. manifest: of the artifact, if it was read before; it was sealed.
+    to read for `usage`, as in `hqconv.artifact.code_usage`; 0: `usage` is None. num_threads: at once. allocation: the
+    document that `hqconv allocate` wrote beside the artifact's recipe. evaluation: the document of `hqconv.evaluate`;
+    None for the one in the model card, if there is one. manifest: of the artifact, if it was read before; it was
+    sealed.
 
     If `verification` failed, unreadable parts are left out, with the reason under `unreadable`. Otherwise raises
     RequestError if `root` is no artifact, VerificationError if it is damaged. Raises RequestError for the document of
     another allocation.
     """
-    from hqconv.artifact.code_usage import read_usage  # with numpy
-
     places = _places(root, verification)
     document: Words = {"kind": "page", "name": root.resolve().name, "verification": _renamed(verification, places)}
     document |= {"artifact": None, "blocks": [], "provenance": {}, "usage": None, "unreadable": []}
@@ -63,7 +62,10 @@ def page_document(
         document["provenance"] = _provenance(manifest)
         found = evaluation_in_card(root, manifest) if evaluation is None else evaluation
         document["evaluation"] = _renamed(found, places)
-        document["usage"] = read_usage(root, sample, num_threads, manifest=manifest)
+        if sample != 0:
+            from hqconv.artifact.code_usage import read_usage  # with torch and numba
+
+            document["usage"] = read_usage(root, sample, num_threads, manifest=manifest)
     except (VerificationError, OSError) as error:
         if not may_fail:
             raise

@@ -48,6 +48,12 @@ def test_a_look_loads_nothing_heavy(command: str, folder: Path) -> None:
     assert cold(*words)[0] == set()
 
 
+def test_a_report_without_counts_loads_nothing_heavy(folder: Path, tmp_path: Path) -> None:
+    words = ("report", folder / "artifact", "-o", tmp_path / "page.html")
+    assert cold(*words, "--sample", 0)[0] == set()
+    assert cold(*words)[0] >= {"torch", "numba"}
+
+
 @pytest.mark.skipif(has_driver(), reason="there may be a GPU, of which torch must tell")
 def test_without_a_driver_torch_is_not_asked_for_a_gpu(folder: Path) -> None:
     assert not torch.cuda.is_available()

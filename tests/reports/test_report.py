@@ -195,6 +195,18 @@ def test_counts_are_on_the_page(made: Path) -> None:
     assert "zero points" in text
 
 
+def test_a_page_without_counts_says_so(made: Path) -> None:
+    """Of the manifest and the headers alone: all but the histograms, and the maps of sizes of single experts."""
+    whole, words = page_document(made), page_document(made, sample=0)
+    assert words["usage"] is None
+    assert {**words, "usage": whole["usage"], "experts": whole["experts"]} == whole
+    assert words["experts"]["worst"] == whole["experts"]["worst"] != []
+    shown = Page(page(words)).text
+    assert "Codes and scales were not counted (option --sample)." in shown
+    assert "codes used" not in shown
+    assert "codes used" in Page(page(whole)).text
+
+
 @pytest.mark.parametrize("inputs", ["a16", "int8"])
 def test_exponents_that_are_fused_into_codes_are_told(inputs: str, model: Path, tmp_path: Path) -> None:
     run(model, tmp_path / "out", "mxfp4", input_schema=inputs)
@@ -391,7 +403,7 @@ def test_the_artifact_keeps_its_own_files_unless_asked(
 def test_bad_requests(made: Path, tmp_path: Path) -> None:
     place = tmp_path / "page.html"
     assert call("report", tmp_path, "-o", place).exit_code == 2
-    assert call("report", made, "-o", place, "--sample", 0).exit_code == 2
+    assert call("report", made, "-o", place, "--sample", -1).exit_code == 2
     assert call("report", made, "-o", place, "--revision", "main").exit_code == 2
     assert not place.exists()
 
