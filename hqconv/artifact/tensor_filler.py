@@ -291,6 +291,7 @@ class TensorFiller(Generic[AnyFile]):
         self._failure: BaseException | None = None
         self._is_stopped = False
         self._threads: list[threading.Thread] = []
+        self._begun: list[threading.Thread] = []  # those of them that are in `_work`, or were
         self._num_running = 0
         if check is not None:
             _check_all(check, [file for _, file, _ in jobs])
@@ -343,20 +344,27 @@ class TensorFiller(Generic[AnyFile]):
             torch.cuda.synchronize(device)  # copies into this memory must be done before others write
         buffers = _borrow(device, num_threads) if is_staged else None
         self._num_running = num_threads
+        self._threads = [
+            threading.Thread(target=self._work, args=(device, buffers), name=f"hqconv-fill-{number}")
+            for number in range(num_threads)
+        ]
         try:
-            for number in range(num_threads):
-                thread = threading.Thread(target=self._work, args=(device, buffers), name=f"hqconv-fill-{number}")
+            for thread in self._threads:
                 thread.start()
-                self._threads.append(thread)
-        except BaseException:
-            self.stop()
+        except BaseException:  # an interrupt may leave it open whether the last one of them runs
             with self._condition:
-                self._num_running -= num_threads - len(self._threads)
-            self._clean_up(device, buffers)
+                self._is_stopped, self._threads = True, self._begun
+                num_missing = num_threads - len(self._begun)
+            self._leave(num_missing, device, buffers)
+            self.stop()
             raise
 
     def _work(self, device: torch.device, buffers: StagingBuffers | None) -> None:
         """Fill pieces until there are none, in one thread; the last thread closes what is open."""
+        with self._condition:
+            if self._threads is self._begun:  # `_start` has failed and does not count this thread any more
+                return
+            self._begun.append(threading.current_thread())
         try:
             if buffers is None:
                 self._fill_directly()
@@ -365,9 +373,13 @@ class TensorFiller(Generic[AnyFile]):
         except BaseException as error:  # noqa: BLE001 - raised by `wait`
             self._failure = self._failure or error
             self._is_stopped = True
+        self._leave(1, device, buffers)
+
+    def _leave(self, num_threads: int, device: torch.device, buffers: StagingBuffers | None) -> None:
+        """Count threads that have ended, or never began; if no other is left, close what is open."""
         with self._condition:
-            self._num_running -= 1
-            is_last = self._num_running == 0
+            self._num_running -= num_threads
+            is_last = num_threads > 0 and self._num_running == 0
         if is_last:
             self._clean_up(device, buffers)
             with self._condition:

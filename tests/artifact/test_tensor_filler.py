@@ -286,19 +286,76 @@ def test_an_interrupted_wait_leaves_nothing(tmp_path: Path, reads: Reads) -> Non
     files = [plain(tmp_path / str(number), 20_000) for number in range(3)]
     jobs = [(file.name, file, targets(file)) for file in files]
     with pieces(4096, 2):
-        own = PieceReader.__init__
+        own, is_waiting, fillers = PieceReader.__init__, threading.Event(), list[TensorFiller[File]]()
+        wait_for = threading.Condition.wait_for
+
+        def waiting(self: threading.Condition, predicate: Any, timeout: float | None = None) -> Any:
+            is_waiting.set()
+            return wait_for(self, predicate, timeout)
 
         def interrupting(self: PieceReader, path: Path, reads: Reads) -> None:
             own(self, path, reads)
+            if path == files[0].path:
+                return
+            is_waiting.wait(60)
             if path == files[1].path:
-                signal.raise_signal(signal.SIGINT)  # of the main thread
-                time.sleep(0.2)
+                main = threading.main_thread().ident
+                assert main is not None
+                signal.pthread_kill(main, signal.SIGINT)
+            deadline = time.monotonic() + 60
+            while not fillers[0]._is_stopped and time.monotonic() < deadline:
+                time.sleep(0.001)
 
-        with patch.object(PieceReader, "__init__", interrupting), pytest.raises(KeyboardInterrupt):
-            TensorFiller(jobs, reads=reads).wait("1")
+        with (
+            patch.object(PieceReader, "__init__", interrupting),
+            patch.object(threading.Condition, "wait_for", waiting),
+        ):
+            fillers.append(TensorFiller(jobs, reads=reads))
+            with pytest.raises(KeyboardInterrupt):
+                fillers[0].wait("1")
         assert has_ended()
         assert open_files(tmp_path) == []
         assert not is_full(files[2], jobs[2][2])
+
+
+@pytest.mark.parametrize("second_thread", ["is at work", "begins later", "never begins"])
+@pytest.mark.parametrize("reads", ["cached", "direct"])
+def test_an_interrupted_start_leaves_nothing(tmp_path: Path, reads: Reads, second_thread: str) -> None:
+    """An interrupt may come before `start` has returned: then it is not known whether the thread runs."""
+    files = [plain(tmp_path / str(number), 2_000) for number in range(2)]
+    jobs = [(file.name, file, targets(file)) for file in files]
+    reader, work, start = tensor_filler._Job.reader, TensorFiller._work, threading.Thread.start
+    is_at_work, has_failed = threading.Event(), threading.Event()
+
+    def slow(self: tensor_filler._Job) -> PieceReader:
+        if self.file.path == files[1].path:  # in the second thread, while the first one is at the other file
+            is_at_work.set()
+            time.sleep(0.5)
+        elif second_thread == "is at work":
+            is_at_work.wait(60)
+        return reader(self)
+
+    def interrupted(self: threading.Thread) -> None:
+        is_second = self.name == "hqconv-fill-1"
+        if not is_second or second_thread != "never begins":
+            start(self)
+        if is_second:
+            if second_thread == "is at work":
+                is_at_work.wait(60)
+            raise KeyboardInterrupt
+
+    def late(self: TensorFiller[File], *words: Any) -> None:
+        if threading.current_thread().name == "hqconv-fill-1" and second_thread == "begins later":
+            has_failed.wait(60)
+        work(self, *words)
+
+    with pieces(4096, 3), patch.object(tensor_filler._Job, "reader", slow), patch.object(TensorFiller, "_work", late):
+        with patch.object(threading.Thread, "start", interrupted), pytest.raises(KeyboardInterrupt):
+            TensorFiller(jobs, reads=reads)
+        assert num_threads() == (second_thread == "begins later")
+        has_failed.set()
+        assert has_ended()
+        assert open_files(tmp_path) == []
 
 
 def test_a_program_that_ends_does_not_wait_for_all_pieces(tmp_path: Path) -> None:
