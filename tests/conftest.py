@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 
 from hqconv.errors import HqconvError
 from hqconv.verification.result import Finding
-from tests.make.effort import ALL, sample
+from tests.make.effort import ALL, REST, sample
 
 # The machine may be busy: no example has to be fast.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -41,9 +41,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     of_function: dict[str, list[pytest.Item]] = {}
     for item in items:
         of_function.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    kept = {item for cases in of_function.values() for item in sample(cases)}
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = [item for item in items if item in kept]
+    sampled = {item for cases in of_function.values() for item in sample(cases)}
+    config.hook.pytest_deselected(items=[item for item in items if (item in sampled) == REST])
+    items[:] = [item for item in items if (item in sampled) != REST]
 
 
 @pytest.fixture(autouse=True)

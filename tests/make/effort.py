@@ -1,4 +1,7 @@
-"""Test effort: `make test` runs a sample of the large grids, `make test-all` (HQCONV_TESTS=all) runs them whole."""
+"""Test effort: `make test` runs a sample of the large grids, `make test-all` (HQCONV_TESTS=all) runs them whole.
+
+HQCONV_TESTS=rest runs the cases that `make test` leaves out.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,13 @@ from collections.abc import Sequence
 
 import pytest
 
-ALL = os.environ.get("HQCONV_TESTS") == "all"
+ALL, REST = (os.environ.get("HQCONV_TESTS") == word for word in ("all", "rest"))
 NUM_CASES = 4  # of each function, at most, in `make test`
 
 
 def num_examples(whole: int) -> int:
     """The number of drawn examples: `whole` in `make test-all`, a fifth of it, but 8 at least, in `make test`."""
-    return whole if ALL else max(whole // 5, 8)
+    return whole if ALL or REST else max(whole // 5, 8)
 
 
 def sample(cases: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
