@@ -344,11 +344,11 @@ class TensorFiller(Generic[AnyFile]):
             torch.cuda.synchronize(device)  # copies into this memory must be done before others write
         buffers = _borrow(device, num_threads) if is_staged else None
         self._num_running = num_threads
-        self._threads = [
-            threading.Thread(target=self._work, args=(device, buffers), name=f"hqconv-fill-{number}")
-            for number in range(num_threads)
-        ]
         try:
+            self._threads = [
+                threading.Thread(target=self._work, args=(device, buffers), name=f"hqconv-fill-{number}")
+                for number in range(num_threads)
+            ]
             for thread in self._threads:
                 thread.start()
         except BaseException:  # an interrupt may leave it open whether the last one of them runs
