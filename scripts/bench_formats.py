@@ -44,10 +44,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import hqconv
 from hqconv.artifact.reader import Artifact
-from hqconv.humming_layout import fused_moe as moe
-from hqconv.humming_layout.compatibility import why_not, why_overflow
-from hqconv.humming_layout.fused_moe import Gemm
-from hqconv.humming_layout.gemm_forms import planned_kernel_form
+from hqconv.kernel_layout import fused_moe as moe
+from hqconv.kernel_layout.compatibility import why_not, why_overflow
+from hqconv.kernel_layout.fused_moe import Gemm
+from hqconv.kernel_layout.gemm_forms import planned_kernel_form
 from hqconv.reports.ranking import SPEEDS
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.dtypes import torch_dtype_of

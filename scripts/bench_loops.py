@@ -78,7 +78,7 @@ def measure(schema_name: str, num_threads: int, num_runs: int) -> dict[str, floa
     import numpy as np
     import torch
 
-    from hqconv.humming_layout.weight_tiles import StackTiles
+    from hqconv.kernel_layout.weight_tiles import StackTiles
     from hqconv.quantization.quantize import quantize_stacks
     from hqconv.schemas.weight_schema import resolve_schema
 

@@ -46,9 +46,9 @@ def load_like_vllm(source: str, schema_name: str, device: str) -> dict[str, Any]
     from safetensors import safe_open
 
     import hqconv
-    from hqconv.humming_layout.rank_slices import gemm_tensors
-    from hqconv.humming_layout.runtime import resident
-    from hqconv.humming_layout.transform import humming_schema, to_kernel
+    from hqconv.kernel_layout.rank_slices import gemm_tensors
+    from hqconv.kernel_layout.runtime import resident
+    from hqconv.kernel_layout.transform import humming_schema, to_kernel
     from hqconv.quantization.quantized import stack_tensors
 
     target = humming_schema(resolve_schema(schema_name))

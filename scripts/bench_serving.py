@@ -30,7 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hqconv.humming_layout.compatibility import why_not, why_overflow
+from hqconv.kernel_layout.compatibility import why_not, why_overflow
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.input_schema import INPUT_PRESETS
 from hqconv.schemas.kernel_spec import KernelSpec

@@ -96,7 +96,7 @@ class Served:
         """One GEMM on routed rows."""
         from humming.forward import humming_forward
 
-        from hqconv.humming_layout.fused_moe import align
+        from hqconv.kernel_layout.fused_moe import align
 
         config, tuning = self.configs[name], self.tuning[name]
         rows = ids.numel()

@@ -24,7 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hqconv.errors import RequestError
-from hqconv.humming_layout.compatibility import why_not
+from hqconv.kernel_layout.compatibility import why_not
 from hqconv.reports.ranking import ERRORS, KINDS, expert_bits, measured_errors, microseconds, rank_schemas, speed_run_of
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.input_schema import INPUT_PRESETS

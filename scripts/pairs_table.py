@@ -2,7 +2,7 @@
 
     python scripts/pairs_table.py [--check]
 
-From `hqconv.humming_layout`'s `compatibility` and `layer_config`, which tests hold to Humming for every pair. `--check`
+From `hqconv.kernel_layout`'s `compatibility` and `layer_config`, which tests hold to Humming for every pair. `--check`
 writes nothing and fails where the file is not what it would write.
 """
 
@@ -17,8 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hqconv.humming_layout.compatibility import why_not
-from hqconv.humming_layout.layer_config import needs_cuda, resolve
+from hqconv.kernel_layout.compatibility import why_not
+from hqconv.kernel_layout.layer_config import needs_cuda, resolve
 from hqconv.schemas.gpu_target import TARGETS, GpuTarget
 from hqconv.schemas.input_schema import INPUT_PRESETS
 from hqconv.schemas.kernel_spec import KernelSpec

@@ -40,7 +40,7 @@ LEFT_OUT = (
 ROOM_TESTS = {
     "api.py": ["tests/test_api.py", "tests/cli/test_app.py"],
     "cli": ["tests/cli", "tests/reports"],
-    "cpu_loops": ["tests/cpu_loops", "tests/quantization", "tests/humming_layout", "tests/formats"],
+    "cpu_loops": ["tests/cpu_loops", "tests/quantization", "tests/kernel_layout", "tests/formats"],
     "errors.py": ["tests/test_errors.py", "tests/cli"],
     "jit.py": ["tests/test_jit.py"],
 }

@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import hqconv
 from hqconv.api import collect_importance
 from hqconv.conversion.collect_importance import ProductSums
-from hqconv.humming_layout.runtime import resident
-from hqconv.humming_layout.transform import humming_schema
+from hqconv.kernel_layout.runtime import resident
+from hqconv.kernel_layout.transform import humming_schema
 from hqconv.quantization.gptq import hessian_factors
 from hqconv.quantization.quantize import quantize_stacks
 from hqconv.quantization.quantized import MSE, RTN, Quantizer

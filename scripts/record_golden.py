@@ -1,4 +1,4 @@
-"""Record what Humming's CUDA ops give on hard inputs, for `tests/humming_layout/test_golden.py`.
+"""Record what Humming's CUDA ops give on hard inputs, for `tests/kernel_layout/test_golden.py`.
 
     python scripts/record_golden.py tests/golden
 

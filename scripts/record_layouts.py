@@ -1,4 +1,4 @@
-"""Record every kernel layout as Humming's ops give it on a GPU, for `tests/humming_layout/test_transform.py`.
+"""Record every kernel layout as Humming's ops give it on a GPU, for `tests/kernel_layout/test_transform.py`.
 
     python scripts/record_layouts.py [tests/golden/layouts.json]
 

@@ -23,7 +23,7 @@ FLOORS = {
     "io": 3,
     "cpu_loops": 2,
     "layout_decoder": 2,
-    "humming_layout": 3,
+    "kernel_layout": 3,
     "quantization": 4,
     "formats": 5,
     "models": 6,
@@ -58,7 +58,7 @@ INDEPENDENT = {
 }
 # Libraries that only some modules may import at all.
 ONLY_IN = {
-    "humming": ("hqconv.humming_layout", "hqconv.serving.vllm.tuning"),
+    "humming": ("hqconv.kernel_layout", "hqconv.serving.vllm.tuning"),
     "numba": ("hqconv.jit", "hqconv.cpu_loops.arithmetic", "hqconv.cpu_loops.file_loops"),
     "huggingface_hub": ("hqconv.io.hub", "hqconv.io.hub_upload"),
     "vllm": (
@@ -78,7 +78,7 @@ ONLY_IN = {
 # The two seams: words that name the kernel library's config and the engine, and the modules that may use them in code
 # (identifiers and strings; docstrings and comments aside).
 SEAMS = {
-    "layerconfig": ("hqconv.humming_layout",),
+    "layerconfig": ("hqconv.kernel_layout",),
     "vllm": (
         "hqconv.serving.vllm",
         "hqconv.serving.chosen_engine",  # the one place that chooses the engine
@@ -93,8 +93,8 @@ PUBLIC_WORDS = {
 # What can be imported without torch, numba, numpy or Humming: everything that only looks at names and headers.
 LIGHT = (
     *("hqconv.api", "hqconv.cli.app", "hqconv.schemas", "hqconv.io", "hqconv.planning", "hqconv.reports"),
-    *("hqconv.models", "hqconv.humming_layout.gemm_forms", "hqconv.humming_layout.compatibility"),
-    *("hqconv.humming_layout.kernel_sources", "hqconv.serving.vllm.kernel_requests"),
+    *("hqconv.models", "hqconv.kernel_layout.gemm_forms", "hqconv.kernel_layout.compatibility"),
+    *("hqconv.kernel_layout.kernel_sources", "hqconv.serving.vllm.kernel_requests"),
     "hqconv.formats",
     *("hqconv.sources", "hqconv.artifact.reader"),
     *("hqconv.serving.artifact_view", "hqconv.serving.artifact_location", "hqconv.serving.server_compatibility"),
@@ -367,8 +367,8 @@ def test_upward_imports_are_found_everywhere(frame: str, statement: str) -> None
 
 
 def test_rooms_of_one_floor_do_not_import_each_other() -> None:
-    files = {"hqconv.io.hub": "from hqconv.humming_layout.transform import x", "hqconv.humming_layout.transform": ""}
-    assert check(wrong_direction, files) == ["hqconv.io.hub:1 (floor 3) imports hqconv.humming_layout.transform"]
+    files = {"hqconv.io.hub": "from hqconv.kernel_layout.transform import x", "hqconv.kernel_layout.transform": ""}
+    assert check(wrong_direction, files) == ["hqconv.io.hub:1 (floor 3) imports hqconv.kernel_layout.transform"]
 
 
 def test_imports_in_a_room_and_downwards_are_free() -> None:
@@ -402,7 +402,7 @@ def test_a_new_room_needs_a_row() -> None:
         ("hqconv.verification.verify", "import humming.ops", True),
         ("hqconv.layout_decoder.loops", "from humming import schema", True),
         (PLAN, "importlib.import_module('humming.schema')", True),
-        ("hqconv.humming_layout.transform", "import humming.ops", False),
+        ("hqconv.kernel_layout.transform", "import humming.ops", False),
         ("hqconv.quantization.coded_matrix", "from numba import njit", True),
         ("hqconv.jit", "from numba import njit", False),
         ("hqconv.conversion.convert", "import rich.progress", True),
@@ -418,14 +418,14 @@ def test_libraries_stay_in_their_rooms(frame: str, module: str, statement: str, 
 @pytest.mark.parametrize(
     ("module", "statement", "is_wrong"),
     [
-        ("hqconv.layout_decoder.decode", "from hqconv.humming_layout.transform import x", True),
+        ("hqconv.layout_decoder.decode", "from hqconv.kernel_layout.transform import x", True),
         ("hqconv.layout_decoder.decode", "from hqconv.artifact.expert_reader import x", True),
         ("hqconv.layout_decoder.decode", "from hqconv.layout_decoder.layout_form import x", False),
         ("hqconv.layout_decoder.scales", "from hqconv.cpu_loops.repack import x", True),
         ("hqconv.artifact.expert_reader", "from hqconv.quantization.bit_codec import x", True),
         ("hqconv.artifact.expert_reader", "from hqconv.artifact.rank_forms import x", False),
         ("hqconv.verification.reference", "from hqconv.schemas.weight_schema import x", True),
-        ("hqconv.artifact.rank_forms", "from hqconv.humming_layout.transform import x", False),
+        ("hqconv.artifact.rank_forms", "from hqconv.kernel_layout.transform import x", False),
     ],
 )
 def test_judges_share_nothing(module: str, statement: str, is_wrong: bool) -> None:

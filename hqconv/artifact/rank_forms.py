@@ -8,7 +8,7 @@ from typing import Any
 
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import HqconvError, VerificationError
-from hqconv.humming_layout.gemm_forms import layout_entries
+from hqconv.kernel_layout.gemm_forms import layout_entries
 from hqconv.layout_decoder.layout_form import LayoutForm, expected_tensors, read_config
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.output_units import gemm_shapes

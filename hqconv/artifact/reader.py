@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from hqconv.artifact.manifest import Manifest, ManifestLayer, read_manifest
 from hqconv.errors import HqconvError, InputError, RequestError, VerificationError
 from hqconv.formats.source_format import SourceFormat
-from hqconv.humming_layout.compatibility import why_not
 from hqconv.io.digest_processes import DigestProcesses
 from hqconv.io.file_access import CloseError, Descriptors, sha256_of
 from hqconv.io.hub import Listing
 from hqconv.io.safetensors_header import parse_header, read_header
+from hqconv.kernel_layout.compatibility import why_not
 from hqconv.models.families import FAMILIES, Family
 from hqconv.models.moe_layer import MoeLayer, TensorSlice
 from hqconv.planning.importance import Importance, read_importance
@@ -39,7 +39,7 @@ from hqconv.schemas.weight_schema import PARAM_DTYPES, WeightSchema
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from hqconv.humming_layout.gemm_forms import KernelForm
+    from hqconv.kernel_layout.gemm_forms import KernelForm
 
 
 class ManifestFacts:
@@ -210,10 +210,7 @@ class ManifestFacts:
 
         Raises ModuleNotFoundError without Humming, else VerificationError.
         """
-        from hqconv.humming_layout.transform import (  # these load torch: only checks need them
-            is_compatible,
-            kernel_form,
-        )
+        from hqconv.kernel_layout.transform import is_compatible, kernel_form  # these load torch: only checks need them
 
         spec = self.spec
         kind = spec.kernel_spec_of(layer.name)
@@ -226,7 +223,7 @@ class ManifestFacts:
 
     def packed_forms(self, layer: MoeLayer) -> dict[str, dict[str, TensorSpec]]:
         """Return the packed tensors of each projection in the checkpoint layout; errors as `kernel_forms`."""
-        from hqconv.humming_layout.transform import packed_form
+        from hqconv.kernel_layout.transform import packed_form
 
         schema_and_dtype = (self.spec.schema, self.spec.param_dtype)
         with _humming_errors(layer.name):

@@ -43,10 +43,10 @@ from hqconv.conversion.torchrun import local_rank
 from hqconv.conversion.trace import Trace
 from hqconv.conversion.update import record_source, why_not_current
 from hqconv.errors import InputError, OutputError, RequestError, plural
-from hqconv.humming_layout.gemm_forms import planned_packed_form
-from hqconv.humming_layout.transform import is_as_planned, is_compatible, packed_form
 from hqconv.io.durable_files import FileRecord, check_space, copy_whole, write_whole
 from hqconv.io.file_access import sha256_of
+from hqconv.kernel_layout.gemm_forms import planned_packed_form
+from hqconv.kernel_layout.transform import is_as_planned, is_compatible, packed_form
 from hqconv.models.source_protocol import Source
 from hqconv.planning.importance import Importance
 from hqconv.planning.layer_encoding import LayerEncoding

@@ -14,7 +14,7 @@ import torch
 
 from hqconv.errors import InputError
 from hqconv.formats.decode_matrix import SourceMatrix, resized
-from hqconv.humming_layout.weight_tiles import WeightTiles
+from hqconv.kernel_layout.weight_tiles import WeightTiles
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.layer_encoding import LayerEncoding

@@ -12,9 +12,9 @@ import torch
 
 from hqconv.conversion.devices import Lane, Slot
 from hqconv.conversion.encode import EncodedBatch, encode_batch
-from hqconv.humming_layout.rank_slices import gemm_tensors
-from hqconv.humming_layout.transform import to_kernel
-from hqconv.humming_layout.weight_tiles import WeightTiles, weight_tiles
+from hqconv.kernel_layout.rank_slices import gemm_tensors
+from hqconv.kernel_layout.transform import to_kernel
+from hqconv.kernel_layout.weight_tiles import WeightTiles, weight_tiles
 from hqconv.models.expert_bytes import RawExperts, RawLayout
 from hqconv.models.source_protocol import Source
 from hqconv.planning.output_units import CopiedShardPlan, MoeLayerPlan, OutputUnit

@@ -65,7 +65,7 @@ def tile_encoder(code, scales, centre):
     encode(source_NK, limit, groups, out, first_row, num_rows, columns, tiles): `source_NK` are rows of the stack from
     row `first_row`, a multiple of 64; `num_rows` of them are an expert's. out: (sum_N, error_N, power_N, exact_N),
     where `sum_N` gets `bit_fields.sum_rows` of the packed codes with the factors `columns`. tiles: (words, pieces) of
-    `humming_layout.weight_tiles.StackTiles`.
+    `kernel_layout.weight_tiles.StackTiles`.
     """
     encode, num_bits = encoder(code, scales), code[1]
     tile_words = TILE_ROWS * TILE_COLUMNS * num_bits // 64

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 
 from hqconv.errors import RequestError, plural
 from hqconv.formats.source_format import DIRECT, DIRECT_ROUNDED, why_not_direct
-from hqconv.humming_layout.compatibility import nearest, why_not, why_overflow
-from hqconv.humming_layout.layer_config import fuses_exponents, needs_cuda
+from hqconv.kernel_layout.compatibility import nearest, why_not, why_overflow
+from hqconv.kernel_layout.layer_config import fuses_exponents, needs_cuda
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
@@ -31,7 +31,7 @@ def check_request(experts: ExpertMap, spec: ConversionSpec, heads: AttentionHead
     """Raise RequestError for a request that this version, Humming or the experts' sizes do not allow.
 
     heads: of the model, for the TP sizes that a message names. The rules of each GPU are in
-    `humming_layout.compatibility`; a conversion asks Humming itself.
+    `kernel_layout.compatibility`; a conversion asks Humming itself.
     """
     check_input_scales(experts, spec)
     for kernel_spec in spec.kernel_specs:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hqconv.humming_layout.gemm_forms import planned_kernel_form
+from hqconv.kernel_layout.gemm_forms import planned_kernel_form
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.output_units import gemm_shapes
 from hqconv.schemas.gpu_target import GPUS

@@ -9,7 +9,7 @@ from functools import cached_property
 from json.encoder import encode_basestring
 
 from hqconv.errors import plural
-from hqconv.humming_layout.gemm_forms import KernelForm, planned_kernel_form, planned_packed_form
+from hqconv.kernel_layout.gemm_forms import KernelForm, planned_kernel_form, planned_packed_form
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.layer_encoding import LayerEncoding
 from hqconv.planning.spec import ConversionSpec

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Unpack, cast
 
 from hqconv.errors import RequestError
-from hqconv.humming_layout.layer_config import needs_cuda
+from hqconv.kernel_layout.layer_config import needs_cuda
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.layer_encoding import EncodingOptions, LayerEncoding, encoding_of

@@ -17,7 +17,7 @@ import torch
 from hqconv.cpu_loops import arithmetic
 from hqconv.cpu_loops import decoding as decode_loops
 from hqconv.errors import InputError
-from hqconv.humming_layout import cpu_ops
+from hqconv.kernel_layout import cpu_ops
 from hqconv.quantization import bit_codec
 from hqconv.quantization.deferred_checks import is_any
 from hqconv.schemas.dtypes import code_bits

@@ -19,10 +19,10 @@ from hqconv.cpu_loops.encoders import BFLOAT16, E8M0, GIVEN, encoder, tile_encod
 from hqconv.cpu_loops.helper_threads import in_parts
 from hqconv.cpu_loops.repack import TILE_ROWS
 from hqconv.cpu_loops.scale_loops import TO_BFLOAT16, TO_FLOAT16, TO_FLOAT32, searcher
-from hqconv.humming_layout import cpu_ops
-from hqconv.humming_layout.cpu_ops import Array
-from hqconv.humming_layout.runtime import humming
-from hqconv.humming_layout.weight_tiles import StackTiles
+from hqconv.kernel_layout import cpu_ops
+from hqconv.kernel_layout.cpu_ops import Array
+from hqconv.kernel_layout.runtime import humming
+from hqconv.kernel_layout.weight_tiles import StackTiles
 from hqconv.quantization.gptq import CompensationStart, compensate, inverse_of
 from hqconv.quantization.quantized import (
     RTN,

@@ -13,9 +13,9 @@ import torch
 
 from hqconv.cpu_loops import arithmetic
 from hqconv.errors import RequestError
-from hqconv.humming_layout import cpu_ops
-from hqconv.humming_layout.runtime import humming
-from hqconv.humming_layout.transform import humming_schema
+from hqconv.kernel_layout import cpu_ops
+from hqconv.kernel_layout.runtime import humming
+from hqconv.kernel_layout.transform import humming_schema
 from hqconv.quantization.gptq import CompensationStart, compensate
 from hqconv.quantization.quantized import (
     RTN,

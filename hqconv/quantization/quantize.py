@@ -14,8 +14,8 @@ from dataclasses import replace
 
 import torch
 
-from hqconv.humming_layout.runtime import resident
-from hqconv.humming_layout.weight_tiles import StackTiles
+from hqconv.kernel_layout.runtime import resident
+from hqconv.kernel_layout.weight_tiles import StackTiles
 from hqconv.quantization import cpu, cuda
 from hqconv.quantization.hadamard import average_importance, rotate
 from hqconv.quantization.quantized import RTN, ErrorSums, Quantized, QuantizedStack, Quantizer

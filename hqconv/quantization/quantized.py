@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from hqconv.cpu_loops import arithmetic
-from hqconv.humming_layout import cpu_ops
+from hqconv.kernel_layout import cpu_ops
 from hqconv.schemas.weight_schema import WeightSchema
 
 

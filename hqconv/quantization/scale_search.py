@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from hqconv.cpu_loops import arithmetic
-from hqconv.humming_layout.runtime import humming
+from hqconv.kernel_layout.runtime import humming
 from hqconv.quantization import bit_codec
 from hqconv.quantization.quantized import code_of, fold_sum
 from hqconv.schemas.dtypes import torch_dtype_of

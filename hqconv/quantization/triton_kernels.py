@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from hqconv.cpu_loops import arithmetic
-from hqconv.humming_layout.runtime import humming
+from hqconv.kernel_layout.runtime import humming
 from hqconv.quantization.quantized import code_of, fold_sum
 from hqconv.quantization.scale_search import CandidateScales, Ladder, byte_values, magnitude_bytes
 from hqconv.schemas.weight_schema import WeightSchema

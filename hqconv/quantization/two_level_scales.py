@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from hqconv.cpu_loops import arithmetic
-from hqconv.humming_layout import cpu_ops
+from hqconv.kernel_layout import cpu_ops
 from hqconv.quantization.coded_matrix import scale_values
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.weight_schema import WeightSchema

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from hqconv.errors import RequestError
-from hqconv.humming_layout.compatibility import why_not, why_overflow
-from hqconv.humming_layout.gemm_forms import planned_kernel_form
-from hqconv.humming_layout.layer_config import fuses_exponents
+from hqconv.kernel_layout.compatibility import why_not, why_overflow
+from hqconv.kernel_layout.gemm_forms import planned_kernel_form
+from hqconv.kernel_layout.layer_config import fuses_exponents
 from hqconv.schemas.dtypes import num_bits
 from hqconv.schemas.gpu_target import GpuTarget, gpu_named, parse_target
 from hqconv.schemas.input_schema import A16, resolve_inputs

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from hqconv.errors import InputError, VerificationError
-from hqconv.humming_layout.gemm_forms import planned_kernel_form
 from hqconv.io.hub import cached_digest
 from hqconv.io.safetensors_header import read_header
+from hqconv.kernel_layout.gemm_forms import planned_kernel_form
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.input_schema import STATIC_SCALES
 from hqconv.schemas.kernel_spec import KernelSpec

@@ -15,7 +15,7 @@ from hqconv.api import describe_plan
 from hqconv.artifact.reader import Artifact
 from hqconv.cli import render
 from hqconv.errors import RequestError, VerificationError
-from hqconv.humming_layout.fused_moe import Gemm, layer_config
+from hqconv.kernel_layout.fused_moe import Gemm, layer_config
 from hqconv.schemas.activation import Activation
 from hqconv.serving.artifact_location import ArtifactLocation
 from hqconv.serving.artifact_view import open_artifact_view

@@ -317,7 +317,7 @@ DRIVER = """
 import json, os, signal, sys, threading
 from pathlib import Path
 import hqconv
-from hqconv.humming_layout.runtime import humming
+from hqconv.kernel_layout.runtime import humming
 
 humming()
 lock, count, fatal = threading.Lock(), 0, 0

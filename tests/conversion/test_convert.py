@@ -21,10 +21,10 @@ from safetensors.torch import save_file
 
 from hqconv.conversion.progress import Progress
 from hqconv.errors import InputError, OutputError, RequestError
-from hqconv.humming_layout import cpu_ops
-from hqconv.humming_layout.rank_slices import gemm_tensors
-from hqconv.humming_layout.runtime import humming, resident, target_facts
-from hqconv.humming_layout.transform import humming_schema
+from hqconv.kernel_layout import cpu_ops
+from hqconv.kernel_layout.rank_slices import gemm_tensors
+from hqconv.kernel_layout.runtime import humming, resident, target_facts
+from hqconv.kernel_layout.transform import humming_schema
 from hqconv.quantization.quantize import quantize
 from hqconv.quantization.quantized import stack_tensors
 from hqconv.schemas.dtypes import torch_dtype_of

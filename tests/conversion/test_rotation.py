@@ -15,7 +15,7 @@ import hqconv
 from hqconv.api import open_source
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import RequestError
-from hqconv.humming_layout import fused_moe
+from hqconv.kernel_layout import fused_moe
 from hqconv.layout_decoder.values import unrotated
 from hqconv.quantization.hadamard import rotate
 from hqconv.schemas.activation import Activation

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from hqconv.errors import RequestError, VerificationError
-from hqconv.humming_layout import cpu_ops
-from hqconv.humming_layout.compatibility import why_not
-from hqconv.humming_layout.gemm_forms import planned_kernel_form
-from hqconv.humming_layout.transform import kernel_form, to_kernel
+from hqconv.kernel_layout import cpu_ops
+from hqconv.kernel_layout.compatibility import why_not
+from hqconv.kernel_layout.gemm_forms import planned_kernel_form
+from hqconv.kernel_layout.transform import kernel_form, to_kernel
 from hqconv.layout_decoder.decode import DecodedStack
 from hqconv.layout_decoder.layout_form import LayoutForm, read_config
 from hqconv.schemas.gpu_target import TARGETS, GpuTarget

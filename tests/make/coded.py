@@ -373,7 +373,7 @@ def _quark(draw: Draw) -> Iterator[Case]:
 
 
 def _humming_schema_class(method: str) -> Callable[..., Any]:
-    from hqconv.humming_layout.runtime import humming
+    from hqconv.kernel_layout.runtime import humming
 
     found: Callable[..., Any] = humming().schema.WEIGHT_SCHEMA_MAP[method]
     return found

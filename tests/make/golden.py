@@ -6,7 +6,7 @@ import hashlib
 
 import torch
 
-from hqconv.humming_layout.transform import kernel_form, to_kernel
+from hqconv.kernel_layout.transform import kernel_form, to_kernel
 from hqconv.quantization.quantize import quantize
 from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.conversions import kernel_spec_of

@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from hqconv.humming_layout.gemm_forms import planned_packed_form
+from hqconv.kernel_layout.gemm_forms import planned_packed_form
 from hqconv.layout_decoder import codes, values
 from hqconv.layout_decoder.decode import DecodedStack, bits_of_arrays, decode_layout
 from hqconv.layout_decoder.layout_form import read_config

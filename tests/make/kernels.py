@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from hqconv.humming_layout.compiler import toolkit
-from hqconv.humming_layout.kernel_sources import standing_in
+from hqconv.kernel_layout.compiler import toolkit
+from hqconv.kernel_layout.kernel_sources import standing_in
 from hqconv.serving.warm.gpus import KNOWN
 from hqconv.serving.warm.kernel_store import VARIABLE
 

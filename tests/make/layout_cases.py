@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import torch
 
-from hqconv.humming_layout.compatibility import why_not
-from hqconv.humming_layout.gemm_forms import planned_packed_form
-from hqconv.humming_layout.layer_config import needs_cuda, resolve
-from hqconv.humming_layout.transform import kernel_form, to_kernel
+from hqconv.kernel_layout.compatibility import why_not
+from hqconv.kernel_layout.gemm_forms import planned_packed_form
+from hqconv.kernel_layout.layer_config import needs_cuda, resolve
+from hqconv.kernel_layout.transform import kernel_form, to_kernel
 from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.gpu_target import TARGETS, GpuTarget
 from hqconv.schemas.grid import slice_unit

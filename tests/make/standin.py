@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-import hqconv.humming_layout.fused_moe as moe
+import hqconv.kernel_layout.fused_moe as moe
 from tests.make.activations import NUMBERS, quantize_by_search
 from tests.make.formulas import run_c
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hqconv.cpu_loops import arithmetic
-from hqconv.humming_layout.runtime import humming
+from hqconv.kernel_layout.runtime import humming
 from hqconv.quantization.quantized import TileFactors, code_of, fold_sum
 from hqconv.quantization.scale_search import CandidateScales, Ladder, sweep_each
 from hqconv.schemas.weight_schema import WeightSchema

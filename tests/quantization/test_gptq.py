@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hqconv.cpu_loops.helper_threads import Helpers
-from hqconv.humming_layout.runtime import resident
-from hqconv.humming_layout.transform import humming_schema
+from hqconv.kernel_layout.runtime import resident
+from hqconv.kernel_layout.transform import humming_schema
 from hqconv.planning.layer_encoding import COMPENSATION_VERSION
 from hqconv.quantization import cpu, cuda, gptq
 from hqconv.quantization.gptq import factorized, hessian_factors

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hqconv.errors import RequestError
-from hqconv.humming_layout.runtime import resident
-from hqconv.humming_layout.transform import kernel_form, to_kernel
+from hqconv.kernel_layout.runtime import resident
+from hqconv.kernel_layout.transform import kernel_form, to_kernel
 from hqconv.quantization import cpu, cuda
 from hqconv.quantization.quantize import quantize, quantize_stacks
 from hqconv.quantization.quantized import QuantizedStack, stack_tensors

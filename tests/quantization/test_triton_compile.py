@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from hqconv.humming_layout.runtime import resident
-from hqconv.humming_layout.transform import humming_schema
+from hqconv.kernel_layout.runtime import resident
+from hqconv.kernel_layout.transform import humming_schema
 from hqconv.quantization.gptq import hessian_factors
 from hqconv.quantization.quantize import quantize_stacks
 from hqconv.quantization.scale_search import ladder_of, least_byte, scales_of

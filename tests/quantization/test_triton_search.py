@@ -18,9 +18,9 @@ import sys
 import torch
 from hqconv.quantization import triton_kernels
 from hqconv.quantization.scale_search import ladder_of, least_byte, scales_of, stepped
-from hqconv.humming_layout.transform import humming_schema
+from hqconv.kernel_layout.transform import humming_schema
 from hqconv.quantization.quantize import quantize_stacks
-from hqconv.humming_layout.runtime import resident
+from hqconv.kernel_layout.runtime import resident
 from tests.make import torch_kernels
 from tests.make.matrices import any_schema, hard_matrix
 from tests.make.tensors import same_bits
@@ -76,9 +76,9 @@ import torch
 from hqconv.quantization import triton_compensation, triton_kernels
 from hqconv.quantization.gptq import hessian_factors
 from hqconv.quantization.scale_search import scales_of
-from hqconv.humming_layout.transform import humming_schema
+from hqconv.kernel_layout.transform import humming_schema
 from hqconv.quantization.quantize import quantize_stacks
-from hqconv.humming_layout.runtime import resident
+from hqconv.kernel_layout.runtime import resident
 from tests.make import torch_kernels
 from tests.make.matrices import any_schema, hard_matrix
 from tests.make.structured_inputs import as_tiles, structured_inputs

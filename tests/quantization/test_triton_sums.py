@@ -17,9 +17,9 @@ SCRIPT = """
 import sys
 import torch
 from hqconv.quantization import triton_kernels
-from hqconv.humming_layout.transform import humming_schema
+from hqconv.kernel_layout.transform import humming_schema
 from hqconv.quantization.quantize import quantize_stacks
-from hqconv.humming_layout.runtime import resident
+from hqconv.kernel_layout.runtime import resident
 from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.matrices import hard_matrix
 from tests.make.tensors import same_bits

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from hqconv.humming_layout import cpu_ops
-from hqconv.humming_layout.runtime import resident
-from hqconv.humming_layout.transform import humming_schema
+from hqconv.kernel_layout import cpu_ops
+from hqconv.kernel_layout.runtime import resident
+from hqconv.kernel_layout.transform import humming_schema
 from hqconv.layout_decoder.decode import bits_of, decode_packed
 from hqconv.layout_decoder.values import decoded_weights
 from hqconv.quantization import cpu, cuda

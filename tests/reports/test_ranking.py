@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from hqconv.cli.app import app
 from hqconv.errors import RequestError
-from hqconv.humming_layout.compatibility import why_not, why_overflow
+from hqconv.kernel_layout.compatibility import why_not, why_overflow
 from hqconv.reports import ranking
 from hqconv.reports.ranking import measured_errors, rank_schemas, size_class, speed_run_of, speed_runs
 from hqconv.schemas.gpu_target import GPUS, TARGETS, GpuTarget, gpu_named

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hqconv.humming_layout.transform import kernel_form
+from hqconv.kernel_layout.transform import kernel_form
 from hqconv.quantization.quantize import quantize
 from hqconv.schemas.weight_schema import WeightSchema, load_schema, resolve_schema
 from tests.make.conversions import kernel_spec_of

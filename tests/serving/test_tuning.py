@@ -15,7 +15,7 @@ import pytest
 import hqconv
 from hqconv.api import warm
 from hqconv.artifact.reader import Artifact
-from hqconv.humming_layout.kernel_sources import NO_DEVICE
+from hqconv.kernel_layout.kernel_sources import NO_DEVICE
 from hqconv.serving.vllm.tuning import is_table, remembered, tuning_key
 from hqconv.serving.warm.gpus import KNOWN
 from hqconv.serving.warm.kernel_store import opened, read_store_manifest

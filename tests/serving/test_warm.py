@@ -16,8 +16,9 @@ import hqconv
 from hqconv.api import warm
 from hqconv.cli.app import app
 from hqconv.errors import HqconvError, OutputError, RequestError
-from hqconv.humming_layout.compiler import compile_kernel, identity, kernel_compiler, toolkit
-from hqconv.humming_layout.kernel_sources import (
+from hqconv.io.durable_files import partial
+from hqconv.kernel_layout.compiler import compile_kernel, identity, kernel_compiler, toolkit
+from hqconv.kernel_layout.kernel_sources import (
     CONTIGUOUS,
     INDEXED,
     MASKED,
@@ -27,7 +28,6 @@ from hqconv.humming_layout.kernel_sources import (
     standing_in,
     tuning_table,
 )
-from hqconv.io.durable_files import partial
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.weight_schema import ROTATIONS
 from hqconv.serving.vllm.kernel_requests import PREQUANTIZED, compute_settings, kernel_activation

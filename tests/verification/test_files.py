@@ -200,8 +200,8 @@ def test_ranks_are_compared_with_each_other_without_humming(copy: Damaged, monke
     def absent(*_: Any) -> Any:
         raise ModuleNotFoundError("humming")
 
-    monkeypatch.setattr("hqconv.humming_layout.transform.is_compatible", absent)
-    monkeypatch.setattr("hqconv.humming_layout.transform.packed_form", absent)
+    monkeypatch.setattr("hqconv.kernel_layout.transform.is_compatible", absent)
+    monkeypatch.setattr("hqconv.kernel_layout.transform.packed_form", absent)
     result = files_of(copy)
     assert result.findings == []
     assert "Humming cannot be imported" in " ".join(result.notes)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hqconv.humming_layout.fused_moe import humming_activation
+from hqconv.kernel_layout.fused_moe import humming_activation
 from hqconv.schemas.activation import SWIGLUOAI, Activation
 from hqconv.verification.reference import ACTIVATIONS, activate, is_known
 from tests.make.formulas import GATED, UNGATED, UNKNOWN, by_definition, run_c

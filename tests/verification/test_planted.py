@@ -21,7 +21,7 @@ from hqconv.api import open_source
 from hqconv.artifact.manifest import digest_of, sealed
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import HqconvError
-from hqconv.humming_layout import rank_slices
+from hqconv.kernel_layout import rank_slices
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.verification.files import check_files, check_manifest

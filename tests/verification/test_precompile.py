@@ -11,7 +11,7 @@ import torch
 import hqconv
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import RequestError
-from hqconv.humming_layout.runtime import humming
+from hqconv.kernel_layout.runtime import humming
 from hqconv.schemas.recipe import load_recipe
 from hqconv.verification import verify as module
 from hqconv.verification.result import CheckResult, VerificationReport

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 import hqconv
 from hqconv.artifact.reader import Artifact
 from hqconv.formats.decode_matrix import resized
-from hqconv.humming_layout.compatibility import why_not
-from hqconv.humming_layout.fused_moe import Gemm, fused_moe, layer_config, load_gemm
+from hqconv.kernel_layout.compatibility import why_not
+from hqconv.kernel_layout.fused_moe import Gemm, fused_moe, layer_config, load_gemm
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.grid import GROUPS, Grid, tp_slices, working_tp_sizes
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 from hqconv.errors import RequestError
-from hqconv.humming_layout.kernel_sources import CONTIGUOUS, INDEXED, MASKED, ComputeSettings
+from hqconv.kernel_layout.kernel_sources import CONTIGUOUS, INDEXED, MASKED, ComputeSettings
 from hqconv.schemas.activation import Activation
 from hqconv.serving.vllm.activations import serving_activation
 

@@ -36,7 +36,7 @@ from hqconv.serving.warm.kernel_store import (
 
 if TYPE_CHECKING:
     from hqconv.artifact.reader import Artifact
-    from hqconv.humming_layout.kernel_sources import ComputeSettings, KernelSource
+    from hqconv.kernel_layout.kernel_sources import ComputeSettings, KernelSource
     from hqconv.schemas.activation import Activation
 
 _LOG = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ def _prepared(gpu: str | None, sm_version: int) -> Gpu:
     """Import Humming and return the GPU to compile for."""
     import torch
 
-    from hqconv.humming_layout.kernel_sources import current_device
+    from hqconv.kernel_layout.kernel_sources import current_device
 
     if not torch.cuda.is_available():  # on import Humming would start a compiler for what only a GPU needs
         os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")
@@ -112,8 +112,8 @@ def _check_folder(folder: Path) -> Path:
 
 
 def _warm(artifact: Artifact, gpu: Gpu, folder: Path, jobs: int, announce: Callable[[str], None]) -> dict[str, Any]:
-    from hqconv.humming_layout.compiler import identity, toolkit
-    from hqconv.humming_layout.kernel_sources import standing_in
+    from hqconv.kernel_layout.compiler import identity, toolkit
+    from hqconv.kernel_layout.kernel_sources import standing_in
     from hqconv.serving.vllm.kernel_requests import compute_settings
 
     settings = compute_settings(artifact.grid.ep > 1)
@@ -153,7 +153,7 @@ def _layer_configs(artifact: Artifact) -> Iterator[tuple[str, Activation, bool, 
 
 def _sources(artifact: Artifact, settings: ComputeSettings) -> tuple[dict[str, KernelSource], list[str]]:
     """Distinct kernels of all layers and ranks by name, and activations whose kernels are not known here."""
-    from hqconv.humming_layout.kernel_sources import gemm_kernels, input_kernels
+    from hqconv.kernel_layout.kernel_sources import gemm_kernels, input_kernels
     from hqconv.serving.vllm.kernel_requests import kernel_activation
 
     found: dict[str, KernelSource] = {}
@@ -176,7 +176,7 @@ def _sources(artifact: Artifact, settings: ComputeSettings) -> tuple[dict[str, K
 
 def _tables(artifact: Artifact, settings: ComputeSettings, gpu: Gpu, folder: Path) -> dict[str, Any]:
     """Tuning of every GEMM, and the folder's tables for other GPUs."""
-    from hqconv.humming_layout.kernel_sources import tuning_table
+    from hqconv.kernel_layout.kernel_sources import tuning_table
     from hqconv.serving.vllm.tuning import tuning_key
 
     found: dict[str, Any] = {}
@@ -221,7 +221,7 @@ def _write(folder: Path, name: str, data: bytes) -> None:
 
 def _compile(missing: list[KernelSource], entries: dict[str, Any], folder: Path, jobs: int) -> int:
     """Compile in parallel; each kernel is on the disk before it is listed. Returns the bytes of all kernels."""
-    from hqconv.humming_layout.compiler import compile_kernel, kernel_compiler
+    from hqconv.kernel_layout.compiler import compile_kernel, kernel_compiler
 
     compiler = kernel_compiler()
 

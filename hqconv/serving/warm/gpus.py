@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from hqconv.errors import RequestError
-from hqconv.humming_layout.kernel_sources import current_device
+from hqconv.kernel_layout.kernel_sources import current_device
 from hqconv.schemas.gpu_target import GPUS, gpu_named
 from hqconv.schemas.suggestions import close_to
 

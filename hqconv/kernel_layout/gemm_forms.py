@@ -14,7 +14,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from hqconv.humming_layout.layer_config import number, resolve
+from hqconv.kernel_layout.layer_config import number, resolve
 from hqconv.schemas.dtypes import code_of
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.tensors import TensorSpec

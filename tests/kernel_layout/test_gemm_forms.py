@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from hqconv.errors import RequestError
-from hqconv.humming_layout import gemm_forms, transform
-from hqconv.humming_layout.compatibility import why_incompatible, why_not
-from hqconv.humming_layout.layer_config import needs_cuda
+from hqconv.kernel_layout import gemm_forms, transform
+from hqconv.kernel_layout.compatibility import why_incompatible, why_not
+from hqconv.kernel_layout.layer_config import needs_cuda
 from hqconv.schemas.artifact_names import CHECKPOINT, KERNEL
 from hqconv.schemas.gpu_target import TARGETS, GpuTarget
 from hqconv.schemas.grid import slice_unit

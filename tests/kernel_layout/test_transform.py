@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hqconv.humming_layout.runtime import humming, target_facts, transpose_scales
-from hqconv.humming_layout.transform import kernel_form, to_kernel
+from hqconv.kernel_layout.runtime import humming, target_facts, transpose_scales
+from hqconv.kernel_layout.transform import kernel_form, to_kernel
 from hqconv.quantization.quantize import quantize_stacks
 from hqconv.schemas.gpu_target import GpuTarget
 from tests.make.conversions import kernel_spec_of

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from hqconv.humming_layout import cpu_ops
+from hqconv.kernel_layout import cpu_ops
 from hqconv.schemas.gpu_target import GpuTarget
 
 _MODULES = ("ops", "dtypes", "schema", "transform", "device", "config", "utils.weight")

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from hqconv.humming_layout.gemm_forms import LAYOUT_FLAGS, PAD_K, PAD_N, KernelForm, splits_e8m0
-from hqconv.humming_layout.runtime import humming, resident, target_facts
+from hqconv.kernel_layout.gemm_forms import LAYOUT_FLAGS, PAD_K, PAD_N, KernelForm, splits_e8m0
+from hqconv.kernel_layout.runtime import humming, resident, target_facts
 from hqconv.schemas.dtypes import code_of_torch, torch_dtype_of
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.input_schema import InputSchema

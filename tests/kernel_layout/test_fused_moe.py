@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hqconv.humming_layout.fused_moe import align
+from hqconv.kernel_layout.fused_moe import align
 
 
 def align_plainly(local_ids: torch.Tensor, num_experts: int, block_size: int) -> dict[str, list[int]]:

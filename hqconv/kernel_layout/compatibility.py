@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from hqconv.humming_layout.layer_config import FP4, FP8, NumberType, fuses_exponents, number, resolve
+from hqconv.kernel_layout.layer_config import FP4, FP8, NumberType, fuses_exponents, number, resolve
 from hqconv.schemas.input_schema import INPUT_PRESETS
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.weight_schema import PRESETS, WeightSchema, resolve_schema

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hqconv.errors import RequestError
-from hqconv.humming_layout.kernel_sources import KernelSource
+from hqconv.kernel_layout.kernel_sources import KernelSource
 
 # What must agree between the machine that compiled and the one that serves, and what it is called in messages.
 AGREE = {

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hqconv.cpu_loops.helper_threads import Helpers
-from hqconv.humming_layout.gemm_forms import KernelForm, planned_kernel_form
-from hqconv.humming_layout.rank_slices import gemm_tensors
-from hqconv.humming_layout.transform import to_kernel
-from hqconv.humming_layout.weight_tiles import WeightTiles, weight_tiles
+from hqconv.kernel_layout.gemm_forms import KernelForm, planned_kernel_form
+from hqconv.kernel_layout.rank_slices import gemm_tensors
+from hqconv.kernel_layout.transform import to_kernel
+from hqconv.kernel_layout.weight_tiles import WeightTiles, weight_tiles
 from hqconv.quantization.content_sums import expert_sums
 from hqconv.quantization.quantize import quantize_stacks
 from hqconv.quantization.quantized import QuantizedStack
