@@ -178,16 +178,6 @@ def report(*, json: bool, quiet: bool, **options: Any) -> None:
 
 @app.command(cls=GroupedCommand)
 @guarded
-@takes(report_commands.compare)
-def compare(*, json: bool, quiet: bool, **options: Any) -> None:
-    """Compare two artifacts of one model: schemas, sizes and quantization errors."""
-    document = report_commands.compare(**options)
-    if json or not quiet:
-        _print(document, json=json)
-
-
-@app.command(cls=GroupedCommand)
-@guarded
 @takes(api.diff)
 def diff(*, json: bool, quiet: bool, **options: Any) -> None:
     """Write the delta between two artifacts of one plan: only the bytes that changed."""

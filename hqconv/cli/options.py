@@ -165,8 +165,6 @@ OPTIONS: dict[str, Option] = {
     "hessian": Option(
         bool, "Also write the mean products of 128 neighbouring columns, for --quantizer gptq.", ("--hessian",)
     ),
-    "first": Option(Path, "First artifact.", metavar="OUT1", settings=_ANY_PATH),
-    "second": Option(Path, "Second artifact, of the same model.", metavar="OUT2", settings=_ANY_PATH),
     "old": Option(Path, "Older artifact, the base of the delta.", metavar="OLD", settings=_ANY_PATH),
     "new": Option(Path, "Newer artifact, of the same plan.", metavar="NEW", settings=_ANY_PATH),
     "base": Option(Path, "Artifact that was the OLD of `hqconv diff`.", metavar="BASE", settings=_ANY_PATH),
@@ -270,11 +268,6 @@ _HELP_OF = {
     ("report", "max_memory"): "Maximum host memory for the check against --source, e.g. 4GiB.",
     ("report", "threads"): "Number of threads that count codes and check experts.  [default: all processors]",
     ("report", "source"): "Source checkpoint to check the weights against: a folder or a Hub repo id.",
-    ("compare", "revision"): _OF_SOURCE,
-    ("compare", "device"): "Device of the check against --source: auto, cuda, cuda:N or cpu.",
-    ("compare", "max_memory"): "Maximum host memory for the check against --source, e.g. 4GiB.",
-    ("compare", "threads"): "Number of threads of the check against --source.  [default: all processors]",
-    ("compare", "source"): "Source checkpoint to measure errors against: a folder or a Hub repo id.",
     ("allocate", "out"): "Recipe, a TOML file for convert --config.  [default: ./<model>-<budget>.toml]",
     ("allocate", "overwrite"): "Replace an existing recipe and the document beside it.",
     ("allocate", "revision"): "Branch, tag or commit of the source, if it is a Hub repo.",

@@ -237,98 +237,6 @@ def _number(value: Any) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
-_NUM_DIFFERENCES_SHOWN, _NUM_WORST_SHOWN = 8, 3
-
-
-def show_comparison(console: Console, document: Document) -> None:
-    """Print two artifacts side by side, their errors by projection, and the layers that differ most."""
-    left, right = document["artifacts"]
-    rows: list[tuple[str, ...]] = [(label, of(left), of(right)) for label, of in _COMPARISON_ROWS]
-    if document["measured_against_source"]:
-        rows += [(label, *(_least(figures, key) for figures in document["figures"])) for label, key in _FIGURES]
-    rows = [row for row in rows if row[1] or row[2]]
-    print_table(console, ("", left["name"], right["name"]), rows)
-    by = "measured against the source" if document["measured_against_source"] else "as the conversions recorded them"
-    console.print(f"\nrelative errors, {by}")
-    errors = [("all", *(_error_text(artifact["relative_error"]) for artifact in document["artifacts"]), "")]
-    errors += [
-        (PROJECTIONS.get(role, role), *(_error_text(value) for value in pair), _ratio(*pair))
-        for role, pair in document["projections"].items()
-    ]
-    errors[0] = (*errors[0][:3], _ratio(*(artifact["relative_error"] for artifact in document["artifacts"])))
-    print_table(console, ("projection", "first", "second", "second / first"), errors)
-    if document["blocks"]:
-        console.print("\nlargest differences")
-        rows = [
-            (
-                entry["block"],
-                PROJECTIONS.get(entry["projection"], entry["projection"]),
-                *map(_error_text, entry["relative_errors"]),
-            )
-            for entry in document["blocks"][:_NUM_DIFFERENCES_SHOWN]
-        ]
-        print_table(console, ("layer", "projection", "first", "second"), rows)
-    for note in document["notes"]:
-        console.print(f"\nnote: {note}")
-
-
-def _error_text(value: float | None) -> str:
-    return "-" if value is None or not math.isfinite(value) else f"{value:.5f}"
-
-
-def _ratio(first: float | None, second: float | None) -> str:
-    return f"{second / first:.3f}" if first and second is not None and math.isfinite(second / first) else "-"
-
-
-def _least(figures: Document, key: str) -> str:
-    values = [entry[key] for entry in figures.values() if entry[key] is not None]
-    return f"{min(values):.5g}" if values else "-"
-
-
-def _otherwise(artifact: Document) -> str:
-    return "; ".join(f"{plural(len(names), 'layer')} {what}" for what, names in artifact["otherwise"].items())
-
-
-def _ranks(artifact: Document) -> str:
-    sizes = artifact["rank_bytes"].values()
-    if not sizes:
-        return ""
-    copies = f", {artifact['redundant_experts']} copies" if artifact["redundant_experts"] else ""
-    return f"tp {artifact['tp']}, ep {artifact['ep']}{copies}; at most {human_bytes(max(sizes))} each"
-
-
-def _worst(artifact: Document) -> str:
-    """Layers and projections with the largest errors."""
-    listed = artifact["worst"][:_NUM_WORST_SHOWN]
-    return "; ".join(f"{w['block']} {w['projection']} {_error_text(w['relative_error'])}" for w in listed)
-
-
-def _served(artifact: Document) -> str:
-    if artifact["vllm_obstacles"]:
-        return f"no: {'; '.join(artifact['vllm_obstacles'])}"
-    return "yes"
-
-
-_COMPARISON_ROWS: tuple[tuple[str, Any], ...] = (
-    ("schema", lambda artifact: artifact["schema"]),
-    ("description", lambda artifact: artifact["description"]),
-    ("but", _otherwise),
-    ("left layers", lambda artifact: str(len(artifact["left_blocks"]) or "")),
-    ("bits per weight", lambda artifact: f"{artifact['bits_per_weight']:g}"),
-    ("quantizer", lambda artifact: artifact["quantizer"]),
-    ("conversion", lambda artifact: ", ".join(artifact["conversion"])),
-    ("experts", lambda artifact: human_bytes(artifact["expert_bytes"])),
-    ("all files", lambda artifact: human_bytes(artifact["num_bytes"])),
-    ("parameters", lambda artifact: f"{artifact['dtype']}, {artifact['input_schema']} activations"),
-    ("layout", lambda artifact: artifact["layout"]),
-    ("target", lambda artifact: artifact["target"] if artifact["layout"] == "kernel" else "every GPU"),
-    ("ranks", _ranks),
-    (f"{ENGINE.name} serves it", _served),
-    ("worst layers", _worst),
-)
-_FIGURES = (("least SQNR (dB)", "least_sqnr_db"), ("least cosine", "least_cosine"))
-
-
 def show_page(console: Console, document: Document) -> None:
     """Print the path of the report."""
     verification = document["verification"]
@@ -748,7 +656,6 @@ _SHOW = {
     "recipes": show_recipes,
     "report": show_report,
     "page": show_page,
-    "comparison": show_comparison,
     "warm": _show_warm,
     "publication": show_publication,
     "push": show_push,

@@ -1,16 +1,16 @@
-"""The commands `report`, `compare` and `schemas`, and the page of `verify --report`."""
+"""The commands `report` and `schemas`, and the page of `verify --report`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hqconv import api
 from hqconv.cli import interrupt
 from hqconv.cli.output import say, warn
-from hqconv.errors import RequestError, VerificationError, plural
+from hqconv.errors import RequestError
 
 if TYPE_CHECKING:
     from hqconv.artifact.manifest import Manifest
@@ -117,37 +117,6 @@ def write_report(
     return {**document, "page": str(place)}
 
 
-def compare(
-    first: str | Path,
-    second: str | Path,
-    source: str | None = None,
-    *,
-    device: str = "auto",
-    max_memory: str | int = "4GiB",
-    threads: int | None = None,
-    revision: str | None = None,
-    cache_limit: str | None = None,
-    keep_source: bool = False,
-) -> Document:
-    """Compare two artifacts of one model; see docs/usage.md.
-
-    first, second: artifact folders. source: source checkpoint; errors are then measured on the decoded weights instead
-    of taken from the manifests. The other parameters are those of `hqconv.verify`.
-
-    Raises RequestError for a folder without an artifact or for different models, VerificationError for a damaged
-    artifact, an altered manifest, or an artifact that does not match the source, and the errors of opening the source.
-    """
-    from hqconv.reports.compare import compare as compare_artifacts
-
-    roots = [Path(first), Path(second)]
-    document = compare_artifacts(roots)  # refuse early, before the long measurement
-    if source is None and revision is None:
-        return document
-    resources: Document = {"device": device, "max_memory": max_memory, "threads": threads, "revision": revision}
-    resources |= {"cache_limit": cache_limit, "keep_source": keep_source}
-    return compare_artifacts(roots, [_measure(root, source, resources) for root in roots])
-
-
 def schemas(*, recipes: bool = False, for_gpu: str | None = None, input_schema: str | None = None) -> Document:
     """Describe the schemas; with `recipes` the files of the package, with `for_gpu` a ranking for that GPU.
 
@@ -164,21 +133,3 @@ def schemas(*, recipes: bool = False, for_gpu: str | None = None, input_schema: 
         remedy = "Use `hqconv schemas --for h200 --input-schema fp8`, without --recipes."
         raise RequestError(f"{named} is for a ranking of schemas.", where=named, remedy=remedy)
     return describe_recipes() if recipes else describe_schemas()
-
-
-def _measure(root: Path, source: str | None, resources: Document) -> Any:
-    """Errors that the check of weights measures. Raises VerificationError if it has findings."""
-    verified = api.verify(root, source, checks=["weights"], **resources)
-    if not verified.passed:
-        findings: Sequence[Any] = [finding for result in verified.results for finding in result.findings]
-        what = f"The artifact cannot be compared: {plural(len(findings), 'finding')} against the source."
-        first = findings[0]
-        remedy = "Run `hqconv verify` with this source to list all findings."
-        raise VerificationError(
-            what,
-            where=f"{root}: {first.where}",
-            expected=first.expected,
-            found=f"{first.what} {first.found}",
-            remedy=remedy,
-        )
-    return verified.results[0].measured

@@ -102,7 +102,6 @@ def test_every_document_has_the_keys_of_the_table(model: Path, made: Path, tmp_p
     found += [
         answer("schemas", "--recipes"),
         answer("schemas", "--for", "h200"),
-        answer("compare", made, tmp_path / "a"),
         answer("diff", made, tmp_path / "a", "-o", tmp_path / "delta"),
         answer("apply", made, tmp_path / "delta", "-o", tmp_path / "applied"),
         answer("allocate", model, "-o", tmp_path / "recipe.toml", "--bits", 9, *OPTIONS[2:]),
@@ -307,8 +306,6 @@ def test_every_reader_sees_an_altered_manifest(model: Path, made: Path, tmp_path
     manifest.write_text(re.sub(r'("relative_error": 0\.)\d', r"\g<1>0", manifest.read_text()))
     page = tmp_path / "page.html"
     for command in (
-        ("compare", out, made),
-        ("compare", made, out),
         ("report", out, "-o", page),
         ("report", out, "--source", model, "-o", page),
         ("convert", model, "-o", out, *OPTIONS, "--resume"),

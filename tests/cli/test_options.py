@@ -110,7 +110,6 @@ COMMANDS: dict[str, dict[str, Any]] = {
         **WORK,
         **SHARED,
     },
-    "compare": {"OUT1": REQUIRED, "OUT2": REQUIRED, "--source": None, "--revision": None, **FETCHED, **WORK, **SHARED},
     "diff": {"OLD": REQUIRED, "NEW": REQUIRED, "--out -o": REQUIRED, "--threads": None, **SHARED},
     "apply": {"BASE": REQUIRED, "DELTA": REQUIRED, "--out -o": REQUIRED, "--threads": None, **SHARED},
     "warm": {"OUT": REQUIRED, "--gpu": None, "--kernels": None, "--jobs": None, **SHARED},

@@ -443,9 +443,8 @@ def test_quiet_commands_say_nothing(model: Path, tmp_path: Path, monkeypatch: py
     run(model, tmp_path / "out", "mxfp4")
     told: list[Any] = []
     monkeypatch.setattr("hqconv.api.warm", lambda **options: told.append(options["announce"]) or {"kind": "warm"})
-    compared = ("compare", tmp_path / "out", tmp_path / "out")
     inspected = [("inspect", model), ("inspect", tmp_path / "out")]
-    for arguments in (*inspected, ("schemas",), ("warm", tmp_path / "out"), compared):
+    for arguments in (*inspected, ("schemas",), ("warm", tmp_path / "out")):
         done = CliRunner().invoke(app, [*map(str, arguments), "-q"])
         assert (done.exit_code, done.stdout, done.stderr) == (0, "", ""), arguments
     assert told == [None]

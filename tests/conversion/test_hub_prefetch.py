@@ -21,10 +21,8 @@ import pytest
 import torch
 from huggingface_hub import hf_hub_download
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 import hqconv
-from hqconv.cli.app import app
 from hqconv.conversion import hub_prefetch
 from hqconv.conversion.hub_prefetch import CachePolicy
 from hqconv.errors import HqconvError, InputError, NetworkError, OutputError, RequestError
@@ -631,7 +629,7 @@ def test_a_cache_without_links(tmp_path: Path) -> None:
     assert hub.has_cached_bytes(root, "a", None)
 
 
-# --- verify and compare ------------------------------------------------------------------------------------
+# --- verify ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_shards", [1, 3])
@@ -681,17 +679,6 @@ def test_a_verification_that_fails_on_the_way(
     assert_removed(cache)
     with pytest.raises(RequestError, match="cache limit is too small"):
         hqconv.verify(tmp_path / "out", NAME, checks=["weights"], cache_limit=1000)
-
-
-def test_compare_streams_its_source(server: LocalHub, cache: Path, tmp_path: Path) -> None:
-    run(tmp_path / "one")
-    conversions.run(NAME, tmp_path / "two", "int8")  # type: ignore[arg-type]
-    watch = Watch(server, cache)
-    words = ["compare", tmp_path / "one", tmp_path / "two", "--source", NAME, "--cache-limit", size_of(server, 0)]
-    done = CliRunner().invoke(app, [str(word) for word in words])
-    assert done.exit_code == 0, done.output
-    assert 0 < watch.most <= size_of(server, 0)
-    assert_removed(cache)
 
 
 def test_manifests_name_the_commit_and_verify(server: LocalHub, tmp_path: Path, model: Path) -> None:
