@@ -1,0 +1,159 @@
+"""Buffers in host memory, pinned for a GPU, that are created in the background and used again and again."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+_PAGE_BYTES = mmap.PAGESIZE
+_CREATED_AHEAD = 2  # by `take`: the second one is on its way when the next batch or piece asks for it
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+class HostBuffers:
+    """Pool of equal buffers, uint8 tensors, for any thread; pinned if `device` is a GPU.
+
+    They begin at page boundaries. One thread creates them in the background, because pinning is slow. Memory that CUDA
+    refuses to pin is used unpinned: copies from it are slower.
+    """
+
+    def __init__(
+        self, num_bytes: int, device: torch.device, max_buffers: int, on_free: Callable[[], object] | None = None
+    ) -> None:
+        """Begin with no buffer.
+
+        num_bytes: of a buffer, rounded up to whole pages. on_free: called whenever `take` may have one, in any thread.
+        """
+        self._num_bytes = max(_PAGE_BYTES, num_bytes + -num_bytes % _PAGE_BYTES)
+        self._device, self._max_buffers, self._on_free = device, max_buffers, on_free
+        self._changed = threading.Condition()
+        self._free: list[torch.Tensor] = []
+        self._pinned: list[torch.Tensor] = []
+        self._num_created = self._num_wanted = 0
+        self._is_released = False
+        self._error: Exception | None = None
+        self._creator: threading.Thread | None = None
+
+    @property
+    def has_free(self) -> bool:
+        """True if `take` will not wait: for a free buffer, or for the error of their creation."""
+        return bool(self._free) or self._error is not None
+
+    def grow(self, num_buffers: int) -> None:
+        """Let there be at least so many buffers, within the limit, some time from now."""
+        with self._changed:
+            self._num_wanted = max(self._num_wanted, min(num_buffers, self._max_buffers))
+            if self._creator is None and self._num_created < self._num_wanted:
+                self._creator = threading.Thread(target=self._create, name="hqconv-buffers", daemon=True)
+                self._creator.start()
+
+    def take(self, *, waits: bool = True) -> torch.Tensor | None:
+        """Return a free buffer; if there is none, let more be created, and wait for one or return None.
+
+        Raises the error of the buffers' creation.
+        """
+        with self._changed:
+            if not self.has_free:
+                self.grow(self._num_created + _CREATED_AHEAD)
+            while waits and not self.has_free:
+                self._changed.wait()
+            if self._free:
+                return self._free.pop()
+            if self._error is not None:
+                raise self._error
+            return None
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Return a buffer that `take` gave."""
+        with self._changed:
+            self._free.append(buffer)
+            self._changed.notify()
+        self._tell()
+
+    def release(self) -> None:
+        """Unpin the buffers, once the GPU is done; the pool is not used any more."""
+        with self._changed:
+            self._is_released, creator = True, self._creator
+        if creator is not None:
+            creator.join()
+        self._free.clear()
+        if self._pinned:
+            import torch
+
+            with _using_gpu(self._device):
+                with contextlib.suppress(RuntimeError):  # after an error of CUDA, which has been raised
+                    torch.cuda.synchronize()  # work that failed may still be copying
+                while self._pinned:
+                    _cudart().cudaHostUnregister(self._pinned.pop().data_ptr())
+
+    def _tell(self) -> None:
+        if self._on_free is not None:
+            self._on_free()
+
+    def _create(self) -> None:
+        try:
+            with _using_gpu(self._device):
+                while self._is_another_wanted():
+                    self.give(self._new())
+        except Exception as error:  # noqa: BLE001 - raised by `take`
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+            self._tell()
+
+    def _is_another_wanted(self) -> bool:
+        with self._changed:
+            if self._is_released or self._num_created >= self._num_wanted:
+                self._creator = None
+                return False
+            self._num_created += 1
+            return True
+
+    def _new(self) -> torch.Tensor:
+        """Create a buffer in memory of our own: torch's pinned allocator would take the next power of two."""
+        import torch
+
+        memory = mmap.mmap(-1, self._num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_DONTFORK)  # a child's copy of the pages would be written by nobody
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        buffer = torch.frombuffer(memory, dtype=torch.uint8)
+        if self._device.type == "cuda" and int(_cudart().cudaHostRegister(buffer.data_ptr(), len(memory), 0)) == 0:
+            self._pinned.append(buffer)
+        return buffer
+
+
+def _cudart() -> Any:
+    import torch
+
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def _using_gpu(device: torch.device) -> Iterator[None]:
+    """Make a GPU the current one of this thread, which may pin memory while another thread captures a CUDA graph.
+
+    In CUDA's default mode the call would be refused, and the capture would fail. A server captures its graphs while
+    buffers are still being created, or freed.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    import torch
+
+    exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    mode = ctypes.c_int(_RELAXED)
+    with torch.cuda.device(device):
+        is_exchanged = exchange(ctypes.byref(mode)) == 0  # mode is the thread's own one now
+        try:
+            yield
+        finally:
+            if is_exchanged:
+                exchange(ctypes.byref(mode))

@@ -1,0 +1,70 @@
+"""The pool of host buffers: its limit, waits, errors, and pinned memory."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from hqconv.io.host_buffers import HostBuffers
+
+CPU = torch.device("cpu")
+
+
+def test_buffers_are_used_again_and_are_at_most_so_many() -> None:
+    pool = HostBuffers(5000, CPU, 3)
+    buffers = [pool.take() for _ in range(3)]
+    assert all(one is not None and len(one) == 8192 and one.data_ptr() % 4096 == 0 for one in buffers)
+    assert pool.take(waits=False) is None
+    assert not pool.has_free
+    pool.give(buffers[1])  # type: ignore[arg-type]
+    assert pool.take(waits=False) is buffers[1]
+    pool.release()
+
+
+def test_they_are_created_by_demand_or_beforehand() -> None:
+    pool = HostBuffers(1, CPU, 10)
+    assert pool.take() is not None
+    assert pool._num_created <= 2
+    pool.grow(100)
+    assert [pool.take() for _ in range(9)]
+    assert pool._num_created == 10
+    pool.release()
+
+
+def test_a_thread_that_waits_gets_what_another_gives() -> None:
+    told = threading.Event()
+    pool = HostBuffers(1, CPU, 1, told.set)
+    buffer = pool.take()
+    assert buffer is not None
+    assert told.is_set()
+    timer = threading.Timer(0.05, pool.give, [buffer])
+    timer.start()
+    assert pool.take() is buffer
+    timer.join()
+    pool.release()
+
+
+def test_an_error_of_the_creation_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: HostBuffers) -> torch.Tensor:
+        raise MemoryError
+
+    monkeypatch.setattr(HostBuffers, "_new", fail)
+    pool = HostBuffers(1, CPU, 2)
+    for _ in range(2):
+        with pytest.raises(MemoryError):
+            pool.take()
+    pool.release()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_they_are_pinned_until_they_are_released() -> None:
+    pool = HostBuffers(1 << 20, torch.device("cuda"), 2)
+    buffers = [pool.take(), pool.take()]
+    assert all(one is not None and one.is_pinned() for one in buffers)
+    there = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
+    there.copy_(buffers[0], non_blocking=True)  # type: ignore[arg-type]
+    pool.release()
+    assert not any(one is not None and one.is_pinned() for one in buffers)
