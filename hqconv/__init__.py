@@ -34,10 +34,8 @@ if TYPE_CHECKING:
     from hqconv.conversion.push import PushReport
     from hqconv.errors import HqconvError
     from hqconv.planning.plan import ConversionPlan
-    from hqconv.planning.plan import ConversionPlan as Plan
     from hqconv.reports.publication import PublishReport
     from hqconv.schemas.weight_schema import WeightSchema
-    from hqconv.schemas.weight_schema import WeightSchema as TargetSchema
     from hqconv.verification.result import VerificationReport
 
 __all__ = [
@@ -45,12 +43,10 @@ __all__ = [
     "ConversionPlan",
     "ConversionReport",
     "HqconvError",
-    "Plan",
     "Progress",
     "PublishReport",
     "PushReport",
     "RankGemm",
-    "TargetSchema",
     "VerificationReport",
     "WeightSchema",
     "__version__",
@@ -80,11 +76,9 @@ _MODULES = {  # of names that are not functions of `api`
     "VerificationReport": "verification.result",
     "WeightSchema": "schemas.weight_schema",
 }
-_OLD_NAMES = {"Plan": "ConversionPlan", "TargetSchema": "WeightSchema"}  # kept for programs that use them
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        name = _OLD_NAMES.get(name, name)
         return getattr(importlib.import_module(f"hqconv.{_MODULES.get(name, 'api')}"), name)
     raise AttributeError(f"module 'hqconv' has no attribute '{name}'")

@@ -133,7 +133,6 @@ def convert(
     on_plan: Callable[[ConversionPlan, Path], None] | None = None,
     progress: Callable[[Progress], None] | None = None,
     distributed: bool = False,
-    in_team: bool = False,
     cache_limit: str | int | None = None,
     keep_source: bool = False,
     trace: str | Path | None = None,
@@ -150,16 +149,16 @@ def convert(
     source_digests: hash the source's files, for the manifest. cache_limit: the most that is downloaded from the Hub at
     a time; None for four shards. keep_source: keep downloaded shards. on_plan: called with the plan and the output
     folder before anything is written. progress: called from worker threads. distributed: share the work with the other
-    processes of torchrun; in_team: its name of version 0.1. trace: a file for what each batch, thread and GPU stream
+    processes of torchrun. trace: a file for what each batch, thread and GPU stream
     does when, in Chrome's trace format; each process needs its own.
     Raises RequestError, InputError (also of a damaged artifact as a source), OutputError or NetworkError.
     """
     check_modes(resume=resume, overwrite=overwrite, update=update)
-    cache, distributed = cache_use(cache_limit, keep_source=keep_source), distributed or in_team
+    cache = cache_use(cache_limit, keep_source=keep_source)
     parsed = _parse(config, options)
     if distributed:
         silence_torch()
-    start_gpu(device, in_team=distributed)  # beside all that comes before its use
+    start_gpu(device, distributed=distributed)  # beside all that comes before its use
     from hqconv.conversion.convert import convert as run  # all libraries are loaded before the work begins
     from hqconv.conversion.distributed import ProcessGroup
     from hqconv.conversion.trace import Trace
@@ -169,7 +168,7 @@ def convert(
         processes = ProcessGroup.of_environment() if distributed else None
         if processes is not None:
             stack.enter_context(processes)
-        resources = resources_of(device, max_memory, max_gpu_memory, threads, in_team=distributed)
+        resources = resources_of(device, max_memory, max_gpu_memory, threads, distributed=distributed)
         of_batches = None if trace is None else stack.enter_context(Trace(Path(trace)))
         source = stack.enter_context(open_source(src, revision, is_lazy=True))
         target = choose_target(parsed, source, resources.device_name)
@@ -603,18 +602,11 @@ def publish(
 
 
 def load(
-    path: str | Path,
-    *,
-    layer: str | None = None,
-    tp_rank: int = 0,
-    ep_rank: int = 0,
-    device: str = "cpu",
-    block: str | None = None,
-    check_digests: bool = True,
+    path: str | Path, *, layer: str, tp_rank: int = 0, ep_rank: int = 0, device: str = "cpu", check_digests: bool = True
 ) -> dict[str, RankGemm]:
     """Load one MoE layer of one rank of a kernel artifact: `w13`, `w2` → Humming's LayerConfig and kernel tensors.
 
-    path: the artifact. layer: its name, e.g. model.layers.0.mlp.experts (`block` is the older spelling). tp_rank,
+    path: the artifact. layer: its name, e.g. model.layers.0.mlp.experts. tp_rank,
     ep_rank: the rank. device: where the tensors go: auto, cpu, cuda or cuda:N. check_digests: compare the rank's file
     with the manifest's digest at its first reading in this process; the header is compared in any case.
 
@@ -627,15 +619,13 @@ def load(
     from hqconv.artifact.load import load_layer
 
     place = choose_device(device)
-    return load_layer(path, _one_name(layer, block), tp_rank, ep_rank, place, check_digests=check_digests)
+    return load_layer(path, layer, tp_rank, ep_rank, place, check_digests=check_digests)
 
 
-def dequantize(
-    path: str | Path, *, layer: str | None = None, block: str | None = None, check_digests: bool = True
-) -> dict[str, torch.Tensor]:
+def dequantize(path: str | Path, *, layer: str, check_digests: bool = True) -> dict[str, torch.Tensor]:
     """Return one layer's experts as float32, decoded from the kernel layout and joined from all ranks.
 
-    path: the artifact. layer: its name, e.g. model.layers.0.mlp.experts (`block` is the older spelling). check_digests:
+    path: the artifact. layer: its name, e.g. model.layers.0.mlp.experts. check_digests:
     compare the layer's files with the manifest's digests at their first reading in this process.
 
     Returns `w1` (gate, if there is one) and `w3` (up) [E, I, H], `w2` (down) [E, H, I], and `b1`, `b3`, `b2` where
@@ -644,11 +634,4 @@ def dequantize(
     """
     from hqconv.artifact.load import dequantize as run
 
-    return run(path, _one_name(layer, block), check_digests=check_digests)
-
-
-def _one_name(layer: str | None, block: str | None) -> str:
-    name = block if layer is None else layer
-    if name is None or (layer is not None and block is not None):
-        raise TypeError("one of `layer` and its older spelling `block` is needed: the name of an MoE layer")
-    return name
+    return run(path, layer, check_digests=check_digests)

@@ -208,7 +208,7 @@ def test_an_error_of_the_callers_own_ends_it_and_it_can_be_resumed(model: Path, 
 
 
 def test_every_parameter_is_on_the_command_line_or_a_callback() -> None:
-    callbacks = {"on_plan", "progress", "distributed", "in_team"}
+    callbacks = {"on_plan", "progress", "distributed"}
     callbacks |= {"overrides", "trace"}  # of --config and --profile
     for function in (hqconv.plan, hqconv.convert, hqconv.verify, hqconv.inspect):
         assert set(inspect.signature(function).parameters) - set(OPTIONS) <= callbacks
@@ -227,7 +227,7 @@ def test_all_of_it_is_typed_and_told() -> None:
 
 def test_the_types_are_public_and_come_when_asked_for(made: Path) -> None:
     assert isinstance(hqconv.verify(made, checks=["files"]), hqconv.VerificationReport)
-    assert isinstance(resolve_schema("int4"), hqconv.TargetSchema)
+    assert isinstance(resolve_schema("int4"), hqconv.WeightSchema)
     assert issubclass(RequestError, hqconv.HqconvError)
     for name in hqconv.__all__:
         assert getattr(hqconv, name) is not None

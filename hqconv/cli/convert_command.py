@@ -71,7 +71,9 @@ def run(options: dict[str, Any], *, quiet: bool) -> ConversionReport:
 
     messages = _Messages(options, is_update=options["update"], quiet=quiet)
     with ShownProgress(quiet=quiet) as progress:
-        report = api.convert(**options, on_plan=messages.on_plan, progress=progress.update, in_team=is_distributed())
+        report = api.convert(
+            **options, on_plan=messages.on_plan, progress=progress.update, distributed=is_distributed()
+        )
     messages.warn(report.warnings)
     return report
 

@@ -120,10 +120,6 @@ class ConversionReport:
             "serve_command": ENGINE.serve_command(str(self.out), spec.layout, spec.grid, self.plan.source.heads),
         }
 
-    def words(self) -> dict[str, Any]:
-        """`to_dict` under its name of version 0.1."""
-        return self.to_dict()
-
 
 def convert(
     source: Source,

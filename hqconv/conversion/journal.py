@@ -58,9 +58,9 @@ class JournalEntry:
     sources: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the entry as a journal line: the key of the unit is `group`, as in journals of version 0.1."""
+        """Return the entry as a journal line."""
         return {
-            "group": self.unit,
+            "unit": self.unit,
             "files": [asdict(file) for file in self.files],
             "measured": self.measured,
             "sums": self.sums,
@@ -72,7 +72,7 @@ class JournalEntry:
         """Read an entry of `to_dict`. Raises KeyError or TypeError for anything else."""
         files = [FileRecord(**record) for record in document["files"]]
         measured, sums = document["measured"], document["sums"]
-        return cls(document["group"], files, measured, sums, document.get("sources", {}))
+        return cls(document["unit"], files, measured, sums, document["sources"])
 
     @property
     def _is_typed(self) -> bool:
@@ -89,15 +89,10 @@ class JournalEntry:
 def parse_identity(path: Path, line: bytes) -> dict[str, Any]:
     """Parse a journal's first line: the identity of the conversion.
 
-    An older hqconv wrote no checksums: of its journal only the identity is used. Raises OutputError for a line that is
-    unreadable or altered.
+    Raises OutputError for a line that is unreadable or altered.
     """
     identity = decode_line(line)
-    try:
-        identity = identity or dict(json.loads(line))
-    except (ValueError, TypeError, RecursionError):
-        identity = None
-    if identity is None or _CHECKSUM in identity:
+    if identity is None:
         raise OutputError(
             "The journal of an unfinished conversion cannot be read.",
             where=str(path),

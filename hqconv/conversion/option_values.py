@@ -68,7 +68,7 @@ def choose_device(text: str, number: int = 0) -> str:
     return f"cuda:{index}"
 
 
-def start_gpu(device: str, *, in_team: bool = False) -> None:
+def start_gpu(device: str, *, distributed: bool = False) -> None:
     """Load torch and numba side by side, and create the CUDA context of the chosen GPU in a thread.
 
     Whatever fails is left to the first use. Nothing is loaded where there is no CUDA driver.
@@ -78,7 +78,7 @@ def start_gpu(device: str, *, in_team: bool = False) -> None:
     loops = threading.Thread(target=_load_loops, name="hqconv-start")
     loops.start()
     with suppress(RequestError):
-        name = choose_device(device, local_rank()[0] if in_team else 0)  # loads torch
+        name = choose_device(device, local_rank()[0] if distributed else 0)  # loads torch
         if name != "cpu":
             threading.Thread(target=_create_context, args=(name,), name="hqconv-start", daemon=True).start()
     # No two threads load libraries that import each other in circles, such as the modules of Humming: what one of them
@@ -217,12 +217,17 @@ def cache_use(limit: str | int | None, *, keep_source: bool) -> CachePolicy:
 
 
 def resources_of(
-    device: str, max_memory: str | int, max_gpu_memory: str | int | None, threads: int | None, *, in_team: bool = False
+    device: str,
+    max_memory: str | int,
+    max_gpu_memory: str | int | None,
+    threads: int | None,
+    *,
+    distributed: bool = False,
 ) -> Resources:
     """Return the resource limits; each of several processes has its own GPU, and its share of the processors."""
     from hqconv.conversion.resources import Resources, default_threads
 
-    number, num_here = local_rank() if in_team else (0, 1)
+    number, num_here = local_rank() if distributed else (0, 1)
     gpu_bytes = None if max_gpu_memory is None else parse_bytes(max_gpu_memory, "--max-gpu-memory")
     num_threads = max(1, default_threads() // num_here) if threads is None else threads
     found = Resources(choose_device(device, number), parse_bytes(max_memory), num_threads, gpu_bytes)

@@ -47,10 +47,6 @@ class PushReport:
         """Return the report as a JSON document."""
         return {"kind": "push", **asdict(self)}
 
-    def words(self) -> dict[str, Any]:
-        """`to_dict` under its name of version 0.1."""
-        return self.to_dict()
-
 
 def push(
     root: Path,

@@ -158,7 +158,3 @@ class VerificationReport:
             "passed": self.passed,
             "checks": checks,
         }
-
-    def words(self) -> dict[str, Any]:
-        """Return `to_dict()`: the name of version 0.1."""
-        return self.to_dict()

@@ -131,26 +131,15 @@ def test_requests_that_cannot_be_met(tmp_path: Path) -> None:
         hqconv.dequantize(tmp_path / "packed", layer=LAYER)
 
 
-def test_block_is_the_older_spelling_of_layer(tmp_path: Path) -> None:
-    source, out = save_model(tmp_path / "source", "qwen3_moe"), tmp_path / "out"
-    run(source, out, "int4-g64")
-    old, new = hqconv.dequantize(out, block=LAYER), hqconv.dequantize(out, layer=LAYER)
-    assert all(torch.equal(old[role], values) for role, values in new.items())
-    assert hqconv.load(out, block=LAYER)["w13"].config == hqconv.load(out, layer=LAYER)["w13"].config
-    for words in ({}, {"block": LAYER, "layer": LAYER}):
-        with pytest.raises(TypeError, match="older spelling"):
-            hqconv.load(out, **words)
-
-
 def test_loading_changes_nothing_about_humming(tmp_path: Path) -> None:
     """In a process of its own: no module of Humming is loaded for the tensors, and its LayerConfig is Humming's."""
     source = save_model(tmp_path / "source", "qwen3_moe")
     run(source, tmp_path / "out", "int4-g64")
     script = f"""
 import sys, hqconv
-gemms = hqconv.load({str(tmp_path / "out")!r}, block={LAYER!r})
+gemms = hqconv.load({str(tmp_path / "out")!r}, layer={LAYER!r})
 assert not [name for name in sys.modules if name.startswith("humming")]
-experts = hqconv.dequantize({str(tmp_path / "out")!r}, block={LAYER!r})
+experts = hqconv.dequantize({str(tmp_path / "out")!r}, layer={LAYER!r})
 assert not [name for name in sys.modules if name.startswith("humming")]
 config = gemms["w13"].layer_config()
 import humming.config.config as module, humming.device

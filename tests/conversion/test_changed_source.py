@@ -118,7 +118,7 @@ def test_a_shard_that_changes_while_a_layer_is_made_of_it(
     with pytest.raises(InputError, match="changed") as caught:
         run(src, out, "mxfp4", progress=when(lambda at: at.group == LAYER, lambda: change(path)))
     assert_noticed(caught, path, out)
-    groups = [json.loads(line).get("group") for line in (out / JOURNAL).read_text().splitlines()]
+    groups = [json.loads(line).get("unit") for line in (out / JOURNAL).read_text().splitlines()]
     assert LAYER not in groups
 
 

@@ -170,7 +170,7 @@ def group_of(name: str) -> str:
 
 
 def groups_done(out: Path) -> list[str]:
-    return [json.loads(line).get("group") for line in (out / JOURNAL).read_text().splitlines()]
+    return [json.loads(line).get("unit") for line in (out / JOURNAL).read_text().splitlines()]
 
 
 def test_damaged_between_two_runs(damaged: Damaged, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ elif os.environ["RANK"] == "0" and at == "recorded":  # rank 1 takes the first u
         yield from take_next(self, items)
     ProcessGroup.take_next = wait
 modes = {mode: True} if mode else {}
-hqconv.convert(src, out, schema=schema, target="sm90", device="cpu", threads=1, tp=2, in_team=True, **modes)
+hqconv.convert(src, out, schema=schema, target="sm90", device="cpu", threads=1, tp=2, distributed=True, **modes)
 """
 
 
@@ -120,7 +120,7 @@ def test_one_process_goes_on_where_several_were(src: Path, alone: dict[str, str]
 
     out = tmp_path / "out"
     assert scripted(tmp_path, src, out, "int4-g64", "recorded", "").returncode != 0
-    of_dead, of_first = ((out / name).read_text().count('"group"') for name in (member_journal(1), JOURNAL))
+    of_dead, of_first = ((out / name).read_text().count('"unit"') for name in (member_journal(1), JOURNAL))
     report = run(src, out, "int4-g64", Grid(2), resume=True)
     assert report.num_groups_resumed == of_first + of_dead
     assert of_dead == 1

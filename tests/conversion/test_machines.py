@@ -193,7 +193,7 @@ def test_a_lost_machine_ends_the_other_and_more_processes_go_on(
     assert f"where: rank 1 (process {ranks[1]} on {socket.gethostname()})" in left.stderr
     assert "[c10d]" not in left.stderr
     assert not is_alive(ranks[0])
-    assert all((out / name).read_text().count('"group"') == 1 for name in (JOURNAL, member_journal(1)))
+    assert all((out / name).read_text().count('"unit"') == 1 for name in (JOURNAL, member_journal(1)))
     again = machines(src, out, "--resume", num=2)
     for machine in again:
         assert machine.agent.wait(HANG_S) == 0, machine.stderr

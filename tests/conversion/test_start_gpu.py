@@ -42,8 +42,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_the_context_of_this_process_gpu_is_created_in_a_thread(asked: list[str]) -> None:
     """Its failure is no message of the thread: the first use of the GPU fails again, and is reported."""
-    for device, in_team, expected in (("auto", False, "cuda:0"), ("cuda", True, "cuda:2"), ("cuda:3", True, "cuda:3")):
-        start_gpu(device, in_team=in_team)
+    for device, distributed, expected in (
+        ("auto", False, "cuda:0"),
+        ("cuda", True, "cuda:2"),
+        ("cuda:3", True, "cuda:3"),
+    ):
+        start_gpu(device, distributed=distributed)
         wait_for_threads()
         assert asked.pop() == expected
         assert not asked

@@ -115,7 +115,7 @@ def test_its_codes_are_kept(written: Written, tmp_path: Path) -> None:
     assert [layer["source_format"]["name"] for layer in layers] == ["toy int8"] * len(written.truth)
     assert {layer["conversion"] for layer in layers} == {"direct"}
     for name, expected in written.truth.items():
-        decoded = hqconv.dequantize(out, block=name)
+        decoded = hqconv.dequantize(out, layer=name)
         assert all(torch.equal(decoded[part], values) for part, values in expected.items())
     conversions.assert_verified(out, written.folder)
 

@@ -147,7 +147,7 @@ def run_together(src: Path, out: Path, num: int = 2) -> None:
     def work(rank: int) -> None:
         place.team = ProcessGroup(store, rank, num)
         try:
-            run(src, out, SCHEMA, GRID, in_team=True, threads=1)
+            run(src, out, SCHEMA, GRID, distributed=True, threads=1)
         except BaseException as error:  # noqa: BLE001 - raised below
             errors.append(error)
 
