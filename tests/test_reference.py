@@ -159,7 +159,7 @@ def of_a_hub(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[tuple[str, Any
         yield "Publication", told(*made, *of_cpu, "--max-error", "0.01", exit_code=1)
         yield "Publication", told(*made, *of_cpu, "--source-digests")
         yield "Publication", told(*made, *of_cpu)
-        options = ("--target", "sm90", "--device", "cpu", "--resume", "--push-to", "org/name")
+        options = ("--target", "sm90", "--device", "cpu", "--resume")
         yield ("Summary", told("convert", folder / "src", "-o", folder / "again", "--schema", "mxfp4", *options))
     for name in ("src", "kernel"):
         with hub_server.serve(folder / name) as hub_of_one:

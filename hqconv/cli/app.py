@@ -18,7 +18,7 @@ from hqconv.cli.help_format import DocumentedGroup, GroupedCommand
 from hqconv.cli.options import parse_checks, parse_layers, parse_tokens, takes, without_defaults
 from hqconv.cli.output import ClosedStream, discard_stdout, guarded, print_json, say, warn
 from hqconv.conversion.torchrun import is_distributed, is_rank_zero
-from hqconv.errors import HqconvError, OutputError, RequestError, VerificationError, printable_line
+from hqconv.errors import HqconvError, OutputError, RequestError, VerificationError
 from hqconv.serving.warm.kernel_store import folder_beside
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def _root(context: typer.Context, version: Version = False) -> None:
 
 @app.command(cls=GroupedCommand)
 @guarded
-@takes(api.convert, *("dry_run", "profile", "max_error", "push_to", "private", "branch"))
+@takes(api.convert, *("dry_run", "profile", "max_error"))
 def convert(
     *,
     context: typer.Context,
@@ -54,13 +54,9 @@ def convert(
     json: bool,
     quiet: bool,
     max_error: float | None,
-    push_to: str | None,
-    private: bool,
-    branch: str | None,
     **options: Any,
 ) -> None:
     """Quantize the experts of a checkpoint and write an artifact."""
-    push_options = _push_options(push_to, private=private, branch=branch)
     limit = convert_command.MaxError(max_error)
     options = without_defaults(options, context)
     if dry_run:
@@ -78,8 +74,6 @@ def convert(
     write_profile(finished.profile)
     document = finished.to_dict()
     is_good = limit.is_kept(document)
-    if push_options and is_good:
-        document["pushed"] = _push(finished.out, quiet=quiet, is_new=True, **push_options)
     if json or not quiet:
         _print_result(document, json=json)
     _end(VerificationError, is_wrong=not is_good)
@@ -102,24 +96,6 @@ def _end(kind: type[HqconvError], *, is_wrong: bool) -> None:
     """Exit with the code of this kind of error if `is_wrong`; the problem is already shown."""
     if is_wrong:
         raise typer.Exit(kind.exit_code)
-
-
-def _push_options(push_to: str | None, *, private: bool, branch: str | None) -> dict[str, Any]:
-    """Arguments for `api.push`, on rank 0; empty without --push-to."""
-    if push_to is None and (private or branch is not None):
-        raise RequestError("--private and --branch need a Hub repo.", remedy="Name the repo with --push-to.")
-    is_wanted = push_to is not None and is_rank_zero()
-    return {"repo": push_to, "private": private, "branch": branch} if is_wanted else {}
-
-
-def _push(out: Path, repo: str, *, quiet: bool, is_new: bool = False, **options: Any) -> dict[str, Any]:
-    """Push an artifact; return the report as a document. is_new: this command has just finished the artifact."""
-    folder = f"{printable_line(str(out))} holds a finished artifact." if is_new else ""
-
-    def on_step(step: PushStep, commit: str) -> None:
-        convert_command.expect_push(step, commit, repo, options.get("branch"), folder)
-
-    return api.push(out, repo, **options, announce=None if quiet else say, on_step=on_step).to_dict()
 
 
 def _print(document: dict[str, Any], *, json: bool) -> None:
@@ -217,9 +193,13 @@ def push(*, json: bool, quiet: bool, **options: Any) -> None:
     """Upload an artifact to the Hugging Face Hub. One commit replaces an older artifact."""
     if quiet:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    pushed = _push(quiet=quiet, **options)
+
+    def on_step(step: PushStep, commit: str) -> None:
+        convert_command.expect_push(step, commit, options["repo"], options["branch"])
+
+    pushed = api.push(**options, announce=None if quiet else say, on_step=on_step)
     if json or not quiet:
-        _print_result(pushed, json=json)
+        _print_result(pushed.to_dict(), json=json)
 
 
 @app.command(cls=GroupedCommand)

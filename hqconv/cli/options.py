@@ -183,7 +183,6 @@ OPTIONS: dict[str, Option] = {
     "report": Option(
         Path | None, "Write an HTML report with the results to this file.", ("--report",), settings=_ANY_PATH
     ),
-    "push_to": Option(str | None, "Push the finished artifact to this Hub repo, like `hqconv push`."),
     "dry_run": Option(bool, "Print the plan and exit without writing anything.", ("--dry-run",)),
     "for_gpu": Option(
         str | None,
@@ -247,7 +246,7 @@ _SHARED = ("json", "quiet", "verbose", "log_file")  # options of every command
 _GROUPS = {
     "Budget": ("size", "bits", "objective", "candidates", "max_layer_error"),
     "Quantization and layout": (*(conversion_options().keys() - set(_RANKS)), "config", "source_digests"),
-    "Hugging Face Hub": ("revision", "cache_limit", "keep_source", "push_to", "private", "branch"),
+    "Hugging Face Hub": ("revision", "cache_limit", "keep_source", "private", "branch"),
     "Parallelism": _RANKS,
     "Resources": ("device", "max_memory", "max_gpu_memory", "threads", "jobs"),
     "Existing output": ("resume", "overwrite", "update", "dry_run"),
@@ -275,8 +274,6 @@ _HELP_OF = {
     ("convert", "revision"): "Branch, tag or commit of the source, if it is a Hub repo.",
     ("convert", "quiet"): "Print errors only, plus the output of --json and --dry-run.",
     ("convert", "threads"): "Number of threads that encode experts.  [default: all processors]",
-    ("convert", "private"): "With --push-to: create the Hub repo as a private repo.",
-    ("convert", "branch"): "With --push-to: branch of the Hub repo.  [default: main]",
     ("evaluate", "source"): "Source checkpoint that the artifact was made from: a folder or a Hub repo id.",
     ("evaluate", "text"): "Text file for the evaluation, which calibration did not see.",
     ("evaluate", "context_length"): "Number of tokens in a sequence.",

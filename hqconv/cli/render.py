@@ -363,8 +363,6 @@ def _show_summary(console: Console, document: Document) -> None:
     console.print(f"The artifact is in {document['out']}; see it with: hqconv inspect {out}")
     if document["serve_command"] and not document.get("over_max_error"):
         console.print(f"Serve it with: {document['serve_command']}")
-    if "pushed" in document:
-        show_push(console, document["pushed"])
 
 
 def _show_source(console: Console, document: Document) -> None:

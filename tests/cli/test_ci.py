@@ -347,18 +347,13 @@ def largest(made: Path) -> dict[str, float]:
 
 
 def test_an_artifact_that_lost_too_much_is_kept_and_ends_with_1(
-    model: Path, made: Path, largest: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, made: Path, largest: dict[str, float], tmp_path: Path
 ) -> None:
-    def no_push(*_: object, **__: object) -> None:
-        raise AssertionError
-
-    monkeypatch.setattr("hqconv.api.push", no_push)
     worst, limit = max(largest, key=largest.__getitem__), sorted(largest.values())[-2]
     request = ("convert", model, "-o", tmp_path / "out", *OPTIONS, "--max-error", limit)
-    words = answer(*request, "--push-to", "org/name", code=1)
+    words = answer(*request, code=1)
     expected = {"block": "model.layers.0.mlp.experts", "projection": worst, "relative_error": largest[worst]}
     assert (words["kind"], words["over_max_error"], words["max_error"]) == ("summary", [expected], limit)
-    assert "pushed" not in words
     assert words["manifest_sha256"] == sha256_of(made / "hqconv.json")  # complete, and the same bytes
     again = call(*request, "--resume")
     assert again.exit_code == 1

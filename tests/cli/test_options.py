@@ -39,9 +39,6 @@ CONVERT: dict[str, Any] = {
     "--redundant-experts": 0,
     "--revision": None,
     **FETCHED,
-    "--push-to": None,
-    "--private": False,
-    "--branch": None,
     "--max-gpu-memory": None,
     "--resume": False,
     "--overwrite": False,
@@ -53,7 +50,7 @@ CONVERT: dict[str, Any] = {
     **WORK,
     **SHARED,
 }
-ONLY_CONVERT = ("--resume", "--overwrite", "--update", "--dry-run", "--profile", "--push-to")
+ONLY_CONVERT = ("--resume", "--overwrite", "--update", "--dry-run", "--profile")
 COMMANDS: dict[str, dict[str, Any]] = {
     "convert": CONVERT,
     "allocate": {
