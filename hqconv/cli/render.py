@@ -387,7 +387,6 @@ def _show_source(console: Console, document: Document) -> None:
     headers = ("schemas", "--tp sizes that work", "and with --tp-split groups")
     print_table(console, headers, ((", ".join(n), *s) for s, n in by_sizes.items()))
     _gpu_memory_table(console, document["gpu_memory"], document["gpu_memory_of_groups"])
-    _fits_table(console, document)
     for text in document["warnings"]:
         console.print(f"\nwarning: {text}")
 
@@ -415,22 +414,6 @@ def _gpu_memory_table(
         console.print("* with --tp-split groups")
     gpus = (f"{name} {GPUS[name].memory_gb} GB" for name in SHOWN_GPUS)
     console.print(f"{_COUNTED}\nGPUs: {', '.join(gpus)}.")
-
-
-def _fits_table(console: Console, document: Document) -> None:
-    """Print the GPUs on which the weights fit, with the room that they leave for the KV cache."""
-    fits = document["fits"]
-    if fits:
-        console.print()
-        print_table(
-            console, (f"{fits[0]['schema']} fits", "weights on each", "for the cache", "tokens"), map(_fit, fits)
-        )
-
-
-def _fit(one: Mapping[str, Any]) -> tuple[str, ...]:
-    tokens = "-" if one["cache_tokens"] is None else f"{one['cache_tokens']:,}"
-    name = f"{one['num_gpus']} x {one['gpu']}"
-    return name, about_gb(one["weights"]), about_gb(one["cache"]), tokens
 
 
 def _show_artifact(console: Console, document: Document) -> None:
@@ -465,7 +448,6 @@ def _show_artifact(console: Console, document: Document) -> None:
     )
     _layers(console, document["blocks"])
     _errors(console, document["quantization_error"])
-    _fits_table(console, document)
     for text in (*document["warnings"], *document["notices"]):
         console.print(f"\nwarning: {text}")
 
@@ -692,13 +674,12 @@ def about_gb(num_bytes: int) -> str:
 
 
 def gpu_memory_text(document: Mapping[str, Any]) -> str:
-    """Weights on each GPU of a plan, what is counted, and the GPUs of the target that cannot hold them."""
-    memory, small = document["gpu_memory"], document["gpus_too_small"]
+    """Weights on each GPU of a plan, and what is counted."""
+    memory = document["gpu_memory"]
     if memory is None:
         return ""
     parts = f"experts {about_gb(memory['experts'])}, other tensors {about_gb(memory['other_tensors'])}"
-    too_small = f" Too small: {', '.join(small)}." if small else ""
-    return f"about {about_gb(memory['total'])} of weights on each GPU ({parts}). {_COUNTED}{too_small}"
+    return f"about {about_gb(memory['total'])} of weights on each GPU ({parts}). {_COUNTED}"
 
 
 def heads_text(document: Mapping[str, int]) -> str:

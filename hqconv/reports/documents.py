@@ -30,7 +30,7 @@ from hqconv.models.families import BY_NAME
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.planning.checks import is_served_with
-from hqconv.planning.gpu_memory import Fit, GpuMemory, expert_bytes, fit, other_bytes, token_bytes
+from hqconv.planning.gpu_memory import GpuMemory, expert_bytes, other_bytes
 from hqconv.planning.layer_encoding import EncodingOptions
 from hqconv.planning.plan import ConversionPlan, SourceFacts, no_tokenizer, source_facts, source_notices
 from hqconv.planning.source_schema import direct_schemas
@@ -38,7 +38,7 @@ from hqconv.planning.spec import default_param_dtype
 from hqconv.schemas import artifact_names
 from hqconv.schemas.artifact_names import MANIFEST
 from hqconv.schemas.config_files import RECIPES, SCHEMAS, shipped
-from hqconv.schemas.gpu_target import GPUS, SHOWN_GPUS, TARGETS, GpuTarget
+from hqconv.schemas.gpu_target import TARGETS, GpuTarget
 from hqconv.schemas.grid import EVEN, GROUPS, Grid, slice_unit, working_tp_sizes
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema
 from hqconv.schemas.kernel_spec import KernelSpec
@@ -144,7 +144,6 @@ def describe_source(checkpoint: Source) -> Words:
     facts = source_facts(checkpoint, experts)
     sizes = {name: _tp_sizes(experts.layers, schema, facts.heads) for name, schema in PRESETS.items()}
     dealt = {name: _tp_sizes(experts.layers, schema, facts.heads, GROUPS) for name, schema in PRESETS.items()}
-    direct = direct_schemas(experts, default_param_dtype(checkpoint.config, experts))
     return {
         **document,
         "convertible": True,
@@ -153,11 +152,11 @@ def describe_source(checkpoint: Source) -> Words:
         "tensors": tensors_to_dict(facts, experts),
         "num_bytes_experts": facts.bytes_of["converted"],
         "blocks": layer_runs({layer.name: layer_to_dict(layer) for layer in experts.layers}),
-        "direct_schemas": direct,
+        "direct_schemas": direct_schemas(experts, default_param_dtype(checkpoint.config, experts)),
         "attention": {key: count for key, count in vars(facts.heads).items() if count is not None},
         "tp_sizes": sizes,
         "tp_sizes_of_groups": {name: [tp for tp in dealt[name] if tp not in sizes[name]] for name in sizes},
-        **_serving(checkpoint, experts, facts.heads, sizes, dealt, direct),
+        **_serving(checkpoint, experts, facts.heads, sizes, dealt),
     }
 
 
@@ -167,42 +166,24 @@ def _serving(
     heads: AttentionHeads,
     sizes: Mapping[str, list[int]],
     dealt: Mapping[str, list[int]],
-    direct: Iterable[str],
 ) -> Words:
-    """Describe what a server of a checkpoint needs: memory by schema and TP size, ranks it cannot have, GPUs.
+    """Describe what a server of a checkpoint needs: memory by schema and TP size, ranks it cannot have.
 
-    sizes, dealt: preset → TP sizes that work with each `--tp-split`. direct: schemas that keep the source's codes.
+    sizes, dealt: preset → TP sizes that work with each `--tp-split`.
     """
     memory = _gpu_memory(checkpoint, experts, heads, sizes)
     more = {name: [tp for tp in dealt[name] if tp not in sizes[name]] for name in sizes}
     obstacles = {tp: ENGINE.heads_obstacle(Grid(tp), heads) for tp in _TP_SIZES}
     refused = {str(tp): reason for tp, reason in obstacles.items() if reason is not None}
-    param_dtype = default_param_dtype(checkpoint.config, experts)
-    chosen = next((name for name in direct if memory.get(name)), LIKELY)
-    tokens = {int(tp): token_bytes(checkpoint.config, int(tp)) for of in memory.values() for tp in of}
-    fits = (_smallest_fit(chosen, gpu, param_dtype, memory[chosen], tokens) for gpu in SHOWN_GPUS)
     heads_notices = [f"{ENGINE.name} does not start with --tp {tp}: {reason}." for tp, reason in refused.items()]
     return {
         "gpu_memory": memory,
         "gpu_memory_of_groups": _gpu_memory(checkpoint, experts, heads, more),
         "tp_obstacles": refused,
-        "kv_cache_bytes_per_token": {str(tp): size for tp, size in sorted(tokens.items()) if size is not None},
-        "fits": [one.to_dict() for one in fits if one is not None],
         "warnings": [*experts.config_warnings, *source_notices(checkpoint, experts), *heads_notices[:1]],
     }
 
 
-def _smallest_fit(
-    schema: str, gpu: str, param_dtype: str, memory: Mapping[str, int], tokens: Mapping[int, int | None]
-) -> Fit | None:
-    """Return how a schema fits on the fewest GPUs of one model; None if it does not, or if they cannot run it."""
-    if why_not(KernelSpec(PRESETS[schema], param_dtype, GpuTarget(GPUS[gpu].sm_version))) is not None:
-        return None
-    found = (fit(schema, gpu, int(tp), weights, tokens[int(tp)]) for tp, weights in memory.items())
-    return min((one for one in found if one is not None), key=lambda one: one.num_gpus, default=None)
-
-
-LIKELY = "mxfp4"  # schema of a model in 16 bits, for an estimate
 _TP_SIZES = (2, 4, 8, 16)  # of a node or two
 _MAX_TP_SHOWN = 16
 _ANY_GPU = GpuTarget(90)  # sizes in memory are the same on all
@@ -312,7 +293,6 @@ def describe_plan(plan: ConversionPlan, resources: Resources) -> Words:
         "num_bytes_out": plan.num_bytes_out,
         "rank_bytes": plan.rank_bytes(),
         "gpu_memory": None if memory is None else memory.to_dict(),
-        "gpus_too_small": [] if memory is None else memory.too_small(spec.target.sm_version),
         "num_workers": staging.num_lanes,
         "worker_bytes": staging.lane_bytes,
         "peak_memory_bytes": staging.num_lanes * staging.lane_bytes,
@@ -439,9 +419,6 @@ def describe_artifact(
         "num_bytes": sum(entry.size_bytes for entry in manifest.files.values()),
         "rank_bytes": _rank_bytes(manifest),
         "gpu_memory": None if memory is None else memory.to_dict(),
-        "gpus_too_small": [] if memory is None else memory.too_small(manifest.kernel_spec.target.sm_version),
-        "kv_cache_bytes_per_token": token_bytes(config, ENGINE.attention_tp(manifest.grid) or 1),
-        "fits": [] if memory is None else _artifact_fits(manifest, config, memory),
         "missing_or_resized_files": missing,
         "altered_manifest": altered,
         "is_damaged": bool(missing or altered),
@@ -468,15 +445,6 @@ def _artifact_memory(manifest: Manifest, tensors: Mapping[str, TensorRef], heads
     experts = max(_rank_bytes(manifest).values(), default=None)
     others = other_bytes(tensors, tensors, manifest.left, manifest.grid, heads)
     return None if experts is None or others is None else GpuMemory(experts, others)
-
-
-def _artifact_fits(manifest: Manifest, config: Words, memory: GpuMemory) -> list[Words]:
-    """Return the known GPUs of the target that hold the weights of a rank, and a cache."""
-    grid, sm_version = manifest.grid, manifest.kernel_spec.target.sm_version
-    num_bytes = token_bytes(config, ENGINE.attention_tp(grid) or 1)
-    gpus = (name for name in SHOWN_GPUS if GPUS[name].sm_version == sm_version)
-    fits = (fit(manifest.schema_name, gpu, grid.tp * grid.ep, memory.total, num_bytes) for gpu in gpus)
-    return [one.to_dict() for one in fits if one is not None]
 
 
 def _artifact_notices(

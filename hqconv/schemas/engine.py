@@ -25,7 +25,6 @@ class Engine(Protocol):
     placement_remark: str
     dtype_option: str
     layer_remedy: str
-    memory_share: float  # of a GPU's memory that a server takes by default
 
     def serve_options(self, grid: Grid) -> str | None:
         """Return command line options for a grid of ranks, or None if the engine has no such parallelism."""

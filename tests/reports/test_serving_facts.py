@@ -129,20 +129,18 @@ def test_memory_is_that_of_the_rank_files_and_of_shared_tensors(tmp_path: Path) 
     assert hqconv.plan(model, schema="mxfp4", layout="checkpoint").gpu_memory is None
 
 
-def test_gpus_that_are_too_small_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_no_gpu_can_hold_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write(tmp_path / "model", num_layers=1)
     dry = ("convert", model, "--schema", "mxfp4", "--target", "l40s", "--dry-run")
     words = json.loads(call(*dry, "--json").stdout)
-    assert (words["gpus_too_small"], words["warnings"][0][:20]) == ([], "the layout for sm89 ")
+    assert words["warnings"][0].startswith("the layout for sm89 ")
     assert words["gpu_memory"]["total"] == words["gpu_memory"]["experts"] + words["gpu_memory"]["other_tensors"]
     assert "of weights on each GPU (experts" in call(*dry).stdout
     assert "GPUs: t4 16 GB" in call("inspect", model).stdout
     import hqconv.planning.gpu_memory as memory
 
     monkeypatch.setattr(memory.GpuMemory, "total", 30 * 10**9)
-    shown = call(*dry)
-    assert "Too small: l4, rtx-4090." in shown.stdout
-    assert "the largest known GPU" not in shown.stdout
+    assert "the largest known GPU" not in call(*dry).stdout
     monkeypatch.setattr(memory.GpuMemory, "total", 60 * 10**9)
     assert (
         "each GPU needs about 60 GB for weights alone, and the largest known GPU of sm89 has 48 GB" in call(*dry).stdout

@@ -73,7 +73,6 @@ class VllmEngine:
         "Another option, such as an all-to-all backend that pads the hidden size, or a changed config.json, makes the "
         "layer differ: serve without it."
     )
-    memory_share = 0.92  # gpu_memory_utilization of vLLM's CacheConfig
 
     def serve_options(self, grid: Grid) -> str | None:
         """As `Engine`; with expert parallelism vLLM's MoE layers have one TP rank."""
