@@ -5,6 +5,7 @@ Legend: E experts, N output rows, K input columns, G groups along K.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -16,16 +17,9 @@ from hqconv.errors import RequestError
 from hqconv.kernel_layout import cpu_ops
 from hqconv.kernel_layout.runtime import humming
 from hqconv.kernel_layout.transform import humming_schema
+from hqconv.quantization import torch_ops
 from hqconv.quantization.gptq import CompensationStart, compensate
-from hqconv.quantization.quantized import (
-    RTN,
-    HessianFactors,
-    QuantizedStack,
-    Quantizer,
-    TileFactors,
-    fold_sum,
-    num_groups,
-)
+from hqconv.quantization.quantized import RTN, HessianFactors, QuantizedStack, Quantizer, TileFactors, num_groups
 from hqconv.quantization.scale_search import (
     CandidateScales,
     Ladder,
@@ -39,6 +33,9 @@ from hqconv.quantization.two_level_scales import GivenScales, constant, group_sc
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.weight_schema import WeightSchema
 
+# Which operations are Triton kernels, of: sums, sweep, search (errors, fits and codes of the search). The others are
+# torch's operations.
+TRITON = frozenset(os.environ.get("HQCONV_TRITON", "sums,sweep,search").split(","))
 _LAUNCHING = threading.Lock()  # one thread builds a kernel on its first launch; the others wait and reuse it
 
 
@@ -152,18 +149,13 @@ def _encode_shared(
 def _with_error(
     stack: torch.Tensor, tensors: dict[str, torch.Tensor], target: WeightSchema, count_exact: bool
 ) -> QuantizedStack:
-    num_experts, schema = len(stack), humming_schema(target)
-    if not count_exact:
+    exact = torch.zeros(len(stack), dtype=torch.int64, device=stack.device)
+    if not count_exact and "sums" in TRITON:
         with _LAUNCHING:
-            error, power = _kernels().error_sums(stack, tensors, schema)
-        exact = torch.zeros(num_experts, dtype=torch.int64, device=stack.device)
+            error, power = _kernels().error_sums(stack, tensors, humming_schema(target))
         return QuantizedStack(tensors, error, power, exact)
-    # By torch's operations: the kernel's sums do not tell which groups are exact.
-    counted = num_groups((stack.size(1), stack.size(2)), target)
-    values = stack.double()
-    difference = values - schema.dequant_tensors(dict(tensors)).double()
-    exact = (difference.view(num_experts, counted, -1) == 0).all(-1).sum(-1)
-    error, power = fold_sum(fold_sum(difference.square_())), fold_sum(fold_sum(values.square_()))
+    error, power = torch_ops.error_sums(stack, tensors, target, exact if count_exact else None)
+    counted = num_groups((stack.size(1), stack.size(2)), target) if count_exact else 0
     return QuantizedStack(tensors, error, power, exact, counted)
 
 
@@ -223,6 +215,8 @@ def _search_start(
     scales = scales_of(packed, schema)
 
     def errors(tried: CandidateScales, words: torch.Tensor | None = None) -> torch.Tensor:
+        if "search" not in TRITON:
+            return torch_ops.row_errors(stack, tried, words, schema, weights)
         with _LAUNCHING:
             kernels = _kernels()
             table = None if words is None else kernels.code_values(humming_schema(schema), stack.device)
@@ -230,6 +224,8 @@ def _search_start(
         return done
 
     def fit(tried: CandidateScales) -> tuple[torch.Tensor, torch.Tensor]:
+        if "search" not in TRITON:
+            return torch_ops.row_fits(stack, tried, schema, weights)
         with _LAUNCHING:
             done: tuple[torch.Tensor, torch.Tensor] = _kernels().row_fits(stack, tried, schema, weights)
         return done
@@ -237,6 +233,8 @@ def _search_start(
     def sweep(
         start: CandidateScales, least: torch.Tensor, ladder: Ladder, floor: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if "sweep" not in TRITON or not _kernels().can_sweep(schema):
+            return torch_ops.sweep(stack, start, least, ladder, floor, schema, weights)
         with _LAUNCHING:
             done: tuple[torch.Tensor, torch.Tensor] = _kernels().sweep(
                 stack, start, least, ladder, floor, schema, weights
@@ -248,17 +246,20 @@ def _search_start(
         blocks = stack.view(len(stack), scales.scale.size(1), runs[0], scales.scale.size(2), runs[1])
         return torch.maximum(blocks.amax((2, 4)), -blocks.amin((2, 4))).float().clamp_min(1e-30)
 
-    can_sweep = _kernels().can_sweep(schema)
-    return SearchStart(scales, errors(scales, packed["weight"]), errors, fit, amax, sweep if can_sweep else None)
+    is_of_rows = schema.weight_scale_type in ("group", "channel")
+    return SearchStart(scales, errors(scales, packed["weight"]), errors, fit, amax, sweep if is_of_rows else None)
 
 
 def _replaced(
     stack: torch.Tensor, packed: dict[str, torch.Tensor], found: SearchResult, schema: WeightSchema, param_dtype: str
 ) -> dict[str, torch.Tensor]:
     """Return the tensors with the chosen scales; groups that did not change keep their codes."""
-    with _LAUNCHING:
-        codes = _kernels().chosen_codes(stack, found.scales, found.changed, packed["weight"], schema)
-    weight = humming().ops.pack_weight(codes, schema.num_bits)
+    if "search" in TRITON:
+        with _LAUNCHING:
+            codes = _kernels().chosen_codes(stack, found.scales, found.changed, packed["weight"], schema)
+        weight = humming().ops.pack_weight(codes, schema.num_bits)
+    else:
+        weight = torch_ops.chosen_codes(stack, found.scales, found.changed, packed["weight"], schema)
     return {**packed, **tensors_of(found.scales, schema, param_dtype), "weight": weight}
 
 

@@ -205,6 +205,7 @@ def test_held_out_products_are_closer_with_each_step(name: str, less: float) -> 
 @pytest.mark.parametrize("name", ALL)
 def test_the_recipe_for_gpus_gives_the_bits_of_the_loops(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The code for GPUs, run on the CPU over the twins of Humming's operations and of the Triton kernels."""
+    monkeypatch.setattr(cuda, "TRITON", frozenset())
     monkeypatch.setattr(cuda, "_kernels", lambda: torch_kernels)
     monkeypatch.setattr(cuda, "_compensation_kernels", lambda: torch_kernels)
     schema = any_schema(name)

@@ -20,7 +20,6 @@ from hqconv.quantization.quantize import quantize_stacks
 from hqconv.quantization.quantized import MSE, RTN, QuantizedStack, Quantizer
 from hqconv.quantization.scale_search import CandidateScales, SearchStart, search
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
-from tests.make import torch_kernels
 from tests.make.effort import num_examples
 from tests.make.matrices import RARE_SCHEMAS, SCHEMAS, any_schema, hard_matrix
 from tests.make.tensors import assert_same, same_bits
@@ -141,7 +140,7 @@ def test_the_search_for_gpus_chooses_what_the_loops_choose(name: str, monkeypatc
     """
     weighted = bool([*ALL].index(name) % 2)
     param_dtype, dtype = ("float16", torch.float32) if weighted else ("bfloat16", torch.bfloat16)
-    monkeypatch.setattr(cuda, "_kernels", lambda: torch_kernels)
+    monkeypatch.setattr(cuda, "TRITON", frozenset())
     schema = any_schema(name)
     quantizer = Quantizer("mse", (torch.arange(SHAPE[1]) % 7).float() if weighted else None)
     rows = SHAPE[0] if schema.weight_scale_type == "block" else 32  # with every hard row
@@ -212,7 +211,7 @@ def test_each_expert_has_an_importance_of_its_own(name: str, monkeypatch: pytest
     schema, stacks = any_schema(name), hard_stacks(torch.bfloat16)
     importance = torch.rand(2, SHAPE[1], generator=torch.Generator().manual_seed(3)) ** 4
     together = quantize_stacks(stacks, schema, "bfloat16", quantizer=Quantizer("mse", importance))
-    monkeypatch.setattr(cuda, "_kernels", lambda: torch_kernels)
+    monkeypatch.setattr(cuda, "TRITON", frozenset())
     with resident(CPU):
         recipe = cuda.quantize_stacks(stacks, schema, "bfloat16", None, False, Quantizer("mse", importance))
     for e in range(2):

@@ -14,7 +14,6 @@ from hqconv.quantization import cpu, cuda
 from hqconv.quantization.quantize import quantize, quantize_stacks
 from hqconv.quantization.quantized import QuantizedStack, stack_tensors
 from hqconv.schemas.weight_schema import resolve_schema
-from tests.make import torch_kernels
 from tests.make.conversions import kernel_spec_of
 from tests.make.matrices import SCHEMAS, hard_matrix
 from tests.make.tensors import assert_same, same_bits
@@ -26,7 +25,7 @@ NUM_EXPERTS = 3
 @pytest.fixture(autouse=True)
 def kernels_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The code for GPUs runs on the CPU here: over the twins of Humming's operations and of the Triton kernels."""
-    monkeypatch.setattr(cuda, "_kernels", lambda: torch_kernels)
+    monkeypatch.setattr(cuda, "TRITON", frozenset())
 
 
 def hard_stacks(dtype: torch.dtype) -> list[torch.Tensor]:
