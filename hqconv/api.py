@@ -45,7 +45,6 @@ from hqconv.schemas.recipe import with_recipe
 from hqconv.schemas.weight_schema import PRESETS, SOURCE
 from hqconv.serving.warm.compile_kernels import warm as warm
 from hqconv.sources.opening import open_source, without_gc
-from hqconv.sources.selected import select_experts
 
 if TYPE_CHECKING:
     import torch
@@ -111,8 +110,7 @@ def plan(
     """
     parsed, device = _parse(config, options), choose_device(device)
     with open_source(src, revision, is_lazy=True) as source, without_gc():
-        selected = select_experts(source, parsed.keep_experts)
-        return plan_conversion(parsed, selected, choose_target(parsed, source, device))
+        return plan_conversion(parsed, source, choose_target(parsed, source, device))
 
 
 @_with_options
@@ -173,7 +171,6 @@ def convert(
         source = stack.enter_context(open_source(src, revision, is_lazy=True))
         target = choose_target(parsed, source, resources.device_name)
         with without_gc():
-            source = select_experts(source, parsed.keep_experts)
             planned = plan_conversion(parsed, source, target)
         place = check_places(source.place, place_of(planned, out))
         _LOG.info("Planned %r for %s, target %s.", planned, place, target)
@@ -256,14 +253,13 @@ def allocate(
     with open_source(src, revision, is_lazy=True) as source:
         with without_gc():
             target = choose_target(parsed, source, resources.device_name)
-            selected = select_experts(source, parsed.keep_experts)
-            planned = plan_candidates(parsed, names, selected, target)
+            planned = plan_candidates(parsed, names, source, target)
         name = f"{source.name}-{f'{bits:g}bits' if text is None else text.replace(' ', '')}.toml"
         place = check_places(source.place, Path(name if out is None else out))
         if on_plan is not None:
             on_plan(planned, place)
         more: dict[str, Any] = {"overwrite": overwrite, "cache": cache, "progress": progress}
-        return run(selected, planned, request, budget, place, resources, **more)
+        return run(source, planned, request, budget, place, resources, **more)
 
 
 @without_gc()
@@ -568,9 +564,8 @@ def publish(
         src, revision = (src, revision) if source.repo_id is None else (source.repo_id, source.revision)
         named = {"name": source.repo_id or source.name, "revision": source.revision}
         parsed, device = _parse(config, options), choose_device(device)
-        selected = select_experts(source, parsed.keep_experts)
-        planned = plan_conversion(parsed, selected, choose_target(parsed, source, device))
-        if published is not None and why_not_current(selected, planned, None, published[0]) == "":
+        planned = plan_conversion(parsed, source, choose_target(parsed, source, device))
+        if published is not None and why_not_current(source, planned, None, published[0]) == "":
             manifest, commit = published
             over = [] if max_error is None else over_limit(manifest.errors(), max_error)
             return PublishReport(named, repo, branch, commit, manifest.sha256, was_published=True, over_max_error=over)

@@ -23,7 +23,6 @@ from tests.make.importance import columns_of, write_importance, write_tokenizer
 from tests.make.input_scales import STATIC
 from tests.make.kernels import fake_compiler, use_compiler
 from tests.make.places import REPO
-from tests.make.pruned import write_kept
 from tests.make.qwen import write_qwen3_moe
 from tests.make.reference import Reference
 
@@ -79,9 +78,6 @@ def make_artifacts(folder: Path) -> None:
     run(folder / "mixed", folder / "cut-mixed", "source", Grid(2), dtype="float16", target="sm89", cuda="13.0")
     run(folder / "searched", folder / "cut-searched", "source", Grid(2))
     run(folder / "rounded", folder / "cut-rounded", "source", Grid(2))
-    kept = write_kept(folder / "kept.json", {0: (3, 1), 1: (0, 2), 2: (1, 2)})
-    run(src, folder / "some-experts", "mxfp4", keep_experts=kept)
-    run(folder / "some-experts", folder / "cut-some-experts", "source", Grid(2))
     run(src, folder / "for-a-compiler", "fp8", dtype="float16", target="sm89", cuda="13.0")
     run(folder / "for-a-compiler", folder / "cut-again", "int8")
     run(src, folder / "by-groups", "mxfp4", Grid(3, split=GROUPS))

@@ -25,7 +25,6 @@ from hqconv.artifact.manifest import (
 from hqconv.errors import differences
 from hqconv.io.durable_files import FileRecord
 from hqconv.io.file_access import blob_sha256
-from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.planning.output_units import CopiedShardPlan, MoeLayerPlan
 from hqconv.planning.plan import ConversionPlan
@@ -168,13 +167,6 @@ def _override(layer: str, spec: ConversionSpec) -> dict[str, Any]:
     )
 
 
-def _kept(layer: MoeLayer) -> dict[str, Any]:
-    """Return the fields of a layer that has some of the source's experts."""
-    if layer.kept is None:
-        return {}
-    return {"num_source_experts": layer.kept.count, "kept_experts": list(layer.kept.experts)}
-
-
 def first_difference(source: Source, plan: ConversionPlan, manifest: Manifest) -> tuple[str, str, str] | None:
     """Return the first key in which a finished artifact's manifest differs from one of this source and plan.
 
@@ -188,8 +180,8 @@ def first_difference(source: Source, plan: ConversionPlan, manifest: Manifest) -
         if found != expected:
             return key, *differences(_plain(found), _plain(expected))
     for unit in plan.layers:
-        own, layer = _override(unit.name, plan.spec) | _kept(unit.layer), manifest.blocks.get(unit.name)
-        for key in (*OVERRIDE_KEYS, "num_source_experts", "kept_experts"):
+        own, layer = _override(unit.name, plan.spec), manifest.blocks.get(unit.name)
+        for key in OVERRIDE_KEYS:
             if (found := getattr(layer, key, None)) != own.get(key):
                 return f"{key} of {unit.name}", *differences(found, own.get(key))
     return None
@@ -217,7 +209,6 @@ def _layer(
         **_override(unit.name, spec),
         layer=layer.index,
         num_experts=layer.num_experts,
-        **_kept(layer),
         hidden_size=layer.hidden_size,
         intermediate_size=layer.intermediate_size,
         **layer.activation.to_dict(layer.gated),

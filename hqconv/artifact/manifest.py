@@ -24,7 +24,6 @@ from hqconv.schemas.activation import Activation
 from hqconv.schemas.gpu_target import target_of_record
 from hqconv.schemas.grid import EVEN, MAX_COUNT, MAX_SIZE, Grid
 from hqconv.schemas.input_schema import A16, inputs_of
-from hqconv.schemas.kept_experts import KeptExperts
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.suggestions import close_file
 from hqconv.schemas.untrusted_files import MAX_DOCUMENT_BYTES, MAX_LIST_BYTES, found_at, parse_json, read_regular
@@ -217,8 +216,6 @@ class ManifestLayer(Entry):
     The first six fields are those of a layer that is quantized in another way than the artifact's others. content_sums:
     projection → tensor → sum (`schemas/sum_factors`). intermediate_order: `g_idx` where each expert's intermediate
     columns (w2's columns; rows of gate and up) were sorted by w2's groups. w13, w2: of the kernel layout.
-    num_source_experts, kept_experts: where only some of the source's experts were converted, their numbers there in the
-    artifact's order.
     """
 
     schema_name: str | None = None
@@ -229,8 +226,6 @@ class ManifestLayer(Entry):
     cuda: str | None = None
     layer: int
     num_experts: int
-    num_source_experts: int | None = None
-    kept_experts: list[int] | None = None
     hidden_size: int
     intermediate_size: int
     activation: str
@@ -248,11 +243,6 @@ class ManifestLayer(Entry):
     content_sums: dict[str, dict[str, str]] | None = None
     w13: GemmEntry | None = None
     w2: GemmEntry | None = None
-
-    @property
-    def kept(self) -> KeptExperts | None:
-        """The source's experts that are in the artifact; None for all."""
-        return _kept(self)
 
     @property
     def is_overridden(self) -> bool:
@@ -289,19 +279,6 @@ class AncestorLayer(Entry):
 
     conversion: str | None = None
     weight_schema: dict[str, Any] | None = None
-    num_source_experts: int | None = None
-    kept_experts: list[int] | None = None
-
-    @property
-    def kept(self) -> KeptExperts | None:
-        """The source's experts that were in that artifact; None for all."""
-        return _kept(self)
-
-
-def _kept(layer: ManifestLayer | AncestorLayer) -> KeptExperts | None:
-    if layer.kept_experts is None or layer.num_source_experts is None:
-        return None
-    return KeptExperts(tuple(layer.kept_experts), layer.num_source_experts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -472,12 +449,7 @@ class Manifest(Entry):
         """Return this artifact's entry for the `derived_from` of an artifact that is converted from it."""
         shared = {one.name for one, _ in _keys(Ancestor)} & {one.name for one, _ in _keys(Manifest)}
         blocks = {
-            name: AncestorLayer(
-                conversion=layer.conversion,
-                weight_schema=layer.weight_schema,
-                num_source_experts=layer.num_source_experts,
-                kept_experts=layer.kept_experts,
-            )
+            name: AncestorLayer(conversion=layer.conversion, weight_schema=layer.weight_schema)
             for name, layer in self.blocks.items()
         }
         facts = {name: getattr(self, name) for name in shared - {"blocks"}}
@@ -626,7 +598,6 @@ def _check_layers(manifest: Manifest) -> None:
         _check_override(f"{path}: blocks: {name}: ", layer, manifest)
     for name, layer in manifest.blocks.items():
         _check_layer(f"{path}: blocks: {name}", layer, manifest)
-    _check_ancestors(manifest)
     version = artifact_names.MIXED_VERSION if left or overridden else artifact_names.FORMAT_VERSION
     if manifest.format_version != version:
         raise damaged(f"{path}: format_version", f"{version}, by its layers", manifest.format_version)
@@ -654,30 +625,10 @@ def _check_layer(where: str, layer: ManifestLayer, manifest: Manifest) -> None:
     for key in artifact_names.GEMMS if manifest.is_kernel else ():
         if layer.gemm(key) is None:
             raise damaged(f"{where}: {key}", "an object", "no such key")
-    _check_kept(where, layer, layer.num_experts)
     try:
         layer.activation_function  # noqa: B018
     except ValueError as error:
         raise damaged(where, "the activation's numbers", error) from error
-
-
-def _check_ancestors(manifest: Manifest) -> None:
-    for number, step in enumerate(manifest.ancestors):
-        for name, layer in step.blocks.items():
-            _check_kept(f"{manifest.path}: derived_from: {number}: blocks: {name}", layer, None)
-
-
-def _check_kept(where: str, layer: ManifestLayer | AncestorLayer, num_experts: int | None) -> None:
-    """Check that kept experts are different ones of the source's, as many as the layer has."""
-    kept, count = layer.kept_experts, layer.num_source_experts
-    if kept is None and count is None:
-        return
-    known = kept is not None and count is not None and 1 <= count <= MAX_COUNT and len(set(kept)) == len(kept)
-    if kept is None or count is None or not known or not all(0 <= expert < count for expert in kept):
-        expected = "different experts, of num_source_experts"
-        raise damaged(f"{where}: kept_experts", expected, f"{str(kept)[:80]} of {count}")
-    if num_experts not in (None, len(kept)):
-        raise damaged(f"{where}: kept_experts", f"{num_experts} experts", len(kept))
 
 
 def is_path_inside(path: str) -> bool:

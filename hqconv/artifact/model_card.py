@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from hqconv.artifact.error_summary import requantized, scale_changes, summarize_errors
-from hqconv.artifact.manifest import Manifest, ManifestLayer, ManifestSource
+from hqconv.artifact.manifest import Manifest, ManifestSource
 from hqconv.errors import printable_line
 from hqconv.formats.source_format import DIRECT
 from hqconv.io.front_matter import FrontMatter, in_yaml
@@ -87,7 +87,6 @@ def _facts(manifest: Manifest) -> Iterator[tuple[str, ...]]:
     yield "schema", f"{schema}, {manifest.dtype} parameters, {manifest.input_schema} activations"
     overrides = dict.fromkeys(layer.schema_name or "" for layer in layers if layer.is_overridden)
     yield "in some layers", ", ".join(overrides)
-    yield "experts", kept_text(layers)
     yield "left as they were", ", ".join(map(_code, manifest.left))
     yield "conversion", ", ".join(dict.fromkeys(layer.conversion for layer in layers))
     yield "quantizer", manifest.quantizer or RTN
@@ -99,12 +98,6 @@ def _facts(manifest: Manifest) -> Iterator[tuple[str, ...]]:
         yield "for", f"any GPU and ranks that {ENGINE.name}'s `humming` method serves"
     made_by = f"hqconv {manifest.hqconv_version}, humming-kernels {manifest.humming_kernels_version}"
     yield "made by", made_by
-
-
-def kept_text(layers: Iterable[ManifestLayer]) -> str:
-    """Say how many of the source's experts an artifact has; "" where it has all."""
-    counts = dict.fromkeys(f"{one.num_experts} of {one.num_source_experts}" for one in layers if one.kept is not None)
-    return f"{', '.join(counts)} of each layer, chosen before the conversion (--keep-experts)" if counts else ""
 
 
 def _place(source: ManifestSource) -> str:

@@ -202,7 +202,6 @@ class ManifestFacts:
             parts=parts,
             sources=(),
             activation=self.activation_of(name),
-            kept=layer.kept,
         )
 
     def kernel_forms(self, layer: MoeLayer, target: GpuTarget | None = None) -> dict[str, KernelForm]:

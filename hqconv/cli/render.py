@@ -265,7 +265,7 @@ def _layers(console: Console, runs: Iterable[Mapping[str, Any]]) -> None:
         (
             run["name"],
             run["num_blocks"],
-            experts_text(run),
+            run["num_experts"],
             run["hidden_size"],
             run["intermediate_size"],
             run["top_k"],
@@ -698,12 +698,6 @@ def activation_text(run: Mapping[str, Any]) -> str:
     found, gated = Activation.from_dict(run), bool(run["gated"])
     notes = ("gated",) * gated + ("known by name only",) * (not found.is_known(gated))
     return found.describe(*notes)
-
-
-def experts_text(run: Mapping[str, Any]) -> str:
-    """Number of experts, `64 of 128` where the others of the source were left out."""
-    of = f" of {run['num_source_experts']}" if "num_source_experts" in run else ""
-    return f"{run['num_experts']}{of}"
 
 
 def otherwise_text(document: Mapping[str, Any]) -> str:

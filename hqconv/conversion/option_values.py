@@ -146,18 +146,15 @@ def choose_target(options: ConversionOptions, source: Source, device: str) -> Gp
     )
 
 
-def default_out(
-    name: str, schema: str, spec: ConversionSpec, overridden_by: str = "", num_kept: int | None = None
-) -> Path:
-    """Return `./<model>-<schema>[-<recipe>][-Nexperts][-tpT][-groups][-epP]` with unusual options: layout, …
+def default_out(name: str, schema: str, spec: ConversionSpec, overridden_by: str = "") -> Path:
+    """Return `./<model>-<schema>[-<recipe>][-tpT][-groups][-epP]` with unusual options: layout, …
 
     Usual are the kernel layout for sm90, bfloat16 parameters and activations of 16 bits. overridden_by: see
-    `ConversionPlan`. num_kept: experts of each layer, where others are left out.
+    `ConversionPlan`.
     """
     grid, inputs, is_kernel = spec.grid, spec.inputs.name, spec.layout == artifact_names.KERNEL
     parts = {
         overridden_by: overridden_by != "",
-        f"{num_kept}experts": num_kept is not None,
         f"tp{grid.tp}": is_kernel and grid.tp > 1,
         grid.split: is_kernel and grid.split != EVEN,
         f"ep{grid.ep}": is_kernel and grid.ep > 1,
@@ -201,9 +198,7 @@ def place_of(planned: ConversionPlan, out: str | Path | None) -> Path:
         return Path(out)
     spec = planned.spec
     name = SOURCE if spec.must_be_direct else spec.schema.name
-    kept = planned.experts.layers[0].kept
-    num_kept = None if kept is None else len(kept.experts)
-    return default_out(planned.source.name, name, spec, planned.overridden_by, num_kept)
+    return default_out(planned.source.name, name, spec, planned.overridden_by)
 
 
 def cache_use(limit: str | int | None, *, keep_source: bool) -> CachePolicy:

@@ -126,16 +126,6 @@ def _converted_layers(artifact: Artifact, source: Source) -> dict[str, MoeLayer]
             found=another.found if another else ", ".join(layers),
             remedy="Give the checkpoint that was converted; `hqconv inspect OUT` names it.",
         )
-    pruned = next((name for name in artifact.layers if lineage.kept_experts(name) is not None), None)
-    if pruned is not None:
-        kept = lineage.kept_experts(pruned)
-        raise RequestError(
-            "The artifact has only some of the source's experts: the models differ by more than their weights.",
-            where=f"{artifact.root}: {pruned}",
-            expected="an artifact with all experts of its source",
-            found="" if kept is None else f"{len(kept.experts)} of {kept.count} experts",
-            remedy="Evaluate an artifact of all experts, or one of a checkpoint that was pruned before.",
-        )
     return {name: layers[name] for name in artifact.layers}
 
 

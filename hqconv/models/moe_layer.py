@@ -14,7 +14,6 @@ from typing import Any, Protocol
 from hqconv.formats.source_format import SourceFormat
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.dtypes import num_bits
-from hqconv.schemas.kept_experts import KeptExperts
 from hqconv.schemas.tensors import TensorRef
 
 Parts = dict[str, TensorRef]
@@ -164,8 +163,7 @@ class MoeLayer:
     A layer that is not gated has no w1. `hidden_size` is the experts' input size: a latent size in some nemotron_h.
     `index` counts a separate `mtp.layers.i` on from the last decoder layer. `words` are the projections' names for
     experts with separate tensors. `dtype` is the dtype of the weights in the headers. `input_scales` are no
-    parts: calibration may have missed experts. `kept`: only some of the source's experts; `parts` then have the shapes
-    that a checkpoint without the others would have.
+    parts: calibration may have missed experts.
     """
 
     name: str
@@ -184,7 +182,6 @@ class MoeLayer:
     parts: Mapping[str, Mapping[str, TensorSlice]]
     sources: Sources
     input_scales: InputScales = field(default_factory=InputScales)
-    kept: KeptExperts | None = None
 
     def __repr__(self) -> str:
         """Name the layer and its sizes; the places of its tensors are in `sources`."""
@@ -233,8 +230,7 @@ class MoeLayer:
     def tensor_names(self) -> list[str]:
         """List every source tensor of the layer, from the templates, expert by expert."""
         parts = [part for of_role in self.parts.values() for part in of_role.values()]
-        experts = range(self.num_experts) if self.kept is None else self.kept.experts
-        names = (part.template.format(expert=e) for e in experts for part in parts)
+        names = (part.template.format(expert=e) for e in range(self.num_experts) for part in parts)
         return list(dict.fromkeys(names))
 
 
@@ -260,23 +256,6 @@ class PerExpertIndex:
         """Yield every tensor's name, expert by expert."""
         columns = [refs for of_role in self.columns.values() for refs in of_role.values()]
         return (ref.name for of_expert in zip(*columns, strict=True) for ref in of_expert)
-
-
-@dataclass(frozen=True)
-class KeptIndex:
-    """`MoeLayer.sources` for some experts of a layer."""
-
-    of_all: Sources
-    experts: tuple[int, ...]
-
-    def __len__(self) -> int:
-        return len(self.experts)
-
-    def __getitem__(self, expert: int, /) -> dict[str, Parts]:
-        return self.of_all[self.experts[expert]]
-
-    def __iter__(self) -> Iterator[dict[str, Parts]]:
-        return (self.of_all[expert] for expert in self.experts)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from hqconv.errors import InputError, RequestError
 from hqconv.io.safetensors_header import LENGTH_BYTES, header_length, parse_header
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas.artifact_names import GEMMS, HESSIAN, HESSIAN_TILE, importance_to_dict
-from hqconv.schemas.kept_experts import KeptExperts
 from hqconv.schemas.tensors import TensorRef
 
 _MAX_BYTES = 1 << 34  # far more than rows for every expert and tiles of the largest models
@@ -52,7 +51,7 @@ class Importance:
 
     def of_layer(self, layer: MoeLayer) -> LayerImportance:
         """Return the tensors of a layer in a file that `check` has passed."""
-        return LayerImportance(self, layer.name, layer.kept)
+        return LayerImportance(self, layer.name)
 
     def read(self, name: str) -> bytes:
         """Read a tensor. Raises InputError where the file has other bytes than before."""
@@ -77,8 +76,7 @@ class Importance:
         layers = tuple(layers)
         for layer in layers:
             for gemm, size in zip(GEMMS, (layer.hidden_size, layer.intermediate_size), strict=True):
-                num_experts = layer.num_experts if layer.kept is None else layer.kept.count
-                self._check_columns(f"{layer.name}.{gemm}", num_experts, size)
+                self._check_columns(f"{layer.name}.{gemm}", layer.num_experts, size)
                 self._check_hessian(f"{layer.name}.{gemm}{HESSIAN}", size, is_needed=needs_hessian)
         stems = [f"{name}.{gemm}" for name in (*(layer.name for layer in layers), *left) for gemm in GEMMS]
         known = {f"{stem}{suffix}" for stem in stems for suffix in ("", HESSIAN)}
@@ -130,24 +128,15 @@ def _check_numbers(where: str, values: array[float], size: int) -> None:
 
 @dataclass(frozen=True)
 class LayerImportance:
-    """The tensors of one layer in an importance file, which are read when they are needed.
-
-    kept: the experts whose rows are taken of a file with a row for each of the source's; None for all.
-    """
+    """The tensors of one layer in an importance file, which are read when they are needed."""
 
     importance: Importance = field(repr=False)
     layer: str
-    kept: KeptExperts | None = None
 
     def columns(self, gemm: str) -> tuple[bytes, tuple[int, ...]]:
         """Return float32 values and their shape, [K] or [E, K]. Raises InputError where the file has changed."""
         name = f"{self.layer}.{gemm}"
-        data, shape = _cached(self.importance, name), self.importance.tensors[name].shape
-        if self.kept is None or len(shape) == 1:
-            return data, shape
-        row = len(data) // shape[0]
-        rows = (data[expert * row : (expert + 1) * row] for expert in self.kept.experts)
-        return b"".join(rows), (len(self.kept.experts), shape[1])
+        return _cached(self.importance, name), self.importance.tensors[name].shape
 
     def hessian(self, gemm: str) -> bytes:
         """Return float32 tiles [n, 128, 128], for the quantizer gptq. Raises InputError where the file has changed."""

@@ -250,7 +250,6 @@ class ConversionPlan:
             "--layout": spec.layout,
             "--input-schema": {"name": spec.inputs.name, **spec.inputs.humming_fields()},
             **spec.encoding.identity(),
-            "--keep-experts": {unit.name: unit.layer.kept and unit.layer.kept.experts for unit in self.layers},
             "the overrides": {
                 layer: {"schema": one.schema.name, **artifact_names.kernel_spec_to_dict(one)}
                 for layer, one in spec.of_layers.items()
@@ -266,19 +265,10 @@ def plan_conversion(options: ConversionOptions, source: Source, target: GpuTarge
     Raises RequestError or InputError for options, a source or their combination that no conversion can have.
     """
     experts = source.map_experts()
-    is_selected = any(layer.kept is not None for layer in experts.layers)
-    assert is_selected == (options.keep_experts is not None), "the source is not the selected one"
     choices = assign(options.overrides, {layer.name: layer.index for layer in experts.layers})
     left = {name for name, choice in choices.items() if choice.is_left}
     if options.schema is None:
         left |= {name for name in plain_layers(experts) if name not in choices or choices[name].schema is None}
-    if left and is_selected:
-        raise RequestError(
-            "Experts that are copied unchanged cannot be left out.",
-            where=f"--keep-experts, {min(left)}",
-            expected="a schema for every layer",
-            remedy="Name a schema other than source and none for this layer.",
-        )
     if left:
         experts = experts.without(left, source.tensors)
     spec = make_spec(options, experts, source.config, target, choices)

@@ -18,7 +18,6 @@ from hqconv.schemas import artifact_names
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import EVEN, Grid, is_split_even
 from hqconv.schemas.input_schema import A16, InputSchema, resolve_inputs
-from hqconv.schemas.kept_experts import Selection, read_selection
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.model_config import text_config
 from hqconv.schemas.options import ConversionArguments, conversion_options
@@ -31,8 +30,7 @@ class ConversionOptions:
     """Parsed conversion options: weight schema, parallel grid, GPU target, activations, encoding, overrides.
 
     schema, dtype: None for the source's own. target: a GPU's name or sm75 …, None for the GPU of this machine. cuda:
-    the version of the serving machine's compiler, None where the layout does not depend on it. keep_experts: of a
-    source that `sources.selected.select_experts` gives; None for all.
+    the version of the serving machine's compiler, None where the layout does not depend on it.
     """
 
     schema: WeightSchema | None
@@ -45,7 +43,6 @@ class ConversionOptions:
     encoding: EncodingOptions = field(default_factory=EncodingOptions)
     overrides: tuple[Override, ...] = ()
     allow_unserved: bool = False
-    keep_experts: Selection | None = None
 
     @classmethod
     def parse(cls, **arguments: Unpack[ConversionArguments]) -> ConversionOptions:
@@ -60,7 +57,7 @@ class ConversionOptions:
         values: dict[str, Any] = {name: option.default for name, option in known.items()} | arguments
         values = {name: known[name].canonical(value) for name, value in values.items()}
         given = cast(ConversionArguments, values)
-        inputs, kept = given["input_schema"], given["keep_experts"]
+        inputs = given["input_schema"]
         return cls(
             schema=_weight_schema(given["schema"]),
             dtype=given["dtype"],
@@ -74,7 +71,6 @@ class ConversionOptions:
             encoding=EncodingOptions.parse(given),
             overrides=tuple(given["overrides"]),
             allow_unserved=given["allow_unserved"],
-            keep_experts=None if kept is None else read_selection(Path(kept)),
         )
 
 

@@ -62,7 +62,6 @@ from hqconv.sources.opening import locate_source, open_location
 Words = dict[str, Any]
 SHAPE_KEYS = (
     "num_experts",
-    "num_source_experts",
     "hidden_size",
     "intermediate_size",
     "top_k",
@@ -236,7 +235,6 @@ def tensors_to_dict(facts: SourceFacts, experts: ExpertMap) -> Words:
 def layer_to_dict(layer: MoeLayer) -> Words:
     """Facts of a layer by which `layer_runs` groups layers."""
     document = {key: getattr(layer, key) for key in SHAPE_KEYS if hasattr(layer, key)}
-    document |= {} if layer.kept is None else {"num_source_experts": layer.kept.count}
     document |= layer.activation.to_dict(layer.gated)
     return document | {"source_dtype": layer.dtype, "source_format": layer.format.describe()}
 

@@ -408,18 +408,13 @@ def _made(document: Document) -> Part | None:
     keys = ("hidden_size", "intermediate_size", "top_k", "activation")
     runs = [
         (
-            *(run["name"], run["num_blocks"], _num_experts(run)),
+            *(run["name"], run["num_blocks"], run["num_experts"]),
             *(run[key] for key in keys),
             f"{run['source_format']}, {run['source_dtype']}",
         )
         for run in artifact["blocks"]
     ]
     return section("made", "Overview", facts(rows), table(headers, runs, "MoE layers"))
-
-
-def _num_experts(run: Document) -> str:
-    of = f" of {run['num_source_experts']}" if "num_source_experts" in run else ""
-    return f"{run['num_experts']}{of}"
 
 
 def _quantizer(artifact: Document) -> str:

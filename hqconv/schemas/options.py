@@ -117,13 +117,6 @@ class ConversionArguments(EncodingArguments, total=False):
         str | Path | InputSchema,
         _Row("Quantization of activations when serving: a16, fp8, fp8-static, int8 …, or FILE.toml.", "a16"),
     ]
-    keep_experts: Annotated[
-        str | Path | None,
-        _Row(
-            "FILE.json or FILE.toml with a list of experts for each MoE layer: only these are converted, and the "
-            "routers' rows are cut with them."
-        ),
-    ]
     cuda: Annotated[
         str | None, _Row("CUDA compiler of the serving machine, such as 13.0; needed where the layout depends on it.")
     ]

@@ -137,7 +137,6 @@ class ArtifactSource(SafetensorsSource):
             parts=parts,
             sources=sources,
             input_scales=self._input_scales(name),
-            kept=None,  # of the artifact's own experts all
         )
 
     def _input_scales(self, layer: str) -> InputScales:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -108,7 +107,7 @@ def _map_again(
     # Only names are recorded of dropped tensors; one number fits in any layer.
     unknown = (layer.dtype, (1,), 0, 0, 0)
     tensors = artifact.manifest.tensors
-    listed = _as_pruned((*tensors.converted, *tensors.copied, *tensors.dropped), layers)
+    listed = (*tensors.converted, *tensors.copied, *tensors.dropped)
     refs = {name: known.get(name) or TensorRef(name, *unknown) for name in listed}
     try:
         experts = map_experts(refs, config, artifact.manifest.source.quantization_config)
@@ -118,31 +117,8 @@ def _map_again(
         result.add(f"{names.MANIFEST}: {error.where}", what, error.expected, f"{error.what}: {error.found}")
         return
     compare_layers(artifact, experts, "config.json and the tensors' names", result)
-    if any(layer.kept is not None for layer in layers.values()):  # other numbers than in the source
-        return
     if any(is_static(artifact, name) for name in artifact.layers):
         compare_names(f"{names.MANIFEST}: tensors: converted", "tensor", tensors.converted, experts.converted, result)
-
-
-def _as_pruned(listed: Iterable[str], layers: Mapping[str, MoeLayer]) -> list[str]:
-    """Return the names that a checkpoint of the kept experts alone would have: without the others, numbered anew."""
-    numbers = {
-        f"{name}.{old}.": f"{name}.{new}."
-        for name, layer in layers.items()
-        if layer.kept is not None
-        for new, old in enumerate(layer.kept.experts)
-    }
-    if not numbers:
-        return list(listed)
-    pattern = re.compile(rf"((?:{'|'.join(re.escape(name) for name in layers)})\.[0-9]+\.)(.*)")
-    found = []
-    for name in listed:
-        match = pattern.fullmatch(name)
-        if match is None:
-            found.append(name)
-        elif match[1] in numbers:
-            found.append(numbers[match[1]] + match[2])
-    return found
 
 
 def source_tensors(layer: MoeLayer) -> dict[str, TensorRef]:

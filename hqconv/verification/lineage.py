@@ -6,20 +6,15 @@ then it is compared with the first source as if that were its own.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 
 from hqconv.artifact.manifest import Ancestor, Manifest
 from hqconv.artifact.reader import Artifact
-from hqconv.errors import HqconvError
 from hqconv.formats.source_format import DIRECT
 from hqconv.models.source_protocol import Source
 from hqconv.planning.importance import Importance
 from hqconv.planning.layer_encoding import EncodingOptions, quantizer_version
-from hqconv.schemas.artifact_names import MANIFEST
-from hqconv.schemas.kept_experts import KeptExperts, Selection
 from hqconv.schemas.options import QUANTIZERS, RTN
-from hqconv.sources.selected import select_experts
 
 
 @dataclass(frozen=True)
@@ -54,15 +49,6 @@ class Lineage:
         """Return the options of the conversion from the given source; `importance`: its file. Raises RequestError."""
         return EncodingOptions.from_dict(self.made.to_dict(), importance)
 
-    def kept_experts(self, layer: str) -> KeptExperts | None:
-        """Return which of the given source's experts of a layer are in the artifact; None for all."""
-        found: KeptExperts | None = None
-        for step in (self.made, *reversed(self.between)):
-            entry = step.blocks.get(layer)
-            if entry is not None and entry.kept is not None:
-                found = entry.kept if found is None else entry.kept.after(found)
-        return found
-
     def why_not_comparable(self, artifact: Artifact) -> str:
         """Return why the artifact's codes are not comparable with the source's; "" if they are."""
         if self.is_own:
@@ -85,15 +71,3 @@ class Lineage:
             if schema != artifact.schema_of(name).humming_fields():
                 return f"{name} had another schema at first: its codes are not the source's"
         return ""
-
-
-def as_selected(source: Source, artifact: Artifact) -> Source:
-    """Return the source with the experts that the artifact has of it; as it is, where these are not in it."""
-    lineage = Lineage.of(artifact, source)
-    kept = {name: lineage.kept_experts(name) for name in artifact.layers}
-    chosen = {name: one.experts for name, one in kept.items() if one is not None}
-    if not chosen:
-        return source
-    with suppress(HqconvError):  # of another source: the checks say how it differs
-        return select_experts(source, Selection(chosen, MANIFEST))
-    return source

@@ -26,7 +26,7 @@ from hqconv.schemas.options import CHECKS, refuse_unknown_checks
 from hqconv.verification.check_batch import why_not
 from hqconv.verification.files import FileDigests, check_files
 from hqconv.verification.kernel import check_kernel
-from hqconv.verification.lineage import Lineage, as_selected
+from hqconv.verification.lineage import Lineage
 from hqconv.verification.precompile import begun, kernel_tasks, other_layout
 from hqconv.verification.result import CheckResult, VerificationReport
 from hqconv.verification.scheduling import layer_bytes
@@ -101,7 +101,6 @@ def verify(
         return report
     with opened as artifact:
         report.manifest_sha256 = artifact.manifest.sha256
-        source = None if source is None else as_selected(source, artifact)
         report.warnings = tuple(artifact.manifest.warnings or ())
         layers = _chosen_layers(artifact, options.layers)
         # Files are hashed while Humming is imported and its kernels are compiled.
