@@ -1,4 +1,11 @@
-"""Allocation of schemas to MoE layers: the choice of least error within a budget of bytes, and the curve around it."""
+"""Allocation of schemas to MoE layers: a choice of little error within a budget of bytes, and the curve around it.
+
+Every layer starts with its cheapest option. Steps along the lower convex hulls of the layers' (cost, loss) options
+follow, the most gain for its cost first, as far as the budget goes; the rest of the budget goes to single changes that
+fit. No choice within the budget beats the linear relaxation, which takes a part of the first step that does not fit:
+the choice loses less than the gain of that one step above it. Costs and losses are integers, so that the choice is the
+same on every machine.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +13,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from hqconv.errors import RequestError
-from hqconv.planning.knapsack import Option, hull_steps, least_cost, solve
 from hqconv.planning.output_units import MoeLayerPlan
 from hqconv.schemas.artifact_names import GEMMS
 from hqconv.schemas.options import BANDWIDTH, SIZE, Objective
@@ -153,8 +160,8 @@ class Allocation:
     """One option for each layer, within the budget.
 
     limit_bytes: the budget in bytes. bound: no choice within the budget has a smaller relative error. is_optimal: True
-    if no choice is better; else the search was cut short. uniform: one candidate for all layers, by name. curve:
-    choices that none of the same size beats, from the smallest on.
+    if the choice has this error. uniform: one candidate for all layers, by name. curve: choices that none of the same
+    size beats, from the smallest on.
     """
 
     layers: tuple[LayerOptions, ...]
@@ -182,8 +189,81 @@ def _point(layers: Sequence[LayerOptions], chosen: Sequence[LayerOption]) -> Poi
     return Point(size, sum(one.token_bytes for one in chosen), float(Fraction(8 * size, count)), math.sqrt(mean))
 
 
+class Option(NamedTuple):
+    """One option of a layer as integers: its cost, its loss, and its number among the layer's options."""
+
+    cost: int
+    loss: int
+    number: int
+
+
+class Step(NamedTuple):
+    """A step along the hull of one layer, to its option with this number: more cost, less loss."""
+
+    layer: int
+    number: int
+    cost: int
+    gain: int
+
+
+def hull_steps(layers: Sequence[Sequence[Option]]) -> tuple[list[Option], list[Step]]:
+    """Return the cheapest option of each layer, and all steps along the hulls, the most gain for its cost first.
+
+    Every prefix of the steps is a choice that no choice of the same cost or less beats.
+    """
+    hulls = [_hull(options) for options in layers]
+    steps = [
+        Step(layer, after.number, after.cost - before.cost, before.loss - after.loss)
+        for layer, hull in enumerate(hulls)
+        for before, after in pairwise(hull)
+    ]
+    steps.sort(key=lambda step: (-Fraction(step.gain, step.cost), step.layer))  # stable along a hull
+    return [hull[0] for hull in hulls], steps
+
+
+def _hull(options: Sequence[Option]) -> list[Option]:
+    """Return the lower convex hull of a layer's options: the gain for each unit of cost falls from step to step."""
+    hull: list[Option] = []
+    for new in sorted(options):
+        if hull and new.loss >= hull[-1].loss:
+            continue
+        while len(hull) > 1:
+            a, b = hull[-2:]
+            if (a.loss - b.loss) * (new.cost - b.cost) > (b.loss - new.loss) * (b.cost - a.cost):
+                break
+            hull.pop()
+        hull.append(new)
+    return hull
+
+
+def choose(layers: Sequence[Sequence[Option]], budget: int) -> tuple[list[Option], int]:
+    """Return one option for each layer within the budget, and the loss below which no choice can be.
+
+    The loss is less than the gain of one step above that bound. budget: at least the cost of the cheapest choice.
+    """
+    chosen, steps = hull_steps(layers)
+    by_number = [{option.number: option for option in options} for options in layers]
+    room, bound = budget - sum(option.cost for option in chosen), None
+    for step in steps:
+        if step.cost > room:
+            bound = sum(option.loss for option in chosen) - step.gain * room // step.cost
+            break
+        chosen[step.layer] = by_number[step.layer][step.number]
+        room -= step.cost
+    while changes := [
+        (Fraction(now.loss - new.loss, new.cost - now.cost), -layer, new)
+        for layer, (now, options) in enumerate(zip(chosen, layers, strict=True))
+        for new in options
+        if new.loss < now.loss and new.cost <= now.cost + room
+    ]:
+        _, minus_layer, new = max(changes)
+        room -= new.cost - chosen[-minus_layer].cost
+        chosen[-minus_layer] = new
+    return chosen, sum(option.loss for option in chosen) if bound is None else bound
+
+
 def allocate(layers: Sequence[LayerOptions], budget: Budget) -> Allocation:
-    """Choose an option for each layer: the least sum of squared relative errors, every layer alike, within the budget.
+    """Choose an option for each layer: a small sum of squared relative errors, every layer alike, within the budget.
 
     Raises RequestError for a layer without an option below `max_layer_error`, and for a budget that no choice keeps.
     """
@@ -194,16 +274,16 @@ def allocate(layers: Sequence[LayerOptions], budget: Budget) -> Allocation:
         for of_layer in allowed
     ]
     counts = [Fraction(layer.num_weights) if is_size else layer.token_weights for layer in layers]
-    limit, least = _limit(budget, counts), least_cost(options)
+    limit, least = _limit(budget, counts), sum(min(of_layer).cost for of_layer in options)
     if limit < least:
         raise _too_small(budget, limit, least, sum(counts, Fraction(0)))
-    found = solve(options, limit)
+    chosen, bound = choose(options, limit)
     return Allocation(
         tuple(layers),
-        tuple(layer.options[pick] for layer, pick in zip(layers, found.picks, strict=True)),
+        tuple(layer.options[option.number] for layer, option in zip(layers, chosen, strict=True)),
         limit,
-        math.sqrt(math.ldexp(max(found.bound, 0), -_LOSS_BITS) / len(layers)),
-        found.is_optimal,
+        math.sqrt(math.ldexp(bound, -_LOSS_BITS) / len(layers)),
+        sum(option.loss for option in chosen) == bound,
         _uniform(layers),
         tuple(_curve(layers, options)),
     )
@@ -260,8 +340,8 @@ def _uniform(layers: Sequence[LayerOptions]) -> dict[str, Point]:
 
 def _curve(layers: Sequence[LayerOptions], options: Sequence[Sequence[Option]]) -> Iterable[Point]:
     """Yield the totals after each step along the hull."""
-    picks, steps = hull_steps(options)
-    chosen = [layer.options[pick] for layer, pick in zip(layers, picks, strict=True)]
+    cheapest, steps = hull_steps(options)
+    chosen = [layer.options[option.number] for layer, option in zip(layers, cheapest, strict=True)]
     yield _point(layers, chosen)
     for step in steps:
         chosen[step.layer] = layers[step.layer].options[step.number]
