@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect as inspect_module
 import logging
-import os
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -360,35 +359,6 @@ def inspect(path: str | Path, *, revision: str | None = None) -> dict[str, Any]:
     from hqconv.reports.documents import inspect as run
 
     return run(path, revision)
-
-
-def diff(old: str | Path, new: str | Path, to: str | Path, *, threads: int | None = None) -> dict[str, Any]:
-    """Write the delta between two artifacts of one plan; return the document that `hqconv diff --json` prints.
-
-    old, new: artifact folders. to: folder for the delta, which must not exist. threads: files that are compared at a
-    time, None for one per processor.
-
-    Raises RequestError for artifacts of different plans, VerificationError for a damaged one, OutputError where the
-    folder cannot be used.
-    """
-    from hqconv.conversion.delta import diff as run
-
-    return run(Path(old), Path(new), Path(to), num_threads=threads or len(os.sched_getaffinity(0)))
-
-
-def apply_delta(base: str | Path, delta: str | Path, to: str | Path, *, threads: int | None = None) -> dict[str, Any]:
-    """Make the newer artifact from the older one and a delta; return the document that `hqconv apply --json` prints.
-
-    base: the artifact that was `old`. delta: folder of `diff`. to: folder for the artifact, which must not exist.
-    threads: files that are written at a time, None for one per processor. Every file gets the bytes that it has in the
-    newer artifact, by its SHA-256.
-
-    Raises RequestError for another base, before anything is written; VerificationError for a damaged base or delta,
-    OutputError where the folder cannot be used.
-    """
-    from hqconv.conversion.delta import apply_delta as run
-
-    return run(Path(base), Path(delta), Path(to), num_threads=threads or len(os.sched_getaffinity(0)))
 
 
 def push(

@@ -3,7 +3,6 @@
     python scripts/check_serving.py same  --work DIR [--schemas …] [--tp 2 [--ep]]     answers of both layouts
     python scripts/check_serving.py models --work DIR [--cases deepseek,draft]         kinds of models, side by side
     python scripts/check_serving.py modes --work DIR                                   sleep, weights by name only
-    python scripts/check_serving.py reload --work DIR [--layers 4 --experts 64]        live weights
     python scripts/check_serving.py start --work DIR [--layers 4 --experts 64]         starts side by side
     python scripts/check_serving.py split --work DIR --sizes 15,60                     a start by its stages
     python scripts/check_serving.py read  --work DIR [--size 16]                       rank files into the GPU
@@ -18,7 +17,7 @@ fails is a line.
 log-probabilities must be equal, bit for bit; where it does not, the first tokens' log-probabilities are compared with a
 16-bit checkpoint of the decoded weights; how far such answers are apart by arithmetic alone, two schemas show that a
 stock vLLM serves as well (`CONTROLS`): without one of them in `--schemas` that is not judged, and the last line says so
-(exit 1, as for what is wrong). `reload`: other artifacts in place of the served one (scripts/serving_reload.py).
+(exit 1, as for what is wrong).
 `start`: kernel layout, checkpoint layout, quantization at every start, and 16-bit weights; and the rates at which the
 same files can be read into the GPU. `split`: process start to first token of large artifacts
 (scripts/large_artifact.py), by the functions that take the time (scripts/start_stages.py), with no kernels, with
@@ -48,7 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.weight_schema import resolve_schema
 from hqconv.serving.chosen_engine import ENGINE
-from scripts import bench_reading, few_kernels, one_gpu, serving_reload
+from scripts import bench_reading, few_kernels, one_gpu
 from scripts.engines import Engine, run_all
 from scripts.serving_answers import CONTROLS, DECODED, GOOD, all_near, compare, verdict, write
 from scripts.serving_cases import CASES, Comparison, comparisons, place_of
@@ -65,7 +64,7 @@ ONLINE = {"b_dtype": "float4e2m1", "bs_dtype": "float8e8m0", "weight_scale_group
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("what", choices=("same", "models", "modes", "reload", "start", "split", "read"))
+    parser.add_argument("what", choices=("same", "models", "modes", "start", "split", "read"))
     parser.add_argument("--work", type=Path, required=True, help="folder for models, on a RAM disk")
     parser.add_argument("--schemas", type=lambda text: text.split(","), default=SCHEMAS)
     parser.add_argument("--model-type", default="qwen3_moe")
@@ -78,15 +77,11 @@ def main() -> None:
     parser.add_argument("--ep", action="store_true")
     parser.add_argument("--one-gpu", action="store_true", help="all ranks of an engine on one GPU (scripts/one_gpu.py)")
     parser.add_argument("--cases", type=lambda text: text.split(","), default=list(CASES), help="of `models`")
-    parser.add_argument("--device", default="auto", help="of the conversions of `models` and `reload`")
+    parser.add_argument("--device", default="auto", help="of the conversions of `models`")
     parser.add_argument("--dry-run", action="store_true", help="`models`: convert, and print the engines")
     parser.add_argument("--both", action="store_true", help="only schemas that a stock vLLM serves as well")
     parser.add_argument("--jobs", type=int, default=4, help="engines at once, for answers alone")
     parser.add_argument("--runs", type=int, default=2, help="starts of each kind; the last is reported")
-    parser.add_argument(
-        "--ways", type=lambda text: text.split(","), default=list(serving_reload.WAYS), help="of reload"
-    )
-    parser.add_argument("--memory", type=float, default=0.15, help="gpu_memory_utilization of reload's engines")
     parser.add_argument("--few-kernels", action="store_true", help="two tile sizes for each GEMM: fewer to compile")
     parser.add_argument("--size", type=float, default=16, help="GB of rank files to read, of random bytes")
     parser.add_argument("--sizes", type=_numbers, default=[15.0, 60.0], help="GB of the artifacts of `split`")
@@ -102,7 +97,7 @@ def main() -> None:
     if a.one_gpu:
         one_gpu.use(a.work)
         a.words = json.dumps(one_gpu.words_of(json.loads(a.words)))
-    beside = {"same": same, "models": models, "modes": modes, "reload": serving_reload.check}
+    beside = {"same": same, "models": models, "modes": modes}
     report = {**beside, "start": start, "split": split, "read": read}[a.what](a)
     if a.out:
         write(a.out, report)

@@ -20,7 +20,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts import reload_steps
 
 PROMPTS = [[5, 17, 200, 31, 99, 404, 12, 8], list(range(3, 103)), [7] * 33, [1, 900, 2, 800, 3]]
 TOKENS = 12
@@ -37,7 +36,6 @@ def main() -> None:
     parser.add_argument("--ep", action="store_true", help="expert parallelism over the --tp ranks")
     parser.add_argument("--sleep", action="store_true", help="ask again after sleeping, lightly and deeply")
     parser.add_argument("--eplb-rounds", type=int, default=0, help="ask so often again while EPLB moves experts")
-    parser.add_argument("--reload", type=json.loads, default=[], help="steps of reload_steps.py, as JSON")
     parser.add_argument("--profile", action="store_true", help="print what loading spends its time on")
     parser.add_argument("--memory", type=float, default=0.15, help="gpu_memory_utilization")
     parser.add_argument("--words", type=json.loads, default={}, help="more arguments of vllm.LLM, as JSON")
@@ -84,10 +82,6 @@ def main() -> None:
         found |= sleep_and_ask(llm, ask)
     if a.eplb_rounds:
         found |= ask_while_experts_move(llm, ask, a.eplb_rounds)
-    if a.reload:
-        first = found["first"]
-        found["reloads"] = reload_steps.run(llm, a.reload, lambda: (ask(), found["first"]), in_process=a.tp == 1)
-        found["first"] = first
     found["answered_s"] = time.time() - begun_s
     write_report(a.report, json.dumps(found))
     os._exit(0)  # engines take seconds to end; who started this ends its children

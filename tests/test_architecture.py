@@ -65,7 +65,6 @@ ONLY_IN = {
         "hqconv.serving.vllm.config",
         "hqconv.serving.vllm.moe_method",
         "hqconv.serving.vllm.plugin",
-        "hqconv.serving.vllm.reload",
         "hqconv.serving.vllm.tuning",
     ),
     "jinja2": ("hqconv.reports.html",),
@@ -114,7 +113,6 @@ HEAVY = ("torch", "numpy", "numba", "humming", "transformers", "huggingface_hub"
 # `serving/warm` is no part of a server, its store of compiled kernels aside.
 SERVER_WITHOUT_VLLM = (
     *("artifact_view", "artifact_location", "server_compatibility", "chosen_engine", "rank_file", "parameter_loader"),
-    *("other_artifact", "delta_on_base"),
     *(
         "vllm.activations",
         "vllm.layer_names",
@@ -125,7 +123,7 @@ SERVER_WITHOUT_VLLM = (
         "warm.kernel_store",
     ),
 )
-WITH_VLLM = ("vllm.config", "vllm.moe_method", "vllm.reload")
+WITH_VLLM = ("vllm.config", "vllm.moe_method")
 SERVER = tuple(f"hqconv.serving.{name}" for name in (*SERVER_WITHOUT_VLLM, *WITH_VLLM))
 NOT_IN_A_SERVER = (
     *("cpu_loops", "quantization", "formats", "planning", "models", "sources"),

@@ -134,11 +134,6 @@ def commands(folder: Path) -> Iterator[tuple[str, Any]]:
     run(folder / "mixtral", folder / "of-mixtral", "int4-g32")
     made = ("--text", folder / "text", "--context", 2, "--device", "cpu")
     yield "Evaluation", told("evaluate", folder / "of-mixtral", "--source", folder / "mixtral", *made)
-    run(folder / "mixtral", folder / "of-mixtral-2", "int4-g32", quantizer="mse")
-    of_both = (folder / "of-mixtral", folder / "of-mixtral-2", "-o", folder / "delta")
-    yield "Delta", told("diff", *of_both)
-    yield "DeltaManifest", json.loads((folder / "delta" / "hqconv-delta.json").read_bytes())
-    yield "Applied", told("apply", folder / "of-mixtral", folder / "delta", "-o", folder / "of-mixtral-3")
     yield "Schemas", told("schemas")
     yield "Recipes", told("schemas", "--recipes")
     for options in (("h200", "--input-schema", "fp8"), ("b200",)):

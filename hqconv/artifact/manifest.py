@@ -504,8 +504,6 @@ def _read(root: Path, path: Path) -> tuple[bytes, Any]:
         )
     if not path.is_file():
         close = "" if root.is_dir() else close_file(root, is_folder=True)
-        if (root / artifact_names.DELTA).is_file():
-            close = "It is a delta: `hqconv apply BASE DELTA -o OUT` makes an artifact of it."
         raise RequestError(
             "This is not an hqconv artifact.",
             where=str(root),

@@ -154,28 +154,6 @@ def report(*, json: bool, quiet: bool, **options: Any) -> None:
 
 @app.command(cls=GroupedCommand)
 @guarded
-@takes(api.diff)
-def diff(*, json: bool, quiet: bool, **options: Any) -> None:
-    """Write the delta between two artifacts of one plan: only the bytes that changed."""
-    interrupt.expect(*interrupt.delta_cases(options["to"], "diff"))
-    document = api.diff(**options)
-    if json or not quiet:
-        _print_result(document, json=json)
-
-
-@app.command(cls=GroupedCommand)
-@guarded
-@takes(api.apply_delta)
-def apply(*, json: bool, quiet: bool, **options: Any) -> None:
-    """Make the newer artifact from the older one and a delta. The result has the same bytes."""
-    interrupt.expect(*interrupt.delta_cases(options["to"], "apply"))
-    document = api.apply_delta(**options)
-    if json or not quiet:
-        _print_result(document, json=json)
-
-
-@app.command(cls=GroupedCommand)
-@guarded
 @takes(api.warm, is_artifact=True)
 def warm(*, json: bool, quiet: bool, **options: Any) -> None:
     """Compile the kernels for serving an artifact. Works on any machine with the CUDA compiler."""

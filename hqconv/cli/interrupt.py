@@ -224,21 +224,6 @@ def kernel_cases(folder: Path) -> tuple[Case, ...]:
     return tuple(cases)
 
 
-def delta_cases(out: Path, command: str) -> tuple[Case, ...]:
-    """Messages while `diff` or `apply` builds a folder, which gets its name at the end."""
-    from hqconv.conversion.delta import side_of
-    from hqconv.schemas.artifact_names import DELTA, MANIFEST
-
-    folder, name = out.resolve(), _name(out)
-    unfinished = f"Interrupted. {name} is not there yet; run the same command again to continue."
-    last = DELTA if command == "diff" else MANIFEST
-    return (
-        (unfinished, f":{side_of(folder, command)}"),
-        (f"Interrupted. {name} is finished.", f":{folder / last}"),
-        (NOTHING,),
-    )
-
-
 def push_case(step: str, repo: str, commit: str, artifact: str = "") -> Case:
     """Message during a push. step: value of `PushStep`. artifact: a sentence about the folder, if it is new."""
     again = "Run the same command again: uploaded files are not sent again."

@@ -165,11 +165,6 @@ OPTIONS: dict[str, Option] = {
     "hessian": Option(
         bool, "Also write the mean products of 128 neighbouring columns, for --quantizer gptq.", ("--hessian",)
     ),
-    "old": Option(Path, "Older artifact, the base of the delta.", metavar="OLD", settings=_ANY_PATH),
-    "new": Option(Path, "Newer artifact, of the same plan.", metavar="NEW", settings=_ANY_PATH),
-    "base": Option(Path, "Artifact that was the OLD of `hqconv diff`.", metavar="BASE", settings=_ANY_PATH),
-    "delta": Option(Path, "Folder that `hqconv diff` wrote.", metavar="DELTA", settings=_ANY_PATH),
-    "to": Option(Path, "Output folder; it must not exist yet.", ("--out", "-o"), settings=_ANY_PATH),
     "page": Option(Path | None, _PAGE, ("--out", "-o"), settings=_ANY_PATH),
     "overwrite_page": Option(
         bool, "Replace an existing file of any kind. An older report is replaced without it.", ("--overwrite",)

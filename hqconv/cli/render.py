@@ -608,24 +608,7 @@ def speed_text(run: Document | None, gpu: str) -> str:
     return f"Speeds: {origin}; {run['timed']} ({run['model']}). – was not measured.{other}"
 
 
-def _show_delta(console: Console, document: Document) -> None:
-    share = document["num_bytes"] / max(document["num_bytes_of_artifact"], 1)
-    changed = f"{document['num_changed_files']} of {plural(document['num_files'], 'file')}"
-    size, ranges = human_bytes(document["num_bytes"]), plural(document["num_ranges"], "range")
-    console.print(f"{document['delta']}: {size} in {ranges} of {changed}, {share:.2%} of the artifact.")
-    console.print(f"base: {document['base_manifest_sha256']}\nresult: {document['manifest_sha256']}")
-
-
-def _show_applied(console: Console, document: Document) -> None:
-    already = " already" if document["was_finished"] else ""
-    size = f"{plural(document['num_files'], 'file')}, {human_bytes(document['num_bytes'])}"
-    console.print(f"{document['out']}{already} holds the newer artifact: {size}.")
-    console.print(f"sha256 of hqconv.json: {document['manifest_sha256']}")
-
-
 _SHOW = {
-    "delta": _show_delta,
-    "applied": _show_applied,
     "plan": _show_plan,
     "summary": _show_summary,
     "source": _show_source,

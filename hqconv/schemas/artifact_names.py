@@ -14,7 +14,6 @@ from hqconv.schemas.model_config import TEXT_CONFIG_KEYS
 FORMAT_VERSION = 1
 MIXED_VERSION = 2  # of an artifact with layers that differ, or that are copied unchanged
 MANIFEST = "hqconv.json"
-DELTA = "hqconv-delta.json"  # manifest of a delta, which is no artifact
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

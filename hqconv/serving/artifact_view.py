@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 
 from hqconv.artifact.manifest import Manifest, ManifestLayer, read_manifest
@@ -117,6 +118,24 @@ def open_artifact_view(location: ArtifactLocation) -> ArtifactView:
         manifest_sha256=manifest.sha256,
         small_files=(names.MANIFEST, *(path for path in manifest.files if not path.endswith(_WEIGHTS))),
     )
+
+
+def check_unchanged(view: ArtifactView) -> None:
+    """Compare the manifest in the artifact's folder with the one of the view. Raises RequestError for another one."""
+    if not view.location.is_folder:  # files of one commit
+        return
+    try:
+        found = sha256((Path(view.location.name) / names.MANIFEST).read_bytes()).hexdigest()
+    except OSError as error:
+        found = error.strerror or str(error)
+    if found != view.manifest_sha256:
+        raise RequestError(
+            "The folder does not hold the artifact any more that this server was started with.",
+            where=f"{view.location.name}: {names.MANIFEST}",
+            expected=f"sha256 {view.manifest_sha256}",
+            found=found,
+            remedy="Stop this server, whose weights are incomplete now, and start it again.",
+        )
 
 
 def _check_digests(location: ArtifactLocation, root: Path, manifest: Manifest) -> None:

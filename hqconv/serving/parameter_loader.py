@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from hqconv.artifact.tensor_filler import LoadTarget, TensorFiller, prepare_buffers
 from hqconv.errors import RequestError
 from hqconv.io.piece_reader import READS, Reads
-from hqconv.schemas.tensors import TensorRef
 from hqconv.serving.artifact_view import ArtifactView
-from hqconv.serving.delta_on_base import Patch, overlaps
 from hqconv.serving.rank_file import RankFile, check_digest
 from hqconv.serving.warm.kernel_store import use_warm_kernels
 
@@ -31,9 +29,6 @@ class Filled(Hashable, Protocol):
 
     def targets(self) -> list[LoadTarget]:
         """Current parameters, with their positions in the file."""
-
-
-_Job = tuple[Filled, RankFile | Patch, Sequence[LoadTarget]]
 
 
 class ParameterLoader:
@@ -74,10 +69,6 @@ class ParameterLoader:
             self._paths.update(view.location.fetch_all(others or [name], cache_dir))
         return self._paths[name]
 
-    def forget_paths(self) -> None:
-        """Forget paths of rank files, as the model has those of another artifact now."""
-        self._paths.clear()
-
     def fill(self, layer: Filled) -> None:
         """Return when a layer's parameters are full.
 
@@ -99,34 +90,6 @@ class ParameterLoader:
             self._fillings.remove(filling)
             # Full tensors belong to the model alone: no reference here keeps them alive.
             self._layers = [one for one in self._layers if not one.is_filled]
-
-    def refill(self, layers: Sequence[Filled]) -> None:
-        """Fill layers of the model again, all their files in flight; on an error no thread writes to them any more.
-
-        Files are not hashed. Raises VerificationError for a file that is cut off or unreadable.
-        """
-        self._layers = []
-        self._write([(layer, layer.file, layer.targets()) for layer in layers])
-        for layer in layers:
-            layer.is_filled = True
-
-    def write_patches(self, layers: Sequence[Filled], patches: Mapping[str, Patch], *, undo: bool = False) -> None:
-        """Write the bytes of patches, by the names of their rank files, over the parameters of layers.
-
-        undo: write the rank files' own bytes of the same ranges. Raises as `refill`.
-        """
-        jobs: list[_Job] = [
-            (layer, layer.file if undo else patch, list(_parts(layer.targets(), patch, undo=undo)))
-            for layer in layers
-            if (patch := patches.get(layer.file.name)) is not None
-        ]
-        self._write(jobs)
-
-    def _write(self, jobs: Sequence[_Job]) -> None:
-        filling = TensorFiller(jobs, reads=_reads())
-        for owner, _, _ in jobs:
-            filling.wait(owner)
-        self._log_rate(filling)
 
     def take_kernels(self, view: ArtifactView) -> None:
         """Let Humming find the kernels of `hqconv warm`, once in a process; see `use_warm_kernels`."""
@@ -156,16 +119,6 @@ class ParameterLoader:
             if all(target.tensor.device == device for target in targets):
                 due.append((layer, layer.file, targets))
         return due
-
-
-def _parts(targets: Iterable[LoadTarget], patch: Patch, *, undo: bool) -> Iterator[LoadTarget]:
-    """Yield the changed parts of tensors, with their positions in the patch, or in the rank file."""
-    for target in targets:
-        ref, data = target.ref, target.as_bytes()
-        for begin, offset, size in overlaps(patch, ref.offset_bytes, ref.offset_bytes + ref.num_bytes):
-            first = begin - ref.offset_bytes
-            part = TensorRef(ref.name, "U8", (size,), ref.file, begin if undo else offset, size)
-            yield LoadTarget(part, data[first : first + size])
 
 
 def _reads() -> Reads:

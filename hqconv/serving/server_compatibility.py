@@ -166,7 +166,7 @@ def other_model(view: ArtifactView, found: str) -> HqconvError:
         "The experts of another model cannot be loaded into this server.",
         where=view.location.name,
         found=found,
-        remedy="Start a server with the other artifact.",
+        remedy="Stop this server, whose weights are incomplete now, and start one with the other artifact.",
     )
 
 

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hqconv.artifact.delta_manifest import is_delta
 from hqconv.artifact.manifest import is_artifact, is_unfinished, read_manifest
 from hqconv.errors import RequestError, plural
 from hqconv.io import hub
 from hqconv.io.checkpoint_files import readable
 from hqconv.io.gguf_header import holds_gguf
 from hqconv.io.hub import Listing
-from hqconv.schemas.artifact_names import DELTA, INDEX, SINGLE
+from hqconv.schemas.artifact_names import INDEX, SINGLE
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.sources.artifact import ArtifactSource, as_input_error
 from hqconv.sources.gguf import open_with_gguf
@@ -177,9 +176,6 @@ def _refuse_common_mistakes(path: Path) -> None:
         what = "This is an adapter (LoRA), not a model: it has no experts of its own."
         remedy = "Merge it into its base model first (peft: merge_and_unload, save_pretrained), and give that folder."
         raise RequestError(what, where=str(path), found=ADAPTER, remedy=remedy)
-    if is_delta(path):
-        what, remedy = "This is a delta, not a model.", f"Make an artifact of it: hqconv apply BASE {path} -o OUT."
-        raise RequestError(what, where=str(path), found=DELTA, remedy=remedy)
     cached = _IN_CACHE.fullmatch(path.name)
     if cached and (path / "snapshots").is_dir():
         remedy = f"Name the repo, {cached['org']}/{cached['name']}, or one of the folders in {path / 'snapshots'}."

@@ -102,8 +102,6 @@ def test_every_document_has_the_keys_of_the_table(model: Path, made: Path, tmp_p
     found += [
         answer("schemas", "--recipes"),
         answer("schemas", "--for", "h200"),
-        answer("diff", made, tmp_path / "a", "-o", tmp_path / "delta"),
-        answer("apply", made, tmp_path / "delta", "-o", tmp_path / "applied"),
         answer("allocate", model, "-o", tmp_path / "recipe.toml", "--bits", 9, *OPTIONS[2:]),
         answer("report", made, "-o", tmp_path / "page.html", "--source", model, "--device", "cpu"),
     ]

@@ -105,8 +105,6 @@ COMMANDS: dict[str, dict[str, Any]] = {
         **WORK,
         **SHARED,
     },
-    "diff": {"OLD": REQUIRED, "NEW": REQUIRED, "--out -o": REQUIRED, "--threads": None, **SHARED},
-    "apply": {"BASE": REQUIRED, "DELTA": REQUIRED, "--out -o": REQUIRED, "--threads": None, **SHARED},
     "warm": {"OUT": REQUIRED, "--gpu": None, "--kernels": None, "--jobs": None, **SHARED},
     "push": {"OUT": REQUIRED, "ORG/NAME": REQUIRED, "--private": False, "--branch": None, **SHARED},
     "publish": {

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -203,62 +201,3 @@ DEVICES = [
         marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
     ),
 ]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_layers_are_filled_again_from_other_files(view: ArtifactView, tmp_path: Path, device: str) -> None:
-    """Every byte, in the same memory; a CUDA graph of before sees the new bytes."""
-    run(write_qwen3_moe(tmp_path / "other", num_layers=3, intermediate_size=256, seed=1), tmp_path / "new", "mxfp4")
-    loader = ParameterLoader()
-    layers = [Layer(loader, view, number, device) for number in range(3)]
-    for layer in layers:
-        loader.fill(layer)
-    seen = [torch.zeros_like(tensor) for tensor in layers[0].tensors.values()]
-    copies = _captured(seen, list(layers[0].tensors.values()))
-    new = open_artifact_view(ArtifactLocation(str(tmp_path / "new")))
-    for layer in layers:
-        path = tmp_path / "new" / layer.file.name
-        layer.file = open_rank_file(new, path, layer.file.layer, layer.file.name)
-        layer.is_filled = False
-        assert not layer.is_right
-    loader.refill(layers)
-    assert all(layer.is_filled and layer.is_right for layer in layers)
-    copies()
-    assert all(torch.equal(*pair) for pair in zip(seen, layers[0].tensors.values(), strict=True))
-
-
-def _captured(to: list[torch.Tensor], tensors: list[torch.Tensor]) -> Callable[[], object]:
-    """Copy tensors at every call; on a GPU by a CUDA graph that is captured now."""
-
-    def copy() -> None:
-        for one, other in zip(to, tensors, strict=True):
-            one.copy_(other)
-
-    if tensors[0].device.type != "cuda":
-        return copy
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        copy()
-    return graph.replay
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_no_thread_writes_after_a_file_that_ends_too_early(view: ArtifactView, device: str) -> None:
-    """The old weights, which are read next, must stay."""
-    loader = ParameterLoader()
-    layers = [Layer(loader, view, number, device) for number in range(3)]
-    for layer in layers:
-        loader.fill(layer)
-    data = layers[1].file.path.read_bytes()
-    layers[1].file.path.write_bytes(data[:-1])
-    with pytest.raises(VerificationError, match="cut off or lost"):
-        loader.refill(layers)
-    for tensor in (tensor for layer in layers for tensor in layer.tensors.values()):
-        tensor.fill_(7)
-    if device == "cuda":
-        torch.cuda.synchronize()
-    assert not any(thread.name.startswith("hqconv-fill") for thread in threading.enumerate())
-    assert all(bool((tensor == 7).all()) for layer in layers for tensor in layer.tensors.values())
-    layers[1].file.path.write_bytes(data)
-    loader.refill(layers)
-    assert all(layer.is_right for layer in layers)

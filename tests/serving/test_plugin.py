@@ -635,20 +635,23 @@ def test_other_layers_are_the_sources_own_quantizations(
     assert config.weight_block_size == [128, 128]
 
 
-def test_another_models_experts_are_not_loaded_in_place(
-    tmp_path: Path, sources: dict[str, Path], vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("change", ["model", "manifest"])
+def test_other_experts_are_not_loaded_in_place(
+    tmp_path: Path, sources: dict[str, Path], vllm_config: Any, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
-    """`reload_weights(weights_path=…)` changes the model's name, and nothing else that a layer could see."""
+    """`reload_weights(weights_path=…)` changes the model's name, `convert --overwrite` what lies in the folder."""
     run(sources["bfloat16"], tmp_path / "out", "int8")
     told = SimpleNamespace(dtype=torch.bfloat16, model=str(tmp_path / "out"))
     monkeypatch.setattr(vllm_config, "model_config", told)
     model = torch.nn.Module()
     model.experts = load(tmp_path / "out")
     layerwise.record_metadata_for_reloading(model)
-    layerwise.initialize_layerwise_reload(model)
-    told.model = "another"
-    with pytest.raises(RequestError, match="another"):
-        layerwise.finalize_layerwise_reload(model, None)
+    if change == "model":
+        told.model = "another"
+    else:
+        run(sources["bfloat16"], tmp_path / "out", "int8", quantizer="mse", overwrite=True)
+    with pytest.raises(RequestError, match="another" if change == "model" else r"started with(.|\n)*hqconv\.json"):
+        layerwise.initialize_layerwise_reload(model)  # before vLLM loads anything
 
 
 def test_vllm_finds_the_plugin_by_itself() -> None:

@@ -23,17 +23,15 @@ from hqconv.schemas import artifact_names as names
 from hqconv.schemas.artifact_names import FORMAT_VERSION, MIXED_VERSION
 from hqconv.serving.artifact_location import ArtifactLocation
 from hqconv.serving.artifact_view import ArtifactView, open_artifact_view
-from hqconv.serving.delta_on_base import DeltaOnBase
 from hqconv.serving.parameter_loader import ParameterLoader
 from hqconv.serving.server_compatibility import check_machine, no_layer
 from hqconv.serving.vllm.layer_names import find_layer
 from hqconv.serving.vllm.limits import warn_of_untested
 from hqconv.serving.vllm.refusals import check_alike, no_layers
-from hqconv.serving.vllm.reload import take_over_reloads
 
 METHOD = "hqconv"
 logger = logging.getLogger("vllm.hqconv")
-_OWN = ("config_dict", "renamed", "loader", "view", "deltas", "dense")
+_OWN = ("config_dict", "renamed", "loader", "view", "dense")
 
 
 class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
@@ -49,7 +47,6 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
         self.config_dict = config_dict
         self.renamed: dict[str, str] = {}  # name of a layer in vLLM's model → layer
         self.loader = ParameterLoader(logger)
-        self.deltas: list[DeltaOnBase] = []  # that were loaded over the artifact, in order
         self.movable: list[str] = []  # layers whose experts the server moves between ranks
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -118,7 +115,6 @@ class HqconvConfig(QuantizationConfig):  # type: ignore[misc]
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Return the method of one layer. Raises RequestError for experts that the artifact lacks, or has otherwise."""
-        take_over_reloads()
         self._pin_weights()
         if isinstance(layer, RoutedExperts):
             from hqconv.serving.vllm.moe_method import HqconvMoEMethod  # with all of vLLM's Humming layers

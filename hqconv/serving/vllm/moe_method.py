@@ -6,6 +6,7 @@ as slices. Nothing else depends on an expert: kernels, their settings and locks 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from hqconv.kernel_layout.layer_config import load_layer_config
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.dtypes import torch_dtype
-from hqconv.serving.artifact_view import ArtifactLayer, ArtifactView
+from hqconv.serving.artifact_view import ArtifactLayer, ArtifactView, check_unchanged
 from hqconv.serving.rank_file import RankFile, open_rank_file
 from hqconv.serving.server_compatibility import (
     ServerLayer,
@@ -45,6 +46,8 @@ from hqconv.serving.vllm.refusals import (
     other_cached,
 )
 from hqconv.serving.vllm.tuning import remembered
+
+Call = Callable[[], None]
 
 if TYPE_CHECKING:
     from hqconv.serving.vllm.config import HqconvConfig
@@ -110,7 +113,7 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
         stamp = torch.tensor(list(bytes.fromhex(self.file.sha256)), dtype=torch.uint8)
         layer.register_buffer(_STAMP, stamp, persistent=False)
         self.config.loader.add(self)
-        _when_placed_again(layer, self.file.tensors, self._refill)
+        _watch_reloads(layer, self.file.tensors, self._check_reload, self._refill)
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Fill the parameters from the rank's file, and build the kernel once.
@@ -144,16 +147,21 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
         else:
             self.config.loader.fill(self)
 
-    def _refill(self) -> None:
-        """Fill the parameters again after vLLM reloaded the model in place by other ways than `reload_weights`.
+    def _check_reload(self) -> None:
+        """Refuse a reload in place, before vLLM loads anything, of what this layer was not created for.
 
-        They may be empty. `reload` fills them itself.
+        Raises RequestError for another model, another artifact in the same folder, and experts that may have moved.
         """
         if self.is_filled:
             if self.moe.moe_parallel_config.enable_eplb:
                 raise moved_experts(self.view, self.stored.name)
             if _model_of(self.vllm_config) != self.model:
                 raise other_model(self.view, _model_of(self.vllm_config))
+            check_unchanged(self.view)
+
+    def _refill(self) -> None:
+        """Fill the parameters again after vLLM has reloaded the model in place, as after level 2 of sleep mode."""
+        if self.is_filled:
             self._fill()
 
 
@@ -224,22 +232,26 @@ def _downloading(config: VllmConfig | None) -> dict[str, Any]:
     return {"alone": alone, "cache_dir": config.load_config.download_dir}
 
 
-def _when_placed_again(layer: RoutedExperts, names_of: Any, call: Any) -> None:
-    """Run `call` each time all these parameters have been registered again, on a real device.
+def _watch_reloads(layer: RoutedExperts, names_of: Collection[str], before: Call, after: Call) -> None:
+    """Call `before` when vLLM takes a layer's parameters away to reload the model, `after` when all are back.
 
-    vLLM reloads a model (after a deep sleep, say) by taking away every layer's parameters, loading tensors by their
-    names, and putting the old parameters back where there were none: it calls no method of ours
-    (model_loader/reload/layerwise.py). Without this such a server would go on with whatever its memory holds.
+    vLLM reloads a model (after a deep sleep, say) by replacing every layer's parameters by ones on the meta device,
+    loading tensors by their names, and putting the old parameters back where there were none: it calls no method of
+    ours (model_loader/reload/layerwise.py). Without this such a server would go on with whatever its memory holds.
     """
     register, placed = layer.register_parameter, set()
 
     def registering(name: str, param: torch.nn.Parameter | None) -> None:
+        if name in names_of and param is not None:
+            if param.is_meta:
+                if name == next(iter(names_of)):
+                    before()
+            else:
+                placed.add(name)
         register(name, param)
-        if name in names_of and param is not None and not param.is_meta:
-            placed.add(name)
-            if len(placed) == len(names_of):
-                placed.clear()
-                call()
+        if len(placed) == len(names_of):
+            placed.clear()
+            after()
 
     layer.register_parameter = registering
 
