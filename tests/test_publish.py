@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 import hqconv
 from hqconv.cli.app import app
 from hqconv.errors import HqconvError, RequestError
-from tests.make import hub_server
+from tests.make import hub_server, processes
 from tests.make.hub_both import BothHubs, serve_both
 from tests.make.hub_server import COMMIT
 from tests.make.places import REPO
@@ -187,7 +187,7 @@ def start(hubs: BothHubs, root: Path) -> subprocess.Popen[str]:
     environment |= {"HF_ENDPOINT": hubs.url, "HF_HUB_CACHE": str(root / "cache"), "HF_HUB_DISABLE_XET": "1"}
     words = ["publish", "org/source", "org/name", "-o", str(root / "out"), *OPTIONS, "-q"]
     command = [sys.executable, "-m", "hqconv", *words]
-    return subprocess.Popen(
+    return processes.Process(
         command, env={**environment, "PYTHONPATH": str(REPO)}, stderr=subprocess.PIPE, text=True, cwd=root
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 from hqconv.cli.app import app
+from tests.make import processes
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
 
@@ -67,7 +67,7 @@ def test_the_example_is_what_comes_out(tmp_path: Path, monkeypatch: pytest.Monke
     made, converted, verified = (shlex.split(command) for command, _ in layers)
     made[1] = str(REPO / made[1])
     monkeypatch.chdir(tmp_path)
-    subprocess.run([sys.executable, *made[1:]], check=True, capture_output=True)
+    processes.run([sys.executable, *made[1:]], check=True, capture_output=True)
     for command, (_, shown) in ((converted, layers[1]), (verified, layers[2])):
         done = CliRunner().invoke(app, command[1:])
         assert done.exit_code == 0, done.output

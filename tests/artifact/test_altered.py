@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ from hqconv.io import file_access
 from hqconv.schemas.grid import Grid
 from hqconv.serving.artifact_location import ArtifactLocation
 from hqconv.serving.artifact_view import open_artifact_view
+from tests.make import processes
 from tests.make.conversions import check, manifest, run, write_manifest
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
@@ -106,7 +106,7 @@ def test_exit_codes(words: tuple[str, ...], code: int, made: dict[str, Path], tm
     alter(out)
     command = [sys.executable, "-m", "hqconv", words[0], str(out), *words[1:]]
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = processes.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == code
     assert ALTERED in done.stdout + done.stderr
 

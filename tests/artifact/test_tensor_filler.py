@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -29,6 +28,7 @@ from hqconv.errors import VerificationError
 from hqconv.io.piece_reader import PieceReader, Reads
 from hqconv.io.safetensors_header import read_header
 from hqconv.schemas.tensors import TensorRef
+from tests.make import processes
 from tests.make.effort import num_examples
 from tests.make.places import REPO
 
@@ -375,7 +375,7 @@ PieceReader.fill = slow
 file = plain(Path({str(tmp_path / "f")!r}), 2_000)
 tensor_filler.TensorFiller([("a", file, targets(file))])
 """
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPO, check=True, timeout=240
     )
     assert 0 < done.stdout.count("piece") <= 2 * tensor_filler.NUM_THREADS

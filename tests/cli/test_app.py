@@ -37,6 +37,7 @@ from hqconv.schemas.input_schema import NAMED_INPUTS
 from hqconv.schemas.overrides import LayerChoice, Override
 from hqconv.schemas.recipe import load_recipe
 from hqconv.schemas.weight_schema import resolve_schema
+from tests.make import processes
 from tests.make.formats import write
 from tests.make.places import REPO
 from tests.make.qwen import read_tree, write_qwen3_moe
@@ -79,7 +80,7 @@ def environment(**more: str) -> dict[str, str]:
 
 def run(*arguments: object, cwd: Path = REPO, **more: str) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own."""
-    return subprocess.run(
+    return processes.run(
         command(*arguments), cwd=cwd, env=environment(**more), capture_output=True, text=True, check=False
     )
 
@@ -417,7 +418,7 @@ def test_a_reader_that_goes_away_is_no_traceback(model: Path) -> None:
     for more in ((), ("--json",)):
         read, write = os.pipe()
         os.close(read)
-        done = subprocess.run(
+        done = processes.run(
             command("inspect", model, *more), env=environment(), stdout=write, stderr=subprocess.PIPE, check=False
         )
         os.close(write)
@@ -426,7 +427,7 @@ def test_a_reader_that_goes_away_is_no_traceback(model: Path) -> None:
 
 def test_a_full_disk_under_stdout_is_an_output_error(model: Path) -> None:
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
+        done = processes.run(
             command("inspect", model), env=environment(), stdout=full, stderr=subprocess.PIPE, check=False
         )
     assert done.returncode == 4
@@ -439,7 +440,7 @@ def test_interrupt_and_resume(tmp_path: Path) -> None:
     common = ("convert", model, "--schema", "nvfp4", "--target", "sm90", "--tp", 2, "--threads", 1)
     assert run(*common, "-o", tmp_path / "undisturbed").returncode == 0
     out = tmp_path / "out"
-    process = subprocess.Popen(
+    process = processes.Process(
         command(*common, "-o", out),
         env=environment(),
         stdout=subprocess.PIPE,
@@ -488,7 +489,7 @@ def _wait_for_first_group(out: Path, process: subprocess.Popen[str]) -> None:
 def test_a_terminal_gets_a_bar_and_stdout_stays_clean(model: Path, tmp_path: Path) -> None:
     primary, secondary = pty.openpty()
     arguments = ("convert", model, "-o", tmp_path / "out", "--schema", "int4", "--target", "sm90", "--json")
-    process = subprocess.Popen(
+    process = processes.Process(
         command(*arguments), env=environment(TERM="xterm", COLUMNS="160"), stdout=subprocess.PIPE, stderr=secondary
     )
     os.close(secondary)

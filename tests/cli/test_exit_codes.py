@@ -20,6 +20,7 @@ from hqconv import errors
 from hqconv.cli import app as cli
 from hqconv.cli.app import app
 from hqconv.conversion import convert as conversion
+from tests.make import processes
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
 from tests.make.stopping import environment
@@ -102,7 +103,7 @@ def signalled(number: int) -> Callable[[Place], int]:
         code = "import os, signal, time\nfrom hqconv.cli import interrupt\nfor n in (1, 2, 15):\n"
         code += "    signal.signal(n, signal.SIG_DFL)\ninterrupt.listen()\n"
         code += f"os.kill(os.getpid(), signal.SIG{SIGNALS[number]})\ntime.sleep(60)"
-        return subprocess.run(
+        return processes.run(
             [sys.executable, "-c", code], env=environment(), capture_output=True, check=False
         ).returncode
 

@@ -23,6 +23,7 @@ from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.input_schema import resolve_inputs
 from hqconv.schemas.weight_schema import PRESETS, resolve_schema
 from hqconv.sources.opening import open_source, own_target, parse_source_name
+from tests.make import processes
 from tests.make.conversions import manifest, run
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
@@ -294,7 +295,7 @@ def terminal(*arguments: object, columns: int) -> str:
     """What a command writes to a terminal."""
     primary, secondary = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": str(columns), "PYTHONPATH": str(REPO)}
-    process = subprocess.Popen(
+    process = processes.Process(
         [sys.executable, "-m", "hqconv", *map(str, arguments)],
         env=environment,
         stderr=secondary,
@@ -348,7 +349,7 @@ def test_quiet_verification_says_nothing_unless_something_is_wrong(model: Path, 
 def test_a_first_run_says_that_it_compiles(model: Path, tmp_path: Path) -> None:
     code = "import hqconv.jit as c\nfrom hqconv.cli.progress_bar import ShownProgress\n"
     code += "with ShownProgress(quiet=False):\n    c.compiled(eval('lambda x: x + 1'))(1)"
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
@@ -377,7 +378,7 @@ def test_options_stand_under_headings() -> None:
 @pytest.mark.parametrize(("typed", "completed"), [("mxf", ["mxfp4", "mxfp8"]), ("sou", ["source"]), ("zz", [])])
 def test_a_shell_completes_schemas(typed: str, completed: list[str]) -> None:
     asked = {"_HQCONV_COMPLETE": "complete_bash", "COMP_WORDS": f"hqconv convert --schema {typed}", "COMP_CWORD": "3"}
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, "-m", "hqconv"],
         capture_output=True,
         text=True,

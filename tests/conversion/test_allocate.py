@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from hqconv.conversion.journal import Journal
 from hqconv.errors import InputError, OutputError, RequestError
 from hqconv.schemas.recipe import load_recipe
 from hqconv.schemas.weight_schema import PRESETS
-from tests.make import hub_server, small
+from tests.make import hub_server, processes, small
 from tests.make.conversions import assert_verified, manifest, run
 from tests.make.formats import write
 from tests.make.importance import columns_of, write_importance
@@ -369,7 +368,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(src: Path, tmp_path: Path) -> No
     words = json.dumps({**options, "threads": 2})
     environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", DRIVER, words, str(tmp_path)]
-    done = subprocess.run(command, env=environment, cwd=REPO, capture_output=True, text=True, check=False)
+    done = processes.run(command, env=environment, cwd=REPO, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     folders = {path.name: path for path in tmp_path.iterdir() if path.is_dir()}
     assert len(folders) > 20  # of a journal with 3 layers and two files

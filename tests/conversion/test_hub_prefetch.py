@@ -32,7 +32,7 @@ from hqconv.schemas.artifact_names import JOURNAL
 from hqconv.schemas.grid import Grid
 from hqconv.sources import safetensors
 from hqconv.sources.opening import open_source
-from tests.make import conversions, input_scales, small
+from tests.make import conversions, input_scales, processes, small
 from tests.make.hub_server import COMMIT, LocalHub, cached, digest_of, serve, use
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
@@ -302,7 +302,7 @@ class Process:
         own = {"HF_ENDPOINT": server.url, "HF_HUB_CACHE": str(home), "HF_HUB_DISABLE_XET": "1"}
         options = ["--schema", SCHEMA, "--target", "sm90", "--tp", "2", "--device", "cpu", "--threads", "2"]
         command = [sys.executable, "-m", "hqconv", "convert", NAME, "-o", str(out), *options, *more]
-        self.process = subprocess.Popen(
+        self.process = processes.Process(
             command,
             env={**kept, **own, "PYTHONPATH": str(REPO)},
             stdout=subprocess.PIPE,

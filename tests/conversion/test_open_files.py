@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 import hqconv
 from hqconv.errors import HqconvError, InputError, OutputError, VerificationError
 from hqconv.io.file_access import Descriptors
+from tests.make import processes
 from tests.make.conversions import run
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
@@ -45,7 +45,7 @@ def test_many_ranks_and_groups_with_128_open_files(tmp_path: Path) -> None:
     sizes = {"num_layers": 5, "num_experts": 32, "hidden_size": 128, "intermediate_size": 256}
     src = write_qwen3_moe(tmp_path / "src", **sizes)
     command = [sys.executable, "-c", SCRIPT, str(src), str(tmp_path / "out")]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
+    done = processes.run(command, cwd=REPO, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout) < 96  # the rest is for more source shards, and threads that need one more
     assert len(list((tmp_path / "out").rglob("*.safetensors"))) == 5 * 4 * 32 + 1

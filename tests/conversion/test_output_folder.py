@@ -25,6 +25,7 @@ from hqconv.io import durable_files
 from hqconv.planning.output_units import build_file
 from hqconv.schemas.artifact_names import COMPANIONS, FORMAT_VERSION
 from hqconv.schemas.tensors import TensorSpec
+from tests.make import processes
 from tests.make.conversions import finished as finished_files
 from tests.make.conversions import schema_of
 from tests.make.places import REPO
@@ -475,7 +476,7 @@ with opened(Path(sys.argv[1]), overwrite=sys.argv[2] == "overwrite"):
 @contextmanager
 def held_by_another_process(out: Path, mode: str = "") -> Iterator[int]:
     command = [sys.executable, "-c", HOLDER, str(out), mode]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPO)
+    process = processes.Process(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPO)
     assert process.stdin is not None
     assert process.stdout is not None
     try:

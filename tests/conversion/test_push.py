@@ -27,7 +27,7 @@ from hqconv.errors import HqconvError, NetworkError, OutputError, RequestError, 
 from hqconv.io.file_access import sha256_of
 from hqconv.io.hub_upload import HubBranch, git_digest
 from hqconv.schemas.grid import Grid
-from tests.make import hub_server
+from tests.make import hub_server, processes
 from tests.make.conversions import assert_verified, run
 from tests.make.hub_upload import UploadHub, serve_uploads
 from tests.make.qwen import write_qwen3_moe
@@ -385,7 +385,7 @@ def test_an_interrupt_tells_the_truth(out: Path, hub: UploadHub, tmp_path: Path,
     words = ["push", str(out), REPO]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_DISABLE_XET": "1"}
     environment |= {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(tmp_path / "cache")}
-    with subprocess.Popen(
+    with processes.Process(
         [sys.executable, "-m", "hqconv", *words, "-q"], env=environment, stderr=subprocess.PIPE, text=True
     ) as process:
         assert held.wait(120)

@@ -22,7 +22,7 @@ from hqconv.conversion.output_folder import side_folder
 from hqconv.conversion.progress import Progress
 from hqconv.errors import OutputError, RequestError
 from hqconv.schemas.artifact_names import JOURNAL
-from tests.make import hub_server
+from tests.make import hub_server, processes
 from tests.make.conversions import run
 from tests.make.models import save_model
 from tests.make.places import REPO
@@ -189,7 +189,7 @@ def test_killed_at_any_moment_and_run_again(src: Path, tmp_path: Path, moment: i
     options = ["--schema", "mxfp4", "--target", "sm90", "--device", "cpu", "--update", "-q"]
     command = [sys.executable, "-m", "hqconv", "convert", str(src), "-o", str(out), *options]
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as process:
+    with processes.Process(command, env=environment, stderr=subprocess.DEVNULL) as process:
         started = time.monotonic()
         while not side_folder(out).exists() and process.poll() is None and time.monotonic() - started < 60:
             time.sleep(0.001)

@@ -16,6 +16,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
 
+from tests.make import processes
 from tests.make.formats import write
 from tests.make.hub_server import COMMIT, LocalHub, serve
 from tests.make.places import REPO
@@ -47,7 +48,7 @@ class Client:
         own = {"HF_ENDPOINT": self.hub.url, "HF_HOME": str(self.home), "HF_HUB_DISABLE_XET": "1"}
         command = [sys.executable, "-m", "hqconv", *map(str, arguments)]
         environment = {**kept, **own, "PYTHONPATH": str(REPO), **more}
-        return subprocess.run(command, env=environment, cwd=self.home, capture_output=True, text=True, check=False)
+        return processes.run(command, env=environment, cwd=self.home, capture_output=True, text=True, check=False)
 
     def to_dict(self, *arguments: object) -> Any:
         done = self.call(*arguments, "--json")

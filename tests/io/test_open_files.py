@@ -14,6 +14,7 @@ import pytest
 from safetensors.torch import save_file
 
 from hqconv.io.file_access import Descriptors
+from tests.make import processes
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import load_file
@@ -30,7 +31,7 @@ main()
 def limited(*arguments: object) -> subprocess.CompletedProcess[str]:
     """The command in a process that may have 64 files open."""
     command = [sys.executable, "-c", FEW_FILES, *map(str, arguments)]
-    return subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
+    return processes.run(command, cwd=REPO, capture_output=True, text=True, check=False)
 
 
 def a_shard_a_tensor(model: Path) -> Path:
@@ -74,7 +75,7 @@ def test_the_command_raises_the_soft_limit(tmp_path: Path) -> None:
     )
     if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 512:
         pytest.skip("the hard limit here is lower than 512")
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
+    done = processes.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "512"
 
 

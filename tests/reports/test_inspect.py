@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
 import sys
 import time
 from contextlib import closing
@@ -27,6 +26,7 @@ from hqconv.schemas.gpu_target import TARGETS
 from hqconv.schemas.input_schema import INPUT_PRESETS
 from hqconv.schemas.weight_schema import PRESETS, RECOMMENDED, resolve_schema
 from hqconv.serving.chosen_engine import ENGINE
+from tests.make import processes
 from tests.make.conversions import run
 from tests.make.places import REPO
 from tests.make.qwen import read_tree, write_qwen3_moe
@@ -134,11 +134,11 @@ def test_dry_run_of_a_huge_checkpoint_is_quick(tmp_path: Path) -> None:
     make = [sys.executable, REPO / "scripts/make_checkpoint.py", tmp_path / "big", "--sparse"]
     make += ["--model-type", "deepseek_v3", "--layers", "61", "--experts", "384"]
     make += ["--hidden", "7168", "--intermediate", "2048", "--shard-size", "10GB"]
-    subprocess.run([str(a) for a in make], check=True, capture_output=True)
+    processes.run([str(a) for a in make], check=True, capture_output=True)
     dry_run = [sys.executable, "-m", "hqconv", "convert", tmp_path / "big", "--schema", "mxfp4", "--tp", 8]
     dry_run += ["--target", "sm90", "--dry-run", "--json", "-o", tmp_path / "out"]
     started = time.monotonic()
-    done = subprocess.run([str(a) for a in dry_run], cwd=REPO, check=False, capture_output=True)
+    done = processes.run([str(a) for a in dry_run], cwd=REPO, check=False, capture_output=True)
     assert done.returncode in (0, 4), done.stderr  # few disks have room for it
     seconds = time.monotonic() - started
     words = json.loads(done.stdout)

@@ -37,6 +37,7 @@ from hqconv.schemas.dtypes import DTYPES, num_bits
 from hqconv.schemas.tensors import TensorRef
 from hqconv.sources.opening import open_source
 from hqconv.sources.safetensors import SafetensorsSource
+from tests.make import processes
 from tests.make.effort import num_examples
 from tests.make.hub_server import COMMIT, serve, use
 from tests.make.places import REPO
@@ -773,7 +774,7 @@ def test_opens_a_cached_repo_by_environment(hub_cache: Path) -> None:
     code = "from hqconv.sources.opening import open_source; print(open_source('org/name').revision)"
     env = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(hub_cache.parents[2]), "PYTHONPATH": str(REPO)}
     command = [sys.executable, "-c", code]
-    result = subprocess.run(command, env=env, cwd=hub_cache.parent, capture_output=True, text=True, check=True)
+    result = processes.run(command, env=env, cwd=hub_cache.parent, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == COMMIT
 
 
