@@ -77,9 +77,6 @@ def convert(source: str, out: str, words: dict[str, Any], sink: str) -> dict[str
             def finish_file(self, file: Any, *_: object) -> FileRecord:
                 return FileRecord(file.path, file.size_bytes, "0" * 64)
 
-            def digest_as_written(self, *_: object) -> str:
-                return "0" * 64
-
             def publish(self) -> None: ...
             def abandon(self) -> None: ...
 

@@ -13,7 +13,7 @@ of the last run, for ui.perfetto.dev. Prints one JSON line for each schema and s
     launch_s   from the start of the command to the first line of the last process: the difference is torchrun's time
     load_s     until all processes are at work: imports, CUDA, planning, and the check of the shared folder
     work_s     from the first process at work to the end of the last one
-    cpu_s      core-seconds of all processes in that time, and of the processes that hash for them
+    cpu_s      core-seconds of all processes in that time
     steady     GB/s of the source after the first batch of any process, without the bytes written or in flight then
     whole      GB/s of the source by the time of the whole command
 

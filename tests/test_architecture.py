@@ -38,7 +38,6 @@ FLOORS = {
     "reports": 13,
     "serving": 14,
     "api": 15,
-    "precompile": 16,
     "cli": 16,
     "__main__": 17,
 }
@@ -59,7 +58,7 @@ INDEPENDENT = {
 # Libraries that only some modules may import at all.
 ONLY_IN = {
     "humming": ("hqconv.kernel_layout", "hqconv.serving.vllm.tuning"),
-    "numba": ("hqconv.jit", "hqconv.cpu_loops.arithmetic", "hqconv.cpu_loops.file_loops"),
+    "numba": ("hqconv.jit", "hqconv.cpu_loops.arithmetic"),
     "huggingface_hub": ("hqconv.io.hub", "hqconv.io.hub_upload"),
     "vllm": (
         "hqconv.serving.vllm.config",

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from hqconv.artifact.manifest import Manifest, ManifestLayer, read_manifest
 from hqconv.errors import HqconvError, InputError, RequestError, VerificationError
 from hqconv.formats.source_format import SourceFormat
-from hqconv.io.digest_processes import DigestProcesses
 from hqconv.io.file_access import CloseError, Descriptors, sha256_of
 from hqconv.io.hub import Listing
 from hqconv.io.safetensors_header import parse_header, read_header
@@ -343,23 +342,15 @@ class Artifact(ManifestFacts):
         """Return whether a file is not on this machine, but the Hub lists its digest."""
         return self.listing is not None and path in self.listing.digests and not (self.root / path).is_file()
 
-    def digest_of(
-        self,
-        path: str,
-        keep_on: Callable[[], object] | None = None,
-        chunk_bytes: int = 1 << 20,
-        processes: DigestProcesses | None = None,
-    ) -> str:
+    def digest_of(self, path: str, keep_on: Callable[[], object] | None = None) -> str:
         """Return a file's SHA-256: of the local file, else the Hub's, else of the downloaded file. Raises OSError.
 
-        keep_on, chunk_bytes: as in `sha256_of`. processes: that hash instead of this thread.
+        keep_on: as in `sha256_of`.
         """
         if self.is_proven_by_hub(path):
             assert self.listing is not None
             return self.listing.digests[path]
-        if processes is not None:
-            return processes.sha256_of(self.fetched(path), keep_on)
-        return sha256_of(self.fetched(path), keep_on, chunk_bytes)
+        return sha256_of(self.fetched(path), keep_on)
 
     def forget(self, path: str) -> None:
         """Drop a file of a repo that will be removed here; a read that is under way goes on."""

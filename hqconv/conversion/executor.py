@@ -31,11 +31,10 @@ from hqconv.conversion.source_integrity import SourceIntegrity
 from hqconv.conversion.stages import StageProfile, Stages
 from hqconv.cpu_loops.helper_threads import Helpers
 from hqconv.errors import InputError, plural
-from hqconv.io.digest_processes import MAX_PROCESSES, digest_processes
 from hqconv.io.file_access import open_limit
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.source_protocol import Source
-from hqconv.planning.output_units import CopiedShardPlan, MoeLayerPlan, OutFile, OutputUnit
+from hqconv.planning.output_units import MoeLayerPlan, OutFile, OutputUnit
 from hqconv.quantization.content_sums import sums_of_parts
 from hqconv.schemas.tensors import TensorRef
 
@@ -49,13 +48,12 @@ _OPEN_UNITS, _MAX_OPEN_UNITS = 4, 24
 _UNITS_IN_WORK, _UNITS_IN_TURN = 3, 2
 _PIECES_IN_FLIGHT = 2  # of a copied shard beside a layer: its one file is written by one thread at a time
 _SHARED_UNITS_IN_WORK = 2  # where processes share the units: what one has taken no other one does
-_MIN_THREADS, _MAX_THREADS = 4, 16  # of a stage that reads, writes or hashes
+_MIN_THREADS, _MAX_THREADS = 4, 16  # of a stage that reads or writes
+_MAX_FINISH_THREADS = 8  # each hashes more than a gigabyte a second
 # Of a batch or a piece, that one thread reads or writes while others take the rest. Every such task waits for Python's
 # lock a few times: beside a GPU, whose batches come faster, tasks are larger.
 _CHUNK_BYTES, _GPU_CHUNK_BYTES = 16 << 20, 32 << 20
 _USE_GRAPHS = 1  # 0: every batch is encoded on a GPU by operations, for comparisons
-# Of a file, hashed in one call: after each call a thread waits for Python's lock, which other threads hold.
-_DIGEST_CHUNK_BYTES, _SMALL_DIGEST_CHUNK_BYTES, _SMALL_MEMORY_BYTES = (8 << 20, 1 << 20, 2 << 30)
 
 
 class EncodedBatch(Protocol):
@@ -83,23 +81,6 @@ class Encode(Protocol):
     ) -> EncodedBatch: ...
 
 
-class WrittenBytes:
-    """End of the written bytes of a file, while threads write ranges in any order."""
-
-    def __init__(self, end: int) -> None:
-        """`end` bytes are written."""
-        self.end = end
-        self._later: dict[int, int] = {}  # begin → end of ranges behind a gap
-        self._lock = threading.Lock()
-
-    def add(self, begin: int, end: int) -> None:
-        """Add a range that does not overlap with the others."""
-        with self._lock:
-            self._later[begin] = end
-            while self.end in self._later:
-                self.end = self._later.pop(self.end)
-
-
 @dataclass(eq=False)
 class _Job:
     """An output unit in work. The executor's lock guards `num_left`, `files` and `measured`."""
@@ -112,7 +93,6 @@ class _Job:
     files: dict[str, Any] = field(default_factory=dict)
     sources: set[str] = field(default_factory=set)  # names of the source files
     is_done: bool = False
-    written: WrittenBytes | None = None  # of a file that is hashed while it is written
     started_s: float = field(default_factory=time.monotonic)
 
     def __str__(self) -> str:
@@ -177,7 +157,6 @@ class Executor:
         self._source, self._folder, self._device = source, folder, resources.device
         self._staging, self._meter, self._profile = staging, meter, profile
         num_threads = min(_MAX_THREADS, max(_MIN_THREADS, resources.num_threads))
-        self._digests = digest_processes(resources.num_threads)
         self._stages = Stages(
             {
                 "open": _UNITS_IN_WORK,
@@ -187,7 +166,7 @@ class Executor:
                 "encode": 1 if resources.is_cuda else staging.num_lanes,
                 "collect": 1,
                 "write": num_threads,
-                "finish": num_threads if self._digests is None else min(num_threads, MAX_PROCESSES),
+                "finish": min(num_threads, _MAX_FINISH_THREADS),
                 "publish": 1,
             },
             profile,
@@ -202,9 +181,7 @@ class Executor:
         self._outputs = None
         if staging.out_bytes:
             self._outputs = pool("output buffer", staging.num_outputs, staging.out_bytes)
-        is_small = resources.max_memory_bytes < _SMALL_MEMORY_BYTES
         self._chunk_bytes = _GPU_CHUNK_BYTES if resources.is_cuda else _CHUNK_BYTES
-        self._digest_chunk_bytes = _SMALL_DIGEST_CHUNK_BYTES if is_small else _DIGEST_CHUNK_BYTES
         self._clock = GpuClock(self._device) if resources.is_cuda and profile.trace is not None else None
         self._integrity = SourceIntegrity(source, self._stages, profile, "finish", known)
         self._num_in_work = _SHARED_UNITS_IN_WORK if is_shared else _UNITS_IN_WORK
@@ -218,12 +195,7 @@ class Executor:
         try:
             self._prefetch.start(self._stages)
             jobs = (
-                _Job(
-                    unit,
-                    self._measurements(),
-                    split_unit(unit, self._staging.num_experts, self._staging.slot_bytes),
-                    written=_written_bytes(unit),
-                )
+                _Job(unit, self._measurements(), split_unit(unit, self._staging.num_experts, self._staging.slot_bytes))
                 for unit in units
             )
             self._feed(jobs)
@@ -231,8 +203,6 @@ class Executor:
         finally:
             self._prefetch.stop()
             self._stages.stop()
-            if self._digests is not None:
-                self._digests.close()
             if self._helpers is not None:
                 self._helpers.stop()
             for job in self._jobs:
@@ -342,9 +312,6 @@ class Executor:
     def _create(self, job: _Job) -> None:
         job.writer = create_unit_files(self._folder.root, job.unit, self._scales)
         self._stages.notify()
-        if job.written is not None:
-            (file,) = job.unit.files
-            self._stages.start("finish", file.size_bytes, self._hash_as_written, job, file)
 
     def _read_part(self, in_flight: _InFlight, part: Piece, begin: int) -> None:
         """Read a part of a piece, whose first byte is byte `begin` of the slot, and write the piece after the last."""
@@ -463,10 +430,6 @@ class Executor:
         self._enter(in_flight, "write", after="files")
         for run in runs:
             writer.write_at(run.file, run.offset_bytes, run.data.numpy())
-            if in_flight.job.written is not None:
-                in_flight.job.written.add(run.offset_bytes, run.offset_bytes + run.num_bytes)
-        if in_flight.job.written is not None:
-            self._stages.notify()
         runs.clear()
         with self._lock:
             in_flight.num_writes_left -= 1
@@ -497,36 +460,13 @@ class Executor:
             is_last = job.num_left == 0
         if not is_last:
             return
-        if job.written is not None:
-            job.written.end = job.unit.files[0].size_bytes  # gaps, if any, are never written
-            self._stages.notify()
-            return
         for file in job.unit.files:
             self._stages.start("finish", file.size_bytes, self._finish_file, job, file)
         if not job.unit.files:
             self._stages.start("publish", 0, self._publish, job)
 
-    def _hash_as_written(self, job: _Job, file: OutFile) -> None:
-        """Hash a file behind the threads that write it, then finish it."""
-        written = job.written
-        assert written is not None
-
-        def wait_beyond(offset: int) -> int:
-            if written.end <= offset:
-                with self._profile.waiting("bytes to hash"):
-                    self._stages.wait(lambda: written.end > offset)
-            self._stages.check_cancelled()
-            return written.end
-
-        sha256 = self._writer(job).digest_as_written(file, wait_beyond, self._digest_chunk_bytes)
-        # A file without tensors is hashed before its unit's turn is over.
-        self._stages.wait(lambda: job.num_left == 0)
-        self._finish_file(job, file, sha256)
-
-    def _finish_file(self, job: _Job, file: OutFile, sha256: str | None = None) -> None:
-        record = self._writer(job).finish_file(
-            file, self._stages.check_cancelled, self._digest_chunk_bytes, self._digests, sha256
-        )
+    def _finish_file(self, job: _Job, file: OutFile) -> None:
+        record = self._writer(job).finish_file(file, self._stages.check_cancelled)
         _LOG.debug("Wrote %s: %d bytes.", self._folder.root / file.path, file.size_bytes)
         with self._lock:
             job.files[file.path] = record
@@ -561,19 +501,8 @@ def _choose(in_work: Sequence[_Job], turns: dict[_Job, int]) -> _Job:
     turns.clear()
     turns.update(kept)
     # More pieces of one file would only wait in their slots for each other.
-    are_few = [job for job in ready if job.written is None or job.num_left <= _PIECES_IN_FLIGHT]
+    are_few = [job for job in ready if isinstance(job.unit, MoeLayerPlan) or job.num_left <= _PIECES_IN_FLIGHT]
     return min(are_few or ready, key=turns.__getitem__)
-
-
-def _written_bytes(unit: OutputUnit) -> WrittenBytes | None:
-    """Return the end of the header of a copied shard, which is hashed while it is written; None for other units.
-
-    It is large and written from its start on: its digest would take a thread for seconds after its last byte.
-    """
-    if not isinstance(unit, CopiedShardPlan) or not unit.files:
-        return None
-    (file,) = unit.files
-    return WrittenBytes(len(file.header))
 
 
 def _has_importance(unit: OutputUnit) -> bool:

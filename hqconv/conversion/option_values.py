@@ -69,21 +69,16 @@ def choose_device(text: str, number: int = 0) -> str:
 
 
 def start_gpu(device: str, *, distributed: bool = False) -> None:
-    """Load torch and numba side by side, and create the CUDA context of the chosen GPU in a thread.
+    """Load torch, and create the CUDA context of the chosen GPU in a thread.
 
     Whatever fails is left to the first use. Nothing is loaded where there is no CUDA driver.
     """
     if str(device) == "cpu" or not has_driver():
         return
-    loops = threading.Thread(target=_load_loops, name="hqconv-start")
-    loops.start()
     with suppress(RequestError):
         name = choose_device(device, local_rank()[0] if distributed else 0)  # loads torch
         if name != "cpu":
             threading.Thread(target=_create_context, args=(name,), name="hqconv-start", daemon=True).start()
-    # No two threads load libraries that import each other in circles, such as the modules of Humming: what one of them
-    # needs may be half loaded by the other.
-    loops.join()
 
 
 def _create_context(name: str) -> None:
@@ -93,13 +88,6 @@ def _create_context(name: str) -> None:
         torch.cuda.synchronize(name)
     with suppress(ImportError):
         importlib.import_module(_PATHFINDER)
-
-
-def _load_loops() -> None:
-    with suppress(Exception):
-        from hqconv.cpu_loops import file_loops
-
-        file_loops.load()
 
 
 def has_driver() -> bool:

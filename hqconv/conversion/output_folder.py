@@ -18,7 +18,6 @@ from hqconv.artifact.manifest import Manifest, is_artifact, read_manifest
 from hqconv.artifact.sha256sums import are_sums, is_own_card
 from hqconv.conversion.journal import Journal, JournalEntry, compare_identities
 from hqconv.errors import HqconvError, OutputError, VerificationError, first_few
-from hqconv.io.digest_processes import DigestProcesses
 from hqconv.io.durable_files import (
     FileRecord,
     check_space,
@@ -33,8 +32,7 @@ from hqconv.io.durable_files import (
     sync_folders,
     write_whole,
 )
-from hqconv.io.file_access import CloseError, Descriptors, sha256_as_written, sha256_of
-from hqconv.io.large_transfers import fill_large, write_fully
+from hqconv.io.file_access import CloseError, Descriptors, sha256_of, write_fully
 from hqconv.planning.output_units import OutFile
 from hqconv.schemas.artifact_names import CARD, COMPANIONS, JOURNAL, MANIFEST, PARTIAL, SUMS, is_member_file
 
@@ -447,35 +445,15 @@ class UnitWriter:
         with output_errors(self._root / path), self._descriptors.using(path) as descriptor:
             write_fully(descriptor, data, offset_bytes)
 
-    def finish_file(
-        self,
-        file: OutFile,
-        check_cancelled: Callable[[], object] | None = None,
-        chunk_bytes: int | None = None,
-        processes: DigestProcesses | None = None,
-        sha256: str | None = None,
-    ) -> FileRecord:
+    def finish_file(self, file: OutFile, check_cancelled: Callable[[], object] | None = None) -> FileRecord:
         """Flush a complete file to the disk, and return its size and digest; for any thread.
 
-        check_cancelled: called after every `chunk_bytes`; an exception of it ends the hashing. processes: that hash,
-        instead of this thread. sha256: the digest, if it is known.
+        check_cancelled: called from time to time; an exception of it ends the hashing.
         """
         with output_errors(self._root / file.path):
             with self._descriptors.using(file.path) as descriptor:
                 os.fsync(descriptor)
-            path = self._paths[file.path]
-            if sha256 is not None:
-                pass
-            elif processes is not None:
-                sha256 = processes.sha256_of(path, check_cancelled)
-            else:
-                sha256 = sha256_of(path, check_cancelled, chunk_bytes, fill_large)
-            return FileRecord(file.path, file.size_bytes, sha256)
-
-    def digest_as_written(self, file: OutFile, wait_beyond: Callable[[int], int], chunk_bytes: int) -> str:
-        """Compute the SHA-256 of a file while it is written; see `sha256_as_written`. Raises OutputError."""
-        with output_errors(self._root / file.path), self._descriptors.using(file.path) as descriptor:
-            return sha256_as_written(descriptor, file.size_bytes, wait_beyond, chunk_bytes, fill_large)
+            return FileRecord(file.path, file.size_bytes, sha256_of(self._paths[file.path], check_cancelled))
 
     def publish(self) -> None:
         """Give the flushed files their final names, and flush the folders."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING
 from hqconv.schemas.tensors import TensorRef
 
 if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
+    from _typeshed import ReadableBuffer, WriteableBuffer
 
 _MAX_BUFFERS = 512  # of one call; Linux takes 1024
 
@@ -57,6 +56,14 @@ def fill(descriptor: int, views: Iterable[memoryview], offset: int) -> int:
         if views and num_read:
             views[0] = views[0][num_read:]
     return offset
+
+
+def write_fully(descriptor: int, data: ReadableBuffer, offset: int) -> None:
+    """Write a C-contiguous buffer at byte `offset` of a file. Raises OSError."""
+    view = memoryview(data).cast("B")
+    while view:  # one call writes 2 GiB at most
+        num_written = os.pwrite(descriptor, view, offset)
+        view, offset = view[num_written:], offset + num_written
 
 
 _OTHERS = 40  # descriptors left to the rest of the process: libraries, the journal, a terminal
@@ -179,8 +186,8 @@ def _close(file: _OpenFile, key: str) -> None:
         raise CloseError(error, key) from error
 
 
-_CHUNK_BYTES = 1 << 20  # a smaller one is no faster, and takes Python's global lock more often
-
+# Of a file, hashed in one call: with smaller ones a thread would often wait for Python's lock, which others hold.
+_CHUNK_BYTES = 4 << 20
 
 _own = threading.local()
 
@@ -192,50 +199,18 @@ def _chunk(num_bytes: int) -> memoryview:
     return memoryview(_own.chunk)[:num_bytes]
 
 
-def sha256_of(
-    path: Path,
-    keep_on: Callable[[], object] | None = None,
-    chunk_bytes: int | None = None,
-    read: Callable[[int, list[memoryview], int], int] | None = None,
-) -> str:
+def sha256_of(path: Path, keep_on: Callable[[], object] | None = None) -> str:
     """Compute the SHA-256 of a file's bytes, in hexadecimal. Raises OSError for an unreadable file.
 
-    keep_on: called between chunks; its exception ends the work. chunk_bytes: read at a time, into memory that the
-    thread keeps for the next file. read: `fill_large` of `large_transfers`; None for plain calls.
+    keep_on: called between chunks; its exception ends the work.
     """
-    digest, offset = hashlib.sha256(), 0
+    digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
-        buffer = _chunk(max(1, min(chunk_bytes or _CHUNK_BYTES, os.fstat(file.fileno()).st_size)))
-        while count := file.readinto(buffer) if read is None else read(file.fileno(), [buffer], offset) - offset:
+        buffer = _chunk(max(1, min(_CHUNK_BYTES, os.fstat(file.fileno()).st_size)))
+        while count := file.readinto(buffer):
             digest.update(buffer[:count])
-            offset += count
             if keep_on is not None:
                 keep_on()
-    return digest.hexdigest()
-
-
-def sha256_as_written(
-    descriptor: int,
-    size_bytes: int,
-    wait_beyond: Callable[[int], int],
-    chunk_bytes: int,
-    read: Callable[[int, list[memoryview], int], int] = fill,
-) -> str:
-    """Compute the SHA-256 of an open file whose bytes others are still writing, in hexadecimal.
-
-    wait_beyond: waits until all bytes up to more than an offset are written, and returns how many are; its exception
-    ends the work. chunk_bytes, read: as in `sha256_of`. Raises OSError for an unreadable file, or one that was cut off.
-    """
-    digest, offset = hashlib.sha256(), 0
-    while offset < size_bytes:
-        end = min(wait_beyond(offset), size_bytes)
-        while offset < end:
-            buffer = _chunk(min(chunk_bytes, end - offset))
-            reached = read(descriptor, [buffer], offset)
-            if reached == offset:
-                raise OSError(errno.EIO, f"The file ends at byte {offset}")
-            digest.update(buffer[: reached - offset])
-            offset = reached
     return digest.hexdigest()
 
 

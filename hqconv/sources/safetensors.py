@@ -17,9 +17,8 @@ from hqconv.errors import InputError, NetworkError, first_few
 from hqconv.formats.ascend import ascend_quantization_config
 from hqconv.io import checkpoint_files, hub
 from hqconv.io.fetch_folder import FetchFolder
-from hqconv.io.file_access import CloseError, Descriptors, adjoining
+from hqconv.io.file_access import CloseError, Descriptors, adjoining, fill
 from hqconv.io.file_snapshot import FileSnapshot
-from hqconv.io.large_transfers import fill_large
 from hqconv.io.safetensors_header import parse_header, read_header
 from hqconv.io.sidecar_files import SidecarFiles
 from hqconv.models.expert_bytes import RawExperts, stored_shape
@@ -244,7 +243,7 @@ class SafetensorsSource:
             return
         try:
             with self._closing(), self._descriptors.using(name) as descriptor:
-                reached = fill_large(descriptor, views, offset)
+                reached = fill(descriptor, views, offset)
         except OSError as error:
             if not self.is_here(name):  # removed by now: it was there for other tensors than these
                 self._fill_from_hub(name, views, offset)

@@ -16,7 +16,6 @@ from hqconv.artifact.reader import Artifact, Header
 from hqconv.artifact.sha256sums import is_own_card, is_own_sums
 from hqconv.conversion.progress import Meter
 from hqconv.errors import HqconvError, VerificationError, plural
-from hqconv.io.digest_processes import MAX_PROCESSES, digest_processes
 from hqconv.io.sidecar_files import WEIGHT_FOLDERS, WEIGHT_SUFFIXES
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
@@ -31,22 +30,18 @@ from hqconv.verification.recomputed_sums import check_copied
 from hqconv.verification.result import CheckResult, compare_dicts, compare_names, read_json
 
 _METADATA = {"format": "pt"}  # of an ordinary shard
-_DIGEST_CHUNK_BYTES = 8 << 20  # 6 ms of hashing
 
 
 class FileDigests:
     """The SHA-256 of an artifact's files, by threads that begin at once: a context manager, at whose end they stop.
 
-    Other work may go on meanwhile. Each thread asks for Python's lock twice for every chunk, and waits up to 5 ms for
-    it where another thread computes in Python: hence large chunks, and processes where there are many threads.
+    Other work may go on meanwhile.
     """
 
     def __init__(self, artifact: Artifact, num_threads: int, meter: Meter | None = None) -> None:
         """Begin with the largest file, so that none is begun when the others are done. meter: counts hashed bytes."""
         self._artifact, self._meter, self._is_over = artifact, meter, False
-        self._processes = digest_processes(num_threads)
-        count = max(1, num_threads) if self._processes is None else MAX_PROCESSES
-        self._pool = ThreadPoolExecutor(count, "hqconv-digests")
+        self._pool = ThreadPoolExecutor(max(1, num_threads), "hqconv-digests")
         files = artifact.manifest.files
         chosen = (path for path, entry in files.items() if path != names.CARD and _is_whole(artifact, path, entry))
         by_size = sorted(chosen, key=lambda path: -files[path].size_bytes)
@@ -58,8 +53,6 @@ class FileDigests:
     def __exit__(self, *_: object) -> None:
         self._is_over = True
         self._pool.shutdown(cancel_futures=True)
-        if self._processes is not None:
-            self._processes.close()
 
     def of(self, path: str) -> str:
         """Wait for the digest of a file that has the manifest's size; text with the reason where it is unreadable."""
@@ -69,7 +62,7 @@ class FileDigests:
 
     def _digest(self, path: str) -> str:
         try:
-            return self._artifact.digest_of(path, self._keep_on, _DIGEST_CHUNK_BYTES, self._processes)
+            return self._artifact.digest_of(path, self._keep_on)
         except OSError as error:
             return f"unreadable: {error.strerror}"
         finally:

@@ -27,7 +27,6 @@ from hqconv.conversion import hub_prefetch
 from hqconv.conversion.hub_prefetch import CachePolicy
 from hqconv.errors import HqconvError, InputError, NetworkError, OutputError, RequestError
 from hqconv.io import hub
-from hqconv.io.large_transfers import fill_large
 from hqconv.schemas.artifact_names import JOURNAL
 from hqconv.schemas.grid import Grid
 from hqconv.sources import safetensors
@@ -588,7 +587,7 @@ def test_a_shard_goes_while_other_tensors_are_read_from_it(
         ref = source.tensors["model.layers.0.input_layernorm.weight"]
         assert source.files[ref.file].name == shard(0)
         use = hub_prefetch.ShardUse({"a": (shard(0),)}, {shard(0): size_of(server, 0)})
-        prefetch, is_here, fill = hub_prefetch.HubPrefetch(source, use, CachePolicy()), source.is_here, fill_large
+        prefetch, is_here, fill = hub_prefetch.HubPrefetch(source, use, CachePolicy()), source.is_here, safetensors.fill
         others: list[int] = []
 
         def gone_then(name: str) -> bool:
@@ -608,7 +607,7 @@ def test_a_shard_goes_while_other_tensors_are_read_from_it(
         if moment == "before it is opened":
             monkeypatch.setattr(source, "is_here", gone_then)
         else:
-            monkeypatch.setattr(safetensors, "fill_large", read)
+            monkeypatch.setattr(safetensors, "fill", read)
         found = bytearray(ref.num_bytes)
         source.read_into(ref, found)
         assert own(cache) == set()

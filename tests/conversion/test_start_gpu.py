@@ -12,7 +12,6 @@ import torch
 
 from hqconv.conversion import option_values
 from hqconv.conversion.option_values import start_gpu
-from hqconv.cpu_loops import file_loops
 
 
 def wait_for_threads() -> int:
@@ -54,14 +53,12 @@ def test_the_context_of_this_process_gpu_is_created_in_a_thread(asked: list[str]
 
 
 def test_libraries_are_loaded_beside_it(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loops before the work goes on; and after the context a library that no other thread loads."""
+    """After the context a library that no other thread loads."""
     monkeypatch.setattr(torch.cuda, "synchronize", asked.append)
-    monkeypatch.setattr(file_loops, "load", lambda: asked.append("loops"))
     monkeypatch.setattr(option_values.importlib, "import_module", asked.append)
     start_gpu("cuda:1")
-    assert "loops" in asked
     wait_for_threads()
-    assert [one for one in asked if one != "loops"] == ["cuda:1", "cuda.pathfinder"]
+    assert asked == ["cuda:1", "cuda.pathfinder"]
 
 
 def test_the_library_is_there() -> None:
