@@ -11,7 +11,7 @@ DEMO_CUT := demo/qwen3-moe-tiny-mxfp4-tp4
 CONVERT := $(BIN)/hqconv convert $(DEMO_SRC) -o $(DEMO_OUT) --schema mxfp4 --target sm90 --tp 2 --overwrite
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-vllm torture lint wheel clean
+.PHONY: help install demo test test-all test-vllm torture lint clean
 
 help:
 	@echo "make install   create .venv with hqconv and its development tools"
@@ -22,7 +22,6 @@ help:
 	@echo "make test-vllm  unpack vLLM into .venv-vllm, without its compiled parts, and run the plugin in its classes"
 	@echo "make torture   kills, faults, full disks, rivals and hostile files by the thousand (docs/reliability.md)"
 	@echo "make lint      ruff check, ruff format --check, mypy"
-	@echo "make wheel     build dist/hqconv-*.whl with the compiled loops of its CPU path"
 	@echo "make clean     remove caches, build output and the demo; .venv stays"
 
 install: $(STAMP)
@@ -65,11 +64,6 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The loops in it serve the Python and numba that compiled them, on two levels of x86-64; a hundred core-seconds each.
-wheel: $(STAMP)
-	$(BIN)/python -m hqconv.precompile
-	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
-
 clean:
-	rm -rf hqconv/cpu_loops/compiled demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find hqconv scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +
