@@ -29,7 +29,7 @@ LOOKS: dict[str, list[str]] = {
     "dry-run, checkpoint layout": [*DRY_RUN, "--schema=int4", "--layout=checkpoint"],
 }
 ARTIFACT = "inspect, artifact"
-REPORTS: dict[str, list[str]] = {"report, artifact": [], "report --sample 0, artifact": ["--sample=0"]}
+REPORTS: dict[str, list[str]] = {"report, artifact": []}
 FORMATS = {"bf16": 3, "fp8-block": 6}  # tensors of an expert
 EXPERTS, HIDDEN, INNER, LAYER = 384, 7168, 2048, 128
 SHARD_BYTES = 5 * 10**9

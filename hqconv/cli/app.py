@@ -130,7 +130,7 @@ def verify(
     """Check an artifact: its files, its decoded weights against the source, and the output of the GPU kernel."""
     from hqconv.cli.progress_bar import ShownProgress
 
-    write_page = report_commands.page_writer(options["out"], report, options["threads"])
+    write_page = report_commands.page_writer(options["out"], report)
     options |= {"checks": parse_checks(checks), "layers": parse_layers(layers), "tokens": parse_tokens(tokens)}
     with ShownProgress(quiet=quiet) as progress:
         verified = api.verify(**options, progress=progress.of_check)

@@ -169,11 +169,6 @@ OPTIONS: dict[str, Option] = {
     "overwrite_page": Option(
         bool, "Replace an existing file of any kind. An older report is replaced without it.", ("--overwrite",)
     ),
-    "sample": Option(
-        int | None,
-        "Experts per layer whose codes are counted; 0: none.  [default: all; some seconds' worth of a large artifact]",
-        settings={"min": 0},
-    ),
     # Of the command line alone:
     "report": Option(
         Path | None, "Write an HTML report with the results to this file.", ("--report",), settings=_ANY_PATH
@@ -260,7 +255,7 @@ _HELP_OF = {
     ("report", "revision"): _OF_SOURCE,
     ("report", "device"): "Device of the check against --source: auto, cuda, cuda:N or cpu.",
     ("report", "max_memory"): "Maximum host memory for the check against --source, e.g. 4GiB.",
-    ("report", "threads"): "Number of threads that count codes and check experts.  [default: all processors]",
+    ("report", "threads"): "Number of threads of the check against --source.  [default: all processors]",
     ("report", "source"): "Source checkpoint to check the weights against: a folder or a Hub repo id.",
     ("allocate", "out"): "Recipe, a TOML file for convert --config.  [default: ./<model>-<budget>.toml]",
     ("allocate", "overwrite"): "Replace an existing recipe and the document beside it.",

@@ -242,10 +242,6 @@ def show_page(console: Console, document: Document) -> None:
     verification = document["verification"]
     if verification is not None:
         console.print("PASS" if verification["passed"] else "FAIL  the page lists the findings")
-    usage = document["usage"]
-    if usage is not None and usage["experts_read"] < usage["experts"]:
-        sample = f"{usage['experts_read']} of {usage['experts']} experts, {usage['weights_read']:,} weights"
-        console.print(f"codes were counted over {sample}")
     console.print(f"The page is in {document['page']}.")
 
 

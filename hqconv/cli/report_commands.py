@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,6 @@ def report(
     *,
     page: Path | None = None,
     allocation: Path | None = None,
-    sample: int | None = None,
     overwrite_page: bool = False,
     evaluation: Path | None = None,
     device: str = "auto",
@@ -38,10 +36,9 @@ def report(
     """Write an HTML report about an artifact; return its document with `page`, the path of the file (docs/usage.md).
 
     out: artifact folder. source: source checkpoint, against which the weights are checked. page: output file; None for
-    OUT.report.html in the current folder. allocation: document beside the recipe of `hqconv allocate`. sample: experts
-    per layer whose codes are counted; 0: of none, and no weights are read. overwrite_page: replace an existing file of
-    any kind. evaluation: a document of `hqconv evaluate`; None for that in the model card, if any. The other parameters
-    are those of `hqconv.verify`.
+    OUT.report.html in the current folder. allocation: document beside the recipe of `hqconv allocate`. overwrite_page:
+    replace an existing file of any kind. evaluation: a document of `hqconv evaluate`; None for that in the model card,
+    if any. The other parameters are those of `hqconv.verify`.
 
     Raises OutputError where the page cannot be written, RequestError, VerificationError also for a manifest that is not
     the one of its own digest, and what opening the source raises.
@@ -62,11 +59,11 @@ def report(
         resources: Document = {"device": device, "max_memory": max_memory, "threads": threads, "revision": revision}
         resources |= {"cache_limit": cache_limit, "keep_source": keep_source}
         verification = api.verify(root, source, checks=["weights"], **resources)
-    more: Document = {"sample": sample, "threads": threads, "allocation": allocation, "evaluation": evaluated}
+    more: Document = {"allocation": allocation, "evaluation": evaluated}
     return write_report(root, place, verification, **more, manifest=None if verification else manifest)
 
 
-def page_writer(out: str | Path, page: Path | None, threads: int | None) -> Callable[[VerificationReport], None]:
+def page_writer(out: str | Path, page: Path | None) -> Callable[[VerificationReport], None]:
     """Return a function that writes the page of `verify --report` after the checks; it does nothing if `page` is None.
 
     Raises OutputError before the checks if the page could not be written.
@@ -79,7 +76,7 @@ def page_writer(out: str | Path, page: Path | None, threads: int | None) -> Call
     interrupt.expect(*interrupt.page_cases(place))
 
     def write(verified: VerificationReport) -> None:
-        write_report(Path(out), place, verified, threads=threads)
+        write_report(Path(out), place, verified)
         say(f"The page is in {place}.")
 
     return write
@@ -90,8 +87,6 @@ def write_report(
     place: Path,
     verification: VerificationReport | None,
     *,
-    sample: int | None = None,
-    threads: int | None = None,
     allocation: Path | None = None,
     evaluation: Document | None = None,
     manifest: Manifest | None = None,
@@ -107,9 +102,7 @@ def write_report(
         for layer, roles in result.of_experts.items()
         if roles
     }
-    num_threads = threads or len(os.sched_getaffinity(0))
-    more: Document = {"sample": sample, "num_threads": num_threads, "allocation": allocation, "evaluation": evaluation}
-    more |= {"manifest": manifest}
+    more: Document = {"allocation": allocation, "evaluation": evaluation, "manifest": manifest}
     document = page_document(root, checks, expert_errors, **more)
     write_page(place, page_of(document))
     if place.resolve().is_relative_to(root.resolve()):

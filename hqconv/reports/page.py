@@ -9,7 +9,7 @@ from typing import Any
 from hqconv.errors import plural
 from hqconv.reports.documents import Words as Document
 from hqconv.reports.html import Part, details, environment, facts, heading, note, number, plots, section, size, table
-from hqconv.reports.page_document import GENERATOR, PROJECTIONS, ROLES, entropy_bits
+from hqconv.reports.page_document import GENERATOR, PROJECTIONS, ROLES
 from hqconv.serving.chosen_engine import ENGINE
 
 _NO_CHECKS = (
@@ -234,86 +234,24 @@ def experts_section(document: Document) -> Part | None:
     found = document["experts"]
     of_layer = {layer["name"]: layer for layer in document["blocks"]}
     names = [_short(of_layer[name]) if name in of_layer else name for name in found["blocks"]]
-    is_error = found["measure"] == "relative error"
-    if is_error and not any(value for rows in found["values"].values() for row in rows for value in row):
-        return section("experts", "Experts", note(_NO_ERROR)) if found["values"] else None
+    if found["values"] and not any(value for rows in found["values"].values() for row in rows for value in row):
+        return section("experts", "Experts", note(_NO_ERROR))
     maps = plots(
-        heat_plot(f"{PROJECTIONS[role]}: {found['measure']}", names, rows) for role, rows in found["values"].items()
+        heat_plot(f"{PROJECTIONS[role]}: relative error", names, rows) for role, rows in found["values"].items()
     )
     legend = (
         "Each cell is the relative error of one expert against the source, measured on weights decoded from the files. "
         "Darker cells (brighter in dark mode) are larger."
-        if is_error
-        else "Errors of single experts are not known without the source, except for the worst expert of each layer. "
-        "Each cell is the root mean square of the decoded weights of one expert. Darker cells (brighter in dark "
-        "mode) are larger."
+        if found["values"]
+        else "Errors of single experts are not known without the source, except for the worst expert of each layer."
     )
     rows = [
         (one["block"], PROJECTIONS.get(one["projection"], one["projection"]), one["expert"], one["relative_error"])
         for one in found["worst"]
     ]
-    title = "Worst experts" if is_error else "Worst experts, one of each layer and projection"
+    title = "Worst experts" if found["values"] else "Worst experts, one of each layer and projection"
     worst = table(("layer", "projection", "expert", "relative error"), rows, title) if rows else None
-    return section("experts", "Experts", note(legend) if maps else None, maps, worst)
-
-
-def codes_section(document: Document) -> Part | None:
-    """Histograms of codes, of scales by power of two, and of zero points, by schema and projection."""
-    usage = document["usage"]
-    if usage is None:
-        counted = "Codes and scales were not counted (option --sample)."
-        return None if document["unreadable"] else section("codes", "Codes and scales", note(counted))
-    read, total = usage["experts_read"], usage["experts"]
-    legend = (
-        f"Counted over all {total} experts."
-        if read == total
-        else f"Counted over a sample of {usage['weights_read']:,} weights: {plural(read, 'expert')} of {total}, evenly "
-        f"spread over {usage['layers_read']} of {plural(usage['layers'], 'layer')} (option --sample)."
-    )
-    legend += " Bars are shares of all values; scales are grouped by their power of two."
-    if num_fused := sum(layer["has_fused_scales"] for layer in document["blocks"]):
-        legend += (
-            f" In {num_fused} layers the scales' exponents are fused into the codes: codes and scales are shown as the "
-            "kernel reads them, not as in the source."
-        )
-    histograms = [
-        plots(
-            plot
-            for role in ROLES
-            if role in roles
-            if (plot := kind(f"{schema}, {PROJECTIONS[role]}", role, roles[role])) is not None
-        )
-        for schema, roles in usage["schemas"].items()
-        for kind in (_codes, _powers, _zero_points)
-    ]
-    return section("codes", "Codes and scales", note(legend), *histograms)
-
-
-def _codes(title: str, role: str, used: Document) -> Part | None:
-    counts = [count for _, count in used["codes"]]
-    num_used = sum(count > 0 for count in counts)
-    remark = f"{num_used} of {len(counts)} codes used; they carry {entropy_bits(counts):.2f} bits each"
-    return bars_plot(f"{title}: codes", [(f"{value:g}", count) for value, count in used["codes"]], remark, role)
-
-
-def _powers(title: str, role: str, used: Document) -> Part | None:
-    powers = dict(used["scales"])
-    span = range(min(powers), max(powers) + 1) if powers else range(0)
-    bars = [(f"2^{power}", powers.get(power, 0)) for power in span]
-    return bars_plot(f"{title}: scales", bars, _scales(used), role)
-
-
-def _zero_points(title: str, role: str, used: Document) -> Part | None:
-    zeros = [(str(code), count) for code, count in enumerate(used["zero_points"])]
-    return bars_plot(f"{title}: zero points", zeros, "", role) if zeros else None
-
-
-def _scales(used: Document) -> str:
-    """Number of scales, and of those that a histogram of powers of two cannot show."""
-    kinds = {"num_zero_scales": "zero", "num_negative_scales": "negative", "num_odd_scales": "not finite"}
-    others = [f"{number(used[key])} {kind}" for key, kind in kinds.items() if used[key]]
-    total = sum(count for _, count in used["scales"]) + used["num_zero_scales"] + used["num_odd_scales"]
-    return f"{number(total)} scales" + (f", of which {', '.join(others)}" if others else "")
+    return section("experts", "Experts", note(legend) if rows or maps else None, maps, worst)
 
 
 _CONVERSION = {
@@ -335,7 +273,6 @@ def page(document: Document) -> str:
         errors_section(document),
         allocation_section(document),
         experts_section(document),
-        codes_section(document),
         checks_section(document["verification"]),
         _provenance(document),
     )
@@ -593,32 +530,6 @@ def _frame(kind: str, title: str, marks: Sequence[float], labels: Sequence[str])
 
 def _y(value: float, top: float) -> str:
     return f"{_HEIGHT * (1 - value / top):.4g}"
-
-
-def bars_plot(title: str, bars: Sequence[tuple[str, int]], remark: str, css: str) -> Part:
-    """Plot a bar for each (label, count) as its share of all counts, with three labels and a remark below."""
-    total = max(sum(count for _, count in bars), 1)
-    marks = ticks(max((count / total for _, count in bars), default=0.0))
-    top, width = marks[-1], _WIDTH / max(len(bars), 1)
-    heights = [_HEIGHT * count / total / top for _, count in bars]
-    return {
-        **_frame("bars", title, marks, [f"{100 * mark:.4g}%" for mark in marks]),
-        "css": css,
-        "bars": [
-            {
-                "x": f"{width * (index + 0.08):.5g}",
-                "y": f"{_HEIGHT - height:.4g}",
-                "width": f"{width * 0.84:.5g}",
-                "height": f"{height:.4g}",
-                "label": label,
-                "count": count,
-                "share": f"{count / total:.2%}",
-            }
-            for index, ((label, count), height) in enumerate(zip(bars, heights, strict=True))
-        ],
-        "ends": [bars[index][0] for index in sorted({0, len(bars) // 2, len(bars) - 1})] if bars else [],
-        "remark": remark,
-    }
 
 
 def heat_plot(title: str, names: Sequence[str], rows: Sequence[Values]) -> Part:

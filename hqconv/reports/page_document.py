@@ -1,4 +1,4 @@
-"""JSON document of a report: from the manifest, from experts read back, and from the result of `verify`; its file."""
+"""JSON document of a report, from the manifest and the result of `verify`; the file of its page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hqconv.artifact.evaluation_record import evaluation_in_card
 from hqconv.artifact.manifest import Manifest, ManifestLayer, read_manifest
 from hqconv.errors import HqconvError, OutputError, RequestError, VerificationError
 from hqconv.reports.documents import Words, config_of, describe_artifact
-from hqconv.schemas.artifact_names import GEMMS, rank_file
+from hqconv.schemas.artifact_names import rank_file
 from hqconv.schemas.model_config import attention_heads
 from hqconv.schemas.untrusted_files import read_json
 from hqconv.serving.chosen_engine import ENGINE
@@ -30,8 +30,6 @@ def page_document(
     verification: Words | None = None,
     of_experts: OfExperts | None = None,
     *,
-    sample: int | None = None,
-    num_threads: int = 1,
     allocation: Path | None = None,
     evaluation: Words | None = None,
     manifest: Manifest | None = None,
@@ -39,11 +37,9 @@ def page_document(
     """Document of a report on the artifact at `root`, for `page` and programs; deterministic for the same input.
 
     verification: the document of `hqconv.verify`'s report; None: no check was run. of_experts: layer → projection →
-    each expert's relative error against the source, as the check of weights measures it. sample: experts of each layer
-    to read for `usage`, as in `hqconv.artifact.code_usage`; 0: `usage` is None. num_threads: at once. allocation: the
-    document that `hqconv allocate` wrote beside the artifact's recipe. evaluation: the document of `hqconv.evaluate`;
-    None for the one in the model card, if there is one. manifest: of the artifact, if it was read before; it was
-    sealed.
+    each expert's relative error against the source, as the check of weights measures it. allocation: the document that
+    `hqconv allocate` wrote beside the artifact's recipe. evaluation: the document of `hqconv.evaluate`; None for the
+    one in the model card, if there is one. manifest: of the artifact, if it was read before; it was sealed.
 
     If `verification` failed, unreadable parts are left out, with the reason under `unreadable`. Otherwise raises
     RequestError if `root` is no artifact, VerificationError if it is damaged. Raises RequestError for the document of
@@ -51,7 +47,7 @@ def page_document(
     """
     places = _places(root, verification)
     document: Words = {"kind": "page", "name": root.resolve().name, "verification": _renamed(verification, places)}
-    document |= {"artifact": None, "blocks": [], "provenance": {}, "usage": None, "unreadable": []}
+    document |= {"artifact": None, "blocks": [], "provenance": {}, "unreadable": []}
     document |= {"allocation": None, "evaluation": None}
     may_fail = verification is not None and not verification["passed"]
     try:
@@ -62,10 +58,6 @@ def page_document(
         document["provenance"] = _provenance(manifest)
         found = evaluation_in_card(root, manifest) if evaluation is None else evaluation
         document["evaluation"] = _renamed(found, places)
-        if sample != 0:
-            from hqconv.artifact.code_usage import read_usage  # with torch and numba
-
-            document["usage"] = read_usage(root, sample, num_threads, manifest=manifest)
     except (VerificationError, OSError) as error:
         if not may_fail:
             raise
@@ -146,14 +138,12 @@ def _at_home(root: Path, manifest: Manifest) -> Words:
 
 def _layer(name: str, layer: ManifestLayer, manifest: Manifest) -> Words:
     """Document of one layer: its number, its schema, and the errors that the conversion measured."""
-    flags = [entry.flags for gemm in GEMMS if (entry := layer.gemm(gemm)) is not None]
     return {
         "name": name,
         "layer": layer.layer,
         "num_experts": layer.num_experts,
         "schema": layer.schema_name or manifest.schema_name,
         "conversion": layer.conversion,
-        "has_fused_scales": any(one.get("use_fused_e8m0_scale") is True for one in flags),
         "errors": layer.errors(),
     }
 
@@ -173,20 +163,17 @@ def _provenance(manifest: Manifest) -> Words:
 
 
 def _experts(document: Words, of_experts: OfExperts) -> Words:
-    """Document of single experts: errors if the source was given, else the size of their weights.
+    """Document of single experts: errors if the source was given, and the worst of them.
 
     `values`: projection → a row for each layer, a number for each expert, None if unknown.
     """
-    usage = document["usage"] or {"rms": {}}
-    measure = "relative error" if of_experts else "root mean square"
-    table: Mapping[str, Mapping[str, list[Any]]] = of_experts or usage["rms"]
-    names = [layer["name"] for layer in document["blocks"] if table.get(layer["name"])]
+    names = [layer["name"] for layer in document["blocks"] if of_experts.get(layer["name"])]
     values = {
-        role: [list(table[name].get(role, [])) for name in names]
+        role: [list(of_experts[name].get(role, [])) for name in names]
         for role in ROLES
-        if any(table[name].get(role) for name in names)
+        if any(of_experts[name].get(role) for name in names)
     }
-    return {"measure": measure, "blocks": names, "values": values, "worst": _worst(document, of_experts)}
+    return {"blocks": names, "values": values, "worst": _worst(document, of_experts)}
 
 
 def _worst(document: Words, of_experts: OfExperts) -> list[Words]:
@@ -215,12 +202,6 @@ def _worst(document: Words, of_experts: OfExperts) -> list[Words]:
 def _rank(value: float) -> float:
     """Sort key of an error: values that are no number rank as the worst."""
     return math.inf if math.isnan(value) else value
-
-
-def entropy_bits(counts: list[int]) -> float:
-    """Entropy of codes in bits per code, from their counts; 0 without codes."""
-    total = sum(counts)
-    return sum(-n / total * math.log2(n / total) for n in counts if n)
 
 
 _HEAD_BYTES = 512

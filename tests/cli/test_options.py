@@ -100,7 +100,6 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--overwrite": False,
         "--allocation": None,
         "--evaluation": None,
-        "--sample": None,
         **FETCHED,
         **WORK,
         **SHARED,

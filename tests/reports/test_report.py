@@ -17,10 +17,9 @@ import hqconv
 from hqconv.artifact import manifest as manifest_module
 from hqconv.artifact.manifest import read_manifest
 from hqconv.cli.app import app
-from hqconv.reports import page as page_module
 from hqconv.reports.html import figure, number, render_plot
 from hqconv.reports.page import heat_plot, lines_plot, page, ticks
-from hqconv.reports.page_document import entropy_bits, page_document
+from hqconv.reports.page_document import page_document
 from tests.make.conversions import manifest, run, write_manifest
 from tests.make.qwen import read_tree, write_qwen3_moe
 from tests.make.small import gpt_oss_mxfp4, save
@@ -119,9 +118,7 @@ def test_the_page_has_the_figures_of_the_manifest(made: Path) -> None:
 
 def test_without_the_source_no_errors_of_experts_are_made_up(made: Path) -> None:
     words = page_document(made)
-    assert words["experts"]["measure"] == "root mean square"
-    rows = words["usage"]["rms"]
-    assert words["experts"]["values"] == {role: [rows[name][role] for name in rows] for role in ROLES}
+    assert words["experts"]["values"] == {}
     recorded = [
         (name, role, error["worst_expert"], error["worst_relative_error"])
         for name, layer in manifest(made)["blocks"].items()
@@ -139,7 +136,6 @@ def test_with_the_source_every_expert_has_its_error(made: Path, model: Path, tmp
     assert done.exit_code == 0, done.stderr
     words = json.loads(done.stdout)
     layers = manifest(made)["blocks"]
-    assert words["experts"]["measure"] == "relative error"
     assert words["experts"]["blocks"] == list(layers)
     for role, rows in words["experts"]["values"].items():
         for layer, row in zip(layers.values(), rows, strict=True):
@@ -168,8 +164,7 @@ def test_results_of_the_kernel_are_on_the_page(made: Path) -> None:
 
 
 def test_the_same_input_gives_the_same_page(made: Path) -> None:
-    pages = {page(page_document(made, num_threads=count)) for count in (1, 2, 2)}
-    assert len(pages) == 1
+    assert page(page_document(made)) == page(page_document(made))
 
 
 def test_the_page_names_no_folder_of_this_machine(made: Path, model: Path) -> None:
@@ -181,40 +176,6 @@ def test_the_page_names_no_folder_of_this_machine(made: Path, model: Path) -> No
     assert f"vllm serve {made.name}" in text
 
 
-def test_counts_are_on_the_page(made: Path) -> None:
-    words = page_document(made, sample=3)
-    text = page(words)
-    of_roles = words["usage"]["schemas"]["int4-g64-zp"]
-    num_codes = sum(count for used in of_roles.values() for _, count in used["codes"])
-    said = f"a sample of {num_codes:,} weights: 6 experts of 8, evenly spread over 2 of 2 layers"
-    assert said in Page(text).text
-    used = of_roles["w1"]
-    total = sum(count for _, count in used["codes"])
-    for value, count in used["codes"]:
-        assert f"<title>{value:g}: {number(count)} ({count / total:.2%})</title>" in text
-    assert "zero points" in text
-
-
-def test_a_page_without_counts_says_so(made: Path) -> None:
-    """Of the manifest and the headers alone: all but the histograms, and the maps of sizes of single experts."""
-    whole, words = page_document(made), page_document(made, sample=0)
-    assert words["usage"] is None
-    assert {**words, "usage": whole["usage"], "experts": whole["experts"]} == whole
-    assert words["experts"]["worst"] == whole["experts"]["worst"] != []
-    shown = Page(page(words)).text
-    assert "Codes and scales were not counted (option --sample)." in shown
-    assert "codes used" not in shown
-    assert "codes used" in Page(page(whole)).text
-
-
-@pytest.mark.parametrize("inputs", ["a16", "int8"])
-def test_exponents_that_are_fused_into_codes_are_told(inputs: str, model: Path, tmp_path: Path) -> None:
-    run(model, tmp_path / "out", "mxfp4", input_schema=inputs)
-    words = page_document(tmp_path / "out")
-    said = "In 2 layers the scales' exponents are fused into the codes"
-    assert (said in Page(page(words)).text) == (inputs == "int8")
-
-
 def test_where_nothing_was_lost_no_errors_are_drawn(tmp_path: Path) -> None:
     model = save(tmp_path / "model", gpt_oss_mxfp4())
     run(model, tmp_path / "out", "source")
@@ -224,8 +185,7 @@ def test_where_nothing_was_lost_no_errors_are_drawn(tmp_path: Path) -> None:
     assert words["experts"]["worst"] == []
     assert shown.text.count("No weight differs from the source") == 2
     assert "scales chosen by" not in shown.text
-    kinds = [attributes.get("class") for tag, attributes in shown.attributes if tag == "figure"]
-    assert kinds == ["plot bars"] * 6
+    assert not [tag for tag, _ in shown.attributes if tag == "figure"]
 
 
 def test_layers_of_several_schemas_and_layers_that_were_left(model: Path, tmp_path: Path) -> None:
@@ -235,11 +195,9 @@ def test_layers_of_several_schemas_and_layers_that_were_left(model: Path, tmp_pa
     done = call("convert", tmp_path / "three", "-o", tmp_path / "out", "--config", tmp_path / "recipe.toml", "-q")
     assert done.exit_code == 0, done.stderr
     words = page_document(tmp_path / "out")
-    assert words["usage"]["schemas"].keys() == {"fp8", "mxfp4"}
     shown = Page(page(words))
     assert "1 are fp8, a16 activations" in shown.text
     assert "model.layers.0.mlp.experts" in shown.text
-    assert "fp8, gate (w1): codes" in shown.text
 
 
 def test_warnings_and_lineage_of_a_manifest(own: Path) -> None:
@@ -337,9 +295,12 @@ def test_what_cannot_be_read_is_said(damage: str, own: Path, tmp_path: Path) -> 
         path = next((own / "experts").rglob("*.safetensors"))
         path.write_bytes(path.read_bytes()[:100])
     refused = call("report", own, "-o", place)
-    assert refused.exit_code == 1
-    assert refused.stderr.startswith("error: ")
-    assert not place.exists()
+    if damage == "manifest":
+        assert refused.exit_code == 1
+        assert refused.stderr.startswith("error: ")
+        assert not place.exists()
+    else:  # of the manifest alone
+        assert refused.exit_code == 0
     assert call("verify", own, "--checks", "files", "--report", place).exit_code == 1
     shown = read(place)
     assert "failed" in shown.text
@@ -403,7 +364,6 @@ def test_the_artifact_keeps_its_own_files_unless_asked(
 def test_bad_requests(made: Path, tmp_path: Path) -> None:
     place = tmp_path / "page.html"
     assert call("report", tmp_path, "-o", place).exit_code == 2
-    assert call("report", made, "-o", place, "--sample", -1).exit_code == 2
     assert call("report", made, "-o", place, "--revision", "main").exit_code == 2
     assert not place.exists()
 
@@ -452,18 +412,11 @@ def test_figures() -> None:
         "–",
     ]
     assert [figure(value) for value in (0.16, 3, 0.0, float("inf"))] == ["0.1600", "3", "0", "–"]
-    assert entropy_bits([4, 4, 4, 4, 0]) == 2
-    assert entropy_bits([0, 0]) == 0
 
 
 def test_programs_can_make_a_page(made: Path) -> None:
     verified = hqconv.verify(made, checks=["files"], device="cpu")
     assert "passed" in Page(page(page_document(made, verified.to_dict()))).text
-
-
-def test_scales_that_no_histogram_shows_are_counted() -> None:
-    used = {"scales": [(-3, 5), (0, 4)], "num_zero_scales": 2, "num_negative_scales": 3, "num_odd_scales": 1}
-    assert page_module._scales(used) == "12 scales, of which 2 zero, 3 negative, 1 not finite"
 
 
 def test_the_manifest_is_read_once(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
