@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from hqconv.conversion.allocate import AllocationReport
     from hqconv.conversion.convert import ConversionReport
     from hqconv.conversion.progress import Progress
-    from hqconv.conversion.push import PushReport, PushStep
+    from hqconv.conversion.push import PushReport
     from hqconv.planning.plan import ConversionPlan
     from hqconv.reports.publication import PublishReport
     from hqconv.verification.result import VerificationReport
@@ -368,13 +368,11 @@ def push(
     private: bool = False,
     branch: str | None = None,
     announce: Callable[[str], None] | None = None,
-    on_step: Callable[[PushStep, str], None] | None = None,
 ) -> PushReport:
     """Push an artifact to a repo of the Hub: files are uploaded first, then one commit replaces an older artifact.
 
     out: the artifact. repo: org/name, created if missing. private: create it as private. branch: None is the repo's
-    main one. announce: called with a sentence before each upload. on_step: called with the progress, and the commit
-    once it is made. Files that the repo holds already are not sent again.
+    main one. announce: called with a sentence before each upload. Files that the repo holds already are not sent again.
 
     Raises RequestError where `out` is no artifact or the Hub refuses, VerificationError where a file is not what the
     manifest lists, OutputError where the repo holds foreign files or the artifact changes meanwhile, NetworkError.
@@ -384,7 +382,7 @@ def push(
     from hqconv.io.hub_upload import HubBranch
 
     _LOG.info("Push of %s to %s begins.", out, repo)
-    pushed = run(Path(out), HubBranch(repo, branch), private=private, announce=announce, on_step=on_step)
+    pushed = run(Path(out), HubBranch(repo, branch), private=private, announce=announce)
     _LOG.info(
         "Push is complete: %s, %d bytes, commit %s.", plural(pushed.num_files, "file"), pushed.num_bytes, pushed.commit
     )
@@ -504,7 +502,6 @@ def publish(
     progress: Callable[[Progress], None] | None = None,
     check_progress: Callable[[str, Progress], None] | None = None,
     announce: Callable[[str], None] | None = None,
-    on_step: Callable[[PushStep, str], None] | None = None,
     **options: Unpack[ConversionArguments],
 ) -> PublishReport:
     """Convert a model, verify the artifact against it, and push it: each step only if it is necessary.
@@ -515,7 +512,7 @@ def publish(
 
     src, out, config, revision, options, device, max_memory, max_gpu_memory, threads, source_digests, cache_limit,
     keep_source, on_plan, progress: as of `convert`. checks, max_error: as of `verify`, whose progress is
-    check_progress. repo, private, branch, announce, on_step: as of `push`.
+    check_progress. repo, private, branch, announce: as of `push`.
     Raises what `convert`, `verify` and `push` raise.
     """
     from hqconv.artifact.error_summary import check_max_error, over_limit
@@ -562,7 +559,7 @@ def publish(
     report = replace(report, verified=verified)
     if not verified.passed:
         return report
-    pushed = push(converted.out, repo, private=private, branch=branch, announce=announce, on_step=on_step)
+    pushed = push(converted.out, repo, private=private, branch=branch, announce=announce)
     return replace(report, pushed=pushed, commit=pushed.commit)
 
 

@@ -5,29 +5,66 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 import hqconv
 from hqconv import api
 from hqconv.cli import convert_command, interrupt, report_commands
 from hqconv.cli.convert_command import profile_writer, trace_path
-from hqconv.cli.help_format import DocumentedGroup, GroupedCommand
 from hqconv.cli.options import parse_checks, parse_layers, parse_tokens, takes, without_defaults
-from hqconv.cli.output import ClosedStream, discard_stdout, guarded, print_json, say, warn
+from hqconv.cli.output import ClosedStream, discard_stdout, guarded, print_error, print_json, say, warn
 from hqconv.conversion.torchrun import is_distributed, is_rank_zero
 from hqconv.errors import HqconvError, OutputError, RequestError, VerificationError
-from hqconv.serving.warm.kernel_store import folder_beside
 
-if TYPE_CHECKING:
-    from hqconv.conversion.push import PushStep
+# Typer does not export UsageError and contains its own Click.
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+
+class CommandGroup(TyperGroup):
+    """Group of all commands. A wrong command line is one message of hqconv, with --json also a JSON document."""
+
+    def main(self, args: Sequence[str] | None = None, *positional: Any, **options: Any) -> NoReturn:
+        """Run the command of a command line, and exit."""
+        given = sys.argv[1:] if args is None else list(args)
+        try:
+            code = super().main(given, *positional, **{**options, "standalone_mode": False})
+        except SystemExit:  # raised by rich where the reader of the help has gone away, and after a shell completion
+            discard_stdout()
+            code = 0
+        except OSError as error:
+            discard_stdout()
+            say(f"error: The help cannot be printed: {error.strerror or error}.")
+            code = OutputError.exit_code
+        except _UsageError as error:
+            wrong = _request_error(error, given)
+            say(f"error: {wrong.message()}")
+            if "--json" in given:
+                print_error(wrong, wrong.exit_code)
+            code = wrong.exit_code
+        sys.exit(code)
+
+
+def _request_error(error: Any, args: Sequence[str]) -> RequestError:
+    """Return the RequestError for a usage error of Typer: its command, and what is wrong."""
+    path = " ".join(["hqconv", *(args[:1] if error.ctx is None else error.ctx.command_path.split()[1:])])
+    listed = "commands" if path == "hqconv" else "options"
+    return RequestError(
+        "The command line is wrong.",
+        where=path,
+        found=error.format_message().replace("Value error, ", ""),
+        remedy=f"`{path} --help` lists the {listed}.",
+    )
+
 
 app = typer.Typer(
-    cls=DocumentedGroup,
+    cls=CommandGroup,
     help="Convert Mixture-of-Experts checkpoints into artifacts that the Humming GPU kernels run without repacking.",
-    rich_markup_mode=None,
+    rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -43,7 +80,7 @@ def _root(context: typer.Context, version: Version = False) -> None:
         print(context.get_help())
 
 
-@app.command(cls=GroupedCommand)
+@app.command()
 @guarded
 @takes(api.convert, *("dry_run", "profile", "max_error"))
 def convert(
@@ -79,7 +116,7 @@ def convert(
     _end(VerificationError, is_wrong=not is_good)
 
 
-@app.command(cls=GroupedCommand)
+@app.command()
 @guarded
 @takes(api.allocate)
 def allocate(*, json: bool, quiet: bool, **options: Any) -> None:
@@ -121,7 +158,7 @@ def _print_result(document: dict[str, Any], *, json: bool) -> None:
         warn(f"The report could not be written to stdout: {error}.")
 
 
-@app.command(cls=GroupedCommand)
+@app.command()
 @guarded
 @takes(api.verify, "report", is_artifact=True)
 def verify(
@@ -140,7 +177,7 @@ def verify(
     _end(VerificationError, is_wrong=not verified.passed)
 
 
-@app.command(cls=GroupedCommand)
+@app.command()
 @guarded
 @takes(report_commands.report, is_artifact=True)
 def report(*, json: bool, quiet: bool, **options: Any) -> None:
@@ -152,35 +189,28 @@ def report(*, json: bool, quiet: bool, **options: Any) -> None:
     _end(VerificationError, is_wrong=of_checks is not None and not of_checks["passed"])
 
 
-@app.command(cls=GroupedCommand)
+@app.command()
 @guarded
 @takes(api.warm, is_artifact=True)
 def warm(*, json: bool, quiet: bool, **options: Any) -> None:
     """Compile the kernels for serving an artifact. Works on any machine with the CUDA compiler."""
-    kernels: Path | None = options["kernels"]
-    interrupt.expect(*interrupt.kernel_cases(kernels or folder_beside(options["out"])))
     document = api.warm(**options, announce=None if quiet else say)
     if json or not quiet:
         _print_result(document, json=json)
 
 
-@app.command(cls=GroupedCommand)
+@app.command()
 @guarded
 @takes(api.push, is_artifact=True)
 def push(*, json: bool, quiet: bool, **options: Any) -> None:
     """Upload an artifact to the Hugging Face Hub. One commit replaces an older artifact."""
-    if quiet:
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
-    def on_step(step: PushStep, commit: str) -> None:
-        convert_command.expect_push(step, commit, options["repo"], options["branch"])
-
-    pushed = api.push(**options, announce=None if quiet else say, on_step=on_step)
+    pushed = api.push(**options, announce=None if quiet else say)
     if json or not quiet:
         _print_result(pushed.to_dict(), json=json)
 
 
-@app.command(cls=GroupedCommand)
+@app.command()
 @guarded
 @takes(api.publish)
 def publish(
@@ -200,29 +230,27 @@ def publish(
     _end(VerificationError, is_wrong=not published.passed)
 
 
-@app.command(cls=GroupedCommand)
+@app.command()
 @guarded
 @takes(api.collect_importance)
 def importance(*, json: bool, quiet: bool, **options: Any) -> None:
     """Make a file for convert --importance from a text. Needs transformers."""
-    interrupt.expect(interrupt.source_case(options["model"]))
     document = api.collect_importance(**options, announce=None if quiet else say)
     if json or not quiet:
         _print_result(document, json=json)
 
 
-@app.command(cls=GroupedCommand)
+@app.command()
 @guarded
 @takes(api.evaluate, is_artifact=True)
 def evaluate(*, json: bool, quiet: bool, **options: Any) -> None:
     """Measure an artifact on a text: KL divergence and perplexity against the source. Needs transformers."""
-    interrupt.expect(interrupt.card_case() if options["write_card"] else interrupt.source_case(options["source"]))
     document = api.evaluate(**options, announce=None if quiet else say)
     if json or not quiet:
         _print_result(document, json=json)
 
 
-@app.command(cls=GroupedCommand)
+@app.command()
 @guarded
 @takes(api.inspect)
 def inspect(*, json: bool, quiet: bool, **options: Any) -> None:
@@ -233,7 +261,7 @@ def inspect(*, json: bool, quiet: bool, **options: Any) -> None:
     _end(VerificationError, is_wrong=bool(document.get("is_damaged")))
 
 
-@app.command(cls=GroupedCommand)
+@app.command()
 @guarded
 @takes(report_commands.schemas)
 def schemas(*, json: bool, quiet: bool, **options: Any) -> None:
@@ -256,7 +284,4 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # for terminals without UTF-8
-    try:
-        app(prog_name="hqconv")
-    except OSError:  # stderr could not take the message about a wrong command line
-        sys.exit(RequestError.exit_code)
+    app(prog_name="hqconv")

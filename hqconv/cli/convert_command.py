@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hqconv import api
 from hqconv.artifact.error_summary import check_max_error, over_limit
-from hqconv.cli import interrupt
 from hqconv.cli.output import say, warn
 from hqconv.conversion.torchrun import is_distributed
-from hqconv.errors import OutputError, RequestError, number_text, plural, printable_line
+from hqconv.errors import OutputError, RequestError, number_text, plural
 
 if TYPE_CHECKING:
     from hqconv.conversion.allocate import AllocationReport
     from hqconv.conversion.convert import ConversionReport
-    from hqconv.conversion.push import PushStep
     from hqconv.planning.candidates import Candidates
     from hqconv.planning.plan import ConversionPlan
     from hqconv.reports.publication import PublishReport
@@ -35,46 +31,35 @@ def dry_run(options: dict[str, Any]) -> dict[str, Any]:
     return api.describe_plan(api.plan(**plan_options), **description_options)
 
 
-class _Messages:
-    """Warnings of a conversion, each shown once, and the messages about an interrupt."""
+class _Warnings:
+    """Warnings of a conversion, each shown once."""
 
-    def __init__(self, options: dict[str, Any], *, is_update: bool, quiet: bool) -> None:
-        self._quiet, self._is_update = quiet, is_update
-        self._shown: list[str] = []
-        self._nothing = interrupt.source_case(options["src"])
-        interrupt.expect(self._nothing)
-        if options["out"] is not None:
-            with suppress(OSError, ValueError):  # an impossible path is refused later, with its name
-                self._expect(Path(options["out"]))
-        if quiet:
-            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    def __init__(self, *, quiet: bool) -> None:
+        self._quiet = quiet
+        self._shown: set[str] = set()
 
-    def _expect(self, out: Path) -> None:
-        interrupt.expect(*interrupt.output_cases(out, self._nothing, is_update=self._is_update))
-
-    def warn(self, warnings: Iterable[str]) -> None:
+    def show(self, warnings: Iterable[str]) -> None:
         """Show the warnings that were not shown before."""
         for warning in warnings:
             if warning not in self._shown:
-                self._shown.append(warning)
+                self._shown.add(warning)
                 warn(warning, quiet=self._quiet)
 
-    def on_plan(self, plan: ConversionPlan, out: Path) -> None:
-        """Show the plan's warnings. From now on the messages are about its output."""
-        self._expect(out)
-        self.warn((*plan.warnings, *plan.notices))
+    def on_plan(self, plan: ConversionPlan, _: Path) -> None:
+        """Show the plan's warnings."""
+        self.show((*plan.warnings, *plan.notices))
 
 
 def run(options: dict[str, Any], *, quiet: bool) -> ConversionReport:
     """Convert with the options of `hqconv.convert`. Show progress and warnings unless `quiet`."""
     from hqconv.cli.progress_bar import ShownProgress
 
-    messages = _Messages(options, is_update=options["update"], quiet=quiet)
+    warnings = _Warnings(quiet=quiet)
     with ShownProgress(quiet=quiet) as progress:
         report = api.convert(
-            **options, on_plan=messages.on_plan, progress=progress.update, distributed=is_distributed()
+            **options, on_plan=warnings.on_plan, progress=progress.update, distributed=is_distributed()
         )
-    messages.warn(report.warnings)
+    warnings.show(report.warnings)
     return report
 
 
@@ -82,13 +67,7 @@ def allocate(options: dict[str, Any], *, quiet: bool) -> AllocationReport:
     """Allocate with the options of `hqconv.allocate`. Show progress and warnings unless `quiet`."""
     from hqconv.cli.progress_bar import ShownProgress
 
-    nothing = interrupt.source_case(options["src"])
-    interrupt.expect(nothing)
-    if quiet:
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-
-    def on_plan(candidates: Candidates, out: Path) -> None:
-        interrupt.expect(*interrupt.recipe_cases(out, nothing))
+    def on_plan(candidates: Candidates, _: Path) -> None:
         for name, reason in candidates.left_out.items():
             warn(f"{name} is no candidate: {reason}", quiet=quiet)
 
@@ -103,31 +82,17 @@ def publish(options: dict[str, Any], *, quiet: bool) -> PublishReport:
     """Convert, verify and push with the options of `hqconv.publish`. Show progress and warnings unless `quiet`."""
     from hqconv.cli.progress_bar import ShownProgress
 
-    messages = _Messages(options, is_update=True, quiet=quiet)
-    folder = ""
-
-    def on_plan(plan: ConversionPlan, out: Path) -> None:
-        nonlocal folder
-        messages.on_plan(plan, out)
-        folder = f"{printable_line(str(out))} holds a finished artifact."
-
+    warnings = _Warnings(quiet=quiet)
     with ShownProgress(quiet=quiet) as progress:
         report = api.publish(
             **options,
-            on_plan=on_plan,
+            on_plan=warnings.on_plan,
             progress=progress.update,
             check_progress=progress.of_check,
             announce=None if quiet else say,
-            on_step=lambda step, commit: expect_push(step, commit, options["repo"], options["branch"], folder),
         )
-    messages.warn(() if report.converted is None else report.converted.warnings)
+    warnings.show(() if report.converted is None else report.converted.warnings)
     return report
-
-
-def expect_push(step: PushStep, commit: str, repo: str, branch: str | None, artifact: str = "") -> None:
-    """Set the message for an interrupt in a step of a push. artifact: a sentence about the folder, if it is new."""
-    name = printable_line(repo if branch is None else f"{repo}, branch {branch},")
-    interrupt.expect(interrupt.push_case(step.value, name, commit, artifact))
 
 
 class MaxError:

@@ -37,7 +37,7 @@ class Option:
 
     def annotation(self, group: str | None) -> Any:
         """The type of the command's parameter, for Typer; `group`: the heading that it stands under in the help."""
-        settings = {"help": self.help, "rich_help_panel": group, **self.settings}
+        settings = {"help": self.help.replace("[", r"\["), "rich_help_panel": group, **self.settings}
         if self.metavar:
             return Annotated[self.kind, typer.Argument(metavar=self.metavar, **settings)]
         return Annotated[self.kind, typer.Option(*self.flags, **settings)]

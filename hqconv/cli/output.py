@@ -178,8 +178,7 @@ def _one_message(*, json: bool) -> Iterator[None]:
     except HqconvError as error:
         raise _fail(error, json=json) from None
     except KeyboardInterrupt:  # raised by a library; Ctrl-C is handled by `interrupt`
-        text = interrupt.message()
-        raise _fail(HqconvError(text), EXIT_INTERRUPTED, text, json=json) from None
+        raise _fail(HqconvError(interrupt.MESSAGE), EXIT_INTERRUPTED, interrupt.MESSAGE, json=json) from None
     except BrokenPipeError:  # the reader of stdout has seen enough, as in `| head -1`
         discard_stdout()
     except OSError as error:
@@ -217,7 +216,6 @@ def _fail(error: HqconvError, exit_code: int | None = None, text: str | None = N
     _LOG.error("%s", text)
     if speaks_for_machine() or not isinstance(error, PeerError):
         say(text)
-    interrupt.expect()  # a signal from here on, such as torchrun's, has no message of its own
     if json and is_rank_zero():  # only rank 0 prints
         print_error(error, exit_code)
     return typer.Exit(exit_code)
@@ -233,6 +231,8 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
             quiet, verbose, log_file = options["quiet"], options.pop("verbose"), options.pop("log_file")
             if verbose and quiet:
                 raise RequestError("--verbose and --quiet exclude each other.", remedy="Give one of the two.")
+            if quiet:
+                os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
             stack.enter_context(_logged(command.__name__, quiet=quiet, verbose=verbose, log_file=log_file))
             command(*args, **options)
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hqconv import api
-from hqconv.cli import interrupt
 from hqconv.cli.output import say, warn
 from hqconv.errors import RequestError
 
@@ -53,7 +52,6 @@ def report(
         read_allocation(allocation, manifest)
     evaluated = None if evaluation is None else read_evaluation(evaluation, manifest)
     place = page_place(root, page, overwrite=overwrite_page)
-    interrupt.expect(*interrupt.page_cases(place))
     verification = None
     if source is not None or revision is not None:
         resources: Document = {"device": device, "max_memory": max_memory, "threads": threads, "revision": revision}
@@ -73,7 +71,6 @@ def page_writer(out: str | Path, page: Path | None) -> Callable[[VerificationRep
     from hqconv.reports.page_document import page_place
 
     place = page_place(Path(out), page, overwrite=False, option="--report")
-    interrupt.expect(*interrupt.page_cases(place))
 
     def write(verified: VerificationReport) -> None:
         write_report(Path(out), place, verified)

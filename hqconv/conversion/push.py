@@ -6,7 +6,6 @@ removes those that only the old artifact lists. Files of others are never remove
 
 from __future__ import annotations
 
-import enum
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -21,14 +20,6 @@ from hqconv.io.hub_upload import BranchFiles, FileToSend, HubBranch
 from hqconv.schemas.artifact_names import CARD, COMPANIONS, MANIFEST, SUMS
 
 _MAX_FILES, _MAX_BYTES = 50, 20 << 30  # of one upload; uploaded files are not sent again
-
-
-class PushStep(enum.Enum):
-    """Progress of a push, for a message about an interrupt."""
-
-    STARTED = "started"  # the repo may be created, the branch is unchanged
-    COMMITTING = "committing"  # the Hub has the request for the commit
-    DONE = "done"  # the branch holds the artifact
 
 
 @dataclass(frozen=True)
@@ -49,21 +40,11 @@ class PushReport:
 
 
 def push(
-    root: Path,
-    repo: HubBranch,
-    *,
-    private: bool = False,
-    announce: Callable[[str], None] | None = None,
-    on_step: Callable[[PushStep, str], None] | None = None,
+    root: Path, repo: HubBranch, *, private: bool = False, announce: Callable[[str], None] | None = None
 ) -> PushReport:
-    """Put the artifact at `root` into the repo's branch; see `hqconv.api.push`.
-
-    on_step: called with each step and, once it is known, the commit.
-    """
+    """Put the artifact at `root` into the repo's branch; see `hqconv.api.push`."""
     manifest = read_manifest(root, is_sealed=True)
     files = _files_to_send(root, manifest)
-    tell = on_step or (lambda *_: None)
-    tell(PushStep.STARTED, "")
     repo.create(private=private)
     state = repo.state()
     before = _listed(repo, state)
@@ -83,10 +64,8 @@ def push(
             operations += repo.prepare(batch)
             num_bytes += sum(file.size_bytes for file in batch)
         _manifest_bytes(root, manifest)  # refuses an artifact that was replaced during the uploads
-        tell(PushStep.COMMITTING, "")
         title = f"Artifact {manifest.sha256[:12]}: {manifest.schema_name} of {manifest.source.name}"
         commit = _commit(repo, title, operations, obsolete, state.commit, files)
-        tell(PushStep.DONE, commit)
         _check_arrived(repo, commit, wanted)
     return PushReport(str(root), repo.repo_id, repo.branch, commit, len(missing), num_bytes, manifest.sha256)
 

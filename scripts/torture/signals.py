@@ -73,7 +73,6 @@ class _Torture:
     def _stopped(self, mode: tuple[str, ...], old: dict[str, bytes] | None) -> bool:
         """Whether something was wrong."""
         number, seconds = self.draw.choice(_SIGNALS), self.draw.uniform(0, self.seconds)
-        before = read_tree(self.out.parent)
         ended = self.convert(self.out, *mode, number=number, seconds=seconds)
         if number != signal.SIGKILL and _is_of_python(ended, number):
             self.tally.case("before hqconv's first line")
@@ -88,7 +87,7 @@ class _Torture:
             problem = "" if is_true and ended.code in (0, -9) else f"exit {ended.code}, a false artifact"
         else:
             stopped = Stopped(ended.code, ended.seconds_after, ended.seconds, ended.stdout, ended.stderr)
-            problem = problem_of(stopped, number, self.out, self.new, old, before)
+            problem = problem_of(stopped, number, self.out, self.new, old)
         self.tally.case(f"{number.name}, exit {ended.code}", problem and f"after {seconds:.3f} s, {mode}: {problem}")
         return bool(problem)
 

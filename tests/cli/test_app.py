@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 
 import hqconv
 from hqconv.cli.app import app
+from hqconv.cli.interrupt import MESSAGE
 from hqconv.cli.progress_bar import Pace, ShownProgress, human_bytes, human_seconds, line_of
 from hqconv.conversion import convert as conversion
 from hqconv.conversion.option_values import default_out, parse_bytes, place_of
@@ -386,7 +387,7 @@ def test_a_damaged_artifact_is_no_source(model: Path, tmp_path: Path) -> None:
     [
         (ZeroDivisionError("oops"), 70, "internal error: ZeroDivisionError: oops"),
         (OSError(5, "Input/output error", "/x"), 4, "Input/output error\n  where: /x"),
-        (KeyboardInterrupt(), 130, "Interrupted. Nothing was written."),
+        (KeyboardInterrupt(), 130, MESSAGE),
     ],
 )
 def test_unexpected_exceptions_are_one_message(

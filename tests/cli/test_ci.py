@@ -21,6 +21,7 @@ from hqconv import errors
 from hqconv.artifact.error_summary import over_limit
 from hqconv.cli import output, render
 from hqconv.cli.app import app
+from hqconv.cli.interrupt import MESSAGE
 from hqconv.conversion import convert as conversion
 from hqconv.io.file_access import sha256_of
 from tests.make.places import REPO
@@ -177,7 +178,7 @@ def test_a_wrong_command_line_is_a_document(arguments: tuple[str, ...], what: st
         (OSError(5, "Input/output error", "/x"), 4, ("The operating system refused.", "/x", "Input/output error")),
         (MemoryError(), 2, ("The system has no more memory or threads.", "", "MemoryError")),
         (ZeroDivisionError("a\nb"), 70, ("This is a bug of hqconv.", "", "ZeroDivisionError: a\nb")),
-        (KeyboardInterrupt(), 130, ("Interrupted. Nothing was written.", "", "")),
+        (KeyboardInterrupt(), 130, (MESSAGE, "", "")),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else "",
 )

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import hqconv
-from hqconv.cli import interrupt
 from hqconv.cli.app import app
 from hqconv.conversion.allocation_recipe import document_path, journal_path
 from hqconv.conversion.journal import Journal
@@ -604,31 +603,6 @@ def test_the_header_repeats_the_command(src: Path, tmp_path: Path) -> None:
     words[words.index("-o") + 1] = str(tmp_path / "b" / "recipe.toml")
     assert call(*words, "--device", "cpu").exit_code == 0
     assert read_tree(tmp_path / "a") == read_tree(tmp_path / "b")
-
-
-def test_messages_about_an_interrupt_are_true(src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, nothing = tmp_path / "recipe.toml", (interrupt.NOTHING,)
-
-    def said(cases: tuple[tuple[str, ...], ...]) -> str:
-        interrupt.expect(*cases)
-        try:
-            return interrupt.message()
-        finally:
-            interrupt.expect(nothing)
-
-    cases = interrupt.recipe_cases(out, nothing)
-    assert said(cases) == interrupt.NOTHING
-    begin(src, out, monkeypatch)
-    assert "is not written yet; measured layers are kept" in said(cases)
-    journal = journal_path(out).read_bytes()
-    allocate(src, out)
-    assert said(cases).endswith("recipe.toml holds the finished recipe.")
-    journal_path(out).write_bytes(journal)
-    assert "removes the journal" in said(cases)
-    over = interrupt.recipe_cases(out, nothing)
-    assert "as it was before; measured layers are kept" in said(over)
-    journal_path(out).unlink()
-    assert "Nothing was written" in said(over)
 
 
 def test_the_report_draws_the_curve_and_the_choice(src: Path, tmp_path: Path) -> None:

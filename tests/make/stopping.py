@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
 
+from hqconv.cli.interrupt import MESSAGE
 from hqconv.conversion.output_folder import side_folder
 from hqconv.schemas.artifact_names import JOURNAL, MANIFEST
 from tests.make.places import REPO
@@ -124,17 +125,10 @@ def without_progress(stderr: str) -> str:
     return "".join(line for line in stderr.splitlines(keepends=True) if not _PROGRESS_LINE.match(line))
 
 
-def problem_of(
-    ended: Ended,
-    number: Signals,
-    out: Path,
-    new: dict[str, bytes],
-    old: dict[str, bytes] | None,
-    before: dict[str, bytes],
-) -> str:
+def problem_of(ended: Ended, number: Signals, out: Path, new: dict[str, bytes], old: dict[str, bytes] | None) -> str:
     """What is wrong about a conversion that was sent a signal, "" for nothing.
 
-    new: the artifact that it makes. old: the one that it replaces, if any. before: all that lay beside `out` and in it.
+    new: the artifact that it makes. old: the one that it replaces, if any.
     """
     lines = without_progress(ended.stderr).splitlines()
     if ended.seconds_after >= 60:  # a hang guard
@@ -143,30 +137,10 @@ def problem_of(
         return "" if lines == [] and read_tree(out) == new else "exit 0 without the whole artifact"
     if ended.code != 128 + number or ended.stdout.count("{") != ended.stdout.count("}"):
         return f"exit {ended.code}: {ended.stderr}"
-    if len(lines) != 1 or not lines[0].startswith("Interrupted. "):
+    if lines != [MESSAGE]:
         return f"not one line: {ended.stderr!r}"
-    if lines[0] == "Interrupted. Nothing was written.":
-        is_true = read_tree(out.parent) == before
-    elif "holds the artifact that was there before" in lines[0]:  # an older one, or one that only was to be tidied up
-        is_true = _of(out, read_tree(out.parent)) == _of(out, before) and (out / MANIFEST).exists()
-    else:
-        is_true = _is_true(lines[0], out, new, old)
-    return "" if is_true else f"not true: {lines[0]}"
-
-
-def _is_true(line: str, out: Path, new: dict[str, bytes], old: dict[str, bytes] | None) -> bool:
-    found = read_tree(out)
-    has_journal = [(folder / JOURNAL).exists() for folder in (out, side_folder(out))]
-    if "old artifact; the new one is unfinished" in line:
-        return found == old and has_journal == [False, True]
-    if "unfinished" in line:
-        return MANIFEST not in found and any(has_journal)
-    return "finished artifact" in line and {n: data for n, data in found.items() if n != JOURNAL} == new
-
-
-def _of(out: Path, tree: dict[str, bytes]) -> dict[str, bytes]:
-    """The files of the output, of all that lie beside it."""
-    return {name: data for name, data in tree.items() if name.startswith(f"{out.name}/") and not name.endswith(JOURNAL)}
+    found = {name: data for name, data in read_tree(out).items() if name != JOURNAL}
+    return "" if MANIFEST not in found or found in (new, old) else "what is unfinished passes for an artifact"
 
 
 def is_begun(out: Path, new: dict[str, bytes]) -> bool:
