@@ -1,34 +1,26 @@
-"""Measure conversions against the limits of this machine and against other ways to the same result.
+"""Measure conversions, verifications, loads and starts, of this checkout alone or in turn with another one.
 
-    python scripts/bench.py [--sizes 2,8,29] [--schemas mxfp4,int4] [--devices cpu,cuda:0] [--threads N] [--runs 3]
-                            [--sinks files,null] [--cold] [--peers] [--quantized fp8-block] [--quantizer mse]
-                            [--work FOLDER] [--log NAME] [--traces FOLDER] [--vary MODULE.NAME=1,2]
-    python scripts/bench.py --allocate mxfp4,int4-g32-e4m3,fp8 [--sizes 8] [--devices cuda:0] [--quantizer mse]
-    python scripts/bench.py --headers [--tensors 45000,178000,370000] [--formats bf16,fp8-block] [--runs 3]
+    python scripts/bench.py convert|verify|load [--sizes 2,8] [--schemas mxfp4,int4] [--devices cpu,cuda:0] [--runs 3]
+                            [--against OTHER_CHECKOUT] [--threads N] [--work FOLDER] [--cold] [--limits]
+                            [--set quantizer=mse] [--set tp=2]
+    python scripts/bench.py start [--against OTHER_CHECKOUT] [--runs 5]
 
-The first makes Qwen3-MoE-shaped checkpoints (experts [768, 2048]) of about `--size` GB each, reads them into the page
-cache, alternates hqconv with its peers, `--runs` times after one uncounted round, and then measures what this machine
-can do (reading the source in parallel, writing as many bytes as come out to the same folder, SHA-256, copies to and
-from the GPU; *together* is reading, writing and hashing at once with all threads, which any converter has to do). Every
-figure is of a process of its own. GB/s count the source's bytes; *steady* leaves out start-up and planning, and begins
-when the first batch came through: what was in flight then does not count. The last form measures how long looking at
-headers takes, and nothing else (`bench_headers.py`).
-With the sink `null` files are made up and forgotten. `--cold` drops the source from the page cache before each run.
-`--allocate` compares `hqconv allocate` with `convert` to each of its candidates, in steady GB/s of the source times the
-number of candidates.
-`--peers` adds vLLM's load path, rebuilt from Humming's calls, and llm-compressor's `model_free_ptq` where installed.
-`--log NAME` writes NAME.json, and a plot to NAME.svg. `--traces FOLDER` keeps a trace of the last run of each kind of
-conversion, for ui.perfetto.dev; taking it costs a little time. `--vary conversion.executor._OPEN_UNITS=4,8` alternates
-conversions under several values of a constant of hqconv; the first value is the one beside limits and peers.
+The source is a Qwen3-MoE-shaped checkpoint (experts [768, 2048]) of about so many GB, read into the page cache, or
+dropped from it with `--cold`. Each run is a process of its own; after one uncounted round the checkouts take turns. One
+JSON line for each case: medians in seconds of the whole process (`whole_s`), of the call in it with its imports
+(`call_s`) and of the executor's stages (`stages_s`), GB/s of the source's bytes, and memory. With `--against`, `ratio`
+is the median over the rounds of OTHER's seconds by this checkout's: more than 1 is faster here; `differing` names
+weight files of the two artifacts that are not equal. `--limits` adds what the machine can do in the same run: reading
+the source, writing as many bytes as come out, SHA-256, the three at once, and copies to and from the GPU.
 
-First it proves that nothing was bought with other bytes: small conversions to the schemas, on every device, must be
-those on record (tests/golden/artifacts.json). Exit code 1 where they are not.
+`load` fills tensors on the device from all rank files, as vLLM's plugin does. `start` measures commands that do little.
+`--set` passes an option to `hqconv.convert`.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import hashlib
 import itertools
 import json
 import os
@@ -39,350 +31,373 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from scripts.bench_headers import measure_headers
-from scripts.bench_limits import measure_limits, read_all
-from scripts.bench_plot import plot
-from scripts.shared import make_source
-
+REPO = Path(__file__).resolve().parents[1]
 EXPERT_BYTES = 3 * 768 * 2048 * 2
 EXPERTS_PER_LAYER = 32
-HQCONV, VLLM, LLM_COMPRESSOR = "hqconv", "vllm-load-path", "llm-compressor"
-ALLOCATE = "hqconv allocate"
-
-
-# --- one run, in a process of its own ----------------------------------------------------------------------
-
-
-def convert(source: str, out: str, words: dict[str, Any], sink: str) -> dict[str, Any]:
-    """One conversion; what its stages did."""
-    import hqconv
-
-    if sink == "null":
-        from hqconv.conversion import collect_input_scales, output_folder
-        from hqconv.conversion import convert as convert_module
-        from hqconv.io.durable_files import FileRecord
-
-        class Nothing:
-            """Takes what is written, and forgets it."""
-
-            def __init__(self, *_: object) -> None: ...
-            def write_at(self, *_: object) -> None: ...
-            def finish_file(self, file: Any, *_: object) -> FileRecord:
-                return FileRecord(file.path, file.size_bytes, "0" * 64)
-
-            def publish(self) -> None: ...
-            def abandon(self) -> None: ...
-
-        def forget(self: Any, _: bytes) -> None:
-            self._journal.remove()
-
-        for owner, name, value in (
-            (collect_input_scales, "UnitWriter", Nothing),
-            (output_folder.OutputFolder, "seal", forget),
-            (convert_module, "sha256_of", lambda _: ""),  # of a manifest that is not written
-            (convert_module, "wait_for_files", lambda *_: None),  # of other processes
-        ):
-            mock.patch.object(owner, name, value).start()  # fails where the name is no longer there
-    report = hqconv.convert(source, out, **words)
-    return {"bytes_in": report.num_bytes_in, "bytes_out": report.num_bytes_out, "profile": report.profile}
-
-
-def allocate(source: str, out: str, words: dict[str, Any], _: str) -> dict[str, Any]:
-    """One allocation; `words["schema"]`: its candidates. Steady from the first progress to the last."""
-    import hqconv
-
-    seen: list[tuple[float, int]] = []
-    words = {name: word for name, word in words.items() if name != "schema"} | {"candidates": words["schema"]}
-    recipe = Path(out, "recipe.toml")
-    Path(out).mkdir()
-    hqconv.allocate(
-        source, recipe, bits=8.0, **words, progress=lambda step: seen.append((time.monotonic(), step.done_bytes))
-    )
-    (begun, first), (ended, last) = seen[0], seen[-1]
-    return {"bytes_in": last, "steady_gb_per_s": (last - first) / max(ended - begun, 1e-9) / 1e9}
-
-
-def vllm_load_path(source: str, _: str, words: dict[str, Any], __: str) -> dict[str, Any]:
-    """What vLLM does at every start: each matrix quantized alone, put into parameters, and these transformed."""
-    from scripts.bench_peers import load_like_vllm
-
-    return load_like_vllm(source, words["schema"], words.get("device", "cpu"))
-
-
-def llm_compressor(source: str, out: str, words: dict[str, Any], _: str) -> dict[str, Any]:
-    """llm-compressor's conversion without a model."""
-    from scripts.bench_peers import compress_model_free
-
-    return compress_model_free(source, out, words["schema"], words.get("device", "cpu"))
-
-
-RUNS: dict[str, Callable[[str, str, dict[str, Any], str], dict[str, Any]]] = {
-    HQCONV: convert,
-    ALLOCATE: allocate,
-    VLLM: vllm_load_path,
-    LLM_COMPRESSOR: llm_compressor,
+CHUNK_BYTES = 8 << 20
+STARTS = {
+    "help": ["--help"],
+    "schemas": ["schemas"],
+    "inspect": ["inspect", "SOURCE"],
+    "dry-run": ["convert", "SOURCE", "-o", "OUT", "--schema", "mxfp4", "--target", "sm90", "--dry-run"],
+    "convert": ["convert", "SOURCE", "-o", "OUT", "--schema", "mxfp4", "--target", "sm90", "--overwrite"],
 }
+Found = dict[str, Any]
 
 
-def child(job: dict[str, Any]) -> None:
+# --- one run, in a process of its own, of whichever checkout PYTHONPATH names -------------------------------
+
+
+def convert(job: Found) -> Found:
+    """One conversion."""
+    import hqconv
+
+    report = hqconv.convert(job["source"], job["out"], **job["options"])
+    return {
+        "stages_s": report.profile.get("seconds"),
+        "bytes_in": report.num_bytes_in,
+        "bytes_out": report.num_bytes_out,
+    }
+
+
+def verify(job: Found) -> Found:
+    """One verification, with all checks that this machine can do."""
+    import hqconv
+
+    report = hqconv.verify(job["out"], job["source"], device=job["options"]["device"])
+    if not report.passed:
+        raise SystemExit(f"not verified: {report.to_dict()}")
+    return {"bytes_in": size_of(Path(job["source"]))}
+
+
+def load(job: Found) -> Found:
+    """Tensors on the device, filled from all rank files; the tensors are there before the time begins."""
+    import torch
+
+    from hqconv.artifact.tensor_filler import LoadTarget, TensorFiller, prepare_buffers
+    from hqconv.io.safetensors_header import read_header
+    from hqconv.schemas.dtypes import torch_dtype
+
+    class RankFile:
+        def __init__(self, path: Path) -> None:
+            self.path, self.name = path, path.name
+
+    device = torch.device(job["options"]["device"])
+    files = []
+    for path in sorted(Path(job["out"], "experts").rglob("*.safetensors")):
+        refs = read_header(path)[0].values()
+        tensors = [torch.zeros(ref.shape, dtype=torch_dtype(ref.dtype), device=device) for ref in refs]
+        targets = [LoadTarget(ref, tensor) for ref, tensor in zip(refs, tensors, strict=True)]
+        files.append((str(path), RankFile(path), targets))
+    if device.type == "cuda":
+        prepare_buffers(device)
+        torch.cuda.synchronize(device)
+        time.sleep(2)  # a server pins them while it creates the model
+    begun = time.monotonic()
+    filler = TensorFiller(files)
+    for owner, _, _ in files:
+        filler.wait(owner)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds = time.monotonic() - begun
+    return {"bytes_in": sum(file.path.stat().st_size for _, file, _ in files), "stages_s": seconds}
+
+
+RUNS: dict[str, Callable[[Found], Found]] = {"convert": convert, "verify": verify, "load": load}
+
+
+def child(job: Found) -> None:
     """The process of one run: prints what it found as JSON."""
-    for name, value in job.get("constants", {}).items():
-        module, _, constant = f"hqconv.{name}".rpartition(".")
-        mock.patch.object(importlib.import_module(module), constant, value).start()
-    found = RUNS[job["who"]](job["source"], job["out"], job["words"], job["sink"])
-    found["peak_host_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
-        found["peak_gpu_bytes"] = sys.modules["torch"].cuda.max_memory_reserved()
+    begun = time.monotonic()
+    found = RUNS[job["what"]](job)
+    found["call_s"] = time.monotonic() - begun
+    found["peak_host_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1000
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        found["peak_gpu_mb"] = torch.cuda.max_memory_reserved() // 10**6
     print(json.dumps(found))
 
 
-def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """One run from outside: the wall time of the whole process, and what it printed."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--child", json.dumps(job)]
-    started = time.monotonic()
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    seconds = time.monotonic() - started
+def timed_process(checkout: Path, command: list[str]) -> tuple[float, str]:
+    """Wall time of a process that uses a checkout, and what it printed."""
+    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    begun = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, *command], stdout=subprocess.PIPE, text=True, check=False, env=environment, cwd=checkout
+    )
+    seconds = time.monotonic() - begun
     if done.returncode:
-        raise SystemExit(f"failed: {job}")
-    return {"wall_seconds": seconds, **json.loads(done.stdout.splitlines()[-1])}
+        raise SystemExit(f"failed in {checkout}: {command}")
+    return seconds, done.stdout
 
 
 # --- rounds ------------------------------------------------------------------------------------------------
 
 
-def cached_source(folder: Path, size_gb: float) -> Path:
-    """A checkpoint of about this size, in the page cache."""
-    layers = max(1, round(size_gb * 1e9 / (EXPERT_BYTES * EXPERTS_PER_LAYER)))
+def measure(what: str, checkout: Path, source: Path, out: Path, options: Found) -> Found:
+    """One run from outside."""
+    job = {"what": what, "source": str(source), "out": str(out), "options": options}
+    whole_s, text = timed_process(checkout, [str(Path(__file__).resolve()), "--child", json.dumps(job)])
+    return {"whole_s": whole_s, **json.loads(text.splitlines()[-1])}
+
+
+def case(what: str, source: Path, schema: str, device: str, args: argparse.Namespace) -> Found:
+    """All that is said of one source, schema and device."""
+    options = {"schema": schema, "target": args.target, "device": device, "threads": args.threads, **args.set}
+    outs = {name: args.work / f"out-{name}" for name in args.checkouts}
+    for name, out in outs.items():
+        shutil.rmtree(out, ignore_errors=True)
+        if what != "convert":
+            measure("convert", args.checkouts[name], source, out, options)
+    runs = rounds(what, source, outs, options, args)
+    report: Found = {"what": what, "schema": schema, "device": device, "source_gb": round(size_of(source) / 1e9, 2)}
+    report |= {name: summary(found) for name, found in runs.items()}
+    if args.against:
+        report["ratio"] = {key: ratio(runs, key) for key in ("whole_s", "call_s", "stages_s")}
+        report["differing"] = differing(outs["this"], outs["against"])
+    if args.limits:
+        report["limits_gb_per_s"] = limits(source, args.work, size_of(outs["this"] / "experts"), args.threads, device)
+    for out in outs.values():
+        shutil.rmtree(out)
+    return report
+
+
+def rounds(
+    what: str, source: Path, outs: dict[str, Path], options: Found, args: argparse.Namespace
+) -> dict[str, list[Found]]:
+    """Runs of each checkout in turn, after one uncounted round; neither is always the first."""
+    runs: dict[str, list[Found]] = {name: [] for name in outs}
+    for number in range(args.runs + 1):
+        for name in list(outs)[:: 1 if number % 2 else -1]:
+            if what == "convert":
+                shutil.rmtree(outs[name], ignore_errors=True)
+            set_cache(outs[name] / "experts" if what == "load" else source, args)
+            found = measure(what, args.checkouts[name], source, outs[name], options)
+            if number:
+                runs[name].append(found)
+    return runs
+
+
+def summary(runs: list[Found]) -> Found:
+    """Medians, and GB/s by them."""
+    middle: Found = {key: statistics.median(run[key] for run in runs) for key in runs[0] if runs[0][key] is not None}
+    speeds = {f"gb_per_{key}": middle["bytes_in"] / 1e9 / middle[key] for key in middle if key.endswith("_s")}
+    return {key: round(value, 3) for key, value in (middle | speeds).items()}
+
+
+def ratio(runs: dict[str, list[Found]], key: str) -> float | None:
+    """Median over the rounds of the other's seconds by ours."""
+    if runs["this"][0].get(key) is None or runs["against"][0].get(key) is None:
+        return None
+    pairs = zip(runs["this"], runs["against"], strict=True)
+    return round(float(statistics.median(other[key] / ours[key] for ours, other in pairs)), 3)
+
+
+def differing(one: Path, other: Path) -> list[str]:
+    """Weight files that the two artifacts do not share, byte for byte, by their manifests."""
+    first, second = (json.loads((out / "hqconv.json").read_text())["files"] for out in (one, other))
+    names = {name for name in first | second if name.endswith(".safetensors")}
+    return sorted(n for n in names if n not in first or n not in second or first[n]["sha256"] != second[n]["sha256"])
+
+
+def starts(args: argparse.Namespace) -> Iterator[Found]:
+    """Wall times of commands that do little."""
+    source = make_source(args.work / "start", layers=2, experts=4, hidden=256, intermediate=256)
+    for name, words in STARTS.items():
+        runs: dict[str, list[Found]] = {label: [] for label in args.checkouts}
+        for number, (label, checkout) in itertools.product(range(args.runs + 1), args.checkouts.items()):
+            places = {"SOURCE": str(source), "OUT": str(args.work / f"start-{label}")}
+            whole_s, _ = timed_process(checkout, ["-m", "hqconv", *(places.get(word, word) for word in words)])
+            if number:
+                runs[label].append({"whole_s": whole_s})
+        report: Found = {"what": f"start: {name}"}
+        report |= {label: round(statistics.median(r["whole_s"] for r in found), 3) for label, found in runs.items()}
+        yield report | ({"ratio": ratio(runs, "whole_s")} if args.against else {})
+
+
+# --- sources -----------------------------------------------------------------------------------------------
+
+
+def make_source(folder: Path, **options: object) -> Path:
+    """A checkpoint of scripts/make_checkpoint.py; `hidden=512` is its option `--hidden 512`."""
     if not folder.exists():
-        sizes = {"hidden": 2048, "intermediate": 768, "layers": layers, "experts": EXPERTS_PER_LAYER}
-        make_source(folder, **sizes, vocab=1024, distinct_layers=8, shard_size="4GB")
-    read_all(folder, default_threads())
+        words = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+        script = Path(__file__).with_name("make_checkpoint.py")
+        subprocess.run([sys.executable, str(script), str(folder), *words], check=True, stdout=subprocess.DEVNULL)
     return folder
 
 
-def quantized_source(source: Path, schema: str) -> Path:
-    """The checkpoint in the checkpoint layout of a schema; in the page cache by having been written."""
-    out = source.with_name(f"{source.name}-{schema}")
-    if not out.exists():
-        command = [sys.executable, "-m", "hqconv", "convert", str(source), "-o", str(out), "-q"]
-        subprocess.run([*command, "--schema", schema, "--layout", "checkpoint"], check=True)
-    return out
+def sized_source(work: Path, size_gb: float) -> Path:
+    """A checkpoint of about this size."""
+    layers = max(1, round(size_gb * 1e9 / (EXPERT_BYTES * EXPERTS_PER_LAYER)))
+    sizes = {"hidden": 2048, "intermediate": 768, "layers": layers, "experts": EXPERTS_PER_LAYER, "vocab": 1024}
+    return make_source(work / f"source-{size_gb:g}", **sizes, distinct_layers=8, shard_size="4GB")
 
 
-def forget(folder: Path) -> None:
-    """Drop a folder's files from the page cache."""
-    for path in folder.glob("*.safetensors"):
+def weight_files(folder: Path) -> list[Path]:
+    """All safetensors files below a folder."""
+    return sorted(folder.rglob("*.safetensors"))
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of its weight files."""
+    return sum(path.stat().st_size for path in weight_files(folder))
+
+
+def set_cache(folder: Path, args: argparse.Namespace) -> None:
+    """Read a folder's files into the page cache, or drop them from it."""
+    if not args.cold:
+        read_all(folder, args.threads)
+        return
+    for path in weight_files(folder):
         with path.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-Measured = dict[tuple[str, int, str], dict[str, float]]  # limits by source, bytes of output and device
+# --- what the machine can do -------------------------------------------------------------------------------
 
 
-def rounds(
-    source: Path, schema: str, device: str, sink: str, args: argparse.Namespace, known: Measured, *, is_warm: bool
-) -> dict[str, Any]:
-    """All that is said of one schema, size, device and sink; `is_warm`: no uncounted round is needed."""
-    words = {"schema": schema, "target": "sm90", "device": device, "tp": args.tp, "threads": args.threads}
-    words |= {"max_memory": args.max_memory, "quantizer": args.quantizer}
-    out = args.work / f"out-{schema}"
-    variants = variants_of(args.vary)
-    runs = {label: (HQCONV, constants) for label, constants in variants.items()}
-    runs |= {who: (who, {}) for who in peers(args) if who != HQCONV}
-    found: dict[str, list[dict[str, Any]]] = {label: [] for label in runs}
-    for number in range(is_warm, args.runs + 1):
-        for label, (who, constants) in runs.items():
-            shutil.rmtree(out, ignore_errors=True)
-            if args.cold:
-                forget(source)
-            job = {"who": who, "source": str(source), "out": str(out), "words": words, "sink": sink}
-            if who == HQCONV and args.traces is not None:
-                name = f"{schema}-{device.replace(':', '')}-{sink}-{source.name}-{label}.trace.json"
-                job["words"] = words | {"trace": str(args.traces.resolve() / name)}
-            result = measure(job | {"constants": constants})
-            if number:
-                found[label].append(result)
-    shutil.rmtree(out, ignore_errors=True)
-    first = next(iter(variants))
-    ours = found[first]
-    key = (str(source), ours[0]["bytes_out"], device)
-    if key not in known:
-        known[key] = measure_limits(source, args.work, key[1], args.threads, device, cold=args.cold)
-    limits = known[key]
-    gigabytes = ours[0]["bytes_in"] / 1e9
-    middle = sorted(ours, key=steady_speed)[len(ours) // 2]
-    steady = statistics.median(map(steady_speed, ours))
-    whole = {who: gigabytes / statistics.median(r["wall_seconds"] for r in rs) for who, rs in found.items()}
-    written = () if sink == "null" else ("write", "digest")
-    alone = min(limits[name] for name in ("read", "copy_in", "copy_out", *written))
-    at_once = min(alone, limits["read" if sink == "null" else "together"])
-    return {
-        "schema": schema,
-        "source": args.quantized or "bfloat16",
-        "quantizer": args.quantizer,
-        "device": device,
-        "threads": args.threads,
-        "sink": sink,
-        "cache": "cold" if args.cold else "warm",
-        "source_gb": round(gigabytes, 2),
-        "steady_gb_per_s": round(steady, 5),
-        "whole_gb_per_s": {who: round(speed, 3) for who, speed in whole.items()},
-        "steady_gb_per_s_of": {
-            label: round(statistics.median(map(steady_speed, found[label])), 5) for label in variants
-        },
-        "ratio_to_peers": {who: round(whole[first] / s, 2) for who, s in whole.items() if who not in variants},
-        "limits_gb_per_s": {name: round(limit, 2) for name, limit in limits.items() if limit < float("inf")},
-        "share_of_nearest_limit": round(steady / alone, 2),
-        "share_of_limits_together": round(steady / at_once, 2),
-        "peak_host_mb": round(max(r["peak_host_bytes"] for r in ours) / 1e6),
-        "peak_gpu_mb": round(max(r.get("peak_gpu_bytes", 0) for r in ours) / 1e6),
-        "profile": middle["profile"],
+def limits(source: Path, work: Path, bytes_out: int, threads: int, device: str) -> dict[str, float]:
+    """GB/s of the source's bytes at which each part of a conversion could go alone, and three of them at once."""
+    num_bytes, share = size_of(source), max(1, threads // 3)
+
+    def together() -> None:
+        tasks = (
+            lambda: read_all(source, max(1, threads - 2 * share)),
+            lambda: write_all(work, bytes_out, share),
+            lambda: hash_all(bytes_out, share),
+        )
+        with ThreadPoolExecutor(len(tasks)) as pool:
+            list(pool.map(lambda task: task(), tasks))
+
+    works: dict[str, Callable[[], object]] = {
+        "read": lambda: read_all(source, threads),
+        "write": lambda: write_all(work, bytes_out, threads),
+        "hash": lambda: hash_all(bytes_out, threads),
+        "together": together,
     }
+    found = {name: num_bytes / seconds_of(task) / 1e9 for name, task in works.items()}
+    if device.startswith("cuda"):
+        into, out_of = copies(device)
+        found |= {"copy_in": into, "copy_out": out_of * num_bytes / bytes_out}
+    return {name: round(speed, 2) for name, speed in found.items()}
 
 
-def allocation_rounds(source: Path, device: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Speeds of an allocation for each of its candidates, and of conversions to them."""
-    words = {"target": "sm90", "device": device, "tp": args.tp, "threads": args.threads}
-    words |= {"max_memory": args.max_memory, "quantizer": args.quantizer}
-    out, candidates = args.work / "out-allocate", args.allocate.split(",")
-    found: dict[str, list[float]] = {}
-    for number in range(args.no_warm_up, args.runs + 1):
-        for who, schema in ((ALLOCATE, args.allocate), *((HQCONV, one) for one in candidates)):
-            shutil.rmtree(out, ignore_errors=True)
-            named = words | {"schema": schema}
-            done = measure({"who": who, "source": str(source), "out": str(out), "words": named, "sink": "files"})
-            if number:
-                speed = done["steady_gb_per_s"] * len(candidates) if who == ALLOCATE else steady_speed(done)
-                found.setdefault(schema if who == HQCONV else who, []).append(speed)
-    shutil.rmtree(out, ignore_errors=True)
-    speeds = {name: round(statistics.median(each), 5) for name, each in found.items()}
-    per_candidate = speeds.pop(ALLOCATE)
-    mean = statistics.harmonic_mean(speeds.values())
-    return {
-        "allocate": candidates,
-        "quantizer": args.quantizer,
-        "device": device,
-        "threads": args.threads,
-        "steady_gb_per_s_and_candidate": per_candidate,
-        "convert_steady_gb_per_s": speeds,
-        "share_of_convert": round(per_candidate / mean, 2),
-    }
+def seconds_of(work: Callable[[], object]) -> float:
+    """Seconds that it takes."""
+    begun = time.monotonic()
+    work()
+    return time.monotonic() - begun
 
 
-def steady_speed(result: dict[str, Any]) -> float:
-    """GB/s of the source once the first batch has come through."""
-    profile = result["profile"]
-    staging = profile["staging"]
-    in_flight = staging["num_slots"] * staging["slot_bytes"] * (2 if staging["out_bytes"] else 1)
-    num_bytes = max(result["bytes_in"] - in_flight - profile["warm_up_gigabytes"] * 1e9, result["bytes_in"] / 2)
-    return float(num_bytes / (profile["seconds"] - profile["warm_up_seconds"]) / 1e9)
+def read_all(folder: Path, threads: int) -> None:
+    """Read all weight files in parallel, into memory that is used again."""
+    pieces = [(path, at) for path in weight_files(folder) for at in range(0, path.stat().st_size, CHUNK_BYTES * 8)]
+
+    def read(piece: tuple[Path, int]) -> None:
+        buffer = bytearray(CHUNK_BYTES)
+        with piece[0].open("rb", buffering=0) as file:
+            for offset in range(piece[1], piece[1] + CHUNK_BYTES * 8, CHUNK_BYTES):
+                os.preadv(file.fileno(), [buffer], offset)
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(read, pieces))
 
 
-def variants_of(vary: str) -> dict[str, dict[str, int]]:
-    """The variants of hqconv that run in turn: label → values of constants."""
-    if not vary:
-        return {HQCONV: {}}
-    name, _, values = vary.partition("=")
-    return {f"{name}={value}": {name: int(value)} for value in values.split(",")}
+def write_all(folder: Path, num_bytes: int, threads: int) -> None:
+    """Write so many bytes to new files in parallel, flush and remove them."""
+    data = memoryview(os.urandom(CHUNK_BYTES))
+    share = num_bytes // threads
+
+    def write(number: int) -> None:
+        with (folder / f"limit-{number}").open("wb", buffering=0) as file:
+            for start in range(0, share, CHUNK_BYTES):
+                file.write(data[: share - start])
+            os.fsync(file.fileno())
+
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(write, range(threads)))
+    finally:
+        for number in range(threads):
+            (folder / f"limit-{number}").unlink(missing_ok=True)
 
 
-def peers(args: argparse.Namespace) -> list[str]:
-    """Who runs: hqconv, and with --peers what is there to compare it with."""
-    if not args.peers:
-        return [HQCONV]
-    from importlib.util import find_spec
+def hash_all(num_bytes: int, threads: int) -> None:
+    """SHA-256 of so many bytes, on as many cores."""
+    data = bytes(CHUNK_BYTES)
 
-    return [HQCONV, VLLM, *([LLM_COMPRESSOR] if find_spec("llmcompressor") else [])]
+    def one(_: int) -> None:
+        digest = hashlib.sha256()
+        for _ in range(max(1, num_bytes // threads // CHUNK_BYTES)):
+            digest.update(data)
 
-
-def check_bytes(devices: list[str], schemas: list[str]) -> None:
-    """Hold small conversions to the artifacts on record. Raises SystemExit where one differs."""
-    from scripts.bench_peers import differences
-
-    wrong = differences(devices, schemas)
-    if wrong:
-        raise SystemExit("other bytes than those on record:\n" + "\n".join(wrong))
-    print(f"bytes: as on record on {' and '.join(devices)}", flush=True)
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(one, range(threads)))
 
 
-def default_threads() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0))
+def copies(device: str) -> tuple[float, float]:
+    """GB/s from pinned memory to the GPU, and back."""
+    import torch
+
+    host = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
+    there = host.to(device)
+    speeds = []
+    for to, source in ((there, host), (host, there)):
+
+        def copy(to: torch.Tensor = to, source: torch.Tensor = source) -> None:
+            to.copy_(source, non_blocking=True)
+            torch.cuda.synchronize()
+
+        copy()
+        speeds.append((1 << 30) / seconds_of(copy) / 1e9)
+    return speeds[0], speeds[1]
 
 
-def measure_others(args: argparse.Namespace) -> None:
-    """The forms with --headers and --allocate: print one JSON line each."""
-    if args.headers:
-        sizes = [int(size) for size in args.tensors.split(",")]
-        for found in measure_headers(args.work, sizes, args.formats.split(","), args.runs):
-            print(json.dumps(found), flush=True)
-        return
-    for size, device in itertools.product(map(float, args.sizes.split(",")), args.devices.split(",")):
-        source = cached_source(args.work / f"source-{size:g}", size)
-        print(json.dumps(allocation_rounds(source, device, args)), flush=True)
+def option(text: str) -> tuple[str, Any]:
+    """`tp=2` as a name and a number, and other values as text."""
+    name, _, value = text.partition("=")
+    return name, int(value) if value.isdigit() else value
 
 
 def main() -> None:
-    """Measure, and print one JSON line for each schema and size."""
+    """Measure, and print one JSON line for each case."""
     if sys.argv[1:2] == ["--child"]:
         child(json.loads(sys.argv[2]))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schemas", default="mxfp4,int4")
-    parser.add_argument("--sizes", "--size", default="4.8")
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("what", choices=[*RUNS, "start"])
+    parser.add_argument("--sizes", "--size", default="2")
+    parser.add_argument("--schemas", "--schema", default="mxfp4,int4")
     parser.add_argument("--devices", "--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=default_threads())
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--sinks", "--sink", default="files")
-    parser.add_argument("--cold", action="store_true")
-    parser.add_argument("--no-warm-up", action="store_true", help="count the first round: kernels are compiled")
-    parser.add_argument("--skip-bytes", action="store_true", help="another run has proved the bytes")
-    parser.add_argument("--peers", action="store_true")
-    parser.add_argument("--max-memory", default="4GiB")
-    parser.add_argument("--quantized", default="")
-    parser.add_argument("--quantizer", default="rtn")
-    parser.add_argument("--allocate", default="", help="candidates: the speed of hqconv allocate, and nothing else")
-    parser.add_argument("--headers", action="store_true", help="how long looking takes, and nothing else")
-    parser.add_argument("--tensors", default="45000,178000,370000")
-    parser.add_argument("--formats", default="bf16,fp8-block")
+    parser.add_argument("--target", default="sm90")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--against", type=lambda text: Path(text).resolve(), default=None)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--set", type=option, action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--work", type=Path, default=None)
-    parser.add_argument("--log", type=Path, default=None)
-    parser.add_argument("--traces", type=Path, default=None)
-    parser.add_argument("--vary", default="")
+    parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--limits", action="store_true")
     args = parser.parse_args()
-    args.work = args.work or Path(tempfile.mkdtemp(prefix="hqconv-bench-"))
-    if args.headers or args.allocate:
-        measure_others(args)
-        return
-    if args.traces is not None:
-        args.traces.mkdir(parents=True, exist_ok=True)
-    schemas, devices, sinks = (one.split(",") for one in (args.schemas, args.devices, args.sinks))
-    if not args.skip_bytes:
-        check_bytes(sorted({"cpu", *devices}), schemas)
-    results = []
-    warm: set[tuple[str, str]] = set()
-    known: Measured = {}
-    for size in map(float, args.sizes.split(",")):
-        source = cached_source(args.work / f"source-{size:g}", size)
-        if args.quantized:
-            source = quantized_source(source, args.quantized)
-        for schema, device, sink in itertools.product(schemas, devices, sinks):
-            is_warm = args.no_warm_up or ((schema, device) in warm and not args.peers)
-            results.append(rounds(source, schema, device, sink, args, known, is_warm=is_warm))
-            warm.add((schema, device))
-            print(json.dumps(results[-1]), flush=True)
-            if args.log:
-                args.log.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n")
-                args.log.with_suffix(".svg").write_text(plot(results))
+    args.set = dict(args.set)
+    args.checkouts = {"this": REPO} | ({"against": args.against} if args.against else {})
+    with tempfile.TemporaryDirectory(prefix="hqconv-bench-") as folder:
+        args.work = args.work or Path(folder)
+        args.work.mkdir(parents=True, exist_ok=True)
+        if args.what == "start":
+            for report in starts(args):
+                print(json.dumps(report), flush=True)
+            return
+        cases = itertools.product(args.sizes.split(","), args.schemas.split(","), args.devices.split(","))
+        for size, schema, device in cases:
+            source = sized_source(args.work, float(size))
+            print(json.dumps(case(args.what, source, schema, device, args)), flush=True)
 
 
 if __name__ == "__main__":
