@@ -47,7 +47,7 @@ from hqconv.artifact.reader import Artifact
 from hqconv.kernel_layout import fused_moe as moe
 from hqconv.kernel_layout.compatibility import why_not, why_overflow
 from hqconv.kernel_layout.fused_moe import Gemm
-from hqconv.kernel_layout.gemm_forms import planned_kernel_form
+from hqconv.kernel_layout.transform import kernel_form
 from hqconv.reports.ranking import SPEEDS
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.dtypes import torch_dtype_of
@@ -317,9 +317,7 @@ def layer_documents(spec: KernelSpec, model: Model) -> dict[str, dict[str, Any]]
         "w13": (2 * model.intermediate_size, model.hidden_size),
         "w2": (model.hidden_size, model.intermediate_size),
     }
-    return {
-        name: json.loads(planned_kernel_form(*n_k, spec).config_json(model.num_experts)) for name, n_k in sizes.items()
-    }
+    return {name: json.loads(kernel_form(*n_k, spec).config_json(model.num_experts)) for name, n_k in sizes.items()}
 
 
 def compile_pair(spec: KernelSpec, model: Model, num_tokens: int) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hqconv.kernel_layout.compatibility import why_not
-from hqconv.kernel_layout.layer_config import needs_cuda, resolve
+from hqconv.kernel_layout.transform import kernel_form, needs_cuda
 from hqconv.schemas.gpu_target import TARGETS, GpuTarget
 from hqconv.schemas.input_schema import INPUT_PRESETS
 from hqconv.schemas.kernel_spec import KernelSpec
@@ -126,8 +126,8 @@ def layouts() -> str:
             kind = replace(kind, param_dtype="float16")
         if why_not(kind):
             return ""
-        layer = resolve(kind)
-        letters = "".join(letter for flag, letter in LETTERS.items() if getattr(layer, flag)) or "·"
+        flags = kernel_form(256, 512, kind).flags
+        letters = "".join(letter for flag, letter in LETTERS.items() if flags[flag]) or "·"
         return letters + ("*" if needs_cuda(kind) else "")
 
     rows = []

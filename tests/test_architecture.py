@@ -91,7 +91,7 @@ PUBLIC_WORDS = {
 # What can be imported without torch, numba, numpy or Humming: everything that only looks at names and headers.
 LIGHT = (
     *("hqconv.api", "hqconv.cli.app", "hqconv.schemas", "hqconv.io", "hqconv.planning", "hqconv.reports"),
-    *("hqconv.models", "hqconv.kernel_layout.gemm_forms", "hqconv.kernel_layout.compatibility"),
+    *("hqconv.models", "hqconv.kernel_layout.compatibility"),
     *("hqconv.kernel_layout.kernel_sources", "hqconv.serving.vllm.kernel_requests"),
     "hqconv.formats",
     *("hqconv.sources", "hqconv.artifact.reader"),

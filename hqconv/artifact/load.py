@@ -18,7 +18,7 @@ from hqconv.artifact.tensor_filler import read_tensors
 from hqconv.errors import RequestError, VerificationError
 from hqconv.formats.decode_matrix import resized
 from hqconv.io.file_access import sha256_of
-from hqconv.kernel_layout.layer_config import load_layer_config
+from hqconv.kernel_layout.compatibility import load_layer_config
 from hqconv.layout_decoder.decode import DecodedStack
 from hqconv.layout_decoder.numbers import float_values
 from hqconv.layout_decoder.values import decoded_weights, unrotated

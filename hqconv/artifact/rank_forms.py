@@ -8,7 +8,7 @@ from typing import Any
 
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import HqconvError, VerificationError
-from hqconv.kernel_layout.gemm_forms import layout_entries
+from hqconv.kernel_layout.compatibility import config_entries
 from hqconv.layout_decoder.layout_form import LayoutForm, expected_tensors, read_config
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.output_units import gemm_shapes
@@ -61,11 +61,11 @@ def _forms(
     artifact: Artifact, layer: str, config: Mapping[str, Any], flags: Mapping[str, Any], shape: tuple[int, int]
 ) -> tuple[LayoutForm, LayoutForm]:
     """Return the layout of a stored layer config, and the one of the manifest; padding is the config's."""
-    entries = layout_entries(artifact.kernel_spec_of(layer))
     keys = ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k", "has_bias")
     sizes = {key: config[key] for key in keys if key in config}
     is_row = artifact.schema_of(layer).has_row_scale
-    expected = read_config({**entries, **sizes}, entries, has_row_scale=is_row)
+    entries = config_entries(artifact.kernel_spec_of(layer))
+    expected = read_config({**entries, **sizes}, {**flags, **entries}, has_row_scale=is_row)
     return read_config(config, flags, has_row_scale=is_row), replace(expected, shape=shape)
 
 

@@ -38,7 +38,7 @@ from hqconv.schemas.weight_schema import PARAM_DTYPES, WeightSchema
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from hqconv.kernel_layout.gemm_forms import KernelForm
+    from hqconv.kernel_layout.transform import KernelForm
 
 
 class ManifestFacts:

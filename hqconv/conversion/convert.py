@@ -45,14 +45,12 @@ from hqconv.conversion.update import record_source, why_not_current
 from hqconv.errors import InputError, OutputError, RequestError, plural
 from hqconv.io.durable_files import FileRecord, check_space, copy_whole, write_whole
 from hqconv.io.file_access import sha256_of
-from hqconv.kernel_layout.gemm_forms import planned_packed_form
-from hqconv.kernel_layout.transform import is_as_planned, is_compatible, packed_form
+from hqconv.kernel_layout.transform import is_compatible
 from hqconv.models.source_protocol import Source
 from hqconv.planning.importance import Importance
 from hqconv.planning.layer_encoding import LayerEncoding
-from hqconv.planning.output_units import MoeLayerPlan, OutputUnit, gemm_shapes
+from hqconv.planning.output_units import MoeLayerPlan, OutputUnit
 from hqconv.planning.plan import ConversionPlan
-from hqconv.planning.spec import ConversionSpec
 from hqconv.quantization.cuda import check_kernels
 from hqconv.schemas import artifact_names
 from hqconv.schemas.options import ENCODING_KEYS, RTN
@@ -146,7 +144,7 @@ def convert(
     started = time.monotonic()
     if digests:
         source.guard.keep_digests()
-    check_layouts(plan)
+    check_kernels_exist(plan)
     input_scales = read_input_scales(source, plan)
     staging = plan_staging(plan.layers, resources, reads_ahead=source.reads_ahead)
     if resources.is_cuda and any(_needs_kernels(layer.encoding) for layer in plan.layers):
@@ -392,36 +390,21 @@ def take_in_turn(units: Sequence[OutputUnit]) -> list[OutputUnit]:
     return [unit for pair in pairs for unit in pair if unit is not None]
 
 
-def check_layouts(plan: ConversionPlan) -> None:
-    """Compare the planned layouts with Humming's, and ask Humming whether it has kernels for the schema.
+def check_kernels_exist(plan: ConversionPlan) -> None:
+    """Ask Humming whether it has kernels for the plan's combinations.
 
-    Raises RequestError where they differ: another version of Humming is installed than hqconv was written for.
+    Raises RequestError where it has none: another version of Humming is installed than hqconv was written for.
     """
     spec = plan.spec
     if all(is_compatible(kernel_spec) for kernel_spec in spec.kernel_specs):
-        wrong = next((layer for layer in plan.layers if not _is_as_planned(layer, spec)), None)
-        if wrong is None:
-            return
-        what, layers = "Humming lays out its tensors in another way than this version of hqconv.", wrong.name
-    else:
-        what, layers = "Humming has no kernel for this combination.", "all layers"
+        return
     request = f"{spec.schema.describe()}; {spec.inputs.describe()}; {spec.param_dtype}, {spec.target}"
     raise RequestError(
-        what,
-        where=f"{layers}, schema {spec.schema.name} ({request})",
+        "Humming has no kernel for this combination.",
+        where=f"schema {spec.schema.name} ({request})",
         found=f"humming-kernels {version('humming-kernels')}",
         remedy="Install hqconv again, with the version of humming-kernels that it names.",
     )
-
-
-def _is_as_planned(planned: MoeLayerPlan, spec: ConversionSpec) -> bool:
-    layer = planned.layer
-    if spec.layout == artifact_names.KERNEL:
-        kind = spec.kernel_spec_of(layer.name)
-        shapes = gemm_shapes(layer, spec.grid.tp, kind.schema)
-        return all(is_as_planned(planned.forms[gemm], n, k, kind, layer.has_bias) for gemm, (n, k) in shapes.items())
-    matrices = [(*layer.shape(role), spec.schema, spec.param_dtype, layer.has_bias) for role in layer.roles]
-    return all(packed_form(*matrix) == planned_packed_form(*matrix) for matrix in matrices)
 
 
 def _needs_kernels(encoding: LayerEncoding) -> bool:

@@ -2,18 +2,25 @@
 
 Humming's own rule (`is_humming_schema_compatible`, humming 0.1.19), held to it by tests for every kind; and `_MORE`,
 what that rule lets through and something behind it refuses: LayerConfig, the tuners, the kernels' own assertions.
+`inspect` and `schemas` need no more: forms of tensors are Humming's own (`kernel_layout.transform`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import functools
+import importlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
-from hqconv.kernel_layout.layer_config import FP4, FP8, NumberType, fuses_exponents, number, resolve
+from hqconv.schemas.dtypes import code_of, num_bits
 from hqconv.schemas.input_schema import INPUT_PRESETS
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.weight_schema import PRESETS, WeightSchema, resolve_schema
 
+FP8 = ("float8e4m3", "float8e5m2", "float8e3m4")
+FP4 = ("float4e2m1", "float4e0m3")
 _LEAST_SM = {
     "float16": 75,
     "bfloat16": 80,
@@ -28,8 +35,34 @@ _LEAST_SM = {
 _UNDOCUMENTED = ("float8e3m4", "float4e0m3")  # encodings that NVIDIA does not document
 _UNDOCUMENTED_SM = (100, 103, 120, 121)
 _MX = "float8e8m0"
+_FP4_GROUPS = ((32, _MX), (16, _MX), (16, "float8e4m3"))
 _NO_BFLOAT16 = "sm75 has no bfloat16: use --dtype float16"
 _COMMON = ("mxfp4", "nvfp4", "mxfp8", "fp8", "fp8-block", "int8", "int4", "int4-c", "int4-g64", "int4-g64-zp")
+
+
+@dataclass(frozen=True)
+class NumberType:
+    """A type of Humming's: exponent is None for integers."""
+
+    num_bits: int
+    exponent_bits: int | None
+    mantissa_bits: int
+
+    @property
+    def is_integer(self) -> bool:
+        return self.exponent_bits is None
+
+
+@functools.cache
+def number(name: str) -> NumberType:
+    """A type of Humming's by its name. ValueError for no such name."""
+    wide = {"bfloat16": NumberType(16, 8, 7), "float16": NumberType(16, 5, 10), "float32": NumberType(32, 8, 23)}
+    if name in wide:
+        return wide[name]
+    match = re.fullmatch(r"u?int([1-8])|float([2-8])e(\d)m(\d)", name)
+    if match is None:
+        raise ValueError(f"no type of Humming's: {name!r}")
+    return NumberType(int(match[1]), None, 0) if match[1] else NumberType(int(match[2]), int(match[3]), int(match[4]))
 
 
 def why_not(spec: KernelSpec) -> str | None:
@@ -63,6 +96,129 @@ def nearest(spec: KernelSpec) -> tuple[list[str], list[str]]:
     inputs = [name for name, one in INPUT_PRESETS.items() if not why_not(replace(spec, inputs=one))]
     schemas = {name: PRESETS.get(name) or resolve_schema(name) for name in _COMMON}
     return inputs, [name for name, one in schemas.items() if not why_not(replace(spec, schema=one))]
+
+
+PAD_N, PAD_K = 256, 128  # vLLM's `pad_n_to_multiple`, `pad_k_to_multiple`
+
+
+def gemm_bytes(shape_n: int, shape_k: int, spec: KernelSpec, *, has_bias: bool = False) -> int:
+    """Bytes of one expert's GEMM of [shape_n, shape_k] in the kernel layout, padding included."""
+    schema, param_bits = spec.schema, num_bits(code_of(spec.param_dtype))
+    n, k = shape_n + -shape_n % PAD_N, shape_k + -shape_k % PAD_K
+    rows, columns = schema.scale_group()
+    groups = k // (columns or k)
+    bits = n * k * schema.num_bits + n // (rows or n) * groups * num_bits(code_of(schema.scale_dtype(spec.param_dtype)))
+    if schema.has_zero_point:
+        bits += n * groups * (param_bits if schema.is_fp_zero_point else 4 if schema.num_bits <= 4 else 8)
+    bits += {"none": 0, "tensor": 32, "channel": n * param_bits}[config_entries(spec)["weight_scale_2_type"]]
+    return (bits + has_bias * n * param_bits) // 8
+
+
+# --- fields that Humming derives -----------------------------------------------------------------------------
+
+
+def fuses_exponents(spec: KernelSpec) -> bool:
+    """Return whether the layout moves e8m0 scales into the codes, so that weights are rounded again per rank."""
+    schema = spec.schema
+    is_mx = (schema.b_dtype, schema.bs_dtype) == ("float4e2m1", _MX) and schema.weight_scale_group_size > 0
+    return is_mx and (spec.a_dtype == "int8" or (spec.a_dtype == "float8e4m3" and not is_block_scaled(spec)))
+
+
+def splits_e8m0(spec: KernelSpec) -> bool:
+    """Return whether e8m0 scales get a second scale: always where a kernel widens them to float16.
+
+    Humming adds the second scale only where some exponent of the rank leaves float16's range. Its presence may
+    not depend on values here: sizes come from the plan, and ranks would differ. An unneeded one is 1.0. Scales per row
+    stay the only second scales: the exponents below them are within the range already.
+    """
+    is_e8m0 = spec.schema.scale_dtype(spec.param_dtype) == _MX and spec.param_dtype == "float16"
+    return is_e8m0 and not spec.schema.has_row_scale and not fuses_exponents(spec) and not is_block_scaled(spec)
+
+
+def config_entries(spec: KernelSpec) -> dict[str, Any]:
+    """Entries of a stored layer config that follow from a kernel spec; sizes and the order of codes are left out."""
+    schema, inputs, a = spec.schema, spec.inputs, number(spec.a_dtype)
+    is_fused, is_quantized = fuses_exponents(spec), inputs.a_dtype is not None
+    has_row_scale = schema.has_row_scale or (is_fused and spec.a_dtype == "int8")
+    is_signed = schema.is_integer and a.is_integer and a.num_bits == schema.num_bits
+    by_size = "dynamic_group" if inputs.input_scale_group_size else "dynamic_token"
+    scale_2 = "channel" if has_row_scale else "tensor" if is_fused or splits_e8m0(spec) else schema.weight_scale_2_type
+    return {
+        "sm_version": spec.target.sm_version,
+        "a_dtype": spec.a_dtype,
+        "b_dtype": schema.b_dtype.removeprefix("u") if is_signed else schema.b_dtype,
+        "c_dtype": spec.param_dtype,
+        "bs_dtype": "float32" if schema.weight_scale_type == "block" else _bs_dtype(spec),
+        "as_dtype": _as_dtype(spec) if is_quantized else None,
+        "input_quant_mode": inputs.input_quant_mode or by_size if is_quantized else "none",
+        "input_scale_group_size": inputs.input_scale_group_size,
+        "weight_scale_group_size": schema.weight_scale_group_size,
+        "weight_scale_group_size_n": schema.weight_scale_group_size_n,
+        "weight_scale_type": schema.weight_scale_type,
+        "weight_scale_2_type": scale_2,
+        "use_fused_e8m0_scale": is_fused,
+        "has_zero_point": schema.has_zero_point,
+        "is_fp_zero_point": schema.is_fp_zero_point,
+    }
+
+
+def load_layer_config(config: Mapping[str, Any]) -> Any:
+    """Humming's own LayerConfig of a stored one. Imports Humming as installed, without the patches of `runtime`."""
+    return importlib.import_module("humming.config").LayerConfig(**config)
+
+
+@functools.cache
+def is_block_scaled(spec: KernelSpec) -> bool:
+    """Return whether the tensor core applies the group scales: in tensor memory on SM 10x, block by block on SM 12x."""
+    if spec.inputs.a_dtype not in (*FP8, *FP4) or spec.schema.weight_scale_type == "block":
+        return False
+    on_family = {10: _is_in_tensor_memory, 12: _is_by_blocks}.get(spec.target.sm_version // 10)
+    return on_family is not None and on_family(spec)
+
+
+def _is_in_tensor_memory(spec: KernelSpec) -> bool:
+    schema, inputs = spec.schema, spec.inputs
+    size, group = inputs.input_scale_group_size, schema.weight_scale_group_size
+    if spec.a_dtype in FP8:
+        mx_inputs = size == 0 or (size == 32 and inputs.input_scale_dtype in (None, _MX))
+        mx_weights = group == 0 or (group, _bs_dtype(spec)) == (32, _MX)
+        return mx_inputs and mx_weights and (size > 0 or group > 0)
+    bs_dtype = _bs_dtype(spec)
+    scale = inputs.input_scale_dtype or bs_dtype if size else bs_dtype
+    is_known = not (size or group) or (size or group, scale) in _FP4_GROUPS
+    is_one_kind = not size or schema.weight_scale_type != "group" or (size == group and scale == bs_dtype)
+    return (schema.is_integer or schema.b_dtype in FP4) and is_known and is_one_kind
+
+
+def _is_by_blocks(spec: KernelSpec) -> bool:
+    schema, inputs = spec.schema, spec.inputs
+    size, group = inputs.input_scale_group_size, schema.weight_scale_group_size
+    is_group = schema.weight_scale_type == "group"
+    if inputs.input_quant_mode == "dynamic_group_token" and (spec.a_dtype not in FP4 or size != 16):
+        return False
+    if is_group and size > 0 and size != group:
+        return False
+    if spec.a_dtype in FP8:
+        return size in (0, 32) and (not is_group or (group, _bs_dtype(spec)) == (32, _MX))
+    if spec.a_dtype == "float4e0m3" and group == 32:
+        return False
+    return size in (0, 16, 32) and (not is_group or (group, _bs_dtype(spec)) in _FP4_GROUPS)
+
+
+def _bs_dtype(spec: KernelSpec) -> str:
+    return spec.schema.bs_dtype or spec.param_dtype
+
+
+def _as_dtype(spec: KernelSpec) -> str:
+    """Return the type of the scales of narrow activations."""
+    size, schema = spec.inputs.input_scale_group_size, spec.schema
+    if spec.inputs.input_scale_dtype is not None:
+        return spec.inputs.input_scale_dtype
+    if not size or not is_block_scaled(spec):
+        return "float32"
+    if schema.weight_scale_type == "group":
+        return _bs_dtype(spec)
+    return "float8e4m3" if size == 16 else _MX
 
 
 # --- Humming's rule, in its order -------------------------------------------------------------------------
@@ -245,37 +401,33 @@ def _e0m_under_integers(spec: KernelSpec) -> str | None:
 
 def _second_input_scale(spec: KernelSpec) -> str | None:
     has_two = spec.inputs.input_quant_mode in ("static_tensor_dynamic_group", "dynamic_group_token")
-    if has_two and not resolve(spec).use_block_scaled_mma:
+    if has_two and not is_block_scaled(spec):
         return "activations with two levels of scales need a block-scaled tensor core and such weights"
     if spec.inputs.input_quant_mode == "dynamic_group_token":
-        words = (spec.inputs.a_dtype in FP4, spec.inputs.input_scale_group_size, resolve(spec).as_dtype)
-        return None if words == (True, 16, "float8e4m3") else "dynamic_group_token is for nvfp4 activations"
+        is_nvfp4 = spec.inputs.a_dtype in FP4 and spec.inputs.input_scale_group_size == 16
+        is_nvfp4 = is_nvfp4 and _as_dtype(spec) == "float8e4m3"
+        return None if is_nvfp4 else "dynamic_group_token is for nvfp4 activations"
     return None
 
 
 def _input_scale_dtype(spec: KernelSpec) -> str | None:
     """Kernels that multiply scales in themselves read them as float32."""
-    if spec.inputs.a_dtype is None or resolve(spec).use_block_scaled_mma:
+    if spec.inputs.a_dtype is None or is_block_scaled(spec) or _as_dtype(spec) == "float32":
         return None
-    if resolve(spec).as_dtype != "float32":
-        return f"activations with {resolve(spec).as_dtype} scales need a block-scaled tensor core and such weights"
-    return None
+    return f"activations with {_as_dtype(spec)} scales need a block-scaled tensor core and such weights"
 
 
 def _block_scaled_groups(spec: KernelSpec) -> str | None:
-    schema, inputs, layer = spec.schema, spec.inputs, resolve(spec)
-    if not layer.use_block_scaled_mma or not inputs.input_scale_group_size:
+    schema, size = spec.schema, spec.inputs.input_scale_group_size
+    if not size or schema.weight_scale_type != "group" or not is_block_scaled(spec):
         return None
-    if schema.weight_scale_type == "group" and (
-        inputs.input_scale_group_size != schema.weight_scale_group_size or layer.as_dtype != layer.bs_dtype
-    ):
+    if size != schema.weight_scale_group_size or _as_dtype(spec) != _bs_dtype(spec):
         return "groups and scale types of activations and weights must be the same on a block-scaled tensor core"
     return None
 
 
 def _e0m3_groups(spec: KernelSpec) -> str | None:
-    layer = resolve(spec)
-    if spec.target.sm_version // 10 != 10 or not layer.use_block_scaled_mma:
+    if spec.target.sm_version // 10 != 10 or not is_block_scaled(spec):
         return None
     size = spec.inputs.input_scale_group_size or spec.schema.weight_scale_group_size or 16
     if "float4e0m3" in (spec.a_dtype, spec.schema.b_dtype) and size != 16:
@@ -310,7 +462,7 @@ def _row_scale_of_fused_exponents(spec: KernelSpec) -> str | None:
 def _scales_with_a_sign(spec: KernelSpec) -> str | None:
     """Refuse integers under e4m3 scales, negative for half of the groups, where the tensor core takes unsigned ones."""
     schema = spec.schema
-    if schema.is_integer and schema.bs_dtype == "float8e4m3" and resolve(spec).use_block_scaled_mma:
+    if schema.is_integer and schema.bs_dtype == "float8e4m3" and is_block_scaled(spec):
         return "a block-scaled tensor core reads e4m3 scales without their sign, and integers have negative ones"
     return None
 

@@ -15,7 +15,7 @@ from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any, ClassVar, Protocol
 
-from hqconv.kernel_layout.layer_config import load_layer_config
+from hqconv.kernel_layout.compatibility import load_layer_config
 
 INDEXED, CONTIGUOUS, MASKED = "indexed", "grouped_contiguous", "grouped_masked"
 NO_DEVICE = -1  # torch and Humming take it for "leave the current device"

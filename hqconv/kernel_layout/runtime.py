@@ -41,6 +41,8 @@ _ASKED_OF_LAUNCHING = ("is_ppu",)
 _PATCHING = ("humming.config.config", "humming.config.mma")
 
 _target: ContextVar[GpuTarget | None] = ContextVar("target", default=None)
+_OF_WEIGHTS = ("repack_weight", "process_mxfp4_w4a8_weight")  # ops that would lay out a whole matrix
+_is_planning: ContextVar[bool] = ContextVar("is_planning", default=False)
 
 
 class _TargetFacts:
@@ -79,7 +81,7 @@ def humming() -> SimpleNamespace:
         modules = {name.rpartition(".")[2]: importlib.import_module(f"humming.{name}") for name in _MODULES}
     ops = modules["ops"]
     for name in _OPS:
-        setattr(ops, name, _by_device(getattr(ops, name), getattr(cpu_ops, name)))
+        setattr(ops, name, _by_device(name, getattr(ops, name), getattr(cpu_ops, name)))
     name = "transform_humming_weight_scale"
     setattr(modules["transform"], name, _layout_of_scales(getattr(modules["transform"], name)))
     device = modules["device"].current_device
@@ -139,9 +141,11 @@ def humming_gpu() -> SimpleNamespace:
     return SimpleNamespace(**{n.partition(".")[0]: importlib.import_module(f"humming.{n}") for n in names})
 
 
-def _by_device(cuda_op: Callable[..., Any], cpu_op: Callable[..., Any]) -> Callable[..., Any]:
+def _by_device(name: str, cuda_op: Callable[..., Any], cpu_op: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(cuda_op)
     def op(inputs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if name in _OF_WEIGHTS and _is_planning.get():
+            inputs = inputs.to("meta")
         chosen = cuda_op if inputs.is_cuda else cpu_op
         return chosen(inputs, *args, **kwargs)
 
@@ -154,6 +158,8 @@ def _layout_of_scales(original: Callable[..., torch.Tensor]) -> Callable[..., to
         is_other = any(args) or any(kwargs.get(name) for name in _OTHER_SCALES)
         if is_other or weight_scale.device.type not in _TRANSPOSITIONS:
             return original(weight_scale, to_apply_on_c, *args, **kwargs)
+        if _is_planning.get():  # of zeros: loads no compiled loops
+            return transpose_scales(weight_scale, to_apply_on_c)
         return _TRANSPOSITIONS[weight_scale.device.type](weight_scale, to_apply_on_c)
 
     return layout
@@ -194,6 +200,17 @@ def target_facts(target: GpuTarget) -> Iterator[None]:
         yield
     finally:
         _target.reset(token)
+
+
+@contextmanager
+def planning() -> Iterator[None]:
+    """Have Humming's transform of CPU tensors give a weight of the right shape, on `meta`, without laying it out."""
+    token = _is_planning.set(True)
+    try:
+        with _StayOnCpu():
+            yield
+    finally:
+        _is_planning.reset(token)
 
 
 class _StayOnCpu(TorchFunctionMode):

@@ -6,16 +6,16 @@ its experts in kernel form. (Integer scales would, `use_int_weight_scale`; no sc
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from hqconv.kernel_layout.gemm_forms import LAYOUT_FLAGS, PAD_K, PAD_N, KernelForm, splits_e8m0
-from hqconv.kernel_layout.runtime import humming, resident, target_facts
+from hqconv.kernel_layout.compatibility import PAD_K, PAD_N, splits_e8m0, why_not
+from hqconv.kernel_layout.runtime import humming, planning, resident, target_facts
 from hqconv.schemas.dtypes import code_of_torch, torch_dtype_of
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.input_schema import InputSchema
@@ -45,24 +45,60 @@ def is_compatible(spec: KernelSpec) -> bool:
         )
 
 
+LAYOUT_FLAGS = (
+    "use_fused_e8m0_scale",
+    "use_packed_k_layout",
+    "use_native_dequant",
+    "use_raw_weight",
+    "use_flat_weight",
+    "use_ldmatrix_dequant",
+    "use_block_scaled_mma",
+)
+
+
+@dataclass(frozen=True)
+class KernelForm:
+    """One GEMM in kernel form, for a target: all that is known of it before there is a weight.
+
+    tensors: per expert, by `weight`, `weight_scale` …. config: Humming's LayerConfig of one expert, as a JSON document.
+    flags: what a loader must find again.
+    """
+
+    tensors: dict[str, TensorSpec]
+    config: dict[str, Any]
+    flags: dict[str, bool]
+
+    def config_json(self, num_experts: int) -> str:
+        """Humming's `LayerConfig` as JSON for a rank with `num_experts` experts."""
+        return json.dumps({**self.config, "num_experts": num_experts})
+
+
 @functools.cache
 def kernel_form(shape_n: int, shape_k: int, spec: KernelSpec, has_bias: bool = False) -> KernelForm:
-    """The kernel form of a GEMM of [shape_n, shape_k], by Humming's own transform of `meta` tensors."""
+    """The kernel form of a GEMM of [shape_n, shape_k], by Humming's own transform of one expert's zeros."""
     lib = humming()
     config = _layer_config(shape_n, shape_k, spec, has_bias)
     attrs = _attributes(shape_n, shape_k, spec.schema, spec.param_dtype, has_bias, num_experts=1)
-    metas = {name: torch.empty(a["shape"], dtype=a["dtype"], device="meta") for name, a in attrs.items()}
-    with resident(torch.device("cpu")), target_facts(spec.target):
+    zeros = {name: torch.zeros(a["shape"], dtype=a["dtype"]) for name, a in attrs.items()}
+    with planning(), target_facts(spec.target):
         if splits_e8m0(spec):
-            metas["weight_scale_2"] = metas["weight"].new_empty(1, dtype=torch.float32)
-        tensors = lib.transform.transform_humming_tensors(config, metas)
-    return KernelForm(_of_one_expert(tensors), *_words(config, spec.target))
+            zeros["weight_scale_2"] = torch.zeros(1)
+        tensors = lib.transform.transform_humming_tensors(config, zeros)
+        flags = {flag: bool(getattr(config, flag)) for flag in LAYOUT_FLAGS}
+    return KernelForm(_of_one_expert(tensors), json.loads(config.to_str()), flags)
 
 
-def is_as_planned(form: KernelForm, shape_n: int, shape_k: int, spec: KernelSpec, has_bias: bool = False) -> bool:
-    """Return whether Humming gives a planned form's LayerConfig; `to_kernel` checks the tensors."""
-    config = _layer_config(shape_n, shape_k, spec, has_bias)
-    return _words(config, spec.target) == (form.config, form.flags)
+@functools.cache
+def needs_cuda(spec: KernelSpec) -> bool:
+    """Return whether the layout depends on the version of the serving CUDA compiler; False if Humming runs no such."""
+    if why_not(spec) is not None:
+        return False
+    found = set()
+    for cuda in ((0, 0), (99, 0)):
+        one = replace(spec, target=replace(spec.target, cuda=cuda))
+        with target_facts(one.target):
+            found.add(bool(_layer_config(PAD_N, 512, one, has_bias=False).use_native_dequant))
+    return len(found) == 2
 
 
 def _layer_config(shape_n: int, shape_k: int, spec: KernelSpec, has_bias: bool) -> Any:
@@ -82,21 +118,14 @@ def _layer_config(shape_n: int, shape_k: int, spec: KernelSpec, has_bias: bool) 
             device=-1,
         )
         if splits_e8m0(spec):
-            config = dataclasses.replace(config, weight_scale_2_type=lib.config.WeightScale2Type.TENSOR)
+            config = replace(config, weight_scale_2_type=lib.config.WeightScale2Type.TENSOR)
     return config
-
-
-def _words(config: Any, target: GpuTarget) -> tuple[dict[str, Any], dict[str, bool]]:
-    """JSON document of a LayerConfig, and its flags."""
-    with target_facts(target):
-        return json.loads(config.to_str()), {flag: bool(getattr(config, flag)) for flag in LAYOUT_FLAGS}
 
 
 def to_kernel(form: KernelForm, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Pad and permute packed tensors [E, …] of one GEMM into kernel tensors [E, …], as `form` plans them.
 
-    Raises nothing of its own: shapes and pairs are checked by the plan. A `meta` weight gives a `meta` weight, unless
-    exponents are fused into its codes.
+    Raises nothing of its own: shapes and pairs are checked by the plan.
     """
     lib, num_experts = humming(), tensors["weight"].size(0)
     with resident(tensors["weight"].device), target_facts(_target_of(form)):

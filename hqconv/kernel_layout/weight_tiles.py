@@ -18,7 +18,7 @@ import torch
 from hqconv.cpu_loops.arithmetic import ASYM_INT, SYM_INT
 from hqconv.cpu_loops.repack import TILE_COLUMNS, TILE_ROWS
 from hqconv.kernel_layout.cpu_ops import Array, parse_dtype
-from hqconv.kernel_layout.gemm_forms import KernelForm
+from hqconv.kernel_layout.transform import KernelForm
 from hqconv.schemas.grid import TpSlice
 
 

@@ -6,40 +6,15 @@ Part of `hqconv.layout_decoder.decode`, and like it independent of Humming and o
 from __future__ import annotations
 
 import functools
-import re
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hqconv.schemas.dtypes import code_of
+from hqconv.layout_decoder.layout_form import FUSED_FP8, FUSED_INT8, PADDED_E5M0, parse_weight_dtype
 
 Array = NDArray[Any]
-
-PADDED_E5M0 = "E5M0"  # five exponent bits over three zero bits: what e8m0 scales become for float16
-FUSED_FP8 = "FUSED_FP8"  # e8m0 scales as exponents that are added to fp8's: 2 ** byte, 1 to 12
-FUSED_INT8 = "FUSED_INT8"  # e8m0 scales as left shifts of int8 values twice the codes': 2 ** (byte + 1), 0 to 3
-
-
-def parse_weight_dtype(text: str) -> tuple[int, int | None]:
-    """Bits of a code and, of a float, of its exponent. ValueError for no weight type of Humming's."""
-    match = re.fullmatch(r"u?int([1-8])|float([2-8])e([0-5])m([1-7])", text)
-    if match is None or (match[2] and int(match[2]) != 1 + int(match[3]) + int(match[4])):
-        raise ValueError(f"b_dtype {text}")
-    return (int(match[1]), None) if match[1] else (int(match[2]), int(match[3]))
-
-
-def stored_scale_dtype(config: Any) -> str:
-    """The dtype of a LayerConfig's stored scales: a safetensors dtype, or one of the three above."""
-    if config["weight_scale_type"] in ("tensor", "block"):
-        return "F32"
-    dtype = code_of(config["bs_dtype"] or config["c_dtype"])
-    if config["use_fused_e8m0_scale"]:
-        return {"float8e4m3": FUSED_FP8, "int8": FUSED_INT8}[config["a_dtype"]]
-    # A block-scaled tensor core takes e8m0 scales as they are.
-    is_widened = dtype == "F8_E8M0" and not config["use_block_scaled_mma"]
-    return PADDED_E5M0 if is_widened and config["c_dtype"] == "float16" else dtype
 
 
 def code_values(b_dtype: str, *, has_zero_point: bool) -> NDArray[np.float32]:

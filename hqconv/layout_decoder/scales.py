@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from hqconv.layout_decoder.codes import unpack_fields
-from hqconv.layout_decoder.layout_form import LayoutForm
-from hqconv.layout_decoder.numbers import FUSED_FP8, PADDED_E5M0, float_values
+from hqconv.layout_decoder.layout_form import FUSED_FP8, PADDED_E5M0, LayoutForm
+from hqconv.layout_decoder.numbers import float_values
 
 _ONE = 127  # 1.0 in e8m0, which fills up words of scales
 _MAX_FUSED_FP8, _MAX_FUSED_INT8 = 12, 3  # largest fused exponents; the smallest are 1 and 0

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from hqconv.errors import RequestError, plural
 from hqconv.formats.source_format import DIRECT, DIRECT_ROUNDED, why_not_direct
-from hqconv.kernel_layout.compatibility import nearest, why_not, why_overflow
-from hqconv.kernel_layout.layer_config import fuses_exponents, needs_cuda
+from hqconv.kernel_layout.compatibility import fuses_exponents, nearest, why_not, why_overflow
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
@@ -109,6 +108,8 @@ def _check_rotation(kernel_spec: KernelSpec) -> None:
 
 def _check_kernel_spec(kernel_spec: KernelSpec) -> None:
     """Check that weights and activations run together on the target, and that their layout is known."""
+    from hqconv.kernel_layout.transform import needs_cuda
+
     reason = why_not(kernel_spec)
     if reason is not None:
         inputs, schemas = nearest(kernel_spec)

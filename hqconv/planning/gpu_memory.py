@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from hqconv.kernel_layout.gemm_forms import planned_kernel_form
+from hqconv.kernel_layout.compatibility import gemm_bytes
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.output_units import gemm_shapes
 from hqconv.schemas.grid import Grid
@@ -88,10 +88,7 @@ def expert_bytes(layers: Iterable[MoeLayer], kernel_spec: KernelSpec, tp: int) -
     for layer in layers:
         key = (layer.hidden_size, layer.intermediate_size, layer.gated, layer.has_bias)
         if key not in of_expert:
-            forms = (
-                planned_kernel_form(n, k, kernel_spec, layer.has_bias)
-                for n, k in gemm_shapes(layer, tp, kernel_spec.schema).values()
-            )
-            of_expert[key] = sum(spec.num_bytes for form in forms for spec in form.tensors.values())
+            shapes = gemm_shapes(layer, tp, kernel_spec.schema).values()
+            of_expert[key] = sum(gemm_bytes(n, k, kernel_spec, has_bias=layer.has_bias) for n, k in shapes)
         total += of_expert[key] * layer.num_experts
     return total

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from json.encoder import encode_basestring
+from typing import TYPE_CHECKING
 
 from hqconv.errors import plural
-from hqconv.kernel_layout.gemm_forms import KernelForm, planned_kernel_form, planned_packed_form
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.layer_encoding import LayerEncoding
 from hqconv.planning.spec import ConversionSpec
@@ -18,6 +18,9 @@ from hqconv.schemas.dtypes import num_bits
 from hqconv.schemas.grid import Grid, TpSlice, tp_share, tp_slices
 from hqconv.schemas.tensors import TensorRef, TensorSpec
 from hqconv.schemas.weight_schema import WeightSchema
+
+if TYPE_CHECKING:
+    from hqconv.kernel_layout.transform import KernelForm
 
 
 @dataclass(frozen=True)
@@ -198,10 +201,12 @@ def gemm_shapes(layer: MoeLayer, tp: int, schema: WeightSchema) -> dict[str, tup
 
 
 def kernel_unit(layer: MoeLayer, spec: ConversionSpec) -> MoeLayerPlan:
-    """Plan the rank files of one layer."""
+    """Plan the rank files of one layer. As `expert_shards` it loads Humming, whose rules give the forms."""
+    from hqconv.kernel_layout.transform import kernel_form
+
     kernel_spec = spec.kernel_spec_of(layer.name)
     forms = {
-        gemm: planned_kernel_form(n, k, kernel_spec, layer.has_bias)
+        gemm: kernel_form(n, k, kernel_spec, layer.has_bias)
         for gemm, (n, k) in gemm_shapes(layer, spec.grid.tp, kernel_spec.schema).items()
     }
     files, inputs = [], kernel_spec.inputs
@@ -236,12 +241,10 @@ class Shard:
 
 def expert_shards(layer: MoeLayer, spec: ConversionSpec) -> list[Shard]:
     """Return the checkpoint layout's shards of one layer, cut between experts."""
+    from hqconv.kernel_layout.transform import packed_form
 
-    def form(n: int, k: int) -> dict[str, TensorSpec]:
-        schema = spec.kernel_spec_of(layer.name).schema
-        return planned_packed_form(n, k, schema, spec.param_dtype, layer.has_bias)
-
-    forms = {role: form(*layer.shape(role)) for role in layer.roles}
+    schema = spec.kernel_spec_of(layer.name).schema
+    forms = {role: packed_form(*layer.shape(role), schema, spec.param_dtype, layer.has_bias) for role in layer.roles}
     expert_bytes = sum(t.num_bytes for tensors in forms.values() for t in tensors.values())
     per_shard = max(1, MAX_SHARD_BYTES // expert_bytes)
     shards = []

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Unpack, cast
 
 from hqconv.errors import RequestError
-from hqconv.kernel_layout.layer_config import needs_cuda
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.layer_encoding import EncodingOptions, LayerEncoding, encoding_of
@@ -167,6 +166,8 @@ def make_spec(
     choices: the overrides by layer, of the layers `experts`. Raises RequestError as `source_schemas` does, and if
     overrides leave no layer to `--schema source`.
     """
+    from hqconv.kernel_layout.transform import needs_cuda
+
     own_dtype = source_param_dtype(experts) if options.schema is None else None
     dtype = options.dtype if options.dtype is not None else own_dtype or default_param_dtype(config, experts)
     choices = choices or {}

@@ -14,10 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hqconv.errors import RequestError
-from hqconv.kernel_layout.compatibility import why_not, why_overflow
-from hqconv.kernel_layout.gemm_forms import planned_kernel_form
-from hqconv.kernel_layout.layer_config import fuses_exponents
-from hqconv.schemas.dtypes import num_bits
+from hqconv.kernel_layout.compatibility import fuses_exponents, gemm_bytes, why_not, why_overflow
 from hqconv.schemas.gpu_target import GpuTarget, gpu_named, parse_target
 from hqconv.schemas.input_schema import A16, resolve_inputs
 from hqconv.schemas.kernel_spec import KernelSpec
@@ -71,8 +68,7 @@ def microseconds(run: Words | None, schema: str, inputs: str) -> dict[str, float
 def expert_bits(spec: KernelSpec, hidden_size: int, intermediate_size: int) -> int:
     """Bits that one gated expert takes in the kernel layout on one rank, scales and padding included."""
     shapes = ((2 * intermediate_size, hidden_size), (hidden_size, intermediate_size))
-    tensors = [one for shape in shapes for one in planned_kernel_form(*shape, spec).tensors.values()]
-    return sum(math.prod(one.shape) * num_bits(one.dtype) for one in tensors)
+    return sum(8 * gemm_bytes(*shape, spec) for shape in shapes)
 
 
 def size_class(bits: float) -> float:

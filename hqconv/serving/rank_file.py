@@ -1,4 +1,4 @@
-"""One rank's file of one MoE layer: its header, compared with the manifest before any tensor. Loads no torch."""
+"""One rank's file of one MoE layer: its header, compared with the manifest before any tensor."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hqconv.errors import InputError, VerificationError
+from hqconv.errors import HqconvError, InputError, VerificationError
 from hqconv.io.hub import cached_digest
 from hqconv.io.safetensors_header import read_header
-from hqconv.kernel_layout.gemm_forms import planned_kernel_form
+from hqconv.kernel_layout.compatibility import config_entries
+from hqconv.layout_decoder.layout_form import expected_tensors, read_config
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.input_schema import STATIC_SCALES
 from hqconv.schemas.kernel_spec import KernelSpec
@@ -97,13 +98,9 @@ def _check_config(
     name: str, gemm: str, config: Mapping[str, Any], layer: ArtifactLayer, tensors: Mapping[str, TensorRef]
 ) -> None:
     """Compare a LayerConfig, target and formats too, with the manifest, and its number of experts with the tensors'."""
-    sizes = layer.shapes[gemm]
     has_bias = f"{gemm}_{_BIAS}" in tensors
-    n, k = (sizes[f"shape_{axis}"] - sizes[f"pad_shape_{axis}"] for axis in "nk")
-    form = planned_kernel_form(n, k, layer.kernel_spec, has_bias)
-    for key, value in {**form.config, **sizes}.items():
-        if key == "num_experts":
-            continue
+    facts = {**config_entries(layer.kernel_spec), **layer.shapes[gemm], "has_bias": has_bias}
+    for key, value in facts.items():
         if config.get(key) != value:
             raise _damaged(name, f"{gemm} of {key} {value}", config.get(key))
     own = {key: ref for key, ref in tensors.items() if key.startswith(f"{gemm}_") and not names.is_input_scale(key)}
@@ -112,11 +109,15 @@ def _check_config(
     for key, ref in own.items():
         if ref.shape[:1] != (config.get("num_experts"),):
             raise _damaged(name, f"{key} of {config.get('num_experts')} experts", list(ref.shape))
-    for tensor, spec in form.tensors.items():
+    try:
+        form = read_config(config, layer.flags[gemm], has_row_scale=layer.kernel_spec.schema.has_row_scale)
+    except HqconvError as error:
+        raise _damaged(name, f"a layer config of {gemm} that agrees with the manifest's flags", error) from error
+    for tensor, (dtype, shape) in expected_tensors(form).items():
         stored = tensors.get(f"{gemm}_{tensor}")
         found = "absent" if stored is None else f"{stored.dtype} {list(stored.shape[1:])}"
-        if found != f"{spec.dtype} {list(spec.shape)}":
-            raise _damaged(name, f"{gemm}_{tensor} of {spec.dtype} {list(spec.shape)} for each expert", found)
+        if found != f"{dtype} {list(shape)}":
+            raise _damaged(name, f"{gemm}_{tensor} of {dtype} {list(shape)} for each expert", found)
 
 
 def _check_input_scale(name: str, gemm: str, kernel_spec: KernelSpec, tensors: Mapping[str, TensorRef]) -> None:

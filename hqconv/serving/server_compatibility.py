@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hqconv.errors import HqconvError, RequestError
-from hqconv.kernel_layout.layer_config import fuses_exponents
+from hqconv.kernel_layout.compatibility import fuses_exponents
 from hqconv.schemas.engine import Engine
 from hqconv.schemas.gpu_target import TARGETS
 from hqconv.schemas.grid import EVEN

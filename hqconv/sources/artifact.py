@@ -18,7 +18,7 @@ from hqconv.formats.registry import UNUSED_PARTS
 from hqconv.formats.source_format import LAID_OUT, SourceFormat
 from hqconv.io.fetch_folder import FetchFolder
 from hqconv.io.hub import Listing
-from hqconv.kernel_layout.layer_config import fuses_exponents
+from hqconv.kernel_layout.compatibility import fuses_exponents
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import InputScales, MoeLayer, TensorSlice

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from hqconv.artifact.reader import Artifact
-from hqconv.kernel_layout.layer_config import fuses_exponents
+from hqconv.kernel_layout.compatibility import fuses_exponents
 from hqconv.layout_decoder.decode import DecodedStack
 from hqconv.layout_decoder.numbers import float_values, look_up
 from hqconv.models.moe_layer import MoeLayer

@@ -13,8 +13,8 @@ import torch
 
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import HqconvError
-from hqconv.kernel_layout.layer_config import needs_cuda
 from hqconv.kernel_layout.runtime import compiler_version, humming
+from hqconv.kernel_layout.transform import needs_cuda
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.verification.kernel import compile_ahead

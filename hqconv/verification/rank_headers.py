@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from hqconv.artifact.reader import Artifact, Header
 from hqconv.errors import VerificationError
-from hqconv.kernel_layout.gemm_forms import KernelForm
+from hqconv.kernel_layout.transform import KernelForm
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.tensors import TensorSpec

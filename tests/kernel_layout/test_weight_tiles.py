@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hqconv.cpu_loops.helper_threads import Helpers
-from hqconv.kernel_layout.gemm_forms import KernelForm, planned_kernel_form
 from hqconv.kernel_layout.rank_slices import gemm_tensors
-from hqconv.kernel_layout.transform import to_kernel
+from hqconv.kernel_layout.transform import KernelForm, kernel_form, to_kernel
 from hqconv.kernel_layout.weight_tiles import WeightTiles, weight_tiles
 from hqconv.quantization.content_sums import expert_sums
 from hqconv.quantization.quantize import quantize_stacks
@@ -41,7 +40,7 @@ def helpers() -> Iterator[Helpers]:
 
 def forms_of(schema: str, param_dtype: str, share: int, hidden: int, target: int = 90) -> dict[str, KernelForm]:
     spec = kernel_spec_of(resolve_schema(schema), param_dtype, target)
-    return {"w13": planned_kernel_form(2 * share, hidden, spec), "w2": planned_kernel_form(hidden, share, spec)}
+    return {"w13": kernel_form(2 * share, hidden, spec), "w2": kernel_form(hidden, share, spec)}
 
 
 def shapes_of(intermediate: int, hidden: int) -> dict[str, tuple[int, int]]:
@@ -142,7 +141,7 @@ def test_other_layouts_go_the_long_way(
 )
 def test_layouts_for_narrow_activations_go_the_long_way(schema: str, inputs: str, target: int) -> None:
     spec = kernel_spec_of(resolve_schema(schema), "bfloat16", target, inputs)
-    forms = {"w13": planned_kernel_form(256, 256, spec), "w2": planned_kernel_form(256, 128, spec)}
+    forms = {"w13": kernel_form(256, 256, spec), "w2": kernel_form(256, 128, spec)}
     assert weight_tiles(forms, WHOLE, shapes_of(128, 256), 2) is None
 
 

@@ -14,7 +14,6 @@ import torch
 from hqconv.errors import RequestError, VerificationError
 from hqconv.kernel_layout import cpu_ops
 from hqconv.kernel_layout.compatibility import why_not
-from hqconv.kernel_layout.gemm_forms import planned_kernel_form
 from hqconv.kernel_layout.transform import kernel_form, to_kernel
 from hqconv.layout_decoder.decode import DecodedStack
 from hqconv.layout_decoder.layout_form import LayoutForm, read_config
@@ -86,7 +85,7 @@ def size_of(schema: WeightSchema) -> tuple[int, int]:
 
 
 def form_of(kind: KernelSpec) -> LayoutForm:
-    form = planned_kernel_form(*size_of(kind.schema), kind, True)
+    form = kernel_form(*size_of(kind.schema), kind, True)
     return read_config(form.config, form.flags, has_row_scale=kind.schema.has_row_scale)
 
 
@@ -373,9 +372,9 @@ def test_padding_is_checked_in_every_order() -> None:
 
 
 def test_a_kind_is_read_back_from_its_plan_alone() -> None:
-    """What `planned_kernel_form` says is enough, and so is any slice of experts."""
+    """What `kernel_form` says is enough, and so is any slice of experts."""
     kind = kernel_spec_of("int4", "bfloat16", 90, "fp8")
     laid = Laid(kind)
     one = {name: array[1:] for name, array in laid.kernel.items()}
-    planned = planned_kernel_form(*laid.size, kind, True)
+    planned = kernel_form(*laid.size, kind, True)
     assert torch.equal(decoded(planned.config, one, planned.flags).codes, laid.read().codes[1:])

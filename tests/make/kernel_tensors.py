@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from hqconv.kernel_layout.gemm_forms import planned_packed_form
+from hqconv.kernel_layout.transform import packed_form
 from hqconv.layout_decoder import codes, values
 from hqconv.layout_decoder.decode import DecodedStack, bits_of_arrays, decode_layout
 from hqconv.layout_decoder.layout_form import read_config
@@ -25,7 +25,7 @@ def random_packed(
     """Every code, scales of every size that float16 holds beside a second one, zero points, biases."""
     random = np.random.default_rng(seed)
     tensors = {}
-    for name, spec in planned_packed_form(n, k, schema, param_dtype, True).items():
+    for name, spec in packed_form(n, k, schema, param_dtype, True).items():
         shape = (num_experts,) if spec.shape == (1,) else (num_experts, *spec.shape)
         if spec.dtype == "I32":
             words = random.integers(-(1 << 31), 1 << 31, shape)

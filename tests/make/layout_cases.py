@@ -10,9 +10,7 @@ from dataclasses import replace
 import torch
 
 from hqconv.kernel_layout.compatibility import why_not
-from hqconv.kernel_layout.gemm_forms import planned_packed_form
-from hqconv.kernel_layout.layer_config import needs_cuda, resolve
-from hqconv.kernel_layout.transform import kernel_form, to_kernel
+from hqconv.kernel_layout.transform import kernel_form, layer_config, needs_cuda, packed_form, to_kernel
 from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.gpu_target import TARGETS, GpuTarget
 from hqconv.schemas.grid import slice_unit
@@ -21,6 +19,7 @@ from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, WeightSchema, resolve_schema
 
 NUM_EXPERTS = 3
+_OF_INPUTS = ("sm_version", "as_dtype", "input_quant_mode", "input_scale_group_size")  # they change no byte
 NAMES = (
     *PRESETS,
     *(f"int{bits}-{kind}" for bits in range(1, 9) for kind in ("c", "g128", "g64-zp", "g128-zp", "g64-fpzp")),
@@ -58,9 +57,11 @@ def cases() -> dict[str, KernelSpec]:
             one = replace(kind, target=GpuTarget(sm_version, cuda))
             if why_not(one):
                 continue
-            layer = replace(resolve(one), as_dtype=None, input_quant_mode="")
-            tiles = sm_version // 10 if layer.use_block_scaled_mma else 0
-            key = (schema, param, inputs.a_dtype, layer, tiles)
+            form = kernel_form(256, 512, one)
+            tiles = sm_version // 10 if form.flags["use_block_scaled_mma"] else 0
+            layout = {key: value for key, value in form.config.items() if key not in _OF_INPUTS} | form.flags
+            is_umma = layer_config(form.config_json(1)).is_umma_supported
+            key = (schema, param, inputs.a_dtype, tuple(layout.values()), tiles, is_umma)
             if key not in seen:
                 seen.add(key)
                 found[f"{schema.name}/{inputs.name}/{param}/{one.target}"] = one
@@ -73,7 +74,7 @@ def packed(kind: KernelSpec, seed: int) -> tuple[tuple[int, int], dict[str, torc
     unit = slice_unit(kind.schema)
     n, k = (5 * unit, 3 * unit) if unit < 128 else (3 * unit, 5 * unit)
     tensors = {}
-    for name, spec in planned_packed_form(n, k, kind.schema, kind.param_dtype, True).items():
+    for name, spec in packed_form(n, k, kind.schema, kind.param_dtype, True).items():
         shape, dtype = (NUM_EXPERTS, *spec.shape), torch_dtype(spec.dtype)
         if spec.shape == (1,):
             shape = (NUM_EXPERTS,)

@@ -13,8 +13,8 @@ import torch
 
 import hqconv
 from hqconv.kernel_layout import fused_moe
+from hqconv.kernel_layout.compatibility import load_layer_config
 from hqconv.kernel_layout.kernel_sources import NO_DEVICE, standing_in
-from hqconv.kernel_layout.layer_config import load_layer_config
 from hqconv.kernel_layout.runtime import humming
 from hqconv.reports.ranking import SPEEDS
 from hqconv.schemas.gpu_target import GpuTarget

@@ -30,8 +30,7 @@ from vllm.model_executor.utils import weights_already_processed
 from vllm.utils import humming
 
 from hqconv.errors import HqconvError, RequestError, VerificationError
-from hqconv.kernel_layout.compatibility import why_not
-from hqconv.kernel_layout.gemm_forms import splits_e8m0
+from hqconv.kernel_layout.compatibility import splits_e8m0, why_not
 from hqconv.schemas.grid import GROUPS, Grid, stored_size, tp_share
 from hqconv.schemas.input_schema import resolve_inputs
 from hqconv.schemas.recipe import load_recipe

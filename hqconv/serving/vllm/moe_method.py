@@ -21,7 +21,7 @@ from vllm.model_executor.utils import is_weights_pre_processed
 from vllm.utils import humming
 
 from hqconv.artifact.tensor_filler import LoadTarget
-from hqconv.kernel_layout.layer_config import load_layer_config
+from hqconv.kernel_layout.compatibility import load_layer_config
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.dtypes import torch_dtype

@@ -1,9 +1,11 @@
-"""What a plan says of the layouts without Humming, held to Humming's own transform for every schema there can be."""
+"""Pairs that run, and what is known of their layouts without Humming, held to Humming for every schema."""
 
 from __future__ import annotations
 
 import itertools
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,16 +14,22 @@ import pytest
 import torch
 
 from hqconv.errors import RequestError
-from hqconv.kernel_layout import gemm_forms, transform
-from hqconv.kernel_layout.compatibility import why_incompatible, why_not
-from hqconv.kernel_layout.layer_config import needs_cuda
-from hqconv.schemas.artifact_names import CHECKPOINT, KERNEL
+from hqconv.kernel_layout import transform
+from hqconv.kernel_layout.compatibility import (
+    config_entries,
+    fuses_exponents,
+    gemm_bytes,
+    is_block_scaled,
+    why_incompatible,
+    why_not,
+)
 from hqconv.schemas.gpu_target import TARGETS, GpuTarget
 from hqconv.schemas.grid import slice_unit
 from hqconv.schemas.input_schema import A_DTYPES, INPUT_PRESETS, INPUT_SCALE_DTYPES, QUANT_MODES, InputSchema
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, WeightSchema
 from tests.make.conversions import kernel_spec_of, run, schema_of
+from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
 
 SCALES = (
@@ -117,19 +125,22 @@ def test_the_rule_is_hummings(schemas: list[WeightSchema]) -> None:
     assert num_compatible > 2000
 
 
-def test_forms_are_hummings_for_every_pair_and_gpu(schemas: list[WeightSchema]) -> None:
-    """Of every kind that runs: names, order, shapes, dtypes, config and flags of its tensors."""
+def test_what_is_known_without_humming_is_hummings(schemas: list[WeightSchema]) -> None:
+    """Of every kind that runs: entries of the layer config, flags that rules ask for, and the size of its tensors."""
     chosen = [kind for kind in (*presets(), *kinds(schemas, 20_000, seed=2)) if why_not(kind) is None]
     flags = set()
     for number, kind in enumerate(chosen):
-        unit = slice_unit(kind.schema)
-        words = (3 * unit, 5 * unit, kind, number % 3 == 0)
-        planned, real = gemm_forms.planned_kernel_form(*words), transform.kernel_form(*words)
-        assert planned == real, (kind, kind.inputs, kind.schema)
-        assert list(planned.tensors) == list(real.tensors), kind
-        assert planned.config_json(7) == real.config_json(7), kind
-        flags |= {name for name, is_set in planned.flags.items() if is_set}
-    assert flags == set(gemm_forms.LAYOUT_FLAGS), "a layout that nothing here met"
+        unit, has_bias = slice_unit(kind.schema), number % 3 == 0
+        form = transform.kernel_form(3 * unit, 5 * unit, kind, has_bias)
+        entries = config_entries(kind)
+        assert {key: form.config[key] for key in entries} == entries, (kind, kind.inputs, kind.schema)
+        assert form.flags["use_block_scaled_mma"] == is_block_scaled(kind), kind
+        assert form.flags["use_fused_e8m0_scale"] == fuses_exponents(kind), kind
+        assert not form.config["use_int_weight_scale"], "a layout that cannot be read back"
+        size = sum(tensor.num_bytes for tensor in form.tensors.values())
+        assert gemm_bytes(3 * unit, 5 * unit, kind, has_bias=has_bias) == size, kind
+        flags |= {name for name, is_set in form.flags.items() if is_set}
+    assert flags == set(transform.LAYOUT_FLAGS), "a layout that nothing here met"
 
 
 def test_the_compiler_is_asked_for_where_it_decides(schemas: list[WeightSchema]) -> None:
@@ -142,44 +153,37 @@ def test_the_compiler_is_asked_for_where_it_decides(schemas: list[WeightSchema])
             ]
             for cuda in COMPILERS
         }
-        assert needs_cuda(kind) == (len(found) == 2), kind
+        assert transform.needs_cuda(kind) == (len(found) == 2), kind
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(("rows", "columns", "has_bias"), [(1, 1, True), (3, 5, False), (24, 40, True)])
-def test_forms_are_hummings(schemas: list[WeightSchema], rows: int, columns: int, has_bias: bool) -> None:
-    """Of one scale group, of some that need padding, of many; 16-bit activations on sm90, every schema."""
-    chosen = schemas if rows < 24 else [*PRESETS.values(), *schemas[::29]]
-    for schema, param_dtype in itertools.product(chosen, PARAM_DTYPES):
-        if not is_well_typed(schema, param_dtype):
-            continue
-        shape = (rows * slice_unit(schema), columns * slice_unit(schema))
-        words = (*shape, kernel_spec_of(schema, param_dtype), has_bias)
-        planned, real = gemm_forms.planned_kernel_form(*words), transform.kernel_form(*words)
-        assert planned == real, words
-        assert list(planned.tensors) == list(real.tensors), words
-        assert planned.config_json(7) == real.config_json(7), words
-        assert list(planned.flags) == list(real.flags)
-        assert transform.is_as_planned(planned, *words)
-        packed = (*shape, schema, param_dtype, has_bias)
-        found = gemm_forms.planned_packed_form(*packed)
-        assert list(found.items()) == list(transform.packed_form(*packed).items()), packed
+def test_a_form_needs_no_compiled_loop_and_no_compiler_of_torchs() -> None:
+    """`--dry-run` and `hqconv.plan` need a form of each shape before anything else: milliseconds."""
+    code = (
+        "import sys, torch, time\n"
+        "from hqconv.kernel_layout.runtime import humming\n"
+        "from hqconv.kernel_layout.transform import kernel_form\n"
+        "from tests.make.conversions import kernel_spec_of\n"
+        "humming()\n"
+        "before = time.process_time()\n"
+        "for name in ('mxfp4', 'int4', 'fp8-block', 'nvfp4'):\n"
+        "    kernel_form(4096, 2048, kernel_spec_of(name))\n"
+        "print(time.process_time() - before, 'torch._dynamo' in sys.modules, 'sympy' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPO, check=True)
+    seconds, *loaded = done.stdout.split()
+    assert loaded == ["False", "False"]
+    assert float(seconds) < 1
 
 
-def test_another_humming_is_noticed_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_humming_without_kernels_is_noticed_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = write_qwen3_moe(tmp_path / "model", num_layers=1)
-    other = transform.packed_form(384, 128, PRESETS["int4"], "bfloat16")
-    for name, answer, kind, what in (
-        ("is_compatible", False, KERNEL, "no kernel"),
-        ("is_as_planned", False, KERNEL, "in another way"),
-        ("packed_form", other, CHECKPOINT, "in another way"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(f"hqconv.conversion.convert.{name}", lambda *_, answer=answer: answer)
-            with pytest.raises(RequestError, match=what) as caught:
-                run(model, tmp_path / "out", "int4", layout=kind)
-        assert "humming-kernels" in str(caught.value.found)
-        assert not (tmp_path / "out").exists()
+    monkeypatch.setattr("hqconv.conversion.convert.is_compatible", lambda _: False)
+    with pytest.raises(RequestError, match="no kernel") as caught:
+        run(model, tmp_path / "out", "int4")
+    assert "humming-kernels" in str(caught.value.found)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_tensor_that_is_not_as_planned_is_not_written() -> None:
