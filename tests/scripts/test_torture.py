@@ -92,7 +92,7 @@ def test_a_stop_while_the_rest_is_tidied_up(number: int, place: Place) -> None:
     (ended,) = place.zygote.end()
     stopped = Stopped(ended.code, ended.seconds_after, ended.seconds, ended.stdout, ended.stderr)
     assert ended.code == 129
-    assert problem_of(stopped, SIGHUP, place.out, place.new, place.old, before) == ""
+    assert problem_of(stopped, SIGHUP, place.out, place.new, place.old) == ""
 
 
 # --- what the judges see -----------------------------------------------------------------------------------
