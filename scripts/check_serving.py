@@ -45,8 +45,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hqconv.schemas import artifact_names as names
+from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.weight_schema import resolve_schema
-from hqconv.serving.chosen_engine import ENGINE
 from scripts import bench_reading, few_kernels, one_gpu
 from scripts.engines import Engine, run_all
 from scripts.serving_answers import CONTROLS, DECODED, GOOD, all_near, compare, verdict, write

@@ -26,11 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from hqconv.errors import RequestError
 from hqconv.kernel_layout.compatibility import why_not
 from hqconv.reports.ranking import ERRORS, KINDS, expert_bits, measured_errors, microseconds, rank_schemas, speed_run_of
+from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.input_schema import INPUT_PRESETS
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.weight_schema import PRESETS, WeightSchema, resolve_schema
-from hqconv.serving.chosen_engine import ENGINE
 from scripts.quantizer_gains import relative_error, weights
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "choosing.md"

@@ -27,8 +27,6 @@ FLOORS = {
     "quantization": 4,
     "formats": 5,
     "models": 6,
-    "serving.vllm.limits": 2,
-    "serving.chosen_engine": 7,
     "planning": 8,
     "artifact": 9,
     "sources": 10,
@@ -79,7 +77,7 @@ SEAMS = {
     "layerconfig": ("hqconv.kernel_layout",),
     "vllm": (
         "hqconv.serving.vllm",
-        "hqconv.serving.chosen_engine",  # the one place that chooses the engine
+        "hqconv.schemas.engine",  # facts of the engine, as data
         "hqconv.serving.warm.compile_kernels",  # imports what the engine requests of the kernel library
     ),
 }
@@ -97,12 +95,7 @@ LIGHT = (
     *("hqconv.sources", "hqconv.artifact.reader"),
     *("hqconv.serving.artifact_view", "hqconv.serving.artifact_location", "hqconv.serving.server_compatibility"),
     *("hqconv.serving.rank_file", "hqconv.serving.vllm.activations", "hqconv.serving.vllm.layer_names"),
-    *(
-        "hqconv.serving.vllm.plugin",
-        "hqconv.serving.vllm.tuning",
-        "hqconv.serving.vllm.limits",
-        "hqconv.serving.chosen_engine",
-    ),
+    *("hqconv.serving.vllm.plugin", "hqconv.serving.vllm.tuning", "hqconv.serving.vllm.limits"),
     *(f"hqconv.serving.warm.{name}" for name in ("gpus", "kernel_store", "compile_kernels")),
     *("hqconv.conversion.option_values", "hqconv.conversion.progress"),
     "hqconv.conversion.resources",
@@ -111,7 +104,7 @@ HEAVY = ("torch", "numpy", "numba", "humming", "transformers", "huggingface_hub"
 # A server serves: planning, conversion, verification and reports stay out of its processes, also in functions.
 # `serving/warm` is no part of a server, its store of compiled kernels aside.
 SERVER_WITHOUT_VLLM = (
-    *("artifact_view", "artifact_location", "server_compatibility", "chosen_engine", "rank_file", "parameter_loader"),
+    *("artifact_view", "artifact_location", "server_compatibility", "rank_file", "parameter_loader"),
     *(
         "vllm.activations",
         "vllm.layer_names",

@@ -30,10 +30,10 @@ from hqconv.planning.output_units import CopiedShardPlan, MoeLayerPlan
 from hqconv.planning.plan import ConversionPlan
 from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
+from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.grid import EVEN
 from hqconv.schemas.options import ENCODING_KEYS
 from hqconv.schemas.sum_factors import COPIED
-from hqconv.serving.chosen_engine import ENGINE
 
 
 @dataclass(frozen=True)

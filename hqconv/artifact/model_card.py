@@ -15,8 +15,8 @@ from hqconv.errors import printable_line
 from hqconv.formats.source_format import DIRECT
 from hqconv.io.front_matter import FrontMatter, in_yaml
 from hqconv.schemas.artifact_names import MANIFEST, SUMS
+from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.options import RTN
-from hqconv.serving.chosen_engine import ENGINE
 
 _MARKER = b"<!-- hqconv: what follows is the card of the source, as it was -->\n"
 _KEPT = ("license", "license_name", "license_link", "language", "pipeline_tag", "datasets")

@@ -20,10 +20,10 @@ from hqconv.formats.source_format import PLAIN
 from hqconv.reports.documents import Words as Document
 from hqconv.reports.ranking import DECODE, PREFILL
 from hqconv.schemas.activation import Activation
+from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.gpu_target import GPUS, SHOWN_GPUS, TARGETS
 from hqconv.schemas.grid import EVEN
 from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS
-from hqconv.serving.chosen_engine import ENGINE
 from hqconv.verification.result import OF_ANOTHER_SOURCE
 
 PROJECTIONS = {"w1": "gate (w1)", "w3": "up (w3)", "w2": "down (w2)"}

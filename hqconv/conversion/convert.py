@@ -53,8 +53,8 @@ from hqconv.planning.output_units import MoeLayerPlan, OutputUnit
 from hqconv.planning.plan import ConversionPlan
 from hqconv.quantization.cuda import check_kernels
 from hqconv.schemas import artifact_names
+from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.options import ENCODING_KEYS, RTN
-from hqconv.serving.chosen_engine import ENGINE
 from hqconv.sources.opening import frozen_objects, without_gc
 
 _LOG = logging.getLogger(__name__)

@@ -15,12 +15,12 @@ from hqconv.planning.source_schema import dtype_warnings, rounding_warnings
 from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
 from hqconv.schemas.artifact_names import HESSIAN_TILE
+from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.grid import GROUPS, Grid, check_grid, slice_unit
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.model_config import NO_HEADS, AttentionHeads
 from hqconv.schemas.options import GPTQ, RTN
 from hqconv.schemas.weight_schema import PARAM_DTYPES
-from hqconv.serving.chosen_engine import ENGINE
 
 PROVEN_SM = 90  # of an H200: docs/kernels.md
 _CODE_DTYPES = ("F8_E4M3", "F8_E5M2", "F4", "U8", "I8", "I32")

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from hqconv.kernel_layout.compatibility import gemm_bytes
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.output_units import gemm_shapes
+from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.model_config import AttentionHeads
 from hqconv.schemas.tensors import TensorRef
-from hqconv.serving.chosen_engine import ENGINE
 
 # Modules that vLLM builds as column, row or vocabulary parallel layers: the last part of a module's name.
 _KV = ("k_proj", "v_proj")

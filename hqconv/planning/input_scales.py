@@ -11,9 +11,9 @@ from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
 from hqconv.schemas.dtypes import FLOATS
+from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.tensors import TensorRef
-from hqconv.serving.chosen_engine import ENGINE
 
 # Two levels of scales: above those of groups, which e4m3 holds, a static one, the largest input / (6 * 448).
 _TWO_LEVELS, _OF_TWO_LEVELS = "static_tensor_dynamic_group", "float4e2m1"

@@ -38,6 +38,7 @@ from hqconv.planning.spec import default_param_dtype
 from hqconv.schemas import artifact_names
 from hqconv.schemas.artifact_names import MANIFEST
 from hqconv.schemas.config_files import RECIPES, SCHEMAS, shipped
+from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.gpu_target import TARGETS, GpuTarget
 from hqconv.schemas.grid import EVEN, GROUPS, Grid, slice_unit, working_tp_sizes
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema
@@ -56,7 +57,6 @@ from hqconv.schemas.weight_schema import (
     SHORTHAND,
     WeightSchema,
 )
-from hqconv.serving.chosen_engine import ENGINE
 from hqconv.sources.opening import locate_source, open_location
 
 Words = dict[str, Any]

@@ -10,7 +10,7 @@ from hqconv.errors import plural
 from hqconv.reports.documents import Words as Document
 from hqconv.reports.html import Part, details, environment, facts, heading, note, number, plots, section, size, table
 from hqconv.reports.page_document import GENERATOR, PROJECTIONS, ROLES
-from hqconv.serving.chosen_engine import ENGINE
+from hqconv.schemas.engine import ENGINE
 
 _NO_CHECKS = (
     "No check was run for this page. `hqconv verify --report` runs all checks, `hqconv report --source` the check of "

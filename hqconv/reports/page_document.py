@@ -15,9 +15,9 @@ from hqconv.artifact.manifest import Manifest, ManifestLayer, read_manifest
 from hqconv.errors import HqconvError, OutputError, RequestError, VerificationError
 from hqconv.reports.documents import Words, config_of, describe_artifact
 from hqconv.schemas.artifact_names import rank_file
+from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.model_config import attention_heads
 from hqconv.schemas.untrusted_files import read_json
-from hqconv.serving.chosen_engine import ENGINE
 
 PROJECTIONS = {"w1": "gate (w1)", "w3": "up (w3)", "w2": "down (w2)"}
 ROLES = tuple(PROJECTIONS)

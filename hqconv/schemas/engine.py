@@ -1,67 +1,247 @@
-"""The interface to a serving engine for planning, reports, model cards and refusals."""
+"""Facts about the serving engine: its name, options and commands, and what it does not serve. Imports no engine.
+
+Planning, conversion, reports and refusals ask `ENGINE`. Reasons are second halves of sentences, to follow
+"<release> will not serve this artifact:".
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Protocol
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from hqconv.schemas.grid import Grid
+from hqconv.schemas.artifact_names import KERNEL
+from hqconv.schemas.grid import LINEAR, Grid
 from hqconv.schemas.model_config import NO_HEADS, AttentionHeads
 from hqconv.schemas.weight_schema import WeightSchema
 
+_CANNOT_SHARE = "tensor parallel ranks cannot share the model's"
 
-class Engine(Protocol):
-    """A serving engine, for code that runs outside of its processes. Loads neither torch nor the engine itself.
 
-    Reasons are second halves of sentences, to follow "<release> will not serve this artifact:".
+@dataclass(frozen=True)
+class Engine:
+    """A serving engine: facts of one release, from its source and from runs of its classes (docs/serving.md).
+
+    release: name and version. library_name: of model cards on the Hub. install_command: installs hqconv from a clone of
+    its repository, with the extra that installs the engine. placement_option, dtype_option: `{}` stands for the value.
+    placement_remark, layer_remedy: parts of refusals. without_kernel_layer: families whose class has no layer that runs
+    the kernels as the model needs them. without_checkpoint_loader: (family, pattern of layer names, scale dtype,
+    reason); an empty pattern or scale dtype stands for all.
     """
 
-    name: str  # for messages
-    release: str  # with the version that the facts below were read from and tested with
-    library_name: str  # in the metadata of model cards on the Hub
-    install_command: str  # installs hqconv from a clone of its repository, with the extra that installs the engine
-    # Options of a server's command line, `{}` for the value, and remarks for refusals.
+    name: str
+    release: str
+    library_name: str
+    install_command: str
+    command: str
+    tp_option: str
+    ep_option: str
+    copies_option: str
     placement_option: str
     placement_remark: str
     dtype_option: str
     layer_remedy: str
+    quant_method: str
+    without_kernel_layer: Mapping[str, str]
+    without_checkpoint_loader: tuple[tuple[str, str, str, str], ...]
 
     def serve_options(self, grid: Grid) -> str | None:
-        """Return command line options for a grid of ranks, or None if the engine has no such parallelism."""
+        """Return command line options for a grid of ranks, or None if there is no such parallelism.
+
+        With expert parallelism the engine's MoE layers have one TP rank.
+        """
+        if (grid.tp > 1 and grid.ep > 1) or (grid.redundant and (grid.ep == 1 or grid.placement != LINEAR)):
+            return None
+        if grid.ep == 1:
+            return self.tp_option.format(grid.tp) if grid.tp > 1 else ""
+        options = [self.tp_option.format(grid.ep), self.ep_option]
+        if grid.placement != LINEAR:
+            options.append(self.placement_option.format(grid.placement))
+        if grid.redundant:
+            options.append(self.copies_option.format(grid.redundant))
+        return " ".join(options)
 
     def attention_tp(self, grid: Grid) -> int | None:
-        """Return the tensor parallel size of attention and dense layers, or None where there is no `serve_options`."""
+        """Return the tensor parallel size of attention and dense layers, or None where there is no `serve_options`.
+
+        Every expert parallel rank is a tensor parallel rank of attention.
+        """
+        return None if self.serve_options(grid) is None else grid.tp * grid.ep
 
     def heads_obstacle(self, grid: Grid, heads: AttentionHeads) -> str | None:
-        """Return the reason why the ranks cannot share the attention heads, or None if they can."""
+        """Return the reason why the ranks cannot share the attention heads, or None if they can.
 
-    def inner_obstacle(self, intermediate_size: int, grid: Grid) -> str | None:
-        """Return the reason why the engine's MoE layers of this expert size do not start with the ranks, or None."""
+        KV heads are dealt to the ranks, or repeated where there are more ranks than KV heads: vLLM's
+        `ModelConfig.verify_with_parallel_config`, and the assertions of its attention layers.
+        """
+        tp = self.attention_tp(grid)
+        if tp is None:
+            return None
+        if heads.num_heads is not None and heads.num_heads % tp:
+            return f"{tp} {_CANNOT_SHARE} {heads.num_heads} attention heads evenly"
+        kv_heads = heads.num_kv_heads
+        if kv_heads is not None and kv_heads % tp and tp % kv_heads:
+            return f"{tp} {_CANNOT_SHARE} {kv_heads} KV heads evenly"
+        return None
 
     def is_heads_obstacle(self, warning: str) -> bool:
         """Return whether a recorded warning holds a `heads_obstacle`."""
+        return f" {_CANNOT_SHARE} " in warning
+
+    def inner_obstacle(self, intermediate_size: int, grid: Grid) -> str | None:
+        """Return the reason why MoE layers of this expert size do not start with the ranks, or None.
+
+        An assertion of vLLM's `FusedMoEConfig`; the rows of each rank are the artifact's.
+        """
+        if intermediate_size % grid.tp:
+            return f"{grid.tp} does not divide the experts' intermediate size {intermediate_size}: use another --tp"
+        return None
 
     def serve_command(self, out: str, layout: str, grid: Grid, heads: AttentionHeads = NO_HEADS) -> str | None:
         """Return the command that serves an artifact, or None without one; the checkpoint layout fits any ranks."""
+        if layout == KERNEL and self.heads_obstacle(grid, heads):
+            return None
+        options = self.serve_options(grid) if layout == KERNEL else ""
+        return None if options is None else f"{self.command} {shlex.quote(out)} {options}".rstrip()
 
     def kernel_layout_obstacles(
         self, family: str, grid: Grid, heads: AttentionHeads = NO_HEADS, num_experts: Iterable[int] = ()
     ) -> list[str]:
         """Return reasons why the engine does not serve a kernel artifact of this model family, grid and heads.
 
-        num_experts: of each layer, without copies; left out, what depends on it is no reason.
+        num_experts: of each layer, without copies; left out, what depends on it is no reason. Copies: vLLM's
+        `ParallelConfig`, `FusedMoE` and `determine_expert_placement_strategy`.
         """
+        reasons = []
+        if grid.redundant and grid.ep == 1:
+            reasons.append("it has redundant experts with expert parallelism only: use --ep")
+        if grid.redundant and grid.placement != LINEAR:
+            reasons.append("it deals redundant experts linearly only: use --expert-placement linear")
+        for count in dict.fromkeys(num_experts) if grid.redundant else ():
+            if (count + grid.redundant) % grid.ep:
+                total = f"{count} experts and {grid.redundant} copies"
+                reasons.append(f"{total} are no multiple of {grid.ep} ranks: use another --redundant-experts")
+        if grid.tp > 1 and grid.ep > 1:
+            reasons.append("with expert parallelism its MoE layers are not cut for tensor parallel ranks: use --tp 1")
+        if (reason := self.heads_obstacle(grid, heads)) is not None:
+            reasons.append(f"{reason}: use another --tp or --ep, or serve with --data-parallel-size for a part of them")
+        if (reason := self.without_kernel_layer.get(family)) is not None:
+            reasons.append(reason)
+        return reasons
 
     def checkpoint_layout_obstacle(self, schema: WeightSchema, param_dtype: str) -> str | None:
         """Return the reason why the engine cannot serve the checkpoint layout of this schema, of any family."""
+        if schema.has_zero_point:
+            return "its weight loader has no scale_type for zero points (ValueError)"
+        if schema.is_coupled:
+            return "its weight loader cannot place tensor-level scales of w13 (IndexError)"
+        if schema.bs_dtype in ("float8e5m2", "float8e5m3"):
+            return f"it has no {schema.bs_dtype} scales (KeyError)"
+        if schema.bs_dtype == "float8e8m0" and param_dtype == "float16" and not schema.has_row_scale:
+            return "it does not widen e8m0 scales for float16: exponents outside [-14, 15] saturate"
+        if schema.b_dtype == "uint1":
+            return "it has no 1-bit integer type (KeyError)"
+        if not schema.is_integer and not _selects_kernel(schema):
+            return f"it selects no MoE kernel for {schema.describe()} (AssertionError)"
+        return None
 
     def checkpoint_family_obstacle(self, family: str, layer: str, schema: WeightSchema) -> str | None:
         """Return the reason why the engine cannot serve an MoE layer of this family from the checkpoint layout."""
+        for name, pattern, scale_dtype, reason in self.without_checkpoint_loader:
+            if family == name and re.search(pattern, layer) and scale_dtype in ("", schema.bs_dtype):
+                return reason
+        return None
 
     def layer_pattern(self, layer: str) -> str | None:
-        """Return an ignore list's pattern for the engine's name of an MoE layer, or None if that name is unknown."""
+        """Return an ignore list's pattern for the engine's name of an MoE layer, or None if that name is unknown.
+
+        Whatever prefix the layer has: vLLM puts the modules of an MTP layer one deeper; MTP layers with numbers of
+        their own it renumbers.
+        """
+        found = re.search(r"(?:^|\.)layers\.(\d+)\.(?:.*\.)?(\w+)$", layer)
+        if found is None or "mtp" in layer.split("."):
+            return None
+        return rf"re:(?:.*\.)?layers\.{found[1]}\.(?:.*\.)?{found[2]}$"
 
     def checkpoint_config(
         self, schema: WeightSchema, layer_names_of: Iterable[str], left: Iterable[str] = ()
     ) -> dict[str, Any]:
-        """Return `quantization_config` of the checkpoint layout; experts of the layers `left` stay unquantized."""
+        """Return `quantization_config` of the checkpoint layout; experts of the layers `left` stay unquantized.
+
+        Long field names only: vLLM reads the same flat dict as an input schema, whose aliases `dtype`, `group_size`
+        and `scale_dtype` would turn on activation quantization. Fields missing in the schema stay out: vLLM knows some
+        schemas only so (`_selects_kernel`). `ignore` keeps everything but the experts' modules unquantized: vLLM
+        matches its module names with `re.match` after `re:`.
+        """
+        fields = schema.humming_fields()
+        kept = {key: value for key, value in fields.items() if value not in (None, 0, False, "none")}
+        experts = sorted({re.escape(name.rsplit(".", 1)[-1]) for name in layer_names_of})
+        plain = [pattern for name in left if (pattern := self.layer_pattern(name)) is not None]
+        return {"quant_method": self.quant_method, **kept, "ignore": [rf"re:(?!.*\.({'|'.join(experts)})$)", *plain]}
+
+
+def _selects_kernel(schema: WeightSchema) -> bool:
+    """Return whether a float type is on the list of vLLM's experts classes (`_supports_quant_scheme`)."""
+    kind = schema.weight_scale_type
+    if schema.b_dtype in ("float4e2m1", "float4e0m3"):
+        return kind in ("group", "channel")
+    if schema.b_dtype not in ("float8e4m3", "float8e3m4"):  # vLLM does not tell them apart
+        return False
+    return {
+        # Channel scales only where their dtype is left out: one that is named makes another key.
+        "channel": schema.bs_dtype is None,
+        "group": schema.bs_dtype == "float8e8m0" and schema.weight_scale_group_size == 32,
+        "block": (schema.weight_scale_group_size_n, schema.weight_scale_group_size) == (128, 128),
+    }[kind]
+
+
+_SILENT = "they stay as they were allocated, and no error says so"
+
+ENGINE = Engine(
+    name="vLLM",
+    release="vLLM 0.33",
+    library_name="vllm",
+    install_command="pip install './hqconv[vllm]'",
+    command="vllm serve",
+    tp_option="--tensor-parallel-size {}",
+    ep_option="--enable-expert-parallel",
+    copies_option="--enable-eplb --eplb-config.num_redundant_experts {}",
+    placement_option="--expert-placement-strategy {}",
+    placement_remark="vLLM falls back to linear where it has no round robin",
+    dtype_option="--dtype {}",
+    layer_remedy="Another option, such as an all-to-all backend that pads the hidden size, or a changed config.json, "
+    "makes the layer differ: serve without it.",
+    quant_method="humming",
+    without_kernel_layer={
+        "llama4": "'llama4' weighs the experts' inputs, which its Humming layers do not",
+        "moondream3": "'moondream3' calls a kernel of plain weights itself, without a layer that Humming could serve",
+    },
+    without_checkpoint_loader=(
+        ("gpt_oss", "", "", f"its GPT-OSS loader does not read Humming's weights: {_SILENT}"),
+        ("openai_privacy_filter", "", "", f"its GPT-OSS loader does not read Humming's weights: {_SILENT}"),
+        ("llama4", "", "", "Llama 4's router weights scale the experts' inputs; its Humming method scales the outputs"),
+        ("granitemoe", "", "", "its experts are `block_sparse_moe.experts`, here `block_sparse_moe` (ValueError)"),
+        ("granitemoe_swa", "", "", f"it knows the projections by other names than w1, w2, w3: {_SILENT}"),
+        ("dbrx", "", "", "its experts are `ffn`, here `ffn.experts.mlp` (KeyError)"),
+        ("step3", "", "", "its experts are `moe.experts`, here `moe`"),
+        ("moondream3", "", "", "its Moondream3 reads stacks of plain weights only"),
+        ("aria", "", "", f"it takes each gate and up for both, in halves: rows of w13 are wrong, {_SILENT}"),
+        ("inkling", "", "", "its loader reads stacks of all experts only (AttributeError)"),
+        ("inkling2", "", "", "its loader reads stacks of all experts only (AttributeError)"),
+        (
+            "deepseek_v4",
+            "",
+            "float8e8m0",
+            "its DeepSeek-V4 loader converts e8m0 scales as if they were integers: they come out wrong, without an "
+            "error",
+        ),
+        (
+            "deepseek",
+            r"\.blocks\.\d+\.",
+            "",
+            "it knows the layers as `model.layers`, not by the `model.blocks` of transformers 5 (KeyError)",
+        ),
+    ),
+)

@@ -16,10 +16,10 @@ from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.io.hub import cached_digest, is_offline, is_snapshot, listed_weights
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
+from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.serving.artifact_location import ArtifactLocation
-from hqconv.serving.chosen_engine import ENGINE
 
 _LOG = logging.getLogger(__name__)
 

@@ -14,14 +14,13 @@ from pathlib import Path
 
 from hqconv.errors import HqconvError, RequestError
 from hqconv.kernel_layout.compatibility import fuses_exponents
-from hqconv.schemas.engine import Engine
+from hqconv.schemas.engine import ENGINE, Engine
 from hqconv.schemas.gpu_target import TARGETS
 from hqconv.schemas.grid import EVEN
 from hqconv.schemas.input_schema import A16, NAMED_INPUTS, InputSchema
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
 from hqconv.serving.artifact_location import ArtifactLocation
 from hqconv.serving.artifact_view import ArtifactLayer, ArtifactView
-from hqconv.serving.chosen_engine import ENGINE
 from hqconv.serving.rank_file import RankFile
 
 

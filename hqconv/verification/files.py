@@ -20,8 +20,8 @@ from hqconv.io.sidecar_files import WEIGHT_FOLDERS, WEIGHT_SUFFIXES
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.schemas import artifact_names as names
+from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.options import GPTQ
-from hqconv.serving.chosen_engine import ENGINE
 from hqconv.verification.accounting import Placed, check_accounting
 from hqconv.verification.against_source import check_source
 from hqconv.verification.check_input_scales import check_rank_scales

@@ -31,12 +31,12 @@ from hqconv.planning.plan import ConversionPlan, make_plan
 from hqconv.planning.spec import ConversionSpec, default_param_dtype
 from hqconv.schemas import artifact_names
 from hqconv.schemas.dtypes import DTYPES, num_bits
+from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import LINEAR, ROUND_ROBIN, Grid
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema
 from hqconv.schemas.tensors import TensorRef, TensorSpec
 from hqconv.schemas.weight_schema import WeightSchema
-from hqconv.serving.chosen_engine import ENGINE
 from tests.make.conversions import open_plan, schema_of
 from tests.make.matrices import SCHEMAS
 from tests.make.models import MODELS, save_model

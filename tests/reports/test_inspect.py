@@ -22,10 +22,10 @@ from hqconv.conversion.journal import Journal, JournalEntry
 from hqconv.conversion.progress import Progress
 from hqconv.errors import RequestError, VerificationError
 from hqconv.reports.documents import describe_schemas, layer_runs
+from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.gpu_target import TARGETS
 from hqconv.schemas.input_schema import INPUT_PRESETS
 from hqconv.schemas.weight_schema import PRESETS, RECOMMENDED, resolve_schema
-from hqconv.serving.chosen_engine import ENGINE
 from tests.make import processes
 from tests.make.conversions import run
 from tests.make.places import REPO

@@ -21,7 +21,6 @@ from scripts.torture.commands import FAIL, HANG, KILL_WITHIN, SHORT, STOP, Ended
 from scripts.torture.place import CARD, NOTE, Place, manners
 from scripts.torture.tally import Tally
 from tests.make.places import REPO
-from tests.make.qwen import read_tree
 from tests.make.stopping import Ended as Stopped
 from tests.make.stopping import problem_of
 
@@ -85,7 +84,6 @@ def test_a_stop_while_the_rest_is_tidied_up(number: int, place: Place) -> None:
     watch = Watch(place.root, whole.num_calls - 14, KILL_WITHIN)
     (killed,) = place.zygote.run(Job(place.command("--overwrite"), watch))
     assert (killed.code, side_folder(place.out).exists()) == (-9, True)
-    before = read_tree(place.root)
     place.zygote.begin(Job(place.command("--resume"), Watch(place.root, number, STOP)))
     assert place.zygote.is_stopped()
     place.zygote.go_on(SIGHUP)

@@ -36,9 +36,9 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from hqconv.errors import RequestError
 from hqconv.kernel_layout.compatibility import why_not
+from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.recipe import load_recipe
-from hqconv.serving.chosen_engine import ENGINE
 from hqconv.serving.vllm.plugin import register
 from tests.make import input_scales, small
 from tests.make.conversions import kernel_spec_of, run

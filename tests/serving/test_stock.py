@@ -22,10 +22,10 @@ from vllm.model_executor.layers.quantization.humming import HummingConfig
 
 from hqconv.artifact.load import load_layer
 from hqconv.errors import RequestError
+from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.recipe import load_recipe
 from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, WeightSchema
-from hqconv.serving.chosen_engine import ENGINE
 from tests.make.conversions import run, schema_of
 from tests.make.qwen import write_qwen3_moe
 

@@ -20,7 +20,7 @@ from vllm.model_executor.layers.quantization.humming import HummingMoEMethod
 
 from hqconv.artifact.load import load_layer
 from hqconv.models.families import BY_MODEL_TYPE
-from hqconv.serving.chosen_engine import ENGINE
+from hqconv.schemas.engine import ENGINE
 from tests.make.conversions import manifest, run, schema_of
 from tests.make.families import save_family
 

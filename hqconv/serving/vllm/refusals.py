@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hqconv.errors import HqconvError, RequestError, VerificationError
-from hqconv.schemas.engine import Engine
+from hqconv.schemas.engine import ENGINE, Engine
 from hqconv.serving.artifact_view import ArtifactLayer, ArtifactView
-from hqconv.serving.chosen_engine import ENGINE
 from hqconv.serving.server_compatibility import ServerLayer, recut
 
 

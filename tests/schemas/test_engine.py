@@ -6,9 +6,9 @@ import shlex
 
 import pytest
 
+from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.model_config import AttentionHeads
-from hqconv.serving.chosen_engine import ENGINE
 
 COMMANDS = {
     Grid(): "vllm serve out",
