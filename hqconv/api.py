@@ -132,7 +132,6 @@ def convert(
     distributed: bool = False,
     cache_limit: str | int | None = None,
     keep_source: bool = False,
-    trace: str | Path | None = None,
     **options: Unpack[ConversionArguments],
 ) -> ConversionReport:
     """Convert a model's experts: `src` to an artifact at `out`. See docs/api.md.
@@ -146,8 +145,7 @@ def convert(
     source_digests: hash the source's files, for the manifest. cache_limit: the most that is downloaded from the Hub at
     a time; None for four shards. keep_source: keep downloaded shards. on_plan: called with the plan and the output
     folder before anything is written. progress: called from worker threads. distributed: share the work with the other
-    processes of torchrun. trace: a file for what each batch, thread and GPU stream
-    does when, in Chrome's trace format; each process needs its own.
+    processes of torchrun.
     Raises RequestError, InputError (also of a damaged artifact as a source), OutputError or NetworkError.
     """
     check_modes(resume=resume, overwrite=overwrite, update=update)
@@ -158,7 +156,6 @@ def convert(
     start_gpu(device, distributed=distributed)  # beside all that comes before its use
     from hqconv.conversion.convert import convert as run  # all libraries are loaded before the work begins
     from hqconv.conversion.distributed import ProcessGroup
-    from hqconv.conversion.trace import Trace
 
     with ExitStack() as stack:
         # Joined first: the others hear also of a source that only this process cannot read.
@@ -166,7 +163,6 @@ def convert(
         if processes is not None:
             stack.enter_context(processes)
         resources = resources_of(device, max_memory, max_gpu_memory, threads, distributed=distributed)
-        of_batches = None if trace is None else stack.enter_context(Trace(Path(trace)))
         source = stack.enter_context(open_source(src, revision, is_lazy=True))
         target = choose_target(parsed, source, resources.device_name)
         with without_gc():
@@ -187,7 +183,6 @@ def convert(
             processes=processes,
             digests=source_digests,
             cache=cache,
-            trace=of_batches,
         )
 
 

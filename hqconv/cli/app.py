@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 import hqconv
 from hqconv import api
 from hqconv.cli import convert_command, interrupt, report_commands
-from hqconv.cli.convert_command import profile_writer, trace_path
+from hqconv.cli.convert_command import profile_writer
 from hqconv.cli.options import parse_checks, parse_layers, parse_tokens, takes, without_defaults
 from hqconv.cli.output import ClosedStream, discard_stdout, guarded, print_error, print_json, say, warn
 from hqconv.conversion.torchrun import is_distributed, is_rank_zero
@@ -105,8 +105,6 @@ def convert(
     json = json and is_rank_zero()
     profile = profile if is_rank_zero() else None
     write_profile = profile_writer(profile)
-    if profile is not None:
-        options["trace"] = trace_path(profile)
     finished = convert_command.run(options, quiet=quiet)
     write_profile(finished.profile)
     document = finished.to_dict()

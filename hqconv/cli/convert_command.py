@@ -128,11 +128,6 @@ class MaxError:
         )
 
 
-def trace_path(profile: Path) -> Path:
-    """Return the path of the trace that belongs to a profile: `x.trace.json` beside `x.json`."""
-    return profile.with_name(f"{profile.stem}.trace.json")
-
-
 def profile_writer(path: Path | None) -> Callable[[dict[str, Any]], None]:
     """Return a function that writes the profile to `path` after the conversion; it does nothing for None.
 

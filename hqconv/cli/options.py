@@ -184,11 +184,7 @@ OPTIONS: dict[str, Option] = {
     "recipes": Option(bool, "List the recipes and schema files that come with hqconv.", ("--recipes",)),
     "json": Option(bool, "Print the result as one JSON document on stdout.", ("--json",)),
     "profile": Option(
-        Path | None,
-        "Write the time spent in each stage to this file, as JSON, and beside it FILE.trace.json for ui.perfetto.dev: "
-        "what each batch, thread and GPU stream did when.",
-        ("--profile",),
-        settings=_ANY_PATH,
+        Path | None, "Write the time spent in each stage to this file, as JSON.", ("--profile",), settings=_ANY_PATH
     ),
     "verbose": Option(bool, "Log the work on stderr: stages, units, downloads, retries, devices.", ("--verbose", "-v")),
     "log_file": Option(

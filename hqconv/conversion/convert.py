@@ -40,7 +40,6 @@ from hqconv.conversion.shared_folder import check_shared_folder, wait_for_files
 from hqconv.conversion.source_integrity import source_digests
 from hqconv.conversion.stages import StageProfile
 from hqconv.conversion.torchrun import local_rank
-from hqconv.conversion.trace import Trace
 from hqconv.conversion.update import record_source, why_not_current
 from hqconv.errors import InputError, OutputError, RequestError, plural
 from hqconv.io.durable_files import FileRecord, check_space, copy_whole, write_whole
@@ -132,12 +131,10 @@ def convert(
     processes: ProcessGroup | None = None,
     digests: bool = False,
     cache: CachePolicy | None = None,
-    trace: Trace | None = None,
 ) -> ConversionReport:
     """Write the planned artifact to `out`; see `hqconv.convert`.
 
-    processes: those that share the work, of which this process does a part. cache: limits for the Hub's cache. trace:
-    takes the spans of every batch.
+    processes: those that share the work, of which this process does a part. cache: limits for the Hub's cache.
     Raises InputError for bad weights, OutputError for the folder or the disk, RequestError if `resources` cannot hold
     one expert, or if Triton cannot build kernels on the GPU.
     """
@@ -161,7 +158,7 @@ def convert(
         cache=cache or CachePolicy(),
         processes=processes,
         meter=Meter(plan.num_bytes_read, len(plan.units), progress, count),
-        profile=StageProfile(trace),
+        profile=StageProfile(),
     )
     if processes is None or processes.rank == 0:
         outcome = conversion.lead(resume=resume, overwrite=overwrite, update=update)

@@ -40,16 +40,14 @@ class EncodedBatch:
     row_sums: by role, of weights that are laid out already (`QuantizedStack.row_sums`).
     """
 
-    layer: MoeLayer
-    experts: Sequence[int]
     tensors: dict[str, dict[str, torch.Tensor]]
     measured: list[torch.Tensor]
-    _error_sums: Callable[[MoeLayer, Sequence[int], Sequence[torch.Tensor]], dict[str, list[ErrorSums]]]
+    _error_sums: Callable[[Sequence[torch.Tensor]], dict[str, list[ErrorSums]]]
     row_sums: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def error_sums(self, measured: Sequence[torch.Tensor]) -> dict[str, list[ErrorSums]]:
         """Return error sums of each matrix by role. Raises InputError for a NaN, or DeferredCheckError."""
-        return self._error_sums(self.layer, self.experts, measured)
+        return self._error_sums(measured)
 
 
 class ExpertSource(Protocol):
@@ -120,9 +118,7 @@ def _check_later(
     sums = [stack.sums() for stack in done.values()]
     bare = {role: replace(stack, tensors={}) for role, stack in done.items()}  # the tensors may be freed before
 
-    def error_sums(
-        layer: MoeLayer, experts: Sequence[int], measured: Sequence[torch.Tensor]
-    ) -> dict[str, list[ErrorSums]]:
+    def error_sums(measured: Sequence[torch.Tensor]) -> dict[str, list[ErrorSums]]:
         if len(measured) > len(sums) and bool(measured[-1].any()):
             raise DeferredCheckError
         found = {role: stack.error_sums(one) for (role, stack), one in zip(bare.items(), measured, strict=False)}
@@ -134,7 +130,7 @@ def _check_later(
     measured = sums if failed_checks is None else [*sums, failed_checks.double()]
     row_sums = {role: stack.row_sums for role, stack in done.items() if stack.row_sums is not None}
     tensors = {role: stack.tensors for role, stack in done.items()}
-    return EncodedBatch(layer, experts, tensors, measured, error_sums, row_sums)
+    return EncodedBatch(tensors, measured, error_sums, row_sums)
 
 
 def read_matrices(
@@ -232,7 +228,7 @@ def _encode_each(
                 each[role].append(one)
     found = {role: [one.error_sums for one in parts] for role, parts in each.items()}
     tensors = {role: stack_tensors([one.tensors for one in parts]) for role, parts in each.items()}
-    return EncodedBatch(layer, experts, tensors, [], lambda *_: found)
+    return EncodedBatch(tensors, [], lambda _: found)
 
 
 def encode(expert: int, matrices: Mapping[str, SourceMatrix], encoding: LayerEncoding) -> dict[str, Quantized]:

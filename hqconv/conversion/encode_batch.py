@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from hqconv.conversion.devices import Lane, Slot
+from hqconv.conversion.devices import Lane
 from hqconv.conversion.encode import EncodedBatch, encode_batch
 from hqconv.kernel_layout.rank_slices import gemm_tensors
 from hqconv.kernel_layout.transform import to_kernel
@@ -21,7 +21,7 @@ from hqconv.planning.output_units import CopiedShardPlan, MoeLayerPlan, OutputUn
 from hqconv.quantization.content_sums import expert_sums, sum_names
 from hqconv.quantization.quantize import ErrorSums
 from hqconv.schemas.grid import TpSlice
-from hqconv.schemas.options import GPTQ, RTN
+from hqconv.schemas.options import GPTQ
 from hqconv.schemas.tensors import TensorRef
 
 
@@ -178,62 +178,44 @@ class EncodedRuns:
 
 
 def encode_to_runs(
-    source: Source, batch: Batch, raw: RawExperts | None, lane: Lane, slot: Slot, *, is_careful: bool = False
+    source: Source,
+    batch: Batch,
+    raw: RawExperts | None,
+    lane: Lane,
+    out: torch.Tensor | None,
+    *,
+    is_careful: bool = False,
 ) -> EncodedRuns:
     """Encode a batch and lay out its tensors; on a GPU, start that work without waiting for it.
 
-    The runs may be views of `slot`, which is free once they are written.
+    The runs may be views of `out`, which is free once they are written.
     """
-    graph = None
-    if raw is not None and lane.graphs is not None and not is_careful and is_pure(batch):
-        graph = lane.graphs.find(batch, raw)
-    if graph is not None and raw is not None:
-        lane.mark(slot, "begin")
-        graph.copy_in(raw)
-        lane.mark(slot, "copy in")
-        encoded = graph.replay(batch)
-        host = list(torch.split(lane.to_host([graph.results], slot)[0], graph.sizes))
-    else:
-        raw = None if raw is None else lane.to_device(raw, slot)
-        encoded = encode_on_device(source, batch, raw, lane.device, is_careful=is_careful)
-        del raw  # on a GPU the memory is used again for the copies
-        host = lane.to_host(encoded.outputs, slot)
-    num_measured = len(encoded.done.measured)
-    sums_bits, measured, written = host[0], host[1 : num_measured + 1], host[num_measured + 1 :]
-    return EncodedRuns(
-        list(_runs(batch, encoded.names, written)),
-        lane.arrive(),
-        encoded.done,
-        [bits.view(torch.float64).view(one.shape) for bits, one in zip(measured, encoded.done.measured, strict=True)],
-        encoded.sum_names,
-        sums_bits.view(torch.int64).view(encoded.outputs[0].shape),
-    )
+    raw = None if raw is None else lane.to_device(raw)
+    encoded = _encode_on_device(source, batch, raw, lane.device, is_careful=is_careful)
+    del raw  # on a GPU the memory is used again for the copies
+    host = iter(lane.to_host([encoded.sums, *encoded.done.measured, *encoded.written.values()], out))
+    sums = next(host).view(torch.int64).view(encoded.sums.shape)
+    measured = [next(host).view(torch.float64).view(one.shape) for one in encoded.done.measured]
+    written = dict(zip(encoded.written, host, strict=True))
+    return EncodedRuns(list(_runs(batch, written)), lane.arrive(), encoded.done, measured, encoded.sum_names, sums)
 
 
-class EncodedTensors(NamedTuple):
+class _EncodedTensors(NamedTuple):
     """Tensors of an encoded batch on a device.
 
-    outputs: content sums, then `done.measured`, then the tensors to write, each [E, …]. names: of the tensors to write,
-    by TP rank in the kernel layout, by role in the checkpoint layout. sum_names: role and tensor of each content sum.
+    sums: content sums [E, …], of the role and tensor in `sum_names`. written: the tensors to write [E, …], by TP rank
+    and name in the kernel layout, by role and name in the checkpoint layout.
     """
 
     done: EncodedBatch
-    outputs: list[torch.Tensor]
-    names: list[tuple[int | str, str]]
+    sums: torch.Tensor
     sum_names: list[tuple[str, str]]
+    written: dict[tuple[int | str, str], torch.Tensor]
 
 
-def is_pure(batch: Batch) -> bool:
-    """Return whether the encoding of a batch is a function of its bytes alone, without decisions on the host."""
-    layer, encoding = batch.planned.layer, batch.planned.encoding
-    if not layer.format.is_float or layer.has_bias or encoding.quantizer != RTN or encoding.importance is not None:
-        return False
-    return all(batch.layout.start_of_stack(role, "weight") is not None for role in layer.roles)
-
-
-def encode_on_device(
-    source: Source, batch: Batch, raw: RawExperts | None, device: torch.device, *, is_careful: bool = False
-) -> EncodedTensors:
+def _encode_on_device(
+    source: Source, batch: Batch, raw: RawExperts | None, device: torch.device, *, is_careful: bool
+) -> _EncodedTensors:
     """Encode a batch and lay out its tensors, all on the device. raw: there, unless the source reads for itself."""
     planned = batch.planned
     tiles = _weight_tiles(batch, device)
@@ -249,7 +231,7 @@ def encode_on_device(
         written = {(role, name): value for role, tensors in done.tensors.items() for name, value in tensors.items()}
     sums = expert_sums(done.tensors, planned.encoding.schema, done.row_sums)
     bare = replace(done, tensors={})  # their memory is used again
-    return EncodedTensors(bare, [sums, *done.measured, *written.values()], list(written), sum_names(done.tensors))
+    return _EncodedTensors(bare, sums, sum_names(done.tensors), written)
 
 
 def _weight_tiles(batch: Batch, device: torch.device) -> WeightTiles | None:
@@ -277,9 +259,9 @@ def _kernel_tensors(
     return tensors | {f"{gemm}_weight": value for (gemm, rank), value in weights.items() if rank == part.rank}
 
 
-def _runs(batch: Batch, names: Sequence[tuple[int | str, str]], written: Sequence[torch.Tensor]) -> Iterator[Run]:
+def _runs(batch: Batch, written: Mapping[tuple[int | str, str], torch.Tensor]) -> Iterator[Run]:
     """Yield the runs of the tensors to write, which are on the host as flat bytes."""
-    stacks = {name: value.view(len(batch.experts), -1) for name, value in zip(names, written, strict=True)}
+    stacks = {name: value.view(len(batch.experts), -1) for name, value in written.items()}
     if not batch.planned.forms:
         for index, expert in enumerate(batch.experts):
             for (role, name), value in stacks.items():

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hqconv.conversion.devices import Lane, Slot
+from hqconv.conversion.devices import Lane
 from hqconv.conversion.encode import (
     COUPLED,
     EncodedBatch,
@@ -135,10 +135,17 @@ class MeasureCandidates:
         self._layers = layers
 
     def __call__(
-        self, source: Source, batch: Batch, raw: RawExperts | None, lane: Lane, slot: Slot, *, is_careful: bool = False
+        self,
+        source: Source,
+        batch: Batch,
+        raw: RawExperts | None,
+        lane: Lane,
+        out: torch.Tensor | None,
+        *,
+        is_careful: bool = False,
     ) -> _MeasuredBatch:
         """Encode a batch under every candidate of its layer, as `encode_to_runs` does under one schema."""
-        layer, raw = batch.planned.layer, None if raw is None else lane.to_device(raw, slot)
+        layer, raw = batch.planned.layer, None if raw is None else lane.to_device(raw)
         is_stacked = is_asynchronous(lane.device) or float_stacks(layer, raw) is not None
         parts = []
         # Experts that are decoded one by one are decoded once for all candidates.
@@ -152,7 +159,7 @@ class MeasureCandidates:
                 parts.append(_Encoded(name, replace(done, tensors={}), weighted))
         each = [one.flatten() for part in parts for one in part.measured]
         joined = torch.cat(each) if each else torch.empty(0, dtype=torch.float64)
-        (bits,) = lane.to_host([joined], slot)
+        (bits,) = lane.to_host([joined], out)
         return _MeasuredBatch([], lane.arrive(), parts, bits.view(torch.float64))
 
 

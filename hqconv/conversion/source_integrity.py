@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from hqconv.conversion.encode_batch import Batch, Piece
 from hqconv.conversion.journal import JournalEntry
-from hqconv.conversion.stages import StageProfile, Stages
+from hqconv.conversion.stages import Stage, StageProfile, Stages
 from hqconv.errors import InputError
 from hqconv.models.source_protocol import Source
 from hqconv.planning.plan import ConversionPlan
@@ -20,11 +20,9 @@ from hqconv.planning.plan import ConversionPlan
 class SourceIntegrity:
     """The checked files of a source. Only the thread that feeds the stages calls `begin`."""
 
-    def __init__(
-        self, source: Source, stages: Stages, profile: StageProfile, stage: str, known: Mapping[str, str]
-    ) -> None:
-        """Start with no checked files. stage: the stage whose threads hash. known: digests that earlier runs took."""
-        self._source, self._stages, self._profile, self._stage = source, stages, profile, stage
+    def __init__(self, source: Source, stages: Stages, profile: StageProfile, known: Mapping[str, str]) -> None:
+        """Start with no checked files. known: digests that earlier runs took."""
+        self._source, self._stages, self._profile = source, stages, profile
         self._started: set[str] = set()
         self._hashed: set[str] = set()
         self._known = known
@@ -38,7 +36,7 @@ class SourceIntegrity:
                 if file.name in self._known and not self._source.is_here(file.name):  # a commit cannot change
                     self._hashed.add(file.name)
                 else:
-                    self._stages.start(self._stage, file.size_bytes, self._hash, file.name)
+                    self._stages.start(Stage.FINISH, file.size_bytes, self._hash, file.name)
         return {file.name for file in files}
 
     def _hash(self, name: str) -> None:

@@ -1,10 +1,11 @@
-"""Buffers in host memory, pinned for a GPU, that are created in the background and used again and again."""
+"""Buffers in host memory, pinned for a GPU: single ones, and pools of equal ones that are used again and again."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import mmap
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -12,30 +13,61 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-_PAGE_BYTES = mmap.PAGESIZE
 _CREATED_AHEAD = 2  # by `take`: the second one is on its way when the next batch or piece asks for it
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
-class HostBuffers:
-    """Pool of equal buffers, uint8 tensors, for any thread; pinned if `device` is a GPU.
+class _Memory(mmap.mmap):
+    """Anonymous memory; CUDA may have registered it until it is freed."""
 
-    They begin at page boundaries. One thread creates them in the background, because pinning is slow. Memory that CUDA
-    refuses to pin is used unpinned: copies from it are slower.
+    pinned_for: torch.device | None = None
+    address = 0
+
+    def __del__(self) -> None:
+        if self.pinned_for is None or sys.is_finalizing():
+            return
+        import torch
+
+        with _using_gpu(self.pinned_for):
+            with contextlib.suppress(RuntimeError):  # after an error of CUDA, which has been raised
+                torch.cuda.synchronize()  # work that failed may still be copying
+            _cudart().cudaHostUnregister(self.address)
+
+
+def host_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Create a buffer, uint8 [num_bytes], that begins at a page boundary; pinned if `device` is a GPU.
+
+    It is memory of our own, in huge pages where the system has them: torch's allocator of pinned memory takes the next
+    power of two, and CUDA pins small pages one by one. Raises RuntimeError where CUDA refuses to pin it.
+    """
+    import torch
+
+    memory = _Memory(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_DONTFORK)  # a child's copy of the pages would be written by nobody
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    buffer = torch.frombuffer(memory, dtype=torch.uint8)
+    if device.type == "cuda":
+        with _using_gpu(device):  # its own, not the first one, which may be another process's
+            torch.cuda.check_error(_cudart().cudaHostRegister(buffer.data_ptr(), len(memory), 0))
+        memory.pinned_for, memory.address = device, buffer.data_ptr()
+    return buffer[:num_bytes]
+
+
+class HostBuffers:
+    """Pool of equal buffers for any thread, pinned if `device` is a GPU.
+
+    One thread creates them in the background, because pinning is slow. Memory that CUDA refuses to pin is used
+    unpinned: copies from it are slower.
     """
 
     def __init__(
         self, num_bytes: int, device: torch.device, max_buffers: int, on_free: Callable[[], object] | None = None
     ) -> None:
-        """Begin with no buffer.
-
-        num_bytes: of a buffer, rounded up to whole pages. on_free: called whenever `take` may have one, in any thread.
-        """
-        self._num_bytes = max(_PAGE_BYTES, num_bytes + -num_bytes % _PAGE_BYTES)
-        self._device, self._max_buffers, self._on_free = device, max_buffers, on_free
+        """Begin with no buffer. on_free: called whenever `take` may have one, in any thread."""
+        self._num_bytes, self._device, self._max_buffers, self._on_free = num_bytes, device, max_buffers, on_free
         self._changed = threading.Condition()
         self._free: list[torch.Tensor] = []
-        self._pinned: list[torch.Tensor] = []
         self._num_created = self._num_wanted = 0
         self._is_released = False
         self._error: Exception | None = None
@@ -78,20 +110,12 @@ class HostBuffers:
         self._tell()
 
     def release(self) -> None:
-        """Unpin the buffers, once the GPU is done; the pool is not used any more."""
+        """Free the buffers, which unpins them; the pool is not used any more."""
         with self._changed:
             self._is_released, creator = True, self._creator
         if creator is not None:
             creator.join()
         self._free.clear()
-        if self._pinned:
-            import torch
-
-            with _using_gpu(self._device):
-                with contextlib.suppress(RuntimeError):  # after an error of CUDA, which has been raised
-                    torch.cuda.synchronize()  # work that failed may still be copying
-                while self._pinned:
-                    _cudart().cudaHostUnregister(self._pinned.pop().data_ptr())
 
     def _tell(self) -> None:
         if self._on_free is not None:
@@ -99,9 +123,8 @@ class HostBuffers:
 
     def _create(self) -> None:
         try:
-            with _using_gpu(self._device):
-                while self._is_another_wanted():
-                    self.give(self._new())
+            while self._is_another_wanted():
+                self.give(self._new())
         except Exception as error:  # noqa: BLE001 - raised by `take`
             with self._changed:
                 self._error = error
@@ -117,17 +140,12 @@ class HostBuffers:
             return True
 
     def _new(self) -> torch.Tensor:
-        """Create a buffer in memory of our own: torch's pinned allocator would take the next power of two."""
-        import torch
+        try:
+            return host_buffer(self._num_bytes, self._device)
+        except RuntimeError:
+            import torch
 
-        memory = mmap.mmap(-1, self._num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_DONTFORK)  # a child's copy of the pages would be written by nobody
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        buffer = torch.frombuffer(memory, dtype=torch.uint8)
-        if self._device.type == "cuda" and int(_cudart().cudaHostRegister(buffer.data_ptr(), len(memory), 0)) == 0:
-            self._pinned.append(buffer)
-        return buffer
+            return host_buffer(self._num_bytes, torch.device("cpu"))
 
 
 def _cudart() -> Any:
@@ -143,9 +161,6 @@ def _using_gpu(device: torch.device) -> Iterator[None]:
     In CUDA's default mode the call would be refused, and the capture would fail. A server captures its graphs while
     buffers are still being created, or freed.
     """
-    if device.type != "cuda":
-        yield
-        return
     import torch
 
     exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode

@@ -14,9 +14,9 @@ import torch
 from hqconv.artifact.expert_reader import ExpertReader
 from hqconv.artifact.load import expert_floats, refuse, stack_floats
 from hqconv.artifact.reader import Artifact
-from hqconv.conversion.devices import host_buffer
 from hqconv.errors import HqconvError
 from hqconv.formats.decode_matrix import SourceMatrix
+from hqconv.io.host_buffers import host_buffer
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.verification.reference import Expert

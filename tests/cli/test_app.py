@@ -245,14 +245,11 @@ def test_the_profile_tells_what_every_stage_did(model: Path, tmp_path: Path) -> 
     assert convert(model, tmp_path / "out", "--profile", tmp_path / "profile.json").exit_code == 0
     words = json.loads((tmp_path / "profile.json").read_text())
     stages = words["stages"]
-    assert list(stages) == ["open", "buffer", "read", "encode", "collect", "write", "finish", "publish"]
+    assert list(stages) == ["open", "read", "encode", "collect", "write", "finish", "publish"]
     assert all((stage["tasks"] > 0) == (name != "collect") for name, stage in stages.items())  # that is a GPU's
     assert all(stage["queued_seconds"] >= 0 for stage in stages.values())
     assert 0 < words["warm_up_seconds"] < words["seconds"]
-    assert sum(words["slot_seconds"].values()) <= words["seconds"] * words["staging"]["num_slots"]
-    spans = [one["name"] for one in json.loads((tmp_path / "profile.trace.json").read_text()) if one["ph"] == "X"]
-    assert spans.count("finish") == stages["finish"]["tasks"]
-    assert words["waits"].keys() <= {"a free slot", "files to write into", "bytes to hash"}
+    assert words["waits"].keys() <= {"a free slot", "files to write into"}
     assert all(0 <= stage["busy_seconds"] <= words["seconds"] * stage["threads"] for stage in stages.values())
     source = sum(t.nbytes for path in model.glob("*.safetensors") for t in load_file(path).values())
     assert stages["read"]["gigabytes"] == pytest.approx(source / 1e9, abs=1e-3)

@@ -35,18 +35,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The layer of each batch, in the order in which they are read; files are there as soon as they are asked for."""
     found: list[str] = []
-    read_ahead, open_unit, create = Executor._read_ahead, Executor._open, Executor._create
+    feed_one, open_unit, create = Executor._feed_one, Executor._open, Executor._create
 
-    def reading(self: Executor, in_flight: Any) -> None:
-        found.append(str(in_flight.job).removesuffix(".mlp.experts")[-1])
-        read_ahead(self, in_flight)
+    def feeding(self: Executor, unit: Any, slot: Any) -> None:
+        found.append(unit.unit.name.removesuffix(".mlp.experts")[-1])
+        feed_one(self, unit, slot)
 
-    def opening(self: Executor, job: Any) -> None:
-        create(self, job)
-        open_unit(self, job)
+    def opening(self: Executor, planned: Any) -> Any:
+        unit = open_unit(self, planned)
+        create(self, unit)
+        return unit
 
     monkeypatch.setattr(resources, "_CPU_BATCH_BYTES", 1)  # one expert
-    monkeypatch.setattr(Executor, "_read_ahead", reading)
+    monkeypatch.setattr(Executor, "_feed_one", feeding)
     monkeypatch.setattr(Executor, "_open", opening)
     monkeypatch.setattr(Executor, "_create", lambda *_: None)
     return found
@@ -87,21 +88,19 @@ def test_a_unit_waits_for_its_files_while_another_is_read(
     opening, feed_one = Executor._open, Executor._feed_one
     late: list[Callable[[], None]] = []
 
-    def open_late(self: Executor, job: Any) -> None:
-        if ".layers.1." in str(job):
-            opening(self, job)
-            writer, job.writer = job.writer, None
-            late.append(lambda: setattr(job, "writer", writer))
-        else:
-            opening(self, job)
+    def open_late(self: Executor, planned: Any) -> Any:
+        unit = opening(self, planned)
+        if ".layers.1." in planned.name:
+            writer, unit.writer = unit.writer, None
+            late.append(lambda: setattr(unit, "writer", writer))
+        return unit
 
-    def feeding(self: Executor, job: Any, in_work: Any, buffer: Any) -> int:
-        num_bytes = feed_one(self, job, in_work, buffer)
+    def feeding(self: Executor, unit: Any, slot: Any) -> None:
+        feed_one(self, unit, slot)
         if of_layers(fed).count("0") == NUM_BATCHES:
             for come in late:
                 come()
             late.clear()
-        return num_bytes
 
     monkeypatch.setattr(Executor, "_open", open_late)
     monkeypatch.setattr(Executor, "_feed_one", feeding)
@@ -157,9 +156,10 @@ def copied_and_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[
     monkeypatch.setattr(resources, "_CPU_BATCH_BYTES", 1 << 18)
     open_files = Executor._open
 
-    def open_at_once(self: Executor, job: Any) -> None:
-        open_files(self, job)
-        self._stages.wait(lambda: job.writer is not None)
+    def open_at_once(self: Executor, planned: Any) -> Any:
+        unit = open_files(self, planned)
+        self._stages.wait(lambda: unit.writer is not None)
+        return unit
 
     monkeypatch.setattr(Executor, "_open", open_at_once)
     return model, plain
@@ -170,13 +170,13 @@ def test_units_get_as_many_bytes_in_their_turns(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(executor, "_CHUNK_BYTES", 1 << 12)
     monkeypatch.setattr(executor, "_PIECES_IN_FLIGHT", 100)
     fed: list[tuple[str, int]] = []
-    read_ahead = Executor._read_ahead
+    feed_one = Executor._feed_one
 
-    def noted(self: Executor, in_flight: Any) -> None:
-        fed.append((in_flight.job.unit.name, in_flight.item.num_bytes))
-        read_ahead(self, in_flight)
+    def noted(self: Executor, unit: Any, slot: Any) -> None:
+        fed.append((unit.unit.name, unit.items[0].num_bytes))
+        feed_one(self, unit, slot)
 
-    monkeypatch.setattr(Executor, "_read_ahead", noted)
+    monkeypatch.setattr(Executor, "_feed_one", noted)
     assert snapshot(hqconv.convert(model, tmp_path / "out", **OPTIONS).out) == plain
     (copied,) = {name for name, _ in fed if "layers" not in name}
     last = max(place for place, (name, _) in enumerate(fed) if name == copied)
@@ -195,20 +195,20 @@ def test_a_copied_file_takes_few_slots_while_layers_need_them(tmp_path: Path, mo
     """Its pieces are written one after the other: layers go on while two of them wait."""
     model, plain = copied_and_layers(tmp_path, monkeypatch)
     may_write, fed = threading.Event(), list[str]()
-    read_ahead, write = Executor._read_ahead, Executor._write
+    feed_one, write = Executor._feed_one, Executor._write
 
-    def noted(self: Executor, in_flight: Any) -> None:
-        fed.append("layers" if ".layers." in in_flight.job.unit.name else "copied")
+    def noted(self: Executor, unit: Any, slot: Any) -> None:
+        fed.append("layers" if ".layers." in unit.unit.name else "copied")
         if fed.count("layers") == 8:
             may_write.set()
-        read_ahead(self, in_flight)
+        feed_one(self, unit, slot)
 
     def slow(self: Executor, in_flight: Any, runs: Any) -> None:
-        if ".layers." not in in_flight.job.unit.name:
+        if ".layers." not in in_flight.unit.unit.name:
             assert may_write.wait(60)
         write(self, in_flight, runs)
 
-    monkeypatch.setattr(Executor, "_read_ahead", noted)
+    monkeypatch.setattr(Executor, "_feed_one", noted)
     monkeypatch.setattr(Executor, "_write", slow)
     assert snapshot(hqconv.convert(model, tmp_path / "out", **OPTIONS).out) == plain
     before = fed[: [place for place, kind in enumerate(fed) if kind == "layers"][7]]
