@@ -59,7 +59,7 @@ from hqconv.schemas.weight_schema import (
 )
 from hqconv.sources.opening import locate_source, open_location
 
-Words = dict[str, Any]
+Document = dict[str, Any]
 SHAPE_KEYS = (
     "num_experts",
     "hidden_size",
@@ -74,7 +74,7 @@ SHAPE_KEYS = (
 )
 
 
-def layer_runs(layers: Mapping[str, Mapping[str, Any]]) -> list[Words]:
+def layer_runs(layers: Mapping[str, Mapping[str, Any]]) -> list[Document]:
     """Layers of the same shape and naming, each set as one entry named like `model.layers.[3-60].mlp.experts`."""
     runs: dict[tuple[str, str, str], list[int]] = {}
     for name, document in layers.items():
@@ -113,7 +113,7 @@ def quant_method(quantization: Any) -> Any:
     return quantization.get("quant_method", "modelopt" if "quantization" in quantization else None)
 
 
-def schema_to_dict(schema: WeightSchema, param_dtype: str) -> Words:
+def schema_to_dict(schema: WeightSchema, param_dtype: str) -> Document:
     """Document of a schema, with the support of its checkpoint layout by the engine without hqconv's plugin."""
     obstacle = ENGINE.checkpoint_layout_obstacle(schema, param_dtype)
     return {
@@ -129,12 +129,12 @@ def schema_to_dict(schema: WeightSchema, param_dtype: str) -> Words:
     }
 
 
-def describe_source(checkpoint: Source) -> Words:
+def describe_source(checkpoint: Source) -> Document:
     """Describe a checkpoint: sizes, formats, family and layers, or why it cannot be converted.
 
     Raises InputError if the checkpoint contradicts itself.
     """
-    document: Words = {"kind": "source", **source_to_dict(source_facts(checkpoint, None))}
+    document: Document = {"kind": "source", **source_to_dict(source_facts(checkpoint, None))}
     document["bytes_by_dtype"] = _bytes_by_dtype(checkpoint)
     try:
         experts = checkpoint.map_experts()
@@ -165,7 +165,7 @@ def _serving(
     heads: AttentionHeads,
     sizes: Mapping[str, list[int]],
     dealt: Mapping[str, list[int]],
-) -> Words:
+) -> Document:
     """Describe what a server of a checkpoint needs: memory by schema and TP size, ranks it cannot have.
 
     sizes, dealt: preset → TP sizes that work with each `--tp-split`.
@@ -208,7 +208,7 @@ def _gpu_memory(
     }
 
 
-def source_to_dict(facts: SourceFacts) -> Words:
+def source_to_dict(facts: SourceFacts) -> Document:
     """Facts of a checkpoint that need no mapping of its experts."""
     return {
         "name": facts.repo_id or facts.name,
@@ -222,17 +222,17 @@ def source_to_dict(facts: SourceFacts) -> Words:
     }
 
 
-def tensors_to_dict(facts: SourceFacts, experts: ExpertMap) -> Words:
+def tensors_to_dict(facts: SourceFacts, experts: ExpertMap) -> Document:
     """Numbers of converted, copied and dropped tensors, and the reasons."""
     kinds = {"converted": experts.converted, "copied": experts.copied, "dropped": experts.dropped}
-    document: Words = {
+    document: Document = {
         kind: {"num_tensors": len(names), "num_bytes": facts.bytes_of[kind]} for kind, names in kinds.items()
     }
     document["dropped"]["reasons"] = dict(experts.dropped)
     return document
 
 
-def layer_to_dict(layer: MoeLayer) -> Words:
+def layer_to_dict(layer: MoeLayer) -> Document:
     """Facts of a layer by which `layer_runs` groups layers."""
     document = {key: getattr(layer, key) for key in SHAPE_KEYS if hasattr(layer, key)}
     document |= layer.activation.to_dict(layer.gated)
@@ -260,7 +260,7 @@ def _tp_sizes(layers: Iterable[MoeLayer], schema: WeightSchema, heads: Attention
     return [size for size in sorted(set.intersection(*sizes)) if is_served_with(size, heads)] if sizes else []
 
 
-def describe_plan(plan: ConversionPlan, resources: Resources) -> Words:
+def describe_plan(plan: ConversionPlan, resources: Resources) -> Document:
     """Describe a conversion's output and resources. Raises RequestError if memory is not enough for one expert."""
     spec, experts, memory = plan.spec, plan.experts, plan.gpu_memory
     staging = plan_staging(plan.layers, resources)
@@ -352,7 +352,7 @@ def _occupied(out: Path, *, resume: bool, overwrite: bool) -> tuple[str, str]:
 
 def describe_artifact(
     root: Path, repo_id: str | None = None, listing: Listing | None = None, *, manifest: Manifest | None = None
-) -> Words:
+) -> Document:
     """Describe a finished artifact from its manifest.
 
     repo_id, listing: of a repo on the Hub, of which only some files are here; no listing if the Hub is not reachable.
@@ -446,7 +446,7 @@ def _artifact_memory(manifest: Manifest, tensors: Mapping[str, TensorRef], heads
 
 
 def _artifact_notices(
-    manifest: Manifest, config: Words, tensors: Mapping[str, TensorRef] | None, heads: AttentionHeads
+    manifest: Manifest, config: Document, tensors: Mapping[str, TensorRef] | None, heads: AttentionHeads
 ) -> list[str]:
     """Return what a server of the artifact lacks: layers, a tokenizer, ranks that can share the attention heads."""
     family, notices = BY_NAME.get(manifest.family), []
@@ -469,7 +469,7 @@ def _size_of(root: Path, name: str, listing: Listing | None) -> int | None:
     return size_of(root / name)
 
 
-def describe_unfinished(root: Path) -> Words:
+def describe_unfinished(root: Path) -> Document:
     """Describe the progress of a conversion that stopped or is still running."""
     lines = (root / artifact_names.JOURNAL).read_bytes().split(b"\n")[1:]
     return {
@@ -481,7 +481,7 @@ def describe_unfinished(root: Path) -> Words:
     }
 
 
-def config_of(root: Path) -> Words:
+def config_of(root: Path) -> Document:
     """Return the config.json of an artifact; {} if it cannot be read."""
     try:
         document = read_json(root / artifact_names.CONFIG)
@@ -498,7 +498,7 @@ def _rank_bytes(manifest: Manifest) -> dict[str, int]:
     return dict(totals)
 
 
-def _input_scales(layers: Iterable[ManifestLayer]) -> dict[str, Words]:
+def _input_scales(layers: Iterable[ManifestLayer]) -> dict[str, Document]:
     """Smallest and largest static activation scale of each GEMM over all layers that have one."""
     found: dict[str, list[float]] = {}
     for layer in layers:
@@ -509,7 +509,7 @@ def _input_scales(layers: Iterable[ManifestLayer]) -> dict[str, Words]:
     return {gemm: {"min": min(scales), "max": max(scales)} for gemm, scales in found.items()}
 
 
-def _stored_layer_to_dict(layer: ManifestLayer) -> Words:
+def _stored_layer_to_dict(layer: ManifestLayer) -> Document:
     """Document of a layer of the manifest, with its source's format in one line."""
     try:
         source = SourceFormat.from_dict(layer.source_format).describe()
@@ -546,7 +546,7 @@ def inspect(path: str | Path, revision: str | None = None) -> dict[str, Any]:
             return describe_source(source)
 
 
-def describe_schemas() -> Words:
+def describe_schemas() -> Document:
     """Describe every preset, both shorthands, and every input schema."""
     return {
         "kind": "schemas",
@@ -571,7 +571,7 @@ def describe_schemas() -> Words:
     }
 
 
-def describe_recipes() -> Words:
+def describe_recipes() -> Document:
     """Describe the recipes and schema files that come with hqconv: option value, purpose, and path."""
     return {
         "kind": "recipes",
@@ -587,7 +587,7 @@ def describe_recipes() -> Words:
     }
 
 
-def _input_schema_to_dict(inputs: InputSchema) -> Words:
+def _input_schema_to_dict(inputs: InputSchema) -> Document:
     """Document of an input schema, with the targets and the presets that it runs with."""
     pairs = [
         (schema.name, target)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hqconv.errors import plural
-from hqconv.reports.documents import Words as Document
+from hqconv.reports.documents import Document as Document
 from hqconv.reports.html import Part, details, environment, facts, heading, note, number, plots, section, size, table
 from hqconv.reports.page_document import GENERATOR, PROJECTIONS, ROLES
 from hqconv.schemas.engine import ENGINE

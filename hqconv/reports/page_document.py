@@ -13,7 +13,7 @@ from typing import Any
 from hqconv.artifact.evaluation_record import evaluation_in_card
 from hqconv.artifact.manifest import Manifest, ManifestLayer, read_manifest
 from hqconv.errors import HqconvError, OutputError, RequestError, VerificationError
-from hqconv.reports.documents import Words, config_of, describe_artifact
+from hqconv.reports.documents import Document, config_of, describe_artifact
 from hqconv.schemas.artifact_names import rank_file
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.model_config import attention_heads
@@ -27,13 +27,13 @@ OfExperts = Mapping[str, Mapping[str, list[float]]]
 
 def page_document(
     root: Path,
-    verification: Words | None = None,
+    verification: Document | None = None,
     of_experts: OfExperts | None = None,
     *,
     allocation: Path | None = None,
-    evaluation: Words | None = None,
+    evaluation: Document | None = None,
     manifest: Manifest | None = None,
-) -> Words:
+) -> Document:
     """Document of a report on the artifact at `root`, for `page` and programs; deterministic for the same input.
 
     verification: the document of `hqconv.verify`'s report; None: no check was run. of_experts: layer → projection →
@@ -46,7 +46,7 @@ def page_document(
     another allocation.
     """
     places = _places(root, verification)
-    document: Words = {"kind": "page", "name": root.resolve().name, "verification": _renamed(verification, places)}
+    document: Document = {"kind": "page", "name": root.resolve().name, "verification": _renamed(verification, places)}
     document |= {"artifact": None, "blocks": [], "provenance": {}, "unreadable": []}
     document |= {"allocation": None, "evaluation": None}
     may_fail = verification is not None and not verification["passed"]
@@ -67,7 +67,7 @@ def page_document(
     return document
 
 
-def read_allocation(path: Path, manifest: Manifest) -> Words:
+def read_allocation(path: Path, manifest: Manifest) -> Document:
     """Read the document of an allocation: its budget, its choice, its curve and one schema for all layers.
 
     Raises RequestError for another kind of file, and where the artifact does not have the chosen schemas and sizes.
@@ -123,20 +123,20 @@ def _renamed(document: Any, places: Mapping[str, str]) -> Any:
     return [_renamed(one, places) for one in document] if isinstance(document, list) else document
 
 
-def _places(root: Path, verification: Words | None) -> dict[str, str]:
+def _places(root: Path, verification: Document | None) -> dict[str, str]:
     """Folders of the artifact and of the source that appear as absolute paths, with their names."""
     source = (verification or {}).get("source")
     paths = [root.resolve(), root, *([Path(source).resolve(), Path(source)] if source else [])]
     return {str(path): path.name for path in paths if path.is_absolute() and path.name and path.is_dir()}
 
 
-def _at_home(root: Path, manifest: Manifest) -> Words:
+def _at_home(root: Path, manifest: Manifest) -> Document:
     """Entries with the folder's name only: the folder, and the command that serves it."""
     name, heads = root.resolve().name, attention_heads(config_of(root))
     return {"folder": name, "serve_command": ENGINE.serve_command(name, manifest.layout, manifest.grid, heads)}
 
 
-def _layer(name: str, layer: ManifestLayer, manifest: Manifest) -> Words:
+def _layer(name: str, layer: ManifestLayer, manifest: Manifest) -> Document:
     """Document of one layer: its number, its schema, and the errors that the conversion measured."""
     return {
         "name": name,
@@ -148,7 +148,7 @@ def _layer(name: str, layer: ManifestLayer, manifest: Manifest) -> Words:
     }
 
 
-def _provenance(manifest: Manifest) -> Words:
+def _provenance(manifest: Manifest) -> Document:
     """Document of the source and its files, ancestor artifacts, and the versions that wrote the artifact."""
     source, ancestors = manifest.source, manifest.derived_from
     return {
@@ -162,7 +162,7 @@ def _provenance(manifest: Manifest) -> Words:
     }
 
 
-def _experts(document: Words, of_experts: OfExperts) -> Words:
+def _experts(document: Document, of_experts: OfExperts) -> Document:
     """Document of single experts: errors if the source was given, and the worst of them.
 
     `values`: projection → a row for each layer, a number for each expert, None if unknown.
@@ -176,9 +176,9 @@ def _experts(document: Words, of_experts: OfExperts) -> Words:
     return {"blocks": names, "values": values, "worst": _worst(document, of_experts)}
 
 
-def _worst(document: Words, of_experts: OfExperts) -> list[Words]:
+def _worst(document: Document, of_experts: OfExperts) -> list[Document]:
     """Experts with the largest errors; without the source the worst one of each layer and projection."""
-    found: list[Words] = [
+    found: list[Document] = [
         {"block": name, "projection": role, "expert": expert, "relative_error": value}
         for name, roles in of_experts.items()
         for role, errors in roles.items()

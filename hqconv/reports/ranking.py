@@ -20,7 +20,7 @@ from hqconv.schemas.input_schema import A16, resolve_inputs
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.weight_schema import resolve_schema
 
-Words = dict[str, Any]
+Document = dict[str, Any]
 MEASURED = Path(__file__).parent / "measured"
 ERRORS, SPEEDS = MEASURED / "errors.json", MEASURED / "speeds.json"
 KINDS = ("gaussian", "student_t", "outlier_columns")  # of matrices in ERRORS
@@ -45,20 +45,20 @@ def measured_errors() -> Mapping[str, Mapping[str, Mapping[str, float]]]:
 
 
 @functools.cache
-def speed_runs() -> list[Words]:
+def speed_runs() -> list[Document]:
     """Runs of scripts/bench_formats.py: GPU, date, model's shape and rows, at most one for each GPU and model."""
-    found: list[Words] = json.loads(SPEEDS.read_text(encoding="utf-8"))["runs"]
+    found: list[Document] = json.loads(SPEEDS.read_text(encoding="utf-8"))["runs"]
     return found
 
 
-def speed_run_of(target: GpuTarget, gpu: str | None = None) -> Words | None:
+def speed_run_of(target: GpuTarget, gpu: str | None = None) -> Document | None:
     """Return the run on this GPU model (a name in `GPUS`), else on another of the architecture; None without one."""
     of_target = [run for run in speed_runs() if run["sm_version"] == target.sm_version]
     same = [run for run in of_target if gpu is not None and gpu_named(run["gpu"]) == gpu]
     return next(iter([*same, *of_target]), None)
 
 
-def microseconds(run: Words | None, schema: str, inputs: str) -> dict[str, float]:
+def microseconds(run: Document | None, schema: str, inputs: str) -> dict[str, float]:
     """Return number of tokens → measured time of a layer's GEMMs; kernels with a wrong result have none."""
     rows = [] if run is None else run["rows"]
     mine = (row for row in rows if (row["schema"], row["input_schema"]) == (schema, inputs))
@@ -76,7 +76,7 @@ def size_class(bits: float) -> float:
     return math.ceil((bits - _ROW_SCALES) * 4) / 4
 
 
-def rank_schemas(for_gpu: str, input_schema: str | None = None) -> Words:
+def rank_schemas(for_gpu: str, input_schema: str | None = None) -> Document:
     """Rank every measured schema that runs on a GPU with these activations, in 16-bit parameters of its usual dtype.
 
     for_gpu: a GPU's name or architecture, as of `--target`. input_schema: as of `--input-schema`; None for a16.
@@ -116,7 +116,7 @@ def rank_schemas(for_gpu: str, input_schema: str | None = None) -> Words:
     }
 
 
-def _schema_to_dict(spec: KernelSpec, times: dict[str, float]) -> Words:
+def _schema_to_dict(spec: KernelSpec, times: dict[str, float]) -> Document:
     """Entry of the ranking for one schema that runs."""
     hidden, inner = SIZES
     bits = expert_bits(spec, hidden, inner) / (3 * hidden * inner)
@@ -133,7 +133,7 @@ def _schema_to_dict(spec: KernelSpec, times: dict[str, float]) -> Words:
     }
 
 
-def _run_to_dict(run: Words) -> Words:
+def _run_to_dict(run: Document) -> Document:
     """Facts about a run of speeds, without its rows."""
     model = run["model"]
     shape = f"{model['num_experts']} experts, {model['top_k']} for each token"
@@ -148,7 +148,7 @@ def _run_to_dict(run: Words) -> Words:
     }
 
 
-def _recommendation(found: list[Words]) -> Words:
+def _recommendation(found: list[Document]) -> Document:
     """Return the schema to take at about 4.25 bits, and the reason; exactness first, measured speed as a remark."""
     sound = [one for one in found if one["caution"] != _MISREADS]
     largest = [one for one in sound if one["size_class"] <= _USUAL] or sound
@@ -162,7 +162,7 @@ def _recommendation(found: list[Words]) -> Words:
     return {"recommended": best["name"], "reason": " ".join([reason, *_speed_remarks(best, others)])}
 
 
-def _speed_remarks(best: Words, others: list[Words]) -> list[str]:
+def _speed_remarks(best: Document, others: list[Document]) -> list[str]:
     """Sentences about the fastest schema of the class, where it is much faster than the most exact one."""
     remarks = []
     for what, count in (("decode", str(DECODE)), ("prefill", str(PREFILL))):

@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from hqconv.cli import render
 from hqconv.cli.app import app
 from hqconv.cli.output import print_json, printable_document
 from hqconv.cli.progress_bar import ShownProgress
@@ -181,23 +179,6 @@ def test_a_terminal_that_knows_fewer_letters(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "\\u2192" in done.stdout
     shutil.rmtree(tmp_path / "out")
-
-
-@pytest.mark.parametrize("width", [60, 80, 120])
-def test_tables_break_between_the_parts_of_names(width: int) -> None:
-    """Never inside one: a name of a layer stays readable, and so does a path."""
-    name, path = "language_model.model.layers.0.mlp.experts", "/home/someone/checkpoints/qwen3-moe-tiny/experts"
-    rows = [(name, "up (w3)", "0.1497", path), ("short", "down (w2)", "0.2", "x")]
-    buffer = io.StringIO()
-    console = Console(file=buffer, width=width, markup=False, highlight=False)
-    render.print_table(console, ("layer", "projection", "relative error", "path"), rows)
-    render.print_facts(console, [("artifact", f"{path}/{path}"), ("serve", "vllm serve out --tensor-parallel-size 2")])
-    lines = buffer.getvalue().splitlines()
-    assert max(map(len, lines)) <= width
-    found = set(" ".join(lines).split())
-    whole = {part for text in (name, path) for part in re.findall(r"[^./]+", text)}
-    assert whole <= {part for word in found for part in re.findall(r"[^./]+", word)}
-    assert {"projection", "relative", "error", "--tensor-parallel-size"} <= found
 
 
 def test_a_summary_counts_one_thing(tmp_path: Path) -> None:
