@@ -145,8 +145,12 @@ requantized artifacts equal, byte for byte, those of a float32 checkpoint that h
 Not in the table: plain BF16, F16 and F32 checkpoints; artifacts of hqconv in both layouts, for other ranks or another
 schema (tests/artifact/test_source.py); GGUF files ([below](#gguf)). Mixed checkpoints are read layer by layer: a
 layer that has the requested schema already is kept. A layer whose projections have formats of their own (GPTQModel's
-`dynamic`) is requantized (tests/sources/test_per_projection.py). Which keys of a config are known, what becomes of
-unknown ones, and which rotations are refused: [config-keys.md](config-keys.md).
+`dynamic`) is requantized (tests/sources/test_per_projection.py).
+
+A key of a quantization config that no module of `hqconv/formats/` lists is refused if its name speaks of how bytes are
+stored or of inputs that are rotated or scaled when the model runs; it is a warning otherwise, and nothing if its value
+is null, false or empty. Experts whose inputs are rotated at run time are refused, since a server multiplies them with
+the inputs that the model gives; a rotation that was fused into the weights converts.
 
 `--round-scales` keeps the codes and rounds float32 scales to the parameter dtype, as `--schema fp8` or `int8` does
 without it (tests/sources/test_rounded_scales.py compares with torch's own rounding); on CPUs only so far.

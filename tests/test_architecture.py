@@ -65,7 +65,6 @@ ONLY_IN = {
         "hqconv.serving.vllm.tuning",
     ),
     "jinja2": ("hqconv.reports.html",),
-    "regex": ("hqconv.formats.bounded_regex",),
     "gguf": ("hqconv.io.gguf_header",),
     "bitsandbytes": ("hqconv.formats.bitsandbytes",),
     "typer": ("hqconv.cli.app", "hqconv.cli.help_format", "hqconv.cli.output", "hqconv.cli.options"),

@@ -10,11 +10,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from hqconv.formats.config_keys import COMMON, Keys, all_unused, read, speaks_of_rotations
-from hqconv.formats.config_reader import ConfigReader, Text
+from hqconv.formats.config_reader import COMMON, ConfigReader, Keys, Text, rotated, speaks_of_rotations
 from hqconv.formats.module_rules import Rule, always
 from hqconv.formats.registry import quant_method
-from hqconv.formats.rotations import rotated
 from hqconv.formats.source_format import PLAIN, SourceFormat
 
 FLOAT = "FLOAT"
@@ -26,17 +24,12 @@ _INT8 = SourceFormat("ascend w8a8_dynamic", "int8", "uint8", "", 1, 0, options=(
 
 
 _FUSED = "global_rotation"  # of the residual stream, in the weights already; its file serves draft models
-KEYS: Keys = {
-    "quantize": read("w8a8_dynamic: the scheme of all modules"),
-    "modules": read("pattern → scheme, from quant_model_description.json"),
-    "metadata": read("quarot: inputs rotated at run time, refused; a global rotation is fused"),
-    "optional": read("as metadata"),
-    **all_unused("said by the entries of the tensors", "model_quant_type group_size is_rot_used"),
-    **all_unused(
-        "quantized cache and attention",
-        "kv_quant_type kv_cache_type fa_quant_type indexer_quant_type reduce_quant_type enable_fa_quant",
-    ),
-}
+KEYS = Keys(
+    "quantize modules metadata optional",
+    "model_quant_type group_size is_rot_used "
+    # Quantized cache and attention.
+    "kv_quant_type kv_cache_type fa_quant_type indexer_quant_type reduce_quant_type enable_fa_quant",
+)
 
 
 @quant_method("ascend", keys=KEYS)
@@ -89,8 +82,7 @@ def patterns(module: str) -> tuple[str, str, str]:
 
 def _may_matter(name: str) -> bool:
     """Return whether a fact is read, or is not known."""
-    known = KEYS.get(name) or COMMON.get(name)
-    return known is None or known.is_read
+    return name not in KEYS.unused + COMMON.unused
 
 
 def ascend_quantization_config(config: Mapping[str, Any], description: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hqconv.formats.awq import awq_format
-from hqconv.formats.bounded_regex import BoundedRegex
-from hqconv.formats.config_keys import Keys, all_unused, read
-from hqconv.formats.config_reader import ConfigReader, Text
+from hqconv.formats.config_reader import ConfigReader, Keys, Text, refuse_rotation, refuse_spinquant
 from hqconv.formats.gptq import gptq_format
+from hqconv.formats.linear_regex import LinearRegex
 from hqconv.formats.module_rules import Rule, always, when
 from hqconv.formats.mx import mx_format
 from hqconv.formats.nvfp4 import nvfp4_format
 from hqconv.formats.registry import quant_method
-from hqconv.formats.rotations import refuse_rotation, refuse_spinquant
 from hqconv.formats.source_format import PLAIN, SourceFormat
 
 # Zero points in a GPTQ-like packing: stored minus one ("gptq") or as they are ("gptq_v2"). Source: GPTQ_FORMAT and
@@ -39,38 +37,21 @@ _FLOAT_PACKINGS = ("auto", "auto_round", "auto_round:llm_compressor")
 _REGEX_SIGNS = frozenset(r"*+?^$()[]{}|\\")
 
 
-_FORMAT: Keys = {
-    "bits": read("bits of a code; 16: not quantized"),
-    "group_size": read("columns that share a scale; -1: all"),
-    "sym": read("true: the zero point is the midpoint"),
-    "data_type": read("int, mx_fp or nv_fp: type of the codes"),
-    "act_bits": read("bits of activations: 16 beside int"),
-    "packing_format": read("whose packing: GPTQ's, AWQ's, or that of floats"),
-    "rotation_config": read("inputs rotated at run time: refused"),
-    "super_bits": read("bits of scales that are quantized themselves: refused"),
-    "super_group_size": read("groups of scales that are quantized themselves: refused"),
-    **all_unused("quantized activations", "act_data_type act_group_size act_sym act_dynamic act_quant_type input_bits"),
-}
-KEYS: Keys = {
-    **_FORMAT,
-    "extra_config": read("other words for some modules", entries=_FORMAT),
-    "block_name_to_quantize": read("paths of the blocks that are quantized"),
-    "to_quant_block_names": read("as block_name_to_quantize"),
-    "spinquant_config": read("rotations: refused unless all are fused"),
-    "rotation_configs": read("inputs rotated at run time: refused"),
-    **all_unused(
-        "how the tool ran",
-        "autoround_version amp batch_size enable_minmax_tuning enable_norm_bias_tuning enable_quanted_input "
-        "dataset gradient_accumulate_steps iters lr low_gpu_mem_usage minmax_lr nsamples quant_block_list seqlen "
-        "supported_types scale_dtype enable_torch_compile seed sampler momentum not_use_best_mse dynamic_max_gap "
-        "disable_opt_rtn enable_alg_ext nblocks low_cpu_mem_usage model_dtype regex_config quant_lm_head "
-        "provider weight_config modules_to_not_convert backend",
-    ),
-    **all_unused(
-        "caches and attention",
-        "static_attention_dtype static_kv_dtype static_attention_granularity static_kv_granularity",
-    ),
-}
+_FORMAT = Keys(
+    "bits group_size sym data_type act_bits packing_format rotation_config super_bits super_group_size",
+    "act_data_type act_group_size act_sym act_dynamic act_quant_type input_bits",  # quantized activations
+)
+KEYS = _FORMAT | Keys(
+    "block_name_to_quantize to_quant_block_names spinquant_config rotation_configs",
+    # How the tool ran; caches and attention.
+    "autoround_version amp batch_size enable_minmax_tuning enable_norm_bias_tuning enable_quanted_input dataset "
+    "gradient_accumulate_steps iters lr low_gpu_mem_usage minmax_lr nsamples quant_block_list seqlen supported_types "
+    "scale_dtype enable_torch_compile seed sampler momentum not_use_best_mse dynamic_max_gap disable_opt_rtn "
+    "enable_alg_ext nblocks low_cpu_mem_usage model_dtype regex_config quant_lm_head provider weight_config "
+    "modules_to_not_convert backend "
+    "static_attention_dtype static_kv_dtype static_attention_granularity static_kv_granularity",
+    entries={"extra_config": _FORMAT},
+)
 
 
 @quant_method("auto-round", "auto_round", "intel/auto-round", keys=KEYS)
@@ -87,7 +68,7 @@ def parse_auto_round(config: ConfigReader, _text: Text) -> list[Rule]:
     for key, overrides in config.tables("extra_config"):
         exact[key] = _format(config.overridden(overrides))
         if _REGEX_SIGNS & set(key):
-            regex = BoundedRegex(key, config.where("extra_config"), is_anywhere=True)
+            regex = LinearRegex(key, config.where("extra_config"), is_anywhere=True)
             patterns.append(when(regex.matches, exact[key]))
 
     def by_name(module: str) -> SourceFormat | None:

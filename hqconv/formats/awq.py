@@ -9,8 +9,7 @@ import math
 from typing import TYPE_CHECKING
 
 from hqconv.errors import InputError
-from hqconv.formats.config_keys import Keys, all_unused, read
-from hqconv.formats.config_reader import ConfigReader, Text
+from hqconv.formats.config_reader import ConfigReader, Keys, Text
 from hqconv.formats.encoding import (
     Encoding,
     Headers,
@@ -44,17 +43,9 @@ def _undecided(config: ConfigReader) -> Matcher:
     return containing(config.names("modules_to_not_convert"))
 
 
-KEYS: Keys = {
-    **GPTQ_KEYS,
-    "zero_point": read("true: zero points are stored"),
-    "sym": read("the opposite of zero_point"),
-    "version": read("gemm: the order of nibbles"),
-    "checkpoint_format": read("as version"),
-    "format": read("as version"),
-    "backend": read("llm-awq: another layout, refused; others name a kernel"),
-    "modules_to_not_convert": read("modules that are left out"),
-    **all_unused("what a loader does", "do_fuse modules_to_fuse fuse_max_seq_len exllama_config"),
-}
+KEYS = GPTQ_KEYS | Keys(
+    "version backend modules_to_not_convert", "do_fuse modules_to_fuse fuse_max_seq_len exllama_config"
+)
 
 
 @quant_method("awq", keys=KEYS, undecided=_undecided)

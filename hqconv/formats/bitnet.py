@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hqconv.formats.config_keys import Keys, read, unused
-from hqconv.formats.config_reader import ConfigReader, Text
+from hqconv.formats.config_reader import ConfigReader, Keys, Text
 from hqconv.formats.encoding import (
     ONE,
     Encoding,
@@ -32,13 +31,7 @@ if TYPE_CHECKING:
     from hqconv.quantization.coded_matrix import CodedMatrix
 
 
-KEYS: Keys = {
-    "modules_to_not_convert": read("modules that are left out"),
-    "linear_class": read("bitlinear: the stored scale divides; autobitlinear: it multiplies"),
-    "quantization_mode": read("offline: codes are stored"),
-    "use_rms_norm": read("true: a norm before each matrix, refused"),
-    "rms_norm_eps": unused("constant of that norm"),
-}
+KEYS = Keys("modules_to_not_convert linear_class quantization_mode use_rms_norm", "rms_norm_eps")
 
 
 @quant_method("bitnet", keys=KEYS)

@@ -11,8 +11,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from hqconv.errors import RequestError
-from hqconv.formats.config_keys import Keys, all_unused, read
-from hqconv.formats.config_reader import ConfigReader, Text
+from hqconv.formats.config_reader import ConfigReader, Keys, Text
 from hqconv.formats.encoding import Encoding, Headers, Names, Parts, Shape, StoredTensor
 from hqconv.formats.module_rules import Rule, always, skipped_names
 from hqconv.formats.registry import quant_method, register_encoding
@@ -27,19 +26,11 @@ _NESTED = ("weight.nested_absmax", "weight.nested_quant_map")
 
 
 # Block size, second quantization and storage are in each matrix's quant_state, which is checked.
-KEYS: Keys = {
-    "load_in_4bit": read("true: 4-bit codes"),
-    "_load_in_4bit": read("as load_in_4bit"),
-    "load_in_8bit": read("true: 8-bit codes, refused"),
-    "_load_in_8bit": read("as load_in_8bit"),
-    "bnb_4bit_quant_type": read("nf4 or fp4: the table of values"),
-    "llm_int8_skip_modules": read("modules that are left out"),
-    **all_unused("said by each matrix's quant_state", "bnb_4bit_use_double_quant bnb_4bit_quant_storage"),
-    **all_unused(
-        "what a loader does",
-        "bnb_4bit_compute_dtype llm_int8_threshold llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight",
-    ),
-}
+KEYS = Keys(
+    "load_in_4bit _load_in_4bit load_in_8bit _load_in_8bit bnb_4bit_quant_type llm_int8_skip_modules",
+    "bnb_4bit_use_double_quant bnb_4bit_quant_storage "
+    "bnb_4bit_compute_dtype llm_int8_threshold llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight",
+)
 
 
 @quant_method("bitsandbytes", keys=KEYS)

@@ -11,9 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hqconv.formats.bounded_regex import BoundedRegex
-from hqconv.formats.config_keys import Keys, all_unused, read, unused
-from hqconv.formats.config_reader import ConfigReader, Text
+from hqconv.formats.config_reader import ConfigReader, Keys, Text, rotated
 from hqconv.formats.encoding import (
     Encoding,
     Headers,
@@ -29,11 +27,11 @@ from hqconv.formats.encoding import (
     scale_grid,
     shape_of_words,
 )
+from hqconv.formats.linear_regex import LinearRegex
 from hqconv.formats.module_rules import Rule, always, named_in, when
 from hqconv.formats.mx import mx_format
 from hqconv.formats.nvfp4 import nvfp4_format
 from hqconv.formats.registry import quant_method, register_encoding
-from hqconv.formats.rotations import rotated
 from hqconv.formats.source_format import PLAIN, SourceFormat
 from hqconv.schemas.dtypes import FLOATS
 from hqconv.schemas.tensors import TensorSpec
@@ -57,35 +55,16 @@ _EXPERT_CLASSES = ("FusedMoE", "Linear", "RoutedExperts")
 _FUSED_LOCATIONS = ("weight_input", "weight_output")
 # Sources: QuantizationArgs, QuantizationScheme and QuantizationConfig of compressed_tensors.quantization,
 # CompressedTensorsConfig of transformers.
-_WEIGHTS: Keys = {
-    "num_bits": read("bits of a code"),
-    "type": read("int or float"),
-    "symmetric": read("false: zero points are stored"),
-    "strategy": read("tensor, channel, group, tensor_group or block: what shares a scale"),
-    "group_size": read("columns that share a scale; -1: all"),
-    "block_structure": read("rows and columns that share a scale"),
-    "dynamic": read("false, for weights"),
-    "actorder": read("group: columns are grouped by g_idx; weight: only while calibrating"),
-    **all_unused("said by the tensors", "scale_dtype zp_dtype"),
-    **all_unused("how scales were found", "observer observer_kwargs"),
-}
-_GROUP: Keys = {
-    "targets": read("modules or classes of the group"),
-    "weights": read("scheme of the weights", inside=_WEIGHTS),
-    "format": read("how the weights are stored"),
-    **all_unused("quantized activations", "input_activations output_activations"),
-}
-KEYS: Keys = {
-    "config_groups": read("schemes and their targets", entries=_GROUP),
-    "format": read("how the weights are stored"),
-    "quantization_status": read("decompressed: plain weights are stored"),
-    "ignore": read("modules that are left out"),
-    "sparsity_config": read("sparse weights: refused"),
-    "transform_config": read("rotations: refused unless all are fused"),
-    "moe_sparsity_config": read("novice: experts that are constants, refused; prune: fewer experts"),
-    "kv_cache_scheme": unused("quantized cache"),
-    **all_unused("about the file", "global_compression_ratio run_compressed dequantize use_optimized_inference"),
-}
+_WEIGHTS = Keys(
+    "num_bits type symmetric strategy group_size block_structure dynamic actorder",
+    "scale_dtype zp_dtype observer observer_kwargs",
+)
+_GROUP = Keys("targets format", "input_activations output_activations", inside={"weights": _WEIGHTS})
+KEYS = Keys(
+    "format quantization_status ignore sparsity_config transform_config moe_sparsity_config",
+    "kv_cache_scheme global_compression_ratio run_compressed dequantize use_optimized_inference",
+    entries={"config_groups": _GROUP},
+)
 
 
 @quant_method("compressed-tensors", keys=KEYS)
@@ -118,7 +97,7 @@ def parse_compressed_tensors(config: ConfigReader, _text: Text) -> list[Rule]:
     if set(_EXPERT_CLASSES) & set(ignored):
         return []
     patterns = [
-        when(BoundedRegex(target[3:], config.where("config_groups")).matches, schemes[target])
+        when(LinearRegex(target[3:], config.where("config_groups")).matches, schemes[target])
         for target in sorted(schemes)
         if target.startswith("re:")
     ]

@@ -11,8 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hqconv.errors import InputError
-from hqconv.formats.config_keys import Keys, all_unused, read, unused
-from hqconv.formats.config_reader import ConfigReader, Text
+from hqconv.formats.config_reader import ConfigReader, Keys, Text, refuse_rotation
 from hqconv.formats.encoding import (
     SCALE_DTYPES,
     Encoding,
@@ -32,7 +31,6 @@ from hqconv.formats.module_rules import Matcher, Rule, always, globbed_in, paren
 from hqconv.formats.mx import MXFP4
 from hqconv.formats.nvfp4 import nvfp4_format
 from hqconv.formats.registry import quant_method, register_encoding
-from hqconv.formats.rotations import refuse_rotation
 from hqconv.formats.source_format import ANY, SourceFormat
 from hqconv.schemas.dtypes import FLOATS, humming_name
 
@@ -46,46 +44,20 @@ _SCALE_NAMES = ("weight_scale_inv", "weight_scale", "scale", "scale_inv")
 # --- config ------------------------------------------------------------------------------------------------
 
 
-_MODELOPT_LAYER: Keys = {
-    "quant_algo": read("ModelOpt's algorithm of the module"),
-    "group_size": read("columns that share a scale: 16"),
-}
-_GPTQMODEL: Keys = {
-    "weight_block_size": read("rows and columns of a block with one scale"),
-    "format": read("dtype of the codes, in torch's words"),
-    "weight_scale_method": read("what shares a scale: tensor, row or block; the scales' shape says it too"),
-    "weight_scale_semantics": read("inverse: the stored scale divides"),
-    **all_unused("other writerss' words", "bits group_size desc_act sym smoother"),
-}
-KEYS: Keys = {
-    "weight_block_size": read("rows and columns of a block with one scale"),
-    "fmt": read("dtype of the codes: e4m3 or e5m2"),
-    "scale_fmt": read("ue8m0: scales are powers of two; float"),
-    "activation_scheme": read("static: scales of activations are stored"),
-    "modules_to_not_convert": read("modules that are left out"),
-    "ignored_layers": read("modules that are left out"),
-    "modules_to_convert": unused("modules that transformers quantizes while it loads"),
-    "expert_dtype": read("fp4 or fp8: dtype of the routed experts"),
-    "store_dtype": read("mxfp4 or fp8: method of the routed experts (MiMo)"),
-    "routed_experts_quant_method": read("mxfp4 or fp8: method of the routed experts (Ling)"),
-    "mxfp4_block_size": read("columns that share a scale of mxfp4: 32"),
-    "moe_quant_algo": read("NVFP4: ModelOpt's algorithm of the routed experts"),
-    "ignore": read("modules that ModelOpt left out"),
-    "exclude_modules": read("modules that ModelOpt left out"),
-    "quantized_layers": read("modules that ModelOpt quantized", entries=_MODELOPT_LAYER),
-    "group_size": read("columns that share a scale of nvfp4: 16"),
-    "weight_dtype": read("dtype of the codes, where fmt is not written"),
-    "dynamic": read("GPTQModel's overrides by pattern", entries=_GPTQMODEL),
-    "format": _GPTQMODEL["format"],
-    "weight_scale_method": _GPTQMODEL["weight_scale_method"],
-    "weight_scale_semantics": _GPTQMODEL["weight_scale_semantics"],
-    "checkpoint_format": read("GPTQModel's name of this method: fp8"),
-    "method": read("GPTQModel's name of this method: fp8"),
-    "rotation": read("inputs rotated at run time: refused"),
-    **all_unused("ModelOpt's other words", "config_groups quant_algo kv_cache_quant_algo kv_cache_scheme targets"),
-    **all_unused("what a loader does", "dequantize is_checkpoint_fp8_serialized run_compressed"),
-    **all_unused("GPTQModel's other words", "bits desc_act sym lm_head activation pack_dtype meta smoother"),
-}
+_GPTQMODEL = Keys("weight_block_size format weight_scale_method weight_scale_semantics")
+KEYS = _GPTQMODEL | Keys(
+    "fmt scale_fmt activation_scheme modules_to_not_convert ignored_layers "
+    "expert_dtype store_dtype routed_experts_quant_method mxfp4_block_size "  # of routed experts: DeepSeek, MiMo, Ling
+    "moe_quant_algo ignore exclude_modules group_size "  # ModelOpt's, of nvfp4 experts
+    "weight_dtype checkpoint_format method rotation",
+    "modules_to_convert dequantize is_checkpoint_fp8_serialized run_compressed "  # of a loader
+    "config_groups quant_algo kv_cache_quant_algo kv_cache_scheme targets "  # ModelOpt's
+    "bits desc_act sym lm_head activation pack_dtype meta smoother",  # GPTQModel's
+    entries={
+        "quantized_layers": Keys("quant_algo group_size"),
+        "dynamic": _GPTQMODEL | Keys(unused="bits group_size desc_act sym smoother"),
+    },
+)
 
 
 @quant_method("fp8", keys=KEYS)
@@ -187,11 +159,7 @@ def _modelopt_modules(config: ConfigReader) -> Matcher:
     return lambda module: not is_ignored(module) and (is_all or any(name in layers for name in parents(module)))
 
 
-FBGEMM_KEYS: Keys = {
-    "modules_to_not_convert": read("modules that are left out"),
-    "activation_scale_ub": unused("upper bound of the scales of activations"),
-    **all_unused("what a loader does", "dequantize"),
-}
+FBGEMM_KEYS = Keys("modules_to_not_convert", "activation_scale_ub dequantize")
 
 
 @quant_method("fbgemm_fp8", keys=FBGEMM_KEYS)

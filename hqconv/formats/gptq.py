@@ -11,9 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hqconv.errors import InputError
-from hqconv.formats.bounded_regex import BoundedRegex
-from hqconv.formats.config_keys import Keys, all_unused, read
-from hqconv.formats.config_reader import ConfigReader, Text
+from hqconv.formats.config_reader import ConfigReader, Keys, Text, refuse_rotation
 from hqconv.formats.encoding import (
     Encoding,
     Headers,
@@ -28,9 +26,9 @@ from hqconv.formats.encoding import (
     shape_of_words,
     zero_or_midpoint,
 )
+from hqconv.formats.linear_regex import LinearRegex
 from hqconv.formats.module_rules import Rule, always, containing, when
 from hqconv.formats.registry import quant_method, register_encoding
-from hqconv.formats.rotations import refuse_rotation
 from hqconv.formats.source_format import SourceFormat
 from hqconv.schemas.dtypes import FLOATS
 from hqconv.schemas.tensors import TensorSpec
@@ -42,46 +40,21 @@ if TYPE_CHECKING:
 
 
 # How a tool ran: GPTQModel's meta_field_map, transformers' GPTQConfig, AutoGPTQ's BaseQuantizeConfig.
-_TOOLING: Keys = {
-    **all_unused(
-        "how the tool ran",
-        "meta damp_percent damp_auto_increment true_sequential static_groups mse model_name_or_path "
-        "model_file_base_name tokenizer dataset model_seqlen max_input_length batch_size pad_token_id "
-        "cache_block_outputs lm_head device module_name_preceding_first_block block_name_to_quantize "
-        "to_quant_block_names autoround_version enable_quanted_input provider "
-        "act_group_aware pack_impl mock_quantization foem hessian v2 v2_alpha v2_memory_device gptaq fallback "
-        "failsafe adapter_config parallel_packing gc_mode moe telemetry offload_to_disk offload_to_disk_path "
-        "weight_only preprocessors smoother",
-    ),
-    **all_unused(
-        "kernel that a loader takes",
-        "backend use_exllama use_cuda_fp16 exllama_config max_input_len disable_exllama awq_gemm_checkpoint",
-    ),
-    **all_unused("activations at run time", "activation"),
-}
-_FORMAT: Keys = {
-    "bits": read("bits of a code"),
-    "wbits": read("bits of a code"),
-    "w_bit": read("bits of a code"),
-    "group_size": read("columns that share a scale; -1: all"),
-    "q_group_size": read("columns that share a scale; -1: all"),
-    "desc_act": read("true: columns are grouped by g_idx"),
-    "sym": read("true: the zero point is the midpoint"),
-    "zero_point": read("the opposite of sym"),
-    "checkpoint_format": read("gptq: zero points less one; gptq_v2: zero points"),
-    "format": read("as checkpoint_format"),
-    "is_marlin_format": read("true: an old Marlin layout, refused"),
-    "pack_dtype": read("dtype of the packed words: int32"),
-    "rotation": read("inputs rotated at run time: refused"),
-    "adapter": read("a low-rank correction beside the weights: refused"),
-}
-KEYS: Keys = {
-    **_FORMAT,
-    "method": read("GPTQModel's name of the method"),
-    "dynamic": read("GPTQModel's overrides by pattern", entries={**_FORMAT, **_TOOLING}),
-    "modules_in_block_to_quantize": read("parts of names, of which a quantized module has one"),
-    **_TOOLING,
-}
+_TOOLING = Keys(
+    unused="meta damp_percent damp_auto_increment true_sequential static_groups mse model_name_or_path "
+    "model_file_base_name tokenizer dataset model_seqlen max_input_length batch_size pad_token_id cache_block_outputs "
+    "lm_head device module_name_preceding_first_block block_name_to_quantize to_quant_block_names autoround_version "
+    "enable_quanted_input provider act_group_aware pack_impl mock_quantization foem hessian v2 v2_alpha "
+    "v2_memory_device gptaq fallback failsafe adapter_config parallel_packing gc_mode moe telemetry offload_to_disk "
+    "offload_to_disk_path weight_only preprocessors smoother "
+    # Kernels that a loader takes; activations at run time.
+    "backend use_exllama use_cuda_fp16 exllama_config max_input_len disable_exllama awq_gemm_checkpoint activation"
+)
+_FORMAT = Keys(
+    "bits wbits w_bit group_size q_group_size desc_act sym zero_point checkpoint_format format is_marlin_format "
+    "pack_dtype rotation adapter"
+)
+KEYS = _FORMAT | Keys("method modules_in_block_to_quantize", entries={"dynamic": _FORMAT | _TOOLING}) | _TOOLING
 
 
 @quant_method("gptq", keys=KEYS)
@@ -116,7 +89,7 @@ def dynamic_rules(config: ConfigReader, format_of: Callable[[ConfigReader], Sour
         return
     overrides = config.table("dynamic")
     for pattern in overrides.values:
-        regex = BoundedRegex(pattern[2:] if pattern[:2] in ("-:", "+:") else pattern, overrides.path)
+        regex = LinearRegex(pattern[2:] if pattern[:2] in ("-:", "+:") else pattern, overrides.path)
         if pattern.startswith("-:"):
             yield when(regex.matches)
         else:

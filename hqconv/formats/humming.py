@@ -10,9 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from hqconv.errors import InputError, RequestError
-from hqconv.formats.bounded_regex import BoundedRegex
-from hqconv.formats.config_keys import Keys, all_unused, read
-from hqconv.formats.config_reader import ConfigReader, Text
+from hqconv.formats.config_reader import ConfigReader, Keys, Text
 from hqconv.formats.encoding import (
     ONE,
     SCALE_DTYPES,
@@ -29,6 +27,7 @@ from hqconv.formats.encoding import (
     scale_grid,
     shape_of_words,
 )
+from hqconv.formats.linear_regex import LinearRegex
 from hqconv.formats.module_rules import Rule, always, containing, when
 from hqconv.formats.registry import quant_method, register_encoding
 from hqconv.formats.source_format import SourceFormat
@@ -50,34 +49,16 @@ _NAMES = {
 }
 
 
-_FORMAT: Keys = {
-    **{
-        alias: read(meaning)
-        for field, meaning in {
-            "b_dtype": "type of the codes",
-            "bs_dtype": "type of the scales",
-            "weight_scale_type": "group, channel, block or tensor: what shares a scale",
-            "weight_scale_2_type": "what shares a second scale",
-            "weight_scale_group_size": "columns that share a scale",
-            "weight_scale_group_size_n": "rows that share a scale",
-        }.items()
-        for alias in _NAMES[field]
-    },
-    "has_zero_point": read("true: zero points are stored"),
-    "is_fp_zero_point": read("true: zero points are floats"),
-    "hadamard_block_size": read("inputs rotated at run time: refused unless 0 or 1"),
-    **all_unused(
-        "quantized activations", "a_dtype input_scale_group_size input_scale_dtype input_quant_mode input_dtype"
-    ),
-}
-KEYS: Keys = {
-    **_FORMAT,
-    "ignored_layers": read("modules that are left out"),
-    "ignore": read("modules that are left out"),
-    "modules_to_not_convert": read("modules that are left out"),
-    "dynamic": read("other words for some modules, or left out", entries=_FORMAT),
-    **all_unused("hqconv's own words", "name format_version"),
-}
+_FORMAT = Keys(
+    " ".join([*(alias for names in _NAMES.values() for alias in names)])
+    + " has_zero_point is_fp_zero_point hadamard_block_size",
+    "a_dtype input_scale_group_size input_scale_dtype input_quant_mode input_dtype",  # quantized activations
+)
+KEYS = _FORMAT | Keys(
+    "ignored_layers ignore modules_to_not_convert",
+    "name format_version",  # hqconv's own
+    entries={"dynamic": _FORMAT},
+)
 
 
 @quant_method("humming", keys=KEYS)
@@ -94,14 +75,14 @@ def parse_humming(config: ConfigReader, _text: Text) -> list[Rule]:
     left_out, overriding = [], []
     for pattern, overrides in config.tables("dynamic"):
         # vLLM skips a pattern without a sign.
-        matches = BoundedRegex(pattern[2:], config.where("dynamic")).matches
+        matches = LinearRegex(pattern[2:], config.where("dynamic")).matches
         if pattern.startswith("-"):
             left_out.append(when(matches))
         elif pattern.startswith("+"):
             overriding.append(when(matches, _format(config.overridden(overrides))))
     return [
         when(containing(plain)),
-        *(when(BoundedRegex(pattern[3:], config.where(key)).matches) for pattern in patterns),
+        *(when(LinearRegex(pattern[3:], config.where(key)).matches) for pattern in patterns),
         *left_out,
         *overriding,
         always(_format(config)),

@@ -4,49 +4,31 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hqconv.formats.config_keys import Keys, all_unused, read
-from hqconv.formats.config_reader import LARGEST, ConfigReader, Text
+from hqconv.formats.config_reader import LARGEST, ConfigReader, Keys, Text, refuse_rotation
 from hqconv.formats.module_rules import Rule, always, globbed_in, parents, when
 from hqconv.formats.mx import mx_format
 from hqconv.formats.nvfp4 import nvfp4_format
 from hqconv.formats.registry import quant_method
-from hqconv.formats.rotations import refuse_rotation
 from hqconv.formats.source_format import SourceFormat
 
 # Sources: `process_layer_quant_config` of modelopt.torch.export.quant_utils, `convert_hf_quant_config_format` of its
 # convert_hf_config.
-_ALGORITHM: Keys = {
-    "quant_algo": read("the algorithm; MIXED_PRECISION: one for each module; null: none"),
-    "group_size": read("columns that share a scale"),
-    "pre_quant_scale": read("true: inputs are scaled when the model runs, refused"),
-    "has_zero_point": read("false: no zero points"),
-    "rotate": read("inputs rotated at run time: refused"),
-}
-_GROUP: Keys = {
-    **_ALGORITHM,
-    "weights": read(
-        "scheme of the weights",
-        inside={
-            "group_size": read("columns that share a scale"),
-            **all_unused("said by the algorithm", "dynamic num_bits type strategy symmetric block_structure"),
-        },
-    ),
-    **all_unused("said by the algorithm and the layers", "targets input_activations output_activations"),
-}
-_QUANTIZATION: Keys = {
-    **_ALGORITHM,
-    "exclude_modules": read("modules that are left out"),
-    "ignore": read("modules that are left out"),
-    "quantized_layers": read("algorithm of each module", entries=_ALGORITHM),
-    **all_unused("quantized cache", "kv_cache_quant_algo kv_cache_scheme kv_cache_group_size"),
-    **all_unused("how the tool ran", "smoothquant_val clamp_val has_weight_scale weight_compression"),
-}
-KEYS: Keys = {
-    **_QUANTIZATION,
-    "quantization": read("hf_quant_config.json: the object of these keys", inside=_QUANTIZATION),
-    "config_groups": read("schemes, in newer configs", entries=_GROUP),
-    **all_unused("quantized activations", "activation_scheme"),
-}
+_ALGORITHM = Keys("quant_algo group_size pre_quant_scale has_zero_point rotate")
+_GROUP = _ALGORITHM | Keys(
+    unused="targets input_activations output_activations",
+    inside={"weights": Keys("group_size", "dynamic num_bits type strategy symmetric block_structure")},
+)
+_QUANTIZATION = _ALGORITHM | Keys(
+    "exclude_modules ignore",
+    "kv_cache_quant_algo kv_cache_scheme kv_cache_group_size smoothquant_val clamp_val has_weight_scale "
+    "weight_compression",
+    entries={"quantized_layers": _ALGORITHM},
+)
+KEYS = _QUANTIZATION | Keys(
+    unused="activation_scheme",
+    inside={"quantization": _QUANTIZATION},  # of hf_quant_config.json
+    entries={"config_groups": _GROUP},  # in newer configs
+)
 
 
 @quant_method("modelopt", "modelopt_fp4", "modelopt_mixed", "modelopt_mxfp8", keys=KEYS)

@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 
-from hqconv.formats.bounded_regex import BoundedRegex
 from hqconv.formats.config_reader import ConfigReader
+from hqconv.formats.linear_regex import LinearRegex
 from hqconv.formats.source_format import PLAIN, SourceFormat
 
 Matcher = Callable[[str], bool]
@@ -22,7 +22,7 @@ class RegexSet:
     patterns: each with a text that all its matches begin with, where a dot stands for any character.
     """
 
-    def __init__(self, patterns: Iterable[tuple[str, BoundedRegex]]) -> None:
+    def __init__(self, patterns: Iterable[tuple[str, LinearRegex]]) -> None:
         self._patterns = list(patterns)
         self._candidates = cache(self._that_may_match)
 
@@ -30,7 +30,7 @@ class RegexSet:
         """Return True if a pattern matches. Names that differ only in their last two components share a lookup."""
         return any(regex.matches(name) for regex in self._candidates(name.rsplit(".", 2)[0]))
 
-    def _that_may_match(self, stem: str) -> list[BoundedRegex]:
+    def _that_may_match(self, stem: str) -> list[LinearRegex]:
         """Return the patterns that may match a name that begins with the stem."""
         return [
             regex
@@ -69,7 +69,7 @@ def named_in(patterns: Iterable[str], where: str) -> Matcher:
     patterns = list(patterns)
     exact = {pattern for pattern in patterns if not pattern.startswith("re:")}
     regexes = [pattern[3:] for pattern in patterns if pattern.startswith("re:")]
-    searches = RegexSet((start_of(pattern), BoundedRegex(pattern, where)) for pattern in regexes)
+    searches = RegexSet((start_of(pattern), LinearRegex(pattern, where)) for pattern in regexes)
     is_named = cache(lambda name: name in exact or searches.match(name))
     return lambda module: any(is_named(name) for name in parents(module))
 
@@ -81,9 +81,9 @@ def globbed_in(patterns: Iterable[str], where: str, with_parents: bool) -> Match
     starts_and_regexes = []
     for pattern in (p for p in patterns if p not in exact):
         if pattern.startswith("re:"):
-            starts_and_regexes.append((start_of(pattern[3:]), BoundedRegex(pattern[3:], where)))
+            starts_and_regexes.append((start_of(pattern[3:]), LinearRegex(pattern[3:], where)))
         else:
-            glob = BoundedRegex(fnmatch.translate(pattern), where, is_glob=True)
+            glob = LinearRegex(fnmatch.translate(pattern), where, is_glob=True)
             starts_and_regexes.append((re.split(r"[*?[]", pattern)[0], glob))
     searches = RegexSet(starts_and_regexes)
     is_named = cache(lambda name: name in exact or searches.match(name))
@@ -109,7 +109,7 @@ def skipped_by_transformers(patterns: Iterable[str], where: str) -> Matcher:
     """
     patterns = list(patterns)
     after = r"(?:(?<=\.)|(?=\.|$))"
-    searches = RegexSet((start_of(entry), BoundedRegex(entry, where, after=after)) for entry in patterns)
+    searches = RegexSet((start_of(entry), LinearRegex(entry, where, after=after)) for entry in patterns)
     endings = set(patterns)
     sizes = sorted({len(pattern) for pattern in endings})
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hqconv.formats.config_keys import Keys, all_unused, read
-from hqconv.formats.config_reader import ConfigReader, Text
+from hqconv.formats.config_reader import ConfigReader, Keys, Text
 from hqconv.formats.encoding import (
     SCALE_DTYPES,
     Encoding,
@@ -40,17 +39,10 @@ def mx_format(name: str, encoding: str) -> SourceFormat:
     return SourceFormat(name, encoding, b_dtype, "float8e8m0", 1, 32)
 
 
-MXFP4_KEYS: Keys = {
-    "modules_to_not_convert": read("modules that are left out"),
-    **all_unused("what a loader does", "dequantize"),
-}
-MXFP8_KEYS: Keys = {
-    "weight_block_size": read("[1, 32]: a scale for 32 columns of a row"),
-    "ignored_layers": read("modules that are left out"),
-    "modules_to_not_convert": read("modules that are left out"),
-    **all_unused("quantized activations", "activation_scheme"),
-    **all_unused("said by the method's name", "fmt scale_fmt dequantize"),
-}
+MXFP4_KEYS = Keys("modules_to_not_convert", "dequantize")
+MXFP8_KEYS = Keys(
+    "weight_block_size ignored_layers modules_to_not_convert", "activation_scheme fmt scale_fmt dequantize"
+)
 
 
 @quant_method("mxfp4", keys=MXFP4_KEYS)

@@ -8,10 +8,8 @@ from typing import Any
 
 from hqconv.errors import RequestError
 from hqconv.formats import registry
-from hqconv.formats.config_keys import check_keys
-from hqconv.formats.config_reader import ConfigReader
+from hqconv.formats.config_reader import ConfigReader, check_keys, refuse_rotated_model
 from hqconv.formats.module_rules import Matcher, Rule
-from hqconv.formats.rotations import refuse_rotated_model
 from hqconv.formats.source_format import PLAIN, SourceFormat
 
 

@@ -10,8 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hqconv.formats.config_keys import Keys, all_unused, read, speaks_of_rotations
-from hqconv.formats.config_reader import ConfigReader, Text
+from hqconv.formats.config_reader import ConfigReader, Keys, Text, is_online_spinquant, rotated, speaks_of_rotations
 from hqconv.formats.encoding import (
     ONE,
     SCALE_DTYPES,
@@ -31,7 +30,6 @@ from hqconv.formats.encoding import (
 )
 from hqconv.formats.module_rules import Rule, always, globbed_in, when
 from hqconv.formats.registry import quant_method, register_encoding
-from hqconv.formats.rotations import is_online_spinquant, rotated
 from hqconv.formats.source_format import PLAIN, SourceFormat
 from hqconv.schemas.dtypes import FLOATS, code_bits
 from hqconv.schemas.tensors import TensorSpec
@@ -79,54 +77,22 @@ _SMALL_SCALES = {
 
 # Sources: QTensorConfig, QLayerConfig, QConfig of quark.torch.quantization.config.config, JsonExporterConfig of
 # quark.torch.export.config.config.
-_TENSOR: Keys = {
-    "dtype": read("type of the codes"),
-    "mx_element_dtype": read("type of the codes of an mx block"),
-    "qscheme": read("per_tensor, per_channel, per_group or per_block: what shares a scale"),
-    "ch_axis": read("axis of channels or groups"),
-    "group_size": read("columns that share a scale"),
-    "block_size": read("rows and columns that share a scale"),
-    "symmetric": read("false: zero points are stored"),
-    "is_dynamic": read("false, for weights"),
-    "is_scale_quant": read("true: this stage is of the scales"),
-    "scale_format": read("type of the scales"),
-    "scale_type": read("float8_e8m0fnu: scales of blocks are powers of two"),
-    **all_unused("how codes and scales were found", "round_method observer_cls scale_calculation_mode qat_spec"),
-    **all_unused("said by the tensors", "zero_point_type"),
-    **all_unused("how the tool ran", "enable_buffer_reuse max_input_numel"),
-}
-_LAYER: Keys = {
-    "weight": read("scheme of the weights, of one or two stages", inside=_TENSOR),
-    **all_unused("quantized activations", "input_tensors output_tensors"),
-    **all_unused("said by the tensors", "bias"),
-    **all_unused("how the tool ran", "target_device"),
-}
-KEYS: Keys = {
-    "global_quant_config": read("scheme of all other modules", inside=_LAYER),
-    "layer_quant_config": read("schemes by name or pattern", entries=_LAYER),
-    "layer_type_quant_config": read("schemes by class", entries=_LAYER),
-    "exclude": read("modules that are left out"),
-    "algo_config": read("rotations and low-rank branches: refused unless they are fused"),
-    "pre_quant_opt_config": read("as algo_config"),
-    "export": read(
-        "how weights are stored",
-        inside={
-            "weight_format": read("real_quantized: codes are stored"),
-            "pack_method": read("reorder or order: order of nibbles"),
-            **all_unused("quantized cache", "kv_cache_group min_kv_scale"),
-            **all_unused("scales that were made equal", "weight_merge_groups"),
-        },
-    ),
-    **all_unused(
-        "quantized cache and attention",
-        "kv_cache_quant_config kv_cache_group min_kv_scale kv_cache_post_rope softmax_quant_spec",
-    ),
-    **all_unused(
-        "how the tool ran",
-        "quant_mode log_severity_level shared_scale_groups sync_moe_expert_input_amax keep_prequantized_layers "
-        "custom_mode",
-    ),
-}
+_TENSOR = Keys(
+    "dtype mx_element_dtype qscheme ch_axis group_size block_size symmetric is_dynamic is_scale_quant scale_format "
+    "scale_type",
+    "round_method observer_cls scale_calculation_mode qat_spec zero_point_type enable_buffer_reuse max_input_numel",
+)
+_LAYER = Keys(unused="input_tensors output_tensors bias target_device", inside={"weight": _TENSOR})
+KEYS = Keys(
+    "exclude algo_config pre_quant_opt_config",
+    "kv_cache_quant_config kv_cache_group min_kv_scale kv_cache_post_rope softmax_quant_spec quant_mode "
+    "log_severity_level shared_scale_groups sync_moe_expert_input_amax keep_prequantized_layers custom_mode",
+    inside={
+        "global_quant_config": _LAYER,
+        "export": Keys("weight_format pack_method", "kv_cache_group min_kv_scale weight_merge_groups"),
+    },
+    entries={"layer_quant_config": _LAYER, "layer_type_quant_config": _LAYER},
+)
 
 
 @quant_method("quark", keys=KEYS)

@@ -16,8 +16,7 @@ from typing import TypeVar
 
 from hqconv import formats
 from hqconv.errors import InputError
-from hqconv.formats.config_keys import Keys
-from hqconv.formats.config_reader import ConfigReader, Text
+from hqconv.formats.config_reader import ConfigReader, Keys, Text
 from hqconv.formats.encoding import Encoding
 from hqconv.formats.module_rules import Matcher, Rule
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hqconv.formats.config_keys import Keys, all_unused, read
-from hqconv.formats.config_reader import ConfigReader, Text
+from hqconv.formats.config_reader import ConfigReader, Keys, Text
 from hqconv.formats.encoding import (
     Encoding,
     Headers,
@@ -31,17 +30,10 @@ if TYPE_CHECKING:
 
 _BLOCK = (128, 128)
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale")
-KEYS: Keys = {
-    "group_size": read("columns of an expert that share a scale: 128"),
-    "weight_block_size": read("rows and columns of the other layers that share a scale: [128, 128]"),
-    "ignored_layers": read("modules that are left out"),
-    "modules_to_not_convert": read("modules that are left out"),
-    "ignore": read("modules that are left out"),
-    **all_unused(
-        "quantized activations", "activation_scheme linear_activation_scheme moe_activation_scheme kv_cache_scheme"
-    ),
-    **all_unused("said by the method's name", "fmt quant_algo"),
-}
+KEYS = Keys(
+    "group_size weight_block_size ignored_layers modules_to_not_convert ignore",
+    "activation_scheme linear_activation_scheme moe_activation_scheme kv_cache_scheme fmt quant_algo",
+)
 
 
 @quant_method("w4afp8", keys=KEYS)

@@ -12,12 +12,10 @@ import pytest
 
 import hqconv
 from hqconv.errors import RequestError
-from hqconv.formats import config_keys, registry
-from hqconv.formats.config_keys import REFUSAL, WARNING, Keys, verdict
-from hqconv.formats.config_reader import ConfigReader
+from hqconv.formats import registry
+from hqconv.formats.config_reader import COMMON, REFUSAL, WARNING, ConfigReader, Keys, verdict
 from hqconv.formats.quant_config import declared_formats
 from hqconv.schemas.grid import Grid
-from scripts.keys_table import PAGE, page
 from tests.make import configs, conversions
 from tests.make.formats import FORMATS, write
 from tests.make.published import load, paths
@@ -36,10 +34,6 @@ CONFIGS = {name: config_of(name) for name in FORMATS if config_of(name)}
 ONE_OF_EACH = list(
     {str(sorted(words)) + str(words.get("quant_method")): name for name, words in CONFIGS.items()}.values()
 )
-
-
-def test_the_page_says_what_the_lists_say() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -117,16 +111,15 @@ def test_every_method_looks_at_all_depths(name: str) -> None:
 def objects(words: Any, keys: Keys, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Paths of a config's objects whose keys are listed."""
     yield path
-    for name, key in keys.items():
+    for name, inside in keys.inside.items():
         value = words.get(name)
-        items = list(enumerate(value)) if isinstance(value, list) else [(None, value)]
-        for index, one in items if key.inside else ():
+        for index, one in enumerate(value) if isinstance(value, list) else [(None, value)]:
             if isinstance(one, dict):
-                yield from objects(one, key.inside or {}, (*path, name) if index is None else (*path, name, index))
-        if key.entries and isinstance(value, dict):
-            for inner, one in value.items():
-                if isinstance(one, dict):
-                    yield from objects(one, key.entries, (*path, name, inner))
+                yield from objects(one, inside, (*path, name) if index is None else (*path, name, index))
+    for name, entries in keys.entries.items():
+        for inner, one in (words.get(name) or {}).items():
+            if isinstance(one, dict):
+                yield from objects(one, entries, (*path, name, inner))
 
 
 def at(words: Any, path: tuple[Any, ...]) -> Any:
@@ -178,16 +171,13 @@ def test_a_parser_asks_for_known_keys_only(name: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Asked, "log", set())
     method = registry.methods()[declared_formats(CONFIGS[name], {}).method]
     list(method.parse(ConfigReader(wrapped(CONFIGS[name]), "quantization_config"), {}))
-    known = set(flat({**config_keys.COMMON, **method.keys}))
-    own = {inner for key, one in method.keys.items() if one.entries for inner in CONFIGS[name].get(key) or {}}
+    known = flat(COMMON | method.keys)
+    own = {inner for key in method.keys.entries for inner in CONFIGS[name].get(key) or {}}
     assert Asked.log - known - own - {"expert_dtype", "head_dim", "format"} == set()
 
 
-def flat(keys: Keys) -> Iterator[str]:
-    for name, key in keys.items():
-        yield name
-        yield from flat(key.inside or {})
-        yield from flat(key.entries or {})
+def flat(keys: Keys) -> set[str]:
+    return keys.names.union(*(flat(one) for one in (*keys.inside.values(), *keys.entries.values())))
 
 
 # --- keys as the publishers' classes have them -------------------------------------------------------------
@@ -236,17 +226,16 @@ WRITTEN: dict[str, tuple[str, str]] = {
 @pytest.mark.parametrize("package", WRITTEN)
 def test_the_fields_that_a_package_writes_are_known(package: str) -> None:
     method, names = WRITTEN[package]
-    assert set(names.split()) - set({**config_keys.COMMON, **registry.methods()[method].keys}) == set()
+    assert set(names.split()) - (COMMON | registry.methods()[method].keys).names == set()
 
 
 def test_the_fields_of_compressed_tensors_are_known() -> None:
     quantization = pytest.importorskip("compressed_tensors.quantization")
     keys = registry.methods()["compressed-tensors"].keys
-    group = keys["config_groups"].entries or {}
-    known = {**config_keys.COMMON, **keys}
-    assert set(quantization.QuantizationConfig.model_fields) - set(known) == set()
-    assert set(quantization.QuantizationScheme.model_fields) - set(group) == set()
-    assert set(quantization.QuantizationArgs.model_fields) - set(group["weights"].inside or {}) == set()
+    group = keys.entries["config_groups"]
+    assert set(quantization.QuantizationConfig.model_fields) - (COMMON | keys).names == set()
+    assert set(quantization.QuantizationScheme.model_fields) - group.names == set()
+    assert set(quantization.QuantizationArgs.model_fields) - group.inside["weights"].names == set()
 
 
 @pytest.mark.parametrize(
@@ -267,7 +256,7 @@ def test_the_parameters_of_transformers_are_known(kind: str, method: str) -> Non
 
     module = pytest.importorskip("transformers.utils.quantization_config")
     names = set(inspect.signature(getattr(module, kind).__init__).parameters) - {"self", "kwargs"}
-    assert names - set({**config_keys.COMMON, **registry.methods()[method].keys}) == set()
+    assert names - (COMMON | registry.methods()[method].keys).names == set()
 
 
 def test_the_fields_of_humming_are_known() -> None:
@@ -276,7 +265,7 @@ def test_the_fields_of_humming_are_known() -> None:
     schema = pytest.importorskip("humming.schema")
     keys = registry.methods()["humming"].keys
     for kind in (schema.HummingWeightSchema, schema.HummingInputSchema):
-        assert {one.name for one in dataclasses.fields(kind)} - {*keys, *config_keys.COMMON} == set()
+        assert {one.name for one in dataclasses.fields(kind)} - (COMMON | keys).names == set()
 
 
 # --- agreement ---------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ def test_few_patterns_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
             tried.append(name)
             return self.real.match(name) is not None
 
-    monkeypatch.setattr(module_rules, "BoundedRegex", Pattern)
+    monkeypatch.setattr(module_rules, "LinearRegex", Pattern)
     patterns = [f"model.layers.{layer}.mlp.gate" for layer in range(100)]
     skipped = skipped_by_transformers(patterns, "")
     assert not any(skipped(f"model.layers.7.mlp.experts.{e}.up_proj") for e in range(64))

@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 import hqconv
 from hqconv.errors import InputError, RequestError
 from hqconv.formats import registry
-from hqconv.formats.config_keys import read
-from hqconv.formats.config_reader import ConfigReader, Text
+from hqconv.formats.config_reader import ConfigReader, Keys, Text
 from hqconv.formats.encoding import (
     Encoding,
     Headers,
@@ -86,7 +85,7 @@ def encode_toy(draw: Draw, n: int, k: int, _second: torch.Tensor) -> Stored:
     )
 
 
-KEYS = {"columns": read("columns that share a scale"), "toy_skips": read("modules that are left out")}
+KEYS = Keys("columns toy_skips")
 CONFIG = {"quant_method": "toy", "columns": 64, "toy_skips": ["lm_head"]}
 SPEC = FormatSpec(encode_toy, {"quantization_config": CONFIG}, "`toy`")
 
