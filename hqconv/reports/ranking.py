@@ -1,7 +1,7 @@
 """The schemas that a GPU runs with given activations, ranked by size, error and measured speed (`schemas --for`).
 
-Errors and speeds are data of the package, in the folder `measured`: scripts/choosing_table.py writes the errors,
-scripts/bench_formats.py the speeds. Nothing is measured here.
+Errors and speeds are data of the package, in the folder `measured`, which scripts/record.py writes. Nothing is
+measured here.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def measured_errors() -> Mapping[str, Mapping[str, Mapping[str, float]]]:
 
 
 @functools.cache
-def speed_runs() -> list[Document]:
-    """Runs of scripts/bench_formats.py: GPU, date, model's shape and rows, at most one for each GPU and model."""
-    found: list[Document] = json.loads(SPEEDS.read_text(encoding="utf-8"))["runs"]
+def speed_runs() -> list[Words]:
+    """Runs of `scripts/record.py speeds`: GPU, date, model's shape and rows, at most one for each GPU and model."""
+    found: list[Words] = json.loads(SPEEDS.read_text(encoding="utf-8"))["runs"]
     return found
 
 

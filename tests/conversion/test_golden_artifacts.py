@@ -1,7 +1,7 @@
 """Whole artifacts are the same, byte for byte, as those on record: of every schema, format and grid.
 
 The record was made by the code before the rooms were built (commit 2fc4a68), and every later change of a byte
-has to say so in it (`scripts/record_artifacts.py`).
+has to say so in it (`scripts/record.py artifacts`).
 """
 
 from __future__ import annotations

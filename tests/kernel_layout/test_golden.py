@@ -1,4 +1,4 @@
-"""The CPU against what Humming's CUDA ops gave on a real GPU (`scripts/record_golden.py`), to the bit."""
+"""The CPU against what Humming's CUDA ops gave on a real GPU (`scripts/record.py golden`), to the bit."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from tests.make.layout_cases import cases, laid_out
 from tests.make.places import GOLDEN
 from tests.make.tensors import assert_same
 
-RECORDED = GOLDEN / "layouts.json"  # by scripts/record_layouts.py
+RECORDED = GOLDEN / "layouts.json"  # by scripts/record.py layouts
 
 
 def test_there_is_a_case_for_every_layout() -> None:
@@ -44,7 +44,7 @@ def test_laying_out_is_finite_work_on_the_cpu() -> None:
         assert laid_out(kind, seed, "cpu")
 
 
-@pytest.mark.skipif(not RECORDED.exists(), reason="not recorded yet: scripts/record_layouts.py, on a GPU")
+@pytest.mark.skipif(not RECORDED.exists(), reason="not recorded yet: scripts/record.py layouts, on a GPU")
 def test_bytes_are_those_of_a_gpu() -> None:
     golden = json.loads(RECORDED.read_bytes())["cases"]
     assert golden.keys() <= cases().keys()
@@ -53,14 +53,14 @@ def test_bytes_are_those_of_a_gpu() -> None:
             assert {k: digest(t) for k, t in laid_out(kind, seed, "cpu").items()} == golden[name], name
 
 
-@pytest.mark.skipif(not RECORDED.exists(), reason="not recorded yet: scripts/record_layouts.py, on a GPU")
+@pytest.mark.skipif(not RECORDED.exists(), reason="not recorded yet: scripts/record.py layouts, on a GPU")
 def test_every_case_is_recorded() -> None:
     """New cases wait for a GPU; until then Humming's transform over the CPU twins has only the inverse as its judge."""
     missing = cases().keys() - json.loads(RECORDED.read_bytes())["cases"].keys()
     second = [name for name in missing if cases()[name].schema.weight_scale_2_type != "none"]
     assert len(second) == len(missing), "cases of older schemas are recorded"
     if missing:
-        pytest.skip(f"{len(missing)} cases are not recorded yet: scripts/record_layouts.py, on a GPU")
+        pytest.skip(f"{len(missing)} cases are not recorded yet: scripts/record.py layouts, on a GPU")
 
 
 @pytest.mark.cuda

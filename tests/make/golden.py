@@ -1,4 +1,4 @@
-"""The cases that `scripts/record_golden.py` records on a GPU and `test_golden.py` repeats on the CPU."""
+"""The cases that `scripts/record.py golden` records on a GPU and `test_golden.py` repeats on the CPU."""
 
 from __future__ import annotations
 

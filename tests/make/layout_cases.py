@@ -1,4 +1,4 @@
-"""One case for every kernel layout that differs: what `scripts/record_layouts.py` records on a GPU."""
+"""One case for every kernel layout that differs: what `scripts/record.py layouts` records on a GPU."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from hqconv.verification.reference import Routing, moe_forwards
 from hqconv.verification.result import CheckResult
 from hqconv.verification.tolerances import KERNEL_ERROR, Tolerances, kind_of_inputs
 from hqconv.verification.verify import _kernel_device
-from scripts.shared import SCHEMAS
+from scripts.check_gpu import SCHEMAS
 from tests.make import standin
 from tests.make.conversions import kernel_spec_of, run
 from tests.make.models import save_model

@@ -94,7 +94,7 @@ class Gpu:
         )
 
 
-# `scripts/check_warm.py` compares the figures with a GPU that is present.
+# `scripts/check_gpu.py serving` compares the figures with a GPU that is present.
 KNOWN = {
     name: Gpu(model.driver_name, model.sm_version, *model.figures[:4], model.figures[4] << 20)
     for name, model in GPUS.items()
