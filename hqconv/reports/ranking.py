@@ -45,9 +45,9 @@ def measured_errors() -> Mapping[str, Mapping[str, Mapping[str, float]]]:
 
 
 @functools.cache
-def speed_runs() -> list[Words]:
+def speed_runs() -> list[Document]:
     """Runs of `scripts/record.py speeds`: GPU, date, model's shape and rows, at most one for each GPU and model."""
-    found: list[Words] = json.loads(SPEEDS.read_text(encoding="utf-8"))["runs"]
+    found: list[Document] = json.loads(SPEEDS.read_text(encoding="utf-8"))["runs"]
     return found
 
 
