@@ -25,7 +25,7 @@ from hqconv.conversion.option_values import (
     resources_of,
     start_gpu,
 )
-from hqconv.conversion.torchrun import silence_torch
+from hqconv.conversion.parts import Part
 from hqconv.errors import OutputError, RequestError, plural
 from hqconv.io.hub import is_repo_id, open_repo
 from hqconv.planning.allocation import Budget
@@ -128,8 +128,8 @@ def convert(
     update: bool = False,
     source_digests: bool = False,
     on_plan: Callable[[ConversionPlan, Path], None] | None = None,
+    part: str | None = None,
     progress: Callable[[Progress], None] | None = None,
-    distributed: bool = False,
     cache_limit: str | int | None = None,
     keep_source: bool = False,
     **options: Unpack[ConversionArguments],
@@ -144,25 +144,20 @@ def convert(
     artifact. update: leave an artifact of the same request and source, or resume it; replace any other.
     source_digests: hash the source's files, for the manifest. cache_limit: the most that is downloaded from the Hub at
     a time; None for four shards. keep_source: keep downloaded shards. on_plan: called with the plan and the output
-    folder before anything is written. progress: called from worker threads. distributed: share the work with the other
-    processes of torchrun.
+    folder before anything is written. part: "1/4" for the first of four equal parts of the work, in a folder that all
+    parts share; the last one finishes the artifact (`report.is_complete`). Parts run at the same time or not, and go on
+    after a kill without `resume`. progress: called from worker threads.
     Raises RequestError, InputError (also of a damaged artifact as a source), OutputError or NetworkError.
     """
-    check_modes(resume=resume, overwrite=overwrite, update=update)
+    check_modes(resume=resume, overwrite=overwrite, update=update, part=part is not None)
+    own_part = None if part is None else Part.parse(part)
     cache = cache_use(cache_limit, keep_source=keep_source)
     parsed = _parse(config, options)
-    if distributed:
-        silence_torch()
-    start_gpu(device, distributed=distributed)  # beside all that comes before its use
+    start_gpu(device, is_part=own_part is not None)  # beside all that comes before its use
     from hqconv.conversion.convert import convert as run  # all libraries are loaded before the work begins
-    from hqconv.conversion.distributed import ProcessGroup
 
     with ExitStack() as stack:
-        # Joined first: the others hear also of a source that only this process cannot read.
-        processes = ProcessGroup.of_environment() if distributed else None
-        if processes is not None:
-            stack.enter_context(processes)
-        resources = resources_of(device, max_memory, max_gpu_memory, threads, distributed=distributed)
+        resources = resources_of(device, max_memory, max_gpu_memory, threads, is_part=own_part is not None)
         source = stack.enter_context(open_source(src, revision, is_lazy=True))
         target = choose_target(parsed, source, resources.device_name)
         with without_gc():
@@ -179,8 +174,8 @@ def convert(
             resume=resume,
             overwrite=overwrite,
             update=update,
+            part=own_part,
             progress=progress,
-            processes=processes,
             digests=source_digests,
             cache=cache,
         )

@@ -5,7 +5,6 @@ HqconvError                      anything the user can act on
 ├── RequestError           (2)   the request cannot be met: unknown schema, TP does not divide, …
 ├── InputError             (3)   the bytes given are corrupt, incomplete or contradict their config
 ├── OutputError            (4)   the output exists, another process is at work on it, or the disk failed
-│   └── PeerError          (4)   another process of the same conversion failed, or is gone
 └── NetworkError           (5)   the Hub cannot be reached or failed: the same command may work later
 
 What is none of these is a bug of hqconv and ends with EXIT_BUG; a signal ends with 128 and its number.
@@ -165,10 +164,6 @@ class OutputError(HqconvError):
     """The output place is taken, or writing to it failed."""
 
     exit_code = 4
-
-
-class PeerError(OutputError):
-    """Another process of this conversion failed or is gone. The command shows it once for each machine."""
 
 
 class NetworkError(HqconvError):

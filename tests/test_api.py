@@ -208,7 +208,7 @@ def test_an_error_of_the_callers_own_ends_it_and_it_can_be_resumed(model: Path, 
 
 
 def test_every_parameter_is_on_the_command_line_or_a_callback() -> None:
-    callbacks = {"on_plan", "progress", "distributed"}
+    callbacks = {"on_plan", "progress"}
     callbacks |= {"overrides"}  # of --config
     for function in (hqconv.plan, hqconv.convert, hqconv.verify, hqconv.inspect):
         assert set(inspect.signature(function).parameters) - set(OPTIONS) <= callbacks

@@ -17,8 +17,8 @@ from hqconv import api
 from hqconv.cli import convert_command, interrupt, report_commands
 from hqconv.cli.convert_command import profile_writer
 from hqconv.cli.options import parse_checks, parse_layers, parse_tokens, takes, without_defaults
-from hqconv.cli.output import ClosedStream, discard_stdout, guarded, print_error, print_json, say, warn
-from hqconv.conversion.torchrun import is_distributed, is_rank_zero
+from hqconv.cli.output import ClosedStream, discard_stdout, guarded, of_rank, print_error, print_json, say, warn
+from hqconv.conversion.parts import torchrun_part, torchrun_rank
 from hqconv.errors import HqconvError, OutputError, RequestError, VerificationError
 
 # Typer does not export UsageError and contains its own Click.
@@ -101,14 +101,13 @@ def convert(
         _print(planned, json=json)
         _end(OutputError, is_wrong=bool(planned["notes"]))
         return
-    quiet = quiet or not is_rank_zero()  # only rank 0 prints
-    json = json and is_rank_zero()
-    profile = profile if is_rank_zero() else None
+    options["part"] = options["part"] or torchrun_part()
+    profile = None if profile is None else of_rank(profile)
     write_profile = profile_writer(profile)
-    finished = convert_command.run(options, quiet=quiet)
+    finished = convert_command.run(options, quiet=quiet or torchrun_rank() > 0)  # one progress bar is enough
     write_profile(finished.profile)
     document = finished.to_dict()
-    is_good = limit.is_kept(document)
+    is_good = not finished.is_complete or limit.is_kept(document)
     if json or not quiet:
         _print_result(document, json=json)
     _end(VerificationError, is_wrong=not is_good)
@@ -119,9 +118,6 @@ def convert(
 @takes(api.allocate)
 def allocate(*, json: bool, quiet: bool, **options: Any) -> None:
     """Choose a schema for each layer within a budget of bytes or bits, and write a recipe for convert --config."""
-    if is_distributed():
-        what, remedy = "`allocate` runs in one process.", "Run it without torchrun."
-        raise RequestError(what, found="several processes of torchrun", remedy=remedy)
     document = convert_command.allocate(options, quiet=quiet).to_dict()
     if json or not quiet:
         _print_result(document, json=json)
@@ -215,9 +211,6 @@ def publish(
     *, context: typer.Context, checks: str | None, max_error: float | None, json: bool, quiet: bool, **options: Any
 ) -> None:
     """Convert a model, verify the artifact and push it to the Hub; each step only if it is necessary."""
-    if is_distributed():
-        what, remedy = "`publish` runs in one process.", "Run `convert` with torchrun first, then `publish`."
-        raise RequestError(what, found="several processes of torchrun", remedy=remedy)
     limit = convert_command.MaxError(max_error)
     options = without_defaults(options, context) | {"checks": parse_checks(checks), "max_error": max_error}
     published = convert_command.publish(options, quiet=quiet)

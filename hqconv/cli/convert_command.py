@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from hqconv import api
 from hqconv.artifact.error_summary import check_max_error, over_limit
 from hqconv.cli.output import say, warn
-from hqconv.conversion.torchrun import is_distributed
 from hqconv.errors import OutputError, RequestError, number_text, plural
 
 if TYPE_CHECKING:
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
 def dry_run(options: dict[str, Any]) -> dict[str, Any]:
     """Return the plan as a document; its notes name everything that would stop the conversion."""
+    options = {**options, "resume": options["resume"] or options["part"] is not None}
     plan_options, description_options = (
         {name: options[name] for name in inspect.signature(function).parameters if name in options}
         for function in (api.plan, api.describe_plan)
@@ -56,9 +56,7 @@ def run(options: dict[str, Any], *, quiet: bool) -> ConversionReport:
 
     warnings = _Warnings(quiet=quiet)
     with ShownProgress(quiet=quiet) as progress:
-        report = api.convert(
-            **options, on_plan=warnings.on_plan, progress=progress.update, distributed=is_distributed()
-        )
+        report = api.convert(**options, on_plan=warnings.on_plan, progress=progress.update)
     warnings.show(report.warnings)
     return report
 

@@ -90,6 +90,12 @@ OPTIONS: dict[str, Option] = {
         str | None, "Maximum disk space for downloaded source shards, e.g. 40GB.  [default: size of four shards]"
     ),
     "keep_source": Option(bool, "Keep downloaded files in the Hub cache.", ("--keep-source",)),
+    "part": Option(
+        str | None,
+        "Convert only this share of the model, e.g. 1/4. All parts use one output folder; the one that ends last "
+        "finishes the artifact.  [default: the rank under torchrun]",
+        ("--part",),
+    ),
     "resume": Option(bool, "Continue an interrupted conversion.", ("--resume",)),
     "overwrite": Option(bool, "Replace an existing artifact after the new one is complete.", ("--overwrite",)),
     "update": Option(
@@ -234,7 +240,7 @@ _GROUPS = {
     "Quantization and layout": (*(conversion_options().keys() - set(_RANKS)), "config", "source_digests"),
     "Hugging Face Hub": ("revision", "cache_limit", "keep_source", "private", "branch"),
     "Parallelism": _RANKS,
-    "Resources": ("device", "max_memory", "max_gpu_memory", "threads", "jobs"),
+    "Resources": ("device", "max_memory", "max_gpu_memory", "threads", "part", "jobs"),
     "Existing output": ("resume", "overwrite", "update", "dry_run"),
     "Output": (*_SHARED, "profile", "report"),
 }

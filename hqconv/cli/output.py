@@ -22,17 +22,8 @@ import typer
 from hqconv import __version__
 from hqconv.cli import interrupt
 from hqconv.cli.options import at_home
-from hqconv.conversion.torchrun import is_rank_zero, speaks_for_machine
-from hqconv.errors import (
-    EXIT_BUG,
-    EXIT_INTERRUPTED,
-    HqconvError,
-    OutputError,
-    PeerError,
-    RequestError,
-    printable,
-    printable_line,
-)
+from hqconv.conversion.parts import torchrun_rank
+from hqconv.errors import EXIT_BUG, EXIT_INTERRUPTED, HqconvError, OutputError, RequestError, printable, printable_line
 
 JSON_VERSION = 1  # increased when a key that docs/ci.md calls stable is removed or changes its meaning
 _MULTILINE_KEYS = ("notes", "obstacle")  # texts that hold messages of hqconv
@@ -50,6 +41,11 @@ def warn(text: str, *, quiet: bool = False) -> None:
     _LOG.warning("%s", text)
     if not quiet:
         say(f"warning: {text}")
+
+
+def of_rank(path: Path) -> Path:
+    """Return a file's path for this process: torchrun gives the same command line to all its processes."""
+    return path.with_name(f"{path.name}.rank{torchrun_rank()}") if torchrun_rank() else path
 
 
 class _LineFormatter(logging.Formatter):
@@ -76,12 +72,12 @@ def _logged(command: str, *, quiet: bool, verbose: bool, log_file: Path | None) 
     Raises RequestError for an unusable file.
     """
     handlers: list[logging.Handler] = []
-    if is_rank_zero() and not quiet:  # only rank 0 prints
+    if not quiet:
         handlers.append(_StderrHandler(logging.INFO if verbose else logging.WARNING))
         handlers[0].addFilter(lambda record: record.name != __name__)
         handlers[0].setFormatter(_LineFormatter("%(asctime)s %(message)s" if verbose else "%(message)s", "%H:%M:%S"))
     if log_file is not None:
-        path = log_file if is_rank_zero() else log_file.with_name(f"{log_file.name}.rank{os.environ['RANK']}")
+        path = of_rank(log_file)
         try:
             handlers.append(_LogFile(path, encoding="utf-8", errors="backslashreplace"))
         except OSError as error:
@@ -214,9 +210,8 @@ def _fail(error: HqconvError, exit_code: int | None = None, text: str | None = N
         traceback.print_exc()
     text = f"error: {error.message()}" if text is None else text
     _LOG.error("%s", text)
-    if speaks_for_machine() or not isinstance(error, PeerError):
-        say(text)
-    if json and is_rank_zero():  # only rank 0 prints
+    say(text)
+    if json:
         print_error(error, exit_code)
     return typer.Exit(exit_code)
 

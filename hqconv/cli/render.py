@@ -215,6 +215,19 @@ def _artifact(document: Document) -> Parts:
     yield from (f"\nwarning: {text}" for text in (*document["warnings"], *document["notices"]))
 
 
+def _part(document: Document) -> Parts:
+    missing, at_work = document["missing"], document["parts_at_work"]
+    yield facts_table(
+        (
+            ("part", document["part"]),
+            ("missing", f"{len(missing)} of {plural(document['num_units'], 'output unit')}"),
+            ("at work", f"part {', part '.join(at_work)}" if at_work else "no other part"),
+            ("what to do", "Convert the other parts; the last one finishes the artifact."),
+        )
+    )
+    yield f"{document['out']} is no artifact yet."
+
+
 def _unfinished(document: Document) -> Parts:
     yield f"{document['folder']} holds an unfinished conversion, not an artifact yet."
     done = plural(document["num_groups_done"], "output unit")
@@ -516,6 +529,7 @@ def _speed_text(run: Document | None, gpu: str) -> str:
 _PARTS: dict[str, Callable[[Document], Parts]] = {
     "plan": _plan,
     "summary": _summary,
+    "part": _part,
     "source": _source,
     "artifact": _artifact,
     "unfinished": _unfinished,

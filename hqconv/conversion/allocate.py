@@ -136,7 +136,7 @@ class _Output:
     def __enter__(self) -> _Output:
         with output_errors(self.root):
             make_folder(self.root)
-        self._journal = Journal(self.root, journal_path(self._out).name)
+        self._journal = Journal(self.root / journal_path(self._out).name)
         try:
             self._check_files()
             self._compare_identity()

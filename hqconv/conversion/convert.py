@@ -7,8 +7,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
@@ -22,26 +21,16 @@ from hqconv.artifact.manifest import Manifest, json_bytes, sealed
 from hqconv.artifact.model_card import card_bytes
 from hqconv.artifact.sha256sums import sums_bytes
 from hqconv.conversion.collect_input_scales import InputScales, read_input_scales
-from hqconv.conversion.distributed import MemberFolder, ProcessGroup
 from hqconv.conversion.executor import Executor
-from hqconv.conversion.hub_prefetch import (
-    CachePolicy,
-    HubPrefetch,
-    ShardUse,
-    check_room,
-    divide_into_runs,
-    sort_by_shard,
-)
-from hqconv.conversion.journal import Destination
+from hqconv.conversion.hub_prefetch import CachePolicy, HubPrefetch, ShardUse, check_room, sort_by_shard
 from hqconv.conversion.output_folder import Difference, OutputFolder, check_finished
+from hqconv.conversion.parts import Part
 from hqconv.conversion.progress import Meter, Progress
 from hqconv.conversion.resources import Resources, Staging, bounded_gpu, plan_staging
-from hqconv.conversion.shared_folder import check_shared_folder, wait_for_files
 from hqconv.conversion.source_integrity import source_digests
 from hqconv.conversion.stages import StageProfile
-from hqconv.conversion.torchrun import local_rank
 from hqconv.conversion.update import record_source, why_not_current
-from hqconv.errors import InputError, OutputError, RequestError, plural
+from hqconv.errors import InputError, RequestError, plural
 from hqconv.io.durable_files import FileRecord, check_space, copy_whole, write_whole
 from hqconv.io.file_access import sha256_of
 from hqconv.kernel_layout.transform import is_compatible
@@ -65,7 +54,9 @@ class ConversionReport:
 
     errors: MoE layer → projection → quantization error. num_groups_resumed: output units that were complete before this
     run; all of them where `was_finished` (the artifact existed already). seconds: duration of this run.
-    manifest_sha256: digest of hqconv.json. profile: `StageProfile.to_dict`.
+    manifest_sha256: digest of hqconv.json; "" where this process did a part, and the artifact is not finished yet:
+    `missing` are the units that no ended part has done, `parts_at_work` the other parts that are not at their end.
+    profile: `StageProfile.to_dict`.
     """
 
     out: Path
@@ -81,8 +72,16 @@ class ConversionReport:
     manifest_sha256: str
     was_finished: bool = False
     replaced_because: str = ""
+    part: str = ""
+    missing: tuple[str, ...] = ()
+    parts_at_work: tuple[str, ...] = ()
     warnings: tuple[str, ...] = field(default=())
     profile: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the artifact is finished."""
+        return self.manifest_sha256 != ""
 
     def __repr__(self) -> str:
         """Name the artifact and its size; the rest is in `to_dict`."""
@@ -91,10 +90,11 @@ class ConversionReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as a JSON document."""
+        if not self.is_complete:
+            return self._part_to_dict()
         spec = self.plan.spec
-        fields = {
-            name: value for name, value in vars(self).items() if name not in ("plan", "out", "warnings", "profile")
-        }
+        left_out = ("plan", "out", "warnings", "profile", "part", "missing", "parts_at_work")
+        fields = {name: value for name, value in vars(self).items() if name not in left_out}
         return {
             "kind": "summary",
             "source": self.plan.source.origin,
@@ -117,6 +117,20 @@ class ConversionReport:
             "serve_command": ENGINE.serve_command(str(self.out), spec.layout, spec.grid, self.plan.source.heads),
         }
 
+    def _part_to_dict(self) -> dict[str, Any]:
+        return {
+            "kind": "part",
+            "source": self.plan.source.origin,
+            "out": str(self.out),
+            "part": self.part,
+            "num_units": len(self.plan.units),
+            "missing": list(self.missing),
+            "parts_at_work": list(self.parts_at_work),
+            "errors": self.errors,
+            "seconds": self.seconds,
+            "warnings": list(self.warnings),
+        }
+
 
 def convert(
     source: Source,
@@ -127,14 +141,14 @@ def convert(
     resume: bool = False,
     overwrite: bool = False,
     update: bool = False,
+    part: Part | None = None,
     progress: Callable[[Progress], None] | None = None,
-    processes: ProcessGroup | None = None,
     digests: bool = False,
     cache: CachePolicy | None = None,
 ) -> ConversionReport:
     """Write the planned artifact to `out`; see `hqconv.convert`.
 
-    processes: those that share the work, of which this process does a part. cache: limits for the Hub's cache.
+    part: this process's part of the work. cache: limits for the Hub's cache.
     Raises InputError for bad weights, OutputError for the folder or the disk, RequestError if `resources` cannot hold
     one expert, or if Triton cannot build kernels on the GPU.
     """
@@ -147,7 +161,7 @@ def convert(
     if resources.is_cuda and any(_needs_kernels(layer.encoding) for layer in plan.layers):
         check_kernels(resources.device)
 
-    count = None if processes is None else processes.count
+    units = plan.units if part is None else part.share(plan.units)
     conversion = _Conversion(
         source=source,
         plan=plan,
@@ -156,15 +170,15 @@ def convert(
         staging=staging,
         input_scales=input_scales,
         cache=cache or CachePolicy(),
-        processes=processes,
-        meter=Meter(plan.num_bytes_read, len(plan.units), progress, count),
+        units=units,
+        meter=Meter(sum(unit.num_bytes_read for unit in units), len(units), progress),
         profile=StageProfile(),
     )
-    if processes is None or processes.rank == 0:
-        outcome = conversion.lead(resume=resume, overwrite=overwrite, update=update)
+    if part is None:
+        outcome = conversion.run(resume=resume, overwrite=overwrite, update=update)
     else:
-        outcome = conversion.help(processes)
-    report = conversion.report(outcome, time.monotonic() - started)
+        outcome = conversion.run_part(part)
+    report = conversion.report(outcome, time.monotonic() - started, "" if part is None else str(part))
     _LOG.info("%s %r.", "Done:" if outcome.is_new else "The artifact was finished before:", report)
     return report
 
@@ -179,11 +193,13 @@ class _Outcome:
     manifest_sha256: str
     warnings: list[str] = field(default_factory=list)
     replaced_because: str = ""
+    missing: tuple[str, ...] = ()
+    at_work: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class _Conversion:
-    """One process's conversion: its inputs, its limits, and the other processes that share it."""
+    """One process's conversion: its inputs, its limits, and the output units that it writes."""
 
     source: Source
     plan: ConversionPlan
@@ -192,96 +208,72 @@ class _Conversion:
     staging: Staging
     input_scales: Mapping[str, InputScales]
     cache: CachePolicy
-    processes: ProcessGroup | None
+    units: Sequence[OutputUnit]
     meter: Meter
     profile: StageProfile
 
-    def lead(self, *, resume: bool, overwrite: bool, update: bool) -> _Outcome:
-        """Take the output folder, convert, and seal: the work of a single process, or of rank 0."""
-        source, plan, processes = self.source, self.plan, self.processes
-        identity, num_bytes_out = _identity(source, plan), plan.num_bytes_out + plan.num_bytes_beside
+    def run(self, *, resume: bool, overwrite: bool, update: bool) -> _Outcome:
+        """Take the output folder, convert, and seal."""
+        source, plan = self.source, self.plan
+        num_bytes_out = plan.num_bytes_out + plan.num_bytes_beside
         if not resume and not update:
             self._check_cache((), num_bytes_out)
-        with OutputFolder(self.out, identity, plan.paths) as folder:
-            difference = partial(_difference, source, plan)
+        with OutputFolder(self.out, _identity(source, plan), plan.paths) as folder:
             is_new = folder.start(
                 num_bytes_out,
                 resume=resume,
                 overwrite=overwrite,
                 why_not_current=partial(why_not_current, source, plan, self.out) if update else None,
-                difference=difference,
+                difference=partial(_difference, source, plan),
             )
-            num_resumed = len(folder.done) if is_new else len(plan.units)
-            if processes is not None:
-                begun = {"is_new": is_new, "root": str(folder.root), "done": list(folder.done)}
-                processes.send("begun", {**begun, "identity": _identity_digest(identity)})
-            if is_new:
-                if not folder.has_lock:
-                    folder.warnings.append("This file system has no locks: nothing keeps another process away.")
-                if processes is not None:
-                    check_shared_folder(processes, folder.root)
-                self._run_missing(folder)
-                self._finish(folder)
-                errors = {layer.name: folder.done[layer.name].measured for layer in plan.layers}
-            else:
-                errors = _recorded_errors(source, plan, self.out)
+            if not is_new:
                 if update:
                     record_source(self.out, source)
-            manifest_sha256 = sha256_of(self.out / artifact_names.MANIFEST)
-            if processes is not None:  # who may see an older state of the folder, on another machine
-                processes.send("sealed", {"errors": errors, "manifest_sha256": manifest_sha256})
-            return _Outcome(is_new, num_resumed, errors, manifest_sha256, folder.warnings, folder.replaced_because)
+                return self._finished(folder)
+            num_resumed = len(folder.done)
+            if not folder.has_lock:
+                folder.warnings.append("This file system has no locks: nothing keeps another process away.")
+            self._run_missing(folder)
+            return self._finish(folder, num_resumed)
 
-    def help(self, processes: ProcessGroup) -> _Outcome:
-        """Convert this rank's part in the folder that rank 0 took, and wait until rank 0 has sealed the artifact."""
-        begun = processes.receive("begun")
-        if begun["identity"] != _identity_digest(_identity(self.source, self.plan)):
-            raise OutputError(
-                "The processes of this conversion do not see the same source, request and versions.",
-                where=f"rank {processes.rank}",
-                expected="what rank 0 sees",
-                remedy="Give all of them the same command, on a file system that they share.",
-            )
-        if begun["is_new"]:
-            root = Path(begun["root"])
-            check_shared_folder(processes, root)
-            if local_rank()[0] == 0:
-                self._check_cache(begun["done"], 0)
-            with MemberFolder(root, processes.rank) as folder:
-                self._run_units(folder, begun["done"], {})
-            processes.send_finished(folder.entries)
-        sealed = processes.receive("sealed")
-        return _Outcome(begun["is_new"], len(begun["done"]), sealed["errors"], sealed["manifest_sha256"])
+    def run_part(self, part: Part) -> _Outcome:
+        """Convert a part's units beside other parts; seal the artifact as the last one."""
+        source, plan = self.source, self.plan
+        with OutputFolder(self.out, _identity(source, plan), plan.paths) as folder:
+            if not folder.join(part, self.units, partial(_difference, source, plan)):
+                return self._finished(folder)
+            num_resumed = len(folder.done)
+            self._run_missing(folder)
+            remaining = folder.leave()
+            if remaining.is_sealed:
+                return self._finished(folder)
+            missing = tuple(unit.name for unit in plan.units if unit.name not in folder.done)
+            if not missing and not remaining.at_work:
+                return self._finish(folder, num_resumed)
+            errors = {unit.name: folder.done[unit.name].measured for unit in self.units}
+            errors = {layer.name: errors[layer.name] for layer in plan.layers if layer.name in errors}
+            return _Outcome(True, num_resumed, errors, "", folder.warnings, "", missing, remaining.at_work)
+
+    def _finished(self, folder: OutputFolder) -> _Outcome:
+        """Return the outcome where the artifact was finished before; raises OutputError as `check_finished`."""
+        errors = check_finished(self.out, partial(_difference, self.source, self.plan)).errors()
+        digest = sha256_of(self.out / artifact_names.MANIFEST)
+        return _Outcome(False, len(self.plan.units), errors, digest, folder.warnings, folder.replaced_because)
 
     def _run_missing(self, folder: OutputFolder) -> None:
-        """Check the space for the units that are not done, convert them, and take over what other ranks finished."""
-        missing = [unit for unit in self.plan.units if unit.name not in folder.done]
-        for unit in self.plan.units:
+        """Check the space for the units that are not done, and convert them."""
+        missing = self._missing(folder.done)
+        for unit in self.units:
             if unit.name in folder.done:
                 self.meter.resume(unit.name, unit.num_bytes_read)
-        num_bytes = sum(file.size_bytes for unit in missing for file in unit.files)
-        check_space(folder.root, num_bytes + self.plan.num_bytes_beside)
-        self._check_cache(folder.done, num_bytes + self.plan.num_bytes_beside)
+        num_bytes = sum(file.size_bytes for unit in missing for file in unit.files) + self.plan.num_bytes_beside
+        check_space(folder.root, num_bytes)
+        self._check_cache(folder.done, num_bytes)
         digests = {name: sha256 for entry in folder.done.values() for name, sha256 in entry.sources.items()}
-        self._run_units(folder, list(folder.done), digests)
-        for rank, entry in () if self.processes is None else self.processes.receive_finished():
-            wait_for_files(folder.root, entry.files, f"rank {rank}")
-            folder.record(entry)
-
-    def _run_units(self, folder: Destination, done: Collection[str], digests: Mapping[str, str]) -> None:
-        """Convert the units that are not done, or this process's part of them.
-
-        digests: of the source's files that earlier runs hashed.
-        """
-        missing, processes = self._missing(done), self.processes
         lanes = f"{plural(self.staging.num_lanes, 'worker')} with at most {plural(self.staging.num_experts, 'expert')}"
-        _LOG.info("Conversion of %s begins, %d done before; %s.", plural(len(missing), "unit"), len(done), lanes)
+        num_done = len(folder.done)
+        _LOG.info("Conversion of %s begins, %d done before; %s.", plural(len(missing), "unit"), num_done, lanes)
         use = ShardUse.of(self.source, missing, keeps=self.cache.keeps)
-        prefetch = HubPrefetch(self.source, use, self.cache, is_dealt=processes is not None)
-        units: Iterable[OutputUnit] = missing
-        if processes is not None:
-            self._share_limit(processes, prefetch)
-            units = self._deal(processes, missing, prefetch)
         with bounded_gpu(self.resources):
             executor = Executor(
                 self.source,
@@ -291,46 +283,25 @@ class _Conversion:
                 self.meter,
                 self.profile,
                 self.input_scales,
-                prefetch,
+                HubPrefetch(self.source, use, self.cache),
                 digests,
-                is_shared=processes is not None,
             )
-            with frozen_objects(), nullcontext() if processes is None else processes.interrupting(executor.cancel):
-                executor.run(units)
-
-    def _share_limit(self, processes: ProcessGroup, prefetch: HubPrefetch) -> None:
-        """Divide the cache limit among the processes that fetch into one cache."""
-        if self.source.listing is None:
-            return
-        try:
-            prefetch.share_limit(processes.gather("fetch folders", prefetch.open_folder()))
-        except BaseException:
-            prefetch.stop()
-            raise
-
-    def _deal(self, processes: ProcessGroup, missing: list[OutputUnit], prefetch: HubPrefetch) -> Iterator[OutputUnit]:
-        """Yield the units that this process takes, whose shards are fetched from then on."""
-        runs: list[Sequence[OutputUnit]] = [[unit] for unit in missing]
-        if self.source.listing is not None:
-            runs = divide_into_runs(self.source, missing, processes.world_size)
-        for run in processes.take_next(runs):
-            prefetch.take(unit.name for unit in run)
-            yield from run
+            with frozen_objects():
+                executor.run(missing)
 
     def _missing(self, done: Collection[str]) -> list[OutputUnit]:
         """Return the units that are not done, in the order of the work."""
-        missing = [unit for unit in self.plan.units if unit.name not in done]
+        missing = [unit for unit in self.units if unit.name not in done]
         return take_in_turn(missing) if self.source.listing is None else sort_by_shard(self.source, missing)
 
     def _check_cache(self, done: Collection[str], num_bytes_out: int) -> None:
         """Refuse to start where the Hub's cache has no room for the missing files. Raises as `check_room`."""
         if self.source.listing is not None:
             use = ShardUse.of(self.source, self._missing(done), keeps=self.cache.keeps)
-            num_here = 1 if self.processes is None else local_rank()[1]
-            check_room(self.source, use, self.cache, self.out, num_bytes_out, num_here)
+            check_room(self.source, use, self.cache, self.out, num_bytes_out)
 
     @without_gc()
-    def _finish(self, folder: OutputFolder) -> None:
+    def _finish(self, folder: OutputFolder, num_resumed: int) -> _Outcome:
         """Write the sidecar files, the manifest with its model card and digests, and seal the folder."""
         source, plan = self.source, self.plan
         _LOG.info("Sidecar files, manifest and model card are written.")
@@ -352,8 +323,11 @@ class _Conversion:
         source.guard.check_unchanged()
         folder.seal(data)
         record_source(self.out, source)
+        errors = {layer.name: folder.done[layer.name].measured for layer in plan.layers}
+        digest = hashlib.sha256(data).hexdigest()
+        return _Outcome(True, num_resumed, errors, digest, folder.warnings, folder.replaced_because)
 
-    def report(self, outcome: _Outcome, seconds: float) -> ConversionReport:
+    def report(self, outcome: _Outcome, seconds: float, part: str) -> ConversionReport:
         """Return the report of the finished conversion."""
         notices = [text for text in self.plan.notices if text != self.source.made.notice]
         return ConversionReport(
@@ -371,6 +345,9 @@ class _Conversion:
             profile={**self.profile.to_dict(), "staging": self.staging.to_dict()},
             was_finished=not outcome.is_new,
             replaced_because=outcome.replaced_because,
+            part=part,
+            missing=outcome.missing,
+            parts_at_work=outcome.at_work,
             warnings=(*self.plan.warnings, *notices, *outcome.warnings),
         )
 
@@ -440,12 +417,6 @@ def _copy_importance(importance: Importance, root: Path) -> FileRecord:
     return copied
 
 
-def _identity_digest(identity: Mapping[str, Any]) -> str:
-    """Return the digest that every process must have in common; modification times of the source do not count."""
-    files = [{key: value for key, value in f.items() if key != "mtime_ns"} for f in identity["source files"]]
-    return hashlib.sha256(json_bytes({**identity, "source files": files})).hexdigest()
-
-
 def _identity(source: Source, plan: ConversionPlan) -> dict[str, Any]:
     """Return everything that a resumed run must have in common with the first."""
     return {
@@ -479,8 +450,3 @@ def _difference(source: Source, plan: ConversionPlan, manifest: Manifest) -> Dif
         return None
     key, expected, found = difference
     return f"{key} ({_OPTION_OF.get(key, key)})", expected, found
-
-
-def _recorded_errors(source: Source, plan: ConversionPlan, out: Path) -> dict[str, dict[str, Any]]:
-    """Read the errors from a finished artifact. Raises OutputError where another request made it, or it lacks files."""
-    return check_finished(out, partial(_difference, source, plan)).errors()

@@ -50,7 +50,6 @@ _OPEN_UNITS, _MAX_OPEN_UNITS = 4, 24
 # fed to them. Linux lets one thread write to a file at a time, and creating one on a RAM disk takes as long as writing.
 _UNITS_IN_WORK, _UNITS_IN_TURN = 3, 2
 _PIECES_IN_FLIGHT = 2  # of a copied shard beside a layer: its one file is written by one thread at a time
-_SHARED_UNITS_IN_WORK = 2  # where processes share the units: what one has taken no other one does
 _MIN_THREADS, _MAX_THREADS = 4, 16  # of a stage that reads or writes
 _MAX_FINISH_THREADS = 8  # each hashes more than a gigabyte a second
 # Of a batch or a piece, that one thread reads or writes while others take the rest. Every such task waits for Python's
@@ -146,13 +145,11 @@ class Executor:
         prefetch: HubPrefetch,
         known: Mapping[str, str],
         *,
-        is_shared: bool = False,
         encode: Encode | None = None,
         measurements: Callable[[], Measurements] = Measurements,
     ) -> None:
         """known: name → SHA-256 of the source's files that earlier runs hashed.
 
-        is_shared: other processes take units, too.
         encode, measurements: of a run that only measures: its units have no files, and its batches no bytes to write.
         """
         self._encode_batch, self._measurements = encode or encode_to_runs, measurements
@@ -181,7 +178,6 @@ class Executor:
             self._outputs = HostBuffers(staging.out_bytes, self._device, staging.num_outputs, self._stages.notify)
         self._chunk_bytes = _GPU_CHUNK_BYTES if resources.is_cuda else _CHUNK_BYTES
         self._integrity = SourceIntegrity(source, self._stages, profile, known)
-        self._num_in_work = _SHARED_UNITS_IN_WORK if is_shared else _UNITS_IN_WORK
         self._lock = threading.Lock()
         self._own = threading.local()  # the lanes of a thread
         self._units: list[_UnitInWork] = []
@@ -207,10 +203,6 @@ class Executor:
                 if buffers is not None:
                     buffers.release()
 
-    def cancel(self, error: BaseException) -> None:
-        """Have `run` raise an error soon; for any thread."""
-        self._stages.cancel(error)
-
     # --- the thread that owns the stages
 
     def _feed(self, units: Iterator[OutputUnit]) -> None:
@@ -218,7 +210,7 @@ class Executor:
         in_work: list[_UnitInWork] = []
         coming = next(units, None)
         while coming is not None or in_work:
-            while coming is not None and len(in_work) < self._num_in_work and self._may_open(coming, in_work):
+            while coming is not None and len(in_work) < _UNITS_IN_WORK and self._may_open(coming, in_work):
                 unit = self._open(coming)
                 if unit.items:
                     in_work.append(unit)

@@ -1,7 +1,7 @@
-"""The journal of an unfinished conversion: its identity, finished output units, and the process at work.
+"""The journal of an unfinished conversion or allocation: its identity, finished units, and the process at work.
 
 One JSON document a line, with a checksum as its last key; a line without the right checksum is never used. The file is
-locked while a process works on the folder.
+locked while a process works on what it stands for.
 """
 
 from __future__ import annotations
@@ -12,16 +12,20 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from hqconv.errors import OutputError, differences
 from hqconv.io.durable_files import FileRecord, output_errors, sync_above, sync_folder
-from hqconv.schemas.artifact_names import JOURNAL, is_member_file, is_member_journal
+from hqconv.schemas.artifact_names import JOURNAL, journal_part
 from hqconv.schemas.untrusted_files import what_instead
 
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+_POLL_S = 0.05
+_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _CHECKSUM = "checksum"
 _CHECKSUM_FIELD = f', "{_CHECKSUM}": "'.encode()
 
@@ -149,9 +153,6 @@ def _parsed(value: Any) -> Any:
         return value
 
 
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
-
-
 class Destination(Protocol):
     """The folder that finished output units are written to."""
 
@@ -163,75 +164,35 @@ class Destination(Protocol):
 
 
 class Journal:
-    """The journal of the folder `root`, opened and locked; `close` releases the lock.
+    """A journal file, opened and locked; `close` releases the lock.
 
-    name: of the file; another one than JOURNAL is a journal of its own, such as that of an allocation.
-    Where several processes share a conversion, each has a journal. Rank 0's is the folder's: it takes over the entries
-    of the other journals when it is opened, and removes these files once it holds the entries itself.
-
-    identity: of the conversion that was begun, or None. entries: the finished units. has_lock: False on a file system
-    without locks, where no other process is kept out.
+    identity: of the work that was begun, or None. entries: the finished units. is_new: this process created the file.
+    has_lock: False on a file system without locks, where no other process is kept out.
     """
 
-    def __init__(self, root: Path, name: str = JOURNAL) -> None:
-        """Open the journal, or create it. Raises OutputError where another process is at work."""
-        self.path = root / name
+    def __init__(self, path: Path, wait_s: float = 0.0) -> None:
+        """Open the journal, or create it. Raises OutputError if another process holds it for longer than `wait_s`."""
+        self.path = path
         self.is_new, self.has_lock = False, True
-        self._member_entries: list[JournalEntry] = []
-        with output_errors(self.path):
-            self._descriptor = self._open()
+        with output_errors(path):
+            self._descriptor = self._open(time.monotonic() + wait_s)
             try:
                 self.identity, self.entries = self._read()
-                if name == JOURNAL:
-                    paths = self._member_paths(is_member_journal)
-                    self._member_entries = [entry for path in paths for entry in self._take_over(path)]
             except BaseException:
                 self.close()
                 raise
-        self.entries += self._member_entries
 
-    def _member_paths(self, is_member: Callable[[str], bool]) -> list[Path]:
-        try:
-            return sorted(path for path in self.path.parent.iterdir() if is_member(path.name))
-        except FileNotFoundError:  # another process just put the folder elsewhere
-            return []
+    def __enter__(self) -> Self:
+        return self
 
-    def _take_over(self, path: Path) -> list[JournalEntry]:
-        """Return the entries of another rank of this conversion. Raises OutputError while that process is at work."""
-        member = Journal(path.parent, path.name)
-        member.close()
-        return member.entries if member.identity == self.identity else []
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
-    def _remove_members(self) -> None:
-        if self.path.name != JOURNAL:
-            return
-        with output_errors(self.path.parent):
-            members = self._member_paths(is_member_file)
-            for path in members:
-                path.unlink(missing_ok=True)
-            if members:  # before the journal that they belong to may go
-                sync_folder(self.path.parent)
-
-    @classmethod
-    def open_existing(cls, root: Path) -> Journal | None:
-        """Open the journal of a folder that has one; None for other folders."""
-        return cls(root) if (root / JOURNAL).is_file() else None
-
-    def _open(self) -> int:
-        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    def _open(self, latest: float) -> int:
         while True:
+            descriptor = self._open_or_create()
             try:
-                descriptor, self.is_new = os.open(self.path, flags | os.O_CREAT | os.O_EXCL, 0o644), True
-            except FileExistsError:
-                try:
-                    found = what_instead(self.path.lstat().st_mode)
-                    if found is not None:  # which may wait to be read, or do something when it is opened
-                        raise _not_a_file(self.path, found)
-                    descriptor, self.is_new = os.open(self.path, flags), False
-                except FileNotFoundError:
-                    continue
-            try:
-                self._lock(descriptor)
+                self._lock(descriptor, latest)
                 # Whoever held the lock until now may have removed the file, or exchanged its folder.
                 if self.path.exists() and os.path.samestat(os.fstat(descriptor), self.path.stat()):
                     return descriptor
@@ -240,15 +201,33 @@ class Journal:
                 raise
             os.close(descriptor)
 
-    def _lock(self, descriptor: int) -> None:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise _busy(self.path, last_process(split_lines(self.path.read_bytes())[0])) from None
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-            self.has_lock = False
+    def _open_or_create(self) -> int:
+        while True:
+            try:
+                descriptor = os.open(self.path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o644)
+            except FileExistsError:
+                try:
+                    descriptor, self.is_new = _open_existing(self.path), False
+                except FileNotFoundError:
+                    continue
+            else:
+                self.is_new = True
+            return descriptor
+
+    def _lock(self, descriptor: int, latest: float) -> None:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= latest:
+                    raise busy(self.path, last_process(split_lines(self.path.read_bytes())[0])) from None
+                time.sleep(_POLL_S)
+                continue
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                self.has_lock = False
+            return
 
     def _read(self) -> tuple[dict[str, Any] | None, list[JournalEntry]]:
         """Read the identity and the finished units; half a line of a killed run is cut off.
@@ -275,10 +254,6 @@ class Journal:
             sync_folder(self.path.parent)
             sync_above(self.path.parent)
         self._append({"process": os.getpid(), "host": socket.gethostname()})
-        for entry in self._member_entries:
-            self.record(entry)
-        self._member_entries = []
-        self._remove_members()
 
     def record(self, entry: JournalEntry) -> None:
         """Record a finished unit; the record survives a kill from here on."""
@@ -297,23 +272,17 @@ class Journal:
         with output_errors(self.path):
             os.ftruncate(self._descriptor, 0)
             os.fsync(self._descriptor)
-        self._remove_members()
-        self.identity, self.entries, self._member_entries = None, [], []
-
-    def moved_to(self, root: Path) -> None:
-        """Follow the folder to its new name."""
-        self.path = root / JOURNAL
+        self.identity, self.entries = None, []
 
     def remove(self) -> None:
-        """Remove the journal of a conversion that is finished, or was never begun."""
-        self._remove_members()
+        """Remove the journal of work that is finished, or was never begun."""
         with output_errors(self.path):
             self.path.unlink(missing_ok=True)
             sync_folder(self.path.parent)
 
     def drop(self) -> None:
         """Release the lock, and leave no journal where there was none."""
-        if self.is_new:
+        if self.is_new and self.identity is None:  # another process may have locked the new file first
             self.remove()
         self.close()
 
@@ -324,20 +293,112 @@ class Journal:
         self._descriptor = -1
 
 
-def read_identity(root: Path) -> dict[str, Any]:
-    """Read the identity of the conversion in a folder. Raises OutputError for an unreadable journal."""
-    path = root / JOURNAL
-    with output_errors(path):
-        lines, _ = split_lines(path.read_bytes())
-    return parse_identity(path, lines[0] if lines else b"")
+class FolderJournal(Journal):
+    """The journal of an output folder, with those of parts: it takes over the units of each part that has ended.
+
+    at_work: the parts whose processes hold their own journals now. Part journals appear and disappear only while the
+    folder's journal is locked.
+    """
+
+    def __init__(self, root: Path, wait_s: float = 0.0) -> None:
+        super().__init__(root / JOURNAL, wait_s)
+        self.at_work: list[str] = []
+        self._ended: list[Path] = []
+        self._taken_over: list[JournalEntry] = []
+        try:
+            with output_errors(self.path):
+                self._look_at_parts()
+        except BaseException:
+            self.close()
+            raise
+        self.entries += self._taken_over
+
+    @classmethod
+    def open_existing(cls, root: Path) -> FolderJournal | None:
+        """Open the journal of a folder that has one, if no part is at work; None for other folders."""
+        if not (root / JOURNAL).is_file():
+            return None
+        journal = cls(root)
+        if journal.at_work:
+            journal.close()
+            raise busy(journal.path, f"part {', part '.join(journal.at_work)}")
+        return journal
+
+    def _look_at_parts(self) -> None:
+        for path in part_journals(self.path.parent):
+            if _is_locked(path):
+                self.at_work.append(journal_part(path.name))
+                continue
+            self._ended.append(path)
+            first, *lines = split_lines(path.read_bytes())[0] or [b""]
+            if decode_line(first) == self.identity:
+                self._taken_over += [entry for line in lines if (entry := parse_entry(line))]
+
+    def begin(self, identity: dict[str, Any]) -> None:
+        """Begin as any journal, and record what parts have finished."""
+        super().begin(identity)
+        for entry in self._taken_over:
+            self.record(entry)
+        self._taken_over = []
+        self._remove_ended()
+
+    def _remove_ended(self) -> None:
+        with output_errors(self.path.parent):
+            for path in self._ended:
+                path.unlink(missing_ok=True)
+            if self._ended:  # before the journal that they belong to may go
+                sync_folder(self.path.parent)
+        self._ended = []
+
+    def restart(self) -> None:
+        """Forget all lines, also of parts, and keep the lock."""
+        super().restart()
+        self._taken_over = []
+        self._remove_ended()
+
+    def moved_to(self, root: Path) -> None:
+        """Follow the folder to its new name."""
+        self.path = root / JOURNAL
+
+    def remove(self) -> None:
+        """Remove the journal, after those of parts."""
+        self._remove_ended()
+        super().remove()
 
 
-def _not_a_file(path: Path, found: str) -> OutputError:
-    what, remedy = "Something else has the name of a journal.", "Remove it, or choose another place with -o."
-    return OutputError(what, where=str(path), expected="a regular file", found=found, remedy=remedy)
+def part_journals(root: Path) -> list[Path]:
+    """Return the journals of parts in an output folder."""
+    try:
+        return sorted(path for path in root.iterdir() if journal_part(path.name))
+    except FileNotFoundError:  # another process just put the folder elsewhere
+        return []
 
 
-def _busy(path: Path, found: str) -> OutputError:
+def _open_existing(path: Path) -> int:
+    found = what_instead(path.lstat().st_mode)
+    if found is not None:  # which may wait to be read, or do something when it is opened
+        what, remedy = "Something else has the name of a journal.", "Remove it, or choose another place with -o."
+        raise OutputError(what, where=str(path), expected="a regular file", found=found, remedy=remedy)
+    return os.open(path, _FLAGS)
+
+
+def _is_locked(path: Path) -> bool:
+    """Return whether another process holds a journal."""
+    descriptor = _open_existing(path)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def busy(path: Path, found: str) -> OutputError:
+    """Return the error for work that another process does: `found` names it."""
     return OutputError(
         "Another process is at work on this output.",
         where=str(path.parent if path.name == JOURNAL else path),

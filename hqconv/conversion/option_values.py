@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hqconv.conversion.torchrun import local_rank
+from hqconv.conversion.parts import local_rank
 from hqconv.errors import OutputError, RequestError, plural
 from hqconv.schemas import artifact_names
 from hqconv.schemas.gpu_target import COMPUTE_CAPABILITY, GpuTarget, known_gpus, parse_target
@@ -68,7 +68,7 @@ def choose_device(text: str, number: int = 0) -> str:
     return f"cuda:{index}"
 
 
-def start_gpu(device: str, *, distributed: bool = False) -> None:
+def start_gpu(device: str, *, is_part: bool = False) -> None:
     """Load torch, and create the CUDA context of the chosen GPU in a thread.
 
     Whatever fails is left to the first use. Nothing is loaded where there is no CUDA driver.
@@ -76,7 +76,7 @@ def start_gpu(device: str, *, distributed: bool = False) -> None:
     if str(device) == "cpu" or not has_driver():
         return
     with suppress(RequestError):
-        name = choose_device(device, local_rank()[0] if distributed else 0)  # loads torch
+        name = choose_device(device, local_rank()[0] if is_part else 0)  # loads torch
         if name != "cpu":
             threading.Thread(target=_create_context, args=(name,), name="hqconv-start", daemon=True).start()
 
@@ -156,11 +156,14 @@ def default_out(name: str, schema: str, spec: ConversionSpec, overridden_by: str
     return Path("-".join([name, schema, *(part for part, is_said in parts.items() if is_said)]))
 
 
-def check_modes(*, resume: bool, overwrite: bool, update: bool = False) -> None:
-    """Raise RequestError if more than one of the modes is asked for."""
-    given = [f"--{name}" for name, is_given in locals().items() if is_given]
+def check_modes(*, resume: bool, overwrite: bool, update: bool = False, part: bool = False) -> None:
+    """Raise RequestError for two modes that exclude each other. A part always resumes."""
+    given = [f"--{name}" for name, is_given in locals().items() if is_given and not (name == "resume" and part)]
     if len(given) > 1:
-        raise RequestError(f"{given[0]} and {given[1]} exclude each other.", remedy="Give one of them.")
+        remedy = "Give one of them."
+        if part:  # nobody could tell which part begins, or whose artifact is replaced
+            remedy = "Convert to another folder, or without --part."
+        raise RequestError(f"{given[0]} and {given[1]} exclude each other.", remedy=remedy)
 
 
 def check_places(source_folder: Path, out: Path) -> Path:
@@ -200,17 +203,12 @@ def cache_use(limit: str | int | None, *, keep_source: bool) -> CachePolicy:
 
 
 def resources_of(
-    device: str,
-    max_memory: str | int,
-    max_gpu_memory: str | int | None,
-    threads: int | None,
-    *,
-    distributed: bool = False,
+    device: str, max_memory: str | int, max_gpu_memory: str | int | None, threads: int | None, *, is_part: bool = False
 ) -> Resources:
-    """Return the resource limits; each of several processes has its own GPU, and its share of the processors."""
+    """Return the resource limits; each of torchrun's parts has its own GPU, and its share of the processors."""
     from hqconv.conversion.resources import Resources, default_threads
 
-    number, num_here = local_rank() if distributed else (0, 1)
+    number, num_here = local_rank() if is_part else (0, 1)
     gpu_bytes = None if max_gpu_memory is None else parse_bytes(max_gpu_memory, "--max-gpu-memory")
     num_threads = max(1, default_threads() // num_here) if threads is None else threads
     found = Resources(choose_device(device, number), parse_bytes(max_memory), num_threads, gpu_bytes)

@@ -11,12 +11,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hqconv.artifact.manifest import Manifest, is_artifact, read_manifest
 from hqconv.artifact.sha256sums import are_sums, is_own_card
-from hqconv.conversion.journal import Journal, JournalEntry, compare_identities
+from hqconv.conversion.journal import FolderJournal, Journal, JournalEntry, busy, compare_identities
+from hqconv.conversion.parts import Part
 from hqconv.errors import HqconvError, OutputError, VerificationError, first_few
 from hqconv.io.durable_files import (
     FileRecord,
@@ -33,8 +35,8 @@ from hqconv.io.durable_files import (
     write_whole,
 )
 from hqconv.io.file_access import CloseError, Descriptors, sha256_of, write_fully
-from hqconv.planning.output_units import OutFile
-from hqconv.schemas.artifact_names import CARD, COMPANIONS, JOURNAL, MANIFEST, PARTIAL, SUMS, is_member_file
+from hqconv.planning.output_units import OutFile, OutputUnit
+from hqconv.schemas.artifact_names import CARD, COMPANIONS, JOURNAL, MANIFEST, PARTIAL, SUMS, journal_part, part_journal
 
 
 def side_folder(out: Path) -> Path:
@@ -50,6 +52,17 @@ def parked_folder(out: Path) -> Path:
 # The first difference between a finished artifact and a request: its key, the artifact's value, the request's value.
 Difference = tuple[str, str, str]
 DifferenceOf = Callable[[Manifest], Difference | None]
+
+
+_WAIT_S = 60.0  # of a part for the folder's lock, which others hold while they begin, end or seal
+
+
+@dataclass(frozen=True)
+class Remaining:
+    """What was left to do when a part ended. at_work: other parts. is_sealed: the artifact was finished meanwhile."""
+
+    at_work: tuple[str, ...] = ()
+    is_sealed: bool = False
 
 
 def _no_difference(_: Manifest) -> None:
@@ -68,7 +81,8 @@ class OutputFolder:
         self.done: dict[str, JournalEntry] = {}
         self._identity = {**identity, "files": sorted(paths)}
         self._paths = paths
-        self._journal: Journal | None = None
+        self._journal: FolderJournal | None = None
+        self._part_journal: Journal | None = None
         self._replaces = False
         self.warnings: list[str] = []
         self.replaced_because = ""
@@ -77,8 +91,9 @@ class OutputFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._journal is not None:
-            self._journal.close()
+        for journal in (self._journal, self._part_journal):
+            if journal is not None:
+                journal.close()
 
     @property
     def has_lock(self) -> bool:
@@ -96,7 +111,7 @@ class OutputFolder:
         why_not_current: Callable[[Manifest], str] | None = None,
         difference: DifferenceOf = _no_difference,
     ) -> bool:
-        """Take the folder for this conversion, which will write `num_bytes`; True if there is work to do.
+        """Take the folder for a whole conversion, which will write `num_bytes`; True if there is work to do.
 
         False where `resume` finds a finished artifact; leftovers of its conversion are removed. why_not_current: given
         for an update, which leaves an artifact for which it returns "", resumes a conversion of the same identity, and
@@ -125,7 +140,7 @@ class OutputFolder:
             self._take(side, of_side, of_out, num_bytes, resume=resume, overwrite=overwrite)
         return True
 
-    def _is_ours(self, journal: Journal | None) -> bool:
+    def _is_ours(self, journal: FolderJournal | None) -> bool:
         """Return whether an update may resume the conversion of a journal, or leave its finished artifact."""
         is_ours = journal is not None and journal.identity == self._identity
         if is_ours:
@@ -135,8 +150,8 @@ class OutputFolder:
     def _take(
         self,
         side: Path,
-        of_side: Journal | None,
-        of_out: Journal | None,
+        of_side: FolderJournal | None,
+        of_out: FolderJournal | None,
         num_bytes: int,
         *,
         resume: bool,
@@ -163,7 +178,11 @@ class OutputFolder:
             self._begin(self.out)
 
     def _is_left(
-        self, side: Path, of_side: Journal | None, of_out: Journal | None, why_not_current: Callable[[Manifest], str]
+        self,
+        side: Path,
+        of_side: FolderJournal | None,
+        of_out: FolderJournal | None,
+        why_not_current: Callable[[Manifest], str],
     ) -> bool:
         """Return whether the finished artifact is the one that an update asks for; the rest of others is removed then.
 
@@ -184,12 +203,12 @@ class OutputFolder:
             of_out.remove()
         return True
 
-    def _open_journals(self, side: Path, unused: ExitStack) -> tuple[Journal | None, Journal | None]:
+    def _open_journals(self, side: Path, unused: ExitStack) -> tuple[FolderJournal | None, FolderJournal | None]:
         """Open and lock the existing journals of both folders; `unused` closes the one that is not taken up."""
         while True:
             journals = []
             for root in (side, self.out):
-                journals.append(Journal.open_existing(root))
+                journals.append(FolderJournal.open_existing(root))
                 if journals[-1] is not None:
                     unused.callback(self._close_unless_taken_up, journals[-1])
             parked = parked_folder(self.out)
@@ -200,7 +219,7 @@ class OutputFolder:
             for journal in filter(None, journals):
                 journal.close()
 
-    def _close_unless_taken_up(self, journal: Journal) -> None:
+    def _close_unless_taken_up(self, journal: FolderJournal) -> None:
         if journal is not self._journal:
             journal.close()
 
@@ -213,14 +232,15 @@ class OutputFolder:
         self.root, self._journal = root, journal
         journal.begin(self._identity)
 
-    def _take_up(self, root: Path, journal: Journal, *, resume: bool, overwrite: bool) -> None:
+    def _take_up(self, root: Path, journal: FolderJournal, *, resume: bool, overwrite: bool) -> None:
         """Continue an unfinished conversion, or start it anew."""
         replaces, begun = root != self.out, journal.identity
         if overwrite:
             self._start_anew(root, journal)
         elif resume and begun is not None:
             compare_identities(self.out, begun, self._identity)
-            self._keep_finished(root, journal)
+            self._keep_finished(root, journal.entries, self._paths)
+            (root / MANIFEST).unlink(missing_ok=True)  # killed after sealing
         elif begun is not None or files_in(root) > {JOURNAL} or (replaces and not resume):
             nothing = "a journal that says nothing: nothing to resume"
             raise cannot_use(self.out, nothing if resume else "an unfinished conversion")
@@ -229,7 +249,7 @@ class OutputFolder:
         journal.begin(self._identity)
 
     def _keep_artifact(
-        self, side: Path, of_side: Journal | None, of_out: Journal | None, difference: DifferenceOf
+        self, side: Path, of_side: FolderJournal | None, of_out: FolderJournal | None, difference: DifferenceOf
     ) -> None:
         """Leave a finished artifact of the same request, and remove the rest of the one that it replaced.
 
@@ -240,7 +260,7 @@ class OutputFolder:
         if of_out is not None:
             of_out.remove()
 
-    def _start_anew(self, root: Path, journal: Journal) -> None:
+    def _start_anew(self, root: Path, journal: FolderJournal) -> None:
         """Remove the files of an unfinished conversion that its journal lists."""
         files = (journal.identity or {}).get("files")
         begun = [path for path in files if isinstance(path, str)] if isinstance(files, list) else []
@@ -250,23 +270,22 @@ class OutputFolder:
         remove_listed(root, [MANIFEST, *sorted(listed - {MANIFEST})])
         journal.restart()
 
-    def _keep_finished(self, root: Path, journal: Journal) -> None:
-        """Take units whose files are all complete as done, and remove partial files."""
+    def _keep_finished(self, root: Path, entries: Iterable[JournalEntry], paths: Iterable[str]) -> None:
+        """Take units whose files are all complete as done, and remove the partial files of `paths`."""
         check_strays(root, {*self._paths, *listed_files(root)}, self._paths)
         with output_errors(root):
-            for entry in journal.entries:
+            for entry in entries:
                 if all(is_whole(root, record) for record in entry.files):
                     self.done[entry.unit] = entry
-            (root / MANIFEST).unlink(missing_ok=True)  # killed after sealing
-            for path in self._paths:
+            for path in paths:
                 partial(root / path).unlink(missing_ok=True)
 
-    def _replace(self, side: Path, of_out: Journal | None) -> None:
+    def _replace(self, side: Path, of_out: FolderJournal | None) -> None:
         """Build beside a finished artifact. of_out: the journal of a run that was killed after the exchange."""
         journal = _create_journal(side)
         try:
             # A run that exchanged the folders since then still holds the journal that moved along.
-            moved = Journal.open_existing(self.out) if of_out is None else None
+            moved = FolderJournal.open_existing(self.out) if of_out is None else None
             if moved is not None:
                 moved.close()
             if journal.identity is not None:
@@ -284,12 +303,86 @@ class OutputFolder:
         if of_out is not None:
             of_out.remove()
 
+    # --- parts -----------------------------------------------------------------------------------------------
+
+    def join(self, part: Part, units: Sequence[OutputUnit], difference: DifferenceOf = _no_difference) -> bool:
+        """Begin a part, which writes `units`, in a new folder or beside other parts of the same conversion.
+
+        False if the artifact is finished. The folder's lock is held only meanwhile, and the lock of the part's own
+        journal until `leave`. Raises OutputError as `start`, where a process is at work that is no other part of the
+        same count, and on a file system without locks.
+        """
+        if self.out.exists() and not self.out.is_dir():
+            raise cannot_use(self.out, "a file")
+        if (side_folder(self.out) / JOURNAL).is_file():
+            raise cannot_use(self.out, "an artifact that an unfinished --overwrite replaces: finish it without --part")
+        journal_path = self.out / JOURNAL
+        if is_artifact(self.out) and not journal_path.exists():
+            check_finished(self.out, difference)
+            return False
+        if self.out.exists() and files_in(self.out) and not journal_path.exists() and not is_artifact(self.out):
+            raise cannot_use(self.out, "a folder that hqconv did not make, and that is not empty")
+        journal = _create_journal(self.out, _WAIT_S)
+        try:
+            if is_artifact(self.out):
+                check_finished(self.out, difference)
+                journal.remove()
+                return False
+            self._begin_part(part, journal)
+        except BaseException:
+            journal.drop()
+            raise
+        finally:
+            journal.close()
+        names, paths = {unit.name for unit in units}, [file.path for unit in units for file in unit.files]
+        self._keep_finished(self.out, [entry for entry in journal.entries if entry.unit in names], paths)
+        return True
+
+    def _begin_part(self, part: Part, journal: FolderJournal) -> None:
+        """Begin a part's own journal while the folder's is locked."""
+        if not journal.has_lock:
+            what, remedy = (
+                "Parts need a file system with locks (flock).",
+                "Convert without --part, or elsewhere with -o.",
+            )
+            raise OutputError(what, where=str(self.out), remedy=remedy)
+        wrong = [other for other in journal.at_work if other == str(part) or other.partition("/")[2] != str(part.count)]
+        if wrong:
+            raise busy(journal.path, f"part {wrong[0]}, beside which there can be no part {part}")
+        if journal.identity is not None:
+            compare_identities(self.out, journal.identity, self._identity)
+        elif files_in(self.out) > {JOURNAL}:
+            raise cannot_use(self.out, "a folder that is not empty")
+        journal.begin(self._identity)
+        self._part_journal = Journal(self.out / part_journal(part.number, part.count))
+        self._part_journal.begin(self._identity)
+
+    def leave(self) -> Remaining:
+        """End a part: its units go to the folder's journal, and `done` has those of all parts that ended.
+
+        This process holds the folder's lock from here on. The last part that leaves finds no other at work.
+        """
+        assert self._part_journal is not None
+        self._part_journal.close()  # it is taken over as that of any part that has ended
+        journal = self._journal = FolderJournal(self.root, _WAIT_S)
+        if is_artifact(self.root):  # another part took over this one's units, and sealed
+            journal.drop()
+            return Remaining(is_sealed=True)
+        if journal.identity != self._identity:
+            journal.drop()
+            what, remedy = "The output folder was replaced meanwhile.", "Run the same command again."
+            raise OutputError(what, where=str(self.root), remedy=remedy)
+        journal.begin(self._identity)
+        self.done = {entry.unit: entry for entry in journal.entries}
+        return Remaining(tuple(journal.at_work))
+
     # --- the end ---------------------------------------------------------------------------------------------
 
     def record(self, entry: JournalEntry) -> None:
         """Record a finished unit; the record survives a kill from here on."""
-        assert self._journal is not None
-        self._journal.record(entry)
+        journal = self._part_journal or self._journal
+        assert journal is not None
+        journal.record(entry)
         self.done[entry.unit] = entry
 
     def seal(self, manifest: bytes) -> None:
@@ -320,7 +413,7 @@ class OutputFolder:
                 what = "A finished file was removed or cut meanwhile."
                 raise OutputError(what, where=str(path), remedy="Run the same command with --resume.")
 
-    def _try_to_discard(self, side: Path, journal: Journal | None = None) -> None:
+    def _try_to_discard(self, side: Path, journal: FolderJournal | None = None) -> None:
         """Remove the old artifact, then an empty journal beside it; after the exchange a failure is only a warning."""
         try:
             self._discard_old(side)
@@ -390,13 +483,13 @@ def unfinished_folder(out: Path) -> Path | None:
     return out if (out / JOURNAL).is_file() and not is_artifact(out) else None
 
 
-def _create_journal(root: Path) -> Journal:
+def _create_journal(root: Path, wait_s: float = 0.0) -> FolderJournal:
     """Open the journal of a folder, and create both if they do not exist."""
     while True:
         with output_errors(root):
             make_folder(root)
         try:
-            return Journal(root)
+            return FolderJournal(root, wait_s)
         except OutputError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise  # else another process finished and removed the folder
@@ -511,7 +604,7 @@ def files_in(root: Path) -> set[str]:
         if relative == Path():
             found |= {name for name in folders if name in COMPANIONS}
             folders[:] = [name for name in folders if name not in COMPANIONS]
-            names = [name for name in names if not is_member_file(name)]  # they go with the journal
+            names = [name for name in names if not journal_part(name)]  # they go with the journal
         found |= {(relative / name).as_posix() for name in (*names, *links)}
         if not names and not folders and relative != Path():
             found.add(relative.as_posix())

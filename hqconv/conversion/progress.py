@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,27 +23,12 @@ class Progress:
 
 
 class Meter:
-    """Counts progress from any thread, and calls `listener` after each step, one call at a time.
+    """Counts progress from any thread, and calls `listener` after each step, one call at a time."""
 
-    count: adds to a named number and returns the sum; where several processes share a conversion, their common sum.
-    """
-
-    def __init__(
-        self,
-        total_bytes: int,
-        num_groups: int,
-        listener: Callable[[Progress], None] | None,
-        count: Callable[[str, int], int] | None = None,
-    ) -> None:
+    def __init__(self, total_bytes: int, num_groups: int, listener: Callable[[Progress], None] | None) -> None:
         self._total_bytes, self._num_groups, self._listener = total_bytes, num_groups, listener
-        self._numbers: Counter[str] = Counter()
-        self._count = count or self._count_here
-        self._resumed_bytes = 0
+        self._done_bytes = self._num_done = self._resumed_bytes = 0
         self._lock = threading.Lock()
-
-    def _count_here(self, name: str, more: int) -> int:
-        self._numbers[name] += more
-        return self._numbers[name]
 
     def advance(self, group: str, num_bytes: int) -> None:
         """Add processed source bytes of a unit."""
@@ -61,7 +45,8 @@ class Meter:
 
     def _report(self, group: str, num_bytes: int, num_groups: int) -> None:
         with self._lock:
-            done_bytes, num_done = self._count("bytes", num_bytes), self._count("groups", num_groups)
+            self._done_bytes += num_bytes
+            self._num_done += num_groups
             if self._listener is not None:
-                counts = (done_bytes, self._total_bytes, self._resumed_bytes)
-                self._listener(Progress(group, *counts, num_done, self._num_groups))
+                counts = (self._done_bytes, self._total_bytes, self._resumed_bytes)
+                self._listener(Progress(group, *counts, self._num_done, self._num_groups))

@@ -13,7 +13,7 @@ from typing import Any
 
 from hqconv.artifact.error_summary import requantized, scale_changes, summarize_errors
 from hqconv.artifact.manifest import Manifest, ManifestLayer, is_artifact, is_unfinished, read_manifest
-from hqconv.conversion.journal import parse_entry
+from hqconv.conversion.journal import parse_entry, part_journals
 from hqconv.conversion.output_folder import check_replaceable, check_strays, files_in, listed_files, unfinished_folder
 from hqconv.conversion.resources import Resources, plan_staging
 from hqconv.errors import HqconvError, OutputError, RequestError, VerificationError
@@ -471,11 +471,12 @@ def _size_of(root: Path, name: str, listing: Listing | None) -> int | None:
 
 def describe_unfinished(root: Path) -> Document:
     """Describe the progress of a conversion that stopped or is still running."""
-    lines = (root / artifact_names.JOURNAL).read_bytes().split(b"\n")[1:]
+    paths = [root / artifact_names.JOURNAL, *part_journals(root)]
+    entries = [parse_entry(line) for path in paths for line in path.read_bytes().split(b"\n")]
     return {
         "kind": "unfinished",
         "folder": str(root),
-        "num_groups_done": sum(parse_entry(line) is not None for line in lines),
+        "num_groups_done": len({entry.unit for entry in entries if entry is not None}),
         "remedy": "Run the `hqconv convert` command that wrote it once more, with --resume to go on "
         "or --overwrite to start anew.",
     }

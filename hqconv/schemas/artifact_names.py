@@ -22,9 +22,8 @@ G_IDX = "g_idx"  # a layer's `intermediate_order`
 IMPORTANCE = "importance.safetensors"  # a copy of the importance file of the search
 HESSIAN, HESSIAN_TILE = ".hessian", 128  # suffix of tensors in that file, and the width of their tiles
 JOURNAL = ".hqconv-progress.jsonl"  # only while a conversion is unfinished
-_MEMBER_JOURNAL = re.compile(r"\.hqconv-progress\.rank[1-9][0-9]*\.jsonl")
+_PART_JOURNAL = re.compile(r"\.hqconv-progress\.part([1-9][0-9]*)-of-([1-9][0-9]*)\.jsonl")
 PARTIAL = ".partial"  # suffix of a file that is being written
-_FOLDER_CHECK = re.compile(rf"\.hqconv-progress\.rank[0-9]+\.check({re.escape(PARTIAL)})?")
 CARD = "README.md"  # the model card: written by a conversion, and people may edit it
 SUMS = "SHA256SUMS"  # of all files but itself, the manifest included: so no manifest lists it
 # Companion files that may lie in an artifact's folder: of a Hub repo, and files that people add when they publish.
@@ -64,24 +63,15 @@ def other_rank(path: str, metadata: Mapping[str, str]) -> str | None:
     return own
 
 
-def member_journal(rank: int) -> str:
-    """Return the journal of one of several processes that share a conversion; rank 0's is JOURNAL."""
-    return f".hqconv-progress.rank{rank}.jsonl"
+def part_journal(number: int, count: int) -> str:
+    """Return the journal of one part of a conversion (`--part number/count`)."""
+    return f".hqconv-progress.part{number}-of-{count}.jsonl"
 
 
-def is_member_journal(name: str) -> bool:
-    """Return whether a file of the output folder is the journal of a rank above 0."""
-    return _MEMBER_JOURNAL.fullmatch(name) is not None
-
-
-def folder_check(rank: int) -> str:
-    """Return the file by which the other processes of a conversion see that they share the output folder."""
-    return f".hqconv-progress.rank{rank}.check"
-
-
-def is_member_file(name: str) -> bool:
-    """Return whether a file of the output folder goes with the journal: a rank's own journal, or a `folder_check`."""
-    return is_member_journal(name) or _FOLDER_CHECK.fullmatch(name) is not None
+def journal_part(name: str) -> str:
+    """Return the part, such as 2/4, whose journal has this file name; "" for any other file."""
+    match = _PART_JOURNAL.fullmatch(name)
+    return f"{match[1]}/{match[2]}" if match else ""
 
 
 def rank_file(layer: str, tp_rank: int, ep_rank: int) -> str:

@@ -301,7 +301,7 @@ def check_beside(artifact: Artifact, result: CheckResult) -> None:
         result.notes.append("a killed conversion left its journal: repeat its command with --resume to tidy up")
     listed |= {names.JOURNAL}
     for path in paths:
-        if path.split("/")[0] in beside or names.is_member_file(path):
+        if path.split("/")[0] in beside or names.journal_part(path):
             continue
         inside = any(file.startswith(f"{path}/") for file in listed) if (artifact.root / path).is_dir() else False
         if path not in listed and not inside:

@@ -198,12 +198,6 @@ def test_other_ends_are_documents_as_well(
     assert (words["what"], words["where"], words["found"]) == parts
 
 
-def test_of_several_processes_the_first_speaks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hqconv.cli.output.is_rank_zero", lambda: False)
-    done = call("convert", model, "-o", "out", *OPTIONS, "--tp", 3, "--json")
-    assert (done.exit_code, done.stdout) == (2, "")
-
-
 def test_no_document_follows_half_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that was full under stdout may have room a moment later."""
     led: list[bool] = []

@@ -39,6 +39,7 @@ CONVERT: dict[str, Any] = {
     "--revision": None,
     **FETCHED,
     "--max-gpu-memory": None,
+    "--part": None,
     "--resume": False,
     "--overwrite": False,
     "--update": False,
@@ -49,7 +50,7 @@ CONVERT: dict[str, Any] = {
     **WORK,
     **SHARED,
 }
-ONLY_CONVERT = ("--resume", "--overwrite", "--update", "--dry-run", "--profile")
+ONLY_CONVERT = ("--part", "--resume", "--overwrite", "--update", "--dry-run", "--profile")
 COMMANDS: dict[str, dict[str, Any]] = {
     "convert": CONVERT,
     "allocate": {

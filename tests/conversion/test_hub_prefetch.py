@@ -229,7 +229,7 @@ def test_a_full_disk_is_seen_before_the_start(
 
 def groups_done(out: Path) -> int:
     lines = (out / JOURNAL).read_text().splitlines() if (out / JOURNAL).exists() else []
-    return sum('"group"' in line for line in lines)
+    return sum('"unit"' in line for line in lines)
 
 
 @pytest.mark.parametrize(("status", "kind"), [(503, NetworkError), (403, RequestError), (404, InputError)])
@@ -463,93 +463,6 @@ def test_static_scales_are_read_when_their_files_are_there(server: LocalHub, cac
     layers = [conversions.manifest(tmp_path / name)["blocks"] for name in ("of-hub", "of-folder")]
     assert layers[0] == layers[1]
     assert not shards(cache)
-
-
-class Together:
-    """The command in two processes of torchrun."""
-
-    def __init__(self, server: LocalHub, cache: Path, out: Path, *more: str) -> None:
-        options = ["--schema", SCHEMA, "--target", "sm90", "--tp", "2", "--device", "cpu", "--threads", "1"]
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command += ["-m", "hqconv", "convert", NAME, "-o", str(out), *options, *more]
-        kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-        own = {"HF_ENDPOINT": server.url, "HF_HUB_CACHE": str(cache), "HF_HUB_DISABLE_XET": "1"}
-        environment = {**kept, **own, "PYTHONPATH": str(REPO)}
-        self.done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("is_limited", [True, False])
-def test_several_processes_keep_to_the_limit_together(
-    server: LocalHub, cache: Path, tmp_path: Path, expected: dict[str, bytes], is_limited: bool
-) -> None:
-    """Each fetches the shards of its own units, in a folder of its own; no shard is fetched twice."""
-    watch, limit = Watch(server, cache), 2 * size_of(server, 0)
-    more = ["--cache-limit", str(limit)] if is_limited else []
-    done = Together(server, cache, tmp_path / "out", *more).done
-    assert done.returncode == 0, done.stderr
-    assert without_manifest(tmp_path / "out") == expected
-    whole = Counter(name for name in server.whole if name.startswith("layer-"))
-    assert whole == {shard(layer): 1 for layer in range(NUM_LAYERS)}
-    assert watch.most > 0
-    assert not is_limited or watch.most <= limit
-    assert_removed(cache)
-
-
-def test_processes_of_one_cache_share_a_limit(server: LocalHub, cache: Path) -> None:
-    """Not those whose folders lie on another machine."""
-    size = size_of(server, 0)
-    use = hub_prefetch.ShardUse({"a": (shard(0),)}, {shard(0): size})
-    with open_source(NAME, is_lazy=True) as source:
-        both = [hub_prefetch.HubPrefetch(source, use, CachePolicy(3 * size), is_dealt=True) for _ in range(2)]
-        names = [one.open_folder() for one in both]
-        assert len(set(names)) == 2
-        for elsewhere, limit in (["f" * 16], 3 * size // 2), ([""] * 5, 3 * size // 2):
-            both[0].share_limit([*names, *elsewhere])
-            assert both[0]._limit == limit
-        both[0].share_limit([names[0], "f" * 16])
-        assert both[0]._limit == 3 * size
-        small = hub_prefetch.HubPrefetch(source, use, CachePolicy(2 * size - 1), is_dealt=True)
-        with pytest.raises(RequestError, match="too small") as caught:
-            small.share_limit([*names, small.open_folder()])
-        assert caught.value.expected == f"at least {3 * size} bytes for 3 processes that share a cache"
-        for one in (*both, small):
-            one.stop()
-    assert_removed(cache)
-
-
-@pytest.mark.full
-def test_a_limit_that_processes_share_may_be_too_small(server: LocalHub, cache: Path, tmp_path: Path) -> None:
-    done = Together(server, cache, tmp_path / "out", "--cache-limit", str(2 * size_of(server, 0) - 1)).done
-    assert done.returncode != 0
-    assert f"at least {2 * size_of(server, 0)} bytes for 2 processes that share a cache" in done.stderr
-    assert done.stderr.count("error:") == 1
-    assert not own(cache)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("num_processes", "shards", "lengths"),
-    [
-        (2, "aaaabbbbccccdddd", [4, 4, 4, 4]),
-        (2, "aaaabbbbccccddddeeeeffffgggghhhh", [8, 8, 4, 4, 4, 4]),
-        (8, "aaaabbbbccccdddd", [2] * 8),  # each process gets some
-        (2, "aaaaaa", [3, 3]),
-        (3, "abcdef", [1] * 6),
-        (1, "aabbcc", [4, 2]),
-        (2, "a", [1]),
-        (2, "", []),
-    ],
-)
-def test_runs_of_units_are_cut_between_shards(
-    num_processes: int, shards: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every unit once, in order. shards: the shard of each unit."""
-    monkeypatch.setattr(hub_prefetch, "_shards_of_unit", lambda _, unit, whole: (shards[unit],))
-    units: Any = range(len(shards))
-    runs = hub_prefetch.divide_into_runs(None, units, num_processes)  # type: ignore[arg-type]
-    assert [unit for run in runs for unit in run] == list(units)
-    assert [len(run) for run in runs] == lengths
 
 
 def test_a_shard_that_a_later_run_needs_again(server: LocalHub, cache: Path) -> None:

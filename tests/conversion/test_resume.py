@@ -57,7 +57,7 @@ def whole(driver: Driver, tmp_path_factory: pytest.TempPathFactory) -> tuple[dic
 
 def finished_groups(journal: Path) -> int:
     lines = journal.read_bytes().split(b"\n")[:-1] if journal.exists() else []
-    return sum(b'"group"' in line for line in lines)
+    return sum(b'"unit"' in line for line in lines)
 
 
 @pytest.mark.parametrize("when", ["before", "during", "after"])

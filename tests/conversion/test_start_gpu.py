@@ -41,12 +41,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_the_context_of_this_process_gpu_is_created_in_a_thread(asked: list[str]) -> None:
     """Its failure is no message of the thread: the first use of the GPU fails again, and is reported."""
-    for device, distributed, expected in (
-        ("auto", False, "cuda:0"),
-        ("cuda", True, "cuda:2"),
-        ("cuda:3", True, "cuda:3"),
-    ):
-        start_gpu(device, distributed=distributed)
+    for device, is_part, expected in (("auto", False, "cuda:0"), ("cuda", True, "cuda:2"), ("cuda:3", True, "cuda:3")):
+        start_gpu(device, is_part=is_part)
         wait_for_threads()
         assert asked.pop() == expected
         assert not asked

@@ -13,11 +13,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from torch.distributed import HashStore  # type: ignore[attr-defined]
-
 import hqconv.io.durable_files
-from hqconv.conversion.distributed import ProcessGroup
-from hqconv.schemas.artifact_names import JOURNAL, MANIFEST, PARTIAL, is_member_file
+from hqconv.schemas.artifact_names import JOURNAL, MANIFEST, PARTIAL, journal_part
 from hqconv.schemas.grid import Grid
 from tests.make.conversions import run
 from tests.make.disks import KEPT, Disk, paths_below, played
@@ -134,29 +131,27 @@ def _anew(work: Path, name: str, src: Path, rng: random.Random) -> Recorded:
 
 
 def _together(work: Path, name: str, src: Path, _: random.Random) -> Recorded:
-    """By two processes (here threads, with the same code) that share the groups."""
+    """By two parts at the same time (here threads, with the same code)."""
     before, disk = _folders(work)
     ops = _record(disk, lambda out: run_together(src, out))
     return Recorded(name, src, before, ops, snapshot(disk / "out"))
 
 
 def run_together(src: Path, out: Path, num: int = 2) -> None:
-    """A conversion by several threads, each in the place of a process that torchrun started."""
-    store, place, errors = HashStore(), threading.local(), list[BaseException]()
+    """A conversion by several threads, each in the place of a process that converts a part."""
+    errors = list[BaseException]()
 
-    def work(rank: int) -> None:
-        place.team = ProcessGroup(store, rank, num)
+    def work(number: int) -> None:
         try:
-            run(src, out, SCHEMA, GRID, distributed=True, threads=1)
+            run(src, out, SCHEMA, GRID, part=f"{number}/{num}", threads=1)
         except BaseException as error:  # noqa: BLE001 - raised below
             errors.append(error)
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(num)]
-    with patch.object(ProcessGroup, "of_environment", lambda: place.team):
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(1, num + 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     if errors:
         raise errors[0]
 
@@ -204,11 +199,11 @@ def _relies_on(disk: Disk, op: Op) -> list[str]:
         return problems
     if op.kind == "exchange" or (op.kind, op.other) == ("rename", "out"):
         return _unsafe_below(disk, op.path, "the exchange") if disk.find(f"{op.path}/{MANIFEST}") else []
-    if op.kind == "unlink" and is_member_file(name):
+    if op.kind == "unlink" and journal_part(name):
         return [] if disk.is_safe(f"{path}/{JOURNAL}") else [f"{op.path} went before its lines were synced"]
     if op.kind == "unlink" and name == JOURNAL:
         folder = disk.find(path, safely=True)
-        left = [one for one in (folder.safe_names if folder else ()) if is_member_file(one)]
+        left = [one for one in (folder.safe_names if folder else ()) if journal_part(one)]
         return [f"{path}/{one} may outlast the journal that it belongs to" for one in left]
     if op.kind == "write":
         return _of_line(disk, op)
@@ -216,8 +211,8 @@ def _relies_on(disk: Disk, op: Op) -> list[str]:
 
 
 def _of_line(disk: Disk, op: Op) -> list[str]:
-    """A journal's line on a group comes after its files, of which each is at a name that lasts."""
-    if not op.data.startswith(b'{"group": '):
+    """A journal's line on a unit comes after its files, of which each is at a name that lasts."""
+    if not op.data.startswith(b'{"unit": '):
         return []
     line: dict[str, Any] = json.loads(op.data)
     places = ("out", ".out.hqconv")

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 from hqconv.conversion.output_folder import parked_folder
 from hqconv.errors import HqconvError, OutputError
-from hqconv.schemas.artifact_names import JOURNAL, MANIFEST, is_member_file
+from hqconv.schemas.artifact_names import JOURNAL, MANIFEST, journal_part
 from tests.make.disks import FATES, played
 from tests.make.power import README, Files, Recorded
 from tests.make.tensors import snapshot
@@ -53,7 +53,7 @@ def _finish(recording: Recorded, out: Path, *, starts_anew: bool) -> None:
 def _look(recording: Recorded, out: Path, *, is_done: bool) -> str:
     """What is wrong before anything else is run: half an artifact, or none where one must be."""
     found = snapshot(out) if out.exists() else {}
-    beside = {path for path in found if path in (JOURNAL, README) or is_member_file(path)}
+    beside = {path for path in found if path in (JOURNAL, README) or journal_part(path)}
     files = {path: digest for path, digest in found.items() if path not in beside}
     wholes = [_without_readme(one) for one in (recording.new, recording.old) if one is not None]
     if is_done and (found != recording.new or len(list(out.parent.iterdir())) != 1):
