@@ -186,14 +186,14 @@ class Executor:
     def run(self, units: Iterable[OutputUnit]) -> None:
         """Write and finish the units. Raises the first error of any stage; no unfinished file keeps its final name."""
         try:
-            self._prefetch.start(self._stages)
+            self._prefetch.start(self._stages.notify)
             if self._outputs is not None:
                 self._outputs.grow(1)  # before slots: the first batch waits for it
             self._feed(iter(units))
             self._stages.wait(lambda: all(unit.is_done for unit in self._units))
         finally:
-            self._prefetch.stop()
             self._stages.stop()
+            self._prefetch.stop()
             if self._helpers is not None:
                 self._helpers.stop()
             for unit in self._units:
@@ -225,11 +225,11 @@ class Executor:
     def _may_open(self, unit: OutputUnit, in_work: Sequence[_UnitInWork]) -> bool:
         """Return whether a unit may be opened. The first one is waited for; beside others nothing is."""
         if in_work:
-            if not (self._has_room() and self._prefetch.has_shards(unit.name)):
+            if not (self._has_room() and self._prefetch.is_ready(unit.name)):
                 return False
             if _has_importance(unit) or any(_has_importance(one.unit) for one in in_work):
                 return False
-        self._prefetch.wait_for(unit.name)
+        self._stages.wait(lambda: self._prefetch.is_ready(unit.name))
         self._stages.wait(self._has_room)
         return True
 

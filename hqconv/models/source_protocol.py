@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from hqconv.io.fetch_folder import FetchFolder
 from hqconv.io.file_snapshot import FileSnapshot
 from hqconv.io.hub import Listing
 from hqconv.io.sidecar_files import SidecarFiles
@@ -140,9 +139,7 @@ class Source(Protocol):
         """Return True if a file is on this machine; else it is read from the Hub, range by range."""
         ...
 
-    def fetch(
-        self, names: Iterable[str], check: Callable[[], None] | None = None, into: FetchFolder | None = None
-    ) -> None:
+    def fetch(self, names: Iterable[str], check: Callable[[], None] | None = None, into: Path | None = None) -> None:
         """Download files of a repo that are not in the Hub cache; any thread may. Nothing happens for a folder.
 
         check: called between pieces of a download, see `hub.fetch_file`. into: the folder for the files; None for the

@@ -16,7 +16,6 @@ from hqconv.artifact.reader import Artifact
 from hqconv.errors import InputError, RequestError, VerificationError
 from hqconv.formats.registry import UNUSED_PARTS
 from hqconv.formats.source_format import LAID_OUT, SourceFormat
-from hqconv.io.fetch_folder import FetchFolder
 from hqconv.io.hub import Listing
 from hqconv.kernel_layout.compatibility import fuses_exponents
 from hqconv.models.expert_bytes import RawExperts
@@ -78,9 +77,7 @@ class ArtifactSource(SafetensorsSource):
         finally:
             self.artifact.close()
 
-    def fetch(
-        self, names: Iterable[str], check: Callable[[], None] | None = None, into: FetchFolder | None = None
-    ) -> None:
+    def fetch(self, names: Iterable[str], check: Callable[[], None] | None = None, into: Path | None = None) -> None:
         """Download missing files of a repo; see `SafetensorsSource.fetch`."""
         wanted = list(names)
         super().fetch(wanted, check, into)

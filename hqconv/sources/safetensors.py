@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from hqconv.errors import InputError, NetworkError, first_few
 from hqconv.formats.ascend import ascend_quantization_config
 from hqconv.io import checkpoint_files, hub
-from hqconv.io.fetch_folder import FetchFolder
 from hqconv.io.file_access import CloseError, Descriptors, adjoining, fill
 from hqconv.io.file_snapshot import FileSnapshot
 from hqconv.io.safetensors_header import parse_header, read_header
@@ -144,9 +143,7 @@ class SafetensorsSource:
         """Return True if a file is on this machine and is read from there."""
         return self.listing is None or self.guard.has_seen(name)
 
-    def fetch(
-        self, names: Iterable[str], check: Callable[[], None] | None = None, into: FetchFolder | None = None
-    ) -> None:
+    def fetch(self, names: Iterable[str], check: Callable[[], None] | None = None, into: Path | None = None) -> None:
         """Download missing files of a repo; any thread may call it. Nothing happens for a folder.
 
         check: as in `hub.fetch_file`. into: the folder for files that the Hub cache does not have; None for the cache.
@@ -155,10 +152,9 @@ class SafetensorsSource:
         for name in names:
             if self.listing is None or self.is_here(name):
                 continue
-            if into is None or hub.has_cached_bytes(self.root, name, self.listing.digests.get(name)):
-                path = hub.fetch_file(self.listing.repo_id, self.listing.commit, name, check)
-            else:
-                path = into.fetch(name, check)
+            is_cached = hub.has_cached_bytes(self.root, name, self.listing.digests.get(name))
+            folder = None if is_cached else into
+            path = hub.fetch_file(self.listing.repo_id, self.listing.commit, name, check, folder)
             self._check_fetched(name, path)
             self.guard.place(name, path)
 

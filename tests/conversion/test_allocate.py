@@ -441,7 +441,7 @@ def test_damaged_lines_of_the_journal_are_measured_again(
 
 def test_one_process_at_a_time(src: Path, tmp_path: Path) -> None:
     out = tmp_path / "recipe.toml"
-    other = Journal(tmp_path, journal_path(out).name)
+    other = Journal(tmp_path / journal_path(out).name)
     other.begin({"of": "another process"})
     with pytest.raises(OutputError, match="Another process is at work"):
         allocate(src, out)

@@ -92,7 +92,7 @@ def shards(cache: Path) -> set[str]:
 
 def own(cache: Path) -> set[str]:
     """Shards in the folders of processes of hqconv."""
-    return {path.name for path in cache.glob(".hqconv/*/*/*.safetensors")}
+    return {path.name for path in cache.glob(".hqconv/*/*.safetensors")}
 
 
 def weight_bytes(cache: Path) -> int:
@@ -343,69 +343,27 @@ def test_a_kill_loses_nothing(
     assert report.num_groups_resumed == done
     assert without_manifest(tmp_path / "out") == expected
     again = [name for name in server.whole if name.endswith(".safetensors") and first[name]]
-    assert set(again) <= {shard(3), shard(4)}, "what came whole the first time is not fetched again"
+    assert set(again) <= {shard(3), shard(4)}, "shards of finished units are not fetched again"
     assert_removed(cache)
 
 
-def killed_with_shards(server: LocalHub, cache: Path, out: Path) -> None:
-    """Kill a conversion that waits for shard 2, and has fetched shards 3 and 4."""
-    go_on = threading.Event()
-    server.before = lambda name: go_on.wait(60) and None if name == shard(2) else None
-    one = Process(server, cache, out, "--cache-limit", str(4 * size_of(server, 0)))
-    started = time.monotonic()
-    while not own(cache) >= {shard(3), shard(4)} and time.monotonic() - started < 60:
-        time.sleep(0.05)
-    one.process.kill()
-    one.process.communicate(timeout=60)
-    go_on.set()
-    server.before = None
-    assert shard(2) not in own(cache)
-    assert own(cache) >= {shard(3), shard(4)}
-
-
-def test_a_resumed_run_takes_over_fetched_shards(
+def test_folders_that_killed_processes_left_are_removed(
     server: LocalHub, cache: Path, tmp_path: Path, expected: dict[str, bytes]
 ) -> None:
-    """Only complete shards; the others are removed."""
-    killed_with_shards(server, cache, tmp_path / "out")
-    (path,) = cache.glob(f".hqconv/*/*/{shard(3)}")
-    path.write_bytes(path.read_bytes()[:-1])
-    server.whole.clear()
-    run(tmp_path / "out", cache_limit=4 * size_of(server, 0), resume=True)
-    assert without_manifest(tmp_path / "out") == expected
-    assert shard(4) not in server.whole
-    assert shard(3) in server.whole
-    assert_removed(cache)
-
-
-@pytest.mark.full
-def test_less_room_than_an_earlier_run_took(
-    server: LocalHub, cache: Path, tmp_path: Path, expected: dict[str, bytes]
-) -> None:
-    """The first shard is missing, and the others would fill the folder: they are removed."""
-    killed_with_shards(server, cache, tmp_path / "out")
-    watch = Watch(server, cache)
-    run(tmp_path / "out", cache_limit=size_of(server, 0), resume=True)
-    assert watch.most <= size_of(server, 0)
-    assert without_manifest(tmp_path / "out") == expected
-    assert_removed(cache)
-
-
-def test_left_folders_of_other_models_are_removed_after_a_day(server: LocalHub, cache: Path, tmp_path: Path) -> None:
-    """Folders in use stay, however old."""
+    """Those in use stay."""
     kept = []
-    for age_s, is_used in ((100_000, False), (100_000, True), (1_000, False)):
-        folder = cache / ".hqconv" / f"org--other@{age_s}{is_used}" / "0"
+    for number, is_used in enumerate((False, True)):
+        folder = cache / ".hqconv" / str(number)
         folder.mkdir(parents=True)
         (folder / "x").write_text("x")
-        lock = folder.with_name("0.lock")
-        descriptor = os.open(lock, os.O_CREAT | os.O_RDWR)
-        os.utime(lock, (time.time() - age_s,) * 2)
+        descriptor = os.open(folder.with_name(f"{number}.lock"), os.O_CREAT | os.O_RDWR)
         if is_used:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         kept.append((folder, descriptor))
     run(tmp_path / "out")
-    assert [(folder / "x").exists() for folder, _ in kept] == [False, True, True]
+    assert without_manifest(tmp_path / "out") == expected
+    assert [(folder / "x").exists() for folder, _ in kept] == [False, True]
+    assert {path.name for path in (cache / ".hqconv").iterdir()} == {"1", "1.lock"}
     for _, descriptor in kept:
         os.close(descriptor)
 
@@ -463,32 +421,6 @@ def test_static_scales_are_read_when_their_files_are_there(server: LocalHub, cac
     layers = [conversions.manifest(tmp_path / name)["blocks"] for name in ("of-hub", "of-folder")]
     assert layers[0] == layers[1]
     assert not shards(cache)
-
-
-def test_a_shard_that_a_later_run_needs_again(server: LocalHub, cache: Path) -> None:
-    """It went after its last known use, and is fetched once more; a shard that is still there is not."""
-    with open_source(NAME, is_lazy=True) as source:
-        of_unit = {"a": (shard(0),), "b": (shard(0), shard(1)), "c": (shard(1),)}
-        sizes = {name: size_of(server, 0) for name in (shard(0), shard(1))}
-        prefetch = hub_prefetch.HubPrefetch(source, hub_prefetch.ShardUse(of_unit, sizes), CachePolicy(), is_dealt=True)
-        try:
-            prefetch.start()
-            prefetch.take(["a"])
-            prefetch.wait_for("a")
-            assert own(cache) == {shard(0)}
-            prefetch.release("a")
-            assert own(cache) == set()
-            prefetch.take(["b"])
-            prefetch.wait_for("b")
-            prefetch.take(["c"])
-            prefetch.release("b")
-            assert own(cache) == {shard(1)}
-            prefetch.wait_for("c")
-            prefetch.release("c")
-        finally:
-            prefetch.stop()
-    assert Counter(name for name in server.whole if name.startswith("layer-")) == {shard(0): 2, shard(1): 1}
-    assert_removed(cache)
 
 
 @pytest.mark.parametrize("moment", ["before it is opened", "while it is read"])
@@ -580,7 +512,7 @@ def test_verify_finds_another_source(server: LocalHub, cache: Path, tmp_path: Pa
 def test_a_verification_that_fails_on_the_way(
     server: LocalHub, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is an error, not a finding; the next verification takes over the fetched shards."""
+    """It is an error, not a finding."""
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
     run(tmp_path / "out")
     server.fail(f"/resolve/.*{shard(4)}$", 503)

@@ -553,7 +553,7 @@ def test_two_that_replace_one_artifact(tmp_path: Path) -> None:
 
 def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: object) -> None:
-        raise OSError(next(iter(journal_module.NO_LOCKS)), "No locks available")
+        raise OSError(next(iter(journal_module._NO_LOCKS)), "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", none)
     with opened(tmp_path / "out") as folder:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from hqconv.conversion.journal import Journal
+from hqconv.conversion.journal import FolderJournal
 from hqconv.errors import OutputError
 from hqconv.io.durable_files import exchange, make_folder, settle
 from hqconv.schemas.artifact_names import JOURNAL
@@ -77,17 +76,17 @@ def test_half_an_identity_is_no_journal(size: int, tmp_path: Path) -> None:
     whole = json.dumps({"source files": ["x" * 2000]}).encode() + b"\n"
     path = tmp_path / JOURNAL
     path.write_bytes(bytes(size) + whole[size:])
-    with closing(Journal(tmp_path)) as journal:
+    with FolderJournal(tmp_path) as journal:
         assert (journal.identity, journal.entries) == (None, [])
     assert path.read_bytes() == b""
     path.write_bytes(b"{not json\n")  # which no power cut makes
     with pytest.raises(OutputError, match="cannot be read"):
-        Journal(tmp_path)
+        FolderJournal(tmp_path)
 
 
 def test_a_journal_that_starts_anew_is_empty_before_it_is_written(tmp_path: Path) -> None:
     """Else a power cut may leave lines of both conversions."""
-    with closing(Journal(tmp_path)) as journal:
+    with FolderJournal(tmp_path) as journal:
         journal.begin({"a": 1})
         recorder, before = Recorder(tmp_path), Disk.of(tmp_path)
         with recorder.at_work():

@@ -6,7 +6,6 @@ import itertools
 import json
 import sys
 import time
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from hqconv.artifact.error_summary import summarize_errors
 from hqconv.artifact.manifest import read_manifest
 from hqconv.cli import render
 from hqconv.cli.app import app
-from hqconv.conversion.journal import Journal, JournalEntry
+from hqconv.conversion.journal import FolderJournal, JournalEntry
 from hqconv.conversion.progress import Progress
 from hqconv.errors import RequestError, VerificationError
 from hqconv.reports.documents import describe_schemas, layer_runs
@@ -319,7 +318,7 @@ def test_inspect_names_files_that_are_not_what_they_were(action: str, made: Path
 
 
 def test_inspect_unfinished(tmp_path: Path) -> None:
-    with closing(Journal(tmp_path)) as journal:
+    with FolderJournal(tmp_path) as journal:
         journal.begin({"identity": 1})
         for unit in ("a", "b"):
             journal.record(JournalEntry(unit, [], {}))
