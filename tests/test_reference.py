@@ -153,7 +153,7 @@ def of_a_hub(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[tuple[str, Any
         options = ("--target", "sm90", "--device", "cpu", "--resume")
         yield ("Summary", told("convert", folder / "src", "-o", folder / "again", "--schema", "mxfp4", *options))
         part = (*options[:-1], "--part", "1/2")
-        yield ("Part", told("convert", folder / "src", "-o", folder / "parts", "--schema", "mxfp4", *part))
+        yield ("PartSummary", told("convert", folder / "src", "-o", folder / "parts", "--schema", "mxfp4", *part))
     for name in ("src", "kernel"):
         with hub_server.serve(folder / name) as hub_of_one:
             hub_server.use(patch, hub_of_one.url, folder / f"cache-{name}")
