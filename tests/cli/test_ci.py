@@ -111,6 +111,7 @@ def test_every_document_has_the_keys_of_the_table(model: Path, made: Path, tmp_p
         "push",
         "publication",
         "warm",
+        "part",
         "unfinished",
         "importance",
         "evaluation",
