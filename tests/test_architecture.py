@@ -93,7 +93,7 @@ LIGHT = (
     "hqconv.formats",
     *("hqconv.sources", "hqconv.artifact.reader"),
     *("hqconv.serving.artifact_view", "hqconv.serving.artifact_location", "hqconv.serving.server_compatibility"),
-    *("hqconv.serving.rank_file", "hqconv.serving.vllm.activations", "hqconv.serving.vllm.layer_names"),
+    *("hqconv.artifact.rank_file", "hqconv.serving.vllm.activations", "hqconv.serving.vllm.layer_names"),
     *("hqconv.serving.vllm.plugin", "hqconv.serving.vllm.tuning", "hqconv.serving.vllm.limits"),
     *(f"hqconv.serving.warm.{name}" for name in ("gpus", "kernel_store", "compile_kernels")),
     *("hqconv.conversion.option_values", "hqconv.conversion.progress"),
@@ -103,7 +103,7 @@ HEAVY = ("torch", "numpy", "numba", "humming", "transformers", "huggingface_hub"
 # A server serves: planning, conversion, verification and reports stay out of its processes, also in functions.
 # `serving/warm` is no part of a server, its store of compiled kernels aside.
 SERVER_WITHOUT_VLLM = (
-    *("artifact_view", "artifact_location", "server_compatibility", "rank_file", "parameter_loader"),
+    *("artifact_view", "artifact_location", "server_compatibility", "parameter_loader"),
     *(
         "vllm.activations",
         "vllm.layer_names",
@@ -412,9 +412,9 @@ def test_libraries_stay_in_their_rooms(frame: str, module: str, statement: str, 
         ("hqconv.layout_decoder.decode", "from hqconv.layout_decoder.layout_form import x", False),
         ("hqconv.layout_decoder.scales", "from hqconv.cpu_loops.repack import x", True),
         ("hqconv.artifact.expert_reader", "from hqconv.quantization.bit_codec import x", True),
-        ("hqconv.artifact.expert_reader", "from hqconv.artifact.rank_forms import x", False),
+        ("hqconv.artifact.expert_reader", "from hqconv.artifact.rank_file import x", False),
         ("hqconv.verification.reference", "from hqconv.schemas.weight_schema import x", True),
-        ("hqconv.artifact.rank_forms", "from hqconv.kernel_layout.transform import x", False),
+        ("hqconv.artifact.rank_file", "from hqconv.kernel_layout.transform import x", False),
     ],
 )
 def test_judges_share_nothing(module: str, statement: str, is_wrong: bool) -> None:

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hqconv.artifact.rank_forms import Note, check_rank_headers, note_error
-from hqconv.artifact.reader import Artifact
+from hqconv.artifact.reader import Artifact, Note, note_error
 from hqconv.errors import HqconvError, VerificationError
 from hqconv.layout_decoder.decode import DecodedStack, bits_of_arrays, decode_layout, decode_packed, packed_shapes
 from hqconv.layout_decoder.layout_form import LayoutForm, expected_tensors
@@ -107,7 +106,7 @@ class ExpertReader:
         """Check the headers of all ranks, and note errors; `forms` has the sound ones: (GEMM, TP, EP rank) → form."""
         self.artifact, self.layer = artifact, layer
         self.schema, self.grid = artifact.schema_of(layer.name), artifact.grid
-        self.forms = check_rank_headers(artifact, layer, note)
+        self.forms = artifact.rank_forms(layer, note)
 
     # --- one expert
 
@@ -170,18 +169,7 @@ class ExpertReader:
                 form = self.forms.get((gemm, tp_rank, ep_rank))
                 if form is None or form != forms.setdefault(gemm, form):
                     raise VerificationError("A rank's tensors are not as the manifest says.")
-                self._check_entries(gemm, form, tp_rank, ep_rank)
         return forms
-
-    def _check_entries(self, gemm: str, form: LayoutForm, tp_rank: int, ep_rank: int) -> None:
-        prefix, found = f"{self.layer.name}.{gemm}_", {}
-        for name, ref in self.artifact.header(names.rank_file(self.layer.name, tp_rank, ep_rank))[0].items():
-            if name.startswith(prefix) and not names.is_input_scale(name):
-                found[name.removeprefix(prefix)] = (num_bits(ref.dtype), ref.shape)
-        num_local = len(self.grid.local_experts(self.layer.num_experts, ep_rank))
-        expected = expected_tensors(form)
-        if found != {n: (num_bits(code), (num_local, *shape)) for n, (code, shape) in expected.items()}:
-            raise VerificationError("A rank's tensors are not those that its layer config asks for.")
 
     def plan(self, experts: Sequence[int]) -> StoredExperts:
         """Plan the positions of some experts' bytes in a buffer. Raises as `batch_forms`."""

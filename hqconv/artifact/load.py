@@ -12,7 +12,6 @@ import torch
 from safetensors import safe_open
 
 from hqconv.artifact.expert_reader import ExpertReader
-from hqconv.artifact.rank_forms import check_rank_headers
 from hqconv.artifact.reader import Artifact
 from hqconv.artifact.tensor_filler import read_tensors
 from hqconv.errors import RequestError, VerificationError
@@ -73,7 +72,7 @@ def load_layer(
                 expected=f"tp rank < {artifact.grid.tp}, ep rank < {artifact.grid.ep}",
                 found=f"tp {tp_rank!r}, ep {ep_rank!r}",
             )
-        check_rank_headers(artifact, artifact.moe_layer(layer), refuse, [(tp_rank, ep_rank)])
+        artifact.rank_forms(artifact.moe_layer(layer), refuse, [(tp_rank, ep_rank)])
         if check_digests:
             _compare_digests(artifact, [names.rank_file(layer, tp_rank, ep_rank)])
         return load_rank(artifact, layer, tp_rank, ep_rank, device)
@@ -88,7 +87,7 @@ def load_rank(artifact: Artifact, layer: str, tp_rank: int, ep_rank: int, device
     for gemm in names.GEMMS:
         prefix = f"{layer}.{gemm}_"
         tensors = {name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)}
-        config = artifact.layer_config(layer, gemm, tp_rank, ep_rank)
+        config = artifact.rank_file(layer, tp_rank, ep_rank).configs[gemm]
         gemms[gemm] = RankGemm(config, tensors, artifact.schema_of(layer).rotation)
     return gemms
 

@@ -208,6 +208,11 @@ class GemmEntry(Entry):
     flags: dict[str, bool]
     input_scale: float | None = None
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes by their names in Humming's LayerConfig."""
+        return {key: getattr(self, key) for key in ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k")}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ManifestLayer(Entry):

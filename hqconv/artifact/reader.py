@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
@@ -14,6 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hqconv.artifact.manifest import Manifest, ManifestLayer, read_manifest
+from hqconv.artifact.rank_file import Finding, RankFile, parse_rank_file
 from hqconv.errors import HqconvError, InputError, RequestError, VerificationError
 from hqconv.formats.source_format import SourceFormat
 from hqconv.io.file_access import CloseError, Descriptors, sha256_of
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from hqconv.kernel_layout.transform import KernelForm
+    from hqconv.layout_decoder.layout_form import LayoutForm
 
 
 class ManifestFacts:
@@ -261,6 +262,7 @@ def _humming_errors(layer: str) -> Iterator[None]:
 
 _SEE_DISK = "See to the disk or the network that the file lies on, then run the same command again."
 Header = tuple[dict[str, TensorRef], dict[str, str]]
+Note = Callable[[str, str, object, object], None]  # where, what, expected, found
 Tensors: TypeAlias = "dict[str, NDArray[Any]]"
 
 
@@ -279,7 +281,7 @@ class Artifact(ManifestFacts):
         """
         super().__init__(root, listing, is_sealed=is_sealed, manifest=manifest)
         self._headers: dict[str, Header] = {}
-        self._configs: dict[tuple[str, str], dict[str, Any]] = {}
+        self._rank_files: dict[str, RankFile] = {}
         self._lock = threading.Lock()
         self._descriptors = Descriptors(lambda path: os.open(self.fetched(path), os.O_RDONLY | os.O_CLOEXEC))
 
@@ -359,44 +361,55 @@ class Artifact(ManifestFacts):
 
     # --- tensors
 
-    def check_rank_file(self, layer: str, tp_rank: int, ep_rank: int) -> None:
-        """Check that a rank's file says that it is this rank's, and holds tensors of this layer alone.
+    def rank_file(self, layer: str, tp_rank: int, ep_rank: int) -> RankFile:
+        """Return one rank's file of one layer, by its header, which is read once.
 
         Raises VerificationError for the file of another rank or layer, or a damaged header.
         """
         path = names.rank_file(layer, tp_rank, ep_rank)
-        tensors, metadata = self.header(path)
-        if (other := names.other_rank(path, metadata)) is not None:
-            what, own = "This is the file of another rank.", names.rank_name(tp_rank, ep_rank)
-            raise VerificationError(what, where=path, expected=own, found=other)
-        foreign = next((name for name in tensors if not name.startswith(f"{layer}.")), None)
-        if foreign is not None:
-            what = "This is the file of another layer."
-            raise VerificationError(what, where=path, expected=f"tensors of {layer}", found=foreign)
+        if path not in self._rank_files:
+            entry = self.manifest.files.get(path)
+            if entry is None:
+                raise VerificationError("The manifest lists no file for a rank.", where=path)
+            place = self.placed.get(path, self.root / path)
+            header = self.header(path)
+            self._rank_files[path] = parse_rank_file(place, layer, (tp_rank, ep_rank), entry.sha256, *header)
+        return self._rank_files[path]
 
-    def layer_config(self, layer: str, gemm: str, tp_rank: int, ep_rank: int) -> dict[str, Any]:
-        """Return Humming's LayerConfig of one GEMM of one rank as a dict. Raises VerificationError if it is missing."""
-        path = names.rank_file(layer, tp_rank, ep_rank)
-        metadata = self.header(path)[1]
-        with self._lock:
-            if (path, gemm) not in self._configs:
-                self._configs[path, gemm] = _layer_config(path, gemm, metadata)
-            return self._configs[path, gemm]
+    def rank_forms(
+        self, layer: MoeLayer, note: Note, ranks: Iterable[tuple[int, int]] | None = None
+    ) -> dict[tuple[str, int, int], LayoutForm]:
+        """Compare headers of `ranks` (None: all) with the manifest, note what is wrong, and return the other layouts.
 
-    def flags(self, layer: str, gemm: str) -> dict[str, bool]:
-        """Return the manifest's layout flags of one GEMM; none in the checkpoint layout."""
-        entry = self.layers[layer].gemm(gemm)
-        return {} if entry is None else entry.flags
+        Keys are (GEMM, TP rank, EP rank).
+        """
+        good = {}
+        spec, entries = self.kernel_spec_of(layer.name), self.layers[layer.name]
+        shapes = gemm_shapes(layer, self.grid.tp, spec.schema)
+        for tp_rank, ep_rank in self.grid.ranks if ranks is None else ranks:
+            num_local = len(self.grid.local_experts(layer.num_experts, ep_rank))
+            try:
+                file = self.rank_file(layer.name, tp_rank, ep_rank)
+            except VerificationError as error:
+                note(error.where, error.what, error.expected, error.found)
+                continue
+            for gemm, shape in shapes.items():
+                entry = entries.gemm(gemm)
+                assert entry is not None  # of the kernel layout
+                findings = list(file.findings(gemm, spec, entry, num_local))
+                if not findings and (form := file.form(gemm, spec, entry)).shape != shape:
+                    where, what = f"{names.MANIFEST}: {layer.name}: {gemm}", "A GEMM's shape is not its layer's."
+                    findings = [Finding(where, what, shape, form.shape)]
+                for finding in findings:
+                    note(*finding)
+                if not findings:
+                    good[gemm, tp_rank, ep_rank] = form
+        return good
 
     def read_expert(self, layer: str, gemm: str, tp_rank: int, ep_rank: int, local: int) -> Tensors:
         """Read one expert's kernel tensors of one GEMM as raw bits, `[1, …]` each; keys without the layer's prefix."""
-        path = names.rank_file(layer, tp_rank, ep_rank)
-        prefix = f"{layer}.{gemm}_"
-        return {
-            name.removeprefix(prefix): self._read_slice(path, ref, local)
-            for name, ref in self.header(path)[0].items()
-            if name.startswith(prefix) and not names.is_input_scale(name)
-        }
+        file = self.rank_file(layer, tp_rank, ep_rank)
+        return {name: self._read_slice(file.name, ref, local) for name, ref in file.tensors_of(gemm).items()}
 
     def read_input_scale(self, layer: str, gemm: str, tp_rank: int, ep_rank: int) -> float | None:
         """Read the static scale of a GEMM's activations from one rank's file; None where the file has none.
@@ -466,13 +479,10 @@ class Artifact(ManifestFacts):
                 buffer, offset = buffer[count:], offset + count
 
 
-def _layer_config(path: str, gemm: str, metadata: Mapping[str, str]) -> dict[str, Any]:
-    try:
-        document = json.loads(metadata[gemm])
-    except (KeyError, ValueError, RecursionError) as error:
-        what = f"The file's metadata holds no layer config for {gemm}."
-        raise VerificationError(what, where=path, found=error) from error
-    if not isinstance(document, dict):
-        what, where = "A layer config is not a JSON object.", f"{path}: {gemm}"
-        raise VerificationError(what, where=where, found=document)
-    return document
+def note_error(where: str, error: HqconvError | OSError, note: Note) -> None:
+    """Note an error of reading or decoding weights."""
+    if isinstance(error, HqconvError):
+        inside = f"{where}: {error.where}" if error.where and error.where not in where else where
+        note(inside, f"Weights cannot be decoded: {error.what}", error.expected, error.found)
+    else:
+        note(where, "Weights cannot be read.", "", error.strerror)

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
-from hqconv.artifact.manifest import Manifest, ManifestLayer, read_manifest
-from hqconv.errors import HqconvError, RequestError, VerificationError
+from hqconv.artifact.manifest import GemmEntry, Manifest, ManifestLayer, read_manifest
+from hqconv.artifact.rank_file import Finding, RankFile, parse_rank_file
+from hqconv.errors import HqconvError, InputError, RequestError, VerificationError
 from hqconv.io.hub import cached_digest, is_offline, is_snapshot, listed_weights
+from hqconv.io.safetensors_header import read_header
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.engine import ENGINE
@@ -24,14 +26,13 @@ from hqconv.serving.artifact_location import ArtifactLocation
 _LOG = logging.getLogger(__name__)
 
 _WEIGHTS = ".safetensors"
-_SHAPES = ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k")
 
 
 @dataclass(frozen=True)
 class ArtifactLayer:
     """One MoE layer: `name` is its experts' module in the source.
 
-    flags: per GEMM, layout flags. shapes: per GEMM, sizes on each rank, with a LayerConfig's field names.
+    gemms: the manifest's entries of `w13` and `w2`, each with its layout flags and the sizes on a rank.
     """
 
     name: str
@@ -42,8 +43,7 @@ class ArtifactLayer:
     activation: Activation
     gated: bool
     kernel_spec: KernelSpec
-    flags: Mapping[str, Mapping[str, bool]]
-    shapes: Mapping[str, Mapping[str, int]]
+    gemms: Mapping[str, GemmEntry]
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,33 @@ def open_artifact_view(location: ArtifactLocation) -> ArtifactView:
     )
 
 
+def open_rank_file(view: ArtifactView, layer: str, tp_rank: int, ep_rank: int, path: Path) -> RankFile:
+    """Read the header of a rank's file of a layer, which lies at `path`.
+
+    Raises VerificationError if its size, tensors or LayerConfigs differ from the manifest; its digest too where the
+    Hub's cache tells it.
+    """
+    name, what = names.rank_file(layer, tp_rank, ep_rank), "A rank file is damaged, or belongs to another artifact."
+    if name not in view.files:
+        raise Finding(name, what, "a file that the manifest lists", "none of that name").error()
+    size_bytes, sha256 = view.files[name]
+    if (cached := cached_digest(path)) not in (None, sha256):
+        raise Finding(name, what, f"sha256 {sha256}", f"{cached}, by the name of its bytes in the Hub's cache").error()
+    try:
+        if (found := path.stat().st_size) != size_bytes:
+            raise Finding(name, what, f"{size_bytes} bytes", f"{found} bytes").error()
+        entries, metadata, _ = read_header(path)
+    except (OSError, InputError) as error:
+        raise Finding(name, what, "a readable safetensors file", error).error() from error
+    file = parse_rank_file(path, layer, (tp_rank, ep_rank), sha256, entries, metadata)
+    stored = view.layers[layer]
+    num_local = len(view.grid.local_experts(stored.num_experts, ep_rank))
+    for gemm, entry in stored.gemms.items():
+        for finding in file.findings(gemm, stored.kernel_spec, entry, num_local):
+            raise finding.error()
+    return file
+
+
 def check_unchanged(view: ArtifactView) -> None:
     """Compare the manifest in the artifact's folder with the one of the view. Raises RequestError for another one."""
     if not view.location.is_folder:  # files of one commit
@@ -182,6 +209,5 @@ def _layer(name: str, entry: ManifestLayer, manifest: Manifest) -> ArtifactLayer
         activation=entry.activation_function,
         gated=entry.gated,
         kernel_spec=manifest.overrides.get(name, manifest.kernel_spec),
-        flags={gemm: dict(stored.flags) for gemm, stored in gemms.items()},
-        shapes={gemm: {key: getattr(stored, key) for key in _SHAPES} for gemm, stored in gemms.items()},
+        gemms=gemms,
     )

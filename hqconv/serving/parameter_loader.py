@@ -8,11 +8,11 @@ from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from hqconv.artifact.rank_file import RankFile, check_sha256
 from hqconv.artifact.tensor_filler import LoadTarget, TensorFiller, prepare_buffers
 from hqconv.errors import RequestError
 from hqconv.io.piece_reader import READS, Reads
 from hqconv.serving.artifact_view import ArtifactView
-from hqconv.serving.rank_file import RankFile, check_digest
 from hqconv.serving.warm.kernel_store import use_warm_kernels
 
 VERIFY = "HQCONV_VERIFY"  # 1: hash every file first
@@ -76,7 +76,7 @@ class ParameterLoader:
         """
         filling = next((one for one in self._fillings if layer in one), None)
         if filling is None:
-            check = check_digest if os.environ.get(VERIFY) == "1" else None
+            check = check_sha256 if os.environ.get(VERIFY) == "1" else None
             filling = TensorFiller(self._due(layer), check=check, reads=_reads())
             self._fillings.append(filling)
         try:

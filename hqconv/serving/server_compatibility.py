@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hqconv.artifact.rank_file import RankFile
 from hqconv.errors import HqconvError, RequestError
 from hqconv.kernel_layout.compatibility import fuses_exponents
 from hqconv.schemas.engine import ENGINE, Engine
@@ -21,7 +22,6 @@ from hqconv.schemas.input_schema import A16, NAMED_INPUTS, InputSchema
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
 from hqconv.serving.artifact_location import ArtifactLocation
 from hqconv.serving.artifact_view import ArtifactLayer, ArtifactView
-from hqconv.serving.rank_file import RankFile
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,7 @@ class ArtifactSource(SafetensorsSource):
                 what = "The manifest lists no file for a rank."
                 raise VerificationError(what, where=path, remedy=_CONVERT_AGAIN)
             try:
-                self.artifact.check_rank_file(layer, *rank)
+                self.artifact.rank_file(layer, *rank)
             except VerificationError as error:
                 self._refuse(error.where, error.what, error.expected, error.found)
             prefix = f"{path}:{layer}.{gemm}_"

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from hqconv.artifact.expert_reader import TENSOR_OF, hex_bits
-from hqconv.artifact.rank_forms import Note
-from hqconv.artifact.reader import Artifact
+from hqconv.artifact.reader import Artifact, Note
 from hqconv.layout_decoder.decode import DecodedStack
 from hqconv.layout_decoder.numbers import Array
 from hqconv.models.moe_layer import MoeLayer

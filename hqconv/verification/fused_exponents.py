@@ -105,7 +105,7 @@ def folding_of(artifact: Artifact, layer: MoeLayer) -> FusedExponents | None:
         return None
     ranks = range(artifact.grid.tp)
     is_padded = {
-        gemm: tuple(bool(artifact.layer_config(layer.name, gemm, tp_rank, 0)["pad_shape_n"]) for tp_rank in ranks)
+        gemm: tuple(bool(artifact.rank_file(layer.name, tp_rank, 0).configs[gemm]["pad_shape_n"]) for tp_rank in ranks)
         for gemm in names.GEMMS
     }
     schema, is_int8 = artifact.schema_of(layer.name), artifact.kernel_spec_of(layer.name).a_dtype == "int8"

@@ -203,7 +203,7 @@ def gemm_configs(artifact: Artifact, layer: str) -> list[dict[str, Any]]:
     num_experts = artifact.layers[layer].num_experts
     of_count = {len(artifact.grid.local_experts(num_experts, ep)): (0, ep) for ep in range(artifact.grid.ep)}
     return [
-        {gemm: layer_config(artifact.layer_config(layer, gemm, *rank)) for gemm in names.GEMMS}
+        {gemm: layer_config(artifact.rank_file(layer, *rank).configs[gemm]) for gemm in names.GEMMS}
         for rank in of_count.values()
     ]
 
@@ -355,7 +355,7 @@ class LayerInputs:
     @classmethod
     def of(cls, artifact: Artifact, layer: str, device: torch.device) -> LayerInputs | None:
         """Read them from an artifact's layer; None for 16-bit activations. Raises the errors of reading a rank file."""
-        found = {gemm: Rounding.of(artifact.layer_config(layer, gemm, 0, 0)) for gemm in names.GEMMS}
+        found = {gemm: Rounding.of(artifact.rank_file(layer, 0, 0).configs[gemm]) for gemm in names.GEMMS}
         roundings = {gemm: one for gemm, one in found.items() if one is not None}
         if not roundings:
             return None

@@ -66,7 +66,7 @@ def kernel_tasks(
         try:
             if not artifact.knows_activation(layer):  # the check skips it
                 continue
-            configs = [artifact.layer_config(layer, gemm, 0, 0) for gemm in names.GEMMS]
+            configs = [artifact.rank_file(layer, 0, 0).configs[gemm] for gemm in names.GEMMS]
         except (HqconvError, OSError):  # the check reports it
             continue
         facts = [entry.top_k, entry.activation, entry.gated, entry.num_experts]

@@ -242,17 +242,3 @@ def test_bytes_are_compared_once_unless_they_are_not_to_be(
         read(copy.root, layer=LAYER)
     assert caught.value.where == str(copy.root / copy.rank_file(LAYER, 0, 0))
     read(copy.root, layer=LAYER, check_digests=False)
-
-
-def test_files_of_an_older_hqconv_are_told_by_their_digests(copy: Damaged) -> None:
-    """They do not say which rank they are."""
-    paths = [copy.rank_file(LAYER, tp_rank, 0) for tp_rank in range(2)]
-    for path in paths:
-        copy.edit_header(path, lambda entries: entries["__metadata__"].pop("rank"))
-    copy.reseal()
-    hqconv.load(copy.root, layer=LAYER)
-    kept = [(copy.root / path).read_bytes() for path in paths]
-    for path, data in zip(paths, reversed(kept), strict=True):
-        (copy.root / path).write_bytes(data)
-    with pytest.raises(VerificationError, match="not those the manifest records"):
-        hqconv.load(copy.root, layer=LAYER)

@@ -126,7 +126,7 @@ def kernel_on_cpu(out: Path, monkeypatch: pytest.MonkeyPatch, activation: str = 
 
     def load(artifact: Artifact, layer: str, tp_rank: int, ep_rank: int, _: object) -> dict[str, Gemm]:
         return {
-            gemm: Gemm(layer_config(artifact.layer_config(layer, gemm, tp_rank, ep_rank)), {"weight": stored})
+            gemm: Gemm(layer_config(artifact.rank_file(layer, tp_rank, ep_rank).configs[gemm]), {"weight": stored})
             for gemm, stored in weights.items()
         }
 

@@ -20,8 +20,7 @@ from hqconv.errors import HqconvError, InputError, RequestError, VerificationErr
 from hqconv.kernel_layout.runtime import humming
 from hqconv.schemas.grid import Grid
 from hqconv.serving.artifact_location import ArtifactLocation
-from hqconv.serving.artifact_view import open_artifact_view
-from hqconv.serving.rank_file import open_rank_file
+from hqconv.serving.artifact_view import open_artifact_view, open_rank_file
 from tests.make.conversions import assert_verified, check, manifest, run
 from tests.make.input_scales import compressed_nvfp4, expected, fp8, modelopt_nvfp4, scale_names
 from tests.make.small import LAYER, E, Source, Tensors, save
@@ -103,13 +102,12 @@ def test_a_server_and_load_get_the_scale_under_hummings_name(tmp_path: Path) -> 
         gemm: [scale] for gemm, scale in expected().items()
     }
     view = open_artifact_view(ArtifactLocation(str(tmp_path / "out")))
-    name = f"experts/tp0-ep0/{LAYER}.safetensors"
-    path = tmp_path / "out" / name
-    file = open_rank_file(view, path, LAYER, name)
+    path = tmp_path / f"out/experts/tp0-ep0/{LAYER}.safetensors"
+    file = open_rank_file(view, LAYER, 0, 0, path)
     assert {one for one in file.tensors if "input_scale" in one} == {"w13_input_scale_2", "w2_input_scale_2"}
     path.write_bytes(path.read_bytes().replace(b"w13_input_scale_2", b"w13_input_scale_3"))
-    with pytest.raises(VerificationError, match="damaged"):
-        open_rank_file(view, path, LAYER, name)
+    with pytest.raises(VerificationError, match="scale"):
+        open_rank_file(view, LAYER, 0, 0, path)
 
 
 @pytest.mark.parametrize("kind", SOURCES)

@@ -14,9 +14,8 @@ from huggingface_hub import HfApi
 from hqconv.errors import HqconvError, NetworkError, RequestError, VerificationError
 from hqconv.schemas.grid import Grid
 from hqconv.serving.artifact_location import ArtifactLocation
-from hqconv.serving.artifact_view import ArtifactView, open_artifact_view
+from hqconv.serving.artifact_view import ArtifactView, open_artifact_view, open_rank_file
 from hqconv.serving.parameter_loader import ParameterLoader
-from hqconv.serving.rank_file import open_rank_file
 from tests.make.conversions import run
 from tests.make.hub_server import COMMIT, LocalHub, cached, serve, use
 from tests.make.qwen import write_qwen3_moe
@@ -249,7 +248,7 @@ def test_a_push_after_the_manifest_changes_nothing(
     for options in ({}, {"cache_dir": str(own)}):
         path = path_of(view, **options)
         assert path.read_bytes() == (out / NAME).read_bytes() != (pushed / NAME).read_bytes()
-        assert open_rank_file(view, path, BLOCKS[0], NAME).sha256 == view.files[NAME][1]
+        assert open_rank_file(view, BLOCKS[0], 1, 0, path).sha256 == view.files[NAME][1]
     assert view.location.fetch("config.json").read_bytes() == (out / "config.json").read_bytes()
     assert next(own.glob("*/snapshots/*/config.json")).read_bytes() == (out / "config.json").read_bytes()
 
@@ -353,7 +352,7 @@ def test_a_fetched_files_name_in_the_cache_is_compared(hub: LocalHub) -> None:
     view = open_artifact_view(ArtifactLocation("org/name"))
     digest = rename_bytes(path_of(view))
     with pytest.raises(VerificationError, match=digest):
-        open_rank_file(view, path_of(view), BLOCKS[0], NAME)
+        open_rank_file(view, BLOCKS[0], 1, 0, path_of(view))
 
 
 def test_links_that_are_no_hub_cache_are_only_links(out: Path, tmp_path: Path) -> None:
@@ -362,7 +361,7 @@ def test_links_that_are_no_hub_cache_are_only_links(out: Path, tmp_path: Path) -
     (copy / NAME).rename(copy / FOLDER / ("1" * 64))
     (copy / NAME).symlink_to("1" * 64)
     view = open_artifact_view(ArtifactLocation(str(copy)))
-    assert open_rank_file(view, copy / NAME, BLOCKS[0], NAME)
+    assert open_rank_file(view, BLOCKS[0], 1, 0, copy / NAME)
 
 
 def test_a_cached_folder_that_lacks_a_file_names_the_way_out(

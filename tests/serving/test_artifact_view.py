@@ -58,8 +58,7 @@ def test_the_facts_are_the_manifests(made: Path) -> None:
     assert (block.activation, block.gated) == (Activation("silu"), True)
     for gemm in ("w13", "w2"):
         stored = words["blocks"][LAYER][gemm]
-        assert block.flags[gemm] == stored["flags"]
-        assert block.shapes[gemm] == {key: value for key, value in stored.items() if "shape" in key}
+        assert block.gemms[gemm].to_dict() == stored
 
 
 def test_the_files_are_those_of_ranks_alone(made: Path) -> None:

@@ -15,9 +15,8 @@ from hqconv.io.piece_reader import PieceReader
 from hqconv.schemas.grid import Grid
 from hqconv.serving import parameter_loader as loading
 from hqconv.serving.artifact_location import ArtifactLocation
-from hqconv.serving.artifact_view import ArtifactView, open_artifact_view
+from hqconv.serving.artifact_view import ArtifactView, open_artifact_view, open_rank_file
 from hqconv.serving.parameter_loader import READ, VERIFY, ParameterLoader
-from hqconv.serving.rank_file import RankFile, open_rank_file
 from hqconv.serving.warm.kernel_store import WarmKernels
 from tests.make.conversions import run
 from tests.make.qwen import write_qwen3_moe
@@ -37,7 +36,7 @@ class Layer:
         layer = f"model.layers.{number}.mlp.experts"
         name = f"experts/tp0-ep0/{layer}.safetensors"
         path = loader.path(view, name, alone=False, cache_dir=None)
-        self.file: RankFile = open_rank_file(view, path, layer, name)
+        self.file = open_rank_file(view, layer, 0, 0, path)
         self.is_filled = False
         self.tensors = {
             key: torch.zeros(ref.num_bytes, dtype=torch.uint8, device=device) for key, ref in self.file.tensors.items()

@@ -60,7 +60,7 @@ def facade(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Facade]:
 def configs(artifact: Path) -> list[Any]:
     """Humming's LayerConfigs of a layer."""
     with Artifact(artifact) as opened:
-        words = [opened.layer_config(LAYER, gemm, 0, 0) for gemm in ("w13", "w2")]
+        words = [opened.rank_file(LAYER, 0, 0).configs[gemm] for gemm in ("w13", "w2")]
     return [importlib.import_module("humming.config").LayerConfig(**one) for one in words]
 
 

@@ -157,7 +157,7 @@ def checked(artifact: Artifact, monkeypatch: pytest.MonkeyPatch, damage: Damage 
         }
         gemms = {}
         for gemm, parts in stacks.items():
-            config = layer_config(artifact.layer_config(layer, gemm, tp_rank, ep_rank))
+            config = layer_config(artifact.rank_file(layer, tp_rank, ep_rank).configs[gemm])
             gemms[gemm] = Gemm(config, {"weight": torch.stack(parts)})
         return damage(gemms)
 

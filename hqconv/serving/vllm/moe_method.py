@@ -25,8 +25,7 @@ from hqconv.kernel_layout.compatibility import load_layer_config
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.dtypes import torch_dtype
-from hqconv.serving.artifact_view import ArtifactLayer, ArtifactView, check_unchanged
-from hqconv.serving.rank_file import RankFile, open_rank_file
+from hqconv.serving.artifact_view import ArtifactLayer, ArtifactView, check_unchanged, open_rank_file
 from hqconv.serving.server_compatibility import (
     ServerLayer,
     check_dtype,
@@ -77,9 +76,9 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
         self.vllm_config = get_current_vllm_config_or_none()
         self.model = _model_of(self.vllm_config)
         ranks = moe.moe_parallel_config
-        name = names.rank_file(stored.name, ranks.tp_rank, ranks.ep_rank)
-        path = config.loader.path(view, name, **_downloading(self.vllm_config))
-        self.file: RankFile = open_rank_file(view, path, stored.name, name)
+        rank = ranks.tp_rank, ranks.ep_rank
+        path = config.loader.path(view, names.rank_file(stored.name, *rank), **_downloading(self.vllm_config))
+        self.file = open_rank_file(view, stored.name, *rank, path)
         self.humming_configs = {
             gemm: _layer_config(view, stored, gemm, document) for gemm, document in self.file.configs.items()
         }
@@ -217,10 +216,10 @@ def _layer_config(view: ArtifactView, stored: ArtifactLayer, gemm: str, document
     where, here = f"{view.location.name}: {stored.name}: {gemm}", version("humming-kernels")
     try:
         config = load_layer_config(document)
-        found = {flag: bool(getattr(config, flag)) for flag in stored.flags[gemm]}
+        found = {flag: bool(getattr(config, flag)) for flag in stored.gemms[gemm].flags}
     except (AssertionError, AttributeError, TypeError, ValueError) as error:
         found = {f"{type(error).__name__}: {error}": True}
-    check_flags(where, view.humming_version, here, stored.flags[gemm], found)
+    check_flags(where, view.humming_version, here, stored.gemms[gemm].flags, found)
     return config
 
 

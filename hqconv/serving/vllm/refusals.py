@@ -58,7 +58,7 @@ def _moved_form(view: ArtifactView, name: str) -> tuple[str, object]:
     layer = view.layers.get(name)
     if layer is None:
         return "experts that were left as they were", None
-    spec, shapes = layer.kernel_spec, {gemm: dict(sizes) for gemm, sizes in layer.shapes.items()}
+    spec, shapes = layer.kernel_spec, {gemm: entry.sizes for gemm, entry in layer.gemms.items()}
     sizes = f"{layer.num_experts} experts of [{layer.intermediate_size}, {layer.hidden_size}]"
     return f"{spec.schema.name}, {spec.inputs.name} activations, {sizes}", (spec, shapes, layer.num_experts)
 

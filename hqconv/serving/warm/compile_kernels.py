@@ -147,7 +147,7 @@ def _layer_configs(artifact: Artifact) -> Iterator[tuple[str, Activation, bool, 
         rotation, activation = artifact.schema_of(name).rotation, artifact.activation_of(name)
         for rank in artifact.grid.ranks:
             for gemm in names.GEMMS:
-                config = artifact.layer_config(name, gemm, *rank)
+                config = artifact.rank_file(name, *rank).configs[gemm]
                 yield gemm, activation, layer.gated, layer.top_k, rotation, config
 
 
