@@ -13,19 +13,28 @@ from rich.table import Table
 
 from hqconv.artifact.error_summary import summarize_errors
 from hqconv.cli.output import printable_document
-from hqconv.cli.progress_bar import human_bytes, human_rate, human_seconds
+from hqconv.cli.progress_bar import human_rate, human_seconds
 from hqconv.errors import NUM_SHOWN, number_text, plural
 from hqconv.formats.source_format import PLAIN
-from hqconv.reports.documents import Document
 from hqconv.reports.ranking import DECODE, PREFILL
-from hqconv.schemas.activation import Activation
+from hqconv.reports.texts import (
+    PROJECTIONS,
+    Document,
+    activation_text,
+    conversion_text,
+    human_bytes,
+    name_text,
+    otherwise_text,
+    quantizer_text,
+    ranks_text,
+    schema_text,
+    target_text,
+)
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.gpu_target import GPUS, SHOWN_GPUS, TARGETS
-from hqconv.schemas.grid import EVEN
 from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS
 from hqconv.verification.result import OF_ANOTHER_SOURCE
 
-PROJECTIONS = {"w1": "gate (w1)", "w3": "up (w3)", "w2": "down (w2)"}
 _WIDE = 500  # columns when stdout is not a terminal: nothing is wrapped
 _GAP = 2  # columns of space after a cell
 _NUM_ROWS_SHOWN, _NUM_FINDINGS_SHOWN = 10, 20
@@ -83,14 +92,14 @@ def _plan(document: Document) -> Parts:
         (
             ("source", _source_text(document["source"])),
             ("family", f"{document['family']} ({document['family_chosen_because']})"),
-            ("schema", _schema_text(document["schema"])),
+            ("schema", schema_text(document["schema"])),
             *_conversion_rows(document),
-            ("for", _target_text(document)),
+            ("for", target_text(document)),
             ("tensors", _tensors_text(document["tensors"])),
             ("dropped", _dropped_text(document["tensors"])),
             ("memory", f"{mib['peak_memory_bytes']}: {workers}, on {document['device']}, plus memory of libraries"),
             ("output", f"{document['out']}: {human_bytes(document['num_bytes_out'])}"),
-            ("", _ranks_text(document["rank_bytes"])),
+            ("", ranks_text(document["rank_bytes"])),
             ("GPU memory", _gpu_memory_text(document)),
         )
     )
@@ -193,14 +202,14 @@ def _artifact(document: Document) -> Parts:
     yield facts_table(
         (
             ("artifact", f"{document['folder']}: {size}"),
-            ("source", _name_text(document["source"])),
+            ("source", name_text(document["source"])),
             *(("", f"made from {_ancestor_text(step)}") for step in document["derived_from"]),
             ("family", document["family"]),
-            ("schema", _schema_text(document["schema"])),
+            ("schema", schema_text(document["schema"])),
             *_conversion_rows(document),
-            ("for", _target_text(document)),
+            ("for", target_text(document)),
             ("activations", _input_scales_text(document["input_scales"])),
-            ("experts", _ranks_text(document["rank_bytes"])),
+            ("experts", ranks_text(document["rank_bytes"])),
             ("GPU memory", _gpu_memory_text(document)),
             ("tensors", ", ".join(f"{count} {kind}" for kind, count in document["tensors"].items())),
             ("serve", document["serve_command"] or f"no {ENGINE.name} command serves these ranks"),
@@ -553,42 +562,12 @@ def _conversion_rows(document: Document) -> list[tuple[str, str]]:
     """Rows that a plan, a summary and an artifact share: exceptions, encoding, and what requantizing did."""
     changes = ", ".join(f"{value:.3%} ({name})" for name, value in document.get("largest_scale_change", {}).items())
     return [
-        ("but", _otherwise_text(document)),
-        ("conversion", _conversion_text(document)),
-        ("quantizer", _quantizer_text(document)),
+        ("but", otherwise_text(document)),
+        ("conversion", conversion_text(document)),
+        ("quantizer", quantizer_text(document)),
         ("requantized", _requantized_text(document.get("requantized", {}))),
         ("scales", f"rounded, changed by at most {changes}" if changes else ""),
     ]
-
-
-def _otherwise_text(document: Document) -> str:
-    """`fp8, a16 activations in 2 layers; 1 layer left as in the source`; "" if all layers have one schema."""
-    parts = [f"{what} in {plural(len(names), 'layer')}" for what, names in document["otherwise"].items()]
-    if document["left_blocks"]:
-        parts.append(f"{plural(len(document['left_blocks']), 'layer')} left as in the source")
-    return "; ".join(parts)
-
-
-def _conversion_text(document: Document) -> str:
-    """`direct: codes and scales kept (58 layers)` and the like."""
-    meaning = {
-        "direct": "direct: codes and scales kept",
-        "direct, scales rounded": "direct, scales rounded: codes kept, scales in the parameter dtype",
-        "requantized": "requantized from exactly decoded float32",
-    }
-    return "; ".join(
-        f"{meaning.get(kind, kind)} ({plural(count, 'layer')})" for kind, count in document["conversion"].items()
-    )
-
-
-def _quantizer_text(document: Document) -> str:
-    """Scale selection, unless it is round-to-nearest."""
-    digest = f" (sha256 {document['importance']['sha256'][:12]}…)" if document["importance"] else ""
-    if document["quantizer"] == "gptq":
-        return f"gptq: errors compensated in other columns, by products of inputs{digest}"
-    if document["quantizer"] == "mse":
-        return "mse: scales of the least squared error" + (f", weighted by importance{digest}" if digest else "")
-    return ""
 
 
 def _requantized_text(counts: Mapping[str, int]) -> str:
@@ -609,37 +588,16 @@ def _resumed_text(document: Document) -> str:
     return f"already finished: {plural(num_groups, 'output unit')}" if num_groups else ""
 
 
-def _schema_text(document: Document) -> str:
-    """`mxfp4: float4e2m1, float8e8m0 scale per group 32; 4.25 bits per weight`."""
-    return f"{document['name']}: {document['description']}; {document['bits_per_weight']:g} bits per weight"
-
-
-def _target_text(document: Document) -> str:
-    """Layout, dtypes, GPU and ranks of the artifact."""
-    parts = [f"{document['layout']} layout", f"{document['dtype']} parameters, {document['input_schema']} activations"]
-    if document["layout"] == "kernel":
-        parts += [document["target"], f"tp {document['tp']}, ep {document['ep']} ({document['expert_placement']})"]
-        if document["tp_split"] != EVEN:
-            parts.append(f"TP split {document['tp_split']}")
-        if document["redundant_experts"]:
-            parts.append(plural(document["redundant_experts"], "redundant expert"))
-    return ", ".join(parts)
-
-
-def _name_text(document: Document) -> str:
-    return f"{document['name']} at {document['revision']}" if document["revision"] else f"{document['name']}"
-
-
 def _source_text(document: Document) -> str:
     """`Qwen3-30B-A3B: 18867 tensors, 61.07 GB in 16 files`."""
     size = f"{human_bytes(document['num_bytes'])} in {plural(document['num_files'], 'file')}"
-    return f"{_name_text(document)}: {plural(document['num_tensors'], 'tensor')}, {size}"
+    return f"{name_text(document)}: {plural(document['num_tensors'], 'tensor')}, {size}"
 
 
 def _ancestor_text(document: Document) -> str:
     """Artifact from which this artifact was made."""
     digest = document["manifest_sha256"][:12]
-    return f"{document['schema_name']} of {_name_text(document['source'])} (hqconv.json {digest}…)"
+    return f"{document['schema_name']} of {name_text(document['source'])} (hqconv.json {digest}…)"
 
 
 def _tensors_text(document: Document) -> str:
@@ -656,14 +614,6 @@ def _dropped_text(document: Document) -> str:
     lines = [f"{name}: {reason}" for name, reason in reasons[:NUM_SHOWN]]
     more = len(reasons) - len(lines)
     return "\n".join([*lines, f"… {more} more (--json lists all)"] if more else lines)
-
-
-def _ranks_text(rank_bytes: Mapping[str, int]) -> str:
-    """`8 ranks, 69.21 GB each`, or the smallest and the largest size."""
-    if not rank_bytes:
-        return ""
-    least, most = human_bytes(min(rank_bytes.values())), human_bytes(max(rank_bytes.values()))
-    return f"{plural(len(rank_bytes), 'rank')}, {f'{least} each' if least == most else f'{least} to {most}'}"
 
 
 def _about_gb(num_bytes: int) -> str:
@@ -698,12 +648,6 @@ def _served_text(document: Document) -> str:
     if not served:
         return f"no: {document['stock_vllm_obstacle']}"
     return "yes" if len(served) == len(PARAM_DTYPES) else f"with {' or '.join(served)} only"
-
-
-def activation_text(run: Mapping[str, Any]) -> str:
-    """`silu (gated)`, `situ (beta 4, linear_beta 25, gated)`; marks activations known by name only."""
-    found, gated = Activation.from_dict(run), bool(run["gated"])
-    return found.describe(*("gated",) * gated, *("known by name only",) * (not found.is_known(gated)))
 
 
 def targets_text(found: Sequence[str]) -> str:

@@ -35,6 +35,7 @@ from hqconv.planning.layer_encoding import EncodingOptions
 from hqconv.planning.plan import ConversionPlan, SourceFacts, no_tokenizer, source_facts, source_notices
 from hqconv.planning.source_schema import direct_schemas
 from hqconv.planning.spec import default_param_dtype
+from hqconv.reports.texts import Document
 from hqconv.schemas import artifact_names
 from hqconv.schemas.artifact_names import MANIFEST
 from hqconv.schemas.config_files import RECIPES, SCHEMAS, shipped
@@ -59,7 +60,6 @@ from hqconv.schemas.weight_schema import (
 )
 from hqconv.sources.opening import locate_source, open_location
 
-Document = dict[str, Any]
 SHAPE_KEYS = (
     "num_experts",
     "hidden_size",

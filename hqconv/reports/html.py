@@ -1,4 +1,4 @@
-"""HTML rendering with jinja2: the template environment, its filters, and the parts of a section.
+"""HTML rendering with jinja2: the template environment, its filters, the parts of a section, and plots.
 
 Names in checkpoints are hostile text. Every output of a template is made printable (control characters are written
 out, long words are shortened), and then escaped.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hqconv.errors import printable, printable_line
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 Part = dict[str, Any]  # data of `templates/parts.html.j2`, by `kind`
+_WIDTH, _HEIGHT = 1000.0, 100.0  # of a plot
 
 
 @cache
@@ -41,7 +42,7 @@ def environment() -> Environment:
         lstrip_blocks=True,
     )
     # An SVG path holds numbers only and may be longer than printable text.
-    found.filters |= {"lines": lines, "number": number, "figure": figure, "path": lambda path: Markup(escape(path))}
+    found.filters |= {"lines": lines, "figure": figure, "path": lambda path: Markup(escape(path))}
     return found
 
 
@@ -58,12 +59,10 @@ def figure(value: Any) -> str:
     return f"{value:#.4g}" if is_known else number(value)
 
 
-def size(num_bytes: float) -> str:
-    """Format a size in decimal units."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:.2f} {unit}"
-    return f"{num_bytes:.0f} B"
+def section(anchor: str, title: str, *parts: Part | None) -> Part | None:
+    """Section with a title; None if it has no parts."""
+    given = [part for part in parts if part is not None]
+    return {"id": anchor, "title": title, "parts": given} if given else None
 
 
 def heading(text: str) -> Part:
@@ -81,30 +80,65 @@ def facts(rows: Iterable[tuple[str, Any]]) -> Part:
     return {"kind": "facts", "rows": [row for row in rows if row[1] not in (None, "")]}
 
 
-def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], caption: str = "") -> Part:
-    """Table with numbers on the right. It scrolls if it is wider than the page."""
+def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], caption: str = "", *, hidden: str = "") -> Part | None:
+    """Table with numbers on the right, None without rows. hidden: title of a table that the reader opens."""
     rows = list(rows)
     numeric = [any(isinstance(row[index], int | float) for row in rows) for index in range(len(headers))]
-    return {"kind": "table", "headers": headers, "rows": rows, "caption": caption, "numeric": numeric}
+    data = {"kind": "table", "headers": headers, "rows": rows, "caption": caption, "numeric": numeric}
+    return ({"kind": "details", "title": hidden, "table": data} if hidden else data) if rows else None
 
 
-def details(title: str, hidden: Part) -> Part:
-    """Table that is hidden until the reader opens it."""
-    return {"kind": "details", "title": title, "table": hidden}
+class Series(NamedTuple):
+    """Points of a plot with one colour. css: class of its marks. points: x, y and a name; y may be None or NaN."""
+
+    name: str
+    css: str
+    points: Sequence[tuple[float, float | None, str]]
+    has_line: bool = True
 
 
-def plots(found: Iterable[Part]) -> Part | None:
-    """Plots in a row; None without any."""
-    listed = list(found)
-    return {"kind": "plots", "plots": listed} if listed else None
+def plot(title: str, series: Sequence[Series], ends: Sequence[str]) -> Part:
+    """Plot of points and lines from 0 up. A missing number leaves a gap. ends: labels below both ends of the x axis."""
+    known = [y for one in series for _, y, _ in one.points if y is not None and math.isfinite(y)]
+    marks = ticks(max(known, default=0.0))
+    places = [x for one in series for x, _, _ in one.points]
+    low, span = min(places), max(places) - min(places)
+
+    def position(x: float, y: float) -> str:
+        return f"{_WIDTH * ((x - low) / span if span else 0.5):.5g} {_height(y, marks[-1])}"
+
+    lines, dots = [], []
+    for name, css, points, has_line in series:
+        path, is_open = "", False
+        for x, y, label in points:
+            is_known = y is not None and math.isfinite(y)
+            if y is not None and is_known:
+                path += f"{'L' if is_open else 'M'}{position(x, y)}"
+                dots.append({"css": css, "at": position(x, y), "label": f"{label}: {name}", "value": float(y)})
+            is_open = is_known
+        lines += [{"css": css, "path": path}] * has_line
+    return {
+        "kind": "plot",
+        "title": title,
+        "width": f"{_WIDTH:g}",
+        "height": f"{_HEIGHT:g}",
+        "grid": [_height(mark, marks[-1]) for mark in marks],
+        "axis": [(f"bottom:{100 * mark / marks[-1]:.4g}%", number(mark)) for mark in marks],
+        "ends": ends,
+        "lines": lines[::-1],
+        "dots": dots,
+        "legend": [{"css": one.css, "series": one.name} for one in series],
+    }
 
 
-def section(anchor: str, title: str, *parts: Part | None) -> Part | None:
-    """Section with a title; None if it has no parts."""
-    given = [part for part in parts if part is not None]
-    return {"id": anchor, "title": title, "parts": given} if given else None
+def ticks(top: float) -> list[float]:
+    """Return 2 to 6 round numbers from 0 up; the last one is at least `top`."""
+    if not top > 0:
+        return [0.0, 1.0]
+    power = 10.0 ** math.floor(math.log10(top))
+    step = next(power * part for part in (0.2, 0.5, 1, 2) if power * part * 5 >= top)
+    return [index * step for index in range(math.ceil(top / step - 1e-9) + 1)]
 
 
-def render_plot(plot: Part) -> str:
-    """Render one plot as HTML."""
-    return str(environment().get_template("plots.html.j2").module.plot(plot))  # type: ignore[attr-defined]
+def _height(value: float, top: float) -> str:
+    return f"{_HEIGHT * (1 - value / top):.4g}"

@@ -13,14 +13,13 @@ from typing import Any
 from hqconv.artifact.evaluation_record import evaluation_in_card
 from hqconv.artifact.manifest import Manifest, ManifestLayer, read_manifest
 from hqconv.errors import HqconvError, OutputError, RequestError, VerificationError
-from hqconv.reports.documents import Document, config_of, describe_artifact
+from hqconv.reports.documents import config_of, describe_artifact
+from hqconv.reports.texts import Document
 from hqconv.schemas.artifact_names import rank_file
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.model_config import attention_heads
 from hqconv.schemas.untrusted_files import read_json
 
-PROJECTIONS = {"w1": "gate (w1)", "w3": "up (w3)", "w2": "down (w2)"}
-ROLES = tuple(PROJECTIONS)
 NUM_WORST = 12  # experts listed
 OfExperts = Mapping[str, Mapping[str, list[float]]]
 
@@ -63,7 +62,8 @@ def page_document(
             raise
         said = error.message() if isinstance(error, HqconvError) else str(error)
         document["unreadable"].append(_renamed(said, places))
-    document["experts"] = _experts(document, of_experts or {})
+    of_experts = {name: roles for name, roles in (of_experts or {}).items() if roles}
+    document["experts"] = {"is_measured": bool(of_experts), "worst": _worst(document, of_experts)}
     return document
 
 
@@ -84,9 +84,12 @@ def read_allocation(path: Path, manifest: Manifest) -> Document:
         chosen = {name: layer["candidates"][layer["chosen"]] for name, layer in found["layers"].items()}
         promised = {name: (one["schema"], one["size_bytes"]) for name, one in chosen.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        what, expected = "The allocation cannot be read.", "the .allocation.json file of hqconv allocate"
-        reason = f"no key {error}" if isinstance(error, KeyError) else str(error)
-        raise RequestError(what, where=str(path), expected=expected, found=reason) from error
+        raise RequestError(
+            "The allocation cannot be read.",
+            where=str(path),
+            expected="the .allocation.json file of hqconv allocate",
+            found=f"no key {error}" if isinstance(error, KeyError) else str(error),
+        ) from error
     written = {name: _schema_and_size(name, layer, manifest) for name, layer in manifest.blocks.items()}
     if promised != written:
         other = next(name for name in {**written, **promised} if written.get(name) != promised.get(name))
@@ -150,30 +153,16 @@ def _layer(name: str, layer: ManifestLayer, manifest: Manifest) -> Document:
 
 def _provenance(manifest: Manifest) -> Document:
     """Document of the source and its files, ancestor artifacts, and the versions that wrote the artifact."""
-    source, ancestors = manifest.source, manifest.derived_from
+    source = manifest.source
     return {
         "source": {"name": source.name, "revision": source.revision, "index_sha256": source.index_sha256},
         "source_files": [one.to_dict() for one in source.files],
         "digest": manifest.digest,
-        "derived_from": None if ancestors is None else [one.to_dict() for one in ancestors],
+        "derived_from": [one.to_dict() for one in manifest.ancestors],
         "family_chosen_because": manifest.family_chosen_because,
         "warnings": list(manifest.warnings or ()),
         "files": [{"name": name, **entry.to_dict()} for name, entry in manifest.files.items()],
     }
-
-
-def _experts(document: Document, of_experts: OfExperts) -> Document:
-    """Document of single experts: errors if the source was given, and the worst of them.
-
-    `values`: projection → a row for each layer, a number for each expert, None if unknown.
-    """
-    names = [layer["name"] for layer in document["blocks"] if of_experts.get(layer["name"])]
-    values = {
-        role: [list(of_experts[name].get(role, [])) for name in names]
-        for role in ROLES
-        if any(of_experts[name].get(role) for name in names)
-    }
-    return {"blocks": names, "values": values, "worst": _worst(document, of_experts)}
 
 
 def _worst(document: Document, of_experts: OfExperts) -> list[Document]:
@@ -219,21 +208,26 @@ def page_place(root: Path, wanted: Path | None, *, overwrite: bool, option: str 
     """
     place = Path(f"{root.resolve().name}.report.html") if wanted is None else wanted
     if wanted is None and Path.cwd().is_relative_to(root.resolve()):
-        what, remedy = (
+        raise OutputError(
             "The page would lie inside the artifact, where only files of the manifest belong.",
-            "Name another path with -o.",
+            where=str(place),
+            remedy="Name another path with -o.",
         )
-        raise OutputError(what, where=str(place), remedy=remedy)
     if not os.access(place.parent, os.W_OK | os.X_OK):
-        found = "a folder that cannot be written" if place.parent.is_dir() else "no such folder"
-        what, remedy = "The page cannot be written here.", f"Name another path with {option}."
-        raise OutputError(what, where=str(place.parent), found=found, remedy=remedy)
+        raise OutputError(
+            "The page cannot be written here.",
+            where=str(place.parent),
+            found="a folder that cannot be written" if place.parent.is_dir() else "no such folder",
+            remedy=f"Name another path with {option}.",
+        )
     if not os.path.lexists(place):
         return place
     if not place.is_file():
-        what = "The page cannot be written here: the path is not a file."
         raise OutputError(
-            what, where=str(place), expected="a file, or nothing", remedy=f"Name another path with {option}."
+            "The page cannot be written here: the path is not a file.",
+            where=str(place),
+            expected="a file, or nothing",
+            remedy=f"Name another path with {option}.",
         )
     if not overwrite and not _is_page(place):
         raise OutputError(
@@ -272,8 +266,12 @@ def write_page(place: Path, text: str) -> None:
         if name:
             with suppress(OSError):
                 Path(name).unlink()
-        what, remedy = ("The page cannot be written.", "Free disk space, repair the folder, or name another path.")
-        raise OutputError(what, where=str(place), found=error.strerror or str(error), remedy=remedy) from error
+        raise OutputError(
+            "The page cannot be written.",
+            where=str(place),
+            found=error.strerror or str(error),
+            remedy="Free disk space, repair the folder, or name another path.",
+        ) from error
 
 
 def _umask() -> int:

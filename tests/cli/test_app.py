@@ -25,13 +25,14 @@ from typer.testing import CliRunner
 import hqconv
 from hqconv.cli.app import app
 from hqconv.cli.interrupt import MESSAGE
-from hqconv.cli.progress_bar import Pace, ShownProgress, human_bytes, human_seconds, line_of
+from hqconv.cli.progress_bar import Pace, ShownProgress, human_seconds, line_of
 from hqconv.conversion import convert as conversion
 from hqconv.conversion.option_values import default_out, parse_bytes, place_of
 from hqconv.conversion.progress import Progress
 from hqconv.errors import RequestError
 from hqconv.planning.layer_encoding import EncodingOptions
 from hqconv.planning.spec import ConversionSpec
+from hqconv.reports.texts import human_bytes
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import NAMED_INPUTS

@@ -13,9 +13,9 @@ import torch
 import hqconv
 from hqconv.api import describe_plan
 from hqconv.artifact.reader import Artifact
-from hqconv.cli import render
 from hqconv.errors import RequestError, VerificationError
 from hqconv.kernel_layout.fused_moe import Gemm, layer_config
+from hqconv.reports import texts
 from hqconv.schemas.activation import Activation
 from hqconv.serving.artifact_location import ArtifactLocation
 from hqconv.serving.artifact_view import open_artifact_view
@@ -155,8 +155,8 @@ def test_numbers_are_in_the_manifest_and_in_all_descriptions(
     plan = describe_plan(hqconv.plan(source, schema="mxfp4", target="sm90", device="cpu"), device="cpu")
     assert activations(plan) == each
     for run_words, stated in zip(plan["blocks"], each, strict=True):
-        assert ("known by name only" in render.activation_text(run_words)) == ("activation_is_known" in stated)
-        assert all(f"{number:g}" in render.activation_text(run_words) for number in _numbers(stated))
+        assert ("known by name only" in texts.activation_text(run_words)) == ("activation_is_known" in stated)
+        assert all(f"{number:g}" in texts.activation_text(run_words) for number in _numbers(stated))
     unknown = {words["activation"] for words in expected if "activation_is_known" in words}
     warned = [warning for warning in plan["warnings"] if "known by name only" in warning]
     assert [any(f"activation {name} is" in warning for warning in warned) for name in unknown] == [True] * len(warned)

@@ -17,9 +17,9 @@ import hqconv
 from hqconv.artifact import manifest as manifest_module
 from hqconv.artifact.manifest import read_manifest
 from hqconv.cli.app import app
-from hqconv.reports.html import figure, number, render_plot
-from hqconv.reports.page import heat_plot, lines_plot, page, ticks
-from hqconv.reports.page_document import page_document
+from hqconv.reports.html import Series, figure, number, plot, ticks
+from hqconv.reports.page import page
+from hqconv.reports.page_document import NUM_WORST, page_document
 from tests.make.conversions import manifest, run, write_manifest
 from tests.make.qwen import read_tree, write_qwen3_moe
 from tests.make.small import gpt_oss_mxfp4, save
@@ -118,7 +118,7 @@ def test_the_page_has_the_figures_of_the_manifest(made: Path) -> None:
 
 def test_without_the_source_no_errors_of_experts_are_made_up(made: Path) -> None:
     words = page_document(made)
-    assert words["experts"]["values"] == {}
+    assert not words["experts"]["is_measured"]
     recorded = [
         (name, role, error["worst_expert"], error["worst_relative_error"])
         for name, layer in manifest(made)["blocks"].items()
@@ -131,18 +131,22 @@ def test_without_the_source_no_errors_of_experts_are_made_up(made: Path) -> None
     assert "Errors of single experts are not known without the source" in page(words)
 
 
-def test_with_the_source_every_expert_has_its_error(made: Path, model: Path, tmp_path: Path) -> None:
+def test_with_the_source_the_errors_are_measured(made: Path, model: Path, tmp_path: Path) -> None:
     done = call("report", made, "--source", model, "-o", tmp_path / "page.html", "--json", "--device", "cpu")
     assert done.exit_code == 0, done.stderr
     words = json.loads(done.stdout)
-    layers = manifest(made)["blocks"]
-    assert words["experts"]["blocks"] == list(layers)
-    for role, rows in words["experts"]["values"].items():
-        for layer, row in zip(layers.values(), rows, strict=True):
-            error = layer["quantization_error"][role]
-            assert len(row) == layer["num_experts"]
-            assert max(row) == pytest.approx(error["worst_relative_error"], rel=1e-9)
-            assert row.index(max(row)) == error["worst_expert"]
+    assert words["experts"]["is_measured"]
+    worst = words["experts"]["worst"]
+    assert len(worst) == NUM_WORST
+    assert worst == sorted(worst, key=lambda one: -one["relative_error"])
+    recorded = [
+        (one["worst_relative_error"], name, role, one["worst_expert"])
+        for name, layer in manifest(made)["blocks"].items()
+        for role, one in layer["quantization_error"].items()
+    ]
+    error, *place = max(recorded)
+    assert worst[0]["relative_error"] == pytest.approx(error, rel=1e-9)
+    assert [worst[0][key] for key in ("block", "projection", "expert")] == place
     shown = read(tmp_path / "page.html")
     measured = words["verification"]["checks"]["weights"]["measured"]
     for layer, roles in measured.items():
@@ -184,7 +188,7 @@ def test_where_nothing_was_lost_no_errors_are_drawn(tmp_path: Path) -> None:
     shown = Page(page(words))
     assert words["experts"]["worst"] == []
     assert shown.text.count("No weight differs from the source") == 2
-    assert "scales chosen by" not in shown.text
+    assert "quantizer" not in shown.texts
     assert not [tag for tag, _ in shown.attributes if tag == "figure"]
 
 
@@ -196,7 +200,7 @@ def test_layers_of_several_schemas_and_layers_that_were_left(model: Path, tmp_pa
     assert done.exit_code == 0, done.stderr
     words = page_document(tmp_path / "out")
     shown = Page(page(words))
-    assert "1 are fp8, a16 activations" in shown.text
+    assert "fp8, a16 activations in 1 layer; 1 layer left as in the source" in shown.text
     assert "model.layers.0.mlp.experts" in shown.text
 
 
@@ -382,25 +386,14 @@ def test_ticks_are_round_and_reach_the_top(top: float) -> None:
 
 
 def test_lines_have_gaps_where_nothing_is_known() -> None:
-    svg = render_plot(lines_plot("t", ["a", "b", "c", "d"], {"s": ("w1", [0.1, None, 0.2, float("nan")])}, "u"))
-    (path,) = re.findall(r'class="line w1" d="([^"]*)"', svg)
-    assert path.count("M") == 2
-    assert "L" not in path
-    assert svg.count('class="dot w1"') == 2
-    assert "nan" not in svg
-
-
-def test_heat_maps_have_a_cell_for_each_expert() -> None:
-    svg = render_plot(heat_plot("t", ["layer 0", "layer 1"], [[3.0, 3.5, 4.0, 4.0], [None, None, 3.0, float("nan")]]))
-    cells: dict[tuple[int, int], str] = {}
-    for level, data in re.findall(r'<path class="(h\d+)" d="([^"]*)"', svg):
-        for x, y, width in re.findall(r"M(\d+) (\d+)h(\d+)v1h-\d+z", data):
-            for column in range(int(x), int(x) + int(width)):
-                assert (column, int(y)) not in cells
-                cells[column, int(y)] = level
-    assert cells == {(0, 0): "h0", (1, 0): "h8", (2, 0): "h15", (3, 0): "h15", (2, 1): "h0", (3, 1): "h15"}
-    assert "not read" in svg
-    assert 'viewBox="0 0 4 2"' in svg
+    values = [0.1, None, 0.2, float("nan")]
+    drawn = plot("t", [Series("s", "w1", [(x, y, str(x)) for x, y in enumerate(values)])], ["a", "d"])
+    (line,) = drawn["lines"]
+    assert line["path"].count("M") == 2
+    assert "L" not in line["path"]
+    assert [dot["value"] for dot in drawn["dots"]] == [0.1, 0.2]
+    flat = plot("t", [Series("s", "w1", [(1.0, 0.0, "a"), (1.0, 0.5, "b")])], [])
+    assert flat["lines"][0]["path"] == "M500 100L500 0"
 
 
 def test_figures() -> None:
