@@ -15,7 +15,7 @@ from hqconv.artifact.expert_reader import ExpertReader
 from hqconv.artifact.reader import Artifact
 from hqconv.artifact.tensor_filler import read_tensors
 from hqconv.errors import RequestError, VerificationError
-from hqconv.formats.decode_matrix import resized
+from hqconv.formats.source_matrix import resized
 from hqconv.io.file_access import sha256_of
 from hqconv.kernel_layout.compatibility import load_layer_config
 from hqconv.layout_decoder.decode import DecodedStack

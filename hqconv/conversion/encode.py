@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from hqconv.errors import InputError
-from hqconv.formats.decode_matrix import SourceMatrix, resized
+from hqconv.formats.source_matrix import SourceMatrix, resized
 from hqconv.kernel_layout.weight_tiles import WeightTiles
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.moe_layer import MoeLayer

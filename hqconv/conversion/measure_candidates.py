@@ -25,7 +25,7 @@ from hqconv.conversion.encode import (
 )
 from hqconv.conversion.encode_batch import Batch, Run
 from hqconv.conversion.quant_error import Measurements, projection_errors
-from hqconv.formats.decode_matrix import SourceMatrix
+from hqconv.formats.source_matrix import SourceMatrix
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source

@@ -12,7 +12,7 @@ from typing import Any
 
 from hqconv.formats.config_reader import COMMON, ConfigReader, Keys, Text, rotated, speaks_of_rotations
 from hqconv.formats.module_rules import Rule, always
-from hqconv.formats.registry import quant_method
+from hqconv.formats.quant_config import quant_method
 from hqconv.formats.source_format import PLAIN, SourceFormat
 
 FLOAT = "FLOAT"

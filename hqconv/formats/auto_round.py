@@ -11,7 +11,7 @@ from hqconv.formats.linear_regex import LinearRegex
 from hqconv.formats.module_rules import Rule, always, when
 from hqconv.formats.mx import mx_format
 from hqconv.formats.nvfp4 import nvfp4_format
-from hqconv.formats.registry import quant_method
+from hqconv.formats.quant_config import quant_method
 from hqconv.formats.source_format import PLAIN, SourceFormat
 
 # Zero points in a GPTQ-like packing: stored minus one ("gptq") or as they are ("gptq_v2"). Source: GPTQ_FORMAT and

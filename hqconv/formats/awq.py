@@ -19,13 +19,14 @@ from hqconv.formats.encoding import (
     StoredTensor,
     coded_matrix,
     integer_bits,
+    register_encoding,
     require_multiples,
     zero_or_midpoint,
 )
 from hqconv.formats.gptq import KEYS as GPTQ_KEYS
 from hqconv.formats.gptq import check_gptqmodel_keys, dynamic_rules
 from hqconv.formats.module_rules import Matcher, Rule, always, containing, on_path, when
-from hqconv.formats.registry import quant_method, register_encoding
+from hqconv.formats.quant_config import quant_method
 from hqconv.formats.source_format import SourceFormat
 from hqconv.schemas.dtypes import FLOATS
 from hqconv.schemas.tensors import TensorSpec

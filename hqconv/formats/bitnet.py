@@ -19,10 +19,11 @@ from hqconv.formats.encoding import (
     Shape,
     StoredTensor,
     coded_matrix,
+    register_encoding,
     require_multiples,
 )
 from hqconv.formats.module_rules import Rule, always, skipped_names
-from hqconv.formats.registry import quant_method, register_encoding
+from hqconv.formats.quant_config import quant_method
 from hqconv.formats.source_format import SourceFormat
 from hqconv.schemas.dtypes import FLOATS
 from hqconv.schemas.tensors import TensorSpec

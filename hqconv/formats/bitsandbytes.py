@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from hqconv.errors import RequestError
 from hqconv.formats.config_reader import ConfigReader, Keys, Text
-from hqconv.formats.encoding import Encoding, Headers, Names, Parts, Shape, StoredTensor
+from hqconv.formats.encoding import Encoding, Headers, Names, Parts, Shape, StoredTensor, register_encoding
 from hqconv.formats.module_rules import Rule, always, skipped_names
-from hqconv.formats.registry import quant_method, register_encoding
+from hqconv.formats.quant_config import quant_method
 from hqconv.formats.source_format import ANY, SourceFormat
 from hqconv.schemas.tensors import TensorSpec
 

@@ -23,6 +23,7 @@ from hqconv.formats.encoding import (
     grid_shapes,
     group_index,
     integer_bits,
+    register_encoding,
     require_multiples,
     scale_grid,
     shape_of_words,
@@ -31,7 +32,7 @@ from hqconv.formats.linear_regex import LinearRegex
 from hqconv.formats.module_rules import Rule, always, named_in, when
 from hqconv.formats.mx import mx_format
 from hqconv.formats.nvfp4 import nvfp4_format
-from hqconv.formats.registry import quant_method, register_encoding
+from hqconv.formats.quant_config import quant_method
 from hqconv.formats.source_format import PLAIN, SourceFormat
 from hqconv.schemas.dtypes import FLOATS
 from hqconv.schemas.tensors import TensorSpec

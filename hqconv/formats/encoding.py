@@ -1,20 +1,25 @@
-"""Base class of the stored encodings: the tensors of one quantized matrix in a checkpoint, and their decoding.
+"""Stored encodings: the tensors of one quantized matrix in a checkpoint, and their decoding.
 
+Every module of this folder may register encodings, and methods of configs (`quant_config`); nothing else names them.
 Legend: N output rows, K input columns, G groups along K, b bits of a code. torch is imported by `decode` only: planning
 loads every encoding.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
+import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from functools import cache
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
+from hqconv import formats
 from hqconv.errors import InputError
-from hqconv.formats.source_format import SourceFormat
-from hqconv.schemas.dtypes import code_bits, humming_name
+from hqconv.formats.source_format import FLOAT, SourceFormat
+from hqconv.schemas.dtypes import FLOATS, code_bits, humming_name
 from hqconv.schemas.tensors import TensorSpec
 
 if TYPE_CHECKING:
@@ -50,7 +55,7 @@ class StoredTensor:
 
 
 class Encoding(ABC):
-    """One way to store a matrix. A subclass is registered with `hqconv.formats.registry.register_encoding`.
+    """One way to store a matrix. A subclass is registered with `register_encoding`.
 
     name: `SourceFormat.encoding`. weight_names: raw names of the tensor of codes. part_names: raw names of its
     partners. b_dtype: Humming's type of the codes where it is always the same. byte_scale_dtype: the type of scales
@@ -90,6 +95,77 @@ class Encoding(ABC):
     def logical_shape(self, fmt: SourceFormat, headers: Headers, weight: TensorSpec) -> Shape | None:
         """Return (N, K) that the header of the codes implies; None where it leaves them open."""
         return weight.shape[0], weight.shape[1]
+
+
+E = TypeVar("E", bound=Encoding)
+ENCODINGS: dict[str, Encoding] = {}  # by name
+
+
+def register_encoding(kind: type[E]) -> type[E]:
+    """Register the decorated class as a stored encoding."""
+    ENCODINGS[kind.name] = kind()
+    return kind
+
+
+@cache
+def load_formats() -> None:
+    """Import every module of this folder, so that it registers its methods and encodings."""
+    for module in sorted(info.name for info in pkgutil.iter_modules(formats.__path__)):
+        importlib.import_module(f"{formats.__name__}.{module}")
+
+
+def encoding(name: str) -> Encoding:
+    """Return an encoding by its name; InputError for an unknown name (a manifest of a later hqconv)."""
+    load_formats()
+    if name not in ENCODINGS:
+        raise InputError("The stored encoding is not known.", expected=", ".join(sorted(ENCODINGS)), found=name)
+    return ENCODINGS[name]
+
+
+def weight_names() -> tuple[str, ...]:
+    """Return the raw names that a tensor of codes may have in any encoding, "weight" first."""
+    load_formats()
+    names = {name for one in ENCODINGS.values() for name in one.weight_names}
+    return tuple(sorted(names, key=lambda name: (name != "weight", name)))
+
+
+def part_names() -> tuple[str, ...]:
+    """Return the raw part names of all encodings, names of codes first."""
+    first = weight_names()
+    others = {name for one in ENCODINGS.values() for name in one.part_names}
+    return (*first, *sorted(others - set(first)), "bias", *UNUSED_PARTS)
+
+
+_ACTIVATIONS = "activation scale, not used by 16-bit activations"
+# Parts that no encoding needs -> reason for dropping them.
+UNUSED_PARTS = {
+    "input_scale": _ACTIVATIONS,
+    "input_scale_2": _ACTIVATIONS,
+    "input_global_scale": _ACTIVATIONS,
+    "input_zero_point": _ACTIVATIONS,
+    "activation_scale": _ACTIVATIONS,
+    "output_scale": _ACTIVATIONS,
+    "output_zero_point": _ACTIVATIONS,
+    "weight_shape": "shape of the packed weight: implied",
+}
+
+
+@register_encoding
+class Unquantized(Encoding):
+    """Experts that are not quantized: one weight [N, K] in a float dtype."""
+
+    name = FLOAT
+
+    def stored_tensors(self, fmt: SourceFormat, headers: Headers, n: int, k: int) -> list[StoredTensor]:
+        """List the weight."""
+        return [StoredTensor("weight", ("weight",), FLOATS, ((n, k),))]
+
+    def decode(self, fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> torch.Tensor:
+        """Return the weight as it is, in its own dtype."""
+        return parts["weight"]
+
+
+# --- headers -------------------------------------------------------------------------------------------------
 
 
 def grid_shapes(n: int, k: int, group_n: int, group_k: int) -> Shapes:

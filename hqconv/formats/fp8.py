@@ -23,6 +23,7 @@ from hqconv.formats.encoding import (
     as_e8m0,
     coded_matrix,
     grid_shapes,
+    register_encoding,
     require_multiples,
     scale_grid,
 )
@@ -30,7 +31,7 @@ from hqconv.formats.gptq import dynamic_rules
 from hqconv.formats.module_rules import Matcher, Rule, always, globbed_in, parents, skipped_names, when
 from hqconv.formats.mx import MXFP4
 from hqconv.formats.nvfp4 import nvfp4_format
-from hqconv.formats.registry import quant_method, register_encoding
+from hqconv.formats.quant_config import quant_method
 from hqconv.formats.source_format import ANY, SourceFormat
 from hqconv.schemas.dtypes import FLOATS, humming_name
 

@@ -22,13 +22,14 @@ from hqconv.formats.encoding import (
     coded_matrix,
     group_index,
     integer_bits,
+    register_encoding,
     require_multiples,
     shape_of_words,
     zero_or_midpoint,
 )
 from hqconv.formats.linear_regex import LinearRegex
 from hqconv.formats.module_rules import Rule, always, containing, when
-from hqconv.formats.registry import quant_method, register_encoding
+from hqconv.formats.quant_config import quant_method
 from hqconv.formats.source_format import SourceFormat
 from hqconv.schemas.dtypes import FLOATS
 from hqconv.schemas.tensors import TensorSpec

@@ -23,13 +23,14 @@ from hqconv.formats.encoding import (
     as_e8m0,
     coded_matrix,
     grid_shapes,
+    register_encoding,
     require_multiples,
     scale_grid,
     shape_of_words,
 )
 from hqconv.formats.linear_regex import LinearRegex
 from hqconv.formats.module_rules import Rule, always, containing, when
-from hqconv.formats.registry import quant_method, register_encoding
+from hqconv.formats.quant_config import quant_method
 from hqconv.formats.source_format import SourceFormat
 from hqconv.schemas.dtypes import FLOATS, code_bits
 from hqconv.schemas.tensors import TensorSpec

@@ -8,7 +8,7 @@ from hqconv.formats.config_reader import LARGEST, ConfigReader, Keys, Text, refu
 from hqconv.formats.module_rules import Rule, always, globbed_in, parents, when
 from hqconv.formats.mx import mx_format
 from hqconv.formats.nvfp4 import nvfp4_format
-from hqconv.formats.registry import quant_method
+from hqconv.formats.quant_config import quant_method
 from hqconv.formats.source_format import SourceFormat
 
 # Sources: `process_layer_quant_config` of modelopt.torch.export.quant_utils, `convert_hf_quant_config_format` of its

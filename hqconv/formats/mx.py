@@ -19,11 +19,12 @@ from hqconv.formats.encoding import (
     StoredTensor,
     as_e8m0,
     coded_matrix,
+    register_encoding,
     require_multiples,
     scale_grid,
 )
 from hqconv.formats.module_rules import Rule, always, globbed_in, on_path, skipped_names, when
-from hqconv.formats.registry import quant_method, register_encoding
+from hqconv.formats.quant_config import quant_method
 from hqconv.formats.source_format import SourceFormat
 from hqconv.schemas.tensors import TensorSpec
 

@@ -18,10 +18,10 @@ from hqconv.formats.encoding import (
     Shape,
     StoredTensor,
     coded_matrix,
+    register_encoding,
     require_multiples,
     scale_grid,
 )
-from hqconv.formats.registry import register_encoding
 from hqconv.formats.source_format import SourceFormat
 from hqconv.schemas.tensors import TensorSpec
 

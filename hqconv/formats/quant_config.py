@@ -1,16 +1,58 @@
-"""The source format that a checkpoint's quantization config declares for each module."""
+"""The source format that a checkpoint's quantization config declares for each module.
+
+A *method* is the `quant_method` of a config (gptq, compressed-tensors, modelopt …). It gives each module its
+`SourceFormat`; several methods may declare the same encoding.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hqconv.errors import RequestError
-from hqconv.formats import registry
-from hqconv.formats.config_reader import ConfigReader, check_keys, refuse_rotated_model
+from hqconv.formats.config_reader import ConfigReader, Keys, Text, check_keys, refuse_rotated_model
+from hqconv.formats.encoding import load_formats
 from hqconv.formats.module_rules import Matcher, Rule
 from hqconv.formats.source_format import PLAIN, SourceFormat
+
+Parser = Callable[[ConfigReader, Text], list[Rule]]  # the first rule that gives a module a format counts
+
+
+@dataclass(frozen=True)
+class QuantMethod:
+    """A quantization method. keys: the known keys of its config.
+
+    undecided: modules that tools read as left out or as quantized, for one config.
+    """
+
+    name: str
+    parse: Parser
+    keys: Keys
+    undecided: Callable[[ConfigReader], Matcher] | None = None
+
+
+METHODS: dict[str, QuantMethod] = {}  # by name
+ALIASES: dict[str, str] = {}  # other spellings of a method's name
+
+
+def quant_method(
+    name: str, *aliases: str, keys: Keys, undecided: Callable[[ConfigReader], Matcher] | None = None
+) -> Callable[[Parser], Parser]:
+    """Register the decorated function as the parser of a method's config, whose known keys are `keys`."""
+
+    def register(parse: Parser) -> Parser:
+        METHODS[name] = QuantMethod(name, parse, keys, undecided)
+        ALIASES.update(dict.fromkeys(aliases, name))
+        return parse
+
+    return register
+
+
+def methods() -> dict[str, QuantMethod]:
+    """Return the methods by name, sorted."""
+    load_formats()
+    return dict(sorted(METHODS.items()))
 
 
 @dataclass(frozen=True)
@@ -50,7 +92,7 @@ def declared_formats(config: Mapping[str, Any] | None, text: Mapping[str, Any]) 
     if config is None:
         return DeclaredFormats("none")
     reader = ConfigReader(config, "quantization_config")
-    method, methods = _method(reader), registry.methods()
+    method, known = _method(reader), methods()
     if method == "hqconv":
         raise RequestError(
             "The checkpoint's experts are in the kernel layout.",
@@ -59,18 +101,18 @@ def declared_formats(config: Mapping[str, Any] | None, text: Mapping[str, Any]) 
             found=method,
             remedy="Give the artifact's whole folder; where its manifest is lost, convert the original model.",
         )
-    if method not in methods:
+    if method not in known:
         raise RequestError(
             f"The quantization method '{method}' is not supported.",
             where="quantization_config.quant_method",
-            expected=", ".join(methods),
+            expected=", ".join(known),
             found=method,
             remedy="Convert the original checkpoint that it was made from.",
         )
-    known = methods[method]
-    rules = tuple(known.parse(reader, text))
-    warnings = check_keys(reader, known.keys)
-    return DeclaredFormats(method, rules, known.undecided(reader) if known.undecided else None, warnings)
+    own = known[method]
+    rules = tuple(own.parse(reader, text))
+    warnings = check_keys(reader, own.keys)
+    return DeclaredFormats(method, rules, own.undecided(reader) if own.undecided else None, warnings)
 
 
 def _method(config: ConfigReader) -> str:
@@ -81,4 +123,4 @@ def _method(config: ConfigReader) -> str:
         if config.has("quantization"):
             return "modelopt"
     name = config.text("quant_method")
-    return registry.ALIASES.get(name, name)
+    return ALIASES.get(name, name)

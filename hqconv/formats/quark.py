@@ -24,12 +24,13 @@ from hqconv.formats.encoding import (
     as_e8m0,
     coded_matrix,
     grid_shapes,
+    register_encoding,
     require_multiples,
     scale_grid,
     zero_or_midpoint,
 )
 from hqconv.formats.module_rules import Rule, always, globbed_in, when
-from hqconv.formats.registry import quant_method, register_encoding
+from hqconv.formats.quant_config import quant_method
 from hqconv.formats.source_format import PLAIN, SourceFormat
 from hqconv.schemas.dtypes import FLOATS, code_bits
 from hqconv.schemas.tensors import TensorSpec

@@ -12,7 +12,7 @@ from functools import cache
 from typing import NamedTuple
 
 from hqconv.errors import HqconvError, RequestError, first_few
-from hqconv.formats.registry import part_names
+from hqconv.formats.encoding import part_names
 from hqconv.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, FAMILIES, INDEX, UNSUPPORTED, Config, Family
 
 # Lies in `experts` without being a weight: the router's correction of its scores (laguna).

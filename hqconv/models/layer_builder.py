@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any
 
 from hqconv.errors import InputError, RequestError
-from hqconv.formats.registry import UNUSED_PARTS, part_names
-from hqconv.formats.resolve import ResolvedFormat, logical_shape, resolve_format
+from hqconv.formats.encoding import UNUSED_PARTS, part_names
 from hqconv.formats.source_format import SourceFormat, per_projection
+from hqconv.formats.source_matrix import ResolvedFormat, logical_shape, resolve_format
 from hqconv.models.config_facts import REMEDY, ConfigSizes, Size, contradiction
 from hqconv.models.families import Family
 from hqconv.models.moe_layer import (

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from _typeshed import WriteableBuffer
 
-    from hqconv.formats.decode_matrix import SourceMatrix
+    from hqconv.formats.source_matrix import SourceMatrix
 
 
 @dataclass(frozen=True, slots=True)

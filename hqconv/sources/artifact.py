@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import InputError, RequestError, VerificationError
-from hqconv.formats.registry import UNUSED_PARTS
+from hqconv.formats.encoding import UNUSED_PARTS
 from hqconv.formats.source_format import LAID_OUT, SourceFormat
 from hqconv.io.hub import Listing
 from hqconv.kernel_layout.compatibility import fuses_exponents
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from hqconv.artifact.expert_reader import ExpertReader
-    from hqconv.formats.decode_matrix import SourceMatrix
+    from hqconv.formats.source_matrix import SourceMatrix
     from hqconv.layout_decoder.decode import DecodedStack
 
 _AGAIN = "Verify the artifact; copy it again from where it is whole, or convert the original model again."
@@ -230,7 +230,7 @@ class ArtifactSource(SafetensorsSource):
     def _to_source(
         self, layer: MoeLayer, role: str, where: str, matrix: DecodedStack, device: torch.device
     ) -> SourceMatrix:
-        from hqconv.formats.decode_matrix import SourceMatrix, resized
+        from hqconv.formats.source_matrix import SourceMatrix, resized
         from hqconv.quantization import bit_codec
         from hqconv.quantization.coded_matrix import CodedMatrix, dequantize
         from hqconv.quantization.hadamard import rotate

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     import torch
     from _typeshed import WriteableBuffer
 
-    from hqconv.formats.decode_matrix import SourceMatrix
+    from hqconv.formats.source_matrix import SourceMatrix
 
 _SPLIT = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")
 _CHUNK_NUMBERS = 1 << 18  # decoded at a time: the library's temporaries are several times as large
@@ -118,7 +118,7 @@ class GgufSource(SafetensorsSource):
         """Decode projections of one expert to float32; only their bytes are read. Raises InputError as `read_into`."""
         import torch
 
-        from hqconv.formats.decode_matrix import SourceMatrix
+        from hqconv.formats.source_matrix import SourceMatrix
 
         matrices = {}
         for role in roles:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import torch
     from _typeshed import WriteableBuffer
 
-    from hqconv.formats.decode_matrix import SourceMatrix
+    from hqconv.formats.source_matrix import SourceMatrix
 
 _NUM_THREADS = 8  # hides the latency of networks and network file systems; the parsing itself holds the GIL
 _SEE_DISK = "See to the disk or the network that the file lies on, then run the same command with --resume."
@@ -188,7 +188,7 @@ class SafetensorsSource:
         self, layer: MoeLayer, expert: int, roles: Sequence[str], device: torch.device, raw: RawExperts | None = None
     ) -> dict[str, SourceMatrix]:
         """Decode projections of one expert, on the CPU as views of `raw`; a shared tensor is read once."""
-        from hqconv.formats.decode_matrix import decode_matrix
+        from hqconv.formats.source_matrix import decode_matrix
 
         read: dict[tuple[int, int], torch.Tensor] = {}
         matrices = {}

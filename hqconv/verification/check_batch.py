@@ -17,7 +17,7 @@ import torch
 from hqconv.artifact.expert_reader import ExpertReader
 from hqconv.conversion.encode import EncodedBatch, encode_batch, read_matrices
 from hqconv.errors import HqconvError
-from hqconv.formats.decode_matrix import resized
+from hqconv.formats.source_matrix import resized
 from hqconv.io.host_buffers import host_buffer
 from hqconv.layout_decoder.decode import DecodedStack
 from hqconv.models.expert_bytes import RawExperts, RawLayout

@@ -13,7 +13,7 @@ from hqconv.artifact.expert_reader import ExpertReader, read_packed_expert, role
 from hqconv.artifact.reader import Artifact
 from hqconv.conversion.encode import encode, read_matrices
 from hqconv.errors import HqconvError
-from hqconv.formats.decode_matrix import SourceMatrix
+from hqconv.formats.source_matrix import SourceMatrix
 from hqconv.layout_decoder.decode import DecodedStack, bits_of, decode_packed
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source

@@ -15,7 +15,7 @@ from hqconv.artifact.expert_reader import ExpertReader
 from hqconv.artifact.load import expert_floats, refuse, stack_floats
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import HqconvError
-from hqconv.formats.decode_matrix import SourceMatrix
+from hqconv.formats.source_matrix import SourceMatrix
 from hqconv.io.host_buffers import host_buffer
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source

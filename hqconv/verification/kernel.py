@@ -21,7 +21,7 @@ from hqconv.artifact.manifest import ProjectionError
 from hqconv.artifact.reader import Artifact
 from hqconv.conversion.hub_prefetch import CachePolicy, fetched_layers
 from hqconv.errors import first_few
-from hqconv.formats.decode_matrix import SourceMatrix, resized
+from hqconv.formats.source_matrix import SourceMatrix, resized
 from hqconv.kernel_layout.fused_moe import (
     Gemm,
     compile_input_kernels,

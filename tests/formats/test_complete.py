@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hqconv.errors import InputError
-from hqconv.formats import registry
-from hqconv.formats.resolve import ResolvedFormat, logical_shape, resolve_format
+from hqconv.formats.encoding import part_names
 from hqconv.formats.source_format import ANY, PLAIN, SourceFormat
+from hqconv.formats.source_matrix import ResolvedFormat, logical_shape, resolve_format
 from hqconv.schemas.tensors import TensorSpec
 from tests.make.coded import Case, cases
 
@@ -42,7 +42,7 @@ def test_every_case_is_complete(name: str) -> None:
     one = ALL[name]
     done = one.completed()
     assert set(done.used.values()) | set(done.unused) == set(one.tensors)
-    assert set(one.tensors) <= set(registry.part_names())
+    assert set(one.tensors) <= set(part_names())
     assert done.format.b_dtype
     assert ANY not in (done.format.group_n, done.format.group_k)
     assert done.format.scale_dtype
@@ -228,7 +228,7 @@ def test_sizes_that_cannot_be_packed(declared: SourceFormat, n: int, k: int, tex
 
 
 def test_no_torch_is_loaded() -> None:
-    code = "import sys, hqconv.formats.resolve; print('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = "import sys, hqconv.formats.source_matrix; print('torch' in sys.modules or 'numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

@@ -12,9 +12,8 @@ import pytest
 
 import hqconv
 from hqconv.errors import RequestError
-from hqconv.formats import registry
 from hqconv.formats.config_reader import COMMON, REFUSAL, WARNING, ConfigReader, Keys, verdict
-from hqconv.formats.quant_config import declared_formats
+from hqconv.formats.quant_config import declared_formats, methods
 from hqconv.schemas.grid import Grid
 from tests.make import configs, conversions
 from tests.make.formats import FORMATS, write
@@ -92,7 +91,7 @@ def test_a_name_that_speaks_of_something_else_is_a_warning(name: str) -> None:
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_every_method_looks_at_all_depths(name: str) -> None:
     """An unknown key at any depth that is read is found, with its path."""
-    places = list(objects(CONFIGS[name], registry.methods()[declared_formats(CONFIGS[name], {}).method].keys))
+    places = list(objects(CONFIGS[name], methods()[declared_formats(CONFIGS[name], {}).method].keys))
     assert places
     for path in places:
         for key, kind in (("odd_note", WARNING), ("odd_packing", REFUSAL)):
@@ -169,7 +168,7 @@ def wrapped(value: Any) -> Any:
 def test_a_parser_asks_for_known_keys_only(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A key that is read and not listed would be refused as unknown."""
     monkeypatch.setattr(Asked, "log", set())
-    method = registry.methods()[declared_formats(CONFIGS[name], {}).method]
+    method = methods()[declared_formats(CONFIGS[name], {}).method]
     list(method.parse(ConfigReader(wrapped(CONFIGS[name]), "quantization_config"), {}))
     known = flat(COMMON | method.keys)
     own = {inner for key in method.keys.entries for inner in CONFIGS[name].get(key) or {}}
@@ -226,12 +225,12 @@ WRITTEN: dict[str, tuple[str, str]] = {
 @pytest.mark.parametrize("package", WRITTEN)
 def test_the_fields_that_a_package_writes_are_known(package: str) -> None:
     method, names = WRITTEN[package]
-    assert set(names.split()) - (COMMON | registry.methods()[method].keys).names == set()
+    assert set(names.split()) - (COMMON | methods()[method].keys).names == set()
 
 
 def test_the_fields_of_compressed_tensors_are_known() -> None:
     quantization = pytest.importorskip("compressed_tensors.quantization")
-    keys = registry.methods()["compressed-tensors"].keys
+    keys = methods()["compressed-tensors"].keys
     group = keys.entries["config_groups"]
     assert set(quantization.QuantizationConfig.model_fields) - (COMMON | keys).names == set()
     assert set(quantization.QuantizationScheme.model_fields) - group.names == set()
@@ -256,14 +255,14 @@ def test_the_parameters_of_transformers_are_known(kind: str, method: str) -> Non
 
     module = pytest.importorskip("transformers.utils.quantization_config")
     names = set(inspect.signature(getattr(module, kind).__init__).parameters) - {"self", "kwargs"}
-    assert names - (COMMON | registry.methods()[method].keys).names == set()
+    assert names - (COMMON | methods()[method].keys).names == set()
 
 
 def test_the_fields_of_humming_are_known() -> None:
     import dataclasses
 
     schema = pytest.importorskip("humming.schema")
-    keys = registry.methods()["humming"].keys
+    keys = methods()["humming"].keys
     for kind in (schema.HummingWeightSchema, schema.HummingInputSchema):
         assert {one.name for one in dataclasses.fields(kind)} - (COMMON | keys).names == set()
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import hqconv
 from hqconv.errors import InputError, RequestError
-from hqconv.formats import registry
+from hqconv.formats import encoding, quant_config
 from hqconv.formats.config_reader import ConfigReader, Keys, Text
 from hqconv.formats.encoding import (
     Encoding,
@@ -92,11 +92,12 @@ SPEC = FormatSpec(encode_toy, {"quantization_config": CONFIG}, "`toy`")
 
 @pytest.fixture
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry.load_formats()
-    for table in ("METHODS", "ALIASES", "ENCODINGS"):
-        monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
-    registry.quant_method("toy", "old_toy", keys=KEYS)(parse_toy)
-    registry.register_encoding(Toy)
+    encoding.load_formats()
+    monkeypatch.setattr(encoding, "ENCODINGS", dict(encoding.ENCODINGS))
+    for table in ("METHODS", "ALIASES"):
+        monkeypatch.setattr(quant_config, table, dict(getattr(quant_config, table)))
+    quant_config.quant_method("toy", "old_toy", keys=KEYS)(parse_toy)
+    encoding.register_encoding(Toy)
 
 
 @pytest.fixture

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from hqconv.errors import InputError
-from hqconv.formats.decode_matrix import decode_matrix
 from hqconv.formats.quant_config import declared_formats
-from hqconv.formats.resolve import resolve_format
+from hqconv.formats.source_matrix import decode_matrix, resolve_format
 from hqconv.schemas.tensors import TensorSpec
 from tests.make import configs
 from tests.make.configs import Json

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from hqconv.formats.decode_matrix import SourceMatrix, decode_matrix
 from hqconv.formats.quant_config import declared_formats
-from hqconv.formats.resolve import ResolvedFormat, resolve_format
 from hqconv.formats.source_format import ANY, SourceFormat
+from hqconv.formats.source_matrix import ResolvedFormat, SourceMatrix, decode_matrix, resolve_format
 from hqconv.quantization.coded_matrix import CodedMatrix
 from hqconv.quantization.quantize import quantize
 from hqconv.schemas.tensors import TensorSpec

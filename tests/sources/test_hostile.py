@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from hqconv.cli.app import app
 from hqconv.conversion.resources import working_bytes
 from hqconv.errors import HqconvError, RequestError
-from hqconv.formats.registry import part_names
+from hqconv.formats.encoding import part_names
 from hqconv.models.expert_map import map_experts
 from hqconv.planning.checks import check_request
 from hqconv.planning.output_units import kernel_unit

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hqconv.errors import InputError, RequestError
-from hqconv.formats.decode_matrix import decode_matrix
 from hqconv.formats.source_format import SourceFormat, why_not_direct
+from hqconv.formats.source_matrix import decode_matrix
 from hqconv.kernel_layout import cpu_ops
 from hqconv.quantization.bit_codec import pack, pack_along_rows, transpose_4bit, unpack, unpack_along_rows
 from hqconv.quantization.coded_matrix import CodedMatrix, dequantize, scale_values
