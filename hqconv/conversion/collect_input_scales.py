@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from hqconv.conversion.output_folder import UnitWriter
+from hqconv.conversion.unit_writer import UnitWriter
 from hqconv.errors import InputError
 from hqconv.formats.source_format import LAID_OUT
 from hqconv.models.moe_layer import MoeLayer

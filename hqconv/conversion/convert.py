@@ -218,13 +218,12 @@ class _Conversion:
         num_bytes_out = plan.num_bytes_out + plan.num_bytes_beside
         if not resume and not update:
             self._check_cache((), num_bytes_out)
-        with OutputFolder(self.out, _identity(source, plan), plan.paths) as folder:
+        with self._folder() as folder:
             is_new = folder.start(
                 num_bytes_out,
                 resume=resume,
                 overwrite=overwrite,
                 why_not_current=partial(why_not_current, source, plan, self.out) if update else None,
-                difference=partial(_difference, source, plan),
             )
             if not is_new:
                 if update:
@@ -238,9 +237,9 @@ class _Conversion:
 
     def run_part(self, part: Part) -> _Outcome:
         """Convert a part's units beside other parts; seal the artifact as the last one."""
-        source, plan = self.source, self.plan
-        with OutputFolder(self.out, _identity(source, plan), plan.paths) as folder:
-            if not folder.join(part, self.units, partial(_difference, source, plan)):
+        plan = self.plan
+        with self._folder() as folder:
+            if not folder.join(part, self.units):
                 return self._finished(folder)
             num_resumed = len(folder.done)
             self._run_missing(folder)
@@ -253,6 +252,10 @@ class _Conversion:
             errors = {unit.name: folder.done[unit.name].measured for unit in self.units}
             errors = {layer.name: errors[layer.name] for layer in plan.layers if layer.name in errors}
             return _Outcome(True, num_resumed, errors, "", folder.warnings, "", missing, remaining.at_work)
+
+    def _folder(self) -> OutputFolder:
+        source, plan = self.source, self.plan
+        return OutputFolder(self.out, _identity(source, plan), plan.paths, partial(_difference, source, plan))
 
     def _finished(self, folder: OutputFolder) -> _Outcome:
         """Return the outcome where the artifact was finished before; raises OutputError as `check_finished`."""

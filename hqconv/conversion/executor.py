@@ -24,12 +24,12 @@ from hqconv.conversion.encode import DeferredCheckError
 from hqconv.conversion.encode_batch import Batch, Piece, Run, encode_to_runs, split_runs, split_unit
 from hqconv.conversion.hub_prefetch import HubPrefetch
 from hqconv.conversion.journal import Destination, JournalEntry
-from hqconv.conversion.output_folder import UnitWriter
 from hqconv.conversion.progress import Meter
 from hqconv.conversion.quant_error import Measurements
 from hqconv.conversion.resources import Resources, Staging
 from hqconv.conversion.source_integrity import SourceIntegrity
 from hqconv.conversion.stages import Stage, StageProfile, Stages
+from hqconv.conversion.unit_writer import UnitWriter
 from hqconv.cpu_loops.helper_threads import Helpers
 from hqconv.errors import InputError, plural
 from hqconv.io.durable_files import FileRecord

@@ -24,10 +24,36 @@ from hqconv.schemas.artifact_names import JOURNAL, journal_part
 from hqconv.schemas.untrusted_files import what_instead
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
-_POLL_S = 0.05
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-_CHECKSUM = "checksum"
-_CHECKSUM_FIELD = f', "{_CHECKSUM}": "'.encode()
+_POLL_S = 0.05
+_CHECKSUM_FIELD = b', "checksum": "'
+
+
+@dataclass(frozen=True)
+class JournalEntry:
+    """A finished output unit: its files, its quantization errors, and the content sums of an MoE layer.
+
+    sources: the SHA-256 of the source files that the unit was read from, where they were hashed.
+    """
+
+    unit: str
+    files: list[FileRecord]
+    measured: dict[str, Any]
+    sums: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+
+
+class Destination(Protocol):
+    """The folder that finished output units are written to."""
+
+    root: Path
+
+    def record(self, entry: JournalEntry) -> None:
+        """Record a finished unit."""
+        ...
+
+
+# --- lines
 
 
 def encode_line(document: Mapping[str, Any]) -> bytes:
@@ -48,100 +74,44 @@ def decode_line(line: bytes) -> dict[str, Any] | None:
     return document if isinstance(document, dict) else None
 
 
-@dataclass(frozen=True)
-class JournalEntry:
-    """A finished output unit: its files, its quantization errors, and the content sums of an MoE layer.
-
-    sources: the SHA-256 of the source files that the unit was read from, where they were hashed.
-    """
-
-    unit: str
-    files: list[FileRecord]
-    measured: dict[str, Any]
-    sums: dict[str, Any] = field(default_factory=dict)
-    sources: dict[str, str] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the entry as a journal line."""
-        return {
-            "unit": self.unit,
-            "files": [asdict(file) for file in self.files],
-            "measured": self.measured,
-            "sums": self.sums,
-            "sources": self.sources,
-        }
-
-    @classmethod
-    def from_dict(cls, document: dict[str, Any]) -> JournalEntry:
-        """Read an entry of `to_dict`. Raises KeyError or TypeError for anything else."""
-        files = [FileRecord(**record) for record in document["files"]]
-        measured, sums = document["measured"], document["sums"]
-        return cls(document["unit"], files, measured, sums, document["sources"])
-
-    @property
-    def _is_typed(self) -> bool:
-        types = [(type(file.path), type(file.size_bytes), type(file.sha256)) for file in self.files]
-        return (
-            isinstance(self.unit, str)
-            and all(of_file == (str, int, str) for of_file in types)
-            and isinstance(self.measured, dict)
-            and isinstance(self.sums, dict)
-            and all(isinstance(sha256, str) for sha256 in self.sources.values())
-        )
+def parse_entry(line: bytes) -> JournalEntry | None:
+    """Parse the line of a finished unit; None for any other line, and for an altered one."""
+    document = decode_line(line)
+    try:
+        files = None if document is None else [FileRecord(**record) for record in document["files"]]
+        return None if document is None else JournalEntry(**{**document, "files": files})
+    except (KeyError, TypeError):
+        return None
 
 
-def parse_identity(path: Path, line: bytes) -> dict[str, Any]:
-    """Parse a journal's first line: the identity of the conversion.
-
-    Raises OutputError for a line that is unreadable or altered.
-    """
-    identity = decode_line(line)
-    if identity is None:
-        raise OutputError(
-            "The journal of an unfinished conversion cannot be read.",
-            where=str(path),
-            expected="the line of a conversion, as it was written",
-            found="other bytes",
-            remedy="Start anew in another folder with -o, or remove this one.",
-        )
-    return identity
-
-
-def split_lines(data: bytes) -> tuple[list[bytes], bytes]:
+def _split_lines(data: bytes) -> tuple[list[bytes], bytes]:
     """Return the whole lines, and the bytes after the last newline."""
     *lines, torn = data.split(b"\n")
     return lines, torn
 
 
-def parse_entry(line: bytes) -> JournalEntry | None:
-    """Parse the line of a finished unit; None for any other line, and for an altered one."""
-    document = decode_line(line)
-    try:
-        entry = None if document is None else JournalEntry.from_dict(document)
-        return entry if entry is not None and entry._is_typed else None
-    except (AttributeError, KeyError, TypeError):
-        return None
-
-
-def last_process(lines: list[bytes]) -> str:
-    """Describe the process that began to work on the folder last."""
+def _last_process(path: Path) -> str:
+    """Describe the process that began to work last."""
+    lines, _ = _split_lines(path.read_bytes())
     for document in map(decode_line, reversed(lines)):
-        if document is not None and {"process", "host"} <= document.keys():
+        if document is not None and "process" in document:
             return f"process {document['process']} on {document['host']}"
     return "a process that has just begun"
 
 
-def compare_identities(root: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to resume another conversion, naming the first difference and both values."""
+def compare_identities(
+    where: Path, before: Mapping[str, Any], now: Mapping[str, Any], *, work: str = "conversion", remedy: str = ""
+) -> None:
+    """Refuse to resume other work, naming the first difference and both values. Raises OutputError."""
     for key in {**now, **before}:  # in their own order: options before what follows from them
         if before.get(key) != now.get(key):
             expected, found = differences(_parsed(before.get(key)), _parsed(now.get(key)))
             raise OutputError(
-                f"The unfinished conversion differs from this one in: {key}.",
-                where=str(root),
+                f"The unfinished {work} differs from this one in: {key}.",
+                where=str(where),
                 expected=expected,
                 found=found,
-                remedy="Repeat the first command with --resume, or start anew with --overwrite.",
+                remedy=remedy or "Repeat the first command with --resume, or start anew with --overwrite.",
             )
 
 
@@ -153,27 +123,20 @@ def _parsed(value: Any) -> Any:
         return value
 
 
-class Destination(Protocol):
-    """The folder that finished output units are written to."""
-
-    root: Path
-
-    def record(self, entry: JournalEntry) -> None:
-        """Record a finished unit."""
-        ...
+# --- files
 
 
 class Journal:
-    """A journal file, opened and locked; `close` releases the lock.
+    """A journal file, opened and locked; a context manager that releases the lock.
 
-    identity: of the work that was begun, or None. entries: the finished units. is_new: this process created the file.
-    has_lock: False on a file system without locks, where no other process is kept out.
+    identity: of the work that was begun, or None. entries: the finished units. has_lock: False on a file system without
+    locks, where no other process is kept out.
     """
 
     def __init__(self, path: Path, wait_s: float = 0.0) -> None:
         """Open the journal, or create it. Raises OutputError if another process holds it for longer than `wait_s`."""
         self.path = path
-        self.is_new, self.has_lock = False, True
+        self.has_lock, self._is_new = True, False
         with output_errors(path):
             self._descriptor = self._open(time.monotonic() + wait_s)
             try:
@@ -204,14 +167,12 @@ class Journal:
     def _open_or_create(self) -> int:
         while True:
             try:
-                descriptor = os.open(self.path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o644)
+                descriptor, self._is_new = os.open(self.path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o644), True
             except FileExistsError:
                 try:
-                    descriptor, self.is_new = _open_existing(self.path), False
+                    descriptor, self._is_new = _open_existing(self.path), False
                 except FileNotFoundError:
                     continue
-            else:
-                self.is_new = True
             return descriptor
 
     def _lock(self, descriptor: int, latest: float) -> None:
@@ -220,7 +181,7 @@ class Journal:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() >= latest:
-                    raise busy(self.path, last_process(split_lines(self.path.read_bytes())[0])) from None
+                    raise busy(self.path, _last_process(self.path)) from None
                 time.sleep(_POLL_S)
                 continue
             except OSError as error:
@@ -233,17 +194,25 @@ class Journal:
         """Read the identity and the finished units; half a line of a killed run is cut off.
 
         A first and only line with zero bytes is cut off too: the power failed while it was written (a second line is
-        written only once the first one is on the disk).
+        written only once the first one is on the disk). Raises OutputError for any other first line that was altered.
         """
-        lines, torn = split_lines(self.path.read_bytes())
+        lines, torn = _split_lines(self.path.read_bytes())
         if len(lines) == 1 and b"\0" in lines[0]:
             lines, torn = [], lines[0]
         if torn:
             os.truncate(self.path, sum(len(line) + 1 for line in lines))
         if not lines:
             return None, []
-        entries = [entry for line in lines[1:] if (entry := parse_entry(line))]
-        return parse_identity(self.path, lines[0]), entries
+        identity = decode_line(lines[0])
+        if identity is None:
+            raise OutputError(
+                "The journal of an unfinished conversion cannot be read.",
+                where=str(self.path),
+                expected="the line of a conversion, as it was written",
+                found="other bytes",
+                remedy="Start anew in another folder with -o, or remove this one.",
+            )
+        return identity, [entry for line in lines[1:] if (entry := parse_entry(line))]
 
     def begin(self, identity: dict[str, Any]) -> None:
         """Record the identity, and that this process is at work; a journal that has the identity keeps its lines."""
@@ -257,7 +226,7 @@ class Journal:
 
     def record(self, entry: JournalEntry) -> None:
         """Record a finished unit; the record survives a kill from here on."""
-        self._append(entry.to_dict())
+        self._append(asdict(entry))
 
     def _append(self, document: dict[str, Any]) -> None:
         with output_errors(self.path):
@@ -282,7 +251,7 @@ class Journal:
 
     def drop(self) -> None:
         """Release the lock, and leave no journal where there was none."""
-        if self.is_new and self.identity is None:  # another process may have locked the new file first
+        if self._is_new and self.identity is None:  # another process may have locked the new file first
             self.remove()
         self.close()
 
@@ -307,7 +276,8 @@ class FolderJournal(Journal):
         self._taken_over: list[JournalEntry] = []
         try:
             with output_errors(self.path):
-                self._look_at_parts()
+                for path in part_journals(root):
+                    self._look_at_part(path)
         except BaseException:
             self.close()
             raise
@@ -315,7 +285,7 @@ class FolderJournal(Journal):
 
     @classmethod
     def open_existing(cls, root: Path) -> FolderJournal | None:
-        """Open the journal of a folder that has one, if no part is at work; None for other folders."""
+        """Open the journal of a folder that has one; None for other folders. Raises OutputError for a part at work."""
         if not (root / JOURNAL).is_file():
             return None
         journal = cls(root)
@@ -324,15 +294,14 @@ class FolderJournal(Journal):
             raise busy(journal.path, f"part {', part '.join(journal.at_work)}")
         return journal
 
-    def _look_at_parts(self) -> None:
-        for path in part_journals(self.path.parent):
-            if _is_locked(path):
-                self.at_work.append(journal_part(path.name))
-                continue
-            self._ended.append(path)
-            first, *lines = split_lines(path.read_bytes())[0] or [b""]
-            if decode_line(first) == self.identity:
-                self._taken_over += [entry for line in lines if (entry := parse_entry(line))]
+    def _look_at_part(self, path: Path) -> None:
+        if _is_locked(path):
+            self.at_work.append(journal_part(path.name))
+            return
+        self._ended.append(path)
+        first, *lines = _split_lines(path.read_bytes())[0] or [b""]
+        if decode_line(first) == self.identity:
+            self._taken_over += [entry for line in lines if (entry := parse_entry(line))]
 
     def begin(self, identity: dict[str, Any]) -> None:
         """Begin as any journal, and record what parts have finished."""
@@ -356,14 +325,14 @@ class FolderJournal(Journal):
         self._taken_over = []
         self._remove_ended()
 
-    def moved_to(self, root: Path) -> None:
-        """Follow the folder to its new name."""
-        self.path = root / JOURNAL
-
     def remove(self) -> None:
         """Remove the journal, after those of parts."""
         self._remove_ended()
         super().remove()
+
+    def moved_to(self, root: Path) -> None:
+        """Follow the folder to its new name."""
+        self.path = root / JOURNAL
 
 
 def part_journals(root: Path) -> list[Path]:

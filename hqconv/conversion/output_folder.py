@@ -1,4 +1,4 @@
-"""The output folder: begun, resumed, or replaced by a new artifact; its files written, and removed if listed.
+"""The output folder of a conversion: begun, resumed, shared by parts, or replaced by a new artifact.
 
 An unfinished folder holds a journal and no manifest, so that nothing takes it for an artifact. A unit of files is
 recorded in the journal only after all of them have their final names. With `--overwrite` the old artifact stays until
@@ -8,7 +8,6 @@ files of the old manifest are removed. Only files that a manifest or a journal l
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -16,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from hqconv.artifact.manifest import Manifest, is_artifact, read_manifest
-from hqconv.artifact.sha256sums import are_sums, is_own_card
+from hqconv.conversion.folder_files import check_replaceable, check_strays, files_in, listed_files, remove_listed
 from hqconv.conversion.journal import FolderJournal, Journal, JournalEntry, busy, compare_identities
 from hqconv.conversion.parts import Part
-from hqconv.errors import HqconvError, OutputError, VerificationError, first_few
+from hqconv.errors import OutputError, VerificationError, first_few
 from hqconv.io.durable_files import (
-    FileRecord,
     check_space,
     exchange,
     is_whole,
@@ -31,12 +29,15 @@ from hqconv.io.durable_files import (
     settle,
     size_of,
     sync_above,
-    sync_folders,
     write_whole,
 )
-from hqconv.io.file_access import CloseError, Descriptors, sha256_of, write_fully
-from hqconv.planning.output_units import OutFile, OutputUnit
-from hqconv.schemas.artifact_names import CARD, COMPANIONS, JOURNAL, MANIFEST, PARTIAL, SUMS, journal_part, part_journal
+from hqconv.planning.output_units import OutputUnit
+from hqconv.schemas.artifact_names import COMPANIONS, JOURNAL, MANIFEST, part_journal
+
+_WAIT_S = 60.0  # of a part for the folder's lock, which others hold while they begin, end or seal
+# The first difference between a finished artifact and a request: its key, the artifact's value, the request's value.
+Difference = tuple[str, str, str]
+DifferenceOf = Callable[[Manifest], Difference | None]
 
 
 def side_folder(out: Path) -> Path:
@@ -49,14 +50,6 @@ def parked_folder(out: Path) -> Path:
     return out.with_name(f".{out.name}.hqconv-old")
 
 
-# The first difference between a finished artifact and a request: its key, the artifact's value, the request's value.
-Difference = tuple[str, str, str]
-DifferenceOf = Callable[[Manifest], Difference | None]
-
-
-_WAIT_S = 60.0  # of a part for the folder's lock, which others hold while they begin, end or seal
-
-
 @dataclass(frozen=True)
 class Remaining:
     """What was left to do when a part ended. at_work: other parts. is_sealed: the artifact was finished meanwhile."""
@@ -65,27 +58,26 @@ class Remaining:
     is_sealed: bool = False
 
 
-def _no_difference(_: Manifest) -> None:
-    return None
-
-
 class OutputFolder:
     """The folder of an unfinished artifact, a context manager that releases the lock at its end.
 
     root: the folder that files are written to. done: the finished units. identity: source, options and versions, which
-    a resumed run must have in common. paths: all files of the artifact.
+    a resumed run must have in common. paths: all files of the artifact. difference: returns the first key in which a
+    finished artifact's manifest differs from the request; None if the request made the artifact.
     """
 
-    def __init__(self, out: Path, identity: Mapping[str, Any], paths: Collection[str]) -> None:
+    def __init__(
+        self, out: Path, identity: Mapping[str, Any], paths: Collection[str], difference: DifferenceOf = lambda _: None
+    ) -> None:
         self.out = self.root = out.resolve()
         self.done: dict[str, JournalEntry] = {}
-        self._identity = {**identity, "files": sorted(paths)}
-        self._paths = paths
-        self._journal: FolderJournal | None = None
-        self._part_journal: Journal | None = None
-        self._replaces = False
         self.warnings: list[str] = []
         self.replaced_because = ""
+        self._side = side_folder(self.out)
+        self._identity = {**identity, "files": sorted(paths)}
+        self._paths, self._difference = paths, difference
+        self._journal: FolderJournal | None = None
+        self._part_journal: Journal | None = None
 
     def __enter__(self) -> OutputFolder:
         return self
@@ -100,7 +92,7 @@ class OutputFolder:
         """True if other processes are kept out: False on file systems without locks."""
         return self._journal is None or self._journal.has_lock
 
-    # --- taking the folder -----------------------------------------------------------------------------------
+    # --- a whole conversion
 
     def start(
         self,
@@ -109,105 +101,60 @@ class OutputFolder:
         resume: bool = False,
         overwrite: bool = False,
         why_not_current: Callable[[Manifest], str] | None = None,
-        difference: DifferenceOf = _no_difference,
     ) -> bool:
         """Take the folder for a whole conversion, which will write `num_bytes`; True if there is work to do.
 
         False where `resume` finds a finished artifact; leftovers of its conversion are removed. why_not_current: given
         for an update, which leaves an artifact for which it returns "", resumes a conversion of the same identity, and
-        replaces everything else. difference: returns the first key in which a finished artifact's manifest differs from
-        the request; None if the request made the artifact.
+        replaces everything else.
         Raises OutputError where the folder is in use or the disk too small, where `resume` finds another conversion or
         an artifact that lacks files, where foreign files would be lost, or where another process is at work on the
         folder.
         """
-        side = side_folder(self.out)
+        self._check_no_file()
+        with ExitStack() as unused:
+            of_side, of_out = self._lock(unused)
+            is_finished = is_artifact(self.out)
+            unfinished = of_side or (None if is_finished else of_out)
+            if why_not_current is not None:
+                if is_finished and self._is_current(why_not_current):
+                    if of_side is not None:
+                        self._start_anew(self._side, of_side)
+                    self._tidy_up(of_side, of_out)
+                    return False
+                resume = unfinished is not None and unfinished.identity == self._identity
+                overwrite = not resume
+                self.replaced_because = "" if resume else self.replaced_because
+            if is_finished and resume and (of_side is None or of_side.identity is None):
+                if of_side is None or self._difference(read_manifest(self.out, is_sealed=True)) is None:
+                    check_finished(self.out, self._difference)
+                    self._tidy_up(of_side, of_out)
+                    return False
+                self._discard_old()  # another request began to replace this artifact, and goes on
+            if unfinished is not None:
+                self._take_up(unfinished, resume=resume, overwrite=overwrite)
+            elif is_finished:
+                if not overwrite:
+                    raise cannot_use(self.out, "a finished artifact")
+                self._begin_to_replace(num_bytes, has_journal=of_out is not None)
+            else:
+                self._begin(num_bytes)
+            if is_finished and of_out is not None:  # of the artifact, which is replaced
+                of_out.remove()
+        return True
+
+    def _check_no_file(self) -> None:
         if self.out.exists() and not self.out.is_dir():
             raise cannot_use(self.out, "a file")
-        with ExitStack() as unused:
-            of_side, of_out = self._open_journals(side, unused)
-            if why_not_current is not None:
-                if self._is_left(side, of_side, of_out, why_not_current):
-                    return False
-                resume = self._is_ours(of_side or of_out)
-                overwrite = not resume
-            is_begun = of_side is not None and of_side.identity is not None
-            if resume and not is_begun and is_artifact(self.out):
-                if of_side is None or difference(read_manifest(self.out, is_sealed=True)) is None:
-                    self._keep_artifact(side, of_side, of_out, difference)
-                    return False
-                self._discard_old(side)  # another request began to replace this artifact, and goes on
-            self._take(side, of_side, of_out, num_bytes, resume=resume, overwrite=overwrite)
-        return True
 
-    def _is_ours(self, journal: FolderJournal | None) -> bool:
-        """Return whether an update may resume the conversion of a journal, or leave its finished artifact."""
-        is_ours = journal is not None and journal.identity == self._identity
-        if is_ours:
-            self.replaced_because = ""
-        return is_ours
+    def _lock(self, unused: ExitStack) -> tuple[FolderJournal | None, FolderJournal | None]:
+        """Lock the existing journals of the side folder and of the folder; `unused` closes what is not taken up.
 
-    def _take(
-        self,
-        side: Path,
-        of_side: FolderJournal | None,
-        of_out: FolderJournal | None,
-        num_bytes: int,
-        *,
-        resume: bool,
-        overwrite: bool,
-    ) -> None:
-        """Take the folder in which this conversion writes its files."""
-        if of_side is not None:
-            self._take_up(side, of_side, resume=resume, overwrite=overwrite)
-            if of_out is not None and is_artifact(self.out):  # of the finished artifact, which is replaced
-                of_out.remove()
-        elif is_artifact(self.out):
-            if not overwrite:
-                raise cannot_use(self.out, "a finished artifact")
-            check_replaceable(self.out)
-            check_strays(self.out, listed_files(self.out), self._paths)
-            check_space(side, num_bytes)
-            self._replace(side, of_out)
-        elif of_out is not None:
-            self._take_up(self.out, of_out, resume=resume, overwrite=overwrite)
-        elif self.out.exists() and files_in(self.out) and not (self.out / JOURNAL).exists():
-            raise cannot_use(self.out, "a folder that hqconv did not make, and that is not empty")
-        else:
-            check_space(self.out, num_bytes)
-            self._begin(self.out)
-
-    def _is_left(
-        self,
-        side: Path,
-        of_side: FolderJournal | None,
-        of_out: FolderJournal | None,
-        why_not_current: Callable[[Manifest], str],
-    ) -> bool:
-        """Return whether the finished artifact is the one that an update asks for; the rest of others is removed then.
-
-        Else `replaced_because` gets the reason, if there is an artifact.
+        An exchange of both folders that was interrupted is finished first.
         """
-        if not is_artifact(self.out):
-            return False
-        try:
-            self.replaced_because = why_not_current(read_manifest(self.out))
-        except VerificationError as error:
-            self.replaced_because = error.what
-        if self.replaced_because:
-            return False
-        if of_side is not None and of_side.identity is not None:
-            self._start_anew(side, of_side)
-        self._try_to_discard(side, of_side)
-        if of_out is not None:
-            of_out.remove()
-        return True
-
-    def _open_journals(self, side: Path, unused: ExitStack) -> tuple[FolderJournal | None, FolderJournal | None]:
-        """Open and lock the existing journals of both folders; `unused` closes the one that is not taken up."""
         while True:
             journals = []
-            for root in (side, self.out):
+            for root in (self._side, self.out):
                 journals.append(FolderJournal.open_existing(root))
                 if journals[-1] is not None:
                     unused.callback(self._close_unless_taken_up, journals[-1])
@@ -215,7 +162,7 @@ class OutputFolder:
             if not parked.exists():
                 return journals[0], journals[1]
             with output_errors(self.out):
-                settle(side, self.out, parked)
+                settle(self._side, self.out, parked)
             for journal in filter(None, journals):
                 journal.close()
 
@@ -223,42 +170,49 @@ class OutputFolder:
         if journal is not self._journal:
             journal.close()
 
-    def _begin(self, root: Path) -> None:
+    def _is_current(self, why_not_current: Callable[[Manifest], str]) -> bool:
+        """Return whether the artifact is the one that an update asks for; else `replaced_because` gets the reason."""
+        try:
+            self.replaced_because = why_not_current(read_manifest(self.out))
+        except VerificationError as error:
+            self.replaced_because = error.what
+        return not self.replaced_because
+
+    def _tidy_up(self, of_side: FolderJournal | None, of_out: FolderJournal | None) -> None:
+        """Remove what killed runs left beside a finished artifact: nothing of it is to be resumed."""
+        self._try_to_discard(of_side)
+        if of_out is not None:
+            of_out.remove()
+
+    def _begin(self, num_bytes: int) -> None:
         """Start in an empty or a new folder."""
-        journal = _create_journal(root)
-        if journal.identity is not None or files_in(root) > {JOURNAL}:
+        if self.out.exists() and files_in(self.out) and not (self.out / JOURNAL).exists():
+            raise cannot_use(self.out, "a folder that hqconv did not make, and that is not empty")
+        check_space(self.out, num_bytes)
+        journal = _create_journal(self.out)
+        if journal.identity is not None or files_in(self.out) > {JOURNAL}:
             journal.drop()
-            raise cannot_use(root, "a folder that is not empty")
+            raise cannot_use(self.out, "a folder that is not empty")
+        self._work_in(self.out, journal)
+
+    def _work_in(self, root: Path, journal: FolderJournal) -> None:
         self.root, self._journal = root, journal
         journal.begin(self._identity)
 
-    def _take_up(self, root: Path, journal: FolderJournal, *, resume: bool, overwrite: bool) -> None:
+    def _take_up(self, journal: FolderJournal, *, resume: bool, overwrite: bool) -> None:
         """Continue an unfinished conversion, or start it anew."""
-        replaces, begun = root != self.out, journal.identity
+        root = journal.path.parent
         if overwrite:
             self._start_anew(root, journal)
-        elif resume and begun is not None:
-            compare_identities(self.out, begun, self._identity)
+        elif resume and journal.identity is not None:
+            compare_identities(self.out, journal.identity, self._identity)
             self._keep_finished(root, journal.entries, self._paths)
             (root / MANIFEST).unlink(missing_ok=True)  # killed after sealing
-        elif begun is not None or files_in(root) > {JOURNAL} or (replaces and not resume):
+        elif journal.identity is not None or files_in(root) > {JOURNAL} or (root != self.out and not resume):
             nothing = "a journal that says nothing: nothing to resume"
             raise cannot_use(self.out, nothing if resume else "an unfinished conversion")
         # else the run was killed before it recorded its identity
-        self.root, self._journal, self._replaces = root, journal, replaces
-        journal.begin(self._identity)
-
-    def _keep_artifact(
-        self, side: Path, of_side: FolderJournal | None, of_out: FolderJournal | None, difference: DifferenceOf
-    ) -> None:
-        """Leave a finished artifact of the same request, and remove the rest of the one that it replaced.
-
-        of_side, of_out: the journals that killed runs left; neither has anything to resume.
-        """
-        check_finished(self.out, difference)
-        self._try_to_discard(side, of_side)
-        if of_out is not None:
-            of_out.remove()
+        self._work_in(root, journal)
 
     def _start_anew(self, root: Path, journal: FolderJournal) -> None:
         """Remove the files of an unfinished conversion that its journal lists."""
@@ -280,52 +234,52 @@ class OutputFolder:
             for path in paths:
                 partial(root / path).unlink(missing_ok=True)
 
-    def _replace(self, side: Path, of_out: FolderJournal | None) -> None:
-        """Build beside a finished artifact. of_out: the journal of a run that was killed after the exchange."""
-        journal = _create_journal(side)
+    def _begin_to_replace(self, num_bytes: int, *, has_journal: bool) -> None:
+        """Start in the side folder of a finished artifact. has_journal: the artifact's lock is held."""
+        check_replaceable(self.out)
+        check_strays(self.out, listed_files(self.out), self._paths)
+        check_space(self._side, num_bytes)
+        journal = _create_journal(self._side)
         try:
             # A run that exchanged the folders since then still holds the journal that moved along.
-            moved = FolderJournal.open_existing(self.out) if of_out is None else None
+            moved = None if has_journal else FolderJournal.open_existing(self.out)
             if moved is not None:
                 moved.close()
             if journal.identity is not None:
                 raise cannot_use(self.out, "an unfinished conversion")
-            self._discard_old(side)
-            if files_in(side) > {JOURNAL}:
-                raise cannot_use(side, "a folder beside the output that is not empty, where the new one would be built")
+            self._discard_old()
+            if files_in(self._side) > {JOURNAL}:
+                what = "a folder beside the output that is not empty, where the new one would be built"
+                raise cannot_use(self._side, what)
         except BaseException:
             journal.drop()
             with suppress(OSError):
-                side.rmdir()
+                self._side.rmdir()
             raise
-        self.root, self._journal, self._replaces = side, journal, True
-        journal.begin(self._identity)
-        if of_out is not None:
-            of_out.remove()
+        self._work_in(self._side, journal)
 
-    # --- parts -----------------------------------------------------------------------------------------------
+    # --- a part
 
-    def join(self, part: Part, units: Sequence[OutputUnit], difference: DifferenceOf = _no_difference) -> bool:
+    def join(self, part: Part, units: Sequence[OutputUnit]) -> bool:
         """Begin a part, which writes `units`, in a new folder or beside other parts of the same conversion.
 
         False if the artifact is finished. The folder's lock is held only meanwhile, and the lock of the part's own
         journal until `leave`. Raises OutputError as `start`, where a process is at work that is no other part of the
         same count, and on a file system without locks.
         """
-        if self.out.exists() and not self.out.is_dir():
-            raise cannot_use(self.out, "a file")
-        if (side_folder(self.out) / JOURNAL).is_file():
+        self._check_no_file()
+        if (self._side / JOURNAL).is_file():
             raise cannot_use(self.out, "an artifact that an unfinished --overwrite replaces: finish it without --part")
-        journal_path = self.out / JOURNAL
-        if is_artifact(self.out) and not journal_path.exists():
-            check_finished(self.out, difference)
-            return False
-        if self.out.exists() and files_in(self.out) and not journal_path.exists() and not is_artifact(self.out):
-            raise cannot_use(self.out, "a folder that hqconv did not make, and that is not empty")
+        if not (self.out / JOURNAL).exists():
+            if is_artifact(self.out):
+                check_finished(self.out, self._difference)
+                return False
+            if self.out.exists() and files_in(self.out) and not (self.out / JOURNAL).exists():
+                raise cannot_use(self.out, "a folder that hqconv did not make, and that is not empty")
         journal = _create_journal(self.out, _WAIT_S)
         try:
             if is_artifact(self.out):
-                check_finished(self.out, difference)
+                check_finished(self.out, self._difference)
                 journal.remove()
                 return False
             self._begin_part(part, journal)
@@ -341,14 +295,12 @@ class OutputFolder:
     def _begin_part(self, part: Part, journal: FolderJournal) -> None:
         """Begin a part's own journal while the folder's is locked."""
         if not journal.has_lock:
-            what, remedy = (
-                "Parts need a file system with locks (flock).",
-                "Convert without --part, or elsewhere with -o.",
-            )
+            what = "Parts need a file system with locks (flock)."
+            remedy = "Convert without --part, or elsewhere with -o."
             raise OutputError(what, where=str(self.out), remedy=remedy)
-        wrong = [other for other in journal.at_work if other == str(part) or other.partition("/")[2] != str(part.count)]
-        if wrong:
-            raise busy(journal.path, f"part {wrong[0]}, beside which there can be no part {part}")
+        rival = next((other for other in journal.at_work if not part.may_work_beside(other)), None)
+        if rival is not None:
+            raise busy(journal.path, f"part {rival}, beside which there can be no part {part}")
         if journal.identity is not None:
             compare_identities(self.out, journal.identity, self._identity)
         elif files_in(self.out) > {JOURNAL}:
@@ -376,7 +328,7 @@ class OutputFolder:
         self.done = {entry.unit: entry for entry in journal.entries}
         return Remaining(tuple(journal.at_work))
 
-    # --- the end ---------------------------------------------------------------------------------------------
+    # --- finished units, and the end
 
     def record(self, entry: JournalEntry) -> None:
         """Record a finished unit; the record survives a kill from here on."""
@@ -391,44 +343,44 @@ class OutputFolder:
         check_strays(self.root, self._paths, self._paths)  # files that appeared meanwhile
         self._check_still_there()
         write_whole(self.root, MANIFEST, manifest)
-        if self._replaces:
-            side = self.root
+        if self.root != self.out:
             with output_errors(self.out):
                 if self.out.exists():
                     check_strays(self.out, listed_files(self.out), self._paths)  # files that appeared meanwhile
-                    exchange(side, self.out, parked_folder(self.out))
+                    exchange(self._side, self.out, parked_folder(self.out))
                 else:  # the old artifact was removed meanwhile
-                    side.rename(self.out)
+                    self._side.rename(self.out)
                     sync_above(self.out)
             self.root = self.out
             self._journal.moved_to(self.out)
-            self._try_to_discard(side)
+            self._try_to_discard()
         self._journal.remove()
 
     def _check_still_there(self) -> None:
         """Refuse to seal where a finished file was removed or truncated meanwhile."""
         for record in (record for entry in self.done.values() for record in entry.files):
             path = self.root / record.path
-            if not path.is_file() or path.stat().st_size != record.size_bytes:
+            if size_of(path) != record.size_bytes:
                 what = "A finished file was removed or cut meanwhile."
                 raise OutputError(what, where=str(path), remedy="Run the same command with --resume.")
 
-    def _try_to_discard(self, side: Path, journal: FolderJournal | None = None) -> None:
+    def _try_to_discard(self, journal: FolderJournal | None = None) -> None:
         """Remove the old artifact, then an empty journal beside it; after the exchange a failure is only a warning."""
         try:
-            self._discard_old(side)
+            self._discard_old()
             if journal is not None:
                 journal.remove()
                 with suppress(OSError):  # not empty: foreign files appeared meanwhile
-                    side.rmdir()
+                    self._side.rmdir()
         except OutputError as error:
-            self.warnings.append(f"The old artifact could not be removed from {side}: {error.found}.")
+            self.warnings.append(f"The old artifact could not be removed from {self._side}: {error.found}.")
         else:
-            if side.exists():
-                self.warnings.append(f"Something that hqconv did not make is left in {side}.")
+            if self._side.exists():
+                self.warnings.append(f"Something that hqconv did not make is left in {self._side}.")
 
-    def _discard_old(self, side: Path) -> None:
+    def _discard_old(self) -> None:
         """Remove the rest of a replaced artifact; companion files that are not listed move to the new one."""
+        side = self._side
         if not side.exists():
             return
         listed = listed_files(side)
@@ -447,7 +399,7 @@ class OutputFolder:
 def check_finished(out: Path, difference: DifferenceOf) -> Manifest:
     """Read the manifest of a finished artifact, and check that its request is this one and its files have their sizes.
 
-    difference: as for `OutputFolder.start`. Raises OutputError for another request, or for missing or cut files,
+    difference: as for `OutputFolder`. Raises OutputError for another request, or for missing or cut files,
     VerificationError for a damaged or altered manifest.
     """
     manifest = read_manifest(out, is_sealed=True)
@@ -504,163 +456,3 @@ def cannot_use(root: Path, found: str) -> OutputError:
         found=found,
         remedy="Choose another with -o, go on with --resume, or replace an artifact with --overwrite.",
     )
-
-
-class UnitWriter:
-    """The files of one unit while they are written: any thread may write any range, each once."""
-
-    def __init__(self, root: Path, files: tuple[OutFile, ...]) -> None:
-        """Create every file at its full size under a temporary name, and write its header."""
-        self._root, self._files = root, files
-        self._paths = {file.path: partial(root / file.path) for file in files}
-        self._descriptors = Descriptors(lambda path: os.open(self._paths[path], os.O_RDWR | os.O_CLOEXEC))
-        try:
-            for file in files:
-                self._create(file)
-        except BaseException:
-            self.abandon()
-            raise
-
-    def _create(self, file: OutFile) -> None:
-        path = self._paths[file.path]
-        with output_errors(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-            try:
-                os.posix_fallocate(descriptor, 0, file.size_bytes)  # a full disk fails before the work
-                write_fully(descriptor, file.header, 0)
-            finally:
-                os.close(descriptor)
-
-    def write_at(self, file: int, offset_bytes: int, data: Any) -> None:
-        """Write a C-contiguous buffer at an offset of a file."""
-        path = self._files[file].path
-        with output_errors(self._root / path), self._descriptors.using(path) as descriptor:
-            write_fully(descriptor, data, offset_bytes)
-
-    def finish_file(self, file: OutFile, check_cancelled: Callable[[], object] | None = None) -> FileRecord:
-        """Flush a complete file to the disk, and return its size and digest; for any thread.
-
-        check_cancelled: called from time to time; an exception of it ends the hashing.
-        """
-        with output_errors(self._root / file.path):
-            with self._descriptors.using(file.path) as descriptor:
-                os.fsync(descriptor)
-            return FileRecord(file.path, file.size_bytes, sha256_of(self._paths[file.path], check_cancelled))
-
-    def publish(self) -> None:
-        """Give the flushed files their final names, and flush the folders."""
-        self._close()
-        for file in self._files:
-            path = self._root / file.path
-            with output_errors(path):
-                self._paths[file.path].replace(path)
-        with output_errors(self._root):
-            sync_folders(self._root, {(self._root / file.path).parent for file in self._files})
-
-    def _close(self) -> None:
-        try:
-            self._descriptors.close()
-        except CloseError as error:
-            with output_errors(self._root / error.key):
-                raise
-
-    def abandon(self) -> None:
-        """Remove the partial files."""
-        with suppress(OutputError):  # the error that ended the work is the one to tell
-            self._close()
-        for path in self._paths.values():
-            path.unlink(missing_ok=True)
-
-
-def listed_files(root: Path) -> set[str]:
-    """Return the files that an artifact's manifest lists, and SHA256SUMS; none where there is no manifest.
-
-    An edited model card and sums without the manifest are left out. Raises OutputError where the manifest cannot be
-    read: then the artifact's files are unknown.
-    """
-    if not is_artifact(root):
-        return set()
-    try:
-        manifest = read_manifest(root, allow_links=True)  # a link is removed, not its target
-    except HqconvError as error:
-        raise OutputError(
-            "The manifest of the artifact to replace cannot be read: it must say which files are the artifact's.",
-            where=str(root / MANIFEST),
-            found=error.what,
-            remedy="Choose another folder with -o, or remove this one yourself.",
-        ) from error
-    with output_errors(root):
-        others = {CARD} if CARD in manifest.files and not is_own_card(root, manifest, with_evaluation=True) else set()
-        return {MANIFEST, *manifest.files, *([SUMS] if are_sums(root) else [])} - others
-
-
-def files_in(root: Path) -> set[str]:
-    """Return the files, links and empty folders in a folder; companion folders such as `.git` are not searched."""
-    found = set()
-    for folder, folders, names in os.walk(root):
-        relative = Path(folder).relative_to(root)
-        links = [name for name in folders if (Path(folder) / name).is_symlink()]
-        if relative == Path():
-            found |= {name for name in folders if name in COMPANIONS}
-            folders[:] = [name for name in folders if name not in COMPANIONS]
-            names = [name for name in names if not journal_part(name)]  # they go with the journal
-        found |= {(relative / name).as_posix() for name in (*names, *links)}
-        if not names and not folders and relative != Path():
-            found.add(relative.as_posix())
-    return found
-
-
-def check_strays(root: Path, listed: Collection[str], planned: Collection[str] = ()) -> None:
-    """Refuse to replace a folder with foreign files: neither `listed` nor companions such as `.gitattributes`.
-
-    planned: files of the new artifact. Raises OutputError that names the foreign files.
-    """
-    ours = {JOURNAL, MANIFEST, *listed, *(path + PARTIAL for path in listed), *_folders_of(listed)}
-    kept = {name for name in COMPANIONS if name not in planned}
-    strays = sorted(files_in(root) - ours - kept)
-    if strays:
-        raise OutputError(
-            "The output folder holds files that hqconv did not make.",
-            where=str(root),
-            expected="nothing but the files that its manifest lists",
-            found=first_few(strays),
-            remedy="Move the files elsewhere, or choose another folder with -o.",
-        )
-
-
-def check_replaceable(out: Path) -> None:
-    """Raise OutputError for an artifact whose folder cannot be exchanged: a mount point."""
-    if out.is_mount():
-        what, remedy = ("A mount point cannot be replaced.", "Convert to a folder inside it, or empty it yourself.")
-        raise OutputError(what, where=str(out), remedy=remedy)
-
-
-def remove_listed(root: Path, listed: Sequence[str]) -> None:
-    """Remove listed files and their partial forms in order, then empty folders, and flush the folders.
-
-    Raises OutputError where the system refuses.
-    """
-    with output_errors(root):
-        for path in listed:
-            full = root / path
-            if not _lies_in(root, path) or (full.is_dir() and not full.is_symlink()):
-                continue
-            full.unlink(missing_ok=True)
-            partial(full).unlink(missing_ok=True)
-        for folder in sorted(_folders_of(listed), key=lambda folder: -folder.count("/")):
-            if _lies_in(root, folder):
-                with suppress(OSError):
-                    (root / folder).rmdir()
-        left = (root / folder for folder in _folders_of(listed) if _lies_in(root, folder))
-        sync_folders(root, [folder for folder in left if folder.is_dir() and not folder.is_symlink()])
-
-
-def _lies_in(root: Path, path: str) -> bool:
-    """Return whether a listed path lies in the folder; a manifest may hold any path."""
-    return "\0" not in path and (root / path).parent.resolve().is_relative_to(root.resolve())
-
-
-def _folders_of(paths: Iterable[str]) -> set[str]:
-    """Return the folders of relative paths."""
-    return {folder.as_posix() for path in paths for folder in Path(path).parents if folder != Path()}

@@ -37,6 +37,11 @@ class Part:
             raise RequestError("There is no such part.", where="--part", expected=expected, found=text)
         return cls(number, count)
 
+    def may_work_beside(self, other: str) -> bool:
+        """Return whether another part, such as 2/4, has no unit of this one."""
+        number, _, count = other.partition("/")
+        return count == str(self.count) and number != str(self.number)
+
     def share(self, units: Sequence[OutputUnit]) -> list[OutputUnit]:
         """Return this part's units: neighbours, so that few shards of a source are read by two parts.
 

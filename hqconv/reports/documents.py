@@ -13,8 +13,9 @@ from typing import Any
 
 from hqconv.artifact.error_summary import requantized, scale_changes, summarize_errors
 from hqconv.artifact.manifest import Manifest, ManifestLayer, is_artifact, is_unfinished, read_manifest
+from hqconv.conversion.folder_files import check_replaceable, check_strays, files_in, listed_files
 from hqconv.conversion.journal import parse_entry, part_journals
-from hqconv.conversion.output_folder import check_replaceable, check_strays, files_in, listed_files, unfinished_folder
+from hqconv.conversion.output_folder import unfinished_folder
 from hqconv.conversion.resources import Resources, plan_staging
 from hqconv.errors import HqconvError, OutputError, RequestError, VerificationError
 from hqconv.formats.source_format import SourceFormat

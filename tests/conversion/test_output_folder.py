@@ -19,7 +19,8 @@ import pytest
 
 from hqconv.conversion import journal as journal_module
 from hqconv.conversion.journal import JournalEntry, encode_line
-from hqconv.conversion.output_folder import OutputFolder, UnitWriter, parked_folder, side_folder, unfinished_folder
+from hqconv.conversion.output_folder import OutputFolder, parked_folder, side_folder, unfinished_folder
+from hqconv.conversion.unit_writer import UnitWriter
 from hqconv.errors import OutputError
 from hqconv.io import durable_files
 from hqconv.planning.output_units import build_file

@@ -16,7 +16,8 @@ import pytest
 import safetensors
 
 from hqconv.conversion.journal import JournalEntry
-from hqconv.conversion.output_folder import OutputFolder, UnitWriter
+from hqconv.conversion.output_folder import OutputFolder
+from hqconv.conversion.unit_writer import UnitWriter
 from hqconv.errors import OutputError
 from hqconv.io import file_access
 from hqconv.io.durable_files import FileRecord, check_space, write_whole

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from hqconv import dequantize, inspect, load
 from hqconv.cli.app import app
-from hqconv.conversion.output_folder import UnitWriter
+from hqconv.conversion.unit_writer import UnitWriter
 from hqconv.errors import InputError, OutputError, RequestError
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.recipe import load_recipe
