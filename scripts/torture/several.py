@@ -1,6 +1,6 @@
 """Two and three commands at once in one output, each in a mode of its own, and killed at random moments.
 
-At most one of them works; the others say who does, with exit code 4. Whatever was killed when, a last command gives
+At most one of them works, or parts of one count; the others say who does, with exit code 4. Whatever was killed when, a last command gives
 the undisturbed bytes.
 """
 
@@ -13,7 +13,8 @@ from scripts.torture.commands import Ended, Job
 from scripts.torture.place import Place, manners, said
 from scripts.torture.tally import Tally
 
-_MODES: tuple[tuple[str, ...], ...] = ((), ("--resume",), ("--overwrite",))
+_PARTS = ("1/2", "2/2", "3/3")
+_MODES: tuple[tuple[str, ...], ...] = ((), ("--resume",), ("--overwrite",), *(("--part", part) for part in _PARTS))
 
 
 def run(place: Place, count: int, tally: Tally) -> None:

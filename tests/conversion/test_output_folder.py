@@ -608,8 +608,8 @@ RESTS = ["nothing", "the old one", "half of the old one"]
 @pytest.mark.parametrize("rest", RESTS)
 def test_a_finished_artifact_is_recognised_beside_an_empty_journal(rest: str, tmp_path: Path) -> None:
     out = killed_twice(tmp_path, rest)
-    with OutputFolder(out, IDENTITY, PATHS) as folder:
-        assert folder.start(1000, resume=True, difference=lambda _: None) is False
+    with OutputFolder(out, IDENTITY, PATHS, lambda _: None) as folder:
+        assert folder.start(1000, resume=True) is False
         assert folder.warnings == []
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert files_of(out) == [".gitattributes", "a.safetensors", "hqconv.json"]
@@ -620,8 +620,8 @@ def test_a_finished_artifact_is_recognised_beside_an_empty_journal(rest: str, tm
 def test_another_request_goes_on_beside_an_empty_journal(rest: str, tmp_path: Path) -> None:
     """It was to replace the artifact that is there, and was killed before it said so."""
     out = killed_twice(tmp_path, rest)
-    with OutputFolder(out, IDENTITY, PATHS) as folder:
-        assert folder.start(1000, resume=True, difference=lambda _: "schema_name") is True
+    with OutputFolder(out, IDENTITY, PATHS, lambda _: "schema_name") as folder:
+        assert folder.start(1000, resume=True) is True
         record_group(folder, "a.safetensors", b"newest")
         folder.seal(manifest_of(folder))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
