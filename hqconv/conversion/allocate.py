@@ -10,8 +10,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -22,12 +21,12 @@ from hqconv.artifact.manifest import json_bytes
 from hqconv.conversion.allocation_recipe import AllocationRequest, base_of, document_path, journal_path, recipe_text
 from hqconv.conversion.executor import Executor
 from hqconv.conversion.hub_prefetch import CachePolicy, HubPrefetch, ShardUse, check_room, sort_by_shard
-from hqconv.conversion.journal import Journal, JournalEntry
+from hqconv.conversion.journal import Journal, JournalEntry, compare_identities
 from hqconv.conversion.measure_candidates import CandidateMeasurements, MeasureCandidates, weighted_bytes
 from hqconv.conversion.progress import Meter, Progress
 from hqconv.conversion.resources import Resources, bounded_gpu, plan_staging
 from hqconv.conversion.stages import StageProfile
-from hqconv.errors import HqconvError, OutputError, differences, plural
+from hqconv.errors import OutputError, plural
 from hqconv.io.durable_files import FileRecord, is_whole, make_folder, output_errors, write_whole
 from hqconv.models.source_protocol import Source
 from hqconv.planning.allocation import Allocation, Budget, LayerOptions, allocate
@@ -39,7 +38,6 @@ from hqconv.schemas.overrides import LayerChoice, Override
 
 _LOG = logging.getLogger(__name__)
 _WRITTEN = "(output)"  # journal entry with the digests of the two output files; no layer has this name
-_RESUMED = (("with --resume", "again"), ("go on again", "run the same command again"))
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ def run_allocation(
     """
     plans = candidates.layers
     allocate([LayerOptions.of(of_layer, None) for of_layer in plans.values()], replace(budget, max_layer_error=None))
-    with _always_resumed(), _Output(out, _identity(source, candidates), overwrite=overwrite) as output:
+    with _Output(out, _identity(source, candidates), overwrite=overwrite) as output:
         _measure(source, candidates, resources, cache or CachePolicy(), output, progress)
         layers = [LayerOptions.of(of_layer, output.measured[name]) for name, of_layer in plans.items()]
         found = allocate(layers, budget)
@@ -91,18 +89,6 @@ def run_allocation(
     report = AllocationReport(out, found, document, warnings)
     _LOG.info("Done: %r.", report)
     return report
-
-
-@contextmanager
-def _always_resumed() -> Iterator[None]:
-    """Rewrite the remedies of errors inside: an allocation is resumed without an option."""
-    try:
-        yield
-    except HqconvError as error:
-        for before, after in _RESUMED:
-            error.remedy = error.remedy.replace(before, after)
-        error.args = (error.message(),)
-        raise
 
 
 def _identity(source: Source, candidates: Candidates) -> dict[str, Any]:
@@ -139,14 +125,15 @@ class _Output:
         self._journal = Journal(self.root / journal_path(self._out).name)
         try:
             self._check_files()
-            self._compare_identity()
-        except BaseException:
-            self._journal.drop()
-            raise
-        try:
+            before = self._journal.identity
+            if before is not None and self._overwrite and before != self._identity:
+                self._journal.restart()
+            elif before is not None:
+                remedy = "Repeat the first command, or start anew with --overwrite."
+                compare_identities(self._journal.path, before, self._identity, work="allocation", remedy=remedy)
             self._journal.begin(self._identity)
         except BaseException:
-            self._journal.close()
+            self._journal.drop()
             raise
         for entry in self._journal.entries:
             self._take(entry)
@@ -167,23 +154,6 @@ class _Output:
             if os.path.lexists(path) and not self._overwrite and not is_own:
                 what, remedy = "The file exists already.", "Choose another with -o, or replace it with --overwrite."
                 raise OutputError(what, where=str(path), remedy=remedy)
-
-    def _compare_identity(self) -> None:
-        before = self._journal.identity
-        if before is None or before == self._identity:
-            return
-        if self._overwrite:
-            self._journal.restart()
-            return
-        key = next(key for key in {**self._identity, **before} if before.get(key) != self._identity.get(key))
-        expected, found = differences(before.get(key), self._identity.get(key))
-        raise OutputError(
-            f"The unfinished allocation differs from this one in: {key}.",
-            where=str(self._journal.path),
-            expected=expected,
-            found=found,
-            remedy="Repeat the first command, or start anew with --overwrite.",
-        )
 
     def record(self, entry: JournalEntry) -> None:
         """Record a finished layer; the record survives a kill from here on."""

@@ -77,11 +77,15 @@ def decode_line(line: bytes) -> dict[str, Any] | None:
 def parse_entry(line: bytes) -> JournalEntry | None:
     """Parse the line of a finished unit; None for any other line, and for an altered one."""
     document = decode_line(line)
+    if document is None or "unit" not in document:
+        return None
     try:
-        files = None if document is None else [FileRecord(**record) for record in document["files"]]
-        return None if document is None else JournalEntry(**{**document, "files": files})
+        entry = JournalEntry(**{**document, "files": [FileRecord(**record) for record in document["files"]]})
     except (KeyError, TypeError):
         return None
+    texts = [entry.unit, *entry.sources.values(), *(text for file in entry.files for text in (file.path, file.sha256))]
+    is_typed = all(isinstance(text, str) for text in texts) and isinstance(entry.measured, dict)
+    return entry if is_typed else None
 
 
 def _split_lines(data: bytes) -> tuple[list[bytes], bytes]:

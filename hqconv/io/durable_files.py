@@ -21,7 +21,7 @@ from hqconv.schemas.untrusted_files import open_regular
 _LOG = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 1 << 22
-_RESUME = "Free the space or mend the folder, then run the same command with --resume."
+_RESUME = "Free the space or mend the folder, then run the same command again (`convert`: with --resume)."
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,10 @@ def source_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        what, remedy = "A file of the source cannot be read.", "Mend the source, then go on with --resume."
+        what, remedy = (
+            "A file of the source cannot be read.",
+            "Mend the source, then run the same command again (`convert`: with --resume).",
+        )
         raise InputError(what, where=str(path), found=error.strerror or str(error), remedy=remedy) from error
 
 

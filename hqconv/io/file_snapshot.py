@@ -11,7 +11,7 @@ from hqconv.errors import InputError
 from hqconv.io.file_access import sha256_of
 from hqconv.schemas.artifact_names import COMPANIONS, CONFIG, INDEX, MANIFEST
 
-_KEEP = "Keep the source as it is during a conversion. Then go on with --resume, which refuses where that is not safe."
+_KEEP = "Keep the source as it is, then run the same command again (`convert`: with --resume, if that is safe)."
 # For a file with the size and time that a journal recorded.
 _ANEW = "Keep the source as it is during a conversion, and start anew with --overwrite."
 _AGAIN = "Verify the artifact; copy it again from where it is whole, or convert the original model again."
