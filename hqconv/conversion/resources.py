@@ -286,8 +286,8 @@ def bounded_gpu(resources: Resources) -> Iterator[None]:
             where=str(resources.device),
             expected=f"{bound / 2**20:.0f} MiB for the conversion",
             found=f"{free / 2**20:.0f} MiB free",
-            remedy="Free the GPU, or use --device cpu: the bytes are the same. Then run the same command again (`convert`: "
-            "with --resume).",
+            remedy="Free the GPU, or use --device cpu: the bytes are the same. Then run the same command "
+            "again (`convert`: with --resume).",
         ) from error
     finally:
         torch.cuda.set_per_process_memory_fraction(before, resources.device)

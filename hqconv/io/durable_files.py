@@ -21,7 +21,7 @@ from hqconv.schemas.untrusted_files import open_regular
 _LOG = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 1 << 22
-_RESUME = "Free the space or mend the folder, then run the same command again (`convert`: with --resume)."
+_AGAIN = "then run the same command again (`convert`: with --resume)."
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class FileRecord:
 
 
 @contextmanager
-def output_errors(where: object, remedy: str = _RESUME) -> Iterator[None]:
+def output_errors(where: object, remedy: str = f"Free the space or mend the folder, {_AGAIN}") -> Iterator[None]:
     """Turn an OSError of the output into an OutputError."""
     try:
         yield
@@ -50,10 +50,7 @@ def source_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        what, remedy = (
-            "A file of the source cannot be read.",
-            "Mend the source, then run the same command again (`convert`: with --resume).",
-        )
+        what, remedy = "A file of the source cannot be read.", f"Mend the source, {_AGAIN}"
         raise InputError(what, where=str(path), found=error.strerror or str(error), remedy=remedy) from error
 
 

@@ -37,9 +37,7 @@ if TYPE_CHECKING:
     from hqconv.formats.source_matrix import SourceMatrix
 
 _NUM_THREADS = 8  # hides the latency of networks and network file systems; the parsing itself holds the GIL
-_SEE_DISK = (
-    "See to the disk or the network that the file lies on, then run the same command again (`convert`: --resume)."
-)
+_SEE_DISK = "See to the disk or the network of the file, then run the same command again (`convert`: with --resume)."
 _KEEP = "Keep the checkpoint as it is during the conversion, and start again."
 
 

@@ -1,7 +1,7 @@
 """Two and three commands at once in one output, each in a mode of its own, and killed at random moments.
 
-At most one of them works, or parts of one count; the others say who does, with exit code 4. Whatever was killed when, a last command gives
-the undisturbed bytes.
+At most one of them works, or parts of one count; the others say who does, with exit code 4. Whatever was killed when,
+a last command gives the undisturbed bytes.
 """
 
 from __future__ import annotations

@@ -383,14 +383,12 @@ def begin(src: Path, out: Path, monkeypatch: pytest.MonkeyPatch, **options: Any)
 
     def record(self: Journal, entry: Any) -> None:
         real(self, entry)
-        raise OutputError("The disk is full.", remedy="Free the space, then run the same command with --resume.")
+        raise OutputError("The disk is full.")
 
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "record", record)
-        with pytest.raises(OutputError) as error:
+        with pytest.raises(OutputError):
             allocate(src, out, **options)
-    assert "--resume" not in error.value.message()  # there is no such option
-    assert "run the same command again" in error.value.remedy
     assert journal_path(out).is_file()
 
 
