@@ -24,7 +24,7 @@ from hqconv.artifact.manifest import (
 )
 from hqconv.errors import differences
 from hqconv.io.durable_files import FileRecord
-from hqconv.io.file_access import blob_sha256
+from hqconv.io.hub import cached_digest
 from hqconv.models.source_protocol import Source
 from hqconv.planning.output_units import CopiedShardPlan, MoeLayerPlan
 from hqconv.planning.plan import ConversionPlan
@@ -141,7 +141,7 @@ def _copied_sums(plan: ConversionPlan, measured: Mapping[str, Measured]) -> dict
 
 def _digests(source: Source, name: str, digests: Mapping[str, str]) -> dict[str, str | None]:
     """Return a source file's SHA-256 as it was read, and as the Hub lists it, where these are known."""
-    of_hub = None if source.repo_id is None else blob_sha256(source.root / name)
+    of_hub = None if source.repo_id is None else cached_digest(source.root / name)
     if source.listing is not None:  # the file may have left the cache by now
         of_hub = source.listing.digests.get(name)
     return {"sha256": digests.get(name), "hub_sha256": of_hub}

@@ -22,7 +22,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from hqconv.errors import VerificationError
-from hqconv.io.piece_reader import BLOCK_BYTES, PieceReader, Reads
+from hqconv.io.file_access import BLOCK_BYTES, PieceReader, Reads
 from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.tensors import TensorRef
 

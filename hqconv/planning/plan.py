@@ -13,8 +13,7 @@ from typing import Any
 
 from hqconv.errors import InputError, RequestError, plural
 from hqconv.io.checkpoint_files import are_all_shards
-from hqconv.io.front_matter import FrontMatter
-from hqconv.io.sidecar_files import has_tokenizer
+from hqconv.io.sidecar_files import FrontMatter, has_tokenizer
 from hqconv.models.config_facts import layer_notices
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.families import BY_NAME

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from hqconv.artifact.rank_file import RankFile, check_sha256
 from hqconv.artifact.tensor_filler import LoadTarget, TensorFiller, prepare_buffers
 from hqconv.errors import RequestError
-from hqconv.io.piece_reader import READS, Reads
+from hqconv.io.file_access import READS, Reads
 from hqconv.serving.artifact_view import ArtifactView
 from hqconv.serving.warm.kernel_store import use_warm_kernels
 

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from hqconv.artifact import tensor_filler
 from hqconv.artifact.tensor_filler import LoadTarget, StagingBuffers, TensorFiller, read_tensors
 from hqconv.errors import VerificationError
-from hqconv.io.piece_reader import PieceReader, Reads
+from hqconv.io.file_access import PieceReader, Reads
 from hqconv.io.safetensors_header import read_header
 from hqconv.schemas.tensors import TensorRef
 from tests.make import processes
@@ -364,7 +364,7 @@ import time, torch
 from pathlib import Path
 from hqconv.artifact import tensor_filler
 from hqconv.io.safetensors_header import read_header
-from hqconv.io.piece_reader import PieceReader
+from hqconv.io.file_access import PieceReader
 from tests.artifact.test_tensor_filler import plain, targets
 tensor_filler.PIECE_BYTES, own = 10, PieceReader.fill
 def slow(self, views, begin):

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from hqconv.io import piece_reader
-from hqconv.io.piece_reader import PieceReader, Reads, is_cached
+from hqconv.io import file_access
+from hqconv.io.file_access import PieceReader, Reads, is_cached
 
 SIZE = 50_001
 
@@ -62,7 +62,7 @@ def test_calls_that_return_less(path: Path, monkeypatch: pytest.MonkeyPatch, ste
         own(descriptor, [views[0]], offset)
         return min(len(views[0]), SIZE - offset, (len(offsets) % 2) * step + 4096)
 
-    monkeypatch.setattr(piece_reader.os, "preadv", short)
+    monkeypatch.setattr(file_access.os, "preadv", short)
     data = path.read_bytes()
     assert read(reader, 100, 30_000) == (data[100:30_000], 30_000)
     assert len(offsets) > 3
@@ -78,7 +78,7 @@ def refuse_switch(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError(errno.EINVAL, "Invalid argument")
         return own(descriptor, command, flags)
 
-    monkeypatch.setattr(piece_reader.fcntl, "fcntl", fcntl_)
+    monkeypatch.setattr(file_access.fcntl, "fcntl", fcntl_)
 
 
 def refuse_reads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def refuse_reads(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError(errno.EINVAL, "Invalid argument")
         return own(descriptor, views, offset, *flags)
 
-    monkeypatch.setattr(piece_reader.os, "preadv", preadv)
+    monkeypatch.setattr(file_access.os, "preadv", preadv)
 
 
 @pytest.mark.parametrize("refuse", [refuse_switch, refuse_reads])
@@ -109,7 +109,7 @@ def test_another_error_is_none_to_go_on_after(path: Path, monkeypatch: pytest.Mo
     def failing(*_: object) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(piece_reader.os, "preadv", failing)
+    monkeypatch.setattr(file_access.os, "preadv", failing)
     with pytest.raises(OSError, match="Input/output"):
         read(reader, 0, 10)
     reader.close()
@@ -119,7 +119,7 @@ def test_a_file_that_cannot_be_looked_at_leaves_no_descriptor(path: Path, monkey
     def failing(_: int) -> bool:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(piece_reader, "is_cached", failing)
+    monkeypatch.setattr(file_access, "is_cached", failing)
     num_open = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(OSError, match="Input/output"):
         PieceReader(path, "auto")
@@ -136,7 +136,7 @@ def sampled(monkeypatch: pytest.MonkeyPatch, path: Path, answer: Any) -> bool:
             raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
         return 1
 
-    monkeypatch.setattr(piece_reader.os, "preadv", preadv)
+    monkeypatch.setattr(file_access.os, "preadv", preadv)
     with path.open("rb") as file:
         return is_cached(file.fileno())
 

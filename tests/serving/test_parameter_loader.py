@@ -11,7 +11,7 @@ import torch
 
 from hqconv.artifact.tensor_filler import LoadTarget
 from hqconv.errors import RequestError, VerificationError
-from hqconv.io.piece_reader import PieceReader
+from hqconv.io.file_access import PieceReader
 from hqconv.schemas.grid import Grid
 from hqconv.serving import parameter_loader as loading
 from hqconv.serving.artifact_location import ArtifactLocation

@@ -32,7 +32,7 @@ from vllm.model_executor.model_loader.weight_cache.protocol import (
 )
 
 from hqconv.errors import VerificationError
-from hqconv.io.piece_reader import PieceReader
+from hqconv.io.file_access import PieceReader
 from hqconv.schemas.grid import Grid
 from hqconv.serving.vllm.plugin import register
 from tests.make.conversions import run
