@@ -6,23 +6,22 @@ there into the tensor: no other tensor is created, and the buffers are the only 
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import ctypes
-import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from hqconv.errors import VerificationError
 from hqconv.io.file_access import BLOCK_BYTES, PieceReader, Reads
+from hqconv.io.host_buffers import HostBuffers
+from hqconv.io.pipeline import pipeline
 from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.tensors import TensorRef
 
@@ -59,139 +58,65 @@ class FileToRead(Protocol):
 AnyFile = TypeVar("AnyFile", bound=FileToRead)
 
 
-class StagingBuffers:
-    """Host buffers of PIECE_BYTES, pinned if `device` is a GPU; created in the background because pinning is slow.
-
-    They begin at page boundaries. Memory that CUDA refuses to pin is used unpinned: copies from it are slower.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.num_users = 0
-        self.timer: threading.Timer | None = None
-        self._device = device
-        self._size_bytes = PIECE_BYTES + -PIECE_BYTES % BLOCK_BYTES
-        self._free: SimpleQueue[torch.Tensor | Exception] = SimpleQueue()
-        self._pinned: list[torch.Tensor] = []
-        self._num_made = self._num_wanted = 0
-        self._is_released = False
-        self._lock = threading.Lock()
-        self._maker: threading.Thread | None = None
-
-    def grow(self, num_buffers: int) -> None:
-        """Let there be at least so many buffers, some time from now."""
-        with self._lock:
-            self._num_wanted = max(self._num_wanted, num_buffers)
-            if self._maker is None and self._num_made < self._num_wanted:
-                self._maker = threading.Thread(target=self._make, name="hqconv-pin", daemon=True)
-                self._maker.start()
-
-    def take(self, *, waits: bool) -> torch.Tensor | None:
-        """Return a free buffer, uint8 [PIECE_BYTES] or some more; if there is none, wait for one or return None.
-
-        Raises the errors of the buffers' creation.
-        """
-        try:
-            found = self._free.get(waits)
-        except Empty:
-            return None
-        if isinstance(found, Exception):
-            self._free.put(found)
-            raise found
-        return found
-
-    def give(self, buffer: torch.Tensor) -> None:
-        """Return a buffer that `take` gave."""
-        self._free.put(buffer)
-
-    def release(self) -> None:
-        """Unpin and free all buffers; none may be in use."""
-        with self._lock:
-            self._is_released, maker = True, self._maker
-        if maker is not None:
-            maker.join()
-        with _beside_captures(self._device):
-            while self._pinned:
-                _cudart().cudaHostUnregister(self._pinned.pop().data_ptr())
-        self._free = SimpleQueue()
-
-    def _make(self) -> None:
-        try:
-            with _beside_captures(self._device):
-                while self._is_another_wanted():
-                    self._free.put(self._new())
-        except Exception as error:  # noqa: BLE001 - raised by `take`
-            self._free.put(error)
-
-    def _is_another_wanted(self) -> bool:
-        with self._lock:
-            if self._is_released or self._num_made >= self._num_wanted:
-                self._maker = None
-                return False
-            self._num_made += 1
-            return True
-
-    def _new(self) -> torch.Tensor:
-        memory = mmap.mmap(-1, self._size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_DONTFORK)  # a child's copy of the pages would be written by nobody
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        buffer = torch.frombuffer(memory, dtype=torch.uint8)
-        if self._device.type == "cuda" and int(_cudart().cudaHostRegister(buffer.data_ptr(), len(memory), 0)) == 0:
-            self._pinned.append(buffer)
-        return buffer
+@dataclass
+class _Pool:
+    buffers: HostBuffers
+    num_users: int = 0
+    timer: threading.Timer | None = None  # that frees the buffers
 
 
 _KEEP_S = 5.0  # until buffers that nobody uses are freed: the next layer or file may follow at once
 _KEEP_PREPARED_S = 120.0
-_pools: dict[torch.device, StagingBuffers] = {}
+_pools: dict[torch.device, _Pool] = {}
 _pools_lock = threading.RLock()
 
 
 def prepare_buffers(device: torch.device) -> None:
     """Create the buffers of a GPU in the background, for a TensorFiller that begins later."""
     with _pools_lock:
-        pool = _pool(device)
-        pool.grow(2 * NUM_THREADS)
+        pool = _pool(device, 2 * NUM_THREADS)
         if not pool.num_users:
             _free_later(device, pool, _KEEP_PREPARED_S)
 
 
-def _borrow(device: torch.device, num_threads: int) -> StagingBuffers:
-    with _pools_lock:
-        pool = _pool(device)
-        pool.num_users += 1
-        pool.grow(2 * num_threads)
-        return pool
-
-
-def _give_back(device: torch.device, pool: StagingBuffers) -> None:
-    with _pools_lock:
-        pool.num_users -= 1
-        if not pool.num_users:
-            _free_later(device, pool, _KEEP_S)
-
-
-def _pool(device: torch.device) -> StagingBuffers:
-    pool = _pools.setdefault(device, StagingBuffers(device))
+def _pool(device: torch.device, num_buffers: int) -> _Pool:
+    if device not in _pools:
+        size_bytes = PIECE_BYTES + -PIECE_BYTES % BLOCK_BYTES
+        _pools[device] = _Pool(HostBuffers(size_bytes, device, 2 * NUM_THREADS, may_be_copied=False))
+    pool = _pools[device]
     if pool.timer is not None:
         pool.timer.cancel()
         pool.timer = None
+    pool.buffers.grow(num_buffers)
     return pool
 
 
-def _free_later(device: torch.device, pool: StagingBuffers, delay_s: float) -> None:
-    timer = threading.Timer(delay_s, _free, [device, pool])
-    timer.daemon = True
-    pool.timer = timer
-    timer.start()
-
-
-def _free(device: torch.device, pool: StagingBuffers) -> None:
+@contextlib.contextmanager
+def _borrowed(device: torch.device, num_buffers: int) -> Iterator[HostBuffers]:
+    """Buffers of a device while the context lasts; they stay for a while afterwards."""
     with _pools_lock:
-        if pool.timer is not threading.current_thread():  # it has been taken into use again
-            return
-        _pools.pop(device)
-    pool.release()
+        pool = _pool(device, num_buffers)
+        pool.num_users += 1
+    try:
+        yield pool.buffers
+    finally:
+        with _pools_lock:
+            pool.num_users -= 1
+            if not pool.num_users:
+                _free_later(device, pool, _KEEP_S)
+
+
+def _free_later(device: torch.device, pool: _Pool, delay_s: float) -> None:
+    def free() -> None:
+        with _pools_lock:
+            if pool.timer is not timer:  # it has been taken into use again
+                return
+            _pools.pop(device)
+        pool.buffers.release()
+
+    pool.timer = timer = threading.Timer(delay_s, free)
+    timer.daemon = True
+    timer.start()
 
 
 def _forget_pools() -> None:
@@ -202,34 +127,6 @@ def _forget_pools() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_pools)
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
-
-
-@contextlib.contextmanager
-def _beside_captures(device: torch.device) -> Iterator[None]:
-    """Make a GPU the current one of this thread, which may pin memory while another thread captures a CUDA graph.
-
-    In CUDA's default mode the call would be refused, and the capture would fail. A server captures its graphs while
-    these buffers are still being created, or freed.
-    """
-    if device.type != "cuda":
-        yield
-        return
-    exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
-    mode = ctypes.c_int(_RELAXED)
-    with torch.cuda.device(device):
-        is_exchanged = exchange(ctypes.byref(mode)) == 0  # mode is the thread's own one now
-        try:
-            yield
-        finally:
-            if is_exchanged:
-                exchange(ctypes.byref(mode))
 
 
 @dataclass
@@ -290,11 +187,9 @@ class TensorFiller(Generic[AnyFile]):
         self._condition = threading.Condition()
         self._failure: BaseException | None = None
         self._is_stopped = False
-        self._threads: list[threading.Thread] = []
-        self._begun: list[threading.Thread] = []  # those of them that are in `_work`, or were
-        self._num_running = 0
         if check is not None:
-            _check_all(check, [file for _, file, _ in jobs])
+            files_of = (file for _, file, _ in jobs)
+            collections.deque(pipeline(files_of, check, NUM_THREADS, NUM_THREADS, name="hqconv-fill"), maxlen=0)
         devices = {target.tensor.device for _, _, targets in jobs for target in targets}
         is_gpu = any(device.type == "cuda" for device in devices)
         mode: Reads = "cached" if reads == "auto" and not is_gpu else reads
@@ -304,7 +199,20 @@ class TensorFiller(Generic[AnyFile]):
         for piece in pieces:
             piece.job.num_left += 1
         self._pieces = iter(pieces)
-        self._start(devices, min(NUM_THREADS, len(pieces)), is_staged=is_gpu or mode == "direct")
+        self._num_threads = min(NUM_THREADS, len(pieces))
+        self._is_running = bool(pieces)
+        self._device = next(iter(devices), torch.device("cpu"))
+        self._is_staged = is_gpu or mode == "direct"
+        # One thread starts and ends the others: an interrupt comes to the main thread alone, and finds one to stop.
+        self._thread = threading.Thread(target=self._run, name="hqconv-fill")
+        if pieces:
+            if is_gpu:
+                torch.cuda.synchronize(self._device)  # copies into this memory must be done before others write
+            try:
+                self._thread.start()
+            except BaseException:
+                self.stop()
+                raise
 
     def __contains__(self, owner: Hashable) -> bool:
         """Return whether an owner's tensors are being filled, or full and not waited for."""
@@ -323,7 +231,7 @@ class TensorFiller(Generic[AnyFile]):
         job = self._jobs.pop(owner)
         try:
             with self._condition:
-                self._condition.wait_for(lambda: not (job.num_left and self._num_running))
+                self._condition.wait_for(lambda: not (job.num_left and self._is_running))
                 if job.num_left:
                     raise self._failure or RuntimeError("The work was stopped before this tensor was full.")
         except BaseException:
@@ -333,63 +241,47 @@ class TensorFiller(Generic[AnyFile]):
     def stop(self) -> None:
         """Give up pieces that have not begun, and return when all threads have ended."""
         self._is_stopped = True
-        for thread in self._threads:
-            thread.join()
+        if self._thread.ident is not None:  # else it ends at once, if it begins at all
+            self._thread.join()
 
-    def _start(self, devices: Collection[torch.device], num_threads: int, *, is_staged: bool) -> None:
-        if not num_threads:
-            return
-        device = next(iter(devices))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # copies into this memory must be done before others write
-        buffers = _borrow(device, num_threads) if is_staged else None
-        self._num_running = num_threads
+    def _run(self) -> None:
+        """Fill all pieces in threads, and close what is open."""
         try:
-            self._threads = [
-                threading.Thread(target=self._work, args=(device, buffers), name=f"hqconv-fill-{number}")
-                for number in range(num_threads)
-            ]
-            for thread in self._threads:
-                thread.start()
-        except BaseException:  # an interrupt may leave it open whether the last one of them runs
-            with self._condition:
-                self._is_stopped, self._threads = True, self._begun
-                num_missing = num_threads - len(self._begun)
-            self._leave(num_missing, device, buffers)
-            self.stop()
-            raise
-
-    def _work(self, device: torch.device, buffers: StagingBuffers | None) -> None:
-        """Fill pieces until there are none, in one thread; the last thread closes what is open."""
-        with self._condition:
-            if self._threads is self._begun:  # `_start` has failed and does not count this thread any more
-                return
-            self._begun.append(threading.current_thread())
-        try:
-            if buffers is None:
-                self._fill_directly()
+            if self._is_staged:
+                with _borrowed(self._device, 2 * self._num_threads) as buffers:
+                    self._run_threads(lambda: self._fill_staged(buffers))
             else:
-                self._fill_staged(device, buffers)
+                self._run_threads(self._fill_directly)
         except BaseException as error:  # noqa: BLE001 - raised by `wait`
-            self._failure = self._failure or error
-            self._is_stopped = True
-        self._leave(1, device, buffers)
-
-    def _leave(self, num_threads: int, device: torch.device, buffers: StagingBuffers | None) -> None:
-        """Count threads that have ended, or never began; if no other is left, close what is open."""
-        with self._condition:
-            self._num_running -= num_threads
-            is_last = num_threads > 0 and self._num_running == 0
-        if is_last:
-            self._clean_up(device, buffers)
-            with self._condition:
-                self._condition.notify_all()
-
-    def _clean_up(self, device: torch.device, buffers: StagingBuffers | None) -> None:
+            self._fail(error)
         for job in self._all_jobs:
             job.close()
-        if buffers is not None:
-            _give_back(device, buffers)
+        with self._condition:
+            self._is_running = False
+            self._condition.notify_all()
+
+    def _run_threads(self, fill: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                fill()
+            except BaseException as error:  # noqa: BLE001 - raised by `wait`
+                self._fail(error)
+
+        threads = [threading.Thread(target=run, name=f"hqconv-fill-{number}") for number in range(self._num_threads)]
+        try:
+            for thread in threads:
+                thread.start()
+        except BaseException:  # no more threads in this system
+            self._is_stopped = True
+            raise
+        finally:
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        self._is_stopped = True
 
     def _fill_directly(self) -> None:
         """Read pieces into tensors of the CPU."""
@@ -399,9 +291,10 @@ class TensorFiller(Generic[AnyFile]):
             _check_end(piece, reached)
             self._arrived(piece)
 
-    def _fill_staged(self, device: torch.device, buffers: StagingBuffers) -> None:
+    def _fill_staged(self, buffers: HostBuffers) -> None:
         """Read pieces into buffers; while one piece is copied from its buffer the next one is read."""
-        stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        is_gpu = self._device.type == "cuda"
+        stream: Any = torch.cuda.Stream(self._device) if is_gpu else None  # type: ignore[no-untyped-call]
         copying: tuple[_Piece, torch.Tensor, Any] | None = None
         try:
             while (piece := self._claim()) is not None:
@@ -431,7 +324,7 @@ class TensorFiller(Generic[AnyFile]):
         _check_end(piece, reached)
         return _copy(buffer[position:], piece.destinations(), stream)
 
-    def _finish(self, buffers: StagingBuffers, piece: _Piece, buffer: torch.Tensor, event: Any) -> None:
+    def _finish(self, buffers: HostBuffers, piece: _Piece, buffer: torch.Tensor, event: Any) -> None:
         """Wait for the copies of a piece, and return its buffer."""
         if event is not None:
             event.synchronize()
@@ -466,14 +359,6 @@ def read_tensors(
     filler = TensorFiller([(file.name, file, targets)], reads=reads)
     filler.wait(file.name)
     return tensors
-
-
-def _check_all(check: Callable[[AnyFile], object], files: Sequence[AnyFile]) -> None:
-    pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="hqconv-fill")
-    try:
-        list(pool.map(check, files))
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _copy(buffer: torch.Tensor, parts: Iterable[torch.Tensor], stream: Any) -> Any:

@@ -22,6 +22,7 @@ class _Memory(mmap.mmap):
 
     pinned_for: torch.device | None = None
     address = 0
+    may_be_copied = True  # when it is freed, after an error
 
     def __del__(self) -> None:
         if self.pinned_for is None or sys.is_finalizing():
@@ -29,16 +30,18 @@ class _Memory(mmap.mmap):
         import torch
 
         with _using_gpu(self.pinned_for):
-            with contextlib.suppress(RuntimeError):  # after an error of CUDA, which has been raised
-                torch.cuda.synchronize()  # work that failed may still be copying
+            if self.may_be_copied:  # else nothing is waited for: that would end another thread's capture of a graph
+                with contextlib.suppress(RuntimeError):  # after an error of CUDA, which has been raised
+                    torch.cuda.synchronize()
             _cudart().cudaHostUnregister(self.address)
 
 
-def host_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
+def host_buffer(num_bytes: int, device: torch.device, *, may_be_copied: bool = True) -> torch.Tensor:
     """Create a buffer, uint8 [num_bytes], that begins at a page boundary; pinned if `device` is a GPU.
 
     It is memory of our own, in huge pages where the system has them: torch's allocator of pinned memory takes the next
-    power of two, and CUDA pins small pages one by one. Raises RuntimeError where CUDA refuses to pin it.
+    power of two, and CUDA pins small pages one by one. may_be_copied: whoever drops it may not have waited for copies
+    of a GPU. Raises RuntimeError where CUDA refuses to pin it.
     """
     import torch
 
@@ -50,7 +53,7 @@ def host_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
     if device.type == "cuda":
         with _using_gpu(device):  # its own, not the first one, which may be another process's
             torch.cuda.check_error(_cudart().cudaHostRegister(buffer.data_ptr(), len(memory), 0))
-        memory.pinned_for, memory.address = device, buffer.data_ptr()
+        memory.pinned_for, memory.address, memory.may_be_copied = device, buffer.data_ptr(), may_be_copied
     return buffer[:num_bytes]
 
 
@@ -62,9 +65,19 @@ class HostBuffers:
     """
 
     def __init__(
-        self, num_bytes: int, device: torch.device, max_buffers: int, on_free: Callable[[], object] | None = None
+        self,
+        num_bytes: int,
+        device: torch.device,
+        max_buffers: int,
+        on_free: Callable[[], object] | None = None,
+        *,
+        may_be_copied: bool = True,
     ) -> None:
-        """Begin with no buffer. on_free: called whenever `take` may have one, in any thread."""
+        """Begin with no buffer. on_free: called whenever `take` may have one, in any thread.
+
+        may_be_copied: as of `host_buffer`.
+        """
+        self._may_be_copied = may_be_copied
         self._num_bytes, self._device, self._max_buffers, self._on_free = num_bytes, device, max_buffers, on_free
         self._changed = threading.Condition()
         self._free: list[torch.Tensor] = []
@@ -141,7 +154,7 @@ class HostBuffers:
 
     def _new(self) -> torch.Tensor:
         try:
-            return host_buffer(self._num_bytes, self._device)
+            return host_buffer(self._num_bytes, self._device, may_be_copied=self._may_be_copied)
         except RuntimeError:
             import torch
 

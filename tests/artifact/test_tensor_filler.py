@@ -23,9 +23,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from hqconv.artifact import tensor_filler
-from hqconv.artifact.tensor_filler import LoadTarget, StagingBuffers, TensorFiller, read_tensors
+from hqconv.artifact.tensor_filler import LoadTarget, TensorFiller, read_tensors
 from hqconv.errors import VerificationError
+from hqconv.io import host_buffers
 from hqconv.io.file_access import PieceReader, Reads
+from hqconv.io.host_buffers import HostBuffers
 from hqconv.io.safetensors_header import read_header
 from hqconv.schemas.tensors import TensorRef
 from tests.make import processes
@@ -108,7 +110,7 @@ def pieces(num_bytes: int, num_threads: int = 3) -> Iterator[list[int]]:
 
 
 def num_threads() -> int:
-    names = ("hqconv-fill", "hqconv-pin")
+    names = ("hqconv-fill", "hqconv-buffers")
     return sum(thread.name.startswith(names) for thread in threading.enumerate())
 
 
@@ -318,43 +320,48 @@ def test_an_interrupted_wait_leaves_nothing(tmp_path: Path, reads: Reads) -> Non
         assert not is_full(files[2], jobs[2][2])
 
 
-@pytest.mark.parametrize("second_thread", ["is at work", "begins later", "never begins"])
+@pytest.mark.parametrize("when", ["before it begins", "while it works"])
 @pytest.mark.parametrize("reads", ["cached", "direct"])
-def test_an_interrupted_start_leaves_nothing(tmp_path: Path, reads: Reads, second_thread: str) -> None:
+def test_an_interrupted_start_leaves_nothing(tmp_path: Path, reads: Reads, when: str) -> None:
     """An interrupt may come before `start` has returned: then it is not known whether the thread runs."""
-    files = [plain(tmp_path / str(number), 2_000) for number in range(2)]
+    files = [plain(tmp_path / str(number), 20_000) for number in range(2)]
     jobs = [(file.name, file, targets(file)) for file in files]
-    reader, work, start = tensor_filler._Job.reader, TensorFiller._work, threading.Thread.start
-    is_at_work, has_failed = threading.Event(), threading.Event()
-
-    def slow(self: tensor_filler._Job) -> PieceReader:
-        if self.file.path == files[1].path:  # in the second thread, while the first one is at the other file
-            is_at_work.set()
-            time.sleep(0.5)
-        elif second_thread == "is at work":
-            is_at_work.wait(60)
-        return reader(self)
+    start, is_at_work, has_failed = threading.Thread.start, threading.Event(), threading.Event()
+    run, reader = TensorFiller._run, tensor_filler._Job.reader
 
     def interrupted(self: threading.Thread) -> None:
-        is_second = self.name == "hqconv-fill-1"
-        if not is_second or second_thread != "never begins":
-            start(self)
-        if is_second:
-            if second_thread == "is at work":
+        start(self)
+        if self.name == "hqconv-fill":
+            if when == "while it works":
                 is_at_work.wait(60)
             raise KeyboardInterrupt
 
-    def late(self: TensorFiller[File], *words: Any) -> None:
-        if threading.current_thread().name == "hqconv-fill-1" and second_thread == "begins later":
+    def late(self: TensorFiller[File]) -> None:
+        if when == "before it begins":
             has_failed.wait(60)
-        work(self, *words)
+        run(self)
 
-    with pieces(4096, 3), patch.object(tensor_filler._Job, "reader", slow), patch.object(TensorFiller, "_work", late):
+    def slow(self: tensor_filler._Job) -> PieceReader:
+        is_at_work.set()
+        time.sleep(0.2)
+        return reader(self)
+
+    def stop(self: TensorFiller[File]) -> None:
+        self._is_stopped = True
+        has_failed.set()
+        own_stop(self)
+
+    own_stop = TensorFiller.stop
+    with (
+        pieces(4096, 3) as read,
+        patch.object(tensor_filler._Job, "reader", slow),
+        patch.object(TensorFiller, "_run", late),
+        patch.object(TensorFiller, "stop", stop),
+    ):
         with patch.object(threading.Thread, "start", interrupted), pytest.raises(KeyboardInterrupt):
             TensorFiller(jobs, reads=reads)
-        assert num_threads() == (second_thread == "begins later")
-        has_failed.set()
         assert has_ended()
+        assert len(read) <= (3 if when == "while it works" else 0)
         assert open_files(tmp_path) == []
 
 
@@ -365,6 +372,8 @@ from pathlib import Path
 from hqconv.artifact import tensor_filler
 from hqconv.io.safetensors_header import read_header
 from hqconv.io.file_access import PieceReader
+from hqconv.io import host_buffers
+from hqconv.io.host_buffers import HostBuffers
 from tests.artifact.test_tensor_filler import plain, targets
 tensor_filler.PIECE_BYTES, own = 10, PieceReader.fill
 def slow(self, views, begin):
@@ -408,7 +417,7 @@ def test_two_at_once_share_few_buffers(tmp_path: Path) -> None:
     """More threads than buffers: who waits for a buffer holds none."""
     files = [plain(tmp_path / str(number), 200_000) for number in range(4)]
     jobs = [(file.name, file, targets(file)) for file in files]
-    with pieces(4096, 4), patch.object(StagingBuffers, "grow", lambda self, _: own_grow(self, 2)):
+    with pieces(4096, 4), patch.object(HostBuffers, "grow", lambda self, _: own_grow(self, 2)):
         begun = [TensorFiller([job], reads="direct") for job in jobs]
         for filler, (owner, file, wanted) in zip(begun, jobs, strict=True):
             filler.wait(owner)
@@ -416,7 +425,7 @@ def test_two_at_once_share_few_buffers(tmp_path: Path) -> None:
         assert has_ended()
 
 
-own_grow = StagingBuffers.grow
+own_grow = HostBuffers.grow
 
 
 def test_buffers_are_kept_for_the_next_files_and_freed_later(tmp_path: Path) -> None:
@@ -431,7 +440,7 @@ def test_buffers_are_kept_for_the_next_files_and_freed_later(tmp_path: Path) -> 
 
 def test_buffers_that_cannot_be_created_end_the_work(tmp_path: Path) -> None:
     file = plain(tmp_path / "f", 50_000)
-    failing = patch.object(tensor_filler.mmap, "mmap", side_effect=OSError(12, "Cannot allocate memory"))
+    failing = patch.object(host_buffers, "_Memory", side_effect=OSError(12, "Cannot allocate memory"))
     with pieces(4096, 2), failing:
         with pytest.raises(OSError, match="Cannot allocate"):
             TensorFiller([("a", file, targets(file))], reads="direct").wait("a")
@@ -474,76 +483,3 @@ def test_bytes_on_a_gpu(tmp_path: Path, reads: Reads) -> None:
             begun.wait(owner)
             assert is_full(file, [LoadTarget(target.ref, target.tensor.cpu()) for target in wanted])
         assert has_ended()
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_buffers_of_a_gpu_are_pinned(tmp_path: Path) -> None:
-    buffers = StagingBuffers(torch.device("cuda", 0))
-    buffers.grow(3)
-    taken = [buffers.take(waits=True) for _ in range(3)]
-    assert all(buffer is not None and buffer.is_pinned() for buffer in taken)
-    for buffer in taken:
-        assert buffer is not None
-        assert buffer.data_ptr() % 4096 == 0
-        buffers.give(buffer)
-    buffers.release()
-    assert not any(buffer is not None and buffer.is_pinned() for buffer in taken)
-
-
-class FakeDriver:
-    """CUDA's capture mode of each thread, as `cuThreadExchangeStreamCaptureMode` has it; and calls that need it."""
-
-    def __init__(self) -> None:
-        self.modes: dict[int, int] = {}
-        self.calls: list[tuple[str, int]] = []  # (call, mode of its thread)
-
-    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:  # noqa: N802 - CUDA's name
-        mine = self.modes.get(threading.get_ident(), 0)
-        self.modes[threading.get_ident()], mode._obj.value = mode._obj.value, mine
-        return 0
-
-    def _called(self, name: str) -> int:
-        self.calls.append((name, self.modes.get(threading.get_ident(), 0)))
-        return 0
-
-    def cudaHostRegister(self, *_: object) -> int:  # noqa: N802
-        return self._called("pin")
-
-    def cudaHostUnregister(self, *_: object) -> int:  # noqa: N802
-        return self._called("unpin")
-
-
-def test_a_thread_may_pin_beside_a_capture_only_while_it_pins(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = FakeDriver()
-    monkeypatch.setattr(tensor_filler.ctypes, "CDLL", lambda _: driver)
-    monkeypatch.setattr(tensor_filler, "_cudart", lambda: driver)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    buffers = StagingBuffers(torch.device("cuda", 0))
-    buffers.grow(2)
-    for _ in range(2):
-        buffers.take(waits=True)
-    buffers.release()
-    assert driver.calls == [("pin", 2), ("pin", 2), ("unpin", 2), ("unpin", 2)]
-    assert set(driver.modes.values()) == {0}  # all threads are back in CUDA's default mode
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_buffers_come_and_go_while_a_graph_is_captured() -> None:
-    """In CUDA's default mode of captures, which vLLM uses."""
-    buffers = StagingBuffers(torch.device("cuda", 0))
-    data, copied = torch.arange(64, device="cuda"), torch.zeros(64, dtype=torch.int64, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        copied.copy_(data)
-        buffers.grow(2)
-        for _ in range(2):
-            buffers.take(waits=True)
-        num_pinned = len(buffers._pinned)  # `is_pinned` is a call that the capture may refuse
-        freeing = threading.Thread(target=buffers.release)
-        freeing.start()
-        freeing.join()
-    assert num_pinned == 2
-    graph.replay()
-    assert torch.equal(copied, data)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import threading
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -87,3 +89,63 @@ def test_they_are_pinned_until_they_are_released() -> None:
     there.copy_(buffers[0], non_blocking=True)  # type: ignore[arg-type]
     pool.release()
     assert all(one is not None and one.is_pinned() for one in buffers)  # somebody may use them
+
+
+class FakeDriver:
+    """CUDA's capture mode of each thread, as `cuThreadExchangeStreamCaptureMode` has it; and calls that need it."""
+
+    def __init__(self) -> None:
+        self.modes: dict[int, int] = {}
+        self.calls: list[tuple[str, int]] = []  # (call, mode of its thread)
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:  # noqa: N802 - CUDA's name
+        mine = self.modes.get(threading.get_ident(), 0)
+        self.modes[threading.get_ident()], mode._obj.value = mode._obj.value, mine
+        return 0
+
+    def _called(self, name: str) -> int:
+        self.calls.append((name, self.modes.get(threading.get_ident(), 0)))
+        return 0
+
+    def cudaHostRegister(self, *_: object) -> int:  # noqa: N802
+        return self._called("pin")
+
+    def cudaHostUnregister(self, *_: object) -> int:  # noqa: N802
+        return self._called("unpin")
+
+
+def test_a_thread_may_pin_beside_a_capture_only_while_it_pins(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver()
+    monkeypatch.setattr(host_buffers.ctypes, "CDLL", lambda _: driver)
+    monkeypatch.setattr(host_buffers, "_cudart", lambda: driver)
+    for name, stub in (("device", lambda _: nullcontext()), ("check_error", int)):
+        monkeypatch.setattr(torch.cuda, name, stub)
+    pool = HostBuffers(4096, torch.device("cuda", 0), 2, may_be_copied=False)
+    pool.grow(2)
+    taken = [pool.take() for _ in range(2)]
+    pool.release()
+    del taken
+    assert driver.calls == [("pin", 2), ("pin", 2), ("unpin", 2), ("unpin", 2)]
+    assert set(driver.modes.values()) == {0}  # all threads are back in CUDA's default mode
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_buffers_come_and_go_while_a_graph_is_captured() -> None:
+    """In CUDA's default mode of captures, which vLLM uses."""
+    pool = HostBuffers(1 << 20, torch.device("cuda", 0), 2, may_be_copied=False)
+    data, copied = torch.arange(64, device="cuda"), torch.zeros(64, dtype=torch.int64, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        copied.copy_(data)
+        kept, other = pool.take(), pool.take()
+        assert other is not None
+        pool.give(other)
+        del other
+        freeing = threading.Thread(target=pool.release)
+        freeing.start()
+        freeing.join()
+    assert kept is not None
+    assert kept.is_pinned()
+    graph.replay()
+    assert torch.equal(copied, data)
