@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -136,11 +135,9 @@ def _artifact_experts(artifact: Artifact, resources: Resources, stack: ExitStack
     a source.
     """
     if artifact.manifest.is_kernel and _decodes_on_device(resources):
-        pool = stack.enter_context(ThreadPoolExecutor(resources.num_threads))
 
         def read_many(name: str) -> Iterator[Expert]:
-            layer = artifact.moe_layer(name)
-            return map(decoded_experts(artifact, layer, resources.device, pool), range(layer.num_experts))
+            return decoded_experts(artifact, artifact.moe_layer(name), resources.device, resources.num_threads)
 
         return read_many
     if artifact.manifest.is_kernel:

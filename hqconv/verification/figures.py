@@ -1,25 +1,39 @@
-"""Compiled sums over a decoded matrix and its source.
+"""Error figures of decoded matrices against their source, and the comparison with those that the manifest records.
 
-Shape legend: N rows, K columns, G groups along K.
+Legend: E experts, N rows, K columns, G groups along K.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from hqconv.conversion.quant_error import relative_error
+from hqconv import __version__
+from hqconv.artifact.manifest import ManifestLayer, ProjectionError
+from hqconv.artifact.reader import Artifact
+from hqconv.conversion.quant_error import relative_error, requantized_counts, scale_changes
+from hqconv.errors import number_text
+from hqconv.formats.source_format import DIRECT_ROUNDED, LARGEST_CHANGE
 from hqconv.jit import compiled_sums
+from hqconv.layout_decoder.codes import has_loops
 from hqconv.layout_decoder.decode import DecodedStack
 from hqconv.layout_decoder.numbers import Array
 from hqconv.layout_decoder.values import decoded_rows, decoded_weights
+from hqconv.models.moe_layer import MoeLayer
+from hqconv.planning.layer_encoding import quantizer_version
 from hqconv.quantization.quantize import ErrorSums
+from hqconv.schemas import artifact_names as names
+from hqconv.schemas.options import RTN
 from hqconv.schemas.weight_schema import WeightSchema
+from hqconv.verification.result import CheckResult, compare_dicts
+
+_DECODED = 2.0**-20  # of a weight: error of float32 products on top of its scale's change
+_RELATIVE_TOLERANCE = 1e-9  # of error figures: sums of the same float64 terms in another order
 
 
 @compiled_sums
@@ -90,35 +104,51 @@ class Figures:
         return relative_error(*self.recorded_sums())
 
 
+NUM_FIGURES = 9  # of a row of `measure`
+
+
 def measure(
-    matrix: DecodedStack,
+    stack: DecodedStack, source: torch.Tensor | None, schema: WeightSchema, param_dtype: str, misread: int | None = None
+) -> torch.Tensor:
+    """Sum up the errors of matrices against `source` [E, N, K]; on a GPU without waiting.
+
+    Returns float64 [E, NUM_FIGURES]: error, power, dot, decoded power, largest ratio of a group's error and power, its
+    index, number of scales that are zero, number of flushed ones, number of codes `misread`.
+    """
+    num_experts, _, num_columns = stack.codes.shape
+    num_groups = num_columns // (schema.weight_scale_group_size or num_columns)
+    if has_loops(stack.codes.device):
+        rows = [_sums_of_expert(stack, source, schema, param_dtype, num_groups, e) for e in range(num_experts)]
+        sums = torch.tensor(rows, dtype=torch.float64)
+    else:
+        sums = _sums_of_stack(stack, source, schema, param_dtype, num_groups)
+    zeros = sums.new_zeros(num_experts)
+    flushed = zeros if stack.flushed is None else stack.flushed.flatten(1).sum(1).double()
+    found = zeros if misread is None else (stack.codes == misread).flatten(1).sum(1).double()
+    counts = torch.stack([(stack.scale_value == 0).flatten(1).sum(1).double(), flushed, found], 1)
+    return torch.cat([sums, counts], 1)
+
+
+def _sums_of_expert(
+    stack: DecodedStack,
     source: torch.Tensor | None,
     schema: WeightSchema,
     param_dtype: str,
-    misread: int | None = None,
-) -> Figures:
-    """Sum up the error of one expert's matrix (E = 1, on the CPU) against `source` [N, K], some rows at a time.
-
-    misread: code whose occurrences are counted.
-    """
-    flushed = 0 if matrix.flushed is None else int(matrix.flushed.sum())
-    zero_scales = int((matrix.scale_value == 0).sum())
-    figures = Figures(num_zero_scales=zero_scales, num_scales=matrix.scale.numel(), num_flushed=flushed)
-    figures.num_misread = 0 if misread is None else int(np.count_nonzero(matrix.codes.numpy() == misread))
-    num_groups = matrix.codes.size(2) // (schema.weight_scale_group_size or matrix.codes.size(2))
-    sums: list[tuple[float, ...]] = []
-    for begin, decoded in decoded_rows(matrix, schema, param_dtype):
+    num_groups: int,
+    expert: int,
+) -> list[float]:
+    """The first six figures of one expert on the CPU, by compiled loops, some rows at a time."""
+    sums: list[Sequence[float]] = []
+    worst, index = 0.0, 0
+    for begin, decoded in decoded_rows(stack, schema, param_dtype, expert):
         if source is None:
             sums.append((0.0, 0.0, 0.0, _sums(None, decoded, num_groups)[3]))
             continue
-        *of_rows, ratio, row, group = _sums(source[begin : begin + len(decoded)], decoded, num_groups)
-        sums.append(tuple(of_rows))
-        if math.sqrt(ratio) > figures.worst[0]:
-            figures.worst = math.sqrt(ratio), begin + row, group
-    totals = [math.fsum(column) for column in zip(*sums, strict=True)]
-    figures.error, figures.power, figures.dot, figures.decoded_power = totals
-    figures.has_source = source is not None
-    return figures
+        *of_rows, ratio, row, group = _sums(source[expert, begin : begin + len(decoded)], decoded, num_groups)
+        sums.append(of_rows)
+        if ratio > worst:
+            worst, index = ratio, (begin + row) * num_groups + group
+    return [*(math.fsum(column) for column in zip(*sums, strict=True)), worst, index]
 
 
 def _sums(source: torch.Tensor | None, decoded: Array, num_groups: int) -> tuple[Any, ...]:
@@ -133,44 +163,37 @@ def _sums(source: torch.Tensor | None, decoded: Array, num_groups: int) -> tuple
     return sums
 
 
-def measure_stack(
-    stack: DecodedStack, source: torch.Tensor | None, schema: WeightSchema, param_dtype: str, misread: int | None = None
+def _sums_of_stack(
+    stack: DecodedStack, source: torch.Tensor | None, schema: WeightSchema, param_dtype: str, num_groups: int
 ) -> torch.Tensor:
-    """Launch `measure` for stacks [E, N, K] on one device without waiting; `figures_of` reads a row of the result.
-
-    Returns float64 [E, 9]: error, power, dot, decoded power, largest ratio of a group's error and power, its index,
-    number of scales that are zero, number of flushed ones, number of codes `misread`.
-    """
+    """The first six figures of all experts, float64 [E, 6], by torch."""
     decoded = decoded_weights(stack, schema, param_dtype).double()
-    num_experts, _, num_columns = decoded.shape
+    num_experts = len(decoded)
     zeros = decoded.new_zeros(num_experts)
     columns = [zeros, zeros, zeros, decoded.square().flatten(1).sum(1), zeros, zeros]
     if source is not None:
         weights = source.double()
         columns[2] = (weights * decoded).flatten(1).sum(1)
-        group = schema.weight_scale_group_size or num_columns
-        error = (weights - decoded).square().view(num_experts, -1, group).sum(2)
-        power = weights.square().view(num_experts, -1, group).sum(2)
+        size = decoded.size(2) // num_groups
+        error = (weights - decoded).square().view(num_experts, -1, size).sum(2)
+        power = weights.square().view(num_experts, -1, size).sum(2)
         columns[0], columns[1] = error.sum(1), power.sum(1)
-        ratio = torch.where(power > 0, error / power, 0.0)
-        columns[4], index = ratio.max(1)
+        columns[4], index = torch.where(power > 0, error / power, 0.0).max(1)
         columns[5] = index.double()
-    flushed = zeros if stack.flushed is None else stack.flushed.flatten(1).sum(1).double()
-    found = zeros if misread is None else (stack.codes == misread).flatten(1).sum(1).double()
-    columns += [(stack.scale_value == 0).flatten(1).sum(1).double(), flushed, found]
     return torch.stack(columns, 1)
 
 
-def figures_of(
-    row: Sequence[float], num_scales: int, num_groups: int, *, has_source: bool, quantizer: ErrorSums | None
-) -> Figures:
-    """Return one expert's figures from its row of `measure_stack`; `num_groups`: groups in a row of the matrix."""
+def figures_of(row: Sequence[float], stack: DecodedStack, schema: WeightSchema, *, has_source: bool) -> Figures:
+    """Return one expert's figures from its row of `measure`."""
     error, power, dot, decoded_power, ratio, index, *counts = row
-    num_zero, num_flushed, num_misread = map(int, counts)
+    num_columns = stack.codes.size(2)
+    num_groups = num_columns // (schema.weight_scale_group_size or num_columns)
     worst = (math.sqrt(ratio), *divmod(int(index), num_groups)) if ratio > 0 else (0.0, 0, 0)
-    figures = Figures(error, power, dot, worst, decoded_power, num_zero, num_scales, num_flushed, num_misread)
-    figures.has_source, figures.quantizer = has_source, quantizer
-    return figures
+    num_zero, num_flushed, num_misread = map(int, counts)
+    num_scales = stack.scale[0].numel()
+    return Figures(
+        error, power, dot, worst, decoded_power, num_zero, num_scales, num_flushed, num_misread, has_source=has_source
+    )
 
 
 def summarize(of_role: Sequence[Figures], *, as_recorded: bool = False) -> dict[str, Any]:
@@ -209,3 +232,93 @@ def summarize(of_role: Sequence[Figures], *, as_recorded: bool = False) -> dict[
 
 def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+# --- figures that the manifest records -----------------------------------------------------------------------
+
+
+def check_recorded(
+    layer: MoeLayer,
+    recorded: Mapping[str, ProjectionError],
+    figures: Mapping[str, Sequence[Figures]],
+    is_coded: bool,
+    result: CheckResult,
+) -> None:
+    """Compare the manifest's error figures with the measured ones, if every expert was measured."""
+    for role in sorted(recorded.keys() | figures.keys()):
+        where = f"{names.MANIFEST}: {layer.name}: quantization_error: {role}"
+        of_role, error = figures.get(role, []), recorded.get(role)
+        if role not in figures or error is None:
+            what = "The recorded errors are not those of the layer's projections."
+            result.add(where, what, list(figures), error and error.to_dict())
+        elif len(of_role) == layer.num_experts:
+            each = [one.recorded_error() for one in of_role]
+            # Experts that were kept unchanged have no error; the total is of the others.
+            changed = [one for one in of_role if one.quantizer is None or not one.quantizer.is_exact]
+            total = summarize(changed, as_recorded=True)["relative_error"] if changed else 0.0
+            worst = error.worst_expert
+            at_worst = each[worst] if worst is not None and 0 <= worst < len(each) else None
+            _check_figure(f"{where}: relative_error", total, error.relative_error, result)
+            _check_figure(f"{where}: worst_relative_error", max(each), error.worst_relative_error, result)
+            _check_figure(f"{where}: worst_expert", max(each), at_worst, result)
+            if worst is not None and at_worst is not None:
+                _check_first(f"{where}: worst_expert", worst, of_role, result)
+            _check_counts(where, error, [one.quantizer for one in of_role if one.quantizer], is_coded, result)
+
+
+def _check_first(where: str, worst: int, of_role: Sequence[Figures], result: CheckResult) -> None:
+    """Check that the worst expert is the first of those with the same sums, as the conversion measures them."""
+    costs = [one.quantizer and (one.quantizer.error, one.quantizer.power) for one in of_role]
+    if costs[worst] is not None and (first := costs.index(costs[worst])) != worst:
+        result.add(where, "Of experts with the same error the first is the worst.", first, worst)
+
+
+def check_search(artifact: Artifact, result: CheckResult) -> None:
+    """Check that the search that chose the scales is this hqconv's, and so can be repeated."""
+    quantizer = artifact.spec.encoding.quantizer
+    if quantizer == RTN or artifact.search_version == quantizer_version(quantizer):
+        return
+    result.add(
+        f"{names.MANIFEST}: quantizer_version",
+        "The scales were searched for by another version of the search, which cannot be repeated here: "
+        "verify against the source with the hqconv that made the artifact, or convert again.",
+        f"{quantizer_version(quantizer)} (hqconv {__version__})",
+        f"{artifact.search_version or 'none'} (hqconv {artifact.manifest.hqconv_version})",
+    )
+
+
+def check_changes(name: str, layer: ManifestLayer, param_dtype: str, result: CheckResult) -> None:
+    """Check recorded scale changes: present only for rounded scales, and not larger than rounding causes."""
+    is_rounded = layer.conversion == DIRECT_ROUNDED
+    limit = LARGEST_CHANGE.get(param_dtype, 0.0)  # artifacts have no other dtype
+    for role, error in layer.quantization_error.items():
+        change, worst = error.largest_scale_change, error.worst_relative_error
+        where = f"{names.MANIFEST}: {name}: quantization_error: {role}: largest_scale_change"
+        if not is_rounded or change is None:
+            if is_rounded or change is not None:
+                what = "A change of scales is recorded where none is rounded, or none where they are."
+                result.add(where, what, "a number" if is_rounded else "none", change)
+            continue
+        if not 0 <= change <= limit:
+            what = "Scales moved further than rounding moves them."
+            result.add(where, what, f"at most {limit:.4g} for {param_dtype}", number_text(change, limit))
+        if worst is None or not worst <= change + _DECODED:
+            what = "The recorded error is larger than the change of scales explains."
+            found = worst if worst is None else number_text(worst, change)
+            result.add(where, what, f"at most {change:.4g}", found)
+
+
+def _check_counts(
+    where: str, error: ProjectionError, costs: Sequence[ErrorSums], is_coded: bool, result: CheckResult
+) -> None:
+    """Check the manifest's counts of requantized matrices and exact scale groups, and the scale changes."""
+    expected = (requantized_counts(costs) if is_coded else {}) | scale_changes(costs)
+    known = {"relative_error", "worst_expert", "worst_relative_error"}
+    found = {key: value for key, value in error.to_dict().items() if key not in known}
+    compare_dicts(where, "The recorded count is not the counted one.", expected, found, result)
+
+
+def _check_figure(where: str, expected: float | None, found: float | None, result: CheckResult) -> None:
+    is_same = expected is not None and found is not None
+    if not is_same or not math.isclose(expected or 0.0, found or 0.0, rel_tol=_RELATIVE_TOLERANCE, abs_tol=1e-30):
+        result.add(where, "The recorded error is not the measured one.", expected, found)

@@ -5,13 +5,15 @@ Legend: T tokens, k choices per token, E experts, H hidden size, I intermediate 
 
 from __future__ import annotations
 
+import json
 import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -20,7 +22,7 @@ from hqconv.artifact.load import load_rank
 from hqconv.artifact.manifest import ProjectionError
 from hqconv.artifact.reader import Artifact
 from hqconv.conversion.hub_prefetch import CachePolicy, fetched_layers
-from hqconv.errors import first_few
+from hqconv.errors import HqconvError, first_few
 from hqconv.formats.source_matrix import SourceMatrix, resized
 from hqconv.kernel_layout.fused_moe import (
     Gemm,
@@ -30,6 +32,8 @@ from hqconv.kernel_layout.fused_moe import (
     layer_config,
     load_gemm,
 )
+from hqconv.kernel_layout.runtime import compiler_version
+from hqconv.kernel_layout.transform import needs_cuda
 from hqconv.layout_decoder.values import unrotated
 from hqconv.models.families import text_config
 from hqconv.models.moe_layer import MoeLayer
@@ -37,6 +41,7 @@ from hqconv.models.source_protocol import Source
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.dtypes import torch_dtype_of
+from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import tp_slices
 from hqconv.schemas.untrusted_files import read_json
 from hqconv.verification.decoded_experts import decoded_experts, source_experts
@@ -55,6 +60,7 @@ from hqconv.verification.result import CheckResult
 from hqconv.verification.rounding import Rounding
 from hqconv.verification.tolerances import ErrorStats, Tolerances, check_figures, relative_error, worst
 
+T = TypeVar("T")
 KNOWN_BY_NAME = "an activation that is known by name only: nothing to hold the kernel to"
 
 
@@ -91,16 +97,13 @@ def check_kernel(
         else:
             unknown.append(f"{layer}: {activation.describe()}")
     wanted = [of_source[layer] for layer in known if layer in of_source]
-    with (
-        ThreadPoolExecutor(num_threads, "hqconv-verify", partial(_begin_thread, device)) as pool,
-        fetched_layers(source, wanted, cache or CachePolicy()) as fetched,
-    ):
+    with fetched_layers(source, wanted, cache or CachePolicy()) as fetched:
         for layer in known:
             entry = artifact.layers[layer]
             if layer in of_source:
                 fetched.wait_for(layer)
             batches = [make_batch(artifact, layer, count, device) for count in tokens]
-            measured = _measure(artifact, layer, batches, source, of_source, pool)
+            measured = _measure(artifact, layer, batches, source, of_source, num_threads)
             fetched.release(layer)
             result.measured[layer] = measured
             recorded = {p: _recorded(e) for p, e in entry.quantization_error.items()}
@@ -120,35 +123,39 @@ def _recorded(error: ProjectionError) -> float:
     return max(error.relative_error or 0.0, error.largest_scale_change or 0.0)
 
 
-def _begin_thread(device: torch.device) -> None:
-    torch.set_num_threads(1)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-
-
 def _measure(
     artifact: Artifact,
     layer: str,
     batches: list[TokenBatch],
     source: Source | None,
     of_source: Mapping[str, MoeLayer],
-    pool: ThreadPoolExecutor,
+    num_threads: int,
 ) -> dict[str, Any]:
     """Measure one layer: all its figures."""
     device, activation = batches[0].x.device, artifact.activation_of(layer)
-    decoded = decoded_experts(artifact, artifact.moe_layer(layer), device, pool)
+    experts = partial(decoded_experts, artifact, artifact.moe_layer(layer), device, num_threads)
     everything = together(batches)
     inputs = LayerInputs.of(artifact, layer, device)
     roundings = [EXACT] if inputs is None else [EXACT, inputs.reference()]
-    expected = moe_forwards(everything.x.double(), everything.routing, decoded, activation, roundings)
-    exact, *rounded = _compare_kernel(artifact, layer, batches, expected, device)
+    with closing(experts()) as decoded:
+        references = moe_forwards(everything.x.double(), everything.routing, in_order(decoded), activation, roundings)
+    exact, *rounded = _compare_kernel(artifact, layer, batches, references, device)
     measured = exact | {f"rounded_{key}": value for figures in rounded for key, value in figures.items()}
     if inputs is not None and inputs.static:
-        measured["clipped"] = inputs.clipped({"w13": everything.x, "w2": expected[0][1]})
+        measured["clipped"] = inputs.clipped({"w13": everything.x, "w2": references[0][1]})
     if source is not None and layer in of_source:
-        original = source_experts(source, of_source[layer], device, pool)
-        measured |= _compare_source(activation, everything, expected[0][0], decoded, original)
+        with (
+            closing(experts()) as decoded,
+            closing(source_experts(source, of_source[layer], device, num_threads)) as original,
+        ):
+            measured |= _compare_source(activation, everything, references[0][0], in_order(decoded), in_order(original))
     return {**measured, "routed_by": batches[0].routed_by}
+
+
+def in_order(values: Iterator[T]) -> Callable[[int], T]:
+    """Return a function that reads values by ascending numbers."""
+    numbered = enumerate(values)
+    return lambda number: next(value for index, value in numbered if index == number)
 
 
 # --- the two comparisons -----------------------------------------------------------------------------------
@@ -208,24 +215,54 @@ def gemm_configs(artifact: Artifact, layer: str) -> list[dict[str, Any]]:
     ]
 
 
-def compile_ahead(artifact: Artifact, layer: str, tokens: Sequence[int], device: torch.device) -> None:
-    """Compile the kernels that `check_kernel` needs for one layer, in any thread. Raises the same errors."""
+def warm_kernels(artifact: Artifact, layers: Iterable[str], tokens: Sequence[int], device: torch.device) -> None:
+    """Compile the kernels that `check_kernel` needs, once for each kind of layer. Errors are left to the check."""
+    seen = set()
+    for layer in layers:
+        entry = artifact.layers[layer]
+        with suppress(HqconvError, OSError):
+            configs = [artifact.layer_config(layer, gemm, 0, 0) for gemm in names.GEMMS]
+            kind = json.dumps([configs, entry.num_experts, entry.top_k, entry.gated], sort_keys=True)
+            kind += artifact.activation_of(layer).describe()
+            if kind not in seen and artifact.knows_activation(layer):
+                seen.add(kind)
+                _warm_layer(artifact, layer, tokens, device)
+
+
+def _warm_layer(artifact: Artifact, layer: str, tokens: Sequence[int], device: torch.device) -> None:
     entry, dtype = artifact.layers[layer], torch_dtype_of(artifact.param_dtype)
     with torch.cuda.device(device):
         configs = gemm_configs(artifact, layer)
-    kernels = partial(
-        compile_input_kernels,
-        num_tokens=tokens,
-        top_k=entry.top_k,
-        dtype=dtype,
-        device=device,
-        rotation=artifact.schema_of(layer).rotation,
-    )
+    activation, rotation = artifact.activation_of(layer), artifact.schema_of(layer).rotation
+    facts = (activation, entry.gated, tokens, entry.top_k, dtype, device, rotation)
     with ThreadPoolExecutor(1) as pool:
-        activation = pool.submit(kernels, *configs[0].values(), artifact.activation_of(layer), entry.gated)
+        inputs = pool.submit(lambda: compile_input_kernels(configs[0]["w13"], configs[0]["w2"], *facts))
         both = [config for pair in configs for config in pair.values()]
         compile_kernels(both, _tuned_for_m(artifact, layer, tokens), device)
-        activation.result()
+        inputs.result()
+
+
+def other_layout(artifact: Artifact) -> str:
+    """Return why a GPU of the artifact's target cannot run its kernels on this machine; "" if it can.
+
+    If the layout depends on the compiler, Humming computes it for the installed one. Raises VerificationError
+    for invalid facts.
+    """
+    firsts = {artifact.kernel_spec_of(name): name for name in reversed(artifact.layers)}
+    for spec, name in firsts.items():
+        if not needs_cuda(spec):
+            continue
+        try:
+            here = GpuTarget(spec.target.sm_version, compiler_version())
+        except (ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
+            return f"its layout depends on the CUDA compiler, and Humming finds none here ({error})"
+        layer = artifact.moe_layer(name)
+        own, found = (artifact.kernel_forms(layer, target) for target in (None, here))
+        for gemm, form in own.items():
+            if (flags := form.flags) != found[gemm].flags:
+                differing = ", ".join(flag for flag in flags if flags[flag] != found[gemm].flags[flag])
+                return f"the artifact is for {spec.target}; CUDA {here.cuda_name} here has another layout ({differing})"
+    return ""
 
 
 def _tuned_for_m(artifact: Artifact, layer: str, tokens: Sequence[int]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,15 +24,12 @@ from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.options import CHECKS, refuse_unknown_checks
-from hqconv.verification.check_batch import why_not
 from hqconv.verification.files import FileDigests, check_files
-from hqconv.verification.kernel import check_kernel
+from hqconv.verification.kernel import check_kernel, other_layout, warm_kernels
 from hqconv.verification.lineage import Lineage
-from hqconv.verification.precompile import begun, kernel_tasks, other_layout
 from hqconv.verification.result import CheckResult, VerificationReport
-from hqconv.verification.scheduling import layer_bytes
 from hqconv.verification.tolerances import kind_of_inputs
-from hqconv.verification.weights import check_weights
+from hqconv.verification.weights import check_weights, layer_bytes
 
 _LOG = logging.getLogger(__name__)
 
@@ -103,13 +101,14 @@ def verify(
         report.manifest_sha256 = artifact.manifest.sha256
         report.warnings = tuple(artifact.manifest.warnings or ())
         layers = _chosen_layers(artifact, options.layers)
-        # Files are hashed while Humming is imported and its kernels are compiled.
         hashing = _begin_digests(artifact, options) if CHECKS[0] in asked else nullcontext()
-        with hashing as digests, begun(_tasks(artifact, source, options, asked, layers)) as finish:
+        with hashing as digests, ThreadPoolExecutor(1, "hqconv-prepare") as pool:
+            # Kernels are compiled during the first checks.
+            kernels = _begin_kernels(artifact, options, layers, pool) if "kernel" in asked else None
             runs: dict[str, Callable[[], CheckResult]] = {
                 "files": lambda: check_files(artifact, source, options.num_threads, digests),
                 "weights": lambda: _weights(artifact, source, options),
-                "kernel": lambda: _kernel(artifact, source, options, layers, finish),
+                "kernel": lambda: _kernel(artifact, source, options, layers, kernels),
             }
             for check in CHECKS:
                 if check in asked:
@@ -131,21 +130,15 @@ def _begin_digests(artifact: Artifact, options: VerifyOptions) -> FileDigests:
     return FileDigests(artifact, options.num_threads, _meter(CHECKS[0], artifact, options))
 
 
-def _tasks(
-    artifact: Artifact, source: Source | None, options: VerifyOptions, asked: Collection[str], layers: list[str]
-) -> list[Callable[[], object]]:
-    """Compilation tasks of the checks on a GPU, to run during the first checks; empty if no such check will run."""
-    tasks: list[Callable[[], object]] = []
-    with suppress(HqconvError, OSError):  # the checks report it
-        device = _weights_device(options.device)
-        if "weights" in asked and source is not None and device is not None:
-            schemas = {kernel_spec.schema: None for kernel_spec in artifact.spec.kernel_specs}
-            arguments = (artifact.param_dtype, torch.bfloat16, device)
-            tasks += [partial(why_not, schema, *arguments) for schema in schemas]
-        device, _ = _kernel_device(artifact, options.device) if "kernel" in asked else (None, "")
+def _begin_kernels(
+    artifact: Artifact, options: VerifyOptions, layers: list[str], pool: ThreadPoolExecutor
+) -> Future[None] | None:
+    """Begin to compile the kernels of the kernel check, if it will run."""
+    with suppress(HqconvError, OSError):  # the check reports it
+        device, _ = _kernel_device(artifact, options.device)
         if device is not None:
-            tasks += kernel_tasks(artifact, _sample(artifact, layers, options), options.tokens, device)
-    return tasks
+            return pool.submit(warm_kernels, artifact, _sample(artifact, layers, options), options.tokens, device)
+    return None
 
 
 def _meter(check: str, artifact: Artifact, options: VerifyOptions) -> Meter | None:
@@ -251,16 +244,17 @@ def _weights(artifact: Artifact, source: Source | None, options: VerifyOptions) 
 
 
 def _kernel(
-    artifact: Artifact, source: Source | None, options: VerifyOptions, layers: list[str], finish: Callable[[], None]
+    artifact: Artifact, source: Source | None, options: VerifyOptions, layers: list[str], kernels: Future[None] | None
 ) -> CheckResult:
-    """Run the kernel check; `finish` waits for the kernels that are being compiled."""
+    """Run the kernel check, once the kernels are compiled."""
     device, obstacle = _kernel_device(artifact, options.device)
     if device is None:
         if options.checks and "kernel" in options.checks:
             raise RequestError("The kernel check cannot run here.", where="--checks kernel", found=obstacle)
         return CheckResult("kernel", skipped=obstacle)
     chosen = _sample(artifact, layers, options)
-    finish()
+    if kernels is not None:
+        kernels.exception()
     with torch.cuda.device(device):
         result = check_kernel(artifact, source, chosen, options.tokens, device, options.num_threads, options.cache)
     result.notes.append(

@@ -6,8 +6,12 @@ artifact's weights is measured on the decoded weights; the decoder shares no cod
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -16,6 +20,7 @@ from hqconv.conversion.hub_prefetch import CachePolicy, fetched_layers
 from hqconv.conversion.progress import Meter
 from hqconv.conversion.quant_error import relative_error
 from hqconv.errors import HqconvError, RequestError, VerificationError, plural
+from hqconv.io.pipeline import pipeline
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.planning.layer_encoding import encoding_of
@@ -26,16 +31,15 @@ from hqconv.schemas.options import GPTQ, RTN
 from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.verification.accounting import conversion_then
 from hqconv.verification.against_source import other_source
-from hqconv.verification.check_batch import plan_staging, why_not
-from hqconv.verification.check_expert import Job, Original, Outcome
 from hqconv.verification.check_input_scales import check_source_scales
-from hqconv.verification.figures import summarize
+from hqconv.verification.content_sums import against, check_content
+from hqconv.verification.experts import Batches, LayerCheck, Original, Outcome, plan_staging, why_not
+from hqconv.verification.figures import check_recorded, check_search, summarize
 from hqconv.verification.fused_exponents import folding_bytes
 from hqconv.verification.lineage import Lineage
-from hqconv.verification.recomputed_sums import against, check_content
-from hqconv.verification.recorded_errors import check_recorded, check_search
 from hqconv.verification.result import NO_EXPERT, CheckResult, Finding
-from hqconv.verification.scheduling import InBatches, OneByOne, worker_pool
+
+_THREADS: dict[str, Any] = {"begin_thread": partial(torch.set_num_threads, 1), "name": "hqconv-verify"}
 
 
 def check_weights(
@@ -75,31 +79,86 @@ def check_weights(
     left_bytes = max_memory_bytes - (0 if staging is None else staging.host_bytes)
     num_workers = max(1, min(num_threads, left_bytes // need))
     of_source = [sources[layer.name] for layer in layers if layer.name in sources] if sources else []
-    num_experts, num_wrong = 0, 0
-    with worker_pool(num_workers) as pool, fetched_layers(source, of_source, cache or CachePolicy()) as fetched:
-        checks = OneByOne(pool, num_workers, meter) if staging is None else InBatches(staging, pool, meter)
+    num_experts = num_wrong = num_again = 0
+    batches = None if staging is None else Batches(staging)
+    with batches or nullcontext(), fetched_layers(source, of_source, cache or CachePolicy()) as fetched:
 
-        def jobs() -> Iterator[Job]:
+        def checks() -> Iterator[LayerCheck]:
             for layer in layers:
                 if sources is not None and source is not None and layer.name in sources:
                     fetched.wait_for(layer.name)
                     check_source_scales(artifact, [layer], source, sources, result)
-                yield _job(artifact, layer, source, sources, shards)
+                yield _layer_check(artifact, layer, source, sources, shards)
 
         # Of a source on the Hub each layer is concluded before the next is awaited: its shards make room.
         is_streamed = source is not None and source.listing is not None
-        for group in ([job] for job in jobs()) if is_streamed else [jobs()]:
-            for job, outcomes in checks.judge(group):
-                _conclude(job, outcomes, result)
-                fetched.release(job.layer.name)
-                num_experts += len(outcomes)
-                num_wrong += sum(bool(outcome.findings) for outcome in outcomes)
+        for group in ([one] for one in checks()) if is_streamed else [checks()]:
+            for check, outcomes in _run(group, batches, num_workers, meter):
+                num_again += sum(one is None for one in outcomes)
+                checked = _named(check, outcomes, num_workers)
+                _conclude(check, checked, result)
+                fetched.release(check.layer.name)
+                num_experts += len(checked)
+                num_wrong += sum(bool(outcome.findings) for outcome in checked)
     if source is not None:
         _name_other_source(artifact, source, num_experts, num_wrong, result)
-    result.notes += [checks.note(), *_misread_notes(result)]
+    result.notes += [_note(batches, num_again, num_experts), *_misread_notes(result)]
     looked_at = f"{len(layers)} of {plural(len(artifact.layers), 'layer')}"
     result.notes.insert(0, f"{looked_at} {against(artifact, layers, source)}")
     return result
+
+
+def layer_bytes(artifact: Artifact, layer: str) -> int:
+    """Approximate bytes of a layer's codes: number of weights times the schema's bits."""
+    entry = artifact.layers[layer]
+    weights = entry.num_experts * entry.hidden_size * entry.intermediate_size * (2 + entry.gated)
+    return int(weights) * artifact.schema_of(layer).num_bits // 8
+
+
+def _run(
+    checks: Iterable[LayerCheck], batches: Batches | None, num_workers: int, meter: Meter | None
+) -> Iterator[tuple[LayerCheck, list[Outcome | None]]]:
+    """Check layers in threads, one expert after the other or in batches; yield each layer with its outcomes.
+
+    None stands for an expert of a batch that must be checked alone.
+    """
+    num_threads = num_workers if batches is None else batches.staging.num_readers
+
+    def run(task: tuple[LayerCheck, range]) -> tuple[LayerCheck, list[Outcome | None]]:
+        check, experts = task
+        if batches is not None:
+            return check, check.run_batch(experts, batches)
+        return check, [check.run(expert) for expert in experts]
+
+    tasks = ((check, experts) for check in checks for experts in check.ranges(batches))
+    with closing(pipeline(tasks, run, 2 * num_threads, num_threads, **_THREADS)) as done:
+        for check, of_layer in itertools.groupby(done, key=lambda one: one[0]):
+            name, outcomes = check.layer.name, list[Outcome | None]()
+            for _, found in of_layer:
+                outcomes += found
+                if meter is not None:
+                    meter.advance(name, layer_bytes(check.artifact, name) * len(found) // check.layer.num_experts)
+            if meter is not None:
+                meter.finish(name)
+            yield check, outcomes
+
+
+def _named(check: LayerCheck, outcomes: Sequence[Outcome | None], num_workers: int) -> list[Outcome]:
+    """Check the experts of a layer that have no outcome yet, alone."""
+    experts = [expert for expert, outcome in enumerate(outcomes) if outcome is None]
+    if not experts:
+        return [outcome for outcome in outcomes if outcome is not None]
+    with closing(pipeline(experts, check.run, 2 * num_workers, num_workers, **_THREADS)) as again:
+        return [next(again) if outcome is None else outcome for outcome in outcomes]
+
+
+def _note(batches: Batches | None, num_again: int, num_experts: int) -> str:
+    """Describe the device of the checks, and the experts that were checked again."""
+    if batches is None:
+        return "on the CPU"
+    repeated = f"; {num_again} of {num_experts} experts again on the CPU" if num_again else ""
+    repeated += f", some after {batches.errors[0]}" if batches.errors else ""
+    return f"on {batches.staging.device}{repeated}"
 
 
 def _name_other_source(
@@ -159,21 +218,21 @@ def _source_layers(artifact: Artifact, source: Source | None, result: CheckResul
         return None
 
 
-def _job(
+def _layer_check(
     artifact: Artifact,
     layer: MoeLayer,
     source: Source | None,
     sources: Mapping[str, MoeLayer] | None,
     shards: Mapping[str, str],
-) -> Job:
+) -> LayerCheck:
     """Make the check of a layer: against the source's layer, if it exists and the artifact records its conversion."""
     findings: list[Finding] = []
     original = None
     if source is not None and sources is not None:
         original = _original(artifact, layer, source, sources.get(layer.name), findings)
-    job = Job(artifact, layer, original, shards)
-    job.findings[:0] = findings
-    return job
+    check = LayerCheck(artifact, layer, original, shards)
+    check.findings[:0] = findings
+    return check
 
 
 def _original(
@@ -230,27 +289,27 @@ def _working_bytes(layer: MoeLayer, schema: WeightSchema, quantizer: str) -> int
 # --- findings -----------------------------------------------------------------------------------------------
 
 
-def _conclude(job: Job, outcomes: Sequence[Outcome], result: CheckResult) -> None:
+def _conclude(check: LayerCheck, outcomes: Sequence[Outcome], result: CheckResult) -> None:
     """Combine the outcomes of a layer's experts into the result."""
-    for finding in (*job.findings, *(f for outcome in outcomes for f in outcome.findings)):
+    for finding in (*check.findings, *(f for outcome in outcomes for f in outcome.findings)):
         result.add(finding.where, finding.what, finding.expected, finding.found)
-    is_good = not job.findings and not any(outcome.findings for outcome in outcomes)
-    if job.original is None or is_good:  # the comparison with the source names faults better
-        check_content(job.artifact, job.layer.name, [one.content for one in outcomes], result)
-    _name_swapped(job.layer, outcomes, result)
+    is_good = not check.findings and not any(outcome.findings for outcome in outcomes)
+    if check.original is None or is_good:  # the comparison with the source names faults better
+        check_content(check.artifact, check.layer.name, [one.content for one in outcomes], result)
+    _name_swapped(check.layer, outcomes, result)
     figures = {
-        role: [outcome.figures[role] for outcome in outcomes if role in outcome.figures] for role in job.layer.roles
+        role: [outcome.figures[role] for outcome in outcomes if role in outcome.figures] for role in check.layer.roles
     }
-    result.measured[job.layer.name] = {role: summarize(of_role) for role, of_role in figures.items() if of_role}
-    if job.original is not None:
-        result.of_experts[job.layer.name] = {
+    result.measured[check.layer.name] = {role: summarize(of_role) for role, of_role in figures.items() if of_role}
+    if check.original is not None:
+        result.of_experts[check.layer.name] = {
             role: [relative_error(one.error, one.power) for one in of_role]
             for role, of_role in figures.items()
-            if len(of_role) == job.layer.num_experts  # otherwise experts cannot be identified
+            if len(of_role) == check.layer.num_experts  # otherwise experts cannot be identified
         }
-    if job.original is not None and Lineage.of(job.artifact, job.original.source).is_own:
-        recorded = job.artifact.layers[job.layer.name].quantization_error
-        check_recorded(job.layer, recorded, figures, not job.layer.format.is_float, result)
+    if check.original is not None and Lineage.of(check.artifact, check.original.source).is_own:
+        recorded = check.artifact.layers[check.layer.name].quantization_error
+        check_recorded(check.layer, recorded, figures, not check.layer.format.is_float, result)
 
 
 def _misread_notes(result: CheckResult) -> list[str]:

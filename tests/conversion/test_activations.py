@@ -131,7 +131,7 @@ def kernel_on_cpu(out: Path, monkeypatch: pytest.MonkeyPatch, activation: str = 
         }
 
     monkeypatch.setattr(module, "_load_rank", load)
-    monkeypatch.setattr(module, "decoded_experts", lambda *_: lambda expert: experts[expert])
+    monkeypatch.setattr(module, "decoded_experts", lambda *_: (expert for expert in experts))
     monkeypatch.setattr(module, "compile_kernels", lambda *_: None)
     if activation:
         real, other = module.fused_moe, Activation.of_label(activation)

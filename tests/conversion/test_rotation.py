@@ -21,7 +21,8 @@ from hqconv.quantization.hadamard import rotate
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.weight_schema import WeightSchema
-from hqconv.verification import decoded_experts, kernel
+from hqconv.verification import kernel
+from hqconv.verification.decoded_experts import decoded_experts
 from hqconv.verification.reference import Routing, moe_forward
 from hqconv.verification.result import CheckResult
 from tests.make import small
@@ -200,10 +201,10 @@ def test_the_kernel_checks_experts_are_turned_back(src: Path, tmp_path: Path) ->
     out = tmp_path / "out"
     run(src, out, schema_of("int8"), Grid(2))
     back = hqconv.dequantize(out, layer=LAYER)
-    with Artifact(out) as artifact, decoded_experts.ThreadPoolExecutor(1) as pool:
-        experts = decoded_experts.decoded_experts(artifact, artifact.moe_layer(LAYER), torch.device("cpu"), pool)
-        for expert in range(4):
-            for role, values in experts(expert).items():
+    with Artifact(out) as artifact:
+        experts = decoded_experts(artifact, artifact.moe_layer(LAYER), torch.device("cpu"), 1)
+        for expert, of_roles in enumerate(experts):
+            for role, values in of_roles.items():
                 np.testing.assert_allclose(values.numpy(), back[role][expert].numpy(), rtol=0, atol=1e-6)
         gemms = kernel.load_rank(artifact, LAYER, 1, 0, "cpu")
     assert {gemm.hadamard_block_size for gemm in gemms.values()} == {128}

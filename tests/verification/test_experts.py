@@ -17,9 +17,9 @@ from hqconv.api import open_source
 from hqconv.artifact.expert_reader import ExpertReader
 from hqconv.artifact.reader import Artifact
 from hqconv.schemas.grid import ROUND_ROBIN, Grid
-from hqconv.verification import check_batch
+from hqconv.verification import experts
 from hqconv.verification import verify as run_module
-from hqconv.verification.check_batch import BatchedJob, plan_staging
+from hqconv.verification.experts import LayerCheck, plan_staging
 from hqconv.verification.result import CheckResult
 from hqconv.verification.weights import check_weights
 from tests.make import small
@@ -146,18 +146,18 @@ def test_two_batches_are_on_the_device_at_a_time(
     out = make("mxfp4", Grid(2, 2))
     expected = batched(out, src)
     both, inside, most = threading.Barrier(2, timeout=60), threading.Semaphore(0), []
-    compare = BatchedJob._compare
+    judge = LayerCheck._judge
 
-    def counted(self: BatchedJob, *words: Any) -> Any:
+    def counted(self: LayerCheck, *words: Any) -> Any:
         inside.release()
         time.sleep(0.05)  # in which a third one would come
         both.wait()  # for ever with one at a time
         most.append(inside._value)
         inside.acquire()
-        return compare(self, *words)
+        return judge(self, *words)
 
-    monkeypatch.setattr(check_batch, "_BATCH_BYTES", 1 << 19)
-    monkeypatch.setattr(BatchedJob, "_compare", counted)
+    monkeypatch.setattr(experts, "_BATCH_BYTES", 1 << 19)
+    monkeypatch.setattr(LayerCheck, "_judge", counted)
     with Artifact(out) as artifact, open_source(src) as opened:
         result = check_weights(artifact, opened, None, 4, GIB, CPU)
     assert len(most) == 8
@@ -172,7 +172,7 @@ def test_ops_that_do_not_load_leave_it_to_the_cpu(
     def fails(*_: object) -> None:
         raise RuntimeError("no such architecture\nand more")
 
-    monkeypatch.setattr("hqconv.verification.check_batch.quantize_stacks", fails)
+    monkeypatch.setattr("hqconv.verification.experts.quantize_stacks", fails)
     result = batched(make("mxfp4", Grid(2, 2)), src)
     assert result.status == "pass"
     assert result.notes[1:] == ["cpu cannot be used: RuntimeError: no such architecture", "on the CPU"]

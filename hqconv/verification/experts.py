@@ -1,0 +1,370 @@
+"""The `weights` check of one layer's experts: decode, compare with the source, measure, and name what is wrong.
+
+A check of one expert on the CPU names every fault. On a device many experts are checked at once, by the same code; an
+expert with any fault, or of a batch that failed, is checked once more, alone.
+
+Legend: E experts, N rows, K columns.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+
+from hqconv.artifact.expert_reader import ExpertReader, read_packed_expert, roles_of
+from hqconv.artifact.reader import Artifact
+from hqconv.conversion.encode import encode, encode_batch, read_matrices
+from hqconv.errors import HqconvError
+from hqconv.formats.source_matrix import resized
+from hqconv.io.host_buffers import HostBuffers
+from hqconv.layout_decoder.decode import DecodedStack, bits_of, decode_packed
+from hqconv.models.expert_bytes import RawExperts, RawLayout
+from hqconv.models.moe_layer import MoeLayer
+from hqconv.models.source_protocol import Source
+from hqconv.planning.layer_encoding import LayerEncoding
+from hqconv.quantization.hadamard import rotate
+from hqconv.quantization.quantize import ErrorSums, quantize_stacks
+from hqconv.schemas import artifact_names as names
+from hqconv.schemas.dtypes import code_of_torch
+from hqconv.schemas.weight_schema import WeightSchema
+from hqconv.verification.comparison import GemmPosition, compare, differs, fingerprints
+from hqconv.verification.content_sums import Totals, expert_totals, stack_totals
+from hqconv.verification.figures import NUM_FIGURES, Figures, figures_of, measure
+from hqconv.verification.fused_exponents import FusedExponents, folding_of, misread_code
+from hqconv.verification.result import Finding
+
+_CPU = torch.device("cpu")
+_BATCH_BYTES = 256 << 20  # of the source and the artifact: enough that Python costs little
+_MAX_READERS = 8
+_SLACK_BYTES = 1 << 12  # of a buffer, between aligned tensors
+_GPU_FREE_SHARE = 0.5  # of the GPU memory that is free: the kernels are next
+_NUM_ON_DEVICE = 2  # batches on the device: one is computed, while work on the next one is launched
+_GPU_BYTES_PER_WEIGHT = 64  # of one expert's weights, while codes and float64 sums of its projections are computed
+
+
+@dataclass
+class Outcome:
+    """Result of the check of one expert.
+
+    expected, found: fingerprints by role; `found` only of projections that are not as expected. content: content sums
+    by role. is_wrong: some value differs, or is none that a conversion writes.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    figures: dict[str, Figures] = field(default_factory=dict)
+    expected: dict[str, bytes] = field(default_factory=dict)
+    found: dict[str, bytes] = field(default_factory=dict)
+    content: dict[str, Totals] = field(default_factory=dict)
+    is_wrong: bool = False
+
+    def note(self, where: str, what: str, expected: object, found: object) -> None:
+        """Note one thing that is wrong."""
+        self.findings.append(Finding(where, what, str(expected), str(found)))
+
+
+@dataclass(frozen=True, eq=False)
+class Original:
+    """A layer of the source, and the encoding that turns it into the artifact's layer."""
+
+    source: Source
+    layer: MoeLayer
+    encoding: LayerEncoding
+
+
+@dataclass(frozen=True, eq=False)
+class Expected:
+    """Projections of some experts by role: the source's weights [E, N, K], and what a decoder should find of them.
+
+    error_sums: by role of each expert, as the conversion measures them; waits for the device.
+    """
+
+    weights: Mapping[str, torch.Tensor]
+    stacks: Mapping[str, DecodedStack]
+    error_sums: Callable[[], Mapping[str, Sequence[ErrorSums]]]
+
+
+class LayerCheck:
+    """Check of one layer, for any thread. `findings` concern the layer as a whole."""
+
+    def __init__(
+        self, artifact: Artifact, layer: MoeLayer, original: Original | None, shards: Mapping[str, str]
+    ) -> None:
+        """Check the headers of all ranks. shards: tensor name → file, of the checkpoint layout."""
+        self.artifact, self.layer, self.original = artifact, layer, original
+        self.shards, self.schema = shards, artifact.schema_of(layer.name)
+        self.findings: list[Finding] = []
+        is_kernel = artifact.spec.layout == names.KERNEL
+        self.reader = ExpertReader(artifact, layer, self._note) if is_kernel else None
+        self.folding = self._folding()
+        self.misread = misread_code(artifact, layer.name)
+
+    def _folding(self) -> FusedExponents | None:
+        """Fusion of exponents into codes; None without good headers, since nothing is compared then."""
+        if self.original is None or self.reader is None or not self.reader.forms:
+            return None
+        try:
+            return folding_of(self.artifact, self.layer)
+        except (HqconvError, KeyError, OSError):  # noted by the reader
+            return None
+
+    def _note(self, where: str, what: str, expected: object, found: object) -> None:
+        self.findings.append(Finding(where, what, str(expected), str(found)))
+
+    # --- one expert
+
+    def run(self, expert: int) -> Outcome:
+        """Check one expert on the CPU, and name everything that is wrong with it."""
+        outcome = Outcome()
+        for gemm in names.GEMMS:
+            found = self._read(gemm, expert, outcome)
+            try:
+                expected = self._expected_alone(expert, roles_of(self.layer, gemm))
+            except HqconvError as error:
+                outcome.note(f"source: {error.where}", error.what, error.expected, error.found)
+                [measured] = self._judge(found, None, 1)
+                outcome.content |= measured.content
+                continue
+            [measured] = self._judge(found, expected, 1)
+            outcome.figures |= measured.figures
+            outcome.content |= measured.content
+            outcome.expected |= measured.expected
+            if measured.is_wrong:
+                self._name(gemm, expert, found, expected, outcome)
+        return outcome
+
+    def _read(self, gemm: str, expert: int, outcome: Outcome) -> dict[str, DecodedStack]:
+        """Decode one expert's projections; without those that cannot be read, which are noted."""
+        if self.reader is not None:
+            return self.reader.read(gemm, expert, outcome.note)
+        found = {
+            role: read_packed_expert(self.artifact, self.layer, role, expert, self.shards, outcome.note)
+            for role in roles_of(self.layer, gemm)
+        }
+        return {role: stack for role, stack in found.items() if stack is not None}
+
+    def _name(
+        self, gemm: str, expert: int, found: dict[str, DecodedStack], expected: Expected | None, outcome: Outcome
+    ) -> None:
+        for role in found:
+            if not math.isfinite(outcome.figures[role].decoded_power):
+                where = f"layer {self.layer.name}, {role} of expert {expert}"
+                outcome.note(where, "Decoded weights are not finite.", "numbers", "NaN or infinity")
+        if expected is None:
+            return
+        position = GemmPosition(self.artifact, self.layer, gemm, expert, self.shards)
+        for role in found:
+            if not compare(found, expected.stacks, role, position, outcome.note):
+                [outcome.found[role]] = fingerprints(found[role].codes)
+
+    def _expected_alone(self, expert: int, roles: Sequence[str]) -> Expected | None:
+        if self.original is None:
+            return None
+        source, layer, encoding = self.original.source, self.original.layer, self.original.encoding
+        stored = read_matrices(source, layer, expert, roles, _CPU, None, encoding)
+        results = encode(expert, stored, encoding)
+        tensors = {role: {k: one.unsqueeze(0) for k, one in results[role].tensors.items()} for role in results}
+        weights = {role: matrix.values().unsqueeze(0) for role, matrix in stored.items()}
+        return self._expected(weights, tensors, lambda: {role: [one.error_sums] for role, one in results.items()})
+
+    # --- experts as stacks
+
+    def _expected(
+        self,
+        weights: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, Mapping[str, torch.Tensor]],
+        error_sums: Callable[[], Mapping[str, Sequence[ErrorSums]]],
+    ) -> Expected:
+        """weights: of the source by role. tensors: of the quantizer by role, packed [E, …]."""
+        rotation = self.schema.rotation
+        weights = {role: rotate(one, rotation) for role, one in weights.items()} if rotation else weights
+        stacks = {}
+        for role, of_role in tensors.items():
+            bits = {name: bits_of(tensor) for name, tensor in of_role.items()}
+            stacks[role] = decode_packed(bits, self.schema, code_of_torch(of_role["weight_scale"].dtype))
+        return Expected(weights, stacks if self.folding is None else self.folding.fold(stacks), error_sums)
+
+    def _judge(self, found: Mapping[str, DecodedStack], expected: Expected | None, num_experts: int) -> list[Outcome]:
+        """Measure projections of some experts, and compare them with the expected ones; waits once for the device."""
+        columns, totals = [], {}
+        for role, stack in found.items():
+            weights = None if expected is None else expected.weights[role]
+            wrong = stack.wrong if expected is None else differs(stack, expected.stacks[role])
+            columns += [
+                measure(stack, weights, self.schema, self.artifact.param_dtype, self.misread),
+                wrong.double().unsqueeze(1),
+            ]
+            totals[role] = stack_totals(stack, self.schema)
+        rows = torch.cat(columns, 1).tolist() if columns else [[] for _ in range(num_experts)]
+        sums = {role: {name: one.cpu() for name, one in of_role.items()} for role, of_role in totals.items()}
+        quantizer = {} if expected is None else expected.error_sums()
+        prints = {} if expected is None else {role: fingerprints(one.codes) for role, one in expected.stacks.items()}
+        outcomes = []
+        for index, row in enumerate(rows):
+            outcome = Outcome(expected={role: of_role[index] for role, of_role in prints.items()})
+            outcome.is_wrong = not all(map(math.isfinite, row))
+            for number, (role, stack) in enumerate(found.items()):
+                *numbers, wrong = row[number * (NUM_FIGURES + 1) : (number + 1) * (NUM_FIGURES + 1)]
+                figures = figures_of(numbers, stack, self.schema, has_source=expected is not None)
+                figures.quantizer = quantizer[role][index] if quantizer else None
+                figures.is_folded = self.folding is not None
+                outcome.is_wrong |= bool(wrong)
+                outcome.figures[role] = figures
+                outcome.content[role] = expert_totals(sums[role], index, is_flushed=figures.num_flushed > 0)
+            outcomes.append(outcome)
+        return outcomes
+
+    # --- batches on a device
+
+    def ranges(self, batches: Batches | None) -> Iterator[range]:
+        """Yield the layer's experts as they are checked: one by one, or in batches."""
+        total = self.layer.num_experts
+        size = 1 if batches is None else self._batch_size(batches.staging) or total
+        for begin in range(0, total, size):
+            yield range(begin, min(begin + size, total))
+
+    def run_batch(self, experts: range, batches: Batches) -> list[Outcome | None]:
+        """Check some experts at once: the outcome of each, or None for an expert that must be checked alone."""
+        if not self._batch_size(batches.staging):
+            return [None] * len(experts)
+        try:
+            with entered(batches.staging.device):
+                outcomes = self._check_batch(experts, batches)
+        except Exception as error:  # noqa: BLE001 - `run` reports errors that matter
+            batches.errors.append(_in_short(error))
+            return [None] * len(experts)
+        return [None if outcome.is_wrong else outcome for outcome in outcomes]
+
+    def _batch_size(self, staging: BatchStaging) -> int:
+        """Experts in a batch: 0 if not even one fits, if a header is wrong, or if the source reads for itself."""
+        layer, original = self.layer, self.original
+        if self.reader is None or self.findings or not (original is None or original.source.reads_ahead):
+            return 0
+        try:
+            expert_bytes = self.reader.plan(range(1)).num_bytes  # the first expert has as many copies as any
+        except (HqconvError, OSError):
+            return 0
+        if original is not None:
+            expert_bytes += RawLayout(original.layer, range(1)).num_bytes
+        weights = len(layer.roles) * layer.hidden_size * layer.intermediate_size
+        gpu_bytes = staging.gpu_bytes // (_GPU_BYTES_PER_WEIGHT * weights)
+        return max(0, min((staging.slot_bytes - _SLACK_BYTES) // expert_bytes, gpu_bytes))
+
+    def _check_batch(self, experts: range, batches: Batches) -> list[Outcome]:
+        original, reader = self.original, self.reader
+        assert reader is not None
+        stored = reader.plan(experts)
+        raw_layout = None if original is None else RawLayout(original.layer, experts)
+        begin = 0 if raw_layout is None else -(-raw_layout.num_bytes // 64) * 64
+        with batches.host_buffer() as host:
+            reader.fill(stored, host.numpy().data[begin:])
+            if original is not None and raw_layout is not None:
+                original.source.read_raw(RawExperts(raw_layout, host[: raw_layout.num_bytes]), raw_layout.ranges)
+            with batches.on_device:
+                buffer = host[: begin + stored.num_bytes].to(batches.staging.device, non_blocking=True)
+                found, expected = reader.decode(stored, buffer[begin:]), None
+                if original is not None and raw_layout is not None:
+                    raw = RawExperts(raw_layout, buffer[: raw_layout.num_bytes])
+                    expected = self._expected_batch(original, experts, raw)
+                return self._judge(found, expected, len(experts))
+
+    def _expected_batch(self, original: Original, experts: range, raw: RawExperts) -> Expected:
+        source, layer, encoding, device = original.source, original.layer, original.encoding, raw.buffer.device
+        done = encode_batch(source, layer, experts, raw, encoding, device)
+
+        def weights(role: str) -> torch.Tensor:
+            stack = raw.stack(role, "weight") if layer.format.is_float else None
+            if stack is not None:
+                return resized(stack, encoding.shapes[role])
+            each = (read_matrices(source, layer, e, [role], device, raw, encoding)[role] for e in experts)
+            return torch.stack([matrix.values() for matrix in each])
+
+        return self._expected(
+            {role: weights(role) for role in done.tensors},
+            done.tensors,
+            lambda: done.error_sums([one.cpu() for one in done.measured]),
+        )
+
+
+@dataclass(frozen=True)
+class BatchStaging:
+    """Number of batches that are read at once, and the host memory of each; memory of the device for one batch."""
+
+    device: torch.device
+    num_readers: int
+    slot_bytes: int
+    gpu_bytes: int
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory for all batches."""
+        return self.num_readers * self.slot_bytes
+
+
+class Batches:
+    """Memory of the batches of all layers, a context manager. errors: of failed batches."""
+
+    def __init__(self, staging: BatchStaging) -> None:
+        self.staging = staging
+        self.on_device = threading.BoundedSemaphore(_NUM_ON_DEVICE)
+        self.errors: list[str] = []
+        self._buffers = HostBuffers(staging.slot_bytes, staging.device, staging.num_readers)
+
+    def __enter__(self) -> Batches:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._buffers.release()
+
+    @contextmanager
+    def host_buffer(self) -> Iterator[torch.Tensor]:
+        """Lend the memory for one batch."""
+        buffer = self._buffers.take()
+        assert buffer is not None
+        try:
+            yield buffer
+        except BaseException:  # the memory is used again, and may still be copied
+            if self.staging.device.type == "cuda":
+                torch.cuda.current_stream(self.staging.device).synchronize()
+            raise
+        finally:
+            self._buffers.give(buffer)
+
+
+def entered(device: torch.device) -> AbstractContextManager[object]:
+    """Context in which kernels are launched on the device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def plan_staging(device: torch.device, num_threads: int, max_host_bytes: int) -> BatchStaging | None:
+    """Plan as many readers as there are threads and memory for; None if there is no memory for one."""
+    slot_bytes = min(_BATCH_BYTES, max_host_bytes) >> 16 << 16
+    if not slot_bytes:
+        return None
+    gpu_bytes = 1 << 62
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        gpu_bytes = int(free * _GPU_FREE_SHARE) // _NUM_ON_DEVICE
+    num_readers = max(1, min(num_threads, _MAX_READERS, max_host_bytes // slot_bytes))
+    return BatchStaging(device, num_readers, slot_bytes, gpu_bytes)
+
+
+def why_not(schema: WeightSchema, param_dtype: str, dtype: torch.dtype, device: torch.device) -> str:
+    """Quantize a small matrix on the device, which compiles Humming's ops; return "" or the reason for the failure."""
+    n = max(64, schema.weight_scale_group_size_n)
+    k = max(128, schema.weight_scale_group_size, schema.rotation)
+    try:
+        with entered(device):
+            tiny = torch.ones(1, n, k, dtype=dtype, device=device)
+            quantize_stacks([tiny], schema, param_dtype)[0].error_sums()
+    except Exception as error:  # noqa: BLE001 - of Humming, its compiler or the driver: the CPU does it as well
+        return _in_short(error)
+    return ""
+
+
+def _in_short(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
