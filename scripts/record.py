@@ -31,7 +31,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,7 +55,7 @@ from hqconv.schemas.input_schema import resolve_inputs
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.weight_schema import PRESETS, resolve_schema
 from hqconv.verification.decoded_experts import decoded_experts
-from hqconv.verification.kernel import LayerInputs
+from hqconv.verification.kernel import LayerInputs, in_order
 from hqconv.verification.reference import EXACT, Routing, moe_forwards
 from hqconv.verification.tolerances import Tolerances
 from scripts.bench import make_source
@@ -272,11 +272,10 @@ def kernel_error(out: Path, step: Step) -> float:
     chosen = torch.linspace(0, num_tokens - 1, min(num_tokens, NUM_COMPARED), device=device).round().long()
     routing = Routing(step.ids[chosen], torch.full((len(chosen), top_k), 1 / top_k, device=device))
     found = step.out.view(num_tokens, top_k, -1)[chosen].double().mean(1)
-    with Artifact(out) as artifact, ThreadPoolExecutor(2) as pool:
-        decoded = decoded_experts(artifact, artifact.moe_layer(LAYER), device, pool)
+    with Artifact(out) as artifact, closing(decoded_experts(artifact, artifact.moe_layer(LAYER), device, 2)) as decoded:
         inputs = LayerInputs.of(artifact, LAYER, device)
         rounding = EXACT if inputs is None else inputs.reference()
-        [(expected, _)] = moe_forwards(step.x[chosen].double(), routing, decoded, ACTIVATION, [rounding])
+        [(expected, _)] = moe_forwards(step.x[chosen].double(), routing, in_order(decoded), ACTIVATION, [rounding])
     return float((found - expected).norm() / expected.norm())
 
 
