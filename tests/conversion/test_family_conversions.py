@@ -16,8 +16,8 @@ from tests.make.families import FAMILIES, SIZES, save_family
 
 SCHEMA = "int4-g32"
 ERROR = 0.15  # relative, of 4 bits in groups of 32
-# One of each kind: biases, no gate, a clamped or bounded activation, gelu, swigluoai without biases, and plain silu.
-KERNELS = ("gpt_oss", "nemotron_h", "deepseek_v4", "step3p7", "gemma4", "minimax_m3_vl", "llama4", "dbrx", "aria")
+# One of each kind: swigluoai with biases, no gate, a clamped or bounded activation, gelu. Each compiles its kernels.
+KERNELS = ("gpt_oss", "nemotron_h", "deepseek_v4", "step3p7", "gemma4")
 
 
 @pytest.mark.sampled(4)

@@ -22,9 +22,16 @@ pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available()
 NUM_EXPERTS, HIDDEN, INNER, TP = 3, 256, 128, 2
 
 
+# One of each kind of expression, which is compiled: tests/verification/test_formulas.py has all of them as plain C.
+KINDS = ("silu", "gelu_tanh", "silu_clamp7", "relu2_bound3", "silu_shift (beta -0.5)", "swigluoai", "situ (beta 4)")
+
+
 @pytest.mark.parametrize(
     ("activation", "gated"),
-    [(activation, True) for activation in GATED] + [(activation, False) for activation in UNGATED],
+    [
+        *((activation, True) for activation in GATED if activation.describe() in KINDS),
+        *((activation, False) for activation in UNGATED if activation.name in ("gelu", "relu2")),
+    ],
     ids=lambda value: value.describe() if isinstance(value, Activation) else str(value),
 )
 def test_activation_expressions(activation: Activation, gated: bool) -> None:
