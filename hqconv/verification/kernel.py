@@ -221,7 +221,7 @@ def warm_kernels(artifact: Artifact, layers: Iterable[str], tokens: Sequence[int
     for layer in layers:
         entry = artifact.layers[layer]
         with suppress(HqconvError, OSError):
-            configs = [artifact.layer_config(layer, gemm, 0, 0) for gemm in names.GEMMS]
+            configs = artifact.rank_file(layer, 0, 0).configs
             kind = json.dumps([configs, entry.num_experts, entry.top_k, entry.gated], sort_keys=True)
             kind += artifact.activation_of(layer).describe()
             if kind not in seen and artifact.knows_activation(layer):

@@ -248,15 +248,13 @@ def test_static_scales_are_read_and_what_they_cut_off_is_told(tmp_path: Path, mo
         scales = {f"{LAYER}.{gemm}_input_scale": scale for gemm, scale in static.items()}
         save_file({**load_file(path), **scales}, path, metadata)
         assert not set(scales) & set(names)
-        stored = artifact.layer_config
-
-        def config(*where: Any) -> dict[str, Any]:
-            return {**stored(*where), "input_quant_mode": "static_tensor"}
+        configs = artifact.rank_file(LAYER, 0, 0).configs
+        for config in configs.values():
+            config["input_quant_mode"] = "static_tensor"
 
         def with_scales(gemms: dict[str, Gemm]) -> dict[str, Gemm]:
             return {gemm: replace(one, input_scale=static[gemm]) for gemm, one in gemms.items()}
 
-        monkeypatch.setattr(artifact, "layer_config", config)
         inputs = replace(artifact.spec.inputs, input_quant_mode="static_tensor")
         monkeypatch.setattr(artifact, "spec", replace(artifact.spec, inputs=inputs))
         found = LayerInputs.of(artifact, LAYER, torch.device("cpu"))
@@ -270,8 +268,9 @@ def test_static_scales_are_read_and_what_they_cut_off_is_told(tmp_path: Path, mo
     assert clipped["w13"] == pytest.approx(0.0455, rel=0.1)  # beyond two standard deviations
     assert clipped["w2"] == 0.0
     assert any("w13: its scale cuts off 4." in note for note in result.notes)
-    assert load_gemm(config(LAYER, "w13", 0, 0), {"input_scale": static["w13"]}).input_scale is static["w13"]
-    assert not load_gemm(config(LAYER, "w13", 0, 0), {"input_scale": static["w13"]}).tensors
+    loaded = load_gemm(configs["w13"], {"input_scale": static["w13"]})
+    assert loaded.input_scale is static["w13"]
+    assert not loaded.tensors
 
 
 def test_activations_without_a_reference_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
