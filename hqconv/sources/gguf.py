@@ -8,9 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from hqconv.errors import InputError, RequestError, first_few
 from hqconv.io import checkpoint_files
@@ -18,28 +17,20 @@ from hqconv.io.checkpoint_files import check_text
 from hqconv.io.durable_files import source_errors
 from hqconv.io.file_access import Descriptors
 from hqconv.io.file_snapshot import FileSnapshot
-from hqconv.io.gguf_header import COPY_AGAIN, GgufHeader, library, metadata_alone, parse_header, read_header
+from hqconv.io.gguf_header import COPY_AGAIN, GgufHeader, metadata_alone, parse_header, read_header
 from hqconv.io.hub import Listing
 from hqconv.io.sidecar_files import SidecarFiles, has_tokenizer
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.family_choice import looks_like_expert
-from hqconv.models.gguf_experts import is_expert, map_gguf
-from hqconv.models.gguf_model import (
-    MLA_ROWS,
-    ROPE_ROWS,
-    STACKED,
-    DenseTensor,
-    Metadata,
-    check_config,
-    map_dense,
-    model_config,
-)
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import MadeFiles, SourceFile
 from hqconv.schemas.artifact_names import CONFIG, INDEX, SINGLE
 from hqconv.schemas.tensors import TensorRef
 from hqconv.schemas.untrusted_files import open_regular, unicode_name
+from hqconv.sources.derived_tensor import check_decoder, dequantize, dequantize_rows
+from hqconv.sources.gguf_experts import is_expert, map_gguf
+from hqconv.sources.gguf_model import Metadata, check_config, map_others, model_config
 from hqconv.sources.gguf_tokenizer import make_tokenizer, tokenizer_files
 from hqconv.sources.safetensors import SafetensorsSource
 
@@ -51,9 +42,6 @@ if TYPE_CHECKING:
     from hqconv.formats.source_matrix import SourceMatrix
 
 _SPLIT = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")
-_CHUNK_NUMBERS = 1 << 18  # decoded at a time: the library's temporaries are several times as large
-
-
 _FETCHED_BYTES = 4 << 20  # of a header on the Hub at a time: a tokenizer's words are most of it
 _OTHER_MODELS = ("mmproj", "imatrix")  # in names of files that hold no language model
 
@@ -109,7 +97,7 @@ class GgufSource(SafetensorsSource):
         """Map the MoE layers in the GGUF files, and every tensor to its use. Raises as `map_gguf`."""
         experts = map_gguf(self._gguf, self._safetensors, self.config)
         for name in experts.converted:
-            _check_decoder(self.tensors[name])
+            check_decoder(self.tensors[name])
         return experts
 
     def read_expert(
@@ -124,7 +112,8 @@ class GgufSource(SafetensorsSource):
         for role in roles:
             refs = layer.sources[expert][role]
             names = {part: f"{ref.name}, expert {expert}" for part, ref in refs.items()}
-            floats = self._weights(refs["weight"], layer.shape(role))
+            (rows, columns), weight = layer.shape(role), refs["weight"]
+            floats = dequantize_rows(self._bytes(weight).reshape(rows, -1), weight.dtype, columns)
             if "scale_2" in refs:
                 floats *= self._numbers(refs["scale_2"])
             bias = torch.from_numpy(self._numbers(refs["bias"])).to(device) if "bias" in refs else None
@@ -140,18 +129,6 @@ class GgufSource(SafetensorsSource):
 
     def _numbers(self, ref: TensorRef) -> np.ndarray[Any, Any]:
         return dequantize(self._bytes(ref), ref.dtype).reshape(ref.shape)
-
-    def _weights(self, ref: TensorRef, shape: tuple[int, int]) -> np.ndarray[Any, Any]:
-        """Decode the weights [out, in] with the gguf library, float32."""
-        import numpy as np
-
-        rows, columns = shape
-        stored = self._bytes(ref).reshape(rows, -1)
-        weights = np.empty(shape, np.float32)
-        step = max(1, _CHUNK_NUMBERS // columns)
-        for start in range(0, rows, step):
-            weights[start : start + step] = dequantize(stored[start : start + step], ref.dtype)
-        return weights
 
 
 class GgufModelSource(GgufSource):
@@ -182,11 +159,10 @@ class GgufModelSource(GgufSource):
         own = None if is_one_file else self._own_config(meta)
         self.config = model_config(meta, self._gguf) if own is None else own
         others = {tensor: ref for tensor, ref in self._gguf.items() if not is_expert(tensor)}
-        sizes = {number: file.size_bytes for number, file in enumerate(self.files)}
-        self._dense, self._dropped = map_dense(meta, others, self.config, sizes, own is not None)
-        for dense in self._dense.values():
-            for part in dense.parts:
-                _check_decoder(part)
+        self._derived, self._dropped = map_others(meta, others, self.config, own is not None)
+        for derived in self._derived.values():
+            for part in derived.parts:
+                check_decoder(part)
         self.tensors = self._all_tensors()
         self.loose = SidecarFiles()
         if not is_one_file:
@@ -205,9 +181,9 @@ class GgufModelSource(GgufSource):
     def map_experts(self) -> ExpertMap:
         """Map the MoE layers, and every tensor to its use. Raises as `map_gguf`."""
         experts = {tensor: ref for tensor, ref in self._gguf.items() if is_expert(tensor)}
-        found = map_gguf(experts, {name: dense.ref for name, dense in self._dense.items()}, self.config)
+        found = map_gguf(experts, {name: derived.ref for name, derived in self._derived.items()}, self.config)
         for name in found.converted:
-            _check_decoder(self.tensors[name])
+            check_decoder(self.tensors[name])
         because = found.chosen_because.replace("experts from GGUF files", "all tensors from GGUF files")
         return replace(found, chosen_because=because, dropped={**found.dropped, **self._dropped})
 
@@ -237,8 +213,8 @@ class GgufModelSource(GgufSource):
 
     def _all_tensors(self) -> dict[str, TensorRef]:
         """Return every tensor in the order of the files: decoded ones by their own names, experts as they lie there."""
-        by_part = {dense.parts[0].name: dense.ref for dense in self._dense.values()}
-        later = {part.name for dense in self._dense.values() for part in dense.parts[1:]}
+        by_part = {derived.parts[0].name: derived.ref for derived in self._derived.values()}
+        later = {part.name for derived in self._derived.values() for part in derived.parts[1:]}
         refs = (by_part.get(ref.name, ref) for ref in self._gguf.values() if ref.name not in later)
         return {ref.name: ref for ref in refs}
 
@@ -269,114 +245,20 @@ class GgufModelSource(GgufSource):
 
     def read_into(self, ref: TensorRef, buffer: WriteableBuffer, start: int = 0) -> None:
         """Fill `buffer` with bytes of a tensor from byte `start` on, decoded; see `SafetensorsSource.read_into`."""
-        dense = self._dense.get(ref.name)
-        if dense is None:
+        derived = self._derived.get(ref.name)
+        if derived is None:
             super().read_into(ref, buffer, start)
             return
         view = memoryview(buffer).cast("B")
         if start < 0 or start + view.nbytes > ref.num_bytes:
             raise ValueError(f"{ref.name}: bytes {start} + {view.nbytes} are outside of {ref.num_bytes}")
         if view.nbytes:
-            self._decode_into(dense, view, start + ref.offset_bytes - dense.ref.offset_bytes)
+            derived.read(super().read_into, view, ref.offset_bytes + start)
 
     def read_all_into(self, pieces: Iterable[tuple[TensorRef, WriteableBuffer]]) -> None:
         """Fill each buffer with all bytes of its tensor, as `read_into`."""
         for ref, buffer in pieces:
             self.read_into(ref, buffer)
-
-    def _decode_into(self, dense: DenseTensor, view: memoryview, start: int) -> None:
-        """Decode the rows that hold a range of bytes, a few at a time."""
-        if len(dense.parts) == 1 and dense.parts[0].dtype == dense.ref.dtype and dense.order not in _REORDERED:
-            super().read_into(dense.parts[0], view, start)
-            return
-        shape = dense.ref.shape
-        rows = shape[0] if len(shape) > 1 or dense.order in _REORDERED else 1
-        row_bytes = dense.ref.num_bytes // rows
-        unit = rows // dense.heads if dense.order in _REORDERED else 1  # heads are decoded whole
-        unit_bytes = unit * row_bytes
-        step = max(1, _CHUNK_NUMBERS * 2 // unit_bytes)
-        end = start + view.nbytes
-        first, last = start // unit_bytes, -(-end // unit_bytes)
-        # One read, which is one request on the Hub; decoding needs several times as much memory, and goes in steps.
-        stored = {span.part.name: (span.begin, self._read_rows(span)) for span in _spans(dense, first, last, unit)}
-        for begin in range(first, last, step):
-            until = min(begin + step, last)
-            decoded = []
-            for span in _spans(dense, begin, until, unit):
-                skip, raw = stored[span.part.name]
-                decoded.append(dequantize(raw[span.begin - skip : span.end - skip], span.part.dtype))
-            data = memoryview(_encode(_arranged(dense, decoded, until - begin), dense.ref).tobytes())
-            offset = begin * unit_bytes
-            low, high = max(start, offset), min(end, offset + len(data))
-            view[low - start : high - start] = data[low - offset : high - offset]
-
-    def _read_rows(self, span: _Span) -> np.ndarray[Any, Any]:
-        import numpy as np
-
-        row_bytes = span.part.num_bytes // span.num_rows
-        raw = np.empty((span.end - span.begin, row_bytes), np.uint8)
-        super().read_into(span.part, raw.data, span.begin * row_bytes)
-        return raw
-
-
-class _Span(NamedTuple):
-    """Rows `begin` … `end` - 1 of a tensor of a GGUF file, which has `num_rows`."""
-
-    part: TensorRef
-    begin: int
-    end: int
-    num_rows: int
-
-
-def _spans(dense: DenseTensor, begin: int, end: int, unit: int) -> list[_Span]:
-    """Return the stored rows of units (heads of `unit` rows, or rows) `begin` … `end` - 1 of a tensor."""
-    parts = dense.parts
-    if dense.order == MLA_ROWS:
-        (heads, rank, _), (_, value, _) = (part.shape for part in parts)
-        sizes = zip(parts, (rank, value), strict=True)
-        return [_Span(part, begin * rows, end * rows, heads * rows) for part, rows in sizes]
-    if dense.order == STACKED:
-        first, second = (part.shape[0] for part in parts)
-        spans = [_Span(parts[0], min(begin, first), min(end, first), first)]
-        spans.append(_Span(parts[1], max(begin - first, 0), max(end - first, 0), second))
-        return [span for span in spans if span.begin < span.end]
-    rows = dense.ref.shape[0] if len(dense.ref.shape) > 1 or dense.order == ROPE_ROWS else 1
-    return [_Span(parts[0], begin * unit, end * unit, rows)]
-
-
-def _arranged(dense: DenseTensor, decoded: Sequence[np.ndarray[Any, Any]], num_units: int) -> np.ndarray[Any, Any]:
-    """Put the decoded rows of `_spans` in the published model's order."""
-    import numpy as np
-
-    if dense.order == ROPE_ROWS:
-        (stored,) = decoded
-        return stored.reshape(num_units, len(stored) // num_units // 2, 2, -1).swapaxes(1, 2)
-    if dense.order == MLA_ROWS:
-        (_, rank, nope), (_, value, _) = (part.shape for part in dense.parts)
-        keys, values = decoded[0].reshape(num_units, rank, nope), decoded[1].reshape(num_units, value, rank)
-        return np.concatenate((keys.swapaxes(1, 2), values), axis=1)
-    return np.concatenate(decoded)
-
-
-_REORDERED = (ROPE_ROWS, MLA_ROWS)
-
-
-def _encode(floats: np.ndarray[Any, Any], ref: TensorRef) -> np.ndarray[Any, Any]:
-    """Round float32 numbers to a tensor's dtype, to nearest, ties to even. Raises InputError if float16 overflows."""
-    import numpy as np
-
-    floats = np.ascontiguousarray(floats, np.float32)
-    if ref.dtype == "F32":
-        return floats
-    if ref.dtype == "BF16":
-        gguf = library()
-        return np.asarray(gguf.quants.quantize(floats, gguf.GGMLQuantizationType.BF16))
-    with np.errstate(over="ignore"):
-        halves = floats.astype(np.float16)
-    if np.any(np.isinf(halves) & np.isfinite(floats)):
-        what, remedy = "A weight is too large for float16.", "Set torch_dtype to bfloat16 in config.json."
-        raise InputError(what, where=ref.name, expected="at most 65504", found=np.abs(floats).max(), remedy=remedy)
-    return halves
 
 
 class _HubFile:
@@ -454,37 +336,3 @@ def _gguf_files(root: Path) -> list[Path]:
     names = [path.name for path in paths]
     _check_split(names, names, str(root))
     return paths
-
-
-def dequantize(raw: np.ndarray[Any, Any], ggml_type: str) -> np.ndarray[Any, Any]:
-    """Decode bytes of whole blocks to float32, along the last dimension."""
-    import numpy as np
-
-    gguf = library()
-    with np.errstate(all="ignore"):  # NaN and infinity are refused where values are encoded
-        floats: np.ndarray[Any, Any] = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[ggml_type])
-    return floats
-
-
-@cache
-def _can_decode(ggml_type: str) -> bool:
-    import numpy as np
-
-    gguf = library()
-    block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[ggml_type]][1]
-    try:
-        dequantize(np.zeros(block_bytes, np.uint8), ggml_type)
-    except NotImplementedError:
-        return False
-    return True
-
-
-def _check_decoder(ref: TensorRef) -> None:
-    if not _can_decode(ref.dtype):
-        raise InputError(
-            "The gguf library cannot decode the type of a tensor.",
-            where=ref.name,
-            expected="a type for weights",
-            found=ref.dtype,
-            remedy="Quantize the GGUF file to another type, or try a newer gguf library.",
-        )

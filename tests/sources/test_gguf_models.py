@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 import hqconv.sources.gguf
 from hqconv.cli.app import app
 from hqconv.errors import HqconvError, InputError, RequestError
-from hqconv.models.gguf_model import ARCHITECTURES
 from hqconv.models.source_protocol import Source
 from hqconv.schemas.artifact_names import TRANSFORMERS_WEIGHTS
+from hqconv.sources.gguf_model import ARCHITECTURES
 from hqconv.sources.opening import open_source
 from tests.make.gguf_models import (
     MODELS,

