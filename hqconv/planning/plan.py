@@ -381,7 +381,7 @@ def _memory_notices(plan: ConversionPlan) -> list[str]:
 
 
 def _quantizer_notices(spec: ConversionSpec) -> list[str]:
-    """Warn of a search where it made predictions worse: at 1 and 2 bits (docs/quality.md)."""
+    """Warn of a search where it made predictions worse: at 1 and 2 bits (docs/quantizers.md)."""
     few = sorted({one.schema.name for one in spec.kernel_specs if one.schema.num_bits <= _FEW_BITS})
     if spec.encoding.quantizer == RTN or not few:
         return []

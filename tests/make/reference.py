@@ -1,4 +1,4 @@
-"""docs/manifest.md as a rule: which keys a JSON document has, and of which types."""
+"""docs/artifact.md as a rule: which keys a manifest has, and of which types."""
 
 from __future__ import annotations
 
