@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 import hqconv
+from hqconv.models.families import FAMILIES
 from hqconv.schemas.weight_schema import PRESETS
+from tests.make.formats import FORMATS
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
 
@@ -57,6 +59,16 @@ def test_messages_name_the_versions_of_the_extras() -> None:
     files["importance"] = "conversion/collect_importance.py"
     for name, module in files.items():
         assert f"Run: pip install '{extras[name][0]}'." in (REPO / "hqconv" / module).read_text()
+
+
+def test_every_source_format_has_its_row() -> None:
+    """As the tests' list of formats has it; what `--schema source` gives is what the tests hold it to."""
+    lines = (REPO / "docs/sources.md").read_text().splitlines()
+    for name, spec in FORMATS.items():
+        kept = spec.direct or (f"{spec.rounded} with `--round-scales`;" if spec.rounded else "refused: ")
+        assert any(line.startswith(f"| {name} | {spec.recognised} | {kept}") for line in lines), name
+    missing = [t for family in FAMILIES for t in family.model_types if not any(t in line for line in lines)]
+    assert missing == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
