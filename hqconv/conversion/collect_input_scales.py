@@ -15,7 +15,6 @@ from hqconv.errors import InputError
 from hqconv.formats.source_format import LAID_OUT
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
-from hqconv.planning.input_scales import static_layers
 from hqconv.planning.output_units import MoeLayerPlan, OutputUnit
 from hqconv.planning.plan import ConversionPlan
 from hqconv.schemas.dtypes import torch_dtype
@@ -54,7 +53,7 @@ def read_input_scales(source: Source, plan: ConversionPlan) -> Mapping[str, Inpu
 
     Of a source on the Hub they are read, and refused, at the first access.
     """
-    layers = static_layers(plan.experts, plan.spec)
+    layers = plan.spec.static_layers(plan.experts)
     if source.listing is not None:
         return _LazyScales(source, layers)
     if not layers:

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Collection, Iterable
+from pathlib import Path
 
-from hqconv.errors import RequestError, plural
-from hqconv.formats.source_format import DIRECT, DIRECT_ROUNDED, why_not_direct
-from hqconv.kernel_layout.compatibility import fuses_exponents, nearest, why_not, why_overflow
+from hqconv.errors import InputError, RequestError
+from hqconv.formats.source_format import why_not_direct
+from hqconv.kernel_layout.compatibility import nearest, why_not, why_overflow
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
-from hqconv.planning.input_scales import check_input_scales, missing_warnings, static_layers
-from hqconv.planning.source_schema import dtype_warnings, rounding_warnings
+from hqconv.planning.importance import Importance
 from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
 from hqconv.schemas.artifact_names import HESSIAN_TILE
+from hqconv.schemas.dtypes import FLOATS
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.grid import GROUPS, Grid, check_grid, slice_unit
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.model_config import NO_HEADS, AttentionHeads
-from hqconv.schemas.options import GPTQ, RTN
+from hqconv.schemas.options import GPTQ
+from hqconv.schemas.tensors import TensorRef
 from hqconv.schemas.weight_schema import PARAM_DTYPES
 
-PROVEN_SM = 90  # of an H200: docs/kernels.md
+# Two levels of scales: above those of groups, which e4m3 holds, a static one, the largest input / (6 * 448).
+_TWO_LEVELS, _OF_TWO_LEVELS = "static_tensor_dynamic_group", "float4e2m1"
+_DYNAMIC = "Use an input schema whose scales are found while serving, such as fp8 or int8."
+_MAX_NAME, _MAX_PATH = 255, 3072  # bytes, of most file systems; of a path with room for that of the output
+_OURS = (
+    *(artifact_names.CONFIG, artifact_names.INDEX, artifact_names.MANIFEST, artifact_names.IMPORTANCE),
+    *(artifact_names.JOURNAL, artifact_names.CARD, artifact_names.SUMS),
+)
 _CODE_DTYPES = ("F8_E4M3", "F8_E5M2", "F4", "U8", "I8", "I32")
 
 
@@ -32,7 +42,7 @@ def check_request(experts: ExpertMap, spec: ConversionSpec, heads: AttentionHead
     heads: of the model, for the TP sizes that a message names. The rules of each GPU are in
     `kernel_layout.compatibility`; a conversion asks Humming itself.
     """
-    check_input_scales(experts, spec)
+    _check_input_scales(experts, spec)
     for kernel_spec in spec.kernel_specs:
         _check_scales(kernel_spec)
         if spec.encoding.quantizer == GPTQ:
@@ -167,7 +177,81 @@ def _check_sizes(layer: MoeLayer, spec: ConversionSpec, heads: AttentionHeads) -
         raise RequestError(error.what, **fields, remedy=error.remedy + hint) from None
 
 
-def check_copied(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> None:
+def _check_input_scales(experts: ExpertMap, spec: ConversionSpec) -> None:
+    """Refuse static scales that cannot be carried, or that the source lacks.
+
+    Raises RequestError, or InputError for a tensor that holds something else than scales.
+    """
+    for kernel_spec in spec.kernel_specs:
+        if kernel_spec.inputs.is_static:
+            _check_static(kernel_spec, spec)
+    for layer in spec.static_layers(experts):
+        _check_source_scales(layer, spec.kernel_spec_of(layer.name))
+        for gemm, refs in layer.input_scales.refs.items():
+            for ref in refs:
+                _check_scale_tensor(ref, layer.input_scales.max_values[gemm])
+
+
+def _check_static(kernel_spec: KernelSpec, spec: ConversionSpec) -> None:
+    where = f"input schema {kernel_spec.inputs.name}"
+    if spec.layout == artifact_names.CHECKPOINT:
+        what = f"From the checkpoint layout {ENGINE.name} cannot load static activation scales of experts."
+        raise RequestError(what, where=where, remedy=f"Use --layout kernel. {_DYNAMIC}")
+    if kernel_spec.schema.rotation:
+        raise RequestError(
+            "Static activation scales were measured before activations are rotated: they would be wrong.",
+            where=f"{where}, schema {kernel_spec.schema.name}: hadamard_block_size",
+            expected=0,
+            found=kernel_spec.schema.rotation,
+            remedy=_DYNAMIC,
+        )
+
+
+def _check_source_scales(layer: MoeLayer, kernel_spec: KernelSpec) -> None:
+    scales = layer.input_scales
+    lacking = next((gemm for gemm in artifact_names.GEMMS if not scales.refs.get(gemm)), None)
+    if lacking is not None:
+        raise RequestError(
+            "The source has no static activation scales.",
+            where=f"{layer.name}: {lacking}, input schema {kernel_spec.inputs.name}",
+            expected=f"tensors such as {next(iter(scales.missing.get(lacking, ())), f'{layer.name}.….input_scale')}",
+            found="none of them",
+            remedy=_DYNAMIC,
+        )
+    is_two = kernel_spec.inputs.input_quant_mode == _TWO_LEVELS
+    if scales.a_dtype != kernel_spec.inputs.a_dtype or is_two != (scales.a_dtype == _OF_TWO_LEVELS):
+        raise RequestError(
+            "The source's static activation scales were not measured for these activations.",
+            where=f"{layer.name}, input schema {kernel_spec.inputs.name}",
+            expected=f"{kernel_spec.inputs.a_dtype} activations with a static scale per tensor"
+            f"{', and dynamic ones per group' * is_two}, by the config",
+            found=scales.a_dtype or "none that the config declares",
+            remedy=_DYNAMIC,
+        )
+
+
+def _check_scale_tensor(ref: TensorRef, max_values: int) -> None:
+    count = math.prod(ref.shape)
+    if ref.dtype not in FLOATS or not 1 <= count <= max_values:
+        raise InputError(
+            "A tensor is no activation scale.",
+            where=f"tensor {ref.name}",
+            expected=f"{' or '.join(FLOATS)}, {'one number' if max_values == 1 else f'1 to {max_values} numbers'}",
+            found=f"{ref.dtype} {list(ref.shape)}",
+            remedy="Check that the checkpoint is complete and that config.json belongs to it.",
+        )
+
+
+def check_source(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> None:
+    """Raise RequestError for a source whose other tensors, or whose columns, do not fit the request."""
+    _check_copied(checkpoint, experts, spec)
+    importance = spec.encoding.importance
+    if importance is not None:
+        _refuse_sorted(checkpoint, importance)
+        importance.check(experts.layers, experts.left, needs_hessian=spec.encoding.quantizer == GPTQ)
+
+
+def _check_copied(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> None:
     """Refuse the checkpoint layout where tensors that it copies are quantized: vLLM would take them for plain ones."""
     if spec.layout != artifact_names.CHECKPOINT or checkpoint.quantization is None:
         return
@@ -183,94 +267,41 @@ def check_copied(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -
         )
 
 
-def request_warnings(experts: ExpertMap, spec: ConversionSpec, heads: AttentionHeads = NO_HEADS) -> tuple[str, ...]:
-    """Return warnings about a request that converts, but runs badly or loses what another option would keep."""
-    warnings = [*experts.config_warnings, *rounding_warnings(experts, spec)]
-    warnings += _search_warnings(experts, spec)
-    warnings += _order_warnings(experts, spec)
-    warnings += dtype_warnings(experts, spec)
-    warnings += _activation_warnings(experts)
-    if spec.layout == artifact_names.CHECKPOINT:
-        warnings += _checkpoint_layout_warnings(experts, spec)
-    else:
-        counts = [layer.num_experts for layer in experts.layers]
-        reasons = ENGINE.kernel_layout_obstacles(experts.family, spec.grid, heads, counts)
-        if spec.grid.split == GROUPS:
-            sizes = dict.fromkeys(layer.intermediate_size for layer in experts.layers)
-            reasons += [reason for size in sizes if (reason := ENGINE.inner_obstacle(size, spec.grid)) is not None]
-        warnings += [f"{ENGINE.release} will not serve this artifact: {reason}." for reason in reasons]
-    kernel_specs = dict.fromkeys(spec.kernel_spec_of(layer.name) for layer in experts.layers)
-    warnings += [reason for one in kernel_specs if (reason := why_overflow(one)) is not None]
-    if spec.layout == artifact_names.KERNEL:
-        warnings += [reason for one in kernel_specs for reason in _kernel_warnings(one)]
-    warnings += missing_warnings(static_layers(experts, spec))
-    return tuple(dict.fromkeys(warnings))
-
-
-def _activation_warnings(experts: ExpertMap) -> list[str]:
-    """Warn of activations of which only the name is known; weights do not depend on them."""
-    unknown = (layer.activation.describe() for layer in experts.layers if not layer.knows_activation)
-    return [
-        f"the experts' activation {name} is known by name only: verify's kernel check passes over these layers, and "
-        f"{ENGINE.name} refuses to serve them from the kernel layout."
-        for name in dict.fromkeys(unknown)
-    ]
-
-
-def _kernel_warnings(kernel_spec: KernelSpec) -> Iterator[str]:
-    """Yield warnings about kernels that are not proven, and about e8m0 scales that Humming fuses into the codes."""
-    if kernel_spec.target.sm_version != PROVEN_SM:
-        yield (
-            f"the layout for {kernel_spec.target.name} is Humming's byte for byte, but hqconv's own tests have run no "
-            f"kernel of it, only sm{PROVEN_SM}'s: run `hqconv verify` on such a GPU."
-        )
-    if not fuses_exponents(kernel_spec):
-        return
-    yield (
-        f"under {kernel_spec.inputs.name} activations Humming keeps a few powers of two only of the exponents of "
-        f"'{kernel_spec.schema.name}', differently for every rank, and rounds the smaller weights again: the recorded "
-        "errors do not hold this, verify measures it."
-    )
-    if kernel_spec.a_dtype == "int8":
-        yield (
-            "Humming's kernels for mxfp4 under int8 activations misread weights beside small negative ones where "
-            "the exponents of a row lie more than 3 apart; verify counts them. Under fp8 activations they do not."
+def _refuse_sorted(checkpoint: Source, importance: Importance) -> None:
+    """Refuse an importance file for an artifact whose w2 has other columns than the model that it was measured on."""
+    if checkpoint.sorted_layers:
+        raise RequestError(
+            "The importance file does not fit the artifact: the columns of w2 were sorted by group.",
+            where=f"{importance.where}, {min(checkpoint.sorted_layers)}",
+            expected="the model that the artifact was made from",
+            found=f"{artifact_names.G_IDX} as intermediate_order in {artifact_names.MANIFEST}",
+            remedy="Convert the original model, or leave --importance out.",
         )
 
 
-def _search_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
-    """Warn if there is no scale to search for; of shared scales and orders of columns only the data tell."""
-    options = spec.encoding
-    for layer in experts.layers:
-        is_coupled = spec.kernel_spec_of(layer.name).schema.is_coupled
-        may_requantize = (is_coupled or layer.format.is_permuted) and not spec.must_be_direct
-        if may_requantize or spec.conversion_of(layer) not in (DIRECT, DIRECT_ROUNDED):
-            return []
-    if options.quantizer == RTN:
-        return []
-    named = f"--quantizer {options.quantizer}" + (" has" if options.importance is None else " and --importance have")
-    return [f"{named} no effect: the codes of all experts are kept, and there is no scale to search for."]
+def check_sidecar_files(other_files: Iterable[str], planned: Collection[str], layout: str) -> None:
+    """Refuse a source whose other files would lie where the artifact's own are or come, or have no room for a name.
+
+    planned: the files of tensors. Raises InputError that names the file.
+    """
+    names = list(other_files)
+    taken = {*planned, *_OURS, *(name + artifact_names.PARTIAL for name in (*planned, *_OURS, *names))}
+    # A folder may not lie where any file comes, and a file not where the artifact's folders come.
+    folders = {folder.as_posix() for path in planned for folder in Path(path).parents}
+    for path in names:
+        above = {folder.as_posix() for folder in Path(path).parents}
+        is_theirs = layout == artifact_names.KERNEL and path.split("/")[0] == artifact_names.EXPERTS_FOLDER
+        if path in taken or path in folders or above & taken or is_theirs:
+            what, expected = "A file of the source has a name that the artifact needs.", "another name"
+            remedy = "Rename the file, or leave it out of the source."
+            raise InputError(what, where=path, expected=expected, remedy=remedy)
+        _check_length(path)
 
 
-def _order_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
-    """Warn of columns with an order of groups: whether codes can be kept is known from the values of g_idx alone."""
-    layers = [layer for layer in experts.layers if spec.encoding_of(layer).sorts_columns]
-    if not layers:
-        return []
-    otherwise = "refused" if all(spec.keeps(layer.name) for layer in layers) else "quantized anew, and counted"
-    return [
-        f"{plural(len(layers), 'layer')} may have columns in an order of their own (g_idx, act order). The codes of w2 "
-        "are kept, with its columns sorted by group and the rows of gate and up in the same order. The codes of gate "
-        f"and up are kept where g_idx is column // group size; elsewhere they are {otherwise}, because the kernel has "
-        "one input for all experts."
-    ]
-
-
-def _checkpoint_layout_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
-    """Return reasons why the engine without hqconv's plugin will not serve the checkpoint layout."""
-    schema = spec.schema
-    of_schema = ENGINE.checkpoint_layout_obstacle(schema, spec.param_dtype)
-    of_layers = (ENGINE.checkpoint_family_obstacle(experts.family, layer.name, schema) for layer in experts.layers)
-    of_family = next((reason for reason in of_layers if reason), None)
-    named = ((f"'{schema.name}' with {spec.param_dtype}", of_schema), (f"'{experts.family}'", of_family))
-    return [f"{ENGINE.release} cannot serve {name} from this layout: {reason}." for name, reason in named if reason]
+def _check_length(path: str) -> None:
+    longest = max(len(part.encode()) for part in Path(path + artifact_names.PARTIAL).parts)
+    for num_bytes, most in ((longest, _MAX_NAME), (len(path.encode()), _MAX_PATH)):
+        if num_bytes > most:
+            what, expected = "The name of a file of the source is too long.", f"at most {most} bytes"
+            found = f"{num_bytes} bytes, with {artifact_names.PARTIAL} while it is written"
+            raise InputError(what, where=path, expected=expected, found=found, remedy="Rename the file.")

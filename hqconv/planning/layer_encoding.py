@@ -131,6 +131,11 @@ class EncodingOptions:
         """Return the keys of plans and summaries for a manifest, which may be damaged."""
         return {"quantizer": document.get("quantizer", RTN), "importance": document.get("importance")}
 
+    @property
+    def keeps_scales(self) -> bool:
+        """False where scales of another dtype than the parameters' are rounded."""
+        return not self.round_scales
+
     def conversion(self, source: SourceFormat, schema: WeightSchema, param_dtype: str) -> str:
         """Return how a layer in the format `source` is converted, as `conversion_of`."""
         return conversion_of(source, schema, param_dtype, round_scales=self.round_scales)

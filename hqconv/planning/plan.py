@@ -5,23 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-from hqconv.errors import InputError, RequestError, plural
-from hqconv.io.checkpoint_files import are_all_shards
-from hqconv.io.sidecar_files import FrontMatter, has_tokenizer
-from hqconv.models.config_facts import layer_notices
+from hqconv.errors import plural
 from hqconv.models.expert_map import ExpertMap
-from hqconv.models.families import BY_NAME
 from hqconv.models.source_protocol import Source
-from hqconv.planning.checks import check_copied, check_request, refuse_unserved, request_warnings
+from hqconv.planning.checks import check_request, check_sidecar_files, check_source, refuse_unserved
 from hqconv.planning.gpu_memory import GpuMemory, other_bytes
-from hqconv.planning.importance import Importance
-from hqconv.planning.input_scales import static_layers
+from hqconv.planning.notices import memory_notices, quantizer_notices, request_warnings, source_notices, source_warnings
 from hqconv.planning.output_units import (
     MoeLayerPlan,
     OutputUnit,
@@ -34,9 +28,8 @@ from hqconv.planning.output_units import (
 from hqconv.planning.source_schema import plain_layers
 from hqconv.planning.spec import ConversionOptions, ConversionSpec, make_spec
 from hqconv.schemas import artifact_names
-from hqconv.schemas.gpu_target import GPUS, GpuTarget
-from hqconv.schemas.model_config import NO_HEADS, AttentionHeads, attention_heads, text_config
-from hqconv.schemas.options import GPTQ, RTN
+from hqconv.schemas.gpu_target import GpuTarget
+from hqconv.schemas.model_config import NO_HEADS, AttentionHeads, attention_heads
 from hqconv.schemas.overrides import assign
 
 
@@ -79,48 +72,6 @@ def source_facts(checkpoint: Source, experts: ExpertMap | None) -> SourceFacts:
         heads=attention_heads(checkpoint.config),
         bytes_of={kind: sum(tensors[name].num_bytes for name in names) for kind, names in kinds.items()},
     )
-
-
-_FEW_BITS = 2
-_MAX_NAME, _MAX_PATH = 255, 3072  # bytes, of most file systems; of a path with room for that of the output
-_OURS = (
-    *(
-        artifact_names.CONFIG,
-        artifact_names.INDEX,
-        artifact_names.MANIFEST,
-        artifact_names.IMPORTANCE,
-        artifact_names.JOURNAL,
-    ),
-    *(artifact_names.CARD, artifact_names.SUMS),
-)
-
-
-def check_sidecar_files(other_files: Iterable[str], planned: Collection[str], layout: str) -> None:
-    """Refuse a source whose other files would lie where the artifact's own are or come, or have no room for a name.
-
-    planned: the files of tensors. Raises InputError that names the file.
-    """
-    names = list(other_files)
-    taken = {*planned, *_OURS, *(name + artifact_names.PARTIAL for name in (*planned, *_OURS, *names))}
-    # A folder may not lie where any file comes, and a file not where the artifact's folders come.
-    folders = {folder.as_posix() for path in planned for folder in Path(path).parents}
-    for path in names:
-        above = {folder.as_posix() for folder in Path(path).parents}
-        is_theirs = layout == artifact_names.KERNEL and path.split("/")[0] == artifact_names.EXPERTS_FOLDER
-        if path in taken or path in folders or above & taken or is_theirs:
-            what, expected = "A file of the source has a name that the artifact needs.", "another name"
-            remedy = "Rename the file, or leave it out of the source."
-            raise InputError(what, where=path, expected=expected, remedy=remedy)
-        _check_length(path)
-
-
-def _check_length(path: str) -> None:
-    longest = max(len(part.encode()) for part in Path(path + artifact_names.PARTIAL).parts)
-    for num_bytes, most in ((longest, _MAX_NAME), (len(path.encode()), _MAX_PATH)):
-        if num_bytes > most:
-            what, expected = "The name of a file of the source is too long.", f"at most {most} bytes"
-            found = f"{num_bytes} bytes, with {artifact_names.PARTIAL} while it is written"
-            raise InputError(what, where=path, expected=expected, found=found, remedy="Rename the file.")
 
 
 @dataclass(frozen=True)
@@ -284,12 +235,8 @@ def make_plan(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> C
     """Plan a conversion. Raises RequestError where request, schema, grid and layers do not fit together."""
     heads = attention_heads(checkpoint.config)
     check_request(experts, spec, heads)
-    check_copied(checkpoint, experts, spec)
-    experts = experts.with_input_scales({layer.name for layer in static_layers(experts, spec)})
-    if spec.encoding.importance is not None:
-        _refuse_sorted(checkpoint, spec.encoding.importance)
-        needs_hessian = spec.encoding.quantizer == GPTQ
-        spec.encoding.importance.check(experts.layers, experts.left, needs_hessian=needs_hessian)
+    check_source(checkpoint, experts, spec)
+    experts = experts.with_input_scales({layer.name for layer in spec.static_layers(experts)})
     layers: list[MoeLayerPlan] = []
     shards: list[Shard] = []
     for layer in experts.layers:
@@ -310,93 +257,8 @@ def make_plan(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> C
         other_files=checkpoint.other_files,
         other_bytes=checkpoint.loose.num_bytes,
         made_files=checkpoint.made.planned,
-        warnings=(*request_warnings(experts, spec, heads), *_left_out(checkpoint), *_card_warnings(checkpoint)),
+        warnings=(*request_warnings(experts, spec, heads), *source_warnings(checkpoint)),
         other_bytes_per_gpu=other_bytes(checkpoint.tensors, experts.copied, experts.left, spec.grid, heads),
     )
-    notices = (*source_notices(checkpoint, experts), *_memory_notices(plan), *_quantizer_notices(spec))
+    notices = (*source_notices(checkpoint, experts), *memory_notices(plan.gpu_memory, spec), *quantizer_notices(spec))
     return replace(plan, notices=notices)
-
-
-def _refuse_sorted(checkpoint: Source, importance: Importance) -> None:
-    """Refuse an importance file for an artifact whose w2 has other columns than the model that it was measured on."""
-    if checkpoint.sorted_layers:
-        raise RequestError(
-            "The importance file does not fit the artifact: the columns of w2 were sorted by group.",
-            where=f"{importance.where}, {min(checkpoint.sorted_layers)}",
-            expected="the model that the artifact was made from",
-            found=f"{artifact_names.G_IDX} as intermediate_order in {artifact_names.MANIFEST}",
-            remedy="Convert the original model, or leave --importance out.",
-        )
-
-
-def source_notices(checkpoint: Source, experts: ExpertMap) -> list[str]:
-    """Warn of a model that hqconv knows by its names only, and of a checkpoint that a server may not load whole."""
-    names = [layer.name for layer in experts.layers] + list(experts.left)
-    family, text = BY_NAME.get(experts.family), text_config(checkpoint.config)
-    notices = [] if family is None else layer_notices(family, names, checkpoint.tensors, text)
-    if not experts.is_own_row:
-        activations = ", ".join(dict.fromkeys(layer.activation.describe() for layer in experts.layers))
-        notices.append(
-            f"hqconv does not know the model_type {checkpoint.config.get('model_type')}: its experts were found by the "
-            f"names of {experts.family}, and their numbers by its config keys. Compare the activation ({activations}) "
-            "and the number of experts per token with the model's code."
-        )
-    if checkpoint.index_sha256 is None and are_all_shards([file.name for file in checkpoint.files]):
-        notices.append(
-            f"the source has no {artifact_names.INDEX}: its tensors are those of its {len(checkpoint.files)} numbered "
-            "shards. The artifact has an index of its own; a server of the source needs one."
-        )
-    if checkpoint.made.planned:
-        notices.append(checkpoint.made.notice)
-    elif not has_tokenizer(checkpoint.other_files):
-        made = checkpoint.made
-        if made.obstacle:
-            notices.append(f"no tokenizer can be made from the metadata of {made.origin}: {made.obstacle}.")
-        if checkpoint.place == checkpoint.root:
-            notices.append(no_tokenizer("source"))
-        else:
-            remedy = "put the GGUF file and the publisher's files into a folder, and convert the folder"
-            notices.append(no_tokenizer("source", remedy))
-    return notices
-
-
-def no_tokenizer(folder: str, remedy: str = "copy the publisher's files into it") -> str:
-    """Return the warning of a folder, or a file, without a tokenizer."""
-    return (
-        f"the {folder} has no tokenizer (tokenizer.json, tokenizer.model, vocab.json …): {remedy}, or start the server "
-        "with --tokenizer."
-    )
-
-
-def _memory_notices(plan: ConversionPlan) -> list[str]:
-    """Warn of weights that no known GPU of the target can hold."""
-    memory, sm_version = plan.gpu_memory, plan.spec.target.sm_version
-    models = [gpu.memory_gb for gpu in GPUS.values() if gpu.sm_version == sm_version]
-    if memory is None or memory.total <= max(models, default=0) * 10**9:
-        return []
-    return [
-        f"each GPU needs about {memory.total / 1e9:.0f} GB for weights alone, and the largest known GPU of "
-        f"{plan.spec.target.name} has {max(models)} GB: use a larger --tp or --ep, or a schema with fewer bits."
-    ]
-
-
-def _quantizer_notices(spec: ConversionSpec) -> list[str]:
-    """Warn of a search where it made predictions worse: at 1 and 2 bits (docs/quantizers.md)."""
-    few = sorted({one.schema.name for one in spec.kernel_specs if one.schema.num_bits <= _FEW_BITS})
-    if spec.encoding.quantizer == RTN or not few:
-        return []
-    return [
-        f"--quantizer {spec.encoding.quantizer} lowers the error of weights, but at 2 bits ({', '.join(few)}) it made "
-        "predictions worse than rtn in all models that were measured: compare both with `hqconv evaluate`."
-    ]
-
-
-def _left_out(checkpoint: Source) -> list[str]:
-    """List the files of the source that are not taken along."""
-    return [f"{name} is left out: {reason}." for name, reason in checkpoint.loose.left_out.items()]
-
-
-def _card_warnings(checkpoint: Source) -> list[str]:
-    """Warn if the source's license and tags are not taken over."""
-    problem = FrontMatter.of(checkpoint.loose.card or b"").problem
-    return [f"The front matter of {artifact_names.CARD} was not taken over: {problem}."] if problem else []

@@ -9,18 +9,14 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from hqconv.errors import RequestError
 from hqconv.formats.source_format import (
-    DIRECT_ROUNDED,
     LAID_OUT,
-    LARGEST_CHANGE,
     PER_PROJECTION,
     ROUNDED_ALWAYS,
     ROUNDED_IF_ASKED,
     SourceFormat,
-    conversion_of,
     why_not_direct,
 )
 from hqconv.models.expert_map import ExpertMap
@@ -28,9 +24,6 @@ from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.layer_encoding import EncodingOptions
 from hqconv.schemas.grid import EVEN, GROUPS, Grid, slice_unit
 from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, SOURCE, WeightSchema, resolve_schema, shorthand_of
-
-if TYPE_CHECKING:
-    from hqconv.planning.spec import ConversionSpec
 
 _TP_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 32)  # tried where the requested size does not work
 _DEFAULTS = EncodingOptions()
@@ -229,36 +222,3 @@ def _remedy(layer: MoeLayer, param_dtype: str, grid: Grid) -> str:
     if not ways:
         return "Name the schema to requantize to, such as fp8 or int4; the error is measured and recorded."
     return f"{', or '.join(ways)}; or name another schema to requantize to."
-
-
-def dtype_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
-    """Name a parameter dtype under which more layers would keep their codes and scales."""
-    if spec.encoding.round_scales:
-        return []
-    num_direct: dict[str, int] = {
-        dtype: sum(
-            not why_not_direct(layer.format, spec.kernel_spec_of(layer.name).schema, dtype) for layer in experts.layers
-        )
-        for dtype in PARAM_DTYPES
-    }
-    return [
-        f"the source's scales are {dtype}: with --dtype {dtype} its codes would be kept as they are."
-        for dtype, count in num_direct.items()
-        if count > num_direct[spec.param_dtype]
-    ]
-
-
-def rounding_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
-    """Warn of scales that are rounded without `round_scales`: where the schema's codes are the source's."""
-    dtype = spec.param_dtype
-    kinds = {
-        layer.format.scale_dtype
-        for layer in experts.layers
-        if not spec.keeps(layer.name)
-        and conversion_of(layer.format, spec.kernel_spec_of(layer.name).schema, dtype) == DIRECT_ROUNDED
-    }
-    return [
-        f"the source's codes are kept, and its {kind} scales rounded to {dtype} as a server does at load: each moves "
-        f"by {LARGEST_CHANGE[dtype]:.2%} at most."
-        for kind in sorted(kinds)
-    ]

@@ -133,6 +133,10 @@ class ConversionSpec:
         schema = self.kernel_spec_of(layer.name).schema
         return encoding_of(layer, schema, self.param_dtype, self.encoding, must_be_direct=self.keeps(layer.name))
 
+    def static_layers(self, experts: ExpertMap) -> list[MoeLayer]:
+        """Return the layers whose activation scales are carried into the artifact."""
+        return [layer for layer in experts.layers if self.kernel_spec_of(layer.name).inputs.is_static]
+
     def conversion_of(self, layer: MoeLayer) -> str:
         """Return how one layer is converted, as `formats.source_format.conversion_of`."""
         return self.encoding.conversion(layer.format, self.kernel_spec_of(layer.name).schema, self.param_dtype)

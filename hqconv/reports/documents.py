@@ -33,7 +33,8 @@ from hqconv.models.source_protocol import Source
 from hqconv.planning.checks import is_served_with
 from hqconv.planning.gpu_memory import GpuMemory, expert_bytes, other_bytes
 from hqconv.planning.layer_encoding import EncodingOptions
-from hqconv.planning.plan import ConversionPlan, SourceFacts, no_tokenizer, source_facts, source_notices
+from hqconv.planning.notices import no_tokenizer, source_notices
+from hqconv.planning.plan import ConversionPlan, SourceFacts, source_facts
 from hqconv.planning.source_schema import direct_schemas
 from hqconv.planning.spec import default_param_dtype
 from hqconv.reports.texts import Document

@@ -1,0 +1,236 @@
+"""Warnings about requests, which a manifest records, and notices about sources and servers, which it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hqconv.errors import plural
+from hqconv.formats.source_format import DIRECT, DIRECT_ROUNDED, LARGEST_CHANGE, conversion_of, why_not_direct
+from hqconv.io.checkpoint_files import are_all_shards
+from hqconv.io.sidecar_files import FrontMatter, has_tokenizer
+from hqconv.kernel_layout.compatibility import fuses_exponents, why_overflow
+from hqconv.models.config_facts import layer_notices
+from hqconv.models.expert_map import ExpertMap
+from hqconv.models.families import BY_NAME
+from hqconv.models.source_protocol import Source
+from hqconv.planning.gpu_memory import GpuMemory
+from hqconv.planning.spec import ConversionSpec
+from hqconv.schemas import artifact_names
+from hqconv.schemas.engine import ENGINE
+from hqconv.schemas.gpu_target import GPUS
+from hqconv.schemas.grid import GROUPS
+from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.model_config import NO_HEADS, AttentionHeads, text_config
+from hqconv.schemas.options import RTN
+from hqconv.schemas.weight_schema import PARAM_DTYPES
+
+PROVEN_SM = 90  # of an H200: docs/kernels.md
+_FEW_BITS = 2
+
+
+def request_warnings(experts: ExpertMap, spec: ConversionSpec, heads: AttentionHeads = NO_HEADS) -> tuple[str, ...]:
+    """Return warnings about a request that converts, but runs badly or loses what another option would keep."""
+    warnings = [*experts.config_warnings, *_rounding_warnings(experts, spec)]
+    warnings += _search_warnings(experts, spec)
+    warnings += _order_warnings(experts, spec)
+    warnings += _dtype_warnings(experts, spec)
+    warnings += _activation_warnings(experts)
+    if spec.layout == artifact_names.CHECKPOINT:
+        warnings += _checkpoint_layout_warnings(experts, spec)
+    else:
+        counts = [layer.num_experts for layer in experts.layers]
+        reasons = ENGINE.kernel_layout_obstacles(experts.family, spec.grid, heads, counts)
+        if spec.grid.split == GROUPS:
+            sizes = dict.fromkeys(layer.intermediate_size for layer in experts.layers)
+            reasons += [reason for size in sizes if (reason := ENGINE.inner_obstacle(size, spec.grid)) is not None]
+        warnings += [f"{ENGINE.release} will not serve this artifact: {reason}." for reason in reasons]
+    kernel_specs = dict.fromkeys(spec.kernel_spec_of(layer.name) for layer in experts.layers)
+    warnings += [reason for one in kernel_specs if (reason := why_overflow(one)) is not None]
+    if spec.layout == artifact_names.KERNEL:
+        warnings += [reason for one in kernel_specs for reason in _kernel_warnings(one)]
+    warnings += _missing_scales(experts, spec)
+    return tuple(dict.fromkeys(warnings))
+
+
+def _activation_warnings(experts: ExpertMap) -> list[str]:
+    """Warn of activations of which only the name is known; weights do not depend on them."""
+    unknown = (layer.activation.describe() for layer in experts.layers if not layer.knows_activation)
+    return [
+        f"the experts' activation {name} is known by name only: verify's kernel check passes over these layers, and "
+        f"{ENGINE.name} refuses to serve them from the kernel layout."
+        for name in dict.fromkeys(unknown)
+    ]
+
+
+def _kernel_warnings(kernel_spec: KernelSpec) -> Iterator[str]:
+    """Yield warnings about kernels that are not proven, and about e8m0 scales that Humming fuses into the codes."""
+    if kernel_spec.target.sm_version != PROVEN_SM:
+        yield (
+            f"the layout for {kernel_spec.target.name} is Humming's byte for byte, but hqconv's own tests have run no "
+            f"kernel of it, only sm{PROVEN_SM}'s: run `hqconv verify` on such a GPU."
+        )
+    if not fuses_exponents(kernel_spec):
+        return
+    yield (
+        f"under {kernel_spec.inputs.name} activations Humming keeps a few powers of two only of the exponents of "
+        f"'{kernel_spec.schema.name}', differently for every rank, and rounds the smaller weights again: the recorded "
+        "errors do not hold this, verify measures it."
+    )
+    if kernel_spec.a_dtype == "int8":
+        yield (
+            "Humming's kernels for mxfp4 under int8 activations misread weights beside small negative ones where "
+            "the exponents of a row lie more than 3 apart; verify counts them. Under fp8 activations they do not."
+        )
+
+
+def _search_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
+    """Warn if there is no scale to search for; of shared scales and orders of columns only the data tell."""
+    options = spec.encoding
+    for layer in experts.layers:
+        is_coupled = spec.kernel_spec_of(layer.name).schema.is_coupled
+        may_requantize = (is_coupled or layer.format.is_permuted) and not spec.must_be_direct
+        if may_requantize or spec.conversion_of(layer) not in (DIRECT, DIRECT_ROUNDED):
+            return []
+    if options.quantizer == RTN:
+        return []
+    named = f"--quantizer {options.quantizer}" + (" has" if options.importance is None else " and --importance have")
+    return [f"{named} no effect: the codes of all experts are kept, and there is no scale to search for."]
+
+
+def _order_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
+    """Warn of columns with an order of groups: whether codes can be kept is known from the values of g_idx alone."""
+    layers = [layer for layer in experts.layers if spec.encoding_of(layer).sorts_columns]
+    if not layers:
+        return []
+    otherwise = "refused" if all(spec.keeps(layer.name) for layer in layers) else "quantized anew, and counted"
+    return [
+        f"{plural(len(layers), 'layer')} may have columns in an order of their own (g_idx, act order). The codes of w2 "
+        "are kept, with its columns sorted by group and the rows of gate and up in the same order. The codes of gate "
+        f"and up are kept where g_idx is column // group size; elsewhere they are {otherwise}, because the kernel has "
+        "one input for all experts."
+    ]
+
+
+def _checkpoint_layout_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
+    """Return reasons why the engine without hqconv's plugin will not serve the checkpoint layout."""
+    schema = spec.schema
+    of_schema = ENGINE.checkpoint_layout_obstacle(schema, spec.param_dtype)
+    of_layers = (ENGINE.checkpoint_family_obstacle(experts.family, layer.name, schema) for layer in experts.layers)
+    of_family = next((reason for reason in of_layers if reason), None)
+    named = ((f"'{schema.name}' with {spec.param_dtype}", of_schema), (f"'{experts.family}'", of_family))
+    return [f"{ENGINE.release} cannot serve {name} from this layout: {reason}." for name, reason in named if reason]
+
+
+def _dtype_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
+    """Name a parameter dtype under which more layers would keep their codes and scales."""
+    if not spec.encoding.keeps_scales:
+        return []
+    num_direct: dict[str, int] = {
+        dtype: sum(
+            not why_not_direct(layer.format, spec.kernel_spec_of(layer.name).schema, dtype) for layer in experts.layers
+        )
+        for dtype in PARAM_DTYPES
+    }
+    return [
+        f"the source's scales are {dtype}: with --dtype {dtype} its codes would be kept as they are."
+        for dtype, count in num_direct.items()
+        if count > num_direct[spec.param_dtype]
+    ]
+
+
+def _rounding_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
+    """Warn of scales that are rounded without being asked for: where the schema's codes are the source's."""
+    dtype = spec.param_dtype
+    kinds = {
+        layer.format.scale_dtype
+        for layer in experts.layers
+        if not spec.keeps(layer.name)
+        and conversion_of(layer.format, spec.kernel_spec_of(layer.name).schema, dtype) == DIRECT_ROUNDED
+    }
+    return [
+        f"the source's codes are kept, and its {kind} scales rounded to {dtype} as a server does at load: each moves "
+        f"by {LARGEST_CHANGE[dtype]:.2%} at most."
+        for kind in sorted(kinds)
+    ]
+
+
+def _missing_scales(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
+    """Warn of experts that calibration missed: the largest scale of the other experts serves these too."""
+    layers = spec.static_layers(experts)
+    of_all = [name for layer in layers for names in layer.input_scales.missing.values() for name in names]
+    if not of_all:
+        return []
+    return [
+        f"{len(of_all)} projections of experts have no input_scale, {of_all[0]} the first: calibration missed them. "
+        "The largest of each layer's others is used for all."
+    ]
+
+
+def source_notices(checkpoint: Source, experts: ExpertMap) -> list[str]:
+    """Warn of a model that hqconv knows by its names only, and of a checkpoint that a server may not load whole."""
+    names = [layer.name for layer in experts.layers] + list(experts.left)
+    family, text = BY_NAME.get(experts.family), text_config(checkpoint.config)
+    notices = [] if family is None else layer_notices(family, names, checkpoint.tensors, text)
+    if not experts.is_own_row:
+        activations = ", ".join(dict.fromkeys(layer.activation.describe() for layer in experts.layers))
+        notices.append(
+            f"hqconv does not know the model_type {checkpoint.config.get('model_type')}: its experts were found by the "
+            f"names of {experts.family}, and their numbers by its config keys. Compare the activation ({activations}) "
+            "and the number of experts per token with the model's code."
+        )
+    if checkpoint.index_sha256 is None and are_all_shards([file.name for file in checkpoint.files]):
+        notices.append(
+            f"the source has no {artifact_names.INDEX}: its tensors are those of its {len(checkpoint.files)} numbered "
+            "shards. The artifact has an index of its own; a server of the source needs one."
+        )
+    if checkpoint.made.planned:
+        notices.append(checkpoint.made.notice)
+    elif not has_tokenizer(checkpoint.other_files):
+        made = checkpoint.made
+        if made.obstacle:
+            notices.append(f"no tokenizer can be made from the metadata of {made.origin}: {made.obstacle}.")
+        if checkpoint.place == checkpoint.root:
+            notices.append(no_tokenizer("source"))
+        else:
+            remedy = "put the GGUF file and the publisher's files into a folder, and convert the folder"
+            notices.append(no_tokenizer("source", remedy))
+    return notices
+
+
+def no_tokenizer(folder: str, remedy: str = "copy the publisher's files into it") -> str:
+    """Return the warning of a folder, or a file, without a tokenizer."""
+    return (
+        f"the {folder} has no tokenizer (tokenizer.json, tokenizer.model, vocab.json …): {remedy}, or start the server "
+        "with --tokenizer."
+    )
+
+
+def memory_notices(memory: GpuMemory | None, spec: ConversionSpec) -> list[str]:
+    """Warn of weights that no known GPU of the target can hold."""
+    models = [gpu.memory_gb for gpu in GPUS.values() if gpu.sm_version == spec.target.sm_version]
+    if memory is None or memory.total <= max(models, default=0) * 10**9:
+        return []
+    return [
+        f"each GPU needs about {memory.total / 1e9:.0f} GB for weights alone, and the largest known GPU of "
+        f"{spec.target.name} has {max(models)} GB: use a larger --tp or --ep, or a schema with fewer bits."
+    ]
+
+
+def quantizer_notices(spec: ConversionSpec) -> list[str]:
+    """Warn of a search where it made predictions worse: at 1 and 2 bits (docs/quantizers.md)."""
+    few = sorted({one.schema.name for one in spec.kernel_specs if one.schema.num_bits <= _FEW_BITS})
+    if spec.encoding.quantizer == RTN or not few:
+        return []
+    return [
+        f"--quantizer {spec.encoding.quantizer} lowers the error of weights, but at 2 bits ({', '.join(few)}) it made "
+        "predictions worse than rtn in all models that were measured: compare both with `hqconv evaluate`."
+    ]
+
+
+def source_warnings(checkpoint: Source) -> list[str]:
+    """List the files of the source that are not taken along; warn if its license and tags are not taken over."""
+    warnings = [f"{name} is left out: {reason}." for name, reason in checkpoint.loose.left_out.items()]
+    problem = FrontMatter.of(checkpoint.loose.card or b"").problem
+    if problem:
+        warnings.append(f"The front matter of {artifact_names.CARD} was not taken over: {problem}.")
+    return warnings
