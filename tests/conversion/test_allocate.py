@@ -257,15 +257,6 @@ def test_importance_weighs_the_errors(src: Path, tmp_path: Path) -> None:
             assert found == pytest.approx(np.sqrt(error / power), rel=1e-9)
 
 
-def test_importance_decides_in_batches_of_any_kind(src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = write_importance(tmp_path / "columns.safetensors", columns_of(src))
-    options: dict[str, Any] = {"quantizer": "mse", "importance": file, "bits": 5.0}
-    first = allocate(src, tmp_path / "a" / "recipe.toml", **options)
-    monkeypatch.setattr("hqconv.conversion.encode._ASYNCHRONOUS", ("cpu",))
-    second = allocate(src, tmp_path / "b" / "recipe.toml", **options, max_memory="48MiB", threads=1)
-    assert first["layers"] == second["layers"]
-
-
 @pytest.mark.parametrize("kind", [PRESETS, ("int4-g32-zp", "int4-g64-fpzp", "int3-c", "int8-c-zp")])
 def test_weighted_sums_are_the_plain_ones_under_equal_weights(kind: Any) -> None:
     from hqconv.quantization.quantize import quantize
@@ -290,11 +281,6 @@ def test_threads_memory_and_order_change_nothing(src: Path, tmp_path: Path) -> N
     allocate(src, tmp_path / "b" / "recipe.toml", threads=1, max_memory="24MiB")
     allocate(src, tmp_path / "c" / "recipe.toml", threads=5, max_memory="1GiB")
     assert read_tree(tmp_path / "a") == read_tree(tmp_path / "b") == read_tree(tmp_path / "c")
-
-
-def test_memory_that_holds_no_expert_is_refused(src: Path, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="One expert does not fit"):
-        allocate(src, tmp_path / "recipe.toml", max_memory="1MiB")
 
 
 @pytest.mark.cuda
@@ -420,20 +406,6 @@ def test_another_measurement_is_not_mixed_in(src: Path, tmp_path: Path, monkeypa
     assert not journal_path(out).exists()
 
 
-def test_damaged_lines_of_the_journal_are_measured_again(
-    src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "recipe.toml"
-    begin(src, out, monkeypatch)
-    lines = journal_path(out).read_bytes().split(b"\n")
-    number = next(i for i, line in enumerate(lines) if b'"relative_error"' in line)
-    lines[number] = lines[number].replace(b'"relative_error": 0.', b'"relative_error": 1.', 1)
-    journal_path(out).write_bytes(b"\n".join(lines))
-    allocate(src, out)
-    allocate(src, tmp_path / "again" / "recipe.toml")
-    assert out.read_bytes() == (tmp_path / "again" / "recipe.toml").read_bytes()
-
-
 # --- files ---------------------------------------------------------------------------------------------------
 
 
@@ -466,14 +438,6 @@ def test_existing_files_are_refused_without_overwrite(src: Path, tmp_path: Path)
         allocate(src, out, overwrite=True)
     with pytest.raises(OutputError, match="would lie in the source"):
         allocate(src, src / "recipe.toml")
-
-
-def test_the_journal_of_a_conversion_in_the_same_folder_stays(src: Path, tmp_path: Path) -> None:
-    """Journals of the ranks of a conversion are not an allocation's."""
-    of_rank = tmp_path / ".hqconv-progress.rank1.jsonl"
-    of_rank.write_text("{}\n")
-    allocate(src, tmp_path / "recipe.toml")
-    assert of_rank.read_text() == "{}\n"
 
 
 def test_paths_in_a_recipe_are_relative_to_it(src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -588,19 +552,6 @@ def test_the_default_name_says_the_budget(src: Path, tmp_path: Path, monkeypatch
     assert call(*common, "--bits", "5.25").exit_code == 0
     assert call(*common, "--size", "800 kB").exit_code == 0
     assert sorted(path.name for path in tmp_path.glob("*.toml")) == ["src-5.25bits.toml", "src-800kB.toml"]
-
-
-def test_the_header_repeats_the_command(src: Path, tmp_path: Path) -> None:
-    """The command in the recipe makes the recipe."""
-    out = tmp_path / "a" / "recipe.toml"
-    options = {"quantizer": "mse", "tp": 2, "objective": "bandwidth", "max_layer_error": 0.4, "candidates": FEW}
-    allocate(src, out, bits=6, **options)
-    line = next(line for line in out.read_text().splitlines() if line.startswith("# hqconv allocate "))
-    words = line.split()[2:]
-    (tmp_path / "b").mkdir()
-    words[words.index("-o") + 1] = str(tmp_path / "b" / "recipe.toml")
-    assert call(*words, "--device", "cpu").exit_code == 0
-    assert read_tree(tmp_path / "a") == read_tree(tmp_path / "b")
 
 
 def test_the_report_draws_the_curve_and_the_choice(src: Path, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 import signal
@@ -26,7 +25,6 @@ import hqconv
 from hqconv.conversion import hub_prefetch
 from hqconv.conversion.hub_prefetch import CachePolicy
 from hqconv.errors import HqconvError, InputError, NetworkError, OutputError, RequestError
-from hqconv.io import hub
 from hqconv.schemas.artifact_names import JOURNAL
 from hqconv.schemas.grid import Grid
 from hqconv.sources import safetensors
@@ -158,13 +156,6 @@ def test_the_cache_never_holds_more_than_it_may(
     assert sorted(whole) == [shard(layer) for layer in range(NUM_LAYERS)]  # not the one without experts
     assert_removed(cache)
     assert "tokenizer.json" in cached(cache)
-
-
-def test_copied_tensors_cost_little_more_than_their_bytes(server: LocalHub, tmp_path: Path) -> None:
-    run(tmp_path / "out")
-    total = sum(path.stat().st_size for path in server.folder.glob("*.safetensors"))
-    headers = (NUM_LAYERS + 1) * (1 << 15)
-    assert server.num_bytes_of_weights < total + headers + total / 10
 
 
 def test_a_limit_below_one_group_is_refused(server: LocalHub, tmp_path: Path) -> None:
@@ -368,23 +359,6 @@ def test_folders_that_killed_processes_left_are_removed(
         os.close(descriptor)
 
 
-@pytest.mark.full
-def test_conversions_of_one_model_at_once(
-    server: LocalHub, cache: Path, tmp_path: Path, expected: dict[str, bytes]
-) -> None:
-    """Neither removes a shard that the other reads."""
-    server.before = lambda name: time.sleep(0.1 if name.startswith("layer-") else 0)
-    outs = [tmp_path / f"out-{number}" for number in range(3)]
-    limit = str(2 * size_of(server, 0))
-    every = [Process(server, cache, out, "--cache-limit", limit, "--source-digests") for out in outs]
-    for one in every:
-        _, said = one.process.communicate(timeout=300)
-        assert one.process.returncode == 0, said
-    for out in outs:
-        assert without_manifest(out) == expected
-    assert_removed(cache)
-
-
 @pytest.mark.parametrize("is_resumed", [False, True])
 def test_digests_of_shards_that_are_removed(
     server: LocalHub, cache: Path, tmp_path: Path, expected: dict[str, bytes], is_resumed: bool
@@ -465,14 +439,6 @@ def test_a_shard_goes_while_other_tensors_are_read_from_it(
 # --- the cache ---------------------------------------------------------------------------------------------
 
 
-def test_a_cache_without_links(tmp_path: Path) -> None:
-    root = tmp_path / "models--org--name" / "snapshots" / COMMIT
-    root.mkdir(parents=True)
-    assert not hub.has_cached_bytes(root, "a", None)
-    (root / "a").write_text("x")
-    assert hub.has_cached_bytes(root, "a", None)
-
-
 # --- verify ------------------------------------------------------------------------------------
 
 
@@ -523,11 +489,3 @@ def test_a_verification_that_fails_on_the_way(
     assert_removed(cache)
     with pytest.raises(RequestError, match="cache limit is too small"):
         hqconv.verify(tmp_path / "out", NAME, checks=["weights"], cache_limit=1000)
-
-
-def test_manifests_name_the_commit_and_verify(server: LocalHub, tmp_path: Path, model: Path) -> None:
-    out = tmp_path / "out"
-    run(out)
-    words = json.loads((out / "hqconv.json").read_bytes())["source"]
-    assert (words["name"], words["revision"]) == (NAME, COMMIT)
-    conversions.assert_verified(out, model)

@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 import safetensors
 
-from hqconv.conversion.journal import JournalEntry
-from hqconv.conversion.output_folder import OutputFolder
 from hqconv.conversion.unit_writer import UnitWriter
 from hqconv.errors import OutputError
 from hqconv.io import file_access
@@ -77,53 +75,6 @@ def test_files_appear_whole_and_only_at_the_end(tmp_path: Path) -> None:
         parsed = dict(safetensors.deserialize(data))
         assert {name: bytes(t["data"]) for name, t in parsed.items()} == {n: contents[n] for n in file.tensors}
         assert stat.S_IMODE((tmp_path / file.path).stat().st_mode) & 0o600 == 0o600
-
-
-def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order that survives a power cut: contents, names, folders, journal, and the manifest last."""
-    events: list[tuple[str, str]] = []
-    real_fsync, real_replace = os.fsync, Path.replace
-
-    def fsync(descriptor: int) -> None:
-        target = Path(f"/proc/self/fd/{descriptor}").readlink()
-        events.append(("fsync", os.path.relpath(target, tmp_path)))
-        real_fsync(descriptor)
-
-    def replace(self: Path, target: Path) -> Path:
-        events.append(("name", target.relative_to(tmp_path).as_posix()))
-        return real_replace(self, target)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(Path, "replace", replace)
-    files = two_files()
-    with OutputFolder(tmp_path, IDENTITY, [file.path for file in files]) as folder:
-        folder.start(1000)
-        writer = UnitWriter(tmp_path, files)
-        write_all(writer, files)
-        folder.record(JournalEntry("b", finished(writer, files), {}))
-        folder.seal(b"{}\n")
-    first, second = (file.path for file in files)
-    journal, manifest = ".hqconv-progress.jsonl", "hqconv.json"
-    assert events == [
-        ("fsync", journal),
-        ("fsync", "."),
-        ("fsync", ".."),
-        ("fsync", journal),
-        ("fsync", first + ".partial"),
-        ("fsync", second + ".partial"),
-        ("name", first),
-        ("name", second),
-        ("fsync", "experts/tp0-ep0"),
-        ("fsync", "experts/tp0-ep1"),
-        ("fsync", "experts"),
-        ("fsync", "."),
-        ("fsync", journal),
-        ("fsync", manifest + ".partial"),
-        ("name", manifest),
-        ("fsync", "."),
-        ("fsync", "."),
-    ]
-    assert names(tmp_path) == [first, second, manifest]
 
 
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

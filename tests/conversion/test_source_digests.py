@@ -9,10 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 import hqconv
-from hqconv.cli.app import app
 from hqconv.conversion.journal import Journal, JournalEntry
 from hqconv.conversion.progress import Progress
 from hqconv.errors import InputError
@@ -138,13 +136,3 @@ def test_what_the_hub_says(src: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     assert finding.where == f"hqconv.json: source, file {files[1]['name']}"
     run(snapshot_of, tmp_path / "folder", "mxfp4")  # a folder of nobody knows which repo
     assert not any("hub_sha256" in file for file in manifest(tmp_path / "folder")["source"]["files"])
-
-
-def test_the_option(src: Path, tmp_path: Path) -> None:
-    words = ["convert", str(src), "--schema", "int4-c", "--target", "sm90", "--device", "cpu", "--json", "-q"]
-    done = CliRunner().invoke(app, [*words, "-o", str(tmp_path / "out"), "--source-digests"])
-    assert done.exit_code == 0, done.output
-    assert digests(tmp_path / "out") == expected(src)
-    sha256 = hashlib.sha256((tmp_path / "out/hqconv.json").read_bytes()).hexdigest()
-    assert json.loads(done.stdout)["manifest_sha256"] == sha256
-    assert hqconv.inspect(tmp_path / "out")["manifest_sha256"] == sha256

@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub import constants, get_session, save_torch_state_dict
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import hqconv
 from hqconv.errors import HqconvError, InputError, NetworkError, RequestError
 from hqconv.io import hub
 from hqconv.sources.opening import open_source
 from tests.make import hub_server
+from tests.make.formats import write
 from tests.make.hub_server import COMMIT, LocalHub, cached, serve, use
 from tests.make.qwen import write_qwen3_moe
 
@@ -70,10 +72,37 @@ def test_a_look_reads_less_than_a_hundredth(server: LocalHub, model: Path, tmp_p
     assert not {name for name in cached(tmp_path / "cache") if name.endswith(".safetensors")}
 
 
-def test_a_refusal_reads_no_more(server: LocalHub, model: Path) -> None:
-    with pytest.raises(RequestError, match="TP"):
-        hqconv.plan(NAME, **{**PLAN, "tp": 7})
-    assert 0 < server.num_bytes_of_weights < total_bytes(model) / 100
+def test_headers_larger_than_the_first_request(server: LocalHub, tmp_path: Path) -> None:
+    many = write_qwen3_moe(tmp_path / "many", num_layers=8, num_experts=64, hidden_size=32, intermediate_size=32)
+    num_bytes = 8 + int.from_bytes((many / "model.safetensors").read_bytes()[:8], "little")
+    assert num_bytes > 1 << 16
+    server.folder = many
+    assert hqconv.inspect(NAME)["convertible"]
+    assert server.num_bytes_of_weights == num_bytes
+
+
+def test_a_server_that_ignores_ranges_is_left_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_qwen3_moe(tmp_path / "model", num_layers=1)
+    tensors = load_file(folder / "model.safetensors")
+    # Larger by far than what sockets buffer on the way.
+    save_file(tensors | {"lm_head.weight": torch.zeros(50 << 20, 2).byte()}, folder / "model.safetensors")
+    with serve(folder, honours_ranges=False) as one:
+        use(monkeypatch, one.url, tmp_path / "cache")
+        assert hqconv.inspect(NAME)["convertible"]
+        assert one.num_bytes_of_weights < total_bytes(folder) / 4
+
+
+def test_an_artifact_is_described_from_its_manifest(model: Path, server: LocalHub, tmp_path: Path) -> None:
+    hqconv.convert(model, tmp_path / "out", schema="mxfp4", target="sm90", device="cpu")
+    server.folder = tmp_path / "out"
+    words = hqconv.inspect(NAME)
+    assert (words["kind"], words["schema"]["name"]) == ("artifact", "mxfp4")
+    assert server.num_bytes_of_weights == 0
+
+
+def test_the_config_that_ascend_writes_beside_a_model(server: LocalHub, tmp_path: Path) -> None:
+    server.folder = write(tmp_path / "model", "ascend-w8a8-file", hidden=128, inner=128).folder
+    assert hqconv.inspect(NAME)["quant_method"] == "ascend"
 
 
 def test_all_requests_are_of_the_commit_that_came_first(server: LocalHub) -> None:
@@ -138,6 +167,7 @@ GATED = {"X_Error_Code": "GatedRepo"}
         (SHARD, 429, {"Retry_After": "17"}, NetworkError, "asked too often", "Wait 17 seconds"),
         (*(API, 429, {"RateLimit": '"api";r=0;t=55'}), *(NetworkError, "asked too often", "Wait 55 seconds")),
         (API, 429, {}, NetworkError, "asked too often", "Wait a few minutes"),
+        (API, 404, {}, RequestError, "does not answer as the Hub does", "HF_ENDPOINT"),
         (API, 500, {}, NetworkError, "out of order", "Try again later"),
         (FILE, 503, {}, NetworkError, "out of order", "Try again later"),
         (SHARD, 502, {}, NetworkError, "out of order", "Try again later"),
@@ -158,16 +188,11 @@ def test_every_failure_has_its_message(
     assert str(status) in error.found
 
 
-def test_a_short_failure_is_waited_out(server: LocalHub, quick: list[float]) -> None:
-    server.fail(SHARD, 429, times=2, Retry_After="3")
+@pytest.mark.parametrize("path", [API, SHARD])
+def test_a_short_failure_is_waited_out(server: LocalHub, quick: list[float], path: str) -> None:
+    server.fail(path, 429, times=2, Retry_After="3")
     assert hqconv.plan(NAME, **PLAN).source.num_files == 4
     assert quick == [4.0, 4.0]  # a second more, says the library
-
-
-def test_a_listing_waits_as_long_as_the_hub_says(server: LocalHub, quick: list[float]) -> None:
-    server.fail(API, 429, times=2, Retry_After="3")
-    assert hqconv.plan(NAME, **PLAN).source.num_files == 4
-    assert quick == [4.0, 4.0]
 
 
 @pytest.mark.parametrize("path", [API, SHARD])
@@ -198,13 +223,6 @@ def test_a_refusal_without_a_time_is_repeated_a_few_times(server: LocalHub, quic
     with pytest.raises(NetworkError, match="asked too often"):
         hqconv.inspect(NAME)
     assert quick == [2.0, 4.0, 8.0]
-
-
-def test_a_server_that_is_no_hub(server: LocalHub) -> None:
-    server.fail(API, 404)
-    with pytest.raises(RequestError, match="does not answer as the Hub does") as caught:
-        hqconv.inspect(NAME)
-    assert "HF_ENDPOINT" in caught.value.remedy
 
 
 @pytest.mark.parametrize("name", ["ConnectError", "ConnectTimeout", "ProxyError", "UnsupportedProtocol", "ReadTimeout"])

@@ -7,7 +7,6 @@ import os
 import resource
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -124,26 +123,3 @@ def test_a_file_that_is_dropped_in_use_is_closed_after_it(tmp_path: Path) -> Non
     assert num_open() == before + 1
     files.close()
     assert num_open() == before
-
-
-def test_many_threads_share_few_descriptors(tmp_path: Path) -> None:
-    names = [f"{i}" for i in range(40)]
-    for name in names:
-        (tmp_path / name).write_text(name.ljust(8))
-    files = Descriptors(lambda name: os.open(tmp_path / name, os.O_RDONLY), limit=5)
-    wrong: list[str] = []
-
-    def read(seed: int) -> None:
-        for i in range(400):
-            name = names[(seed * 7 + i * 13) % 40]
-            with files.using(name) as descriptor:
-                if os.pread(descriptor, 8, 0).decode().strip() != name:
-                    wrong.append(name)
-
-    threads = [threading.Thread(target=read, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    files.close()
-    assert not wrong

@@ -43,14 +43,6 @@ def test_any_range(path: Path, reads: Reads) -> None:
     reader.close()
 
 
-@pytest.mark.parametrize("reads", ["cached", "direct"])
-@pytest.mark.parametrize("begin", [49_000, 49_152, 50_000])
-def test_the_end_of_a_file(path: Path, reads: Reads, begin: int) -> None:
-    reader = PieceReader(path, reads)
-    assert read(reader, begin, 60_000) == (path.read_bytes()[begin:], SIZE)
-    reader.close()
-
-
 @pytest.mark.parametrize("step", [512, 1000, 4096])
 def test_calls_that_return_less(path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """Also where they end inside a block, at which no direct read can begin."""
@@ -141,11 +133,16 @@ def sampled(monkeypatch: pytest.MonkeyPatch, path: Path, answer: Any) -> bool:
         return is_cached(file.fileno())
 
 
+def cannot_tell(_: int) -> bool:
+    raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
         (lambda _: True, True),
         (lambda _: False, False),
+        (cannot_tell, True),
         (lambda offset: offset < SIZE * 0.7, True),
         (lambda offset: offset < SIZE * 0.3, False),
         (lambda offset: offset < 10, False),  # the header, which was read before
@@ -153,15 +150,6 @@ def sampled(monkeypatch: pytest.MonkeyPatch, path: Path, answer: Any) -> bool:
 )
 def test_most_of_a_file_decides(monkeypatch: pytest.MonkeyPatch, path: Path, answer: Any, expected: bool) -> None:
     assert sampled(monkeypatch, path, answer) == expected
-
-
-def test_a_file_system_that_cannot_tell_is_read_through_the_page_cache(
-    monkeypatch: pytest.MonkeyPatch, path: Path
-) -> None:
-    def refuse(_: int) -> bool:
-        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-
-    assert sampled(monkeypatch, path, refuse)
 
 
 def test_a_file_that_was_dropped_from_the_page_cache(tmp_path: Path) -> None:
