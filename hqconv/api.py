@@ -234,11 +234,9 @@ def allocate(
     given = {name: arguments[name] for name in known if arguments.get(name, known[name].default) != known[name].default}
     start_gpu(device)
     from hqconv.conversion.allocate import run_allocation as run  # all libraries are loaded before the work begins
-    from hqconv.conversion.allocation_recipe import AllocationRequest
 
     resources = resources_of(device, max_memory, max_gpu_memory, threads)
     text = None if size is None else str(size)
-    request = AllocationRequest(str(src), revision, text, bits, objective, max_layer_error, names, given)
     with open_source(src, revision, is_lazy=True) as source:
         with without_gc():
             target = choose_target(parsed, source, resources.device_name)
@@ -248,7 +246,7 @@ def allocate(
         if on_plan is not None:
             on_plan(planned, place)
         more: dict[str, Any] = {"overwrite": overwrite, "cache": cache, "progress": progress}
-        return run(source, planned, request, budget, place, resources, **more)
+        return run(source, planned, budget, given, place, resources, **more)
 
 
 @without_gc()

@@ -18,7 +18,7 @@ from typing import Any
 
 from hqconv import __version__
 from hqconv.artifact.manifest import json_bytes
-from hqconv.conversion.allocation_recipe import AllocationRequest, base_of, document_path, journal_path, recipe_text
+from hqconv.conversion.allocation_recipe import base_of, document_path, journal_path, recipe_text
 from hqconv.conversion.executor import Executor
 from hqconv.conversion.hub_prefetch import CachePolicy, HubPrefetch, ShardUse, check_room, sort_by_shard
 from hqconv.conversion.journal import Journal, JournalEntry, compare_identities
@@ -63,8 +63,8 @@ class AllocationReport:
 def run_allocation(
     source: Source,
     candidates: Candidates,
-    request: AllocationRequest,
     budget: Budget,
+    given: Mapping[str, Any],
     out: Path,
     resources: Resources,
     *,
@@ -74,6 +74,7 @@ def run_allocation(
 ) -> AllocationReport:
     """Measure the layers that the journal lacks, choose within the budget, and write the recipe; see `hqconv.allocate`.
 
+    given: the options of a conversion that are not the default, for the recipe.
     Raises RequestError for a budget that no choice keeps, InputError for bad weights, OutputError for the files.
     """
     plans = candidates.layers
@@ -83,9 +84,9 @@ def run_allocation(
         layers = [LayerOptions.of(of_layer, output.measured[name]) for name, of_layer in plans.items()]
         found = allocate(layers, budget)
         warnings = _recipe_warnings(source, candidates, found)
-        document = _document(request, budget, candidates, found, output.measured)
+        document = _document(budget, candidates, found, output.measured)
         source.guard.check_unchanged()
-        output.write(recipe_text(request, found, candidates, out).encode(), json_bytes(document))
+        output.write(recipe_text(found, budget, candidates, given, out).encode(), json_bytes(document))
     report = AllocationReport(out, found, document, warnings)
     _LOG.info("Done: %r.", report)
     return report
@@ -239,11 +240,7 @@ def _recipe_warnings(source: Source, candidates: Candidates, found: Allocation) 
 
 
 def _document(
-    request: AllocationRequest,
-    budget: Budget,
-    candidates: Candidates,
-    found: Allocation,
-    measured: Mapping[str, Mapping[str, Any]],
+    budget: Budget, candidates: Candidates, found: Allocation, measured: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Return the document beside the recipe: the choice, the curve, and the measurement of each candidate."""
     plan, chosen = candidates.each[0].plan, found.of_layer
