@@ -6,7 +6,6 @@ import errno
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -83,25 +82,6 @@ def test_a_source_file_that_cannot_be_closed_is_named(
     assert caught.value.exit_code == 3
     assert caught.value.where == str(src / failed[0])
     run(src, tmp_path / "out", "mxfp4", resume=(tmp_path / "out").exists())
-
-
-def test_a_small_file_that_cannot_be_closed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    src = write_qwen3_moe(tmp_path / "src", num_layers=1)
-    refuse_to_close(monkeypatch, src, "tokenizer.json")
-    with pytest.raises(InputError, match="cannot be read") as caught:
-        run(src, tmp_path / "out", "mxfp4")
-    assert caught.value.where == str(src / "tokenizer.json")
-
-
-def test_the_first_error_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    src = write_qwen3_moe(tmp_path / "src", num_layers=1)
-    refuse_to_close(monkeypatch, src)
-
-    def stop(_: Any) -> None:
-        raise OutputError("The disk is full.")
-
-    with pytest.raises(OutputError, match="disk is full"):
-        run(src, tmp_path / "out", "mxfp4", progress=stop)
 
 
 def test_files_of_an_artifact_and_of_the_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

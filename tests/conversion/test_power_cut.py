@@ -100,26 +100,6 @@ def test_a_journal_that_starts_anew_is_empty_before_it_is_written(tmp_path: Path
 # --- the recorder and the model themselves
 
 
-def test_the_recorder_sees_every_way_to_write(tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
-    recorder = Recorder(tmp_path / "disk")
-    with recorder.at_work():
-        (tmp_path / "elsewhere").write_bytes(b"x")
-        (tmp_path / "disk/a").mkdir()
-        with (tmp_path / "disk/a/b").open("wb") as file:
-            file.write(b"12345")
-        (tmp_path / "disk/a/b").rename(tmp_path / "disk/c")
-        (tmp_path / "disk/a").rmdir()
-        for call in (
-            lambda: (tmp_path / "disk/d").hardlink_to(tmp_path / "disk/c"),
-            lambda: (tmp_path / "disk/c").open("ab"),
-        ):
-            with pytest.raises(AssertionError, match="does not know"):
-                call()
-    assert [op.kind for op in recorder.ops] == ["mkdir", "open", "write", "rename", "rmdir"]
-    assert played(Disk(), recorder.ops).find("c").data == b"12345"  # type: ignore[union-attr]
-
-
 def disk_of(*ops: Op) -> Disk:
     return played(Disk(), ops)
 
@@ -153,29 +133,6 @@ def test_only_what_is_synced_lasts(tmp_path: Path) -> None:
     both = disk_of(*CREATE, Op("sync", handle=1), *SYNC_ROOT)
     assert both.is_safe("x")
     assert left(both, tmp_path / "3", ANY) == {whole}
-
-
-def test_a_folder_that_is_not_synced_takes_all_with_it(tmp_path: Path) -> None:
-    inside = [Op("mkdir", "d"), Op("open", "d/x", handle=1, size=1), Op("sync", handle=1)]
-    disk = disk_of(*inside, Op("open", "d", handle=2), Op("sync", handle=2))
-    assert not disk.is_safe("d/x")
-    assert left(disk, tmp_path, LOST) == {()}
-    assert disk_of(*inside, Op("open", "d", handle=2), Op("sync", handle=2), *SYNC_ROOT).is_safe("d/x")
-
-
-def test_a_rename_is_done_or_not(tmp_path: Path) -> None:
-    disk = disk_of(*CREATE, Op("sync", handle=1), *SYNC_ROOT, Op("rename", "x", "y"))
-    assert left(disk, tmp_path, ANY) == {(("x", b"data"),), (("y", b"data"),)}
-
-
-def test_changes_of_one_name_keep_their_order(tmp_path: Path) -> None:
-    """The second rename lasts only if the first does; another file's name comes and goes by itself."""
-    ops = [*CREATE, Op("sync", handle=1), *SYNC_ROOT, Op("rename", "x", "y"), Op("rename", "y", "z")]
-    names = {files[0][0] for files in left(disk_of(*ops), tmp_path, ANY)}
-    assert names == {"x", "y", "z"}
-    disk = disk_of(*ops, Op("open", "other", handle=3, size=1))
-    (tmp_path / "2").mkdir()
-    assert len({tuple(n for n, _ in files) for files in left(disk, tmp_path / "2", ANY)}) == 6
 
 
 def test_sectors_are_lost_one_by_one() -> None:

@@ -131,15 +131,6 @@ def test_files_of_others_are_refused(made: Path, out: Path, hub: UploadHub) -> N
     assert there(hub) == before
 
 
-def test_a_branch(made: Path, out: Path, hub: UploadHub) -> None:
-    push(made / "old", REPO)
-    report = push(out, REPO, branch="int8")
-    assert report.branch == "int8"
-    assert there(hub) == files_of(made / "old")
-    assert there(hub, branch="int8") == files_of(out)
-    assert_only_whole(hub, made / "old", out, branch="int8")
-
-
 def test_a_card_with_an_evaluation_is_pushed_with_its_sum(out: Path, hub: UploadHub) -> None:
     """After a first push too; every file of the repo is then the local one."""
     push(out, REPO)
@@ -263,12 +254,6 @@ def test_a_repo_that_ignores_files(made: Path, out: Path, hub: UploadHub) -> Non
     assert there(hub) == files_of(made / "old")
 
 
-def test_sums_that_people_changed_are_written_anew(made: Path, out: Path, hub: UploadHub) -> None:
-    (out / "SHA256SUMS").write_text("wrong")
-    push(out, REPO)
-    assert there(hub) == files_of(made / "new")
-
-
 @pytest.mark.parametrize("is_private", [True, False])
 def test_private(out: Path, tmp_path: Path, is_private: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     with serve_uploads(private=is_private) as hub:
@@ -296,12 +281,6 @@ def test_a_hub_that_was_asked_too_often(out: Path, hub: UploadHub, monkeypatch: 
     hub.fail_at, hub.status = len(list(out.glob("experts/*/*"))) + 2, 429
     push(out, REPO)
     assert (there(hub), len(hub.messages)) == (files_of(out), 1)
-
-
-def test_a_hub_that_is_not_there(out: Path, hub: UploadHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub_server.use(monkeypatch, "http://127.0.0.1:9", out.with_name("cache"))
-    with pytest.raises(NetworkError, match="cannot be reached"):
-        push(out, REPO)
 
 
 def test_two_pushes_of_one_artifact(made: Path, out: Path, hub: UploadHub) -> None:

@@ -16,7 +16,7 @@ import hqconv
 from hqconv.api import describe_plan
 from hqconv.cli.app import app
 from hqconv.conversion.progress import Progress
-from hqconv.errors import HqconvError, InputError, OutputError, RequestError
+from hqconv.errors import HqconvError, InputError, OutputError
 from tests.make.conversions import assert_verified, manifest
 from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import snapshot
@@ -78,27 +78,6 @@ def test_the_side_folder_is_not_adopted(model: Path, made: Path, tmp_path: Path)
         hqconv.convert(model, tmp_path / "out", **OPTIONS, overwrite=True)
     assert snapshot(tmp_path / "out") == snapshot(made)
     assert (tmp_path / ".out.hqconv/mine.txt").read_text() == "the user's"
-
-
-def test_empty_folders_of_the_user_are_strays_too(model: Path, made: Path, tmp_path: Path) -> None:
-    shutil.copytree(made, tmp_path / "out")
-    (tmp_path / "out/experts/mine").mkdir()
-    with pytest.raises(OutputError, match="did not make") as caught:
-        hqconv.convert(model, tmp_path / "out", **OPTIONS, overwrite=True)
-    assert caught.value.found == "experts/mine"
-    notes = describe_plan(hqconv.plan(model, schema="int4", target="sm90"), tmp_path / "out", overwrite=True)["notes"]
-    assert any("experts/mine" in note for note in notes)
-
-
-def test_a_listed_link_is_removed_and_not_what_it_leads_to(model: Path, made: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    shutil.copytree(made, out)
-    (out / "tokenizer.json").rename(tmp_path / "kept.json")
-    (out / "tokenizer.json").symlink_to(tmp_path / "kept.json")
-    hqconv.convert(model, out, **OPTIONS, overwrite=True)
-    assert (tmp_path / "kept.json").exists()
-    assert snapshot(out) == snapshot(made)
-    assert not (tmp_path / ".out.hqconv").exists()
 
 
 def test_an_old_artifact_that_cannot_be_removed_is_a_warning(
@@ -174,11 +153,6 @@ def test_what_an_artifact_cannot_hold_is_refused_at_once(what: str, model: Path,
     with pytest.raises(InputError):
         hqconv.convert(tmp_path / "src", tmp_path / "out", **OPTIONS)
     assert not (tmp_path / "out").exists()
-
-
-def test_copies_are_bounded_as_in_a_manifest(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="out of range"):
-        hqconv.convert(model, tmp_path / "out", **OPTIONS, redundant_experts=1 << 17)
 
 
 def test_places_that_no_file_can_have(model: Path, tmp_path: Path) -> None:
