@@ -14,7 +14,8 @@ from scripts.torture.place import Place, manners, said
 from scripts.torture.tally import Tally
 
 _PARTS = ("1/2", "2/2", "3/3")
-_MODES: tuple[tuple[str, ...], ...] = ((), ("--resume",), ("--overwrite",), *(("--part", part) for part in _PARTS))
+_WHOLE = ((), ("--resume",), ("--overwrite",), ("--update",))
+_MODES: tuple[tuple[str, ...], ...] = (*_WHOLE, *(("--part", part) for part in _PARTS))
 
 
 def run(place: Place, count: int, tally: Tally) -> None:

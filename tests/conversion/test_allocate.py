@@ -287,7 +287,9 @@ def test_stopped_before_any_call_to_the_disk_it_goes_on_to_the_same_bytes(
             for owner, name in ((os, "fsync"), (Path, "replace"), (Path, "unlink")):
                 real = getattr(owner, name)
 
-                def call_or_stop(*words: Any, real: Any = real, calls: Any = calls, **more: Any) -> Any:
+                def call_or_stop(
+                    *words: Any, real: Any = real, calls: Any = calls, fatal: int = fatal, **more: Any
+                ) -> Any:
                     if next(calls) == fatal:
                         raise StoppedError
                     return real(*words, **more)

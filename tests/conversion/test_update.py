@@ -5,10 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +17,9 @@ from hqconv.conversion import update
 from hqconv.conversion.output_folder import side_folder
 from hqconv.conversion.progress import Progress
 from hqconv.errors import OutputError, RequestError
-from hqconv.schemas.artifact_names import JOURNAL
-from tests.make import hub_server, processes
+from tests.make import hub_server
 from tests.make.conversions import run
 from tests.make.models import save_model
-from tests.make.places import REPO
 from tests.make.tensors import snapshot
 
 
@@ -176,31 +170,6 @@ def test_another_unfinished_conversion_beside_the_right_artifact(src: Path, tmp_
     assert renew(src, out).was_finished
     assert snapshot(out) == before
     assert not side_folder(out).exists()
-
-
-@pytest.mark.sampled(12)
-@pytest.mark.parametrize("moment", range(12))
-def test_killed_at_any_moment_and_run_again(src: Path, tmp_path: Path, moment: int) -> None:
-    """The old artifact or the new one is there, and the same command finishes."""
-    out = tmp_path / "out"
-    renew(src, out, "int8")
-    old = snapshot(out)
-    run(src, tmp_path / "fresh", "mxfp4")
-    options = ["--schema", "mxfp4", "--target", "sm90", "--device", "cpu", "--update", "-q"]
-    command = [sys.executable, "-m", "hqconv", "convert", str(src), "-o", str(out), *options]
-    environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    with processes.Process(command, env=environment, stderr=subprocess.DEVNULL) as process:
-        started = time.monotonic()
-        while not side_folder(out).exists() and process.poll() is None and time.monotonic() - started < 60:
-            time.sleep(0.001)
-        time.sleep(0.004 * moment)
-        process.send_signal(signal.SIGKILL)
-    left = {name: data for name, data in snapshot(out).items() if name != JOURNAL}
-    assert left in (old, snapshot(tmp_path / "fresh"))
-    renew(src, out)
-    assert snapshot(out) == snapshot(tmp_path / "fresh")
-    assert not side_folder(out).exists()
-    assert renew(src, out).was_finished
 
 
 def test_files_of_others_are_refused(src: Path, tmp_path: Path) -> None:
