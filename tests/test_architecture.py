@@ -51,7 +51,6 @@ INDEPENDENT = {
         "hqconv.io",
     ),
     "hqconv.verification.reference": ("hqconv.schemas.activation",),  # a name and numbers, no formula
-    "hqconv.verification.rounding": (),
 }
 # Libraries that only some modules may import at all.
 ONLY_IN = {

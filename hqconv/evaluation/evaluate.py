@@ -33,9 +33,8 @@ from hqconv.evaluation.streamed_model import StreamedModel, quiet_loading
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.sources.opening import open_source
-from hqconv.verification.against_source import other_source
+from hqconv.verification.against_source import Lineage, other_source
 from hqconv.verification.decoded_experts import decoded_experts
-from hqconv.verification.lineage import Lineage
 
 _LOG = logging.getLogger(__name__)
 

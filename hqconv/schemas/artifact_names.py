@@ -52,17 +52,6 @@ def rank_folder(tp_rank: int, ep_rank: int) -> str:
     return f"{EXPERTS_FOLDER}/{rank_name(tp_rank, ep_rank)}"
 
 
-def other_rank(path: str, metadata: Mapping[str, str]) -> str | None:
-    """Return the rank in the metadata of a rank file if its path is another rank's; older versions have no metadata.
-
-    A header shows no other difference between the ranks' files of one layer.
-    """
-    folder, own = path.rpartition("/")[0], metadata.get("rank")
-    if own is None or not folder.startswith(f"{EXPERTS_FOLDER}/") or folder == f"{EXPERTS_FOLDER}/{own}":
-        return None
-    return own
-
-
 def part_journal(number: int, count: int) -> str:
     """Return the journal of one part of a conversion (`--part number/count`)."""
     return f".hqconv-progress.part{number}-of-{count}.jsonl"

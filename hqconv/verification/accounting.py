@@ -14,8 +14,8 @@ from hqconv.models.expert_map import ExpertMap, map_experts
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.tensors import TensorRef
-from hqconv.verification.check_input_scales import is_static
 from hqconv.verification.figures import check_changes
+from hqconv.verification.rank_headers import is_static
 from hqconv.verification.result import CheckResult, compare_dicts, compare_names
 
 _FACTS = {

@@ -24,9 +24,8 @@ from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.options import GPTQ
 from hqconv.verification.accounting import Placed, check_accounting
 from hqconv.verification.against_source import check_source
-from hqconv.verification.check_input_scales import check_rank_scales
 from hqconv.verification.content_sums import check_copied
-from hqconv.verification.rank_headers import SUFFIX, check_packed, check_ranks
+from hqconv.verification.rank_headers import SUFFIX, check_packed, check_rank_scales, check_ranks
 from hqconv.verification.result import CheckResult, compare_dicts, compare_names, read_json
 
 _METADATA = {"format": "pt"}  # of an ordinary shard

@@ -48,6 +48,7 @@ from hqconv.verification.decoded_experts import decoded_experts, source_experts
 from hqconv.verification.reference import (
     EXACT,
     Expert,
+    Rounding,
     Roundings,
     Routing,
     cover_all_experts,
@@ -57,7 +58,6 @@ from hqconv.verification.reference import (
     route,
 )
 from hqconv.verification.result import CheckResult
-from hqconv.verification.rounding import Rounding
 from hqconv.verification.tolerances import ErrorStats, Tolerances, check_figures, relative_error, worst
 
 T = TypeVar("T")

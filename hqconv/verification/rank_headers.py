@@ -1,143 +1,105 @@
-"""The `files` check of headers: rank files and packed experts against the layout that the manifest implies."""
+"""The `files` check of headers: rank files and packed experts against the layout that the manifest implies.
+
+And of static activation scales: rank files against the manifest, and for `weights` the manifest against the source.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from typing import Any, TypeVar
+import math
+from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-from hqconv.artifact.reader import Artifact, Header
-from hqconv.errors import VerificationError
+import numpy as np
+
+from hqconv.artifact.reader import Artifact
+from hqconv.conversion.collect_input_scales import InputScales, reduce_scales
+from hqconv.errors import HqconvError, NetworkError, VerificationError
 from hqconv.kernel_layout.transform import KernelForm
 from hqconv.models.moe_layer import MoeLayer
+from hqconv.models.source_protocol import Source
 from hqconv.schemas import artifact_names as names
-from hqconv.schemas.tensors import TensorSpec
-from hqconv.verification.check_input_scales import is_static, static_names
 from hqconv.verification.result import CheckResult, compare_dicts, compare_names
 
 SUFFIX = ".safetensors"
-T = TypeVar("T")
-Stored = tuple[str, tuple[int, ...]]  # dtype, shape
-
-
-def _forms(of_layer: Callable[[MoeLayer], T], layer: MoeLayer, result: CheckResult) -> T | None:
-    """Layout of a layer by Humming; None without Humming (noted), or if it has no such layout (a finding)."""
-    try:
-        return of_layer(layer)
-    except ModuleNotFoundError:
-        note = "rank files were compared with each other only: Humming cannot be imported"
-        if note not in result.notes:
-            result.notes.append(note)
-    except VerificationError as error:
-        result.add(error.where, error.what, error.expected, error.found)
-    return None
+_WHAT = "A static activation scale is not the {}."
 
 
 def check_ranks(
-    artifact: Artifact, layers: Mapping[str, MoeLayer], headers: Mapping[str, Header], result: CheckResult
+    artifact: Artifact, layers: Mapping[str, MoeLayer], readable: Collection[str], result: CheckResult
 ) -> None:
-    """Check that every rank has one file of every layer, with the tensors and LayerConfigs that the facts imply."""
+    """Check that every rank has one file of every layer, with the tensors and LayerConfigs that the facts imply.
+
+    readable: paths of the files whose headers can be read.
+    """
     expected_paths: set[str] = set()
     for layer in layers.values():
-        grid, form = artifact.grid, _forms(artifact.kernel_forms, layer, result)
-        if form is not None:
-            _check_gemm_metadata(artifact, layer, form, result)
-        for tp_rank, ep_rank in grid.ranks:
+        forms = _kernel_forms(artifact, layer, result)
+        for tp_rank, ep_rank in artifact.grid.ranks:
             path = names.rank_file(layer.name, tp_rank, ep_rank)
-            num_local = len(grid.local_experts(layer.num_experts, ep_rank))
             expected_paths.add(path)
             if path not in artifact.manifest.files:
                 result.add(path, "A rank has no file of a layer.", "listed in the manifest", "not listed")
-            elif path in headers:
-                form = form if form is not None else _form_of_file(layer.name, headers[path])
-                extra = dict.fromkeys(static_names(artifact, layer.name), ("F32", (1,)))
-                _compare_with_form(path, headers[path], layer.name, form, num_local, extra, result)
-                _check_rank(path, headers[path][1], artifact.manifest.digest is not None, result)
+            elif path in readable:
+                _check_rank_file(artifact, layer, (tp_rank, ep_rank), forms, result)
     for path in artifact.manifest.files:
         if layers and "/" in path and path.endswith(SUFFIX) and path not in expected_paths:
             what = "A weight file belongs to no rank and layer of the manifest."
             result.add(path, what, "not listed", "listed")
 
 
-def _form_of_file(layer: str, header: Header) -> dict[str, KernelForm]:
-    """Kernel forms of the first rank's file, which the other files must match if there is no Humming."""
-    forms = {}
-    for gemm in names.GEMMS:
-        prefix = f"{layer}.{gemm}_"
-        tensors = {
-            name.removeprefix(prefix): TensorSpec(name, ref.dtype, ref.shape[1:])
-            for name, ref in header[0].items()
-            if name.startswith(prefix) and not names.is_input_scale(name)
-        }
-        document: Any = None
-        with suppress(KeyError, ValueError, RecursionError):  # reported by the comparison of the file
-            document = json.loads(header[1][gemm])
-        forms[gemm] = KernelForm(tensors, document if isinstance(document, dict) else {}, {})
+def _kernel_forms(artifact: Artifact, layer: MoeLayer, result: CheckResult) -> dict[str, KernelForm]:
+    """Compare the manifest's entries of a layer with Humming's forms, and return these; empty if there are none."""
+    try:
+        forms = artifact.kernel_forms(layer)
+    except VerificationError as error:
+        result.add(error.where, error.what, error.expected, error.found)
+        return {}
+    for gemm, form in forms.items():
+        entry = artifact.layers[layer.name].gemm(gemm)
+        expected = {key: form.config[key] for key in ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k")} | form.flags
+        found: dict[str, Any] = {} if entry is None else {**entry.sizes, **entry.flags}
+        if entry is not None and entry.input_scale is not None and not is_static(artifact, layer.name):
+            found[names.INPUT_SCALE] = entry.input_scale
+        where = f"{names.MANIFEST}: {layer.name}: {gemm}"
+        compare_dicts(where, "The manifest's words on a GEMM are not Humming's.", expected, found, result)
     return forms
 
 
-def _check_gemm_metadata(
-    artifact: Artifact, layer: MoeLayer, form: Mapping[str, KernelForm], result: CheckResult
+def _check_rank_file(
+    artifact: Artifact, layer: MoeLayer, rank: tuple[int, int], forms: Mapping[str, KernelForm], result: CheckResult
 ) -> None:
-    sizes = ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k")
-    for gemm, one in form.items():
-        expected = {**{key: one.config[key] for key in sizes}, **one.flags}
+    spec, num_local = artifact.kernel_spec_of(layer.name), len(artifact.grid.local_experts(layer.num_experts, rank[1]))
+    path = names.rank_file(layer.name, *rank)
+    if (found := artifact.header(path)[1].get("format")) != "pt":
+        result.add(path, "The file's metadata does not name its format.", "pt", found)
+    try:
+        file = artifact.rank_file(layer.name, *rank)
+    except VerificationError as error:
+        result.add(error.where, error.what, error.expected, error.found)
+        return
+    for gemm in names.GEMMS:
         entry = artifact.layers[layer.name].gemm(gemm)
-        found = {} if entry is None else {**entry.to_dict(), **entry.flags}
-        found.pop("flags", None)
-        if is_static(artifact, layer.name):  # its scale is checked separately
-            found.pop(names.INPUT_SCALE, None)
-        where = f"{names.MANIFEST}: {layer.name}: {gemm}"
-        compare_dicts(where, "The manifest's words on a GEMM are not Humming's.", expected, found, result)
-
-
-def _compare_with_form(
-    path: str,
-    header: Header,
-    layer: str,
-    form: Mapping[str, KernelForm],
-    num_local: int,
-    extra: Mapping[str, Stored],
-    result: CheckResult,
-) -> None:
-    """Compare a file's header with a form; `extra`: dtype and shape of tensors that the form does not know."""
-    expected: dict[str, Stored] = {
-        f"{layer}.{gemm}_{name}": (tensor.dtype, (num_local, *tensor.shape))
-        for gemm, one in form.items()
-        for name, tensor in one.tensors.items()
-    }
-    _compare_tensors(path, header, {**expected, **extra}, result)
-    if header[1].get("format") != "pt":
-        result.add(path, "The file's metadata does not name its format.", "pt", header[1].get("format"))
-    for gemm, one in form.items():
-        where = f"{path}, metadata {gemm}"
-        try:
-            document = json.loads(header[1][gemm])
-        except (KeyError, ValueError, RecursionError) as error:
-            result.add(where, "The file holds no layer config.", "a JSON object", repr(error))
+        findings = [] if entry is None else list(file.findings(gemm, spec, entry, num_local))
+        for finding in findings:
+            result.add(*finding)
+        if gemm not in forms or findings:
             continue
-        what = "A layer config is not the one of the manifest's facts."
-        compare_dicts(where, what, {**one.config, "num_experts": num_local}, document, result)
+        what, config = "A layer config is not Humming's.", {**forms[gemm].config, "num_experts": num_local}
+        compare_dicts(f"{path}, metadata {gemm}", what, config, file.configs[gemm], result)
+        expected = {name: (one.dtype, (num_local, *one.shape)) for name, one in forms[gemm].tensors.items()}
+        _compare_tensors(f"{path}, {gemm}", file.tensors_of(gemm), expected, result)
 
 
-def _check_rank(path: str, metadata: Mapping[str, str], says: bool, result: CheckResult) -> None:
-    """Check the rank that a file's metadata names. `says`: true for manifest versions whose files name it."""
-    where, own = f"{path}, metadata rank", path.split("/")[-2]
-    if (other := names.other_rank(path, metadata)) is not None:
-        result.add(where, "This is the file of another rank.", own, other)
-    elif says and "rank" not in metadata:
-        result.add(where, "The file does not say which rank's it is.", own, "nothing")
-
-
-def _compare_tensors(path: str, header: Header, expected: Mapping[str, Stored], result: CheckResult) -> None:
-    entries = header[0]
-    compare_names(path, "tensor", entries, expected, result)
-    for name, (dtype, shape) in expected.items():
-        if name in entries and (entries[name].dtype, entries[name].shape) != (dtype, shape):
-            found = f"{entries[name].dtype} {list(entries[name].shape)}"
-            where = f"{path}, tensor {name}"
-            result.add(where, "A tensor has another dtype or shape.", f"{dtype} {list(shape)}", found)
+def _compare_tensors(
+    where: str, found: Mapping[str, Any], expected: Mapping[str, tuple[str, tuple[int, ...]]], result: CheckResult
+) -> None:
+    """Compare dtypes and shapes of tensors; names are compared elsewhere."""
+    for name in sorted(expected.keys() & found.keys()):
+        ref, (dtype, shape) = found[name], expected[name]
+        if (ref.dtype, ref.shape) != (dtype, shape):
+            what, text = "A tensor has another dtype or shape.", f"{ref.dtype} {list(ref.shape)}"
+            result.add(f"{where}, tensor {name}", what, f"{dtype} {list(shape)}", text)
 
 
 def check_packed(
@@ -145,13 +107,14 @@ def check_packed(
 ) -> set[str]:
     """Check the experts' packed tensors of the checkpoint layout; return their names (none in the kernel layout)."""
     found: set[str] = set()
-    if artifact.manifest.is_kernel:
-        return found
-    for layer in layers.values():
-        prefix, form = f"{layer.name}.", _forms(artifact.packed_forms, layer, result)
+    for layer in () if artifact.manifest.is_kernel else layers.values():
+        prefix = f"{layer.name}."
         of_layer = {name for name in inside if name.startswith(prefix) and name[len(prefix) :][:1].isdigit()}
         found |= of_layer
-        if form is None:
+        try:
+            form = artifact.packed_forms(layer)
+        except VerificationError as error:
+            result.add(error.where, error.what, error.expected, error.found)
             continue
         expected = {
             f"{layer.module(expert, role)}.{name}": (tensor.dtype, tensor.shape)
@@ -161,6 +124,79 @@ def check_packed(
         }
         compare_names(f"layer {layer.name}", "tensor", of_layer, expected, result)
         for name in sorted(of_layer & expected.keys()):
-            path, entry = inside[name]
-            _compare_tensors(path, ({name: entry}, {}), {name: expected[name]}, result)
+            path, ref = inside[name]
+            _compare_tensors(path, {name: ref}, {name: expected[name]}, result)
     return found
+
+
+# --- static activation scales --------------------------------------------------------------------------------
+
+
+def is_static(artifact: Artifact, layer: str) -> bool:
+    """Return whether a layer's activations have static scales; False for an invalid manifest."""
+    try:
+        return artifact.kernel_spec_of(layer).inputs.is_static
+    except HqconvError:  # reported by the check of the manifest
+        return False
+
+
+def check_rank_scales(artifact: Artifact, layers: Iterable[MoeLayer], result: CheckResult) -> None:
+    """Check for `files` that the manifest's numbers are valid scales, and that all ranks have them."""
+    for layer in layers:
+        if not is_static(artifact, layer.name):
+            continue
+        recorded = _recorded(artifact, layer.name)
+        for gemm, found in recorded.items():
+            if not _is_scale(found):
+                where = f"{names.MANIFEST}: {layer.name}: {gemm}: {names.INPUT_SCALE}"
+                result.add(where, _WHAT.format("one a conversion writes"), "a float32 above zero", found)
+        _compare(artifact, layer.name, recorded, "manifest's", result)
+
+
+def check_source_scales(
+    artifact: Artifact, layers: Iterable[MoeLayer], source: Source, sources: Mapping[str, MoeLayer], result: CheckResult
+) -> None:
+    """Check for `weights` that manifest and ranks have the scales that follow from the source's."""
+    with ThreadPoolExecutor(8, "hqconv-verify") as pool:
+        for layer in layers:
+            if layer.name not in sources or not is_static(artifact, layer.name):
+                continue  # a missing layer is reported by the check of its weights
+            try:
+                expected = reduce_scales(source, sources[layer.name], pool)
+            except NetworkError:
+                raise
+            except HqconvError as error:
+                result.add(f"source: {error.where}", error.what, error.expected, error.found)
+                continue
+            for gemm, found in _recorded(artifact, layer.name).items():
+                if found != expected.get(gemm):
+                    where = f"{names.MANIFEST}: {layer.name}: {gemm}: {names.INPUT_SCALE}"
+                    result.add(where, _WHAT.format("source's"), expected.get(gemm, "none"), found)
+            _compare(artifact, layer.name, expected, "source's", result)
+
+
+def _recorded(artifact: Artifact, layer: str) -> dict[str, float | None]:
+    """Recorded static scale of each GEMM in the manifest."""
+    entries = {gemm: artifact.layers[layer].gemm(gemm) for gemm in names.GEMMS}
+    return {gemm: None if entry is None else entry.input_scale for gemm, entry in entries.items()}
+
+
+def _is_scale(number: Any) -> bool:
+    return isinstance(number, float) and math.isfinite(number) and 0 < number == float(np.float32(number))
+
+
+def _compare(
+    artifact: Artifact, layer: str, expected: InputScales | Mapping[str, Any], whose: str, result: CheckResult
+) -> None:
+    """Compare every rank's scale of each GEMM with the expected one."""
+    for tp_rank, ep_rank in artifact.grid.ranks:
+        for gemm in names.GEMMS:
+            name = names.input_scale(layer, gemm, artifact.kernel_spec_of(layer).inputs)
+            where = f"{names.rank_file(layer, tp_rank, ep_rank)}, tensor {name}"
+            try:
+                found = artifact.read_input_scale(layer, gemm, tp_rank, ep_rank)
+            except (HqconvError, OSError) as error:
+                result.add(where, "An activation scale cannot be read.", "F32 [1]", str(error))
+                continue
+            if found != expected.get(gemm):
+                result.add(where, _WHAT.format(whose), expected.get(gemm, "none"), found)

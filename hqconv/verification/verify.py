@@ -24,9 +24,9 @@ from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.options import CHECKS, refuse_unknown_checks
+from hqconv.verification.against_source import Lineage
 from hqconv.verification.files import FileDigests, check_files
 from hqconv.verification.kernel import check_kernel, other_layout, warm_kernels
-from hqconv.verification.lineage import Lineage
 from hqconv.verification.result import CheckResult, VerificationReport
 from hqconv.verification.tolerances import kind_of_inputs
 from hqconv.verification.weights import check_weights, layer_bytes

@@ -30,13 +30,12 @@ from hqconv.schemas.grid import stored_size
 from hqconv.schemas.options import GPTQ, RTN
 from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.verification.accounting import conversion_then
-from hqconv.verification.against_source import other_source
-from hqconv.verification.check_input_scales import check_source_scales
+from hqconv.verification.against_source import Lineage, other_source
 from hqconv.verification.content_sums import against, check_content
 from hqconv.verification.experts import Batches, LayerCheck, Original, Outcome, plan_staging, why_not
 from hqconv.verification.figures import check_recorded, check_search, summarize
 from hqconv.verification.fused_exponents import folding_bytes
-from hqconv.verification.lineage import Lineage
+from hqconv.verification.rank_headers import check_source_scales
 from hqconv.verification.result import NO_EXPERT, CheckResult, Finding
 
 _THREADS: dict[str, Any] = {"begin_thread": partial(torch.set_num_threads, 1), "name": "hqconv-verify"}

@@ -324,7 +324,7 @@ def test_stray_weights_that_the_manifest_lists(good: dict[str, Path], tmp_path: 
 def test_a_rank_file_that_names_no_rank(copy: Damaged) -> None:
     copy.edit_header(copy.path, lambda entries: entries["__metadata__"].update(rank=""))
     copy.reseal()
-    found(copy.check(with_source=False)[0], f"{copy.path}, metadata rank", "another rank", "tp1-ep1")
+    found(copy.check(with_source=False)[0], f"{copy.path}", "another rank", "tp1-ep1")
 
 
 # --- the padding of an uneven last rank ------------------------------------------------------------------------
@@ -446,7 +446,7 @@ def test_words_of_a_layer_config_that_were_an_internal_error(copy: Damaged, key:
     copy.edit_header(copy.path, edit)
     copy.reseal()
     files, weights = copy.check()
-    found(files, f"{copy.path}, metadata w13: {key}", "A layer config is not the one")
+    found(files, f"{copy.path}, metadata w13", "A layer config describes", key)
     found(weights, copy.path, "w13")
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hqconv.verification.rounding import KNOWN, Rounding, nearest, scale_above
+from hqconv.verification.reference import KNOWN, Rounding, nearest, scale_above
 from tests.make.activations import NUMBERS, nearest_by_search, round_by_search
 
 TORCH = {"float8e4m3": torch.float8_e4m3fn, "float8e5m2": torch.float8_e5m2}
