@@ -23,8 +23,9 @@ FLOORS = {
     "io": 3,
     "cpu_loops": 2,
     "layout_decoder": 2,
-    "kernel_layout": 3,
+    "humming_ops": 3,
     "quantization": 4,
+    "kernel_layout": 5,
     "formats": 5,
     "models": 6,
     "planning": 8,
@@ -54,7 +55,7 @@ INDEPENDENT = {
 }
 # Libraries that only some modules may import at all.
 ONLY_IN = {
-    "humming": ("hqconv.kernel_layout", "hqconv.serving.vllm.tuning"),
+    "humming": ("hqconv.humming_ops", "hqconv.kernel_layout", "hqconv.serving.vllm.tuning"),
     "numba": ("hqconv.jit", "hqconv.cpu_loops.arithmetic"),
     "huggingface_hub": ("hqconv.io.hub", "hqconv.io.hub_upload"),
     "vllm": (

@@ -34,6 +34,7 @@ from hqconv.planning.candidates import Candidates
 from hqconv.planning.output_units import MoeLayerPlan, OutputUnit
 from hqconv.planning.plan import plan_conversion
 from hqconv.quantization.cuda import check_kernels
+from hqconv.schemas.options import RTN
 from hqconv.schemas.overrides import LayerChoice, Override
 
 _LOG = logging.getLogger(__name__)
@@ -197,7 +198,7 @@ def _measure(
     missing = [unit for unit in units if unit.name not in output.measured]
     if not missing:
         return
-    if resources.is_cuda:
+    if resources.is_cuda and any(plan.encoding.quantizer != RTN for plan in plans):
         check_kernels(resources.device)
     use = ShardUse.of(source, missing, keeps=cache.keeps)
     if source.listing is not None:

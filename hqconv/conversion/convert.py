@@ -36,7 +36,6 @@ from hqconv.io.file_access import sha256_of
 from hqconv.kernel_layout.transform import is_compatible
 from hqconv.models.source_protocol import Source
 from hqconv.planning.importance import Importance
-from hqconv.planning.layer_encoding import LayerEncoding
 from hqconv.planning.output_units import MoeLayerPlan, OutputUnit
 from hqconv.planning.plan import ConversionPlan
 from hqconv.quantization.cuda import check_kernels
@@ -158,7 +157,7 @@ def convert(
     check_kernels_exist(plan)
     input_scales = read_input_scales(source, plan)
     staging = plan_staging(plan.layers, resources, reads_ahead=source.reads_ahead)
-    if resources.is_cuda and any(_needs_kernels(layer.encoding) for layer in plan.layers):
+    if resources.is_cuda and any(layer.encoding.quantizer != RTN for layer in plan.layers):
         check_kernels(resources.device)
 
     units = plan.units if part is None else part.share(plan.units)
@@ -382,11 +381,6 @@ def check_kernels_exist(plan: ConversionPlan) -> None:
         found=f"humming-kernels {version('humming-kernels')}",
         remedy="Install hqconv again, with the version of humming-kernels that it names.",
     )
-
-
-def _needs_kernels(encoding: LayerEncoding) -> bool:
-    """Return whether this encoding quantizes with Triton kernels on a GPU; kept or rounded codes need none."""
-    return not encoding.is_coded or encoding.quantizer != RTN
 
 
 def write_sidecar_files(source: Source, plan: ConversionPlan, root: Path) -> list[FileRecord]:

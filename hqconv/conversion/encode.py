@@ -96,7 +96,7 @@ def encode_batch(
             quantizer = quantizer_of(encoding, roles, experts)
             of_roles = None if tiles is None else [tiles.stacks[role] for role in roles]
             results = quantize_stacks(
-                floats, encoding.schema, encoding.param_dtype, quantizer=quantizer, tiles=of_roles
+                floats, encoding.schema, encoding.param_dtype, quantizer=quantizer, sinks=of_roles
             )
             done |= dict(zip(roles, results, strict=True))
         return _check_later(layer, experts, done, encoding)

@@ -17,28 +17,10 @@ from numba.extending import intrinsic, overload
 
 from hqconv.jit import compiled
 
-FLOAT, SYM_INT, ASYM_INT, SIGN_MAGNITUDE = range(4)
-
 SIGN = np.uint32(0x80000000)
 MAGNITUDE = np.uint32(0x7FFFFFFF)
 # Humming starts each group's range at ±1e-30, so that an all-zero group has a scale.
 _TINY_BITS = np.uint32(np.float32(1e-30).view(np.uint32))
-
-
-def largest_value(kind: int, bits: int, exponent: int, mantissa: int) -> float:
-    """Return the largest finite value of a code type, as Humming's `get_data_type_max_num`."""
-    if kind in (SYM_INT, ASYM_INT):
-        return float(2 ** (bits - 1) - 1)
-    if kind == SIGN_MAGNITUDE:
-        return float(2**mantissa - 1)
-    top = 2 ** (bits - 1) - 1
-    if (bits, exponent) in ((8, 4), (8, 3)):
-        top -= 1  # the all-ones code is NaN ("fn" formats)
-    elif (bits, exponent) == (8, 5):
-        top -= 4  # IEEE infinity and NaNs
-    fraction, exponent_code = top & (2**mantissa - 1), top >> mantissa
-    bias = 2 ** (exponent - 1) - 1
-    return float((1 + fraction / 2**mantissa) * 2.0 ** (exponent_code - bias))
 
 
 # numba's arithmetic on 32-bit integers gives 64 bits, and an index that may be negative is wrapped: both keep LLVM from

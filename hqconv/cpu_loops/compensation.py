@@ -13,31 +13,19 @@ import functools
 
 import numpy as np
 
-from hqconv.cpu_loops.arithmetic import (
-    ASYM_INT,
-    FLOAT,
-    MAGNITUDE,
-    SIGN,
-    SYM_INT,
-    bits_of,
-    count_exact,
-    float_of,
-    fold_squares,
-    source_bits,
-    u32,
-    u64,
-)
+from hqconv.cpu_loops.arithmetic import count_exact, float_of, fold_squares, source_bits, u64
 from hqconv.cpu_loops.bit_fields import pack_row
+from hqconv.cpu_loops.encoders import limit_bits_of, rounder
 from hqconv.jit import compiled
+from hqconv.schemas.code_types import CodeKind
 
 _LANES = 8  # rows that are rounded side by side
 _LARGEST = 3.4028234663852886e38  # of float32
-_OVERFLOW = np.float32(2.0**31)  # of 32-bit integers, from here on the least one
 
 
 @functools.cache
 def loss_meter(code):
-    """Return the compiled loop that measures a matrix's losses in `code`: (kind, bits, exponent bits, mantissa bits).
+    """Return the compiled loop that measures a matrix's losses in a `CodeType`.
 
     measure(source_NK, limit, groups, factors, is_compensated, loss_NT), with groups and limit as `encoders.encoder`
     takes them and factors (order_TW, feedback_TWW, penalty_TW): `loss_NT` gets the float64 loss of each tile of a row,
@@ -61,12 +49,12 @@ def loss_meter(code):
 
 @functools.cache
 def compensating_encoder(code):
-    """Return the compiled loop that encodes a matrix in `code`, and measures its error as `encoders.encoder` does.
+    """Return the compiled loop that encodes a matrix in a `CodeType` and measures its error as `encoders.encoder` does.
 
     encode(source_NK, limit, groups, factors, changed_NU, out), with out (packed_NB, error_N, power_N, exact_N): units
     of one or more tiles that have `changed` get codes of the corrected weights, the others those of the weights.
     """
-    visit, num_bits = _tile_visitor(_nearest(code)), code[1]
+    visit, num_bits = _tile_visitor(_nearest(code)), code.num_bits
 
     @compiled
     def encode(source_NK, limit, groups, factors, changed_NU, out):
@@ -139,78 +127,20 @@ def _tile_visitor(nearest):
 
 
 def _nearest(code):
-    """Return the function (weight, limit, group, is_kept) → (code, decoded weight) in `encoders.encoder`'s arithmetic.
+    """Return the function (weight, limit, group, is_kept) → (code, decoded weight).
 
-    is_kept: the code is that of the encoder, also where its 32-bit integers overflow.
+    is_kept: the code is that of `encoders.encoder`, also where 32-bit integers overflow.
     """
-    kind, num_bits, exponent_bits, mantissa_bits = code
-    if kind == FLOAT:
-        return _nearest_float(num_bits, exponent_bits, mantissa_bits)
-    if kind == ASYM_INT:
-        return _nearest_asymmetric(num_bits)
-    return _nearest_symmetric(num_bits, kind == SYM_INT)
-
-
-def _nearest_float(num_bits, exponent_bits, mantissa_bits):
-    """Small floats: nearest, ties to the truncated value, saturated by `limit`."""
-    exponent_shift = 128 - (1 << (exponent_bits - 1))
-    bias, threshold_bits = np.uint32(exponent_shift << 23), np.uint32((exponent_shift + 1) << 23)
-    threshold = np.float32(2.0 ** (exponent_shift - 126))
-    drop, below_half = np.uint32(23 - mantissa_bits), np.uint32((1 << (22 - mantissa_bits)) - 1)
-    mask, first_normal = np.uint32((1 << (num_bits - 1)) - 1), np.uint32(1 << mantissa_bits)
-    sign_shift = np.uint32(32 - num_bits)
-
-    @compiled
-    def nearest(weight, limit, group, is_kept):
-        inverse, _lowest, scale, _zero, scale_2 = group
-        limit_bits = bits_of(limit) if limit > 0 else MAGNITUDE
-        bits = bits_of(np.float32(weight * inverse))
-        sign, magnitude = u32(bits & SIGN), min(u32(bits & MAGNITUDE), limit_bits)
-        subnormal = u32(bits_of(np.float32(float_of(magnitude) + threshold)) - threshold_bits)
-        scaled = subnormal if magnitude < threshold_bits else u32(magnitude - bias)
-        rounded = u32(u32(u32(scaled + below_half) >> drop) & mask)
-        kept = u32(rounded << drop)
-        value = np.float32(float_of(u32(kept + threshold_bits)) - threshold)
-        if rounded >= first_normal:
-            value = float_of(u32(kept + bias))
-        decoded = np.float32(np.float32(float_of(u32(bits_of(value) | sign)) * scale) * scale_2)
-        return np.uint8(u32(rounded | u32(sign >> sign_shift))), decoded
-
-    return nearest
-
-
-def _nearest_symmetric(num_bits, is_offset):
-    """Integers, half to even and clamped: offset binary, or sign and magnitude."""
-    midpoint = np.int32(1 << (num_bits - 1))
-    highest = np.int32(midpoint - 1)
-    lowest_code = np.int32(-midpoint if is_offset else -highest)
-
-    @compiled
-    def nearest(weight, limit, group, is_kept):
-        inverse, _lowest, scale, _zero, scale_2 = group
-        x = np.rint(np.float32(weight * inverse))
-        number = min(max(x, np.float32(lowest_code)), np.float32(highest))
-        if is_kept and abs(x) >= _OVERFLOW:
-            number = np.float32(lowest_code)
-        code = np.int32(number)
-        decoded = np.float32(np.float32(np.float32(code) * scale) * scale_2)
-        if is_offset:
-            return np.uint8(code + midpoint), decoded
-        return np.uint8(abs(code) | (midpoint if code < 0 else np.int32(0))), decoded
-
-    return nearest
-
-
-def _nearest_asymmetric(num_bits):
-    """Integers with a zero point, half to even and clamped."""
-    highest = np.float32((1 << num_bits) - 1)
+    new_code, kept_code, has_zero = rounder(code), rounder(code, wraps=True), code.kind == CodeKind.ASYM_INT
 
     @compiled
     def nearest(weight, limit, group, is_kept):
         inverse, lowest, scale, zero, scale_2 = group
-        x = np.float32(np.float32(np.float64(weight) - lowest) * inverse)
-        code = min(max(np.float32(np.rint(x)), np.float32(0)), highest)
-        decoded = np.float32(np.float32(np.float32(code - zero) * scale) * scale_2)
-        return np.uint8(code), decoded
+        x = (np.float32(np.float64(weight) - lowest) if has_zero else weight) * inverse
+        limit_bits = limit_bits_of(limit)
+        code, number = kept_code(x, limit_bits) if is_kept else new_code(x, limit_bits)
+        if has_zero:
+            number = np.float32(number - zero)
+        return code, np.float32(np.float32(number * scale) * scale_2)
 
     return nearest

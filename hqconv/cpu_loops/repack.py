@@ -6,6 +6,8 @@ P is the code width padded to a power of two. The source of every index is `kern
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from hqconv.cpu_loops.arithmetic import u64
@@ -323,6 +325,31 @@ def lay_out_8bit(panel_ND, centre, begin, end, words, start, stride):
             for i in range(u64(64)):
                 _deal(left[i], right[i], i, dealt)
             _store_tile(dealt, 8, words[at : at + 128])
+
+
+@functools.cache
+def tile_store(num_bits, centre):
+    """Return the compiled function that lays out 64 rows of an expert's packed codes: the `store` of a code sink.
+
+    store(panel, expert, row, (words, pieces)): `panel` uint8 [64, K * num_bits / 8]; for `words` and `pieces` see
+    `kernel_layout.weight_tiles.StackTiles`.
+    """
+    tile_words = TILE_ROWS * TILE_COLUMNS * num_bits // 64
+
+    @compiled
+    def store(panel, expert, row, tiles):
+        words, pieces = tiles
+        codes, block = panel.view(np.uint64), row // TILE_ROWS
+        for p in range(pieces.shape[0]):
+            first, last, left, right, start, of_expert, of_columns = pieces[p]
+            if first <= block < last:
+                at = start + expert * of_expert + (block - first) * tile_words
+                if num_bits == 4:
+                    lay_out_4bit(codes, left, right, words, at, of_columns)
+                else:
+                    lay_out_8bit(codes, centre, left, right, words, at, of_columns)
+
+    return store
 
 
 @compiled

@@ -1,6 +1,6 @@
 """Compiled CPU loops of the search for scales: errors under other scales, sums for a fit, sweeps over scales.
 
-Shape legend: N rows, K columns, G groups along K.
+Shape legend: N rows, K columns, G groups along K, X experts with an importance of their own, or 1.
 """
 
 from __future__ import annotations
@@ -10,22 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hqconv.cpu_loops.arithmetic import (
-    ASYM_INT,
-    FLOAT,
-    MAGNITUDE,
-    SIGN,
-    SYM_INT,
-    bits_of,
-    float_of,
-    fold_sum,
-    group_range,
-    largest_value,
-    source_bits,
-    u32,
-    u64,
-)
+from hqconv.cpu_loops.arithmetic import bits_of, float_of, fold_sum, group_range, source_bits, u32, u64
+from hqconv.cpu_loops.encoders import group_reader, limit_bits_of, rounder
 from hqconv.jit import Function, compiled
+from hqconv.schemas.code_types import CodeKind
 
 TO_BFLOAT16, TO_FLOAT16, TO_FLOAT32 = range(3)  # rounding of scales that are wider than 8 bits
 
@@ -34,16 +22,15 @@ class Searcher(NamedTuple):
     """Compiled loops that measure the scales of a matrix in one code type, with the arithmetic of `encoders.encoder`.
 
     groups: (inverse_NG, lowest_NG, scale_NG, zero_NG, scale_2_N) as an encoder takes them. Sums are float64 in the
-    order of `fold_sum` over each group's columns, every term times its column's importance.
+    order of `fold_sum` over each group's columns, every term times its column's importance: row n has that of
+    importance_XK[(first_row + n) // rows_per_importance].
 
-    score(source_NK, limit, groups, importance_K, error_NG): sums of (w - decoded)**2.
-    fit(source_NK, limit, groups, importance_K, products_NG, squares_NG): sums of w * v and of v * v, where v is the
-    number of a code less the zero point.
-    sweep(source_NK, limit, scales, importance_K, ladder, error_NG, step_NG): tries other scales of symmetric codes, as
-    `hqconv.quantization.scale_search.Ladder` describes. scales: (scale_NG, byte_NG, scale_2_N), bytes without their
-    sign. ladder: (first, limit, up, down, values, top, no_half, floor_N, rounding), with the value of each byte in
-    `values`, empty for wider scales. `error_NG` holds the errors to be beaten, and gets the least ones; `step_NG` gets
-    their steps.
+    score(source_NK, limit, groups, importance_XK, first_row, rows_per_importance, error_NG): sums of (w - decoded)**2.
+    fit(source_NK, limit, groups, importance_XK, first_row, rows_per_importance, products_NG, squares_NG): sums of w * v
+    and of v * v, where v is the number of a code less the zero point.
+    sweep(source_NK, limit, steps, ladder, importance_XK, first_row, rows_per_importance, error_NG, step_NG): tries
+    other scales of symmetric codes, as `quantization.scale_search.Ladder` describes. `error_NG` holds the errors to be
+    beaten, and gets the least ones; `step_NG` gets their steps.
     """
 
     score: Function
@@ -51,32 +38,73 @@ class Searcher(NamedTuple):
     sweep: Function
 
 
+class StepStart(NamedTuple):
+    """Scales from which steps are taken: float32 [N, G], 8-bit ones as bytes [N, G] without their sign too.
+
+    scale_2, floor: of each row, float32 [N] and int64 [N]; a scale's byte is not below the floor.
+    """
+
+    scale: np.ndarray
+    byte: np.ndarray
+    scale_2: np.ndarray
+    floor: np.ndarray
+
+
+class StepTable(NamedTuple):
+    """A `quantization.scale_search.Ladder` for loops.
+
+    values: value of each byte of an 8-bit scale, float32 [256]; empty for wider scales, whose multiples are `up` and
+    `down`, rounded as `rounding` says.
+    """
+
+    first: int
+    limit: np.float32
+    up: np.ndarray
+    down: np.ndarray
+    values: np.ndarray
+    top: int
+    no_half: int
+    rounding: int
+
+
 @functools.cache
 def searcher(code):
-    """Return the compiled loops that search for scales in `code`: (kind, bits, exponent bits, mantissa bits)."""
-    kind, num_bits, exponent_bits, mantissa_bits = code
-    highest = largest_value(*code)
-    lowest = -highest - 1 if kind == SYM_INT else -highest
-    if kind == FLOAT:
-        write_values = _float_values(exponent_bits, mantissa_bits)
-    elif kind == ASYM_INT:
-        write_values = _asymmetric_values(num_bits)
-    else:
-        write_values = _symmetric_values(lowest, highest)
-    error_of = _group_error(write_values)
-    sweep = _sweep(_upwards(error_of), _downwards(error_of, _clipped_error(lowest, highest)))
-    return Searcher(_score(error_of), _fit(write_values), sweep)
+    """Return the compiled loops that search for scales in a `CodeType`."""
+    error_of = _group_error(code)
+    sweep = _sweep(_upwards(error_of), _downwards(error_of, _clipped_error(*code.bounds)))
+    return Searcher(_score(code, error_of), _fit(code), sweep)
 
 
-def _group_error(write_values):
+def _number_writer(code):
+    nearest, has_zero = rounder(code), code.kind == CodeKind.ASYM_INT
+
     @compiled
-    def error_of(row, start, limit, group, importance_K, scratch):
+    def write_numbers(row, start, limit_bits, group, numbers):
+        """Write the numbers of a group's codes, less the zero point."""
+        inverse, lowest, _scale, zero, _scale_2 = group
+        for k in range(u64(numbers.size)):
+            weight = float_of(source_bits(row[start + k]))
+            if has_zero:
+                _code, number = nearest(np.float32(np.float64(weight) - lowest) * inverse, limit_bits)
+                numbers[k] = np.float32(number - zero)
+            else:
+                _code, number = nearest(weight * inverse, limit_bits)
+                numbers[k] = number
+
+    return write_numbers
+
+
+def _group_error(code):
+    write_numbers = _number_writer(code)
+
+    @compiled
+    def error_of(row, start, limit_bits, group, importance_K, scratch):
         """Return the error of a group under its scale."""
         _inverse, _lowest, scale, _zero, scale_2 = group
-        values, terms = scratch
-        write_values(row, start, limit, group, values)
+        numbers, terms = scratch
+        write_numbers(row, start, limit_bits, group, numbers)
         for k in range(u64(terms.size)):
-            decoded = np.float32(np.float32(values[k] * scale) * scale_2)
+            decoded = np.float32(np.float32(numbers[k] * scale) * scale_2)
             difference = np.float64(float_of(source_bits(row[start + k]))) - np.float64(decoded)
             terms[k] = (difference * difference) * importance_K[start + k]
         return fold_sum(terms)
@@ -105,36 +133,38 @@ def _clipped_error(lowest_code, highest_code):
     return clipped_error_of
 
 
-def _score(error_of):
+def _score(code, error_of):
+    group_at = group_reader(code)
+
     @compiled
-    def score(source_NK, limit, groups, importance_K, error_NG):
-        inverse_NG, lowest_NG, scale_NG, zero_NG, scale_2_N = groups
-        size = u64(source_NK.shape[1] // error_NG.shape[1])
+    def score(source_NK, limit, groups, importance_XK, first_row, rows_per_importance, error_NG):
+        size, limit_bits = u64(source_NK.shape[1] // error_NG.shape[1]), limit_bits_of(limit)
         scratch = np.empty(size, np.float32), np.empty(size, np.float64)
         for n in range(error_NG.shape[0]):
+            importance = importance_XK[(first_row + n) // rows_per_importance]
             for g in range(error_NG.shape[1]):
-                group = (inverse_NG[n, g], lowest_NG[n, g], scale_NG[n, g], zero_NG[n, g], scale_2_N[n])
-                error_NG[n, g] = error_of(source_NK[n], u64(g) * size, limit, group, importance_K, scratch)
+                group = group_at(groups, n, g)
+                error_NG[n, g] = error_of(source_NK[n], u64(g) * size, limit_bits, group, importance, scratch)
 
     return score
 
 
-def _fit(write_values):
+def _fit(code):
+    write_numbers, group_at = _number_writer(code), group_reader(code)
+
     @compiled
-    def fit(source_NK, limit, groups, importance_K, products_NG, squares_NG):
-        inverse_NG, lowest_NG, scale_NG, zero_NG, scale_2_N = groups
-        size = u64(source_NK.shape[1] // products_NG.shape[1])
-        values, products, squares = np.empty(size, np.float32), np.empty(size), np.empty(size)
+    def fit(source_NK, limit, groups, importance_XK, first_row, rows_per_importance, products_NG, squares_NG):
+        size, limit_bits = u64(source_NK.shape[1] // products_NG.shape[1]), limit_bits_of(limit)
+        numbers, products, squares = np.empty(size, np.float32), np.empty(size), np.empty(size)
         for n in range(products_NG.shape[0]):
-            row = source_NK[n]
+            row, importance = source_NK[n], importance_XK[(first_row + n) // rows_per_importance]
             for g in range(products_NG.shape[1]):
                 start = u64(g) * size
-                group = (inverse_NG[n, g], lowest_NG[n, g], scale_NG[n, g], zero_NG[n, g], scale_2_N[n])
-                write_values(row, start, limit, group, values)
+                write_numbers(row, start, limit_bits, group_at(groups, n, g), numbers)
                 for k in range(size):
-                    value, importance = np.float64(values[k]), importance_K[start + k]
+                    value, factor = np.float64(numbers[k]), importance[start + k]
                     weight = np.float64(float_of(source_bits(row[start + k])))
-                    products[k], squares[k] = (weight * value) * importance, (value * value) * importance
+                    products[k], squares[k] = (weight * value) * factor, (value * value) * factor
                 products_NG[n, g], squares_NG[n, g] = fold_sum(products), fold_sum(squares)
 
     return fit
@@ -142,20 +172,20 @@ def _fit(write_values):
 
 def _upwards(error_of):
     @compiled
-    def upwards(row, start, limit, importance_K, scratch, ladder, given, least):
+    def upwards(row, start, limit_bits, importance_K, scratch, ladder, given, least):
         """Return the step of the least error among larger scales, 0 for none, and that error."""
-        first, limit_factor, up, _down, values, top, no_half, _floor_N, _rounding = ladder
         _stored, byte, scale_2, _floor = given
         highest, lowest = group_range(row, start, u64(scratch[1].size))
-        end, best = np.float32(max(highest, np.float32(-lowest)) * limit_factor), 0
-        for step in range(first, (top if values.size else up.size + 1) + 1):
+        end, best = np.float32(max(highest, np.float32(-lowest)) * ladder.limit), 0
+        has_bytes = ladder.values.size > 0
+        for step in range(ladder.first, (ladder.top if has_bytes else ladder.up.size + 1) + 1):
             scale = _scale_at(step, ladder, given)
             is_small = np.float32(abs(scale) * scale_2) < end
-            if step > 1 and not (is_small or (values.size > 0 and byte + step - 1 < no_half)):
+            if step > 1 and not (is_small or (has_bytes and byte + step - 1 < ladder.no_half)):
                 break
             if scale != 0:
                 group = (np.float32(1) / np.float32(scale * scale_2), 0.0, scale, np.float32(0), scale_2)
-                error = error_of(row, start, limit, group, importance_K, scratch)
+                error = error_of(row, start, limit_bits, group, importance_K, scratch)
                 if error < least:
                     least, best = error, step
         return best, least
@@ -165,18 +195,17 @@ def _upwards(error_of):
 
 def _downwards(error_of, clipped_error_of):
     @compiled
-    def downwards(row, start, limit, importance_K, scratch, ladder, given, least):
+    def downwards(row, start, limit_bits, importance_K, scratch, ladder, given, least):
         """Return the step of the least error among smaller scales, 0 for none, and that error."""
-        _first, _limit, _up, down, values, top, _no_half, _floor_N, _rounding = ladder
         scale_2, best = given[2], 0
-        for step in range(1, (top if values.size else down.size) + 1):
+        for step in range(1, (ladder.top if ladder.values.size > 0 else ladder.down.size) + 1):
             scale = _scale_at(-step, ladder, given)
             if scale == 0:
                 break
             group = (np.float32(1) / np.float32(scale * scale_2), 0.0, scale, np.float32(0), scale_2)
             if clipped_error_of(row, start, group, importance_K, scratch[1]) >= least:
                 break
-            error = error_of(row, start, limit, group, importance_K, scratch)
+            error = error_of(row, start, limit_bits, group, importance_K, scratch)
             if error < least:
                 least, best = error, -step
         return best, least
@@ -186,19 +215,18 @@ def _downwards(error_of, clipped_error_of):
 
 def _sweep(upwards, downwards):
     @compiled
-    def sweep(source_NK, limit, scales, importance_K, ladder, error_NG, step_NG):
-        scale_NG, byte_NG, scale_2_N = scales
-        floor_N, size = ladder[7], u64(source_NK.shape[1] // error_NG.shape[1])
+    def sweep(source_NK, limit, steps, ladder, importance_XK, first_row, rows_per_importance, error_NG, step_NG):
+        size, limit_bits = u64(source_NK.shape[1] // error_NG.shape[1]), limit_bits_of(limit)
         scratch = np.empty(size, np.float32), np.empty(size, np.float64)
         for n in range(error_NG.shape[0]):
-            row = source_NK[n]
+            row, importance = source_NK[n], importance_XK[(first_row + n) // rows_per_importance]
             for g in range(error_NG.shape[1]):
                 start, least = u64(g) * size, error_NG[n, g]
-                given = (scale_NG[n, g], np.int64(byte_NG[n, g]), scale_2_N[n], floor_N[n])
+                given = (steps.scale[n, g], np.int64(steps.byte[n, g]), steps.scale_2[n], steps.floor[n])
                 best = 0
                 if np.isfinite(given[0]):
-                    best, least = upwards(row, start, limit, importance_K, scratch, ladder, given, least)
-                    below, least = downwards(row, start, limit, importance_K, scratch, ladder, given, least)
+                    best, least = upwards(row, start, limit_bits, importance, scratch, ladder, given, least)
+                    below, least = downwards(row, start, limit_bits, importance, scratch, ladder, given, least)
                     best = below if below != 0 else best
                 error_NG[n, g], step_NG[n, g] = least, best
 
@@ -208,18 +236,17 @@ def _sweep(upwards, downwards):
 @compiled
 def _scale_at(step, ladder, given):
     """Return the scale of a step, with the sign of the stored one; 0 where there is none."""
-    _first, _limit, up, down, values, top, _no_half, _floor_N, rounding = ladder
     stored, byte, _scale_2, floor = given
-    if values.size > 0:
+    if ladder.values.size > 0:
         moved = byte + (step - 1 if step > 0 else step)
-        if byte > top or moved < max(floor, 1) or moved > top:
+        if byte > ladder.top or moved < max(floor, 1) or moved > ladder.top:
             return np.float32(0)
-        scale = np.float32(values[moved])
+        scale = np.float32(ladder.values[moved])
         return np.float32(-scale) if stored < 0 else scale
     factor = np.float32(1)
     if step != 1:
-        factor = up[step - 2] if step > 1 else down[-step - 1]
-    return _stored_float(np.float32(stored * factor), rounding)
+        factor = ladder.up[step - 2] if step > 1 else ladder.down[-step - 1]
+    return _stored_float(np.float32(stored * factor), ladder.rounding)
 
 
 @compiled
@@ -235,59 +262,3 @@ def _stored_float(scale, rounding):
     if rounding == TO_FLOAT16:
         least, most = np.float32(2.0**-14), np.float32(65504)
     return kept if abs(kept) >= least and abs(kept) <= most else np.float32(0)
-
-
-def _float_values(exponent_bits, mantissa_bits):
-    """Build the numbers of small floats: the arithmetic of `_float_encoder`."""
-    exponent_shift = 128 - (1 << (exponent_bits - 1))
-    bias, threshold_bits = np.uint32(exponent_shift << 23), np.uint32((exponent_shift + 1) << 23)
-    threshold = np.float32(2.0 ** (exponent_shift - 126))
-    drop, below_half = np.uint32(23 - mantissa_bits), np.uint32((1 << (22 - mantissa_bits)) - 1)
-    mask, first_normal = (np.uint32((1 << (exponent_bits + mantissa_bits)) - 1), np.uint32(1 << mantissa_bits))
-
-    @compiled
-    def write_values(row, start, limit, group, values):
-        inverse, _lowest, _scale, _zero, _scale_2 = group
-        limit_bits = bits_of(limit) if limit > 0 else MAGNITUDE
-        for k in range(u64(values.size)):
-            bits = bits_of(np.float32(float_of(source_bits(row[start + k])) * inverse))
-            sign, magnitude = u32(bits & SIGN), min(u32(bits & MAGNITUDE), limit_bits)
-            subnormal = u32(bits_of(np.float32(float_of(magnitude) + threshold)) - threshold_bits)
-            scaled = subnormal if magnitude < threshold_bits else u32(magnitude - bias)
-            rounded = u32(u32(u32(scaled + below_half) >> drop) & mask)
-            kept = u32(rounded << drop)
-            value = np.float32(float_of(u32(kept + threshold_bits)) - threshold)
-            if rounded >= first_normal:
-                value = float_of(u32(kept + bias))
-            values[k] = float_of(u32(bits_of(value) | sign))
-
-    return write_values
-
-
-def _symmetric_values(lowest_code, highest_code):
-    """Build the numbers of integers, half to even and clamped."""
-    lowest_code, highest_code = np.float32(lowest_code), np.float32(highest_code)
-
-    @compiled
-    def write_values(row, start, limit, group, values):
-        inverse, _lowest, _scale, _zero, _scale_2 = group
-        for k in range(u64(values.size)):
-            x = np.float32(float_of(source_bits(row[start + k])) * inverse)
-            values[k] = min(max(np.float32(np.rint(x)), lowest_code), highest_code)
-
-    return write_values
-
-
-def _asymmetric_values(num_bits):
-    """Build the numbers of integers with a zero point, half to even and clamped, less the zero point."""
-    highest = np.float32((1 << num_bits) - 1)
-
-    @compiled
-    def write_values(row, start, limit, group, values):
-        inverse, lowest, _scale, zero, _scale_2 = group
-        for k in range(u64(values.size)):
-            weight = float_of(source_bits(row[start + k]))
-            x = np.float32(np.float32(np.float64(weight) - lowest) * inverse)
-            values[k] = np.float32(min(max(np.float32(np.rint(x)), np.float32(0)), highest) - zero)
-
-    return write_values

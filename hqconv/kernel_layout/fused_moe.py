@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hqconv.kernel_layout.runtime import humming, humming_gpu
+from hqconv.humming_ops.runtime import humming, humming_gpu
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.input_schema import STATIC_SCALES
 

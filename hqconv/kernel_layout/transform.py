@@ -14,19 +14,14 @@ from typing import Any
 
 import torch
 
+from hqconv.humming_ops.runtime import humming, humming_schema, planning, resident, target_facts
 from hqconv.kernel_layout.compatibility import PAD_K, PAD_N, splits_e8m0, why_not
-from hqconv.kernel_layout.runtime import humming, planning, resident, target_facts
 from hqconv.schemas.dtypes import code_of_torch, torch_dtype_of
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.input_schema import InputSchema
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.tensors import TensorSpec
 from hqconv.schemas.weight_schema import WeightSchema
-
-
-def humming_schema(schema: WeightSchema) -> Any:
-    """The schema as Humming's own object."""
-    return humming().schema.HummingWeightSchema(**schema.humming_fields())
 
 
 def humming_inputs(inputs: InputSchema) -> Any:

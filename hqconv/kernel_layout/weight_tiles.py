@@ -8,22 +8,24 @@ a rank, and their join. Every other layout goes through `rank_slices` and `trans
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from hqconv.cpu_loops.arithmetic import ASYM_INT, SYM_INT
-from hqconv.cpu_loops.repack import TILE_COLUMNS, TILE_ROWS
-from hqconv.kernel_layout.cpu_ops import Array, parse_dtype
+from hqconv.cpu_loops.repack import TILE_COLUMNS, TILE_ROWS, tile_store
 from hqconv.kernel_layout.transform import KernelForm
+from hqconv.schemas.dtypes import code_bits
 from hqconv.schemas.grid import TpSlice
 
+Array = np.ndarray[Any, np.dtype[Any]]
 
-class StackTiles(NamedTuple):
-    """Positions of the tiles of one projection's stack [E, N, K].
+
+@dataclass(frozen=True, eq=False)
+class StackTiles:
+    """Tiles of one projection's stack [E, N, K]: a `quantization.quantized.CodeSink`.
 
     words: uint64, of all ranks. pieces: int64 [P, 7], one for each rank: first and last block of rows, first and last
     block of columns, and in words the first tile, the step to the next expert, the step to the next block of columns.
@@ -32,7 +34,20 @@ class StackTiles(NamedTuple):
 
     words: Array
     pieces: Array
+    num_bits: int
     centre: bool
+    panel_rows: int = TILE_ROWS
+
+    @property
+    def store(self) -> Callable[..., None]:
+        """Compiled function that lays out 64 rows of packed codes."""
+        store: Callable[..., None] = tile_store(self.num_bits, self.centre)
+        return store
+
+    @property
+    def arrays(self) -> tuple[Array, Array]:
+        """Arguments of `store`."""
+        return self.words, self.pieces
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,8 +70,9 @@ def weight_tiles(
     """
     if not all(_is_plain(form) for form in forms.values()) or not _are_whole(slices, shapes):
         return None
-    kind, num_bits, *_ = parse_dtype(forms["w2"].config["b_dtype"])
-    centre = kind in (SYM_INT, ASYM_INT) and num_bits == 8 and forms["w2"].config["c_dtype"] == "bfloat16"
+    b_dtype = forms["w2"].config["b_dtype"]
+    num_bits = code_bits(b_dtype)
+    centre = "int" in b_dtype and num_bits == 8 and forms["w2"].config["c_dtype"] == "bfloat16"
     tile, upper = TILE_ROWS * TILE_COLUMNS * num_bits // 64, [role for role in shapes if role != "w2"]
     sizes = {(gemm, part.rank): form.tensors["weight"].shape for gemm, form in forms.items() for part in slices}
     ends = np.cumsum([num_experts * math.prod(shape) // 2 for shape in sizes.values()])
@@ -74,7 +90,7 @@ def weight_tiles(
                     rows, columns = (0, shapes[role][0]), rows
                 ranges = (*(n // TILE_ROWS for n in rows), *(k // TILE_COLUMNS for k in columns))
                 pieces[role].append((*ranges, starts[key] + number * size * tile, of_expert, of_columns))
-    stacks = {role: StackTiles(words, np.array(each, np.int64), centre) for role, each in pieces.items()}
+    stacks = {role: StackTiles(words, np.array(each, np.int64), num_bits, centre) for role, each in pieces.items()}
     flat = torch.from_numpy(words.view(np.int32))
     weights = {
         key: flat[2 * starts[key] : 2 * int(end)].view(num_experts, *shape)
@@ -86,7 +102,7 @@ def weight_tiles(
 def _is_plain(form: KernelForm) -> bool:
     """Return whether codes are laid out by `repack_4bit_a16` or `repack_8bit_a16`, without padding."""
     config = form.config
-    _, num_bits, *_ = parse_dtype(config["b_dtype"])
+    num_bits = code_bits(config["b_dtype"])
     if config["a_dtype"] not in ("bfloat16", "float16") or any(form.flags.values()):
         return False
     if config["pad_shape_n"] or config["pad_shape_k"]:

@@ -14,12 +14,11 @@ from typing import NoReturn
 import numpy as np
 import torch
 
-from hqconv.cpu_loops import arithmetic
 from hqconv.cpu_loops import decoding as decode_loops
 from hqconv.errors import InputError
-from hqconv.kernel_layout import cpu_ops
 from hqconv.quantization import bit_codec
 from hqconv.quantization.deferred_checks import is_any
+from hqconv.schemas.code_types import CodeKind, parse_code_type
 from hqconv.schemas.dtypes import code_bits
 
 
@@ -149,12 +148,16 @@ def refuse(what: str, where: str, expected: object, found: object, remedy: str =
 @functools.cache
 def code_table(b_dtype: str, is_symmetric: bool) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
     """Return the value of each code before its zero point and scale, float32 [2**bits]."""
-    kind, bits, exponent, mantissa = cpu_ops.parse_dtype(b_dtype)
-    codes = torch.arange(2**bits, dtype=torch.int32)
-    if kind == arithmetic.SYM_INT:
-        values = codes.float() - (2 ** (bits - 1) if is_symmetric else 0)
+    code, codes = parse_code_type(b_dtype), torch.arange(2 ** code_bits(b_dtype), dtype=torch.int32)
+    half = 2 ** (code.num_bits - 1)
+    if code.kind == CodeKind.SYM_INT:
+        values = codes.float() - (half if is_symmetric else 0)
     else:
-        values = cpu_ops.dequant_weight(codes, exponent, mantissa, is_signed=True)
+        magnitude = (codes % half).float()
+        if code.kind == CodeKind.FLOAT:  # as a float32 with exponents that are too small, then moved
+            factor = 2.0 ** (128 - 2 ** (code.exponent_bits - 1))
+            magnitude = ((codes % half) << (23 - code.mantissa_bits)).view(torch.float32) * factor
+        values = torch.where(codes < half, magnitude, -magnitude)
     table: np.ndarray[tuple[int], np.dtype[np.float32]] = values.numpy()
     table.flags.writeable = False
     return table
@@ -162,6 +165,21 @@ def code_table(b_dtype: str, is_symmetric: bool) -> np.ndarray[tuple[int], np.dt
 
 def scale_values(scale: torch.Tensor) -> torch.Tensor:
     """Return a stored scale as float32, exactly; uint8 is float8e5m3, and an e8m0 byte of 255 is NaN."""
+    if scale.element_size() > 1:
+        return scale.float()
+    if scale.is_cuda:
+        return _decode_bytes(scale)
+    values = byte_values(scale.dtype).numpy()[scale.view(torch.uint8).numpy()]  # faster than torch's conversions
+    return torch.from_numpy(np.asarray(values))
+
+
+@functools.cache
+def byte_values(dtype: torch.dtype) -> torch.Tensor:
+    """Return the value of each byte as an 8-bit scale, float32 [256] on the CPU."""
+    return _decode_bytes(torch.arange(256, dtype=torch.uint8).view(dtype))
+
+
+def _decode_bytes(scale: torch.Tensor) -> torch.Tensor:
     if scale.dtype == torch.float8_e8m0fnu:
         exponent = scale.view(torch.uint8).to(torch.int32)
         # 2**-127 is the only subnormal, and 255 the only NaN.

@@ -1,42 +1,24 @@
-"""Quantization on CUDA: Humming's operations, torch where matrices share a scale, Triton kernels for errors.
+"""Quantization on CUDA: Humming's operations, torch's for shared scales, errors and the search, a kernel for sweeps.
 
 Legend: E experts, N output rows, K input columns, G groups along K.
 """
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from hqconv.cpu_loops import arithmetic
 from hqconv.errors import RequestError
-from hqconv.kernel_layout import cpu_ops
-from hqconv.kernel_layout.runtime import humming
-from hqconv.kernel_layout.transform import humming_schema
+from hqconv.humming_ops.runtime import humming, humming_schema
 from hqconv.quantization import torch_ops
 from hqconv.quantization.gptq import CompensationStart, compensate
+from hqconv.quantization.group_scales import GivenScales, GroupScales, nearest_scales, scales_of, two_level_scales
 from hqconv.quantization.quantized import RTN, HessianFactors, QuantizedStack, Quantizer, TileFactors, num_groups
-from hqconv.quantization.scale_search import (
-    CandidateScales,
-    Ladder,
-    SearchResult,
-    SearchStart,
-    scales_of,
-    search,
-    tensors_of,
-)
-from hqconv.quantization.two_level_scales import GivenScales, constant, group_scales, two_level
+from hqconv.quantization.scale_search import Ladder, SearchResult, search
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.weight_schema import WeightSchema
-
-# Which operations are Triton kernels, of: sums, sweep, search (errors, fits and codes of the search). The others are
-# torch's operations.
-TRITON = frozenset(os.environ.get("HQCONV_TRITON", "sums,sweep,search").split(","))
-_LAUNCHING = threading.Lock()  # one thread builds a kernel on its first launch; the others wait and reuse it
 
 
 def quantize_stacks(
@@ -95,7 +77,12 @@ def _quantize_best(
 ) -> list[QuantizedStack]:
     """Quantize with the scales of the least squared error, and with error compensation for gptq."""
     packed = [_rounded(stack, schema, param_dtype, shared, None) for stack in stacks]
-    best = search_scales(stacks, packed, schema, param_dtype, quantizer.importance)
+    meters = [_Meter(stack, one, schema, quantizer.importance) for stack, one in zip(stacks, packed, strict=True)]
+    found = search(meters, schema, param_dtype)
+    best = [
+        _replaced(stack, one, choice, schema, param_dtype)
+        for stack, one, choice in zip(stacks, packed, found, strict=True)
+    ]
     if quantizer.factors is not None:
         best = _compensated(stacks, packed, best, schema, param_dtype, quantizer.factors)
     return [_with_error(stack, one, schema, count_exact) for stack, one in zip(stacks, best, strict=True)]
@@ -116,24 +103,18 @@ def _encode_shared(
     stack: torch.Tensor, schema: WeightSchema, param_dtype: str, shared: torch.Tensor, given: GivenScales | None
 ) -> dict[str, torch.Tensor]:
     """Return codes and scales of a stack [E, N, K] whose experts have the maxima `shared` [E]."""
-    kind, bits, exponent, mantissa = cpu_ops.parse_dtype(schema.b_dtype)
     values, amax = stack.float(), shared.view(-1, 1, 1)
     if schema.weight_scale_type == "tensor":
-        scale = amax / constant(arithmetic.largest_value(kind, bits, exponent, mantissa), shared)
-        tensors = {"weight_scale": scale.flatten()}
-        scaled = values * scale.reciprocal()
+        grouped, nearest = values.unsqueeze(2), nearest_scales(amax, -amax, schema, param_dtype)
     else:
         grouped = values.view(*values.shape[:2], -1, schema.weight_scale_group_size)
         bounds = (grouped.amax(-1).clamp_min(1e-30), grouped.amin(-1).clamp_max(-1e-30))
-        second = amax if schema.weight_scale_2_type == "tensor" else None
-        scales = two_level(group_scales(*bounds, schema), schema, param_dtype, second, given)
-        tensors = {"weight_scale": scales.group, "weight_scale_2": scales.second}
-        scaled = grouped * scales.inverse().unsqueeze(-1)
-        if scales.limit:
-            scaled = scaled.clamp(-scales.limit, scales.limit)
-        scaled = scaled.view_as(values)
+        nearest = two_level_scales(*bounds, schema, param_dtype, amax, given)
+    scaled = grouped * nearest.inverse.unsqueeze(-1)
+    if nearest.limit:
+        scaled = scaled.clamp_(-nearest.limit, nearest.limit)
     codes, _, _ = humming().ops.quant_weight(
-        scaled.contiguous(),
+        scaled.view_as(values).contiguous(),
         source_dtype_str="float32",
         target_dtype_str=schema.b_dtype,
         group_size=0,
@@ -142,28 +123,24 @@ def _encode_shared(
         has_zero_point=False,
         is_fp_zero_point=False,
     )
-    tensors["weight"] = humming().ops.pack_weight(codes, bits)
-    return tensors
+    weight = humming().ops.pack_weight(codes, schema.num_bits)
+    return {**nearest.scales.tensors(schema, param_dtype), "weight": weight}
 
 
 def _with_error(
     stack: torch.Tensor, tensors: dict[str, torch.Tensor], target: WeightSchema, count_exact: bool
 ) -> QuantizedStack:
     exact = torch.zeros(len(stack), dtype=torch.int64, device=stack.device)
-    if not count_exact and "sums" in TRITON:
-        with _LAUNCHING:
-            error, power = _kernels().error_sums(stack, tensors, humming_schema(target))
-        return QuantizedStack(tensors, error, power, exact)
     error, power = torch_ops.error_sums(stack, tensors, target, exact if count_exact else None)
     counted = num_groups((stack.size(1), stack.size(2)), target) if count_exact else 0
     return QuantizedStack(tensors, error, power, exact, counted)
 
 
-def _kernels() -> Any:
-    """Import the module of Triton kernels; the first import loads Triton."""
-    from hqconv.quantization import triton_kernels
+def _sweep_kernel() -> Any:
+    """Import the module of the Triton kernel that sweeps scales; the first import loads Triton."""
+    from hqconv.quantization import triton_sweep
 
-    return triton_kernels
+    return triton_sweep
 
 
 def _compensation_kernels() -> Any:
@@ -179,7 +156,7 @@ def check_kernels(device: torch.device) -> None:
     Raises RequestError where Triton cannot build: its launchers need a C compiler.
     """
     try:
-        _kernels().folded(torch.ones(1, 2, dtype=torch.float64, device=device))
+        _sweep_kernel().build_a_kernel(device)
     except Exception as error:
         raise RequestError(
             "Triton cannot build the kernels that quantize on a GPU: it needs a C compiler.",
@@ -190,77 +167,47 @@ def check_kernels(device: torch.device) -> None:
         ) from error
 
 
-def search_scales(
-    stacks: Sequence[torch.Tensor],
-    packed: Sequence[dict[str, torch.Tensor]],
-    schema: WeightSchema,
-    param_dtype: str,
-    importance: torch.Tensor | None,
-) -> list[dict[str, torch.Tensor]]:
-    """Replace scales and codes of `packed`, the round-to-nearest tensors of stacks [E, N, K], by the best ones."""
-    starts = [_search_start(s, p, schema, importance) for s, p in zip(stacks, packed, strict=True)]
-    found = search(starts, schema, param_dtype)
-    return [
-        _replaced(stack, one, choice, schema, param_dtype)
-        for stack, one, choice in zip(stacks, packed, found, strict=True)
-    ]
+class _Meter:
+    """`scale_search.ScaleMeter` of a stack on CUDA."""
 
+    def __init__(
+        self,
+        stack: torch.Tensor,
+        packed: dict[str, torch.Tensor],
+        schema: WeightSchema,
+        importance: torch.Tensor | None,
+    ) -> None:
+        self.scales, self._stack, self._words, self._schema = scales_of(packed, schema), stack, packed["weight"], schema
+        self._importance = None
+        if importance is not None:
+            self._importance = importance.to(stack.device, non_blocking=True).double().view(-1, stack.size(2))
 
-def _search_start(
-    stack: torch.Tensor, packed: dict[str, torch.Tensor], schema: WeightSchema, importance: torch.Tensor | None
-) -> SearchStart:
-    weights = None
-    if importance is not None:
-        weights = importance.to(stack.device, non_blocking=True).double().view(-1, stack.size(2))
-    scales = scales_of(packed, schema)
+    def start_errors(self) -> torch.Tensor:
+        return torch_ops.row_errors(self._stack, self.scales, self._words, self._schema, self._importance)
 
-    def errors(tried: CandidateScales, words: torch.Tensor | None = None) -> torch.Tensor:
-        if "search" not in TRITON:
-            return torch_ops.row_errors(stack, tried, words, schema, weights)
-        with _LAUNCHING:
-            kernels = _kernels()
-            table = None if words is None else kernels.code_values(humming_schema(schema), stack.device)
-            done: torch.Tensor = kernels.row_errors(stack, tried, words, table, schema, weights)
-        return done
+    def errors(self, scales: GroupScales) -> torch.Tensor:
+        return torch_ops.row_errors(self._stack, scales, None, self._schema, self._importance)
 
-    def fit(tried: CandidateScales) -> tuple[torch.Tensor, torch.Tensor]:
-        if "search" not in TRITON:
-            return torch_ops.row_fits(stack, tried, schema, weights)
-        with _LAUNCHING:
-            done: tuple[torch.Tensor, torch.Tensor] = _kernels().row_fits(stack, tried, schema, weights)
-        return done
+    def fits(self, scales: GroupScales) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch_ops.row_fits(self._stack, scales, self._schema, self._importance)
 
     def sweep(
-        start: CandidateScales, least: torch.Tensor, ladder: Ladder, floor: torch.Tensor | None
+        self, start: GroupScales, least: torch.Tensor, ladder: Ladder, floor: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if "sweep" not in TRITON or not _kernels().can_sweep(schema):
-            return torch_ops.sweep(stack, start, least, ladder, floor, schema, weights)
-        with _LAUNCHING:
-            done: tuple[torch.Tensor, torch.Tensor] = _kernels().sweep(
-                stack, start, least, ladder, floor, schema, weights
-            )
+        arguments = (self._stack, start, least, ladder, floor, self._schema, self._importance)
+        if not (self._stack.is_cuda and _sweep_kernel().can_sweep(self._schema)):
+            return torch_ops.sweep(*arguments)
+        with _sweep_kernel().LAUNCHING:
+            done: tuple[torch.Tensor, torch.Tensor] = _sweep_kernel().sweep(*arguments)
         return done
-
-    def amax() -> torch.Tensor:
-        runs = stack.shape[1] // scales.scale.size(1), stack.shape[2] // scales.scale.size(2)
-        blocks = stack.view(len(stack), scales.scale.size(1), runs[0], scales.scale.size(2), runs[1])
-        return torch.maximum(blocks.amax((2, 4)), -blocks.amin((2, 4))).float().clamp_min(1e-30)
-
-    is_of_rows = schema.weight_scale_type in ("group", "channel")
-    return SearchStart(scales, errors(scales, packed["weight"]), errors, fit, amax, sweep if is_of_rows else None)
 
 
 def _replaced(
     stack: torch.Tensor, packed: dict[str, torch.Tensor], found: SearchResult, schema: WeightSchema, param_dtype: str
 ) -> dict[str, torch.Tensor]:
     """Return the tensors with the chosen scales; groups that did not change keep their codes."""
-    if "search" in TRITON:
-        with _LAUNCHING:
-            codes = _kernels().chosen_codes(stack, found.scales, found.changed, packed["weight"], schema)
-        weight = humming().ops.pack_weight(codes, schema.num_bits)
-    else:
-        weight = torch_ops.chosen_codes(stack, found.scales, found.changed, packed["weight"], schema)
-    return {**packed, **tensors_of(found.scales, schema, param_dtype), "weight": weight}
+    weight = torch_ops.chosen_codes(stack, found.scales, found.changed, packed["weight"], schema)
+    return {**packed, **found.scales.tensors(schema, param_dtype), "weight": weight}
 
 
 def _compensated(
@@ -279,11 +226,11 @@ def _compensated(
     starts = [_compensation_start(*one, schema) for one in zip(by_columns, packed, best, strict=True)]
     done = []
     for stack, one, choice in zip(by_columns, best, compensate(starts, here, schema, param_dtype), strict=True):
-        with _LAUNCHING:
-            kernels = _compensation_kernels()
+        kernels = _compensation_kernels()
+        with _sweep_kernel().LAUNCHING:
             codes = kernels.compensated_codes(stack, choice.scales, choice.changed, one["weight"], schema, wide)
         weight = humming().ops.pack_weight(codes, schema.num_bits)
-        done.append({**one, **tensors_of(choice.scales, schema, param_dtype), "weight": weight})
+        done.append({**one, **choice.scales.tensors(schema, param_dtype), "weight": weight})
     return done
 
 
@@ -292,10 +239,10 @@ def _compensation_start(
 ) -> CompensationStart:
     scales = scales_of(best, schema)
 
-    def losses(tried: CandidateScales, factors: TileFactors, words: torch.Tensor | None = None) -> torch.Tensor:
-        with _LAUNCHING:
-            table = None if words is None else _kernels().code_values(humming_schema(schema), stack.device)
-            kernels = _compensation_kernels()
+    def losses(tried: GroupScales, factors: TileFactors, words: torch.Tensor | None = None) -> torch.Tensor:
+        kernels = _compensation_kernels()
+        table = None if words is None else kernels.code_values(schema, stack.device)
+        with _sweep_kernel().LAUNCHING:
             done: torch.Tensor = kernels.tile_losses(stack, tried, words, table, schema, factors)
         return done
 

@@ -22,9 +22,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from hqconv.quantization.group_scales import GroupScales
 from hqconv.quantization.hadamard import rotate
 from hqconv.quantization.quantized import HessianFactors, TileFactors, fold_sum
-from hqconv.quantization.scale_search import CandidateScales, least_byte, nearby_scales
+from hqconv.quantization.scale_search import least_byte, nearby_scales
 from hqconv.schemas.artifact_names import HESSIAN_TILE
 from hqconv.schemas.weight_schema import WeightSchema
 
@@ -90,7 +91,7 @@ def factorized(tiles: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return order, feedback, np.where(has_weight, penalty, 0.0)
 
 
-Measure = Callable[[CandidateScales, TileFactors], torch.Tensor]  # losses of compensated codes, float64 [E, N, T]
+Measure = Callable[[GroupScales, TileFactors], torch.Tensor]  # losses of compensated codes, float64 [E, N, T]
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,8 +102,8 @@ class CompensationStart:
     losses of the codes of `mse`, float64 [E, N, T]; measure: of compensated codes under given scales.
     """
 
-    rounded: CandidateScales
-    best: CandidateScales
+    rounded: GroupScales
+    best: GroupScales
     kept: Callable[[TileFactors], torch.Tensor]
     measure: Measure
 
@@ -114,7 +115,7 @@ class Compensation:
     groups_per_unit: scale groups of a unit; the last unit may have fewer.
     """
 
-    scales: CandidateScales
+    scales: GroupScales
     changed: torch.Tensor
     groups_per_unit: int
 
@@ -123,7 +124,7 @@ class Compensation:
         return _spread(self.changed, self.scales.scale.size(-1), self.groups_per_unit)
 
 
-def inverse_of(scales: CandidateScales) -> torch.Tensor:
+def inverse_of(scales: GroupScales) -> torch.Tensor:
     """Return the factor from corrected weights to codes; 0 where a scale is 0: carried errors change no code there."""
     inverse = scales.inverse()
     return torch.where(torch.isfinite(inverse), inverse, torch.zeros_like(inverse))
@@ -168,7 +169,7 @@ def _choose(
 
 def _searched(
     start: CompensationStart, factors: TileFactors, schema: WeightSchema, param_dtype: str, floor: torch.Tensor | None
-) -> CandidateScales:
+) -> GroupScales:
     """Return the scales with the least loss of each row's groups, compensated inside the group."""
     num_groups = start.best.scale.size(-1)
     scales, least = start.best, _of_units(start.measure(start.best, factors), num_groups) * _MARGIN

@@ -14,12 +14,11 @@ from dataclasses import replace
 
 import torch
 
-from hqconv.kernel_layout.runtime import resident
-from hqconv.kernel_layout.weight_tiles import StackTiles
+from hqconv.humming_ops.runtime import resident
 from hqconv.quantization import cpu, cuda
+from hqconv.quantization.group_scales import split_powers
 from hqconv.quantization.hadamard import average_importance, rotate
-from hqconv.quantization.quantized import RTN, ErrorSums, Quantized, QuantizedStack, Quantizer
-from hqconv.quantization.two_level_scales import split_powers
+from hqconv.quantization.quantized import RTN, CodeSink, ErrorSums, Quantized, QuantizedStack, Quantizer
 from hqconv.schemas.weight_schema import WeightSchema
 
 __all__ = ["ErrorSums", "Quantized", "QuantizedStack", "quantize", "quantize_stacks"]
@@ -33,7 +32,7 @@ def quantize_stacks(
     *,
     count_exact: bool = False,
     quantizer: Quantizer = RTN,
-    tiles: Sequence[StackTiles] | None = None,
+    sinks: Sequence[CodeSink] | None = None,
 ) -> list[QuantizedStack]:
     """Quantize stacks [E, N, K]; the matrices of one expert share their tensor-level scale, if the schema has one.
 
@@ -45,8 +44,8 @@ def quantize_stacks(
     Under a schema with a rotation, codes, scales and error sums are those of the rotated matrices, in the inputs'
     dtype, as in Humming's `quant_tensor`; `powers` must be None.
 
-    tiles: on the CPU, and not for gptq, positions of each stack's codes in the kernel layout: they are written there
-    instead of packed (see `QuantizedStack.row_sums`).
+    sinks: on the CPU, and not for gptq, where each stack's codes go instead of into packed codes (see
+    `QuantizedStack.row_sums`).
     """
     if schema.rotation:
         assert powers is None, "the group scales of a matrix do not fit the rotated matrix"
@@ -57,9 +56,9 @@ def quantize_stacks(
     given = None if powers is None else split_powers(stacks, powers, schema)
     if stacks[0].is_cuda:
         with resident(stacks[0].device):
-            assert tiles is None, "a GPU lays codes out in an operation of its own"
+            assert sinks is None, "a GPU lays codes out in an operation of its own"
             return cuda.quantize_stacks(stacks, schema, param_dtype, given, count_exact, quantizer)
-    return cpu.quantize_stacks(stacks, schema, param_dtype, given, count_exact, quantizer, tiles)
+    return cpu.quantize_stacks(stacks, schema, param_dtype, given, count_exact, quantizer, sinks)
 
 
 def quantize(

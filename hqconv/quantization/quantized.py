@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
-from hqconv.cpu_loops import arithmetic
-from hqconv.kernel_layout import cpu_ops
 from hqconv.schemas.weight_schema import WeightSchema
+
+
+class CodeSink(Protocol):
+    """Memory in the form that a kernel layout gives a stack's codes, to be filled while they are in the CPU's cache.
+
+    panel_rows: rows of one matrix that are stored at once; they divide its rows. store: compiled function
+    store(panel, expert, row, arrays) that puts the packed codes of rows `row` to `row` + panel_rows of an expert,
+    uint8 [panel_rows, K * bits / 8], where they belong. arrays: what `store` writes to, and reads.
+    """
+
+    @property
+    def panel_rows(self) -> int: ...
+
+    @property
+    def store(self) -> Callable[..., None]: ...
+
+    @property
+    def arrays(self) -> tuple[np.ndarray[Any, Any], ...]: ...
 
 
 @dataclass(frozen=True)
@@ -59,7 +77,7 @@ class QuantizedStack:
 
     `tensors` as in `Quantized`, with the experts in front: tensor-level scales are [E], all others [E, …].
     `error`, `power`: float64 [E]; `num_exact`: int64 [E]; `scale_change`: float64 [E]; as in `ErrorSums`, and so is
-    `is_direct`. row_sums: of codes that were laid out in tiles at once, int64 [E, N], as `content_sums.row_sums`; then
+    `is_direct`. row_sums: of codes that went into a `CodeSink`, int64 [E, N], as `content_sums.row_sums`; then
     `weight` is a `meta` tensor.
     """
 
@@ -143,12 +161,6 @@ def stack_tensors(matrices: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, t
         else:
             joined[name] = join(each)
     return joined
-
-
-def code_of(schema: WeightSchema) -> tuple[int, int, int, int]:
-    """Return the schema's code type for the compiled loops: (kind, bits, exponent bits, mantissa bits)."""
-    kind, bits, exponent, mantissa = cpu_ops.parse_dtype(schema.b_dtype)
-    return arithmetic.ASYM_INT if schema.has_zero_point else kind, bits, exponent, mantissa
 
 
 def num_groups(shape: tuple[int, int], schema: WeightSchema) -> int:

@@ -8,100 +8,24 @@ Legend: E experts, N output rows, K input columns, R rows of scales, G groups al
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from hqconv.cpu_loops import arithmetic
-from hqconv.kernel_layout.runtime import humming
-from hqconv.quantization import bit_codec
-from hqconv.quantization.quantized import code_of, fold_sum
+from hqconv.quantization.group_scales import GroupScales, bits_of, stored_values
+from hqconv.quantization.quantized import fold_sum
+from hqconv.schemas.code_types import CodeKind
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.weight_schema import WeightSchema
 
 _SHRINKS = (1.0, 0.9375, 0.875, 0.8125, 0.75)  # of the upper and the lower end of a range with a zero point
 _HALF_RANGE = 29  # powers of two below the largest e8m0 scale that float16 can hold
+_MARGIN = 1 - 2.0**-20
+_ROW_TYPES = ("group", "channel")  # of scales that belong to one row each
 _NUM_FITS = 2  # times that a scale of 16 or 32 bits is fitted to its codes
-
-
-@dataclass(frozen=True, eq=False)
-class CandidateScales:
-    """Group scales [E, R, G]: `stored`, the float32 `scale` it decodes to, and the `zero` point's value, if any.
-
-    second: the second scale, float32 [E, 1 or R, 1]; a search does not change it.
-    """
-
-    stored: torch.Tensor
-    scale: torch.Tensor
-    zero: torch.Tensor | None
-    second: torch.Tensor | None
-
-    def inverse(self) -> torch.Tensor:
-        """Return the factor from weights to codes: the inverse of the decoded scale."""
-        return (self.scale if self.second is None else self.scale * self.second).reciprocal()
-
-    def lowest(self) -> torch.Tensor | None:
-        """Return the value subtracted from weights first, if there are zero points."""
-        return None if self.zero is None else self.zero * -self.scale
-
-    def where(self, condition: torch.Tensor, other: CandidateScales) -> CandidateScales:
-        """Return these scales where `condition` [E, R, G] holds, elsewhere the other ones."""
-        stored = torch.where(condition, _bits(self.stored), _bits(other.stored)).view(self.stored.dtype)
-        zero = self.zero
-        if zero is not None and other.zero is not None:
-            zero = torch.where(condition, zero, other.zero)
-        return CandidateScales(stored, torch.where(condition, self.scale, other.scale), zero, self.second)
-
-
-def _bits(stored: torch.Tensor) -> torch.Tensor:
-    return stored.view(torch.uint8) if stored.element_size() == 1 else stored
-
-
-def scales_of(tensors: dict[str, torch.Tensor], schema: WeightSchema) -> CandidateScales:
-    """Read the scales from a stack's tensors; `tensors` as in `QuantizedStack`."""
-    stored, second = tensors["weight_scale"], tensors.get("weight_scale_2")
-    stored = stored.view(-1, 1, 1) if schema.weight_scale_type == "tensor" else stored
-    zero = tensors.get("zero_point")
-    if zero is not None and zero.dtype == torch.int32:
-        columns = zero.transpose(-1, -2).contiguous()
-        flat = columns.view(-1, columns.size(-1))
-        zero = bit_codec.unpack(flat, schema.num_bits).view(*columns.shape[:-1], -1).transpose(-1, -2)
-    if second is not None:
-        second = second.float().view(len(stored), -1, 1)
-    return CandidateScales(stored, _decoded(stored), None if zero is None else zero.float().contiguous(), second)
-
-
-def tensors_of(scales: CandidateScales, schema: WeightSchema, param_dtype: str) -> dict[str, torch.Tensor]:
-    """Return the tensors that store these scales and zero points, without the second scale."""
-    is_flat = schema.weight_scale_type == "tensor"
-    tensors = {"weight_scale": scales.stored.flatten() if is_flat else scales.stored}
-    if scales.zero is None:
-        return tensors
-    if schema.is_fp_zero_point:
-        return {**tensors, "zero_point": scales.zero.to(torch_dtype_of(param_dtype))}
-    columns = scales.zero.to(torch.uint8).transpose(-1, -2).contiguous()
-    packed = bit_codec.pack(columns.view(-1, columns.size(-1)), schema.num_bits)
-    packed = packed.view(*columns.shape[:-1], -1).transpose(-1, -2).contiguous()
-    return {**tensors, "zero_point": packed}
-
-
-def _decoded(stored: torch.Tensor) -> torch.Tensor:
-    """Return the float32 values of stored scales."""
-    if stored.dtype == torch.uint8:
-        values: torch.Tensor = humming().weight.decode_e5m3_scale(stored)
-        return values
-    if stored.dtype == torch.float8_e8m0fnu:  # no byte here is 0 or 255
-        return (stored.view(torch.uint8).int() << 23).view(torch.float32)
-    return stored.float()
-
-
-@functools.cache
-def byte_values(dtype: torch.dtype) -> torch.Tensor:
-    """Return the value of each byte as an 8-bit scale, float32 [256] on the CPU."""
-    return _decoded(torch.arange(256, dtype=torch.uint8).view(dtype))
 
 
 @dataclass(frozen=True)
@@ -158,10 +82,10 @@ _HALF_POWERS = 127 - 14, 127 + 15  # bytes of e8m0 scales that float16 holds
 
 def ladder_of(schema: WeightSchema, param_dtype: str) -> Ladder:
     """Return the steps of a schema's scales; those of zero points are other ones, see `_shrunk_ranges`."""
-    kind, bits, exponent, mantissa = code = code_of(schema)
+    kind, bits, exponent, mantissa = code = schema.code_type
     if schema.bs_dtype in _BYTES:
-        largest = arithmetic.largest_value(*code)
-        if kind == arithmetic.FLOAT:  # the next number of twice the grid is one unit above the largest code
+        largest = code.largest
+        if kind == CodeKind.FLOAT:  # the next number of twice the grid is one unit above the largest code
             largest += 2.0 ** (math.floor(math.log2(largest)) - mantissa - 1)
         has_own_codes = schema.bs_dtype == "float8e8m0" or schema.weight_scale_2_type != "none"
         top, no_half = _BYTES[schema.bs_dtype]
@@ -169,7 +93,7 @@ def ladder_of(schema: WeightSchema, param_dtype: str) -> Ladder:
             top = _HALF_POWERS[1]
         return Ladder(2 if has_own_codes else 1, limit=2 / max(largest, 0.5), top=top, no_half=no_half)
     first = 2 if schema.weight_scale_type in ("block", "tensor") else 1
-    if kind == arithmetic.FLOAT and exponent > 0:
+    if kind == CodeKind.FLOAT and exponent > 0:
         return Ladder(first, tuple(j / 16 for j in range(17, 32)), tuple(j / 16 for j in range(15, 7, -1)))
     if bits == 8:
         return Ladder(first, (129 / 128, 130 / 128), (127 / 128, 126 / 128))
@@ -181,13 +105,13 @@ def ladder_of(schema: WeightSchema, param_dtype: str) -> Ladder:
     return Ladder(first, up, tuple(1 - i / step for i in range(1, 12)))
 
 
-def stepped(start: CandidateScales, steps: torch.Tensor, ladder: Ladder) -> tuple[CandidateScales, torch.Tensor]:
+def stepped(start: GroupScales, steps: torch.Tensor, ladder: Ladder) -> tuple[GroupScales, torch.Tensor]:
     """Return the scales that are `steps`, int32 [E, R, G], from `start`, and a mask of those that exist.
 
     Where there is none, and where the step is 0, the scale is that of `start`.
     """
     if ladder.has_bytes:
-        byte, magnitude = _bits(start.stored).int(), magnitude_bytes(start.stored)
+        byte, magnitude = bits_of(start.stored).int(), magnitude_bytes(start.stored)
         moved = magnitude + torch.where(steps > 0, steps - 1, steps)
         exists = (moved >= 1) & (moved <= ladder.top) & (magnitude <= ladder.top)
         stored = torch.where(exists, moved | (byte ^ magnitude), byte).to(torch.uint8).view(start.stored.dtype)
@@ -195,7 +119,7 @@ def stepped(start: CandidateScales, steps: torch.Tensor, ladder: Ladder) -> tupl
         factors = start.scale.new_tensor(ladder.factors())
         stored = (start.scale * factors[(steps + ladder.num_down).long()]).to(start.stored.dtype)
         exists = torch.ones_like(steps, dtype=torch.bool)
-    found = CandidateScales(stored, _decoded(stored), start.zero, start.second)
+    found = GroupScales(stored, stored_values(stored), start.zero, start.second)
     exists &= (steps != 0) & _is_usable(found, start)
     return found.where(exists, start), exists
 
@@ -206,7 +130,7 @@ def magnitude_bytes(stored: torch.Tensor) -> torch.Tensor:
     return stored.view(torch.uint8).int() & (0x7F if has_sign else 0xFF)
 
 
-def _is_usable(scales: CandidateScales, start: CandidateScales) -> torch.Tensor:
+def _is_usable(scales: GroupScales, start: GroupScales) -> torch.Tensor:
     """Return a mask of the scales that are neither zero, subnormal nor infinite."""
     tiny = torch.finfo(torch.float32 if scales.stored.element_size() == 1 else scales.stored.dtype).tiny
     usable = (scales.scale.abs() >= tiny) & torch.isfinite(scales.scale) & torch.isfinite(start.scale)
@@ -217,12 +141,12 @@ _NEAR_UP, _NEAR_DOWN = 8, 3  # steps of 8-bit scales: the most that the limit le
 
 
 def nearby_scales(
-    start: CandidateScales, schema: WeightSchema, param_dtype: str, floor: torch.Tensor | None
-) -> Iterator[tuple[CandidateScales, torch.Tensor]]:
+    start: GroupScales, schema: WeightSchema, param_dtype: str, floor: torch.Tensor | None
+) -> Iterator[tuple[GroupScales, torch.Tensor]]:
     """Yield the scales of a schema's ladder, of 8-bit ones those near `start`; each with a mask of the groups with one.
 
     Without `start` itself, which is step 1. For a search under another measure, for which the bounds of the ladder do
-    not hold. floor: as `sweep_each`.
+    not hold. floor: as `ScaleMeter.sweep`.
     """
     ladder, is_power = ladder_of(schema, param_dtype), start.stored.dtype == torch.float8_e8m0fnu
     up, down = (ladder.num_up, ladder.num_down) if not ladder.has_bytes else (1 if is_power else _NEAR_UP, _NEAR_DOWN)
@@ -233,37 +157,24 @@ def nearby_scales(
         yield tried.where(valid, start), valid
 
 
-def sweep_each(
-    start: CandidateScales,
-    least: torch.Tensor,
-    ladder: Ladder,
-    floor: torch.Tensor | None,
-    amax: torch.Tensor,
-    error_of: Callable[[CandidateScales], torch.Tensor],
+def _sweep_each(
+    start: GroupScales, least: torch.Tensor, ladder: Ladder, error_of: Callable[[GroupScales], torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Try every step below the limit; return the step of the least error, int32 [E, R, G], and that error.
+    """Try every step of wider scales; return the step of the least error, int32 [E, R, G], and that error.
 
-    least: the error to be beaten, float64 [E, R, G]. floor: the least byte of e8m0 scales, [E, 1, 1]. amax: the largest
-    magnitude of the weights of each scale, float32 [E, R, G]. error_of: the error under a scale. Does what a device's
-    own sweep does, which leaves out steps that cannot win.
+    least: the error to be beaten, float64 [E, R, G]. error_of: the error under a scale.
     """
-    best, limit = torch.zeros_like(least, dtype=torch.int32), amax * amax.new_tensor(ladder.limit)
+    best = torch.zeros_like(least, dtype=torch.int32)
     for step in ladder.steps():
         tried, valid = stepped(start, torch.full_like(best, step), ladder)
-        if step > 1:
-            size = tried.scale.abs() if tried.second is None else tried.scale.abs() * tried.second
-            below = size < limit
-            valid &= below | (magnitude_bytes(tried.stored) < ladder.no_half) if ladder.no_half else below
-        if floor is not None:
-            valid &= tried.stored.view(torch.uint8).int() >= floor
         wins = valid & ((error := error_of(tried)) < least)
         best, least = torch.where(wins, step, best), torch.where(wins, error, least)
     return best, least
 
 
 def _shrunk_ranges(
-    start: CandidateScales, schema: WeightSchema, param_dtype: str
-) -> Iterator[tuple[CandidateScales, torch.Tensor]]:
+    start: GroupScales, schema: WeightSchema, param_dtype: str
+) -> Iterator[tuple[GroupScales, torch.Tensor]]:
     """Yield ranges with shrunk ends, and their zero points; each with a mask of the groups that have one."""
     assert start.zero is not None
     top = start.scale.new_tensor(float(2**schema.num_bits - 1))
@@ -278,7 +189,7 @@ def _shrunk_ranges(
                 zero = zero.to(torch_dtype_of(param_dtype)).float()
             else:
                 zero = torch.minimum(torch.round(zero).clamp_min(0), top)
-            found = CandidateScales(stored, scale, zero, start.second)
+            found = GroupScales(stored, scale, zero, start.second)
             valid = _is_usable(found, start)
             yield found.where(valid, start), valid
 
@@ -296,57 +207,63 @@ def least_byte(stored: list[torch.Tensor], param_dtype: str, *, has_row_scale: b
     return (largest.int() - _HALF_RANGE).view(-1, 1, 1)
 
 
-_MARGIN = 1 - 2.0**-20
+class ScaleMeter(Protocol):
+    """A stack's weights and its round-to-nearest scales, measured under other scales, on one device.
 
-RowErrors = Callable[[CandidateScales], torch.Tensor]  # float64 [E, N, G]: of each row and group, folded over columns
-# Sums of w * v and of v * v of each row and group, float64 [E, N, G] each: v, what the weight's code stands for.
-RowFits = Callable[[CandidateScales], tuple[torch.Tensor, torch.Tensor]]
-# As `sweep_each` with the scales' own rows: of scales, error to be beaten, ladder and floor.
-Sweep = Callable[[CandidateScales, torch.Tensor, Ladder, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
-
-
-@dataclass(frozen=True, eq=False)
-class SearchStart:
-    """A stack after round-to-nearest, and the functions that a search calls.
-
-    scales, error: its scales and their errors, float64 [E, N, G]. score: errors of other scales. fit: sums for the
-    least-squares scale of the codes that scales lead to. amax: the largest magnitude of the weights of each scale,
-    float32 [E, R, G]. sweep: None where this device tries every step.
+    Errors are squared errors of each row's part of each group, float64 [E, N, G], folded over columns, and of the codes
+    that the scales lead to.
     """
 
-    scales: CandidateScales
-    error: torch.Tensor
-    score: RowErrors
-    fit: RowFits
-    amax: Callable[[], torch.Tensor]
-    sweep: Sweep | None = None
+    scales: GroupScales
+
+    def start_errors(self) -> torch.Tensor:
+        """Return the errors under the scales of round-to-nearest."""
+        ...
+
+    def errors(self, scales: GroupScales) -> torch.Tensor:
+        """Return the errors under other scales."""
+        ...
+
+    def fits(self, scales: GroupScales) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sums of w * v and of v * v, float64 [E, N, G]: v, the number of a weight's code less the zero."""
+        ...
+
+    def sweep(
+        self, start: GroupScales, least: torch.Tensor, ladder: Ladder, floor: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the step of the least error of each scale of a row, int32 [E, N, G], and that error.
+
+        least: the error to be beaten. floor: the least byte of e8m0 scales, [E, 1, 1]. Steps that cannot win are left
+        out; the result is that of all steps.
+        """
+        ...
 
 
 @dataclass(frozen=True, eq=False)
 class SearchResult:
     """The chosen scales, and a mask of those that differ from round-to-nearest: bool [E, R, G]."""
 
-    scales: CandidateScales
+    scales: GroupScales
     changed: torch.Tensor
 
 
-def search(starts: Sequence[SearchStart], schema: WeightSchema, param_dtype: str) -> list[SearchResult]:
+def search(meters: Sequence[ScaleMeter], schema: WeightSchema, param_dtype: str) -> list[SearchResult]:
     """Choose the scales of stacks, one projection each; projections that share a scale choose together."""
-    floor = least_byte([one.scales.stored for one in starts], param_dtype, has_row_scale=schema.has_row_scale)
+    floor = least_byte([one.scales.stored for one in meters], param_dtype, has_row_scale=schema.has_row_scale)
     if schema.weight_scale_type != "tensor":
-        return [_choose([one], schema, param_dtype, floor) for one in starts]
-    return [_choose(starts, schema, param_dtype, floor)] * len(starts)
+        return [_choose([one], schema, param_dtype, floor) for one in meters]
+    return [_choose(meters, schema, param_dtype, floor)] * len(meters)
 
 
 def _choose(
-    starts: Sequence[SearchStart], schema: WeightSchema, param_dtype: str, floor: torch.Tensor | None
+    meters: Sequence[ScaleMeter], schema: WeightSchema, param_dtype: str, floor: torch.Tensor | None
 ) -> SearchResult:
-    first = starts[0]
+    first = meters[0]
     best = first.scales
-    least = scope_sums([one.error for one in starts], schema) * _MARGIN
+    least = scope_sums([one.start_errors() for one in meters], schema) * _MARGIN
 
-    def error_of(tried: CandidateScales) -> torch.Tensor:
-        return scope_sums([one.score(tried) for one in starts], schema)
+    def error_of(tried: GroupScales) -> torch.Tensor:
+        return scope_sums([one.errors(tried) for one in meters], schema)
 
     if schema.has_zero_point:
         changed = torch.zeros_like(least, dtype=torch.bool)
@@ -355,31 +272,30 @@ def _choose(
             best, least, changed = tried.where(wins, best), torch.where(wins, error, least), changed | wins
     else:
         ladder = ladder_of(schema, param_dtype)
-        if first.sweep is not None:
+        if schema.weight_scale_type in _ROW_TYPES:
             steps, least = first.sweep(best, least, ladder, floor)
         else:
-            amax = torch.stack([one.amax() for one in starts]).amax(0)
-            steps, least = sweep_each(best, least, ladder, floor, amax, error_of)
+            steps, least = _sweep_each(best, least, ladder, error_of)
         best, changed = stepped(best, steps, ladder)
     if best.stored.element_size() > 1:
-        best, changed = _fitted(starts, schema, best, least, changed, error_of)
+        best, changed = _fitted(meters, schema, best, least, changed, error_of)
     return SearchResult(best, changed)
 
 
 def _fitted(
-    starts: Sequence[SearchStart],
+    meters: Sequence[ScaleMeter],
     schema: WeightSchema,
-    best: CandidateScales,
+    best: GroupScales,
     least: torch.Tensor,
     changed: torch.Tensor,
-    error_of: Callable[[CandidateScales], torch.Tensor],
-) -> tuple[CandidateScales, torch.Tensor]:
+    error_of: Callable[[GroupScales], torch.Tensor],
+) -> tuple[GroupScales, torch.Tensor]:
     """Replace scales by the least-squares scale of their codes where this, rounded and with codes anew, loses less."""
     for _ in range(_NUM_FITS):
-        sums = [one.fit(best) for one in starts]
+        sums = [one.fits(best) for one in meters]
         products, squares = (scope_sums(each, schema) for each in zip(*sums, strict=True))
         stored = (products / squares).float().to(best.stored.dtype)
-        tried = CandidateScales(stored, stored.float(), best.zero, best.second)
+        tried = GroupScales(stored, stored.float(), best.zero, best.second)
         valid = _is_usable(tried, best)
         tried = tried.where(valid, best)
         wins = valid & ((error := error_of(tried)) < least)

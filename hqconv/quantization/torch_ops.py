@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from hqconv.cpu_loops import arithmetic
-from hqconv.kernel_layout.runtime import humming
-from hqconv.quantization.quantized import code_of, fold_sum
-from hqconv.quantization.scale_search import CandidateScales, Ladder, magnitude_bytes, scales_of, stepped
+from hqconv.humming_ops.runtime import humming
+from hqconv.quantization.group_scales import GroupScales, scales_of
+from hqconv.quantization.quantized import fold_sum
+from hqconv.quantization.scale_search import Ladder, magnitude_bytes, stepped
+from hqconv.schemas.code_types import CodeKind, CodeType
 from hqconv.schemas.weight_schema import WeightSchema
 
 _CUDA_WEIGHTS, _CPU_WEIGHTS = 1 << 24, 1 << 18  # of a chunk; each has some 60 bytes of temporary tensors
@@ -31,11 +32,11 @@ class _Chunk:
 
     rows: slice
     weights: torch.Tensor
-    scales: CandidateScales
+    scales: GroupScales
     importance: torch.Tensor | None
 
 
-def _chunks(stack: torch.Tensor, scales: CandidateScales, importance: torch.Tensor | None = None) -> Iterator[_Chunk]:
+def _chunks(stack: torch.Tensor, scales: GroupScales, importance: torch.Tensor | None = None) -> Iterator[_Chunk]:
     """Yield a stack in chunks. importance: float64 [1 or E, K]."""
     num_experts, num_rows, num_columns = stack.shape
     total, num_groups = num_experts * num_rows, scales.scale.size(2)
@@ -47,7 +48,7 @@ def _chunks(stack: torch.Tensor, scales: CandidateScales, importance: torch.Tens
         if importance is not None:
             of_columns = _of_rows(importance, rows, total).view(-1, num_groups, num_columns // num_groups)
         second = None if scales.second is None else _of_rows(scales.second.reshape(-1, 1), rows, total)
-        of_rows = CandidateScales(
+        of_rows = GroupScales(
             _of_rows(scales.stored.flatten(0, 1), rows, total),
             _of_rows(scales.scale.flatten(0, 1), rows, total),
             None if scales.zero is None else _of_rows(scales.zero.flatten(0, 1), rows, total),
@@ -82,7 +83,9 @@ def error_sums(
     exact = torch.empty(num_experts * num_rows, dtype=torch.int64, device=stack.device)
     words = tensors["weight"].flatten(0, 1)
     for chunk in _chunks(stack, scales_of(tensors, schema)):
-        difference = _differences(chunk, chunk.scales, _stored_numbers(words[chunk.rows], chunk, schema))
+        difference = _differences(
+            chunk, chunk.scales, stored_numbers(words[chunk.rows], schema).view(chunk.weights.shape)
+        )
         if num_exact is not None:
             exact[chunk.rows] = (difference == 0).all(-1).sum(-1)
         for number, terms in enumerate((difference, chunk.weights.double())):
@@ -95,7 +98,7 @@ def error_sums(
 
 def row_errors(
     stack: torch.Tensor,
-    scales: CandidateScales,
+    scales: GroupScales,
     words: torch.Tensor | None,
     schema: WeightSchema,
     importance: torch.Tensor | None,
@@ -107,16 +110,16 @@ def row_errors(
     out = torch.empty(*stack.shape[:2], scales.scale.size(2), dtype=torch.float64, device=stack.device)
     for chunk in _chunks(stack, scales, importance):
         if words is None:
-            numbers, _ = _nearest_numbers(chunk, chunk.scales, schema)
+            numbers, _ = nearest_numbers(chunk.weights, chunk.scales, schema)
         else:
-            numbers = _stored_numbers(words.flatten(0, 1)[chunk.rows], chunk, schema)
+            numbers = stored_numbers(words.flatten(0, 1)[chunk.rows], schema).view(chunk.weights.shape)
         terms = _weighted(_differences(chunk, chunk.scales, numbers).square_(), chunk)
         out.flatten(0, 1)[chunk.rows] = fold_sum(terms)
     return out
 
 
 def row_fits(
-    stack: torch.Tensor, scales: CandidateScales, schema: WeightSchema, importance: torch.Tensor | None
+    stack: torch.Tensor, scales: GroupScales, schema: WeightSchema, importance: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sums of w * v and of v * v of each row and group, float64 [E, N, G] each.
 
@@ -124,7 +127,7 @@ def row_fits(
     """
     out = torch.empty(2, *stack.shape[:2], scales.scale.size(2), dtype=torch.float64, device=stack.device)
     for chunk in _chunks(stack, scales, importance):
-        numbers, _ = _nearest_numbers(chunk, chunk.scales, schema)
+        numbers, _ = nearest_numbers(chunk.weights, chunk.scales, schema)
         if chunk.scales.zero is not None:
             numbers = numbers - chunk.scales.zero.unsqueeze(-1)
         values = numbers.double()
@@ -134,29 +137,29 @@ def row_fits(
 
 
 def chosen_codes(
-    stack: torch.Tensor, scales: CandidateScales, changed: torch.Tensor, words: torch.Tensor, schema: WeightSchema
+    stack: torch.Tensor, scales: GroupScales, changed: torch.Tensor, words: torch.Tensor, schema: WeightSchema
 ) -> torch.Tensor:
     """Return packed codes int32 [E, N, K * bits / 32]: new ones in groups that `changed` [E, R, G], else `words`."""
     out, total = torch.empty_like(words), stack.size(0) * stack.size(1)
     for chunk in _chunks(stack, scales):
         kept = humming().ops.unpack_weight(words.flatten(0, 1)[chunk.rows].contiguous(), schema.num_bits)
-        numbers, x = _nearest_numbers(chunk, chunk.scales, schema)
+        numbers, x = nearest_numbers(chunk.weights, chunk.scales, schema)
         is_new = _of_rows(changed.flatten(0, 1), chunk.rows, total).unsqueeze(-1)
-        codes = torch.where(is_new, _codes(numbers, x, schema), kept.view(numbers.shape)).flatten(1)
+        codes = torch.where(is_new, codes_of(numbers, x, schema), kept.view(numbers.shape)).flatten(1)
         out.flatten(0, 1)[chunk.rows] = humming().ops.pack_weight(codes, schema.num_bits)
     return out
 
 
 def sweep(
     stack: torch.Tensor,
-    start: CandidateScales,
+    start: GroupScales,
     least: torch.Tensor,
     ladder: Ladder,
     floor: torch.Tensor | None,
     schema: WeightSchema,
     importance: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the steps of the best scales of rows and their errors, as `scale_search.sweep_each`.
+    """Return the steps of the best scales of rows and their errors, as `scale_search.ScaleMeter.sweep`.
 
     importance: as `row_errors`. Steps that cannot win are left out; waits for the device after each step.
     """
@@ -173,9 +176,7 @@ def _swept(
     chunk: _Chunk, least: torch.Tensor, ladder: Ladder, floor: torch.Tensor | None, schema: WeightSchema
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the best steps and errors of a chunk, [C, G]."""
-    code, start = code_of(schema), chunk.scales
-    highest = arithmetic.largest_value(*code)
-    lowest = -highest - 1 if code[0] == arithmetic.SYM_INT else -highest
+    (lowest, highest), start = schema.code_type.bounds, chunk.scales
     end = chunk.weights.abs().amax(-1).clamp_min(1e-30) * ladder.limit
     best, is_known = torch.zeros(least.shape, dtype=torch.int32, device=least.device), torch.isfinite(start.scale)
     for steps in (range(ladder.first, ladder.num_up + 1), range(-1, -ladder.num_down - 1, -1)):
@@ -194,7 +195,7 @@ def _swept(
                 active = active & exists
             if not bool(active.any()):
                 break
-            numbers, x = _nearest_numbers(chunk, tried, schema)
+            numbers, x = nearest_numbers(chunk.weights, tried, schema)
             terms = _weighted(_differences(chunk, tried, numbers).square_(), chunk)
             if step < 0:  # smaller scales lose more beyond the largest code
                 is_beyond = (x > highest) | (x < lowest)
@@ -209,65 +210,65 @@ def _weighted(terms: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
     return terms if chunk.importance is None else terms.mul_(chunk.importance)
 
 
-def _differences(chunk: _Chunk, scales: CandidateScales, numbers: torch.Tensor) -> torch.Tensor:
-    """Return weights less the decoded ones, float64 [C, G, S]; every product is rounded once in float32."""
+def _differences(chunk: _Chunk, scales: GroupScales, numbers: torch.Tensor) -> torch.Tensor:
+    """Return weights less the decoded ones, float64 [C, G, S]."""
+    return chunk.weights.double().sub_(decode(numbers, scales))
+
+
+def decode(numbers: torch.Tensor, scales: GroupScales) -> torch.Tensor:
+    """Decode numbers of codes [C, G, S] under scales [C, G]; every product is rounded once in float32."""
     if scales.zero is not None:
         numbers = numbers - scales.zero.unsqueeze(-1)
     decoded = numbers * scales.scale.unsqueeze(-1)
-    if scales.second is not None:
-        decoded *= scales.second.unsqueeze(-1)
-    return chunk.weights.double().sub_(decoded)
+    return decoded if scales.second is None else decoded.mul_(scales.second.unsqueeze(-1))
 
 
-def _stored_numbers(words: torch.Tensor, chunk: _Chunk, schema: WeightSchema) -> torch.Tensor:
-    """Return the numbers of packed codes, before zero point and scale, float32 [C, G, S]."""
-    kind, bits, exponent, mantissa = code_of(schema)
-    codes = humming().ops.unpack_weight(words.contiguous(), bits)
-    if kind == arithmetic.ASYM_INT:
-        numbers = codes.float()
-    elif kind == arithmetic.SYM_INT:
-        numbers = codes.sub_(1 << (bits - 1)).float()
-    else:
-        numbers = humming().ops.dequant_weight(codes, exponent, mantissa, True)
-    return numbers.view(chunk.weights.shape)
+def stored_numbers(words: torch.Tensor, schema: WeightSchema) -> torch.Tensor:
+    """Return the numbers of packed codes, before zero point and scale: float32 [C, K] of int32 [C, K * bits / 32]."""
+    _, bits, exponent, mantissa = schema.code_type
+    codes: torch.Tensor = humming().ops.unpack_weight(words.contiguous(), bits)
+    if schema.is_integer:
+        return (codes if schema.has_zero_point else codes.sub_(1 << (bits - 1))).float()
+    numbers: torch.Tensor = humming().ops.dequant_weight(codes, exponent, mantissa, True)
+    return numbers
 
 
-def _nearest_numbers(chunk: _Chunk, scales: CandidateScales, schema: WeightSchema) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the numbers of the codes that weights get, before zero point and scale, and the scaled weights."""
-    kind, bits, exponent, mantissa = code = code_of(schema)
-    lowest, weights = scales.lowest(), chunk.weights
+def nearest_numbers(
+    weights: torch.Tensor, scales: GroupScales, schema: WeightSchema
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the numbers of the codes that weights [C, G, S] get under scales [C, G], and the scaled weights.
+
+    Numbers are those before zero point and scale.
+    """
+    code, lowest = schema.code_type, scales.lowest()
     x = (weights if lowest is None else weights - lowest.unsqueeze(-1)) * scales.inverse().unsqueeze(-1)
-    if kind == arithmetic.FLOAT:
-        return _round_float(x, exponent, mantissa, arithmetic.largest_value(*code)), x
-    highest = float(2**bits - 1 if kind == arithmetic.ASYM_INT else 2 ** (bits - 1) - 1)
-    least = {arithmetic.ASYM_INT: 0.0, arithmetic.SYM_INT: -highest - 1}.get(kind, -highest)
-    return torch.round(x).clamp_(least, highest), x
+    return _round_float(x, code) if code.kind == CodeKind.FLOAT else torch.round(x).clamp_(*code.bounds), x
 
 
-def _round_float(x: torch.Tensor, exponent: int, mantissa: int, largest: float) -> torch.Tensor:
+def _round_float(x: torch.Tensor, code: CodeType) -> torch.Tensor:
     """Return the nearest small float, ties to the truncated one, saturated: as `cpu_loops.encoders`."""
-    shift, drop = 128 - (1 << (exponent - 1)), 23 - mantissa
+    shift, drop = 128 - (1 << (code.exponent_bits - 1)), 23 - code.mantissa_bits
     bias, threshold_bits, threshold = shift << 23, (shift + 1) << 23, 2.0 ** (shift - 126)
-    magnitude = x.abs().clamp_(max=largest)
+    magnitude = x.abs().clamp_(max=code.largest)
     bits = magnitude.view(torch.int32)
     subnormal = (magnitude + threshold).view(torch.int32).sub_(threshold_bits)
     scaled = torch.where(bits < threshold_bits, subnormal, bits - bias)
     kept = ((scaled + ((1 << (drop - 1)) - 1)) >> drop) << drop
     small = (kept + threshold_bits).view(torch.float32).sub_(threshold)
-    is_normal = kept >= 1 << (mantissa + drop)
+    is_normal = kept >= 1 << 23
     return torch.where(is_normal, (kept + bias).view(torch.float32), small).copysign_(x)
 
 
-def _codes(numbers: torch.Tensor, x: torch.Tensor, schema: WeightSchema) -> torch.Tensor:
+def codes_of(numbers: torch.Tensor, x: torch.Tensor, schema: WeightSchema) -> torch.Tensor:
     """Return the codes of numbers, int32; `x` gives the sign of a small float's zero."""
-    kind, bits, exponent, mantissa = code_of(schema)
+    kind, bits, exponent, mantissa = schema.code_type
     sign_bit = 1 << (bits - 1)
-    if kind == arithmetic.ASYM_INT:
+    if kind == CodeKind.ASYM_INT:
         return numbers.int()
-    if kind == arithmetic.SYM_INT:
+    if kind == CodeKind.SYM_INT:
         return numbers.int() + sign_bit
     magnitude = numbers.abs()
-    if kind == arithmetic.SIGN_MAGNITUDE:
+    if kind == CodeKind.SIGN_MAGNITUDE:
         return magnitude.int() | ((numbers < 0).int() * sign_bit)
     shift, drop = 128 - (1 << (exponent - 1)), 23 - mantissa
     threshold = 2.0 ** (shift - 126)

@@ -16,20 +16,49 @@ decision along K.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
+from hqconv.quantization.coded_matrix import code_table
 from hqconv.quantization.gptq import inverse_of
+from hqconv.quantization.group_scales import GroupScales
 from hqconv.quantization.quantized import TileFactors
-from hqconv.quantization.scale_search import CandidateScales
-from hqconv.quantization.triton_kernels import _code, _constants, _load_weights, load_codes
+from hqconv.quantization.triton_sweep import _code, _constants, _load_weights, _on
 from hqconv.schemas.weight_schema import WeightSchema
 
 _BLOCK = 16  # columns whose corrections are in registers
 _ROWS = 128  # of a program
 _WARPS, _STORED_WARPS = 2, 4  # two rows for each thread, which loads factors once for both; or one, for stored codes
 _PROGRAMS = 792  # with a scratch buffer: six for each of 132 multiprocessors; of wide tiles 99 MiB
+
+
+@functools.cache
+def _code_values(b_dtype: str, is_symmetric: bool, device: torch.device) -> torch.Tensor:
+    return _on(torch.from_numpy(code_table(b_dtype, is_symmetric).copy()), device)
+
+
+def code_values(schema: WeightSchema, device: torch.device) -> torch.Tensor:
+    """Return the value of every code before zero point and scale, float32 [2**bits]; cached for each device."""
+    return _code_values(schema.b_dtype, not schema.has_zero_point, device)
+
+
+@triton.jit
+def load_codes(words, place, is_inside, BITS: tl.constexpr, stride=1):
+    """Load packed codes of a row at `place`, little-endian in 32-bit words; one may straddle two of them.
+
+    stride: words from one of a row to its next one.
+    """
+    first = place * BITS // 32 * stride
+    shift = place * BITS % 32
+    codes = tl.load(words + first, mask=is_inside, other=0).to(tl.uint32, bitcast=True) >> shift.to(tl.uint32)
+    if 32 % BITS != 0:
+        goes_on = tl.where(is_inside, shift, 0) + BITS > 32  # so that `place` may be a scalar
+        rest = tl.load(words + first + stride, mask=goes_on, other=0).to(tl.uint32, bitcast=True)
+        codes = tl.where(goes_on, codes | (rest << ((32 - shift) % 32).to(tl.uint32)), codes)
+    return (codes & ((1 << BITS) - 1)).to(tl.int32)
 
 
 @triton.jit
@@ -161,7 +190,7 @@ def _visit_tiles(
 
 def tile_losses(
     stack: torch.Tensor,
-    scales: CandidateScales,
+    scales: GroupScales,
     words: torch.Tensor | None,
     table: torch.Tensor | None,
     schema: WeightSchema,
@@ -169,7 +198,7 @@ def tile_losses(
 ) -> torch.Tensor:
     """Return the loss of each tile of each row of a stack [E, N, K], float64 [E, N, T].
 
-    `words` and `table`: packed codes and `triton_kernels.code_values`; None for compensated codes under the scales.
+    `words` and `table`: packed codes and `code_values`; None for compensated codes under the scales.
     factors: on the stack's device. A stack whose rows are adjacent in memory is not copied.
     """
     num_experts, num_rows, _ = stack.shape
@@ -181,7 +210,7 @@ def tile_losses(
 
 def compensated_codes(
     stack: torch.Tensor,
-    scales: CandidateScales,
+    scales: GroupScales,
     changed: torch.Tensor,
     words: torch.Tensor,
     schema: WeightSchema,
@@ -204,7 +233,7 @@ def _rows_last(values: torch.Tensor) -> torch.Tensor:
 
 def _launch(
     stack: torch.Tensor,
-    scales: CandidateScales,
+    scales: GroupScales,
     schema: WeightSchema,
     factors: TileFactors,
     out: torch.Tensor,

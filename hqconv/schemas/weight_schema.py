@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from hqconv.errors import RequestError
+from hqconv.schemas.code_types import CodeType, parse_code_type
 from hqconv.schemas.config_files import SCHEMAS, or_shipped, read_toml, shipped
 from hqconv.schemas.dtypes import code_bits, code_of, num_bits
 from hqconv.schemas.suggestions import meant
@@ -50,6 +51,11 @@ class WeightSchema:
     def num_bits(self) -> int:
         """Bits of one weight code."""
         return code_bits(self.b_dtype)
+
+    @property
+    def code_type(self) -> CodeType:
+        """Type of the codes."""
+        return parse_code_type(self.b_dtype, has_zero_point=self.has_zero_point)
 
     @property
     def is_integer(self) -> bool:

@@ -24,6 +24,7 @@ from hqconv.artifact.reader import Artifact
 from hqconv.conversion.hub_prefetch import CachePolicy, fetched_layers
 from hqconv.errors import HqconvError, first_few
 from hqconv.formats.source_matrix import SourceMatrix, resized
+from hqconv.humming_ops.runtime import compiler_version
 from hqconv.kernel_layout.fused_moe import (
     Gemm,
     compile_input_kernels,
@@ -32,7 +33,6 @@ from hqconv.kernel_layout.fused_moe import (
     layer_config,
     load_gemm,
 )
-from hqconv.kernel_layout.runtime import compiler_version
 from hqconv.kernel_layout.transform import needs_cuda
 from hqconv.layout_decoder.values import unrotated
 from hqconv.models.families import text_config

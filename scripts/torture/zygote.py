@@ -22,7 +22,7 @@ import hqconv.cli.progress_bar
 import hqconv.cli.render
 import hqconv.planning.output_units
 from hqconv.cli import app, interrupt
-from hqconv.kernel_layout.runtime import humming
+from hqconv.humming_ops.runtime import humming
 from hqconv.schemas.grid import Grid
 from tests.make.conversions import run
 

@@ -16,9 +16,8 @@ import hqconv
 from hqconv.api import open_source
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import RequestError
-from hqconv.kernel_layout import cpu_ops
-from hqconv.kernel_layout.runtime import resident, target_facts
-from hqconv.kernel_layout.transform import humming_schema
+from hqconv.humming_ops import cpu_ops
+from hqconv.humming_ops.runtime import humming_schema, resident, target_facts
 from hqconv.quantization.quantize import quantize
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import Grid

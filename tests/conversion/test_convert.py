@@ -19,12 +19,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+import tests.make.quant_weight  # noqa: F401 - lets Humming quantize on the CPU
 from hqconv.conversion.progress import Progress
 from hqconv.errors import InputError, OutputError, RequestError
-from hqconv.kernel_layout import cpu_ops
+from hqconv.humming_ops import cpu_ops
+from hqconv.humming_ops.runtime import humming, humming_schema, resident, target_facts
 from hqconv.kernel_layout.rank_slices import gemm_tensors
-from hqconv.kernel_layout.runtime import humming, resident, target_facts
-from hqconv.kernel_layout.transform import humming_schema
 from hqconv.quantization.quantize import quantize
 from hqconv.quantization.quantized import stack_tensors
 from hqconv.schemas.dtypes import torch_dtype_of

@@ -15,7 +15,7 @@ import hqconv
 from hqconv.cli.app import app
 from hqconv.conversion.executor import Executor
 from hqconv.errors import HqconvError, InputError, OutputError, RequestError
-from hqconv.kernel_layout.runtime import humming
+from hqconv.humming_ops.runtime import humming
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import NAMED_INPUTS
 from hqconv.schemas.recipe import load_recipe

@@ -30,7 +30,7 @@ MIB = 1 << 20
 DRIVER = """
 import json, os, sys, threading
 from pathlib import Path
-from hqconv.kernel_layout.runtime import humming
+from hqconv.humming_ops.runtime import humming
 from hqconv.schemas.grid import Grid
 from tests.make.conversions import run
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import hqconv
 from hqconv.errors import HqconvError, InputError, RequestError, VerificationError
-from hqconv.kernel_layout.runtime import humming
+from hqconv.humming_ops.runtime import humming
 from hqconv.schemas.grid import Grid
 from hqconv.serving.artifact_location import ArtifactLocation
 from hqconv.serving.artifact_view import open_artifact_view, open_rank_file

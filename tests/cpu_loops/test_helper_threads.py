@@ -10,7 +10,7 @@ import torch
 
 from hqconv.cpu_loops import helper_threads
 from hqconv.cpu_loops.helper_threads import Helpers, in_parts
-from hqconv.kernel_layout import cpu_ops
+from hqconv.humming_ops import cpu_ops
 from hqconv.kernel_layout.transform import kernel_form, to_kernel
 from hqconv.quantization import content_sums
 from hqconv.quantization.content_sums import compiled_row_sums

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hqconv.formats.source_format import why_not_direct
-from hqconv.kernel_layout.runtime import humming, resident
+from hqconv.humming_ops.runtime import humming, resident
 from hqconv.quantization.bit_codec import pack_along_rows
 from hqconv.quantization.coded_matrix import CodedMatrix, scale_values
 from hqconv.quantization.direct_tensors import _spread, express

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hqconv.errors import InputError, RequestError
 from hqconv.formats.source_format import SourceFormat, why_not_direct
 from hqconv.formats.source_matrix import decode_matrix
-from hqconv.kernel_layout import cpu_ops
+from hqconv.humming_ops import cpu_ops
 from hqconv.quantization.bit_codec import pack, pack_along_rows, transpose_4bit, unpack, unpack_along_rows
 from hqconv.quantization.coded_matrix import CodedMatrix, dequantize, scale_values
 from hqconv.quantization.direct_tensors import express, share_scale
@@ -201,7 +201,7 @@ def fits(schema: WeightSchema, shape: tuple[int, int]) -> bool:
 def check_attributes(
     tensors: dict[str, torch.Tensor], schema: WeightSchema, shape: tuple[int, int], param: str
 ) -> None:
-    from hqconv.kernel_layout.transform import humming_schema
+    from hqconv.humming_ops.runtime import humming_schema
 
     expected = humming_schema(schema).get_tensors_attrs(*shape, getattr(torch, param))
     assert {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()} == {

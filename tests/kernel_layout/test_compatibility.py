@@ -160,7 +160,7 @@ def test_a_form_needs_no_compiled_loop_and_no_compiler_of_torchs() -> None:
     """`--dry-run` and `hqconv.plan` need a form of each shape before anything else: milliseconds."""
     code = (
         "import sys, torch, time\n"
-        "from hqconv.kernel_layout.runtime import humming\n"
+        "from hqconv.humming_ops.runtime import humming\n"
         "from hqconv.kernel_layout.transform import kernel_form\n"
         "from tests.make.conversions import kernel_spec_of\n"
         "humming()\n"

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hqconv.kernel_layout.runtime import humming, target_facts, transpose_scales
+from hqconv.humming_ops.runtime import humming, target_facts, transpose_scales
 from hqconv.kernel_layout.transform import kernel_form, to_kernel
 from hqconv.quantization.quantize import quantize_stacks
 from hqconv.schemas.gpu_target import GpuTarget

@@ -53,7 +53,7 @@ def quantized(
     done: dict[str, QuantizedStack] = {}
     for roles in (("w1", "w3"), ("w2",)):
         places = None if tiles is None else [tiles.stacks[role] for role in roles]
-        found = quantize_stacks([stacks[role] for role in roles], resolve_schema(schema), param_dtype, tiles=places)
+        found = quantize_stacks([stacks[role] for role in roles], resolve_schema(schema), param_dtype, sinks=places)
         done |= dict(zip(roles, found, strict=True))
     return done
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hqconv.errors import RequestError, VerificationError
-from hqconv.kernel_layout import cpu_ops
+from hqconv.humming_ops import cpu_ops
 from hqconv.kernel_layout.compatibility import why_not
 from hqconv.kernel_layout.transform import kernel_form, to_kernel
 from hqconv.layout_decoder.decode import DecodedStack

@@ -17,7 +17,7 @@ import torch
 
 from hqconv.artifact.expert_reader import TENSOR_OF
 from hqconv.errors import RequestError, VerificationError
-from hqconv.kernel_layout.runtime import humming, resident, target_facts
+from hqconv.humming_ops.runtime import humming, resident, target_facts
 from hqconv.kernel_layout.transform import humming_schema, kernel_form, to_kernel
 from hqconv.layout_decoder import decode as module
 from hqconv.layout_decoder.codes import unpack_fields

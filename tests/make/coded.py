@@ -372,7 +372,7 @@ def _quark(draw: Draw) -> Iterator[Case]:
 
 
 def _humming_schema_class(method: str) -> Callable[..., Any]:
-    from hqconv.kernel_layout.runtime import humming
+    from hqconv.humming_ops.runtime import humming
 
     found: Callable[..., Any] = humming().schema.WEIGHT_SCHEMA_MAP[method]
     return found

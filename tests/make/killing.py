@@ -15,7 +15,7 @@ from tests.make.places import REPO
 DRIVER = """
 import json, os, signal, sys, tempfile, threading
 from pathlib import Path
-from hqconv.kernel_layout.runtime import humming
+from hqconv.humming_ops.runtime import humming
 from hqconv.schemas.grid import Grid
 from tests.make.conversions import run
 import hqconv.planning.output_units

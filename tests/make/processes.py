@@ -139,7 +139,7 @@ def _import_all() -> None:
         if not any(word in module.name for word in _NOT_IMPORTED):
             with suppress(ImportError):
                 importlib.import_module(module.name)
-    from hqconv.kernel_layout.runtime import humming
+    from hqconv.humming_ops.runtime import humming
 
     humming()
     assert "huggingface_hub" not in sys.modules, "its variables would be this server's, not those of a test"

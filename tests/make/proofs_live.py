@@ -321,8 +321,8 @@ def humming(**words: Any) -> Callable[[], Published]:
     """Quantized and dequantized by Humming's schema, in float32; of its CUDA ops the twins that golden files prove."""
 
     def published() -> Published:
-        from hqconv.kernel_layout.runtime import humming as load
-        from hqconv.kernel_layout.runtime import resident
+        from hqconv.humming_ops.runtime import humming as load
+        from hqconv.humming_ops.runtime import resident
 
         schema = load().schema.HummingWeightSchema.from_config({"quant_method": "humming", **words})
 

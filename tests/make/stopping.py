@@ -24,7 +24,7 @@ DRIVER = """
 import json, os, signal, sys, tempfile, time
 from pathlib import Path
 import hqconv.cli.progress_bar, hqconv.cli.render
-from hqconv.kernel_layout.runtime import humming
+from hqconv.humming_ops.runtime import humming
 from hqconv.cli import app, interrupt
 from hqconv.schemas.grid import Grid
 from tests.make.conversions import run

@@ -15,7 +15,7 @@ import torch
 import vllm.platforms as platforms
 from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
 
-from hqconv.kernel_layout.runtime import humming, resident, target_facts
+from hqconv.humming_ops.runtime import humming, resident, target_facts
 from hqconv.schemas.gpu_target import GpuTarget
 
 

@@ -465,7 +465,7 @@ def test_ignore_of_models_that_transformers_wrote(family: str, tmp_path: Path) -
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_quantization_config_is_hummings_words(name: str) -> None:
     """Humming's own class reads the words back to the same schema; its aliases are not used."""
-    from hqconv.kernel_layout.transform import humming_schema
+    from hqconv.humming_ops.runtime import humming_schema
 
     words = ENGINE.checkpoint_config(schema_of(name), ["a.experts"])
     assert {"dtype", "group_size", "scale_dtype", "scale_type"}.isdisjoint(words)

@@ -10,9 +10,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import tests.make.quant_weight  # noqa: F401 - lets Humming quantize on the CPU
 from hqconv.cpu_loops.helper_threads import Helpers
-from hqconv.kernel_layout.runtime import resident
-from hqconv.kernel_layout.transform import humming_schema
+from hqconv.humming_ops.runtime import humming_schema, resident
 from hqconv.planning.layer_encoding import COMPENSATION_VERSION
 from hqconv.quantization import cpu, cuda, gptq
 from hqconv.quantization.gptq import factorized, hessian_factors
@@ -205,8 +205,7 @@ def test_held_out_products_are_closer_with_each_step(name: str, less: float) -> 
 @pytest.mark.parametrize("name", ALL)
 def test_the_recipe_for_gpus_gives_the_bits_of_the_loops(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The code for GPUs, run on the CPU over the twins of Humming's operations and of the Triton kernels."""
-    monkeypatch.setattr(cuda, "TRITON", frozenset())
-    monkeypatch.setattr(cuda, "_kernels", lambda: torch_kernels)
+    monkeypatch.setattr(cuda, "_sweep_kernel", lambda: torch_kernels)
     monkeypatch.setattr(cuda, "_compensation_kernels", lambda: torch_kernels)
     schema = any_schema(name)
     num_columns = 256 if schema.weight_scale_group_size > 64 else 192  # the last tile may be a part of one

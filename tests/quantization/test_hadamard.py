@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hqconv.kernel_layout.runtime import humming
-from hqconv.kernel_layout.transform import humming_schema
+from hqconv.humming_ops.runtime import humming, humming_schema
 from hqconv.layout_decoder.values import unrotated
 from hqconv.quantization.hadamard import average_importance, rotate
 from hqconv.quantization.quantize import quantize, quantize_stacks

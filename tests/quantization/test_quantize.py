@@ -12,8 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hqconv.kernel_layout.runtime import humming, resident
-from hqconv.kernel_layout.transform import humming_schema
+import tests.make.quant_weight  # noqa: F401 - lets Humming quantize on the CPU
+from hqconv.humming_ops.runtime import humming, humming_schema, resident
 from hqconv.quantization.quantize import Quantized, quantize
 from hqconv.quantization.quantized import fold_sum
 from hqconv.schemas.dtypes import torch_dtype_of

@@ -11,14 +11,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import tests.make.quant_weight  # noqa: F401 - lets Humming quantize on the CPU
 from hqconv.cpu_loops.helper_threads import Helpers
-from hqconv.kernel_layout.runtime import resident
-from hqconv.kernel_layout.transform import humming_schema
+from hqconv.humming_ops.runtime import humming_schema, resident
 from hqconv.planning.layer_encoding import SEARCH_VERSION
 from hqconv.quantization import cpu, cuda
+from hqconv.quantization.group_scales import GroupScales
 from hqconv.quantization.quantize import quantize_stacks
 from hqconv.quantization.quantized import MSE, RTN, QuantizedStack, Quantizer
-from hqconv.quantization.scale_search import CandidateScales, SearchStart, search
+from hqconv.quantization.scale_search import Ladder, _sweep_each, search
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
 from tests.make.effort import num_examples
 from tests.make.matrices import RARE_SCHEMAS, SCHEMAS, any_schema, hard_matrix
@@ -140,7 +141,6 @@ def test_the_search_for_gpus_chooses_what_the_loops_choose(name: str, monkeypatc
     """
     weighted = bool([*ALL].index(name) % 2)
     param_dtype, dtype = ("float16", torch.float32) if weighted else ("bfloat16", torch.bfloat16)
-    monkeypatch.setattr(cuda, "TRITON", frozenset())
     schema = any_schema(name)
     quantizer = Quantizer("mse", (torch.arange(SHAPE[1]) % 7).float() if weighted else None)
     rows = SHAPE[0] if schema.weight_scale_type == "block" else 32  # with every hard row
@@ -211,7 +211,6 @@ def test_each_expert_has_an_importance_of_its_own(name: str, monkeypatch: pytest
     schema, stacks = any_schema(name), hard_stacks(torch.bfloat16)
     importance = torch.rand(2, SHAPE[1], generator=torch.Generator().manual_seed(3)) ** 4
     together = quantize_stacks(stacks, schema, "bfloat16", quantizer=Quantizer("mse", importance))
-    monkeypatch.setattr(cuda, "TRITON", frozenset())
     with resident(CPU):
         recipe = cuda.quantize_stacks(stacks, schema, "bfloat16", None, False, Quantizer("mse", importance))
     for e in range(2):
@@ -310,11 +309,33 @@ def test_no_scale_that_can_be_stored_loses_less(name: str, is_weighted: bool) ->
     assert num_moved > 24
 
 
+class GivenErrors:
+    """A meter of one group with errors as said, of one candidate after the other, and fits of 1.5."""
+
+    def __init__(self, scales: GroupScales, errors: tuple[float, ...]) -> None:
+        self.scales, self.given, self.tried = scales, errors, list[GroupScales]()
+
+    def start_errors(self) -> torch.Tensor:
+        return torch.ones(1, 1, 1, dtype=torch.float64)
+
+    def errors(self, scales: GroupScales) -> torch.Tensor:
+        self.tried.append(scales)
+        return self.start_errors() * self.given[len(self.tried) - 1]
+
+    def fits(self, scales: GroupScales) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.start_errors() * 1.5, self.start_errors()
+
+    def sweep(
+        self, start: GroupScales, least: torch.Tensor, ladder: Ladder, floor: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return _sweep_each(start, least, ladder, self.errors)
+
+
 def test_another_scale_must_be_better_by_the_margin_and_of_equals_the_first_is_taken() -> None:
     """Errors as said here, whatever the weights: of rtn 1, of the candidates one after the other."""
     schema = resolve_schema("int8-g128")  # the same scale, 129/128, 130/128, 127/128 and 126/128 of it, and two fits
     stored = torch.full((1, 1, 1), 1.0, dtype=torch.bfloat16)
-    start, one = CandidateScales(stored, stored.float(), None, None), torch.ones(1, 1, 1, dtype=torch.float64)
+    start = GroupScales(stored, stored.float(), None, None)
     for errors, chosen in (
         ((1.0, 1 - 2.0**-21, 1.0, 2.0, 1.0, 1.0, 1.0), None),
         ((1.0, 1 - 2.0**-19, 1.0, 2.0, 1.0, 1.0, 1.0), 1),
@@ -322,19 +343,9 @@ def test_another_scale_must_be_better_by_the_margin_and_of_equals_the_first_is_t
         ((np.nan, np.inf, np.nan, 0.9, 0.9, np.nan, 0.9), 3),
         ((1.0, 0.5, 0.6, 0.7, 0.8, 0.4, 0.4), 5),
     ):
-        tried: list[CandidateScales] = []
-
-        def score(
-            scales: CandidateScales, tried: list[CandidateScales] = tried, errors: tuple[float, ...] = errors
-        ) -> torch.Tensor:
-            tried.append(scales)
-            return torch.full((1, 1, 1), errors[len(tried) - 1], dtype=torch.float64)
-
-        def fit(scales: CandidateScales) -> tuple[torch.Tensor, torch.Tensor]:
-            return one * 1.5, one
-
-        start_of = SearchStart(start, one, score, fit, lambda: stored.float() * 1000)
-        [found] = search([start_of], schema, "bfloat16")
+        meter = GivenErrors(start, errors)
+        [found] = search([meter], schema, "bfloat16")
+        tried = meter.tried
         assert len(tried) == len(errors)
         assert bool(found.changed) is (chosen is not None)
         expected = start if chosen is None else tried[chosen]

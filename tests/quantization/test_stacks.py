@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import tests.make.quant_weight  # noqa: F401 - lets Humming quantize on the CPU
 from hqconv.errors import RequestError
-from hqconv.kernel_layout.runtime import resident
+from hqconv.humming_ops.runtime import resident
 from hqconv.kernel_layout.transform import kernel_form, to_kernel
 from hqconv.quantization import cpu, cuda
 from hqconv.quantization.quantize import quantize, quantize_stacks
@@ -20,12 +21,6 @@ from tests.make.tensors import assert_same, same_bits
 
 SHAPE = (128, 384)
 NUM_EXPERTS = 3
-
-
-@pytest.fixture(autouse=True)
-def kernels_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The code for GPUs runs on the CPU here: over the twins of Humming's operations and of the Triton kernels."""
-    monkeypatch.setattr(cuda, "TRITON", frozenset())
 
 
 def hard_stacks(dtype: torch.dtype) -> list[torch.Tensor]:
@@ -111,7 +106,7 @@ def test_without_a_c_compiler_there_is_an_error_that_says_so(monkeypatch: pytest
     def fail(_: torch.Tensor) -> None:
         raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
 
-    monkeypatch.setattr(cuda, "_kernels", lambda: SimpleNamespace(folded=fail))
+    monkeypatch.setattr(cuda, "_sweep_kernel", lambda: SimpleNamespace(build_a_kernel=fail))
     with pytest.raises(RequestError) as info:
         cuda.check_kernels(torch.device("cpu"))
     assert info.value.found.startswith("RuntimeError: Failed to find C compiler")

@@ -8,20 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from hqconv.kernel_layout import cpu_ops
-from hqconv.kernel_layout.runtime import resident
-from hqconv.kernel_layout.transform import humming_schema
+from hqconv.humming_ops.runtime import humming_schema, resident
 from hqconv.layout_decoder.decode import bits_of, decode_packed
 from hqconv.layout_decoder.values import decoded_weights
 from hqconv.quantization import cpu, cuda
 from hqconv.quantization.gptq import hessian_factors
+from hqconv.quantization.group_scales import two_level_scales, unrounded_scales
 from hqconv.quantization.hadamard import rotate
 from hqconv.quantization.quantize import quantize, quantize_stacks
 from hqconv.quantization.quantized import MSE, RTN, QuantizedStack, Quantizer
-from hqconv.quantization.two_level_scales import group_scales, two_level
 from hqconv.schemas.dtypes import code_of_torch, torch_dtype_of
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
 from tests.make.matrices import hard_matrix
+from tests.make.quant_weight import quant_weight
 from tests.make.tensors import assert_same, same_bits, with_one_nan
 
 CPU = torch.device("cpu")
@@ -69,7 +68,7 @@ def values_of_codes(schema: WeightSchema) -> np.ndarray:
     return np.where(codes >= half, -values, values)
 
 
-def unrounded_scales(matrix: torch.Tensor, schema: WeightSchema) -> np.ndarray:
+def expected_unrounded(matrix: torch.Tensor, schema: WeightSchema) -> np.ndarray:
     """The group scales before they are rounded, float32 [N, G]; Humming's own formula for integers and floats."""
     groups = matrix.float().numpy().reshape(len(matrix), -1, schema.weight_scale_group_size)
     up = np.maximum(groups.max(2), np.float32(1e-30)).astype(np.float64)
@@ -93,7 +92,7 @@ def rounded(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
 
 def check_recipe(matrix: torch.Tensor, tensors: dict[str, torch.Tensor], schema: WeightSchema, param: str) -> None:
     """Second scale and group scales of one matrix, its own expert."""
-    scale, dtype = unrounded_scales(matrix, schema), torch_dtype_of(param)
+    scale, dtype = expected_unrounded(matrix, schema), torch_dtype_of(param)
     found, second = tensors["weight_scale"], tensors["weight_scale_2"]
     if is_row_of_powers(schema):
         check_powers(scale, found, second, schema, param)
@@ -174,8 +173,8 @@ def test_unrounded_scales_of_integers_are_hummings(bits: int) -> None:
     """Those of the op `quant_weight`, whose twin on the CPU is held to it by golden recordings."""
     schema, matrix = resolve_schema(f"int{bits}-g32-e4m3"), hard_matrix(64, 256, torch.float32, 3)
     groups = matrix.view(64, -1, 32)
-    found = group_scales(groups.amax(2).clamp_min(1e-30), groups.amin(2).clamp_max(-1e-30), schema)
-    _, expected, _ = cpu_ops.quant_weight(matrix, "float32", f"uint{bits}", 32, True, False, False, False)
+    found = unrounded_scales(groups.amax(2).clamp_min(1e-30), groups.amin(2).clamp_max(-1e-30), schema)
+    _, expected, _ = quant_weight(matrix, "float32", f"uint{bits}", 32, True, False, False, False)
     assert_same(found, expected, "scales")
     assert bool((found < 0).any())
 
@@ -203,7 +202,6 @@ def stacks_of(dtype: torch.dtype) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_the_recipe_for_gpus_gives_the_bits_of_the_loops(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The code for GPUs, run on the CPU over the twins of Humming's operations."""
-    monkeypatch.setattr(cuda, "TRITON", frozenset())
     schema, number = SCHEMAS[name], [*SCHEMAS].index(name)
     dtype = (torch.bfloat16, torch.float32, torch.float16)[number % 3]
     for param in PARAMS:
@@ -294,10 +292,11 @@ def test_a_search_keeps_to_the_powers_of_float16(name: str, quantizer: str) -> N
 
 def test_a_row_scale_of_two_is_one() -> None:
     """A fraction that rounds up to 2 is 1 under the next exponents, so that exponents can be told from fractions."""
-    scale = torch.tensor([[[1.999, 0.7]], [[1.0, 0.25]], [[1.0039, 0.5]]])
-    found = two_level(scale, resolve_schema("fp4-g32-e8m0-row"), "bfloat16", None, None)
+    widest = torch.tensor([[[1.999, 0.7]], [[1.0, 0.25]], [[1.0039, 0.5]]]) * 6  # e2m1's largest number
+    found = two_level_scales(widest, -widest, resolve_schema("fp4-g32-e8m0-row"), "bfloat16", None).scales
+    assert found.second is not None
     assert found.second.flatten().tolist() == [1.0, 1.0, 1.0078125]
-    assert (found.group.view(torch.uint8).int() - 127).tolist() == [[[1, 0]], [[0, -2]], [[0, -1]]]
+    assert (found.stored.view(torch.uint8).int() - 127).tolist() == [[[1, 0]], [[0, -2]], [[0, -1]]]
 
 
 @pytest.mark.cuda

@@ -369,7 +369,7 @@ def test_description(name: str, line: str) -> None:
 
 
 def test_fields_are_hummings() -> None:
-    from hqconv.kernel_layout.transform import humming_schema
+    from hqconv.humming_ops.runtime import humming_schema
 
     for name in PRESETS:
         theirs = humming_schema(PRESETS[name])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hqconv.kernel_layout import cpu_ops
+from hqconv.humming_ops import cpu_ops
 from hqconv.schemas.grid import Grid
 from hqconv.verification import fused_exponents
 from tests.make.conversions import assert_verified, check, run

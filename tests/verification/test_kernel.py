@@ -18,7 +18,7 @@ import hqconv
 from hqconv.api import open_source
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import RequestError, VerificationError
-from hqconv.kernel_layout.runtime import humming
+from hqconv.humming_ops.runtime import humming
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.schemas.activation import Activation

@@ -17,8 +17,7 @@ from hqconv.api import open_source
 from hqconv.artifact.expert_reader import join
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import RequestError
-from hqconv.kernel_layout.runtime import resident
-from hqconv.kernel_layout.transform import humming_schema
+from hqconv.humming_ops.runtime import humming_schema, resident
 from hqconv.layout_decoder.codes import unpack_fields
 from hqconv.layout_decoder.decode import DecodedStack, bits_of, decode_packed, packed_shapes
 from hqconv.layout_decoder.values import decoded_rows

@@ -1,7 +1,7 @@
 """Loader of Humming so that its schema and transform code runs on whichever device its tensors are on.
 
 This is the only module that changes Humming, and these are the changes:
-* the six weight ops choose Humming's CUDA kernel or our CPU twin by their input's device; for shape planning,
+* the weight ops but `quant_weight` choose Humming's CUDA kernel or our CPU twin by their input's device; for planning,
   `meta` tensors get empty outputs; its layout of scales is computed in one pass on both, where Humming makes two and
   waits for the GPU, since it copies a list of places there;
 * inside `target_facts(...)`, Humming's queries of "the current device" and its compiler during planning are
@@ -25,11 +25,12 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from hqconv.kernel_layout import cpu_ops
+from hqconv.humming_ops import cpu_ops
 from hqconv.schemas.gpu_target import GpuTarget
+from hqconv.schemas.weight_schema import WeightSchema
 
 _MODULES = ("ops", "dtypes", "schema", "transform", "device", "config", "utils.weight")
-_OPS = ("quant_weight", "pack_weight", "unpack_weight", "dequant_weight", "repack_weight", "process_mxfp4_w4a8_weight")
+_OPS = ("pack_weight", "unpack_weight", "dequant_weight", "repack_weight", "process_mxfp4_w4a8_weight")
 _OTHER_SCALES = ("is_blockwise", "is_mxmma", "is_umma")  # scales with a layout of their own
 # Modules in which Humming queries the current device to decide about schemas and layouts.
 _ASKING = ("humming.config.config", "humming.config.mma", "humming.schema.humming", "humming.transform")
@@ -93,6 +94,11 @@ def humming() -> SimpleNamespace:
     asked_info = functools.partial(_device_info, modules["device"].DeviceInfo)
     setattr(modules["transform"], "DeviceInfo", asked_info)  # noqa: B010 - mypy does not know the module
     return SimpleNamespace(**modules)
+
+
+def humming_schema(schema: WeightSchema) -> Any:
+    """Return the schema as Humming's own object."""
+    return humming().schema.HummingWeightSchema(**schema.humming_fields())
 
 
 def _answer(module: Any, name: str, of_target: Callable[[GpuTarget], Any]) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from hqconv.kernel_layout.runtime import humming, target_facts
+from hqconv.humming_ops.runtime import humming, target_facts
 from hqconv.kernel_layout.transform import is_compatible, kernel_form, layer_config
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import Grid
@@ -37,7 +37,7 @@ torch.cuda.current_device = lambda: 0
 torch.cuda.get_device_capability = lambda *_: (8, 0)
 
 from humming.transform import prepare_layer_config
-from hqconv.kernel_layout.transform import humming_schema
+from hqconv.humming_ops.runtime import humming_schema
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.weight_schema import resolve_schema
 words = dict(shape_n=128, shape_k=128, weight_schema=humming_schema(resolve_schema(sys.argv[3])), num_experts=1)
@@ -45,7 +45,7 @@ words |= dict(pad_n_to_multiple=256, pad_k_to_multiple=128, torch_dtype=torch.bf
 assert prepare_layer_config(**words).sm_version == 80, "Humming does not take this for an A100"
 
 import humming.jit.runtime
-from hqconv.kernel_layout.runtime import humming as load, target_facts
+from hqconv.humming_ops.runtime import humming as load, target_facts
 load()
 with target_facts(GpuTarget(90)):  # the kernels that convert are compiled for the GPU that runs them
     there = humming.jit.runtime.current_device

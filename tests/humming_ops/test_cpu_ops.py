@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from hqconv.kernel_layout import cpu_ops
-from hqconv.kernel_layout.runtime import humming
+from hqconv.humming_ops import cpu_ops
+from hqconv.humming_ops.runtime import humming
 from hqconv.kernel_layout.transform import kernel_form, to_kernel
 from hqconv.quantization.quantize import quantize, quantize_stacks
 from hqconv.schemas.weight_schema import resolve_schema

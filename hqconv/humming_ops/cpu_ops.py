@@ -1,4 +1,6 @@
-"""CPU twins of Humming's six weight ops and of its layout of scales: same arguments, same bits, on CPU tensors.
+"""CPU twins of Humming's weight ops and of its layout of scales: same arguments, same bits, on CPU tensors.
+
+Not of `quant_weight`: on the CPU `quantization` has loops of its own.
 
 `meta` tensors are accepted too and give empty outputs of the right shape, so that layouts can be planned.
 Errors of use are Humming's own concern here: like its ops, the twins assert.
@@ -7,140 +9,17 @@ Errors of use are Humming's own concern here: like its ops, the twins assert.
 from __future__ import annotations
 
 import functools
-import re
 from typing import Any
 
 import numpy as np
 import torch
 
-from hqconv.cpu_loops import arithmetic, bit_fields
+from hqconv.cpu_loops import bit_fields
 from hqconv.cpu_loops import repack as repack_loops
-from hqconv.cpu_loops.encoders import encoder
 from hqconv.cpu_loops.helper_threads import in_parts
 from hqconv.cpu_loops.repack import repack_4bit_a16, repack_8bit_a16
 
 Array = np.ndarray[Any, np.dtype[Any]]
-NO_LIMIT = np.float32(0)
-
-
-def as_bits(tensor: torch.Tensor) -> Array:
-    """Bit patterns that the loops read: uint16 for bfloat16, uint32 for everything else (exact in float32)."""
-    if tensor.dtype == torch.bfloat16:
-        return tensor.contiguous().view(torch.uint16).numpy()
-    return tensor.float().contiguous().numpy().view(np.uint32)
-
-
-def parse_dtype(name: str) -> tuple[int, int, int, int]:
-    """(kind, bits, exponent bits, mantissa bits) of 'uint4', 'int8', 'float4e2m1'; asymmetry is not in a name."""
-    if match := re.fullmatch(r"u?int(\d+)", name):
-        return arithmetic.SYM_INT, int(match[1]), 0, 0
-    match = re.fullmatch(r"float(\d+)e(\d+)m(\d+)", name)
-    assert match, name
-    bits, exponent, mantissa = (int(x) for x in match.groups())
-    return (arithmetic.FLOAT if exponent else arithmetic.SIGN_MAGNITUDE), bits, exponent, mantissa
-
-
-# Up to this group size Humming's kernel makes one pass over a float32 group, and nvcc then fuses the product
-# `zero * -scale` into the subtraction that follows (seen on an H200 with CUDA 13.0; 16-bit sources never fuse).
-FUSED_GROUP_SIZE = 128
-
-
-@np.errstate(all="ignore")  # extreme ranges overflow, here as on the GPU
-def group_scales(
-    code: tuple[int, int, int, int],
-    highest: Array,
-    lowest: Array,
-    *,
-    e8m0: bool = False,
-    negative: bool = True,
-    fp_zero: bool = False,
-    fused: bool = False,
-) -> tuple[Array, Array, Array]:
-    """Scale, lower bound and zero point per group from its range, as `quant_weight.cuh` computes them.
-
-    `code` is (kind, bits, exponent bits, mantissa bits); ranges are float32. The lower bound (float64) is what is
-    subtracted before encoding; `fused` keeps it unrounded. It and the zero point are 0 for symmetric kinds.
-    Humming divides by double constants; a float32 quotient of exact float32 operands is the same number except
-    for 1-bit integers, whose constants are not float32.
-    """
-    kind, bits, _, _ = code
-    largest = arithmetic.largest_value(*code)
-    widest = np.maximum(highest, np.abs(lowest))
-    if kind == arithmetic.ASYM_INT:
-        scale = (highest - lowest) / np.float32(largest * 2 + 1)
-        zero = -lowest / scale
-        if fp_zero:
-            return scale, lowest.astype(np.float64), zero
-        zero = np.rint(zero)
-        bound: Array = zero.astype(np.float64) * -scale.astype(np.float64) if fused else zero * -scale
-        return scale, bound.astype(np.float64), zero
-    if kind == arithmetic.SYM_INT:
-        scale = _symmetric_scale(widest, np.minimum(highest, np.abs(lowest)), bits, largest)
-        if negative:
-            scale = np.where(highest > np.abs(lowest), -scale, scale)
-    else:
-        scale = widest / np.float32(largest)
-    if e8m0:
-        scale = ((scale.view(np.uint32) + np.uint32(0x007FFFFF)) & np.uint32(0x7F800000)).view(np.float32)
-    return scale, np.zeros(scale.shape), np.zeros_like(scale)
-
-
-def _symmetric_scale(widest: Array, narrowest: Array, bits: int, largest: float) -> Array:
-    wide: Array
-    narrow: Array
-    if bits == 1:
-        wide = (widest.astype(np.float64) / (largest + 1.499)).astype(np.float32)
-        narrow = (narrowest.astype(np.float64) / (largest + 0.499)).astype(np.float32)
-    else:
-        wide, narrow = widest / np.float32(largest + 1), narrowest / np.float32(largest)
-    return np.maximum(wide, narrow)
-
-
-def quant_weight(
-    inputs: torch.Tensor,
-    source_dtype_str: str,
-    target_dtype_str: str,
-    group_size: int,
-    has_scale: bool,
-    use_e8m0_scale: bool,
-    has_zero_point: bool,
-    is_fp_zero_point: bool,
-    allow_negative_scale: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Twin of `humming.ops.quant_weight`: int32 codes, float32 (or e8m0) scales, zero points, unpacked."""
-    group_size = inputs.size(-1) if group_size <= 0 else group_size
-    kind, bits, exponent, mantissa = parse_dtype(target_dtype_str)
-    kind = arithmetic.ASYM_INT if kind == arithmetic.SYM_INT and has_zero_point else kind
-    code = (kind, bits, exponent, mantissa)
-    source = as_bits(inputs).reshape(-1, group_size)
-    num_groups = source.shape[0]
-    ones, zeros = np.ones((num_groups, 1), np.float32), np.zeros((num_groups, 1), np.float32)
-    scale, lowest, zero = ones, zeros.astype(np.float64), zeros
-    if has_scale:
-        bounds = np.empty((2, num_groups, 1), np.float32)
-        arithmetic.group_ranges(source, group_size, bounds[0], bounds[1])
-        scale, lowest, zero = group_scales(
-            code,
-            *bounds,
-            e8m0=use_e8m0_scale,
-            negative=allow_negative_scale,
-            fp_zero=is_fp_zero_point,
-            fused=source_dtype_str == "float32" and group_size <= FUSED_GROUP_SIZE,
-        )
-    packed, sums = np.empty((num_groups, group_size * bits // 8), np.uint8), np.empty((2, num_groups))
-    groups = (np.float32(1) / scale, lowest, scale, zero, ones[:, 0])
-    encoder(code)(source, NO_LIMIT, groups, (packed, *sums, np.zeros(0, np.int64)))
-    codes = torch.from_numpy(_unpack(packed, bits).view(np.int32)).reshape(inputs.shape)
-    if not has_scale:
-        return codes, torch.empty(0), torch.empty(0)
-    shape = (*inputs.shape[:-1], inputs.size(-1) // group_size)
-    scales, zero_point = torch.from_numpy(scale).reshape(shape), torch.empty(0)
-    if use_e8m0_scale:
-        scales = (scales.view(torch.int32) >> 23).to(torch.uint8).view(torch.float8_e8m0fnu)
-    if has_zero_point:
-        zero_point = torch.from_numpy(zero).reshape(shape)
-        zero_point = zero_point if is_fp_zero_point else zero_point.to(torch.int32)
-    return codes, scales, zero_point
 
 
 def _unpack(packed: Array, num_bits: int) -> Array:
