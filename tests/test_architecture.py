@@ -61,6 +61,7 @@ ONLY_IN = {
     "vllm": (
         "hqconv.serving.vllm.config",
         "hqconv.serving.vllm.moe_method",
+        "hqconv.serving.vllm.other_layers",
         "hqconv.serving.vllm.plugin",
         "hqconv.serving.vllm.tuning",
     ),
@@ -94,7 +95,7 @@ LIGHT = (
     *("hqconv.sources", "hqconv.artifact.reader"),
     *("hqconv.serving.artifact_view", "hqconv.serving.artifact_location", "hqconv.serving.server_compatibility"),
     *("hqconv.artifact.rank_file", "hqconv.serving.vllm.activations", "hqconv.serving.vllm.layer_names"),
-    *("hqconv.serving.vllm.plugin", "hqconv.serving.vllm.tuning", "hqconv.serving.vllm.limits"),
+    *("hqconv.serving.vllm.plugin", "hqconv.serving.vllm.tuning", "hqconv.serving.vllm.refusals"),
     *(f"hqconv.serving.warm.{name}" for name in ("gpus", "kernel_store", "compile_kernels")),
     *("hqconv.conversion.option_values", "hqconv.conversion.progress"),
     "hqconv.conversion.resources",
@@ -104,17 +105,9 @@ HEAVY = ("torch", "numpy", "numba", "humming", "transformers", "huggingface_hub"
 # `serving/warm` is no part of a server, its store of compiled kernels aside.
 SERVER_WITHOUT_VLLM = (
     *("artifact_view", "artifact_location", "server_compatibility", "parameter_loader"),
-    *(
-        "vllm.activations",
-        "vllm.layer_names",
-        "vllm.limits",
-        "vllm.refusals",
-        "vllm.plugin",
-        "vllm.tuning",
-        "warm.kernel_store",
-    ),
+    *("vllm.activations", "vllm.layer_names", "vllm.refusals", "vllm.plugin", "vllm.tuning", "warm.kernel_store"),
 )
-WITH_VLLM = ("vllm.config", "vllm.moe_method")
+WITH_VLLM = ("vllm.config", "vllm.moe_method", "vllm.other_layers")
 SERVER = tuple(f"hqconv.serving.{name}" for name in (*SERVER_WITHOUT_VLLM, *WITH_VLLM))
 NOT_IN_A_SERVER = (
     *("cpu_loops", "quantization", "formats", "planning", "models", "sources"),
@@ -445,7 +438,7 @@ def test_what_a_server_reaches_is_found_along_the_way(frame: str) -> None:
     [
         ('"""As vLLM does."""\nx = 1  # vLLM', False),
         ('def f():\n    """Like LayerConfig."""', False),
-        ("from hqconv.serving.vllm.limits import x", True),
+        ("from hqconv.serving.vllm.refusals import x", True),
         ("import humming.config\nx = humming.config.LayerConfig", True),
         ("def f(a):\n    return f'{a} in vLLM'", True),
         ("def serves_vllm(): ...", True),
@@ -454,7 +447,7 @@ def test_what_a_server_reaches_is_found_along_the_way(frame: str) -> None:
 )
 def test_names_beyond_the_seams_are_found(text: str, is_wrong: bool) -> None:
     assert bool(beyond_the_seams({PLAN: text})) == is_wrong
-    assert not beyond_the_seams({"hqconv.serving.vllm.limits": text.replace("LayerConfig", "X")})
+    assert not beyond_the_seams({"hqconv.serving.vllm.refusals": text.replace("LayerConfig", "X")})
 
 
 LOOKUP = re.compile(

@@ -484,11 +484,12 @@ def test_another_gpu_is_refused_before_anything_else(
 
 
 def test_another_layout_in_humming_is_refused(tmp_path: Path, sources: dict[str, Path]) -> None:
-    run(sources["bfloat16"], tmp_path / "out", "int8")
+    run(sources["bfloat16"], tmp_path / "out", "fp8")
     manifest = json.loads((tmp_path / "out" / "hqconv.json").read_text())
-    manifest["blocks"][LAYER]["w2"]["flags"]["use_packed_k_layout"] = True
+    flags = manifest["blocks"][LAYER]["w2"]["flags"]
+    flags["use_native_dequant"] = not flags["use_native_dequant"]  # of which the file's header says nothing
     write_manifest(tmp_path / "out", manifest)
-    with pytest.raises(RequestError, match=r"use_packed_k_layout(.|\n)*humming-kernels=="):
+    with pytest.raises(RequestError, match=r"use_native_dequant(.|\n)*humming-kernels=="):
         load(tmp_path / "out")
 
 

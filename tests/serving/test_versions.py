@@ -7,7 +7,7 @@ import tomllib
 
 import pytest
 
-from hqconv.serving.vllm import limits
+from hqconv.serving.vllm import refusals
 from tests.make.places import REPO
 
 
@@ -27,14 +27,14 @@ from tests.make.places import REPO
 def test_other_versions_than_the_tested_are_told_of(
     found: str, is_told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(limits, "version", {"vllm": found}.__getitem__)
-    monkeypatch.setattr(limits.logger, "propagate", True)
-    with caplog.at_level(logging.WARNING, limits.logger.name):
-        limits.warn_of_untested()
+    monkeypatch.setattr(refusals, "version", {"vllm": found}.__getitem__)
+    monkeypatch.setattr(refusals.logger, "propagate", True)
+    with caplog.at_level(logging.WARNING, refusals.logger.name):
+        refusals.warn_of_untested()
     assert [f"this is {found}." in record.getMessage() for record in caplog.records] == [True] * is_told
 
 
 def test_the_tested_versions_are_those_that_pyproject_asks_for() -> None:
     words = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]["vllm"]
-    least, below = (".".join(map(str, numbers)) for numbers in limits.TESTED)
+    least, below = (".".join(map(str, numbers)) for numbers in refusals.TESTED)
     assert words == [f"vllm>={least},<{below}"]

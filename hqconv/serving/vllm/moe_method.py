@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
@@ -26,6 +26,7 @@ from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.dtypes import torch_dtype
 from hqconv.serving.artifact_view import ArtifactLayer, ArtifactView, check_unchanged, open_rank_file
+from hqconv.serving.parameter_loader import ParameterLoader
 from hqconv.serving.server_compatibility import (
     ServerLayer,
     check_dtype,
@@ -48,9 +49,6 @@ from hqconv.serving.vllm.tuning import remembered
 
 Call = Callable[[], None]
 
-if TYPE_CHECKING:
-    from hqconv.serving.vllm.config import HqconvConfig
-
 _STAMP = "hqconv_sha256"  # buffer uint8 [32]: SHA-256 of the layer's rank file
 
 
@@ -60,7 +58,9 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
     moe_kernel: Any
     supports_pre_processed_weights = True  # of vLLM's weight cache, whose tensors are these
 
-    def __init__(self, config: HqconvConfig, view: ArtifactView, stored: ArtifactLayer, layer: RoutedExperts) -> None:
+    def __init__(
+        self, loader: ParameterLoader, view: ArtifactView, stored: ArtifactLayer, layer: RoutedExperts
+    ) -> None:
         """Check the layer against the artifact. Raises RequestError or VerificationError before loading any weight."""
         moe = layer.moe_config
         FusedMoEMethodBase.__init__(self, moe)  # Humming's own looks at a checkpoint's schema
@@ -72,12 +72,12 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
         check_router(view, stored, server_layer)
         check_inputs(view, stored)
         _set_activation(view, stored, layer)
-        self.config, self.view, self.stored, self.layer = config, view, stored, layer
+        self.loader, self.view, self.stored, self.layer = loader, view, stored, layer
         self.vllm_config = get_current_vllm_config_or_none()
         self.model = _model_of(self.vllm_config)
         ranks = moe.moe_parallel_config
         rank = ranks.tp_rank, ranks.ep_rank
-        path = config.loader.path(view, names.rank_file(stored.name, *rank), **_downloading(self.vllm_config))
+        path = loader.path(view, names.rank_file(stored.name, *rank), **_downloading(self.vllm_config))
         self.file = open_rank_file(view, stored.name, *rank, path)
         self.humming_configs = {
             gemm: _layer_config(view, stored, gemm, document) for gemm, document in self.file.configs.items()
@@ -111,7 +111,7 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
         # With the parameters it goes to a weight cache, and from there to other servers.
         stamp = torch.tensor(list(bytes.fromhex(self.file.sha256)), dtype=torch.uint8)
         layer.register_buffer(_STAMP, stamp, persistent=False)
-        self.config.loader.add(self)
+        self.loader.add(self)
         _watch_reloads(layer, self.file.tensors, self._check_reload, self._refill)
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
@@ -125,9 +125,9 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
             raise other_cached(self.view, self.stored.name)
         if self.moe_kernel is not None:
             return
-        self.config.loader.take_kernels(self.view)
+        self.loader.take_kernels(self.view)
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
-        with remembered(self.config.loader.tuning):
+        with remembered(self.loader.tuning):
             self.moe_kernel = make_humming_moe_kernel(
                 self.moe_quant_config, self.moe, self.experts_cls, routing_tables=layer._expert_routing_tables()
             )
@@ -144,7 +144,7 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
                     target.tensor.detach().fill_(1)
             self.is_filled = True
         else:
-            self.config.loader.fill(self)
+            self.loader.fill(self)
 
     def _check_reload(self) -> None:
         """Refuse a reload in place, before vLLM loads anything, of what this layer was not created for.

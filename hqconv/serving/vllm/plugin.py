@@ -10,6 +10,7 @@ def register() -> None:
     """
     from vllm.model_executor.layers.quantization import register_quantization_config
 
-    from hqconv.serving.vllm.config import METHOD, HqconvConfig
+    from hqconv.serving.vllm.config import HqconvConfig
+    from hqconv.serving.vllm.other_layers import METHOD
 
     register_quantization_config(METHOD)(HqconvConfig)

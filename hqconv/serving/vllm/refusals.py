@@ -1,13 +1,33 @@
-"""Refusals of artifacts and deployments that vLLM 0.33's Humming layers do not support. Imports no vLLM."""
+"""Refusals of what vLLM 0.33's Humming layers do not support, and a warning of other releases. Imports no vLLM."""
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Iterable
+from importlib.metadata import version
 
 from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.schemas.engine import ENGINE, Engine
 from hqconv.serving.artifact_view import ArtifactLayer, ArtifactView
 from hqconv.serving.server_compatibility import ServerLayer, recut
+
+TESTED = ((0, 33), (0, 34))  # from, up to but not; pyproject's extra `vllm` says the same
+logger = logging.getLogger("vllm.hqconv")
+
+
+def warn_of_untested() -> None:
+    """Log a warning if hqconv was not tested with the installed vLLM."""
+    release = version("vllm")
+    found = tuple(map(int, re.findall(r"\d+", release)[:2]))
+    if not TESTED[0] <= found < TESTED[1]:
+        tested = ", ".join(".".join(map(str, numbers)) for numbers in TESTED)
+        logger.warning(
+            "hqconv's layers were tested with vLLM from %s up to, not including, %s; this is %s. "
+            "Check a few answers before you rely on it: `hqconv verify` judges the artifact, not the server.",
+            *tested.split(", "),
+            release,
+        )
 
 
 def check_redundant_experts(view: ArtifactView, layer: ServerLayer, engine: Engine = ENGINE) -> None:
