@@ -12,7 +12,6 @@ import torch
 from hqconv.artifact.expert_reader import TENSOR_OF, hex_bits
 from hqconv.artifact.reader import Artifact, Note
 from hqconv.layout_decoder.decode import DecodedStack
-from hqconv.layout_decoder.numbers import Array
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.grid import TpSlice, tp_slices
@@ -94,17 +93,11 @@ def _are_same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
     return np.array_equal(ours, theirs)
 
 
-def compare(
-    found: Mapping[str, DecodedStack],
-    expected: Mapping[str, DecodedStack],
-    role: str,
-    position: GemmPosition,
-    note: Note,
-) -> bool:
+def compare(found: DecodedStack, expected: DecodedStack, role: str, position: GemmPosition, note: Note) -> bool:
     """Note every kind of value in which one expert's projection (E = 1) is not as expected; True if none is."""
     is_equal = True
-    for field, wrong in unequal_fields(found[role], expected[role]).items():
-        left, right = getattr(found[role], field), getattr(expected[role], field)
+    for field, wrong in unequal_fields(found, expected).items():
+        left, right = getattr(found, field), getattr(expected, field)
         if field == "scale_dtype":
             where = position.describe(role, "weight_scale", (1,), (0,))
             note(where, "Scales are of another dtype than the schema's.", right, left)
@@ -120,92 +113,13 @@ def compare(
             is_equal = False
             places = wrong[0].nonzero()
             first = tuple(places[0].tolist())
-            because = diagnose(found, expected, role, field, position)
-            found_text = f"{hex_bits(left[0][first])}; {len(places)} of {wrong.numel()} differ{because}"
+            found_text = f"{hex_bits(left[0][first])}; {len(places)} of {wrong.numel()} differ"
             where = position.describe(role, TENSOR_OF[field], left.shape[1:], first)
             note(where, what, f"{hex_bits(right[0][first])} at {list(first)}", found_text)
     return is_equal
 
 
-def diagnose(
-    found: Mapping[str, DecodedStack],
-    expected: Mapping[str, DecodedStack],
-    role: str,
-    field: str,
-    position: GemmPosition,
-) -> str:
-    """Say what happened to a matrix that is not as expected, if that is certain; starts with a colon."""
-    left, right = _array(found[role], field), _array(expected[role], field)
-    if left.ndim < 2 or left.size == 1:
-        return ""
-    gated = {"w1": "w3", "w3": "w1"}.get(role, "")
-    if gated in expected and np.array_equal(left, _array(expected[gated], field)):
-        return ": gate and up are swapped"
-    if gated in found and _is_interleaved(found, expected, field, position.slices):
-        return ": gate and up rows are interleaved instead of stacked"
-    if (places := _places(position.slices, left.shape[position.axis])) is None:
-        return ""
-    slices = [_slice(position.axis, begin, end) for begin, end in places]
-    wrong = [t for t, part in enumerate(slices) if not np.array_equal(left[part], right[part])]
-    for t in wrong:
-        for other, part in enumerate(slices):
-            if other != t and np.array_equal(left[slices[t]], right[part]):
-                return f": tp rank {t} holds the slice of tp rank {other}"
-        group = position.artifact.schema_of(position.layer.name).weight_scale_group_size or 32
-        for axis, step in ((0, 1), (0, -1), (1, 1), (1, -1), (1, group), (1, -group)):
-            if _is_shifted(left, right, slices[t], axis, step):
-                return f": tp rank {t} is shifted by {step:+d} {'columns' if axis else 'rows'}"
-    return ""
-
-
-def _array(stack: DecodedStack, field: str) -> Array:
-    values: Array = getattr(stack, field)[0].numpy()
-    return values
-
-
-def _slice(axis: int, begin: int, end: int) -> tuple[slice, ...]:
-    return (slice(None),) * axis + (slice(begin, end),)
-
-
-def _places(slices: Sequence[TpSlice], size: int) -> list[tuple[int, int]] | None:
-    """Return the TP ranks' parts of a dimension with `size` values, rows or groups; None if a part cuts a value."""
-    total = slices[-1].end
-    if any(part.end * size % total for part in slices):
-        return None
-    return [(part.begin * size // total, part.end * size // total) for part in slices]
-
-
-def _is_interleaved(
-    found: Mapping[str, DecodedStack], expected: Mapping[str, DecodedStack], field: str, slices: Sequence[TpSlice]
-) -> bool:
-    gate, up, gate_right, up_right = (_array(side[role], field) for side in (found, expected) for role in ("w1", "w3"))
-    places = _places(slices, gate.shape[0])
-    for begin, end in places or ():
-        stacked = np.concatenate([gate[begin:end], up[begin:end]])
-        parts = ((stacked[0::2], gate_right), (stacked[1::2], up_right))
-        if not all(np.array_equal(part, right[begin:end]) for part, right in parts):
-            return False
-    return places is not None
-
-
-def _is_shifted(left: Array, right: Array, part: tuple[slice, ...], axis: int, step: int) -> bool:
-    """True if a slice holds the values `step` further on, as far as both are in the slice."""
-    ours, theirs = left[part], right[part]
-    size = ours.shape[axis] - abs(step)
-    if size <= 0:
-        return False
-    ahead, behind = _slice(axis, abs(step), abs(step) + size), _slice(axis, 0, size)
-    if step < 0:
-        ahead, behind = behind, ahead
-    return np.array_equal(ours[behind], theirs[ahead])
-
-
-def printed_rows(num_rows: int) -> list[int]:
-    """The eight rows of a matrix that its fingerprint covers."""
-    return [int(row) for row in np.linspace(0, num_rows - 1, 8)]
-
-
 def fingerprints(codes: torch.Tensor) -> list[bytes]:
     """Hash of eight rows of each expert's codes [E, N, K]: enough to tell one expert's matrix from another's."""
-    rows = codes[:, printed_rows(codes.size(1))].cpu().numpy()
+    rows = codes[:, [int(row) for row in np.linspace(0, codes.size(1) - 1, 8)]].cpu().numpy()
     return [hashlib.blake2b(one.tobytes(), digest_size=16).digest() for one in rows]

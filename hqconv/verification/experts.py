@@ -158,7 +158,7 @@ class LayerCheck:
             return
         position = GemmPosition(self.artifact, self.layer, gemm, expert, self.shards)
         for role in found:
-            if not compare(found, expected.stacks, role, position, outcome.note):
+            if not compare(found[role], expected.stacks[role], role, position, outcome.note):
                 [outcome.found[role]] = fingerprints(found[role].codes)
 
     def _expected_alone(self, expert: int, roles: Sequence[str]) -> Expected | None:

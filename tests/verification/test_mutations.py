@@ -117,16 +117,7 @@ def test_gate_and_up_swapped(copy: Damaged) -> None:
         copy.rebuild("w13", {"w1": matrices["w3"], "w3": matrices["w1"], "w2": matrices["w2"]}, rank)
     weights = raw_and_resealed(copy, [copy.rank_file(LAYER, t, 1) for t in range(2)])
     for role in ("w1", "w3"):
-        found(weights, "w13_weight", f"{role} of expert 2 (local 0)", "gate and up are swapped")
-
-
-def test_interleaved_instead_of_stacked(copy: Damaged) -> None:
-    matrices = copy.sources(2)
-    interleaved = torch.stack([matrices["w1"], matrices["w3"]], dim=1).reshape(2 * INNER, HIDDEN)
-    for rank in range(2):
-        copy.rebuild("w13", {"w3": interleaved, "w2": matrices["w2"]}, rank)
-    weights = raw_and_resealed(copy, [copy.rank_file(LAYER, t, 1) for t in range(2)])
-    found(weights, copy.rank_file(LAYER, 0, 1), "w1 of expert 2", "gate and up rows are interleaved")
+        found(weights, "w13_weight", f"{role} of expert 2 (local 0)", "codes of the source")
 
 
 @pytest.mark.parametrize("gemm", ["w13", "w2"])
@@ -140,26 +131,15 @@ def test_a_tp_slice_shifted_by_one_row_or_group(copy: Damaged, gemm: str) -> Non
         matrices["w2"] = matrices["w2"].roll(-group if group < 64 else -1, 1 if group < 64 else 0)
     copy.rebuild(gemm, matrices, tp_rank=1)
     weights = raw_and_resealed(copy, [copy.path])
-    what = f"+{group} columns" if gemm == "w2" and group < 64 else "+1 rows"
-    found(weights, copy.path, f"{gemm}_weight,", "of expert 2", f"tp rank 1 is shifted by {what}")
-
-
-def test_a_slice_of_the_wrong_group(make: Callable[..., Damaged]) -> None:
-    """Groups as large as a rank's share: one group on is the other rank's slice."""
-    copy = make("int4-g64-zp")
-    matrices = copy.sources(2)
-    copy.rebuild("w2", {**matrices, "w2": matrices["w2"].roll(-64, 1)}, tp_rank=1)
-    weights = raw_and_resealed(copy, [copy.path])
-    for tensor in ("weight,", "weight_scale,", "zero_point,"):
-        found(weights, copy.path, f"w2_{tensor}", "tp rank 1 holds the slice of tp rank 0")
+    found(weights, copy.path, f"{gemm}_weight,", "of expert 2", "codes of the source")
 
 
 def test_tp_ranks_exchanged(copy: Damaged) -> None:
     paths = [copy.rank_file(LAYER, t, 0) for t in range(2)]
     copy.swap_files(*paths)
     weights = raw_and_resealed(copy, paths)
-    found(weights, paths[0], "w13_weight", "tp rank 0 holds the slice of tp rank 1")
-    found(weights, "w2_weight", "tp rank 0 holds the slice of tp rank 1")
+    for gemm in ("w13", "w2"):
+        found(weights, paths[0], f"{gemm}_weight,", "codes of the source")
 
 
 def test_ep_ranks_exchanged(copy: Damaged) -> None:

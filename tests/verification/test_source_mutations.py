@@ -130,7 +130,7 @@ def test_rows_left_in_turns(base: str, make: Make, tmp_path: Path) -> None:
 
     weights = graft(make(base, Grid()), base, change, tmp_path, Grid())
     for expert in range(E):
-        found(weights, "w13_weight,", f"w1 of expert {expert}", "rows are interleaved instead of stacked")
+        found(weights, "w13_weight,", f"w1 of expert {expert}", "codes of the source")
     found(weights, "w13_bias", "w3 of expert 0", "bias of the source")
 
 
@@ -143,7 +143,7 @@ def test_gate_and_up_exchanged(base: str, make: Make, tmp_path: Path) -> None:
 
     weights = graft(make(base), base, change, tmp_path)
     for role in ("w1", "w3"):
-        found(weights, "w13_weight,", f"{role} of expert 2 (local 0)", "gate and up are swapped")
+        found(weights, "w13_weight,", f"{role} of expert 2 (local 0)", "codes of the source")
 
 
 @pytest.mark.parametrize("base", FUSED)
