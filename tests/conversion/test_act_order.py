@@ -12,14 +12,11 @@ import torch
 
 import hqconv
 from hqconv.conversion import encode
-from hqconv.errors import InputError, RequestError
-from hqconv.formats import source_format
-from hqconv.planning import layer_encoding
+from hqconv.errors import InputError
 from hqconv.quantization.coded_matrix import CodedMatrix, group_order
 from hqconv.schemas.grid import Grid
 from tests.make.conversions import assert_verified, check, manifest, run, write_manifest
-from tests.make.importance import write_importance
-from tests.make.small import HIDDEN, INNER, LAYER, E, Source, Tensors, per_expert, save
+from tests.make.small import HIDDEN, LAYER, E, Source, Tensors, per_expert, save
 
 GROUP = 64
 ROLE_OF = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
@@ -157,17 +154,6 @@ def test_w2_alone_with_an_order_keeps_every_code(kind: str, grid: Grid, tmp_path
     assert_verified(tmp_path / "out", source)
 
 
-def test_without_any_order_every_code_is_kept_where_it_was(tmp_path: Path) -> None:
-    """`desc_act` with static groups: g_idx is column // group size."""
-    written = Written(ordered=())
-    run(save(tmp_path / "src", written.source()), tmp_path / "out", "source")
-    assert requantized(tmp_path / "out") == {"w1": 0, "w3": 0, "w2": 0}
-    found = hqconv.dequantize(tmp_path / "out", layer=LAYER)
-    for (expert, role), values in written.values.items():
-        assert torch.equal(found[role][expert].double(), values)
-    assert_verified(tmp_path / "out", tmp_path / "src")
-
-
 def test_biases_go_with_their_rows(tmp_path: Path) -> None:
     written = Written(has_bias=True)
     run(save(tmp_path / "src", written.source()), tmp_path / "out", "source", Grid(2))
@@ -232,13 +218,6 @@ def test_experts_of_both_kinds_in_one_batch(tmp_path: Path, monkeypatch: pytest.
     assert files_of(tmp_path / "deferred") == files_of(tmp_path / "out")
 
 
-def test_another_schema_takes_the_source_in_its_own_order(tmp_path: Path) -> None:
-    source = save(tmp_path / "src", Written("gptq", EVERY).source())
-    run(source, tmp_path / "out", "fp8")
-    layer = manifest(tmp_path / "out")["blocks"][LAYER]
-    assert (layer["conversion"], layer.get("intermediate_order")) == ("requantized", None)
-
-
 def test_an_artifact_as_source_and_the_checkpoint_layout(tmp_path: Path) -> None:
     written = Written("gptq-zp")
     source = save(tmp_path / "src", written.source())
@@ -252,17 +231,6 @@ def test_an_artifact_as_source_and_the_checkpoint_layout(tmp_path: Path) -> None
         assert_verified(tmp_path / f"{name}-again", tmp_path / name)
         assert_verified(tmp_path / f"{name}-again", source)
     assert files_of(tmp_path / "out-again") == files_of(tmp_path / "checkpoint-again")
-
-
-@pytest.mark.parametrize("layout", ["kernel", "checkpoint"])
-def test_importance_of_the_model_does_not_fit_an_artifact_of_it(layout: str, tmp_path: Path) -> None:
-    columns = {f"{LAYER}.w13": torch.rand(HIDDEN) + 0.5, f"{LAYER}.w2": torch.rand(INNER) + 0.5}
-    words = {"quantizer": "mse", "importance": write_importance(tmp_path / "importance.safetensors", columns)}
-    source = save(tmp_path / "src", Written("gptq", EVERY).source())
-    run(source, tmp_path / "out", "int4-g64", layout=layout, dtype="float16", **words)
-    assert_verified(tmp_path / "out", source)
-    with pytest.raises(RequestError, match="columns of w2 were sorted"):
-        run(tmp_path / "out", tmp_path / "again", "int3-g64", **words)
 
 
 def test_verify_finds_rows_that_stayed_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,19 +250,6 @@ def test_verify_compares_the_recorded_order(tmp_path: Path) -> None:
     write_manifest(tmp_path / "out", words)
     [finding] = [one for result in check(tmp_path / "out", source, "weights").results for one in result.findings]
     assert finding.where.endswith("intermediate_order")
-
-
-def test_an_artifact_from_before_columns_were_sorted_is_still_verified(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = save(tmp_path / "src", Written("gptq", EVERY).source())
-    with monkeypatch.context() as patch:
-        patch.setattr(layer_encoding, "conversion_of", lambda *_, **__: source_format.REQUANTIZED)
-        run(source, tmp_path / "out", "int4-g64", dtype="float16")
-    layer = manifest(tmp_path / "out")["blocks"][LAYER]
-    assert (layer["conversion"], layer.get("intermediate_order")) == ("requantized", None)
-    assert requantized(tmp_path / "out") == {"w1": E, "w3": E, "w2": E}
-    assert_verified(tmp_path / "out", source)
 
 
 def test_a_last_group_that_is_not_whole() -> None:

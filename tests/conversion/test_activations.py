@@ -232,21 +232,6 @@ def copied(made: Callable[[str], tuple[Path, Path]], case: str, tmp_path: Path) 
     return source, Path(shutil.copytree(out, tmp_path / "copy"))
 
 
-def test_older_manifests_say_the_name_only(made: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
-    """Where that says all, they are as good as before; where config.json has other numbers, verify finds it."""
-    source, out = copied(made, "bailing", tmp_path)
-    edit(out, lambda layer: layer.pop("activation_parameters", None))
-    assert_verified(out, source)
-    with Artifact(out) as artifact:
-        found = [artifact.activation_of(layer) for layer in artifact.layers]
-        assert found == [Activation("silu"), Activation("silu_clamp", 7.0)]
-    assert activations(hqconv.inspect(out)) == CASES["bailing"][1]
-    source, out = copied(made, "gpt_oss", tmp_path / "gpt_oss")
-    edit(out, lambda layer: layer.pop("activation_parameters"))
-    report = check(out, source, "files")
-    assert [finding.where.rpartition(": ")[2] for finding in report.results[0].findings] == ["activation_parameters"]
-
-
 @pytest.mark.parametrize("parameters", [{"limit": "2"}, {"limit": True}, [2.0], 2.0], ids=str)
 def test_numbers_that_are_none_are_a_damaged_manifest(
     parameters: object, made: Callable[[str], tuple[Path, Path]], tmp_path: Path

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 import tests.make.quant_weight  # noqa: F401 - lets Humming quantize on the CPU
 from hqconv.conversion.progress import Progress
-from hqconv.errors import InputError, OutputError, RequestError
+from hqconv.errors import InputError, RequestError
 from hqconv.humming_ops import cpu_ops
 from hqconv.humming_ops.runtime import humming, humming_schema, resident, target_facts
 from hqconv.kernel_layout.rank_slices import gemm_tensors
@@ -260,34 +260,6 @@ def test_rank_files_are_hummings_transform_of_the_whole_stack(
         check_against_humming(src, out, schema, dtype, grid)
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("family", MODELS)
-@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4-g64", "int4-g32-zp", "fp8"])
-@pytest.mark.parametrize(
-    "grid", [Grid(), Grid(2, 1), Grid(1, 3), Grid(2, 3, ROUND_ROBIN, 4)], ids=lambda g: f"{g.tp}x{g.ep}"
-)
-def test_families_and_grids(family: str, name: str, grid: Grid, model: ModelOf, tmp_path: Path) -> None:
-    src, schema = model(family), schema_of(name)
-    inner = expert_stacks(src)[f"model.layers.1.{'block_sparse_moe' if family == 'mixtral' else 'mlp'}.experts"]
-    if grid.tp not in tp_sizes(schema, inner["w1"][0].size(0)):
-        with pytest.raises(RequestError, match="TP sizes that work"):
-            run(src, tmp_path / "out", name, grid)
-        assert not (tmp_path / "out").exists()
-        return
-    run(src, tmp_path / "out", name, grid)
-    check_against_humming(src, tmp_path / "out", schema, "bfloat16", grid)
-
-
-@pytest.mark.parametrize("source", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", ["mxfp4", "int4-g64-zp", "fp8-tensor"])
-def test_other_source_dtypes(name: str, source: torch.dtype, model: ModelOf, tmp_path: Path) -> None:
-    src = model("qwen3_moe", dtype=source)
-    run(src, tmp_path / "out", name, Grid(1, 2))
-    dtype = "float16" if source is torch.float16 else "bfloat16"
-    assert manifest(tmp_path / "out")["dtype"] == dtype
-    check_against_humming(src, tmp_path / "out", schema_of(name), dtype, Grid(1, 2))
-
-
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp8"])
 def test_float16_with_exponents_that_need_a_second_scale(name: str, model: ModelOf, tmp_path: Path) -> None:
     """Experts of very different sizes: some shift their exponents, some do not, and all are as Humming's."""
@@ -306,20 +278,6 @@ def test_float16_with_exponents_that_need_a_second_scale(name: str, model: Model
     scales = load_file(tmp_path / f"out/experts/tp0-ep0/{layer}.safetensors")[f"{layer}.w13_weight_scale_2"]
     assert scales.tolist()[0] == 1
     assert scales.tolist()[1] < 1 < scales.tolist()[2]
-
-
-@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4-g32-zp", "fp8-e5m2"])
-def test_hard_weights(name: str, model: ModelOf, tmp_path: Path) -> None:
-    """Zeros, subnormals, huge values and ties, all the way to the rank files."""
-    src = tmp_path / "src"
-    shutil.copytree(model("olmoe", max_shard_size="1GB"), src)
-    tensors = load_all(src)
-    for seed, (key, tensor) in enumerate(tensors.items()):
-        if ".experts." in key:
-            tensors[key] = hard_matrix(*tensor.shape, torch.bfloat16, seed).clamp(-1e30, 1e30)
-    save_file(tensors, src / "model.safetensors", {"format": "pt"})
-    run(src, tmp_path / "out", name, Grid(3, 2))
-    check_against_humming(src, tmp_path / "out", schema_of(name), "bfloat16", Grid(3, 2))
 
 
 @pytest.mark.parametrize("placement", [LINEAR, ROUND_ROBIN])
@@ -357,14 +315,6 @@ def test_checkpoint_layout_is_the_quantizers_output(name: str, dtype: str, model
         assert "no kernel" in str(error)  # noqa: PT017
         return
     check_checkpoint_layout(src, tmp_path / "out", schema, dtype)
-
-
-@pytest.mark.parametrize("family", MODELS)
-@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4-g64-zp"])
-def test_checkpoint_layout_of_every_family(family: str, name: str, model: ModelOf, tmp_path: Path) -> None:
-    run(model(family), tmp_path / "out", name, layout="checkpoint")
-    check_checkpoint_layout(model(family), tmp_path / "out", schema_of(name), "bfloat16")
-    check_artifact(model(family), tmp_path / "out")
 
 
 def check_checkpoint_layout(src: Path, out: Path, schema: WeightSchema, dtype: str) -> None:
@@ -594,23 +544,6 @@ def test_a_bad_weight_names_its_tensor_and_leaves_no_artifact(
     assert not list(out.rglob("*layers.1*"))
 
 
-def test_a_bad_weight_spares_the_old_artifact(model: ModelOf, tmp_path: Path) -> None:
-    good, bad, out = model("qwen3_moe"), tmp_path / "bad", tmp_path / "out"
-    shutil.copytree(good, bad)
-    spoil(bad, "model.layers.1.mlp.experts.3.up_proj.weight", float("nan"))
-    run(good, out, "mxfp4")
-    before = snapshot(out)
-    with pytest.raises(OutputError, match="a finished artifact"):
-        run(bad, out, "mxfp4")
-    assert snapshot(out) == before
-    with pytest.raises(InputError):
-        run(bad, out, "mxfp4", overwrite=True)
-    assert snapshot(out) == before  # a failed run does not take the old artifact away
-    run(good, out, "mxfp4", overwrite=True)
-    assert snapshot(out) == before
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
-
-
 def test_a_weight_too_large_for_the_schema_is_refused(model: ModelOf, tmp_path: Path) -> None:
     src = tmp_path / "src"
     shutil.copytree(model("qwen3_moe"), src)
@@ -619,15 +552,6 @@ def test_a_weight_too_large_for_the_schema_is_refused(model: ModelOf, tmp_path: 
     with pytest.raises(InputError, match="too large") as caught:
         run(src, tmp_path / "out", "int4-c-zp", dtype="float16")
     assert victim in str(caught.value)
-
-
-def test_a_source_that_changes_under_way_is_noticed(model: ModelOf, tmp_path: Path) -> None:
-    src = tmp_path / "src"
-    shutil.copytree(model("qwen3_moe", max_shard_size="1GB"), src)
-    victim = "model.layers.0.mlp.experts.2.down_proj.weight"
-    with pytest.raises(InputError, match="changed since"):
-        run(src, tmp_path / "out", "mxfp4", on_plan=lambda plan, place: spoil(src, victim, 1.0))
-    assert not (tmp_path / "out" / "hqconv.json").exists()
 
 
 def test_memory_for_less_than_one_expert_is_refused_before_anything_is_made(model: ModelOf, tmp_path: Path) -> None:

@@ -92,18 +92,6 @@ def test_a_flipped_bit(damaged: Damaged, tmp_path: Path, name: str, schema: str)
     run(damaged.root, tmp_path / "out", schema)
 
 
-def test_a_flipped_bit_of_the_checkpoint_layout(good: dict[str, Path], tmp_path: Path) -> None:
-    shutil.copytree(good["checkpoint"], tmp_path / "damaged")
-    paths = sorted((tmp_path / "damaged").glob("model-*.safetensors"))
-    assert len(paths) > 1
-    for number, path in enumerate(paths):
-        place = random.Random(number).choice(data_of(path))
-        flip(path, place)
-        assert_refused(tmp_path / "damaged", tmp_path / f"out{number}", path.name)
-        flip(path, place)
-    run(tmp_path / "damaged", tmp_path / "out", "source")
-
-
 @pytest.mark.parametrize("data", [b"[]", b'{"longer": 1}', b""])
 def test_a_changed_tokenizer(damaged: Damaged, tmp_path: Path, data: bytes) -> None:
     (damaged.root / "tokenizer.json").write_bytes(data)

@@ -13,12 +13,10 @@ from typer.testing import CliRunner
 
 import hqconv
 from hqconv.cli.app import app
-from hqconv.conversion.executor import Executor
-from hqconv.errors import HqconvError, InputError, OutputError, RequestError
+from hqconv.errors import HqconvError, InputError, RequestError
 from hqconv.humming_ops.runtime import humming
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import NAMED_INPUTS
-from hqconv.schemas.recipe import load_recipe
 from tests.make.conversions import assert_verified, manifest, run
 from tests.make.formats import write
 from tests.make.input_scales import STATIC, as_stored, expected, fp8, scale_names, scale_of
@@ -36,10 +34,6 @@ def scales_in(out: Path) -> dict[str, dict[str, float]]:
         assert all(tensor.dtype == torch.float32 and tensor.shape == (1,) for tensor in one.values())
         found[path.parent.name] = {gemm: tensor.item() for gemm, tensor in one.items()}
     return found
-
-
-def files_of(out: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
 
 
 def refused(source: Source, folder: Path, schema: str = "fp8-tensor", **words: Any) -> HqconvError:
@@ -83,19 +77,6 @@ def test_hummings_own_reduction_gives_the_same(kind: str) -> None:
         assert {name: one.tolist() for name, one in made.items()} == {"input_scale": [expected()[gemm]]}
 
 
-def test_the_codes_are_those_of_scales_found_while_serving(tmp_path: Path) -> None:
-    source = save(tmp_path / "src", fp8())
-    for name in ("fp8", "fp8-static"):
-        run(source, tmp_path / name, "fp8-tensor", input_schema=name)
-    path = f"experts/tp0-ep0/{LAYER}.safetensors"
-    dynamic, static = (load_file(tmp_path / name / path) for name in ("fp8", "fp8-static"))
-    assert static.keys() - dynamic.keys() == {f"{LAYER}.{gemm}_input_scale" for gemm in ("w13", "w2")}
-    assert all(torch.equal(static[name].view(torch.uint8), one.view(torch.uint8)) for name, one in dynamic.items())
-    words = manifest(tmp_path / "fp8")
-    assert {name for name, _, _ in scale_names()} == set(words["tensors"]["dropped"])
-    assert "input_scale" not in words["blocks"][LAYER]["w13"]
-
-
 def test_stacks_of_scales(tmp_path: Path) -> None:
     source = write(tmp_path / "src", "fused-fp8-expert").folder
     path = next(source.glob("*.safetensors"))
@@ -113,15 +94,6 @@ def test_stacks_of_scales(tmp_path: Path) -> None:
             stored = tensors[f"{layer}.{stack}_input_scale"]
             assert words[gemm]["input_scale"] == stored.max().item()
     assert_verified(report.out, source)
-
-
-def test_small_floats_are_read_as_they_are(tmp_path: Path) -> None:
-    tensors, config = fp8()
-    for name, expert, role in scale_names():
-        tensors[name] = torch.tensor(scale_of(expert, role), dtype=torch.bfloat16)
-    run(save(tmp_path / "src", (tensors, config)), tmp_path / "out", "fp8-tensor", input_schema="fp8-static")
-    wanted = {g: as_stored(scale_of(1, r), torch.bfloat16) for g, r in (("w13", "gate_proj"), ("w2", "down_proj"))}
-    assert scales_in(tmp_path / "out") == {"tp0-ep0": wanted}
 
 
 def test_experts_that_calibration_missed_are_told_and_passed_over(tmp_path: Path) -> None:
@@ -201,30 +173,6 @@ def test_what_cannot_be_carried_is_refused(case: str, tmp_path: Path) -> None:
     assert isinstance(error, RequestError)
 
 
-def test_a_resumed_conversion_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors, config = fp8()
-    source = save(tmp_path / "src", (tensors, config))
-    words: dict[str, Any] = {"input_schema": "fp8-static"}
-    run(source, tmp_path / "whole", "fp8-tensor", Grid(2), **words)
-    publish = Executor._publish
-
-    def stopping(self: Executor, job: Any) -> None:
-        publish(self, job)
-        if job.unit.name == LAYER:
-            raise OSError("pulled")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Executor, "_publish", stopping)
-        with pytest.raises(OSError, match="pulled"):
-            run(source, tmp_path / "out", "fp8-tensor", Grid(2), **words)
-    with pytest.raises(OutputError):  # another request
-        run(source, tmp_path / "out", "fp8-tensor", Grid(2), input_schema="fp8", resume=True)
-    report = run(source, tmp_path / "out", "fp8-tensor", Grid(2), resume=True, **words)
-    assert report.num_groups_resumed >= 1
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
-    assert run(source, tmp_path / "out", "fp8-tensor", Grid(2), resume=True, **words).was_finished
-
-
 def test_an_artifact_as_source_keeps_its_scales(tmp_path: Path) -> None:
     source = save(tmp_path / "src", fp8())
     run(source, tmp_path / "first", "fp8-tensor", Grid(2, 2), input_schema="fp8-static")
@@ -289,18 +237,3 @@ def test_inspect_load_and_dequantize(tmp_path: Path) -> None:
     for name, decoded in hqconv.dequantize(tmp_path / "out", layer=LAYER).items():
         assert len(decoded) == E
         assert torch.equal(decoded, hqconv.dequantize(tmp_path / "plain", layer=LAYER)[name])
-
-
-def test_a_layer_that_is_left_keeps_its_scales(tmp_path: Path) -> None:
-    """It is copied as it is: a server of the source's own method needs what a conversion does not."""
-    tensors, config = fp8()
-    tensors |= {name.replace("layers.0", "layers.1"): tensor for name, tensor in tensors.items()}
-    source = save(tmp_path / "src", (tensors, config | {"num_hidden_layers": 2}))
-    (tmp_path / "recipe.toml").write_text('[[override]]\nlayers = "1"\nschema = "none"\n')
-    overrides = load_recipe(tmp_path / "recipe.toml").overrides
-    run(source, tmp_path / "out", "int4", overrides=overrides)
-    kept = load_file(tmp_path / "out" / "model.safetensors")
-    left = {name for name in tensors if "layers.1" in name and "experts" in name}
-    assert {name for name in kept if "experts" in name} == left
-    assert any(name.endswith("input_scale") for name in left)
-    assert_verified(tmp_path / "out", source)

@@ -7,21 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import hqconv
 from hqconv.api import open_source
 from hqconv.artifact.reader import Artifact
-from hqconv.cli.app import app
-from hqconv.errors import OutputError, RequestError, VerificationError
+from hqconv.errors import OutputError, VerificationError
 from hqconv.planning.layer_encoding import SEARCH_VERSION
 from hqconv.schemas.grid import Grid
 from hqconv.verification.result import CheckResult
-from tests.make.artifacts import digest_of, make_source
 from tests.make.conversions import assert_verified, check, manifest, run
 from tests.make.damage import LAYER, Damaged, check_both_ways
 from tests.make.qwen import write_qwen3_moe
-from tests.make.tensors import assert_same
 
 
 @pytest.fixture(scope="module")
@@ -67,22 +63,6 @@ def test_less_is_lost_and_the_artifact_is_proven(
     assert not {"quantizer", "quantizer_version"} & manifest(tmp_path / "rtn").keys()
 
 
-def test_nothing_but_the_request_decides_the_bytes(src: Path, tmp_path: Path) -> None:
-    ways: dict[str, dict[str, Any]] = {
-        "one": {"threads": 1, "max_memory": 32 << 20},
-        "many": {"threads": 7},
-        "cut": {"grid": Grid(2, 4)},
-        "packed": {"layout": "checkpoint"},
-    }
-    for name, options in ways.items():
-        run(src, tmp_path / name, "int4-g32", quantizer="mse", **options)
-    assert rank_bytes(tmp_path / "one") == rank_bytes(tmp_path / "many")
-    whole, cut = (hqconv.dequantize(tmp_path / name, layer=LAYER) for name in ("one", "cut"))
-    for role, values in whole.items():
-        assert_same(cut[role], values, role)
-    assert_verified(tmp_path / "packed", src)
-
-
 def test_one_changed_byte_or_another_quantizer_is_found(src: Path, tmp_path: Path) -> None:
     run(src, tmp_path / "out", "int4", Grid(2, 2), quantizer="mse")
     shutil.copytree(tmp_path / "out", tmp_path / "flipped")
@@ -97,16 +77,6 @@ def test_one_changed_byte_or_another_quantizer_is_found(src: Path, tmp_path: Pat
     report = check(other.root, src, "files", "weights")
     found = [finding for result in report.results for finding in result.findings]
     assert any("quantizer" in finding.where and "best" in str(finding.found) for finding in found)
-
-
-@pytest.mark.parametrize("name", ["small/fp8_tensors", "small/gptq", "uneven/gpt_oss_floats"])
-def test_other_sources(name: str, tmp_path: Path) -> None:
-    """Requantized, with biases, with an uneven last rank."""
-    source = make_source(name, tmp_path)
-    for quantizer in ("rtn", "mse"):
-        run(source, tmp_path / quantizer, "int4-g32", quantizer=quantizer)
-    assert digest_of(tmp_path / "rtn") != digest_of(tmp_path / "mse")
-    assert_verified(tmp_path / "mse", source)
 
 
 def test_what_is_kept_is_kept(src: Path, tmp_path: Path) -> None:
@@ -166,18 +136,3 @@ def test_a_conversion_is_not_resumed_by_another_search(
             found[quantizer, version] = plan.fingerprint()["--quantizer"]
     assert found["mse", SEARCH_VERSION] != found["mse", SEARCH_VERSION + 1]
     assert found["rtn", SEARCH_VERSION] == found["rtn", SEARCH_VERSION + 1] != found["mse", SEARCH_VERSION]
-
-
-def test_it_is_said(src: Path, tmp_path: Path) -> None:
-    report = run(src, tmp_path / "out", "mxfp4", quantizer="mse")
-    assert report.to_dict()["quantizer"] == "mse"
-    assert hqconv.inspect(tmp_path / "out")["quantizer"] == "mse"
-    for command in (
-        ["inspect", str(tmp_path / "out")],
-        ["convert", str(src), "--schema", "mxfp4", "--target", "sm90", "--quantizer", "mse", "--dry-run"],
-    ):
-        shown = CliRunner().invoke(app, command)
-        assert shown.exit_code == 0, shown.output
-        assert "least squared error" in shown.output
-    with pytest.raises(RequestError, match="does not know this value"):
-        run(src, tmp_path / "other", "mxfp4", quantizer="best")

@@ -11,11 +11,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import hqconv
-from hqconv.errors import HqconvError, RequestError
+from hqconv.errors import RequestError
 from hqconv.schemas.grid import Grid
-from hqconv.schemas.overrides import LayerChoice, assign
 from hqconv.schemas.recipe import load_recipe
-from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.conversions import check, manifest, run, write_manifest
 from tests.make.qwen import write_qwen3_moe
 
@@ -116,38 +114,6 @@ def test_it_is_a_source(model: Path, mixed: tuple[Path, Grid], tmp_path: Path) -
     for name, layer in words["blocks"].items():
         found = own["blocks"][name].get("weight_schema", own["weight_schema"])
         assert found == layer.get("weight_schema", words["weight_schema"])
-
-
-def test_resuming_asks_for_the_same_recipe(model: Path, tmp_path: Path) -> None:
-    """And the same recipe gives the same bytes, whatever the order of its overrides."""
-    first = load_recipe(write(tmp_path, MIXED)).overrides
-    run(model, tmp_path / "out", "mxfp4", overrides=first)
-    run(model, tmp_path / "other", "mxfp4", overrides=(first[2], first[1], first[0]))
-    files = sorted(path.relative_to(tmp_path / "out") for path in (tmp_path / "out").rglob("*.*"))
-    assert all((tmp_path / "out" / f).read_bytes() == (tmp_path / "other" / f).read_bytes() for f in files)
-    with pytest.raises(HqconvError):
-        run(model, tmp_path / "out", "mxfp4", overrides=first[:2], resume=True)
-
-
-def test_later_overrides_win() -> None:
-    int4, fp8 = resolve_schema("int4"), resolve_schema("fp8")
-    layers = {"a": 3, "b": 4, "c": 5}
-    text = '[[override]]\nlayers = "3-4"\nschema = "int4"\ninput_schema = "int8"\n'
-    text += '[[override]]\nblocks = "[bc]"\nschema = "fp8"\n[[override]]\nlayers = "-1"\nschema = "none"\n'
-    found = assign(load_recipe_text(text), layers)
-    assert [found[name].schema for name in "abc"] == [int4, fp8, fp8]
-    assert [found[name].is_left for name in "abc"] == [False, False, True]
-    assert found["b"].inputs is not None
-    assert found["b"].inputs.name == "int8"
-    back = load_recipe_text(text + '[[override]]\nblocks = "c"\nschema = "int4"\n')
-    assert assign(back, layers)["c"] == LayerChoice(int4)
-
-
-def load_recipe_text(text: str) -> tuple[object, ...]:  # type: ignore[type-arg]
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        return load_recipe(write(Path(folder), text)).overrides
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import hqconv
 from hqconv.api import open_source
@@ -25,11 +24,10 @@ from hqconv.verification import kernel
 from hqconv.verification.decoded_experts import decoded_experts
 from hqconv.verification.reference import Routing, moe_forward
 from hqconv.verification.result import CheckResult
-from tests.make import small
 from tests.make.conversions import assert_verified, check, manifest, run, write_manifest
 from tests.make.damage import LAYER, check_both_ways
 from tests.make.qwen import write_qwen3_moe
-from tests.make.tensors import assert_same, load_all
+from tests.make.tensors import load_all
 
 ROTATED = {
     "int4": {"b_dtype": "uint4", "weight_scale_group_size": 64, "hadamard_block_size": 128},
@@ -98,56 +96,6 @@ def test_the_artifact_is_proven_and_gives_the_source_back(name: str, src: Path, 
             assert relative(rotate(back[role][expert], 32), weight) > 0.9  # what is not turned back is nothing alike
 
 
-def test_nothing_but_the_request_decides_the_bytes(src: Path, tmp_path: Path) -> None:
-    ways: dict[str, dict[str, Any]] = {
-        "one": {"threads": 1, "max_memory": 48 << 20},
-        "many": {"threads": 7},
-        "cut": {"grid": Grid(2, 4)},
-    }
-    for name, options in ways.items():
-        run(src, tmp_path / name, schema_of("int4"), **options)
-    one, many = (
-        {str(p.relative_to(tmp_path / name)): p.read_bytes() for p in (tmp_path / name).rglob("*.safetensors")}
-        for name in ("one", "many")
-    )
-    assert one == many
-    whole, cut = (hqconv.dequantize(tmp_path / name, layer=LAYER) for name in ("one", "cut"))
-    for role, values in whole.items():
-        assert_same(cut[role], values, role)
-
-
-def test_outliers_are_spread(tmp_path: Path) -> None:
-    """What rotation is for: a few large columns no longer decide about the scales of all."""
-    src = write_qwen3_moe(tmp_path / "src", num_layers=1, hidden_size=256, intermediate_size=256)
-    path = src / "model.safetensors"
-    tensors = load_all(src)
-    for name, tensor in tensors.items():
-        if ".experts." in name:
-            tensor[:, ::37] *= 24
-    save_file(tensors, path, metadata={"format": "pt"})
-    errors = {}
-    for name, words in (("plain", {"hadamard_block_size": 0}), ("rotated", {})):
-        run(src, tmp_path / name, schema_of("int8", **words))
-        quantization = manifest(tmp_path / name)["blocks"][LAYER]["quantization_error"]
-        errors[name] = quantization["w2"]["relative_error"]
-    assert errors["rotated"] < 0.6 * errors["plain"]
-
-
-def test_codes_of_a_source_are_not_kept(tmp_path: Path) -> None:
-    """mxfp4 to a rotated mxfp4: quantized anew, from what the source means."""
-    src = small.save(tmp_path / "src", small.gpt_oss_mxfp4(256))
-    words = {"b_dtype": "float4e2m1", "bs_dtype": "float8e8m0", "weight_scale_group_size": 32}
-    for name, size in (("plain", 0), ("rotated", 64)):
-        run(src, tmp_path / name, WeightSchema(name, hadamard_block_size=size, **words))
-    assert_verified(tmp_path / "rotated", src)
-    layer = next(iter(manifest(tmp_path / "plain")["blocks"]))
-    conversions = [manifest(tmp_path / n)["blocks"][layer]["conversion"] for n in ("plain", "rotated")]
-    assert conversions == ["direct", "requantized"]
-    kept, found = (hqconv.dequantize(tmp_path / name, layer=layer) for name in ("plain", "rotated"))
-    assert 0.05 < relative(found["w2"], kept["w2"]) < 0.15
-    assert_same(found["b2"], kept["b2"], "biases are not rotated")
-
-
 def test_a_rotated_artifact_is_a_source_of_what_it_means(src: Path, tmp_path: Path) -> None:
     first = tmp_path / "first"
     run(src, first, schema_of("int8"), Grid(2))
@@ -183,17 +131,6 @@ def test_another_rotation_is_found(src: Path, tmp_path: Path) -> None:
     found = check(out, src, "weights").results[0].findings
     assert found
     assert "hqconv.json" in {finding.where for finding in check(out, src, "files").results[0].findings} or found
-
-
-def test_the_checkpoint_layout_is_rotated_too(src: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    run(src, out, schema_of("int4"), layout="checkpoint")
-    assert_verified(out, src)
-    config = json.loads((out / "config.json").read_text())["quantization_config"]
-    assert (config["quant_method"], config["hadamard_block_size"]) == ("humming", 128)
-    run(src, tmp_path / "plain", schema_of("int4", hadamard_block_size=0), layout="checkpoint")
-    name = f"{LAYER}.0.up_proj.weight"
-    assert not torch.equal(load_all(out)[name], load_all(tmp_path / "plain")[name])
 
 
 def test_the_kernel_checks_experts_are_turned_back(src: Path, tmp_path: Path) -> None:

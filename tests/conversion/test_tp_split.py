@@ -24,10 +24,9 @@ from hqconv.quantization.coded_matrix import dequantize as decoded
 from hqconv.schemas.artifact_names import CHECKPOINT
 from hqconv.schemas.grid import GROUPS, Grid, slice_unit, stored_size, tp_share, tp_slices, working_tp_sizes
 from hqconv.schemas.weight_schema import PRESETS, WeightSchema
-from tests.make import conversions, small
+from tests.make import conversions
 from tests.make.conversions import manifest, run, schema_of
 from tests.make.filled import write_filled
-from tests.make.importance import columns_of, with_products, write_importance
 from tests.make.qwen import write_qwen3_moe
 
 LAYER = "model.layers.0.mlp.experts"
@@ -82,11 +81,6 @@ def test_parts_are_whole_groups_as_equal_as_can_be(name: str, inner: int, tp: in
         assert parts == tp_slices(inner, Grid(tp), schema)
 
 
-def test_the_example_of_96_columns_in_groups_of_64() -> None:
-    parts = tp_slices(96, Grid(2, split=GROUPS), schema_of("int4-g64"))
-    assert [(part.begin, part.end, part.share) for part in parts] == [(0, 64, 64), (64, 128, 64)]
-
-
 def test_padding_is_no_zero_under_one_scale_of_integers() -> None:
     schema = WeightSchema(name="int8-tensor", b_dtype="uint8", weight_scale_type="tensor", bs_dtype="float32")
     assert working_tp_sizes(96, schema, split=GROUPS) == working_tp_sizes(96, schema) == [1, 3]
@@ -130,37 +124,6 @@ def test_the_ranks_together_are_the_whole(
             assert rank_tensors(out, tp) == rank_tensors(tmp_path / f"even{tp}", tp)
 
 
-def test_biases_and_several_padded_ranks(tmp_path: Path) -> None:
-    """GPT-OSS of 5 groups: 3 + 2 as vLLM deals them, and on 4 ranks 2 + 1 + 1 + 1, which vLLM's way cannot."""
-    src = small.save(tmp_path / "src", small.gpt_oss_floats(160))
-    run(src, tmp_path / "whole", "int4-g32", Grid())
-    [layer] = manifest(tmp_path / "whole")["blocks"]
-    whole = dequantize(tmp_path / "whole", layer=layer)
-    with pytest.raises(RequestError, match="--tp 4 works with --tp-split groups"):
-        run(src, tmp_path / "no", "int4-g32", Grid(4))
-    for tp, split in ((2, None), (3, None), (4, GROUPS)):
-        out = tmp_path / f"tp{tp}"
-        run(src, out, "int4-g32", Grid(tp, split=GROUPS))
-        conversions.assert_verified(out, src)
-        assert manifest(out).get("tp_split") == split
-        found = dequantize(out, layer=layer)
-        assert all(torch.equal(found[name], values) for name, values in whole.items())
-
-
-@pytest.mark.parametrize("quantizer", ["mse", "gptq"])
-def test_importance(tmp_path: Path, quantizer: Any) -> None:
-    """mse weighs no zeros; gptq, which knows inputs tile by tile, asks for whole groups."""
-    src = source(tmp_path / "src", 96)
-    file = write_importance(tmp_path / "importance.safetensors", with_products(columns_of(src)))
-    words = {"quantizer": quantizer, "importance": file}
-    if quantizer == "gptq":
-        with pytest.raises(RequestError, match="gptq needs whole scale groups"):
-            run(src, tmp_path / "out", "int4-g64", Grid(2, split=GROUPS), **words)
-        return
-    run(src, tmp_path / "out", "int4-g64", Grid(2, split=GROUPS), **words)
-    conversions.assert_verified(tmp_path / "out", src)
-
-
 # --- the artifact says it, and everything follows
 
 
@@ -196,18 +159,6 @@ def test_an_artifact_is_converted_to_other_groups(tmp_path: Path, made: tuple[Pa
         assert all(torch.equal(found[role], expected[role]) for role in expected)
 
 
-@pytest.mark.parametrize(("first", "target"), [("int8", "int8-g64"), ("fp8-block", "source")])
-def test_kept_codes_get_codes_of_zero(tmp_path: Path, first: str, target: str) -> None:
-    """A quantized source whose last group is not whole: codes and scales stay, zeros are codes of zero."""
-    src = source(tmp_path / "src", 96)
-    run(src, tmp_path / "first", first, Grid(1, split=GROUPS))
-    run(tmp_path / "first", tmp_path / "out", target, Grid(1, split=GROUPS))
-    conversions.assert_verified(tmp_path / "out", tmp_path / "first")
-    found, expected = (dequantize(tmp_path / one, layer=LAYER) for one in ("out", "first"))
-    assert all(torch.equal(found[role], expected[role]) for role in expected)
-    assert {layer["conversion"] for layer in manifest(tmp_path / "out")["blocks"].values()} == {"direct"}
-
-
 CODED = {
     "symmetric": ("uint4", None),
     "zero points": ("uint4", torch.tensor([[3, 9], [0, 15]] * 4, dtype=torch.uint8)),
@@ -238,33 +189,6 @@ def test_the_manifest_says_a_split_that_matters(tmp_path: Path, made: tuple[Path
     run(src, tmp_path / "same", "int4-g32", Grid(3, split=GROUPS))
     run(src, tmp_path / "even", "int4-g32", Grid(3))
     assert manifest(tmp_path / "same") == manifest(tmp_path / "even")
-
-
-def test_another_split_is_another_request(tmp_path: Path) -> None:
-    """GPT-OSS on 4 ranks of 10 groups: 3 + 3 + 3 + 1, or 3 + 3 + 2 + 2."""
-    src = small.save(tmp_path / "src", small.gpt_oss_floats(320))
-    out = tmp_path / "out"
-    run(src, out, "int4-g32", Grid(4))
-    with pytest.raises(hqconv.HqconvError, match="tp_split"):
-        run(src, out, "int4-g32", Grid(4, split=GROUPS), resume=True)
-    report = run(src, out, "int4-g32", Grid(4, split=GROUPS), update=True)
-    assert "tp_split" in report.replaced_because
-    conversions.assert_verified(out, src)
-
-
-def test_exchanged_ranks_are_found(tmp_path: Path) -> None:
-    src = source(tmp_path / "src", 320)
-    out = tmp_path / "out"
-    run(src, out, "int4-g64", Grid(3, split=GROUPS))  # 128 + 128 + 64
-    paths = [out / f"experts/tp{rank}-ep0/{LAYER}.safetensors" for rank in range(3)]
-    first, second = (path.read_bytes() for path in paths[:2])
-    header = 8 + int.from_bytes(first[:8], "little")
-    paths[0].write_bytes(first[:header] + second[header:])
-    for against in (src, None):
-        report = conversions.check(out, against, "weights")
-        assert not report.passed
-    where = [f.where for result in conversions.check(out, src, "weights").results for f in result.findings]
-    assert any("tp0-ep0" in one for one in where)
 
 
 def test_ranks_dealt_in_another_way_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,14 +231,3 @@ def test_sizes_are_shown_and_vllms_condition_is_a_warning(tmp_path: Path) -> Non
     assert document["tp_sizes_of_groups"]["fp8-block"] == [1, 2]  # 3 does not divide 320 columns
     report = run(src, tmp_path / "out", "fp8-block", Grid(3, split=GROUPS))
     assert any("3 does not divide the experts' intermediate size 320" in text for text in report.warnings)
-
-
-def test_a_plan_is_as_large_as_its_files(tmp_path: Path) -> None:
-    src = source(tmp_path / "src", 320)
-    words: dict[str, Any] = {"schema": "int4-g64", "target": "sm90", "tp": 3, "tp_split": "groups"}
-    planned = hqconv.plan(src, **words).rank_bytes()
-    run(src, tmp_path / "out", "int4-g64", Grid(3, split=GROUPS))
-    for rank, num_bytes in planned.items():
-        files = list((tmp_path / "out" / "experts" / rank.removeprefix("experts/")).iterdir())
-        assert sum(file.stat().st_size for file in files) == num_bytes
-    assert len(set(planned.values())) == 1

@@ -110,18 +110,6 @@ def test_a_server_and_load_get_the_scale_under_hummings_name(tmp_path: Path) -> 
         open_rank_file(view, LAYER, 0, 0, path)
 
 
-@pytest.mark.parametrize("kind", SOURCES)
-def test_an_artifact_as_source_keeps_its_scales(kind: str, tmp_path: Path) -> None:
-    source = save(tmp_path / "src", SOURCES[kind]())
-    run(source, tmp_path / "first", "source", Grid(2), **STATIC)
-    run(tmp_path / "first", tmp_path / "again", "source", Grid(1, 2), **STATIC)
-    [scales] = {tuple(one.items()) for name in ("first", "again") for one in scales_in(tmp_path / name).values()}
-    assert scales
-    assert_verified(tmp_path / "again", tmp_path / "first")
-    run(tmp_path / "first", tmp_path / "plain", "source", target="sm90")
-    assert_verified(tmp_path / "plain", tmp_path / "first")
-
-
 def test_verify_finds_another_scale(tmp_path: Path) -> None:
     source = save(tmp_path / "src", compressed_nvfp4())
     run(source, tmp_path / "out", "source", **STATIC)

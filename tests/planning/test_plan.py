@@ -15,10 +15,8 @@ from typing import Any
 
 import pytest
 import safetensors
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
 
 import hqconv
 from hqconv.errors import RequestError
@@ -37,9 +35,9 @@ from hqconv.schemas.grid import LINEAR, ROUND_ROBIN, Grid
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema
 from hqconv.schemas.tensors import TensorRef, TensorSpec
 from hqconv.schemas.weight_schema import WeightSchema
-from tests.make.conversions import open_plan, schema_of
+from tests.make.conversions import schema_of
 from tests.make.matrices import SCHEMAS
-from tests.make.models import MODELS, save_model
+from tests.make.models import save_model
 
 QWEN = {"model_type": "qwen3_moe", "hidden_act": "silu", "num_experts_per_tok": 2, "torch_dtype": "bfloat16"}
 
@@ -133,28 +131,6 @@ def test_a_planned_file_is_read_by_the_library(chosen: dict[str, tuple[str, tupl
     assert json.loads(file.header[8:])["__metadata__"] == metadata
 
 
-def test_a_planned_file_of_torch_types(tmp_path: Path) -> None:
-    dtypes = {
-        "F32": torch.float32,
-        "BF16": torch.bfloat16,
-        "F16": torch.float16,
-        "I32": torch.int32,
-        "U8": torch.uint8,
-        "F8_E4M3": torch.float8_e4m3fn,
-        "F8_E5M2": torch.float8_e5m2,
-        "F8_E8M0": torch.float8_e8m0fnu,
-    }
-    odd = [(code.lower(), code, (3, 5)) for code in reversed(dtypes)]
-    file = build_file("x.safetensors", [TensorSpec(*one) for one in odd], {"format": "pt"})
-    path = tmp_path / "x.safetensors"
-    path.write_bytes(file.header + bytes(file.size_bytes - len(file.header)))
-    with safe_open(path, "pt") as opened:
-        assert opened.metadata() == {"format": "pt"}
-        for name, code, shape in odd:
-            tensor = opened.get_tensor(name)
-            assert (tensor.dtype, tuple(tensor.shape)) == (dtypes[code], shape)
-
-
 # --- places ------------------------------------------------------------------------------------------------
 
 
@@ -221,22 +197,6 @@ def test_places_tile_every_rank_file(
             assert [json.loads(metadata[gemm])["num_experts"] for gemm in ("w13", "w2")] == [local, local]
 
 
-@pytest.mark.parametrize("limit", [1, 60_000, 200_000, 10**9])
-@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4-g64-zp", "fp8-block"])
-def test_places_tile_every_shard_of_the_checkpoint_layout(
-    name: str, limit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(groups_module, "MAX_SHARD_BYTES", limit)
-    plan = plan_of(synthetic(2, 5), name, layout="checkpoint")
-    for group in plan.layers:
-        check_tiling(group, plan)
-    files = [file for group in plan.units for file in group.files]
-    names = [name for file in files for name in file.tensors]
-    assert len(names) == len(set(names))
-    assert plan.weight_map == {name: file.path for file in files for name in file.tensors}
-    assert {f.path for f in files} == {artifact_names.shard_name(i + 1, len(files)) for i in range(len(files))}
-
-
 @pytest.mark.parametrize("limit", [1, 40_000, 10**9])
 def test_copied_tensors_are_all_there_in_bounded_shards(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups_module, "MAX_SHARD_BYTES", limit)
@@ -265,18 +225,6 @@ def test_a_single_shard_has_an_index_beside_the_experts_folders_only() -> None:
     }
     kernel, packed = artifact_names.KERNEL, artifact_names.CHECKPOINT
     assert found == {(kernel, 1): True, (kernel, 0): False, (packed, 2): True, (packed, 1): False}
-
-
-def test_sizes_in_the_plan_add_up() -> None:
-    plan = plan_of(synthetic(), "mxfp4", Grid(2, 3))
-    sizes = {file.path: file.size_bytes for group in plan.units for file in group.files}
-    assert plan.num_bytes_out == sum(sizes.values())
-    ranks = plan.rank_bytes()
-    assert sorted(ranks) == sorted(f"experts/tp{t}-ep{p}" for t, p in plan.spec.grid.ranks)
-    for folder, total in ranks.items():
-        assert total == sum(size for path, size in sizes.items() if path.startswith(folder + "/"))
-    assert plan.source.bytes_of["converted"] == 2 * 5 * 3 * 128 * 256 * 2
-    assert plan_of(synthetic(), layout="checkpoint").rank_bytes() == {}
 
 
 # --- refusals ----------------------------------------------------------------------------------------------
@@ -355,14 +303,6 @@ def test_a_kimi_sized_model_is_planned_in_seconds(grid: Grid) -> None:
     plan = plan_of(source, "mxfp4", grid)
     assert time.process_time() - started < 60  # a guard against a square, no measurement
     assert 0.5e12 < plan.num_bytes_out < 0.7e12
-
-
-def test_the_checkpoint_layout_of_a_kimi_sized_model_is_planned_in_seconds() -> None:
-    source = synthetic(60, 384, 7168, 2048)
-    started = time.process_time()
-    plan = plan_of(source, "mxfp4", layout="checkpoint")
-    assert time.process_time() - started < 60  # likewise
-    assert all(file.size_bytes < 5.01e9 for group in plan.units for file in group.files)
 
 
 @pytest.mark.parametrize(
@@ -448,18 +388,6 @@ def test_ignore_spares_the_experts_and_nothing_else() -> None:
         assert any(re.match(pattern, name) for pattern in patterns), name
     for name in EXPERTS:
         assert not any(re.match(pattern, name) for pattern in patterns), name
-
-
-@pytest.mark.parametrize("family", MODELS)
-def test_ignore_of_models_that_transformers_wrote(family: str, tmp_path: Path) -> None:
-    checkpoint, plan = open_plan(save_model(tmp_path / "m", family), "mxfp4", layout="checkpoint")
-    layers = [layer.name for layer in plan.experts.layers]
-    [entry] = ENGINE.checkpoint_config(plan.spec.schema, layers)["ignore"]
-    pattern = re.compile(entry.removeprefix("re:"))
-    assert [name for name in layers if pattern.match(name)] == []
-    modules = {name.rsplit(".", 1)[0] for name in plan.experts.copied}
-    assert [name for name in sorted(modules) if not pattern.match(name)] == []
-    checkpoint.close()
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
