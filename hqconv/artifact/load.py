@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from hqconv.artifact.expert_reader import ExpertReader
 from hqconv.artifact.reader import Artifact
@@ -23,7 +22,6 @@ from hqconv.layout_decoder.numbers import float_values
 from hqconv.layout_decoder.values import decoded_weights, unrotated
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.dtypes import code_of
-from hqconv.schemas.tensors import TensorRef
 
 _NUM_THREADS = 8  # that hash files
 
@@ -80,32 +78,17 @@ def load_layer(
 
 def load_rank(artifact: Artifact, layer: str, tp_rank: int, ep_rank: int, device: str) -> dict[str, RankGemm]:
     """Load the GEMMs of an opened artifact's rank, read as a server would: straight from the file, unchanged."""
-    file_name = names.rank_file(layer, tp_rank, ep_rank)
-    stored = artifact.header(file_name)[0]
-    found = _read_tensors(artifact.fetched(file_name), file_name, stored, torch.device(device))
-    gemms = {}
-    for gemm in names.GEMMS:
-        prefix = f"{layer}.{gemm}_"
-        tensors = {name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)}
-        config = artifact.rank_file(layer, tp_rank, ep_rank).configs[gemm]
-        gemms[gemm] = RankGemm(config, tensors, artifact.schema_of(layer).rotation)
-    return gemms
-
-
-@dataclass(frozen=True)
-class _File:
-    path: Path
-    name: str
-
-
-def _read_tensors(
-    path: Path, name: str, refs: Mapping[str, TensorRef], device: torch.device
-) -> dict[str, torch.Tensor]:
-    """Return all tensors of a file: on a GPU read by many threads, on the CPU mapped."""
-    if device.type == "cuda":
-        return read_tensors(_File(path, name), refs, device)
-    with safe_open(path, framework="pt", device=str(device)) as file:
-        return {key: file.get_tensor(key) for key in refs}
+    file = artifact.rank_file(layer, tp_rank, ep_rank)
+    file = replace(file, path=artifact.fetched(file.name))
+    found, rotation = read_tensors(file, file.tensors, torch.device(device)), artifact.schema_of(layer).rotation
+    return {
+        gemm: RankGemm(
+            file.configs[gemm],
+            {name.removeprefix(f"{gemm}_"): one for name, one in found.items() if name.startswith(f"{gemm}_")},
+            rotation,
+        )
+        for gemm in names.GEMMS
+    }
 
 
 _compared: dict[tuple[str, int, int, int, int], str] = {}  # a file's path and state → its digest

@@ -1,4 +1,4 @@
-"""Manifest facts as typed values for the rest of hqconv; impossible facts are refused."""
+"""Reader of artifacts: manifest facts as typed values, impossible ones refused; headers, rank files and raw tensors."""
 
 from __future__ import annotations
 
@@ -42,16 +42,71 @@ if TYPE_CHECKING:
     from hqconv.layout_decoder.layout_form import LayoutForm
 
 
-class ManifestFacts:
-    """The facts of one artifact, computed from its manifest at the first access."""
+_SEE_DISK = "See to the disk or the network that the file lies on, then run the same command again."
+Header = tuple[dict[str, TensorRef], dict[str, str]]
+Note = Callable[[str, str, object, object], None]  # where, what, expected, found
+Tensors: TypeAlias = "dict[str, NDArray[Any]]"
+
+
+class Artifact:
+    """An artifact in either layout: the facts of its manifest, computed at the first access, and its files.
+
+    A context manager that closes the files it read. On the Hub, headers are read by range requests; a file whose
+    tensors are read is downloaded first.
+    """
 
     def __init__(
         self, root: Path, listing: Listing | None = None, *, is_sealed: bool = False, manifest: Manifest | None = None
     ) -> None:
-        """Read the manifest, unless it is given. Raises RequestError or VerificationError as `read_manifest` does."""
+        """Read the manifest as `read_manifest` does, unless it is given.
+
+        listing: of a repo on the Hub, of which `root` has some files. Raises RequestError or VerificationError as
+        `read_manifest`.
+        """
         self.root, self.listing = root, listing
         self.placed: dict[str, Path] = {}  # files of a repo that lie outside of `root`
         self.manifest = manifest or read_manifest(root, is_sealed=is_sealed)
+        self._headers: dict[str, Header] = {}
+        self._rank_files: dict[str, RankFile] = {}
+        self._lock = threading.Lock()
+        self._descriptors = Descriptors(lambda path: os.open(self.fetched(path), os.O_RDONLY | os.O_CLOEXEC))
+
+    def __enter__(self) -> Artifact:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files that were read. Raises VerificationError where the system refuses."""
+        try:
+            self._descriptors.close()
+        except CloseError as error:
+            what, where = "A file of the artifact cannot be closed.", str(self.root / error.key)
+            raise VerificationError(what, where=where, found=error.strerror, remedy=_SEE_DISK) from error
+
+    def header(self, path: str) -> Header:
+        """Return tensors and metadata of one file of the artifact, read once.
+
+        Raises VerificationError for a damaged header.
+        """
+        with self._lock:
+            if path not in self._headers:
+                try:
+                    entries, metadata, _ = self._read_header(path)
+                except InputError as error:
+                    raise VerificationError(
+                        error.what, where=path, expected=error.expected, found=error.found
+                    ) from error
+                self._headers[path] = entries, metadata
+            return self._headers[path]
+
+    def _read_header(self, path: str) -> tuple[dict[str, TensorRef], dict[str, str], str]:
+        if self.listing is None or path not in self.listing.sizes or (self.root / path).is_file():
+            return read_header(self.root / path)
+        return parse_header(path, self.listing.read_head(path), self.listing.sizes[path])
 
     def fetched(self, path: str) -> Path:
         """Return a file's path on this machine; a file of a repo is downloaded first. Raises as `hub.fetch_file`."""
@@ -101,20 +156,10 @@ class ManifestFacts:
             raise _impossible("tp, ep", f"{spec.grid} in the checkpoint layout")
         return spec
 
-    @property
-    def search_version(self) -> int | None:
-        """Version of the search that chose the scales; None where it was not recorded, or nothing searched."""
-        return self.manifest.quantizer_version
-
-    @property
-    def has_importance(self) -> bool:
-        """True if an importance file weighted the search; the artifact has a copy of it."""
-        return self.manifest.importance is not None
-
     @cached_property
     def importance(self) -> Importance | None:
         """The copy of the importance file, with its present bytes. Raises VerificationError where it cannot be read."""
-        if not self.has_importance:
+        if self.manifest.importance is None:
             return None
         try:
             return read_importance(self.fetched(names.IMPORTANCE))
@@ -124,7 +169,7 @@ class ManifestFacts:
 
     def is_shard(self, path: str) -> bool:
         """Return whether a file of the manifest is one of the ordinary model shards."""
-        is_copy = self.has_importance and path == names.IMPORTANCE
+        is_copy = self.manifest.importance is not None and path == names.IMPORTANCE
         return "/" not in path and path.endswith(".safetensors") and not is_copy
 
     @cached_property
@@ -135,11 +180,6 @@ class ManifestFacts:
             what, found = "The manifest names a family that is not known.", self.manifest.family
             raise VerificationError(what, where=f"{names.MANIFEST}: family", expected=", ".join(known), found=found)
         return known[self.manifest.family]
-
-    @property
-    def is_mixed(self) -> bool:
-        """True if layers may differ from each other, or be copied unchanged."""
-        return self.manifest.is_mixed
 
     @property
     def left(self) -> tuple[str, ...]:
@@ -235,92 +275,9 @@ class ManifestFacts:
         return self.manifest.dtype
 
     @property
-    def sm_version(self) -> int:
-        return self.manifest.kernel_spec.target.sm_version
-
-    @property
     def layers(self) -> dict[str, ManifestLayer]:
         """The manifest's entry of each MoE layer, in its order."""
         return self.manifest.blocks
-
-
-def _impossible(key: str, found: object) -> VerificationError:
-    what = "The manifest describes what cannot be, or what this version does not know."
-    return VerificationError(what, where=f"{names.MANIFEST}: {key}", found=found)
-
-
-@contextmanager
-def _humming_errors(layer: str) -> Iterator[None]:
-    """Turn Humming's errors about an impossible layout, mostly asserts, into VerificationError."""
-    try:
-        yield
-    except ModuleNotFoundError:
-        raise
-    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise _impossible(layer, f"Humming: {type(error).__name__}: {error}") from error
-
-
-_SEE_DISK = "See to the disk or the network that the file lies on, then run the same command again."
-Header = tuple[dict[str, TensorRef], dict[str, str]]
-Note = Callable[[str, str, object, object], None]  # where, what, expected, found
-Tensors: TypeAlias = "dict[str, NDArray[Any]]"
-
-
-class Artifact(ManifestFacts):
-    """An artifact in either layout; a context manager that closes the files it read.
-
-    On the Hub, headers are read by range requests; a file whose tensors are read is downloaded first.
-    """
-
-    def __init__(
-        self, root: Path, listing: Listing | None = None, *, is_sealed: bool = False, manifest: Manifest | None = None
-    ) -> None:
-        """Read the manifest as `read_manifest` does, unless it is given.
-
-        listing: of a repo on the Hub, of which `root` has some files. Raises as `ManifestFacts`.
-        """
-        super().__init__(root, listing, is_sealed=is_sealed, manifest=manifest)
-        self._headers: dict[str, Header] = {}
-        self._rank_files: dict[str, RankFile] = {}
-        self._lock = threading.Lock()
-        self._descriptors = Descriptors(lambda path: os.open(self.fetched(path), os.O_RDONLY | os.O_CLOEXEC))
-
-    def __enter__(self) -> Artifact:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the files that were read. Raises VerificationError where the system refuses."""
-        try:
-            self._descriptors.close()
-        except CloseError as error:
-            what, where = "A file of the artifact cannot be closed.", str(self.root / error.key)
-            raise VerificationError(what, where=where, found=error.strerror, remedy=_SEE_DISK) from error
-
-    def header(self, path: str) -> Header:
-        """Return tensors and metadata of one file of the artifact, read once.
-
-        Raises VerificationError for a damaged header.
-        """
-        with self._lock:
-            if path not in self._headers:
-                try:
-                    entries, metadata, _ = self._read_header(path)
-                except InputError as error:
-                    raise VerificationError(
-                        error.what, where=path, expected=error.expected, found=error.found
-                    ) from error
-                self._headers[path] = entries, metadata
-            return self._headers[path]
-
-    def _read_header(self, path: str) -> tuple[dict[str, TensorRef], dict[str, str], str]:
-        if self.listing is None or path not in self.listing.sizes or (self.root / path).is_file():
-            return read_header(self.root / path)
-        return parse_header(path, self.listing.read_head(path), self.listing.sizes[path])
 
     # --- files
 
@@ -477,6 +434,22 @@ class Artifact(ManifestFacts):
                     found = f"end at byte {offset}"
                     raise VerificationError("A file ends too early.", where=path, found=found)
                 buffer, offset = buffer[count:], offset + count
+
+
+def _impossible(key: str, found: object) -> VerificationError:
+    what = "The manifest describes what cannot be, or what this version does not know."
+    return VerificationError(what, where=f"{names.MANIFEST}: {key}", found=found)
+
+
+@contextmanager
+def _humming_errors(layer: str) -> Iterator[None]:
+    """Turn Humming's errors about an impossible layout, mostly asserts, into VerificationError."""
+    try:
+        yield
+    except ModuleNotFoundError:
+        raise
+    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise _impossible(layer, f"Humming: {type(error).__name__}: {error}") from error
 
 
 def note_error(where: str, error: HqconvError | OSError, note: Note) -> None:

@@ -276,14 +276,14 @@ def _check_first(where: str, worst: int, of_role: Sequence[Figures], result: Che
 def check_search(artifact: Artifact, result: CheckResult) -> None:
     """Check that the search that chose the scales is this hqconv's, and so can be repeated."""
     quantizer = artifact.spec.encoding.quantizer
-    if quantizer == RTN or artifact.search_version == quantizer_version(quantizer):
+    if quantizer == RTN or artifact.manifest.quantizer_version == quantizer_version(quantizer):
         return
     result.add(
         f"{names.MANIFEST}: quantizer_version",
         "The scales were searched for by another version of the search, which cannot be repeated here: "
         "verify against the source with the hqconv that made the artifact, or convert again.",
         f"{quantizer_version(quantizer)} (hqconv {__version__})",
-        f"{artifact.search_version or 'none'} (hqconv {artifact.manifest.hqconv_version})",
+        f"{artifact.manifest.quantizer_version or 'none'} (hqconv {artifact.manifest.hqconv_version})",
     )
 
 

@@ -265,7 +265,7 @@ def _check_config(artifact: Artifact, source: Source | None, result: CheckResult
     except VerificationError:  # reported already
         return config
     own = artifact.manifest.source.quantization_config
-    expected = names.hqconv_quantization_config(spec.kernel_spec, own, is_mixed=artifact.is_mixed)
+    expected = names.hqconv_quantization_config(spec.kernel_spec, own, is_mixed=artifact.manifest.is_mixed)
     if spec.layout == names.CHECKPOINT:
         layers = list(artifact.layers)
         expected = ENGINE.checkpoint_config(spec.schema, layers, artifact.left)

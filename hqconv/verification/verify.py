@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from hqconv.artifact.error_summary import check_max_error, over_limit
-from hqconv.artifact.reader import Artifact, ManifestFacts
+from hqconv.artifact.reader import Artifact
 from hqconv.conversion.hub_prefetch import CachePolicy
 from hqconv.conversion.progress import Meter, Progress
 from hqconv.errors import HqconvError, NetworkError, OutputError, RequestError, VerificationError, number_text, plural
@@ -36,7 +36,7 @@ _LOG = logging.getLogger(__name__)
 MAX_ERROR = "max_error"
 
 
-def check_error(artifact: ManifestFacts, weights: CheckResult | None, limit: float) -> CheckResult:
+def check_error(artifact: Artifact, weights: CheckResult | None, limit: float) -> CheckResult:
     """Add one finding for each projection whose relative error is larger than `limit`.
 
     weights: the result of the weights check, if it ran: its errors against the source count as well, since an
@@ -273,8 +273,9 @@ def _kernel_device(artifact: Artifact, wanted: torch.device | None) -> tuple[tor
         return None, "there is no CUDA device here"
     device = wanted or torch.device("cuda", torch.cuda.current_device())
     major, minor = torch.cuda.get_device_capability(device)
-    if major * 10 + minor != artifact.sm_version:
-        return None, f"the artifact is for sm{artifact.sm_version}, this device is sm{major}{minor}"
+    sm_version = artifact.spec.kernel_spec.target.sm_version
+    if major * 10 + minor != sm_version:
+        return None, f"the artifact is for sm{sm_version}, this device is sm{major}{minor}"
     with suppress(VerificationError):  # the check itself reports it
         for kernel_spec in artifact.spec.kernel_specs:
             if kind_of_inputs(kernel_spec.inputs) is None:

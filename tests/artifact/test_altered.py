@@ -223,20 +223,6 @@ def test_load_holds_a_layer_of_the_manifest_to_the_file(key: str, made: dict[str
     assert caught.value.exit_code == 1
 
 
-def test_a_rank_file_that_does_not_say_whose_it_is(made: dict[str, Path], tmp_path: Path) -> None:
-    out = copied(made, tmp_path)
-    edit_header(out, lambda header: header["__metadata__"].pop("rank"))
-    (files,) = check(out, None, "files").results
-    assert [(f.where, f.what) for f in files.findings] == [
-        (f"{RANK_FILE}, metadata rank", "The file does not say which rank's it is.")
-    ]
-    words = manifest(out)
-    del words["digest"]  # as of an older version
-    (out / "hqconv.json").write_text(json.dumps(words, indent=2) + "\n")
-    (files,) = check(out, None, "files").results
-    assert files.findings == []
-
-
 # --- an end while a large file is hashed
 
 

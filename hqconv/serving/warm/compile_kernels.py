@@ -76,7 +76,7 @@ def warm(
             what, remedy = "The checkpoint layout has no kernels of its own.", "Convert with --layout kernel."
             raise RequestError(what, where=str(out), remedy=remedy)
         folder = _check_folder(folder_beside(Path(out)) if kernels is None else Path(kernels))
-        chosen = _prepared(gpu, artifact.sm_version)
+        chosen = _prepared(gpu, artifact.manifest.kernel_spec.target.sm_version)
         counts = _warm(artifact, chosen, folder, jobs or num_jobs, announce or (lambda _: None))
     variable = f"{VARIABLE}={'1' if kernels is None else folder.absolute()}"
     told = {"folder": str(folder), "variable": variable, "seconds": time.monotonic() - started}
