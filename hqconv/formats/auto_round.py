@@ -9,8 +9,7 @@ from hqconv.formats.config_reader import ConfigReader, Keys, Text, refuse_rotati
 from hqconv.formats.gptq import gptq_format
 from hqconv.formats.linear_regex import LinearRegex
 from hqconv.formats.module_rules import Rule, always, when
-from hqconv.formats.mx import mx_format
-from hqconv.formats.nvfp4 import nvfp4_format
+from hqconv.formats.mx import mx_format, nvfp4_format
 from hqconv.formats.quant_config import quant_method
 from hqconv.formats.source_format import PLAIN, SourceFormat
 

@@ -5,23 +5,18 @@ Legend: N output rows, K input columns, G groups along K.
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING
-
 from hqconv.errors import InputError
 from hqconv.formats.config_reader import ConfigReader, Keys, Text
 from hqconv.formats.encoding import (
+    Decoded,
     Encoding,
     Headers,
-    Names,
-    Parts,
+    MatrixHeaders,
     Shape,
+    StoredMatrix,
     StoredTensor,
-    coded_matrix,
     integer_bits,
     register_encoding,
-    require_multiples,
-    zero_or_midpoint,
 )
 from hqconv.formats.gptq import KEYS as GPTQ_KEYS
 from hqconv.formats.gptq import check_gptqmodel_keys, dynamic_rules
@@ -30,9 +25,6 @@ from hqconv.formats.quant_config import quant_method
 from hqconv.formats.source_format import SourceFormat
 from hqconv.schemas.dtypes import FLOATS
 from hqconv.schemas.tensors import TensorSpec
-
-if TYPE_CHECKING:
-    from hqconv.quantization.coded_matrix import CodedMatrix
 
 
 def _undecided(config: ConfigReader) -> Matcher:
@@ -87,13 +79,14 @@ class Awq(Encoding):
     weight_names = ("qweight",)
     part_names = ("qzeros", "scales")
 
-    def stored_tensors(self, fmt: SourceFormat, headers: Headers, n: int, k: int) -> list[StoredTensor]:
+    def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
         """List codes, zero points and scales."""
+        fmt, n, k = matrix.fmt, matrix.n, matrix.k
         bits = integer_bits(fmt)
         if bits != 4:
             raise InputError("AWQ weights of this size are not known.", expected="4 bits", found=f"{bits} bits")
-        require_multiples(headers, [("columns", k, 8), ("rows", n, 8)])
-        groups = math.ceil(k / fmt.group_k) if fmt.group_k else 1
+        matrix.require_multiples(8, 8)
+        groups = matrix.num_groups
         zeros = ((groups, n // 8),)
         return [
             StoredTensor("weight", ("qweight",), ("I32",), ((k, n // 8),)),
@@ -105,13 +98,12 @@ class Awq(Encoding):
         """Return (N, K) of eight codes a word along N."""
         return weight.shape[1] * 8, weight.shape[0]
 
-    def decode(self, fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> CodedMatrix:
+    def decode(self, matrix: StoredMatrix) -> Decoded:
         """Transpose the nibbles into words along K."""
         from hqconv.quantization.bit_codec import AWQ_ORDER, reordered_nibbles, transpose_4bit
 
-        packed = transpose_4bit(parts["weight"], AWQ_ORDER)
+        packed = transpose_4bit(matrix["weight"], AWQ_ORDER)
         zero_point = None
-        if "zero_point" in parts:
-            zero = reordered_nibbles(parts["zero_point"]).t().contiguous()
-            zero_point = zero_or_midpoint(fmt, zero, names)
-        return coded_matrix(fmt, packed, parts["scale"].t().contiguous(), names, zero_point=zero_point)
+        if "zero_point" in matrix:
+            zero_point = matrix.zero_or_midpoint(reordered_nibbles(matrix["zero_point"]).t().contiguous())
+        return matrix.coded(packed, matrix["scale"].t().contiguous(), zero_point=zero_point)

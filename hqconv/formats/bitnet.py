@@ -7,30 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from hqconv.formats.config_reader import ConfigReader, Keys, Text
 from hqconv.formats.encoding import (
     ONE,
+    Decoded,
     Encoding,
     Headers,
-    Names,
-    Parts,
-    Shape,
+    MatrixHeaders,
+    StoredMatrix,
     StoredTensor,
-    coded_matrix,
     register_encoding,
-    require_multiples,
 )
 from hqconv.formats.module_rules import Rule, always, skipped_names
 from hqconv.formats.quant_config import quant_method
 from hqconv.formats.source_format import SourceFormat
 from hqconv.schemas.dtypes import FLOATS
-from hqconv.schemas.tensors import TensorSpec
-
-if TYPE_CHECKING:
-    from hqconv.quantization.coded_matrix import CodedMatrix
-
 
 KEYS = Keys("modules_to_not_convert linear_class quantization_mode use_rms_norm", "rms_norm_eps")
 
@@ -59,10 +51,12 @@ class BitNet(Encoding):
     name = "bitnet"
     part_names = ("weight_scale",)
     b_dtype = "float2e0m1"
+    rows_per_element = 4
 
-    def stored_tensors(self, fmt: SourceFormat, headers: Headers, n: int, k: int) -> list[StoredTensor]:
+    def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
         """List the codes and the scale."""
-        require_multiples(headers, [("columns", k, 16), ("rows", n, 4)])
+        n, k = matrix.n, matrix.k
+        matrix.require_multiples(16, 4)
         return [
             StoredTensor("weight", ("weight",), ("U8",), ((n // 4, k),)),
             StoredTensor("scale", ("weight_scale",), FLOATS, ONE),
@@ -73,34 +67,29 @@ class BitNet(Encoding):
         fmt = super().complete(fmt, found, used, k)
         return replace(fmt, scale_dtype="float32") if fmt.option("scale_inverted", True) else fmt
 
-    def logical_shape(self, fmt: SourceFormat, headers: Headers, weight: TensorSpec) -> Shape | None:
-        """Return (N, K): four rows a byte."""
-        return weight.shape[0] * 4, weight.shape[1]
-
-    def decode(self, fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> CodedMatrix:
+    def decode(self, matrix: StoredMatrix) -> Decoded:
         """Unpack the rows into signs and magnitudes; invert a scale that divides."""
         import numpy as np
         import torch
 
         from hqconv.cpu_loops import decoding
         from hqconv.quantization import bit_codec
-        from hqconv.quantization.coded_matrix import refuse
         from hqconv.quantization.deferred_checks import is_any
 
-        stored = parts["weight"].contiguous()
-        scale = parts["scale"].float().reshape(1, 1)
+        stored = matrix["weight"].contiguous()
+        scale = matrix["scale"].float().reshape(1, 1)
         if is_any(~(scale.isfinite() & (scale > 0))):
-            refuse("A scale is not usable.", names.get("scale", ""), "a positive number", scale.item())
-        if fmt.option("scale_inverted", True):
+            matrix.refuse("scale", "A scale is not usable.", "a positive number", scale.item())
+        if matrix.fmt.option("scale_inverted", True):
             scale = scale.reciprocal()
         if stored.is_cuda:
             codes = torch.cat([(stored >> shift) & 3 for shift in (0, 2, 4, 6)])
             is_ternary = not is_any(codes == 3)
             packed = bit_codec.pack((codes >> 1) | ((codes == 0).to(torch.uint8) * 3), 2)
         else:
-            out = np.empty((shape[0], shape[1] // 4), np.uint8)
+            out = np.empty((matrix.shape[0], matrix.shape[1] // 4), np.uint8)
             is_ternary = decoding.ternary_rows(stored.numpy(), out)
             packed = torch.from_numpy(out.view(np.int32))
         if not is_ternary:
-            refuse("A weight is not ternary.", names.get("weight", ""), "2-bit codes 0, 1 and 2", "3")
-        return coded_matrix(fmt, packed, scale, names)
+            matrix.refuse("weight", "A weight is not ternary.", "2-bit codes 0, 1 and 2", "3")
+        return matrix.coded(packed, scale)

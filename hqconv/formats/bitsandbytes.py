@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from hqconv.errors import RequestError
 from hqconv.formats.config_reader import ConfigReader, Keys, Text
-from hqconv.formats.encoding import Encoding, Headers, Names, Parts, Shape, StoredTensor, register_encoding
+from hqconv.formats.encoding import (
+    Decoded,
+    Encoding,
+    Headers,
+    MatrixHeaders,
+    Shape,
+    StoredMatrix,
+    StoredTensor,
+    register_encoding,
+)
 from hqconv.formats.module_rules import Rule, always, skipped_names
 from hqconv.formats.quant_config import quant_method
 from hqconv.formats.source_format import ANY, SourceFormat
@@ -53,10 +62,11 @@ class BitsAndBytes4Bit(Encoding):
     bias_before = ("nested_absmax",)
     part_names = ("weight.absmax", "weight.quant_map", *_STATES, *_NESTED)
 
-    def stored_tensors(self, fmt: SourceFormat, headers: Headers, n: int, k: int) -> list[StoredTensor]:
+    def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
         """List the codes, scales, tables and the state."""
+        n, k = matrix.n, matrix.k
         size = math.ceil(n * k / 2)
-        is_nested = any(name in headers for name in _NESTED)
+        is_nested = any(name in matrix.headers for name in _NESTED)
         stored = [
             StoredTensor("weight", ("weight",), ("U8",), ((size, 1), (1, size), (size,))),
             StoredTensor("absmax", ("weight.absmax",), ("U8",) if is_nested else ("F32",), None),
@@ -72,7 +82,7 @@ class BitsAndBytes4Bit(Encoding):
         """Return None: the codes are flat."""
         return None
 
-    def decode(self, fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> torch.Tensor:
+    def decode(self, matrix: StoredMatrix) -> Decoded:
         """Decode to float32 [N, K] by bitsandbytes on the CPU.
 
         In float32 instead of the state's own dtype, so nothing is rounded to 16 bits. Raises InputError for a
@@ -81,85 +91,81 @@ class BitsAndBytes4Bit(Encoding):
         """
         import torch
 
-        from hqconv.quantization.coded_matrix import refuse
-
         try:
             functional: Any = importlib.import_module("bitsandbytes.functional")
         except ImportError as error:
             raise RequestError(
                 "This source is quantized by bitsandbytes, which is not installed.",
-                where=names.get("weight", ""),
+                where=matrix.names.get("weight", ""),
                 expected="the bitsandbytes package",
                 found=error,
                 remedy="Run: pip install 'bitsandbytes>=0.45'.",
             ) from error
-        state = _read_state(parts, names)
-        _check_state(fmt, state, parts, shape, names)
-        _check_tables(functional, state, parts, names)
-        tensors = {name: parts[name].cpu() for name in parts if name not in ("weight", "bias", "quant_state")}
+        state = _read_state(matrix)
+        _check_state(matrix, state)
+        _check_tables(functional, state, matrix)
+        tensors = {
+            name: one.cpu() for name, one in matrix.parts.items() if name not in ("weight", "bias", "quant_state")
+        }
         quant_state = functional.QuantState.from_dict({**state, **tensors}, torch.device("cpu"))
         quant_state.dtype = torch.float32
-        weight = parts["weight"].cpu().contiguous().reshape(-1, 1)
-        values: torch.Tensor = functional.dequantize_4bit(weight, quant_state).reshape(shape)
+        weight = matrix["weight"].cpu().contiguous().reshape(-1, 1)
+        values: torch.Tensor = functional.dequantize_4bit(weight, quant_state).reshape(matrix.shape)
         if not bool(values.isfinite().all()):
-            refuse("A scale is NaN or infinite.", names.get("absmax", ""), "finite weights", "NaN or Inf")
-        return values.to(parts["weight"].device)
+            matrix.refuse("absmax", "A scale is NaN or infinite.", "finite weights", "NaN or Inf")
+        return values.to(matrix["weight"].device)
 
 
-def _check_tables(functional: Any, state: dict[str, Any], parts: Parts, names: Names) -> None:
+def _check_tables(functional: Any, state: dict[str, Any], matrix: StoredMatrix) -> None:
     """Refuse stored tables that differ from the library's own, because its CPU decoder ignores stored tables."""
-    from hqconv.quantization.coded_matrix import refuse
-
     tables = {"quant_map": functional.get_4bit_type(state["quant_type"], device="cpu")}
-    if "nested_quant_map" in parts:
+    if "nested_quant_map" in matrix:
         tables["nested_quant_map"] = functional.create_dynamic_map()
     for name, table in tables.items():
-        found = parts[name].cpu().float().flatten()
+        found = matrix[name].cpu().float().flatten()
         if found.shape != table.shape or not bool((found == table.float()).all()):
             expected = f"the {state['quant_type']} table of bitsandbytes"
-            refuse("A code table is not the library's.", names.get(name, ""), expected, "other numbers")
+            matrix.refuse(name, "A code table is not the library's.", expected, "other numbers")
 
 
-def _read_state(parts: Parts, names: Names) -> dict[str, Any]:
+def _read_state(matrix: StoredMatrix) -> dict[str, Any]:
     """Read the JSON document that bitsandbytes keeps as bytes in `quant_state`."""
-    from hqconv.quantization.coded_matrix import refuse
-
-    where = names.get("quant_state", "")
-    data = bytes(parts["quant_state"].cpu().flatten().tolist())
+    data = bytes(matrix["quant_state"].cpu().flatten().tolist())
     try:
         state = json.loads(data)
     except ValueError as error:
-        refuse("The quantization state cannot be read.", where, "a JSON document", error)
+        matrix.refuse("quant_state", "The quantization state cannot be read.", "a JSON document", error)
     keys = {"quant_type", "blocksize", "dtype", "shape"}
-    if "nested_absmax" in parts:
+    if "nested_absmax" in matrix:
         keys |= {"nested_blocksize", "nested_dtype", "nested_offset"}
     if not isinstance(state, dict) or set(state) != keys:
         found = sorted(state) if isinstance(state, dict) else type(state).__name__
-        refuse("The quantization state is not complete.", where, f"the keys {sorted(keys)}", found)
+        matrix.refuse("quant_state", "The quantization state is not complete.", f"the keys {sorted(keys)}", found)
     return state
 
 
-def _check_state(fmt: SourceFormat, state: dict[str, Any], parts: Parts, shape: Shape, names: Names) -> None:
-    from hqconv.quantization.coded_matrix import refuse
-
-    where = names.get("quant_state", "")
+def _check_state(matrix: StoredMatrix, state: dict[str, Any]) -> None:
     expectations = (
-        ("quant_type", (fmt.option("quant_type"),) if fmt.option("quant_type") else ("nf4", "fp4")),
+        ("quant_type", (kind,) if (kind := matrix.fmt.option("quant_type")) else ("nf4", "fp4")),
         ("blocksize", (32, 64, 128, 256, 512, 1024, 2048, 4096)),
         ("dtype", ("bfloat16", "float16", "float32")),
-        ("shape", (list(shape),)),
+        ("shape", (list(matrix.shape),)),
     )
     for key, allowed in expectations:
         if state[key] not in allowed:
-            refuse(f"The quantization state's {key} is not usable.", where, allowed, state[key])
-    count = -(-shape[0] * shape[1] // state["blocksize"])
-    if parts["absmax"].numel() != count:
-        at = names.get("absmax", "")
-        refuse("There must be one scale for every block of weights.", at, f"{count} values", parts["absmax"].numel())
-    if "nested_absmax" not in parts:
+            matrix.refuse("quant_state", f"The quantization state's {key} is not usable.", allowed, state[key])
+    count = -(-matrix.shape[0] * matrix.shape[1] // state["blocksize"])
+    if matrix["absmax"].numel() != count:
+        found = matrix["absmax"].numel()
+        matrix.refuse("absmax", "There must be one scale for every block of weights.", f"{count} values", found)
+    if "nested_absmax" not in matrix:
         return
-    at, size = names.get("nested_absmax", ""), state["nested_blocksize"]
-    if not isinstance(size, int) or size <= 0 or parts["nested_absmax"].numel() != -(-count // size):
-        refuse("There is not one scale a block of scales.", at, f"ceil({count} / {size}) values", size)
+    size = state["nested_blocksize"]
+    if not isinstance(size, int) or size <= 0 or matrix["nested_absmax"].numel() != -(-count // size):
+        matrix.refuse(
+            "nested_absmax", "There is not one scale a block of scales.", f"ceil({count} / {size}) values", size
+        )
     if state["nested_dtype"] not in ("float32", "bfloat16", "float16"):
-        refuse("The quantization state's nested_dtype is not usable.", where, "float32", state["nested_dtype"])
+        matrix.refuse(
+            "quant_state", "The quantization state's nested_dtype is not usable.", "float32", state["nested_dtype"]
+        )

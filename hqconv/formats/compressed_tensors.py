@@ -13,25 +13,20 @@ from typing import TYPE_CHECKING
 
 from hqconv.formats.config_reader import ConfigReader, Keys, Text, rotated
 from hqconv.formats.encoding import (
+    Decoded,
     Encoding,
     Headers,
-    Names,
-    Parts,
+    MatrixHeaders,
     Shape,
+    StoredMatrix,
     StoredTensor,
-    coded_matrix,
-    grid_shapes,
-    group_index,
     integer_bits,
     register_encoding,
-    require_multiples,
-    scale_grid,
     shape_of_words,
 )
 from hqconv.formats.linear_regex import LinearRegex
 from hqconv.formats.module_rules import Rule, always, named_in, when
-from hqconv.formats.mx import mx_format
-from hqconv.formats.nvfp4 import nvfp4_format
+from hqconv.formats.mx import mx_format, nvfp4_format
 from hqconv.formats.quant_config import quant_method
 from hqconv.formats.source_format import PLAIN, SourceFormat
 from hqconv.schemas.dtypes import FLOATS
@@ -40,7 +35,6 @@ from hqconv.schemas.tensors import TensorSpec
 if TYPE_CHECKING:
     import torch
 
-    from hqconv.quantization.coded_matrix import CodedMatrix
 
 # --- config ------------------------------------------------------------------------------------------------
 
@@ -258,20 +252,21 @@ class PackedInt(Encoding):
     weight_names = ("weight_packed",)
     part_names = ("weight_scale", "weight_zero_point", "weight_g_idx")
 
-    def stored_tensors(self, fmt: SourceFormat, headers: Headers, n: int, k: int) -> list[StoredTensor]:
+    def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
         """List the words, scales, zero points and the order of columns."""
+        fmt, n, k = matrix.fmt, matrix.n, matrix.k
         bits = integer_bits(fmt)
-        require_multiples(headers, [("columns", k, math.lcm(8, 32 // math.gcd(bits, 32)))])
+        matrix.require_multiples(math.lcm(8, 32 // math.gcd(bits, 32)))
         dense, padded = _packed_width(k, bits, False), _packed_width(k, bits, True)
-        weight = headers.get("weight_packed")
+        weight = matrix.headers.get("weight_packed")
         is_padded = weight is not None and weight.shape != (n, dense)
         stored = [
             StoredTensor("weight", ("weight_packed",), ("I32",), tuple((n, w) for w in sorted({dense, padded}))),
-            StoredTensor("scale", ("weight_scale",), FLOATS, grid_shapes(n, k, fmt.group_n, fmt.group_k)),
+            StoredTensor("scale", ("weight_scale",), FLOATS, matrix.scale_shapes),
             StoredTensor("g_idx", ("weight_g_idx",), ("I32", "I64"), ((k,),), is_required=fmt.is_permuted),
         ]
         if fmt.has_zero_point:
-            groups = math.ceil(k / fmt.group_k) if fmt.group_k else 1
+            groups = matrix.num_groups
             shape = (_packed_width(n, bits, is_padded), groups)
             stored.append(StoredTensor("zero_point", ("weight_zero_point",), ("I32",), (shape,)))
         return stored
@@ -290,25 +285,23 @@ class PackedInt(Encoding):
             return weight.shape[0], scale.shape[1] * fmt.group_k
         return shape_of_words(fmt, *weight.shape)
 
-    def decode(self, fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> CodedMatrix:
+    def decode(self, matrix: StoredMatrix) -> Decoded:
         """Keep dense words; pack padded ones anew."""
         from hqconv.quantization import bit_codec
 
+        (n, k), fmt = matrix.shape, matrix.fmt
         bits, is_padded = integer_bits(fmt), fmt.option("packing") == "padded"
-        packed = parts["weight"].contiguous()
+        packed = matrix["weight"].contiguous()
         if is_padded:
-            packed = bit_codec.pack(_unpack_padded(packed, bits, shape[1]), bits)
+            packed = bit_codec.pack(_unpack_padded(packed, bits, k), bits)
         zero_point = None
         if fmt.has_zero_point and is_padded:
-            stored = parts["zero_point"].t().contiguous()
-            zero_point = _unpack_padded(stored, bits, shape[0]).t().contiguous()
+            stored = matrix["zero_point"].t().contiguous()
+            zero_point = _unpack_padded(stored, bits, n).t().contiguous()
         elif fmt.has_zero_point:
-            zero_point = bit_codec.unpack_along_rows(parts["zero_point"], bits, shape[0])
-        columns = None
-        if "g_idx" in parts:
-            columns = group_index(fmt, parts["g_idx"], parts["scale"].size(-1), names)
-        scale = scale_grid(parts["scale"], fmt, shape)
-        return coded_matrix(fmt, packed, scale, names, zero_point=zero_point, column_groups=columns)
+            zero_point = bit_codec.unpack_along_rows(matrix["zero_point"], bits, n)
+        columns = matrix.group_index(matrix["scale"].size(-1)) if "g_idx" in matrix else None
+        return matrix.coded(packed, matrix["scale"], zero_point=zero_point, column_groups=columns)
 
 
 def _unpack_padded(packed: torch.Tensor, bits: int, size: int) -> torch.Tensor:
@@ -333,10 +326,11 @@ class Int8(Encoding):
     part_names = ("weight_scale", "weight_zero_point", "weight_offset")
     b_dtype = "uint8"
 
-    def stored_tensors(self, fmt: SourceFormat, headers: Headers, n: int, k: int) -> list[StoredTensor]:
+    def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
         """List the weight, scales, zero points and offsets."""
-        require_multiples(headers, [("columns", k, 4)])
-        scales = grid_shapes(n, k, fmt.group_n, fmt.group_k)
+        fmt, n, k = matrix.fmt, matrix.n, matrix.k
+        matrix.require_multiples(4)
+        scales = matrix.scale_shapes
         stored = [
             StoredTensor("weight", ("weight",), ("I8",), ((n, k),)),
             StoredTensor("scale", ("weight_scale",), FLOATS, scales),
@@ -347,26 +341,24 @@ class Int8(Encoding):
             stored.append(StoredTensor("offset", ("weight_offset",), FLOATS, scales))
         return stored
 
-    def decode(self, fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> CodedMatrix:
+    def decode(self, matrix: StoredMatrix) -> Decoded:
         """Turn two's complement into offset binary."""
         import torch
 
         from hqconv.quantization import bit_codec
-        from hqconv.quantization.coded_matrix import refuse
         from hqconv.quantization.deferred_checks import is_any
 
-        if "offset" in parts and is_any(parts["offset"] != 0):
-            refuse(
+        if "offset" in matrix and is_any(matrix["offset"] != 0):
+            matrix.refuse(
+                "offset",
                 "A symmetric matrix has an offset that is not zero.",
-                names.get("offset", ""),
                 "zeros, because W8A8_DYNAMIC has no offsets for weights, and other schemes' add or subtract",
-                parts["offset"][parts["offset"] != 0].flatten()[0].item(),
+                matrix["offset"][matrix["offset"] != 0].flatten()[0].item(),
                 "Get a good copy of the checkpoint, or convert the original one.",
             )
-        packed = bit_codec.as_words(parts["weight"].contiguous().view(torch.uint8) ^ 0x80)
+        packed = bit_codec.as_words(matrix["weight"].contiguous().view(torch.uint8) ^ 0x80)
         zero_point = None
-        if fmt.has_zero_point:
-            stored = parts["zero_point"].contiguous().view(torch.uint8) ^ 0x80
-            zero_point = scale_grid(stored, fmt, shape).expand(shape[0], -1).contiguous()
-        scale = scale_grid(parts["scale"], fmt, shape)
-        return coded_matrix(fmt, packed, scale, names, zero_point=zero_point)
+        if matrix.fmt.has_zero_point:
+            stored = matrix["zero_point"].contiguous().view(torch.uint8) ^ 0x80
+            zero_point = matrix.scale_grid(stored).expand(matrix.shape[0], -1).contiguous()
+        return matrix.coded(packed, matrix["scale"], zero_point=zero_point)

@@ -11,10 +11,11 @@ import importlib
 import math
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cache
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, NoReturn, TypeAlias, TypeVar
 
 from hqconv import formats
 from hqconv.errors import InputError
@@ -28,9 +29,8 @@ if TYPE_CHECKING:
     from hqconv.quantization.coded_matrix import CodedMatrix
 
 Headers = Mapping[str, TensorSpec]  # of one matrix: part name -> header
-Parts = Mapping[str, "torch.Tensor"]  # of one matrix: canonical part name -> tensor
-Names = Mapping[str, str]  # canonical part name -> tensor name, for messages
 Shape = tuple[int, int]
+Decoded: TypeAlias = "CodedMatrix | torch.Tensor"
 Shapes = tuple[tuple[int, ...], ...]
 
 ONE: Shapes = ((), (1,), (1, 1))
@@ -54,12 +54,143 @@ class StoredTensor:
     is_required: bool = True
 
 
+@dataclass(frozen=True)
+class MatrixHeaders:
+    """Headers of one matrix [n, k] in a format: its tensors by their raw part names."""
+
+    fmt: SourceFormat
+    headers: Headers
+    n: int
+    k: int
+
+    def require_multiples(self, columns: int, rows: int = 1) -> None:
+        """Raise InputError unless the divisors divide the numbers of columns and of rows."""
+        for dimension, size, divisor in (("columns", self.k, columns), ("rows", self.n, rows)):
+            if size % divisor:
+                raise InputError(
+                    f"The matrix has a number of {dimension} that the format cannot pack.",
+                    where=next(iter(self.headers.values())).name if self.headers else "",
+                    expected=f"a multiple of {divisor}",
+                    found=size,
+                )
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups along K; the last one may be ragged."""
+        return math.ceil(self.k / self.fmt.group_k) if self.fmt.group_k else 1
+
+    @property
+    def scale_shapes(self) -> Shapes:
+        """Shapes that the scale of each group may have; ragged ends count."""
+        rows = math.ceil(self.n / self.fmt.group_n) if self.fmt.group_n else 1
+        columns = self.num_groups
+        if rows * columns == 1:
+            return ONE
+        return ((rows, columns), (rows,)) if columns == 1 else ((rows, columns),)
+
+
+@dataclass(frozen=True, eq=False)
+class StoredMatrix:
+    """Tensors of one matrix [N, K] that are to be decoded.
+
+    parts: canonical part name → tensor. names: canonical part name → the tensor's name, for messages.
+    """
+
+    fmt: SourceFormat
+    parts: Mapping[str, torch.Tensor]
+    shape: Shape
+    names: Mapping[str, str]
+
+    def __contains__(self, part: str) -> bool:
+        return part in self.parts
+
+    def __getitem__(self, part: str) -> torch.Tensor:
+        return self.parts[part]
+
+    def refuse(self, part: str, what: str, expected: object, found: object, *remedy: str) -> NoReturn:
+        """Raise InputError about the values of a part."""
+        from hqconv.quantization.coded_matrix import refuse
+
+        refuse(what, self.names.get(part, ""), expected, found, *remedy)
+
+    def words(self) -> torch.Tensor:
+        """Return the codes, packed along K, as int32 words [N, K * b / 32]."""
+        from hqconv.quantization import bit_codec
+
+        return bit_codec.as_words(self["weight"].reshape(self.shape[0], -1))
+
+    def scale_grid(self, scale: torch.Tensor) -> torch.Tensor:
+        """Reshape one value for each group to [ceil(N / group_n), ceil(K / group_k)]."""
+        groups = zip(self.shape, (self.fmt.group_n, self.fmt.group_k), strict=True)
+        return scale.reshape([-(-size // group) if group else 1 for size, group in groups])
+
+    def scale(self) -> torch.Tensor:
+        """Return the stored scale; exponent bytes as float8_e8m0fnu, of which 255 is NaN and refused."""
+        import torch
+
+        from hqconv.quantization.deferred_checks import is_any
+
+        if self.fmt.scale_dtype != "float8e8m0":
+            return self["scale"]
+        exponents = self["scale"].contiguous().view(torch.uint8)
+        if is_any(exponents == 255):
+            self.refuse("scale", "A scale is NaN.", "e8m0 exponents from 0 to 254", "255")
+        return exponents.view(torch.float8_e8m0fnu)
+
+    def coded(
+        self,
+        packed: torch.Tensor,
+        scale: torch.Tensor,
+        *,
+        zero_point: torch.Tensor | None = None,
+        scale_2: torch.Tensor | None = None,
+        column_groups: torch.Tensor | None = None,
+    ) -> CodedMatrix:
+        """Build the decoded matrix and check its values. packed: int32 [N, K * b / 32]."""
+        from hqconv.quantization.coded_matrix import CodedMatrix, checked
+
+        fmt, grid = self.fmt, self.scale_grid(scale)
+        matrix = CodedMatrix(fmt.b_dtype, packed, grid, fmt.group_n, fmt.group_k, zero_point, scale_2, column_groups)
+        return checked(matrix, self.names)
+
+    def zero_or_midpoint(self, zero: torch.Tensor) -> torch.Tensor | None:
+        """Return the zero point of an asymmetric matrix; None for a symmetric one, whose zeros must be the midpoint."""
+        from hqconv.quantization.deferred_checks import is_any
+
+        if self.fmt.has_zero_point:
+            return zero
+        midpoint = 2 ** (integer_bits(self.fmt) - 1)
+        is_other = zero != midpoint
+        if is_any(is_other):
+            self.refuse(
+                "zero_point",
+                "A symmetric matrix has zero points other than the midpoint.",
+                f"{midpoint} everywhere, because the config says it is symmetric",
+                int(zero[is_other][0]),
+                "Check `sym` (`zero_point` for AWQ) and `checkpoint_format` in quantization_config.",
+            )
+        return None
+
+    def group_index(self, num_groups: int) -> torch.Tensor | None:
+        """Return g_idx as int64 [K], each of a group that exists; None if the group size implies the same groups."""
+        import torch
+
+        columns = self["g_idx"].long().contiguous()
+        is_outside = (columns < 0) | (columns >= num_groups)
+        if bool(is_outside.any()):
+            expected, found = f"groups from 0 to {num_groups - 1}", int(columns[is_outside][0])
+            self.refuse("g_idx", "A column's group does not exist.", expected, found)
+        implied = torch.arange(len(columns), device=columns.device) // (self.fmt.group_k or len(columns))
+        return None if torch.equal(columns, implied) else columns
+
+
 class Encoding(ABC):
     """One way to store a matrix. A subclass is registered with `register_encoding`.
 
     name: `SourceFormat.encoding`. weight_names: raw names of the tensor of codes. part_names: raw names of its
     partners. b_dtype: Humming's type of the codes where it is always the same. byte_scale_dtype: the type of scales
-    that are stored as bytes (U8); "" where the config says it.
+    that are stored as bytes (U8); "" where the config says it. rows_per_element, columns_per_element: of the codes in
+    an element of the stored tensor.
     """
 
     name: ClassVar[str]
@@ -67,14 +198,16 @@ class Encoding(ABC):
     part_names: ClassVar[tuple[str, ...]] = ()
     b_dtype: ClassVar[str] = ""
     byte_scale_dtype: ClassVar[str] = "float8e8m0"
+    rows_per_element: ClassVar[int] = 1
+    columns_per_element: ClassVar[Fraction] = Fraction(1)
     bias_before: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
-    def stored_tensors(self, fmt: SourceFormat, headers: Headers, n: int, k: int) -> list[StoredTensor]:
-        """List the tensors of a matrix [n, k], its bias aside. Raises InputError for sizes that cannot be packed."""
+    def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
+        """List the tensors of a matrix, its bias aside. Raises InputError for sizes that cannot be packed."""
 
     @abstractmethod
-    def decode(self, fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> CodedMatrix | torch.Tensor:
+    def decode(self, matrix: StoredMatrix) -> Decoded:
         """Decode a matrix: codes and scales, or float32 [N, K] where Humming has no such codes.
 
         Raises InputError for values that the encoding cannot have, RequestError where its library is not installed.
@@ -94,7 +227,7 @@ class Encoding(ABC):
 
     def logical_shape(self, fmt: SourceFormat, headers: Headers, weight: TensorSpec) -> Shape | None:
         """Return (N, K) that the header of the codes implies; None where it leaves them open."""
-        return weight.shape[0], weight.shape[1]
+        return weight.shape[0] * self.rows_per_element, int(weight.shape[1] * self.columns_per_element)
 
 
 E = TypeVar("E", bound=Encoding)
@@ -156,37 +289,13 @@ class Unquantized(Encoding):
 
     name = FLOAT
 
-    def stored_tensors(self, fmt: SourceFormat, headers: Headers, n: int, k: int) -> list[StoredTensor]:
+    def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
         """List the weight."""
-        return [StoredTensor("weight", ("weight",), FLOATS, ((n, k),))]
+        return [StoredTensor("weight", ("weight",), FLOATS, ((matrix.n, matrix.k),))]
 
-    def decode(self, fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> torch.Tensor:
+    def decode(self, matrix: StoredMatrix) -> Decoded:
         """Return the weight as it is, in its own dtype."""
-        return parts["weight"]
-
-
-# --- headers -------------------------------------------------------------------------------------------------
-
-
-def grid_shapes(n: int, k: int, group_n: int, group_k: int) -> Shapes:
-    """Return the shapes that a scale per `group_n` x `group_k` weights may have; 0 means all, ragged ends count."""
-    rows = math.ceil(n / group_n) if group_n else 1
-    columns = math.ceil(k / group_k) if group_k else 1
-    if rows * columns == 1:
-        return ONE
-    return ((rows, columns), (rows,)) if columns == 1 else ((rows, columns),)
-
-
-def require_multiples(headers: Headers, sizes: Iterable[tuple[str, int, int]]) -> None:
-    """Raise InputError unless every (dimension, size, divisor) divides."""
-    for dimension, size, divisor in sizes:
-        if size % divisor:
-            raise InputError(
-                f"The matrix has a number of {dimension} that the format cannot pack.",
-                where=next(iter(headers.values())).name if headers else "",
-                expected=f"a multiple of {divisor}",
-                found=size,
-            )
+        return matrix["weight"]
 
 
 def integer_bits(fmt: SourceFormat) -> int:
@@ -203,83 +312,3 @@ def shape_of_words(fmt: SourceFormat, rows: int, words: int) -> Shape | None:
     """Return (N, K) of codes packed along K in int32 words without gaps."""
     bits = code_bits(fmt.b_dtype)
     return (rows, words * 32 // bits) if words * 32 % bits == 0 else None
-
-
-# --- decoding ----------------------------------------------------------------------------------------------
-
-
-def scale_grid(scale: torch.Tensor, fmt: SourceFormat, shape: Shape) -> torch.Tensor:
-    """Reshape a stored scale to [ceil(N / group_n), ceil(K / group_k)]."""
-    rows, columns = (
-        -(-size // group) if group else 1 for size, group in zip(shape, (fmt.group_n, fmt.group_k), strict=True)
-    )
-    return scale.reshape(rows, columns)
-
-
-def as_e8m0(scale: torch.Tensor, name: str) -> torch.Tensor:
-    """View exponent bytes as float8_e8m0fnu; 255 is NaN and refused."""
-    import torch
-
-    from hqconv.quantization.coded_matrix import refuse
-    from hqconv.quantization.deferred_checks import is_any
-
-    exponents = scale.contiguous().view(torch.uint8)
-    if is_any(exponents == 255):
-        refuse("A scale is NaN.", name, "e8m0 exponents from 0 to 254", "255")
-    return exponents.view(torch.float8_e8m0fnu)
-
-
-def coded_matrix(
-    fmt: SourceFormat,
-    packed: torch.Tensor,
-    scale: torch.Tensor,
-    names: Names,
-    *,
-    zero_point: torch.Tensor | None = None,
-    scale_2: torch.Tensor | None = None,
-    column_groups: torch.Tensor | None = None,
-) -> CodedMatrix:
-    """Build the matrix of a format and check its values. packed: int32 [N, K * b / 32]; scale: [N', G]."""
-    from hqconv.quantization.coded_matrix import CodedMatrix, checked
-
-    matrix = CodedMatrix(fmt.b_dtype, packed, scale, fmt.group_n, fmt.group_k, zero_point, scale_2, column_groups)
-    return checked(matrix, names)
-
-
-def zero_or_midpoint(fmt: SourceFormat, zero: torch.Tensor, names: Names) -> torch.Tensor | None:
-    """Return the zero point of an asymmetric matrix; None for a symmetric one, whose zeros must be the midpoint."""
-    from hqconv.quantization.coded_matrix import refuse
-    from hqconv.quantization.deferred_checks import is_any
-
-    if fmt.has_zero_point:
-        return zero
-    midpoint = 2 ** (integer_bits(fmt) - 1)
-    is_other = zero != midpoint
-    if is_any(is_other):
-        refuse(
-            "A symmetric matrix has zero points other than the midpoint.",
-            names.get("zero_point", ""),
-            f"{midpoint} everywhere, because the config says it is symmetric",
-            int(zero[is_other][0]),
-            "Check `sym` (`zero_point` for AWQ) and `checkpoint_format` in quantization_config.",
-        )
-    return None
-
-
-def group_index(fmt: SourceFormat, index: torch.Tensor, num_groups: int, names: Names) -> torch.Tensor | None:
-    """Return g_idx as int64 [K], each of a group that exists; None if the group size implies the same groups."""
-    import torch
-
-    from hqconv.quantization.coded_matrix import refuse
-
-    columns = index.long().contiguous()
-    is_outside = (columns < 0) | (columns >= num_groups)
-    if bool(is_outside.any()):
-        refuse(
-            "A column's group does not exist.",
-            names.get("g_idx", ""),
-            f"groups from 0 to {num_groups - 1}",
-            int(columns[is_outside][0]),
-        )
-    implied = torch.arange(len(columns), device=columns.device) // (fmt.group_k or len(columns))
-    return None if torch.equal(columns, implied) else columns

@@ -8,35 +8,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from hqconv.errors import InputError
 from hqconv.formats.config_reader import ConfigReader, Keys, Text, refuse_rotation
 from hqconv.formats.encoding import (
     SCALE_DTYPES,
+    Decoded,
     Encoding,
     Headers,
-    Names,
-    Parts,
-    Shape,
+    MatrixHeaders,
+    StoredMatrix,
     StoredTensor,
-    as_e8m0,
-    coded_matrix,
-    grid_shapes,
     register_encoding,
-    require_multiples,
-    scale_grid,
 )
 from hqconv.formats.gptq import dynamic_rules
 from hqconv.formats.module_rules import Matcher, Rule, always, globbed_in, parents, skipped_names, when
-from hqconv.formats.mx import MXFP4
-from hqconv.formats.nvfp4 import nvfp4_format
+from hqconv.formats.mx import MXFP4, nvfp4_format
 from hqconv.formats.quant_config import quant_method
 from hqconv.formats.source_format import ANY, SourceFormat
 from hqconv.schemas.dtypes import FLOATS, humming_name
-
-if TYPE_CHECKING:
-    from hqconv.quantization.coded_matrix import CodedMatrix
 
 # DeepSeek's names of code types, and torch's, which MiniMax writes.
 _CODE_DTYPES = {"e4m3": "float8e4m3", "e5m2": "float8e5m2", "float8_e4m3fn": "float8e4m3", "float8_e5m2": "float8e5m2"}
@@ -185,10 +175,11 @@ class Fp8(Encoding):
     name = "fp8"
     part_names = _SCALE_NAMES
 
-    def stored_tensors(self, fmt: SourceFormat, headers: Headers, n: int, k: int) -> list[StoredTensor]:
+    def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
         """List the weight and its scale."""
-        require_multiples(headers, [("columns", k, 4)])
-        scales, is_inverted = grid_shapes(n, k, fmt.group_n, fmt.group_k), bool(fmt.option("scale_inverted"))
+        fmt, n, k = matrix.fmt, matrix.n, matrix.k
+        matrix.require_multiples(4)
+        scales, is_inverted = matrix.scale_shapes, bool(fmt.option("scale_inverted"))
         if len(scales[0]) == 2:  # ModelOpt's FP8_PB_WO keeps the dimensions of the blocks
             scales = (*scales, (scales[0][0], 1, scales[0][1], 1))
         return [
@@ -226,26 +217,21 @@ class Fp8(Encoding):
         fmt = super().complete(replace(fmt, b_dtype=b_dtype), found, used, k)
         return replace(fmt, scale_dtype="float32") if fmt.option("scale_inverted") else fmt
 
-    def decode(self, fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> CodedMatrix:
+    def decode(self, matrix: StoredMatrix) -> Decoded:
         """Keep the codes; give e8m0 scales their dtype."""
         import torch
 
-        from hqconv.quantization import bit_codec
-        from hqconv.quantization.coded_matrix import refuse
         from hqconv.quantization.deferred_checks import is_any
 
-        scale, name = parts["scale"], names.get("scale", "")
-        if fmt.option("scale_inverted"):
+        scale = matrix.scale()
+        if matrix.fmt.option("scale_inverted"):
             scale = scale.float()
             if is_any(~(scale.isfinite() & (scale > 0))):
-                refuse("A scale is not usable.", name, "positive numbers, which divide", "another number")
+                matrix.refuse("scale", "A scale is not usable.", "positive numbers, which divide", "another number")
             scale = scale.reciprocal()
-        elif scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
-            scale = as_e8m0(scale, name)
-        elif fmt.option("scale_fmt") == "ue8m0":
+        elif scale.dtype != torch.float8_e8m0fnu and matrix.fmt.option("scale_fmt") == "ue8m0":
             mantissa, _ = torch.frexp(scale.float())
             if is_any(mantissa != 0.5):
                 found = scale[mantissa.reshape(scale.shape) != 0.5].flatten()[0].item()
-                refuse("A scale is no power of two.", name, "ue8m0 scales: powers of two", found)
-        packed = bit_codec.as_words(parts["weight"].reshape(shape[0], -1))
-        return coded_matrix(fmt, packed, scale_grid(scale, fmt, shape), names)
+                matrix.refuse("scale", "A scale is no power of two.", "ue8m0 scales: powers of two", found)
+        return matrix.coded(matrix.words(), scale)

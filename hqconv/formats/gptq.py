@@ -13,19 +13,16 @@ from typing import TYPE_CHECKING
 from hqconv.errors import InputError
 from hqconv.formats.config_reader import ConfigReader, Keys, Text, refuse_rotation
 from hqconv.formats.encoding import (
+    Decoded,
     Encoding,
     Headers,
-    Names,
-    Parts,
+    MatrixHeaders,
     Shape,
+    StoredMatrix,
     StoredTensor,
-    coded_matrix,
-    group_index,
     integer_bits,
     register_encoding,
-    require_multiples,
     shape_of_words,
-    zero_or_midpoint,
 )
 from hqconv.formats.linear_regex import LinearRegex
 from hqconv.formats.module_rules import Rule, always, containing, when
@@ -36,8 +33,6 @@ from hqconv.schemas.tensors import TensorSpec
 
 if TYPE_CHECKING:
     import torch
-
-    from hqconv.quantization.coded_matrix import CodedMatrix
 
 
 # How a tool ran: GPTQModel's meta_field_map, transformers' GPTQConfig, AutoGPTQ's BaseQuantizeConfig.
@@ -146,16 +141,17 @@ class Gptq(Encoding):
     weight_names = ("qweight",)
     part_names = ("qzeros", "scales", "g_idx")
 
-    def stored_tensors(self, fmt: SourceFormat, headers: Headers, n: int, k: int) -> list[StoredTensor]:
+    def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
         """List codes, zero points, scales and the order of columns."""
+        fmt, n, k = matrix.fmt, matrix.n, matrix.k
         bits = integer_bits(fmt)
         if bits not in (2, 3, 4, 8):  # GPTQModel spreads 5, 6 and 7 bits over bit planes
             raise InputError(
                 "GPTQ codes of this size cannot be read.", expected="2, 3, 4 or 8 bits", found=f"{bits} bits"
             )
         divisor = 32 // math.gcd(bits, 32)
-        require_multiples(headers, [("columns", k, divisor), ("rows", n, divisor)])
-        groups = math.ceil(k / fmt.group_k) if fmt.group_k else 1
+        matrix.require_multiples(divisor, divisor)
+        groups = matrix.num_groups
         zeros, is_ordered = ((groups, n * bits // 32),), bool(fmt.option("desc_act", False))
         return [
             StoredTensor("weight", ("qweight",), ("I32",), ((k * bits // 32, n),)),
@@ -174,16 +170,21 @@ class Gptq(Encoding):
         words, rows = weight.shape
         return shape_of_words(fmt, rows, words)
 
-    def decode(self, fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> CodedMatrix:
+    def decode(self, matrix: StoredMatrix) -> Decoded:
         """Transpose the words; the zero points are codes [N, G]."""
-        packed = parts["weight"].t().contiguous()
-        scale = parts["scale"].t().contiguous()
-        zero = _zero_points(fmt, parts["zero_point"].contiguous())
-        zero_point = zero_or_midpoint(fmt, zero.t().contiguous(), names)
-        columns = None
-        if "g_idx" in parts:
-            columns = _column_groups(fmt, parts["g_idx"], scale.size(1), names)
-        return coded_matrix(fmt, packed, scale, names, zero_point=zero_point, column_groups=columns)
+        packed = matrix["weight"].t().contiguous()
+        scale = matrix["scale"].t().contiguous()
+        zero = _zero_points(matrix.fmt, matrix["zero_point"].contiguous())
+        zero_point = matrix.zero_or_midpoint(zero.t().contiguous())
+        columns = matrix.group_index(scale.size(1)) if "g_idx" in matrix else None
+        if columns is not None and not matrix.fmt.option("desc_act", False):
+            matrix.refuse(
+                "g_idx",
+                "The columns are in another order than the config says.",
+                f"column // {matrix.fmt.group_k or len(columns)}, because desc_act is false",
+                "other groups",
+            )
+        return matrix.coded(packed, scale, zero_point=zero_point, column_groups=columns)
 
 
 def _zero_points(fmt: SourceFormat, stored: torch.Tensor) -> torch.Tensor:
@@ -196,18 +197,3 @@ def _zero_points(fmt: SourceFormat, stored: torch.Tensor) -> torch.Tensor:
         return bit_codec.unpack(stored + ones, bits)  # wraps
     zero: torch.Tensor = (bit_codec.unpack(stored, bits) + offset) & (2**bits - 1)
     return zero
-
-
-def _column_groups(fmt: SourceFormat, index: torch.Tensor, num_groups: int, names: Names) -> torch.Tensor | None:
-    """Return g_idx as `group_index`. Raises InputError for another order than the group size's without desc_act."""
-    from hqconv.quantization.coded_matrix import refuse
-
-    columns = group_index(fmt, index, num_groups, names)
-    if columns is not None and not fmt.option("desc_act", False):
-        refuse(
-            "The columns are in another order than the config says.",
-            names.get("g_idx", ""),
-            f"column // {fmt.group_k or len(columns)}, because desc_act is false",
-            "other groups",
-        )
-    return columns

@@ -5,27 +5,23 @@ Legend: N output rows, K input columns, G groups along K.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 from hqconv.errors import InputError, RequestError
 from hqconv.formats.config_reader import ConfigReader, Keys, Text
 from hqconv.formats.encoding import (
     ONE,
     SCALE_DTYPES,
+    Decoded,
     Encoding,
     Headers,
-    Names,
-    Parts,
+    MatrixHeaders,
     Shape,
+    StoredMatrix,
     StoredTensor,
-    as_e8m0,
-    coded_matrix,
-    grid_shapes,
     register_encoding,
-    require_multiples,
-    scale_grid,
     shape_of_words,
 )
 from hqconv.formats.linear_regex import LinearRegex
@@ -35,9 +31,6 @@ from hqconv.formats.source_format import SourceFormat
 from hqconv.schemas.dtypes import FLOATS, code_bits
 from hqconv.schemas.tensors import TensorSpec
 from hqconv.schemas.weight_schema import WeightSchema
-
-if TYPE_CHECKING:
-    from hqconv.quantization.coded_matrix import CodedMatrix
 
 # Names of a field, the first that is present counts. Source: HummingWeightSchema.KWARGS_ALIAS.
 _NAMES = {
@@ -146,20 +139,21 @@ class Humming(Encoding):
     part_names = ("weight_scale", "weight_scale_2", "zero_point")
     byte_scale_dtype = ""
 
-    def stored_tensors(self, fmt: SourceFormat, headers: Headers, n: int, k: int) -> list[StoredTensor]:
+    def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
         """List the words, scales, zero points and second scales."""
+        fmt, n, k = matrix.fmt, matrix.n, matrix.k
         bits = code_bits(fmt.b_dtype)
-        require_multiples(headers, [("columns", k, 32)])
+        matrix.require_multiples(32)
         dtypes = SCALE_DTYPES.get(fmt.scale_dtype, FLOATS)
         stored = [
             StoredTensor("weight", ("weight",), ("I32",), ((n, k * bits // 32),)),
-            StoredTensor("scale", ("weight_scale",), dtypes, grid_shapes(n, k, fmt.group_n, fmt.group_k)),
+            StoredTensor("scale", ("weight_scale",), dtypes, matrix.scale_shapes),
         ]
         groups = k // fmt.group_k if fmt.group_k else 1
         if fmt.has_zero_point and fmt.option("is_fp_zero_point"):
             stored.append(StoredTensor("zero_point", ("zero_point",), FLOATS, ((n, groups),)))
         elif fmt.has_zero_point:
-            require_multiples(headers, [("rows", n * bits, 32)])
+            matrix.require_multiples(32, 32 // math.gcd(bits, 32))
             stored.append(StoredTensor("zero_point", ("zero_point",), ("I32",), ((n * bits // 32, groups),)))
         if fmt.scale_2 != "none":
             shapes = ONE if fmt.scale_2 == "tensor" else ((n,), (n, 1))
@@ -170,28 +164,17 @@ class Humming(Encoding):
         """Return (N, K) of words along K."""
         return shape_of_words(fmt, *weight.shape)
 
-    def decode(self, fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> CodedMatrix:
+    def decode(self, matrix: StoredMatrix) -> Decoded:
         """Keep the words; unpack integer zero points."""
         from hqconv.quantization import bit_codec
-        from hqconv.quantization.coded_matrix import refuse
         from hqconv.quantization.deferred_checks import is_any
 
-        scale = parts["scale"]
-        if fmt.scale_dtype == "float8e8m0":
-            scale = as_e8m0(scale, names.get("scale", ""))
         zero_point = None
-        if fmt.has_zero_point:
-            zero_point = parts["zero_point"].contiguous()
-            if not fmt.option("is_fp_zero_point"):
-                zero_point = bit_codec.unpack_along_rows(zero_point, code_bits(fmt.b_dtype), shape[0])
+        if matrix.fmt.has_zero_point:
+            zero_point = matrix["zero_point"].contiguous()
+            if not matrix.fmt.option("is_fp_zero_point"):
+                zero_point = bit_codec.unpack_along_rows(zero_point, code_bits(matrix.fmt.b_dtype), matrix.shape[0])
             elif is_any(~zero_point.isfinite()):
-                where = names.get("zero_point", "")
-                refuse("A zero point is NaN or infinite.", where, "finite zero points", "NaN or Inf")
-        return coded_matrix(
-            fmt,
-            parts["weight"].contiguous(),
-            scale_grid(scale, fmt, shape),
-            names,
-            zero_point=zero_point,
-            scale_2=parts["scale_2"].reshape(-1) if "scale_2" in parts else None,
-        )
+                matrix.refuse("zero_point", "A zero point is NaN or infinite.", "finite zero points", "NaN or Inf")
+        scale_2 = matrix["scale_2"].reshape(-1) if "scale_2" in matrix else None
+        return matrix.coded(matrix["weight"].contiguous(), matrix.scale(), zero_point=zero_point, scale_2=scale_2)

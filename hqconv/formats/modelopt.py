@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from hqconv.formats.config_reader import LARGEST, ConfigReader, Keys, Text, refuse_rotation
 from hqconv.formats.module_rules import Rule, always, globbed_in, parents, when
-from hqconv.formats.mx import mx_format
-from hqconv.formats.nvfp4 import nvfp4_format
+from hqconv.formats.mx import mx_format, nvfp4_format
 from hqconv.formats.quant_config import quant_method
 from hqconv.formats.source_format import SourceFormat
 

@@ -1,35 +1,33 @@
-"""OCP microscaling: the methods `mxfp4` (GPT-OSS) and `mxfp8` (MiniMax), and the encodings mxfp4, mxfp6 and mxfp8.
+"""Microscaling: the methods `mxfp4` (GPT-OSS) and `mxfp8` (MiniMax), and the encodings mxfp4, mxfp6, mxfp8 and nvfp4.
 
-Legend: N output rows, K input columns. A power-of-two scale (e8m0) per 32 columns.
+Legend: N output rows, K input columns. OCP's formats have a power-of-two scale (e8m0) per 32 columns, NVIDIA's fp4 one
+in e4m3 per 16 and one for the matrix.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import replace
+from fractions import Fraction
 
 from hqconv.formats.config_reader import ConfigReader, Keys, Text
 from hqconv.formats.encoding import (
+    ONE,
     SCALE_DTYPES,
+    Decoded,
     Encoding,
     Headers,
-    Names,
-    Parts,
+    MatrixHeaders,
     Shape,
     Shapes,
+    StoredMatrix,
     StoredTensor,
-    as_e8m0,
-    coded_matrix,
     register_encoding,
-    require_multiples,
-    scale_grid,
 )
 from hqconv.formats.module_rules import Rule, always, globbed_in, on_path, skipped_names, when
 from hqconv.formats.quant_config import quant_method
 from hqconv.formats.source_format import SourceFormat
 from hqconv.schemas.tensors import TensorSpec
-
-if TYPE_CHECKING:
-    from hqconv.quantization.coded_matrix import CodedMatrix
 
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale", "scale", "scale_inv", "scales")
 
@@ -72,16 +70,12 @@ def parse_mxfp8(config: ConfigReader, _text: Text) -> list[Rule]:
 class _Microscaling(Encoding):
     part_names = _SCALE_NAMES
 
-    def decode(self, fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> CodedMatrix:
+    def decode(self, matrix: StoredMatrix) -> Decoded:
         """Keep the codes; give the scales their dtype.
 
         Source: OCP Microscaling Formats 1.0; transformers, integrations/mxfp4.py, convert_moe_packed_tensors.
         """
-        from hqconv.quantization import bit_codec
-
-        packed = bit_codec.as_words(parts["weight"].reshape(shape[0], -1))
-        scale = as_e8m0(parts["scale"], names.get("scale", ""))
-        return coded_matrix(fmt, packed, scale_grid(scale, fmt, shape), names)
+        return matrix.coded(matrix.words(), matrix.scale())
 
 
 @register_encoding
@@ -92,11 +86,12 @@ class Mxfp4(_Microscaling):
     weight_names = ("weight", "weight_packed", "blocks")
     b_dtype = "float4e2m1"
 
-    def stored_tensors(self, fmt: SourceFormat, headers: Headers, n: int, k: int) -> list[StoredTensor]:
+    def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
         """List the codes and their scales."""
-        require_multiples(headers, [("columns", k, 32)])
+        n, k = matrix.n, matrix.k
+        matrix.require_multiples(32)
         shapes: Shapes = ((n, k // 2), (n, k // 32, 16))
-        if any(part.dtype == "F4" for part in headers.values()):
+        if any(part.dtype == "F4" for part in matrix.headers.values()):
             shapes = (*shapes, (n, k))  # elements, not bytes
         return [
             StoredTensor("weight", self.weight_names, ("U8", "I8", "F4"), shapes),
@@ -123,18 +118,16 @@ class Mxfp6(_Microscaling):
     name = "mxfp6"
     weight_names = ("weight_packed",)
     b_dtype = "float6e2m3"
+    columns_per_element = Fraction(4, 3)
 
-    def stored_tensors(self, fmt: SourceFormat, headers: Headers, n: int, k: int) -> list[StoredTensor]:
+    def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
         """List the codes and their scales."""
-        require_multiples(headers, [("columns", k, 32)])
+        n, k = matrix.n, matrix.k
+        matrix.require_multiples(32)
         return [
             StoredTensor("weight", self.weight_names, ("U8",), ((n, k * 3 // 4),)),
             StoredTensor("scale", _SCALE_NAMES, SCALE_DTYPES["float8e8m0"], ((n, k // 32),)),
         ]
-
-    def logical_shape(self, fmt: SourceFormat, headers: Headers, weight: TensorSpec) -> Shape | None:
-        """Return (N, K): four codes in three bytes."""
-        return weight.shape[0], weight.shape[1] * 4 // 3
 
 
 @register_encoding
@@ -145,9 +138,10 @@ class Mxfp8(_Microscaling):
     weight_names = ("weight", "weight_packed")
     b_dtype = "float8e4m3"
 
-    def stored_tensors(self, fmt: SourceFormat, headers: Headers, n: int, k: int) -> list[StoredTensor]:
+    def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
         """List the codes and their scales."""
-        require_multiples(headers, [("columns", k, 32)])
+        n, k = matrix.n, matrix.k
+        matrix.require_multiples(32)
         return [
             StoredTensor("weight", self.weight_names, ("F8_E4M3", "U8"), ((n, k),)),
             StoredTensor("scale", _SCALE_NAMES, SCALE_DTYPES["float8e8m0"], ((n, k // 32),)),
@@ -155,3 +149,55 @@ class Mxfp8(_Microscaling):
 
 
 MXFP4 = mx_format("mxfp4", "mxfp4")
+
+
+def nvfp4_format(name: str, group_size: int) -> SourceFormat:
+    """Return NVIDIA's fp4 under a name: an e4m3 scale per group and one scale for the matrix."""
+    return SourceFormat(name, "nvfp4", "float4e2m1", "float8e4m3", 1, group_size, scale_2="tensor")
+
+
+@register_encoding
+class Nvfp4(Encoding):
+    """fp4 codes [N, K / 2] with e4m3 scales [N, G] of 16 columns (ModelOpt's W4A8: 32) and one float32 second scale.
+
+    Option scale_2: "multiplies" (modelopt, weight_scale_2) or "divides" (compressed-tensors, weight_global_scale:
+    scale_2 is its float32 reciprocal).
+    """
+
+    name = "nvfp4"
+    weight_names = ("weight", "weight_packed")
+    part_names = ("weight_scale", "weight_scale_2", "weight_global_scale")
+    b_dtype = "float4e2m1"
+    columns_per_element = Fraction(2)
+    byte_scale_dtype = "float8e4m3"  # some writers store them as bytes
+
+    def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
+        """List the codes and both scales."""
+        fmt, n, k = matrix.fmt, matrix.n, matrix.k
+        matrix.require_multiples(fmt.group_k)
+        return [
+            StoredTensor("weight", self.weight_names, ("U8",), ((n, k // 2),)),
+            StoredTensor("scale", ("weight_scale",), ("F8_E4M3", "U8"), ((n, k // fmt.group_k),)),
+            StoredTensor("scale_2", ("weight_scale_2", "weight_global_scale"), ("F32",), ONE),
+        ]
+
+    def complete(self, fmt: SourceFormat, found: Headers, used: Mapping[str, str], k: int) -> SourceFormat:
+        """Set by its name if the second scale multiplies or divides."""
+        scale_2 = "divides" if used["scale_2"] == "weight_global_scale" else "multiplies"
+        options = {**dict(fmt.options), "scale_2": scale_2}
+        fmt = replace(fmt, scale_2="tensor", options=tuple(options.items()))
+        return super().complete(fmt, found, used, k)
+
+    def decode(self, matrix: StoredMatrix) -> Decoded:
+        """Keep the codes and scales; invert a second scale that divides."""
+        import torch
+
+        from hqconv.quantization.deferred_checks import is_any
+
+        scale = matrix["scale"].contiguous().view(torch.float8_e4m3fn)
+        second = matrix["scale_2"].reshape(1).float()
+        if is_any(~(second.isfinite() & (second > 0))):
+            matrix.refuse("scale_2", "A global scale is not usable.", "a positive number", second.item())
+        if matrix.fmt.option("scale_2") == "divides":
+            second = second.reciprocal()
+        return matrix.coded(matrix.words(), scale, scale_2=second)

@@ -14,20 +14,15 @@ from hqconv.formats.config_reader import ConfigReader, Keys, Text, is_online_spi
 from hqconv.formats.encoding import (
     ONE,
     SCALE_DTYPES,
+    Decoded,
     Encoding,
     Headers,
-    Names,
-    Parts,
+    MatrixHeaders,
     Shape,
     Shapes,
+    StoredMatrix,
     StoredTensor,
-    as_e8m0,
-    coded_matrix,
-    grid_shapes,
     register_encoding,
-    require_multiples,
-    scale_grid,
-    zero_or_midpoint,
 )
 from hqconv.formats.module_rules import Rule, always, globbed_in, when
 from hqconv.formats.quant_config import quant_method
@@ -38,7 +33,6 @@ from hqconv.schemas.tensors import TensorSpec
 if TYPE_CHECKING:
     import torch
 
-    from hqconv.quantization.coded_matrix import CodedMatrix
 
 _FLOATS = {
     "fp4": "float4e2m1",
@@ -276,17 +270,18 @@ class Quark(Encoding):
     part_names = ("weight_scale", "weight_scale_2", "weight_zero_point", "weight_zero_point_2")
     byte_scale_dtype = ""
 
-    def stored_tensors(self, fmt: SourceFormat, headers: Headers, n: int, k: int) -> list[StoredTensor]:
+    def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
         """List codes, scales, zero points and the second scale."""
+        fmt, n, k = matrix.fmt, matrix.n, matrix.k
         dtype, is_transposed = fmt.option("dtype"), fmt.option("is_transposed")
         bits = code_bits(fmt.b_dtype)
-        require_multiples(headers, [("columns", k, 32), ("rows", n, 8 if is_transposed else 1)])
+        matrix.require_multiples(32, 8 if is_transposed else 1)
         storage = (_STORAGE[dtype],)
         shape = _packed(dtype, bits, (k, n) if is_transposed else (n, k))
         stored = [StoredTensor("weight", ("weight",), storage, (shape,))]
         if dtype == "mx":
             return stored
-        scales: Shapes = grid_shapes(n, k, fmt.group_n, fmt.group_k)
+        scales: Shapes = matrix.scale_shapes
         if is_transposed:
             scales = ((math.ceil(k / fmt.group_k), n),)
         name = fmt.option("scale_name")
@@ -312,30 +307,26 @@ class Quark(Encoding):
             last = last * 8 // bits
         return (last, first) if fmt.option("is_transposed") else (first, last)
 
-    def decode(self, fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> CodedMatrix:
+    def decode(self, matrix: StoredMatrix) -> Decoded:
         """Turn integers into offset binary, packed along K."""
         import torch
 
-        from hqconv.quantization import bit_codec
-
+        fmt = matrix.fmt
         if fmt.option("dtype") == "mx":
-            return _decode_embedded(fmt, parts["weight"], shape, names)
-        scale = parts["scale"]
-        if fmt.scale_dtype == "float8e8m0":
-            scale = as_e8m0(scale, names.get("scale", ""))
+            return _decode_embedded(matrix)
+        scale = matrix.scale()
         if fmt.option("is_transposed"):
             bits = scale.view(torch.uint8) if scale.element_size() == 1 else scale
             scale = bits.t().contiguous().view(scale.dtype)
         zero_point = None
         if fmt.b_dtype.startswith("uint"):
-            packed = _pack_integers(fmt, parts["weight"])
-            if "zero_point" in parts:
-                zero_point = zero_or_midpoint(fmt, _zero_points(fmt, parts["zero_point"], shape), names)
+            packed = _pack_integers(fmt, matrix["weight"])
+            if "zero_point" in matrix:
+                zero_point = matrix.zero_or_midpoint(_zero_points(fmt, matrix["zero_point"], matrix.shape))
         else:
-            packed = bit_codec.as_words(parts["weight"].reshape(shape[0], -1))
-        scale_2 = parts["scale_2"].float().reshape(-1) if "scale_2" in parts else None
-        scale = scale_grid(scale, fmt, shape)
-        return coded_matrix(fmt, packed, scale, names, zero_point=zero_point, scale_2=scale_2)
+            packed = matrix.words()
+        scale_2 = matrix["scale_2"].float().reshape(-1) if "scale_2" in matrix else None
+        return matrix.coded(packed, scale, zero_point=zero_point, scale_2=scale_2)
 
 
 def _flip(fmt: SourceFormat, bits: int) -> int:
@@ -394,7 +385,7 @@ def _zero_points(fmt: SourceFormat, stored: torch.Tensor, shape: Shape) -> torch
     return codes.reshape(-1)[: shape[0]].reshape(-1, 1).contiguous()
 
 
-def _decode_embedded(fmt: SourceFormat, weight: torch.Tensor, shape: Shape, names: Names) -> CodedMatrix:
+def _decode_embedded(matrix: StoredMatrix) -> Decoded:
     """Decode Quark's old mx blocks: each 32 codes follow their exponent byte, a signed power of two.
 
     mxfp6 keeps the upper two bits of eight codes apart from their lower four. Source: Pack_mxfp4, Pack_mxfp6.
@@ -402,22 +393,22 @@ def _decode_embedded(fmt: SourceFormat, weight: torch.Tensor, shape: Shape, name
     import torch
 
     from hqconv.quantization import bit_codec
-    from hqconv.quantization.coded_matrix import refuse
     from hqconv.quantization.deferred_checks import is_any
 
-    bits = 6 if "6" in fmt.b_dtype else 4
-    blocks = weight.reshape(shape[0], -1, 1 + bits * 4)
+    bits = 6 if "6" in matrix.fmt.b_dtype else 4
+    blocks = matrix["weight"].reshape(matrix.shape[0], -1, 1 + bits * 4)
     exponent = blocks[..., 0].contiguous().view(torch.int8).to(torch.int16) + 127
     if is_any(exponent < 0):
-        refuse("A scale is out of range.", names.get("weight", ""), "exponents from -127", int(exponent.min()) - 127)
+        found = int(exponent.min()) - 127
+        matrix.refuse("weight", "A scale is out of range.", "exponents from -127", found)
     scale = exponent.to(torch.uint8).view(torch.float8_e8m0fnu)
     payload = blocks[..., 1:].contiguous()
     if bits == 4:
         packed = bit_codec.as_words(payload.flatten(1))
     else:
-        triples = payload.reshape(shape[0], -1, 3)
-        shifts = torch.tensor([6, 4, 2, 0], dtype=torch.uint8, device=weight.device)
+        triples = payload.reshape(matrix.shape[0], -1, 3)
+        shifts = torch.tensor([6, 4, 2, 0], dtype=torch.uint8, device=payload.device)
         upper = (triples[..., :1] >> shifts) & 3
         lower = torch.stack([triples[..., 1:] >> 4, triples[..., 1:] & 15], dim=-1).flatten(2)
         packed = bit_codec.pack(((upper << 4) | lower).flatten(1), 6)
-    return coded_matrix(fmt, packed, scale, {**names, "scale": names.get("weight", "")})
+    return matrix.coded(packed, scale)

@@ -11,7 +11,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hqconv.errors import InputError
-from hqconv.formats.encoding import UNUSED_PARTS, Names, Parts, Shape, StoredTensor, encoding, weight_names
+from hqconv.formats.encoding import (
+    UNUSED_PARTS,
+    MatrixHeaders,
+    Shape,
+    StoredMatrix,
+    StoredTensor,
+    encoding,
+    weight_names,
+)
 from hqconv.formats.source_format import ANY, SourceFormat
 from hqconv.schemas.dtypes import FLOATS
 from hqconv.schemas.tensors import TensorSpec
@@ -48,7 +56,7 @@ def resolve_format(declared: SourceFormat, parts: Mapping[str, TensorSpec], n: i
     bias = StoredTensor("bias", ("bias",), FLOATS, ((n,), (n, 1)), is_required=False)
     found: dict[str, TensorSpec] = {}
     used: dict[str, str] = {}
-    tensors = own.stored_tensors(fmt, parts, n, k)
+    tensors = own.stored_tensors(MatrixHeaders(fmt, parts, n, k))
     place = next((i for i, one in enumerate(tensors) if one.canonical in own.bias_before), len(tensors))
     for stored in (*tensors[:place], bias, *tensors[place:]):
         name = _choose(stored, parts, fmt)
@@ -205,14 +213,16 @@ def resized(values: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
     return pad(values, ends).contiguous() if any(ends) else values
 
 
-def decode_matrix(fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> SourceMatrix:
+def decode_matrix(
+    fmt: SourceFormat, parts: Mapping[str, torch.Tensor], shape: Shape, names: Mapping[str, str]
+) -> SourceMatrix:
     """Decode one matrix [N, K] of its parts, values checked. `names`: canonical part → tensor name.
 
     Raises InputError where a tensor holds what its format cannot, RequestError where a format's library is missing.
     """
     from hqconv.quantization.coded_matrix import CodedMatrix
 
-    decoded, bias = encoding(fmt.encoding).decode(fmt, parts, shape, names), parts.get("bias")
+    decoded, bias = encoding(fmt.encoding).decode(StoredMatrix(fmt, parts, shape, names)), parts.get("bias")
     if isinstance(decoded, CodedMatrix):
         return SourceMatrix(names, coded=decoded, bias=bias)
     return SourceMatrix(names, floats=decoded, bias=bias)

@@ -5,29 +5,14 @@ Legend: N output rows, K input columns, G groups along K.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from fractions import Fraction
 
 from hqconv.formats.config_reader import ConfigReader, Keys, Text
-from hqconv.formats.encoding import (
-    Encoding,
-    Headers,
-    Names,
-    Parts,
-    Shape,
-    StoredTensor,
-    coded_matrix,
-    register_encoding,
-    require_multiples,
-    scale_grid,
-)
+from hqconv.formats.encoding import Decoded, Encoding, MatrixHeaders, StoredMatrix, StoredTensor, register_encoding
 from hqconv.formats.module_rules import Rule, always, skipped_names, when
 from hqconv.formats.quant_config import quant_method
 from hqconv.formats.source_format import SourceFormat
 from hqconv.schemas.dtypes import FLOATS
-from hqconv.schemas.tensors import TensorSpec
-
-if TYPE_CHECKING:
-    from hqconv.quantization.coded_matrix import CodedMatrix
 
 _BLOCK = (128, 128)
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale")
@@ -64,24 +49,22 @@ class Int4Pairs(Encoding):
     name = "int4_pairs"
     part_names = _SCALE_NAMES
     b_dtype = "uint4"
+    columns_per_element = Fraction(2)
 
-    def stored_tensors(self, fmt: SourceFormat, headers: Headers, n: int, k: int) -> list[StoredTensor]:
+    def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
         """List the codes and the scales."""
-        require_multiples(headers, [("columns", k, fmt.group_k)])
+        fmt, n, k = matrix.fmt, matrix.n, matrix.k
+        matrix.require_multiples(fmt.group_k)
         return [
             StoredTensor("weight", ("weight",), ("I8", "U8"), ((n, k // 2),)),
             StoredTensor("scale", _SCALE_NAMES, FLOATS, ((n, k // fmt.group_k),)),
         ]
 
-    def logical_shape(self, fmt: SourceFormat, headers: Headers, weight: TensorSpec) -> Shape | None:
-        """Return (N, K): two codes a byte."""
-        return weight.shape[0], weight.shape[1] * 2
-
-    def decode(self, fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> CodedMatrix:
+    def decode(self, matrix: StoredMatrix) -> Decoded:
         """Turn two's complement into offset binary."""
         import torch
 
         from hqconv.quantization import bit_codec
 
-        packed = bit_codec.as_words(parts["weight"].contiguous().view(torch.uint8) ^ 0x88)
-        return coded_matrix(fmt, packed, scale_grid(parts["scale"], fmt, shape), names)
+        packed = bit_codec.as_words(matrix["weight"].contiguous().view(torch.uint8) ^ 0x88)
+        return matrix.coded(packed, matrix["scale"])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -17,27 +16,13 @@ import hqconv
 from hqconv.errors import InputError, RequestError
 from hqconv.formats import encoding, quant_config
 from hqconv.formats.config_reader import ConfigReader, Keys, Text
-from hqconv.formats.encoding import (
-    Encoding,
-    Headers,
-    Names,
-    Parts,
-    Shape,
-    StoredTensor,
-    coded_matrix,
-    grid_shapes,
-    require_multiples,
-    scale_grid,
-)
+from hqconv.formats.encoding import Decoded, Encoding, MatrixHeaders, StoredMatrix, StoredTensor
 from hqconv.formats.module_rules import Rule, always, skipped_names
 from hqconv.formats.quant_config import declared_formats
 from hqconv.formats.source_format import SourceFormat
 from tests.make import conversions
 from tests.make.formats import FormatSpec, Written, write
 from tests.make.packing import Draw, Stored
-
-if TYPE_CHECKING:
-    from hqconv.quantization.coded_matrix import CodedMatrix
 
 # --- the product module: what hqconv/formats/toy.py would hold -----------------------------------------------
 
@@ -56,19 +41,17 @@ class Toy(Encoding):
     weight_names = ("backwards",)
     part_names = ("toy_scale",)
 
-    def stored_tensors(self, fmt: SourceFormat, headers: Headers, n: int, k: int) -> list[StoredTensor]:
-        require_multiples(headers, [("columns", k, fmt.group_k)])
-        scales = grid_shapes(n, k, fmt.group_n, fmt.group_k)
+    def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
+        matrix.require_multiples(matrix.fmt.group_k)
         return [
-            StoredTensor("weight", ("backwards",), ("U8",), ((n, k),)),
-            StoredTensor("scale", ("toy_scale",), ("BF16",), scales),
+            StoredTensor("weight", ("backwards",), ("U8",), ((matrix.n, matrix.k),)),
+            StoredTensor("scale", ("toy_scale",), ("BF16",), matrix.scale_shapes),
         ]
 
-    def decode(self, fmt: SourceFormat, parts: Parts, shape: Shape, names: Names) -> CodedMatrix:
+    def decode(self, matrix: StoredMatrix) -> Decoded:
         from hqconv.quantization import bit_codec
 
-        packed = bit_codec.as_words(parts["weight"].flip(1).contiguous())
-        return coded_matrix(fmt, packed, scale_grid(parts["scale"], fmt, shape), names)
+        return matrix.coded(bit_codec.as_words(matrix["weight"].flip(1).contiguous()), matrix["scale"])
 
 
 # --- the checkpoint --------------------------------------------------------------------------------------------
