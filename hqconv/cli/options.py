@@ -279,7 +279,7 @@ _HELP_OF = {
 
 
 def takes(
-    function: Callable[..., Any], *own: str, is_artifact: bool = False
+    function: Callable[..., Any], *own: str, is_artifact: bool = False, has_context: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the parameters of an API function, callbacks aside, its `own` and the shared ones, as keywords.
 
@@ -293,7 +293,7 @@ def takes(
         parameters += [
             _parameter(name_of, n, False if OPTIONS[n].kind is bool else None, is_artifact) for n in (*own, *_SHARED)
         ]
-        if "context" in inspect.signature(command).parameters:
+        if has_context:
             kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
             parameters.append(inspect.Parameter("context", kind, annotation=typer.Context))
         # Required ones first, as Python has it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import io
 import json
 import logging
@@ -12,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import wraps
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,7 +23,7 @@ import typer
 
 from hqconv import __version__
 from hqconv.cli import interrupt
-from hqconv.cli.options import at_home
+from hqconv.cli.options import at_home, takes
 from hqconv.conversion.parts import torchrun_rank
 from hqconv.errors import EXIT_BUG, EXIT_INTERRUPTED, HqconvError, OutputError, RequestError, printable, printable_line
 
@@ -71,6 +73,11 @@ def _logged(command: str, *, quiet: bool, verbose: bool, log_file: Path | None) 
 
     Raises RequestError for an unusable file.
     """
+    if verbose and quiet:
+        raise RequestError("--verbose and --quiet exclude each other.", remedy="Give one of the two.")
+    if quiet:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    log_file = at_home(log_file)
     handlers: list[logging.Handler] = []
     if not quiet:
         handlers.append(_StderrHandler(logging.INFO if verbose else logging.WARNING))
@@ -216,19 +223,60 @@ def _fail(error: HqconvError, exit_code: int | None = None, text: str | None = N
     return typer.Exit(exit_code)
 
 
-def guarded(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a command so that every failure is one message and a documented exit code, and its work is logged."""
+@dataclass(frozen=True)
+class Result:
+    """What a command has to print, None for nothing, and its exit code.
 
-    @wraps(command)
-    def run(*args: Any, **kwargs: Any) -> None:
-        with ExitStack() as stack, _one_message(json=bool(kwargs.get("json"))):
-            options = {name: at_home(value) for name, value in kwargs.items()}
-            quiet, verbose, log_file = options["quiet"], options.pop("verbose"), options.pop("log_file")
-            if verbose and quiet:
-                raise RequestError("--verbose and --quiet exclude each other.", remedy="Give one of the two.")
-            if quiet:
-                os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-            stack.enter_context(_logged(command.__name__, quiet=quiet, verbose=verbose, log_file=log_file))
-            command(*args, **options)
+    is_output: the document is all that the command makes: a stdout that cannot be written is an error. Of finished work
+    it is a warning.
+    """
 
-    return run
+    document: Mapping[str, Any] | None
+    exit_code: int = 0
+    is_output: bool = False
+
+
+def show(document: Mapping[str, Any], *, json: bool, is_output: bool = False) -> None:
+    """Print a document to stdout, as JSON or as tables. A reader that has gone away has seen enough: no error."""
+    try:
+        if json:
+            print_json(document)
+        else:
+            from hqconv.cli import render
+
+            render.show(dict(document))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        discard_stdout()
+    except (OSError, UnicodeError) as error:
+        if is_output:
+            raise
+        discard_stdout()
+        warn(f"The report could not be written to stdout: {error}.")
+
+
+def command(function: Callable[..., Any], *own: str, is_artifact: bool = False) -> Callable[..., Callable[..., None]]:
+    """Decorate a command with the parameters of an API function, its `own` and the shared options: see `takes`.
+
+    Its result is printed, its work logged, and every failure is one message and a documented exit code.
+    """
+
+    def decorate(run: Callable[..., Result]) -> Callable[..., None]:
+        wanted = inspect.signature(run).parameters
+
+        @wraps(run)
+        def guarded(*, json: bool, quiet: bool, verbose: bool, log_file: Path | None, **options: Any) -> None:
+            with ExitStack() as stack, _one_message(json=json):  # a failure is logged as well
+                stack.enter_context(_logged(run.__name__, quiet=quiet, verbose=verbose, log_file=log_file))
+                options = {name: at_home(value) for name, value in options.items()}
+                options |= {name: value for name, value in (("json", json), ("quiet", quiet)) if name in wanted}
+                result = run(**options)
+                is_dry_run = bool(options.get("dry_run"))
+                if result.document is not None and (json or not quiet or is_dry_run):
+                    show(result.document, json=json, is_output=result.is_output)
+                if result.exit_code:
+                    raise typer.Exit(result.exit_code)
+
+        return takes(function, *own, is_artifact=is_artifact, has_context="context" in wanted)(guarded)
+
+    return decorate

@@ -1,23 +1,43 @@
-"""The commands `report` and `schemas`, and the page of `verify --report`."""
+"""The commands that check and describe: `verify`, `report`, `evaluate`, `importance`, `inspect` and `schemas`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hqconv import api
-from hqconv.cli.output import say, warn
-from hqconv.errors import RequestError
+from hqconv.cli.options import parse_checks, parse_layers, parse_tokens
+from hqconv.cli.output import Result, command, say, show, warn
+from hqconv.errors import RequestError, VerificationError
 
 if TYPE_CHECKING:
-    from hqconv.artifact.manifest import Manifest
     from hqconv.verification.result import VerificationReport
 
 Document = dict[str, Any]
 
 
-def report(
+@command(api.verify, "report", is_artifact=True)
+def verify(
+    *, checks: str | None, layers: str | None, tokens: str, report: Path | None, json: bool, quiet: bool, **options: Any
+) -> Result:
+    """Check an artifact: its files, its decoded weights against the source, and the output of the GPU kernel."""
+    from hqconv.cli.progress_bar import ShownProgress
+    from hqconv.reports.page_document import page_place
+
+    out = Path(options["out"])
+    place = None if report is None else page_place(out, report, overwrite=False, option="--report")
+    options |= {"checks": parse_checks(checks), "layers": parse_layers(layers), "tokens": parse_tokens(tokens)}
+    with ShownProgress(quiet=quiet) as progress:
+        verified = api.verify(**options, progress=progress.of_check)
+    if json or not (quiet and verified.passed):
+        show(verified.to_dict(), json=json)
+    if place is not None:
+        _write_page(out, place, verified)
+        say(f"The page is in {place}.")
+    return Result(None, 0 if verified.passed else VerificationError.exit_code)
+
+
+def make_report(
     out: str | Path,
     source: str | None = None,
     *,
@@ -52,62 +72,57 @@ def report(
         read_allocation(allocation, manifest)
     evaluated = None if evaluation is None else read_evaluation(evaluation, manifest)
     place = page_place(root, page, overwrite=overwrite_page)
-    verification = None
+    verified = None
     if source is not None or revision is not None:
         resources: Document = {"device": device, "max_memory": max_memory, "threads": threads, "revision": revision}
         resources |= {"cache_limit": cache_limit, "keep_source": keep_source}
-        verification = api.verify(root, source, checks=["weights"], **resources)
+        verified = api.verify(root, source, checks=["weights"], **resources)
     more: Document = {"allocation": allocation, "evaluation": evaluated}
-    return write_report(root, place, verification, **more, manifest=None if verification else manifest)
+    return _write_page(root, place, verified, **more, manifest=None if verified else manifest)
 
 
-def page_writer(out: str | Path, page: Path | None) -> Callable[[VerificationReport], None]:
-    """Return a function that writes the page of `verify --report` after the checks; it does nothing if `page` is None.
-
-    Raises OutputError before the checks if the page could not be written.
-    """
-    if page is None:
-        return lambda verified: None
-    from hqconv.reports.page_document import page_place
-
-    place = page_place(Path(out), page, overwrite=False, option="--report")
-
-    def write(verified: VerificationReport) -> None:
-        write_report(Path(out), place, verified)
-        say(f"The page is in {place}.")
-
-    return write
-
-
-def write_report(
-    root: Path,
-    place: Path,
-    verification: VerificationReport | None,
-    *,
-    allocation: Path | None = None,
-    evaluation: Document | None = None,
-    manifest: Manifest | None = None,
-) -> Document:
-    """Write the page to `place`, a result of `page_place`, and return its document. Raises the errors of `report`."""
+def _write_page(root: Path, place: Path, verified: VerificationReport | None, **more: Any) -> Document:
+    """Write the page to `place`, a result of `page_place`, and return its document. more: for `page_document`."""
     from hqconv.reports.page import page as page_of
     from hqconv.reports.page_document import page_document, write_page
 
-    checks = None if verification is None else verification.to_dict()
-    expert_errors = {
-        layer: roles
-        for result in ([] if verification is None else verification.results)
-        for layer, roles in result.of_experts.items()
-        if roles
-    }
-    more: Document = {"allocation": allocation, "evaluation": evaluation, "manifest": manifest}
-    document = page_document(root, checks, expert_errors, **more)
+    checks = None if verified is None else verified.to_dict()
+    results = [] if verified is None else verified.results
+    document = page_document(root, checks, {k: v for result in results for k, v in result.of_experts.items()}, **more)
     write_page(place, page_of(document))
     if place.resolve().is_relative_to(root.resolve()):
         warn("The page lies inside the artifact. `hqconv verify` will report it as a file that is not in the manifest.")
     return {**document, "page": str(place)}
 
 
-def schemas(*, recipes: bool = False, for_gpu: str | None = None, input_schema: str | None = None) -> Document:
+@command(make_report, is_artifact=True)
+def report(**options: Any) -> Result:
+    """Write an HTML report about an artifact: errors, experts, checks, provenance. No network is needed."""
+    document = make_report(**options)
+    checks = document["verification"]
+    return Result(document, 0 if checks is None or checks["passed"] else VerificationError.exit_code)
+
+
+@command(api.collect_importance)
+def importance(*, quiet: bool, **options: Any) -> Result:
+    """Make a file for convert --importance from a text. Needs transformers."""
+    return Result(api.collect_importance(**options, announce=None if quiet else say))
+
+
+@command(api.evaluate, is_artifact=True)
+def evaluate(*, quiet: bool, **options: Any) -> Result:
+    """Measure an artifact on a text: KL divergence and perplexity against the source. Needs transformers."""
+    return Result(api.evaluate(**options, announce=None if quiet else say))
+
+
+@command(api.inspect)
+def inspect(**options: Any) -> Result:
+    """Describe a model folder, a Hub repo or an artifact."""
+    document = api.inspect(**options)
+    return Result(document, VerificationError.exit_code if document.get("is_damaged") else 0, is_output=True)
+
+
+def list_schemas(*, recipes: bool = False, for_gpu: str | None = None, input_schema: str | None = None) -> Document:
     """Describe the schemas; with `recipes` the files of the package, with `for_gpu` a ranking for that GPU.
 
     input_schema: activations of the ranking, None for a16. Raises RequestError for unknown names, and for options that
@@ -120,6 +135,15 @@ def schemas(*, recipes: bool = False, for_gpu: str | None = None, input_schema: 
         return rank_schemas(for_gpu, input_schema)
     if for_gpu is not None or input_schema is not None:
         named = "--input-schema" if for_gpu is None else "--for"
-        remedy = "Use `hqconv schemas --for h200 --input-schema fp8`, without --recipes."
-        raise RequestError(f"{named} is for a ranking of schemas.", where=named, remedy=remedy)
+        raise RequestError(
+            f"{named} is for a ranking of schemas.",
+            where=named,
+            remedy="Use `hqconv schemas --for h200 --input-schema fp8`, without --recipes.",
+        )
     return describe_recipes() if recipes else describe_schemas()
+
+
+@command(list_schemas)
+def schemas(**options: Any) -> Result:
+    """List the weight and activation schemas, those for one GPU in order, or the recipes that come with hqconv."""
+    return Result(list_schemas(**options), is_output=True)

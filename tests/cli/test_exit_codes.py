@@ -17,7 +17,6 @@ import pytest
 from typer.testing import CliRunner
 
 from hqconv import errors
-from hqconv.cli import app as cli
 from hqconv.cli.app import app
 from hqconv.conversion import convert as conversion
 from tests.make import processes
@@ -209,7 +208,7 @@ def test_verdicts_stay_as_well(error: OSError, monkeypatch: pytest.MonkeyPatch) 
         def to_dict(self) -> dict[str, Any]:
             return {}
 
-    monkeypatch.setattr(cli, "_print", fail)
+    monkeypatch.setattr("hqconv.cli.render.show", fail)
     monkeypatch.setattr("hqconv.api.verify", lambda *_, **__: Report())
     monkeypatch.setattr("hqconv.api.warm", lambda **_: {})
     assert call("verify", "out").exit_code == 1
