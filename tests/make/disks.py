@@ -1,4 +1,4 @@
-"""A disk as a power cut may leave it: what was synced is there, of everything else any part.
+"""A disk of which it is known what surely lasts through a power cut: what was synced.
 
 The model is of what POSIX and Linux's file systems promise, and no more: data of a file last once the file is synced, a
 name once its folder is; a rename or an exchange is done or not; changes of one name keep their order; a folder goes
@@ -7,17 +7,11 @@ away after what was in it. All else may come in any order or not at all, data by
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.make.recording import Op
-
-SECTOR = 512
-# How unsynced changes and data fare: nothing of them lasts, all does, data are zeros, or any part of all.
-LOST, KEPT, ZEROS, ANY = "lost", "kept", "zeros", "any"
-FATES = (LOST, KEPT, ZEROS, ANY)
 
 
 @dataclass(eq=False)
@@ -155,44 +149,14 @@ class Disk:
                 _set(folder.safe_names, name, at)
         self.changes = [change for change in self.changes if change not in lasting]
 
-    # --- what is left
-
-    def after_a_cut(self, folder: Path, fate: str, rng: random.Random) -> None:
-        """Write into an empty folder what a power cut may leave now."""
-        kept: list[Change] = []
-        lost: list[Change] = []
-        for change in self.changes:
-            lasts = fate in (KEPT, ZEROS) or (fate == ANY and rng.random() < 0.5)
-            lasts = lasts and not any(change.follows(other) for other in lost)
-            (kept if lasts else lost).append(change)
-        names: dict[Node, dict[str, Node]] = {}
-        for change in kept:
-            for at, name, node in change.entries:
-                _set(names.setdefault(at, dict(at.safe_names)), name, node)
-        self._write(self.root, folder, names, fate, rng)
-
-    def _write(self, node: Node, path: Path, names: dict[Node, dict[str, Node]], fate: str, rng: random.Random) -> None:
-        for name, child in names.get(node, node.safe_names).items():
+    def write_to(self, folder: Path, node: Node | None = None) -> None:
+        """Write what programs see into an empty folder."""
+        for name, child in (node or self.root).names.items():
             if child.is_folder:
-                (path / name).mkdir()
-                self._write(child, path / name, names, fate, rng)
+                (folder / name).mkdir()
+                self.write_to(folder / name, child)
             else:
-                one = rng.choice(FATES) if fate == ANY else fate
-                (path / name).write_bytes(remains(child, one, rng))
-
-
-def remains(node: Node, fate: str, rng: random.Random) -> bytes:
-    """A file's bytes after a power cut."""
-    if node.is_synced or fate == LOST:
-        return node.safe
-    if fate == KEPT:
-        return bytes(node.data)
-    size = len(node.data)
-    old, found = node.safe[:size].ljust(size, b"\0"), bytearray()
-    for start in range(0, size, SECTOR):
-        written = fate == ANY and rng.random() < 0.5
-        found += (node.data if written else old)[start : start + SECTOR]
-    return bytes(found)
+                (folder / name).write_bytes(child.data)
 
 
 def _set(names: dict[str, Node], name: str, node: Node | None) -> None:

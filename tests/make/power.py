@@ -1,13 +1,12 @@
-"""Conversions recorded call by call, alone, resumed, replacing and together, and the order that each must keep."""
+"""Conversions recorded call by call, alone, replacing and together, and the order that each must keep."""
 
 from __future__ import annotations
 
 import json
-import random
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import hqconv.io.durable_files
 from hqconv.schemas.artifact_names import JOURNAL, MANIFEST, PARTIAL, journal_part
 from hqconv.schemas.grid import Grid
 from tests.make.conversions import run
-from tests.make.disks import KEPT, Disk, paths_below, played
+from tests.make.disks import Disk, paths_below
 from tests.make.qwen import write_qwen3_moe
 from tests.make.recording import Op, Recorder
 from tests.make.tensors import snapshot
@@ -66,36 +65,26 @@ def model(folder: Path) -> Path:
     return src
 
 
-def recorded(work: Path, name: str, src: Path, seed: int = 0) -> Recorded:
+def recorded(work: Path, name: str, src: Path) -> Recorded:
     """One of SCENARIOS, run below `work`."""
-    return SCENARIOS[name](work / name, name, src, random.Random(seed))
+    return SCENARIOS[name](work / name, name, src)
 
 
-def _record(root: Path, call: Callable[[Path], object], first_handle: int = 0) -> list[Op]:
-    recorder = Recorder(root, first_handle)
+def _record(root: Path, call: Callable[[Path], object]) -> list[Op]:
+    recorder = Recorder(root)
     with recorder.at_work():
         call(root / "out")
     return recorder.ops
 
 
-def _fresh(work: Path, name: str, src: Path, _: random.Random) -> Recorded:
+def _fresh(work: Path, name: str, src: Path) -> Recorded:
     """Into a folder that is not there, nor the one above it."""
     before, disk = _folders(work)
     ops = _record(disk, lambda out: run(src, out, SCHEMA, GRID))
     return Recorded(name, src, before, ops, snapshot(disk / "out"))
 
 
-def _killed(work: Path, name: str, src: Path, rng: random.Random) -> Recorded:
-    """Killed in the middle, which syncs nothing, and resumed before the power fails."""
-    first = _fresh(work / "first", name, src, rng)
-    ops = list(first.ops[: rng.randrange(len(first.ops) // 4, len(first.ops) - 20)])
-    before, disk = _folders(work)
-    played(first.disk(), ops).after_a_cut(disk, KEPT, rng)
-    ops += _record(disk, lambda out: run(src, out, SCHEMA, GRID, resume=True), len(first.ops))
-    return Recorded(name, src, before, ops, snapshot(disk / "out"))
-
-
-def _replaced(work: Path, name: str, src: Path, _: random.Random) -> Recorded:
+def _replaced(work: Path, name: str, src: Path) -> Recorded:
     """In the place of an artifact of another schema and grid, beside which its owner put a file."""
     before, disk = _folders(work)
     run(src, before / "out", "int4-g32", Grid(1, 2))
@@ -107,30 +96,22 @@ def _replaced(work: Path, name: str, src: Path, _: random.Random) -> Recorded:
     return Recorded(name, src, before, ops, snapshot(disk / "out"), made.old, by_renames)
 
 
-def _replaced_in_two(work: Path, name: str, src: Path, rng: random.Random) -> Recorded:
-    """The same, by renames, killed in its last steps and resumed."""
-    first = _replaced(work / "first", name, src, rng)
-    ops = list(first.ops[: rng.randrange(len(first.ops) - 25, len(first.ops) - 1)])
-    disk = work / "disk"
-    disk.mkdir()
-    played(first.disk(), ops).after_a_cut(disk, KEPT, rng)
-    ops += _record(disk, lambda out: first.finish(out, resume=True), len(first.ops))
-    return Recorded(name, src, first.before, ops, snapshot(disk / "out"), first.old, first.by_renames)
-
-
-def _anew(work: Path, name: str, src: Path, rng: random.Random) -> Recorded:
+def _anew(work: Path, name: str, src: Path) -> Recorded:
     """With --overwrite, in the place of an unfinished one of another schema and grid."""
-    first = work / "first"
-    _, other = _folders(first)
-    ops = _record(other, lambda out: run(src, out, "int4-g32", Grid(1, 3)))
     before, disk = _folders(work)
+
+    def stop(progress: Any) -> None:
+        if progress.num_groups_done:
+            raise KeyboardInterrupt
+
     for folder in (before, disk):
-        played(Disk(), ops[: len(ops) * 3 // 4]).after_a_cut(folder, KEPT, rng)
+        with suppress(KeyboardInterrupt):
+            run(src, folder / "out", "int4-g32", Grid(1, 3), progress=stop)
     ops = _record(disk, lambda out: run(src, out, SCHEMA, GRID, overwrite=True))
     return Recorded(name, src, before, ops, snapshot(disk / "out"))
 
 
-def _together(work: Path, name: str, src: Path, _: random.Random) -> Recorded:
+def _together(work: Path, name: str, src: Path) -> Recorded:
     """By two parts at the same time (here threads, with the same code)."""
     before, disk = _folders(work)
     ops = _record(disk, lambda out: run_together(src, out))
@@ -156,12 +137,10 @@ def run_together(src: Path, out: Path, num: int = 2) -> None:
         raise errors[0]
 
 
-SCENARIOS: dict[str, Callable[[Path, str, Path, random.Random], Recorded]] = {
+SCENARIOS: dict[str, Callable[[Path, str, Path], Recorded]] = {
     "fresh": _fresh,
-    "killed and resumed": _killed,
     "replaced": _replaced,
     "replaced by renames": _replaced,
-    "replaced, killed and resumed": _replaced_in_two,
     "begun anew": _anew,
     "together": _together,
 }

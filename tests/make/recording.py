@@ -39,12 +39,12 @@ class Op:
 class Recorder:
     """Records what happens below `root` while it is `at_work`."""
 
-    def __init__(self, root: Path, first_handle: int = 0) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root.resolve()
         self.ops: list[Op] = []
         self._lock = threading.RLock()  # what is done and what is noted is one step
         self._handles: dict[int, int] = {}  # descriptor → handle
-        self._count = first_handle
+        self._count = 0
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
