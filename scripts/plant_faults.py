@@ -1,12 +1,14 @@
 """Plant faults in the product, one at a time, and count the ones that `make test` and `make test-all` find.
 
-    python scripts/plant_faults.py [--num 48] [--seed 1] [--rooms planning,formats] [--log FILE]
+    python scripts/plant_faults.py [--num 48] [--seed 1] [--rooms planning,formats] [--jobs 2] [--quick] [--log FILE]
+                                   [--checkout FOLDER]
 
 A fault is a small change of one expression: a comparison or a boolean turned round, a sum made a difference, a constant
 one larger. Expressions are drawn over all product modules that tests reach without a GPU and without vLLM. For each
 fault the tests that import its module run first, then the others of its room, then tests of whole conversions, in the
 sample that `make test` runs. Then every fault that the sample missed meets the cases of the same files that `make test`
-leaves out. The script changes a copy of the repository.
+leaves out, unless `--quick` is given. The script changes copies of the repository, or of another `--checkout`; `--jobs`
+of them at a time.
 """
 
 from __future__ import annotations
@@ -23,8 +25,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 
 REPO = Path(__file__).resolve().parents[1]
 LEFT_OUT = (
@@ -34,13 +39,13 @@ LEFT_OUT = (
     "serving/vllm",
     "fused_moe",
     "__main__",
-    "serving/warm/compiler",
+    "serving/warm/compile_kernels",
     "hub_upload",
 )
 ROOM_TESTS = {
     "api.py": ["tests/test_api.py", "tests/cli/test_app.py"],
     "cli": ["tests/cli", "tests/reports"],
-    "cpu_loops": ["tests/cpu_loops", "tests/quantization", "tests/kernel_layout", "tests/formats"],
+    "cpu_loops": ["tests/cpu_loops", "tests/quantization", "tests/kernel_layout", "tests/humming_ops", "tests/formats"],
     "errors.py": ["tests/test_errors.py", "tests/cli"],
     "jit.py": ["tests/test_jit.py"],
 }
@@ -175,36 +180,51 @@ def is_caught(fault: Fault, root: Path, *, is_rest: bool) -> bool:
                 cached.unlink()
 
 
+def copy_of(checkout: Path, folder: Path) -> Path:
+    """A copy of all files that git knows."""
+    listed = subprocess.run(["git", "ls-files"], cwd=checkout, capture_output=True, text=True, check=True)
+    for name in listed.stdout.splitlines():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if (checkout / name).is_symlink() or (checkout / name).is_file():
+            shutil.copy2(checkout / name, folder / name, follow_symlinks=False)
+    return folder
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num", type=int, default=48)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rooms", default="")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--quick", action="store_true")
     parser.add_argument("--log", type=Path)
+    parser.add_argument("--checkout", type=Path, default=REPO)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder) / "repo"
-        listed = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, text=True, check=True)
-        for name in listed.stdout.splitlines():
-            (root / name).parent.mkdir(parents=True, exist_ok=True)
-            if (REPO / name).is_symlink() or (REPO / name).is_file():
-                shutil.copy2(REPO / name, root / name, follow_symlinks=False)
-        found_by: dict[Fault, str] = dict.fromkeys(
-            draw(root, options.num, options.seed, [x for x in options.rooms.split(",") if x]), "none"
-        )
-        for suite in ("quick", "all"):
-            for fault in [x for x, by in found_by.items() if by == "none"]:
-                start_s = time.monotonic()
-                if is_caught(fault, root, is_rest=suite == "all"):
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
+        free: SimpleQueue[Path] = SimpleQueue()
+        for number in range(options.jobs):
+            free.put(copy_of(options.checkout, Path(folder, str(number), "repo")))
+        root = Path(folder, "0", "repo")
+        drawn = draw(root, options.num, options.seed, [x for x in options.rooms.split(",") if x])
+        found_by: dict[Fault, str] = dict.fromkeys(drawn, "none")
+
+        def look(fault: Fault, suite: str) -> None:
+            begun, copy = time.monotonic(), free.get()
+            try:
+                if is_caught(fault, copy, is_rest=suite == "all"):
                     found_by[fault] = suite
-                where = f"{fault.path}:{fault.line}  {fault.before} -> {fault.after}"
-                print(f"{suite:5} {found_by[fault]:5} {time.monotonic() - start_s:5.0f} s  {where}", flush=True)
-                if options.log:
-                    results = [{**asdict(x), "found_by": by} for x, by in found_by.items()]
-                    options.log.write_text(json.dumps(results, indent=1), encoding="utf-8")
+            finally:
+                free.put(copy)
+            where = f"{fault.path}:{fault.line}  {fault.before} -> {fault.after}"
+            print(f"{suite:5} {found_by[fault]:5} {time.monotonic() - begun:5.0f} s  {where}", flush=True)
+
+        for suite in ("quick",) if options.quick else ("quick", "all"):
+            list(pool.map(partial(look, suite=suite), [x for x, by in found_by.items() if by == "none"]))
+            if options.log:
+                results = [{**asdict(x), "found_by": by} for x, by in found_by.items()]
+                options.log.write_text(json.dumps(results, indent=1), encoding="utf-8")
     num_quick, num_all = (list(found_by.values()).count(suite) for suite in ("quick", "all"))
-    total = num_quick + num_all
-    print(f"{len(found_by)} faults: {total} found by make test-all, {num_quick} of them by make test")
+    print(f"{len(found_by)} faults: {num_quick + num_all} found by make test-all, {num_quick} of them by make test")
 
 
 if __name__ == "__main__":

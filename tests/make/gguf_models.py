@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 RECORDED = Path(__file__).parents[1] / "data" / "gguf"
-QUANTIZED = RECORDED.parent / "ggml"  # by scripts/record_ggml.py
+QUANTIZED = RECORDED.parent / "ggml"  # by scripts/record_gguf.py
 VOCABULARY = 64
 
 _COMMON = {

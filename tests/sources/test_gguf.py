@@ -164,7 +164,7 @@ def test_every_type_decodes_as_the_library_says(tmp_path: Path, kind: Kind) -> N
 
 @pytest.mark.parametrize("kind", decodable()[1:], ids=lambda kind: kind.name)
 def test_every_type_decodes_as_llama_cpp_does(tmp_path: Path, kind: Kind) -> None:
-    """Blocks of its quantizer have the values of its dequantizer (scripts/record_ggml.py); F32 is not decoded."""
+    """Blocks of its quantizer have the values of its dequantizer (scripts/record_gguf.py); F32 is not decoded."""
     blocks, values = recorded_types()[kind.name]
     per_block = values.shape[1]
     stacks: dict[str, Stack] = {}

@@ -249,7 +249,7 @@ def test_quantized_rows_of_q_and_k(tmp_path: Path, published: Callable[[str], Pa
             assert torch.equal(read(source, name), through(original[name], kind) if is_matrix else original[name]), name
 
 
-# --- against llama.cpp's quantizer (scripts/record_ggml.py)
+# --- against llama.cpp's quantizer (scripts/record_gguf.py)
 
 
 @pytest.mark.parametrize("kind", decodable()[1:], ids=lambda kind: kind.name)
