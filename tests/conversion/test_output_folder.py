@@ -8,7 +8,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 
 from hqconv.conversion import journal as journal_module
 from hqconv.conversion.journal import JournalEntry, encode_line
-from hqconv.conversion.output_folder import OutputFolder, parked_folder, side_folder, unfinished_folder
+from hqconv.conversion.output_folder import OutputFolder, side_folder, unfinished_folder
 from hqconv.conversion.unit_writer import UnitWriter
 from hqconv.errors import OutputError
 from hqconv.io import durable_files
@@ -418,26 +417,6 @@ def test_an_unfinished_conversion_is_started_anew(tmp_path: Path) -> None:
         assert files_of(tmp_path / "out") == [JOURNAL]
 
 
-@pytest.mark.parametrize("step", [1, 2, 3])
-def test_three_renames_are_settled(tmp_path: Path, step: int) -> None:
-    """A file system that cannot exchange, and a kill after the first, the second or the third rename."""
-    out = finished(tmp_path / "out", "a.safetensors", content=b"old")
-    side, parked = side_folder(out), parked_folder(out)
-    with opened(out, overwrite=True) as folder:
-        record_group(folder, "a.safetensors", b"new")
-        (side / "hqconv.json").write_bytes(manifest_of(folder))
-        out.rename(parked)
-        if step > 1:
-            side.rename(out)
-        if step > 2:
-            parked.rename(side)
-    with OutputFolder(out, IDENTITY, PATHS) as folder:
-        assert folder.start(1000, resume=True) is False
-    assert b"new" in (out / "a.safetensors").read_bytes()
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert files_of(out) == ["a.safetensors", "hqconv.json"]
-
-
 # --- one process at a time ---------------------------------------------------------------------------------
 
 HOLDER = """
@@ -481,29 +460,6 @@ def test_a_second_process_is_told_who_is_at_work(tmp_path: Path, modes: dict[str
         assert (place / JOURNAL).read_bytes() == before
     with opened(out, resume=True):  # the lock went with the process
         pass
-
-
-def test_two_that_replace_one_artifact(tmp_path: Path) -> None:
-    """Again and again: each time somebody's artifact is there, whole, and nobody's remains lie beside it."""
-    out = finished(tmp_path / "out", *PATHS, content=b"old")
-    failures: list[str] = []
-
-    def again() -> None:
-        for _ in range(15):
-            try:
-                replace(out, *PATHS)
-            except OutputError as error:
-                failures.append(error.what)
-
-    threads = [threading.Thread(target=again) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert set(failures) <= {"Another process is at work on this output.", "The output folder cannot be used."}
-    assert files_of(out) == sorted([*PATHS, "hqconv.json"])
-    assert all(b"new" in (out / path).read_bytes() for path in PATHS)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import hashlib
 import os
 import random
 import stat
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,25 +85,6 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     finished(writer, files)
     parsed = dict(safetensors.deserialize((tmp_path / files[0].path).read_bytes()))
     assert {n: bytes(t["data"]) for n, t in parsed.items()} == {n: contents[n] for n in ("a", "b")}
-
-
-def test_many_threads_write_at_once(tmp_path: Path) -> None:
-    file = build_file("x.safetensors", [TensorSpec(f"t{i}", "U8", (5000,)) for i in range(16)], {})
-    writer = UnitWriter(tmp_path, (file,))
-
-    def fill(number: int) -> None:
-        tensor = file.tensors[f"t{number}"]
-        for start in range(0, 5000, 50):
-            writer.write_at(0, tensor.offset_bytes + start, bytes([number]) * 50)
-
-    threads = [threading.Thread(target=fill, args=(i,)) for i in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    finished(writer, (file,))
-    for name, tensor in safetensors.deserialize((tmp_path / file.path).read_bytes()):
-        assert set(tensor["data"]) == {int(name[1:])}
 
 
 @pytest.mark.parametrize("call", ["posix_fallocate", "pwrite", "open"])

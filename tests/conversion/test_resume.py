@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import _thread
-import errno
 import json
 import os
 import shutil
@@ -185,49 +184,6 @@ def test_other_versions_do_not_resume(src: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(convert_module, "version", lambda name: "0.0.1")
     with pytest.raises(OutputError, match="differs from this one in: humming-kernels version"):
         run(src, out, "mxfp4", GRID, resume=True)
-
-
-@pytest.mark.usefixtures("several_shards")
-@pytest.mark.parametrize(
-    ("owner", "call", "at", "code"),
-    [
-        (os, "posix_fallocate", 6, errno.ENOSPC),
-        (os, "pwrite", 50, errno.EIO),
-        (os, "fsync", 12, errno.EIO),
-        (Path, "replace", 8, errno.ENOSPC),
-    ],
-    ids=lambda x: x if isinstance(x, (str, int)) else x.__name__,
-)
-def test_a_disk_that_fails_ends_in_one_message_and_can_be_resumed(
-    owner: Any,
-    call: str,
-    at: int,
-    code: int,
-    src: Path,
-    whole: tuple[dict[str, str], int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    out, real, calls = tmp_path / "out", getattr(owner, call), 0
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls >= at:  # a full disk stays full
-            raise OSError(code, os.strerror(code))
-        return real(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, call, fail)
-        with pytest.raises(OutputError) as caught:
-            run(src, out, "mxfp4", GRID)
-    assert calls >= at
-    assert caught.value.exit_code == 4
-    assert caught.value.what == ("The disk is full." if code == errno.ENOSPC else "Writing the output failed.")
-    assert not (out / "hqconv.json").exists()
-    assert not list(out.rglob("*.safetensors.partial"))
-    run(src, out, "mxfp4", GRID, resume=(out / JOURNAL).exists())
-    assert snapshot(out) == whole[0]
 
 
 @pytest.mark.usefixtures("several_shards")
