@@ -95,6 +95,7 @@ OPTIONS: dict[str, Option] = {
         "Convert only this share of the model, e.g. 1/4. All parts use one output folder; the one that ends last "
         "finishes the artifact.  [default: the rank under torchrun]",
         ("--part",),
+        settings={"metavar": "I/N"},
     ),
     "resume": Option(bool, "Continue an interrupted conversion.", ("--resume",)),
     "overwrite": Option(bool, "Replace an existing artifact after the new one is complete.", ("--overwrite",)),
