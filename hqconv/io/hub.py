@@ -76,14 +76,7 @@ class Listing:
         Raises as `fetch`; RequestError too if the repo was renamed; InputError if the commit, a file's name or a digest
         could lead out of the cache.
         """
-        from huggingface_hub import HfApi, constants
-
-        def request() -> Any:
-            with explained(repo_id, revision):
-                timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
-                return HfApi().model_info(repo_id, revision=revision, timeout=timeout, files_metadata=True)
-
-        info = patiently(request)
+        info = patiently(lambda: _model_info(repo_id, revision))
         if info.id != repo_id:
             what, remedy = "The Hub repo has another name now.", f"Give {info.id}."
             raise RequestError(what, where=repo_id, found=info.id, remedy=remedy)
@@ -165,6 +158,15 @@ class Listing:
             what, where = "The Hub sent fewer bytes of a file than it has.", f"{self.repo_id}/{name}"
             raise NetworkError(what, where=where, expected=end - begin, found=len(data), remedy="Try again.")
         return bytes(data)
+
+
+def _model_info(repo_id: str, revision: str | None) -> Any:
+    """Request the commit of a branch, tag or commit, and its files with their sizes. Raises as `fetch`."""
+    from huggingface_hub import HfApi, constants
+
+    with explained(repo_id, revision):
+        timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+        return HfApi().model_info(repo_id, revision=revision, timeout=timeout, files_metadata=True)
 
 
 def is_commit(revision: str | None) -> bool:
@@ -251,11 +253,7 @@ def listed_weights(repo_id: str, commit: str) -> dict[str, tuple[int | None, str
 
     No waiting: raises as `fetch`, NetworkError also where the Hub was asked too often.
     """
-    from huggingface_hub import HfApi, constants
-
-    with explained(repo_id, commit):
-        timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
-        info = HfApi().model_info(repo_id, revision=commit, timeout=timeout, files_metadata=True)
+    info = _model_info(repo_id, commit)
     files = [file for file in info.siblings or () if file.rfilename.endswith(".safetensors")]
     return {file.rfilename: (file.size, file.lfs["sha256"] if file.lfs else None) for file in files}
 
