@@ -13,7 +13,7 @@ from hqconv.artifact.error_summary import requantized, scale_changes, summarize_
 from hqconv.artifact.manifest import Manifest, ManifestSource
 from hqconv.errors import printable_line
 from hqconv.formats.source_format import DIRECT
-from hqconv.io.sidecar_files import FrontMatter, in_yaml
+from hqconv.io.checkpoint_files import FrontMatter, in_yaml
 from hqconv.schemas.artifact_names import MANIFEST, SUMS
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.options import RTN

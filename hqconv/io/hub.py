@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 
 from hqconv.errors import HqconvError, InputError, NetworkError, OutputError, RequestError, first_few
 from hqconv.io import checkpoint_files
+from hqconv.io.checkpoint_files import WEIGHT_FOLDERS, WEIGHT_SUFFIXES
 from hqconv.io.safetensors_header import header_length
-from hqconv.io.sidecar_files import WEIGHT_FOLDERS, WEIGHT_SUFFIXES
 from hqconv.schemas.artifact_names import CARD, CONFIG, INDEX, MANIFEST, SINGLE
 from hqconv.schemas.suggestions import close_file
 from hqconv.schemas.untrusted_files import MAX_LIST_BYTES

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from hqconv.errors import plural
 from hqconv.formats.source_format import DIRECT, DIRECT_ROUNDED, LARGEST_CHANGE, conversion_of, why_not_direct
-from hqconv.io.checkpoint_files import are_all_shards
-from hqconv.io.sidecar_files import FrontMatter, has_tokenizer
+from hqconv.io.checkpoint_files import FrontMatter, are_all_shards, has_tokenizer
 from hqconv.kernel_layout.compatibility import fuses_exponents, why_overflow
 from hqconv.models.config_facts import layer_notices
 from hqconv.models.expert_map import ExpertMap

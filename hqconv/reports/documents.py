@@ -13,17 +13,15 @@ from typing import Any
 
 from hqconv.artifact.error_summary import requantized, scale_changes, summarize_errors
 from hqconv.artifact.manifest import Manifest, ManifestLayer, is_artifact, is_unfinished, read_manifest
-from hqconv.conversion.folder_files import check_replaceable, check_strays, files_in, listed_files
 from hqconv.conversion.journal import parse_entry, part_journals
-from hqconv.conversion.output_folder import unfinished_folder
+from hqconv.conversion.output_folder import check_replaceable, check_strays, files_in, listed_files, unfinished_folder
 from hqconv.conversion.resources import Resources, plan_staging
 from hqconv.errors import HqconvError, OutputError, RequestError, VerificationError
 from hqconv.formats.source_format import SourceFormat
-from hqconv.io.checkpoint_files import readable
+from hqconv.io.checkpoint_files import has_tokenizer, readable
 from hqconv.io.durable_files import check_space, partial, size_of
 from hqconv.io.hub import Listing
 from hqconv.io.safetensors_header import read_header
-from hqconv.io.sidecar_files import has_tokenizer
 from hqconv.kernel_layout.compatibility import why_not
 from hqconv.models.config_facts import layer_notices
 from hqconv.models.expert_map import ExpertMap

@@ -16,7 +16,7 @@ from hqconv.artifact.reader import Artifact, Header
 from hqconv.artifact.sha256sums import is_own_card, is_own_sums
 from hqconv.conversion.progress import Meter
 from hqconv.errors import HqconvError, VerificationError, plural
-from hqconv.io.sidecar_files import WEIGHT_FOLDERS, WEIGHT_SUFFIXES
+from hqconv.io.checkpoint_files import WEIGHT_FOLDERS, WEIGHT_SUFFIXES
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.schemas import artifact_names as names

@@ -22,7 +22,7 @@ from hqconv.artifact.manifest import (
 from hqconv.artifact.model_card import card_bytes
 from hqconv.artifact.sha256sums import sums_bytes
 from hqconv.errors import InputError, OutputError
-from hqconv.io.sidecar_files import FrontMatter
+from hqconv.io.checkpoint_files import FrontMatter
 from hqconv.schemas.grid import Grid
 from tests.make.conversions import assert_verified, check, manifest, run, write_manifest
 from tests.make.qwen import write_qwen3_moe

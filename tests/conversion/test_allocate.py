@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import hqconv
 from hqconv.cli.app import app
-from hqconv.conversion.allocation_recipe import document_path, journal_path
+from hqconv.conversion.allocate import document_path, journal_path
 from hqconv.conversion.journal import Journal
 from hqconv.errors import InputError, OutputError, RequestError
 from hqconv.schemas.recipe import load_recipe
