@@ -329,8 +329,12 @@ def verify(
     )
     is_folder = not is_repo_id(str(out))
     if source is None and revision is not None and is_folder:
-        what, remedy = "A revision is of a source.", "Name the source, or leave the revision out."
-        raise RequestError(what, where="--revision", found=revision, remedy=remedy)
+        raise RequestError(
+            "A revision is of a source.",
+            where="--revision",
+            found=revision,
+            remedy="Name the source, or leave the revision out.",
+        )
     root, listing = (Path(out), None) if is_folder else open_repo(str(out), revision if source is None else None)
     with nullcontext(None) if source is None else open_source(source, revision, is_lazy=True) as opened:
         return run(root, opened, options, listing)

@@ -206,8 +206,11 @@ def _resource_error(error: Exception) -> RequestError | None:
     texts = ("can't start new thread", "can't allocate memory", "not enough memory")
     if not isinstance(error, MemoryError) and not any(text in str(error) for text in texts):
         return None
-    what, remedy = "The system has no more memory or threads.", "Lower --max-memory or --threads."
-    return RequestError(what, found=str(error).split("\n")[0] or type(error).__name__, remedy=remedy)
+    return RequestError(
+        "The system has no more memory or threads.",
+        found=str(error).split("\n")[0] or type(error).__name__,
+        remedy="Lower --max-memory or --threads.",
+    )
 
 
 def _fail(error: HqconvError, exit_code: int | None = None, text: str | None = None, *, json: bool) -> typer.Exit:

@@ -35,8 +35,9 @@ class Budget:
 
     def __post_init__(self) -> None:
         if (self.size_bytes is None) == (self.bits is None):
-            what, expected = "An allocation needs one budget.", "either --size or --bits"
-            raise RequestError(what, where="--size, --bits", expected=expected)
+            raise RequestError(
+                "An allocation needs one budget.", where="--size, --bits", expected="either --size or --bits"
+            )
         for option, value in (("--bits", self.bits), ("--max-layer-error", self.max_layer_error)):
             if value is not None and not 0 < value < math.inf:
                 raise RequestError("The option needs a number above 0.", where=option, found=str(value))

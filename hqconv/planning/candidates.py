@@ -92,8 +92,12 @@ def plan_candidates(
             found.append(Candidate(name, schema, plan))
     if not found:
         name, reason = next(iter(left_out.items()))
-        what, remedy = "No candidate fits this request.", "Name some with --candidates."
-        raise RequestError(what, where="--candidates", found=f"{name}: {reason}", remedy=remedy)
+        raise RequestError(
+            "No candidate fits this request.",
+            where="--candidates",
+            found=f"{name}: {reason}",
+            remedy="Name some with --candidates.",
+        )
     return Candidates(tuple(found), options, left_out)
 
 

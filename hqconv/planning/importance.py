@@ -82,18 +82,32 @@ class Importance:
         known = {f"{stem}{suffix}" for stem in stems for suffix in ("", HESSIAN)}
         stray = next((name for name in self.tensors if name not in known), None)
         if stray is not None:
-            what, expected = ("The importance file has a tensor of no layer.", f"names such as {stems[0]}")
-            raise InputError(what, where=f"{self.where}, tensor {stray!r}", expected=expected, remedy=_REMEDY)
+            raise InputError(
+                "The importance file has a tensor of no layer.",
+                where=f"{self.where}, tensor {stray!r}",
+                expected=f"names such as {stems[0]}",
+                remedy=_REMEDY,
+            )
 
     def _check_columns(self, name: str, num_experts: int, size: int) -> None:
         where, ref = f"{self.where}, tensor {name!r}", self.tensors.get(name)
         expected = f"F32 [{size}], one number for each input column, or [{num_experts}, {size}]"
         if ref is None:
-            what, found = "The importance file has nothing on a layer.", "no such tensor"
-            raise InputError(what, where=where, expected=expected, found=found, remedy=_REMEDY)
+            raise InputError(
+                "The importance file has nothing on a layer.",
+                where=where,
+                expected=expected,
+                found="no such tensor",
+                remedy=_REMEDY,
+            )
         if ref.dtype != "F32" or ref.shape not in ((size,), (num_experts, size)):
-            what, found = "An importance tensor has another dtype or shape.", f"{ref.dtype} {list(ref.shape)}"
-            raise InputError(what, where=where, expected=expected, found=found, remedy=_REMEDY)
+            raise InputError(
+                "An importance tensor has another dtype or shape.",
+                where=where,
+                expected=expected,
+                found=f"{ref.dtype} {list(ref.shape)}",
+                remedy=_REMEDY,
+            )
         _check_numbers(where, array("f", self.read(name)), size)
 
     def _check_hessian(self, name: str, size: int, *, is_needed: bool) -> None:
@@ -106,13 +120,23 @@ class Importance:
                 raise InputError(what, where=where, expected=expected, found="no such tensor", remedy=remedy)
             return
         if (ref.dtype, ref.shape) != ("F32", shape):
-            what, found = "A tensor of column products has another dtype or shape.", f"{ref.dtype} {list(ref.shape)}"
-            raise InputError(what, where=where, expected=expected, found=found, remedy=remedy)
+            raise InputError(
+                "A tensor of column products has another dtype or shape.",
+                where=where,
+                expected=expected,
+                found=f"{ref.dtype} {list(ref.shape)}",
+                remedy=remedy,
+            )
         values = array("f", self.read(name))
         if not math.isfinite(sum(values)):
             place = next(i for i, value in enumerate(values) if not math.isfinite(value))
-            what, found = "A product of columns is no number.", f"{values[place]} at {place}"
-            raise InputError(what, where=where, expected="finite numbers", found=found, remedy=_REMEDY)
+            raise InputError(
+                "A product of columns is no number.",
+                where=where,
+                expected="finite numbers",
+                found=f"{values[place]} at {place}",
+                remedy=_REMEDY,
+            )
         for tile in range(shape[0]):
             begin = tile * HESSIAN_TILE**2
             _check_numbers(where, values[begin : begin + HESSIAN_TILE**2 : HESSIAN_TILE + 1], HESSIAN_TILE)
@@ -122,8 +146,13 @@ def _check_numbers(where: str, values: array[float], size: int) -> None:
     """Raise InputError unless all numbers, in rows of `size`, are finite and >= 0."""
     if not math.isfinite(sum(values)) or min(values) < 0:
         place = next(i for i, value in enumerate(values) if not 0 <= value < math.inf)
-        what, found = "An importance is no number from 0 on.", f"{values[place]} in column {place % size}"
-        raise InputError(what, where=where, expected="means of squares", found=found, remedy=_REMEDY)
+        raise InputError(
+            "An importance is no number from 0 on.",
+            where=where,
+            expected="means of squares",
+            found=f"{values[place]} in column {place % size}",
+            remedy=_REMEDY,
+        )
 
 
 @dataclass(frozen=True)
@@ -167,8 +196,13 @@ def read_importance(path: Path) -> Importance:
             raise RequestError("The importance file cannot be read.", where=str(path), found=found)
         size = path.stat().st_size
         if size > _MAX_BYTES:
-            what, expected = "This is no importance file: it is too large.", f"at most {_MAX_BYTES} bytes"
-            raise InputError(what, where=str(path), expected=expected, found=size, remedy=_REMEDY)
+            raise InputError(
+                "This is no importance file: it is too large.",
+                where=str(path),
+                expected=f"at most {_MAX_BYTES} bytes",
+                found=size,
+                remedy=_REMEDY,
+            )
         with path.open("rb") as file:
             return _digested(path, file, size)
     except OSError as error:

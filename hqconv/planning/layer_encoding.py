@@ -49,14 +49,19 @@ class EncodingOptions:
 
     def __post_init__(self) -> None:
         if self.quantizer not in QUANTIZERS:
-            what, expected = "The option does not know this value.", ", ".join(QUANTIZERS)
-            raise RequestError(what, where="--quantizer", expected=expected, found=self.quantizer)
-        if self.importance is not None and self.quantizer == RTN:
-            what, found = (
-                "An importance file has no effect without a search for scales.",
-                f"--quantizer {self.quantizer}",
+            raise RequestError(
+                "The option does not know this value.",
+                where="--quantizer",
+                expected=", ".join(QUANTIZERS),
+                found=self.quantizer,
             )
-            raise RequestError(what, where="--importance", expected="--quantizer mse or gptq", found=found)
+        if self.importance is not None and self.quantizer == RTN:
+            raise RequestError(
+                "An importance file has no effect without a search for scales.",
+                where="--importance",
+                expected="--quantizer mse or gptq",
+                found=f"--quantizer {self.quantizer}",
+            )
 
     @classmethod
     def parse(cls, arguments: EncodingArguments) -> EncodingOptions:

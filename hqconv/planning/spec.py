@@ -108,8 +108,9 @@ class ConversionSpec:
             ("--layout", self.layout, artifact_names.LAYOUTS),
         ):
             if value not in known:
-                what, expected = "The option does not know this value.", ", ".join(known)
-                raise RequestError(what, where=option, expected=expected, found=value)
+                raise RequestError(
+                    "The option does not know this value.", where=option, expected=", ".join(known), found=value
+                )
 
     @property
     def kernel_spec(self) -> KernelSpec:
@@ -221,8 +222,12 @@ def _effective_grid(experts: ExpertMap, spec: ConversionSpec) -> Grid:
 def _most_common(own: Mapping[str, WeightSchema]) -> WeightSchema:
     """Return the schema of most layers, the first one of equal counts."""
     if not own:
-        what, remedy = "Overrides leave no layer to the source's own schema.", "Name a schema."
-        raise RequestError(what, where="--schema source", found="overrides of all layers", remedy=remedy)
+        raise RequestError(
+            "Overrides leave no layer to the source's own schema.",
+            where="--schema source",
+            found="overrides of all layers",
+            remedy="Name a schema.",
+        )
     return Counter(own.values()).most_common(1)[0][0]
 
 

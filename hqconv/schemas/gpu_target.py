@@ -152,6 +152,11 @@ def parse_cuda(text: str) -> tuple[int, int]:
     """Parse major and minor version of `13.0`. Raises RequestError for anything else."""
     match = re.fullmatch(r"(\d{1,2})\.(\d{1,2})", str(text))
     if match is None:
-        what, expected = ("The CUDA version is not one.", "such as 13.0: of the compiler on the serving machine")
-        raise RequestError(what, where="--cuda", expected=expected, found=text, remedy="`nvcc --version` says it.")
+        raise RequestError(
+            "The CUDA version is not one.",
+            where="--cuda",
+            expected="such as 13.0: of the compiler on the serving machine",
+            found=text,
+            remedy="`nvcc --version` says it.",
+        )
     return int(match[1]), int(match[2])

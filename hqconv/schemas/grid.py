@@ -50,11 +50,19 @@ class Grid:
             ("--redundant-experts", self.redundant, 0),
         ):
             if type(value) is not int or not least <= value <= MAX_COUNT:  # True would be written as true
-                what, expected = "A grid size is out of range.", f"a whole number from {least} to {MAX_COUNT}"
-                raise RequestError(what, where=option, expected=expected, found=repr(value))
+                raise RequestError(
+                    "A grid size is out of range.",
+                    where=option,
+                    expected=f"a whole number from {least} to {MAX_COUNT}",
+                    found=repr(value),
+                )
         if self.tp * self.ep > MAX_COUNT:
-            what, expected = "The grid has too many ranks.", f"--tp times --ep at most {MAX_COUNT}"
-            raise RequestError(what, where="--tp, --ep", expected=expected, found=self.tp * self.ep)
+            raise RequestError(
+                "The grid has too many ranks.",
+                where="--tp, --ep",
+                expected=f"--tp times --ep at most {MAX_COUNT}",
+                found=self.tp * self.ep,
+            )
         for option, name, known in (
             ("--expert-placement", self.placement, PLACEMENTS),
             ("--tp-split", self.split, TP_SPLITS),

@@ -35,8 +35,7 @@ def refuse_unknown_checks(checks: Sequence[str] | None) -> None:
     """Raise RequestError if a name is no check of `verify`."""
     unknown = [check for check in checks or () if check not in CHECKS]
     if unknown:
-        what, expected = "There is no such check.", ", ".join(CHECKS)
-        raise RequestError(what, where="--checks", expected=expected, found=unknown[0])
+        raise RequestError("There is no such check.", where="--checks", expected=", ".join(CHECKS), found=unknown[0])
 
 
 @dataclass(frozen=True)
@@ -171,8 +170,12 @@ class ConversionOption:
             return value
         plain = value.lower()
         if (found := self.aliases.get(plain, plain)) not in self.choices:
-            what, expected = "The option does not know this value.", ", ".join((*self.choices, *self.aliases))
-            raise RequestError(what, where=f"--{self.name.replace('_', '-')}", expected=expected, found=value)
+            raise RequestError(
+                "The option does not know this value.",
+                where=f"--{self.name.replace('_', '-')}",
+                expected=", ".join((*self.choices, *self.aliases)),
+                found=value,
+            )
         return found
 
     @property

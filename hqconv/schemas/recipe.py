@@ -62,8 +62,9 @@ def load_recipe(path: Path) -> Recipe:
         elif known[key].is_path:
             document[key] = str(path.parent / str(value))  # an absolute path does not change
     if not isinstance(sections, list) or not all(isinstance(section, dict) for section in sections):
-        what, expected = "The recipe's overrides are no list.", "[[override]] before each"
-        raise RequestError(what, where=f"{path}: {_SECTION}", expected=expected)
+        raise RequestError(
+            "The recipe's overrides are no list.", where=f"{path}: {_SECTION}", expected="[[override]] before each"
+        )
     overrides = tuple(_override(path, number, section) for number, section in enumerate(sections, start=1))
     return Recipe(document, overrides)
 
@@ -86,8 +87,13 @@ def with_recipe(config: str | Path | None, given: Mapping[str, Any]) -> dict[str
 
 def no_schema(found: str = "") -> RequestError:
     """Return the error for a conversion without a schema. found: the recipe that names none."""
-    what, expected = "No schema is named.", "--schema NAME, or a recipe that names one"
-    return RequestError(what, where="--schema", expected=expected, found=found, remedy="`hqconv schemas` shows them.")
+    return RequestError(
+        "No schema is named.",
+        where="--schema",
+        expected="--schema NAME, or a recipe that names one",
+        found=found,
+        remedy="`hqconv schemas` shows them.",
+    )
 
 
 def _schema_path(recipe: Path, text: Any) -> Any:
@@ -103,8 +109,12 @@ def _override(path: Path, number: int, section: Mapping[str, Any]) -> Override:
     where = f"{path}: {_SECTION} {number}"
     for key, value in section.items():
         if key not in _KEYS or not isinstance(value, str):
-            what, expected = "An override has a key that is unknown or no text.", ", ".join(_KEYS)
-            raise RequestError(what, where=f"{where}: {key}", expected=expected, found=repr(value))
+            raise RequestError(
+                "An override has a key that is unknown or no text.",
+                where=f"{where}: {key}",
+                expected=", ".join(_KEYS),
+                found=repr(value),
+            )
     if ("blocks" in section) == ("layers" in section):
         what = "An override chooses its layers by one key."
         raise RequestError(what, where=where, expected="one of blocks and layers")
@@ -112,8 +122,12 @@ def _override(path: Path, number: int, section: Mapping[str, Any]) -> Override:
         raise RequestError("An override changes nothing.", where=where, expected="schema or input_schema")
     schema, inputs = (_schema_path(path, section.get(key)) for key in ("schema", "input_schema"))
     if schema == SOURCE:
-        what, expected = "An override cannot be the source's own schema.", "a schema by name"
-        raise RequestError(what, where=f"{where}: schema", expected=expected, found=SOURCE)
+        raise RequestError(
+            "An override cannot be the source's own schema.",
+            where=f"{where}: schema",
+            expected="a schema by name",
+            found=SOURCE,
+        )
     return Override(
         blocks=section.get("blocks"),
         layers=_runs(section["layers"], where) if "layers" in section else (),
@@ -133,7 +147,11 @@ def _runs(text: str, where: str) -> tuple[tuple[int, int], ...]:
     for part in text.split(","):
         match = re.fullmatch(r"(-?\d{1,6})(?:-(\d{1,6}))?", part.strip())
         if match is None:
-            what, expected = "The layers of an override are none.", "such as 0, 3-5, -1"
-            raise RequestError(what, where=f"{where}: layers", expected=expected, found=text)
+            raise RequestError(
+                "The layers of an override are none.",
+                where=f"{where}: layers",
+                expected="such as 0, 3-5, -1",
+                found=text,
+            )
         runs.append((int(match[1]), int(match[2] or match[1])))
     return tuple(runs)
