@@ -12,8 +12,9 @@ import typer
 
 from hqconv import api
 from hqconv.artifact.error_summary import check_max_error, over_limit
+from hqconv.cli.command import Result, command
 from hqconv.cli.options import parse_checks, without_defaults
-from hqconv.cli.output import Result, command, of_rank, say, warn
+from hqconv.cli.output import of_rank, say, warn
 from hqconv.conversion.parts import torchrun_part, torchrun_rank
 from hqconv.errors import OutputError, RequestError, VerificationError, number_text, plural
 

@@ -207,22 +207,15 @@ OPTIONS: dict[str, Option] = {
 def _conversion_option(option: ConversionOption) -> Option:
     """Return the command line's form of an option of the API."""
     kind: Any = option.plain_type
-    more: dict[str, Any] = {}
-    if option.choices and not option.aliases:
+    if option.choices:
         kind = Literal[option.choices]
-    elif option.choices:  # the API reads the aliases
-        choices = [*option.choices, *option.aliases]
-        more = {"metavar": f"<{'|'.join(option.choices)}>", "autocompletion": _names_of(lambda: choices)}
     elif option.is_path:
         kind = Path
     own = (f"--{option.name.replace('_', '-')}",) if kind is bool else ()  # no --no-…
-    flags: tuple[str, ...] = _FLAGS.get(option.name, own)
-    settings = {**(_ANY_PATH if option.is_path else {}), **more, **_SETTINGS.get(option.name, {})}
-    return Option(kind | None if option.default is None else kind, option.help, flags, settings=settings)
+    settings = {**(_ANY_PATH if option.is_path else {}), **_SETTINGS.get(option.name, {})}
+    return Option(kind | None if option.default is None else kind, option.help, own, settings=settings)
 
 
-# The server's names of the same options.
-_FLAGS = {"tp": ("--tp", "--tensor-parallel-size"), "ep": ("--ep", "--expert-parallel-size")}
 # Limits and shell completion of conversion options.
 _SETTINGS: dict[str, dict[str, Any]] = {
     "schema": {"autocompletion": _names_of(weight_schema.known_names)},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import inspect
 import io
 import json
 import logging
@@ -11,10 +10,8 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
-from functools import wraps
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,7 @@ import typer
 
 from hqconv import __version__
 from hqconv.cli import interrupt
-from hqconv.cli.options import at_home, takes
+from hqconv.cli.options import at_home
 from hqconv.conversion.parts import torchrun_rank
 from hqconv.errors import EXIT_BUG, EXIT_INTERRUPTED, HqconvError, OutputError, RequestError, printable, printable_line
 
@@ -68,7 +65,7 @@ class _LogFile(logging.FileHandler):
 
 
 @contextmanager
-def _logged(command: str, *, quiet: bool, verbose: bool, log_file: Path | None) -> Iterator[None]:
+def logged(command: str, *, quiet: bool, verbose: bool, log_file: Path | None) -> Iterator[None]:
     """Show the package's log on stderr, without `verbose` its warnings only, and append it to a file.
 
     Raises RequestError for an unusable file.
@@ -173,7 +170,7 @@ def printable_document(value: Any, key: str = "") -> Any:
 
 
 @contextmanager
-def _one_message(*, json: bool) -> Iterator[None]:
+def one_message(*, json: bool) -> Iterator[None]:
     """Turn every exception into one message on stderr and an exit code; `json`: also print a document."""
     try:
         yield
@@ -224,62 +221,3 @@ def _fail(error: HqconvError, exit_code: int | None = None, text: str | None = N
     if json:
         print_error(error, exit_code)
     return typer.Exit(exit_code)
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a command has to print, None for nothing, and its exit code.
-
-    is_output: the document is all that the command makes: a stdout that cannot be written is an error. Of finished work
-    it is a warning.
-    """
-
-    document: Mapping[str, Any] | None
-    exit_code: int = 0
-    is_output: bool = False
-
-
-def show(document: Mapping[str, Any], *, json: bool, is_output: bool = False) -> None:
-    """Print a document to stdout, as JSON or as tables. A reader that has gone away has seen enough: no error."""
-    try:
-        if json:
-            print_json(document)
-        else:
-            from hqconv.cli import render
-
-            render.show(dict(document))
-        sys.stdout.flush()
-    except BrokenPipeError:
-        discard_stdout()
-    except (OSError, UnicodeError) as error:
-        if is_output:
-            raise
-        discard_stdout()
-        warn(f"The report could not be written to stdout: {error}.")
-
-
-def command(function: Callable[..., Any], *own: str, is_artifact: bool = False) -> Callable[..., Callable[..., None]]:
-    """Decorate a command with the parameters of an API function, its `own` and the shared options: see `takes`.
-
-    Its result is printed, its work logged, and every failure is one message and a documented exit code.
-    """
-
-    def decorate(run: Callable[..., Result]) -> Callable[..., None]:
-        wanted = inspect.signature(run).parameters
-
-        @wraps(run)
-        def guarded(*, json: bool, quiet: bool, verbose: bool, log_file: Path | None, **options: Any) -> None:
-            with ExitStack() as stack, _one_message(json=json):  # a failure is logged as well
-                stack.enter_context(_logged(run.__name__, quiet=quiet, verbose=verbose, log_file=log_file))
-                options = {name: at_home(value) for name, value in options.items()}
-                options |= {name: value for name, value in (("json", json), ("quiet", quiet)) if name in wanted}
-                result = run(**options)
-                is_dry_run = bool(options.get("dry_run"))
-                if result.document is not None and (json or not quiet or is_dry_run):
-                    show(result.document, json=json, is_output=result.is_output)
-                if result.exit_code:
-                    raise typer.Exit(result.exit_code)
-
-        return takes(function, *own, is_artifact=is_artifact, has_context="context" in wanted)(guarded)
-
-    return decorate

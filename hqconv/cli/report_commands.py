@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hqconv import api
+from hqconv.cli.command import Result, command, show
 from hqconv.cli.options import parse_checks, parse_layers, parse_tokens
-from hqconv.cli.output import Result, command, say, show, warn
+from hqconv.cli.output import say, warn
 from hqconv.errors import RequestError, VerificationError
 
 if TYPE_CHECKING:

@@ -54,7 +54,8 @@ class ConversionOptions:
         if unknown := arguments.keys() - known.keys():
             raise TypeError(f"unexpected keyword argument '{min(unknown)}'")
         values: dict[str, Any] = {name: option.default for name, option in known.items()} | arguments
-        values = {name: known[name].canonical(value) for name, value in values.items()}
+        for name, value in values.items():
+            known[name].check(value)
         given = cast(ConversionArguments, values)
         inputs = given["input_schema"]
         return cls(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
@@ -40,14 +40,10 @@ def refuse_unknown_checks(checks: Sequence[str] | None) -> None:
 
 @dataclass(frozen=True)
 class _Row:
-    """Help and default of one option, inside its type; a closed choice has a `Literal` type.
-
-    aliases: other spellings of choices.
-    """
+    """Help and default of one option, inside its type; a closed choice has a `Literal` type."""
 
     help: str
     default: Any = None
-    aliases: Mapping[str, str] = field(default_factory=dict)
     in_recipes: bool = True
     is_flag: bool = True
 
@@ -93,11 +89,7 @@ class ConversionArguments(EncodingArguments, total=False):
         ),
     ]
     dtype: Annotated[
-        ParamDtype | Literal["bf16", "fp16", "half"] | None,
-        _Row(
-            "Parameter dtype of the served model, also bf16 or fp16.  [default: dtype of the checkpoint]",
-            aliases={"bf16": "bfloat16", "fp16": "float16", "half": "float16"},
-        ),
+        ParamDtype | None, _Row("Parameter dtype of the served model.  [default: dtype of the checkpoint]")
     ]
     tp: Annotated[int, _Row("Tensor-parallel size.", 1)]
     tp_split: Annotated[
@@ -141,7 +133,6 @@ class ConversionOption:
     annotation: Any
     help: str
     default: Any
-    aliases: Mapping[str, str]
     in_recipes: bool
     is_flag: bool
 
@@ -161,22 +152,15 @@ class ConversionOption:
         """True for a file's path that cannot be a name."""
         return Path in get_args(self.annotation) and not self.is_schema
 
-    def canonical(self, value: Any) -> Any:
-        """Return the choice that another spelling stands for; values of options without aliases unchanged.
-
-        Raises RequestError for text that is neither a choice nor an alias.
-        """
-        if not self.aliases or not isinstance(value, str):
-            return value
-        plain = value.lower()
-        if (found := self.aliases.get(plain, plain)) not in self.choices:
+    def check(self, value: Any) -> None:
+        """Raise RequestError for a text that is none of the choices."""
+        if self.choices and isinstance(value, str) and value not in self.choices:
             raise RequestError(
                 "The option does not know this value.",
                 where=f"--{self.name.replace('_', '-')}",
-                expected=", ".join((*self.choices, *self.aliases)),
+                expected=", ".join(self.choices),
                 found=value,
             )
-        return found
 
     @property
     def plain_type(self) -> type:
@@ -191,7 +175,5 @@ def conversion_options() -> Mapping[str, ConversionOption]:
     found = {}
     for name in sorted(hints, key=lambda name: name in EncodingArguments.__annotations__):
         annotation, row = get_args(hints[name])
-        found[name] = ConversionOption(
-            name, annotation, row.help, row.default, row.aliases, row.in_recipes, row.is_flag
-        )
+        found[name] = ConversionOption(name, annotation, row.help, row.default, row.in_recipes, row.is_flag)
     return found

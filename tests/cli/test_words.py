@@ -111,23 +111,6 @@ def test_a_wrong_command_line_is_a_message_like_others(typed: str, where: str, t
     assert '"kind": "error"' in as_json.stdout
 
 
-def test_the_servers_names_of_options(model: Path, tmp_path: Path) -> None:
-    options = ["--schema", "mxfp4", "--target", "H200", "--dtype", "FP16", "-o", str(tmp_path / "x")]
-    ranks = ["--tensor-parallel-size", "2", "--expert-parallel-size", "2"]
-    assert CliRunner().invoke(app, ["convert", str(model), *options, *ranks]).exit_code == 0
-    made = manifest(tmp_path / "x")
-    assert (made["target"], made["dtype"], made["tp"], made["ep"]) == ("sm90", "float16", 2, 2)
-    run(model, tmp_path / "y", "mxfp4", dtype="bf16", target="9.0")
-    assert (manifest(tmp_path / "y")["target"], manifest(tmp_path / "y")["dtype"]) == ("sm90", "bfloat16")
-    recipe = tmp_path / "own.toml"
-    recipe.write_text('schema = "mxfp4"\ntarget = "l40s"\ndtype = "half"\n')
-    assert (
-        CliRunner().invoke(app, ["convert", str(model), "--config", str(recipe), "-o", str(tmp_path / "z")]).exit_code
-        == 0
-    )
-    assert (manifest(tmp_path / "z")["target"], manifest(tmp_path / "z")["dtype"]) == ("sm89", "float16")
-
-
 def test_files_that_are_almost_named(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipes").mkdir()
