@@ -1,8 +1,7 @@
-"""vLLM's whole model classes with tiny configs, on a machine without a GPU: what they call their layers of experts.
+"""vLLM's whole model classes with tiny configs, on a machine without a GPU.
 
-Run as a program, `python -m tests.make.vllm_models OUT MODEL_TYPE…`: much of vLLM asks for compiled extensions
-and for GPU libraries as soon as it is imported, and what stands in for them is nothing for a process that tests
-anything else. Tensors are on the meta device, nothing is loaded and nothing computed.
+Much of vLLM asks for compiled extensions and for GPU libraries as soon as it is imported, and what stands in for them
+is nothing for a process that tests anything else: `vllm_serving` is a program.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
 
 import torch
 
-from hqconv.api import open_source
-from tests.make.families import LAYERS, save_family
+from tests.make.families import LAYERS
 
 # Words that vLLM's classes ask of a config and transformers' tiny models do not have.
 WORDS: dict[str, dict[str, Any]] = {
@@ -183,12 +181,6 @@ import vllm.triton_utils as triton_utils  # noqa: E402
 import vllm.v1.attention.backends.fa_utils as fa_utils  # noqa: E402
 from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig, set_current_vllm_config  # noqa: E402
 from vllm.distributed import init_distributed_environment, initialize_model_parallel  # noqa: E402
-from vllm.model_executor.layers.fused_moe import RoutedExperts  # noqa: E402
-from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase  # noqa: E402
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod  # noqa: E402
-from vllm.model_executor.layers.quantization import register_quantization_config  # noqa: E402
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig  # noqa: E402
-from vllm.model_executor.model_loader.utils import initialize_model  # noqa: E402
 from vllm.utils.torch_utils import set_default_torch_dtype  # noqa: E402
 from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
 from vllm.v1.worker.workspace import init_workspace_manager  # noqa: E402
@@ -231,76 +223,6 @@ for _name in torch.accelerator.__all__:
     if "memory" in _name or _name in ("empty_cache", "synchronize", "current_device_index"):
         setattr(torch.accelerator, _name, lambda *args, **words: 0)
 
-# --- what is recorded --------------------------------------------------------------------------------------
-
-
-class Hollow(FusedMoEMethodBase):  # type: ignore[misc]
-    """Experts without parameters."""
-
-    def create_weights(self, *args: Any, **words: Any) -> None:
-        pass
-
-    def get_fused_moe_quant_config(self, layer: Any) -> None:
-        return None
-
-    def apply(self, *args: Any, **words: Any) -> Any:
-        raise NotImplementedError
-
-
-@register_quantization_config("recorder")
-class Recorder(QuantizationConfig):  # type: ignore[misc]
-    """Notes which layers of experts are asked for, and what the layers' names have become by then."""
-
-    seen: list[dict[str, Any]] = []  # noqa: RUF012 - of all configs
-
-    def __init__(self, layers: Sequence[str]) -> None:
-        super().__init__()
-        self.renamed = {name: name for name in layers}
-        self.kept = dict(self.renamed)  # with every name that was there before
-
-    @classmethod
-    def get_name(cls) -> str:
-        return "recorder"
-
-    @classmethod
-    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        return [torch.bfloat16]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return 75
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        return []
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Recorder:
-        return cls(config["blocks"])
-
-    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
-        self.renamed = _mapped(self.renamed, hf_to_vllm_mapper)
-        for new, layer in _mapped(self.kept, hf_to_vllm_mapper).items():
-            if self.kept.setdefault(new, layer) != layer:
-                self.kept[new] = ""
-
-    def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        if isinstance(layer, RoutedExperts):
-            words = {"prefix": prefix, "renamed": dict(self.renamed), "kept": dict(self.kept)}
-            words |= {"activation": layer.activation.value, "limit": layer.swiglu_limit}
-            words |= {"weighs_inputs": layer.apply_router_weight_on_input}
-            self.seen.append(words)
-            return Hollow(layer.moe_config)
-        return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
-
-
-def _mapped(names: Mapping[str, str], mapper: Any) -> dict[str, str]:
-    mapped: dict[str, str] = {}
-    for name, layer in names.items():
-        for new in mapper.apply_list([name]):
-            mapped[new] = layer if mapped.setdefault(new, layer) == layer else ""
-    return mapped
-
 
 def _merged(config: dict[str, Any], words: Mapping[str, Any]) -> dict[str, Any]:
     nested = {key: config[key] | word for key, word in words.items() if isinstance(config.get(key), dict)}
@@ -328,27 +250,6 @@ def configure(folder: Path, is_drafted: bool) -> tuple[VllmConfig, ModelConfig |
     ranks = {"target_model_config": model_config, "target_parallel_config": vllm.parallel_config}
     speculative = SpeculativeConfig(method="mtp", num_speculative_tokens=1, **ranks)
     return VllmConfig(model_config=model_config, speculative_config=speculative), speculative.draft_model_config
-
-
-def ask(folder: Path, model_type: str) -> dict[str, Any]:
-    """What vLLM asks for, for a tiny model that transformers saves, and for its draft where it has one."""
-    save_family(folder, model_type)
-    with open_source(folder) as source:
-        layers = {layer.name: layer.index for layer in source.map_experts().layers}
-    drafted = DRAFTS.get(model_type, ({}, ""))[1]
-    names = [*layers, drafted] if drafted else list(layers)
-    reword(folder, model_type, quantization_config={"quant_method": "recorder", "blocks": names})
-    Recorder.seen.clear()
-    vllm, draft_config = configure(folder, bool(drafted))
-    with building(vllm):
-        model = initialize_model(vllm_config=vllm)
-        asked = {"class": type(model).__name__, "blocks": layers, "main": list(Recorder.seen), "drafted": drafted}
-        if draft_config is not None:
-            vllm.compilation_config.static_forward_context.clear()
-            Recorder.seen.clear()
-            initialize_model(vllm_config=vllm, model_config=draft_config)
-            asked["draft"] = list(Recorder.seen)
-    return asked
 
 
 @contextmanager
@@ -383,7 +284,3 @@ def answer(out: Path, ask_one: Callable[[Path, str], dict[str, Any]], names: Seq
             except Exception as error:  # noqa: BLE001 - the test's to judge
                 answers[name] = {"error": f"{type(error).__name__}: {error}"}
     out.write_text(json.dumps(answers))
-
-
-if __name__ == "__main__":
-    answer(Path(sys.argv[1]), ask, sys.argv[2:])
