@@ -15,7 +15,6 @@ from huggingface_hub.utils import filter_repo_objects
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-import hqconv
 from hqconv.schemas.artifact_names import INDEX, NOT_FOR_TRANSFORMERS, admit_transformers, refuse_transformers
 from hqconv.schemas.grid import Grid
 from tests.make import conversions
@@ -99,12 +98,6 @@ def test_transformers_refuses_the_folder(served: dict[str, Path], model_type: st
         getattr(transformers, auto).from_pretrained(served[model_type], **WAYS[way])
 
 
-@pytest.mark.parametrize("name", ["Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeTextModel"])
-def test_transformers_refuses_by_any_class_with_experts(served: dict[str, Path], name: str) -> None:
-    with pytest.raises(OSError, match=NOT_FOR_TRANSFORMERS):
-        getattr(transformers, name).from_pretrained(served["qwen3_5_moe"])
-
-
 @pytest.mark.parametrize("model_type", [TEXT, *NESTED])
 def test_config_and_tokenizer_are_for_everybody(served: dict[str, Path], model_type: str) -> None:
     config = transformers.AutoConfig.from_pretrained(served[model_type])
@@ -181,37 +174,3 @@ def test_the_entry_is_taken_out_as_it_was_put_in(config: dict[str, Any]) -> None
     assert marked.get("vision_config") == config.get("vision_config")
     # transformers 4's DBRX takes no key there that it does not know.
     assert marked.get("ffn_config") == config.get("ffn_config")
-
-
-# --- artifacts of before -----------------------------------------------------------------------------------
-
-
-def without_entry_and_index(folder: Path, src: Path) -> None:
-    """Make of an artifact what hqconv made before there were either."""
-    words = admit_transformers(config_of(folder))
-    (folder / "config.json").write_text(json.dumps(words))
-    (folder / INDEX).unlink()
-    old = Damaged(folder, src, SCHEMA)
-    old.edit_manifest(lambda words: words["files"].pop(INDEX))
-    old.reseal()
-
-
-@pytest.mark.parametrize("own", [{}, {KEY: "weights.safetensors"}])
-def test_an_older_artifact_is_as_good(own: dict[str, str], tmp_path: Path) -> None:
-    src = write_qwen3_moe(tmp_path / "src")
-    edit_config(src, **own)
-    new = convert(src, tmp_path / "new")
-    old = Path(shutil.copytree(new, tmp_path / "old"))
-    without_entry_and_index(old, src)
-    assert config_of(old).get(KEY) == own.get(KEY)
-    conversions.assert_verified(old, src)
-    assert hqconv.inspect(old)["missing_or_resized_files"] == []
-    assert conversions.run(src, old, SCHEMA, Grid(tp=2, ep=2), resume=True).was_finished
-    layer = "model.layers.1.mlp.experts"
-    found, expected = (hqconv.dequantize(one, layer=layer) for one in (old, new))
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    again = convert(old, tmp_path / "again", schema="source")
-    for path in paths_in(new):
-        if path not in ("hqconv.json", "config.json", "README.md", "SHA256SUMS"):  # which name the source
-            assert (again / path).read_bytes() == (new / path).read_bytes(), path
-    assert config_of(again) == config_of(new)

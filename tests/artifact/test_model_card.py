@@ -11,20 +11,12 @@ import pytest
 import yaml
 
 import hqconv
-from hqconv.artifact.manifest import (
-    FileEntry,
-    Manifest,
-    ManifestLayer,
-    ManifestSource,
-    ProjectionError,
-    TensorAccounting,
-)
+from hqconv.artifact.manifest import Manifest, ManifestLayer, ManifestSource, ProjectionError, TensorAccounting
 from hqconv.artifact.model_card import card_bytes
-from hqconv.artifact.sha256sums import sums_bytes
 from hqconv.errors import InputError, OutputError
 from hqconv.io.checkpoint_files import FrontMatter
 from hqconv.schemas.grid import Grid
-from tests.make.conversions import assert_verified, check, manifest, run, write_manifest
+from tests.make.conversions import assert_verified, check, manifest, run
 from tests.make.qwen import write_qwen3_moe
 
 CARD = b"""---
@@ -182,11 +174,6 @@ def test_front_matter(card: bytes, words: dict[str, Any], body: bytes) -> None:
     assert (found.words, found.body, found.problem) == (words, body, "")
 
 
-def test_only_texts_are_taken_over() -> None:
-    found = FrontMatter.of(b"---\na: 1\nb: [x, 1]\nc: {d: e}\nf: []\ng: no\nh: ''\ni: [x]\nj: y\n---\n")
-    assert {key: found.texts(key) for key in "abcdfghijk"} == {**dict.fromkeys("abcdfghk"), "i": ["x"], "j": "y"}
-
-
 def test_the_sums_are_sha256sums(source: Path, tmp_path: Path) -> None:
     """Of every file but themselves, with names that a line cannot hold as they are."""
     for name in ("back\\slash.txt", "line\nfeed.txt", "return\rs.txt", "ü space.txt"):
@@ -201,12 +188,6 @@ def test_the_sums_are_sha256sums(source: Path, tmp_path: Path) -> None:
     assert_verified(out, source)
     (out / "tokenizer.json").write_text("[]")
     assert subprocess.run(command, cwd=out, capture_output=True, check=False).returncode == 1
-
-
-def test_sums_name_the_manifest_too() -> None:
-    empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
-    files = {name: FileEntry(size_bytes=0, sha256=sha256) for name, sha256 in (("z", "ab"), ("a", "cd"))}
-    assert sums_bytes(files, empty) == (f"cd  a\n{empty}  hqconv.json\nab  z\n".encode())
 
 
 def test_a_card_that_is_no_file_or_too_large(source: Path, tmp_path: Path) -> None:
@@ -253,12 +234,3 @@ def test_a_published_artifact_verifies_and_converts(source: Path, tmp_path: Path
     run(out, tmp_path / "again", "source")
     assert (tmp_path / "again/README.md").read_text().endswith(f"{MARKER.decode()}\nA card of our own.")
     assert hqconv.inspect(out)["missing_or_resized_files"] == []
-
-
-def test_sums_of_a_damaged_artifact_are_replaced(source: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    run(source, out, "int4-g64")
-    words = manifest(out)
-    write_manifest(out, words | {"more": 1})
-    run(source, out, "int8", overwrite=True)
-    assert_verified(out, source)

@@ -41,30 +41,6 @@ def rank_files(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("schema", SCHEMAS)
-def test_another_grid_gives_the_bytes_of_the_original_model(
-    source: Path, tmp_path: Path, schema: str, dtype: str
-) -> None:
-    conversions.run(source, tmp_path / "first", schema, Grid(tp=2), dtype=dtype)
-    for grid in (Grid(), Grid(tp=2, ep=3, placement="round_robin", redundant=2)):
-        conversions.run(source, tmp_path / "expected", schema, grid, dtype=dtype, overwrite=True)
-        found = again(tmp_path / "first", tmp_path / f"found-{grid.ep}", "source", grid)
-        assert rank_files(found) == rank_files(tmp_path / "expected")
-        words = conversions.manifest(found)
-        assert (words["schema_name"], words["dtype"]) == (schema if schema != "int4-g32" else "int4-g32", dtype)
-        assert {layer["conversion"] for layer in words["blocks"].values()} == {"direct"}
-
-
-@pytest.mark.parametrize("schema", ["mxfp4", "fp8-block", "int4-g32", "int8", "fp8", "int4-g32-zp"])
-def test_the_checkpoint_layout_becomes_the_kernels(source: Path, tmp_path: Path, schema: str) -> None:
-    conversions.run(source, tmp_path / "first", schema, layout="checkpoint")
-    conversions.run(source, tmp_path / "expected", schema, Grid(tp=2))
-    found = again(tmp_path / "first", tmp_path / "found", "source", Grid(tp=2))
-    assert rank_files(found) == rank_files(tmp_path / "expected")
-
-
 @pytest.mark.parametrize("schema", ["mxfp4", "int4-g32-zp", "fp8-block"])
 def test_the_kernel_layout_becomes_a_checkpoint(source: Path, tmp_path: Path, schema: str) -> None:
     conversions.run(source, tmp_path / "first", schema, Grid(tp=2, ep=2))

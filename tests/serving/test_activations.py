@@ -110,28 +110,6 @@ def test_vllms_humming_layers_have_all_of_them() -> None:
     assert num_known > 20
 
 
-@pytest.mark.vllm
-@pytest.mark.parametrize("linear_beta", [None, 25.0, 2.0])
-def test_situ_is_vllms_own(linear_beta: float | None) -> None:
-    """Its module without a kernel, and the judge of the kernel check."""
-    pytest.importorskip("vllm", reason="vLLM is not here: `make test-vllm` runs these")
-    from tests.make import vllm_cpu  # isort: skip  - before vLLM
-
-    import torch
-    from vllm.model_executor.layers.activation import SituAndMul
-
-    from hqconv.verification.reference import activate
-
-    with vllm_cpu.config():
-        module = SituAndMul.__new__(SituAndMul)
-        torch.nn.Module.__init__(module)
-        module.beta, module.linear_beta = 4.0, linear_beta
-        x = torch.randn(20, 200, generator=torch.Generator().manual_seed(3)) * 9
-        theirs = module.forward_native(x)
-    ours = activate(Activation("situ", beta=4.0, linear_beta=linear_beta), *x.double().chunk(2, -1))
-    assert torch.allclose(theirs.double(), ours, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("activation", UNKNOWN, ids=Activation.describe)
 def test_what_is_known_by_name_only_is_refused_as_that(activation: Activation) -> None:
     for gated in (True, False):
@@ -192,10 +170,3 @@ def test_a_model_that_means_another_one_is_refused(converted: str, gated: bool, 
     assert converted in error.expected
     assert asked.name in error.found
     assert error.remedy
-
-
-@pytest.mark.parametrize("name", ["relu", "relu2", "silu_bound16", "gelu_clamp10"])
-def test_what_vllm_has_not_is_refused_even_if_the_model_says_so(name: str) -> None:
-    with pytest.raises(RequestError, match=rf"no such activation(.|\n)*found: {name}\n(.|\n)*original") as caught:
-        agreed("here", Activation.of_label(name), True, Activation(name))
-    assert ("bound is 7" in caught.value.expected) == ("bound" in name)

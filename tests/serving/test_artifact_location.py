@@ -86,25 +86,6 @@ def test_alone_a_file_comes_by_itself(hub: LocalHub, cache: Path) -> None:
     assert hub.fetched == cached(cache) == {"hqconv.json", NAME}
 
 
-def test_rank_1_is_not_rank_10(hub: LocalHub) -> None:
-    """A rank's folder is a whole name, not the beginning of one."""
-    view = open_artifact_view(ArtifactLocation("org/name"))
-    files = dict(view.files) | {name.replace("tp1-ep0", "tp1-ep01"): (1, "") for name in OURS}
-    object.__setattr__(view, "files", files)
-    ParameterLoader().path(view, NAME, alone=False, cache_dir=None)
-    assert hub.fetched == {"hqconv.json", *OURS}
-
-
-def test_a_folder_of_vllms_for_downloads_is_used(hub: LocalHub, cache: Path, tmp_path: Path) -> None:
-    view = open_artifact_view(ArtifactLocation("org/name"))
-    path = ParameterLoader().path(view, NAME, alone=False, cache_dir=str(tmp_path / "own"))
-    assert path.is_relative_to(tmp_path / "own")
-    small = {name for name in view.small_files if "safetensors" not in name or name.endswith(".json")}
-    assert {"config.json", "hqconv.json", "model.safetensors.index.json"} <= small
-    assert cached(tmp_path / "own") == OURS | small
-    assert cached(cache) == {"hqconv.json"}
-
-
 @pytest.mark.parametrize("revision", [None, "a-branch", "refs/pr/1", COMMIT])
 def test_offline_vllms_folder_for_downloads_is_enough(
     out: Path, hub: LocalHub, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, revision: str | None
@@ -132,14 +113,6 @@ def test_a_folder_for_downloads_without_the_small_files_still_serves(
     assert "not enough for an offline start" in caplog.text
 
 
-def test_what_is_cached_is_not_sent_again(out: Path, hub: LocalHub) -> None:
-    for _ in range(2):
-        ParameterLoader().path(open_artifact_view(ArtifactLocation("org/name")), NAME, alone=False, cache_dir=None)
-    assert {name: hub.sent[name] for name in hub.fetched} == {
-        name: (out / name).stat().st_size for name in ("hqconv.json", *OURS)
-    }
-
-
 def test_the_revision_is_asked_for(hub: LocalHub) -> None:
     view = open_artifact_view(ArtifactLocation("org/name", "a-tag"))
     ParameterLoader().path(view, NAME, alone=False, cache_dir=None)
@@ -149,15 +122,6 @@ def test_the_revision_is_asked_for(hub: LocalHub) -> None:
     assert all(f"/revision/{COMMIT}" in line for line in asked[1:])
     files = [line for line in hub.requests if "/resolve/" in line]
     assert all(f"/resolve/{COMMIT}/" in line for line in files)
-
-
-def test_offline_the_cache_is_enough(hub: LocalHub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    location = ArtifactLocation("org/name")
-    ParameterLoader().path(open_artifact_view(location), NAME, alone=False, cache_dir=None)
-    before = len(hub.requests)
-    use(monkeypatch, hub.url, cache, offline=True)
-    assert ParameterLoader().path(open_artifact_view(location), NAME, alone=False, cache_dir=None).is_file()
-    assert len(hub.requests) == before
 
 
 @pytest.mark.sampled(2)
@@ -172,13 +136,6 @@ def test_a_cache_that_lacks_files_is_called_that(
         ParameterLoader().path(view, NAME, alone=True, cache_dir=None)
     assert caught.value.where == f"org/name, revision {COMMIT}"
     assert ("HF_HUB_OFFLINE" if offline else "connection") in caught.value.message()
-
-
-def test_an_incomplete_copy_of_a_repo_is_no_incomplete_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hqconv.serving.artifact_location.fetch", lambda *_, **__: tmp_path)
-    with pytest.raises(RequestError, match=r"copy of the Hub repo(.|\n)*HF_HUB_OFFLINE") as caught:
-        ArtifactLocation("org/name", "main").fetch(NAME)
-    assert (caught.value.where, caught.value.expected) == ("org/name, revision main", NAME)
 
 
 @pytest.mark.parametrize(
@@ -298,14 +255,6 @@ def test_a_listing_with_another_digest_is_refused_before_any_weights(out: Path, 
     assert hub.fetched == {"hqconv.json"}
 
 
-def test_a_listing_with_another_size_is_refused_before_any_weights(pushed: Path, hub: LocalHub) -> None:
-    (pushed / NAME).write_bytes(b"")
-    hub.push(pushed, LATER)
-    with pytest.raises(VerificationError, match="found: 0 bytes on the Hub"):
-        open_artifact_view(ArtifactLocation("org/name"))
-    assert hub.fetched == {"hqconv.json"}
-
-
 def test_files_that_people_may_edit_are_not_compared(out: Path, hub: LocalHub, tmp_path: Path) -> None:
     copy = shutil.copytree(out, tmp_path / "copy")
     (copy / "config.json").write_text("{}")
@@ -353,15 +302,6 @@ def test_a_fetched_files_name_in_the_cache_is_compared(hub: LocalHub) -> None:
     digest = rename_bytes(path_of(view))
     with pytest.raises(VerificationError, match=digest):
         open_rank_file(view, BLOCKS[0], 1, 0, path_of(view))
-
-
-def test_links_that_are_no_hub_cache_are_only_links(out: Path, tmp_path: Path) -> None:
-    """People put files elsewhere; a name of 64 digits alone says nothing."""
-    copy = shutil.copytree(out, tmp_path / "copy")
-    (copy / NAME).rename(copy / FOLDER / ("1" * 64))
-    (copy / NAME).symlink_to("1" * 64)
-    view = open_artifact_view(ArtifactLocation(str(copy)))
-    assert open_rank_file(view, BLOCKS[0], 1, 0, copy / NAME)
 
 
 def test_a_cached_folder_that_lacks_a_file_names_the_way_out(

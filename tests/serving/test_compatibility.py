@@ -141,27 +141,6 @@ def test_another_cut_is_one_command_away(
     assert new.location.name == f"{out}-sm90-tp{asked.tp}-ep{asked.ep}"
 
 
-@pytest.mark.parametrize("name", GRIDS)
-def test_what_it_was_cut_for_is_served(work: Path, name: str) -> None:
-    view = opened(work / name)
-    grid = GRIDS[name]
-    asked = replace(ASKED, tp=grid.tp, ep=grid.ep, placement=grid.placement, redundant=grid.redundant)
-    check_deployment(view, asked)
-    check_machine(view, 90)
-    check_dtype(view, "bfloat16")
-    check_layer(view, view.layers[LAYER], asked)
-
-
-def test_one_ep_rank_has_no_placement(work: Path, view: ArtifactView) -> None:
-    """vLLM has a word for it all the same."""
-    check_deployment(view, replace(ASKED, placement="round_robin"))
-
-
-def test_copies_that_only_the_server_wants_need_no_new_artifact(work: Path) -> None:
-    error = refused(refusals.check_redundant_experts, opened(work / "ep2"), replace(ASKED, ep=2, redundant=2))
-    assert error.remedy.startswith("Serve with --tensor-parallel-size 2 --enable-expert-parallel only, or cut it again")
-
-
 def test_ranks_that_come_and_go_are_refused(work: Path) -> None:
     error = refused(refusals.check_redundant_experts, opened(work / "ep2"), replace(ASKED, ep=2, is_elastic=True))
     assert "--enable-elastic-ep" in error.remedy
@@ -177,17 +156,6 @@ def test_ranks_that_come_and_go_are_refused(work: Path) -> None:
 )
 def test_the_other_way_is_to_serve_it_as_it_was_cut(view: ArtifactView, grid: Grid, options: str) -> None:
     assert options in refused(check_deployment, replace(view, grid=grid), ASKED).remedy
-
-
-@pytest.mark.parametrize("name", ["a model", "it's", "$(echo)", "a;b", "-", "ä"])
-def test_the_command_can_be_pasted_whatever_the_folder_is_called(
-    work: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = shutil.copytree(work / "tp1", tmp_path / name)
-    monkeypatch.chdir(tmp_path)
-    command = command_in(refused(check_deployment, opened(f"{out}/"), replace(ASKED, tp=2)))
-    assert command[2:5] == [str(out), "-o", f"{out}-sm90-tp2-ep1"]
-    check_deployment(follow(command), replace(ASKED, tp=2))
 
 
 @pytest.mark.parametrize("name", [".", "./", "..", "../tp1/."])
@@ -263,15 +231,6 @@ def test_an_artifact_whose_activations_differ_is_made_from_the_original_with_its
     folded = recut(made(view, inputs=INPUT_PRESETS["fp8"]))
     assert folded.startswith("`hqconv convert original -o ")
     assert " --schema mxfp4 --input-schema fp8 " in folded
-
-
-def test_a_schema_of_a_file_is_named_by_its_file(view: ArtifactView) -> None:
-    own = made(view, schema=replace(resolve_schema("mxfp4"), name="mine"))
-    command = command_in(refused(check_dtype, own, "float16"))
-    assert command[command.index("--schema") + 1] == "mine.toml"
-    renamed = made(view, schema=replace(resolve_schema("int4"), name="mxfp4"))
-    command = command_in(refused(check_dtype, renamed, "float16"))
-    assert command[command.index("--schema") + 1] == "mxfp4.toml"
 
 
 def test_activations_are_in_the_commands(view: ArtifactView) -> None:

@@ -40,7 +40,6 @@ from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.recipe import load_recipe
 from hqconv.serving.vllm.plugin import register
-from tests.make import input_scales, small
 from tests.make.conversions import kernel_spec_of, run
 from tests.make.matrices import SCHEMAS as MATRIX_SCHEMAS
 from tests.make.qwen import write_qwen3_moe
@@ -242,28 +241,6 @@ def test_the_kernel_reads_the_parameters_that_move(source: Path, tmp_path: Path)
     assert not any(name.endswith(("weight", "scale", "point")) for name in layer._buffers)
 
 
-def test_static_scales_stay(tmp_path: Path) -> None:
-    """Scales of activations have no experts: vLLM leaves them out by their names."""
-    run(small.save(tmp_path / "source", input_scales.fp8()), tmp_path / "out", "fp8-tensor", Grid(ep=2),
-        input_schema="fp8-static")  # fmt: skip
-    sizes = {"num_experts": small.E, "hidden": small.HIDDEN, "inter": small.INNER, "redundant": 0}
-    config = get_quantization_config("hqconv").from_config(
-        json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    )
-    config.maybe_update_config(str(tmp_path / "out"))
-    layer = build_layer(config, layer_name(0), grid=parallel(ep=2, eplb=True), **sizes)
-    layer.quant_method.process_weights_after_loading(layer)
-    kept = {name for name in layer._parameters if name.endswith("_input_scale")}
-    assert kept == {"w13_input_scale", "w2_input_scale"}
-    assert len(movable([layer])[0]) == len(layer._parameters) - len(kept)
-
-
-def test_an_artifact_without_copies_is_served(source: Path, tmp_path: Path) -> None:
-    run(source, tmp_path / "dealt", "mxfp4", Grid(ep=RANKS))
-    layers = build(tmp_path / "dealt", 1, redundant=0)
-    assert layers[0].local_num_experts == EXPERTS // RANKS
-
-
 REFUSED: dict[str, tuple[Grid, dict[str, Any], str]] = {
     "copies of the server alone": (Grid(ep=2), {}, r"expected: 0\n.*found: 2\n(.|\n)*--redundant-experts 2"),
     "fewer copies": (Grid(ep=2, redundant=4), {}, r"num_redundant_experts 4 only, or cut(.|\n)*--redundant-experts 2"),
@@ -282,15 +259,6 @@ def test_what_does_not_fit_is_refused(source: Path, tmp_path: Path, what: str) -
     run(source, tmp_path / "out", "int8", grid)
     with pytest.raises(RequestError, match=message):
         build(tmp_path / "out", 0, **words)
-
-
-def test_ranks_that_come_and_go_are_refused(
-    source: Path, tmp_path: Path, vllm_config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run(source, tmp_path / "out", "int8", Grid(ep=2, redundant=2))
-    monkeypatch.setattr(vllm_config.parallel_config, "enable_elastic_ep", True)
-    with pytest.raises(RequestError, match="come and go"):
-        build(tmp_path / "out", 0)
 
 
 @pytest.mark.parametrize("schema", ["int4-g64-zp", "none"])

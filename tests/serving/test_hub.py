@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +23,6 @@ from vllm.model_executor.model_loader import weight_utils
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.transformers_utils import repo_utils
 
-from hqconv.errors import RequestError
 from hqconv.planning import output_units
 from hqconv.schemas.grid import Grid
 from hqconv.serving.vllm.plugin import register
@@ -130,43 +128,6 @@ def plain(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def test_two_ranks_of_one_machine_share_what_is_fetched(
-    plain: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with serve(plain) as hub:
-        as_hub(hub, cache, monkeypatch)
-        for rank in range(2):
-            make_layers(plain, 2, rank)
-        assert hub.fetched == {"hqconv.json", *experts_of(plain, 0), *experts_of(plain, 1)}
-        assert all(hub.sent[name] == (plain / name).stat().st_size for name in hub.fetched)
-
-
-def test_a_folder_for_downloads_holds_all_kinds(
-    plain: Path, cache: Path, tmp_path: Path, vllm_config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`--download-dir`. The manifest is small and read before vLLM says where, as vLLM reads config.json."""
-    own = tmp_path / "own"
-    monkeypatch.setattr(vllm_config.load_config, "download_dir", str(own))
-    with serve(plain) as hub:
-        as_hub(hub, cache, monkeypatch)
-        take_copied_tensors(download_dir=str(own))
-        make_layers(plain, 2, rank=1)
-        small = {name for name in json.loads((plain / "hqconv.json").read_text())["files"] if "safetensors" not in name}
-        index = {"model.safetensors.index.json", "hqconv.json"}
-        assert cached(own) == {*index, *small, *shards_of(plain), *experts_of(plain, 1)}
-        assert cached(cache) == {"hqconv.json"}
-        shutil.rmtree(cache)
-        before = len(hub.requests)
-        use(monkeypatch, hub.url, own, offline=True)
-        folder = repo_utils.get_model_path(NAME)  # as EngineArgs does
-        _, files, _, _ = DefaultModelLoader(LoadConfig())._prepare_weights(folder, None, None, True, None)
-        assert {Path(file).name for file in files} == shards_of(plain)
-        assert json.loads(Path(folder, "config.json").read_text())
-        for layer in make_layers(plain, 2, rank=1, name=folder):
-            assert layer.quant_method.file.path.is_relative_to(own)
-        assert len(hub.requests) == before
-
-
 @pytest.mark.parametrize("is_resolved", [True, False])
 def test_a_push_between_the_manifest_and_the_weights(
     plain: Path, cache: Path, tmp_path: Path, vllm_config: Any, monkeypatch: pytest.MonkeyPatch, is_resolved: bool
@@ -205,42 +166,3 @@ def test_a_push_between_the_manifest_and_the_weights(
     for layer in layers:
         file = layer.quant_method.file
         assert file.path.read_bytes() == (plain / file.name).read_bytes()
-
-
-def test_a_pipeline_stage_fetches_its_own_layers(
-    plain: Path, cache: Path, vllm_config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(vllm_config.parallel_config, "pipeline_parallel_size", 2)
-    with serve(plain) as hub:
-        as_hub(hub, cache, monkeypatch)
-        make_layers(plain, 1, rank=1)
-        assert hub.fetched == {"hqconv.json", "experts/tp1-ep0/model.layers.0.mlp.experts.safetensors"}
-
-
-def test_other_ranks_are_refused_before_any_weights_are_fetched(
-    plain: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with serve(plain) as hub:
-        as_hub(hub, cache, monkeypatch)
-        config = json.loads((plain / "config.json").read_text())["quantization_config"]
-        method = get_quantization_config("hqconv").from_config(config)
-        method.maybe_update_config(NAME)
-        sizes = {"num_experts": 4, "hidden": 256, "inter": 256}
-        with pytest.raises(RequestError, match=r"hf download org/name --local-dir name && hqconv convert name"):
-            build_layer(method, "model.layers.0.mlp.experts", **sizes, grid=parallel(tp=4))
-        assert hub.fetched == {"hqconv.json"}
-
-
-def test_it_is_the_index_that_keeps_the_experts_from_vllms_loader(
-    plain: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without it vLLM takes every file that ends in .safetensors, of all ranks: an artifact always has one."""
-    (plain / "model.safetensors.index.json").unlink()
-    with serve(plain) as hub:
-        as_hub(hub, cache, monkeypatch)
-        take_copied_tensors()
-        assert hub.fetched == {*top_level(plain), *experts_of(plain, 0), *experts_of(plain, 1)}
-
-
-def top_level(out: Path) -> set[str]:
-    return {path.name for path in out.glob("*.safetensors")}

@@ -87,18 +87,6 @@ def test_layers_that_are_made_or_asked_for_later_are_filled_too(view: ArtifactVi
     assert all(layer.is_right for layer in (first, *later))
 
 
-def test_layers_elsewhere_are_left_alone(view: ArtifactView) -> None:
-    """Of a model that is being put back, some have no memory yet."""
-    loader = ParameterLoader()
-    there, nowhere = Layer(loader, view, 0), Layer(loader, view, 1, "meta")
-    loader.fill(there)
-    assert there.is_right
-    assert not nowhere.is_filled
-    nowhere.tensors = {key: torch.zeros(t.shape, dtype=torch.uint8) for key, t in nowhere.tensors.items()}
-    loader.fill(nowhere)
-    assert nowhere.is_right
-
-
 @pytest.mark.parametrize(("value", "is_checked"), [(None, False), ("0", False), ("1", True)])
 def test_all_files_are_hashed_first_where_the_environment_asks(
     view: ArtifactView, monkeypatch: pytest.MonkeyPatch, value: str | None, is_checked: bool
@@ -130,16 +118,6 @@ def test_a_file_that_was_cut_off_since_fails_its_own_layer(view: ArtifactView) -
     with pytest.raises(VerificationError, match=f"cut off(.|\n)*{layers[1].file.name}"):
         loader.fill(layers[1])
     assert (layers[0].is_right, layers[1].is_filled) == (True, False)
-
-
-@pytest.mark.parametrize("value", ["auto", "cached", "direct", ""])
-def test_the_way_of_reading_changes_no_byte(view: ArtifactView, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    monkeypatch.setenv(READ, value)
-    loader = ParameterLoader()
-    layers = [Layer(loader, view, number) for number in range(3)]
-    for layer in layers:
-        loader.fill(layer)
-        assert layer.is_right
 
 
 def test_an_unknown_way_of_reading_is_refused(view: ArtifactView, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,6 @@ from vllm.model_executor.layers.quantization.utils.humming import convert_to_hum
 from vllm.model_executor.layers.quantization.utils.humming.moe import get_humming_moe_quant_config
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.models.utils import WeightsMapper
-from vllm.model_executor.utils import weights_already_processed
 from vllm.utils import humming
 
 from hqconv.errors import HqconvError, RequestError, VerificationError
@@ -373,30 +372,6 @@ NUMBERED: dict[str, tuple[Words, Words, tuple[str, tuple[float | None, ...]]]] =
     "kimi says both": (KIMI, {"activation": "situ", "situ": (4.0, 25.0)}, ("situ", (None, 1.0, 0.0, 4.0, 25.0))),
     "kimi says nothing": (KIMI, {"activation": "situ"}, ("situ", (None, 1.0, 0.0, 4.0, 25.0))),
 }
-OTHERS: dict[str, tuple[Words, Words, str]] = {
-    "another limit": (
-        {"model_type": "bailing_moe_v3", "expert_swiglu_limit_list": [7.0]},
-        {"swiglu_limit": 6.0},
-        "another activation",
-    ),
-    "no limit": ({"model_type": "bailing_moe_v3", "expert_swiglu_limit_list": [7.0]}, {}, "another activation"),
-    "another beta": (KIMI, {"activation": "situ", "situ": (4.0, None)}, "another activation"),
-    "known by name only": (
-        {"model_type": "kimi_linear", "hidden_act": "situ"},
-        {"activation": "situ", "situ": (4.0, 25.0)},
-        "known by name only",
-    ),
-    "a bound that vLLM has not": (
-        {"model_type": "step3p5", "swiglu_limits": [16.0]},
-        {"activation": "swiglustep"},
-        r"no such activation(.|\n)*bound is 7(.|\n)*silu_bound16",
-    ),
-    "a number that no code is known to read": (
-        {"model_type": "qwen3_moe", "swiglu_limit": 7.0},
-        {"swiglu_limit": 7.0},
-        r"known by name only(.|\n)*silu\+swiglu_limit",
-    ),
-}
 
 
 def layer_of_numbers(words: Words, tmp_path: Path, asked: Words) -> Any:
@@ -419,24 +394,6 @@ def test_numbers_of_the_activation_reach_the_kernel(case: str, tmp_path: Path) -
     found = layer.quant_method.moe_kernel.fused_experts.activation_config
     assert (found.clamp_limit, found.alpha, found.beta) == numbers[:3]
     assert (found.activation_situ_beta, found.activation_situ_linear_beta) == numbers[3:]
-
-
-@pytest.mark.parametrize("case", OTHERS)
-def test_numbers_that_cannot_be_had_are_refused_before_a_parameter_exists(case: str, tmp_path: Path) -> None:
-    words, asked, message = OTHERS[case]
-    with pytest.raises(RequestError, match=message):
-        layer_of_numbers(words, tmp_path, asked)
-
-
-def test_ranks_are_counted_as_vllm_counts_them(tmp_path: Path, sources: dict[str, Path]) -> None:
-    """Two tensor parallel ranks and two data parallel ones are four of an MoE layer; eight are eight."""
-    for tp, dp in ((4, 2), (8, 1)):
-        out = tmp_path / f"tp{tp}"
-        run(sources["bfloat16"], out, "int8", Grid(tp=tp))
-        for rank in range(tp):
-            layer = build_layer(open_config(out), LAYER, **SIZES, grid=parallel(tp=tp, tp_rank=rank, dp=dp))
-            assert f"tp{rank}-ep0" in str(layer.quant_method.file.path)
-            assert layer.humming_configs["w2"].shape_k == max(128, SIZES["inter"] // tp)
 
 
 def test_the_placement_must_be_the_artifacts(tmp_path: Path, sources: dict[str, Path]) -> None:
@@ -521,33 +478,6 @@ def test_a_damaged_rank_file_is_refused(
         load(tmp_path / "out")
 
 
-def test_a_later_file_that_is_wrong_stops_the_first_layer(
-    tmp_path: Path, sources: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Digests are compared for all layers of the process before one is filled."""
-    run(sources["bfloat16"], tmp_path / "out", "int8")
-    names = sorted(path.stem for path in (tmp_path / "out" / "experts" / "tp0-ep0").iterdir())
-    damage("a byte", tmp_path / "out" / "experts" / "tp0-ep0" / f"{names[-1]}.safetensors")
-    monkeypatch.setenv("HQCONV_VERIFY", "1")
-    config = open_config(tmp_path / "out")
-    layers = [build_layer(config, name, **SIZES) for name in names]
-    with pytest.raises(VerificationError, match=names[-1]):
-        layers[0].quant_method.process_weights_after_loading(layers[0])
-
-
-def test_all_layers_of_a_process_are_filled_from_the_first_on(tmp_path: Path, sources: dict[str, Path]) -> None:
-    run(sources["bfloat16"], tmp_path / "out", "mxfp4")
-    names = sorted(path.stem for path in (tmp_path / "out" / "experts" / "tp0-ep0").iterdir())
-    assert len(names) > 1
-    config = open_config(tmp_path / "out")
-    layers = [build_layer(config, name, **SIZES) for name in names]
-    for layer in reversed(layers):  # in whatever order
-        layer.quant_method.process_weights_after_loading(layer)
-    for name, layer in zip(names, layers, strict=True):
-        stored = load_file(layer.quant_method.file.path)
-        assert all(torch.equal(as_bytes(p), as_bytes(stored[f"{name}.{n}"])) for n, p in layer.named_parameters())
-
-
 def test_a_model_that_is_loaded_again_in_place_gets_its_experts(tmp_path: Path, sources: dict[str, Path]) -> None:
     """As vLLM does after a deep sleep: parameters lost, taken away, put back; the kernel stays the same object."""
     run(sources["bfloat16"], tmp_path / "out", "int4-g64-zp")
@@ -563,19 +493,6 @@ def test_a_model_that_is_loaded_again_in_place_gets_its_experts(tmp_path: Path, 
     assert_holds_its_file(layer)
     assert layer.quant_method.moe_kernel is kernel
     assert sorted(p.data_ptr() for p in layer.parameters()) == sorted(pointers)
-
-
-def test_the_weight_cache_brings_the_parameters(tmp_path: Path, sources: dict[str, Path]) -> None:
-    """Under vLLM's weight cache nothing is read: parameters come from another process, by name."""
-    run(sources["bfloat16"], tmp_path / "out", "int8")
-    layer = build_layer(open_config(tmp_path / "out"), LAYER, **SIZES)
-    assert layer.quant_method.supports_pre_processed_weights
-    for param in layer.parameters():
-        as_bytes(param).fill_(7)
-    with weights_already_processed():
-        layer.quant_method.process_weights_after_loading(layer)
-    assert all(bool((as_bytes(param) == 7).all()) for param in layer.parameters())
-    assert layer.quant_method.moe_kernel is not None
 
 
 def test_a_dummy_load_reads_nothing_and_has_finite_weights(

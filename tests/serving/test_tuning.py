@@ -16,8 +16,7 @@ import hqconv
 from hqconv.api import warm
 from hqconv.artifact.reader import Artifact
 from hqconv.kernel_layout.kernel_sources import NO_DEVICE
-from hqconv.serving.vllm.tuning import is_table, remembered, tuning_key
-from hqconv.serving.warm.gpus import KNOWN
+from hqconv.serving.vllm.tuning import is_table, remembered
 from hqconv.serving.warm.kernel_store import opened, read_store_manifest
 from tests.make.kernels import fake_compiler, server, use_compiler
 from tests.make.qwen import write_qwen3_moe
@@ -116,12 +115,6 @@ def test_a_damaged_table_is_worked_out_again(artifact: Path, facade: Facade, tmp
     assert all(is_table(json.loads(path.read_text())) for path in kept)
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(artifact: Path, facade: Facade, tmp_path: Path) -> None:
-    (tmp_path / "cache" / "hqconv-tuning").write_text("a file where the folder would be")
-    with remembered({}):
-        assert all(is_table(plain(table)) for table in ask(facade, artifact))
-
-
 def test_warm_leaves_the_tables_that_a_server_asks_for(artifact: Path, facade: Facade, tmp_path: Path) -> None:
     wanted = ask(facade, artifact)
     facade.num_worked_out = 0
@@ -133,9 +126,3 @@ def test_warm_leaves_the_tables_that_a_server_asks_for(artifact: Path, facade: F
     assert facade.num_worked_out == 0
     warm(artifact, gpu="h20", kernels=tmp_path / "kernels")
     assert len(tables_of(tmp_path / "kernels")) == 4, "those of another GPU stay"
-
-
-def test_a_table_is_of_one_gpu_model(artifact: Path, facade: Facade) -> None:
-    config = configs(artifact)[0]
-    keys = {tuning_key(config, ASKED, gpu) for gpu in KNOWN.values()}
-    assert len(keys) == len(KNOWN)

@@ -26,10 +26,8 @@ from hqconv.kernel_layout.kernel_sources import (
     gemm_kernels,
     input_kernels,
     standing_in,
-    tuning_table,
 )
 from hqconv.schemas.activation import Activation
-from hqconv.schemas.weight_schema import ROTATIONS
 from hqconv.serving.vllm.kernel_requests import PREQUANTIZED, compute_settings, kernel_activation
 from hqconv.serving.warm.gpus import KNOWN, choose_gpu
 from hqconv.serving.warm.kernel_store import MANIFEST, folder_beside, opened, read_kernels, read_store_manifest
@@ -84,20 +82,6 @@ def test_a_folder_of_kernels(artifact: Path, compiler: Any, tmp_path: Path) -> N
 
 
 SECOND = (("int4-g32-e4m3", "TENSOR"), ("int4-g32-e4m3-row", "CHANNEL"), ("fp4-g32-e8m0-row", "CHANNEL"))
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(("schema", "second"), SECOND)
-@pytest.mark.usefixtures("compiler")
-def test_kernels_of_second_scales(schema: str, second: str, tmp_path: Path) -> None:
-    """Every GEMM is compiled for the second scale that the artifact has."""
-    source = write_qwen3_moe(tmp_path / "source", num_layers=1, hidden_size=256, intermediate_size=256)
-    hqconv.convert(source, tmp_path / "out", schema=schema, target="sm90", device="cpu")
-    warm(tmp_path / "out", gpu="h200", kernels=tmp_path / "kernels")
-    texts = [path.read_text() for path in (tmp_path / "kernels").glob("*.cu")]
-    gemms = [text for text in texts if "kWeightScale2Type" in text]
-    assert len(gemms) > 10
-    assert all(f"kWeightScale2Type = WeightScale2Type::{second};" in text for text in gemms)
 
 
 @pytest.mark.full
@@ -237,26 +221,6 @@ def test_how_vllm_asks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.full
-def test_every_name_of_a_target_is_a_gpu_to_compile_for(compiler: Any) -> None:
-    """On every architecture; figures that are not known come from a file."""
-    from hqconv.schemas.gpu_target import GPUS
-
-    assert set(KNOWN) < set(GPUS)
-    for name in ("t4", "a100", "a10", "l4", "l40s", "h100", "h20", "h200", "b200", "gb200", "rtx-pro-6000"):
-        gpu = choose_gpu(name.upper(), GPUS[name].sm_version)
-        assert (gpu, gpu.sm_version) == (KNOWN[name], GPUS[name].sm_version)
-        words = {**WORDS, "sm_version": gpu.sm_version, "a_dtype": "float16", "c_dtype": "float16"}
-        with standing_in(gpu):
-            assert gemm_kernels(words, ComputeSettings(INDEXED))
-
-
-@pytest.mark.parametrize(("name", "tops"), [("h100", 1071), ("a100", 312), ("t4", 32.5), ("l40s", 183), ("b200", 2382)])
-def test_throughput_is_that_of_the_data_sheet(name: str, tops: float) -> None:
-    """Dense FP16 tensor core TFLOPS at boost clock, with accumulation in float32."""
-    assert KNOWN[name].facts().tensorcore_tops["float16"] == pytest.approx(tops, rel=0.01)
-
-
-@pytest.mark.full
 def test_the_gpu_and_the_way_of_asking_decide_about_kernels(compiler: Any) -> None:
     found = {}
     for name, gpu in ((name, KNOWN[name]) for name in ("h200", "h100", "h20")):
@@ -299,74 +263,6 @@ def test_rotated_inputs_have_kernels_of_their_own(compiler: Any) -> None:
                 assert rotated
                 assert not plain & rotated
                 assert bool(plain) == (kind == CONTIGUOUS or activation is not None)
-
-
-WAYS: dict[str, dict[str, Any]] = {
-    "a16": {},
-    "fp8": {"quant_mode": "dynamic_token", "quant_dtype": "float8e4m3"},
-    "int8": {"quant_mode": "dynamic_token", "quant_dtype": "int8"},
-    "int4": {"quant_mode": "dynamic_token", "quant_dtype": "int4"},
-    "fp8-g128": {
-        "quant_mode": "dynamic_group",
-        "quant_dtype": "float8e4m3",
-        "quant_group_size": 128,
-        "group_scale_dtype": "float32",
-    },
-    "fp8-static": {"quant_mode": "static_tensor", "quant_dtype": "float8e4m3"},
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_every_rotation_has_a_kernel_and_no_other_size(way: str) -> None:
-    """Of all numbers of columns; Humming's tuner asserts that there is one. `ROTATIONS` is what it does not refuse."""
-    problem = importlib.import_module("humming.config").ProcessInputProblemConfig
-    tuning = importlib.import_module("humming.tune.process_input")
-
-    def has_kernel(layer: int, columns: int, words: dict[str, Any]) -> bool:
-        size = {"hidden_size": columns, "hadamard_block_size": layer}
-        asked = problem(input_dtype="bfloat16", **size, **WAYS[way], **words)
-        try:
-            for rows in (1, 4096):
-                tuning._tuning_config_for_device(asked, rows, -1)
-        except AssertionError:
-            return False
-        return True
-
-    gated = {"activation_type": "binary_split", "activation_impl": "a * b"}
-    with standing_in(KNOWN["h200"]):
-        for layer in (2, 4, 8, *ROTATIONS, 1024):
-            widths = [n * max(layer, 32) for n in (1, 3, 5, 7)] + [4096, 5120, 7168, 16384]
-            whole = [columns for columns in widths if columns % layer == 0]
-            found = all(has_kernel(layer, columns, words) for columns in whole for words in ({}, gated))
-            is_needed = layer in ROTATIONS or (layer < 1024 and "token" not in str(WAYS[way]))
-            assert found == is_needed, layer
-
-
-@pytest.mark.full
-def test_groups_that_are_no_powers_of_two_do_not_run(compiler: Any) -> None:
-    """What docs/targets.md says of sm90: a tuner that stops, or a tile that cuts a group."""
-    words = {**WORDS, "b_dtype": "uint4", "bs_dtype": None, "shape_k": 7680}
-    with standing_in(KNOWN["h200"]):
-        for group in (96, 160, 192, 320, 384, 640):
-            with pytest.raises(AssertionError, match=f"weight scale group={group} do not nest"):
-                tuning_table({**words, "weight_scale_group_size": group}, ComputeSettings(INDEXED))
-        _, table = tuning_table(
-            {**words, "a_dtype": "float8e4m3", "weight_scale_group_size": 192}, ComputeSettings(INDEXED)
-        )
-    tiles = {entry["block_shape"][2] for *_, entry in table}
-    assert any(192 % tile and tile % 192 for tile in tiles)
-
-
-def test_activations_are_those_of_the_families() -> None:
-    assert kernel_activation(Activation("silu"), gated=True) == {
-        "activation_type": "binary_split",
-        "activation_impl": "(a / (1.f + expf(-a))) * b",
-    }
-    clamped = kernel_activation(Activation("silu_clamp", 10.0), gated=True)
-    assert clamped is not None
-    assert "fminf(a, (10.0f))" in clamped["activation_impl"]
-    assert kernel_activation(Activation("relu2"), gated=False) is not None
-    assert kernel_activation(Activation("sine"), gated=True) is None
 
 
 def test_standing_in_leaves_no_trace() -> None:

@@ -21,15 +21,11 @@ pytest.importorskip("vllm", reason="vLLM is not here: `make test-vllm` runs thes
 
 from tests.make import vllm_cpu  # isort: skip  - before vLLM
 
-from vllm.config import LoadConfig, VllmConfig
+from vllm.config import LoadConfig
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.model_loader.weight_cache import daemon as daemons
 from vllm.model_executor.model_loader.weight_cache import ipc_loader
-from vllm.model_executor.model_loader.weight_cache.protocol import (
-    WeightCacheKey,
-    check_ipc_quant_support,
-    hash_checkpoint,
-)
+from vllm.model_executor.model_loader.weight_cache.protocol import WeightCacheKey, check_ipc_quant_support
 
 from hqconv.errors import VerificationError
 from hqconv.io.file_access import PieceReader
@@ -175,16 +171,6 @@ def test_a_second_start_reads_headers_only(
         assert quant.w2_zp.data_ptr() == layer.w2_zero_point.data_ptr()
 
 
-def test_vllms_key_does_not_tell_two_artifacts_apart(sources: list[Path], tmp_path: Path) -> None:
-    """It has names and shapes of the ordinary shards, and config.json's quantization: the reason for the stamp."""
-    for number, source in enumerate(sources):
-        run(source, tmp_path / str(number), "int8")
-    first, second = (hash_checkpoint(str(tmp_path / str(number))) for number in range(2))
-    assert first == second is not None
-    configs = [(tmp_path / str(number) / "config.json").read_text() for number in range(2)]
-    assert configs[0] == configs[1]
-
-
 def test_another_artifacts_experts_are_not_served(
     sources: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,27 +193,3 @@ def test_another_artifacts_experts_are_not_served(
     own = fill(build(config, parallel()))  # the same config, as in vLLM's fallback
     assert_holds_its_files(own)
     assert all(torch.equal(as_bytes(p), old) for p, old in zip(shared.parameters(), before, strict=True))
-
-
-def test_a_cache_without_the_stamp_is_not_served(
-    sources: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Such as that of an older hqconv, whose daemon still runs."""
-    run(sources[0], tmp_path / "out", "int8")
-    daemon = seeded(tmp_path / "out", parallel())
-    assert daemon.model is not None
-    for layer in daemon.model.children():
-        del layer.hqconv_sha256
-    with pytest.raises(VerificationError, match="weight cache"):
-        start(Loader(daemon, "zero_copy"), open_config(tmp_path / "out"), parallel(), monkeypatch)
-
-
-def test_vllm_refuses_the_weight_cache_with_eplb() -> None:
-    """Both ends: experts would move in memory that other servers read."""
-    parallel_config = SimpleNamespace(enable_eplb=True)
-    config: Any = SimpleNamespace(parallel_config=parallel_config, speculative_config=None)
-    with pytest.raises(ValueError, match="EPLB"):
-        daemons.WeightCacheDaemon(config, 0, 0, "")
-    with pytest.raises(ValueError, match="EPLB"):
-        Loader(SimpleNamespace(), "zero_copy").load_model(config, SimpleNamespace())
-    assert VllmConfig().parallel_config.enable_eplb is False
