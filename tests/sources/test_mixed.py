@@ -16,8 +16,7 @@ from typer.testing import CliRunner
 
 from hqconv import dequantize, inspect, load
 from hqconv.cli.app import app
-from hqconv.conversion.unit_writer import UnitWriter
-from hqconv.errors import InputError, OutputError, RequestError
+from hqconv.errors import InputError, RequestError
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.recipe import load_recipe
 from tests.make import configs, conversions, layouts, packing
@@ -156,51 +155,6 @@ def test_an_artifact_of_it_is_such_a_source_again(mixed: Mixed, tmp_path: Path) 
         assert (back / path).read_bytes() == (first / path).read_bytes(), path
     quantization = json.loads((other / "config.json").read_text())["quantization_config"]
     assert quantization["format_version"] == 2
-
-
-def test_resuming(mixed: Mixed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a failure at the second group of files: the same bytes. Of another request's it is refused."""
-    out, whole, publish, calls = tmp_path / "out", tmp_path / "whole", UnitWriter.publish, []
-
-    def fail(writer: UnitWriter) -> None:
-        calls.append(1)
-        if len(calls) > 1:
-            raise OutputError("The disk is full.")
-        publish(writer)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(UnitWriter, "publish", fail)
-        with pytest.raises(OutputError, match="disk is full"):
-            conversions.run(mixed.folder, out, "source")
-    assert not (out / "hqconv.json").exists()
-    last = next(reversed(mixed.schemas))
-    (tmp_path / "recipe.toml").write_text(f'[[override]]\nblocks = "{last}"\nschema = "int8"\n')
-    overrides = load_recipe(tmp_path / "recipe.toml").overrides
-    with pytest.raises(OutputError):
-        conversions.run(mixed.folder, out, "source", overrides=overrides, resume=True)
-    conversions.run(mixed.folder, out, "source", resume=True)
-    conversions.run(mixed.folder, whole, "source")
-    for path in whole.rglob("*.*"):
-        if path.is_file():
-            assert (out / path.relative_to(whole)).read_bytes() == path.read_bytes(), path
-    conversions.run(mixed.folder, out, "source", resume=True)
-    with pytest.raises(OutputError):
-        conversions.run(mixed.folder, out, "source", overrides=overrides, resume=True)
-
-
-def test_changed_sources_and_manifests_are_found(mixed: Mixed, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    conversions.run(mixed.folder, out, "source")
-    path = out / "hqconv.json"
-    good = json.loads(path.read_text())
-    name = next(reversed(mixed.truth))
-    bad = json.loads(path.read_text())
-    bad["blocks"][name]["source_format"]["group_k"] *= 2
-    path.write_text(json.dumps(bad))
-    assert not conversions.check(out, mixed.folder, "files").passed
-    bad = {**good, "left_blocks": [name]}
-    path.write_text(json.dumps(bad))
-    assert not conversions.check(out, mixed.folder, "files").passed
 
 
 @pytest.mark.parametrize("schema", ["int4", "fp8", "nvfp4"])
