@@ -11,7 +11,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -257,14 +256,6 @@ def test_checkpoint_layout_needs_no_target(model: Path, tmp_path: Path) -> None:
     assert call(*arguments).exit_code == 0
 
 
-def corrupt(model: Path, folder: Path) -> Path:
-    """A copy whose only shard is cut off."""
-    folder.mkdir()
-    for name, data in read_tree(model).items():
-        (folder / name).write_bytes(data[:-1] if name.endswith(".safetensors") else data)
-    return folder
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -315,12 +306,6 @@ def test_with_a_gpu_the_target_is_its_architecture(model: Path, monkeypatch: pyt
         assert hqconv.plan(model, schema="int4", device=device).spec.target.name == target
 
 
-def test_corrupt_source_exits_with_3(model: Path, tmp_path: Path) -> None:
-    result = convert(corrupt(model, tmp_path / "in"), tmp_path / "out", "--json")
-    assert (result.exit_code, json.loads(result.stdout)["exit_code"]) == (3, 3)
-    assert "model.safetensors" in result.stderr
-
-
 def test_occupied_output_exits_with_4(model: Path, tmp_path: Path) -> None:
     assert convert(model, tmp_path / "out").exit_code == 0
     before = read_tree(tmp_path / "out")
@@ -339,17 +324,6 @@ def test_output_and_source_do_not_lie_in_one_another(place: str, tmp_path: Path)
     result = convert(source, out, "--overwrite")
     assert result.exit_code == 4
     assert "The output would lie in the source" in result.stderr
-
-
-def test_an_artifact_may_be_a_source(model: Path, tmp_path: Path) -> None:
-    assert convert(model, tmp_path / "a").exit_code == 0
-    assert convert(model, tmp_path / "tp2", "--tp", 2).exit_code == 0
-    result = convert(tmp_path / "a", tmp_path / "b", "--tp", 2)
-    assert result.exit_code == 0, result.stderr
-    experts = [f"{p.relative_to(tmp_path / 'b')}" for p in (tmp_path / "b/experts").rglob("*.safetensors")]
-    assert len(experts) == 4
-    for path in experts:
-        assert (tmp_path / "b" / path).read_bytes() == (tmp_path / "tp2" / path).read_bytes()
 
 
 def test_a_damaged_artifact_is_no_source(model: Path, tmp_path: Path) -> None:
@@ -388,22 +362,6 @@ def test_unexpected_exceptions_are_one_message(
     result = convert(model, tmp_path / "out")
     assert result.exit_code == exit_code
     assert "Traceback" in result.stderr
-
-
-def test_debug_shows_where_an_expected_error_comes_from(tmp_path: Path) -> None:
-    quiet, debug = run("inspect", tmp_path), run("inspect", tmp_path, HQCONV_DEBUG="1")
-    assert quiet.returncode == debug.returncode == 3
-    assert "Traceback" not in quiet.stderr
-    assert "Traceback" in debug.stderr
-
-
-def _wait_for_first_group(out: Path, process: subprocess.Popen[str]) -> None:
-    journal = out / ".hqconv-progress.jsonl"
-    deadline = time.monotonic() + 60
-    while not journal.exists() or b'"group"' not in journal.read_bytes():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 # --- progress ----------------------------------------------------------------------------------------------
