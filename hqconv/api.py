@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect as inspect_module
 import logging
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -156,9 +156,8 @@ def convert(
     start_gpu(device, is_part=own_part is not None)  # beside all that comes before its use
     from hqconv.conversion.convert import convert as run  # all libraries are loaded before the work begins
 
-    with ExitStack() as stack:
-        resources = resources_of(device, max_memory, max_gpu_memory, threads, is_part=own_part is not None)
-        source = stack.enter_context(open_source(src, revision, is_lazy=True))
+    resources = resources_of(device, max_memory, max_gpu_memory, threads, is_part=own_part is not None)
+    with open_source(src, revision, is_lazy=True) as source:
         target = choose_target(parsed, source, resources.device_name)
         with without_gc():
             planned = plan_conversion(parsed, source, target)

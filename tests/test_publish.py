@@ -221,24 +221,6 @@ def test_killed_anywhere_and_run_again(hubs: BothHubs, model: Path, tmp_path: Pa
     assert all(there(hubs, number) in ({}, old, new) for number in range(len(hubs.uploads.commits["main"])))
 
 
-@pytest.mark.full
-def test_an_interrupt_is_told(hubs: BothHubs, tmp_path: Path) -> None:
-    held, go_on = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        held.set()
-        go_on.wait(60)
-
-    hubs.uploads.on_batch = hold
-    with start(hubs, tmp_path) as process:
-        assert held.wait(120)
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
-    go_on.set()
-    assert process.returncode == 130
-    assert f"{tmp_path / 'out'} holds a finished artifact. org/name holds no new commit." in said
-
-
 # --- the workflow of docs/ci.md ----------------------------------------------------------------------------
 
 
