@@ -42,6 +42,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import hqconv
+from hqconv.artifact.load import decoded_experts
 from hqconv.artifact.reader import Artifact
 from hqconv.kernel_layout import fused_moe as moe
 from hqconv.kernel_layout.compatibility import why_not, why_overflow
@@ -54,7 +55,6 @@ from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.input_schema import resolve_inputs
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.weight_schema import PRESETS, resolve_schema
-from hqconv.verification.decoded_experts import decoded_experts
 from hqconv.verification.kernel import LayerInputs, in_order
 from hqconv.verification.reference import EXACT, Routing, moe_forwards
 from hqconv.verification.tolerances import Tolerances

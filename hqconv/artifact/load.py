@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +15,23 @@ import torch
 from hqconv.artifact.expert_reader import ExpertReader
 from hqconv.artifact.reader import Artifact
 from hqconv.artifact.tensor_filler import read_tensors
-from hqconv.errors import RequestError, VerificationError
+from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.formats.source_matrix import resized
 from hqconv.io.file_access import sha256_of
+from hqconv.io.host_buffers import host_buffer
+from hqconv.io.pipeline import pipeline
 from hqconv.kernel_layout.compatibility import load_layer_config
 from hqconv.layout_decoder.decode import DecodedStack
 from hqconv.layout_decoder.numbers import float_values
 from hqconv.layout_decoder.values import decoded_weights, unrotated
+from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.dtypes import code_of
 
 _NUM_THREADS = 8  # that hash files
+_BATCH_WEIGHTS = 1 << 26  # decoded at once: 256 MiB of float32, and a few times as much during decoding
+_NUM_AHEAD = 2
+Floats = dict[str, torch.Tensor]  # one expert: w1 (if gated), w3 [I, H], w2 [H, I], and biases; float32
 
 
 @dataclass(frozen=True)
@@ -153,6 +161,54 @@ def dequantize(path: str | Path, layer: str, *, check_digests: bool = True) -> d
             _compare_digests(artifact, [names.rank_file(layer, *rank) for rank in artifact.grid.ranks])
         experts = [expert_floats(reader, expert) for expert in range(described.num_experts)]
     return {name: torch.stack([one[name] for one in experts]) for name in experts[0]}
+
+
+def decoded_experts(
+    artifact: Artifact, layer: MoeLayer, device: torch.device, num_threads: int
+) -> Generator[Floats, None, None]:
+    """Yield the artifact's experts on the device: `w1` (if gated), `w3` [I, H], `w2` [H, I], and biases; float32.
+
+    Rotated weights are turned back. Raises VerificationError for values that no conversion writes.
+    """
+    reader = ExpertReader(artifact, layer, refuse)
+
+    def load(experts: range) -> list[Floats]:
+        try:
+            found = _load_batch(reader, experts, device)
+        except HqconvError:  # the reading of single experts names the fault
+            found = [None] * len(experts)
+        return [_load_alone(reader, e, device) if one is None else one for e, one in zip(experts, found, strict=True)]
+
+    size = max(1, _BATCH_WEIGHTS // (len(layer.roles) * layer.hidden_size * layer.intermediate_size))
+    batches = (range(begin, min(begin + size, layer.num_experts)) for begin in range(0, layer.num_experts, size))
+    with closing(
+        pipeline(
+            batches, load, _NUM_AHEAD, num_threads, begin_thread=partial(_begin_thread, device), name="hqconv-experts"
+        )
+    ) as loaded:
+        for experts in loaded:
+            yield from experts
+
+
+def _load_alone(reader: ExpertReader, expert: int, device: torch.device) -> Floats:
+    return {name: values.to(device) for name, values in expert_floats(reader, expert).items()}
+
+
+def _load_batch(reader: ExpertReader, experts: range, device: torch.device) -> list[Floats | None]:
+    """Read experts at once; None for those with a fault."""
+    stored = reader.plan(experts)
+    host = host_buffer(stored.num_bytes, device)
+    reader.fill(stored, host.numpy().data)
+    stacks = reader.decode(stored, host.to(device, non_blocking=True))
+    values = stack_floats(stacks, reader)
+    wrong = torch.stack([stack.wrong for stack in stacks.values()]).any(0).tolist()
+    return [None if is_wrong else {name: one[i] for name, one in values.items()} for i, is_wrong in enumerate(wrong)]
+
+
+def _begin_thread(device: torch.device) -> None:
+    torch.set_num_threads(1)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def expert_floats(reader: ExpertReader, expert: int) -> dict[str, torch.Tensor]:

@@ -21,7 +21,7 @@ import torch
 
 from hqconv.artifact.evaluation_record import check_card, write_evaluation
 from hqconv.artifact.expert_reader import ExpertReader
-from hqconv.artifact.load import expert_floats, refuse
+from hqconv.artifact.load import decoded_experts, expert_floats, refuse
 from hqconv.artifact.reader import Artifact
 from hqconv.conversion.collect_importance import import_transformers, token_ids
 from hqconv.conversion.resources import Resources
@@ -34,7 +34,6 @@ from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.sources.opening import open_source
 from hqconv.verification.against_source import Lineage, other_source
-from hqconv.verification.decoded_experts import decoded_experts
 
 _LOG = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -18,13 +18,14 @@ from typing import Any, TypeVar
 import torch
 from safetensors import safe_open
 
-from hqconv.artifact.load import load_rank
+from hqconv.artifact.load import decoded_experts, load_rank
 from hqconv.artifact.manifest import ProjectionError
 from hqconv.artifact.reader import Artifact
 from hqconv.conversion.hub_prefetch import CachePolicy, fetched_layers
 from hqconv.errors import HqconvError, first_few
 from hqconv.formats.source_matrix import SourceMatrix, resized
 from hqconv.humming_ops.runtime import compiler_version
+from hqconv.io.pipeline import pipeline
 from hqconv.kernel_layout.fused_moe import (
     Gemm,
     compile_input_kernels,
@@ -44,7 +45,6 @@ from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import tp_slices
 from hqconv.schemas.untrusted_files import read_json
-from hqconv.verification.decoded_experts import decoded_experts, source_experts
 from hqconv.verification.reference import (
     EXACT,
     Expert,
@@ -150,6 +150,19 @@ def _measure(
         ):
             measured |= _compare_source(activation, everything, references[0][0], in_order(decoded), in_order(original))
     return {**measured, "routed_by": batches[0].routed_by}
+
+
+def source_experts(
+    source: Source, layer: MoeLayer, device: torch.device, num_threads: int
+) -> Generator[dict[str, SourceMatrix], None, None]:
+    """Yield the source's experts in order, as `Source.read_expert` returns them."""
+
+    def read(expert: int) -> dict[str, SourceMatrix]:
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return source.read_expert(layer, expert, layer.roles, device)
+
+    threads: dict[str, Any] = {"begin_thread": partial(torch.set_num_threads, 1), "name": "hqconv-experts"}
+    return pipeline(range(layer.num_experts), read, 2, num_threads, **threads)
 
 
 def in_order(values: Iterator[T]) -> Callable[[int], T]:

@@ -12,6 +12,7 @@ import torch
 
 import hqconv
 from hqconv.api import open_source
+from hqconv.artifact.load import decoded_experts
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import RequestError
 from hqconv.kernel_layout import fused_moe
@@ -21,7 +22,6 @@ from hqconv.schemas.activation import Activation
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.verification import kernel
-from hqconv.verification.decoded_experts import decoded_experts
 from hqconv.verification.reference import Routing, moe_forward
 from hqconv.verification.result import CheckResult
 from tests.make.conversions import assert_verified, check, manifest, run, write_manifest

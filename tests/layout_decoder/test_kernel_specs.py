@@ -369,12 +369,3 @@ def test_padding_is_checked_in_every_order() -> None:
         assert {"weight", "bias"} <= reported, schema
         assert "weight_scale" in reported, schema
         assert stack.wrong.all()
-
-
-def test_a_kind_is_read_back_from_its_plan_alone() -> None:
-    """What `kernel_form` says is enough, and so is any slice of experts."""
-    kind = kernel_spec_of("int4", "bfloat16", 90, "fp8")
-    laid = Laid(kind)
-    one = {name: array[1:] for name, array in laid.kernel.items()}
-    planned = kernel_form(*laid.size, kind, True)
-    assert torch.equal(decoded(planned.config, one, planned.flags).codes, laid.read().codes[1:])

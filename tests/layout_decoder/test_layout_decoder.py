@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import functools
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +15,6 @@ from hqconv.artifact.expert_reader import TENSOR_OF
 from hqconv.errors import RequestError, VerificationError
 from hqconv.humming_ops.runtime import humming, resident, target_facts
 from hqconv.kernel_layout.transform import humming_schema, kernel_form, to_kernel
-from hqconv.layout_decoder import decode as module
 from hqconv.layout_decoder.codes import unpack_fields
 from hqconv.layout_decoder.decode import DecodedStack
 from hqconv.layout_decoder.numbers import float_values
@@ -378,25 +373,3 @@ def test_e5m3_values_are_hummings() -> None:
     with resident(torch.device("cpu")):
         expected = humming().weight.decode_e5m3_scale(codes).numpy()
     assert np.array_equal(float_values(codes, "U8").numpy(), expected)
-
-
-@pytest.mark.full
-def test_shares_nothing_with_the_forward_path() -> None:
-    for path in Path(module.__file__).parent.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            names += [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
-            assert not any("humming" in name or "backends" in name for name in names), path
-    script = (
-        "import sys, torch; from hqconv.layout_decoder.decode import decode_layout\n"
-        "from hqconv.layout_decoder.layout_form import read_config\n"
-        "config = dict(sm_version=90, shape_n=64, shape_k=32, pad_shape_n=0, pad_shape_k=0, b_dtype='uint8',"
-        " a_dtype='bfloat16', c_dtype='bfloat16', bs_dtype=None, weight_scale_group_size=0,"
-        " weight_scale_group_size_n=0, weight_scale_type='channel', weight_scale_2_type='none',"
-        " has_zero_point=False, is_fp_zero_point=False, has_bias=False)\n"
-        "bits = dict(weight=torch.zeros((1, 2, 256), dtype=torch.int32),"
-        " weight_scale=torch.full((1, 1, 64), 0x3F80, dtype=torch.int16))\n"
-        "assert (decode_layout(read_config(config, {}), bits).codes == 128).all()\n"
-        "assert 'humming' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True)

@@ -16,6 +16,8 @@ from safetensors.torch import save_file
 
 import hqconv
 from hqconv.api import open_source
+from hqconv.artifact import load as experts_module
+from hqconv.artifact.load import decoded_experts
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import RequestError, VerificationError
 from hqconv.humming_ops.runtime import humming
@@ -26,10 +28,8 @@ from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import A16
 from hqconv.schemas.recipe import load_recipe
 from hqconv.schemas.weight_schema import WeightSchema
-from hqconv.verification import decoded_experts as experts_module
 from hqconv.verification import verify as module
-from hqconv.verification.decoded_experts import decoded_experts, source_experts
-from hqconv.verification.kernel import TokenBatch, _compare_source, _recorded, in_order
+from hqconv.verification.kernel import TokenBatch, _compare_source, _recorded, in_order, source_experts
 from hqconv.verification.reference import Routing, moe_forward
 from hqconv.verification.result import CheckResult, VerificationReport
 from hqconv.verification.tolerances import ErrorStats, Tolerances, check_figures

@@ -450,39 +450,6 @@ def test_words_of_a_layer_config_that_were_an_internal_error(copy: Damaged, key:
     found(weights, copy.path, "w13")
 
 
-# --- what no check can tell --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("schema", ["nvfp4", "fp8-tensor", "fp8-block"])
-def test_another_dtype_in_all_words_is_another_artifact(tmp_path: Path, schema: str) -> None:
-    """No tensor has the parameter dtype: with all words on it changed it is, to the byte, what `--dtype` writes.
-
-    So no check can tell, and only the digest of before does.
-    """
-    src = write_qwen3_moe(tmp_path / "src", num_layers=1)
-    for dtype in ("bfloat16", "float16"):
-        run(src, tmp_path / dtype, schema, dtype=dtype)
-    copy = Damaged(tmp_path / "bfloat16", src, schema)
-
-    def edit(entries: dict[str, Any]) -> None:
-        metadata = entries["__metadata__"]
-        entries["__metadata__"] = {key: text.replace("bfloat16", "float16") for key, text in metadata.items()}
-
-    copy.edit_header(copy.rank_file(LAYER, 0, 0), edit)
-    digest = manifest(copy.root)["digest"]
-    copy.edit_manifest(lambda words: words.update(dtype="float16"))
-    for name in ("README.md", "SHA256SUMS"):
-        shutil.copy(tmp_path / "float16" / name, copy.root)
-    copy.reseal()
-    for path in (tmp_path / "float16").rglob("*"):
-        if path.is_file():
-            assert (copy.root / path.relative_to(tmp_path / "float16")).read_bytes() == path.read_bytes(), path
-    assert [result.findings for result in copy.check()] == [[], []]
-    data = (copy.root / "hqconv.json").read_bytes()
-    (copy.root / "hqconv.json").write_bytes(data.replace(manifest(copy.root)["digest"].encode(), digest.encode()))
-    assert [f.what for f in of_manifest(copy.root).findings] == [DIGEST]
-
-
 # --- copied tensors, without the source ----------------------------------------------------------------------
 
 CHANGES: dict[str, Callable[[dict[str, torch.Tensor], list[str]], object]] = {

@@ -15,11 +15,14 @@ from safetensors.torch import load_file, save_file
 import hqconv
 from hqconv.artifact.reader import Artifact
 from hqconv.formats.source_matrix import resized
-from hqconv.kernel_layout.compatibility import why_not
+from hqconv.kernel_layout.compatibility import config_entries, why_not
 from hqconv.kernel_layout.fused_moe import Gemm, fused_moe, layer_config, load_gemm
 from hqconv.schemas.activation import Activation
+from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import GROUPS, Grid, tp_slices
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema
+from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.weight_schema import resolve_schema
 from hqconv.verification import kernel as module
 from hqconv.verification.kernel import LayerInputs, Rounding
 from hqconv.verification.reference import Routing, moe_forwards
@@ -34,36 +37,15 @@ from tests.make.models import save_model
 NUM_EXPERTS, HIDDEN, INNER = 4, 256, 128
 LAYER = "model.layers.0.mlp.experts"
 SIZES = {"hidden_size": HIDDEN, "moe_intermediate_size": 2 * INNER, "num_experts": NUM_EXPERTS}
-QUANTIZED = {
-    "fp8": {"a_dtype": "float8e4m3", "as_dtype": "float32", "input_quant_mode": "dynamic_token"},
-    "fp8-g128": {
-        "a_dtype": "float8e4m3",
-        "as_dtype": "float32",
-        "input_quant_mode": "dynamic_group",
-        "input_scale_group_size": 128,
-    },
-    "fp8-e5m2": {"a_dtype": "float8e5m2", "as_dtype": "float32", "input_quant_mode": "dynamic_token"},
-    "fp8-static": {"a_dtype": "float8e4m3", "as_dtype": "float32", "input_quant_mode": "static_tensor"},
-    "int8": {"a_dtype": "int8", "as_dtype": "float32", "input_quant_mode": "dynamic_token"},
-    "int4": {"a_dtype": "int4", "as_dtype": "float32", "input_quant_mode": "dynamic_token"},
-    "mxfp8": {
-        "a_dtype": "float8e4m3",
-        "as_dtype": "float8e8m0",
-        "input_quant_mode": "dynamic_group",
-        "input_scale_group_size": 32,
-    },
-    "mxfp4": {
-        "a_dtype": "float4e2m1",
-        "as_dtype": "float8e8m0",
-        "input_quant_mode": "dynamic_group",
-        "input_scale_group_size": 32,
-    },
-    "nvfp4": {
-        "a_dtype": "float4e2m1",
-        "as_dtype": "float8e4m3",
-        "input_quant_mode": "dynamic_group_token",
-        "input_scale_group_size": 16,
-    },
+_STATIC = InputSchema("fp8-static", "float8e4m3", input_quant_mode="static_tensor")
+QUANTIZED = {  # what a LayerConfig says of activations, on GPUs that run them
+    name: config_entries(KernelSpec(resolve_schema(schema), "bfloat16", GpuTarget(sm_version), inputs))
+    for name, inputs, schema, sm_version in (
+        *((name, INPUT_PRESETS[name], "int4-c", 89) for name in ("fp8", "fp8-e5m2", "int8", "int4")),
+        ("fp8-g128", INPUT_PRESETS["fp8-g128"], "fp8-block", 90),
+        ("fp8-static", _STATIC, "int4-c", 89),
+        *((name, INPUT_PRESETS[name], name, 120) for name in ("mxfp8", "mxfp4", "nvfp4")),
+    )
 }
 
 
