@@ -9,7 +9,7 @@ from typing import Any
 from hqconv import __version__
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import HqconvError, VerificationError
-from hqconv.formats.source_format import KNOWN_BY_SOURCE, REQUANTIZED, SourceFormat
+from hqconv.formats.source_format import KNOWN_BY_SOURCE
 from hqconv.models.expert_map import ExpertMap, map_experts
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas import artifact_names as names
@@ -178,14 +178,5 @@ def _facts(layer: MoeLayer, artifact: Artifact) -> dict[str, Any]:
     facts["source_format"] = layer.format.to_dict()
     facts["source_parts"] = layer.parts_to_dict()
     with suppress(VerificationError):  # reported already
-        recorded = artifact.layers[layer.name].conversion
-        facts["conversion"] = conversion_then(artifact.spec.conversion_of(layer), layer.format, recorded)
+        facts["conversion"] = artifact.spec.conversion_of(layer)
     return facts
-
-
-def conversion_then(conversion: str, source: SourceFormat, recorded: str | None) -> str:
-    """Return the conversion that an artifact of any version records, for that which is planned today.
-
-    Versions that sorted no columns by g_idx have requantized what has an order.
-    """
-    return REQUANTIZED if source.is_permuted and recorded == REQUANTIZED else conversion

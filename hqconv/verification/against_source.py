@@ -85,7 +85,7 @@ def _check_made(artifact: Artifact, source: Source, result: CheckResult) -> None
 
 
 def _check_card(artifact: Artifact, source: Source, result: CheckResult) -> None:
-    """Check the model card: the manifest's text and the source's card; in older artifacts the source's card alone."""
+    """Check that the model card is made of the manifest's text and the source's card."""
     manifest, card = artifact.manifest, source.loose.card
     if manifest.hqconv_version != __version__ or names.CARD not in manifest.files:  # another version's text
         return
@@ -96,10 +96,8 @@ def _check_card(artifact: Artifact, source: Source, result: CheckResult) -> None
     except (ArithmeticError, ValueError) as error:
         result.add(where, "No model card can be made of the manifest.", "", type(error).__name__)
         return
-    digests = {hashlib.sha256(one).hexdigest() for one in (made, card) if one is not None}
-    if found not in digests:
-        expected = f"sha256 {hashlib.sha256(made).hexdigest()}"
-        result.add(where, "The model card is not of this manifest and the source's card.", expected, found)
+    if found != (expected := hashlib.sha256(made).hexdigest()):
+        result.add(where, "The model card is not of this manifest and the source's card.", f"sha256 {expected}", found)
 
 
 def other_source(recorded: ManifestSource, source: Source) -> Finding | None:
@@ -156,8 +154,8 @@ def _check_digests(
     digests = pool.map(lambda name: _digest_of(source, name), [name for name, _ in listed])
     for (name, sha256), digest in zip(listed, digests, strict=True):
         if sha256 != digest:
-            where, what = (f"{names.MANIFEST}: source, file {name}", "The source is not the one that was converted.")
-            result.add(where, what, f"sha256 {sha256}", f"sha256 {digest}")
+            what = "The source is not the one that was converted."
+            result.add(f"{names.MANIFEST}: source, file {name}", what, f"sha256 {sha256}", f"sha256 {digest}")
 
 
 def _digest_of(source: Source, name: str) -> str:

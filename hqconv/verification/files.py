@@ -163,7 +163,7 @@ def _layers(artifact: Artifact, result: CheckResult) -> dict[str, MoeLayer]:
         try:
             layers[name] = artifact.moe_layer(name)
         except VerificationError as error:
-            result.add(error.where, error.what, error.expected, error.found)
+            result.add_error(error)
     if layers:
         what, fields = "The manifest does not spell out its schema.", artifact.schema.humming_fields()
         where = f"{names.MANIFEST}: weight_schema"
@@ -188,7 +188,7 @@ def _check_importance(artifact: Artifact, layers: Mapping[str, MoeLayer], result
             left, needs_hessian = artifact.layers.keys() | set(artifact.left), artifact.manifest.quantizer == GPTQ
             importance.check(layers.values(), left, needs_hessian=needs_hessian)
     except HqconvError as error:
-        result.add(error.where, error.what, error.expected, error.found)
+        result.add_error(error)
 
 
 def _note_versions(artifact: Artifact, result: CheckResult) -> None:
@@ -250,10 +250,7 @@ def _placed(shards: Mapping[str, Header], result: CheckResult) -> dict[str, Plac
 
 
 def _check_config(artifact: Artifact, source: Source | None, result: CheckResult) -> dict[str, Any] | None:
-    """Check that config.json is the source's plus the manifest's schema; return it, None if it cannot be read.
-
-    Kernel layout artifacts that are older than the entry for transformers have no such entry.
-    """
+    """Check that config.json is the source's plus the manifest's schema; return it, None if it cannot be read."""
     config = read_json(artifact.root / names.CONFIG, result)
     if names.CONFIG not in artifact.manifest.files:
         result.add(names.CONFIG, "The manifest does not list the config.", "listed", "not listed")
@@ -273,10 +270,11 @@ def _check_config(artifact: Artifact, source: Source | None, result: CheckResult
     compare_dicts(where, what, expected, config.get("quantization_config"), result)
     plain = config
     if spec.layout == names.KERNEL:
-        plain = names.admit_transformers(config)
-        if config != plain:
-            what = "The config does not keep transformers away from all of the model."
-            compare_dicts(names.CONFIG, what, names.refuse_transformers(plain), config, result)
+        plain, what = (
+            names.admit_transformers(config),
+            "The config does not keep transformers away from all of the model.",
+        )
+        compare_dicts(names.CONFIG, what, names.refuse_transformers(plain), config, result)
     if source is not None:
         ours, theirs = ({k: v for k, v in c.items() if k != "quantization_config"} for c in (plain, source.config))
         compare_dicts(names.CONFIG, "The config is not the source's.", theirs, ours, result)

@@ -53,7 +53,7 @@ def _kernel_forms(artifact: Artifact, layer: MoeLayer, result: CheckResult) -> d
     try:
         forms = artifact.kernel_forms(layer)
     except VerificationError as error:
-        result.add(error.where, error.what, error.expected, error.found)
+        result.add_error(error)
         return {}
     for gemm, form in forms.items():
         entry = artifact.layers[layer.name].gemm(gemm)
@@ -76,7 +76,7 @@ def _check_rank_file(
     try:
         file = artifact.rank_file(layer.name, *rank)
     except VerificationError as error:
-        result.add(error.where, error.what, error.expected, error.found)
+        result.add_error(error)
         return
     for gemm in names.GEMMS:
         entry = artifact.layers[layer.name].gemm(gemm)
@@ -114,7 +114,7 @@ def check_packed(
         try:
             form = artifact.packed_forms(layer)
         except VerificationError as error:
-            result.add(error.where, error.what, error.expected, error.found)
+            result.add_error(error)
             continue
         expected = {
             f"{layer.module(expert, role)}.{name}": (tensor.dtype, tensor.shape)
@@ -166,7 +166,7 @@ def check_source_scales(
             except NetworkError:
                 raise
             except HqconvError as error:
-                result.add(f"source: {error.where}", error.what, error.expected, error.found)
+                result.add_error(error, "source: ")
                 continue
             for gemm, found in _recorded(artifact, layer.name).items():
                 if found != expected.get(gemm):

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hqconv.errors import plural, value_texts
+from hqconv.errors import HqconvError, plural, value_texts
 from hqconv.schemas import untrusted_files
 
 PASS, FAIL, SKIPPED = "pass", "fail", "skipped"
@@ -54,6 +54,10 @@ class CheckResult:
         if self.findings:
             return FAIL
         return SKIPPED if self.skipped else PASS
+
+    def add_error(self, error: HqconvError, prefix: str = "") -> None:
+        """Add an error as a finding. prefix: what its location is of."""
+        self.add(f"{prefix}{error.where}", error.what, error.expected, error.found)
 
     def put_first(self, finding: Finding) -> None:
         """Put a finding before all others, which follow from it."""

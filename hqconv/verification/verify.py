@@ -175,13 +175,16 @@ def _check_options(options: VerifyOptions) -> None:
     check_max_error(options.max_error)
     for option, values in (("--checks", options.checks), ("--layers", options.layers), ("--tokens", options.tokens)):
         if values is not None and not values:
-            what, remedy = "Nothing is asked for.", "Leave the option out for its default."
-            raise RequestError(what, where=option, remedy=remedy)
+            raise RequestError("Nothing is asked for.", where=option, remedy="Leave the option out for its default.")
     refuse_unknown_checks(options.checks)
     none = [size for size in options.tokens if type(size) is not int or not 1 <= size <= _MAX_TOKENS]
     if none:
-        what, expected = "The number of tokens is no batch size.", f"a whole number from 1 to {_MAX_TOKENS}"
-        raise RequestError(what, where="--tokens", expected=expected, found=repr(none[0]))
+        raise RequestError(
+            "The number of tokens is no batch size.",
+            where="--tokens",
+            expected=f"a whole number from 1 to {_MAX_TOKENS}",
+            found=repr(none[0]),
+        )
 
 
 def _run(name: str, run: Callable[[], CheckResult]) -> CheckResult:
@@ -200,7 +203,7 @@ def _run(name: str, run: Callable[[], CheckResult]) -> CheckResult:
 
 def _finding(name: str, error: HqconvError) -> CheckResult:
     result = CheckResult(name)
-    result.add(error.where, error.what, error.expected, error.found)
+    result.add_error(error)
     return result
 
 
@@ -233,9 +236,12 @@ def _weights(artifact: Artifact, source: Source | None, options: VerifyOptions) 
     """Run the `weights` check if the artifact's codes are comparable with the source's."""
     obstacle = "" if source is None else Lineage.of(artifact, source).why_not_comparable(artifact)
     if obstacle and options.checks and "weights" in options.checks:
-        remedy = "Verify it against the artifact that it was made from, or leave the check out."
-        what = "The weights cannot be compared with this source."
-        raise RequestError(what, where="--source", found=obstacle, remedy=remedy)
+        raise RequestError(
+            "The weights cannot be compared with this source.",
+            where="--source",
+            found=obstacle,
+            remedy="Verify it against the artifact that it was made from, or leave the check out.",
+        )
     if obstacle:
         return CheckResult("weights", skipped=obstacle)
     limits = (options.layers, options.num_threads, options.max_memory_bytes)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +28,6 @@ from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.grid import stored_size
 from hqconv.schemas.options import GPTQ, RTN
 from hqconv.schemas.weight_schema import WeightSchema
-from hqconv.verification.accounting import conversion_then
 from hqconv.verification.against_source import Lineage, other_source
 from hqconv.verification.content_sums import against, check_content
 from hqconv.verification.experts import Batches, LayerCheck, Original, Outcome, plan_staging, why_not
@@ -201,7 +199,7 @@ def _layers(artifact: Artifact, indices: Collection[int] | None, result: CheckRe
         try:
             layers.append(artifact.moe_layer(name))
         except VerificationError as error:
-            result.add(error.where, error.what, error.expected, error.found)
+            result.add_error(error)
     return layers
 
 
@@ -255,7 +253,6 @@ def _original(
     encoding = encoding_of(found, artifact.schema_of(layer.name), spec.param_dtype, options)
     entry = lineage.made.blocks.get(layer.name)
     conversion = None if entry is None else entry.conversion
-    encoding = replace(encoding, conversion=conversion_then(encoding.conversion, found.format, conversion))
     if conversion != encoding.conversion:
         what = "The layer was not converted as its source's format asks for."
         where = f"{names.MANIFEST}: {layer.name}: conversion"
