@@ -270,10 +270,8 @@ def _check_config(artifact: Artifact, source: Source | None, result: CheckResult
     compare_dicts(where, what, expected, config.get("quantization_config"), result)
     plain = config
     if spec.layout == names.KERNEL:
-        plain, what = (
-            names.admit_transformers(config),
-            "The config does not keep transformers away from all of the model.",
-        )
+        plain = names.admit_transformers(config)
+        what = "The config does not keep transformers away from all of the model."
         compare_dicts(names.CONFIG, what, names.refuse_transformers(plain), config, result)
     if source is not None:
         ours, theirs = ({k: v for k, v in c.items() if k != "quantization_config"} for c in (plain, source.config))
