@@ -80,7 +80,6 @@ class Awq(Encoding):
     part_names = ("qzeros", "scales")
 
     def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
-        """List codes, zero points and scales."""
         fmt, n, k = matrix.fmt, matrix.n, matrix.k
         bits = integer_bits(fmt)
         if bits != 4:

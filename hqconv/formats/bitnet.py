@@ -54,7 +54,6 @@ class BitNet(Encoding):
     rows_per_element = 4
 
     def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
-        """List the codes and the scale."""
         n, k = matrix.n, matrix.k
         matrix.require_multiples(16, 4)
         return [

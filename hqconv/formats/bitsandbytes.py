@@ -63,7 +63,6 @@ class BitsAndBytes4Bit(Encoding):
     part_names = ("weight.absmax", "weight.quant_map", *_STATES, *_NESTED)
 
     def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
-        """List the codes, scales, tables and the state."""
         n, k = matrix.n, matrix.k
         size = math.ceil(n * k / 2)
         is_nested = any(name in matrix.headers for name in _NESTED)

@@ -253,7 +253,6 @@ class PackedInt(Encoding):
     part_names = ("weight_scale", "weight_zero_point", "weight_g_idx")
 
     def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
-        """List the words, scales, zero points and the order of columns."""
         fmt, n, k = matrix.fmt, matrix.n, matrix.k
         bits = integer_bits(fmt)
         matrix.require_multiples(math.lcm(8, 32 // math.gcd(bits, 32)))
@@ -327,7 +326,6 @@ class Int8(Encoding):
     b_dtype = "uint8"
 
     def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
-        """List the weight, scales, zero points and offsets."""
         fmt, n, k = matrix.fmt, matrix.n, matrix.k
         matrix.require_multiples(4)
         scales = matrix.scale_shapes

@@ -290,11 +290,9 @@ class Unquantized(Encoding):
     name = FLOAT
 
     def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
-        """List the weight."""
         return [StoredTensor("weight", ("weight",), FLOATS, ((matrix.n, matrix.k),))]
 
     def decode(self, matrix: StoredMatrix) -> Decoded:
-        """Return the weight as it is, in its own dtype."""
         return matrix["weight"]
 
 

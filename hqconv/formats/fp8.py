@@ -176,7 +176,6 @@ class Fp8(Encoding):
     part_names = _SCALE_NAMES
 
     def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
-        """List the weight and its scale."""
         fmt, n, k = matrix.fmt, matrix.n, matrix.k
         matrix.require_multiples(4)
         scales, is_inverted = matrix.scale_shapes, bool(fmt.option("scale_inverted"))

@@ -142,7 +142,6 @@ class Gptq(Encoding):
     part_names = ("qzeros", "scales", "g_idx")
 
     def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
-        """List codes, zero points, scales and the order of columns."""
         fmt, n, k = matrix.fmt, matrix.n, matrix.k
         bits = integer_bits(fmt)
         if bits not in (2, 3, 4, 8):  # GPTQModel spreads 5, 6 and 7 bits over bit planes

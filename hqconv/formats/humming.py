@@ -140,7 +140,6 @@ class Humming(Encoding):
     byte_scale_dtype = ""
 
     def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
-        """List the words, scales, zero points and second scales."""
         fmt, n, k = matrix.fmt, matrix.n, matrix.k
         bits = code_bits(fmt.b_dtype)
         matrix.require_multiples(32)

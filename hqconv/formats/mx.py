@@ -87,7 +87,6 @@ class Mxfp4(_Microscaling):
     b_dtype = "float4e2m1"
 
     def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
-        """List the codes and their scales."""
         n, k = matrix.n, matrix.k
         matrix.require_multiples(32)
         shapes: Shapes = ((n, k // 2), (n, k // 32, 16))
@@ -121,7 +120,6 @@ class Mxfp6(_Microscaling):
     columns_per_element = Fraction(4, 3)
 
     def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
-        """List the codes and their scales."""
         n, k = matrix.n, matrix.k
         matrix.require_multiples(32)
         return [
@@ -139,7 +137,6 @@ class Mxfp8(_Microscaling):
     b_dtype = "float8e4m3"
 
     def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
-        """List the codes and their scales."""
         n, k = matrix.n, matrix.k
         matrix.require_multiples(32)
         return [
@@ -172,7 +169,6 @@ class Nvfp4(Encoding):
     byte_scale_dtype = "float8e4m3"  # some writers store them as bytes
 
     def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
-        """List the codes and both scales."""
         fmt, n, k = matrix.fmt, matrix.n, matrix.k
         matrix.require_multiples(fmt.group_k)
         return [

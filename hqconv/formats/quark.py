@@ -271,7 +271,6 @@ class Quark(Encoding):
     byte_scale_dtype = ""
 
     def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
-        """List codes, scales, zero points and the second scale."""
         fmt, n, k = matrix.fmt, matrix.n, matrix.k
         dtype, is_transposed = fmt.option("dtype"), fmt.option("is_transposed")
         bits = code_bits(fmt.b_dtype)

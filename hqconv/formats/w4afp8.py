@@ -52,7 +52,6 @@ class Int4Pairs(Encoding):
     columns_per_element = Fraction(2)
 
     def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
-        """List the codes and the scales."""
         fmt, n, k = matrix.fmt, matrix.n, matrix.k
         matrix.require_multiples(fmt.group_k)
         return [

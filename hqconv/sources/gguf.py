@@ -13,17 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from hqconv.errors import InputError, RequestError, first_few
 from hqconv.io import checkpoint_files
-from hqconv.io.checkpoint_files import SidecarFiles, check_text, has_tokenizer
+from hqconv.io.checkpoint_files import check_text, has_tokenizer
 from hqconv.io.durable_files import source_errors
-from hqconv.io.file_access import Descriptors
-from hqconv.io.file_snapshot import FileSnapshot
 from hqconv.io.gguf_header import COPY_AGAIN, GgufHeader, metadata_alone, parse_header, read_header
 from hqconv.io.hub import Listing
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.family_choice import looks_like_expert
 from hqconv.models.moe_layer import MoeLayer
-from hqconv.models.source_protocol import MadeFiles, SourceFile
+from hqconv.models.source_protocol import SourceFile
 from hqconv.schemas.artifact_names import CONFIG, INDEX, SINGLE
 from hqconv.schemas.tensors import TensorRef
 from hqconv.schemas.untrusted_files import open_regular, unicode_name
@@ -140,14 +138,10 @@ class GgufModelSource(GgufSource):
         self, root: Path, chosen: str | None = None, *, repo_id: str | None = None, listing: Listing | None = None
     ) -> None:
         """Read headers, and the config.json beside the files if it is a whole one; see `open_with_gguf`."""
-        self.root, self.place, self.repo_id, self.listing = root, root, repo_id, listing
-        self.revision = None if repo_id is None else root.name
-        self.guard, self.metadata, self.index_sha256, self.quantization = FileSnapshot(root), (), None, None
-        self.sorted_layers: frozenset[str] = frozenset()
-        is_one_file = chosen is not None and repo_id is None
-        checkpoint_files.check_regular(root)
+        self._begin(root, repo_id, listing)
+        self.metadata, self.index_sha256, self.quantization = (), None, None
         names = _chosen_files(root, chosen, listing)
-        self.name = repo_id.split("/")[1] if repo_id is not None else unicode_name(root.resolve().name)
+        is_one_file = chosen is not None and repo_id is None
         if is_one_file:
             self.place, match = root / names[0], _SPLIT.fullmatch(names[0])
             self.name = unicode_name(match[1] if match else names[0].removesuffix(".gguf"))
@@ -163,19 +157,10 @@ class GgufModelSource(GgufSource):
             for part in derived.parts:
                 check_decoder(part)
         self.tensors = self._all_tensors()
-        self.loose = SidecarFiles()
-        if not is_one_file:
-            self.loose = (
-                SidecarFiles.of_folder(root) if listing is None else SidecarFiles.of_listing(listing.sizes, root)
-            )
-        self.other_files = self.loose.names
-        self.guard.look_if_there(self.other_files)
-        self.made = MadeFiles()
+        self._finish(None if is_one_file else root)
         if not has_tokenizer(self.other_files):
             made = tokenizer_files(names[0], headers[0][1].metadata)
             self.made = replace(made, names=tuple(name for name in made.names if name not in self.other_files))
-        self.total_bytes = sum(ref.num_bytes for ref in self.tensors.values())
-        self._descriptors = Descriptors(self._open_file)
 
     def map_experts(self) -> ExpertMap:
         """Map the MoE layers, and every tensor to its use. Raises as `map_gguf`."""

@@ -52,12 +52,7 @@ class SafetensorsSource:
         repo_id: of a Hub repo, whose snapshot `root` is. listing: the repo's files, if `root` does not hold all.
         Raises InputError where files are broken, missing or contradict each other, NetworkError where the Hub fails.
         """
-        self.root, self.place, self.repo_id = root, root, repo_id
-        self.name = unicode_name(root.resolve().name) if repo_id is None else repo_id.split("/")[1]
-        self.revision = None if repo_id is None else root.name
-        self.listing, self.guard = listing, FileSnapshot(root)
-        self.sorted_layers: frozenset[str] = frozenset()
-        checkpoint_files.check_regular(root)
+        self._begin(root, repo_id, listing)
         self.guard.look_if_there(name for name in hub.SMALL_FILES if name != INDEX or not self._has(SINGLE))
         self.config: dict[str, Any] = checkpoint_files.read_config(root)
         self.quantization = _quantization(root, self.config)
@@ -72,9 +67,27 @@ class SafetensorsSource:
         self.files, self.tensors, self.metadata = self._read_files(names)
         if weight_map is not None:
             checkpoint_files.check_weight_map(weight_map, self.tensors, tuple(file.name for file in self.files))
-        self.loose = SidecarFiles.of_folder(root) if listing is None else SidecarFiles.of_listing(listing.sizes, root)
-        self.other_files = self.loose.names
+        self._finish(root)
+
+    def _begin(self, root: Path, repo_id: str | None, listing: hub.Listing | None) -> None:
+        """Set what is known before the headers are read."""
+        self.root, self.place, self.repo_id = root, root, repo_id
+        self.name = unicode_name(root.resolve().name) if repo_id is None else repo_id.split("/")[1]
+        self.revision = None if repo_id is None else root.name
+        self.listing, self.guard = listing, FileSnapshot(root)
+        self.sorted_layers: frozenset[str] = frozenset()
         self.made = MadeFiles()
+        checkpoint_files.check_regular(root)
+
+    def _finish(self, folder: Path | None) -> None:
+        """Set what follows from `tensors`, and look at the sidecar files of the folder or of the repo."""
+        self.loose = SidecarFiles()
+        if folder is not None:
+            listing = self.listing
+            self.loose = (
+                SidecarFiles.of_folder(folder) if listing is None else SidecarFiles.of_listing(listing.sizes, folder)
+            )
+        self.other_files = self.loose.names
         self.guard.look_if_there(self.other_files)
         self.total_bytes = sum(ref.num_bytes for ref in self.tensors.values())
         self._descriptors = Descriptors(self._open_file)
