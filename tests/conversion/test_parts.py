@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hqconv.cli.app import app
-from hqconv.conversion.journal import FolderJournal, Journal, JournalEntry
+from hqconv.conversion.journal import FolderJournal, Journal, JournalEntry, encode_line
 from hqconv.conversion.output_folder import OutputFolder
 from hqconv.conversion.parts import Part, local_rank, torchrun_part
 from hqconv.errors import HqconvError, OutputError, RequestError
@@ -331,6 +331,21 @@ def test_other_journals_are_not_taken_over(content: bytes | None, tmp_path: Path
         assert journal.entries == []
         journal.begin({"request": "x"})
     assert [path.name for path in tmp_path.iterdir()] == [JOURNAL]
+
+
+def test_a_new_journal_that_another_process_locked_first_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the process that created the file is refused afterwards."""
+    lock = Journal._lock
+
+    def second(self: Journal, descriptor: int, latest: float) -> None:
+        self.path.write_bytes(encode_line({"request": "x"}) + b"\n")
+        lock(self, descriptor, latest)
+
+    monkeypatch.setattr(Journal, "_lock", second)
+    journal = Journal(tmp_path / JOURNAL)
+    assert journal.identity == {"request": "x"}
+    journal.drop()
+    assert (tmp_path / JOURNAL).exists()
 
 
 def test_starting_anew_forgets_what_parts_did(src: Path, alone: dict[str, str], tmp_path: Path) -> None:
