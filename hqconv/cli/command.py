@@ -1,4 +1,4 @@
-"""What all commands share: parameters, logging, the printed result, one message and exit code for every failure."""
+"""Frame of every command: parameters, logging, the printed result, one message and exit code for every failure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hqconv.cli.output import discard_stdout, logged, one_message, print_json, w
 
 @dataclass(frozen=True)
 class Result:
-    """What a command has to print, None for nothing, and its exit code.
+    """Document that a command prints, None for nothing, and its exit code.
 
     is_output: the document is all that the command makes: a stdout that cannot be written is an error. Of finished work
     it is a warning.

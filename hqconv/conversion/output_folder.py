@@ -54,7 +54,7 @@ def parked_folder(out: Path) -> Path:
 
 @dataclass(frozen=True)
 class Remaining:
-    """What was left to do when a part ended. at_work: other parts. is_sealed: the artifact was finished meanwhile."""
+    """Work that was left when a part ended. at_work: other parts. is_sealed: the artifact was finished meanwhile."""
 
     at_work: tuple[str, ...] = ()
     is_sealed: bool = False

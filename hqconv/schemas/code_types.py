@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class CodeKind(IntEnum):
-    """How codes stand for numbers: as small floats, or as integers of one of three forms."""
+    """Kind of codes: small floats, or integers of one of three forms."""
 
     FLOAT = 0
     SYM_INT = 1  # offset binary, symmetric about the midpoint

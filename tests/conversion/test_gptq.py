@@ -100,7 +100,7 @@ def test_what_the_artifact_says(src: Path, file: Path, tmp_path: Path) -> None:
     assert "gptq: errors compensated in other columns" in shown.stdout
     assert "| quantizer | gptq |" in (out / "README.md").read_text()
     CliRunner().invoke(app, ["report", str(out), "-o", str(tmp_path / "page.html")])
-    assert "compensated in other columns (gptq)" in (tmp_path / "page.html").read_text()
+    assert "gptq: errors compensated in other columns" in (tmp_path / "page.html").read_text()
     planned = hqconv.plan(src, schema="int4-g32", target="sm90", importance=file, **GPTQ)
     assert planned.num_bytes_beside >= file.stat().st_size
     options = ["--target", "sm90", "--quantizer", "gptq", "--importance", str(file), "--dry-run"]
