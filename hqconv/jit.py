@@ -87,7 +87,8 @@ def _describe(value: Any) -> str:
 
 @functools.cache
 def _digest_of_loops() -> str:
-    paths = [Path(__file__), *sorted(Path(__file__).parent.glob("cpu_loops/*.py"))]
+    root = Path(__file__).parent
+    paths = [Path(__file__), root / "humming_ops" / "repack.py", *sorted(root.glob("cpu_loops/*.py"))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
 
 

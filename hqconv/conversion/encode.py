@@ -19,12 +19,11 @@ from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.layer_encoding import LayerEncoding
 from hqconv.quantization.coded_matrix import CodedMatrix, filled, group_order, with_rows, with_sorted_columns
-from hqconv.quantization.deferred_checks import deferring_checks, is_any
-from hqconv.quantization.direct_tensors import express, share_scale
 from hqconv.quantization.gptq import hessian_factors
+from hqconv.quantization.kept_codes import express, round_to_param_dtype, share_scale
 from hqconv.quantization.quantize import quantize_stacks
 from hqconv.quantization.quantized import ErrorSums, Quantized, QuantizedStack, Quantizer, stack_direct, stack_tensors
-from hqconv.quantization.scale_rounding import round_to_param_dtype
+from hqconv.quantization.value_checks import deferring_checks, is_any
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.options import GPTQ
 

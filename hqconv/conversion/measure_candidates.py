@@ -31,9 +31,9 @@ from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.planning.layer_encoding import LayerEncoding
 from hqconv.planning.output_units import MoeLayerPlan, OutputUnit
-from hqconv.quantization.deferred_checks import deferring_checks
 from hqconv.quantization.quantize import ErrorSums
-from hqconv.quantization.weighted_error import weighted_sums
+from hqconv.quantization.torch_ops import weighted_sums
+from hqconv.quantization.value_checks import deferring_checks
 
 Encodings = Mapping[str, LayerEncoding]  # name of a candidate → the encoding of one layer
 _WEIGHTED_BYTES = 24 << 20  # of terms in float64

@@ -14,7 +14,7 @@ import functools
 import numpy as np
 
 from hqconv.cpu_loops.arithmetic import count_exact, float_of, fold_squares, source_bits, u64
-from hqconv.cpu_loops.bit_fields import pack_row
+from hqconv.cpu_loops.codes import pack_row
 from hqconv.cpu_loops.encoders import limit_bits_of, rounder
 from hqconv.jit import compiled
 from hqconv.schemas.code_types import CodeKind

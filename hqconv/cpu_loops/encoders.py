@@ -23,7 +23,7 @@ from hqconv.cpu_loops.arithmetic import (
     u32,
     u64,
 )
-from hqconv.cpu_loops.bit_fields import pack_row, sum_rows
+from hqconv.cpu_loops.codes import pack_row, sum_rows
 from hqconv.jit import compiled, inlined
 from hqconv.schemas.code_types import CodeKind
 
@@ -210,7 +210,7 @@ def panel_encoder(code, scales, store, panel_rows):
 
     encode(source_NK, limit, groups, out, first_row, num_rows, columns, arrays): `source_NK` are rows of the stack from
     row `first_row`, a multiple of `panel_rows`; `num_rows` of them are an expert's. out: (sum_N, error_N, power_N,
-    exact_N), where `sum_N` gets `bit_fields.sum_rows` of the packed codes with the factors `columns`. store,
+    exact_N), where `sum_N` gets `code_loops.sum_rows` of the packed codes with the factors `columns`. store,
     panel_rows, arrays: of `quantization.quantized.CodeSink`.
     """
     encode, num_bits = encoder(code, scales), code.num_bits

@@ -71,9 +71,9 @@ class BitNet(Encoding):
         import numpy as np
         import torch
 
-        from hqconv.cpu_loops import decoding
+        from hqconv.cpu_loops import codes as code_loops
         from hqconv.quantization import bit_codec
-        from hqconv.quantization.deferred_checks import is_any
+        from hqconv.quantization.value_checks import is_any
 
         stored = matrix["weight"].contiguous()
         scale = matrix["scale"].float().reshape(1, 1)
@@ -87,7 +87,7 @@ class BitNet(Encoding):
             packed = bit_codec.pack((codes >> 1) | ((codes == 0).to(torch.uint8) * 3), 2)
         else:
             out = np.empty((matrix.shape[0], matrix.shape[1] // 4), np.uint8)
-            is_ternary = decoding.ternary_rows(stored.numpy(), out)
+            is_ternary = code_loops.ternary_rows(stored.numpy(), out)
             packed = torch.from_numpy(out.view(np.int32))
         if not is_ternary:
             matrix.refuse("weight", "A weight is not ternary.", "2-bit codes 0, 1 and 2", "3")

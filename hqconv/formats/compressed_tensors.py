@@ -344,7 +344,7 @@ class Int8(Encoding):
         import torch
 
         from hqconv.quantization import bit_codec
-        from hqconv.quantization.deferred_checks import is_any
+        from hqconv.quantization.value_checks import is_any
 
         if "offset" in matrix and is_any(matrix["offset"] != 0):
             matrix.refuse(

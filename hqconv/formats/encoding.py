@@ -109,7 +109,7 @@ class StoredMatrix:
 
     def refuse(self, part: str, what: str, expected: object, found: object, *remedy: str) -> NoReturn:
         """Raise InputError about the values of a part."""
-        from hqconv.quantization.coded_matrix import refuse
+        from hqconv.quantization.value_checks import refuse
 
         refuse(what, self.names.get(part, ""), expected, found, *remedy)
 
@@ -128,7 +128,7 @@ class StoredMatrix:
         """Return the stored scale; exponent bytes as float8_e8m0fnu, of which 255 is NaN and refused."""
         import torch
 
-        from hqconv.quantization.deferred_checks import is_any
+        from hqconv.quantization.value_checks import is_any
 
         if self.fmt.scale_dtype != "float8e8m0":
             return self["scale"]
@@ -147,7 +147,8 @@ class StoredMatrix:
         column_groups: torch.Tensor | None = None,
     ) -> CodedMatrix:
         """Build the decoded matrix and check its values. packed: int32 [N, K * b / 32]."""
-        from hqconv.quantization.coded_matrix import CodedMatrix, checked
+        from hqconv.quantization.coded_matrix import CodedMatrix
+        from hqconv.quantization.value_checks import checked
 
         fmt, grid = self.fmt, self.scale_grid(scale)
         matrix = CodedMatrix(fmt.b_dtype, packed, grid, fmt.group_n, fmt.group_k, zero_point, scale_2, column_groups)
@@ -155,7 +156,7 @@ class StoredMatrix:
 
     def zero_or_midpoint(self, zero: torch.Tensor) -> torch.Tensor | None:
         """Return the zero point of an asymmetric matrix; None for a symmetric one, whose zeros must be the midpoint."""
-        from hqconv.quantization.deferred_checks import is_any
+        from hqconv.quantization.value_checks import is_any
 
         if self.fmt.has_zero_point:
             return zero

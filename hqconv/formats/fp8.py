@@ -220,7 +220,7 @@ class Fp8(Encoding):
         """Keep the codes; give e8m0 scales their dtype."""
         import torch
 
-        from hqconv.quantization.deferred_checks import is_any
+        from hqconv.quantization.value_checks import is_any
 
         scale = matrix.scale()
         if matrix.fmt.option("scale_inverted"):

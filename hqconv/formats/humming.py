@@ -166,7 +166,7 @@ class Humming(Encoding):
     def decode(self, matrix: StoredMatrix) -> Decoded:
         """Keep the words; unpack integer zero points."""
         from hqconv.quantization import bit_codec
-        from hqconv.quantization.deferred_checks import is_any
+        from hqconv.quantization.value_checks import is_any
 
         zero_point = None
         if matrix.fmt.has_zero_point:

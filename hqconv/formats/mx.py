@@ -188,7 +188,7 @@ class Nvfp4(Encoding):
         """Keep the codes and scales; invert a second scale that divides."""
         import torch
 
-        from hqconv.quantization.deferred_checks import is_any
+        from hqconv.quantization.value_checks import is_any
 
         scale = matrix["scale"].contiguous().view(torch.float8_e4m3fn)
         second = matrix["scale_2"].reshape(1).float()

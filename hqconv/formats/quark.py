@@ -392,7 +392,7 @@ def _decode_embedded(matrix: StoredMatrix) -> Decoded:
     import torch
 
     from hqconv.quantization import bit_codec
-    from hqconv.quantization.deferred_checks import is_any
+    from hqconv.quantization.value_checks import is_any
 
     bits = 6 if "6" in matrix.fmt.b_dtype else 4
     blocks = matrix["weight"].reshape(matrix.shape[0], -1, 1 + bits * 4)

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from hqconv.cpu_loops import bit_fields
-from hqconv.cpu_loops import repack as repack_loops
+from hqconv.cpu_loops import codes as code_loops
 from hqconv.cpu_loops.helper_threads import in_parts
-from hqconv.cpu_loops.repack import repack_4bit_a16, repack_8bit_a16
+from hqconv.humming_ops import repack as repack_loops
+from hqconv.humming_ops.repack import repack_4bit_a16, repack_8bit_a16
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -25,7 +25,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 def _unpack(packed: Array, num_bits: int) -> Array:
     """uint32 codes of a [rows, bytes] array."""
     codes = np.empty((packed.shape[0], packed.shape[1] * 8 // num_bits), np.uint32)
-    bit_fields.unpack_rows(packed, num_bits, codes)
+    code_loops.unpack_rows(packed, num_bits, codes)
     return codes
 
 
@@ -38,7 +38,7 @@ def pack_weight(inputs: torch.Tensor, num_bits: int) -> torch.Tensor:
         return inputs.new_empty(shape)
     codes = (inputs.contiguous().reshape(-1, inputs.size(-1)).numpy() & ((1 << num_bits) - 1)).astype(np.uint8)
     packed = np.empty((codes.shape[0], shape[-1] * 4), np.uint8)
-    bit_fields.pack_rows(codes, num_bits, packed)
+    code_loops.pack_rows(codes, num_bits, packed)
     return torch.from_numpy(packed.view(np.int32)).reshape(shape)
 
 

@@ -1,4 +1,4 @@
-"""The only room that knows Humming and its LayerConfig. Other rooms store the layer config as JSON and do not read it.
+"""The only room that knows Humming's layouts and LayerConfig. Other rooms store the config as JSON and do not read it.
 
 Interface to other rooms:
 * Supported combinations, without Humming and torch: `compatibility.why_not`, `why_overflow`, `nearest`; and what is
@@ -9,5 +9,5 @@ Interface to other rooms:
   `transform.is_compatible` is Humming's own rule.
 * Running the GEMM for `verify`: `fused_moe.load_gemm`, `compile_kernels`, `compile_input_kernels` and `fused_moe`.
 * Kernels ahead of time for `warm`: `kernel_sources`, `compiler`.
-* Humming's weight ops for quantization, on CPU and CUDA: `runtime.humming`, `runtime.resident`, `cpu_ops`.
+* Encoding on the CPU straight into the layout: `weight_tiles.weight_tiles` gives sinks for quantization's encoder.
 """

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hqconv.cpu_loops.repack import TILE_COLUMNS, TILE_ROWS, tile_store
+from hqconv.humming_ops.repack import TILE_COLUMNS, TILE_ROWS, tile_store
 from hqconv.kernel_layout.transform import KernelForm
 from hqconv.schemas.dtypes import code_bits
 from hqconv.schemas.grid import TpSlice
@@ -29,7 +29,7 @@ class StackTiles:
 
     words: uint64, of all ranks. pieces: int64 [P, 7], one for each rank: first and last block of rows, first and last
     block of columns, and in words the first tile, the step to the next expert, the step to the next block of columns.
-    centre: as in `cpu_loops.repack.repack`.
+    centre: as in `humming_ops.repack.repack`.
     """
 
     words: Array

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hqconv.cpu_loops import bit_fields, decoding
+from hqconv.cpu_loops import codes as code_loops
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -37,7 +37,7 @@ def unpack(packed: torch.Tensor, num_bits: int) -> torch.Tensor:
         return data
     if not data.is_cuda:
         out = np.empty((rows, size * 8 // num_bits), np.uint8)
-        bit_fields.unpack_rows(data.numpy(), num_bits, out)
+        code_loops.unpack_rows(data.numpy(), num_bits, out)
         return torch.from_numpy(out)
     if 8 % num_bits == 0:
         shifts = torch.arange(0, 8, num_bits, dtype=torch.uint8, device=data.device)
@@ -59,7 +59,7 @@ def pack(codes: torch.Tensor, num_bits: int) -> torch.Tensor:
         return as_words(codes)
     if not codes.is_cuda:
         packed = np.empty((rows, num_codes * num_bits // 8), np.uint8)
-        bit_fields.pack_rows(codes.numpy(), num_bits, packed)
+        code_loops.pack_rows(codes.numpy(), num_bits, packed)
         return torch.from_numpy(packed.view(np.int32))
     shifts = torch.arange(0, 8 * num_bits, num_bits, device=codes.device)
     word = (codes.view(rows, -1, 8).long() << shifts).sum(-1, keepdim=True)
@@ -105,5 +105,5 @@ def transpose_4bit(packed: torch.Tensor, order: tuple[int, ...], flip: int = 0) 
         return pack(codes.t(), 4)
     out = np.empty((words * 8, columns // 8), np.uint32)
     flips = np.uint32(flip * 0x11111111)
-    decoding.transpose_4bit(packed.contiguous().numpy().view(np.uint32), np.array(order), flips, out)
+    code_loops.transpose_4bit(packed.contiguous().numpy().view(np.uint32), np.array(order), flips, out)
     return torch.from_numpy(out.view(np.int32))

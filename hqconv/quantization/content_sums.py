@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hqconv.cpu_loops.bit_fields import sum_rows
+from hqconv.cpu_loops.codes import sum_rows, sum_words
 from hqconv.cpu_loops.helper_threads import in_parts
 from hqconv.schemas.sum_factors import ROW_WORDS, factors, row_factors
 from hqconv.schemas.weight_schema import WeightSchema
@@ -17,10 +17,6 @@ from hqconv.schemas.weight_schema import WeightSchema
 _WORD_BYTES = 4
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _LEAST_WORDS = 1 << 20  # of one helper thread's part: some 0.1 ms
-_COMPILED_ROWS = 16  # 1 MB of a copied tensor: with less, the loop would only be compiled for it
-_SMALL_BYTES = 8 << 10  # of a copied tensor that is summed together with others: at most one row
-_BATCH_BYTES = 256 << 10  # of such tensors together: a dozen temporary arrays of a few times this size
-_LAST_WORD = np.array([-1, 0xFF, 0xFFFF, 0xFFFFFF], np.int32)  # the bits of a tensor's last word, by its bytes modulo 4
 
 
 def expert_sums(
@@ -94,69 +90,18 @@ def sum_of_bytes(data: NDArray[np.uint8], start: int) -> int:
         words.view(np.uint8)[before : before + data.size] = data
     else:
         words = data.view(np.int32)
-    columns = factors("column", ROW_WORDS)
-    first_row, first_column = divmod(start // _WORD_BYTES, ROW_WORDS)
-    rows = row_factors(first_row + words.size // ROW_WORDS + 2)[first_row:]
-    # The rest of a row that is begun, whole rows, and the beginning of a last one.
-    head = min(words.size, ROW_WORDS - first_column) if first_column else 0
-    num_rows, tail = divmod(words.size - head, ROW_WORDS)
-    total = _dot(words[:head], columns[first_column : first_column + head]) * int(rows[0])
-    rows = rows[1 if head else 0 :]
-    of_rows = _dots(words[head : words.size - tail].reshape(num_rows, ROW_WORDS), columns)
-    total += int((of_rows * rows[:num_rows]).sum())  # numpy's integers are modulo 2**64
-    return total + _dot(words[words.size - tail :], columns[:tail]) * int(rows[num_rows])
+    first_word = start // _WORD_BYTES
+    rows = row_factors((first_word + words.size) // ROW_WORDS + 1)
+    return int(sum_words(words, first_word, factors("column", ROW_WORDS), rows))
 
 
 def sums_of_parts(data: NDArray[np.uint8], parts: Sequence[tuple[int, int]]) -> list[int]:
     """Return the content sum of each part of a copied tensor, as `sum_of_bytes`; the parts lie in `data` one by one.
 
-    parts: start in its tensor and number of bytes of each. Small tensors are summed together: numpy's calls would take
-    more time than their bytes.
+    parts: start in its tensor and number of bytes of each.
     """
-    starts, sizes = np.array(parts, np.int64).reshape(-1, 2).T
-    ends = np.cumsum(sizes)
-    assert not len(ends) or ends[-1] <= data.size, (ends[-1], data.size)
-    is_small = (starts == 0) & (sizes <= _SMALL_BYTES) & (sizes > 0)
-    sums = np.zeros(len(sizes), np.int64)
-    small = np.flatnonzero(is_small)
-    cuts = np.flatnonzero(np.diff((ends - sizes)[small] // _BATCH_BYTES)) + 1
-    for chosen in np.split(small, cuts) if len(small) else ():
-        sums[chosen] = _sums_of_small(data, (ends - sizes)[chosen], sizes[chosen])
-    totals: list[int] = sums.tolist()
-    for index in np.flatnonzero(~is_small).tolist():
-        end, size = int(ends[index]), int(sizes[index])
-        totals[index] = sum_of_bytes(data[end - size : end], int(starts[index]))
-    return totals
-
-
-def _sums_of_small(data: NDArray[np.uint8], begins: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the content sums of whole tensors of at most one row, near to each other: int64 [T], modulo 2**64.
-
-    begins, sizes: positions in `data`, in order, and numbers of bytes; none is empty.
-    """
-    first, end = int(begins[0]), int(begins[-1] + sizes[-1])
-    near = np.zeros(end - first + _WORD_BYTES, np.uint8)
-    near[: end - first] = data[first:end]
-    words_at = np.ndarray((end - first,), "<i4", near, strides=(1,))  # the word that begins at each byte
-    num_words = -(-sizes // _WORD_BYTES)
-    first_words = np.cumsum(num_words) - num_words
-    columns = np.arange(num_words.sum()) - np.repeat(first_words, num_words)
-    words = words_at[np.repeat(begins - first, num_words) + _WORD_BYTES * columns]
-    words[first_words + num_words - 1] &= _LAST_WORD[sizes % _WORD_BYTES]
-    products = words * factors("column", ROW_WORDS).astype(np.int64)[columns]
-    sums: NDArray[np.int64] = np.add.reduceat(products, first_words) * np.int64(row_factors(1)[0])
+    sums, begin = [], 0
+    for start, size in parts:
+        sums.append(sum_of_bytes(data[begin : begin + size], start))
+        begin += size
     return sums
-
-
-def _dots(rows: NDArray[np.int32], columns: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Return the sum of each row's words times their columns' factors, int64 [R]; by a compiled loop for many rows."""
-    if len(rows) >= _COMPILED_ROWS:
-        found = np.empty(len(rows), np.int64)
-        sum_rows(rows, columns, 0, len(rows), found)
-        return found
-    sums: NDArray[np.int64] = np.einsum("rk,k->r", rows, columns, dtype=np.int64, casting="unsafe")
-    return sums
-
-
-def _dot(words: NDArray[np.int32], factors_: NDArray[np.int32]) -> int:
-    return int(_dots(words[None], factors_)[0])

@@ -131,7 +131,7 @@ def _with_error(
     stack: torch.Tensor, tensors: dict[str, torch.Tensor], target: WeightSchema, count_exact: bool
 ) -> QuantizedStack:
     exact = torch.zeros(len(stack), dtype=torch.int64, device=stack.device)
-    error, power = torch_ops.error_sums(stack, tensors, target, exact if count_exact else None)
+    error, power = torch_ops.error_sums(stack, tensors, target, num_exact=exact if count_exact else None)
     counted = num_groups((stack.size(1), stack.size(2)), target) if count_exact else 0
     return QuantizedStack(tensors, error, power, exact, counted)
 

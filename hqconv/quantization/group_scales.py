@@ -7,7 +7,7 @@ Legend: E experts, N output rows, K input columns, R rows of scales, G groups al
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,7 +79,7 @@ def bits_of(stored: torch.Tensor) -> torch.Tensor:
     return stored.view(torch.uint8) if stored.element_size() == 1 else stored
 
 
-def scales_of(tensors: dict[str, torch.Tensor], schema: WeightSchema) -> GroupScales:
+def scales_of(tensors: Mapping[str, torch.Tensor], schema: WeightSchema) -> GroupScales:
     """Read the scales from a stack's tensors; `tensors` as in `QuantizedStack`."""
     stored, zero, second = tensors["weight_scale"], tensors.get("zero_point"), tensors.get("weight_scale_2")
     stored = stored.view(-1, 1, 1) if schema.weight_scale_type == "tensor" else stored

@@ -8,13 +8,14 @@ chunk.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from hqconv.humming_ops.runtime import humming
 from hqconv.quantization.group_scales import GroupScales, scales_of
+from hqconv.quantization.hadamard import average_importance, rotate
 from hqconv.quantization.quantized import fold_sum
 from hqconv.quantization.scale_search import Ladder, magnitude_bytes, stepped
 from hqconv.schemas.code_types import CodeKind, CodeType
@@ -71,29 +72,47 @@ def _of_rows(values: torch.Tensor, rows: slice, total: int) -> torch.Tensor:
 
 
 def error_sums(
-    stack: torch.Tensor, tensors: dict[str, torch.Tensor], schema: WeightSchema, num_exact: torch.Tensor | None = None
+    stack: torch.Tensor,
+    tensors: Mapping[str, torch.Tensor],
+    schema: WeightSchema,
+    importance: torch.Tensor | None = None,
+    num_exact: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sums of (w - decoded)**2 and of w**2 of each matrix, float64 [E] each.
 
-    `stack`: [E, N, K]; `tensors`: its packed tensors, as `QuantizedStack.tensors`. num_exact: int64 [E], gets the
-    number of scale groups without any error. Does not synchronize.
+    `stack`: [E, N, K]; `tensors`: its packed tensors, as `QuantizedStack.tensors`. importance: of the squares in each
+    column, float64 [1 or E, K]. num_exact: int64 [E], gets the number of scale groups without any error. Does not
+    synchronize.
     """
     num_experts, num_rows, _ = stack.shape
     sums = torch.empty(2, num_experts * num_rows, dtype=torch.float64, device=stack.device)
     exact = torch.empty(num_experts * num_rows, dtype=torch.int64, device=stack.device)
     words = tensors["weight"].flatten(0, 1)
-    for chunk in _chunks(stack, scales_of(tensors, schema)):
-        difference = _differences(
-            chunk, chunk.scales, stored_numbers(words[chunk.rows], schema).view(chunk.weights.shape)
-        )
+    for chunk in _chunks(stack, scales_of(tensors, schema), importance):
+        numbers = stored_numbers(words[chunk.rows], schema).view(chunk.weights.shape)
+        difference = _differences(chunk, chunk.scales, numbers)
         if num_exact is not None:
             exact[chunk.rows] = (difference == 0).all(-1).sum(-1)
         for number, terms in enumerate((difference, chunk.weights.double())):
-            sums[number, chunk.rows] = fold_sum(terms.square_().flatten(1))
+            sums[number, chunk.rows] = fold_sum(_weighted(terms.square_(), chunk).flatten(1))
     if num_exact is not None:
         num_exact.copy_(exact.view(num_experts, num_rows).sum(1))
     error, power = fold_sum(sums.view(2, num_experts, num_rows))
     return error, power
+
+
+def weighted_sums(
+    matrix: torch.Tensor, tensors: Mapping[str, torch.Tensor], schema: WeightSchema, weights: torch.Tensor
+) -> torch.Tensor:
+    """Return float64 [2] on the matrix's device: the sums of weight · (w - decoded)² and of weight · w².
+
+    matrix: [N, K] in any float dtype. tensors: its packed tensors, as in `Quantized`. weights: float32 [K] on the same
+    device. Of a schema with a rotation the sums are of the rotated matrix, under the averaged weights.
+    """
+    if schema.rotation:
+        matrix, weights = rotate(matrix, schema.rotation), average_importance(weights, schema.rotation)
+    stacked = {name: one if one.shape == (1,) else one.unsqueeze(0) for name, one in tensors.items()}
+    return torch.cat(error_sums(matrix.unsqueeze(0), stacked, schema, weights.double().view(1, -1)))
 
 
 def row_errors(

@@ -18,7 +18,7 @@ from hqconv.formats.source_matrix import decode_matrix
 from hqconv.humming_ops import cpu_ops
 from hqconv.quantization.bit_codec import pack, pack_along_rows, transpose_4bit, unpack, unpack_along_rows
 from hqconv.quantization.coded_matrix import CodedMatrix, dequantize, scale_values
-from hqconv.quantization.direct_tensors import express, share_scale
+from hqconv.quantization.kept_codes import express, share_scale
 from hqconv.schemas.weight_schema import PRESETS, WeightSchema, resolve_schema
 from tests.make.coded import Case, Draw, cases, humming_format
 from tests.make.tensors import same_bits

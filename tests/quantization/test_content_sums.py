@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from unittest import mock
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hqconv.quantization import content_sums
 from hqconv.quantization.content_sums import (
     compiled_row_sums,
     expert_sums,
@@ -127,19 +124,6 @@ def test_many_tensors_are_summed_as_each_by_itself(sizes: list[int], first: int,
     assert all(found[n] % (1 << 64) == plain_sum(tensors[n].tobytes()) for n in whole)
 
 
-def test_small_tensors_are_summed_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    of_small = content_sums._sums_of_small
-    monkeypatch.setattr(content_sums, "_sums_of_small", lambda *args: calls.append(len(args[1])) or of_small(*args))
-    sizes = [100] * 9000 + [50_000] + [100] * 9000
-    data = np.random.default_rng(0).integers(0, 256, sum(sizes), np.uint8)
-    found = sums_of_parts(data, [(0, size) for size in sizes])
-    assert sum(calls) == 18_000
-    assert len(calls) < 12
-    for index, start in ((0, 0), (8999, 899_900), (9001, 950_000), (18_000, 1_849_900)):
-        assert found[index] % (1 << 64) == plain_sum(data[start : start + sizes[index]].tobytes())
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, (1 << 20) - 1), st.integers(0, (1 << 20) - 1), st.sampled_from(["flip", "swap", "both signs"]))
 def test_a_change_of_a_copied_tensor_shows(one: int, other: int, change: str) -> None:
@@ -161,15 +145,3 @@ def test_the_dtype_and_the_shape_count() -> None:
     found = {of_copied(5, dtype, shape) for dtype in ("BF16", "F16") for shape in ((2, 3), (3, 2), (6,))}
     assert len(found) == 6
     assert all(len(one) == 16 for one in found)
-
-
-@pytest.mark.parametrize("start", [0, 4, 8190, 1 << 20])
-def test_a_large_tensor_is_summed_by_a_loop_as_a_small_one(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = np.random.default_rng(start).integers(0, 256, (1 << 22) + 12, np.uint8)
-    loop = mock.Mock(wraps=content_sums.sum_rows)
-    monkeypatch.setattr(content_sums, "sum_rows", loop)
-    found = sum_of_bytes(data, start)
-    assert loop.called
-    monkeypatch.setattr(content_sums, "_COMPILED_ROWS", 1 << 40)
-    assert found == sum_of_bytes(data, start)
-    assert loop.call_count == 1

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hqconv.errors import InputError
 from hqconv.quantization import bit_codec
 from hqconv.quantization.coded_matrix import CodedMatrix, dequantize
-from hqconv.quantization.deferred_checks import deferring_checks
-from hqconv.quantization.scale_rounding import _sums_of_rows, _sums_of_tensors, round_to_param_dtype
+from hqconv.quantization.kept_codes import _sums_of_rows, _sums_of_tensors, round_to_param_dtype
+from hqconv.quantization.value_checks import deferring_checks
 from tests.make.coded import Draw, cases
 from tests.make.effort import num_examples
 

@@ -33,7 +33,7 @@ E0M = tuple(
     for code in ("float2e0m1", "float4e0m3", "float8e0m7")
     for second in ("tensor", "channel")
 )
-SCHEMAS = {**{name: resolve_schema(name) for name in NAMES}, **{schema.name: schema for schema in E0M}}
+SCHEMAS = {**{name: resolve_schema(name) for name in ("nvfp4", *NAMES)}, **{schema.name: schema for schema in E0M}}
 FP8_MAX = {"float8e4m3": 448.0, "float8e5m2": 57344.0}
 
 

@@ -11,7 +11,7 @@ import functools
 import numpy as np
 
 from hqconv.cpu_loops.arithmetic import u64
-from hqconv.cpu_loops.bit_fields import unpack_row
+from hqconv.cpu_loops.codes import unpack_row
 from hqconv.jit import compiled
 
 

@@ -1,0 +1,143 @@
+"""Checks of a checkpoint's values: of scales and codes, at once or, on a GPU, deferred and read together.
+
+A separate result for each check would wait for the GPU every time. Inside `deferring_checks` a check returns False and
+its mask is kept. At the end the caller reads all masks at once; if one is set, it repeats the work without deferring,
+and the check raises its own message. Checks that protect the device, such as for an index out of range, are never
+deferred.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NoReturn
+
+import numpy as np
+import torch
+
+from hqconv.cpu_loops import codes as code_loops
+from hqconv.errors import InputError
+from hqconv.quantization import bit_codec
+from hqconv.quantization.coded_matrix import CodedMatrix, code_table, column_groups_of, scale_values
+
+_deferred: ContextVar[list[torch.Tensor] | None] = ContextVar("deferred", default=None)
+
+
+class DeferredChecks:
+    """Masks of the deferred checks."""
+
+    def __init__(self) -> None:
+        self.masks: list[torch.Tensor] = []
+
+    def all(self) -> torch.Tensor | None:
+        """Return the result of each deferred check: bool [C] on the device; None without any."""
+        return torch.stack(self.masks) if self.masks else None
+
+
+@contextmanager
+def deferring_checks() -> Iterator[DeferredChecks]:
+    """Defer checks in this thread."""
+    checks = DeferredChecks()
+    token = _deferred.set(checks.masks)
+    try:
+        yield checks
+    finally:
+        _deferred.reset(token)
+
+
+def is_any(mask: torch.Tensor) -> bool:
+    """Return True if an element of a bool tensor is true; inside `deferring_checks` False."""
+    deferred = _deferred.get()
+    if deferred is None:
+        return bool(mask.any())
+    deferred.append(mask.any())
+    return False
+
+
+_REMEDY = "Get a good copy of the checkpoint, and check that its quantization config belongs to it."
+
+
+def refuse(what: str, where: str, expected: object, found: object, remedy: str = _REMEDY) -> NoReturn:
+    """Raise InputError about one tensor's values."""
+    raise InputError(what, where=where, expected=expected, found=found, remedy=remedy)
+
+
+def checked(coded: CodedMatrix, names: Mapping[str, str]) -> CodedMatrix:
+    """Return `coded` after checks of its scales, second scales and codes.
+
+    Raises InputError for a NaN or infinite scale, a negative one under a float type, a zero one under codes that
+    are not zero, a second scale that is not a positive number, and NaN or infinite fp8 codes.
+    """
+    scale = scale_values(coded.scale)
+    where = names.get("scale") or names.get("weight", "")
+    if is_any(~scale.isfinite()):
+        refuse("A scale is NaN or infinite.", where, "finite scales", f"{_count(~scale.isfinite())}")
+    if not coded.b_dtype.startswith("uint") and is_any(scale < 0):
+        refuse("A scale is negative.", where, f"positive scales for {coded.b_dtype}", _count(scale < 0))
+    # In a narrow dtype a group's scale may have underflowed; every loader decodes its weights to 0.
+    is_narrow = coded.scale.dtype in (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+    if is_any(scale == 0) and (not is_narrow or bool((scale == 0).all())):
+        _check_zero_scales(coded, scale == 0, where)
+    largest = float(code_table(coded.b_dtype, True).max())
+    if is_any(scale.abs().max().double() * largest > torch.finfo(torch.float32).max):
+        refuse("A scale is too large: weights would be infinite.", where, "finite weights", scale.max().item())
+    if coded.scale_2 is not None:
+        second = coded.scale_2.float()
+        is_bad = ~(second.isfinite() & (second > 0))
+        if is_any(is_bad):
+            at = names.get("scale_2", where)
+            refuse("A global scale is not usable.", at, "a positive number", second[is_bad][0].item())
+    _check_codes(coded, names)
+    return coded
+
+
+def _count(mask: torch.Tensor) -> str:
+    first = tuple(int(i) for i in mask.nonzero()[0])
+    return f"{int(mask.sum())} of {mask.numel()}, the first at {list(first)}"
+
+
+def _check_codes(coded: CodedMatrix, names: Mapping[str, str]) -> None:
+    """Refuse fp8 codes that are not a number: e4m3 has one NaN magnitude, e5m2 infinity and three NaNs."""
+    mask = {"float8e4m3": 0x7F, "float8e5m2": 0x7C}.get(coded.b_dtype)
+    if mask is None:
+        return
+    data = bit_codec.as_bytes(coded.packed)
+    if data.is_cuda:
+        is_bad = is_any((data & mask) == mask)
+    else:
+        is_bad = code_loops.has_code(coded.packed.numpy().view(np.uint32).reshape(-1), mask)
+    if is_bad:
+        refuse(
+            "A quantized weight is NaN or infinite.",
+            names.get("weight", ""),
+            f"finite {coded.b_dtype} codes",
+            _count((data & mask) == mask),
+        )
+
+
+def _check_zero_scales(coded: CodedMatrix, is_zero: torch.Tensor, where: str) -> None:
+    """Refuse a zero scale over nonzero codes, whose weights are lost. All-zero groups often have a zero scale."""
+    num_rows, num_columns = coded.shape
+    grid_rows = is_zero.any(1).nonzero().flatten()
+    size = coded.group_n or num_rows
+    rows = (grid_rows.unsqueeze(-1) * size + torch.arange(size, device=grid_rows.device)).flatten()
+    rows = rows[rows < num_rows]
+    codes = bit_codec.unpack(coded.packed[rows], coded.num_bits)
+    columns = column_groups_of(coded, num_columns)
+    if coded.zero_point is not None:
+        zero = coded.zero_point[rows]
+        has_value = codes != (zero if zero.size(1) == 1 else zero[:, columns])
+    else:
+        table = torch.from_numpy(code_table(coded.b_dtype, True).copy()).to(codes.device)
+        has_value = (table != 0)[codes.long()]
+    zeros = is_zero[rows // size]
+    lost = has_value & (zeros if zeros.size(1) == 1 else zeros[:, columns])
+    if bool(lost.any()):
+        row, column = (int(i) for i in lost.nonzero()[0])
+        refuse(
+            "A scale is zero, but its codes are not.",
+            where,
+            "a scale that is not zero, or codes that all mean zero",
+            f"row {int(rows[row])}, column {column} has such a code",
+        )
