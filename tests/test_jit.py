@@ -14,7 +14,9 @@ import pytest
 from numba.core.caching import IndexDataCacheFile
 
 from hqconv.cpu_loops import encoders
+from hqconv.humming_ops.repack import tile_store
 from hqconv.jit import CacheFile
+from hqconv.schemas.code_types import CodeType, parse_code_type
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
 
@@ -65,19 +67,19 @@ def test_every_loop_has_such_a_cache() -> None:
     assert all(isinstance(loop._cache._cache_file, CacheFile) for loop in loops)
 
 
-def made(code: tuple[int, int, int, int]) -> Any:
+def made(code: CodeType) -> Any:
     """Return a loop that calls another, both made anew, as in another process."""
     encoders.encoder.cache_clear()
-    return encoders.tile_encoder.__wrapped__(code, encoders.E8M0, False)
+    return encoders.panel_encoder.__wrapped__(code, encoders.E8M0, tile_store(code.num_bits, False), 64)
 
 
-E2M1, E4M3, E5M2 = (0, 4, 2, 1), (0, 8, 4, 3), (0, 8, 5, 2)
+E2M1, E4M3, E5M2 = (parse_code_type(name) for name in ("float4e2m1", "float8e4m3", "float8e5m2"))
 
 
 def test_a_loop_that_closes_over_loops_is_found_again() -> None:
     """numba's own key of such a loop has random numbers: every process compiled it again."""
 
-    def key(code: tuple[int, int, int, int]) -> object:
+    def key(code: CodeType) -> object:
         return made(code)._cache._index_key((), SimpleNamespace(magic_tuple=tuple))
 
     assert key(E2M1) == key(E2M1)
@@ -95,21 +97,24 @@ def test_loops_of_one_place_and_other_values_have_other_names() -> None:
 ONE = """
 import sys
 import numpy as np
-from hqconv.cpu_loops import arithmetic, encoders
+from hqconv.cpu_loops import encoders
+from hqconv.humming_ops.repack import tile_store
+from hqconv.schemas.code_types import parse_code_type
 
-def encoded(code):
+def encoded(name):
+    code = parse_code_type(name)
     source = np.arange(64 * 64, dtype=np.uint32).reshape(64, 64).astype(np.uint16) + np.uint16(0x3C00)
     scales, ones = np.ones((2, 64, 2), np.float32), np.ones(64, np.float32)
     groups = (scales[0], np.zeros((1, 1)), scales[1], np.zeros((1, 1), np.float32), ones)
-    num_words = 64 * 64 * code[1] // 64
-    words, pieces = np.zeros(num_words, np.uint64), np.array([[0, 1, 0, 4, 0, 0, 16 * code[1]]])
+    num_words = 64 * 64 * code.num_bits // 64
+    words, pieces = np.zeros(num_words, np.uint64), np.array([[0, 1, 0, 4, 0, 0, 16 * code.num_bits]])
     out = (np.zeros(64, np.int64), np.zeros(64), np.zeros(64), np.zeros(0, np.int64))
-    encode = encoders.tile_encoder(code, encoders.E8M0, False)
-    columns = np.ones(64 * code[1] // 32, np.int32)
+    encode = encoders.panel_encoder(code, encoders.E8M0, tile_store(code.num_bits, False), 64)
+    columns = np.ones(64 * code.num_bits // 32, np.int32)
     encode(source, np.float32(0), groups, out, 0, 64, columns, (words, pieces))
     return int(words.sum()), out[1].sum()
 
-print([encoded(eval(code)) for code in sys.argv[1:]])
+print([encoded(name) for name in sys.argv[1:]])
 """
 
 
@@ -117,15 +122,15 @@ print([encoded(eval(code)) for code in sys.argv[1:]])
 def test_loops_that_two_processes_compiled_do_not_call_each_other(tmp_path: Path) -> None:
     """Each process counts its symbols from the start, so that both encoders had the same number."""
 
-    def run(folder: str, *codes: tuple[int, ...]) -> list[object]:
+    def run(folder: str, *names: str) -> list[object]:
         env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / folder)}
-        words = [sys.executable, "-c", ONE, *map(str, codes)]
+        words = [sys.executable, "-c", ONE, *names]
         done = subprocess.run(words, cwd=REPO, env=env, capture_output=True, text=True, check=True)
         return list(ast.literal_eval(done.stdout.replace("np.float64", "")))
 
-    alone = run("alone", E4M3)
-    first = run("shared", E2M1)
+    alone = run("alone", "float8e4m3")
+    first = run("shared", "float4e2m1")
     for path in [path for path in (tmp_path / "shared").rglob("*.nb?") if ".locals." not in path.name]:
         path.unlink()  # what both call is compiled again, and takes the same numbers
-    assert run("shared", E4M3) == alone
-    assert run("shared", E2M1, E4M3) == [*first, *alone]
+    assert run("shared", "float8e4m3") == alone
+    assert run("shared", "float4e2m1", "float8e4m3") == [*first, *alone]
