@@ -6,7 +6,7 @@ Values are drawn, not quantized from anything, so every code and sign occurs. Le
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,14 +36,12 @@ CODES = {
 
 @dataclass(frozen=True)
 class Case:
-    """One matrix: what the config declares, its raw tensors, and Humming's config for it where it knows it."""
+    """One matrix: what the config declares, and its raw tensors."""
 
     name: str
     declared: SourceFormat
     tensors: dict[str, torch.Tensor]
     shape: tuple[int, int] = (N, K)
-    humming: dict[str, Any] | None = None
-    humming_names: dict[str, str] = field(default_factory=dict)
 
     def headers(self) -> dict[str, TensorSpec]:
         """The raw tensors' headers."""
@@ -126,16 +124,10 @@ def case(name: str) -> Case:
 def _fp8(draw: Draw) -> Iterator[Case]:
     declared = SourceFormat("fp8", "fp8", group_n=ANY, group_k=ANY)
     block = replace(declared, group_n=128, group_k=128)
-    config = {"quant_method": "fp8"}
     weight = draw.fp8(N, K)
-    yield Case("fp8-tensor", declared, {"weight": weight, "weight_scale": draw.scales()}, humming=config)
+    yield Case("fp8-tensor", declared, {"weight": weight, "weight_scale": draw.scales()})
     yield Case("fp8-channel", declared, {"weight": weight, "weight_scale": draw.scales(N, dtype=torch.bfloat16)})
-    yield Case(
-        "fp8-block",
-        block,
-        {"weight": weight, "weight_scale_inv": draw.scales(1, 2)},
-        humming={**config, "weight_block_size": [128, 128]},
-    )
+    yield Case("fp8-block", block, {"weight": weight, "weight_scale_inv": draw.scales(1, 2)})
     yield Case("fp8-block-ragged", block, {"weight": draw.fp8(192, 320), "scale": draw.scales(2, 3)}, (192, 320))
     e8m0 = draw.exponents(1, 2).view(torch.float8_e8m0fnu)
     yield Case("fp8-block-e8m0", block, {"weight": weight, "scale": e8m0})
@@ -146,26 +138,14 @@ def _fp8(draw: Draw) -> Iterator[Case]:
 def _mx(draw: Draw) -> Iterator[Case]:
     fp4 = SourceFormat("mxfp4", "mxfp4", "float4e2m1", "float8e8m0", 1, 32)
     weight, scale = draw.integers(0, 256, N, K // 2), draw.exponents(N, K // 32)
-    yield Case(
-        "mxfp4",
-        fp4,
-        {"weight": weight.view(torch.int8), "scale": scale.view(torch.float8_e8m0fnu)},
-        humming={"quant_method": "mxfp4"},
-        humming_names={"scale": "weight_scale"},
-    )
+    yield Case("mxfp4", fp4, {"weight": weight.view(torch.int8), "scale": scale.view(torch.float8_e8m0fnu)})
     blocks = {"blocks": weight.view(N, K // 32, 16), "scales": scale, "bias": draw.scales(N, dtype=torch.bfloat16)}
     yield Case("gpt-oss", fp4, blocks)
-    yield Case(
-        "ct-mxfp4",
-        fp4,
-        {"weight_packed": weight, "weight_scale": scale},
-        humming=_ct("mxfp4-pack-quantized", "float", 4, "group", 32),
-    )
+    yield Case("ct-mxfp4", fp4, {"weight_packed": weight, "weight_scale": scale})
     yield Case(
         "mxfp8",
         SourceFormat("mxfp8", "mxfp8", "float8e4m3", "float8e8m0", 1, 32),
         {"weight": draw.fp8(N, K), "weight_scale": scale},
-        humming={"quant_method": "modelopt", "quant_algo": "mxfp8"},
     )
 
 
@@ -176,19 +156,12 @@ def _nvfp4(draw: Draw) -> Iterator[Case]:
         "nvfp4",
         declared,
         {"weight": weight, "weight_scale": scale, "weight_scale_2": draw.scales(), "input_scale": draw.scales()},
-        humming={"quant_method": "modelopt", "quant_algo": "nvfp4"},
     )
     yield Case(
         "ct-nvfp4",
         declared,
         {"weight_packed": weight, "weight_scale": scale, "weight_global_scale": draw.scales(1) * 100},
-        humming=_ct("nvfp4-pack-quantized", "float", 4, "tensor_group", 16),
     )
-
-
-def _ct(storage: str, kind: str, bits: int, strategy: str, size: int | None, **more: Any) -> dict[str, Any]:
-    config = {"quant_method": "compressed-tensors", "format": storage, "type": kind, "num_bits": bits}
-    return {**config, "strategy": strategy, "group_size": size, **more}
 
 
 def _compressed(draw: Draw) -> Iterator[Case]:
@@ -208,9 +181,6 @@ def _compressed(draw: Draw) -> Iterator[Case]:
                     f"ct-int{bits}-{size or 'c'}{'-zp' if zero else ''}",
                     SourceFormat("pack", "packed_int", f"uint{bits}", "", 1, size, zero),
                     tensors,
-                    humming=_ct(
-                        "pack-quantized", "int", bits, "group" if size else "channel", size or None, symmetric=not zero
-                    ),
                 )
     padded = SourceFormat("pack", "packed_int", "uint3", "", 1, 64, True)
     words = {"weight_packed": draw.words(N, -(-K // 10)), "weight_zero_point": draw.words(-(-N // 10), 4)}
@@ -228,7 +198,6 @@ def _compressed(draw: Draw) -> Iterator[Case]:
             f"ct-w8-{name}",
             SourceFormat("int", "int8", "uint8", "", rows, 0),
             {"weight": weight, "weight_scale": scale},
-            humming=_ct("int-quantized", "int", 8, name, None) if name == "channel" else None,
         )
     ascend = SourceFormat("ascend", "int8", "uint8", "", 1, 0, options=(("has_offset", True),))
     scale = draw.scales(N, 1)
@@ -252,17 +221,12 @@ def _gptq(draw: Draw) -> Iterator[Case]:
                 "scales": draw.scales(K // 64, N, dtype=torch.float16),
                 "g_idx": trivial,
             }
-            config = {"quant_method": "gptq", "bits": bits, "group_size": 64, "sym": False}
-            # Humming takes zero points as they are stored, which is version 2.
-            yield Case(f"gptq{bits}-v{version}-zp", declared, tensors, humming=config if version == 2 else None)
+            yield Case(f"gptq{bits}-v{version}-zp", declared, tensors)
         midpoint = int("".join(f"{2 ** (bits - 1) - 1:0{bits}b}" for _ in range(32)), 2)
         packed = torch.frombuffer(bytearray(midpoint.to_bytes(4 * bits, "little")), dtype=torch.int32)
         zeros = packed.repeat(K // 64, N // 32)
         yield Case(
-            f"gptq{bits}-sym",
-            SourceFormat("gptq", "gptq", f"uint{bits}", group_k=64),
-            {**tensors, "qzeros": zeros},
-            humming={"quant_method": "gptq", "bits": bits, "group_size": 64, "desc_act": False, "sym": True},
+            f"gptq{bits}-sym", SourceFormat("gptq", "gptq", f"uint{bits}", group_k=64), {**tensors, "qzeros": zeros}
         )
     declared = replace(case_format := declared, b_dtype="uint4", is_permuted=True)
     declared = replace(declared, options=(*case_format.options, ("desc_act", True)))
@@ -281,12 +245,7 @@ def _awq(draw: Draw) -> Iterator[Case]:
         "qzeros": draw.words(K // 64, N // 8),
         "scales": draw.scales(K // 64, N, dtype=torch.float16),
     }
-    yield Case(
-        "awq",
-        SourceFormat("awq", "awq", "uint4", group_k=64, has_zero_point=True),
-        tensors,
-        humming={"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True},
-    )
+    yield Case("awq", SourceFormat("awq", "awq", "uint4", group_k=64, has_zero_point=True), tensors)
 
 
 def _bitnet(draw: Draw) -> Iterator[Case]:
@@ -298,7 +257,6 @@ def _bitnet(draw: Draw) -> Iterator[Case]:
             "bitnet" if inverted else "bitnet-auto",
             declared,
             {"weight": packed, "weight_scale": draw.scales(1, dtype=torch.bfloat16)},
-            humming={"quant_method": "bitnet"} if inverted else None,
         )
 
 
@@ -368,7 +326,7 @@ def _quark(draw: Draw) -> Iterator[Case]:
         attributes = schema(**config).get_tensors_attrs(N, K, torch.bfloat16)
         tensors = {key: _quark_tensor(draw, key, spec, value) for key, value in attributes.items()}
         declared = declared_formats(quark_config(spec), {}).of("any")
-        yield Case(f"quark-{name}", declared, tensors, humming=config)
+        yield Case(f"quark-{name}", declared, tensors)
 
 
 def _humming_schema_class(method: str) -> Callable[..., Any]:
@@ -427,5 +385,4 @@ def _humming(draw: Draw) -> Iterator[Case]:
         schema = resolve_schema(name)
         weights = torch.randn(N, K, generator=draw.generator).bfloat16()
         done = quantize([weights], schema, "bfloat16")[0]
-        config = {"quant_method": "humming", **schema.humming_fields()}
-        yield Case(f"humming-{name}", humming_format(schema), done.tensors, humming=config)
+        yield Case(f"humming-{name}", humming_format(schema), done.tensors)
