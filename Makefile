@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-# One more than there are processors, up to 5: some tests wait.
+# One more than there are processors, up to 5: some tests wait. A file's tests stay together: they share fixtures.
 WORKERS := $(shell $(PYTHON) -c "import os; print(min(5, len(os.sched_getaffinity(0)) + 1))")
 
 DEMO_SRC := demo/qwen3-moe-tiny
@@ -45,10 +45,10 @@ demo: $(STAMP) $(DEMO_SRC)/config.json
 	$(BIN)/hqconv verify $(DEMO_CUT) --source $(DEMO_OUT)
 
 test: lint
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 test-all: lint
-	HQCONV_TESTS=all $(BIN)/python -m pytest -n $(WORKERS)
+	HQCONV_TESTS=all $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # Left out of `make test`: an environment of its own and some minutes.
 test-vllm:
