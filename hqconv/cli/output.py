@@ -85,9 +85,12 @@ def logged(command: str, *, quiet: bool, verbose: bool, log_file: Path | None) -
         try:
             handlers.append(_LogFile(path, encoding="utf-8", errors="backslashreplace"))
         except OSError as error:
-            what, expected = "The log file cannot be written.", "a file in an existing folder"
-            found = f"{path}: {error.strerror or error}"
-            raise RequestError(what, where="--log-file", expected=expected, found=found) from error
+            raise RequestError(
+                "The log file cannot be written.",
+                where="--log-file",
+                expected="a file in an existing folder",
+                found=f"{path}: {error.strerror or error}",
+            ) from error
         handlers[-1].setFormatter(_LineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     package = logging.getLogger("hqconv")
     level = package.level

@@ -95,12 +95,12 @@ def rank_schemas(for_gpu: str, input_schema: str | None = None) -> Document:
         else:
             refused[schema] = reason
     if not found:
-        what = "No schema runs on this GPU with these activations."
-        given = f"{inputs.name} activations on {target.name}"
         raise RequestError(
-            what, where="--input-schema", found=f"{given}: {next(iter(refused.values()))}",
+            "No schema runs on this GPU with these activations.",
+            where="--input-schema",
+            found=f"{inputs.name} activations on {target.name}: {next(iter(refused.values()))}",
             remedy="`hqconv schemas` lists the targets of each input schema.",
-        )  # fmt: skip
+        )
     found.sort(key=lambda one: (one["size_class"], one["errors"]["gaussian"]["rtn"]))
     return {
         "kind": "ranking",

@@ -92,8 +92,7 @@ def _check(schema: InputSchema) -> None:
     if schema.input_quant_mode is not None:
         is_grouped = schema.input_quant_mode in _GROUPED
         need(is_grouped == (size > 0), "input_scale_group_size", "a size for modes with groups, 0 for the others")
-    need(size == 0 or (size >= 16 and size & (size - 1) == 0 and size <= 128), "input_scale_group_size",
-         "0, 16, 32, 64 or 128: K is padded to a multiple of 128")  # fmt: skip
+    need(size in (0, 16, 32, 64, 128), "input_scale_group_size", "0, 16, 32, 64 or 128: K is padded to 128")
 
 
 INPUT_PRESETS: dict[str, InputSchema] = {
