@@ -17,9 +17,9 @@ import typer
 
 from hqconv.errors import RequestError
 from hqconv.schemas import gpu_target, input_schema, weight_schema
-from hqconv.schemas.config_files import RECIPES, shipped
 from hqconv.schemas.options import CHECKS, ConversionOption, Objective, conversion_options
 from hqconv.schemas.recipe import no_schema
+from hqconv.schemas.untrusted_files import RECIPES, shipped
 
 
 @dataclass(frozen=True)

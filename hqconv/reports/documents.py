@@ -38,7 +38,6 @@ from hqconv.planning.spec import default_param_dtype
 from hqconv.reports.texts import Document
 from hqconv.schemas import artifact_names
 from hqconv.schemas.artifact_names import MANIFEST
-from hqconv.schemas.config_files import RECIPES, SCHEMAS, shipped
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.gpu_target import TARGETS, GpuTarget
 from hqconv.schemas.grid import EVEN, GROUPS, Grid, slice_unit, working_tp_sizes
@@ -48,7 +47,7 @@ from hqconv.schemas.model_config import AttentionHeads, attention_heads, text_co
 from hqconv.schemas.overrides import group_by_schema
 from hqconv.schemas.sum_factors import SUMS
 from hqconv.schemas.tensors import TensorRef
-from hqconv.schemas.untrusted_files import read_json
+from hqconv.schemas.untrusted_files import RECIPES, SCHEMAS, read_json, shipped
 from hqconv.schemas.weight_schema import (
     CODES,
     PARAM_DTYPES,

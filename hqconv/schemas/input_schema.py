@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hqconv.errors import RequestError
-from hqconv.schemas.config_files import read_toml
 from hqconv.schemas.suggestions import meant
-from hqconv.schemas.untrusted_files import unicode_name
+from hqconv.schemas.untrusted_files import read_toml, unicode_name
 
 A_DTYPES = ("float8e4m3", "float8e5m2", "float8e3m4", "int8", "int4", "float4e2m1", "float4e0m3")
 INPUT_SCALE_DTYPES = ("float32", "float8e8m0", "float8e4m3")

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from hqconv.errors import RequestError
-from hqconv.schemas.config_files import RECIPES, SCHEMAS, or_shipped, read_toml, shipped
 from hqconv.schemas.input_schema import resolve_inputs
 from hqconv.schemas.options import conversion_options
 from hqconv.schemas.overrides import LayerChoice, Override
+from hqconv.schemas.untrusted_files import RECIPES, SCHEMAS, or_shipped, read_toml, shipped
 from hqconv.schemas.weight_schema import SOURCE, resolve_schema
 
 LEFT = "none"  # experts that are copied unchanged

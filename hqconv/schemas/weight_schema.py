@@ -14,10 +14,9 @@ from typing import Any, Literal, get_args
 
 from hqconv.errors import RequestError
 from hqconv.schemas.code_types import CodeType, parse_code_type
-from hqconv.schemas.config_files import SCHEMAS, or_shipped, read_toml, shipped
 from hqconv.schemas.dtypes import code_bits, code_of, num_bits
 from hqconv.schemas.suggestions import meant
-from hqconv.schemas.untrusted_files import unicode_name
+from hqconv.schemas.untrusted_files import SCHEMAS, or_shipped, read_toml, shipped, unicode_name
 
 ParamDtype = Literal["bfloat16", "float16"]
 PARAM_DTYPES: tuple[ParamDtype, ...] = get_args(ParamDtype)

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 from hqconv.cli.app import app
 from hqconv.errors import RequestError
-from hqconv.schemas.config_files import RECIPES, SCHEMAS, or_shipped, shipped
 from hqconv.schemas.recipe import load_recipe
+from hqconv.schemas.untrusted_files import RECIPES, SCHEMAS, or_shipped, shipped
 from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.places import CONFIGS, REPO
 from tests.make.qwen import write_qwen3_moe

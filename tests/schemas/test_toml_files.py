@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from hqconv.errors import RequestError
-from hqconv.schemas.config_files import read_toml
 from hqconv.schemas.input_schema import resolve_inputs
 from hqconv.schemas.recipe import load_recipe
+from hqconv.schemas.untrusted_files import read_toml
 from hqconv.schemas.weight_schema import resolve_schema
 
 READERS: dict[str, Callable[[Path], object]] = {
