@@ -1,7 +1,7 @@
 """Unsharded experts of an artifact: reassembled from its ranks' slices, or read from packed tensors, on any device.
 
-One expert at a time (`ExpertReader.read`) with a note for everything that is wrong, or many experts in one buffer
-(`plan`, `fill`, `decode`), where `DecodedStack.wrong` marks the experts that need to be read alone.
+Many experts in one buffer (`plan`, `fill`, `decode`), where `DecodedStack.wrong` marks the experts that need to be read
+alone; or one expert by the same code (`read`), with a note for everything that is wrong.
 
 Legend: E experts, N rows, K columns, G groups along K.
 """
@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from hqconv.artifact.reader import Artifact, Note, note_error
@@ -47,26 +46,6 @@ def roles_of(layer: MoeLayer, gemm: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class GemmLocation:
-    """One GEMM of one expert on one EP rank, for notes."""
-
-    layer: str
-    gemm: str
-    expert: int
-    ep_rank: int
-    local: int
-
-    def path(self, tp_rank: int) -> str:
-        """Return the file of a TP rank."""
-        return names.rank_file(self.layer, tp_rank, self.ep_rank)
-
-    def where(self, tp_rank: int, tensor: str) -> str:
-        """Return the position of the expert's part of a tensor on a TP rank."""
-        tensor = f"{self.layer}.{self.gemm}_{tensor}"
-        return f"{self.path(tp_rank)}, tensor {tensor}, expert {self.expert} (local {self.local})"
-
-
-@dataclass(frozen=True)
 class _Region:
     """One kernel tensor of some experts in a buffer: each of `refs` is the tensor of one expert."""
 
@@ -90,9 +69,10 @@ class StoredExperts:
     """Positions of the kernel tensors of some experts in a buffer of `num_bytes`.
 
     Keys are (GEMM, TP rank, tensor). firsts: every expert on its first EP rank. copies: further copies of the experts
-    at the positions `copied` of the batch.
+    at the positions `copied` of the batch. forms: layout of each GEMM.
     """
 
+    forms: Mapping[str, LayoutForm]
     firsts: Mapping[tuple[str, int, str], _Region]
     copies: Mapping[tuple[str, int, str], _Region]
     copied: tuple[int, ...]
@@ -108,44 +88,42 @@ class ExpertReader:
         self.schema, self.grid = artifact.schema_of(layer.name), artifact.grid
         self.forms = artifact.rank_forms(layer, note)
 
-    # --- one expert
-
     def read(self, gemm: str, expert: int, note: Note) -> dict[str, DecodedStack]:
-        """Read the whole projections of one GEMM of one expert, E = 1; none if a rank's slice cannot be decoded.
+        """Read the whole projections of one GEMM of one expert, E = 1, and note every fault by its place.
 
+        None where a rank's header is not as the manifest says, which `__init__` has noted, or a file cannot be read.
         Copies of a redundant expert are compared bit for bit with the first, which is decoded.
         """
-        ranks = self.grid.homes(self.layer.num_experts)[expert]
-        home, *copies = (GemmLocation(self.layer.name, gemm, expert, *rank) for rank in ranks)
-        slices = []
-        for tp_rank in range(self.grid.tp):
-            form = self.forms.get((gemm, tp_rank, home.ep_rank))
-            if form is None:
-                continue
-            try:
-                slices.append(self._read_slice(form, tp_rank, home, copies, note))
-            except (HqconvError, OSError) as error:
-                where = f"{home.path(tp_rank)}, {gemm} of expert {expert} (local {home.local})"
-                note_error(where, error, note)
-        is_whole = len(slices) == self.grid.tp
-        found = self._assemble(gemm, slices) if is_whole else {}
-        for fault in (fault for one in found.values() or slices for fault in one.faults):
-            if bool(fault.wrong.any()):
-                note(home.where(fault.tp_rank, fault.tensor), fault.what, *fault.describe(0))
-        return found
+        homes, ranks = self.grid.homes(self.layer.num_experts)[expert], range(self.grid.tp)
+        (ep_rank, local), *copies = homes
+        forms = {self.forms.get((gemm, tp_rank, home)) for tp_rank in ranks for home, _ in homes}
+        form = forms.pop()
+        if form is None or forms:
+            return {}
 
-    def _read_slice(
-        self, form: LayoutForm, tp_rank: int, home: GemmLocation, copies: Sequence[GemmLocation], note: Note
-    ) -> DecodedStack:
-        read = functools.partial(self.artifact.read_expert, home.layer, home.gemm, tp_rank)
-        first = read(home.ep_rank, home.local)
-        for copy in copies:
-            other = read(copy.ep_rank, copy.local)
-            for name in sorted(first.keys() & other.keys()):
-                if not np.array_equal(first[name], other[name]):
-                    what, expected = "A redundant copy of an expert differs.", f"as in {home.path(tp_rank)}"
-                    note(copy.where(tp_rank, name), what, expected, "other bits")
-        return _on_rank(decode_layout(form, bits_of_arrays(first)), tp_rank)
+        def where(tp_rank: int, tensor: str, ep_rank: int, local: int) -> str:
+            path = names.rank_file(self.layer.name, tp_rank, ep_rank)
+            return f"{path}, tensor {self.layer.name}.{gemm}_{tensor}, expert {expert} (local {local})"
+
+        first_path = names.rank_file(self.layer.name, 0, ep_rank)
+        try:
+            stored = self.plan([expert], {gemm: form})
+            buffer = torch.empty(stored.num_bytes, dtype=torch.uint8)
+            self.fill(stored, buffer.numpy().data)
+            found = self.decode(stored, buffer)
+        except (HqconvError, OSError) as error:
+            note_error(f"{first_path}, {gemm} of expert {expert} (local {local})", error, note)
+            return {}
+        for fault in (fault for one in found.values() for fault in one.faults if fault.tensor):
+            if bool(fault.wrong.any()):
+                note(where(fault.tp_rank, fault.tensor, ep_rank, local), fault.what, *fault.describe(0))
+        for (_, tp_rank, tensor), region in stored.copies.items():
+            bits, own = region.view(buffer), stored.firsts[gemm, tp_rank, tensor].view(buffer)[0]
+            for copy, home in enumerate(copies):
+                if not torch.equal(bits[copy], own):
+                    what, expected = "A redundant copy of an expert differs.", f"as on EP rank {ep_rank}"
+                    note(where(tp_rank, tensor, *home), what, expected, "other bits")
+        return found
 
     def _assemble(self, gemm: str, slices: Sequence[DecodedStack]) -> dict[str, DecodedStack]:
         """Join the slices of all TP ranks to the projections of a GEMM."""
@@ -158,8 +136,6 @@ class ExpertReader:
             found[role] = join(cut, axis, self.schema)
         return found
 
-    # --- many experts
-
     @functools.cached_property
     def batch_forms(self) -> dict[str, LayoutForm]:
         """Return GEMM → form, of all ranks. Raises VerificationError where a rank differs from the manifest."""
@@ -171,21 +147,22 @@ class ExpertReader:
                     raise VerificationError("A rank's tensors are not as the manifest says.")
         return forms
 
-    def plan(self, experts: Sequence[int]) -> StoredExperts:
-        """Plan the positions of some experts' bytes in a buffer. Raises as `batch_forms`."""
+    def plan(self, experts: Sequence[int], forms: Mapping[str, LayoutForm] | None = None) -> StoredExperts:
+        """Plan the positions of some experts' bytes in a buffer. Raises as `batch_forms`, unless `forms` are given."""
+        forms = self.batch_forms if forms is None else forms
         homes = self.grid.homes(self.layer.num_experts)
         firsts = [homes[expert][0] for expert in experts]
         copies = [(i, home) for i, expert in enumerate(experts) for home in homes[expert][1:]]
         start = 0
         regions: tuple[dict[Any, _Region], dict[Any, _Region]] = ({}, {})
         for of_kind, ranks in zip(regions, (firsts, [home for _, home in copies]), strict=True):
-            for gemm, form in self.batch_forms.items() if ranks else ():
+            for gemm, form in forms.items() if ranks else ():
                 for tp_rank in range(self.grid.tp):
                     for name, (code, shape) in expected_tensors(form).items():
                         refs = tuple(self._entry(gemm, tp_rank, name, *rank) for rank in ranks)
                         of_kind[gemm, tp_rank, name] = _Region(start, refs, shape, num_bits(code))
                         start += -(-sum(ref.num_bytes for _, ref in refs) // _ALIGNMENT) * _ALIGNMENT
-        return StoredExperts(*regions, tuple(i for i, _ in copies), start)
+        return StoredExperts(forms, *regions, tuple(i for i, _ in copies), start)
 
     def _entry(self, gemm: str, tp_rank: int, name: str, ep_rank: int, local: int) -> tuple[str, TensorRef]:
         path = names.rank_file(self.layer.name, tp_rank, ep_rank)
@@ -201,14 +178,14 @@ class ExpertReader:
     def decode(self, stored: StoredExperts, buffer: torch.Tensor) -> dict[str, DecodedStack]:
         """Decode all projections of the experts, joined from their TP slices; `buffer` is uint8 on any device."""
         found: dict[str, DecodedStack] = {}
-        for gemm in names.GEMMS:
+        for gemm in stored.forms:
             ranks = range(self.grid.tp)
             found |= self._assemble(gemm, [self._slice(stored, buffer, gemm, rank) for rank in ranks])
         return found
 
     def _slice(self, stored: StoredExperts, buffer: torch.Tensor, gemm: str, tp_rank: int) -> DecodedStack:
         """Return one TP rank's slices; an expert with a copy that differs is wrong."""
-        form = self.batch_forms[gemm]
+        form = stored.forms[gemm]
         bits = {name: stored.firsts[gemm, tp_rank, name].view(buffer) for name in expected_tensors(form)}
         stack = decode_layout(form, bits)
         if stored.copied:

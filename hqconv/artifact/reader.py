@@ -363,11 +363,6 @@ class Artifact:
                     good[gemm, tp_rank, ep_rank] = form
         return good
 
-    def read_expert(self, layer: str, gemm: str, tp_rank: int, ep_rank: int, local: int) -> Tensors:
-        """Read one expert's kernel tensors of one GEMM as raw bits, `[1, …]` each; keys without the layer's prefix."""
-        file = self.rank_file(layer, tp_rank, ep_rank)
-        return {name: self._read_slice(file.name, ref, local) for name, ref in file.tensors_of(gemm).items()}
-
     def read_input_scale(self, layer: str, gemm: str, tp_rank: int, ep_rank: int) -> float | None:
         """Read the static scale of a GEMM's activations from one rank's file; None where the file has none.
 
@@ -385,15 +380,6 @@ class Artifact:
         import numpy as np
 
         return float(self._read_bits(path, ref).view(np.float32)[0])
-
-    def _read_slice(self, path: str, ref: TensorRef, local: int) -> NDArray[Any]:
-        if not ref.shape or local >= ref.shape[0]:
-            where = f"{path}, tensor {ref.name}"
-            raise VerificationError(
-                "A rank file holds fewer experts.", where=where, expected=local + 1, found=ref.shape
-            )
-        entry = ref.entry(local)
-        return self._read_bits(path, entry).reshape(1, *entry.shape)
 
     def _read_bits(self, path: str, ref: TensorRef) -> NDArray[Any]:
         """Read raw bit patterns: unsigned integers as wide as the dtype."""
