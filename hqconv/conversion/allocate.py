@@ -35,8 +35,7 @@ from hqconv.planning.candidates import Candidates
 from hqconv.planning.output_units import MoeLayerPlan, OutputUnit
 from hqconv.planning.plan import plan_conversion
 from hqconv.quantization.cuda import check_kernels
-from hqconv.schemas.options import RTN, SIZE, conversion_options
-from hqconv.schemas.overrides import LayerChoice, Override
+from hqconv.schemas.options import RTN, SIZE, LayerChoice, Override, conversion_options
 from hqconv.schemas.weight_schema import SOURCE
 
 _LOG = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ from hqconv.planning.spec import ConversionOptions, ConversionSpec, make_spec
 from hqconv.schemas import artifact_names
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.model_config import NO_HEADS, AttentionHeads, attention_heads
-from hqconv.schemas.overrides import assign
+from hqconv.schemas.options import assign
 
 
 @dataclass(frozen=True)

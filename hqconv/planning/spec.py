@@ -19,8 +19,7 @@ from hqconv.schemas.grid import EVEN, Grid, is_split_even
 from hqconv.schemas.input_schema import A16, InputSchema, resolve_inputs
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.model_config import text_config
-from hqconv.schemas.options import ConversionArguments, conversion_options
-from hqconv.schemas.overrides import LayerChoice, Override, group_by_schema
+from hqconv.schemas.options import ConversionArguments, LayerChoice, Override, conversion_options, group_by_schema
 from hqconv.schemas.weight_schema import PARAM_DTYPES, SOURCE, WeightSchema, resolve_schema
 
 

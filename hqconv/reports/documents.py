@@ -44,7 +44,7 @@ from hqconv.schemas.grid import EVEN, GROUPS, Grid, slice_unit, working_tp_sizes
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.model_config import AttentionHeads, attention_heads, text_config
-from hqconv.schemas.overrides import group_by_schema
+from hqconv.schemas.options import group_by_schema
 from hqconv.schemas.sum_factors import SUMS
 from hqconv.schemas.tensors import TensorRef
 from hqconv.schemas.untrusted_files import RECIPES, SCHEMAS, read_json, shipped

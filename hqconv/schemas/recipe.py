@@ -25,8 +25,7 @@ from typing import Any
 
 from hqconv.errors import RequestError
 from hqconv.schemas.input_schema import resolve_inputs
-from hqconv.schemas.options import conversion_options
-from hqconv.schemas.overrides import LayerChoice, Override
+from hqconv.schemas.options import LayerChoice, Override, conversion_options
 from hqconv.schemas.untrusted_files import RECIPES, SCHEMAS, or_shipped, read_toml, shipped
 from hqconv.schemas.weight_schema import SOURCE, resolve_schema
 

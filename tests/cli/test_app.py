@@ -34,7 +34,7 @@ from hqconv.reports.texts import human_bytes
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import NAMED_INPUTS
-from hqconv.schemas.overrides import LayerChoice, Override
+from hqconv.schemas.options import LayerChoice, Override
 from hqconv.schemas.recipe import load_recipe
 from hqconv.schemas.weight_schema import resolve_schema
 from tests.make import processes

@@ -21,7 +21,7 @@ from hqconv.conversion import convert as convert_module
 from hqconv.conversion.progress import Progress
 from hqconv.errors import OutputError
 from hqconv.schemas.grid import ROUND_ROBIN, Grid
-from hqconv.schemas.overrides import LayerChoice, Override
+from hqconv.schemas.options import LayerChoice, Override
 from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.conversions import manifest, run
 from tests.make.killing import Driver, counts
