@@ -35,24 +35,8 @@ def quantize_stacks(
         shared = torch.stack([s.abs().amax((1, 2)) for s in stacks]).amax(0).float().clamp_min(1e-30)
     if given is None and quantizer.name != RTN.name:
         return _quantize_best(stacks, schema, param_dtype, shared, count_exact, quantizer)
-    if given is None and (joined := _joined(stacks)) is not None:
-        repeated = None if shared is None else shared.repeat(len(stacks))
-        return _quantize(joined, schema, param_dtype, repeated, None, count_exact).cut(len(stacks))
     each: Sequence[GivenScales | None] = given or [None] * len(stacks)
     return [_quantize(s, schema, param_dtype, shared, g, count_exact) for s, g in zip(stacks, each, strict=True)]
-
-
-def _joined(stacks: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return stacks that are adjacent in memory, as gate and up often are, as one view: half as many launches."""
-    first = stacks[0]
-    for number, stack in enumerate(stacks):
-        place = first.storage_offset() + number * first.numel()
-        is_next = stack.storage_offset() == place and stack.is_contiguous() and stack.shape == first.shape
-        if not is_next or stack.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            return None
-    if len(stacks) < 2:
-        return None
-    return first.as_strided((len(stacks) * len(first), *first.shape[1:]), first.stride())
 
 
 def _quantize(

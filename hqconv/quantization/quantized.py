@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -106,21 +106,6 @@ class QuantizedStack:
                 for error, power, change in zip(*each, strict=True)
             ]
         return [ErrorSums(error, power, int(exact), self.num_groups) for error, power, exact in zip(*each, strict=True)]
-
-    def cut(self, count: int) -> list[QuantizedStack]:
-        """Split the matrices into `count` equal runs, as views."""
-        size = len(self.error) // count
-        runs = [slice(number * size, (number + 1) * size) for number in range(count)]
-        return [
-            replace(
-                self,
-                tensors={name: tensor[run] for name, tensor in self.tensors.items()},
-                error=self.error[run],
-                power=self.power[run],
-                num_exact=self.num_exact[run],
-            )
-            for run in runs
-        ]
 
     def split(self) -> list[Quantized]:
         """Return each matrix alone."""

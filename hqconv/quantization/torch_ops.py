@@ -21,7 +21,7 @@ from hqconv.quantization.scale_search import Ladder, magnitude_bytes, stepped
 from hqconv.schemas.code_types import CodeKind, CodeType
 from hqconv.schemas.weight_schema import WeightSchema
 
-_CUDA_WEIGHTS, _CPU_WEIGHTS = 1 << 24, 1 << 18  # of a chunk; each has some 60 bytes of temporary tensors
+_CUDA_WEIGHTS, _CPU_WEIGHTS = 1 << 23, 1 << 18  # of a chunk; each has some 60 bytes of temporary tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,7 +159,7 @@ def chosen_codes(
     stack: torch.Tensor, scales: GroupScales, changed: torch.Tensor, words: torch.Tensor, schema: WeightSchema
 ) -> torch.Tensor:
     """Return packed codes int32 [E, N, K * bits / 32]: new ones in groups that `changed` [E, R, G], else `words`."""
-    out, total = torch.empty_like(words), stack.size(0) * stack.size(1)
+    out, total = torch.empty(words.shape, dtype=words.dtype, device=words.device), stack.size(0) * stack.size(1)
     for chunk in _chunks(stack, scales):
         kept = humming().ops.unpack_weight(words.flatten(0, 1)[chunk.rows].contiguous(), schema.num_bits)
         numbers, x = nearest_numbers(chunk.weights, chunk.scales, schema)
@@ -180,9 +180,10 @@ def sweep(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the steps of the best scales of rows and their errors, as `scale_search.ScaleMeter.sweep`.
 
-    importance: as `row_errors`. Steps that cannot win are left out; waits for the device after each step.
+    importance: as `row_errors`. Steps of 8-bit scales that cannot win are left out, after a wait for the device.
     """
-    steps, error = torch.zeros(least.shape, dtype=torch.int32, device=least.device), least.clone()
+    steps = torch.zeros(least.shape, dtype=torch.int32, device=least.device)
+    error = least.clone(memory_format=torch.contiguous_format)
     total = stack.size(0) * stack.size(1)
     for chunk in _chunks(stack, start, importance):
         floor_of_rows = None if floor is None else _of_rows(floor.view(-1, 1), chunk.rows, total)
@@ -212,7 +213,7 @@ def _swept(
                 active = active & is_small
             if step < 0:
                 active = active & exists
-            if not bool(active.any()):
+            if ladder.has_bytes and not bool(active.any()):  # a wider scale has few steps
                 break
             numbers, x = nearest_numbers(chunk.weights, tried, schema)
             terms = _weighted(_differences(chunk, tried, numbers).square_(), chunk)

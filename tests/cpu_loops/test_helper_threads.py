@@ -8,18 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from hqconv.cpu_loops import helper_threads
 from hqconv.cpu_loops.helper_threads import Helpers, in_parts
 from hqconv.humming_ops import cpu_ops
-from hqconv.kernel_layout.transform import kernel_form, to_kernel
 from hqconv.quantization import content_sums
 from hqconv.quantization.content_sums import compiled_row_sums
-from hqconv.quantization.quantize import quantize_stacks
 from hqconv.schemas.sum_factors import factors
-from hqconv.schemas.weight_schema import resolve_schema
-from tests.make.conversions import kernel_spec_of
-from tests.make.matrices import SCHEMAS, hard_matrix
-from tests.make.tensors import assert_same, same_bits
+from tests.make.tensors import same_bits
 
 
 def with_helpers(task: object, count: int = 4) -> None:
@@ -67,29 +61,6 @@ def test_the_first_error_is_raised_when_all_are_done() -> None:
     with pytest.raises(ValueError, match="of a part"):
         with_helpers(lambda: in_parts(task, 80))
     assert len(done) == 7
-
-
-@pytest.mark.parametrize("name", SCHEMAS)
-def test_helpers_change_no_bit(name: str) -> None:
-    schema = resolve_schema(name)
-    stacks = [torch.stack([hard_matrix(256, 384, torch.bfloat16, 7 * i + e) for e in range(3)]) for i in range(2)]
-    form = kernel_form(256, 384, kernel_spec_of(schema, "bfloat16", 90))
-
-    def convert() -> list[object]:
-        made = quantize_stacks(stacks, schema, "bfloat16", count_exact=True)
-        return [(one, to_kernel(form, one.tensors)) for one in made]
-
-    before = getattr(helper_threads._own, "helpers", None)  # an earlier test may have left some
-    alone, helped = convert(), []
-    with_helpers(lambda: helped.extend(convert()))
-    assert getattr(helper_threads._own, "helpers", None) is before  # of this thread
-    for (ours, kernel), (theirs, their_kernel) in zip(helped, alone, strict=True):  # type: ignore[misc]
-        for field in ("error", "power", "num_exact"):
-            assert same_bits(getattr(ours, field), getattr(theirs, field))
-        for key, tensor in theirs.tensors.items():
-            assert_same(ours.tensors[key], tensor, key)
-        for key, tensor in their_kernel.items():
-            assert_same(kernel[key], tensor, key)
 
 
 @pytest.mark.parametrize("are_split", [False, True])

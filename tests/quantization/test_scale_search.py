@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tests.make.quant_weight  # noqa: F401 - lets Humming quantize on the CPU
-from hqconv.cpu_loops.helper_threads import Helpers
 from hqconv.humming_ops.runtime import humming_schema, resident
 from hqconv.planning.layer_encoding import SEARCH_VERSION
 from hqconv.quantization import cpu, cuda
@@ -152,25 +151,6 @@ def test_the_search_for_gpus_chooses_what_the_loops_choose(name: str, monkeypatc
         for key, tensor in ours.tensors.items():
             assert_same(theirs.tensors[key], tensor, key)
         assert same_bits(ours.error, theirs.error)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_experts_and_helpers_change_nothing(name: str) -> None:
-    schema, stacks = any_schema(name), hard_stacks(torch.bfloat16)
-    whole = quantize_stacks(stacks, schema, "bfloat16", quantizer=MSE)
-    helpers = Helpers(2)
-    helpers.use(2)
-    try:
-        in_parts = quantize_stacks(stacks, schema, "bfloat16", quantizer=MSE)
-    finally:
-        Helpers(0).use(0)
-        helpers.stop()
-    for e in range(2):
-        alone = quantize_stacks([s[e : e + 1] for s in stacks], schema, "bfloat16", quantizer=MSE)
-        for one, parts, own in zip(whole, in_parts, alone, strict=True):
-            for key, tensor in one.tensors.items():
-                assert_same(own.tensors[key], tensor[e : e + 1], key)
-                assert_same(parts.tensors[key], tensor, key)
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4", "int8", "fp8", "fp8-block", "fp6-e3m2", "uint4-e8m0"])
