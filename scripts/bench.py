@@ -8,10 +8,11 @@
 The source is a Qwen3-MoE-shaped checkpoint (experts [768, 2048]) of about so many GB, read into the page cache, or
 dropped from it with `--cold`. Each run is a process of its own; after one uncounted round the checkouts take turns. One
 JSON line for each case: medians in seconds of the whole process (`whole_s`), of the call in it with its imports
-(`call_s`) and of the executor's stages (`stages_s`), GB/s of the source's bytes, and memory. With `--against`, `ratio`
-is the median over the rounds of OTHER's seconds by this checkout's: more than 1 is faster here; `differing` names
-weight files of the two artifacts that are not equal. `--limits` adds what the machine can do in the same run: reading
-the source, writing as many bytes as come out, SHA-256, the three at once, and copies to and from the GPU.
+(`call_s`) and of the executor's stages (`stages_s`), processor time (`cpu_s`, which other work on the machine changes
+least), GB/s of the source's bytes, and memory. With `--against`, `ratio` is the median over the rounds of OTHER's
+seconds by this checkout's: more than 1 is faster here; `differing` names weight files of the two artifacts that are not
+equal. `--limits` adds what the machine can do in the same run: reading the source, writing as many bytes as come out,
+SHA-256, the three at once, and copies to and from the GPU.
 
 `load` fills tensors on the device from all rank files, as vLLM's plugin does. `start` measures commands that do little.
 `--set` passes an option to `hqconv.convert`.
@@ -115,7 +116,7 @@ def child(job: Found) -> None:
     """The process of one run: prints what it found as JSON."""
     begun = time.monotonic()
     found = RUNS[job["what"]](job)
-    found["call_s"] = time.monotonic() - begun
+    found["call_s"], found["cpu_s"] = time.monotonic() - begun, time.process_time()
     found["peak_host_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1000
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
@@ -158,7 +159,7 @@ def case(what: str, source: Path, schema: str, device: str, args: argparse.Names
     report: Found = {"what": what, "schema": schema, "device": device, "source_gb": round(size_of(source) / 1e9, 2)}
     report |= {name: summary(found) for name, found in runs.items()}
     if args.against:
-        report["ratio"] = {key: ratio(runs, key) for key in ("whole_s", "call_s", "stages_s")}
+        report["ratio"] = {key: ratio(runs, key) for key in ("whole_s", "call_s", "stages_s", "cpu_s")}
         report["differing"] = differing(outs["this"], outs["against"])
     if args.limits:
         report["limits_gb_per_s"] = limits(source, args.work, size_of(outs["this"] / "experts"), args.threads, device)
