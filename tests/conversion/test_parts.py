@@ -155,6 +155,25 @@ def test_the_last_two_end_at_the_same_instant(
     assert snapshot(tmp_path / "out") == alone
 
 
+def test_a_part_whose_units_another_one_sealed(
+    src: Path, alone: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one took them over between the end of the work and the lock of the folder."""
+    out, leave = tmp_path / "out", OutputFolder.leave
+
+    def after_the_other(self: OutputFolder) -> Any:
+        monkeypatch.setattr(OutputFolder, "leave", leave)
+        assert self._part_journal is not None
+        self._part_journal.close()
+        assert part(src, out, "2/2").is_complete
+        return leave(self)
+
+    monkeypatch.setattr(OutputFolder, "leave", after_the_other)
+    report = part(src, out, "1/2")
+    assert (report.is_complete, report.was_finished) == (True, True)
+    assert snapshot(out) == alone
+
+
 _KILLED = """
 import os, signal, sys
 from hqconv.conversion.output_folder import OutputFolder
@@ -241,6 +260,18 @@ def test_no_rival_beside_a_part_at_work(rival: str, src: Path, alone: dict[str, 
             with pytest.raises(OutputError, match="Another process is at work"):
                 run(src, out, SCHEMA, **mode)  # type: ignore[arg-type]
         assert part(src, out, "2/2").parts_at_work == ("1/2",)
+    assert part(src, out, "1/2").is_complete
+    assert snapshot(out) == alone
+
+
+def test_nothing_is_sealed_while_a_part_may_make_files_anew(src: Path, alone: dict[str, str], tmp_path: Path) -> None:
+    """All units are recorded, but a part that joined again found a damaged file."""
+    out = tmp_path / "out"
+    part(src, out, "1/2")
+    with Journal(out / part_journal(1, 2)) as again:
+        again.begin({})
+        report = part(src, out, "2/2")
+        assert (report.is_complete, report.missing, report.parts_at_work) == (False, (), ("1/2",))
     assert part(src, out, "1/2").is_complete
     assert snapshot(out) == alone
 

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import _thread
+import errno
+import itertools
 import json
 import os
 import shutil
@@ -184,6 +186,29 @@ def test_other_versions_do_not_resume(src: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(convert_module, "version", lambda name: "0.0.1")
     with pytest.raises(OutputError, match="differs from this one in: humming-kernels version"):
         run(src, out, "mxfp4", GRID, resume=True)
+
+
+@pytest.mark.usefixtures("several_shards")
+@pytest.mark.parametrize(("owner", "call", "at"), [(os, "posix_fallocate", 3), (os, "fsync", 12), (Path, "replace", 2)])
+def test_a_disk_that_fails_ends_in_one_message_and_can_be_resumed(
+    owner: Any, call: str, at: int, src: Path, whole: tuple[dict[str, str], int], tmp_path: Path
+) -> None:
+    out, real, calls = tmp_path / "out", getattr(owner, call), itertools.count(1)
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) >= at:  # a full disk stays full
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, call, fail)
+        with pytest.raises(OutputError, match="The disk is full"):
+            run(src, out, "mxfp4", GRID)
+    assert next(calls) > at
+    assert not (out / "hqconv.json").exists()
+    assert not list(out.rglob("*.safetensors.partial"))
+    run(src, out, "mxfp4", GRID, resume=True)
+    assert snapshot(out) == whole[0]
 
 
 @pytest.mark.usefixtures("several_shards")
