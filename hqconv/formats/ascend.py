@@ -80,11 +80,6 @@ def patterns(module: str) -> tuple[str, str, str]:
     return module, module[:head] + _NUMBER.sub("*", module[head:]), _NUMBER.sub("*", module)
 
 
-def _may_matter(name: str) -> bool:
-    """Return whether a fact is read, or is not known."""
-    return name not in KEYS.unused + COMMON.unused
-
-
 def ascend_quantization_config(config: Mapping[str, Any], description: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return a stand-in for quantization_config: `modules` maps patterns to schemes, FLOAT ones left out.
 
@@ -99,7 +94,8 @@ def ascend_quantization_config(config: Mapping[str, Any], description: Mapping[s
     if schemes:
         # Entries of tensors have a dot in their names, facts about the model have none. Facts that say nothing about
         # the weights are left out.
-        facts = {name: value for name, value in description.items() if "." not in name and value and _may_matter(name)}
+        said = {name: value for name, value in description.items() if "." not in name and value}
+        facts = {name: value for name, value in said.items() if name not in (*KEYS.unused, *COMMON.unused)}
         return {**facts, "quant_method": "ascend", "modules": _summed_up(schemes)}
     quantize = config.get("quantize")
     if isinstance(quantize, str) and quantize.upper() == W8A8_DYNAMIC:

@@ -20,28 +20,21 @@ from hqconv.formats.encoding import (
 )
 from hqconv.formats.gptq import KEYS as GPTQ_KEYS
 from hqconv.formats.gptq import check_gptqmodel_keys, dynamic_rules
-from hqconv.formats.module_rules import Matcher, Rule, always, containing, on_path, when
+from hqconv.formats.module_rules import Rule, always, containing, on_path, when
 from hqconv.formats.quant_config import quant_method
 from hqconv.formats.source_format import SourceFormat
 from hqconv.schemas.dtypes import FLOATS
 from hqconv.schemas.tensors import TensorSpec
-
-
-def _undecided(config: ConfigReader) -> Matcher:
-    """Match modules whose names contain an entry: AutoAWQ leaves them out, so "gate" is gate_proj too, others do not.
-
-    Source: `exclude_layers_to_not_quantize` of awq.utils.quant_utils. Its lists for Qwen3-MoE are also written by tools
-    that quantize gate_proj, and vLLM compares them with the name of the experts' module alone.
-    """
-    return containing(config.names("modules_to_not_convert"))
-
 
 KEYS = GPTQ_KEYS | Keys(
     "version backend modules_to_not_convert", "do_fuse modules_to_fuse fuse_max_seq_len exllama_config"
 )
 
 
-@quant_method("awq", keys=KEYS, undecided=_undecided)
+# Undecided are modules whose names contain an entry: AutoAWQ leaves them out, so "gate" is gate_proj too, others do
+# not. Source: `exclude_layers_to_not_quantize` of awq.utils.quant_utils. Its lists for Qwen3-MoE are also written by
+# tools that quantize gate_proj, and vLLM compares them with the name of the experts' module alone.
+@quant_method("awq", keys=KEYS, undecided=lambda config: containing(config.names("modules_to_not_convert")))
 def parse_awq(config: ConfigReader, _text: Text) -> list[Rule]:
     """Parse AutoAWQ's config. A module is left out if an entry is on its path, as in transformers."""
     if config.has("method"):

@@ -69,14 +69,15 @@ def parse_compressed_tensors(config: ConfigReader, _text: Text) -> list[Rule]:
     The format, not the status, says how weights are stored: old checkpoints in a packed format are "frozen".
     Source: `match_targets` of compressed_tensors.utils.match; of groups with one target the last one counts.
     """
-    if config.has("sparsity_config") and not _is_idle(config.table("sparsity_config")):
+    sparsity = config.table("sparsity_config").values if config.has("sparsity_config") else {}
+    if any(sparsity.values()) and sparsity.get("format") != "dense":
         raise config.unsupported("sparsity_config", "none: weights that are not sparse")
     if config.has("transform_config") and _is_rotated(config.table("transform_config")):
         raise rotated(config, "transform_config", f"transforms at {' and '.join(_FUSED_LOCATIONS)} only")
     if config.has("moe_sparsity_config"):
-        sparsity = config.table("moe_sparsity_config")
-        if sparsity.has("method"):
-            sparsity.one_of("method", "prune")
+        of_experts = config.table("moe_sparsity_config")
+        if of_experts.has("method"):
+            of_experts.one_of("method", "prune")
     if config.text("quantization_status", _STATUSES, "compressed") == "decompressed":
         return []
     if not config.has("config_groups"):
@@ -98,11 +99,6 @@ def parse_compressed_tensors(config: ConfigReader, _text: Text) -> list[Rule]:
     ]
     classes = [always(schemes[name]) for name in _EXPERT_CLASSES if name in schemes]
     return [when(named_in(ignored, config.where("ignore"))), schemes.get, *patterns, *classes]
-
-
-def _is_idle(config: ConfigReader) -> bool:
-    """Return True if a sparsity config changes nothing."""
-    return config.values.get("format") == "dense" or not any(config.values.values())
 
 
 def _is_rotated(config: ConfigReader) -> bool:

@@ -72,7 +72,10 @@ class GgufSource(SafetensorsSource):
         self._safetensors = dict(self.tensors)
         self._gguf: dict[str, TensorRef] = {}
         files = list(self.files)
-        for path in _gguf_files(root):
+        paths = sorted(root.glob("*.gguf"))
+        names = [path.name for path in paths]
+        _check_split(names, str(root))
+        for path in paths:
             status = self.guard.look(path.name)
             header = read_header(path, len(files))
             self._add(header)
@@ -156,7 +159,11 @@ class GgufModelSource(GgufSource):
         for derived in self._derived.values():
             for part in derived.parts:
                 check_decoder(part)
-        self.tensors = self._all_tensors()
+        # In the order of the files: derived ones by their own names, experts as they lie there.
+        by_part = {derived.parts[0].name: derived.ref for derived in self._derived.values()}
+        later = {part.name for derived in self._derived.values() for part in derived.parts[1:]}
+        refs = [by_part.get(ref.name, ref) for ref in self._gguf.values() if ref.name not in later]
+        self.tensors = {ref.name: ref for ref in refs}
         self._finish(None if is_one_file else root)
         if not has_tokenizer(self.other_files):
             made = tokenizer_files(names[0], headers[0][1].metadata)
@@ -194,13 +201,6 @@ class GgufModelSource(GgufSource):
             file = SourceFile(name, status.st_size, header.sha256, 0 if self.repo_id else status.st_mtime_ns)
         self._add(header)
         return file, header
-
-    def _all_tensors(self) -> dict[str, TensorRef]:
-        """Return every tensor in the order of the files: decoded ones by their own names, experts as they lie there."""
-        by_part = {derived.parts[0].name: derived.ref for derived in self._derived.values()}
-        later = {part.name for derived in self._derived.values() for part in derived.parts[1:]}
-        refs = (by_part.get(ref.name, ref) for ref in self._gguf.values() if ref.name not in later)
-        return {ref.name: ref for ref in refs}
 
     def make_files(self) -> tuple[dict[str, bytes], str]:
         """Make the tokenizer from the first file's metadata, which is read again. Raises as `Source.make_files`."""
@@ -294,13 +294,12 @@ def _chosen_files(root: Path, chosen: str | None, listing: Listing | None) -> li
             remedy=f"Name the file, such as {path}.",
         )
     names = models[fitting[0]]
-    _check_split(names, names, where)
+    _check_split(names, where)
     return names
 
 
-def _check_split(names: Iterable[str], present: Iterable[str], where: str) -> None:
+def _check_split(names: list[str], where: str) -> None:
     """Check the names of files, and that of a split file all are present. Raises InputError."""
-    present = set(present)
     for name in sorted(names):
         check_text(name, where)
         if "{" in name or "}" in name:  # braces are placeholders in the names that a manifest records
@@ -308,15 +307,7 @@ def _check_split(names: Iterable[str], present: Iterable[str], where: str) -> No
         match = _SPLIT.fullmatch(name)
         for number in range(1, int(match[3]) + 1) if match else ():
             partner = f"{match[1]}-{number:05d}-of-{match[3]}.gguf" if match else name
-            if partner not in present:
+            if partner not in names:
                 what, remedy = "A file of a split GGUF file is missing.", "Copy or download it."
                 expected = f"all {match and match[3]}"
                 raise InputError(what, where=f"{where}/{partner}", expected=expected, remedy=remedy)
-
-
-def _gguf_files(root: Path) -> list[Path]:
-    """List the folder's GGUF files by name. Raises InputError if a file of a split one is missing."""
-    paths = sorted(root.glob("*.gguf"))
-    names = [path.name for path in paths]
-    _check_split(names, names, str(root))
-    return paths
