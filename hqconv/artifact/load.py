@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,11 +12,11 @@ from typing import Any
 import torch
 
 from hqconv.artifact.expert_reader import ExpertReader
+from hqconv.artifact.rank_file import RankFile, check_sha256
 from hqconv.artifact.reader import Artifact
 from hqconv.artifact.tensor_filler import read_tensors
 from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.formats.source_matrix import resized
-from hqconv.io.file_access import sha256_of
 from hqconv.io.host_buffers import host_buffer
 from hqconv.io.pipeline import pipeline
 from hqconv.kernel_layout.compatibility import load_layer_config
@@ -80,14 +79,13 @@ def load_layer(
             )
         artifact.rank_forms(artifact.moe_layer(layer), refuse, [(tp_rank, ep_rank)])
         if check_digests:
-            _compare_digests(artifact, [names.rank_file(layer, tp_rank, ep_rank)])
+            check_sha256(_local_file(artifact, layer, tp_rank, ep_rank))
         return load_rank(artifact, layer, tp_rank, ep_rank, device)
 
 
 def load_rank(artifact: Artifact, layer: str, tp_rank: int, ep_rank: int, device: str) -> dict[str, RankGemm]:
     """Load the GEMMs of an opened artifact's rank, read as a server would: straight from the file, unchanged."""
-    file = artifact.rank_file(layer, tp_rank, ep_rank)
-    file = replace(file, path=artifact.fetched(file.name))
+    file = _local_file(artifact, layer, tp_rank, ep_rank)
     found, rotation = read_tensors(file, file.tensors, torch.device(device)), artifact.schema_of(layer).rotation
     return {
         gemm: RankGemm(
@@ -99,36 +97,10 @@ def load_rank(artifact: Artifact, layer: str, tp_rank: int, ep_rank: int, device
     }
 
 
-_compared: dict[tuple[str, int, int, int, int], str] = {}  # a file's path and state → its digest
-
-
-def _compare_digests(artifact: Artifact, paths: Sequence[str]) -> None:
-    """Compare files of an artifact with the digests of its manifest; a file that did not change is hashed once.
-
-    Raises VerificationError that names the first file with other bytes.
-    """
-    listed = artifact.manifest.files
-    missing = next((path for path in paths if path not in listed), None)
-    if missing is not None:
-        raise VerificationError("The manifest lists no file for a rank.", where=missing)
-    with ThreadPoolExecutor(min(_NUM_THREADS, len(paths))) as pool:
-        digests = list(pool.map(lambda path: _digest(artifact.fetched(path)), paths))
-    for path, found in zip(paths, digests, strict=True):
-        if found != listed[path].sha256:
-            what = "A file's bytes are not those the manifest records."
-            refuse(str(artifact.root / path), what, f"sha256 {listed[path].sha256}", f"sha256 {found}")
-
-
-def _digest(path: Path) -> str:
-    try:
-        status = path.stat()
-        key = (str(path.resolve()), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-        if key not in _compared:
-            _compared[key] = sha256_of(path)
-        return _compared[key]
-    except OSError as error:
-        what = "A file of the artifact cannot be read."
-        raise VerificationError(what, where=str(path), found=error.strerror or str(error)) from error
+def _local_file(artifact: Artifact, layer: str, tp_rank: int, ep_rank: int) -> RankFile:
+    """Return a rank's file at its place on this machine; from the Hub it is downloaded first."""
+    file = artifact.rank_file(layer, tp_rank, ep_rank)
+    return replace(file, path=artifact.fetched(file.name))
 
 
 def _check_kernel_layout(artifact: Artifact) -> None:
@@ -158,7 +130,10 @@ def dequantize(path: str | Path, layer: str, *, check_digests: bool = True) -> d
         described = artifact.moe_layer(layer)
         reader = ExpertReader(artifact, described, refuse)
         if check_digests:
-            _compare_digests(artifact, [names.rank_file(layer, *rank) for rank in artifact.grid.ranks])
+            files = (_local_file(artifact, layer, *rank) for rank in artifact.grid.ranks)
+            with closing(pipeline(files, check_sha256, _NUM_THREADS, _NUM_THREADS)) as checked:
+                for _ in checked:  # raises the first error
+                    pass
         experts = [expert_floats(reader, expert) for expert in range(described.num_experts)]
     return {name: torch.stack([one[name] for one in experts]) for name in experts[0]}
 

@@ -34,7 +34,7 @@ _AGAIN = "Convert the source again, or copy the artifact again from where it is 
 _DIGEST = "digest"
 _DIGEST_FIELD = f',\n  "{_DIGEST}": "'.encode()
 _END = b"\n}\n"
-_LAST = "tensors"  # last key of manifests from before the digest
+_LAST = "tensors"  # last key of a manifest without a digest
 
 
 # --- a JSON object with typed fields ------------------------------------------------------------------------
@@ -326,7 +326,7 @@ class Alteration(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class Manifest(Entry):
     """The description of an artifact. blocks: MoE layers by name. derived_from: the nearest ancestor first.
-    content_sums: copied tensor → sum (`schemas/sum_factors`); older artifacts have none.
+    content_sums: copied tensor → sum (`schemas/sum_factors`).
 
     Of a manifest that was read also path, the SHA-256 of the file, and `alteration`: the file is not as it was sealed.
     """
@@ -485,10 +485,8 @@ def read_manifest(root: Path, *, is_sealed: bool = False, allow_links: bool = Fa
     path = root / artifact_names.MANIFEST
     raw, document = _read(root, path)
     _check_version(path, document)
-    digests = _digests(raw)
-    manifest = Manifest.from_dict(
-        document, str(path), path=path, sha256=digests.file, alteration=_alteration(digests, document)
-    )
+    facts = {"sha256": hashlib.sha256(raw).hexdigest(), "alteration": _alteration(raw, document)}
+    manifest = Manifest.from_dict(document, str(path), path=path, **facts)
     _check_size(manifest, len(raw))
     _check_numbers(manifest)
     _check_layers(manifest)
@@ -669,40 +667,20 @@ def _check_files(root: Path, manifest: Manifest, *, allow_links: bool) -> None:
 # --- the digest of the manifest, its last field -------------------------------------------------------------
 
 
-class _Digests(NamedTuple):
-    """SHA-256 of a manifest's file, and of all bytes before its own digest, if the file ends as `seal` has it."""
-
-    file: str
-    body: str | None
-
-
-def _digests(raw: bytes) -> _Digests:
-    body, key, rest = raw.rpartition(_DIGEST_FIELD)
-    running = hashlib.sha256(body)
-    sealed_by = running.hexdigest()
-    running.update(memoryview(raw)[len(body) :])
-    is_end = key and len(rest) == len(sealed_by) + 1 + len(_END) and rest.endswith(b'"' + _END)
-    return _Digests(running.hexdigest(), sealed_by if is_end else None)
-
-
-def digest_of(data: bytes) -> str | None:
-    """Return the value for a manifest's last field, by the bytes before it; None where the file ends in another way."""
-    return _digests(data).body
-
-
-def _alteration(digests: _Digests, document: Mapping[str, Any]) -> Alteration | None:
-    """Compare a manifest with its digest; without one, the file must end as manifests did before the digest existed."""
+def _alteration(raw: bytes, document: Mapping[str, Any]) -> Alteration | None:
+    """Compare a manifest's bytes with its own digest; one without a digest must end with the accounting of tensors."""
     if _DIGEST not in document:
         last = next(reversed(list(document)), "")
-        if last == _LAST:
-            return None
-        expected = f"{_DIGEST}, or {_LAST} in older ones"
-        return Alteration("The manifest does not end as one does.", expected, repr(last)[:80])
-    if document[_DIGEST] == digests.body:
+        expected = f"{_DIGEST}, or {_LAST} in one without"
+        what = "The manifest does not end as one does."
+        return None if last == _LAST else Alteration(what, expected, repr(last)[:80])
+    body, key, rest = raw.rpartition(_DIGEST_FIELD)
+    is_end = key and rest.endswith(b'"' + _END) and len(rest) == 2 * hashlib.sha256().digest_size + 1 + len(_END)
+    found = hashlib.sha256(body).hexdigest() if is_end else "another end of the file"
+    if document[_DIGEST] == found:
         return None
     what = "The manifest's bytes are not those that its digest was made of."
-    expected = f"sha256 {str(document[_DIGEST])[:80]}, as the manifest's last field"
-    return Alteration(what, expected, digests.body or "another end of the file")
+    return Alteration(what, f"sha256 {str(document[_DIGEST])[:80]}, as the manifest's last field", found)
 
 
 def sealed(document: Mapping[str, Any]) -> bytes:

@@ -48,7 +48,7 @@ class ArtifactLayer:
 
 @dataclass(frozen=True)
 class ArtifactView:
-    """A kernel artifact as a server sees it. files: rank file → (bytes, SHA-256); others: likewise of other files.
+    """A kernel artifact as a server sees it. files: rank file → (bytes, SHA-256).
 
     kind: of a layer without an entry of its own. left: layers whose experts were copied unchanged. manifest_sha256: of
     the manifest's bytes, by which views of the same artifact can be told. small_files: all files without weights, the
@@ -63,7 +63,6 @@ class ArtifactView:
     layers: Mapping[str, ArtifactLayer]
     left: tuple[str, ...]
     files: Mapping[str, tuple[int, str]]
-    others: Mapping[str, tuple[int, str]]
     manifest_sha256: str = field(compare=False)
     small_files: tuple[str, ...] = ()
 
@@ -114,7 +113,6 @@ def open_artifact_view(location: ArtifactLocation) -> ArtifactView:
         layers={name: _layer(name, layer, manifest) for name, layer in manifest.blocks.items()},
         left=manifest.left,
         files={path: entry for path, entry in files.items() if path.startswith(ranks)},
-        others={path: entry for path, entry in files.items() if not path.startswith(ranks)},
         manifest_sha256=manifest.sha256,
         small_files=(names.MANIFEST, *(path for path in manifest.files if not path.endswith(_WEIGHTS))),
     )
