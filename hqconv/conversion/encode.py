@@ -22,13 +22,12 @@ from hqconv.quantization.coded_matrix import CodedMatrix, filled, group_order, w
 from hqconv.quantization.gptq import hessian_factors
 from hqconv.quantization.kept_codes import express, round_to_param_dtype, share_scale
 from hqconv.quantization.quantize import quantize_stacks
-from hqconv.quantization.quantized import ErrorSums, Quantized, QuantizedStack, Quantizer, stack_direct, stack_tensors
+from hqconv.quantization.quantized import ErrorSums, QuantizedStack, Quantizer, join_stacks, stack_direct
 from hqconv.quantization.value_checks import deferring_checks, is_any
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.options import GPTQ
 
 _ASYNCHRONOUS = ("cuda",)  # types of devices that run ahead of the host
-COUPLED = (("w1", "w3"), ("w2",))  # projections that share their tensor-level scale
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,93 +65,109 @@ class DeferredCheckError(Exception):
     """A deferred check failed: the batch must be encoded again with `is_careful`."""
 
 
-def encode_batch(
-    source: ExpertSource,
-    layer: MoeLayer,
-    experts: Sequence[int],
-    raw: RawExperts | None,
-    encoding: LayerEncoding,
-    device: torch.device,
-    *,
-    is_careful: bool = False,
-    tiles: WeightTiles | None = None,
-) -> EncodedBatch:
-    """Encode some experts. `raw` holds their bytes, unless the source reads for itself. Raises as `encode`.
+@dataclass(frozen=True, eq=False)
+class LayerEncoder:
+    """Encoding of one layer's experts, as a plan's `LayerEncoding` says."""
 
-    tiles: the memory of the kernel weights, on the CPU and not for gptq. They are filled if the result has `row_sums`,
-    as it has for floats that are stored as stacks.
+    source: ExpertSource
+    layer: MoeLayer
+    encoding: LayerEncoding
+    device: torch.device
 
-    On a GPU nothing waits for the device, and checks of values are deferred: `error_sums` of the result may raise
-    DeferredCheckError, unless `is_careful`.
-    """
-    raw = None if raw is None else raw.on(device)
-    stacks = float_stacks(layer, raw)
-    if stacks is not None:
-        stacks = {role: resized(stack, encoding.shapes[role]) for role, stack in stacks.items()}
+    def encode(
+        self,
+        experts: Sequence[int],
+        raw: RawExperts | None,
+        *,
+        is_careful: bool = False,
+        tiles: WeightTiles | None = None,
+    ) -> EncodedBatch:
+        """Encode some experts. Raises as `encode_expert`.
+
+        tiles: the memory of the kernel weights, on the CPU and not for gptq. They are filled if the result has
+        `row_sums`, as it has for floats that are stored as stacks.
+
+        On a GPU nothing waits for the device, and checks of values are deferred: `error_sums` of the result may raise
+        DeferredCheckError, unless `is_careful`.
+        """
+        raw = None if raw is None else raw.on(self.device)
+        stacks = float_stacks(self.layer, raw)
+        if stacks is not None:
+            return self._check_later(experts, self._quantize_floats(stacks, experts, tiles))
+        if is_asynchronous(self.device) and not is_careful:
+            with deferring_checks() as checks:
+                done: dict[str, QuantizedStack] = {}
+                for roles in coupled_roles(self.layer):
+                    done |= _encode_stacks([self.read(e, roles, raw) for e in experts], experts, self.encoding)
+            return self._check_later(experts, done, checks.all())
+        return self._encode_each(experts, raw)
+
+    def read(self, expert: int, roles: Sequence[str], raw: RawExperts | None) -> dict[str, SourceMatrix]:
+        """Decode projections of an expert, with zeros that fill the target's last scale group.
+
+        raw: its bytes, unless the source reads for itself. If codes are kept and w2's columns have an order of groups
+        (g_idx), they are sorted by group, and the rows of gate and up, which compute them, are put in the same order:
+        the expert is the same function.
+        """
+        matrices = self.source.read_expert(self.layer, expert, roles, self.device, raw)
+        if self.encoding.sorts_columns:
+            down = matrices.get("w2")
+            down = down or self.source.read_expert(self.layer, expert, ["w2"], self.device, raw)["w2"]
+            order = None if down.coded is None else group_order(down.coded)
+            if order is not None:
+                matrices = {role: _reordered(matrix, role, order) for role, matrix in matrices.items()}
+        return {role: matrix.filled(self.encoding.shapes[role]) for role, matrix in matrices.items()}
+
+    def _quantize_floats(
+        self, stacks: Mapping[str, torch.Tensor], experts: Sequence[int], tiles: WeightTiles | None
+    ) -> dict[str, QuantizedStack]:
+        encoding = self.encoding
         done: dict[str, QuantizedStack] = {}
-        for roles in _coupled_roles(layer):
-            floats = [stacks[role] for role in roles]
-            quantizer = quantizer_of(encoding, roles, experts)
-            of_roles = None if tiles is None else [tiles.stacks[role] for role in roles]
+        for roles in coupled_roles(self.layer):
             results = quantize_stacks(
-                floats, encoding.schema, encoding.param_dtype, quantizer=quantizer, sinks=of_roles
+                [resized(stacks[role], encoding.shapes[role]) for role in roles],
+                encoding.schema,
+                encoding.param_dtype,
+                quantizer=quantizer_of(encoding, roles, experts),
+                sinks=None if tiles is None else [tiles.stacks[role] for role in roles],
             )
             done |= dict(zip(roles, results, strict=True))
-        return _check_later(layer, experts, done, encoding)
-    if is_asynchronous(device) and not is_careful:
-        with deferring_checks() as checks:
-            done = _encode_unchecked(source, layer, experts, raw, encoding, device)
-        return _check_later(layer, experts, done, encoding, checks.all())
-    return _encode_each(source, layer, experts, raw, encoding, device)
+        return done
 
+    def _check_later(
+        self, experts: Sequence[int], done: Mapping[str, QuantizedStack], failed_checks: torch.Tensor | None = None
+    ) -> EncodedBatch:
+        """Return a batch whose values and deferred checks are checked in its `error_sums`."""
+        sums = [stack.sums() for stack in done.values()]
+        bare = {role: replace(stack, tensors={}) for role, stack in done.items()}  # the tensors may be freed before
 
-def _check_later(
-    layer: MoeLayer,
-    experts: Sequence[int],
-    done: Mapping[str, QuantizedStack],
-    encoding: LayerEncoding,
-    failed_checks: torch.Tensor | None = None,
-) -> EncodedBatch:
-    """Return a batch whose values and deferred checks are checked in its `error_sums`."""
-    sums = [stack.sums() for stack in done.values()]
-    bare = {role: replace(stack, tensors={}) for role, stack in done.items()}  # the tensors may be freed before
+        def error_sums(measured: Sequence[torch.Tensor]) -> dict[str, list[ErrorSums]]:
+            if len(measured) > len(sums) and bool(measured[-1].any()):
+                raise DeferredCheckError
+            found = {role: stack.error_sums(one) for (role, stack), one in zip(bare.items(), measured, strict=False)}
+            for index, expert in enumerate(experts):
+                for roles in coupled_roles(self.layer):
+                    _check_numbers({self._name(expert, role): found[role][index] for role in roles}, self.encoding)
+            return found
 
-    def error_sums(measured: Sequence[torch.Tensor]) -> dict[str, list[ErrorSums]]:
-        if len(measured) > len(sums) and bool(measured[-1].any()):
-            raise DeferredCheckError
-        found = {role: stack.error_sums(one) for (role, stack), one in zip(bare.items(), measured, strict=False)}
-        for index, expert in enumerate(experts):
-            for roles in _coupled_roles(layer):
-                _check_numbers({_tensor_name(layer, expert, role): found[role][index] for role in roles}, encoding)
-        return found
+        measured = sums if failed_checks is None else [*sums, failed_checks.double()]
+        row_sums = {role: stack.row_sums for role, stack in done.items() if stack.row_sums is not None}
+        return EncodedBatch({role: stack.tensors for role, stack in done.items()}, measured, error_sums, row_sums)
 
-    measured = sums if failed_checks is None else [*sums, failed_checks.double()]
-    row_sums = {role: stack.row_sums for role, stack in done.items() if stack.row_sums is not None}
-    tensors = {role: stack.tensors for role, stack in done.items()}
-    return EncodedBatch(tensors, measured, error_sums, row_sums)
+    def _encode_each(self, experts: Sequence[int], raw: RawExperts | None) -> EncodedBatch:
+        """Decode and encode expert by expert, with every check at once."""
+        each: dict[str, list[QuantizedStack]] = {role: [] for role in self.layer.roles}
+        for expert in experts:
+            for roles in coupled_roles(self.layer):
+                for role, one in encode_expert(expert, self.read(expert, roles, raw), self.encoding).items():
+                    each[role].append(one)
+        found = {role: [one.error_sums()[0] for one in parts] for role, parts in each.items()}
+        tensors = {role: join_stacks([one.tensors for one in parts]) for role, parts in each.items()}
+        return EncodedBatch(tensors, [], lambda _: found)
 
-
-def read_matrices(
-    source: ExpertSource,
-    layer: MoeLayer,
-    expert: int,
-    roles: Sequence[str],
-    device: torch.device,
-    raw: RawExperts | None,
-    encoding: LayerEncoding,
-) -> dict[str, SourceMatrix]:
-    """Decode projections of an expert for an encoding, with zeros that fill the target's last scale group.
-
-    If codes are kept and w2's columns have an order of groups (g_idx), they are sorted by group, and the rows of gate
-    and up, which compute them, are put in the same order: the expert is the same function.
-    """
-    matrices = source.read_expert(layer, expert, roles, device, raw)
-    if encoding.sorts_columns:
-        down = matrices.get("w2") or source.read_expert(layer, expert, ["w2"], device, raw)["w2"]
-        order = None if down.coded is None else group_order(down.coded)
-        if order is not None:
-            matrices = {role: _reordered(matrix, role, order) for role, matrix in matrices.items()}
-    return {role: matrix.filled(encoding.shapes[role]) for role, matrix in matrices.items()}
+    def _name(self, expert: int, role: str) -> str:
+        ref = self.layer.sources[expert][role]["weight"]
+        return f"{ref.name}, expert {expert}" if self.layer.parts[role]["weight"].is_stacked else ref.name
 
 
 def _reordered(matrix: SourceMatrix, role: str, order: torch.Tensor) -> SourceMatrix:
@@ -164,14 +179,9 @@ def _reordered(matrix: SourceMatrix, role: str, order: torch.Tensor) -> SourceMa
     return replace(matrix, coded=with_rows(matrix.coded, order), bias=bias)
 
 
-def _tensor_name(layer: MoeLayer, expert: int, role: str) -> str:
-    ref = layer.sources[expert][role]["weight"]
-    return f"{ref.name}, expert {expert}" if layer.parts[role]["weight"].is_stacked else ref.name
-
-
-def _coupled_roles(layer: MoeLayer) -> Iterator[list[str]]:
+def coupled_roles(layer: MoeLayer) -> Iterator[list[str]]:
     """Yield the layer's roles in groups that share their tensor-level scale."""
-    for coupled in COUPLED:
+    for coupled in (("w1", "w3"), ("w2",)):
         yield [role for role in coupled if role in layer.roles]
 
 
@@ -183,67 +193,37 @@ def float_stacks(layer: MoeLayer, raw: RawExperts | None) -> dict[str, torch.Ten
     return None if None in stacks.values() else {role: s for role, s in stacks.items() if s is not None}
 
 
-def _encode_unchecked(
-    source: ExpertSource,
-    layer: MoeLayer,
-    experts: Sequence[int],
-    raw: RawExperts | None,
-    encoding: LayerEncoding,
-    device: torch.device,
+def encode_expert(
+    expert: int, matrices: Mapping[str, SourceMatrix], encoding: LayerEncoding
 ) -> dict[str, QuantizedStack]:
-    """Decode expert by expert, quantize as stacks; inside `deferring_checks` nothing waits for the device."""
-    done: dict[str, QuantizedStack] = {}
-    for roles in _coupled_roles(layer):
-        each = [read_matrices(source, layer, expert, roles, device, raw, encoding) for expert in experts]
-        kept = [pass_through(matrices, encoding) if encoding.is_direct else None for matrices in each]
-        direct = [one for one in kept if one is not None]
-        if len(direct) == len(each):
-            done |= {role: stack_passed_through([one[role] for one in direct]) for role in roles}
-        else:
-            if direct:  # the orders of columns differ: each expert is encoded alone, when this check fails
-                is_any(torch.ones(1, dtype=torch.bool, device=device))
-            done |= _quantized_stacks(each, experts, encoding)
-        for role in roles:
-            biases = [_bias(matrices[role], encoding) for matrices in each]
-            if bias := [one for one in biases if one is not None]:
-                done[role] = replace(done[role], tensors={**done[role].tensors, "bias": torch.stack(bias)})
-    return done
+    """Encode the projections of an expert that share their tensor-level scale, each at full size, as stacks of one.
 
-
-def _encode_each(
-    source: ExpertSource,
-    layer: MoeLayer,
-    experts: Sequence[int],
-    raw: RawExperts | None,
-    encoding: LayerEncoding,
-    device: torch.device,
-) -> EncodedBatch:
-    """Decode and encode expert by expert, with every check at once."""
-    each: dict[str, list[Quantized]] = {role: [] for role in layer.roles}
-    for expert in experts:
-        for roles in _coupled_roles(layer):
-            matrices = read_matrices(source, layer, expert, roles, device, raw, encoding)
-            for role, one in encode(expert, matrices, encoding).items():
-                each[role].append(one)
-    found = {role: [one.error_sums for one in parts] for role, parts in each.items()}
-    tensors = {role: stack_tensors([one.tensors for one in parts]) for role, parts in each.items()}
-    return EncodedBatch(tensors, [], lambda _: found)
-
-
-def encode(expert: int, matrices: Mapping[str, SourceMatrix], encoding: LayerEncoding) -> dict[str, Quantized]:
-    """Encode the projections of an expert that share their tensor-level scale, each at full size.
-
-    matrices: as `read_matrices` returns them. Raises InputError where a weight is not finite or cannot be
+    matrices: as `LayerEncoder.read` returns them. Raises InputError where a weight is not finite or cannot be
     represented, and where codes must be kept although gate and up have different tensor-level scales, or columns an
     order of groups.
     """
-    kept = pass_through(matrices, encoding) if encoding.is_direct else None
-    if kept is not None:
-        results = {role: one.quantized() for role, one in kept.items()}
+    stacks = _encode_stacks([matrices], [expert], encoding)
+    _check_numbers({matrices[role].name: stack.error_sums()[0] for role, stack in stacks.items()}, encoding)
+    return stacks
+
+
+def _encode_stacks(
+    each: Sequence[Mapping[str, SourceMatrix]], experts: Sequence[int], encoding: LayerEncoding
+) -> dict[str, QuantizedStack]:
+    """Keep the codes of several experts' projections, or quantize them; their numbers are not checked yet."""
+    kept = [pass_through(matrices, encoding) if encoding.is_direct else None for matrices in each]
+    direct = [one for one in kept if one is not None]
+    if len(direct) == len(each):
+        done = {role: _stack_passed_through([one[role] for one in direct]) for role in direct[0]}
     else:
-        results = {role: stack.split()[0] for role, stack in _quantized_stacks([matrices], [expert], encoding).items()}
-    _check_numbers({matrices[role].name: one.error_sums for role, one in results.items()}, encoding)
-    return {role: _with_bias(result, matrices[role], encoding) for role, result in results.items()}
+        if direct:  # the orders of columns differ: each expert is encoded alone, when this check fails
+            is_any(torch.ones(1, dtype=torch.bool, device=next(iter(direct[0].values())).tensors["weight"].device))
+        done = _quantized_stacks(each, experts, encoding)
+    for role in done:
+        biases = [_bias(matrices[role], encoding) for matrices in each]
+        if bias := [one for one in biases if one is not None]:
+            done[role] = replace(done[role], tensors={**done[role].tensors, "bias": torch.stack(bias)})
+    return done
 
 
 def _quantized_stacks(
@@ -289,12 +269,6 @@ def _stack(matrices: list[torch.Tensor]) -> torch.Tensor:
 def _scales_per(coded: CodedMatrix, group_size: int) -> torch.Tensor:
     """Return the source's scales as float32, one for every `group_size` columns: [N, K / group_size]."""
     return coded.scale.float().repeat_interleave(coded.group_k // group_size, dim=1)
-
-
-def _with_bias(result: Quantized, matrix: SourceMatrix, encoding: LayerEncoding) -> Quantized:
-    """Add the bias, if there is one, in the parameter dtype."""
-    bias = _bias(matrix, encoding)
-    return result if bias is None else replace(result, tensors={**result.tensors, "bias": bias})
 
 
 def _bias(matrix: SourceMatrix, encoding: LayerEncoding) -> torch.Tensor | None:
@@ -343,13 +317,6 @@ class PassedThrough:
 
     tensors: dict[str, torch.Tensor]
     rounding: torch.Tensor | None = None
-
-    def quantized(self) -> Quantized:
-        """Return the matrix with its error sums on the host: waits for the device."""
-        if self.rounding is None:
-            return Quantized(self.tensors, ErrorSums(is_direct=True))
-        error, power, change = self.rounding.tolist()
-        return Quantized(self.tensors, ErrorSums(error, power, is_direct=True, scale_change=change))
 
 
 def pass_through(matrices: Mapping[str, SourceMatrix], encoding: LayerEncoding) -> dict[str, PassedThrough] | None:
@@ -403,7 +370,7 @@ def coded_of(matrix: SourceMatrix) -> CodedMatrix:
     return matrix.coded if matrix.stored is None else filled(matrix.coded, matrix.stored)
 
 
-def stack_passed_through(kept: Sequence[PassedThrough]) -> QuantizedStack:
+def _stack_passed_through(kept: Sequence[PassedThrough]) -> QuantizedStack:
     """Join one projection of several experts."""
     rounding = [one.rounding for one in kept if one.rounding is not None]
     return stack_direct([one.tensors for one in kept], torch.stack(rounding, 1) if rounding else None)

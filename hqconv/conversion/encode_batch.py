@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from hqconv.conversion.devices import Lane
-from hqconv.conversion.encode import EncodedBatch, encode_batch
+from hqconv.conversion.encode import EncodedBatch, LayerEncoder
 from hqconv.kernel_layout.rank_slices import gemm_tensors
 from hqconv.kernel_layout.transform import to_kernel
 from hqconv.kernel_layout.weight_tiles import WeightTiles, weight_tiles
@@ -219,9 +219,8 @@ def _encode_on_device(
     """Encode a batch and lay out its tensors, all on the device. raw: there, unless the source reads for itself."""
     planned = batch.planned
     tiles = _weight_tiles(batch, device)
-    done = encode_batch(
-        source, planned.layer, batch.experts, raw, planned.encoding, device, is_careful=is_careful, tiles=tiles
-    )
+    encoder = LayerEncoder(source, planned.layer, planned.encoding, device)
+    done = encoder.encode(batch.experts, raw, is_careful=is_careful, tiles=tiles)
     weights = tiles.weights if tiles is not None and done.row_sums else {}
     written: dict[tuple[int | str, str], torch.Tensor] = {}
     if planned.forms:

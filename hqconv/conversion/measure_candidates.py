@@ -14,14 +14,13 @@ import torch
 
 from hqconv.conversion.devices import Lane
 from hqconv.conversion.encode import (
-    COUPLED,
     EncodedBatch,
     ExpertSource,
-    encode_batch,
+    LayerEncoder,
+    coupled_roles,
     float_stacks,
     is_asynchronous,
     quantizer_of,
-    read_matrices,
 )
 from hqconv.conversion.encode_batch import Batch, Run
 from hqconv.conversion.quant_error import Measurements, projection_errors
@@ -152,10 +151,11 @@ class MeasureCandidates:
         for experts in [batch.experts] if is_stacked else [range(e, e + 1) for e in batch.experts]:
             reader: ExpertSource = source if is_stacked else _ReadOnce(source)
             for name, encoding in self._layers[layer.name].items():
-                done = encode_batch(reader, layer, experts, raw, encoding, lane.device, is_careful=is_careful)
+                encoder = LayerEncoder(reader, layer, encoding, lane.device)
+                done = encoder.encode(experts, raw, is_careful=is_careful)
                 weighted = None
                 if encoding.importance is not None:
-                    weighted = _weighted(reader, layer, experts, raw, encoding, done)
+                    weighted = _weighted(encoder, experts, raw, done)
                 parts.append(_Encoded(name, replace(done, tensors={}), weighted))
         each = [one.flatten() for part in parts for one in part.measured]
         joined = torch.cat(each) if each else torch.empty(0, dtype=torch.float64)
@@ -164,23 +164,18 @@ class MeasureCandidates:
 
 
 def _weighted(
-    source: ExpertSource,
-    layer: MoeLayer,
-    experts: Sequence[int],
-    raw: RawExperts | None,
-    encoding: LayerEncoding,
-    done: EncodedBatch,
+    encoder: LayerEncoder, experts: Sequence[int], raw: RawExperts | None, done: EncodedBatch
 ) -> dict[str, torch.Tensor]:
     """Return role → sums of the weighted error and power of each expert, float64 [E, 2] on the device."""
+    layer, encoding = encoder.layer, encoder.encoding
     found: dict[str, list[torch.Tensor]] = {role: [] for role in layer.roles}
-    device = next(iter(done.tensors["w2"].values())).device
-    for roles in ([role for role in coupled if role in layer.roles] for coupled in COUPLED):
+    for roles in coupled_roles(layer):
         weights = quantizer_of(encoding, roles, experts).importance
         assert weights is not None
-        weights = weights.to(device, non_blocking=True)
+        weights = weights.to(encoder.device, non_blocking=True)
         for index, expert in enumerate(experts):
             with deferring_checks():  # the encoding has checked these values
-                matrices = read_matrices(source, layer, expert, roles, device, raw, encoding)
+                matrices = encoder.read(expert, roles, raw)
             for role in roles:
                 tensors = {name: tensor[index] for name, tensor in done.tensors[role].items() if name != "bias"}
                 columns = weights if weights.ndim == 1 else weights[index]

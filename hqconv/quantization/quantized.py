@@ -135,16 +135,26 @@ def stack_direct(
 
 
 def stack_tensors(matrices: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Stack the packed tensors of one projection of E experts, as in `QuantizedStack`."""
-    joined = {}
-    for name, tensor in matrices[0].items():
-        each = [one[name] for one in matrices]
+    """Stack the packed tensors of one projection of E experts, as in `QuantizedStack`; of one expert as views."""
+
+    def in_front(name: str, tensor: torch.Tensor) -> torch.Tensor:
         is_tensor_level = name.startswith("weight_scale") and tensor.shape == (1,)
-        join = torch.cat if is_tensor_level else torch.stack
-        if tensor.dtype.itemsize == 1:  # neither takes all 8-bit floats on the CPU
-            joined[name] = join([one.view(torch.uint8) for one in each]).view(tensor.dtype)
+        return tensor if is_tensor_level else tensor.unsqueeze(0)
+
+    return join_stacks([{name: in_front(name, tensor) for name, tensor in one.items()} for one in matrices])
+
+
+def join_stacks(stacks: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Join the tensors of several `QuantizedStack`s of one projection."""
+    if len(stacks) == 1:
+        return stacks[0]
+    joined = {}
+    for name, tensor in stacks[0].items():
+        each = [one[name] for one in stacks]
+        if tensor.dtype.itemsize == 1:  # torch joins not all 8-bit floats on the CPU
+            joined[name] = torch.cat([one.view(torch.uint8) for one in each]).view(tensor.dtype)
         else:
-            joined[name] = join(each)
+            joined[name] = torch.cat(each)
     return joined
 
 

@@ -18,7 +18,7 @@ import torch
 
 from hqconv.artifact.expert_reader import ExpertReader, read_packed_expert, roles_of
 from hqconv.artifact.reader import Artifact
-from hqconv.conversion.encode import encode, encode_batch, read_matrices
+from hqconv.conversion.encode import LayerEncoder, encode_expert
 from hqconv.errors import HqconvError
 from hqconv.formats.source_matrix import resized
 from hqconv.io.host_buffers import HostBuffers
@@ -164,12 +164,12 @@ class LayerCheck:
     def _expected_alone(self, expert: int, roles: Sequence[str]) -> Expected | None:
         if self.original is None:
             return None
-        source, layer, encoding = self.original.source, self.original.layer, self.original.encoding
-        stored = read_matrices(source, layer, expert, roles, _CPU, None, encoding)
-        results = encode(expert, stored, encoding)
-        tensors = {role: {k: one.unsqueeze(0) for k, one in results[role].tensors.items()} for role in results}
+        encoding = self.original.encoding
+        stored = LayerEncoder(self.original.source, self.original.layer, encoding, _CPU).read(expert, roles, None)
+        stacks = encode_expert(expert, stored, encoding)
+        tensors = {role: stack.tensors for role, stack in stacks.items()}
         weights = {role: matrix.values().unsqueeze(0) for role, matrix in stored.items()}
-        return self._expected(weights, tensors, lambda: {role: [one.error_sums] for role, one in results.items()})
+        return self._expected(weights, tensors, lambda: {role: one.error_sums() for role, one in stacks.items()})
 
     # --- experts as stacks
 
@@ -273,15 +273,14 @@ class LayerCheck:
                 return self._judge(found, expected, len(experts))
 
     def _expected_batch(self, original: Original, experts: range, raw: RawExperts) -> Expected:
-        source, layer, encoding, device = original.source, original.layer, original.encoding, raw.buffer.device
-        done = encode_batch(source, layer, experts, raw, encoding, device)
+        encoder = LayerEncoder(original.source, original.layer, original.encoding, raw.buffer.device)
+        done = encoder.encode(experts, raw)
 
         def weights(role: str) -> torch.Tensor:
-            stack = raw.stack(role, "weight") if layer.format.is_float else None
+            stack = raw.stack(role, "weight") if original.layer.format.is_float else None
             if stack is not None:
-                return resized(stack, encoding.shapes[role])
-            each = (read_matrices(source, layer, e, [role], device, raw, encoding)[role] for e in experts)
-            return torch.stack([matrix.values() for matrix in each])
+                return resized(stack, original.encoding.shapes[role])
+            return torch.stack([encoder.read(expert, [role], raw)[role].values() for expert in experts])
 
         return self._expected(
             {role: weights(role) for role in done.tensors},

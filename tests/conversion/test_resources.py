@@ -11,6 +11,7 @@ import torch
 
 import hqconv
 from hqconv.conversion.convert import convert
+from hqconv.conversion.encode import LayerEncoder
 from hqconv.conversion.resources import (
     Resources,
     bounded_gpu,
@@ -22,6 +23,7 @@ from hqconv.conversion.resources import (
 from hqconv.errors import InputError, RequestError
 from hqconv.io.durable_files import copy_whole
 from hqconv.models.expert_bytes import RawLayout
+from hqconv.sources.opening import open_source
 from tests.make.conversions import open_plan, run
 from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import snapshot
@@ -139,7 +141,7 @@ def test_running_out_in_a_worker_ends_the_conversion_so(
     model: Path, tmp_path: Path, gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the worker's thread to the caller, and the unfinished folder can be resumed on the CPU."""
-    real, calls = hqconv.conversion.encode_batch.encode_batch, []  # type: ignore[attr-defined]
+    real, calls = LayerEncoder.encode, []
 
     def fail(*arguments: Any, **words: Any) -> Any:
         calls.append(arguments)
@@ -149,7 +151,7 @@ def test_running_out_in_a_worker_ends_the_conversion_so(
 
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr("hqconv.conversion.encode_batch.encode_batch", fail)
+        patch.setattr(LayerEncoder, "encode", fail)
         patch.setattr("hqconv.conversion.resources.Resources.is_cuda", True)
         patch.setattr("hqconv.conversion.convert.check_kernels", lambda _: None)
         patch.setattr("hqconv.conversion.resources._CUDA_BATCH_BYTES", 1)  # one expert at a time
@@ -202,7 +204,8 @@ def test_a_gpu_without_a_c_compiler_is_refused_before_anything_is_written(
         raise RequestError("Triton cannot build the kernels.", where="cuda:0", remedy="Use --device cpu.")
 
     monkeypatch.setattr("hqconv.conversion.convert.check_kernels", fail)
-    source, plan = open_plan(write_qwen3_moe(tmp_path / "model"), "int4")
+    model = write_qwen3_moe(tmp_path / "model")
+    source, plan = open_source(model), hqconv.plan(model, schema="int4", target="sm90", quantizer="mse")
     gpu = Resources("cuda:0", 1 << 30, 2, max_gpu_bytes=1 << 30)
     with source, pytest.raises(RequestError, match="Triton cannot build"):
         convert(source, plan, tmp_path / "out", gpu)
