@@ -318,12 +318,13 @@ def bitsandbytes(kind: str, nested: bool) -> Callable[[], Published]:
 
 
 def humming(**words: Any) -> Callable[[], Published]:
-    """Quantized and dequantized by Humming's schema, in float32; of its CUDA ops the twins that golden files prove."""
+    """Quantized and dequantized by Humming's schema, in float32; of its CUDA ops twins for the CPU."""
 
     def published() -> Published:
         from hqconv.humming_ops.runtime import humming as load
         from hqconv.humming_ops.runtime import resident
 
+        import_module("tests.make.quant_weight")  # lets Humming quantize on the CPU
         schema = load().schema.HummingWeightSchema.from_config({"quant_method": "humming", **words})
 
         def quantize(_module: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
