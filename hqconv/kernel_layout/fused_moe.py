@@ -134,28 +134,6 @@ def compile_kernels(configs: Iterable[Any], tuned_for_m: int, device: torch.devi
         list(pool.map(compile_one, distinct))
 
 
-def compile_input_kernels(
-    w13: Any,
-    w2: Any,
-    activation: Activation,
-    gated: bool,
-    num_tokens: Iterable[int],
-    top_k: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    rotation: int = 0,
-) -> None:
-    """Compile the kernels before each of two GEMMs, given as LayerConfigs, for some numbers of tokens."""
-    width, hidden = w13.shape_n - w13.pad_shape_n, w13.shape_k - w13.pad_shape_k
-    scale = torch.ones(1, dtype=torch.float32, device=device)
-    with torch.cuda.device(device):
-        for count in num_tokens:
-            x = torch.zeros(count, hidden, dtype=dtype, device=device)
-            process_input(Gemm(w13, {}, scale, rotation), x)
-            wide = torch.zeros(count * top_k, width, dtype=dtype, device=device)
-            process_input(Gemm(w2, {}, scale, rotation), wide, **humming_activation(activation, gated))
-
-
 def process_input(gemm: Gemm, values: torch.Tensor, **activation: str) -> KernelInputs:
     """Prepare rows of the parameter dtype for a GEMM: activated if configured, rotated and quantized."""
     mode = gemm.config.input_quant_mode

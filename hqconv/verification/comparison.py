@@ -3,52 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from hqconv.artifact.expert_reader import TENSOR_OF, hex_bits
-from hqconv.artifact.reader import Artifact, Note
+from hqconv.artifact.reader import Note
 from hqconv.layout_decoder.decode import DecodedStack
-from hqconv.models.moe_layer import MoeLayer
-from hqconv.schemas import artifact_names as names
-from hqconv.schemas.grid import TpSlice, tp_slices
 
-
-@dataclass(frozen=True)
-class GemmPosition:
-    """Position of one GEMM of one expert in the artifact."""
-
-    artifact: Artifact
-    layer: MoeLayer
-    gemm: str
-    expert: int
-    shards: Mapping[str, str]
-
-    @property
-    def slices(self) -> tuple[TpSlice, ...]:
-        """Part of each TP rank in the intermediate size."""
-        return tp_slices(self.layer.intermediate_size, self.artifact.grid, self.artifact.schema_of(self.layer.name))
-
-    @property
-    def axis(self) -> int:
-        """Dimension that TP cuts."""
-        return 1 if self.gemm == "w2" else 0
-
-    def describe(self, role: str, tensor: str, shape: Sequence[int], index: Sequence[int]) -> str:
-        """Name file, tensor and expert of one value of the whole matrix."""
-        base = self.layer.module(self.expert, role) + "."
-        if not self.artifact.manifest.is_kernel:
-            return f"{self.shards.get(base + tensor, 'no file')}, tensor {base}{tensor}"
-        # A value's index in its tensor, as a row or column of the matrix.
-        is_cut = self.axis < len(shape) and shape[self.axis] > 1
-        place = index[self.axis] * self.slices[-1].end // shape[self.axis] if is_cut else 0
-        tp_rank = next(part.rank for part in self.slices if place < part.end)
-        ep_rank, local = self.artifact.grid.homes(self.layer.num_experts)[self.expert][0]
-        path = names.rank_file(self.layer.name, tp_rank, ep_rank)
-        return f"{path}, tensor {self.layer.name}.{self.gemm}_{tensor}, {role} of expert {self.expert} (local {local})"
+Place = Callable[[str, Sequence[int], Sequence[int]], str]  # tensor, shape and index of a value → where it lies
 
 
 def unequal_fields(found: DecodedStack, expected: DecodedStack) -> dict[str, torch.Tensor | None]:
@@ -93,29 +57,33 @@ def _are_same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
     return np.array_equal(ours, theirs)
 
 
-def compare(found: DecodedStack, expected: DecodedStack, role: str, position: GemmPosition, note: Note) -> bool:
+def compare(found: DecodedStack, expected: DecodedStack, where: Place, note: Note) -> bool:
     """Note every kind of value in which one expert's projection (E = 1) is not as expected; True if none is."""
     is_equal = True
     for field, wrong in unequal_fields(found, expected).items():
         left, right = getattr(found, field), getattr(expected, field)
         if field == "scale_dtype":
-            where = position.describe(role, "weight_scale", (1,), (0,))
-            note(where, "Scales are of another dtype than the schema's.", right, left)
+            what = "Scales are of another dtype than the schema's."
+            note(where("weight_scale", (1,), (0,)), what, right, left)
             is_equal = False
             continue
         verb = "are" if field == "codes" else "is"
         what = f"The {field.replace('_', ' ')} of the source, quantized, {verb} not in the artifact."
         if wrong is None:
             texts = [None if x is None else list(x.shape[1:]) for x in (right, left)]
-            note(position.describe(role, TENSOR_OF[field], (1,), (0,)), what, *texts)
+            note(where(TENSOR_OF[field], (1,), (0,)), what, *texts)
             is_equal = False
         elif wrong.any():
             is_equal = False
             places = wrong[0].nonzero()
             first = tuple(places[0].tolist())
             found_text = f"{hex_bits(left[0][first])}; {len(places)} of {wrong.numel()} differ"
-            where = position.describe(role, TENSOR_OF[field], left.shape[1:], first)
-            note(where, what, f"{hex_bits(right[0][first])} at {list(first)}", found_text)
+            note(
+                where(TENSOR_OF[field], left.shape[1:], first),
+                what,
+                f"{hex_bits(right[0][first])} at {list(first)}",
+                found_text,
+            )
     return is_equal
 
 

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -31,8 +32,9 @@ from hqconv.quantization.hadamard import rotate
 from hqconv.quantization.quantize import ErrorSums, quantize_stacks
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.dtypes import code_of_torch
+from hqconv.schemas.grid import tp_slices
 from hqconv.schemas.weight_schema import WeightSchema
-from hqconv.verification.comparison import GemmPosition, compare, differs, fingerprints
+from hqconv.verification.comparison import compare, differs, fingerprints
 from hqconv.verification.content_sums import Totals, expert_totals, stack_totals
 from hqconv.verification.figures import NUM_FIGURES, Figures, figures_of, measure
 from hqconv.verification.fused_exponents import FusedExponents, folding_of, misread_code
@@ -156,10 +158,27 @@ class LayerCheck:
                 outcome.note(where, "Decoded weights are not finite.", "numbers", "NaN or infinity")
         if expected is None:
             return
-        position = GemmPosition(self.artifact, self.layer, gemm, expert, self.shards)
         for role in found:
-            if not compare(found[role], expected.stacks[role], role, position, outcome.note):
+            place = partial(self._where, gemm, expert, role)
+            if not compare(found[role], expected.stacks[role], place, outcome.note):
                 [outcome.found[role]] = fingerprints(found[role].codes)
+
+    def _where(self, gemm: str, expert: int, role: str, tensor: str, shape: Sequence[int], index: Sequence[int]) -> str:
+        """Name file, tensor and expert of one value of a whole matrix."""
+        base = self.layer.module(expert, role) + "."
+        if not self.artifact.manifest.is_kernel:
+            return f"{self.shards.get(base + tensor, 'no file')}, tensor {base}{tensor}"
+        slices, axis = (
+            tp_slices(self.layer.intermediate_size, self.artifact.grid, self.schema),
+            1 if gemm == "w2" else 0,
+        )
+        # A value's index in its tensor, as a row or column of the matrix.
+        is_cut = axis < len(shape) and shape[axis] > 1
+        place = index[axis] * slices[-1].end // shape[axis] if is_cut else 0
+        tp_rank = next(part.rank for part in slices if place < part.end)
+        ep_rank, local = self.artifact.grid.homes(self.layer.num_experts)[expert][0]
+        path = names.rank_file(self.layer.name, tp_rank, ep_rank)
+        return f"{path}, tensor {self.layer.name}.{gemm}_{tensor}, {role} of expert {expert} (local {local})"
 
     def _expected_alone(self, expert: int, roles: Sequence[str]) -> Expected | None:
         if self.original is None:

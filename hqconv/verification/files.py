@@ -5,18 +5,19 @@ Expected files and tensors are recomputed from the manifest's facts, whoever wro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from hqconv.artifact.manifest import FileEntry
 from hqconv.artifact.reader import Artifact, Header
 from hqconv.artifact.sha256sums import is_own_card, is_own_sums
 from hqconv.conversion.progress import Meter
 from hqconv.errors import HqconvError, VerificationError, plural
 from hqconv.io.checkpoint_files import WEIGHT_FOLDERS, WEIGHT_SUFFIXES
+from hqconv.io.pipeline import pipeline
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.schemas import artifact_names as names
@@ -31,72 +32,21 @@ from hqconv.verification.result import CheckResult, compare_dicts, compare_names
 _METADATA = {"format": "pt"}  # of an ordinary shard
 
 
-class FileDigests:
-    """The SHA-256 of an artifact's files, by threads that begin at once: a context manager, at whose end they stop.
-
-    Other work may go on meanwhile.
-    """
-
-    def __init__(self, artifact: Artifact, num_threads: int, meter: Meter | None = None) -> None:
-        """Begin with the largest file, so that none is begun when the others are done. meter: counts hashed bytes."""
-        self._artifact, self._meter, self._is_over = artifact, meter, False
-        self._pool = ThreadPoolExecutor(max(1, num_threads), "hqconv-digests")
-        files = artifact.manifest.files
-        chosen = (path for path, entry in files.items() if path != names.CARD and _is_whole(artifact, path, entry))
-        by_size = sorted(chosen, key=lambda path: -files[path].size_bytes)
-        self._digests = {path: self._pool.submit(self._digest, path) for path in by_size}
-
-    def __enter__(self) -> FileDigests:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over = True
-        self._pool.shutdown(cancel_futures=True)
-
-    def of(self, path: str) -> str:
-        """Wait for the digest of a file that has the manifest's size; text with the reason where it is unreadable."""
-        if path not in self._digests:  # it has got this size since
-            return self._digest(path)
-        return self._digests[path].result()
-
-    def _digest(self, path: str) -> str:
-        try:
-            return self._artifact.digest_of(path, self._keep_on)
-        except OSError as error:
-            return f"unreadable: {error.strerror}"
-        finally:
-            if self._meter is not None:
-                self._meter.advance(path, self._artifact.manifest.files[path].size_bytes)
-                self._meter.finish(path)
-
-    def _keep_on(self) -> None:
-        if self._is_over:
-            raise CancelledError
-
-
-def _is_whole(artifact: Artifact, path: str, entry: FileEntry) -> bool:
-    """Return whether a listed file is there with its size, and has a name that an artifact's file can have."""
-    return not _is_foreign(path) and artifact.size_of(path) == entry.size_bytes
-
-
 def _is_foreign(path: str) -> bool:
     is_hidden = any(part.startswith(".") for part in path.split("/"))
     return is_hidden or path == names.MANIFEST or path.endswith(names.PARTIAL)
 
 
-def check_files(
-    artifact: Artifact, source: Source | None, num_threads: int, begun: FileDigests | None = None
-) -> CheckResult:
+def check_files(artifact: Artifact, source: Source | None, num_threads: int, meter: Meter | None = None) -> CheckResult:
     """Check everything but the weights' values: sizes, digests, headers, names, layout, config, copied tensors.
 
     Without `source`, comparisons with the source are left out, and a note says so. Raises nothing for a
-    damaged artifact: every fault is a finding. begun: digests that threads compute already.
+    damaged artifact: every fault is a finding. meter: counts hashed bytes.
     """
     result = CheckResult("files")
     with ThreadPoolExecutor(max(1, num_threads), "hqconv-verify") as pool:
         check_manifest(artifact, result)
-        with begun or FileDigests(artifact, num_threads) as digests:
-            _check_disk(artifact, result, digests)
+        _check_disk(artifact, num_threads, meter, result)
         check_beside(artifact, result)
         headers = _read_headers(artifact, result)
         layers = _layers(artifact, result)
@@ -126,7 +76,7 @@ def check_files(
 # --- the disk ----------------------------------------------------------------------------------------------
 
 
-def _check_disk(artifact: Artifact, result: CheckResult, digests: FileDigests) -> None:
+def _check_disk(artifact: Artifact, num_threads: int, meter: Meter | None, result: CheckResult) -> None:
     """Check that every file of the manifest exists with its size and digest."""
     present = []
     for path, entry in artifact.manifest.files.items():
@@ -147,10 +97,37 @@ def _check_disk(artifact: Artifact, result: CheckResult, digests: FileDigests) -
     if num_told:
         note = f"of {plural(num_told, 'file')} the Hub's own digests were compared: their bytes were not read"
         result.notes.append(f"{note}, but for their headers")
+    digests = _hash_files(artifact, present, num_threads, meter)
     for path in present:
-        found, expected = digests.of(path), artifact.manifest.files[path].sha256
-        if found != expected:
-            result.add(path, "A file's bytes are not those the manifest records.", f"sha256 {expected}", found)
+        if digests[path] != (expected := artifact.manifest.files[path].sha256):
+            what = "A file's bytes are not those the manifest records."
+            result.add(path, what, f"sha256 {expected}", digests[path])
+
+
+def _hash_files(artifact: Artifact, paths: Sequence[str], num_threads: int, meter: Meter | None) -> dict[str, str]:
+    """SHA-256 of files by path, or the reason why one is unreadable; the largest is begun first."""
+    is_over = threading.Event()
+
+    def keep_on() -> None:
+        if is_over.is_set():
+            raise CancelledError
+
+    def digest(path: str) -> str:
+        try:
+            return artifact.digest_of(path, keep_on)
+        except OSError as error:
+            return f"unreadable: {error.strerror}"
+        finally:
+            if meter is not None:
+                meter.advance(path, artifact.manifest.files[path].size_bytes)
+                meter.finish(path)
+
+    by_size = sorted(paths, key=lambda path: -artifact.manifest.files[path].size_bytes)
+    with closing(pipeline(by_size, digest, len(by_size), max(1, num_threads), name="hqconv-digests")) as found:
+        try:
+            return dict(zip(by_size, found, strict=True))
+        finally:
+            is_over.set()  # after an interrupt: the threads are waited for
 
 
 # --- the layout that the manifest's facts imply ------------------------------------------------------------

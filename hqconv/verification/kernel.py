@@ -9,7 +9,6 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -26,14 +25,7 @@ from hqconv.errors import HqconvError, first_few
 from hqconv.formats.source_matrix import SourceMatrix, resized
 from hqconv.humming_ops.runtime import compiler_version
 from hqconv.io.pipeline import pipeline
-from hqconv.kernel_layout.fused_moe import (
-    Gemm,
-    compile_input_kernels,
-    compile_kernels,
-    fused_moe,
-    layer_config,
-    load_gemm,
-)
+from hqconv.kernel_layout.fused_moe import Gemm, compile_kernels, fused_moe, layer_config, load_gemm
 from hqconv.kernel_layout.transform import needs_cuda
 from hqconv.layout_decoder.values import unrotated
 from hqconv.models.families import text_config
@@ -52,7 +44,6 @@ from hqconv.verification.reference import (
     Roundings,
     Routing,
     cover_all_experts,
-    is_known,
     moe_forward,
     moe_forwards,
     route,
@@ -92,7 +83,7 @@ def check_kernel(
     known, unknown = [], []
     for layer in layers:
         activation = artifact.activation_of(layer)
-        if is_known(activation, artifact.layers[layer].gated):
+        if artifact.knows_activation(layer):
             known.append(layer)
         else:
             unknown.append(f"{layer}: {activation.describe()}")
@@ -229,7 +220,7 @@ def gemm_configs(artifact: Artifact, layer: str) -> list[dict[str, Any]]:
 
 
 def warm_kernels(artifact: Artifact, layers: Iterable[str], tokens: Sequence[int], device: torch.device) -> None:
-    """Compile the kernels that `check_kernel` needs, once for each kind of layer. Errors are left to the check."""
+    """Compile the GEMMs that `check_kernel` needs, once for each kind of layer. Errors are left to the check."""
     seen = set()
     for layer in layers:
         entry = artifact.layers[layer]
@@ -239,20 +230,9 @@ def warm_kernels(artifact: Artifact, layers: Iterable[str], tokens: Sequence[int
             kind += artifact.activation_of(layer).describe()
             if kind not in seen and artifact.knows_activation(layer):
                 seen.add(kind)
-                _warm_layer(artifact, layer, tokens, device)
-
-
-def _warm_layer(artifact: Artifact, layer: str, tokens: Sequence[int], device: torch.device) -> None:
-    entry, dtype = artifact.layers[layer], torch_dtype_of(artifact.param_dtype)
-    with torch.cuda.device(device):
-        configs = gemm_configs(artifact, layer)
-    activation, rotation = artifact.activation_of(layer), artifact.schema_of(layer).rotation
-    facts = (activation, entry.gated, tokens, entry.top_k, dtype, device, rotation)
-    with ThreadPoolExecutor(1) as pool:
-        inputs = pool.submit(lambda: compile_input_kernels(configs[0]["w13"], configs[0]["w2"], *facts))
-        both = [config for pair in configs for config in pair.values()]
-        compile_kernels(both, _tuned_for_m(artifact, layer, tokens), device)
-        inputs.result()
+                with torch.cuda.device(device):
+                    both = [config for pair in gemm_configs(artifact, layer) for config in pair.values()]
+                compile_kernels(both, _tuned_for_m(artifact, layer, tokens), device)
 
 
 def other_layout(artifact: Artifact) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -39,75 +38,39 @@ _ELEMENTWISE: dict[str, Step] = {
     "relu": F.relu,
     "relu2": _relu2,
 }
-_Gate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ACTIVATIONS = (*_ELEMENTWISE, "swigluoai", "situ")
 
 
 def activate(activation: Activation, gate: torch.Tensor | None, up: torch.Tensor) -> torch.Tensor:
-    """Apply the experts' activation to w13's output; without a gate it acts on `up` alone. KeyError if unknown.
+    """Apply the experts' activation to w13's output; without a gate it acts on `up` alone.
 
     One of `ACTIVATIONS`, or one that acts elementwise with a number: `<name>_clamp`, `<name>_bound`, `<name>_shift`.
+    KeyError if it is not known, or lacks a number.
     """
-    if gate is not None:
-        return _gated(activation)(gate, up)
-    return _ELEMENTWISE[activation.name](up)
-
-
-def _gated(activation: Activation) -> _Gate:
-    """Function of gate and up for a gated activation. KeyError if it is not known, or lacks a number."""
-    name, limit = activation.name, activation.limit
+    name, limit, alpha, beta = activation.name, activation.limit, activation.alpha, activation.beta
+    if gate is None:
+        return _ELEMENTWISE[name](up)
     function, _, kind = name.rpartition("_")
-    alpha, beta = activation.alpha, activation.beta
-    if name == "swigluoai" and limit is not None and alpha is not None and beta is not None:
-        return partial(_swigluoai, limit, alpha, beta)
-    if name == "situ" and beta is not None:
-        return partial(_situ, beta, activation.linear_beta)
-    if kind == "clamp" and limit is not None:
-        return partial(_clamped, _ELEMENTWISE[function], limit)
-    if kind == "bound" and limit is not None:
-        return partial(_bound, _ELEMENTWISE[function], limit)
-    if kind == "shift" and beta is not None:
-        return partial(_shifted, _ELEMENTWISE[function], beta)
-    return partial(_product, _ELEMENTWISE[name])
+    if name == "swigluoai":  # https://github.com/openai/gpt-oss/blob/main/gpt_oss/torch/model.py
+        gate, up = gate.clamp(max=_given(limit)), up.clamp(-_given(limit), limit)
+        return gate * torch.sigmoid(_given(alpha) * gate) * (up + _given(beta))
+    if name == "situ":  # vLLM 0.33: layers/activation.py (SituAndMul.forward_native)
+        linear = activation.linear_beta
+        wide = up if linear is None else linear * torch.tanh(up / linear)
+        return _given(beta) * torch.tanh(gate / _given(beta)) * torch.sigmoid(gate) * wide
+    if kind == "clamp":  # transformers: modeling_deepseek_v4.py (_apply_gate)
+        return _ELEMENTWISE[function](gate.clamp(max=_given(limit))) * up.clamp(-_given(limit), limit)
+    if kind == "bound":  # transformers: modeling_step3p7.py (_apply_gate)
+        return _ELEMENTWISE[function](gate).clamp(max=_given(limit)) * up.clamp(-_given(limit), limit)
+    if kind == "shift":  # vLLM: moondream3.py (Moondream3TextMoE.forward)
+        return _ELEMENTWISE[function](gate) * (up + _given(beta))
+    return _ELEMENTWISE[name](gate) * up
 
 
-def _product(function: Step, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return function(gate) * up
-
-
-def _clamped(function: Step, limit: float, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Gated activation with a clamp, as in transformers: modeling_deepseek_v4.py (_apply_gate)."""
-    return function(gate.clamp(max=limit)) * up.clamp(-limit, limit)
-
-
-def _bound(function: Step, limit: float, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Gated activation with a bound, as in transformers: modeling_step3p7.py (_apply_gate)."""
-    return function(gate).clamp(max=limit) * up.clamp(-limit, limit)
-
-
-def _shifted(function: Step, beta: float, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Gated activation with a number added to up, as in vLLM: moondream3.py (Moondream3TextMoE.forward)."""
-    return function(gate) * (up + beta)
-
-
-def _swigluoai(limit: float, alpha: float, beta: float, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """SwiGLU of https://github.com/openai/gpt-oss/blob/main/gpt_oss/torch/model.py, its constants as parameters."""
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return gate * torch.sigmoid(alpha * gate) * (up + beta)
-
-
-def _situ(beta: float, linear_beta: float | None, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """SiTU and multiply, as in vLLM 0.33: layers/activation.py (SituAndMul.forward_native)."""
-    wide = up if linear_beta is None else linear_beta * torch.tanh(up / linear_beta)
-    return beta * torch.tanh(gate / beta) * torch.sigmoid(gate) * wide
-
-
-def is_known(activation: Activation, gated: bool = True) -> bool:
-    """Return whether `activate` computes the activation."""
-    try:
-        return bool(_gated(activation) if gated else _ELEMENTWISE[activation.name])
-    except KeyError:
-        return False
+def _given(number: float | None) -> float:
+    if number is None:
+        raise KeyError("a number of the activation")
+    return number
 
 
 @dataclass(frozen=True)

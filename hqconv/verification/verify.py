@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from hqconv.schemas.activation import Activation
 from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.options import CHECKS, refuse_unknown_checks
 from hqconv.verification.against_source import Lineage
-from hqconv.verification.files import FileDigests, check_files
+from hqconv.verification.files import check_files
 from hqconv.verification.kernel import check_kernel, other_layout, warm_kernels
 from hqconv.verification.result import CheckResult, VerificationReport
 from hqconv.verification.tolerances import kind_of_inputs
@@ -101,12 +101,11 @@ def verify(
         report.manifest_sha256 = artifact.manifest.sha256
         report.warnings = tuple(artifact.manifest.warnings or ())
         layers = _chosen_layers(artifact, options.layers)
-        hashing = _begin_digests(artifact, options) if CHECKS[0] in asked else nullcontext()
-        with hashing as digests, ThreadPoolExecutor(1, "hqconv-prepare") as pool:
+        with ThreadPoolExecutor(1, "hqconv-prepare") as pool:
             # Kernels are compiled during the first checks.
             kernels = _begin_kernels(artifact, options, layers, pool) if "kernel" in asked else None
             runs: dict[str, Callable[[], CheckResult]] = {
-                "files": lambda: check_files(artifact, source, options.num_threads, digests),
+                "files": lambda: check_files(artifact, source, options.num_threads, _meter("files", artifact, options)),
                 "weights": lambda: _weights(artifact, source, options),
                 "kernel": lambda: _kernel(artifact, source, options, layers, kernels),
             }
@@ -124,10 +123,6 @@ def verify(
             limit = options.max_error
             report.results.append(_run(MAX_ERROR, lambda: check_error(artifact, weights, limit)))
         return report
-
-
-def _begin_digests(artifact: Artifact, options: VerifyOptions) -> FileDigests:
-    return FileDigests(artifact, options.num_threads, _meter(CHECKS[0], artifact, options))
 
 
 def _begin_kernels(

@@ -26,7 +26,7 @@ from hqconv.models.families import BY_MODEL_TYPE, UNSUPPORTED, Family, Stack
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.schemas.activation import Activation
-from hqconv.verification.reference import Routing, is_known, moe_forward
+from hqconv.verification.reference import Routing, moe_forward
 from tests.make.families import (
     CAUSAL,
     FAMILIES,
@@ -111,7 +111,7 @@ def test_experts_are_those_of_the_model(model_type: str, inner: int, tmp_path: P
         assert block.top_k == spec.words.get(spec.keys.top_k, SIZES["top_k"])
         assert block.activation.label == spec.activation
         _assert_same_parameters(module, experts)
-        if is_known(block.activation):
+        if block.activation.is_known(gated=True):
             assert distance(module, experts, block.activation) < ROUNDING
 
 
@@ -218,7 +218,7 @@ def test_a_wrong_reading_is_seen(model_type: str, damage: str, tmp_path: Path) -
     model = save_family(tmp_path, model_type, inner=SIZES["hidden"])
     layer, _, module = moe_layers(model)[0]
     block, experts = read(tmp_path).only(layer)
-    if not is_known(block.activation):
+    if not block.activation.is_known(gated=True):
         pytest.skip(f"{block.activation.label} is not computed here")
     assert distance(module, experts, block.activation) < ROUNDING
     (DAMAGE | BIASES)[damage](experts)

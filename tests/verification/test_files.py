@@ -19,7 +19,7 @@ from hqconv.api import open_source
 from hqconv.artifact.reader import Artifact
 from hqconv.io import file_access
 from hqconv.schemas.grid import Grid
-from hqconv.verification.files import FileDigests, check_files
+from hqconv.verification.files import check_files
 from hqconv.verification.result import MAX_PER_KIND, CheckResult
 from tests.make.conversions import run
 from tests.make.damage import Damaged, found
@@ -346,19 +346,22 @@ def test_a_digest_is_of_all_chunks(num_bytes: int, tmp_path: Path, monkeypatch: 
     assert file_access.sha256_of(tmp_path / "file") == hashlib.sha256(data).hexdigest()
 
 
-def test_hashing_ends_with_the_checks(copy: Damaged, monkeypatch: pytest.MonkeyPatch) -> None:
-    is_begun = threading.Event()
+def test_hashing_ends_with_an_interrupt(copy: Damaged, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads do not hash the rest of their files."""
+    latest = time.monotonic() + 60
+    with Artifact(copy.root) as artifact:
+        files = artifact.manifest.files
+    largest = max(files, key=lambda path: files[path].size_bytes)  # which is waited for first
 
-    def endless(_: Artifact, path: str, keep_on: Callable[[], object], *more: object) -> str:
-        is_begun.set()
+    def endless(_: Artifact, path: str, keep_on: Callable[[], object]) -> str:
+        if path == largest:
+            raise KeyboardInterrupt
         while time.monotonic() < latest:
             keep_on()
         return path
 
-    latest = time.monotonic() + 60
     monkeypatch.setattr(Artifact, "digest_of", endless)
-    with Artifact(copy.root) as artifact:
-        with FileDigests(artifact, 2):
-            assert is_begun.wait(60)
-        assert not [one for one in threading.enumerate() if one.name.startswith("hqconv-digests")]
+    with Artifact(copy.root) as artifact, pytest.raises(KeyboardInterrupt):
+        check_files(artifact, None, len(files))
+    assert not [one for one in threading.enumerate() if one.name.startswith("hqconv-digests")]
     assert time.monotonic() < latest

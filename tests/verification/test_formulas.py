@@ -12,7 +12,7 @@ from torch import nn
 
 from hqconv.kernel_layout.fused_moe import humming_activation
 from hqconv.schemas.activation import SWIGLUOAI, Activation
-from hqconv.verification.reference import ACTIVATIONS, activate, is_known
+from hqconv.verification.reference import ACTIVATIONS, activate
 from tests.make.formulas import GATED, UNGATED, UNKNOWN, by_definition, run_c
 
 
@@ -33,7 +33,6 @@ def test_with_a_gate(activation: Activation) -> None:
     assert words["activation_type"] == "binary_split"
     found = run_c(words["activation_impl"], gate.numpy(), up.numpy())
     assert np.allclose(found, expected, rtol=1e-7, atol=1e-12)
-    assert is_known(activation)
     assert activation.is_known(gated=True)
 
 
@@ -45,14 +44,13 @@ def test_without_a_gate(activation: Activation) -> None:
     words = humming_activation(activation, gated=False)
     assert words["activation_type"] == "unary"
     assert np.allclose(run_c(words["activation_impl"], up.numpy(), None), expected, rtol=1e-7, atol=1e-12)
-    assert is_known(activation, gated=False)
+    assert activation.is_known(gated=False)
 
 
 @pytest.mark.parametrize("activation", UNKNOWN, ids=Activation.describe)
 def test_what_is_known_by_name_only_is_computed_nowhere(activation: Activation) -> None:
     x = torch.zeros(1)
     for gated in (True, False):
-        assert not is_known(activation, gated)
         assert not activation.is_known(gated)
         with pytest.raises(KeyError):
             activate(activation, x if gated else None, x)
@@ -62,7 +60,6 @@ def test_what_is_known_by_name_only_is_computed_nowhere(activation: Activation) 
 
 @pytest.mark.parametrize("activation", [a for a in GATED if a not in UNGATED], ids=Activation.describe)
 def test_most_need_a_gate(activation: Activation) -> None:
-    assert not is_known(activation, gated=False)
     assert not activation.is_known(gated=False)
     with pytest.raises(KeyError):
         activate(activation, None, torch.zeros(1))
