@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -17,7 +17,7 @@ from hqconv.artifact.sha256sums import is_own_card, is_own_sums
 from hqconv.conversion.progress import Meter
 from hqconv.errors import HqconvError, VerificationError, plural
 from hqconv.io.checkpoint_files import WEIGHT_FOLDERS, WEIGHT_SUFFIXES
-from hqconv.io.pipeline import pipeline
+from hqconv.io.pipeline import stop_threads
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.schemas import artifact_names as names
@@ -122,12 +122,14 @@ def _hash_files(artifact: Artifact, paths: Sequence[str], num_threads: int, mete
                 meter.advance(path, artifact.manifest.files[path].size_bytes)
                 meter.finish(path)
 
+    pool = ThreadPoolExecutor(max(1, num_threads), "hqconv-digests")
     by_size = sorted(paths, key=lambda path: -artifact.manifest.files[path].size_bytes)
-    with closing(pipeline(by_size, digest, len(by_size), max(1, num_threads), name="hqconv-digests")) as found:
-        try:
-            return dict(zip(by_size, found, strict=True))
-        finally:
-            is_over.set()  # after an interrupt: the threads are waited for
+    try:
+        found = {path: pool.submit(digest, path) for path in by_size}
+        return {path: future.result() for path, future in found.items()}
+    finally:
+        is_over.set()  # after an interrupt: the threads are waited for
+        stop_threads(pool)
 
 
 # --- the layout that the manifest's facts imply ------------------------------------------------------------
