@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,6 @@ from tests.make import conversions
 from tests.make.formats import FORMATS, FormatSpec, Written, write
 from tests.make.layouts import GPT_OSS_QUARK, Block, plain
 from tests.make.packing import mxfp4
-from tests.make.tensors import snapshot
 
 ROLES = {"w1": 0, "w3": 1, "w2": 2}
 DIRECT = [name for name, spec in FORMATS.items() if spec.direct]
@@ -360,33 +358,6 @@ def test_verify_notices_a_changed_bit_of_every_part(name: str, tmp_path: Path) -
 
 
 # --- where the tensors are ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["fp8-block", "mxfp4-gpt-oss", "ct-int4-g128-zp", "modelopt-nvfp4", "gptq-int4-zp"])
-def test_partners_may_lie_in_different_shards(name: str, tmp_path: Path) -> None:
-    """Codes, scales and zero points dealt over three files give the bytes of one; without one file, an error."""
-    whole = write(tmp_path / "whole", name, hidden=256, inner=256).folder
-    dealt = tmp_path / "dealt"
-    shutil.copytree(whole, dealt)
-    tensors = load_file(dealt / "model.safetensors")
-    (dealt / "model.safetensors").unlink()
-    shards: list[dict[str, torch.Tensor]] = [{}, {}, {}]
-    for number, (key, tensor) in enumerate(sorted(tensors.items())):
-        shards[number % 3][key] = tensor
-    weight_map = {}
-    for number, shard in enumerate(shards):
-        save_file(shard, dealt / f"model-{number}.safetensors", {"format": "pt"})
-        weight_map |= dict.fromkeys(shard, f"model-{number}.safetensors")
-    (dealt / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    found = {}
-    for src in (whole, dealt):
-        conversions.run(src, tmp_path / f"out-{src.name}", "source")
-        files = snapshot(tmp_path / f"out-{src.name}")
-        found[src.name] = {path: digest for path, digest in files.items() if path.startswith("experts/")}
-    assert found["whole"] == found["dealt"] != {}
-    (dealt / "model-1.safetensors").unlink()
-    with pytest.raises(InputError, match=r"model-1\.safetensors"):
-        conversions.run(dealt, tmp_path / "lost", "source")
 
 
 @pytest.mark.parametrize("name", ["fp8-block", "mxfp4-gpt-oss", "fused-fp8-projection", "ct-int4-g32", "bitnet"])

@@ -37,7 +37,6 @@ from tests.make.small import GOOD, HIDDEN, INNER, LAYER, E, Source, Tensors, sav
 Change = Callable[[Tensors, dict[str, Any]], object]
 LAST = E - 1  # an expert that is not the first, which the others are compared with
 UP, DOWN = f"{LAYER}.{LAST}.up_proj", f"{LAYER}.{LAST}.down_proj"
-FIRST = f"{LAYER}.0.down_proj"
 
 
 def call(*arguments: object) -> Any:

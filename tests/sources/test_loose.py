@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,6 @@ import pytest
 import hqconv
 from hqconv import api
 from hqconv.errors import HqconvError, InputError, OutputError
-from hqconv.io.durable_files import copy_whole
 from hqconv.sources.opening import open_source
 from tests.make.nodes import NODES, in_time
 from tests.make.qwen import write_qwen3_moe
@@ -187,22 +185,6 @@ def test_a_config_of_64_mib(source: Path, tmp_path: Path) -> None:
     assert "larger than 67108864 bytes" in error.found
 
 
-@pytest.mark.full
-def test_a_manifest_of_64_mib(model: Path, tmp_path: Path) -> None:
-    """But not where tensors have that many names: all that are converted are in it."""
-    hqconv.convert(model, tmp_path / "out", **OPTIONS)
-    manifest = tmp_path / "out/hqconv.json"
-    words = json.loads(manifest.read_text())
-    large(manifest, "x")
-    with pytest.raises(HqconvError, match="67108864 bytes besides the names"):
-        hqconv.inspect(tmp_path / "out")
-    layer = next(iter(words["blocks"]))
-    words["tensors"]["converted"] |= {f"{layer}.{'n' * 80}{i}": layer for i in range(600_000)}
-    manifest.write_text(json.dumps(words, indent=2))
-    assert manifest.stat().st_size > 64 << 20
-    assert hqconv.inspect(tmp_path / "out")["kind"] == "artifact"
-
-
 def test_what_cannot_be_read_is_refused(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.open
 
@@ -256,19 +238,6 @@ def test_links_inside_and_into_the_cache_of_the_hub(source: Path, tmp_path: Path
     (links / "x.json").symlink_to(tmp_path / "x/blobs/secret")
     with pytest.raises(InputError, match="leads out"):
         open_source(links)
-
-
-def test_loose_files_are_streamed(tmp_path: Path) -> None:
-    with (tmp_path / "huge.txt").open("wb") as file:
-        file.truncate(256 << 20)
-    tracemalloc.start()
-    try:
-        record = copy_whole(tmp_path / "huge.txt", tmp_path / "out", "huge.txt")
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert record.size_bytes == 256 << 20
-    assert peak < 32 << 20
 
 
 def test_loose_files_count_in_the_space_that_is_needed(

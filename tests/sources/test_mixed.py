@@ -141,22 +141,6 @@ def test_every_layer_keeps_its_own(mixed: Mixed, grid: Grid, tmp_path: Path) -> 
             assert (out / path.relative_to(alone)).read_bytes() == path.read_bytes()
 
 
-def test_an_artifact_of_it_is_such_a_source_again(mixed: Mixed, tmp_path: Path) -> None:
-    """For other ranks and back: the same bytes, and what was left stays left."""
-    first, other, back = (tmp_path / name for name in ("first", "other", "back"))
-    conversions.run(mixed.folder, first, "source")
-    conversions.run(first, other, "source", Grid(tp=2))
-    assert_kept(other, mixed)
-    conversions.assert_verified(other, first)
-    conversions.run(other, back, "source")
-    files = [path.relative_to(first) for path in first.rglob("*.safetensors")]
-    assert files
-    for path in files:
-        assert (back / path).read_bytes() == (first / path).read_bytes(), path
-    quantization = json.loads((other / "config.json").read_text())["quantization_config"]
-    assert quantization["format_version"] == 2
-
-
 @pytest.mark.parametrize("schema", ["int4", "fp8", "nvfp4"])
 def test_other_schemas_take_every_layer_from_its_own_format(mixed: Mixed, schema: str, tmp_path: Path) -> None:
     out = tmp_path / "out"

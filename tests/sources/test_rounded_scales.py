@@ -15,17 +15,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import hqconv
 from hqconv import dequantize
-from hqconv.api import open_source
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import InputError, OutputError, RequestError
 from hqconv.schemas.grid import Grid
 from hqconv.verification.files import check_files
-from hqconv.verification.result import CheckResult
 from tests.make import configs, conversions
 from tests.make import packing as pack
-from tests.make.damage import Damaged, check_both_ways
+from tests.make.damage import Damaged
 from tests.make.formats import FORMATS, write
 from tests.make.spec import FormatSpec
 
@@ -223,36 +220,6 @@ def test_every_format_that_is_rounded_is_a_case() -> None:
     assert rounded.items() <= {name: own for name, (_, own) in CASES.items()}.items()
 
 
-@pytest.mark.parametrize("name", ["fp8-channel-f32", "ct-w8-channel-zp", "fused-fbgemm-fp8"])
-def test_judged_together_as_on_a_gpu(name: str, get: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stacks of experts whose figures are looked at in the end; the same bytes, and the manifest's."""
-    folder, schema = get(name), CASES[name][0]
-    conversions.run(folder, tmp_path / "alone", schema)
-    monkeypatch.setattr("hqconv.conversion.encode._ASYNCHRONOUS", ("cpu",))
-    conversions.run(folder, tmp_path / "together", schema)
-    assert expert_files(tmp_path / "together") == expert_files(tmp_path / "alone")
-    assert conversions.manifest(tmp_path / "together") == conversions.manifest(tmp_path / "alone")
-    with Artifact(tmp_path / "alone") as artifact, open_source(folder) as source:
-        assert not check_both_ways(artifact, source).findings
-
-
-def test_the_checkpoint_layout_and_artifacts_as_sources(get: Get, tmp_path: Path) -> None:
-    """Through either layout the bytes are those of the short way, and kept as they are from then on."""
-    folder = get("fused-fbgemm-fp8")
-    out, packed, cut = tmp_path / "out", tmp_path / "packed", tmp_path / "cut"
-    conversions.run(folder, out, "fp8")
-    conversions.run(folder, packed, "fp8", layout="checkpoint")
-    conversions.assert_verified(packed, folder)
-    assert {scale.dtype for _, scale in packed_scales(packed)} == {torch.bfloat16}
-    conversions.run(folder, cut, "source", Grid(2, 2), round_scales=True)
-    for through in (packed, cut):
-        again = tmp_path / f"from-{through.name}"
-        report = conversions.run(through, again, "source")
-        assert report.to_dict()["conversion"] == {"direct": 1}
-        assert expert_files(again) == expert_files(out)
-        conversions.assert_verified(again, through)
-
-
 def packed_scales(packed: Path) -> list[tuple[Path, torch.Tensor]]:
     """The scales of a checkpoint layout, each with its shard."""
     return [
@@ -289,20 +256,6 @@ def test_without_the_flag_source_is_refused_and_names_it(get: Get, tmp_path: Pat
     report = conversions.run(get("quark-int8"), tmp_path / "other", "int4")  # other codes: as ever
     assert report.to_dict()["conversion"] == {"requantized": 1}
     assert report.warnings == ()
-
-
-def test_the_plan_and_inspect_say_so(get: Get, tmp_path: Path) -> None:
-    folder = get("fp8-channel-f32")
-    words = hqconv.inspect(folder)
-    assert words["direct_schemas"] == ["fp8 (scales rounded)", "source --round-scales (fp8)"]
-    plan = hqconv.plan(folder, schema="source", round_scales=True, target="sm90")
-    assert [layer.encoding.conversion for layer in plan.layers] == [ROUNDED]
-    report = conversions.run(folder, tmp_path / "out", "fp8")
-    words = hqconv.inspect(tmp_path / "out")
-    assert words["conversion"] == {ROUNDED: 1}
-    changes = words["largest_scale_change"]
-    assert changes == report.to_dict()["largest_scale_change"]
-    assert changes.keys() == WORDS.keys()
 
 
 # --- another 16-bit dtype: only where it is asked for ------------------------------------------------------
@@ -382,11 +335,6 @@ def damaged(get: Get, tmp_path: Path) -> Damaged:
     folder = get("fp8-channel-f32")
     conversions.run(folder, tmp_path / "out", "fp8", Grid(2))
     return Damaged(tmp_path / "out", folder, "fp8")
-
-
-def weights_check(damaged: Damaged) -> CheckResult:
-    with Artifact(damaged.root) as artifact, open_source(damaged.source) as source:
-        return check_both_ways(artifact, source)
 
 
 def of_role(edit: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
