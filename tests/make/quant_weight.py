@@ -81,11 +81,11 @@ def _codes(code: CodeType, x: np.ndarray) -> np.ndarray:
     half = 1 << (code.num_bits - 1)
     if code.kind == CodeKind.FLOAT:
         return _float_codes(code, x)
-    number = np.nan_to_num(np.rint(x), nan=0.0, posinf=2.0**31, neginf=-(2.0**31))
+    number = np.clip(np.nan_to_num(np.rint(x), nan=0.0).astype(np.float64), -(2.0**31), 2.0**31 - 1).astype(np.int32)
+    if code.kind == CodeKind.SYM_INT:  # whose sum overflows, as in the kernel
+        return np.clip(number + np.int32(half), 0, 2 * half - 1)
     least, most = code.bounds
-    integers = np.clip(number, least, most).astype(np.int32)
-    if code.kind == CodeKind.SYM_INT:
-        return integers + half
+    integers = np.clip(number, int(least), int(most))
     return integers if code.kind == CodeKind.ASYM_INT else np.where(integers < 0, half | -integers, integers)
 
 

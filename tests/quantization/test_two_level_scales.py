@@ -215,6 +215,15 @@ def test_the_recipe_for_gpus_gives_the_bits_of_the_loops(name: str, monkeypatch:
             assert same_bits(ours.error, theirs.error)
 
 
+def test_where_32_bit_integers_overflow_codes_are_the_kernels() -> None:
+    """Scales of float16 reach 2**30 here, and weights 2**128."""
+    schema, stacks = SCHEMAS["int8-g32-e8m0-row"], [hard_matrix(128, 256, torch.float32, 7).unsqueeze(0)]
+    [loops] = cpu.quantize_stacks(stacks, schema, "float16", None, False, RTN)
+    with resident(CPU):
+        [recipe] = cuda.quantize_stacks(stacks, schema, "float16", None, False, RTN)
+    assert_same(loops.tensors["weight"], recipe.tensors["weight"], "codes")
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_three_decoders_agree(name: str) -> None:
