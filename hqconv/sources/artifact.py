@@ -113,8 +113,9 @@ class ArtifactSource(SafetensorsSource):
         copied = tuple(name for name in self.tensors if name not in converted and name not in dropped)
         stray = next((name for name in copied if name.startswith(f"{names.EXPERTS_FOLDER}/")), None)
         if stray is not None:
-            what, remedy = "A rank file holds a tensor that no kernel reads.", "Verify the artifact."
-            raise InputError(what, where=stray, remedy=remedy)
+            raise InputError(
+                "A rank file holds a tensor that no kernel reads.", where=stray, remedy="Verify the artifact."
+            )
         because = f"{self.artifact.manifest.family_chosen_because}; read back from the kernel layout"
         left = self.artifact.left  # among the copied tensors
         return ExpertMap(self.artifact.family.name, because, layers, converted, copied, dropped, left)
@@ -172,8 +173,9 @@ class ArtifactSource(SafetensorsSource):
                     key = part if index == 0 else f"{part}@tp{rank[0]}-ep{rank[1]}"
                     parts[key] = TensorSlice(ref.name, ref.dtype, ref.shape)
             if not any(name.startswith("weight") for name in parts):
-                what, where = "A rank file has no weights.", f"{path}, tensor {layer}.{gemm}_weight"
-                raise VerificationError(what, where=where, remedy=_CONVERT_AGAIN)
+                raise VerificationError(
+                    "A rank file has no weights.", where=f"{path}, tensor {layer}.{gemm}_weight", remedy=_CONVERT_AGAIN
+                )
         return parts
 
     def _expert_ref(self, part: TensorSlice, home: tuple[int, int]) -> TensorRef:

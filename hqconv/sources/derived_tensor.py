@@ -183,6 +183,11 @@ def _encode(floats: Array, ref: TensorRef) -> Array:
     with np.errstate(over="ignore"):
         halves = floats.astype(np.float16)
     if np.any(np.isinf(halves) & np.isfinite(floats)):
-        what, remedy = "A weight is too large for float16.", "Set torch_dtype to bfloat16 in config.json."
-        raise InputError(what, where=ref.name, expected="at most 65504", found=np.abs(floats).max(), remedy=remedy)
+        raise InputError(
+            "A weight is too large for float16.",
+            where=ref.name,
+            expected="at most 65504",
+            found=np.abs(floats).max(),
+            remedy="Set torch_dtype to bfloat16 in config.json.",
+        )
     return halves

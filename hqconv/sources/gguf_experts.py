@@ -51,8 +51,13 @@ def check_layer(layer: int, found: GgufLayer, family: Family, sizes: ConfigSizes
         for part in needed:
             if part not in found.get(role, {}):
                 stack = next(stack for stack, roles in STACKS.items() if role in roles)
-                what, where = "A layer of experts lacks a tensor.", f"blk.{layer}.{stack}.{part}"
-                raise InputError(what, where=where, expected="present", found="no such tensor", remedy=COPY_AGAIN)
+                raise InputError(
+                    "A layer of experts lacks a tensor.",
+                    where=f"blk.{layer}.{stack}.{part}",
+                    expected="present",
+                    found="no such tensor",
+                    remedy=COPY_AGAIN,
+                )
     for role, parts in found.items():
         for part, one in parts.items():
             _check_part(role, part, one, sizes, found["w2"]["weight"].ref)
@@ -70,8 +75,13 @@ def _check_part(role: str, part: str, one: GgufPart, sizes: ConfigSizes, down: T
         keys = ", ".join(size[0] for size in from_config if size)
         raise wrong_shape(ref.name, f"{list(shape)} ({keys} in config.json)", ref.shape)
     if part != "weight" and ref.dtype not in FLOATS:
-        what, expected = "A bias or scale has the wrong type.", " or ".join(FLOATS)
-        raise InputError(what, where=ref.name, expected=expected, found=ref.dtype, remedy=COPY_AGAIN)
+        raise InputError(
+            "A bias or scale has the wrong type.",
+            where=ref.name,
+            expected=" or ".join(FLOATS),
+            found=ref.dtype,
+            remedy=COPY_AGAIN,
+        )
 
 
 _PARTS = {"weight": "weight", "bias": "bias", "scale": "scale_2"}

@@ -484,8 +484,12 @@ def model_config(meta: Metadata, tensors: Mapping[str, TensorRef]) -> dict[str, 
     row = architecture_of(meta)
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
-        what, where = "The GGUF files have no embedding.", f"{meta.where}: token_embd.weight"
-        raise InputError(what, where=where, expected="[vocabulary, hidden size]", remedy=COPY_AGAIN)
+        raise InputError(
+            "The GGUF files have no embedding.",
+            where=f"{meta.where}: token_embd.weight",
+            expected="[vocabulary, hidden size]",
+            remedy=COPY_AGAIN,
+        )
     config: dict[str, Any] = {"architectures": [row.class_name], "model_type": row.model_types[0]}
     config |= _common(meta)
     config |= row.config(meta, tensors)
@@ -617,8 +621,13 @@ class _OtherTensors:
         dtype = "F32" if is_kept else dtype
         num_bytes = math.prod(shape) * (4 if dtype == "F32" else 2)
         if name in self.found:
-            what, found = "Two tensors of the GGUF files are one of the model.", self.found[name].parts[0].name
-            raise InputError(what, where=parts[0].name, expected="one", found=found, remedy=COPY_AGAIN)
+            raise InputError(
+                "Two tensors of the GGUF files are one of the model.",
+                where=parts[0].name,
+                expected="one",
+                found=(self.found[name].parts[0].name),
+                remedy=COPY_AGAIN,
+            )
         ref = TensorRef(name, dtype, shape, parts[0].file, 0, num_bytes)
         self.found[name] = DerivedTensor(ref, parts, order, heads)
 

@@ -115,8 +115,12 @@ def locate_source(src: str | Path, revision: str | None = None) -> SourceLocatio
     if not (src and root.is_dir()):  # Path("") is the current folder
         raise hub.no_repo(src)
     if revision is not None:
-        what, remedy = "A local folder has no revisions.", "Leave the revision out."
-        raise RequestError(what, where=src, found=f"revision {revision}", remedy=remedy)
+        raise RequestError(
+            "A local folder has no revisions.",
+            where=src,
+            found=f"revision {revision}",
+            remedy="Leave the revision out.",
+        )
     return SourceLocation(root, "safetensors")
 
 
@@ -132,12 +136,21 @@ def parse_source_name(src: str, revision: str | None = None) -> tuple[str, str |
     if match is None or (link is None and match["tree"]):
         return src, revision
     if match["file"] and match["file"] != "/":
-        what, remedy = "This is the address of one file.", f"Name the repo: {match['repo']}."
-        raise RequestError(what, where=src, expected="a model folder or a Hub repo", remedy=remedy)
+        raise RequestError(
+            "This is the address of one file.",
+            where=src,
+            expected="a model folder or a Hub repo",
+            remedy=f"Name the repo: {match['repo']}.",
+        )
     given = match["at"] or match["tree"]
     if given and revision not in (None, given):
-        what, remedy = "Two revisions are named.", "Name one of them."
-        raise RequestError(what, where=src, expected=f"revision {revision}", found=given, remedy=remedy)
+        raise RequestError(
+            "Two revisions are named.",
+            where=src,
+            expected=f"revision {revision}",
+            found=given,
+            remedy="Name one of them.",
+        )
     return match["repo"], given or revision
 
 
@@ -152,8 +165,13 @@ def _split_gguf_name(src: str, revision: str | None) -> tuple[str, str | None, s
         return src, revision, None
     given = match["at"] or match["tree"]
     if given and revision not in (None, given):
-        what, remedy = "Two revisions are named.", "Name one of them."
-        raise RequestError(what, where=src, expected=f"revision {revision}", found=given, remedy=remedy)
+        raise RequestError(
+            "Two revisions are named.",
+            where=src,
+            expected=f"revision {revision}",
+            found=given,
+            remedy="Name one of them.",
+        )
     return match["repo"], given or revision, match["word"] or match["path"] or match["file"]
 
 

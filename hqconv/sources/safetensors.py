@@ -122,8 +122,13 @@ class SafetensorsSource:
             if twice:
                 name = next(name for name in refs if name in twice)
                 both = f"{names[tensors[name].file]} and {names[refs[name].file]}"
-                what, where = "A tensor is in two files.", f"tensor {name!r}"
-                raise InputError(what, where=where, expected="one", found=both, remedy=checkpoint_files.COPY_AGAIN)
+                raise InputError(
+                    "A tensor is in two files.",
+                    where=f"tensor {name!r}",
+                    expected="one",
+                    found=both,
+                    remedy=checkpoint_files.COPY_AGAIN,
+                )
             tensors |= refs
         return tuple(file for file, _, _ in read), tensors, tuple(metadata for _, _, metadata in read)
 
@@ -142,8 +147,12 @@ class SafetensorsSource:
         """Return the size of a file, as reported by the Hub. Raises InputError for a file that the repo lacks."""
         assert self.listing is not None
         if name not in self.listing.sizes:
-            what, where = "The Hub repo lacks a file.", f"{self.repo_id}, revision {self.revision}"
-            raise InputError(what, where=where, expected=name, remedy="Upload the model again, whole.")
+            raise InputError(
+                "The Hub repo lacks a file.",
+                where=f"{self.repo_id}, revision {self.revision}",
+                expected=name,
+                remedy="Upload the model again, whole.",
+            )
         return self.listing.sizes[name]
 
     # --- files of a repo
@@ -174,12 +183,18 @@ class SafetensorsSource:
     def _check_fetched(self, name: str, path: Path) -> None:
         expected, found = self._size(name), path.stat().st_size
         if expected != found:
-            what, remedy = "A download has another size than the Hub says.", f"Remove {path} and try again."
-            raise NetworkError(what, where=f"{self.repo_id}/{name}", expected=expected, found=found, remedy=remedy)
+            raise NetworkError(
+                "A download has another size than the Hub says.",
+                where=f"{self.repo_id}/{name}",
+                expected=expected,
+                found=found,
+                remedy=f"Remove {path} and try again.",
+            )
         file = next((file for file in self.files if file.name == name), None)
         if file is not None and self._header_sha256(path) != file.header_sha256:
-            what, remedy = "A download has another header than the Hub sent before.", "Try again."
-            raise InputError(what, where=str(path), remedy=remedy)
+            raise InputError(
+                "A download has another header than the Hub sent before.", where=str(path), remedy="Try again."
+            )
 
     def _header_sha256(self, path: Path) -> str:
         return read_header(path)[2]
@@ -306,8 +321,12 @@ class SafetensorsSource:
         try:
             yield
         except CloseError as error:
-            what, where = "A file of the source cannot be closed.", str(self.root / error.key)
-            raise InputError(what, where=where, found=error.strerror, remedy=_SEE_DISK) from error
+            raise InputError(
+                "A file of the source cannot be closed.",
+                where=str(self.root / error.key),
+                found=error.strerror,
+                remedy=_SEE_DISK,
+            ) from error
 
     def _read_error(self, ref: TensorRef, what: str, found: object) -> InputError:
         where = f"{self.guard.path_of(self.files[ref.file].name)}, tensor {ref.name!r}"
