@@ -211,17 +211,6 @@ def test_a_sum_that_is_another_one_shows_with_the_source_too(copy: Damaged) -> N
         found(copy.check(with_source)[1], f"layer {LAYER}, w2: weight", OTHERS, "0" * 16)
 
 
-def test_an_older_artifact_has_no_sums(copy: Damaged) -> None:
-    def forget(words: dict[str, Any]) -> None:
-        for layer in words["blocks"].values():
-            del layer["content_sums"]
-
-    copy.edit_manifest(forget)
-    weights = copy.check(with_source=False)[1]
-    assert weights.findings == []
-    assert weights.notes[0] == "2 of 2 layers decoded; without a source no value can be wrong"
-
-
 # --- words that can be worked out again --------------------------------------------------------------------
 
 
@@ -512,12 +501,3 @@ def test_sums_that_are_missing_or_too_many(either: Damaged) -> None:
     files, _ = either.check(with_source=False)
     assert len(files.findings) == 2
     assert all("content_sums" in finding.where for finding in files.findings)
-
-
-def test_an_older_artifact_has_no_sums_of_copied_tensors(either: Damaged) -> None:
-    either.edit_manifest(lambda words: words.pop("content_sums"))
-    for with_source in (False, True):
-        files, weights = either.check(with_source)
-        assert (files.findings, weights.findings) == ([], [])
-    files, _ = either.check(with_source=False)
-    assert "copied tensors and copied files were not compared with the source: it was not given" in files.notes
