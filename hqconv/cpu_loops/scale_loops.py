@@ -12,7 +12,7 @@ import numpy as np
 
 from hqconv.cpu_loops.arithmetic import bits_of, float_of, fold_sum, group_range, source_bits, u32, u64
 from hqconv.cpu_loops.encoders import group_reader, limit_bits_of, rounder
-from hqconv.jit import Function, compiled
+from hqconv.jit import Function, compiled, inlined
 from hqconv.schemas.code_types import CodeKind
 
 TO_BFLOAT16, TO_FLOAT16, TO_FLOAT32 = range(3)  # rounding of scales that are wider than 8 bits
@@ -78,7 +78,7 @@ def searcher(code):
 def _number_writer(code):
     nearest, has_zero = rounder(code), code.kind == CodeKind.ASYM_INT
 
-    @compiled
+    @inlined
     def write_numbers(row, start, limit_bits, group, numbers):
         """Write the numbers of a group's codes, less the zero point."""
         inverse, lowest, _scale, zero, _scale_2 = group
