@@ -151,12 +151,18 @@ class _Output:
         records = {record.path: record for record in written[-1].files} if written else {}
         for path in (self._out, document_path(self._out)):
             if path.is_dir():
-                what, remedy = "The recipe cannot be written: a folder has its name.", "Choose another with -o."
-                raise OutputError(what, where=str(path), remedy=remedy)
+                raise OutputError(
+                    "The recipe cannot be written: a folder has its name.",
+                    where=str(path),
+                    remedy="Choose another with -o.",
+                )
             is_own = path.name in records and is_whole(self.root, records[path.name])
             if os.path.lexists(path) and not self._overwrite and not is_own:
-                what, remedy = "The file exists already.", "Choose another with -o, or replace it with --overwrite."
-                raise OutputError(what, where=str(path), remedy=remedy)
+                raise OutputError(
+                    "The file exists already.",
+                    where=str(path),
+                    remedy="Choose another with -o, or replace it with --overwrite.",
+                )
 
     def record(self, entry: JournalEntry) -> None:
         """Record a finished layer; the record survives a kill from here on."""

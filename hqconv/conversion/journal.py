@@ -350,8 +350,13 @@ def part_journals(root: Path) -> list[Path]:
 def _open_existing(path: Path) -> int:
     found = what_instead(path.lstat().st_mode)
     if found is not None:  # which may wait to be read, or do something when it is opened
-        what, remedy = "Something else has the name of a journal.", "Remove it, or choose another place with -o."
-        raise OutputError(what, where=str(path), expected="a regular file", found=found, remedy=remedy)
+        raise OutputError(
+            "Something else has the name of a journal.",
+            where=str(path),
+            expected="a regular file",
+            found=found,
+            remedy="Remove it, or choose another place with -o.",
+        )
     return os.open(path, _FLAGS)
 
 

@@ -40,8 +40,12 @@ def parse_bytes(size: str | int, option: str = "--max-memory") -> int:
     """Parse `512MiB`, `4GiB`, `2GB`, `1.5G` (as GiB) or plain bytes. Raises RequestError for anything else."""
     match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?)(i?)(B?)", str(size).strip(), re.IGNORECASE)
     if match is None or (match[3] and not match[2]):
-        what, expected = "The option's value is not a size.", "such as 512MiB, 4GiB, 2GB or a number of bytes"
-        raise RequestError(what, where=option, expected=expected, found=size)
+        raise RequestError(
+            "The option's value is not a size.",
+            where=option,
+            expected="such as 512MiB, 4GiB, 2GB or a number of bytes",
+            found=size,
+        )
     number, prefix, binary, unit = match[1], match[2].upper(), match[3], match[4]
     power = " KMGT".index(prefix) if prefix else 0
     return int(float(number) * (1000 if unit and not binary else 1024) ** power)
@@ -171,11 +175,16 @@ def check_places(source_folder: Path, out: Path) -> Path:
     try:
         source, target = source_folder.resolve(), out.resolve()
     except (OSError, RuntimeError, ValueError) as error:  # a circle of links, a name that no file can have
-        what, remedy = "The output's path cannot be used.", "Choose another with -o."
-        raise OutputError(what, where=repr(str(out)), found=error, remedy=remedy) from error
+        raise OutputError(
+            "The output's path cannot be used.", where=repr(str(out)), found=error, remedy="Choose another with -o."
+        ) from error
     if len(os.fsencode(target.name)) > _MAX_NAME:
-        what, expected = "The output's name is too long.", f"at most {_MAX_NAME} bytes"
-        raise OutputError(what, where=str(out), expected=expected, found=len(os.fsencode(target.name)))
+        raise OutputError(
+            "The output's name is too long.",
+            where=str(out),
+            expected=f"at most {_MAX_NAME} bytes",
+            found=len(os.fsencode(target.name)),
+        )
     if target.is_relative_to(source) or source.is_relative_to(target):
         what, remedy = "The output would lie in the source, or the source in it.", "Choose another with -o."
         expected = f"a folder outside of {source_folder}"
@@ -197,8 +206,7 @@ def cache_use(limit: str | int | None, *, keep_source: bool) -> CachePolicy:
     from hqconv.conversion.hub_prefetch import CachePolicy
 
     if limit is not None and keep_source:
-        what, remedy = "--cache-limit and --keep-source exclude each other.", "Give one of the two."
-        raise RequestError(what, remedy=remedy)
+        raise RequestError("--cache-limit and --keep-source exclude each other.", remedy="Give one of the two.")
     return CachePolicy(None if limit is None else parse_bytes(limit, "--cache-limit"), keep_source)
 
 

@@ -324,8 +324,9 @@ class OutputFolder:
             return Remaining(is_sealed=True)
         if journal.identity != self._identity:
             journal.drop()
-            what, remedy = "The output folder was replaced meanwhile.", "Run the same command again."
-            raise OutputError(what, where=str(self.root), remedy=remedy)
+            raise OutputError(
+                "The output folder was replaced meanwhile.", where=str(self.root), remedy="Run the same command again."
+            )
         journal.begin(self._identity)
         self.done = {entry.unit: entry for entry in journal.entries}
         return Remaining(tuple(journal.at_work))
@@ -522,8 +523,11 @@ def check_strays(root: Path, listed: Collection[str], planned: Collection[str] =
 def check_replaceable(out: Path) -> None:
     """Raise OutputError for an artifact whose folder cannot be exchanged: a mount point."""
     if out.is_mount():
-        what, remedy = ("A mount point cannot be replaced.", "Convert to a folder inside it, or empty it yourself.")
-        raise OutputError(what, where=str(out), remedy=remedy)
+        raise OutputError(
+            "A mount point cannot be replaced.",
+            where=str(out),
+            remedy="Convert to a folder inside it, or empty it yourself.",
+        )
 
 
 def remove_listed(root: Path, listed: Sequence[str]) -> None:

@@ -38,8 +38,12 @@ def readable(src: object) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        what, where = "The checkpoint cannot be read.", str(error.filename or src)
-        raise InputError(what, where=where, found=error.strerror or error, remedy=COPY_AGAIN) from error
+        raise InputError(
+            "The checkpoint cannot be read.",
+            where=str(error.filename or src),
+            found=error.strerror or error,
+            remedy=COPY_AGAIN,
+        ) from error
 
 
 def read_json(path: Path, hook: Any = None, max_bytes: int = MAX_DOCUMENT_BYTES) -> tuple[dict[str, Any], bytes]:
@@ -49,15 +53,21 @@ def read_json(path: Path, hook: Any = None, max_bytes: int = MAX_DOCUMENT_BYTES)
         raw = read_regular(path, max_bytes)
         value = parse_json(raw, hook)
     except OSError as error:
-        what, found = "A file of the checkpoint cannot be read.", error.strerror
-        raise InputError(what, where=str(path), found=found, remedy=COPY_AGAIN) from error
+        raise InputError(
+            "A file of the checkpoint cannot be read.", where=str(path), found=(error.strerror), remedy=COPY_AGAIN
+        ) from error
     except ValueError as error:  # not UTF-8, not JSON, too deep
         what = "A file of the checkpoint is not valid JSON."
         raise InputError(what, where=str(path), found=error, remedy=COPY_AGAIN) from error
     if not isinstance(value, dict):
         found = value if isinstance(value, RepeatedKey) else type(value).__name__
-        what, expected = "A file of the checkpoint is not a JSON object.", "an object with unique keys"
-        raise InputError(what, where=str(path), expected=expected, found=found, remedy=COPY_AGAIN)
+        raise InputError(
+            "A file of the checkpoint is not a JSON object.",
+            where=str(path),
+            expected="an object with unique keys",
+            found=found,
+            remedy=COPY_AGAIN,
+        )
     return value, raw
 
 
@@ -66,15 +76,23 @@ def check_text(text: str, where: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        what, found = "A name or a word is no valid Unicode.", repr(text[max(0, error.start - 20) :][:60])
-        raise InputError(what, where=where, found=found, remedy="Rename or mend it.") from error
+        raise InputError(
+            "A name or a word is no valid Unicode.",
+            where=where,
+            found=repr(text[max(0, error.start - 20) :][:60]),
+            remedy="Rename or mend it.",
+        ) from error
 
 
 def read_config(root: Path) -> dict[str, Any]:
     """Read config.json. Raises InputError if it is missing."""
     if not (root / CONFIG).is_file():
-        what, remedy = f"The checkpoint has no {CONFIG}.", "Give the folder of a transformers model."
-        raise InputError(what, where=str(root), found=listing(root), remedy=remedy)
+        raise InputError(
+            f"The checkpoint has no {CONFIG}.",
+            where=str(root),
+            found=listing(root),
+            remedy="Give the folder of a transformers model.",
+        )
     return read_document(root / CONFIG)
 
 
@@ -173,8 +191,13 @@ def check_weight_map(weight_map: Mapping[str, str], tensors: Mapping[str, Tensor
         ref = tensors.get(name)
         if ref is None or files[ref.file] != file:
             found = files[ref.file] if ref else "in no file"
-            what, where = "A tensor is not where the index says.", f"{INDEX}, tensor {name!r}"
-            raise InputError(what, where=where, expected=file, found=found, remedy=COPY_AGAIN)
+            raise InputError(
+                "A tensor is not where the index says.",
+                where=f"{INDEX}, tensor {name!r}",
+                expected=file,
+                found=found,
+                remedy=COPY_AGAIN,
+            )
     if len(tensors) > len(weight_map):
         lost = [f"{name} ({files[ref.file]})" for name, ref in tensors.items() if name not in weight_map]
         what = f"Tensors are in the files but not in the index: {len(lost)}."
@@ -268,8 +291,9 @@ def _size(root: Path, path: str) -> int:
     full = root / path
     found = found_at(full)
     if found is not None:
-        what, remedy = "This is not a file.", COPY_AGAIN
-        raise InputError(what, where=str(full), expected="a regular file", found=found, remedy=remedy)
+        raise InputError(
+            "This is not a file.", where=str(full), expected="a regular file", found=found, remedy=COPY_AGAIN
+        )
     if full.is_symlink():
         _check_link(root, full)
     try:

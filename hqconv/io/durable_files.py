@@ -50,8 +50,12 @@ def source_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        what, remedy = "A file of the source cannot be read.", f"Mend the source, {_AGAIN}"
-        raise InputError(what, where=str(path), found=error.strerror or str(error), remedy=remedy) from error
+        raise InputError(
+            "A file of the source cannot be read.",
+            where=str(path),
+            found=error.strerror or str(error),
+            remedy=f"Mend the source, {_AGAIN}",
+        ) from error
 
 
 def partial(path: Path) -> Path:
@@ -155,8 +159,7 @@ def check_space(root: Path, num_bytes: int) -> None:
             remedy="Free some space, or choose another place with -o.",
         )
     if not writable:
-        what, remedy = "The output folder cannot be written.", "Check its permissions."
-        raise OutputError(what, where=str(folder), remedy=remedy)
+        raise OutputError("The output folder cannot be written.", where=str(folder), remedy="Check its permissions.")
 
 
 _AT_FDCWD = -100

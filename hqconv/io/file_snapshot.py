@@ -104,8 +104,13 @@ class FileSnapshot:
                 raise self._changed(name, before, _words(now), _ANEW if is_new else _KEEP)
 
     def _changed(self, name: str, before: os.stat_result, found: str | None, remedy: str) -> InputError:
-        what, where = "A file of the source changed during the conversion.", str(self.path_of(name))
-        return InputError(what, where=where, expected=_words(before), found=found, remedy=remedy)
+        return InputError(
+            "A file of the source changed during the conversion.",
+            where=str(self.path_of(name)),
+            expected=_words(before),
+            found=found,
+            remedy=remedy,
+        )
 
     # --- an artifact's files
 
@@ -189,8 +194,13 @@ class FileSnapshot:
         return self._listed[name]
 
     def _differs(self, name: str, expected: str, found: str) -> InputError:
-        what, where = "A file of the artifact is not what its manifest lists.", str(self.path_of(name))
-        return InputError(what, where=where, expected=expected, found=found, remedy=_AGAIN)
+        return InputError(
+            "A file of the artifact is not what its manifest lists.",
+            where=str(self.path_of(name)),
+            expected=expected,
+            found=found,
+            remedy=_AGAIN,
+        )
 
 
 def _identity(status: os.stat_result) -> tuple[int, int, int, int]:

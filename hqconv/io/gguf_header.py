@@ -92,8 +92,9 @@ def read_header(path: Path, file: int = 0) -> GgufHeader:
         with open(open_regular(path), "rb") as opened:  # noqa: PTH123 - of a descriptor
             return parse_header(str(path), path.name, opened, os.fstat(opened.fileno()).st_size, file)
     except OSError as error:
-        what, found = "The file cannot be read.", error.strerror or error
-        raise InputError(what, where=str(path), found=found, remedy=_REMEDY) from error
+        raise InputError(
+            "The file cannot be read.", where=str(path), found=(error.strerror or error), remedy=_REMEDY
+        ) from error
 
 
 def parse_header(where: str, name: str, opened: Readable, file_bytes: int, file: int = 0) -> GgufHeader:

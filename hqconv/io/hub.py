@@ -78,8 +78,9 @@ class Listing:
         """
         info = patiently(lambda: _model_info(repo_id, revision))
         if info.id != repo_id:
-            what, remedy = "The Hub repo has another name now.", f"Give {info.id}."
-            raise RequestError(what, where=repo_id, found=info.id, remedy=remedy)
+            raise RequestError(
+                "The Hub repo has another name now.", where=repo_id, found=info.id, remedy=f"Give {info.id}."
+            )
         files = list(info.siblings or ())
         for file in files:
             _check_name(repo_id, file.rfilename)
@@ -155,8 +156,13 @@ class Listing:
                     break
         data = data[skip : skip + end - begin]
         if len(data) < end - begin:
-            what, where = "The Hub sent fewer bytes of a file than it has.", f"{self.repo_id}/{name}"
-            raise NetworkError(what, where=where, expected=end - begin, found=len(data), remedy="Try again.")
+            raise NetworkError(
+                "The Hub sent fewer bytes of a file than it has.",
+                where=f"{self.repo_id}/{name}",
+                expected=end - begin,
+                found=len(data),
+                remedy="Try again.",
+            )
         return bytes(data)
 
 
@@ -340,8 +346,9 @@ def open_repo(repo_id: str, revision: str | None) -> tuple[Path, Listing | None]
     root = fetch(repo_id, listing.commit, allow_patterns=_patterns(wanted))
     missing = next((name for name in wanted if not (root / name).is_file()), None)
     if missing is not None:
-        what, remedy = "The Hub did not send a file that it has.", "Try again."
-        raise NetworkError(what, where=f"{repo_id}/{missing}", remedy=remedy)
+        raise NetworkError(
+            "The Hub did not send a file that it has.", where=f"{repo_id}/{missing}", remedy="Try again."
+        )
     return root, listing
 
 

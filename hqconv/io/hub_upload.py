@@ -96,8 +96,9 @@ class FileToSend:
 
 
 def _changed(path: Path) -> OutputError:
-    what, remedy = "A file changed while it was sent.", "Nothing was published. Push again."
-    return OutputError(what, where=str(path), remedy=remedy)
+    return OutputError(
+        "A file changed while it was sent.", where=str(path), remedy="Nothing was published. Push again."
+    )
 
 
 def _content_or_path(file: FileToSend) -> bytes | str:
@@ -148,8 +149,12 @@ class HubBranch:
 
     def _check_private(self, info: Any) -> None:
         if not info.private:
-            what, remedy = "The repo is there already, and is public.", "Make it private, or leave --private out."
-            raise RequestError(what, where=self.repo_id, expected="a private repo", remedy=remedy)
+            raise RequestError(
+                "The repo is there already, and is public.",
+                where=self.repo_id,
+                expected="a private repo",
+                remedy="Make it private, or leave --private out.",
+            )
 
     def state(self) -> BranchFiles:
         """Request the branch's last commit and its files. Raises InputError, too, for an invalid commit hash."""
@@ -189,8 +194,11 @@ class HubBranch:
             HfApi().preupload_lfs_files(self.repo_id, operations, **kwargs)
         ignored = [file.name for file, one in zip(files, operations, strict=True) if one._should_ignore]
         if ignored:
-            what, remedy = "The repo ignores a file of the artifact.", "Look for a .gitignore in the repo."
-            raise OutputError(what, where=f"{self}: {first_few(ignored)}", remedy=remedy)
+            raise OutputError(
+                "The repo ignores a file of the artifact.",
+                where=f"{self}: {first_few(ignored)}",
+                remedy="Look for a .gitignore in the repo.",
+            )
         for file, operation in zip(files, operations, strict=True):
             if operation._upload_mode == "lfs":
                 file.check(operation.upload_info.sha256.hex())
@@ -237,8 +245,12 @@ class HubBranch:
         elif type(error) is ValueError and "metadata" in str(error):
             what, remedy = ("The Hub refuses the front matter of README.md.", "Mend it; people may edit the card.")
         elif is_unreachable(error):
-            what, remedy = f"The Hub ({constants.ENDPOINT}) cannot be reached.", "Check the connection and HF_ENDPOINT."
-            return NetworkError(what, where=str(self), found=found, remedy=f"{remedy} {_AGAIN}")
+            return NetworkError(
+                f"The Hub ({constants.ENDPOINT}) cannot be reached.",
+                where=str(self),
+                found=found,
+                remedy=f"Check the connection and HF_ENDPOINT. {_AGAIN}",
+            )
         else:
             return NetworkError("The upload to the Hub failed.", where=str(self), found=found, remedy=_AGAIN)
         return RequestError(what, where=str(self), found=found, remedy=remedy)

@@ -256,14 +256,20 @@ def _num_bytes(where: str, name: str, dtype: str, shape: list[int]) -> int:
     if total_bits > _MAX_U64:
         raise _overflow(where, name, dtype, shape)
     if total_bits % 8:
-        what, found = "The tensor does not fill whole bytes.", f"{dtype} {_SHORT.repr(shape)}"
-        raise _fault(where, name, what, "a multiple of 8 bits", found)
+        raise _fault(
+            where,
+            name,
+            "The tensor does not fill whole bytes.",
+            "a multiple of 8 bits",
+            f"{dtype} {_SHORT.repr(shape)}",
+        )
     return total_bits // 8
 
 
 def _overflow(where: str, name: str, dtype: str, shape: list[int]) -> InputError:
-    what, found = "The tensor's size overflows 64 bits.", f"{dtype} {_SHORT.repr(shape)}"
-    return _fault(where, name, what, f"at most {_MAX_U64} bits", found)
+    return _fault(
+        where, name, "The tensor's size overflows 64 bits.", f"at most {_MAX_U64} bits", f"{dtype} {_SHORT.repr(shape)}"
+    )
 
 
 def _check_offsets(where: str, name: str, raw: object, data_bytes: int) -> tuple[int, int]:
@@ -276,8 +282,13 @@ def _check_offsets(where: str, name: str, raw: object, data_bytes: int) -> tuple
         what = "The tensor's data_offsets are out of order."
         raise _fault(where, name, what, "0 <= begin <= end", _SHORT.repr(raw))
     if end > data_bytes:
-        what, found = "The file is truncated: it ends before the tensor does.", f"{data_bytes} bytes"
-        raise _fault(where, name, what, f"{_SHORT.repr(end)} bytes of tensor data or more", found)
+        raise _fault(
+            where,
+            name,
+            "The file is truncated: it ends before the tensor does.",
+            f"{_SHORT.repr(end)} bytes of tensor data or more",
+            f"{data_bytes} bytes",
+        )
     return begin, end
 
 
@@ -287,9 +298,19 @@ def _check_coverage(where: str, refs: list[TensorRef], data: range) -> None:
     for ref in refs:
         if ref.offset_bytes != position:
             gap = "overlaps" if ref.offset_bytes < position else "leaves a hole after"
-            what, begin = f"The tensor {gap} {previous}.", ref.offset_bytes - data.start
-            raise _fault(where, ref.name, what, f"begin {position - data.start}", f"begin {begin}")
+            raise _fault(
+                where,
+                ref.name,
+                f"The tensor {gap} {previous}.",
+                f"begin {position - data.start}",
+                f"begin {(ref.offset_bytes - data.start)}",
+            )
         position, previous = ref.offset_bytes + ref.num_bytes, f"tensor {ref.name!r}"
     if position != data.stop:
-        what, found = f"Bytes after {previous} belong to no tensor.", f"{len(data)} bytes"
-        raise _fault(where, None, what, f"{position - data.start} bytes of tensor data", found)
+        raise _fault(
+            where,
+            None,
+            f"Bytes after {previous} belong to no tensor.",
+            f"{position - data.start} bytes of tensor data",
+            f"{len(data)} bytes",
+        )

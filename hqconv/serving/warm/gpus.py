@@ -94,7 +94,7 @@ class Gpu:
         )
 
 
-# `scripts/check_gpu.py serving` compares the figures with a GPU that is present.
+# The figures are those of the vendor and of devices that were present once; no script compares them any more.
 KNOWN = {
     name: Gpu(model.driver_name, model.sm_version, *model.figures[:4], model.figures[4] << 20)
     for name, model in GPUS.items()
