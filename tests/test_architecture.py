@@ -92,7 +92,7 @@ LIGHT = (
     *("hqconv.kernel_layout.kernel_sources", "hqconv.serving.vllm.kernel_requests"),
     "hqconv.formats",
     *("hqconv.sources", "hqconv.artifact.reader"),
-    *("hqconv.serving.artifact_view", "hqconv.serving.artifact_location", "hqconv.serving.server_compatibility"),
+    *("hqconv.serving.artifact_view", "hqconv.serving.server_compatibility"),
     *("hqconv.artifact.rank_file", "hqconv.serving.vllm.activations", "hqconv.serving.vllm.layer_names"),
     *("hqconv.serving.vllm.plugin", "hqconv.serving.vllm.tuning", "hqconv.serving.vllm.refusals"),
     *(f"hqconv.serving.warm.{name}" for name in ("gpus", "kernel_store", "compile_kernels")),

@@ -15,13 +15,12 @@ from pathlib import Path
 from hqconv.artifact.rank_file import RankFile
 from hqconv.errors import HqconvError, RequestError
 from hqconv.kernel_layout.compatibility import fuses_exponents
-from hqconv.schemas.engine import ENGINE, Engine
+from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.gpu_target import TARGETS
 from hqconv.schemas.grid import EVEN
 from hqconv.schemas.input_schema import A16, NAMED_INPUTS, InputSchema
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
-from hqconv.serving.artifact_location import ArtifactLocation
-from hqconv.serving.artifact_view import ArtifactLayer, ArtifactView
+from hqconv.serving.artifact_view import ArtifactLayer, ArtifactLocation, ArtifactView
 
 
 @dataclass(frozen=True)
@@ -60,20 +59,20 @@ def check_machine(view: ArtifactView, sm_version: int) -> None:
         )
 
 
-def check_ranks(view: ArtifactView, layer: ServerLayer, engine: Engine = ENGINE) -> None:
+def check_ranks(view: ArtifactView, layer: ServerLayer) -> None:
     """Refuse other ranks or another placement of experts. Raises RequestError."""
     grid = view.grid
     fitting = recut(view, tp=layer.tp, ep=layer.ep, placement=layer.placement, redundant=layer.redundant)
     if (layer.tp, layer.ep) != (grid.tp, grid.ep):
-        options = engine.serve_options(grid)
+        options = ENGINE.serve_options(grid)
         start = f"Serve with {options or '--tensor-parallel-size 1'}, or"
         if options is None:
-            start = f"There is no start of {engine.name} for the artifact's ranks:"
+            start = f"There is no start of {ENGINE.name} for the artifact's ranks:"
         raise RequestError(
             "The artifact was cut for other ranks.",
             where=view.location.name,
             expected=f"tp {grid.tp}, ep {grid.ep}",
-            found=f"tp {layer.tp}, ep {layer.ep}, as {engine.name} counts the ranks of MoE layers",
+            found=f"tp {layer.tp}, ep {layer.ep}, as {ENGINE.name} counts the ranks of MoE layers",
             remedy=f"{start} cut it again: {fitting}.",
         )
     if grid.ep > 1 and layer.placement != grid.placement:
@@ -81,12 +80,12 @@ def check_ranks(view: ArtifactView, layer: ServerLayer, engine: Engine = ENGINE)
             "The artifact's experts are dealt to ranks in another way.",
             where=view.location.name,
             expected=grid.placement,
-            found=f"{layer.placement} ({engine.placement_remark})",
-            remedy=f"Serve with {engine.placement_option.format(grid.placement)}, or cut it again: {fitting}.",
+            found=f"{layer.placement} ({ENGINE.placement_remark})",
+            remedy=f"Serve with {ENGINE.placement_option.format(grid.placement)}, or cut it again: {fitting}.",
         )
 
 
-def check_dtype(view: ArtifactView, dtype: str, engine: Engine = ENGINE) -> None:
+def check_dtype(view: ArtifactView, dtype: str) -> None:
     """Refuse another dtype of activations. Raises RequestError."""
     if dtype != view.dtype:
         raise RequestError(
@@ -94,12 +93,12 @@ def check_dtype(view: ArtifactView, dtype: str, engine: Engine = ENGINE) -> None
             where=view.location.name,
             expected=view.dtype,
             found=dtype,
-            remedy=f"Serve with {engine.dtype_option.format(view.dtype)}, or convert the original again: "
+            remedy=f"Serve with {ENGINE.dtype_option.format(view.dtype)}, or convert the original again: "
             f"`{shlex.join(_from_original(view, dtype))}`.",
         )
 
 
-def check_layer(view: ArtifactView, converted: ArtifactLayer, layer: ServerLayer, engine: Engine = ENGINE) -> None:
+def check_layer(view: ArtifactView, converted: ArtifactLayer, layer: ServerLayer) -> None:
     """Refuse a model whose layer is not the converted one. Raises RequestError."""
     facts = {
         "experts": (converted.num_experts, layer.num_experts),
@@ -109,7 +108,7 @@ def check_layer(view: ArtifactView, converted: ArtifactLayer, layer: ServerLayer
     for what, (expected, found) in facts.items():
         if expected != found:
             where = f"{view.location.name}: {converted.name}: {what}"
-            raise _other_layer(where, expected, f"{found} in {engine.name}'s model", engine.layer_remedy)
+            raise _other_layer(where, expected, f"{found} in {ENGINE.name}'s model", ENGINE.layer_remedy)
 
 
 def check_rank_file(view: ArtifactView, file: RankFile, layer: ServerLayer, num_local_experts: int) -> None:

@@ -19,8 +19,7 @@ import hqconv
 from hqconv.errors import HqconvError, InputError, VerificationError
 from hqconv.io import file_access
 from hqconv.schemas.grid import Grid
-from hqconv.serving.artifact_location import ArtifactLocation
-from hqconv.serving.artifact_view import open_artifact_view
+from hqconv.serving.artifact_view import ArtifactLocation, open_artifact_view
 from tests.make import processes
 from tests.make.conversions import check, manifest, run, write_manifest
 from tests.make.places import REPO

@@ -15,8 +15,7 @@ import hqconv
 from hqconv.api import push
 from hqconv.artifact.manifest import is_path_inside, read_manifest
 from hqconv.errors import HqconvError, InputError, OutputError, VerificationError
-from hqconv.serving.artifact_location import ArtifactLocation
-from hqconv.serving.artifact_view import open_artifact_view
+from hqconv.serving.artifact_view import ArtifactLocation, open_artifact_view
 from tests.make import hub_server
 from tests.make.conversions import run, write_manifest
 from tests.make.hub_upload import UploadHub, serve_uploads

@@ -12,8 +12,7 @@ import pytest
 import hqconv
 from hqconv.errors import InputError, VerificationError
 from hqconv.schemas.recipe import load_recipe
-from hqconv.serving.artifact_location import ArtifactLocation
-from hqconv.serving.artifact_view import open_artifact_view
+from hqconv.serving.artifact_view import ArtifactLocation, open_artifact_view
 from tests.make.conversions import manifest, run, write_manifest
 from tests.make.qwen import write_qwen3_moe
 

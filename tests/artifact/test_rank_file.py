@@ -16,8 +16,7 @@ from safetensors import safe_open
 from hqconv.artifact.rank_file import RankFile, check_sha256
 from hqconv.errors import VerificationError
 from hqconv.schemas.grid import Grid
-from hqconv.serving.artifact_location import ArtifactLocation
-from hqconv.serving.artifact_view import ArtifactView, open_artifact_view, open_rank_file
+from hqconv.serving.artifact_view import ArtifactLocation, ArtifactView, open_artifact_view, open_rank_file
 from tests.make import input_scales, small
 from tests.make.conversions import run, write_manifest
 from tests.make.qwen import write_qwen3_moe

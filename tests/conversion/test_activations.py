@@ -17,8 +17,7 @@ from hqconv.errors import RequestError, VerificationError
 from hqconv.kernel_layout.fused_moe import Gemm, layer_config
 from hqconv.reports import texts
 from hqconv.schemas.activation import Activation
-from hqconv.serving.artifact_location import ArtifactLocation
-from hqconv.serving.artifact_view import open_artifact_view
+from hqconv.serving.artifact_view import ArtifactLocation, open_artifact_view
 from hqconv.verification import kernel as module
 from hqconv.verification.result import CheckResult
 from hqconv.verification.verify import _kernel_device, _sample

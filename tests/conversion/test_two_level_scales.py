@@ -19,8 +19,7 @@ import hqconv
 from hqconv.errors import HqconvError, InputError, RequestError, VerificationError
 from hqconv.humming_ops.runtime import humming
 from hqconv.schemas.grid import Grid
-from hqconv.serving.artifact_location import ArtifactLocation
-from hqconv.serving.artifact_view import open_artifact_view, open_rank_file
+from hqconv.serving.artifact_view import ArtifactLocation, open_artifact_view, open_rank_file
 from tests.make.conversions import assert_verified, check, manifest, run
 from tests.make.input_scales import compressed_nvfp4, expected, fp8, modelopt_nvfp4, scale_names
 from tests.make.small import LAYER, E, Source, Tensors, save

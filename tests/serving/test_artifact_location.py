@@ -13,8 +13,7 @@ from huggingface_hub import HfApi
 
 from hqconv.errors import HqconvError, NetworkError, RequestError, VerificationError
 from hqconv.schemas.grid import Grid
-from hqconv.serving.artifact_location import ArtifactLocation
-from hqconv.serving.artifact_view import ArtifactView, open_artifact_view, open_rank_file
+from hqconv.serving.artifact_view import ArtifactLocation, ArtifactView, open_artifact_view, open_rank_file
 from hqconv.serving.parameter_loader import ParameterLoader
 from tests.make.conversions import run
 from tests.make.hub_server import COMMIT, LocalHub, cached, serve, use

@@ -14,8 +14,7 @@ from hqconv.schemas.activation import Activation
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import A16, INPUT_PRESETS
 from hqconv.schemas.weight_schema import resolve_schema
-from hqconv.serving.artifact_location import ArtifactLocation
-from hqconv.serving.artifact_view import ArtifactView, open_artifact_view
+from hqconv.serving.artifact_view import ArtifactLocation, ArtifactView, open_artifact_view
 from tests.make.conversions import manifest, run, write_manifest
 from tests.make.qwen import write_qwen3_moe
 

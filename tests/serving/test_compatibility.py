@@ -20,8 +20,7 @@ from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema
 from hqconv.schemas.weight_schema import resolve_schema
 from hqconv.serving import server_compatibility
-from hqconv.serving.artifact_location import ArtifactLocation
-from hqconv.serving.artifact_view import ArtifactLayer, ArtifactView, open_artifact_view
+from hqconv.serving.artifact_view import ArtifactLayer, ArtifactLocation, ArtifactView, open_artifact_view
 from hqconv.serving.server_compatibility import (
     ServerLayer,
     check_dtype,

@@ -14,8 +14,7 @@ from hqconv.errors import RequestError, VerificationError
 from hqconv.io.file_access import PieceReader
 from hqconv.schemas.grid import Grid
 from hqconv.serving import parameter_loader as loading
-from hqconv.serving.artifact_location import ArtifactLocation
-from hqconv.serving.artifact_view import ArtifactView, open_artifact_view, open_rank_file
+from hqconv.serving.artifact_view import ArtifactLocation, ArtifactView, open_artifact_view, open_rank_file
 from hqconv.serving.parameter_loader import READ, VERIFY, ParameterLoader
 from hqconv.serving.warm.kernel_store import WarmKernels
 from tests.make.conversions import run

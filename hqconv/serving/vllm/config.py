@@ -16,8 +16,7 @@ from vllm.platforms import current_platform
 from hqconv.errors import RequestError
 from hqconv.io.hub import is_commit
 from hqconv.schemas.artifact_names import FORMAT_VERSION, MIXED_VERSION
-from hqconv.serving.artifact_location import ArtifactLocation
-from hqconv.serving.artifact_view import ArtifactView, open_artifact_view
+from hqconv.serving.artifact_view import ArtifactLocation, ArtifactView, open_artifact_view
 from hqconv.serving.parameter_loader import ParameterLoader
 from hqconv.serving.server_compatibility import check_machine, no_layer
 from hqconv.serving.vllm.layer_names import find_layer

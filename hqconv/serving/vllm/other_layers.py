@@ -11,7 +11,7 @@ from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from hqconv.schemas import artifact_names as names
-from hqconv.serving.artifact_location import ArtifactLocation
+from hqconv.serving.artifact_view import ArtifactLocation
 
 METHOD = "hqconv"
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from importlib.metadata import version
 
 from hqconv.errors import HqconvError, RequestError, VerificationError
-from hqconv.schemas.engine import ENGINE, Engine
+from hqconv.schemas.engine import ENGINE
 from hqconv.serving.artifact_view import ArtifactLayer, ArtifactView
 from hqconv.serving.server_compatibility import ServerLayer, recut
 
@@ -30,12 +30,12 @@ def warn_of_untested() -> None:
         )
 
 
-def check_redundant_experts(view: ArtifactView, layer: ServerLayer, engine: Engine = ENGINE) -> None:
+def check_redundant_experts(view: ArtifactView, layer: ServerLayer) -> None:
     """Refuse another number of copies of experts than the server's, and ranks that come and go. Raises RequestError."""
     grid = view.grid
     if grid.redundant != layer.redundant:
         fitting = recut(view, tp=layer.tp, ep=layer.ep, placement=layer.placement, redundant=layer.redundant)
-        options = engine.serve_options(grid)
+        options = ENGINE.serve_options(grid)
         start = f"Serve with {options} only, or cut" if options else "Cut"
         raise RequestError(
             "The artifact has another number of redundant experts than the server.",
