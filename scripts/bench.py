@@ -126,7 +126,8 @@ def child(job: Found) -> None:
 
 def timed_process(checkout: Path, command: list[str]) -> tuple[float, str]:
     """Wall time of a process that uses a checkout, and what it printed."""
-    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    found = os.environ.get("PYTHONPATH", "")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(checkout), found)))}
     begun = time.monotonic()
     done = subprocess.run(
         [sys.executable, *command], stdout=subprocess.PIPE, text=True, check=False, env=environment, cwd=checkout
