@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -26,25 +29,63 @@ def pipeline(
     done. At an error of `work` or of `items`, at a KeyboardInterrupt and at `close` no further item is begun; those in
     work are waited for, so that no thread is left. Use `contextlib.closing` where the consumer may raise.
 
-    begin_thread: called first in every thread. name: begin of the threads' names.
+    begin_thread: called in every thread before its first item. name: begin of the threads' names.
     Raises the error of the first item that failed, after the results before it.
     """
-    pool = ThreadPoolExecutor(num_threads, name, begin_thread)
+    tasks: SimpleQueue[tuple[Item, Future[Result]] | None] = SimpleQueue()
+
+    def run() -> None:
+        begin = begin_thread
+        while (task := tasks.get()) is not None:
+            item, future = task
+            if future.set_running_or_notify_cancel():
+                try:
+                    if begin is not None:
+                        begin()
+                        begin = None
+                    future.set_result(work(item))
+                except BaseException as error:  # noqa: BLE001 - raised in the calling thread
+                    future.set_exception(error)
+            del task, item, future  # the result may be large
+
+    # Threads of our own: an interrupted ThreadPoolExecutor may not know the thread that it was just starting.
+    threads = [threading.Thread(target=run, name=f"{name}_{number}", daemon=True) for number in range(num_threads)]
     begun: deque[Future[Result]] = deque()
     try:
+        for thread in threads:
+            thread.start()
         for item in items:
-            begun.append(pool.submit(work, item))
+            begun.append(Future())
+            tasks.put((item, begun[-1]))
             if len(begun) > ahead:
                 yield begun.popleft().result()
         while begun:
             yield begun.popleft().result()
     finally:
-        begun.clear()  # their results may be large
-        stop_threads(pool)
+        _stop(begun, threads, lambda: tasks.put(None))
+
+
+def _stop(begun: deque[Future[Result]], threads: list[threading.Thread], end_one: Callable[[], None]) -> None:
+    """Drop the items that no thread has begun, and wait for the threads, also through a KeyboardInterrupt."""
+    while True:
+        try:
+            for future in begun:
+                future.cancel()
+            for _ in threads:
+                end_one()
+            for thread in threads:
+                while thread in threading.enumerate():
+                    if thread.is_alive():
+                        thread.join()
+                    else:
+                        time.sleep(0.001)  # it is just starting
+            return
+        except KeyboardInterrupt:
+            continue
 
 
 def stop_threads(pool: ThreadPoolExecutor) -> None:
-    """Drop the tasks that have not begun, and wait for the others, also through a KeyboardInterrupt."""
+    """Drop the tasks of a pool that have not begun, and wait for the others, also through a KeyboardInterrupt."""
     while True:
         try:
             pool.shutdown(wait=True, cancel_futures=True)

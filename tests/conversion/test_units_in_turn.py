@@ -122,14 +122,17 @@ def test_nothing_is_waited_for_beside_a_unit_in_work(
 ) -> None:
     """A shard may only come when another unit is done: waiting for it in the middle of that unit would be for ever."""
     begun: list[str] = []
-    wait_for = HubPrefetch.wait_for
+    beside: list[Any] = []
+    may_open = Executor._may_open
 
-    def waiting(self: HubPrefetch, unit: str) -> None:
-        begun.append(f"{len(of_layers(fed))} {unit}")
-        wait_for(self, unit)
+    def waiting(self: Executor, unit: Any, in_work: Any) -> bool:
+        beside[:] = in_work
+        if not in_work:
+            begun.append(f"{len(of_layers(fed))} {unit.name}")
+        return may_open(self, unit, in_work)
 
-    monkeypatch.setattr(HubPrefetch, "wait_for", waiting)
-    monkeypatch.setattr(HubPrefetch, "has_shards", lambda *_: False)
+    monkeypatch.setattr(Executor, "_may_open", waiting)
+    monkeypatch.setattr(HubPrefetch, "is_ready", lambda *_: not beside)
     hqconv.convert(model, tmp_path / "out", **OPTIONS)
     assert of_layers(fed) == "".join(digit * NUM_BATCHES for digit in "012")
     assert [one for one in begun if "layers" in one] == [
