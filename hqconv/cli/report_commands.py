@@ -63,8 +63,8 @@ def make_report(
     Raises OutputError where the page cannot be written, RequestError, VerificationError also for a manifest that is not
     the one of its own digest, and what opening the source raises.
     """
-    from hqconv.artifact.evaluation_record import read_evaluation
     from hqconv.artifact.manifest import read_manifest
+    from hqconv.artifact.model_card import read_evaluation
     from hqconv.reports.page_document import page_place, read_allocation
 
     root = Path(out)

@@ -18,8 +18,7 @@ from hqconv import __version__
 from hqconv.artifact.build import Measured, artifact_config, build_manifest, first_difference, with_file
 from hqconv.artifact.error_summary import requantized, scale_changes
 from hqconv.artifact.manifest import Manifest, json_bytes, sealed
-from hqconv.artifact.model_card import card_bytes
-from hqconv.artifact.sha256sums import sums_bytes
+from hqconv.artifact.model_card import card_bytes, sums_bytes
 from hqconv.conversion.collect_input_scales import InputScales, read_input_scales
 from hqconv.conversion.executor import Executor
 from hqconv.conversion.hub_prefetch import CachePolicy, HubPrefetch, ShardUse, check_room, sort_by_shard

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hqconv.artifact.manifest import Manifest, is_artifact, read_manifest
-from hqconv.artifact.sha256sums import are_sums, is_own_card
+from hqconv.artifact.model_card import are_sums, is_own_card
 from hqconv.conversion.journal import FolderJournal, Journal, JournalEntry, busy, compare_identities
 from hqconv.conversion.parts import Part
 from hqconv.errors import HqconvError, OutputError, VerificationError, first_few

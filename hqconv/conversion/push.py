@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hqconv.artifact.manifest import Manifest, read_manifest
-from hqconv.artifact.sha256sums import is_own_card, is_own_sums, sums_bytes
+from hqconv.artifact.model_card import is_own_card, is_own_sums, sums_bytes
 from hqconv.errors import OutputError, RequestError, VerificationError, first_few, plural
 from hqconv.io.file_access import sha256_of
 from hqconv.io.hub_upload import BranchFiles, FileToSend, HubBranch

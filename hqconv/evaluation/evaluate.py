@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from hqconv.artifact.evaluation_record import check_card, write_evaluation
 from hqconv.artifact.expert_reader import ExpertReader
 from hqconv.artifact.load import decoded_experts, expert_floats, refuse
+from hqconv.artifact.model_card import check_card, write_evaluation
 from hqconv.artifact.reader import Artifact
 from hqconv.conversion.collect_importance import import_transformers, token_ids
 from hqconv.conversion.resources import Resources

@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hqconv.artifact.evaluation_record import evaluation_in_card
 from hqconv.artifact.manifest import Manifest, ManifestLayer, read_manifest
+from hqconv.artifact.model_card import evaluation_in_card
 from hqconv.errors import HqconvError, OutputError, RequestError, VerificationError
 from hqconv.reports.documents import config_of, describe_artifact
 from hqconv.reports.texts import Document

@@ -12,8 +12,8 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from hqconv.artifact.model_card import is_own_card, is_own_sums
 from hqconv.artifact.reader import Artifact, Header
-from hqconv.artifact.sha256sums import is_own_card, is_own_sums
 from hqconv.conversion.progress import Meter
 from hqconv.errors import HqconvError, VerificationError, plural
 from hqconv.io.checkpoint_files import WEIGHT_FOLDERS, WEIGHT_SUFFIXES

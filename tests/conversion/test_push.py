@@ -18,8 +18,8 @@ from huggingface_hub import snapshot_download
 from typer.testing import CliRunner
 
 from hqconv.api import push
-from hqconv.artifact.evaluation_record import evaluation_in_card, write_evaluation
 from hqconv.artifact.manifest import read_manifest
+from hqconv.artifact.model_card import evaluation_in_card, write_evaluation
 from hqconv.cli.app import app
 from hqconv.cli.interrupt import MESSAGE
 from hqconv.conversion.push import push as run_push
