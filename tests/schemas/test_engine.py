@@ -25,15 +25,17 @@ COMMANDS = {
 def test_the_command(grid: Grid) -> None:
     assert ENGINE.serve_command("out", "kernel", grid) == COMMANDS[grid]
     assert ENGINE.serve_command("out", "checkpoint", grid) == "vllm serve out"
+    assert shlex.split(ENGINE.serve_command("my model", "kernel", grid) or "")[2] == "my model"
     assert ENGINE.kernel_layout_obstacles("qwen_moe", grid) == []
 
 
-@pytest.mark.parametrize(
-    "grid", [Grid(tp=2, ep=2), Grid(redundant=2), Grid(ep=2, placement="round_robin", redundant=2)]
-)
-def test_ranks_without_a_start(grid: Grid) -> None:
-    assert ENGINE.serve_command("out", "kernel", grid) is None
-    assert len(ENGINE.kernel_layout_obstacles("qwen_moe", grid)) == 1
+def test_what_has_no_start() -> None:
+    for grid in (Grid(tp=2, ep=2), Grid(redundant=2), Grid(ep=2, placement="round_robin", redundant=2)):
+        assert ENGINE.serve_command("out", "kernel", grid) is None
+        assert len(ENGINE.kernel_layout_obstacles("qwen_moe", grid)) == 1
+    for family, reason in {"llama4": "weighs", "moondream3": "kernel of plain weights"}.items():
+        (said,) = ENGINE.kernel_layout_obstacles(family, Grid())
+        assert reason in said
 
 
 @pytest.mark.parametrize(
@@ -69,15 +71,3 @@ def test_every_rank_holds_as_many_experts_as_the_others() -> None:
     ):
         reasons = ENGINE.kernel_layout_obstacles("qwen_moe", grid, num_experts=counts)
         assert ["7 experts and 2 copies" in reason for reason in reasons] == [True] * (not is_served)
-
-
-@pytest.mark.parametrize(("family", "reason"), [("llama4", "weighs"), ("moondream3", "kernel of plain weights")])
-def test_families_without_a_layer_for_humming_are_not_served(family: str, reason: str) -> None:
-    (said,) = ENGINE.kernel_layout_obstacles(family, Grid())
-    assert reason in said
-
-
-def test_a_folder_with_a_space_is_one_word() -> None:
-    command = ENGINE.serve_command("my model", "kernel", Grid())
-    assert command is not None
-    assert shlex.split(command) == ["vllm", "serve", "my model"]

@@ -10,36 +10,38 @@ from hqconv.errors import RequestError
 from hqconv.schemas.gpu_target import GPUS, TARGETS, GpuTarget, gpu_named, known_gpus, parse_target, target_of_record
 from tests.make.places import REPO
 
-
-@pytest.mark.parametrize(
-    ("typed", "sm_version"),
-    [
-        *(("t4", 75), ("a100", 80), ("A100-SXM4-80GB", 80), ("a10", 86), ("l4", 89), ("L40S", 89)),
-        *(("h100", 90), ("H200", 90), ("h20", 90), ("NVIDIA H100 80GB HBM3", 90), ("h100 sxm5", 90)),
-        *(("b200", 100), ("gb200", 100), ("b300", 103), ("RTX PRO 6000", 120), ("rtx_pro_6000", 120)),
-        *(("GeForce RTX 4090", 89), ("rtx5090", 120), ("dgx-spark", 121), ("GB10", 121)),
-        *(("sm90", 90), ("SM90", 90), ("sm_90", 90), ("sm_90a", 90), ("sm90a", 90), ("90", 90), ("9.0", 90)),
-        *(("10.0", 100), ("sm_100f", 100), ("compute_80", 80), ("12.1", 121), (" 7.5 ", 75)),
-    ],
-)
-def test_spellings(typed: str, sm_version: int) -> None:
-    assert parse_target(typed) == GpuTarget(sm_version)
-    assert parse_target(typed, "13.2") == GpuTarget(sm_version, (13, 2))
+SPELLINGS: dict[int, tuple[str, ...]] = {
+    75: ("t4", " 7.5 "),
+    80: ("a100", "A100-SXM4-80GB", "compute_80"),
+    86: ("a10",),
+    89: ("l4", "L40S", "GeForce RTX 4090"),
+    90: ("h100", "H200", "h20", "NVIDIA H100 80GB HBM3", "h100 sxm5", "sm90", "SM90", "sm_90", "sm_90a", "90", "9.0"),
+    100: ("b200", "gb200", "10.0", "sm_100f"),
+    103: ("b300",),
+    120: ("RTX PRO 6000", "rtx_pro_6000", "rtx5090"),
+    121: ("dgx-spark", "GB10", "12.1"),
+}
 
 
-@pytest.mark.parametrize("typed", ["sm70", "sm87", "sm110", "sm9", "9", "9.0.1", "sm-", "sm90b", "gpu", "", "v100"])
-def test_others_are_refused_with_all_names(typed: str) -> None:
-    with pytest.raises(RequestError, match="--target") as error:
-        parse_target(typed)
-    assert all(name in error.value.expected for name in GPUS)
-    assert "9.0 is sm90" in error.value.remedy
-    assert "Did you mean" not in error.value.remedy
+def test_spellings() -> None:
+    for sm_version, spellings in SPELLINGS.items():
+        for typed in spellings:
+            assert parse_target(typed) == GpuTarget(sm_version)
+            assert parse_target(typed, "13.2") == GpuTarget(sm_version, (13, 2))
 
 
-def test_almost_a_name() -> None:
-    for typed, meant in (("h10", "h100"), ("L40X", "l40"), ("rtx-4900", "rtx-4090")):
-        with pytest.raises(RequestError, match=f"Did you mean {meant}"):
+def test_others_are_refused_with_all_names() -> None:
+    others = ("sm70", "sm87", "sm110", "sm9", "9", "9.0.1", "sm-", "sm90b", "gpu", "", "v100")
+    for typed, meant in {**dict.fromkeys(others, ""), "h10": "h100", "L40X": "l40", "rtx-4900": "rtx-4090"}.items():
+        with pytest.raises(RequestError, match="--target") as error:
             parse_target(typed)
+        assert all(name in error.value.expected for name in GPUS)
+        assert (f"Did you mean {meant}?" if meant else "9.0 is sm90") in error.value.remedy
+        assert ("Did you mean" in error.value.remedy) == bool(meant)
+    assert target_of_record("sm90") == GpuTarget(90)
+    for name in ("h100", "SM90", "9.0", "sm_90", ""):  # a record has one spelling
+        with pytest.raises(RequestError):
+            target_of_record(name)
 
 
 def test_names_lead_to_known_architectures_and_every_architecture_has_a_name() -> None:
@@ -48,13 +50,6 @@ def test_names_lead_to_known_architectures_and_every_architecture_has_a_name() -
         assert gpu_named(name) == gpu_named(gpu.driver_name) == gpu_named(name.upper().replace("-", " ")) == name
         assert gpu.memory_gb > 0
     assert known_gpus([75, 100]) == "t4 (sm75); b200, gb200 (sm100)"
-
-
-def test_a_record_has_one_spelling() -> None:
-    assert target_of_record("sm90") == GpuTarget(90)
-    for name in ("h100", "SM90", "9.0", "sm_90", ""):
-        with pytest.raises(RequestError):
-            target_of_record(name)
 
 
 def test_the_documents_list_every_name() -> None:

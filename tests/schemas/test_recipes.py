@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from hqconv.cli.app import app
 from hqconv.schemas.recipe import load_recipe
+from tests.make.command import call
 from tests.make.families import save_family
 from tests.make.formats import write
 from tests.make.places import CONFIGS
@@ -49,23 +49,22 @@ def test_every_recipe_is_listed() -> None:
     assert [path.name for path in RECIPES] == sorted(f"{name}.toml" for name in EXPECTED)
 
 
+def planned(model: Path, recipe: Path, *more: str) -> Any:
+    done = call("convert", model, "--config", recipe, "--dry-run", "--json", *more)
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipe(path: Path, tmp_path: Path) -> None:
     assert path.read_text().startswith("# ")
     load_recipe(path)
     make, conversion, target, inputs, num_ranks = EXPECTED[path.stem]
     model = make(tmp_path / "model")
-    done = CliRunner().invoke(app, ["convert", str(model), "--config", str(path), "--dry-run", "--json"])
-    assert done.exit_code == 0, done.output
-    words = json.loads(done.stdout)
+    words = planned(model, path)
     assert set(words["conversion"]) == {conversion}
     assert (words["target"], words["input_schema"], len(words["rank_bytes"])) == (target, inputs, num_ranks)
-
-
-def test_flags_win(tmp_path: Path) -> None:
-    model, recipe = write_qwen3_moe(tmp_path / "model"), CONFIGS / "recipes" / "mixtral-fp8-l40s.toml"
-    command = ["convert", str(model), "--config", str(recipe), "--dry-run", "--json"]
-    done = CliRunner().invoke(app, [*command, "--tp", "1", "--schema", "int4", "--input-schema", "int8"])
-    words = json.loads(done.stdout)
-    assert (words["target"], words["input_schema"], len(words["rank_bytes"])) == ("sm89", "int8", 1)
-    assert words["schema"]["name"] == "int4"
+    if path.stem == "mixtral-fp8-l40s":  # flags win
+        words = planned(model, path, "--tp", "1", "--schema", "int4-g64", "--input-schema", "int8")
+        assert (words["target"], words["input_schema"], len(words["rank_bytes"])) == ("sm89", "int8", 1)
+        assert words["schema"]["name"] == "int4-g64"

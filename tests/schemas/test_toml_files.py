@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from hqconv.schemas.input_schema import resolve_inputs
 from hqconv.schemas.recipe import load_recipe
 from hqconv.schemas.untrusted_files import read_toml
 from hqconv.schemas.weight_schema import resolve_schema
+from tests.make.nodes import NODES, in_time
 
 READERS: dict[str, Callable[[Path], object]] = {
     "recipe": load_recipe,
@@ -30,21 +29,9 @@ CONTENTS: dict[str, tuple[bytes, str]] = {
 
 
 def refusal(read: Callable[[Path], object], path: Path) -> RequestError:
-    """Of a file; the test does not wait for one that nobody writes to."""
-    caught: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            read(path)
-        except BaseException as error:  # noqa: BLE001 - it is looked at below
-            caught.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(20)
-    assert caught, "it waits, or refuses nothing"
-    assert isinstance(caught[0], RequestError), caught[0]
-    return caught[0]
+    with pytest.raises(RequestError) as caught:
+        in_time(lambda: read(path))
+    return caught.value
 
 
 @pytest.mark.parametrize("called", READERS)
@@ -59,17 +46,11 @@ def test_what_is_no_file_of_ours(name: str, called: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("called", READERS)
-@pytest.mark.parametrize("kind", ["a pipe", "a device", "a folder", "nothing", "a name that is none"])
+@pytest.mark.parametrize("kind", [*NODES, "nothing", "a name that is none"])
 def test_nothing_is_waited_for(kind: str, called: str, tmp_path: Path) -> None:
-    path = tmp_path / "x.toml"
-    if kind == "a pipe":
-        os.mkfifo(path)
-    elif kind == "a device":
-        path.symlink_to("/dev/zero")
-    elif kind == "a folder":
-        path.mkdir()
-    elif kind == "a name that is none":
-        path = tmp_path / "\0.toml"
+    path = tmp_path / ("\0.toml" if kind == "a name that is none" else "x.toml")
+    if kind in NODES:
+        NODES[kind](path)
     error = refusal(READERS[called], path)
     assert (error.what, error.where) == (f"The {called} cannot be read.", str(path))
     assert error.found
