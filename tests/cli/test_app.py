@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import pty
 import re
-import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,13 +13,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 import hqconv
-from hqconv.cli.app import app
-from hqconv.cli.interrupt import MESSAGE
 from hqconv.cli.progress_bar import ShownProgress, human_seconds
-from hqconv.conversion import convert as conversion
 from hqconv.conversion.option_values import default_out, parse_bytes, place_of
 from hqconv.conversion.progress import Progress
 from hqconv.errors import RequestError
@@ -37,52 +28,13 @@ from hqconv.schemas.input_schema import NAMED_INPUTS
 from hqconv.schemas.options import LayerChoice, Override
 from hqconv.schemas.recipe import load_recipe
 from hqconv.schemas.weight_schema import resolve_schema
-from tests.make import processes
+from tests.make.command import call
 from tests.make.formats import write
-from tests.make.places import REPO
-from tests.make.qwen import read_tree, write_qwen3_moe
-
-SUMMARY_KEYS = {
-    "out",
-    "num_blocks",
-    "num_ranks",
-    "num_bytes_in",
-    "num_bytes_out",
-    "num_groups_resumed",
-    "errors",
-    "seconds",
-    "num_workers",
-}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_qwen3_moe(tmp_path_factory.mktemp("models") / "small")
-
-
-def call(*arguments: object) -> Any:
-    """The command in this process."""
-    return CliRunner().invoke(app, [str(a) for a in arguments])
+from tests.make.qwen import write_qwen3_moe
 
 
 def convert(model: Path, out: Path, *more: object) -> Any:
     return call("convert", model, "-o", out, "--schema", "mxfp4", "--target", "sm90", *more)
-
-
-def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "hqconv", *map(str, arguments)]
-
-
-def environment(**more: str) -> dict[str, str]:
-    kept = {key: value for key, value in os.environ.items() if key != "HQCONV_DEBUG"}
-    return {**kept, "PYTHONPATH": str(REPO), **more}
-
-
-def run(*arguments: object, cwd: Path = REPO, **more: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own."""
-    return processes.run(
-        command(*arguments), cwd=cwd, env=environment(**more), capture_output=True, text=True, check=False
-    )
 
 
 # --- options and values ------------------------------------------------------------------------------------
@@ -95,27 +47,13 @@ def test_help_and_version() -> None:
     assert "--expert-placement" in call("convert", "--help").stdout
 
 
-@pytest.mark.parametrize(
-    ("text", "num_bytes"),
-    [
-        ("1", 1),
-        ("4096", 4096),
-        ("512MiB", 512 << 20),
-        ("4GiB", 4 << 30),
-        ("4gib", 4 << 30),
-        ("2GB", 2 * 10**9),
-        ("1.5G", 3 << 29),
-        ("3 kB", 3000),
-    ],
-)
-def test_sizes(text: str, num_bytes: int) -> None:
-    assert parse_bytes(text) == num_bytes
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "4 GiBs", "4iB", "1e9", "four"])
-def test_sizes_that_are_none(text: str) -> None:
-    with pytest.raises(RequestError, match="--max-memory"):
-        parse_bytes(text)
+def test_sizes() -> None:
+    sizes = {"1": 1, "4096": 4096, "512MiB": 512 << 20, "4GiB": 4 << 30, "4gib": 4 << 30, "2GB": 2 * 10**9}
+    sizes |= {"1.5G": 3 << 29, "3 kB": 3000}
+    assert {text: parse_bytes(text) for text in sizes} == sizes
+    for text in ("", "GiB", "-1", "4 GiBs", "4iB", "1e9", "four"):
+        with pytest.raises(RequestError, match="--max-memory"):
+            parse_bytes(text)
 
 
 def test_default_out() -> None:
@@ -169,14 +107,6 @@ def test_a_recipe_does_not_take_the_name_of_the_plain_schema(tmp_path: Path, mon
     words = json.loads(again.stdout)
     first, last = (f"model.layers.{i}.mlp.experts" for i in (0, 2))
     assert (words["otherwise"], words["left_blocks"]) == ({"fp8, a16 activations": [first, last]}, [])
-
-
-def test_an_artifact_over_the_error_limit_is_not_recommended(model: Path, tmp_path: Path) -> None:
-    over = convert(model, tmp_path / "over", "--max-error", "0.01")
-    good = convert(model, tmp_path / "good", "--max-error", "0.9")
-    assert (over.exit_code, good.exit_code) == (1, 0)
-    assert "Serve it with" not in over.stdout
-    assert "Serve it with" in good.stdout
 
 
 # --- convert -----------------------------------------------------------------------------------------------
@@ -241,19 +171,11 @@ def test_the_profile_tells_what_every_stage_did(model: Path, tmp_path: Path) -> 
     assert stages["finish"]["gigabytes"] == pytest.approx(written / 1e9, abs=1e-3)
 
 
-@pytest.mark.parametrize("place", ["missing/profile.json", "."])
-def test_a_profile_that_could_not_be_written_is_refused_before_the_work(
-    place: str, model: Path, tmp_path: Path
-) -> None:
-    result = convert(model, tmp_path / "out", "--profile", tmp_path / place)
-    assert result.exit_code == 2
-    assert "--profile" in result.stderr
-    assert not (tmp_path / "out").exists()
-
-
-def test_checkpoint_layout_needs_no_target(model: Path, tmp_path: Path) -> None:
-    arguments = ("convert", model, "-o", tmp_path / "out", "--schema", "int4", "--layout", "checkpoint")
-    assert call(*arguments).exit_code == 0
+def test_a_profile_that_could_not_be_written_is_refused_before_the_work(model: Path, tmp_path: Path) -> None:
+    for place in ("missing/profile.json", "."):
+        result = convert(model, tmp_path / "out", "--profile", tmp_path / place)
+        assert (result.exit_code, "--profile" in result.stderr) == (2, True)
+        assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -306,90 +228,25 @@ def test_with_a_gpu_the_target_is_its_architecture(model: Path, monkeypatch: pyt
         assert hqconv.plan(model, schema="int4", device=device).spec.target.name == target
 
 
-def test_occupied_output_exits_with_4(model: Path, tmp_path: Path) -> None:
-    assert convert(model, tmp_path / "out").exit_code == 0
-    before = read_tree(tmp_path / "out")
-    result = convert(model, tmp_path / "out", "--json")
-    assert (result.exit_code, json.loads(result.stdout)["exit_code"]) == (4, 4)
-    assert "--overwrite" in result.stderr
-    assert read_tree(tmp_path / "out") == before
-    assert convert(model, tmp_path / "out", "--overwrite").exit_code == 0
-    assert read_tree(tmp_path / "out") == before
-
-
-@pytest.mark.parametrize("place", ["inside", "same", "around"])
-def test_output_and_source_do_not_lie_in_one_another(place: str, tmp_path: Path) -> None:
+def test_output_and_source_do_not_lie_in_one_another(tmp_path: Path) -> None:
     source = write_qwen3_moe(tmp_path / "around" / "model", num_layers=1)
-    out = {"inside": source / "out", "same": source, "around": source.parent}[place]
-    result = convert(source, out, "--overwrite")
-    assert result.exit_code == 4
-    assert "The output would lie in the source" in result.stderr
+    for out in (source / "out", source, source.parent):
+        result = convert(source, out, "--overwrite")
+        assert (result.exit_code, "The output would lie in the source" in result.stderr) == (4, True)
 
 
-def test_a_damaged_artifact_is_no_source(model: Path, tmp_path: Path) -> None:
-    assert convert(model, tmp_path / "a").exit_code == 0
-    (tmp_path / "a/hqconv.json").unlink()
-    result = convert(tmp_path / "a", tmp_path / "b")
-    assert result.exit_code == 2
-    assert "kernel layout" in result.stderr
+def test_what_is_no_source_and_no_artifact(model: Path, made: Path, tmp_path: Path) -> None:
+    damaged = shutil.copytree(made, tmp_path / "a")
+    (damaged / "hqconv.json").unlink()
+    for result, text in (
+        (convert(damaged, tmp_path / "b"), "kernel layout"),
+        (call("verify", model), "not an hqconv artifact"),
+    ):
+        assert (result.exit_code, text in result.stderr) == (2, True)
     assert not (tmp_path / "b").exists()
 
 
-# --- unexpected ends ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("error", "exit_code", "message"),
-    [
-        (ZeroDivisionError("oops"), 70, "internal error: ZeroDivisionError: oops"),
-        (OSError(5, "Input/output error", "/x"), 4, "Input/output error\n  where: /x"),
-        (KeyboardInterrupt(), 130, MESSAGE),
-    ],
-)
-def test_unexpected_exceptions_are_one_message(
-    error: BaseException, exit_code: int, message: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.delenv("HQCONV_DEBUG", raising=False)
-    monkeypatch.setattr(conversion, "convert", fail)
-    result = convert(model, tmp_path / "out")
-    assert (result.exit_code, result.stdout) == (exit_code, "")
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
-    monkeypatch.setenv("HQCONV_DEBUG", "1")
-    result = convert(model, tmp_path / "out")
-    assert result.exit_code == exit_code
-    assert "Traceback" in result.stderr
-
-
 # --- progress ----------------------------------------------------------------------------------------------
-
-
-def test_a_terminal_gets_a_bar_and_stdout_stays_clean(model: Path, tmp_path: Path) -> None:
-    primary, secondary = pty.openpty()
-    arguments = ("convert", model, "-o", tmp_path / "out", "--schema", "int4", "--target", "sm90", "--json")
-    process = processes.Process(
-        command(*arguments), env=environment(TERM="xterm", COLUMNS="160"), stdout=subprocess.PIPE, stderr=secondary
-    )
-    os.close(secondary)
-    stdout, _ = process.communicate(timeout=60)
-    seen = b""
-    while chunk := _read_terminal(primary):
-        seen += chunk
-    os.close(primary)
-    assert process.returncode == 0
-    assert json.loads(stdout)["num_blocks"] == 2
-    assert re.search(rb"[\d.]+/[\d.]+ [kM]B", seen)
-    assert b"\x1b[" in seen
-
-
-def _read_terminal(descriptor: int) -> bytes:
-    try:
-        return os.read(descriptor, 65536)
-    except OSError:  # EIO: the other side is closed and everything was read
-        return b""
 
 
 def test_elsewhere_plain_lines_come_every_few_seconds(
@@ -424,34 +281,12 @@ def test_progress_is_silent_if_quiet_and_survives_a_closed_stderr(
 
 
 def test_human_units() -> None:
-    assert [human_bytes(n) for n in (0, 999, 1500, 2.5e6, 7e9, 2.05e12)] == [
-        "0 B",
-        "999 B",
-        "1.50 kB",
-        "2.50 MB",
-        "7.00 GB",
-        "2.05 TB",
-    ]
+    sizes = {0: "0 B", 999: "999 B", 1500: "1.50 kB", 2.5e6: "2.50 MB", 7e9: "7.00 GB", 2.05e12: "2.05 TB"}
+    assert {size: human_bytes(size) for size in sizes} == sizes
     assert [human_seconds(s) for s in (0.04, 59.9, 61, 3723)] == ["0.0 s", "59.9 s", "1:01", "1:02:03"]
 
 
 # --- verify ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def made(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("made") / "out"
-    assert convert(model, out, "--tp", 2).exit_code == 0
-    return out
-
-
-def damaged_copy(made: Path, folder: Path) -> Path:
-    shutil.copytree(made, folder)
-    path = folder / "experts" / "tp1-ep0" / "model.layers.1.mlp.experts.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1000] ^= 4
-    path.write_bytes(data)
-    return folder
 
 
 def test_verify_passes_and_says_what_it_did(model: Path, made: Path) -> None:
@@ -465,48 +300,39 @@ def test_verify_passes_and_says_what_it_did(model: Path, made: Path) -> None:
     assert "against the source" not in alone.stdout  # no table without rows
 
 
-def of_other_sizes(folder: Path) -> Path:
-    return write_qwen3_moe(folder, num_layers=3, intermediate_size=256)
-
-
-def with_other_weights(folder: Path) -> Path:
-    return write_qwen3_moe(folder, seed=5)
-
-
-@pytest.mark.parametrize(
-    ("make", "checks", "what"),
-    [
-        (of_other_sizes, "files,weights", "The source is another one than the artifact was converted from."),
-        (of_other_sizes, "weights", "The source is another one than the artifact was converted from."),
-        (with_other_weights, "weights", "No expert has the source's weights"),
-    ],
-)
-def test_another_source_is_said_first_and_in_short(
-    make: Any, checks: str, what: str, made: Path, tmp_path: Path
-) -> None:
-    other = make(tmp_path / "other")
-    command = ("verify", made, "--source", other, "--device", "cpu", "--checks", checks)
-    shown = call(*command)
-    found = [line for line in shown.stdout.splitlines() if line.startswith("  ✗")]
-    assert shown.exit_code == 1
-    assert [line.startswith(f"  ✗ --source: {what}") for line in found] == [True] * (checks.count(",") + 1)
-    assert "more that follow from it; --json lists all" in shown.stdout
-    first = json.loads(call(*command, "--json").stdout)["checks"]["weights"]["findings"]
-    assert first[0]["what"].startswith(what)
-    assert len(first) > 3
-
-
-def test_one_damaged_file_of_the_source_is_not_another_source(model: Path, made: Path, tmp_path: Path) -> None:
-    shutil.copytree(model, tmp_path / "model")
-    data = bytearray((tmp_path / "model" / "model.safetensors").read_bytes())
+def test_another_source_is_said_first_and_in_short(model: Path, made: Path, tmp_path: Path) -> None:
+    """One damaged file does not make another source."""
+    sizes = write_qwen3_moe(tmp_path / "sizes", num_layers=3, intermediate_size=256)
+    weights = write_qwen3_moe(tmp_path / "weights", seed=5)
+    another = "The source is another one than the artifact was converted from."
+    for source, checks, what in (
+        (sizes, "files,weights", another),
+        (sizes, "weights", another),
+        (weights, "weights", "No expert has the source's weights"),
+    ):
+        command = ("verify", made, "--source", source, "--device", "cpu", "--checks", checks)
+        shown = call(*command)
+        found = [line for line in shown.stdout.splitlines() if line.startswith("  ✗")]
+        assert shown.exit_code == 1
+        assert [line.startswith(f"  ✗ --source: {what}") for line in found] == [True] * (checks.count(",") + 1)
+        assert "more that follow from it; --json lists all" in shown.stdout
+        first = json.loads(call(*command, "--json").stdout)["checks"]["weights"]["findings"]
+        assert first[0]["what"].startswith(what)
+        assert len(first) > 3
+    shard = shutil.copytree(model, tmp_path / "model") / "model.safetensors"
+    data = bytearray(shard.read_bytes())
     data[len(data) // 2 : len(data) // 2 + 1000] = bytes(1000)
-    (tmp_path / "model" / "model.safetensors").write_bytes(data)
-    shown = call("verify", made, "--source", tmp_path / "model", "--device", "cpu", "--checks", "weights")
+    shard.write_bytes(data)
+    shown = call("verify", made, "--source", shard.parent, "--device", "cpu", "--checks", "weights")
     assert (shown.exit_code, "--source:" in shown.stdout) == (1, False)
 
 
 def test_verify_names_the_damage_and_exits_with_1(model: Path, made: Path, tmp_path: Path) -> None:
-    out = damaged_copy(made, tmp_path / "damaged")
+    out = shutil.copytree(made, tmp_path / "damaged")
+    path = out / "experts" / "tp1-ep0" / "model.layers.1.mlp.experts.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1000] ^= 4
+    path.write_bytes(data)
     result = call("verify", out, "--source", model, "--device", "cpu")
     assert result.exit_code == 1
     verdict = result.stdout.splitlines()[-1]
@@ -539,27 +365,3 @@ def test_verify_requests_that_cannot_be_met(made: Path, options: tuple[str, ...]
     assert result.exit_code == 2, result.output
     assert text in result.stderr
     assert result.stdout == ""
-
-
-def test_verify_of_what_is_no_artifact(model: Path) -> None:
-    result = call("verify", model)
-    assert result.exit_code == 2
-    assert "not an hqconv artifact" in result.stderr
-
-
-# --- streams and signals that are not as usual -------------------------------------------------------------
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
-def test_closed_streams(closed: str, model: Path, tmp_path: Path) -> None:
-    words = command("convert", model, "-o", tmp_path / "out", "--schema", "int4", "--target", "sm90")
-    shell = " ".join(map(shlex.quote, words)) + f" {closed}"
-    done = subprocess.run(shell, shell=True, env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "out/hqconv.json").exists()
-
-
-def test_a_full_disk_under_stderr_changes_no_exit_code(tmp_path: Path) -> None:
-    shell = " ".join(map(shlex.quote, command("verify", tmp_path / "none"))) + " 2>/dev/full"
-    assert subprocess.run(shell, shell=True, env=environment(), check=False).returncode == 2

@@ -14,16 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import hqconv
 from hqconv import errors
 from hqconv.artifact.error_summary import over_limit
 from hqconv.cli import output, render
-from hqconv.cli.app import app
 from hqconv.cli.interrupt import MESSAGE
 from hqconv.conversion import convert as conversion
 from hqconv.io.file_access import sha256_of
+from tests.make.command import call
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
 
@@ -41,10 +40,6 @@ def made(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("made") / "out"
     assert call("convert", model, "-o", out, *OPTIONS).exit_code == 0
     return out
-
-
-def call(*arguments: object) -> Any:
-    return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
 def answer(*arguments: object, code: int = 0) -> Any:
@@ -140,6 +135,11 @@ def test_the_same_digest_and_warnings_everywhere(model: Path, tmp_path: Path) ->
     assert all(words["warnings"] == [warning] for words in found)
     assert [words["was_finished"] for words in found[:2]] == [False, True]
     assert found[0]["source"] == found[3]["source"] == {"name": "small", "revision": None}
+    said = call("convert", model, "-o", out, *OPTIONS, *more, "--resume").stdout
+    assert "the artifact was already finished: nothing to do" in " ".join(said.split())
+    other = refused("convert", model, "-o", out, *OPTIONS, "--ep", 2, "--resume", code=4)
+    assert "differs from this request in: tp (--tp)." in other["what"]
+    assert (other["expected"], other["found"]) == ("2", "1")
 
 
 # --- errors ------------------------------------------------------------------------------------------------
@@ -155,48 +155,35 @@ def test_an_error_is_a_document_with_the_parts_of_the_message(model: Path, tmp_p
     assert words["remedy"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "what"),
-    [
-        (("convert", "--nonsense"), "No such option"),
-        (("convert",), "Missing argument"),
-        (("convert", ".", "--tp", "two"), "--tp"),
-        (("convrt",), "No such command 'convrt'"),
-        (("--nonsense",), "No such option"),
-    ],
-)
-def test_a_wrong_command_line_is_a_document(arguments: tuple[str, ...], what: str) -> None:
-    assert what in refused(*arguments, code=2)["found"]
-    done = call(*arguments)
-    assert (done.exit_code, done.stdout) == (2, "")  # without --json there is none
-    assert what in done.stderr
+ENDS: list[tuple[BaseException, int, tuple[str, str, str]]] = [
+    (errors.NetworkError("The Hub does not answer."), 5, ("The Hub does not answer.", "", "")),
+    (OSError(5, "Input/output error", "/x"), 4, ("The operating system refused.", "/x", "Input/output error")),
+    (MemoryError(), 2, ("The system has no more memory or threads.", "", "MemoryError")),
+    (ZeroDivisionError("a\nb"), 70, ("This is a bug of hqconv.", "", "ZeroDivisionError: a\nb")),
+    (KeyboardInterrupt(), 130, (MESSAGE, "", "")),
+]
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "parts"),
-    [
-        (errors.NetworkError("The Hub does not answer."), 5, ("The Hub does not answer.", "", "")),
-        (OSError(5, "Input/output error", "/x"), 4, ("The operating system refused.", "/x", "Input/output error")),
-        (MemoryError(), 2, ("The system has no more memory or threads.", "", "MemoryError")),
-        (ZeroDivisionError("a\nb"), 70, ("This is a bug of hqconv.", "", "ZeroDivisionError: a\nb")),
-        (KeyboardInterrupt(), 130, (MESSAGE, "", "")),
-    ],
-    ids=lambda value: str(value) if isinstance(value, int) else "",
-)
+@pytest.mark.parametrize(("error", "code", "parts"), ENDS, ids=lambda value: str(value) if type(value) is int else "")
 def test_other_ends_are_documents_as_well(
-    error: BaseException,
-    code: int,
-    parts: tuple[str, str, str],
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException, code: int, parts: tuple[str, ...], model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And messages without a traceback, unless HQCONV_DEBUG asks for one."""
+
     def fail(*_: object, **__: object) -> None:
         raise error
 
+    monkeypatch.delenv("HQCONV_DEBUG", raising=False)
     monkeypatch.setattr(conversion, "convert", fail)
-    words = refused("convert", model, "-o", tmp_path / "out", *OPTIONS, code=code)
+    request = ("convert", model, *OPTIONS)
+    words = refused(*request, code=code)
     assert (words["what"], words["where"], words["found"]) == parts
+    said = call(*request)
+    assert (said.exit_code, said.stdout, "Traceback" in said.stderr) == (code, "", False)
+    assert parts[1] in said.stderr
+    assert ("internal error: " * (code == 70) + (parts[2] or parts[0])) in said.stderr
+    monkeypatch.setenv("HQCONV_DEBUG", "1")
+    assert "Traceback" in call(*request).stderr
 
 
 def test_no_document_follows_half_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,6 +213,7 @@ def both(model: Path, out: Path, *more: object) -> tuple[int, int]:
 
 def test_a_dry_run_ends_as_the_conversion_would(model: Path, made: Path, tmp_path: Path) -> None:
     assert both(model, made) == (4, 4)
+    assert "--overwrite" in refused("convert", model, "-o", made, *OPTIONS, code=4)["remedy"]
     assert both(model, made, "--resume") == (0, 0)
     (tmp_path / "file").write_text("")
     assert both(model, tmp_path / "file") == (4, 4)
@@ -272,7 +260,8 @@ def test_a_dry_run_sees_a_disk_that_is_too_small(model: Path, tmp_path: Path, mo
 def test_a_look_at_a_damaged_artifact_ends_with_1(made: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     shutil.copytree(made, out)
-    assert answer("inspect", out)["is_damaged"] is False
+    (out / "README.md").write_text("mine")
+    assert answer("inspect", out)["is_damaged"] is False  # a card may be edited
     shard = out / "model.safetensors"
     data = shard.read_bytes()
     shard.write_bytes(data[:-1])
@@ -313,23 +302,6 @@ def test_every_reader_sees_an_altered_manifest(model: Path, made: Path, tmp_path
         assert len([what for what in found if "not those that its digest was made of" in what]) == 1
 
 
-def test_a_look_at_an_edited_card_is_0(made: Path, tmp_path: Path) -> None:
-    shutil.copytree(made, tmp_path / "out")
-    (tmp_path / "out/README.md").write_text("mine")
-    assert answer("inspect", tmp_path / "out")["is_damaged"] is False
-
-
-def test_a_finished_artifact_is_resumed_with_0(model: Path, made: Path) -> None:
-    before = sha256_of(made / "hqconv.json")
-    words = answer("convert", model, "-o", made, *OPTIONS, "--resume")
-    assert (words["was_finished"], words["manifest_sha256"]) == (True, before)
-    said = call("convert", model, "-o", made, *OPTIONS, "--resume").stdout
-    assert "the artifact was already finished: nothing to do" in " ".join(said.split())
-    other = refused("convert", model, "-o", made, *OPTIONS, "--tp", 2, "--resume", code=4)
-    assert "differs from this request in: tp (--tp)." in other["what"]
-    assert (other["expected"], other["found"]) == ("1", "2")
-
-
 # --- the largest error -------------------------------------------------------------------------------------
 
 
@@ -353,13 +325,13 @@ def test_an_artifact_that_lost_too_much_is_kept_and_ends_with_1(
     assert again.exit_code == 1
     assert "1 projection above --max-error" in again.stderr
     assert "is complete and kept" in again.stderr
+    assert "Serve it with" not in again.stdout
     assert call("verify", tmp_path / "out", "--device", "cpu").exit_code == 0
-
-
-def test_an_artifact_within_the_limit_is_0(model: Path, largest: dict[str, float], tmp_path: Path) -> None:
     limit = max(largest.values())
-    words = answer("convert", model, "-o", tmp_path / "out", *OPTIONS, "--max-error", limit)
+    words = answer("convert", model, "-o", tmp_path / "within", *OPTIONS, "--max-error", limit)
     assert (words["over_max_error"], words["max_error"]) == ([], limit)
+    within = call("convert", model, "-o", tmp_path / "within", *OPTIONS, "--max-error", limit, "--resume")
+    assert "Serve it with" in within.stdout
 
 
 def test_verify_holds_an_artifact_to_the_limit(model: Path, made: Path, largest: dict[str, float]) -> None:
@@ -409,24 +381,18 @@ def test_what_no_server_runs_is_refused(layout: str, mode: tuple[str, ...], mode
     assert not (tmp_path / "out").exists()
     words = answer(*request, "--allow-unserved")
     assert len([warning for warning in words["warnings"] if "gives NaN" in warning]) == 1
-
-
-def test_it_converts_where_that_is_allowed_and_the_manifest_says_so(model: Path, tmp_path: Path) -> None:
+    if layout == "checkpoint" or mode:
+        return
     out = tmp_path / "out"
-    words = answer("convert", model, "-o", out, *UNSERVED, "--allow-unserved")
-    assert any("gives NaN" in warning for warning in words["warnings"])
     assert json.loads((out / "hqconv.json").read_bytes())["warnings"] == words["warnings"]
     assert answer("verify", out, "--source", model, "--device", "cpu")["passed"]
     again = ("convert", out, "-o", tmp_path / "tp2", "--schema", "source", "--tp", 2)
     assert refused(*again, code=2)["what"] == "No server runs these weights."
-
-
-def test_a_layer_that_no_server_runs_is_named(model: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text('schema = "int4"\n[[override]]\nlayers = "0"\nschema = "fp8-e5m2"\n')
-    request = ("convert", model, "-o", tmp_path / "out", "--config", recipe, *UNSERVED[2:])
-    assert "model.layers.0.mlp.experts" in refused(*request, code=2)["where"]
-    words = answer(*request, "--allow-unserved")
+    mixed = ("convert", model, "-o", tmp_path / "mixed", "--config", recipe, *UNSERVED[2:])
+    assert "model.layers.0.mlp.experts" in refused(*mixed, code=2)["where"]
+    words = answer(*mixed, "--allow-unserved")
     assert any("'fp8-e5m2' with float16" in warning for warning in words["warnings"])
 
 

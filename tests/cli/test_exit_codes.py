@@ -14,34 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from hqconv import errors
-from hqconv.cli.app import app
 from hqconv.conversion import convert as conversion
 from tests.make import processes
+from tests.make.command import call
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
 from tests.make.stopping import environment
 
 SIGNALS = {130: "INT", 143: "TERM", 129: "HUP"}
 OPTIONS = ("--schema", "mxfp4", "--target", "sm90", "--device", "cpu")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_qwen3_moe(tmp_path_factory.mktemp("models") / "small")
-
-
-@pytest.fixture(scope="module")
-def made(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("made") / "out"
-    assert call("convert", model, "-o", out, *OPTIONS).exit_code == 0
-    return out
-
-
-def call(*arguments: object) -> Any:
-    return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
 # --- one way to each code ----------------------------------------------------------------------------------
@@ -141,6 +124,7 @@ STREAMS = {
     "ascii, strictly": ("", {"PYTHONIOENCODING": "ascii:strict"}),
     "the C locale": ("", {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}),
     "closed": (">&-", {}),
+    "stderr closed": ("2>&-", {}),
     "all closed": ("<&- >&- 2>&-", {}),
     "full": (">/dev/full", {}),
     "nobody reads": ("| true", {}),
@@ -169,26 +153,29 @@ def summary(model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(call("convert", model, "-o", out, *OPTIONS, "--json").stdout)
 
 
+def in_shell(*words: str, more: str, **variables: str) -> subprocess.CompletedProcess[bytes]:
+    """Python with these arguments, its streams led elsewhere by `more`; the exit code is that of Python."""
+    shell = f"{shlex.join([sys.executable, *words])} {more}\nexit ${{PIPESTATUS[0]}}"
+    environ = environment(**variables)
+    return subprocess.run(["bash", "-c", shell], env=environ, capture_output=True, check=False, cwd=REPO)
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("stream", STREAMS)
 def test_a_finished_conversion_is_0_whatever_becomes_of_stdout(stream: str, summary: str) -> None:
     more, variables = STREAMS[stream]
-    words = [sys.executable, "-c", DONE, summary, "convert", ".", "-o", "größe-日本", *OPTIONS]
-    shell = f"{shlex.join(words)} {more}\nexit ${{PIPESTATUS[0]}}"
-    run = {"env": environment(**variables), "capture_output": True, "check": False, "cwd": REPO}
-    done = subprocess.run(["bash", "-c", shell], **run)  # type: ignore[call-overload]
+    done = in_shell("-c", DONE, summary, "convert", ".", "-o", "größe-日本", *OPTIONS, more=more, **variables)
     assert (done.returncode, b"Traceback" in done.stderr) == (0, False), done.stderr
     if more == "":
+        assert stream == "the C locale" or b"\\u2192" in done.stdout
         assert b"model.layers.1" in done.stdout or b"quantized (2 layers)" in done.stdout
     if stream == "full":
         assert b"warning: The report could not be written to stdout: " in done.stderr
 
 
-@pytest.mark.parametrize("more", ["", "2>&1 | true", "2>&-"])
+@pytest.mark.parametrize("more", ["", "2>&1 | true", "2>&-", "2>/dev/full"])
 def test_a_wrong_command_line_is_2_whoever_reads(more: str) -> None:
-    words = shlex.join([sys.executable, "-m", "hqconv", "convert", "--nonsense"])
-    shell = f"{words} {more}\nexit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", shell], env=environment(), capture_output=True, check=False, cwd=REPO)
+    done = in_shell("-m", "hqconv", "convert", "--nonsense", more=more)
     assert (done.returncode, b"Traceback" in done.stderr) == (2, False)
 
 
@@ -225,9 +212,7 @@ PRINTED = {">&-": 4, ">/dev/full": 4, "| true": 0, "| head -1": 0}
 @pytest.mark.parametrize("more", PRINTED)
 @pytest.mark.parametrize("arguments", ["inspect {model}", "schemas --json", "verify --help", "--version", ""])
 def test_what_only_prints(arguments: str, more: str, model: Path) -> None:
-    words = shlex.join([sys.executable, "-m", "hqconv", *arguments.format(model=model).split()])
-    shell = f"{words} {more}\nexit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", shell], env=environment(), capture_output=True, check=False, cwd=REPO)
+    done = in_shell("-m", "hqconv", *arguments.format(model=model).split(), more=more)
     assert (done.returncode, b"Traceback" in done.stderr) == (PRINTED[more], False), done.stderr
     assert bool(done.stderr) == bool(PRINTED[more])
 
@@ -235,24 +220,22 @@ def test_what_only_prints(arguments: str, more: str, model: Path) -> None:
 def test_a_verdict_stays_where_nobody_reads_on(made: Path, tmp_path: Path) -> None:
     shutil.copytree(made, tmp_path / "out")
     (tmp_path / "out" / "tokenizer.json").unlink()
-    words = shlex.join([sys.executable, "-m", "hqconv", "inspect", str(tmp_path / "out")])
-    shell = f"{words} | true\nexit ${{PIPESTATUS[0]}}"
-    assert subprocess.run(["bash", "-c", shell], env=environment(), check=False, cwd=REPO).returncode == 1
+    assert in_shell("-m", "hqconv", "inspect", str(tmp_path / "out"), more="| true").returncode == 1
 
 
 # --- what the system refuses -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("error", "found"),
-    [
-        (MemoryError(), "MemoryError"),
-        (RuntimeError("can't start new thread"), "can't start new thread"),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"), "alloc"),
-    ],
+OUT_OF_MEMORY = (
+    MemoryError("MemoryError"),
+    RuntimeError("can't start new thread"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"),
 )
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=str)
 def test_too_little_memory_is_no_bug(
-    error: Exception, found: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise error
@@ -261,7 +244,7 @@ def test_too_little_memory_is_no_bug(
     result = call("convert", model, "-o", tmp_path / "out", *OPTIONS)
     assert result.exit_code == 2
     assert result.stderr.startswith("error: The system has no more memory or threads")
-    assert found in result.stderr
+    assert str(error) in result.stderr
     assert "--max-memory" in result.stderr
 
 

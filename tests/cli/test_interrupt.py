@@ -106,9 +106,7 @@ def test_a_verification_stops(number: Signals, model: Path, commands: Commands, 
             seconds = ended.seconds - ended.seconds_after
             continue
         assert (ended.code, without_progress(ended.stderr)) == (128 + number, LINE)
-        assert ended.stdout == "" or ended.stdout.startswith(
-            "files    PASS"
-        )  # the end of the results was being printed
+        assert ended.stdout == "" or ended.stdout.startswith("files    PASS")  # the results were being printed
         num_stopped += 1
         if num_stopped == 3:
             return

@@ -7,13 +7,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import hqconv
-from hqconv.cli.app import app
+from tests.make.command import call
 from tests.make.conversions import run
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
@@ -21,15 +19,6 @@ from tests.make.qwen import write_qwen3_moe
 LAYER = "model.layers.0.mlp.experts"
 OPTIONS = ("--schema", "mxfp4", "--target", "sm90", "--device", "cpu")
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (DEBUG|INFO|WARNING|ERROR) hqconv[\w.]*: \S.*")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_qwen3_moe(tmp_path_factory.mktemp("log") / "model", num_layers=2)
-
-
-def call(*arguments: object) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def test_a_library_configures_no_logging() -> None:
@@ -106,14 +95,10 @@ def test_a_file_that_cannot_be_written(model: Path, tmp_path: Path) -> None:
     done = call("inspect", model, "--log-file", tmp_path / "no" / "log")
     assert done.exit_code == 2
     assert done.stderr.startswith("error: The log file cannot be written.\n  where: --log-file\n")
+    both = call("inspect", model, "-v", "-q")
+    assert (both.exit_code, "exclude each other" in both.stderr) == (2, True)
     full = call("inspect", model, "--log-file", "/dev/full")
     assert (full.exit_code, full.stderr) == (0, "")
-
-
-def test_verbose_and_quiet_exclude_each_other(model: Path) -> None:
-    done = call("inspect", model, "-v", "-q")
-    assert done.exit_code == 2
-    assert "exclude each other" in done.stderr
 
 
 @pytest.mark.parametrize("command", [("inspect",), ("convert", "--schema", "mxfp4", "--target", "sm90")])
@@ -126,9 +111,3 @@ def test_other_ranks_have_their_own_file(
     more = ("--dry-run",) if command[0] == "convert" else ()
     call(command[0], model, *command[1:], *more, "--log-file", tmp_path / "log")
     assert [path.name for path in tmp_path.iterdir()] == ["log.rank1"]
-
-
-def test_every_command_has_the_shared_options() -> None:
-    for name in ("convert", "verify", "report", "warm", "push", "importance", "evaluate", "inspect", "schemas"):
-        shown = call(name, "--help").stdout
-        assert all(flag in shown.split() for flag in ("--json", "--quiet", "-q", "--verbose", "-v", "--log-file"))

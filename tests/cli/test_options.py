@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import typer
 
 from hqconv.cli.app import app
@@ -112,6 +111,8 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "ORG/NAME": REQUIRED,
         **{name: default for name, default in CONVERT.items() if name not in ("SRC", *ONLY_CONVERT)},
         "--checks": None,
+        "--private": False,
+        "--branch": None,
         **SHARED,
     },
     "importance": {
@@ -156,18 +157,7 @@ def options_of(command: Any) -> dict[str, Any]:
     }
 
 
-def test_the_table_lists_every_command() -> None:
+def test_commands_options_and_defaults() -> None:
     group: Any = typer.main.get_command(app)
-    assert set(group.commands) == set(COMMANDS)
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_options_and_defaults_of_a_command(name: str) -> None:
-    group: Any = typer.main.get_command(app)
-    assert options_of(group.commands[name]) == COMMANDS[name]
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_option_has_a_help_text(name: str) -> None:
-    group: Any = typer.main.get_command(app)
-    assert [param.name for param in group.commands[name].params if not param.help] == []
+    assert {name: options_of(command) for name, command in group.commands.items()} == COMMANDS
+    assert not [param.name for command in group.commands.values() for param in command.params if not param.help]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -25,9 +26,10 @@ from hqconv.schemas.input_schema import resolve_inputs
 from hqconv.schemas.weight_schema import PRESETS, resolve_schema
 from hqconv.sources.opening import open_source, own_target, parse_source_name
 from tests.make import processes
+from tests.make.command import call
 from tests.make.conversions import manifest, run
-from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
+from tests.make.stopping import environment
 
 
 @pytest.fixture(scope="module")
@@ -52,18 +54,13 @@ def test_a_schema_that_is_almost_named(typed: str, meant: str) -> None:
     assert error.value.remedy.startswith(f"Did you mean {meant}? ")
 
 
-@pytest.mark.parametrize("typed", ["zzz", "", "int9", "\x1b[31m"])
-def test_nothing_is_guessed(typed: str) -> None:
-    with pytest.raises(RequestError) as error:
-        resolve_schema(typed)
-    assert error.value.remedy in (
-        "`hqconv schemas` explains each.",
-        "Did you mean int8? `hqconv schemas` explains each.",
-    )
-    assert ("int8" in error.value.remedy) == (typed == "int9")
-
-
-def test_activations_that_are_almost_named() -> None:
+def test_nothing_is_guessed() -> None:
+    explains = "`hqconv schemas` explains each."
+    guesses = {"zzz": explains, "": explains, "\x1b[31m": explains, "int9": f"Did you mean int8? {explains}"}
+    for typed, remedy in guesses.items():
+        with pytest.raises(RequestError) as error:
+            resolve_schema(typed)
+        assert error.value.remedy == remedy
     with pytest.raises(RequestError, match=r"Did you mean fp8-static\?"):
         resolve_inputs("FP8_static")
 
@@ -95,20 +92,22 @@ def test_names_of_others_lead_to_schemas() -> None:
             "Invalid value for '--layout': 'up' is not one of 'kernel', 'checkpoint'",
         ),
         ("inspect x y", "hqconv inspect", "unexpected extra argument"),
+        ("convert x --tp two", "hqconv convert", "--tp"),
         ("--nonsense", "hqconv", "No such option: --nonsense"),
     ],
 )
 def test_a_wrong_command_line_is_a_message_like_others(typed: str, where: str, text: str) -> None:
-    done = CliRunner().invoke(app, typed.split())
+    done = call(*typed.split())
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.startswith(f"error: The command line is wrong.\n  where: {where}\n  found: ")
     assert text in done.stderr
     assert "what to do: " in done.stderr
     assert "Usage:" not in done.stderr
     assert "Value error" not in done.stderr
-    as_json = CliRunner().invoke(app, [*typed.split(), "--json"])
-    assert as_json.exit_code == 2
-    assert '"kind": "error"' in as_json.stdout
+    as_json = call(*typed.split(), "--json")
+    words = json.loads(as_json.stdout)
+    assert (as_json.exit_code, words["kind"], words["exit_code"], words["where"]) == (2, "error", 2, where)
+    assert text in words["found"]
 
 
 def test_files_that_are_almost_named(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,11 +120,11 @@ def test_files_that_are_almost_named(model: Path, tmp_path: Path, monkeypatch: p
         (["--config", "zzz"], "what to do: `hqconv schemas --recipes` lists"),
         (["--schema", "w3-g46.toml"], "Did you mean w3-g64.toml?"),
     ):
-        done = CliRunner().invoke(app, ["convert", str(model), *typed])
+        done = call("convert", model, *typed)
         assert done.exit_code == 2
         assert meant in done.stderr
     for command in (["inspect", f"{model}l"], ["verify", f"{model}l"]):
-        done = CliRunner().invoke(app, command)
+        done = call(*command)
         assert (done.exit_code, f"Did you mean {model}?" in done.stderr) == (2, True)
 
 
@@ -189,13 +188,13 @@ def test_a_pointer_of_git_lfs(tmp_path: Path) -> None:
 
 
 def test_a_recut_takes_the_artifacts_own_target(model: Path, tmp_path: Path) -> None:
-    first = ("--schema", "mxfp4", "--target", "sm80", "-o", str(tmp_path / "sm80"))
-    assert CliRunner().invoke(app, ["convert", str(model), *first]).exit_code == 0
-    again = ["convert", str(tmp_path / "sm80"), "--schema", "source", "--tp", "2", "-o", str(tmp_path / "tp2")]
-    assert CliRunner().invoke(app, again).exit_code == 0
+    first = ("--schema", "mxfp4", "--target", "sm80", "-o", tmp_path / "sm80")
+    assert call("convert", model, *first).exit_code == 0
+    again = ("convert", tmp_path / "sm80", "--schema", "source", "--tp", 2, "-o", tmp_path / "tp2")
+    assert call(*again).exit_code == 0
     assert manifest(tmp_path / "tp2")["target"] == "sm80"
     assert hqconv.plan(tmp_path / "sm80", schema="source").spec.target == GpuTarget(80)
-    done = CliRunner().invoke(app, ["convert", str(tmp_path / "sm80"), "--schema", "int4", "-o", str(tmp_path / "x")])
+    done = call("convert", tmp_path / "sm80", "--schema", "int4", "-o", tmp_path / "x")
     assert done.exit_code == 2
     assert "--target" in done.stderr
 
@@ -219,21 +218,17 @@ def test_home_is_found_where_shells_do_not_look(monkeypatch: pytest.MonkeyPatch,
 # --- what is shown -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("speed", "text"),
-    [(3.21e9, "3.21 GB/s"), (361_230_000, "361 MB/s"), (42e6, "42.0 MB/s"), (1500, "1.50 kB/s"), (0.0, "0.00 B/s")],
-)
-def test_small_speeds_have_small_units(speed: float, text: str) -> None:
-    assert human_rate(speed) == text
+def test_small_speeds_have_small_units() -> None:
+    speeds = {3.21e9: "3.21 GB/s", 361_230_000: "361 MB/s", 42e6: "42.0 MB/s", 1500: "1.50 kB/s", 0.0: "0.00 B/s"}
+    assert {speed: human_rate(speed) for speed in speeds} == speeds
 
 
-def terminal(*arguments: object, columns: int) -> str:
-    """What a command writes to a terminal."""
+def terminal(*arguments: object, columns: int) -> tuple[str, str]:
+    """What a command writes to a terminal, as its stderr, and to stdout."""
     primary, secondary = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": str(columns), "PYTHONPATH": str(REPO)}
     process = processes.Process(
         [sys.executable, "-m", "hqconv", *map(str, arguments)],
-        env=environment,
+        env={**environment(), "TERM": "xterm", "COLUMNS": str(columns)},
         stderr=secondary,
         stdout=subprocess.PIPE,
     )
@@ -242,17 +237,26 @@ def terminal(*arguments: object, columns: int) -> str:
     try:
         while chunk := os.read(primary, 65536):
             seen += chunk
-    except OSError:
+    except OSError:  # EIO: the other side is closed and everything was read
         pass
-    assert process.wait(60) == 0
+    stdout, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
     os.close(primary)
-    return seen.decode()
+    return seen.decode(), stdout.decode()
+
+
+def test_a_terminal_gets_a_bar_and_stdout_stays_clean(model: Path, tmp_path: Path) -> None:
+    arguments = ("convert", model, "-o", tmp_path / "out", "--schema", "int4", "--target", "sm90", "--json")
+    seen, stdout = terminal(*arguments, columns=160)
+    assert json.loads(stdout)["num_blocks"] == 1
+    assert re.search(r"[\d.]+/[\d.]+ [kM]B", seen)
+    assert "\x1b[" in seen
 
 
 @pytest.mark.full
 def test_verify_shows_how_far_it_is(model: Path, tmp_path: Path) -> None:
     run(model, tmp_path / "out", "mxfp4")
-    seen = terminal("verify", tmp_path / "out", "--source", model, "--device", "cpu", columns=80)
+    seen, _ = terminal("verify", tmp_path / "out", "--source", model, "--device", "cpu", columns=80)
     assert "files (" in seen
     assert "weights (" in seen
     for line in seen.replace("\x1b[2K", "\n").splitlines():
@@ -272,26 +276,10 @@ def test_verify_shows_how_far_it_is(model: Path, tmp_path: Path) -> None:
     assert counts == {"files": (len(sizes), len(sizes)), "weights": (1, 1)}
 
 
-def test_quiet_verification_says_nothing_unless_something_is_wrong(model: Path, tmp_path: Path) -> None:
-    run(model, tmp_path / "out", "mxfp4")
-    good = CliRunner().invoke(app, ["verify", str(tmp_path / "out"), "-q", "--device", "cpu"])
-    assert (good.exit_code, good.stdout, good.stderr) == (0, "", "")
-    (tmp_path / "out" / "tokenizer.json").write_text("another")
-    bad = CliRunner().invoke(app, ["verify", str(tmp_path / "out"), "-q", "--device", "cpu"])
-    assert bad.exit_code == 1
-    assert "tokenizer.json" in bad.stdout
-
-
 def test_a_first_run_says_that_it_compiles(model: Path, tmp_path: Path) -> None:
     code = "import hqconv.jit as c\nfrom hqconv.cli.progress_bar import ShownProgress\n"
     code += "with ShownProgress(quiet=False):\n    c.compiled(eval('lambda x: x + 1'))(1)"
-    done = processes.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "PYTHONPATH": str(REPO)},
-    )
+    done = processes.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment())
     assert done.stderr.count("Compiling loops for this processor") == 1
 
 
@@ -299,7 +287,7 @@ def test_a_first_run_says_that_it_compiles(model: Path, tmp_path: Path) -> None:
 
 
 def test_options_stand_under_headings() -> None:
-    shown = CliRunner().invoke(app, ["convert", "--help"]).stdout
+    shown = call("convert", "--help").stdout
     headings = [line.strip("╭╮─ ") for line in shown.splitlines() if line.startswith("╭")]
     assert headings[:2] == ["Arguments", "Options"]
     assert set(headings[2:]) == {*_GROUPS} - {"Budget"}
@@ -311,28 +299,18 @@ def test_options_stand_under_headings() -> None:
 def test_a_shell_completes_schemas(typed: str, completed: list[str]) -> None:
     asked = {"_HQCONV_COMPLETE": "complete_bash", "COMP_WORDS": f"hqconv convert --schema {typed}", "COMP_CWORD": "3"}
     done = processes.run(
-        [sys.executable, "-m", "hqconv"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(REPO), **asked},
+        [sys.executable, "-m", "hqconv"], capture_output=True, text=True, check=False, env={**environment(), **asked}
     )
     assert done.stdout.split() == completed
 
 
-@pytest.mark.parametrize(
-    ("typed", "completed"),
-    [
-        ("", ["files", "weights", "kernel"]),
-        ("w", ["weights"]),
-        ("files,", ["files,weights", "files,kernel"]),
-        ("files,weights,k", ["files,weights,kernel"]),
-        ("files,f", []),
-    ],
-)
-def test_a_list_of_checks_is_completed(typed: str, completed: list[str]) -> None:
+def test_a_list_of_checks_is_completed() -> None:
     complete = OPTIONS["checks"].settings["autocompletion"]
-    assert complete(typed) == completed
+    assert complete("") == ["files", "weights", "kernel"]
+    assert complete("w") == ["weights"]
+    assert complete("files,") == ["files,weights", "files,kernel"]
+    assert complete("files,weights,k") == ["files,weights,kernel"]
+    assert complete("files,f") == []
 
 
 COMMANDS = sorted(vars(typer.main.get_command(app))["commands"])
@@ -376,9 +354,12 @@ def test_quiet_commands_say_nothing(model: Path, tmp_path: Path, monkeypatch: py
     told: list[Any] = []
     monkeypatch.setattr("hqconv.api.warm", lambda **options: told.append(options["announce"]) or {"kind": "warm"})
     inspected = [("inspect", model), ("inspect", tmp_path / "out")]
-    for arguments in (*inspected, ("schemas",), ("warm", tmp_path / "out")):
-        done = CliRunner().invoke(app, [*map(str, arguments), "-q"])
+    verified = ("verify", tmp_path / "out", "--device", "cpu")
+    for arguments in (*inspected, ("schemas",), ("warm", tmp_path / "out"), verified):
+        done = call(*arguments, "-q")
         assert (done.exit_code, done.stdout, done.stderr) == (0, "", ""), arguments
     assert told == [None]
     (tmp_path / "out" / "tokenizer.json").unlink()
-    assert CliRunner().invoke(app, ["inspect", str(tmp_path / "out"), "-q"]).exit_code == 1
+    assert call("inspect", tmp_path / "out", "-q").exit_code == 1
+    bad = call(*verified, "-q")
+    assert (bad.exit_code, "tokenizer.json" in bad.stdout) == (1, True)
