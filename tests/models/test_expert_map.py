@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import re
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ from hypothesis import strategies as st
 
 from hqconv.errors import HqconvError, InputError, RequestError
 from hqconv.formats.source_format import PLAIN
+from hqconv.models import expert_map, family_choice
 from hqconv.models.config_facts import layer_notices
 from hqconv.models.expert_map import ExpertMap, map_experts
 from hqconv.models.families import BY_MODEL_TYPE, BY_NAME, FAMILIES, UNSUPPORTED, Family
@@ -641,3 +646,105 @@ def test_layers_are_told_by_a_number_between_dots() -> None:
     config = {"num_hidden_layers": 5}
     (notice,) = layer_notices(BY_NAME["qwen_moe"], ["model.layers.0.mlp.experts"], names, config)
     assert "has no tensor of layer 2, 3, 4:" in notice
+
+
+# --- many tensors: what is done for each of them, and that time grows no faster than their number ----------
+
+DENSE = ("mlp.gate.weight", "mlp.shared_experts.up_proj.weight")
+
+
+def large(layers: int, experts: int, model_type: str) -> tuple[Tensors, dict[str, Any]]:
+    tensors: Tensors = {}
+    for layer in range(layers):
+        for name in DENSE:
+            put(tensors, f"model.layers.{layer}.{name}", H, H)
+        put_layer(tensors, QWEN, f"model.layers.{layer}.mlp.experts", experts)
+    return tensors, config_of(QWEN, model_type) | {"num_experts": experts, "num_hidden_layers": layers}
+
+
+@pytest.fixture
+def num_matches(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int, str], int]:
+    """How many names are matched by a regular expression for a model of some layers and experts."""
+    pattern, asked = family_choice.name_pattern, list[str]()
+
+    def counting(family: Family) -> SimpleNamespace:
+        fullmatch = pattern(family).fullmatch
+        return SimpleNamespace(fullmatch=lambda name: asked.append(name) or fullmatch(name))
+
+    for module in (family_choice, expert_map):
+        monkeypatch.setattr(module, "name_pattern", counting)
+
+    def count(layers: int, experts: int, model_type: str) -> int:
+        asked.clear()
+        found = map_experts(*large(layers, experts, model_type))
+        assert len(found.converted) == layers * experts * len(QWEN.projections)
+        return len(asked)
+
+    return count
+
+
+def test_few_names_need_a_regular_expression(num_matches: Callable[[int, int, str], int]) -> None:
+    """One for each layer, expert, ending and dense tensor of an MoE module, not for each tensor."""
+    for layers, experts in ((2, 8), (16, 8), (2, 64), (16, 64)):
+        assert num_matches(layers, experts, "qwen3_moe") < (1 + len(DENSE)) * layers + experts + len(QWEN.projections)
+
+
+def test_a_row_for_an_unknown_model_is_chosen_by_kinds_of_names(num_matches: Callable[[int, int, str], int]) -> None:
+    of_known, of_unknown = (num_matches(32, 64, model_type) for model_type in ("qwen3_moe", "new_moe"))
+    assert of_known < of_unknown < of_known + 200  # a few for each row of the table
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "new_moe"])
+@pytest.mark.parametrize(
+    "wrong", ["01.up_proj.weight", "1.up_proj.weight_odd", "x.up_proj.weight", "1.2.up_proj.weight"]
+)
+def test_names_that_are_nearly_known_are_refused(model_type: str, wrong: str) -> None:
+    """After names whose layer, index and ending have matched."""
+    tensors, config = large(2, 4, model_type)
+    name = f"model.layers.1.mlp.experts.{wrong}"
+    tensors[name] = tensors["model.layers.1.mlp.experts.1.up_proj.weight"]._replace(name=name)
+    kind = InputError if model_type == "qwen3_moe" else RequestError
+    with pytest.raises(kind, match=re.escape(name)):
+        map_experts(tensors, config)
+
+
+def test_names_in_any_order_give_the_same_map() -> None:
+    tensors, config = large(3, 5, "qwen3_moe")
+    mixed = dict(sorted(tensors.items(), key=lambda item: item[0][::-1]))
+    one, other = map_experts(tensors, config), map_experts(mixed, config)
+    assert [list(layer.sources) for layer in one.layers] == [list(layer.sources) for layer in other.layers]
+    assert list(one.converted) == [name for layer in one.layers for name in layer.tensor_names()]
+    assert one.converted == other.converted
+
+
+def test_time_grows_with_the_number_of_tensors() -> None:
+    """Eight times as many may take up to twenty times as long, so that a busy machine passes; a square is 64 times."""
+
+    def seconds(layers: int) -> float:
+        tensors, config = large(layers, 64, "qwen3_moe")
+        started = time.process_time()
+        assert len(map_experts(tensors, config).layers) == layers
+        return time.process_time() - started
+
+    gc.disable()  # as the command does
+    try:
+        assert min(seconds(128) for _ in range(3)) < 20 * min(seconds(16) for _ in range(3))
+    finally:
+        gc.enable()
+
+
+def test_a_look_works_out_no_shares_of_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is asked for is worked out once."""
+    tensors: Tensors = {}
+    put_stacks(tensors, QWEN, LAYER, 8)
+    calls: list[int] = []
+    ref = TensorSlice.ref
+    monkeypatch.setattr(TensorSlice, "ref", lambda part, *rest: calls.append(rest[1]) or ref(part, *rest))
+    (block,) = map_experts(tensors, config_of(QWEN, "qwen3_moe") | {"num_experts": 8}).layers
+    assert not calls
+    assert block.sources[5] == block.sources[5]
+    assert calls == [5, 5, 5]
+    offsets = [roles["w2"]["weight"].offset_bytes for roles in block.sources]
+    assert offsets == [tensors[f"{LAYER}.down_proj"].offset_bytes + 2 * H * INTER * e for e in range(8)]
+    with pytest.raises(IndexError):
+        block.sources[8]
