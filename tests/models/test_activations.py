@@ -13,6 +13,7 @@ from hqconv.schemas.activation import SWIGLUOAI, Activation
 from hqconv.schemas.tensors import TensorRef
 
 E, H, INTER, NUM_LAYERS = 2, 32, 64, 3
+BETA, LINEAR_BETA = "activation_situ_beta", "activation_situ_linear_beta"
 SILU = Activation("silu")
 NO_LIMIT = Activation("swigluoai", None, 1.702, 1.0)
 
@@ -93,56 +94,41 @@ def test_lists_of_limits(model_type: str) -> None:
     assert mapped(model_type, {"model_type": model_type, "hidden_act": "silu"}) == three(SILU)
 
 
-def test_a_model_type_inside_has_its_own_keys() -> None:
-    text = {"model_type": "bailing_moe_v3", "hidden_act": "silu", "expert_swiglu_limit_list": [0, 7, 0]}
-    config = {"model_type": "unheard_of", "text_config": text}
-    assert mapped("bailing_moe_v3", config) == [SILU, clamp(7.0), SILU]
+def situ(beta: float | None = None, linear: float | None = None) -> Activation:
+    return Activation("situ", beta=beta, linear_beta=linear)
 
 
-OAI: dict[str, tuple[str, dict[str, Any], Activation]] = {
-    "gpt_oss": ("gpt_oss", {}, SWIGLUOAI),
-    "gpt_oss limit": ("gpt_oss", {"swiglu_limit": 20.0}, oai(20.0)),
-    "gpt_oss alpha": ("gpt_oss", {"swiglu_alpha": 1.5}, oai(alpha=1.5)),
-    "gpt_oss no limit": ("gpt_oss", {"swiglu_limit": 0}, NO_LIMIT),
-    "gpt_oss null": ("gpt_oss", {"swiglu_limit": None}, NO_LIMIT),
-    "gpt_oss with a beta": ("gpt_oss", {"swiglu_beta": 0.5}, Activation("swigluoai+swiglu_beta")),
-    "privacy filter": ("openai_privacy_filter", {"swiglu_limit": 5, "swiglu_alpha": 1}, oai(5.0, 1.0)),
-    "minimax_m3": ("minimax_m3_vl_text", {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}, SWIGLUOAI),
-    "minimax_m3 other": (
+# model_type, hidden_act, words, what is found, and whether it can be computed.
+NUMBERED: dict[str, tuple[str, str, dict[str, Any], Activation, bool]] = {
+    "gpt_oss": ("gpt_oss", "silu", {}, SWIGLUOAI, True),
+    "gpt_oss limit": ("gpt_oss", "silu", {"swiglu_limit": 20.0}, oai(20.0), True),
+    "gpt_oss alpha": ("gpt_oss", "silu", {"swiglu_alpha": 1.5}, oai(alpha=1.5), True),
+    "gpt_oss no limit": ("gpt_oss", "silu", {"swiglu_limit": 0}, NO_LIMIT, False),
+    "gpt_oss null": ("gpt_oss", "silu", {"swiglu_limit": None}, NO_LIMIT, False),
+    "gpt_oss with a beta": ("gpt_oss", "silu", {"swiglu_beta": 0.5}, Activation("swigluoai+swiglu_beta"), False),
+    "privacy filter": ("openai_privacy_filter", "silu", {"swiglu_limit": 5, "swiglu_alpha": 1}, oai(5.0, 1.0), True),
+    "minimax": ("minimax_m3_vl_text", "silu", {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}, SWIGLUOAI, True),
+    "minimax other": (
         "minimax_m3_vl_text",
+        "silu",
         {"swiglu_alpha": 1.0, "swiglu_limit": 20.0, "swiglu_beta": 0.0},
         oai(20.0, 1.0, 0.0),
+        True,
     ),
-    "minimax_m3 alpha 0": ("minimax_m3_vl_text", {"swiglu_alpha": 0}, oai(alpha=0.0)),
+    "minimax alpha 0": ("minimax_m3_vl_text", "silu", {"swiglu_alpha": 0}, oai(alpha=0.0), True),
+    "situ": ("kimi_linear", "situ", {BETA: 4.0, LINEAR_BETA: 25.0}, situ(4.0, 25.0), True),
+    "situ of one": ("kimi_linear", "situ", {BETA: 4}, situ(4.0), True),
+    "situ null": ("kimi_linear", "situ", {BETA: 4.0, LINEAR_BETA: None}, situ(4.0), True),
+    "situ of none": ("kimi_linear", "situ", {}, situ(), False),
+    "silu with betas": ("kimi_linear", "silu", {BETA: 4.0}, SILU, True),  # as in vLLM's class
 }
 
 
-@pytest.mark.parametrize("case", OAI)
-def test_swigluoai_has_three_numbers(case: str) -> None:
-    model_type, words, expected = OAI[case]
-    found = mapped(model_type, {"model_type": model_type, "hidden_act": "silu", **words})
-    assert found == three(expected)
-    assert expected.is_known(gated=True) == ("no" not in case and "null" not in case and "with" not in case)
-
-
-SITU: dict[str, tuple[dict[str, Any], Activation]] = {
-    "both": (
-        {"activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0},
-        Activation("situ", beta=4.0, linear_beta=25.0),
-    ),
-    "one": ({"activation_situ_beta": 4}, Activation("situ", beta=4.0)),
-    "null": ({"activation_situ_beta": 4.0, "activation_situ_linear_beta": None}, Activation("situ", beta=4.0)),
-    "none": ({}, Activation("situ")),
-}
-
-
-@pytest.mark.parametrize("case", SITU)
-def test_situ_has_two_betas(case: str) -> None:
-    words, expected = SITU[case]
-    config = {"model_type": "kimi_linear", "hidden_act": "situ", **words}
-    assert mapped("kimi_linear", config) == three(expected)
-    assert expected.is_known(gated=True) == (case != "none")
-    assert mapped("kimi_linear", {**config, "hidden_act": "silu"}) == three(SILU)  # as in vLLM's class
+@pytest.mark.parametrize("case", NUMBERED)
+def test_swigluoai_has_three_numbers_and_situ_two(case: str) -> None:
+    model_type, act, words, expected, is_known = NUMBERED[case]
+    assert mapped(model_type, {"model_type": model_type, "hidden_act": act, **words}) == three(expected)
+    assert expected.is_known(gated=True) == is_known
 
 
 UNKNOWN: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -164,9 +150,11 @@ def test_what_is_not_understood_has_a_name_and_nothing_else(case: str) -> None:
     assert not found.is_known(gated=True)
 
 
-def test_only_layers_that_have_the_number_are_not_understood() -> None:
-    config = {"model_type": "qwen3_moe", "hidden_act": "silu", "swiglu_limits": [0.0, 7.0, None]}
+def test_every_layer_has_its_own_number_and_an_inner_model_type_its_own_keys() -> None:
+    config: Config = {"model_type": "qwen3_moe", "hidden_act": "silu", "swiglu_limits": [0.0, 7.0, None]}
     assert mapped("qwen3_moe", config) == [SILU, Activation("silu+swiglu_limits"), SILU]
+    text = {"model_type": "bailing_moe_v3", "hidden_act": "silu", "expert_swiglu_limit_list": [0, 7, 0]}
+    assert mapped("bailing_moe_v3", {"model_type": "unheard_of", "text_config": text}) == [SILU, clamp(7.0), SILU]
 
 
 def test_an_unknown_model_type_goes_by_no_other_familys_numbers() -> None:
@@ -182,12 +170,7 @@ def test_an_unknown_model_type_goes_by_no_other_familys_numbers() -> None:
 @pytest.mark.parametrize("value", [-1, True, "7", [7, "x", 7], float("inf"), float("nan"), {"a": 1}, [[7]]], ids=str)
 @pytest.mark.parametrize(
     ("model_type", "key"),
-    [
-        ("deepseek_v4", "swiglu_limit"),
-        ("step3p7", "swiglu_limits"),
-        ("gpt_oss", "swiglu_limit"),
-        ("kimi_linear", "activation_situ_beta"),
-    ],
+    [("deepseek_v4", "swiglu_limit"), ("step3p7", "swiglu_limits"), ("gpt_oss", "swiglu_limit"), ("kimi_linear", BETA)],
 )
 def test_a_number_that_is_none_is_refused(model_type: str, key: str, value: object) -> None:
     act = "situ" if model_type == "kimi_linear" else "silu"
