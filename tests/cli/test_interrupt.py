@@ -281,15 +281,10 @@ def test_a_terminal_gets_its_cursor_back() -> None:
     assert process.stdout.readline() == "go\n"
     assert stopped(process, SIGINT)[0] == 130
     seen = b""
-    while chunk := read_terminal(primary):
-        seen += chunk
-    os.close(primary)
+    try:
+        while chunk := os.read(primary, 65536):
+            seen += chunk
+    except OSError:  # EIO: the other side is closed and everything was read
+        os.close(primary)
     assert b"\x1b[?25l" in seen  # it was hidden
     assert seen.endswith(f"\r\x1b[2K\x1b[?25h{MESSAGE}\r\n".encode())
-
-
-def read_terminal(descriptor: int) -> bytes:
-    try:
-        return os.read(descriptor, 65536)
-    except OSError:  # EIO: the other side is closed and everything was read
-        return b""

@@ -131,23 +131,20 @@ def test_files_that_are_almost_named(model: Path, tmp_path: Path, monkeypatch: p
 # --- sources -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("typed", "repo", "revision"),
-    [
-        *(("org/name@v1", "org/name", "v1"), ("hf://org/name", "org/name", None), ("org/name", "org/name", None)),
-        *(("hf://models/org/name@abc/1", "org/name", "abc/1"), ("https://hf.co/org/name/", "org/name", None)),
-        ("https://huggingface.co/org/name/tree/main", "org/name", "main"),
-        *(("org/name/tree/x", "org/name/tree/x", None), ("/no/such", "/no/such", None), ("", "", None)),
-    ],
-)
-def test_other_ways_to_name_a_repo(typed: str, repo: str, revision: str | None) -> None:
-    assert parse_source_name(typed) == (repo, revision)
-
-
-def test_names_that_say_two_things() -> None:
+def test_other_ways_to_name_a_repo() -> None:
+    names: dict[str, tuple[str, str | None]] = {
+        "org/name@v1": ("org/name", "v1"),
+        "hf://org/name": ("org/name", None),
+        "org/name": ("org/name", None),
+        "hf://models/org/name@abc/1": ("org/name", "abc/1"),
+        "https://hf.co/org/name/": ("org/name", None),
+        "https://huggingface.co/org/name/tree/main": ("org/name", "main"),
+    }
+    names |= {typed: (typed, None) for typed in ("org/name/tree/x", "/no/such", "")}
+    assert {typed: parse_source_name(typed) for typed in names} == names
+    assert parse_source_name("org/name@a", "a") == ("org/name", "a")
     with pytest.raises(RequestError, match="Two revisions"):
         parse_source_name("org/name@a", "b")
-    assert parse_source_name("org/name@a", "a") == ("org/name", "a")
     with pytest.raises(RequestError, match="Name the repo: org/name"):
         parse_source_name("https://huggingface.co/org/name/blob/main/config.json")
 
@@ -175,13 +172,10 @@ def test_what_is_no_model_gets_its_own_words(model: Path, tmp_path: Path) -> Non
     assert "This is an adapter (LoRA)" in opening(tmp_path / "lora")
     (tmp_path / "models--org--name" / "snapshots").mkdir(parents=True)
     assert "Name the repo, org/name" in opening(tmp_path / "models--org--name")
-
-
-def test_a_pointer_of_git_lfs(tmp_path: Path) -> None:
-    model = write_qwen3_moe(tmp_path / "model", num_layers=1)
+    pointer = write_qwen3_moe(tmp_path / "model", num_layers=1)
     oid = f"oid sha256:{'0' * 64}"
-    (model / "model.safetensors").write_text(f"version https://git-lfs.github.com/spec/v1\n{oid}\nsize 9\n")
-    assert "git lfs pull" in opening(model)
+    (pointer / "model.safetensors").write_text(f"version https://git-lfs.github.com/spec/v1\n{oid}\nsize 9\n")
+    assert "git lfs pull" in opening(pointer)
 
 
 # --- targets and places ------------------------------------------------------------------------------------
