@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -107,12 +107,7 @@ class _Announcer(event.Listener):  # type: ignore[misc]
         return None
 
 
-@contextmanager
-def announced(say: Callable[[str], None]) -> Iterator[None]:
+def announced(say: Callable[[str], None]) -> AbstractContextManager[Any]:
     """Call `say` once when a loop must be compiled inside; not for loops that are cached on disk."""
-    listener = _Announcer(say)
-    event.register("numba:compile", listener)
-    try:
-        yield
-    finally:
-        event.unregister("numba:compile", listener)
+    listener: AbstractContextManager[Any] = event.install_listener("numba:compile", _Announcer(say))
+    return listener
