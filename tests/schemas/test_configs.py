@@ -1,15 +1,82 @@
-"""Every recipe in configs/ loads, means what it says, and can be quantized and laid out for a kernel."""
+"""Every file of configs/ loads: schemas are quantized and laid out for a kernel, recipes planned for their model."""
 
 from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from hqconv.kernel_layout.transform import kernel_form
 from hqconv.quantization.quantize import quantize
+from hqconv.schemas.recipe import load_recipe
 from hqconv.schemas.weight_schema import WeightSchema, load_schema, resolve_schema
+from tests.make.command import call
 from tests.make.conversions import kernel_spec_of
+from tests.make.families import save_family
+from tests.make.formats import write
 from tests.make.places import CONFIGS
+from tests.make.qwen import write_qwen3_moe
+
+RECIPES = sorted((CONFIGS / "recipes").iterdir())
+Make = Callable[[Path], Path]
+
+
+def of_format(name: str) -> Make:
+    return lambda folder: write(folder, name, experts=8).folder
+
+
+def qwen(**sizes: int) -> Make:
+    return lambda folder: write_qwen3_moe(folder, **sizes)
+
+
+def mixtral(folder: Path) -> Path:
+    save_family(folder, "mixtral", inner=64)
+    return folder
+
+
+# What it is for, and what the plan must say: blocks' conversion, target, activations, ranks.
+PLANNED: dict[str, tuple[Make, str, str, str, int]] = {
+    "deepseek-v4-w4a8-h200": (of_format("mxfp4-deepseek-v4"), "direct", "sm90", "fp8-g128", 8),
+    "deepseek-v3-mxfp4-ep8": (of_format("fp8-block"), "requantized", "sm90", "a16", 8),
+    "qwen3-235b-int4-tp8": (qwen(intermediate_size=1536), "quantized", "sm90", "a16", 8),
+    "gpt-oss-direct": (of_format("mxfp4-gpt-oss"), "direct", "sm90", "a16", 1),
+    "kimi-k2-int4-direct": (of_format("ct-int4-g32"), "direct", "sm90", "a16", 8),
+    "mixtral-fp8-l40s": (mixtral, "quantized", "sm89", "fp8", 2),
+    "ends-in-8-bits": (qwen(num_layers=4), "quantized", "sm90", "a16", 1),
+}
+
+
+def test_every_file_is_listed() -> None:
+    assert {path.name for path in CONFIGS.iterdir() if path.is_file()} == {f"{name}.toml" for name in EXPECTED}
+    assert [path.name for path in RECIPES] == sorted(f"{name}.toml" for name in PLANNED)
+
+
+def planned(model: Path, recipe: Path, *more: str) -> Any:
+    done = call("convert", model, "--config", recipe, "--dry-run", "--json", *more)
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipe(path: Path, tmp_path: Path) -> None:
+    assert path.read_text().startswith("# ")
+    load_recipe(path)
+    make, conversion, target, inputs, num_ranks = PLANNED[path.stem]
+    model = make(tmp_path / "model")
+    words = planned(model, path)
+    assert set(words["conversion"]) == {conversion}
+    assert (words["target"], words["input_schema"], len(words["rank_bytes"])) == (target, inputs, num_ranks)
+    if path.stem == "mixtral-fp8-l40s":  # flags win
+        words = planned(model, path, "--tp", "1", "--schema", "int4-g64", "--input-schema", "int8")
+        assert (words["target"], words["input_schema"], len(words["rank_bytes"])) == ("sm89", "int8", 1)
+        assert words["schema"]["name"] == "int4-g64"
+
+
+# --- schemas -----------------------------------------------------------------------------------------------
 
 EXPECTED = {
     "int4-g64-zp": WeightSchema("int4-g64-zp", "uint4", weight_scale_group_size=64, has_zero_point=True),
@@ -22,12 +89,8 @@ EXPECTED = {
 BITS_PER_WEIGHT = {"int4-g64-zp": 4.3125, "w3-g64": 3.25, "fp8-block-64": 8.0078125, "nvfp4-channel": 4.5}
 
 
-def test_every_recipe_is_listed() -> None:
-    assert {path.name for path in CONFIGS.iterdir() if path.is_file()} == {f"{name}.toml" for name in EXPECTED}
-
-
 @pytest.mark.parametrize("name", EXPECTED)
-def test_recipe(name: str) -> None:
+def test_schema(name: str) -> None:
     path = CONFIGS / f"{name}.toml"
     assert load_schema(path) == EXPECTED[name] == resolve_schema(str(path))
     lines = path.read_text(encoding="utf-8").splitlines()
