@@ -215,26 +215,28 @@ def test_text_config_is_used() -> None:
     assert map_experts(tensors, nested).chosen_because.startswith("model_type qwen3_5_moe;")
 
 
-@pytest.mark.parametrize("odd", [[], {}, 7, None])
-def test_architectures_that_are_no_names_are_passed_over(odd: object) -> None:
+def test_architectures_that_are_no_names_are_passed_over() -> None:
     tensors, config = checkpoint(BY_MODEL_TYPE["longcat_flash"], "longcat_flash")
     del config["model_type"]
-    found = map_experts(tensors, config | {"architectures": [odd, "LongcatFlashForCausalLM"]})
-    assert found.chosen_because.startswith("architecture LongcatFlashForCausalLM;")
+    for odd in ([], {}, 7, None):
+        found = map_experts(tensors, config | {"architectures": [odd, "LongcatFlashForCausalLM"]})
+        assert found.chosen_because.startswith("architecture LongcatFlashForCausalLM;")
 
 
-def test_lists_hold_one_value_per_layer() -> None:
-    family = BY_MODEL_TYPE["hunyuan_v1_moe"]
+def test_numbers_of_configs_in_other_forms() -> None:
+    family = BY_MODEL_TYPE["hunyuan_v1_moe"]  # one value for each layer
     tensors, config = checkpoint(family, "hunyuan_v1_moe")
     config |= {"num_experts": [E] * NUM_LAYERS, "moe_topk": [1, 1, 1] + [2] * 9, "moe_intermediate_size": [INTER] * 12}
     assert [layer.top_k for layer in map_experts(tensors, config).layers] == [1, 2, 2]
-
-
-def test_nemotron_latent_size_is_what_the_experts_see() -> None:
-    tensors, config = checkpoint(BY_MODEL_TYPE["nemotron_h"], "nemotron_h")
+    tensors, config = checkpoint(BY_MODEL_TYPE["nemotron_h"], "nemotron_h")  # the latent size is what experts see
     assert map_experts(tensors, config | {"hidden_size": 4 * H}).layers[0].hidden_size == H
     config |= {"moe_latent_size": None, "hidden_size": H}
     assert map_experts(tensors, config).layers[0].hidden_size == H
+    tensors, config = qwen()
+    del config["num_experts_per_tok"]
+    for key in ("moe_top_k", "moe_topk", "moe_k", "top_k_experts", "experts_per_token"):
+        assert map_experts(tensors, config | {key: 3}).layers[0].top_k == 3
+        assert map_experts(tensors, config | {key: 3, "num_experts_per_tok": 1}).layers[0].top_k == 1
 
 
 def test_zero_experts_are_dropped_with_a_reason() -> None:
@@ -343,14 +345,6 @@ def test_a_part_beside_unmarked_stacks_is_refused(name: str) -> None:
     put(tensors, f"model.text.blocks.2.mlp.{name}", E, INTER)
     with pytest.raises(InputError, match=rf"not understood\.\n.*blocks\.2\.mlp\.{name}"):
         map_experts(tensors, config_of(MOONDREAM, "moondream3"))
-
-
-def test_other_spellings_of_the_experts_per_token_are_read() -> None:
-    tensors, config = qwen()
-    del config["num_experts_per_tok"]
-    for key in ("moe_top_k", "moe_topk", "moe_k", "top_k_experts", "experts_per_token"):
-        assert map_experts(tensors, config | {key: 3}).layers[0].top_k == 3
-        assert map_experts(tensors, config | {key: 3, "num_experts_per_tok": 1}).layers[0].top_k == 1
 
 
 def test_banks_of_experts_are_layers_and_drafts_follow_the_decoder() -> None:
