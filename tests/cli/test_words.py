@@ -104,7 +104,8 @@ def test_a_wrong_command_line_is_a_message_like_others(typed: str, where: str, t
     assert "what to do: " in done.stderr
     assert "Usage:" not in done.stderr
     assert "Value error" not in done.stderr
-    as_json = call(*typed.split(), "--json")
+    command, *rest = typed.split()
+    as_json = call(command, "--json", *rest)
     words = json.loads(as_json.stdout)
     assert (as_json.exit_code, words["kind"], words["exit_code"], words["where"]) == (2, "error", 2, where)
     assert text in words["found"]
