@@ -111,14 +111,19 @@ def test_the_page_has_the_figures_of_the_manifest(made: Path) -> None:
     assert "No check was run" in shown.text
 
 
+def recorded_worst(artifact: Path) -> list[tuple[str, str, int, float]]:
+    """Layer, projection, its worst expert, and the relative error of that."""
+    return [
+        (name, role, error["worst_expert"], error["worst_relative_error"])
+        for name, layer in manifest(artifact)["blocks"].items()
+        for role, error in layer["quantization_error"].items()
+    ]
+
+
 def test_without_the_source_no_errors_of_experts_are_made_up(made: Path) -> None:
     words = page_document(made)
     assert not words["experts"]["is_measured"]
-    recorded = [
-        (name, role, error["worst_expert"], error["worst_relative_error"])
-        for name, layer in manifest(made)["blocks"].items()
-        for role, error in layer["quantization_error"].items()
-    ]
+    recorded = recorded_worst(made)
     keys = ("block", "projection", "expert", "relative_error")
     found = [tuple(one[key] for key in keys) for one in words["experts"]["worst"]]
     assert sorted(found) == sorted(recorded)
@@ -134,12 +139,7 @@ def test_with_the_source_the_errors_are_measured(made: Path, model: Path, tmp_pa
     worst = words["experts"]["worst"]
     assert len(worst) == NUM_WORST
     assert worst == sorted(worst, key=lambda one: -one["relative_error"])
-    recorded = [
-        (one["worst_relative_error"], name, role, one["worst_expert"])
-        for name, layer in manifest(made)["blocks"].items()
-        for role, one in layer["quantization_error"].items()
-    ]
-    error, *place = max(recorded)
+    *place, error = max(recorded_worst(made), key=lambda one: one[3])
     assert worst[0]["relative_error"] == pytest.approx(error, rel=1e-9)
     assert [worst[0][key] for key in ("block", "projection", "expert")] == place
     shown = read(tmp_path / "page.html")
