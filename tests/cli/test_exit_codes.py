@@ -32,8 +32,12 @@ OPTIONS = ("--schema", "mxfp4", "--target", "sm90", "--device", "cpu")
 Place = tuple[Path, Path, Path, pytest.MonkeyPatch]  # model, artifact, an empty folder
 
 
+def converted(model: Path, out: Path, *more: object) -> int:
+    return int(call("convert", model, "-o", out, *OPTIONS, *more).exit_code)
+
+
 def done(place: Place) -> int:
-    return int(call("convert", place[0], "-o", place[2] / "out", *OPTIONS).exit_code)
+    return converted(place[0], place[2] / "out")
 
 
 def not_verified(place: Place) -> int:
@@ -47,20 +51,12 @@ def not_verified(place: Place) -> int:
     return int(result.exit_code)
 
 
-def impossible(place: Place) -> int:
-    return int(call("convert", place[0], "-o", place[2] / "out", *OPTIONS, "--tp", 3).exit_code)
-
-
 def cut_off(place: Place) -> int:
     source = place[2] / "model"
     write_qwen3_moe(source)
     data = (source / "model.safetensors").read_bytes()
     (source / "model.safetensors").write_bytes(data[:-1])
-    return int(call("convert", source, "-o", place[2] / "out", *OPTIONS).exit_code)
-
-
-def taken(place: Place) -> int:
-    return int(call("convert", place[0], "-o", place[1], *OPTIONS).exit_code)
+    return converted(source, place[2] / "out")
 
 
 def no_network(place: Place) -> int:
@@ -95,9 +91,9 @@ def signalled(number: int) -> Callable[[Place], int]:
 WAYS: dict[int, Callable[[Place], int]] = {
     0: done,
     1: not_verified,
-    2: impossible,
+    2: lambda place: converted(place[0], place[2] / "out", "--tp", 3),
     3: cut_off,
-    4: taken,
+    4: lambda place: converted(place[0], place[1]),
     5: no_network,
     70: our_bug,
     **{number: signalled(number) for number in SIGNALS},
