@@ -194,7 +194,7 @@ def _close(file: _OpenFile, key: str) -> None:
 
 
 # Of a file, hashed in one call: with smaller ones a thread would often wait for Python's lock, which others hold.
-_CHUNK_BYTES = 16 << 20
+_CHUNK_BYTES = 4 << 20
 
 _own = threading.local()
 
