@@ -17,7 +17,7 @@ help:
 	@echo "make install   create .venv with hqconv and its development tools"
 	@echo "make demo      write a small Qwen3-MoE checkpoint, plan, convert, inspect and verify it, cut the artifact"
 	@echo "               for other ranks without the checkpoint (no GPU needed)"
-	@echo "make test      install, lint, run the tests, of large grids a sample: some 5 minutes on two processors"
+	@echo "make test      install, lint, run the tests, of large grids a sample: some minutes on two processors"
 	@echo "make test-all  make test with every grid whole, small torture and golden artifacts at length; CI runs it"
 	@echo "make test-vllm  unpack vLLM into .venv-vllm, without its compiled parts, and run the plugin in its classes"
 	@echo "make torture   kills, faults, full disks, rivals and hostile files by the thousand (docs/reliability.md)"
