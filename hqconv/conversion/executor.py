@@ -55,6 +55,7 @@ _MAX_FINISH_THREADS = 8  # each hashes more than a gigabyte a second
 # Of a batch or a piece, that one thread reads or writes while others take the rest. Every such task waits for Python's
 # lock a few times: beside a GPU, whose batches come faster, tasks are larger.
 _CHUNK_BYTES, _GPU_CHUNK_BYTES = 16 << 20, 32 << 20
+_DIGEST_BYTES, _GPU_DIGEST_BYTES = 1 << 20, 4 << 20  # of a file, hashed in one call; each hashing thread keeps so many
 
 
 class EncodedBatch(Protocol):
@@ -177,6 +178,7 @@ class Executor:
         if staging.out_bytes:
             self._outputs = HostBuffers(staging.out_bytes, self._device, staging.num_outputs, self._stages.notify)
         self._chunk_bytes = _GPU_CHUNK_BYTES if resources.is_cuda else _CHUNK_BYTES
+        self._digest_bytes = _GPU_DIGEST_BYTES if resources.is_cuda else _DIGEST_BYTES
         self._integrity = SourceIntegrity(source, self._stages, profile, known)
         self._lock = threading.Lock()
         self._own = threading.local()  # the lanes of a thread
@@ -413,7 +415,7 @@ class Executor:
             self._stages.start(Stage.PUBLISH, 0, self._publish, unit)
 
     def _finish_file(self, unit: _UnitInWork, file: OutFile) -> None:
-        record = self._writer(unit).finish_file(file, self._stages.check_cancelled)
+        record = self._writer(unit).finish_file(file, self._stages.check_cancelled, self._digest_bytes)
         _LOG.debug("Wrote %s: %d bytes.", self._folder.root / file.path, file.size_bytes)
         with self._lock:
             unit.files[file.path] = record

@@ -46,15 +46,18 @@ class UnitWriter:
         with output_errors(self._root / path), self._descriptors.using(path) as descriptor:
             write_fully(descriptor, data, offset_bytes)
 
-    def finish_file(self, file: OutFile, check_cancelled: Callable[[], object] | None = None) -> FileRecord:
+    def finish_file(
+        self, file: OutFile, check_cancelled: Callable[[], object] | None = None, chunk_bytes: int = 1 << 20
+    ) -> FileRecord:
         """Flush a complete file to the disk, and return its size and digest; for any thread.
 
-        check_cancelled: called from time to time; an exception of it ends the hashing.
+        check_cancelled: called from time to time; an exception of it ends the hashing. chunk_bytes: hashed in one call.
         """
         with output_errors(self._root / file.path):
             with self._descriptors.using(file.path) as descriptor:
                 os.fsync(descriptor)
-            return FileRecord(file.path, file.size_bytes, sha256_of(self._paths[file.path], check_cancelled))
+            digest = sha256_of(self._paths[file.path], check_cancelled, chunk_bytes)
+            return FileRecord(file.path, file.size_bytes, digest)
 
     def publish(self) -> None:
         """Give the flushed files their final names, and flush the folders."""

@@ -252,8 +252,7 @@ def test_a_terminal_gets_a_bar_and_stdout_stays_clean(model: Path, tmp_path: Pat
 def test_verify_shows_how_far_it_is(model: Path, tmp_path: Path) -> None:
     run(model, tmp_path / "out", "mxfp4")
     seen, _ = terminal("verify", tmp_path / "out", "--source", model, "--device", "cpu", columns=80)
-    assert "files (" in seen
-    assert "weights (" in seen
+    assert "weights (" in seen  # a check that ends before the bar is drawn again, as files may, is not shown
     for line in seen.replace("\x1b[2K", "\n").splitlines():
         plain = "".join(part.partition("m")[2] if i else part for i, part in enumerate(line.split("\x1b[")))
         assert len(plain.strip()) <= 80, plain

@@ -104,9 +104,9 @@ def _anew(work: Path, name: str, src: Path) -> Recorded:
         if progress.num_groups_done:
             raise KeyboardInterrupt
 
-    for folder in (before, disk):
-        with suppress(KeyboardInterrupt):
-            run(src, folder / "out", "int4-g32", Grid(1, 3), progress=stop)
+    with suppress(KeyboardInterrupt):
+        run(src, disk / "out", "int4-g32", Grid(1, 3), progress=stop)
+    shutil.copytree(disk / "out", before / "out")  # how far another one got would be chance
     ops = _record(disk, lambda out: run(src, out, SCHEMA, GRID, overwrite=True))
     return Recorded(name, src, before, ops, snapshot(disk / "out"))
 
