@@ -47,7 +47,7 @@ class UnitWriter:
             write_fully(descriptor, data, offset_bytes)
 
     def finish_file(
-        self, file: OutFile, check_cancelled: Callable[[], object] | None = None, chunk_bytes: int = 1 << 20
+        self, file: OutFile, check_cancelled: Callable[[], object] | None = None, chunk_bytes: int = 0
     ) -> FileRecord:
         """Flush a complete file to the disk, and return its size and digest; for any thread.
 

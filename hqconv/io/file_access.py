@@ -206,14 +206,14 @@ def _chunk(num_bytes: int) -> memoryview:
     return memoryview(_own.chunk)[:num_bytes]
 
 
-def sha256_of(path: Path, keep_on: Callable[[], object] | None = None, chunk_bytes: int = _CHUNK_BYTES) -> str:
+def sha256_of(path: Path, keep_on: Callable[[], object] | None = None, chunk_bytes: int = 0) -> str:
     """Compute the SHA-256 of a file's bytes, in hexadecimal. Raises OSError for an unreadable file.
 
-    keep_on: called between chunks; its exception ends the work. chunk_bytes: memory that the calling thread keeps.
+    keep_on: called between chunks; its exception ends the work. chunk_bytes: memory of the thread; 0: 4 MiB.
     """
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
-        buffer = _chunk(max(1, min(chunk_bytes, os.fstat(file.fileno()).st_size)))
+        buffer = _chunk(max(1, min(chunk_bytes or _CHUNK_BYTES, os.fstat(file.fileno()).st_size)))
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
             if keep_on is not None:
