@@ -28,8 +28,7 @@ from hqconv.conversion.option_values import (
 from hqconv.conversion.parts import Part
 from hqconv.errors import OutputError, RequestError, plural
 from hqconv.io.hub import is_repo_id, open_repo
-from hqconv.planning.allocation import Budget
-from hqconv.planning.candidates import Candidates, plan_candidates
+from hqconv.planning.allocation import Budget, Candidates, plan_candidates
 from hqconv.planning.plan import plan_conversion
 from hqconv.planning.spec import ConversionOptions
 from hqconv.schemas.options import (

@@ -39,8 +39,7 @@ import hqconv
 from hqconv.kernel_layout.compatibility import why_not
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.gpu_target import GpuTarget
-from hqconv.schemas.input_schema import INPUT_PRESETS, resolve_inputs
-from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.input_schema import INPUT_PRESETS, KernelSpec, resolve_inputs
 from hqconv.schemas.weight_schema import PRESETS, resolve_schema
 from scripts.bench import make_source
 from tests.make.formats import FORMATS, write

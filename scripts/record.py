@@ -52,8 +52,7 @@ from hqconv.reports.ranking import ERRORS, KINDS, SPEEDS
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.gpu_target import GpuTarget
-from hqconv.schemas.input_schema import resolve_inputs
-from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.input_schema import KernelSpec, resolve_inputs
 from hqconv.schemas.weight_schema import PRESETS, resolve_schema
 from hqconv.verification.kernel import LayerInputs, in_order
 from hqconv.verification.reference import EXACT, Routing, moe_forwards

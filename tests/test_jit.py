@@ -16,7 +16,7 @@ from numba.core.caching import IndexDataCacheFile
 from hqconv.cpu_loops import encoders
 from hqconv.humming_ops.repack import tile_store
 from hqconv.jit import CacheFile
-from hqconv.schemas.code_types import CodeType, parse_code_type
+from hqconv.schemas.dtypes import CodeType, parse_code_type
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
 
@@ -99,7 +99,7 @@ import sys
 import numpy as np
 from hqconv.cpu_loops import encoders
 from hqconv.humming_ops.repack import tile_store
-from hqconv.schemas.code_types import parse_code_type
+from hqconv.schemas.dtypes import parse_code_type
 
 def encoded(name):
     code = parse_code_type(name)

@@ -8,8 +8,7 @@ import pytest
 
 from hqconv.kernel_layout.compatibility import why_not
 from hqconv.schemas.gpu_target import TARGETS, GpuTarget, parse_target
-from hqconv.schemas.input_schema import resolve_inputs
-from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.input_schema import KernelSpec, resolve_inputs
 from hqconv.schemas.weight_schema import PRESETS, resolve_schema
 from tests.make.places import REPO
 

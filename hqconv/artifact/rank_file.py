@@ -16,8 +16,7 @@ from hqconv.artifact.manifest import GemmEntry
 from hqconv.errors import HqconvError, VerificationError
 from hqconv.kernel_layout.compatibility import config_entries
 from hqconv.schemas import artifact_names as names
-from hqconv.schemas.input_schema import STATIC_SCALES
-from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.input_schema import STATIC_SCALES, KernelSpec
 from hqconv.schemas.tensors import TensorRef
 
 if TYPE_CHECKING:

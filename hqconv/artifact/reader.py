@@ -31,7 +31,7 @@ from hqconv.schemas.activation import Activation
 from hqconv.schemas.dtypes import num_bits
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import Grid, check_grid
-from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.input_schema import KernelSpec
 from hqconv.schemas.tensors import TensorRef, TensorSpec
 from hqconv.schemas.weight_schema import PARAM_DTYPES, WeightSchema
 

@@ -19,7 +19,7 @@ from hqconv.conversion.parts import torchrun_part, torchrun_rank
 from hqconv.errors import OutputError, RequestError, VerificationError, number_text, plural
 
 if TYPE_CHECKING:
-    from hqconv.planning.candidates import Candidates
+    from hqconv.planning.allocation import Candidates
     from hqconv.planning.plan import ConversionPlan
 
 

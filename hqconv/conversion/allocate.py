@@ -30,8 +30,7 @@ from hqconv.conversion.stages import StageProfile
 from hqconv.errors import OutputError, plural, printable_line
 from hqconv.io.durable_files import FileRecord, is_whole, make_folder, output_errors, write_whole
 from hqconv.models.source_protocol import Source
-from hqconv.planning.allocation import Allocation, Budget, LayerOptions, allocate
-from hqconv.planning.candidates import Candidates
+from hqconv.planning.allocation import Allocation, Budget, Candidates, LayerOptions, allocate
 from hqconv.planning.output_units import MoeLayerPlan, OutputUnit
 from hqconv.planning.plan import plan_conversion
 from hqconv.quantization.cuda import check_kernels

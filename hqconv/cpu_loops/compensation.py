@@ -17,7 +17,7 @@ from hqconv.cpu_loops.arithmetic import count_exact, float_of, fold_squares, sou
 from hqconv.cpu_loops.codes import pack_row
 from hqconv.cpu_loops.encoders import limit_bits_of, rounder
 from hqconv.jit import compiled
-from hqconv.schemas.code_types import CodeKind
+from hqconv.schemas.dtypes import CodeKind
 
 _LANES = 8  # rows that are rounded side by side
 _LARGEST = 3.4028234663852886e38  # of float32

@@ -25,7 +25,7 @@ from hqconv.cpu_loops.arithmetic import (
 )
 from hqconv.cpu_loops.codes import pack_row, sum_rows
 from hqconv.jit import compiled, inlined
-from hqconv.schemas.code_types import CodeKind
+from hqconv.schemas.dtypes import CodeKind
 
 _LONG_GROUP = np.uint64(64)  # the next row is prefetched group by group; of shorter groups at once, which takes less
 _OVERFLOW = np.float32(2.0**31)  # of 32-bit integers

@@ -13,7 +13,7 @@ import numpy as np
 from hqconv.cpu_loops.arithmetic import bits_of, float_of, fold_sum, group_range, source_bits, u32, u64
 from hqconv.cpu_loops.encoders import group_reader, limit_bits_of, rounder
 from hqconv.jit import Function, compiled, inlined
-from hqconv.schemas.code_types import CodeKind
+from hqconv.schemas.dtypes import CodeKind
 
 TO_BFLOAT16, TO_FLOAT16, TO_FLOAT32 = range(3)  # rounding of scales that are wider than 8 bits
 

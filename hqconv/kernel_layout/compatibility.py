@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hqconv.schemas.dtypes import code_of, num_bits
-from hqconv.schemas.input_schema import INPUT_PRESETS
-from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.input_schema import INPUT_PRESETS, KernelSpec
 from hqconv.schemas.weight_schema import PRESETS, WeightSchema, resolve_schema
 
 FP8 = ("float8e4m3", "float8e5m2", "float8e3m4")

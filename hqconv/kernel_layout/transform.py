@@ -18,8 +18,7 @@ from hqconv.humming_ops.runtime import humming, humming_schema, planning, reside
 from hqconv.kernel_layout.compatibility import PAD_K, PAD_N, splits_e8m0, why_not
 from hqconv.schemas.dtypes import code_of_torch, torch_dtype_of
 from hqconv.schemas.gpu_target import GpuTarget
-from hqconv.schemas.input_schema import InputSchema
-from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.input_schema import InputSchema, KernelSpec
 from hqconv.schemas.tensors import TensorSpec
 from hqconv.schemas.weight_schema import WeightSchema
 

@@ -19,7 +19,7 @@ from hqconv.schemas.artifact_names import HESSIAN_TILE
 from hqconv.schemas.dtypes import FLOATS
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.grid import GROUPS, Grid, check_grid, slice_unit
-from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.input_schema import KernelSpec
 from hqconv.schemas.model_config import NO_HEADS, AttentionHeads
 from hqconv.schemas.options import GPTQ
 from hqconv.schemas.tensors import TensorRef

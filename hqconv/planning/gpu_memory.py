@@ -15,7 +15,7 @@ from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.output_units import gemm_shapes
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.grid import Grid
-from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.input_schema import KernelSpec
 from hqconv.schemas.model_config import AttentionHeads
 from hqconv.schemas.tensors import TensorRef
 

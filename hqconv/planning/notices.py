@@ -18,7 +18,7 @@ from hqconv.schemas import artifact_names
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.gpu_target import GPUS
 from hqconv.schemas.grid import GROUPS
-from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.input_schema import KernelSpec
 from hqconv.schemas.model_config import NO_HEADS, AttentionHeads, text_config
 from hqconv.schemas.options import RTN
 from hqconv.schemas.weight_schema import PARAM_DTYPES

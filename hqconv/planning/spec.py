@@ -16,8 +16,7 @@ from hqconv.planning.source_schema import source_param_dtype, source_schemas
 from hqconv.schemas import artifact_names
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import EVEN, Grid, is_split_even
-from hqconv.schemas.input_schema import A16, InputSchema, resolve_inputs
-from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.input_schema import A16, InputSchema, KernelSpec, resolve_inputs
 from hqconv.schemas.model_config import text_config
 from hqconv.schemas.options import ConversionArguments, LayerChoice, Override, conversion_options, group_by_schema
 from hqconv.schemas.weight_schema import PARAM_DTYPES, SOURCE, WeightSchema, resolve_schema

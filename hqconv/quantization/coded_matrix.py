@@ -14,8 +14,7 @@ import torch
 
 from hqconv.cpu_loops import codes as code_loops
 from hqconv.quantization import bit_codec
-from hqconv.schemas.code_types import CodeKind, parse_code_type
-from hqconv.schemas.dtypes import code_bits
+from hqconv.schemas.dtypes import CodeKind, code_bits, parse_code_type
 
 
 @dataclass(frozen=True, eq=False)

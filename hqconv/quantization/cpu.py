@@ -38,7 +38,7 @@ from hqconv.quantization.quantized import (
 )
 from hqconv.quantization.scale_search import Ladder, magnitude_bytes, search
 from hqconv.schemas import sum_factors
-from hqconv.schemas.code_types import CodeKind
+from hqconv.schemas.dtypes import CodeKind
 from hqconv.schemas.weight_schema import WeightSchema
 
 Array = np.ndarray[Any, np.dtype[Any]]

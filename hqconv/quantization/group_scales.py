@@ -15,8 +15,7 @@ import torch
 from hqconv.humming_ops.runtime import humming
 from hqconv.quantization import bit_codec
 from hqconv.quantization.coded_matrix import scale_values
-from hqconv.schemas.code_types import CodeKind
-from hqconv.schemas.dtypes import torch_dtype_of
+from hqconv.schemas.dtypes import CodeKind, torch_dtype_of
 from hqconv.schemas.weight_schema import WeightSchema
 
 _FP8_MAX = {"float8e4m3": 448.0, "float8e5m2": 57344.0}

@@ -17,8 +17,7 @@ import torch
 
 from hqconv.quantization.group_scales import GroupScales, bits_of, stored_values
 from hqconv.quantization.quantized import fold_sum
-from hqconv.schemas.code_types import CodeKind
-from hqconv.schemas.dtypes import torch_dtype_of
+from hqconv.schemas.dtypes import CodeKind, torch_dtype_of
 from hqconv.schemas.weight_schema import WeightSchema
 
 _SHRINKS = (1.0, 0.9375, 0.875, 0.8125, 0.75)  # of the upper and the lower end of a range with a zero point

@@ -18,7 +18,7 @@ from hqconv.quantization.group_scales import GroupScales, scales_of
 from hqconv.quantization.hadamard import average_importance, rotate
 from hqconv.quantization.quantized import fold_sum
 from hqconv.quantization.scale_search import Ladder, magnitude_bytes, stepped
-from hqconv.schemas.code_types import CodeKind, CodeType
+from hqconv.schemas.dtypes import CodeKind, CodeType
 from hqconv.schemas.weight_schema import WeightSchema
 
 _CUDA_WEIGHTS, _CPU_WEIGHTS = 1 << 23, 1 << 18  # of a chunk; each has some 60 bytes of temporary tensors

@@ -41,8 +41,7 @@ from hqconv.schemas.artifact_names import MANIFEST
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.gpu_target import TARGETS, GpuTarget
 from hqconv.schemas.grid import EVEN, GROUPS, Grid, slice_unit, working_tp_sizes
-from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema
-from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema, KernelSpec
 from hqconv.schemas.model_config import AttentionHeads, attention_heads, text_config
 from hqconv.schemas.options import group_by_schema
 from hqconv.schemas.sum_factors import SUMS

@@ -17,8 +17,7 @@ from hqconv.errors import RequestError
 from hqconv.kernel_layout.compatibility import fuses_exponents, gemm_bytes, why_not, why_overflow
 from hqconv.reports.texts import Document
 from hqconv.schemas.gpu_target import GpuTarget, gpu_named, parse_target
-from hqconv.schemas.input_schema import A16, resolve_inputs
-from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.input_schema import A16, KernelSpec, resolve_inputs
 from hqconv.schemas.weight_schema import resolve_schema
 
 MEASURED = Path(__file__).parent / "measured"

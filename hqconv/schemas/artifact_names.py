@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from hqconv.schemas.gpu_target import GpuTarget
-from hqconv.schemas.input_schema import A16, STATIC_SCALES, InputSchema
-from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.input_schema import A16, STATIC_SCALES, InputSchema, KernelSpec
 from hqconv.schemas.model_config import TEXT_CONFIG_KEYS
 
 FORMAT_VERSION = 1

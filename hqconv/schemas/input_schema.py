@@ -1,4 +1,4 @@
-"""Input schemas: formats of the GEMMs' activations when serving. Data and rules with Humming's names."""
+"""Input schemas, the formats of activations when serving, and kernel specs, which decide a kernel's layout."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from hqconv.errors import RequestError
+from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.suggestions import meant
 from hqconv.schemas.untrusted_files import read_toml, unicode_name
+from hqconv.schemas.weight_schema import WeightSchema
 
 A_DTYPES = ("float8e4m3", "float8e5m2", "float8e3m4", "int8", "int4", "float4e2m1", "float4e0m3")
 INPUT_SCALE_DTYPES = ("float32", "float8e8m0", "float8e4m3")
@@ -148,3 +150,26 @@ def inputs_of(name: str, document: dict[str, Any], *, where: str) -> InputSchema
             what = "The input schema has a key that is unknown."
             raise RequestError(what, where=f"{where}: {key}", expected=", ".join(known))
     return InputSchema(name, **document)
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """Weights, parameters, activations and GPU of a Humming kernel: all that decides a matrix's layout but its size.
+
+    param_dtype: bfloat16 or float16, of the model's parameters and outputs.
+    """
+
+    schema: WeightSchema
+    param_dtype: str
+    target: GpuTarget
+    inputs: InputSchema = A16
+
+    @property
+    def a_dtype(self) -> str:
+        """Humming's name of the type of a GEMM's activations."""
+        return self.inputs.a_dtype or self.param_dtype
+
+    def __str__(self) -> str:
+        """Format for people."""
+        text = f"{self.schema.name} with {self.inputs.name} activations"
+        return f"{text}, {self.param_dtype} parameters, on {self.target}"

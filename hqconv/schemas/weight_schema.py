@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from hqconv.errors import RequestError
-from hqconv.schemas.code_types import CodeType, parse_code_type
-from hqconv.schemas.dtypes import code_bits, code_of, num_bits
+from hqconv.schemas.dtypes import CodeType, code_bits, code_of, num_bits, parse_code_type
 from hqconv.schemas.suggestions import meant
 from hqconv.schemas.untrusted_files import SCHEMAS, or_shipped, read_toml, shipped, unicode_name
 

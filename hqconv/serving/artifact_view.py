@@ -30,7 +30,7 @@ from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.grid import Grid
-from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.input_schema import KernelSpec
 
 _LOG = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from hqconv.io.hub import Listing
 from hqconv.models.source_protocol import Source
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
-from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.input_schema import KernelSpec
 from hqconv.schemas.options import CHECKS, refuse_unknown_checks
 from hqconv.verification.against_source import Lineage
 from hqconv.verification.files import check_files

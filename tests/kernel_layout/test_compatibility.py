@@ -25,8 +25,14 @@ from hqconv.kernel_layout.compatibility import (
 )
 from hqconv.schemas.gpu_target import TARGETS, GpuTarget
 from hqconv.schemas.grid import slice_unit
-from hqconv.schemas.input_schema import A_DTYPES, INPUT_PRESETS, INPUT_SCALE_DTYPES, QUANT_MODES, InputSchema
-from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.input_schema import (
+    A_DTYPES,
+    INPUT_PRESETS,
+    INPUT_SCALE_DTYPES,
+    QUANT_MODES,
+    InputSchema,
+    KernelSpec,
+)
 from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, WeightSchema
 from tests.make.conversions import kernel_spec_of, run, schema_of
 from tests.make.places import REPO

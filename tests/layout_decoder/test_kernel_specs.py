@@ -18,8 +18,7 @@ from hqconv.kernel_layout.transform import kernel_form, to_kernel
 from hqconv.layout_decoder.decode import DecodedStack
 from hqconv.layout_decoder.layout_form import LayoutForm, read_config
 from hqconv.schemas.gpu_target import TARGETS, GpuTarget
-from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema
-from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema, KernelSpec
 from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, WeightSchema, resolve_schema
 from tests.make.conversions import kernel_spec_of
 from tests.make.kernel_tensors import (

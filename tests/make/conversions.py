@@ -19,8 +19,7 @@ from hqconv.planning.plan import ConversionPlan, make_plan
 from hqconv.planning.spec import ConversionOptions, make_spec
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import Grid
-from hqconv.schemas.input_schema import resolve_inputs
-from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.input_schema import KernelSpec, resolve_inputs
 from hqconv.schemas.options import CheckName
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
 from hqconv.sources.opening import open_source

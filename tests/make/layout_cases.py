@@ -14,8 +14,7 @@ from hqconv.kernel_layout.transform import kernel_form, layer_config, needs_cuda
 from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.gpu_target import TARGETS, GpuTarget
 from hqconv.schemas.grid import slice_unit
-from hqconv.schemas.input_schema import INPUT_PRESETS
-from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.input_schema import INPUT_PRESETS, KernelSpec
 from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, WeightSchema, resolve_schema
 
 NUM_EXPERTS = 3

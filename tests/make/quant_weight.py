@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hqconv.humming_ops.runtime import humming
-from hqconv.schemas.code_types import CodeKind, CodeType, parse_code_type
+from hqconv.schemas.dtypes import CodeKind, CodeType, parse_code_type
 
 # Up to this group size Humming's kernel makes one pass over a float32 group, and nvcc then fuses the product
 # `zero * -scale` into the subtraction that follows (seen on an H200 with CUDA 13.0; 16-bit sources never fuse).

@@ -13,8 +13,7 @@ from hqconv.kernel_layout.compatibility import why_not, why_overflow
 from hqconv.reports import ranking
 from hqconv.reports.ranking import measured_errors, rank_schemas, size_class, speed_run_of, speed_runs
 from hqconv.schemas.gpu_target import GPUS, TARGETS, GpuTarget, gpu_named
-from hqconv.schemas.input_schema import INPUT_PRESETS
-from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.input_schema import INPUT_PRESETS, KernelSpec
 from hqconv.schemas.weight_schema import PRESETS, RECOMMENDED, resolve_schema
 from tests.make import command
 

@@ -20,8 +20,7 @@ from hqconv.kernel_layout.fused_moe import Gemm, fused_moe, layer_config, load_g
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import GROUPS, Grid, tp_slices
-from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema
-from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema, KernelSpec
 from hqconv.schemas.weight_schema import resolve_schema
 from hqconv.verification import kernel as module
 from hqconv.verification.kernel import LayerInputs, Rounding
