@@ -1,6 +1,6 @@
 """Python API of hqconv: the command line's commands as functions. See docs/api.md.
 
-Importing this module loads no torch; a function that needs it does.
+Each function imports what it works with: the command line needs the signatures of all of them at once.
 """
 
 from __future__ import annotations
@@ -14,23 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack, cast
 
-from hqconv.conversion.option_values import (
-    cache_use,
-    check_modes,
-    check_places,
-    choose_device,
-    choose_target,
-    parse_bytes,
-    place_of,
-    resources_of,
-    start_gpu,
-)
-from hqconv.conversion.parts import Part
 from hqconv.errors import OutputError, RequestError, plural
-from hqconv.io.hub import is_repo_id, open_repo
-from hqconv.planning.allocation import Budget, Candidates, plan_candidates
-from hqconv.planning.plan import plan_conversion
-from hqconv.planning.spec import ConversionOptions
 from hqconv.schemas.options import (
     SIZE,
     CheckName,
@@ -39,10 +23,7 @@ from hqconv.schemas.options import (
     conversion_options,
     refuse_unknown_checks,
 )
-from hqconv.schemas.recipe import with_recipe
-from hqconv.schemas.weight_schema import PRESETS, SOURCE
 from hqconv.serving.warm.compile_kernels import warm as warm
-from hqconv.sources.opening import open_source, without_gc
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +33,9 @@ if TYPE_CHECKING:
     from hqconv.conversion.convert import ConversionReport
     from hqconv.conversion.progress import Progress
     from hqconv.conversion.push import PushReport
+    from hqconv.planning.allocation import Candidates
     from hqconv.planning.plan import ConversionPlan
+    from hqconv.planning.spec import ConversionOptions
     from hqconv.reports.publication import PublishReport
     from hqconv.verification.result import VerificationReport
 
@@ -89,6 +72,9 @@ def _with_options(function: Callable[P, R], without: Collection[str] = ()) -> Ca
 
 def _parse(config: str | Path | None, options: ConversionArguments) -> ConversionOptions:
     """Parse the options of a conversion, with a recipe's for those that are not given."""
+    from hqconv.planning.spec import ConversionOptions
+    from hqconv.schemas.recipe import with_recipe
+
     return ConversionOptions.parse(**cast(ConversionArguments, with_recipe(config, options)))
 
 
@@ -106,6 +92,10 @@ def plan(
     src, config, revision, options: as of `convert`; of a Hub repo only headers are read. device: the GPU that an open
     `target` stands for. Raises the errors that `convert` raises before it writes.
     """
+    from hqconv.conversion.option_values import choose_device, choose_target
+    from hqconv.planning.plan import plan_conversion
+    from hqconv.sources.opening import open_source, without_gc
+
     parsed, device = _parse(config, options), choose_device(device)
     with open_source(src, revision, is_lazy=True) as source, without_gc():
         return plan_conversion(parsed, source, choose_target(parsed, source, device))
@@ -148,19 +138,24 @@ def convert(
     after a kill without `resume`. progress: called from worker threads.
     Raises RequestError, InputError (also of a damaged artifact as a source), OutputError or NetworkError.
     """
-    check_modes(resume=resume, overwrite=overwrite, update=update, part=part is not None)
+    from hqconv.conversion import option_values as values
+    from hqconv.conversion.parts import Part
+    from hqconv.planning.plan import plan_conversion
+    from hqconv.sources.opening import open_source, without_gc
+
+    values.check_modes(resume=resume, overwrite=overwrite, update=update, part=part is not None)
     own_part = None if part is None else Part.parse(part)
-    cache = cache_use(cache_limit, keep_source=keep_source)
+    cache = values.cache_use(cache_limit, keep_source=keep_source)
     parsed = _parse(config, options)
-    start_gpu(device, is_part=own_part is not None)  # beside all that comes before its use
+    values.start_gpu(device, is_part=own_part is not None)  # beside all that comes before its use
     from hqconv.conversion.convert import convert as run  # all libraries are loaded before the work begins
 
-    resources = resources_of(device, max_memory, max_gpu_memory, threads, is_part=own_part is not None)
+    resources = values.resources_of(device, max_memory, max_gpu_memory, threads, is_part=own_part is not None)
     with open_source(src, revision, is_lazy=True) as source:
-        target = choose_target(parsed, source, resources.device_name)
+        target = values.choose_target(parsed, source, resources.device_name)
         with without_gc():
             planned = plan_conversion(parsed, source, target)
-        place = check_places(source.place, place_of(planned, out))
+        place = values.check_places(source.place, values.place_of(planned, out))
         _LOG.info("Planned %r for %s, target %s.", planned, place, target)
         if on_plan is not None:
             on_plan(planned, place)
@@ -216,38 +211,41 @@ def allocate(
     src, revision, options, device, max_memory, max_gpu_memory, threads, cache_limit, keep_source, progress: as of
     `convert`. Raises RequestError also for a budget that no choice keeps, InputError, OutputError or NetworkError.
     """
+    from hqconv.conversion import option_values as values
+    from hqconv.planning.allocation import Budget, plan_candidates
+    from hqconv.planning.spec import ConversionOptions
+    from hqconv.schemas.weight_schema import PRESETS, SOURCE
+    from hqconv.sources.opening import open_source, without_gc
+
     if unknown := options.keys() & set(_NOT_ALLOCATED):
         raise TypeError(f"unexpected keyword argument '{min(unknown)}'")
     names = candidates.split(",") if isinstance(candidates, str) else candidates
     names = None if names is None else [name.strip() for name in names]
-    size_bytes = None if size is None else parse_bytes(size, "--size")
+    size_bytes = None if size is None else values.parse_bytes(size, "--size")
     bits, max_layer_error = (None if number is None else float(number) for number in (bits, max_layer_error))
-    budget, cache = (
-        Budget(size_bytes, bits, objective, max_layer_error),
-        cache_use(cache_limit, keep_source=keep_source),
-    )
+    budget = Budget(size_bytes, bits, objective, max_layer_error)
+    cache = values.cache_use(cache_limit, keep_source=keep_source)
     schema: Any = SOURCE if names == [SOURCE] else next(iter(PRESETS.values()))
     parsed = ConversionOptions.parse(**cast(ConversionArguments, {**options, "schema": schema}))
     known, arguments = conversion_options(), dict[str, Any](options)
     given = {name: arguments[name] for name in known if arguments.get(name, known[name].default) != known[name].default}
-    start_gpu(device)
+    values.start_gpu(device)
     from hqconv.conversion.allocate import run_allocation as run  # all libraries are loaded before the work begins
 
-    resources = resources_of(device, max_memory, max_gpu_memory, threads)
+    resources = values.resources_of(device, max_memory, max_gpu_memory, threads)
     text = None if size is None else str(size)
     with open_source(src, revision, is_lazy=True) as source:
         with without_gc():
-            target = choose_target(parsed, source, resources.device_name)
+            target = values.choose_target(parsed, source, resources.device_name)
             planned = plan_candidates(parsed, names, source, target)
         name = f"{source.name}-{f'{bits:g}bits' if text is None else text.replace(' ', '')}.toml"
-        place = check_places(source.place, Path(name if out is None else out))
+        place = values.check_places(source.place, Path(name if out is None else out))
         if on_plan is not None:
             on_plan(planned, place)
         more: dict[str, Any] = {"overwrite": overwrite, "cache": cache, "progress": progress}
         return run(source, planned, budget, given, place, resources, **more)
 
 
-@without_gc()
 def describe_plan(
     planned: ConversionPlan,
     out: str | Path | None = None,
@@ -265,16 +263,19 @@ def describe_plan(
     planned: the result of `plan`. The other parameters are those of `convert`. Raises RequestError if memory is short
     or the device is missing.
     """
+    from hqconv.conversion.option_values import check_places, place_of, resources_of
     from hqconv.reports.documents import describe_plan as describe
     from hqconv.reports.documents import output_notes
+    from hqconv.sources.opening import without_gc
 
     place, resources = place_of(planned, out), resources_of(device, max_memory, max_gpu_memory, threads)
-    try:
-        check_places(Path(planned.source.folder), place)
-        notes = output_notes(place, planned, resume=resume, overwrite=overwrite or update)
-    except OutputError as error:
-        notes = [error.message()]
-    document = describe(planned, resources)
+    with without_gc():
+        try:
+            check_places(Path(planned.source.folder), place)
+            notes = output_notes(place, planned, resume=resume, overwrite=overwrite or update)
+        except OutputError as error:
+            notes = [error.message()]
+        document = describe(planned, resources)
     return {**document, "device": resources.device_name, "out": str(place), "notes": notes}
 
 
@@ -308,7 +309,11 @@ def verify(
     All faults of the artifact are in the report, also an unreliable manifest. Raises RequestError where `out` is no
     artifact or a check cannot run; opening the source raises RequestError, InputError or NetworkError.
     """
+    from hqconv.conversion.option_values import cache_use, resources_of, start_gpu
+
     start_gpu(device)
+    from hqconv.io.hub import is_repo_id, open_repo
+    from hqconv.sources.opening import open_source
     from hqconv.verification.verify import VerifyOptions
     from hqconv.verification.verify import verify as run
 
@@ -338,7 +343,6 @@ def verify(
         return run(root, opened, options, listing)
 
 
-@without_gc()
 def inspect(path: str | Path, *, revision: str | None = None) -> dict[str, Any]:
     """Describe a model folder, a Hub repo or an artifact as a document, from headers only. `kind` names which.
 
@@ -347,8 +351,10 @@ def inspect(path: str | Path, *, revision: str | None = None) -> dict[str, Any]:
     Raises RequestError, InputError, VerificationError (of a damaged artifact) or NetworkError.
     """
     from hqconv.reports.documents import inspect as run
+    from hqconv.sources.opening import without_gc
 
-    return run(path, revision)
+    with without_gc():
+        return run(path, revision)
 
 
 def push(
@@ -410,6 +416,7 @@ def collect_importance(
     """
     from hqconv.conversion.collect_importance import Measures
     from hqconv.conversion.collect_importance import collect_importance as run
+    from hqconv.conversion.option_values import choose_device
 
     return run(
         str(model),
@@ -454,6 +461,7 @@ def evaluate(
     prediction), and the conditions. Raises RequestError where transformers is missing or cannot run the model, the
     source is another one, or memory is short; VerificationError for a damaged artifact, InputError, NetworkError.
     """
+    from hqconv.conversion.option_values import resources_of
     from hqconv.evaluation.evaluate import EvaluateOptions
     from hqconv.evaluation.evaluate import evaluate as run
 
@@ -506,10 +514,13 @@ def publish(
     Raises what `convert`, `verify` and `push` raise.
     """
     from hqconv.artifact.error_summary import check_max_error, over_limit
+    from hqconv.conversion.option_values import choose_device, choose_target
     from hqconv.conversion.push import published_manifest
     from hqconv.conversion.update import why_not_current
     from hqconv.io.hub_upload import HubBranch
+    from hqconv.planning.plan import plan_conversion
     from hqconv.reports.publication import PublishReport
+    from hqconv.sources.opening import open_source
 
     check_max_error(max_error)
     refuse_unknown_checks(checks)
@@ -569,6 +580,7 @@ def load(
     such device; VerificationError where a file is damaged, or that of another rank, layer or target.
     """
     from hqconv.artifact.load import load_layer
+    from hqconv.conversion.option_values import choose_device
 
     place = choose_device(device)
     return load_layer(path, layer, tp_rank, ep_rank, place, check_digests=check_digests)

@@ -10,9 +10,12 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hqconv.errors import RequestError
-from hqconv.planning.output_units import MoeLayerPlan, OutputUnit
+
+if TYPE_CHECKING:
+    from hqconv.planning.output_units import OutputUnit
 
 _MAX_COUNT = 9999
 
@@ -47,6 +50,8 @@ class Part:
 
         Parts have equal shares of the bytes of MoE layers, and of the bytes of copied tensors, to half a unit.
         """
+        from hqconv.planning.output_units import MoeLayerPlan  # the command line asks for the rank alone
+
         layers = [unit for unit in units if isinstance(unit, MoeLayerPlan)]
         copied = [unit for unit in units if not isinstance(unit, MoeLayerPlan)]
         return [*self._share(layers), *self._share(copied)]

@@ -31,6 +31,12 @@ def test_a_look_loads_nothing_heavy(command: str, folder: Path) -> None:
     assert cold(*command.replace("{}", str(folder)).split())[0] == set()
 
 
+@pytest.mark.parametrize("command", ["--help", "convert --help"])
+def test_help_needs_signatures_alone(command: str) -> None:
+    names = ("hqconv.planning.plan", "hqconv.sources.opening", "hqconv.artifact.manifest", "hqconv.api")
+    assert cold(*command.split(), names=names)[0] == {"hqconv.api"}
+
+
 def test_a_conversion_loads_them_all(folder: Path, tmp_path: Path) -> None:
     """So that the tests above would see it."""
     command = ("convert", folder / "model", "-o", tmp_path / "out", "--schema", "int4", "--target", "sm90")

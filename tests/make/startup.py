@@ -22,9 +22,9 @@ print(json.dumps([[name for name in heavy if name in sys.modules], time.process_
 """
 
 
-def cold(*arguments: object) -> tuple[set[str], float]:
-    """Run `hqconv ARGUMENTS`, which must succeed: the heavy libraries that it loaded, and its CPU seconds."""
-    command = [sys.executable, "-c", _SCRIPT, json.dumps(HEAVY), *map(str, arguments)]
+def cold(*arguments: object, names: tuple[str, ...] = HEAVY) -> tuple[set[str], float]:
+    """Run `hqconv ARGUMENTS`, which must succeed: the modules of `names` that it loaded, and its CPU seconds."""
+    command = [sys.executable, "-c", _SCRIPT, json.dumps(names), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, check=False)
     assert done.returncode == 0, done.stderr
     loaded, seconds = json.loads(done.stdout.splitlines()[-1])

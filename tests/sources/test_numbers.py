@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 import hqconv
-from hqconv import api
 from hqconv.errors import HqconvError, InputError, RequestError, VerificationError
 from hqconv.models.expert_map import map_experts
 from hqconv.schemas.grid import MAX_COUNT, Grid
 from hqconv.schemas.tensors import TensorRef
+from hqconv.sources.opening import open_source
 from tests.make.conversions import write_manifest
 from tests.make.nodes import in_time
 from tests.make.places import REPO
@@ -120,7 +120,7 @@ def test_stacks_of_so_many_experts(number: int) -> None:
 @pytest.mark.parametrize("digits", [30, 4000, 5000])
 @pytest.mark.parametrize("part", ["layers.0.", "experts.0."])
 def test_names(part: str, digits: int, model: Path) -> None:
-    with api.open_source(model) as source:
+    with open_source(model) as source:
         to = part.replace("0", "1" * digits)
         refs = {n.replace(part, to): r._replace(name=n.replace(part, to)) for n, r in source.tensors.items()}
         assert at_once(lambda: map_experts(refs, source.config)).exit_code == 3
