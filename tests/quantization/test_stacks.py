@@ -40,8 +40,15 @@ def assert_same_stacks(ours: QuantizedStack, theirs: QuantizedStack) -> None:
 
 
 @pytest.mark.sampled(12)
-@pytest.mark.parametrize("quantizer", [RTN, MSE], ids=["rtn", "mse"])
-@pytest.mark.parametrize("name", [*SCHEMAS, *RARE_SCHEMAS])
+@pytest.mark.parametrize(
+    ("name", "quantizer"),
+    [(name, RTN) for name in (*SCHEMAS, *RARE_SCHEMAS)]
+    + [
+        (name, MSE)
+        for name in ("nvfp4", "fp8-block", "fp8-tensor", "int4-g64-zp", "int4-g128-fpzp", "int4-g32-e4m3-row")
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
 def test_experts_and_helpers_change_nothing(name: str, quantizer: Quantizer) -> None:
     """Every expert is quantized as if alone, whatever threads run parts of its loops."""
     schema, stacks = any_schema(name), hard_stacks(torch.bfloat16 if len(name) % 2 else torch.float32)

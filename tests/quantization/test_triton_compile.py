@@ -121,8 +121,6 @@ def of_compensation(name: str, dtype: torch.dtype, *, is_weighted: bool) -> None
         (of_sweep, "mxfp4", torch.float32, False),
         (of_sweep, "int4-g32", torch.bfloat16, False),
         (of_compensation, "nvfp4", torch.bfloat16, True),
-        (of_compensation, "mxfp4", torch.float32, False),
-        (of_compensation, "int4-g32", torch.bfloat16, False),
         (of_compensation, "int4-g128-zp", torch.float16, True),
         (of_compensation, "fp8", torch.bfloat16, True),
     ],
