@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from hqconv.artifact.load import RankGemm
     from hqconv.conversion.allocate import AllocationReport
     from hqconv.conversion.convert import ConversionReport
-    from hqconv.conversion.progress import Progress
     from hqconv.conversion.push import PushReport
+    from hqconv.conversion.stages import Progress
     from hqconv.errors import HqconvError
     from hqconv.planning.plan import ConversionPlan
     from hqconv.reports.publication import PublishReport
@@ -67,7 +67,7 @@ _MODULES = {  # of names that are not functions of `api`
     "ConversionPlan": "planning.plan",
     "ConversionReport": "conversion.convert",
     "HqconvError": "errors",
-    "Progress": "conversion.progress",
+    "Progress": "conversion.stages",
     "PublishReport": "reports.publication",
     "PushReport": "conversion.push",
     "RankGemm": "artifact.load",

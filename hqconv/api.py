@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from hqconv.artifact.load import RankGemm
     from hqconv.conversion.allocate import AllocationReport
     from hqconv.conversion.convert import ConversionReport
-    from hqconv.conversion.progress import Progress
     from hqconv.conversion.push import PushReport
+    from hqconv.conversion.stages import Progress
     from hqconv.planning.allocation import Candidates
     from hqconv.planning.plan import ConversionPlan
     from hqconv.planning.spec import ConversionOptions
@@ -139,7 +139,7 @@ def convert(
     Raises RequestError, InputError (also of a damaged artifact as a source), OutputError or NetworkError.
     """
     from hqconv.conversion import option_values as values
-    from hqconv.conversion.parts import Part
+    from hqconv.conversion.output_folder import Part
     from hqconv.planning.plan import plan_conversion
     from hqconv.sources.opening import open_source, without_gc
 

@@ -15,7 +15,7 @@ import hqconv
 from hqconv import api
 from hqconv.cli.app import app
 from hqconv.cli.options import OPTIONS
-from hqconv.conversion.progress import Progress
+from hqconv.conversion.stages import Progress
 from hqconv.errors import InputError, RequestError
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
 from tests.make.conversions import manifest

@@ -96,7 +96,7 @@ LIGHT = (
     *("hqconv.artifact.rank_file", "hqconv.serving.vllm.activations", "hqconv.serving.vllm.layer_names"),
     *("hqconv.serving.vllm.plugin", "hqconv.serving.vllm.tuning", "hqconv.serving.vllm.refusals"),
     *(f"hqconv.serving.warm.{name}" for name in ("gpus", "kernel_store", "compile_kernels")),
-    *("hqconv.conversion.option_values", "hqconv.conversion.progress"),
+    *("hqconv.conversion.option_values", "hqconv.conversion.stages"),
     "hqconv.conversion.resources",
 )
 HEAVY = ("torch", "numpy", "numba", "humming", "transformers", "huggingface_hub")

@@ -15,7 +15,6 @@ from hqconv.artifact.error_summary import check_max_error, over_limit
 from hqconv.cli.command import Result, command
 from hqconv.cli.options import parse_checks, without_defaults
 from hqconv.cli.output import of_rank, say, warn
-from hqconv.conversion.parts import torchrun_part, torchrun_rank
 from hqconv.errors import OutputError, RequestError, VerificationError, number_text, plural
 
 if TYPE_CHECKING:
@@ -29,6 +28,7 @@ def convert(
 ) -> Result:
     """Quantize the experts of a checkpoint and write an artifact."""
     from hqconv.cli.progress_bar import ShownProgress
+    from hqconv.conversion.option_values import torchrun_part, torchrun_rank
 
     check_max_error(max_error)
     options = without_defaults(options, context)

@@ -21,7 +21,6 @@ import typer
 from hqconv import __version__
 from hqconv.cli import interrupt
 from hqconv.cli.options import at_home
-from hqconv.conversion.parts import torchrun_rank
 from hqconv.errors import EXIT_BUG, EXIT_INTERRUPTED, HqconvError, OutputError, RequestError, printable, printable_line
 
 JSON_VERSION = 1  # increased when a key that docs/ci.md calls stable is removed or changes its meaning
@@ -44,6 +43,8 @@ def warn(text: str, *, quiet: bool = False) -> None:
 
 def of_rank(path: Path) -> Path:
     """Return a file's path for this process: torchrun gives the same command line to all its processes."""
+    from hqconv.conversion.option_values import torchrun_rank
+
     return path.with_name(f"{path.name}.rank{torchrun_rank()}") if torchrun_rank() else path
 
 

@@ -13,7 +13,7 @@ from rich.progress import Progress as Bar
 
 from hqconv.cli import interrupt
 from hqconv.cli.output import say
-from hqconv.conversion.progress import Progress
+from hqconv.conversion.stages import Progress
 from hqconv.errors import printable_line
 from hqconv.reports.texts import human_bytes
 

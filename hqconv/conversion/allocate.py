@@ -24,9 +24,8 @@ from hqconv.conversion.executor import Executor
 from hqconv.conversion.hub_prefetch import CachePolicy, HubPrefetch, ShardUse, check_room, sort_by_shard
 from hqconv.conversion.journal import Journal, JournalEntry, compare_identities
 from hqconv.conversion.measure_candidates import CandidateMeasurements, MeasureCandidates, weighted_bytes
-from hqconv.conversion.progress import Meter, Progress
 from hqconv.conversion.resources import Resources, bounded_gpu, plan_staging
-from hqconv.conversion.stages import StageProfile
+from hqconv.conversion.stages import Meter, Progress, StageProfile
 from hqconv.errors import OutputError, plural, printable_line
 from hqconv.io.durable_files import FileRecord, is_whole, make_folder, output_errors, write_whole
 from hqconv.models.source_protocol import Source

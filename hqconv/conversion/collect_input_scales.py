@@ -6,16 +6,13 @@ import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 
-from hqconv.conversion.unit_writer import UnitWriter
 from hqconv.errors import InputError
 from hqconv.formats.source_format import LAID_OUT
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
-from hqconv.planning.output_units import MoeLayerPlan, OutputUnit
 from hqconv.planning.plan import ConversionPlan
 from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.tensors import TensorRef
@@ -96,16 +93,3 @@ def _read_scale(source: Source, ref: TensorRef, *, divides: bool) -> float:
             remedy="Calibrate the model again, or use an input schema whose scales are found while serving.",
         )
     return max(values)
-
-
-def create_unit_files(root: Path, unit: OutputUnit, scales: Mapping[str, InputScales]) -> UnitWriter:
-    """Create a unit's files at their full size, and write the layer's activation scales. Raises OutputError."""
-    writer = UnitWriter(root, unit.files)
-    try:
-        for gemm, ref in unit.input_scale_places() if isinstance(unit, MoeLayerPlan) else ():
-            data = torch.tensor([scales[unit.name][gemm]], dtype=torch.float32)
-            writer.write_at(ref.file, ref.offset_bytes, data.numpy())
-    except BaseException:
-        writer.abandon()
-        raise
-    return writer

@@ -22,12 +22,10 @@ from hqconv.artifact.model_card import card_bytes, sums_bytes
 from hqconv.conversion.collect_input_scales import InputScales, read_input_scales
 from hqconv.conversion.executor import Executor
 from hqconv.conversion.hub_prefetch import CachePolicy, HubPrefetch, ShardUse, check_room, sort_by_shard
-from hqconv.conversion.output_folder import Difference, OutputFolder, check_finished
-from hqconv.conversion.parts import Part
-from hqconv.conversion.progress import Meter, Progress
+from hqconv.conversion.output_folder import Difference, OutputFolder, Part, check_finished
 from hqconv.conversion.resources import Resources, Staging, bounded_gpu, plan_staging
 from hqconv.conversion.source_integrity import source_digests
-from hqconv.conversion.stages import StageProfile
+from hqconv.conversion.stages import Meter, Progress, StageProfile
 from hqconv.conversion.update import record_source, why_not_current
 from hqconv.errors import InputError, RequestError, plural
 from hqconv.io.durable_files import FileRecord, check_space, copy_whole, write_whole
@@ -354,14 +352,14 @@ class _Conversion:
 
 
 def take_in_turn(units: Sequence[OutputUnit]) -> list[OutputUnit]:
-    """Order units so that copied shards alternate with MoE layers, from the first on.
+    """Order units so that copied shards alternate with MoE layers, from the start on.
 
-    The digest of a large shard takes a thread for seconds: it is computed beside the layers that follow. And bytes are
-    copied while others are encoded.
+    A GPU's kernels are loaded with the first batch: meanwhile bytes are copied. The digest of a large shard takes a
+    thread for seconds: it is computed beside the layers that follow.
     """
     copied = [unit for unit in units if not isinstance(unit, MoeLayerPlan)]
     layers = [unit for unit in units if isinstance(unit, MoeLayerPlan)]
-    pairs = itertools.zip_longest(copied, layers)
+    pairs = itertools.zip_longest(layers, copied)
     return [unit for pair in pairs for unit in pair if unit is not None]
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from hqconv.conversion.devices import Lane
 from hqconv.conversion.encode import EncodedBatch, LayerEncoder
 from hqconv.kernel_layout.rank_slices import gemm_tensors
 from hqconv.kernel_layout.transform import to_kernel
@@ -155,26 +155,50 @@ def _spans(whole: Iterable[Span], piece_bytes: int) -> Iterator[tuple[Span, ...]
         yield tuple(spans)
 
 
+class Lane:
+    """One sequence of work on a device, in order. On a GPU a stream: one lane's copies run beside another's kernels."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def used(self) -> AbstractContextManager[Any]:
+        """Run the work inside on the lane."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def to_host(self, tensors: Sequence[torch.Tensor], out: torch.Tensor | None) -> list[torch.Tensor]:
+        """Copy tensors to flat uint8 tensors on the host, on a GPU to views of `out`; valid after `arrive`."""
+        flat = [tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors]
+        if self._stream is None:
+            return flat
+        assert out is not None
+        host = list(torch.split(out[: sum(map(len, flat))], [len(one) for one in flat]))
+        for there, here in zip(flat, host, strict=True):
+            here.copy_(there, non_blocking=True)
+        return host
+
+    def arrive(self) -> Callable[[], None] | None:
+        """Return a function that waits for all work begun so far; None where nothing is pending."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        wait: Callable[[], None] = event.synchronize
+        return wait
+
+
 @dataclass(frozen=True, eq=False)
 class EncodedRuns:
-    """An encoded batch. Its `runs` are valid once `wait` has returned, where it is not None."""
+    """An encoded batch: bytes to write, valid once `wait` has returned if there is one, and measurements.
+
+    error_sums: waits, and returns the error sums of each matrix by role; raises DeferredCheckError where the batch must
+    be encoded again. sums: after `error_sums`, each expert's content sums by role and tensor (`schemas/sum_factors`).
+    """
 
     runs: list[Run]
     wait: Callable[[], None] | None
-    _encoded: EncodedBatch
-    _measured: list[torch.Tensor]
-    _sum_names: list[tuple[str, str]]
-    _sums: torch.Tensor
-
-    def error_sums(self) -> dict[str, list[ErrorSums]]:
-        """Return the error sums of each matrix by role, after `wait`; see `EncodedBatch`."""
-        if self.wait is not None:
-            self.wait()
-        return self._encoded.error_sums(self._measured)
-
-    def sums(self) -> dict[tuple[str, str], list[int]]:
-        """Return each expert's content sums by role and tensor, after `error_sums`; see `schemas/sum_factors`."""
-        return dict(zip(self._sum_names, self._sums.tolist(), strict=True))
+    error_sums: Callable[[], Mapping[str, Any]]
+    sums: Callable[[], Mapping[tuple[str, str], list[int]]]
 
 
 def encode_to_runs(
@@ -188,49 +212,33 @@ def encode_to_runs(
 ) -> EncodedRuns:
     """Encode a batch and lay out its tensors; on a GPU, start that work without waiting for it.
 
-    The runs may be views of `out`, which is free once they are written.
+    raw: the experts' bytes, unless the source reads for itself. The runs may be views of `out`, which is free once they
+    are written.
     """
-    raw = None if raw is None else lane.to_device(raw)
-    encoded = _encode_on_device(source, batch, raw, lane.device, is_careful=is_careful)
-    del raw  # on a GPU the memory is used again for the copies
-    host = iter(lane.to_host([encoded.sums, *encoded.done.measured, *encoded.written.values()], out))
-    sums = next(host).view(torch.int64).view(encoded.sums.shape)
-    measured = [next(host).view(torch.float64).view(one.shape) for one in encoded.done.measured]
-    written = dict(zip(encoded.written, host, strict=True))
-    return EncodedRuns(list(_runs(batch, written)), lane.arrive(), encoded.done, measured, encoded.sum_names, sums)
-
-
-class _EncodedTensors(NamedTuple):
-    """Tensors of an encoded batch on a device.
-
-    sums: content sums [E, …], of the role and tensor in `sum_names`. written: the tensors to write [E, …], by TP rank
-    and name in the kernel layout, by role and name in the checkpoint layout.
-    """
-
-    done: EncodedBatch
-    sums: torch.Tensor
-    sum_names: list[tuple[str, str]]
-    written: dict[tuple[int | str, str], torch.Tensor]
-
-
-def _encode_on_device(
-    source: Source, batch: Batch, raw: RawExperts | None, device: torch.device, *, is_careful: bool
-) -> _EncodedTensors:
-    """Encode a batch and lay out its tensors, all on the device. raw: there, unless the source reads for itself."""
     planned = batch.planned
-    tiles = _weight_tiles(batch, device)
-    encoder = LayerEncoder(source, planned.layer, planned.encoding, device)
+    tiles = _weight_tiles(batch, lane.device)
+    encoder = LayerEncoder(source, planned.layer, planned.encoding, lane.device)
     done = encoder.encode(batch.experts, raw, is_careful=is_careful, tiles=tiles)
-    weights = tiles.weights if tiles is not None and done.row_sums else {}
-    written: dict[tuple[int | str, str], torch.Tensor] = {}
+    names, sums = sum_names(done.tensors), expert_sums(done.tensors, planned.encoding.schema, done.row_sums)
+    written: dict[tuple[int | str, str], torch.Tensor] = {}  # by TP rank and name, or in the checkpoint layout by role
     if planned.forms:
+        weights = tiles.weights if tiles is not None and done.row_sums else {}
         for part in planned.slices:
             written |= {(part.rank, name): value for name, value in _kernel_tensors(batch, done, part, weights).items()}
     else:
         written = {(role, name): value for role, tensors in done.tensors.items() for name, value in tensors.items()}
-    sums = expert_sums(done.tensors, planned.encoding.schema, done.row_sums)
-    bare = replace(done, tensors={})  # their memory is used again
-    return _EncodedTensors(bare, sums, sum_names(done.tensors), written)
+    done = replace(done, tensors={})  # on a GPU their memory is used again for the copies
+    host = iter(lane.to_host([sums, *done.measured, *written.values()], out))
+    host_sums = next(host).view(torch.int64).view(sums.shape)
+    measured = [next(host).view(torch.float64).view(one.shape) for one in done.measured]
+    runs, wait = list(_runs(batch, dict(zip(written, host, strict=True)))), lane.arrive()
+
+    def error_sums() -> dict[str, list[ErrorSums]]:
+        if wait is not None:
+            wait()
+        return done.error_sums(measured)
+
+    return EncodedRuns(runs, wait, error_sums, lambda: dict(zip(names, host_sums.tolist(), strict=True)))
 
 
 def _weight_tiles(batch: Batch, device: torch.device) -> WeightTiles | None:

@@ -14,23 +14,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import torch
 
-from hqconv.conversion.collect_input_scales import InputScales, create_unit_files
-from hqconv.conversion.devices import CpuLane, CudaLane, Lane, using_lane
+from hqconv.conversion.collect_input_scales import InputScales
 from hqconv.conversion.encode import DeferredCheckError
-from hqconv.conversion.encode_batch import Batch, Piece, Run, encode_to_runs, split_runs, split_unit
+from hqconv.conversion.encode_batch import Batch, EncodedRuns, Lane, Piece, Run, encode_to_runs, split_runs, split_unit
 from hqconv.conversion.hub_prefetch import HubPrefetch
 from hqconv.conversion.journal import Destination, JournalEntry
-from hqconv.conversion.progress import Meter
+from hqconv.conversion.output_folder import UnitWriter
 from hqconv.conversion.quant_error import Measurements
 from hqconv.conversion.resources import Resources, Staging
 from hqconv.conversion.source_integrity import SourceIntegrity
-from hqconv.conversion.stages import Stage, StageProfile, Stages
-from hqconv.conversion.unit_writer import UnitWriter
-from hqconv.cpu_loops.helper_threads import Helpers
+from hqconv.conversion.stages import Meter, Stage, StageProfile, Stages
+from hqconv.cpu_loops.helper_threads import Helpers, one_torch_thread
 from hqconv.errors import InputError, plural
 from hqconv.io.durable_files import FileRecord
 from hqconv.io.file_access import open_limit
@@ -56,38 +53,6 @@ _MAX_FINISH_THREADS = 8  # each hashes more than a gigabyte a second
 # lock a few times: beside a GPU, whose batches come faster, tasks are larger.
 _CHUNK_BYTES, _GPU_CHUNK_BYTES = 16 << 20, 32 << 20
 _DIGEST_BYTES, _GPU_DIGEST_BYTES = 1 << 20, 4 << 20  # of a file, hashed in one call; each hashing thread keeps so many
-
-
-class EncodedBatch(Protocol):
-    """Results of a batch: bytes to write, and measurements. All are valid once `wait` has returned, if it is not None.
-
-    `error_sums` waits by itself. It raises DeferredCheckError where the batch must be encoded again.
-    """
-
-    @property
-    def runs(self) -> list[Run]: ...
-
-    @property
-    def wait(self) -> Callable[[], None] | None: ...
-
-    def error_sums(self) -> Mapping[str, Any]: ...
-
-    def sums(self) -> Mapping[tuple[str, str], list[int]]: ...
-
-
-class Encode(Protocol):
-    """Encode a batch: the arguments of `encode_to_runs`."""
-
-    def __call__(
-        self,
-        source: Source,
-        batch: Batch,
-        raw: RawExperts | None,
-        lane: Lane,
-        out: torch.Tensor | None,
-        *,
-        is_careful: bool = False,
-    ) -> EncodedBatch: ...
 
 
 @dataclass(eq=False)
@@ -146,14 +111,15 @@ class Executor:
         prefetch: HubPrefetch,
         known: Mapping[str, str],
         *,
-        encode: Encode | None = None,
+        encode: Callable[..., EncodedRuns] = encode_to_runs,
         measurements: Callable[[], Measurements] = Measurements,
     ) -> None:
         """known: name → SHA-256 of the source's files that earlier runs hashed.
 
-        encode, measurements: of a run that only measures: its units have no files, and its batches no bytes to write.
+        encode, measurements: of a run that only measures, with the arguments of `encode_to_runs`: its units have no
+        files, and its batches no bytes to write.
         """
-        self._encode_batch, self._measurements = encode or encode_to_runs, measurements
+        self._encode_batch, self._measurements = encode, measurements
         self._scales, self._prefetch = scales, prefetch
         self._source, self._folder, self._device = source, folder, resources.device
         self._staging, self._meter, self._profile = staging, meter, profile
@@ -187,11 +153,15 @@ class Executor:
 
     def run(self, units: Iterable[OutputUnit]) -> None:
         """Write and finish the units. Raises the first error of any stage; no unfinished file keeps its final name."""
+        with one_torch_thread():
+            self._run(iter(units))
+
+    def _run(self, units: Iterator[OutputUnit]) -> None:
         try:
             self._prefetch.start(self._stages.notify)
             if self._outputs is not None:
                 self._outputs.grow(1)  # before slots: the first batch waits for it
-            self._feed(iter(units))
+            self._feed(units)
             self._stages.wait(lambda: all(unit.is_done for unit in self._units))
         finally:
             self._stages.stop()
@@ -282,7 +252,16 @@ class Executor:
     # --- stages
 
     def _create(self, unit: _UnitInWork) -> None:
-        unit.writer = create_unit_files(self._folder.root, unit.unit, self._scales)
+        """Create a unit's files at their full size, and write the layer's activation scales."""
+        planned, writer = unit.unit, UnitWriter(self._folder.root, unit.unit.files)
+        try:
+            for gemm, ref in planned.input_scale_places() if isinstance(planned, MoeLayerPlan) else ():
+                scale = torch.tensor([self._scales[planned.name][gemm]], dtype=torch.float32)
+                writer.write_at(ref.file, ref.offset_bytes, scale.numpy())
+        except BaseException:
+            writer.abandon()
+            raise
+        unit.writer = writer
         self._stages.notify()
 
     def _read_part(self, in_flight: _InFlight, part: Piece, data: torch.Tensor) -> None:
@@ -324,7 +303,7 @@ class Executor:
         if self._outputs is not None:
             in_flight.out = self._take(self._outputs, "a free output buffer")
         lane = self._next_lane()
-        with using_lane(lane), self._integrity.blame_files_first(in_flight.sources):
+        with lane.used(), self._integrity.blame_files_first(in_flight.sources):
             encoded = self._encode_batch(self._source, batch, in_flight.raw, lane, in_flight.out)
         if encoded.wait is None:
             self._collect(in_flight, batch, lane, encoded)
@@ -334,20 +313,20 @@ class Executor:
     def _next_lane(self) -> Lane:
         """Return the thread's own lane on the CPU, or the next of the lanes of a GPU."""
         if not hasattr(self._own, "lanes"):
-            lanes: list[Lane] = [CpuLane(self._helpers, self._threads_per_lane)]
-            if self._device.type == "cuda":
-                lanes = [CudaLane(self._device) for _ in range(self._staging.num_lanes)]
-            self._own.lanes = itertools.cycle(lanes)
+            if self._helpers is not None:
+                self._helpers.use(self._threads_per_lane)
+            count = self._staging.num_lanes if self._device.type == "cuda" else 1
+            self._own.lanes = itertools.cycle([Lane(self._device) for _ in range(count)])
         lane: Lane = next(self._own.lanes)
         return lane
 
-    def _collect(self, in_flight: _InFlight, batch: Batch, lane: Lane, encoded: EncodedBatch) -> None:
+    def _collect(self, in_flight: _InFlight, batch: Batch, lane: Lane, encoded: EncodedRuns) -> None:
         """Take the results once they are on the host; encode again where a deferred check fails."""
         with self._integrity.blame_files_first(in_flight.sources):
             try:
                 error_sums = encoded.error_sums()
             except DeferredCheckError:
-                with using_lane(lane):
+                with lane.used():
                     raw, out = in_flight.raw, in_flight.out
                     encoded = self._encode_batch(self._source, batch, raw, lane, out, is_careful=True)
                     error_sums = encoded.error_sums()

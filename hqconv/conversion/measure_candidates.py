@@ -6,13 +6,12 @@ A batch of experts is read once and encoded under every candidate, one after the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from hqconv.conversion.devices import Lane
 from hqconv.conversion.encode import (
     EncodedBatch,
     ExpertSource,
@@ -22,7 +21,7 @@ from hqconv.conversion.encode import (
     is_asynchronous,
     quantizer_of,
 )
-from hqconv.conversion.encode_batch import Batch, Run
+from hqconv.conversion.encode_batch import Batch, EncodedRuns, Lane
 from hqconv.conversion.quant_error import Measurements, projection_errors
 from hqconv.formats.source_matrix import SourceMatrix
 from hqconv.models.expert_bytes import RawExperts
@@ -98,35 +97,6 @@ class _Encoded:
         }
 
 
-@dataclass(frozen=True, eq=False)
-class _MeasuredBatch:
-    """A batch that was encoded under every candidate; nothing of it is written."""
-
-    runs: list[Run]
-    wait: Callable[[], None] | None
-    _parts: list[_Encoded]
-    _measured: torch.Tensor  # float64 on the host, valid after `wait`
-
-    def error_sums(self) -> Mapping[str, dict[str, list[CandidateSums]]]:
-        """Return candidate → role → sums of each expert."""
-        if self.wait is not None:
-            self.wait()
-        found: dict[str, dict[str, list[CandidateSums]]] = {}
-        begin = 0
-        for part in self._parts:
-            measured = []
-            for one in part.measured:
-                measured.append(self._measured[begin : begin + one.numel()].view(one.shape))
-                begin += one.numel()
-            for role, sums in part.sums(measured).items():
-                found.setdefault(part.candidate, {}).setdefault(role, []).extend(sums)
-        return found
-
-    def sums(self) -> Mapping[tuple[str, str], list[int]]:
-        """Return no content sums."""
-        return {}
-
-
 class MeasureCandidates:
     """The encoding step of the executor: `layers` maps the name of a layer to its candidates' encodings."""
 
@@ -142,9 +112,9 @@ class MeasureCandidates:
         out: torch.Tensor | None,
         *,
         is_careful: bool = False,
-    ) -> _MeasuredBatch:
+    ) -> EncodedRuns:
         """Encode a batch under every candidate of its layer, as `encode_to_runs` does under one schema."""
-        layer, raw = batch.planned.layer, None if raw is None else lane.to_device(raw)
+        layer, raw = batch.planned.layer, None if raw is None else raw.on(lane.device)
         is_stacked = is_asynchronous(lane.device) or float_stacks(layer, raw) is not None
         parts = []
         # Experts that are decoded one by one are decoded once for all candidates.
@@ -160,7 +130,20 @@ class MeasureCandidates:
         each = [one.flatten() for part in parts for one in part.measured]
         joined = torch.cat(each) if each else torch.empty(0, dtype=torch.float64)
         (bits,) = lane.to_host([joined], out)
-        return _MeasuredBatch([], lane.arrive(), parts, bits.view(torch.float64))
+        wait = lane.arrive()
+
+        def error_sums() -> dict[str, dict[str, list[CandidateSums]]]:
+            """Return candidate → role → sums of each expert."""
+            if wait is not None:
+                wait()
+            host = iter(torch.split(bits.view(torch.float64), [one.numel() for one in each]))
+            found: dict[str, dict[str, list[CandidateSums]]] = {}
+            for part in parts:
+                for role, sums in part.sums([next(host).view(one.shape) for one in part.measured]).items():
+                    found.setdefault(part.candidate, {}).setdefault(role, []).extend(sums)
+            return found
+
+        return EncodedRuns([], wait, error_sums, dict)
 
 
 def _weighted(

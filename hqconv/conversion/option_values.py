@@ -12,7 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hqconv.conversion.parts import local_rank
 from hqconv.errors import OutputError, RequestError, plural
 from hqconv.schemas import artifact_names
 from hqconv.schemas.gpu_target import COMPUTE_CAPABILITY, GpuTarget, known_gpus, parse_target
@@ -73,7 +72,7 @@ def choose_device(text: str, number: int = 0) -> str:
 
 
 def start_gpu(device: str, *, is_part: bool = False) -> None:
-    """Load torch, and create the CUDA context of the chosen GPU in a thread.
+    """Load torch, and in a thread create the CUDA context of the chosen GPU and load the loop that sums copied tensors.
 
     Whatever fails is left to the first use. Nothing is loaded where there is no CUDA driver.
     """
@@ -92,6 +91,12 @@ def _create_context(name: str) -> None:
         torch.cuda.synchronize(name)
     with suppress(ImportError):
         importlib.import_module(_PATHFINDER)
+    with suppress(Exception):  # numba compiles or loads the loop, which takes longer than a batch
+        import numpy as np
+
+        from hqconv.quantization.content_sums import sums_of_parts
+
+        sums_of_parts(np.zeros(4, np.uint8), [(0, 4)])
 
 
 def has_driver() -> bool:
@@ -223,3 +228,22 @@ def resources_of(
     limits = f"{found.max_memory_bytes} bytes of host memory"
     _LOG.info("Device %s, %s, at most %s for experts.", found.device_name, plural(num_threads, "thread"), limits)
     return found
+
+
+def torchrun_part() -> str | None:
+    """Return the part of a process that torchrun started beside others; schedulers set RANK and others anywhere."""
+    if not os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("WORLD_SIZE", "1") == "1":
+        return None
+    return f"{torchrun_rank() + 1}/{os.environ['WORLD_SIZE']}"
+
+
+def torchrun_rank() -> int:
+    """Return the rank of a process that torchrun started; 0 of any other."""
+    return int(os.environ.get("RANK", "0")) if os.environ.get("TORCHELASTIC_RUN_ID") else 0
+
+
+def local_rank() -> tuple[int, int]:
+    """Return this process's rank on its machine, and the number of torchrun's processes there: 0 and 1 without it."""
+    if torchrun_part() is None:
+        return 0, 1
+    return int(os.environ.get("LOCAL_RANK", "0")), max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

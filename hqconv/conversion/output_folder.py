@@ -9,7 +9,8 @@ files of the old manifest are removed. Only files that a manifest or a journal l
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +19,9 @@ from typing import Any
 from hqconv.artifact.manifest import Manifest, is_artifact, read_manifest
 from hqconv.artifact.model_card import are_sums, is_own_card
 from hqconv.conversion.journal import FolderJournal, Journal, JournalEntry, busy, compare_identities
-from hqconv.conversion.parts import Part
-from hqconv.errors import HqconvError, OutputError, VerificationError, first_few
+from hqconv.errors import HqconvError, OutputError, RequestError, VerificationError, first_few
 from hqconv.io.durable_files import (
+    FileRecord,
     check_space,
     exchange,
     is_whole,
@@ -33,9 +34,11 @@ from hqconv.io.durable_files import (
     sync_folders,
     write_whole,
 )
-from hqconv.planning.output_units import OutputUnit
+from hqconv.io.file_access import CloseError, Descriptors, sha256_of, write_fully
+from hqconv.planning.output_units import MoeLayerPlan, OutFile, OutputUnit
 from hqconv.schemas.artifact_names import CARD, COMPANIONS, JOURNAL, MANIFEST, PARTIAL, SUMS, journal_part, part_journal
 
+_MAX_PARTS = 9999
 _WAIT_S = 60.0  # of a part for the folder's lock, which others hold while they begin, end or seal
 # The first difference between a finished artifact and a request: its key, the artifact's value, the request's value.
 Difference = tuple[str, str, str]
@@ -50,6 +53,50 @@ def side_folder(out: Path) -> Path:
 def parked_folder(out: Path) -> Path:
     """Return the folder of the old artifact during an exchange, on file systems without an atomic one."""
     return out.with_name(f".{out.name}.hqconv-old")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of `count` parts of a conversion; `number` is 1 … count."""
+
+    number: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+    @classmethod
+    def parse(cls, text: str) -> Part:
+        """Parse `I/N`, such as 1/4. Raises RequestError for anything else."""
+        match = re.fullmatch(r"(\d{1,4})/(\d{1,4})", text.strip(), re.ASCII)
+        number, count = (int(match[1]), int(match[2])) if match else (0, 0)
+        if not 1 <= number <= count:
+            expected = f"I/N with I from 1 to N, at most {_MAX_PARTS}, such as 1/4"
+            raise RequestError("There is no such part.", where="--part", expected=expected, found=text)
+        return cls(number, count)
+
+    def may_work_beside(self, other: str) -> bool:
+        """Return whether another part, such as 2/4, has no unit of this one."""
+        number, _, count = other.partition("/")
+        return count == str(self.count) and number != str(self.number)
+
+    def share(self, units: Sequence[OutputUnit]) -> list[OutputUnit]:
+        """Return this part's units: neighbours, so that few shards of a source are read by two parts.
+
+        Parts have equal shares of the bytes of MoE layers, and of the bytes of copied tensors, to half a unit.
+        """
+        layers = [unit for unit in units if isinstance(unit, MoeLayerPlan)]
+        copied = [unit for unit in units if not isinstance(unit, MoeLayerPlan)]
+        return [*self._share(layers), *self._share(copied)]
+
+    def _share(self, units: Sequence[OutputUnit]) -> Iterator[OutputUnit]:
+        total = sum(unit.num_bytes_read for unit in units)
+        end = 0
+        for unit in units:
+            begin, end = end, end + unit.num_bytes_read
+            number = 1 + (begin + end) * self.count // max(1, 2 * total)  # by the middle of the unit
+            if min(number, self.count) == self.number:
+                yield unit
 
 
 @dataclass(frozen=True)
@@ -397,6 +444,76 @@ class OutputFolder:
             with suppress(OSError):  # not empty: foreign files appeared meanwhile
                 side.rmdir()
             sync_above(side)
+
+
+class UnitWriter:
+    """The files of one unit while they are written: any thread may write any range, each once."""
+
+    def __init__(self, root: Path, files: tuple[OutFile, ...]) -> None:
+        """Create every file at its full size under a temporary name, and write its header."""
+        self._root, self._files = root, files
+        self._paths = {file.path: partial(root / file.path) for file in files}
+        self._descriptors = Descriptors(lambda path: os.open(self._paths[path], os.O_RDWR | os.O_CLOEXEC))
+        try:
+            for file in files:
+                self._create(file)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _create(self, file: OutFile) -> None:
+        path = self._paths[file.path]
+        with output_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            try:
+                os.posix_fallocate(descriptor, 0, file.size_bytes)  # a full disk fails before the work
+                write_fully(descriptor, file.header, 0)
+            finally:
+                os.close(descriptor)
+
+    def write_at(self, file: int, offset_bytes: int, data: Any) -> None:
+        """Write a C-contiguous buffer at an offset of a file."""
+        path = self._files[file].path
+        with output_errors(self._root / path), self._descriptors.using(path) as descriptor:
+            write_fully(descriptor, data, offset_bytes)
+
+    def finish_file(
+        self, file: OutFile, check_cancelled: Callable[[], object] | None = None, chunk_bytes: int = 0
+    ) -> FileRecord:
+        """Flush a complete file to the disk, and return its size and digest; for any thread.
+
+        check_cancelled: called from time to time; an exception of it ends the hashing. chunk_bytes: hashed in one call.
+        """
+        with output_errors(self._root / file.path):
+            with self._descriptors.using(file.path) as descriptor:
+                os.fsync(descriptor)
+            digest = sha256_of(self._paths[file.path], check_cancelled, chunk_bytes)
+            return FileRecord(file.path, file.size_bytes, digest)
+
+    def publish(self) -> None:
+        """Give the flushed files their final names, and flush the folders."""
+        self._close()
+        for file in self._files:
+            path = self._root / file.path
+            with output_errors(path):
+                self._paths[file.path].replace(path)
+        with output_errors(self._root):
+            sync_folders(self._root, {(self._root / file.path).parent for file in self._files})
+
+    def _close(self) -> None:
+        try:
+            self._descriptors.close()
+        except CloseError as error:
+            with output_errors(self._root / error.key):
+                raise
+
+    def abandon(self) -> None:
+        """Remove the partial files."""
+        with suppress(OutputError):  # the error that ended the work is the one to tell
+            self._close()
+        for path in self._paths.values():
+            path.unlink(missing_ok=True)
 
 
 def check_finished(out: Path, difference: DifferenceOf) -> Manifest:

@@ -14,7 +14,7 @@ from typing import Any
 
 from hqconv.artifact.model_card import is_own_card, is_own_sums
 from hqconv.artifact.reader import Artifact, Header
-from hqconv.conversion.progress import Meter
+from hqconv.conversion.stages import Meter
 from hqconv.errors import HqconvError, VerificationError, plural
 from hqconv.io.checkpoint_files import WEIGHT_FOLDERS, WEIGHT_SUFFIXES
 from hqconv.io.pipeline import stop_threads

@@ -16,7 +16,7 @@ import torch
 from hqconv.artifact.error_summary import check_max_error, over_limit
 from hqconv.artifact.reader import Artifact
 from hqconv.conversion.hub_prefetch import CachePolicy
-from hqconv.conversion.progress import Meter, Progress
+from hqconv.conversion.stages import Meter, Progress
 from hqconv.errors import HqconvError, NetworkError, OutputError, RequestError, VerificationError, number_text, plural
 from hqconv.io.hub import Listing
 from hqconv.models.source_protocol import Source

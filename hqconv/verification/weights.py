@@ -16,8 +16,8 @@ import torch
 
 from hqconv.artifact.reader import Artifact
 from hqconv.conversion.hub_prefetch import CachePolicy, fetched_layers
-from hqconv.conversion.progress import Meter
 from hqconv.conversion.quant_error import relative_error
+from hqconv.conversion.stages import Meter
 from hqconv.errors import HqconvError, RequestError, VerificationError, plural
 from hqconv.io.pipeline import pipeline
 from hqconv.models.moe_layer import MoeLayer

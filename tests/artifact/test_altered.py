@@ -186,7 +186,7 @@ def slow_reads(monkeypatch: pytest.MonkeyPatch, begun: threading.Event) -> None:
                 keep_on()
         return real(path, keep_on)
 
-    for module in ("hqconv.io.file_snapshot", "hqconv.conversion.unit_writer"):
+    for module in ("hqconv.io.file_snapshot", "hqconv.conversion.output_folder"):
         monkeypatch.setattr(f"{module}.sha256_of", slow)
 
 

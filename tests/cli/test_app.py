@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import hqconv
 from hqconv.cli.progress_bar import ShownProgress, human_seconds
 from hqconv.conversion.option_values import default_out, parse_bytes, place_of
-from hqconv.conversion.progress import Progress
+from hqconv.conversion.stages import Progress
 from hqconv.errors import RequestError
 from hqconv.planning.layer_encoding import EncodingOptions
 from hqconv.planning.spec import ConversionSpec

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from hqconv.cli.output import print_json, printable_document
 from hqconv.cli.progress_bar import ShownProgress
-from hqconv.conversion.progress import Progress
+from hqconv.conversion.stages import Progress
 from hqconv.errors import printable
 from tests.make.command import call
 from tests.make.conversions import run

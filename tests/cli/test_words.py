@@ -19,7 +19,7 @@ import hqconv
 from hqconv.cli.app import app
 from hqconv.cli.options import _GROUPS, OPTIONS, at_home
 from hqconv.cli.progress_bar import human_rate
-from hqconv.conversion.progress import Progress
+from hqconv.conversion.stages import Progress
 from hqconv.errors import HqconvError, InputError, RequestError
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.input_schema import resolve_inputs

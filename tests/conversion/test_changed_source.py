@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from hqconv.conversion import convert as conversion
-from hqconv.conversion import unit_writer
-from hqconv.conversion.progress import Progress
+from hqconv.conversion import output_folder
+from hqconv.conversion.stages import Progress
 from hqconv.errors import HqconvError, InputError, OutputError
 from hqconv.io import file_snapshot
 from hqconv.schemas.grid import Grid
@@ -171,7 +171,7 @@ def test_hashing_says_which_side_failed(
     src, out = tmp_path / "src", tmp_path / "out"
     run(write_qwen3_moe(tmp_path / "model"), src, "fp8", Grid(tp=2))
 
-    module, real = {"source": file_snapshot, "output": unit_writer}[side], file_snapshot.sha256_of
+    module, real = {"source": file_snapshot, "output": output_folder}[side], file_snapshot.sha256_of
 
     def fail(path: Path, *_: object) -> str:
         if "experts" not in path.parts:

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import tests.make.quant_weight  # noqa: F401 - lets Humming quantize on the CPU
-from hqconv.conversion.progress import Progress
+from hqconv.conversion.stages import Progress
 from hqconv.errors import InputError, RequestError
 from hqconv.humming_ops import cpu_ops
 from hqconv.humming_ops.runtime import humming, humming_schema, resident, target_facts

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import hqconv
-from hqconv.conversion.progress import Progress
+from hqconv.conversion.stages import Progress
 from hqconv.errors import InputError
 from hqconv.io import file_snapshot
 from hqconv.schemas.grid import Grid

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hqconv.conversion.unit_writer import UnitWriter
+from hqconv.conversion.output_folder import UnitWriter
 from hqconv.schemas.grid import Grid
 from tests.make.conversions import assert_verified, manifest, run
 from tests.make.qwen import write_qwen3_moe

@@ -21,7 +21,7 @@ from tests.make.shards import split_by_layer
 SCRIPT = """
 import os, resource, sys, time
 import hqconv
-from hqconv.conversion.unit_writer import UnitWriter
+from hqconv.conversion.output_folder import UnitWriter
 
 src, out = sys.argv[1:]
 request = {"schema": "int4-c", "target": "sm90", "tp": 4, "ep": 32}

@@ -17,8 +17,7 @@ import pytest
 
 from hqconv.conversion import journal as journal_module
 from hqconv.conversion.journal import JournalEntry, encode_line
-from hqconv.conversion.output_folder import OutputFolder, side_folder, unfinished_folder
-from hqconv.conversion.unit_writer import UnitWriter
+from hqconv.conversion.output_folder import OutputFolder, UnitWriter, side_folder, unfinished_folder
 from hqconv.errors import OutputError
 from hqconv.io import durable_files
 from hqconv.planning.output_units import build_file

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import safetensors
 
-from hqconv.conversion.unit_writer import UnitWriter
+from hqconv.conversion.output_folder import UnitWriter
 from hqconv.errors import OutputError
 from hqconv.io import file_access
 from hqconv.io.durable_files import FileRecord, check_space, write_whole

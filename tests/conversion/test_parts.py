@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 from hqconv.cli.app import app
 from hqconv.conversion.journal import FolderJournal, Journal, JournalEntry, encode_line
-from hqconv.conversion.output_folder import OutputFolder
-from hqconv.conversion.parts import Part, local_rank, torchrun_part
+from hqconv.conversion.option_values import local_rank, torchrun_part
+from hqconv.conversion.output_folder import OutputFolder, Part
 from hqconv.errors import HqconvError, OutputError, RequestError
 from hqconv.io.durable_files import FileRecord
 from hqconv.planning.output_units import MoeLayerPlan

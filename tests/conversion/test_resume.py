@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from hqconv.conversion import convert as convert_module
-from hqconv.conversion.progress import Progress
+from hqconv.conversion.stages import Progress
 from hqconv.errors import OutputError
 from hqconv.schemas.grid import ROUND_ROBIN, Grid
 from hqconv.schemas.options import LayerChoice, Override
@@ -216,7 +216,7 @@ def test_an_interrupt_waits_for_the_workers_and_can_be_resumed(
     src: Path, whole: tuple[dict[str, str], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C while workers write: none of them may write after the files were closed and removed."""
-    from hqconv.conversion.unit_writer import UnitWriter
+    from hqconv.conversion.output_folder import UnitWriter
 
     out, late, abandoned = tmp_path / "out", [], []
     real_write, real_abandon = UnitWriter.write_at, UnitWriter.abandon

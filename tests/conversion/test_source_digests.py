@@ -12,7 +12,7 @@ import pytest
 
 import hqconv
 from hqconv.conversion.journal import Journal, JournalEntry
-from hqconv.conversion.progress import Progress
+from hqconv.conversion.stages import Progress
 from hqconv.errors import InputError
 from tests.make.conversions import check, manifest, run, write_manifest
 from tests.make.models import save_model

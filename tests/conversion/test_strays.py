@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import hqconv
 from hqconv.api import describe_plan
 from hqconv.cli.app import app
-from hqconv.conversion.progress import Progress
+from hqconv.conversion.stages import Progress
 from hqconv.errors import HqconvError, InputError, OutputError
 from tests.make.conversions import assert_verified, manifest
 from tests.make.qwen import write_qwen3_moe

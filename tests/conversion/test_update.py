@@ -15,7 +15,7 @@ import hqconv
 from hqconv.cli.app import app
 from hqconv.conversion import update
 from hqconv.conversion.output_folder import side_folder
-from hqconv.conversion.progress import Progress
+from hqconv.conversion.stages import Progress
 from hqconv.errors import OutputError, RequestError
 from tests.make import hub_server
 from tests.make.conversions import run

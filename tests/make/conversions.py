@@ -11,7 +11,7 @@ from typing import Any
 import hqconv
 from hqconv.artifact.manifest import sealed
 from hqconv.conversion.convert import ConversionReport
-from hqconv.conversion.unit_writer import UnitWriter
+from hqconv.conversion.output_folder import UnitWriter
 from hqconv.io.durable_files import FileRecord
 from hqconv.models.source_protocol import Source
 from hqconv.planning.output_units import OutFile
