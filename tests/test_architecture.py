@@ -64,7 +64,7 @@ ONLY_IN = {
         "hqconv.serving.vllm.plugin",
         "hqconv.serving.vllm.tuning",
     ),
-    "jinja2": ("hqconv.reports.html",),
+    "jinja2": ("hqconv.reports.page",),
     "gguf": ("hqconv.io.gguf_header",),
     "bitsandbytes": ("hqconv.formats.bitsandbytes",),
     "typer": tuple(f"hqconv.cli.{name}" for name in ("app", "command", "convert_commands", "output", "options")),

@@ -1,30 +1,31 @@
-"""HTML report about an artifact: the sections of its page, rendered by the templates in `templates/`."""
+"""HTML report about an artifact: the sections of its page, rendered by the templates in `templates/`.
+
+Names in checkpoints are hostile text. Every output of a template is made printable (control characters are written
+out, long words are shortened), and then escaped.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
-from hqconv.errors import plural
-from hqconv.reports.html import Part, Series, environment, facts, heading, note, number, plot, section, table
+from hqconv.errors import plural, printable, printable_line
 from hqconv.reports.page_document import GENERATOR
+from hqconv.reports.parts import Part, Series, facts, figure, heading, note, number, plot, section, table
 from hqconv.reports.texts import (
+    NUM_ROWS_SHOWN,
     PROJECTIONS,
     Document,
-    activation_text,
-    conversion_text,
+    allocation_parts,
+    artifact_parts,
+    evaluation_parts,
     human_bytes,
-    name_text,
-    otherwise_text,
-    quantizer_text,
-    ranks_text,
-    schema_text,
-    target_text,
+    measured_parts,
 )
-from hqconv.schemas.engine import ENGINE
 
-_NUM_SHOWN = 10
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
 _NO_CHECKS = (
     "No check was run for this page. `hqconv verify --report` runs all checks, `hqconv report --source` the check of "
     "weights."
@@ -32,15 +33,41 @@ _NO_CHECKS = (
 _NO_ERROR = "No weight differs from the source: stored values were kept, or the new codes decode to the same values."
 
 
+@cache
+def _environment() -> Environment:
+    """Return the environment of the templates in `hqconv/reports/templates`, with autoescape."""
+    import jinja2
+    from markupsafe import Markup, escape
+
+    def finalize(value: Any) -> Any:
+        return value if isinstance(value, Markup) else printable_line(str(value))
+
+    def lines(message: str) -> Markup:
+        """A multi-line message of hqconv."""
+        return Markup(escape(printable(message)).replace("\n", Markup("<br>")))
+
+    found = jinja2.Environment(
+        loader=jinja2.PackageLoader("hqconv.reports"),
+        autoescape=True,
+        finalize=finalize,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    # An SVG path holds numbers only and may be longer than printable text.
+    found.filters |= {"lines": lines, "figure": figure, "path": lambda path: Markup(escape(path))}
+    return found
+
+
 def page(document: Document) -> str:
     """Render a document of `page_document` as one HTML file that loads nothing from elsewhere.
 
     The same document gives the same page.
     """
-    artifact = document["artifact"]
+    artifact, evaluation = document["artifact"], document["evaluation"]
     sections = (
-        _overview(artifact),
-        _evaluation(document["evaluation"]),
+        None if artifact is None else section("made", "Overview", *artifact_parts(artifact)),
+        None if evaluation is None else section("evaluation", "Predictions", *evaluation_parts(evaluation)),
         _errors(document),
         _allocation(document["allocation"]),
         _experts(document["experts"], document["blocks"]),
@@ -48,7 +75,7 @@ def page(document: Document) -> str:
         _provenance(artifact, document["provenance"]),
     )
     return (
-        environment()
+        _environment()
         .get_template("report.html.j2")
         .render(
             generator=GENERATOR,
@@ -90,56 +117,6 @@ def _layer_errors(layers: list[Document]) -> list[tuple[Document, str, Document]
     ]
 
 
-def _overview(artifact: Document | None) -> Part | None:
-    """Schema, layout and layers of the artifact."""
-    if artifact is None:
-        return None
-    rows = (
-        ("source", name_text(artifact["source"])),
-        ("family", artifact["family"]),
-        ("schema", schema_text(artifact["schema"])),
-        ("but", otherwise_text(artifact)),
-        ("left as in the source", ", ".join(artifact["left_blocks"])),
-        ("conversion", conversion_text(artifact)),
-        ("quantizer", quantizer_text(artifact)),
-        ("for", target_text(artifact)),
-        ("experts", ranks_text(artifact["rank_bytes"])),
-        ("serve with", artifact["serve_command"] or f"no {ENGINE.name} command serves these ranks"),
-    )
-    headers = ("layers", "count", "experts", "hidden", "intermediate", "top-k", "activation", "stored as")
-    keys = ("name", "num_blocks", "num_experts", "hidden_size", "intermediate_size", "top_k")
-    runs = [
-        (*(run[key] for key in keys), activation_text(run), f"{run['source_format']}, {run['source_dtype']}")
-        for run in artifact["blocks"]
-    ]
-    return section("made", "Overview", facts(rows), table(headers, runs, "MoE layers"))
-
-
-def _evaluation(evaluation: Document | None) -> Part | None:
-    """Figures of `hqconv evaluate`; None if there was no evaluation."""
-    if evaluation is None:
-        return None
-    kl, sides = evaluation["kl"], [evaluation["source_figures"], evaluation["artifact_figures"]]
-    legend = (
-        f"{evaluation['num_predictions']} predicted tokens of {evaluation['text']['name']}, in contexts of "
-        f"{evaluation['context_length']} tokens, through the source and through the weights of this artifact, in "
-        f"transformers {evaluation['transformers_version']} ({evaluation['compute_dtype']}). Activations were not "
-        "quantized."
-    )
-    figures = {"perplexity": "perplexity", "mean_nll": "negative log-likelihood, nats per token"}
-    rows = [(label, *(float(side[key]) for side in sides)) for key, label in figures.items()]
-    divergence = [tuple(float(kl[key]) for key in ("mean", "median", "p90", "p99", "max"))]
-    title = "KL divergence of next-token distributions, nats"
-    return section(
-        "evaluation",
-        "Predictions",
-        note(legend),
-        table(("", "source", "artifact"), rows),
-        table(("mean", "median", "90 %", "99 %", "largest"), divergence, title),
-        note(f"The most likely token is the same for {100 * evaluation['top1_agreement']:.2f} % of the tokens."),
-    )
-
-
 def _errors(document: Document) -> Part | None:
     """Relative errors by layer and projection, as the conversion measured them."""
     errors = _layer_errors(document["blocks"])
@@ -153,24 +130,19 @@ def _errors(document: Document) -> Part | None:
         for layer, role, error in errors
     ]
     rows.sort(key=lambda row: -row[3])
-    summary = [
-        (PROJECTIONS.get(role, role), *(float(one[key]) for key in ("min", "median", "max")), one["worst_block"])
-        for role, one in document["artifact"]["quantization_error"].items()
-    ]
     legend = (
         "Relative error of the decoded weights: the norm of the difference to the source over the norm of the source's "
         "weights, measured by the conversion. It is 0 for weights that were kept."
     )
     headers = ("layer", "schema", "projection", "relative error", "worst expert", "its error")
     title = "Layers with the largest errors"
-    title += f": {_NUM_SHOWN} of {len(rows)} rows" if len(rows) > _NUM_SHOWN else ""
+    title += f": {NUM_ROWS_SHOWN} of {len(rows)} rows" if len(rows) > NUM_ROWS_SHOWN else ""
     return section(
         "errors",
         "Errors",
         note(legend),
         _errors_plot(document["blocks"]) if any(row[3] for row in rows) else note(_NO_ERROR),
-        table(("projection", "smallest", "median", "largest", "worst layer"), summary, "Over all layers"),
-        table(headers, rows[:_NUM_SHOWN], title),
+        table(headers, rows[:NUM_ROWS_SHOWN], title),
     )
 
 
@@ -217,15 +189,6 @@ def _allocation(found: Document | None) -> Part | None:
     ]
     ends = sorted((one for _, points in named.values() for _, one in points), key=lambda point: float(point[key]))
     title = "Error over bits per weight" if is_size else "Error over bytes of experts that one token reads"
-    rows = [
-        (name, float(one["bits_per_weight"]), human_bytes(one["size_bytes"]), float(one["relative_error"]))
-        for name, one in (("chosen", found["chosen"]), *found["uniform"].items())
-    ]
-    of = "all files of experts" if is_size else "the experts that one token reads"
-    budget = (
-        ("budget", f"{human_bytes(found['budget']['limit_bytes'])} of {of}"),
-        ("least possible error within it", f"{found['least_possible_error']:.4g}"),
-    )
     legend = (
         "Each corner of the line is a choice of schemas for the layers; no choice of its size or less has a smaller "
         "error. The error is the root of the mean squared relative error of all layers, measured before the conversion."
@@ -235,8 +198,7 @@ def _allocation(found: Document | None) -> Part | None:
         "Allocation",
         note(legend),
         plot(title, series, [place(ends[0]), place(ends[-1])]),
-        facts(budget),
-        table(("schema of all layers", "bits per weight", "size", "error"), rows, "One schema for all layers"),
+        *allocation_parts(found),
     )
 
 
@@ -275,54 +237,8 @@ def _checks(verification: Document | None) -> Part | None:
             parts.append(heading(name))
         parts += [note(text) for text in check["notes"]]
         parts.append(table(keys, ([one[key] for key in keys] for one in check["findings"]), "Findings"))
-        if name in _MEASUREMENTS:
-            parts += _MEASUREMENTS[name](check["measured"])
+        parts += measured_parts(name, check["measured"])
     return section("checks", "Checks", *parts)
-
-
-def _weights(measured: Mapping[str, Any]) -> list[Part | None]:
-    """Errors of decoded weights against the source, the largest first."""
-    rows = [
-        (
-            *(layer, PROJECTIONS.get(role, role)),
-            *(_figure(one.get(key)) for key in ("relative_error", "sqnr_db", "cosine")),
-            _figure((one.get("worst_group") or {}).get("relative_error")),
-        )
-        for layer, roles in measured.items()
-        for role, one in roles.items()
-        if isinstance(one, Mapping) and "relative_error" in one
-    ]
-    rows.sort(key=lambda row: -row[2] if isinstance(row[2], float) else -math.inf)  # no number: the worst
-    headers = ("layer", "projection", "relative error", "SQNR (dB)", "cosine", "worst scale group")
-    title = "Decoded weights against the source"
-    if len(rows) <= _NUM_SHOWN:
-        return [table(headers, rows, title)]
-    shown = table(headers, rows[:_NUM_SHOWN], f"{title}: the {_NUM_SHOWN} largest errors of {len(rows)}")
-    return [shown, table(headers, rows, hidden=f"All {len(rows)}")]
-
-
-def _kernel(measured: Mapping[str, Any]) -> list[Part | None]:
-    """Errors of the GPU kernel, by layer."""
-    headers = {
-        "kernel": "kernel against decoded weights",
-        "rounded_kernel": "against rounded activations",
-        "channel": "worst channel",
-        "batch": "worst batch",
-        "against_source": "output against the source's",
-    }
-    rows = [
-        (layer, *(_figure(one.get(key)) for key in headers), one.get("routed_by", ""))
-        for layer, one in measured.items()
-    ]
-    return [table(("layer", *headers.values(), "tokens routed by"), rows, "GPU kernel: relative errors")]
-
-
-_MEASUREMENTS = {"weights": _weights, "kernel": _kernel}
-
-
-def _figure(value: Any) -> Any:
-    """Number for a table, or a dash."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else "–"
 
 
 def _provenance(artifact: Document | None, found: Document) -> Part | None:
@@ -336,12 +252,10 @@ def _provenance(artifact: Document | None, found: Document) -> Part | None:
         ("commit", source["revision"]),
         ("source's index", f"SHA-256 {source['index_sha256']}" if source["index_sha256"] else ""),
         ("family chosen by", found["family_chosen_because"]),
-        ("made by", f"hqconv {artifact['hqconv_version']}, humming-kernels {artifact['humming_kernels_version']}"),
         ("manifest", f"format version {artifact['format_version']}"),
         ("manifest's digest", f"SHA-256 {found['digest']}" if found["digest"] else "none"),
         ("derived from", "; ".join(ancestors)),
-        ("tensors", ", ".join(f"{count} {kind}" for kind, count in artifact["tensors"].items())),
-        ("damaged", ", ".join(artifact["missing_or_resized_files"])),
+        ("left as in it", ", ".join(artifact["left_blocks"])),
     )
     own, of_source = (
         [(one["name"], human_bytes(one["size_bytes"]), one.get(digest, "–")) for one in files if "size_bytes" in one]
@@ -351,7 +265,6 @@ def _provenance(artifact: Document | None, found: Document) -> Part | None:
         "provenance",
         "Provenance",
         facts(rows),
-        *(note(f"Warning of the conversion: {warning}") for warning in found["warnings"]),
         table(("file", "size", "SHA-256 of its header"), of_source, hidden=f"Files of the source ({len(of_source)})"),
         table(("file", "size", "SHA-256"), own, hidden=f"Files of the artifact ({len(own)})"),
     )

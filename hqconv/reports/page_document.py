@@ -160,7 +160,6 @@ def _provenance(manifest: Manifest) -> Document:
         "digest": manifest.digest,
         "derived_from": [one.to_dict() for one in manifest.ancestors],
         "family_chosen_because": manifest.family_chosen_because,
-        "warnings": list(manifest.warnings or ()),
         "files": [{"name": name, **entry.to_dict()} for name, entry in manifest.files.items()],
     }
 

@@ -66,10 +66,10 @@ def documented_keys() -> dict[str, set[str]]:
 
 
 def kinds_in_code() -> set[str]:
-    """`kind` of every dict literal in the package, but the parts of an HTML page."""
+    """`kind` of every dict literal in the package, but the parts of a rendering."""
     found = set()
     for path in (REPO / "hqconv").rglob("*.py"):
-        nodes = () if path.name in ("html.py", "page.py") else ast.walk(ast.parse(path.read_text()))
+        nodes = () if path.name == "parts.py" else ast.walk(ast.parse(path.read_text()))
         for node in nodes:
             pairs = zip(node.keys, node.values, strict=True) if isinstance(node, ast.Dict) else ()
             found |= {

@@ -60,7 +60,7 @@ def test_scales_that_are_no_numbers_are_shown_as_findings(schema: str, tmp_path:
     words = ("verify", tmp_path / "out", "--source", model, "--device", "cpu")
     done = call(*words, "--report", page)
     assert done.exit_code == 1, done.output
-    assert re.search(r"down \(w2\)\s.*\s-\s.*\n.*(gate|up) \(w", done.stdout), done.stdout
+    assert re.search(r"down \(w2\)\s.*\s–\s.*\n.*(gate|up) \(w", done.stdout), done.stdout
     assert strictly(call(*words, "--json").stdout)["passed"] is False
     rows = re.findall(r"<tr>.*?</tr>", page.read_text().partition("Decoded weights against the source")[2], re.DOTALL)
     assert "down (w2)" in rows[1]

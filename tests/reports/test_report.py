@@ -15,7 +15,7 @@ import pytest
 import hqconv
 from hqconv.artifact import manifest as manifest_module
 from hqconv.artifact.manifest import read_manifest
-from hqconv.reports.html import Series, figure, number, plot, ticks
+from hqconv.reports.parts import Series, figure, number, plot, ticks
 from hqconv.reports.page import page
 from hqconv.reports.page_document import NUM_WORST, page_document
 from tests.make.command import call

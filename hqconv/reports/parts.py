@@ -1,49 +1,13 @@
-"""HTML rendering with jinja2: the template environment, its filters, the parts of a section, and plots.
-
-Names in checkpoints are hostile text. Every output of a template is made printable (control characters are written
-out, long words are shortened), and then escaped.
-"""
+"""Parts of a document for people: facts, tables, notes and plots, as data for the terminal and for the page."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from hqconv.errors import printable, printable_line
-
-if TYPE_CHECKING:
-    from jinja2 import Environment
-
-Part = dict[str, Any]  # data of `templates/parts.html.j2`, by `kind`
+Part = dict[str, Any]  # data of `templates/parts.html.j2` and of the terminal, by `kind`
 _WIDTH, _HEIGHT = 1000.0, 100.0  # of a plot
-
-
-@cache
-def environment() -> Environment:
-    """Return the environment of the templates in `hqconv/reports/templates`, with autoescape."""
-    import jinja2
-    from markupsafe import Markup, escape
-
-    def finalize(value: Any) -> Any:
-        return value if isinstance(value, Markup) else printable_line(str(value))
-
-    def lines(message: str) -> Markup:
-        """A multi-line message of hqconv."""
-        return Markup(escape(printable(message)).replace("\n", Markup("<br>")))
-
-    found = jinja2.Environment(
-        loader=jinja2.PackageLoader("hqconv.reports"),
-        autoescape=True,
-        finalize=finalize,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    # An SVG path holds numbers only and may be longer than printable text.
-    found.filters |= {"lines": lines, "figure": figure, "path": lambda path: Markup(escape(path))}
-    return found
 
 
 def number(value: Any, digits: int = 4) -> str:
@@ -81,7 +45,7 @@ def facts(rows: Iterable[tuple[str, Any]]) -> Part:
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], caption: str = "", *, hidden: str = "") -> Part | None:
-    """Table with numbers on the right, None without rows. hidden: title of a table that the reader opens."""
+    """Table with numbers on the right, None without rows. hidden: title of a table that the reader of a page opens."""
     rows = list(rows)
     numeric = [any(isinstance(row[index], int | float) for row in rows) for index in range(len(headers))]
     data = {"kind": "table", "headers": headers, "rows": rows, "caption": caption, "numeric": numeric}
