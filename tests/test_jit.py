@@ -70,7 +70,7 @@ def test_every_loop_has_such_a_cache() -> None:
 def made(code: CodeType) -> Any:
     """Return a loop that calls another, both made anew, as in another process."""
     encoders.encoder.cache_clear()
-    return encoders.panel_encoder.__wrapped__(code, encoders.E8M0, tile_store(code.num_bits, False), 64)
+    return encoders.panel_encoder.__wrapped__(code, tile_store(code.num_bits, False), 64)
 
 
 E2M1, E4M3, E5M2 = (parse_code_type(name) for name in ("float4e2m1", "float8e4m3", "float8e5m2"))
@@ -88,10 +88,10 @@ def test_a_loop_that_closes_over_loops_is_found_again() -> None:
 
 def test_loops_of_one_place_and_other_values_have_other_names() -> None:
     """Symbols of the same name are one to the linker: a loop from one process called that of another's code."""
-    inner = {code: encoders.encoder(code, encoders.E8M0).py_func.__qualname__ for code in (E2M1, E4M3, E5M2)}
+    inner = {code: encoders.encoder(code).py_func.__qualname__ for code in (E2M1, E4M3, E5M2)}
     assert len(set(inner.values())) == 3
     encoders.encoder.cache_clear()
-    assert encoders.encoder(E2M1, encoders.E8M0).py_func.__qualname__ == inner[E2M1]
+    assert encoders.encoder(E2M1).py_func.__qualname__ == inner[E2M1]
 
 
 ONE = """
@@ -109,7 +109,7 @@ def encoded(name):
     num_words = 64 * 64 * code.num_bits // 64
     words, pieces = np.zeros(num_words, np.uint64), np.array([[0, 1, 0, 4, 0, 0, 16 * code.num_bits]])
     out = (np.zeros(64, np.int64), np.zeros(64), np.zeros(64), np.zeros(0, np.int64))
-    encode = encoders.panel_encoder(code, encoders.E8M0, tile_store(code.num_bits, False), 64)
+    encode = encoders.panel_encoder(code, tile_store(code.num_bits, False), 64)
     columns = np.ones(64 * code.num_bits // 32, np.int32)
     encode(source, np.float32(0), groups, out, 0, 64, columns, (words, pieces))
     return int(words.sum()), out[1].sum()

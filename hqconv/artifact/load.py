@@ -21,7 +21,7 @@ from hqconv.io.host_buffers import host_buffer
 from hqconv.io.pipeline import pipeline
 from hqconv.kernel_layout.compatibility import load_layer_config
 from hqconv.layout_decoder.decode import DecodedStack
-from hqconv.layout_decoder.numbers import float_values
+from hqconv.layout_decoder.scales import float_values
 from hqconv.layout_decoder.values import decoded_weights, unrotated
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas import artifact_names as names

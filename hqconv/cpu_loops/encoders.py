@@ -17,7 +17,6 @@ from hqconv.cpu_loops.arithmetic import (
     count_exact,
     float_of,
     fold_squares,
-    group_range,
     prefetch,
     source_bits,
     u32,
@@ -29,7 +28,6 @@ from hqconv.schemas.dtypes import CodeKind
 
 _LONG_GROUP = np.uint64(64)  # the next row is prefetched group by group; of shorter groups at once, which takes less
 _OVERFLOW = np.float32(2.0**31)  # of 32-bit integers
-GIVEN, BFLOAT16, E8M0 = range(3)  # group scales: read, or taken from each row's own ranges and rounded so
 
 
 @functools.cache
@@ -98,11 +96,8 @@ def limit_bits_of(limit):
 
 
 @functools.cache
-def encoder(code, scales=GIVEN):
+def encoder(code):
     """Return the compiled loop that encodes a matrix in a `CodeType`.
-
-    Where the `scales` are not GIVEN, inverse_NG and scale_NG are written: Humming's scales of symmetric codes, rounded
-    as they are stored, and the inverses of the unrounded ones. That is one pass over the source instead of two.
 
     encode(source_NK, limit, groups, out), with groups (inverse_NG, lowest_NG, scale_NG, zero_NG, scale_2_N) and out
     (packed_NB, error_N, power_N, exact_N):
@@ -112,20 +107,16 @@ def encoder(code, scales=GIVEN):
     is empty, the number of groups without any error.
     """
     encode_group, group_at, num_bits = _group_encoder(code), group_reader(code), code.num_bits
-    take_scales, takes_scales = _scale_taker(code, scales), scales != GIVEN
 
     @compiled
     def encode(source_NK, limit, groups, out):
-        inverse_NG, _lowest_NG, scale_NG, _zero_NG, _scale_2_N = groups
         packed_NB, error_N, power_N, exact_N = out
-        num_columns, num_groups = source_NK.shape[1], inverse_NG.shape[1]
+        num_columns, num_groups = source_NK.shape[1], groups[0].shape[1]
         weights, decoded = np.empty(num_columns, np.float32), np.empty(num_columns, np.float32)
         codes, sums = np.empty(num_columns, np.uint8), np.empty((2, num_columns // 8), np.float64)
         group_size, limit_bits = u64(num_columns // num_groups), limit_bits_of(limit)
         for n in range(source_NK.shape[0]):
             row = source_NK[n]
-            if takes_scales:
-                take_scales(row, inverse_NG[n], scale_NG[n])
             if group_size < _LONG_GROUP:
                 prefetch(source_NK, n + 1, 0, num_columns)
             for g in range(num_groups):
@@ -176,36 +167,8 @@ def _group_encoder(code):
     return encode_group
 
 
-def _scale_taker(code, scales):
-    """Build the computation of one row's group scales from their ranges, as `quantization.group_scales`."""
-    largest, is_offset, is_power = np.float32(code.largest), code.kind == CodeKind.SYM_INT, scales == E8M0
-
-    @compiled
-    def take_scales(row, inverse_G, scale_G):
-        group_size = u64(row.size // inverse_G.size)
-        for g in range(inverse_G.size):
-            highest, lowest = group_range(row, u64(g) * group_size, group_size)
-            below = np.float32(abs(lowest))
-            scale = np.float32(max(highest, below) / largest)
-            if is_offset:  # the codes reach one further down than up
-                wide = np.float32(max(highest, below) / np.float32(largest + np.float32(1)))
-                scale = max(wide, np.float32(min(highest, below) / largest))
-                if highest > below:
-                    scale = np.float32(-scale)
-            bits = bits_of(scale)
-            if is_power:
-                bits = u32(u32(bits + u32(0x007FFFFF)) & u32(0x7F800000))
-                scale = float_of(bits)
-            else:  # to the nearest bfloat16, ties to even
-                bits = u32(u32(bits + u32(0x7FFF) + u32(u32(bits >> u32(16)) & u32(1))) & u32(0xFFFF0000))
-            inverse_G[g] = np.float32(1) / scale if scale != 0 else np.float32(np.inf)  # 0 comes of a NaN only
-            scale_G[g] = float_of(bits)
-
-    return take_scales
-
-
 @functools.cache
-def panel_encoder(code, scales, store, panel_rows):
+def panel_encoder(code, store, panel_rows):
     """Return the compiled loop that encodes a stack of matrices as `encoder`, and gives the codes to a sink.
 
     encode(source_NK, limit, groups, out, first_row, num_rows, columns, arrays): `source_NK` are rows of the stack from
@@ -213,7 +176,7 @@ def panel_encoder(code, scales, store, panel_rows):
     exact_N), where `sum_N` gets `code_loops.sum_rows` of the packed codes with the factors `columns`. store,
     panel_rows, arrays: of `quantization.quantized.CodeSink`.
     """
-    encode, num_bits = encoder(code, scales), code.num_bits
+    encode, num_bits = encoder(code), code.num_bits
 
     @compiled
     def encode_panels(source_NK, limit, groups, out, first_row, num_rows, columns, arrays):

@@ -1,4 +1,4 @@
-"""CPU twins of Humming's weight ops and of its layout of scales: same arguments, same bits, on CPU tensors.
+"""CPU twins of Humming's weight ops: same arguments, same bits, on CPU tensors.
 
 Not of `quant_weight`: on the CPU `quantization` has loops of its own.
 
@@ -125,30 +125,6 @@ def _repack_8bit(words: Array, centre: bool, out: Array) -> None:
 def _repack(words: Array, zeros: Array, facts: tuple[int, ...], out: Array) -> None:
     for one, zero, result in zip(words, zeros, out, strict=True):
         repack_loops.repack(one, zero, *facts, result)
-
-
-_UNSIGNED: dict[int, type[np.unsignedinteger[Any]]] = {1: np.uint8, 2: np.uint16, 4: np.uint32}
-
-
-_LEAST_SCALE_BYTES = 1 << 20  # of one helper thread's part: some 0.5 ms
-
-
-def transpose_scales(scale: torch.Tensor, on_results: bool) -> torch.Tensor:
-    """Twin of `humming.transform.transform_humming_weight_scale` without block scales, of a contiguous [..., N, G].
-
-    on_results: its `to_apply_on_c`. One pass instead of a transposition and a permutation by torch.
-    """
-    shape_n, num_groups = scale.shape[-2:]
-    order = (np.arange(32).reshape(4, 4, 2).swapaxes(0, 1) if on_results else np.arange(64).reshape(8, 8).T).flatten()
-    assert shape_n % order.size == 0
-    # Flat first: of a single column torch calls any stride contiguous, and then refuses another dtype.
-    bits = scale.contiguous().flatten().view(torch.uint8).numpy().view(_UNSIGNED[scale.element_size()])
-    source = bits.reshape(-1, shape_n, num_groups)
-    out = np.empty((len(source), num_groups, shape_n), source.dtype)
-    least = -(-_LEAST_SCALE_BYTES // max(1, source[:1].nbytes))
-    in_parts(lambda e: repack_loops.transpose_scales(source[e], order, out[e]), len(source), least)
-    values = torch.from_numpy(out.reshape(-1).view(np.uint8)).view(scale.dtype)
-    return values.view(*scale.shape[:-2], num_groups, shape_n)
 
 
 _shift_table = functools.cache(repack_loops.shift_table)

@@ -206,21 +206,6 @@ def repack(
                 _store_lane(words, n0, k0, lane, num_rows, num_bits, activation_bits, packed_k, out)
 
 
-@compiled
-def transpose_scales(scale_ENG, order, out_EGN):
-    """Transpose experts' scales of unsigned integer bits, and permute each block of rows.
-
-    out_EGN[e, :, i] is row `order[i]` of the block.
-    """
-    block = order.size
-    for e in range(scale_ENG.shape[0]):
-        scale_NG, out_GN = scale_ENG[e], out_EGN[e]
-        for n0 in range(0, scale_NG.shape[0], block):
-            for g in range(scale_NG.shape[1]):
-                for i in range(block):
-                    out_GN[g, n0 + i] = scale_NG[n0 + order[i], g]
-
-
 def shift_table() -> np.ndarray:
     """Return the e2m1 code of `code / 2**shift`, ties away from zero: uint32 [256 shifts, 16 codes].
 

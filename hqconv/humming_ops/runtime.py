@@ -2,8 +2,8 @@
 
 This is the only module that changes Humming, and these are the changes:
 * the weight ops but `quant_weight` choose Humming's CUDA kernel or our CPU twin by their input's device; for planning,
-  `meta` tensors get empty outputs; its layout of scales is computed in one pass on both, where Humming makes two and
-  waits for the GPU, since it copies a list of places there;
+  `meta` tensors get empty outputs; its layout of scales is computed in one pass, where Humming makes two and waits for
+  the GPU, since it copies a list of places there;
 * inside `target_facts(...)`, Humming's queries of "the current device" and its compiler during planning are
   answered for the target of the request, whatever GPU is here, or none; outside, by the device as ever;
 * inside `resident(...)`, `Tensor.cuda()` leaves a CPU tensor where it is (Humming hides such calls), and padding by
@@ -162,11 +162,9 @@ def _layout_of_scales(original: Callable[..., torch.Tensor]) -> Callable[..., to
     @functools.wraps(original)
     def layout(weight_scale: torch.Tensor, to_apply_on_c: bool = False, *args: Any, **kwargs: Any) -> torch.Tensor:
         is_other = any(args) or any(kwargs.get(name) for name in _OTHER_SCALES)
-        if is_other or weight_scale.device.type not in _TRANSPOSITIONS:
+        if is_other:
             return original(weight_scale, to_apply_on_c, *args, **kwargs)
-        if _is_planning.get():  # of zeros: loads no compiled loops
-            return transpose_scales(weight_scale, to_apply_on_c)
-        return _TRANSPOSITIONS[weight_scale.device.type](weight_scale, to_apply_on_c)
+        return transpose_scales(weight_scale, to_apply_on_c)
 
     return layout
 
@@ -182,9 +180,6 @@ def transpose_scales(scale: torch.Tensor, on_results: bool = False) -> torch.Ten
     tiles = bits.reshape(-1, shape_n // math.prod(tile), *tile, num_groups)
     permuted = tiles.permute(0, len(tile) + 2, 1, *swapped).contiguous()
     return permuted.view(scale.dtype).view(*front, num_groups, shape_n)
-
-
-_TRANSPOSITIONS = {"cpu": cpu_ops.transpose_scales, "cuda": transpose_scales}
 
 
 def compiler_version() -> tuple[int, int]:

@@ -8,6 +8,6 @@ Interface to other rooms:
 * To the kernel format: `rank_slices.gemm_tensors` cuts a rank's packed tensors, `transform.to_kernel` transforms them;
   `transform.is_compatible` is Humming's own rule.
 * Running the GEMM for `verify`: `fused_moe.load_gemm`, `compile_kernels` and `fused_moe`.
-* Kernels ahead of time for `warm`: `kernel_sources`, `compiler`.
+* Kernels ahead of time for `warm`: `kernel_sources`.
 * Encoding on the CPU straight into the layout: `weight_tiles.weight_tiles` gives sinks for quantization's encoder.
 """

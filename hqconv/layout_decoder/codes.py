@@ -11,14 +11,16 @@ register of the tensor core's operand holds: a of them are a lane's share of a c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hqconv.layout_decoder import loops
 from hqconv.layout_decoder.layout_form import LayoutForm
-from hqconv.layout_decoder.numbers import Array
 
+Array = NDArray[Any]
 # first word, shift, mask, left shift; second word, shift, mask: two runs of bits that form a code or a unit
 Piece = tuple[int, int, int, int, int, int, int]
 

@@ -19,10 +19,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from hqconv.layout_decoder.codes import decode_codes, unpack_fields
+from hqconv.layout_decoder.codes import Array, decode_codes, unpack_fields
 from hqconv.layout_decoder.layout_form import FUSED_INT8, PADDED_E5M0, LayoutForm, check_tensors
-from hqconv.layout_decoder.numbers import Array, float_values
-from hqconv.layout_decoder.scales import Checks, Fault, decode_scale, decode_zero_point, unpermute_channels
+from hqconv.layout_decoder.scales import (
+    Checks,
+    Fault,
+    decode_scale,
+    decode_zero_point,
+    float_values,
+    unpermute_channels,
+)
 from hqconv.schemas.dtypes import code_of, torch_dtype
 from hqconv.schemas.weight_schema import WeightSchema
 

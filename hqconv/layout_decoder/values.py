@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from hqconv.layout_decoder import loops
 from hqconv.layout_decoder.codes import has_loops
 from hqconv.layout_decoder.decode import DecodedStack
-from hqconv.layout_decoder.numbers import code_values, float_values, look_up
+from hqconv.layout_decoder.scales import code_values, float_values, look_up
 from hqconv.schemas.dtypes import code_of
 from hqconv.schemas.weight_schema import WeightSchema
 

@@ -14,7 +14,7 @@ import torch
 
 from hqconv.cpu_loops import arithmetic
 from hqconv.cpu_loops.compensation import compensating_encoder, loss_meter
-from hqconv.cpu_loops.encoders import BFLOAT16, E8M0, GIVEN, encoder, panel_encoder
+from hqconv.cpu_loops.encoders import encoder, panel_encoder
 from hqconv.cpu_loops.helper_threads import in_parts
 from hqconv.cpu_loops.scale_loops import TO_BFLOAT16, TO_FLOAT16, TO_FLOAT32, StepStart, StepTable, searcher
 from hqconv.quantization.coded_matrix import byte_values
@@ -59,12 +59,9 @@ def quantize_stacks(
         _Encoder(_Rows.of(stack), schema, count_exact, None if sinks is None else sinks[number])
         for number, stack in enumerate(stacks)
     ]
-    is_plain = quantizer.name == RTN.name
-    if is_plain and (rounding := _row_scales(schema, param_dtype)) != GIVEN:
-        return [one.in_one_pass(rounding) for one in encoders]
     rows = [one.rows for one in encoders]
     scales = _nearest_scales(rows, schema, param_dtype, given)
-    if given is not None or is_plain:
+    if given is not None or quantizer.name == RTN.name:
         return [one.encode(nearest, param_dtype) for one, nearest in zip(encoders, scales, strict=True)]
     meters = [_Meter(one, nearest, schema, quantizer.importance) for one, nearest in zip(rows, scales, strict=True)]
     found = search(meters, schema, param_dtype)
@@ -190,15 +187,6 @@ def _of_rows(arrays: Sequence[Array], rows: slice, total: int) -> tuple[Array, .
     return tuple(one[rows] if len(one) == total else one for one in arrays)
 
 
-def _row_scales(schema: WeightSchema, param_dtype: str) -> int:
-    """Return the rounding of scales that the encoder can compute row by row; GIVEN if it cannot."""
-    if schema.is_coupled or schema.weight_scale_2_type != "none" or schema.has_zero_point or schema.num_bits == 1:
-        return GIVEN
-    if schema.weight_scale_type not in ("group", "channel"):
-        return GIVEN
-    return {"float8e8m0": E8M0, "bfloat16": BFLOAT16}.get(schema.bs_dtype or param_dtype, GIVEN)
-
-
 @dataclass(frozen=True, eq=False)
 class _Encoder:
     """Encoder of a stack: gives packed codes, or fills a sink and gives content sums of the packed codes."""
@@ -211,22 +199,7 @@ class _Encoder:
     def encode(self, given: NearestScales, param_dtype: str) -> QuantizedStack:
         """Encode under given scales."""
         tensors = given.scales.tensors(self.schema, param_dtype)
-        return self._run(GIVEN, given.limit, _loop_groups(given, len(self.rows.bits)), tensors)
-
-    def in_one_pass(self, rounding: int) -> QuantizedStack:
-        """Compute scales, codes and error sums in one pass over the source. rounding: as `encoders.encoder` has it."""
-        num_experts, num_rows, num_columns = self.rows.shape
-        total = num_experts * num_rows
-        inverse, scale = np.empty(
-            (2, total, num_columns // (self.schema.weight_scale_group_size or num_columns)), np.float32
-        )
-        groups = (inverse, np.zeros((1, 1)), scale, np.zeros((1, 1), np.float32), np.ones(total, np.float32))
-        done = self._run(rounding, 0.0, groups, {})
-        kept = torch.from_numpy(scale).view(num_experts, num_rows, -1)  # rounded already
-        stored = kept.to(torch.bfloat16)
-        if rounding == E8M0:
-            stored = (kept.view(torch.int32) >> 23).to(torch.uint8).view(torch.float8_e8m0fnu)
-        return replace(done, tensors={"weight_scale": stored, **done.tensors})
+        return self._run(given.limit, _loop_groups(given, len(self.rows.bits)), tensors)
 
     def compensate(
         self, best: NearestScales, choice: Compensation, factors: HessianFactors, param_dtype: str
@@ -241,11 +214,10 @@ class _Encoder:
         )
         tensors = choice.scales.tensors(self.schema, param_dtype)
         units = _per_row(choice.changed, total)
-        return self._run(GIVEN, best.limit, mixed, tensors, (_arrays(factors.wide), units))
+        return self._run(best.limit, mixed, tensors, (_arrays(factors.wide), units))
 
     def _run(
         self,
-        rounding: int,
         limit: float,
         groups: tuple[Array, ...],
         tensors: dict[str, torch.Tensor],
@@ -258,11 +230,11 @@ class _Encoder:
         sums, exact = np.empty((2, total)), np.zeros(total if self.count_exact else 0, np.int64)
         if self.sink is None:
             packed = np.empty((total, num_words * 4), np.uint8)
-            self._pack(rounding, limit, groups, (packed, *sums, exact), compensation)
+            self._pack(limit, groups, (packed, *sums, exact), compensation)
             weight = torch.from_numpy(packed.view(np.int32)).view(shape)
         else:
             sums_of_codes = np.empty(total, np.int64)
-            self._fill(self.sink, rounding, limit, groups, (sums_of_codes, *sums, exact))
+            self._fill(self.sink, limit, groups, (sums_of_codes, *sums, exact))
             weight = torch.empty(shape, dtype=torch.int32, device="meta")
             row_sums = torch.from_numpy(sums_of_codes).view(num_experts, num_rows)
         error, power = arithmetic.fold_rows(sums.reshape(2 * num_experts, -1)).reshape(2, num_experts)
@@ -277,7 +249,6 @@ class _Encoder:
 
     def _pack(
         self,
-        rounding: int,
         limit: float,
         groups: tuple[Array, ...],
         out: tuple[Array, ...],
@@ -285,7 +256,7 @@ class _Encoder:
     ) -> None:
         """Encode to packed codes, in helper threads."""
         bits, total, code = self.rows.bits, len(self.rows.bits), self.schema.code_type
-        encode = encoder(code, rounding) if compensation is None else compensating_encoder(code)
+        encode = encoder(code) if compensation is None else compensating_encoder(code)
 
         def run(rows: slice) -> None:
             more = () if compensation is None else (compensation[0], compensation[1][rows])
@@ -293,12 +264,10 @@ class _Encoder:
 
         in_parts(run, total, _LEAST_ROWS)
 
-    def _fill(
-        self, sink: CodeSink, rounding: int, limit: float, groups: tuple[Array, ...], out: tuple[Array, ...]
-    ) -> None:
+    def _fill(self, sink: CodeSink, limit: float, groups: tuple[Array, ...], out: tuple[Array, ...]) -> None:
         """Encode into a sink, in helper threads."""
         bits, total, num_rows = self.rows.bits, len(self.rows.bits), self.rows.shape[1]
-        encode = panel_encoder(self.schema.code_type, rounding, sink.store, sink.panel_rows)
+        encode = panel_encoder(self.schema.code_type, sink.store, sink.panel_rows)
         columns = sum_factors.factors("column", bits.shape[1] * self.schema.num_bits // 32)
 
         def run(panels: slice) -> None:

@@ -16,7 +16,7 @@ from hqconv.quantization import torch_ops
 from hqconv.quantization.gptq import CompensationStart, compensate
 from hqconv.quantization.group_scales import GivenScales, GroupScales, nearest_scales, scales_of, two_level_scales
 from hqconv.quantization.quantized import RTN, HessianFactors, QuantizedStack, Quantizer, TileFactors, num_groups
-from hqconv.quantization.scale_search import Ladder, SearchResult, search
+from hqconv.quantization.scale_search import Ladder, SearchResult, search, sweep_each
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.weight_schema import WeightSchema
 
@@ -178,12 +178,14 @@ class _Meter:
     def sweep(
         self, start: GroupScales, least: torch.Tensor, ladder: Ladder, floor: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        arguments = (self._stack, start, least, ladder, floor, self._schema, self._importance)
-        if not (self._stack.is_cuda and _sweep_kernel().can_sweep(self._schema)):
-            return torch_ops.sweep(*arguments)
-        with _sweep_kernel().LAUNCHING:
-            done: tuple[torch.Tensor, torch.Tensor] = _sweep_kernel().sweep(*arguments)
-        return done
+        if self._stack.is_cuda and _sweep_kernel().can_sweep(self._schema):
+            with _sweep_kernel().LAUNCHING:
+                done: tuple[torch.Tensor, torch.Tensor] = _sweep_kernel().sweep(
+                    self._stack, start, least, ladder, floor, self._schema, self._importance
+                )
+            return done
+        largest = self._stack.view(*least.shape, -1).abs().amax(-1).float().clamp_min(1e-30)
+        return sweep_each(start, least, ladder, self.errors, floor, largest)
 
 
 def _replaced(

@@ -18,10 +18,10 @@ from hqconv.humming_ops.runtime import resident
 from hqconv.quantization import cpu, cuda
 from hqconv.quantization.group_scales import split_powers
 from hqconv.quantization.hadamard import average_importance, rotate
-from hqconv.quantization.quantized import RTN, CodeSink, ErrorSums, Quantized, QuantizedStack, Quantizer
+from hqconv.quantization.quantized import RTN, CodeSink, ErrorSums, QuantizedStack, Quantizer
 from hqconv.schemas.weight_schema import WeightSchema
 
-__all__ = ["ErrorSums", "Quantized", "QuantizedStack", "quantize", "quantize_stacks"]
+__all__ = ["ErrorSums", "QuantizedStack", "quantize_stacks"]
 
 
 def quantize_stacks(
@@ -59,19 +59,3 @@ def quantize_stacks(
             assert sinks is None, "a GPU lays codes out in an operation of its own"
             return cuda.quantize_stacks(stacks, schema, param_dtype, given, count_exact, quantizer)
     return cpu.quantize_stacks(stacks, schema, param_dtype, given, count_exact, quantizer, sinks)
-
-
-def quantize(
-    matrices: Sequence[torch.Tensor],
-    schema: WeightSchema,
-    param_dtype: str,
-    powers: Sequence[torch.Tensor] | None = None,
-    *,
-    count_exact: bool = False,
-    quantizer: Quantizer = RTN,
-) -> list[Quantized]:
-    """Quantize the matrices [N, K] of one expert; see `quantize_stacks`."""
-    stacks = [matrix.unsqueeze(0) for matrix in matrices]
-    given = None if powers is None else [one.unsqueeze(0) for one in powers]
-    done = quantize_stacks(stacks, schema, param_dtype, given, count_exact=count_exact, quantizer=quantizer)
-    return [stack.split()[0] for stack in done]

@@ -60,22 +60,11 @@ class ErrorSums:
 
 
 @dataclass(frozen=True)
-class Quantized:
-    """One matrix in Humming's packed form, and its error sums.
-
-    `tensors`: `weight` int32 [N, K * bits / 32], `weight_scale`, `zero_point`, `weight_scale_2` as
-    `HummingWeightSchema.get_tensors_attrs` describes them without an expert dimension.
-    """
-
-    tensors: dict[str, torch.Tensor]
-    error_sums: ErrorSums
-
-
-@dataclass(frozen=True)
 class QuantizedStack:
     """E matrices of one projection in Humming's packed form, and their errors, on one device.
 
-    `tensors` as in `Quantized`, with the experts in front: tensor-level scales are [E], all others [E, …].
+    `tensors`: `weight` int32 [E, N, K * bits / 32], `weight_scale`, `zero_point`, `weight_scale_2` as
+    `HummingWeightSchema.get_tensors_attrs` describes them; tensor-level scales are [E], all others [E, …].
     `error`, `power`: float64 [E]; `num_exact`: int64 [E]; `scale_change`: float64 [E]; as in `ErrorSums`, and so is
     `is_direct`. row_sums: of codes that went into a `CodeSink`, int64 [E, N], as `content_sums.row_sums`; then
     `weight` is a `meta` tensor.
@@ -106,16 +95,6 @@ class QuantizedStack:
                 for error, power, change in zip(*each, strict=True)
             ]
         return [ErrorSums(error, power, int(exact), self.num_groups) for error, power, exact in zip(*each, strict=True)]
-
-    def split(self) -> list[Quantized]:
-        """Return each matrix alone."""
-        return [
-            Quantized(
-                {name: tensor[e] if tensor.ndim > 1 else tensor[e : e + 1] for name, tensor in self.tensors.items()},
-                error_sums,
-            )
-            for e, error_sums in enumerate(self.error_sums())
-        ]
 
 
 def stack_direct(

@@ -63,10 +63,6 @@ class Ladder:
         """Number of steps downwards."""
         return self.top if self.has_bytes else len(self.down)
 
-    def steps(self) -> tuple[int, ...]:
-        """Return all steps in their order."""
-        return (*range(self.first, self.num_up + 1), *range(-1, -self.num_down - 1, -1))
-
     def factors(self) -> tuple[float, ...]:
         """Return the multiple of each step from -`num_down` to `num_up`, of which step 0 changes nothing."""
         return (*reversed(self.down), 1.0, 1.0, *self.up)
@@ -156,18 +152,35 @@ def nearby_scales(
         yield tried.where(valid, start), valid
 
 
-def _sweep_each(
-    start: GroupScales, least: torch.Tensor, ladder: Ladder, error_of: Callable[[GroupScales], torch.Tensor]
+def sweep_each(
+    start: GroupScales,
+    least: torch.Tensor,
+    ladder: Ladder,
+    error_of: Callable[[GroupScales], torch.Tensor],
+    floor: torch.Tensor | None = None,
+    largest: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Try every step of wider scales; return the step of the least error, int32 [E, R, G], and that error.
+    """Try every step; return the step of the least error, int32 [E, R, G], and that error.
 
-    least: the error to be beaten, float64 [E, R, G]. error_of: the error under a scale.
+    least: the error to be beaten, float64 [E, R, G]. error_of: the error under a scale. floor: as `ScaleMeter.sweep`.
+    largest: each group's largest magnitude, float32 [E, R, G], for the limit of 8-bit scales.
     """
     best = torch.zeros_like(least, dtype=torch.int32)
-    for step in ladder.steps():
-        tried, valid = stepped(start, torch.full_like(best, step), ladder)
-        wins = valid & ((error := error_of(tried)) < least)
-        best, least = torch.where(wins, step, best), torch.where(wins, error, least)
+    for steps in (range(ladder.first, ladder.num_up + 1), range(-1, -ladder.num_down - 1, -1)):
+        for step in steps:
+            tried, valid = stepped(start, torch.full_like(best, step), ladder)
+            if floor is not None:
+                valid &= magnitude_bytes(tried.stored) >= floor
+            if ladder.has_bytes:  # which has many steps: those that no group can take are left out
+                going = valid if step < 0 else torch.ones_like(valid)
+                if largest is not None and step > 1:
+                    going = tried.effective().abs() < largest * ladder.limit
+                    going |= magnitude_bytes(start.stored) + step - 1 < ladder.no_half
+                if not bool(going.any()):
+                    break
+                valid &= going
+            wins = valid & ((error := error_of(tried)) < least)
+            best, least = torch.where(wins, step, best), torch.where(wins, error, least)
     return best, least
 
 
@@ -274,7 +287,7 @@ def _choose(
         if schema.weight_scale_type in _ROW_TYPES:
             steps, least = first.sweep(best, least, ladder, floor)
         else:
-            steps, least = _sweep_each(best, least, ladder, error_of)
+            steps, least = sweep_each(best, least, ladder, error_of)
         best, changed = stepped(best, steps, ladder)
     if best.stored.element_size() > 1:
         best, changed = _fitted(meters, schema, best, least, changed, error_of)

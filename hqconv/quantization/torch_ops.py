@@ -17,7 +17,6 @@ from hqconv.humming_ops.runtime import humming
 from hqconv.quantization.group_scales import GroupScales, scales_of
 from hqconv.quantization.hadamard import average_importance, rotate
 from hqconv.quantization.quantized import fold_sum
-from hqconv.quantization.scale_search import Ladder, magnitude_bytes, stepped
 from hqconv.schemas.dtypes import CodeKind, CodeType
 from hqconv.schemas.weight_schema import WeightSchema
 
@@ -106,8 +105,8 @@ def weighted_sums(
 ) -> torch.Tensor:
     """Return float64 [2] on the matrix's device: the sums of weight · (w - decoded)² and of weight · w².
 
-    matrix: [N, K] in any float dtype. tensors: its packed tensors, as in `Quantized`. weights: float32 [K] on the same
-    device. Of a schema with a rotation the sums are of the rotated matrix, under the averaged weights.
+    matrix: [N, K] in any float dtype. tensors: its packed tensors without E. weights: float32 [K] on the same device.
+    Of a schema with a rotation the sums are of the rotated matrix, under the averaged weights.
     """
     if schema.rotation:
         matrix, weights = rotate(matrix, schema.rotation), average_importance(weights, schema.rotation)
@@ -167,63 +166,6 @@ def chosen_codes(
         codes = torch.where(is_new, codes_of(numbers, x, schema), kept.view(numbers.shape)).flatten(1)
         out.flatten(0, 1)[chunk.rows] = humming().ops.pack_weight(codes, schema.num_bits)
     return out
-
-
-def sweep(
-    stack: torch.Tensor,
-    start: GroupScales,
-    least: torch.Tensor,
-    ladder: Ladder,
-    floor: torch.Tensor | None,
-    schema: WeightSchema,
-    importance: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the steps of the best scales of rows and their errors, as `scale_search.ScaleMeter.sweep`.
-
-    importance: as `row_errors`. Steps of 8-bit scales that cannot win are left out, after a wait for the device.
-    """
-    steps = torch.zeros(least.shape, dtype=torch.int32, device=least.device)
-    error = least.clone(memory_format=torch.contiguous_format)
-    total = stack.size(0) * stack.size(1)
-    for chunk in _chunks(stack, start, importance):
-        floor_of_rows = None if floor is None else _of_rows(floor.view(-1, 1), chunk.rows, total)
-        best, found = _swept(chunk, error.flatten(0, 1)[chunk.rows], ladder, floor_of_rows, schema)
-        steps.flatten(0, 1)[chunk.rows], error.flatten(0, 1)[chunk.rows] = best, found
-    return steps, error
-
-
-def _swept(
-    chunk: _Chunk, least: torch.Tensor, ladder: Ladder, floor: torch.Tensor | None, schema: WeightSchema
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the best steps and errors of a chunk, [C, G]."""
-    (lowest, highest), start = schema.code_type.bounds, chunk.scales
-    end = chunk.weights.abs().amax(-1).clamp_min(1e-30) * ladder.limit
-    best, is_known = torch.zeros(least.shape, dtype=torch.int32, device=least.device), torch.isfinite(start.scale)
-    for steps in (range(ladder.first, ladder.num_up + 1), range(-1, -ladder.num_down - 1, -1)):
-        active = is_known
-        for step in steps:
-            tried, exists = stepped(start, torch.full_like(best, step), ladder)
-            if floor is not None:
-                exists = exists & (magnitude_bytes(tried.stored) >= floor)
-            if step > 1:
-                size = tried.scale.abs() if tried.second is None else (tried.scale * tried.second).abs()
-                is_small = size < end
-                if ladder.has_bytes:
-                    is_small |= magnitude_bytes(start.stored) + step - 1 < ladder.no_half
-                active = active & is_small
-            if step < 0:
-                active = active & exists
-            if ladder.has_bytes and not bool(active.any()):  # a wider scale has few steps
-                break
-            numbers, x = nearest_numbers(chunk.weights, tried, schema)
-            terms = _weighted(_differences(chunk, tried, numbers).square_(), chunk)
-            if step < 0:  # smaller scales lose more beyond the largest code
-                is_beyond = (x > highest) | (x < lowest)
-                active = active & (fold_sum(torch.where(is_beyond, terms, 0.0)) < least)
-            loss = fold_sum(terms)
-            wins = active & exists & (loss < least)
-            best, least = torch.where(wins, step, best), torch.where(wins, loss, least)
-    return best, least
 
 
 def _weighted(terms: torch.Tensor, chunk: _Chunk) -> torch.Tensor:

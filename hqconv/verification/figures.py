@@ -20,9 +20,8 @@ from hqconv.conversion.quant_error import relative_error, requantized_counts, sc
 from hqconv.errors import number_text
 from hqconv.formats.source_format import DIRECT_ROUNDED, LARGEST_CHANGE
 from hqconv.jit import compiled_sums
-from hqconv.layout_decoder.codes import has_loops
+from hqconv.layout_decoder.codes import Array, has_loops
 from hqconv.layout_decoder.decode import DecodedStack
-from hqconv.layout_decoder.numbers import Array
 from hqconv.layout_decoder.values import decoded_rows, decoded_weights
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.layer_encoding import quantizer_version

@@ -18,7 +18,7 @@ import torch
 from hqconv.artifact.reader import Artifact
 from hqconv.kernel_layout.compatibility import fuses_exponents
 from hqconv.layout_decoder.decode import DecodedStack
-from hqconv.layout_decoder.numbers import float_values, look_up
+from hqconv.layout_decoder.scales import float_values, look_up
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.grid import TpSlice, tp_slices

@@ -18,7 +18,6 @@ from hqconv.artifact.reader import Artifact
 from hqconv.errors import RequestError
 from hqconv.humming_ops import cpu_ops
 from hqconv.humming_ops.runtime import humming_schema, resident, target_facts
-from hqconv.quantization.quantize import quantize
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.weight_schema import resolve_schema
@@ -26,6 +25,7 @@ from tests.make.artifacts import make_source
 from tests.make.conversions import assert_verified, check, open_plan, run
 from tests.make.damage import LAYER, Damaged, check_both_ways
 from tests.make.kernel_tensors import field_codes, raw
+from tests.make.quantized import quantize
 from tests.make.qwen import write_qwen3_moe
 
 HIDDEN, NUM_EXPERTS = 384, 4

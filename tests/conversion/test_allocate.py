@@ -239,9 +239,9 @@ def test_importance_weighs_the_errors(src: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [PRESETS, ("int4-g32-zp", "int4-g64-fpzp", "int3-c", "int8-c-zp")])
 def test_weighted_sums_are_the_plain_ones_under_equal_weights(kind: Any) -> None:
-    from hqconv.quantization.quantize import quantize
     from hqconv.quantization.torch_ops import weighted_sums
     from hqconv.schemas.weight_schema import resolve_schema
+    from tests.make.quantized import quantize
 
     matrix = torch.randn(128, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     for name in kind:

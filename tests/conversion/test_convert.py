@@ -25,7 +25,6 @@ from hqconv.errors import InputError, RequestError
 from hqconv.humming_ops import cpu_ops
 from hqconv.humming_ops.runtime import humming, humming_schema, resident, target_facts
 from hqconv.kernel_layout.rank_slices import gemm_tensors
-from hqconv.quantization.quantize import quantize
 from hqconv.quantization.quantized import stack_tensors
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.gpu_target import GpuTarget
@@ -34,6 +33,7 @@ from hqconv.schemas.weight_schema import WeightSchema
 from tests.make.conversions import manifest, run, schema_of
 from tests.make.matrices import SCHEMAS, hard_matrix
 from tests.make.models import MODELS, save_model
+from tests.make.quantized import quantize
 from tests.make.tensors import assert_same, load_all, load_file, pick, raw, snapshot, words_of
 
 CPU = torch.device("cpu")

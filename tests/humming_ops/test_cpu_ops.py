@@ -11,11 +11,12 @@ import torch
 from hqconv.humming_ops import cpu_ops
 from hqconv.humming_ops.runtime import humming
 from hqconv.kernel_layout.transform import kernel_form, to_kernel
-from hqconv.quantization.quantize import quantize, quantize_stacks
+from hqconv.quantization.quantize import quantize_stacks
 from hqconv.quantization.quantized import MSE, RTN, Quantizer
 from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.conversions import kernel_spec_of
 from tests.make.matrices import SCHEMAS, hard_matrix
+from tests.make.quantized import quantize
 from tests.make.tensors import same_bits
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -9,7 +9,6 @@ from hqconv.humming_ops.runtime import humming, resident
 from hqconv.kernel_layout.fused_moe import Gemm, fused_moe, humming_activation
 from hqconv.kernel_layout.rank_slices import gemm_tensors
 from hqconv.kernel_layout.transform import humming_schema, kernel_form, layer_config, to_kernel
-from hqconv.quantization.quantize import quantize
 from hqconv.quantization.quantized import stack_tensors
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.grid import Grid, tp_slices
@@ -17,6 +16,7 @@ from hqconv.schemas.weight_schema import resolve_schema
 from hqconv.verification.reference import Routing, activate, moe_forward
 from tests.make.conversions import kernel_spec_of
 from tests.make.formulas import GATED, UNGATED
+from tests.make.quantized import quantize
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 NUM_EXPERTS, HIDDEN, INNER, TP = 3, 256, 128, 2

@@ -17,8 +17,7 @@ from hqconv.humming_ops.runtime import humming, resident, target_facts
 from hqconv.kernel_layout.transform import humming_schema, kernel_form, to_kernel
 from hqconv.layout_decoder.codes import unpack_fields
 from hqconv.layout_decoder.decode import DecodedStack
-from hqconv.layout_decoder.numbers import float_values
-from hqconv.quantization.quantize import quantize
+from hqconv.layout_decoder.scales import float_values
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.weight_schema import PARAM_DTYPES, WeightSchema, resolve_schema
 from tests.make.conversions import kernel_spec_of
@@ -34,6 +33,7 @@ from tests.make.kernel_tensors import (
 )
 from tests.make.matrices import SCHEMAS, hard_matrix
 from tests.make.places import GOLDEN
+from tests.make.quantized import quantize
 
 NUM_EXPERTS = 3
 SIZES = ((320, 1184), (256, 416), (32, 96), (640, 1024))

@@ -15,9 +15,9 @@ from hqconv.formats.quant_config import declared_formats
 from hqconv.formats.source_format import ANY, SourceFormat
 from hqconv.formats.source_matrix import ResolvedFormat, SourceMatrix, decode_matrix, resolve_format
 from hqconv.quantization.coded_matrix import CodedMatrix
-from hqconv.quantization.quantize import quantize
 from hqconv.schemas.tensors import TensorSpec
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
+from tests.make.quantized import quantize
 
 N, K = 128, 256
 CODES = {

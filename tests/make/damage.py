@@ -22,7 +22,6 @@ from hqconv.kernel_layout.rank_slices import gemm_tensors
 from hqconv.kernel_layout.transform import kernel_form, to_kernel
 from hqconv.models.source_protocol import Source
 from hqconv.planning.output_units import gemm_shapes
-from hqconv.quantization.quantize import quantize
 from hqconv.quantization.quantized import stack_tensors
 from hqconv.schemas.grid import Grid, tp_slices
 from hqconv.verification.files import check_files
@@ -30,6 +29,7 @@ from hqconv.verification.result import CheckResult
 from hqconv.verification.weights import check_weights
 from tests.make.conversions import kernel_spec_of
 from tests.make.kernel_tensors import array_operations
+from tests.make.quantized import quantize
 
 LAYER = "model.layers.0.mlp.experts"
 GIB = 1 << 30

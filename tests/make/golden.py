@@ -7,10 +7,10 @@ import hashlib
 import torch
 
 from hqconv.kernel_layout.transform import kernel_form, to_kernel
-from hqconv.quantization.quantize import quantize
 from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.conversions import kernel_spec_of
 from tests.make.matrices import hard_matrix
+from tests.make.quantized import quantize
 
 SHAPES = ((128, 128), (384, 1152))
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from hqconv.kernel_layout.compiler import toolkit
-from hqconv.kernel_layout.kernel_sources import standing_in
+from hqconv.kernel_layout.kernel_sources import standing_in, toolkit
 from hqconv.serving.warm.gpus import KNOWN
 from hqconv.serving.warm.kernel_store import VARIABLE
 

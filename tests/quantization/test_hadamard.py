@@ -11,10 +11,11 @@ import torch
 from hqconv.humming_ops.runtime import humming
 from hqconv.layout_decoder.values import unrotated
 from hqconv.quantization.hadamard import average_importance, rotate
-from hqconv.quantization.quantize import quantize, quantize_stacks
+from hqconv.quantization.quantize import quantize_stacks
 from hqconv.quantization.quantized import Quantizer
 from hqconv.schemas.weight_schema import ROTATIONS, WeightSchema, resolve_schema
 from tests.make.matrices import hard_matrix
+from tests.make.quantized import quantize
 from tests.make.tensors import assert_same, raw
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -18,7 +18,7 @@ from hqconv.quantization import cpu, cuda
 from hqconv.quantization.group_scales import GroupScales
 from hqconv.quantization.quantize import quantize_stacks
 from hqconv.quantization.quantized import MSE, RTN, QuantizedStack, Quantizer
-from hqconv.quantization.scale_search import Ladder, _sweep_each, search
+from hqconv.quantization.scale_search import Ladder, search, sweep_each
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
 from tests.make.effort import num_examples
 from tests.make.matrices import RARE_SCHEMAS, SCHEMAS, any_schema, hard_matrix
@@ -308,7 +308,7 @@ class GivenErrors:
     def sweep(
         self, start: GroupScales, least: torch.Tensor, ladder: Ladder, floor: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return _sweep_each(start, least, ladder, self.errors)
+        return sweep_each(start, least, ladder, self.errors)
 
 
 def test_another_scale_must_be_better_by_the_margin_and_of_equals_the_first_is_taken() -> None:

@@ -17,7 +17,7 @@ SCRIPT = """
 import sys
 import torch
 from hqconv.humming_ops.runtime import resident
-from hqconv.quantization import torch_ops, triton_sweep
+from hqconv.quantization import cuda, torch_ops, triton_sweep
 from hqconv.quantization.group_scales import scales_of
 from hqconv.quantization.quantize import quantize_stacks
 from hqconv.quantization.scale_search import ladder_of, least_byte
@@ -45,7 +45,9 @@ for case in sys.argv[1 : -1 if is_broken else None]:
         ours = triton_sweep.sweep(stack, start, least, ladder, floor, schema, importance)
         if is_broken:
             stack[1] *= 1.5
-        theirs = torch_ops.sweep(stack, start, least, ladder, floor, schema, importance)
+        meter = cuda._Meter(stack, done.tensors, schema, None)
+        meter._importance = importance
+        theirs = meter.sweep(start, least, ladder, floor)
     print(case, *(same(*pair) for pair in zip(ours, theirs)))
 """
 

@@ -15,12 +15,13 @@ from hqconv.quantization import cpu, cuda
 from hqconv.quantization.gptq import hessian_factors
 from hqconv.quantization.group_scales import two_level_scales, unrounded_scales
 from hqconv.quantization.hadamard import rotate
-from hqconv.quantization.quantize import quantize, quantize_stacks
+from hqconv.quantization.quantize import quantize_stacks
 from hqconv.quantization.quantized import MSE, RTN, QuantizedStack, Quantizer
 from hqconv.schemas.dtypes import code_of_torch, torch_dtype_of
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
 from tests.make.matrices import hard_matrix
 from tests.make.quant_weight import quant_weight
+from tests.make.quantized import quantize
 from tests.make.tensors import assert_same, same_bits, with_one_nan
 
 CPU = torch.device("cpu")

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from hqconv.kernel_layout.transform import kernel_form
-from hqconv.quantization.quantize import quantize
 from hqconv.schemas.recipe import load_recipe
 from hqconv.schemas.weight_schema import WeightSchema, load_schema, resolve_schema
 from tests.make.command import call
@@ -19,6 +18,7 @@ from tests.make.conversions import kernel_spec_of
 from tests.make.families import save_family
 from tests.make.formats import write
 from tests.make.places import CONFIGS
+from tests.make.quantized import quantize
 from tests.make.qwen import write_qwen3_moe
 
 RECIPES = sorted((CONFIGS / "recipes").iterdir())

@@ -17,15 +17,18 @@ from hqconv.api import warm
 from hqconv.cli.app import app
 from hqconv.errors import HqconvError, OutputError, RequestError
 from hqconv.io.durable_files import partial
-from hqconv.kernel_layout.compiler import compile_kernel, identity, kernel_compiler, toolkit
 from hqconv.kernel_layout.kernel_sources import (
     CONTIGUOUS,
     INDEXED,
     MASKED,
     ComputeSettings,
+    compile_kernel,
     gemm_kernels,
+    identity,
     input_kernels,
+    kernel_compiler,
     standing_in,
+    toolkit,
 )
 from hqconv.schemas.activation import Activation
 from hqconv.serving.vllm.kernel_requests import PREQUANTIZED, compute_settings, kernel_activation

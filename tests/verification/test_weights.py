@@ -21,7 +21,6 @@ from hqconv.humming_ops.runtime import humming_schema, resident
 from hqconv.layout_decoder.codes import unpack_fields
 from hqconv.layout_decoder.decode import DecodedStack, bits_of, decode_packed, packed_shapes
 from hqconv.layout_decoder.values import decoded_rows
-from hqconv.quantization.quantize import quantize
 from hqconv.schemas.dtypes import code_of_torch
 from hqconv.schemas.grid import ROUND_ROBIN, Grid
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
@@ -30,6 +29,7 @@ from hqconv.verification.weights import check_weights
 from tests.make.conversions import run
 from tests.make.damage import GIB, Damaged, found
 from tests.make.matrices import SCHEMAS
+from tests.make.quantized import quantize
 from tests.make.qwen import write_qwen3_moe
 
 LAYER = "model.layers.0.mlp.experts"

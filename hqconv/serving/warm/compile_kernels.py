@@ -112,8 +112,7 @@ def _check_folder(folder: Path) -> Path:
 
 
 def _warm(artifact: Artifact, gpu: Gpu, folder: Path, jobs: int, announce: Callable[[str], None]) -> dict[str, Any]:
-    from hqconv.kernel_layout.compiler import identity, toolkit
-    from hqconv.kernel_layout.kernel_sources import standing_in
+    from hqconv.kernel_layout.kernel_sources import identity, standing_in, toolkit
     from hqconv.serving.vllm.kernel_requests import compute_settings
 
     settings = compute_settings(artifact.grid.ep > 1)
@@ -221,7 +220,7 @@ def _write(folder: Path, name: str, data: bytes) -> None:
 
 def _compile(missing: list[KernelSource], entries: dict[str, Any], folder: Path, jobs: int) -> int:
     """Compile in parallel; each kernel is on the disk before it is listed. Returns the bytes of all kernels."""
-    from hqconv.kernel_layout.compiler import compile_kernel, kernel_compiler
+    from hqconv.kernel_layout.kernel_sources import compile_kernel, kernel_compiler
 
     compiler = kernel_compiler()
 

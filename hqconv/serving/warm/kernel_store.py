@@ -221,7 +221,7 @@ def tuning_tables(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_agreement(document: dict[str, Any], sm: int) -> None:
-    from hqconv.kernel_layout.compiler import AGREE, identity
+    from hqconv.kernel_layout.kernel_sources import AGREE, identity
 
     here = identity(sm)
     for key, name in AGREE.items():
@@ -259,7 +259,7 @@ def read_kernel(folder: OpenFolder, name: str, entry: Any) -> Kernel:
 
 def _install_all(kernels: list[Kernel]) -> None:
     """Write kernels to the paths where Humming looks for their sources; existing ones stay."""
-    from hqconv.kernel_layout.compiler import kernel_compiler
+    from hqconv.kernel_layout.kernel_sources import kernel_compiler
 
     compiler = kernel_compiler()
     words = {(kernel.architecture, kernel.without_fast_math) for kernel in kernels}
