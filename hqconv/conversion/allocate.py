@@ -217,7 +217,8 @@ def _measure(
     with bounded_gpu(resources):
         Executor(
             source,
-            output,
+            output.root,
+            output.record,
             resources,
             staging,
             meter,

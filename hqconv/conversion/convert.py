@@ -148,7 +148,7 @@ def convert(
     Raises InputError for bad weights, OutputError for the folder or the disk, RequestError if `resources` cannot hold
     one expert, or if Triton cannot build kernels on the GPU.
     """
-    started = time.monotonic()
+    started_s = time.monotonic()
     if digests:
         source.guard.keep_digests()
     check_kernels_exist(plan)
@@ -169,28 +169,15 @@ def convert(
         units=units,
         meter=Meter(sum(unit.num_bytes_read for unit in units), len(units), progress),
         profile=StageProfile(),
+        part=part,
+        started_s=started_s,
     )
     if part is None:
-        outcome = conversion.run(resume=resume, overwrite=overwrite, update=update)
+        report = conversion.run(resume=resume, overwrite=overwrite, update=update)
     else:
-        outcome = conversion.run_part(part)
-    report = conversion.report(outcome, time.monotonic() - started, "" if part is None else str(part))
-    _LOG.info("%s %r.", "Done:" if outcome.is_new else "The artifact was finished before:", report)
+        report = conversion.run_part()
+    _LOG.info("%s %r.", "The artifact was finished before:" if report.was_finished else "Done:", report)
     return report
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """The end of a conversion. is_new: False where the artifact was complete before; num_resumed: units."""
-
-    is_new: bool
-    num_resumed: int
-    errors: dict[str, dict[str, Any]]
-    manifest_sha256: str
-    warnings: list[str] = field(default_factory=list)
-    replaced_because: str = ""
-    missing: tuple[str, ...] = ()
-    at_work: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -207,8 +194,10 @@ class _Conversion:
     units: Sequence[OutputUnit]
     meter: Meter
     profile: StageProfile
+    part: Part | None
+    started_s: float
 
-    def run(self, *, resume: bool, overwrite: bool, update: bool) -> _Outcome:
+    def run(self, *, resume: bool, overwrite: bool, update: bool) -> ConversionReport:
         """Take the output folder, convert, and seal."""
         source, plan = self.source, self.plan
         num_bytes_out = plan.num_bytes_out + plan.num_bytes_beside
@@ -231,11 +220,12 @@ class _Conversion:
             self._run_missing(folder)
             return self._finish(folder, num_resumed)
 
-    def run_part(self, part: Part) -> _Outcome:
+    def run_part(self) -> ConversionReport:
         """Convert a part's units beside other parts; seal the artifact as the last one."""
         plan = self.plan
+        assert self.part is not None
         with self._folder() as folder:
-            if not folder.join(part, self.units):
+            if not folder.join(self.part, self.units):
                 return self._finished(folder)
             num_resumed = len(folder.done)
             self._run_missing(folder)
@@ -247,17 +237,19 @@ class _Conversion:
                 return self._finish(folder, num_resumed)
             errors = {unit.name: folder.done[unit.name].measured for unit in self.units}
             errors = {layer.name: errors[layer.name] for layer in plan.layers if layer.name in errors}
-            return _Outcome(True, num_resumed, errors, "", folder.warnings, "", missing, remaining.at_work)
+            return self._report(
+                folder, errors, "", num_groups_resumed=num_resumed, missing=missing, parts_at_work=remaining.at_work
+            )
 
     def _folder(self) -> OutputFolder:
         source, plan = self.source, self.plan
         return OutputFolder(self.out, _identity(source, plan), plan.paths, partial(_difference, source, plan))
 
-    def _finished(self, folder: OutputFolder) -> _Outcome:
-        """Return the outcome where the artifact was finished before; raises OutputError as `check_finished`."""
+    def _finished(self, folder: OutputFolder) -> ConversionReport:
+        """Return the report where the artifact was finished before; raises OutputError as `check_finished`."""
         errors = check_finished(self.out, partial(_difference, self.source, self.plan)).errors()
         digest = sha256_of(self.out / artifact_names.MANIFEST)
-        return _Outcome(False, len(self.plan.units), errors, digest, folder.warnings, folder.replaced_because)
+        return self._report(folder, errors, digest, num_groups_resumed=len(self.plan.units), was_finished=True)
 
     def _run_missing(self, folder: OutputFolder) -> None:
         """Check the space for the units that are not done, and convert them."""
@@ -276,7 +268,8 @@ class _Conversion:
         with bounded_gpu(self.resources):
             executor = Executor(
                 self.source,
-                folder,
+                folder.root,
+                folder.record,
                 self.resources,
                 self.staging,
                 self.meter,
@@ -300,7 +293,7 @@ class _Conversion:
             check_room(self.source, use, self.cache, self.out, num_bytes_out)
 
     @without_gc()
-    def _finish(self, folder: OutputFolder, num_resumed: int) -> _Outcome:
+    def _finish(self, folder: OutputFolder, num_resumed: int) -> ConversionReport:
         """Write the sidecar files, the manifest with its model card and digests, and seal the folder."""
         source, plan = self.source, self.plan
         _LOG.info("Sidecar files, manifest and model card are written.")
@@ -323,11 +316,12 @@ class _Conversion:
         folder.seal(data)
         record_source(self.out, source)
         errors = {layer.name: folder.done[layer.name].measured for layer in plan.layers}
-        digest = hashlib.sha256(data).hexdigest()
-        return _Outcome(True, num_resumed, errors, digest, folder.warnings, folder.replaced_because)
+        return self._report(folder, errors, hashlib.sha256(data).hexdigest(), num_groups_resumed=num_resumed)
 
-    def report(self, outcome: _Outcome, seconds: float, part: str) -> ConversionReport:
-        """Return the report of the finished conversion."""
+    def _report(
+        self, folder: OutputFolder, errors: dict[str, dict[str, Any]], manifest_sha256: str, **more: Any
+    ) -> ConversionReport:
+        """Return the report. more: fields of it, where they are not the default."""
         notices = [text for text in self.plan.notices if text != self.source.made.notice]
         return ConversionReport(
             out=self.out,
@@ -336,18 +330,15 @@ class _Conversion:
             num_ranks=self.plan.num_ranks,
             num_bytes_in=self.source.total_bytes,
             num_bytes_out=self.plan.num_bytes_out,
-            num_groups_resumed=outcome.num_resumed,
-            errors=outcome.errors,
-            seconds=seconds,
+            errors=errors,
+            seconds=time.monotonic() - self.started_s,
             num_workers=self.staging.num_lanes,
-            manifest_sha256=outcome.manifest_sha256,
+            manifest_sha256=manifest_sha256,
+            replaced_because=folder.replaced_because if self.part is None else "",
+            part="" if self.part is None else str(self.part),
+            warnings=(*self.plan.warnings, *notices, *folder.warnings),
             profile={**self.profile.to_dict(), "staging": self.staging.to_dict()},
-            was_finished=not outcome.is_new,
-            replaced_because=outcome.replaced_because,
-            part=part,
-            missing=outcome.missing,
-            parts_at_work=outcome.at_work,
-            warnings=(*self.plan.warnings, *notices, *outcome.warnings),
+            **more,
         )
 
 

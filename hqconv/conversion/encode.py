@@ -211,13 +211,17 @@ def _encode_stacks(
     each: Sequence[Mapping[str, SourceMatrix]], experts: Sequence[int], encoding: LayerEncoding
 ) -> dict[str, QuantizedStack]:
     """Keep the codes of several experts' projections, or quantize them; their numbers are not checked yet."""
-    kept = [pass_through(matrices, encoding) if encoding.is_direct else None for matrices in each]
+    kept = [_pass_through(matrices, encoding) if encoding.is_direct else None for matrices in each]
     direct = [one for one in kept if one is not None]
     if len(direct) == len(each):
-        done = {role: _stack_passed_through([one[role] for one in direct]) for role in direct[0]}
+        done = {}
+        for role in direct[0]:
+            rounding = [sums for one in direct if (sums := one[role][1]) is not None]
+            tensors = [one[role][0] for one in direct]
+            done[role] = stack_direct(tensors, torch.stack(rounding, 1) if rounding else None)
     else:
         if direct:  # the orders of columns differ: each expert is encoded alone, when this check fails
-            is_any(torch.ones(1, dtype=torch.bool, device=next(iter(direct[0].values())).tensors["weight"].device))
+            is_any(torch.ones(1, dtype=torch.bool, device=next(iter(direct[0].values()))[0]["weight"].device))
         done = _quantized_stacks(each, experts, encoding)
     for role in done:
         biases = [_bias(matrices[role], encoding) for matrices in each]
@@ -308,18 +312,12 @@ def _check_numbers(error_sums: Mapping[str, ErrorSums], encoding: LayerEncoding)
             )
 
 
-@dataclass(frozen=True, eq=False)
-class PassedThrough:
-    """One matrix whose codes were kept, in Humming's packed form.
-
-    rounding: float64 [3] where scales were rounded: error, power and scale change, as in `ErrorSums`.
-    """
-
-    tensors: dict[str, torch.Tensor]
-    rounding: torch.Tensor | None = None
+# Packed tensors of a matrix whose codes were kept, and float64 [3] where scales were rounded: error, power and scale
+# change, as in `ErrorSums`.
+_Kept = tuple[dict[str, torch.Tensor], torch.Tensor | None]
 
 
-def pass_through(matrices: Mapping[str, SourceMatrix], encoding: LayerEncoding) -> dict[str, PassedThrough] | None:
+def _pass_through(matrices: Mapping[str, SourceMatrix], encoding: LayerEncoding) -> dict[str, _Kept] | None:
     """Keep the source's codes; None where gate and up must share a scale and have different ones.
 
     And None where the groups' columns are not adjacent: of gate and up with an order (g_idx), since the kernel has one
@@ -357,20 +355,14 @@ def _is_scattered(matrix: SourceMatrix) -> bool:
     return matrix.coded is not None and matrix.coded.column_groups is not None
 
 
-def _pass_through_one(coded: CodedMatrix, matrix: SourceMatrix, encoding: LayerEncoding) -> PassedThrough:
+def _pass_through_one(coded: CodedMatrix, matrix: SourceMatrix, encoding: LayerEncoding) -> _Kept:
     if not encoding.rounds_scales:
-        return PassedThrough(express(coded, encoding.schema, encoding.param_dtype))
+        return express(coded, encoding.schema, encoding.param_dtype), None
     rounded = round_to_param_dtype(coded, encoding.param_dtype, matrix.names)
-    return PassedThrough(express(rounded.coded, encoding.schema, encoding.param_dtype), rounded.sums)
+    return express(rounded.coded, encoding.schema, encoding.param_dtype), rounded.sums
 
 
 def coded_of(matrix: SourceMatrix) -> CodedMatrix:
     """Return the codes of a matrix whose format stores codes, at the size that the target stores."""
     assert matrix.coded is not None, f"{matrix.name}: planned to be kept, but its format has no codes"
     return matrix.coded if matrix.stored is None else filled(matrix.coded, matrix.stored)
-
-
-def _stack_passed_through(kept: Sequence[PassedThrough]) -> QuantizedStack:
-    """Join one projection of several experts."""
-    rounding = [one.rounding for one in kept if one.rounding is not None]
-    return stack_direct([one.tensors for one in kept], torch.stack(rounding, 1) if rounding else None)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -46,24 +46,6 @@ class Batch:
 Span = tuple[TensorRef, int, int]  # of a tensor: the start in it, and the number of bytes
 
 
-class CopiedRange(NamedTuple):
-    """A byte range of the source that is copied: the first tensor, the start in it, and its place in the output."""
-
-    ref: TensorRef
-    start: int
-    place: TensorRef
-    num_bytes: int
-
-    @property
-    def part(self) -> TensorRef:
-        """A tensor that consists of these bytes."""
-        return self.ref._replace(offset_bytes=self.ref.offset_bytes + self.start, num_bytes=self.num_bytes)
-
-    def run(self, data: torch.Tensor) -> Run:
-        """Return the run that writes these bytes."""
-        return Run(self.place.file, self.place.offset_bytes + self.start, self.num_bytes, data)
-
-
 @dataclass(frozen=True, eq=False)
 class Piece:
     """Bytes of tensors that are copied unchanged."""
@@ -75,22 +57,6 @@ class Piece:
     def num_bytes(self) -> int:
         """Bytes of all spans."""
         return sum(size for _, _, size in self.spans)
-
-    def ranges(self) -> Iterator[CopiedRange]:
-        """Yield the spans in order, joined where they are adjacent in the source and in the output file."""
-        tensors = self.planned.files[0].tensors
-        first: tuple[TensorRef, int, TensorRef] | None = None
-        begin, size = (-1, -1, -1), 0
-        for ref, start, span_bytes in self.spans:
-            place = tensors[ref.name]
-            position = (ref.file, ref.offset_bytes + start, place.offset_bytes + start)
-            if first is None or position != (begin[0], begin[1] + size, begin[2] + size):
-                if first is not None:
-                    yield CopiedRange(*first, size)
-                first, begin, size = (ref, start, place), position, 0
-            size += span_bytes
-        if first is not None:
-            yield CopiedRange(*first, size)
 
     def parts(self, num_bytes: int) -> list[tuple[int, Piece]]:
         """Return parts of at most `num_bytes`, to be read side by side, each with its first byte in this piece."""

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -21,7 +22,7 @@ from hqconv.conversion.collect_input_scales import InputScales
 from hqconv.conversion.encode import DeferredCheckError
 from hqconv.conversion.encode_batch import Batch, EncodedRuns, Lane, Piece, Run, encode_to_runs, split_runs, split_unit
 from hqconv.conversion.hub_prefetch import HubPrefetch
-from hqconv.conversion.journal import Destination, JournalEntry
+from hqconv.conversion.journal import JournalEntry
 from hqconv.conversion.output_folder import UnitWriter
 from hqconv.conversion.quant_error import Measurements
 from hqconv.conversion.resources import Resources, Staging
@@ -102,7 +103,8 @@ class Executor:
     def __init__(
         self,
         source: Source,
-        folder: Destination,
+        root: Path,
+        record: Callable[[JournalEntry], None],
         resources: Resources,
         staging: Staging,
         meter: Meter,
@@ -114,14 +116,16 @@ class Executor:
         encode: Callable[..., EncodedRuns] = encode_to_runs,
         measurements: Callable[[], Measurements] = Measurements,
     ) -> None:
-        """known: name → SHA-256 of the source's files that earlier runs hashed.
+        """root: folder of the output files. record: called with each finished unit.
 
+        known: name → SHA-256 of the source's files that earlier runs hashed.
         encode, measurements: of a run that only measures, with the arguments of `encode_to_runs`: its units have no
         files, and its batches no bytes to write.
         """
         self._encode_batch, self._measurements = encode, measurements
         self._scales, self._prefetch = scales, prefetch
-        self._source, self._folder, self._device = source, folder, resources.device
+        self._source, self._device = source, resources.device
+        self._root, self._record = root, record
         self._staging, self._meter, self._profile = staging, meter, profile
         num_threads = min(_MAX_THREADS, max(_MIN_THREADS, resources.num_threads))
         self._stages = Stages(
@@ -253,7 +257,7 @@ class Executor:
 
     def _create(self, unit: _UnitInWork) -> None:
         """Create a unit's files at their full size, and write the layer's activation scales."""
-        planned, writer = unit.unit, UnitWriter(self._folder.root, unit.unit.files)
+        planned, writer = unit.unit, UnitWriter(self._root, unit.unit.files)
         try:
             for gemm, ref in planned.input_scale_places() if isinstance(planned, MoeLayerPlan) else ():
                 scale = torch.tensor([self._scales[planned.name][gemm]], dtype=torch.float32)
@@ -267,11 +271,11 @@ class Executor:
     def _read_part(self, in_flight: _InFlight, part: Piece, data: torch.Tensor) -> None:
         """Read a part of a piece, and write the piece after the last one."""
         runs, reads, end = list[Run](), [], 0
-        for copied in part.ranges():
-            place = data[end : end + copied.num_bytes]
-            runs.append(copied.run(place))
-            reads.append((copied.part, place.numpy().data))
-            end += copied.num_bytes
+        for ref, start, size in part.spans:
+            place, end = data[end : end + size], end + size
+            reads.append((ref._replace(offset_bytes=ref.offset_bytes + start, num_bytes=size), place.numpy().data))
+            out = part.planned.files[0].tensors[ref.name]
+            runs.append(Run(out.file, out.offset_bytes + start, size, place))
         try:
             self._source.read_all_into(reads)
         except InputError:
@@ -395,7 +399,7 @@ class Executor:
 
     def _finish_file(self, unit: _UnitInWork, file: OutFile) -> None:
         record = self._writer(unit).finish_file(file, self._stages.check_cancelled, self._digest_bytes)
-        _LOG.debug("Wrote %s: %d bytes.", self._folder.root / file.path, file.size_bytes)
+        _LOG.debug("Wrote %s: %d bytes.", self._root / file.path, file.size_bytes)
         with self._lock:
             unit.files[file.path] = record
             is_last = len(unit.files) == len(unit.unit.files)
@@ -410,7 +414,7 @@ class Executor:
         records = [unit.files[file.path] for file in planned.files]
         digests = self._integrity.digests(unit.sources)
         entry = JournalEntry(planned.name, records, measured.errors(planned), measured.sums(planned), digests)
-        self._folder.record(entry)
+        self._record(entry)
         self._prefetch.release(planned.name)
         unit.is_done = True
         seconds = time.monotonic() - unit.started_s

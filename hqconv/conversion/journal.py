@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from hqconv.errors import OutputError, differences
 from hqconv.io.durable_files import FileRecord, output_errors, sync_above, sync_folder
@@ -41,16 +41,6 @@ class JournalEntry:
     measured: dict[str, Any]
     sums: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
-
-
-class Destination(Protocol):
-    """The folder that finished output units are written to."""
-
-    root: Path
-
-    def record(self, entry: JournalEntry) -> None:
-        """Record a finished unit."""
-        ...
 
 
 # --- lines

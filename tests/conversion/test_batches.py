@@ -70,31 +70,6 @@ def test_the_parts_of_a_piece_are_its_bytes_in_order(tmp_path: Path) -> None:
                 assert tuple(joined) == piece.spans
 
 
-def test_copied_ranges_cover_the_spans(tmp_path: Path) -> None:
-    """What adjoins in the source and in the output is read and written at once; every byte goes where its tensor is."""
-    model = write_qwen3_moe(tmp_path / "model", num_layers=2)
-    source, plan = open_plan(model, "mxfp4")
-    source.close()
-    for group in (group for group in plan.units if not isinstance(group, MoeLayerPlan)):
-        for piece_bytes in (1000, 4096, 1 << 20):
-            for piece in (piece for piece in split_unit(group, 1, piece_bytes) if isinstance(piece, Piece)):
-                found = {}
-                for one in piece.ranges():
-                    run = one.run(torch.zeros(0))
-                    assert one.part.num_bytes == one.num_bytes
-                    for at in range(one.num_bytes):
-                        found[run.offset_bytes + at] = (one.ref.file, one.ref.offset_bytes + one.start + at)
-                places = group.files[0].tensors
-                assert found == {
-                    places[ref.name].offset_bytes + start + at: (ref.file, ref.offset_bytes + start + at)
-                    for ref, start, size in piece.spans
-                    for at in range(size)
-                }
-            pieces = [piece for piece in split_unit(group, 1, 1 << 30) if isinstance(piece, Piece)]
-            counts = [(len(list(piece.ranges())), len(piece.spans)) for piece in pieces]
-            assert all(ranges < spans for ranges, spans in counts)
-
-
 def test_a_tensor_that_cannot_be_read_is_named_though_many_are_read_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
