@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import hqconv
-from hqconv.api import open_source
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import RequestError
 from hqconv.humming_ops import cpu_ops
@@ -21,6 +20,7 @@ from hqconv.humming_ops.runtime import humming_schema, resident, target_facts
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.weight_schema import resolve_schema
+from hqconv.sources.opening import open_source
 from tests.make.artifacts import make_source
 from tests.make.conversions import assert_verified, check, open_plan, run
 from tests.make.damage import LAYER, Damaged, check_both_ways

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hqconv import dequantize
-from hqconv.api import open_source
 from hqconv.schemas.grid import Grid
+from hqconv.sources.opening import open_source
 from tests.make import conversions
 from tests.make.families import FAMILIES, SIZES, save_family
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import hqconv
-from hqconv.api import open_source
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import OutputError, VerificationError
 from hqconv.planning.layer_encoding import SEARCH_VERSION
 from hqconv.schemas.grid import Grid
+from hqconv.sources.opening import open_source
 from hqconv.verification.result import CheckResult
 from tests.make.conversions import assert_verified, check, manifest, run
 from tests.make.damage import LAYER, Damaged, check_both_ways

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import hqconv
-from hqconv.api import open_source
 from hqconv.artifact.load import decoded_experts
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import RequestError
@@ -21,6 +20,7 @@ from hqconv.quantization.hadamard import rotate
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.weight_schema import WeightSchema
+from hqconv.sources.opening import open_source
 from hqconv.verification import kernel
 from hqconv.verification.reference import Routing, moe_forward
 from hqconv.verification.result import CheckResult

@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hqconv.api import open_source
 from hqconv.artifact.manifest import sealed
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import VerificationError
@@ -24,6 +23,7 @@ from hqconv.models.source_protocol import Source
 from hqconv.planning.output_units import gemm_shapes
 from hqconv.quantization.quantized import stack_tensors
 from hqconv.schemas.grid import Grid, tp_slices
+from hqconv.sources.opening import open_source
 from hqconv.verification.files import check_files
 from hqconv.verification.result import CheckResult
 from hqconv.verification.weights import check_weights

@@ -19,13 +19,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 import hqconv.models.family_choice
-from hqconv.api import open_source
 from hqconv.errors import InputError
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.families import BY_MODEL_TYPE, Stack
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.schemas.activation import Activation
+from hqconv.sources.opening import open_source
 from hqconv.verification.reference import Routing, moe_forward
 from tests.make.families import (
     CAUSAL,

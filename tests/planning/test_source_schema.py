@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import save_file
 
 from hqconv import dequantize
-from hqconv.api import open_source
 from hqconv.errors import InputError, RequestError
 from hqconv.models.expert_map import map_experts
 from hqconv.planning.source_schema import direct_schemas, named, source_schemas
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.tensors import TensorRef
 from hqconv.schemas.weight_schema import PRESETS, WeightSchema
+from hqconv.sources.opening import open_source
 from tests.make import conversions
 from tests.make.formats import write
 

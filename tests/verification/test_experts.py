@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import hqconv
-from hqconv.api import open_source
 from hqconv.artifact.expert_reader import ExpertReader
 from hqconv.artifact.reader import Artifact
 from hqconv.schemas.grid import ROUND_ROBIN, Grid
+from hqconv.sources.opening import open_source
 from hqconv.verification import experts
 from hqconv.verification import verify as run_module
 from hqconv.verification.experts import LayerCheck, plan_staging

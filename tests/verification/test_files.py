@@ -15,10 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hqconv.api import open_source
 from hqconv.artifact.reader import Artifact
 from hqconv.io import file_access
 from hqconv.schemas.grid import Grid
+from hqconv.sources.opening import open_source
 from hqconv.verification.files import check_files
 from hqconv.verification.result import MAX_PER_KIND, CheckResult
 from tests.make.conversions import run

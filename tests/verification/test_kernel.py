@@ -15,7 +15,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import hqconv
-from hqconv.api import open_source
 from hqconv.artifact import load as experts_module
 from hqconv.artifact.load import decoded_experts
 from hqconv.artifact.reader import Artifact
@@ -28,6 +27,7 @@ from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import A16
 from hqconv.schemas.recipe import load_recipe
 from hqconv.schemas.weight_schema import WeightSchema
+from hqconv.sources.opening import open_source
 from hqconv.verification import verify as module
 from hqconv.verification.kernel import TokenBatch, _compare_source, _recorded, in_order, source_experts
 from hqconv.verification.reference import Routing, moe_forward

@@ -18,13 +18,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from hqconv.api import open_source
 from hqconv.artifact.manifest import sealed
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import HqconvError
 from hqconv.kernel_layout import rank_slices
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.weight_schema import WeightSchema
+from hqconv.sources.opening import open_source
 from hqconv.verification.files import check_files, check_manifest
 from hqconv.verification.result import CheckResult
 from tests.make import small

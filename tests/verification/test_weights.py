@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hqconv.api import open_source
 from hqconv.artifact.expert_reader import join
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import RequestError
@@ -24,6 +23,7 @@ from hqconv.layout_decoder.values import decoded_rows
 from hqconv.schemas.dtypes import code_of_torch
 from hqconv.schemas.grid import ROUND_ROBIN, Grid
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
+from hqconv.sources.opening import open_source
 from hqconv.verification.result import CheckResult
 from hqconv.verification.weights import check_weights
 from tests.make.conversions import run
