@@ -13,7 +13,7 @@ import json
 import os
 import reprlib
 import stat
-from collections.abc import Iterable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,9 @@ from hqconv.schemas.tensors import TensorRef
 
 MAX_HEADER_BYTES = 100_000_000  # the library's MAX_HEADER_SIZE
 LENGTH_BYTES = 8
-_POINTER, _MAX_POINTER_BYTES = (b"version ", 1024)  # of Git LFS: some lines of text, of which this is the first word
 _MAX_U64 = 2**64 - 1  # the library counts elements and bits in 64 bits
 _FIELDS = frozenset(("dtype", "shape", "data_offsets"))
+_INTEGER = frozenset((int,))
 _REMEDY = "Download or copy the file again; if it is already the original, whatever wrote it is at fault."
 
 _SHORT = reprlib.Repr()
@@ -72,83 +72,24 @@ def parse_header(
     where: str, head: bytes, file_bytes: int, file: int = 0
 ) -> tuple[dict[str, TensorRef], dict[str, str], str]:
     """Parse the bytes before a file's tensors, `head`, as `read_header` does; `where` names the file in errors."""
-    raw = head[LENGTH_BYTES:]
-    data = range(len(head), file_bytes)
-    refs, metadata = _usual(where, raw, data, file) or _any(where, raw, data, file)
-    return {ref.name: ref for ref in refs}, metadata, hashlib.sha256(head).hexdigest()
-
-
-def _any(where: str, raw: bytes, data: range, file: int) -> tuple[list[TensorRef], dict[str, str]]:
-    """Parse a header and check every value separately: slow, with an exact error message."""
-    header = _parse(where, raw)
-    _check_names(where, header)
+    header = _parse(where, head[LENGTH_BYTES:])
     metadata = _check_metadata(where, header.pop("__metadata__", None))
-    refs = [_check_entry(where, name, value, data, file) for name, value in header.items()]
-    refs.sort(key=lambda ref: (ref.offset_bytes, ref.num_bytes))
-    _check_coverage(where, refs, data)
-    return refs, metadata
-
-
-# Triggers of the slow path: escapes hide colons, and true, false and -0 pass for numbers.
-_UNUSUAL = (b"\\", b"true", b"false", b"-0")
-
-
-def _usual(where: str, raw: bytes, data: range, file: int) -> tuple[list[TensorRef], dict[str, str]] | None:
-    """Parse a header in the common form, tensors in the order of their bytes; None if anything might be wrong.
-
-    The parser keeps the last of several equal keys. Every key has a colon after it: if the text has no more colons than
-    the parsed keys and the texts of these keys, then no key was lost. The three fields of each entry are read by name,
-    so that a fourth field would be one colon too many.
-    """
-    if any(text in raw for text in _UNUSUAL):
-        return None
-    try:
-        header = json.loads(raw.decode("utf-8"), parse_float=_refuse, parse_constant=_refuse)
-        num_colons = len(header) + "".join(header).count(":")
-        metadata = _check_metadata(where, header.pop("__metadata__", None))
-        num_colons += len(metadata) + "".join((*metadata, *metadata.values())).count(":")
-        if num_colons + len(_FIELDS) * len(header) != raw.count(b":"):
-            return None
-        refs = _in_order(where, header, data, file)
-    except (AttributeError, TypeError, ValueError, KeyError, RecursionError, InputError):
-        return None
-    return None if refs is None else (refs, metadata)
-
-
-def _refuse(text: str) -> object:
-    raise ValueError(text)
-
-
-def _in_order(where: str, header: dict[str, dict[str, Any]], data: range, file: int) -> list[TensorRef] | None:
-    """Return tensors that follow one another and fill the file; None for any other layout.
-
-    Each dtype and shape is checked once, which spares time, and kept once, which spares memory.
-    """
-    refs: list[TensorRef] = []
-    known: dict[tuple[object, ...], tuple[str, tuple[int, ...], int]] = {}
-    start, position = data.start, 0
+    known: dict[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...], int]] = {}  # checked once, and kept once
+    refs, start, data_bytes = [], len(head), file_bytes - len(head)
     for name, entry in header.items():
-        shape = entry["shape"]
-        begin, end = entry["data_offsets"]
-        if type(shape) is not list or begin != position:
-            return None
-        key = (entry["dtype"], *shape)
+        key = _dtype_and_shape(where, name, entry)
         if key not in known:
-            ref = _check_entry(where, name, entry, data, file)
-            known[key] = (ref.dtype, ref.shape, ref.num_bytes)
-        dtype, dims, num_bytes = known[key]
+            known[key] = *key, _num_bytes(where, name, *key)
+        dtype, shape, num_bytes = known[key]
+        begin, end = _check_offsets(where, name, entry["data_offsets"], data_bytes)
         if end - begin != num_bytes:
-            return None
-        refs.append(TensorRef(name, dtype, dims, file, start + begin, num_bytes))
-        position = end
-    return refs if position == len(data) else None
-
-
-def _check_names(where: str, names: Iterable[str]) -> None:
-    try:
-        "".join(names).encode()
-    except UnicodeEncodeError:
-        raise _fault(where, None, "The name of a tensor is no valid Unicode.") from None
+            expected = f"{num_bytes} bytes for {_tensor(*key)}"
+            found = f"{end - begin} bytes (data_offsets {begin} to {end})"
+            raise _fault(where, name, "The tensor's shape and byte range disagree.", expected, found)
+        refs.append(TensorRef(name, dtype, shape, file, start + begin, num_bytes))
+    refs.sort(key=attrgetter("offset_bytes", "num_bytes"))
+    _check_coverage(where, refs, range(len(head), file_bytes))
+    return {ref.name: ref for ref in refs}, metadata, hashlib.sha256(head).hexdigest()
 
 
 def header_length(where: str, prefix: bytes, file_bytes: int) -> int:
@@ -156,7 +97,7 @@ def header_length(where: str, prefix: bytes, file_bytes: int) -> int:
     if len(prefix) < LENGTH_BYTES:
         what = "The file is truncated: it is shorter than its length field."
         raise _fault(where, None, what, f"{LENGTH_BYTES} bytes or more", f"{len(prefix)} bytes")
-    if prefix[:LENGTH_BYTES] == b"version " and file_bytes < 1024:
+    if prefix[:LENGTH_BYTES] == b"version " and file_bytes < 1024:  # the first of a pointer's few lines
         what = "This is a Git LFS pointer, not the file that it stands for: run `git lfs pull` in the folder."
         raise _fault(where, None, what, "a safetensors file", f"{file_bytes} bytes of text")
     header_bytes = int.from_bytes(prefix[:LENGTH_BYTES], "little")
@@ -194,14 +135,10 @@ def _read_head(path: Path) -> tuple[bytes, int]:
     return head, file_bytes
 
 
-def _integer(text: str) -> int | float:
-    # The library parses -0 as a float, so it is no dimension and no offset.
-    return -0.0 if text == "-0" else int(text)
-
-
-def _parse(where: str, raw: bytes) -> dict[str, object]:
+def _parse(where: str, raw: bytes) -> dict[str, Any]:
     try:
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=keep_repeats, parse_int=_integer)
+        parse_int = _integer if b"-0" in raw else None  # a call for every number would double the time
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=keep_repeats, parse_int=parse_int)
         if b"\\u" in raw:  # only an escape can bring in half a surrogate pair, which no UTF-8 can hold
             json.dumps(header, ensure_ascii=False, default=repr).encode("utf-8")
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, an endless number, too deep
@@ -210,9 +147,12 @@ def _parse(where: str, raw: bytes) -> dict[str, object]:
         tensor = None if header.key == "__metadata__" else header.key
         raise _fault(where, tensor, "The header names the same key twice.", "unique names", header)
     if not isinstance(header, dict):
-        what = "The header is not a JSON object."
-        raise _fault(where, None, what, "an object of tensors", _SHORT.repr(header))
+        raise _fault(where, None, "The header is not a JSON object.", "an object of tensors", _SHORT.repr(header))
     return header
+
+
+def _integer(text: str) -> int | float:
+    return -0.0 if text == "-0" else int(text)  # as the library parses it: no dimension, and no offset
 
 
 def _check_metadata(where: str, raw: object) -> dict[str, str]:
@@ -224,57 +164,41 @@ def _check_metadata(where: str, raw: object) -> dict[str, str]:
     return raw
 
 
-def _check_entry(where: str, name: str, raw: object, data: range, file: int) -> TensorRef:
-    if not isinstance(raw, dict) or raw.keys() != _FIELDS:
+def _dtype_and_shape(where: str, name: str, entry: Any) -> tuple[str, tuple[int, ...]]:
+    if not isinstance(entry, dict) or entry.keys() != _FIELDS:
         what = "The tensor's header entry is malformed."
-        raise _fault(where, name, what, "exactly dtype, shape and data_offsets", _SHORT.repr(raw))
-    dtype, shape = raw["dtype"], raw["shape"]
+        raise _fault(where, name, what, "exactly dtype, shape and data_offsets", _SHORT.repr(entry))
+    dtype, shape = entry["dtype"], entry["shape"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        what = "The tensor's dtype is unknown."
-        raise _fault(where, name, what, "one of " + ", ".join(DTYPES), _SHORT.repr(dtype))
-    # `type(x) is int`: JSON's true and false are ints to isinstance.
-    if not isinstance(shape, list) or not all(type(dim) is int and dim >= 0 for dim in shape):
+        raise _fault(where, name, "The tensor's dtype is unknown.", "one of " + ", ".join(DTYPES), _SHORT.repr(dtype))
+    # By type: JSON's true and false are ints to isinstance.
+    if not isinstance(shape, list) or not _INTEGER.issuperset(map(type, shape)) or (shape and min(shape) < 0):
         what = "The tensor's shape is malformed."
         raise _fault(where, name, what, "a list of non-negative integers", _SHORT.repr(shape))
-    num_bytes = _num_bytes(where, name, dtype, shape)
-    begin, end = _check_offsets(where, name, raw["data_offsets"], len(data))
-    if end - begin != num_bytes:
-        what, expected = "The tensor's shape and byte range disagree.", f"{dtype} {_SHORT.repr(shape)}"
-        found = f"{end - begin} bytes (data_offsets {begin} to {end})"
-        raise _fault(where, name, what, f"{num_bytes} bytes for {expected}", found)
-    return TensorRef(name, dtype, tuple(shape), file, data.start + begin, num_bytes)
+    return dtype, tuple(shape)
 
 
-def _num_bytes(where: str, name: str, dtype: str, shape: list[int]) -> int:
+def _num_bytes(where: str, name: str, dtype: str, shape: tuple[int, ...]) -> int:
     num_elements = 1
-    for dim in shape:
+    for dim in (*shape, num_bits(dtype)):
         num_elements *= dim
         # Every step is bounded, as in the library: [2**32, 2**32, 0] overflows although its product is 0.
         if dim > _MAX_U64 or num_elements > _MAX_U64:
-            raise _overflow(where, name, dtype, shape)
-    total_bits = num_elements * num_bits(dtype)
-    if total_bits > _MAX_U64:
-        raise _overflow(where, name, dtype, shape)
-    if total_bits % 8:
-        raise _fault(
-            where,
-            name,
-            "The tensor does not fill whole bytes.",
-            "a multiple of 8 bits",
-            f"{dtype} {_SHORT.repr(shape)}",
-        )
-    return total_bits // 8
+            what = "The tensor's size overflows 64 bits."
+            raise _fault(where, name, what, f"at most {_MAX_U64} bits", _tensor(dtype, shape))
+    if num_elements % 8:
+        what = "The tensor does not fill whole bytes."
+        raise _fault(where, name, what, "a multiple of 8 bits", _tensor(dtype, shape))
+    return num_elements // 8
 
 
-def _overflow(where: str, name: str, dtype: str, shape: list[int]) -> InputError:
-    return _fault(
-        where, name, "The tensor's size overflows 64 bits.", f"at most {_MAX_U64} bits", f"{dtype} {_SHORT.repr(shape)}"
-    )
+def _tensor(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype} {_SHORT.repr(list(shape))}"
 
 
-def _check_offsets(where: str, name: str, raw: object, data_bytes: int) -> tuple[int, int]:
+def _check_offsets(where: str, name: str, raw: Any, data_bytes: int) -> tuple[int, int]:
     """Read the two offsets, counted from the first tensor byte; checked to be ordered and inside the file."""
-    if not isinstance(raw, list) or len(raw) != 2 or not all(type(offset) is int for offset in raw):
+    if not isinstance(raw, list) or len(raw) != 2 or not _INTEGER.issuperset(map(type, raw)):
         what = "The tensor's data_offsets are malformed."
         raise _fault(where, name, what, "two integers [begin, end]", _SHORT.repr(raw))
     begin, end = raw
@@ -282,13 +206,8 @@ def _check_offsets(where: str, name: str, raw: object, data_bytes: int) -> tuple
         what = "The tensor's data_offsets are out of order."
         raise _fault(where, name, what, "0 <= begin <= end", _SHORT.repr(raw))
     if end > data_bytes:
-        raise _fault(
-            where,
-            name,
-            "The file is truncated: it ends before the tensor does.",
-            f"{_SHORT.repr(end)} bytes of tensor data or more",
-            f"{data_bytes} bytes",
-        )
+        what, expected = "The file is truncated: it ends before the tensor does.", f"{_SHORT.repr(end)} bytes"
+        raise _fault(where, name, what, f"{expected} of tensor data or more", f"{data_bytes} bytes")
     return begin, end
 
 
@@ -298,19 +217,9 @@ def _check_coverage(where: str, refs: list[TensorRef], data: range) -> None:
     for ref in refs:
         if ref.offset_bytes != position:
             gap = "overlaps" if ref.offset_bytes < position else "leaves a hole after"
-            raise _fault(
-                where,
-                ref.name,
-                f"The tensor {gap} {previous}.",
-                f"begin {position - data.start}",
-                f"begin {(ref.offset_bytes - data.start)}",
-            )
+            expected, found = f"begin {position - data.start}", f"begin {ref.offset_bytes - data.start}"
+            raise _fault(where, ref.name, f"The tensor {gap} {previous}.", expected, found)
         position, previous = ref.offset_bytes + ref.num_bytes, f"tensor {ref.name!r}"
     if position != data.stop:
-        raise _fault(
-            where,
-            None,
-            f"Bytes after {previous} belong to no tensor.",
-            f"{position - data.start} bytes of tensor data",
-            f"{len(data)} bytes",
-        )
+        what, expected = f"Bytes after {previous} belong to no tensor.", f"{position - data.start} bytes of tensor data"
+        raise _fault(where, None, what, expected, f"{len(data)} bytes")
