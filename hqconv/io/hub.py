@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 
 from hqconv.errors import HqconvError, InputError, NetworkError, OutputError, RequestError, first_few
 from hqconv.io import checkpoint_files
-from hqconv.io.checkpoint_files import WEIGHT_FOLDERS, WEIGHT_SUFFIXES
 from hqconv.io.safetensors_header import header_length
 from hqconv.schemas.artifact_names import CARD, CONFIG, INDEX, MANIFEST, SINGLE
 from hqconv.schemas.suggestions import close_file
@@ -113,17 +112,7 @@ class Listing:
 
     def read(self, name: str, begin: int, end: int) -> bytes:
         """Read bytes begin … end - 1 of a file; a broken transfer is repeated. Raises as `fetch`."""
-        if begin >= end:
-            return b""
-        for number in range(1, _TRIES + 1):
-            try:
-                return patiently(lambda: self._read(name, begin, end))
-            except NetworkError as error:  # the library repeated a request with an HTTP status
-                if number == _TRIES or status_of(error) is not None:
-                    raise
-                _LOG.warning("A transfer of %s/%s broke off; it is repeated in %d s.", self.repo_id, name, number)
-                time.sleep(number)
-        raise AssertionError
+        return patiently(lambda: self._read(name, begin, end), num_transfers=_TRIES) if begin < end else b""
 
     def sha256(self, name: str, keep_on: Callable[[], object] | None = None) -> str:
         """Compute the SHA-256 of a file, read by range requests. keep_on: as in `sha256_of`. Raises as `fetch`."""
@@ -216,15 +205,8 @@ def is_offline() -> bool:
     return bool(constants.HF_HUB_OFFLINE)
 
 
-def fetch(
-    repo_id: str,
-    revision: str | None,
-    *,
-    allow_patterns: Sequence[str] | None = None,
-    ignore_patterns: Sequence[str] | None = None,
-    cache_dir: str | None = None,
-) -> Path:
-    """Download the matching files of a model repo to the Hub cache (or `cache_dir`); return the snapshot's folder.
+def fetch(repo_id: str, revision: str | None, names: Iterable[str], cache_dir: str | None = None) -> Path:
+    """Download files of a model repo to the Hub cache (or `cache_dir`); return the snapshot's folder.
 
     The folder's name is the commit hash. Offline, or where the Hub does not answer, it may lack files.
     Raises RequestError where repo or revision do not exist or access is denied, NetworkError where the download fails.
@@ -232,26 +214,20 @@ def fetch(
     from huggingface_hub import snapshot_download
 
     _LOG.info("Files of %s at %s are fetched, unless the cache has them.", repo_id, revision or "main")
+    patterns = [glob.escape(name) for name in names]
     with explained(repo_id, revision):
-        folder: Any = snapshot_download(
-            repo_id,
-            revision=revision,
-            allow_patterns=list(allow_patterns) if allow_patterns is not None else None,
-            ignore_patterns=list(ignore_patterns) if ignore_patterns is not None else None,
-            cache_dir=cache_dir,
-        )
+        folder: Any = snapshot_download(repo_id, revision=revision, allow_patterns=patterns, cache_dir=cache_dir)
     return Path(folder)
 
 
 def cached_snapshot(repo_id: str, revision: str | None) -> Path | None:
     """Find the cached snapshot of a branch, tag or commit without a request to the Hub; None without any."""
-    from huggingface_hub import errors, snapshot_download
-
-    try:
-        folder: Any = snapshot_download(repo_id, revision=revision, local_files_only=True)
-    except (errors.LocalEntryNotFoundError, OSError, ValueError):
-        return None
-    return Path(folder)
+    repo, name = cache_folder() / f"models--{repo_id.replace('/', '--')}", revision or "main"
+    with suppress(OSError, UnicodeDecodeError):
+        commit = name if is_commit(name) else (repo / "refs" / name).read_text().strip()
+        if is_commit(commit) and (repo / "snapshots" / commit).is_dir():
+            return repo / "snapshots" / commit
+    return None
 
 
 def listed_weights(repo_id: str, commit: str) -> dict[str, tuple[int | None, str | None]]:
@@ -329,13 +305,12 @@ def open_repo(repo_id: str, revision: str | None) -> tuple[Path, Listing | None]
     Offline, and where the Hub fails but all weights are in the cache, the listing is None: all files are in the folder.
     Raises as `fetch`, and InputError for a repo without config.json and GGUF files.
     """
-    if is_offline():
-        return download(repo_id, revision), None
     try:
         listing = Listing.of(repo_id, revision)
-    except NetworkError:
+    except HqconvError as error:
         root = cached_snapshot(repo_id, revision)
-        if root is None or not is_complete(root):
+        is_usable = is_offline() or (isinstance(error, NetworkError) and root is not None and is_complete(root))
+        if root is None or not is_usable:
             raise
         return root, None
     wanted = [name for name in SMALL_FILES if name in listing.sizes]
@@ -343,7 +318,7 @@ def open_repo(repo_id: str, revision: str | None) -> tuple[Path, Listing | None]
         what, remedy = f"The Hub repo has no {CONFIG}.", "Give the repo of a transformers model."
         found = first_few(sorted(listing.sizes)) or "no files"
         raise InputError(what, where=f"{repo_id}, revision {listing.commit}", found=found, remedy=remedy)
-    root = fetch(repo_id, listing.commit, allow_patterns=_patterns(wanted))
+    root = fetch(repo_id, listing.commit, wanted)
     missing = next((name for name in wanted if not (root / name).is_file()), None)
     if missing is not None:
         raise NetworkError(
@@ -352,40 +327,15 @@ def open_repo(repo_id: str, revision: str | None) -> tuple[Path, Listing | None]
     return root, listing
 
 
-def download(repo_id: str, revision: str | None) -> Path:
-    """Download a model to the Hub cache in two steps: all files but weights, then the weights by name.
-
-    revision: a commit of `Listing.of`, which checked it; offline also a branch or tag.
-    """
-    ignored = [f"*{suffix}" for suffix in WEIGHT_SUFFIXES]
-    ignored += [f"*{suffix}.index.json" for suffix in WEIGHT_SUFFIXES if suffix != ".safetensors"]
-    ignored += [f"{folder}/*" for folder in WEIGHT_FOLDERS] + [".*", "*/.*"]
-    root = fetch(repo_id, revision, ignore_patterns=ignored)
-    # model.safetensors is requested along with the shards, as only the download shows if it exists.
-    fetch(repo_id, root.name, allow_patterns=_patterns({SINGLE, *_shards(root)}))
-    return root
-
-
 def is_complete(root: Path) -> bool:
     """Return True if a snapshot's folder has all weights that its index names, or all files of an artifact."""
-    names = {CONFIG, *(set(_shards(root)) or {SINGLE})}
-    if (root / MANIFEST).is_file():
-        listed = checkpoint_files.read_json(root / MANIFEST, max_bytes=MAX_LIST_BYTES)[0].get("files")
-        names = set(listed) if isinstance(listed, dict) else names
-    return all((root / name).is_file() for name in names)
 
+    def names(file: str, key: str) -> Mapping[str, Any]:
+        found = checkpoint_files.read_json(root / file, max_bytes=MAX_LIST_BYTES)[0] if (root / file).is_file() else {}
+        return found[key] if isinstance(found.get(key), dict) else {}
 
-def _shards(root: Path) -> Iterator[str]:
-    """List the shards that the index names; none without an index."""
-    if (root / INDEX).is_file():
-        weight_map = checkpoint_files.read_json(root / INDEX, max_bytes=MAX_LIST_BYTES)[0].get("weight_map")
-        names = weight_map.values() if isinstance(weight_map, dict) else ()
-        yield from filter(checkpoint_files.is_plain_name, names)
-
-
-def _patterns(names: Iterable[str]) -> list[str]:
-    """Escape file names to patterns that match nothing else."""
-    return [glob.escape(name) for name in sorted(names)]
+    wanted = names(MANIFEST, "files") or {CONFIG, *(map(str, names(INDEX, "weight_map").values() or [SINGLE]))}
+    return any(root.glob("*.gguf")) or all((root / name).is_file() for name in wanted)
 
 
 # --- files in the Hub cache
@@ -449,24 +399,26 @@ def translated(explain: Callable[[Exception], HqconvError]) -> Iterator[None]:
         raise explain(error) from error
 
 
-def patiently(request: Callable[[], T]) -> T:
+def patiently(request: Callable[[], T], num_transfers: int = 1) -> T:
     """Call `request`, and again while the Hub answers that it was asked too often (HTTP 429), after the time it names.
 
-    Waits _MAX_WAIT_S in all at most: a longer wait is left to the user. Raises the errors of `request`.
+    Waits _MAX_WAIT_S in all at most: a longer wait is left to the user. num_transfers: so often a request is sent that
+    ends without an HTTP status; the library repeats others. Raises the errors of `request`.
     """
     left_s, number = _MAX_WAIT_S, 0
     while True:
         try:
             return request()
         except NetworkError as error:
-            if status_of(error) != 429:
+            number, status = number + 1, status_of(error)
+            told_s = _told_seconds(_response(error)) if status == 429 else None
+            is_left = number < (_TRIES if status == 429 else num_transfers)
+            if status not in (None, 429) or (told_s is None and not is_left):
                 raise
-            number += 1
-            told_s = _told_seconds(_response(error))
             wait_s = 2.0**number if told_s is None else told_s + 1  # the header is rounded
-            if wait_s > left_s or (told_s is None and number == _TRIES):
+            if wait_s > left_s:
                 raise
-            _LOG.warning("The Hub was asked too often (HTTP 429): waiting %.0f s.", wait_s)
+            _LOG.warning("%s It is asked again in %.0f s.", error.what, wait_s)
             time.sleep(wait_s)
             left_s -= wait_s
 

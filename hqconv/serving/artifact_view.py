@@ -5,7 +5,6 @@ A server creates these values once and sends them to its workers, so they are sm
 
 from __future__ import annotations
 
-import glob
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -93,9 +92,8 @@ class ArtifactLocation:
             _LOG.warning("%s is not enough for an offline start: %s", cache_dir, error)
 
     def _download(self, paths: Sequence[str], cache_dir: str | None) -> Path:
-        patterns = [glob.escape(path) for path in paths]
         try:
-            return fetch(self.name, self.pinned_revision, allow_patterns=patterns, cache_dir=cache_dir)
+            return fetch(self.name, self.pinned_revision, paths, cache_dir)
         except RequestError as error:
             if self.commit is None or not is_missing_revision(error):
                 raise

@@ -6,6 +6,7 @@ import gc
 import logging
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
+_NUM_DOWNLOADS = 4  # at a time
 
 _SCHEMES = re.compile(
     r"(?:hf://(?:models/)?|https?://(?:www\.)?(?:huggingface\.co|hf\.co)/)(?P<rest>.*)", re.IGNORECASE
@@ -223,16 +225,15 @@ def open_location(location: SourceLocation, *, is_lazy: bool = False) -> Source:
     root, repo_id, listing = location.root, location.repo_id, location.listing
     if location.kind == "gguf":
         source: Source = open_with_gguf(root, location.chosen, repo_id=repo_id, listing=listing)
-        if listing is not None and not is_lazy:
-            source.fetch((*(file.name for file in source.files), *source.other_files))
     elif location.kind == "artifact":
         source = ArtifactSource(root, repo_id=repo_id, listing=listing)
     else:
-        if repo_id is not None and listing is not None and not is_lazy:
-            hub.download(repo_id, listing.commit)
-            listing = None
         source = SafetensorsSource(root, repo_id=repo_id, listing=listing)
     try:
+        if listing is not None and not is_lazy and location.kind != "artifact":
+            names = (*(file.name for file in source.files), *source.other_files)
+            with ThreadPoolExecutor(_NUM_DOWNLOADS) as pool:
+                list(pool.map(lambda name: source.fetch([name]), names))
         _check_against_manifest(source)
     except BaseException:
         source.close()

@@ -63,8 +63,7 @@ def no_network(place: Place) -> int:
     def fail(*_: object, **__: object) -> None:
         raise errors.NetworkError("The Hub does not answer.")
 
-    place[3].setattr("hqconv.io.hub.fetch", fail)
-    place[3].setattr("huggingface_hub.snapshot_download", fail)
+    place[3].setattr("hqconv.io.hub._model_info", fail)
     return int(call("convert", "org/model", "-o", place[2] / "out", *OPTIONS).exit_code)
 
 

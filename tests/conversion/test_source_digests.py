@@ -15,6 +15,7 @@ from hqconv.conversion.journal import Journal, JournalEntry
 from hqconv.conversion.stages import Progress
 from hqconv.errors import InputError
 from tests.make.conversions import check, manifest, run, write_manifest
+from tests.make.hub_server import use
 from tests.make.models import save_model
 from tests.make.tensors import snapshot
 
@@ -123,7 +124,9 @@ def test_what_the_hub_says(src: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         blob = repo / "blobs" / expected(src).get(path.name, hashlib.sha1(path.read_bytes()).hexdigest())
         shutil.copy(path, blob)
         (snapshot_of / path.name).symlink_to(blob)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(snapshot_of))
+    (repo / "refs").mkdir()
+    (repo / "refs/main").write_text(snapshot_of.name)
+    use(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache", offline=True)
     hqconv.convert("org/name", tmp_path / "out", schema="mxfp4", target="sm90", device="cpu")
     files = manifest(tmp_path / "out")["source"]["files"]
     assert {file["name"]: file["hub_sha256"] for file in files} == expected(src)

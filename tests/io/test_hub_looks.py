@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import constants, get_session, save_torch_state_dict
+from huggingface_hub import constants, get_session, save_torch_state_dict, snapshot_download
 from safetensors.torch import load_file, save_file
 
 import hqconv
@@ -300,7 +300,7 @@ def test_a_digest_that_leads_elsewhere(server: LocalHub, monkeypatch: pytest.Mon
 
 
 def fill(server: LocalHub) -> None:
-    hub.download(NAME, None)
+    snapshot_download(NAME)
     server.sent.clear()
 
 
@@ -347,7 +347,8 @@ def test_where_the_hub_fails_a_complete_cache_does(
 
 
 def test_a_cache_is_complete_with_all_weights(server: LocalHub, model: Path) -> None:
-    root = hub.download(NAME, None)
+    fill(server)
+    root = hub.cached_snapshot(NAME, None) or Path()
     assert hub.is_complete(root)
     next(root.glob("*.safetensors")).unlink()
     assert not hub.is_complete(root)

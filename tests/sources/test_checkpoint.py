@@ -810,7 +810,7 @@ def test_what_the_hub_library_raises(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(HqconvError, match=text) as caught:
-        hub.fetch("org/name", "v1")
+        hub.fetch("org/name", "v1", ["config.json"])
     assert type(caught.value) is ours
     assert caught.value.where == "org/name, revision v1"
     assert caught.value.remedy
