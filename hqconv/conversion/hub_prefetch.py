@@ -8,25 +8,26 @@ has copied tensors of many shards of the source.
 from __future__ import annotations
 
 import fcntl
-import os
-import secrets
 import shutil
+import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from hqconv.errors import OutputError, RequestError
 from hqconv.io import hub
-from hqconv.io.durable_files import output_errors
+from hqconv.io.durable_files import existing_parent, output_errors
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
-from hqconv.planning.output_units import MoeLayerPlan, OutputUnit
+from hqconv.planning.output_units import CopiedShardPlan, MoeLayerPlan, OutputUnit
 
 _NUM_THREADS = 4  # parallel downloads
+_NUM_TRIES = 100  # to make a folder that other processes remove when they end
 _STOP_TIMEOUT_S = 2.0  # until cancelled downloads have noticed
 
 
@@ -53,21 +54,13 @@ class ShardUse:
     sizes: Mapping[str, int]
 
     @classmethod
-    def of(cls, source: Source, units: Sequence[OutputUnit], *, keeps: bool) -> ShardUse:
-        """Collect the shards of each unit.
+    def of(cls, source: Source, items: Iterable[OutputUnit | MoeLayer], *, keeps: bool = False) -> ShardUse:
+        """Collect the shards of output units or layers.
 
         keeps: also whole shards of copied tensors, as always for an artifact.
         """
         whole = keeps or source.guard.is_held
-        return cls._of(source, {unit.name: _shards_of_unit(source, unit, whole) for unit in units})
-
-    @classmethod
-    def of_layers(cls, source: Source, layers: Iterable[MoeLayer]) -> ShardUse:
-        """Collect the shards of each MoE layer."""
-        return cls._of(source, {layer.name: _shards_of_layer(source, layer) for layer in layers})
-
-    @classmethod
-    def _of(cls, source: Source, of_unit: Mapping[str, tuple[str, ...]]) -> ShardUse:
+        of_unit = {item.name: _shards(source, item, whole=whole) for item in items}
         names = dict.fromkeys(name for of_one in of_unit.values() for name in of_one)
         sizes = {file.name: file.size_bytes for file in source.files if file.name in names}
         return cls(of_unit, {name: sizes[name] for name in names if not source.is_here(name)})
@@ -103,16 +96,14 @@ class ShardUse:
         return policy.limit_bytes
 
 
-def _shards_of_layer(source: Source, layer: MoeLayer) -> tuple[str, ...]:
-    refs = [ref for expert in range(layer.num_experts) for ref in layer.refs(expert)]
-    refs += [ref for of_gemm in layer.input_scales.refs.values() for ref in of_gemm]
-    return tuple(source.files[number].name for number in sorted({ref.file for ref in refs}))
-
-
-def _shards_of_unit(source: Source, unit: OutputUnit, whole: bool) -> tuple[str, ...]:
-    if isinstance(unit, MoeLayerPlan):
-        return _shards_of_layer(source, unit.layer)
-    refs = unit.refs if whole else ()
+def _shards(source: Source, item: OutputUnit | MoeLayer, *, whole: bool) -> tuple[str, ...]:
+    """Return the names of the shards that an output unit or layer is read from; whole: also for copied tensors."""
+    if isinstance(item, CopiedShardPlan):
+        refs = list(item.refs) if whole else []
+    else:
+        layer = item.layer if isinstance(item, MoeLayerPlan) else item
+        refs = [ref for expert in range(layer.num_experts) for ref in layer.refs(expert)]
+        refs += [ref for of_gemm in layer.input_scales.refs.values() for ref in of_gemm]
     return tuple(source.files[number].name for number in sorted({ref.file for ref in refs}))
 
 
@@ -120,7 +111,7 @@ def sort_by_shard(source: Source, units: Iterable[OutputUnit]) -> list[OutputUni
     """Sort units so that each shard is needed for one run of units, where shards hold the layers in order."""
 
     def key(unit: OutputUnit) -> tuple[bool, int, int]:
-        names = _shards_of_unit(source, unit, whole=False)
+        names = _shards(source, unit, whole=False)
         numbers = [numbered[name] for name in names] or [0]
         return not isinstance(unit, MoeLayerPlan), min(numbers), max(numbers)
 
@@ -262,7 +253,7 @@ class HubPrefetch:
 
 
 class _OwnFolder:
-    """A locked folder of this process in the folder `.hqconv` of the Hub's cache; it is removed after a kill, too.
+    """A folder of this process in `.hqconv` of the Hub's cache, with a locked file; removed after a kill, too.
 
     The rest of the cache belongs to all programs of the user.
     """
@@ -270,52 +261,39 @@ class _OwnFolder:
     def __init__(self) -> None:
         """Create the folder, and remove those of killed processes. Raises OSError."""
         self._place = hub.cache_folder() / ".hqconv"
-        while True:
-            self.root = self._place / secrets.token_hex(8)
-            self._lock = self.root.with_name(f"{self.root.name}.lock")
-            self._place.mkdir(parents=True, exist_ok=True)
-            with suppress(FileNotFoundError):  # the process that ended last removed the folder above
-                self._descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-                # The lock comes first: another process may have taken the new file for that of a killed one.
-                if _takes(self._descriptor, self._lock, without_locks=True):
-                    self.root.mkdir()
-                    break
-                os.close(self._descriptor)
-        for lock in self._place.glob("*.lock"):
-            with suppress(OSError):  # removed meanwhile
-                descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
-                try:
-                    if _takes(descriptor, lock, without_locks=False):
-                        shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
-                        lock.unlink()
-                finally:
-                    os.close(descriptor)
+        new = self._make()
+        self._lock = (new / "lock").open("w")
+        _takes(self._lock)
+        self.root = new.rename(new.with_name(f"run-{new.name}"))  # only now others look for its lock
+        for left in self._place.glob("run-*/lock"):
+            with suppress(OSError), left.open("r+") as lock:
+                if _takes(lock):
+                    shutil.rmtree(left.parent, ignore_errors=True)
+
+    def _make(self) -> Path:
+        for number in range(_NUM_TRIES):
+            try:
+                self._place.mkdir(parents=True, exist_ok=True)
+                return Path(tempfile.mkdtemp(prefix="", dir=self._place))
+            except (FileNotFoundError, FileExistsError):  # the process that ended last removed the folder above
+                if number == _NUM_TRIES - 1:
+                    raise
+        raise AssertionError
 
     def close(self) -> None:
         """Remove the folder with all its files."""
         shutil.rmtree(self.root, ignore_errors=True)
-        with suppress(OSError):
-            self._lock.unlink()
-        os.close(self._descriptor)
+        self._lock.close()
         with suppress(OSError):  # another process has a folder there
             self._place.rmdir()
 
 
-def _takes(descriptor: int, lock: Path, *, without_locks: bool) -> bool:
-    """Lock a file without waiting; return whether this process holds the lock and the file still has its name.
-
-    without_locks: the answer on a file system that has no locks.
-    """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return without_locks
-    try:
-        return os.path.samestat(os.fstat(descriptor), lock.stat())
-    except FileNotFoundError:
-        return False
+def _takes(lock: IO[str]) -> bool:
+    """Lock an open file without waiting; return False where another process has it, or there are no locks."""
+    with suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
 
 
 @contextmanager
@@ -327,7 +305,7 @@ def fetched_layers(source: Source | None, layers: Iterable[MoeLayer], policy: Ca
     if source is None or source.listing is None:
         yield HubPrefetch(source, ShardUse({}, {}), policy)
         return
-    use = ShardUse.of_layers(source, layers)
+    use = ShardUse.of(source, layers)
     check_room(source, use, policy)
     prefetch = HubPrefetch(source, use, policy)
     try:
@@ -348,29 +326,17 @@ def check_room(
     num_bytes = use.total_bytes if policy.keeps else min(use.total_bytes, use.limit(policy))
     sizes = source.listing.sizes
     num_bytes += sum(sizes[name] for name in source.other_files if not source.is_here(name))
-    _check_disk(source.root, num_bytes, out or source.root, num_bytes_out)
-
-
-def _check_disk(cache: Path, num_bytes: int, out: Path, num_bytes_out: int) -> None:
-    cache, out = _existing_parent(cache), _existing_parent(out.absolute())
+    cache, out = existing_parent(source.root), existing_parent((out or source.root).absolute())
     with output_errors(cache):
         free, is_shared = shutil.disk_usage(cache).free, cache.stat().st_dev == out.stat().st_dev
     needed = num_bytes + (num_bytes_out if is_shared else 0)
-    if free >= needed:
-        return
-    parts = f"{num_bytes / 1e6:.1f} MB for files of the source"
-    parts += f", {num_bytes_out / 1e6:.1f} MB for the artifact" if is_shared else ""
-    raise OutputError(
-        "The disk cannot hold what is fetched from the Hub.",
-        where=str(cache),
-        expected=f"{needed / 1e6:.1f} MB free: {parts}",
-        found=f"{free / 1e6:.1f} MB free",
-        remedy="Free some space, set HF_HOME to another place, or give a smaller --cache-limit.",
-    )
-
-
-def _existing_parent(path: Path) -> Path:
-    """Return the nearest folder of a path that exists."""
-    while not path.exists():
-        path = path.parent
-    return path
+    if free < needed:
+        parts = f"{num_bytes / 1e6:.1f} MB for files of the source"
+        parts += f", {num_bytes_out / 1e6:.1f} MB for the artifact" if is_shared else ""
+        raise OutputError(
+            "The disk cannot hold what is fetched from the Hub.",
+            where=str(cache),
+            expected=f"{needed / 1e6:.1f} MB free: {parts}",
+            found=f"{free / 1e6:.1f} MB free",
+            remedy="Free some space, set HF_HOME to another place, or give a smaller --cache-limit.",
+        )

@@ -142,11 +142,16 @@ def is_whole(root: Path, record: FileRecord) -> bool:
     return path.is_file() and path.stat().st_size == record.size_bytes and sha256_of(path) == record.sha256
 
 
+def existing_parent(path: Path) -> Path:
+    """Return the nearest folder of a path that exists."""
+    while not path.exists():
+        path = path.parent
+    return path
+
+
 def check_space(root: Path, num_bytes: int) -> None:
     """Raise OutputError if the disk lacks space for `num_bytes`, or the folder cannot be written."""
-    folder = root
-    while not folder.exists():
-        folder = folder.parent
+    folder = existing_parent(root)
     with output_errors(folder):
         free = shutil.disk_usage(folder).free
         writable = os.access(folder, os.W_OK | os.X_OK)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter, namedtuple
@@ -343,20 +344,43 @@ def test_folders_that_killed_processes_left_are_removed(
 ) -> None:
     """Those in use stay."""
     kept = []
-    for number, is_used in enumerate((False, True)):
-        folder = cache / ".hqconv" / str(number)
+    for name, is_used in (("run-0", False), ("run-1", True), ("new", False)):
+        folder = cache / ".hqconv" / name
         folder.mkdir(parents=True)
         (folder / "x").write_text("x")
-        descriptor = os.open(folder.with_name(f"{number}.lock"), os.O_CREAT | os.O_RDWR)
+        descriptor = os.open(folder / "lock", os.O_CREAT | os.O_RDWR)
         if is_used:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         kept.append((folder, descriptor))
     run(tmp_path / "out")
     assert without_manifest(tmp_path / "out") == expected
-    assert [(folder / "x").exists() for folder, _ in kept] == [False, True]
-    assert {path.name for path in (cache / ".hqconv").iterdir()} == {"1", "1.lock"}
+    assert [(folder / "x").exists() for folder, _ in kept] == [False, True, True]
+    assert {path.name for path in (cache / ".hqconv").iterdir()} == {"run-1", "new"}
     for _, descriptor in kept:
         os.close(descriptor)
+
+
+def test_a_start_while_other_processes_end(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They remove the folder above when it is empty; the start goes on, and leaves no open file."""
+    monkeypatch.setattr("hqconv.io.hub.cache_folder", lambda: cache)
+    real, left = tempfile.mkdtemp, [3]
+
+    def make(**kwargs: Any) -> str:
+        if left[0]:
+            left[0] -= 1
+            (cache / ".hqconv").rmdir()
+        return real(**kwargs)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    folder = hub_prefetch._OwnFolder()
+    assert left == [0]
+    folder.close()
+    assert not (cache / ".hqconv").exists()
+    left[0] = 1000
+    with pytest.raises(FileNotFoundError):
+        hub_prefetch._OwnFolder()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 @pytest.mark.parametrize("is_resumed", [False, True])
@@ -434,9 +458,6 @@ def test_a_shard_goes_while_other_tensors_are_read_from_it(
         prefetch.stop()
     for descriptor in others:
         os.close(descriptor)
-
-
-# --- the cache ---------------------------------------------------------------------------------------------
 
 
 # --- verify ------------------------------------------------------------------------------------
