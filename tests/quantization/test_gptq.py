@@ -227,19 +227,27 @@ def test_the_recipe_for_gpus_gives_the_bits_of_the_loops(name: str, monkeypatch:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("name", ALL)
-def test_a_gpu_gives_the_bits_of_the_loops(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype", "param_dtype"),
+    [
+        ("nvfp4", torch.float32, "float16"),  # floats under two scales, tiles of one group
+        ("int4-c", torch.bfloat16, "bfloat16"),  # integers, a scale of all tiles
+        ("int4-g64-zp", torch.bfloat16, "bfloat16"),  # zero points
+        ("fp8-block", torch.bfloat16, "bfloat16"),  # a scale of several rows
+        ("e0m3-e4m3", torch.float32, "float16"),  # signs and magnitudes
+    ],
+)
+def test_a_gpu_gives_the_bits_of_the_loops(name: str, dtype: torch.dtype, param_dtype: str) -> None:
+    """One format of each kind of code and of scale: every one compiles some five kernels for half a minute."""
     schema = any_schema(name)
     quantizer = gptq_of(gram(768, 1), schema)
-    for dtype, param_dtype in ((torch.bfloat16, "bfloat16"), (torch.float32, "float16")):
-        stacks = [torch.stack([hard_matrix(128, 768, dtype, 7 * i + e) for e in range(3)]) for i in range(2)]
-        loops = quantize_stacks(stacks, schema, param_dtype, quantizer=quantizer)
-        theirs = quantize_stacks([one.cuda() for one in stacks], schema, param_dtype, quantizer=quantizer)
-        for ours, other in zip(loops, theirs, strict=True):
-            for key, tensor in ours.tensors.items():
-                assert_same(with_one_nan(other.tensors[key].cpu()), with_one_nan(tensor), key)
-            assert same_bits(with_one_nan(ours.error), with_one_nan(other.error.cpu()))
+    stacks = [torch.stack([hard_matrix(128, 768, dtype, 7 * i + e) for e in range(3)]) for i in range(2)]
+    loops = quantize_stacks(stacks, schema, param_dtype, quantizer=quantizer)
+    theirs = quantize_stacks([one.cuda() for one in stacks], schema, param_dtype, quantizer=quantizer)
+    for ours, other in zip(loops, theirs, strict=True):
+        for key, tensor in ours.tensors.items():
+            assert_same(with_one_nan(other.tensors[key].cpu()), with_one_nan(tensor), key)
+        assert same_bits(with_one_nan(ours.error), with_one_nan(other.error.cpu()))
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "int4-c", "fp8-tensor", "int4-g64-zp"])

@@ -318,15 +318,14 @@ def test_a_row_scale_of_two_is_one() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("quantizer", [RTN, MSE], ids=["rtn", "mse"])
-@pytest.mark.parametrize("name", SCHEMAS)
-def test_a_gpu_gives_the_same_bits(name: str, quantizer: Quantizer) -> None:
-    """Dtypes take turns by schema and quantizer."""
-    schema, turn = SCHEMAS[name], [*SCHEMAS].index(name) + (quantizer is MSE)
-    dtype, param = ((torch.bfloat16, "bfloat16"), (torch.float32, "float16"))[turn % 2]
+@pytest.mark.parametrize("name", [*[*SCHEMAS][::6], *(schema.name for schema in E0M[1::2])])
+def test_a_gpu_gives_the_same_bits(name: str) -> None:
+    """Every kind of code and of scale: each schema compiles kernels for seconds. Dtypes take turns."""
+    schema, turn = SCHEMAS[name], [*SCHEMAS].index(name)
+    dtype, param = ((torch.bfloat16, "bfloat16"), (torch.float32, "float16"))[turn // 6 % 2]
     stacks = stacks_of(dtype)
-    here = quantize_stacks(stacks, schema, param, quantizer=quantizer)
-    there = quantize_stacks([s.cuda() for s in stacks], schema, param, quantizer=quantizer)
+    here = quantize_stacks(stacks, schema, param, quantizer=MSE)
+    there = quantize_stacks([s.cuda() for s in stacks], schema, param, quantizer=MSE)
     for ours, theirs in zip(here, there, strict=True):
         for key, tensor in ours.tensors.items():
             assert_same(with_one_nan(theirs.tensors[key].cpu()), with_one_nan(tensor), key)
