@@ -69,11 +69,6 @@ def why_not(spec: KernelSpec) -> str | None:
     return next((found for rule in (*_RULES, *_MORE) if (found := rule(spec))), None)
 
 
-def why_incompatible(spec: KernelSpec) -> str | None:
-    """Return why Humming's own rule alone refuses a combination, or None."""
-    return next((found for rule in _RULES if (found := rule(spec))), None)
-
-
 def why_overflow(spec: KernelSpec) -> str | None:
     """Return why Humming's kernel computes NaN with such weights on every engine, or None.
 
