@@ -15,6 +15,7 @@ from hqconv.models.config_facts import (
     activation_of,
     config_number,
     config_sizes,
+    contradiction,
     layer_config,
     layer_indices,
     named_activation,
@@ -23,6 +24,7 @@ from hqconv.models.config_facts import (
 from hqconv.models.families import Config, Family, text_config
 from hqconv.models.family_choice import choose_family, looks_like_expert, name_pattern, unmatched_error
 from hqconv.models.layer_builder import LayerTensors, build_layer, check_once
+from hqconv.models.loadable import check_routers, decoder_layer, refuse_leftovers
 from hqconv.models.moe_layer import MoeLayer, Parts, PerExpertIndex
 from hqconv.schemas.dtypes import FLOATS
 from hqconv.schemas.tensors import TensorRef
@@ -68,12 +70,13 @@ class NameGroups:
     def __init__(self, family: Family) -> None:
         self.found: dict[str, LayerTensors] = {}
         self._match = name_pattern(family).fullmatch
-        self._roles_of: dict[str, tuple[str, ...]] = {name: (role,) for role, name in family.projections.items()}
+        self._roles_of: dict[str, tuple[str, ...]] = {
+            name: (role,) for one in family.spellings for role, name in one.items()
+        }
         self._roles_of |= {stack.name: stack.roles for stack in family.expert_stacks}
         self._indices: dict[str, int] = {}
-        self._endings: dict[str, tuple[tuple[str, ...], str]] = {}  # → roles and part
-        self._start = "\0"  # of the last layer's names; no name begins like this
-        self._experts: dict[int, dict[str, dict[str, TensorRef]]] = {}  # of the last layer
+        self._endings: dict[str, tuple[str, str]] = {}  # → projection and part
+        self._start, self._last = "\0", LayerTensors()  # the last layer, and what its names begin with: none, so far
 
     def takes_known(self, name: str, ref: TensorRef) -> bool:
         """Store a tensor of the last layer if its index and ending are known; return True if it was stored."""
@@ -83,15 +86,7 @@ class NameGroups:
         place, index = self._endings.get(ending), self._indices.get(word)
         if place is None or index is None:
             return False
-        roles = self._experts.get(index)
-        if roles is None:
-            roles = self._experts[index] = {}
-        for role in place[0]:
-            parts = roles.get(role)
-            if parts is None:
-                parts = roles[role] = {}
-            if (first := parts.setdefault(place[1], ref)) is not ref:
-                check_once(self._start[:-1], ref, first)
+        self._store(index, *place, ref)
         return True
 
     def takes(self, name: str, ref: TensorRef) -> bool:
@@ -104,13 +99,26 @@ class NameGroups:
         if word is None:
             found.stacks.setdefault(stack[0], {})[stack[1] or "weight"] = ref
             return True
-        roles = found.experts.setdefault(int(word), {})
-        for role in self._roles_of[projection]:
-            check_once(layer, ref, roles.setdefault(role, {}).setdefault(part, ref))
-        self._start, self._experts = f"{layer}.", found.experts
+        self._start, self._last = f"{layer}.", found
         self._indices[word] = int(word)
-        self._endings[f"{projection}.{part}"] = (self._roles_of[projection], part)
+        self._endings[f"{projection}.{part}"] = (projection, part)
+        self._store(int(word), projection, part, ref)
         return True
+
+    def _store(self, expert: int, projection: str, part: str, ref: TensorRef) -> None:
+        found = self._last
+        roles = found.experts.get(expert)
+        if roles is None:
+            roles = found.experts[expert] = {}
+        for role in self._roles_of[projection]:
+            parts = roles.get(role)
+            if parts is None:
+                parts = roles[role] = {}
+            if (first := parts.setdefault(part, ref)) is not ref:
+                check_once(self._start[:-1], ref, first)
+            if found.words.setdefault(role, projection) != projection:
+                what = "The experts of a layer have different names for a projection."
+                raise contradiction(what, ref.name, f"{found.words[role]}, as in the layer's other experts", projection)
 
 
 @dataclass(frozen=True)
@@ -191,6 +199,7 @@ def map_experts(
         raise unmatched_error(InputError, family, unmatched, because)
     if not grouped:
         raise _nothing_found(family, tensors, because)
+    _check_one_module(grouped)
     indices = layer_indices(family, grouped, text)
     dropped = _drop_zero_experts(family, grouped, indices, text)
     activation, origin = named_activation(choice, text)
@@ -209,6 +218,8 @@ def map_experts(
         dropped |= unused
     converted = {name: layer.name for layer in layers for name in _names(layer)}
     copied = tuple(name for name in tensors if name not in converted and name not in dropped)
+    refuse_leftovers(copied)
+    check_routers([layer.name for layer in layers], copied, tensors, is_own_row=choice.is_own_row)
     assert len(converted) + len(dropped) + len(copied) == len(tensors), "an expert tensor was counted twice"
     assert all(name in converted or name in dropped for name in candidates), "an expert tensor was lost"
     return ExpertMap(
@@ -221,6 +232,14 @@ def map_experts(
         is_own_row=choice.is_own_row,
         config_warnings=declared.warnings,
     )
+
+
+def _check_one_module(layers: Iterable[str]) -> None:
+    """Check that no decoder layer has experts under two paths."""
+    found: dict[str, str] = {}
+    for name in layers:
+        if (other := found.setdefault(decoder_layer(name), name)) != name:
+            raise contradiction("A layer has its experts twice.", name, "one module of experts", f"also {other}")
 
 
 def _nothing_found(family: Family, tensors: Mapping[str, TensorRef], because: str) -> RequestError:

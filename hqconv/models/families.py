@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from hqconv.schemas.model_config import Config, text_config
 
@@ -21,6 +22,11 @@ LAYER_PREFIXES = (
     "language.model.layers.{layer}",
 )
 
+# Where the families keep their experts within a decoder layer.
+USUAL_MODULES = tuple(f"{name}.experts" for name in ("mlp", "block_sparse_moe", "feed_forward", "ffn", "moe"))
+GATE_UP_DOWN = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+W1_W3_W2 = {"w1": "w1", "w3": "w3", "w2": "w2"}
+UP_DOWN = {"w3": "up_proj", "w2": "down_proj"}
 
 # One spelling per number, so that no two names mean the same expert.
 INDEX = r"(?:0|[1-9][0-9]{0,8})"
@@ -74,8 +80,8 @@ class Family:
     of a list with one layer's own values in each element; `other_models` are prefixes of separate models in the same
     checkpoint, whose experts are not described by the config's numbers: they are copied.
 
-    `memory_modules` and `memory_stacks` are the names and stacks of transformers' own classes where the released names
-    are others: those of `save_pretrained` with `save_original_format=False`. `config_keys` lead to nested config
+    These are the names of the release; `paths` and `spellings` are those that tools write. `more_stacks` are the stacks
+    of transformers' own classes where they have other names than the released ones. `config_keys` lead to nested config
     values, one inside the other; `defaults` are numbers of the model's code, each under the last of its keys. With
     `is_unmarked` no name says expert: of the names that match, tensors of three dimensions are the experts.
     """
@@ -98,18 +104,36 @@ class Family:
     architectures: tuple[str, ...] = ()
     layer_configs_key: str = ""
     other_models: tuple[str, ...] = ()
-    memory_modules: tuple[str, ...] = ()
-    memory_stacks: tuple[Stack, ...] = FUSED
+    more_stacks: tuple[Stack, ...] = ()
     config_keys: tuple[str, ...] = ()
     defaults: Mapping[str, int] = field(default_factory=dict, hash=False)
     is_unmarked: bool = False
 
     @property
-    def in_memory(self) -> Family | None:
-        """The row for checkpoints with the names of transformers' own classes; None if they are the released ones."""
-        if not self.memory_modules:
-            return None
-        return replace(self, modules=self.memory_modules, stacks=self.memory_stacks, memory_modules=())
+    def spellings(self) -> tuple[Mapping[str, str], ...]:
+        """Names of an expert's projections by role, the released ones first."""
+        usual = (GATE_UP_DOWN, W1_W3_W2) if self.gated else (UP_DOWN,)
+        return (self.projections, *(one for one in usual if one != self.projections))
+
+    @cached_property
+    def paths(self) -> tuple[str, ...]:
+        """Templates of every path that the experts module may have, the released ones first.
+
+        transformers 5, and tools that work with its classes, keep experts where another family has them, and wrap or
+        unwrap the decoder.
+        """
+        splits = [template.partition("{layer}.") for template in self.modules]
+        prefixes = dict.fromkeys((*(f"{front}{{layer}}" for front, _, _ in splits), *LAYER_PREFIXES))
+        inner = dict.fromkeys((*(module for _, _, module in splits if module), *USUAL_MODULES))
+        return tuple(dict.fromkeys((*self.modules, *(f"{prefix}.{module}" for module in inner for prefix in prefixes))))
+
+    def spelled(self, words: Mapping[str, str], stacks: Collection[str]) -> Family:
+        """Return the row with the names of one layer: words of its projections by role, and names of its stacks."""
+        names = {role: {one[role] for one in self.spellings if role in one} for role in self.projections}
+        own = {role: words[role] if words.get(role) in names[role] else name for role, name in self.projections.items()}
+        sets = (self.stacks, self.more_stacks)
+        found = max(sets, key=lambda one: sum(stack.name in stacks for stack in one))  # of equals, the released ones
+        return replace(self, projections=own, stacks=found)
 
     def config_values(self, text: Config) -> Config:
         """Merge the values that this family nests deeper, and its code's defaults, into the text config."""
@@ -149,12 +173,6 @@ __all__ = [
     "text_config",
 ]
 
-GATE_UP_DOWN = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-W1_W3_W2 = {"w1": "w1", "w3": "w3", "w2": "w2"}
-UP_DOWN = {"w3": "up_proj", "w2": "down_proj"}
-
-# Modules of nearly all families in transformers' own classes.
-IN_MEMORY = under_layers("mlp.experts")
 
 # For families whose hidden_act does not say what their experts do; a key that a config may be given.
 OWN_ACTIVATION = ("expert_activation",)
@@ -261,8 +279,8 @@ FAMILIES: tuple[Family, ...] = (
         name="deepseek_v4",
         model_types=("deepseek_v4", "deepseek_v41", "deepseek_v41_text"),
         modules=under_layers("ffn.experts", "mtp.{layer}"),
-        memory_modules=IN_MEMORY,
         projections=W1_W3_W2,
+        stacks=FUSED,
         num_experts_keys=("n_routed_experts", "num_local_experts"),
     ),
     Family(
@@ -270,8 +288,8 @@ FAMILIES: tuple[Family, ...] = (
         name="mistral_large4",
         model_types=("mistral_large4", "mistral_large4_text"),
         modules=under_layers("experts"),
-        memory_modules=IN_MEMORY,
         projections=W1_W3_W2,
+        stacks=FUSED,
         num_experts_keys=("n_routed_experts", "num_local_experts"),
     ),
     Family(
@@ -322,8 +340,8 @@ FAMILIES: tuple[Family, ...] = (
         name="mixtral",
         model_types=("mixtral", "phimoe", "minimax", "minimax_m2", "arctic"),
         modules=under_layers("block_sparse_moe.experts"),
-        memory_modules=IN_MEMORY,
         projections=W1_W3_W2,
+        stacks=FUSED,
         num_experts_keys=("num_local_experts", "num_experts"),
         intermediate_size_keys=("intermediate_size",),
     ),
@@ -351,8 +369,8 @@ FAMILIES: tuple[Family, ...] = (
         name="minimax_m3",
         model_types=("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3_text", "minimax_m3"),
         modules=under_layers("block_sparse_moe.experts"),
-        memory_modules=IN_MEMORY,
         projections=W1_W3_W2,
+        stacks=FUSED,
         activation="swigluoai",
         num_experts_keys=("num_local_experts", "num_experts"),
         intermediate_size_keys=("intermediate_size",),
@@ -363,8 +381,8 @@ FAMILIES: tuple[Family, ...] = (
         name="kimi_linear",
         model_types=("kimi_linear",),
         modules=under_layers("block_sparse_moe.experts"),
-        memory_modules=IN_MEMORY,
         projections=W1_W3_W2,
+        stacks=FUSED,
         hidden_size_keys=("routed_expert_hidden_size", "hidden_size"),
         top_k_keys=("num_experts_per_token", "num_experts_per_tok"),
     ),
@@ -450,9 +468,9 @@ FAMILIES: tuple[Family, ...] = (
         name="granitemoe",
         model_types=("granitemoe", "granitemoeshared", "granitemoehybrid"),
         modules=under_layers("block_sparse_moe"),
-        memory_modules=under_layers("block_sparse_moe.experts"),
         projections=W1_W3_W2,
         stacks=fused_stacks("input_linear", "output_linear"),
+        more_stacks=FUSED,
         num_experts_keys=("num_local_experts",),
         intermediate_size_keys=("intermediate_size",),
     ),
@@ -515,9 +533,9 @@ FAMILIES: tuple[Family, ...] = (
             *("step5", "step5_vl"),
         ),
         modules=(*under_layers("moe"), *under_layers("moe.experts")),
-        memory_modules=IN_MEMORY,
         projections=GATE_UP_DOWN,
         stacks=(Stack("gate_proj", ("w1",)), Stack("up_proj", ("w3",)), Stack("down_proj", ("w2",))),
+        more_stacks=FUSED,
         num_experts_keys=("moe_num_experts", "n_routed_experts", "num_local_experts"),
         top_k_keys=("moe_top_k", "num_experts_per_tok"),
     ),
@@ -525,8 +543,7 @@ FAMILIES: tuple[Family, ...] = (
         name="aria",
         model_types=("aria", "aria_text"),
         modules=under_layers("mlp.experts"),
-        memory_modules=IN_MEMORY,
-        memory_stacks=fused_stacks("gate_up_proj", "down_proj", transposed=True),
+        more_stacks=fused_stacks("gate_up_proj", "down_proj", transposed=True),
         projections=GATE_UP_DOWN,
         stacks=fused_stacks("fc1", "fc2", transposed=True),
         num_experts_keys=("moe_num_experts",),
@@ -538,9 +555,9 @@ FAMILIES: tuple[Family, ...] = (
         name="inkling",
         model_types=("inkling_mm_model",),
         modules=("model.llm.layers.{layer}.mlp.experts",),
-        memory_modules=IN_MEMORY,
         projections=W1_W3_W2,
         stacks=(Stack("w13", ("w1", "w3"), interleaved=True), Stack("w2", ("w2",))),
+        more_stacks=FUSED,
         num_experts_keys=("n_routed_experts", "num_local_experts"),
     ),
     Family(
@@ -548,9 +565,9 @@ FAMILIES: tuple[Family, ...] = (
         name="inkling2",
         model_types=("inkling2", "inkling2_text"),
         modules=("model.llm.layers.{layer}.mlp.experts", "layers.{layer}.mlp.experts"),
-        memory_modules=IN_MEMORY,
         projections=W1_W3_W2,
         stacks=(Stack("w13", ("w1", "w3"), interleaved=True), Stack("w2", ("w2",))),
+        more_stacks=FUSED,
         activation="softcapped_swiglu",
         num_experts_keys=("n_routed_experts", "num_local_experts"),
         activation_keys=OWN_ACTIVATION,

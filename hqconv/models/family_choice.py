@@ -14,6 +14,7 @@ from typing import NamedTuple
 from hqconv.errors import HqconvError, RequestError, first_few
 from hqconv.formats.encoding import part_names
 from hqconv.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, FAMILIES, INDEX, UNSUPPORTED, Config, Family
+from hqconv.models.loadable import refuse_leftovers
 
 # Lies in `experts` without being a weight: the router's correction of its scores (laguna).
 _CORRECTION = ".e_score_correction_bias"
@@ -53,11 +54,10 @@ def choose_family(candidates: list[str], config: Config, text: Config) -> Family
         )
     known = BY_MODEL_TYPE.get(outer) or BY_MODEL_TYPE.get(inner)
     if known is None and (architecture := _known_architecture(config, text)):
-        row = _with_found_names(BY_ARCHITECTURE[architecture], candidates)
-        return FamilyChoice(row, f"architecture {architecture}", True)
+        return FamilyChoice(BY_ARCHITECTURE[architecture], f"architecture {architecture}", True)
     model_type = inner if known is not None and outer not in known.model_types else outer
     if known is not None:
-        return FamilyChoice(_with_found_names(known, candidates), f"model_type {model_type}", True)
+        return FamilyChoice(known, f"model_type {model_type}", True)
     because = f"unknown model_type {model_type}"
     # Stable sort: of rows that fit equally well the first one in the table wins.
     rows = sorted(FAMILIES, key=lambda row: -_num_keys_found(row, text))
@@ -66,24 +66,17 @@ def choose_family(candidates: list[str], config: Config, text: Config) -> Family
     templates = [_INDICES.sub("0", name) for name in candidates]
     num_names = Counter(templates)
     num_unmatched = {}
-    for row in rows:
-        match = name_pattern(row).fullmatch
-        num_unmatched[row.name] = sum(count for one, count in num_names.items() if not match(one))
-        if not num_unmatched[row.name]:
-            _refuse_unknown_stacks(row, candidates, set(templates), because)
-            return FamilyChoice(row, f"closest row {row.name} for {because}", False)
+    for as_released in (True, False):
+        for row in rows:
+            match = name_pattern(row, as_released=as_released).fullmatch
+            num_unmatched[row.name] = sum(count for one, count in num_names.items() if not match(one))
+            if not num_unmatched[row.name]:
+                _refuse_unknown_stacks(row, candidates, set(templates), because)
+                return FamilyChoice(row, f"closest row {row.name} for {because}", False)
     closest = min(rows, key=lambda row: num_unmatched[row.name])
     match = name_pattern(closest).fullmatch
     unmatched = [name for name in candidates if not match(name)]
     raise unmatched_error(RequestError, closest, unmatched, because)
-
-
-def _with_found_names(row: Family, candidates: list[str]) -> Family:
-    """Return the row with the names of the checkpoint: as released, or as transformers' own classes have them."""
-    in_memory, first = row.in_memory, next(iter(candidates), None)
-    if in_memory is None or first is None or name_pattern(row).fullmatch(first):
-        return row
-    return in_memory if name_pattern(in_memory).fullmatch(first) else row
 
 
 def _known_architecture(config: Config, text: Config) -> str | None:
@@ -95,7 +88,7 @@ def _known_architecture(config: Config, text: Config) -> str | None:
 
 def _refuse_unknown_stacks(row: Family, candidates: list[str], templates: set[str], because: str) -> None:
     """Refuse stacks of unknown models: names tell neither the order of gate and up nor if their rows alternate."""
-    match = _name_pattern(row.modules, tuple(row.projections.values()), (), part_names()).fullmatch
+    match = _name_pattern(row.paths, _words(row), (), part_names()).fullmatch
     if not all(map(match, templates)):
         fused = [name for name in candidates if not match(name)]
         raise RequestError(
@@ -113,13 +106,21 @@ def _num_keys_found(row: Family, text: Config) -> int:
     return sum(2 if text.get(keys[0]) is not None else any(key in text for key in keys) for keys in groups)
 
 
-def name_pattern(family: Family) -> re.Pattern[str]:
+def name_pattern(family: Family, *, as_released: bool = False) -> re.Pattern[str]:
     """Compile the pattern of whole tensor names; groups: layer, expert and projection or else stack, part.
 
-    Equal rows share one pattern.
+    as_released: of the released names alone. Equal rows share one pattern.
     """
-    names = (*family.projections.values(), *(s.name for s in family.expert_stacks))
-    return _name_pattern(family.modules, names, tuple(s.name for s in family.stacks), part_names())
+    modules, words = (
+        (family.modules, tuple(family.projections.values())) if as_released else (family.paths, _words(family))
+    )
+    stacks = family.stacks if as_released else (*family.stacks, *family.more_stacks)
+    singles = (*words, *(stack.name for stack in family.expert_stacks))
+    return _name_pattern(modules, singles, tuple(dict.fromkeys(stack.name for stack in stacks)), part_names())
+
+
+def _words(family: Family) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for one in family.spellings for name in one.values()))
 
 
 @cache
@@ -138,7 +139,11 @@ def _any_of(names: Iterable[str]) -> str:
 
 
 def unmatched_error(kind: type[HqconvError], family: Family, unmatched: list[str], because: str) -> HqconvError:
-    """Return the error for tensors that look like experts and match no template of the row."""
+    """Return the error for tensors that look like experts and match no template of the row.
+
+    Raises InputError for names of adapters and wrappers.
+    """
+    refuse_leftovers(unmatched)
     return kind(
         "Tensors look like experts, but their names are not understood.",
         where=first_few(unmatched),

@@ -38,10 +38,14 @@ _NEVER_TRANSPOSED = ("blocks", "scales", "bias")
 
 @dataclass
 class LayerTensors:
-    """Tensors of a layer by name: of single experts, and of stacks; innermost key: part."""
+    """Tensors of a layer by name: of single experts, and of stacks; innermost key: part.
+
+    words: the name of each projection's tensors, by role: the same for every expert.
+    """
 
     experts: dict[int, dict[str, Parts]] = field(default_factory=dict)
     stacks: dict[str, Parts] = field(default_factory=dict)
+    words: dict[str, str] = field(default_factory=dict)
 
 
 def check_once(name: str, ref: TensorRef, first: TensorRef) -> None:
@@ -65,6 +69,7 @@ def build_layer(
     Raises InputError, naming the tensor, if tensors and config contradict each other.
     """
     check_one_form(found)
+    family = family.spelled(found.words, found.stacks)
     count = _count(family, name, found, sizes)
     check_counts(name, count, facts["top_k"])
     raw = raw_single(family, name, found) if found.experts else raw_stacked(family, name, found, sizes, count)

@@ -17,6 +17,7 @@ from hqconv.io.gguf_header import COPY_AGAIN, wrong_shape
 from hqconv.models.config_facts import ConfigSizes, config_sizes
 from hqconv.models.expert_map import ExpertMap, map_experts
 from hqconv.models.families import BY_MODEL_TYPE, INDEX, Family, text_config
+from hqconv.models.loadable import decoder_layer, is_router
 from hqconv.models.moe_layer import MoeLayer, TensorSlice, View
 from hqconv.schemas.dtypes import FLOATS
 from hqconv.schemas.tensors import TensorRef
@@ -89,7 +90,6 @@ _EXPERT = re.compile(rf"blk\.({INDEX})\.({'|'.join(STACKS)})\.(weight|bias|scale
 # Other kinds of experts, and tensors of single experts, which files of 2023 have.
 _LOOKS_LIKE_EXPERT = re.compile(r"exps(?:\.|_|$)|\.ffn_(?:gate|up|down)\.[0-9]+\.")
 _MTP_PREFIXES = ("mtp.", "language_model.mtp.")
-_ROUTER_WORDS = frozenset(("gate", "router", "wg"))
 _NOT_NEEDED = "the safetensors' tensor is used"
 _ACTIVATION_SCALE = "activation scale, not used by 16-bit activations"
 
@@ -229,30 +229,27 @@ class _Finder:
 
     def _check_routers(self, layers: Collection[str]) -> None:
         """Check that every layer with a router has its experts: the files may not omit any."""
-        for template in self._family.modules:
-            parent = re.escape(template.rpartition(".")[0]).replace(re.escape("{layer}"), f"({INDEX})")
-            pattern = re.compile(rf"{parent}\.(.+)\.weight")
-            for name, ref in self.safetensors.items():
-                match = pattern.fullmatch(name)
-                if not match or len(ref.shape) != 2 or not _ROUTER_WORDS.intersection(match[2].split(".")):
-                    continue
-                count = config_sizes(self._family, int(match[1]), self._text).num_experts
-                layer = template.format(layer=match[1])
-                if count and ref.shape[0] == count[1] and layer not in layers:
-                    raise InputError(
-                        "The GGUF files lack the experts of a layer.",
-                        where=name,
-                        expected="stacks of experts for every layer with a router",
-                        found=f"none for {layer}",
-                        remedy="Get GGUF files with this layer (many leave out MTP layers), or take all of its tensors"
-                        " out of the safetensors.",
-                    )
+        found = {decoder_layer(layer) for layer in layers}
+        for name, ref in self.safetensors.items():
+            place, text = decoder_layer(name), self._text
+            if place in found or len(ref.shape) != 2 or not is_router(name):
+                continue
+            count = config_sizes(self._family, int(place.split(".")[-2]), text).num_experts if place else None
+            if count and ref.shape[0] == count[1]:
+                raise InputError(
+                    "The GGUF files lack the experts of a layer.",
+                    where=name,
+                    expected="stacks of experts for every layer with a router",
+                    found=f"none for {place.rstrip('.')}",
+                    remedy="Get GGUF files with this layer (many leave out MTP layers), or take all of its tensors out "
+                    "of the safetensors.",
+                )
 
     # --- layers ----------------------------------------------------------------------------------------------
 
     def _layer_name(self, layer: int) -> str:
         """Return the path of a layer's experts: the MoE module of other tensors in the safetensors."""
-        for template in self._family.modules:
+        for template in self._family.paths:
             number = self._mtp_index(layer) if template.startswith(_MTP_PREFIXES) else layer
             name = template.format(layer=number)
             if number >= 0 and self._modules.intersection((name, name.rpartition(".")[0])):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import itertools
 import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -186,6 +188,106 @@ def test_every_template_is_mapped(family: Family, form: str) -> None:
         assert_partition(found, tensors)
         assert found.layers[0].name == template.format(layer=1)
         assert found.layers[0].index == (1 + NUM_LAYERS if "mtp." in template or "mtp_layers." in template else 1)
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if not f.is_unmarked], ids=lambda family: family.name)
+def test_every_spelling_of_a_family_is_mapped(family: Family) -> None:
+    """Under every path, one layer each in one checkpoint; a layer is named, and asked for in the config, as it is."""
+    tensors: Tensors = {}
+    layers: dict[str, Mapping[str, str]] = {}
+    config = config_of(family, family.model_types[0])
+    for template, spelling in itertools.product(family.paths[::5], family.spellings):
+        layers[template.format(layer=len(layers))] = spelling
+        put_layer(tensors, dataclasses.replace(family, projections=spelling), list(layers)[-1])
+    found = map_experts(tensors, config | {family.num_layers_keys[0]: len(layers)})
+    assert_partition(found, tensors)
+    assert {layer.name: layer.words for layer in found.layers} == layers
+    for layer in found.layers:
+        for role, word in layers[layer.name].items():
+            assert layer.parts[role]["weight"].template == f"{layer.name}.{{expert}}.{word}.weight"
+        assert layer.module(1, "w2") == f"{layer.name}.1.{layers[layer.name]['w2']}"
+
+
+def test_one_spelling_and_one_module_in_each_layer() -> None:
+    tensors, config = checkpoint(BY_MODEL_TYPE["mixtral"], "mixtral")
+    layer = "model.layers.2.block_sparse_moe.experts"
+    put(tensors, f"{layer}.1.up_proj.weight", INTER, H)
+    with pytest.raises(InputError, match=r"projection twice\.\n.*experts\.1\.up_proj"):
+        map_experts(tensors, config)
+    del tensors[f"{layer}.1.w3.weight"]
+    with pytest.raises(InputError, match=r"different names(?s:.*)w3, as in the layer's other experts"):
+        map_experts(tensors, config)
+    tensors, config = checkpoint(BY_MODEL_TYPE["mixtral"], "mixtral")
+    put_layer(tensors, QWEN, "model.layers.2.mlp.experts")
+    with pytest.raises(InputError, match="experts twice"):
+        map_experts(tensors, config)
+
+
+# --- what a server needs beside the experts ----------------------------------------------------------------
+
+ATTENTION = "model.layers.2.self_attn.q_proj"
+LEFT_BEHIND: dict[str, tuple[str, ...]] = {
+    "adapter": (
+        *(f"{ATTENTION}.{name}" for name in ("base_layer.weight", "lora_A.default.weight", "lora_B.weight", "lora_a")),
+        *(f"{ATTENTION}.{name}" for name in ("lora_magnitude_vector.default.weight", "vera_lambda_b.default", "ia3_l")),
+        *(f"{ATTENTION}.{name}" for name in ("hada_w1_a.default", "lokr_w1", "oft_R.default", "boft_s", "lora_E.x")),
+        *("model.layers.2.mlp.gate.original_module.weight", "model.layers.2.mlp.gate.modules_to_save.default.weight"),
+        *(
+            "base_model.model.model.norm.weight",
+            "model.embed_tokens.lora_embedding_A.default",
+            "lm_head.base_layer.bias",
+        ),
+        *("model.embed_tokens.token_adapter.base_layer.weight", "prompt_encoder.default.embedding.weight"),
+        *(f"{LAYER}.1.up_proj.base_layer.weight", f"{LAYER}.base_layer.gate_up_proj", f"{LAYER}.lora_A.default.weight"),
+        *(f"{ATTENTION}.to_wrap.weight", f"{ATTENTION}.adapter.linear_in.weight"),
+    ),
+    "wrapper": (
+        *("module.model.norm.weight", f"module.{LAYER}.0.up_proj.weight", f"_orig_mod.{LAYER}.0.up_proj.weight"),
+        *("_fsdp_wrapped_module.lm_head.weight", "model.layers.2._checkpoint_wrapped_module.self_attn.q_proj.weight"),
+        *("model.layers.2._orig_mod.input_layernorm.weight", f"{ATTENTION}.weight_orig", "_forward_module.norm.weight"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in LEFT_BEHIND.items() for name in names])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "brand_new"])
+def test_names_that_training_leaves_behind_are_refused(model_type: str, kind: str, name: str) -> None:
+    tensors, config = qwen()
+    put(tensors, name, 8, H)
+    with pytest.raises(InputError, match=f"names of an? {kind}") as caught:
+        map_experts(tensors, config | {"model_type": model_type})
+    assert caught.value.where == name
+
+
+def test_names_of_models_are_no_adapters() -> None:
+    tensors, config = qwen()
+    names = ("lora_linear_q.0.weight", "vision_language_adapter.w_in.weight", "q_a_proj.weight", "router_bias")
+    for name in (*names, "self_attn.wo_a.weight", "audio.adapter.layers.0.weight", "vision.prompt_encoder.not_a_point"):
+        put(tensors, f"model.{name}", 8, H)
+    assert_partition(map_experts(tensors, config), tensors)
+
+
+def test_every_layer_of_experts_has_a_router() -> None:
+    """Of a layer with other tensors; a checkpoint of experts alone has none."""
+    for router in ("gate.weight", "router.classifier.weight", "gate.wg.weight", "router.proj.qweight"):
+        tensors, config = qwen()
+        for layer in (2, 10, NUM_LAYERS):
+            del tensors[f"model.layers.{layer}.mlp.gate.weight"]
+            put(tensors, f"model.layers.{layer}.mlp.{router}", E, H)
+        assert len(map_experts(tensors, config).layers) == 3
+        del tensors[f"model.layers.10.mlp.{router}"]
+        for model_type in ("qwen3_moe", "brand_new"):
+            with pytest.raises(InputError, match="experts and no router") as caught:
+                map_experts(tensors, config | {"model_type": model_type})
+            assert caught.value.where == "model.layers.10.mlp.experts"
+    tensors, config = qwen()
+    for name in [name for name in tensors if name.endswith("mlp.gate.weight")]:
+        del tensors[name]
+    with pytest.raises(InputError, match="experts and no router"):
+        map_experts(tensors, config)
+    map_experts(tensors, config | {"model_type": "brand_new"})  # its router may have a name of its own
+    alone = {name: ref for name, ref in tensors.items() if "expert" in name}
+    assert len(map_experts(alone, config).layers) == 3
 
 
 def test_layers_are_in_number_order_and_mtp_last() -> None:
@@ -579,7 +681,7 @@ def test_gate_twice_or_apart_in_some_experts_only_is_refused() -> None:
         del tensors[f"{LAYER}.1.gate_up_proj.{part}"]
         for word in ("gate_proj", "up_proj"):
             put(tensors, f"{LAYER}.1.{word}.{part}", INTER, *columns)
-    with pytest.raises(InputError, match="unexpected shape"):
+    with pytest.raises(InputError, match="different names"):
         map_experts(tensors, config)
 
 
@@ -661,8 +763,8 @@ def num_matches(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int, str], in
     """How many names are matched by a regular expression for a model of some layers and experts."""
     pattern, asked = family_choice.name_pattern, list[str]()
 
-    def counting(family: Family) -> SimpleNamespace:
-        fullmatch = pattern(family).fullmatch
+    def counting(family: Family, **more: bool) -> SimpleNamespace:
+        fullmatch = pattern(family, **more).fullmatch
         return SimpleNamespace(fullmatch=lambda name: asked.append(name) or fullmatch(name))
 
     for module in (family_choice, expert_map):
