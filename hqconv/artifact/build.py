@@ -116,7 +116,10 @@ def build_manifest(
     that were hashed.
     """
     facts, experts = _facts(source, plan), plan.experts
-    of_files = [replace(file, **_digests(source, file.name, digests)) for file in facts["source"].files]
+    of_files = [
+        replace(file, sha256=digests.get(file.name), hub_sha256=hub_digest(source, file.name))
+        for file in facts["source"].files
+    ]
     facts["source"] = replace(facts["source"], files=of_files)
     parent = read_manifest(source.root, is_sealed=True) if source.guard.is_held else None
     return Manifest(
@@ -139,12 +142,11 @@ def _copied_sums(plan: ConversionPlan, measured: Mapping[str, Measured]) -> dict
     return dict(sorted((name, one) for sums in of_units for name, one in sums.items()))
 
 
-def _digests(source: Source, name: str, digests: Mapping[str, str]) -> dict[str, str | None]:
-    """Return a source file's SHA-256 as it was read, and as the Hub lists it, where these are known."""
-    of_hub = None if source.repo_id is None else cached_digest(source.root / name)
+def hub_digest(source: Source, name: str) -> str | None:
+    """Return a source file's SHA-256 as the Hub lists it, or offline as its cache names the bytes; else None."""
     if source.listing is not None:  # the file may have left the cache by now
-        of_hub = source.listing.digests.get(name)
-    return {"sha256": digests.get(name), "hub_sha256": of_hub}
+        return source.listing.digests.get(name)
+    return None if source.repo_id is None else cached_digest(source.root / name)
 
 
 def _files(records: Iterable[FileRecord]) -> dict[str, FileEntry]:

@@ -25,6 +25,7 @@ from hqconv.conversion.hub_prefetch import CachePolicy, HubPrefetch, ShardUse, c
 from hqconv.conversion.journal import Journal, JournalEntry, compare_identities
 from hqconv.conversion.measure_candidates import CandidateMeasurements, MeasureCandidates, weighted_bytes
 from hqconv.conversion.resources import Resources, bounded_gpu, plan_staging
+from hqconv.conversion.source_integrity import is_of_these_files
 from hqconv.conversion.stages import Meter, Progress, StageProfile
 from hqconv.errors import OutputError, plural, printable_line
 from hqconv.io.durable_files import FileRecord, is_whole, make_folder, output_errors, write_whole
@@ -79,7 +80,7 @@ def run_allocation(
     """
     plans = candidates.layers
     allocate([LayerOptions.of(of_layer, None) for of_layer in plans.values()], replace(budget, max_layer_error=None))
-    with _Output(out, _identity(source, candidates), overwrite=overwrite) as output:
+    with _Output(source, out, _identity(source, candidates), overwrite=overwrite) as output:
         _measure(source, candidates, resources, cache or CachePolicy(), output, progress)
         layers = [LayerOptions.of(of_layer, output.measured[name]) for name, of_layer in plans.items()]
         found = allocate(layers, budget)
@@ -115,7 +116,8 @@ class _Output:
     measured: layer → measurements, of this run and of earlier ones. digests: of the source's files that were hashed.
     """
 
-    def __init__(self, out: Path, identity: dict[str, Any], *, overwrite: bool) -> None:
+    def __init__(self, source: Source, out: Path, identity: dict[str, Any], *, overwrite: bool) -> None:
+        self._source = source
         self.root, self._out, self._identity, self._overwrite = out.parent, out, identity, overwrite
         self.measured: dict[str, dict[str, Any]] = {}
         self.digests: dict[str, str] = {}
@@ -137,7 +139,8 @@ class _Output:
             self._journal.drop()
             raise
         for entry in self._journal.entries:
-            self._take(entry)
+            if is_of_these_files(self._source, entry):
+                self._take(entry)
         return self
 
     def __exit__(self, *_: object) -> None:

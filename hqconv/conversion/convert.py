@@ -24,7 +24,7 @@ from hqconv.conversion.executor import Executor
 from hqconv.conversion.hub_prefetch import CachePolicy, HubPrefetch, ShardUse, check_room, sort_by_shard
 from hqconv.conversion.output_folder import Difference, OutputFolder, Part, check_finished
 from hqconv.conversion.resources import Resources, Staging, bounded_gpu, plan_staging
-from hqconv.conversion.source_integrity import source_digests
+from hqconv.conversion.source_integrity import is_of_these_files, source_digests
 from hqconv.conversion.stages import Meter, Progress, StageProfile
 from hqconv.conversion.update import record_source, why_not_current
 from hqconv.errors import InputError, RequestError, plural
@@ -215,6 +215,10 @@ class _Conversion:
                     record_source(self.out, source)
                 return self._finished(folder)
             num_resumed = len(folder.done)
+            guard = self.source.guard
+            if folder.done and guard.misses_changes and not guard.is_hashing:
+                what = "bytes that a program wrote through a mapping since then would be missed. Use --source-digests"
+                folder.warnings.append(f"Units of an earlier run are kept, and the source lies on tmpfs: {what}.")
             if not folder.has_lock:
                 folder.warnings.append("This file system has no locks: nothing keeps another process away.")
             self._run_missing(folder)
@@ -243,7 +247,8 @@ class _Conversion:
 
     def _folder(self) -> OutputFolder:
         source, plan = self.source, self.plan
-        return OutputFolder(self.out, _identity(source, plan), plan.paths, partial(_difference, source, plan))
+        difference, is_current = partial(_difference, source, plan), partial(is_of_these_files, source)
+        return OutputFolder(self.out, _identity(source, plan), plan.paths, difference, is_current)
 
     def _finished(self, folder: OutputFolder) -> ConversionReport:
         """Return the report where the artifact was finished before; raises OutputError as `check_finished`."""

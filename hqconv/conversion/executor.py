@@ -412,8 +412,9 @@ class Executor:
         self._integrity.wait_unchanged(unit.sources)
         self._writer(unit).publish()
         records = [unit.files[file.path] for file in planned.files]
-        digests = self._integrity.digests(unit.sources)
-        entry = JournalEntry(planned.name, records, measured.errors(planned), measured.sums(planned), digests)
+        errors, sums = measured.errors(planned), measured.sums(planned)
+        digests, states = self._integrity.digests(unit.sources), self._integrity.states(unit.sources)
+        entry = JournalEntry(planned.name, records, errors, sums, digests, states)
         self._record(entry)
         self._prefetch.release(planned.name)
         unit.is_done = True

@@ -19,7 +19,7 @@ from typing import Any
 from hqconv.artifact.manifest import Manifest, is_artifact, read_manifest
 from hqconv.artifact.model_card import are_sums, is_own_card
 from hqconv.conversion.journal import FolderJournal, Journal, JournalEntry, busy, compare_identities
-from hqconv.errors import HqconvError, OutputError, RequestError, VerificationError, first_few
+from hqconv.errors import HqconvError, OutputError, RequestError, VerificationError, first_few, plural
 from hqconv.io.durable_files import (
     FileRecord,
     check_space,
@@ -112,11 +112,17 @@ class OutputFolder:
 
     root: the folder that files are written to. done: the finished units. identity: source, options and versions, which
     a resumed run must have in common. paths: all files of the artifact. difference: returns the first key in which a
-    finished artifact's manifest differs from the request; None if the request made the artifact.
+    finished artifact's manifest differs from the request; None if the request made the artifact. is_current: returns
+    whether a finished unit was read from the files that the source has now.
     """
 
     def __init__(
-        self, out: Path, identity: Mapping[str, Any], paths: Collection[str], difference: DifferenceOf = lambda _: None
+        self,
+        out: Path,
+        identity: Mapping[str, Any],
+        paths: Collection[str],
+        difference: DifferenceOf = lambda _: None,
+        is_current: Callable[[JournalEntry], bool] = lambda _: True,
     ) -> None:
         self.out = self.root = out.resolve()
         self.done: dict[str, JournalEntry] = {}
@@ -124,7 +130,7 @@ class OutputFolder:
         self.replaced_because = ""
         self._side = side_folder(self.out)
         self._identity = {**identity, "files": sorted(paths)}
-        self._paths, self._difference = paths, difference
+        self._paths, self._difference, self._is_current_unit = paths, difference, is_current
         self._journal: FolderJournal | None = None
         self._part_journal: Journal | None = None
 
@@ -274,14 +280,24 @@ class OutputFolder:
         journal.restart()
 
     def _keep_finished(self, root: Path, entries: Iterable[JournalEntry], paths: Iterable[str]) -> None:
-        """Take units whose files are all complete as done, and remove the partial files of `paths`."""
+        """Take current units whose files are all complete as done, and remove the partial files of `paths`."""
         check_strays(root, {*self._paths, *listed_files(root)}, self._paths)
+        entries = self._current(entries)
         with output_errors(root):
             for entry in entries:
                 if all(is_whole(root, record) for record in entry.files):
                     self.done[entry.unit] = entry
             for path in paths:
                 partial(root / path).unlink(missing_ok=True)
+
+    def _current(self, entries: Iterable[JournalEntry]) -> list[JournalEntry]:
+        """Return the last entry of each unit that was read from the source's files as they are now."""
+        last = {entry.unit: entry for entry in entries}
+        current = [entry for entry in last.values() if self._is_current_unit(entry)]
+        if num_stale := len(last) - len(current):
+            files = "files of the source that have changed since"
+            self.warnings.append(f"{plural(num_stale, 'finished unit')} of {files} must be made anew.")
+        return current
 
     def _begin_to_replace(self, num_bytes: int, *, has_journal: bool) -> None:
         """Start in the side folder of a finished artifact. has_journal: the artifact's lock is held."""
@@ -375,7 +391,7 @@ class OutputFolder:
                 "The output folder was replaced meanwhile.", where=str(self.root), remedy="Run the same command again."
             )
         journal.begin(self._identity)
-        self.done = {entry.unit: entry for entry in journal.entries}
+        self.done = {entry.unit: entry for entry in self._current(journal.entries)}
         return Remaining(tuple(journal.at_work))
 
     # --- finished units, and the end

@@ -1,7 +1,8 @@
 """Integrity of the source: its files are hashed while they are converted, and compared with their first state.
 
-An output unit is recorded as finished only after that check, so that a resumed conversion keeps nothing of other bytes.
-The digests of an artifact must equal its manifest; with `--source-digests` the digests of any source are recorded.
+An output unit is recorded as finished only after that check, with the files' states: a resumed conversion keeps nothing
+that was read from other files. The digests of an artifact must equal its manifest, those of a Hub repo the Hub's; with
+`--source-digests` the digests of any source are recorded.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
+from hqconv.artifact.build import hub_digest
 from hqconv.conversion.encode_batch import Batch, Piece
 from hqconv.conversion.journal import JournalEntry
 from hqconv.conversion.stages import Stage, StageProfile, Stages
@@ -56,6 +58,11 @@ class SourceIntegrity:
         digests = self._source.guard.digests
         return {name: digests[name] for name in sorted(names) if name in digests}
 
+    def states(self, names: Collection[str]) -> dict[str, list[int]]:
+        """Return the states of files of a folder; of a repo none, as its commit cannot change."""
+        states = {} if self._source.revision is not None else self._source.guard.states()
+        return {name: states[name] for name in sorted(names) if name in states}
+
     @contextmanager
     def blame_files_first(self, names: Collection[str]) -> Iterator[None]:
         """On an InputError inside, report a changed or damaged file instead of the values that were read from it."""
@@ -63,19 +70,48 @@ class SourceIntegrity:
             yield
         except InputError:
             self._source.guard.check_unchanged(names)
-            for name in sorted(set(names) - self._hashed) if self._source.guard.is_held else ():
-                self._source.guard.prove(name)
+            for name in sorted(set(names) - self._hashed):
+                if self._source.guard.is_held or hub_digest(self._source, name) is not None:
+                    take_digest(self._source, name)
             raise
 
 
 def take_digest(source: Source, name: str, keep_on: Callable[[], object] | None = None) -> None:
-    """Hash a file of the source, where it lies on the Hub by range requests. Raises as `FileSnapshot.prove`."""
+    """Hash a file of the source, where it lies on the Hub by range requests.
+
+    Raises as `FileSnapshot.prove`, and InputError where the Hub lists another digest.
+    """
+    guard = source.guard
     if source.is_here(name) or source.listing is None:
-        source.guard.prove(name, keep_on)
-        return
-    sha256 = source.listing.sha256(name, keep_on)
-    source.guard.compare(name, sha256)
-    source.guard.digests[name] = sha256
+        guard.prove(name, keep_on)
+    else:
+        sha256 = source.listing.sha256(name, keep_on)
+        guard.compare(name, sha256)
+        guard.digests[name] = sha256
+    of_hub = hub_digest(source, name)
+    if of_hub is not None and of_hub != guard.digests[name]:
+        raise InputError(
+            "A file has other bytes than the Hub lists for it.",
+            where=str(guard.path_of(name)),
+            expected=f"sha256 {of_hub}",
+            found=f"sha256 {guard.digests[name]}",
+            remedy="Remove the file from the Hub's cache, and run the same command again: it is fetched anew.",
+        )
+
+
+def is_of_these_files(source: Source, entry: JournalEntry) -> bool:
+    """Return whether a finished unit was read from the files that the source has now: by their states, else digests."""
+    states, guard = source.guard.states(), source.guard
+    proves = not (guard.is_hashing and guard.misses_changes)
+    changed = [name for name, state in entry.states.items() if states.get(name) != state or not proves]
+    for name in changed:
+        if not guard.is_hashing or name not in states or name not in entry.sources:
+            return False
+        if name not in guard.digests:
+            take_digest(source, name)
+        if guard.digests[name] != entry.sources[name]:
+            return False
+    return True
 
 
 def source_digests(source: Source, plan: ConversionPlan, entries: Iterable[JournalEntry]) -> dict[str, str]:

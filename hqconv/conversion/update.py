@@ -66,11 +66,14 @@ def _why_not_same_source(source: Source, plan: ConversionPlan, out: Path | None,
     if source.guard.is_held:  # the source is an artifact, whose manifest has all digests
         ancestor = manifest.ancestors[0].manifest_sha256 if manifest.ancestors else ""
         return "" if ancestor == read_manifest(source.root).sha256 else "the source is another artifact"
+    misses = source.guard.misses_changes
     with suppress(OSError):
-        if out is not None and os.getxattr(out / MANIFEST, _ATTRIBUTE).decode() == _state_digest(source):
+        if out is not None and not misses and os.getxattr(out / MANIFEST, _ATTRIBUTE).decode() == _state_digest(source):
             return ""
     files = {file.name: file.sha256 for file in manifest.source.files}
     if not all(files.values()):
+        if misses:
+            return "the source lies on tmpfs, whose times do not tell every change: --source-digests does"
         return "the source's files have other times, or none are recorded, and the artifact has no digests of them"
     expected = files | {name: manifest.files[name].sha256 for name in plan.other_files}
     changed = next((name for name, sha256 in expected.items() if sha256_of(source.root / name) != sha256), None)

@@ -11,9 +11,7 @@ from hqconv.errors import InputError
 from hqconv.io.file_access import sha256_of
 from hqconv.schemas.artifact_names import COMPANIONS, CONFIG, INDEX, MANIFEST
 
-_KEEP = "Keep the source as it is, then run the same command again (`convert`: with --resume, if that is safe)."
-# For a file with the size and time that a journal recorded.
-_ANEW = "Keep the source as it is during a conversion, and start anew with --overwrite."
+_KEEP = "Keep the source as it is, then run the same command again (`convert`: with --resume)."
 _AGAIN = "Verify the artifact; copy it again from where it is whole, or convert the original model again."
 
 
@@ -80,13 +78,18 @@ class FileSnapshot:
             if self.path_of(name).is_file():
                 self.look(name)
 
-    def states(self) -> list[tuple[str, int, int, int, int]]:
-        """Return name, size, times of contents and of status in ns, and inode of each recorded file, by name."""
-        seen = sorted(self._seen.items())
-        return [(name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for name, s in seen]
+    def states(self) -> dict[str, list[int]]:
+        """Return the first state of each recorded file: size, times of contents and of status in ns, and inode."""
+        return {name: list(_identity(status)[:4]) for name, status in sorted(self._seen.items())}
+
+    @property
+    def misses_changes(self) -> bool:
+        """True if a file lies on tmpfs, where bytes that are written through a mapping leave its times as they are."""
+        devices = _memory_devices()
+        return any(status.st_dev in devices for status in self._seen.values())
 
     def check_unchanged(self, names: Iterable[str] | None = None) -> None:
-        """Compare recorded files, all of them or some, with their first state: size, time, inode and device.
+        """Compare recorded files, all of them or some, with their first state: size, times, inode and device.
 
         Byte ranges of a repo's commit have no record: a commit cannot change.
         Raises InputError that names the first file which changed or disappeared.
@@ -98,18 +101,17 @@ class FileSnapshot:
             try:
                 now = self.path_of(name).stat()
             except OSError as error:
-                raise self._changed(name, before, error.strerror, _KEEP) from error
+                raise self._changed(name, before, error.strerror) from error
             if _identity(now) != _identity(before):
-                is_new = _identity(now)[:2] == _identity(before)[:2]
-                raise self._changed(name, before, _words(now), _ANEW if is_new else _KEEP)
+                raise self._changed(name, before, _words(now))
 
-    def _changed(self, name: str, before: os.stat_result, found: str | None, remedy: str) -> InputError:
+    def _changed(self, name: str, before: os.stat_result, found: str | None) -> InputError:
         return InputError(
             "A file of the source changed during the conversion.",
             where=str(self.path_of(name)),
             expected=_words(before),
             found=found,
-            remedy=remedy,
+            remedy=_KEEP,
         )
 
     # --- an artifact's files
@@ -203,10 +205,22 @@ class FileSnapshot:
         )
 
 
-def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
-    return status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev
+def _identity(status: os.stat_result) -> tuple[int, int, int, int, int]:
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev  # `cp -p` keeps mtime
+
+
+def _memory_devices() -> set[int]:
+    """Return the devices of mounted tmpfs; none where the system does not list its mounts."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    numbers = [
+        line.split()[2].split(":") for line in lines if line.rpartition(" - ")[2].split()[0] in ("tmpfs", "ramfs")
+    ]
+    return {os.makedev(int(major), int(minor)) for major, minor in numbers}
 
 
 def _words(status: os.stat_result) -> str:
-    size, mtime, inode, device = _identity(status)
-    return f"{size} bytes, mtime {mtime} ns, inode {inode} on device {device}"
+    size, mtime, ctime, inode, device = _identity(status)
+    return f"{size} bytes, mtime {mtime} ns, ctime {ctime} ns, inode {inode} on device {device}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -346,6 +347,20 @@ def test_another_measurement_is_not_mixed_in(src: Path, tmp_path: Path, monkeypa
     allocate(src, tmp_path / "again" / "recipe.toml", quantizer="mse")
     assert out.read_bytes() == (tmp_path / "again" / "recipe.toml").read_bytes()
     assert not journal_path(out).exists()
+
+
+def test_layers_of_replaced_files_are_measured_anew(src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where size and time are the old ones (`cp -p`)."""
+    model, out = Path(shutil.copytree(src, tmp_path / "src")), tmp_path / "recipe.toml"
+    begin(model, out, monkeypatch)
+    for path in model.glob("*.safetensors"):
+        status, tensors = path.stat(), {name: tensor * 1.3 for name, tensor in load_file(path).items()}
+        save_file(tensors, path, {"format": "pt"})
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    allocate(model, out)
+    allocate(model, tmp_path / "again" / "recipe.toml")
+    documents = [(folder / "recipe.allocation.json").read_bytes() for folder in (tmp_path, tmp_path / "again")]
+    assert documents[0] == documents[1]
 
 
 # --- files ---------------------------------------------------------------------------------------------------

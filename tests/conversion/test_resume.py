@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from hqconv.conversion import convert as convert_module
 from hqconv.conversion.stages import Progress
@@ -256,3 +257,56 @@ def test_a_disk_too_small_is_refused_before_anything_is_made(
     with pytest.raises(OutputError, match="cannot hold"):
         run(src, tmp_path / "out", "mxfp4", GRID)
     assert not (tmp_path / "out").exists()
+
+
+# --- a source that another one takes the place of, with its times (`cp -p`, `rsync -t`)
+
+
+def stop_after_one(progress: Progress) -> None:
+    if progress.num_groups_done == 1:
+        raise KeyboardInterrupt
+
+
+def take_the_place(other: Path, src: Path, *, is_in_place: bool) -> None:
+    """Put files of the same names and sizes where the source's are."""
+    for path in (path for path in src.rglob("*") if path.is_file()):
+        status, new = path.stat(), other / path.relative_to(src)
+        if is_in_place:
+            path.write_bytes(new.read_bytes())
+        else:
+            shutil.copy(new, path.with_name("new"))
+            path.with_name("new").replace(path)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        assert path.stat().st_size == status.st_size
+
+
+@pytest.mark.parametrize("kind", ["folder", "artifact", "hashed"])
+@pytest.mark.parametrize("modes", [{"resume": True}, {"update": True}, {"part": True}], ids=str)
+@pytest.mark.parametrize("is_in_place", [True, False])
+def test_no_artifact_is_of_two_states(kind: str, modes: dict[str, Any], is_in_place: bool, tmp_path: Path) -> None:
+    """What was made of the old files is made anew."""
+    src = save_model(tmp_path / "src", "qwen3_moe", num_experts=2)
+    shutil.copytree(src, other := tmp_path / "two")
+    for path in other.glob("*.safetensors"):
+        save_file({name: -tensor for name, tensor in load_file(path).items()}, path, {"format": "pt"})
+    if kind == "artifact":
+        for folder in (src, other):
+            run(folder, made := folder.with_name(f"{folder.name}-made"), "mxfp4", source_digests=True)
+            shutil.rmtree(folder)
+            made.rename(folder)
+    schema, out = ("mxfp8" if kind == "artifact" else "mxfp4"), tmp_path / "out"
+    options: dict[str, Any] = {"source_digests": kind == "hashed"}
+    part: tuple[str | None, ...]
+    more: dict[str, Any]
+    part, more = ("1/2", "2/2") if "part" in modes else (None, None), {} if "part" in modes else modes
+    if "part" in modes:
+        assert not run(src, out, schema, part="1/2", **options).is_complete
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            run(src, out, schema, progress=stop_after_one, **options)
+    take_the_place(other, src, is_in_place=is_in_place)
+    reports = [run(src, out, schema, part=one, **more, **options) for one in reversed(part)]
+    run(src, tmp_path / "fresh", schema, **options)
+    assert reports[-1].is_complete
+    assert snapshot(out) == snapshot(tmp_path / "fresh")
+    assert any("must be made anew" in text for report in reports for text in report.warnings)

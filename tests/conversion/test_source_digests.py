@@ -114,9 +114,9 @@ def test_verify_holds_the_source_to_them(src: Path, tmp_path: Path) -> None:
     assert any(f.where == f"hqconv.json: source, file {path.name}" for r in found.results for f in r.findings)
 
 
-def test_what_the_hub_says(src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The names of blobs in its cache: of LFS their SHA-256, of other files a digest of git."""
-    repo = tmp_path / "cache/models--org--name"
+def in_cache(src: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The snapshot of a repo with the files of a folder, as `org/name` is found offline."""
+    repo = cache / "models--org--name"
     snapshot_of = repo / "snapshots" / ("0" * 40)
     (repo / "blobs").mkdir(parents=True)
     snapshot_of.mkdir(parents=True)
@@ -126,7 +126,13 @@ def test_what_the_hub_says(src: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         (snapshot_of / path.name).symlink_to(blob)
     (repo / "refs").mkdir()
     (repo / "refs/main").write_text(snapshot_of.name)
-    use(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache", offline=True)
+    use(monkeypatch, "http://127.0.0.1:9", cache, offline=True)
+    return snapshot_of
+
+
+def test_what_the_hub_says(src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names of blobs in its cache: of LFS their SHA-256, of other files a digest of git."""
+    snapshot_of = in_cache(src, tmp_path / "cache", monkeypatch)
     hqconv.convert("org/name", tmp_path / "out", schema="mxfp4", target="sm90", device="cpu")
     files = manifest(tmp_path / "out")["source"]["files"]
     assert {file["name"]: file["hub_sha256"] for file in files} == expected(src)
@@ -139,3 +145,21 @@ def test_what_the_hub_says(src: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     assert finding.where == f"hqconv.json: source, file {files[1]['name']}"
     run(snapshot_of, tmp_path / "folder", "mxfp4")  # a folder of nobody knows which repo
     assert not any("hub_sha256" in file for file in manifest(tmp_path / "folder")["source"]["files"])
+
+
+@pytest.mark.parametrize(("byte", "is_hashed"), [(b"\1", True), (b"\xff", True), (b"\xff", False)])
+def test_bytes_that_the_hub_does_not_list(
+    src: Path, tmp_path: Path, byte: bytes, is_hashed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another process left in the cache: refused where it is hashed, or where its numbers are none (0xff)."""
+    snapshot_of = in_cache(src, tmp_path / "cache", monkeypatch)
+    for path in snapshot_of.glob("*.safetensors"):
+        data = path.read_bytes()
+        begin = 8 + int.from_bytes(data[:8], "little")
+        path.resolve().write_bytes(data[:begin] + byte * (len(data) - begin))
+    with pytest.raises(InputError, match="other bytes than the Hub lists") as caught:
+        hqconv.convert(
+            "org/name", tmp_path / "out", schema="mxfp4", target="sm90", device="cpu", source_digests=is_hashed
+        )
+    assert str(caught.value.expected).removeprefix("sha256 ") in expected(src).values()
+    assert not (tmp_path / "out/hqconv.json").exists()
