@@ -22,10 +22,19 @@ from safetensors.torch import save
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from hqconv.conversion.transformers_model import (
+    check_counts,
+    config_of,
+    folder_of,
+    import_transformers,
+    model_class,
+    positions_warning,
+    read_text,
+    running,
+)
 from hqconv.errors import InputError, OutputError, RequestError, plural
 from hqconv.io.durable_files import write_whole
 from hqconv.models.moe_layer import MoeLayer
-from hqconv.models.source_protocol import Source
 from hqconv.schemas.artifact_names import GEMMS, HESSIAN, HESSIAN_TILE
 from hqconv.sources.opening import open_source
 
@@ -364,12 +373,6 @@ def collect(
     return collector
 
 
-def token_batches(ids: Sequence[int], context: int, device: torch.device) -> list[torch.Tensor]:
-    """Cut token ids into batches [1, context]; the last may be shorter."""
-    cut = [ids[begin : begin + context] for begin in range(0, len(ids), context)]
-    return [torch.tensor([part], device=device) for part in cut]
-
-
 def collect_importance(
     model: str,
     text: Path,
@@ -383,74 +386,37 @@ def collect_importance(
     announce: Callable[[str], None],
 ) -> dict[str, Any]:
     """Write the importance file `columns` of a model and return a document; see `hqconv.api.collect_importance`."""
+    check_counts(num_tokens, context_length)
     transformers = import_transformers("An importance file is made")
     if columns.exists() or columns.is_symlink():
         remedy = "Remove it, or choose another file with -o."
         raise OutputError("The importance file exists already.", where=str(columns), remedy=remedy)
     with open_source(model, revision) as source:
-        layers, root = source.map_experts().layers, source.root
-        ids = token_ids(transformers, root, text)[:num_tokens]
-        announce(f"Running {plural(len(ids), 'token')} through the model on {device}.")
-        with _loading(model):
-            loaded = _model_class(transformers, source).from_pretrained(root, dtype="auto").to(device).eval()
-        done = collect(loaded, token_batches(ids, context_length, torch.device(device)), layers, measures)
+        layers = source.map_experts().layers
+        with folder_of(source, with_weights=True) as folder:
+            read = read_text(transformers, folder, text, num_tokens)
+            announce(f"Running {plural(len(read.ids), 'token')} through the model on {device}.")
+            with running(model):
+                config = config_of(transformers, folder)
+                cls = model_class(transformers, source, config)
+                options = {"config": config, "dtype": "auto", "trust_remote_code": False, "use_safetensors": True}
+                loaded = cls.from_pretrained(folder, **options).to(device).eval()
+            batches = [torch.tensor([ids], device=device) for ids in read.sequences(context_length)]
+            warnings = positions_warning(loaded.config, max(ids.size(1) for ids in batches))
+            for warning in warnings:
+                announce(f"Warning: {warning}")
+            done = collect(loaded, batches, layers, measures)
     means = done.means()
-    write_whole(columns.parent, columns.name, save(means, {"tokens": str(len(ids))}))
+    write_whole(columns.parent, columns.name, save(means, {"tokens": str(len(read.ids))}))
     return {
         "kind": "importance",
         "model": model,
         "out": str(columns),
         "num_tensors": len(means),
-        "num_tokens": len(ids),
+        "num_tokens": len(read.ids),
         "per_expert": measures.per_expert,
         "hessian": measures.hessian,
         "num_experts_below_min_tokens": done.num_few(),
         "layers_without_router_weights": done.unweighted_layers,
+        "warnings": warnings,
     }
-
-
-def import_transformers(what: str) -> Any:
-    """Import transformers, which does `what`. Raises RequestError if it is not installed."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise RequestError(
-            f"{what} with transformers, which is not installed.",
-            found=error,
-            remedy="Run: pip install 'transformers>=5.0'.",
-        ) from error
-    return transformers
-
-
-@contextmanager
-def _loading(model: str) -> Iterator[None]:
-    """Turn the errors of transformers about a model or a tokenizer into a RequestError."""
-    try:
-        yield
-    except (ImportError, OSError, ValueError, KeyError, AttributeError, RuntimeError) as error:
-        what, found = (
-            "The transformers library cannot load this model.",
-            f"{type(error).__name__}: {str(error).strip()}",
-        )
-        remedy = "Try it with transformers alone; this command needs a model that transformers runs."
-        raise RequestError(what, where=model, found=found.split("\n")[0], remedy=remedy) from error
-
-
-def _model_class(transformers: Any, source: Source) -> Any:
-    """Return the class of the model in transformers, by its config."""
-    architectures = source.config.get("architectures") or []
-    return getattr(transformers, next(iter(architectures), ""), transformers.AutoModelForCausalLM)
-
-
-def token_ids(transformers: Any, root: Path, text: Path) -> list[int]:
-    """Return the token ids of a text file. Raises RequestError for a file without text, or an unusable tokenizer."""
-    try:
-        read = text.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise RequestError("The text cannot be read.", where=f"--text {text}", found=error) from error
-    with _loading(str(root)):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(root)
-        ids: list[int] = tokenizer(read, add_special_tokens=False)["input_ids"]
-    if not ids:
-        raise RequestError("The text has no tokens.", where=f"--text {text}", expected="a text of the model's use")
-    return ids

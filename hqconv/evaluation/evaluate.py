@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,9 +23,17 @@ from hqconv.artifact.expert_reader import ExpertReader
 from hqconv.artifact.load import decoded_experts, expert_floats, refuse
 from hqconv.artifact.model_card import check_card, write_evaluation
 from hqconv.artifact.reader import Artifact
-from hqconv.conversion.collect_importance import import_transformers, token_ids
 from hqconv.conversion.resources import Resources
-from hqconv.errors import HqconvError, RequestError, plural
+from hqconv.conversion.transformers_model import (
+    Text,
+    check_counts,
+    folder_of,
+    import_transformers,
+    positions_warning,
+    read_text,
+    running,
+)
+from hqconv.errors import RequestError, plural
 from hqconv.evaluation.divergence import Divergence
 from hqconv.evaluation.expert_arrangement import Expert, PlacedExperts
 from hqconv.evaluation.forward_pass import ForwardPass
@@ -61,6 +69,7 @@ def evaluate(out: Path, source_name: str, text: Path, options: EvaluateOptions) 
     if options.compute_dtype not in COMPUTE_DTYPES:
         what, expected = "There is no such dtype to compute in.", ", ".join(COMPUTE_DTYPES)
         raise RequestError(what, where="--compute-dtype", expected=expected, found=options.compute_dtype)
+    check_counts(options.num_tokens, options.context_length, least=2)
     transformers = import_transformers("A model is evaluated")
     with ExitStack() as stack:
         artifact = stack.enter_context(Artifact(out, is_sealed=True))
@@ -69,20 +78,24 @@ def evaluate(out: Path, source_name: str, text: Path, options: EvaluateOptions) 
             check_card(out)
         converted = _converted_layers(artifact, source)
         read = _artifact_experts(artifact, options.resources, stack)
-        ids = token_ids(transformers, source.root, text)[: options.num_tokens]
-        if len(ids) < 2:
-            what, expected = "The text is too short.", "two tokens at least"
-            raise RequestError(what, where=f"--text {text}", expected=expected, found=plural(len(ids), "token"))
         stack.enter_context(quiet_loading(transformers))
-        with _running(source_name):
-            device = options.resources.device
-            model = StreamedModel(transformers, source, getattr(torch, options.compute_dtype), device)
-        batches = _batches(ids, options.context_length, device)
-        run = _Run(model, source, converted, read, batches, options)
-        num_bytes = run.check_memory()
+        folder, device = stack.enter_context(folder_of(source)), options.resources.device
+        words = read_text(transformers, folder, text, options.num_tokens)
+        if len(words.ids) < 2:
+            what, expected = "The text is too short.", "two tokens at least"
+            raise RequestError(what, where=f"--text {text}", expected=expected, found=plural(len(words.ids), "token"))
+        batches = _batches(words, options.context_length, device)
+        with running(source_name):
+            model = StreamedModel(transformers, source, folder, getattr(torch, options.compute_dtype), device)
+            run = _Run(model, source, converted, read, batches, options)
+            num_bytes = run.check_memory()
+            warnings = positions_warning(model.model.config, max(ids.size(1) for ids in batches))
+        for warning in warnings:
+            options.announce(f"Warning: {warning}")
+        tokens, stages = plural(len(words.ids), "token"), plural(len(model.stages), "stage")
         options.announce(
-            f"Running {plural(len(ids), 'token')} through source and artifact on {options.resources.device_name}, "
-            f"{plural(len(model.stages), 'stage')} one after the other, in at most {num_bytes / 2**30:.1f} GiB."
+            f"Running {tokens} through source and artifact on {options.resources.device_name}, {stages} one after the "
+            f"other, in at most {num_bytes / 2**30:.1f} GiB."
         )
         figures = run.figures()
         document = {
@@ -91,14 +104,15 @@ def evaluate(out: Path, source_name: str, text: Path, options: EvaluateOptions) 
             "manifest_sha256": artifact.manifest.sha256,
             "schema": artifact.manifest.schema_name,
             "source": {"name": source.repo_id or source.name, "revision": source.revision},
-            "text": {"name": text.name, "sha256": hashlib.sha256(text.read_bytes()).hexdigest()},
-            "num_tokens": len(ids),
+            "text": {"name": text.name, "sha256": hashlib.sha256(words.raw).hexdigest()},
+            "num_tokens": len(words.ids),
             "context_length": options.context_length,
             "compute_dtype": options.compute_dtype,
             "device": options.resources.device_name,
             "num_layers": len(converted),
             "activations": artifact.manifest.input_schema,
             "transformers_version": transformers.__version__,
+            "warnings": warnings,
             **figures,
         }
         if options.write_card:
@@ -164,15 +178,15 @@ def _source_expert(source: Source, layer: MoeLayer, expert: int) -> dict[str, to
 # --- the run
 
 
-def _batches(ids: list[int], context: int, device: torch.device) -> list[torch.Tensor]:
-    """Cut token ids into sequences of `context` tokens, and these into passes [B, T]; a rest is a pass of its own.
+def _batches(words: Text, context: int, device: torch.device) -> list[torch.Tensor]:
+    """Return a text's sequences of `context` tokens in passes [B, T]; a rest is a pass of its own.
 
     A rest of one token predicts nothing and is left out.
     """
-    whole, size = len(ids) // context * context, max(1, _PASS_TOKENS // context)
-    found = list(torch.split(torch.tensor(ids[:whole], device=device).view(-1, context), size)) if whole else []
-    rest = ids[whole:]
-    return [*found, torch.tensor([rest], device=device)] if len(rest) > 1 else found
+    sequences = words.sequences(context)
+    whole = [ids for ids in sequences if len(ids) == context]
+    found = list(torch.split(torch.tensor(whole, device=device), max(1, _PASS_TOKENS // context))) if whole else []
+    return [*found, *(torch.tensor([ids], device=device) for ids in sequences if 1 < len(ids) < context)]
 
 
 class _Run:
@@ -238,17 +252,20 @@ class _Run:
         num_threads, before = self._options.resources.num_threads, torch.get_num_threads()
         streams: tuple[list[ForwardPass], list[ForwardPass]] = ([], [])
         try:
-            with _running(str(self._source.root)):
+            with self._running():
                 for stream in streams:
                     stream.extend(ForwardPass(partial(self._logits, ids)) for ids in self._batches)
-                torch.set_num_threads(num_threads)  # a pass sets it for all of torch
-                while (stage := self._next_stage(streams)) != self._model.head:
-                    self._run_stage(stage, streams)
-                return self._compare(streams)
+            torch.set_num_threads(num_threads)  # a pass sets it for all of torch
+            while (stage := self._next_stage(streams)) != self._model.head:
+                self._run_stage(stage, streams)
+            return self._compare(streams)
         finally:
             for one in (one for stream in streams for one in stream):
                 one.stop()
             torch.set_num_threads(before)
+
+    def _running(self) -> AbstractContextManager[None]:
+        return running(str(self._source.root))
 
     def _logits(self, ids: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self._model.model(input_ids=ids, use_cache=False).logits
@@ -264,35 +281,37 @@ class _Run:
 
     def _run_stage(self, stage: str, streams: tuple[list[ForwardPass], list[ForwardPass]]) -> None:
         """Load a stage, run all passes through it, the artifact's with the artifact's experts, and drop the stage."""
-        self._model.load(stage)
         layer = self._layers.get(stage)
-        _advance(streams[0])
+        with self._running():
+            self._model.load(stage)
+            _advance(streams[0])
         if layer is not None:
             self._exchange_experts(layer)
-        _advance(streams[1])
+        with self._running():
+            _advance(streams[1])
         self._model.drop(stage)
         _LOG.info("Stage %s is done.", stage)
 
     def _exchange_experts(self, layer: MoeLayer) -> None:
         """Overwrite the loaded experts of a layer by the artifact's."""
-        module = self._model.experts[layer.index][1]
-        last = layer.num_experts - 1
-        with torch.no_grad():
-            on_device = {n: v.to(self._options.resources.device) for n, v in self._of_source(layer, last).items()}
-            placed = PlacedExperts(layer.name, module, layer.num_experts, last, on_device)
-            for expert, values in enumerate(self._read(layer.name)):
-                placed.put(expert, {n: v.to(self._options.resources.device) for n, v in values.items()})
+        module, device = self._model.experts[layer.index][1], self._options.resources.device
 
-    def _of_source(self, layer: MoeLayer, expert: int) -> Expert:
-        return _source_expert(self._source, layer, expert)
+        def of_source(expert: int) -> Expert:
+            return {n: v.to(device) for n, v in _source_expert(self._source, layer, expert).items()}
+
+        with torch.no_grad():
+            placed = PlacedExperts(layer.name, module, layer.num_experts, of_source)
+            for expert, values in enumerate(self._read(layer.name)):
+                placed.put(expert, {n: v.to(device) for n, v in values.items()})
 
     def _compare(self, streams: tuple[list[ForwardPass], list[ForwardPass]]) -> dict[str, Any]:
         """Run the passes from the head to their ends, one of the source and one of the artifact at a time."""
-        self._model.load(self._model.head)
+        with self._running():
+            self._model.load(self._model.head)
         found = Divergence()
         for ids, *pair in zip(self._batches, *streams, strict=True):
-            for one in pair:
-                _advance([one])
+            with self._running():
+                _advance(pair)
             found.add(pair[0].output, pair[1].output, ids)
             for one in pair:
                 one.output = None
@@ -305,20 +324,6 @@ def _advance(passes: list[ForwardPass]) -> None:
     for one in passes:
         assert one.call is not None
         one.resume(one.call.run())
-
-
-@contextmanager
-def _running(model: str) -> Iterator[None]:
-    """Turn the errors of transformers about a model into a RequestError."""
-    try:
-        yield
-    except HqconvError:
-        raise
-    except (ImportError, OSError, ValueError, KeyError, AttributeError, TypeError, RuntimeError) as error:
-        what = "The transformers library cannot run this model."
-        found = f"{type(error).__name__}: {str(error).strip()}".split("\n")[0]
-        remedy = "Try it with transformers alone; this command needs a model that transformers 5 runs."
-        raise RequestError(what, where=model, found=found, remedy=remedy) from error
 
 
 def _gib(num_bytes: float) -> str:

@@ -2,14 +2,14 @@
 
 transformers stores experts stacked or one by one, gate and up in one parameter or in two, one after the other or
 interleaved, transposed or not. The parameters were loaded from the source; so the arrangement of `w1`, `w3`, `w2` and
-biases is the one that gives these parameters for the source's experts.
+biases is the one that gives a parameter for the source's expert whose part of it has the largest norm.
 
 Legend: E experts, H hidden size, I intermediate size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,11 @@ class Arrangement:
     is_interleaved: bool = False
     is_transposed: bool = False
 
+    def __str__(self) -> str:
+        """Format for messages: `w1, w3 interleaved, transposed`."""
+        kind = " interleaved" if self.is_interleaved else ""
+        return f"{', '.join(self.names)}{kind}{', transposed' if self.is_transposed else ''}"
+
     def of(self, expert: Expert) -> torch.Tensor:
         """Return the part of an expert, in the expert's dtype."""
         parts = [expert[name] for name in self.names]
@@ -44,26 +49,29 @@ class PlacedExperts:
     Parameters hold all experts, in front or along the rows, or belong to the expert whose number is in the path.
     """
 
-    def __init__(self, name: str, module: nn.Module, num_experts: int, expert: int, values: Expert) -> None:
-        """Find the arrangement from one expert of the source. Raises RequestError where a parameter is not understood.
+    def __init__(self, name: str, module: nn.Module, num_experts: int, read: Callable[[int], Expert]) -> None:
+        """Find the arrangement of each parameter. Raises RequestError where none fits, or where two fit.
 
-        name: of the layer, for messages. values: expert number `expert`, as hqconv decodes it from the source.
+        name: of the layer, for messages. read: returns an expert of the source, as hqconv decodes it, on the
+        parameters' device.
         """
         self._parameters = dict(module.named_parameters())
         self._num_experts = num_experts
         self._arrangements: dict[str, Arrangement] = {}
-        found: set[str] = set()
-        for path, parameter in self._parts(expert):
-            arrangement = _arrangement(parameter, values)
-            if arrangement is None:
-                raise RequestError(
-                    "A parameter of transformers' model does not hold the experts that the source has.",
-                    where=f"{name}: {path}, {list(parameter.shape)} of expert {expert}",
-                    expected=f"an arrangement of {', '.join(values)}",
-                    remedy="This model cannot be evaluated: transformers changes its experts when it loads them.",
-                )
-            self._arrangements[_without_expert(path, expert)] = arrangement
-            found |= {*arrangement.names}
+        largest: dict[str, tuple[float, int]] = {}
+        for expert in range(num_experts):
+            for path, part in self._parts(expert):
+                key, norm = _without_expert(path, expert), float(torch.linalg.vector_norm(part, dtype=torch.float32))
+                largest[key] = max(largest.get(key, (-1.0, 0)), (norm, expert))
+        chosen = {expert for _, expert in largest.values()}
+        for expert in sorted(chosen):
+            values = read(expert)
+            for path, part in self._parts(expert):
+                key = _without_expert(path, expert)
+                if largest[key][1] == expert:
+                    where = f"{name}: {path}, {list(part.shape)} of expert {expert}"
+                    self._arrangements[key] = _arrangement(part, values, where)
+        found = {one for arrangement in self._arrangements.values() for one in arrangement.names}
         if found != {*values}:
             what = "The parameters of transformers' model do not hold all parts of the experts."
             raise RequestError(what, where=name, expected=", ".join(values), found=", ".join(sorted(found)))
@@ -90,10 +98,13 @@ def _without_expert(path: str, expert: int) -> str:
     return ".".join("{expert}" if word == str(expert) else word for word in path.split("."))
 
 
-def _arrangement(part: torch.Tensor, values: Expert) -> Arrangement | None:
-    """Return the arrangement that is nearest to an expert's part of a parameter; None if none is near."""
+def _arrangement(part: torch.Tensor, values: Expert, where: str) -> Arrangement:
+    """Return the arrangement that gives an expert's part of a parameter. Raises RequestError for none, or for two.
+
+    Biases are the same values in source and artifact: of several that fit, the nearest one is as good as any.
+    """
     names = [(name,) for name in values] + [pair for pair in _PAIRS if {*pair} <= {*values}]
-    best, least = None, _TOLERANCE
+    fits: list[tuple[float, Arrangement]] = []
     expected = part.float()
     norm = float(expected.norm()) or 1.0
     for arrangement in (
@@ -109,6 +120,21 @@ def _arrangement(part: torch.Tensor, values: Expert) -> Arrangement | None:
         if candidate.shape != part.shape:
             continue
         error = float((candidate.to(expected) - expected).norm()) / norm
-        if error < least:
-            best, least = arrangement, error
-    return best
+        if error < _TOLERANCE:
+            fits.append((error, arrangement))
+    if not fits:
+        raise RequestError(
+            "A parameter of transformers' model does not hold the experts that the source has.",
+            where=where,
+            expected=f"an arrangement of {', '.join(values)}",
+            remedy="This model cannot be evaluated: transformers changes its experts when it loads them.",
+        )
+    if len(fits) > 1 and part.dim() > 1:
+        raise RequestError(
+            "It cannot be told how transformers' model arranges the experts: several arrangements give its parameter.",
+            where=where,
+            expected="one",
+            found="; ".join(str(arrangement) for _, arrangement in fits),
+            remedy="This model cannot be evaluated: projections of its largest expert are zero, or equal.",
+        )
+    return min(fits, key=lambda fit: fit[0])[1]

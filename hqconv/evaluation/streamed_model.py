@@ -14,12 +14,14 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from hqconv.conversion.collect_importance import experts_modules
+from hqconv.conversion.transformers_model import config_of, model_class
 from hqconv.errors import InputError, RequestError, first_few
 from hqconv.evaluation.forward_pass import stop_at
 from hqconv.models.source_protocol import Source
@@ -58,14 +60,16 @@ class StreamedModel:
     experts. head: name of the stage that gives the logits.
     """
 
-    def __init__(self, transformers: Any, source: Source, dtype: torch.dtype, device: torch.device) -> None:
-        """Make the model from the source's config, on the meta device. Raises the errors of transformers."""
+    def __init__(
+        self, transformers: Any, source: Source, folder: Path, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Make the model on the meta device, by the config in `folder` (`folder_of`). Raises transformers' errors."""
         from transformers import core_model_loading, modeling_utils
         from transformers.conversion_mapping import get_model_conversion_mapping
 
         self._source, self._dtype, self._device = source, dtype, device
         self._loading = core_model_loading
-        config = transformers.AutoConfig.from_pretrained(source.root)
+        config = config_of(transformers, folder)
         quantizer = quantizer_of(source, config)
         self.model = _make_model(transformers, source, config, dtype, quantizer, device)
         self._config = modeling_utils.LoadStateDictConfig(
@@ -254,14 +258,6 @@ def _make_model(
     return model.eval()
 
 
-def model_class(transformers: Any, source: Source, config: Any) -> Any:
-    """Return the model's class in transformers: that of the config's `architectures`, or a causal language model."""
-    for name in source.config.get("architectures") or []:
-        if hasattr(transformers, name):
-            return getattr(transformers, name)
-    return transformers.AutoModelForCausalLM._model_mapping[type(config)]
-
-
 def quantizer_of(source: Source, config: Any) -> Any:
     """Return transformers' decoder of a quantized source; None for a plain one. Raises RequestError if it has none."""
     if source.quantization is None:
@@ -271,7 +267,7 @@ def quantizer_of(source: Source, config: Any) -> Any:
     method = source.quantization.get("quant_method")
     try:
         quantizer = AutoHfQuantizer.from_config(dict(source.quantization), pre_quantized=True)
-    except (ImportError, ValueError, TypeError, KeyError) as error:
+    except Exception as error:
         raise _cannot_decode(method, error) from error
     if not hasattr(quantizer.quantization_config, "dequantize"):
         raise _cannot_decode(method, "it runs them quantized only")

@@ -17,15 +17,7 @@ from typer.testing import CliRunner
 
 import hqconv
 from hqconv.cli.app import app
-from hqconv.conversion.collect_importance import (
-    Measures,
-    ProductSums,
-    Routing,
-    collect,
-    experts_modules,
-    matched,
-    token_batches,
-)
+from hqconv.conversion.collect_importance import Measures, ProductSums, Routing, collect, experts_modules, matched
 from hqconv.errors import RequestError
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.sources.opening import open_source
@@ -36,6 +28,10 @@ IDS = torch.arange(40) * 7 % 61 + 3
 CPU = torch.device("cpu")
 # On the disk mixtral's block is `block_sparse_moe`, in transformers it is `mlp`; the others multiply in other ways.
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "aria_text", "nemotron_h", "granitemoe")
+
+
+def token_batches(ids: list[int], context: int, device: torch.device) -> list[torch.Tensor]:
+    return [torch.tensor([ids[begin : begin + context]], device=device) for begin in range(0, len(ids), context)]
 
 
 def layers_of(folder: Path) -> tuple[MoeLayer, ...]:
@@ -276,7 +272,7 @@ def test_a_text_that_cannot_be_used(mixtral: Path, tmp_path: Path) -> None:
     assert (missing.exit_code, "The text cannot be read" in missing.stderr) == (2, True)
     text.write_text("1 2 3")
     no_tokenizer = call(mixtral, "--text", text, "-o", out)
-    assert (no_tokenizer.exit_code, "cannot load this model" in no_tokenizer.stderr) == (2, True)
+    assert (no_tokenizer.exit_code, "cannot run this model" in no_tokenizer.stderr) == (2, True)
     write_tokenizer(mixtral)
     text.write_text("")
     empty = call(mixtral, "--text", text, "-o", out)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shutil
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
 from torch import nn
 from typer.testing import CliRunner
 
@@ -164,6 +167,56 @@ def test_a_lossless_artifact_diverges_by_nothing(tmp_path: Path) -> None:
     assert found["kl"]["mean"] == found["kl"]["max"] == 0
     assert found["top1_agreement"] == 1
     assert found["source_figures"] == found["artifact_figures"]
+
+
+def change_experts(src: Path, change: Callable[[str, dict[str, torch.Tensor]], torch.Tensor]) -> None:
+    """Replace each tensor of routed experts by `change(name, tensors of its file)`."""
+    for path in src.glob("*.safetensors"):
+        tensors = load_file(path)
+        changed = {name: change(name, tensors).contiguous() for name in tensors if ".experts." in name}
+        save_file({**tensors, **changed}, path, {"format": "pt"})
+
+
+def test_an_expert_of_zeros_does_not_decide_the_arrangement(tmp_path: Path) -> None:
+    """Every arrangement gives zeros; the others' is that of the largest expert."""
+    src = write_source(tmp_path / "src", "mixtral")
+    last = json.loads((src / "config.json").read_bytes())["num_local_experts"] - 1
+    change_experts(src, lambda name, all_: all_[name] * (f".experts.{last}." not in name))
+    hqconv.convert(src, tmp_path / "out", schema="int2-g32", target="sm90", device="cpu")
+    found = hqconv.evaluate(tmp_path / "out", src, write_text(tmp_path / "text"), context_length=CONTEXT, **CPU)
+    source, artifact = whole(src), whole(src)
+    put_artifact(artifact, tmp_path / "out", STACKED)
+    assert_figures(found, expected_figures(source, artifact))
+
+
+@pytest.mark.parametrize("kind", ["equal", "zero"])
+def test_two_arrangements_that_fit_are_refused(kind: str, tmp_path: Path) -> None:
+    src = write_source(tmp_path / "src", "mixtral")
+    change_experts(src, lambda name, all_: all_[name.replace("w3", "w1")] * (kind == "equal"))
+    hqconv.convert(src, tmp_path / "out", schema="int4-g32", target="sm90", device="cpu")
+    with pytest.raises(RequestError, match="several arrangements") as caught:
+        hqconv.evaluate(tmp_path / "out", src, write_text(tmp_path / "text"), context_length=CONTEXT, **CPU)
+    assert "w1, w3; " in caught.value.found
+
+
+def test_sequences_begin_as_the_tokenizer_says(qwen: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    """A tokenizer that puts BOS before a text: before each sequence, which is a text of its own to the model."""
+    src, out, text = qwen
+    folder = Path(shutil.copytree(src, tmp_path / "src"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"bos_token": "none", "eos_token": "none"})
+    template = TemplateProcessing(single="none $A none", special_tokens=[("none", 0)])
+    tokenizer.backend_tokenizer.post_processor = template
+    tokenizer.save_pretrained(folder)
+    found = hqconv.evaluate(out, folder, text, context_length=CONTEXT, **CPU)
+    assert (found["num_tokens"], found["num_predictions"]) == (75, 75)
+    p, labels = zip(
+        *(log_probabilities(whole(src), [0, *IDS[begin : begin + CONTEXT - 1]]) for begin in range(0, 75, CONTEXT - 1)),
+        strict=True,
+    )
+    every, following = np.concatenate(p), np.concatenate(labels)
+    nll = -every[np.arange(75), following].mean()
+    assert found["source_figures"]["mean_nll"] == pytest.approx(nll, rel=1e-4)
 
 
 def test_memory_is_that_of_one_layer(qwen: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -485,7 +538,7 @@ def test_what_cannot_be_evaluated_is_refused(qwen: tuple[Path, Path, Path], tmp_
         hqconv.evaluate(out, src, short, **CPU)
     bare = write_qwen3_moe(tmp_path / "bare")
     hqconv.convert(bare, tmp_path / "of-bare", schema="int4-g32", target="sm90", device="cpu")
-    with pytest.raises(RequestError, match="cannot load this model"):  # no tokenizer
+    with pytest.raises(RequestError, match="cannot run this model"):  # no tokenizer
         hqconv.evaluate(tmp_path / "of-bare", bare, text, **CPU)
 
 

@@ -1,0 +1,200 @@
+"""A source's config, model class and tokenizer in transformers, without any code that the source holds or names.
+
+transformers sees a folder of the process: config.json without the keys that name code, the tokenizer's files, and the
+safetensors files that hqconv reads. So it finds no Python module, pickle or adapter of the source.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+from hqconv.errors import HqconvError, RequestError
+from hqconv.models.source_protocol import Source
+from hqconv.schemas.artifact_names import CONFIG, INDEX
+from hqconv.schemas.untrusted_files import MAX_LIST_BYTES, read_regular
+
+_CODE_KEYS = ("auto_map", "custom_pipelines")  # Python modules of the folder
+# Implementations that transformers would fetch and load, where the value names a repo of the Hub.
+_IMPLEMENTATION = re.compile(r"_?(?:attn|attention|experts)_implementation(?:_internal)?|use_kernels?|kernel_config")
+_ATTENTION = (None, "eager", "sdpa")  # of transformers itself
+_TOKENIZER_FILE = re.compile(
+    r"(?:tokenizer|special_tokens_map|added_tokens|vocab|merges|tekken)[\w.-]*\.(?:json|txt|model)|[\w.-]+\.(?:model|tiktoken)"
+)
+
+
+def import_transformers(what: str) -> Any:
+    """Import transformers, which does `what`. Raises RequestError if it is not installed."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise RequestError(
+            f"{what} with transformers, which is not installed.",
+            found=error,
+            remedy="Run: pip install 'transformers>=5.0'.",
+        ) from error
+    return transformers
+
+
+@contextmanager
+def running(model: str) -> Iterator[None]:
+    """Turn every error of transformers about a model, its config or its tokenizer into a RequestError."""
+    try:
+        yield
+    except (HqconvError, MemoryError):
+        raise
+    except Exception as error:
+        raise RequestError(
+            "The transformers library cannot run this model.",
+            where=model,
+            found=f"{type(error).__name__}: {str(error).strip()}".split("\n")[0],
+            remedy="Try it with transformers alone, without trust_remote_code: this command runs models that "
+            "transformers 5 has the code of.",
+        ) from error
+
+
+@contextmanager
+def folder_of(source: Source, *, with_weights: bool = False) -> Iterator[Path]:
+    """Yield a folder of the source for transformers, which is removed at the end.
+
+    Raises RequestError for a config that names an implementation on the Hub, or files that cannot be read.
+    """
+    if not (source.root / CONFIG).is_file():
+        raise RequestError(
+            f"Transformers needs the publisher's {CONFIG}.",
+            where=str(source.place),
+            found="none",
+            remedy="Evaluate and measure with the publisher's folder.",
+        )
+    with TemporaryDirectory(prefix="hqconv-") as name:
+        folder = Path(name)
+        (folder / CONFIG).write_text(json.dumps(_without_code(source.config, CONFIG)))
+        try:
+            for path in sorted(source.root.iterdir()):
+                if _TOKENIZER_FILE.fullmatch(path.name) and not path.name.endswith(".index.json"):
+                    (folder / path.name).write_bytes(read_regular(path, MAX_LIST_BYTES))
+        except OSError as error:
+            where, found = error.filename or source.root, error.strerror
+            raise RequestError("A tokenizer's file cannot be read.", where=str(where), found=found) from error
+        if with_weights:
+            for file in source.files:
+                (folder / file.name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / file.name).symlink_to((source.root / file.name).resolve())
+            weight_map = {name: source.files[ref.file].name for name, ref in source.tensors.items()}
+            (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        yield folder
+
+
+def _without_code(value: Any, where: str) -> Any:
+    """Return a config without the keys that name code. Raises RequestError where one names a repo of the Hub."""
+    if isinstance(value, list):
+        return [_without_code(one, where) for one in value]
+    if not isinstance(value, Mapping):
+        return value
+    found = {}
+    for key, one in value.items():
+        if _IMPLEMENTATION.fullmatch(key):
+            if "/" in json.dumps(one) or (one and "kernel" in key):
+                raise RequestError(
+                    "The config asks for code from the Hub, which hqconv does not load.",
+                    where=f"{where}: {key}",
+                    expected="an implementation of transformers itself",
+                    found=json.dumps(one),
+                    remedy="Remove the key from config.json: hqconv chooses the implementation itself.",
+                )
+        elif key not in _CODE_KEYS:
+            found[key] = _without_code(one, f"{where}: {key}")
+    return found
+
+
+def config_of(transformers: Any, folder: Path) -> Any:
+    """Return transformers' config of a folder of `folder_of`. Raises transformers' errors, and RequestError."""
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    for one in (config, *(getattr(config, key) for key in config.sub_configs)):
+        asked = getattr(one, "_attn_implementation", None)
+        if asked not in _ATTENTION:  # of the class: the config's own keys are gone
+            one._attn_implementation = None
+    return config
+
+
+def model_class(transformers: Any, source: Source, config: Any) -> Any:
+    """Return the model's class in transformers: that of the config's `architectures`, or a causal language model.
+
+    Raises RequestError where `architectures` is no list of names, or KeyError for a config without such a model.
+    """
+    names = source.config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise RequestError(
+            "The model's architectures are no list of names.",
+            where=f"{CONFIG}: architectures",
+            expected='such as ["Qwen3MoeForCausalLM"]',
+            found=json.dumps(names),
+            remedy="Restore the publisher's config.json.",
+        )
+    for name in names:
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+            return found
+    return transformers.AutoModelForCausalLM._model_mapping[type(config)]
+
+
+class Text(NamedTuple):
+    """Token ids of a text. start: what the tokenizer puts before every text, BOS or nothing. raw: the file's bytes."""
+
+    ids: list[int]
+    start: list[int]
+    raw: bytes
+
+    def sequences(self, context_length: int) -> list[list[int]]:
+        """Cut the ids into sequences of `context_length` tokens, each with the start; the last may be shorter."""
+        size = context_length - len(self.start)
+        return [self.start + self.ids[begin : begin + size] for begin in range(0, len(self.ids), size)]
+
+
+def read_text(transformers: Any, folder: Path, path: Path, num_tokens: int) -> Text:
+    """Return the first `num_tokens` tokens of a text file, without the tokenizer's special ones.
+
+    Raises RequestError for a file without text, or an unusable tokenizer.
+    """
+    try:
+        raw = read_regular(path, MAX_LIST_BYTES)
+        text = raw.decode()
+    except (OSError, ValueError) as error:
+        raise RequestError("The text cannot be read.", where=f"--text {path}", found=error) from error
+    with running(f"the tokenizer of {folder}"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        whole: list[int] = tokenizer(text[:64])["input_ids"]
+    if not ids:
+        raise RequestError("The text has no tokens.", where=f"--text {path}", expected="a text of the model's use")
+    bos = tokenizer.bos_token_id
+    start = [bos] if bos is not None and whole[:2] == [bos, ids[0]] else []
+    return Text(ids[:num_tokens], start, raw)
+
+
+def check_counts(num_tokens: int, context_length: int, least: int = 1) -> None:
+    """Raise RequestError for numbers of tokens below `least`."""
+    for option, value in (("--tokens", num_tokens), ("--context", context_length)):
+        if type(value) is not int or value < least:
+            raise RequestError(
+                "The option needs a larger number of tokens.",
+                where=option,
+                expected=f"a whole number from {least} up",
+                found=repr(value),
+            )
+
+
+def positions_warning(config: Any, longest: int) -> list[str]:
+    """Warn of sequences that are longer than a model's positions."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if type(positions) is not int or longest <= positions:
+        return []
+    return [
+        f"sequences of {longest} tokens are longer than the model's {positions} positions "
+        "(max_position_embeddings): its predictions are worse there. Use a smaller --context."
+    ]

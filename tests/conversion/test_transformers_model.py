@@ -1,0 +1,163 @@
+"""What a model folder says to transformers: its code is never loaded, and values of any type end as one message."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import hqconv
+from hqconv.cli.app import app
+from hqconv.errors import RequestError
+from tests.make.families import save_family
+from tests.make.importance import write_tokenizer
+
+MARKER = "code-has-run"
+CODE = f"from pathlib import Path\nPath(__file__).with_name({MARKER!r}).touch()\nPath({{here!r}}).touch()\n"
+
+
+class _Pickled:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.marker,)
+
+
+@pytest.fixture
+def src(tmp_path: Path) -> Path:
+    """A mixtral with code, pickles and an adapter beside its weights: whatever loads one of these leaves a marker."""
+    folder = tmp_path / "src"
+    save_family(folder, "mixtral", inner=64)
+    write_tokenizer(folder)
+    for name in ("configuration_own", "modeling_own", "tokenization_own", "custom_generate"):
+        (folder / f"{name}.py").write_text(CODE.format(here=str(tmp_path / MARKER)))
+    for name in ("pytorch_model.bin", "model.pt", "adapter_model.bin", "vocab.pkl"):
+        (folder / name).write_bytes(pickle.dumps(_Pickled(tmp_path / MARKER)))
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "org/base"}')
+    (tmp_path / "text").write_text(" ".join(map(str, range(3, 43))))
+    return folder
+
+
+def change(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_bytes()), **values}))
+
+
+def measure(src: Path) -> tuple[int, str]:
+    """Exit code and output of `hqconv importance`; no code of the folder has run."""
+    out = src.parent / "columns.safetensors"
+    out.unlink(missing_ok=True)
+    arguments = ["importance", str(src), "--text", str(src.parent / "text"), "-o", str(out), "--device", "cpu"]
+    done = CliRunner().invoke(app, [*arguments, "--context", "16"], input="y\ny\ny\n")
+    assert not (src.parent / MARKER).exists()
+    assert out.exists() == (done.exit_code == 0)
+    assert "Traceback" not in done.output
+    return done.exit_code, done.output
+
+
+OWN = {name: f"{file}.Own" for name, file in (("AutoConfig", "configuration_own"), ("AutoModel", "modeling_own"))}
+
+
+def test_code_of_the_folder_is_not_asked_for_and_not_run(src: Path) -> None:
+    """With the classes of transformers, and without any that it has."""
+    change(src / "config.json", auto_map={**OWN, "AutoModelForCausalLM": "modeling_own.Own"})
+    change(src / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_own.Own", None]})
+    code, output = measure(src)
+    assert code == 0, output
+    change(src / "config.json", model_type="own", architectures=["OwnForCausalLM"])
+    code, output = measure(src)
+    assert code == 2, output
+    assert "The transformers library cannot run this model" in output
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("_attn_implementation", "kernels-community/flash-attn"),
+        ("attn_implementation", "org/kernel@v1:forward"),
+        ("attn_implementation", {"": "paged|org/kernel"}),
+        ("_experts_implementation", "org/experts"),
+        ("use_kernels", True),
+        ("kernel_config", {"kernel_mapping": {"RMSNorm": "org/norm:Norm"}}),
+        ("text_config", {"attn_implementation": "org/kernel"}),
+    ],
+)
+def test_kernels_of_the_hub_are_refused(src: Path, key: str, value: object) -> None:
+    change(src / "config.json", **{key: value})
+    code, output = measure(src)
+    assert (code, "code from the Hub" in output, key in output) == (2, True, True), output
+
+
+def test_an_implementation_of_the_config_is_not_taken(src: Path) -> None:
+    change(src / "config.json", _attn_implementation="flash_attention_2", experts_implementation="grouped_mm")
+    code, output = measure(src)
+    assert code == 0, output
+
+
+WRONG: list[tuple[str, object]] = [
+    *(("architectures", value) for value in ([5], "MixtralForCausalLM", {"a": 1}, [["MixtralForCausalLM"]], [None])),
+    *(("auto_map", value) for value in (5, "configuration_own.Own", [1], {"AutoConfig": 5}, {"AutoConfig": [None]})),
+    *(("torch_dtype", value) for value in ("nonsense", 5, ["bfloat16"], "save")),
+    *(("num_attention_heads", value) for value in (0, "2", -1, [2], 2.5, None)),
+    *(("rope_parameters", value) for value in (5, [], {"rope_type": "own"}, {"rope_type": 5})),
+    ("vocab_size", "64"),
+    ("vocab_size", -1),
+    ("layer_types", 5),
+    ("hidden_act", 7),
+    ("rms_norm_eps", "small"),
+    ("tie_word_embeddings", "yes"),
+    ("max_position_embeddings", "many"),
+    ("model_type", 5),
+    ("model_type", ["mixtral"]),
+    ("pad_token_id", 10**9),
+    ("sliding_window", "wide"),
+    ("use_cache", {"a": 1}),
+    ("id2label", 5),
+    ("per_layer_config", 5),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), WRONG, ids=[f"{key}-{value}"[:40] for key, value in WRONG])
+def test_values_of_other_types_end_as_one_message(src: Path, key: str, value: object) -> None:
+    change(src / "config.json", **{key: value})
+    code, output = measure(src)
+    assert code in (0, 2, 3), output
+    assert code != 0 or key not in ("architectures", "num_attention_heads"), output
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"auto_map": 5},
+        {"auto_map": ["tokenization_own.Own"]},
+        {"auto_map": {"AutoTokenizer": 5}},
+        {"tokenizer_class": 5},
+        {"tokenizer_class": "pipeline"},
+        {"added_tokens_decoder": 5},
+        {"bos_token": 5},
+        {"model_max_length": "long"},
+    ],
+    ids=str,
+)
+def test_wrong_values_of_a_tokenizer_end_as_one_message(src: Path, values: dict[str, object]) -> None:
+    change(src / "tokenizer_config.json", **values)
+    code, output = measure(src)
+    assert code in (0, 2), output
+
+
+@pytest.mark.parametrize("values", [{"num_tokens": 0}, {"num_tokens": -1}, {"context_length": 0}, {"num_tokens": 2.0}])
+def test_numbers_out_of_range_are_refused(src: Path, values: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="larger number of tokens"):
+        hqconv.collect_importance(src, src.parent / "text", src.parent / "out", **values)
+    with pytest.raises(RequestError, match="larger number of tokens"):
+        hqconv.evaluate(src, src, src.parent / "text", **values)
+
+
+def test_more_tokens_than_positions_are_warned_of(src: Path) -> None:
+    change(src / "config.json", max_position_embeddings=8)
+    code, output = measure(src)
+    assert (code, "sequences of 16 tokens are longer than the model's 8 positions" in output) == (0, True), output
