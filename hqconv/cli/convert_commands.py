@@ -14,8 +14,9 @@ from hqconv import api
 from hqconv.artifact.error_summary import check_max_error, over_limit
 from hqconv.cli.command import Result, command
 from hqconv.cli.options import parse_checks, without_defaults
-from hqconv.cli.output import of_rank, say, warn
-from hqconv.errors import OutputError, RequestError, VerificationError, number_text, plural
+from hqconv.cli.output import say, warn
+from hqconv.errors import OutputError, VerificationError, number_text, plural
+from hqconv.io.durable_files import write_whole
 
 if TYPE_CHECKING:
     from hqconv.planning.allocation import Candidates
@@ -24,7 +25,14 @@ if TYPE_CHECKING:
 
 @command(api.convert, *("dry_run", "profile", "max_error"))
 def convert(
-    *, context: typer.Context, dry_run: bool, profile: Path | None, quiet: bool, max_error: float | None, **options: Any
+    *,
+    context: typer.Context,
+    dry_run: bool,
+    profile: Path | None,
+    log_file: Path | None,
+    quiet: bool,
+    max_error: float | None,
+    **options: Any,
 ) -> Result:
     """Quantize the experts of a checkpoint and write an artifact."""
     from hqconv.cli.progress_bar import ShownProgress
@@ -36,14 +44,14 @@ def convert(
         planned = _plan(options)
         return Result(planned, OutputError.exit_code if planned["notes"] else 0, is_output=True)
     options["part"] = options["part"] or torchrun_part()
-    profile = None if profile is None else of_rank(profile)
-    _check_profile(profile)
     quiet = quiet or torchrun_rank() > 0  # one progress bar is enough
-    warnings = _Warnings(quiet=quiet)
+    warnings = _Warnings(profile, log_file, quiet=quiet)
     with ShownProgress(quiet=quiet) as progress:
         finished = api.convert(**options, on_plan=warnings.on_plan, progress=progress.update)
     warnings.show(finished.warnings)
-    _write_profile(profile, finished.profile)
+    if profile is not None:
+        text = json_module.dumps({"kind": "profile", **finished.profile}, indent=2)
+        write_whole(profile.parent, profile.name, f"{text}\n".encode())
     document = finished.to_dict()
     if max_error is None or not finished.is_complete:
         return Result(document)
@@ -84,12 +92,18 @@ def push(*, quiet: bool, **options: Any) -> Result:
 
 @command(api.publish)
 def publish(
-    *, context: typer.Context, checks: str | None, max_error: float | None, quiet: bool, **options: Any
+    *,
+    context: typer.Context,
+    checks: str | None,
+    max_error: float | None,
+    log_file: Path | None,
+    quiet: bool,
+    **options: Any,
 ) -> Result:
     """Convert a model, verify the artifact and push it to the Hub; each step only if it is necessary."""
     from hqconv.cli.progress_bar import ShownProgress
 
-    warnings = _Warnings(quiet=quiet)
+    warnings = _Warnings(log_file, quiet=quiet)
     options = without_defaults(options, context) | {"checks": parse_checks(checks), "max_error": max_error}
     with ShownProgress(quiet=quiet) as progress:
         published = api.publish(
@@ -116,10 +130,10 @@ def _plan(options: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Warnings:
-    """Warnings of a conversion, each shown once."""
+    """Warnings of a conversion, each shown once. files: output files of the command, outside of the artifact."""
 
-    def __init__(self, *, quiet: bool) -> None:
-        self._quiet = quiet
+    def __init__(self, *files: Path | None, quiet: bool) -> None:
+        self._quiet, self._files = quiet, [file for file in files if file is not None]
         self._shown: set[str] = set()
 
     def show(self, warnings: Iterable[str]) -> None:
@@ -129,8 +143,12 @@ class _Warnings:
                 self._shown.add(warning)
                 warn(warning, quiet=self._quiet)
 
-    def on_plan(self, plan: ConversionPlan, _: Path) -> None:
-        """Show the plan's warnings."""
+    def on_plan(self, plan: ConversionPlan, out: Path) -> None:
+        """Show the plan's warnings. Raises OutputError for a file inside the artifact, whose name is known now."""
+        for file in self._files:
+            if file.is_relative_to(out.resolve()):
+                what = "The file would lie inside the artifact."
+                raise OutputError(what, where=str(file), remedy="Name another path.")
         self.show((*plan.warnings, *plan.notices))
 
 
@@ -144,29 +162,3 @@ def _say_worst(over: list[dict[str, Any]], max_error: float, remedy: str) -> Non
         f"  found: a relative error of {found}\n"
         f"  what to do: {remedy} --schema, or --quantizer mse, gives smaller errors."
     )
-
-
-def _check_profile(path: Path | None) -> None:
-    """Raise RequestError if a profile cannot be written to `path` after the conversion."""
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise RequestError(
-            "The profile cannot be written there.",
-            where="--profile",
-            expected="a file in an existing folder",
-            found=str(path),
-        )
-
-
-def _write_profile(path: Path | None, profile: dict[str, Any]) -> None:
-    """Write the times of the stages. Raises OutputError."""
-    if path is None:
-        return
-    try:
-        path.write_text(json_module.dumps(profile, indent=2) + "\n")
-    except OSError as error:
-        raise OutputError(
-            "The profile cannot be written.",
-            where=str(path),
-            found=error.strerror or str(error),
-            remedy="The artifact is complete; choose another file next time.",
-        ) from error

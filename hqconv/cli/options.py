@@ -173,9 +173,6 @@ OPTIONS: dict[str, Option] = {
         bool, "Also write the mean products of 128 neighbouring columns, for --quantizer gptq.", ("--hessian",)
     ),
     "page": Option(Path | None, _PAGE, ("--out", "-o"), settings=_ANY_PATH),
-    "overwrite_page": Option(
-        bool, "Replace an existing file of any kind. An older report is replaced without it.", ("--overwrite",)
-    ),
     # Of the command line alone:
     "report": Option(
         Path | None, "Write an HTML report with the results to this file.", ("--report",), settings=_ANY_PATH

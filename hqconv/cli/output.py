@@ -20,7 +20,6 @@ import typer
 
 from hqconv import __version__
 from hqconv.cli import interrupt
-from hqconv.cli.options import at_home
 from hqconv.errors import EXIT_BUG, EXIT_INTERRUPTED, HqconvError, OutputError, RequestError, printable, printable_line
 
 JSON_VERSION = 1  # increased when a key that docs/ci.md calls stable is removed or changes its meaning
@@ -67,31 +66,18 @@ class _LogFile(logging.FileHandler):
 
 @contextmanager
 def logged(command: str, *, quiet: bool, verbose: bool, log_file: Path | None) -> Iterator[None]:
-    """Show the package's log on stderr, without `verbose` its warnings only, and append it to a file.
-
-    Raises RequestError for an unusable file.
-    """
+    """Show the package's log on stderr, without `verbose` its warnings only, and append it to a file."""
     if verbose and quiet:
         raise RequestError("--verbose and --quiet exclude each other.", remedy="Give one of the two.")
     if quiet:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    log_file = at_home(log_file)
     handlers: list[logging.Handler] = []
     if not quiet:
         handlers.append(_StderrHandler(logging.INFO if verbose else logging.WARNING))
         handlers[0].addFilter(lambda record: record.name != __name__)
         handlers[0].setFormatter(_LineFormatter("%(asctime)s %(message)s" if verbose else "%(message)s", "%H:%M:%S"))
     if log_file is not None:
-        path = of_rank(log_file)
-        try:
-            handlers.append(_LogFile(path, encoding="utf-8", errors="backslashreplace"))
-        except OSError as error:
-            raise RequestError(
-                "The log file cannot be written.",
-                where="--log-file",
-                expected="a file in an existing folder",
-                found=f"{path}: {error.strerror or error}",
-            ) from error
+        handlers.append(_LogFile(log_file, encoding="utf-8", errors="backslashreplace"))
         handlers[-1].setFormatter(_LineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     package = logging.getLogger("hqconv")
     level = package.level

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hqconv import api
-from hqconv.cli.command import Result, command, show
+from hqconv.cli.command import PAGE, Result, command, show
 from hqconv.cli.options import parse_checks, parse_layers, parse_tokens
-from hqconv.cli.output import say, warn
+from hqconv.cli.output import say
 from hqconv.errors import RequestError, VerificationError
+from hqconv.io.output_file import output_file
 
 if TYPE_CHECKING:
     from hqconv.verification.result import VerificationReport
@@ -23,18 +24,16 @@ def verify(
 ) -> Result:
     """Check an artifact: its files, its decoded weights against the source, and the output of the GPU kernel."""
     from hqconv.cli.progress_bar import ShownProgress
-    from hqconv.reports.page_document import page_place
 
     out = Path(options["out"])
-    place = None if report is None else page_place(out, report, overwrite=False, option="--report")
     options |= {"checks": parse_checks(checks), "layers": parse_layers(layers), "tokens": parse_tokens(tokens)}
     with ShownProgress(quiet=quiet) as progress:
         verified = api.verify(**options, progress=progress.of_check)
     if json or not (quiet and verified.passed):
         show(verified.to_dict(), json=json)
-    if place is not None:
-        _write_page(out, place, verified)
-        say(f"The page is in {place}.")
+    if report is not None:
+        _write_page(out, report, verified)
+        say(f"The page is in {report}.")
     return Result(None, 0 if verified.passed else VerificationError.exit_code)
 
 
@@ -44,7 +43,6 @@ def make_report(
     *,
     page: Path | None = None,
     allocation: Path | None = None,
-    overwrite_page: bool = False,
     evaluation: Path | None = None,
     device: str = "auto",
     max_memory: str | int = "4GiB",
@@ -56,8 +54,8 @@ def make_report(
     """Write an HTML report about an artifact; return its document with `page`, the path of the file (docs/usage.md).
 
     out: artifact folder. source: source checkpoint, against which the weights are checked. page: output file; None for
-    OUT.report.html in the current folder. allocation: document beside the recipe of `hqconv allocate`. overwrite_page:
-    replace an existing file of any kind. evaluation: a document of `hqconv evaluate`; None for that in the model card,
+    OUT.report.html in the current folder. allocation: document beside the recipe of `hqconv allocate`.
+    evaluation: a document of `hqconv evaluate`; None for that in the model card,
     if any. The other parameters are those of `hqconv.verify`.
 
     Raises OutputError where the page cannot be written, RequestError, VerificationError also for a manifest that is not
@@ -65,14 +63,15 @@ def make_report(
     """
     from hqconv.artifact.manifest import read_manifest
     from hqconv.artifact.model_card import read_evaluation
-    from hqconv.reports.page_document import page_place, read_allocation
+    from hqconv.reports.page_document import read_allocation
 
     root = Path(out)
     manifest = read_manifest(root, is_sealed=True)  # refuse a folder without a whole artifact before any work
     if allocation is not None:
         read_allocation(allocation, manifest)
     evaluated = None if evaluation is None else read_evaluation(evaluation, manifest)
-    place = page_place(root, page, overwrite=overwrite_page)
+    place = page or Path(f"{root.resolve().name}.report.html")
+    place = output_file(place, "-o", PAGE, [root])
     verified = None
     if source is not None or revision is not None:
         resources: Document = {"device": device, "max_memory": max_memory, "threads": threads, "revision": revision}
@@ -83,16 +82,15 @@ def make_report(
 
 
 def _write_page(root: Path, place: Path, verified: VerificationReport | None, **more: Any) -> Document:
-    """Write the page to `place`, a result of `page_place`, and return its document. more: for `page_document`."""
+    """Write the page to `place` and return its document. more: for `page_document`."""
+    from hqconv.io.durable_files import write_whole
     from hqconv.reports.page import page as page_of
-    from hqconv.reports.page_document import page_document, write_page
+    from hqconv.reports.page_document import page_document
 
     checks = None if verified is None else verified.to_dict()
     results = [] if verified is None else verified.results
     document = page_document(root, checks, {k: v for result in results for k, v in result.of_experts.items()}, **more)
-    write_page(place, page_of(document))
-    if place.resolve().is_relative_to(root.resolve()):
-        warn("The page lies inside the artifact. `hqconv verify` will report it as a file that is not in the manifest.")
+    write_whole(place.parent, place.name, page_of(document).encode())
     return {**document, "page": str(place)}
 
 

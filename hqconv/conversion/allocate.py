@@ -29,6 +29,7 @@ from hqconv.conversion.source_integrity import is_of_these_files
 from hqconv.conversion.stages import Meter, Progress, StageProfile
 from hqconv.errors import OutputError, plural, printable_line
 from hqconv.io.durable_files import FileRecord, is_whole, make_folder, output_errors, write_whole
+from hqconv.io.output_file import FileKind, output_file
 from hqconv.models.source_protocol import Source
 from hqconv.planning.allocation import Allocation, Budget, Candidates, LayerOptions, allocate
 from hqconv.planning.output_units import MoeLayerPlan, OutputUnit
@@ -38,6 +39,8 @@ from hqconv.schemas.options import RTN, SIZE, LayerChoice, Override, conversion_
 from hqconv.schemas.weight_schema import SOURCE
 
 _LOG = logging.getLogger(__name__)
+_RECIPE = FileKind("a recipe of hqconv allocate", lambda head: b"for each MoE layer, chosen by measured errors" in head)
+_DOCUMENT = FileKind("a document of hqconv allocate", lambda head: b'"kind": "allocation"' in head)
 _WRITTEN = "(output)"  # journal entry with the digests of the two output files; no layer has this name
 
 
@@ -150,13 +153,7 @@ class _Output:
         """Refuse existing files, unless they may be replaced or are those that an interrupted run wrote."""
         written = [entry for entry in self._journal.entries if entry.unit == _WRITTEN]
         records = {record.path: record for record in written[-1].files} if written else {}
-        for path in (self._out, document_path(self._out)):
-            if path.is_dir():
-                raise OutputError(
-                    "The recipe cannot be written: a folder has its name.",
-                    where=str(path),
-                    remedy="Choose another with -o.",
-                )
+        for path, kind in ((self._out, _RECIPE), (document_path(self._out), _DOCUMENT)):
             is_own = path.name in records and is_whole(self.root, records[path.name])
             if os.path.lexists(path) and not self._overwrite and not is_own:
                 raise OutputError(
@@ -164,6 +161,7 @@ class _Output:
                     where=str(path),
                     remedy="Choose another with -o, or replace it with --overwrite.",
                 )
+            output_file(path, "-o", kind)
 
     def record(self, entry: JournalEntry) -> None:
         """Record a finished layer; the record survives a kill from here on."""

@@ -118,7 +118,8 @@ def _write_chunks(root: Path, name: str, chunks: Iterator[bytes]) -> FileRecord:
     digest, num_bytes = hashlib.sha256(), 0
     with output_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with partial(path).open("wb") as file:
+        partial(path).unlink(missing_ok=True)  # it may be a link, or a pipe
+        with partial(path).open("xb") as file:
             for chunk in chunks:
                 file.write(chunk)
                 digest.update(chunk)

@@ -10,7 +10,6 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from hqconv.errors import plural, printable, printable_line
-from hqconv.reports.page_document import GENERATOR
 from hqconv.reports.parts import Part, Series, facts, figure, heading, note, number, plot, section, table
 from hqconv.reports.texts import (
     NUM_ROWS_SHOWN,
@@ -78,7 +77,6 @@ def page(document: Document) -> str:
         _environment()
         .get_template("report.html.j2")
         .render(
-            generator=GENERATOR,
             name=document["name"],
             lead="" if artifact is None else f"Made from {artifact['source']['name']}: {artifact['schema']['name']}.",
             unreadable=document["unreadable"],

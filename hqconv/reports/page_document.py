@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
-import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hqconv.artifact.manifest import Manifest, ManifestLayer, read_manifest
 from hqconv.artifact.model_card import evaluation_in_card
-from hqconv.errors import HqconvError, OutputError, RequestError, VerificationError
+from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.reports.documents import config_of, describe_artifact
 from hqconv.reports.texts import Document
 from hqconv.schemas.artifact_names import rank_file
@@ -190,91 +187,3 @@ def _worst(document: Document, of_experts: OfExperts) -> list[Document]:
 def _rank(value: float) -> float:
     """Sort key of an error: values that are no number rank as the worst."""
     return math.inf if math.isnan(value) else value
-
-
-_HEAD_BYTES = 512
-GENERATOR = "hqconv report"  # marks a file as a report that may be overwritten
-_MARK = f'<meta name="generator" content="{GENERATOR}">'.encode()
-
-
-def page_place(root: Path, wanted: Path | None, *, overwrite: bool, option: str = "-o") -> Path:
-    """Return the path for a report on the artifact at `root`: `wanted`, or OUT.report.html in the current folder.
-
-    overwrite: allow replacing any file. option: name of the option for the path, used in messages.
-
-    Raises OutputError if another kind of file lies there and `overwrite` is not set, if the path is not a file or its
-    folder is not writable, and if `wanted` is None and the current folder lies inside the artifact.
-    """
-    place = Path(f"{root.resolve().name}.report.html") if wanted is None else wanted
-    if wanted is None and Path.cwd().is_relative_to(root.resolve()):
-        raise OutputError(
-            "The page would lie inside the artifact, where only files of the manifest belong.",
-            where=str(place),
-            remedy="Name another path with -o.",
-        )
-    if not os.access(place.parent, os.W_OK | os.X_OK):
-        raise OutputError(
-            "The page cannot be written here.",
-            where=str(place.parent),
-            found="a folder that cannot be written" if place.parent.is_dir() else "no such folder",
-            remedy=f"Name another path with {option}.",
-        )
-    if not os.path.lexists(place):
-        return place
-    if not place.is_file():
-        raise OutputError(
-            "The page cannot be written here: the path is not a file.",
-            where=str(place),
-            expected="a file, or nothing",
-            remedy=f"Name another path with {option}.",
-        )
-    if not overwrite and not _is_page(place):
-        raise OutputError(
-            "The file is not a report of hqconv, and is not overwritten.",
-            where=str(place),
-            remedy=f"Name another path with {option}, or move the file away.",
-        )
-    return place
-
-
-def _is_page(place: Path) -> bool:
-    try:
-        with place.open("rb") as file:
-            return _MARK in file.read(_HEAD_BYTES)
-    except OSError:
-        return False
-
-
-def write_page(place: Path, text: str) -> None:
-    """Write a page through a temporary file, so that the old file stays until the new one is complete.
-
-    Raises OutputError.
-    """
-    name = ""
-    try:
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=place.parent, prefix=".hqconv-", delete=False
-        ) as file:
-            name = file.name
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).chmod(0o666 & ~_umask())
-        Path(name).replace(place)
-    except OSError as error:
-        if name:
-            with suppress(OSError):
-                Path(name).unlink()
-        raise OutputError(
-            "The page cannot be written.",
-            where=str(place),
-            found=error.strerror or str(error),
-            remedy="Free disk space, repair the folder, or name another path.",
-        ) from error
-
-
-def _umask() -> int:
-    """Return the umask of the process, which can only be read by setting it."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask

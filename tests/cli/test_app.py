@@ -174,7 +174,7 @@ def test_the_profile_tells_what_every_stage_did(model: Path, tmp_path: Path) -> 
 def test_a_profile_that_could_not_be_written_is_refused_before_the_work(model: Path, tmp_path: Path) -> None:
     for place in ("missing/profile.json", "."):
         result = convert(model, tmp_path / "out", "--profile", tmp_path / place)
-        assert (result.exit_code, "--profile" in result.stderr) == (2, True)
+        assert (result.exit_code, "--profile" in result.stderr) == (4, True)
         assert not (tmp_path / "out").exists()
 
 

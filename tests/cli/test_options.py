@@ -97,7 +97,6 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--source": None,
         "--revision": None,
         "--out -o": None,
-        "--overwrite": False,
         "--allocation": None,
         "--evaluation": None,
         **FETCHED,

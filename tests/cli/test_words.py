@@ -339,7 +339,6 @@ def test_help_texts_are_true_for_their_command() -> None:
         if "threads" in options:
             assert ("encode" in text(command, "threads")) == (command in ("allocate", "convert")), command
     assert "findings" in text("verify", "quiet")
-    assert "older report" in text("report", "overwrite_page")
     assert "identical" not in text("verify", "device")
 
 

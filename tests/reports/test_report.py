@@ -310,7 +310,7 @@ def test_the_page_goes_beside_and_never_over_other_files(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     before = read_tree(made)
-    assert call("report", tmp_path, "-o", "page.html").exit_code == 2
+    assert call("report", tmp_path / "none", "-o", "page.html").exit_code == 2
     assert call("report", made, "-o", "page.html", "--revision", "main").exit_code == 2
     assert not list(tmp_path.iterdir())
     assert call("report", made).exit_code == 0
@@ -326,14 +326,13 @@ def test_the_page_goes_beside_and_never_over_other_files(
     assert place.read_text() == "mine"
     assert call("verify", made, "--checks", "files", "--report", place).exit_code == 4
     assert place.read_text() == "mine"
-    assert call("report", made, "--overwrite").exit_code == 0
-    assert "</html>" in place.read_text()
+    place.unlink()
     done = call("verify", made, "--checks", "files,weights", "--report", place, "--device", "cpu")
     assert (done.exit_code, f"The page is in {place}." in done.stderr) == (0, True)
     assert "passed" in read(place).text
     assert read_tree(made) == before
     (tmp_path / "folder").mkdir()
-    assert call("report", made, "-o", tmp_path / "folder", "--overwrite").exit_code == 4
+    assert call("report", made, "-o", tmp_path / "folder").exit_code == 4
     for command in (("report", made, "-o"), ("verify", made, "--report")):
         refused = call(*command, tmp_path / "nowhere/page.html")
         assert refused.exit_code == 4
@@ -342,19 +341,15 @@ def test_the_page_goes_beside_and_never_over_other_files(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "out.report.html"]
 
 
-def test_the_artifact_keeps_its_own_files_unless_asked(
-    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_lies_outside_of_the_artifact(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = read_tree(own)
     monkeypatch.chdir(own)
     refused = call("report", own)
     assert refused.exit_code == 4
     assert "-o" in refused.stderr
     assert read_tree(own) == before
-    asked = call("report", own, "-o", own / "page.html")
-    assert asked.exit_code == 0
-    assert "warning: The page lies inside the artifact" in asked.stderr
-    assert "page.html" in call("verify", own, "--checks", "files").stdout
+    assert call("report", own, "-o", own / "page.html").exit_code == 4
+    assert read_tree(own) == before
 
 
 # --- plots -------------------------------------------------------------------------------------------------

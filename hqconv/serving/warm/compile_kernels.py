@@ -75,7 +75,7 @@ def warm(
         if not artifact.manifest.is_kernel:
             what, remedy = "The checkpoint layout has no kernels of its own.", "Convert with --layout kernel."
             raise RequestError(what, where=str(out), remedy=remedy)
-        folder = _check_folder(folder_beside(Path(out)) if kernels is None else Path(kernels))
+        folder = _check_folder(Path(out), folder_beside(Path(out)) if kernels is None else Path(kernels))
         chosen = _prepared(gpu, artifact.manifest.kernel_spec.target.sm_version)
         counts = _warm(artifact, chosen, folder, jobs or num_jobs, announce or (lambda _: None))
     variable = f"{VARIABLE}={'1' if kernels is None else folder.absolute()}"
@@ -95,9 +95,13 @@ def _prepared(gpu: str | None, sm_version: int) -> Gpu:
     return choose_gpu(gpu, sm_version)
 
 
-def _check_folder(folder: Path) -> Path:
-    """Refuse a path that holds anything but kernels."""
+def _check_folder(out: Path, folder: Path) -> Path:
+    """Refuse a path that holds anything but kernels, or lies in the artifact."""
     with output_errors(folder):
+        if folder.resolve().is_relative_to(out.resolve()):
+            raise OutputError(
+                "The kernels would lie inside the artifact.", where=str(folder), remedy="Give a folder beside it."
+            )
         there = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
     stray = next((name for name in there if name != MANIFEST and not name.endswith(_OURS)), None)
     if stray is not None:
