@@ -394,12 +394,6 @@ def collect_importance(
         raise OutputError("The importance file exists already.", where=str(columns), remedy=remedy)
     with open_source(model, revision) as source:
         check_places(source.place, columns)
-        layers, root = source.map_experts().layers, source.root
-        ids = token_ids(transformers, root, text)[:num_tokens]
-        announce(f"Running {plural(len(ids), 'token')} through the model on {device}.")
-        with _loading(model):
-            loaded = _model_class(transformers, source).from_pretrained(root, dtype="auto").to(device).eval()
-        done = collect(loaded, token_batches(ids, context_length, torch.device(device)), layers, measures)
         layers = source.map_experts().layers
         with folder_of(source, with_weights=True) as folder:
             read = read_text(transformers, folder, text, num_tokens)
