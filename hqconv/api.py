@@ -313,7 +313,7 @@ def verify(
 
     start_gpu(device)
     from hqconv.io.hub import is_repo_id, open_repo
-    from hqconv.sources.opening import open_source
+    from hqconv.sources.opening import open_source, parse_source_name
     from hqconv.verification.verify import VerifyOptions
     from hqconv.verification.verify import verify as run
 
@@ -330,7 +330,8 @@ def verify(
         cache=cache,
         progress=progress,
     )
-    is_folder = not is_repo_id(str(out))
+    out, of_out, _ = parse_source_name(str(out), revision if source is None else None)
+    is_folder = not is_repo_id(out)
     if source is None and revision is not None and is_folder:
         raise RequestError(
             "A revision is of a source.",
@@ -338,7 +339,7 @@ def verify(
             found=revision,
             remedy="Name the source, or leave the revision out.",
         )
-    root, listing = (Path(out), None) if is_folder else open_repo(str(out), revision if source is None else None)
+    root, listing = (Path(out), None) if is_folder else open_repo(out, of_out)
     with nullcontext(None) if source is None else open_source(source, revision, is_lazy=True) as opened:
         return run(root, opened, options, listing)
 
@@ -520,7 +521,7 @@ def publish(
     from hqconv.io.hub_upload import HubBranch
     from hqconv.planning.plan import plan_conversion
     from hqconv.reports.publication import PublishReport
-    from hqconv.sources.opening import open_source
+    from hqconv.sources.opening import open_source, pinned_name
 
     check_max_error(max_error)
     refuse_unknown_checks(checks)
@@ -529,7 +530,7 @@ def publish(
     published = published_manifest(HubBranch(repo, branch), private=private)
     with open_source(src, revision, is_lazy=True) as source:
         # All steps read this commit.
-        src, revision = (src, revision) if source.repo_id is None else (source.repo_id, source.revision)
+        src, revision = pinned_name(str(src), revision, source)
         named = {"name": source.repo_id or source.name, "revision": source.revision}
         parsed, device = _parse(config, options), choose_device(device)
         planned = plan_conversion(parsed, source, choose_target(parsed, source, device))

@@ -467,7 +467,7 @@ def _of_repo(error: Exception, repo_id: str, revision: str) -> _Explanation | No
         what = "There is no such folder here and no such repo on the Hub, or the repo is private."
         return RequestError, what, f"Check the spelling; for a private repo {_SIGN_IN}."
     if isinstance(error, errors.RevisionNotFoundError):
-        remedy = f"See the branches and tags at {page}/tree/main."
+        remedy = f"See the branches and tags at {page}/tree/main; a commit needs all its 40 digits."
         return RequestError, "The Hub repo has no such revision.", remedy
     if isinstance(error, errors.HFValidationError):
         what = "This is neither a folder nor a valid Hub repo id."

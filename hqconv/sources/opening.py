@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import unquote
 
 from hqconv.artifact.manifest import is_artifact, is_unfinished, read_manifest
 from hqconv.errors import RequestError, plural
@@ -31,20 +33,20 @@ _LOG = logging.getLogger(__name__)
 
 _NUM_DOWNLOADS = 4  # at a time
 
-_SCHEMES = re.compile(
-    r"(?:hf://(?:models/)?|https?://(?:www\.)?(?:huggingface\.co|hf\.co)/)(?P<rest>.*)", re.IGNORECASE
+# What stands before a repo in its addresses: as pages, for `git clone`, for the Hub's file system, of its API.
+_HOST = re.compile(
+    r"(?:hf://|(?:(?:https?|ssh)://)?(?:[^/@\s]*@)?(?:www\.)?(?:huggingface\.co|hf\.co)[/:])(?:api/)?(?:models/)?",
+    re.IGNORECASE,
 )
+# A repo; one GGUF model of it (`:Q4_K_M`) and a revision, in any order; what lies in it.
 _REPO = re.compile(
-    r"(?P<repo>\w[\w.-]*/[\w.-]+?)(?:@(?P<at>[^\s?#]+)|/(?:tree|blob|resolve)/(?P<tree>[^/\s?#]+)(?P<file>/[^?#]*)?)?/?",
+    r"(?P<repo>\w[\w.-]*/[\w.-]+?)(?:\.git)?(?::(?P<word>[\w.-]+))?(?:@~?(?P<at>[^\s:@]+))?(?::(?P<last>[\w.-]+))?"
+    r"(?:/(?P<page>[^@:]*))?(?:@~?(?P<after>[^\s:@]+))?",
     re.ASCII,
 )
-# One GGUF model of a repo: `org/name:Q4_K_M`, `org/name/file.gguf`, or the file's URL.
-_IN_REPO = re.compile(
-    r"(?P<repo>\w[\w.-]*/[\w.-]+?)"
-    r"(?::(?P<word>[\w.-]+)|/(?:blob|resolve)/(?P<tree>[^/\s?#]+)/(?P<path>[^?#]+\.gguf)(?:\?[^#]*)?|/(?P<file>[^@:?#]+\.gguf))"
-    r"(?:@(?P<at>[^\s?#]+))?",
-    re.ASCII,
-)
+_NO_MODELS = ("datasets", "spaces", "buckets", "collections", "papers", "docs", "kernels", "blog")
+_AT_REVISION = ("tree", "blob", "resolve", "raw", "blame", "edit", "commit", "commits", "revision")
+_REVISION = re.compile(r"(?P<name>refs/(?:pr|convert)/[^/]+|[^/]+)(?:/(?P<file>.*))?")  # others have %2F for a slash
 _IN_CACHE = re.compile(r"models--(?P<org>.+?)--(?P<name>.+)")
 _FILES = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".json")
 ADAPTER = "adapter_config.json"
@@ -92,8 +94,7 @@ class SourceLocation:
 
 def locate_source(src: str | Path, revision: str | None = None) -> SourceLocation:
     """Find the folder and kind of a source; of a Hub repo only small files are downloaded. Raises as `open_source`."""
-    src, revision, chosen = _split_gguf_name(str(src), revision)
-    src, revision = parse_source_name(src, revision)
+    src, revision, chosen = parse_source_name(str(src), revision)
     root = Path(src)
     if chosen is not None and root.is_dir() and revision is None:
         return SourceLocation(root, "gguf", chosen=chosen)
@@ -126,55 +127,87 @@ def locate_source(src: str | Path, revision: str | None = None) -> SourceLocatio
     return SourceLocation(root, "safetensors")
 
 
-def parse_source_name(src: str, revision: str | None = None) -> tuple[str, str | None]:
-    """Split a typed source into folder or repo and revision: `org/name@rev`, `hf://org/name`, or a URL of the Hub.
+def parse_source_name(src: str, revision: str | None = None) -> tuple[str, str | None, str | None]:
+    """Split a typed source into folder or repo, revision, and the GGUF model in it, each None where it names none.
 
-    An existing path is returned as it is. Raises RequestError for the URL of one file, and for two revisions.
+    A repo is named as `org/name[:MODEL][@REV]`, `org/name/FILE.gguf`, `hf://…`, or by any address of its pages, which
+    may have %2F for slashes, a query and a fragment. An existing path is returned as it is.
+    Raises RequestError for the address of something else, and for two revisions.
     """
-    if not src or Path(src).exists():
-        return src, revision
-    link = _SCHEMES.fullmatch(src)
-    match = _REPO.fullmatch(link["rest"] if link else src)
-    if match is None or (link is None and match["tree"]):
-        return src, revision
-    if match["file"] and match["file"] != "/":
-        raise RequestError(
-            "This is the address of one file.",
-            where=src,
-            expected="a model folder or a Hub repo",
-            remedy=f"Name the repo: {match['repo']}.",
-        )
-    given = match["at"] or match["tree"]
-    if given and revision not in (None, given):
-        raise RequestError(
-            "Two revisions are named.",
-            where=src,
-            expected=f"revision {revision}",
-            found=given,
-            remedy="Name one of them.",
-        )
-    return match["repo"], given or revision
-
-
-def _split_gguf_name(src: str, revision: str | None) -> tuple[str, str | None, str | None]:
-    """Split a typed source into folder or repo, revision, and the GGUF model in it, None for a source without one."""
     path = Path(src)
     if path.is_file() and path.name.endswith(".gguf"):
         return str(path.parent), revision, path.name
-    link = _SCHEMES.fullmatch(src)
-    match = None if path.exists() else _IN_REPO.fullmatch(link["rest"] if link else src)
-    if match is None or (link is None and match["tree"]):
+    if not src or path.exists():
         return src, revision, None
-    given = match["at"] or match["tree"]
-    if given and revision not in (None, given):
+    on_hub = _path_on_hub(src)
+    match = _REPO.fullmatch(src if on_hub is None else on_hub)
+    if match is None:
+        return src, revision, None
+    named, file, kind = _revision_and_file(match, is_address=on_hub is not None)
+    chosen = match["word"] or match["last"]
+    if file.endswith(".gguf"):
+        chosen = file
+    elif file and on_hub is None:
+        return src, revision, None
+    elif file:
+        what, remedy = "This is the address of one file.", f"Name the repo: {match['repo']}."
+        if kind == "tree":
+            what = "This is the address of a folder in a repo, or of a branch with a slash in its name."
+            remedy = f"Name the repo, {match['repo']}, or the branch: {match['repo']}@{named}/{file}."
+        raise RequestError(what, where=src, expected="a model folder or a Hub repo", remedy=remedy)
+    revision = None if revision is None else unquote(revision)
+    if named and revision not in (None, named):
         raise RequestError(
             "Two revisions are named.",
             where=src,
             expected=f"revision {revision}",
-            found=given,
+            found=named,
             remedy="Name one of them.",
         )
-    return match["repo"], given or revision, match["word"] or match["path"] or match["file"]
+    return match["repo"], named or revision, chosen
+
+
+def _revision_and_file(match: re.Match[str], *, is_address: bool) -> tuple[str | None, str, str]:
+    """Return the revision and the file that a match of `_REPO` names, without %2F, and the kind of its page."""
+    named, file = match["at"] or match["after"], match["page"] or ""
+    kind, _, tail = file.partition("/") if is_address else ("", "", "")
+    at = None
+    if kind in _AT_REVISION:
+        at = _REVISION.fullmatch(tail)
+    elif kind == "discussions":  # those that are no pull requests have no revision: the Hub says so
+        file, number = "", tail.partition("/")[0]
+        named = f"refs/pr/{number}" if number else named
+    elif named and named.endswith(".gguf"):  # hf://org/name@REV/FILE
+        at = _REVISION.fullmatch(named)
+    if at is not None:
+        named, file = at["name"], at["file"] or ""
+    return None if named is None else unquote(named), unquote(file), kind
+
+
+def pinned_name(src: str, revision: str | None, source: Source) -> tuple[str, str | None]:
+    """Return name and revision that open the opened source `src` again: of a repo, the same commit and GGUF model."""
+    if source.repo_id is None:
+        return src, revision
+    chosen = parse_source_name(src)[2]
+    joint = "/" if chosen and chosen.endswith(".gguf") else ":"
+    return f"{source.repo_id}{joint}{chosen}" if chosen else source.repo_id, source.revision
+
+
+def _path_on_hub(src: str) -> str | None:
+    """Return the path in an address of the Hub, or of HF_ENDPOINT; None for other texts.
+
+    Raises RequestError for an address of something else than models.
+    """
+    endpoint, host = os.environ.get("HF_ENDPOINT", "").rstrip("/") + "/", _HOST.match(src)
+    if endpoint == "/" or not src.startswith(endpoint):
+        endpoint = host[0] if host else ""
+    if not endpoint:
+        return None
+    path = re.split(r"[?#]", src[len(endpoint) :])[0].strip("/")
+    if "/" not in path or path.split("/")[0] in _NO_MODELS:
+        expected = "a model's page, such as https://huggingface.co/org/name"
+        raise RequestError("This address of the Hub is no model's.", where=src, expected=expected, found=path)
+    return path
 
 
 def _holds_gguf_only(root: Path, listing: Listing | None) -> bool:
