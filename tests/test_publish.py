@@ -24,6 +24,8 @@ import hqconv
 from hqconv.cli.app import app
 from hqconv.errors import HqconvError, RequestError
 from tests.make import hub_server, processes
+from tests.make.conversions import manifest
+from tests.make.gguf_models import write_recorded
 from tests.make.hub_both import BothHubs, serve_both
 from tests.make.hub_server import COMMIT
 from tests.make.places import REPO
@@ -67,6 +69,18 @@ def change(folder: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
+
+
+@pytest.mark.parametrize("named", ["mixtral.gguf@main", ":mixtral"])
+def test_the_gguf_model_that_is_named_is_published(hubs: BothHubs, tmp_path: Path, named: str) -> None:
+    """Not the safetensors beside it, and not another file."""
+    pytest.importorskip("gguf")
+    (hubs.source.folder / "config.json").unlink()
+    for case in ("mixtral", "olmoe"):
+        write_recorded(case, hubs.source.folder)
+    first = publish(f"org/source{named}" if named.startswith(":") else f"org/source/{named}", schema="int8")
+    assert first.passed
+    assert [file["name"] for file in manifest(tmp_path / "out")["source"]["files"]] == ["mixtral.gguf"]
 
 
 @pytest.mark.full
