@@ -25,7 +25,7 @@ from hqconv.formats.encoding import (
     shape_of_words,
 )
 from hqconv.formats.linear_regex import LinearRegex
-from hqconv.formats.module_rules import Rule, always, named_in, when
+from hqconv.formats.module_rules import Matcher, Rule, always, named_in, when
 from hqconv.formats.mx import mx_format, nvfp4_format
 from hqconv.formats.quant_config import quant_method
 from hqconv.formats.source_format import PLAIN, SourceFormat
@@ -62,12 +62,24 @@ KEYS = Keys(
 )
 
 
-@quant_method("compressed-tensors", keys=KEYS)
+def _holder_of_stack(module: str) -> str:
+    """Return the module whose parameter a stack of experts is: `experts` of `experts.gate_up_proj`; else the name."""
+    before, _, _ = module.rpartition(".")
+    return before if before.rpartition(".")[2] == "experts" else module
+
+
+def _around_ignored(config: ConfigReader) -> Matcher:
+    """Match modules below an entry of `ignore`: vLLM's module of all experts is such an entry, Linears are not."""
+    return named_in(config.names("ignore"), config.where("ignore"), with_parents=True)
+
+
+@quant_method("compressed-tensors", keys=KEYS, undecided=_around_ignored)
 def parse_compressed_tensors(config: ConfigReader, _text: Text) -> list[Rule]:
     """Parse a scheme per target. Exact names go before regexes (sorted), these before classes.
 
     The format, not the status, says how weights are stored: old checkpoints in a packed format are "frozen".
-    Source: `match_targets` of compressed_tensors.utils.match; of groups with one target the last one counts.
+    Source: `match_name` and `match_targets` of compressed_tensors.utils.match, which compare a module's own name; of
+    groups with one target the last one counts.
     """
     sparsity = config.table("sparsity_config").values if config.has("sparsity_config") else {}
     if any(sparsity.values()) and sparsity.get("format") != "dense":
@@ -98,7 +110,9 @@ def parse_compressed_tensors(config: ConfigReader, _text: Text) -> list[Rule]:
         if target.startswith("re:")
     ]
     classes = [always(schemes[name]) for name in _EXPERT_CLASSES if name in schemes]
-    return [when(named_in(ignored, config.where("ignore"))), schemes.get, *patterns, *classes]
+    is_ignored = named_in(ignored, config.where("ignore"))
+    skipped = when(lambda module: is_ignored(module) or is_ignored(_holder_of_stack(module)))
+    return [skipped, schemes.get, *patterns, *classes]
 
 
 def _is_rotated(config: ConfigReader) -> bool:

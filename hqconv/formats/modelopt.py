@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hqconv.formats.config_reader import LARGEST, ConfigReader, Keys, Text, refuse_rotation
-from hqconv.formats.module_rules import Rule, always, globbed_in, parents, when
+from hqconv.formats.module_rules import Matcher, Rule, always, globbed_in, parents, when
 from hqconv.formats.mx import mx_format, nvfp4_format
 from hqconv.formats.quant_config import quant_method
 from hqconv.formats.source_format import SourceFormat
@@ -30,17 +30,28 @@ KEYS = _QUANTIZATION | Keys(
 )
 
 
-@quant_method("modelopt", "modelopt_fp4", "modelopt_mixed", "modelopt_mxfp8", keys=KEYS)
-def parse_modelopt(config: ConfigReader, _text: Text) -> list[Rule]:
-    """Parse one algorithm for all modules, or one per module; `quant_algo` null: none.
-
-    Both forms are read: hf_quant_config.json's "quantization" and the flat one of config.json. A shell
-    pattern that excludes a module excludes all below it; an algorithm given to a module also goes to these.
-    """
+def _excluded(config: ConfigReader, *, with_parents: bool) -> Matcher:
     if config.has("quantization"):
         config = config.table("quantization")
     key = config.first("ignore", "exclude_modules")
-    excluded = when(globbed_in(config.names(key), config.where(key), with_parents=True))
+    return globbed_in(config.names(key), config.where(key), with_parents=with_parents)
+
+
+@quant_method(
+    *("modelopt", "modelopt_fp4", "modelopt_mixed", "modelopt_mxfp8"),
+    keys=KEYS,
+    undecided=lambda config: _excluded(config, with_parents=True),
+)
+def parse_modelopt(config: ConfigReader, _text: Text) -> list[Rule]:
+    """Parse one algorithm for all modules, or one per module; `quant_algo` null: none.
+
+    Both forms are read: hf_quant_config.json's "quantization" and the flat one of config.json. A shell pattern excludes
+    the modules whose whole name it matches, as in vLLM's ModelOptQuantConfigBase.is_layer_excluded; its module of all
+    experts is above theirs, so there the tensors decide. An algorithm given to a module goes to all below it.
+    """
+    excluded = when(_excluded(config, with_parents=False))
+    if config.has("quantization"):
+        config = config.table("quantization")
     if "quant_algo" in config.values and not config.has("quant_algo"):
         return []
     if config.text("quant_algo") != "mixed_precision":

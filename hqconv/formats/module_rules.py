@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cache
 
 from hqconv.formats.config_reader import ConfigReader
@@ -64,29 +64,32 @@ def parents(module: str) -> Iterator[str]:
         module = module.rpartition(".")[0]
 
 
-def named_in(patterns: Iterable[str], where: str) -> Matcher:
-    """Match names that equal an entry, or match one that begins with "re:" from their start; parents count too."""
+def named_in(patterns: Iterable[str], where: str, *, with_parents: bool = False) -> Matcher:
+    """Match names that equal an entry, or match one that begins with "re:" from their start."""
     patterns = list(patterns)
-    exact = {pattern for pattern in patterns if not pattern.startswith("re:")}
     regexes = [pattern[3:] for pattern in patterns if pattern.startswith("re:")]
-    searches = RegexSet((start_of(pattern), LinearRegex(pattern, where)) for pattern in regexes)
-    is_named = cache(lambda name: name in exact or searches.match(name))
-    return lambda module: any(is_named(name) for name in parents(module))
+    searches = [(start_of(pattern), LinearRegex(pattern, where)) for pattern in regexes]
+    return _matcher({pattern for pattern in patterns if not pattern.startswith("re:")}, searches, with_parents)
 
 
-def globbed_in(patterns: Iterable[str], where: str, with_parents: bool) -> Matcher:
+def globbed_in(patterns: Iterable[str], where: str, *, with_parents: bool = False) -> Matcher:
     """Match names that match a shell pattern as a whole, or an entry that begins with "re:" from their start."""
     patterns = list(patterns)
     exact = {pattern for pattern in patterns if not set("*?[:") & set(pattern)}
-    starts_and_regexes = []
+    searches = []
     for pattern in (p for p in patterns if p not in exact):
         if pattern.startswith("re:"):
-            starts_and_regexes.append((start_of(pattern[3:]), LinearRegex(pattern[3:], where)))
+            searches.append((start_of(pattern[3:]), LinearRegex(pattern[3:], where)))
         else:
             glob = LinearRegex(fnmatch.translate(pattern), where, is_glob=True)
-            starts_and_regexes.append((re.split(r"[*?[]", pattern)[0], glob))
-    searches = RegexSet(starts_and_regexes)
-    is_named = cache(lambda name: name in exact or searches.match(name))
+            searches.append((re.split(r"[*?[]", pattern)[0], glob))
+    return _matcher(exact, searches, with_parents)
+
+
+def _matcher(exact: Collection[str], searches: Iterable[tuple[str, LinearRegex]], with_parents: bool) -> Matcher:
+    """Match names by a set of names and patterns. with_parents: also where one of a module around it matches."""
+    regexes = RegexSet(searches)
+    is_named = cache(lambda name: name in exact or regexes.match(name))
     return lambda module: any(is_named(name) for name in (parents(module) if with_parents else [module]))
 
 

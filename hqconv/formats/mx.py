@@ -60,11 +60,7 @@ def parse_mxfp8(config: ConfigReader, _text: Text) -> list[Rule]:
         raise config.unsupported("weight_block_size", "[1, 32]")
     key = config.first("ignored_layers", "modules_to_not_convert")
     names = config.names(key)
-    return [
-        when(globbed_in(names, config.where(key), with_parents=True)),
-        when(on_path(names)),
-        always(mx_format("mxfp8", "mxfp8")),
-    ]
+    return [when(globbed_in(names, config.where(key))), when(on_path(names)), always(mx_format("mxfp8", "mxfp8"))]
 
 
 class _Microscaling(Encoding):

@@ -24,7 +24,7 @@ from hqconv.formats.encoding import (
     StoredTensor,
     register_encoding,
 )
-from hqconv.formats.module_rules import Rule, always, globbed_in, when
+from hqconv.formats.module_rules import Matcher, Rule, always, globbed_in, when
 from hqconv.formats.quant_config import quant_method
 from hqconv.formats.source_format import PLAIN, SourceFormat
 from hqconv.schemas.dtypes import FLOATS, code_bits
@@ -90,24 +90,28 @@ KEYS = Keys(
 )
 
 
-@quant_method("quark", keys=KEYS)
+def _excluded(config: ConfigReader, *, with_parents: bool) -> Matcher:
+    return globbed_in(config.names("exclude"), config.where("exclude"), with_parents=with_parents)
+
+
+@quant_method("quark", keys=KEYS, undecided=lambda config: _excluded(config, with_parents=True))
 def parse_quark(config: ConfigReader, _text: Text) -> list[Rule]:
     """Parse excluded names, then a scheme by name or shell pattern, by class, for the rest.
 
-    A pattern covers the names it matches, not modules below them. The "re:" prefix is vLLM's.
+    A pattern covers the names it matches, not modules below them, of which the tensors decide: vLLM's module of all
+    experts may be named. The "re:" prefix is vLLM's.
     """
     _check_algorithms(config)
     export = config.table("export") if config.has("export") else ConfigReader({}, config.where("export"))
     if export.text("weight_format", ("real_quantized", "fake_quantized"), "real_quantized") != "real_quantized":
         return []
     packing = export.text("pack_method", ("order", "reorder"), "reorder")
-    excluded = globbed_in(config.names("exclude"), config.where("exclude"), with_parents=False)
-    rules: list[Rule] = [when(excluded)]
+    rules: list[Rule] = [when(_excluded(config, with_parents=False))]
     named: dict[str, SourceFormat] = {}
     patterns: list[Rule] = []
     for name, layer in config.tables("layer_quant_config"):
         named[name] = _format(layer, packing)
-        matches = globbed_in([name], config.where("layer_quant_config"), with_parents=False)
+        matches = globbed_in([name], config.where("layer_quant_config"))
         patterns.append(when(matches, named[name]))
     rules += [named.get, *patterns]
     for kind, layer in config.tables("layer_type_quant_config"):

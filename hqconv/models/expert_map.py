@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 from hqconv.errors import InputError, RequestError, first_few, plural
+from hqconv.formats.encoding import UNUSED_PARTS
 from hqconv.formats.quant_config import DeclaredFormats, declared_formats
 from hqconv.formats.source_format import KNOWN_BY_SOURCE, PLAIN, SourceFormat
 from hqconv.models.config_facts import (
@@ -212,7 +213,7 @@ def map_experts(
             "activation": activation_of(choice, activation, index, own),
             "top_k": top_k(family, name, index, own),
         }
-        format_of = _formats(declared, name, found, _is_extra(family, index, text))
+        format_of = _formats(declared, family, name, found, _is_extra(family, index, text))
         layer, unused = build_layer(family, name, found, config_sizes(family, index, own), format_of, facts)
         layers.append(layer)
         dropped |= unused
@@ -277,7 +278,7 @@ def _names(layer: MoeLayer) -> Iterable[str]:
 
 
 def _formats(
-    declared: DeclaredFormats, layer: str, found: LayerTensors, is_extra: bool
+    declared: DeclaredFormats, family: Family, layer: str, found: LayerTensors, is_extra: bool
 ) -> Callable[[str], SourceFormat]:
     """Return a lookup of the declared format of a layer's modules. Humming's rules name the experts module, as in vLLM.
 
@@ -286,10 +287,37 @@ def _formats(
     """
     if is_extra and _is_plain(found):
         return lambda _module: PLAIN
-    if declared.undecided is not None:
-        plain = _plain_modules(found)
-        return lambda module: declared.of(module, is_stored_plain=module in plain)
-    return (lambda _module: declared.of(layer)) if declared.method == "humming" else declared.of
+    if declared.method == "humming":
+        return lambda _module: declared.of(layer)
+    plain = set() if declared.undecided is None else _plain_modules(found)
+    modules = [f"{layer}.0.{word}" for word in found.words.values()] + [f"{layer}.{stack}" for stack in found.stacks]
+
+    def lookup(named: Callable[[str], str]) -> Callable[[str], SourceFormat]:
+        return lambda module: declared.of(named(module), is_stored_plain=module in plain)
+
+    for named in _namings(family, layer):
+        format_of = lookup(named)
+        if all(format_of(module).is_float for module in modules) == _is_plain(found):
+            return format_of
+    return lookup(str)
+
+
+def _namings(family: Family, layer: str) -> Iterator[Callable[[str], str]]:
+    """Yield how a config may name a layer's modules: as the tensors are named, or by other spellings of the family.
+
+    Some tools give their configs the names of transformers' classes, and the tensors those of the release.
+    """
+    yield str
+    number = decoder_layer(layer).rstrip(".").rpartition(".")[2]
+    paths = [path.format(layer=number) for path in family.paths if ("mtp" in path) == ("mtp" in layer)]
+    for path, spelling in itertools.product([layer, *paths], family.spellings):
+        words = {word: spelling[role] for one in family.spellings for role, word in one.items() if role in spelling}
+
+        def named(module: str, path: str = path, words: Mapping[str, str] = words) -> str:
+            before, _, word = module.removeprefix(layer).rpartition(".")
+            return f"{path}{before}.{words.get(word, word)}"
+
+        yield named
 
 
 def _is_plain(found: LayerTensors) -> bool:
@@ -300,11 +328,13 @@ def _is_plain(found: LayerTensors) -> bool:
 def _modules(found: LayerTensors) -> Iterator[Parts]:
     """Yield the parts of every module of a layer."""
     single = (parts for roles in found.experts.values() for parts in roles.values())
-    return chain(single, found.stacks.values())
+    return itertools.chain(single, found.stacks.values())
 
 
 def _are_floats(parts: Parts) -> bool:
-    return all(key in ("weight", "bias") and ref.dtype in FLOATS for key, ref in parts.items())
+    return all(
+        key in ("weight", "bias") and ref.dtype in FLOATS for key, ref in parts.items() if key not in UNUSED_PARTS
+    )
 
 
 def _plain_modules(found: LayerTensors) -> set[str]:

@@ -67,7 +67,7 @@ def test_most_beginnings_are_found() -> None:
 
 @pytest.mark.parametrize("chosen", [[one] for one in REGEXES] + [REGEXES[:4], [*REGEXES[4:9], "lm_head"]], ids=str)
 def test_regular_expressions(chosen: list[str]) -> None:
-    named = named_in([f"re:{one}" for one in chosen], "")
+    named = named_in([f"re:{one}" for one in chosen], "", with_parents=True)
     for module in MODULES:
         assert named(module) == any(re.match(one, name) for one in chosen for name in parents(module)), module
     if any("(?i)" in one for one in chosen):  # flags are no part of what transformers puts together
@@ -81,7 +81,7 @@ def test_regular_expressions(chosen: list[str]) -> None:
 @pytest.mark.parametrize("chosen", [[one] for one in GLOBS] + [GLOBS], ids=str)
 @pytest.mark.parametrize("with_parents", [True, False])
 def test_shell_patterns(chosen: list[str], with_parents: bool) -> None:
-    found = globbed_in(chosen, "", with_parents)
+    found = globbed_in(chosen, "", with_parents=with_parents)
 
     def is_match(name: str) -> bool:
         return any(re.match(one[3:], name) if one[:3] == "re:" else fnmatch.fnmatchcase(name, one) for one in chosen)
@@ -108,6 +108,6 @@ def test_few_patterns_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(skipped(f"model.layers.7.mlp.experts.{e}.up_proj") for e in range(64))
     assert tried == []
     assert skipped("model.layers.7.mlp.gate")
-    named = named_in(["re:.*x$"], "")
+    named = named_in(["re:.*x$"], "", with_parents=True)
     assert not any(named(f"model.layers.7.mlp.experts.{e}.up_proj") for e in range(64))
     assert len(tried) == 2 * 64 + 5

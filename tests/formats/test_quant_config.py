@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -437,8 +437,8 @@ LEFT_OUT: dict[str, tuple[Json, tuple[str, ...], tuple[str, ...]]] = {
     "bitsandbytes": (NF4, (ROUTER, "lm_head"), (EXPERT,)),
     "modelopt globs": (
         modelopt("NVFP4", ignore=["model.layers.3.self_attn*", "model.layers.1.mlp.experts", "mtp*"]),
-        (ATTENTION, "model.layers.1.mlp.experts.0.up_proj", "mtp.layers.0.mlp.experts.0.up_proj"),
-        (EXPERT, "model.layers.13.mlp.experts.0.up_proj", SHARED),
+        (ATTENTION, "model.layers.1.mlp.experts", "mtp.layers.0.mlp.experts.0.up_proj"),
+        (EXPERT, "model.layers.1.mlp.experts.0.up_proj", "model.layers.13.mlp.experts.0.up_proj", SHARED),
     ),
     "quark, names and patterns": (
         quark(QUARK_MXFP4, exclude=["*self_attn*", ROUTER, "re:.*shared_experts"]),
@@ -453,8 +453,8 @@ LEFT_OUT: dict[str, tuple[Json, tuple[str, ...], tuple[str, ...]]] = {
     ),
     "compressed-tensors, a parent": (
         compressed(FLOAT_TENSOR, "float-quantized", ignore=["model.layers.3.mlp.experts"]),
-        (EXPERT, STACK),
-        (SHARED, EXPERT.replace(".3.", ".33.")),
+        (STACK, "model.layers.3.mlp.experts"),
+        (EXPERT, SHARED, EXPERT.replace(".3.", ".33.")),
     ),
     "compressed-tensors, a class": (
         compressed(FLOAT_TENSOR, "float-quantized", ignore=["Linear"]),
@@ -523,6 +523,28 @@ def test_an_extra_key_that_agrees_is_accepted(more: dict[str, Any], encoding: st
 def test_a_key_that_contradicts_or_is_unknown_is_refused(more: dict[str, Any], key: str) -> None:
     with pytest.raises(RequestError, match=f"quantization_config.{key}"):
         declared({**DEEPSEEK_V3, **more})
+
+
+PARENTS = ["model.layers.3.mlp.experts.7", "model.layers.3.mlp.experts", "model.layers.3.mlp", "model.layers.3"]
+
+
+@pytest.mark.parametrize("parent", PARENTS)
+@pytest.mark.parametrize(
+    "words",
+    [
+        lambda parent: compressed(FLOAT_TENSOR, "float-quantized", ignore=[parent]),
+        lambda parent: compressed(FLOAT_TENSOR, "float-quantized", ignore=[f"re:.*{parent}$"]),
+        lambda parent: modelopt("NVFP4", ignore=[parent]),
+        lambda parent: {"quantization": {"quant_algo": "FP8", "exclude_modules": [parent.replace(".3", ".?")]}},
+        lambda parent: quark(QUARK_MXFP4, exclude=[parent]),
+    ],
+)
+def test_a_parent_that_is_left_out_is_decided_by_the_tensors(words: Callable[[str], Json], parent: str) -> None:
+    """Tools compare a module's own name; a server's module of all experts is a parent of each."""
+    found = declared(words(parent))
+    assert not found.of(EXPERT).is_float
+    assert found.of(EXPERT, is_stored_plain=True) is PLAIN
+    assert not found.of(EXPERT.replace(".3.", ".33."), is_stored_plain=True).is_float
 
 
 @pytest.mark.parametrize("module", [EXPERT, SHARED])
@@ -814,7 +836,8 @@ NAMES = (
     [
         [],
         ["lm_head", SHARED],
-        ["gate_proj", "model.layers.3"[:-1]],
+        ["gate_proj", "model.layers.3"[:-1], *PARENTS],
+        [f"re:.*{parent}$" for parent in PARENTS],
         ["re:.*mlp\\.gate$", "re:model\\.layers\\.3\\."],
         ["re:layers"],
         ["re:.*experts\\.7\\.(gate|up)_proj"],

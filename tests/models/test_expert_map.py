@@ -223,6 +223,30 @@ def test_one_spelling_and_one_module_in_each_layer() -> None:
         map_experts(tensors, config)
 
 
+FP8_CHANNEL = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+
+
+@pytest.mark.parametrize("row", ["mixtral", "qwen_moe", "granitemoe"])
+@pytest.mark.parametrize(
+    "target", [r"re:.*mlp\.experts\.\d+\.(gate|up|down)_proj$", r"re:.*block_sparse_moe.*\.w[123]$"]
+)
+def test_a_config_may_name_modules_in_another_spelling(row: str, target: str) -> None:
+    """Layer 2 is quantized, layer 10 is not: nor does the config say so of either under the names of its tensors."""
+    family, tensors = BY_NAME[row], Tensors()
+    scheme = {"targets": [target], "weights": FP8_CHANNEL}
+    config = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"a": scheme}}
+    config["ignore"] = [f"re:.*layers.10.{module}.*" for module in ("mlp", "block_sparse_moe")]
+    for layer, dtype in ((2, "F8_E4M3"), (10, "BF16")):
+        put_layer(tensors, family, family.modules[0].format(layer=layer), dtype=dtype)
+    for name in [name for name in tensors if ".layers.2." in name]:
+        put(tensors, f"{name}_scale", tensors[name].shape[0], 1)
+    found = map_experts(tensors, config_of(family, family.model_types[0]), config)
+    assert [layer.format.encoding for layer in found.layers] == ["fp8", "float"]
+    scheme["targets"] = ["re:.*shared_experts.*"]
+    with pytest.raises(InputError, match="declares no quantization"):
+        map_experts(tensors, config_of(family, family.model_types[0]), config)
+
+
 # --- what a server needs beside the experts ----------------------------------------------------------------
 
 ATTENTION = "model.layers.2.self_attn.q_proj"
