@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from hqconv.errors import InputError
+from hqconv.formats.source_format import DIRECT_ROUNDED
 from hqconv.formats.source_matrix import SourceMatrix, resized
 from hqconv.kernel_layout.weight_tiles import WeightTiles
 from hqconv.models.expert_bytes import RawExperts
@@ -356,7 +357,7 @@ def _is_scattered(matrix: SourceMatrix) -> bool:
 
 
 def _pass_through_one(coded: CodedMatrix, matrix: SourceMatrix, encoding: LayerEncoding) -> _Kept:
-    if not encoding.rounds_scales:
+    if encoding.conversion != DIRECT_ROUNDED:
         return express(coded, encoding.schema, encoding.param_dtype), None
     rounded = round_to_param_dtype(coded, encoding.param_dtype, matrix.names)
     return express(rounded.coded, encoding.schema, encoding.param_dtype), rounded.sums

@@ -48,13 +48,6 @@ class EncodingOptions:
     importance: Importance | None = None
 
     def __post_init__(self) -> None:
-        if self.quantizer not in QUANTIZERS:
-            raise RequestError(
-                "The option does not know this value.",
-                where="--quantizer",
-                expected=", ".join(QUANTIZERS),
-                found=self.quantizer,
-            )
         if self.importance is not None and self.quantizer == RTN:
             raise RequestError(
                 "An importance file has no effect without a search for scales.",
@@ -191,11 +184,6 @@ class LayerEncoding:
     def sorts_columns(self) -> bool:
         """True where codes are kept and the columns of w2 are sorted by group, with gate's and up's rows."""
         return self.is_direct and self.is_permuted
-
-    @property
-    def rounds_scales(self) -> bool:
-        """True where codes are kept, and scales rounded to the parameter dtype."""
-        return self.conversion == DIRECT_ROUNDED
 
 
 def encoding_of(

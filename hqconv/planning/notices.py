@@ -12,11 +12,9 @@ from hqconv.models.config_facts import layer_notices
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.families import BY_NAME
 from hqconv.models.source_protocol import Source
-from hqconv.planning.gpu_memory import GpuMemory
 from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
 from hqconv.schemas.engine import ENGINE
-from hqconv.schemas.gpu_target import GPUS
 from hqconv.schemas.grid import GROUPS
 from hqconv.schemas.input_schema import KernelSpec
 from hqconv.schemas.model_config import NO_HEADS, AttentionHeads, text_config
@@ -202,17 +200,6 @@ def no_tokenizer(folder: str, remedy: str = "copy the publisher's files into it"
         f"the {folder} has no tokenizer (tokenizer.json, tokenizer.model, vocab.json …): {remedy}, or start the server "
         "with --tokenizer."
     )
-
-
-def memory_notices(memory: GpuMemory | None, spec: ConversionSpec) -> list[str]:
-    """Warn of weights that no known GPU of the target can hold."""
-    models = [gpu.memory_gb for gpu in GPUS.values() if gpu.sm_version == spec.target.sm_version]
-    if memory is None or memory.total <= max(models, default=0) * 10**9:
-        return []
-    return [
-        f"each GPU needs about {memory.total / 1e9:.0f} GB for weights alone, and the largest known GPU of "
-        f"{spec.target.name} has {max(models)} GB: use a larger --tp or --ep, or a schema with fewer bits."
-    ]
 
 
 def quantizer_notices(spec: ConversionSpec) -> list[str]:

@@ -29,10 +29,9 @@ from hqconv.models.families import BY_NAME
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.planning.checks import is_served_with
-from hqconv.planning.gpu_memory import GpuMemory, expert_bytes, other_bytes
 from hqconv.planning.layer_encoding import EncodingOptions
 from hqconv.planning.notices import no_tokenizer, source_notices
-from hqconv.planning.plan import ConversionPlan, SourceFacts, source_facts
+from hqconv.planning.plan import ConversionPlan, GpuMemory, SourceFacts, expert_bytes, other_bytes_on_gpu, source_facts
 from hqconv.planning.source_schema import direct_schemas
 from hqconv.planning.spec import default_param_dtype
 from hqconv.reports.texts import Document
@@ -193,7 +192,7 @@ def _gpu_memory(
     param_dtype = default_param_dtype(checkpoint.config, experts)
     kernel_specs = {name: KernelSpec(schema, param_dtype, _ANY_GPU) for name, schema in PRESETS.items()}
     others = {
-        tp: other_bytes(checkpoint.tensors, experts.copied, experts.left, Grid(tp), heads) or 0
+        tp: other_bytes_on_gpu(checkpoint.tensors, experts.copied, experts.left, Grid(tp), heads) or 0
         for tp in sorted({size for of_schema in sizes.values() for size in of_schema if size <= _MAX_TP_SHOWN})
     }
     return {
@@ -439,7 +438,7 @@ def _ordinary_tensors(root: Path, manifest: Manifest) -> dict[str, TensorRef] | 
 def _artifact_memory(manifest: Manifest, tensors: Mapping[str, TensorRef], heads: AttentionHeads) -> GpuMemory | None:
     """Return the weights on the GPU of the largest rank; None in the checkpoint layout, and if no server starts."""
     experts = max(_rank_bytes(manifest).values(), default=None)
-    others = other_bytes(tensors, tensors, manifest.left, manifest.grid, heads)
+    others = other_bytes_on_gpu(tensors, tensors, manifest.left, manifest.grid, heads)
     return None if experts is None or others is None else GpuMemory(experts, others)
 
 

@@ -236,13 +236,13 @@ class ConversionOption:
         return Path in get_args(self.annotation) and not self.is_schema
 
     def check(self, value: Any) -> None:
-        """Raise RequestError for a text that is none of the choices."""
-        if self.choices and isinstance(value, str) and value not in self.choices:
+        """Raise RequestError for a value that is none of the choices."""
+        if self.choices and value is not None and value not in self.choices:
             raise RequestError(
                 "The option does not know this value.",
                 where=f"--{self.name.replace('_', '-')}",
                 expected=", ".join(self.choices),
-                found=value,
+                found=str(value),
             )
 
     @property

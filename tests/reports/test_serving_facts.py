@@ -129,7 +129,7 @@ def test_weights_that_no_gpu_can_hold_are_said(tmp_path: Path, monkeypatch: pyte
     assert words["gpu_memory"]["total"] == words["gpu_memory"]["experts"] + words["gpu_memory"]["other_tensors"]
     assert "of weights on each GPU (experts" in call(*dry).stdout
     assert "GPUs: t4 16 GB" in call("inspect", model).stdout
-    import hqconv.planning.gpu_memory as memory
+    import hqconv.planning.plan as memory
 
     monkeypatch.setattr(memory.GpuMemory, "total", 30 * 10**9)
     assert "the largest known GPU" not in call(*dry).stdout
