@@ -65,8 +65,12 @@ def requantized(errors: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
 def check_max_error(limit: float | None) -> None:
     """Raise RequestError for a limit that is no error: negative, infinite or no number."""
     if limit is not None and not (math.isfinite(limit) and limit >= 0):
-        what, expected = "The largest error is no number of that kind.", "0 or more, such as 0.15"
-        raise RequestError(what, where="--max-error", expected=expected, found=str(limit))
+        raise RequestError(
+            "The largest error is no number of that kind.",
+            where="--max-error",
+            expected="0 or more, such as 0.15",
+            found=str(limit),
+        )
 
 
 def over_limit(errors: Mapping[str, Mapping[str, Any]], limit: float) -> list[dict[str, Any]]:

@@ -105,14 +105,21 @@ def _local_file(artifact: Artifact, layer: str, tp_rank: int, ep_rank: int) -> R
 
 def _check_kernel_layout(artifact: Artifact) -> None:
     if not artifact.manifest.is_kernel:
-        what, remedy = "The checkpoint layout has no ranks.", "Read its shards as any checkpoint's."
-        raise RequestError(what, where=str(artifact.root), remedy=remedy)
+        raise RequestError(
+            "The checkpoint layout has no ranks.",
+            where=str(artifact.root),
+            remedy="Read its shards as any checkpoint's.",
+        )
 
 
 def _check_layer(artifact: Artifact, layer: str) -> None:
     if layer not in artifact.layers:
-        what, expected = "The artifact has no such layer.", ", ".join(artifact.layers)
-        raise RequestError(what, where=str(artifact.root), expected=expected, found=layer)
+        raise RequestError(
+            "The artifact has no such layer.",
+            where=str(artifact.root),
+            expected=", ".join(artifact.layers),
+            found=layer,
+        )
 
 
 def dequantize(path: str | Path, layer: str, *, check_digests: bool = True) -> dict[str, torch.Tensor]:

@@ -1,7 +1,8 @@
 """The manifest of an artifact, hqconv.json, as a typed value: read and checked once, written from the same type.
 
 The fields of a class are the keys of one JSON object, in the order in which they are written. A field without a default
-is required; a field that is None is absent from the file (`_NULLABLE`: null there). Loads no torch.
+is required; a field that is None is absent from the file (`_NULLABLE`: null there). `_RANGES` and `_TEXTS` bound the
+values by their keys. Loads no torch.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import stat
 import types
 from collections import Counter
@@ -16,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
 
 from hqconv.errors import HqconvError, RequestError, VerificationError
 from hqconv.schemas import artifact_names
@@ -26,27 +28,42 @@ from hqconv.schemas.grid import EVEN, MAX_COUNT, MAX_SIZE, Grid
 from hqconv.schemas.input_schema import A16, KernelSpec, inputs_of
 from hqconv.schemas.suggestions import close_file
 from hqconv.schemas.untrusted_files import MAX_DOCUMENT_BYTES, MAX_LIST_BYTES, found_at, parse_json, read_regular
-from hqconv.schemas.weight_schema import WeightSchema
+from hqconv.schemas.weight_schema import PARAM_DTYPES, WeightSchema
 
 _BYTES_PER_NAME = 16  # quotes, spaces and punctuation around a tensor's name
 _AGAIN = "Convert the source again, or copy the artifact again from where it is whole."
 _DIGEST = "digest"
 _DIGEST_FIELD = f',\n  "{_DIGEST}": "'.encode()
 _END = b"\n}\n"
-_LAST = "tensors"  # last key of a manifest without a digest
 
 
 # --- a JSON object with typed fields ------------------------------------------------------------------------
 
-
+_RANGES = {
+    **dict.fromkeys(("tp", "ep", "num_experts"), (1, MAX_COUNT)),
+    "redundant_experts": (0, MAX_COUNT),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "top_k"), (1, MAX_SIZE)),
+    "layer": (0, MAX_SIZE),
+    "size_bytes": (0, 1 << 60),
+    "worst_expert": (0, MAX_COUNT),
+}
+_DIGEST_TEXT = (r"[0-9a-f]{64}", "64 hexadecimal digits")
+_VERSION = (r"\d+(\.\d+)*((a|b|rc|\.post|\.dev)\d+)*(\+[\w.]+)?", "a version")
+_NAME = (r"\S(.*\S)?", "a name")
+_TEXTS = {
+    **dict.fromkeys(("sha256", "header_sha256", "hub_sha256", "index_sha256", "manifest_sha256"), _DIGEST_TEXT),
+    **dict.fromkeys(("hqconv_version", "humming_kernels_version"), _VERSION),
+    **dict.fromkeys(("name", "schema_name", "input_schema"), _NAME),
+    "layout": ("|".join(artifact_names.LAYOUTS), " or ".join(artifact_names.LAYOUTS)),
+    "dtype": ("|".join(PARAM_DTYPES), " or ".join(PARAM_DTYPES)),
+    "revision": (r"[0-9a-f]{40}", "a commit of 40 hexadecimal digits"),
+}
 _NULLABLE = {"is_null": True}  # metadata of a field that is null in the file where it is None
 _FACT = {"is_key": False}  # metadata of a field that is a fact about the file, not a key
 
 
 class Entry:
-    """A JSON object of the manifest. Unknown keys are kept, for `to_dict`, and ignored otherwise."""
-
-    _document: ClassVar[dict[str, Any] | None] = None  # the JSON object that an instance was read from
+    """A JSON object of the manifest. Unknown keys are ignored: a newer hqconv may add some (`verify` names them)."""
 
     @classmethod
     def from_dict(cls, document: Any, where: str = artifact_names.MANIFEST, **facts: Any) -> Self:
@@ -58,19 +75,17 @@ class Entry:
             raise damaged(where, "an object", type(document).__name__)
         values = {}
         for one, kind in _keys(cls):
+            is_nullable = one.metadata.get("is_null")
             if one.name not in document:
-                if one.default is MISSING:
+                if one.default is MISSING or is_nullable:
                     raise damaged(f"{where}: {one.name}", _name_of(kind), "no such key")
-            elif document[one.name] is not None or not one.metadata.get("is_null"):
+            elif document[one.name] is not None or not is_nullable:
                 values[one.name] = _checked(kind, document[one.name], f"{where}: {one.name}")
-        entry = cls(**values, **facts)
-        object.__setattr__(entry, "_document", document)  # frozen; `dataclasses.replace` does not take it along
-        return entry
+                _check_value(one.name, values[one.name], f"{where}: {one.name}")
+        return cls(**values, **facts)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON object; for an entry that was read, exactly the object in the file."""
-        if self._document is not None:
-            return self._document
+        """Return the JSON object."""
         values = ((one, getattr(self, one.name)) for one, _ in _keys(type(self)))
         return {one.name: _document(value) for one, value in values if value is not None or one.metadata.get("is_null")}
 
@@ -106,7 +121,7 @@ def _checked(kind: Any, value: Any, where: str) -> Any:
     outer, inner = get_origin(kind) or kind, (get_args(kind) or (Any,))[-1]
     if issubclass(outer, Entry):
         return outer.from_dict(value, where)
-    if type(value) is not outer and not (outer is float and type(value) is int):
+    if type(value) is not outer:
         shown = type(value).__name__ if isinstance(value, dict | list) else repr(value)[:80]
         raise damaged(where, outer.__name__, shown)
     if outer is dict and inner is not Any:
@@ -116,6 +131,14 @@ def _checked(kind: Any, value: Any, where: str) -> Any:
     if outer is list and inner is not Any and not _are(value, inner):
         return [_checked(inner, one, where) for one in value]
     return value
+
+
+def _check_value(key: str, value: Any, where: str) -> None:
+    """Check the range of a number, and the form of a text."""
+    if key in _RANGES and not _RANGES[key][0] <= value <= _RANGES[key][1]:
+        raise damaged(where, f"from {_RANGES[key][0]} to {_RANGES[key][1]}", value)
+    if key in _TEXTS and re.fullmatch(_TEXTS[key][0], value) is None:
+        raise damaged(where, _TEXTS[key][1], repr(value)[:80])
 
 
 def _are(values: Any, kind: type) -> bool:
@@ -147,8 +170,8 @@ class SourceFileEntry(Entry):
     """A weight file of the source. sha256: if it was hashed. hub_sha256: as the Hub lists it."""
 
     name: str
-    size_bytes: int | None = None
-    header_sha256: str | None = None
+    size_bytes: int
+    header_sha256: str
     sha256: str | None = None
     hub_sha256: str | None = None
 
@@ -187,9 +210,9 @@ class ProjectionError(Entry):
     num_…: where the source is quantized. largest_scale_change: where scales were rounded.
     """
 
-    relative_error: float | None = None
-    worst_expert: int | None = None
-    worst_relative_error: float | None = None
+    relative_error: float
+    worst_expert: int
+    worst_relative_error: float
     num_experts_requantized: int | None = None
     num_groups: int | None = None
     num_exact_groups: int | None = None
@@ -237,14 +260,14 @@ class ManifestLayer(Entry):
     activation_is_known: bool | None = None
     gated: bool
     top_k: int
-    w13_order: list[str] | None = None
+    w13_order: list[str]
     intermediate_order: str | None = None
     source_dtype: str
     source_format: dict[str, Any]
     source_parts: dict[str, Any]
     conversion: str
     quantization_error: dict[str, ProjectionError]
-    content_sums: dict[str, dict[str, str]] | None = None
+    content_sums: dict[str, dict[str, str]]
     w13: GemmEntry | None = None
     w2: GemmEntry | None = None
 
@@ -281,7 +304,7 @@ class TensorAccounting(Entry):
 class AncestorLayer(Entry):
     """Conversion of an ancestor's layer. weight_schema: if it differs from the artifact's."""
 
-    conversion: str | None = None
+    conversion: str
     weight_schema: dict[str, Any] | None = None
 
 
@@ -290,17 +313,17 @@ class Ancestor(Entry):
     """An artifact that this one comes from, as its own manifest described it; manifest_sha256: of that file."""
 
     manifest_sha256: str
-    hqconv_version: str | None = None
-    humming_kernels_version: str | None = None
-    layout: str | None = None
+    hqconv_version: str
+    humming_kernels_version: str
+    layout: str
     schema_name: str
     weight_schema: dict[str, Any]
-    input_schema: str | None = None
+    input_schema: str
     dtype: str
-    target: str | None = None
+    target: str
     cuda: str | None = None
-    tp: int | None = None
-    ep: int | None = None
+    tp: int
+    ep: int
     round_scales: bool | None = None
     quantizer: str | None = None
     quantizer_version: int | None = None
@@ -416,12 +439,7 @@ class Manifest(Entry):
 
     def _kernel_spec(self, of: Manifest | ManifestLayer, inside: str) -> KernelSpec:
         where = f"{self.path}: {inside}"
-        try:
-            schema = WeightSchema(name=of.schema_name or "", **(of.weight_schema or {}))
-        except (HqconvError, TypeError) as error:
-            key, found = getattr(error, "where", ""), getattr(error, "found", error)
-            where += f"weight_schema{f': {key}' if key else ''}"
-            raise damaged(where, "the fields of a weight schema", found) from error
+        schema = _weight_schema(of.schema_name or "", of.weight_schema or {}, where)
         name, numbers = of.input_schema or "", of.activation_schema
         try:
             if (numbers is None) != (name == A16.name):
@@ -433,6 +451,16 @@ class Manifest(Entry):
             key = getattr(error, "where", "activation_schema").removeprefix("--")
             expected, found = getattr(error, "expected", ""), getattr(error, "found", error)
             raise damaged(f"{where}{key}", expected, found) from error
+
+    def check_ancestors(self) -> None:
+        """Raise VerificationError unless ancestors have schemas and GPUs."""
+        for number, one in enumerate(self.ancestors):
+            where = f"{self.path}: derived_from: {number}: "
+            _weight_schema(one.schema_name, one.weight_schema, where)
+            try:
+                target_of_record(one.target, one.cuda)
+            except RequestError as error:
+                raise damaged(f"{where}target", error.expected, error.found) from error
 
     def errors(self) -> dict[str, dict[str, dict[str, Any]]]:
         """Return layer name → projection → the JSON object of its quantization error."""
@@ -458,6 +486,16 @@ class Manifest(Entry):
         }
         facts = {name: getattr(self, name) for name in shared - {"blocks"}}
         return Ancestor(manifest_sha256=self.sha256, blocks=blocks, **facts)
+
+
+def _weight_schema(name: str, fields: dict[str, Any], where: str) -> WeightSchema:
+    try:
+        return WeightSchema(name=name, **fields)
+    except (HqconvError, TypeError) as error:
+        key, found = getattr(error, "where", ""), getattr(error, "found", error)
+        raise damaged(
+            f"{where}weight_schema{f': {key}' if key else ''}", "the fields of a weight schema", found
+        ) from error
 
 
 # --- reading ------------------------------------------------------------------------------------------------
@@ -487,7 +525,7 @@ def read_manifest(root: Path, *, is_sealed: bool = False, allow_links: bool = Fa
     facts = {"sha256": hashlib.sha256(raw).hexdigest(), "alteration": _alteration(raw, document)}
     manifest = Manifest.from_dict(document, str(path), path=path, **facts)
     _check_size(manifest, len(raw))
-    _check_numbers(manifest)
+    _check_options(manifest)
     _check_layers(manifest)
     _check_files(root, manifest, allow_links=allow_links)
     if is_sealed and manifest.alteration is not None:
@@ -551,25 +589,7 @@ def _check_size(manifest: Manifest, num_bytes: int) -> None:
         raise damaged(manifest.path, expected, f"{num_bytes} bytes")
 
 
-_RANGES = {
-    **dict.fromkeys(("tp", "ep", "num_experts"), (1, MAX_COUNT)),
-    "redundant_experts": (0, MAX_COUNT),
-    **dict.fromkeys(("hidden_size", "intermediate_size", "top_k"), (1, MAX_SIZE)),
-    "layer": (-1, MAX_SIZE),
-    "size_bytes": (0, 1 << 60),
-}
-
-
-def _check_numbers(manifest: Manifest) -> None:
-    """Check the ranges of numbers; `verify` compares them with the artifact's files."""
-    entries: list[tuple[str, Entry]] = [("", manifest)]
-    entries += [(f"blocks: {name}: ", layer) for name, layer in manifest.blocks.items()]
-    entries += [(f"files: {name}: ", file) for name, file in manifest.files.items()]
-    for inside, entry in entries:
-        for key, (least, most) in _RANGES.items():
-            value = getattr(entry, key, None)
-            if value is not None and not least <= value <= most:
-                raise damaged(f"{manifest.path}: {inside}{key}", f"from {least} to {most}", value)
+def _check_options(manifest: Manifest) -> None:
     if manifest.round_scales is False:
         raise damaged(f"{manifest.path}: round_scales", "true, or no such key", "false")
     try:
@@ -603,9 +623,8 @@ def _check_layers(manifest: Manifest) -> None:
         raise damaged(f"{path}: format_version", f"{version}, by its layers", manifest.format_version)
     if overridden and manifest.layout == artifact_names.CHECKPOINT:
         raise damaged(f"{path}: layout", "kernel, where layers differ", manifest.layout)
-    if extra := manifest.tensors.to_dict().keys() - {"converted", "copied", "dropped"}:
-        raise damaged(f"{path}: tensors", "converted, copied and dropped", ", ".join(map(repr, extra))[:80])
     manifest.kernel_spec, manifest.overrides  # noqa: B018 - raise where they cannot be built
+    manifest.check_ancestors()
 
 
 def _check_override(where: str, layer: ManifestLayer, manifest: Manifest) -> None:
@@ -626,9 +645,12 @@ def _check_layer(where: str, layer: ManifestLayer, manifest: Manifest) -> None:
         if layer.gemm(key) is None:
             raise damaged(f"{where}: {key}", "an object", "no such key")
     try:
-        layer.activation_function  # noqa: B018
+        expected = layer.activation_function.to_dict(layer.gated)
     except ValueError as error:
         raise damaged(where, "the activation's numbers", error) from error
+    for key in ("activation", "activation_parameters", "activation_is_known"):
+        if (found := getattr(layer, key)) != expected.get(key):
+            raise damaged(f"{where}: {key}", expected.get(key, "no such key"), found)
 
 
 def is_path_inside(path: str) -> bool:
@@ -667,19 +689,14 @@ def _check_files(root: Path, manifest: Manifest, *, allow_links: bool) -> None:
 
 
 def _alteration(raw: bytes, document: Mapping[str, Any]) -> Alteration | None:
-    """Compare a manifest's bytes with its own digest; one without a digest must end with the accounting of tensors."""
-    if _DIGEST not in document:
-        last = next(reversed(list(document)), "")
-        expected = f"{_DIGEST}, or {_LAST} in one without"
-        what = "The manifest does not end as one does."
-        return None if last == _LAST else Alteration(what, expected, repr(last)[:80])
+    """Compare a manifest's bytes with its own digest."""
     body, key, rest = raw.rpartition(_DIGEST_FIELD)
     is_end = key and rest.endswith(b'"' + _END) and len(rest) == 2 * hashlib.sha256().digest_size + 1 + len(_END)
     found = hashlib.sha256(body).hexdigest() if is_end else "another end of the file"
-    if document[_DIGEST] == found:
+    if document.get(_DIGEST) == found:
         return None
     what = "The manifest's bytes are not those that its digest was made of."
-    return Alteration(what, f"sha256 {str(document[_DIGEST])[:80]}, as the manifest's last field", found)
+    return Alteration(what, f"sha256 {str(document.get(_DIGEST))[:80]}, as the manifest's last field", found)
 
 
 def sealed(document: Mapping[str, Any]) -> bytes:

@@ -307,8 +307,12 @@ def check_card(root: Path) -> None:
     """Raise RequestError unless the artifact has a model card that may be written."""
     path = root / CARD
     if path.is_symlink() or not path.is_file():
-        what, remedy = "The artifact has no model card to write to.", "Leave out --write-card."
-        raise RequestError(what, where=str(path), expected="a regular file", remedy=remedy)
+        raise RequestError(
+            "The artifact has no model card to write to.",
+            where=str(path),
+            expected="a regular file",
+            remedy="Leave out --write-card.",
+        )
 
 
 def _section(document: Mapping[str, Any]) -> bytes:

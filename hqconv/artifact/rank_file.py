@@ -59,7 +59,7 @@ class RankFile:
         return {
             name.removeprefix(prefix): ref
             for name, ref in self.tensors.items()
-            if name.startswith(prefix) and not names.is_input_scale(name)
+            if name.startswith(prefix) and name.removeprefix(prefix) not in STATIC_SCALES.values()
         }
 
     def form(self, gemm: str, spec: KernelSpec, entry: GemmEntry) -> LayoutForm:
@@ -77,7 +77,7 @@ class RankFile:
 
         config, found = self.configs[gemm], self.tensors_of(gemm)
         facts = {**config_entries(spec), **entry.sizes, "has_bias": "bias" in found, "num_experts": num_experts}
-        if wrong := [key for key in facts if config.get(key) != facts[key]]:
+        if wrong := [key for key in facts if json.dumps(config.get(key)) != json.dumps(facts[key])]:  # 4.0 is not 4
             what = "A layer config describes another format than the manifest."
             texts = [", ".join(f"{key} {of.get(key)}" for key in wrong) for of in (facts, config)]
             yield Finding(f"{self.name}, metadata {gemm}", what, *texts)

@@ -84,8 +84,12 @@ class Artifact:
         try:
             self._descriptors.close()
         except CloseError as error:
-            what, where = "A file of the artifact cannot be closed.", str(self.root / error.key)
-            raise VerificationError(what, where=where, found=error.strerror, remedy=_SEE_DISK) from error
+            raise VerificationError(
+                "A file of the artifact cannot be closed.",
+                where=str(self.root / error.key),
+                found=error.strerror,
+                remedy=_SEE_DISK,
+            ) from error
 
     def header(self, path: str) -> Header:
         """Return tensors and metadata of one file of the artifact, read once.
@@ -177,8 +181,12 @@ class Artifact:
         """The family whose names the experts have. Raises VerificationError for an unknown one."""
         known = {family.name: family for family in FAMILIES if family.modules}
         if self.manifest.family not in known:
-            what, found = "The manifest names a family that is not known.", self.manifest.family
-            raise VerificationError(what, where=f"{names.MANIFEST}: family", expected=", ".join(known), found=found)
+            raise VerificationError(
+                "The manifest names a family that is not known.",
+                where=f"{names.MANIFEST}: family",
+                expected=", ".join(known),
+                found=self.manifest.family,
+            )
         return known[self.manifest.family]
 
     @property
@@ -375,8 +383,12 @@ class Artifact:
             return None
         if (ref.dtype, ref.shape) != ("F32", (1,)):
             found = f"{ref.dtype} {list(ref.shape)}"
-            what, where = "An activation scale is not one number.", f"{path}, tensor {name}"
-            raise VerificationError(what, where=where, expected="F32 [1]", found=found)
+            raise VerificationError(
+                "An activation scale is not one number.",
+                where=f"{path}, tensor {name}",
+                expected="F32 [1]",
+                found=found,
+            )
         import numpy as np
 
         return float(self._read_bits(path, ref).view(np.float32)[0])

@@ -333,7 +333,25 @@ def load_schema(path: Path) -> WeightSchema:
     if re.fullmatch(r"int[1-8]", document["b_dtype"]):
         document["b_dtype"] = "u" + document["b_dtype"]
     document.setdefault("weight_scale_type", _implied_scale_type(document))
-    return WeightSchema(name=unicode_name(path.stem), **document)
+    schema = WeightSchema(name=unicode_name(path.stem), **document)
+    if is_misnamed(schema):
+        raise RequestError(
+            "The schema file has the name of a preset or shorthand, and another schema.",
+            where=str(path),
+            expected=f"another file name, or the fields of {schema.name}",
+            found=schema.describe(),
+            remedy="Rename the file: an artifact records its schema by this name.",
+        )
+    return schema
+
+
+def is_misnamed(schema: WeightSchema) -> bool:
+    """Return whether the preset or shorthand of a schema's name is another schema."""
+    try:
+        named = _named(schema.name)
+    except RequestError:  # no schema at all
+        return True
+    return named is not None and named != schema
 
 
 def _implied_scale_type(document: dict[str, Any]) -> str:

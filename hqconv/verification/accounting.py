@@ -25,7 +25,6 @@ _FACTS = {
     "intermediate_size": "intermediate_size",
     "gated": "gated",
     "top_k": "top_k",
-    "source_dtype": "dtype",
 }
 Placed = tuple[str, TensorRef]  # file of the artifact, and the position in it
 
@@ -141,14 +140,19 @@ def as_converted(artifact: Artifact, experts: ExpertMap, order: Iterable[str]) -
     return experts.with_input_scales({name for name in artifact.layers if is_static(artifact, name)})
 
 
-def compare_layers(artifact: Artifact, experts: ExpertMap, origin: str, result: CheckResult) -> None:
-    """Compare the manifest's layers with the layers of a mapping, fact by fact."""
+def compare_layers(
+    artifact: Artifact, experts: ExpertMap, origin: str, result: CheckResult, *, is_own: bool = True
+) -> None:
+    """Compare the manifest's layers with the layers of a mapping, fact by fact.
+
+    is_own: they are of the artifact's own source; of an ancestor's, formats and tensors are others.
+    """
     manifest = artifact.manifest
     if manifest.family != experts.family:
         found = manifest.family
         result.add(f"{names.MANIFEST}: family", f"The family is not that of {origin}.", experts.family, found)
     # Another version may phrase this differently.
-    because, is_ours = manifest.family_chosen_because, manifest.hqconv_version == __version__
+    because, is_ours = manifest.family_chosen_because, is_own and manifest.hqconv_version == __version__
     if is_ours and because != experts.chosen_because:
         what = f"Why the family was chosen is not what {origin} say."
         result.add(f"{names.MANIFEST}: family_chosen_because", what, experts.chosen_because, because)
@@ -164,17 +168,19 @@ def compare_layers(artifact: Artifact, experts: ExpertMap, origin: str, result: 
                 f"layer {name}", f"An MoE layer of {origin} is missing in the artifact.", expected, "no such layer"
             )
             continue
-        facts = _facts(layer, artifact)
-        ours = {key: getattr(entry, key) for key in facts}
-        ours |= entry.activation_function.to_dict(entry.gated)
+        facts = _facts(layer, artifact, is_own=is_own)
         facts |= layer.activation.to_dict(layer.gated)
+        ours = {key: value for key, value in entry.to_dict().items() if key in facts or key.startswith("activation_is")}
         what = f"A layer's fact is not that of {origin}."
         compare_dicts(f"{names.MANIFEST}: {name}", what, facts, ours, result)
 
 
-def _facts(layer: MoeLayer, artifact: Artifact) -> dict[str, Any]:
+def _facts(layer: MoeLayer, artifact: Artifact, *, is_own: bool) -> dict[str, Any]:
     """Manifest entries that follow from a mapped layer."""
     facts = {key: getattr(layer, attribute) for key, attribute in _FACTS.items()}
+    if not is_own:
+        return facts
+    facts["source_dtype"] = layer.dtype
     facts["source_format"] = layer.format.to_dict()
     facts["source_parts"] = layer.parts_to_dict()
     with suppress(VerificationError):  # reported already

@@ -6,22 +6,24 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hqconv import __version__
-from hqconv.artifact.manifest import Ancestor, Manifest, ManifestSource, SourceFileEntry
+from hqconv.artifact.manifest import Ancestor, FileEntry, Manifest, ManifestSource, SourceFileEntry, read_manifest
 from hqconv.artifact.model_card import card_bytes
 from hqconv.artifact.reader import Artifact
-from hqconv.errors import HqconvError, NetworkError, plural
+from hqconv.errors import HqconvError, NetworkError, differences, plural
 from hqconv.formats.source_format import DIRECT
 from hqconv.io.file_access import sha256_of
 from hqconv.models.expert_map import ExpertMap
-from hqconv.models.source_protocol import MADE, Source
+from hqconv.models.source_protocol import MADE, NOT_MADE, Source
 from hqconv.planning.importance import Importance
 from hqconv.planning.layer_encoding import EncodingOptions, quantizer_version
+from hqconv.planning.notices import request_warnings, source_warnings
 from hqconv.schemas import artifact_names as names
+from hqconv.schemas.model_config import attention_heads
 from hqconv.schemas.options import QUANTIZERS, RTN
 from hqconv.schemas.tensors import TensorRef
 from hqconv.verification.accounting import Placed, as_converted, compare_layers
@@ -47,9 +49,15 @@ def check_source(
         what = f"The source cannot be mapped: {error.what}"
         result.add(f"source: {error.where}", what, error.expected, error.found)
         return
+    compare_layers(artifact, experts, "the source", result, is_own=lineage.is_own)
     if lineage.is_own:
-        compare_layers(artifact, experts, "the source", result)
-        _check_card(artifact, source, result)
+        _check_ancestors(artifact, source, result)
+        if artifact.manifest.hqconv_version == __version__:
+            _check_warnings(artifact, experts, source, result)
+            _check_card(artifact, source, result)
+        else:
+            made_by = f"hqconv {artifact.manifest.hqconv_version} made the artifact"
+            result.notes.append(f"{made_by}: its warnings and model card were not compared")
     else:
         result.notes.append(f"the source is that of the artifact {plural(len(lineage.between), 'step')} before")
     _compare_accounting(artifact, experts, result, is_own=lineage.is_own)
@@ -87,17 +95,50 @@ def _check_made(artifact: Artifact, source: Source, result: CheckResult) -> None
 def _check_card(artifact: Artifact, source: Source, result: CheckResult) -> None:
     """Check that the model card is made of the manifest's text and the source's card."""
     manifest, card = artifact.manifest, source.loose.card
-    if manifest.hqconv_version != __version__ or names.CARD not in manifest.files:  # another version's text
+    if names.CARD not in manifest.files:
         return
-    found = manifest.files[names.CARD].sha256
+    found = manifest.files[names.CARD]
     where = f"{names.MANIFEST}: files: {names.CARD}"
     try:
         made = card_bytes(manifest, card, is_artifact=source.guard.is_held)
     except (ArithmeticError, ValueError) as error:
         result.add(where, "No model card can be made of the manifest.", "", type(error).__name__)
         return
-    if found != (expected := hashlib.sha256(made).hexdigest()):
-        result.add(where, "The model card is not of this manifest and the source's card.", f"sha256 {expected}", found)
+    expected = FileEntry(size_bytes=len(made), sha256=hashlib.sha256(made).hexdigest())
+    if found != expected:
+        what = "The model card is not of this manifest and the source's card."
+        result.add(where, what, *(f"sha256 {one.sha256}, {one.size_bytes} bytes" for one in (expected, found)))
+
+
+def _check_ancestors(artifact: Artifact, source: Source, result: CheckResult) -> None:
+    """Check that `derived_from` is what the source's manifest says: nothing, where it is no artifact."""
+    expected: list[Ancestor] = []
+    if source.guard.is_held:
+        parent = read_manifest(source.root, is_sealed=True)
+        expected = [parent.as_ancestor(), *parent.ancestors]
+    if (found := list(artifact.manifest.ancestors)) != expected:
+        where, texts = f"{names.MANIFEST}: derived_from", ([one.to_dict() for one in of] for of in (expected, found))
+        result.add(
+            where, "The artifact does not come from the artifacts that its manifest names.", *differences(*texts)
+        )
+
+
+def _check_warnings(artifact: Artifact, experts: ExpertMap, source: Source, result: CheckResult) -> None:
+    """Check that the manifest has the warnings of this request and source, and no others of ours.
+
+    What is left out may lie beside the source today and not then; the tokenizer's remark depends on the machine.
+    """
+    spec = artifact.spec
+    spec = replace(spec, encoding=replace(spec.encoding, importance=artifact.importance))
+    expected = request_warnings(experts, spec, attention_heads(source.config))
+    known = (*expected, *source_warnings(source))
+    found = artifact.manifest.warnings or []
+    kept = [text for text in found if text in expected]
+    others = [text for text in found if text not in known and not text.startswith((MADE, NOT_MADE))]
+    others = [text for text in others if " left out: " not in text]
+    if kept != list(expected) or others:
+        what = "The warnings are not those of this conversion."
+        result.add(f"{names.MANIFEST}: warnings", what, list(expected), [*kept, *others])
 
 
 def other_source(recorded: ManifestSource, source: Source) -> Finding | None:
@@ -122,8 +163,8 @@ def _check_identity(recorded: ManifestSource, source: Source, pool: ThreadPoolEx
             result.add(f"{where}: name", what, recorded.name, source.repo_id)
         if recorded.revision != source.revision:
             result.add(f"{where}: revision", what, recorded.revision, source.revision)
-    if recorded.quantization_config != source.quantization:
-        texts = [json.dumps(one) for one in (source.quantization, recorded.quantization_config)]
+    texts = [json.dumps(one, sort_keys=True) for one in (source.quantization, recorded.quantization_config)]
+    if texts[0] != texts[1]:
         result.add(f"{where}: quantization_config", what, *texts)
     if recorded.index_sha256 != source.index_sha256:
         result.add(f"{where}: index_sha256", what, recorded.index_sha256, source.index_sha256)
@@ -175,11 +216,14 @@ def _compare_accounting(artifact: Artifact, experts: ExpertMap, result: CheckRes
     for kind in ("converted", "copied", "dropped"):
         what = f"{names.MANIFEST}: tensors: {kind} (against the source)"
         compare_names(what, "tensor", getattr(tensors, kind), getattr(experts, kind), result)
-    for name, layer in experts.converted.items():
-        found = tensors.converted.get(name, layer)
-        if found != layer:
-            where = f"{names.MANIFEST}: tensors: converted, tensor {name}"
-            result.add(where, "A tensor was converted for another layer.", layer, found)
+    is_ours = artifact.manifest.hqconv_version == __version__  # another version may phrase reasons differently
+    for kind, what, expected, recorded in (
+        ("converted", "A tensor was converted for another layer.", experts.converted, tensors.converted),
+        ("dropped", "A tensor was dropped for another reason.", experts.dropped if is_ours else {}, tensors.dropped),
+    ):
+        for name, value in expected.items():
+            if (found := recorded.get(name, value)) != value:
+                result.add(f"{names.MANIFEST}: tensors: {kind}, tensor {name}", what, value, found)
 
 
 def _compare_copied(

@@ -111,14 +111,12 @@ _CHUNK_ROWS = 256  # of a copied tensor, read at a time
 
 def check_copied(
     artifact: Artifact, copied: Mapping[str, tuple[str, TensorRef]], pool: ThreadPoolExecutor, result: CheckResult
-) -> bool:
-    """Compare the copied tensors (name → file and position) with the conversion's sums; False where it recorded none.
+) -> None:
+    """Compare the copied tensors (name → file and position) with the conversion's sums.
 
     Files that are not on this machine are left out, with a note.
     """
-    recorded = artifact.manifest.content_sums
-    if recorded is None:
-        return not copied
+    recorded = artifact.manifest.content_sums or {}
     compare_names(f"{names.MANIFEST}: {SUMS}", "tensor", recorded, copied, result)
     here = {name: one for name, one in copied.items() if name in recorded and not artifact.is_proven_by_hub(one[0])}
     if len(here) < len(recorded.keys() & copied.keys()):
@@ -131,7 +129,6 @@ def check_copied(
             because = "" if owner is None else f": the tensor {owner}"
             what = "A copied tensor is not the one that the conversion read."
             result.add(f"{here[name][0]}, tensor {name}", what, recorded[name], f"{total}{because}")
-    return True
 
 
 def _copied_sum(artifact: Artifact, path: str, ref: TensorRef) -> str:
@@ -168,17 +165,12 @@ def _sum_matrix(words_RW, rows_R, columns_W):  # type: ignore[no-untyped-def]
 # --- a layer -----------------------------------------------------------------------------------------------
 
 
-def has_sums(artifact: Artifact, layer: str) -> bool:
-    """True if a layer's recorded sums can be recomputed: older artifacts have none, fused exponents change codes."""
-    return artifact.layers[layer].content_sums is not None and not is_folded(artifact, layer)
-
-
 def against(artifact: Artifact, layers: Sequence[MoeLayer], source: object | None) -> str:
     """Note for the report: the reference that the layers are compared with."""
     if source is not None:
         return "compared with the source"
-    count = sum(has_sums(artifact, layer.name) for layer in layers)
-    if not count:
+    count = sum(not is_folded(artifact, layer.name) for layer in layers)
+    if not count:  # fused exponents change codes
         return "decoded; without a source no value can be wrong"
     return f"decoded, {'all' if count == len(layers) else count} held to the conversion's content sums"
 
@@ -186,10 +178,10 @@ def against(artifact: Artifact, layers: Sequence[MoeLayer], source: object | Non
 def check_content(artifact: Artifact, layer: str, found: Sequence[Mapping[str, Totals]], result: CheckResult) -> None:
     """Compare a layer's sums with the manifest's; `found`: by expert and role. Adds nothing if a sum is missing."""
     roles = sorted({role for one in found for role in one})
-    if not has_sums(artifact, layer) or any(one.keys() != set(roles) for one in found):
+    if is_folded(artifact, layer) or any(one.keys() != set(roles) for one in found):
         return
     recorded = artifact.layers[layer].content_sums
-    if recorded is None or sorted(recorded) != roles:
+    if sorted(recorded) != roles:
         _add(result, f"{names.MANIFEST}: {layer}: {SUMS}", roles, str(recorded)[:80])
         return
     for role in roles:

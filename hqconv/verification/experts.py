@@ -71,11 +71,15 @@ class Outcome:
 
 @dataclass(frozen=True, eq=False)
 class Original:
-    """A layer of the source, and the encoding that turns it into the artifact's layer."""
+    """A layer of the source, and the encoding that turns it into the artifact's layer.
+
+    is_comparable: False for the source of an ancestor with other codes: only errors are measured.
+    """
 
     source: Source
     layer: MoeLayer
     encoding: LayerEncoding
+    is_comparable: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,6 +108,11 @@ class LayerCheck:
         self.reader = ExpertReader(artifact, layer, self._note) if is_kernel else None
         self.folding = self._folding()
         self.misread = misread_code(artifact, layer.name)
+
+    @property
+    def is_compared(self) -> bool:
+        """True if codes must be those of the source, quantized."""
+        return self.original is not None and self.original.is_comparable
 
     def _folding(self) -> FusedExponents | None:
         """Fusion of exponents into codes; None without good headers, since nothing is compared then."""
@@ -136,7 +145,7 @@ class LayerCheck:
             outcome.content |= measured.content
             outcome.expected |= measured.expected
             if measured.is_wrong:
-                self._name(gemm, expert, found, expected, outcome)
+                self._name(gemm, expert, found, expected if self.is_compared else None, outcome)
         return outcome
 
     def _read(self, gemm: str, expert: int, outcome: Outcome) -> dict[str, DecodedStack]:
@@ -212,7 +221,8 @@ class LayerCheck:
         columns, totals = [], {}
         for role, stack in found.items():
             weights = None if expected is None else expected.weights[role]
-            wrong = stack.wrong if expected is None else differs(stack, expected.stacks[role])
+            is_alone = expected is None or not self.is_compared
+            wrong = stack.wrong if is_alone or expected is None else differs(stack, expected.stacks[role])
             columns += [
                 measure(stack, weights, self.schema, self.artifact.param_dtype, self.misread),
                 wrong.double().unsqueeze(1),

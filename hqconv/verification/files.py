@@ -5,6 +5,7 @@ Expected files and tensors are recomputed from the manifest's facts, whoever wro
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -12,17 +13,23 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from hqconv import __version__
+from hqconv.artifact.manifest import Manifest, ManifestLayer, sealed
 from hqconv.artifact.model_card import is_own_card, is_own_sums
 from hqconv.artifact.reader import Artifact, Header
 from hqconv.conversion.stages import Meter
-from hqconv.errors import HqconvError, VerificationError, plural
+from hqconv.errors import HqconvError, VerificationError, differences, plural
 from hqconv.io.checkpoint_files import WEIGHT_FOLDERS, WEIGHT_SUFFIXES
 from hqconv.io.pipeline import stop_threads
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.engine import ENGINE
+from hqconv.schemas.input_schema import NAMED_INPUTS
+from hqconv.schemas.kernel_spec import KernelSpec
 from hqconv.schemas.options import GPTQ
+from hqconv.schemas.untrusted_files import parse_json
+from hqconv.schemas.weight_schema import is_misnamed
 from hqconv.verification.accounting import Placed, check_accounting
 from hqconv.verification.against_source import check_source
 from hqconv.verification.content_sums import check_copied
@@ -63,9 +70,9 @@ def check_files(artifact: Artifact, source: Source | None, num_threads: int, met
         config = _check_config(artifact, source, result)
         check_accounting(artifact, layers, copied, config if source is None else None, result)
         if source is None:
-            has_sums = check_copied(artifact, copied, pool, result)
-            held = "copied tensors have the conversion's content sums; they" if has_sums else "copied tensors"
-            result.notes.append(f"{held} and copied files were not compared with the source: it was not given")
+            check_copied(artifact, copied, pool, result)
+            what = "copied tensors have the conversion's content sums; they and copied files"
+            result.notes.append(f"{what} were not compared with the source: it was not given")
         else:
             check_source(artifact, source, copied, pool, result)
             if not result.findings:  # the comparison with the source names faults better
@@ -143,10 +150,6 @@ def _layers(artifact: Artifact, result: CheckResult) -> dict[str, MoeLayer]:
             layers[name] = artifact.moe_layer(name)
         except VerificationError as error:
             result.add_error(error)
-    if layers:
-        what, fields = "The manifest does not spell out its schema.", artifact.schema.humming_fields()
-        where = f"{names.MANIFEST}: weight_schema"
-        compare_dicts(where, what, fields, artifact.manifest.weight_schema, result)
     return layers
 
 
@@ -295,32 +298,57 @@ def _note_edited(artifact: Artifact, result: CheckResult) -> None:
 
 
 def check_manifest(artifact: Artifact, result: CheckResult) -> None:
-    """Check the manifest: its digest, no stray weights in its list, and worst experts that exist."""
+    """Check the manifest: digest and bytes, the list of files, names of schemas, worst experts that exist."""
     _check_digest(artifact, result)
     _check_listed(artifact, result)
+    _check_schemas(artifact, result)
     for name, layer in artifact.manifest.blocks.items():
         for role, error in layer.quantization_error.items():
             worst = error.worst_expert
-            if worst is None or not 0 <= worst < layer.num_experts:
+            if worst >= layer.num_experts:
                 where = f"{names.MANIFEST}: {name}: quantization_error: {role}: worst_expert"
-                result.add(where, "The worst expert is none of the layer's.", "one of them", repr(worst)[:80])
+                result.add(where, "The worst expert is none of the layer's.", "one of them", worst)
 
 
 def _check_digest(artifact: Artifact, result: CheckResult) -> None:
-    """Check the manifest's digest; older manifests have none."""
-    if artifact.manifest.alteration is not None:
-        result.add(f"{names.MANIFEST}: digest", *artifact.manifest.alteration)
-    elif artifact.manifest.digest is None:
-        result.notes.append(
-            "the manifest has no digest of itself, as of an older hqconv: words that nothing else tells may differ"
-        )
+    """Check the manifest's digest, and that its bytes are those that its values have in a manifest of this hqconv."""
+    manifest = artifact.manifest
+    if manifest.alteration is not None:
+        result.add(f"{names.MANIFEST}: digest", *manifest.alteration)
+        return
+    raw, expected = manifest.path.read_bytes(), manifest.to_dict()
+    if raw != sealed(expected):
+        what = f"The manifest has keys or a form that hqconv {__version__} does not write."
+        result.add(names.MANIFEST, what, *differences(expected, parse_json(raw)))
 
 
 def _check_listed(artifact: Artifact, result: CheckResult) -> None:
-    """Check that weights are only in shards, rank files (checked with the layers) and the importance file."""
+    """Check that the model card is listed, and weights only in shards, rank files and the importance file."""
+    if names.CARD not in artifact.manifest.files:
+        result.add(names.CARD, "The manifest does not list the model card.", "listed", "not listed")
     for path in artifact.manifest.files:
         is_weights = path.endswith((*WEIGHT_SUFFIXES, ".index.json")) or path.split("/")[0] in WEIGHT_FOLDERS
         is_own = path in (names.INDEX, names.IMPORTANCE) or artifact.is_shard(path)
         is_ranks = artifact.manifest.is_kernel and "/" in path and path.endswith(".safetensors")
         if is_weights and not (is_own or is_ranks):
             result.add(path, "The manifest lists weights where no artifact has any.", "not listed", "listed")
+
+
+def _check_schemas(artifact: Artifact, result: CheckResult) -> None:
+    """Check that schemas have all their fields, and those with a name of ours the fields of that name."""
+    manifest, layers = artifact.manifest, artifact.layers
+    own: list[tuple[str, Manifest | ManifestLayer, KernelSpec]] = [("", manifest, manifest.kernel_spec)]
+    own += [(f"{name}: ", layers[name], spec) for name, spec in manifest.overrides.items()]
+    for inside, entry, spec in own:
+        where, what = f"{names.MANIFEST}: {inside}", "The manifest does not spell out its schema."
+        compare_dicts(f"{where}weight_schema", what, spec.schema.humming_fields(), entry.weight_schema, result)
+        if entry.activation_schema is not None:
+            fields = spec.inputs.humming_fields()
+            compare_dicts(f"{where}activation_schema", what, fields, entry.activation_schema, result)
+        if is_misnamed(spec.schema):
+            what, name = "The schema is not the one of this name.", spec.schema.name
+            result.add(f"{where}schema_name", what, f"the fields of {name}, or another name", spec.schema.describe())
+        if NAMED_INPUTS.get(spec.inputs.name, spec.inputs) != spec.inputs:
+            what, name = "The activations are not those of this name.", spec.inputs.name
+            texts = (json.dumps(one.humming_fields()) for one in (NAMED_INPUTS[name], spec.inputs))
+            result.add(f"{where}input_schema", what, *texts)

@@ -71,13 +71,16 @@ def _check_rank_file(
 ) -> None:
     spec, num_local = artifact.kernel_spec_of(layer.name), len(artifact.grid.local_experts(layer.num_experts, rank[1]))
     path = names.rank_file(layer.name, *rank)
-    if (found := artifact.header(path)[1].get("format")) != "pt":
-        result.add(path, "The file's metadata does not name its format.", "pt", found)
     try:
         file = artifact.rank_file(layer.name, *rank)
     except VerificationError as error:
         result.add_error(error)
         return
+    metadata = {key: value for key, value in artifact.header(path)[1].items() if key not in names.GEMMS}
+    expected_metadata = {"format": "pt", "rank": names.rank_name(*rank)}
+    compare_dicts(
+        f"{path}: metadata", "The file's metadata are not a conversion's.", expected_metadata, metadata, result
+    )
     for gemm in names.GEMMS:
         entry = artifact.layers[layer.name].gemm(gemm)
         findings = [] if entry is None else list(file.findings(gemm, spec, entry, num_local))

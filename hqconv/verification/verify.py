@@ -228,7 +228,7 @@ def _weights_device(wanted: torch.device | None) -> torch.device | None:
 
 
 def _weights(artifact: Artifact, source: Source | None, options: VerifyOptions) -> CheckResult:
-    """Run the `weights` check if the artifact's codes are comparable with the source's."""
+    """Run the `weights` check; asked for by name, the artifact's codes must be comparable with the source's."""
     obstacle = "" if source is None else Lineage.of(artifact, source).why_not_comparable(artifact)
     if obstacle and options.checks and "weights" in options.checks:
         raise RequestError(
@@ -237,11 +237,9 @@ def _weights(artifact: Artifact, source: Source | None, options: VerifyOptions) 
             found=obstacle,
             remedy="Verify it against the artifact that it was made from, or leave the check out.",
         )
-    if obstacle:
-        return CheckResult("weights", skipped=obstacle)
     limits = (options.layers, options.num_threads, options.max_memory_bytes)
-    meter = _meter("weights", artifact, options)
-    return check_weights(artifact, source, *limits, _weights_device(options.device), meter, options.cache)
+    meter, device = _meter("weights", artifact, options), _weights_device(options.device)
+    return check_weights(artifact, source, *limits, device, meter, options.cache)
 
 
 def _kernel(

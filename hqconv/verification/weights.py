@@ -22,7 +22,7 @@ from hqconv.errors import HqconvError, RequestError, VerificationError, plural
 from hqconv.io.pipeline import pipeline
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
-from hqconv.planning.layer_encoding import encoding_of
+from hqconv.planning.layer_encoding import EncodingOptions, encoding_of
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.grid import stored_size
@@ -36,6 +36,7 @@ from hqconv.verification.fused_exponents import folding_bytes
 from hqconv.verification.rank_headers import check_source_scales
 from hqconv.verification.result import NO_EXPERT, CheckResult, Finding
 
+_LEAST_COSINE = 0.5  # of weights that were quantized twice; 1 bit alone has 0.8
 _THREADS: dict[str, Any] = {"begin_thread": partial(torch.set_num_threads, 1), "name": "hqconv-verify"}
 
 
@@ -58,6 +59,7 @@ def check_weights(
     weights. Raises RequestError if not even one expert fits into `max_memory_bytes`; every other fault is a finding.
     """
     result = CheckResult("weights")
+    obstacle = "" if source is None else Lineage.of(artifact, source).why_not_comparable(artifact)
     layers = _layers(artifact, indices, result)
     sources = _source_layers(artifact, source, result)
     for name in sorted((sources or {}).keys() - artifact.layers.keys() - set(artifact.left)) if indices is None else ():
@@ -84,6 +86,7 @@ def check_weights(
             for layer in layers:
                 if sources is not None and source is not None and layer.name in sources:
                     fetched.wait_for(layer.name)
+                if sources is not None and source is not None and not obstacle:
                     check_source_scales(artifact, [layer], source, sources, result)
                 yield _layer_check(artifact, layer, source, sources, shards)
 
@@ -101,7 +104,8 @@ def check_weights(
         _name_other_source(artifact, source, num_experts, num_wrong, result)
     result.notes += [_note(batches, num_again, num_experts), *_misread_notes(result)]
     looked_at = f"{len(layers)} of {plural(len(artifact.layers), 'layer')}"
-    result.notes.insert(0, f"{looked_at} {against(artifact, layers, source)}")
+    result.notes.insert(0, f"{looked_at} {against(artifact, layers, None if obstacle else source)}")
+    result.notes += [f"not compared with the source, whose codes are others: {obstacle}"] * bool(obstacle)
     return result
 
 
@@ -241,6 +245,9 @@ def _original(
         findings.append(Finding(f"layer {layer.name}", "The source has no such layer.", *described))
         return None
     spec, lineage = artifact.spec, Lineage.of(artifact, source)
+    if lineage.why_not_comparable(artifact):
+        plain = encoding_of(found, artifact.schema_of(layer.name), spec.param_dtype, EncodingOptions())
+        return Original(source, found, plain, is_comparable=False)
     try:
         importance = artifact.importance if lineage.is_own else None
         if importance is not None:
@@ -290,7 +297,7 @@ def _conclude(check: LayerCheck, outcomes: Sequence[Outcome], result: CheckResul
     for finding in (*check.findings, *(f for outcome in outcomes for f in outcome.findings)):
         result.add(finding.where, finding.what, finding.expected, finding.found)
     is_good = not check.findings and not any(outcome.findings for outcome in outcomes)
-    if check.original is None or is_good:  # the comparison with the source names faults better
+    if not check.is_compared or is_good:  # the comparison with the source names faults better
         check_content(check.artifact, check.layer.name, [one.content for one in outcomes], result)
     _name_swapped(check.layer, outcomes, result)
     figures = {
@@ -303,6 +310,11 @@ def _conclude(check: LayerCheck, outcomes: Sequence[Outcome], result: CheckResul
             for role, of_role in figures.items()
             if len(of_role) == check.layer.num_experts  # otherwise experts cannot be identified
         }
+    if check.original is not None and not check.is_compared:
+        for role, one in result.measured[check.layer.name].items():
+            if not (one["cosine"] or 0.0) >= _LEAST_COSINE:
+                where, what = f"layer {check.layer.name}, {role}", "The weights are not the source's in any format."
+                result.add(where, what, f"cosine >= {_LEAST_COSINE}", one["cosine"])
     if check.original is not None and Lineage.of(check.artifact, check.original.source).is_own:
         recorded = check.artifact.layers[check.layer.name].quantization_error
         check_recorded(check.layer, recorded, figures, not check.layer.format.is_float, result)

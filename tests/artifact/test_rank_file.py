@@ -123,6 +123,7 @@ def relabel(header: dict[str, Any]) -> None:
     header[f"{FIRST}.w2_weight"]["dtype"] = "F32"
 
 
+EMPTY = {"data_offsets": [0, 0]}
 HEADERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no LayerConfigs": (lambda header: header.pop("__metadata__"), "another rank"),
     "no LayerConfig of w2": (lambda header: header["__metadata__"].pop("w2"), "layer config for w2"),
@@ -133,6 +134,7 @@ HEADERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "another K": (config(shape_k=256), "shape_k 128"),
     "no padding": (config(pad_shape_n=None), "pad_shape_n 0"),
     "other experts": (config(num_experts=2), "num_experts 3(.|\\n)*num_experts 2"),
+    "experts of another type": (config(num_experts=3.0), "expected: num_experts 3\n(.|\\n)*num_experts 3.0"),
     "no experts": (config(num_experts=None), "num_experts 3(.|\\n)*num_experts None"),
     "quantized activations": (config(a_dtype="float8e4m3"), "expected: a_dtype bfloat16"),
     "a mode of quantizing": (config(input_quant_mode="dynamic_token"), "expected: input_quant_mode none"),
@@ -153,6 +155,10 @@ HEADERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a tensor of nobody": (rename("w2_weight", "w2_weight"), "found: w2_weight"),
     "a tensor of another GEMM": (rename("w2_weight", f"{FIRST}.w1_weight"), "found: .*w1_weight"),
     "a tensor of one expert": (rename("w2_weight", f"{FIRST}.0.w2_weight"), r"found: .*experts\.0\.w2_weight"),
+    "a scale of nobody": (
+        lambda header: header.update({f"{FIRST}.w13_more_input_scale": {**EMPTY, "dtype": "F32", "shape": [0]}}),
+        "tensor that its layer config does not ask for(.|\\n)*w13_more_input_scale",
+    ),
     "no weight": (rename("w2_weight", f"{FIRST}.w2_other"), "tensor is missing(.|\\n)*w2_weight|w2_other"),
 }
 

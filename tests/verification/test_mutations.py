@@ -276,60 +276,6 @@ def test_an_altered_copied_tensor(copy: Damaged) -> None:
     assert weights.findings == []
 
 
-EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "size": (lambda w: w["files"]["config.json"].update(size_bytes=1), "config.json"),
-    "sha256": (lambda w: w["files"]["config.json"].update(sha256="0" * 64), "config.json"),
-    "tp": (lambda w: w.update(tp=1), "tp1-ep0"),
-    "tp up": (lambda w: w.update(tp=4), "intermediate size"),
-    "tp absurd": (lambda w: w.update(tp=10**9), "hqconv.json: tp"),
-    "ep": (lambda w: w.update(ep=1), "tp0-ep1"),
-    "placement": (lambda w: w.update(expert_placement="random"), "expert_placement"),
-    "redundant": (lambda w: w.update(redundant_experts=2), "metadata w13"),
-    "schema": (lambda w: w["weight_schema"].update(weight_scale_group_size=16), "metadata w13"),
-    "no schema": (lambda w: w["weight_schema"].update(b_dtype="uint99"), "b_dtype"),
-    "dtype": (lambda w: w.update(dtype="float16"), "metadata w13"),
-    "target": (lambda w: w.update(target="sm80"), "target"),
-    "layout": (lambda w: w.update(layout="checkpoint"), "tp, ep"),
-    "family": (lambda w: w.update(family="mixtral"), "hqconv.json: family"),
-    "no family": (lambda w: w.update(family="none"), "family"),
-    "top_k": (lambda w: w["blocks"][LAYER].update(top_k=3), f"{LAYER}: top_k"),
-    "gated": (lambda w: w["blocks"][LAYER].update(gated=False), f"{LAYER}: gated"),
-    "order": (lambda w: w["blocks"][LAYER].update(w13_order=["up", "gate"]), "w13_order"),
-    "experts": (lambda w: w["blocks"][LAYER].update(num_experts=5), "num_experts"),
-    "no experts": (lambda w: w["blocks"][LAYER].update(num_experts=0), LAYER),
-    "too many": (lambda w: w["blocks"][LAYER].update(num_experts=10**10), LAYER),
-    "size I": (lambda w: w["blocks"][LAYER].update(intermediate_size=256), "experts: intermediate_size"),
-    "flags": (lambda w: w["blocks"][LAYER]["w2"]["flags"].update(use_flat_weight=True), "w2: use_flat_weight"),
-    "accounting": (lambda w: w["tensors"].update(copied=3), "tensors"),
-    "copied": (lambda w: w["tensors"]["copied"].pop(), "copied"),
-    "counted twice": (lambda w: w["tensors"]["dropped"].update({w["tensors"]["copied"][0]: "x"}), "tensors"),
-    "path": (lambda w: w["files"].update({"../x": {"size_bytes": 1, "sha256": ""}}), "../x"),
-}  # fmt: skip
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("what", EDITS)
-def test_an_edited_manifest(make: Callable[..., Damaged], what: str) -> None:
-    copy = make("int4-g64-zp")
-    edit, where = EDITS[what]
-    copy.edit_manifest(edit)
-    files, _ = copy.check(with_source=False)
-    assert any(where in f.where for f in files.findings), files.findings[:10]
-
-
-@pytest.mark.parametrize("key", ["relative_error", "worst_expert", "worst_relative_error"])
-def test_an_edited_error_figure(copy: Damaged, key: str) -> None:
-    def edit(words: dict[str, Any]) -> None:
-        figures = words["blocks"][LAYER]["quantization_error"]["w3"]
-        figures[key] = (figures[key] + 1) % 4 if key == "worst_expert" else figures[key] * (1 + 1e-8)
-
-    copy.edit_manifest(edit)
-    files, weights = copy.check()
-    assert files.findings == []
-    assert len(weights.findings) == 1
-    found(weights, f"{LAYER}: quantization_error: w3: {key}", "The recorded error")
-
-
 # --- the checkpoint layout ---------------------------------------------------------------------------------
 
 

@@ -102,7 +102,6 @@ def test_any_altered_byte_of_the_manifest_shows(copy: Damaged) -> None:
 WORDS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "hqconv": lambda w: w.update(hqconv_version="9.9"),
     "Humming": lambda w: w.update(humming_kernels_version="9.9"),
-    "schema": lambda w: w.update(schema_name="int4"),
     "source": lambda w: w["source"].update(name="another"),
     "revision": lambda w: w["source"].update(revision="0" * 40),
     "placement": lambda w: w.update(expert_placement="round_robin"),
@@ -125,16 +124,12 @@ def test_words_that_nothing_else_tells(sharded: Damaged, what: str) -> None:
     assert what.startswith("worst") or findings
 
 
-def test_an_older_manifest_has_no_digest(copy: Damaged) -> None:
+def test_a_manifest_without_a_digest(copy: Damaged) -> None:
     words = manifest(copy.root)
     del words["digest"]
-    (copy.root / "hqconv.json").write_text(json.dumps(words, indent=2) + "\n")
-    for with_source in (True, False):
-        files, weights = copy.check(with_source)
-        assert (files.findings, weights.findings) == ([], [])
-        assert any("the manifest has no digest of itself" in note for note in files.notes)
-    (copy.root / "hqconv.json").write_text(json.dumps({**words, "Digest": "0" * 64}))
-    found(of_manifest(copy.root), "The manifest does not end as one does", "Digest")
+    for more in ({}, {"Digest": "0" * 64}):
+        (copy.root / "hqconv.json").write_text(json.dumps({**words, **more}, indent=2) + "\n")
+        found(of_manifest(copy.root), "hqconv.json: digest", DIGEST)
 
 
 def test_a_manifest_that_was_written_by_another_hand(copy: Damaged) -> None:
@@ -199,14 +194,6 @@ def test_sums_do_not_depend_on_ranks_layout_or_way(good: dict[str, Path], tmp_pa
     assert {len(total) for of_role in expected[0].values() for total in of_role.values()} == {16}
 
 
-@pytest.mark.parametrize("words", [{}, [], {"w1": 3}, {"w1": {}, "w2": {}, "w3": {}}, 7])
-def test_sums_that_are_none(copy: Damaged, words: Any) -> None:
-    copy.edit_manifest(lambda w: w["blocks"][LAYER].update(content_sums=words))
-    finding = copy.check(with_source=False)[1].findings[0]
-    assert f"{LAYER}: content_sums" in finding.where
-    assert OTHERS in finding.what or "manifest is damaged" in finding.what
-
-
 def test_a_sum_that_is_another_one_shows_with_the_source_too(copy: Damaged) -> None:
     copy.edit_manifest(lambda w: w["blocks"][LAYER]["content_sums"]["w2"].update(weight="0" * 16))
     for with_source in (True, False):
@@ -214,12 +201,6 @@ def test_a_sum_that_is_another_one_shows_with_the_source_too(copy: Damaged) -> N
 
 
 # --- words that can be worked out again --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("value", [-1, 4, None, 1.0, True, "1"])
-def test_a_worst_expert_that_is_none(copy: Damaged, value: Any) -> None:
-    copy.edit_manifest(lambda w: w["blocks"][LAYER]["quantization_error"]["w3"].update(worst_expert=value))
-    found(copy.check(with_source=False)[0], f"{LAYER}: quantization_error: w3: worst_expert", repr(value))
 
 
 def test_the_worst_of_equal_experts_is_the_first(tmp_path: Path) -> None:
@@ -235,7 +216,7 @@ def test_the_worst_of_equal_experts_is_the_first(tmp_path: Path) -> None:
     copy.edit_manifest(lambda w: w["blocks"][LAYER]["quantization_error"]["w3"].update(worst_expert=2))
     files, weights = copy.check()
     assert files.findings == []
-    found(weights, f"{LAYER}: quantization_error: w3: worst_expert", "the first is the worst", "| 0 | 2")
+    found(weights, f"{LAYER}: quantization_error: w3: worst_expert", "The recorded error", "| 0 | 2")
 
 
 @pytest.mark.parametrize("with_source", [True, False])
@@ -492,14 +473,3 @@ def test_a_copied_tensor_that_is_another_is_found_without_the_source(change: str
     if change == "exchanged tensors":
         assert files.findings[0].found.endswith(f": the tensor {names[1]}")
     assert not check(either.root, either.source).passed
-
-
-def test_sums_that_are_missing_or_too_many(either: Damaged) -> None:
-    def edit(words: dict[str, Any]) -> None:
-        sums = words["content_sums"]
-        sums["a.tensor"] = sums.pop(next(iter(sums)))
-
-    either.edit_manifest(edit)
-    files, _ = either.check(with_source=False)
-    assert len(files.findings) == 2
-    assert all("content_sums" in finding.where for finding in files.findings)

@@ -7,19 +7,14 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from hqconv.errors import VerificationError
 from hqconv.schemas.grid import Grid
 from hqconv.verification.result import CheckResult
-from tests.make.conversions import run, write_manifest
+from tests.make.conversions import run
 from tests.make.damage import Damaged, found, raw_and_resealed, swapped_experts_are_found
-from tests.make.effort import num_examples
 from tests.make.small import GOOD, INNER, LAYER, E, Source, save
 
 BASES = {"fp8_blocks": "source", "fp8_tensors": "fp8-tensor", "gpt_oss_mxfp4": "source", "gpt_oss_floats": "int4"}
@@ -188,94 +183,7 @@ def test_another_scale(base: str, make: Make, tmp_path: Path) -> None:
 # --- the manifest's words ----------------------------------------------------------------------------------
 
 
-def layer(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
-    """A change of the layer's words."""
-    return lambda words: change(words["blocks"][LAYER])
-
-
-def part(role: str, name: str, **words: object) -> Callable[[dict[str, Any]], object]:
-    return layer(lambda b: b["source_parts"][role][name].update(words))
-
-
 FP8 = {"quant_method": "fp8", "weight_block_size": [64, 64]}
-# What is changed, in which artifact, and where a finding must be; None: only the source shows it.
-EDITS: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
-    "conversion": ("fp8_blocks", layer(lambda b: b.update(conversion="requantized")), "conversion"),
-    "no conversion": ("fp8_blocks", layer(lambda b: b.update(conversion="none")), "conversion"),
-    "quantized": ("gpt_oss_mxfp4", layer(lambda b: b.update(conversion="quantized")), "conversion"),
-    "format name": ("fp8_blocks", layer(lambda b: b["source_format"].update(name="x")), "source_format"),
-    "format": ("fp8_blocks", layer(lambda b: b["source_format"].update(decoder="int8")), "source_format"),
-    "read back": ("fp8_blocks", layer(lambda b: b["source_format"].update(decoder="kernel")), "source_format"),
-    "not quantized": ("fp8_blocks", layer(lambda b: b["source_format"].update(decoder="float")), "source_format"),
-    "groups": ("fp8_blocks", layer(lambda b: b["source_format"].update(group_k=64)), "source_format"),
-    "scales": ("fp8_blocks", layer(lambda b: b["source_format"].update(scale_dtype="bfloat16")), "source_format"),
-    "options": ("fp8_blocks", layer(lambda b: b["source_format"]["options"].update(a=1)), "source_format"),
-    "no options": ("fp8_blocks", layer(lambda b: b["source_format"].pop("options")), "source_format"),
-    "options of another kind": ("fp8_blocks", layer(lambda b: b["source_format"].update(options=[1])), "source_format"),
-    "unknown word": ("fp8_blocks", layer(lambda b: b["source_format"].update(colour="red")), "source_format"),
-    "empty format": ("fp8_blocks", layer(lambda b: b.update(source_format={})), "source_format"),
-    "template": ("fp8_blocks", part("w1", "weight", template=f"{LAYER}.{{expert}}.up_proj.weight"), "converted"),
-    "wild template": ("fp8_blocks", part("w1", "weight", template="{expert.__class__}"), "source_parts"),
-    "wide template": ("fp8_blocks", part("w1", "weight", template="{expert:9999999999}"), "source_parts"),
-    "number as template": ("fp8_blocks", part("w1", "weight", template=1), "source_parts"),
-    "codes": ("fp8_blocks", part("w1", "weight", dtype="F8_E5M2"), "hqconv.json"),
-    "shape": ("fp8_blocks", part("w2", "scale", shape=[4, 4]), "hqconv.json"),
-    "shape in words": ("fp8_blocks", part("w2", "scale", shape="44"), "source_parts"),
-    "negative shape": ("gpt_oss_mxfp4", part("w2", "scale", shape=[-1, 0, 3]), "hqconv.json"),
-    "stack": ("gpt_oss_mxfp4", part("w2", "weight", shape=[5, 256, 8, 16]), "hqconv.json"),
-    "in turns": (
-        "gpt_oss_mxfp4",
-        layer(lambda b: b["source_parts"]["w1"]["weight"]["view"].update(interleaved=False)),
-        "source_parts",
-    ),
-    "transposed": (
-        "gpt_oss_floats",
-        layer(lambda b: b["source_parts"]["w2"]["weight"]["view"].update(transposed=False)),
-        "source_parts",
-    ),
-    "index": (
-        "gpt_oss_mxfp4",
-        layer(lambda b: b["source_parts"]["w3"]["bias"]["view"].update(index=0)),
-        "source_parts",
-    ),
-    "unknown view": (
-        "gpt_oss_mxfp4",
-        layer(lambda b: b["source_parts"]["w3"]["bias"].update(view={"x": 1})),
-        "source_parts",
-    ),
-    "flat": ("gpt_oss_floats", part("w2", "weight", is_flat=True), "source_parts"),
-    "no bias": (
-        "gpt_oss_mxfp4",
-        layer(lambda b: [b["source_parts"][r].pop("bias") for r in ("w1", "w3", "w2")]),
-        "hqconv.json",
-    ),
-    "no scale": ("fp8_blocks", layer(lambda b: b["source_parts"]["w2"].pop("scale")), "hqconv.json"),
-    "no weight": ("fp8_blocks", layer(lambda b: b["source_parts"]["w2"].pop("weight")), "source_parts"),
-    "no projection": ("fp8_blocks", layer(lambda b: b["source_parts"].pop("w3")), "source_parts"),
-    "parts in a list": ("fp8_blocks", layer(lambda b: b["source_parts"].update(w1=[])), "source_parts"),
-    "dropped": ("fp8_tensors", lambda w: w["tensors"]["dropped"].clear(), ""),
-    "source's config": ("fp8_blocks", lambda w: w["source"].update(quantization_config=FP8), "quantization_config"),
-    "no source's config": ("fp8_blocks", lambda w: w["source"].update(quantization_config=None), "quantization_config"),
-    "a source's config": (
-        "gpt_oss_floats",
-        lambda w: w["source"].update(quantization_config=FP8),
-        "quantization_config",
-    ),
-}
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("with_source", [True, False])
-@pytest.mark.parametrize("what", EDITS)
-def test_an_edited_manifest(what: str, with_source: bool, make: Make) -> None:
-    base, edit, where = EDITS[what]
-    copy = make(base)
-    copy.edit_manifest(edit)
-    files, _ = copy.check(with_source)
-    if not where and not with_source:
-        assert files.findings == []  # names that only the source has
-        return
-    assert any(where in f.where for f in files.findings), files.findings[:10]
 
 
 def edit_config(copy: Damaged, **words: object) -> None:
@@ -317,53 +225,3 @@ def test_another_format_of_the_same_source(make: Make, tmp_path: Path) -> None:
     copy.source = save(tmp_path / "src", (tensors, config))
     for result in copy.check():
         found(result, f"source: {LAYER}.0.", "cannot be mapped", "F8_E4M3")
-
-
-@pytest.mark.parametrize("key", ["num_experts_requantized", "num_groups", "num_exact_groups", "more"])
-def test_an_edited_count(key: str, make: Make) -> None:
-    copy = make("gpt_oss_mxfp4")
-    copy.edit_manifest(lambda words: words["blocks"][LAYER]["quantization_error"]["w2"].update({key: 1}))
-    files, weights = copy.check()
-    assert {f.where for f in files.findings} <= {"hqconv.json: files: README.md"}  # which has one of the counts
-    found(weights, f"quantization_error: w2: {key}", "recorded count")
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-2, 1 << 40) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=2),
-    max_leaves=4,
-)
-
-
-def places(words: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The path of every value inside JSON words."""
-    items = words.items() if isinstance(words, dict) else enumerate(words) if isinstance(words, list) else ()
-    return [path] * bool(path) + [place for key, one in items for place in places(one, (*path, key))]
-
-
-@pytest.fixture(scope="module")
-def one_copy(make: Make) -> Damaged:
-    return make("gpt_oss_mxfp4", Grid())
-
-
-@settings(max_examples=num_examples(150), deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_any_words_on_the_source_are_found_or_harmless(one_copy: Damaged, data: st.DataObject) -> None:
-    """No value of any kind ends a check in anything but findings."""
-    good = (one_copy.root / "hqconv.json").read_bytes()
-    words = json.loads(good)
-    holder = words["blocks"][LAYER]
-    key = data.draw(st.sampled_from(["source_format", "source_parts", "conversion", "quantization_error"]))
-    *path, last = data.draw(st.sampled_from([(key, *place) for place in [(), *places(holder[key])]]))
-    inner = functools.reduce(lambda one, step: one[step], path, holder)
-    before, inner[last] = inner[last], data.draw(JSON)
-    is_changed = key != "quantization_error" and json.dumps(before) != json.dumps(inner[last])
-    findings: list[object] = []
-    try:
-        write_manifest(one_copy.root, words)
-        findings += [finding for result in one_copy.check() for finding in result.findings]
-    except VerificationError as error:  # of the manifest as a whole, which is where a command stops
-        findings.append(error)
-    finally:
-        (one_copy.root / "hqconv.json").write_bytes(good)
-    assert findings or not is_changed
