@@ -7,6 +7,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from hqconv.artifact.manifest import Ancestor, FileEntry, Manifest, ManifestSour
 from hqconv.artifact.model_card import card_bytes
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import HqconvError, NetworkError, differences, plural
-from hqconv.formats.source_format import DIRECT
+from hqconv.formats.source_format import DIRECT, DIRECT_ROUNDED
 from hqconv.io.file_access import sha256_of
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.source_protocol import MADE, NOT_MADE, Source
@@ -128,17 +129,21 @@ def _check_warnings(artifact: Artifact, experts: ExpertMap, source: Source, resu
 
     What is left out may lie beside the source today and not then; the tokenizer's remark depends on the machine.
     """
-    spec = artifact.spec
+    spec, heads = artifact.spec, attention_heads(source.config)
     spec = replace(spec, encoding=replace(spec.encoding, importance=artifact.importance))
-    expected = request_warnings(experts, spec, attention_heads(source.config))
-    known = (*expected, *source_warnings(source))
-    found = artifact.manifest.warnings or []
-    kept = [text for text in found if text in expected]
-    others = [text for text in found if text not in known and not text.startswith((MADE, NOT_MADE))]
-    others = [text for text in others if " left out: " not in text]
-    if kept != list(expected) or others:
-        what = "The warnings are not those of this conversion."
-        result.add(f"{names.MANIFEST}: warnings", what, list(expected), [*kept, *others])
+    # No manifest says whether codes had to be kept (`--schema source`), and in which layers another schema was named.
+    ways: list[dict[str, Any]] = [{}]
+    if spec.encoding.round_scales or DIRECT_ROUNDED not in {layer.conversion for layer in artifact.layers.values()}:
+        ways += [{"must_be_direct": True, "renamed": frozenset(names_)} for names_ in ((), spec.of_layers)]
+    possible = [list(request_warnings(experts, replace(spec, **way), heads)) for way in ways]
+    known = source_warnings(source)
+    found = [
+        text
+        for text in artifact.manifest.warnings or ()
+        if text not in known and not text.startswith((MADE, NOT_MADE)) and " left out: " not in text
+    ]
+    if found not in possible:
+        result.add(f"{names.MANIFEST}: warnings", "The warnings are not those of this conversion.", possible[0], found)
 
 
 def other_source(recorded: ManifestSource, source: Source) -> Finding | None:

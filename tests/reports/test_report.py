@@ -199,12 +199,12 @@ def test_layers_of_several_schemas_and_layers_that_were_left(model: Path, tmp_pa
 
 def test_warnings_and_lineage_of_a_manifest(own: Path) -> None:
     words = manifest(own)
-    ancestor = replace(read_manifest(own), sha256="ab12").as_ancestor()
+    ancestor = replace(read_manifest(own), sha256="ab12" * 16).as_ancestor()
     words |= {"warnings": ["Beware of <this>."], "derived_from": [ancestor.to_dict()]}
     write_manifest(own, words)
     text = page(page_document(own))
     assert "Beware of &lt;this&gt;." in text
-    assert "manifest_sha256 ab12" in text
+    assert "manifest_sha256 ab12ab12" in text
 
 
 # --- safe to open ------------------------------------------------------------------------------------------
