@@ -25,8 +25,7 @@ from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.engine import ENGINE
-from hqconv.schemas.input_schema import NAMED_INPUTS
-from hqconv.schemas.kernel_spec import KernelSpec
+from hqconv.schemas.input_schema import NAMED_INPUTS, KernelSpec
 from hqconv.schemas.options import GPTQ
 from hqconv.schemas.untrusted_files import parse_json
 from hqconv.schemas.weight_schema import is_misnamed

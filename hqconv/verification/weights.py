@@ -59,7 +59,7 @@ def check_weights(
     weights. Raises RequestError if not even one expert fits into `max_memory_bytes`; every other fault is a finding.
     """
     result = CheckResult("weights")
-    obstacle = "" if source is None else Lineage.of(artifact, source).why_not_comparable(artifact)
+    other_codes = "" if source is None else Lineage.of(artifact, source).why_not_comparable(artifact)
     layers = _layers(artifact, indices, result)
     sources = _source_layers(artifact, source, result)
     for name in sorted((sources or {}).keys() - artifact.layers.keys() - set(artifact.left)) if indices is None else ():
@@ -86,7 +86,7 @@ def check_weights(
             for layer in layers:
                 if sources is not None and source is not None and layer.name in sources:
                     fetched.wait_for(layer.name)
-                if sources is not None and source is not None and not obstacle:
+                if sources is not None and source is not None and not other_codes:
                     check_source_scales(artifact, [layer], source, sources, result)
                 yield _layer_check(artifact, layer, source, sources, shards)
 
@@ -104,8 +104,8 @@ def check_weights(
         _name_other_source(artifact, source, num_experts, num_wrong, result)
     result.notes += [_note(batches, num_again, num_experts), *_misread_notes(result)]
     looked_at = f"{len(layers)} of {plural(len(artifact.layers), 'layer')}"
-    result.notes.insert(0, f"{looked_at} {against(artifact, layers, None if obstacle else source)}")
-    result.notes += [f"not compared with the source, whose codes are others: {obstacle}"] * bool(obstacle)
+    result.notes.insert(0, f"{looked_at} {against(artifact, layers, None if other_codes else source)}")
+    result.notes += [f"not compared with the source, whose codes are others: {other_codes}"] * bool(other_codes)
     return result
 
 
