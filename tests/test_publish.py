@@ -26,8 +26,8 @@ from hqconv.errors import HqconvError, RequestError
 from tests.make import hub_server, processes
 from tests.make.conversions import manifest
 from tests.make.gguf_models import write_recorded
-from tests.make.hub_both import BothHubs, serve_both
 from tests.make.hub_server import COMMIT
+from tests.make.hub_upload import BothHubs, serve_both
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
 

@@ -119,7 +119,7 @@ def _sibling(file: dict[str, Any]) -> dict[str, Any] | None:
     return lfs and {"sha256": lfs["oid"], "size": lfs["size"], "pointerSize": lfs["pointerSize"]}
 
 
-class _Handler(BaseHTTPRequestHandler):
+class HubHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     hub: LocalHub
 
@@ -221,20 +221,25 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serve(folder: Path, repo_id: str = "org/name", *, honours_ranges: bool = True) -> Iterator[LocalHub]:
-    """A Hub that holds one folder as a repo; `HF_ENDPOINT` is its `url`."""
-    hub = LocalHub(folder, repo_id, honours_ranges=honours_ranges)
-    handler = type("Handler", (_Handler,), {"hub": hub})
+def listening(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """A server on this machine, by its URL."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        yield hub
+        yield f"http://127.0.0.1:{server.server_address[1]}"
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def serve(folder: Path, repo_id: str = "org/name", *, honours_ranges: bool = True) -> Iterator[LocalHub]:
+    """A Hub that holds one folder as a repo; `HF_ENDPOINT` is its `url`."""
+    hub = LocalHub(folder, repo_id, honours_ranges=honours_ranges)
+    with listening(type("Handler", (HubHandler,), {"hub": hub})) as hub.url:
+        yield hub
 
 
 def use(patch: pytest.MonkeyPatch, url: str, cache: Path, *, offline: bool = False) -> None:

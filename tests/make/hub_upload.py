@@ -13,9 +13,12 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tests.make.hub_server import HubHandler, LocalHub, listening
 
 
 class Stored(NamedTuple):
@@ -242,13 +245,38 @@ class _Handler(BaseHTTPRequestHandler):
 def serve_uploads(*, private: bool = False) -> Iterator[UploadHub]:
     """A Hub without any repo yet; `HF_ENDPOINT` is its `url`."""
     hub = UploadHub(private=private)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
-    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with listening(type("Handler", (_Handler,), {"hub": hub})) as hub.url:
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+
+
+@dataclass
+class BothHubs:
+    """source: the repo that is there. uploads: what becomes of org/name. url: of both."""
+
+    source: LocalHub
+    uploads: UploadHub
+    url: str = ""
+
+
+@contextmanager
+def serve_both(folder: Path, repo_id: str = "org/source") -> Iterator[BothHubs]:
+    """A Hub that holds one folder as a repo and takes uploads to org/name; `HF_ENDPOINT` is its `url`."""
+    hubs = BothHubs(LocalHub(folder, repo_id), UploadHub())
+
+    class Chosen(BaseHTTPRequestHandler):
+        """Answers a request as the Hub that it is for."""
+
+        def parse_request(self) -> bool:
+            is_whole = super().parse_request()
+            self.__class__ = Source if is_whole and f"/{repo_id}" in self.path else Uploads  # type: ignore[assignment]
+            return is_whole
+
+    class Source(Chosen, HubHandler):
+        hub = hubs.source
+
+    class Uploads(Chosen, _Handler):
+        hub = hubs.uploads
+
+    with listening(Uploads) as hubs.url:
+        hubs.source.url = hubs.uploads.url = hubs.url
+        yield hubs
