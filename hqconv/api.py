@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack, cast
 
-from hqconv.errors import OutputError, RequestError, plural
+from hqconv.errors import OutputError, RequestError, VerificationError, plural
 from hqconv.schemas.options import (
     SIZE,
     CheckName,
@@ -506,8 +506,9 @@ def publish(
     """Convert a model, verify the artifact against it, and push it: each step only if it is necessary.
 
     Nothing is converted if the repo holds the artifact of this request and source already. Else the artifact at `out`
-    is updated (as `convert(update=True)`), verified and pushed. An artifact with a finding, or with an error above
-    `max_error`, is not pushed. After a kill at any moment the same call ends at the same commit.
+    is updated (as `convert(update=True)`), verified and pushed; one that was there and has a finding is made again. An
+    artifact with a finding, or with an error above `max_error`, is not pushed, nor one that replaced the verified one
+    meanwhile. After a kill at any moment the same call ends at the same commit.
 
     src, out, config, revision, options, device, max_memory, max_gpu_memory, threads, source_digests, cache_limit,
     keep_source, on_plan, progress: as of `convert`. checks, max_error: as of `verify`, whose progress is
@@ -516,7 +517,8 @@ def publish(
     """
     from hqconv.artifact.error_summary import check_max_error, over_limit
     from hqconv.conversion.option_values import choose_device, choose_target
-    from hqconv.conversion.push import published_manifest
+    from hqconv.conversion.push import check_same_artifact, published_manifest
+    from hqconv.conversion.push import push as push_artifact
     from hqconv.conversion.update import why_not_current
     from hqconv.io.hub_upload import HubBranch
     from hqconv.planning.plan import plan_conversion
@@ -527,42 +529,59 @@ def publish(
     refuse_unknown_checks(checks)
     resources: dict[str, Any] = {"device": device, "max_memory": max_memory, "threads": threads}
     resources |= {"cache_limit": cache_limit, "keep_source": keep_source}
-    published = published_manifest(HubBranch(repo, branch), private=private)
+    hub = HubBranch(repo, branch)
     with open_source(src, revision, is_lazy=True) as source:
         # All steps read this commit.
         src, revision = pinned_name(str(src), revision, source)
         named = {"name": source.repo_id or source.name, "revision": source.revision}
         parsed, device = _parse(config, options), choose_device(device)
         planned = plan_conversion(parsed, source, choose_target(parsed, source, device))
+        published = published_manifest(hub, planned.paths, private=private)
         if published is not None and why_not_current(source, planned, None, published[0]) == "":
             manifest, commit = published
             over = [] if max_error is None else over_limit(manifest.errors(), max_error)
             return PublishReport(named, repo, branch, commit, manifest.sha256, was_published=True, over_max_error=over)
-    converted = convert(
-        src,
-        out,
-        config=config,
-        revision=revision,
-        max_gpu_memory=max_gpu_memory,
-        update=True,
-        source_digests=source_digests,
-        on_plan=on_plan,
-        progress=progress,
-        **resources,
-        **options,
-    )
-    over = [] if max_error is None else over_limit(converted.errors, max_error)
-    report = PublishReport(named, repo, branch, None, converted.manifest_sha256, over_max_error=over)
-    report = replace(report, out=converted.out, converted=converted)
-    if over:
-        return report
-    more: dict[str, Any] = {"checks": checks, "max_error": max_error, "progress": check_progress}
-    verified = verify(converted.out, src, revision=revision, **more, **resources)
-    report = replace(report, verified=verified)
-    if not verified.passed:
-        return report
-    pushed = push(converted.out, repo, private=private, branch=branch, announce=announce)
-    return replace(report, pushed=pushed, commit=pushed.commit)
+    for is_again in (False, True):  # an artifact that was there may be damaged: then it is made again, once
+        converted = convert(
+            src,
+            out,
+            config=config,
+            revision=revision,
+            max_gpu_memory=max_gpu_memory,
+            source_digests=source_digests,
+            on_plan=on_plan,
+            progress=progress,
+            update=not is_again,
+            overwrite=is_again,
+            **resources,
+            **options,
+        )
+        if is_again:
+            converted = replace(converted, replaced_because="the artifact that was there has a finding")
+        over = [] if max_error is None else over_limit(converted.errors, max_error)
+        report = PublishReport(named, repo, branch, None, converted.manifest_sha256, over_max_error=over)
+        report = replace(report, out=converted.out, converted=converted)
+        if over:
+            break
+        more: dict[str, Any] = {"checks": checks, "max_error": max_error, "progress": check_progress}
+        verified = verify(converted.out, src, revision=revision, **more, **resources)
+        report = replace(report, verified=verified)
+        if not verified.passed:
+            if converted.was_finished and verified.has_damage:
+                continue
+            break
+        check_same_artifact(converted.out, converted.manifest_sha256, verified.manifest_sha256)
+        try:
+            pushed = push_artifact(
+                converted.out, hub, private=private, announce=announce, manifest_sha256=converted.manifest_sha256
+            )
+        except VerificationError:  # of bytes that the chosen checks do not read
+            if converted.was_finished:
+                continue
+            raise
+        report = replace(report, pushed=pushed, commit=pushed.commit)
+        break
+    return report
 
 
 def load(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -22,7 +23,7 @@ from typer.testing import CliRunner
 
 import hqconv
 from hqconv.cli.app import app
-from hqconv.errors import HqconvError, RequestError
+from hqconv.errors import HqconvError, OutputError, RequestError
 from tests.make import hub_server, processes
 from tests.make.conversions import manifest
 from tests.make.gguf_models import write_recorded
@@ -145,6 +146,55 @@ def test_gates(hubs: BothHubs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     shutil.rmtree(tmp_path / "out")
     assert publish().passed
     assert not publish(max_error=0.01).passed  # also of what is published already
+
+
+@pytest.mark.parametrize("step", ["verify", "push_artifact"])
+def test_no_step_takes_another_artifact(
+    hubs: BothHubs, tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process replaces the folder before a step: a whole artifact, but not the one of this request."""
+    module, name = ("hqconv.api", "verify") if step == "verify" else ("hqconv.conversion.push", "push")
+    real = getattr(importlib.import_module(module), name)
+
+    def replaced(out: Path, *words: Any, **options: Any) -> Any:
+        hqconv.convert("org/source", out, schema="int8", target="sm90", device="cpu", overwrite=True)
+        return real(out, *words, **options)
+
+    monkeypatch.setattr(f"{module}.{name}", replaced)
+    with pytest.raises(OutputError, match="replaced before it was published"):
+        publish()
+    assert hubs.uploads.commits == {} or there(hubs) == {}
+
+
+@pytest.mark.parametrize("checks", [None, ["weights"]])
+@pytest.mark.parametrize("name", ["experts/*/*", "model*.safetensors", "tokenizer.json"])
+def test_a_damaged_artifact_is_made_again(hubs: BothHubs, tmp_path: Path, name: str, checks: list[str] | None) -> None:
+    """Its files have their sizes, so that an update leaves it; also where no check reads the file."""
+    publish(hubs.source.folder)
+    path = next((tmp_path / "out").glob(name))
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    old, hubs.uploads.commits["main"] = hubs.uploads.commits["main"], hubs.uploads.commits["main"][:1]
+    report = publish(hubs.source.folder, checks=checks)
+    assert report.passed
+    assert "has a finding" in report.converted.replaced_because
+    assert there(hubs) == files_of(tmp_path / "out")
+    assert hubs.uploads.commits["main"][-1] == old[-1]
+
+
+def test_files_of_others_on_the_branch(hubs: BothHubs, tmp_path: Path) -> None:
+    """What `verify` would refuse is refused before all work, and an incomplete branch is mended."""
+    publish()
+    shutil.rmtree(tmp_path / "out")
+    tree = hubs.uploads.commits["main"][-1]
+    stray = dict(tree) | {"experts/old.safetensors": tree["config.json"]}
+    hubs.uploads.commits["main"].append(stray)
+    with pytest.raises(OutputError, match="files that are not the artifact's") as caught:
+        publish()
+    assert caught.value.found == "experts/old.safetensors"
+    assert not (tmp_path / "out").exists()
+    hubs.uploads.commits["main"].append({name: one for name, one in tree.items() if name != "SHA256SUMS"})
+    assert publish().pushed.num_files == 1
+    assert there(hubs) == files_of(tmp_path / "out")
 
 
 @pytest.mark.parametrize("fail_at", [1, 3])

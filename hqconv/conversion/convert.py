@@ -29,7 +29,6 @@ from hqconv.conversion.stages import Meter, Progress, StageProfile
 from hqconv.conversion.update import record_source, why_not_current
 from hqconv.errors import InputError, RequestError, plural
 from hqconv.io.durable_files import FileRecord, check_space, copy_whole, write_whole
-from hqconv.io.file_access import sha256_of
 from hqconv.kernel_layout.transform import is_compatible
 from hqconv.models.source_protocol import Source
 from hqconv.planning.importance import Importance
@@ -252,9 +251,10 @@ class _Conversion:
 
     def _finished(self, folder: OutputFolder) -> ConversionReport:
         """Return the report where the artifact was finished before; raises OutputError as `check_finished`."""
-        errors = check_finished(self.out, partial(_difference, self.source, self.plan)).errors()
-        digest = sha256_of(self.out / artifact_names.MANIFEST)
-        return self._report(folder, errors, digest, num_groups_resumed=len(self.plan.units), was_finished=True)
+        manifest = check_finished(self.out, partial(_difference, self.source, self.plan))
+        return self._report(
+            folder, manifest.errors(), manifest.sha256, num_groups_resumed=len(self.plan.units), was_finished=True
+        )
 
     def _run_missing(self, folder: OutputFolder) -> None:
         """Check the space for the units that are not done, and convert them."""

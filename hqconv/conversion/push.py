@@ -7,7 +7,7 @@ removes those that only the old artifact lists. Files of others are never remove
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,19 @@ class PushReport:
 
 
 def push(
-    root: Path, repo: HubBranch, *, private: bool = False, announce: Callable[[str], None] | None = None
+    root: Path,
+    repo: HubBranch,
+    *,
+    private: bool = False,
+    announce: Callable[[str], None] | None = None,
+    manifest_sha256: str | None = None,
 ) -> PushReport:
-    """Put the artifact at `root` into the repo's branch; see `hqconv.api.push`."""
+    """Put the artifact at `root` into the repo's branch; see `hqconv.api.push`.
+
+    manifest_sha256: of the artifact that is meant, where it was verified before.
+    """
     manifest = read_manifest(root, is_sealed=True)
+    check_same_artifact(root, manifest_sha256 or manifest.sha256, manifest.sha256)
     files = _files_to_send(root, manifest)
     repo.create(private=private)
     state = repo.state()
@@ -70,19 +79,18 @@ def push(
     return PushReport(str(root), repo.repo_id, repo.branch, commit, len(missing), num_bytes, manifest.sha256)
 
 
-def published_manifest(repo: HubBranch, *, private: bool) -> tuple[Manifest, str] | None:
+def published_manifest(repo: HubBranch, planned: Collection[str], *, private: bool) -> tuple[Manifest, str] | None:
     """Return the manifest of the complete artifact in a repo's branch, and the branch's commit; None without one.
 
-    private: refuse a public repo, with RequestError.
+    planned: files of the artifact that would be pushed. private: refuse a public repo, with RequestError.
+    Raises OutputError for files of others, which a push would refuse after all the work.
     """
     if not repo.exists(private=private):
         return None
     state = repo.state()
-    if MANIFEST not in state.files:
-        return None
-    try:
-        manifest = read_manifest(repo.read(MANIFEST, state.commit).parent, is_sealed=True, allow_links=True)
-    except (RequestError, VerificationError):  # of a newer hqconv, or damaged
+    _check_strays(repo, state, {*_listed(repo, state), *planned})
+    manifest = _manifest_at(repo, state)
+    if manifest is None or manifest.alteration is not None or SUMS not in state.files:
         return None
     for name, entry in manifest.files.items():
         remote = state.files.get(name)
@@ -154,26 +162,36 @@ def _manifest_bytes(root: Path, manifest: Manifest) -> bytes:
         found = hashlib.sha256(data).hexdigest()
     except OSError as error:
         found = error.strerror or str(error)
-    if found != manifest.sha256:
-        raise OutputError(
-            "The artifact was replaced while it was pushed.",
-            where=str(root),
-            expected=f"manifest sha256 {manifest.sha256}",
-            found=found,
-            remedy="Nothing was published. Push again, when the conversion is done.",
-        )
+    check_same_artifact(root, manifest.sha256, found)
     return data
+
+
+def check_same_artifact(root: Path, expected: str, found: str | None) -> None:
+    """Raise OutputError where a step finds the manifest of another artifact than the step before."""
+    if found != expected:
+        raise OutputError(
+            "The artifact was replaced before it was published.",
+            where=str(root),
+            expected=f"manifest sha256 {expected}",
+            found=found,
+            remedy="Nothing was published. Run the same command again, when no other process writes to the folder.",
+        )
 
 
 def _listed(repo: HubBranch, state: BranchFiles) -> set[str]:
     """Return the files of the artifact in the repo; none where there is none, or its manifest is unreadable."""
+    manifest = _manifest_at(repo, state)
+    return {MANIFEST} if manifest is None else {*manifest.files, SUMS, MANIFEST}
+
+
+def _manifest_at(repo: HubBranch, state: BranchFiles) -> Manifest | None:
+    """Read the manifest in the repo; None where there is none, or none of this version that can be read."""
     if MANIFEST not in state.files:
-        return set()
+        return None
     try:
-        manifest = read_manifest(repo.read(MANIFEST, state.commit).parent, allow_links=True)
-    except (RequestError, VerificationError):  # of a newer hqconv, or damaged
-        return {MANIFEST}
-    return {*manifest.files, SUMS, MANIFEST}
+        return read_manifest(repo.read(MANIFEST, state.commit).parent, allow_links=True)
+    except (RequestError, VerificationError):
+        return None
 
 
 def _check_strays(repo: HubBranch, state: BranchFiles, known: set[str]) -> None:

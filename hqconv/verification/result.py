@@ -11,6 +11,7 @@ from typing import Any
 from hqconv.errors import HqconvError, plural, value_texts
 from hqconv.schemas import untrusted_files
 
+MAX_ERROR = "max_error"  # the check of the limit that the user gave
 PASS, FAIL, SKIPPED = "pass", "fail", "skipped"
 OTHER_SOURCE = "The source is another one than the artifact was converted from."
 NO_EXPERT = "No expert has the source's weights: the source is probably another model, or another version of it."
@@ -138,6 +139,11 @@ class VerificationReport:
     def passed(self) -> bool:
         ran = [r for r in self.results if not r.skipped or r.findings]
         return bool(ran) and all(r.status != FAIL for r in ran)
+
+    @property
+    def has_damage(self) -> bool:
+        """True if a check has findings, other than errors above the limit."""
+        return any(result.findings for result in self.results if result.name != MAX_ERROR)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as a JSON document."""

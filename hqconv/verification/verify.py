@@ -27,13 +27,11 @@ from hqconv.schemas.options import CHECKS, refuse_unknown_checks
 from hqconv.verification.against_source import Lineage
 from hqconv.verification.files import check_files
 from hqconv.verification.kernel import check_kernel, other_layout, warm_kernels
-from hqconv.verification.result import CheckResult, VerificationReport
+from hqconv.verification.result import MAX_ERROR, CheckResult, VerificationReport
 from hqconv.verification.tolerances import kind_of_inputs
 from hqconv.verification.weights import check_weights, layer_bytes
 
 _LOG = logging.getLogger(__name__)
-
-MAX_ERROR = "max_error"
 
 
 def check_error(artifact: Artifact, weights: CheckResult | None, limit: float) -> CheckResult:
