@@ -80,13 +80,10 @@ def load(job: Found) -> Found:
     """Tensors on the device, filled from all rank files; the tensors are there before the time begins."""
     import torch
 
+    from hqconv.artifact.rank_file import RankFile
     from hqconv.artifact.tensor_filler import LoadTarget, TensorFiller, prepare_buffers
     from hqconv.io.safetensors_header import read_header
     from hqconv.schemas.dtypes import torch_dtype
-
-    class RankFile:
-        def __init__(self, path: Path) -> None:
-            self.path, self.name = path, path.name
 
     device = torch.device(job["options"]["device"])
     files = []
@@ -94,7 +91,7 @@ def load(job: Found) -> Found:
         refs = read_header(path)[0].values()
         tensors = [torch.zeros(ref.shape, dtype=torch_dtype(ref.dtype), device=device) for ref in refs]
         targets = [LoadTarget(ref, tensor) for ref, tensor in zip(refs, tensors, strict=True)]
-        files.append((str(path), RankFile(path), targets))
+        files.append((str(path), RankFile(path, path.name, "", "", {}, {}), targets))
     if device.type == "cuda":
         prepare_buffers(device)
         torch.cuda.synchronize(device)

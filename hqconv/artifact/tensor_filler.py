@@ -13,11 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 
+from hqconv.artifact.rank_file import RankFile
 from hqconv.errors import VerificationError
 from hqconv.io.file_access import BLOCK_BYTES, PieceReader, Reads
 from hqconv.io.host_buffers import HostBuffers
@@ -41,21 +41,6 @@ class LoadTarget:
     def as_bytes(self) -> torch.Tensor:
         """Memory of the tensor, uint8 [num_bytes]."""
         return self.tensor.detach().view(-1).view(torch.uint8)
-
-
-class FileToRead(Protocol):
-    """File that holds tensors; `name` stands for it in errors."""
-
-    @property
-    def path(self) -> Path:
-        """Path on this machine."""
-
-    @property
-    def name(self) -> str:
-        """Path in the artifact."""
-
-
-AnyFile = TypeVar("AnyFile", bound=FileToRead)
 
 
 @dataclass
@@ -146,7 +131,7 @@ class _Piece:
 class _Job:
     """One owner's file: opened at its first piece, closed after its last."""
 
-    def __init__(self, file: FileToRead, reads: Reads) -> None:
+    def __init__(self, file: RankFile, reads: Reads) -> None:
         self.file = file
         self.num_left = 0  # pieces that have not arrived
         self._reads = reads
@@ -166,14 +151,14 @@ class _Job:
                 self._reader = None
 
 
-class TensorFiller(Generic[AnyFile]):
+class TensorFiller:
     """Fill the tensors of several files in the background, in the order given; `wait` for one owner at a time."""
 
     def __init__(
         self,
-        files: Iterable[tuple[Hashable, AnyFile, Sequence[LoadTarget]]],
+        files: Iterable[tuple[Hashable, RankFile, Sequence[LoadTarget]]],
         *,
-        check: Callable[[AnyFile], object] | None = None,
+        check: Callable[[RankFile], object] | None = None,
         reads: Reads = "auto",
     ) -> None:
         """Begin with (owner, file, tensors), …; the tensors are on one device.
@@ -348,7 +333,7 @@ class TensorFiller(Generic[AnyFile]):
 
 
 def read_tensors(
-    file: FileToRead, refs: Mapping[str, TensorRef], device: torch.device, reads: Reads = "auto"
+    file: RankFile, refs: Mapping[str, TensorRef], device: torch.device, reads: Reads = "auto"
 ) -> dict[str, torch.Tensor]:
     """Read tensors of one file into new tensors on `device`, of their dtypes and shapes.
 
@@ -408,7 +393,7 @@ def _check_end(piece: _Piece, reached: int) -> None:
         raise _unreadable(piece.job.file, f"{end} bytes or more", f"{reached} bytes")
 
 
-def _unreadable(file: FileToRead, expected: str, found: object) -> VerificationError:
+def _unreadable(file: RankFile, expected: str, found: object) -> VerificationError:
     remedy = "Copy the artifact again from where it is whole, and start again."
     what = "A rank file of the artifact was cut off or lost while it was read."
     return VerificationError(what, where=file.name, expected=expected, found=found, remedy=remedy)

@@ -39,7 +39,7 @@ class ParameterLoader:
         self.claimed: dict[str, str] = {}  # name of an artifact's layer → prefix of vLLM's layer
         self.tuning: dict[str, Any] = {}  # tables of `hqconv warm`
         self._layers: list[Filled] = []
-        self._fillings: list[TensorFiller[RankFile]] = []
+        self._fillings: list[TensorFiller] = []
         self._paths: dict[str, Path] = {}
         self._has_kernels = False
 
@@ -103,7 +103,7 @@ class ParameterLoader:
         else:
             self._log.log(found.level, "Kernels are compiled as they are needed: %s", found.reason)
 
-    def _log_rate(self, filling: TensorFiller[Any]) -> None:
+    def _log_rate(self, filling: TensorFiller) -> None:
         num_bytes, seconds = filling.num_bytes, filling.ended_s - filling.begun_s
         rate = num_bytes / 1e9 / max(seconds, 1e-9)
         self._log.info("Experts: %.3f GB in %.3f s (%.1f GB/s)", num_bytes / 1e9, seconds, rate)
