@@ -259,7 +259,7 @@ def test_an_interrupted_wait_leaves_nothing(tmp_path: Path, reads: Reads) -> Non
     files = [plain(tmp_path / str(number), 20_000) for number in range(3)]
     jobs = [(file.name, file, targets(file)) for file in files]
     with pieces(4096, 2):
-        own, is_waiting, fillers = PieceReader.__init__, threading.Event(), list[TensorFiller[File]]()
+        own, is_waiting, fillers = PieceReader.__init__, threading.Event(), list[TensorFiller]()
         wait_for = threading.Condition.wait_for
 
         def waiting(self: threading.Condition, predicate: Any, timeout: float | None = None) -> Any:
@@ -307,7 +307,7 @@ def test_an_interrupted_start_leaves_nothing(tmp_path: Path, reads: Reads, when:
                 is_at_work.wait(60)
             raise KeyboardInterrupt
 
-    def late(self: TensorFiller[File]) -> None:
+    def late(self: TensorFiller) -> None:
         if when == "before it begins":
             has_failed.wait(60)
         run(self)
@@ -317,7 +317,7 @@ def test_an_interrupted_start_leaves_nothing(tmp_path: Path, reads: Reads, when:
         time.sleep(0.2)
         return reader(self)
 
-    def stop(self: TensorFiller[File]) -> None:
+    def stop(self: TensorFiller) -> None:
         self._is_stopped = True
         has_failed.set()
         own_stop(self)
