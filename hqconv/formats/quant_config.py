@@ -32,6 +32,12 @@ class QuantMethod:
     undecided: Callable[[ConfigReader], Matcher] | None = None
 
 
+# Keys that name modules with a format of their own, and modules without any, in the order in which messages name them.
+_CHOOSING = ("config_groups", "quantized_layers", "modules_in_block_to_quantize", "block_name_to_quantize", "modules")
+_LEAVING = (
+    *("ignore", "exclude_modules", "exclude", "modules_to_not_convert", "ignored_layers", "llm_int8_skip_modules"),
+    *("dynamic", "extra_config"),
+)
 METHODS: dict[str, QuantMethod] = {}  # by name
 ALIASES: dict[str, str] = {}  # other spellings of a method's name
 
@@ -60,12 +66,15 @@ class DeclaredFormats:
     """The formats that a config declares. method: its quant_method, "none" without one.
 
     undecided: modules that some tools read as left out and others as quantized. warnings: unknown keys of the config.
+    choosing_key, leaving_key: the keys that name the modules that have a format, and those that have none.
     """
 
     method: str
     rules: tuple[Rule, ...] = ()
     undecided: Matcher | None = None
     warnings: tuple[str, ...] = ()
+    choosing_key: str = ""
+    leaving_key: str = ""
 
     def of(self, module: str, *, is_stored_plain: bool = False) -> SourceFormat:
         """Return the format of a module's weight, by the module's dotted path; PLAIN where the config leaves it out.
@@ -74,11 +83,29 @@ class DeclaredFormats:
         """
         if is_stored_plain and self.undecided is not None and self.undecided(module):
             return PLAIN
-        for rule in self.rules:
-            fmt = rule(module)
-            if fmt is not None:
-                return fmt
-        return PLAIN
+        return self._by_rules(module) or PLAIN
+
+    def _by_rules(self, module: str) -> SourceFormat | None:
+        return next((fmt for rule in self.rules if (fmt := rule(module)) is not None), None)
+
+    def remedy(self, module: str, *, is_left_over: bool) -> str:
+        """Return what to do where a module's tensors and the config disagree about it being quantized.
+
+        is_left_over: no tensor of the checkpoint is quantized.
+        """
+        if self.method == "none":
+            return "Restore quantization_config in config.json (or hf_quant_config.json)."
+        if is_left_over:
+            return (
+                "No tensor of the checkpoint is quantized: take quantization_config out of config.json (or the file "
+                "hf_quant_config.json or quant_model_description.json away)."
+            )
+        fmt, config = self._by_rules(module), f"of the quantization config ({self.method})"
+        if fmt is not None and not fmt.is_float:
+            return f"List {module} under {self.leaving_key or 'the keys'} {config}, or restore its weight."
+        if fmt is not None and self.leaving_key:
+            return f"Correct {self.leaving_key} {config}, which leaves {module} out."
+        return f"Correct {self.choosing_key or 'the names'} {config}: no entry there matches {module}."
 
 
 def declared_formats(config: Mapping[str, Any] | None, text: Mapping[str, Any]) -> DeclaredFormats:
@@ -112,7 +139,10 @@ def declared_formats(config: Mapping[str, Any] | None, text: Mapping[str, Any]) 
     own = known[method]
     rules = tuple(own.parse(reader, text))
     warnings = check_keys(reader, own.keys)
-    return DeclaredFormats(method, rules, own.undecided(reader) if own.undecided else None, warnings)
+    undecided = own.undecided(reader) if own.undecided else None
+    holder = reader.table("quantization") if reader.has("quantization") else reader
+    choosing, leaving = ([key for key in keys if key in own.keys.names] for keys in (_CHOOSING, _LEAVING))
+    return DeclaredFormats(method, rules, undecided, warnings, holder.first(*choosing, ""), holder.first(*leaving, ""))
 
 
 def _method(config: ConfigReader) -> str:

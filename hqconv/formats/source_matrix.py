@@ -6,7 +6,7 @@ Legend: N output rows, K input columns. `resolve_format` needs names, dtypes and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -42,14 +42,16 @@ class ResolvedFormat:
     unused: dict[str, str]
 
 
-def resolve_format(declared: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int) -> ResolvedFormat:
+def resolve_format(
+    declared: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int, remedy: Callable[[], str] = str
+) -> ResolvedFormat:
     """Fill in what the config leaves open (code and scale dtypes, `ANY` groups) from one projection's headers.
 
     `parts`: raw part name -> header, of one expert's projection [n, k]. Raises InputError that names the tensor
     for a missing or foreign part, a wrong dtype, shape or group count, an unusable group size, and for tensors
-    that contradict the config about being quantized at all.
+    that contradict the config about being quantized at all; remedy: for these.
     """
-    _check_kind(declared, parts)
+    _check_kind(declared, parts, remedy)
     _check_groups(declared, parts)
     own = encoding(declared.encoding)
     fmt = own.resolve_groups(declared, parts, n)
@@ -67,7 +69,7 @@ def resolve_format(declared: SourceFormat, parts: Mapping[str, TensorSpec], n: i
     return ResolvedFormat(own.complete(fmt, found, used, k), used, unused)
 
 
-def _check_kind(declared: SourceFormat, parts: Mapping[str, TensorSpec]) -> None:
+def _check_kind(declared: SourceFormat, parts: Mapping[str, TensorSpec], remedy: Callable[[], str]) -> None:
     """Refuse quantized tensors if the config declares none, and plain tensors if the config declares a format."""
     weight = parts.get("weight")
     if declared.is_float:
@@ -80,7 +82,7 @@ def _check_kind(declared: SourceFormat, parts: Mapping[str, TensorSpec]) -> None
                 where=quantized[0].name,
                 expected="one BF16, F16 or F32 weight",
                 found=", ".join(f"{p.name} {p.dtype}" for p in quantized),
-                remedy="Restore quantization_config in config.json (or hf_quant_config.json).",
+                remedy=remedy(),
             )
     elif weight is not None and weight.dtype in FLOATS:
         raise InputError(
@@ -88,7 +90,7 @@ def _check_kind(declared: SourceFormat, parts: Mapping[str, TensorSpec]) -> None
             where=weight.name,
             expected=declared.describe(),
             found=f"{weight.dtype} {list(weight.shape)}",
-            remedy="List the module in the config's ignore list (modules_to_not_convert), or restore its weight.",
+            remedy=remedy(),
         )
 
 

@@ -29,6 +29,13 @@ _MAX_KEPT = 1 << 10  # entries of an array: one per layer is kept, the words of 
 _MAX_DEPTH = 4  # of arrays in arrays
 _MAX_DIMS = 4  # GGML_MAX_DIMS
 _ALIGNMENT_KEY, _DEFAULT_ALIGNMENT = "general.alignment", 32
+_ANEW = "Convert the original model to GGUF with a current llama.cpp, or convert its safetensors."
+# First letters of other files: of llama.cpp in 2023 (ggml, ggmf, ggjt), and of a Git LFS pointer.
+_OTHER_FILES = {
+    **dict.fromkeys((b"lmgg", b"fmgg", b"tjgg"), _ANEW),
+    b"vers": "Run `git lfs pull` in the folder: this is a pointer to the file, not the file.",
+}
+_NEWER = "Use a newer hqconv, or GGUF files that llama.cpp wrote for one of these versions."
 _REMEDY = "Download or copy the file again; if it is already the original, whatever wrote it is at fault."
 COPY_AGAIN = "Copy or download the GGUF files again; they must belong to this model."
 
@@ -152,12 +159,20 @@ class _Header:
 
     def read(self) -> tuple[dict[str, _Info], str, dict[str, Value]]:
         """Read every tensor's info, the sha256 of the whole header, and the metadata."""
-        if self._take(len(_MAGIC)) != _MAGIC:
-            raise self._fault("This is not a GGUF file.", "the letters GGUF at its start", "something else")
+        if (magic := self._take(len(_MAGIC))) != _MAGIC:
+            remedy = _OTHER_FILES.get(magic, _REMEDY)
+            raise self._fault("This is not a GGUF file.", "the letters GGUF at its start", repr(magic), remedy)
         version = self._number(4)
+        if int.from_bytes(version.to_bytes(4, "little"), "big") in (1, *_VERSIONS):
+            raise self._fault(
+                "The GGUF file is big-endian.",
+                "a little-endian file",
+                "a file for s390x or another big-endian machine",
+                "Run `gguf-convert-endian FILE little` of the gguf package on a copy, or take a little-endian file.",
+            )
         if version not in _VERSIONS:
-            expected = " or ".join(map(str, _VERSIONS)) + ", little-endian"
-            raise self._fault("The GGUF version is not known.", expected, version)
+            expected = "version " + " or ".join(map(str, _VERSIONS))
+            raise self._fault("The GGUF version is not known.", expected, version, _ANEW if version == 1 else _NEWER)
         num_tensors, num_pairs = self._number(8), self._number(8)
         alignment = _DEFAULT_ALIGNMENT
         metadata: dict[str, Value] = {}
@@ -239,6 +254,6 @@ class _Header:
             raise self._fault("The file shrank while its header was read.", f"{num_bytes} bytes", len(raw))
         return raw
 
-    def _fault(self, what: str, expected: object, found: object) -> InputError:
+    def _fault(self, what: str, expected: object, found: object, remedy: str = _REMEDY) -> InputError:
         where = f"{self.where}, tensor {self.tensor!r}" if self.tensor else self.where
-        return InputError(what, where=where, expected=expected, found=found, remedy=_REMEDY)
+        return InputError(what, where=where, expected=expected, found=found, remedy=remedy)

@@ -28,9 +28,9 @@ class ConfigSizes:
     intermediate: Size | None
 
 
-def contradiction(what: str, where: str, expected: object, found: object) -> InputError:
+def contradiction(what: str, where: str, expected: object, found: object, remedy: str = REMEDY) -> InputError:
     """Return the error for tensors and a config that contradict each other."""
-    return InputError(what, where=where, expected=expected, found=found, remedy=REMEDY)
+    return InputError(what, where=where, expected=expected, found=found, remedy=remedy)
 
 
 def layer_indices(family: Family, names: Iterable[str], text: Config) -> dict[str, int]:

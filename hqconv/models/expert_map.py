@@ -204,6 +204,11 @@ def map_experts(
     indices = layer_indices(family, grouped, text)
     dropped = _drop_zero_experts(family, grouped, indices, text)
     activation, origin = named_activation(choice, text)
+
+    def remedy_of(module: str) -> str:
+        matrices = (ref for ref in tensors.values() if len(ref.shape) > 1)
+        return declared.remedy(module, is_left_over=all(ref.dtype in (*FLOATS, "I64", "BOOL") for ref in matrices))
+
     layers = []
     for name in sorted(grouped, key=lambda name: (indices[name], name)):
         index, found = indices[name], grouped.pop(name)  # a layer has them in less memory
@@ -214,7 +219,7 @@ def map_experts(
             "top_k": top_k(family, name, index, own),
         }
         format_of = _formats(declared, family, name, found, _is_extra(family, index, text))
-        layer, unused = build_layer(family, name, found, config_sizes(family, index, own), format_of, facts)
+        layer, unused = build_layer(family, name, found, config_sizes(family, index, own), format_of, remedy_of, facts)
         layers.append(layer)
         dropped |= unused
     converted = {name: layer.name for layer in layers for name in _names(layer)}

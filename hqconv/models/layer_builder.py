@@ -61,11 +61,13 @@ def build_layer(
     found: LayerTensors,
     sizes: ConfigSizes,
     format_of: Callable[[str], SourceFormat],
+    remedy_of: Callable[[str], str],
     facts: Mapping[str, Any],
 ) -> tuple[MoeLayer, dict[str, str]]:
     """Build a layer; return it and the layer's unused tensors (name → reason).
 
-    `format_of` maps a module's path to the format that the config declares; `facts` are the other fields of `MoeLayer`.
+    `format_of` maps a module's path to the format that the config declares, `remedy_of` to a remedy for tensors that
+    contradict it; `facts` are the other fields of `MoeLayer`.
     Raises InputError, naming the tensor, if tensors and config contradict each other.
     """
     check_one_form(found)
@@ -76,7 +78,7 @@ def build_layer(
     modules = partial(_module_of, family, name, raw)
     declared = one_declared(modules, family.projections, count if found.experts else 1, format_of)
     hidden, inner = _matrix_sizes(sizes, declared["w2"], raw["w2"], count)
-    done = _complete(declared, raw, count, (hidden, inner), sizes)
+    done = _complete(declared, raw, count, (hidden, inner), sizes, lambda role: remedy_of(modules(role, 0)))
     parts = {role: {part: raw[role][key] for part, key in done[role].used.items()} for role in family.projections}
     for role in family.projections:
         check_cuts({role: parts[role]}, done[role].format, count, inner)
@@ -251,14 +253,20 @@ def _matrix_sizes(
 
 
 def _complete(
-    declared: Mapping[str, SourceFormat], raw: RoleParts, count: int, wide: tuple[int, int], sizes: ConfigSizes
+    declared: Mapping[str, SourceFormat],
+    raw: RoleParts,
+    count: int,
+    wide: tuple[int, int],
+    sizes: ConfigSizes,
+    remedy_of: Callable[[str], str],
 ) -> dict[str, ResolvedFormat]:
     """Resolve every projection's format; `wide` is the down projection's [H, I]. All must be the same."""
     done: dict[str, ResolvedFormat] = {}
     for role, source in declared.items():
         try:
+            rows, columns = wide if role == "w2" else wide[::-1]
             done[role] = resolve_format(
-                source, raw_parts(raw[role], count, role), *(wide if role == "w2" else wide[::-1])
+                source, raw_parts(raw[role], count, role), rows, columns, partial(remedy_of, role)
             )
         except InputError as error:
             raise _with_context(error, raw[role], sizes) from error
@@ -420,11 +428,11 @@ def check_one_format(declared: Mapping[str, SourceFormat], done: Mapping[str, Re
         if (one.format, set(one.used)) != (first.format, set(first.used)):
             where = raw[role][one.used["weight"]].template.format(expert=0)
             texts = [f"{c.format.describe()} ({', '.join(sorted(c.used))})" for c in (first, one)]
-            raise contradiction("A layer mixes formats.", where, f"{texts[0]} as its w2", texts[1])
+            raise contradiction("A layer mixes formats.", where, f"{texts[0]} as its w2", texts[1], _ONE_FORMAT)
         dtypes = [r[role_].dtype for r, role_ in ((raw["w2"], first.used["weight"]), (raw[role], one.used["weight"]))]
         if dtypes[0] != dtypes[1]:
             where = raw[role][one.used["weight"]].template.format(expert=0)
-            raise contradiction("A layer mixes dtypes.", where, f"{dtypes[0]} as its w2", dtypes[1])
+            raise contradiction("A layer mixes dtypes.", where, f"{dtypes[0]} as its w2", dtypes[1], _ONE_FORMAT)
 
 
 def check_cuts(parts: Mapping[str, Mapping[str, TensorSlice]], source: SourceFormat, count: int, inner: int) -> None:
@@ -459,15 +467,17 @@ def check_alike(roles: Mapping[str, Parts], raw: RoleParts, expert: int) -> None
             continue
         refs = {key: ref for key, ref in roles[role].items() if key not in UNUSED_PARTS}
         like = {key: part for key, part in whole.items() if key not in UNUSED_PARTS}
-        if like.keys() - refs.keys() and refs.keys() - like.keys():
-            ref, texts = refs[min(refs.keys() - like.keys())], [_parts_of(one) for one in (like, refs)]
-            raise contradiction("A layer mixes formats.", ref.name, f"{texts[0]} as in expert 0", texts[1])
-        if refs.keys() != like.keys():
-            for key in sorted(like.keys() - refs.keys()):
-                where = like[key].template.format(expert=expert)
-                raise contradiction("An expert lacks a tensor.", where, "present as in expert 0", "no such tensor")
-            ref = refs[min(refs.keys() - like.keys())]
-            raise contradiction("An expert has a tensor too many.", ref.name, "as in expert 0", "present")
+        lacking, extra = like.keys() - refs.keys(), refs.keys() - like.keys()
+        has_other_dtypes = any(refs[key].dtype != like[key].dtype for key in refs.keys() & like.keys())
+        if (lacking and extra) or ((lacking or extra) and has_other_dtypes):
+            ref, texts = refs[min(extra or refs)], [_parts_of(one) for one in (like, refs)]
+            raise contradiction("A layer mixes formats.", ref.name, f"{texts[0]} as in expert 0", texts[1], _ONE_FORMAT)
+        if lacking:
+            where = like[min(lacking)].template.format(expert=expert)
+            raise contradiction("An expert lacks a tensor.", where, "present as in expert 0", "no such tensor")
+        if extra:
+            where = refs[min(extra)].name
+            raise contradiction("An expert has a tensor too many.", where, "as in expert 0", "present")
         for key, ref in refs.items():
             first = like[key]
             # bitsandbytes' state is a JSON document in bytes: only its numbers' digits tell how long it is.
@@ -476,7 +486,7 @@ def check_alike(roles: Mapping[str, Parts], raw: RoleParts, expert: int) -> None
                 raise contradiction("An expert has an unexpected shape.", ref.name, expected, list(ref.shape))
             if ref.dtype != first.dtype:
                 expected = f"{first.dtype} as {first.template.format(expert=0)}"
-                raise contradiction("A layer mixes dtypes.", ref.name, expected, ref.dtype)
+                raise contradiction("A layer mixes dtypes.", ref.name, expected, ref.dtype, _ONE_FORMAT)
 
 
 def _parts_of(parts: Mapping[str, TensorRef | TensorSlice]) -> str:

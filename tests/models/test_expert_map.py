@@ -243,8 +243,52 @@ def test_a_config_may_name_modules_in_another_spelling(row: str, target: str) ->
     found = map_experts(tensors, config_of(family, family.model_types[0]), config)
     assert [layer.format.encoding for layer in found.layers] == ["fp8", "float"]
     scheme["targets"] = ["re:.*shared_experts.*"]
-    with pytest.raises(InputError, match="declares no quantization"):
+    with pytest.raises(InputError, match=r"declares no quantization(?s:.*)config_groups.*no entry there matches"):
         map_experts(tensors, config_of(family, family.model_types[0]), config)
+
+
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "llm_int8_skip_modules": ["lm_head"]}
+FP8 = {"quant_method": "fp8", "weight_block_size": [16, 16], "ignored_layers": ["lm_head"]}
+CODED = {"targets": ["Linear"], "weights": FP8_CHANNEL}
+CT = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"a": CODED}}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
+# config, stored experts, whether attention is quantized, what the message says to do
+REMEDIES: list[tuple[dict[str, Any] | None, str, bool, str]] = [
+    (None, "F8_E4M3", True, "Restore quantization_config"),
+    *((config, "BF16", False, "take quantization_config out of config.json") for config in (NF4, FP8, CT, MODELOPT)),
+    (NF4, "BF16", True, rf"List {LAYER}\.0\.gate_proj under llm_int8_skip_modules of"),
+    (FP8, "BF16", True, r"under ignored_layers of the quantization config \(fp8\)"),
+    (CT, "BF16", True, "under ignore of"),
+    ({**MODELOPT, "exclude_modules": ["lm_head"]}, "BF16", True, "under exclude_modules of"),
+    ({**CT, "ignore": ["re:.*experts.*"]}, "F8_E4M3", True, "Correct ignore of.*which leaves"),
+    ({"quantization": {"quant_algo": "FP8", "exclude_modules": ["*experts*"]}}, "F8_E4M3", True, "exclude_modules of"),
+]
+
+
+@pytest.mark.parametrize(("config", "dtype", "is_coded", "remedy"), REMEDIES)
+def test_a_remedy_names_what_to_change(config: dict[str, Any] | None, dtype: str, is_coded: bool, remedy: str) -> None:
+    tensors: Tensors = {}
+    put_layer(tensors, QWEN, LAYER, dtype=dtype)
+    for name in [*tensors] if dtype != "BF16" else []:
+        put(tensors, f"{name}_scale", 1, dtype="F32")
+    put(tensors, "model.layers.2.self_attn.q_proj.weight", H, H, dtype="F8_E4M3" if is_coded else "BF16")
+    put(tensors, "model.layers.2.mlp.gate.weight", E, H)
+    with pytest.raises(InputError) as caught:
+        map_experts(tensors, config_of(QWEN, "qwen3_moe"), config)
+    assert re.search(remedy, caught.value.remedy), caught.value.remedy
+
+
+@pytest.mark.parametrize("change", ["one dtype", "one fp8", "all of a projection"])
+def test_mixed_formats_are_no_missing_files(change: str) -> None:
+    tensors, config = qwen()
+    for name in [name for name in tensors if name.startswith(LAYER) and "up_proj" in name]:
+        if change == "all of a projection" or ".1." in name:
+            put(tensors, name, INTER, H, dtype="F16" if change == "one dtype" else "F8_E4M3")
+            if change == "one fp8":
+                put(tensors, f"{name}_scale", 1, dtype="F32")
+    with pytest.raises(InputError) as caught:
+        map_experts(tensors, config)
+    assert "complete" not in caught.value.remedy
 
 
 # --- what a server needs beside the experts ----------------------------------------------------------------

@@ -606,8 +606,12 @@ def test_damaged_headers(tmp_path: Path) -> None:
     info = raw.index(name) + len(name)
     huge = (1 << 62).to_bytes(8, "little")
     cases = {
-        "not a GGUF file": (0, b"GGML"),
-        "version": (4, b"\0\0\0\3"),  # big-endian
+        "(?s)not a GGUF file.*copy the file again": (0, b"GGML"),
+        "(?s)not a GGUF file.*with a current llama.cpp": (0, b"tjgg"),
+        "(?s)not a GGUF file.*git lfs pull": (0, b"version https://git-lfs"),
+        "(?s)version is not known.*with a current llama.cpp": (4, b"\1\0\0\0"),
+        "(?s)version is not known.*newer hqconv": (4, b"\4\0\0\0"),
+        "(?s)is big-endian.*gguf-convert-endian": (4, b"\0\0\0\3"),
         "ends inside": (8, huge),
         "not usable": (raw.index(b"general.alignment") + 21, b"\x30"),
         "dimensions": (info, b"\5"),
