@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,19 +154,17 @@ def decoded_experts(
     reader = ExpertReader(artifact, layer, refuse)
 
     def load(experts: range) -> list[Floats]:
-        try:
-            found = _load_batch(reader, experts, device)
-        except HqconvError:  # the reading of single experts names the fault
-            found = [None] * len(experts)
-        return [_load_alone(reader, e, device) if one is None else one for e, one in zip(experts, found, strict=True)]
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            try:
+                found = _load_batch(reader, experts, device)
+            except HqconvError:  # the reading of single experts names the fault
+                found = [None] * len(experts)
+            each = zip(experts, found, strict=True)
+            return [_load_alone(reader, expert, device) if one is None else one for expert, one in each]
 
     size = max(1, _BATCH_WEIGHTS // (len(layer.roles) * layer.hidden_size * layer.intermediate_size))
     batches = (range(begin, min(begin + size, layer.num_experts)) for begin in range(0, layer.num_experts, size))
-    with closing(
-        pipeline(
-            batches, load, _NUM_AHEAD, num_threads, begin_thread=partial(_begin_thread, device), name="hqconv-experts"
-        )
-    ) as loaded:
+    with closing(pipeline(batches, load, _NUM_AHEAD, num_threads, runs_torch=True, name="hqconv-experts")) as loaded:
         for experts in loaded:
             yield from experts
 
@@ -185,12 +182,6 @@ def _load_batch(reader: ExpertReader, experts: range, device: torch.device) -> l
     values = stack_floats(stacks, reader)
     wrong = torch.stack([stack.wrong for stack in stacks.values()]).any(0).tolist()
     return [None if is_wrong else {name: one[i] for name, one in values.items()} for i, is_wrong in enumerate(wrong)]
-
-
-def _begin_thread(device: torch.device) -> None:
-    torch.set_num_threads(1)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
 
 
 def expert_floats(reader: ExpertReader, expert: int) -> dict[str, torch.Tensor]:

@@ -215,7 +215,7 @@ def _measure(
         for name, of_layer in candidates.layers.items()
     }
     _LOG.info("%s: %s each.", plural(len(missing), "layer"), plural(len(candidates.each), "candidate"))
-    with bounded_gpu(resources):
+    with bounded_gpu(resources, "Then run the same command again: it keeps what is measured."):
         Executor(
             source,
             output.root,

@@ -270,7 +270,7 @@ class _Conversion:
         num_done = len(folder.done)
         _LOG.info("Conversion of %s begins, %d done before; %s.", plural(len(missing), "unit"), num_done, lanes)
         use = ShardUse.of(self.source, missing, keeps=self.cache.keeps)
-        with bounded_gpu(self.resources):
+        with bounded_gpu(self.resources, "Then go on with --resume."):
             executor = Executor(
                 self.source,
                 folder.root,

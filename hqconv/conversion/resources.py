@@ -263,10 +263,11 @@ def _check_fits(option: str, need: int, limit: int, what: str) -> None:
 
 
 @contextmanager
-def bounded_gpu(resources: Resources) -> Iterator[None]:
+def bounded_gpu(resources: Resources, go_on: str) -> Iterator[None]:
     """Limit torch's memory on a GPU, and raise RequestError instead of torch's OutOfMemoryError.
 
-    Memory that torch holds already in this process, such as a caller's own model, does not count.
+    go_on: how the work is continued, for the message. Memory that torch holds already in this process, such as a
+    caller's own model, does not count.
     """
     if not resources.is_cuda:
         yield
@@ -286,8 +287,7 @@ def bounded_gpu(resources: Resources) -> Iterator[None]:
             where=str(resources.device),
             expected=f"{bound / 2**20:.0f} MiB for the conversion",
             found=f"{free / 2**20:.0f} MiB free",
-            remedy="Free the GPU, or use --device cpu: the bytes are the same. Then run the same command "
-            "again (`convert`: with --resume).",
+            remedy=f"Free the GPU, or use --device cpu: the bytes are the same. {go_on}",
         ) from error
     finally:
         torch.cuda.set_per_process_memory_fraction(before, resources.device)

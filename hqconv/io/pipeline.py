@@ -7,8 +7,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from queue import SimpleQueue
 from typing import TypeVar
+
+from hqconv.cpu_loops.helper_threads import one_torch_thread
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -20,7 +23,7 @@ def pipeline(
     ahead: int,
     num_threads: int,
     *,
-    begin_thread: Callable[[], object] | None = None,
+    runs_torch: bool = False,
     name: str = "hqconv-pipeline",
 ) -> Generator[Result, None, None]:
     """Run `work` over items in worker threads and yield the results in the order of the items.
@@ -29,20 +32,16 @@ def pipeline(
     done. At an error of `work` or of `items`, at a KeyboardInterrupt and at `close` no further item is begun; those in
     work are waited for, so that no thread is left. Use `contextlib.closing` where the consumer may raise.
 
-    begin_thread: called in every thread before its first item. name: begin of the threads' names.
+    runs_torch: torch's operations take no more threads than the workers. name: begin of the threads' names.
     Raises the error of the first item that failed, after the results before it.
     """
     tasks: SimpleQueue[tuple[Item, Future[Result]] | None] = SimpleQueue()
 
     def run() -> None:
-        begin = begin_thread
         while (task := tasks.get()) is not None:
             item, future = task
             if future.set_running_or_notify_cancel():
                 try:
-                    if begin is not None:
-                        begin()
-                        begin = None
                     future.set_result(work(item))
                 except BaseException as error:  # noqa: BLE001 - raised in the calling thread
                     future.set_exception(error)
@@ -51,18 +50,19 @@ def pipeline(
     # Threads of our own: an interrupted ThreadPoolExecutor may not know the thread that it was just starting.
     threads = [threading.Thread(target=run, name=f"{name}_{number}", daemon=True) for number in range(num_threads)]
     begun: deque[Future[Result]] = deque()
-    try:
-        for thread in threads:
-            thread.start()
-        for item in items:
-            begun.append(Future())
-            tasks.put((item, begun[-1]))
-            if len(begun) > ahead:
+    with one_torch_thread() if runs_torch else nullcontext():
+        try:
+            for thread in threads:
+                thread.start()
+            for item in items:
+                begun.append(Future())
+                tasks.put((item, begun[-1]))
+                if len(begun) > ahead:
+                    yield begun.popleft().result()
+            while begun:
                 yield begun.popleft().result()
-        while begun:
-            yield begun.popleft().result()
-    finally:
-        _stop(begun, threads, lambda: tasks.put(None))
+        finally:
+            _stop(begun, threads, lambda: tasks.put(None))
 
 
 def _stop(begun: deque[Future[Result]], threads: list[threading.Thread], end_one: Callable[[], None]) -> None:

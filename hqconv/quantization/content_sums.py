@@ -76,7 +76,7 @@ def compiled_row_sums(stack: torch.Tensor) -> torch.Tensor:
     return sums
 
 
-@functools.cache  # for ever: CUDA graphs hold their addresses
+@functools.cache
 def _on_device(axis: str, count: int, device: torch.device) -> torch.Tensor:
     """Return the factors as int64 [count] on a device."""
     return torch.from_numpy(factors(axis, count).astype("int64")).to(device)

@@ -152,8 +152,7 @@ def source_experts(
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             return source.read_expert(layer, expert, layer.roles, device)
 
-    threads: dict[str, Any] = {"begin_thread": partial(torch.set_num_threads, 1), "name": "hqconv-experts"}
-    return pipeline(range(layer.num_experts), read, 2, num_threads, **threads)
+    return pipeline(range(layer.num_experts), read, 2, num_threads, runs_torch=True, name="hqconv-experts")
 
 
 def in_order(values: Iterator[T]) -> Callable[[int], T]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ from hqconv.verification.rank_headers import check_source_scales
 from hqconv.verification.result import NO_EXPERT, CheckResult, Finding
 
 _LEAST_COSINE = 0.5  # of weights that were quantized twice; 1 bit alone has 0.8
-_THREADS: dict[str, Any] = {"begin_thread": partial(torch.set_num_threads, 1), "name": "hqconv-verify"}
+_THREADS: dict[str, Any] = {"runs_torch": True, "name": "hqconv-verify"}
 
 
 def check_weights(

@@ -113,27 +113,27 @@ def test_batches_grow_with_the_threads_of_a_lane(tmp_path: Path, monkeypatch: py
 
 
 def test_torch_is_held_to_the_bound_and_given_back(gpu: dict[str, Any]) -> None:
-    with bounded_gpu(Resources(CUDA, GIB, 1, 8 * GIB)):
+    with bounded_gpu(Resources(CUDA, GIB, 1, 8 * GIB), "Go on."):
         assert gpu["fraction"] == 0.1
     assert gpu["set"] == [0.1, 1.0]
     gpu["set"].clear()
-    with bounded_gpu(Resources(CUDA, GIB, 1)):  # most of the 10 GiB that are free
+    with bounded_gpu(Resources(CUDA, GIB, 1), "Go on."):  # most of the 10 GiB that are free
         assert gpu["fraction"] == pytest.approx(0.1)
     gpu["reserved"] = 32 * GIB  # a caller's own model
-    with bounded_gpu(Resources(CUDA, GIB, 1, 8 * GIB)):
+    with bounded_gpu(Resources(CUDA, GIB, 1, 8 * GIB), "Go on."):
         assert gpu["fraction"] == 0.5
-    with bounded_gpu(Resources(CPU, GIB, 1)):
+    with bounded_gpu(Resources(CPU, GIB, 1), "Go on."):
         pass
     assert len(gpu["set"]) == 4
 
 
 def test_running_out_of_gpu_memory_is_a_request_that_cannot_be_met(gpu: dict[str, Any]) -> None:
     resources = Resources(CUDA, GIB, 1, 8 * GIB)
-    with pytest.raises(RequestError, match="GPU's memory is not enough") as caught, bounded_gpu(resources):
+    with pytest.raises(RequestError, match="GPU's memory is not enough") as caught, bounded_gpu(resources, "Go on."):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
     assert (caught.value.expected, caught.value.found) == ("8192 MiB for the conversion", "10240 MiB free")
     assert "--device cpu" in caught.value.remedy
-    assert "--resume" in caught.value.remedy
+    assert caught.value.remedy.endswith("Go on.")
     assert gpu["fraction"] == 1.0
 
 
@@ -155,10 +155,17 @@ def test_running_out_in_a_worker_ends_the_conversion_so(
         patch.setattr("hqconv.conversion.resources.Resources.is_cuda", True)
         patch.setattr("hqconv.conversion.convert.check_kernels", lambda _: None)
         patch.setattr("hqconv.conversion.resources._CUDA_BATCH_BYTES", 1)  # one expert at a time
-        with pytest.raises(RequestError, match="GPU's memory is not enough"):
+        with pytest.raises(RequestError, match="GPU's memory is not enough") as caught:
             run(model, out, "mxfp4")
+        assert caught.value.remedy.endswith("Then go on with --resume.")
+        calls.clear()
+        with pytest.raises(RequestError, match="GPU's memory is not enough") as caught:
+            hqconv.allocate(model, tmp_path / "recipe.toml", target="sm90", bits=7, candidates="mxfp4,int8")
+        assert caught.value.remedy.endswith("Then run the same command again: it keeps what is measured.")
     assert not (out / "hqconv.json").exists()
+    torch.set_num_threads(2)
     run(model, out, "mxfp4", resume=True)
+    assert torch.get_num_threads() == 2  # as before
     run(model, tmp_path / "undisturbed", "mxfp4")
     assert snapshot(out) == snapshot(tmp_path / "undisturbed")
 

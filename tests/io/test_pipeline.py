@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
+import torch
 
 from hqconv.io.pipeline import pipeline
 
@@ -93,12 +94,33 @@ def test_an_interrupt_ends_it() -> None:
         deque(results, 0)
 
 
-def test_each_thread_is_begun() -> None:
-    names = set()
+def threads_of_torch() -> list[int]:
+    """torch's number of threads, in this thread and in a new one."""
+    found = [torch.get_num_threads()]
+    thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    return found
 
-    def begin() -> None:
-        names.add(threading.current_thread().name)
 
-    list(pipeline([0.01] * 8, time.sleep, 2, 2, begin_thread=begin, name="x"))
-    assert "x_0" in names
-    assert names <= {"x_0", "x_1"}
+def test_torch_has_its_threads_again_afterwards() -> None:
+    """Though one of two ends first, and another by an error."""
+
+    def work(item: int) -> tuple[str, int]:
+        if item == 2:
+            raise ValueError("two")
+        return threading.current_thread().name[:2], torch.get_num_threads()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        first, second = (pipeline(range(4), work, 1, 2, runs_torch=True, name="x") for _ in range(2))
+        assert [next(first), next(second)] == [("x_", 1)] * 2
+        first.close()
+        assert threads_of_torch() == [1, 1]
+        assert next(second) == ("x_", 1)
+        with pytest.raises(ValueError, match="two"):
+            next(second)
+        assert threads_of_torch() == [3, 3]
+    finally:
+        torch.set_num_threads(before)
