@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,27 +142,60 @@ def are_all_shards(names: Collection[str]) -> bool:
     return len({(match[1], match[3]) for match in found}) == 1 and numbers == list(range(1, int(found[0][3]) + 1))
 
 
-def read_weight_map(root: Path, names: Collection[str]) -> tuple[dict[str, str] | None, str | None]:
-    """Return the index's weight map, checked in itself, and the index's sha256; two None without an index in use.
+# Names of files that hold parts of tensors for ranks: of Grok-2, vLLM's sharded_state, DeepSeek's own code, Megatron.
+_OF_RANK = re.compile(r"(?:^|[-_.])(?:tp|mp|rank)[-_]?\d+|consolidated\.\d", re.IGNORECASE)
+ONE_READING = (
+    "Servers choose different files: keep those of one model. To take some files of a Hub repo, use `hf download` with "
+    "--exclude, and give the folder."
+)
 
-    names: of the checkpoint's files. Raises InputError for a broken index, and where there is neither an index nor a
-    single file nor a complete set of numbered shards.
+
+def check_all_there(root: Path, shards: Sequence[str]) -> None:
+    """Check that files without an index are all of a checkpoint: `SINGLE`, or a whole set of numbered shards.
+
+    Raises InputError.
     """
-    if SINGLE in names:  # before the index: transformers' _get_resolved_checkpoint_files
-        return None, None
+    if SINGLE in shards or are_all_shards(shards):
+        return
+    if any(map(_OF_RANK.search, shards)):
+        raise parts_of_ranks(str(root), first_few(shards))
+    if shards:
+        what, found = "The checkpoint has no index of its shards.", f"{len(shards)} shards: {first_few(shards)}"
+        expected = f"{INDEX}, or all of the shards NAME-00001-of-0000N.safetensors"
+        remedy = f"Download {INDEX} of the same checkpoint into the folder; a single file must be called {SINGLE}."
+        raise InputError(what, where=str(root), expected=expected, found=found, remedy=remedy)
+    what, expected = "The folder holds no safetensors checkpoint.", f"{SINGLE} or {INDEX}"
+    remedy = "Convert other weight formats to safetensors first."
+    raise InputError(what, where=str(root), expected=expected, found=listing(root), remedy=remedy)
+
+
+def parts_of_ranks(where: str, found: str) -> InputError:
+    """Return the error for files that hold parts of tensors."""
+    return InputError(
+        "The files hold parts of tensors, cut for tensor-parallel ranks.",
+        where=where,
+        expected="whole tensors",
+        found=found,
+        remedy="Give the model as it was before it was cut; hqconv cuts it itself (--tp).",
+    )
+
+
+def tensor_in_two_files(tensor: str, one: str, other: str) -> InputError:
+    """Return the error for a tensor that two files of a checkpoint hold."""
+    where, found = f"tensor {tensor!r}", f"{one} and {other}"
+    if _OF_RANK.search(one) and _OF_RANK.search(other):
+        return parts_of_ranks(where, found)
+    return InputError("A tensor is in two files.", where=where, expected="one", found=found, remedy=ONE_READING)
+
+
+def read_weight_map(root: Path) -> tuple[dict[str, str] | None, str | None]:
+    """Return the index's weight map, checked in itself, and the index's sha256; two None without an index.
+
+    Raises InputError for a broken index.
+    """
     path = root / INDEX
     if not path.is_file():
-        shards = sorted(filter(is_shard, names))
-        if are_all_shards(shards):
-            return None, None
-        if shards:
-            what, found = "The checkpoint has no index of its shards.", f"{len(shards)} shards: {first_few(shards)}"
-            expected = f"{INDEX}, or all of the shards NAME-00001-of-0000N.safetensors"
-            remedy = f"Download {INDEX} of the same checkpoint into the folder; a single file must be called {SINGLE}."
-            raise InputError(what, where=str(root), expected=expected, found=found, remedy=remedy)
-        what, expected = "The folder holds no safetensors checkpoint.", f"{SINGLE} or {INDEX}"
-        remedy = "Convert other weight formats to safetensors first."
-        raise InputError(what, where=str(root), expected=expected, found=listing(root), remedy=remedy)
+        return None, None
     index, raw = read_json(path, keep_repeats, MAX_LIST_BYTES)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

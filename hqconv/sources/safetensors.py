@@ -1,13 +1,15 @@
 """A checkpoint of safetensors files in a folder or a Hub repo: headers, config and experts; torch only to decode bytes.
 
-The weight files are chosen as in transformers: `model.safetensors` if present, else the shards that
-`model.safetensors.index.json` names. The index and the headers must then agree on every tensor, both ways.
+The weight files are those that `model.safetensors.index.json` names; without it `model.safetensors`, or a whole set of
+numbered shards. Index and headers must agree on every tensor, both ways, and no other safetensors file of the folder
+may hold a tensor of the same name, nor `model.safetensors` lie beside an index that does not name it: transformers and
+vLLM would choose different files.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -53,20 +55,22 @@ class SafetensorsSource:
         Raises InputError where files are broken, missing or contradict each other, NetworkError where the Hub fails.
         """
         self._begin(root, repo_id, listing)
-        self.guard.look_if_there(name for name in hub.SMALL_FILES if name != INDEX or not self._has(SINGLE))
+        self.guard.look_if_there(hub.SMALL_FILES)
         self.config: dict[str, Any] = checkpoint_files.read_config(root)
         self.quantization = _quantization(root, self.config)
         here = {path.name for path in root.iterdir() if path.is_file()} | set(listing.sizes if listing else ())
-        weight_map, self.index_sha256 = checkpoint_files.read_weight_map(root, here)
+        weight_map, self.index_sha256 = checkpoint_files.read_weight_map(root)
+        shards = sorted(filter(checkpoint_files.is_shard, here))
+        names = [SINGLE] if SINGLE in shards else shards
         if weight_map is not None:
             names = sorted(set(weight_map.values()))
-        else:
-            names = [SINGLE] if SINGLE in here else sorted(filter(checkpoint_files.is_shard, here))
-        if weight_map is not None:
-            self._check_present(weight_map)
+            self._check_present(weight_map, has_single=SINGLE in shards)
         self.files, self.tensors, self.metadata = self._read_files(names)
-        if weight_map is not None:
+        if weight_map is None:
+            checkpoint_files.check_all_there(root, names)
+        else:
             checkpoint_files.check_weight_map(weight_map, self.tensors, tuple(file.name for file in self.files))
+        self._refuse_other_reading([name for name in shards if name not in names])
         self._finish(root)
 
     def _begin(self, root: Path, repo_id: str | None, listing: hub.Listing | None) -> None:
@@ -101,7 +105,34 @@ class SafetensorsSource:
     def _has(self, name: str) -> bool:
         return (self.root / name).is_file() or (self.listing is not None and name in self.listing.sizes)
 
-    def _check_present(self, weight_map: dict[str, str]) -> None:
+    def _refuse_other_reading(self, others: Sequence[str]) -> None:
+        """Refuse a file beside those of the checkpoint that holds some of the same tensors: servers choose differently.
+
+        Raises InputError that names both.
+        """
+
+        def tensors(name: str) -> Collection[str]:
+            try:
+                return self._read_header(name)[0]
+            except InputError:  # no server reads it either
+                return ()
+
+        with ThreadPoolExecutor(_NUM_THREADS) as pool:
+            for other, found in zip(others, pool.map(tensors, others), strict=True):
+                twice = next((name for name in found if name in self.tensors), None)
+                if twice is not None:
+                    one = self.files[self.tensors[twice].file].name
+                    raise checkpoint_files.tensor_in_two_files(twice, one, other)
+
+    def _check_present(self, weight_map: dict[str, str], *, has_single: bool) -> None:
+        if has_single and SINGLE not in weight_map.values():
+            raise InputError(
+                "The folder can be read in two ways.",
+                where=str(self.root),
+                expected=f"{INDEX} with its shards, or {SINGLE}",
+                found=f"{INDEX}, which names {first_few(sorted(set(weight_map.values())))}, and {SINGLE}",
+                remedy=checkpoint_files.ONE_READING,
+            )
         tensor_of = {name: tensor for tensor, name in reversed(weight_map.items())}
         missing = sorted(name for name in tensor_of if not self._has(name))
         if missing:
@@ -114,34 +145,35 @@ class SafetensorsSource:
         self, names: list[str]
     ) -> tuple[tuple[SourceFile, ...], dict[str, TensorRef], tuple[Mapping[str, str], ...]]:
         """Read the headers of all files: the files, all their tensors, and each file's metadata."""
-        with ThreadPoolExecutor(min(_NUM_THREADS, len(names))) as pool:
+        with ThreadPoolExecutor(_NUM_THREADS) as pool:
             read = list(pool.map(self._read_file, range(len(names)), names))
         tensors: dict[str, TensorRef] = {}
         for _, refs, _ in read:
             twice = tensors.keys() & refs.keys()
             if twice:
                 name = next(name for name in refs if name in twice)
-                both = f"{names[tensors[name].file]} and {names[refs[name].file]}"
-                raise InputError(
-                    "A tensor is in two files.",
-                    where=f"tensor {name!r}",
-                    expected="one",
-                    found=both,
-                    remedy=checkpoint_files.COPY_AGAIN,
-                )
+                one, other = names[tensors[name].file], names[refs[name].file]
+                raise checkpoint_files.tensor_in_two_files(name, one, other)
             tensors |= refs
         return tuple(file for file, _, _ in read), tensors, tuple(metadata for _, _, metadata in read)
 
     def _read_file(self, number: int, name: str) -> tuple[SourceFile, dict[str, TensorRef], dict[str, str]]:
-        path = self.root / name
-        if self.listing is not None and not path.is_file():
-            size, where = self._size(name), f"{self.repo_id}/{name}"
-            refs, metadata, sha256 = parse_header(where, self.listing.read_head(name), size, number)
-            return SourceFile(name, size, sha256, 0), refs, metadata
-        status = self.guard.look(name)
-        refs, metadata, sha256 = read_header(path, number)
-        mtime_ns = status.st_mtime_ns if self.repo_id is None else 0
-        return SourceFile(name, status.st_size, sha256, mtime_ns), refs, metadata
+        if self._is_far(name):
+            size, mtime_ns = self._size(name), 0
+        else:
+            status = self.guard.look(name)
+            size, mtime_ns = status.st_size, status.st_mtime_ns if self.repo_id is None else 0
+        refs, metadata, sha256 = self._read_header(name, number)
+        return SourceFile(name, size, sha256, mtime_ns), refs, metadata
+
+    def _is_far(self, name: str) -> bool:
+        return self.listing is not None and not (self.root / name).is_file()
+
+    def _read_header(self, name: str, number: int = 0) -> tuple[dict[str, TensorRef], dict[str, str], str]:
+        if self.listing is None or not self._is_far(name):
+            return read_header(self.root / name, number)
+        where, size = f"{self.repo_id}/{name}", self._size(name)
+        return parse_header(where, self.listing.read_head(name), size, number)
 
     def _size(self, name: str) -> int:
         """Return the size of a file, as reported by the Hub. Raises InputError for a file that the repo lacks."""

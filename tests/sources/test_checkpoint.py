@@ -356,19 +356,75 @@ def test_opens_a_sharded_folder(tmp_path: Path) -> None:
         assert len(checkpoint.tensors) == 4
 
 
-def test_single_file_wins_over_the_index_as_in_transformers(tmp_path: Path) -> None:
-    root = write_folder(tmp_path, two_shards())
-    save_file({"only": np.ones(2)}, root / "model.safetensors")
-    checkpoint = open_source(root)
-    assert list(checkpoint.tensors) == ["only"]
-    assert checkpoint.index_sha256 is None
+FIRST, SECOND = "model-1-of-2.safetensors", "model-2-of-2.safetensors"
+# Beside a checkpoint: files that are written, what the index names (None: it is removed), and what must be said.
+TWICE_READ: dict[str, tuple[list[str], list[str] | None, list[str]]] = {
+    "a single file": (
+        ["model.safetensors"],
+        [FIRST, SECOND],
+        ["read in two ways", f"which names {FIRST}", "model.safetensors"],
+    ),
+    "a single file and an index of lost shards": (["model.safetensors"], ["lost.safetensors"], ["read in two ways"]),
+    "shards of another count": (["model-00001-of-00003.safetensors"], [FIRST, SECOND], [FIRST, "model-00001-of-00003"]),
+    "a file of another save": (["old.safetensors"], [FIRST, SECOND], [f"{FIRST} and old.safetensors", "tensor 'a'"]),
+    "consolidated, by the same names": (
+        ["consolidated.safetensors"],
+        [FIRST, SECOND],
+        ["and consolidated.safetensors"],
+    ),
+    "a single file and shards, no index": (["model.safetensors"], None, ["model.safetensors and model-1-of-2"]),
+    "two sets, no index": (["model-00001-of-00001.safetensors"], None, ["model-00001-of-00001.safetensors and"]),
+    "ranks, no index": (
+        ["m-TP-000.safetensors", "m-TP-001.safetensors"],
+        None,
+        ["parts of tensors|model-1-of-2.safetensors and"],
+    ),
+}
 
-    from transformers.modeling_utils import _get_resolved_checkpoint_files
 
-    args: dict[str, Any] = {"variant": None, "gguf_file": None, "use_safetensors": None, "user_agent": None}
-    files, _ = _get_resolved_checkpoint_files(str(root), is_remote_code=False, **args)
-    assert files is not None
-    assert [Path(file).name for file in files] == [file.name for file in checkpoint.files]
+@pytest.mark.parametrize("case", TWICE_READ)
+@pytest.mark.parametrize("on_hub", [False, True])
+def test_a_folder_that_can_be_read_in_two_ways(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, on_hub: bool
+) -> None:
+    """vLLM would load the shards of the index, transformers a single file, and others every file."""
+    root = write_folder(tmp_path / "repo", two_shards())
+    files, named, texts = TWICE_READ[case]
+    for name in files:
+        save_file({**two_shards()[FIRST], **two_shards()[SECOND]}, root / name)
+    index = root / "model.safetensors.index.json"
+    if named is None:
+        index.unlink()
+    elif named != [FIRST, SECOND]:
+        write_index(root, dict.fromkeys("abc", named[0]))
+        (root / FIRST).unlink()
+        (root / SECOND).unlink()
+    with serve(root) as server:
+        use(monkeypatch, server.url, tmp_path / "cache")
+        with pytest.raises(InputError) as caught:
+            open_source("org/name" if on_hub else root, is_lazy=True)
+    for text in texts:
+        assert re.search(text, str(caught.value)), str(caught.value)
+    assert "what to do: " in str(caught.value)
+
+
+def test_files_that_are_no_second_reading(tmp_path: Path) -> None:
+    """An index that names the single file, Mistral's own names, and files that no server can read."""
+    root = write_folder(tmp_path, {"model.safetensors": {"a": np.ones(2)}})
+    write_index(root, {"a": "model.safetensors"})
+    save_file({"layers.0.attention.wq.weight": np.ones(1)}, root / "consolidated.safetensors")
+    (root / "broken.safetensors").write_bytes(b"no header")
+    assert [file.name for file in open_source(root).files] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "name", ["pytorch_model-00000-TP-{:03}", "model-rank-{}-part-0", "model{}-mp2", "mp_rank_{:02}", "rank{}"]
+)
+@pytest.mark.parametrize("num_files", [1, 2])
+def test_parts_for_ranks_are_called_so(tmp_path: Path, name: str, num_files: int) -> None:
+    root = write_folder(tmp_path, {f"{name.format(rank)}.safetensors": {"a": np.ones(2)} for rank in range(num_files)})
+    (root / "model.safetensors.index.json").unlink()
+    refuse(root, "parts of tensors, cut for tensor-parallel ranks", name.format(0), "--tp")
 
 
 def test_shards_in_a_subfolder(tmp_path: Path) -> None:
@@ -770,7 +826,8 @@ def test_downloads_what_is_needed_and_nothing_else(tmp_path: Path, monkeypatch: 
         checkpoint = open_source("org/name", "main")
     wanted = [*small, "config.json", "model.safetensors.index.json", first, second, "[odd].safetensors"]
     assert sorted(server.whole) == sorted(wanted)
-    assert server.fetched == set(wanted)
+    headers = {"consolidated.safetensors", "o.safetensors"}  # are they another reading of the repo?
+    assert server.fetched == {*wanted, *headers}
     assert checkpoint.other_files == tuple(sorted(small))
     assert checkpoint.other_files == SafetensorsSource(repo).other_files
 
