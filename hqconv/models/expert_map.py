@@ -24,6 +24,7 @@ from hqconv.models.config_facts import (
 )
 from hqconv.models.families import Config, Family, text_config
 from hqconv.models.family_choice import choose_family, looks_like_expert, name_pattern, unmatched_error
+from hqconv.models.halves import halves_warnings
 from hqconv.models.layer_builder import LayerTensors, build_layer, check_once
 from hqconv.models.loadable import check_routers, decoder_layer, refuse_leftovers
 from hqconv.models.moe_layer import MoeLayer, Parts, PerExpertIndex
@@ -126,7 +127,7 @@ class NameGroups:
 class ExpertMap:
     """Use of every tensor of a checkpoint: each is in exactly one of `converted`, `copied`, `dropped`.
 
-    config_warnings: keys of the quantization config that hqconv does not know.
+    config_warnings: keys of the quantization config that hqconv does not know, and doubts about what a writer stored.
     """
 
     family: str
@@ -236,7 +237,7 @@ def map_experts(
         copied,
         dropped,
         is_own_row=choice.is_own_row,
-        config_warnings=declared.warnings,
+        config_warnings=(*declared.warnings, *halves_warnings(layers, quantization)),
     )
 
 

@@ -11,6 +11,7 @@ from hqconv.kernel_layout.compatibility import fuses_exponents, why_overflow
 from hqconv.models.config_facts import layer_notices
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.families import BY_NAME
+from hqconv.models.halves import halves_notices
 from hqconv.models.source_protocol import Source
 from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
@@ -168,6 +169,7 @@ def source_notices(checkpoint: Source, experts: ExpertMap) -> list[str]:
     names = [layer.name for layer in experts.layers] + list(experts.left)
     family, text = BY_NAME.get(experts.family), text_config(checkpoint.config)
     notices = [] if family is None else layer_notices(family, names, checkpoint.tensors, text)
+    notices += halves_notices(checkpoint, experts.layers)
     if not experts.is_own_row:
         activations = ", ".join(dict.fromkeys(layer.activation.describe() for layer in experts.layers))
         notices.append(

@@ -6,7 +6,9 @@ import dataclasses
 import gc
 import itertools
 import math
+import random
 import re
+import struct
 import time
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
@@ -21,7 +23,8 @@ from hqconv.formats.source_format import PLAIN
 from hqconv.models import expert_map, family_choice
 from hqconv.models.config_facts import layer_notices
 from hqconv.models.expert_map import ExpertMap, map_experts
-from hqconv.models.families import BY_MODEL_TYPE, BY_NAME, FAMILIES, UNSUPPORTED, Family
+from hqconv.models.families import BY_MODEL_TYPE, BY_NAME, FAMILIES, GATE_UP_DOWN, UNSUPPORTED, Family
+from hqconv.models.halves import halves_notices
 from hqconv.models.moe_layer import MoeLayer, TensorSlice, View
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.dtypes import num_bits
@@ -751,6 +754,37 @@ def test_gate_twice_or_apart_in_some_experts_only_is_refused() -> None:
             put(tensors, f"{LAYER}.1.{word}.{part}", INTER, *columns)
     with pytest.raises(InputError, match="different names"):
         map_experts(tensors, config)
+
+
+@pytest.mark.parametrize(
+    ("version", "is_known"), [("0.17.1", True), ("0.18.0", True), ("0.12.2", False), (None, False)]
+)
+def test_gate_and_up_that_may_be_halves_of_a_stack_are_warned_of(version: str | None, is_known: bool) -> None:
+    """By names in families whose stacks alternate, and by the statistics of biases."""
+    family = BY_MODEL_TYPE["gpt_oss"]
+    tensors, config = checkpoint(family, "gpt_oss")
+    for layer, (e, word) in itertools.product((2, 10, NUM_LAYERS), itertools.product(range(E), GATE_UP_DOWN.values())):
+        size = H if word == "down_proj" else INTER
+        put(tensors, f"model.layers.{layer}.mlp.experts.{e}.{word}.bias", size, dtype="F32")
+    ct = {"quant_method": "compressed-tensors", "quantization_status": "decompressed", "version": version}
+    found = map_experts(tensors, config, ct)
+    (warning,) = found.config_warnings
+    assert ("compressed-tensors 0.1" in warning) == is_known
+    rng = random.Random(0)
+
+    def read_into(ref: TensorRef, buffer: bytearray) -> None:
+        right = [rng.gauss(0.5 if "gate" in ref.name else -0.5, 0.4) for _ in range(INTER)]
+        halved = [rng.gauss(-0.5 if row % 2 else 0.5, 0.4) for row in range(INTER)]
+        buffer[:] = struct.pack(f"<{INTER}f", *(halved if is_halved else right))
+
+    source: Any = SimpleNamespace(read_into=read_into)
+    for is_halved in (True, False):
+        assert bool(halves_notices(source, found.layers)) == is_halved
+    for model_type in ("mixtral", "openai_privacy_filter"):
+        assert not map_experts(*checkpoint(BY_MODEL_TYPE[model_type], model_type)).config_warnings
+    tensors, config = checkpoint(family, "gpt_oss", STACKED)
+    assert not map_experts(tensors, config).config_warnings
+    assert not map_experts(*quarks_gpt_oss()).config_warnings
 
 
 def test_the_config_is_asked_for_the_module_that_holds_gate_and_up() -> None:
