@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from hqconv.errors import InputError
+from hqconv.formats.encoding import usable_scales
 from hqconv.formats.source_format import LAID_OUT
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
@@ -19,6 +20,7 @@ from hqconv.schemas.tensors import TensorRef
 
 InputScales = Mapping[str, float]  # GEMM → scale, a float32
 
+_REMEDY = "Calibrate the model again, or use an input schema whose scales are found while serving."
 _NUM_THREADS = 16  # for many small reads at once
 
 
@@ -62,8 +64,9 @@ def read_input_scales(source: Source, plan: ConversionPlan) -> Mapping[str, Inpu
 def reduce_scales(source: Source, layer: MoeLayer, pool: ThreadPoolExecutor) -> InputScales:
     """Return each GEMM's scale as Humming reduces it: the maximum over all experts of the layer, gate and up together.
 
-    Stored inverses are inverted before, in float32. So the scale is the same for every TP and EP. Raises InputError for
-    a scale that is not finite and positive, and where the ranks of an artifact have different scales.
+    Stored inverses are inverted before, in float32. So the scale is the same for every TP and EP. A scale of 0 is that
+    of an expert that calibration never used. Raises InputError for a scale that is negative or not finite, where there
+    are no others than 0, and where the ranks of an artifact have different scales.
     """
     reduced = {}
     for gemm, refs in layer.input_scales.refs.items():
@@ -73,6 +76,14 @@ def reduce_scales(source: Source, layer: MoeLayer, pool: ThreadPoolExecutor) -> 
             where = f"{layer.name}: {gemm}"
             raise InputError(what, where=where, found=str(sorted(set(scales))), remedy="Verify the artifact.")
         reduced[gemm] = max(scales)
+        if not reduced[gemm]:
+            raise InputError(
+                "No static activation scale is above zero: calibration used no expert.",
+                where=f"{layer.name}: {gemm}",
+                expected="a number above zero of one expert at least",
+                found=f"{len(scales)} scales of 0, {refs[0].name} the first",
+                remedy=_REMEDY,
+            )
     return reduced
 
 
@@ -83,13 +94,13 @@ def _read_scale(source: Source, ref: TensorRef, *, divides: bool) -> float:
     stored = data.view(torch_dtype(ref.dtype)).float()
     values: list[float] = (stored.reciprocal() if divides else stored).tolist()
     pairs = zip(stored.tolist(), values, strict=True)
-    wrong = next((one for one, value in pairs if not (math.isfinite(value) and value > 0)), None)
+    wrong = next((one for one, value in pairs if not (math.isfinite(value) and value >= 0)), None)
     if wrong is not None:
         raise InputError(
-            "A static activation scale is not a number above zero.",
+            "A static activation scale is not usable.",
             where=f"tensor {ref.name}",
-            expected="finite numbers above zero",
+            expected=usable_scales(divides=divides),
             found=wrong,
-            remedy="Calibrate the model again, or use an input schema whose scales are found while serving.",
+            remedy=_REMEDY,
         )
     return max(values)

@@ -64,7 +64,7 @@ class BitNet(Encoding):
     def complete(self, fmt: SourceFormat, found: Headers, used: Mapping[str, str], k: int) -> SourceFormat:
         """Set float32 as the scale dtype if the scale is inverted, as its reciprocal is float32."""
         fmt = super().complete(fmt, found, used, k)
-        return replace(fmt, scale_dtype="float32") if fmt.option("scale_inverted", True) else fmt
+        return replace(fmt, scale_dtype="float32") if fmt.divides("scale") else fmt
 
     def decode(self, matrix: StoredMatrix) -> Decoded:
         """Unpack the rows into signs and magnitudes; invert a scale that divides."""
@@ -76,11 +76,7 @@ class BitNet(Encoding):
         from hqconv.quantization.value_checks import is_any
 
         stored = matrix["weight"].contiguous()
-        scale = matrix["scale"].float().reshape(1, 1)
-        if is_any(~(scale.isfinite() & (scale > 0))):
-            matrix.refuse("scale", "A scale is not usable.", "a positive number", scale.item())
-        if matrix.fmt.option("scale_inverted", True):
-            scale = scale.reciprocal()
+        scale = matrix.multiplier("scale").reshape(1, 1)
         if stored.is_cuda:
             codes = torch.cat([(stored >> shift) & 3 for shift in (0, 2, 4, 6)])
             is_ternary = not is_any(codes == 3)

@@ -137,6 +137,22 @@ class StoredMatrix:
             self.refuse("scale", "A scale is NaN.", "e8m0 exponents from 0 to 254", "255")
         return exponents.view(torch.float8_e8m0fnu)
 
+    def multiplier(self, part: str) -> torch.Tensor:
+        """Return a scale in float32, inverted if it divides; refuse one that is negative, or NaN or infinite then."""
+        from hqconv.quantization.value_checks import is_any
+
+        stored, divides = self[part].float(), self.fmt.divides(part)
+        value = stored.reciprocal() if divides else stored
+        is_bad = ~(value.isfinite() & (value >= 0))
+        if is_any(is_bad):
+            self.refuse(
+                part,
+                "A scale is not usable: its weights would be no numbers.",
+                usable_scales(divides=divides),
+                stored[is_bad].flatten()[0].item(),
+            )
+        return value
+
     def coded(
         self,
         packed: torch.Tensor,
@@ -146,11 +162,19 @@ class StoredMatrix:
         scale_2: torch.Tensor | None = None,
         column_groups: torch.Tensor | None = None,
     ) -> CodedMatrix:
-        """Build the decoded matrix and check its values. packed: int32 [N, K * b / 32]."""
+        """Build the decoded matrix and check its values. packed: int32 [N, K * b / 32].
+
+        Under a second scale of 0 for the matrix the others become 1: of a matrix of zeros modelopt makes them 0 / 0.
+        """
+        import torch
+
         from hqconv.quantization.coded_matrix import CodedMatrix
         from hqconv.quantization.value_checks import checked
 
         fmt, grid = self.fmt, self.scale_grid(scale)
+        if scale_2 is not None and scale_2.numel() == 1 and grid.element_size() == 1:
+            one = torch.ones((), dtype=grid.dtype, device=grid.device).view(torch.uint8)
+            grid = torch.where(scale_2.reshape(()) == 0, one, grid.view(torch.uint8)).view(grid.dtype)
         matrix = CodedMatrix(fmt.b_dtype, packed, grid, fmt.group_n, fmt.group_k, zero_point, scale_2, column_groups)
         return checked(matrix, self.names)
 
@@ -295,6 +319,11 @@ class Unquantized(Encoding):
 
     def decode(self, matrix: StoredMatrix) -> Decoded:
         return matrix["weight"]
+
+
+def usable_scales(*, divides: bool) -> str:
+    """Describe the numbers that a scale may be stored as; one that makes all values 0 is among them."""
+    return "a number above 0; infinity makes all values 0" if divides else "a finite number, not below 0"
 
 
 def integer_bits(fmt: SourceFormat) -> int:

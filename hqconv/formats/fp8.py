@@ -178,7 +178,7 @@ class Fp8(Encoding):
     def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
         fmt, n, k = matrix.fmt, matrix.n, matrix.k
         matrix.require_multiples(4)
-        scales, is_inverted = matrix.scale_shapes, bool(fmt.option("scale_inverted"))
+        scales, is_inverted = matrix.scale_shapes, fmt.divides("scale")
         if len(scales[0]) == 2:  # ModelOpt's FP8_PB_WO keeps the dimensions of the blocks
             scales = (*scales, (scales[0][0], 1, scales[0][1], 1))
         return [
@@ -214,7 +214,7 @@ class Fp8(Encoding):
             what = "A tensor has the wrong dtype."
             raise InputError(what, where=weight.name, expected=fmt.b_dtype, found=weight.dtype)
         fmt = super().complete(replace(fmt, b_dtype=b_dtype), found, used, k)
-        return replace(fmt, scale_dtype="float32") if fmt.option("scale_inverted") else fmt
+        return replace(fmt, scale_dtype="float32") if fmt.divides("scale") else fmt
 
     def decode(self, matrix: StoredMatrix) -> Decoded:
         """Keep the codes; give e8m0 scales their dtype."""
@@ -223,11 +223,8 @@ class Fp8(Encoding):
         from hqconv.quantization.value_checks import is_any
 
         scale = matrix.scale()
-        if matrix.fmt.option("scale_inverted"):
-            scale = scale.float()
-            if is_any(~(scale.isfinite() & (scale > 0))):
-                matrix.refuse("scale", "A scale is not usable.", "positive numbers, which divide", "another number")
-            scale = scale.reciprocal()
+        if matrix.fmt.divides("scale"):
+            scale = matrix.multiplier("scale")
         elif scale.dtype != torch.float8_e8m0fnu and matrix.fmt.option("scale_fmt") == "ue8m0":
             mantissa, _ = torch.frexp(scale.float())
             if is_any(mantissa != 0.5):

@@ -184,12 +184,5 @@ class Nvfp4(Encoding):
         """Keep the codes and scales; invert a second scale that divides."""
         import torch
 
-        from hqconv.quantization.value_checks import is_any
-
         scale = matrix["scale"].contiguous().view(torch.float8_e4m3fn)
-        second = matrix["scale_2"].reshape(1).float()
-        if is_any(~(second.isfinite() & (second > 0))):
-            matrix.refuse("scale_2", "A global scale is not usable.", "a positive number", second.item())
-        if matrix.fmt.option("scale_2") == "divides":
-            second = second.reciprocal()
-        return matrix.coded(matrix.words(), scale, scale_2=second)
+        return matrix.coded(matrix.words(), scale, scale_2=matrix.multiplier("scale_2").reshape(1))

@@ -69,6 +69,10 @@ class SourceFormat:
         """True if the experts are not quantized."""
         return self.encoding == FLOAT
 
+    def divides(self, part: str) -> bool:
+        """Return True if the stored numbers of a part are the inverses of scales."""
+        return bool(self.option("scale_inverted")) if part == "scale" else self.option("scale_2") == "divides"
+
     def option(self, name: str, default: Any = None) -> Any:
         """Return one of the options."""
         return dict(self.options).get(name, default)

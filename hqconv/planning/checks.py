@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+import struct
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from hqconv.errors import InputError, RequestError
+from hqconv.formats.encoding import usable_scales
 from hqconv.formats.source_format import why_not_direct
 from hqconv.kernel_layout.compatibility import nearest, why_not, why_overflow
 from hqconv.models.expert_map import ExpertMap
@@ -28,6 +31,7 @@ from hqconv.schemas.weight_schema import PARAM_DTYPES
 # Two levels of scales: above those of groups, which e4m3 holds, a static one, the largest input / (6 * 448).
 _TWO_LEVELS, _OF_TWO_LEVELS = "static_tensor_dynamic_group", "float4e2m1"
 _DYNAMIC = "Use an input schema whose scales are found while serving, such as fp8 or int8."
+_BATCH, _READERS = 256, 16  # scales of a read, and reads at once: a file system far away answers late
 _MAX_NAME, _MAX_PATH = 255, 3072  # bytes, of most file systems; of a path with room for that of the output
 _OURS = (
     *(artifact_names.CONFIG, artifact_names.INDEX, artifact_names.MANIFEST, artifact_names.IMPORTANCE),
@@ -249,6 +253,61 @@ def check_source(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -
     if importance is not None:
         _refuse_sorted(checkpoint, importance)
         importance.check(experts.layers, experts.left, needs_hessian=spec.encoding.quantizer == GPTQ)
+
+
+def check_matrix_scales(source: Source, layers: Sequence[MoeLayer]) -> tuple[str, ...]:
+    """Read the scales that are one number for a matrix, and return a warning of those under which all weights are 0.
+
+    Those of files that are on the Hub are checked when they are decoded. Raises InputError for one under which weights
+    would be no numbers: an expert that calibration or training never used can have such a one.
+    """
+    found: dict[tuple[int, int], tuple[MoeLayer, str, str, TensorRef]] = {}
+    for layer in layers:
+        roles = [(role, part) for role in layer.parts for part in ("scale", "scale_2") if part in layer.parts[role]]
+        single = [one for one in roles if _is_number(layer.sources[0][one[0]][one[1]])]
+        for parts in layer.sources if single and source.listing is None else ():
+            for role, part in single:
+                ref = parts[role][part]
+                found[ref.file, ref.offset_bytes] = (layer, role, part, ref)
+    if not found:
+        return ()
+    places = [found[key] for key in sorted(found)]
+    buffers = [(place[-1], bytearray(place[-1].num_bytes)) for place in places]
+    with ThreadPoolExecutor(_READERS, "hqconv-scales") as pool:
+        list(pool.map(source.read_all_into, (buffers[i : i + _BATCH] for i in range(0, len(buffers), _BATCH))))
+    zeros, wrong = [], []
+    for (layer, role, part, ref), (_, data) in zip(places, buffers, strict=True):
+        stored, divides = _number(data, ref.dtype), layer.format.of(role).divides(part)
+        is_zero, is_infinite = (math.isinf(stored), stored == 0) if divides else (stored == 0, math.isinf(stored))
+        if is_infinite or math.isnan(stored) or stored < 0:
+            wrong.append((layer, ref, stored, divides))
+        elif is_zero:
+            zeros.append(ref.name)
+    if wrong:
+        layer, ref, stored, divides = wrong[0]
+        names = dict.fromkeys(one.name for one, *_ in wrong)
+        raise InputError(
+            "A scale is not usable: its weights would be no numbers.",
+            where=ref.name,
+            expected=usable_scales(divides=divides),
+            found=f"{stored}; {len(wrong)} such scales in {', '.join(names)}" if len(wrong) > 1 else stored,
+            remedy="Get a good copy of the checkpoint, or leave the layer as it is, by a recipe: "
+            f'[[override]], blocks = "{layer.name}", schema = "none".',
+        )
+    if not zeros:
+        return ()
+    return (f"{len(zeros)} matrices have one scale, which makes all their weights 0, {zeros[0]} the first.",)
+
+
+def _is_number(ref: TensorRef) -> bool:
+    return ref.dtype in FLOATS and math.prod(ref.shape) == 1
+
+
+def _number(data: bytearray, dtype: str) -> float:
+    """Return the number of 2 or 4 bytes."""
+    if dtype == "F16":
+        return float(struct.unpack("<e", data)[0])
+    return float(struct.unpack("<f", data.rjust(4, b"\0"))[0])
 
 
 def _check_copied(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> None:

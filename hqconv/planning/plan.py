@@ -20,7 +20,13 @@ from hqconv.kernel_layout.compatibility import gemm_bytes
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
-from hqconv.planning.checks import check_request, check_sidecar_files, check_source, refuse_unserved
+from hqconv.planning.checks import (
+    check_matrix_scales,
+    check_request,
+    check_sidecar_files,
+    check_source,
+    refuse_unserved,
+)
 from hqconv.planning.notices import quantizer_notices, request_warnings, source_notices, source_warnings
 from hqconv.planning.output_units import (
     MoeLayerPlan,
@@ -322,6 +328,7 @@ def make_plan(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> C
     heads = attention_heads(checkpoint.config)
     check_request(experts, spec, heads)
     check_source(checkpoint, experts, spec)
+    scale_notices = check_matrix_scales(checkpoint, experts.layers)
     experts = experts.with_input_scales({layer.name for layer in spec.static_layers(experts)})
     layers: list[MoeLayerPlan] = []
     shards: list[Shard] = []
@@ -347,7 +354,7 @@ def make_plan(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> C
         other_bytes_per_gpu=other_bytes_on_gpu(checkpoint.tensors, experts.copied, experts.left, spec.grid, heads),
     )
     notices = (*source_notices(checkpoint, experts), *_memory_notices(plan.gpu_memory, spec), *quantizer_notices(spec))
-    return replace(plan, notices=notices)
+    return replace(plan, notices=(*notices, *scale_notices))
 
 
 def _memory_notices(memory: GpuMemory | None, spec: ConversionSpec) -> list[str]:

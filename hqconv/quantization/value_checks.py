@@ -55,7 +55,10 @@ def is_any(mask: torch.Tensor) -> bool:
     return False
 
 
-_REMEDY = "Get a good copy of the checkpoint, and check that its quantization config belongs to it."
+_REMEDY = (
+    "Get a good copy of the checkpoint, and check that its quantization config belongs to it. A recipe can leave the "
+    'layer as it is: [[override]] with schema = "none".'
+)
 
 
 def refuse(what: str, where: str, expected: object, found: object, remedy: str = _REMEDY) -> NoReturn:
@@ -66,8 +69,8 @@ def refuse(what: str, where: str, expected: object, found: object, remedy: str =
 def checked(coded: CodedMatrix, names: Mapping[str, str]) -> CodedMatrix:
     """Return `coded` after checks of its scales, second scales and codes.
 
-    Raises InputError for a NaN or infinite scale, a negative one under a float type, a zero one under codes that
-    are not zero, a second scale that is not a positive number, and NaN or infinite fp8 codes.
+    Raises InputError for a NaN or infinite scale, a negative one under a float type, a zero one of a part of the matrix
+    under codes that are not zero, a second scale that is negative or not finite, and NaN or infinite fp8 codes.
     """
     scale = scale_values(coded.scale)
     where = names.get("scale") or names.get("weight", "")
@@ -77,17 +80,18 @@ def checked(coded: CodedMatrix, names: Mapping[str, str]) -> CodedMatrix:
         refuse("A scale is negative.", where, f"positive scales for {coded.b_dtype}", _count(scale < 0))
     # In a narrow dtype a group's scale may have underflowed; every loader decodes its weights to 0.
     is_narrow = coded.scale.dtype in (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
-    if is_any(scale == 0) and (not is_narrow or bool((scale == 0).all())):
+    # One scale of 0 for the matrix says that all its weights are 0: an expert that was never used.
+    if scale.numel() > 1 and is_any(scale == 0) and (not is_narrow or bool((scale == 0).all())):
         _check_zero_scales(coded, scale == 0, where)
     largest = float(code_table(coded.b_dtype, True).max())
     if is_any(scale.abs().max().double() * largest > torch.finfo(torch.float32).max):
         refuse("A scale is too large: weights would be infinite.", where, "finite weights", scale.max().item())
     if coded.scale_2 is not None:
         second = coded.scale_2.float()
-        is_bad = ~(second.isfinite() & (second > 0))
+        is_bad = ~(second.isfinite() & (second >= 0))
         if is_any(is_bad):
             at = names.get("scale_2", where)
-            refuse("A global scale is not usable.", at, "a positive number", second[is_bad][0].item())
+            refuse("A second scale is not usable.", at, "a finite number, not below 0", second[is_bad][0].item())
     _check_codes(coded, names)
     return coded
 

@@ -16,7 +16,7 @@ from hqconv.artifact.manifest import Manifest, ManifestLayer, is_artifact, is_un
 from hqconv.conversion.journal import parse_entry, part_journals
 from hqconv.conversion.output_folder import check_replaceable, check_strays, files_in, listed_files, unfinished_folder
 from hqconv.conversion.resources import Resources, plan_staging
-from hqconv.errors import HqconvError, OutputError, RequestError, VerificationError
+from hqconv.errors import HqconvError, InputError, OutputError, RequestError, VerificationError
 from hqconv.formats.source_format import SourceFormat
 from hqconv.io.checkpoint_files import has_tokenizer, readable
 from hqconv.io.durable_files import check_space, partial, size_of
@@ -28,7 +28,7 @@ from hqconv.models.expert_map import ExpertMap
 from hqconv.models.families import BY_NAME
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
-from hqconv.planning.checks import is_served_with
+from hqconv.planning.checks import check_matrix_scales, is_served_with
 from hqconv.planning.layer_encoding import EncodingOptions
 from hqconv.planning.notices import no_tokenizer, source_notices
 from hqconv.planning.plan import ConversionPlan, GpuMemory, SourceFacts, expert_bytes, other_bytes_on_gpu, source_facts
@@ -176,8 +176,20 @@ def _serving(
         "gpu_memory": memory,
         "gpu_memory_of_groups": _gpu_memory(checkpoint, experts, heads, more),
         "tp_obstacles": refused,
-        "warnings": [*experts.config_warnings, *source_notices(checkpoint, experts), *heads_notices[:1]],
+        "warnings": [
+            *experts.config_warnings,
+            *source_notices(checkpoint, experts),
+            *heads_notices[:1],
+            *_scale_warnings(checkpoint, experts),
+        ],
     }
+
+
+def _scale_warnings(checkpoint: Source, experts: ExpertMap) -> tuple[str, ...]:
+    try:
+        return check_matrix_scales(checkpoint, experts.layers)
+    except InputError as error:
+        return (f"a conversion will be refused: {error.where} is {error.found}. {error.remedy}",)
 
 
 _TP_SIZES = (2, 4, 8, 16)  # of a node or two

@@ -123,14 +123,14 @@ def test_without_any_scale_of_a_gemm_nothing_is_begun(role: str, tmp_path: Path)
     assert ("w2" if role == "down" else "w13") in error.where
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_scale_that_is_no_number_above_zero_is_named(value: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_a_scale_that_is_no_number_is_named(value: float, tmp_path: Path) -> None:
     tensors, config = fp8()
     tensors[EXPERT_3] = torch.tensor(value)
     error = refused((tensors, config), tmp_path)
     assert isinstance(error, InputError)
     assert error.where == f"tensor {EXPERT_3}"
-    assert "above zero" in error.expected
+    assert "not below 0" in error.expected
 
 
 @pytest.mark.parametrize("wrong", [torch.ones(2), torch.ones(0), torch.ones((), dtype=torch.int32)])

@@ -48,7 +48,7 @@ BAD_VALUES = [
     ("fp8-channel", "weight_scale", float("inf"), "NaN or infinite"),
     ("fp8-channel", "weight_scale", -1.0, "negative"),
     ("fp8-channel", "weight_scale", 0.0, "zero, but its codes are not"),
-    ("fp8-tensor", "weight_scale", 0.0, "zero, but its codes are not"),
+    ("fp8-tensor", "weight_scale", float("inf"), "NaN or infinite"),
     ("fp8-tensor", "weight", 0x7F, "NaN or infinite"),
     ("fp8-tensor", "weight", 0xFF, "NaN or infinite"),
     ("fp8-e5m2", "weight", 0x7C, "NaN or infinite"),
@@ -58,11 +58,11 @@ BAD_VALUES = [
     ("mxfp4", "scale", 254, "would be infinite"),
     ("gpt-oss", "scales", 255, "NaN"),
     ("mxfp8", "weight_scale", 255, "NaN"),
-    ("nvfp4", "weight_scale_2", 0.0, "global scale"),
-    ("nvfp4", "weight_scale_2", float("nan"), "global scale"),
+    ("nvfp4", "weight_scale_2", float("inf"), "scale is not usable"),
+    ("nvfp4", "weight_scale_2", float("nan"), "scale is not usable"),
     ("nvfp4", "weight_scale", 0x7F, "NaN or infinite"),
-    ("ct-nvfp4", "weight_global_scale", 0.0, "global scale"),
-    ("ct-nvfp4", "weight_global_scale", -2.0, "global scale"),
+    ("ct-nvfp4", "weight_global_scale", 0.0, "scale is not usable"),
+    ("ct-nvfp4", "weight_global_scale", -2.0, "scale is not usable"),
     ("ct-int4-64", "weight_scale", float("nan"), "NaN or infinite"),
     ("ct-int4-64-zp", "weight_scale", 0.0, "zero, but its codes are not"),
     ("ct-w8-channel", "weight_scale", 0.0, "zero, but its codes are not"),
@@ -76,7 +76,7 @@ BAD_VALUES = [
     ("awq", "scales", float("inf"), "NaN or infinite"),
     ("bitnet", "weight", 0xC0, "not ternary"),
     ("bitnet", "weight_scale", 0.0, "not usable"),
-    ("quark-fp4-nv", "weight_scale_2", float("inf"), "global scale"),
+    ("quark-fp4-nv", "weight_scale_2", float("inf"), "second scale is not usable"),
     ("quark-fp8-channel", "weight", 0x7F, "NaN or infinite"),
     ("quark-mx-fp4", "weight", 128, "out of range"),
     ("quark-fp4-e5m3", "weight_scale", 255, "NaN or infinite"),
@@ -109,6 +109,25 @@ def test_a_zero_scale_over_zeros_is_fine(name: str, scale: str, weight: str, zer
     codes.view(torch.uint8)[0] = zero
     good = one.with_tensor(scale, changed(one.tensors[scale], 0, 0.0)).with_tensor(weight, codes)
     assert not dequantize(good.coded())[0].any()
+
+
+@pytest.mark.parametrize(
+    ("name", "scale", "value"),
+    [
+        ("nvfp4", "weight_scale_2", 0.0),
+        ("ct-nvfp4", "weight_global_scale", float("inf")),
+        ("quark-fp4-nv", "weight_scale_2", 0.0),
+        ("fp8-tensor", "weight_scale", 0.0),
+        ("bitnet", "weight_scale", float("inf")),
+    ],
+)
+def test_one_scale_that_makes_all_weights_zero_is_a_matrix_of_zeros(name: str, scale: str, value: float) -> None:
+    one = ALL[name]
+    good = one.with_tensor(scale, changed(one.tensors[scale], 0, value))
+    if "nv" in name:  # as modelopt has the groups of such a matrix
+        groups = next(part for part in ("weight_scale", scale) if good.tensors[part].element_size() == 1)
+        good = good.with_tensor(groups, changed(good.tensors[groups], 0, 0x7F))
+    assert not dequantize(good.coded()).any()
 
 
 def test_negative_scales_are_fine_for_integers() -> None:

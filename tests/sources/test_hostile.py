@@ -386,20 +386,20 @@ VALUES: dict[str, Case] = {
     "NaN code": ("fp8_blocks", value(f"{UP}.weight", FP8_NAN, 3, 4), rf"NaN(?s:.*){UP}\.weight\n"),
     "negative NaN code": ("fp8_tensors", value(f"{DOWN}.weight", FP8_NAN | 0x80, 3, 4), rf"NaN(?s:.*){DOWN}\.weight\n"),
     "NaN e4m3 scale": ("nvfp4", value(f"{UP}.weight_scale", FP8_NAN, 0, 0), rf"NaN(?s:.*){UP}\.weight_scale\n"),
-    "zero second scale": (
+    "infinite second scale": (
         "nvfp4",
-        put(f"{UP}.weight_scale_2", torch.tensor(0.0)),
-        rf"global scale(?s:.*){UP}\.weight_scale_2",
+        put(f"{UP}.weight_scale_2", torch.tensor(math.inf)),
+        rf"scale is not usable(?s:.*){UP}\.weight_scale_2",
     ),
     "negative second scale": (
         "nvfp4",
         put(f"{UP}.weight_scale_2", torch.tensor(-1.0)),
-        rf"global scale(?s:.*){UP}\.weight_scale_2",
+        rf"scale is not usable(?s:.*){UP}\.weight_scale_2",
     ),
     "NaN second scale": (
         "nvfp4",
         put(f"{UP}.weight_scale_2", torch.tensor(math.nan)),
-        rf"global scale(?s:.*){UP}\.weight_scale_2",
+        rf"scale is not usable(?s:.*){UP}\.weight_scale_2",
     ),
     "gate and up differ": (
         "nvfp4",
