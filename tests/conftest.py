@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.make.effort import ALL, REST, sample
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
+_CONFIG = tempfile.TemporaryDirectory(prefix="hqconv-config-")
 SENTENCE = re.compile(r"[^a-z\s].*[.?!]", re.DOTALL)
 
 
@@ -30,6 +32,7 @@ def pytest_configure() -> None:
     that works (75 s instead of 150 for tests/evaluation and test_gptq.py on two processors).
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ["XDG_CONFIG_HOME"] = _CONFIG.name  # no key of the user's is made, or read
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

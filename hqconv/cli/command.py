@@ -22,7 +22,7 @@ from hqconv.io.output_file import FileKind, output_file
 PAGE = FileKind("a report of hqconv", lambda head: b'<meta name="generator" content="hqconv report">' in head)
 _WRITTEN = {  # parameters of commands that are output files
     "log_file": FileKind("a log of hqconv", lambda head: bool(re.match(rb"\d{4}-[\d :,-]+ [A-Z]+ hqconv", head))),
-    "profile": FileKind("a profile of hqconv", lambda head: head.startswith(b'{\n  "kind": "profile"')),
+    "profile": FileKind("a profile of hqconv", lambda head: head.startswith(b'{\n  "profile_of":')),
     "report": PAGE,
     "page": PAGE,
 }

@@ -50,7 +50,7 @@ def convert(
         finished = api.convert(**options, on_plan=warnings.on_plan, progress=progress.update)
     warnings.show(finished.warnings)
     if profile is not None:
-        text = json_module.dumps({"kind": "profile", **finished.profile}, indent=2)
+        text = json_module.dumps({"profile_of": "hqconv convert", **finished.profile}, indent=2)
         write_whole(profile.parent, profile.name, f"{text}\n".encode())
     document = finished.to_dict()
     if max_error is None or not finished.is_complete:

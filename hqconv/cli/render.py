@@ -332,7 +332,10 @@ def _warm(document: Document) -> Parts:
         )
     )
     yield f"\nThe kernels are in {document['folder']}."
-    if document["variable"].endswith("=1"):  # the folder beside the artifact
+    if document["not_signed_because"]:
+        yield f"They are not signed: {document['not_signed_because']}"
+        yield f"Start the server with {document['variable']} to use them."
+    elif document["variable"].endswith("=1"):  # the folder beside the artifact
         yield f"A server of this user takes them by itself, any other with {document['variable']}."
     else:
         yield f"Start the server with {document['variable']} to use them."

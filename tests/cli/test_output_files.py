@@ -131,7 +131,7 @@ def test_the_default_folder_of_an_artifact_takes_no_file(
 def test_output_of_the_shell_is_no_file(root: Path, tmp_path: Path) -> None:
     """`> FILE` has emptied it: it looks like a new one."""
     for number, option in enumerate(("/dev/stdout", tmp_path / "1.json", "/proc/self/fd/1")):
-        command = [sys.executable, "-m", "hqconv", "inspect", root / "out", "--json", "--log-file", option]
+        command = [sys.executable, "-m", "hqconv", "inspect", str(root / "out"), "--json", "--log-file", str(option)]
         with (tmp_path / f"{number}.json").open("w") as file:
             done = subprocess.run(command, cwd=REPO, stdout=file, stderr=subprocess.PIPE, text=True, check=False)
         assert (done.returncode, "stream of this process" in done.stderr) == (4, True), done.stderr
@@ -154,7 +154,7 @@ def test_own_files_are_replaced_and_links_kept(root: Path, tmp_path: Path) -> No
     log.symlink_to("real")
     for out in ("a", "b"):
         assert call(*command, "-o", tmp_path / out, "--profile", profile, "--log-file", log).exit_code == 0
-    assert json.loads(profile.read_text())["kind"] == "profile"
+    assert json.loads(profile.read_text())["profile_of"] == "hqconv convert"
     assert log.is_symlink()
     assert (tmp_path / "real").read_text().count("Python ") == 2
 

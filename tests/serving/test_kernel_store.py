@@ -10,14 +10,15 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub._local_folder import get_local_download_paths
 
 import hqconv
 from hqconv.api import warm
+from hqconv.errors import OutputError
 from hqconv.serving.warm import kernel_store
 from hqconv.serving.warm.kernel_store import MANIFEST, VARIABLE, WarmKernels, folder_beside, use_warm_kernels
 from tests.make.kernels import fake_compiler, num_cached, server, use_compiler
@@ -101,11 +102,6 @@ def _flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def _link(path: Path) -> None:
-    path.rename(path.with_name("elsewhere"))
-    path.symlink_to("elsewhere")
-
-
 def _name(folder: Path, name: str) -> None:
     kernels = json.loads((folder / MANIFEST).read_text())["kernels"]
     _edit(folder, kernels=kernels | {name: next(iter(kernels.values()))})
@@ -113,6 +109,11 @@ def _name(folder: Path, name: str) -> None:
 
 def _one(folder: Path, kind: str) -> Path:
     return sorted(folder.glob(f"*.{kind}"))[-1]
+
+
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path, 0o600)
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -134,8 +135,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a bit of a source": (lambda f: _flip(_one(f, "cu")), "not the source"),
     "a kernel cut off": (lambda f: os.truncate(_one(f, "cubin"), 3), "not the file"),
     "a kernel gone": (lambda f: _one(f, "cubin").unlink(), "cannot be read"),
-    "a link": (lambda f: _link(_one(f, "cubin")), "cannot be read"),
-    "a pipe": (lambda f: (_one(f, "cu").unlink(), os.mkfifo(_one(f, "cubin").with_suffix(".cu"))), "no file of"),
+    "a pipe": (
+        lambda f: (_one(f, "cu").unlink(), os.mkfifo(_one(f, "cubin").with_suffix(".cu"))),
+        "not a regular file",
+    ),
     "no text": (lambda f: _one(f, "cu").write_bytes(b"\xff"), "damaged"),
 }
 
@@ -229,99 +232,193 @@ def test_no_folder_is_no_reason_for_a_warning(unasked: Any, tmp_path: Path) -> N
     assert (found.level, "on the Hub" in str(found.reason)) == (logging.INFO, True)
 
 
-PARTS: dict[str, Callable[[Path], Path]] = {
-    "the folder": lambda folder: folder,
-    "the manifest": lambda folder: folder / MANIFEST,
-    "a kernel": lambda folder: _one(folder, "cubin"),
-    "a source": lambda folder: _one(folder, "cu"),
+def key() -> Path:
+    return Path(os.environ["XDG_CONFIG_HOME"]) / "hqconv/warm.key"
+
+
+@pytest.fixture
+def other_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The config folder of somebody without a key."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return tmp_path / "config"
+
+
+def _resign(folder: Path) -> None:
+    """Somebody else's `hqconv warm` made the folder."""
+    here = key()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(folder.parent / "strangers"))
+        kernel_store.make_key()
+        assert key().read_bytes() != here.read_bytes()
+        document = kernel_store.signed(json.loads((folder / MANIFEST).read_text()))
+    (folder / MANIFEST).write_text(json.dumps(document))
+
+
+def _sum_anew(folder: Path) -> None:
+    """A kernel is exchanged, and its digest in the manifest is the new one's."""
+    path, words = _one(folder, "cubin"), json.loads((folder / MANIFEST).read_text())
+    path.write_bytes(b"\x7fELF of somebody else")
+    words["kernels"][path.stem]["cubin_sha256"] = sha256(path.read_bytes()).hexdigest()
+    (folder / MANIFEST).write_text(json.dumps(words))
+
+
+STRANGE: dict[str, Callable[[Path], object]] = {
+    "somebody else's": _resign,
+    "not signed": lambda f: _edit(f, hmac_sha256=None),
+    "a short signature": lambda f: _edit(f, hmac_sha256=""),
+    "a signature of another kind": lambda f: _edit(f, hmac_sha256=["é"]),
+    "a signature that is no ASCII": lambda f: _edit(f, hmac_sha256="é" * 64),
+    "another kernel": _sum_anew,
+    "another tuning": lambda f: _edit(f, tuning={}),
+    "one key more": lambda f: _edit(f, more=1),
 }
 
 
-@pytest.mark.parametrize("bits", [0o020, 0o002])
-@pytest.mark.parametrize("part", PARTS)
-def test_what_others_can_write_is_not_used_unasked(
-    folder: Path, unasked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, bits: int
+@pytest.mark.parametrize("case", STRANGE)
+def test_what_this_user_did_not_make_is_not_used_unasked(
+    case: str, folder: Path, unasked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = PARTS[part](folder)
-    path.chmod(path.stat().st_mode | bits)
-    who = "others" if bits == 0o002 else "its group"
-    is_refused(unasked(), f"{re.escape(str(path))} can be written by {who}", tmp_path / "cache")
+    """Whoever owns the files: `git clone`, `tar x` and `cp -r` give them to this user."""
+    STRANGE[case](folder)
+    is_refused(unasked(), f"`hqconv warm` of this user did not make {re.escape(str(folder))}", tmp_path / "cache")
     monkeypatch.setenv(VARIABLE, "1")
     assert unasked().reason is None
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_what_belongs_to_another_user_is_not_used_unasked(
-    folder: Path, unasked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
-) -> None:
-    """Also by root, whom every file obeys."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can give files away")
-    path = PARTS[part](folder)
-    os.chown(path, 12345, -1)
-    is_refused(unasked(), f"{re.escape(str(path))} belongs to user 12345", tmp_path / "cache")
-    monkeypatch.setenv(VARIABLE, "1")
-    assert unasked().reason is None
-
-
-def test_a_server_of_another_user_does_not_use_them(
-    folder: Path, unasked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    user = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    is_refused(unasked(), f"belongs to user {user}, and this process to user {user + 1}", tmp_path / "cache")
-
-
-def test_files_of_unknown_users_are_nobodys(
-    folder: Path, unasked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a container Linux shows files of all users that have no number there as one user's."""
-    (tmp_path / "overflowuid").write_text(f"{os.geteuid()}\n")
-    monkeypatch.setattr(kernel_store, "_OVERFLOW_USER", tmp_path / "overflowuid")
-    is_refused(unasked(), "as files of unknown users do", tmp_path / "cache")
-
-
-def test_a_link_is_not_followed_unasked(folder: Path, unasked: Any, tmp_path: Path) -> None:
+def test_ones_own_folder_is_used_wherever_it_lies(folder: Path, unasked: Any, tmp_path: Path) -> None:
+    """Through a link, on a network disk that shows others' owners and modes, copied, or unpacked."""
+    for path in folder.iterdir():
+        path.chmod(0o666)
+        if os.geteuid() == 0:
+            os.chown(path, 12345, -1)
     folder.rename(tmp_path / "elsewhere")
     folder.symlink_to("elsewhere")
-    is_refused(unasked(), "is a link", tmp_path / "cache")
-
-
-@pytest.mark.parametrize("depth", range(2))
-def test_a_download_is_not_used_unasked(folder: Path, unasked: Any, tmp_path: Path, depth: int) -> None:
-    """`hf download` of somebody's repo with an artifact and kernels in it; the metadata are its library's."""
-    root = tmp_path if depth else folder
-    metadata = get_local_download_paths(root, (folder / MANIFEST).relative_to(root).as_posix()).metadata_path
-    metadata.write_text("")
-    is_refused(unasked(), "was downloaded from the Hub", tmp_path / "cache")
-
-
-def test_a_folder_in_its_place_after_the_check_is_not_read(
-    folder: Path, unasked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who can write in the folder above exchanges ours for theirs just after we opened it."""
-    theirs, check = tmp_path / "theirs", kernel_store._check_own
-    shutil.copytree(folder, theirs)
-    for path in theirs.glob("*.cubin"):
-        path.write_bytes(b"\x7fELF of somebody else")
-
-    def exchanged(*arguments: Any) -> None:
-        check(*arguments)
-        if theirs.exists():
-            folder.rename(tmp_path / "ours")
-            theirs.rename(folder)
-
-    monkeypatch.setattr(kernel_store, "_check_own", exchanged)
     assert unasked().reason is None
-    assert not theirs.exists()
-    found = {path.read_bytes() for path in (tmp_path / "cache").glob("*/kernel.cubin")}
-    assert found == {path.read_bytes() for path in (tmp_path / "ours").glob("*.cubin")}
+
+
+def _without(path: Path) -> None:
+    path.unlink()
+
+
+def _linked(path: Path) -> None:
+    path.rename(path.with_name("real"))
+    path.symlink_to("real")
+
+
+def _folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+KEYS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "none": (_without, "cannot be read: No such file"),
+    "a link": (_linked, "cannot be read"),
+    "a pipe": (_pipe, "is not used: expected 32 bytes"),
+    "a folder": (_folder, "cannot be read: Is a directory"),
+    "the group reads it": (lambda p: p.chmod(0o640), "with mode 640"),
+    "all read it": (lambda p: p.chmod(0o604), "with mode 604"),
+    "short": (lambda p: os.truncate(p, 31), "found 31 of user"),
+    "empty": (lambda p: os.truncate(p, 0), "found 0 of user"),
+    "long": (lambda p: p.write_bytes(p.read_bytes() + b"x"), "found 33 of user"),
+    "another user's": (lambda p: os.chown(p, 12345, -1), "of user 12345"),
+}
+
+
+@pytest.mark.parametrize("case", KEYS)
+def test_keys_that_others_know_or_made(case: str, folder: Path, unasked: Any, tmp_path: Path) -> None:
+    if case == "another user's" and os.geteuid() != 0:
+        pytest.skip("only root can give files away")
+    spoil, reason = KEYS[case]
+    saved = key().read_bytes()
+    try:
+        spoil(key())
+        is_refused(unasked(), reason, tmp_path / "cache")
+        if case != "none":
+            with pytest.raises(kernel_store.UnusableError, match=reason):
+                kernel_store.signed({})
+    finally:
+        shutil.rmtree(key().parent)
+        key().parent.mkdir()
+        key().touch(0o600)
+        key().write_bytes(saved)
+
+
+def test_a_server_with_another_home_compiles(folder: Path, unasked: Any, other_home: Path, tmp_path: Path) -> None:
+    """As in a container; a server makes no key."""
+    is_refused(unasked(), "cannot be read: No such file", tmp_path / "cache")
+    assert not other_home.exists()
+    kernel_store.make_key()
+    is_refused(unasked(), "did not make", tmp_path / "cache")
+
+
+def test_a_user_without_home(unasked: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError
+
+    monkeypatch.setenv("XDG_CONFIG_HOME", "relative")  # which the standard says to ignore
+    monkeypatch.setattr(Path, "home", nowhere)
+    is_refused(unasked(), "has no home folder", tmp_path / "cache")
+
+
+def test_processes_make_one_key(other_home: Path) -> None:
+    mask = os.umask(0o077)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda _: kernel_store.make_key(), range(32)))
+    finally:
+        os.umask(mask)
+    assert [path.name for path in (other_home / "hqconv").iterdir()] == ["warm.key"]
+    status = key().stat()
+    assert (status.st_mode & 0o7777, status.st_size, status.st_nlink) == (0o600, 32, 1)
+    before = key().read_bytes()
+    kernel_store.make_key()
+    assert key().read_bytes() == before
+
+
+def test_no_key_in_the_home_of_others(other_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`sudo` may keep HOME."""
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with pytest.raises(kernel_store.UnusableError, match="belongs to another user"):
+        kernel_store.make_key()
+    assert not other_home.exists()
+
+
+def test_warm_keeps_no_kernels_of_strangers(folder: Path, compiler: Any, warmed: Path, tmp_path: Path) -> None:
+    """It would sign them."""
+    num = len(json.loads((folder / MANIFEST).read_text())["kernels"])
+    assert warm(warmed.with_name("out"), gpu="h200", kernels=folder)["num_compiled"] == 0
+    (folder / f"{'0' * 64}.cubin").touch()
+    _sum_anew(folder)
+    assert warm(warmed.with_name("out"), gpu="h200", kernels=folder)["num_compiled"] == num
+    assert not [path for path in folder.iterdir() if path.read_bytes() == b"\x7fELF of somebody else"]
+    assert len(list(folder.iterdir())) == 2 * num + 1
+    kernel_store.check_signature(folder, json.loads((folder / MANIFEST).read_text()))
+
+
+def test_warm_without_a_key_says_so(
+    folder: Path, compiler: Any, warmed: Path, other_home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A home that cannot be written: here it is a file."""
+    other_home.write_text("")
+    done = warm(warmed.with_name("out"), gpu="h200", kernels=folder)
+    assert "cannot be made: Not a directory" in done["not_signed_because"]
+    assert "hmac_sha256" not in json.loads((folder / MANIFEST).read_text())
+    with server(monkeypatch, tmp_path / "cache", "1"):
+        assert use_warm_kernels(tmp_path / "out", 90).reason is None
+
+
+def test_files_of_a_user_are_no_kernels(compiler: Any, warmed: Path, tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/gemm.cu").write_text("mine")
+    with pytest.raises(OutputError, match="holds something else"):
+        warm(warmed.with_name("out"), gpu="h200", kernels=tmp_path / "own")
 
 
 def test_a_file_in_its_place_after_the_check_is_not_used(
     folder: Path, unasked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bytes in use are those that were read through the checked descriptor."""
+    """The bytes in use are those that were compared."""
     good = {path.read_bytes() for path in folder.glob("*.cubin")}
     install = kernel_store._install
 

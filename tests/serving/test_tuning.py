@@ -17,7 +17,7 @@ from hqconv.api import warm
 from hqconv.artifact.reader import Artifact
 from hqconv.kernel_layout.kernel_sources import NO_DEVICE
 from hqconv.serving.vllm.tuning import is_table, remembered
-from hqconv.serving.warm.kernel_store import opened, read_store_manifest
+from hqconv.serving.warm.kernel_store import read_store_manifest
 from tests.make.kernels import fake_compiler, server, use_compiler
 from tests.make.qwen import write_qwen3_moe
 
@@ -68,8 +68,7 @@ def ask(facade: Any, artifact: Path, **more: Any) -> list[Any]:
 
 
 def tables_of(folder: Path) -> dict[str, Any]:
-    with opened(folder) as there:
-        return dict(read_store_manifest(there)["tuning"])
+    return dict(read_store_manifest(folder)["tuning"])
 
 
 def plain(table: Any) -> Any:

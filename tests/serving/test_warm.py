@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ import hqconv
 from hqconv.api import warm
 from hqconv.cli.app import app
 from hqconv.errors import HqconvError, OutputError, RequestError
-from hqconv.io.durable_files import partial
 from hqconv.kernel_layout.kernel_sources import (
     CONTIGUOUS,
     INDEXED,
@@ -33,7 +30,7 @@ from hqconv.kernel_layout.kernel_sources import (
 from hqconv.schemas.activation import Activation
 from hqconv.serving.vllm.kernel_requests import PREQUANTIZED, compute_settings, kernel_activation
 from hqconv.serving.warm.gpus import KNOWN, choose_gpu
-from hqconv.serving.warm.kernel_store import MANIFEST, folder_beside, opened, read_kernels, read_store_manifest
+from hqconv.serving.warm.kernel_store import MANIFEST, folder_beside, read_kernels, read_store_manifest
 from tests.make.kernels import fake_compiler, use_compiler
 from tests.make.qwen import write_qwen3_moe
 
@@ -71,9 +68,8 @@ def test_a_folder_of_kernels(artifact: Path, compiler: Any, tmp_path: Path) -> N
     assert compiler.num_compiled == words["num_compiled"] == words["num_kernels"] > 10
     num = words["num_kernels"]
     assert told == [f"Compiling {num} of {num} kernels for NVIDIA H200 with FakeCompiler fake+13.0."]
-    with opened(folder) as there:
-        manifest = read_store_manifest(there)
-        kernels = read_kernels(there, manifest)
+    manifest = read_store_manifest(folder)
+    kernels = read_kernels(folder, manifest)
     assert len(kernels) == words["num_kernels"]
     assert {path.name for path in folder.iterdir()} == {MANIFEST} | {
         f"{name}.{kind}" for name in kernels for kind in ("cu", "cubin")
@@ -107,8 +103,7 @@ def test_another_compiler_replaces_all(artifact: Path, tmp_path: Path, monkeypat
     newer = use_compiler(monkeypatch, fake_compiler("13.1"))
     words = warm(artifact, gpu="h20", kernels=folder)
     assert newer.num_compiled == words["num_kernels"] == len(list(folder.glob("*.cubin")))
-    with opened(folder) as there:
-        assert read_store_manifest(there)["compiler"] == "FakeCompiler fake+13.1"
+    assert read_store_manifest(folder)["compiler"] == "FakeCompiler fake+13.1"
 
 
 @pytest.mark.full
@@ -126,26 +121,6 @@ def test_beside_the_artifact_by_default(artifact: Path, compiler: Any) -> None:
     words = warm(str(artifact), gpu="h200")
     assert words["folder"] == str(folder_beside(artifact)) == f"{artifact}-kernels"
     assert hqconv.verify(artifact, checks=("files",)).passed
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
-def test_nobody_else_can_write_into_it(artifact: Path, compiler: Any, tmp_path: Path, umask: int) -> None:
-    """A server that nobody asked uses no others. Many systems let the group write by default (umask 002)."""
-    folder = tmp_path / "above" / "kernels"
-    before = os.umask(umask)
-    try:
-        warm(artifact, gpu="h200", kernels=folder)
-        for path in folder.iterdir():  # left over by a run of before
-            partial(path).write_text("")
-            partial(path).chmod(0o666)
-        shutil.move(next(folder.glob("*.cubin")), tmp_path / "gone")
-        warm(artifact, gpu="h200", kernels=folder)
-    finally:
-        os.umask(before)
-    modes = {path: path.stat().st_mode & 0o777 for path in folder.iterdir() if path.suffix != ".partial"}
-    assert set(modes.values()) == {0o644 & ~umask}
-    assert folder.stat().st_mode & 0o777 == 0o755 & ~umask
 
 
 def refusals(tmp_path: Path) -> dict[str, tuple[dict[str, Any], type[HqconvError], str]]:

@@ -13,24 +13,24 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from hashlib import sha256
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hqconv.errors import OutputError, RequestError, plural
-from hqconv.io.durable_files import output_errors, partial, write_whole
+from hqconv.io.durable_files import output_errors, write_whole
 from hqconv.schemas import artifact_names as names
 from hqconv.serving.warm.gpus import Gpu, choose_gpu
 from hqconv.serving.warm.kernel_store import (
     FORMAT_VERSION,
     MANIFEST,
-    OTHERS_WRITE,
+    STORED,
     VARIABLE,
     UnusableError,
+    check_signature,
     folder_beside,
-    opened,
     read_kernel,
     read_store_manifest,
+    signed,
     tuning_tables,
 )
 
@@ -40,12 +40,6 @@ if TYPE_CHECKING:
     from hqconv.schemas.activation import Activation
 
 _LOG = logging.getLogger(__name__)
-
-_OURS = (".cu", ".cubin", ".partial")
-_FOLDER_MODE, _FILE_MODE = (
-    0o777 & ~OTHERS_WRITE,
-    0o666 & ~OTHERS_WRITE,
-)  # also under a umask of 002: a server asks for it
 
 
 def warm(
@@ -103,7 +97,7 @@ def _check_folder(out: Path, folder: Path) -> Path:
                 "The kernels would lie inside the artifact.", where=str(folder), remedy="Give a folder beside it."
             )
         there = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
-    stray = next((name for name in there if name != MANIFEST and not name.endswith(_OURS)), None)
+    stray = next((name for name in there if not STORED.fullmatch(name)), None)
     if stray is not None:
         raise OutputError(
             "The folder for the kernels holds something else.",
@@ -123,17 +117,24 @@ def _warm(artifact: Artifact, gpu: Gpu, folder: Path, jobs: int, announce: Calla
     with standing_in(gpu), toolkit():
         agreed = identity(gpu.sm_version)
         sources, unknown = _sources(artifact, settings)
-        entries = _there(folder, agreed)
+        known = _own_manifest(folder)
+        entries = _there(folder, known, agreed)
         missing = [source for name, source in sources.items() if name not in entries]
         announce(
             f"Compiling {len(missing)} of {plural(len(sources), 'kernel')} for {gpu.name} with {agreed['compiler']}."
         )
         num_bytes = _compile(missing, entries, folder, jobs)
-        tables = _tables(artifact, settings, gpu, folder)
+        tables = _tables(artifact, settings, gpu, tuning_tables(known))
     lists = {"tuning": tables, "kernels": dict(sorted(entries.items()))}
     manifest = {"format_version": FORMAT_VERSION, **agreed, **lists}
-    _write(folder, MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+    unsigned = None
+    try:
+        manifest = signed(manifest)
+    except UnusableError as error:
+        unsigned = str(error)
+    write_whole(folder, MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
     return {
+        "not_signed_because": unsigned,
         "gpu": gpu.to_dict(),
         "compiler": agreed["compiler"],
         "asking": settings.to_dict(),
@@ -177,14 +178,12 @@ def _sources(artifact: Artifact, settings: ComputeSettings) -> tuple[dict[str, K
     return found, sorted(unknown)
 
 
-def _tables(artifact: Artifact, settings: ComputeSettings, gpu: Gpu, folder: Path) -> dict[str, Any]:
-    """Tuning of every GEMM, and the folder's tables for other GPUs."""
+def _tables(artifact: Artifact, settings: ComputeSettings, gpu: Gpu, known: dict[str, Any]) -> dict[str, Any]:
+    """Tuning of every GEMM, and the `known` tables for other GPUs."""
     from hqconv.kernel_layout.kernel_sources import tuning_table
     from hqconv.serving.vllm.tuning import tuning_key
 
-    found: dict[str, Any] = {}
-    with suppress(UnusableError), opened(folder) as there:
-        found = tuning_tables(read_store_manifest(there))
+    found = dict(known)
     seen: set[str] = set()
     for *_, document in _layer_configs(artifact):
         if (text := json.dumps(document, sort_keys=True)) not in seen:
@@ -194,32 +193,30 @@ def _tables(artifact: Artifact, settings: ComputeSettings, gpu: Gpu, folder: Pat
     return dict(sorted(found.items()))
 
 
-def _there(folder: Path, agreed: dict[str, Any]) -> dict[str, Any]:
-    """Intact kernels that a folder already holds; files of another compiler are removed."""
+def _own_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a folder that this user's `hqconv warm` made; {} of any other, whose kernels are made anew."""
+    try:
+        document = read_store_manifest(folder)
+        check_signature(folder, document)
+    except UnusableError:
+        return {}
+    return document
+
+
+def _there(folder: Path, known: dict[str, Any], agreed: dict[str, Any]) -> dict[str, Any]:
+    """Intact kernels that a folder with the manifest `known` holds; files of another compiler or maker are removed."""
     whole: dict[str, Any] = {}
-    with suppress(UnusableError), opened(folder) as there:
-        document = read_store_manifest(there)
-        for name, entry in document["kernels"].items():
-            with suppress(UnusableError):
-                read_kernel(there, name, entry)
-                whole[name] = entry
-        if all(document.get(key) == value for key, value in agreed.items()):
-            return whole
-        with output_errors(folder):
-            (folder / MANIFEST).unlink()  # first: without it the folder is none
-            for name, kind in product(whole, ("cu", "cubin")):
-                (folder / f"{name}.{kind}").unlink(missing_ok=True)
+    for name, entry in known.get("kernels", {}).items():
+        with suppress(UnusableError):
+            read_kernel(folder, name, entry)
+            whole[name] = entry
+    if known and all(known.get(key) == value for key, value in agreed.items()):
+        return whole
+    with output_errors(folder):
+        (folder / MANIFEST).unlink(missing_ok=True)  # first: without it the folder is none
+        for path in folder.iterdir() if folder.exists() else ():
+            path.unlink()  # `_check_folder` has seen their names
     return {}
-
-
-def _write(folder: Path, name: str, data: bytes) -> None:
-    """Write a file of kernels that nobody else can open for writing, at no time."""
-    made = partial(folder / name)
-    with output_errors(made):
-        folder.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
-        made.unlink(missing_ok=True)  # left over, perhaps with other permissions
-        made.touch(_FILE_MODE, exist_ok=False)
-    write_whole(folder, name, data)
 
 
 def _compile(missing: list[KernelSource], entries: dict[str, Any], folder: Path, jobs: int) -> int:
@@ -230,8 +227,8 @@ def _compile(missing: list[KernelSource], entries: dict[str, Any], folder: Path,
 
     def make(source: KernelSource) -> tuple[str, dict[str, Any]]:
         cubin = compile_kernel(source, compiler)
-        _write(folder, f"{source.name}.cu", source.code.encode())
-        _write(folder, f"{source.name}.cubin", cubin)
+        write_whole(folder, f"{source.name}.cu", source.code.encode())
+        write_whole(folder, f"{source.name}.cubin", cubin)
         _LOG.info("Compiled kernel %s.", source.name)
         return source.name, {
             "expression": source.expression,

@@ -1,14 +1,11 @@
 """Folder of kernels that were compiled beforehand, and their installation in a server.
 
-A compiled kernel is a program. Digests in its own folder show damage, not malice, and Humming's cache, where a kernel
-goes, serves every model of this user. So a folder must be vouched for: by the person who starts the server, with
-`HQCONV_WARM_KERNELS` (1 means the folder beside the artifact, any other text is the folder); or, for the folder beside
-the artifact, by its owner and its permissions: all of it belongs to the server's user, and nobody else can write there.
-
-Owners are checked on open files: of the folder's descriptor, and of each file opened in it without following links, and
-the bytes that were read are the ones in use. A file or folder that takes their place later is not looked at. So folders
-above do not matter: who can write there can only put another folder of the same user in this place, and a kernel is
-used for its own source only.
+A compiled kernel is a program, and Humming's cache, where a kernel goes, serves every model of this user. Owners and
+permissions say nothing about who made one: `git clone` or `tar x` make a stranger's files one's own. So a folder must
+be vouched for: by the person who starts the server, with `HQCONV_WARM_KERNELS` (1 means the folder beside the artifact,
+any other text is the folder); or, for the folder beside the artifact, by a keyed digest of its manifest. The key
+belongs to this user, and `hqconv warm` makes it. The manifest lists the digest of each kernel, and the bytes that were
+compared are the ones in use: so it does not matter who else can write into the folder.
 
 Humming finds a kernel by a digest over its source, its flags and the places and times of its headers, which no other
 machine has. So the folder holds sources, and each kernel goes to where Humming here looks for that source: through
@@ -18,6 +15,7 @@ not ask for is never looked at; one that is missing is compiled as ever.
 
 from __future__ import annotations
 
+import hmac
 import json
 import logging
 import os
@@ -26,24 +24,25 @@ import stat
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from hqconv.schemas.untrusted_files import read_regular
+
 VARIABLE = "HQCONV_WARM_KERNELS"
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
-OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _OFF, _ON = ("0", "false", "no", "off"), ("1", "true", "yes", "on")
 _NAME = re.compile(r"[0-9a-f]{64}")
+STORED = re.compile(rf"({re.escape(MANIFEST)}|[0-9a-f]{{64}}\.(cu|cubin))(\.partial)?")  # names of a folder's files
 _NUM_THREADS = 8
 _one_at_a_time = threading.Lock()
 _HEADER_TIMES = "cuh_last_update_time"  # of Humming's compiler
 _MAX_FILE_BYTES, _MAX_MANIFEST_BYTES, _MAX_KERNELS = 64 << 20, 16 << 20, 10_000
-# User to whom Linux ascribes files of users that it does not know: in containers, and on network disks.
-_OVERFLOW_USER, _USUAL_OVERFLOW_USER = Path("/proc/sys/kernel/overflowuid"), 65534
+_SIGNATURE, _KEY_BYTES = "hmac_sha256", 32
 
 
 def folder_beside(artifact: Path) -> Path:
@@ -99,10 +98,11 @@ def use_warm_kernels(artifact: Path | None, sm: int) -> WarmKernels:
         return WarmKernels(f"{VARIABLE} names no folder, and there is none beside a model on the Hub.", level)
     folder = Path(value) if artifact is None or value.lower() not in ("", *_ON) else folder_beside(artifact)
     try:
-        with opened(folder, must_be_own=not is_asked_for) as there:
-            document = read_store_manifest(there)
-            _check_agreement(document, sm)
-            kernels = read_kernels(there, document)  # all of them, before the first is used
+        document = read_store_manifest(folder)
+        if not is_asked_for:
+            check_signature(folder, document)
+        _check_agreement(document, sm)
+        kernels = read_kernels(folder, document)  # all of them, before the first is used
         _install_all(list(kernels.values()))
     except AbsentError as error:
         return WarmKernels(str(error), level)
@@ -113,96 +113,101 @@ def use_warm_kernels(artifact: Path | None, sm: int) -> WarmKernels:
     return WarmKernels(tuning=tuning_tables(document))
 
 
+# --- the key
+
+
+def _key_path() -> Path:
+    base = Path(os.environ.get("XDG_CONFIG_HOME", ""))
+    try:
+        return (base if base.is_absolute() else Path.home() / ".config") / "hqconv/warm.key"
+    except RuntimeError as error:
+        raise UnusableError("This user has no home folder, and so no key for kernels.") from error
+
+
+def _read_key() -> bytes:
+    """Read this user's key. Raises UnusableError without one, and for a file that others can read or have made."""
+    path = _key_path()
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            key = file.read(_KEY_BYTES + 1) if stat.S_ISREG(status.st_mode) else b""
+    except OSError as error:
+        raise UnusableError(f"This user's key {path} cannot be read: {error.strerror}.") from error
+    user, mode = os.geteuid(), stat.S_IMODE(status.st_mode)
+    if status.st_uid != user or mode & 0o077 or len(key) != _KEY_BYTES:
+        raise UnusableError(
+            f"The key {path} is not used: expected {_KEY_BYTES} bytes of user {user} with mode 600, found {len(key)} "
+            f"of user {status.st_uid} with mode {mode:o}. Remove it: `hqconv warm` makes another."
+        )
+    return key
+
+
+def make_key() -> None:
+    """Make this user's key, where there is none. One of several processes makes it. Raises UnusableError."""
+    path = _key_path()
+    if os.path.lexists(path):
+        return
+    try:
+        above = next(folder for folder in path.parents if folder.exists())
+        if above.stat().st_uid != os.geteuid():  # as with sudo, which may keep HOME
+            raise UnusableError(f"The key {path} is not made: {above} belongs to another user.")
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        made = path.with_name(f".warm.key-{os.urandom(8).hex()}")
+        descriptor = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(os.urandom(_KEY_BYTES))
+                file.flush()
+                os.fsync(descriptor)
+            with suppress(FileExistsError):
+                os.link(made, path)  # whole, or not at all
+        finally:
+            made.unlink()
+    except OSError as error:
+        raise UnusableError(f"The key {path} cannot be made: {error.strerror}.") from error
+
+
+def _signature(document: Mapping[str, Any]) -> str:
+    content = {key: value for key, value in document.items() if key != _SIGNATURE}
+    return hmac.new(_read_key(), b"hqconv warm\n" + json.dumps(content, sort_keys=True).encode(), "sha256").hexdigest()
+
+
+def signed(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a manifest with the keyed digest of its content; the first one makes the key. Raises UnusableError."""
+    make_key()
+    return {**document, _SIGNATURE: _signature(document)}
+
+
+def check_signature(folder: Path, document: Mapping[str, Any]) -> None:
+    """Check that `hqconv warm` of this user made a manifest. Raises UnusableError."""
+    try:
+        found = document.get(_SIGNATURE)
+        if isinstance(found, str) and hmac.compare_digest(found.encode(), _signature(document).encode()):
+            return
+        why = f"`hqconv warm` of this user did not make {folder}."
+    except UnusableError as error:
+        why = str(error)
+    raise UnusableError(f"{why} Kernels are programs: if you trust {folder}, start the server with {VARIABLE}=1.")
+
+
 # --- the folder
 
 
-@dataclass(frozen=True)
-class OpenFolder:
-    """Folder of kernels by its descriptor: `read` takes files from it wherever its path leads by then."""
-
-    path: Path
-    descriptor: int
-    must_be_own: bool
-
-    def read(self, name: str, max_bytes: int) -> bytes:
-        """Read a regular file, not through a link. Raises UnusableError for any other, larger or distrusted one."""
-        path, flags = self.path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-        try:
-            descriptor = os.open(name, flags, dir_fd=self.descriptor)
-            with os.fdopen(descriptor, "rb") as file:
-                status = os.fstat(descriptor)
-                if not stat.S_ISREG(status.st_mode) or status.st_size > max_bytes:
-                    raise UnusableError(f"{path} is no file of kernels.")
-                if self.must_be_own:
-                    _check_own(self.path, path, status)
-                return file.read(max_bytes + 1)
-        except OSError as error:
-            raise UnusableError(f"{path} cannot be read: {error.strerror}.") from error
-
-
-@contextmanager
-def opened(folder: Path, *, must_be_own: bool = False) -> Iterator[OpenFolder]:
-    """Open a folder of kernels.
-
-    must_be_own: nobody vouched for it, so that folder and files must belong to this process's user, be writable by no
-    other, and the folder be neither a link nor a download. Raises AbsentError without a folder, UnusableError.
-    """
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (os.O_NOFOLLOW if must_be_own else 0)
+def _read(path: Path, max_bytes: int) -> bytes:
     try:
-        descriptor = os.open(folder, flags)
-    except FileNotFoundError as error:
-        raise AbsentError(f"{folder} cannot be read: there is no such folder.") from error
+        return read_regular(path, max_bytes)
     except OSError as error:
-        if must_be_own and folder.is_symlink():
-            raise _distrusted(folder, f"{folder} is a link.") from error
-        raise UnusableError(f"{folder} cannot be read: {error.strerror}.") from error
+        raise UnusableError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def read_store_manifest(folder: Path) -> dict[str, Any]:
+    """Read the manifest of a folder of kernels. Raises AbsentError without a folder, UnusableError for damage."""
+    if not folder.exists():
+        raise AbsentError(f"{folder} cannot be read: there is no such folder.")
+    path = folder / MANIFEST
     try:
-        if must_be_own:
-            _check_own(folder, folder, os.fstat(descriptor))
-            if _is_download(folder):
-                raise _distrusted(folder, f"{folder} was downloaded from the Hub.")
-        yield OpenFolder(folder, descriptor, must_be_own)
-    finally:
-        os.close(descriptor)
-
-
-def _check_own(folder: Path, path: Path, status: os.stat_result) -> None:
-    """Check that an open file or folder is this user's alone. Access lists count: their mask stands for the group."""
-    user = os.geteuid()
-    if status.st_uid != user:
-        raise _distrusted(folder, f"{path} belongs to user {status.st_uid}, and this process to user {user}.")
-    if user == _overflow_user():
-        raise _distrusted(folder, f"{path} belongs to user {user}, as files of unknown users do.")
-    if status.st_mode & OTHERS_WRITE:
-        who = "others" if status.st_mode & stat.S_IWOTH else "its group"
-        raise _distrusted(folder, f"{path} can be written by {who} (chmod go-w takes that away).")
-
-
-def _overflow_user() -> int:
-    try:
-        return int(_OVERFLOW_USER.read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return _USUAL_OVERFLOW_USER
-
-
-def _is_download(folder: Path) -> bool:
-    """Return True if `hf download --local-dir` put the folder there: what it fetches belongs to its user, too."""
-    there = Path(os.path.realpath(folder))
-    return any(
-        (above / ".cache/huggingface/download" / there.relative_to(above) / f"{MANIFEST}.metadata").exists()
-        for above in (there, *there.parents)
-    )
-
-
-def _distrusted(folder: Path, why: str) -> UnusableError:
-    return UnusableError(f"{why} Kernels are programs: if you trust {folder}, start the server with {VARIABLE}=1.")
-
-
-def read_store_manifest(folder: OpenFolder) -> dict[str, Any]:
-    """Read the manifest of a folder of kernels. Raises UnusableError if there is none, or it is damaged."""
-    path = folder.path / MANIFEST
-    try:
-        document = json.loads(folder.read(MANIFEST, _MAX_MANIFEST_BYTES))
+        document = json.loads(_read(path, _MAX_MANIFEST_BYTES))
     except (ValueError, RecursionError) as error:
         raise UnusableError(f"{path} is damaged: {error}.") from error
     version = document.get("format_version") if isinstance(document, dict) else None
@@ -231,29 +236,29 @@ def _check_agreement(document: dict[str, Any], sm: int) -> None:
             )
 
 
-def read_kernels(folder: OpenFolder, document: dict[str, Any]) -> dict[str, Kernel]:
+def read_kernels(folder: Path, document: dict[str, Any]) -> dict[str, Kernel]:
     """Read every kernel that a manifest lists. Raises UnusableError for the first that differs from its entry."""
     listed = document["kernels"]
     with ThreadPoolExecutor(_NUM_THREADS, "hqconv-kernels") as pool:
         return dict(zip(listed, pool.map(lambda name: read_kernel(folder, name, listed[name]), listed), strict=True))
 
 
-def read_kernel(folder: OpenFolder, name: str, entry: Any) -> Kernel:
+def read_kernel(folder: Path, name: str, entry: Any) -> Kernel:
     """Read one kernel of a manifest's list. Raises UnusableError if a file differs from the manifest."""
     from hqconv.kernel_layout.kernel_sources import kernel_name
 
     if not (_NAME.fullmatch(name) and isinstance(entry, dict)):
-        raise UnusableError(f"{folder.path / MANIFEST} is damaged: {name!r} is no kernel.")
-    source, cubin = (folder.read(f"{name}.{kind}", _MAX_FILE_BYTES) for kind in ("cu", "cubin"))
+        raise UnusableError(f"{folder / MANIFEST} is damaged: {name!r} is no kernel.")
+    source, cubin = (_read(folder / f"{name}.{kind}", _MAX_FILE_BYTES) for kind in ("cu", "cubin"))
     if sha256(cubin).hexdigest() != entry.get("cubin_sha256") or not cubin.startswith(b"\x7fELF"):
-        raise UnusableError(f"{folder.path / name}.cubin is not the file that the manifest lists.")
+        raise UnusableError(f"{folder / name}.cubin is not the file that the manifest lists.")
     try:
         code = source.decode()
         facts = str(entry["expression"]), str(entry["architecture"]), bool(entry["without_fast_math"])
     except (ValueError, KeyError) as error:
-        raise UnusableError(f"{folder.path / name}.cu is damaged: {error}.") from error
+        raise UnusableError(f"{folder / name}.cu is damaged: {error}.") from error
     if kernel_name(code, *facts) != name:
-        raise UnusableError(f"{folder.path / name}.cu is not the source that the manifest lists.")
+        raise UnusableError(f"{folder / name}.cu is not the source that the manifest lists.")
     return Kernel(code, *facts, cubin)
 
 
