@@ -30,6 +30,7 @@ from hqconv.conversion.transformers_model import (
     import_transformers,
     model_class,
     positions_warning,
+    quantizer_of,
     read_text,
     running,
 )
@@ -401,8 +402,10 @@ def collect_importance(
             with running(model):
                 config = config_of(transformers, folder)
                 cls = model_class(transformers, source, config)
-                options = {"config": config, "dtype": "auto", "trust_remote_code": False, "use_safetensors": True}
-                loaded = cls.from_pretrained(folder, **options).to(device).eval()
+                if quantizer_of(source, config) is not None:
+                    config.quantization_config = {**(source.quantization or {}), "dequantize": True}
+                options = {"dtype": "auto", "trust_remote_code": False, "use_safetensors": True, "use_kernels": False}
+                loaded = cls.from_pretrained(folder, config=config, **options).to(device).eval()
             batches = [torch.tensor([ids], device=device) for ids in read.sequences(context_length)]
             warnings = positions_warning(loaded.config, max(ids.size(1) for ids in batches))
             for warning in warnings:

@@ -115,9 +115,9 @@ def _without_code(value: Any, where: str) -> Any:
 def config_of(transformers: Any, folder: Path) -> Any:
     """Return transformers' config of a folder of `folder_of`. Raises transformers' errors, and RequestError."""
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    for one in (config, *(getattr(config, key) for key in config.sub_configs)):
+    for one in (config, *(getattr(config, key, None) for key in config.sub_configs)):
         asked = getattr(one, "_attn_implementation", None)
-        if asked not in _ATTENTION:  # of the class: the config's own keys are gone
+        if asked not in _ATTENTION:  # the class's own: the keys of the file are gone
             one._attn_implementation = None
     return config
 
@@ -141,6 +141,34 @@ def model_class(transformers: Any, source: Source, config: Any) -> Any:
         if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
             return found
     return transformers.AutoModelForCausalLM._model_mapping[type(config)]
+
+
+def quantizer_of(source: Source, config: Any) -> Any:
+    """Return transformers' decoder of a quantized source; None for a plain one. Raises RequestError if it has none."""
+    if source.quantization is None:
+        return None
+    from transformers.quantizers import AutoHfQuantizer
+
+    method = source.quantization.get("quant_method")
+    try:
+        quantizer = AutoHfQuantizer.from_config(dict(source.quantization), pre_quantized=True)
+    except Exception as error:
+        raise _cannot_decode(method, error) from error
+    if not hasattr(quantizer.quantization_config, "dequantize"):
+        raise _cannot_decode(method, "it runs them quantized only")
+    quantizer.quantization_config.dequantize = True
+    config.quantization_config = quantizer.quantization_config
+    return quantizer
+
+
+def _cannot_decode(method: object, found: object) -> RequestError:
+    return RequestError(
+        "The transformers library cannot decode the weights of this quantized source.",
+        where=f"--source, quant_method {method}",
+        expected="a source in 16 bits or float32, or one that transformers decodes (fp8, mxfp4)",
+        found=found,
+        remedy="Evaluate against the 16-bit model that the source was made from, converted to the same schema.",
+    )
 
 
 class Text(NamedTuple):

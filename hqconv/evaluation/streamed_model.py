@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from hqconv.conversion.collect_importance import experts_modules
-from hqconv.conversion.transformers_model import config_of, model_class
+from hqconv.conversion.transformers_model import config_of, model_class, quantizer_of
 from hqconv.errors import InputError, RequestError, first_few
 from hqconv.evaluation.forward_pass import stop_at
 from hqconv.models.source_protocol import Source
@@ -256,34 +256,6 @@ def _make_model(
         if found is not None:
             found._experts_implementation = "eager"
     return model.eval()
-
-
-def quantizer_of(source: Source, config: Any) -> Any:
-    """Return transformers' decoder of a quantized source; None for a plain one. Raises RequestError if it has none."""
-    if source.quantization is None:
-        return None
-    from transformers.quantizers import AutoHfQuantizer
-
-    method = source.quantization.get("quant_method")
-    try:
-        quantizer = AutoHfQuantizer.from_config(dict(source.quantization), pre_quantized=True)
-    except Exception as error:
-        raise _cannot_decode(method, error) from error
-    if not hasattr(quantizer.quantization_config, "dequantize"):
-        raise _cannot_decode(method, "it runs them quantized only")
-    quantizer.quantization_config.dequantize = True
-    config.quantization_config = quantizer.quantization_config
-    return quantizer
-
-
-def _cannot_decode(method: object, found: object) -> RequestError:
-    return RequestError(
-        "The transformers library cannot decode the weights of this quantized source.",
-        where=f"--source, quant_method {method}",
-        expected="a source in 16 bits or float32, or one that transformers decodes (fp8, mxfp4)",
-        found=found,
-        remedy="Evaluate against the 16-bit model that the source was made from, converted to the same schema.",
-    )
 
 
 @contextmanager
