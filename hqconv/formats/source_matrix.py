@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from hqconv.quantization.coded_matrix import CodedMatrix
 
 
+_OTHER_SCALES = (
+    "Compare format, bits and group size in quantization_config with the tensors: they do not belong together."
+)
+
+
 @dataclass(frozen=True)
 class ResolvedFormat:
     """A completed format, and the use of every tensor.
@@ -124,13 +129,16 @@ def _choose(stored: StoredTensor, parts: Mapping[str, TensorSpec], fmt: SourceFo
 
 
 def _check_part(stored: StoredTensor, part: TensorSpec) -> None:
+    what, expected, found = "", "", ""
     if part.dtype not in stored.dtypes:
-        expected = " or ".join(stored.dtypes)
-        raise InputError("A tensor has the wrong dtype.", where=part.name, expected=expected, found=part.dtype)
-    if stored.shapes is not None and part.shape not in stored.shapes:
-        expected = " or ".join(str(list(shape)) for shape in stored.shapes)
-        found = list(part.shape)
-        raise InputError("A tensor has the wrong shape.", where=part.name, expected=expected, found=found)
+        what, expected, found = "dtype", " or ".join(stored.dtypes), part.dtype
+    elif stored.shapes is not None and part.shape not in stored.shapes:
+        what, expected, found = "shape", " or ".join(str(list(shape)) for shape in stored.shapes), str(list(part.shape))
+    if what:
+        remedy = "" if stored.canonical in ("weight", "bias") else _OTHER_SCALES
+        raise InputError(
+            f"A tensor has the wrong {what}.", where=part.name, expected=expected, found=found, remedy=remedy
+        )
 
 
 def _leftovers(fmt: SourceFormat, parts: Mapping[str, TensorSpec], used: Mapping[str, str]) -> dict[str, str]:

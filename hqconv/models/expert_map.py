@@ -226,7 +226,7 @@ def map_experts(
     converted = {name: layer.name for layer in layers for name in _names(layer)}
     copied = tuple(name for name in tensors if name not in converted and name not in dropped)
     refuse_leftovers(copied)
-    check_routers([layer.name for layer in layers], copied, tensors, is_own_row=choice.is_own_row)
+    check_routers(layers, copied, tensors, is_own_row=choice.is_own_row)
     assert len(converted) + len(dropped) + len(copied) == len(tensors), "an expert tensor was counted twice"
     assert all(name in converted or name in dropped for name in candidates), "an expert tensor was lost"
     return ExpertMap(

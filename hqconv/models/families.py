@@ -20,6 +20,11 @@ LAYER_PREFIXES = (
     "thinker.model.layers.{layer}",
     "llm.model.layers.{layer}",
     "language.model.layers.{layer}",
+    "language_model.layers.{layer}",
+    "model.language_model.model.layers.{layer}",
+    "model.model.layers.{layer}",
+    "model.text_model.layers.{layer}",
+    "text_model.layers.{layer}",
 )
 
 # Where the families keep their experts within a decoder layer.

@@ -483,7 +483,8 @@ def check_alike(roles: Mapping[str, Parts], raw: RoleParts, expert: int) -> None
             # bitsandbytes' state is a JSON document in bytes: only its numbers' digits tell how long it is.
             if ref.shape != first.shape and "quant_state" not in key:
                 expected = f"{list(first.shape)} as {first.template.format(expert=0)}"
-                raise contradiction("An expert has an unexpected shape.", ref.name, expected, list(ref.shape))
+                remedy = REMEDY if like.keys() <= {"weight", "bias"} else _ONE_FORMAT  # of bits or groups of its own
+                raise contradiction("An expert has an unexpected shape.", ref.name, expected, list(ref.shape), remedy)
             if ref.dtype != first.dtype:
                 expected = f"{first.dtype} as {first.template.format(expert=0)}"
                 raise contradiction("A layer mixes dtypes.", ref.name, expected, ref.dtype, _ONE_FORMAT)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 
 from hqconv.errors import InputError, first_few
+from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas.tensors import TensorRef
 
 # Components of names that no model class of a server has. Adapters: parameters of peft's tuners (`prefix` of each
@@ -67,23 +68,34 @@ def is_router(name: str) -> bool:
 
 
 def check_routers(
-    moe_layers: Collection[str], others: Iterable[str], tensors: Mapping[str, TensorRef], *, is_own_row: bool
+    layers: Collection[MoeLayer], others: Iterable[str], tensors: Mapping[str, TensorRef], *, is_own_row: bool
 ) -> None:
-    """Raise InputError for an MoE layer without a router among the other tensors of its decoder layer.
+    """Raise InputError for an MoE layer whose decoder layer has no router, or a router of fewer experts.
 
     others: the names of all tensors but the experts'. A layer without attention, norms … is part of a checkpoint of
     experts. Where no layer has a router that is known by its name, only the families of the table are refused.
     """
-    modules = {(layer := decoder_layer(name)): name[len(layer) :].partition(".")[0] for name in moe_layers}
+    found = {decoder_layer(layer.name): layer for layer in layers}
     routed, whole = set[str](), set[str]()
     for name in others:
-        layer = decoder_layer(name)
-        if is_router(name) and len(tensors[name].shape) > 1:
-            routed.add(layer)
-        elif layer in modules and name[len(layer) :].partition(".")[0] != modules[layer]:
-            whole.add(layer)
-    lacking = [name for name in moe_layers if decoder_layer(name) in whole - routed]
-    if lacking and (is_own_row or not routed.isdisjoint(modules)):
+        place, shape = decoder_layer(name), tensors[name].shape
+        layer = found.get(place)
+        if layer is None:
+            continue
+        if is_router(name) and len(shape) > 1:
+            routed.add(place)
+            if name.endswith((".gate.weight", ".router.weight")) and shape[0] < layer.num_experts:
+                raise InputError(
+                    "A router has fewer rows than its layer has experts.",
+                    where=name,
+                    expected=f"{layer.num_experts} rows or more",
+                    found=list(shape),
+                    remedy="Save the model again with the router that belongs to these experts.",
+                )
+        elif name[len(place) :].partition(".")[0] != layer.name[len(place) :].partition(".")[0]:
+            whole.add(place)
+    lacking = [layer.name for place, layer in found.items() if place in whole - routed]
+    if lacking and (is_own_row or routed):
         raise InputError(
             "A layer has experts and no router: no server can load it.",
             where=first_few(lacking),

@@ -352,6 +352,9 @@ def test_every_layer_of_experts_has_a_router() -> None:
                 map_experts(tensors, config | {"model_type": model_type})
             assert caught.value.where == "model.layers.10.mlp.experts"
     tensors, config = qwen()
+    put(tensors, "model.layers.10.mlp.gate.weight", E - 1, H)
+    with pytest.raises(InputError, match=r"fewer rows(?s:.*)layers\.10\.mlp\.gate"):
+        map_experts(tensors, config)
     for name in [name for name in tensors if name.endswith("mlp.gate.weight")]:
         del tensors[name]
     with pytest.raises(InputError, match="experts and no router"):
