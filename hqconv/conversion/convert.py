@@ -232,16 +232,16 @@ class _Conversion:
                 return self._finished(folder)
             num_resumed = len(folder.done)
             self._run_missing(folder)
-            remaining = folder.leave()
-            if remaining.is_sealed:
+            at_work = folder.leave()
+            if at_work is None:
                 return self._finished(folder)
             missing = tuple(unit.name for unit in plan.units if unit.name not in folder.done)
-            if not missing and not remaining.at_work:
+            if not missing and not at_work:
                 return self._finish(folder, num_resumed)
             errors = {unit.name: folder.done[unit.name].measured for unit in self.units}
             errors = {layer.name: errors[layer.name] for layer in plan.layers if layer.name in errors}
             return self._report(
-                folder, errors, "", num_groups_resumed=num_resumed, missing=missing, parts_at_work=remaining.at_work
+                folder, errors, "", num_groups_resumed=num_resumed, missing=missing, parts_at_work=at_work
             )
 
     def _folder(self) -> OutputFolder:

@@ -150,7 +150,13 @@ class Journal:
 
     def _open(self, latest: float) -> int:
         while True:
-            descriptor = self._open_or_create()
+            try:
+                descriptor, self._is_new = os.open(self.path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o644), True
+            except FileExistsError:
+                try:
+                    descriptor, self._is_new = _open_existing(self.path), False
+                except FileNotFoundError:
+                    continue
             try:
                 self._lock(descriptor, latest)
                 # Whoever held the lock until now may have removed the file, or exchanged its folder.
@@ -160,17 +166,6 @@ class Journal:
                 os.close(descriptor)
                 raise
             os.close(descriptor)
-
-    def _open_or_create(self) -> int:
-        while True:
-            try:
-                descriptor, self._is_new = os.open(self.path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o644), True
-            except FileExistsError:
-                try:
-                    descriptor, self._is_new = _open_existing(self.path), False
-                except FileNotFoundError:
-                    continue
-            return descriptor
 
     def _lock(self, descriptor: int, latest: float) -> None:
         while True:

@@ -99,14 +99,6 @@ class Part:
                 yield unit
 
 
-@dataclass(frozen=True)
-class Remaining:
-    """Work that was left when a part ended. at_work: other parts. is_sealed: the artifact was finished meanwhile."""
-
-    at_work: tuple[str, ...] = ()
-    is_sealed: bool = False
-
-
 class OutputFolder:
     """The folder of an unfinished artifact, a context manager that releases the lock at its end.
 
@@ -374,17 +366,18 @@ class OutputFolder:
         self._part_journal = Journal(self.out / part_journal(part.number, part.count))
         self._part_journal.begin(self._identity)
 
-    def leave(self) -> Remaining:
+    def leave(self) -> tuple[str, ...] | None:
         """End a part: its units go to the folder's journal, and `done` has those of all parts that ended.
 
-        This process holds the folder's lock from here on. The last part that leaves finds no other at work.
+        This process holds the folder's lock from here on. Returns the parts at work: none for the last one that leaves.
+        None where another part took over this one's units and sealed.
         """
         assert self._part_journal is not None
         self._part_journal.close()  # it is taken over as that of any part that has ended
         journal = self._journal = FolderJournal(self.root, _WAIT_S)
-        if is_artifact(self.root):  # another part took over this one's units, and sealed
+        if is_artifact(self.root):
             journal.drop()
-            return Remaining(is_sealed=True)
+            return None
         if journal.identity != self._identity:
             journal.drop()
             raise OutputError(
@@ -392,7 +385,7 @@ class OutputFolder:
             )
         journal.begin(self._identity)
         self.done = {entry.unit: entry for entry in self._current(journal.entries)}
-        return Remaining(tuple(journal.at_work))
+        return tuple(journal.at_work)
 
     # --- finished units, and the end
 

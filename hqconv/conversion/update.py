@@ -16,6 +16,7 @@ from pathlib import Path
 from hqconv.artifact.build import artifact_config, first_difference
 from hqconv.artifact.manifest import Manifest, json_bytes, read_manifest
 from hqconv.artifact.model_card import card_bytes
+from hqconv.io.durable_files import size_of
 from hqconv.io.file_access import sha256_of
 from hqconv.models.source_protocol import NOT_MADE, Source
 from hqconv.planning.plan import ConversionPlan
@@ -48,15 +49,11 @@ def why_not_current(source: Source, plan: ConversionPlan, out: Path | None, mani
     planned = {*plan.paths} - {SUMS, MANIFEST, *(plan.made_files if failed else ())}
     if planned != manifest.files.keys():
         return "the source has other files beside its weights"
-    if out is not None and (missing := manifest.missing_files(lambda name: _size_of(out / name))):
+    if out is not None and (missing := manifest.missing_files(lambda name: size_of(out / name))):
         return f"{missing[0]} is missing or has another size"
     if manifest.alteration is not None:
         return "the manifest was altered"
     return _why_not_same_source(source, plan, out, manifest)
-
-
-def _size_of(path: Path) -> int | None:
-    return path.stat().st_size if path.is_file() else None
 
 
 def _why_not_same_source(source: Source, plan: ConversionPlan, out: Path | None, manifest: Manifest) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from hqconv.artifact.manifest import sealed
 from hqconv.conversion import journal as journal_module
 from hqconv.conversion.journal import JournalEntry, encode_line
 from hqconv.conversion.output_folder import OutputFolder, UnitWriter, side_folder, unfinished_folder
@@ -62,11 +63,12 @@ def manifest_of(folder: OutputFolder) -> bytes:
     """A manifest that says no more than which files are the artifact's."""
     records = [record for entry in folder.done.values() for record in entry.files]
     files = {r.path: {"size_bytes": r.size_bytes, "sha256": r.sha256} for r in records}
-    texts = dict.fromkeys(("hqconv_version", "humming_kernels_version", "layout", "schema_name", "family"), "")
+    versions = dict.fromkeys(("hqconv_version", "humming_kernels_version"), "0.3.0")
+    texts = {**versions, "layout": "kernel", "schema_name": "int4", "family": ""}
     document = {
         **texts,
         "format_version": FORMAT_VERSION,
-        "source": {"name": "", "files": []},
+        "source": {"name": "model", **dict.fromkeys(("revision", "quantization_config", "index_sha256")), "files": []},
         "weight_schema": schema_of("int4").humming_fields(),
         "input_schema": "a16",
         "dtype": "bfloat16",
@@ -79,7 +81,7 @@ def manifest_of(folder: OutputFolder) -> bytes:
         "files": files,
         "tensors": {"converted": {}, "copied": [], "dropped": {}},
     }
-    return json.dumps(document).encode()
+    return sealed(document)
 
 
 def finished(root: Path, *paths: str, content: bytes = b"") -> Path:

@@ -229,16 +229,15 @@ def test_two_that_begin_in_one_new_folder_wait_for_each_other(
     src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever creates the journal may be the second to lock it."""
-    barrier, create, begun = threading.Barrier(2), Journal._open_or_create, set[int]()
+    barrier, lock, begun = threading.Barrier(2), Journal._lock, set[int]()
 
-    def at_once(self: Journal) -> int:
-        descriptor = create(self)
+    def at_once(self: Journal, descriptor: int, latest: float) -> None:
         if threading.get_ident() not in begun:
             begun.add(threading.get_ident())
             barrier.wait(60)
-        return descriptor
+        lock(self, descriptor, latest)
 
-    monkeypatch.setattr(Journal, "_open_or_create", at_once)
+    monkeypatch.setattr(Journal, "_lock", at_once)
     reports = together(src, tmp_path / "out", "1/2", "2/2")
     assert [isinstance(report, HqconvError) for report in reports] == [False, False], reports
 
