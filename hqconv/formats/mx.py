@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
+from typing import ClassVar
 
 from hqconv.formats.config_reader import ConfigReader, Keys, Text
 from hqconv.formats.encoding import (
@@ -65,6 +66,18 @@ def parse_mxfp8(config: ConfigReader, _text: Text) -> list[Rule]:
 
 class _Microscaling(Encoding):
     part_names = _SCALE_NAMES
+    weight_dtypes: ClassVar[tuple[str, ...]] = ("U8",)
+
+    def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
+        matrix.require_multiples(32)
+        return [
+            StoredTensor("weight", self.weight_names, self.weight_dtypes, self.weight_shapes(matrix)),
+            StoredTensor("scale", _SCALE_NAMES, SCALE_DTYPES["float8e8m0"], ((matrix.n, matrix.k // 32),)),
+        ]
+
+    def weight_shapes(self, matrix: MatrixHeaders) -> Shapes:
+        """Return the shapes that the codes may have."""
+        return ((matrix.n, int(matrix.k / self.columns_per_element)),)
 
     def decode(self, matrix: StoredMatrix) -> Decoded:
         """Keep the codes; give the scales their dtype.
@@ -81,17 +94,13 @@ class Mxfp4(_Microscaling):
     name = "mxfp4"
     weight_names = ("weight", "weight_packed", "blocks")
     b_dtype = "float4e2m1"
+    weight_dtypes = ("U8", "I8", "F4")
 
-    def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
+    def weight_shapes(self, matrix: MatrixHeaders) -> Shapes:
+        """Return the shapes of bytes, of blocks, and of elements where an F4 tensor counts these."""
         n, k = matrix.n, matrix.k
-        matrix.require_multiples(32)
-        shapes: Shapes = ((n, k // 2), (n, k // 32, 16))
-        if any(part.dtype == "F4" for part in matrix.headers.values()):
-            shapes = (*shapes, (n, k))  # elements, not bytes
-        return [
-            StoredTensor("weight", self.weight_names, ("U8", "I8", "F4"), shapes),
-            StoredTensor("scale", _SCALE_NAMES, SCALE_DTYPES["float8e8m0"], ((n, k // 32),)),
-        ]
+        has_elements = any(part.dtype == "F4" for part in matrix.headers.values())
+        return ((n, k // 2), (n, k // 32, 16), *(((n, k),) if has_elements else ()))
 
     def logical_shape(self, fmt: SourceFormat, headers: Headers, weight: TensorSpec) -> Shape | None:
         """Return (N, K): two codes a byte, but one for each element of an F4 tensor whose shape counts elements."""
@@ -115,14 +124,6 @@ class Mxfp6(_Microscaling):
     b_dtype = "float6e2m3"
     columns_per_element = Fraction(4, 3)
 
-    def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
-        n, k = matrix.n, matrix.k
-        matrix.require_multiples(32)
-        return [
-            StoredTensor("weight", self.weight_names, ("U8",), ((n, k * 3 // 4),)),
-            StoredTensor("scale", _SCALE_NAMES, SCALE_DTYPES["float8e8m0"], ((n, k // 32),)),
-        ]
-
 
 @register_encoding
 class Mxfp8(_Microscaling):
@@ -131,14 +132,7 @@ class Mxfp8(_Microscaling):
     name = "mxfp8"
     weight_names = ("weight", "weight_packed")
     b_dtype = "float8e4m3"
-
-    def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
-        n, k = matrix.n, matrix.k
-        matrix.require_multiples(32)
-        return [
-            StoredTensor("weight", self.weight_names, ("F8_E4M3", "U8"), ((n, k),)),
-            StoredTensor("scale", _SCALE_NAMES, SCALE_DTYPES["float8e8m0"], ((n, k // 32),)),
-        ]
+    weight_dtypes = ("F8_E4M3", "U8")
 
 
 MXFP4 = mx_format("mxfp4", "mxfp4")

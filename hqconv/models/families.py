@@ -179,6 +179,10 @@ __all__ = [
 ]
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
 # For families whose hidden_act does not say what their experts do; a key that a config may be given.
 OWN_ACTIVATION = ("expert_activation",)
 
@@ -190,41 +194,12 @@ FAMILIES: tuple[Family, ...] = (
         # `self_attn.v_experts.E.weight`, single matrices that are copied (sglang's xllm.py). LLaDA2 and SDAR are
         # diffusion models with the experts of bailing_moe_v2 and qwen3_moe (sglang's llada2.py and sdar_moe.py).
         name="qwen_moe",
-        model_types=(
-            "qwen2_moe",
-            "qwen3_moe",
-            "qwen3_moe_text",
-            "qwen3_next",
-            "qwen3_5_moe",
-            "qwen3_5_moe_text",
-            "qwen3_omni_moe",
-            "qwen3_omni_moe_thinker",
-            "qwen3_omni_moe_text",
-            "qwen4_exp",
-            "qwen4_exp_text",
-            "afmoe",
-            "beam",
-            "exaone_moe",
-            "flint",
-            "hy_v3",
-            "kolibri1",
-            "laguna",
-            "mellum",
-            "zaya",
-            "bailing_moe",
-            "bailing_moe_linear",
-            "bailing_moe_v2",
-            "bailing_hybrid",
-            "bailing_moe_v3",
-            "llada2_moe",
-            "sdar_moe",
-            "xllm",
-            "k2_horizon",
-            "alice_ai",
-            "interns1_pro",
-            "interns1_pro_text",
-            "param2moe",
-            "sarvam_moe",
+        model_types=_names(
+            "qwen2_moe qwen3_moe qwen3_moe_text qwen3_next qwen3_5_moe qwen3_5_moe_text "
+            "qwen3_omni_moe qwen3_omni_moe_thinker qwen3_omni_moe_text qwen4_exp qwen4_exp_text afmoe "
+            "beam exaone_moe flint hy_v3 kolibri1 laguna mellum zaya bailing_moe bailing_moe_linear "
+            "bailing_moe_v2 bailing_hybrid bailing_moe_v3 llada2_moe sdar_moe xllm k2_horizon "
+            "alice_ai interns1_pro interns1_pro_text param2moe sarvam_moe"
         ),
         modules=under_layers("mlp.experts"),
         projections=GATE_UP_DOWN,
@@ -236,34 +211,11 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         # mistral4 is released fused; transformers 5 saves kimi_k25's layers as blocks.
         name="deepseek",
-        model_types=(
-            "deepseek",
-            "deepseek_v2",
-            "deepseek_v3",
-            "deepseek_v32",
-            "deepseek_vl_v2",
-            "deepseek_ocr2",
-            "deepseek_ocr2_text",
-            "kimi_k2",
-            "kimi_k25",
-            "kimi_vl",
-            "axk1",
-            "axk2",
-            "dots1",
-            "dots3_note_text",
-            "glm4_moe",
-            "glm4_moe_lite",
-            "glm4v_moe",
-            "glm4v_moe_text",
-            "glm_moe_dsa",
-            "inkling_text",
-            "mimo_v2",
-            "mimo_v2_flash",
-            "mistral4",
-            "pangu_ultra_moe",
-            "solar_open",
-            "unlimited_ocr",
-            "unlimited_ocr_text",
+        model_types=_names(
+            "deepseek deepseek_v2 deepseek_v3 deepseek_v32 deepseek_vl_v2 deepseek_ocr2 "
+            "deepseek_ocr2_text kimi_k2 kimi_k25 kimi_vl axk1 axk2 dots1 dots3_note_text glm4_moe "
+            "glm4_moe_lite glm4v_moe glm4v_moe_text glm_moe_dsa inkling_text mimo_v2 mimo_v2_flash "
+            "mistral4 pangu_ultra_moe solar_open unlimited_ocr unlimited_ocr_text"
         ),
         modules=under_layers("mlp.experts", "language_model.model.blocks.{layer}"),
         projections=GATE_UP_DOWN,
@@ -533,10 +485,7 @@ FAMILIES: tuple[Family, ...] = (
         # Some layers of Step-3.7 and Step-5 bound silu(gate) and up; a 0 in the list means no bound. vLLM's step5 takes
         # experts apart as well, in a module `experts`.
         name="step3",
-        model_types=(
-            *("step3", "step3_text", "step3_vl", "step3p5", "step3p7", "step3p7_vl", "step3p7_text"),
-            *("step5", "step5_vl"),
-        ),
+        model_types=_names("step3 step3_text step3_vl step3p5 step3p7 step3p7_vl step3p7_text step5 step5_vl"),
         modules=(*under_layers("moe"), *under_layers("moe.experts")),
         projections=GATE_UP_DOWN,
         stacks=(Stack("gate_proj", ("w1",)), Stack("up_proj", ("w3",)), Stack("down_proj", ("w2",))),

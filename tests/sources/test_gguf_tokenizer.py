@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import hqconv.sources.gguf
 from hqconv.cli.app import app
 from hqconv.io.gguf_header import metadata_alone, read_header
-from hqconv.sources.gguf_tokenizer import _RULES
+from hqconv.sources.gguf import _RULES
 from hqconv.sources.opening import open_source
 from tests.make.gguf_models import rewrite, write_recorded
 from tests.make.hub_server import serve, use
@@ -202,7 +202,7 @@ def test_verify_sees_another_tokenizer(
     found = [one["where"] for one in json.loads(done.stdout)["checks"]["files"]["findings"]]
     assert (done.exit_code, found) == (1, ["tokenizer.json"])
     # Another version may write other bytes: they are not compared, and this is said.
-    monkeypatch.setattr("hqconv.sources.gguf_tokenizer._version", lambda package: "0")
+    monkeypatch.setattr("hqconv.sources.gguf._version", lambda package: "0")
     done = call(*command)
     assert (done.exit_code, "was not compared" in done.stdout) == (0, True), done.stdout
 
@@ -250,7 +250,7 @@ def test_without_transformers(
     converted: tuple[Path, Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, out, _ = converted
-    monkeypatch.setattr("hqconv.sources.gguf_tokenizer.find_spec", lambda name: None)
+    monkeypatch.setattr("hqconv.sources.gguf.find_spec", lambda name: None)
     assert "pip install 'transformers" in call("inspect", path).stdout
     done = call("verify", out, "--source", path, "--checks", "files", "--json")
     assert (done.exit_code, "was not compared" in done.stdout) == (0, True), done.stdout
