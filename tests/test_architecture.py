@@ -50,6 +50,7 @@ INDEPENDENT = {
         "hqconv.layout_decoder",
         "hqconv.io",
     ),
+    "hqconv.verification.gguf_reference": ("hqconv.errors", "hqconv.schemas", "hqconv.io"),
     "hqconv.verification.reference": ("hqconv.schemas.activation",),  # a name and numbers, no formula
 }
 # Libraries that only some modules may import at all.

@@ -11,12 +11,17 @@ import hashlib
 import math
 import os
 import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from hqconv.errors import InputError, RequestError
 from hqconv.schemas.tensors import TensorRef
 from hqconv.schemas.untrusted_files import open_regular
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 MAX_HEADER_BYTES = 256 << 20  # tokenizers of a million words fit many times over
 _MAGIC = b"GGUF"
@@ -87,6 +92,19 @@ class GgufHeader(NamedTuple):
     tensors: dict[str, TensorRef]
     sha256: str
     metadata: dict[str, Value]
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A whole model in GGUF files as they hold it: metadata, tensors by their GGUF names, and their bytes.
+
+    read: fill a buffer with a tensor's bytes from byte `start` on. has_config: config.json is the publisher's.
+    """
+
+    metadata: Mapping[str, Value]
+    tensors: Mapping[str, TensorRef]
+    read: Callable[[TensorRef, WriteableBuffer, int], None]
+    has_config: bool
 
 
 def read_header(path: Path, file: int = 0) -> GgufHeader:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from hqconv.io.checkpoint_files import SidecarFiles
 from hqconv.io.file_snapshot import FileSnapshot
+from hqconv.io.gguf_header import StoredModel
 from hqconv.io.hub import Listing
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.expert_map import ExpertMap
@@ -88,7 +89,7 @@ class Source(Protocol):
     tensors. guard: state of all files that are read. listing: files of a Hub repo of which some are not on this
     machine, else None.
     sorted_layers: the layers of an artifact whose intermediate columns were sorted by group (`intermediate_order` in
-    its manifest).
+    its manifest). stored_model: the GGUF files as they are, where `read_into` gives other tensors than they hold.
     """
 
     root: Path
@@ -109,6 +110,7 @@ class Source(Protocol):
     guard: FileSnapshot
     listing: Listing | None
     sorted_layers: frozenset[str]
+    stored_model: StoredModel | None
 
     @property
     def reads_ahead(self) -> bool:

@@ -18,7 +18,15 @@ from hqconv.errors import InputError, RequestError, first_few
 from hqconv.io import checkpoint_files
 from hqconv.io.checkpoint_files import check_text, has_tokenizer
 from hqconv.io.durable_files import source_errors
-from hqconv.io.gguf_header import COPY_AGAIN, GgufHeader, Value, metadata_alone, parse_header, read_header
+from hqconv.io.gguf_header import (
+    COPY_AGAIN,
+    GgufHeader,
+    StoredModel,
+    Value,
+    metadata_alone,
+    parse_header,
+    read_header,
+)
 from hqconv.io.hub import Listing
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.expert_map import ExpertMap
@@ -156,6 +164,7 @@ class GgufModelSource(GgufSource):
         meta = Metadata(names[0], headers[0][1].metadata)
         own = None if is_one_file else self._own_config(meta)
         self.config = model_config(meta, self._gguf) if own is None else own
+        self.stored_model = StoredModel(headers[0][1].metadata, self._gguf, super().read_into, own is not None)
         others = {tensor: ref for tensor, ref in self._gguf.items() if not is_expert(tensor)}
         self._derived, self._dropped = map_others(meta, others, self.config, own is not None)
         for derived in self._derived.values():

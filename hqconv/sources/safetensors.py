@@ -21,6 +21,7 @@ from hqconv.io import checkpoint_files, hub
 from hqconv.io.checkpoint_files import SidecarFiles
 from hqconv.io.file_access import CloseError, Descriptors, adjoining, fill
 from hqconv.io.file_snapshot import FileSnapshot
+from hqconv.io.gguf_header import StoredModel
 from hqconv.io.safetensors_header import parse_header, read_header
 from hqconv.models.expert_bytes import RawExperts, stored_shape
 from hqconv.models.expert_map import ExpertMap, map_experts
@@ -47,6 +48,7 @@ class SafetensorsSource:
     """An opened checkpoint whose experts are safetensors tensors; a context manager. See `source_protocol.Source`."""
 
     reads_ahead: ClassVar[bool] = True
+    stored_model: StoredModel | None = None
 
     def __init__(self, root: Path, *, repo_id: str | None = None, listing: hub.Listing | None = None) -> None:
         """Read and check config, index and headers in the folder `root`.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from hqconv import __version__
 from hqconv.artifact.manifest import Ancestor, FileEntry, Manifest, ManifestSource, SourceFileEntry, read_manifest
@@ -24,13 +25,16 @@ from hqconv.planning.importance import Importance
 from hqconv.planning.layer_encoding import EncodingOptions, quantizer_version
 from hqconv.planning.notices import request_warnings, source_warnings
 from hqconv.schemas import artifact_names as names
+from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.model_config import attention_heads
 from hqconv.schemas.options import QUANTIZERS, RTN
 from hqconv.schemas.tensors import TensorRef
 from hqconv.verification.accounting import Placed, as_converted, compare_layers
-from hqconv.verification.result import OTHER_SOURCE, CheckResult, Finding, compare_names
+from hqconv.verification.gguf_reference import PublishedModel, words
+from hqconv.verification.result import OTHER_SOURCE, CheckResult, Finding, compare_names, read_json
 
 CHUNK_BYTES = 8 << 20
+_TOKENIZER = "tokenizer.json"
 
 
 def check_source(
@@ -62,7 +66,10 @@ def check_source(
     else:
         result.notes.append(f"the source is that of the artifact {plural(len(lineage.between), 'step')} before")
     _compare_accounting(artifact, experts, result, is_own=lineage.is_own)
-    _compare_copied(artifact, source, experts.copied, copied, pool, result)
+    if source.stored_model is None:
+        _compare_copied(artifact, source, experts.copied, copied, pool, result)
+    else:
+        _compare_published(artifact, PublishedModel(source.stored_model, source.config), copied, pool, result)
     others = {
         path
         for path in artifact.manifest.files
@@ -82,6 +89,7 @@ def check_source(
 
 def _check_made(artifact: Artifact, source: Source, result: CheckResult) -> None:
     """Make the tokenizer again, and compare it: other versions than the conversion's may write other bytes."""
+    _check_words(artifact, source, result)
     made, remark = source.make_files()
     if remark not in (artifact.manifest.warnings or ()):
         result.notes.append(f"the tokenizer was not compared with the source's metadata. Here: {remark or 'none'}")
@@ -91,6 +99,27 @@ def _check_made(artifact: Artifact, source: Source, result: CheckResult) -> None
         found = "no such file" if file is None else file.sha256
         if found != expected:
             result.add(path, "A file is not the one made from the source's metadata.", f"sha256 {expected}", found)
+
+
+def _check_words(artifact: Artifact, source: Source, result: CheckResult) -> None:
+    """Check that a tokenizer that was made has the words of the first GGUF file, by id; not of a file on the Hub."""
+    path = source.root / source.files[0].name
+    if _TOKENIZER not in artifact.manifest.files or not path.is_file():
+        return
+    document = read_json(artifact.fetched(_TOKENIZER), result) or {}
+    try:
+        vocabulary = document["model"]["vocab"]
+        by_id = {number: word for word, number in vocabulary.items()} if isinstance(vocabulary, dict) else {}
+        by_id = by_id or {number: word for number, (word, *_) in enumerate(vocabulary)}
+        by_id |= {one["id"]: one["content"] for one in document["added_tokens"]}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        result.add(_TOKENIZER, "The file is no tokenizer.", "words by id", repr(error))
+        return
+    expected = dict(enumerate(words(path)))
+    for number in sorted(expected.keys() | by_id.keys()):
+        if expected.get(number) != by_id.get(number):
+            where, what = f"{_TOKENIZER}: word {number}", "A word is not that of the GGUF file."
+            result.add(where, what, repr(expected.get(number)), repr(by_id.get(number)))
 
 
 def _check_card(artifact: Artifact, source: Source, result: CheckResult) -> None:
@@ -269,6 +298,61 @@ def _compare_copied(
         where = f"{copied[name][0]}, tensor {name}"
         found = f"{count} bytes differ, the first at byte {first[name]}"
         result.add(where, "A copied tensor is not the source's.", "the source's bytes", found)
+
+
+def _compare_published(
+    artifact: Artifact,
+    model: PublishedModel,
+    copied: Mapping[str, Placed],
+    pool: ThreadPoolExecutor,
+    result: CheckResult,
+) -> None:
+    """Compare tensors of GGUF files, which no artifact has as they are, with the reference's, and the config.
+
+    Every stored tensor beside the experts must be in one of them, or be left out with reason.
+    """
+    tensors, used = artifact.manifest.tensors, set[str]()
+    known = dict(zip(copied, pool.map(lambda one: _difference(artifact, model, *one), copied.items()), strict=True))
+    for name, found in known.items():
+        used |= {part.name for part in model.parts(name)}
+        if found is not None:
+            result.add(f"{copied[name][0]}, tensor {name}", "A tensor is not that of the GGUF files.", *found)
+    for name, ref in model.stored.tensors.items():
+        is_lost = ref.name in tensors.dropped and not model.may_be_left_out(name) and "_exps." not in name
+        if is_lost or (ref.name not in used and ref.name not in {**tensors.converted, **tensors.dropped}):
+            what = "A tensor of the GGUF files is in no tensor of the artifact."
+            result.add(f"source: {ref.name}", what, "in a model shard", tensors.dropped.get(ref.name, "absent"))
+    config = read_json(artifact.root / names.CONFIG, result) or {}
+    for key, expected in {} if model.stored.has_config else model.config().items():
+        found_value = config.get(key, expected)
+        if isinstance(expected, float):
+            expected, found_value = float(np.float32(expected)), float(np.float32(found_value))
+        if key in config and found_value != expected:
+            what = "The config is not that of the GGUF files' metadata."
+            result.add(f"{names.CONFIG}: {key}", what, expected, found_value)
+
+
+def _difference(artifact: Artifact, model: PublishedModel, name: str, place: Placed) -> tuple[str, str] | None:
+    """Return the expected and found texts of a tensor that is not the reference's; None for one that is."""
+    path, entry = place
+    if not model.parts(name):
+        return "one of the GGUF files'", "no tensor there has these values"
+    if (entry.dtype, entry.shape) != (form := model.form(name)):
+        return f"{form[0]} {list(form[1])}", f"{entry.dtype} {list(entry.shape)}"
+    start = 0
+    try:
+        for values in model.values(name):
+            theirs = torch.from_numpy(values).to(torch_dtype(entry.dtype)).view(torch.uint8).numpy().reshape(-1)
+            ours = np.empty(theirs.size, np.uint8)
+            artifact.read(path, ours.data, entry.offset_bytes + start)
+            if (wrong := np.flatnonzero(ours != theirs)).size:
+                return "the values of its metadata's architecture", f"others, from byte {start + int(wrong[0])} on"
+            start += theirs.size
+    except NetworkError:
+        raise
+    except HqconvError as error:
+        return "values that can be read", f"{error.what} {error.found}"
+    return None if start == entry.num_bytes else (f"{start} bytes", f"{entry.num_bytes} bytes")
 
 
 def _differing(

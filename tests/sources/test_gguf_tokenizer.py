@@ -207,6 +207,28 @@ def test_verify_sees_another_tokenizer(
     assert (done.exit_code, "was not compared" in done.stdout) == (0, True), done.stdout
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_verify_knows_the_words_itself(
+    kind: str, tmp_path: Path, files: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two words exchanged by what the conversion and verify share, and another version's remark."""
+    right = hqconv.sources.gguf.make_tokenizer
+
+    def other(*arguments: Any) -> tuple[dict[str, bytes], str]:
+        found, remark = right(*arguments)
+        document = json.loads(found["tokenizer.json"])
+        words = document["model"]["vocab"]
+        first, second = list(words)[30:32]
+        words[first], words[second] = words[second], words[first]
+        return {**found, "tokenizer.json": json.dumps(document).encode()}, remark
+
+    monkeypatch.setattr("hqconv.sources.gguf.make_tokenizer", other)
+    assert convert(files(kind), tmp_path / "out").exit_code == 0
+    done = call("verify", tmp_path / "out", "--source", files(kind), "--checks", "files", "--json")
+    found = [one["where"] for one in json.loads(done.stdout)["checks"]["files"]["findings"]]
+    assert [one.partition(": word ")[0] for one in found] == ["tokenizer.json"] * 2, done.stdout
+
+
 def test_looking_at_a_file_loads_nothing(files: Callable[[str], Path]) -> None:
     path = files("qwen2")
     command = ("convert", path, "--schema", "int8", "--target", "sm90", "--device", "cpu", "--dry-run")
