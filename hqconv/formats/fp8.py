@@ -204,6 +204,7 @@ class Fp8(Encoding):
             where=scale.name,
             expected=f"one scale, or one for each of {n} rows, where quantization_config has no weight_block_size",
             found=list(scale.shape),
+            remedy="Put the block of these scales into quantization_config as weight_block_size, such as [128, 128].",
         )
 
     def complete(self, fmt: SourceFormat, found: Headers, used: Mapping[str, str], k: int) -> SourceFormat:

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from hqconv.quantization.coded_matrix import CodedMatrix
 
 
-_OTHER_SCALES = (
-    "Compare format, bits and group size in quantization_config with the tensors: they do not belong together."
+_OTHER_FORMAT = (
+    "Compare format, bits and group size of quantization_config, and the sizes of config.json, with the tensors: they "
+    "do not belong together."
 )
 
 
@@ -68,7 +69,7 @@ def resolve_format(
     for stored in (*tensors[:place], bias, *tensors[place:]):
         name = _choose(stored, parts, fmt)
         if name is not None:
-            _check_part(stored, parts[name])
+            _check_part(stored, parts[name], is_float=declared.is_float)
             used[stored.canonical], found[stored.canonical] = name, parts[name]
     unused = _leftovers(fmt, parts, used)
     return ResolvedFormat(own.complete(fmt, found, used, k), used, unused)
@@ -128,14 +129,14 @@ def _choose(stored: StoredTensor, parts: Mapping[str, TensorSpec], fmt: SourceFo
     return present[0] if present else None
 
 
-def _check_part(stored: StoredTensor, part: TensorSpec) -> None:
+def _check_part(stored: StoredTensor, part: TensorSpec, *, is_float: bool) -> None:
     what, expected, found = "", "", ""
     if part.dtype not in stored.dtypes:
         what, expected, found = "dtype", " or ".join(stored.dtypes), part.dtype
     elif stored.shapes is not None and part.shape not in stored.shapes:
         what, expected, found = "shape", " or ".join(str(list(shape)) for shape in stored.shapes), str(list(part.shape))
     if what:
-        remedy = "" if stored.canonical in ("weight", "bias") else _OTHER_SCALES
+        remedy = "" if is_float or stored.canonical == "bias" else _OTHER_FORMAT
         raise InputError(
             f"A tensor has the wrong {what}.", where=part.name, expected=expected, found=found, remedy=remedy
         )
