@@ -23,6 +23,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from hqconv.conversion.option_values import check_places
+from hqconv.conversion.resources import explained_gpu_memory
 from hqconv.conversion.transformers_model import (
     check_counts,
     config_of,
@@ -396,7 +397,8 @@ def collect_importance(
     with open_source(model, revision) as source:
         check_places(source.place, columns)
         layers = source.map_experts().layers
-        with folder_of(source, with_weights=True) as folder:
+        remedy = "The whole model must fit: free the GPU, or use --device cpu."
+        with folder_of(source, with_weights=True) as folder, explained_gpu_memory(device, remedy):
             read = read_text(transformers, folder, text, num_tokens)
             announce(f"Running {plural(len(read.ids), 'token')} through the model on {device}.")
             with running(model):

@@ -264,10 +264,9 @@ def _check_fits(option: str, need: int, limit: int, what: str) -> None:
 
 @contextmanager
 def bounded_gpu(resources: Resources, go_on: str) -> Iterator[None]:
-    """Limit torch's memory on a GPU, and raise RequestError instead of torch's OutOfMemoryError.
+    """Limit torch's memory on a GPU, and raise as `explained_gpu_memory`.
 
-    go_on: how the work is continued, for the message. Memory that torch holds already in this process, such as a
-    caller's own model, does not count.
+    Memory that torch holds already in this process, such as a caller's own model, does not count.
     """
     if not resources.is_cuda:
         yield
@@ -279,15 +278,22 @@ def bounded_gpu(resources: Resources, go_on: str) -> Iterator[None]:
     allowed = torch.cuda.memory_reserved(resources.device) + bound
     torch.cuda.set_per_process_memory_fraction(min(before, allowed / total), resources.device)
     try:
-        yield
-    except torch.OutOfMemoryError as error:
-        free, _ = torch.cuda.mem_get_info(resources.device)
-        raise RequestError(
-            "The GPU's memory is not enough.",
-            where=str(resources.device),
-            expected=f"{bound / 2**20:.0f} MiB for the conversion",
-            found=f"{free / 2**20:.0f} MiB free",
-            remedy=f"Free the GPU, or use --device cpu: the bytes are the same. {go_on}",
-        ) from error
+        remedy = f"Free the GPU, or use --device cpu: the bytes are the same. {go_on}"
+        with explained_gpu_memory(resources.device, remedy, f"{bound / 2**20:.0f} MiB for the conversion"):
+            yield
     finally:
         torch.cuda.set_per_process_memory_fraction(before, resources.device)
+
+
+@contextmanager
+def explained_gpu_memory(device: torch.device | str, remedy: str, expected: str = "") -> Iterator[None]:
+    """Raise RequestError instead of torch's OutOfMemoryError. device: the GPU. expected: memory that is needed."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        found = f"{torch.cuda.mem_get_info(device)[0] / 2**20:.0f} MiB free"
+        raise RequestError(
+            "The GPU's memory is not enough.", where=str(device), expected=expected, found=found, remedy=remedy
+        ) from error

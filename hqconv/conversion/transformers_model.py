@@ -44,9 +44,11 @@ def import_transformers(what: str) -> Any:
 @contextmanager
 def running(model: str) -> Iterator[None]:
     """Turn every error of transformers about a model, its config or its tokenizer into a RequestError."""
+    import torch
+
     try:
         yield
-    except (HqconvError, MemoryError):
+    except (HqconvError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise RequestError(

@@ -27,8 +27,11 @@ _ATTRIBUTE = "user.hqconv.source"
 
 def record_source(out: Path, source: Source) -> None:
     """Record the state of the source's files at a finished artifact. Nothing is recorded where that is impossible."""
+    state = _state_digest(source).encode()
     with suppress(OSError):
-        os.setxattr(out / MANIFEST, _ATTRIBUTE, _state_digest(source).encode())
+        if _ATTRIBUTE in os.listxattr(out / MANIFEST) and os.getxattr(out / MANIFEST, _ATTRIBUTE) == state:
+            return  # the file's times are those of a source, too
+        os.setxattr(out / MANIFEST, _ATTRIBUTE, state)
 
 
 def _state_digest(source: Source) -> str:

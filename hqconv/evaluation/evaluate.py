@@ -23,7 +23,7 @@ from hqconv.artifact.expert_reader import ExpertReader
 from hqconv.artifact.load import decoded_experts, expert_floats, refuse
 from hqconv.artifact.model_card import check_card, write_evaluation
 from hqconv.artifact.reader import Artifact
-from hqconv.conversion.resources import Resources
+from hqconv.conversion.resources import Resources, explained_gpu_memory
 from hqconv.conversion.transformers_model import (
     Text,
     check_counts,
@@ -97,7 +97,9 @@ def evaluate(out: Path, source_name: str, text: Path, options: EvaluateOptions) 
             f"Running {tokens} through source and artifact on {options.resources.device_name}, {stages} one after the "
             f"other, in at most {num_bytes / 2**30:.1f} GiB."
         )
-        figures = run.figures()
+        remedy = "Free the GPU, take fewer --tokens or a shorter --context, or use --device cpu."
+        with explained_gpu_memory(device, remedy):
+            figures = run.figures()
         document = {
             "kind": "evaluation",
             "artifact": str(out),

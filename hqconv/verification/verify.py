@@ -16,6 +16,7 @@ import torch
 from hqconv.artifact.error_summary import check_max_error, over_limit
 from hqconv.artifact.reader import Artifact
 from hqconv.conversion.hub_prefetch import CachePolicy
+from hqconv.conversion.resources import explained_gpu_memory
 from hqconv.conversion.stages import Meter, Progress
 from hqconv.errors import HqconvError, NetworkError, OutputError, RequestError, VerificationError, number_text, plural
 from hqconv.io.hub import Listing
@@ -95,7 +96,8 @@ def verify(
     except VerificationError as error:  # no manifest that any check could rely on
         report.results = [_finding(CHECKS[0], error)]
         return report
-    with opened as artifact:
+    remedy = "Free the GPU, or use --device cpu, which leaves out the check of the kernel."
+    with opened as artifact, explained_gpu_memory(options.device or "cuda", remedy):
         report.manifest_sha256 = artifact.manifest.sha256
         report.warnings = tuple(artifact.manifest.warnings or ())
         layers = _chosen_layers(artifact, options.layers)

@@ -20,6 +20,7 @@ from hqconv.conversion.resources import (
     plan_staging,
     working_bytes,
 )
+from hqconv.conversion.transformers_model import Text
 from hqconv.errors import InputError, RequestError
 from hqconv.io.durable_files import copy_whole
 from hqconv.models.expert_bytes import RawLayout
@@ -171,6 +172,32 @@ def test_running_out_in_a_worker_ends_the_conversion_so(
 
 
 # --- loose files -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["verify", "evaluate", "importance"])
+def test_running_out_elsewhere_is_told_in_the_same_way(
+    command: str, model: Path, tmp_path: Path, gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not as a bug, or as a model that transformers cannot run."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    (text := tmp_path / "text").write_text("word " * 50)
+    run(model, out := tmp_path / "out", "mxfp4")
+    monkeypatch.setattr("hqconv.verification.verify.check_weights", fail)
+    monkeypatch.setattr("hqconv.evaluation.evaluate._Run.figures", fail)
+    monkeypatch.setattr("hqconv.conversion.collect_importance.model_class", fail)
+    monkeypatch.setattr("hqconv.conversion.collect_importance.read_text", lambda *_: Text([1] * 9, [], b""))
+    monkeypatch.setattr("hqconv.evaluation.evaluate.read_text", lambda *_: Text([1] * 9, [], b""))
+    calls = {
+        "verify": lambda: hqconv.verify(out, model, device="cpu"),
+        "evaluate": lambda: hqconv.evaluate(out, model, text, device="cpu"),
+        "importance": lambda: hqconv.collect_importance(model, text, tmp_path / "columns.safetensors", device="cpu"),
+    }
+    with pytest.raises(RequestError, match="GPU's memory is not enough") as caught:
+        calls[command]()
+    assert (caught.value.found, "--device cpu" in caught.value.remedy) == ("10240 MiB free", True)
 
 
 def test_loose_files_are_copied_a_piece_at_a_time(tmp_path: Path) -> None:
