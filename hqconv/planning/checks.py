@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from hqconv.errors import InputError, RequestError
+from hqconv.errors import InputError, RequestError, plural
 from hqconv.formats.encoding import usable_scales
 from hqconv.formats.source_format import why_not_direct
 from hqconv.kernel_layout.compatibility import nearest, why_not, why_overflow
@@ -256,35 +256,20 @@ def check_source(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -
 
 
 def check_matrix_scales(source: Source, layers: Sequence[MoeLayer]) -> tuple[str, ...]:
-    """Read the scales that are one number for a matrix, and return a warning of those under which all weights are 0.
+    """Read the scales that are one number for a matrix, and return a notice of those under which all weights are 0.
 
     Those of files that are on the Hub are checked when they are decoded. Raises InputError for one under which weights
     would be no numbers: an expert that calibration or training never used can have such a one.
     """
-    found: dict[tuple[int, int], tuple[MoeLayer, str, str, TensorRef]] = {}
-    for layer in layers:
-        roles = [(role, part) for role in layer.parts for part in ("scale", "scale_2") if part in layer.parts[role]]
-        single = [one for one in roles if _is_number(layer.sources[0][one[0]][one[1]])]
-        for parts in layer.sources if single and source.listing is None else ():
-            for role, part in single:
-                ref = parts[role][part]
-                found[ref.file, ref.offset_bytes] = (layer, role, part, ref)
-    if not found:
-        return ()
-    places = [found[key] for key in sorted(found)]
-    buffers = [(place[-1], bytearray(place[-1].num_bytes)) for place in places]
-    with ThreadPoolExecutor(_READERS, "hqconv-scales") as pool:
-        list(pool.map(source.read_all_into, (buffers[i : i + _BATCH] for i in range(0, len(buffers), _BATCH))))
     zeros, wrong = [], []
-    for (layer, role, part, ref), (_, data) in zip(places, buffers, strict=True):
-        stored, divides = _number(data, ref.dtype), layer.format.of(role).divides(part)
+    for layer, ref, divides, stored in _matrix_scales(source, layers):
         is_zero, is_infinite = (math.isinf(stored), stored == 0) if divides else (stored == 0, math.isinf(stored))
         if is_infinite or math.isnan(stored) or stored < 0:
-            wrong.append((layer, ref, stored, divides))
+            wrong.append((layer, ref, divides, stored))
         elif is_zero:
             zeros.append(ref.name)
     if wrong:
-        layer, ref, stored, divides = wrong[0]
+        layer, ref, divides, stored = wrong[0]
         names = dict.fromkeys(one.name for one, *_ in wrong)
         raise InputError(
             "A scale is not usable: its weights would be no numbers.",
@@ -296,18 +281,43 @@ def check_matrix_scales(source: Source, layers: Sequence[MoeLayer]) -> tuple[str
         )
     if not zeros:
         return ()
-    return (f"{len(zeros)} matrices have one scale, which makes all their weights 0, {zeros[0]} the first.",)
+    return (f"{zeros[0]} makes all weights of its matrix 0 ({plural(len(zeros), 'such scale')}).",)
 
 
-def _is_number(ref: TensorRef) -> bool:
-    return ref.dtype in FLOATS and math.prod(ref.shape) == 1
+def _matrix_scales(source: Source, layers: Sequence[MoeLayer]) -> Iterator[tuple[MoeLayer, TensorRef, bool, float]]:
+    """Yield each scale of a matrix in the order of files: its layer, tensor, whether it divides, and its number."""
+    found: dict[tuple[int, int], tuple[MoeLayer, TensorRef, bool]] = {}
+    for layer in layers if source.listing is None else ():
+        parts = [(role, part) for role in layer.parts for part in ("scale", "scale_2") if part in layer.parts[role]]
+        for role, part in [one for one in parts if _is_of_matrices(layer, *one)]:
+            divides, is_stacked = layer.format.of(role).divides(part), layer.parts[role][part].is_stacked
+            for expert, of_role in enumerate(layer.sources):
+                ref = of_role[role][part]
+                name = f"{ref.name}, expert {expert}" if is_stacked else ref.name
+                found[ref.file, ref.offset_bytes] = (layer, ref._replace(name=name), divides)
+    if not found:
+        return
+    places = [found[key] for key in sorted(found)]
+    buffers = [(ref, bytearray(ref.num_bytes)) for _, ref, _ in places]
+    with ThreadPoolExecutor(_READERS, "hqconv-scales") as pool:
+        list(pool.map(source.read_all_into, (buffers[i : i + _BATCH] for i in range(0, len(buffers), _BATCH))))
+    for (layer, ref, divides), (_, data) in zip(places, buffers, strict=True):
+        for number in _numbers(data, ref.dtype):
+            yield layer, ref, divides, number
 
 
-def _number(data: bytearray, dtype: str) -> float:
-    """Return the number of 2 or 4 bytes."""
-    if dtype == "F16":
-        return float(struct.unpack("<e", data)[0])
-    return float(struct.unpack("<f", data.rjust(4, b"\0"))[0])
+def _is_of_matrices(layer: MoeLayer, role: str, part: str) -> bool:
+    """Return whether a part is one number for a matrix, maybe beside that of gate or up."""
+    ref, fmt = layer.sources[0][role][part], layer.format.of(role)
+    most = 2 if part == "scale_2" or fmt.group_n == fmt.group_k == 0 else 1
+    return ref.dtype in FLOATS and 1 <= math.prod(ref.shape) <= most
+
+
+def _numbers(data: bytearray, dtype: str) -> tuple[float, ...]:
+    if dtype == "BF16":
+        data = bytearray().join(b"\0\0" + data[at : at + 2] for at in range(0, len(data), 2))
+    kind, size = ("e", 2) if dtype == "F16" else ("f", 4)
+    return struct.unpack(f"<{len(data) // size}{kind}", data)
 
 
 def _check_copied(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> None:
