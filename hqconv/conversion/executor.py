@@ -20,11 +20,20 @@ import torch
 
 from hqconv.conversion.collect_input_scales import InputScales
 from hqconv.conversion.encode import DeferredCheckError
-from hqconv.conversion.encode_batch import Batch, EncodedRuns, Lane, Piece, Run, encode_to_runs, split_runs, split_unit
+from hqconv.conversion.encode_batch import (
+    Batch,
+    EncodedRuns,
+    Lane,
+    Measurements,
+    Piece,
+    Run,
+    encode_to_runs,
+    split_runs,
+    split_unit,
+)
 from hqconv.conversion.hub_prefetch import HubPrefetch
 from hqconv.conversion.journal import JournalEntry
 from hqconv.conversion.output_folder import UnitWriter
-from hqconv.conversion.quant_error import Measurements
 from hqconv.conversion.resources import Resources, Staging
 from hqconv.conversion.source_integrity import SourceIntegrity
 from hqconv.conversion.stages import Meter, Stage, StageProfile, Stages

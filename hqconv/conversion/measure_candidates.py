@@ -21,8 +21,7 @@ from hqconv.conversion.encode import (
     is_asynchronous,
     quantizer_of,
 )
-from hqconv.conversion.encode_batch import Batch, EncodedRuns, Lane
-from hqconv.conversion.quant_error import Measurements, projection_errors
+from hqconv.conversion.encode_batch import Batch, EncodedRuns, Lane, Measurements, projection_errors
 from hqconv.formats.source_matrix import SourceMatrix
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.moe_layer import MoeLayer

@@ -16,7 +16,7 @@ import torch
 from hqconv import __version__
 from hqconv.artifact.manifest import ManifestLayer, ProjectionError
 from hqconv.artifact.reader import Artifact
-from hqconv.conversion.quant_error import projection_errors, relative_error
+from hqconv.conversion.encode_batch import projection_errors, relative_error
 from hqconv.errors import number_text
 from hqconv.formats.source_format import DIRECT_ROUNDED, LARGEST_CHANGE
 from hqconv.jit import compiled_sums

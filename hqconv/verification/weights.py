@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from hqconv.artifact.reader import Artifact
+from hqconv.conversion.encode_batch import relative_error
 from hqconv.conversion.hub_prefetch import CachePolicy, fetched_layers
-from hqconv.conversion.quant_error import relative_error
 from hqconv.conversion.stages import Meter
 from hqconv.errors import HqconvError, RequestError, VerificationError, plural
 from hqconv.io.pipeline import pipeline

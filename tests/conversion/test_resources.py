@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +191,7 @@ def test_running_out_elsewhere_is_told_in_the_same_way(
     monkeypatch.setattr("hqconv.conversion.collect_importance.model_class", fail)
     monkeypatch.setattr("hqconv.conversion.collect_importance.read_text", lambda *_: Text([1] * 9, [], b""))
     monkeypatch.setattr("hqconv.evaluation.evaluate.read_text", lambda *_: Text([1] * 9, [], b""))
-    calls = {
+    calls: dict[str, Callable[[], Any]] = {
         "verify": lambda: hqconv.verify(out, model, device="cpu"),
         "evaluate": lambda: hqconv.evaluate(out, model, text, device="cpu"),
         "importance": lambda: hqconv.collect_importance(model, text, tmp_path / "columns.safetensors", device="cpu"),
