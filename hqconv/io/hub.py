@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from hqconv.errors import HqconvError, InputError, NetworkError, OutputError, RequestError, first_few
 from hqconv.io import checkpoint_files
 from hqconv.io.safetensors_header import header_length
+from hqconv.io.sidecar_files import MAX_CODE_BYTES, is_code_or_config
 from hqconv.schemas.artifact_names import CARD, CONFIG, INDEX, MANIFEST, SINGLE
 from hqconv.schemas.suggestions import close_file
 from hqconv.schemas.untrusted_files import MAX_LIST_BYTES
@@ -313,7 +314,8 @@ def open_repo(repo_id: str, revision: str | None) -> tuple[Path, Listing | None]
         if root is None or not is_usable:
             raise
         return root, None
-    wanted = [name for name in SMALL_FILES if name in listing.sizes]
+    code = [name for name, size in listing.sizes.items() if is_code_or_config(name) and size <= MAX_CODE_BYTES]
+    wanted = list(dict.fromkeys((*(name for name in SMALL_FILES if name in listing.sizes), *code)))
     if CONFIG not in wanted and not any(name.endswith(".gguf") for name in listing.sizes):
         what, remedy = f"The Hub repo has no {CONFIG}.", "Give the repo of a transformers model."
         found = first_few(sorted(listing.sizes)) or "no files"

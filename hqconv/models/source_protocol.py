@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from hqconv.io.checkpoint_files import SidecarFiles
 from hqconv.io.file_snapshot import FileSnapshot
 from hqconv.io.gguf_header import StoredModel
 from hqconv.io.hub import Listing
+from hqconv.io.sidecar_files import SidecarFiles
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import MoeLayer

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hqconv.errors import plural
+from hqconv.errors import first_few, plural
 from hqconv.formats.source_format import DIRECT, DIRECT_ROUNDED, LARGEST_CHANGE, conversion_of, why_not_direct
-from hqconv.io.checkpoint_files import FrontMatter, are_all_shards, has_tokenizer
+from hqconv.io.checkpoint_files import FrontMatter, are_all_shards
+from hqconv.io.sidecar_files import FOREIGN, has_tokenizer
 from hqconv.kernel_layout.compatibility import fuses_exponents, why_overflow
 from hqconv.models.config_facts import layer_notices
 from hqconv.models.expert_map import ExpertMap
@@ -217,7 +218,11 @@ def quantizer_notices(spec: ConversionSpec) -> list[str]:
 
 def source_warnings(checkpoint: Source) -> list[str]:
     """List the files of the source that are not taken along; warn if its license and tags are not taken over."""
-    warnings = [f"{name} is left out: {reason}." for name, reason in checkpoint.loose.left_out.items()]
+    left_out = checkpoint.loose.left_out
+    warnings = [f"{name} is left out: {reason}." for name, reason in left_out.items() if reason != FOREIGN]
+    if foreign := [name for name, reason in left_out.items() if reason == FOREIGN]:
+        what = f"{plural(len(foreign), 'file or folder', 'files and folders')} beside the weights"
+        warnings.append(f"left out as {FOREIGN}: {what}, {first_few(foreign)}.")
     problem = FrontMatter.of(checkpoint.loose.card or b"").problem
     if problem:
         warnings.append(f"The front matter of {artifact_names.CARD} was not taken over: {problem}.")

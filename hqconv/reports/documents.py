@@ -18,10 +18,11 @@ from hqconv.conversion.output_folder import check_replaceable, check_strays, fil
 from hqconv.conversion.resources import Resources, plan_staging
 from hqconv.errors import HqconvError, InputError, OutputError, RequestError, VerificationError
 from hqconv.formats.source_format import SourceFormat
-from hqconv.io.checkpoint_files import has_tokenizer, readable
+from hqconv.io.checkpoint_files import readable
 from hqconv.io.durable_files import check_space, partial, size_of
 from hqconv.io.hub import Listing
 from hqconv.io.safetensors_header import read_header
+from hqconv.io.sidecar_files import has_tokenizer
 from hqconv.kernel_layout.compatibility import why_not
 from hqconv.models.config_facts import layer_notices
 from hqconv.models.expert_map import ExpertMap

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from hqconv.errors import InputError, RequestError, first_few
 from hqconv.io import checkpoint_files
-from hqconv.io.checkpoint_files import check_text, has_tokenizer
+from hqconv.io.checkpoint_files import check_text
 from hqconv.io.durable_files import source_errors
 from hqconv.io.gguf_header import COPY_AGAIN, GgufHeader, StoredModel, Value, metadata_alone, parse_header, read_header
 from hqconv.io.hub import Listing
+from hqconv.io.sidecar_files import has_tokenizer
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.family_choice import looks_like_expert

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from hqconv.errors import InputError, NetworkError, first_few
 from hqconv.formats.ascend import ascend_quantization_config
 from hqconv.io import checkpoint_files, hub
-from hqconv.io.checkpoint_files import SidecarFiles
 from hqconv.io.file_access import CloseError, Descriptors, adjoining, fill
 from hqconv.io.file_snapshot import FileSnapshot
 from hqconv.io.gguf_header import StoredModel
 from hqconv.io.safetensors_header import parse_header, read_header
+from hqconv.io.sidecar_files import SidecarFiles
 from hqconv.models.expert_bytes import RawExperts, stored_shape
 from hqconv.models.expert_map import ExpertMap, map_experts
 from hqconv.models.moe_layer import MoeLayer, View

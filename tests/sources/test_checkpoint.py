@@ -434,43 +434,46 @@ def test_shards_in_a_subfolder(tmp_path: Path) -> None:
     assert read_all(checkpoint, "a") == np.arange(3).tobytes()
 
 
-def test_other_files(tmp_path: Path) -> None:
-    root = write_folder(tmp_path, two_shards())
-    copied = [
-        "generation_config.json",
-        "merges.txt",
-        "modeling_x.py",
-        "chat_template.jinja",
-        "tokenizer.json",
-        "tokenizer.model",
-        "additional_chat_templates/rag.jinja",
-        "sub/config.json",
-        "sub/original/x.json",
-    ]
-    skipped = [
-        "README.md",
-        "SHA256SUMS",
-        "pytorch_model.bin",
-        "pytorch_model.bin.index.json",
-        "a.pt",
-        "b.pth",
-        "c.gguf",
-        "d.h5",
-        "e.msgpack",
-        "f.onnx",
-        "consolidated.safetensors",
-        "original/params.json",
-        "original/consolidated.00.pth",
-        ".gitattributes",
-        ".cache/huggingface/x.json",
-        ".git/HEAD",
-        "sub/.hidden/x.txt",
-        "sub/w.bin",
-    ]
-    for name in copied + skipped:
+words = str.split
+COPIED = words("""
+    generation_config.json merges.txt chat_template.jinja tokenizer.json tokenizer.model vocab.json vocab.txt
+    tekken.json special_tokens_map.json added_tokens.json preprocessor_config.json
+    video_preprocessor_config.json params.json processor_config.json quantize_config.json recipe.yaml
+    qwen.tiktoken LICENSE LICENSE-CODE NOTICE.txt USE_POLICY.md README_zh.md configuration.json
+    additional_chat_templates/rag.jinja tokenizer/tokenizer.json modeling_x.py layers.py ops/__init__.py
+    ops/norm.py mel_filters.npz nano_v3_reasoning_parser.py figures/plot.png
+""")
+SKIPPED = words("""
+    README.md SHA256SUMS pytorch_model.bin pytorch_model.bin.index.json a.pt b.pth c.gguf d.h5 e.msgpack f.onnx
+    consolidated.safetensors original/params.json original/consolidated.00.pth .gitattributes
+    .cache/huggingface/x.json .git/HEAD tokenizer/.hidden/x.txt tokenizer/w.bin
+""")
+LEFT_OUT = words("""
+    optimizer.pkl trainer_state.json all_results.json adapter_config.json ds_config.json train_config.json
+    latest debug.log core core.4711 tokenizer.json.bak config.json~ vocab.json.part tokenizer.json.incomplete
+    train.py zero_to_fp32.py run.sh data.jsonl requirements.txt events.out.tfevents.1 other.png notes.txt
+    experts
+""")
+FOLDERS = ["checkpoint-20/tokenizer.json", "runs/x/events", "wandb/vocab.json", "global_step20/latest", "logs/a.md"]
+FOLDERS += ["pytorch_model_fsdp_0/__0_0.distcp", "best/config.json", "epoch_1/merges.txt", "lora/adapter_config.json"]
+
+
+@pytest.mark.parametrize("on_hub", [False, True])
+def test_files_that_belong_to_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_hub: bool) -> None:
+    root = write_folder(tmp_path / "repo", two_shards(), '{"auto_map": {"AutoModel": "modeling_x.Model"}}')
+    for name in (*COPIED, *SKIPPED, *LEFT_OUT, *FOLDERS):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text("x")
-    assert SafetensorsSource(root).other_files == tuple(sorted(copied))
+        (root / name).write_text(f"{name[0]} = 1")
+    (root / "README.md").write_text("![a plot](figures/plot.png)")
+    (root / "modeling_x.py").write_text("from .layers import (\n    Layer,\n)\n")
+    (root / "layers.py").write_text("import os\nfrom .ops.norm import Norm\nload('mel_filters.npz')")
+    with serve(root) as server:
+        use(monkeypatch, server.url, tmp_path / "cache")
+        source = open_source("org/name", is_lazy=True) if on_hub else SafetensorsSource(root)
+    assert source.other_files == tuple(sorted(COPIED))
+    folders = {name.split("/")[0] + "/" for name in FOLDERS}
+    assert set(source.loose.left_out) == {*LEFT_OUT, *folders}
+    assert set(source.loose.left_out.values()) == {"no part of the model"}
 
 
 def test_a_dangling_link_is_not_passed_over(tmp_path: Path) -> None:
@@ -815,7 +818,7 @@ def test_downloads_what_is_needed_and_nothing_else(tmp_path: Path, monkeypatch: 
     write_folder(repo, {"[odd].safetensors": {"o": np.ones(1)}})
     first, second = two_shards()
     write_index(repo, {"a": first, "b": first, "c": second, "empty": second, "o": "[odd].safetensors"})
-    small = ["generation_config.json", "tokenizer/x.txt", "code.py"]
+    small = ["generation_config.json", "tokenizer/vocab.txt", "modeling_x.py"]
     unwanted = ["pytorch_model.bin", "pytorch_model.bin.index.json", "original/params.json", "original/w.safetensors"]
     unwanted += ["consolidated.safetensors", "o.safetensors", "w.gguf", ".gitattributes", "sub/.x/y", "onnx/m.onnx"]
     for name in small + unwanted:

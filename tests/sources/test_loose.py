@@ -68,29 +68,28 @@ def config(ending: str) -> Callable[[Path], None]:
 def links(source: Path) -> None:
     """A link to a link, which is hidden, to a file elsewhere."""
     (source / ".a").symlink_to("../other/file")
-    (source / "b.json").symlink_to(".a")
+    (source / "vocab.json").symlink_to(".a")
 
 
 REFUSED: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "no UTF-8": (put("a\udcff.txt"), "src", "valid Unicode"),
     "a folder of no UTF-8": (put("a\udcff/b.txt"), "src", "valid Unicode"),
     "no UTF-8, unfinished": (put("a\udcff.partial"), "src", "valid Unicode"),
-    "a name of 248 bytes": (put("x" * 248), "x" * 90, "too long"),
-    "a name of 249 bytes, fewer letters": (put("é" * 124 + "x"), "é" * 90, "too long"),
-    "a path of 3100 bytes": (put("/".join(["y" * 200] * 15 + ["z" * 85])), "yyy", "too long"),
-    "experts": (put("experts"), "experts", "that the artifact needs"),
-    "below experts": (put("experts/notes.txt"), "experts/notes.txt", "that the artifact needs"),
-    "a folder named as the index": (put("model.safetensors.index.json/x"), "index.json", "a folder"),
-    "a folder named as the manifest": (put("hqconv.json/x"), "hqconv.json", "a folder"),
-    "a folder named as the journal": (put(".hqconv-progress.jsonl/x"), ".hqconv-progress", "a folder"),
-    "a folder named as the importance": (put("importance.safetensors/x"), "importance", "needs"),
-    "a folder named as an unfinished file": (put("a.txt", "a.txt.partial/x"), "a.txt.partial/x", "needs"),
-    "a folder named as an unfinished config": (put("config.json.partial/x"), "config.json.partial", "needs"),
+    "a name of 248 bytes": (put("x" * 242 + ".jinja"), "x" * 90, "too long"),
+    "a name of 249 bytes, fewer letters": (put("é" * 121 + "x.jinja"), "é" * 90, "too long"),
+    "a path of 3100 bytes": (put("/".join(["y" * 200] * 15 + ["z" * 79 + ".jinja"])), "yyy", "too long"),
+    "below experts": (put("experts/notes.md"), "experts/notes.md", "that the artifact needs"),
+    "a folder named as the index": (put("model.safetensors.index.json/x.md"), "index.json", "a folder"),
+    "a folder named as the manifest": (put("hqconv.json/x.md"), "hqconv.json", "a folder"),
+    "a folder named as the journal": (put(".hqconv-progress.jsonl/x.md"), ".hqconv-progress", "a folder"),
+    "a folder named as the importance": (put("importance.safetensors/x.md"), "importance", "needs"),
+    "a folder named as an unfinished file": (put("a.md", "a.md.partial/x.md"), "a.md.partial/x.md", "needs"),
+    "a folder named as an unfinished config": (put("config.json.partial/x.md"), "config.json.partial", "needs"),
     "a link to a file of the system": (link("tokenizer2.json", "/etc/hostname"), "tokenizer2.json", "leads out"),
     "a link upwards": (link("tokenizer2.json", "../other/file"), "tokenizer2.json", "leads out"),
-    "a link to a link": (links, "b.json", "leads out"),
-    "a link to nothing": (link("a.json", "../blobs/absent"), "a.json", "a link to nothing"),
-    "a link to itself": (link("a.json", "a.json"), "a.json", "a circle of links"),
+    "a link to a link": (links, "vocab.json", "leads out"),
+    "a link to nothing": (link("vocab.json", "../blobs/absent"), "vocab.json", "a link to nothing"),
+    "a link to itself": (link("vocab.json", "vocab.json"), "vocab.json", "a circle of links"),
     "a config that links to nothing": (link("hf_quant_config.json", "absent"), "hf_quant", "link to nothing"),
     "a config 65 deep": (config("[" * 64 + "]" * 64), "config.json", "nested too deeply"),
     "a config 900 deep": (config("[" * 900 + "]" * 900), "config.json", "nested too deeply"),
@@ -115,8 +114,8 @@ def plan_of(source: Path) -> Any:
     return hqconv.plan(source, schema="int4", target="sm90")
 
 
-SPECIAL = ("a.txt", "config.json", "model.safetensors.index.json", "hqconv.json", ".hqconv-progress.jsonl")
-SPECIAL += ("model.safetensors", "hf_quant_config.json", "quant_model_description.json", "sub/a.txt")
+SPECIAL = ("vocab.txt", "config.json", "model.safetensors.index.json", "hqconv.json", ".hqconv-progress.jsonl")
+SPECIAL += ("model.safetensors", "hf_quant_config.json", "quant_model_description.json", "sub/vocab.txt")
 
 
 @pytest.mark.parametrize("kind", [kind for kind in NODES if kind != "a folder"])
@@ -200,17 +199,19 @@ def test_what_cannot_be_read_is_refused(source: Path, tmp_path: Path, monkeypatc
 
 
 def test_what_is_left_out_is_said(source: Path, tmp_path: Path) -> None:
-    put("a.partial", "sub/b.json.partial", "experts.partial", ".hidden", "original/x.json")(source)
+    put("a.partial", "sub/b.json.partial", "experts.partial", ".hidden", "original/x.json", "a.log", "b.log")(source)
     link("more", "sub")(source)
     left = dict(open_source(source).loose.left_out)
     unfinished = "an unfinished download or conversion"
+    assert [left.pop(f"{name}.log") for name in "ab"] == ["no part of the model"] * 2
     assert left == {
         **dict.fromkeys(("a.partial", "experts.partial", "sub/b.json.partial"), unfinished),
         "more": "a link to a folder",
     }
     report = hqconv.convert(source, tmp_path / "out", **OPTIONS)
     assert [w for w in report.warnings if "left out" in w] == [
-        f"{name} is left out: {reason}." for name, reason in left.items()
+        *(f"{name} is left out: {reason}." for name, reason in left.items()),
+        "left out as no part of the model: 2 files and folders beside the weights, a.log, b.log.",
     ]
     assert not any((tmp_path / "out" / name).exists() for name in left)
 
@@ -228,14 +229,14 @@ def test_links_inside_and_into_the_cache_of_the_hub(source: Path, tmp_path: Path
     links.mkdir()
     for file in snapshot.iterdir():
         (links / file.name).symlink_to(file)
-    (links / "same.json").symlink_to("tokenizer.json")
+    (links / "vocab.json").symlink_to("tokenizer.json")
     for folder in (snapshot, links):
         assert "tokenizer.json" in open_source(folder).other_files
     hqconv.convert(links, tmp_path / "out", **OPTIONS)
-    assert (tmp_path / "out/same.json").read_bytes() == (snapshot / "tokenizer.json").read_bytes()
-    assert not (tmp_path / "out/same.json").is_symlink()
+    assert (tmp_path / "out/vocab.json").read_bytes() == (snapshot / "tokenizer.json").read_bytes()
+    assert not (tmp_path / "out/vocab.json").is_symlink()
     put("x/blobs/secret")(tmp_path)  # no cache: there are no snapshots beside it
-    (links / "x.json").symlink_to(tmp_path / "x/blobs/secret")
+    (links / "merges.txt").symlink_to(tmp_path / "x/blobs/secret")
     with pytest.raises(InputError, match="leads out"):
         open_source(links)
 
@@ -244,7 +245,7 @@ def test_loose_files_count_in_the_space_that_is_needed(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = plan_of(source)
-    with (source / "huge.txt").open("wb") as file:
+    with (source / "vocab.txt").open("wb") as file:
         file.truncate(1 << 40)
     planned = plan_of(source)
     assert planned.num_bytes_beside == plain.num_bytes_beside + (1 << 40)
