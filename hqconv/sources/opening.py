@@ -20,6 +20,7 @@ from hqconv.io import hub
 from hqconv.io.checkpoint_files import readable
 from hqconv.io.gguf_header import holds_gguf
 from hqconv.io.hub import Listing
+from hqconv.io.sidecar_files import FOREIGN
 from hqconv.schemas.artifact_names import INDEX, SINGLE
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.sources.artifact import ArtifactSource, as_input_error
@@ -284,6 +285,8 @@ def _check_against_manifest(source: Source) -> None:
     sizes = {} if listing is None else {name: listing.sizes[name] for name in names}
     digests = {} if listing is None else listing.digests
     manifest = read_manifest(source.root, is_sealed=True)
+    foreign = (name for name, reason in source.loose.left_out.items() if reason == FOREIGN)
+    sizes |= {name: 0 for name in foreign if name not in manifest.files}  # which the guard refuses
     source.sorted_layers = frozenset(name for name, layer in manifest.blocks.items() if layer.intermediate_order)
     source.guard.hold_to(manifest.files, sizes, digests, is_whole=source.repo_id is None)
 
