@@ -34,6 +34,7 @@ _FLAGS = (  # of the manifest only: LayerConfig has no such fields
     *("use_native_dequant", "use_raw_weight", "use_flat_weight"),
     *("use_ldmatrix_dequant", "use_block_scaled_mma"),
 )
+_SIZES = ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k", "weight_scale_group_size", "weight_scale_group_size_n")
 _WRITTEN = ("use_fused_e8m0_scale", "use_packed_k_layout", "use_int_weight_scale")
 _ADAPTED_E8M0 = (PADDED_E5M0, FUSED_FP8, FUSED_INT8)  # files label them with the original dtype
 _SCALE_ORDERS = ("tensor", "block", "channel", "group", "tensor memory", "one a word", "four a word")
@@ -126,8 +127,10 @@ def read_config(config: Mapping[str, Any], flags: Mapping[str, Any], *, has_row_
     merged = _with_flags(config, flags)
     try:
         code_bits, exponent_bits = parse_weight_dtype(merged["b_dtype"])
-        padded = (int(merged["shape_n"]), int(merged["shape_k"]))
-        shape = (padded[0] - int(merged["pad_shape_n"]), padded[1] - int(merged["pad_shape_k"]))
+        if wrong := [f"{key} {merged[key]!r}" for key in _SIZES if type(merged[key]) is not int]:
+            raise ValueError(", ".join(wrong))
+        padded = (merged["shape_n"], merged["shape_k"])
+        shape = (padded[0] - merged["pad_shape_n"], padded[1] - merged["pad_shape_k"])
         zero_kind = "none"
         if merged["has_zero_point"]:
             zero_kind = "float" if merged["is_fp_zero_point"] else "int"
@@ -147,8 +150,8 @@ def read_config(config: Mapping[str, Any], flags: Mapping[str, Any], *, has_row_
             scale_dtype=stored_scale_dtype(merged),
             scale_order=_scale_order(merged),
             param_dtype=code_of(merged["c_dtype"]),
-            group=int(merged["weight_scale_group_size"]) or padded[1],
-            group_n=max(int(merged["weight_scale_group_size_n"]), 1) if merged["weight_scale_type"] == "block" else 1,
+            group=merged["weight_scale_group_size"] or padded[1],
+            group_n=max(merged["weight_scale_group_size_n"], 1) if merged["weight_scale_type"] == "block" else 1,
             zero_kind=zero_kind,
             is_centred=_is_centred(merged["a_dtype"], code_bits, exponent_bits, zero_kind),
             has_bias=bool(merged["has_bias"]),

@@ -329,6 +329,8 @@ def test_layouts_that_are_not_known_are_refused(words: dict[str, Any], flags: di
         ({"pad_shape_n": 512}, "0 < shape"),
         ({"weight_scale_group_size": 48}, "groups that divide K"),
         ({"shape_n": None}, "layer config"),
+        ({"shape_n": 256.0}, "layer config"),
+        ({"weight_scale_group_size": True}, "layer config"),
     ],
 )
 def test_contradictions_are_named(words: dict[str, Any], message: str) -> None:
