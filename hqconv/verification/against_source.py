@@ -63,7 +63,7 @@ def check_source(
         else:
             made_by = f"hqconv {artifact.manifest.hqconv_version} made the artifact"
             result.notes.append(f"{made_by}: its warnings and model card were not compared")
-    else:
+    elif lineage.between:
         result.notes.append(f"the source is that of the artifact {plural(len(lineage.between), 'step')} before")
     _compare_accounting(artifact, experts, result, is_own=lineage.is_own)
     if source.stored_model is None:
@@ -383,28 +383,31 @@ class Lineage:
     it is compared with the first source as if that were its own.
 
     made: recorded facts of the artifact converted from the source. between: facts of the artifacts converted since,
-    the nearest first; empty if the source is the artifact's own.
+    the nearest first; empty if the source is the artifact's own. is_original: the artifact's own source was quantized,
+    and the given one is another: at best its original.
     """
 
     made: Manifest | Ancestor
     between: tuple[Manifest | Ancestor, ...] = ()
+    is_original: bool = False
 
     @classmethod
     def of(cls, artifact: Artifact, source: Source) -> Lineage:
         """Find the source by its files, or else by their names; the artifact's own source if no step lists them."""
-        steps = artifact.manifest.steps
+        steps, own = artifact.manifest.steps, artifact.manifest.source
         for keys in (("name", "header_sha256"), ("name",)):
             found = {tuple(getattr(file, key) for key in keys) for file in source.files}
             for number, step in enumerate(steps):
                 listed = {tuple(getattr(file, key) for key in keys) for file in step.source.files}
-                if listed == found:
+                if number + len(keys) > 1 and listed == found:
                     return cls(step, steps[:number])
-        return cls(artifact.manifest)
+        is_original = own.quantization_config is not None and own.quantization_config != source.quantization
+        return cls(artifact.manifest, is_original=is_original and other_source(own, source) is not None)
 
     @property
     def is_own(self) -> bool:
         """True if the artifact itself was converted from the source."""
-        return not self.between
+        return not self.between and not self.is_original
 
     def encoding_options(self, importance: Importance | None) -> EncodingOptions:
         """Return the options of the conversion from the given source; `importance`: its file. Raises RequestError."""
@@ -414,6 +417,8 @@ class Lineage:
         """Return why the artifact's codes are not comparable with the source's; "" if they are."""
         if self.is_own:
             return ""
+        if self.is_original:
+            return "the artifact was made from a quantized checkpoint, whose original this may be"
         quantizer = self.made.quantizer or RTN
         if quantizer not in QUANTIZERS or self.made.importance is not None:
             return "the first conversion searched with what this artifact has no copy of"

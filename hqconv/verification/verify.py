@@ -229,7 +229,8 @@ def _weights_device(wanted: torch.device | None) -> torch.device | None:
 
 def _weights(artifact: Artifact, source: Source | None, options: VerifyOptions) -> CheckResult:
     """Run the `weights` check; asked for by name, the artifact's codes must be comparable with the source's."""
-    obstacle = "" if source is None else Lineage.of(artifact, source).why_not_comparable(artifact)
+    lineage = None if source is None else Lineage.of(artifact, source)
+    obstacle = "" if lineage is None or lineage.is_original else lineage.why_not_comparable(artifact)
     if obstacle and options.checks and "weights" in options.checks:
         raise RequestError(
             "The weights cannot be compared with this source.",

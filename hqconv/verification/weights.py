@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from hqconv.artifact.expert_reader import ExpertReader
+from hqconv.artifact.load import stack_floats
 from hqconv.artifact.reader import Artifact
 from hqconv.conversion.encode_batch import relative_error
 from hqconv.conversion.hub_prefetch import CachePolicy, fetched_layers
@@ -35,6 +37,7 @@ from hqconv.verification.fused_exponents import folding_bytes
 from hqconv.verification.rank_headers import check_source_scales
 from hqconv.verification.result import NO_EXPERT, CheckResult, Finding
 
+_CLOSE = 0.9  # cosine of weights that were quantized once, to 2 bits or more
 _LEAST_COSINE = 0.5  # of weights that were quantized twice; 1 bit alone has 0.8
 _THREADS: dict[str, Any] = {"runs_torch": True, "name": "hqconv-verify"}
 
@@ -101,6 +104,7 @@ def check_weights(
                 num_wrong += sum(bool(outcome.findings) for outcome in checked)
     if source is not None:
         _name_other_source(artifact, source, num_experts, num_wrong, result)
+        _name_arrangement(artifact, source, of_source, result)
     result.notes += [_note(batches, num_again, num_experts), *_misread_notes(result)]
     looked_at = f"{len(layers)} of {plural(len(artifact.layers), 'layer')}"
     result.notes.insert(0, f"{looked_at} {against(artifact, layers, None if other_codes else source)}")
@@ -159,6 +163,37 @@ def _note(batches: Batches | None, num_again: int, num_experts: int) -> str:
     repeated = f"; {num_again} of {num_experts} experts again on the CPU" if num_again else ""
     repeated += f", some after {batches.errors[0]}" if batches.errors else ""
     return f"on {batches.staging.device}{repeated}"
+
+
+def _name_arrangement(artifact: Artifact, source: Source, layers: Sequence[MoeLayer], result: CheckResult) -> None:
+    """Name gate and up that are the source's rows in another arrangement, where down is the source's.
+
+    layers: of the source.
+    """
+    for layer in layers if artifact.manifest.is_kernel else ():
+        measured = result.measured.get(layer.name, {})
+        close = {role: (one.get("cosine") or 0.0) >= _CLOSE for role, one in measured.items()}
+        if close != {"w1": False, "w3": False, "w2": True}:
+            continue
+        reader = ExpertReader(artifact, artifact.moe_layer(layer.name), Outcome().note)
+        if not (stacks := reader.read("w13", 0, Outcome().note)):
+            continue
+        ours, theirs = stack_floats(stacks, reader), source.read_expert(layer, 0, ("w1", "w3"), torch.device("cpu"))
+        ours = {role: one[0] for role, one in ours.items()}
+        rows = torch.cat([ours["w1"], ours["w3"]])
+        for what, arranged in (
+            ("Gate and up are exchanged.", (ours["w3"], ours["w1"])),
+            (
+                "Gate and up have rows of both in turns: a writer cut alternating rows in halves.",
+                (rows[0::2], rows[1::2]),
+            ),
+        ):
+            pairs = zip(arranged, (theirs["w1"].values(), theirs["w3"].values()), strict=True)
+            if all(torch.cosine_similarity(a.flatten(), b.float().flatten(), 0) >= _CLOSE for a, b in pairs):
+                result.put_first(
+                    Finding(f"layer {layer.name}", what, "the source's gate and up", "another arrangement")
+                )
+                return
 
 
 def _name_other_source(

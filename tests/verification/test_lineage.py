@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 import hqconv
@@ -208,3 +209,38 @@ def test_a_chain_that_is_none(made: Path, tmp_path: Path, edit: Callable[[dict[s
 def test_the_same_chain_from_the_same_artifact(made: Path, tmp_path: Path) -> None:
     run(made / "first", tmp_path / "second", "source", Grid(1, 2), threads=1)
     assert snapshot(tmp_path / "second") == snapshot(made / "second")
+
+
+# --- the original of a quantized source
+
+ROWS: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {  # of the original's stack → gate, up
+    "": lambda rows: (rows[0::2], rows[1::2]),
+    "a writer cut alternating rows in halves": lambda rows: (rows[: len(rows) // 2], rows[len(rows) // 2 :]),
+    "are exchanged": lambda rows: (rows[1::2], rows[0::2]),
+}
+
+
+@pytest.mark.parametrize("fault", ROWS)
+def test_the_original_of_a_quantized_source(fault: str, tmp_path: Path) -> None:
+    """Of gpt_oss, whose gate and up alternate, quantized by a writer that took them apart."""
+    original, config = small.gpt_oss_floats()
+    written = {name: one for name, one in original.items() if not name.startswith(f"{small.LAYER}.")}
+    for expert in range(small.E):
+        gate, up = ROWS[fault](original[f"{small.LAYER}.gate_up_proj"][expert].T)
+        down = original[f"{small.LAYER}.down_proj"][expert].T
+        for role, weight in (("gate", gate), ("up", up), ("down", down)):
+            name, scale = f"{small.LAYER}.{expert}.{role}_proj", weight.float().abs().max() / 448
+            written |= {f"{name}.weight": (weight / scale).to(torch.float8_e4m3fn), f"{name}.weight_scale": scale}
+            written[f"{name}.bias"] = torch.zeros(len(weight)).bfloat16()
+    words = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    run(small.save(tmp_path / "src", (written, {**config, "quantization_config": words})), tmp_path / "out", "int8")
+    report = check(tmp_path / "out", small.save(tmp_path / "original", (original, config)), device="cpu")
+    weights = next(result for result in report.results if result.name == "weights")
+    told = [f.what for f in weights.findings]
+    assert not report.passed
+    assert any("whose original this may be" in note for note in weights.notes)
+    if fault:
+        assert fault in told[0]
+    else:
+        assert told == ["The source is another one than the artifact was converted from."]
+        assert all(role["cosine"] > 0.99 for role in weights.measured[small.LAYER].values())
