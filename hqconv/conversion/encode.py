@@ -238,7 +238,11 @@ def _quantized_stacks(
     roles, powers = list(each[0]), None
     if encoding.takes_powers_of_two:
         size = encoding.schema.weight_scale_group_size
-        powers = [_stack([_scales_per(coded_of(matrices[role]), size) for matrices in each]) for role in roles]
+        coded = {role: [coded_of(matrices[role]) for matrices in each] for role in roles}
+        powers = [
+            _stack([one.scale.float().repeat_interleave(one.group_k // size, dim=1) for one in coded[role]])
+            for role in roles
+        ]
     values = [_stack([matrices[role].values() for matrices in each]) for role in roles]
     done = quantize_stacks(
         values,
@@ -269,11 +273,6 @@ def quantizer_of(encoding: LayerEncoding, roles: Sequence[str], experts: Sequenc
 
 def _stack(matrices: list[torch.Tensor]) -> torch.Tensor:
     return matrices[0].unsqueeze(0) if len(matrices) == 1 else torch.stack(matrices)
-
-
-def _scales_per(coded: CodedMatrix, group_size: int) -> torch.Tensor:
-    """Return the source's scales as float32, one for every `group_size` columns: [N, K / group_size]."""
-    return coded.scale.float().repeat_interleave(coded.group_k // group_size, dim=1)
 
 
 def _bias(matrix: SourceMatrix, encoding: LayerEncoding) -> torch.Tensor | None:
@@ -325,7 +324,9 @@ def _pass_through(matrices: Mapping[str, SourceMatrix], encoding: LayerEncoding)
     input for all experts, and of w2 if its groups are not of equal size.
     Raises InputError where such codes must be kept, or where a scale to be rounded is out of range.
     """
-    scattered = next((one for one in matrices.values() if _is_scattered(one)), None)
+    scattered = next(
+        (one for one in matrices.values() if one.coded is not None and one.coded.column_groups is not None), None
+    )
     if scattered is not None:
         if encoding.must_be_direct:
             raise InputError(
@@ -349,11 +350,6 @@ def _pass_through(matrices: Mapping[str, SourceMatrix], encoding: LayerEncoding)
             remedy=f"Convert with --schema {encoding.schema.name}: such experts are quantized anew, and counted.",
         )
     return None
-
-
-def _is_scattered(matrix: SourceMatrix) -> bool:
-    """Return whether the columns of a scale group are not adjacent."""
-    return matrix.coded is not None and matrix.coded.column_groups is not None
 
 
 def _pass_through_one(coded: CodedMatrix, matrix: SourceMatrix, encoding: LayerEncoding) -> _Kept:

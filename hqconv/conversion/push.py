@@ -94,8 +94,13 @@ def published_manifest(repo: HubBranch, planned: Collection[str], *, private: bo
         return None
     for name, entry in manifest.files.items():
         remote = state.files.get(name)
-        if remote is None or (name != CARD and entry.sha256 != _remote_sha256(repo, state, name)):
-            return None  # people may edit the card
+        if remote is None:
+            return None
+        if name == CARD:  # people may edit it
+            continue
+        # A file outside of LFS is small, and is downloaded for its digest.
+        if entry.sha256 != (remote.digest if remote.is_lfs else sha256_of(repo.read(name, state.commit))):
+            return None
     return manifest, state.commit
 
 
@@ -119,12 +124,6 @@ def _commit(
         if state.commit == parent or not is_there or state.files.keys() & set(obsolete):
             raise
         return state.commit
-
-
-def _remote_sha256(repo: HubBranch, state: BranchFiles, name: str) -> str:
-    """Return the SHA-256 of a file of the repo. A file outside of LFS is small, and is downloaded for its digest."""
-    remote = state.files[name]
-    return remote.digest if remote.is_lfs else sha256_of(repo.read(name, state.commit))
 
 
 def _files_to_send(root: Path, manifest: Manifest) -> list[FileToSend]:

@@ -147,8 +147,12 @@ def plan_staging(
 
     for option, (limit, need, what) in needs.items():
         _check_fits(option, max(need(layer, 1) for layer in layers), limit, what)
-    target = _CUDA_BATCH_BYTES if resources.is_cuda else _cpu_batch_bytes(resources.threads_per_lane)
-    largest = max(max(_expert_bytes(b), 2 * _num_weights(b)) for b in layers)
+    target = _CUDA_BATCH_BYTES
+    if not resources.is_cuda:  # larger with helper threads, as every batch makes them wait for Python's lock
+        num_helpers = resources.threads_per_lane
+        target = _CPU_BATCH_BYTES * (1 if num_helpers == 1 else min(16, 4 * num_helpers))
+    num_weights = [len(b.layer.roles) * math.prod(b.encoding.shapes["w2"]) for b in layers]
+    largest = max(max(_expert_bytes(b), 2 * weights) for b, weights in zip(layers, num_weights, strict=True))
     sizes = range(1, 1 + max(1, min(target // largest, max(b.layer.num_experts for b in layers))))
     # The largest batch of which as many as wanted fit; of one expert, if there is none.
     num_experts = max(1, bisect_left(sizes, True, key=lambda count: num_fitting(count) < wanted))
@@ -159,11 +163,6 @@ def plan_staging(
     slot_bytes = slot_bytes if reads_ahead else min(slot_bytes, _PIECE_BYTES)
     lane_bytes = max(host(b, num_experts) for b in layers)
     return Staging(num_lanes, num_experts, slot_bytes, out_bytes, lane_bytes)
-
-
-def _cpu_batch_bytes(threads_per_lane: int) -> int:
-    """Return the size of a batch: with helper threads larger, as every batch makes them wait for Python's lock."""
-    return _CPU_BATCH_BYTES * (1 if threads_per_lane == 1 else min(16, 4 * threads_per_lane))
 
 
 def _largest_batch(planned: MoeLayerPlan, num_experts: int) -> int:
@@ -237,11 +236,6 @@ def _stored_bytes(planned: MoeLayerPlan) -> int:
 def _bytes_out(planned: MoeLayerPlan, num_experts: int) -> int:
     """Return the bytes that a GPU sends back for a batch, measurements included."""
     return (planned.expert_bytes_out + _MEASURED_BYTES) * num_experts
-
-
-def _num_weights(planned: MoeLayerPlan) -> int:
-    """Return the number of an expert's weights."""
-    return len(planned.layer.roles) * math.prod(planned.encoding.shapes["w2"])
 
 
 def _expert_bytes(planned: MoeLayerPlan) -> int:
