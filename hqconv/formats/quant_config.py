@@ -86,7 +86,11 @@ class DeclaredFormats:
         return self._by_rules(module) or PLAIN
 
     def _by_rules(self, module: str) -> SourceFormat | None:
-        return next((fmt for rule in self.rules if (fmt := rule(module)) is not None), None)
+        for rule in self.rules:
+            fmt = rule(module)
+            if fmt is not None:
+                return fmt
+        return None
 
     def remedy(self, module: str, *, is_left_over: bool) -> str:
         """Return what to do where a module's tensors and the config disagree about it being quantized.

@@ -299,6 +299,8 @@ def _formats(
     modules = [f"{layer}.0.{word}" for word in found.words.values()] + [f"{layer}.{stack}" for stack in found.stacks]
 
     def lookup(named: Callable[[str], str]) -> Callable[[str], SourceFormat]:
+        if named is str and not plain:
+            return declared.of
         return lambda module: declared.of(named(module), is_stored_plain=module in plain)
 
     for named in _namings(family, layer):

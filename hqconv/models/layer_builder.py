@@ -5,7 +5,7 @@ Legend: E experts, I intermediate size, H hidden size. Every error names the ten
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -75,10 +75,10 @@ def build_layer(
     count = _count(family, name, found, sizes)
     check_counts(name, count, facts["top_k"])
     raw = raw_single(family, name, found) if found.experts else raw_stacked(family, name, found, sizes, count)
-    modules = partial(_module_of, family, name, raw)
-    declared = one_declared(modules, family.projections, count if found.experts else 1, format_of)
+    modules = {role: _module_template(family, name, parts, role) for role, parts in raw.items()}
+    declared = one_declared(modules, count if found.experts else 1, format_of)
     hidden, inner = _matrix_sizes(sizes, declared["w2"], raw["w2"], count)
-    done = _complete(declared, raw, count, (hidden, inner), sizes, lambda role: remedy_of(modules(role, 0)))
+    done = _complete(declared, raw, count, (hidden, inner), sizes, lambda role: remedy_of(modules[role].format(0)))
     parts = {role: {part: raw[role][key] for part, key in done[role].used.items()} for role in family.projections}
     for role in family.projections:
         check_cuts({role: parts[role]}, done[role].format, count, inner)
@@ -117,12 +117,13 @@ def _unused(done: Mapping[str, ResolvedFormat], raw: RoleParts, found: LayerTens
     return unused
 
 
-def _module_of(family: Family, name: str, raw: RoleParts, role: str, expert: int) -> str:
-    first = next(iter(raw[role].values()))
+def _module_template(family: Family, name: str, parts: Mapping[str, TensorSlice], role: str) -> str:
+    """Return the path of a projection's module, with `{}` for the expert where experts have modules of their own."""
+    first = next(iter(parts.values()))
     if first.is_stacked:
         return f"{name}.{next(stack for stack in family.stacks if role in stack.roles).name}"
     stack = family.expert_stack(first.template.format(expert=0), name)
-    return f"{name}.{expert}.{stack.name if stack else family.projections[role]}"
+    return f"{name}.{{}}.{stack.name if stack else family.projections[role]}"
 
 
 # --- parts
@@ -395,15 +396,15 @@ _ONE_FORMAT = "Convert the original checkpoint that it was made from, or one wit
 
 
 def one_declared(
-    module_of: Callable[[str, int], str], roles: Collection[str], count: int, format_of: Callable[[str], SourceFormat]
+    modules: Mapping[str, str], count: int, format_of: Callable[[str], SourceFormat]
 ) -> dict[str, SourceFormat]:
     """Return the format that the config declares for each projection, the same for every expert.
 
-    `module_of`: role and expert → the module to look up. Raises RequestError, naming one unlike the majority.
+    modules: role → path of its module, see `_module_template`. Raises RequestError, naming one unlike the majority.
     """
     found = {}
-    for role in roles:
-        formats = [format_of(module_of(role, e)) for e in range(count)]
+    for role, module in modules.items():
+        formats = [format_of(module.format(e)) for e in range(count)]
         found[role] = formats[0]
         if all(one is formats[0] or one == formats[0] for one in formats):
             continue
@@ -411,7 +412,7 @@ def one_declared(
         e, other = next((e, one) for e, one in enumerate(formats) if one != usual)
         raise RequestError(
             "A layer mixes formats: the config declares another one for some of its experts.",
-            where=module_of(role, e),
+            where=module.format(e),
             expected=f"{usual.describe()}, as for {formats.count(usual)} of {count} experts: a kernel takes one",
             found=other.describe(),
             remedy=_ONE_FORMAT,
