@@ -32,14 +32,19 @@ class SourceIntegrity:
     def begin(self, item: Batch | Piece) -> set[str]:
         """Return the names of the files that an item is read from, and start to hash them, each once."""
         files = [self._source.files[number] for number in _file_numbers(item, self._source.reads_ahead)]
-        for file in files if self._source.guard.is_hashing else ():
-            if file.name not in self._started:
+        for file in files:
+            if self._needs_digest(file.name) and file.name not in self._started:
                 self._started.add(file.name)
                 if file.name in self._known and not self._source.is_here(file.name):  # a commit cannot change
                     self._hashed.add(file.name)
                 else:
                     self._stages.start(Stage.FINISH, file.size_bytes, self._hash, file.name)
         return {file.name for file in files}
+
+    def _needs_digest(self, name: str) -> bool:
+        """Return True where digests are wanted, and for bytes of the Hub's cache that others may have written."""
+        source = self._source
+        return source.guard.is_hashing or (source.is_taken_over(name) and hub_digest(source, name) is not None)
 
     def _hash(self, name: str) -> None:
         take_digest(self._source, name, self._stages.check_cancelled)
@@ -48,9 +53,10 @@ class SourceIntegrity:
 
     def wait_unchanged(self, names: Collection[str]) -> None:
         """Wait until files are hashed, and check that they are unchanged. Raises InputError for a changed one."""
-        if self._source.guard.is_hashing:
+        needed = set(filter(self._needs_digest, names)) - self._hashed
+        if needed:
             with self._profile.waiting("digests of the source"):
-                self._stages.wait(lambda: self._hashed.issuperset(names))
+                self._stages.wait(lambda: self._hashed.issuperset(needed))
         self._source.guard.check_unchanged(names)
 
     def digests(self, names: Collection[str]) -> dict[str, str]:

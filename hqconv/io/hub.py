@@ -352,6 +352,11 @@ def has_cached_bytes(root: Path, name: str, digest: str | None) -> bool:
     return (root / name).exists() or (digest is not None and os.path.lexists(blobs / digest))
 
 
+def has_partial_bytes(root: Path, digest: str | None) -> bool:
+    """Return True if the cache of the snapshot `root` has bytes of a file whose download broke off: it will go on."""
+    return digest is not None and any((root.parent.parent / "blobs").glob(f"{digest}*.incomplete"))
+
+
 def cached_digest(path: Path) -> str | None:
     """Return the SHA-256 in the name of the cached bytes that `path` links to, without reading them.
 

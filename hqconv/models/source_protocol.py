@@ -141,6 +141,10 @@ class Source(Protocol):
         """Return True if a file is on this machine; else it is read from the Hub, range by range."""
         ...
 
+    def is_taken_over(self, name: str) -> bool:
+        """Return True if a file of a repo is here, and bytes of it were in the Hub's cache before, by whomever."""
+        ...
+
     def fetch(self, names: Iterable[str], check: Callable[[], None] | None = None, into: Path | None = None) -> None:
         """Download files of a repo that are not in the Hub cache; any thread may. Nothing happens for a folder.
 

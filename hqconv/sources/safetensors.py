@@ -83,6 +83,7 @@ class SafetensorsSource:
         self.listing, self.guard = listing, FileSnapshot(root)
         self.sorted_layers: frozenset[str] = frozenset()
         self.made = MadeFiles()
+        self._fetched: set[str] = set()  # whole, by this process
         checkpoint_files.check_regular(root)
 
     def _finish(self, folder: Path | None) -> None:
@@ -199,6 +200,10 @@ class SafetensorsSource:
         """Return True if a file is on this machine and is read from there."""
         return self.listing is None or self.guard.has_seen(name)
 
+    def is_taken_over(self, name: str) -> bool:
+        """Return True if a file of a repo is here, and bytes of it were in the Hub's cache before, by whomever."""
+        return self.repo_id is not None and self.is_here(name) and name not in self._fetched
+
     def fetch(self, names: Iterable[str], check: Callable[[], None] | None = None, into: Path | None = None) -> None:
         """Download missing files of a repo; any thread may call it. Nothing happens for a folder.
 
@@ -210,8 +215,11 @@ class SafetensorsSource:
                 continue
             is_cached = hub.has_cached_bytes(self.root, name, self.listing.digests.get(name))
             folder = None if is_cached else into
+            is_begun = is_cached or (into is None and hub.has_partial_bytes(self.root, self.listing.digests.get(name)))
             path = hub.fetch_file(self.listing.repo_id, self.listing.commit, name, check, folder)
             self._check_fetched(name, path)
+            if not is_begun:
+                self._fetched.add(name)
             self.guard.place(name, path)
 
     def _check_fetched(self, name: str, path: Path) -> None:

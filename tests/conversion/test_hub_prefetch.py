@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import hf_hub_download
+from huggingface_hub import constants, hf_hub_download, snapshot_download
 from safetensors.torch import load_file
 
 import hqconv
@@ -191,6 +191,36 @@ def test_what_was_in_the_cache_stays(server: LocalHub, cache: Path, tmp_path: Pa
     assert {shard(2), shard(3)} == shards(cache)
     assert blobs <= {path.name for path in (cache / "models--org--name/blobs").iterdir()}
     assert not {shard(2), shard(3)} & set(server.whole)
+
+
+def spoil(path: Path) -> None:
+    """Zeros at the end, as after a power cut; the header and the size stay."""
+    data = path.read_bytes()
+    path.resolve().write_bytes(data[:-64] + bytes(64))
+
+
+@pytest.mark.parametrize("how", ["in the snapshot", "under another name", "offline", "of copied tensors"])
+def test_bytes_that_others_left_in_the_cache_are_hashed(
+    server: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """A killed process, another user of the cache, a power cut."""
+    name = "rest.safetensors" if how == "of copied tensors" else shard(2)
+    assert (server.folder / name).exists(), list(server.folder.iterdir())
+    if how == "offline":
+        snapshot_download(NAME)
+    path = Path(hf_hub_download(NAME, name))
+    good = path.read_bytes()
+    spoil(path)
+    if how == "under another name":
+        path.unlink()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", how == "offline")
+    with pytest.raises(InputError, match="other bytes than the Hub lists") as caught:
+        run(tmp_path / "out")
+    assert name in caught.value.where
+    assert not (tmp_path / "out" / "hqconv.json").exists()
+    blob = tmp_path / "cache/models--org--name/blobs" / digest_of(server.folder / name)
+    blob.write_bytes(good)
+    run(tmp_path / "out", resume=True)
 
 
 # --- before it begins --------------------------------------------------------------------------------------
