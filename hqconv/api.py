@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import inspect as inspect_module
 import logging
+import math
+import operator
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack, cast
 
@@ -23,7 +25,7 @@ from hqconv.schemas.options import (
     conversion_options,
     refuse_unknown_checks,
 )
-from hqconv.serving.warm.compile_kernels import warm as warm
+from hqconv.serving.warm import compile_kernels
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +46,61 @@ _LOG = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+_NUMBERS: dict[str, tuple[type, float, float]] = {  # parameter → type, least and largest value, of each one in a list
+    "threads": (int, 1, 4096),
+    "jobs": (int, 1, 4096),
+    "num_tokens": (int, 1, 2**40),
+    "context_length": (int, 1, 2**30),
+    "min_tokens": (int, 1, 2**40),
+    "tp_rank": (int, 0, 2**20),
+    "ep_rank": (int, 0, 2**20),
+    "layers": (int, 0, 2**20),
+    "tokens": (int, 1, 999_999),
+    "bits": (float, 0, 64),
+    "max_error": (float, 0, 2**20),
+    "max_layer_error": (float, 0, 2**20),
+}
+
+
+_FLAGS = {"num_tokens": "--tokens", "context_length": "--context", "tp_rank": "tp_rank", "ep_rank": "ep_rank"}
+
+
+def _checked(function: Callable[P, R]) -> Callable[P, R]:
+    """Check the numbers that a public function is given, before it does anything. Raises RequestError."""
+    parameters = inspect_module.signature(function).parameters
+
+    @wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs.keys() & _NUMBERS.keys() & parameters.keys():
+            if kwargs[name] is not None or parameters[name].default is not None:
+                kwargs[name] = _number(name, kwargs[name])
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _number(name: str, value: Any) -> Any:
+    """Return a number of `_NUMBERS` as Python's own type, or several as a tuple. Raises RequestError."""
+    kind, least, most = _NUMBERS[name]
+    is_list, is_several = (
+        name in ("layers", "tokens"),
+        isinstance(value, Collection) and not isinstance(value, str | bytes),
+    )
+    numbers = []
+    for one in value if is_list and is_several else (value,):
+        try:
+            number = operator.index(one) if kind is int else float(one)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if is_list != is_several or isinstance(one, str | bytes | bool) or not least <= number <= most:
+            expected = f"{'a list, each ' * is_list}{'a whole' if kind is int else 'a'} number from {least} to {most}"
+            found = "a larger number" if isinstance(one, int) and abs(one) > most else repr(value)[:80]
+            flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
+            raise RequestError("The number cannot be used.", where=flag, expected=expected, found=found)
+        numbers.append(number)
+    return tuple(numbers) if is_list else numbers[0]
 
 
 def _with_options(function: Callable[P, R], without: Collection[str] = ()) -> Callable[P, R]:
@@ -78,6 +135,7 @@ def _parse(config: str | Path | None, options: ConversionArguments) -> Conversio
     return ConversionOptions.parse(**cast(ConversionArguments, with_recipe(config, options)))
 
 
+@_checked
 @_with_options
 def plan(
     src: str | Path,
@@ -101,6 +159,7 @@ def plan(
         return plan_conversion(parsed, source, choose_target(parsed, source, device))
 
 
+@_checked
 @_with_options
 def convert(
     src: str | Path,
@@ -177,6 +236,7 @@ def convert(
 _NOT_ALLOCATED = ("schema", "layout", "overrides", "allow_unserved")
 
 
+@_checked
 @partial(_with_options, without=_NOT_ALLOCATED)
 def allocate(
     src: str | Path,
@@ -246,6 +306,10 @@ def allocate(
         return run(source, planned, budget, given, place, resources, **more)
 
 
+warm = _checked(compile_kernels.warm)
+
+
+@_checked
 def describe_plan(
     planned: ConversionPlan,
     out: str | Path | None = None,
@@ -279,6 +343,7 @@ def describe_plan(
     return {**document, "device": resources.device_name, "out": str(place), "notes": notes}
 
 
+@_checked
 def verify(
     out: str | Path,
     source: str | Path | None = None,
@@ -386,6 +451,7 @@ def push(
     return pushed
 
 
+@_checked
 def collect_importance(
     model: str | Path,
     text: str | Path,
@@ -432,6 +498,7 @@ def collect_importance(
     )
 
 
+@_checked
 def evaluate(
     out: str | Path,
     source: str | Path,
@@ -478,6 +545,7 @@ def evaluate(
     return run(Path(out), str(source), Path(text), options)
 
 
+@_checked
 @_with_options
 def publish(
     src: str | Path,
@@ -584,6 +652,7 @@ def publish(
     return report
 
 
+@_checked
 def load(
     path: str | Path, *, layer: str, tp_rank: int = 0, ep_rank: int = 0, device: str = "cpu", check_digests: bool = True
 ) -> dict[str, RankGemm]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -17,6 +19,7 @@ from hqconv.cli.app import app
 from hqconv.cli.options import OPTIONS
 from hqconv.conversion.stages import Progress
 from hqconv.errors import InputError, RequestError
+from hqconv.schemas.options import conversion_options
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
 from tests.make.conversions import manifest
 from tests.make.places import REPO
@@ -51,8 +54,6 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("dtype", "float8", "--dtype"),
     ("dtype", "float32", "--dtype"),
     ("input_schema", "a8", "--input-schema"),
-    ("threads", 0, "--threads"),
-    ("threads", -3, "--threads"),
     ("max_memory", "much", "--max-memory"),
     ("max_memory", -5, "--max-memory"),
     ("max_memory", "9" * 320 + "GiB", "--max-memory"),
@@ -85,9 +86,6 @@ def test_what_cannot_be_asked_for(name: str, value: Any, where: str, model: Path
         ("layers", [], "--layers"),
         ("layers", [7], "--layers"),
         ("tokens", [], "--tokens"),
-        ("tokens", [0], "--tokens"),
-        ("tokens", ["1"], "--tokens"),
-        ("threads", 0, "--threads"),
         ("revision", "main", "--revision"),  # of nothing
     ],
 )
@@ -253,3 +251,38 @@ def test_a_manifest_that_cannot_be_relied_on_is_in_the_report(made: Path, tmp_pa
     assert [f.what for f in report.results[0].findings] == ["The artifact's manifest is damaged."]
     (tmp_path / "hqconv.json").rename(tmp_path / ".hqconv-progress.jsonl")
     assert not hqconv.verify(tmp_path).passed
+
+
+def numbers() -> list[tuple[str, str]]:
+    """Function and parameter of each number of the public functions."""
+    functions = (
+        name for name in ("describe_plan", "warm", *hqconv.__all__) if inspect.isfunction(getattr(api, name, 0))
+    )
+    return [
+        (function, name)
+        for function in functions
+        for name, parameter in inspect.signature(getattr(api, function)).parameters.items()
+        if re.search(r"\b(int|float)\b", str(parameter.annotation)) and "str" not in str(parameter.annotation)
+        if name not in conversion_options()  # REFUSED has those
+    ]
+
+
+@pytest.mark.sampled(40)
+@pytest.mark.parametrize(("function", "name"), numbers())
+def test_numbers_are_checked_at_the_door(function: str, name: str, tmp_path: Path) -> None:
+    """Before anything is opened; so it does not matter that there is no model."""
+    called = getattr(api, function)
+    needed = [p for p in inspect.signature(called).parameters.values() if p.default is p.empty]
+    arguments = {p.name: tmp_path / "none" for p in needed}
+    bad: list[Any] = [-1, "x", "1", b"1", math.nan, math.inf, -math.inf, 10**5000, -(10**5000), True]
+    bad += [1.5] if "int" in str(inspect.signature(called).parameters[name].annotation) else []
+    for value in bad if name not in ("layers", "tokens") else [*bad, [-1], [1, "2"], [[1]], [1.5], 1]:
+        with pytest.raises(RequestError) as error:
+            called(**{**arguments, name: value})
+        assert error.value.where == api._FLAGS.get(name, f"--{name.replace('_', '-')}")
+
+
+def test_numbers_of_other_types_are_numbers(made: Path) -> None:
+    layer = "model.layers.0.mlp.experts"
+    assert hqconv.load(made, layer=layer, tp_rank=np.int64(0)).keys() == {"w13", "w2"}
+    assert hqconv.verify(made, checks=["files"], max_error=1, threads=np.uint8(1), layers={0}).passed
