@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from hqconv.schemas.dtypes import code_of, num_bits
+from hqconv.schemas.dtypes import CodeKind, CodeType, code_of, num_bits, parse_code_type
 from hqconv.schemas.input_schema import INPUT_PRESETS, KernelSpec
 from hqconv.schemas.weight_schema import PRESETS, WeightSchema, resolve_schema
 
@@ -39,29 +38,15 @@ _NO_BFLOAT16 = "sm75 has no bfloat16: use --dtype float16"
 _COMMON = ("mxfp4", "nvfp4", "mxfp8", "fp8", "fp8-block", "int8", "int4", "int4-c", "int4-g64", "int4-g64-zp")
 
 
-@dataclass(frozen=True)
-class NumberType:
-    """A type of Humming's: exponent is None for integers."""
-
-    num_bits: int
-    exponent_bits: int | None
-    mantissa_bits: int
-
-    @property
-    def is_integer(self) -> bool:
-        return self.exponent_bits is None
+_WIDE = {"bfloat16": (8, 7), "float16": (5, 10), "float32": (8, 23)}  # exponent and mantissa
 
 
 @functools.cache
-def number(name: str) -> NumberType:
+def number(name: str) -> CodeType:
     """A type of Humming's by its name. ValueError for no such name."""
-    wide = {"bfloat16": NumberType(16, 8, 7), "float16": NumberType(16, 5, 10), "float32": NumberType(32, 8, 23)}
-    if name in wide:
-        return wide[name]
-    match = re.fullmatch(r"u?int([1-8])|float([2-8])e(\d)m(\d)", name)
-    if match is None:
-        raise ValueError(f"no type of Humming's: {name!r}")
-    return NumberType(int(match[1]), None, 0) if match[1] else NumberType(int(match[2]), int(match[3]), int(match[4]))
+    if name not in _WIDE:
+        return parse_code_type(name)
+    return CodeType(CodeKind.FLOAT, 1 + sum(_WIDE[name]), *_WIDE[name])
 
 
 def why_not(spec: KernelSpec) -> str | None:
@@ -271,8 +256,6 @@ def _values(spec: KernelSpec) -> str | None:
     if weight.exponent_bits == 0:
         is_lost = code != _operand(spec) and weight.mantissa_bits > operand.mantissa_bits + 1
         return lost if is_lost else None
-    assert weight.exponent_bits is not None
-    assert operand.exponent_bits is not None
     fits = weight.mantissa_bits <= operand.mantissa_bits and weight.exponent_bits <= operand.exponent_bits
     return None if fits else lost
 
@@ -343,11 +326,11 @@ def _is_mxfp4(schema: WeightSchema) -> bool:
     return words == ("float4e2m1", _MX, 32)
 
 
-def _weight(spec: KernelSpec) -> NumberType:
+def _weight(spec: KernelSpec) -> CodeType:
     """The weights' type; floats without exponent bits are integers to integer activations."""
     weight = number(spec.schema.b_dtype)
-    is_integer = weight.exponent_bits == 0 and number(spec.a_dtype).is_integer
-    return NumberType(weight.num_bits, None, 0) if is_integer else weight
+    is_integer = weight.kind == CodeKind.SIGN_MAGNITUDE and number(spec.a_dtype).is_integer
+    return CodeType(CodeKind.SYM_INT, weight.num_bits) if is_integer else weight
 
 
 def _operand(spec: KernelSpec) -> str:
@@ -364,10 +347,9 @@ def _operand(spec: KernelSpec) -> str:
     return next((name for name in candidates if _fits(weight, number(name), spec)), spec.a_dtype)
 
 
-def _fits(weight: NumberType, operand: NumberType, spec: KernelSpec) -> bool:
-    if weight.exponent_bits is None:
+def _fits(weight: CodeType, operand: CodeType, spec: KernelSpec) -> bool:
+    if weight.is_integer:
         return weight.num_bits <= operand.mantissa_bits + (1 if spec.schema.has_zero_point else 2)
-    assert operand.exponent_bits is not None
     mantissa = weight.mantissa_bits - (weight.exponent_bits == 0)
     return mantissa <= operand.mantissa_bits and weight.exponent_bits <= operand.exponent_bits
 
@@ -388,7 +370,7 @@ def _bfloat16_on_turing(spec: KernelSpec) -> str | None:
 
 def _e0m_under_integers(spec: KernelSpec) -> str | None:
     weight = number(spec.schema.b_dtype)
-    if weight.exponent_bits == 0 and number(spec.a_dtype).is_integer:
+    if weight.kind == CodeKind.SIGN_MAGNITUDE and number(spec.a_dtype).is_integer:
         return f"{spec.schema.b_dtype} would become integers under {spec.a_dtype} activations: use intN"
     return None
 

@@ -117,9 +117,14 @@ class CodeType(NamedTuple):
     mantissa_bits: int = 0
 
     @property
+    def is_integer(self) -> bool:
+        """True for integers; False for small floats, also those without an exponent."""
+        return self.kind in (CodeKind.SYM_INT, CodeKind.ASYM_INT)
+
+    @property
     def largest(self) -> float:
         """Largest finite number, as Humming's `get_data_type_max_num`: of integers the largest positive signed one."""
-        if self.kind in (CodeKind.SYM_INT, CodeKind.ASYM_INT):
+        if self.is_integer:
             return float(2 ** (self.num_bits - 1) - 1)
         if self.kind == CodeKind.SIGN_MAGNITUDE:
             return float(2**self.mantissa_bits - 1)

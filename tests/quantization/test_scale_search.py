@@ -153,6 +153,19 @@ def test_the_search_for_gpus_chooses_what_the_loops_choose(name: str, monkeypatc
         assert same_bits(ours.error, theirs.error)
 
 
+def test_scales_that_are_all_rounded_to_zero_are_found_by_both() -> None:
+    """The first step, the scale itself, exists nowhere then; larger ones do."""
+    schema, stacks = any_schema("uint4-e4m3"), [plain_matrix(1, 32, 256) / 16]
+    [plain] = cpu.quantize_stacks(stacks, schema, "bfloat16", None, False, RTN)
+    assert not plain.tensors["weight_scale"].float().any()
+    [loops] = cpu.quantize_stacks(stacks, schema, "bfloat16", None, False, MSE)
+    with resident(CPU):
+        [recipe] = cuda.quantize_stacks(stacks, schema, "bfloat16", None, False, MSE)
+    assert loops.tensors["weight_scale"].float().any()
+    for key, tensor in loops.tensors.items():
+        assert_same(recipe.tensors[key], tensor, key)
+
+
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4", "int8", "fp8", "fp8-block", "fp6-e3m2", "uint4-e8m0"])
 def test_what_is_exact_keeps_its_bytes(name: str) -> None:
     """Weights that are codes times a power of two, with the code of the largest magnitude in every group."""
