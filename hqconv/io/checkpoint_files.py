@@ -128,6 +128,17 @@ def is_shard(name: str) -> bool:
     return name.endswith(".safetensors") and "/" not in name
 
 
+def set_of(name: str) -> tuple[str, str] | None:
+    """Return what the shards of one checkpoint share, NAME and N of NAME-00001-of-0000N; None for another name."""
+    match = _NUMBERED.fullmatch(name)
+    return None if match is None else (match[1], match[3])
+
+
+def holds_safetensors(names: Collection[str]) -> bool:
+    """Return True for the files of a folder or repo with a model in safetensors files."""
+    return SINGLE in names or INDEX in names or are_all_shards(list(filter(is_shard, names)))
+
+
 def are_all_shards(names: Collection[str]) -> bool:
     """Return whether names are those of all shards of one checkpoint, by their numbers: NAME-00001-of-00002 and so on.
 

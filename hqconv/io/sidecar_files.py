@@ -20,7 +20,8 @@ from hqconv.schemas.untrusted_files import found_at, open_regular, read_regular
 # Weights in other formats (or duplicates in original/): neither read, copied nor downloaded.
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 WEIGHT_FOLDERS = ("original", "onnx")
-# In a folder below: it holds another model, an adapter, or a trainer's state.
+# A folder with one of these holds another model, an adapter or a state; but 1_Pooling is of sentence-transformers.
+_MODULE = re.compile(r"(?:\d+_[A-Za-z]+)?")
 _STATES = (f"/{CONFIG}", "/adapter_config.json", "/trainer_state.json", ".distcp")
 _TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", ".model", ".tiktoken", "tokenizer.tok.json")
 _UNFINISHED = "an unfinished download or conversion"
@@ -32,8 +33,8 @@ MAX_CODE_BYTES = 4 << 20  # of a file of the model's own code, and of a config t
 
 _ROWS = (
     # templates; tokenizers of sentencepiece, tiktoken and others; documents
-    r".*\.(?:jinja2?|model|tiktoken|spm|bpe|md)",
-    r"(?:.*[-_.])?(?:tokenizer|vocab|merges|added_tokens|special_tokens|tekken|normalizer|chat_template|dict)[-\w.]*"
+    r".*\.(?:jinja2?|model|tiktoken|spm|bpe|vocab|codes|md)",
+    r"(?:.*[-_.])?(?:tokenizer|vocab|merges|added_tokens|special_tokens|tekken|normalizer|unigram|chat_template|system_prompt|dict)[-\w.]*"
     r"\.(?:json|txt)",
     # configs of generation, tokenizer, processors, encoders, quantization; not those of training
     r"(?!.*(?:^|[-_.])(?:adapter|lora|peft|train\w*|ds|deepspeed|zero\d*|accelerate|fsdp|optim\w*|sched\w*|sweep|wandb|"
@@ -106,7 +107,8 @@ def is_code_or_config(name: str) -> bool:
 
 def _belonging(root: Path, paths: Iterable[str], card: bytes | None, left_out: dict[str, str]) -> tuple[str, ...]:
     """Return those of a source's files that belong to the model, sorted; note the others, and why, in `left_out`."""
-    others = {path.rpartition("/")[0] for path in paths if path.endswith(_STATES)} - {""}
+    others = {path.rpartition("/")[0] for path in paths if path.endswith(_STATES)}
+    others = {folder for folder in others if not _MODULE.fullmatch(folder)}
     found, open_ = set[str](), set[str]()
     for path in paths:
         if _is_skipped(path):

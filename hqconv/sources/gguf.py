@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hqconv.errors import InputError, RequestError, first_few
 from hqconv.io import checkpoint_files
-from hqconv.io.checkpoint_files import check_text
+from hqconv.io.checkpoint_files import check_text, holds_safetensors
 from hqconv.io.durable_files import source_errors
 from hqconv.io.gguf_header import COPY_AGAIN, GgufHeader, StoredModel, Value, metadata_alone, parse_header, read_header
 from hqconv.io.hub import Listing
@@ -26,7 +26,7 @@ from hqconv.models.expert_map import ExpertMap
 from hqconv.models.family_choice import looks_like_expert
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import MadeFiles, SourceFile
-from hqconv.schemas.artifact_names import CONFIG, INDEX, SINGLE
+from hqconv.schemas.artifact_names import CONFIG
 from hqconv.schemas.tensors import TensorRef
 from hqconv.schemas.untrusted_files import open_regular, unicode_name
 from hqconv.sources.derived_tensor import check_decoder, dequantize, dequantize_rows
@@ -55,7 +55,7 @@ def open_with_gguf(
     its snapshot at `root`. Raises RequestError without the gguf library, for an unclear choice, and for a model
     that is not known; InputError for unreadable or contradictory files.
     """
-    if chosen is not None or listing is not None or not any((root / name).is_file() for name in (SINGLE, INDEX)):
+    if chosen is not None or listing is not None or not holds_safetensors([path.name for path in root.iterdir()]):
         return GgufModelSource(root, chosen, repo_id=repo_id, listing=listing)
     source = SafetensorsSource(root)
     if any(looks_like_expert(name, len(ref.shape)) for name, ref in source.tensors.items()):

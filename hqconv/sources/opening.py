@@ -17,11 +17,10 @@ from urllib.parse import unquote
 from hqconv.artifact.manifest import is_artifact, is_unfinished, read_manifest
 from hqconv.errors import RequestError, plural
 from hqconv.io import hub
-from hqconv.io.checkpoint_files import readable
+from hqconv.io.checkpoint_files import holds_safetensors, readable
 from hqconv.io.gguf_header import holds_gguf
 from hqconv.io.hub import Listing
 from hqconv.io.sidecar_files import FOREIGN
-from hqconv.schemas.artifact_names import INDEX, SINGLE
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.sources.artifact import ArtifactSource, as_input_error
 from hqconv.sources.gguf import open_with_gguf
@@ -213,10 +212,8 @@ def _path_on_hub(src: str) -> str | None:
 
 def _holds_gguf_only(root: Path, listing: Listing | None) -> bool:
     """Return True for a repo with GGUF files and without safetensors of a model."""
-    if listing is None:
-        return holds_gguf(root) and not any((root / name).is_file() for name in (SINGLE, INDEX))
-    names = listing.sizes
-    return any(name.endswith(".gguf") for name in names) and SINGLE not in names and INDEX not in names
+    names = [path.name for path in root.iterdir()] if listing is None else listing.sizes
+    return any(name.endswith(".gguf") for name in names) and not holds_safetensors(names)
 
 
 def _refuse_common_mistakes(path: Path) -> None:

@@ -120,12 +120,20 @@ class SafetensorsSource:
             except InputError:  # no server reads it either
                 return ()
 
+        sets = {checkpoint_files.set_of(file.name) for file in self.files} - {None}
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
             for other, found in zip(others, pool.map(tensors, others), strict=True):
                 twice = next((name for name in found if name in self.tensors), None)
                 if twice is not None:
                     one = self.files[self.tensors[twice].file].name
                     raise checkpoint_files.tensor_in_two_files(twice, one, other)
+                if found and checkpoint_files.set_of(other) in sets:
+                    raise InputError(
+                        "The index does not name a shard of the checkpoint.",
+                        where=f"{self.root / other}, tensor {next(iter(found))!r}",
+                        expected=f"all shards in {INDEX}",
+                        remedy=checkpoint_files.COPY_AGAIN,
+                    )
 
     def _check_present(self, weight_map: dict[str, str], *, has_single: bool) -> None:
         if has_single and SINGLE not in weight_map.values():

@@ -408,6 +408,14 @@ def test_a_folder_that_can_be_read_in_two_ways(
     assert "what to do: " in str(caught.value)
 
 
+def test_a_shard_that_the_index_does_not_name(tmp_path: Path) -> None:
+    """One more of the same set, with other tensors: of an index that was written before the last shard."""
+    first, third = ("model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors")
+    root = write_folder(tmp_path, {first: {"a": np.ones(1)}})
+    save_file({"z": np.ones(1)}, root / third)
+    refuse(root, "does not name a shard", third, "'z'")
+
+
 def test_files_that_are_no_second_reading(tmp_path: Path) -> None:
     """An index that names the single file, Mistral's own names, and files that no server can read."""
     root = write_folder(tmp_path, {"model.safetensors": {"a": np.ones(2)}})
@@ -440,7 +448,8 @@ COPIED = words("""
     tekken.json special_tokens_map.json added_tokens.json preprocessor_config.json
     video_preprocessor_config.json params.json processor_config.json quantize_config.json recipe.yaml
     qwen.tiktoken LICENSE LICENSE-CODE NOTICE.txt USE_POLICY.md README_zh.md configuration.json
-    additional_chat_templates/rag.jinja tokenizer/tokenizer.json modeling_x.py layers.py ops/__init__.py
+    additional_chat_templates/rag.jinja tokenizer/tokenizer.json
+    modules.json 1_Pooling/config.json SYSTEM_PROMPT.txt modeling_x.py layers.py ops/__init__.py
     ops/norm.py mel_filters.npz nano_v3_reasoning_parser.py figures/plot.png
 """)
 SKIPPED = words("""
