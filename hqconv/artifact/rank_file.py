@@ -77,10 +77,12 @@ class RankFile:
 
         config, found = self.configs[gemm], self.tensors_of(gemm)
         facts = {**config_entries(spec), **entry.sizes, "has_bias": "bias" in found, "num_experts": num_experts}
-        if wrong := [key for key in facts if json.dumps(config.get(key)) != json.dumps(facts[key])]:  # 4.0 is not 4
+        facts |= {"use_int_weight_scale": False, "use_packed_k_layout": entry.flags.get("use_packed_k_layout")}
+        texts = [{key: json.dumps(of[key]) for key in of} for of in (facts, config)]  # 4.0 is not 4
+        if wrong := [key for key in {**facts, **config} if texts[0].get(key) != texts[1].get(key)]:
             what = "A layer config describes another format than the manifest."
-            texts = [", ".join(f"{key} {of.get(key)}" for key in wrong) for of in (facts, config)]
-            yield Finding(f"{self.name}, metadata {gemm}", what, *texts)
+            both = (", ".join(f"{key} {of.get(key, 'absent')}" for key in wrong) for of in (facts, config))
+            yield Finding(f"{self.name}, metadata {gemm}", what, *both)
             return  # what follows depends on the config
         for scale in STATIC_SCALES.values():
             ref = self.tensors.get(f"{gemm}_{scale}")
@@ -132,6 +134,12 @@ def parse_rank_file(
     name, own = names.rank_file(layer, *rank), names.rank_name(*rank)
     if metadata.get("rank") != own:
         raise Finding(name, "This is the file of another rank.", own, metadata.get("rank")).error()
+    configs = {gemm: _config(name, gemm, metadata) for gemm in names.GEMMS}
+    if metadata.get("format") != "pt" or len(metadata) > 2 + len(configs):
+        what = "The file's metadata are not a conversion's."
+        raise Finding(
+            name, what, "format pt, rank, w13, w2", f"format {metadata.get('format')}, {list(metadata)}"
+        ).error()
     tensors, prefix = {}, f"{layer}."
     for full, ref in entries.items():
         short = full.removeprefix(prefix)
@@ -139,7 +147,7 @@ def parse_rank_file(
             expected = f"tensors named {prefix}w13_… and {prefix}w2_…"
             raise Finding(name, "This is the file of another layer.", expected, full).error()
         tensors[short] = ref
-    return RankFile(path, name, layer, sha256, tensors, {gemm: _config(name, gemm, metadata) for gemm in names.GEMMS})
+    return RankFile(path, name, layer, sha256, tensors, configs)
 
 
 def _config(name: str, gemm: str, metadata: Mapping[str, str]) -> dict[str, Any]:

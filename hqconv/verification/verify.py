@@ -19,6 +19,7 @@ from hqconv.conversion.hub_prefetch import CachePolicy
 from hqconv.conversion.resources import explained_gpu_memory
 from hqconv.conversion.stages import Meter, Progress
 from hqconv.errors import HqconvError, NetworkError, OutputError, RequestError, VerificationError, number_text, plural
+from hqconv.io.file_access import sha256_of
 from hqconv.io.hub import Listing
 from hqconv.models.source_protocol import Source
 from hqconv.schemas import artifact_names as names
@@ -118,11 +119,22 @@ def verify(
                     _LOG.info("%r in %.1f s.", report.results[-1], report.seconds[check])
         if CHECKS[0] not in asked and artifact.manifest.alteration is not None:  # every check relies on the manifest
             report.results[0].add(f"{names.MANIFEST}: digest", *artifact.manifest.alteration)
+        found = _run(CHECKS[0], partial(_check_unchanged, artifact))
+        report.results[0].findings += found.findings
         if options.max_error is not None:
             weights = next((result for result in report.results if result.name == "weights"), None)
             limit = options.max_error
             report.results.append(_run(MAX_ERROR, lambda: check_error(artifact, weights, limit)))
         return report
+
+
+def _check_unchanged(artifact: Artifact) -> CheckResult:
+    """Find that another artifact lies in the folder now than when the checks began."""
+    result, manifest = CheckResult(CHECKS[0]), artifact.manifest
+    if (found := sha256_of(manifest.path)) != manifest.sha256:
+        what = "The artifact was replaced while it was checked."
+        result.add(names.MANIFEST, what, f"sha256 {manifest.sha256}", f"sha256 {found}")
+    return result
 
 
 def _begin_kernels(

@@ -15,13 +15,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from hqconv.artifact.manifest import sealed
 from hqconv.artifact.reader import Artifact
 from hqconv.io import file_access
 from hqconv.schemas.grid import Grid
 from hqconv.sources.opening import open_source
+from hqconv.verification import verify
 from hqconv.verification.files import check_files
 from hqconv.verification.result import MAX_PER_KIND, CheckResult
-from tests.make.conversions import run
+from tests.make.conversions import check, run
 from tests.make.damage import Damaged, found
 from tests.make.models import save_model
 from tests.make.qwen import write_qwen3_moe
@@ -344,6 +346,23 @@ def test_a_digest_is_of_all_chunks(num_bytes: int, tmp_path: Path, monkeypatch: 
     data = bytes(n * n % 251 for n in range(num_bytes))
     (tmp_path / "file").write_bytes(data)
     assert file_access.sha256_of(tmp_path / "file") == hashlib.sha256(data).hexdigest()
+
+
+def test_an_artifact_that_is_replaced_meanwhile(copy: Damaged, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one that is as good: the report has the digest of the first."""
+    data = (copy.root / "hqconv.json").read_bytes()
+    other = sealed({**json.loads(data), "hqconv_version": "9.9"})
+    own = verify.check_files
+
+    def replaced(*words: Any) -> CheckResult:
+        result = own(*words)
+        (copy.root / "hqconv.json").write_bytes(other)
+        return result
+
+    monkeypatch.setattr(verify, "check_files", replaced)
+    report = check(copy.root, None, "files")
+    assert [f.what for f in report.results[0].findings] == ["The artifact was replaced while it was checked."]
+    assert report.manifest_sha256 == hashlib.sha256(data).hexdigest()
 
 
 def test_hashing_ends_with_an_interrupt(copy: Damaged, monkeypatch: pytest.MonkeyPatch) -> None:
