@@ -76,7 +76,12 @@ class RankFile:
         from hqconv.layout_decoder.layout_form import expected_tensors
 
         config, found = self.configs[gemm], self.tensors_of(gemm)
-        facts = {**config_entries(spec), **entry.sizes, "has_bias": "bias" in found, "num_experts": num_experts}
+        facts: dict[str, Any] = {
+            **config_entries(spec),
+            **entry.sizes,
+            "has_bias": "bias" in found,
+            "num_experts": num_experts,
+        }
         facts |= {"use_int_weight_scale": False, "use_packed_k_layout": entry.flags.get("use_packed_k_layout")}
         texts = [{key: json.dumps(of[key]) for key in of} for of in (facts, config)]  # 4.0 is not 4
         if wrong := [key for key in {**facts, **config} if texts[0].get(key) != texts[1].get(key)]:
