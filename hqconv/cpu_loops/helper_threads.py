@@ -7,14 +7,12 @@ mostly wait for it. So few threads encode batches, and helper threads run parts 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import pairwise
 from queue import SimpleQueue
 
 _own = threading.local()
 _PARTS = 2  # for each helper, so that none waits long for the slowest
-_torch_lock, _torch_before = threading.Lock(), list[int]()  # torch's number of threads before each `one_torch_thread`
 
 
 class Helpers:
@@ -75,23 +73,3 @@ def in_parts(task: Callable[[slice], None], length: int, least: int = 1) -> None
         return
     bounds = [length * number // count for number in range(count + 1)]
     helpers.run(task, [slice(begin, end) for begin, end in pairwise(bounds)])
-
-
-@contextmanager
-def one_torch_thread() -> Iterator[None]:
-    """Keep torch's operations inside in their own threads: callers' threads are as many as there are processors.
-
-    torch has one number for all threads of the process: the last one that ends sets it back.
-    """
-    import torch
-
-    with _torch_lock:
-        _torch_before.append(torch.get_num_threads())
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        with _torch_lock:
-            before, _ = _torch_before[0], _torch_before.pop()
-            if not _torch_before:
-                torch.set_num_threads(before)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from queue import SimpleQueue
 from typing import TypeVar
 
-from hqconv.cpu_loops.helper_threads import one_torch_thread
-
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+_torch_lock, _torch_before = threading.Lock(), list[int]()  # torch's number of threads before each `one_torch_thread`
 
 
 def pipeline(
@@ -92,3 +91,23 @@ def stop_threads(pool: ThreadPoolExecutor) -> None:
         except KeyboardInterrupt:
             continue
         return
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """Keep torch's operations inside in their own threads: callers' threads are as many as there are processors.
+
+    torch has one number for all threads of the process: the last one that ends sets it back.
+    """
+    import torch
+
+    with _torch_lock:
+        _torch_before.append(torch.get_num_threads())
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        with _torch_lock:
+            before, _ = _torch_before[0], _torch_before.pop()
+            if not _torch_before:
+                torch.set_num_threads(before)
