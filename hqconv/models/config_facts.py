@@ -16,6 +16,7 @@ from hqconv.schemas.model_config import Config
 
 Size = tuple[str, int]  # the config key of a value, "" if from shapes, and the value
 REMEDY = "Check that the checkpoint is complete and that config.json belongs to it."
+TWICE = "Leave one of both in the files: they may belong to two versions of the model."
 _UNUSABLE = "A value of config.json is not usable."
 
 

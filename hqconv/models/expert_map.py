@@ -13,6 +13,7 @@ from hqconv.formats.encoding import UNUSED_PARTS
 from hqconv.formats.quant_config import DeclaredFormats, declared_formats
 from hqconv.formats.source_format import KNOWN_BY_SOURCE, PLAIN, SourceFormat
 from hqconv.models.config_facts import (
+    TWICE,
     activation_of,
     config_number,
     config_sizes,
@@ -120,7 +121,8 @@ class NameGroups:
                 check_once(self._start[:-1], ref, first)
             if found.words.setdefault(role, projection) != projection:
                 what = "The experts of a layer have different names for a projection."
-                raise contradiction(what, ref.name, f"{found.words[role]}, as in the layer's other experts", projection)
+                expected = f"{found.words[role]}, as in the layer's other experts"
+                raise contradiction(what, ref.name, expected, projection, TWICE)
 
 
 @dataclass(frozen=True)
@@ -246,7 +248,7 @@ def _check_one_module(layers: Iterable[str]) -> None:
     found: dict[str, str] = {}
     for name in layers:
         if (other := found.setdefault(decoder_layer(name), name)) != name:
-            raise contradiction("A layer has its experts twice.", name, "one module of experts", f"also {other}")
+            raise contradiction("A layer has its experts twice.", name, "one module of experts", f"also {other}", TWICE)
 
 
 def _nothing_found(family: Family, tensors: Mapping[str, TensorRef], because: str) -> RequestError:

@@ -14,7 +14,7 @@ from hqconv.errors import InputError, RequestError
 from hqconv.formats.encoding import UNUSED_PARTS, part_names
 from hqconv.formats.source_format import SourceFormat, per_projection
 from hqconv.formats.source_matrix import ResolvedFormat, logical_shape, resolve_format
-from hqconv.models.config_facts import REMEDY, ConfigSizes, Size, contradiction
+from hqconv.models.config_facts import REMEDY, TWICE, ConfigSizes, Size, contradiction
 from hqconv.models.families import Family
 from hqconv.models.moe_layer import (
     IDENTITY,
@@ -52,7 +52,7 @@ def check_once(name: str, ref: TensorRef, first: TensorRef) -> None:
     """Check that a part of a projection is in one tensor: `first` is the tensor found before, maybe the same one."""
     if first is not ref:
         what = f"An expert of {name} has a projection twice."
-        raise contradiction(what, ref.name, "gate and up apart or in one tensor", f"also {first.name}")
+        raise contradiction(what, ref.name, "gate and up apart or in one tensor", f"also {first.name}", TWICE)
 
 
 def build_layer(
@@ -363,7 +363,7 @@ def check_one_form(found: LayerTensors) -> None:
         expert = next(iter(found.experts.values()))
         forms = (next(iter(expert.values())), next(iter(found.stacks.values())))
         one, other = (next(iter(parts.values())).name for parts in forms)
-        raise contradiction("A layer has its experts twice.", one, "single or fused experts", f"also {other}")
+        raise contradiction("A layer has its experts twice.", one, "single or fused experts", f"also {other}", TWICE)
 
 
 def check_indices(name: str, experts: Mapping[int, object], count: Size | None) -> None:
