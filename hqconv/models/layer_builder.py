@@ -71,7 +71,7 @@ def build_layer(
     Raises InputError, naming the tensor, if tensors and config contradict each other.
     """
     check_one_form(found)
-    family = family.spelled(found.words, found.stacks)
+    released, family = family, family.spelled(found.words, found.stacks)
     count = _count(family, name, found, sizes)
     check_counts(name, count, facts["top_k"])
     raw = raw_single(family, name, found) if found.experts else raw_stacked(family, name, found, sizes, count)
@@ -92,7 +92,7 @@ def build_layer(
         pads_last_rank=family.pads_last_rank,
         dtype=parts["w2"]["weight"].dtype,
         format=per_projection({role: one.format for role, one in done.items()}),
-        words=dict(family.projections),
+        words=dict(released.projections),
         parts=parts,
         sources=_sources(found, raw, parts, count),
         input_scales=find_input_scales(family, name, found, count, [one.format for one in done.values()]),

@@ -161,9 +161,9 @@ class MoeLayer:
     """One MoE layer's experts. `sources[e]["w1"]["weight"]` is the byte range of the codes (or floats) of e's gate.
 
     A layer that is not gated has no w1. `hidden_size` is the experts' input size: a latent size in some nemotron_h.
-    `index` counts a separate `mtp.layers.i` on from the last decoder layer. `words` are the projections' names for
-    experts with separate tensors. `dtype` is the dtype of the weights in the headers. `input_scales` are no
-    parts: calibration may have missed experts.
+    `index` counts a separate `mtp.layers.i` on from the last decoder layer. `words` are the released names of
+    projections, for artifacts with a tensor per expert. `dtype` is that of the weights in the headers.
+    `input_scales` are no parts: calibration may have missed experts.
     """
 
     name: str
