@@ -412,7 +412,8 @@ def collect_importance(
             warnings = positions_warning(loaded.config, max(ids.size(1) for ids in batches))
             for warning in warnings:
                 announce(f"Warning: {warning}")
-            done = collect(loaded, batches, layers, measures)
+            with running(model):
+                done = collect(loaded, batches, layers, measures)
     means = done.means()
     write_whole(columns.parent, columns.name, save(means, {"tokens": str(len(read.ids))}))
     return {

@@ -161,3 +161,12 @@ def test_more_tokens_than_positions_are_warned_of(src: Path) -> None:
     change(src / "config.json", max_position_embeddings=8)
     code, output = measure(src)
     assert (code, "sequences of 16 tokens are longer than the model's 8 positions" in output) == (0, True), output
+
+
+def test_an_error_of_the_run_is_one_message(src: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("a value that shows only now")
+
+    monkeypatch.setattr("torch.nn.functional.embedding", fail)
+    code, output = measure(src)
+    assert (code, "ValueError: a value that shows only now" in output) == (2, True), output
