@@ -123,7 +123,7 @@ def test_the_promise_holds_for_other_sources(
     source = small.save(tmp_path / "src", make())
     if is_asynchronous:
         monkeypatch.setattr("hqconv.conversion.encode._ASYNCHRONOUS", ("cpu",))
-    document = allocate(source, tmp_path / "recipe.toml", bits=99, **options)
+    document = allocate(source, tmp_path / "recipe.toml", bits=64, **options)
     layer = document["layers"][small.LAYER]
     assert layer["chosen"] == best
     if best in ("source", "mxfp4"):
@@ -133,7 +133,7 @@ def test_the_promise_holds_for_other_sources(
 
 def test_the_sources_own_schema_is_a_candidate_by_default(tmp_path: Path) -> None:
     source = small.save(tmp_path / "src", small.fp8_blocks())
-    document = allocate(source, tmp_path / "recipe.toml", candidates=None, bits=99)
+    document = allocate(source, tmp_path / "recipe.toml", candidates=None, bits=64)
     assert document["candidates"][0] == "source"
     assert document["chosen"]["relative_error"] == 0
     assert load_recipe(tmp_path / "recipe.toml").options["schema"] == "source"
@@ -147,7 +147,7 @@ def test_gate_and_up_with_scales_of_their_own_are_quantized_anew(is_shared: bool
     if not is_shared:
         tensors[name] *= 2
     source = small.save(tmp_path / "src", (tensors, config))
-    document = allocate(source, tmp_path / "recipe.toml", candidates=None, bits=99 if is_shared else 5.3)
+    document = allocate(source, tmp_path / "recipe.toml", candidates=None, bits=64 if is_shared else 5.3)
     assert document["candidates"][0] == "nvfp4"
     layer = document["layers"][small.LAYER]
     assert layer["chosen"] == "nvfp4"
@@ -167,7 +167,7 @@ def test_an_artifact_is_a_source(src: Path, tmp_path: Path) -> None:
 def test_the_dtype_is_the_one_that_keeps_the_sources_scales(tmp_path: Path) -> None:
     """For all candidates, since a recipe has one dtype: float16 of the scales, not bfloat16 of the config."""
     source = write(tmp_path / "src", "gptq-int4-zp").folder
-    document = allocate(source, tmp_path / "recipe.toml", candidates="source,int3-g32", bits=99)
+    document = allocate(source, tmp_path / "recipe.toml", candidates="source,int3-g32", bits=64)
     assert document["dtype"] == "float16"
     assert load_recipe(tmp_path / "recipe.toml").options["dtype"] == "float16"
     assert {layer["chosen"] for layer in document["layers"].values()} == {"source"}
@@ -193,7 +193,7 @@ def test_a_mixed_source_keeps_some_layers_and_quantizes_others(tmp_path: Path) -
     quantization = {**config["quantization_config"], "modules_to_not_convert": ["model.layers.1.mlp.experts"]}
     config = {**config, "num_hidden_layers": 2, "quantization_config": quantization}
     source = small.save(tmp_path / "src", ({**tensors, **more}, config))
-    document = allocate(source, tmp_path / "recipe.toml", candidates="source,int4-g32,int8", bits=99)
+    document = allocate(source, tmp_path / "recipe.toml", candidates="source,int4-g32,int8", bits=64)
     chosen = {name: layer["chosen"] for name, layer in document["layers"].items()}
     assert chosen == {"model.layers.0.mlp.experts": "source", "model.layers.1.mlp.experts": "int8"}
     assert_kept(source, tmp_path / "recipe.toml", document, tmp_path / "out")
@@ -433,7 +433,7 @@ def test_a_candidate_that_was_named_is_refused(
 
 def test_default_candidates_fit_the_target_or_are_left_out(tmp_path: Path) -> None:
     src = write_qwen3_moe(tmp_path / "src", num_layers=1, intermediate_size=64)
-    document = allocate(src, tmp_path / "recipe.toml", candidates=None, bits=99, tp=2, input_schema="fp8")
+    document = allocate(src, tmp_path / "recipe.toml", candidates=None, bits=64, tp=2, input_schema="fp8")
     assert "nvfp4" not in document["candidates"]
     assert "int4-g64" in document["left_out"]  # 32 columns on each rank
     assert {"int4-g32", "fp8"} <= set(document["candidates"])
@@ -447,13 +447,13 @@ def test_nothing_is_read_for_a_budget_that_is_too_small(src: Path, tmp_path: Pat
 
 
 def test_a_limit_of_the_error_holds_for_every_layer(src: Path, tmp_path: Path) -> None:
-    document = allocate(src, tmp_path / "recipe.toml", bits=99, max_layer_error=0.2)
+    document = allocate(src, tmp_path / "recipe.toml", bits=64, max_layer_error=0.2)
     free = allocate(src, tmp_path / "free.toml", bits=4.8)
     assert max(layer["candidates"][layer["chosen"]]["relative_error"] for layer in free["layers"].values()) > 0.2
     for layer in document["layers"].values():
         assert layer["candidates"][layer["chosen"]]["relative_error"] <= 0.2
     with pytest.raises(RequestError, match="No candidate keeps the limit"):
-        allocate(src, tmp_path / "none.toml", bits=99, max_layer_error=1e-6)
+        allocate(src, tmp_path / "none.toml", bits=64, max_layer_error=1e-6)
 
 
 def test_bad_weights_name_their_tensor(tmp_path: Path) -> None:
