@@ -233,6 +233,25 @@ def two_level_scales(
     return NearestScales(scales, inverse, limit=code.largest if code.kind == CodeKind.FLOAT else 0.0)
 
 
+def scales_under(
+    second: torch.Tensor, highest: torch.Tensor, lowest: torch.Tensor, schema: WeightSchema, param_dtype: str
+) -> GroupScales:
+    """Return 8-bit scales under given second scales, of groups with these ranges, float32 [E, N, G]."""
+    scale = unrounded_scales(highest, lowest, schema)
+    if schema.bs_dtype == "float8e8m0":
+        least, most = _row_exponents(param_dtype)
+        stored = _exponents(scale, second).clamp(least, most).to(torch.uint8).view(torch.float8_e8m0fnu)
+    else:
+        limit = _FP8_MAX[schema.bs_dtype or ""]
+        stored = (scale / second).clamp(-limit, limit).to(torch_dtype_of(schema.bs_dtype or ""))
+    return GroupScales(stored, stored_values(stored), None, second)
+
+
+def _row_exponents(param_dtype: str) -> tuple[int, int]:
+    """Return the least and the largest e8m0 byte under a scale per row."""
+    return (1, 254) if param_dtype == "bfloat16" else (127 - 14, 127 + 15)
+
+
 def _two_levels(
     scale: torch.Tensor, schema: WeightSchema, param_dtype: str, amax: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -268,7 +287,7 @@ def _powers_under_rows(scale: torch.Tensor, largest: float, param_dtype: str) ->
         size = _exponents(top, fraction.view(torch.float32)) - 127 + reach
         fraction = fraction + (size.clamp(-14, 15) << 23)
     row = fraction.view(torch.float32)
-    least, most = (1, 254) if is_wide else (127 - 14, 127 + 15)
+    least, most = _row_exponents(param_dtype)
     stored = _exponents(scale, row).clamp(least, most).to(torch.uint8).view(torch.float8_e8m0fnu)
     return stored, row.to(torch_dtype_of(param_dtype)).float()
 

@@ -152,6 +152,15 @@ def nearby_scales(
         yield tried.where(valid, start), valid
 
 
+def candidate_scales(
+    start: GroupScales, schema: WeightSchema, param_dtype: str, floor: torch.Tensor | None
+) -> Iterator[tuple[GroupScales, torch.Tensor]]:
+    """Yield scales near `start`, as `nearby_scales`; of zero points ranges with shrunk ends."""
+    if schema.has_zero_point:
+        return _shrunk_ranges(start, schema, param_dtype)
+    return nearby_scales(start, schema, param_dtype, floor)
+
+
 def sweep_each(
     start: GroupScales,
     least: torch.Tensor,

