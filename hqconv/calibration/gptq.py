@@ -4,10 +4,10 @@ H = Σ p² x xᵀ are products of a GEMM's inputs over the tokens of a calibrati
 eᵀ H e. With H = M Mᵀ (M upper triangular) this is Σ_j (Σ_{i≤j} M_ij e_i)²: so column j is rounded as
 w_j + Σ_{i<j} M_ij e_i / M_jj, which makes the errors of the columns before it good.
 
-Two starts are tried for each matrix, and the one is taken that loses less on tokens that H has not seen: columns as they
-are, with the scales of each group searched on what its weights have become; and columns by decreasing diagonal of H,
-under scales that are searched beforehand. Then every group is rounded again, with its scales, as the others stand, until
-nothing is gained.
+Two starts are tried for each matrix, and that one is taken which loses less on tokens that H has not seen: columns as
+they are, with the scales of each group searched on what its weights have become; and columns by decreasing diagonal of
+H, under scales that are searched beforehand. Then every group is rounded again, with its scales, as the others stand,
+until nothing is gained.
 
 torch alone, on any device. The same bytes for the same inputs, number of experts and type of device, not between types.
 Legend: E experts, N output rows, K input columns, G groups along K, S columns of a group, C candidates.
@@ -17,12 +17,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
 from hqconv.humming_ops.runtime import humming, resident
 from hqconv.quantization import torch_ops
-from hqconv.quantization.group_scales import GroupScales, bits_of, nearest_scales, scales_of, scales_under, stored_values
+from hqconv.quantization.group_scales import (
+    GroupScales,
+    bits_of,
+    nearest_scales,
+    scales_of,
+    scales_under,
+    stored_values,
+)
 from hqconv.quantization.hadamard import rotate
 from hqconv.quantization.quantize import quantize_stacks
 from hqconv.quantization.quantized import QuantizedStack
@@ -34,7 +42,6 @@ _BLOCK = 128  # columns that are rounded between two products with whole rows
 _PASSES = 3  # of the descent, at most
 _LEAST_GAIN = 1e-3  # of the loss, that a further pass must bring
 _MARGIN = 1 - 2.0**-20
-_TRIED = 3  # scales of a group that are tried with compensation, of those searched without
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,9 +51,27 @@ class Products:
     fit: torch.Tensor
     held: torch.Tensor
 
+    @cached_property
+    def factor(self) -> _Factor:
+        """The factor of the columns as they are."""
+        return _Factor.of(self.fit)
+
+    @cached_property
+    def order(self) -> torch.Tensor:
+        """The columns by decreasing diagonal, int64 [1 or E, K]."""
+        return torch.argsort(self.fit.diagonal(dim1=1, dim2=2), dim=1, descending=True, stable=True)
+
+    @cached_property
+    def ordered_factor(self) -> _Factor:
+        """The factor of the columns in that order."""
+        rows = self.fit.gather(1, self.order.unsqueeze(2).expand_as(self.fit))
+        return _Factor.of(rows.gather(2, self.order.unsqueeze(1).expand_as(self.fit)))
+
     def rotated(self, block: int) -> Products:
-        """Return the products of rotated inputs."""
-        return Products(*(rotate(rotate(one, block).transpose(1, 2).contiguous(), block) for one in (self.fit, self.held)))
+        """Return the products of inputs that are rotated in blocks of columns."""
+        return Products(
+            *(rotate(rotate(one, block).transpose(1, 2).contiguous(), block) for one in (self.fit, self.held))
+        )
 
 
 def quantize_by_outputs(
@@ -60,10 +85,9 @@ def quantize_by_outputs(
         stacks, products = [rotate(one, schema.rotation) for one in stacks], products.rotated(schema.rotation)
         schema = replace(schema, hadamard_block_size=0)
     rounded = quantize_stacks(stacks, schema, param_dtype)
-    factor = _Factor.of(products.fit)
     with resident(stacks[0].device):
         return [
-            _Matrix(stack.float(), schema, param_dtype, scales_of(one.tensors, schema)).quantized(stack, one, factor, products)
+            _Matrix(stack.float(), schema, param_dtype, scales_of(one.tensors, schema)).quantized(stack, one, products)
             for stack, one in zip(stacks, rounded, strict=True)
         ]
 
@@ -133,6 +157,23 @@ class _Rounded:
         return _Rounded(least[0], pick(self.numbers), pick(self.values)), found
 
 
+@dataclass(frozen=True, eq=False)
+class _Solution:
+    """Numbers of codes and decoded values [E, N, K], and scales [E, R, G]."""
+
+    numbers: torch.Tensor
+    values: torch.Tensor
+    scales: GroupScales
+
+    def where(self, condition: torch.Tensor, other: _Solution) -> _Solution:
+        """Return this solution for the experts where `condition` [E, 1, 1] holds, the other one for the rest."""
+        return _Solution(
+            torch.where(condition, self.numbers, other.numbers),
+            torch.where(condition, self.values, other.values),
+            self.scales.where(condition.expand_as(self.scales.scale), other.scales),
+        )
+
+
 @dataclass(eq=False)
 class _Matrix:
     """Matrices of a projection, float32 [E, N, K], and the scales of round-to-nearest."""
@@ -148,28 +189,21 @@ class _Matrix:
         self.size = size if self.searches else min(_BLOCK, self.weights.size(2))
         self.floor = least_byte([self.start.stored], self.param_dtype, has_row_scale=self.schema.has_row_scale)
 
-    def quantized(
-        self, stack: torch.Tensor, rounded: QuantizedStack, factor: _Factor, products: Products
-    ) -> QuantizedStack:
+    def quantized(self, stack: torch.Tensor, rounded: QuantizedStack, products: Products) -> QuantizedStack:
         """Return the matrices quantized by the error of their outputs."""
         schema = self.schema
-        numbers, scales = self.solve(factor, products)
+        numbers, scales = self.solve(products)
         codes = torch_ops.codes_of(numbers, numbers, schema)
         weight = humming().ops.pack_weight(codes.contiguous(), schema.num_bits)
         tensors = {**rounded.tensors, **scales.tensors(schema, self.param_dtype), "weight": weight}
         error, power = torch_ops.error_sums(stack, tensors, schema)
         return QuantizedStack(tensors, error, power, torch.zeros_like(rounded.num_exact))
 
-    def solve(self, factor: _Factor, products: Products) -> tuple[torch.Tensor, GroupScales]:
+    def solve(self, products: Products) -> tuple[torch.Tensor, GroupScales]:
         """Return the numbers of codes [E, N, K], and the scales [E, R, G]."""
-        starts = [self.in_order(factor, products.fit), self.by_diagonal(products.fit)]
-        losses = torch.stack([self.loss(values, products.held).sum(1) for _, values, _ in starts])
-        second_wins = losses[1] < losses[0]
-        first, second = starts
-        mask = second_wins.view(-1, 1, 1)
-        numbers, values = (torch.where(mask, b, a) for a, b in ((first[0], second[0]), (first[1], second[1])))
-        scales = second[2].where(mask.expand_as(second[2].scale), first[2])
-        return self.descend(numbers, values, scales, factor)
+        starts = [self.in_order(products), self.by_diagonal(products)]
+        losses = [self.loss(start.values, products.held).sum(1) for start in starts]
+        return self.descend(starts[1].where((losses[1] < losses[0]).view(-1, 1, 1), starts[0]), products.factor)
 
     def loss(self, values: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
         """Return eᵀ H e of each row, float64 [E, N]."""
@@ -195,8 +229,6 @@ class _Matrix:
     def candidates(self, target: torch.Tensor) -> Iterator[GroupScales]:
         """Yield scales to try for groups [E, N, G, S]; the first are those of round-to-nearest."""
         start = self.nearest(target)
-        if self.floor is not None:
-            start = start  # TODO cap
         yield start
         for tried, _ in candidate_scales(start, self.schema, self.param_dtype, self.floor):
             yield tried
@@ -218,9 +250,14 @@ class _Matrix:
 
     # --- starts
 
-    def in_order(self, factor: _Factor, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, GroupScales]:
+    def in_order(self, products: Products) -> _Solution:
         """Round columns as they are; scales are searched on what a group's weights have become."""
-        w, numbers, values = self.weights, torch.empty_like(self.weights), torch.empty_like(self.weights)
+        w, numbers, values, factor = (
+            self.weights,
+            torch.empty_like(self.weights),
+            torch.empty_like(self.weights),
+            products.factor,
+        )
         parts = []
         static = self.of_rows(self.start)
         for begin in range(0, w.size(2), self.size):
@@ -228,35 +265,34 @@ class _Matrix:
             block = factor.block(columns)
             carried = (w[:, :, :begin] - values[:, :, :begin]) @ factor.m[:, :begin, columns]
             target = w[:, :, columns] + carried @ block.inverse
-            scales = self.searched(target.unsqueeze(2), block.diagonal.square().unsqueeze(2)) if self.searches else self.at(static, columns)
+            if self.searches:
+                scales = self.searched(target.unsqueeze(2), block.diagonal.square().unsqueeze(2))
+            else:
+                scales = self.at(static, columns)
             done, found = self.tried(target, [scales], block)
             numbers[:, :, columns], values[:, :, columns] = done.numbers, done.values
             parts.append(found)
-        return numbers, values, _joined(parts) if self.searches else self.start
+        return _Solution(numbers, values, _joined(parts) if self.searches else self.start)
 
-    def by_diagonal(self, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, GroupScales]:
+    def by_diagonal(self, products: Products) -> _Solution:
         """Round columns by decreasing diagonal of H, under scales that are searched beforehand."""
         experts, rows, columns = self.weights.shape
-        diagonal = h.diagonal(dim1=1, dim2=2)
         scales = self.start
         if self.searches:
-            weight = diagonal.float().view(len(h), 1, -1, self.size)
+            weight = products.fit.diagonal(dim1=1, dim2=2).float().view(len(products.fit), 1, -1, self.size)
             scales = self.searched(self.weights.view(experts, rows, -1, self.size), weight)
-        order = torch.argsort(diagonal, dim=1, descending=True, stable=True)
-        sorted_h = h.gather(1, order.unsqueeze(2).expand_as(h)).gather(2, order.unsqueeze(1).expand_as(h))
-        factor = _Factor.of(sorted_h)
-        order = order.expand(experts, columns).unsqueeze(1).expand(experts, rows, columns)
+        order = products.order.expand(experts, columns).unsqueeze(1).expand(experts, rows, columns)
         w = self.weights.gather(2, order)
         each = self.of_columns(scales, order)
         numbers, values = torch.empty_like(w), torch.empty_like(w)
         for begin in range(0, columns, _BLOCK):
             part = slice(begin, min(begin + _BLOCK, columns))
-            block = factor.block(part)
-            carried = (w[:, :, :begin] - values[:, :, :begin]) @ factor.m[:, :begin, part]
+            block = products.ordered_factor.block(part)
+            carried = (w[:, :, :begin] - values[:, :, :begin]) @ products.ordered_factor.m[:, :begin, part]
             done = _round(w[:, :, part] + carried @ block.inverse, _columns(each, part), block, self.schema)
             numbers[:, :, part], values[:, :, part] = done.numbers[0], done.values[0]
         back = torch.empty_like(numbers), torch.empty_like(values)
-        return back[0].scatter_(2, order, numbers), back[1].scatter_(2, order, values), scales
+        return _Solution(back[0].scatter_(2, order, numbers), back[1].scatter_(2, order, values), scales)
 
     def of_columns(self, scales: GroupScales, order: torch.Tensor) -> GroupScales:
         """Return the scales of columns in an order [E, N, K], as one candidate: [1, E, N, K]."""
@@ -273,17 +309,14 @@ class _Matrix:
 
     # --- descent
 
-    def tried(
-        self, target: torch.Tensor, scales: list[GroupScales], block: _Block
-    ) -> tuple[_Rounded, GroupScales]:
+    def tried(self, target: torch.Tensor, scales: list[GroupScales], block: _Block) -> tuple[_Rounded, GroupScales]:
         """Round columns under each of some scales [E, N, 1]; return the best of each row."""
         stacked = _stacked(scales)
         return _round(target, stacked, block, self.schema).best(stacked)
 
-    def descend(
-        self, numbers: torch.Tensor, values: torch.Tensor, scales: GroupScales, factor: _Factor
-    ) -> tuple[torch.Tensor, GroupScales]:
+    def descend(self, start: _Solution, factor: _Factor) -> tuple[torch.Tensor, GroupScales]:
         """Round groups again, each as the others stand, until nothing is gained."""
+        numbers, values, scales = start.numbers, start.values, start.scales
         w, h = self.weights, factor.h
         groups = [slice(begin, begin + self.size) for begin in range(0, w.size(2), self.size)]
         alone = [factor.alone(columns) for columns in groups]
@@ -356,7 +389,9 @@ def _round(target: torch.Tensor, scales: GroupScales, block: _Block, schema: Wei
         numbers[..., column], values[..., column] = number[..., 0, 0], value
         loss += ((wanted - value) * diagonal).square_()
         if column + 1 < target.size(2):
-            carried[..., column + 1 :] += (target[:, :, column] - value).unsqueeze(-1) * block.m[:, column, None, column + 1 :]
+            carried[..., column + 1 :] += (target[:, :, column] - value).unsqueeze(-1) * block.m[
+                :, column, None, column + 1 :
+            ]
     return _Rounded(loss, numbers, values)
 
 

@@ -8,7 +8,6 @@ Legend: H hidden size, I expert intermediate size, E experts, K input columns (H
 from __future__ import annotations
 
 import logging
-import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,9 +21,8 @@ from safetensors.torch import save
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from hqconv.conversion.option_values import check_places
-from hqconv.conversion.resources import explained_gpu_memory
-from hqconv.conversion.transformers_model import (
+from hqconv.calibration.streamed_model import experts_modules
+from hqconv.calibration.transformers_model import (
     check_counts,
     config_of,
     folder_of,
@@ -35,6 +33,8 @@ from hqconv.conversion.transformers_model import (
     read_text,
     running,
 )
+from hqconv.conversion.option_values import check_places
+from hqconv.conversion.resources import explained_gpu_memory
 from hqconv.errors import InputError, OutputError, RequestError, plural
 from hqconv.io.durable_files import write_whole
 from hqconv.models.moe_layer import MoeLayer
@@ -136,21 +136,6 @@ class Measures:
     per_expert: bool = False
     hessian: bool = False
     min_tokens: int = 64
-
-
-def experts_modules(model: nn.Module) -> list[tuple[int, str, nn.Module]]:
-    """Return layer, path and module of all routed experts; a module inside another belongs to it."""
-    found: list[tuple[int, str, nn.Module]] = []
-    for path, module in model.named_modules():
-        is_inside = any(path.startswith(f"{outer}.") for _, outer, _ in found)
-        is_routed = path.rpartition(".")[2] == "experts" or type(module).__name__.endswith("Experts")
-        if is_inside or not is_routed or "shared" in path.rpartition(".")[2]:
-            continue
-        layer = re.search(r"\.(\d+)\.", f".{path}.")
-        if layer is None:
-            raise RequestError("The experts are of no layer.", where=path, expected="a number in the path")
-        found.append((int(layer[1]), path, module))
-    return found
 
 
 def matched(model: nn.Module, blocks: Iterable[MoeLayer]) -> dict[str, tuple[MoeLayer, nn.Module]]:

@@ -23,8 +23,9 @@ from hqconv.artifact.expert_reader import ExpertReader
 from hqconv.artifact.load import decoded_experts, expert_floats, refuse
 from hqconv.artifact.model_card import check_card, write_evaluation
 from hqconv.artifact.reader import Artifact
-from hqconv.conversion.resources import Resources, explained_gpu_memory
-from hqconv.conversion.transformers_model import (
+from hqconv.calibration.forward_pass import ForwardPass
+from hqconv.calibration.streamed_model import StreamedModel, quiet_loading
+from hqconv.calibration.transformers_model import (
     Text,
     check_counts,
     folder_of,
@@ -33,11 +34,10 @@ from hqconv.conversion.transformers_model import (
     read_text,
     running,
 )
+from hqconv.conversion.resources import Resources, explained_gpu_memory
 from hqconv.errors import RequestError, plural
 from hqconv.evaluation.divergence import Divergence
 from hqconv.evaluation.expert_arrangement import Expert, PlacedExperts
-from hqconv.evaluation.forward_pass import ForwardPass
-from hqconv.evaluation.streamed_model import StreamedModel, quiet_loading
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.sources.opening import open_source

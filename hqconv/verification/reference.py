@@ -14,63 +14,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from hqconv.calibration.activations import Step, activate
 from hqconv.schemas.activation import Activation
 
-Step = Callable[[torch.Tensor], torch.Tensor]
 Expert = Mapping[str, torch.Tensor]  # w1 (if gated), w3 [I, H], w2 [H, I]; biases b1, b3 [I], b2 [H]
-
-
-def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-def _relu2(x: torch.Tensor) -> torch.Tensor:
-    return F.relu(x).square()
-
-
-_ELEMENTWISE: dict[str, Step] = {
-    "silu": F.silu,
-    "swish": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": _gelu_tanh,
-    "gelu_pytorch_tanh": _gelu_tanh,
-    "gelu_new": _gelu_tanh,
-    "relu": F.relu,
-    "relu2": _relu2,
-}
-ACTIVATIONS = (*_ELEMENTWISE, "swigluoai", "situ")
-
-
-def activate(activation: Activation, gate: torch.Tensor | None, up: torch.Tensor) -> torch.Tensor:
-    """Apply the experts' activation to w13's output; without a gate it acts on `up` alone.
-
-    One of `ACTIVATIONS`, or one that acts elementwise with a number: `<name>_clamp`, `<name>_bound`, `<name>_shift`.
-    KeyError if it is not known, or lacks a number.
-    """
-    name, limit, alpha, beta = activation.name, activation.limit, activation.alpha, activation.beta
-    if gate is None:
-        return _ELEMENTWISE[name](up)
-    function, _, kind = name.rpartition("_")
-    if name == "swigluoai":  # https://github.com/openai/gpt-oss/blob/main/gpt_oss/torch/model.py
-        gate, up = gate.clamp(max=_given(limit)), up.clamp(-_given(limit), limit)
-        return gate * torch.sigmoid(_given(alpha) * gate) * (up + _given(beta))
-    if name == "situ":  # vLLM 0.33: layers/activation.py (SituAndMul.forward_native)
-        linear = activation.linear_beta
-        wide = up if linear is None else linear * torch.tanh(up / linear)
-        return _given(beta) * torch.tanh(gate / _given(beta)) * torch.sigmoid(gate) * wide
-    if kind == "clamp":  # transformers: modeling_deepseek_v4.py (_apply_gate)
-        return _ELEMENTWISE[function](gate.clamp(max=_given(limit))) * up.clamp(-_given(limit), limit)
-    if kind == "bound":  # transformers: modeling_step3p7.py (_apply_gate)
-        return _ELEMENTWISE[function](gate).clamp(max=_given(limit)) * up.clamp(-_given(limit), limit)
-    if kind == "shift":  # vLLM: moondream3.py (Moondream3TextMoE.forward)
-        return _ELEMENTWISE[function](gate) * (up + _given(beta))
-    return _ELEMENTWISE[name](gate) * up
-
-
-def _given(number: float | None) -> float:
-    if number is None:
-        raise KeyError("a number of the activation")
-    return number
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from hqconv.conversion.resources import (
     plan_staging,
     working_bytes,
 )
-from hqconv.conversion.transformers_model import Text
+from hqconv.calibration.transformers_model import Text
 from hqconv.errors import InputError, RequestError
 from hqconv.io.durable_files import copy_whole
 from hqconv.models.expert_bytes import RawLayout

@@ -20,15 +20,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from hqconv.conversion.collect_importance import experts_modules
-from hqconv.conversion.transformers_model import config_of, model_class, quantizer_of
+from hqconv.calibration.forward_pass import stop_at
+from hqconv.calibration.transformers_model import config_of, model_class, quantizer_of
 from hqconv.errors import InputError, RequestError, first_few
-from hqconv.evaluation.forward_pass import stop_at
 from hqconv.models.source_protocol import Source
 from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.tensors import TensorRef
 
 _ROOT = ""
+
+
+def experts_modules(model: nn.Module) -> list[tuple[int, str, nn.Module]]:
+    """Return layer, path and module of all routed experts; a module inside another belongs to it."""
+    found: list[tuple[int, str, nn.Module]] = []
+    for path, module in model.named_modules():
+        is_inside = any(path.startswith(f"{outer}.") for _, outer, _ in found)
+        is_routed = path.rpartition(".")[2] == "experts" or type(module).__name__.endswith("Experts")
+        if is_inside or not is_routed or "shared" in path.rpartition(".")[2]:
+            continue
+        layer = re.search(r"\.(\d+)\.", f".{path}.")
+        if layer is None:
+            raise RequestError("The experts are of no layer.", where=path, expected="a number in the path")
+        found.append((int(layer[1]), path, module))
+    return found
 
 
 class _StoredTensor:
@@ -67,7 +81,7 @@ class StreamedModel:
         from transformers import core_model_loading, modeling_utils
         from transformers.conversion_mapping import get_model_conversion_mapping
 
-        self._source, self._dtype, self._device = source, dtype, device
+        self._source, self._dtype, self.device = source, dtype, device
         self._loading = core_model_loading
         config = config_of(transformers, folder)
         quantizer = quantizer_of(source, config)
@@ -153,7 +167,7 @@ class StreamedModel:
         for value in (*self.model.parameters(), *self.model.buffers()):
             value._is_hf_initialized = True
         for name, buffer in [*self.model.named_non_persistent_buffers()]:
-            _set(self.model, name, torch.empty_like(buffer, device=self._device))
+            _set(self.model, name, torch.empty_like(buffer, device=self.device))
         self.model.initialize_weights()
         for name in self._shapes:
             self._drop(name)

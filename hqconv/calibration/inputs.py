@@ -1,0 +1,159 @@
+"""Inputs of a model's experts over a text: transformers runs the source, one layer's weights at a time.
+
+Legend: T tokens, k choices per token, E experts, H hidden size, I intermediate size, B sequences.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hqconv.calibration.activations import activate
+from hqconv.calibration.forward_pass import ForwardPass
+from hqconv.calibration.gptq import Products
+from hqconv.calibration.streamed_model import StreamedModel
+from hqconv.errors import RequestError
+from hqconv.models.moe_layer import MoeLayer
+from hqconv.schemas.activation import Activation
+
+_HELD_EVERY = 4  # of so many sequences one is held back for choices
+_FEW_TOKENS = 64  # of an expert with n tokens, n / (n + 64) of its products are its own
+_ROWS = 4096  # tokens whose products are summed at once
+
+
+@dataclass(frozen=True, eq=False)
+class LayerInputs:
+    """What the experts of a layer are given: x [T, H], chosen experts int64 [T, k], and their weights [T, k].
+
+    held: bool [T], tokens that are held back for choices.
+    """
+
+    x: torch.Tensor
+    experts: torch.Tensor
+    weights: torch.Tensor
+    held: torch.Tensor
+
+    def of_hidden(self) -> Products:
+        """Return the products of x, one for all experts: each token counts with the squares of its weights."""
+        power = self.weights.float().square().sum(1)
+        return Products(*(_products(self.x[part], power[part]).unsqueeze(0) for part in (~self.held, self.held)))
+
+    def of_intermediate(
+        self, numbers: Sequence[int], values: Mapping[str, torch.Tensor], activation: Activation
+    ) -> Products:
+        """Return the products of what w2 of some experts is given, [E, I, I].
+
+        values: the experts' w1 (if gated) and w3, [E, I, H], and biases b1 and b3, [E, I], of the source. Of an expert
+        with few tokens the products are blended towards their diagonal; of one without any they are those of a unit.
+        """
+        found: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        for place, expert in enumerate(numbers):
+            token, choice = (self.experts == expert).nonzero(as_tuple=True)
+            power, x = self.weights[token, choice].float().square(), self.x[token].float()
+            outputs = {}
+            for role in ("w1", "w3"):
+                if role in values:
+                    bias = values.get(f"b{role[1:]}")
+                    outputs[role] = nn.functional.linear(
+                        x, values[role][place].float(), None if bias is None else bias[place].float()
+                    )
+            h = activate(activation, outputs.get("w1"), outputs["w3"])
+            held = self.held[token]
+            for part, into in zip((~held, held), found, strict=True):
+                into.append(_blended(_products(h[part], power[part]), int(part.sum())))
+        return Products(torch.stack(found[0]), torch.stack(found[1]))
+
+
+def _products(x: torch.Tensor, power: torch.Tensor) -> torch.Tensor:
+    """Return Σ power x xᵀ over rows [T, K], float64 [K, K]."""
+    total = torch.zeros(x.size(1), x.size(1), dtype=torch.float64, device=x.device)
+    for rows, weights in zip(x.float().split(_ROWS), power.split(_ROWS), strict=True):
+        total += (rows * weights.unsqueeze(1)).t() @ rows
+    return total
+
+
+def _blended(products: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    if num_tokens == 0:
+        return torch.eye(len(products), dtype=products.dtype, device=products.device)
+    share = num_tokens / (num_tokens + _FEW_TOKENS)
+    return share * products + (1 - share) * torch.diag(products.diagonal())
+
+
+class ExpertInputs:
+    """The inputs of one layer of experts after the other, for threads that convert them in about this order."""
+
+    def __init__(self, model: StreamedModel, batches: Sequence[torch.Tensor], num_kept: int) -> None:
+        """batches: token ids [B, T] of each pass. num_kept: layers whose inputs are kept, the last ones."""
+        self._model, self._num_kept = model, num_kept
+        self._lock = threading.Lock()
+        self._found: dict[int, LayerInputs] = {}
+        self._given: dict[int, list[tuple[torch.Tensor, ...]]] = {}
+        self._hooks = [
+            module.register_forward_pre_hook(self._watching(layer), with_kwargs=True)
+            for layer, (_, module) in model.experts.items()
+        ]
+        self._passes = [ForwardPass(lambda ids=ids: model.model(input_ids=ids, use_cache=False)) for ids in batches]  # type: ignore[misc]
+
+    def layers(self) -> set[int]:
+        """Return the numbers of the layers that the model runs."""
+        return set(self._model.experts)
+
+    def of(self, layer: MoeLayer) -> LayerInputs:
+        """Return the inputs of a layer; the model runs as far as this layer."""
+        with self._lock:
+            while layer.index not in self._found:
+                self._run_stage()
+            return self._found[layer.index]
+
+    def stop(self) -> None:
+        """End all passes and free the model."""
+        for one in self._passes:
+            one.stop()
+        for hook in self._hooks:
+            hook.remove()
+        self._found.clear()
+
+    def _watching(self, layer: int) -> Any:
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+            self._given.setdefault(layer, []).append(tuple(one.flatten(0, -2) for one in given))
+
+        return enter
+
+    def _run_stage(self) -> None:
+        names = {one.call.name if one.call else "" for one in self._passes}
+        if len(names) != 1 or not (stage := names.pop()) or stage == self._model.head:
+            raise RequestError("The transformers library runs this model in an order that a calibration does not know.")
+        self._model.load(stage)
+        for one in self._passes:
+            assert one.call is not None
+            one.resume(one.call.run())
+        self._model.drop(stage)
+        for layer, given in self._given.items():
+            self._found[layer] = self._joined(layer, given)
+        self._given.clear()
+        for layer in sorted(self._found)[: -self._num_kept]:
+            del self._found[layer]
+
+    def _joined(self, layer: int, given: list[tuple[torch.Tensor, ...]]) -> LayerInputs:
+        """Join what the passes gave to a layer. Raises RequestError where it is no input, choices and weights."""
+        for one in given:
+            if (
+                len(one) != 3
+                or one[1].is_floating_point()
+                or one[1].shape != one[2].shape
+                or len(given) != len(self._passes)
+            ):
+                raise RequestError(
+                    "The experts of this model are called in a way that a calibration does not know.",
+                    where=f"layer {layer}",
+                    expected="hidden states, chosen experts, and their weights",
+                )
+        held = [torch.full((len(one[0]),), n % _HELD_EVERY == _HELD_EVERY - 1) for n, one in enumerate(given)]
+        x, experts, weights = (torch.cat([one[n] for one in given]) for n in range(3))
+        return LayerInputs(x, experts, weights, torch.cat(held).to(x.device))
