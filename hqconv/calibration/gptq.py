@@ -117,7 +117,8 @@ class _Factor:
 
 
 def _upper(h: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.cholesky(h.flip(1, 2)).flip(1, 2)
+    found: torch.Tensor = torch.linalg.cholesky(h.flip(1, 2)).flip(1, 2)
+    return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -72,7 +72,7 @@ class LayerInputs:
 def _products(x: torch.Tensor, power: torch.Tensor) -> torch.Tensor:
     """Return Σ power x xᵀ over rows [T, K], float64 [K, K]."""
     total = torch.zeros(x.size(1), x.size(1), dtype=torch.float64, device=x.device)
-    for rows, weights in zip(x.float().split(_ROWS), power.split(_ROWS), strict=True):
+    for rows, weights in zip(torch.split(x.float(), _ROWS), torch.split(power, _ROWS), strict=True):
         total += (rows * weights.unsqueeze(1)).t() @ rows
     return total
 
