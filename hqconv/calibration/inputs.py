@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class LayerInputs:
     weights: torch.Tensor
     held: torch.Tensor
 
+    @cached_property
     def of_hidden(self) -> Products:
         """Return the products of x, one for all experts: each token counts with the squares of its weights."""
         power = self.weights.float().square().sum(1)
@@ -70,11 +72,11 @@ class LayerInputs:
 
 
 def _products(x: torch.Tensor, power: torch.Tensor) -> torch.Tensor:
-    """Return Σ power x xᵀ over rows [T, K], float64 [K, K]."""
+    """Return Σ power x xᵀ over rows [T, K], float64 [K, K]; of weights that are no numbers, which are refused, zeros."""
     total = torch.zeros(x.size(1), x.size(1), dtype=torch.float64, device=x.device)
     for rows, weights in zip(torch.split(x.float(), _ROWS), torch.split(power, _ROWS), strict=True):
         total += (rows * weights.unsqueeze(1)).t() @ rows
-    return total
+    return total.nan_to_num_(0.0, 0.0, 0.0)
 
 
 def _blended(products: torch.Tensor, num_tokens: int) -> torch.Tensor:

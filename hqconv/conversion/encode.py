@@ -12,6 +12,8 @@ from typing import Protocol
 
 import torch
 
+from hqconv.calibration.gptq import quantize_by_outputs
+from hqconv.calibration.inputs import LayerInputs
 from hqconv.errors import InputError
 from hqconv.formats.source_format import DIRECT_ROUNDED
 from hqconv.formats.source_matrix import SourceMatrix, resized
@@ -74,6 +76,7 @@ class LayerEncoder:
     layer: MoeLayer
     encoding: LayerEncoding
     device: torch.device
+    inputs: LayerInputs | None = None  # of a calibration
 
     def encode(
         self,
@@ -93,6 +96,8 @@ class LayerEncoder:
         """
         raw = None if raw is None else raw.on(self.device)
         stacks = float_stacks(self.layer, raw)
+        if self.inputs is not None:
+            return self._encode_calibrated(experts, raw, stacks, self.inputs)
         if stacks is not None:
             return self._check_later(experts, self._quantize_floats(stacks, experts, tiles))
         if is_asynchronous(self.device) and not is_careful:
@@ -118,6 +123,35 @@ class LayerEncoder:
             if order is not None:
                 matrices = {role: _reordered(matrix, role, order) for role, matrix in matrices.items()}
         return {role: matrix.filled(self.encoding.shapes[role]) for role, matrix in matrices.items()}
+
+    def _encode_calibrated(
+        self,
+        experts: Sequence[int],
+        raw: RawExperts | None,
+        stacks: Mapping[str, torch.Tensor] | None,
+        inputs: LayerInputs,
+    ) -> EncodedBatch:
+        """Quantize by the error of the experts' outputs on a calibration's tokens. stacks: of `float_stacks`."""
+        layer, encoding = self.layer, self.encoding
+        each = [] if stacks is not None else [self.read(expert, layer.roles, raw) for expert in experts]
+        if stacks is None:
+            stacks = {role: _stack([one[role].values() for one in each]) for role in layer.roles}
+        values = {role: resized(stacks[role], encoding.shapes[role]) for role in layer.roles}
+        biases = {role: [_bias(one[role], encoding) for one in each] for role in layer.roles}
+        bias = {
+            role: torch.stack(found) for role, of in biases.items() if (found := [one for one in of if one is not None])
+        }
+        given = {**values, **{f"b{role[1:]}": one for role, one in bias.items()}}
+        done: dict[str, QuantizedStack] = {}
+        for roles in coupled_roles(layer):
+            products = inputs.of_intermediate(experts, given, layer.activation) if roles == ["w2"] else inputs.of_hidden
+            found = quantize_by_outputs(
+                [values[role] for role in roles], encoding.schema, encoding.param_dtype, products
+            )
+            done |= dict(zip(roles, found, strict=True))
+        for role, one in bias.items():
+            done[role] = replace(done[role], tensors={**done[role].tensors, "bias": one})
+        return self._check_later(experts, done)
 
     def _quantize_floats(
         self, stacks: Mapping[str, torch.Tensor], experts: Sequence[int], tiles: WeightTiles | None

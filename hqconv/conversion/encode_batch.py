@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
+from hqconv.calibration.inputs import LayerInputs
 from hqconv.conversion.encode import EncodedBatch, LayerEncoder
 from hqconv.kernel_layout.rank_slices import gemm_tensors
 from hqconv.kernel_layout.transform import to_kernel
 from hqconv.kernel_layout.weight_tiles import WeightTiles, weight_tiles
 from hqconv.models.expert_bytes import RawExperts, RawLayout
+from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.planning.output_units import CopiedShardPlan, MoeLayerPlan, OutputUnit
 from hqconv.quantization.content_sums import expert_sums, sum_names
@@ -178,15 +180,17 @@ def encode_to_runs(
     out: torch.Tensor | None,
     *,
     is_careful: bool = False,
+    inputs_of: Callable[[MoeLayer], LayerInputs | None] | None = None,
 ) -> EncodedRuns:
     """Encode a batch and lay out its tensors; on a GPU, start that work without waiting for it.
 
     raw: the experts' bytes, unless the source reads for itself. The runs may be views of `out`, which is free once they
-    are written.
+    are written. inputs_of: gives a calibration's inputs of a layer, None for one that is rounded.
     """
     planned = batch.planned
+    inputs = None if inputs_of is None else inputs_of(planned.layer)
     tiles = _weight_tiles(batch, lane.device)
-    encoder = LayerEncoder(source, planned.layer, planned.encoding, lane.device)
+    encoder = LayerEncoder(source, planned.layer, planned.encoding, lane.device, inputs)
     done = encoder.encode(batch.experts, raw, is_careful=is_careful, tiles=tiles)
     names, sums = sum_names(done.tensors), expert_sums(done.tensors, planned.encoding.schema, done.row_sums)
     written: dict[tuple[int | str, str], torch.Tensor] = {}  # by TP rank and name, or in the checkpoint layout by role
