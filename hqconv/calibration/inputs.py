@@ -6,9 +6,11 @@ Legend: T tokens, k choices per token, E experts, H hidden size, I intermediate 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,13 +19,16 @@ from torch import nn
 from hqconv.calibration.activations import activate
 from hqconv.calibration.forward_pass import ForwardPass
 from hqconv.calibration.gptq import Products
-from hqconv.calibration.streamed_model import StreamedModel
+from hqconv.calibration.streamed_model import StreamedModel, quiet_loading
+from hqconv.calibration.transformers_model import Text, folder_of, import_transformers, read_text, running
 from hqconv.errors import RequestError
 from hqconv.models.moe_layer import MoeLayer
+from hqconv.models.source_protocol import Source
 from hqconv.schemas.activation import Activation
 
 _HELD_EVERY = 4  # of so many sequences one is held back for choices
 _FEW_TOKENS = 64  # of an expert with n tokens, n / (n + 64) of its products are its own
+_PASS_TOKENS = 512  # of one forward pass, if a context is not longer
 _ROWS = 4096  # tokens whose products are summed at once
 
 
@@ -72,7 +77,7 @@ class LayerInputs:
 
 
 def _products(x: torch.Tensor, power: torch.Tensor) -> torch.Tensor:
-    """Return Σ power x xᵀ over rows [T, K], float64 [K, K]; of weights that are no numbers, which are refused, zeros."""
+    """Return Σ power x xᵀ over rows [T, K], float64 [K, K]; zeros for NaN and infinity, whose weights are refused."""
     total = torch.zeros(x.size(1), x.size(1), dtype=torch.float64, device=x.device)
     for rows, weights in zip(torch.split(x.float(), _ROWS), torch.split(power, _ROWS), strict=True):
         total += (rows * weights.unsqueeze(1)).t() @ rows
@@ -84,6 +89,37 @@ def _blended(products: torch.Tensor, num_tokens: int) -> torch.Tensor:
         return torch.eye(len(products), dtype=products.dtype, device=products.device)
     share = num_tokens / (num_tokens + _FEW_TOKENS)
     return share * products + (1 - share) * torch.diag(products.diagonal())
+
+
+def batches_of(text: Text, context_length: int, device: torch.device) -> list[torch.Tensor]:
+    """Return a text's sequences of `context_length` tokens in passes [B, T]; a rest is a pass of its own.
+
+    A rest of one token predicts nothing and is left out.
+    """
+    sequences = text.sequences(context_length)
+    whole, size = [ids for ids in sequences if len(ids) == context_length], max(1, _PASS_TOKENS // context_length)
+    found = list(torch.split(torch.tensor(whole, device=device), size)) if whole else []
+    return [*found, *(torch.tensor([ids], device=device) for ids in sequences if 1 < len(ids) < context_length)]
+
+
+@contextmanager
+def expert_inputs(
+    source: Source, text: Path, num_tokens: int, context_length: int, device: torch.device, num_kept: int
+) -> Iterator[ExpertInputs]:
+    """Yield the inputs of a source's experts over the first tokens of a text file.
+
+    The model computes in float32 on the CPU, in bfloat16 on a GPU. num_kept: as in `ExpertInputs`.
+    """
+    transformers = import_transformers("A calibration runs the model")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    with ExitStack() as stack:
+        stack.enter_context(quiet_loading(transformers))
+        folder = stack.enter_context(folder_of(source))
+        batches = batches_of(read_text(transformers, folder, text, num_tokens), context_length, device)
+        with running(str(source.root)):
+            inputs = ExpertInputs(StreamedModel(transformers, source, folder, dtype, device), batches, num_kept)
+        stack.callback(inputs.stop)
+        yield inputs
 
 
 class ExpertInputs:
@@ -101,13 +137,11 @@ class ExpertInputs:
         ]
         self._passes = [ForwardPass(lambda ids=ids: model.model(input_ids=ids, use_cache=False)) for ids in batches]  # type: ignore[misc]
 
-    def layers(self) -> set[int]:
-        """Return the numbers of the layers that the model runs."""
-        return set(self._model.experts)
-
-    def of(self, layer: MoeLayer) -> LayerInputs:
-        """Return the inputs of a layer; the model runs as far as this layer."""
-        with self._lock:
+    def of(self, layer: MoeLayer) -> LayerInputs | None:
+        """Return the inputs of a layer; the model runs as far as this layer. None for a layer that it does not run."""
+        if layer.index not in self._model.experts:
+            return None
+        with self._lock, running(str(self._model.model.config.name_or_path)):
             while layer.index not in self._found:
                 self._run_stage()
             return self._found[layer.index]

@@ -7,7 +7,8 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
@@ -19,7 +20,9 @@ from hqconv.artifact.build import Measured, artifact_config, build_manifest, fir
 from hqconv.artifact.error_summary import requantized, scale_changes
 from hqconv.artifact.manifest import Manifest, json_bytes, sealed
 from hqconv.artifact.model_card import card_bytes, sums_bytes
+from hqconv.calibration.inputs import expert_inputs
 from hqconv.conversion.collect_input_scales import InputScales, read_input_scales
+from hqconv.conversion.encode_batch import EncodedRuns, encode_to_runs
 from hqconv.conversion.executor import Executor
 from hqconv.conversion.hub_prefetch import CachePolicy, HubPrefetch, ShardUse, check_room, sort_by_shard
 from hqconv.conversion.output_folder import Difference, OutputFolder, Part, check_finished
@@ -270,7 +273,7 @@ class _Conversion:
         num_done = len(folder.done)
         _LOG.info("Conversion of %s begins, %d done before; %s.", plural(len(missing), "unit"), num_done, lanes)
         use = ShardUse.of(self.source, missing, keeps=self.cache.keeps)
-        with bounded_gpu(self.resources, "Then go on with --resume."):
+        with bounded_gpu(self.resources, "Then go on with --resume."), self._calibrated(missing) as encode:
             executor = Executor(
                 self.source,
                 folder.root,
@@ -282,13 +285,34 @@ class _Conversion:
                 self.input_scales,
                 HubPrefetch(self.source, use, self.cache),
                 digests,
+                encode=encode,
             )
             with frozen_objects():
                 executor.run(missing)
 
+    @contextmanager
+    def _calibrated(self, units: Sequence[OutputUnit]) -> Iterator[Callable[..., EncodedRuns]]:
+        """Yield the function that encodes batches: with the inputs of the experts, where these are calibrated."""
+        calibration = self.plan.spec.encoding.calibration
+        layers = [unit for unit in units if isinstance(unit, MoeLayerPlan) and not unit.encoding.is_direct]
+        if calibration is None or not layers:
+            yield encode_to_runs
+            return
+        with expert_inputs(
+            self.source,
+            calibration.path,
+            calibration.num_tokens,
+            calibration.context_length,
+            self.resources.device,
+            self.staging.num_lanes + 1,
+        ) as inputs:
+            yield partial(encode_to_runs, inputs_of=inputs.of)
+
     def _missing(self, done: Collection[str]) -> list[OutputUnit]:
         """Return the units that are not done, in the order of the work."""
         missing = [unit for unit in self.units if unit.name not in done]
+        if self.plan.spec.encoding.calibration is not None:  # the model runs once, from its first layer to the last
+            return missing
         return take_in_turn(missing) if self.source.listing is None else sort_by_shard(self.source, missing)
 
     def _check_cache(self, done: Collection[str], num_bytes_out: int) -> None:

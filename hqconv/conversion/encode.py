@@ -137,20 +137,20 @@ class LayerEncoder:
         if stacks is None:
             stacks = {role: _stack([one[role].values() for one in each]) for role in layer.roles}
         values = {role: resized(stacks[role], encoding.shapes[role]) for role in layer.roles}
-        biases = {role: [_bias(one[role], encoding) for one in each] for role in layer.roles}
-        bias = {
-            role: torch.stack(found) for role, of in biases.items() if (found := [one for one in of if one is not None])
-        }
-        given = {**values, **{f"b{role[1:]}": one for role, one in bias.items()}}
         done: dict[str, QuantizedStack] = {}
+        biases: dict[str, torch.Tensor] = {}
+        for role in layer.roles:
+            if of_role := [one for one in (_bias(e[role], encoding) for e in each) if one is not None]:
+                biases[role] = torch.stack(of_role)
+        given = {**values, **{f"b{role[1:]}": bias for role, bias in biases.items()}}
         for roles in coupled_roles(layer):
-            products = inputs.of_intermediate(experts, given, layer.activation) if roles == ["w2"] else inputs.of_hidden
-            found = quantize_by_outputs(
-                [values[role] for role in roles], encoding.schema, encoding.param_dtype, products
-            )
+            is_down = roles == ["w2"]
+            products = inputs.of_intermediate(experts, given, layer.activation) if is_down else inputs.of_hidden
+            matrices = [values[role] for role in roles]
+            found = quantize_by_outputs(matrices, encoding.schema, encoding.param_dtype, products)
             done |= dict(zip(roles, found, strict=True))
-        for role, one in bias.items():
-            done[role] = replace(done[role], tensors={**done[role].tensors, "bias": one})
+        for role, bias in biases.items():
+            done[role] = replace(done[role], tensors={**done[role].tensors, "bias": bias})
         return self._check_later(experts, done)
 
     def _quantize_floats(
