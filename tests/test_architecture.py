@@ -27,6 +27,7 @@ FLOORS = {
     "kernel_layout": 5,
     "formats": 5,
     "models": 6,
+    "calibration": 7,
     "planning": 8,
     "artifact": 9,
     "sources": 10,

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import hqconv
+from hqconv.calibration.transformers_model import Text
 from hqconv.conversion.convert import convert
 from hqconv.conversion.encode import LayerEncoder
 from hqconv.conversion.resources import (
@@ -21,7 +22,6 @@ from hqconv.conversion.resources import (
     plan_staging,
     working_bytes,
 )
-from hqconv.calibration.transformers_model import Text
 from hqconv.errors import InputError, RequestError
 from hqconv.io.durable_files import copy_whole
 from hqconv.models.expert_bytes import RawLayout

@@ -22,11 +22,11 @@ from torch import nn
 from typer.testing import CliRunner
 
 import hqconv
-from hqconv.cli.app import app
+from hqconv.calibration.streamed_model import StreamedModel
 from hqconv.calibration.transformers_model import quantizer_of
+from hqconv.cli.app import app
 from hqconv.errors import InputError, RequestError
 from hqconv.evaluation import evaluate as evaluation
-from hqconv.calibration.streamed_model import StreamedModel
 from tests.make.conversions import manifest
 from tests.make.families import FAMILIES as ALL_FAMILIES
 from tests.make.families import MLA, moe_layers, save_family
