@@ -218,7 +218,8 @@ class _Matrix:
         rows, have = self.weights.size(1), scales.scale.size(1)
         if have == rows:
             return scales
-        return GroupScales(scales.stored, scales.scale.repeat_interleave(rows // have, 1), scales.zero, scales.second)
+        stored = bits_of(scales.stored).repeat_interleave(rows // have, 1).view(scales.stored.dtype)
+        return GroupScales(stored, scales.scale.repeat_interleave(rows // have, 1), scales.zero, scales.second)
 
     def nearest(self, target: torch.Tensor) -> GroupScales:
         """Return the scales of round-to-nearest of groups [E, N, G, S], under the second scales of the start."""
@@ -398,8 +399,8 @@ def _round(target: torch.Tensor, scales: GroupScales, block: _Block, schema: Wei
 
 def _columns(scales: GroupScales, part: slice) -> GroupScales:
     """Return the scales of some groups, or columns."""
-    stored = scales.stored[..., part] if scales.stored.shape == scales.scale.shape else scales.stored
     zero = None if scales.zero is None else scales.zero[..., part]
+    stored = scales.stored if scales.stored.shape != scales.scale.shape else scales.stored[..., part]
     return GroupScales(stored, scales.scale[..., part], zero, scales.second)
 
 

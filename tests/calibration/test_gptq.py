@@ -1,0 +1,143 @@
+"""The calibrated quantizer: errors of outputs against round-to-nearest, GPTQ in plain loops, and brute force."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from hqconv.calibration.gptq import Products, quantize_by_outputs
+from hqconv.quantization import torch_ops
+from hqconv.quantization.group_scales import scales_of
+from hqconv.quantization.hadamard import rotate
+from hqconv.quantization.quantize import quantize_stacks
+from hqconv.quantization.quantized import QuantizedStack
+from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
+
+SCHEMAS = (
+    *("mxfp4", "nvfp4", "int4-g32", "int4-g32-e4m3", "int3-g64", "int2-g32-zp", "int4-g64-zp", "int4-g128-fpzp"),
+    *("int4-g32-e4m3-row", "fp4-g32-e8m0-row", "fp8", "fp8-tensor", "fp8-block", "int8", "int4-c", "int1-g64"),
+)
+
+
+def correlated(count: int, columns: int, seed: int) -> torch.Tensor:
+    """Inputs [T, K] whose columns depend on each other, some of them large."""
+    generator = torch.Generator().manual_seed(seed)
+    mixed = torch.randn(count, columns // 4, generator=generator) @ torch.randn(
+        columns // 4, columns, generator=generator
+    )
+    sizes = torch.exp(torch.randn(columns, generator=generator))
+    return (mixed + 0.5 * torch.randn(count, columns, generator=generator)) * sizes
+
+
+def products_of(inputs: list[torch.Tensor]) -> Products:
+    each = [x.double().t() @ x.double() for x in inputs]
+    held = [x[: len(x) // 4].double().t() @ x[: len(x) // 4].double() for x in inputs]
+    return Products(torch.stack(each), torch.stack(held))
+
+
+def decoded(stack: QuantizedStack, schema: WeightSchema, shape: tuple[int, int, int]) -> torch.Tensor:
+    scales = scales_of(stack.tensors, schema)
+    repeats = shape[1] // scales.scale.size(1)
+    scales = type(scales)(scales.stored, scales.scale.repeat_interleave(repeats, 1), scales.zero, scales.second)
+    numbers = torch_ops.stored_numbers(stack.tensors["weight"].flatten(0, 1), schema)
+    return torch_ops.decode(numbers.view(*shape[:2], scales.scale.size(2), -1), scales).view(shape)
+
+
+def output_error(weights: torch.Tensor, values: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    error = (values - weights.float()).double()
+    return ((error @ h) * error).sum((1, 2))
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_outputs_lose_less_than_by_rounding(name: str) -> None:
+    schema = resolve_schema(name)
+    weights = torch.randn(2, 128, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    products = products_of([correlated(600, 256, seed) for seed in (2, 3)])
+    rounded = quantize_stacks([weights], schema, "bfloat16")[0]
+    done = quantize_by_outputs([weights], schema, "bfloat16", products)[0]
+    assert {name: (one.shape, one.dtype) for name, one in done.tensors.items()} == {
+        name: (one.shape, one.dtype) for name, one in rounded.tensors.items()
+    }
+    of_rounding, found = (
+        output_error(weights, decoded(one, schema, (2, 128, 256)), products.fit) for one in (rounded, done)
+    )
+    assert (found < 0.7 * of_rounding).all(), found / of_rounding
+    error = (decoded(done, schema, (2, 128, 256)) - weights.float()).double().square().sum((1, 2))
+    assert torch.allclose(done.error, error, rtol=1e-6)
+
+
+def test_a_rotated_matrix_is_fitted_to_rotated_inputs() -> None:
+    schema = WeightSchema("r", "uint3", weight_scale_group_size=64, hadamard_block_size=64)
+    bare = WeightSchema("b", "uint3", weight_scale_group_size=64)
+    weights = torch.randn(1, 64, 128, generator=torch.Generator().manual_seed(4))
+    x = correlated(500, 128, 5)
+    done = quantize_by_outputs([weights], schema, "bfloat16", products_of([x]))[0]
+    expected = quantize_by_outputs([rotate(weights, 64)], bare, "bfloat16", products_of([rotate(x, 64)]))[0]
+    share = (done.tensors["weight"] == expected.tensors["weight"]).double().mean()
+    assert share > 0.9  # products are rotated in float32, so that a few codes are others
+    rounded = quantize_stacks([weights], schema, "bfloat16")[0]
+    h, target = products_of([rotate(x, 64)]).fit, rotate(weights, 64)
+    losses = [output_error(target, decoded(one, bare, (1, 64, 128)), h) for one in (done, rounded)]
+    assert losses[0] < 0.7 * losses[1]
+
+
+def test_codes_of_a_small_group_are_the_best_ones() -> None:
+    """One group of 32 columns of which 4 count: the codes of these are compared with all combinations."""
+    schema = WeightSchema("s", "uint2", weight_scale_group_size=32)
+    generator, near_best = torch.Generator().manual_seed(6), 0
+    for _ in range(20):
+        weights = torch.zeros(1, 1, 32)
+        weights[0, 0, :4] = torch.randn(4, generator=generator)
+        x = torch.randn(32, 4, generator=generator) @ torch.randn(4, 4, generator=generator)
+        h = torch.zeros(1, 32, 32, dtype=torch.float64)
+        h[0, :4, :4] = x.double().t() @ x.double()
+        done = quantize_by_outputs([weights], schema, "bfloat16", Products(h, h))[0]
+        scale = scales_of(done.tensors, schema).scale.item()
+        found = output_error(weights, decoded(done, schema, (1, 1, 32)), h).item()
+        best = min(
+            output_error(weights, torch.tensor([[[*codes, *[0] * 28]]]) * scale, h).item()
+            for codes in itertools.product(range(-2, 2), repeat=4)
+        )
+        near_best += found <= 1.25 * best + 1e-9
+    assert near_best >= 15
+
+
+def test_experts_do_not_depend_on_each_other() -> None:
+    schema = resolve_schema("int4-g32-e4m3")
+    weights = torch.randn(3, 64, 128, generator=torch.Generator().manual_seed(7)).bfloat16()
+    products = products_of([correlated(300, 128, seed) for seed in (8, 9, 10)])
+    again = quantize_by_outputs([weights], schema, "bfloat16", products)[0]
+    done = quantize_by_outputs([weights], schema, "bfloat16", products)[0]
+    assert all(torch.equal(done.tensors[name], again.tensors[name]) for name in ("weight", "weight_scale"))
+    changed = weights.clone()
+    changed[1] = 0
+    other = quantize_by_outputs([changed], schema, "bfloat16", products)[0]
+    for expert in (0, 2):
+        assert torch.equal(other.tensors["weight"][expert], done.tensors["weight"][expert])
+    assert not other.error[1]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_weight_that_is_no_number_is_seen(bad: float) -> None:
+    weights = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(11))
+    weights[1, 3, 5] = bad
+    done = quantize_by_outputs([weights], resolve_schema("mxfp4"), "bfloat16", products_of([correlated(99, 64, 1)] * 2))
+    assert not done[0].error_sums()[1].is_finite
+    assert done[0].error_sums()[0].is_finite
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_inputs_without_information(value: float) -> None:
+    """Inputs that are all zero, or all equal: the result is not worse than rounding by its own measure."""
+    schema = resolve_schema("int4-g32")
+    weights = torch.randn(1, 32, 64, generator=torch.Generator().manual_seed(12))
+    products = products_of([torch.full((40, 64), value)])
+    done, rounded = (
+        quantize_by_outputs([weights], schema, "bfloat16", products)[0],
+        quantize_stacks([weights], schema, "bfloat16")[0],
+    )
+    losses = [output_error(weights, decoded(one, schema, (1, 32, 64)), products.fit) for one in (done, rounded)]
+    assert torch.isfinite(done.error).all()
+    assert losses[0] <= losses[1] + 1e-9
