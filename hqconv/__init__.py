@@ -1,6 +1,6 @@
 """hqconv: offline conversion of Mixture-of-Experts checkpoints for the Humming GPU kernels.
 
-For programs: `plan`, `convert`, `allocate`, `collect_importance`, `verify`, `evaluate`, `inspect`, `push`, `publish`,
+For programs: `plan`, `convert`, `allocate`, `verify`, `evaluate`, `inspect`, `push`, `publish`,
 `load`, `dequantize`, and the types that they take and give; see docs/api.md. Nothing is loaded before it is asked for.
 """
 
@@ -14,19 +14,7 @@ __version__ = "0.2.0"
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # the caller decides about records: docs/api.md
 
 if TYPE_CHECKING:
-    from hqconv.api import (
-        allocate,
-        collect_importance,
-        convert,
-        dequantize,
-        evaluate,
-        inspect,
-        load,
-        plan,
-        publish,
-        push,
-        verify,
-    )
+    from hqconv.api import allocate, convert, dequantize, evaluate, inspect, load, plan, publish, push, verify
     from hqconv.artifact.load import RankGemm
     from hqconv.conversion.allocate import AllocationReport
     from hqconv.conversion.convert import ConversionReport
@@ -51,7 +39,6 @@ __all__ = [
     "WeightSchema",
     "__version__",
     "allocate",
-    "collect_importance",
     "convert",
     "dequantize",
     "evaluate",

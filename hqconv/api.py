@@ -156,7 +156,7 @@ def plan(
 
     parsed, device = _parse(config, options), choose_device(device)
     with open_source(src, revision, is_lazy=True) as source, without_gc():
-        return plan_conversion(parsed, source, choose_target(parsed, source, device))
+        return plan_conversion(parsed.calibrated(device), source, choose_target(parsed, source, device))
 
 
 @_checked
@@ -213,7 +213,7 @@ def convert(
     with open_source(src, revision, is_lazy=True) as source:
         target = values.choose_target(parsed, source, resources.device_name)
         with without_gc():
-            planned = plan_conversion(parsed, source, target)
+            planned = plan_conversion(parsed.calibrated(resources.device_name), source, target)
         place = values.check_places(source.place, values.place_of(planned, out))
         _LOG.info("Planned %r for %s, target %s.", planned, place, target)
         if on_plan is not None:
@@ -233,7 +233,8 @@ def convert(
         )
 
 
-_NOT_ALLOCATED = ("schema", "layout", "overrides", "allow_unserved")
+_CALIBRATION = ("calibrate", "calibrate_tokens", "calibrate_context")
+_NOT_ALLOCATED = ("schema", "layout", "overrides", "allow_unserved", *_CALIBRATION)
 
 
 @_checked
@@ -452,53 +453,6 @@ def push(
 
 
 @_checked
-def collect_importance(
-    model: str | Path,
-    text: str | Path,
-    columns: str | Path,
-    *,
-    num_tokens: int = 65536,
-    context_length: int = 512,
-    per_expert: bool = False,
-    min_tokens: int = 64,
-    hessian: bool = False,
-    device: str = "auto",
-    revision: str | None = None,
-    announce: Callable[[str], None] | None = None,
-) -> dict[str, Any]:
-    """Make an importance file: run a text through a model in transformers and average the experts' squared inputs.
-
-    A token counts as much as the square of the router's weight for the expert.
-
-    model: a model folder or a Hub repo id (at `revision`) that transformers can run. text: a text file like those that
-    the model will see. columns: the file to write; for every MoE layer `<layer>.w13` [H] and `<layer>.w2` [I], float32.
-    num_tokens: tokens of the text that are read. context_length: tokens of one batch. per_expert: [E, H] and [E, I], a
-    row for each expert, the layer's where it saw fewer than `min_tokens` tokens. hessian: also `<layer>.w13.hessian`
-    and `<layer>.w2.hessian`, which the quantizer gptq needs: mean products of columns, [ceil(K / 128), 128, 128].
-    device: auto, cpu, cuda or cuda:N, which must hold the whole model. announce: called with a sentence before the
-    model runs.
-
-    Returns a document. Raises RequestError where transformers is missing or cannot run the model, OutputError where
-    `columns` exists, InputError or NetworkError for the model.
-    """
-    from hqconv.conversion.collect_importance import Measures
-    from hqconv.conversion.collect_importance import collect_importance as run
-    from hqconv.conversion.option_values import choose_device
-
-    return run(
-        str(model),
-        Path(text),
-        Path(columns),
-        num_tokens=num_tokens,
-        context_length=context_length,
-        measures=Measures(per_expert=per_expert, hessian=hessian, min_tokens=min_tokens),
-        device=choose_device(device),
-        revision=revision,
-        announce=announce or (lambda _: None),
-    )
-
-
-@_checked
 def evaluate(
     out: str | Path,
     source: str | Path,
@@ -603,7 +557,7 @@ def publish(
         src, revision = pinned_name(str(src), revision, source)
         named = {"name": source.repo_id or source.name, "revision": source.revision}
         parsed, device = _parse(config, options), choose_device(device)
-        planned = plan_conversion(parsed, source, choose_target(parsed, source, device))
+        planned = plan_conversion(parsed.calibrated(device), source, choose_target(parsed, source, device))
         published = published_manifest(hub, planned.paths, private=private)
         if published is not None and why_not_current(source, planned, None, published[0]) == "":
             manifest, commit = published

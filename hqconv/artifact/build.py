@@ -11,9 +11,9 @@ from typing import Any
 from hqconv import __version__
 from hqconv.artifact.manifest import (
     OVERRIDE_KEYS,
+    CalibrationEntry,
     FileEntry,
     GemmEntry,
-    ImportanceEntry,
     Manifest,
     ManifestLayer,
     ManifestSource,
@@ -68,8 +68,8 @@ def _facts(source: Source, plan: ConversionPlan) -> dict[str, Any]:
     """Return the manifest fields that are known before the conversion: versions, source and request."""
     spec, experts = plan.spec, plan.experts
     encoding = spec.encoding.to_dict()
-    if "importance" in encoding:
-        encoding["importance"] = ImportanceEntry(**encoding["importance"])
+    if "calibration" in encoding:
+        encoding["calibration"] = CalibrationEntry(**encoding["calibration"])
     return {
         "format_version": artifact_names.MIXED_VERSION if is_mixed(plan) else artifact_names.FORMAT_VERSION,
         "hqconv_version": __version__,

@@ -188,11 +188,16 @@ class ManifestSource(Entry):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImportanceEntry(Entry):
-    """The file that weighted the search for scales, of which the artifact has a copy."""
+class CalibrationEntry(Entry):
+    """The calibration of the quantizer gptq: see `planning.calibration.Calibration`."""
 
+    name: str
     sha256: str
-    file: str
+    num_tokens: int
+    context_length: int
+    device: str
+    torch: str
+    transformers: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,7 +332,7 @@ class Ancestor(Entry):
     round_scales: bool | None = None
     quantizer: str | None = None
     quantizer_version: int | None = None
-    importance: ImportanceEntry | None = None
+    calibration: CalibrationEntry | None = None
     blocks: dict[str, AncestorLayer]
     source: ManifestSource
 
@@ -365,7 +370,7 @@ class Manifest(Entry):
     round_scales: bool | None = None
     quantizer: str | None = None
     quantizer_version: int | None = None
-    importance: ImportanceEntry | None = None
+    calibration: CalibrationEntry | None = None
     dtype: str
     target: str
     cuda: str | None = None

@@ -22,7 +22,6 @@ from hqconv.io.safetensors_header import parse_header, read_header
 from hqconv.kernel_layout.compatibility import why_not
 from hqconv.models.families import FAMILIES, Family
 from hqconv.models.moe_layer import MoeLayer, TensorSlice
-from hqconv.planning.importance import Importance, read_importance
 from hqconv.planning.layer_encoding import EncodingOptions
 from hqconv.planning.output_units import gemm_shapes
 from hqconv.planning.spec import ConversionSpec
@@ -130,10 +129,7 @@ class Artifact:
 
     @cached_property
     def spec(self) -> ConversionSpec:
-        """The spec of the conversion, from the manifest, without `importance`.
-
-        Raises VerificationError for impossible values.
-        """
+        """The spec of the conversion, from the manifest. Raises VerificationError for impossible values."""
         manifest = self.manifest
         if manifest.dtype not in PARAM_DTYPES:
             raise _impossible("dtype", manifest.dtype)
@@ -160,21 +156,9 @@ class Artifact:
             raise _impossible("tp, ep", f"{spec.grid} in the checkpoint layout")
         return spec
 
-    @cached_property
-    def importance(self) -> Importance | None:
-        """The copy of the importance file, with its present bytes. Raises VerificationError where it cannot be read."""
-        if self.manifest.importance is None:
-            return None
-        try:
-            return read_importance(self.fetched(names.IMPORTANCE))
-        except HqconvError as error:
-            where = names.IMPORTANCE
-            raise VerificationError(error.what, where=where, expected=error.expected, found=error.found) from error
-
     def is_shard(self, path: str) -> bool:
         """Return whether a file of the manifest is one of the ordinary model shards."""
-        is_copy = self.manifest.importance is not None and path == names.IMPORTANCE
-        return "/" not in path and path.endswith(".safetensors") and not is_copy
+        return "/" not in path and path.endswith(".safetensors")
 
     @cached_property
     def family(self) -> Family:

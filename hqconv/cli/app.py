@@ -77,7 +77,7 @@ def _root(context: typer.Context, version: Version = False) -> None:
 
 for _command in (
     *(convert_commands.convert, convert_commands.allocate, report_commands.verify, report_commands.report),
-    *(convert_commands.warm, convert_commands.push, convert_commands.publish, report_commands.importance),
+    *(convert_commands.warm, convert_commands.push, convert_commands.publish),
     *(report_commands.evaluate, report_commands.inspect, report_commands.schemas),
 ):
     app.command()(_command)

@@ -155,7 +155,6 @@ OPTIONS: dict[str, Option] = {
     "branch": Option(str | None, "Branch of the Hub repo.  [default: main]"),
     "model": Option(str, "Model folder, Hub repo id (org/name), or GGUF file.", metavar="MODEL"),
     "text": Option(Path, "Text file of the kind that the model will read.", settings=_ANY_PATH),
-    "columns": Option(Path, "Output file, e.g. columns.safetensors.", ("--out", "-o"), settings=_ANY_PATH),
     "num_tokens": Option(int, "Maximum number of tokens of the text.", ("--tokens",), settings=_AT_LEAST_ONE),
     "context_length": Option(int, "Number of tokens in a batch.", ("--context",), settings=_AT_LEAST_ONE),
     "compute_dtype": Option(str, "Dtype of the computation: float32, bfloat16 or float16."),
@@ -164,13 +163,6 @@ OPTIONS: dict[str, Option] = {
         Path | None,
         "Document of `hqconv evaluate --json` to show.  [default: the evaluation in the model card, if there is one]",
         settings=_ANY_PATH,
-    ),
-    "per_expert": Option(bool, "Write a row for each expert, not one for all experts of a layer.", ("--per-expert",)),
-    "min_tokens": Option(
-        int, "Tokens that an expert must see for a row of its own; others get the layer's.", settings=_AT_LEAST_ONE
-    ),
-    "hessian": Option(
-        bool, "Also write the mean products of 128 neighbouring columns, for --quantizer gptq.", ("--hessian",)
     ),
     "page": Option(Path | None, _PAGE, ("--out", "-o"), settings=_ANY_PATH),
     # Of the command line alone:
@@ -221,6 +213,8 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "tp": _AT_LEAST_ONE,
     "ep": _AT_LEAST_ONE,
     "redundant_experts": {"min": 0},
+    "calibrate_tokens": {"min": 2},
+    "calibrate_context": {"min": 2},
 }
 OPTIONS |= {name: _conversion_option(option) for name, option in conversion_options().items() if option.is_flag}
 # Headings of the help; options without one stand first.
@@ -265,7 +259,6 @@ _HELP_OF = {
     ("evaluate", "threads"): "Number of threads of the computation on the CPU.  [default: all processors]",
     ("evaluate", "revision"): _OF_SOURCE,
     ("schemas", "input_schema"): "With --for: activations of the GEMMs.  [default: a16]",
-    ("importance", "device"): "Device that runs the model: auto, cuda, cuda:N or cpu.",
 }
 
 

@@ -301,17 +301,6 @@ def _publication(document: Document) -> Parts:
         yield f"Nothing was published to {place}."
 
 
-def _importance(document: Document) -> Parts:
-    tensors, tokens = plural(document["num_tensors"], "tensor"), plural(document["num_tokens"], "token")
-    yield f"{document['out']}: {tensors} from {tokens}"
-    if document["per_expert"] and (count := document["num_experts_below_min_tokens"]):
-        yield f"{plural(count, 'expert')} saw too few tokens and got the row of the layer"
-    for name in document["layers_without_router_weights"]:
-        yield f"{name}: the router's weights were not seen; every token counts the same"
-    quantizer = "gptq" if document["hessian"] else "mse"
-    yield f"Use it with: hqconv convert … --quantizer {quantizer} --importance {shlex.quote(document['out'])}"
-
-
 def _allocation(document: Document) -> Parts:
     yield from allocation_parts(document)
     counts = Counter(layer["chosen"] for layer in document["layers"].values())
@@ -430,7 +419,6 @@ _PARTS: dict[str, Callable[[Document], Parts]] = {
     "warm": _warm,
     "publication": _publication,
     "push": _push,
-    "importance": _importance,
     "allocation": _allocation,
     "evaluation": lambda document: iter(evaluation_parts(document)),
 }

@@ -1,4 +1,4 @@
-"""The commands that check and describe: `verify`, `report`, `evaluate`, `importance`, `inspect` and `schemas`."""
+"""The commands that check and describe: `verify`, `report`, `evaluate`, `inspect` and `schemas`."""
 
 from __future__ import annotations
 
@@ -100,12 +100,6 @@ def report(**options: Any) -> Result:
     document = make_report(**options)
     checks = document["verification"]
     return Result(document, 0 if checks is None or checks["passed"] else VerificationError.exit_code)
-
-
-@command(api.collect_importance)
-def importance(*, quiet: bool, **options: Any) -> Result:
-    """Make a file for convert --importance from a text. Needs transformers."""
-    return Result(api.collect_importance(**options, announce=None if quiet else say))
 
 
 @command(api.evaluate, is_artifact=True)

@@ -23,7 +23,7 @@ from hqconv.artifact.manifest import json_bytes
 from hqconv.conversion.executor import Executor
 from hqconv.conversion.hub_prefetch import CachePolicy, HubPrefetch, ShardUse, check_room, sort_by_shard
 from hqconv.conversion.journal import Journal, JournalEntry, compare_identities
-from hqconv.conversion.measure_candidates import CandidateMeasurements, MeasureCandidates, weighted_bytes
+from hqconv.conversion.measure_candidates import CandidateMeasurements, MeasureCandidates
 from hqconv.conversion.resources import Resources, bounded_gpu, plan_staging
 from hqconv.conversion.source_integrity import is_of_these_files
 from hqconv.conversion.stages import Meter, Progress, StageProfile
@@ -193,7 +193,7 @@ def _measure(
 ) -> None:
     """Measure all candidates of the layers that are not in the journal."""
     plans = [plan for of_layer in candidates.layers.values() for plan in of_layer.values()]
-    staging = plan_staging(plans, resources, reads_ahead=source.reads_ahead, more_bytes=weighted_bytes)
+    staging = plan_staging(plans, resources, reads_ahead=source.reads_ahead)
     units: list[OutputUnit] = [
         replace(next(iter(of_layer.values())), files=()) for of_layer in candidates.layers.values()
     ]
@@ -350,8 +350,7 @@ def _header(allocation: Allocation, budget: Budget, candidates: Candidates, out:
         yield "No choice within the budget has a smaller error."
     else:
         yield f"No choice within the budget has an error below {allocation.bound:.4g}."
-    weighted = ", weighted by the importance file" if candidates.options.encoding.importance else ""
-    yield f"Errors: root of the mean squared relative error of all layers{weighted}."
+    yield "Errors: root of the mean squared relative error of all layers."
     yield f"All figures are in {document_path(out).name}, for hqconv report --allocation."
 
 

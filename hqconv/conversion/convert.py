@@ -30,11 +30,10 @@ from hqconv.conversion.resources import Resources, Staging, bounded_gpu, plan_st
 from hqconv.conversion.source_integrity import is_of_these_files, source_digests
 from hqconv.conversion.stages import Meter, Progress, StageProfile
 from hqconv.conversion.update import record_source, why_not_current
-from hqconv.errors import InputError, RequestError, plural
+from hqconv.errors import RequestError, plural
 from hqconv.io.durable_files import FileRecord, check_space, copy_whole, write_whole
 from hqconv.kernel_layout.transform import is_compatible
 from hqconv.models.source_protocol import Source
-from hqconv.planning.importance import Importance
 from hqconv.planning.output_units import MoeLayerPlan, OutputUnit
 from hqconv.planning.plan import ConversionPlan
 from hqconv.quantization.cuda import check_kernels
@@ -202,7 +201,7 @@ class _Conversion:
     def run(self, *, resume: bool, overwrite: bool, update: bool) -> ConversionReport:
         """Take the output folder, convert, and seal."""
         source, plan = self.source, self.plan
-        num_bytes_out = plan.num_bytes_out + plan.num_bytes_beside
+        num_bytes_out = plan.num_bytes_out + plan.other_bytes
         if not resume and not update:
             self._check_cache((), num_bytes_out)
         with self._folder() as folder:
@@ -265,7 +264,7 @@ class _Conversion:
         for unit in self.units:
             if unit.name in folder.done:
                 self.meter.resume(unit.name, unit.num_bytes_read)
-        num_bytes = sum(file.size_bytes for unit in missing for file in unit.files) + self.plan.num_bytes_beside
+        num_bytes = sum(file.size_bytes for unit in missing for file in unit.files) + self.plan.other_bytes
         check_space(folder.root, num_bytes)
         self._check_cache(folder.done, num_bytes)
         digests = {name: sha256 for entry in folder.done.values() for name, sha256 in entry.sources.items()}
@@ -410,8 +409,6 @@ def write_sidecar_files(source: Source, plan: ConversionPlan, root: Path) -> lis
     written = [copy_whole(source.root / name, root, name) for name in plan.other_files]
     for record in written:
         source.guard.compare(record.path, record.sha256)
-    if plan.spec.encoding.importance is not None:
-        written.append(_copy_importance(plan.spec.encoding.importance, root))
     written.append(write_whole(root, artifact_names.CONFIG, json_bytes(artifact_config(source, plan))))
     if artifact_names.INDEX in plan.paths:
         shards = [file for unit in plan.units for file in unit.files if "/" not in file.path]
@@ -419,16 +416,6 @@ def write_sidecar_files(source: Source, plan: ConversionPlan, root: Path) -> lis
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(plan.weight_map.items()))}
         written.append(write_whole(root, artifact_names.INDEX, json_bytes(index)))
     return written
-
-
-def _copy_importance(importance: Importance, root: Path) -> FileRecord:
-    """Copy the importance file. Raises InputError where it has other bytes than at the beginning."""
-    copied = copy_whole(importance.path, root, artifact_names.IMPORTANCE)
-    if copied.sha256 != importance.sha256:
-        what, remedy = "The importance file changed during the conversion.", "Run the command again with --overwrite."
-        found = copied.sha256
-        raise InputError(what, where=importance.where, expected=importance.sha256, found=found, remedy=remedy)
-    return copied
 
 
 def _identity(source: Source, plan: ConversionPlan) -> dict[str, Any]:

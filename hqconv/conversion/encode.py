@@ -22,13 +22,11 @@ from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.layer_encoding import LayerEncoding
 from hqconv.quantization.coded_matrix import CodedMatrix, filled, group_order, with_rows, with_sorted_columns
-from hqconv.quantization.gptq import hessian_factors
 from hqconv.quantization.kept_codes import express, round_to_param_dtype, share_scale
 from hqconv.quantization.quantize import quantize_stacks
-from hqconv.quantization.quantized import ErrorSums, QuantizedStack, Quantizer, join_stacks, stack_direct
+from hqconv.quantization.quantized import ErrorSums, QuantizedStack, join_stacks, stack_direct
 from hqconv.quantization.value_checks import deferring_checks, is_any
 from hqconv.schemas.dtypes import torch_dtype_of
-from hqconv.schemas.options import GPTQ
 
 _ASYNCHRONOUS = ("cuda",)  # types of devices that run ahead of the host
 
@@ -88,7 +86,7 @@ class LayerEncoder:
     ) -> EncodedBatch:
         """Encode some experts. Raises as `encode_expert`.
 
-        tiles: the memory of the kernel weights, on the CPU and not for gptq. They are filled if the result has
+        tiles: the memory of the kernel weights, on the CPU. They are filled if the result has
         `row_sums`, as it has for floats that are stored as stacks.
 
         On a GPU nothing waits for the device, and checks of values are deferred: `error_sums` of the result may raise
@@ -99,12 +97,12 @@ class LayerEncoder:
         if self.inputs is not None:
             return self._encode_calibrated(experts, raw, stacks, self.inputs)
         if stacks is not None:
-            return self._check_later(experts, self._quantize_floats(stacks, experts, tiles))
+            return self._check_later(experts, self._quantize_floats(stacks, tiles))
         if is_asynchronous(self.device) and not is_careful:
             with deferring_checks() as checks:
                 done: dict[str, QuantizedStack] = {}
                 for roles in coupled_roles(self.layer):
-                    done |= _encode_stacks([self.read(e, roles, raw) for e in experts], experts, self.encoding)
+                    done |= _encode_stacks([self.read(e, roles, raw) for e in experts], self.encoding)
             return self._check_later(experts, done, checks.all())
         return self._encode_each(experts, raw)
 
@@ -154,7 +152,7 @@ class LayerEncoder:
         return self._check_later(experts, done)
 
     def _quantize_floats(
-        self, stacks: Mapping[str, torch.Tensor], experts: Sequence[int], tiles: WeightTiles | None
+        self, stacks: Mapping[str, torch.Tensor], tiles: WeightTiles | None
     ) -> dict[str, QuantizedStack]:
         encoding = self.encoding
         done: dict[str, QuantizedStack] = {}
@@ -163,7 +161,7 @@ class LayerEncoder:
                 [resized(stacks[role], encoding.shapes[role]) for role in roles],
                 encoding.schema,
                 encoding.param_dtype,
-                quantizer=quantizer_of(encoding, roles, experts),
+                quantizer=encoding.quantizer,
                 sinks=None if tiles is None else [tiles.stacks[role] for role in roles],
             )
             done |= dict(zip(roles, results, strict=True))
@@ -194,7 +192,7 @@ class LayerEncoder:
         each: dict[str, list[QuantizedStack]] = {role: [] for role in self.layer.roles}
         for expert in experts:
             for roles in coupled_roles(self.layer):
-                for role, one in encode_expert(expert, self.read(expert, roles, raw), self.encoding).items():
+                for role, one in encode_expert(self.read(expert, roles, raw), self.encoding).items():
                     each[role].append(one)
         found = {role: [one.error_sums()[0] for one in parts] for role, parts in each.items()}
         tensors = {role: join_stacks([one.tensors for one in parts]) for role, parts in each.items()}
@@ -228,23 +226,19 @@ def float_stacks(layer: MoeLayer, raw: RawExperts | None) -> dict[str, torch.Ten
     return None if None in stacks.values() else {role: s for role, s in stacks.items() if s is not None}
 
 
-def encode_expert(
-    expert: int, matrices: Mapping[str, SourceMatrix], encoding: LayerEncoding
-) -> dict[str, QuantizedStack]:
+def encode_expert(matrices: Mapping[str, SourceMatrix], encoding: LayerEncoding) -> dict[str, QuantizedStack]:
     """Encode the projections of an expert that share their tensor-level scale, each at full size, as stacks of one.
 
     matrices: as `LayerEncoder.read` returns them. Raises InputError where a weight is not finite or cannot be
     represented, and where codes must be kept although gate and up have different tensor-level scales, or columns an
     order of groups.
     """
-    stacks = _encode_stacks([matrices], [expert], encoding)
+    stacks = _encode_stacks([matrices], encoding)
     _check_numbers({matrices[role].name: stack.error_sums()[0] for role, stack in stacks.items()}, encoding)
     return stacks
 
 
-def _encode_stacks(
-    each: Sequence[Mapping[str, SourceMatrix]], experts: Sequence[int], encoding: LayerEncoding
-) -> dict[str, QuantizedStack]:
+def _encode_stacks(each: Sequence[Mapping[str, SourceMatrix]], encoding: LayerEncoding) -> dict[str, QuantizedStack]:
     """Keep the codes of several experts' projections, or quantize them; their numbers are not checked yet."""
     kept = [_pass_through(matrices, encoding) if encoding.is_direct else None for matrices in each]
     direct = [one for one in kept if one is not None]
@@ -257,7 +251,7 @@ def _encode_stacks(
     else:
         if direct:  # the orders of columns differ: each expert is encoded alone, when this check fails
             is_any(torch.ones(1, dtype=torch.bool, device=next(iter(direct[0].values()))[0]["weight"].device))
-        done = _quantized_stacks(each, experts, encoding)
+        done = _quantized_stacks(each, encoding)
     for role in done:
         biases = [_bias(matrices[role], encoding) for matrices in each]
         if bias := [one for one in biases if one is not None]:
@@ -265,9 +259,7 @@ def _encode_stacks(
     return done
 
 
-def _quantized_stacks(
-    each: Sequence[Mapping[str, SourceMatrix]], experts: Sequence[int], encoding: LayerEncoding
-) -> dict[str, QuantizedStack]:
+def _quantized_stacks(each: Sequence[Mapping[str, SourceMatrix]], encoding: LayerEncoding) -> dict[str, QuantizedStack]:
     """Quantize the projections of several experts that share their tensor-level scale."""
     roles, powers = list(each[0]), None
     if encoding.takes_powers_of_two:
@@ -284,25 +276,9 @@ def _quantized_stacks(
         encoding.param_dtype,
         powers,
         count_exact=encoding.is_coded,
-        quantizer=quantizer_of(encoding, roles, experts),
+        quantizer=encoding.quantizer,
     )
     return dict(zip(roles, done, strict=True))
-
-
-def quantizer_of(encoding: LayerEncoding, roles: Sequence[str], experts: Sequence[int]) -> Quantizer:
-    """Return the quantizer of projections with the same input, of some experts."""
-    if encoding.importance is None:
-        return Quantizer(encoding.quantizer)
-    gemm = "w2" if "w2" in roles else "w13"
-    if encoding.quantizer == GPTQ:
-        schema, num_columns = encoding.schema, encoding.importance.num_columns(gemm)
-        hessian = encoding.importance.hessian(gemm)
-        factors = hessian_factors(hessian, num_columns, schema.weight_scale_group_size, schema.rotation)
-        return Quantizer(encoding.quantizer, factors.importance, factors)
-    values, shape = encoding.importance.columns(gemm)
-    importance = torch.frombuffer(bytearray(values), dtype=torch.float32).view(shape)
-    importance = resized(importance, encoding.shapes[roles[0]][1:])
-    return Quantizer(encoding.quantizer, importance if importance.dim() == 1 else importance[list(experts)])
 
 
 def _stack(matrices: list[torch.Tensor]) -> torch.Tensor:

@@ -25,7 +25,6 @@ from hqconv.planning.output_units import CopiedShardPlan, MoeLayerPlan, OutputUn
 from hqconv.quantization.content_sums import expert_sums, sum_names
 from hqconv.quantization.quantize import ErrorSums
 from hqconv.schemas.grid import TpSlice
-from hqconv.schemas.options import GPTQ
 from hqconv.schemas.sum_factors import COPIED, ContentSums, of_copied
 from hqconv.schemas.tensors import TensorRef
 
@@ -217,7 +216,7 @@ def encode_to_runs(
 def _weight_tiles(batch: Batch, device: torch.device) -> WeightTiles | None:
     """Allocate the kernel weights that the CPU's encoder can write at once; None where it gives packed codes."""
     planned = batch.planned
-    if not planned.forms or device.type != "cpu" or planned.encoding.quantizer == GPTQ:
+    if not planned.forms or device.type != "cpu":
         return None
     return weight_tiles(planned.forms, planned.slices, planned.encoding.shapes, len(batch.experts))
 

@@ -210,11 +210,8 @@ class Executor:
 
     def _may_open(self, unit: OutputUnit, in_work: Sequence[_UnitInWork]) -> bool:
         """Return whether a unit may be opened. The first one is waited for; beside others nothing is."""
-        if in_work:
-            if not (self._has_room() and self._prefetch.is_ready(unit.name)):
-                return False
-            if _has_importance(unit) or any(_has_importance(one.unit) for one in in_work):
-                return False
+        if in_work and not (self._has_room() and self._prefetch.is_ready(unit.name)):
+            return False
         self._stages.wait(lambda: self._prefetch.is_ready(unit.name))
         self._stages.wait(self._has_room)
         return True
@@ -441,8 +438,3 @@ def _next_in_turn(in_work: Sequence[_UnitInWork]) -> _UnitInWork:
     for unit in ready:
         unit.num_bytes_fed = unit.num_bytes_fed or least
     return min([unit for unit in ready if not unit.is_saturated] or ready, key=lambda unit: unit.num_bytes_fed)
-
-
-def _has_importance(unit: OutputUnit) -> bool:
-    """Return whether a unit needs a layer's part of an importance file: memory is counted for one layer."""
-    return isinstance(unit, MoeLayerPlan) and unit.encoding.importance is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
@@ -14,8 +14,7 @@ from hqconv.errors import RequestError
 from hqconv.formats.source_format import QUANTIZED
 from hqconv.models.expert_bytes import RawLayout
 from hqconv.planning.output_units import MoeLayerPlan
-from hqconv.schemas.artifact_names import GEMMS
-from hqconv.schemas.options import GPTQ, RTN
+from hqconv.schemas.options import RTN
 
 if TYPE_CHECKING:
     import torch
@@ -28,16 +27,11 @@ _PIECE_BYTES = 8 << 20
 _MEASURED_BYTES = 1 << 10  # of an expert: sums and flags of checks
 _GROUP_BYTES = 80  # ranges, scales and zero points of one scale group during quantization
 _SEARCH_GROUP_BYTES = 120  # and during a search
-_COMPENSATION_GROUP_BYTES = 200  # and during error compensation: scales, losses and masks
-_FACTOR_BYTES = 64 * 128  # of an input column: its part of a tile, the factors, and temporaries
-_GPU_FACTOR_BYTES = 2 * 8 * 128  # of an input column: wide and narrow tiles, float64
 _HEAP_FACTOR = 1.75  # the C library keeps freed blocks of up to 32 MiB: measured up to 1.6 times what is live
 _GPU_FREE_SHARE = 0.8  # of the GPU memory that is free at the start; other processes may start
 # Bytes of GPU memory for one weight while its matrix is quantized and its error measured in float64, besides its stored
 # form, and the factor for memory that torch's allocator leaves unused between layers.
 _GPU_BYTES_PER_WEIGHT, _GPU_HEAP_FACTOR = 48, 1.5
-_GPU_COMPENSATION_BYTES = 8  # for each weight: gate and up once more, column by column
-_GPU_ERROR_BYTES = 792 * 8 * 128 * 128  # errors in the tiles that compensation has in progress, at most
 _GPU_SEARCH_BYTES, _GPU_SEARCH_WEIGHTS = (64, 1 << 20)  # for each weight that a search handles together
 
 _GPU_ROTATION_BYTES = 24  # for each weight: rotated gate and up, and temporaries
@@ -118,22 +112,16 @@ class Staging:
         return {**asdict(self), "num_slots": self.num_slots}
 
 
-def plan_staging(
-    layers: Sequence[MoeLayerPlan],
-    resources: Resources,
-    *,
-    reads_ahead: bool = True,
-    more_bytes: Callable[[MoeLayerPlan], int] = lambda _: 0,
-) -> Staging:
+def plan_staging(layers: Sequence[MoeLayerPlan], resources: Resources, *, reads_ahead: bool = True) -> Staging:
     """Choose the number of lanes that memory and threads allow, and then the number of experts in a batch.
 
-    more_bytes: host memory of a CPU lane beside that of a conversion. Raises RequestError if not even one expert fits.
+    Raises RequestError if not even one expert fits.
     """
 
     def host(planned: MoeLayerPlan, num_experts: int) -> int:
         decoded = 0
         if not (resources.is_cuda and reads_ahead):
-            decoded = working_bytes(planned, num_experts) + more_bytes(planned)
+            decoded = working_bytes(planned, num_experts)
         return decoded + (gpu_staging_bytes(planned, num_experts) if resources.is_cuda else 0)
 
     needs = {"--max-memory": (resources.max_memory_bytes, host, "memory")}
@@ -192,25 +180,13 @@ def working_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
     if encoding.schema.rotation:
         widened += numbers * (2 if encoding.conversion == QUANTIZED and layer.dtype == "BF16" else 4)
     group_bytes = _GROUP_BYTES + _SEARCH_GROUP_BYTES * (encoding.quantizer != RTN)
-    group_bytes += _COMPENSATION_GROUP_BYTES * (encoding.quantizer == GPTQ)
     groups = group_bytes / (encoding.schema.weight_scale_group_size or layer.hidden_size) * numbers
     num_decoded = 1 if encoding.is_coded else num_experts  # at a time: only floats are taken as a stack
     packed = numbers * encoding.schema.bits_per_weight() / 8 * num_experts
     # Two matrices in flight, and one more that was widened and is not freed yet; three packed; a TP slice cut, joined,
     # padded and permuted; tensors that wait to be written.
     live = num_decoded * (2 * stored * is_viewed + 3 * widened + groups) + 6 * packed + 8 * packed / planned.grid.tp
-    live += _calibration_bytes(planned)
     return int(_HEAP_FACTOR * live + _SLOTS_PER_LANE * _expert_bytes(planned) * num_experts) + (6 << 20)
-
-
-def _calibration_bytes(planned: MoeLayerPlan) -> int:
-    """Return the memory of a layer's tensors in the importance file, as read and as used."""
-    importance = planned.encoding.importance
-    if importance is None:
-        return 0
-    largest = max(planned.layer.hidden_size, planned.layer.intermediate_size)
-    factors = _FACTOR_BYTES * largest if planned.encoding.quantizer == GPTQ else 0
-    return factors + 3 * max(importance.columns_bytes(gemm) for gemm in GEMMS)
 
 
 def gpu_working_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
@@ -220,9 +196,6 @@ def gpu_working_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
     live = 3 * _stored_bytes(planned) * num_experts + _GPU_BYTES_PER_WEIGHT * numbers
     if planned.encoding.quantizer != RTN:
         live += _GPU_SEARCH_BYTES * min(numbers, max(_GPU_SEARCH_WEIGHTS, layer.hidden_size))
-    if planned.encoding.quantizer == GPTQ:
-        live += _GPU_FACTOR_BYTES * max(layer.hidden_size, layer.intermediate_size)
-        live += _GPU_COMPENSATION_BYTES * numbers + min(_GPU_ERROR_BYTES, 8 * numbers)
     if planned.encoding.schema.rotation:
         live += _GPU_ROTATION_BYTES * numbers
     return int(_GPU_HEAP_FACTOR * live) + (16 << 20)

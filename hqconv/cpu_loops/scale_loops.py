@@ -1,6 +1,6 @@
 """Compiled CPU loops of the search for scales: errors under other scales, sums for a fit, sweeps over scales.
 
-Shape legend: N rows, K columns, G groups along K, X experts with an importance of their own, or 1.
+Shape legend: N rows, K columns, G groups along K.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ class Searcher(NamedTuple):
     """Compiled loops that measure the scales of a matrix in one code type, with the arithmetic of `encoders.encoder`.
 
     groups: (inverse_NG, lowest_NG, scale_NG, zero_NG, scale_2_N) as an encoder takes them. Sums are float64 in the
-    order of `fold_sum` over each group's columns, every term times its column's importance: row n has that of
-    importance_XK[(first_row + n) // rows_per_importance].
+    order of `fold_sum` over each group's columns.
 
-    score(source_NK, limit, groups, importance_XK, first_row, rows_per_importance, error_NG): sums of (w - decoded)**2.
-    fit(source_NK, limit, groups, importance_XK, first_row, rows_per_importance, products_NG, squares_NG): sums of w * v
-    and of v * v, where v is the number of a code less the zero point.
-    sweep(source_NK, limit, steps, ladder, importance_XK, first_row, rows_per_importance, error_NG, step_NG): tries
-    other scales of symmetric codes, as `quantization.scale_search.Ladder` describes. `error_NG` holds the errors to be
-    beaten, and gets the least ones; `step_NG` gets their steps.
+    score(source_NK, limit, groups, error_NG): sums of (w - decoded)**2.
+    fit(source_NK, limit, groups, products_NG, squares_NG): sums of w * v and of v * v, where v is the number of a code
+    less the zero point.
+    sweep(source_NK, limit, steps, ladder, error_NG, step_NG): tries other scales of symmetric codes, as
+    `quantization.scale_search.Ladder` describes. `error_NG` holds the errors to be beaten, and gets the least ones;
+    `step_NG` gets their steps.
     """
 
     score: Function
@@ -98,7 +97,7 @@ def _group_error(code):
     write_numbers = _number_writer(code)
 
     @compiled
-    def error_of(row, start, limit_bits, group, importance_K, scratch):
+    def error_of(row, start, limit_bits, group, scratch):
         """Return the error of a group under its scale."""
         _inverse, _lowest, scale, _zero, scale_2 = group
         numbers, terms = scratch
@@ -106,7 +105,7 @@ def _group_error(code):
         for k in range(u64(terms.size)):
             decoded = np.float32(np.float32(numbers[k] * scale) * scale_2)
             difference = np.float64(float_of(source_bits(row[start + k]))) - np.float64(decoded)
-            terms[k] = (difference * difference) * importance_K[start + k]
+            terms[k] = difference * difference
         return fold_sum(terms)
 
     return error_of
@@ -116,7 +115,7 @@ def _clipped_error(lowest_code, highest_code):
     lowest_code, highest_code = np.float32(lowest_code), np.float32(highest_code)
 
     @compiled
-    def clipped_error_of(row, start, group, importance_K, terms):
+    def clipped_error_of(row, start, group, terms):
         """Return the error of the weights beyond the largest and the smallest code alone."""
         inverse, _lowest, scale, _zero, scale_2 = group
         most = np.float32(np.float32(highest_code * scale) * scale_2)
@@ -127,7 +126,7 @@ def _clipped_error(lowest_code, highest_code):
             end = most if x > highest_code else least
             difference = np.float64(weight) - np.float64(end)
             is_beyond = x > highest_code or x < lowest_code
-            terms[k] = (difference * difference) * importance_K[start + k] if is_beyond else 0.0
+            terms[k] = difference * difference if is_beyond else 0.0
         return fold_sum(terms)
 
     return clipped_error_of
@@ -137,14 +136,13 @@ def _score(code, error_of):
     group_at = group_reader(code)
 
     @compiled
-    def score(source_NK, limit, groups, importance_XK, first_row, rows_per_importance, error_NG):
+    def score(source_NK, limit, groups, error_NG):
         size, limit_bits = u64(source_NK.shape[1] // error_NG.shape[1]), limit_bits_of(limit)
         scratch = np.empty(size, np.float32), np.empty(size, np.float64)
         for n in range(error_NG.shape[0]):
-            importance = importance_XK[(first_row + n) // rows_per_importance]
             for g in range(error_NG.shape[1]):
                 group = group_at(groups, n, g)
-                error_NG[n, g] = error_of(source_NK[n], u64(g) * size, limit_bits, group, importance, scratch)
+                error_NG[n, g] = error_of(source_NK[n], u64(g) * size, limit_bits, group, scratch)
 
     return score
 
@@ -153,18 +151,17 @@ def _fit(code):
     write_numbers, group_at = _number_writer(code), group_reader(code)
 
     @compiled
-    def fit(source_NK, limit, groups, importance_XK, first_row, rows_per_importance, products_NG, squares_NG):
+    def fit(source_NK, limit, groups, products_NG, squares_NG):
         size, limit_bits = u64(source_NK.shape[1] // products_NG.shape[1]), limit_bits_of(limit)
         numbers, products, squares = np.empty(size, np.float32), np.empty(size), np.empty(size)
         for n in range(products_NG.shape[0]):
-            row, importance = source_NK[n], importance_XK[(first_row + n) // rows_per_importance]
+            row = source_NK[n]
             for g in range(products_NG.shape[1]):
                 start = u64(g) * size
                 write_numbers(row, start, limit_bits, group_at(groups, n, g), numbers)
                 for k in range(size):
-                    value, factor = np.float64(numbers[k]), importance[start + k]
-                    weight = np.float64(float_of(source_bits(row[start + k])))
-                    products[k], squares[k] = (weight * value) * factor, (value * value) * factor
+                    value, weight = np.float64(numbers[k]), np.float64(float_of(source_bits(row[start + k])))
+                    products[k], squares[k] = weight * value, value * value
                 products_NG[n, g], squares_NG[n, g] = fold_sum(products), fold_sum(squares)
 
     return fit
@@ -172,7 +169,7 @@ def _fit(code):
 
 def _upwards(error_of):
     @compiled
-    def upwards(row, start, limit_bits, importance_K, scratch, ladder, given, least):
+    def upwards(row, start, limit_bits, scratch, ladder, given, least):
         """Return the step of the least error among larger scales, 0 for none, and that error."""
         _stored, byte, scale_2, _floor = given
         highest, lowest = group_range(row, start, u64(scratch[1].size))
@@ -185,7 +182,7 @@ def _upwards(error_of):
                 break
             if scale != 0:
                 group = (np.float32(1) / np.float32(scale * scale_2), 0.0, scale, np.float32(0), scale_2)
-                error = error_of(row, start, limit_bits, group, importance_K, scratch)
+                error = error_of(row, start, limit_bits, group, scratch)
                 if error < least:
                     least, best = error, step
         return best, least
@@ -195,7 +192,7 @@ def _upwards(error_of):
 
 def _downwards(error_of, clipped_error_of):
     @compiled
-    def downwards(row, start, limit_bits, importance_K, scratch, ladder, given, least):
+    def downwards(row, start, limit_bits, scratch, ladder, given, least):
         """Return the step of the least error among smaller scales, 0 for none, and that error."""
         scale_2, best = given[2], 0
         for step in range(1, (ladder.top if ladder.values.size > 0 else ladder.down.size) + 1):
@@ -203,9 +200,9 @@ def _downwards(error_of, clipped_error_of):
             if scale == 0:
                 break
             group = (np.float32(1) / np.float32(scale * scale_2), 0.0, scale, np.float32(0), scale_2)
-            if clipped_error_of(row, start, group, importance_K, scratch[1]) >= least:
+            if clipped_error_of(row, start, group, scratch[1]) >= least:
                 break
-            error = error_of(row, start, limit_bits, group, importance_K, scratch)
+            error = error_of(row, start, limit_bits, group, scratch)
             if error < least:
                 least, best = error, -step
         return best, least
@@ -215,18 +212,18 @@ def _downwards(error_of, clipped_error_of):
 
 def _sweep(upwards, downwards):
     @compiled
-    def sweep(source_NK, limit, steps, ladder, importance_XK, first_row, rows_per_importance, error_NG, step_NG):
+    def sweep(source_NK, limit, steps, ladder, error_NG, step_NG):
         size, limit_bits = u64(source_NK.shape[1] // error_NG.shape[1]), limit_bits_of(limit)
         scratch = np.empty(size, np.float32), np.empty(size, np.float64)
         for n in range(error_NG.shape[0]):
-            row, importance = source_NK[n], importance_XK[(first_row + n) // rows_per_importance]
+            row = source_NK[n]
             for g in range(error_NG.shape[1]):
                 start, least = u64(g) * size, error_NG[n, g]
                 given = (steps.scale[n, g], np.int64(steps.byte[n, g]), steps.scale_2[n], steps.floor[n])
                 best = 0
                 if np.isfinite(given[0]):
-                    best, least = upwards(row, start, limit_bits, importance, scratch, ladder, given, least)
-                    below, least = downwards(row, start, limit_bits, importance, scratch, ladder, given, least)
+                    best, least = upwards(row, start, limit_bits, scratch, ladder, given, least)
+                    below, least = downwards(row, start, limit_bits, scratch, ladder, given, least)
                     best = below if below != 0 else best
                 error_NG[n, g], step_NG[n, g] = least, best
 

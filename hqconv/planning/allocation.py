@@ -23,7 +23,6 @@ from hqconv.planning.output_units import MoeLayerPlan
 from hqconv.planning.plan import ConversionPlan, plan_conversion
 from hqconv.planning.source_schema import source_param_dtype
 from hqconv.planning.spec import ConversionOptions, default_param_dtype
-from hqconv.schemas.artifact_names import GEMMS
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.options import BANDWIDTH, SIZE, Objective
 from hqconv.schemas.weight_schema import SOURCE, WeightSchema, resolve_schema
@@ -177,7 +176,7 @@ class Budget:
 class LayerOption:
     """One candidate of one layer: its bytes in the files of all ranks, its bytes read for one token, and its loss.
 
-    loss: the squared relative error of all projections together, weighted under an importance file.
+    loss: the squared relative error of all projections together.
     """
 
     candidate: str
@@ -228,29 +227,11 @@ def _token_bytes(plan: MoeLayerPlan) -> int:
 def _losses(plans: Mapping[str, MoeLayerPlan], measured: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """Return the loss of each candidate: the error of all projections over their power.
 
-    Kept codes have no measured power, so the power is that of the candidate with the most. Importances count relative
-    to their mean in each GEMM.
+    Kept codes have no measured power, so the power is that of the candidate with the most.
     """
-    importance = next(iter(plans.values())).encoding.importance
-    if importance is None:
-        terms = {name: [(one["error"], one["power"]) for one in measured[name].values()] for name in plans}
-    else:
-        means = {gemm: _mean(importance.columns(gemm)[0]) for gemm in GEMMS}
-        terms = {
-            name: [
-                (one["weighted_error"] / mean, one["weighted_power"] / mean)
-                for role, one in measured[name].items()
-                if (mean := means["w2" if role == "w2" else "w13"])
-            ]
-            for name in plans
-        }
+    terms = {name: [(one["error"], one["power"]) for one in measured[name].values()] for name in plans}
     power = max(math.fsum(of_role for _, of_role in one) for one in terms.values())
     return {name: math.fsum(error for error, _ in one) / power if power else 0.0 for name, one in terms.items()}
-
-
-def _mean(values: bytes) -> float:
-    numbers = memoryview(values).cast("f")
-    return math.fsum(numbers) / len(numbers)
 
 
 @dataclass(frozen=True)

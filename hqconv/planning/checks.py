@@ -15,16 +15,13 @@ from hqconv.kernel_layout.compatibility import nearest, why_not, why_overflow
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
-from hqconv.planning.importance import Importance
 from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
-from hqconv.schemas.artifact_names import HESSIAN_TILE
 from hqconv.schemas.dtypes import FLOATS
 from hqconv.schemas.engine import ENGINE
-from hqconv.schemas.grid import GROUPS, Grid, check_grid, slice_unit
+from hqconv.schemas.grid import Grid, check_grid
 from hqconv.schemas.input_schema import KernelSpec
 from hqconv.schemas.model_config import NO_HEADS, AttentionHeads
-from hqconv.schemas.options import GPTQ
 from hqconv.schemas.tensors import TensorRef
 from hqconv.schemas.weight_schema import PARAM_DTYPES
 
@@ -34,7 +31,7 @@ _DYNAMIC = "Use an input schema whose scales are found while serving, such as fp
 _BATCH, _READERS = 256, 16  # scales of a read, and reads at once: a file system far away answers late
 _MAX_NAME, _MAX_PATH = 255, 3072  # bytes, of most file systems; of a path with room for that of the output
 _OURS = (
-    *(artifact_names.CONFIG, artifact_names.INDEX, artifact_names.MANIFEST, artifact_names.IMPORTANCE),
+    *(artifact_names.CONFIG, artifact_names.INDEX, artifact_names.MANIFEST),
     *(artifact_names.JOURNAL, artifact_names.CARD, artifact_names.SUMS),
 )
 _CODE_DTYPES = ("F8_E4M3", "F8_E5M2", "F4", "U8", "I8", "I32")
@@ -49,8 +46,6 @@ def check_request(experts: ExpertMap, spec: ConversionSpec, heads: AttentionHead
     _check_input_scales(experts, spec)
     for kernel_spec in spec.kernel_specs:
         _check_scales(kernel_spec)
-        if spec.encoding.quantizer == GPTQ:
-            _check_rotation(kernel_spec)
         if spec.layout == artifact_names.KERNEL:
             _check_kernel_spec(kernel_spec)
     if spec.layout == artifact_names.CHECKPOINT and spec.of_layers:
@@ -107,19 +102,6 @@ def _check_scales(kernel_spec: KernelSpec) -> None:
         )
 
 
-def _check_rotation(kernel_spec: KernelSpec) -> None:
-    """Refuse error compensation of weights that are rotated in blocks wider than the known products of inputs."""
-    schema = kernel_spec.schema
-    if schema.rotation > HESSIAN_TILE:
-        raise RequestError(
-            f"The quantizer gptq knows products of {HESSIAN_TILE} neighbouring columns only.",
-            where=f"schema {schema.name}: hadamard_block_size",
-            expected=f"at most {HESSIAN_TILE}",
-            found=schema.rotation,
-            remedy="Take a smaller block, or use --quantizer mse.",
-        )
-
-
 def _check_kernel_spec(kernel_spec: KernelSpec) -> None:
     """Check that weights and activations run together on the target, and that their layout is known."""
     from hqconv.kernel_layout.transform import needs_cuda
@@ -153,14 +135,6 @@ def is_served_with(tp: int, heads: AttentionHeads) -> bool:
 def _check_sizes(layer: MoeLayer, spec: ConversionSpec, heads: AttentionHeads) -> None:
     sizes = (layer.num_experts, layer.hidden_size, layer.intermediate_size)
     schema = spec.kernel_spec_of(layer.name).schema
-    if spec.encoding.quantizer == GPTQ and spec.grid.split == GROUPS and layer.intermediate_size % slice_unit(schema):
-        raise RequestError(
-            "The quantizer gptq needs whole scale groups.",
-            where=f"{layer.name}, intermediate size {layer.intermediate_size}, schema {schema.name}",
-            expected=f"a multiple of {slice_unit(schema)}",
-            found=layer.intermediate_size,
-            remedy="Take a schema with smaller groups, or use --quantizer mse.",
-        )
     try:
         check_grid(
             layer.name,
@@ -249,10 +223,6 @@ def _check_scale_tensor(ref: TensorRef, max_values: int) -> None:
 def check_source(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> None:
     """Raise RequestError for a source whose other tensors, or whose columns, do not fit the request."""
     _check_copied(checkpoint, experts, spec)
-    importance = spec.encoding.importance
-    if importance is not None:
-        _refuse_sorted(checkpoint, importance)
-        importance.check(experts.layers, experts.left, needs_hessian=spec.encoding.quantizer == GPTQ)
 
 
 def check_matrix_scales(source: Source, layers: Sequence[MoeLayer]) -> tuple[str, ...]:
@@ -333,18 +303,6 @@ def _check_copied(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) 
             expected="float tensors outside of the experts: the layout's config describes one quantization",
             found=quantized.dtype,
             remedy="Use --layout kernel, whose config keeps the source's quantization for the other layers.",
-        )
-
-
-def _refuse_sorted(checkpoint: Source, importance: Importance) -> None:
-    """Refuse an importance file for an artifact whose w2 has other columns than the model that it was measured on."""
-    if checkpoint.sorted_layers:
-        raise RequestError(
-            "The importance file does not fit the artifact: the columns of w2 were sorted by group.",
-            where=f"{importance.where}, {min(checkpoint.sorted_layers)}",
-            expected="the model that the artifact was made from",
-            found=f"{artifact_names.G_IDX} as intermediate_order in {artifact_names.MANIFEST}",
-            remedy="Convert the original model, or leave --importance out.",
         )
 
 

@@ -9,29 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from hqconv.errors import RequestError
 from hqconv.formats.source_format import DIRECT, DIRECT_ROUNDED, SourceFormat, conversion_of
 from hqconv.models.moe_layer import MoeLayer
-from hqconv.planning.importance import Importance, LayerImportance, read_importance
+from hqconv.planning.calibration import Calibration
 from hqconv.schemas.grid import stored_size
-from hqconv.schemas.options import GPTQ, QUANTIZERS, RTN, EncodingArguments
+from hqconv.schemas.options import GPTQ, QUANTIZERS, RTN
 from hqconv.schemas.weight_schema import WeightSchema
 
 # Version of the scale candidates that mse tries and of its choice (`quantization/scale_search`):
 # raised by every change of its results, so that `verify` knows which searches it can repeat.
 # tests/quantization/test_scale_search.py holds the results to a digest.
 SEARCH_VERSION = 2
-# Version of the error compensation of gptq (`quantization/gptq`) and of the search that it starts from: raised by every
-# change of its results, also where SEARCH_VERSION is raised. tests/quantization/test_gptq.py holds them to a digest.
-COMPENSATION_VERSION = 1
+CALIBRATION_VERSION = 1  # of the results of gptq (`calibration/gptq`): raised by every change of them
 
 
 def quantizer_version(quantizer: str) -> int:
     """Return the version of the results of a quantizer that is not rtn."""
-    return COMPENSATION_VERSION if quantizer == GPTQ else SEARCH_VERSION
+    return CALIBRATION_VERSION if quantizer == GPTQ else SEARCH_VERSION
 
 
 @dataclass(frozen=True)
@@ -39,41 +36,19 @@ class EncodingOptions:
     """Options that decide codes and scales beside the schema.
 
     round_scales: scales of another 16-bit dtype than the parameters' are rounded, and the codes kept; in a spec set
-    only where this changes a layer. quantizer: rtn, mse or gptq, for codes that are not kept. importance: not with
-    rtn, the weights of the squared error; gptq needs it.
+    only where this changes a layer. quantizer: rtn, mse or gptq, for codes that are not kept. calibration: of gptq.
     """
 
     round_scales: bool = False
     quantizer: str = RTN
-    importance: Importance | None = None
+    calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
-        if self.importance is not None and self.quantizer == RTN:
-            raise RequestError(
-                "An importance file has no effect without a search for scales.",
-                where="--importance",
-                expected="--quantizer mse or gptq",
-                found=f"--quantizer {self.quantizer}",
-            )
+        assert (self.calibration is not None) == (self.quantizer == GPTQ), "a calibration belongs to gptq"
 
     @classmethod
-    def parse(cls, arguments: EncodingArguments) -> EncodingOptions:
-        """Parse arguments of the API. Raises RequestError, and InputError as `read_importance` does."""
-        path = arguments["importance"]
-        if path is None and arguments["quantizer"] == GPTQ:
-            raise RequestError(
-                "The quantizer gptq needs to know the experts' inputs.",
-                where="--quantizer gptq",
-                expected="--importance FILE",
-                found="none",
-                remedy="Make a file with `hqconv importance … --hessian`, or use --quantizer mse.",
-            )
-        values: dict[str, Any] = {key: arguments.get(key) for key in EncodingArguments.__annotations__}
-        return cls(**{**values, "importance": None if path is None else read_importance(Path(path))})
-
-    @classmethod
-    def from_dict(cls, document: Mapping[str, Any], importance: Importance | None = None) -> EncodingOptions:
-        """Read the options that a manifest records; `importance`: the artifact's copy of the file, if it was read.
+    def from_dict(cls, document: Mapping[str, Any]) -> EncodingOptions:
+        """Read the options that a manifest records.
 
         Raises RequestError, whose `where` is the manifest's key, for values that no conversion writes.
         """
@@ -82,24 +57,22 @@ class EncodingOptions:
         is_versioned = quantizer != RTN and type(version) is int and version > 0
         found = {
             "round_scales": (document.get("round_scales", True) is True, document.get("round_scales")),
-            "quantizer": (quantizer in QUANTIZERS, repr(quantizer)),
-            "importance": (
-                ("importance" not in document or quantizer != RTN) and ("importance" in document or quantizer != GPTQ),
-                f"quantizer {quantizer}",
-            ),
+            "quantizer": (quantizer in (*QUANTIZERS, GPTQ), repr(quantizer)),
+            "calibration": (("calibration" in document) == (quantizer == GPTQ), f"quantizer {quantizer}"),
             "quantizer_version": (version is None or is_versioned, f"{version!r}, of the quantizer {quantizer}"),
         }
         for key, (is_possible, value) in found.items():
             if not is_possible:
                 raise RequestError("A recorded option has an impossible value.", where=key, found=value)
-        return cls("round_scales" in document, quantizer, importance)
+        calibration = Calibration.from_dict(document["calibration"]) if quantizer == GPTQ else None
+        return cls("round_scales" in document, quantizer, calibration)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the manifest's keys; options at their default have none."""
         document: dict[str, Any] = {"round_scales": True} if self.round_scales else {}
         document |= self._quantizer_to_dict()
-        if self.importance is not None:
-            document["importance"] = self.importance.to_dict()
+        if self.calibration is not None:
+            document["calibration"] = self.calibration.to_dict()
         return document
 
     def _quantizer_to_dict(self) -> dict[str, Any]:
@@ -113,7 +86,7 @@ class EncodingOptions:
         return {
             "--round-scales": self.round_scales,
             "--quantizer": self._quantizer_to_dict(),
-            "--importance": None if self.importance is None else self.importance.sha256,
+            "--calibrate": None if self.calibration is None else self.calibration.to_dict(),
         }
 
     def name_parts(self) -> tuple[str, ...]:
@@ -127,7 +100,7 @@ class EncodingOptions:
     @staticmethod
     def summary_of(document: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keys of plans and summaries for a manifest, which may be damaged."""
-        return {"quantizer": document.get("quantizer", RTN), "importance": document.get("importance")}
+        return {"quantizer": document.get("quantizer", RTN), "calibration": document.get("calibration")}
 
     @property
     def keeps_scales(self) -> bool:
@@ -154,8 +127,7 @@ class LayerEncoding:
     conversion: of `hqconv.formats.source_format`. must_be_direct: a matrix that cannot keep its codes is an error.
     takes_powers_of_two: fp8 group scales under a second scale stand for the source's powers of two, mxfp4 to nvfp4.
     is_coded: the source has codes, so that scale groups which are quantized anew without any error are counted.
-    is_permuted: columns have an order of groups (`SourceFormat.is_permuted`).
-    importance: the layer's tensors of the importance file; None without one. shapes: role → [out, in] of the packed
+    is_permuted: columns have an order of groups (`SourceFormat.is_permuted`). shapes: role → [out, in] of the packed
     tensors: zeros fill the last scale group where the intermediate size is no whole number of them.
     """
 
@@ -167,7 +139,6 @@ class LayerEncoding:
     takes_powers_of_two: bool = False
     is_coded: bool = False
     is_permuted: bool = False
-    importance: LayerImportance | None = field(default=None, repr=False)
     shapes: Mapping[str, tuple[int, int]] = field(default_factory=dict, repr=False)
 
     @property
@@ -179,6 +150,11 @@ class LayerEncoding:
     def is_direct(self) -> bool:
         """True where codes are kept, with their scales or rounded ones, if gate and up share what they must share."""
         return self.conversion in (DIRECT, DIRECT_ROUNDED)
+
+    @property
+    def keeps_codes(self) -> bool:
+        """True where the codes of all matrices are kept, whatever their values."""
+        return self.is_direct and not (self.schema.is_coupled or self.is_permuted)
 
     @property
     def sorts_columns(self) -> bool:
@@ -200,7 +176,6 @@ def encoding_of(
         takes_powers_of_two(source, schema),
         not source.is_float,
         source.is_permuted,
-        None if options.importance is None else options.importance.of_layer(layer),
         {role: (layer.hidden_size, inner) if role == "w2" else (inner, layer.hidden_size) for role in layer.roles},
     )
 

@@ -92,8 +92,8 @@ def _search_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
             return []
     if options.quantizer == RTN:
         return []
-    named = f"--quantizer {options.quantizer}" + (" has" if options.importance is None else " and --importance have")
-    return [f"{named} no effect: the codes of all experts are kept, and there is no scale to search for."]
+    named = f"--quantizer {options.quantizer}" if options.calibration is None else "--calibrate"
+    return [f"{named} has no effect: the codes of all experts are kept, and there is no scale to search for."]
 
 
 def _order_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:

@@ -212,12 +212,6 @@ class ConversionPlan:
         return sum(file.size_bytes for unit in self.units for file in unit.files)
 
     @property
-    def num_bytes_beside(self) -> int:
-        """Bytes of the sidecar files, which are copied unchanged."""
-        importance = self.spec.encoding.importance
-        return self.other_bytes + (0 if importance is None else importance.num_bytes)
-
-    @property
     def num_ranks(self) -> int:
         """Ranks with files of their own; 1 in the checkpoint layout."""
         return len(self.spec.grid.ranks) if self.spec.layout == artifact_names.KERNEL else 1
@@ -237,12 +231,10 @@ class ConversionPlan:
             artifact_names.CONFIG,
             *([artifact_names.INDEX] if self._has_index else []),
         ]
-        importance = [] if self.spec.encoding.importance is None else [artifact_names.IMPORTANCE]
         return (
             *files,
             *self.other_files,
             *self.made_files,
-            *importance,
             *metadata_files,
             artifact_names.SUMS,
             artifact_names.MANIFEST,
@@ -252,8 +244,7 @@ class ConversionPlan:
     def _has_index(self) -> bool:
         """True beside other safetensors files, even for a single shard: without an index loaders take all of them."""
         num_shards = len(set(self.weight_map.values()))
-        is_alone = self.spec.layout == artifact_names.CHECKPOINT and self.spec.encoding.importance is None
-        return num_shards > (1 if is_alone else 0)
+        return num_shards > (1 if self.spec.layout == artifact_names.CHECKPOINT else 0)
 
     def rank_bytes(self) -> dict[str, int]:
         """Bytes of expert tensors that each rank will load (kernel layout)."""

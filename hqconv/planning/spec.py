@@ -11,6 +11,7 @@ from typing import Any, Unpack, cast
 from hqconv.errors import RequestError
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import MoeLayer
+from hqconv.planning.calibration import CalibrationText
 from hqconv.planning.layer_encoding import EncodingOptions, LayerEncoding, encoding_of
 from hqconv.planning.source_schema import source_param_dtype, source_schemas
 from hqconv.schemas import artifact_names
@@ -18,7 +19,7 @@ from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import EVEN, Grid, is_split_even
 from hqconv.schemas.input_schema import A16, InputSchema, KernelSpec, resolve_inputs
 from hqconv.schemas.model_config import text_config
-from hqconv.schemas.options import ConversionArguments, LayerChoice, Override, conversion_options, group_by_schema
+from hqconv.schemas.options import GPTQ, ConversionArguments, LayerChoice, Override, conversion_options, group_by_schema
 from hqconv.schemas.weight_schema import PARAM_DTYPES, SOURCE, WeightSchema, resolve_schema
 
 
@@ -38,6 +39,7 @@ class ConversionOptions:
     layout: str = artifact_names.KERNEL
     inputs: InputSchema = A16
     encoding: EncodingOptions = field(default_factory=EncodingOptions)
+    calibrate: CalibrationText | None = None
     overrides: tuple[Override, ...] = ()
     allow_unserved: bool = False
 
@@ -45,8 +47,7 @@ class ConversionOptions:
     def parse(cls, **arguments: Unpack[ConversionArguments]) -> ConversionOptions:
         """Parse arguments of the API; missing ones have the defaults of `conversion_options`.
 
-        Raises TypeError for unknown names, RequestError for values that no conversion can have, and InputError for a
-        damaged importance file.
+        Raises TypeError for unknown names, and RequestError for values that no conversion can have.
         """
         known = conversion_options()
         if unknown := arguments.keys() - known.keys():
@@ -66,10 +67,18 @@ class ConversionOptions:
             cuda=given["cuda"],
             layout=given["layout"],
             inputs=inputs if isinstance(inputs, InputSchema) else resolve_inputs(str(inputs)),
-            encoding=EncodingOptions.parse(given),
+            encoding=EncodingOptions(given["round_scales"], given["quantizer"]),
+            calibrate=CalibrationText.parse(given),
             overrides=tuple(given["overrides"]),
             allow_unserved=given["allow_unserved"],
         )
+
+    def calibrated(self, device: str) -> ConversionOptions:
+        """Return the options with the calibration in `encoding`, if one is asked for. device: cpu or cuda:N."""
+        if self.calibrate is None:
+            return self
+        calibration = self.calibrate.calibration(device)
+        return replace(self, encoding=replace(self.encoding, quantizer=GPTQ, calibration=calibration))
 
 
 def _weight_schema(schema: str | Path | WeightSchema | None) -> WeightSchema | None:

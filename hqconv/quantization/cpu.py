@@ -6,19 +6,17 @@ Legend: E experts, N output rows, K input columns, R rows of all experts, G grou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from hqconv.cpu_loops import arithmetic
-from hqconv.cpu_loops.compensation import compensating_encoder, loss_meter
 from hqconv.cpu_loops.encoders import encoder, panel_encoder
 from hqconv.cpu_loops.helper_threads import in_parts
 from hqconv.cpu_loops.scale_loops import TO_BFLOAT16, TO_FLOAT16, TO_FLOAT32, StepStart, StepTable, searcher
 from hqconv.quantization.coded_matrix import byte_values
-from hqconv.quantization.gptq import Compensation, CompensationStart, compensate, inverse_of
 from hqconv.quantization.group_scales import (
     FUSED_GROUP_SIZE,
     GivenScales,
@@ -27,18 +25,11 @@ from hqconv.quantization.group_scales import (
     nearest_scales,
     two_level_scales,
 )
-from hqconv.quantization.quantized import (
-    RTN,
-    CodeSink,
-    HessianFactors,
-    QuantizedStack,
-    Quantizer,
-    TileFactors,
-    num_groups,
-)
+from hqconv.quantization.quantized import CodeSink, QuantizedStack, num_groups
 from hqconv.quantization.scale_search import Ladder, magnitude_bytes, search
 from hqconv.schemas import sum_factors
 from hqconv.schemas.dtypes import CodeKind
+from hqconv.schemas.options import RTN
 from hqconv.schemas.weight_schema import WeightSchema
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -51,7 +42,7 @@ def quantize_stacks(
     param_dtype: str,
     given: Sequence[GivenScales] | None,
     count_exact: bool,
-    quantizer: Quantizer = RTN,
+    quantizer: str = RTN,
     sinks: Sequence[CodeSink] | None = None,
 ) -> list[QuantizedStack]:
     """Quantize stacks on the CPU; see `hqconv.quantization.quantize.quantize_stacks`."""
@@ -61,20 +52,12 @@ def quantize_stacks(
     ]
     rows = [one.rows for one in encoders]
     scales = _nearest_scales(rows, schema, param_dtype, given)
-    if given is not None or quantizer.name == RTN.name:
+    if given is not None or quantizer == RTN:
         return [one.encode(nearest, param_dtype) for one, nearest in zip(encoders, scales, strict=True)]
-    meters = [_Meter(one, nearest, schema, quantizer.importance) for one, nearest in zip(rows, scales, strict=True)]
+    meters = [_Meter(one, nearest, schema) for one, nearest in zip(rows, scales, strict=True)]
     found = search(meters, schema, param_dtype)
     best = [_chosen(nearest, one.scales, one.changed, schema) for nearest, one in zip(scales, found, strict=True)]
-    if quantizer.factors is None:
-        return [one.encode(chosen, param_dtype) for one, chosen in zip(encoders, best, strict=True)]
-    assert sinks is None, "compensation gives packed codes only"
-    starts = [_compensation_start(*one, schema) for one in zip(rows, scales, best, strict=True)]
-    choices = compensate(starts, quantizer.factors, schema, param_dtype)
-    return [
-        one.compensate(chosen, choice, quantizer.factors, param_dtype)
-        for one, chosen, choice in zip(encoders, best, choices, strict=True)
-    ]
+    return [one.encode(chosen, param_dtype) for one, chosen in zip(encoders, best, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,18 +144,17 @@ def _saturation(schema: WeightSchema) -> float:
     return schema.code_type.largest if schema.code_type.kind == CodeKind.FLOAT else 0.0
 
 
-def _loop_groups(given: NearestScales, num_rows: int, *, is_full: bool = False) -> tuple[Array, ...]:
+def _loop_groups(given: NearestScales, num_rows: int) -> tuple[Array, ...]:
     """Return (inverse, lowest, scale, zero, scale_2) as `encoders.encoder` takes them, for all `num_rows` rows.
 
-    Without zero points, the lowest values and zeros have one row only, unless `is_full`.
+    Without zero points, the lowest values and zeros have one row only.
     """
     scales = given.scales
     inverse, scale = (_per_row(one, num_rows) for one in (given.inverse, scales.scale))
     second = np.ones(num_rows, np.float32) if scales.second is None else _per_row(scales.second, num_rows).reshape(-1)
     if scales.zero is not None and given.lowest is not None:
         return inverse, _per_row(given.lowest, num_rows), scale, _per_row(scales.zero, num_rows), second
-    shape = scale.shape if is_full else (1, 1)
-    return inverse, np.zeros(shape), scale, np.zeros(shape, np.float32), second
+    return inverse, np.zeros((1, 1)), scale, np.zeros((1, 1), np.float32), second
 
 
 def _per_row(values: torch.Tensor, num_rows: int) -> Array:
@@ -197,44 +179,19 @@ class _Encoder:
     sink: CodeSink | None
 
     def encode(self, given: NearestScales, param_dtype: str) -> QuantizedStack:
-        """Encode under given scales."""
-        tensors = given.scales.tensors(self.schema, param_dtype)
-        return self._run(given.limit, _loop_groups(given, len(self.rows.bits)), tensors)
-
-    def compensate(
-        self, best: NearestScales, choice: Compensation, factors: HessianFactors, param_dtype: str
-    ) -> QuantizedStack:
-        """Encode with error compensation, starting from the scales of `mse`; see `gptq.compensate`."""
-        changed, total = _per_row(choice.of_groups(), len(self.rows.bits)), len(self.rows.bits)
-        new = _loop_groups(_compensated_scales(choice.scales), total, is_full=True)
-        old = _loop_groups(best, total, is_full=True)
-        mixed = tuple(
-            np.where(changed, ours, kept) if kept.shape == changed.shape else kept
-            for ours, kept in zip(new, old, strict=True)
-        )
-        tensors = choice.scales.tensors(self.schema, param_dtype)
-        units = _per_row(choice.changed, total)
-        return self._run(best.limit, mixed, tensors, (_arrays(factors.wide), units))
-
-    def _run(
-        self,
-        limit: float,
-        groups: tuple[Array, ...],
-        tensors: dict[str, torch.Tensor],
-        compensation: tuple[tuple[Array, ...], Array] | None = None,
-    ) -> QuantizedStack:
-        """Encode all rows. compensation: factors and changed units, as `compensation.compensating_encoder` has them."""
+        """Encode all rows under given scales."""
+        tensors, groups = given.scales.tensors(self.schema, param_dtype), _loop_groups(given, len(self.rows.bits))
         num_experts, num_rows, num_columns = self.rows.shape
         total, num_words = len(self.rows.bits), num_columns * self.schema.num_bits // 32
         shape, row_sums = (num_experts, num_rows, num_words), None
         sums, exact = np.empty((2, total)), np.zeros(total if self.count_exact else 0, np.int64)
         if self.sink is None:
             packed = np.empty((total, num_words * 4), np.uint8)
-            self._pack(limit, groups, (packed, *sums, exact), compensation)
+            self._pack(given.limit, groups, (packed, *sums, exact))
             weight = torch.from_numpy(packed.view(np.int32)).view(shape)
         else:
             sums_of_codes = np.empty(total, np.int64)
-            self._fill(self.sink, limit, groups, (sums_of_codes, *sums, exact))
+            self._fill(self.sink, given.limit, groups, (sums_of_codes, *sums, exact))
             weight = torch.empty(shape, dtype=torch.int32, device="meta")
             row_sums = torch.from_numpy(sums_of_codes).view(num_experts, num_rows)
         error, power = arithmetic.fold_rows(sums.reshape(2 * num_experts, -1)).reshape(2, num_experts)
@@ -247,20 +204,12 @@ class _Encoder:
             row_sums=row_sums,
         )
 
-    def _pack(
-        self,
-        limit: float,
-        groups: tuple[Array, ...],
-        out: tuple[Array, ...],
-        compensation: tuple[tuple[Array, ...], Array] | None,
-    ) -> None:
+    def _pack(self, limit: float, groups: tuple[Array, ...], out: tuple[Array, ...]) -> None:
         """Encode to packed codes, in helper threads."""
-        bits, total, code = self.rows.bits, len(self.rows.bits), self.schema.code_type
-        encode = encoder(code) if compensation is None else compensating_encoder(code)
+        bits, total, encode = self.rows.bits, len(self.rows.bits), encoder(self.schema.code_type)
 
         def run(rows: slice) -> None:
-            more = () if compensation is None else (compensation[0], compensation[1][rows])
-            encode(bits[rows], np.float32(limit), _of_rows(groups, rows, total), *more, _of_rows(out, rows, total))
+            encode(bits[rows], np.float32(limit), _of_rows(groups, rows, total), _of_rows(out, rows, total))
 
         in_parts(run, total, _LEAST_ROWS)
 
@@ -281,15 +230,11 @@ class _Encoder:
 class _Meter:
     """`scale_search.ScaleMeter` of a stack on the CPU."""
 
-    def __init__(
-        self, rows: _Rows, nearest: NearestScales, schema: WeightSchema, importance: torch.Tensor | None
-    ) -> None:
+    def __init__(self, rows: _Rows, nearest: NearestScales, schema: WeightSchema) -> None:
         num_experts, num_rows, num_columns = rows.shape
         self.scales, self._nearest, self._rows = nearest.scales, nearest, rows
         self._loops, self._limit = searcher(schema.code_type), np.float32(_saturation(schema))
         self._shape = (num_experts, num_rows, num_columns // (schema.weight_scale_group_size or num_columns))
-        none = torch.ones(1, num_columns)
-        self._importance = (none if importance is None else importance).double().view(-1, num_columns).numpy()
 
     def start_errors(self) -> torch.Tensor:
         return self._errors(self._nearest)
@@ -311,14 +256,10 @@ class _Meter:
         groups, out = _loop_groups(given, total), np.empty((count, total, self._shape[2]))
 
         def run(rows: slice) -> None:
-            loop(bits[rows], self._limit, _of_rows(groups, rows, total), *self._importance_of(rows), *out[:, rows])
+            loop(bits[rows], self._limit, _of_rows(groups, rows, total), *out[:, rows])
 
         in_parts(run, total, _LEAST_ROWS)
         return [torch.from_numpy(one).view(self._shape) for one in out]
-
-    def _importance_of(self, rows: slice) -> tuple[Array, int, int]:
-        """Return the importance, the first row, and the rows that share an importance."""
-        return self._importance, rows.start, len(self._rows.bits) // len(self._importance)
 
     def sweep(
         self, start: GroupScales, least: torch.Tensor, ladder: Ladder, floor: torch.Tensor | None
@@ -329,8 +270,7 @@ class _Meter:
 
         def run(rows: slice) -> None:
             own = StepStart(*(one[rows] for one in begin))
-            of_rows = self._importance_of(rows)
-            self._loops.sweep(bits[rows], self._limit, own, table, *of_rows, error[rows], steps[rows])
+            self._loops.sweep(bits[rows], self._limit, own, table, error[rows], steps[rows])
 
         in_parts(run, total, _LEAST_ROWS)
         return torch.from_numpy(steps).view(self._shape), torch.from_numpy(error).view(self._shape)
@@ -357,38 +297,3 @@ def _step_table(start: GroupScales, ladder: Ladder) -> StepTable:
     values = byte_values(start.stored.dtype).numpy() if ladder.has_bytes else np.empty(0, np.float32)
     rounding = {torch.bfloat16: TO_BFLOAT16, torch.float16: TO_FLOAT16}.get(start.stored.dtype, TO_FLOAT32)
     return StepTable(ladder.first, np.float32(ladder.limit), up, down, values, ladder.top, ladder.no_half, rounding)
-
-
-# --- Error compensation (gptq).
-
-
-def _compensated_scales(scales: GroupScales) -> NearestScales:
-    return replace(_own_codes(scales), inverse=inverse_of(scales))
-
-
-def _compensation_start(
-    rows: _Rows, nearest: NearestScales, best: NearestScales, schema: WeightSchema
-) -> CompensationStart:
-    meter, total = loss_meter(schema.code_type), len(rows.bits)
-
-    def losses(given: NearestScales, factors: TileFactors, is_compensated: bool) -> torch.Tensor:
-        arrays, groups = _arrays(factors), _loop_groups(given, total, is_full=True)
-        out = np.empty((total, len(arrays[0])))
-
-        def run(part: slice) -> None:
-            of_rows = _of_rows(groups, part, total)
-            meter(rows.bits[part], np.float32(best.limit), of_rows, arrays, is_compensated, out[part])
-
-        in_parts(run, total, _LEAST_ROWS)
-        return torch.from_numpy(out).view(*rows.shape[:2], -1)
-
-    return CompensationStart(
-        nearest.scales,
-        best.scales,
-        lambda factors: losses(best, factors, False),
-        lambda tried, factors: losses(_compensated_scales(tried), factors, True),
-    )
-
-
-def _arrays(factors: TileFactors) -> tuple[Array, ...]:
-    return factors.order.numpy(), factors.feedback.numpy(), factors.penalty.numpy()

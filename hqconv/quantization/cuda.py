@@ -13,11 +13,11 @@ import torch
 from hqconv.errors import RequestError
 from hqconv.humming_ops.runtime import humming, humming_schema
 from hqconv.quantization import torch_ops
-from hqconv.quantization.gptq import CompensationStart, compensate
 from hqconv.quantization.group_scales import GivenScales, GroupScales, nearest_scales, scales_of, two_level_scales
-from hqconv.quantization.quantized import RTN, HessianFactors, QuantizedStack, Quantizer, TileFactors, num_groups
+from hqconv.quantization.quantized import QuantizedStack, num_groups
 from hqconv.quantization.scale_search import Ladder, SearchResult, search, sweep_each
 from hqconv.schemas.dtypes import torch_dtype_of
+from hqconv.schemas.options import RTN
 from hqconv.schemas.weight_schema import WeightSchema
 
 
@@ -27,14 +27,14 @@ def quantize_stacks(
     param_dtype: str,
     given: Sequence[GivenScales] | None,
     count_exact: bool,
-    quantizer: Quantizer = RTN,
+    quantizer: str = RTN,
 ) -> list[QuantizedStack]:
     """Quantize stacks on a CUDA device; see `hqconv.quantization.quantize.quantize_stacks`."""
     shared = None
     if schema.is_coupled or schema.weight_scale_2_type != "none":
         shared = torch.stack([s.abs().amax((1, 2)) for s in stacks]).amax(0).float().clamp_min(1e-30)
-    if given is None and quantizer.name != RTN.name:
-        return _quantize_best(stacks, schema, param_dtype, shared, count_exact, quantizer)
+    if given is None and quantizer != RTN:
+        return _quantize_best(stacks, schema, param_dtype, shared, count_exact)
     each: Sequence[GivenScales | None] = given or [None] * len(stacks)
     return [_quantize(s, schema, param_dtype, shared, g, count_exact) for s, g in zip(stacks, each, strict=True)]
 
@@ -57,18 +57,15 @@ def _quantize_best(
     param_dtype: str,
     shared: torch.Tensor | None,
     count_exact: bool,
-    quantizer: Quantizer,
 ) -> list[QuantizedStack]:
-    """Quantize with the scales of the least squared error, and with error compensation for gptq."""
+    """Quantize with the scales of the least squared error."""
     packed = [_rounded(stack, schema, param_dtype, shared, None) for stack in stacks]
-    meters = [_Meter(stack, one, schema, quantizer.importance) for stack, one in zip(stacks, packed, strict=True)]
+    meters = [_Meter(stack, one, schema) for stack, one in zip(stacks, packed, strict=True)]
     found = search(meters, schema, param_dtype)
     best = [
         _replaced(stack, one, choice, schema, param_dtype)
         for stack, one, choice in zip(stacks, packed, found, strict=True)
     ]
-    if quantizer.factors is not None:
-        best = _compensated(stacks, packed, best, schema, param_dtype, quantizer.factors)
     return [_with_error(stack, one, schema, count_exact) for stack, one in zip(stacks, best, strict=True)]
 
 
@@ -127,13 +124,6 @@ def _sweep_kernel() -> Any:
     return triton_sweep
 
 
-def _compensation_kernels() -> Any:
-    """Import the module of the Triton kernels of error compensation."""
-    from hqconv.quantization import triton_compensation
-
-    return triton_compensation
-
-
 def check_kernels(device: torch.device) -> None:
     """Build and run a small Triton kernel on a GPU.
 
@@ -154,26 +144,17 @@ def check_kernels(device: torch.device) -> None:
 class _Meter:
     """`scale_search.ScaleMeter` of a stack on CUDA."""
 
-    def __init__(
-        self,
-        stack: torch.Tensor,
-        packed: dict[str, torch.Tensor],
-        schema: WeightSchema,
-        importance: torch.Tensor | None,
-    ) -> None:
+    def __init__(self, stack: torch.Tensor, packed: dict[str, torch.Tensor], schema: WeightSchema) -> None:
         self.scales, self._stack, self._words, self._schema = scales_of(packed, schema), stack, packed["weight"], schema
-        self._importance = None
-        if importance is not None:
-            self._importance = importance.to(stack.device, non_blocking=True).double().view(-1, stack.size(2))
 
     def start_errors(self) -> torch.Tensor:
-        return torch_ops.row_errors(self._stack, self.scales, self._words, self._schema, self._importance)
+        return torch_ops.row_errors(self._stack, self.scales, self._words, self._schema)
 
     def errors(self, scales: GroupScales) -> torch.Tensor:
-        return torch_ops.row_errors(self._stack, scales, None, self._schema, self._importance)
+        return torch_ops.row_errors(self._stack, scales, None, self._schema)
 
     def fits(self, scales: GroupScales) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch_ops.row_fits(self._stack, scales, self._schema, self._importance)
+        return torch_ops.row_fits(self._stack, scales, self._schema)
 
     def sweep(
         self, start: GroupScales, least: torch.Tensor, ladder: Ladder, floor: torch.Tensor | None
@@ -181,7 +162,7 @@ class _Meter:
         if self._stack.is_cuda and _sweep_kernel().can_sweep(self._schema):
             with _sweep_kernel().LAUNCHING:
                 done: tuple[torch.Tensor, torch.Tensor] = _sweep_kernel().sweep(
-                    self._stack, start, least, ladder, floor, self._schema, self._importance
+                    self._stack, start, least, ladder, floor, self._schema
                 )
             return done
         largest = self._stack.view(*least.shape, -1).abs().amax(-1).float().clamp_min(1e-30)
@@ -194,54 +175,3 @@ def _replaced(
     """Return the tensors with the chosen scales; groups that did not change keep their codes."""
     weight = torch_ops.chosen_codes(stack, found.scales, found.changed, packed["weight"], schema)
     return {**packed, **found.scales.tensors(schema, param_dtype), "weight": weight}
-
-
-def _compensated(
-    stacks: Sequence[torch.Tensor],
-    packed: Sequence[dict[str, torch.Tensor]],
-    best: Sequence[dict[str, torch.Tensor]],
-    schema: WeightSchema,
-    param_dtype: str,
-    factors: HessianFactors,
-) -> list[dict[str, torch.Tensor]]:
-    """Compensate errors, starting from the tensors of `mse`; `packed` are those of round-to-nearest."""
-    device = stacks[0].device
-    wide = _on_device(factors.wide, device)
-    here = HessianFactors(wide, factors.narrow and _on_device(factors.narrow, device), factors.importance)
-    by_columns = [_by_columns(stack) for stack in stacks]
-    starts = [_compensation_start(*one, schema) for one in zip(by_columns, packed, best, strict=True)]
-    done = []
-    for stack, one, choice in zip(by_columns, best, compensate(starts, here, schema, param_dtype), strict=True):
-        kernels = _compensation_kernels()
-        with _sweep_kernel().LAUNCHING:
-            codes = kernels.compensated_codes(stack, choice.scales, choice.changed, one["weight"], schema, wide)
-        weight = humming().ops.pack_weight(codes, schema.num_bits)
-        done.append({**one, **choice.scales.tensors(schema, param_dtype), "weight": weight})
-    return done
-
-
-def _compensation_start(
-    stack: torch.Tensor, packed: dict[str, torch.Tensor], best: dict[str, torch.Tensor], schema: WeightSchema
-) -> CompensationStart:
-    scales = scales_of(best, schema)
-
-    def losses(tried: GroupScales, factors: TileFactors, words: torch.Tensor | None = None) -> torch.Tensor:
-        kernels = _compensation_kernels()
-        table = None if words is None else kernels.code_values(schema, stack.device)
-        with _sweep_kernel().LAUNCHING:
-            done: torch.Tensor = kernels.tile_losses(stack, tried, words, table, schema, factors)
-        return done
-
-    return CompensationStart(
-        scales_of(packed, schema), scales, lambda factors: losses(scales, factors, best["weight"]), losses
-    )
-
-
-def _by_columns(stack: torch.Tensor) -> torch.Tensor:
-    """Copy a stack [E, N, K] so that a column's rows are adjacent in memory: every launch reads columns."""
-    return stack.flatten(0, 1).t().contiguous().t().view(stack.shape)
-
-
-def _on_device(factors: TileFactors, device: torch.device) -> TileFactors:
-    each = (factors.order, factors.feedback, factors.penalty)
-    return TileFactors(*(one.to(device, non_blocking=True) for one in each))

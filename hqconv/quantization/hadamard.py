@@ -46,12 +46,3 @@ def _rotated(runs: torch.Tensor) -> torch.Tensor:
         low.copy_(total)
         apart *= 2
     return runs.mul_(float(np.float32(1 / math.sqrt(block))))
-
-
-def average_importance(importance: torch.Tensor, block: int) -> torch.Tensor:
-    """Return the importance of rotated columns, float32 [K] or [E, K]: the mean of each block, for independent ones."""
-    sums = importance.float().view(-1, block)
-    while sums.size(1) > 1:
-        half = sums.size(1) // 2
-        sums = sums[:, :half] + sums[:, half:]
-    return (sums / block).expand(-1, block).reshape(importance.shape)

@@ -17,8 +17,9 @@ import torch
 from hqconv.humming_ops.runtime import resident
 from hqconv.quantization import cpu, cuda
 from hqconv.quantization.group_scales import split_powers
-from hqconv.quantization.hadamard import average_importance, rotate
-from hqconv.quantization.quantized import RTN, CodeSink, ErrorSums, QuantizedStack, Quantizer
+from hqconv.quantization.hadamard import rotate
+from hqconv.quantization.quantized import CodeSink, ErrorSums, QuantizedStack
+from hqconv.schemas.options import QUANTIZERS, RTN
 from hqconv.schemas.weight_schema import WeightSchema
 
 __all__ = ["ErrorSums", "QuantizedStack", "quantize_stacks"]
@@ -31,27 +32,25 @@ def quantize_stacks(
     powers: Sequence[torch.Tensor] | None = None,
     *,
     count_exact: bool = False,
-    quantizer: Quantizer = RTN,
+    quantizer: str = RTN,
     sinks: Sequence[CodeSink] | None = None,
 ) -> list[QuantizedStack]:
     """Quantize stacks [E, N, K]; the matrices of one expert share their tensor-level scale, if the schema has one.
 
     Inputs are bfloat16, float16 or float32 on one device; each matrix is quantized alone and at full size.
     A matrix with NaN or Inf gets a power of NaN or Inf and meaningless codes. powers: group scales to take, powers of
-    two, float32 [E, N, G], under a tensor-level second scale; `quantizer` is ignored then. Does not synchronize with
-    CUDA.
+    two, float32 [E, N, G], under a tensor-level second scale; `quantizer`, rtn or mse, is ignored then. Does not
+    synchronize with CUDA.
 
     Under a schema with a rotation, codes, scales and error sums are those of the rotated matrices, in the inputs'
     dtype, as in Humming's `quant_tensor`; `powers` must be None.
 
-    sinks: on the CPU, and not for gptq, where each stack's codes go instead of into packed codes (see
-    `QuantizedStack.row_sums`).
+    sinks: on the CPU, where each stack's codes go instead of into packed codes (see `QuantizedStack.row_sums`).
     """
+    assert quantizer in QUANTIZERS, quantizer
     if schema.rotation:
         assert powers is None, "the group scales of a matrix do not fit the rotated matrix"
         stacks = [rotate(stack, schema.rotation) for stack in stacks]
-        if quantizer.importance is not None and quantizer.factors is None:
-            quantizer = replace(quantizer, importance=average_importance(quantizer.importance, schema.rotation))
         schema = replace(schema, hadamard_block_size=0)
     given = None if powers is None else split_powers(stacks, powers, schema)
     if stacks[0].is_cuda:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -150,45 +150,3 @@ def fold_sum(terms: torch.Tensor) -> torch.Tensor:
         terms[..., : length - half] += terms[..., half:length]
         length = half
     return terms[..., 0]
-
-
-@dataclass(frozen=True, eq=False)
-class TileFactors:
-    """Factors of the inputs' mean products in tiles of columns, on the CPU; see `gptq.hessian_factors`.
-
-    order: each tile's columns in the order of rounding, int64 [T, W]; the last tile may have fewer columns, which come
-    first. feedback: float64 [T, W, W]; penalty: float64 [T, W].
-    """
-
-    order: torch.Tensor
-    feedback: torch.Tensor
-    penalty: torch.Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class HessianFactors:
-    """Factors of the inputs' mean products.
-
-    wide: in tiles of 128 columns. narrow: in tiles of one scale group, where it has fewer columns; else None.
-    importance: the diagonal of the products, float32 [K].
-    """
-
-    wide: TileFactors
-    narrow: TileFactors | None
-    importance: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Quantizer:
-    """Quantizer `rtn`, `mse` or `gptq`.
-
-    importance, not for rtn: weight of each column's squared error, float32 >= 0: [K], or a row for each expert [E, K].
-    factors, for gptq: how errors in one column are made good in others; of the rotated inputs, if weights are rotated.
-    """
-
-    name: str = "rtn"
-    importance: torch.Tensor | None = field(default=None, compare=False)
-    factors: HessianFactors | None = field(default=None, compare=False)
-
-
-RTN, MSE = Quantizer(), Quantizer("mse")

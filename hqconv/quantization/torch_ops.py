@@ -15,7 +15,6 @@ import torch
 
 from hqconv.humming_ops.runtime import humming
 from hqconv.quantization.group_scales import GroupScales, scales_of
-from hqconv.quantization.hadamard import average_importance, rotate
 from hqconv.quantization.quantized import fold_sum
 from hqconv.schemas.dtypes import CodeKind, CodeType
 from hqconv.schemas.weight_schema import WeightSchema
@@ -25,28 +24,24 @@ _CUDA_WEIGHTS, _CPU_WEIGHTS = 1 << 23, 1 << 18  # of a chunk; each has some 60 b
 
 @dataclass(frozen=True, eq=False)
 class _Chunk:
-    """Some rows of a stack: float32 weights [C, G, S], their scales [C, G], second scales [C, 1], and importance.
+    """Some rows of a stack: float32 weights [C, G, S], their scales [C, G], and second scales [C, 1].
 
-    rows: positions among all rows of the stack. importance: float64, broadcast to [C, G, S]; None for 1.
+    rows: positions among all rows of the stack.
     """
 
     rows: slice
     weights: torch.Tensor
     scales: GroupScales
-    importance: torch.Tensor | None
 
 
-def _chunks(stack: torch.Tensor, scales: GroupScales, importance: torch.Tensor | None = None) -> Iterator[_Chunk]:
-    """Yield a stack in chunks. importance: float64 [1 or E, K]."""
+def _chunks(stack: torch.Tensor, scales: GroupScales) -> Iterator[_Chunk]:
+    """Yield a stack in chunks."""
     num_experts, num_rows, num_columns = stack.shape
     total, num_groups = num_experts * num_rows, scales.scale.size(2)
     size = max(1, (_CUDA_WEIGHTS if stack.is_cuda else _CPU_WEIGHTS) // num_columns)
     flat = stack.reshape(total, num_columns)
     for begin in range(0, total, size):
         rows = slice(begin, min(begin + size, total))
-        of_columns = None
-        if importance is not None:
-            of_columns = _of_rows(importance, rows, total).view(-1, num_groups, num_columns // num_groups)
         second = None if scales.second is None else _of_rows(scales.second.reshape(-1, 1), rows, total)
         of_rows = GroupScales(
             _of_rows(scales.stored.flatten(0, 1), rows, total),
@@ -54,7 +49,7 @@ def _chunks(stack: torch.Tensor, scales: GroupScales, importance: torch.Tensor |
             None if scales.zero is None else _of_rows(scales.zero.flatten(0, 1), rows, total),
             second,
         )
-        yield _Chunk(rows, flat[rows].float().view(-1, num_groups, num_columns // num_groups), of_rows, of_columns)
+        yield _Chunk(rows, flat[rows].float().view(-1, num_groups, num_columns // num_groups), of_rows)
 
 
 def _of_rows(values: torch.Tensor, rows: slice, total: int) -> torch.Tensor:
@@ -74,83 +69,60 @@ def error_sums(
     stack: torch.Tensor,
     tensors: Mapping[str, torch.Tensor],
     schema: WeightSchema,
-    importance: torch.Tensor | None = None,
     num_exact: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sums of (w - decoded)**2 and of w**2 of each matrix, float64 [E] each.
 
-    `stack`: [E, N, K]; `tensors`: its packed tensors, as `QuantizedStack.tensors`. importance: of the squares in each
-    column, float64 [1 or E, K]. num_exact: int64 [E], gets the number of scale groups without any error. Does not
-    synchronize.
+    `stack`: [E, N, K]; `tensors`: its packed tensors, as `QuantizedStack.tensors`. num_exact: int64 [E], gets the
+    number of scale groups without any error. Does not synchronize.
     """
     num_experts, num_rows, _ = stack.shape
     sums = torch.empty(2, num_experts * num_rows, dtype=torch.float64, device=stack.device)
     exact = torch.empty(num_experts * num_rows, dtype=torch.int64, device=stack.device)
     words = tensors["weight"].flatten(0, 1)
-    for chunk in _chunks(stack, scales_of(tensors, schema), importance):
+    for chunk in _chunks(stack, scales_of(tensors, schema)):
         numbers = stored_numbers(words[chunk.rows], schema).view(chunk.weights.shape)
         difference = _differences(chunk, chunk.scales, numbers)
         if num_exact is not None:
             exact[chunk.rows] = (difference == 0).all(-1).sum(-1)
         for number, terms in enumerate((difference, chunk.weights.double())):
-            sums[number, chunk.rows] = fold_sum(_weighted(terms.square_(), chunk).flatten(1))
+            sums[number, chunk.rows] = fold_sum(terms.square_().flatten(1))
     if num_exact is not None:
         num_exact.copy_(exact.view(num_experts, num_rows).sum(1))
     error, power = fold_sum(sums.view(2, num_experts, num_rows))
     return error, power
 
 
-def weighted_sums(
-    matrix: torch.Tensor, tensors: Mapping[str, torch.Tensor], schema: WeightSchema, weights: torch.Tensor
-) -> torch.Tensor:
-    """Return float64 [2] on the matrix's device: the sums of weight · (w - decoded)² and of weight · w².
-
-    matrix: [N, K] in any float dtype. tensors: its packed tensors without E. weights: float32 [K] on the same device.
-    Of a schema with a rotation the sums are of the rotated matrix, under the averaged weights.
-    """
-    if schema.rotation:
-        matrix, weights = rotate(matrix, schema.rotation), average_importance(weights, schema.rotation)
-    stacked = {name: one if one.shape == (1,) else one.unsqueeze(0) for name, one in tensors.items()}
-    return torch.cat(error_sums(matrix.unsqueeze(0), stacked, schema, weights.double().view(1, -1)))
-
-
 def row_errors(
-    stack: torch.Tensor,
-    scales: GroupScales,
-    words: torch.Tensor | None,
-    schema: WeightSchema,
-    importance: torch.Tensor | None,
+    stack: torch.Tensor, scales: GroupScales, words: torch.Tensor | None, schema: WeightSchema
 ) -> torch.Tensor:
     """Return the squared error of each row's part of each group of a stack [E, N, K], float64 [E, N, G].
 
-    words: packed codes; None to choose codes for the scales. importance: float64 [1 or E, K].
+    words: packed codes; None to choose codes for the scales.
     """
     out = torch.empty(*stack.shape[:2], scales.scale.size(2), dtype=torch.float64, device=stack.device)
-    for chunk in _chunks(stack, scales, importance):
+    for chunk in _chunks(stack, scales):
         if words is None:
             numbers, _ = nearest_numbers(chunk.weights, chunk.scales, schema)
         else:
             numbers = stored_numbers(words.flatten(0, 1)[chunk.rows], schema).view(chunk.weights.shape)
-        terms = _weighted(_differences(chunk, chunk.scales, numbers).square_(), chunk)
-        out.flatten(0, 1)[chunk.rows] = fold_sum(terms)
+        out.flatten(0, 1)[chunk.rows] = fold_sum(_differences(chunk, chunk.scales, numbers).square_())
     return out
 
 
-def row_fits(
-    stack: torch.Tensor, scales: GroupScales, schema: WeightSchema, importance: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def row_fits(stack: torch.Tensor, scales: GroupScales, schema: WeightSchema) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sums of w * v and of v * v of each row and group, float64 [E, N, G] each.
 
-    v: the number of the code that a weight w gets under `scales`, less the zero point. importance: as `row_errors`.
+    v: the number of the code that a weight w gets under `scales`, less the zero point.
     """
     out = torch.empty(2, *stack.shape[:2], scales.scale.size(2), dtype=torch.float64, device=stack.device)
-    for chunk in _chunks(stack, scales, importance):
+    for chunk in _chunks(stack, scales):
         numbers, _ = nearest_numbers(chunk.weights, chunk.scales, schema)
         if chunk.scales.zero is not None:
             numbers = numbers - chunk.scales.zero.unsqueeze(-1)
         values = numbers.double()
         for number, terms in enumerate((values * chunk.weights, values * values)):
-            out[number].flatten(0, 1)[chunk.rows] = fold_sum(_weighted(terms, chunk))
+            out[number].flatten(0, 1)[chunk.rows] = fold_sum(terms)
     return out[0], out[1]
 
 
@@ -166,10 +138,6 @@ def chosen_codes(
         codes = torch.where(is_new, codes_of(numbers, x, schema), kept.view(numbers.shape)).flatten(1)
         out.flatten(0, 1)[chunk.rows] = humming().ops.pack_weight(codes, schema.num_bits)
     return out
-
-
-def _weighted(terms: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
-    return terms if chunk.importance is None else terms.mul_(chunk.importance)
 
 
 def _differences(chunk: _Chunk, scales: GroupScales, numbers: torch.Tensor) -> torch.Tensor:

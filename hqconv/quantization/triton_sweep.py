@@ -109,27 +109,24 @@ def _step_scale(
 
 
 @triton.jit
-def _group_terms(weight, number, scale, second, importance, is_inside, HAS_SECOND: tl.constexpr, IS_WEIGHTED: tl.constexpr):  # fmt: skip # noqa: E501
-    """Return the weighted squared errors of decoded numbers, float64 [WIDTH, SIZE]."""
+def _group_terms(weight, number, scale, second, is_inside, HAS_SECOND: tl.constexpr):
+    """Return the squared errors of decoded numbers, float64 [WIDTH, SIZE]."""
     number = number * scale[:, None]
     if HAS_SECOND:
         number *= second
     terms = weight.to(tl.float64) - number.to(tl.float64)
-    terms = terms * terms
-    if IS_WEIGHTED:
-        terms *= importance
-    return tl.where(is_inside, terms, 0.0)
+    return tl.where(is_inside, terms * terms, 0.0)
 
 
 @triton.jit
 def _sweep(
-    weights, stored_scales, bytes_of, floors, values, factors, second, importance, error, steps,
-    num_columns, num_groups, rows_per_expert, rows_per_second, rows_per_importance,
+    weights, stored_scales, bytes_of, floors, values, factors, second, error, steps,
+    num_columns, num_groups, rows_per_expert, rows_per_second,
     limit, num_up, num_down, top, no_half,
     BITS: tl.constexpr, KIND: tl.constexpr, LIMIT_BITS: tl.constexpr, SHIFT: tl.constexpr, DROP: tl.constexpr,
     LOWEST: tl.constexpr, HIGHEST: tl.constexpr, FIRST: tl.constexpr, HAS_BYTES: tl.constexpr, HAS_FLOOR: tl.constexpr,
     NUM_DROPPED: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, HAS_SECOND: tl.constexpr,
-    IS_WEIGHTED: tl.constexpr, IS_BFLOAT16: tl.constexpr,
+    IS_BFLOAT16: tl.constexpr,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, NUM_LEVELS: tl.constexpr,
 ):  # fmt: skip
     """Sweep the scales of groups in a row, as `cpu_loops.scale_loops.Searcher`; update `error` and write `steps`."""
@@ -147,12 +144,9 @@ def _sweep(
         byte = tl.load(bytes_of + group, mask=is_part, other=0)
     if HAS_FLOOR:
         floor += tl.load(floors + row // rows_per_expert)
-    second_scale, importance_of = 1.0, 1.0
+    second_scale = 1.0
     if HAS_SECOND:
         second_scale = tl.load(second + row // rows_per_second)
-    if IS_WEIGHTED:
-        columns = importance + (row // rows_per_importance) * num_columns + place
-        importance_of = tl.load(columns, mask=is_inside, other=0.0)
     end = tl.maximum(tl.max(tl.abs(weight), axis=1), 1e-30) * limit
     best = part * 0
     is_known = is_part & (tl.abs(stored) < float("inf"))
@@ -171,7 +165,7 @@ def _sweep(
         exists = active & (scale != 0.0)
         inverse = tl.div_rn(both * 0.0 + 1.0, tl.where(exists, both, 1.0))
         _, number = _code(weight * inverse[:, None], BITS, KIND, LIMIT_BITS, SHIFT, DROP)
-        terms = _group_terms(weight, number, scale, second_scale, importance_of, is_inside, HAS_SECOND, IS_WEIGHTED)
+        terms = _group_terms(weight, number, scale, second_scale, is_inside, HAS_SECOND)
         loss = _fold_groups(terms, SIZE, WIDTH, NUM_LEVELS)
         wins = exists & (loss < least)
         best, least = tl.where(wins, step, best), tl.where(wins, loss, least)
@@ -189,7 +183,7 @@ def _sweep(
         inverse = tl.div_rn(both * 0.0 + 1.0, tl.where(active, both, 1.0))
         x = weight * inverse[:, None]
         _, number = _code(x, BITS, KIND, LIMIT_BITS, SHIFT, DROP)
-        terms = _group_terms(weight, number, scale, second_scale, importance_of, is_inside, HAS_SECOND, IS_WEIGHTED)
+        terms = _group_terms(weight, number, scale, second_scale, is_inside, HAS_SECOND)
         is_beyond = (x > HIGHEST) | (x < LOWEST)
         clipped = _fold_groups(tl.where(is_beyond, terms, 0.0), SIZE, WIDTH, NUM_LEVELS)
         active = active & (clipped < least)
@@ -222,11 +216,10 @@ def sweep(
     ladder: Ladder,
     floor: torch.Tensor | None,
     schema: WeightSchema,
-    importance: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the steps of the best group scales and their errors, as `scale_search.ScaleMeter.sweep`; see `can_sweep`.
 
-    importance: float64 [1 or E, K]. Steps that cannot win are left out.
+    Steps that cannot win are left out.
     """
     num_experts, num_rows, num_columns = stack.shape
     total, num_groups, size = num_experts * num_rows, start.scale.size(2), schema.weight_scale_group_size
@@ -244,14 +237,12 @@ def sweep(
         _on(byte_values(start.stored.dtype), device) if ladder.has_bytes else error,
         error if ladder.has_bytes else _factors(ladder.factors(), device),
         error if start.second is None else start.second.contiguous(),
-        error if importance is None else importance.contiguous(),
         error,
         steps,
         num_columns,
         num_groups,
         num_rows,
         1 if start.second is None else total // start.second.numel(),
-        1 if importance is None else total // len(importance),
         ladder.limit,
         ladder.num_up,
         ladder.num_down,
@@ -267,7 +258,6 @@ def sweep(
         LEAST=lowest_scale,
         MOST=highest_scale,
         HAS_SECOND=start.second is not None,
-        IS_WEIGHTED=importance is not None,
         IS_BFLOAT16=is_bfloat16,
         SIZE=size,
         WIDTH=tile,

@@ -336,10 +336,10 @@ def _num_bytes_left(plan: ConversionPlan, place: Path | None) -> int:
     """
     units = [[(file.path, file.size_bytes) for file in unit.files] for unit in plan.units]
     if place is None:
-        return sum(size for files in units for _, size in files) + plan.num_bytes_beside
+        return sum(size for files in units for _, size in files) + plan.other_bytes
     missing = [files for files in units if any(_size_of(place, path, None) != size for path, size in files)]
     halves = (partial(place / path) for files in units for path, _ in files)
-    num_bytes = sum(size for files in missing for _, size in files) + plan.num_bytes_beside
+    num_bytes = sum(size for files in missing for _, size in files) + plan.other_bytes
     return num_bytes - sum(half.stat().st_blocks * 512 for half in halves if half.is_file())
 
 
@@ -439,7 +439,7 @@ def _ordinary_tensors(root: Path, manifest: Manifest) -> dict[str, TensorRef] | 
     found: dict[str, TensorRef] = {}
     folder = f"{artifact_names.EXPERTS_FOLDER}/"
     for name in manifest.files:
-        if not name.endswith(".safetensors") or name.startswith(folder) or name == artifact_names.IMPORTANCE:
+        if not name.endswith(".safetensors") or name.startswith(folder):
             continue
         try:
             found |= read_header(root / name)[0]

@@ -88,11 +88,10 @@ def conversion_rows(document: Document) -> list[tuple[str, str]]:
         "requantized": "requantized from exactly decoded float32",
     }
     kinds = (f"{meaning.get(kind, kind)} ({plural(n, 'layer')})" for kind, n in document["conversion"].items())
-    digest = f" (sha256 {document['importance']['sha256'][:12]}…)" if document["importance"] else ""
-    quantizers = {
-        "gptq": f"gptq: errors compensated in other columns, by products of inputs{digest}",
-        "mse": "mse: scales of the least squared error" + (f", weighted by importance{digest}" if digest else ""),
-    }
+    quantizers = {"mse": "mse: scales of the least squared error"}
+    if (text := document["calibration"]) is not None:
+        said = f"{text['num_tokens']} tokens of {text['name']} (sha256 {text['sha256'][:12]}…)"
+        quantizers["gptq"] = f"gptq: calibrated with {said} on {text['device']}"
     changes = ", ".join(f"{value:.3%} ({name})" for name, value in document.get("largest_scale_change", {}).items())
     rows = [
         ("but", "; ".join(exceptions)),

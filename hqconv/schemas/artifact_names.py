@@ -18,8 +18,6 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 EXPERTS_FOLDER = "experts"
 G_IDX = "g_idx"  # a layer's `intermediate_order`
-IMPORTANCE = "importance.safetensors"  # a copy of the importance file of the search
-HESSIAN, HESSIAN_TILE = ".hessian", 128  # suffix of tensors in that file, and the width of their tiles
 JOURNAL = ".hqconv-progress.jsonl"  # only while a conversion is unfinished
 _PART_JOURNAL = re.compile(r"\.hqconv-progress\.part([1-9][0-9]*)-of-([1-9][0-9]*)\.jsonl")
 PARTIAL = ".partial"  # suffix of a file that is being written
@@ -107,11 +105,6 @@ def schemas_to_dict(kernel_spec: KernelSpec) -> dict[str, Any]:
 def target_to_dict(target: GpuTarget) -> dict[str, str]:
     """Return the GPU; `cuda` is present where the layout depends on it."""
     return {"target": target.name, **({} if target.cuda_name is None else {"cuda": target.cuda_name})}
-
-
-def importance_to_dict(sha256: str) -> dict[str, str]:
-    """Return the entry of an importance file in the manifest and in reports."""
-    return {"sha256": sha256, "file": IMPORTANCE}
 
 
 def hqconv_quantization_config(

@@ -20,15 +20,16 @@ from hqconv.schemas.grid import EVEN, LINEAR, Placement, TpSplit
 from hqconv.schemas.input_schema import InputSchema
 from hqconv.schemas.weight_schema import ParamDtype, WeightSchema
 
-Quantizer = Literal["rtn", "mse", "gptq"]
+Quantizer = Literal["rtn", "mse"]
 QUANTIZERS: tuple[Quantizer, ...] = get_args(Quantizer)
-# Round-to-nearest; scales searched for the least squared error; and errors compensated in other columns too.
-RTN, MSE, GPTQ = QUANTIZERS
+RTN, MSE = QUANTIZERS  # round-to-nearest, and scales searched for the least squared error
+GPTQ = "gptq"  # codes and scales by the error of outputs, in manifests; the option --calibrate asks for it
+BUILTIN = "builtin"  # value of --calibrate: the text that hqconv ships
 Objective = Literal["size", "bandwidth"]
 SIZE, BANDWIDTH = get_args(Objective)  # budget of `allocate`: bytes of all files, or those read for one token
 CheckName = Literal["files", "weights", "kernel"]
 CHECKS: tuple[CheckName, ...] = get_args(CheckName)  # of `verify`, in their order
-ENCODING_KEYS = ("round_scales", "quantizer", "quantizer_version", "importance")  # of a manifest, where they apply
+ENCODING_KEYS = ("round_scales", "quantizer", "quantizer_version", "calibration")  # of a manifest, where they apply
 
 
 def refuse_unknown_checks(checks: Sequence[str] | None) -> None:
@@ -132,26 +133,24 @@ class _Row:
 
 
 class EncodingArguments(TypedDict, total=False):
-    """Options that decide codes and scales beside the schema: parsed by `planning.layer_encoding.EncodingOptions`."""
+    """Options that decide codes and scales beside the schema: parsed by `planning.layer_encoding.EncodingOptions`, and
+    by `planning.calibration.CalibrationText`."""
 
     round_scales: Annotated[
         bool, _Row("Keep codes whose scales the parameter dtype cannot hold, and round these scales to it.", False)
     ]
     quantizer: Annotated[
-        Quantizer,
-        _Row(
-            "Choice of scales and codes: round-to-nearest, a search for the least squared error, or this and error "
-            "compensation by the inputs of --importance.",
-            RTN,
-        ),
+        Quantizer, _Row("Choice of scales and codes: round-to-nearest, or a search for the least squared error.", RTN)
     ]
-    importance: Annotated[
+    calibrate: Annotated[
         str | Path | None,
         _Row(
-            "FILE.safetensors with the weight of each input column's error, for the quantizers mse and gptq. `hqconv "
-            "importance` makes it, for gptq with --hessian."
+            "Choose scales and codes by the error of the experts' outputs while the model reads a TEXT: a file, a "
+            "folder, or builtin. Needs transformers."
         ),
     ]
+    calibrate_tokens: Annotated[int, _Row("Number of tokens of TEXT that are read, at most.", 65536)]
+    calibrate_context: Annotated[int, _Row("Number of tokens in a sequence of TEXT.", 2048)]
 
 
 class ConversionArguments(EncodingArguments, total=False):

@@ -25,7 +25,7 @@ from typing import Any
 
 from hqconv.errors import RequestError
 from hqconv.schemas.input_schema import resolve_inputs
-from hqconv.schemas.options import LayerChoice, Override, conversion_options
+from hqconv.schemas.options import BUILTIN, LayerChoice, Override, conversion_options
 from hqconv.schemas.untrusted_files import RECIPES, SCHEMAS, or_shipped, read_toml, shipped
 from hqconv.schemas.weight_schema import SOURCE, resolve_schema
 
@@ -58,7 +58,7 @@ def load_recipe(path: Path) -> Recipe:
             raise RequestError(what, where=f"{path}: {key}", expected=expected, found=repr(value))
         if known[key].is_schema:
             document[key] = _schema_path(path, value)
-        elif known[key].is_path:
+        elif known[key].is_path and value != BUILTIN:
             document[key] = str(path.parent / str(value))  # an absolute path does not change
     if not isinstance(sections, list) or not all(isinstance(section, dict) for section in sections):
         raise RequestError(

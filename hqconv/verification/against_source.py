@@ -21,8 +21,7 @@ from hqconv.formats.source_format import DIRECT, DIRECT_ROUNDED
 from hqconv.io.file_access import sha256_of
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.source_protocol import MADE, NOT_MADE, Source
-from hqconv.planning.importance import Importance
-from hqconv.planning.layer_encoding import EncodingOptions, quantizer_version
+from hqconv.planning.layer_encoding import quantizer_version
 from hqconv.planning.notices import request_warnings, source_warnings
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.dtypes import torch_dtype
@@ -159,7 +158,6 @@ def _check_warnings(artifact: Artifact, experts: ExpertMap, source: Source, resu
     What is left out may lie beside the source today and not then; the tokenizer's remark depends on the machine.
     """
     spec, heads = artifact.spec, attention_heads(source.config)
-    spec = replace(spec, encoding=replace(spec.encoding, importance=artifact.importance))
     # No manifest says whether codes had to be kept (`--schema source`), and in which layers another schema was named.
     ways: list[dict[str, Any]] = [{}]
     if spec.encoding.round_scales or DIRECT_ROUNDED not in {layer.conversion for layer in artifact.layers.values()}:
@@ -409,10 +407,6 @@ class Lineage:
         """True if the artifact itself was converted from the source."""
         return not self.between and not self.is_original
 
-    def encoding_options(self, importance: Importance | None) -> EncodingOptions:
-        """Return the options of the conversion from the given source; `importance`: its file. Raises RequestError."""
-        return EncodingOptions.from_dict(self.made.to_dict(), importance)
-
     def why_not_comparable(self, artifact: Artifact) -> str:
         """Return why the artifact's codes are not comparable with the source's; "" if they are."""
         if self.is_own:
@@ -420,8 +414,8 @@ class Lineage:
         if self.is_original:
             return "the artifact was made from a quantized checkpoint, whose original this may be"
         quantizer = self.made.quantizer or RTN
-        if quantizer not in QUANTIZERS or self.made.importance is not None:
-            return "the first conversion searched with what this artifact has no copy of"
+        if quantizer not in QUANTIZERS:
+            return "the first conversion was calibrated, which cannot be repeated here"
         if quantizer != RTN and self.made.quantizer_version != quantizer_version(quantizer):
             return "the first conversion searched with another version of the search"
         if self.made.dtype != artifact.param_dtype:

@@ -197,7 +197,7 @@ class LayerCheck:
             return None
         encoding = self.original.encoding
         stored = LayerEncoder(self.original.source, self.original.layer, encoding, _CPU).read(expert, roles, None)
-        stacks = encode_expert(expert, stored, encoding)
+        stacks = encode_expert(stored, encoding)
         tensors = {role: stack.tensors for role, stack in stacks.items()}
         weights = {role: matrix.values().unsqueeze(0) for role, matrix in stored.items()}
         return self._expected(weights, tensors, lambda: {role: one.error_sums() for role, one in stacks.items()})

@@ -18,7 +18,7 @@ from hqconv.artifact.manifest import Manifest, ManifestLayer, sealed
 from hqconv.artifact.model_card import is_own_card, is_own_sums
 from hqconv.artifact.reader import Artifact, Header
 from hqconv.conversion.stages import Meter
-from hqconv.errors import HqconvError, VerificationError, differences, plural
+from hqconv.errors import VerificationError, differences, plural
 from hqconv.io.pipeline import stop_threads
 from hqconv.io.sidecar_files import WEIGHT_FOLDERS, WEIGHT_SUFFIXES
 from hqconv.models.moe_layer import MoeLayer
@@ -26,7 +26,6 @@ from hqconv.models.source_protocol import Source
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.input_schema import NAMED_INPUTS, KernelSpec
-from hqconv.schemas.options import GPTQ
 from hqconv.schemas.untrusted_files import parse_json
 from hqconv.schemas.weight_schema import is_misnamed
 from hqconv.verification.accounting import Placed, check_accounting
@@ -60,7 +59,6 @@ def check_files(artifact: Artifact, source: Source | None, num_threads: int, met
         if artifact.manifest.is_kernel:
             check_ranks(artifact, layers, headers, result)
             check_rank_scales(artifact, layers.values(), result)
-        _check_importance(artifact, layers, result)
         shards = {path: header for path, header in headers.items() if artifact.is_shard(path)}
         _check_shards(artifact, shards, result)
         inside = _placed(shards, result)
@@ -150,26 +148,6 @@ def _layers(artifact: Artifact, result: CheckResult) -> dict[str, MoeLayer]:
         except VerificationError as error:
             result.add_error(error)
     return layers
-
-
-def _check_importance(artifact: Artifact, layers: Mapping[str, MoeLayer], result: CheckResult) -> None:
-    """Check that the importance file of the search is the recorded one, and is valid."""
-    recorded = artifact.manifest.importance
-    if recorded is None:
-        return
-    where = f"{names.MANIFEST}: importance"
-    listed = artifact.manifest.files.get(names.IMPORTANCE)
-    expected = names.importance_to_dict("not listed" if listed is None else listed.sha256)
-    if recorded.to_dict() != expected:
-        what = "The manifest does not name the artifact's importance file."
-        result.add(where, what, expected, recorded.to_dict())
-    try:
-        importance = artifact.importance
-        if importance is not None:
-            left, needs_hessian = artifact.layers.keys() | set(artifact.left), artifact.manifest.quantizer == GPTQ
-            importance.check(layers.values(), left, needs_hessian=needs_hessian)
-    except HqconvError as error:
-        result.add_error(error)
 
 
 def _note_versions(artifact: Artifact, result: CheckResult) -> None:
@@ -322,12 +300,12 @@ def _check_digest(artifact: Artifact, result: CheckResult) -> None:
 
 
 def _check_listed(artifact: Artifact, result: CheckResult) -> None:
-    """Check that the model card is listed, and weights only in shards, rank files and the importance file."""
+    """Check that the model card is listed, and weights only in shards and rank files."""
     if names.CARD not in artifact.manifest.files:
         result.add(names.CARD, "The manifest does not list the model card.", "listed", "not listed")
     for path in artifact.manifest.files:
         is_weights = path.endswith((*WEIGHT_SUFFIXES, ".index.json")) or path.split("/")[0] in WEIGHT_FOLDERS
-        is_own = path in (names.INDEX, names.IMPORTANCE) or artifact.is_shard(path)
+        is_own = path == names.INDEX or artifact.is_shard(path)
         is_ranks = artifact.manifest.is_kernel and "/" in path and path.endswith(".safetensors")
         if is_weights and not (is_own or is_ranks):
             result.add(path, "The manifest lists weights where no artifact has any.", "not listed", "listed")

@@ -283,11 +283,7 @@ def _original(
         plain = encoding_of(found, artifact.schema_of(layer.name), spec.param_dtype, EncodingOptions())
         return Original(source, found, plain, is_comparable=False)
     try:
-        importance = artifact.importance if lineage.is_own else None
-        if importance is not None:
-            left, needs_hessian = artifact.layers.keys() | set(artifact.left), artifact.manifest.quantizer == GPTQ
-            importance.check([layer], left, needs_hessian=needs_hessian)
-        options = lineage.encoding_options(importance)
+        options = EncodingOptions.from_dict(lineage.made.to_dict())
     except HqconvError as error:
         findings.append(Finding(error.where, error.what, str(error.expected), str(error.found)))
         return None
@@ -304,7 +300,9 @@ def _original(
         what = "The recorded order of intermediate columns is not that of the conversion."
         where = f"{names.MANIFEST}: {layer.name}: intermediate_order"
         findings.append(Finding(where, what, str(order), str(artifact.layers[layer.name].intermediate_order)))
-    return Original(source, found, encoding)
+    # A calibration cannot be repeated here.
+    may_differ = options.quantizer == GPTQ and not encoding.keeps_codes
+    return Original(source, found, encoding, is_comparable=not may_differ)
 
 
 def _working_bytes(layer: MoeLayer, schema: WeightSchema, quantizer: str) -> int:
@@ -316,11 +314,10 @@ def _working_bytes(layer: MoeLayer, schema: WeightSchema, quantizer: str) -> int
     source += 6 if not layer.format.is_float or any(w.is_stacked or not w.is_run for w in weights) else 0
     source += 8 if schema.rotation else 0  # twice: to be quantized, and to be measured
     packed = schema.num_bits / 8
-    group_bytes = 56 if quantizer == RTN else 376 if quantizer == GPTQ else 176
+    group_bytes = 56 if quantizer == RTN else 176
     scales = group_bytes / (schema.weight_scale_group_size or layer.hidden_size)
     # Gate and up together: sources, codes decoded (padded, then joined) and expected, packed codes on both sides.
-    factors = 64 * 128 * max(layer.hidden_size, layer.intermediate_size) if quantizer == GPTQ else 0
-    return int(numbers * 2 * (source + 3 + 3 * packed + scales) + numbers) + factors + (16 << 20)
+    return int(numbers * 2 * (source + 3 + 3 * packed + scales) + numbers) + (16 << 20)
 
 
 # --- findings -----------------------------------------------------------------------------------------------

@@ -232,7 +232,7 @@ def test_a_full_disk_is_seen_before_the_start(
     server: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned = hqconv.plan(NAME, schema=SCHEMA, target="sm90", tp=2)
-    of_out, of_shard = planned.num_bytes_out + planned.num_bytes_beside, size_of(server, 0)
+    of_out, of_shard = planned.num_bytes_out + planned.other_bytes, size_of(server, 0)
     needed = of_out + 2 * of_shard + 2  # with the tokenizer
     free = needed - 1
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(free, 0, free))

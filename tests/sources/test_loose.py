@@ -248,8 +248,8 @@ def test_loose_files_count_in_the_space_that_is_needed(
     with (source / "vocab.txt").open("wb") as file:
         file.truncate(1 << 40)
     planned = plan_of(source)
-    assert planned.num_bytes_beside == plain.num_bytes_beside + (1 << 40)
-    free = planned.num_bytes_out + planned.num_bytes_beside - 1
+    assert planned.other_bytes == plain.other_bytes + (1 << 40)
+    free = planned.num_bytes_out + planned.other_bytes - 1
     usage = SimpleNamespace(free=free)
     monkeypatch.setattr("hqconv.io.durable_files.shutil.disk_usage", lambda _: usage)
     notes = api.describe_plan(planned, tmp_path / "out", device="cpu")["notes"]

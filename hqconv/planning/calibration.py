@@ -1,0 +1,142 @@
+"""Calibration of the quantizer gptq: the text whose tokens decide codes and scales. Loads no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from hqconv.errors import RequestError
+from hqconv.schemas.options import BUILTIN, MSE, ConversionArguments
+
+BUILTIN_TEXT = Path(__file__).parents[1] / "calibration" / "builtin.txt"
+DEVICES = ("cpu", "cuda")
+_LEAST_TOKENS = 2
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A calibration, of which codes and scales depend. A manifest records it.
+
+    name, sha256: of the text. num_tokens: that were read of it. device: its type. torch, transformers: versions.
+    """
+
+    name: str
+    sha256: str
+    num_tokens: int
+    context_length: int
+    device: str
+    torch: str
+    transformers: str
+
+    @classmethod
+    def from_dict(cls, document: Any) -> Calibration:
+        """Read a manifest's entry. Raises RequestError for one that no conversion writes."""
+        kinds = {one.name: int if one.type == "int" else str for one in fields(cls)}
+        if not isinstance(document, Mapping) or {key: type(value) for key, value in document.items()} != kinds:
+            found = sorted(document) if isinstance(document, Mapping) else type(document).__name__
+            what, expected = "A recorded calibration has other keys or types.", ", ".join(kinds)
+            raise RequestError(what, where="calibration", expected=expected, found=found)
+        made = cls(**document)
+        is_possible = {
+            "name": made.name != "",
+            "sha256": re.fullmatch("[0-9a-f]{64}", made.sha256) is not None,
+            "num_tokens": made.num_tokens >= _LEAST_TOKENS,
+            "context_length": made.context_length >= _LEAST_TOKENS,
+            "device": made.device in DEVICES,
+            "torch": made.torch != "",
+            "transformers": made.transformers != "",
+        }
+        for key, is_good in is_possible.items():
+            if not is_good:
+                what = "A recorded calibration has an impossible value."
+                raise RequestError(what, where="calibration", found=f"{key}: {document[key]!r}")
+        return made
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the entry of the manifest."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class CalibrationText:
+    """Options of a calibration: a text, the number of its tokens that are read at most, and of those in a sequence.
+
+    path: a file, a folder of files, or `builtin` for the text that hqconv ships.
+    """
+
+    path: Path
+    num_tokens: int
+    context_length: int
+
+    @classmethod
+    def parse(cls, arguments: ConversionArguments) -> CalibrationText | None:
+        """Parse arguments of the API; None without `calibrate`. Raises RequestError."""
+        for option, key in (("--calibrate-tokens", "calibrate_tokens"), ("--calibrate-context", "calibrate_context")):
+            value: Any = arguments.get(key)
+            if type(value) is not int or value < _LEAST_TOKENS:
+                expected = f"a whole number from {_LEAST_TOKENS} up"
+                what = "The option needs a larger number of tokens."
+                raise RequestError(what, where=option, expected=expected, found=repr(value))
+        text = arguments["calibrate"]
+        if text is None:
+            return None
+        if arguments["quantizer"] == MSE:
+            raise RequestError(
+                "--calibrate and --quantizer mse exclude each other.",
+                remedy="Leave --quantizer out: a calibration chooses scales and codes by the error of outputs.",
+            )
+        found = cls(Path(text), arguments["calibrate_tokens"], arguments["calibrate_context"])
+        found.files()
+        return found
+
+    def files(self) -> list[Path]:
+        """Return the files of the text, in their order. Raises RequestError if there is none."""
+        if self.path == Path(BUILTIN):
+            return [BUILTIN_TEXT]
+        try:
+            found = [self.path] if self.path.is_file() else sorted(one for one in self.path.rglob("*") if one.is_file())
+        except OSError as error:
+            raise RequestError("The text cannot be read.", where=f"--calibrate {self.path}", found=error) from error
+        if not found:
+            what, expected = "There is no text to calibrate with.", f"a file, a folder with files, or {BUILTIN}"
+            raise RequestError(what, where=f"--calibrate {self.path}", expected=expected)
+        return found
+
+    def calibration(self, device: str) -> Calibration:
+        """Return the calibration on a device, cpu or cuda:N. Raises RequestError for an unreadable text.
+
+        The digest of a folder is that of the digests, sizes and names of its files.
+        """
+        digests = {path: _sha256(path) for path in self.files()}
+        sha256 = digests.get(self.path) or digests.get(BUILTIN_TEXT)
+        if sha256 is None:
+            lines = (f"{digest} {path.relative_to(self.path).as_posix()}\n" for path, digest in digests.items())
+            sha256 = hashlib.sha256("".join(lines).encode(errors="surrogateescape")).hexdigest()
+        kind, versions = device.partition(":")[0], (_version("torch"), _version("transformers"))
+        name = self.path.name or self.path.resolve().name
+        return Calibration(name, sha256, self.num_tokens, self.context_length, kind, *versions)
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+    except OSError as error:
+        raise RequestError("The text cannot be read.", where=f"--calibrate {path}", found=error) from error
+    return digest.hexdigest()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError as error:
+        remedy = f"pip install {package}"
+        raise RequestError("A calibration needs a package.", expected=package, found="none", remedy=remedy) from error
