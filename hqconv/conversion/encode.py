@@ -94,7 +94,7 @@ class LayerEncoder:
         """
         raw = None if raw is None else raw.on(self.device)
         stacks = float_stacks(self.layer, raw)
-        if self.inputs is not None:
+        if self.inputs is not None and not self.encoding.is_direct:
             return self._encode_calibrated(experts, raw, stacks, self.inputs)
         if stacks is not None:
             return self._check_later(experts, self._quantize_floats(stacks, tiles))
@@ -161,7 +161,7 @@ class LayerEncoder:
                 [resized(stacks[role], encoding.shapes[role]) for role in roles],
                 encoding.schema,
                 encoding.param_dtype,
-                quantizer=encoding.quantizer,
+                quantizer=encoding.plain_quantizer,
                 sinks=None if tiles is None else [tiles.stacks[role] for role in roles],
             )
             done |= dict(zip(roles, results, strict=True))
@@ -276,7 +276,7 @@ def _quantized_stacks(each: Sequence[Mapping[str, SourceMatrix]], encoding: Laye
         encoding.param_dtype,
         powers,
         count_exact=encoding.is_coded,
-        quantizer=encoding.quantizer,
+        quantizer=encoding.plain_quantizer,
     )
     return dict(zip(roles, done, strict=True))
 

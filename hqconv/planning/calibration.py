@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,10 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Calibration:
-    """A calibration, of which codes and scales depend. A manifest records it.
+    """A calibration, on which codes and scales depend: as a manifest records it.
 
     name, sha256: of the text. num_tokens: that were read of it. device: its type. torch, transformers: versions.
+    path: the text; None of a calibration that was read from a manifest.
     """
 
     name: str
@@ -33,11 +34,12 @@ class Calibration:
     device: str
     torch: str
     transformers: str
+    path: Path | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def from_dict(cls, document: Any) -> Calibration:
         """Read a manifest's entry. Raises RequestError for one that no conversion writes."""
-        kinds = {one.name: int if one.type == "int" else str for one in fields(cls)}
+        kinds = {one.name: int if one.type == "int" else str for one in fields(cls) if one.compare}
         if not isinstance(document, Mapping) or {key: type(value) for key, value in document.items()} != kinds:
             found = sorted(document) if isinstance(document, Mapping) else type(document).__name__
             what, expected = "A recorded calibration has other keys or types.", ", ".join(kinds)
@@ -60,7 +62,9 @@ class Calibration:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entry of the manifest."""
-        return asdict(self)
+        document = asdict(self)
+        del document["path"]
+        return document
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,7 @@ class CalibrationText:
             sha256 = hashlib.sha256("".join(lines).encode(errors="surrogateescape")).hexdigest()
         kind, versions = device.partition(":")[0], (_version("torch"), _version("transformers"))
         name = self.path.name or self.path.resolve().name
-        return Calibration(name, sha256, self.num_tokens, self.context_length, kind, *versions)
+        return Calibration(name, sha256, self.num_tokens, self.context_length, kind, *versions, self.files()[0])
 
 
 def _sha256(path: Path) -> str:

@@ -147,6 +147,11 @@ class LayerEncoding:
         return self.options.quantizer
 
     @property
+    def plain_quantizer(self) -> str:
+        """Method for matrices whose inputs no calibration knows: rtn or mse."""
+        return RTN if self.quantizer == GPTQ else self.quantizer
+
+    @property
     def is_direct(self) -> bool:
         """True where codes are kept, with their scales or rounded ones, if gate and up share what they must share."""
         return self.conversion in (DIRECT, DIRECT_ROUNDED)
