@@ -53,7 +53,6 @@ _NUMBERS: dict[str, tuple[type, float, float]] = {  # parameter → type, least 
     "jobs": (int, 1, 4096),
     "num_tokens": (int, 1, 2**40),
     "context_length": (int, 1, 2**30),
-    "min_tokens": (int, 1, 2**40),
     "tp_rank": (int, 0, 2**20),
     "ep_rank": (int, 0, 2**20),
     "layers": (int, 0, 2**20),

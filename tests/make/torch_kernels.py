@@ -8,10 +8,10 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import torch
+from hqconv.quantization.gptq import inverse_of
 
 from hqconv.humming_ops.runtime import humming
 from hqconv.quantization import torch_ops
-from hqconv.quantization.gptq import inverse_of
 from hqconv.quantization.group_scales import GroupScales
 from hqconv.quantization.quantized import TileFactors
 from hqconv.schemas.weight_schema import WeightSchema

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-
 from hqconv.quantization.gptq import hessian_factors
+
 from hqconv.quantization.group_scales import scales_of
 from hqconv.quantization.quantize import quantize_stacks
 from hqconv.quantization.scale_search import ladder_of, least_byte

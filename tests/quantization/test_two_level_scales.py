@@ -7,12 +7,12 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from hqconv.quantization.gptq import hessian_factors
 
 from hqconv.humming_ops.runtime import humming_schema, resident
 from hqconv.layout_decoder.decode import bits_of, decode_packed
 from hqconv.layout_decoder.values import decoded_weights
 from hqconv.quantization import cpu, cuda
-from hqconv.quantization.gptq import hessian_factors
 from hqconv.quantization.group_scales import two_level_scales, unrounded_scales
 from hqconv.quantization.hadamard import rotate
 from hqconv.quantization.quantize import quantize_stacks
