@@ -47,12 +47,12 @@ from hqconv.artifact.reader import Artifact
 from hqconv.kernel_layout import fused_moe as moe
 from hqconv.kernel_layout.compatibility import why_not, why_overflow
 from hqconv.quantization.quantize import quantize_stacks
-from hqconv.quantization.quantized import MSE, RTN
 from hqconv.reports.ranking import ERRORS, KINDS, SPEEDS
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.input_schema import KernelSpec, resolve_inputs
+from hqconv.schemas.options import MSE, RTN
 from hqconv.schemas.weight_schema import PRESETS, resolve_schema
 from hqconv.verification.kernel import LayerInputs, in_order
 from hqconv.verification.reference import EXACT, Routing, moe_forwards

@@ -56,7 +56,7 @@ def test_nothing_says_to_install_hqconv_from_an_index() -> None:
 def test_messages_name_the_versions_of_the_extras() -> None:
     extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     files = {"gguf": "io/gguf_header.py", "bitsandbytes": "formats/bitsandbytes.py"}
-    files["importance"] = "calibration/transformers_model.py"
+    files["calibrate"] = "calibration/transformers_model.py"
     for name, module in files.items():
         assert f"Run: pip install '{extras[name][0]}'." in (REPO / "hqconv" / module).read_text()
 

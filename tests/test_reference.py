@@ -15,7 +15,6 @@ from hqconv.schemas.grid import GROUPS, Grid
 from tests.make import hub_server, small
 from tests.make.conversions import manifest, run
 from tests.make.formats import write
-from tests.make.importance import columns_of, write_importance
 from tests.make.input_scales import STATIC
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
@@ -53,8 +52,7 @@ def make_artifacts(folder: Path) -> None:
     options = ("--config", folder / "mixed.toml", "--schema", "fp8", "--device", "cpu", "--cuda", "13.0")
     call("convert", src, "-o", folder / "mixed", *options, "--dtype", "float16", "--target", "sm89")
     run(small.save(folder / "scaled", scales()), folder / "static", schema, input_schema=inputs)
-    columns = write_importance(folder / "columns.safetensors", columns_of(src))
-    run(src, folder / "searched", "int4-g32", quantizer="mse", importance=columns)
+    run(src, folder / "searched", "int4-g32", quantizer="mse")
     rounded = write(folder / "rounded-src", "gptq-int4-zp").folder
     run(rounded, folder / "rounded", "source", dtype="bfloat16", round_scales=True)
     run(write(folder / "coded", "fp8-block").folder, folder / "requantized", "mxfp4")

@@ -35,7 +35,6 @@ COMMANDS = {
     "convert --log-file": "convert {root}/model --schema mxfp4 --target sm90 -o {tmp}/new --log-file {file} --dry-run",
     "allocate -o": "allocate {root}/model --bits 9 --candidates mxfp4,fp8 --target sm90 --device cpu -o {file}",
     "allocate -o --overwrite": "allocate {root}/model --bits 9 --target sm90 --device cpu -o {file} --overwrite",
-    "importance -o": "importance {root}/model --text {root}/out.json --device cpu -o {file}",
 }
 
 
@@ -75,7 +74,7 @@ PLACES: dict[str, Callable[[Path, Path], Path]] = {
 }
 ALLOWED = {  # the artifact is no option of the command
     (command, place)
-    for command in ("allocate -o", "allocate -o --overwrite", "importance -o", "inspect --log-file")
+    for command in ("allocate -o", "allocate -o --overwrite", "inspect --log-file")
     for place in ("in the artifact", "a link into the artifact")
 }
 ALLOWED |= {(command, place) for command in ("convert --profile", "convert --log-file") for _, place in tuple(ALLOWED)}
@@ -105,8 +104,6 @@ def test_files_of_others_stay(command: str, place: str, root: Path, tmp_path: Pa
         "verify {root}/out --report {tmp}/x --log-file {tmp}/../{tmp.name}/x",
         "report {root}/out -o {tmp}/x --log-file {tmp}/x",
         "allocate {root}/model --bits 9 --target sm90 -o {tmp}/x --log-file {tmp}/x",
-        "importance {root}/model --text {root}/out.json -o {tmp}/x --log-file {tmp}/x",
-        "importance {root}/model --text {tmp}/text -o {tmp}/y --log-file {tmp}/text",  # empty
     ],
 )
 def test_two_options_never_name_one_file(command: str, root: Path, tmp_path: Path) -> None:

@@ -10,10 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -23,11 +21,9 @@ from hqconv.conversion.allocate import document_path, journal_path
 from hqconv.conversion.journal import Journal
 from hqconv.errors import InputError, OutputError, RequestError
 from hqconv.schemas.recipe import load_recipe
-from hqconv.schemas.weight_schema import PRESETS
 from tests.make import hub_server, small
 from tests.make.conversions import assert_verified, manifest, run
 from tests.make.formats import write
-from tests.make.importance import columns_of, write_importance
 from tests.make.qwen import read_tree, write_qwen3_moe
 
 FEW = "int3-g32,int4-g32,mxfp4,int8"
@@ -209,61 +205,14 @@ def test_it_beats_one_schema_for_all_layers_of_its_size(src: Path, tmp_path: Pat
     assert errors == sorted(errors, reverse=True)
 
 
-# --- importance ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.full
-def test_importance_weighs_the_errors(src: Path, tmp_path: Path) -> None:
-    """The loss of each layer, computed with numpy from the weights that the artifact of one schema decodes to."""
-    columns = columns_of(src, ratio=50)
-    file = write_importance(tmp_path / "columns.safetensors", columns)
-    options = {"quantizer": "mse", "importance": file}
-    document = allocate(src, tmp_path / "recipes" / "recipe.toml", candidates="int4-g32,nvfp4,int3-g32-zp", **options)
-    assert document["importance"] is not None
-    assert_kept(src, tmp_path / "recipes" / "recipe.toml", document, tmp_path / "out")
-    words = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-    for schema in document["candidates"]:
-        run(src, tmp_path / schema, schema, quantizer="mse", importance=file)
-        for name, layer in document["layers"].items():
-            decoded, error, power = hqconv.dequantize(tmp_path / schema, layer=name), 0.0, 0.0
-            with safe_open(src / "model.safetensors", "pt") as source:
-                for role, values in decoded.items():
-                    of_columns = columns[f"{name}.{'w2' if role == 'w2' else 'w13'}"].double().numpy()
-                    for expert, value in enumerate(values):
-                        original = source.get_tensor(f"{name}.{expert}.{words[role]}.weight").double().numpy()
-                        weights = of_columns / of_columns.mean()
-                        error += float((((original - value.double().numpy()) ** 2) * weights).sum())
-                        power += float((original**2 * weights).sum())
-            found = layer["candidates"][schema]["relative_error"]
-            assert found == pytest.approx(np.sqrt(error / power), rel=1e-9)
-
-
-@pytest.mark.parametrize("kind", [PRESETS, ("int4-g32-zp", "int4-g64-fpzp", "int3-c", "int8-c-zp")])
-def test_weighted_sums_are_the_plain_ones_under_equal_weights(kind: Any) -> None:
-    from hqconv.quantization.torch_ops import weighted_sums
-    from hqconv.schemas.weight_schema import resolve_schema
-    from tests.make.quantized import quantize
-
-    matrix = torch.randn(128, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
-    for name in kind:
-        schema = resolve_schema(name)
-        (found,) = quantize([matrix], schema, "bfloat16")
-        sums = weighted_sums(matrix, found.tensors, schema, torch.ones(256))
-        assert sums.tolist() == [found.error_sums.error, found.error_sums.power], name
-        doubled = weighted_sums(matrix, found.tensors, schema, torch.full((256,), 2.0))
-        assert doubled.tolist() == [2 * one for one in sums.tolist()]
-
-
 # --- the same bytes ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", ["plain", "mse", "importance", "fp8 blocks", "gpt-oss mxfp4"])
+@pytest.mark.parametrize("name", ["plain", "mse", "fp8 blocks", "gpt-oss mxfp4"])
 def test_a_gpu_gives_the_same_bytes(name: str, src: Path, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"candidates": None, "quantizer": "mse" if name in ("mse", "importance") else "rtn"}
-    if name == "importance":
-        options["importance"] = write_importance(tmp_path / "columns.safetensors", columns_of(src))
+    options: dict[str, Any] = {"candidates": None, "quantizer": "mse" if name == "mse" else "rtn"}
     if name in SOURCES:
         src = small.save(tmp_path / "src", SOURCES[name][0]())
     for device in ("cpu", "cuda"):
@@ -399,11 +348,10 @@ def test_existing_files_are_refused_without_overwrite(src: Path, tmp_path: Path)
 
 
 def test_paths_in_a_recipe_are_relative_to_it(src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A schema of a file, and an importance file, are found from another folder."""
+    """A schema of a file is found from another folder."""
     (tmp_path / "own.toml").write_text('b_dtype = "uint5"\nweight_scale_group_size = 32\n')
-    write_importance(tmp_path / "columns.safetensors", columns_of(src))
     monkeypatch.chdir(tmp_path)
-    options = {"quantizer": "mse", "importance": "columns.safetensors", "candidates": "own.toml,int3-g32"}
+    options = {"quantizer": "mse", "candidates": "own.toml,int3-g32"}
     document = allocate(src, Path("recipes/recipe.toml"), bits=6.3, **options)
     assert {layer["chosen"] for layer in document["layers"].values()} == {"own.toml", "int3-g32"}
     monkeypatch.chdir("/")

@@ -175,7 +175,7 @@ def test_running_out_in_a_worker_ends_the_conversion_so(
 # --- loose files -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["verify", "evaluate", "importance"])
+@pytest.mark.parametrize("command", ["verify", "evaluate"])
 def test_running_out_elsewhere_is_told_in_the_same_way(
     command: str, model: Path, tmp_path: Path, gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,13 +188,10 @@ def test_running_out_elsewhere_is_told_in_the_same_way(
     run(model, out := tmp_path / "out", "mxfp4")
     monkeypatch.setattr("hqconv.verification.verify.check_weights", fail)
     monkeypatch.setattr("hqconv.evaluation.evaluate._Run.figures", fail)
-    monkeypatch.setattr("hqconv.conversion.collect_importance.model_class", fail)
-    monkeypatch.setattr("hqconv.conversion.collect_importance.read_text", lambda *_: Text([1] * 9, [], b""))
     monkeypatch.setattr("hqconv.evaluation.evaluate.read_text", lambda *_: Text([1] * 9, [], b""))
     calls: dict[str, Callable[[], Any]] = {
         "verify": lambda: hqconv.verify(out, model, device="cpu"),
         "evaluate": lambda: hqconv.evaluate(out, model, text, device="cpu"),
-        "importance": lambda: hqconv.collect_importance(model, text, tmp_path / "columns.safetensors", device="cpu"),
     }
     with pytest.raises(RequestError, match="GPU's memory is not enough") as caught:
         calls[command]()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import hqconv
 from hqconv.cli.app import app
 from hqconv.errors import RequestError
 from tests.make.families import save_family
-from tests.make.importance import write_tokenizer
+from tests.make.tokenizer import write_tokenizer
 
 MARKER = "code-has-run"
 CODE = f"from pathlib import Path\nPath(__file__).with_name({MARKER!r}).touch()\nPath({{here!r}}).touch()\n"
@@ -48,13 +49,14 @@ def change(path: Path, **values: Any) -> None:
 
 
 def measure(src: Path) -> tuple[int, str]:
-    """Exit code and output of `hqconv importance`; no code of the folder has run."""
-    out = src.parent / "columns.safetensors"
-    out.unlink(missing_ok=True)
-    arguments = ["importance", str(src), "--text", str(src.parent / "text"), "-o", str(out), "--device", "cpu"]
-    done = CliRunner().invoke(app, [*arguments, "--context", "16"], input="y\ny\ny\n")
+    """Exit code and output of a calibrated conversion; no code of the folder has run."""
+    out = src.parent / "out"
+    shutil.rmtree(out, ignore_errors=True)
+    options = ["--schema", "int8-g32", "--target", "sm90", "--device", "cpu", "-o", str(out), "--threads", "1"]
+    calibrate = ["--calibrate", str(src.parent / "text"), "--calibrate-context", "16"]
+    done = CliRunner().invoke(app, ["convert", str(src), *options, *calibrate], input="y\ny\ny\n")
     assert not (src.parent / MARKER).exists()
-    assert out.exists() == (done.exit_code == 0)
+    assert (out / "hqconv.json").exists() == (done.exit_code == 0)
     assert "Traceback" not in done.output
     return done.exit_code, done.output
 
@@ -151,8 +153,6 @@ def test_wrong_values_of_a_tokenizer_end_as_one_message(src: Path, values: dict[
 
 @pytest.mark.parametrize("values", [{"num_tokens": 0}, {"num_tokens": -1}, {"context_length": 0}, {"num_tokens": 2.0}])
 def test_numbers_out_of_range_are_refused(src: Path, values: dict[str, Any]) -> None:
-    with pytest.raises(RequestError, match="larger number of tokens"):
-        hqconv.collect_importance(src, src.parent / "text", src.parent / "out", **values)
     with pytest.raises(RequestError, match="larger number of tokens"):
         hqconv.evaluate(src, src, src.parent / "text", **values)
 

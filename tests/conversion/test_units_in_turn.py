@@ -18,7 +18,6 @@ from hqconv.conversion.convert import take_in_turn
 from hqconv.conversion.executor import Executor
 from hqconv.conversion.hub_prefetch import HubPrefetch
 from hqconv.planning.output_units import MoeLayerPlan
-from tests.make.importance import columns_of, write_importance
 from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import snapshot
 
@@ -106,13 +105,6 @@ def test_a_unit_waits_for_its_files_while_another_is_read(
     order = of_layers(fed)
     assert order.startswith("00" + "02" * (NUM_BATCHES - 3) + "0")
     assert order.index("1") > order.rindex("0")
-
-
-def test_units_with_an_importance_file_go_alone(model: Path, tmp_path: Path, fed: list[str]) -> None:
-    """Its memory, and gptq's factors, are those of one layer."""
-    importance = write_importance(tmp_path / "columns.safetensors", columns_of(model))
-    hqconv.convert(model, tmp_path / "out", **OPTIONS, quantizer="mse", importance=importance)
-    assert of_layers(fed) == "".join(digit * NUM_BATCHES for digit in "012")
 
 
 def test_nothing_is_waited_for_beside_a_unit_in_work(

@@ -30,8 +30,8 @@ from hqconv.evaluation import evaluate as evaluation
 from tests.make.conversions import manifest
 from tests.make.families import FAMILIES as ALL_FAMILIES
 from tests.make.families import MLA, moe_layers, save_family
-from tests.make.importance import write_tokenizer
 from tests.make.qwen import write_qwen3_moe
+from tests.make.tokenizer import write_tokenizer
 
 IDS = (torch.arange(75) * 7 % 61 + 3).tolist()
 CONTEXT = 16

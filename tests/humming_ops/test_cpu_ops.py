@@ -12,7 +12,7 @@ from hqconv.humming_ops import cpu_ops
 from hqconv.humming_ops.runtime import humming
 from hqconv.kernel_layout.transform import kernel_form, to_kernel
 from hqconv.quantization.quantize import quantize_stacks
-from hqconv.quantization.quantized import MSE
+from hqconv.schemas.options import MSE
 from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.conversions import kernel_spec_of
 from tests.make.matrices import SCHEMAS, hard_matrix

@@ -12,6 +12,7 @@ import hqconv
 from hqconv import api
 from hqconv.cli.options import OPTIONS
 from hqconv.errors import RequestError
+from hqconv.planning.calibration import Calibration
 from hqconv.planning.layer_encoding import EncodingOptions
 from hqconv.planning.spec import ConversionOptions
 from hqconv.schemas.artifact_names import CHECKPOINT, KERNEL
@@ -21,6 +22,11 @@ from hqconv.schemas.weight_schema import PARAM_DTYPES
 from tests.make.places import REPO
 
 MAX_FILES = 5  # CONTRIBUTING.md lists them
+ENTRY = Calibration("text", "0" * 64, 4096, 512, "cpu", "2.9", "5.0").to_dict()
+OPTIONS_OF_MANIFESTS = [
+    *(EncodingOptions(), EncodingOptions(True), EncodingOptions(True, "mse")),
+    EncodingOptions(True, "gptq", Calibration(**ENTRY)),
+]
 
 
 CLOSED = {
@@ -49,8 +55,10 @@ def test_an_option_that_changes_bytes_is_named_in_few_files() -> None:
 
 
 def test_encoding_options_are_the_rows_of_the_table() -> None:
-    assert set(EncodingArguments.__annotations__) == set(inspect.signature(EncodingOptions).parameters)
-    for name in EncodingArguments.__annotations__:
+    of_text = {f"calibrate{part}" for part in ("", "_tokens", "_context")}
+    names = set(EncodingArguments.__annotations__) - of_text
+    assert names == set(inspect.signature(EncodingOptions).parameters) - {"calibration"}
+    for name in names:
         assert getattr(EncodingOptions(), name) == conversion_options()[name].default
 
 
@@ -67,7 +75,7 @@ def test_the_api_has_every_option(function: Any) -> None:
         function("model")
 
 
-@pytest.mark.parametrize("options", [EncodingOptions(), EncodingOptions(True), EncodingOptions(True, "mse")], ids=repr)
+@pytest.mark.parametrize("options", OPTIONS_OF_MANIFESTS, ids=repr)
 def test_a_manifest_gives_back_the_options(options: EncodingOptions) -> None:
     document = options.to_dict()
     assert document.keys() <= set(ENCODING_KEYS)
@@ -81,7 +89,17 @@ def test_a_manifest_gives_back_the_options(options: EncodingOptions) -> None:
         ({"quantizer": "best"}, "quantizer"),
         ({"quantizer_version": 1}, "quantizer_version"),
         ({"quantizer": "mse", "quantizer_version": True}, "quantizer_version"),
-        ({"importance": {}}, "importance"),
+        ({"calibration": ENTRY}, "calibration"),
+        ({"quantizer": "gptq", "quantizer_version": 1}, "calibration"),
+        *(
+            ({"quantizer": "gptq", "quantizer_version": 1, "calibration": entry}, "calibration")
+            for entry in (
+                {},
+                [],
+                {**ENTRY, "more": 1},
+                *({**ENTRY, key: value} for key in ENTRY for value in ("", None, True, 1)),
+            )
+        ),
     ],
 )
 def test_a_manifest_with_impossible_options(document: dict[str, Any], key: str) -> None:

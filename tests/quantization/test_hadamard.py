@@ -10,9 +10,8 @@ import torch
 
 from hqconv.humming_ops.runtime import humming
 from hqconv.layout_decoder.values import unrotated
-from hqconv.quantization.hadamard import average_importance, rotate
-from hqconv.quantization.quantize import quantize_stacks
-from hqconv.quantization.quantized import Quantizer
+from hqconv.quantization.hadamard import rotate
+from hqconv.schemas.options import QUANTIZERS
 from hqconv.schemas.weight_schema import ROTATIONS, WeightSchema, resolve_schema
 from tests.make.matrices import hard_matrix
 from tests.make.quantized import quantize
@@ -94,7 +93,7 @@ def test_bits_depend_on_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_quantizing_is_of_the_rotated_matrix(name: str, source: torch.dtype) -> None:
     """As `quant_tensor`, which rotates in the matrix's dtype and then quantizes."""
     pair = [hard_matrix(128, 384, source, seed).clamp(-1e4, 1e4) for seed in (1, 2)]
-    for quantizer in (Quantizer(), Quantizer("mse")):
+    for quantizer in QUANTIZERS:
         found = quantize(pair, rotated_schema(name, 128), "bfloat16", quantizer=quantizer)
         rotated = [rotate(one, 128) for one in pair]
         expected = quantize(rotated, resolve_schema(name), "bfloat16", quantizer=quantizer)
@@ -103,19 +102,6 @@ def test_quantizing_is_of_the_rotated_matrix(name: str, source: torch.dtype) -> 
             assert not differences(one.tensors, other.tensors)
             assert one.error_sums == other.error_sums
             assert differences(one.tensors, unlike.tensors)
-
-
-def test_importance_is_that_of_rotated_inputs() -> None:
-    """Of inputs whose columns vary independently, the mean square of each rotated column is its block's mean."""
-    importance = torch.rand(256, generator=torch.Generator().manual_seed(3))
-    squares = hadamard(64) ** 2 @ importance.double().numpy().reshape(4, 64, 1)
-    np.testing.assert_allclose(average_importance(importance, 64).numpy(), squares.ravel(), rtol=1e-6)
-    matrix = torch.randn(1, 64, 256, generator=torch.Generator().manual_seed(4))
-    weighted, schema = Quantizer("mse", importance * torch.arange(256)), rotated_schema("int4-g64-zp", 128)
-    [found] = quantize_stacks([matrix], schema, "bfloat16", quantizer=weighted)
-    same = Quantizer("mse", average_importance(importance * torch.arange(256), 128))
-    [expected] = quantize_stacks([rotate(matrix, 128)], resolve_schema("int4-g64-zp"), "bfloat16", quantizer=same)
-    assert not differences(found.tensors, expected.tensors)
 
 
 @pytest.mark.cuda

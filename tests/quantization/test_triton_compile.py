@@ -6,18 +6,15 @@ Each launch of the functions that call them is recorded instead of run, and comp
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hqconv.quantization.gptq import hessian_factors
 
 from hqconv.quantization.group_scales import scales_of
 from hqconv.quantization.quantize import quantize_stacks
 from hqconv.quantization.scale_search import ladder_of, least_byte
 from tests.make.matrices import any_schema, hard_matrix
-from tests.make.structured_inputs import as_tiles, structured_inputs
 
 triton = pytest.importorskip("triton")
 
@@ -82,57 +79,20 @@ def assert_rounded_once(ptx: str) -> None:
     assert ".ftz" not in ptx
 
 
-def of_sweep(name: str, dtype: torch.dtype, *, is_weighted: bool) -> None:
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("nvfp4", torch.bfloat16), ("mxfp4", torch.float32), ("int4-g32", torch.bfloat16)]
+)
+def test_the_sweep_compiles_for_a_gpu(name: str, dtype: torch.dtype, launches: list[Launch]) -> None:
     from hqconv.quantization import triton_sweep
 
     schema, param_dtype = any_schema(name), "bfloat16" if dtype == torch.bfloat16 else "float16"
     stack = torch.stack([hard_matrix(128, COLUMNS, dtype, seed) for seed in (0, 1)])
-    importance = torch.rand(2, COLUMNS, dtype=torch.float64) if is_weighted else None
     [done] = quantize_stacks([stack], schema, param_dtype)
     start = scales_of(done.tensors, schema)
     least = torch.ones(2, 128, start.scale.size(2), dtype=torch.float64)
     floor = least_byte([start.stored], param_dtype, has_row_scale=schema.has_row_scale)
-    triton_sweep.sweep(stack, start, least, ladder_of(schema, param_dtype), floor, schema, importance)
-
-
-def of_compensation(name: str, dtype: torch.dtype, *, is_weighted: bool) -> None:
-    """Call every function of `triton_compensation`."""
-    from hqconv.quantization import triton_compensation
-
-    schema, stack = any_schema(name), torch.stack([hard_matrix(128, COLUMNS, dtype, seed) for seed in (0, 1)])
-    x = structured_inputs(300, COLUMNS, 0)
-    tiles = as_tiles(x.T @ x / 300).numpy().tobytes()
-    factors = hessian_factors(tiles, COLUMNS, schema.weight_scale_group_size, 0)
-    [done] = quantize_stacks([stack], schema, "bfloat16")
-    words, scales = done.tensors["weight"], scales_of(done.tensors, schema)
-    table = triton_compensation.code_values(schema, stack.device)
-    losses = triton_compensation.tile_losses(stack, scales, words, table, schema, factors.wide)
-    for tiles_of in [factors.wide] if factors.narrow is None else [factors.wide, factors.narrow]:
-        triton_compensation.tile_losses(stack, scales, None, None, schema, tiles_of)
-    changed = torch.ones_like(losses, dtype=torch.bool)
-    triton_compensation.compensated_codes(stack, scales, changed, words, schema, factors.wide)
-
-
-@pytest.mark.sampled(12)
-@pytest.mark.parametrize(
-    ("calls", "name", "dtype", "is_weighted"),
-    [
-        (of_sweep, "nvfp4", torch.bfloat16, True),
-        (of_sweep, "mxfp4", torch.float32, False),
-        (of_sweep, "int4-g32", torch.bfloat16, False),
-        (of_compensation, "nvfp4", torch.bfloat16, True),
-        (of_compensation, "int4-g128-zp", torch.float16, True),
-        (of_compensation, "fp8", torch.bfloat16, True),
-    ],
-)
-def test_kernels_compile_for_a_gpu(
-    calls: Callable[..., None], name: str, dtype: torch.dtype, is_weighted: bool, launches: list[Launch]
-) -> None:
-    calls(name, dtype, is_weighted=is_weighted)
+    triton_sweep.sweep(stack, start, least, ladder_of(schema, param_dtype), floor, schema)
     assert launches
     for launch in launches:
-        ptx = ptx_of(launch)
-        assert_rounded_once(ptx)
-        if calls is of_compensation:  # each thread rounds rows of its own
-            assert "shfl" not in ptx
-            assert ".shared" not in ptx.partition("{")[2]
+        assert_rounded_once(ptx_of(launch))

@@ -82,7 +82,6 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "a folder named as the index": (put("model.safetensors.index.json/x.md"), "index.json", "a folder"),
     "a folder named as the manifest": (put("hqconv.json/x.md"), "hqconv.json", "a folder"),
     "a folder named as the journal": (put(".hqconv-progress.jsonl/x.md"), ".hqconv-progress", "a folder"),
-    "a folder named as the importance": (put("importance.safetensors/x.md"), "importance", "needs"),
     "a folder named as an unfinished file": (put("a.md", "a.md.partial/x.md"), "a.md.partial/x.md", "needs"),
     "a folder named as an unfinished config": (put("config.json.partial/x.md"), "config.json.partial", "needs"),
     "a link to a file of the system": (link("tokenizer2.json", "/etc/hostname"), "tokenizer2.json", "leads out"),
