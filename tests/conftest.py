@@ -29,7 +29,7 @@ def pytest_configure() -> None:
 
     SIGINT gets its default handler: shells start background jobs with SIGINT ignored. Idle OpenMP threads of torch
     sleep: there are more than processors, as several tests run at once, and a thread that spins takes the time of one
-    that works (75 s instead of 150 for tests/evaluation and test_gptq.py on two processors).
+    that works (75 s instead of 150 for tests/evaluation and a test of gptq on two processors).
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ["XDG_CONFIG_HOME"] = _CONFIG.name  # no key of the user's is made, or read

@@ -16,7 +16,7 @@ from hqconv.formats.source_format import DIRECT, DIRECT_ROUNDED, SourceFormat, c
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.calibration import Calibration
 from hqconv.schemas.grid import stored_size
-from hqconv.schemas.options import GPTQ, QUANTIZERS, RTN
+from hqconv.schemas.options import GPTQ, QUANTIZERS, RTN, EncodingArguments
 from hqconv.schemas.weight_schema import WeightSchema
 
 # Version of the scale candidates that mse tries and of its choice (`quantization/scale_search`):
@@ -45,6 +45,11 @@ class EncodingOptions:
 
     def __post_init__(self) -> None:
         assert (self.calibration is not None) == (self.quantizer == GPTQ), "a calibration belongs to gptq"
+
+    @classmethod
+    def parse(cls, arguments: EncodingArguments) -> EncodingOptions:
+        """Return the options of the API's arguments; a calibration comes when the device is known."""
+        return cls(arguments["round_scales"], arguments["quantizer"])
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> EncodingOptions:

@@ -20,7 +20,7 @@ from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.grid import GROUPS
 from hqconv.schemas.input_schema import KernelSpec
 from hqconv.schemas.model_config import NO_HEADS, AttentionHeads, text_config
-from hqconv.schemas.options import RTN
+from hqconv.schemas.options import MSE, RTN
 from hqconv.schemas.weight_schema import PARAM_DTYPES
 
 PROVEN_SM = 90  # of an H200: docs/kernels.md
@@ -208,7 +208,7 @@ def no_tokenizer(folder: str, remedy: str = "copy the publisher's files into it"
 def quantizer_notices(spec: ConversionSpec) -> list[str]:
     """Warn of a search where it made predictions worse: at 1 and 2 bits (docs/quantizers.md)."""
     few = sorted({one.schema.name for one in spec.kernel_specs if one.schema.num_bits <= _FEW_BITS})
-    if spec.encoding.quantizer == RTN or not few:
+    if spec.encoding.quantizer != MSE or not few:
         return []
     return [
         f"--quantizer {spec.encoding.quantizer} lowers the error of weights, but at 2 bits ({', '.join(few)}) it made "

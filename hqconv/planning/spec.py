@@ -67,7 +67,7 @@ class ConversionOptions:
             cuda=given["cuda"],
             layout=given["layout"],
             inputs=inputs if isinstance(inputs, InputSchema) else resolve_inputs(str(inputs)),
-            encoding=EncodingOptions(given["round_scales"], given["quantizer"]),
+            encoding=EncodingOptions.parse(given),
             calibrate=CalibrationText.parse(given),
             overrides=tuple(given["overrides"]),
             allow_unserved=given["allow_unserved"],
