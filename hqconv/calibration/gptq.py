@@ -15,7 +15,7 @@ Legend: E experts, N output rows, K input columns, G groups along K, S columns o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -34,7 +34,7 @@ from hqconv.quantization.group_scales import (
 from hqconv.quantization.hadamard import rotate
 from hqconv.quantization.quantize import quantize_stacks
 from hqconv.quantization.quantized import QuantizedStack
-from hqconv.quantization.scale_search import candidate_scales, least_byte
+from hqconv.quantization.scale_search import candidate_scales, ladder_of, least_byte, magnitude_bytes, stepped
 from hqconv.schemas.weight_schema import WeightSchema
 
 _DAMPING = 0.01  # of the mean diagonal of H
@@ -202,7 +202,11 @@ class _Matrix:
 
     def solve(self, products: Products) -> tuple[torch.Tensor, GroupScales]:
         """Return the numbers of codes [E, N, K], and the scales [E, R, G]."""
-        starts = [self.in_order(products), self.by_diagonal(products)]
+        scales = self.start
+        if self.searches:
+            diagonal = products.fit.diagonal(dim1=1, dim2=2)
+            scales = self.searched(diagonal.float().view(len(diagonal), 1, -1, self.size))
+        starts = [self.in_order(products, scales), self.by_diagonal(products, scales)]
         losses = [self.loss(start.values, products.held).sum(1) for start in starts]
         return self.descend(starts[1].where((losses[1] < losses[0]).view(-1, 1, 1), starts[0]), products.factor)
 
@@ -228,31 +232,43 @@ class _Matrix:
             return scales_under(self.start.second, highest, lowest, self.schema, self.param_dtype)
         return nearest_scales(highest, lowest, self.schema, self.param_dtype).scales
 
-    def candidates(self, target: torch.Tensor) -> Iterator[GroupScales]:
-        """Yield scales to try for groups [E, N, G, S]; the first are those of round-to-nearest."""
-        start = self.nearest(target)
-        yield start
-        for tried, _ in candidate_scales(start, self.schema, self.param_dtype, self.floor):
-            yield tried
+    def neighbours(self, scales: GroupScales, target: torch.Tensor) -> list[GroupScales]:
+        """Return scales to try for a group [E, N, 1, S] instead of others [E, N, 1]: the next ones, and the nearest."""
+        found = [(self.nearest(target), torch.ones_like(scales.scale, dtype=torch.bool))]
+        if not self.schema.has_zero_point:
+            ladder = ladder_of(self.schema, self.param_dtype)
+            steps = (torch.full_like(scales.scale, step, dtype=torch.int32) for step in (2, -1))
+            found += [stepped(scales, step, ladder) for step in steps]
+        return [scales, *(one.where(exists & self.is_allowed(one), scales) for one, exists in found)]
 
-    def searched(self, target: torch.Tensor, weight: torch.Tensor) -> GroupScales:
-        """Return the scales of the least squared error of groups [E, N, G, S], weighted by `weight`, as these."""
-        best: GroupScales | None = None
-        least = torch.zeros(())
-        for tried in self.candidates(target):
-            numbers = _nearest(target, tried, self.schema)
-            loss = (torch_ops.decode(numbers, tried).sub_(target).square_() * weight).sum(-1)
-            if best is None:
-                best, least = tried, loss * _MARGIN
-                continue
-            wins = loss < least
+    def is_allowed(self, scales: GroupScales) -> torch.Tensor:
+        """Return a mask of the scales that the parameter dtype can hold beside the start's largest."""
+        if self.floor is None:
+            return torch.ones_like(scales.scale, dtype=torch.bool)
+        magnitude, largest = (
+            magnitude_bytes(scales.stored),
+            magnitude_bytes(self.start.stored).amax((1, 2), keepdim=True),
+        )
+        return (magnitude >= self.floor) & (magnitude <= largest)
+
+    def searched(self, weight: torch.Tensor) -> GroupScales:
+        """Return the scales of the least squared error, weighted by `weight` [1 or E, 1, G, S]."""
+        start, target = self.start, self.weights.view(*self.weights.shape[:2], -1, self.size)
+
+        def loss_of(scales: GroupScales) -> torch.Tensor:
+            decoded = torch_ops.decode(_nearest(target, scales, self.schema), scales)
+            return decoded.sub_(target).square_().mul_(weight).sum(-1)
+
+        best, least = start, loss_of(start) * _MARGIN
+        for tried, valid in candidate_scales(start, self.schema, self.param_dtype, self.floor):
+            loss = loss_of(tried)
+            wins = valid & self.is_allowed(tried) & (loss < least)
             best, least = tried.where(wins, best), torch.where(wins, loss, least)
-        assert best is not None
         return best
 
     # --- starts
 
-    def in_order(self, products: Products) -> _Solution:
+    def in_order(self, products: Products, start: GroupScales) -> _Solution:
         """Round columns as they are; scales are searched on what a group's weights have become."""
         w, numbers, values, factor = (
             self.weights,
@@ -261,28 +277,23 @@ class _Matrix:
             products.factor,
         )
         parts = []
-        static = self.of_rows(self.start)
+        static = self.of_rows(start)
         for begin in range(0, w.size(2), self.size):
             columns = slice(begin, begin + self.size)
             block = factor.block(columns)
             carried = (w[:, :, :begin] - values[:, :, :begin]) @ factor.m[:, :begin, columns]
             target = w[:, :, columns] + carried @ block.inverse
+            scales = [self.at(static, columns)]
             if self.searches:
-                scales = self.searched(target.unsqueeze(2), block.diagonal.square().unsqueeze(2))
-            else:
-                scales = self.at(static, columns)
-            done, found = self.tried(target, [scales], block)
+                scales = self.neighbours(scales[0], target.unsqueeze(2))
+            done, found = self.tried(target, scales, block)
             numbers[:, :, columns], values[:, :, columns] = done.numbers, done.values
             parts.append(found)
-        return _Solution(numbers, values, _joined(parts) if self.searches else self.start)
+        return _Solution(numbers, values, _joined(parts) if self.searches else start)
 
-    def by_diagonal(self, products: Products) -> _Solution:
+    def by_diagonal(self, products: Products, scales: GroupScales) -> _Solution:
         """Round columns by decreasing diagonal of H, under scales that are searched beforehand."""
         experts, rows, columns = self.weights.shape
-        scales = self.start
-        if self.searches:
-            weight = products.fit.diagonal(dim1=1, dim2=2).float().view(len(products.fit), 1, -1, self.size)
-            scales = self.searched(self.weights.view(experts, rows, -1, self.size), weight)
         order = products.order.expand(experts, columns).unsqueeze(1).expand(experts, rows, columns)
         w = self.weights.gather(2, order)
         each = self.of_columns(scales, order)
@@ -330,9 +341,7 @@ class _Matrix:
                 now, kept = values[:, :, columns], parts[number]
                 target = now - gradient[:, :, columns] @ block.inverse.transpose(1, 2) @ block.inverse
                 standing = ((target - now) @ block.m).square().sum(2)
-                tried = [kept]
-                if self.searches:
-                    tried.append(self.searched(target.unsqueeze(2), block.diagonal.square().unsqueeze(2)))
+                tried = self.neighbours(kept, target.unsqueeze(2)) if self.searches else [kept]
                 done, found = self.tried(target, tried, block)
                 if self.searches and found.stored.dtype != torch.float8_e8m0fnu:
                     done, found = self.tried(target, [found, self.fitted(target, done.numbers, found, block)], block)
@@ -378,6 +387,10 @@ def _round(target: torch.Tensor, scales: GroupScales, block: _Block, schema: Wei
 
     scales: of C candidates, [C, E, N, 1], or [C, E, N, S] for each column.
     """
+    if target.is_cuda:
+        from hqconv.calibration.triton_round import round_columns  # loads Triton
+
+        return _Rounded(*round_columns(target, scales, block.m, schema))
     shape = (len(scales.scale), *target.shape)
     numbers, values = torch.empty(2, *shape, device=target.device)
     carried = torch.zeros(shape, device=target.device)

@@ -42,7 +42,7 @@ def _round_float(x, LIMIT_BITS: tl.constexpr, SHIFT: tl.constexpr, DROP: tl.cons
 
 
 @triton.jit
-def _code(x, BITS: tl.constexpr, KIND: tl.constexpr, LIMIT_BITS: tl.constexpr, SHIFT: tl.constexpr, DROP: tl.constexpr):  # fmt: skip # noqa: E501
+def round_to_code(x, BITS: tl.constexpr, KIND: tl.constexpr, LIMIT_BITS: tl.constexpr, SHIFT: tl.constexpr, DROP: tl.constexpr):  # fmt: skip # noqa: E501
     """Round scaled weights to codes; return codes and their values. KIND: a `CodeKind`."""
     if KIND == 0:
         codes, number = _round_float(x, LIMIT_BITS, SHIFT, DROP)
@@ -78,7 +78,7 @@ def _fold_groups(terms, SIZE: tl.constexpr, WIDTH: tl.constexpr, NUM_LEVELS: tl.
     return tl.reshape(terms, (WIDTH,))
 
 
-def _constants(schema: WeightSchema) -> dict[str, int]:
+def code_constants(schema: WeightSchema) -> dict[str, int]:
     """Return the constants of the code type for the kernel."""
     kind, bits, exponent, mantissa = schema.code_type
     limit = torch.tensor(schema.code_type.largest).view(torch.int32).item()
@@ -164,7 +164,7 @@ def _sweep(
         active = active & is_tried
         exists = active & (scale != 0.0)
         inverse = tl.div_rn(both * 0.0 + 1.0, tl.where(exists, both, 1.0))
-        _, number = _code(weight * inverse[:, None], BITS, KIND, LIMIT_BITS, SHIFT, DROP)
+        _, number = round_to_code(weight * inverse[:, None], BITS, KIND, LIMIT_BITS, SHIFT, DROP)
         terms = _group_terms(weight, number, scale, second_scale, is_inside, HAS_SECOND)
         loss = _fold_groups(terms, SIZE, WIDTH, NUM_LEVELS)
         wins = exists & (loss < least)
@@ -182,7 +182,7 @@ def _sweep(
         active = active & (scale != 0.0)
         inverse = tl.div_rn(both * 0.0 + 1.0, tl.where(active, both, 1.0))
         x = weight * inverse[:, None]
-        _, number = _code(x, BITS, KIND, LIMIT_BITS, SHIFT, DROP)
+        _, number = round_to_code(x, BITS, KIND, LIMIT_BITS, SHIFT, DROP)
         terms = _group_terms(weight, number, scale, second_scale, is_inside, HAS_SECOND)
         is_beyond = (x > HIGHEST) | (x < LOWEST)
         clipped = _fold_groups(tl.where(is_beyond, terms, 0.0), SIZE, WIDTH, NUM_LEVELS)
@@ -248,7 +248,7 @@ def sweep(
         ladder.num_down,
         ladder.top,
         ladder.no_half,
-        **_constants(schema),
+        **code_constants(schema),
         LOWEST=lowest,
         HIGHEST=highest,
         FIRST=ladder.first,

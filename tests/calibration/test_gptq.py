@@ -141,3 +141,22 @@ def test_inputs_without_information(value: float) -> None:
     losses = [output_error(weights, decoded(one, schema, (1, 32, 64)), products.fit) for one in (done, rounded)]
     assert torch.isfinite(done.error).all()
     assert losses[0] <= losses[1] + 1e-9
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "name", ["mxfp4", "nvfp4", "int4-g32-e4m3", "int2-g32-zp", "int4-g128-fpzp", "fp8", "fp8-block"]
+)
+def test_a_gpu_loses_as_little(name: str) -> None:
+    schema = resolve_schema(name)
+    weights = torch.randn(2, 128, 256, generator=torch.Generator().manual_seed(13)).bfloat16()
+    products = products_of([correlated(600, 256, seed) for seed in (14, 15)])
+    on_cpu = quantize_by_outputs([weights], schema, "bfloat16", products)[0]
+    there = Products(products.fit.cuda(), products.held.cuda())
+    on_gpu, again = (quantize_by_outputs([weights.cuda()], schema, "bfloat16", there)[0] for _ in range(2))
+    assert all(
+        torch.equal(one.view(torch.uint8), again.tensors[key].view(torch.uint8)) for key, one in on_gpu.tensors.items()
+    )
+    here = QuantizedStack({key: one.cpu() for key, one in on_gpu.tensors.items()}, *([on_gpu.error.cpu()] * 3))
+    losses = [output_error(weights, decoded(one, schema, (2, 128, 256)), products.fit) for one in (on_cpu, here)]
+    assert (losses[1] < 1.02 * losses[0]).all()
