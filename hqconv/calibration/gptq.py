@@ -85,11 +85,21 @@ def quantize_by_outputs(
         stacks, products = [rotate(one, schema.rotation) for one in stacks], products.rotated(schema.rotation)
         schema = replace(schema, hadamard_block_size=0)
     rounded = quantize_stacks(stacks, schema, param_dtype)
-    with resident(stacks[0].device):
-        return [
-            _Matrix(stack.float(), schema, param_dtype, scales_of(one.tensors, schema)).quantized(stack, one, products)
-            for stack, one in zip(stacks, rounded, strict=True)
-        ]
+    starts = [scales_of(one.tensors, schema) for one in rounded]
+    weights = torch.cat([one.float() for one in stacks], 1)
+    numbers, scales = _Matrix(weights, schema, param_dtype, _above(starts, schema)).solve(products)
+    done, row, scale_row = [], 0, 0
+    with resident(weights.device):
+        for stack, start, one in zip(stacks, starts, rounded, strict=True):
+            mine = numbers[:, row : row + stack.size(1)]
+            found = _rows(scales, scale_row, start.scale.size(1), schema)
+            row, scale_row = row + stack.size(1), scale_row + start.scale.size(1)
+            codes = torch_ops.codes_of(mine, mine, schema).contiguous()
+            weight = humming().ops.pack_weight(codes, schema.num_bits)
+            tensors = {**one.tensors, **found.tensors(schema, param_dtype), "weight": weight}
+            error, power = torch_ops.error_sums(stack, tensors, schema)
+            done.append(QuantizedStack(tensors, error, power, torch.zeros_like(one.num_exact)))
+    return done
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,16 +199,6 @@ class _Matrix:
         self.searches = self.schema.weight_scale_type == "group" and size <= _BLOCK * 2
         self.size = size if self.searches else min(_BLOCK, self.weights.size(2))
         self.floor = least_byte([self.start.stored], self.param_dtype, has_row_scale=self.schema.has_row_scale)
-
-    def quantized(self, stack: torch.Tensor, rounded: QuantizedStack, products: Products) -> QuantizedStack:
-        """Return the matrices quantized by the error of their outputs."""
-        schema = self.schema
-        numbers, scales = self.solve(products)
-        codes = torch_ops.codes_of(numbers, numbers, schema)
-        weight = humming().ops.pack_weight(codes.contiguous(), schema.num_bits)
-        tensors = {**rounded.tensors, **scales.tensors(schema, self.param_dtype), "weight": weight}
-        error, power = torch_ops.error_sums(stack, tensors, schema)
-        return QuantizedStack(tensors, error, power, torch.zeros_like(rounded.num_exact))
 
     def solve(self, products: Products) -> tuple[torch.Tensor, GroupScales]:
         """Return the numbers of codes [E, N, K], and the scales [E, R, G]."""
@@ -436,3 +436,27 @@ def _joined(parts: list[GroupScales]) -> GroupScales:
     zeros = [one.zero for one in parts if one.zero is not None]
     scale = torch.cat([one.scale for one in parts], 2)
     return GroupScales(stored, scale, torch.cat(zeros, 2) if zeros else None, parts[0].second)
+
+
+def _above(scales: list[GroupScales], schema: WeightSchema) -> GroupScales:
+    """Return the scales of matrices that lie one above the other; of a tensor the matrices share them."""
+    first = scales[0]
+    if len(scales) == 1 or schema.weight_scale_type == "tensor":
+        return first
+    stored = torch.cat([bits_of(one.stored) for one in scales], 1).view(first.stored.dtype)
+    zeros = [one.zero for one in scales if one.zero is not None]
+    seconds = [one.second for one in scales if one.second is not None] if schema.has_row_scale else []
+    zero, second = (torch.cat(ones, 1) if ones else other for ones, other in ((zeros, None), (seconds, first.second)))
+    return GroupScales(stored, torch.cat([one.scale for one in scales], 1), zero, second)
+
+
+def _rows(scales: GroupScales, begin: int, count: int, schema: WeightSchema) -> GroupScales:
+    """Return some rows of the scales of `_above`."""
+    if schema.weight_scale_type == "tensor":
+        return scales
+    rows = slice(begin, begin + count)
+    zero, second = scales.zero, scales.second
+    if second is not None and schema.has_row_scale:
+        second = second[:, rows]
+    zero = None if zero is None else zero[:, rows].contiguous()
+    return GroupScales(scales.stored[:, rows].contiguous(), scales.scale[:, rows], zero, second)
