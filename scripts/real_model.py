@@ -66,9 +66,9 @@ def with_experts(old: Any, weights: dict[str, torch.Tensor], num_experts: int) -
         gate, up, down = (weights.pop(f"{path}{word}_proj.weight") for word in ("gate", "up", "down"))
         weights[f"{path}gate.weight"] = torch.zeros(num_experts, old.hidden_size)
         weights[f"{path}experts.gate_up_proj"] = torch.stack(
-            [torch.cat(pair) for pair in zip(gate.split(size), up.split(size), strict=True)]
+            [torch.cat(pair) for pair in zip(torch.split(gate, size), torch.split(up, size), strict=True)]
         )
-        weights[f"{path}experts.down_proj"] = num_experts * torch.stack(down.split(size, dim=1))
+        weights[f"{path}experts.down_proj"] = num_experts * torch.stack(torch.split(down, size, dim=1))
     missing, unexpected = model.load_state_dict(weights, strict=False)
     if unexpected or set(missing) - {"lm_head.weight"}:
         raise SystemExit(f"The weights do not fit: {missing} are missing, {unexpected} have no place.")
