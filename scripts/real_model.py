@@ -50,7 +50,13 @@ def with_experts(old: Any, weights: dict[str, torch.Tensor], num_experts: int) -
     from transformers import MixtralConfig, MixtralForCausalLM
 
     size = old.intermediate_size // num_experts
-    kept = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    kept: tuple[str, ...] = (
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    )
     kept += ("max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "bos_token_id", "eos_token_id")
     config = MixtralConfig(
         **{key: getattr(old, key) for key in kept},
