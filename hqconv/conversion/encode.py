@@ -207,7 +207,7 @@ def _reordered(matrix: SourceMatrix, role: str, order: torch.Tensor) -> SourceMa
     """Return a projection with the expert's intermediate columns in another order."""
     assert matrix.coded is not None, f"{matrix.name}: its format has no codes"
     if role == "w2":
-        return replace(matrix, coded=with_sorted_columns(matrix.coded, order), order=order)
+        return replace(matrix, coded=with_sorted_columns(matrix.coded, order))
     bias = None if matrix.bias is None else matrix.bias.index_select(0, order)
     return replace(matrix, coded=with_rows(matrix.coded, order), bias=bias)
 

@@ -177,7 +177,6 @@ class SourceMatrix:
     floats: in the source's own dtype where it is not quantized, else float32. bias: [out], if there is one.
     names: canonical part → the tensor's name in the source, for messages. size: [out, in] without the zeros that fill
     the last scale group of `coded`, if there are any. stored: the size to fill with zeros for a target, see `filled`.
-    order: int64 [in], the source's column at each position, where columns were sorted by group.
     """
 
     names: Mapping[str, str]
@@ -186,7 +185,6 @@ class SourceMatrix:
     bias: torch.Tensor | None = None
     size: Shape | None = None
     stored: Shape | None = None
-    order: torch.Tensor | None = None
 
     @property
     def name(self) -> str:

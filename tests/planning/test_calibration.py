@@ -1,0 +1,88 @@
+"""The options of a calibration: what is read of a text before a source is opened, and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hqconv.errors import RequestError
+from hqconv.planning.calibration import Calibration
+from hqconv.planning.layer_encoding import CALIBRATION_VERSION
+from hqconv.planning.spec import ConversionOptions
+from hqconv.schemas.recipe import with_recipe
+
+OPTIONS: dict[str, Any] = {"schema": "int4"}
+
+
+def calibration_of(text: Path, **options: Any) -> Calibration:
+    parsed = ConversionOptions.parse(**OPTIONS, calibrate=text, **options).calibrated("cuda:1")
+    found = parsed.encoding.calibration
+    assert found is not None
+    assert parsed.encoding.to_dict() == {
+        "quantizer": "gptq",
+        "quantizer_version": CALIBRATION_VERSION,
+        "calibration": found.to_dict(),
+    }
+    return found
+
+
+def test_a_text_is_known_by_its_name_and_bytes_and_never_by_its_place(tmp_path: Path) -> None:
+    texts = [tmp_path / name / "text.txt" for name in ("one", "other")]
+    for text in texts:
+        text.parent.mkdir()
+        text.write_bytes(b"hello\r\n")
+    one, other = (calibration_of(text, calibrate_tokens=512, calibrate_context=64) for text in texts)
+    assert one == other
+    assert one.path == texts[0]
+    assert (one.name, one.sha256) == ("text.txt", hashlib.sha256(b"hello\r\n").hexdigest())
+    assert (one.num_tokens, one.context_length, one.device) == (512, 64, "cuda")
+    texts[1].write_bytes(b"hello\n")
+    assert calibration_of(texts[1]).sha256 != one.sha256
+
+
+def test_the_digest_of_a_folder_is_of_the_names_and_bytes_of_its_files(tmp_path: Path) -> None:
+    (tmp_path / "texts/more").mkdir(parents=True)
+    files = [tmp_path / "texts/a", tmp_path / "texts/more/b"]
+    digests = set()
+    for contents in ((b"1", b"2"), (b"2", b"1"), (b"12", b""), (b"1", b"2")):
+        for file, content in zip(files, contents, strict=True):
+            file.write_bytes(content)
+        digests.add(calibration_of(tmp_path / "texts").sha256)
+    assert len(digests) == 3
+    files[1].rename(tmp_path / "texts/more/c")
+    assert calibration_of(tmp_path / "texts").sha256 not in digests
+
+
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [
+        ({"quantizer": "mse"}, ""),
+        ({"calibrate": "absent"}, "--calibrate absent"),
+        ({"calibrate": "empty"}, "--calibrate empty"),
+        ({"calibrate_tokens": 1}, "--calibrate-tokens"),
+        ({"calibrate_tokens": 4096.0}, "--calibrate-tokens"),
+        ({"calibrate_context": True}, "--calibrate-context"),
+        ({"calibrate": None, "calibrate_context": 0}, "--calibrate-context"),
+        ({"quantizer": "gptq", "calibrate": None}, "--quantizer"),
+    ],
+)
+def test_what_no_calibration_can_be(
+    options: dict[str, Any], where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text").write_text("words")
+    Path("empty").mkdir()
+    with pytest.raises(RequestError) as caught:
+        ConversionOptions.parse(**{**OPTIONS, "calibrate": "text", **options})
+    assert caught.value.where == where
+
+
+def test_a_recipe_names_a_text_beside_it_or_the_builtin_one(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("words")
+    for value, found in (("text", str(tmp_path / "text")), ("builtin", "builtin")):
+        (tmp_path / "recipe.toml").write_text(f'schema = "int4"\ncalibrate = "{value}"\ncalibrate_tokens = 4096\n')
+        options = with_recipe(tmp_path / "recipe.toml", {})
+        assert (options["calibrate"], options["calibrate_tokens"]) == (found, 4096)
