@@ -14,11 +14,13 @@ from hqconv.cli.app import app
 from hqconv.schemas.grid import GROUPS, Grid
 from tests.make import hub_server, small
 from tests.make.conversions import manifest, run
+from tests.make.families import save_family
 from tests.make.formats import write
 from tests.make.input_scales import STATIC
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
 from tests.make.reference import Reference
+from tests.make.tokenizer import write_tokenizer
 
 PAGE = REPO / "docs" / "artifact.md"
 Manifests = dict[str, Any]
@@ -42,6 +44,13 @@ schema = "none"
 """
 
 
+def write_calibrated(folder: Path) -> Path:
+    """A model that transformers runs."""
+    save_family(folder, "qwen3_moe", inner=64)
+    write_tokenizer(folder)
+    return folder
+
+
 def make_artifacts(folder: Path) -> None:
     """Artifacts of every sort: of each format version, layout and kind of source."""
     src = write_qwen3_moe(folder / "src", num_layers=3, intermediate_size=256)
@@ -53,6 +62,10 @@ def make_artifacts(folder: Path) -> None:
     call("convert", src, "-o", folder / "mixed", *options, "--dtype", "float16", "--target", "sm89")
     run(small.save(folder / "scaled", scales()), folder / "static", schema, input_schema=inputs)
     run(src, folder / "searched", "int4-g32", quantizer="mse")
+    calibrated, text = write_calibrated(folder / "calibrated-src"), folder / "text"
+    text.write_text(" ".join(map(str, range(3, 60))))
+    run(calibrated, folder / "calibrated", "int4-g32", calibrate=text, calibrate_context=16)
+    run(folder / "calibrated", folder / "cut-calibrated", "source", Grid(2))
     rounded = write(folder / "rounded-src", "gptq-int4-zp").folder
     run(rounded, folder / "rounded", "source", dtype="bfloat16", round_scales=True)
     run(write(folder / "coded", "fp8-block").folder, folder / "requantized", "mxfp4")

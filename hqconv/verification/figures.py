@@ -27,7 +27,7 @@ from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.layer_encoding import quantizer_version
 from hqconv.quantization.quantize import ErrorSums
 from hqconv.schemas import artifact_names as names
-from hqconv.schemas.options import RTN
+from hqconv.schemas.options import MSE
 from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.verification.result import CheckResult, compare_dicts
 
@@ -272,9 +272,9 @@ def check_recorded(
 
 
 def check_search(artifact: Artifact, result: CheckResult) -> None:
-    """Check that the search that chose the scales is this hqconv's, and so can be repeated."""
+    """Check that the search that chose the scales is this hqconv's, and so can be repeated; a calibration cannot be."""
     quantizer = artifact.spec.encoding.quantizer
-    if quantizer == RTN or artifact.manifest.quantizer_version == quantizer_version(quantizer):
+    if quantizer != MSE or artifact.manifest.quantizer_version == quantizer_version(quantizer):
         return
     result.add(
         f"{names.MANIFEST}: quantizer_version",
