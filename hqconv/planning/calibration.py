@@ -36,6 +36,11 @@ class Calibration:
     transformers: str
     path: Path | None = field(default=None, compare=False, repr=False)
 
+    @property
+    def longest(self) -> int:
+        """Largest number of tokens in a sequence."""
+        return min(self.num_tokens, self.context_length)
+
     @classmethod
     def from_dict(cls, document: Any) -> Calibration:
         """Read a manifest's entry. Raises RequestError for one that no conversion writes."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from hqconv.errors import first_few, plural
 from hqconv.formats.source_format import DIRECT, DIRECT_ROUNDED, LARGEST_CHANGE, conversion_of, why_not_direct
@@ -205,8 +206,17 @@ def no_tokenizer(folder: str, remedy: str = "copy the publisher's files into it"
     )
 
 
-def quantizer_notices(spec: ConversionSpec) -> list[str]:
-    """Warn of a search where it made predictions worse: at 1 and 2 bits (docs/quantizers.md)."""
+def quantizer_notices(spec: ConversionSpec, config: Mapping[str, Any]) -> list[str]:
+    """Warn of a search where it made predictions worse: at 1 and 2 bits (docs/quantizers.md).
+
+    And of a calibration with sequences that are longer than the positions of the model's config.
+    """
+    calibration, positions = spec.encoding.calibration, text_config(config).get("max_position_embeddings")
+    if calibration is not None and type(positions) is int and positions < calibration.longest:
+        return [
+            f"sequences of {calibration.longest} tokens are longer than the model's {positions} positions "
+            "(max_position_embeddings): its predictions are worse there. Use a smaller --calibrate-context."
+        ]
     few = sorted({one.schema.name for one in spec.kernel_specs if one.schema.num_bits <= _FEW_BITS})
     if spec.encoding.quantizer != MSE or not few:
         return []

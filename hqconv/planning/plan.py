@@ -344,8 +344,13 @@ def make_plan(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> C
         warnings=(*request_warnings(experts, spec, heads), *source_warnings(checkpoint)),
         other_bytes_per_gpu=other_bytes_on_gpu(checkpoint.tensors, experts.copied, experts.left, spec.grid, heads),
     )
-    notices = (*source_notices(checkpoint, experts), *_memory_notices(plan.gpu_memory, spec), *quantizer_notices(spec))
-    return replace(plan, notices=(*notices, *scale_notices))
+    notices = (
+        *source_notices(checkpoint, experts),
+        *_memory_notices(plan.gpu_memory, spec),
+        *quantizer_notices(spec, checkpoint.config),
+        *scale_notices,
+    )
+    return replace(plan, notices=notices)
 
 
 def _memory_notices(memory: GpuMemory | None, spec: ConversionSpec) -> list[str]:

@@ -28,7 +28,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_family(folder / "src", "qwen3_moe", inner=64)
     write_tokenizer(folder / "src")
     (folder / "text").write_text(" ".join(str(3 + i * 7 % 60) for i in range(80)))
-    run(folder / "src", folder / "out", "int4-g32", Grid(2), calibrate=folder / "text", **OPTIONS)
+    run(folder / "src", folder / "out", "int4-g32", Grid(2, 2), calibrate=folder / "text", **OPTIONS)
     return folder
 
 
@@ -65,4 +65,4 @@ def test_codes_that_are_kept_are_not_calibrated(made: Path, tmp_path: Path) -> N
 def test_another_text_is_another_artifact(made: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("3 4 5 6 7 8 9 10")
     with pytest.raises(OutputError, match="calibration"):
-        run(made / "src", made / "out", "int4-g32", Grid(2), calibrate=tmp_path / "text", resume=True, **OPTIONS)
+        run(made / "src", made / "out", "int4-g32", Grid(2, 2), calibrate=tmp_path / "text", resume=True, **OPTIONS)
