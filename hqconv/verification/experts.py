@@ -242,7 +242,7 @@ class LayerCheck:
             for number, (role, stack) in enumerate(found.items()):
                 *numbers, wrong = row[number * (NUM_FIGURES + 1) : (number + 1) * (NUM_FIGURES + 1)]
                 figures = figures_of(numbers, stack, self.schema, has_source=expected is not None)
-                figures.quantizer = quantizer[role][index] if quantizer else None
+                figures.quantizer = quantizer[role][index] if quantizer and self.is_compared else None
                 figures.is_folded = self.folding is not None
                 outcome.is_wrong |= bool(wrong)
                 outcome.figures[role] = figures

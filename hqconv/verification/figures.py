@@ -246,7 +246,7 @@ def check_recorded(
 ) -> None:
     """Compare the manifest's error figures with those of the repeated conversion, and with the decoded weights'.
 
-    Only of projections of which every expert was measured.
+    Only of projections of which every expert was measured. A calibration is not repeated.
     """
     for role in sorted(recorded.keys() | figures.keys()):
         where = f"{names.MANIFEST}: {layer.name}: quantization_error: {role}"
@@ -256,14 +256,21 @@ def check_recorded(
             result.add(where, what, list(figures), error and error.to_dict())
             continue
         sums = [one.quantizer for one in of_role if one.quantizer is not None]
-        if len(sums) < layer.num_experts:
+        is_repeated = len(sums) == layer.num_experts
+        if len(of_role) < layer.num_experts or not (is_repeated or not sums):
             continue
-        expected, what = projection_errors([{role: one} for one in sums], is_coded=is_coded)[role], _NOT_MEASURED
-        if expected != error.to_dict():
-            compare_dicts(where, what, expected, error.to_dict(), result)
+        expected, what = error.to_dict(), _NOT_MEASURED
+        if is_repeated:
+            expected = projection_errors([{role: one} for one in sums], is_coded=is_coded)[role]
+            if expected != error.to_dict():
+                compare_dicts(where, what, expected, error.to_dict(), result)
+                continue
+        elif any(one.num_flushed or one.is_folded for one in of_role):  # the layout has changed what was recorded
             continue
         # Experts that were kept unchanged have no error; the total is of the others.
-        changed = [one for one in of_role if one.quantizer is None or not one.quantizer.is_exact]
+        changed = [
+            one for one in of_role if not (one.quantizer.is_exact if one.quantizer else is_coded and not one.error)
+        ]
         total = summarize(changed, as_recorded=True)["relative_error"] if changed else 0.0
         worst = max(one.recorded_error() for one in of_role)
         for key, found in (("relative_error", total), ("worst_relative_error", worst)):
