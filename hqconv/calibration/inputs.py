@@ -104,11 +104,18 @@ def batches_of(text: Text, context_length: int, device: torch.device) -> list[to
 
 @contextmanager
 def expert_inputs(
-    source: Source, text: Path, num_tokens: int, context_length: int, device: torch.device, num_kept: int
+    source: Source,
+    text: Path,
+    num_tokens: int,
+    context_length: int,
+    device: torch.device,
+    limit: tuple[int, str],
+    num_kept: int,
 ) -> Iterator[ExpertInputs]:
     """Yield the inputs of a source's experts over the first tokens of a text file.
 
-    The model computes in float32 on the CPU, in bfloat16 on a GPU. num_kept: as in `ExpertInputs`.
+    The model computes in float32 on the CPU, in bfloat16 on a GPU. limit: memory for the model, and the limit's name.
+    num_kept: as in `ExpertInputs`.
     """
     transformers = import_transformers("A calibration runs the model")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -117,7 +124,9 @@ def expert_inputs(
         folder = stack.enter_context(folder_of(source))
         batches = batches_of(read_text(transformers, folder, text, num_tokens), context_length, device)
         with running(str(source.root)):
-            inputs = ExpertInputs(StreamedModel(transformers, source, folder, dtype, device), batches, num_kept)
+            model = StreamedModel(transformers, source, folder, dtype, device)
+            model.check_memory(batches, *limit, num_streams=1)
+            inputs = ExpertInputs(model, batches, num_kept)
         stack.callback(inputs.stop)
         yield inputs
 

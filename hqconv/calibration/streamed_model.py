@@ -12,7 +12,7 @@ import copy
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,13 @@ from torch import nn
 
 from hqconv.calibration.forward_pass import stop_at
 from hqconv.calibration.transformers_model import config_of, model_class, quantizer_of
-from hqconv.errors import InputError, RequestError, first_few
+from hqconv.errors import InputError, RequestError, first_few, plural
 from hqconv.models.source_protocol import Source
 from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.tensors import TensorRef
 
 _ROOT = ""
+_LOADING_FACTOR = 3.25  # memory for a stage while transformers stacks and joins its experts: 3.0 was measured
 
 
 def experts_modules(model: nn.Module) -> list[tuple[int, str, nn.Module]]:
@@ -139,6 +140,29 @@ class StreamedModel:
         num_bytes: int = sum(math.prod(self._shapes[one]) for one in self._owned[name]) * self._dtype.itemsize
         return num_bytes
 
+    def check_memory(self, batches: Sequence[torch.Tensor], limit: int, where: str, num_streams: int) -> int:
+        """Return the memory that passes over token ids need, in bytes. Raises RequestError for more than `limit`.
+
+        where: the limit's name. num_streams: passes of each batch; logits are computed where there are several.
+        """
+        width, config = self._dtype.itemsize, self.model.config.get_text_config()
+        num_tokens = sum(ids.numel() for ids in batches)
+        masks = num_streams * sum(ids.size(1) ** 2 for ids in batches) * width
+        hidden = num_streams * num_tokens * config.hidden_size * width + masks
+        largest = max(map(self.stage_bytes, self.stages))
+        logits = num_streams * max(ids.numel() for ids in batches) * config.vocab_size * width * (num_streams > 1)
+        need = int(hidden + max(_LOADING_FACTOR * largest, largest + logits))
+        if need > limit:
+            parts = f"hidden states of {plural(num_tokens, 'token')} {_gib(hidden)}, the largest layer"
+            raise RequestError(
+                "The run of the model does not fit into the memory limit.",
+                where=where,
+                expected=f"{_gib(need)}: {parts} {_gib(_LOADING_FACTOR * largest)}, logits {_gib(logits)}",
+                found=_gib(limit),
+                remedy="Allow more with --max-memory, or take fewer tokens or a smaller dtype.",
+            )
+        return need
+
     def _stage_of(self, parameter: str) -> str:
         """Return the innermost stage that owns a parameter; "" for one that is resident."""
         words = parameter.split(".")
@@ -237,6 +261,10 @@ class StreamedModel:
                 found=first_few(errors),
                 remedy="Load the model with transformers alone, to see if it can be run at all.",
             )
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
 
 
 def _owned(module: nn.Module) -> bool:

@@ -303,6 +303,7 @@ class _Conversion:
             calibration.num_tokens,
             calibration.context_length,
             self.resources.device,
+            self.resources.model_limit(),
             self.staging.num_lanes + 1,
         ) as inputs:
             yield partial(encode_to_runs, inputs_of=inputs.of)

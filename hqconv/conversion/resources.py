@@ -14,7 +14,7 @@ from hqconv.errors import RequestError
 from hqconv.formats.source_format import QUANTIZED
 from hqconv.models.expert_bytes import RawLayout
 from hqconv.planning.output_units import MoeLayerPlan
-from hqconv.schemas.options import RTN
+from hqconv.schemas.options import GPTQ, RTN
 
 if TYPE_CHECKING:
     import torch
@@ -28,12 +28,17 @@ _MEASURED_BYTES = 1 << 10  # of an expert: sums and flags of checks
 _GROUP_BYTES = 80  # ranges, scales and zero points of one scale group during quantization
 _SEARCH_GROUP_BYTES = 120  # and during a search
 _HEAP_FACTOR = 1.75  # the C library keeps freed blocks of up to 32 MiB: measured up to 1.6 times what is live
+_MODEL_SHARE = 0.9  # of the GPU memory that is free, for a model of transformers
 _GPU_FREE_SHARE = 0.8  # of the GPU memory that is free at the start; other processes may start
 # Bytes of GPU memory for one weight while its matrix is quantized and its error measured in float64, besides its stored
 # form, and the factor for memory that torch's allocator leaves unused between layers.
 _GPU_BYTES_PER_WEIGHT, _GPU_HEAP_FACTOR = 48, 1.5
 _GPU_SEARCH_BYTES, _GPU_SEARCH_WEIGHTS = (64, 1 << 20)  # for each weight that a search handles together
 
+# A calibration's batches, whose size decides bytes: of weights, on each type of device. And memory for a weight of gate
+# and up, which are rounded as one matrix, and for an entry of the products of inputs: themselves, H and its factors.
+_CPU_CALIBRATED_WEIGHTS, _GPU_CALIBRATED_WEIGHTS = 1 << 24, 1 << 28
+_CALIBRATED_BYTES, _PRODUCT_BYTES = 64, 64
 _GPU_ROTATION_BYTES = 24  # for each weight: rotated gate and up, and temporaries
 
 
@@ -76,6 +81,14 @@ class Resources:
 
         free, _ = torch.cuda.mem_get_info(self.device)
         return int(free * _GPU_FREE_SHARE)
+
+    def model_limit(self) -> tuple[int, str]:
+        """Return the memory that a model of transformers may take beside the work, and the limit's name."""
+        if not self.is_cuda:
+            return self.max_memory_bytes, "--max-memory"
+        import torch
+
+        return int(torch.cuda.mem_get_info(self.device)[0] * _MODEL_SHARE), "free memory of the GPU"
 
 
 def default_threads() -> int:
@@ -128,7 +141,7 @@ def plan_staging(layers: Sequence[MoeLayerPlan], resources: Resources, *, reads_
     wanted = resources.num_threads // resources.threads_per_lane
     if resources.is_cuda:
         needs["--max-gpu-memory"] = (resources.gpu_bytes(), gpu_working_bytes, "GPU memory")
-        wanted = _CUDA_LANES
+        wanted = 1 if any(map(_is_calibrated, layers)) else _CUDA_LANES
 
     def num_fitting(num_experts: int) -> int:
         return min(limit // max(need(b, num_experts) for b in layers) for limit, need, _ in needs.values())
@@ -144,6 +157,10 @@ def plan_staging(layers: Sequence[MoeLayerPlan], resources: Resources, *, reads_
     sizes = range(1, 1 + max(1, min(target // largest, max(b.layer.num_experts for b in layers))))
     # The largest batch of which as many as wanted fit; of one expert, if there is none.
     num_experts = max(1, bisect_left(sizes, True, key=lambda count: num_fitting(count) < wanted))
+    if any(map(_is_calibrated, layers)):
+        num_experts = max(1, _calibrated_weights(resources) // max(num_weights))
+        for option, (limit, need, what) in needs.items():
+            _check_fits(option, max(need(layer, num_experts) for layer in layers), limit, what, "A batch of experts")
     num_experts = max(_largest_batch(b, num_experts) for b in layers)  # batches of a layer are equal
     slot_bytes = max(RawLayout(b.layer, range(_largest_batch(b, num_experts))).num_bytes for b in layers)
     num_lanes = max(1, min(num_fitting(num_experts), wanted))
@@ -186,6 +203,7 @@ def working_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
     # Two matrices in flight, and one more that was widened and is not freed yet; three packed; a TP slice cut, joined,
     # padded and permuted; tensors that wait to be written.
     live = num_decoded * (2 * stored * is_viewed + 3 * widened + groups) + 6 * packed + 8 * packed / planned.grid.tp
+    live += _calibrated_bytes(planned, num_experts)
     return int(_HEAP_FACTOR * live + _SLOTS_PER_LANE * _expert_bytes(planned) * num_experts) + (6 << 20)
 
 
@@ -198,6 +216,7 @@ def gpu_working_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
         live += _GPU_SEARCH_BYTES * min(numbers, max(_GPU_SEARCH_WEIGHTS, layer.hidden_size))
     if planned.encoding.schema.rotation:
         live += _GPU_ROTATION_BYTES * numbers
+    live += _calibrated_bytes(planned, num_experts)
     return int(_GPU_HEAP_FACTOR * live) + (16 << 20)
 
 
@@ -216,10 +235,26 @@ def _expert_bytes(planned: MoeLayerPlan) -> int:
     return RawLayout(planned.layer, range(1)).num_bytes
 
 
-def _check_fits(option: str, need: int, limit: int, what: str) -> None:
+def _is_calibrated(planned: MoeLayerPlan) -> bool:
+    return planned.encoding.quantizer == GPTQ and not planned.encoding.is_direct
+
+
+def _calibrated_weights(resources: Resources) -> int:
+    return _GPU_CALIBRATED_WEIGHTS if resources.is_cuda else _CPU_CALIBRATED_WEIGHTS
+
+
+def _calibrated_bytes(planned: MoeLayerPlan, num_experts: int) -> int:
+    """Return the memory for a calibrated batch beside that of any other."""
+    if not _is_calibrated(planned):
+        return 0
+    hidden, inner = planned.encoding.shapes["w2"]
+    return 2 * _CALIBRATED_BYTES * num_experts * hidden * inner + _PRODUCT_BYTES * (hidden**2 + num_experts * inner**2)
+
+
+def _check_fits(option: str, need: int, limit: int, what: str, subject: str = "One expert") -> None:
     if need > limit:
         raise RequestError(
-            f"One expert does not fit into the {what} limit.",
+            f"{subject} does not fit into the {what} limit.",
             where=option,
             expected=f"at least {need / 2**20:.0f} MiB for this model",
             found=f"{limit / 2**20:.0f} MiB",

@@ -24,9 +24,9 @@ from hqconv.artifact.load import decoded_experts, expert_floats, refuse
 from hqconv.artifact.model_card import check_card, write_evaluation
 from hqconv.artifact.reader import Artifact
 from hqconv.calibration.forward_pass import ForwardPass
+from hqconv.calibration.inputs import batches_of
 from hqconv.calibration.streamed_model import StreamedModel, quiet_loading
 from hqconv.calibration.transformers_model import (
-    Text,
     check_counts,
     folder_of,
     import_transformers,
@@ -45,9 +45,6 @@ from hqconv.verification.against_source import Lineage, other_source
 
 _LOG = logging.getLogger(__name__)
 
-_PASS_TOKENS = 512  # of one forward pass, if a context is not longer
-_LOADING_FACTOR = 3.25  # memory for a stage while transformers stacks and joins its experts: 3.0 was measured
-_GPU_SHARE = 0.9
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -84,7 +81,7 @@ def evaluate(out: Path, source_name: str, text: Path, options: EvaluateOptions) 
         if len(words.ids) < 2:
             what, expected = "The text is too short.", "two tokens at least"
             raise RequestError(what, where=f"--text {text}", expected=expected, found=plural(len(words.ids), "token"))
-        batches = _batches(words, options.context_length, device)
+        batches = batches_of(words, options.context_length, device)
         with running(source_name):
             model = StreamedModel(transformers, source, folder, getattr(torch, options.compute_dtype), device)
             run = _Run(model, source, converted, read, batches, options)
@@ -180,17 +177,6 @@ def _source_expert(source: Source, layer: MoeLayer, expert: int) -> dict[str, to
 # --- the run
 
 
-def _batches(words: Text, context: int, device: torch.device) -> list[torch.Tensor]:
-    """Return a text's sequences of `context` tokens in passes [B, T]; a rest is a pass of its own.
-
-    A rest of one token predicts nothing and is left out.
-    """
-    sequences = words.sequences(context)
-    whole = [ids for ids in sequences if len(ids) == context]
-    found = list(torch.split(torch.tensor(whole, device=device), max(1, _PASS_TOKENS // context))) if whole else []
-    return [*found, *(torch.tensor([ids], device=device) for ids in sequences if 1 < len(ids) < context)]
-
-
 class _Run:
     """All passes of source and artifact, stage by stage."""
 
@@ -226,28 +212,7 @@ class _Run:
 
     def check_memory(self) -> int:
         """Return the memory that the run needs, in bytes. Raises RequestError where it is more than the limit."""
-        resources, config = self._options.resources, self._model.model.config.get_text_config()
-        width = getattr(torch, self._options.compute_dtype).itemsize
-        num_tokens = sum(ids.numel() for ids in self._batches)
-        hidden = 2 * num_tokens * config.hidden_size * width
-        masks = 2 * sum(ids.size(1) ** 2 for ids in self._batches) * width
-        largest = max(map(self._model.stage_bytes, self._model.stages))
-        logits = 2 * max(ids.numel() for ids in self._batches) * config.vocab_size * width
-        need = int(hidden + masks + max(_LOADING_FACTOR * largest, largest + logits))
-        limit = resources.max_memory_bytes
-        where = "--max-memory"
-        if resources.is_cuda:
-            limit, where = int(torch.cuda.mem_get_info(resources.device)[0] * _GPU_SHARE), "free memory of the GPU"
-        if need > limit:
-            parts = f"hidden states of {plural(num_tokens, 'token')} {_gib(hidden + masks)}, the largest layer"
-            raise RequestError(
-                "The evaluation does not fit into the memory limit.",
-                where=where,
-                expected=f"{_gib(need)}: {parts} {_gib(_LOADING_FACTOR * largest)}, logits {_gib(logits)}",
-                found=_gib(limit),
-                remedy="Allow more with --max-memory, or take fewer --tokens or --compute-dtype bfloat16.",
-            )
-        return need
+        return self._model.check_memory(self._batches, *self._options.resources.model_limit(), num_streams=2)
 
     def figures(self) -> dict[str, Any]:
         """Run everything and return the figures. Raises RequestError where transformers cannot run the model."""
@@ -326,7 +291,3 @@ def _advance(passes: list[ForwardPass]) -> None:
     for one in passes:
         assert one.call is not None
         one.resume(one.call.run())
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"
