@@ -48,6 +48,16 @@ def test_a_changed_code_and_a_changed_record_are_found(made: Path, tmp_path: Pat
     copy.reseal()
     for source in (None, made / "src"):
         assert not check(copy.root, source, "weights").passed
+    shutil.copytree(made / "out", tmp_path / "figures")
+    other = Damaged(tmp_path / "figures", made / "src", "int4-g32")
+
+    def edit(words: dict[str, Any]) -> None:
+        words["blocks"][layer]["quantization_error"]["w2"]["relative_error"] *= 1.001
+
+    other.edit_manifest(edit)
+    assert check(other.root, None, "weights").passed
+    (finding,) = [one for result in check(other.root, made / "src", "weights").results for one in result.findings]
+    assert finding.where.endswith("w2: relative_error")
     for change in ({"device": "tpu"}, {"sha256": "0"}, {"num_tokens": 0}):
         copy.edit_manifest(lambda words, change=change: words["calibration"].update(change))
         assert not check(copy.root, None, "files").passed
