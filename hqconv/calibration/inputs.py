@@ -105,14 +105,14 @@ def batches_of(text: Text, context_length: int, device: torch.device) -> list[to
 @contextmanager
 def expert_inputs(
     source: Source,
-    text: Path,
+    text: Sequence[Path],
     num_tokens: int,
     context_length: int,
     device: torch.device,
     limit: tuple[int, str],
     num_kept: int,
 ) -> Iterator[ExpertInputs]:
-    """Yield the inputs of a source's experts over the first tokens of a text file.
+    """Yield the inputs of a source's experts over the first tokens of text files.
 
     The model computes in float32 on the CPU, in bfloat16 on a GPU. limit: memory for the model, and the limit's name.
     num_kept: as in `ExpertInputs`.
@@ -122,7 +122,7 @@ def expert_inputs(
     with ExitStack() as stack:
         stack.enter_context(quiet_loading(transformers))
         folder = stack.enter_context(folder_of(source))
-        batches = batches_of(read_text(transformers, folder, text, num_tokens), context_length, device)
+        batches = batches_of(read_text(transformers, folder, text, num_tokens, "--calibrate"), context_length, device)
         with running(str(source.root)):
             model = StreamedModel(transformers, source, folder, dtype, device)
             model.check_memory(batches, *limit, num_streams=1)

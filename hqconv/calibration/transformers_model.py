@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -186,22 +186,26 @@ class Text(NamedTuple):
         return [self.start + self.ids[begin : begin + size] for begin in range(0, len(self.ids), size)]
 
 
-def read_text(transformers: Any, folder: Path, path: Path, num_tokens: int) -> Text:
-    """Return the first `num_tokens` tokens of a text file, without the tokenizer's special ones.
+def read_text(transformers: Any, folder: Path, files: Sequence[Path], num_tokens: int, option: str = "--text") -> Text:
+    """Return the first `num_tokens` tokens of text files, one after the other, without the tokenizer's special ones.
 
-    Raises RequestError for a file without text, or an unusable tokenizer.
+    Raises RequestError, which names the `option`, for a file without text, or an unusable tokenizer.
     """
-    try:
-        raw = read_regular(path, MAX_LIST_BYTES)
-        text = raw.decode()
-    except (OSError, ValueError) as error:
-        raise RequestError("The text cannot be read.", where=f"--text {path}", found=error) from error
+    contents, where = [], f"{option} {files[0]}"
+    for path in files:
+        try:
+            contents.append(read_regular(path, MAX_LIST_BYTES))
+            contents[-1].decode()
+        except (OSError, ValueError) as error:
+            raise RequestError("The text cannot be read.", where=f"{option} {path}", found=error) from error
+    raw = b"\n\n".join(contents)
+    text = raw.decode()
     with running(f"the tokenizer of {folder}"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         whole: list[int] = tokenizer(text[:64])["input_ids"]
     if not ids:
-        raise RequestError("The text has no tokens.", where=f"--text {path}", expected="a text of the model's use")
+        raise RequestError("The text has no tokens.", where=where, expected="a text of the model's use")
     bos = tokenizer.bos_token_id
     start = [bos] if bos is not None and whole[:2] == [bos, ids[0]] else []
     return Text(ids[:num_tokens], start, raw)

@@ -294,12 +294,12 @@ class _Conversion:
         """Yield the function that encodes batches: with the inputs of the experts, where these are calibrated."""
         calibration = self.plan.spec.encoding.calibration
         layers = [unit for unit in units if isinstance(unit, MoeLayerPlan) and not unit.encoding.is_direct]
-        if calibration is None or calibration.path is None or not layers:
+        if calibration is None or not calibration.files or not layers:
             yield encode_to_runs
             return
         with expert_inputs(
             self.source,
-            calibration.path,
+            calibration.files,
             calibration.num_tokens,
             calibration.context_length,
             self.resources.device,

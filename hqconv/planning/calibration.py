@@ -24,7 +24,7 @@ class Calibration:
     """A calibration, on which codes and scales depend: as a manifest records it.
 
     name, sha256: of the text. num_tokens: that were read of it. device: its type. torch, transformers: versions.
-    path: the text; None of a calibration that was read from a manifest.
+    files: the text; none of a calibration that was read from a manifest.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Calibration:
     device: str
     torch: str
     transformers: str
-    path: Path | None = field(default=None, compare=False, repr=False)
+    files: tuple[Path, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def longest(self) -> int:
@@ -68,7 +68,7 @@ class Calibration:
     def to_dict(self) -> dict[str, Any]:
         """Return the entry of the manifest."""
         document = asdict(self)
-        del document["path"]
+        del document["files"]
         return document
 
 
@@ -122,14 +122,15 @@ class CalibrationText:
 
         The digest of a folder is that of the digests, sizes and names of its files.
         """
-        digests = {path: _sha256(path) for path in self.files()}
+        files = tuple(self.files())
+        digests = {path: _sha256(path) for path in files}
         sha256 = digests.get(self.path) or digests.get(BUILTIN_TEXT)
         if sha256 is None:
             lines = (f"{digest} {path.relative_to(self.path).as_posix()}\n" for path, digest in digests.items())
             sha256 = hashlib.sha256("".join(lines).encode(errors="surrogateescape")).hexdigest()
         kind, versions = device.partition(":")[0], (_version("torch"), _version("transformers"))
         name = self.path.name or self.path.resolve().name
-        return Calibration(name, sha256, self.num_tokens, self.context_length, kind, *versions, self.files()[0])
+        return Calibration(name, sha256, self.num_tokens, self.context_length, kind, *versions, files)
 
 
 def _sha256(path: Path) -> str:

@@ -76,3 +76,12 @@ def test_another_text_is_another_artifact(made: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("3 4 5 6 7 8 9 10")
     with pytest.raises(OutputError, match="calibration"):
         run(made / "src", made / "out", "int4-g32", Grid(2, 2), calibrate=tmp_path / "text", resume=True, **OPTIONS)
+
+
+def test_a_folder_of_texts_is_read_in_the_order_of_its_names(made: Path, tmp_path: Path) -> None:
+    words = (made / "text").read_text().split()
+    (tmp_path / "texts/b").mkdir(parents=True)
+    (tmp_path / "texts/a.txt").write_text(" ".join(words[:30]))
+    (tmp_path / "texts/b/c.txt").write_text(" ".join(words[30:]))
+    run(made / "src", tmp_path / "out", "int4-g32", Grid(2, 2), calibrate=tmp_path / "texts", **OPTIONS)
+    assert snapshot(tmp_path / "out/experts") == snapshot(made / "out/experts")

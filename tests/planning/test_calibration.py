@@ -36,7 +36,7 @@ def test_a_text_is_known_by_its_name_and_bytes_and_never_by_its_place(tmp_path: 
         text.write_bytes(b"hello\r\n")
     one, other = (calibration_of(text, calibrate_tokens=512, calibrate_context=64) for text in texts)
     assert one == other
-    assert one.path == texts[0]
+    assert one.files == (texts[0],)
     assert (one.name, one.sha256) == ("text.txt", hashlib.sha256(b"hello\r\n").hexdigest())
     assert (one.num_tokens, one.context_length, one.device) == (512, 64, "cuda")
     texts[1].write_bytes(b"hello\n")
@@ -52,6 +52,7 @@ def test_the_digest_of_a_folder_is_of_the_names_and_bytes_of_its_files(tmp_path:
             file.write_bytes(content)
         digests.add(calibration_of(tmp_path / "texts").sha256)
     assert len(digests) == 3
+    assert calibration_of(tmp_path / "texts").files == tuple(files)
     files[1].rename(tmp_path / "texts/more/c")
     assert calibration_of(tmp_path / "texts").sha256 not in digests
 
