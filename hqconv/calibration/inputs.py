@@ -30,13 +30,14 @@ _HELD_EVERY = 4  # of so many sequences one is held back for choices
 _FEW_TOKENS = 64  # of an expert with n tokens, n / (n + 64) of its products are its own
 _PASS_TOKENS = 512  # of one forward pass, if a context is not longer
 _ROWS = 4096  # tokens whose products are summed at once
+_REMEDY = "Convert without --calibrate."
 
 
 @dataclass(frozen=True, eq=False)
 class LayerInputs:
     """What the experts of a layer are given: x [T, H], chosen experts int64 [T, k], and their weights [T, k].
 
-    held: bool [T], tokens that are held back for choices.
+    The weight of a choice that is no expert of the layer is 0. held: bool [T], tokens that are held back for choices.
     """
 
     x: torch.Tensor
@@ -115,7 +116,8 @@ def expert_inputs(
     """Yield the inputs of a source's experts over the first tokens of text files.
 
     The model computes in float32 on the CPU, in bfloat16 on a GPU. limit: memory for the model, and the limit's name.
-    num_kept: as in `ExpertInputs`.
+    num_kept: layers whose inputs are kept at a time. Raises RequestError, before any work, where transformers cannot
+    decode or run the model, or its run does not fit into the limit.
     """
     transformers = import_transformers("A calibration runs the model")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -125,8 +127,8 @@ def expert_inputs(
         batches = batches_of(read_text(transformers, folder, text, num_tokens, "--calibrate"), context_length, device)
         with running(str(source.root)):
             model = StreamedModel(transformers, source, folder, dtype, device)
-            model.check_memory(batches, *limit, num_streams=1)
-            inputs = ExpertInputs(model, batches, num_kept)
+            model.check_memory(batches, *limit, num_streams=1, num_kept=num_kept)
+            inputs = ExpertInputs(model, batches, str(source.place))
         stack.callback(inputs.stop)
         yield inputs
 
@@ -134,9 +136,11 @@ def expert_inputs(
 class ExpertInputs:
     """The inputs of one layer of experts after the other, for threads that convert them in about this order."""
 
-    def __init__(self, model: StreamedModel, batches: Sequence[torch.Tensor], num_kept: int) -> None:
-        """batches: token ids [B, T] of each pass. num_kept: layers whose inputs are kept, the last ones."""
-        self._model, self._num_kept = model, num_kept
+    def __init__(self, model: StreamedModel, batches: Sequence[torch.Tensor], where: str) -> None:
+        """batches: token ids [B, T] of each pass. where: the source's name, for errors."""
+        self._uses: dict[int, int] = {}
+        self._num_experts: dict[int, int] = {}
+        self._model, self._where = model, where
         self._lock = threading.Lock()
         self._found: dict[int, LayerInputs] = {}
         self._given: dict[int, list[tuple[torch.Tensor, ...]]] = {}
@@ -144,16 +148,32 @@ class ExpertInputs:
             module.register_forward_pre_hook(self._watching(layer), with_kwargs=True)
             for layer, (_, module) in model.experts.items()
         ]
+        self._held = _held(batches)
         self._passes = [ForwardPass(lambda ids=ids: model.model(input_ids=ids, use_cache=False)) for ids in batches]  # type: ignore[misc]
 
+    def runs(self, layer: MoeLayer) -> bool:
+        """Return whether the model runs a layer: transformers leaves out layers for multi-token prediction."""
+        return layer.index in self._model.experts
+
+    def expect(self, layer: MoeLayer, num_uses: int) -> None:
+        """Keep the inputs of a layer until `of` was called so often for it; those of other layers are not kept."""
+        self._uses[layer.index], self._num_experts[layer.index] = num_uses, layer.num_experts
+
     def of(self, layer: MoeLayer) -> LayerInputs | None:
-        """Return the inputs of a layer; the model runs as far as this layer. None for a layer that it does not run."""
-        if layer.index not in self._model.experts:
+        """Return the inputs of a layer; the model runs as far as this layer. None for a layer that it does not run.
+
+        Raises InputError where the model's weights are NaN or infinite, RequestError where its hidden states become so.
+        """
+        if not self.runs(layer):
             return None
-        with self._lock, running(str(self._model.model.config.name_or_path)):
+        with self._lock, running(self._where):
             while layer.index not in self._found:
                 self._run_stage()
-            return self._found[layer.index]
+            found = self._found[layer.index]
+            self._uses[layer.index] -= 1
+            if not self._uses[layer.index]:
+                del self._found[layer.index]
+            return found
 
     def stop(self) -> None:
         """End all passes and free the model."""
@@ -173,32 +193,78 @@ class ExpertInputs:
     def _run_stage(self) -> None:
         names = {one.call.name if one.call else "" for one in self._passes}
         if len(names) != 1 or not (stage := names.pop()) or stage == self._model.head:
-            raise RequestError("The transformers library runs this model in an order that a calibration does not know.")
+            raise RequestError(
+                "The transformers library runs this model in an order that a calibration does not know.",
+                where=self._where,
+                remedy=_REMEDY,
+            )
         self._model.load(stage)
         for one in self._passes:
             assert one.call is not None
-            one.resume(one.call.run())
+            answer = one.call.run()
+            self._check_finite(stage, answer)
+            one.resume(answer)
         self._model.drop(stage)
         for layer, given in self._given.items():
-            self._found[layer] = self._joined(layer, given)
+            if self._uses.get(layer):
+                self._found[layer] = self._joined(layer, given)
         self._given.clear()
-        for layer in sorted(self._found)[: -self._num_kept]:
-            del self._found[layer]
+
+    def _check_finite(self, stage: str, answer: Any) -> None:
+        hidden = answer[0] if isinstance(answer, (tuple, list)) else answer
+        if not isinstance(hidden, torch.Tensor) or bool(hidden.isfinite().all()):
+            return
+        self._model.check_finite(stage)
+        raise RequestError(
+            "The model's hidden states become NaN or infinite when transformers runs it.",
+            where=f"{self._where}: {stage}",
+            expected="finite numbers",
+            remedy=_REMEDY,
+        )
 
     def _joined(self, layer: int, given: list[tuple[torch.Tensor, ...]]) -> LayerInputs:
         """Join what the passes gave to a layer. Raises RequestError where it is no input, choices and weights."""
+        num_experts, held = self._num_experts[layer], self._held
+        if len(given) == len(held) and type(self._model.experts[layer][1]).__name__ == "Llama4TextExperts":
+            routed = [_routed(one[0], num_experts, mask) for one, mask in zip(given, held, strict=True)]
+            given, held = [one[:3] for one in routed], [one[3] for one in routed]
         for one in given:
             if (
-                len(one) != 3
+                len(given) != len(held)
+                or len(one) != 3
                 or one[1].is_floating_point()
                 or one[1].shape != one[2].shape
-                or len(given) != len(self._passes)
+                or len(one[0]) != len(one[1])
             ):
                 raise RequestError(
                     "The experts of this model are called in a way that a calibration does not know.",
-                    where=f"layer {layer}",
-                    expected="hidden states, chosen experts, and their weights",
+                    where=f"{self._where}: {self._model.experts[layer][0]}",
+                    expected="one call, with hidden states, chosen experts, and their weights",
+                    found=f"{len(given)} calls in {len(held)} passes, with {[list(part.shape) for part in one]}",
+                    remedy=_REMEDY,
                 )
-        held = [torch.full((len(one[0]),), n % _HELD_EVERY == _HELD_EVERY - 1) for n, one in enumerate(given)]
         x, experts, weights = (torch.cat([one[n] for one in given]) for n in range(3))
-        return LayerInputs(x, experts, weights, torch.cat(held).to(x.device))
+        is_expert = (experts >= 0) & (experts < num_experts)  # longcat_flash has choices that are none
+        return LayerInputs(x, experts, weights * is_expert, torch.cat(held).to(x.device))
+
+
+def _held(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the mask of the tokens of every fourth sequence, bool [B * T] of each batch."""
+    number, masks = 0, []
+    for ids in batches:
+        sequences = torch.arange(number, number + len(ids)) % _HELD_EVERY == _HELD_EVERY - 1
+        masks.append(sequences.repeat_interleave(ids.size(1)))
+        number += len(ids)
+    return masks
+
+
+def _routed(
+    x: torch.Tensor, num_experts: int, held: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return inputs, choices, weights and mask of experts that each get all tokens, times their weights: x [E * T, H].
+
+    So llama4 calls its experts; tokens that did not choose an expert are zeros there.
+    """
+    place = x.ne(0).any(1).nonzero()
+    experts, tokens = place // (len(x) // num_experts), place % (len(x) // num_experts)
+    return x[place[:, 0]], experts, torch.ones_like(experts, dtype=x.dtype), held[tokens[:, 0].to(held.device)]

@@ -117,7 +117,15 @@ class StreamedModel:
         found = experts_modules(self.model)
         if not found:
             raise RequestError("The model of transformers has no routed experts.", where=str(self._source.root))
-        return {layer: (path, module) for layer, path, module in found}
+        experts = {layer: (path, module) for layer, path, module in found}
+        if len(experts) < len(found):
+            raise RequestError(
+                "The model of transformers has several modules of routed experts in a layer.",
+                where=str(self._source.place),
+                expected="one decoder",
+                found=first_few([path for _, path, _ in found]),
+            )
+        return experts
 
     def _stages(self) -> dict[str, nn.Module]:
         """Return the decoder layers, and every other module that owns parameters and contains no stage."""
@@ -127,9 +135,9 @@ class StreamedModel:
             for path in sorted(lists)
             for number, layer in self.model.get_submodule(path).named_children()
         }
-        found = dict(layers)
+        found = dict(layers)  # a stage is never inside another one: its weights would be loaded too late
         for path, module in self.model.named_modules():
-            is_inside = any(path == layer or path.startswith(f"{layer}.") for layer in layers)
+            is_inside = any(path == stage or path.startswith(f"{stage}.") for stage in found)
             contains = any(layer.startswith(f"{path}.") or path == _ROOT for layer in layers)
             if not is_inside and not contains and _owned(module):
                 found[path] = module
@@ -140,15 +148,18 @@ class StreamedModel:
         num_bytes: int = sum(math.prod(self._shapes[one]) for one in self._owned[name]) * self._dtype.itemsize
         return num_bytes
 
-    def check_memory(self, batches: Sequence[torch.Tensor], limit: int, where: str, num_streams: int) -> int:
+    def check_memory(
+        self, batches: Sequence[torch.Tensor], limit: int, where: str, num_streams: int, num_kept: int = 0
+    ) -> int:
         """Return the memory that passes over token ids need, in bytes. Raises RequestError for more than `limit`.
 
         where: the limit's name. num_streams: passes of each batch; logits are computed where there are several.
+        num_kept: layers whose inputs are kept.
         """
         width, config = self._dtype.itemsize, self.model.config.get_text_config()
         num_tokens = sum(ids.numel() for ids in batches)
         masks = num_streams * sum(ids.size(1) ** 2 for ids in batches) * width
-        hidden = num_streams * num_tokens * config.hidden_size * width + masks
+        hidden = (num_streams + num_kept) * num_tokens * config.hidden_size * width + masks
         largest = max(map(self.stage_bytes, self.stages))
         logits = num_streams * max(ids.numel() for ids in batches) * config.vocab_size * width * (num_streams > 1)
         need = int(hidden + max(_LOADING_FACTOR * largest, largest + logits))
@@ -205,6 +216,18 @@ class StreamedModel:
         """Free a stage's weights."""
         for name in self._owned[stage]:
             self._drop(name)
+
+    def check_finite(self, stage: str) -> None:
+        """Raise InputError where a tensor of the source for a stage's weights is not finite."""
+        for name in (name for parameter in sorted(self._owned[stage]) for name in self._tensors.get(parameter, ())):
+            values = _StoredTensor(self._source, self._source.tensors[name])[...]
+            if values.is_floating_point() and not bool(values.float().isfinite().all()):
+                raise InputError(
+                    "A weight is NaN or infinite.",
+                    where=f"tensor {name}",
+                    expected="finite numbers",
+                    remedy="The checkpoint is damaged or was saved from a diverged training; get a good copy.",
+                )
 
     def _drop(self, name: str) -> None:
         _set(self.model, name, self._nothing[name].expand(self._shapes[name]))

@@ -71,7 +71,7 @@ def folder_of(source: Source, *, with_weights: bool = False) -> Iterator[Path]:
             f"Transformers needs the publisher's {CONFIG}.",
             where=str(source.place),
             found="none",
-            remedy="Evaluate and measure with the publisher's folder.",
+            remedy="Use the publisher's folder, or put its config.json beside the weights.",
         )
     with TemporaryDirectory(prefix="hqconv-") as name:
         folder = Path(name)
@@ -151,25 +151,25 @@ def quantizer_of(source: Source, config: Any) -> Any:
         return None
     from transformers.quantizers import AutoHfQuantizer
 
-    method = source.quantization.get("quant_method")
     try:
         quantizer = AutoHfQuantizer.from_config(dict(source.quantization), pre_quantized=True)
     except Exception as error:
-        raise _cannot_decode(method, error) from error
+        raise _cannot_decode(source, error) from error
     if not hasattr(quantizer.quantization_config, "dequantize"):
-        raise _cannot_decode(method, "it runs them quantized only")
+        raise _cannot_decode(source, "it runs them quantized only")
     quantizer.quantization_config.dequantize = True
     config.quantization_config = quantizer.quantization_config
     return quantizer
 
 
-def _cannot_decode(method: object, found: object) -> RequestError:
+def _cannot_decode(source: Source, found: object) -> RequestError:
+    assert source.quantization is not None
     return RequestError(
         "The transformers library cannot decode the weights of this quantized source.",
-        where=f"--source, quant_method {method}",
+        where=f"{source.place}: quant_method {source.quantization.get('quant_method')}",
         expected="a source in 16 bits or float32, or one that transformers decodes (fp8, mxfp4)",
         found=found,
-        remedy="Evaluate against the 16-bit model that the source was made from, converted to the same schema.",
+        remedy="Use the 16-bit model that the source was made from.",
     )
 
 

@@ -20,9 +20,9 @@ from hqconv.artifact.build import Measured, artifact_config, build_manifest, fir
 from hqconv.artifact.error_summary import requantized, scale_changes
 from hqconv.artifact.manifest import Manifest, json_bytes, sealed
 from hqconv.artifact.model_card import card_bytes, sums_bytes
-from hqconv.calibration.inputs import expert_inputs
+from hqconv.calibration.inputs import ExpertInputs, expert_inputs
 from hqconv.conversion.collect_input_scales import InputScales, read_input_scales
-from hqconv.conversion.encode_batch import EncodedRuns, encode_to_runs
+from hqconv.conversion.encode_batch import EncodedRuns, encode_to_runs, num_batches
 from hqconv.conversion.executor import Executor
 from hqconv.conversion.hub_prefetch import CachePolicy, HubPrefetch, ShardUse, check_room, sort_by_shard
 from hqconv.conversion.output_folder import Difference, OutputFolder, Part, check_finished
@@ -159,24 +159,26 @@ def convert(
         check_kernels(resources.device)
 
     units = plan.units if part is None else part.share(plan.units)
-    conversion = _Conversion(
-        source=source,
-        plan=plan,
-        out=out,
-        resources=resources,
-        staging=staging,
-        input_scales=input_scales,
-        cache=cache or CachePolicy(),
-        units=units,
-        meter=Meter(sum(unit.num_bytes_read for unit in units), len(units), progress),
-        profile=StageProfile(),
-        part=part,
-        started_s=started_s,
-    )
-    if part is None:
-        report = conversion.run(resume=resume, overwrite=overwrite, update=update)
-    else:
-        report = conversion.run_part()
+    with _calibrated(source, plan, resources, staging) as inputs:
+        conversion = _Conversion(
+            source=source,
+            plan=_with_rounded_layers(plan, inputs),
+            out=out,
+            resources=resources,
+            staging=staging,
+            input_scales=input_scales,
+            inputs=inputs,
+            cache=cache or CachePolicy(),
+            units=units,
+            meter=Meter(sum(unit.num_bytes_read for unit in units), len(units), progress),
+            profile=StageProfile(),
+            part=part,
+            started_s=started_s,
+        )
+        if part is None:
+            report = conversion.run(resume=resume, overwrite=overwrite, update=update)
+        else:
+            report = conversion.run_part()
     _LOG.info("%s %r.", "The artifact was finished before:" if report.was_finished else "Done:", report)
     return report
 
@@ -191,6 +193,7 @@ class _Conversion:
     resources: Resources
     staging: Staging
     input_scales: Mapping[str, InputScales]
+    inputs: ExpertInputs | None
     cache: CachePolicy
     units: Sequence[OutputUnit]
     meter: Meter
@@ -272,7 +275,12 @@ class _Conversion:
         num_done = len(folder.done)
         _LOG.info("Conversion of %s begins, %d done before; %s.", plural(len(missing), "unit"), num_done, lanes)
         use = ShardUse.of(self.source, missing, keeps=self.cache.keeps)
-        with bounded_gpu(self.resources, "Then go on with --resume."), self._calibrated(missing) as encode:
+        encode: Callable[..., EncodedRuns] = encode_to_runs
+        if self.inputs is not None:
+            encode = partial(encode_to_runs, inputs_of=self.inputs.of)
+            for layer in _calibrated_layers(missing):
+                self.inputs.expect(layer.layer, num_batches(layer, self.staging.num_experts))
+        with bounded_gpu(self.resources, "Then go on with --resume."):
             executor = Executor(
                 self.source,
                 folder.root,
@@ -288,25 +296,6 @@ class _Conversion:
             )
             with frozen_objects():
                 executor.run(missing)
-
-    @contextmanager
-    def _calibrated(self, units: Sequence[OutputUnit]) -> Iterator[Callable[..., EncodedRuns]]:
-        """Yield the function that encodes batches: with the inputs of the experts, where these are calibrated."""
-        calibration = self.plan.spec.encoding.calibration
-        layers = [unit for unit in units if isinstance(unit, MoeLayerPlan) and not unit.encoding.is_direct]
-        if calibration is None or not calibration.files or not layers:
-            yield encode_to_runs
-            return
-        with expert_inputs(
-            self.source,
-            calibration.files,
-            calibration.num_tokens,
-            calibration.context_length,
-            self.resources.device,
-            self.resources.model_limit(),
-            self.staging.num_lanes + 1,
-        ) as inputs:
-            yield partial(encode_to_runs, inputs_of=inputs.of)
 
     def _missing(self, done: Collection[str]) -> list[OutputUnit]:
         """Return the units that are not done, in the order of the work."""
@@ -369,6 +358,57 @@ class _Conversion:
             profile={**self.profile.to_dict(), "staging": self.staging.to_dict()},
             **more,
         )
+
+
+@contextmanager
+def _calibrated(
+    source: Source, plan: ConversionPlan, resources: Resources, staging: Staging
+) -> Iterator[ExpertInputs | None]:
+    """Yield the inputs of the experts over the calibration's text; None where there is nothing to calibrate.
+
+    Raises as `expert_inputs`, and RequestError where the text changed since the plan, or the activation of the experts
+    is not known.
+    """
+    calibration, layers = plan.spec.encoding.calibration, _calibrated_layers(plan.layers)
+    if calibration is None or not calibration.files or not layers:
+        yield None
+        return
+    unknown = next((one.layer for one in layers if not one.layer.knows_activation), None)
+    if unknown is not None:
+        raise RequestError(
+            "The experts' activation is known by its name only, so the inputs of w2 cannot be computed.",
+            where=f"layer {unknown.name}",
+            found=unknown.activation.describe(),
+            remedy="Convert without --calibrate.",
+        )
+    source.fetch(plan.other_files)  # the tokenizer's among them
+    with expert_inputs(
+        source,
+        calibration.files,
+        calibration.num_tokens,
+        calibration.context_length,
+        resources.device,
+        resources.model_limit(),
+        min(len(layers), staging.num_lanes + 1),
+    ) as inputs:
+        calibration.check_unchanged()
+        yield inputs
+
+
+def _calibrated_layers(units: Sequence[OutputUnit]) -> list[MoeLayerPlan]:
+    return [unit for unit in units if isinstance(unit, MoeLayerPlan) and not unit.encoding.is_direct]
+
+
+def _with_rounded_layers(plan: ConversionPlan, inputs: ExpertInputs | None) -> ConversionPlan:
+    """Add a warning of layers that a calibration does not reach."""
+    rounded = [] if inputs is None else [one for one in _calibrated_layers(plan.layers) if not inputs.runs(one.layer)]
+    if not rounded:
+        return plan
+    text = (
+        f"{plural(len(rounded), 'layer')} rounded to nearest, {rounded[0].name} the first: the transformers library "
+        "does not run layers for multi-token prediction, so --calibrate has no inputs of their experts."
+    )
+    return replace(plan, warnings=(*plan.warnings, text))
 
 
 def take_in_turn(units: Sequence[OutputUnit]) -> list[OutputUnit]:

@@ -96,11 +96,15 @@ def split_runs(runs: Iterable[Run], num_bytes: int) -> list[list[Run]]:
     return chunks
 
 
+def num_batches(planned: MoeLayerPlan, num_experts: int) -> int:
+    """Return the number of equal batches of at most `num_experts` into which a layer is split."""
+    return -(-planned.layer.num_experts // num_experts)
+
+
 def split_unit(unit: OutputUnit, num_experts: int, piece_bytes: int) -> Iterator[Batch | Piece]:
     """Split a unit into equal batches of at most `num_experts`, or into pieces of at most `piece_bytes`."""
     if isinstance(unit, MoeLayerPlan):
-        total = unit.layer.num_experts
-        count = -(-total // num_experts)
+        total, count = unit.layer.num_experts, num_batches(unit, num_experts)
         for number in range(count):
             yield Batch(unit, range(number * total // count, (number + 1) * total // count))
     else:

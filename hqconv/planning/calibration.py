@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ class Calibration:
     """A calibration, on which codes and scales depend: as a manifest records it.
 
     name, sha256: of the text. num_tokens: that were read of it. device: its type. torch, transformers: versions.
-    files: the text; none of a calibration that was read from a manifest.
+    root, files: the text; none of a calibration that was read from a manifest.
     """
 
     name: str
@@ -34,6 +34,7 @@ class Calibration:
     device: str
     torch: str
     transformers: str
+    root: Path = field(default=Path(), compare=False, repr=False)
     files: tuple[Path, ...] = field(default=(), compare=False, repr=False)
 
     @property
@@ -67,9 +68,19 @@ class Calibration:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entry of the manifest."""
-        document = asdict(self)
-        del document["files"]
-        return document
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.compare}
+
+    def check_unchanged(self) -> None:
+        """Raise RequestError where the text is not what it was when the conversion was planned."""
+        found = _digest(self.root, self.files)
+        if found != self.sha256:
+            raise RequestError(
+                "The text changed while it was read.",
+                where=f"--calibrate {self.root}",
+                expected=f"sha256 {self.sha256}",
+                found=f"sha256 {found}",
+                remedy="Start again when nothing writes to it.",
+            )
 
 
 @dataclass(frozen=True)
@@ -123,14 +134,18 @@ class CalibrationText:
         The digest of a folder is that of the digests, sizes and names of its files.
         """
         files = tuple(self.files())
-        digests = {path: _sha256(path) for path in files}
-        sha256 = digests.get(self.path) or digests.get(BUILTIN_TEXT)
-        if sha256 is None:
-            lines = (f"{digest} {path.relative_to(self.path).as_posix()}\n" for path, digest in digests.items())
-            sha256 = hashlib.sha256("".join(lines).encode(errors="surrogateescape")).hexdigest()
+        sha256 = _digest(self.path, files)
         kind, versions = device.partition(":")[0], (_version("torch"), _version("transformers"))
         name = self.path.name or self.path.resolve().name
-        return Calibration(name, sha256, self.num_tokens, self.context_length, kind, *versions, files)
+        return Calibration(name, sha256, self.num_tokens, self.context_length, kind, *versions, self.path, files)
+
+
+def _digest(root: Path, files: Sequence[Path]) -> str:
+    digests = {path: _sha256(path) for path in files}
+    if root in digests or BUILTIN_TEXT in digests:
+        return next(iter(digests.values()))
+    lines = (f"{digest} {path.relative_to(root).as_posix()}\n" for path, digest in digests.items())
+    return hashlib.sha256("".join(lines).encode(errors="surrogateescape")).hexdigest()
 
 
 def _sha256(path: Path) -> str:
