@@ -166,7 +166,7 @@ class ExpertInputs:
         """
         if not self.runs(layer):
             return None
-        with self._lock, running(self._where):
+        with self._lock, self._on_one_stream(), running(self._where):
             while layer.index not in self._found:
                 self._run_stage()
             found = self._found[layer.index]
@@ -189,6 +189,17 @@ class ExpertInputs:
             self._given.setdefault(layer, []).append(tuple(one.flatten(0, -2) for one in given))
 
         return enter
+
+    @contextmanager
+    def _on_one_stream(self) -> Iterator[None]:
+        """Compute on the stream of the passes' threads, and nothing beside it: streams do not wait for each other."""
+        if self._model.device.type != "cuda":
+            yield
+            return
+        with torch.cuda.stream(torch.cuda.default_stream(self._model.device)):
+            torch.cuda.synchronize(self._model.device)
+            yield
+            torch.cuda.synchronize(self._model.device)
 
     def _run_stage(self) -> None:
         names = {one.call.name if one.call else "" for one in self._passes}
