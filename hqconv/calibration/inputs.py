@@ -21,7 +21,7 @@ from hqconv.calibration.forward_pass import ForwardPass
 from hqconv.calibration.gptq import Products
 from hqconv.calibration.streamed_model import StreamedModel, quiet_loading
 from hqconv.calibration.transformers_model import Text, folder_of, import_transformers, read_text, running
-from hqconv.errors import RequestError
+from hqconv.errors import RequestError, plural
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.schemas.activation import Activation
@@ -124,7 +124,11 @@ def expert_inputs(
     with ExitStack() as stack:
         stack.enter_context(quiet_loading(transformers))
         folder = stack.enter_context(folder_of(source))
-        batches = batches_of(read_text(transformers, folder, text, num_tokens, "--calibrate"), context_length, device)
+        words = read_text(transformers, folder, text, num_tokens, "--calibrate", str(source.place))
+        batches = batches_of(words, context_length, device)
+        if not batches:
+            what, expected, found = "The text is too short.", "two tokens at least", plural(len(words.ids), "token")
+            raise RequestError(what, where=f"--calibrate {text[0]}", expected=expected, found=found)
         with running(str(source.root)):
             model = StreamedModel(transformers, source, folder, dtype, device)
             model.check_memory(batches, *limit, num_streams=1, num_kept=num_kept)

@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from hqconv.errors import HqconvError, RequestError
+from hqconv.io.sidecar_files import has_tokenizer
 from hqconv.models.source_protocol import Source
 from hqconv.schemas.artifact_names import CONFIG, INDEX
 from hqconv.schemas.untrusted_files import MAX_LIST_BYTES, read_regular
@@ -186,8 +187,12 @@ class Text(NamedTuple):
         return [self.start + self.ids[begin : begin + size] for begin in range(0, len(self.ids), size)]
 
 
-def read_text(transformers: Any, folder: Path, files: Sequence[Path], num_tokens: int, option: str = "--text") -> Text:
+def read_text(
+    transformers: Any, folder: Path, files: Sequence[Path], num_tokens: int, option: str = "--text", source: str = "SRC"
+) -> Text:
     """Return the first `num_tokens` tokens of text files, one after the other, without the tokenizer's special ones.
+
+    folder: of `folder_of`. source: its name, for errors.
 
     Raises RequestError, which names the `option`, for a file without text, or an unusable tokenizer.
     """
@@ -200,7 +205,14 @@ def read_text(transformers: Any, folder: Path, files: Sequence[Path], num_tokens
             raise RequestError("The text cannot be read.", where=f"{option} {path}", found=error) from error
     raw = b"\n\n".join(contents)
     text = raw.decode()
-    with running(f"the tokenizer of {folder}"):
+    if not has_tokenizer([one.name for one in folder.iterdir()]):
+        raise RequestError(
+            "The source has no tokenizer, which cuts a text into tokens.",
+            where=source,
+            expected="tokenizer.json, tokenizer.model, vocab.json …",
+            remedy="Copy the publisher's files into it.",
+        )
+    with running(f"the tokenizer of {source}"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         whole: list[int] = tokenizer(text[:64])["input_ids"]

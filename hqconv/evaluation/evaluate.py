@@ -77,7 +77,7 @@ def evaluate(out: Path, source_name: str, text: Path, options: EvaluateOptions) 
         read = _artifact_experts(artifact, options.resources, stack)
         stack.enter_context(quiet_loading(transformers))
         folder, device = stack.enter_context(folder_of(source)), options.resources.device
-        words = read_text(transformers, folder, [text], options.num_tokens)
+        words = read_text(transformers, folder, [text], options.num_tokens, source=source_name)
         if len(words.ids) < 2:
             what, expected = "The text is too short.", "two tokens at least"
             raise RequestError(what, where=f"--text {text}", expected=expected, found=plural(len(words.ids), "token"))

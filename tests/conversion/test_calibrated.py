@@ -7,9 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 import hqconv
-from hqconv.errors import OutputError
+from hqconv.calibration import inputs
+from hqconv.calibration.inputs import ExpertInputs
+from hqconv.calibration.transformers_model import read_text
+from hqconv.conversion import resources
+from hqconv.errors import HqconvError, InputError, OutputError, RequestError
+from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.layer_encoding import CALIBRATION_VERSION
 from hqconv.schemas.grid import Grid
 from tests.make.conversions import assert_verified, check, manifest, run
@@ -27,7 +34,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("calibrated")
     save_family(folder / "src", "qwen3_moe", inner=64)
     write_tokenizer(folder / "src")
-    (folder / "text").write_text(" ".join(str(3 + i * 7 % 60) for i in range(80)))
+    write_text(folder / "text")
     run(folder / "src", folder / "out", "int4-g32", Grid(2, 2), calibrate=folder / "text", **OPTIONS)
     return folder
 
@@ -85,3 +92,192 @@ def test_a_folder_of_texts_is_read_in_the_order_of_its_names(made: Path, tmp_pat
     (tmp_path / "texts/b/c.txt").write_text(" ".join(words[30:]))
     run(made / "src", tmp_path / "out", "int4-g32", Grid(2, 2), calibrate=tmp_path / "texts", **OPTIONS)
     assert snapshot(tmp_path / "out/experts") == snapshot(made / "out/experts")
+
+
+# --- the same bytes
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a source of four layers, and a text."""
+    folder = tmp_path_factory.mktemp("deep")
+    save_family(folder / "src", "mixtral", inner=64, num_hidden_layers=4)
+    write_tokenizer(folder / "src")
+    write_text(folder / "text")
+    return folder
+
+
+def write_text(path: Path, count: int = 80) -> Path:
+    path.write_text(" ".join(str(3 + i * 7 % 60) for i in range(count)))
+    return path
+
+
+@pytest.fixture
+def in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two experts in a batch."""
+    monkeypatch.setattr(resources, "_CPU_CALIBRATED_WEIGHTS", 25_000)
+
+
+def calibrated(folder: Path, out: Path, schema: str = "int4-g32", grid: Grid | None = None, **options: Any) -> Any:
+    return run(folder / "src", out, schema, grid, **{"calibrate": folder / "text", **OPTIONS, **options})
+
+
+@pytest.mark.usefixtures("in_batches")
+def test_threads_memory_parts_and_resuming_change_no_byte(deep: Path, tmp_path: Path) -> None:
+    calibrated(deep, tmp_path / "one", threads=1)
+    expected = snapshot(tmp_path / "one")
+    limits: dict[str, Any] = {"two": {}, "five": {"threads": 5}, "tight": {"threads": 5, "max_memory": 60 << 20}}
+    for name, options in limits.items():
+        calibrated(deep, tmp_path / name, **options)
+        assert snapshot(tmp_path / name) == expected
+    for order in (("1/2", "2/2"), ("3/3", "1/3", "2/3")):
+        out = tmp_path / f"parts-{len(order)}"
+        reports = [calibrated(deep, out, part=part, threads=threads) for threads, part in enumerate(order, 1)]
+        assert [report.is_complete for report in reports] == [False] * (len(order) - 1) + [True]
+        assert snapshot(out) == expected
+
+
+@pytest.mark.usefixtures("in_batches")
+@pytest.mark.parametrize("broken", [2, 3])
+def test_a_conversion_that_was_interrupted_goes_on(
+    deep: Path, tmp_path: Path, broken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also under another text it is refused."""
+    calibrated(deep, tmp_path / "whole")
+    of = ExpertInputs.of
+
+    def interrupted(self: ExpertInputs, layer: MoeLayer) -> Any:
+        if layer.index == broken:
+            raise OutputError("The power went out.")
+        return of(self, layer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ExpertInputs, "of", interrupted)
+        with pytest.raises(OutputError, match="power"):
+            calibrated(deep, tmp_path / "out", threads=1)
+    others: tuple[dict[str, Any], ...]
+    others = ({"calibrate": deep / "src" / "config.json"}, {"calibrate_tokens": 47}, {"calibrate_context": 15})
+    for changed in others:
+        with pytest.raises(OutputError, match="calibrat"):
+            calibrated(deep, tmp_path / "out", resume=True, **changed)
+    report = calibrated(deep, tmp_path / "out", resume=True)
+    assert report.num_groups_resumed
+    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("schema", ["int4-g32", "mxfp4", "int4-g32-e4m3", "int3-g64-zp"])
+def test_ranks_and_layouts_hold_the_same_codes(deep: Path, tmp_path: Path, schema: str) -> None:
+    """The sums of the content are taken before any slice, and verify compares the ranks with them."""
+    grids = {"one": (Grid(), "kernel"), "ranks": (Grid(1, 2), "kernel"), "packed": (Grid(), "checkpoint")}
+    if schema != "int3-g64-zp":
+        grids["tp"] = (Grid(2, 1), "kernel")
+    for name, (grid, layout) in grids.items():
+        calibrated(deep, tmp_path / name, schema, grid, layout=layout)
+    sums = {name: manifest(tmp_path / name)["content_sums"] for name in grids}
+    for name in grids:
+        assert sums[name] == sums["one"]
+        assert_verified(tmp_path / name, deep / "src")
+
+
+def test_an_update_leaves_the_artifact_of_the_same_text(deep: Path, tmp_path: Path) -> None:
+    def update(**options: Any) -> Any:
+        options = {"source_digests": True, **options}
+        return calibrated(deep, tmp_path / "out", update=True, **options)
+
+    update()
+    assert update().was_finished
+    report = update(calibrate_tokens=32)
+    assert not report.was_finished
+    assert "calibration" in report.replaced_because
+
+
+# --- texts, limits and damage: refused before any work
+
+
+def refused(
+    folder: Path, out: Path, match: str, error: type[HqconvError] = RequestError, **options: Any
+) -> HqconvError:
+    """The error of a conversion, which leaves nothing."""
+    with pytest.raises(error, match=match) as caught:
+        calibrated(folder, out, **options)
+    assert not out.exists()
+    return caught.value
+
+
+def test_an_unusable_text_is_refused(deep: Path, tmp_path: Path) -> None:
+    def given(content: bytes) -> Path:
+        (tmp_path / "given").write_bytes(content)
+        return tmp_path / "given"
+
+    out = tmp_path / "out"
+    (tmp_path / "empty").mkdir()
+    for text in (tmp_path / "none", tmp_path / "empty"):
+        refused(deep, out, "no text to calibrate with", calibrate=text)
+    for content, match in (
+        (b"", "no tokens"),
+        (b" \n", "no tokens"),
+        (b"\xff\xfe", "cannot be read"),
+        (b"7", "too short"),
+    ):
+        refused(deep, out, match, calibrate=given(content))
+
+
+def test_a_text_that_changes_while_it_is_read_is_refused(
+    deep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = write_text(tmp_path / "text")
+
+    def read(*arguments: Any, **options: Any) -> Any:
+        write_text(text, 90)
+        return read_text(*arguments, **options)
+
+    monkeypatch.setattr(inputs, "read_text", read)
+    refused(deep, tmp_path / "out", "text changed", calibrate=text)
+
+
+def test_a_short_text_and_experts_without_tokens_are_quantized(deep: Path, tmp_path: Path) -> None:
+    """Two tokens reach few experts: the others are rounded by their own weights."""
+    text = write_text(tmp_path / "text", 2)
+    report = run(deep / "src", tmp_path / "out", "int4-g32", calibrate=text, **OPTIONS)
+    plain = run(deep / "src", tmp_path / "plain", "int4-g32")
+    for layer, errors in report.errors.items():
+        for role, error in errors.items():
+            assert error["worst_relative_error"] < 4 * plain.errors[layer][role]["worst_relative_error"]
+    assert_verified(tmp_path / "out", deep / "src")
+
+
+def test_a_source_without_a_tokenizer_is_refused(deep: Path, tmp_path: Path) -> None:
+    shutil.copytree(deep / "src", tmp_path / "src", ignore=shutil.ignore_patterns("token*"))
+    write_text(tmp_path / "text")
+    error = refused(tmp_path, tmp_path / "out", "tokenizer")
+    assert str(tmp_path / "src") in error.where
+
+
+def test_a_model_that_does_not_fit_is_refused(deep: Path, tmp_path: Path) -> None:
+    assert refused(deep, tmp_path / "out", "memory limit", max_memory=1 << 20)
+    write_text(tmp_path / "text", 400_000)
+    many: dict[str, Any] = {"calibrate_tokens": 400_000, "calibrate_context": 16, "max_memory": 60 << 20}
+    shutil.copytree(deep / "src", tmp_path / "src")
+    error = refused(tmp_path, tmp_path / "out", "run of the model does not fit", **many)
+    assert "400000 tokens" in error.expected
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_weight_that_is_not_finite_is_named_as_without_a_calibration(deep: Path, tmp_path: Path, layer: int) -> None:
+    shutil.copytree(deep / "src", tmp_path / "src")
+    write_text(tmp_path / "text")
+    name = f"model.layers.{layer}.block_sparse_moe.experts.1.w2.weight"
+    path = next(one for one in (tmp_path / "src").glob("*.safetensors") if name in load_file(one))
+    tensors = load_file(path)
+    tensors[name][3, 5] = torch.nan
+    save_file(tensors, path, metadata={"format": "pt"})
+    found: list[str] = []
+    each: tuple[dict[str, Any], ...] = ({}, {"calibrate": tmp_path / "text", **OPTIONS})
+    for options in each:
+        out = tmp_path / f"out-{len(found)}"
+        with pytest.raises(InputError, match="NaN or infinite") as caught:
+            run(tmp_path / "src", out, "int4-g32", **options)
+        assert not (out / "hqconv.json").exists()
+        found.append(str(caught.value))
+    assert name in found[0]
+    assert found[0] == found[1]
