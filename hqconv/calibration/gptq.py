@@ -7,7 +7,7 @@ w_j + Σ_{i<j} M_ij e_i / M_jj, which makes the errors of the columns before it 
 Two starts are tried for each matrix, and that one is taken which loses less on tokens that H has not seen: columns as
 they are, with the scales of each group searched on what its weights have become; and columns by decreasing diagonal of
 H, under scales that are searched beforehand. Then every group is rounded again, with its scales, as the others stand,
-until nothing is gained.
+until nothing is gained, by the products of all tokens.
 
 torch alone, on any device. The same bytes for the same inputs, number of experts and type of device, not between types.
 Legend: E experts, N output rows, K input columns, G groups along K, S columns of a group, C candidates.
@@ -55,6 +55,11 @@ class Products:
     def factor(self) -> _Factor:
         """The factor of the columns as they are."""
         return _Factor.of(self.fit)
+
+    @cached_property
+    def whole_factor(self) -> _Factor:
+        """The factor of all tokens."""
+        return _Factor.of(self.fit + self.held)
 
     @cached_property
     def order(self) -> torch.Tensor:
@@ -208,7 +213,7 @@ class _Matrix:
             scales = self.searched(diagonal.float().view(len(diagonal), 1, -1, self.size))
         starts = [self.in_order(products, scales), self.by_diagonal(products, scales)]
         losses = [self.loss(start.values, products.held).sum(1) for start in starts]
-        return self.descend(starts[1].where((losses[1] < losses[0]).view(-1, 1, 1), starts[0]), products.factor)
+        return self.descend(starts[1].where((losses[1] < losses[0]).view(-1, 1, 1), starts[0]), products.whole_factor)
 
     def loss(self, values: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
         """Return eᵀ H e of each row, float64 [E, N]."""
