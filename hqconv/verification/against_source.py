@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from hqconv import __version__
 from hqconv.artifact.manifest import Ancestor, FileEntry, Manifest, ManifestSource, SourceFileEntry, read_manifest
 from hqconv.artifact.model_card import card_bytes
 from hqconv.artifact.reader import Artifact
-from hqconv.errors import HqconvError, NetworkError, differences, plural
+from hqconv.errors import HqconvError, NetworkError, VerificationError, differences, plural
 from hqconv.formats.source_format import DIRECT, DIRECT_ROUNDED
 from hqconv.io.file_access import sha256_of
 from hqconv.models.expert_map import ExpertMap
@@ -30,11 +31,11 @@ from hqconv.schemas.model_config import attention_heads
 from hqconv.schemas.options import QUANTIZERS, RTN
 from hqconv.schemas.tensors import TensorRef
 from hqconv.verification.accounting import Placed, as_converted, compare_layers
-from hqconv.verification.gguf_reference import PublishedModel, words
+from hqconv.verification.gguf_reference import PublishedModel, StoredTokenizer, is_role
 from hqconv.verification.result import OTHER_SOURCE, CheckResult, Finding, compare_names, read_json
 
 CHUNK_BYTES = 8 << 20
-_TOKENIZER = "tokenizer.json"
+_TOKENIZER, _TEMPLATE = "tokenizer.json", "chat_template.jinja"
 
 
 def check_source(
@@ -69,7 +70,10 @@ def check_source(
     if source.stored_model is None:
         _compare_copied(artifact, source, experts.copied, copied, pool, result)
     else:
-        _compare_published(artifact, PublishedModel(source.stored_model, source.config), copied, pool, result)
+        model = PublishedModel(source.stored_model, source.config)
+        _compare_published(artifact, model, copied, pool, result)
+        _check_made_config(artifact, model, result)
+    _check_gguf_roles(artifact, result)
     others = {
         path
         for path in artifact.manifest.files
@@ -104,7 +108,7 @@ def _check_made(artifact: Artifact, source: Source, result: CheckResult) -> None
 def _check_words(artifact: Artifact, source: Source, result: CheckResult) -> None:
     """Check that a tokenizer that was made has the words of the first GGUF file, by id; not of a file on the Hub."""
     path = source.root / source.files[0].name
-    if _TOKENIZER not in artifact.manifest.files or not path.is_file():
+    if _TOKENIZER not in source.made.names or _TOKENIZER not in artifact.manifest.files or not path.is_file():
         return
     document = read_json(artifact.fetched(_TOKENIZER), result) or {}
     try:
@@ -115,7 +119,14 @@ def _check_words(artifact: Artifact, source: Source, result: CheckResult) -> Non
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         result.add(_TOKENIZER, "The file is no tokenizer.", "words by id", repr(error))
         return
-    expected = dict(enumerate(words(path)))
+    stored = StoredTokenizer(path)
+    merges = [one if isinstance(one, str) else " ".join(one) for one in document["model"].get("merges") or ()]
+    if stored.merges is not None and merges != list(stored.merges):
+        result.add(_TOKENIZER, "The merges are not those of the GGUF file.", len(stored.merges), len(merges))
+    template = artifact.manifest.files.get(_TEMPLATE)
+    if template is not None and template.sha256 != hashlib.sha256(str(stored.template).encode()).hexdigest():
+        result.add(_TEMPLATE, "The chat template is not that of the GGUF file.", str(stored.template)[:80])
+    expected = dict(enumerate(stored.words or ()))
     for number in sorted(expected.keys() | by_id.keys()):
         if expected.get(number) != by_id.get(number):
             where, what = f"{_TOKENIZER}: word {number}", "A word is not that of the GGUF file."
@@ -307,7 +318,7 @@ def _compare_published(
     pool: ThreadPoolExecutor,
     result: CheckResult,
 ) -> None:
-    """Compare tensors of GGUF files, which no artifact has as they are, with the reference's, and the config.
+    """Compare tensors of GGUF files, which no artifact has as they are, with the reference's.
 
     Every stored tensor beside the experts must be in one of them, or be left out with reason.
     """
@@ -322,14 +333,30 @@ def _compare_published(
         if is_lost or (ref.name not in used and ref.name not in {**tensors.converted, **tensors.dropped}):
             what = "A tensor of the GGUF files is in no tensor of the artifact."
             result.add(f"source: {ref.name}", what, "in a model shard", tensors.dropped.get(ref.name, "absent"))
+
+
+def _check_made_config(artifact: Artifact, model: PublishedModel, result: CheckResult) -> None:
+    """Check a config.json that was made of a GGUF file's metadata."""
     config = read_json(artifact.root / names.CONFIG, result) or {}
     for key, expected in {} if model.stored.has_config else model.config().items():
-        found_value = config.get(key, expected)
-        if isinstance(expected, float):
-            expected, found_value = float(np.float32(expected)), float(np.float32(found_value))
-        if key in config and found_value != expected:
+        found = config.get(key, expected)
+        pair = (expected, found)
+        if isinstance(expected, float) and isinstance(found, float):
+            pair = (float(np.float32(expected)), float(np.float32(found)))
+        if pair[0] != pair[1]:
             what = "The config is not that of the GGUF files' metadata."
-            result.add(f"{names.CONFIG}: {key}", what, expected, found_value)
+            result.add(f"{names.CONFIG}: {key}", what, expected, found)
+
+
+def _check_gguf_roles(artifact: Artifact, result: CheckResult) -> None:
+    """Check that gate, up and down are the GGUF tensors of these names."""
+    for name in artifact.layers:
+        with suppress(VerificationError):  # reported already
+            for role, parts in artifact.moe_layer(name).parts.items():
+                template = parts["weight"].template
+                if ".gguf:" in template and not is_role(role, template, parts["weight"].view.index):
+                    where = f"{names.MANIFEST}: {name}: source_parts: {role}"
+                    result.add(where, "A projection is another tensor of the GGUF files.", role, template)
 
 
 def _difference(artifact: Artifact, model: PublishedModel, name: str, place: Placed) -> tuple[str, str] | None:

@@ -214,7 +214,8 @@ def _check_shards(artifact: Artifact, shards: Mapping[str, Header], result: Chec
     what = "The index and the shards disagree."
     compare_dicts(f"{names.INDEX}: weight_map", what, weight_map, found, result)
     size = sum(ref.num_bytes for entries, _ in shards.values() for ref in entries.values())
-    compare_dicts(f"{names.INDEX}: metadata", what, {"total_size": size}, index.get("metadata"), result)
+    others = {key: value for key, value in index.items() if key != "weight_map"}
+    compare_dicts(names.INDEX, what, {"metadata": {"total_size": size}}, others, result)
 
 
 def _placed(shards: Mapping[str, Header], result: CheckResult) -> dict[str, Placed]:

@@ -223,6 +223,7 @@ MAP_EDITS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "extra": lambda w: w["weight_map"].update(x="model-00001-of-00003.safetensors"),
     "no map": lambda w: w.pop("weight_map"),
     "size": lambda w: w["metadata"].update(total_size=1),
+    "more": lambda w: w.update(more=1),
 }  # fmt: skip
 
 
