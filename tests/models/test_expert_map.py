@@ -340,13 +340,20 @@ def test_names_of_models_are_no_adapters() -> None:
 
 def test_every_layer_of_experts_has_a_router() -> None:
     """Of a layer with other tensors; a checkpoint of experts alone has none."""
-    for router in ("gate.weight", "router.classifier.weight", "gate.wg.weight", "router.proj.qweight"):
+    for router in (
+        "gate.weight",
+        "router.classifier.weight",
+        "gate.wg.weight",
+        "router.proj.qweight",
+        "chooser.weight",
+    ):
         tensors, config = qwen()
         for layer in (2, 10, NUM_LAYERS):
             del tensors[f"model.layers.{layer}.mlp.gate.weight"]
             put(tensors, f"model.layers.{layer}.mlp.{router}", E, H)
         assert len(map_experts(tensors, config).layers) == 3
         del tensors[f"model.layers.10.mlp.{router}"]
+        put(tensors, "model.layers.10.self_attn.gate.weight", 1, H)
         for model_type in ("qwen3_moe", "brand_new"):
             with pytest.raises(InputError, match="experts and no router") as caught:
                 map_experts(tensors, config | {"model_type": model_type})
