@@ -82,6 +82,7 @@ def test_the_gguf_model_that_is_named_is_published(hubs: BothHubs, tmp_path: Pat
     first = publish(f"org/source{named}" if named.startswith(":") else f"org/source/{named}", schema="int8")
     assert first.passed
     assert [file["name"] for file in manifest(tmp_path / "out")["source"]["files"]] == ["mixtral.gguf"]
+    assert f"--source org/source/mixtral.gguf --revision {COMMIT}" in (tmp_path / "out/README.md").read_text()
 
 
 @pytest.mark.full

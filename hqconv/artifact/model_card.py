@@ -152,7 +152,8 @@ def _verifying(manifest: Manifest) -> Iterator[str]:
     source = manifest.origin if is_direct else manifest.source
     against = " --source SRC"
     if source.revision is not None:
-        against = f" --source {source.name} --revision {source.revision}"
+        gguf = next((f"/{file.name}" for file in source.files if file.name.endswith(".gguf")), "")
+        against = f" --source {source.name}{gguf} --revision {source.revision}"
     yield from (f"    sha256sum -c {SUMS}", f"    hqconv verify .{printable_line(against)}", "")
     yield (
         "The conversion wrote this card; nothing had verified the artifact by then. The second command reads the "
