@@ -305,9 +305,11 @@ def _formats(
             return declared.of
         return lambda module: declared.of(named(module), is_stored_plain=module in plain)
 
+    is_plain = _is_plain(found)
     for named in _namings(family, layer):
         format_of = lookup(named)
-        if all(format_of(module).is_float for module in modules) == _is_plain(found):
+        says_why = named is str or not is_plain or all(declared.leaves_out(named(module)) for module in modules)
+        if says_why and all(format_of(module).is_float for module in modules) == is_plain:
             return format_of
     return lookup(str)
 

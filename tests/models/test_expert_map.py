@@ -254,11 +254,15 @@ NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "llm_int8_skip_modu
 FP8 = {"quant_method": "fp8", "weight_block_size": [16, 16], "ignored_layers": ["lm_head"]}
 CODED = {"targets": ["Linear"], "weights": FP8_CHANNEL}
 CT = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"a": CODED}}
+NAMED = {**CT, "config_groups": {"a": {**CODED, "targets": ["re:.*mlp.experts.*"]}}}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
 # config, stored experts, whether attention is quantized, what the message says to do
 REMEDIES: list[tuple[dict[str, Any] | None, str, bool, str]] = [
     (None, "F8_E4M3", True, "Restore quantization_config"),
-    *((config, "BF16", False, "take quantization_config out of config.json") for config in (NF4, FP8, CT, MODELOPT)),
+    *(
+        (config, "BF16", False, "take quantization_config out of config.json")
+        for config in (NF4, FP8, CT, NAMED, MODELOPT)
+    ),
     (NF4, "BF16", True, rf"List {LAYER}\.0\.gate_proj under llm_int8_skip_modules of"),
     (FP8, "BF16", True, r"under ignored_layers of the quantization config \(fp8\)"),
     (CT, "BF16", True, "under ignore of"),
