@@ -268,6 +268,7 @@ REMEDIES: list[tuple[dict[str, Any] | None, str, bool, str]] = [
     (CT, "BF16", True, "under ignore of"),
     ({**MODELOPT, "exclude_modules": ["lm_head"]}, "BF16", True, "under exclude_modules of"),
     ({**CT, "ignore": ["re:.*experts.*"]}, "F8_E4M3", True, "Correct ignore of.*which leaves"),
+    ({**CT, "ignore": ["re:.*mlp.experts.*"]}, "F8_E4M3", True, "Correct ignore of.*which leaves"),
     ({"quantization": {"quant_algo": "FP8", "exclude_modules": ["*experts*"]}}, "F8_E4M3", True, "exclude_modules of"),
 ]
 
