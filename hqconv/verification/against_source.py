@@ -93,6 +93,9 @@ def check_source(
 
 def _check_made(artifact: Artifact, source: Source, result: CheckResult) -> None:
     """Make the tokenizer again, and compare it: other versions than the conversion's may write other bytes."""
+    if any(text.startswith(MADE) for text in artifact.manifest.warnings or ()):
+        missing = set(source.made.names) - artifact.manifest.files.keys()
+        compare_names("files made from the source's metadata", "file", (), missing, result)
     _check_words(artifact, source, result)
     made, remark = source.make_files()
     if remark not in (artifact.manifest.warnings or ()):
@@ -176,12 +179,12 @@ def _check_warnings(artifact: Artifact, experts: ExpertMap, source: Source, resu
     if spec.encoding.round_scales or DIRECT_ROUNDED not in {layer.conversion for layer in artifact.layers.values()}:
         ways += [{"must_be_direct": True, "renamed": frozenset(names_)} for names_ in ((), spec.of_layers)]
     possible = [list(request_warnings(experts, replace(spec, **way), heads)) for way in ways]
-    known = source_warnings(source)
-    found = [
-        text
-        for text in artifact.manifest.warnings or ()
-        if text not in known and not text.startswith((MADE, NOT_MADE)) and " left out: " not in text
-    ]
+    known, found = source_warnings(source), list(artifact.manifest.warnings or ())
+    remarks = [text for text in found if text.startswith((MADE, NOT_MADE))]
+    found = [text for text in found if text not in (*known, *remarks) and " left out: " not in text]
+    if len(remarks) != bool(source.made.origin):
+        what = "The manifest does not say whether a tokenizer was made."
+        result.add(f"{names.MANIFEST}: warnings", what, "one warning" if source.made.origin else "none", remarks)
     if found not in possible:
         result.add(f"{names.MANIFEST}: warnings", "The warnings are not those of this conversion.", possible[0], found)
 

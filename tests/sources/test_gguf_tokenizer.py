@@ -243,6 +243,21 @@ def test_verify_knows_the_words_itself(
     assert all(one.startswith(where) for one in found), found
 
 
+@pytest.mark.parametrize("says", ["nothing", "it was made"])
+def test_verify_misses_a_tokenizer(
+    says: str, tmp_path: Path, files: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = hqconv.sources.gguf.make_tokenizer
+    with monkeypatch.context() as patch:
+        remark: Callable[[str], str] = lambda text: "" if says == "nothing" else text  # noqa: E731
+        patch.setattr("hqconv.sources.gguf.make_tokenizer", lambda *words: ({}, remark(right(*words)[1])))
+        assert convert(files("qwen2"), tmp_path / "out").exit_code == 0
+    done = call("verify", tmp_path / "out", "--source", files("qwen2"), "--checks", "files", "--json")
+    found = {one["what"] for one in json.loads(done.stdout)["checks"]["files"]["findings"]}
+    expected = "The manifest does not say whether a tokenizer was made." if says == "nothing" else "A file is missing."
+    assert expected in found, found
+
+
 def test_looking_at_a_file_loads_nothing(files: Callable[[str], Path]) -> None:
     path = files("qwen2")
     command = ("convert", path, "--schema", "int8", "--target", "sm90", "--device", "cpu", "--dry-run")
