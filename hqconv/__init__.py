@@ -15,6 +15,7 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())  # the caller deci
 
 if TYPE_CHECKING:
     from hqconv.api import (
+        PublishReport,
         allocate,
         collect_importance,
         convert,
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from hqconv.conversion.stages import Progress
     from hqconv.errors import HqconvError
     from hqconv.planning.plan import ConversionPlan
-    from hqconv.reports.publication import PublishReport
     from hqconv.schemas.weight_schema import WeightSchema
     from hqconv.verification.result import VerificationReport
 
@@ -68,7 +68,6 @@ _MODULES = {  # of names that are not functions of `api`
     "ConversionReport": "conversion.convert",
     "HqconvError": "errors",
     "Progress": "conversion.stages",
-    "PublishReport": "reports.publication",
     "PushReport": "conversion.push",
     "RankGemm": "artifact.load",
     "VerificationReport": "verification.result",

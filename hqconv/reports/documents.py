@@ -35,7 +35,7 @@ from hqconv.planning.notices import no_tokenizer, source_notices
 from hqconv.planning.plan import ConversionPlan, GpuMemory, SourceFacts, expert_bytes, other_bytes_on_gpu, source_facts
 from hqconv.planning.source_schema import direct_schemas
 from hqconv.planning.spec import default_param_dtype
-from hqconv.reports.texts import Document
+from hqconv.reports.parts import Document
 from hqconv.schemas import artifact_names
 from hqconv.schemas.artifact_names import MANIFEST
 from hqconv.schemas.engine import ENGINE

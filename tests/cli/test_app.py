@@ -21,7 +21,7 @@ from hqconv.conversion.stages import Progress
 from hqconv.errors import RequestError
 from hqconv.planning.layer_encoding import EncodingOptions
 from hqconv.planning.spec import ConversionSpec
-from hqconv.reports.texts import human_bytes
+from hqconv.reports.parts import human_bytes
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import NAMED_INPUTS

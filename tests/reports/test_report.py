@@ -15,8 +15,7 @@ import pytest
 import hqconv
 from hqconv.artifact import manifest as manifest_module
 from hqconv.artifact.manifest import read_manifest
-from hqconv.reports.page import page
-from hqconv.reports.page_document import NUM_WORST, page_document
+from hqconv.reports.page import NUM_WORST, page, page_document
 from hqconv.reports.parts import Series, figure, number, plot, ticks
 from tests.make.command import call
 from tests.make.conversions import manifest, run, write_manifest

@@ -1,0 +1,297 @@
+"""The commands: those that make and publish something, and those that check and describe."""
+
+from __future__ import annotations
+
+import json as json_module
+from collections.abc import Iterable
+from inspect import signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from hqconv import api
+from hqconv.artifact.error_summary import check_max_error, over_limit
+from hqconv.cli.command import PAGE, Result, command, show
+from hqconv.cli.options import parse_checks, parse_layers, parse_tokens, without_defaults
+from hqconv.cli.output import say, warn
+from hqconv.errors import OutputError, RequestError, VerificationError, number_text, plural
+from hqconv.io.durable_files import write_whole
+from hqconv.io.output_file import output_file
+
+if TYPE_CHECKING:
+    from hqconv.planning.allocation import Candidates
+    from hqconv.planning.plan import ConversionPlan
+    from hqconv.verification.result import VerificationReport
+
+Document = dict[str, Any]
+
+
+@command(api.convert, *("dry_run", "profile", "max_error"))
+def convert(
+    *,
+    context: typer.Context,
+    dry_run: bool,
+    profile: Path | None,
+    log_file: Path | None,
+    quiet: bool,
+    max_error: float | None,
+    **options: Any,
+) -> Result:
+    """Quantize the experts of a checkpoint and write an artifact."""
+    from hqconv.cli.progress_bar import ShownProgress
+    from hqconv.conversion.option_values import torchrun_part, torchrun_rank
+
+    check_max_error(max_error)
+    options = without_defaults(options, context)
+    if dry_run:
+        planned = _plan(options)
+        return Result(planned, OutputError.exit_code if planned["notes"] else 0, is_output=True)
+    options["part"] = options["part"] or torchrun_part()
+    quiet = quiet or torchrun_rank() > 0  # one progress bar is enough
+    warnings = _Warnings(profile, log_file, quiet=quiet)
+    with ShownProgress(quiet=quiet) as progress:
+        finished = api.convert(**options, on_plan=warnings.on_plan, progress=progress.update)
+    warnings.show(finished.warnings)
+    if profile is not None:
+        text = json_module.dumps({"profile_of": "hqconv convert", **finished.profile}, indent=2)
+        write_whole(profile.parent, profile.name, f"{text}\n".encode())
+    document = finished.to_dict()
+    if max_error is None or not finished.is_complete:
+        return Result(document)
+    over = over_limit(document["errors"], max_error)
+    document |= {"max_error": max_error, "over_max_error": over}
+    if over:
+        _say_worst(over, max_error, f"The artifact is complete and kept in {document['out']}; another")
+    return Result(document, VerificationError.exit_code if over else 0)
+
+
+@command(api.allocate)
+def allocate(*, quiet: bool, **options: Any) -> Result:
+    """Choose a schema for each layer within a budget of bytes or bits, and write a recipe for convert --config."""
+    from hqconv.cli.progress_bar import ShownProgress
+
+    def on_plan(candidates: Candidates, _: Path) -> None:
+        for name, reason in candidates.left_out.items():
+            warn(f"{name} is no candidate: {reason}", quiet=quiet)
+
+    with ShownProgress(quiet=quiet) as progress:
+        report = api.allocate(**options, on_plan=on_plan, progress=progress.update)
+    for warning in report.warnings:
+        warn(warning, quiet=quiet)
+    return Result(report.to_dict())
+
+
+@command(api.warm, is_artifact=True)
+def warm(*, quiet: bool, **options: Any) -> Result:
+    """Compile the kernels for serving an artifact. Works on any machine with the CUDA compiler."""
+    return Result(api.warm(**options, announce=None if quiet else say))
+
+
+@command(api.push, is_artifact=True)
+def push(*, quiet: bool, **options: Any) -> Result:
+    """Upload an artifact to the Hugging Face Hub. One commit replaces an older artifact."""
+    return Result(api.push(**options, announce=None if quiet else say).to_dict())
+
+
+@command(api.publish)
+def publish(
+    *,
+    context: typer.Context,
+    checks: str | None,
+    max_error: float | None,
+    log_file: Path | None,
+    quiet: bool,
+    **options: Any,
+) -> Result:
+    """Convert a model, verify the artifact and push it to the Hub; each step only if it is necessary."""
+    from hqconv.cli.progress_bar import ShownProgress
+
+    warnings = _Warnings(log_file, quiet=quiet)
+    options = without_defaults(options, context) | {"checks": parse_checks(checks), "max_error": max_error}
+    with ShownProgress(quiet=quiet) as progress:
+        published = api.publish(
+            **options,
+            on_plan=warnings.on_plan,
+            progress=progress.update,
+            check_progress=progress.of_check,
+            announce=None if quiet else say,
+        )
+    warnings.show(() if published.converted is None else published.converted.warnings)
+    if published.over_max_error and max_error is not None:
+        _say_worst(published.over_max_error, max_error, "Another")
+    return Result(published.to_dict(), 0 if published.passed else VerificationError.exit_code)
+
+
+def _plan(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the plan as a document; its notes name everything that would stop the conversion."""
+    options = {**options, "resume": options["resume"] or options["part"] is not None}
+    plan_options, description_options = (
+        {name: options[name] for name in signature(function).parameters if name in options}
+        for function in (api.plan, api.describe_plan)
+    )
+    return api.describe_plan(api.plan(**plan_options), **description_options)
+
+
+class _Warnings:
+    """Warnings of a conversion, each shown once. files: output files of the command, outside of the artifact."""
+
+    def __init__(self, *files: Path | None, quiet: bool) -> None:
+        self._quiet, self._files = quiet, [file for file in files if file is not None]
+        self._shown: set[str] = set()
+
+    def show(self, warnings: Iterable[str]) -> None:
+        """Show the warnings that were not shown before."""
+        for warning in warnings:
+            if warning not in self._shown:
+                self._shown.add(warning)
+                warn(warning, quiet=self._quiet)
+
+    def on_plan(self, plan: ConversionPlan, out: Path) -> None:
+        """Show the plan's warnings. Raises OutputError for a file inside the artifact, whose name is known now."""
+        for file in self._files:
+            if file.is_relative_to(out.resolve()):
+                what = "The file would lie inside the artifact."
+                raise OutputError(what, where=str(file), remedy="Name another path.")
+        self.show((*plan.warnings, *plan.notices))
+
+
+def _say_worst(over: list[dict[str, Any]], max_error: float, remedy: str) -> None:
+    """Print the worst of the projections above --max-error on stderr. remedy: its first words."""
+    worst, error = over[0], over[0]["relative_error"]
+    found = number_text(error, max_error) if isinstance(error, float) else error
+    say(
+        f"error: {plural(len(over), 'projection')} above --max-error {max_error:g}.\n"
+        f"  where: {worst['block']}, {worst['projection']}\n"
+        f"  found: a relative error of {found}\n"
+        f"  what to do: {remedy} --schema, or --quantizer mse, gives smaller errors."
+    )
+
+
+@command(api.verify, "report", is_artifact=True)
+def verify(
+    *, checks: str | None, layers: str | None, tokens: str, report: Path | None, json: bool, quiet: bool, **options: Any
+) -> Result:
+    """Check an artifact: its files, its decoded weights against the source, and the output of the GPU kernel."""
+    from hqconv.cli.progress_bar import ShownProgress
+
+    out = Path(options["out"])
+    options |= {"checks": parse_checks(checks), "layers": parse_layers(layers), "tokens": parse_tokens(tokens)}
+    with ShownProgress(quiet=quiet) as progress:
+        verified = api.verify(**options, progress=progress.of_check)
+    if json or not (quiet and verified.passed):
+        show(verified.to_dict(), json=json)
+    if report is not None:
+        _write_page(out, report, verified)
+        say(f"The page is in {report}.")
+    return Result(None, 0 if verified.passed else VerificationError.exit_code)
+
+
+def make_report(
+    out: str | Path,
+    source: str | None = None,
+    *,
+    page: Path | None = None,
+    allocation: Path | None = None,
+    evaluation: Path | None = None,
+    device: str = "auto",
+    max_memory: str | int = "4GiB",
+    threads: int | None = None,
+    revision: str | None = None,
+    cache_limit: str | None = None,
+    keep_source: bool = False,
+) -> Document:
+    """Write an HTML report about an artifact; return its document with `page`, the path of the file (docs/usage.md).
+
+    out: artifact folder. source: source checkpoint, against which the weights are checked. page: output file; None for
+    OUT.report.html in the current folder. allocation: document beside the recipe of `hqconv allocate`.
+    evaluation: a document of `hqconv evaluate`; None for that in the model card,
+    if any. The other parameters are those of `hqconv.verify`.
+
+    Raises OutputError where the page cannot be written, RequestError, VerificationError also for a manifest that is not
+    the one of its own digest, and what opening the source raises.
+    """
+    from hqconv.artifact.manifest import read_manifest
+    from hqconv.artifact.model_card import read_evaluation
+    from hqconv.reports.page import read_allocation
+
+    root = Path(out)
+    manifest = read_manifest(root, is_sealed=True)  # refuse a folder without a whole artifact before any work
+    if allocation is not None:
+        read_allocation(allocation, manifest)
+    evaluated = None if evaluation is None else read_evaluation(evaluation, manifest)
+    place = page or Path(f"{root.resolve().name}.report.html")
+    place = output_file(place, "-o", PAGE, [root])
+    verified = None
+    if source is not None or revision is not None:
+        resources: Document = {"device": device, "max_memory": max_memory, "threads": threads, "revision": revision}
+        resources |= {"cache_limit": cache_limit, "keep_source": keep_source}
+        verified = api.verify(root, source, checks=["weights"], **resources)
+    more: Document = {"allocation": allocation, "evaluation": evaluated}
+    return _write_page(root, place, verified, **more, manifest=None if verified else manifest)
+
+
+def _write_page(root: Path, place: Path, verified: VerificationReport | None, **more: Any) -> Document:
+    """Write the page to `place` and return its document. more: for `page_document`."""
+    from hqconv.reports.page import page as page_of
+    from hqconv.reports.page import page_document
+
+    checks = None if verified is None else verified.to_dict()
+    results = [] if verified is None else verified.results
+    document = page_document(root, checks, {k: v for result in results for k, v in result.of_experts.items()}, **more)
+    write_whole(place.parent, place.name, page_of(document).encode())
+    return {**document, "page": str(place)}
+
+
+@command(make_report, is_artifact=True)
+def report(**options: Any) -> Result:
+    """Write an HTML report about an artifact: errors, experts, checks, provenance. No network is needed."""
+    document = make_report(**options)
+    checks = document["verification"]
+    return Result(document, 0 if checks is None or checks["passed"] else VerificationError.exit_code)
+
+
+@command(api.collect_importance)
+def importance(*, quiet: bool, **options: Any) -> Result:
+    """Make a file for convert --importance from a text. Needs transformers."""
+    return Result(api.collect_importance(**options, announce=None if quiet else say))
+
+
+@command(api.evaluate, is_artifact=True)
+def evaluate(*, quiet: bool, **options: Any) -> Result:
+    """Measure an artifact on a text: KL divergence and perplexity against the source. Needs transformers."""
+    return Result(api.evaluate(**options, announce=None if quiet else say))
+
+
+@command(api.inspect)
+def inspect(**options: Any) -> Result:
+    """Describe a model folder, a Hub repo or an artifact."""
+    document = api.inspect(**options)
+    return Result(document, VerificationError.exit_code if document.get("is_damaged") else 0, is_output=True)
+
+
+def list_schemas(*, recipes: bool = False, for_gpu: str | None = None, input_schema: str | None = None) -> Document:
+    """Describe the schemas; with `recipes` the files of the package, with `for_gpu` a ranking for that GPU.
+
+    input_schema: activations of the ranking, None for a16. Raises RequestError for unknown names, and for options that
+    do not go together.
+    """
+    from hqconv.reports.documents import describe_recipes, describe_schemas
+    from hqconv.reports.ranking import rank_schemas
+
+    if for_gpu is not None and not recipes:
+        return rank_schemas(for_gpu, input_schema)
+    if for_gpu is not None or input_schema is not None:
+        named = "--input-schema" if for_gpu is None else "--for"
+        raise RequestError(
+            f"{named} is for a ranking of schemas.",
+            where=named,
+            remedy="Use `hqconv schemas --for h200 --input-schema fp8`, without --recipes.",
+        )
+    return describe_recipes() if recipes else describe_schemas()
+
+
+@command(list_schemas)
+def schemas(**options: Any) -> Result:
+    """List the weight and activation schemas, those for one GPU in order, or the recipes that come with hqconv."""
+    return Result(list_schemas(**options), is_output=True)
