@@ -14,7 +14,14 @@ from typing import Any
 from hqconv.artifact.error_summary import requantized, scale_changes, summarize_errors
 from hqconv.artifact.manifest import Manifest, ManifestLayer, is_artifact, is_unfinished, read_manifest
 from hqconv.conversion.journal import parse_entry, part_journals
-from hqconv.conversion.output_folder import check_replaceable, check_strays, files_in, listed_files, unfinished_folder
+from hqconv.conversion.output_folder import (
+    cannot_use,
+    check_replaceable,
+    check_strays,
+    files_in,
+    listed_files,
+    unfinished_folder,
+)
 from hqconv.conversion.resources import Resources, plan_staging
 from hqconv.errors import HqconvError, InputError, OutputError, RequestError, VerificationError
 from hqconv.formats.source_format import SourceFormat
@@ -313,11 +320,9 @@ def output_notes(out: Path, plan: ConversionPlan, *, resume: bool, overwrite: bo
 
     For a resumed conversion only the files are compared, not the options.
     """
-    notes = []
-    found, remedy = _occupied(out, resume=resume, overwrite=overwrite)
-    if remedy:
-        notes.append(f"{out} {found}: {remedy}.")
     place = unfinished_folder(out)
+    found = _occupied(out, is_unfinished=place is not None, goes_on=resume or overwrite)
+    notes = [] if found is None else [cannot_use(out, found).message()]
     try:
         if overwrite and is_artifact(out) and place is None:
             check_replaceable(out)
@@ -343,21 +348,14 @@ def _num_bytes_left(plan: ConversionPlan, place: Path | None) -> int:
     return num_bytes - sum(half.stat().st_blocks * 512 for half in halves if half.is_file())
 
 
-def _occupied(out: Path, *, resume: bool, overwrite: bool) -> tuple[str, str]:
-    """Description of an existing `out`, and the remedy; an empty remedy if the conversion would begin."""
+def _occupied(out: Path, *, is_unfinished: bool, goes_on: bool) -> str | None:
+    """What keeps a conversion to `out` from its start. goes_on: with --resume or --overwrite."""
     if out.exists() and not out.is_dir():
-        return "is a file", "choose another place with -o"
-    place = unfinished_folder(out)
-    if place is not None:
-        done = resume or overwrite
-        beside = "" if place == out else f" (in {place})"
-        remedy = "" if done else "go on with --resume or start anew with --overwrite"
-        return f"holds an unfinished conversion{beside}", remedy
-    if is_artifact(out):
-        return "holds a finished artifact", "" if overwrite or resume else "replace it with --overwrite"
-    if out.is_dir() and files_in(out):
-        return "is a folder that hqconv did not make", "choose another with -o"
-    return "", ""
+        return "a file"
+    if is_unfinished or is_artifact(out):
+        state = "an unfinished conversion" if is_unfinished else "a finished artifact"
+        return None if goes_on else state
+    return "a folder that hqconv did not make, and that is not empty" if out.is_dir() and files_in(out) else None
 
 
 def describe_artifact(

@@ -33,6 +33,7 @@ from hqconv.reports.parts import (
     note,
     number,
     plot,
+    rank_of_error,
     section,
     table,
 )
@@ -208,13 +209,8 @@ def _worst(document: Document, of_experts: OfExperts) -> list[Document]:
         if "worst_expert" in error and "worst_relative_error" in error
     ]
     found = [one for one in found if one["relative_error"] != 0]
-    found.sort(key=lambda one: -_rank(one["relative_error"]))
+    found.sort(key=lambda one: -rank_of_error(one["relative_error"]))
     return found[:NUM_WORST]
-
-
-def _rank(value: float) -> float:
-    """Sort key of an error: values that are no number rank as the worst."""
-    return math.inf if math.isnan(value) else value
 
 
 _NO_CHECKS = (

@@ -336,7 +336,7 @@ def measured_parts(check: str, measured: Mapping[str, Any]) -> list[Part | None]
     if check == "weights":
         found = [([*layer, PROJECTIONS.get(role, role)], one) for layer, of in found for role, one in of.items()]
     found = [(names, one) for names, one in found if isinstance(one, Mapping) and next(iter(columns)) in one]
-    found.sort(key=lambda row: -_rank(row[1][next(iter(columns))]))
+    found.sort(key=lambda row: -rank_of_error(row[1][next(iter(columns))]))
     rows = [[*names, *(_measured(one.get(key)) for key in columns)] for names, one in found]
     if len(rows) <= NUM_ROWS_SHOWN:
         return [table(headers, rows, title)]
@@ -344,7 +344,7 @@ def measured_parts(check: str, measured: Mapping[str, Any]) -> list[Part | None]
     return [shown, table(headers, rows, hidden=f"All {len(rows)}")]
 
 
-def _rank(error: float | None) -> float:
+def rank_of_error(error: float | None) -> float:
     """Sort key of an error: an error that is no number, as of weights that are NaN, is the worst."""
     return math.inf if error is None or math.isnan(error) else error
 
