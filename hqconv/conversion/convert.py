@@ -24,7 +24,7 @@ from hqconv.conversion.executor import Executor
 from hqconv.conversion.hub_prefetch import CachePolicy, HubPrefetch, ShardUse, check_room, sort_by_shard
 from hqconv.conversion.output_folder import Difference, OutputFolder, Part, check_finished
 from hqconv.conversion.resources import Resources, Staging, bounded_gpu, plan_staging
-from hqconv.conversion.source_integrity import is_of_these_files, source_digests
+from hqconv.conversion.source_integrity import compare_with_hub, is_of_these_files, source_digests
 from hqconv.conversion.stages import Meter, Progress, StageProfile
 from hqconv.conversion.update import record_source, why_not_current
 from hqconv.errors import InputError, RequestError, plural
@@ -386,6 +386,7 @@ def write_sidecar_files(source: Source, plan: ConversionPlan, root: Path) -> lis
     written = [copy_whole(source.root / name, root, name) for name in plan.other_files]
     for record in written:
         source.guard.compare(record.path, record.sha256)
+        compare_with_hub(source, record.path, record.sha256)
     if plan.spec.encoding.importance is not None:
         written.append(_copy_importance(plan.spec.encoding.importance, root))
     written.append(write_whole(root, artifact_names.CONFIG, json_bytes(artifact_config(source, plan))))

@@ -94,13 +94,18 @@ def take_digest(source: Source, name: str, keep_on: Callable[[], object] | None 
         sha256 = source.listing.sha256(name, keep_on)
         guard.compare(name, sha256)
         guard.digests[name] = sha256
+    compare_with_hub(source, name, guard.digests[name])
+
+
+def compare_with_hub(source: Source, name: str, sha256: str) -> None:
+    """Raise InputError where the Hub lists another SHA-256 of a file than it was read with."""
     of_hub = hub_digest(source, name)
-    if of_hub is not None and of_hub != guard.digests[name]:
+    if of_hub not in (None, sha256):
         raise InputError(
             "A file has other bytes than the Hub lists for it.",
-            where=str(guard.path_of(name)),
+            where=str(source.guard.path_of(name)),
             expected=f"sha256 {of_hub}",
-            found=f"sha256 {guard.digests[name]}",
+            found=f"sha256 {sha256}",
             remedy="Remove the file from the Hub's cache, and run the same command again: it is fetched anew.",
         )
 

@@ -30,7 +30,7 @@ from hqconv.schemas.artifact_names import JOURNAL
 from hqconv.schemas.grid import Grid
 from hqconv.sources import safetensors
 from hqconv.sources.opening import open_source
-from tests.make import conversions, input_scales, processes, small
+from tests.make import conversions, hub_server, input_scales, processes, small
 from tests.make.hub_server import COMMIT, LocalHub, cached, digest_of, serve, use
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
@@ -221,6 +221,19 @@ def test_bytes_that_others_left_in_the_cache_are_hashed(
     blob = tmp_path / "cache/models--org--name/blobs" / digest_of(server.folder / name)
     blob.write_bytes(good)
     run(tmp_path / "out", resume=True)
+
+
+def test_a_tokenizer_that_others_left_in_the_cache_is_hashed(
+    server: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a large file, of which the Hub lists the digest."""
+    monkeypatch.setattr(hub_server, "_is_large", lambda path: path.suffix == ".safetensors" or "tokenizer" in path.name)
+    path = Path(hf_hub_download(NAME, "tokenizer.json"))
+    path.resolve().write_text("[]")
+    with pytest.raises(InputError, match="other bytes than the Hub lists") as caught:
+        run(tmp_path / "out")
+    assert "tokenizer.json" in caught.value.where
+    assert not (tmp_path / "out" / "hqconv.json").exists()
 
 
 # --- before it begins --------------------------------------------------------------------------------------
