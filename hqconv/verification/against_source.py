@@ -341,6 +341,7 @@ def _compare_published(
 def _check_made_config(artifact: Artifact, model: PublishedModel, result: CheckResult) -> None:
     """Check a config.json that was made of a GGUF file's metadata."""
     config = read_json(artifact.root / names.CONFIG, result) or {}
+    config["rope_scaling.factor"] = (config.get("rope_scaling") or {}).get("factor")
     for key, expected in {} if model.stored.has_config else model.config().items():
         found = config.get(key, expected)
         pair = (expected, found)

@@ -58,6 +58,17 @@ _CONFIG = {
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
 }
+_FIXED: dict[str, dict[str, Any]] = {  # what llama.cpp computes for an architecture, whatever the metadata (src/models)
+    "qwen2moe": {"model_type": "qwen2_moe", "norm_topk_prob": False},
+    "qwen3moe": {"model_type": "qwen3_moe", "norm_topk_prob": True},
+    "llama": {"model_type": "mixtral"},
+    "gpt-oss": {"model_type": "gpt_oss", "swiglu_limit": 7.0, "attention_bias": True},
+    "glm4moe": {"model_type": "glm4_moe"},
+    "dots1": {"model_type": "dots1"},
+    "olmoe": {"model_type": "olmoe", "norm_topk_prob": False},
+    "minimax-m2": {"model_type": "minimax_m2", "scoring_func": "sigmoid", "use_qk_norm": True},
+    "ernie4_5-moe": {"model_type": "ernie4_5_moe", "use_bias": False},
+}
 _NOT_OF_MLA = {"num_key_value_heads": "attention.head_count_kv", "head_dim": "attention.key_length"}
 _INNER_OF_EXPERTS = ("gpt-oss", "minimax-m2")  # whose config calls the experts' size intermediate_size
 _EXPERTS = {"w1": "ffn_gate", "w3": "ffn_up", "w2": "ffn_down"}
@@ -144,7 +155,7 @@ class PublishedModel:
         return _LEFT_OUT.fullmatch(name) is not None and is_twice
 
     def config(self) -> dict[str, Any]:
-        """Return entries that a config.json made from the metadata has, where it has these keys at all."""
+        """Return entries that a config.json made from the metadata has, where its family has these keys at all."""
         metadata, own = self.stored.metadata, {**_CONFIG, **({} if self.architecture == "deepseek2" else _NOT_OF_MLA)}
         own["intermediate_size"] = f"{'expert_' * (self.architecture in _INNER_OF_EXPERTS)}feed_forward_length"
         entries = {key: metadata.get(f"{self.architecture}.{name}") for key, name in own.items()}
@@ -153,6 +164,9 @@ class PublishedModel:
         entries["num_hidden_layers"] = self._number("block_count") - drafts
         entries["vocab_size"] = self.stored.tensors["token_embd.weight"].shape[0]
         entries["tie_word_embeddings"] = "output.weight" not in self.stored.tensors
+        if metadata.get(f"{self.architecture}.rope.scaling.type", "none") != "none":
+            entries["rope_scaling.factor"] = self._number("rope.scaling.factor")
+        entries |= {"hidden_act": "silu", **_FIXED.get(self.architecture, {})}
         return {key: value for key, value in entries.items() if value is not None and not isinstance(value, list)}
 
 

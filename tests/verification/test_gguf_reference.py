@@ -130,6 +130,8 @@ FAULTS: dict[str, tuple[str, Callable[[Patch], None], str]] = {
     "config: choices": ("olmoe", config(num_experts_per_tok=1), "config.json: num_experts_per_tok"),
     "config: end of texts": ("olmoe", config(eos_token_id=3), "config.json: eos_token_id"),
     "config: heads": ("qwen3_moe", config(num_key_value_heads=1), "config.json: num_key_value_heads"),
+    "config: norms of choices": ("qwen3_moe", config(norm_topk_prob=False), "config.json: norm_topk_prob"),
+    "config: scaling": ("qwen3_moe_yarn", config(rope_scaling=None), "config.json: rope_scaling.factor"),
     "config: tied": ("olmoe", config(tie_word_embeddings=True), "config.json: tie_word_embeddings"),
 }
 
