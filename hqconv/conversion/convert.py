@@ -26,7 +26,7 @@ from hqconv.conversion.output_folder import Difference, OutputFolder, Part, chec
 from hqconv.conversion.resources import Resources, Staging, bounded_gpu, plan_staging
 from hqconv.conversion.source_integrity import compare_with_hub, is_of_these_files, source_digests
 from hqconv.conversion.stages import Meter, Progress, StageProfile
-from hqconv.conversion.update import record_source, why_not_current
+from hqconv.conversion.update import is_of_state, record_source, why_not_current
 from hqconv.errors import InputError, RequestError, plural
 from hqconv.io.durable_files import FileRecord, check_space, copy_whole, write_whole
 from hqconv.kernel_layout.transform import is_compatible
@@ -252,6 +252,9 @@ class _Conversion:
     def _finished(self, folder: OutputFolder) -> ConversionReport:
         """Return the report where the artifact was finished before; raises OutputError as `check_finished`."""
         manifest = check_finished(self.out, partial(_difference, self.source, self.plan))
+        if is_of_state(self.out, self.source) is False:  # after an update it is
+            what = "files of the source have changed since it was made: `--update` makes it anew if their bytes did"
+            folder.warnings.append(f"The artifact was finished before, and {what}.")
         return self._report(
             folder, manifest.errors(), manifest.sha256, num_groups_resumed=len(self.plan.units), was_finished=True
         )

@@ -310,3 +310,17 @@ def test_no_artifact_is_of_two_states(kind: str, modes: dict[str, Any], is_in_pl
     assert reports[-1].is_complete
     assert snapshot(out) == snapshot(tmp_path / "fresh")
     assert any("must be made anew" in text for report in reports for text in report.warnings)
+
+
+def test_a_finished_artifact_of_other_files_is_said(tmp_path: Path) -> None:
+    """It is left as it is: `--update` replaces it."""
+    src = save_model(tmp_path / "src", "qwen3_moe", num_experts=2)
+    shutil.copytree(src, tmp_path / "two")
+    run(src, out := tmp_path / "out", "mxfp4")
+    assert not any("--update" in text for text in run(src, out, "mxfp4", resume=True).warnings)
+    take_the_place(tmp_path / "two", src, is_in_place=True)
+    for modes in ({"resume": True}, {"part": "1/1"}):
+        report = run(src, out, "mxfp4", **modes)
+        assert report.was_finished
+        assert any("--update" in text for text in report.warnings)
+    assert not any("--update" in text for text in run(src, out, "mxfp4", update=True).warnings)
