@@ -26,12 +26,11 @@ from hqconv.conversion.option_values import check_places
 from hqconv.conversion.resources import explained_gpu_memory
 from hqconv.conversion.transformers_model import (
     check_counts,
-    config_of,
     folder_of,
     import_transformers,
-    model_class,
+    load,
     positions_warning,
-    quantizer_of,
+    quiet_loading,
     read_text,
     running,
 )
@@ -401,13 +400,8 @@ def collect_importance(
         with folder_of(source, with_weights=True) as folder, explained_gpu_memory(device, remedy):
             read = read_text(transformers, folder, text, num_tokens)
             announce(f"Running {plural(len(read.ids), 'token')} through the model on {device}.")
-            with running(model):
-                config = config_of(transformers, folder)
-                cls = model_class(transformers, source, config)
-                if quantizer_of(source, config) is not None:
-                    config.quantization_config = {**(source.quantization or {}), "dequantize": True}
-                options = {"dtype": "auto", "trust_remote_code": False, "use_safetensors": True, "use_kernels": False}
-                loaded = cls.from_pretrained(folder, config=config, **options).to(device).eval()
+            with running(model), quiet_loading(transformers):
+                loaded = load(transformers, source, folder).to(device).eval()
             batches = [torch.tensor([ids], device=device) for ids in read.sequences(context_length)]
             warnings = positions_warning(loaded.config, max(ids.size(1) for ids in batches))
             for warning in warnings:

@@ -30,6 +30,7 @@ from hqconv.conversion.transformers_model import (
     folder_of,
     import_transformers,
     positions_warning,
+    quiet_loading,
     read_text,
     running,
 )
@@ -37,7 +38,7 @@ from hqconv.errors import RequestError, plural
 from hqconv.evaluation.divergence import Divergence
 from hqconv.evaluation.expert_arrangement import Expert, PlacedExperts
 from hqconv.evaluation.forward_pass import ForwardPass
-from hqconv.evaluation.streamed_model import StreamedModel, quiet_loading
+from hqconv.evaluation.streamed_model import StreamedModel
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.sources.opening import open_source
