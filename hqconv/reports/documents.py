@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -145,6 +145,10 @@ def describe_source(checkpoint: Source) -> Document:
         experts = checkpoint.map_experts()
     except RequestError as error:
         return {**document, "convertible": False, "obstacle": error.message()}
+    try:
+        notices = check_matrix_scales(checkpoint, experts.layers)
+    except InputError as error:
+        return {**document, "convertible": False, "obstacle": error.message()}
     facts = source_facts(checkpoint, experts)
     sizes = {name: _tp_sizes(experts.layers, schema, facts.heads) for name, schema in PRESETS.items()}
     dealt = {name: _tp_sizes(experts.layers, schema, facts.heads, GROUPS) for name, schema in PRESETS.items()}
@@ -160,7 +164,7 @@ def describe_source(checkpoint: Source) -> Document:
         "attention": {key: count for key, count in vars(facts.heads).items() if count is not None},
         "tp_sizes": sizes,
         "tp_sizes_of_groups": {name: [tp for tp in dealt[name] if tp not in sizes[name]] for name in sizes},
-        **_serving(checkpoint, experts, facts.heads, sizes, dealt),
+        **_serving(checkpoint, experts, facts.heads, sizes, dealt, notices),
     }
 
 
@@ -170,10 +174,11 @@ def _serving(
     heads: AttentionHeads,
     sizes: Mapping[str, list[int]],
     dealt: Mapping[str, list[int]],
+    notices: Sequence[str],
 ) -> Document:
-    """Describe what a server of a checkpoint needs: memory by schema and TP size, ranks it cannot have.
+    """Describe what a server of a checkpoint needs: memory by schema and TP size, ranks it cannot have; and warnings.
 
-    sizes, dealt: preset → TP sizes that work with each `--tp-split`.
+    sizes, dealt: preset → TP sizes that work with each `--tp-split`. notices: the last warnings.
     """
     memory = _gpu_memory(checkpoint, experts, heads, sizes)
     more = {name: [tp for tp in dealt[name] if tp not in sizes[name]] for name in sizes}
@@ -184,20 +189,8 @@ def _serving(
         "gpu_memory": memory,
         "gpu_memory_of_groups": _gpu_memory(checkpoint, experts, heads, more),
         "tp_obstacles": refused,
-        "warnings": [
-            *experts.config_warnings,
-            *source_notices(checkpoint, experts),
-            *heads_notices[:1],
-            *_scale_warnings(checkpoint, experts),
-        ],
+        "warnings": [*experts.config_warnings, *source_notices(checkpoint, experts), *heads_notices[:1], *notices],
     }
-
-
-def _scale_warnings(checkpoint: Source, experts: ExpertMap) -> tuple[str, ...]:
-    try:
-        return check_matrix_scales(checkpoint, experts.layers)
-    except InputError as error:
-        return (f"a conversion will be refused: {error.where} is {error.found}. {error.remedy}",)
 
 
 _TP_SIZES = (2, 4, 8, 16)  # of a node or two

@@ -96,8 +96,9 @@ def test_a_matrix_under_one_scale_of_zero_is_zero(form: str, value: float, schem
 def test_a_scale_that_is_none_is_refused_before_work_begins(form: str, value: float, tmp_path: Path) -> None:
     source, part = with_scale(form, value, ("up_proj",))
     folder = save(tmp_path / "src", source)
-    [warning] = [text for text in hqconv.inspect(folder)["warnings"] if "will be refused" in text]
-    assert f"{UP}.{part}" in warning
+    document = hqconv.inspect(folder)
+    assert not document["convertible"]
+    assert f"{UP}.{part}" in document["obstacle"]
     with pytest.raises(InputError, match="not usable") as info:
         hqconv.plan(folder, schema="int4", target="sm90")
     assert info.value.where == f"{UP}.{part}"
