@@ -154,7 +154,7 @@ class HubPrefetch:
         if self._listing is None or not self._queue:
             return
         if not self._keeps:
-            with hub.explained(self._listing.repo_id, self._listing.commit):
+            with output_errors(hub.cache_folder(), "Mend the Hub's cache, or have HF_HOME name another place."):
                 self._folder = _OwnFolder()
         for number in range(_NUM_THREADS):
             thread = threading.Thread(target=self._work, name=f"hqconv-fetch_{number}", daemon=True)

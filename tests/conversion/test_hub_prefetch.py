@@ -426,6 +426,15 @@ def test_a_start_while_other_processes_end(cache: Path, tmp_path: Path, monkeypa
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
+def test_a_cache_in_which_no_folder_can_be_made(server: LocalHub, cache: Path, tmp_path: Path) -> None:
+    cache.mkdir()
+    (cache / ".hqconv").write_text("a file")
+    with pytest.raises(OutputError, match="Writing the output failed") as caught:
+        run(tmp_path / "out")
+    assert (caught.value.where, caught.value.found) == (str(cache), "File exists")
+    assert "HF_HOME" in caught.value.remedy
+
+
 @pytest.mark.parametrize("is_resumed", [False, True])
 def test_digests_of_shards_that_are_removed(
     server: LocalHub, cache: Path, tmp_path: Path, expected: dict[str, bytes], is_resumed: bool
