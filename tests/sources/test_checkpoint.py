@@ -397,6 +397,20 @@ def test_a_shard_that_the_index_does_not_name(tmp_path: Path) -> None:
     refuse(root, "does not name a shard", third, "'z'")
 
 
+@pytest.mark.parametrize("on_hub", [False, True])
+def test_shards_without_an_index_are_the_model_beside_gguf_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_hub: bool
+) -> None:
+    name = "model-00001-of-00001.safetensors"
+    root = write_folder(tmp_path / "repo", {name: {"model.layers.0.mlp.experts.0.up_proj.weight": np.ones((2, 2))}})
+    (root / "model.safetensors.index.json").unlink()
+    (root / "other.gguf").write_bytes(b"another model")
+    with serve(root) as server:
+        use(monkeypatch, server.url, tmp_path / "cache")
+        source = open_source("org/name" if on_hub else root, is_lazy=True)
+    assert [file.name for file in source.files] == [name]
+
+
 def test_files_that_are_no_second_reading(tmp_path: Path) -> None:
     """An index that names the single file, Mistral's own names, and files that no server can read."""
     root = write_folder(tmp_path, {"model.safetensors": {"a": np.ones(2)}})
