@@ -167,6 +167,7 @@ def test_no_step_takes_another_artifact(
     assert hubs.uploads.commits == {} or there(hubs) == {}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("checks", [None, ["weights"]])
 @pytest.mark.parametrize("name", ["experts/*/*", "model*.safetensors", "tokenizer.json"])
 def test_a_damaged_artifact_is_made_again(hubs: BothHubs, tmp_path: Path, name: str, checks: list[str] | None) -> None:

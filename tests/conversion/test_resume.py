@@ -280,6 +280,7 @@ def take_the_place(other: Path, src: Path, *, is_in_place: bool) -> None:
         assert path.stat().st_size == status.st_size
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", ["folder", "artifact", "hashed"])
 @pytest.mark.parametrize("modes", [{"resume": True}, {"update": True}, {"part": True}], ids=str)
 @pytest.mark.parametrize("is_in_place", [True, False])
