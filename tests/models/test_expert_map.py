@@ -250,6 +250,17 @@ def test_a_config_may_name_modules_in_another_spelling(row: str, target: str) ->
         map_experts(tensors, config_of(family, family.model_types[0]), config)
 
 
+def test_a_config_is_asked_for_the_names_of_the_tensors() -> None:
+    family, tensors = BY_NAME["mixtral"], Tensors()
+    put_layer(tensors, dataclasses.replace(family, projections=GATE_UP_DOWN), LAYER, dtype="F8_E4M3")
+    for name in [*tensors]:
+        put(tensors, f"{name}_scale", tensors[name].shape[0], 1)
+    scheme = {"targets": [name.removesuffix(".weight") for name in tensors], "weights": FP8_CHANNEL}
+    config = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"a": scheme}}
+    (layer,) = map_experts(tensors, config_of(family, "mixtral"), config).layers
+    assert layer.format.encoding == "fp8"
+
+
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "llm_int8_skip_modules": ["lm_head"]}
 FP8 = {"quant_method": "fp8", "weight_block_size": [16, 16], "ignored_layers": ["lm_head"]}
 CODED = {"targets": ["Linear"], "weights": FP8_CHANNEL}
