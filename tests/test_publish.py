@@ -194,6 +194,8 @@ def test_files_of_others_on_the_branch(hubs: BothHubs, tmp_path: Path) -> None:
         publish()
     assert caught.value.found == "experts/old.safetensors"
     assert not (tmp_path / "out").exists()
+    hubs.uploads.commits["main"].append(dict(tree) | {".cache/huggingface/x": tree["config.json"]})
+    assert publish().was_published
     hubs.uploads.commits["main"].append({name: one for name, one in tree.items() if name != "SHA256SUMS"})
     assert publish().pushed.num_files == 1
     assert there(hubs) == files_of(tmp_path / "out")
