@@ -139,8 +139,8 @@ def parse_source_name(src: str, revision: str | None = None) -> tuple[str, str |
         return str(path.parent), revision, path.name
     if not src or path.exists():
         return src, revision, None
-    on_hub = _path_on_hub(src)
-    match = _REPO.fullmatch(src if on_hub is None else on_hub)
+    on_hub = _path_on_hub(src.strip())
+    match = _REPO.fullmatch(src.strip() if on_hub is None else on_hub)
     if match is None or (match["word"] and match["last"]):
         return src, revision, None
     named, file, kind = _revision_and_file(match, is_address=on_hub is not None)

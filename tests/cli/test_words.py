@@ -136,7 +136,7 @@ def test_other_ways_to_name_a_repo() -> None:
     page, commit = "https://huggingface.co/org/name", "b" * 40
     names: dict[str, tuple[str | None, str | None]] = {
         # revision and GGUF model that are named
-        **dict.fromkeys(("org/name", "hf://org/name", "https://hf.co/org/name/", "org/name.git"), (None, None)),
+        **dict.fromkeys(("org/name", "hf://org/name", " https://hf.co/org/name/\n", "org/name.git"), (None, None)),
         **dict.fromkeys(
             (f"{page}?library=transformers", f"{page}#files", f"{page}.git", f"{page}/tree/"), (None, None)
         ),
