@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -140,7 +140,10 @@ def describe_source(checkpoint: Source) -> Document:
     Raises InputError if the checkpoint contradicts itself.
     """
     document: Document = {"kind": "source", **source_to_dict(source_facts(checkpoint, None))}
-    document["bytes_by_dtype"] = _bytes_by_dtype(checkpoint)
+    totals: Counter[str] = Counter()
+    for ref in checkpoint.tensors.values():
+        totals[ref.dtype] += ref.num_bytes
+    document["bytes_by_dtype"] = dict(totals.most_common())
     try:
         experts = checkpoint.map_experts()
     except RequestError as error:
@@ -150,8 +153,12 @@ def describe_source(checkpoint: Source) -> Document:
     except InputError as error:
         return {**document, "convertible": False, "obstacle": error.message()}
     facts = source_facts(checkpoint, experts)
-    sizes = {name: _tp_sizes(experts.layers, schema, facts.heads) for name, schema in PRESETS.items()}
-    dealt = {name: _tp_sizes(experts.layers, schema, facts.heads, GROUPS) for name, schema in PRESETS.items()}
+    heads = facts.heads
+    sizes = {name: _tp_sizes(experts.layers, schema, heads) for name, schema in PRESETS.items()}
+    dealt = {name: _tp_sizes(experts.layers, schema, heads, GROUPS) for name, schema in PRESETS.items()}
+    of_groups = {name: [tp for tp in dealt[name] if tp not in sizes[name]] for name in sizes}
+    obstacles = {str(tp): reason for tp in _TP_SIZES if (reason := ENGINE.heads_obstacle(Grid(tp), heads)) is not None}
+    refused = [f"{ENGINE.name} does not start with --tp {tp}: {reason}." for tp, reason in obstacles.items()]
     return {
         **document,
         "convertible": True,
@@ -161,35 +168,13 @@ def describe_source(checkpoint: Source) -> Document:
         "num_bytes_experts": facts.bytes_of["converted"],
         "blocks": layer_runs({layer.name: layer_to_dict(layer) for layer in experts.layers}),
         "direct_schemas": direct_schemas(experts, default_param_dtype(checkpoint.config, experts)),
-        "attention": {key: count for key, count in vars(facts.heads).items() if count is not None},
+        "attention": {key: count for key, count in vars(heads).items() if count is not None},
         "tp_sizes": sizes,
-        "tp_sizes_of_groups": {name: [tp for tp in dealt[name] if tp not in sizes[name]] for name in sizes},
-        **_serving(checkpoint, experts, facts.heads, sizes, dealt, notices),
-    }
-
-
-def _serving(
-    checkpoint: Source,
-    experts: ExpertMap,
-    heads: AttentionHeads,
-    sizes: Mapping[str, list[int]],
-    dealt: Mapping[str, list[int]],
-    notices: Sequence[str],
-) -> Document:
-    """Describe what a server of a checkpoint needs: memory by schema and TP size, ranks it cannot have; and warnings.
-
-    sizes, dealt: preset → TP sizes that work with each `--tp-split`. notices: the last warnings.
-    """
-    memory = _gpu_memory(checkpoint, experts, heads, sizes)
-    more = {name: [tp for tp in dealt[name] if tp not in sizes[name]] for name in sizes}
-    obstacles = {tp: ENGINE.heads_obstacle(Grid(tp), heads) for tp in _TP_SIZES}
-    refused = {str(tp): reason for tp, reason in obstacles.items() if reason is not None}
-    heads_notices = [f"{ENGINE.name} does not start with --tp {tp}: {reason}." for tp, reason in refused.items()]
-    return {
-        "gpu_memory": memory,
-        "gpu_memory_of_groups": _gpu_memory(checkpoint, experts, heads, more),
-        "tp_obstacles": refused,
-        "warnings": [*experts.config_warnings, *source_notices(checkpoint, experts), *heads_notices[:1], *notices],
+        "tp_sizes_of_groups": of_groups,
+        "gpu_memory": _gpu_memory(checkpoint, experts, heads, sizes),
+        "gpu_memory_of_groups": _gpu_memory(checkpoint, experts, heads, of_groups),
+        "tp_obstacles": obstacles,
+        "warnings": [*experts.config_warnings, *source_notices(checkpoint, experts), *refused[:1], *notices],
     }
 
 
@@ -247,13 +232,6 @@ def layer_to_dict(layer: MoeLayer) -> Document:
     document = {key: getattr(layer, key) for key in SHAPE_KEYS if hasattr(layer, key)}
     document |= layer.activation.to_dict(layer.gated)
     return document | {"source_dtype": layer.dtype, "source_format": layer.format.describe()}
-
-
-def _bytes_by_dtype(checkpoint: Source) -> dict[str, int]:
-    totals: Counter[str] = Counter()
-    for ref in checkpoint.tensors.values():
-        totals[ref.dtype] += ref.num_bytes
-    return dict(totals.most_common())
 
 
 def _tp_sizes(layers: Iterable[MoeLayer], schema: WeightSchema, heads: AttentionHeads, split: str = EVEN) -> list[int]:
@@ -367,7 +345,10 @@ def describe_artifact(
     config = config_of(root)
     heads = attention_heads(config)
     tensors = _ordinary_tensors(root, manifest)
-    memory = None if tensors is None else _artifact_memory(manifest, tensors, heads)
+    rank_bytes = _rank_bytes(manifest)
+    others = None if tensors is None else other_bytes_on_gpu(tensors, tensors, manifest.left, manifest.grid, heads)
+    # None in the checkpoint layout, and if no server starts.
+    memory = None if others is None or not rank_bytes else GpuMemory(max(rank_bytes.values()), others)
     source, *before = ({"name": one.source.name, "revision": one.source.revision} for one in manifest.steps)
     return {
         "kind": "artifact",
@@ -416,7 +397,7 @@ def describe_artifact(
         "input_scales": _input_scales(layers.values()),
         "num_files": len(manifest.files),
         "num_bytes": sum(entry.size_bytes for entry in manifest.files.values()),
-        "rank_bytes": _rank_bytes(manifest),
+        "rank_bytes": rank_bytes,
         "gpu_memory": None if memory is None else memory.to_dict(),
         "missing_or_resized_files": missing,
         "altered_manifest": altered,
@@ -437,13 +418,6 @@ def _ordinary_tensors(root: Path, manifest: Manifest) -> dict[str, TensorRef] | 
         except (HqconvError, OSError):
             return None
     return found
-
-
-def _artifact_memory(manifest: Manifest, tensors: Mapping[str, TensorRef], heads: AttentionHeads) -> GpuMemory | None:
-    """Return the weights on the GPU of the largest rank; None in the checkpoint layout, and if no server starts."""
-    experts = max(_rank_bytes(manifest).values(), default=None)
-    others = other_bytes_on_gpu(tensors, tensors, manifest.left, manifest.grid, heads)
-    return None if experts is None or others is None else GpuMemory(experts, others)
 
 
 def _artifact_notices(
