@@ -106,10 +106,13 @@ def read_allocation(path: Path, manifest: Manifest) -> Document:
         keys = ("bits_per_weight", "size_bytes", "token_bytes", "relative_error")
         if not all(math.isfinite(point[key]) for point in points for key in keys):
             raise ValueError("a point without numbers")
-        budget = {"limit_bytes": int(found["budget"]["limit_bytes"]), "objective": str(found["budget"]["objective"])}
+        limit_bytes, least = int(found["budget"]["limit_bytes"]), float(found["least_possible_error"])
+        if not (0 <= limit_bytes < 2**63 and math.isfinite(least)):
+            raise ValueError("a budget without numbers")
+        budget = {"limit_bytes": limit_bytes, "objective": str(found["budget"]["objective"])}
         chosen = {name: layer["candidates"][layer["chosen"]] for name, layer in found["layers"].items()}
         promised = {name: (one["schema"], one["size_bytes"]) for name, one in chosen.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise RequestError(
             "The allocation cannot be read.",
             where=str(path),
@@ -127,7 +130,7 @@ def read_allocation(path: Path, manifest: Manifest) -> Document:
             remedy="Name the file beside the recipe of this artifact.",
         )
     more = {key: found[key] for key in ("chosen", "curve", "uniform")}
-    return {**more, "budget": budget, "least_possible_error": float(found["least_possible_error"])}
+    return {**more, "budget": budget, "least_possible_error": least}
 
 
 def _schema_and_size(name: str, layer: ManifestLayer, manifest: Manifest) -> tuple[str | None, int]:
