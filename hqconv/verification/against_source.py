@@ -176,7 +176,7 @@ def _check_warnings(artifact: Artifact, experts: ExpertMap, source: Source, resu
     spec = replace(spec, encoding=replace(spec.encoding, importance=artifact.importance))
     # No manifest says whether codes had to be kept (`--schema source`), and in which layers another schema was named.
     ways: list[dict[str, Any]] = [{}]
-    if spec.encoding.round_scales or DIRECT_ROUNDED not in {layer.conversion for layer in artifact.layers.values()}:
+    if not spec.encoding.keeps_scales or DIRECT_ROUNDED not in {layer.conversion for layer in artifact.layers.values()}:
         ways += [{"must_be_direct": True, "renamed": frozenset(names_)} for names_ in ((), spec.of_layers)]
     possible = [list(request_warnings(experts, replace(spec, **way), heads)) for way in ways]
     known, found = source_warnings(source), list(artifact.manifest.warnings or ())
