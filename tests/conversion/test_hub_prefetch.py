@@ -194,9 +194,9 @@ def test_what_was_in_the_cache_stays(server: LocalHub, cache: Path, tmp_path: Pa
 
 
 def spoil(path: Path) -> None:
-    """Zeros at the end, as after a power cut; the header and the size stay."""
+    """Zeros from the middle on, as after a power cut; the header and the size stay."""
     data = path.read_bytes()
-    path.resolve().write_bytes(data[:-64] + bytes(64))
+    path.resolve().write_bytes(data[: len(data) // 2].ljust(len(data), b"\0"))
 
 
 @pytest.mark.parametrize("how", ["in the snapshot", "under another name", "offline", "of copied tensors"])
@@ -221,6 +221,21 @@ def test_bytes_that_others_left_in_the_cache_are_hashed(
     blob = tmp_path / "cache/models--org--name/blobs" / digest_of(server.folder / name)
     blob.write_bytes(good)
     run(tmp_path / "out", resume=True)
+
+
+@pytest.mark.parametrize("is_offline", [False, True])
+def test_verify_blames_the_cache_and_not_the_artifact(
+    server: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_offline: bool
+) -> None:
+    run(tmp_path / "out")
+    if is_offline:
+        snapshot_download(NAME)
+    spoil(Path(hf_hub_download(NAME, shard(2))))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
+    (result,) = hqconv.verify(tmp_path / "out", NAME, checks=["weights"], threads=2).results
+    (finding,) = result.findings
+    assert "other bytes than the Hub lists" in finding.what
+    assert shard(2) in finding.where
 
 
 def test_a_tokenizer_that_others_left_in_the_cache_is_hashed(
