@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,11 @@ def refusals(tmp_path: Path) -> dict[str, tuple[dict[str, Any], type[HqconvError
     other.write_text(json.dumps({**KNOWN["h200"].to_dict(), "sm_version": 110}))
     apart = tmp_path / "apart.json"
     apart.write_text(json.dumps({**KNOWN["h200"].to_dict(), "sm_version": 120}))
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "deep").write_text("[" * 100_000)
     return {
+        "a pipe": ({"gpu": str(tmp_path / "pipe")}, RequestError, "not a regular file"),
+        "no end": ({"gpu": str(tmp_path / "deep")}, RequestError, "no such GPU"),
         "a folder of others": ({"kernels": stray}, OutputError, "thesis.tex"),
         "no GPU": ({"gpu": None}, RequestError, "no GPU here"),
         "unknown": ({"gpu": "gtx9000"}, RequestError, "no such GPU"),
@@ -149,7 +154,9 @@ def refusals(tmp_path: Path) -> dict[str, tuple[dict[str, Any], type[HqconvError
 REFUSED = ("a folder of others", "no GPU", "unknown", "nonsense", "no architecture", "another architecture")
 
 
-@pytest.mark.parametrize("case", [*REFUSED, "a name of another", "a name without figures", "almost a name"])
+@pytest.mark.parametrize(
+    "case", [*REFUSED, "a pipe", "no end", "a name of another", "a name without figures", "almost a name"]
+)
 def test_refusals(case: str, artifact: Path, compiler: Any, tmp_path: Path) -> None:
     import torch
 
