@@ -241,12 +241,32 @@ def _gemm(
     num_local: int,
     tuned_for_m: int,
 ) -> torch.Tensor:
-    """Compute one GEMM into `outputs` [T * k, N] and return it.
-
-    top_k: routes per row of the inputs, 1 for w2. num_local: routes of this rank.
-    """
     entry = tuning_entry(gemm.config, tuned_for_m)
-    num_sms = torch.cuda.get_device_properties(outputs.device).multi_processor_count
+    routes = align(local_ids, gemm.config.num_experts, entry["block_shape"][0])
+    return launch_gemm(gemm, inputs, routes, top_k, outputs, num_local, entry, new_locks(outputs.device))
+
+
+def new_locks(device: torch.device) -> torch.Tensor:
+    """Locks int32 for `launch_gemm`, all open; a kernel leaves them open."""
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return torch.zeros(num_sms * 8, dtype=torch.int32, device=device)
+
+
+def launch_gemm(
+    gemm: Gemm,
+    inputs: KernelInputs,
+    routes: Mapping[str, torch.Tensor],
+    top_k: int,
+    outputs: torch.Tensor,
+    num_local: int,
+    entry: Mapping[str, Any],
+    locks: torch.Tensor,
+) -> torch.Tensor:
+    """Launch one GEMM into `outputs` [T * k, N] and return it; the host does not wait for the device.
+
+    `routes`: of `align` for the block size of `entry`, which is of `tuning_entry`. `top_k`: routes per row of the
+    inputs, 1 for w2. `num_local`: routes of this rank.
+    """
     both = inputs.group_scale is not None
     result: torch.Tensor = humming_gpu().forward.humming_forward(
         gemm.config,
@@ -254,12 +274,12 @@ def _gemm(
         outputs=outputs,
         input_scale=inputs.group_scale if both else inputs.token_scale,
         input_scale_2=inputs.token_scale if both else None,
-        locks=torch.zeros(num_sms * 8, dtype=torch.int32, device=outputs.device),
+        locks=locks,
         top_k=top_k,
         valid_shape_m=num_local,
         compute_config=_COMPUTE,
         tuning_config=dict(entry),
         **gemm.tensors,
-        **align(local_ids, gemm.config.num_experts, entry["block_shape"][0]),
+        **routes,
     )
     return result
