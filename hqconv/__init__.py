@@ -14,7 +14,19 @@ __version__ = "0.2.0"
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # the caller decides about records: docs/api.md
 
 if TYPE_CHECKING:
-    from hqconv.api import allocate, convert, dequantize, evaluate, inspect, load, plan, publish, push, verify
+    from hqconv.api import (
+        PublishReport,
+        allocate,
+        convert,
+        dequantize,
+        evaluate,
+        inspect,
+        load,
+        plan,
+        publish,
+        push,
+        verify,
+    )
     from hqconv.artifact.load import RankGemm
     from hqconv.conversion.allocate import AllocationReport
     from hqconv.conversion.convert import ConversionReport
@@ -22,7 +34,6 @@ if TYPE_CHECKING:
     from hqconv.conversion.stages import Progress
     from hqconv.errors import HqconvError
     from hqconv.planning.plan import ConversionPlan
-    from hqconv.reports.publication import PublishReport
     from hqconv.schemas.weight_schema import WeightSchema
     from hqconv.verification.result import VerificationReport
 
@@ -55,7 +66,6 @@ _MODULES = {  # of names that are not functions of `api`
     "ConversionReport": "conversion.convert",
     "HqconvError": "errors",
     "Progress": "conversion.stages",
-    "PublishReport": "reports.publication",
     "PushReport": "conversion.push",
     "RankGemm": "artifact.load",
     "VerificationReport": "verification.result",

@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack, cast
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from hqconv.planning.allocation import Candidates
     from hqconv.planning.plan import ConversionPlan
     from hqconv.planning.spec import ConversionOptions
-    from hqconv.reports.publication import PublishReport
     from hqconv.verification.result import VerificationReport
 
 _LOG = logging.getLogger(__name__)
@@ -498,6 +497,54 @@ def evaluate(
     return run(Path(out), str(source), Path(text), options)
 
 
+@dataclass(frozen=True, repr=False)
+class PublishReport:
+    """The result of a publication.
+
+    source: name and commit. commit: of the branch that holds the artifact; None if nothing was published. converted,
+    verified, pushed: the reports of the steps that ran. over_max_error: projections above the error limit, the worst
+    first. was_published: the repo held the artifact of this request and source before, and no step ran.
+    """
+
+    source: dict[str, Any]
+    repo: str
+    branch: str | None
+    commit: str | None
+    manifest_sha256: str
+    was_published: bool = False
+    out: Path | None = None
+    converted: ConversionReport | None = None
+    verified: VerificationReport | None = None
+    pushed: PushReport | None = None
+    over_max_error: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """True if the repo holds the artifact, and no error is above the limit."""
+        return self.commit is not None and not self.over_max_error
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as a JSON document."""
+        steps = {"converted": self.converted, "verified": self.verified, "pushed": self.pushed}
+        return {
+            "kind": "publication",
+            "source": self.source,
+            "out": None if self.out is None else str(self.out),
+            "repo": self.repo,
+            "branch": self.branch,
+            "commit": self.commit,
+            "manifest_sha256": self.manifest_sha256,
+            "was_published": self.was_published,
+            "passed": self.passed,
+            "over_max_error": self.over_max_error,
+            **{name: None if report is None else report.to_dict() for name, report in steps.items()},
+        }
+
+    def __repr__(self) -> str:
+        state = "published before" if self.was_published else "published" if self.passed else "not published"
+        return f"PublishReport({self.source['name']!r}, {self.repo!r}, commit {self.commit}, {state})"
+
+
 @_checked
 @_with_options
 def publish(
@@ -543,7 +590,6 @@ def publish(
     from hqconv.conversion.update import why_not_current
     from hqconv.io.hub_upload import HubBranch
     from hqconv.planning.plan import plan_conversion
-    from hqconv.reports.publication import PublishReport
     from hqconv.sources.opening import open_source, pinned_name
 
     check_max_error(max_error)

@@ -158,7 +158,7 @@ def errors_of(name: str) -> dict[str, dict[str, float]]:
         for quantizer in (RTN, MSE):
             [done] = quantize_stacks([matrix.unsqueeze(0)], resolve_schema(name), DTYPE, quantizer=quantizer)
             error = math.sqrt(float(done.error) / float(done.power))
-            found.setdefault(kind, {})[quantizer.name] = round(error, 6)
+            found.setdefault(kind, {})[quantizer] = round(error, 6)
     return found
 
 

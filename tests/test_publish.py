@@ -82,6 +82,7 @@ def test_the_gguf_model_that_is_named_is_published(hubs: BothHubs, tmp_path: Pat
     first = publish(f"org/source{named}" if named.startswith(":") else f"org/source/{named}", schema="int8")
     assert first.passed
     assert [file["name"] for file in manifest(tmp_path / "out")["source"]["files"]] == ["mixtral.gguf"]
+    assert f"--source org/source/mixtral.gguf --revision {COMMIT}" in (tmp_path / "out/README.md").read_text()
 
 
 @pytest.mark.full
@@ -166,6 +167,7 @@ def test_no_step_takes_another_artifact(
     assert hubs.uploads.commits == {} or there(hubs) == {}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("checks", [None, ["weights"]])
 @pytest.mark.parametrize("name", ["experts/*/*", "model*.safetensors", "tokenizer.json"])
 def test_a_damaged_artifact_is_made_again(hubs: BothHubs, tmp_path: Path, name: str, checks: list[str] | None) -> None:
@@ -192,6 +194,8 @@ def test_files_of_others_on_the_branch(hubs: BothHubs, tmp_path: Path) -> None:
         publish()
     assert caught.value.found == "experts/old.safetensors"
     assert not (tmp_path / "out").exists()
+    hubs.uploads.commits["main"].append(dict(tree) | {".cache/huggingface/x": tree["config.json"]})
+    assert publish().was_published
     hubs.uploads.commits["main"].append({name: one for name, one in tree.items() if name != "SHA256SUMS"})
     assert publish().pushed.num_files == 1
     assert there(hubs) == files_of(tmp_path / "out")

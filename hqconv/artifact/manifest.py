@@ -49,11 +49,11 @@ _RANGES = {
 }
 _DIGEST_TEXT = (r"[0-9a-f]{64}", "64 hexadecimal digits")
 _VERSION = (r"\d+(\.\d+)*((a|b|rc|\.post|\.dev)\d+)*(\+[\w.]+)?", "a version")
-_NAME = (r"\S(.*\S)?", "a name")
+_NAME = (r"(?s).+", "a name")
 _TEXTS = {
     **dict.fromkeys(("sha256", "header_sha256", "hub_sha256", "index_sha256", "manifest_sha256"), _DIGEST_TEXT),
     **dict.fromkeys(("hqconv_version", "humming_kernels_version"), _VERSION),
-    **dict.fromkeys(("name", "schema_name", "input_schema"), _NAME),
+    **dict.fromkeys(("schema_name", "input_schema"), _NAME),
     "layout": ("|".join(artifact_names.LAYOUTS), " or ".join(artifact_names.LAYOUTS)),
     "dtype": ("|".join(PARAM_DTYPES), " or ".join(PARAM_DTYPES)),
     "revision": (r"[0-9a-f]{40}", "a commit of 40 hexadecimal digits"),

@@ -152,7 +152,8 @@ def _verifying(manifest: Manifest) -> Iterator[str]:
     source = manifest.origin if is_direct else manifest.source
     against = " --source SRC"
     if source.revision is not None:
-        against = f" --source {source.name} --revision {source.revision}"
+        gguf = next((f"/{file.name}" for file in source.files if file.name.endswith(".gguf")), "")
+        against = f" --source {source.name}{gguf} --revision {source.revision}"
     yield from (f"    sha256sum -c {SUMS}", f"    hqconv verify .{printable_line(against)}", "")
     yield (
         "The conversion wrote this card; nothing had verified the artifact by then. The second command reads the "
@@ -255,11 +256,15 @@ def check_evaluation(document: Any, manifest_sha256: str) -> dict[str, Any]:
         numbers = [document["kl"][key] for key in _KL]
         numbers += [document[f"{side}_figures"][key] for side in ("source", "artifact") for key in _LIKELIHOOD]
         numbers += [document[key] for key in ("top1_agreement", "num_tokens", "num_predictions", "context_length")]
-        texts = [document["text"]["name"], document["text"]["sha256"]]
-        texts += [document[key] for key in ("compute_dtype", "activations", "transformers_version")]
+        if (error := document["kl"]["standard_error"]) is not None:
+            numbers.append(error)
+        texts = [document["text"]["name"], document["text"]["sha256"], document["source"]["name"]]
+        texts += [
+            document[key] for key in ("artifact", "schema", "compute_dtype", "activations", "transformers_version")
+        ]
     except (KeyError, TypeError) as error:
         raise ValueError(f"a figure is missing: {error}") from error
-    if not all(type(one) in (int, float) and not math.isnan(one) for one in numbers):
+    if not all(type(one) in (int, float) and (abs(one) < 1e300 or one in (math.inf, -math.inf)) for one in numbers):
         raise ValueError("a figure is no number")
     if not all(isinstance(one, str) for one in texts):
         raise ValueError("a name is no text")

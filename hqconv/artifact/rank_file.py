@@ -148,7 +148,8 @@ def parse_rank_file(
     tensors, prefix = {}, f"{layer}."
     for full, ref in entries.items():
         short = full.removeprefix(prefix)
-        if short == full or short.partition("_")[0] not in names.GEMMS:
+        gemm, _, rest = short.partition("_")
+        if short == full or gemm not in names.GEMMS or not rest:
             expected = f"tensors named {prefix}w13_… and {prefix}w2_…"
             raise Finding(name, "This is the file of another layer.", expected, full).error()
         tensors[short] = ref

@@ -19,8 +19,15 @@ from torch import nn
 from hqconv.calibration.activations import activate
 from hqconv.calibration.forward_pass import ForwardPass
 from hqconv.calibration.gptq import Products
-from hqconv.calibration.streamed_model import StreamedModel, quiet_loading
-from hqconv.calibration.transformers_model import Text, folder_of, import_transformers, read_text, running
+from hqconv.calibration.streamed_model import StreamedModel
+from hqconv.calibration.transformers_model import (
+    Text,
+    folder_of,
+    import_transformers,
+    quiet_loading,
+    read_text,
+    running,
+)
 from hqconv.errors import RequestError, plural
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source

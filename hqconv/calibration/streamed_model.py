@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from hqconv.calibration.forward_pass import stop_at
-from hqconv.calibration.transformers_model import config_of, model_class, quantizer_of
+from hqconv.calibration.transformers_model import cannot_fill, config_of, model_class, quantizer_of
 from hqconv.errors import InputError, RequestError, first_few, plural
 from hqconv.models.source_protocol import Source
 from hqconv.schemas.dtypes import torch_dtype
@@ -277,13 +277,7 @@ class StreamedModel:
         ]
         errors = [*shapes, *map(str, info.conversion_errors.values())]
         if missing or errors:
-            raise InputError(
-                "The model of transformers cannot be filled from the source.",
-                where=str(self._source.root),
-                expected=f"weights for {first_few(missing)}" if missing else "weights of the model's shapes",
-                found=first_few(errors),
-                remedy="Load the model with transformers alone, to see if it can be run at all.",
-            )
+            raise cannot_fill(self._source, missing, first_few(errors))
 
 
 def _gib(num_bytes: float) -> str:
@@ -331,18 +325,3 @@ def _all_of(contexts: list[Any]) -> Iterator[None]:
         for one in contexts:
             stack.enter_context(one)
         yield
-
-
-@contextmanager
-def quiet_loading(transformers: Any) -> Iterator[None]:
-    """Leave out transformers' progress bars and warnings of each stage."""
-    logging = transformers.utils.logging
-    level, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if had_bars:
-            logging.enable_progress_bar()

@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from hqconv.errors import HqconvError, RequestError
+from hqconv.errors import HqconvError, InputError, RequestError, first_few
 from hqconv.io.sidecar_files import has_tokenizer
 from hqconv.models.source_protocol import Source
 from hqconv.schemas.artifact_names import CONFIG, INDEX
@@ -59,6 +59,21 @@ def running(model: str) -> Iterator[None]:
             remedy="Try it with transformers alone, without trust_remote_code: this command runs models that "
             "transformers 5 has the code of.",
         ) from error
+
+
+@contextmanager
+def quiet_loading(transformers: Any) -> Iterator[None]:
+    """Leave out transformers' progress bars and warnings of each stage."""
+    logging = transformers.utils.logging
+    level, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if had_bars:
+            logging.enable_progress_bar()
 
 
 @contextmanager
@@ -171,6 +186,40 @@ def _cannot_decode(source: Source, found: object) -> RequestError:
         expected="a source in 16 bits or float32, or one that transformers decodes (fp8, mxfp4)",
         found=found,
         remedy="Use the 16-bit model that the source was made from.",
+    )
+
+
+def load(transformers: Any, source: Source, folder: Path) -> Any:
+    """Load the whole model of a folder of `folder_of`, in its own dtype. Raises transformers' errors.
+
+    Raises InputError where weights of the model are missing: transformers would take random numbers.
+    """
+    config = config_of(transformers, folder)
+    cls = model_class(transformers, source, config)
+    if quantizer_of(source, config) is not None:
+        config.quantization_config = {**(source.quantization or {}), "dequantize": True}
+    loaded, info = cls.from_pretrained(
+        folder,
+        config=config,
+        dtype="auto",
+        trust_remote_code=False,
+        use_safetensors=True,
+        use_kernels=False,
+        output_loading_info=True,
+    )
+    if info["missing_keys"]:
+        raise cannot_fill(source, sorted(info["missing_keys"]))
+    return loaded
+
+
+def cannot_fill(source: Source, missing: list[str], found: object = "none") -> InputError:
+    """Return the error for a model of transformers that the source's weights do not fill."""
+    return InputError(
+        "The model of transformers cannot be filled from the source.",
+        where=str(source.root),
+        expected=f"weights for {first_few(missing)}" if missing else "weights of the model's shapes",
+        found=found,
+        remedy="Load the model with transformers alone, to see if it can be run at all.",
     )
 
 

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 import hqconv
-from hqconv.cli import convert_commands, interrupt, report_commands
+from hqconv.cli import commands, interrupt
 from hqconv.cli.output import ClosedStream, discard_stdout, print_error, say
 from hqconv.errors import OutputError, RequestError
 
@@ -76,9 +76,8 @@ def _root(context: typer.Context, version: Version = False) -> None:
 
 
 for _command in (
-    *(convert_commands.convert, convert_commands.allocate, report_commands.verify, report_commands.report),
-    *(convert_commands.warm, convert_commands.push, convert_commands.publish),
-    *(report_commands.evaluate, report_commands.inspect, report_commands.schemas),
+    *(commands.convert, commands.allocate, commands.verify, commands.report, commands.warm, commands.push),
+    *(commands.publish, commands.evaluate, commands.inspect, commands.schemas),
 ):
     app.command()(_command)
 

@@ -15,7 +15,7 @@ from hqconv.cli import interrupt
 from hqconv.cli.output import say
 from hqconv.conversion.stages import Progress
 from hqconv.errors import printable_line
-from hqconv.reports.texts import human_bytes
+from hqconv.reports.parts import human_bytes
 
 _PLAIN_INTERVAL_S = 5.0
 _NO_BAR = "\r\x1b[2K\x1b[?25h"  # clear the line and show the cursor

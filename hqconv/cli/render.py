@@ -13,17 +13,18 @@ from hqconv.artifact.error_summary import summarize_errors
 from hqconv.cli.output import printable_document
 from hqconv.cli.progress_bar import human_rate, human_seconds
 from hqconv.errors import NUM_SHOWN, plural
-from hqconv.reports.parts import Part, facts, figure, table
-from hqconv.reports.ranking import DECODE, PREFILL
-from hqconv.reports.texts import (
+from hqconv.reports.parts import (
     COUNTED,
     Document,
+    Part,
     about_gb,
     allocation_parts,
     artifact_parts,
     conversion_rows,
     errors_table,
     evaluation_parts,
+    facts,
+    figure,
     gpu_memory_text,
     human_bytes,
     layers_table,
@@ -31,8 +32,10 @@ from hqconv.reports.texts import (
     name_text,
     ranks_text,
     schema_text,
+    table,
     target_text,
 )
+from hqconv.reports.ranking import DECODE, PREFILL
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.gpu_target import GPUS, SHOWN_GPUS, TARGETS
 from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS

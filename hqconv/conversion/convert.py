@@ -27,9 +27,9 @@ from hqconv.conversion.executor import Executor
 from hqconv.conversion.hub_prefetch import CachePolicy, HubPrefetch, ShardUse, check_room, sort_by_shard
 from hqconv.conversion.output_folder import Difference, OutputFolder, Part, check_finished
 from hqconv.conversion.resources import Resources, Staging, bounded_gpu, plan_staging
-from hqconv.conversion.source_integrity import is_of_these_files, source_digests
+from hqconv.conversion.source_integrity import compare_with_hub, is_of_these_files, source_digests
 from hqconv.conversion.stages import Meter, Progress, StageProfile
-from hqconv.conversion.update import record_source, why_not_current
+from hqconv.conversion.update import is_of_state, record_source, why_not_current
 from hqconv.errors import RequestError, plural
 from hqconv.io.durable_files import FileRecord, check_space, copy_whole, write_whole
 from hqconv.kernel_layout.transform import is_compatible
@@ -257,6 +257,9 @@ class _Conversion:
     def _finished(self, folder: OutputFolder) -> ConversionReport:
         """Return the report where the artifact was finished before; raises OutputError as `check_finished`."""
         manifest = check_finished(self.out, partial(_difference, self.source, self.plan))
+        if is_of_state(self.out, self.source) is False:  # after an update it is
+            what = "files of the source have changed since it was made: `--update` makes it anew if their bytes did"
+            folder.warnings.append(f"The artifact was finished before, and {what}.")
         return self._report(
             folder, manifest.errors(), manifest.sha256, num_groups_resumed=len(self.plan.units), was_finished=True
         )
@@ -450,6 +453,7 @@ def write_sidecar_files(source: Source, plan: ConversionPlan, root: Path) -> lis
     written = [copy_whole(source.root / name, root, name) for name in plan.other_files]
     for record in written:
         source.guard.compare(record.path, record.sha256)
+        compare_with_hub(source, record.path, record.sha256)
     written.append(write_whole(root, artifact_names.CONFIG, json_bytes(artifact_config(source, plan))))
     if artifact_names.INDEX in plan.paths:
         shards = [file for unit in plan.units for file in unit.files if "/" not in file.path]

@@ -60,7 +60,7 @@ class ShardUse:
         keeps: also whole shards of copied tensors, as always for an artifact.
         """
         whole = keeps or source.guard.is_held
-        of_unit = {item.name: _shards(source, item, whole=whole) for item in items}
+        of_unit = {item.name: shards_of(source, item, whole=whole) for item in items}
         names = dict.fromkeys(name for of_one in of_unit.values() for name in of_one)
         sizes = {file.name: file.size_bytes for file in source.files if file.name in names}
         return cls(of_unit, {name: sizes[name] for name in names if not source.is_here(name)})
@@ -96,7 +96,7 @@ class ShardUse:
         return policy.limit_bytes
 
 
-def _shards(source: Source, item: OutputUnit | MoeLayer, *, whole: bool) -> tuple[str, ...]:
+def shards_of(source: Source, item: OutputUnit | MoeLayer, *, whole: bool = False) -> tuple[str, ...]:
     """Return the names of the shards that an output unit or layer is read from; whole: also for copied tensors."""
     if isinstance(item, CopiedShardPlan):
         refs = list(item.refs) if whole else []
@@ -111,7 +111,7 @@ def sort_by_shard(source: Source, units: Iterable[OutputUnit]) -> list[OutputUni
     """Sort units so that each shard is needed for one run of units, where shards hold the layers in order."""
 
     def key(unit: OutputUnit) -> tuple[bool, int, int]:
-        names = _shards(source, unit, whole=False)
+        names = shards_of(source, unit)
         numbers = [numbered[name] for name in names] or [0]
         return not isinstance(unit, MoeLayerPlan), min(numbers), max(numbers)
 
@@ -154,7 +154,7 @@ class HubPrefetch:
         if self._listing is None or not self._queue:
             return
         if not self._keeps:
-            with hub.explained(self._listing.repo_id, self._listing.commit):
+            with output_errors(hub.cache_folder(), "Mend the Hub's cache, or have HF_HOME name another place."):
                 self._folder = _OwnFolder()
         for number in range(_NUM_THREADS):
             thread = threading.Thread(target=self._work, name=f"hqconv-fetch_{number}", daemon=True)

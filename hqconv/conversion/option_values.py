@@ -38,7 +38,7 @@ _CHECKPOINT_LAYOUT_TARGET = GpuTarget(90)  # only to ask Humming whether a schem
 def parse_bytes(size: str | int, option: str = "--max-memory") -> int:
     """Parse `512MiB`, `4GiB`, `2GB`, `1.5G` (as GiB) or plain bytes. Raises RequestError for anything else."""
     match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?)(i?)(B?)", str(size).strip(), re.IGNORECASE)
-    if match is None or (match[3] and not match[2]):
+    if match is None or (match[3] and not match[2]) or not float(match[1]):
         raise RequestError(
             "The option's value is not a size.",
             where=option,

@@ -195,7 +195,7 @@ def _manifest_at(repo: HubBranch, state: BranchFiles) -> Manifest | None:
 
 def _check_strays(repo: HubBranch, state: BranchFiles, known: set[str]) -> None:
     """Refuse a repo with foreign files, which would make the artifact fail its verification."""
-    strays = sorted(name for name in state.files if name not in known and name not in COMPANIONS)
+    strays = sorted(name for name in state.files if name not in known and name.partition("/")[0] not in COMPANIONS)
     if strays:
         raise OutputError(
             "The repo holds files that are not the artifact's.",

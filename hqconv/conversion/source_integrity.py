@@ -43,8 +43,7 @@ class SourceIntegrity:
 
     def _needs_digest(self, name: str) -> bool:
         """Return True where digests are wanted, and for bytes of the Hub's cache that others may have written."""
-        source = self._source
-        return source.guard.is_hashing or (source.is_taken_over(name) and hub_digest(source, name) is not None)
+        return self._source.guard.is_hashing or _is_of_others(self._source, name)
 
     def _hash(self, name: str) -> None:
         take_digest(self._source, name, self._stages.check_cancelled)
@@ -94,13 +93,30 @@ def take_digest(source: Source, name: str, keep_on: Callable[[], object] | None 
         sha256 = source.listing.sha256(name, keep_on)
         guard.compare(name, sha256)
         guard.digests[name] = sha256
+    compare_with_hub(source, name, guard.digests[name])
+
+
+def _is_of_others(source: Source, name: str) -> bool:
+    """Return True for a file that was in the Hub's cache before, and of which the Hub lists the digest."""
+    return source.is_taken_over(name) and hub_digest(source, name) is not None
+
+
+def blame_taken_over(source: Source, names: Iterable[str]) -> None:
+    """Raise InputError where files that were in the Hub's cache before have other bytes than the Hub lists."""
+    for name in names:
+        if _is_of_others(source, name):
+            take_digest(source, name)
+
+
+def compare_with_hub(source: Source, name: str, sha256: str) -> None:
+    """Raise InputError where the Hub lists another SHA-256 of a file than it was read with."""
     of_hub = hub_digest(source, name)
-    if of_hub is not None and of_hub != guard.digests[name]:
+    if of_hub not in (None, sha256):
         raise InputError(
             "A file has other bytes than the Hub lists for it.",
-            where=str(guard.path_of(name)),
+            where=str(source.guard.path_of(name)),
             expected=f"sha256 {of_hub}",
-            found=f"sha256 {guard.digests[name]}",
+            found=f"sha256 {sha256}",
             remedy="Remove the file from the Hub's cache, and run the same command again: it is fetched anew.",
         )
 

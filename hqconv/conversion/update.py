@@ -27,11 +27,18 @@ _ATTRIBUTE = "user.hqconv.source"
 
 def record_source(out: Path, source: Source) -> None:
     """Record the state of the source's files at a finished artifact. Nothing is recorded where that is impossible."""
-    state = _state_digest(source).encode()
+    if is_of_state(out, source):
+        return  # the manifest's times are those of a source, too
     with suppress(OSError):
-        if _ATTRIBUTE in os.listxattr(out / MANIFEST) and os.getxattr(out / MANIFEST, _ATTRIBUTE) == state:
-            return  # the file's times are those of a source, too
-        os.setxattr(out / MANIFEST, _ATTRIBUTE, state)
+        os.setxattr(out / MANIFEST, _ATTRIBUTE, _state_digest(source).encode())
+
+
+def is_of_state(out: Path, source: Source) -> bool | None:
+    """Return whether the source's files have the state that an artifact was made of; None where none is recorded."""
+    try:
+        return os.getxattr(out / MANIFEST, _ATTRIBUTE) == _state_digest(source).encode()
+    except OSError:
+        return None
 
 
 def _state_digest(source: Source) -> str:
@@ -67,9 +74,8 @@ def _why_not_same_source(source: Source, plan: ConversionPlan, out: Path | None,
         ancestor = manifest.ancestors[0].manifest_sha256 if manifest.ancestors else ""
         return "" if ancestor == read_manifest(source.root).sha256 else "the source is another artifact"
     misses = source.guard.misses_changes
-    with suppress(OSError):
-        if out is not None and not misses and os.getxattr(out / MANIFEST, _ATTRIBUTE).decode() == _state_digest(source):
-            return ""
+    if out is not None and not misses and is_of_state(out, source):
+        return ""
     files = {file.name: file.sha256 for file in manifest.source.files}
     if not all(files.values()):
         if misses:

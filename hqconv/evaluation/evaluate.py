@@ -25,12 +25,13 @@ from hqconv.artifact.model_card import check_card, write_evaluation
 from hqconv.artifact.reader import Artifact
 from hqconv.calibration.forward_pass import ForwardPass
 from hqconv.calibration.inputs import batches_of
-from hqconv.calibration.streamed_model import StreamedModel, quiet_loading
+from hqconv.calibration.streamed_model import StreamedModel
 from hqconv.calibration.transformers_model import (
     check_counts,
     folder_of,
     import_transformers,
     positions_warning,
+    quiet_loading,
     read_text,
     running,
 )

@@ -85,6 +85,11 @@ class DeclaredFormats:
             return PLAIN
         return self._by_rules(module) or PLAIN
 
+    def leaves_out(self, module: str) -> bool:
+        """Return True if an entry of the config says that a module is not quantized."""
+        fmt = self._by_rules(module)
+        return fmt is not None and fmt.is_float
+
     def _by_rules(self, module: str) -> SourceFormat | None:
         for rule in self.rules:
             fmt = rule(module)

@@ -9,6 +9,7 @@ Errors of use are Humming's own concern here: like its ops, the twins assert.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,17 +17,9 @@ import torch
 
 from hqconv.cpu_loops import codes as code_loops
 from hqconv.cpu_loops.helper_threads import in_parts
-from hqconv.humming_ops import repack as repack_loops
-from hqconv.humming_ops.repack import repack_4bit_a16, repack_8bit_a16
+from hqconv.humming_ops.repack import repack, repack_4bit_a16, repack_8bit_a16, shift_mxfp4, shift_table
 
 Array = np.ndarray[Any, np.dtype[Any]]
-
-
-def _unpack(packed: Array, num_bits: int) -> Array:
-    """uint32 codes of a [rows, bytes] array."""
-    codes = np.empty((packed.shape[0], packed.shape[1] * 8 // num_bits), np.uint32)
-    code_loops.unpack_rows(packed, num_bits, codes)
-    return codes
 
 
 def pack_weight(inputs: torch.Tensor, num_bits: int) -> torch.Tensor:
@@ -50,7 +43,9 @@ def unpack_weight(inputs: torch.Tensor, num_bits: int) -> torch.Tensor:
     if inputs.is_meta:
         return inputs.new_empty(shape)
     packed = inputs.contiguous().reshape(-1, inputs.size(-1)).numpy().view(np.uint8)
-    return torch.from_numpy(_unpack(packed, num_bits).view(np.int32)).reshape(shape)
+    codes = np.empty((len(packed), shape[-1]), np.int32)
+    code_loops.unpack_rows(packed, num_bits, codes)
+    return torch.from_numpy(codes).reshape(shape)
 
 
 def dequant_weight(inputs: torch.Tensor, exponent_bits: int, mantissa_bits: int, is_signed: bool) -> torch.Tensor:
@@ -100,34 +95,29 @@ def repack_weight(
     is_plain = is_weight_packed and not use_native_dequant and (activation_bits, interleave_mode) == (16, 3)
     centre = should_preprocess_for_int2fp
     if is_plain and weight_bits == 4 and not centre:
-        in_parts(lambda e: _repack_4bit(words[e], out[e]), len(words))
+        _each(repack_4bit_a16, words.view(np.uint64), out.view(np.uint64))
     elif is_plain and weight_bits == 8 and not should_preprocess_with_zp:
-        in_parts(lambda e: _repack_8bit(words[e], centre, out[e]), len(words))
+        _each(lambda one, tiles: repack_8bit_a16(one, centre, tiles), words.view(np.uint64), out.view(np.uint64))
     else:
         group = (group_size_zp or shape_k) if should_preprocess_with_zp else 0
         transposed = use_packed_k_layout and not use_fused_e8m0_scale
         facts = (is_weight_packed, weight_bits, activation_bits, centre, group)
         order = (transposed, use_packed_k_layout, use_native_dequant, interleave_mode)
-        in_parts(lambda e: _repack(words[e], zeros[e], (*facts, *order), out[e]), len(words))
+        _each(lambda one, zero, tiles: repack(one, zero, *facts, *order, tiles), words, zeros, out)
     return torch.from_numpy(out.view(np.int32)).reshape(shape)
 
 
-def _repack_4bit(words: Array, out: Array) -> None:
-    for one, result in zip(words, out, strict=True):
-        repack_4bit_a16(one.view(np.uint64), result.view(np.uint64))
+def _each(loop: Callable[..., None], *stacks: Array) -> None:
+    """Run a loop over the experts of arrays, in helper threads."""
+
+    def run(part: slice) -> None:
+        for arguments in zip(*(stack[part] for stack in stacks), strict=True):
+            loop(*arguments)
+
+    in_parts(run, len(stacks[0]))
 
 
-def _repack_8bit(words: Array, centre: bool, out: Array) -> None:
-    for one, result in zip(words, out, strict=True):
-        repack_8bit_a16(one.view(np.uint64), centre, result.view(np.uint64))
-
-
-def _repack(words: Array, zeros: Array, facts: tuple[int, ...], out: Array) -> None:
-    for one, zero, result in zip(words, zeros, out, strict=True):
-        repack_loops.repack(one, zero, *facts, result)
-
-
-_shift_table = functools.cache(repack_loops.shift_table)
+_shift_table = functools.cache(shift_table)
 
 
 def process_mxfp4_w4a8_weight(
@@ -140,6 +130,6 @@ def process_mxfp4_w4a8_weight(
     shifts = delta_scale_offsets.contiguous().reshape(-1).numpy()
     repeat = words.size // shifts.size // 4
     out = np.empty_like(words)
-    repack_loops.shift_mxfp4(words, np.repeat(shifts, repeat), _shift_table(), out)
+    shift_mxfp4(words, np.repeat(shifts, repeat), _shift_table(), out)
     result = torch.from_numpy(out.view(np.int32)).reshape(inputs.shape)
     return inputs.copy_(result) if inplace else result

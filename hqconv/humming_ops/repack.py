@@ -316,8 +316,9 @@ def lay_out_8bit(panel_ND, centre, begin, end, words, start, stride):
 def tile_store(num_bits, centre):
     """Return the compiled function that lays out 64 rows of an expert's packed codes: the `store` of a code sink.
 
-    store(panel, expert, row, (words, pieces)): `panel` uint8 [64, K * num_bits / 8]; for `words` and `pieces` see
-    `kernel_layout.weight_tiles.StackTiles`.
+    store(panel, expert, row, (words, pieces)): `panel` uint8 [64, K * num_bits / 8]. words: uint64, of all ranks.
+    pieces: int64 [P, 7], one for each rank: first and last block of rows, first and last block of columns, and in words
+    the first tile, the step to the next expert, the step to the next block of columns. centre: as in `repack`.
     """
     tile_words = TILE_ROWS * TILE_COLUMNS * num_bits // 64
 

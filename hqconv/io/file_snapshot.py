@@ -140,7 +140,7 @@ class FileSnapshot:
         for name in listed if is_whole else ():
             self._check_there(name, listed[name].size_bytes)
         for name, size in {**(sizes or {}), **{name: s.st_size for name, s in self._seen.items()}}.items():
-            if name == MANIFEST or self._is_beside(name):
+            if name == MANIFEST or name in COMPANIONS:
                 continue
             size_bytes = self._entry(name).size_bytes
             if size != size_bytes:
@@ -166,7 +166,7 @@ class FileSnapshot:
 
     def compare(self, name: str, sha256: str) -> None:
         """Compare the digest of a file that was hashed while it was read; nothing is checked without a manifest."""
-        if self._listed is None or self._is_beside(name):
+        if self._listed is None or name in COMPANIONS:
             return
         expected = self._entry(name).sha256
         if sha256 != expected:
@@ -181,10 +181,6 @@ class FileSnapshot:
             found = getattr(error, "strerror", None) or str(error)
         if found != f"{size_bytes} bytes":
             raise self._differs(name, f"{size_bytes} bytes", found)
-
-    def _is_beside(self, name: str) -> bool:
-        """Return True for a model card or similar file, which people edit or add to an artifact."""
-        return name in COMPANIONS
 
     def _entry(self, name: str) -> ListedFile:
         assert self._listed is not None

@@ -84,7 +84,12 @@ class Listing:
         files = list(info.siblings or ())
         for file in files:
             _check_name(repo_id, file.rfilename)
-        digests = {f.rfilename: _check_digest(repo_id, f.rfilename, f.lfs["sha256"]) for f in files if f.lfs}
+        what = "The Hub names no valid SHA-256 for a file."  # it becomes a file's name
+        digests = {
+            file.rfilename: _check_hex(file.lfs["sha256"], 64, what, f"{repo_id}/{file.rfilename}")
+            for file in files
+            if file.lfs
+        }
         commit = check_commit(repo_id, info.sha)
         return cls(repo_id, commit, {file.rfilename: int(file.size or 0) for file in files}, digests)
 
@@ -172,11 +177,14 @@ def is_commit(revision: str | None) -> bool:
 
 def check_commit(repo_id: str, commit: object) -> str:
     """Return a commit hash that the Hub named. Raises InputError for any other text: it becomes a folder's name."""
-    if not isinstance(commit, str) or not is_commit(commit):
-        what, expected = "The Hub names a commit that is no commit hash.", "40 hexadecimal digits"
-        remedy = "Check HF_ENDPOINT."
-        raise InputError(what, where=repo_id, expected=expected, found=repr(commit), remedy=remedy)
-    return commit
+    return _check_hex(commit, 40, "The Hub names a commit that is no commit hash.", repo_id)
+
+
+def _check_hex(text: object, num_digits: int, what: str, where: str) -> str:
+    if not isinstance(text, str) or not re.fullmatch(f"[0-9a-f]{{{num_digits}}}", text):
+        expected = f"{num_digits} hexadecimal digits"
+        raise InputError(what, where=where, expected=expected, found=repr(text), remedy="Check HF_ENDPOINT.")
+    return text
 
 
 def _check_name(repo_id: str, name: str) -> None:
@@ -185,15 +193,6 @@ def _check_name(repo_id: str, name: str) -> None:
         what = "A file of the Hub repo has a name that could lead elsewhere."
         expected = "a path inside the repo"
         raise InputError(what, where=repo_id, expected=expected, found=repr(name))
-
-
-def _check_digest(repo_id: str, name: str, digest: object) -> str:
-    """Return the SHA-256 of a large file. Raises InputError for any other text: it becomes a file's name."""
-    if not isinstance(digest, str) or not re.fullmatch(r"[0-9a-f]{64}", digest):
-        what, where = "The Hub names no valid SHA-256 for a file.", f"{repo_id}/{name}"
-        remedy = "Check HF_ENDPOINT."
-        raise InputError(what, where=where, expected="64 hexadecimal digits", found=repr(digest), remedy=remedy)
-    return digest
 
 
 # --- downloads into the Hub cache

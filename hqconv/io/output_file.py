@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from hqconv.errors import OutputError
-from hqconv.schemas.untrusted_files import open_regular
+from hqconv.schemas.untrusted_files import open_regular, what_instead
 
 _HEAD_BYTES = 512
 
@@ -29,7 +31,7 @@ def output_file(path: Path, option: str, kind: FileKind, folders: Iterable[Path]
     """
     try:
         place = path.resolve()
-        found = _obstacle(place, kind, folders)
+        found = _obstacle(path, place, kind, folders)
     except (OSError, RuntimeError, ValueError) as error:  # a circle of links, a name that no file can have
         found = (error.strerror if isinstance(error, OSError) else None) or str(error)
     if found is None:
@@ -43,29 +45,29 @@ def output_file(path: Path, option: str, kind: FileKind, folders: Iterable[Path]
     )
 
 
-def _obstacle(place: Path, kind: FileKind, folders: Iterable[Path]) -> str | None:
+def _obstacle(path: Path, place: Path, kind: FileKind, folders: Iterable[Path]) -> str | None:
     for folder in folders:
         if place.is_relative_to(folder.resolve()):
             return f"a path inside {folder}"
+    if path.exists():  # through links, also those of /proc/self/fd, which lead to no name
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            return what_instead(status.st_mode)
+        if _is_standard_stream(status):
+            return "a file that is the input, the output or the error stream of this process"
+        with open(open_regular(place), "rb") as file:  # noqa: PTH123
+            head = file.read(_HEAD_BYTES)
+        if head and not kind.has_head(head):
+            return f"a file that is not {kind.name}"
     if not os.access(place.parent, os.W_OK | os.X_OK):
         return f"a folder that cannot be written: {place.parent}" if place.parent.is_dir() else "no such folder"
-    if not os.path.lexists(place):
-        return None
-    if not place.is_file():
-        return "a folder" if place.is_dir() else "a pipe, a device or a socket"
-    if _is_standard_stream(place):
-        return "a file that is the input, the output or the error stream of this process"
-    with open(open_regular(place), "rb") as file:  # noqa: PTH123
-        head = file.read(_HEAD_BYTES)
-    return f"a file that is not {kind.name}" if head and not kind.has_head(head) else None
+    return None
 
 
-def _is_standard_stream(place: Path) -> bool:
-    """Return whether a redirection of the shell writes to (or reads from) the file, as with /dev/stdout."""
+def _is_standard_stream(status: os.stat_result) -> bool:
+    """Return whether a redirection of the shell reads or writes the file, as /dev/stdout may tell."""
     for descriptor in range(3):
-        try:
-            if os.path.samestat(os.fstat(descriptor), place.stat()):
+        with suppress(OSError):  # closed by the shell
+            if os.path.samestat(os.fstat(descriptor), status):
                 return True
-        except OSError:  # closed by the shell
-            continue
     return False

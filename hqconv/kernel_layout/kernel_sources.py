@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from hqconv.errors import RequestError
 from hqconv.kernel_layout.compatibility import load_layer_config
@@ -70,23 +70,19 @@ class ComputeSettings:
         }
 
 
-class GpuModel(Protocol):
-    """A GPU model that need not be present: `hqconv.serving.warm.gpus.Gpu`."""
-
-    def facts(self) -> SimpleNamespace:
-        """Attributes of Humming's `DeviceInfo` for the GPU."""
-
-
 def current_device() -> Any:
     """Humming's facts about the current CUDA device. Raises what its extension raises if there is none."""
     return importlib.import_module("humming.device").current_device
 
 
 @contextmanager
-def standing_in(gpu: GpuModel) -> Iterator[None]:
-    """Answer Humming's questions about any device for `gpu` in this process, and clear its caches on entry and exit."""
+def standing_in(facts: SimpleNamespace) -> Iterator[None]:
+    """Answer Humming's questions about any device in this process, and clear its caches on entry and exit.
+
+    facts: the attributes of its `DeviceInfo`, of a GPU that need not be present.
+    """
     device: Any = importlib.import_module("humming.device")
-    facts, current = gpu.facts(), device.current_device
+    current = device.current_device
     saved = device._get_device_info_extension, current._value, dict(device.DeviceInfo._instances)
     device._get_device_info_extension = lambda: SimpleNamespace(_DeviceInfo=lambda index: facts)
     current._value = facts
@@ -171,9 +167,8 @@ def input_kernels(
     config = load_layer_config(config_dict)
     mode = config.input_quant_mode
     scatters = activation is None and settings.gemm_type == CONTIGUOUS
-    if activation is None and (
-        _is_prequantized(config, settings) or not (mode.should_quantize or scatters or rotation)
-    ):
+    is_ready = (config.a_dtype.dtype_str, mode.value, config.input_scale_group_size) == settings.prequantized
+    if activation is None and (is_ready or not (mode.should_quantize or scatters or rotation)):
         return []
     layout = "scatter" if scatters else "grouped_mask" if settings.gemm_type == MASKED else "normal"
     options: dict[str, Any] = {
@@ -192,15 +187,6 @@ def input_kernels(
     problem = importlib.import_module("humming.config").ProcessInputProblemConfig(
         input_dtype=config.c_dtype, hidden_size=config.shape_k - config.pad_shape_k, **options
     )
-    return _input_kernels(problem, config)
-
-
-def _is_prequantized(config: Any, settings: ComputeSettings) -> bool:
-    inputs = config.a_dtype.dtype_str, config.input_quant_mode.value, config.input_scale_group_size
-    return bool(inputs == settings.prequantized)
-
-
-def _input_kernels(problem: Any, config: Any) -> list[KernelSource]:
     heuristics = importlib.import_module("humming.tune").get_heuristics_class(NO_DEVICE)
     tuning = importlib.import_module("humming.tune.process_input")
     found: list[KernelSource] = []
@@ -281,7 +267,13 @@ def toolkit() -> Iterator[None]:
                 library = importlib.import_module("humming.utils.nvrtc").get_nvrtc_library_path()
                 os.environ["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, (str(Path(library).parent), path)))
         except (RuntimeError, OSError) as error:
-            raise _no_compiler(error) from error
+            raise RequestError(
+                "There is no CUDA compiler here that Humming can use.",
+                expected="NVRTC with the CUDA headers, or nvcc with HUMMING_COMPILER=nvcc; "
+                "the same version as on the server",
+                found=str(error),
+                remedy="Install it, for instance with `pip install 'humming-kernels[cu13]'`.",
+            ) from error
         yield
     finally:
         torch.version.cuda = version
@@ -289,15 +281,6 @@ def toolkit() -> Iterator[None]:
             os.environ.pop("LD_LIBRARY_PATH", None)
         else:
             os.environ["LD_LIBRARY_PATH"] = path
-
-
-def _no_compiler(error: Exception) -> RequestError:
-    return RequestError(
-        "There is no CUDA compiler here that Humming can use.",
-        expected="NVRTC with the CUDA headers, or nvcc with HUMMING_COMPILER=nvcc; the same version as on the server",
-        found=str(error),
-        remedy="Install it, for instance with `pip install 'humming-kernels[cu13]'`.",
-    )
 
 
 def compile_kernel(source: KernelSource, compiler: Any) -> bytes:

@@ -8,56 +8,28 @@ a rank, and their join. Every other layout goes through `rank_slices` and `trans
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from hqconv.humming_ops.repack import TILE_COLUMNS, TILE_ROWS, tile_store
 from hqconv.kernel_layout.transform import KernelForm
+from hqconv.quantization.quantized import CodeSink
 from hqconv.schemas.dtypes import code_bits
 from hqconv.schemas.grid import TpSlice
-
-Array = np.ndarray[Any, np.dtype[Any]]
-
-
-@dataclass(frozen=True, eq=False)
-class StackTiles:
-    """Tiles of one projection's stack [E, N, K]: a `quantization.quantized.CodeSink`.
-
-    words: uint64, of all ranks. pieces: int64 [P, 7], one for each rank: first and last block of rows, first and last
-    block of columns, and in words the first tile, the step to the next expert, the step to the next block of columns.
-    centre: as in `humming_ops.repack.repack`.
-    """
-
-    words: Array
-    pieces: Array
-    num_bits: int
-    centre: bool
-    panel_rows: int = TILE_ROWS
-
-    @property
-    def store(self) -> Callable[..., None]:
-        """Compiled function that lays out 64 rows of packed codes."""
-        store: Callable[..., None] = tile_store(self.num_bits, self.centre)
-        return store
-
-    @property
-    def arrays(self) -> tuple[Array, Array]:
-        """Arguments of `store`."""
-        return self.words, self.pieces
 
 
 @dataclass(frozen=True, eq=False)
 class WeightTiles:
     """Kernel weights of some experts, to be filled by an encoder.
 
-    stacks: by role. weights: by GEMM and TP rank, int32 [E, …] as the GEMM's form has them, views of the same memory.
+    stacks: by role; where an encoder puts the codes. weights: by GEMM and TP rank, int32 [E, …] as the GEMM's form has
+    them, views of the same memory.
     """
 
-    stacks: dict[str, StackTiles]
+    stacks: dict[str, CodeSink]
     weights: dict[tuple[str, int], torch.Tensor]
 
 
@@ -90,7 +62,8 @@ def weight_tiles(
                     rows, columns = (0, shapes[role][0]), rows
                 ranges = (*(n // TILE_ROWS for n in rows), *(k // TILE_COLUMNS for k in columns))
                 pieces[role].append((*ranges, starts[key] + number * size * tile, of_expert, of_columns))
-    stacks = {role: StackTiles(words, np.array(each, np.int64), num_bits, centre) for role, each in pieces.items()}
+    store = tile_store(num_bits, centre)
+    stacks = {role: CodeSink(TILE_ROWS, store, (words, np.array(each, np.int64))) for role, each in pieces.items()}
     flat = torch.from_numpy(words.view(np.int32))
     weights = {
         key: flat[2 * starts[key] : 2 * int(end)].view(num_experts, *shape)

@@ -305,19 +305,24 @@ def _formats(
             return declared.of
         return lambda module: declared.of(named(module), is_stored_plain=module in plain)
 
-    for named in _namings(family, layer):
-        format_of = lookup(named)
-        if all(format_of(module).is_float for module in modules) == _is_plain(found):
-            return format_of
-    return lookup(str)
+    own, is_plain = lookup(str), _is_plain(found)
+    is_own_meant = all(own(module).is_float for module in modules) == is_plain
+    if is_own_meant or (not is_plain and any(map(declared.leaves_out, modules))):
+        return own
+
+    def is_meant(named: Callable[[str], str]) -> bool:
+        if is_plain:
+            return all(declared.leaves_out(named(module)) for module in modules)
+        return not all(declared.of(named(module)).is_float for module in modules)
+
+    return next((lookup(named) for named in _namings(family, layer) if is_meant(named)), own)
 
 
 def _namings(family: Family, layer: str) -> Iterator[Callable[[str], str]]:
-    """Yield how a config may name a layer's modules: as the tensors are named, or by other spellings of the family.
+    """Yield how a config may name a layer's modules otherwise than its tensors are: by other spellings of the family.
 
     Some tools give their configs the names of transformers' classes, and the tensors those of the release.
     """
-    yield str
     number = decoder_layer(layer).rstrip(".").rpartition(".")[2]
     paths = [path.format(layer=number) for path in family.paths if ("mtp" in path) == ("mtp" in layer)]
     for path, spelling in itertools.product([layer, *paths], family.spellings):

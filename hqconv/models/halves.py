@@ -75,9 +75,7 @@ def _numbers(source: Source, ref: TensorRef) -> list[float]:
 
 def _distance(one: Sequence[float], other: Sequence[float]) -> float:
     """Return how far two means are apart, in standard errors."""
-    means = [math.fsum(values) / len(values) for values in (one, other)]
-    errors = [
-        math.fsum((value - mean) ** 2 for value in values) / len(values) ** 2
-        for values, mean in zip((one, other), means, strict=True)
-    ]
-    return abs(means[0] - means[1]) / math.sqrt(sum(errors) or math.inf)
+    from statistics import fmean, pvariance  # not needed for other families
+
+    error = math.sqrt(pvariance(one) / len(one) + pvariance(other) / len(other))
+    return abs(fmean(one) - fmean(other)) / error if error else 0.0

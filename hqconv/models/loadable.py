@@ -25,6 +25,7 @@ _WRAPPERS = (
 _ADAPTER = re.compile(rf"^base_model\.|(?:^|\.)(?:{_ADAPTERS})(?:\.|$)", re.IGNORECASE)
 _WRAPPER = re.compile(rf"^module\.|(?:^|\.)(?:{_WRAPPERS})(?:\.|$)")
 _DECODER_LAYER = re.compile(r"(?:[^.]+\.)*?[0-9]+\.")
+_MAX_ZERO_EXPERTS = 16  # rows of a router without experts: fewer than any other matrix has
 _ROUTER = re.compile(r"(?:^|\.)(?:gate|wg|\w*router\w*)(?:\.|$)")
 
 
@@ -64,7 +65,7 @@ def decoder_layer(name: str) -> str:
 
 def is_router(name: str) -> bool:
     """Return True for the name of a router's tensor within a decoder layer, such as its weight or bias."""
-    return _ROUTER.search(name[len(decoder_layer(name)) :]) is not None
+    return "attn" not in name and _ROUTER.search(name[len(decoder_layer(name)) :]) is not None
 
 
 def check_routers(
@@ -72,8 +73,9 @@ def check_routers(
 ) -> None:
     """Raise InputError for an MoE layer whose decoder layer has no router, or a router of fewer experts.
 
-    others: the names of all tensors but the experts'. A layer without attention, norms … is part of a checkpoint of
-    experts. Where no layer has a router that is known by its name, only the families of the table are refused.
+    A router is known by its name, or by its rows: one for each expert. others: the names of all tensors but the
+    experts'. A layer without attention, norms … is part of a checkpoint of experts. Where no layer has a router that is
+    known, only the families of the table are refused.
     """
     found = {decoder_layer(layer.name): layer for layer in layers}
     routed, whole = set[str](), set[str]()
@@ -82,9 +84,12 @@ def check_routers(
         layer = found.get(place)
         if layer is None:
             continue
-        if is_router(name) and len(shape) > 1:
+        is_beside = name[len(place) :].partition(".")[0] == layer.name[len(place) :].partition(".")[0]
+        has_its_rows = is_beside and len(shape) == 2 and 0 <= shape[0] - layer.num_experts <= _MAX_ZERO_EXPERTS
+        if has_its_rows or (is_router(name) and len(shape) > 1):
             routed.add(place)
-            if name.endswith((".gate.weight", ".router.weight")) and shape[0] < layer.num_experts:
+            parent = layer.name.rpartition(".")[0]
+            if name in (f"{parent}.gate.weight", f"{parent}.router.weight") and shape[0] < layer.num_experts:
                 raise InputError(
                     "A router has fewer rows than its layer has experts.",
                     where=name,
@@ -92,7 +97,7 @@ def check_routers(
                     found=list(shape),
                     remedy="Save the model again with the router that belongs to these experts.",
                 )
-        elif name[len(place) :].partition(".")[0] != layer.name[len(place) :].partition(".")[0]:
+        elif not is_beside:
             whole.add(place)
     lacking = [layer.name for place, layer in found.items() if place in whole - routed]
     if lacking and (is_own_row or routed):

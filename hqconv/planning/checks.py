@@ -231,8 +231,11 @@ def check_matrix_scales(source: Source, layers: Sequence[MoeLayer]) -> tuple[str
     Those of files that are on the Hub are checked when they are decoded. Raises InputError for one under which weights
     would be no numbers: an expert that calibration or training never used can have such a one.
     """
+    scales = list(_matrix_scales(source, layers))
+    if all(stored == 0 for *_, stored in scales):
+        return ()  # files without data so far: headers alone are planned, and decoding refuses them
     zeros, wrong = [], []
-    for layer, ref, divides, stored in _matrix_scales(source, layers):
+    for layer, ref, divides, stored in scales:
         is_zero, is_infinite = (math.isinf(stored), stored == 0) if divides else (stored == 0, math.isinf(stored))
         if is_infinite or math.isnan(stored) or stored < 0:
             wrong.append((layer, ref, divides, stored))

@@ -231,8 +231,8 @@ def source_warnings(checkpoint: Source) -> list[str]:
     left_out = checkpoint.loose.left_out
     warnings = [f"{name} is left out: {reason}." for name, reason in left_out.items() if reason != FOREIGN]
     if foreign := [name for name, reason in left_out.items() if reason == FOREIGN]:
-        what = f"{plural(len(foreign), 'file or folder', 'files and folders')} beside the weights"
-        warnings.append(f"left out as {FOREIGN}: {what}, {first_few(foreign)}.")
+        what = plural(len(foreign), "file or folder", "files and folders")
+        warnings.append(f"{what} left out: {FOREIGN} ({first_few(foreign)}).")
     problem = FrontMatter.of(checkpoint.loose.card or b"").problem
     if problem:
         warnings.append(f"The front matter of {artifact_names.CARD} was not taken over: {problem}.")

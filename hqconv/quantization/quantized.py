@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +13,8 @@ import torch
 from hqconv.schemas.weight_schema import WeightSchema
 
 
-class CodeSink(Protocol):
+@dataclass(frozen=True, eq=False)
+class CodeSink:
     """Memory in the form that a kernel layout gives a stack's codes, to be filled while they are in the CPU's cache.
 
     panel_rows: rows of one matrix that are stored at once; they divide its rows. store: compiled function
@@ -21,14 +22,9 @@ class CodeSink(Protocol):
     uint8 [panel_rows, K * bits / 8], where they belong. arrays: what `store` writes to, and reads.
     """
 
-    @property
-    def panel_rows(self) -> int: ...
-
-    @property
-    def store(self) -> Callable[..., None]: ...
-
-    @property
-    def arrays(self) -> tuple[np.ndarray[Any, Any], ...]: ...
+    panel_rows: int
+    store: Callable[..., None]
+    arrays: tuple[np.ndarray[Any, Any], ...]
 
 
 @dataclass(frozen=True)

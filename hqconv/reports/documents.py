@@ -14,7 +14,14 @@ from typing import Any
 from hqconv.artifact.error_summary import requantized, scale_changes, summarize_errors
 from hqconv.artifact.manifest import Manifest, ManifestLayer, is_artifact, is_unfinished, read_manifest
 from hqconv.conversion.journal import parse_entry, part_journals
-from hqconv.conversion.output_folder import check_replaceable, check_strays, files_in, listed_files, unfinished_folder
+from hqconv.conversion.output_folder import (
+    cannot_use,
+    check_replaceable,
+    check_strays,
+    files_in,
+    listed_files,
+    unfinished_folder,
+)
 from hqconv.conversion.resources import Resources, plan_staging
 from hqconv.errors import HqconvError, InputError, OutputError, RequestError, VerificationError
 from hqconv.formats.source_format import SourceFormat
@@ -35,7 +42,7 @@ from hqconv.planning.notices import no_tokenizer, source_notices
 from hqconv.planning.plan import ConversionPlan, GpuMemory, SourceFacts, expert_bytes, other_bytes_on_gpu, source_facts
 from hqconv.planning.source_schema import direct_schemas
 from hqconv.planning.spec import default_param_dtype
-from hqconv.reports.texts import Document
+from hqconv.reports.parts import Document
 from hqconv.schemas import artifact_names
 from hqconv.schemas.artifact_names import MANIFEST
 from hqconv.schemas.engine import ENGINE
@@ -133,14 +140,25 @@ def describe_source(checkpoint: Source) -> Document:
     Raises InputError if the checkpoint contradicts itself.
     """
     document: Document = {"kind": "source", **source_to_dict(source_facts(checkpoint, None))}
-    document["bytes_by_dtype"] = _bytes_by_dtype(checkpoint)
+    totals: Counter[str] = Counter()
+    for ref in checkpoint.tensors.values():
+        totals[ref.dtype] += ref.num_bytes
+    document["bytes_by_dtype"] = dict(totals.most_common())
     try:
         experts = checkpoint.map_experts()
     except RequestError as error:
         return {**document, "convertible": False, "obstacle": error.message()}
+    try:
+        notices = check_matrix_scales(checkpoint, experts.layers)
+    except InputError as error:
+        return {**document, "convertible": False, "obstacle": error.message()}
     facts = source_facts(checkpoint, experts)
-    sizes = {name: _tp_sizes(experts.layers, schema, facts.heads) for name, schema in PRESETS.items()}
-    dealt = {name: _tp_sizes(experts.layers, schema, facts.heads, GROUPS) for name, schema in PRESETS.items()}
+    heads = facts.heads
+    sizes = {name: _tp_sizes(experts.layers, schema, heads) for name, schema in PRESETS.items()}
+    dealt = {name: _tp_sizes(experts.layers, schema, heads, GROUPS) for name, schema in PRESETS.items()}
+    of_groups = {name: [tp for tp in dealt[name] if tp not in sizes[name]] for name in sizes}
+    obstacles = {str(tp): reason for tp in _TP_SIZES if (reason := ENGINE.heads_obstacle(Grid(tp), heads)) is not None}
+    refused = [f"{ENGINE.name} does not start with --tp {tp}: {reason}." for tp, reason in obstacles.items()]
     return {
         **document,
         "convertible": True,
@@ -150,47 +168,14 @@ def describe_source(checkpoint: Source) -> Document:
         "num_bytes_experts": facts.bytes_of["converted"],
         "blocks": layer_runs({layer.name: layer_to_dict(layer) for layer in experts.layers}),
         "direct_schemas": direct_schemas(experts, default_param_dtype(checkpoint.config, experts)),
-        "attention": {key: count for key, count in vars(facts.heads).items() if count is not None},
+        "attention": {key: count for key, count in vars(heads).items() if count is not None},
         "tp_sizes": sizes,
-        "tp_sizes_of_groups": {name: [tp for tp in dealt[name] if tp not in sizes[name]] for name in sizes},
-        **_serving(checkpoint, experts, facts.heads, sizes, dealt),
+        "tp_sizes_of_groups": of_groups,
+        "gpu_memory": _gpu_memory(checkpoint, experts, heads, sizes),
+        "gpu_memory_of_groups": _gpu_memory(checkpoint, experts, heads, of_groups),
+        "tp_obstacles": obstacles,
+        "warnings": [*experts.config_warnings, *source_notices(checkpoint, experts), *refused[:1], *notices],
     }
-
-
-def _serving(
-    checkpoint: Source,
-    experts: ExpertMap,
-    heads: AttentionHeads,
-    sizes: Mapping[str, list[int]],
-    dealt: Mapping[str, list[int]],
-) -> Document:
-    """Describe what a server of a checkpoint needs: memory by schema and TP size, ranks it cannot have.
-
-    sizes, dealt: preset → TP sizes that work with each `--tp-split`.
-    """
-    memory = _gpu_memory(checkpoint, experts, heads, sizes)
-    more = {name: [tp for tp in dealt[name] if tp not in sizes[name]] for name in sizes}
-    obstacles = {tp: ENGINE.heads_obstacle(Grid(tp), heads) for tp in _TP_SIZES}
-    refused = {str(tp): reason for tp, reason in obstacles.items() if reason is not None}
-    heads_notices = [f"{ENGINE.name} does not start with --tp {tp}: {reason}." for tp, reason in refused.items()]
-    return {
-        "gpu_memory": memory,
-        "gpu_memory_of_groups": _gpu_memory(checkpoint, experts, heads, more),
-        "tp_obstacles": refused,
-        "warnings": [
-            *experts.config_warnings,
-            *source_notices(checkpoint, experts),
-            *heads_notices[:1],
-            *_scale_warnings(checkpoint, experts),
-        ],
-    }
-
-
-def _scale_warnings(checkpoint: Source, experts: ExpertMap) -> tuple[str, ...]:
-    try:
-        return check_matrix_scales(checkpoint, experts.layers)
-    except InputError as error:
-        return (f"a conversion will be refused: {error.where} is {error.found}. {error.remedy}",)
 
 
 _TP_SIZES = (2, 4, 8, 16)  # of a node or two
@@ -247,13 +232,6 @@ def layer_to_dict(layer: MoeLayer) -> Document:
     document = {key: getattr(layer, key) for key in SHAPE_KEYS if hasattr(layer, key)}
     document |= layer.activation.to_dict(layer.gated)
     return document | {"source_dtype": layer.dtype, "source_format": layer.format.describe()}
-
-
-def _bytes_by_dtype(checkpoint: Source) -> dict[str, int]:
-    totals: Counter[str] = Counter()
-    for ref in checkpoint.tensors.values():
-        totals[ref.dtype] += ref.num_bytes
-    return dict(totals.most_common())
 
 
 def _tp_sizes(layers: Iterable[MoeLayer], schema: WeightSchema, heads: AttentionHeads, split: str = EVEN) -> list[int]:
@@ -313,11 +291,9 @@ def output_notes(out: Path, plan: ConversionPlan, *, resume: bool, overwrite: bo
 
     For a resumed conversion only the files are compared, not the options.
     """
-    notes = []
-    found, remedy = _occupied(out, resume=resume, overwrite=overwrite)
-    if remedy:
-        notes.append(f"{out} {found}: {remedy}.")
     place = unfinished_folder(out)
+    found = _occupied(out, is_unfinished=place is not None, goes_on=resume or overwrite)
+    notes = [] if found is None else [cannot_use(out, found).message()]
     try:
         if overwrite and is_artifact(out) and place is None:
             check_replaceable(out)
@@ -343,21 +319,14 @@ def _num_bytes_left(plan: ConversionPlan, place: Path | None) -> int:
     return num_bytes - sum(half.stat().st_blocks * 512 for half in halves if half.is_file())
 
 
-def _occupied(out: Path, *, resume: bool, overwrite: bool) -> tuple[str, str]:
-    """Description of an existing `out`, and the remedy; an empty remedy if the conversion would begin."""
+def _occupied(out: Path, *, is_unfinished: bool, goes_on: bool) -> str | None:
+    """What keeps a conversion to `out` from its start. goes_on: with --resume or --overwrite."""
     if out.exists() and not out.is_dir():
-        return "is a file", "choose another place with -o"
-    place = unfinished_folder(out)
-    if place is not None:
-        done = resume or overwrite
-        beside = "" if place == out else f" (in {place})"
-        remedy = "" if done else "go on with --resume or start anew with --overwrite"
-        return f"holds an unfinished conversion{beside}", remedy
-    if is_artifact(out):
-        return "holds a finished artifact", "" if overwrite or resume else "replace it with --overwrite"
-    if out.is_dir() and files_in(out):
-        return "is a folder that hqconv did not make", "choose another with -o"
-    return "", ""
+        return "a file"
+    if is_unfinished or is_artifact(out):
+        state = "an unfinished conversion" if is_unfinished else "a finished artifact"
+        return None if goes_on else state
+    return "a folder that hqconv did not make, and that is not empty" if out.is_dir() and files_in(out) else None
 
 
 def describe_artifact(
@@ -376,7 +345,10 @@ def describe_artifact(
     config = config_of(root)
     heads = attention_heads(config)
     tensors = _ordinary_tensors(root, manifest)
-    memory = None if tensors is None else _artifact_memory(manifest, tensors, heads)
+    rank_bytes = _rank_bytes(manifest)
+    others = None if tensors is None else other_bytes_on_gpu(tensors, tensors, manifest.left, manifest.grid, heads)
+    # None in the checkpoint layout, and if no server starts.
+    memory = None if others is None or not rank_bytes else GpuMemory(max(rank_bytes.values()), others)
     source, *before = ({"name": one.source.name, "revision": one.source.revision} for one in manifest.steps)
     return {
         "kind": "artifact",
@@ -425,7 +397,7 @@ def describe_artifact(
         "input_scales": _input_scales(layers.values()),
         "num_files": len(manifest.files),
         "num_bytes": sum(entry.size_bytes for entry in manifest.files.values()),
-        "rank_bytes": _rank_bytes(manifest),
+        "rank_bytes": rank_bytes,
         "gpu_memory": None if memory is None else memory.to_dict(),
         "missing_or_resized_files": missing,
         "altered_manifest": altered,
@@ -446,13 +418,6 @@ def _ordinary_tensors(root: Path, manifest: Manifest) -> dict[str, TensorRef] | 
         except (HqconvError, OSError):
             return None
     return found
-
-
-def _artifact_memory(manifest: Manifest, tensors: Mapping[str, TensorRef], heads: AttentionHeads) -> GpuMemory | None:
-    """Return the weights on the GPU of the largest rank; None in the checkpoint layout, and if no server starts."""
-    experts = max(_rank_bytes(manifest).values(), default=None)
-    others = other_bytes_on_gpu(tensors, tensors, manifest.left, manifest.grid, heads)
-    return None if experts is None or others is None else GpuMemory(experts, others)
 
 
 def _artifact_notices(

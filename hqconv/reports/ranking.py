@@ -15,7 +15,7 @@ from typing import Any
 
 from hqconv.errors import RequestError
 from hqconv.kernel_layout.compatibility import fuses_exponents, gemm_bytes, why_not, why_overflow
-from hqconv.reports.texts import Document
+from hqconv.reports.parts import Document
 from hqconv.schemas.gpu_target import GpuTarget, gpu_named, parse_target
 from hqconv.schemas.input_schema import A16, KernelSpec, resolve_inputs
 from hqconv.schemas.weight_schema import resolve_schema

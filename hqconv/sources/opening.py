@@ -139,9 +139,9 @@ def parse_source_name(src: str, revision: str | None = None) -> tuple[str, str |
         return str(path.parent), revision, path.name
     if not src or path.exists():
         return src, revision, None
-    on_hub = _path_on_hub(src)
-    match = _REPO.fullmatch(src if on_hub is None else on_hub)
-    if match is None:
+    on_hub = _path_on_hub(src.strip())
+    match = _REPO.fullmatch(src.strip() if on_hub is None else on_hub)
+    if match is None or (match["word"] and match["last"]):
         return src, revision, None
     named, file, kind = _revision_and_file(match, is_address=on_hub is not None)
     chosen = match["word"] or match["last"]
@@ -173,7 +173,7 @@ def _revision_and_file(match: re.Match[str], *, is_address: bool) -> tuple[str |
     kind, _, tail = file.partition("/") if is_address else ("", "", "")
     at = None
     if kind in _AT_REVISION:
-        at = _REVISION.fullmatch(tail)
+        file, at = "", _REVISION.fullmatch(tail)
     elif kind == "discussions":  # those that are no pull requests have no revision: the Hub says so
         file, number = "", tail.partition("/")[0]
         named = f"refs/pr/{number}" if number else named

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,9 +17,10 @@ from hqconv import __version__
 from hqconv.artifact.manifest import Ancestor, FileEntry, Manifest, ManifestSource, SourceFileEntry, read_manifest
 from hqconv.artifact.model_card import card_bytes
 from hqconv.artifact.reader import Artifact
-from hqconv.errors import HqconvError, NetworkError, differences, plural
+from hqconv.errors import HqconvError, NetworkError, VerificationError, differences, plural
 from hqconv.formats.source_format import DIRECT, DIRECT_ROUNDED
 from hqconv.io.file_access import sha256_of
+from hqconv.layout_decoder.codes import Array
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.source_protocol import MADE, NOT_MADE, Source
 from hqconv.planning.layer_encoding import quantizer_version
@@ -29,11 +31,11 @@ from hqconv.schemas.model_config import attention_heads
 from hqconv.schemas.options import QUANTIZERS, RTN
 from hqconv.schemas.tensors import TensorRef
 from hqconv.verification.accounting import Placed, as_converted, compare_layers
-from hqconv.verification.gguf_reference import PublishedModel, words
+from hqconv.verification.gguf_reference import PublishedModel, StoredTokenizer, is_role
 from hqconv.verification.result import OTHER_SOURCE, CheckResult, Finding, compare_names, read_json
 
 CHUNK_BYTES = 8 << 20
-_TOKENIZER = "tokenizer.json"
+_TOKENIZER, _TEMPLATE = "tokenizer.json", "chat_template.jinja"
 
 
 def check_source(
@@ -65,10 +67,12 @@ def check_source(
     elif lineage.between:
         result.notes.append(f"the source is that of the artifact {plural(len(lineage.between), 'step')} before")
     _compare_accounting(artifact, experts, result, is_own=lineage.is_own)
-    if source.stored_model is None:
-        _compare_copied(artifact, source, experts.copied, copied, pool, result)
-    else:
-        _compare_published(artifact, PublishedModel(source.stored_model, source.config), copied, pool, result)
+    stored = source.stored_model
+    model = None if stored is None else PublishedModel(stored, source.config)
+    _compare_copied(artifact, source, model, experts.copied, copied, pool, result)
+    if model is not None:
+        _check_made_config(artifact, model, result)
+    _check_gguf_roles(artifact, result)
     others = {
         path
         for path in artifact.manifest.files
@@ -88,6 +92,9 @@ def check_source(
 
 def _check_made(artifact: Artifact, source: Source, result: CheckResult) -> None:
     """Make the tokenizer again, and compare it: other versions than the conversion's may write other bytes."""
+    if any(text.startswith(MADE) for text in artifact.manifest.warnings or ()):
+        missing = set(source.made.names) - artifact.manifest.files.keys()
+        compare_names("files made from the source's metadata", "file", (), missing, result)
     _check_words(artifact, source, result)
     made, remark = source.make_files()
     if remark not in (artifact.manifest.warnings or ()):
@@ -103,7 +110,7 @@ def _check_made(artifact: Artifact, source: Source, result: CheckResult) -> None
 def _check_words(artifact: Artifact, source: Source, result: CheckResult) -> None:
     """Check that a tokenizer that was made has the words of the first GGUF file, by id; not of a file on the Hub."""
     path = source.root / source.files[0].name
-    if _TOKENIZER not in artifact.manifest.files or not path.is_file():
+    if _TOKENIZER not in source.made.names or _TOKENIZER not in artifact.manifest.files or not path.is_file():
         return
     document = read_json(artifact.fetched(_TOKENIZER), result) or {}
     try:
@@ -114,7 +121,14 @@ def _check_words(artifact: Artifact, source: Source, result: CheckResult) -> Non
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         result.add(_TOKENIZER, "The file is no tokenizer.", "words by id", repr(error))
         return
-    expected = dict(enumerate(words(path)))
+    stored = StoredTokenizer(path)
+    merges = [one if isinstance(one, str) else " ".join(one) for one in document["model"].get("merges") or ()]
+    if stored.merges is not None and merges != list(stored.merges):
+        result.add(_TOKENIZER, "The merges are not those of the GGUF file.", len(stored.merges), len(merges))
+    template = artifact.manifest.files.get(_TEMPLATE)
+    if template is not None and template.sha256 != hashlib.sha256(str(stored.template).encode()).hexdigest():
+        result.add(_TEMPLATE, "The chat template is not that of the GGUF file.", str(stored.template)[:80])
+    expected = dict(enumerate(stored.words or ()))
     for number in sorted(expected.keys() | by_id.keys()):
         if expected.get(number) != by_id.get(number):
             where, what = f"{_TOKENIZER}: word {number}", "A word is not that of the GGUF file."
@@ -163,12 +177,12 @@ def _check_warnings(artifact: Artifact, experts: ExpertMap, source: Source, resu
     if not spec.encoding.keeps_scales or DIRECT_ROUNDED not in {layer.conversion for layer in artifact.layers.values()}:
         ways += [{"must_be_direct": True, "renamed": frozenset(names_)} for names_ in ((), spec.of_layers)]
     possible = [list(request_warnings(experts, replace(spec, **way), heads)) for way in ways]
-    known = source_warnings(source)
-    found = [
-        text
-        for text in artifact.manifest.warnings or ()
-        if text not in known and not text.startswith((MADE, NOT_MADE)) and " left out: " not in text
-    ]
+    known, found = source_warnings(source), list(artifact.manifest.warnings or ())
+    remarks = [text for text in found if text.startswith((MADE, NOT_MADE))]
+    found = [text for text in found if text not in (*known, *remarks) and " left out: " not in text]
+    if len(remarks) != bool(source.made.origin):
+        what = "The manifest does not say whether a tokenizer was made."
+        result.add(f"{names.MANIFEST}: warnings", what, "one warning" if source.made.origin else "none", remarks)
     if found not in possible:
         result.add(f"{names.MANIFEST}: warnings", "The warnings are not those of this conversion.", possible[0], found)
 
@@ -261,113 +275,96 @@ def _compare_accounting(artifact: Artifact, experts: ExpertMap, result: CheckRes
 def _compare_copied(
     artifact: Artifact,
     source: Source,
+    model: PublishedModel | None,
     expected: Collection[str],
     copied: Mapping[str, Placed],
     pool: ThreadPoolExecutor,
     result: CheckResult,
 ) -> None:
-    """Compare dtype, shape and bytes of every copied tensor, in chunks; names are compared elsewhere."""
-    tasks: list[tuple[str, int]] = []
-    for name in expected:
-        if name not in copied:
-            result.add(f"tensor {name}", "A tensor of the source was not copied.", "in a model shard", "absent")
-            continue
-        ref, (path, entry) = source.tensors[name], copied[name]
-        if (ref.dtype, ref.shape) != (entry.dtype, entry.shape):
-            found = f"{entry.dtype} {list(entry.shape)}"
-            what = "A copied tensor has another dtype or shape than the source's."
-            result.add(f"{path}, tensor {name}", what, f"{ref.dtype} {list(ref.shape)}", found)
-        if ref.num_bytes == entry.num_bytes:
-            tasks += [(name, start) for start in range(0, ref.num_bytes, CHUNK_BYTES)]
+    """Compare dtype, shape and bytes of every copied tensor; names of others are compared elsewhere.
 
-    def compare(task: tuple[str, int]) -> tuple[int, int] | HqconvError:
-        name, start = task
-        return _differing(artifact, source, source.tensors[name], copied[name], start)
-
-    first: dict[str, int] = {}
-    counts: dict[str, int] = {}
-    for (name, start), outcome in zip(tasks, pool.map(compare, tasks), strict=True):
-        if isinstance(outcome, HqconvError):
-            result.add(f"tensor {name}", f"A copied tensor cannot be compared: {outcome.what}", "", outcome.found)
-        elif outcome[0]:
-            counts[name] = counts.get(name, 0) + outcome[0]
-            first.setdefault(name, start + outcome[1])
-    for name, count in counts.items():
-        where = f"{copied[name][0]}, tensor {name}"
-        found = f"{count} bytes differ, the first at byte {first[name]}"
-        result.add(where, "A copied tensor is not the source's.", "the source's bytes", found)
-
-
-def _compare_published(
-    artifact: Artifact,
-    model: PublishedModel,
-    copied: Mapping[str, Placed],
-    pool: ThreadPoolExecutor,
-    result: CheckResult,
-) -> None:
-    """Compare tensors of GGUF files, which no artifact has as they are, with the reference's, and the config.
-
-    Every stored tensor beside the experts must be in one of them, or be left out with reason.
+    model: of GGUF files, whose tensors no artifact has as they are: the reference's are compared, and each stored
+    tensor beside the experts must be in one of them, or be left out with reason.
     """
-    tensors, used = artifact.manifest.tensors, set[str]()
-    known = dict(zip(copied, pool.map(lambda one: _difference(artifact, model, *one), copied.items()), strict=True))
-    for name, found in known.items():
-        used |= {part.name for part in model.parts(name)}
-        if found is not None:
-            result.add(f"{copied[name][0]}, tensor {name}", "A tensor is not that of the GGUF files.", *found)
+    for name in sorted(set(expected) - copied.keys()):
+        result.add(f"tensor {name}", "A tensor of the source was not copied.", "in a model shard", "absent")
+    compared = sorted(copied.keys() & set(expected), key=lambda name: -copied[name][1].num_bytes)
+    found = pool.map(lambda name: _difference(artifact, source, model, name, copied[name]), compared)
+    for name, difference in sorted(zip(compared, found, strict=True)):
+        if difference is not None:
+            result.add(f"{copied[name][0]}, tensor {name}", *difference)
+    if model is None:
+        return
+    used, tensors = {part.name for name in compared for part in model.parts(name)}, artifact.manifest.tensors
     for name, ref in model.stored.tensors.items():
         is_lost = ref.name in tensors.dropped and not model.may_be_left_out(name) and "_exps." not in name
         if is_lost or (ref.name not in used and ref.name not in {**tensors.converted, **tensors.dropped}):
             what = "A tensor of the GGUF files is in no tensor of the artifact."
             result.add(f"source: {ref.name}", what, "in a model shard", tensors.dropped.get(ref.name, "absent"))
-    config = read_json(artifact.root / names.CONFIG, result) or {}
-    for key, expected in {} if model.stored.has_config else model.config().items():
-        found_value = config.get(key, expected)
-        if isinstance(expected, float):
-            expected, found_value = float(np.float32(expected)), float(np.float32(found_value))
-        if key in config and found_value != expected:
-            what = "The config is not that of the GGUF files' metadata."
-            result.add(f"{names.CONFIG}: {key}", what, expected, found_value)
 
 
-def _difference(artifact: Artifact, model: PublishedModel, name: str, place: Placed) -> tuple[str, str] | None:
-    """Return the expected and found texts of a tensor that is not the reference's; None for one that is."""
-    path, entry = place
-    if not model.parts(name):
-        return "one of the GGUF files'", "no tensor there has these values"
-    if (entry.dtype, entry.shape) != (form := model.form(name)):
-        return f"{form[0]} {list(form[1])}", f"{entry.dtype} {list(entry.shape)}"
-    start = 0
+def _difference(
+    artifact: Artifact, source: Source, model: PublishedModel | None, name: str, place: Placed
+) -> tuple[str, str, str] | None:
+    """Return the finding about a copied tensor, with the expected and found texts; None for one that is right."""
+    (path, entry), ref = place, source.tensors[name]
+    if model is not None and not model.parts(name):
+        return "A tensor is in no GGUF file.", "one with its values", "none"
+    form = (ref.dtype, ref.shape) if model is None else model.form(name)
+    if form != (entry.dtype, entry.shape):
+        what = "A copied tensor has another dtype or shape than the source's."
+        return what, f"{form[0]} {list(form[1])}", f"{entry.dtype} {list(entry.shape)}"
+    start = count = first = 0
     try:
-        for values in model.values(name):
-            theirs = torch.from_numpy(values).to(torch_dtype(entry.dtype)).view(torch.uint8).numpy().reshape(-1)
-            ours = np.empty(theirs.size, np.uint8)
+        for theirs in _source_bytes(source, ref) if model is None else _published_bytes(model, ref.name, form[0]):
+            ours = np.empty(len(theirs), np.uint8)
             artifact.read(path, ours.data, entry.offset_bytes + start)
-            if (wrong := np.flatnonzero(ours != theirs)).size:
-                return "the values of its metadata's architecture", f"others, from byte {start + int(wrong[0])} on"
-            start += theirs.size
+            wrong = np.flatnonzero(ours != theirs)
+            first = first if count or not len(wrong) else start + int(wrong[0])
+            start, count = start + len(theirs), count + len(wrong)
     except NetworkError:
         raise
     except HqconvError as error:
-        return "values that can be read", f"{error.what} {error.found}"
-    return None if start == entry.num_bytes else (f"{start} bytes", f"{entry.num_bytes} bytes")
+        return f"A copied tensor cannot be compared: {error.what}", "", str(error.found)
+    found = f"{count} bytes differ, the first at byte {first}"
+    return ("A copied tensor is not the source's.", "the source's bytes", found) if count else None
 
 
-def _differing(
-    artifact: Artifact, source: Source, ref: TensorRef, place: Placed, start: int
-) -> tuple[int, int] | HqconvError:
-    """Number of bytes of a chunk that differ, and the position of the first."""
-    size = min(CHUNK_BYTES, ref.num_bytes - start)
-    ours, theirs = np.empty(size, np.uint8), np.empty(size, np.uint8)
-    try:
-        artifact.read(place[0], ours.data, place[1].offset_bytes + start)
-        source.read_into(ref, theirs.data, start)
-    except NetworkError:
-        raise
-    except HqconvError as error:
-        return error
-    wrong = np.flatnonzero(ours != theirs)
-    return len(wrong), int(wrong[0]) if len(wrong) else 0
+def _source_bytes(source: Source, ref: TensorRef) -> Iterator[Array]:
+    for start in range(0, ref.num_bytes, CHUNK_BYTES):
+        data = np.empty(min(CHUNK_BYTES, ref.num_bytes - start), np.uint8)
+        source.read_into(ref, data.data, start)
+        yield data
+
+
+def _published_bytes(model: PublishedModel, name: str, dtype: str) -> Iterator[Array]:
+    for values in model.values(name):
+        yield torch.from_numpy(values).to(torch_dtype(dtype)).view(torch.uint8).numpy().reshape(-1)
+
+
+def _check_made_config(artifact: Artifact, model: PublishedModel, result: CheckResult) -> None:
+    """Check a config.json that was made of a GGUF file's metadata."""
+    config = read_json(artifact.root / names.CONFIG, result) or {}
+    config["rope_scaling.factor"] = (config.get("rope_scaling") or {}).get("factor")
+    for key, expected in {} if model.stored.has_config else model.config().items():
+        found = config.get(key, expected)
+        pair = (expected, found)
+        if isinstance(expected, float) and isinstance(found, float):
+            pair = (float(np.float32(expected)), float(np.float32(found)))
+        if pair[0] != pair[1]:
+            what = "The config is not that of the GGUF files' metadata."
+            result.add(f"{names.CONFIG}: {key}", what, expected, found)
+
+
+def _check_gguf_roles(artifact: Artifact, result: CheckResult) -> None:
+    """Check that gate, up and down are the GGUF tensors of these names."""
+    for name in artifact.layers:
+        with suppress(VerificationError):  # reported already
+            for role, parts in artifact.moe_layer(name).parts.items():
+                template = parts["weight"].template
+                if ".gguf:" in template and not is_role(role, template, parts["weight"].view.index):
+                    where = f"{names.MANIFEST}: {name}: source_parts: {role}"
+                    result.add(where, "A projection is another tensor of the GGUF files.", role, template)
 
 
 # --- the source of an ancestor ------------------------------------------------------------------------------

@@ -50,7 +50,28 @@ _CONFIG = {
     "q_lora_rank": "attention.q_lora_rank",
     "qk_rope_head_dim": "rope.dimension_count",
     "sliding_window": "attention.sliding_window",
+    "rotary_dim": "rope.dimension_count",
+    "moe_layer_start_index": "leading_dense_block_count",
+    "norm_topk_prob": "expert_weights_norm",
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
 }
+_FIXED: dict[str, dict[str, Any]] = {  # what llama.cpp computes for an architecture, whatever the metadata (src/models)
+    "qwen2moe": {"model_type": "qwen2_moe", "norm_topk_prob": False},
+    "qwen3moe": {"model_type": "qwen3_moe", "norm_topk_prob": True},
+    "llama": {"model_type": "mixtral"},
+    "gpt-oss": {"model_type": "gpt_oss", "swiglu_limit": 7.0, "attention_bias": True},
+    "glm4moe": {"model_type": "glm4_moe"},
+    "dots1": {"model_type": "dots1"},
+    "olmoe": {"model_type": "olmoe", "norm_topk_prob": False},
+    "minimax-m2": {"model_type": "minimax_m2", "scoring_func": "sigmoid", "use_qk_norm": True},
+    "ernie4_5-moe": {"model_type": "ernie4_5_moe", "use_bias": False},
+}
+_NOT_OF_MLA = {"num_key_value_heads": "attention.head_count_kv", "head_dim": "attention.key_length"}
+_INNER_OF_EXPERTS = ("gpt-oss", "minimax-m2")  # whose config calls the experts' size intermediate_size
+_EXPERTS = {"w1": "ffn_gate", "w3": "ffn_up", "w2": "ffn_down"}
 
 
 class PublishedModel:
@@ -134,15 +155,33 @@ class PublishedModel:
         return _LEFT_OUT.fullmatch(name) is not None and is_twice
 
     def config(self) -> dict[str, Any]:
-        """Return entries that a config.json made from the metadata has, where it has these keys at all."""
-        entries = {key: self.stored.metadata.get(f"{self.architecture}.{name}") for key, name in _CONFIG.items()}
-        drafts = self.stored.metadata.get(f"{self.architecture}.nextn_predict_layers", 0)
+        """Return entries that a config.json made from the metadata has, where its family has these keys at all."""
+        metadata, own = self.stored.metadata, {**_CONFIG, **({} if self.architecture == "deepseek2" else _NOT_OF_MLA)}
+        own["intermediate_size"] = f"{'expert_' * (self.architecture in _INNER_OF_EXPERTS)}feed_forward_length"
+        entries = {key: metadata.get(f"{self.architecture}.{name}") for key, name in own.items()}
+        entries |= {f"{word}_token_id": metadata.get(f"tokenizer.ggml.{word}_token_id") for word in ("bos", "eos")}
+        drafts = metadata.get(f"{self.architecture}.nextn_predict_layers", 0)
         entries["num_hidden_layers"] = self._number("block_count") - drafts
         entries["vocab_size"] = self.stored.tensors["token_embd.weight"].shape[0]
         entries["tie_word_embeddings"] = "output.weight" not in self.stored.tensors
+        if metadata.get(f"{self.architecture}.rope.scaling.type", "none") != "none":
+            entries["rope_scaling.factor"] = self._number("rope.scaling.factor")
+        entries |= {"hidden_act": "silu", **_FIXED.get(self.architecture, {})}
         return {key: value for key, value in entries.items() if value is not None and not isinstance(value, list)}
 
 
-def words(path: Path) -> list[str]:
-    """Return the words of a GGUF file's tokenizer, by id."""
-    return list(library().GGUFReader(path).fields["tokenizer.ggml.tokens"].contents())
+def is_role(role: str, tensor: str, index: int) -> bool:
+    """Return whether a role's matrices are a GGUF tensor's: entry `index` of gate and up, in one tensor."""
+    stem = tensor.rpartition(":")[2].split(".")[2]
+    return stem == f"{_EXPERTS[role]}_exps" or (stem == "ffn_gate_up_exps" and role == ("w1", "w3")[index])
+
+
+class StoredTokenizer:
+    """The tokenizer in a GGUF file: its words by id, merges and chat template."""
+
+    def __init__(self, path: Path) -> None:
+        fields = library().GGUFReader(path).fields
+        self.words, self.merges, self.template = (
+            fields[f"tokenizer.{key}"].contents() if f"tokenizer.{key}" in fields else None
+            for key in ("ggml.tokens", "ggml.merges", "chat_template")
+        )

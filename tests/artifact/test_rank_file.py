@@ -98,6 +98,15 @@ def config(**words: Any) -> Callable[[dict[str, Any]], object]:
     return change
 
 
+def drop(key: str) -> Callable[[dict[str, Any]], object]:
+    def change(header: dict[str, Any]) -> None:
+        words = json.loads(header["__metadata__"]["w13"])
+        del words[key]
+        header["__metadata__"]["w13"] = json.dumps(words)
+
+    return change
+
+
 def metadata(**words: Any) -> Callable[[dict[str, Any]], object]:
     return lambda header: header["__metadata__"].update(words)
 
@@ -149,7 +158,16 @@ HEADERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "other scales": (config(bs_dtype="bfloat16"), "expected: bs_dtype float8e4m3"),
     "a block of scales": (config(weight_scale_group_size_n=128), "expected: weight_scale_group_size_n 0"),
     "groups of scales": (config(weight_scale_group_size=32), "expected: weight_scale_group_size 16"),
-    "another layout": (config(use_packed_k_layout=True), "expected: use_packed_k_layout False"),
+    "another layout": (config(use_packed_k_layout=True), "found: use_packed_k_layout True"),
+    "a flag of another type": (config(use_fused_e8m0_scale=0), "expected: use_fused_e8m0_scale False"),
+    "integer scales": (config(use_int_weight_scale=True), "expected: use_int_weight_scale False"),
+    "a key that Humming lacks": (config(layer=-1), "expected: layer absent"),
+    "no format": (lambda header: header["__metadata__"].pop("format"), "not a conversion's"),
+    "a flag that Humming would choose": (drop("use_int_weight_scale"), "found: use_int_weight_scale absent"),
+    "a GEMM without a name": (
+        lambda header: header.update({f"{FIRST}.w13": {**EMPTY, "dtype": "F32", "shape": [0]}}),
+        "found: .*w13\n",
+    ),
     "a shape of as many bytes": (transpose, "another shape(.|\\n)*w2_weight"),
     "another dtype": (relabel, "another dtype(.|\\n)*w2_weight"),
     "no second scale": (rename("w13_weight_scale_2", f"{FIRST}.w13_bias"), "has_bias"),

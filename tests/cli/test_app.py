@@ -21,7 +21,7 @@ from hqconv.conversion.stages import Progress
 from hqconv.errors import RequestError
 from hqconv.planning.layer_encoding import EncodingOptions
 from hqconv.planning.spec import ConversionSpec
-from hqconv.reports.texts import human_bytes
+from hqconv.reports.parts import human_bytes
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import NAMED_INPUTS
@@ -198,9 +198,6 @@ def test_a_profile_that_could_not_be_written_is_refused_before_the_work(model: P
         (("--input-schema", "fp9"), "fp8-g128"),
         (("--input-schema", "mxfp4"), "float4e2m1 activations begin with sm100"),
         (("--revision", "main"), "no revisions"),
-        (("--layout", "sideways"), "--layout"),
-        (("--tp", 0), "--tp"),
-        (("--nonsense",), "No such option"),
     ],
 )
 def test_bad_requests_exit_with_2(arguments: Sequence[object], message: str, model: Path, tmp_path: Path) -> None:

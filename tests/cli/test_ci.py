@@ -148,10 +148,15 @@ def test_an_error_is_a_document_with_the_parts_of_the_message(model: Path, tmp_p
     assert words["remedy"]
 
 
+SHORTAGES = (
+    (MemoryError(), "MemoryError"),
+    (RuntimeError("can't start new thread"), "can't start new thread"),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "DefaultCPUAllocator: can't allocate memory"),
+)
 ENDS: list[tuple[BaseException, int, tuple[str, str, str]]] = [
     (errors.NetworkError("The Hub does not answer."), 5, ("The Hub does not answer.", "", "")),
     (OSError(5, "Input/output error", "/x"), 4, ("The operating system refused.", "/x", "Input/output error")),
-    (MemoryError(), 2, ("The system has no more memory or threads.", "", "MemoryError")),
+    *((error, 2, ("The system has no more memory or threads.", "", text)) for error, text in SHORTAGES),
     (ZeroDivisionError("a\nb"), 70, ("This is a bug of hqconv.", "", "ZeroDivisionError: a\nb")),
     (KeyboardInterrupt(), 130, (MESSAGE, "", "")),
 ]

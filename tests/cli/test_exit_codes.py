@@ -221,28 +221,6 @@ def test_a_verdict_stays_where_nobody_reads_on(made: Path, tmp_path: Path) -> No
 # --- what the system refuses -------------------------------------------------------------------------------
 
 
-OUT_OF_MEMORY = (
-    MemoryError("MemoryError"),
-    RuntimeError("can't start new thread"),
-    RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"),
-)
-
-
-@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=str)
-def test_too_little_memory_is_no_bug(
-    error: Exception, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr(conversion, "convert", fail)
-    result = call("convert", model, "-o", tmp_path / "out", *OPTIONS)
-    assert result.exit_code == 2
-    assert result.stderr.startswith("error: The system has no more memory or threads")
-    assert str(error) in result.stderr
-    assert "--max-memory" in result.stderr
-
-
 def test_a_source_that_cannot_be_looked_at_is_the_sources_fault(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,6 +125,15 @@ def test_the_default_folder_of_an_artifact_takes_no_file(
     assert not (place / "hqconv.json").exists()
 
 
+def test_output_into_a_pipe_is_no_file(root: Path, tmp_path: Path) -> None:
+    command = f"convert {root}/model --schema mxfp4 --target sm90 --device cpu -o {tmp_path}/new --profile /dev/stdout"
+    done = subprocess.run(
+        [sys.executable, "-m", "hqconv", *command.split()], cwd=REPO, capture_output=True, check=False
+    )
+    assert (done.returncode, b"a pipe" in done.stderr) == (4, True), done.stderr
+    assert not (tmp_path / "new").exists()
+
+
 def test_output_of_the_shell_is_no_file(root: Path, tmp_path: Path) -> None:
     """`> FILE` has emptied it: it looks like a new one."""
     for number, option in enumerate(("/dev/stdout", tmp_path / "1.json", "/proc/self/fd/1")):

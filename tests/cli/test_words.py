@@ -136,8 +136,10 @@ def test_other_ways_to_name_a_repo() -> None:
     page, commit = "https://huggingface.co/org/name", "b" * 40
     names: dict[str, tuple[str | None, str | None]] = {
         # revision and GGUF model that are named
-        **dict.fromkeys(("org/name", "hf://org/name", "https://hf.co/org/name/", "org/name.git"), (None, None)),
-        **dict.fromkeys((f"{page}?library=transformers", f"{page}#files", f"{page}.git", f"{page}/"), (None, None)),
+        **dict.fromkeys(("org/name", "hf://org/name", " https://hf.co/org/name/\n", "org/name.git"), (None, None)),
+        **dict.fromkeys(
+            (f"{page}?library=transformers", f"{page}#files", f"{page}.git", f"{page}/tree/"), (None, None)
+        ),
         **dict.fromkeys(("git@hf.co:org/name.git", "https://me:x@huggingface.co/org/name"), (None, None)),
         **dict.fromkeys(("org/name@v1", "hf://org/name@v1", f"{page}/tree/v1/", f"{page}/tree/v1?x=y#z"), ("v1", None)),
         "hf://models/org/name@abc/1": ("abc/1", None),
@@ -157,7 +159,15 @@ def test_other_ways_to_name_a_repo() -> None:
         f"{page}/resolve/refs%2Fpr%2F3/a%20b/x.gguf": ("refs/pr/3", "a b/x.gguf"),
     }
     assert {typed: parse_source_name(typed) for typed in names} == {t: ("org/name", *of) for t, of in names.items()}
-    for typed in ("org/name/tree/x", "/no/such", "", "./org/name", "https://example.org/a/b", "org/name/x.bin"):
+    for typed in (
+        "org/name/tree/x",
+        "/no/such",
+        "",
+        "./org/name",
+        "https://example.org/a/b",
+        "org/name/x.bin",
+        "org/name:a:b",
+    ):
         assert parse_source_name(typed) == (typed, None, None)
     assert parse_source_name("org/name@a/b", "a%2Fb") == ("org/name", "a/b", None)
     with pytest.raises(RequestError, match="Two revisions"):

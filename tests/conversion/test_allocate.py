@@ -462,7 +462,14 @@ def test_the_report_refuses_another_allocation(src: Path, tmp_path: Path) -> Non
     allocate(src, tmp_path / "other.toml", bits=8.0)
     hqconv.convert(src, out, config=recipe, device="cpu")
     whole = document_path(recipe).read_text()
-    for number, text in enumerate(("", "[]", "{}", whole.replace('"kind": "allocation"', '"kind": "x"'))):
+    words = json.loads(whole)
+    less = json.dumps({key: value for key, value in words.items() if key != "least_possible_error"})
+    huge = [json.dumps(words | {"budget": words["budget"] | {"limit_bytes": 10**400}})]
+    huge += [
+        json.dumps(words | {"chosen": words["chosen"] | {"size_bytes": number}}) for number in (10**400, "1", None)
+    ]
+    others = ("", "[]", "{}", whole.replace('"kind": "allocation"', '"kind": "x"'), less, *huge)
+    for number, text in enumerate(others):
         path = tmp_path / f"{number}.json"
         path.write_text(text)
         refused = call("report", out, "--allocation", path, "-o", tmp_path / "page.html", "--json")

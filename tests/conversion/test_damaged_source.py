@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 
 import hqconv
-from hqconv.conversion.stages import Progress
 from hqconv.errors import InputError
 from hqconv.io import file_snapshot
 from hqconv.schemas.grid import Grid
-from tests.make.conversions import run
+from tests.make.conversions import run, run_until
 from tests.make.damage import Damaged
 from tests.make.qwen import read_tree, write_qwen3_moe
 
@@ -125,14 +124,6 @@ def test_what_is_wrong_with_the_file_comes_before_what_is_wrong_with_its_numbers
 # --- resumed
 
 
-def stop_after(num_groups: int) -> Callable[[Progress], None]:
-    def stop(progress: Progress) -> None:
-        if progress.num_groups_done == num_groups:
-            raise KeyboardInterrupt
-
-    return stop
-
-
 def group_of(name: str) -> str:
     """The group that is made of an artifact's file, by its name in the journal."""
     return Path(name).name.removesuffix(".safetensors") if name.startswith("experts/") else name
@@ -143,8 +134,7 @@ def groups_done(out: Path) -> list[str]:
 
 
 def test_damaged_between_two_runs(damaged: Damaged, tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        run(damaged.root, tmp_path / "begun", "source", progress=stop_after(1))
+    run_until(damaged.root, tmp_path / "begun", 1, "source")
     done = groups_done(tmp_path / "begun")
     names = [*RANK_FILES, "model.safetensors", "tokenizer.json"]
     victims = [name for name in names if group_of(name) not in done]

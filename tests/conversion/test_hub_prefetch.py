@@ -30,7 +30,7 @@ from hqconv.schemas.artifact_names import JOURNAL
 from hqconv.schemas.grid import Grid
 from hqconv.sources import safetensors
 from hqconv.sources.opening import open_source
-from tests.make import conversions, input_scales, processes, small
+from tests.make import conversions, hub_server, input_scales, processes, small
 from tests.make.hub_server import COMMIT, LocalHub, cached, digest_of, serve, use
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
@@ -194,9 +194,9 @@ def test_what_was_in_the_cache_stays(server: LocalHub, cache: Path, tmp_path: Pa
 
 
 def spoil(path: Path) -> None:
-    """Zeros at the end, as after a power cut; the header and the size stay."""
+    """Zeros from the middle on, as after a power cut; the header and the size stay."""
     data = path.read_bytes()
-    path.resolve().write_bytes(data[:-64] + bytes(64))
+    path.resolve().write_bytes(data[: len(data) // 2].ljust(len(data), b"\0"))
 
 
 @pytest.mark.parametrize("how", ["in the snapshot", "under another name", "offline", "of copied tensors"])
@@ -221,6 +221,34 @@ def test_bytes_that_others_left_in_the_cache_are_hashed(
     blob = tmp_path / "cache/models--org--name/blobs" / digest_of(server.folder / name)
     blob.write_bytes(good)
     run(tmp_path / "out", resume=True)
+
+
+@pytest.mark.parametrize("is_offline", [False, True])
+def test_verify_blames_the_cache_and_not_the_artifact(
+    server: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_offline: bool
+) -> None:
+    run(tmp_path / "out")
+    if is_offline:
+        snapshot_download(NAME)
+    spoil(Path(hf_hub_download(NAME, shard(2))))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
+    (result,) = hqconv.verify(tmp_path / "out", NAME, checks=["weights"], threads=2).results
+    (finding,) = result.findings
+    assert "other bytes than the Hub lists" in finding.what
+    assert shard(2) in finding.where
+
+
+def test_a_tokenizer_that_others_left_in_the_cache_is_hashed(
+    server: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a large file, of which the Hub lists the digest."""
+    monkeypatch.setattr(hub_server, "_is_large", lambda path: path.suffix == ".safetensors" or "tokenizer" in path.name)
+    path = Path(hf_hub_download(NAME, "tokenizer.json"))
+    path.resolve().write_text("[]")
+    with pytest.raises(InputError, match="other bytes than the Hub lists") as caught:
+        run(tmp_path / "out")
+    assert "tokenizer.json" in caught.value.where
+    assert not (tmp_path / "out" / "hqconv.json").exists()
 
 
 # --- before it begins --------------------------------------------------------------------------------------
@@ -411,6 +439,15 @@ def test_a_start_while_other_processes_end(cache: Path, tmp_path: Path, monkeypa
     with pytest.raises(FileNotFoundError):
         hub_prefetch._OwnFolder()
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_cache_in_which_no_folder_can_be_made(server: LocalHub, cache: Path, tmp_path: Path) -> None:
+    cache.mkdir()
+    (cache / ".hqconv").write_text("a file")
+    with pytest.raises(OutputError, match="Writing the output failed") as caught:
+        run(tmp_path / "out")
+    assert (caught.value.where, caught.value.found) == (str(cache), "File exists")
+    assert "HF_HOME" in caught.value.remedy
 
 
 @pytest.mark.parametrize("is_resumed", [False, True])

@@ -138,9 +138,9 @@ def test_a_card_with_an_evaluation_is_pushed_with_its_sum(out: Path, hub: Upload
     document = {"kind": "evaluation", "manifest_sha256": manifest.sha256, "top1_agreement": 0.5, "schema": "int8"}
     document |= dict.fromkeys(("num_tokens", "num_predictions", "context_length"), 9)
     document |= dict.fromkeys(("compute_dtype", "activations", "transformers_version"), "x")
-    document |= {"text": {"name": "<!-- -->", "sha256": "0" * 64}}
+    document |= {"text": {"name": "<!-- -->", "sha256": "0" * 64}, "artifact": "out", "source": {"name": "src"}}
     document |= dict.fromkeys(("source_figures", "artifact_figures"), figures)
-    document["kl"] = dict.fromkeys(("mean", "median", "p90", "p99", "max"), 0.125)
+    document["kl"] = dict.fromkeys(("mean", "median", "p90", "p99", "max", "standard_error"), 0.125)
     write_evaluation(out, manifest, document)
     assert evaluation_in_card(out, manifest) == document
     pushed = push(out, REPO)

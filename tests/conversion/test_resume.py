@@ -26,7 +26,7 @@ from hqconv.errors import OutputError
 from hqconv.schemas.grid import ROUND_ROBIN, Grid
 from hqconv.schemas.options import LayerChoice, Override
 from hqconv.schemas.weight_schema import resolve_schema
-from tests.make.conversions import manifest, run
+from tests.make.conversions import manifest, run, run_until
 from tests.make.killing import Driver, counts
 from tests.make.models import save_model
 from tests.make.tensors import snapshot
@@ -85,23 +85,10 @@ def several_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hqconv.planning.output_units.MAX_SHARD_BYTES", 70_000)
 
 
-class StopHereError(Exception):
-    """Ends a conversion as if its process had been killed between two groups."""
-
-
-def run_until(src: Path, out: Path, num_groups: int, schema: str = "mxfp4", **words: Any) -> None:
-    def stop(progress: Progress) -> None:
-        if progress.num_groups_done == num_groups:
-            raise StopHereError
-
-    with pytest.raises(StopHereError):
-        run(src, out, schema, words.pop("grid", GRID), progress=stop, **words)
-
-
 @pytest.mark.usefixtures("several_shards")
 def test_finished_groups_are_reported_as_resumed(src: Path, whole: tuple[dict[str, str], int], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    run_until(src, out, 2)
+    run_until(src, out, 2, "mxfp4", GRID)
     seen: list[Progress] = []
     summary = run(src, out, "mxfp4", GRID, resume=True, progress=seen.append)
     assert summary.num_groups_resumed == 2
@@ -150,7 +137,7 @@ def test_another_request_is_not_resumed(
     """The message names the option, and both of its values."""
     key, first, second = difference
     out = tmp_path / "out"
-    run_until(src, out, 1)
+    run_until(src, out, 1, "mxfp4", GRID)
     before = snapshot(out)
     request = {"schema": "mxfp4", "grid": GRID, **words}
     with pytest.raises(OutputError, match=f"differs from this one in: {key}") as caught:
@@ -171,7 +158,7 @@ def test_another_request_is_not_resumed(
 )
 def test_another_source_is_not_resumed(change: Any, difference: str, found: str, src: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    run_until(src, out, 1)
+    run_until(src, out, 1, "mxfp4", GRID)
     with pytest.raises(OutputError, match=f"differs from this one in: {difference}") as caught:
         run(change(src, tmp_path), out, "mxfp4", GRID, resume=True)
     assert caught.value.found == found
@@ -179,7 +166,7 @@ def test_another_source_is_not_resumed(change: Any, difference: str, found: str,
 
 def test_other_versions_do_not_resume(src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
-    run_until(src, out, 1)
+    run_until(src, out, 1, "mxfp4", GRID)
     with monkeypatch.context() as patch:
         patch.setattr(convert_module, "__version__", "99.0")
         with pytest.raises(OutputError, match="differs from this one in: hqconv version"):
@@ -262,11 +249,6 @@ def test_a_disk_too_small_is_refused_before_anything_is_made(
 # --- a source that another one takes the place of, with its times (`cp -p`, `rsync -t`)
 
 
-def stop_after_one(progress: Progress) -> None:
-    if progress.num_groups_done == 1:
-        raise KeyboardInterrupt
-
-
 def take_the_place(other: Path, src: Path, *, is_in_place: bool) -> None:
     """Put files of the same names and sizes where the source's are."""
     for path in (path for path in src.rglob("*") if path.is_file()):
@@ -280,6 +262,7 @@ def take_the_place(other: Path, src: Path, *, is_in_place: bool) -> None:
         assert path.stat().st_size == status.st_size
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", ["folder", "artifact", "hashed"])
 @pytest.mark.parametrize("modes", [{"resume": True}, {"update": True}, {"part": True}], ids=str)
 @pytest.mark.parametrize("is_in_place", [True, False])
@@ -302,11 +285,24 @@ def test_no_artifact_is_of_two_states(kind: str, modes: dict[str, Any], is_in_pl
     if "part" in modes:
         assert not run(src, out, schema, part="1/2", **options).is_complete
     else:
-        with pytest.raises(KeyboardInterrupt):
-            run(src, out, schema, progress=stop_after_one, **options)
+        run_until(src, out, 1, schema, **options)
     take_the_place(other, src, is_in_place=is_in_place)
     reports = [run(src, out, schema, part=one, **more, **options) for one in reversed(part)]
     run(src, tmp_path / "fresh", schema, **options)
     assert reports[-1].is_complete
     assert snapshot(out) == snapshot(tmp_path / "fresh")
     assert any("must be made anew" in text for report in reports for text in report.warnings)
+
+
+def test_a_finished_artifact_of_other_files_is_said(tmp_path: Path) -> None:
+    """It is left as it is: `--update` replaces it."""
+    src = save_model(tmp_path / "src", "qwen3_moe", num_experts=2)
+    shutil.copytree(src, tmp_path / "two")
+    run(src, out := tmp_path / "out", "mxfp4")
+    assert not any("--update" in text for text in run(src, out, "mxfp4", resume=True).warnings)
+    take_the_place(tmp_path / "two", src, is_in_place=True)
+    for modes in ({"resume": True}, {"part": "1/1"}):
+        report = run(src, out, "mxfp4", **modes)
+        assert report.was_finished
+        assert any("--update" in text for text in report.warnings)
+    assert not any("--update" in text for text in run(src, out, "mxfp4", update=True).warnings)

@@ -12,9 +12,8 @@ import pytest
 
 import hqconv
 from hqconv.conversion.journal import Journal, JournalEntry
-from hqconv.conversion.stages import Progress
 from hqconv.errors import InputError
-from tests.make.conversions import check, manifest, run, write_manifest
+from tests.make.conversions import check, manifest, run, run_until, write_manifest
 from tests.make.hub_server import use
 from tests.make.models import save_model
 from tests.make.tensors import snapshot
@@ -36,14 +35,6 @@ def expected(src: Path) -> dict[str, str]:
     paths = sorted(src.glob("*.safetensors"))
     assert len(paths) > 1
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
-
-
-def stop_after(num_groups: int) -> object:
-    def stop(progress: Progress) -> None:
-        if progress.num_groups_done == num_groups:
-            raise KeyboardInterrupt
-
-    return stop
 
 
 def test_every_file_has_its_digest(src: Path, tmp_path: Path) -> None:
@@ -72,8 +63,7 @@ def test_resumed(src: Path, tmp_path: Path, first: bool, num_groups: int, monkey
     """With the first run's digests, or, where it had none, hashed in the end."""
     monkeypatch.setattr("hqconv.planning.output_units.MAX_SHARD_BYTES", 70_000)
     out = tmp_path / "out"
-    with pytest.raises(KeyboardInterrupt):
-        run(src, out, "mxfp4", progress=stop_after(num_groups), source_digests=first)
+    run_until(src, out, num_groups, "mxfp4", source_digests=first)
     lines = [json.loads(line) for line in (out / JOURNAL).read_text().splitlines()]
     assert any(line.get("sources") for line in lines) == first
     run(src, out, "mxfp4", resume=True, source_digests=True)
@@ -90,8 +80,7 @@ def test_two_groups_of_different_bytes(src: Path, tmp_path: Path, monkeypatch: p
         real(self, replace(entry, sources=other))
 
     monkeypatch.setattr(Journal, "record", record)
-    with pytest.raises(KeyboardInterrupt):
-        run(src, out, "mxfp4", progress=stop_after(1), source_digests=True)
+    run_until(src, out, 1, "mxfp4", source_digests=True)
     monkeypatch.undo()
     with pytest.raises(InputError, match="changed during the conversion"):
         run(src, out, "mxfp4", resume=True, source_digests=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import hqconv
@@ -170,3 +171,16 @@ def test_an_error_of_the_run_is_one_message(src: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("torch.nn.functional.embedding", fail)
     code, output = measure(src)
     assert (code, "ValueError: a value that shows only now" in output) == (2, True), output
+
+
+def test_weights_that_the_model_lacks_are_not_drawn(src: Path) -> None:
+    """transformers would fill them with random numbers, and measure what these make of the text."""
+    index = json.loads((src / "model.safetensors.index.json").read_bytes())
+    name = "model.layers.0.self_attn.q_proj.weight"
+    shard = src / index["weight_map"].pop(name)
+    tensors = load_file(shard)
+    del tensors[name]
+    save_file(tensors, shard, {"format": "pt"})
+    change(src / "model.safetensors.index.json", weight_map=index["weight_map"])
+    code, output = measure(src)
+    assert (code, "weights for model.layers.0.self_attn.q_proj.weight" in " ".join(output.split())) == (3, True), output

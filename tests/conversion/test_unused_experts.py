@@ -96,8 +96,9 @@ def test_a_matrix_under_one_scale_of_zero_is_zero(form: str, value: float, schem
 def test_a_scale_that_is_none_is_refused_before_work_begins(form: str, value: float, tmp_path: Path) -> None:
     source, part = with_scale(form, value, ("up_proj",))
     folder = save(tmp_path / "src", source)
-    [warning] = [text for text in hqconv.inspect(folder)["warnings"] if "will be refused" in text]
-    assert f"{UP}.{part}" in warning
+    document = hqconv.inspect(folder)
+    assert not document["convertible"]
+    assert f"{UP}.{part}" in document["obstacle"]
     with pytest.raises(InputError, match="not usable") as info:
         hqconv.plan(folder, schema="int4", target="sm90")
     assert info.value.where == f"{UP}.{part}"
@@ -135,3 +136,16 @@ def test_calibration_may_have_used_no_input_of_an_expert(tmp_path: Path) -> None
     folder = save(tmp_path / "none", (tensors, config))
     with pytest.raises(InputError, match="calibration used no expert"):
         hqconv.convert(folder, tmp_path / "no", **options)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_headers_with_holes_for_data_can_be_planned(form: str, tmp_path: Path) -> None:
+    make, part = FORMS[form]
+    tensors, config = make()
+    for name in [name for name in tensors if name.endswith(f".{part}")]:
+        tensors[name] = torch.zeros_like(tensors[name])
+    folder = save(tmp_path / "src", (tensors, config))
+    assert hqconv.inspect(folder)["convertible"]
+    assert not any(
+        "weights of its matrix" in text for text in hqconv.plan(folder, schema="int4", target="sm90").notices
+    )

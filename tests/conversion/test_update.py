@@ -15,10 +15,9 @@ import hqconv
 from hqconv.cli.app import app
 from hqconv.conversion import update
 from hqconv.conversion.output_folder import side_folder
-from hqconv.conversion.stages import Progress
 from hqconv.errors import OutputError, RequestError
 from tests.make import hub_server
-from tests.make.conversions import run
+from tests.make.conversions import run, run_until
 from tests.make.models import save_model
 from tests.make.tensors import snapshot
 
@@ -107,8 +106,7 @@ def test_times_prove_nothing_on_tmpfs(
     assert report.was_finished == is_hashed
     assert ("tmpfs" in report.replaced_because) != is_hashed
     shutil.rmtree(out)
-    with pytest.raises(KeyboardInterrupt):
-        run(src, out, "mxfp4", progress=stop_after(1), source_digests=is_hashed)
+    run_until(src, out, 1, "mxfp4", source_digests=is_hashed)
     resumed = run(src, out, "mxfp4", resume=True, source_digests=is_hashed)
     assert any("tmpfs" in text for text in resumed.warnings) != is_hashed
 
@@ -147,14 +145,6 @@ def test_a_source_that_is_an_artifact(src: Path, tmp_path: Path) -> None:
 # --- unfinished conversions --------------------------------------------------------------------------------
 
 
-def stop_after(num_groups: int) -> Any:
-    def stop(progress: Progress) -> None:
-        if progress.num_groups_done == num_groups:
-            raise KeyboardInterrupt
-
-    return stop
-
-
 @pytest.mark.parametrize("has_old", [False, True])
 @pytest.mark.parametrize("is_changed", [False, True])
 def test_an_unfinished_conversion(src: Path, tmp_path: Path, has_old: bool, is_changed: bool) -> None:
@@ -164,8 +154,7 @@ def test_an_unfinished_conversion(src: Path, tmp_path: Path, has_old: bool, is_c
     if has_old:
         renew(src, out, "int8")
         old = snapshot(out)
-    with pytest.raises(KeyboardInterrupt):
-        renew(src, out, progress=stop_after(1))
+    run_until(src, out, 1, "mxfp4", update=True)
     assert old is None or snapshot(out) == old
     if is_changed:
         flip(sorted(src.glob("*.safetensors"))[-1])
@@ -181,8 +170,7 @@ def test_another_unfinished_conversion_beside_the_right_artifact(src: Path, tmp_
     out = tmp_path / "out"
     renew(src, out)
     before = snapshot(out)
-    with pytest.raises(KeyboardInterrupt):
-        run(src, out, "int8", overwrite=True, progress=stop_after(1))
+    run_until(src, out, 1, "int8", overwrite=True)
     assert side_folder(out).exists()
     assert renew(src, out).was_finished
     assert snapshot(out) == before

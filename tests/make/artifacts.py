@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,7 +83,6 @@ def make_source(name: str, folder: Path) -> Path:
         return plain
     cut = folder / f"cut-{rest}"
     convert(plain, cut, schema=rest, tp=2, ep=2)
-    (cut / "hqconv.json").write_bytes(json_bytes({**_as_before(cut), "hqconv_version": "0.1.0"}))
     return cut
 
 
@@ -90,12 +90,14 @@ def _as_before(out: Path) -> dict[str, Any]:
     """The manifest of an artifact as it was when the record was made, and so the folder's files.
 
     There was no digest, no model card, no SHA256SUMS; warnings, digests of the source's files, content sums of copied
-    tensors and what an artifact was made from were not recorded.
+    tensors and what an artifact was made from were not recorded, and no index beside a single file was read.
     """
     words: dict[str, Any] = json.loads((out / "hqconv.json").read_bytes())
     del words["digest"], words["files"]["README.md"]
     for key in ("warnings", "derived_from", "content_sums"):
         words.pop(key, None)
+    if any(file["name"] == "model.safetensors" for file in words["source"]["files"]):
+        words["source"]["index_sha256"] = None
     for file in words["source"]["files"]:
         for key in ("sha256", "hub_sha256"):
             file.pop(key, None)
@@ -142,7 +144,7 @@ def convert(src: Path, out: Path, **options: Any) -> None:
 
 def record(src: Path, out: Path, options: Mapping[str, Any]) -> Record:
     """Convert, and take digests of the result, which is removed."""
-    source = digest_of(src)
+    source = _digest_of_source(src)
     try:
         convert(src, out, **options)
     except HqconvError as error:
@@ -155,6 +157,16 @@ def record(src: Path, out: Path, options: Mapping[str, Any]) -> Record:
     files = digest_of(out)
     shutil.rmtree(out)
     return Record(source, files, hashlib.sha256(json.dumps(words).encode()).hexdigest()[:32])
+
+
+def _digest_of_source(src: Path) -> str:
+    """Digest of a source; of an artifact as it was when the record was made."""
+    if not (src / "hqconv.json").exists():
+        return digest_of(src)
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(shutil.copytree(src, Path(folder) / "copy"))
+        (copy / "hqconv.json").write_bytes(json_bytes({**_as_before(copy), "hqconv_version": "0.1.0"}))
+        return digest_of(copy)
 
 
 def digest_of(folder: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import hqconv
 from hqconv.artifact.manifest import sealed
 from hqconv.conversion.convert import ConversionReport
 from hqconv.conversion.output_folder import UnitWriter
+from hqconv.conversion.stages import Progress
 from hqconv.io.durable_files import FileRecord
 from hqconv.models.source_protocol import Source
 from hqconv.planning.output_units import OutFile
@@ -66,6 +68,20 @@ def run(
     bounds = {"threads": threads, "max_memory": max_memory, "device": "cpu"}
     words: dict[str, Any] = {"target": "sm90", **ranks, **bounds, **options}
     return hqconv.convert(src, out, schema=schema, **words)
+
+
+def run_until(
+    src: Path, out: Path, num_groups: int, schema: str | WeightSchema, grid: Grid | None = None, **options: Any
+) -> None:
+    """`run`, interrupted once so many groups are done."""
+
+    def stop(progress: Progress) -> None:
+        if progress.num_groups_done == num_groups:
+            raise KeyboardInterrupt
+
+    with suppress(KeyboardInterrupt):
+        run(src, out, schema, grid, progress=stop, **options)
+        raise AssertionError(f"it ended before {num_groups} groups were done")
 
 
 def check(out: Path, source: Path | None = None, *checks: CheckName, **options: Any) -> VerificationReport:

@@ -107,9 +107,13 @@ def digest_of(path: Path) -> str:
 _DIGESTS: dict[tuple[str, int, int, int], str] = {}
 
 
-def _lfs(path: Path) -> dict[str, Any]:
+def _is_large(path: Path) -> bool:
     """Weights are kept as large files."""
-    if path.suffix != ".safetensors":
+    return path.suffix == ".safetensors"
+
+
+def _lfs(path: Path) -> dict[str, Any]:
+    if not _is_large(path):
         return {}
     return {"lfs": {"oid": digest_of(path), "size": path.stat().st_size, "pointerSize": 134}}
 

@@ -61,7 +61,7 @@ def server(monkeypatch: pytest.MonkeyPatch, cache: Path, wanted: str = "1") -> I
         patch.setenv(VARIABLE, wanted)
         for function in (*remembered, *others):
             function.cache_clear()
-        with standing_in(KNOWN["h200"]), toolkit():
+        with standing_in(KNOWN["h200"].facts()), toolkit():
             yield
     for function in (*remembered, *others):
         function.cache_clear()

@@ -80,7 +80,7 @@ def save_model(
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     (folder / "tokenizer.json").write_text('{"version": "1.0", "ключ": 1}\n', encoding="utf-8")
     (folder / "extra").mkdir()
-    (folder / "extra" / "notes.bin.txt").write_bytes(bytes(range(256)))
+    (folder / "extra" / "vocab.txt").write_bytes(bytes(range(256)))
     return folder
 
 

@@ -189,9 +189,9 @@ class Recorder:
         def call(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
             if self._inside(file) is None or not set(mode) & set("wax+"):
                 return real(file, mode, *args, **kwargs)
-            if mode != "wb" or any(word not in (-1, None) for word in (*args, *kwargs.values())):
+            if mode not in ("wb", "xb") or any(word not in (-1, None) for word in (*args, *kwargs.values())):
                 raise AssertionError(f"the recorder does not know open(…, {mode!r}, …)")
-            return io.BufferedWriter(_Noted(os.fspath(file), self))
+            return io.BufferedWriter(_Noted(os.fspath(file), is_new=mode == "xb"))
 
         return call
 
@@ -224,8 +224,9 @@ class Recorder:
 class _Noted(io.RawIOBase):
     """A file that is written through `os`, where the recorder sees it."""
 
-    def __init__(self, path: str, recorder: Recorder) -> None:
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    def __init__(self, path: str, *, is_new: bool) -> None:
+        how = os.O_EXCL if is_new else os.O_TRUNC
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | how | os.O_CLOEXEC, 0o666)
 
     def writable(self) -> bool:
         return True

@@ -250,20 +250,36 @@ def test_a_config_may_name_modules_in_another_spelling(row: str, target: str) ->
         map_experts(tensors, config_of(family, family.model_types[0]), config)
 
 
+def test_a_config_is_asked_for_the_names_of_the_tensors() -> None:
+    family, tensors = BY_NAME["mixtral"], Tensors()
+    put_layer(tensors, dataclasses.replace(family, projections=GATE_UP_DOWN), LAYER, dtype="F8_E4M3")
+    for name in [*tensors]:
+        put(tensors, f"{name}_scale", tensors[name].shape[0], 1)
+    scheme = {"targets": [name.removesuffix(".weight") for name in tensors], "weights": FP8_CHANNEL}
+    config = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"a": scheme}}
+    (layer,) = map_experts(tensors, config_of(family, "mixtral"), config).layers
+    assert layer.format.encoding == "fp8"
+
+
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "llm_int8_skip_modules": ["lm_head"]}
 FP8 = {"quant_method": "fp8", "weight_block_size": [16, 16], "ignored_layers": ["lm_head"]}
 CODED = {"targets": ["Linear"], "weights": FP8_CHANNEL}
 CT = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"a": CODED}}
+NAMED = {**CT, "config_groups": {"a": {**CODED, "targets": ["re:.*mlp.experts.*"]}}}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
 # config, stored experts, whether attention is quantized, what the message says to do
 REMEDIES: list[tuple[dict[str, Any] | None, str, bool, str]] = [
     (None, "F8_E4M3", True, "Restore quantization_config"),
-    *((config, "BF16", False, "take quantization_config out of config.json") for config in (NF4, FP8, CT, MODELOPT)),
+    *(
+        (config, "BF16", False, "take quantization_config out of config.json")
+        for config in (NF4, FP8, CT, NAMED, MODELOPT)
+    ),
     (NF4, "BF16", True, rf"List {LAYER}\.0\.gate_proj under llm_int8_skip_modules of"),
     (FP8, "BF16", True, r"under ignored_layers of the quantization config \(fp8\)"),
     (CT, "BF16", True, "under ignore of"),
     ({**MODELOPT, "exclude_modules": ["lm_head"]}, "BF16", True, "under exclude_modules of"),
     ({**CT, "ignore": ["re:.*experts.*"]}, "F8_E4M3", True, "Correct ignore of.*which leaves"),
+    ({**CT, "ignore": ["re:.*mlp.experts.*"]}, "F8_E4M3", True, "Correct ignore of.*which leaves"),
     ({"quantization": {"quant_algo": "FP8", "exclude_modules": ["*experts*"]}}, "F8_E4M3", True, "exclude_modules of"),
 ]
 
@@ -340,13 +356,20 @@ def test_names_of_models_are_no_adapters() -> None:
 
 def test_every_layer_of_experts_has_a_router() -> None:
     """Of a layer with other tensors; a checkpoint of experts alone has none."""
-    for router in ("gate.weight", "router.classifier.weight", "gate.wg.weight", "router.proj.qweight"):
+    for router in (
+        "gate.weight",
+        "router.classifier.weight",
+        "gate.wg.weight",
+        "router.proj.qweight",
+        "chooser.weight",
+    ):
         tensors, config = qwen()
         for layer in (2, 10, NUM_LAYERS):
             del tensors[f"model.layers.{layer}.mlp.gate.weight"]
             put(tensors, f"model.layers.{layer}.mlp.{router}", E, H)
         assert len(map_experts(tensors, config).layers) == 3
         del tensors[f"model.layers.10.mlp.{router}"]
+        put(tensors, "model.layers.10.self_attn.gate.weight", 1, H)
         for model_type in ("qwen3_moe", "brand_new"):
             with pytest.raises(InputError, match="experts and no router") as caught:
                 map_experts(tensors, config | {"model_type": model_type})

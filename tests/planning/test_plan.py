@@ -71,6 +71,7 @@ def synthetic(
         "moe_intermediate_size": inner,
     }
     checkpoint = SimpleNamespace(
+        listing=None,
         root=Path("model"),
         place=Path("model"),
         name="model",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hqconv.conversion import executor
+from hqconv.conversion.encode import LayerEncoder
 from hqconv.errors import InputError
 from hqconv.quantization.value_checks import deferring_checks, is_any
 from hqconv.sources.opening import open_source
@@ -43,13 +43,13 @@ def test_a_bad_scale_is_refused_in_the_same_words(
         file.seek(ref.offset_bytes)
         file.write(np.float32(np.nan).tobytes() if ref.dtype == "F32" else b"\xff\x7f")
     careful = []
-    real = executor.encode_to_runs
+    real = LayerEncoder.encode
 
-    def produce(*arguments: object, **words: object) -> object:
-        careful.append(words.get("is_careful", False))
-        return real(*arguments, **words)  # type: ignore[arg-type]
+    def encode(*arguments: object, **options: object) -> object:
+        careful.append(options["is_careful"])
+        return real(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(executor, "encode_to_runs", produce)
+    monkeypatch.setattr(LayerEncoder, "encode", encode)
     if is_together:
         monkeypatch.setattr("hqconv.conversion.encode._ASYNCHRONOUS", ("cpu",))
     with pytest.raises(InputError, match="A scale is NaN or infinite") as caught:

@@ -101,7 +101,7 @@ def test_dry_run_notes_what_stands_in_the_way(model: Path, made: Path, tmp_path:
     assert "finished artifact" in plan_of(model, "-o", made)["notes"][0]
     assert plan_of(model, "-o", made, "--overwrite")["notes"] == []
     (tmp_path / "file").write_text("")
-    assert "is a file" in plan_of(model, "-o", tmp_path / "file")["notes"][0]
+    assert "found: a file" in plan_of(model, "-o", tmp_path / "file")["notes"][0]
     assert "did not make" in plan_of(model, "-o", tmp_path, "--overwrite")["notes"][0]
     (tmp_path / "unfinished").mkdir()
     (tmp_path / "unfinished" / ".hqconv-progress.jsonl").write_text("{}\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from dataclasses import replace
@@ -15,8 +16,7 @@ import pytest
 import hqconv
 from hqconv.artifact import manifest as manifest_module
 from hqconv.artifact.manifest import read_manifest
-from hqconv.reports.page import page
-from hqconv.reports.page_document import NUM_WORST, page_document
+from hqconv.reports.page import NUM_WORST, page, page_document
 from hqconv.reports.parts import Series, figure, number, plot, ticks
 from tests.make.command import call
 from tests.make.conversions import manifest, run, write_manifest
@@ -205,6 +205,30 @@ def test_warnings_and_lineage_of_a_manifest(own: Path) -> None:
     text = page(page_document(own))
     assert "Beware of &lt;this&gt;." in text
     assert "manifest_sha256 ab12ab12" in text
+
+
+def evaluation_of(artifact: Path) -> dict[str, Any]:
+    """A document of `hqconv evaluate`, for the artifact."""
+    document: dict[str, Any] = {"kind": "evaluation", "manifest_sha256": read_manifest(artifact).sha256}
+    document |= dict.fromkeys(("num_tokens", "num_predictions", "context_length", "top1_agreement"), 1)
+    document |= dict.fromkeys(("compute_dtype", "activations", "transformers_version", "artifact", "schema"), "x")
+    document |= {"text": {"name": "t", "sha256": "0"}, "source": {"name": "s"}}
+    document |= {f"{side}_figures": {"mean_nll": 2.0, "perplexity": math.inf} for side in ("source", "artifact")}
+    return document | {"kl": dict.fromkeys(("mean", "standard_error", "median", "p90", "p99", "max"), 0.125)}
+
+
+def test_evaluations_that_lack_or_overdo_a_figure(made: Path, tmp_path: Path) -> None:
+    """They may come with a stranger's artifact, in its model card."""
+    whole = evaluation_of(made)
+    altered = [{key: value for key, value in whole.items() if key != left_out} for left_out in whole]
+    values: tuple[Any, ...] = (10**400, "x", None, [], {}, math.nan, True)
+    altered += [whole | {key: value} for key in whole for value in values]
+    altered += [whole | {"kl": whole["kl"] | {key: value}} for key in whole["kl"] for value in (*values[:2], math.nan)]
+    for document in (whole, *altered):
+        (tmp_path / "evaluation.json").write_text(json.dumps(document))
+        done = call("report", made, "--evaluation", tmp_path / "evaluation.json", "-o", tmp_path / "page.html", "-q")
+        assert done.exit_code in ((0,) if document is whole else (0, 2)), (document, done.output)  # "x" may be a name
+    assert call("report", made, "--evaluation", tmp_path / "evaluation.json", "-q").exit_code == 2
 
 
 # --- safe to open ------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,11 @@ def refusals(tmp_path: Path) -> dict[str, tuple[dict[str, Any], type[HqconvError
     other.write_text(json.dumps({**KNOWN["h200"].to_dict(), "sm_version": 110}))
     apart = tmp_path / "apart.json"
     apart.write_text(json.dumps({**KNOWN["h200"].to_dict(), "sm_version": 120}))
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "deep").write_text("[" * 100_000)
     return {
+        "a pipe": ({"gpu": str(tmp_path / "pipe")}, RequestError, "not a regular file"),
+        "no end": ({"gpu": str(tmp_path / "deep")}, RequestError, "no such GPU"),
         "a folder of others": ({"kernels": stray}, OutputError, "thesis.tex"),
         "no GPU": ({"gpu": None}, RequestError, "no GPU here"),
         "unknown": ({"gpu": "gtx9000"}, RequestError, "no such GPU"),
@@ -149,7 +154,9 @@ def refusals(tmp_path: Path) -> dict[str, tuple[dict[str, Any], type[HqconvError
 REFUSED = ("a folder of others", "no GPU", "unknown", "nonsense", "no architecture", "another architecture")
 
 
-@pytest.mark.parametrize("case", [*REFUSED, "a name of another", "a name without figures", "almost a name"])
+@pytest.mark.parametrize(
+    "case", [*REFUSED, "a pipe", "no end", "a name of another", "a name without figures", "almost a name"]
+)
 def test_refusals(case: str, artifact: Path, compiler: Any, tmp_path: Path) -> None:
     import torch
 
@@ -202,10 +209,10 @@ def test_how_vllm_asks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_gpu_and_the_way_of_asking_decide_about_kernels(compiler: Any) -> None:
     found = {}
     for name, gpu in ((name, KNOWN[name]) for name in ("h200", "h100", "h20")):
-        with standing_in(gpu):
+        with standing_in(gpu.facts()):
             found[name] = {kernel.name for kernel in gemm_kernels(WORDS, ComputeSettings(INDEXED))}
     assert found["h200"] == found["h100"] != found["h20"]
-    with standing_in(KNOWN["h200"]):
+    with standing_in(KNOWN["h200"].facts()):
         for kind in (CONTIGUOUS, MASKED):
             assert not found["h200"] & {kernel.name for kernel in gemm_kernels(WORDS, ComputeSettings(kind))}
 
@@ -216,7 +223,7 @@ def test_tokens_that_come_quantized_need_no_kernel() -> None:
     static = {**fp8, "input_quant_mode": "static_tensor"}
     grouped = {**fp8, "input_quant_mode": "dynamic_group", "input_scale_group_size": 128}
     silu = kernel_activation(Activation("silu"), gated=True)
-    with standing_in(KNOWN["h200"]):
+    with standing_in(KNOWN["h200"].facts()):
         for kind in (INDEXED, CONTIGUOUS, MASKED):
             settings = ComputeSettings(kind, prequantized=PREQUANTIZED)
             assert input_kernels(fp8, settings, None, 2)
@@ -231,7 +238,7 @@ def test_tokens_that_come_quantized_need_no_kernel() -> None:
 def test_rotated_inputs_have_kernels_of_their_own(compiler: Any) -> None:
     """Both GEMMs', whichever way inputs are dealt; without rotation w13's inputs need none where they are not dealt."""
     words = kernel_activation(Activation("silu"), gated=True)
-    with standing_in(KNOWN["h200"]):
+    with standing_in(KNOWN["h200"].facts()):
         for kind in (INDEXED, CONTIGUOUS, MASKED):
             for activation in (None, words):
                 plain, rotated = (
@@ -246,7 +253,7 @@ def test_rotated_inputs_have_kernels_of_their_own(compiler: Any) -> None:
 def test_standing_in_leaves_no_trace() -> None:
     device = importlib.import_module("humming.device")
     before = device._get_device_info_extension, device.current_device._value
-    with standing_in(KNOWN["h20"]):
+    with standing_in(KNOWN["h20"].facts()):
         assert device.current_device.name == "NVIDIA H20"
         assert device.DeviceInfo(-1).sm_count == 78
         assert choose_gpu(None, 90) == KNOWN["h20"]
@@ -257,7 +264,7 @@ def test_standing_in_leaves_no_trace() -> None:
 @pytest.mark.parametrize("kind", ["nvrtc", "nvcc"])
 def test_the_real_compiler_needs_no_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HUMMING_COMPILER", kind)
-    with standing_in(KNOWN["h200"]):
+    with standing_in(KNOWN["h200"].facts()):
         try:
             with toolkit():
                 kernels = [*gemm_kernels(WORDS, ComputeSettings(INDEXED))][:1]

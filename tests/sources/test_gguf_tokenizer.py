@@ -207,26 +207,55 @@ def test_verify_sees_another_tokenizer(
     assert (done.exit_code, "was not compared" in done.stdout) == (0, True), done.stdout
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def exchange(document: Any) -> None:
+    words = document["model"]["vocab"]
+    first, second = list(words)[30:32]
+    words[first], words[second] = words[second], words[first]
+
+
+CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "words": (exchange, "tokenizer.json: word "),
+    "merges": (lambda document: document["model"]["merges"].pop(), "tokenizer.json"),
+    "template": (lambda document: None, "chat_template.jinja"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
 def test_verify_knows_the_words_itself(
-    kind: str, tmp_path: Path, files: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    what: str, tmp_path: Path, files: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two words exchanged by what the conversion and verify share, and another version's remark."""
-    right = hqconv.sources.gguf.make_tokenizer
+    """Changed by what the conversion and verify share."""
+    right, (change, where) = hqconv.sources.gguf.make_tokenizer, CHANGES[what]
 
     def other(*arguments: Any) -> tuple[dict[str, bytes], str]:
         found, remark = right(*arguments)
         document = json.loads(found["tokenizer.json"])
-        words = document["model"]["vocab"]
-        first, second = list(words)[30:32]
-        words[first], words[second] = words[second], words[first]
-        return {**found, "tokenizer.json": json.dumps(document).encode()}, remark
+        change(document)
+        template = found["chat_template.jinja"] + b" " * (what == "template")
+        made = {"tokenizer.json": json.dumps(document).encode(), "chat_template.jinja": template}
+        return {**found, **made}, remark
 
     monkeypatch.setattr("hqconv.sources.gguf.make_tokenizer", other)
-    assert convert(files(kind), tmp_path / "out").exit_code == 0
-    done = call("verify", tmp_path / "out", "--source", files(kind), "--checks", "files", "--json")
+    assert convert(files("qwen2"), tmp_path / "out").exit_code == 0
+    done = call("verify", tmp_path / "out", "--source", files("qwen2"), "--checks", "files", "--json")
     found = [one["where"] for one in json.loads(done.stdout)["checks"]["files"]["findings"]]
-    assert [one.partition(": word ")[0] for one in found] == ["tokenizer.json"] * 2, done.stdout
+    assert found, done.stdout
+    assert all(one.startswith(where) for one in found), found
+
+
+@pytest.mark.parametrize("says", ["nothing", "it was made"])
+def test_verify_misses_a_tokenizer(
+    says: str, tmp_path: Path, files: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = hqconv.sources.gguf.make_tokenizer
+    with monkeypatch.context() as patch:
+        remark: Callable[[str], str] = lambda text: "" if says == "nothing" else text  # noqa: E731
+        patch.setattr("hqconv.sources.gguf.make_tokenizer", lambda *words: ({}, remark(right(*words)[1])))
+        assert convert(files("qwen2"), tmp_path / "out").exit_code == 0
+    done = call("verify", tmp_path / "out", "--source", files("qwen2"), "--checks", "files", "--json")
+    found = {one["what"] for one in json.loads(done.stdout)["checks"]["files"]["findings"]}
+    expected = "The manifest does not say whether a tokenizer was made." if says == "nothing" else "A file is missing."
+    assert expected in found, found
 
 
 def test_looking_at_a_file_loads_nothing(files: Callable[[str], Path]) -> None:

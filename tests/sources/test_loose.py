@@ -210,9 +210,18 @@ def test_what_is_left_out_is_said(source: Path, tmp_path: Path) -> None:
     report = hqconv.convert(source, tmp_path / "out", **OPTIONS)
     assert [w for w in report.warnings if "left out" in w] == [
         *(f"{name} is left out: {reason}." for name, reason in left.items()),
-        "left out as no part of the model: 2 files and folders beside the weights, a.log, b.log.",
+        "2 files and folders left out: no part of the model (a.log, b.log).",
     ]
     assert not any((tmp_path / "out" / name).exists() for name in left)
+
+
+def test_what_is_left_out_may_change(source: Path, tmp_path: Path) -> None:
+    """A trainer goes on to write its log: that is neither another source nor a finding."""
+    put("a.log")(source)
+    hqconv.convert(source, tmp_path / "out", **OPTIONS)
+    put("b.log", "checkpoint-2/optimizer.pt")(source)
+    assert hqconv.verify(tmp_path / "out", source, device="cpu").passed
+    assert hqconv.convert(source, tmp_path / "out", **OPTIONS, update=True).was_finished
 
 
 def test_links_inside_and_into_the_cache_of_the_hub(source: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hqconv.sources import derived_tensor, gguf, gguf_model
+from hqconv.sources import derived_tensor, gguf, gguf_experts, gguf_model
 from hqconv.sources.derived_tensor import DerivedTensor, RowOrder
 from tests.make.conversions import check, run
 from tests.make.gguf_models import MODELS, write_recorded
@@ -90,6 +90,10 @@ def lost(patch: Patch) -> None:
     patch.setattr(gguf, "map_others", changed)
 
 
+def of_stacks(**changes: Any) -> Callable[[Patch], None]:
+    return lambda patch: patch.setattr(gguf_experts, "STACKS", {**gguf_experts.STACKS, **changes})
+
+
 def config(**changes: Any) -> Callable[[Patch], None]:
     make = gguf.model_config
     return lambda patch: patch.setattr(gguf, "model_config", lambda *words: {**make(*words), **changes})
@@ -121,8 +125,13 @@ FAULTS: dict[str, tuple[str, Callable[[Patch], None], str]] = {
     "norms with one more": ("mixtral", shifted, "model.norm.weight"),
     "norms exchanged": ("qwen3_moe", exchanged, "self_attn.q_norm.weight"),
     "a tensor lost": ("qwen3_moe", lost, "blk.0.attn_q_norm.weight"),
+    "gate and up exchanged": ("qwen3_moe", of_stacks(ffn_gate_exps=("w3",), ffn_up_exps=("w1",)), "source_parts: w1"),
     "config: theta": ("olmoe", config(rope_theta=123.0), "config.json: rope_theta"),
     "config: choices": ("olmoe", config(num_experts_per_tok=1), "config.json: num_experts_per_tok"),
+    "config: end of texts": ("olmoe", config(eos_token_id=3), "config.json: eos_token_id"),
+    "config: heads": ("qwen3_moe", config(num_key_value_heads=1), "config.json: num_key_value_heads"),
+    "config: norms of choices": ("qwen3_moe", config(norm_topk_prob=False), "config.json: norm_topk_prob"),
+    "config: scaling": ("qwen3_moe_yarn", config(rope_scaling=None), "config.json: rope_scaling.factor"),
     "config: tied": ("olmoe", config(tie_word_embeddings=True), "config.json: tie_word_embeddings"),
 }
 

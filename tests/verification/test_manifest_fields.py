@@ -118,7 +118,7 @@ def mutations(words: dict[str, Any]) -> Iterator[tuple[Place, Any, dict[str, Any
 
 def is_free(path: Place, value: Any, *, with_source: bool) -> bool:
     is_gone = value is ABSENT and tuple(key for key in path if type(key) is not int) in FREE_IF_GONE
-    if is_gone or (path in FREE and type(value) is str and value):
+    if is_gone or (path in FREE and type(value) is str and (value or path[-1] == "name")):
         return True
     return not with_source and any(key in OF_SOURCE for key in path)
 

@@ -204,25 +204,6 @@ def test_scales_labelled_with_another_dtype(copy: Damaged) -> None:
         found(weights, f"{copy.path}, tensor {name}", "another dtype", dtype, label)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("sm_version", 80), ("a_dtype", "float8e4m3"), ("shape_k", 256), ("c_dtype", "float16"), ("num_experts", 3)],
-)
-def test_a_wrong_layer_config(copy: Damaged, key: str, value: Any) -> None:
-    def edit(entries: dict[str, Any]) -> None:
-        words = json.loads(entries["__metadata__"]["w13"])
-        assert words[key] != value
-        entries["__metadata__"]["w13"] = json.dumps({**words, key: value})
-
-    copy.edit_header(copy.path, edit)
-    copy.reseal()
-    files, weights = copy.check(with_source=False)
-    found(files, f"{copy.path}, metadata w13", "A layer config", key, str(value))
-    assert len(files.findings) == 1
-    if key in ("a_dtype", "shape_k", "c_dtype"):
-        found(weights, copy.path, "w13")
-
-
 def test_a_truncated_file(copy: Damaged) -> None:
     os.truncate(copy.root / copy.path, (copy.root / copy.path).stat().st_size - 10)
     files, weights = copy.check()

@@ -132,6 +132,17 @@ def test_a_manifest_without_a_digest(copy: Damaged) -> None:
         found(of_manifest(copy.root), "hqconv.json: digest", DIGEST)
 
 
+def test_a_text_that_no_file_can_hold(copy: Damaged) -> None:
+    """Half of a surrogate pair, as JSON may have it, and a digest of the bytes."""
+    body = (
+        json.dumps({**manifest(copy.root), "schema_name": "\ud800"}, indent=2).encode().rpartition(b',\n  "digest"')[0]
+    )
+    digest = hashlib.sha256(body).hexdigest()
+    (copy.root / "hqconv.json").write_bytes(body + f',\n  "digest": "{digest}"\n}}\n'.encode())
+    found(of_manifest(copy.root), "hqconv.json", "does not write")
+    assert not check(copy.root, copy.source).passed
+
+
 def test_a_manifest_that_was_written_by_another_hand(copy: Damaged) -> None:
     words = manifest(copy.root)
     (copy.root / "hqconv.json").write_text(json.dumps(words))

@@ -114,7 +114,7 @@ def _warm(artifact: Artifact, gpu: Gpu, folder: Path, jobs: int, announce: Calla
     from hqconv.serving.vllm.kernel_requests import compute_settings
 
     settings = compute_settings(artifact.grid.ep > 1)
-    with standing_in(gpu), toolkit():
+    with standing_in(gpu.facts()), toolkit():
         agreed = identity(gpu.sm_version)
         sources, unknown = _sources(artifact, settings)
         known = _own_manifest(folder)

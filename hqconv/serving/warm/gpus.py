@@ -16,6 +16,7 @@ from hqconv.errors import RequestError
 from hqconv.kernel_layout.kernel_sources import current_device
 from hqconv.schemas.gpu_target import GPUS, gpu_named
 from hqconv.schemas.suggestions import close_to
+from hqconv.schemas.untrusted_files import read_json
 
 # Of an architecture: FP16 tensor core operations per SM and clock, threads per SM, bytes of shared memory that a block
 # may ask for, and KiB of L1. As `csrc/device_info.cpp` of Humming 0.1.19 has them, and CUDA's programming guide.
@@ -152,7 +153,7 @@ def facts_here() -> Gpu:
 def _read(path: Path) -> Gpu:
     known = f"one of {', '.join(KNOWN)}, or a JSON file of facts"
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = read_json(path)
         gpu = Gpu(**{field.name: document[field.name] for field in fields(Gpu)})
     except (OSError, ValueError, KeyError, TypeError) as error:
         what, found = "There is no such GPU.", f"{path} ({type(error).__name__}: {error})"
