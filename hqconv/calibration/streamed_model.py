@@ -107,6 +107,7 @@ class StreamedModel:
         for name in self._shapes:
             self._owned[self._stage_of(name)].add(name)
         self._tensors = self._tensors_by_parameter()
+        self._check_experts()
         for name, stage in self.stages.items():
             stop_at(name, stage)
         self._load_resident()
@@ -126,6 +127,18 @@ class StreamedModel:
                 found=first_few([path for _, path, _ in found]),
             )
         return experts
+
+    def _check_experts(self) -> None:
+        """Raise RequestError where the source has no tensors for the parameters of some experts."""
+        for path, module in self.experts.values():
+            if not any(f"{path}.{name}" in self._tensors for name, _ in module.named_parameters()):
+                raise RequestError(
+                    "The experts are not stored as transformers reads them.",
+                    where=f"{self._source.place}: {path}",
+                    expected="a safetensors checkpoint of the publisher's",
+                    found="no tensors of these experts: GGUF files and artifacts have others",
+                    remedy="Use the checkpoint that the source was made from.",
+                )
 
     def _stages(self) -> dict[str, nn.Module]:
         """Return the decoder layers, and every other module that owns parameters and contains no stage."""

@@ -34,6 +34,7 @@ from hqconv.errors import RequestError, plural
 from hqconv.io.durable_files import FileRecord, check_space, copy_whole, write_whole
 from hqconv.kernel_layout.transform import is_compatible
 from hqconv.models.source_protocol import Source
+from hqconv.planning.notices import uncalibrated_layers
 from hqconv.planning.output_units import MoeLayerPlan, OutputUnit
 from hqconv.planning.plan import ConversionPlan
 from hqconv.quantization.cuda import check_kernels
@@ -162,7 +163,7 @@ def convert(
     with _calibrated(source, plan, resources, staging) as inputs:
         conversion = _Conversion(
             source=source,
-            plan=_with_rounded_layers(plan, inputs),
+            plan=plan,
             out=out,
             resources=resources,
             staging=staging,
@@ -395,23 +396,19 @@ def _calibrated(
         min(len(layers), staging.num_lanes + 1),
     ) as inputs:
         calibration.check_unchanged()
+        rounded = uncalibrated_layers(plan.experts, source.config)
+        lost = [one.name for one in layers if one.name not in rounded and not inputs.runs(one.layer)]
+        if lost:
+            raise RequestError(
+                "The transformers library has no experts in a layer of this model.",
+                where=f"layer {lost[0]}",
+                remedy="Convert without --calibrate.",
+            )
         yield inputs
 
 
 def _calibrated_layers(units: Sequence[OutputUnit]) -> list[MoeLayerPlan]:
     return [unit for unit in units if isinstance(unit, MoeLayerPlan) and not unit.encoding.is_direct]
-
-
-def _with_rounded_layers(plan: ConversionPlan, inputs: ExpertInputs | None) -> ConversionPlan:
-    """Add a warning of layers that a calibration does not reach."""
-    rounded = [] if inputs is None else [one for one in _calibrated_layers(plan.layers) if not inputs.runs(one.layer)]
-    if not rounded:
-        return plan
-    text = (
-        f"{plural(len(rounded), 'layer')} rounded to nearest, {rounded[0].name} the first: the transformers library "
-        "does not run layers for multi-token prediction, so --calibrate has no inputs of their experts."
-    )
-    return replace(plan, warnings=(*plan.warnings, text))
 
 
 def take_in_turn(units: Sequence[OutputUnit]) -> list[OutputUnit]:

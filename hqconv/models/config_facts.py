@@ -49,6 +49,12 @@ def layer_indices(family: Family, names: Iterable[str], text: Config) -> dict[st
 _DRAFT_LAYERS_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_layers")
 
 
+def is_draft(family: Family, index: int, text: Config) -> bool:
+    """Return whether a layer follows the decoder's last one: it predicts further tokens, or drafts them."""
+    num_layers = config_number(text, family.num_layers_keys, 0)
+    return num_layers is not None and index >= num_layers[1]
+
+
 def layer_notices(family: Family, moe_layers: Iterable[str], names: Iterable[str], text: Config) -> list[str]:
     """Return warnings where the decoder layers of a checkpoint are not those that its config counts.
 

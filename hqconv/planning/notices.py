@@ -10,11 +10,12 @@ from hqconv.formats.source_format import DIRECT, DIRECT_ROUNDED, LARGEST_CHANGE,
 from hqconv.io.checkpoint_files import FrontMatter, are_all_shards
 from hqconv.io.sidecar_files import FOREIGN, has_tokenizer
 from hqconv.kernel_layout.compatibility import fuses_exponents, why_overflow
-from hqconv.models.config_facts import layer_notices
+from hqconv.models.config_facts import is_draft, layer_notices
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.families import BY_NAME
 from hqconv.models.halves import halves_notices
 from hqconv.models.source_protocol import Source
+from hqconv.planning.calibration import Calibration
 from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
 from hqconv.schemas.engine import ENGINE
@@ -206,17 +207,35 @@ def no_tokenizer(folder: str, remedy: str = "copy the publisher's files into it"
     )
 
 
-def quantizer_notices(spec: ConversionSpec, config: Mapping[str, Any]) -> list[str]:
-    """Warn of a search where it made predictions worse: at 1 and 2 bits (docs/quantizers.md).
+def uncalibrated_layers(experts: ExpertMap, config: Mapping[str, Any]) -> list[str]:
+    """Return the names of the layers that transformers does not run: those for multi-token prediction."""
+    family, text = BY_NAME.get(experts.family), text_config(config)
+    return [] if family is None else [one.name for one in experts.layers if is_draft(family, one.index, text)]
 
-    And of a calibration with sequences that are longer than the positions of the model's config.
-    """
-    calibration, positions = spec.encoding.calibration, text_config(config).get("max_position_embeddings")
-    if calibration is not None and type(positions) is int and positions < calibration.longest:
-        return [
+
+def _calibration_notices(calibration: Calibration, experts: ExpertMap, config: Mapping[str, Any]) -> list[str]:
+    notices, positions = [], text_config(config).get("max_position_embeddings")
+    if type(positions) is int and positions < calibration.longest:
+        notices.append(
             f"sequences of {calibration.longest} tokens are longer than the model's {positions} positions "
             "(max_position_embeddings): its predictions are worse there. Use a smaller --calibrate-context."
-        ]
+        )
+    if rounded := uncalibrated_layers(experts, config):
+        notices.append(
+            f"{plural(len(rounded), 'layer')} will be rounded to nearest: {first_few(rounded)}. The transformers "
+            "library does not run layers for multi-token prediction, so --calibrate has no inputs of their experts."
+        )
+    return notices
+
+
+def quantizer_notices(spec: ConversionSpec, experts: ExpertMap, config: Mapping[str, Any]) -> list[str]:
+    """Warn of a search where it made predictions worse: at 1 and 2 bits (docs/quantizers.md).
+
+    And of a calibration with sequences that are longer than the positions of the model's config, or of layers that it
+    does not reach.
+    """
+    if spec.encoding.calibration is not None:
+        return _calibration_notices(spec.encoding.calibration, experts, config)
     few = sorted({one.schema.name for one in spec.kernel_specs if one.schema.num_bits <= _FEW_BITS})
     if spec.encoding.quantizer != MSE or not few:
         return []

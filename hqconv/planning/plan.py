@@ -347,7 +347,7 @@ def make_plan(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> C
     notices = (
         *source_notices(checkpoint, experts),
         *_memory_notices(plan.gpu_memory, spec),
-        *quantizer_notices(spec, checkpoint.config),
+        *quantizer_notices(spec, experts, checkpoint.config),
         *scale_notices,
     )
     return replace(plan, notices=notices)

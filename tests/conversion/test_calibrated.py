@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,10 @@ from hqconv.planning.layer_encoding import CALIBRATION_VERSION
 from hqconv.schemas.grid import Grid
 from tests.make.conversions import assert_verified, check, manifest, run
 from tests.make.damage import Damaged
-from tests.make.families import save_family
+from tests.make.decodable import QUANTIZED, write_quantized
+from tests.make.families import FAMILIES, save_family
+from tests.make.gguf_models import write, write_recorded
+from tests.make.hub_server import serve, use
 from tests.make.tensors import snapshot
 from tests.make.tokenizer import write_tokenizer
 
@@ -281,3 +285,94 @@ def test_a_weight_that_is_not_finite_is_named_as_without_a_calibration(deep: Pat
         found.append(str(caught.value))
     assert name in found[0]
     assert found[0] == found[1]
+
+
+# --- sources
+
+
+NOT_RUN = dict.fromkeys(("dbrx", "glm4v_moe", "step3p7"), "cannot run this model")  # nor does transformers alone
+REFUSED = {
+    **NOT_RUN,
+    "diffusion_gemma": "several modules of routed experts",
+    "inkling2_text": "activation is known by its name only",
+}
+WITH_HEADS_OF_8 = ("axk1", "deepseek_v3", "kimi_k25", "longcat_flash")  # as their rotary embeddings
+
+
+@pytest.mark.sampled(13)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_calibrated_or_refused(family: str, tmp_path: Path) -> None:
+    more: dict[str, Any] = {"head_dim": 8} if family in WITH_HEADS_OF_8 else {}
+    save_family(tmp_path / "src", family, inner=64, **more)
+    write_tokenizer(tmp_path / "src")
+    write_text(tmp_path / "text")
+    if family in REFUSED:
+        with pytest.raises(RequestError, match=REFUSED[family]):
+            calibrated(tmp_path, tmp_path / "out")
+        assert not (tmp_path / "out/hqconv.json").exists()
+        return
+    report = calibrated(tmp_path, tmp_path / "out")
+    plain = run(tmp_path / "src", tmp_path / "plain", "int4-g32")
+    for layer, errors in report.errors.items():  # the outputs are near, so the weights are farther away
+        assert errors["w3"]["relative_error"] > plain.errors[layer]["w3"]["relative_error"]
+    assert_verified(tmp_path / "out", tmp_path / "src")
+
+
+def test_layers_for_multi_token_prediction_are_rounded_with_a_notice(tmp_path: Path) -> None:
+    src = tmp_path / "src"
+    save_family(src, "deepseek_v3", inner=64, head_dim=8)
+    write_tokenizer(src)
+    write_text(tmp_path / "text")
+    tensors = {name: value for path in src.glob("*.safetensors") for name, value in load_file(path).items()}
+    for path in (*src.glob("*.safetensors"), src / "model.safetensors.index.json"):
+        path.unlink(missing_ok=True)
+    names = [name for name in tensors if ".layers.1." in name]
+    tensors |= {name.replace("layers.1.", "layers.2."): tensors[name].clone() for name in names}
+    save_file(tensors, src / "model.safetensors", {"format": "pt"})
+    words = json.loads((src / "config.json").read_bytes())
+    (src / "config.json").write_text(json.dumps(words | {"num_nextn_predict_layers": 1}))
+    report = calibrated(tmp_path, tmp_path / "out")
+    plain = run(src, tmp_path / "plain", "int4-g32")
+    assert any("rounded to nearest: model.layers.2.mlp.experts." in text for text in report.warnings)
+    one, two = (f"model.layers.{number}.mlp.experts" for number in (1, 2))
+    assert report.errors[one] != plain.errors[one]
+    assert report.errors[two] == plain.errors[two]
+    assert_verified(tmp_path / "out", src)
+
+
+@pytest.mark.parametrize("method", QUANTIZED)
+def test_a_quantized_source_is_calibrated_as_what_it_decodes_to(method: str, tmp_path: Path) -> None:
+    write_quantized(tmp_path / "src", method, tmp_path / "plain")
+    write_tokenizer(tmp_path / "plain")
+    write_text(tmp_path / "text")
+    calibrated(tmp_path, tmp_path / "out", "int3-g64")
+    run(tmp_path / "plain", tmp_path / "of-plain", "int3-g64", calibrate=tmp_path / "text", **OPTIONS)
+    sums = [manifest(tmp_path / name)["content_sums"] for name in ("out", "of-plain")]
+    assert (sums[0] == sums[1]) == (method == "mxfp4")  # fp8's decoded weights are no bfloat16
+    assert_verified(tmp_path / "out", tmp_path / "src")
+
+
+def test_sources_that_transformers_does_not_decode_are_refused(deep: Path, tmp_path: Path) -> None:
+    """An artifact, or GGUF files, with and without the publisher's config."""
+    write_text(tmp_path / "text")
+    run(deep / "src", tmp_path / "packed", "int4-g32", layout="checkpoint")
+    run(deep / "src", tmp_path / "kernel", "int8")
+    gguf = write_recorded("mixtral", tmp_path / "gguf")
+    whole = tmp_path / "whole"
+    shutil.copytree(gguf, whole)
+    write_tokenizer(whole)
+    shutil.copyfile(write("mixtral", tmp_path / "published") / "config.json", whole / "config.json")
+    expected = {"packed": "cannot decode", "gguf": "publisher's config"}
+    expected |= dict.fromkeys(("kernel", "whole"), "not stored as")
+    for name, match in expected.items():
+        with pytest.raises(RequestError, match=match):
+            run(tmp_path / name, tmp_path / "out", "int3-g64", calibrate=tmp_path / "text", **OPTIONS)
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_model_of_the_hub_is_calibrated(deep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calibrated(deep, tmp_path / "here")
+    with serve(deep / "src") as hub:
+        use(monkeypatch, hub.url, tmp_path / "cache")
+        run("org/name", tmp_path / "out", "int4-g32", calibrate=deep / "text", **OPTIONS)  # type: ignore[arg-type]
+    assert snapshot(tmp_path / "out/experts") == snapshot(tmp_path / "here/experts")

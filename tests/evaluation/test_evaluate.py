@@ -28,6 +28,7 @@ from hqconv.cli.app import app
 from hqconv.errors import InputError, RequestError
 from hqconv.evaluation import evaluate as evaluation
 from tests.make.conversions import manifest
+from tests.make.decodable import QUANTIZED, write_quantized
 from tests.make.families import FAMILIES as ALL_FAMILIES
 from tests.make.families import MLA, moe_layers, save_family
 from tests.make.qwen import write_qwen3_moe
@@ -343,66 +344,9 @@ def test_every_family_is_run_as_a_whole_model_or_refused(family: str, tmp_path: 
 # --- sources that are quantized
 
 
-Tensors = dict[str, torch.Tensor]
-E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-
-
-def in_fp8_blocks(tensors: Tensors) -> tuple[Tensors, Tensors]:
-    """Weights in blocks of 128 as fp8 checkpoints have them, and what they decode to; attention too."""
-    stored, plain = dict(tensors), dict(tensors)
-    for name, weight in tensors.items():
-        if "_proj.weight" not in name:
-            continue
-        rows, columns = (size // 128 for size in weight.shape)
-        blocks = weight.float().view(rows, 128, columns, 128)
-        scale = blocks.abs().amax((1, 3)) / 448
-        codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
-        stored |= {name: codes.view(weight.shape), f"{name}_scale_inv": scale}
-        plain[name] = (codes.float() * scale[:, None, :, None]).view(weight.shape)
-    return stored, plain
-
-
-def in_mxfp4(tensors: Tensors) -> tuple[Tensors, Tensors]:
-    """Fused experts in mxfp4 as gpt_oss has them, of random codes, and what they decode to."""
-    stored, plain = dict(tensors), dict(tensors)
-    generator = torch.Generator().manual_seed(0)
-    for name, weight in tensors.items():
-        if not name.endswith("experts.gate_up_proj") and not name.endswith("experts.down_proj"):
-            continue
-        experts, columns, rows = weight.shape  # [E, in, out]
-        codes = torch.randint(0, 16, (experts, rows, columns // 32, 32), generator=generator)
-        scales = torch.randint(120, 125, (experts, rows, columns // 32), generator=generator)
-        values = E2M1[codes & 7] * (1 - 2 * (codes >> 3)) * torch.exp2(scales - 127.0)[..., None]
-        del stored[name]
-        stored[f"{name}_blocks"] = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
-        stored[f"{name}_scales"] = scales.to(torch.uint8)
-        plain[name] = values.flatten(2).transpose(1, 2).contiguous().bfloat16()
-    return stored, plain
-
-
-QUANTIZED: dict[str, tuple[str, Any, dict[str, Any]]] = {
-    "fp8": ("qwen3_moe", in_fp8_blocks, {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}),
-    "mxfp4": ("gpt_oss", in_mxfp4, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head", "embed_tokens"]}),
-}
-
-
 @pytest.mark.parametrize("method", QUANTIZED)
 def test_a_quantized_source_is_decoded_by_transformers(method: str, tmp_path: Path) -> None:
-    family, encode, config = QUANTIZED[method]
-    sizes = {"hidden": 128, "head_dim": 128, "num_attention_heads": 1, "num_key_value_heads": 1}
-    sizes |= {"inner": 128, "intermediate_size": 128} if method == "fp8" else {"inner": 64}
-    save_family(tmp_path / "plain", family, **sizes).save_pretrained(tmp_path / "plain", max_shard_size="1GB")
-    for path in (tmp_path / "plain").glob("model-*"):
-        path.unlink()
-    (tmp_path / "plain" / "model.safetensors.index.json").unlink(missing_ok=True)
-    stored, plain = encode(load_file(tmp_path / "plain" / "model.safetensors"))
-    src = tmp_path / "src"
-    src.mkdir()
-    write_tokenizer(src)
-    words = json.loads((tmp_path / "plain" / "config.json").read_bytes())
-    (src / "config.json").write_text(json.dumps(words | {"quantization_config": config}))
-    save_file(stored, src / "model.safetensors", {"format": "pt"})
-    save_file(plain, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+    src, family = write_quantized(tmp_path / "src", method, tmp_path / "plain"), QUANTIZED[method][0]
     out, text = tmp_path / "out", write_text(tmp_path / "text")
     hqconv.convert(src, out, schema="int2-g32", target="sm90", device="cpu")
     found = hqconv.evaluate(out, src, text, context_length=CONTEXT, **CPU)
