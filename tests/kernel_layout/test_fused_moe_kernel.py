@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hqconv.calibration.activations import activate
 from hqconv.humming_ops.runtime import humming, resident
 from hqconv.kernel_layout.fused_moe import Gemm, fused_moe, humming_activation
 from hqconv.kernel_layout.rank_slices import gemm_tensors
@@ -13,7 +14,7 @@ from hqconv.quantization.quantized import stack_tensors
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.grid import Grid, tp_slices
 from hqconv.schemas.weight_schema import resolve_schema
-from hqconv.verification.reference import Routing, activate, moe_forward
+from hqconv.verification.reference import Routing, moe_forward
 from tests.make.conversions import kernel_spec_of
 from tests.make.formulas import GATED, UNGATED
 from tests.make.quantized import quantize

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from hqconv.calibration.activations import ACTIVATIONS, activate
 from hqconv.kernel_layout.fused_moe import humming_activation
 from hqconv.schemas.activation import SWIGLUOAI, Activation
-from hqconv.verification.reference import ACTIVATIONS, activate
 from tests.make.formulas import GATED, UNGATED, UNKNOWN, by_definition, run_c
 
 
