@@ -229,7 +229,7 @@ def _calibration_notices(calibration: Calibration, experts: ExpertMap, config: M
 
 
 def quantizer_notices(spec: ConversionSpec, experts: ExpertMap, config: Mapping[str, Any]) -> list[str]:
-    """Warn of a search where it made predictions worse: at 1 and 2 bits (docs/quantizers.md).
+    """Warn of a search where it made predictions worse: at 1 and 2 bits (docs/quality.md).
 
     And of a calibration with sequences that are longer than the positions of the model's config, or of layers that it
     does not reach.
