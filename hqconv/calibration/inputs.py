@@ -6,10 +6,10 @@ Legend: T tokens, k choices per token, E experts, H hidden size, I intermediate 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,8 @@ class LayerInputs:
     def of_hidden(self) -> Products:
         """Return the products of x, one for all experts: each token counts with the squares of its weights."""
         power = self.weights.float().square().sum(1)
-        return Products(*(_products(self.x[part], power[part]).unsqueeze(0) for part in (~self.held, self.held)))
+        parts = (part.nonzero().view(-1) for part in (~self.held, self.held))
+        return Products(*(_products(self._rows, tokens, power[tokens]).unsqueeze(0) for tokens in parts))
 
     def of_intermediate(
         self, numbers: Sequence[int], values: Mapping[str, torch.Tensor], activation: Activation
@@ -68,27 +69,35 @@ class LayerInputs:
         """
         found: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for place, expert in enumerate(numbers):
+            own = {role: one[place].float() for role, one in values.items() if role != "w2"}
             token, choice = (self.experts == expert).nonzero(as_tuple=True)
-            power, x = self.weights[token, choice].float().square(), self.x[token].float()
-            outputs = {}
-            for role in ("w1", "w3"):
-                if role in values:
-                    bias = values.get(f"b{role[1:]}")
-                    outputs[role] = nn.functional.linear(
-                        x, values[role][place].float(), None if bias is None else bias[place].float()
-                    )
-            h = activate(activation, outputs.get("w1"), outputs["w3"])
-            held = self.held[token]
+            power, held = self.weights[token, choice].float().square(), self.held[token]
             for part, into in zip((~held, held), found, strict=True):
-                into.append(_blended(_products(h[part], power[part]), int(part.sum())))
+                products = _products(partial(self._hidden, own, activation), token[part], power[part])
+                into.append(_blended(products, int(part.sum())))
         return Products(torch.stack(found[0]), torch.stack(found[1]))
 
+    def _rows(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.x[tokens].float()
 
-def _products(x: torch.Tensor, power: torch.Tensor) -> torch.Tensor:
-    """Return Σ power x xᵀ over rows [T, K], float64 [K, K]; zeros for NaN and infinity, whose weights are refused."""
-    total = torch.zeros(x.size(1), x.size(1), dtype=torch.float64, device=x.device)
-    for rows, weights in zip(torch.split(x.float(), _ROWS), torch.split(power, _ROWS), strict=True):
-        total += (rows * weights.unsqueeze(1)).t() @ rows
+    def _hidden(self, values: Mapping[str, torch.Tensor], activation: Activation, tokens: torch.Tensor) -> torch.Tensor:
+        """Return what w2 of an expert is given for some tokens, [T, I]."""
+        x = self._rows(tokens)
+        gate = nn.functional.linear(x, values["w1"], values.get("b1")) if "w1" in values else None
+        return activate(activation, gate, nn.functional.linear(x, values["w3"], values.get("b3")))
+
+
+def _products(
+    rows_of: Callable[[torch.Tensor], torch.Tensor], tokens: torch.Tensor, power: torch.Tensor
+) -> torch.Tensor:
+    """Return Σ power x xᵀ over the rows [T, K] of some tokens, float64 [K, K]; 4096 rows exist at a time.
+
+    Zeros for NaN and infinity, whose weights are refused.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=tokens.device)
+    for some, weights in zip(torch.split(tokens, _ROWS), torch.split(power, _ROWS), strict=True):
+        rows = rows_of(some)
+        total = total + (rows * weights.unsqueeze(1)).t() @ rows
     return total.nan_to_num_(0.0, 0.0, 0.0)
 
 

@@ -39,6 +39,7 @@ _GPU_SEARCH_BYTES, _GPU_SEARCH_WEIGHTS = (64, 1 << 20)  # for each weight that a
 # and up, which are rounded as one matrix, and for an entry of the products of inputs: themselves, H and its factors.
 _CPU_CALIBRATED_WEIGHTS, _GPU_CALIBRATED_WEIGHTS = 1 << 24, 1 << 28
 _CALIBRATED_BYTES, _PRODUCT_BYTES = 64, 64
+_CALIBRATED_ROWS = 4096  # of an expert's inputs and intermediate values, which exist at a time (calibration/inputs)
 _GPU_ROTATION_BYTES = 24  # for each weight: rotated gate and up, and temporaries
 
 
@@ -248,7 +249,9 @@ def _calibrated_bytes(planned: MoeLayerPlan, num_experts: int) -> int:
     if not _is_calibrated(planned):
         return 0
     hidden, inner = planned.encoding.shapes["w2"]
-    return 2 * _CALIBRATED_BYTES * num_experts * hidden * inner + _PRODUCT_BYTES * (hidden**2 + num_experts * inner**2)
+    products = _PRODUCT_BYTES * (hidden**2 + num_experts * inner**2)
+    rows = 4 * _CALIBRATED_ROWS * (2 * hidden + 6 * inner)
+    return 2 * _CALIBRATED_BYTES * num_experts * hidden * inner + products + rows
 
 
 def _check_fits(option: str, need: int, limit: int, what: str, subject: str = "One expert") -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -376,3 +377,33 @@ def test_a_model_of_the_hub_is_calibrated(deep: Path, tmp_path: Path, monkeypatc
         use(monkeypatch, hub.url, tmp_path / "cache")
         run("org/name", tmp_path / "out", "int4-g32", calibrate=deep / "text", **OPTIONS)  # type: ignore[arg-type]
     assert snapshot(tmp_path / "out/experts") == snapshot(tmp_path / "here/experts")
+
+
+# --- the error of outputs
+
+
+def sentence(seed: int, count: int) -> str:
+    """Numbers of which each is followed by one of six."""
+    table, generator, numbers = random.Random(0), random.Random(seed), [5]
+    follow = {number: [table.randrange(3, 63) for _ in range(6)] for number in range(64)}
+    while len(numbers) < count:
+        numbers.append(generator.choice(follow[numbers[-1]]))
+    return " ".join(map(str, numbers))
+
+
+@pytest.mark.parametrize("schema", ["int4-g32", "int3-g64"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "llama4_text"])
+def test_predictions_lose_less_than_half_of_what_rounding_loses(family: str, schema: str, tmp_path: Path) -> None:
+    """On tokens of the same kind that the calibration did not see."""
+    save_family(tmp_path / "src", family, inner=64, hidden=128)
+    write_tokenizer(tmp_path / "src")
+    (tmp_path / "text").write_text(sentence(1, 4096))
+    (tmp_path / "held").write_text(sentence(2, 1024))
+    calibrated(tmp_path, tmp_path / "out", schema, calibrate_tokens=4096, calibrate_context=64)
+    run(tmp_path / "src", tmp_path / "plain", schema)
+    words: dict[str, Any] = {"num_tokens": 1024, "context_length": 64, "device": "cpu", "threads": 2}
+    losses = [
+        hqconv.evaluate(tmp_path / name, tmp_path / "src", tmp_path / "held", **words)["kl"]["mean"]
+        for name in ("out", "plain")
+    ]
+    assert losses[0] < 0.5 * losses[1]

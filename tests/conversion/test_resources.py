@@ -188,7 +188,7 @@ def test_running_out_elsewhere_is_told_in_the_same_way(
     run(model, out := tmp_path / "out", "mxfp4")
     monkeypatch.setattr("hqconv.verification.verify.check_weights", fail)
     monkeypatch.setattr("hqconv.evaluation.evaluate._Run.figures", fail)
-    monkeypatch.setattr("hqconv.evaluation.evaluate.read_text", lambda *_: Text([1] * 9, [], b""))
+    monkeypatch.setattr("hqconv.evaluation.evaluate.read_text", lambda *_, **__: Text([1] * 9, [], b""))
     calls: dict[str, Callable[[], Any]] = {
         "verify": lambda: hqconv.verify(out, model, device="cpu"),
         "evaluate": lambda: hqconv.evaluate(out, model, text, device="cpu"),
