@@ -42,7 +42,7 @@ _REMEDY = "Convert without --calibrate."
 
 @dataclass(frozen=True, eq=False)
 class LayerInputs:
-    """What the experts of a layer are given: x [T, H], chosen experts int64 [T, k], and their weights [T, k].
+    """Inputs of a layer's experts: x [T, H], chosen experts int64 [T, k], and their weights [T, k].
 
     The weight of a choice that is no expert of the layer is 0. held: bool [T], tokens that are held back for choices.
     """
