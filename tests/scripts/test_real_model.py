@@ -53,7 +53,7 @@ def test_no_line_of_the_held_out_text_is_in_the_tokens_of_calibration(
     write_tokenizer(tmp_path)
     real_model.write_texts(tmp_path / "texts", tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    text, held = ((tmp_path / f"texts/{name}.txt").read_text() for name in ("calibration", "held-out"))
+    text, held = ((tmp_path / f"texts/{name}.txt").read_text() for name in ("calib", "held-out"))
     used = tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"][:300])
     seen = {line.strip() for line in used.split("\n")} - {""}
     assert len(text) > 1000
