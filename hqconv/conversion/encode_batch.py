@@ -191,7 +191,7 @@ def encode_to_runs(
     are written. inputs_of: gives a calibration's inputs of a layer, None for one that is rounded.
     """
     planned = batch.planned
-    inputs = None if inputs_of is None else inputs_of(planned.layer)
+    inputs = None if inputs_of is None or planned.encoding.is_direct else inputs_of(planned.layer)
     tiles = _weight_tiles(batch, lane.device)
     encoder = LayerEncoder(source, planned.layer, planned.encoding, lane.device, inputs)
     done = encoder.encode(batch.experts, raw, is_careful=is_careful, tiles=tiles)

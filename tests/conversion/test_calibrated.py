@@ -21,6 +21,8 @@ from hqconv.errors import HqconvError, InputError, OutputError, RequestError
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.layer_encoding import CALIBRATION_VERSION
 from hqconv.schemas.grid import Grid
+from hqconv.schemas.options import LayerChoice, Override
+from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.conversions import assert_verified, check, manifest, run
 from tests.make.damage import Damaged
 from tests.make.decodable import QUANTIZED, write_quantized
@@ -350,6 +352,18 @@ def test_a_quantized_source_is_calibrated_as_what_it_decodes_to(method: str, tmp
     run(tmp_path / "plain", tmp_path / "of-plain", "int3-g64", calibrate=tmp_path / "text", **OPTIONS)
     sums = [manifest(tmp_path / name)["content_sums"] for name in ("out", "of-plain")]
     assert (sums[0] == sums[1]) == (method == "mxfp4")  # fp8's decoded weights are no bfloat16
+    assert_verified(tmp_path / "out", tmp_path / "src")
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_layers_that_keep_their_codes_stand_beside_calibrated_ones(kept: int, tmp_path: Path) -> None:
+    write_quantized(tmp_path / "src", "mxfp4", tmp_path / "plain")
+    write_text(tmp_path / "text")
+    layer = (1 - kept, 1 - kept)
+    other = [Override(None, (layer,), LayerChoice(resolve_schema("int4-g32")), "a test")]
+    report = calibrated(tmp_path, tmp_path / "out", "mxfp4", overrides=other)
+    lost = [errors["w2"]["relative_error"] > 0 for errors in report.errors.values()]
+    assert lost == [number != kept for number in (0, 1)]
     assert_verified(tmp_path / "out", tmp_path / "src")
 
 
