@@ -25,8 +25,8 @@ class Searcher(NamedTuple):
     order of `fold_sum` over each group's columns.
 
     score(source_NK, limit, groups, error_NG): sums of (w - decoded)**2.
-    fit(source_NK, limit, groups, products_NG, squares_NG): sums of w * v and of v * v, where v is the number of a code
-    less the zero point.
+    fit(source_NK, limit, groups, products_NG, squares_NG, powers_NG): sums of w * v, of v * v and of w * w, where v is
+    the number of a code less the zero point.
     sweep(source_NK, limit, steps, ladder, error_NG, step_NG): tries other scales of symmetric codes, as
     `quantization.scale_search.Ladder` describes. `error_NG` holds the errors to be beaten, and gets the least ones;
     `step_NG` gets their steps.
@@ -151,9 +151,9 @@ def _fit(code):
     write_numbers, group_at = _number_writer(code), group_reader(code)
 
     @compiled
-    def fit(source_NK, limit, groups, products_NG, squares_NG):
+    def fit(source_NK, limit, groups, products_NG, squares_NG, powers_NG):
         size, limit_bits = u64(source_NK.shape[1] // products_NG.shape[1]), limit_bits_of(limit)
-        numbers, products, squares = np.empty(size, np.float32), np.empty(size), np.empty(size)
+        numbers, products, squares, powers = np.empty(size, np.float32), np.empty(size), np.empty(size), np.empty(size)
         for n in range(products_NG.shape[0]):
             row = source_NK[n]
             for g in range(products_NG.shape[1]):
@@ -161,8 +161,9 @@ def _fit(code):
                 write_numbers(row, start, limit_bits, group_at(groups, n, g), numbers)
                 for k in range(size):
                     value, weight = np.float64(numbers[k]), np.float64(float_of(source_bits(row[start + k])))
-                    products[k], squares[k] = weight * value, value * value
+                    products[k], squares[k], powers[k] = weight * value, value * value, weight * weight
                 products_NG[n, g], squares_NG[n, g] = fold_sum(products), fold_sum(squares)
+                powers_NG[n, g] = fold_sum(powers)
 
     return fit
 

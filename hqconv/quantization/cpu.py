@@ -26,7 +26,7 @@ from hqconv.quantization.group_scales import (
     two_level_scales,
 )
 from hqconv.quantization.quantized import CodeSink, QuantizedStack, num_groups
-from hqconv.quantization.scale_search import Ladder, magnitude_bytes, search
+from hqconv.quantization.scale_search import Ladder, SearchResult, magnitude_bytes, search
 from hqconv.schemas import sum_factors
 from hqconv.schemas.dtypes import CodeKind
 from hqconv.schemas.options import RTN
@@ -56,7 +56,7 @@ def quantize_stacks(
         return [one.encode(nearest, param_dtype) for one, nearest in zip(encoders, scales, strict=True)]
     meters = [_Meter(one, nearest, schema) for one, nearest in zip(rows, scales, strict=True)]
     found = search(meters, schema, param_dtype)
-    best = [_chosen(nearest, one.scales, one.changed, schema) for nearest, one in zip(scales, found, strict=True)]
+    best = [_chosen(nearest, one, schema) for nearest, one in zip(scales, found, strict=True)]
     return [one.encode(chosen, param_dtype) for one, chosen in zip(encoders, best, strict=True)]
 
 
@@ -127,16 +127,16 @@ def _nearest_scales(
     ]
 
 
-def _chosen(nearest: NearestScales, scales: GroupScales, changed: torch.Tensor, schema: WeightSchema) -> NearestScales:
-    """Return the scales of a search with how codes are got: as before for scales that did not change.
+def _chosen(nearest: NearestScales, found: SearchResult, schema: WeightSchema) -> NearestScales:
+    """Return the stored scales of a search with how codes are got: as before for scales that did not change.
 
     Small floats saturate: under a smaller scale weights exceed the largest code.
     """
-    lowest, bound = scales.lowest(), nearest.lowest
+    lowest, bound = found.scales.lowest(), nearest.lowest
     if lowest is not None and bound is not None:
-        bound = torch.where(changed, lowest.double(), bound)
-    inverse = torch.where(changed, scales.inverse(), nearest.inverse)
-    return NearestScales(scales, inverse, bound, _saturation(schema))
+        bound = torch.where(found.changed, lowest.double(), bound)
+    inverse = torch.where(found.changed, found.scales.inverse(), nearest.inverse)
+    return NearestScales(found.stored, inverse, bound, _saturation(schema))
 
 
 def _saturation(schema: WeightSchema) -> float:
@@ -246,9 +246,9 @@ class _Meter:
         [errors] = self._measured(self._loops.score, given, 1)
         return errors
 
-    def fits(self, scales: GroupScales) -> tuple[torch.Tensor, torch.Tensor]:
-        products, squares = self._measured(self._loops.fit, _own_codes(scales), 2)
-        return products, squares
+    def fits(self, scales: GroupScales) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        products, squares, powers = self._measured(self._loops.fit, _own_codes(scales), 3)
+        return products, squares, powers
 
     def _measured(self, loop: Any, given: NearestScales, count: int) -> list[torch.Tensor]:
         """Run a loop over all rows; return its `count` results of each group, float64 [E, N, G] each."""

@@ -153,7 +153,7 @@ class _Meter:
     def errors(self, scales: GroupScales) -> torch.Tensor:
         return torch_ops.row_errors(self._stack, scales, None, self._schema)
 
-    def fits(self, scales: GroupScales) -> tuple[torch.Tensor, torch.Tensor]:
+    def fits(self, scales: GroupScales) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return torch_ops.row_fits(self._stack, scales, self._schema)
 
     def sweep(
@@ -174,4 +174,4 @@ def _replaced(
 ) -> dict[str, torch.Tensor]:
     """Return the tensors with the chosen scales; groups that did not change keep their codes."""
     weight = torch_ops.chosen_codes(stack, found.scales, found.changed, packed["weight"], schema)
-    return {**packed, **found.scales.tensors(schema, param_dtype), "weight": weight}
+    return {**packed, **found.stored.tensors(schema, param_dtype), "weight": weight}

@@ -99,6 +99,17 @@ def stored_values(stored: torch.Tensor) -> torch.Tensor:
     return scale_values(stored)
 
 
+def rounded_scales(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Round float32 values to a dtype of stored scales that has a fraction; 8-bit ones saturate."""
+    if dtype == torch.uint8:
+        stored: torch.Tensor = humming().weight.encode_e5m3_scale(values.nan_to_num(0.0).contiguous())
+        return stored
+    if dtype.itemsize == 1:
+        largest = torch.finfo(dtype).max
+        values = values.clamp(-largest, largest)
+    return values.to(dtype)
+
+
 @dataclass(frozen=True, eq=False)
 class NearestScales:
     """Scales of round-to-nearest, and how an encoder gets codes under them: round((w - lowest) * inverse).

@@ -1,4 +1,7 @@
-"""Search for the scales with the least squared error, never more than that of round-to-nearest.
+"""Search for the scales with the least squared error, never more than that of round-to-nearest; then keep the gain.
+
+Least squares shrinks: the decoded weights have a part of the weights' size only, and every layer's outputs lose it. So
+codes are those of the scales found, and the scales that are stored have <decoded, w> = <w, w> with these codes.
 
 The same choice on every device: errors are float64 sums in the folding order of `fold_sum`, candidates come in one
 order, and a candidate must beat round-to-nearest by a margin, so that another order of summing cannot make it worse.
@@ -15,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from hqconv.quantization.group_scales import GroupScales, bits_of, stored_values
+from hqconv.quantization.group_scales import GroupScales, bits_of, rounded_scales, stored_values
 from hqconv.quantization.quantized import fold_sum
 from hqconv.schemas.dtypes import CodeKind, torch_dtype_of
 from hqconv.schemas.weight_schema import WeightSchema
@@ -245,8 +248,11 @@ class ScaleMeter(Protocol):
         """Return the errors under other scales."""
         ...
 
-    def fits(self, scales: GroupScales) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sums of w * v and of v * v, float64 [E, N, G]: v, the number of a weight's code less the zero."""
+    def fits(self, scales: GroupScales) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the sums of w * v, of v * v and of w * w, float64 [E, N, G].
+
+        v: the number of a weight's code less the zero point.
+        """
         ...
 
     def sweep(
@@ -262,9 +268,13 @@ class ScaleMeter(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class SearchResult:
-    """The chosen scales, and a mask of those that differ from round-to-nearest: bool [E, R, G]."""
+    """The scales that codes are chosen under, those that are stored, and a mask of the first that are not rtn's.
+
+    changed: bool [E, R, G]. The zero points are the same in both.
+    """
 
     scales: GroupScales
+    stored: GroupScales
     changed: torch.Tensor
 
 
@@ -300,7 +310,27 @@ def _choose(
         best, changed = stepped(best, steps, ladder)
     if best.stored.element_size() > 1:
         best, changed = _fitted(meters, schema, best, least, changed, error_of)
-    return SearchResult(best, changed)
+    return SearchResult(best, _with_gain(meters, schema, best), changed)
+
+
+def _with_gain(meters: Sequence[ScaleMeter], schema: WeightSchema, scales: GroupScales) -> GroupScales:
+    """Return the scales under which the codes of `scales` have <decoded, w> = <w, w>, as far as they can be stored.
+
+    Powers of two stay, and scales that this would more than double or halve: of groups that are decoded to nearly
+    nothing.
+    """
+    if scales.stored.dtype == torch.float8_e8m0fnu:
+        return scales
+    products, _squares, powers = (
+        scope_sums(each, schema) for each in zip(*(one.fits(scales) for one in meters), strict=True)
+    )
+    wanted = powers / products
+    if scales.second is not None:
+        wanted = wanted / scales.second.double()
+    ratio = wanted / scales.scale.double()
+    stored = rounded_scales(wanted.float(), scales.stored.dtype)
+    found = GroupScales(stored, stored_values(stored), scales.zero, scales.second)
+    return found.where(_is_usable(found, scales) & (ratio >= 0.5) & (ratio <= 2), scales)
 
 
 def _fitted(
@@ -314,7 +344,7 @@ def _fitted(
     """Replace scales by the least-squares scale of their codes where this, rounded and with codes anew, loses less."""
     for _ in range(_NUM_FITS):
         sums = [one.fits(best) for one in meters]
-        products, squares = (scope_sums(each, schema) for each in zip(*sums, strict=True))
+        products, squares, _powers = (scope_sums(each, schema) for each in zip(*sums, strict=True))
         stored = (products / squares).float().to(best.stored.dtype)
         tried = GroupScales(stored, stored.float(), best.zero, best.second)
         valid = _is_usable(tried, best)

@@ -110,20 +110,22 @@ def row_errors(
     return out
 
 
-def row_fits(stack: torch.Tensor, scales: GroupScales, schema: WeightSchema) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sums of w * v and of v * v of each row and group, float64 [E, N, G] each.
+def row_fits(
+    stack: torch.Tensor, scales: GroupScales, schema: WeightSchema
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the sums of w * v, of v * v and of w * w of each row and group, float64 [E, N, G] each.
 
     v: the number of the code that a weight w gets under `scales`, less the zero point.
     """
-    out = torch.empty(2, *stack.shape[:2], scales.scale.size(2), dtype=torch.float64, device=stack.device)
+    out = torch.empty(3, *stack.shape[:2], scales.scale.size(2), dtype=torch.float64, device=stack.device)
     for chunk in _chunks(stack, scales):
         numbers, _ = nearest_numbers(chunk.weights, chunk.scales, schema)
         if chunk.scales.zero is not None:
             numbers = numbers - chunk.scales.zero.unsqueeze(-1)
-        values = numbers.double()
-        for number, terms in enumerate((values * chunk.weights, values * values)):
+        values, weights = numbers.double(), chunk.weights.double()
+        for number, terms in enumerate((values * weights, values * values, weights * weights)):
             out[number].flatten(0, 1)[chunk.rows] = fold_sum(terms)
-    return out[0], out[1]
+    return out[0], out[1], out[2]
 
 
 def chosen_codes(

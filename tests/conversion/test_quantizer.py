@@ -89,7 +89,7 @@ def test_what_is_kept_is_kept(src: Path, tmp_path: Path) -> None:
         assert one == other
 
 
-@pytest.mark.parametrize("version", [None, SEARCH_VERSION + 1])
+@pytest.mark.parametrize("version", [None, SEARCH_VERSION - 1, SEARCH_VERSION + 1])
 def test_another_version_of_the_search_is_told_from_damage(version: int | None, src: Path, tmp_path: Path) -> None:
     """None is of before versions were recorded. Without the source nothing is searched again."""
     run(src, tmp_path / "out", "int4-g32", quantizer="mse")
