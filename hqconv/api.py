@@ -58,6 +58,7 @@ _NUMBERS: dict[str, tuple[type, float, float]] = {  # parameter → type, least 
     "tokens": (int, 1, 999_999),
     "bits": (float, 0, 64),
     "max_error": (float, 0, 2**20),
+    "max_kl": (float, 0, 2**20),
     "max_layer_error": (float, 0, 2**20),
 }
 
@@ -178,6 +179,8 @@ def convert(
     progress: Callable[[Progress], None] | None = None,
     cache_limit: str | int | None = None,
     keep_source: bool = False,
+    evaluate: str | Path | None = None,
+    max_kl: float | None = None,
     **options: Unpack[ConversionArguments],
 ) -> ConversionReport:
     """Convert a model's experts: `src` to an artifact at `out`. See docs/api.md.
@@ -192,7 +195,9 @@ def convert(
     a time; None for four shards. keep_source: keep downloaded shards. on_plan: called with the plan and the output
     folder before anything is written. part: "1/4" for the first of four equal parts of the work, in a folder that all
     parts share; the last one finishes the artifact (`report.is_complete`). Parts run at the same time or not, and go on
-    after a kill without `resume`. progress: called from worker threads.
+    after a kill without `resume`. progress: called from worker threads. evaluate: a text that the finished artifact is
+    evaluated on, as by `hqconv.evaluate`; None for what `calibrate` does not read of its own. max_kl: the evaluation
+    must be possible; whether its mean divergence is larger stands in `report.over_max_kl`.
     Raises RequestError, InputError (also of a damaged artifact as a source), OutputError or NetworkError.
     """
     from hqconv.conversion import option_values as values
@@ -206,6 +211,7 @@ def convert(
     parsed = _parse(config, options)
     values.start_gpu(device, is_part=own_part is not None)  # beside all that comes before its use
     from hqconv.conversion.convert import convert as run  # all libraries are loaded before the work begins
+    from hqconv.evaluation.held_out import held_out, with_evaluation
 
     resources = values.resources_of(device, max_memory, max_gpu_memory, threads, is_part=own_part is not None)
     with open_source(src, revision, is_lazy=True) as source:
@@ -214,9 +220,11 @@ def convert(
             planned = plan_conversion(parsed.calibrated(resources.device_name), source, target)
         place = values.check_places(source.place, values.place_of(planned, out))
         _LOG.info("Planned %r for %s, target %s.", planned, place, target)
+        text = None if evaluate is None else Path(evaluate)
+        words = held_out(source, planned.spec.encoding.calibration, text, is_gated=max_kl is not None)
         if on_plan is not None:
             on_plan(planned, place)
-        return run(
+        report = run(
             source,
             planned,
             place,
@@ -229,6 +237,7 @@ def convert(
             digests=source_digests,
             cache=cache,
         )
+        return with_evaluation(report, source, words, resources, max_kl) if report.is_complete else report
 
 
 _CALIBRATION = ("calibrate", "calibrate_tokens", "calibrate_context")
@@ -503,7 +512,8 @@ class PublishReport:
 
     source: name and commit. commit: of the branch that holds the artifact; None if nothing was published. converted,
     verified, pushed: the reports of the steps that ran. over_max_error: projections above the error limit, the worst
-    first. was_published: the repo held the artifact of this request and source before, and no step ran.
+    first. over_max_kl: the divergence is above its limit. was_published: the repo held the artifact of this request and
+    source before, and no step ran.
     """
 
     source: dict[str, Any]
@@ -517,11 +527,12 @@ class PublishReport:
     verified: VerificationReport | None = None
     pushed: PushReport | None = None
     over_max_error: list[dict[str, Any]] = field(default_factory=list)
+    over_max_kl: bool = False
 
     @property
     def passed(self) -> bool:
-        """True if the repo holds the artifact, and no error is above the limit."""
-        return self.commit is not None and not self.over_max_error
+        """True if the repo holds the artifact, and nothing is above a limit."""
+        return self.commit is not None and not self.over_max_error and not self.over_max_kl
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as a JSON document."""
@@ -537,6 +548,7 @@ class PublishReport:
             "was_published": self.was_published,
             "passed": self.passed,
             "over_max_error": self.over_max_error,
+            "over_max_kl": self.over_max_kl,
             **{name: None if report is None else report.to_dict() for name, report in steps.items()},
         }
 
@@ -565,6 +577,8 @@ def publish(
     source_digests: bool = False,
     cache_limit: str | int | None = None,
     keep_source: bool = False,
+    evaluate: str | Path | None = None,
+    max_kl: float | None = None,
     on_plan: Callable[[ConversionPlan, Path], None] | None = None,
     progress: Callable[[Progress], None] | None = None,
     check_progress: Callable[[str, Progress], None] | None = None,
@@ -575,12 +589,13 @@ def publish(
 
     Nothing is converted if the repo holds the artifact of this request and source already. Else the artifact at `out`
     is updated (as `convert(update=True)`), verified and pushed; one that was there and has a finding is made again. An
-    artifact with a finding, or with an error above `max_error`, is not pushed, nor one that replaced the verified one
-    meanwhile. After a kill at any moment the same call ends at the same commit.
+    artifact with a finding, an error above `max_error` or a divergence above `max_kl` is not pushed, nor one that
+    replaced the verified one meanwhile. An artifact that the repo holds already is not evaluated.
+    After a kill at any moment the same call ends at the same commit.
 
     src, out, config, revision, options, device, max_memory, max_gpu_memory, threads, source_digests, cache_limit,
-    keep_source, on_plan, progress: as of `convert`. checks, max_error: as of `verify`, whose progress is
-    check_progress. repo, private, branch, announce: as of `push`.
+    keep_source, on_plan, progress, evaluate, max_kl: as of `convert`. checks, max_error: as of `verify`, whose progress
+    is check_progress. repo, private, branch, announce: as of `push`.
     Raises what `convert`, `verify` and `push` raise.
     """
     from hqconv.artifact.error_summary import check_max_error, over_limit
@@ -620,6 +635,8 @@ def publish(
             progress=progress,
             update=not is_again,
             overwrite=is_again,
+            evaluate=evaluate,
+            max_kl=max_kl,
             **resources,
             **options,
         )
@@ -627,8 +644,8 @@ def publish(
             converted = replace(converted, replaced_because="the artifact that was there has a finding")
         over = [] if max_error is None else over_limit(converted.errors, max_error)
         report = PublishReport(named, repo, branch, None, converted.manifest_sha256, over_max_error=over)
-        report = replace(report, out=converted.out, converted=converted)
-        if over:
+        report = replace(report, out=converted.out, converted=converted, over_max_kl=converted.over_max_kl)
+        if over or converted.over_max_kl:
             break
         more: dict[str, Any] = {"checks": checks, "max_error": max_error, "progress": check_progress}
         verified = verify(converted.out, src, revision=revision, **more, **resources)

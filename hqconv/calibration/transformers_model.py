@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -245,15 +245,58 @@ def read_text(
 
     Raises RequestError, which names the `option`, for a file without text, or an unusable tokenizer.
     """
-    contents, where = [], f"{option} {files[0]}"
+    where, raw = f"{option} {files[0]}", _joined(files, option)
+    tokenizer = _tokenizer_of(transformers, folder, source)
+    text = raw.decode()
+    with running(f"the tokenizer of {source}"):
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if not ids:
+        raise RequestError("The text has no tokens.", where=where, expected="a text of the model's use")
+    return Text(ids[:num_tokens], _start(tokenizer, text, source), raw)
+
+
+def read_rest(
+    transformers: Any,
+    folder: Path,
+    files: Sequence[Path],
+    begin_of: Callable[[int], int],
+    num_tokens: int,
+    option: str = "--text",
+    source: str = "SRC",
+) -> Text:
+    """Return the first `num_tokens` tokens after a place in text files, without lines that stand before it.
+
+    begin_of: the number of tokens of the whole text → the number of those before the place. The other parameters, and
+    what is raised, are those of `read_text`; RequestError also for a tokenizer that does not tell its tokens' places.
+    """
+    tokenizer = _tokenizer_of(transformers, folder, source)
+    text = _joined(files, option).decode()
+    if not tokenizer.is_fast:
+        raise RequestError("The tokenizer does not tell where its tokens are in a text.", where=source)
+    with running(f"the tokenizer of {source}"):
+        places = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        begin = begin_of(len(places))
+        cut = places[begin - 1][1] if begin else 0
+        seen = {line.strip() for line in text[:cut].splitlines()} - {""}
+        rest = "".join(line for line in text[cut:].splitlines(keepends=True) if line.strip() not in seen)
+        ids: list[int] = tokenizer(rest, add_special_tokens=False)["input_ids"] if rest else []
+    return Text(ids[:num_tokens], _start(tokenizer, rest, source) if ids else [], rest.encode())
+
+
+def _joined(files: Sequence[Path], option: str) -> bytes:
+    """Return the bytes of text files, one after the other. Raises RequestError."""
+    contents = []
     for path in files:
         try:
             contents.append(read_regular(path, MAX_LIST_BYTES))
             contents[-1].decode()
         except (OSError, ValueError) as error:
             raise RequestError("The text cannot be read.", where=f"{option} {path}", found=error) from error
-    raw = b"\n\n".join(contents)
-    text = raw.decode()
+    return b"\n\n".join(contents)
+
+
+def _tokenizer_of(transformers: Any, folder: Path, source: str) -> Any:
+    """Load the tokenizer of a folder of `folder_of`. Raises RequestError."""
     if not has_tokenizer([one.name for one in folder.iterdir()]):
         raise RequestError(
             "The source has no tokenizer, which cuts a text into tokens.",
@@ -262,14 +305,16 @@ def read_text(
             remedy="Copy the publisher's files into it.",
         )
     with running(f"the tokenizer of {source}"):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+def _start(tokenizer: Any, text: str, source: str) -> list[int]:
+    """Return what the tokenizer puts before a text: BOS or nothing."""
+    with running(f"the tokenizer of {source}"):
         whole: list[int] = tokenizer(text[:64])["input_ids"]
-    if not ids:
-        raise RequestError("The text has no tokens.", where=where, expected="a text of the model's use")
+        plain: list[int] = tokenizer(text[:64], add_special_tokens=False)["input_ids"]
     bos = tokenizer.bos_token_id
-    start = [bos] if bos is not None and whole[:2] == [bos, ids[0]] else []
-    return Text(ids[:num_tokens], start, raw)
+    return [bos] if bos is not None and whole[:2] == [bos, *plain[:1]] else []
 
 
 def check_counts(num_tokens: int, context_length: int, least: int = 1) -> None:

@@ -57,13 +57,19 @@ def convert(
         text = json_module.dumps({"profile_of": "hqconv convert", **finished.profile}, indent=2)
         write_whole(profile.parent, profile.name, f"{text}\n".encode())
     document = finished.to_dict()
-    if max_error is None or not finished.is_complete:
+    if not finished.is_complete:
         return Result(document)
-    over = over_limit(document["errors"], max_error)
-    document |= {"max_error": max_error, "over_max_error": over}
-    if over:
-        _say_worst(over, max_error, f"The artifact is complete and kept in {document['out']}; another")
-    return Result(document, VerificationError.exit_code if over else 0)
+    kept, over = f"The artifact is complete and kept in {document['out']}; another", []
+    if max_error is not None:
+        over = over_limit(document["errors"], max_error)
+        document |= {"max_error": max_error, "over_max_error": over}
+        if over:
+            _say_worst(over, max_error, kept)
+    if (max_kl := options["max_kl"]) is not None:
+        document |= {"max_kl": max_kl, "over_max_kl": finished.over_max_kl}
+        if finished.over_max_kl:
+            _say_over_kl(finished.evaluation, max_kl, kept)
+    return Result(document, VerificationError.exit_code if over or finished.over_max_kl else 0)
 
 
 @command(api.allocate)
@@ -120,6 +126,8 @@ def publish(
     warnings.show(() if published.converted is None else published.converted.warnings)
     if published.over_max_error and max_error is not None:
         _say_worst(published.over_max_error, max_error, "Another")
+    if published.over_max_kl and published.converted is not None:
+        _say_over_kl(published.converted.evaluation, options["max_kl"], "Another")
     return Result(published.to_dict(), 0 if published.passed else VerificationError.exit_code)
 
 
@@ -165,6 +173,17 @@ def _say_worst(over: list[dict[str, Any]], max_error: float, remedy: str) -> Non
         f"  where: {worst['block']}, {worst['projection']}\n"
         f"  found: a relative error of {found}\n"
         f"  what to do: {remedy} --schema, or --quantizer mse, gives smaller errors."
+    )
+
+
+def _say_over_kl(evaluation: Document | None, max_kl: float, remedy: str) -> None:
+    """Print a divergence above --max-kl on stderr. remedy: its first words."""
+    assert evaluation is not None
+    say(
+        f"error: The KL divergence is above --max-kl {max_kl:g}.\n"
+        f"  where: {evaluation['text']['name']}, {plural(evaluation['num_tokens'], 'token')}\n"
+        f"  found: a mean of {number_text(evaluation['kl']['mean'], max_kl)} nats\n"
+        f"  what to do: {remedy} --schema, or more --calibrate-tokens, gives a smaller one."
     )
 
 

@@ -119,6 +119,14 @@ OPTIONS: dict[str, Option] = {
     "max_error": Option(
         float | None, "Fail with exit code 1 if any projection's relative error exceeds this value, e.g. 0.15."
     ),
+    "evaluate": Option(
+        Path | None,
+        "Text that the finished artifact is evaluated on.  [default: what --calibrate does not read of its own]",
+        settings=_ANY_PATH,
+    ),
+    "max_kl": Option(
+        float | None, "Fail with exit code 1 if the evaluation's mean KL divergence exceeds this value, e.g. 0.05."
+    ),
     "size": Option(
         str | None, "Budget: bytes of the files of experts of all ranks, scales and padding included, e.g. 120GB."
     ),

@@ -149,9 +149,11 @@ def _summary(document: Document) -> Parts:
         )
     )
     yield errors_table(summarize_errors(document["errors"]))
+    if document["evaluation"] is not None:
+        yield from evaluation_parts(document["evaluation"])
     yield f"\nsha256 of hqconv.json: {document['manifest_sha256']}"
     yield f"The artifact is in {document['out']}; see it with: hqconv inspect {shlex.quote(document['out'])}"
-    if document["serve_command"] and not document.get("over_max_error"):
+    if document["serve_command"] and not document.get("over_max_error") and not document.get("over_max_kl"):
         yield f"Serve it with: {document['serve_command']}"
 
 

@@ -54,6 +54,8 @@ class ConversionReport:
     run; all of them where `was_finished` (the artifact existed already). seconds: duration of this run.
     manifest_sha256: digest of hqconv.json; "" where this process did a part, and the artifact is not finished yet:
     `missing` are the units that no ended part has done, `parts_at_work` the other parts that are not at their end.
+    evaluation: the document of the evaluation that ended the conversion; None without one. over_max_kl: its mean
+    divergence is above the limit that was given.
     profile: `StageProfile.to_dict`.
     """
 
@@ -73,6 +75,8 @@ class ConversionReport:
     part: str = ""
     missing: tuple[str, ...] = ()
     parts_at_work: tuple[str, ...] = ()
+    evaluation: dict[str, Any] | None = None
+    over_max_kl: bool = False
     warnings: tuple[str, ...] = field(default=())
     profile: dict[str, Any] = field(default_factory=dict)
 
@@ -91,7 +95,7 @@ class ConversionReport:
         if not self.is_complete:
             return self._part_to_dict()
         spec = self.plan.spec
-        left_out = ("plan", "out", "warnings", "profile", "part", "missing", "parts_at_work")
+        left_out = ("plan", "out", "warnings", "profile", "part", "missing", "parts_at_work", "over_max_kl")
         fields = {name: value for name, value in vars(self).items() if name not in left_out}
         return {
             "kind": "summary",

@@ -27,6 +27,7 @@ from hqconv.calibration.forward_pass import ForwardPass
 from hqconv.calibration.inputs import batches_of
 from hqconv.calibration.streamed_model import StreamedModel
 from hqconv.calibration.transformers_model import (
+    Text,
     check_counts,
     folder_of,
     import_transformers,
@@ -74,18 +75,38 @@ def evaluate(out: Path, source_name: str, text: Path, options: EvaluateOptions) 
         source = stack.enter_context(open_source(source_name, options.revision))
         if options.write_card:
             check_card(out)
+
+        def read(folder: Path) -> Text:
+            words = read_text(transformers, folder, [text], options.num_tokens, source=source_name)
+            if len(words.ids) < 2:
+                what, expected, found = "The text is too short.", "two tokens at least", plural(len(words.ids), "token")
+                raise RequestError(what, where=f"--text {text}", expected=expected, found=found)
+            return words
+
+        document = compare_on_text(artifact, source, read, text.name, options)
+        if options.write_card:
+            write_evaluation(out, artifact.manifest, document)
+        return document
+
+
+def compare_on_text(
+    artifact: Artifact, source: Source, read: Callable[[Path], Text], name: str, options: EvaluateOptions
+) -> dict[str, Any]:
+    """Run source and artifact over a text and return the document of the evaluation; see `hqconv.api.evaluate`.
+
+    read: a folder with the source's tokenizer → the text, two tokens at least. name: of the text, in the document.
+    """
+    transformers = import_transformers("A model is evaluated")
+    with ExitStack() as stack:
         converted = _converted_layers(artifact, source)
-        read = _artifact_experts(artifact, options.resources, stack)
+        read_experts = _artifact_experts(artifact, options.resources, stack)
         stack.enter_context(quiet_loading(transformers))
         folder, device = stack.enter_context(folder_of(source)), options.resources.device
-        words = read_text(transformers, folder, [text], options.num_tokens, source=source_name)
-        if len(words.ids) < 2:
-            what, expected = "The text is too short.", "two tokens at least"
-            raise RequestError(what, where=f"--text {text}", expected=expected, found=plural(len(words.ids), "token"))
+        words = read(folder)
         batches = batches_of(words, options.context_length, device)
-        with running(source_name):
+        with running(str(source.place)):
             model = StreamedModel(transformers, source, folder, getattr(torch, options.compute_dtype), device)
-            run = _Run(model, source, converted, read, batches, options)
+            run = _Run(model, source, converted, read_experts, batches, options)
             num_bytes = run.check_memory()
             warnings = positions_warning(model.model.config, max(ids.size(1) for ids in batches))
         for warning in warnings:
@@ -98,13 +119,13 @@ def evaluate(out: Path, source_name: str, text: Path, options: EvaluateOptions) 
         remedy = "Free the GPU, take fewer --tokens or a shorter --context, or use --device cpu."
         with explained_gpu_memory(device, remedy):
             figures = run.figures()
-        document = {
+        return {
             "kind": "evaluation",
-            "artifact": str(out),
+            "artifact": str(artifact.root),
             "manifest_sha256": artifact.manifest.sha256,
             "schema": artifact.manifest.schema_name,
             "source": {"name": source.repo_id or source.name, "revision": source.revision},
-            "text": {"name": text.name, "sha256": hashlib.sha256(words.raw).hexdigest()},
+            "text": {"name": name, "sha256": hashlib.sha256(words.raw).hexdigest()},
             "num_tokens": len(words.ids),
             "context_length": options.context_length,
             "compute_dtype": options.compute_dtype,
@@ -115,9 +136,6 @@ def evaluate(out: Path, source_name: str, text: Path, options: EvaluateOptions) 
             "warnings": warnings,
             **figures,
         }
-        if options.write_card:
-            write_evaluation(out, artifact.manifest, document)
-        return document
 
 
 # --- layers and experts of the artifact

@@ -1,16 +1,19 @@
-"""Calibration of the quantizer gptq: the text whose tokens decide codes and scales. Loads no torch."""
+"""Calibration of the quantizer gptq: the text whose tokens decide codes and scales."""
 
 from __future__ import annotations
 
 import hashlib
 import re
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from hqconv.errors import RequestError
+from hqconv.calibration.transformers_model import folder_of, import_transformers, quiet_loading, read_text
+from hqconv.errors import RequestError, plural
+from hqconv.models.source_protocol import Source
 from hqconv.schemas.options import BUILTIN, MSE, ConversionArguments
 
 BUILTIN_TEXT = Path(__file__).parents[1] / "calibration" / "builtin.txt"
@@ -23,7 +26,8 @@ _CHUNK_BYTES = 1 << 20
 class Calibration:
     """A calibration, on which codes and scales depend: as a manifest records it.
 
-    name, sha256: of the text. num_tokens: that were read of it. device: its type. torch, transformers: versions.
+    name, sha256: of the text. num_tokens: that are read of it; before `counted`, at most. device: its type. torch,
+    transformers: versions.
     root, files: the text; none of a calibration that was read from a manifest.
     """
 
@@ -69,6 +73,31 @@ class Calibration:
     def to_dict(self) -> dict[str, Any]:
         """Return the entry of the manifest."""
         return {one.name: getattr(self, one.name) for one in fields(self) if one.compare}
+
+    def begin_of_rest(self, num_in_text: int) -> int:
+        """Return how many of a text's tokens stand before those that no calibration reads.
+
+        They are the last eighth of the text that hqconv ships, and what follows the tokens that were read of any other.
+        """
+        return _num_readable(self.files, num_in_text) if self.files == (BUILTIN_TEXT,) else self.num_tokens
+
+    def counted(self, source: Source) -> Calibration:
+        """Return the calibration with the number of tokens that are read, of at most as many as were asked for.
+
+        Raises as `read_text`, and RequestError for a text of less than two tokens.
+        """
+        transformers = import_transformers("A calibration runs the model")
+        source.fetch(source.other_files)  # the tokenizer's among them
+        with quiet_loading(transformers), folder_of(source) as folder:
+            words = read_text(transformers, folder, self.files, sys.maxsize, "--calibrate", str(source.place))
+        self.check_unchanged()
+        num_tokens = min(self.num_tokens, _num_readable(self.files, len(words.ids)))
+        if num_tokens < _LEAST_TOKENS:
+            expected, found = "two tokens at least", plural(num_tokens, "token")
+            raise RequestError(
+                "The text is too short.", where=f"--calibrate {self.files[0]}", expected=expected, found=found
+            )
+        return replace(self, num_tokens=num_tokens)
 
     def check_unchanged(self) -> None:
         """Raise RequestError where the text is not what it was when the conversion was planned."""
@@ -138,6 +167,10 @@ class CalibrationText:
         kind, versions = device.partition(":")[0], (_version("torch"), _version("transformers"))
         name = self.path.name or self.path.resolve().name
         return Calibration(name, sha256, self.num_tokens, self.context_length, kind, *versions, self.path, files)
+
+
+def _num_readable(files: tuple[Path, ...], num_in_text: int) -> int:
+    return num_in_text - num_in_text // 8 if files == (BUILTIN_TEXT,) else num_in_text
 
 
 def _digest(root: Path, files: Sequence[Path]) -> str:

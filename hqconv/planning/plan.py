@@ -308,6 +308,9 @@ def plan_conversion(options: ConversionOptions, source: Source, target: GpuTarge
     plan = make_plan(source, experts, spec)
     if not options.allow_unserved:
         refuse_unserved(plan.experts, spec)
+    if spec.encoding.calibration is not None:
+        encoding = replace(spec.encoding, calibration=spec.encoding.calibration.counted(source))
+        plan = replace(plan, spec=replace(spec, encoding=encoding))
     if not (options.overrides and (spec.of_layers or left)):
         return plan
     recipes = dict.fromkeys(re.sub(r"[^\w.-]+", "-", one.recipe) for one in options.overrides)

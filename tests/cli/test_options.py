@@ -46,6 +46,8 @@ CONVERT: dict[str, Any] = {
     "--update": False,
     "--source-digests": False,
     "--max-error": None,
+    "--evaluate": None,
+    "--max-kl": None,
     "--dry-run": False,
     "--profile": None,
     **WORK,

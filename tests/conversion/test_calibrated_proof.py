@@ -1,0 +1,177 @@
+"""The evaluation that ends a conversion: what it is run on, where it is shown, and its limit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from typer.testing import CliRunner
+
+import hqconv
+from hqconv.artifact.manifest import read_manifest
+from hqconv.artifact.model_card import evaluation_in_card
+from hqconv.calibration.transformers_model import read_rest, read_text
+from hqconv.cli.app import app
+from hqconv.errors import RequestError
+from hqconv.evaluation import held_out
+from hqconv.planning import calibration
+from tests.make.conversions import assert_verified, manifest, run
+from tests.make.families import save_family
+from tests.make.tensors import snapshot
+from tests.make.tokenizer import write_tokenizer
+
+OPTIONS: dict[str, Any] = {"calibrate_tokens": 48, "calibrate_context": 16}
+NUM_READ = 48
+
+
+def lines(first: int, count: int) -> list[str]:
+    """Lines of 16 tokens, each another one."""
+    return [" ".join(str(1 + (i * 17 + j * (i % 13 + 1)) % 63) for j in range(16)) for i in range(first, first + count)]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a source, a text of 640 tokens of which 32 are repeated, and the artifact of both."""
+    folder = tmp_path_factory.mktemp("proof")
+    save_family(folder / "src", "mixtral", inner=64)
+    write_tokenizer(folder / "src")
+    (folder / "text").write_text("\n".join([*lines(0, 3), *lines(3, 20), *lines(0, 2), *lines(23, 15)]))
+    (folder / "other").write_text("\n".join(lines(100, 3)))
+    run(folder / "src", folder / "out", "int4-g32", calibrate=folder / "text", **OPTIONS)
+    return folder
+
+
+def card(out: Path) -> dict[str, Any] | None:
+    return evaluation_in_card(out, read_manifest(out))
+
+
+def test_the_held_out_tokens_are_evaluated_as_hqconv_evaluate_does(made: Path, tmp_path: Path) -> None:
+    found = card(made / "out")
+    assert found is not None
+    (tmp_path / "rest").write_text("\n".join(["", *lines(3, 20), *lines(23, 15)]))
+    expected = hqconv.evaluate(made / "out", made / "src", tmp_path / "rest", device="cpu")
+    for key in ("text", "artifact"):
+        expected.pop(key)
+    assert {key: found[key] for key in expected} == expected
+    assert (found["num_tokens"], found["artifact"]) == (35 * 16, "out")
+    assert_verified(made / "out", made / "src")
+
+
+def test_a_finished_artifact_is_not_evaluated_again(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, expected = snapshot(made / "out"), card(made / "out")
+    monkeypatch.setattr(held_out, "compare_on_text", None)
+    modes: tuple[dict[str, Any], ...] = ({"resume": True}, {"update": True})
+    for mode in modes:
+        report = run(made / "src", made / "out", "int4-g32", calibrate=made / "text", **OPTIONS, **mode)
+        assert report.was_finished
+        assert report.evaluation == expected
+    assert snapshot(made / "out") == before
+
+
+def test_the_last_part_evaluates(made: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"calibrate": made / "text", **OPTIONS}
+    first, last = (run(made / "src", tmp_path / "out", "int4-g32", part=f"{n}/2", **options) for n in (1, 2))
+    assert first.evaluation is None
+    assert last.evaluation == card(made / "out")
+    assert snapshot(tmp_path / "out") == snapshot(made / "out")
+
+
+def test_the_manifest_has_the_number_of_tokens_that_were_read(made: Path, tmp_path: Path) -> None:
+    """A text that ends before the limit is the same under every larger one; nothing is held out then."""
+    options: dict[str, Any] = {"calibrate": made / "other", "calibrate_context": 16}
+    report = run(made / "src", tmp_path / "out", "int4-g32", calibrate_tokens=1000, **options)
+    assert manifest(tmp_path / "out")["calibration"]["num_tokens"] == NUM_READ
+    assert report.evaluation is None
+    assert any("Nothing of the calibration's text was held out" in text for text in report.warnings)
+    again = run(made / "src", tmp_path / "out", "int4-g32", calibrate_tokens=2000, resume=True, **options)
+    assert again.was_finished
+
+
+def test_another_text_is_evaluated_whole_also_without_a_calibration(made: Path, tmp_path: Path) -> None:
+    for name, options in (("plain", {}), ("calibrated", {"calibrate": made / "text", **OPTIONS})):
+        report = run(made / "src", tmp_path / name, "int4-g32", evaluate=made / "other", **options)
+        assert report.evaluation is not None
+        assert (report.evaluation["text"]["name"], report.evaluation["num_tokens"]) == ("other", NUM_READ)
+        assert report.to_dict()["evaluation"] == card(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [
+        ({}, "--max-kl"),
+        ({"calibrate": "other", **OPTIONS}, "--calibrate "),
+        ({"calibrate": "text", "calibrate_tokens": 120, "calibrate_context": 16}, "--calibrate "),
+    ],
+)
+def test_a_limit_needs_a_text(made: Path, tmp_path: Path, options: dict[str, Any], where: str) -> None:
+    """Before any work."""
+    options = {key: made / value if key == "calibrate" else value for key, value in options.items()}
+    with pytest.raises(RequestError) as caught:
+        run(made / "src", tmp_path / "out", "int4-g32", max_kl=0.5, **options)
+    assert str(caught.value.where).startswith(where)
+    assert not (tmp_path / "out").exists()
+
+
+def call(made: Path, out: Path, *options: str) -> Any:
+    common = ["--schema", "int2-g32", "--target", "sm90", "--device", "cpu"]
+    tokens = ["--calibrate", str(made / "text"), "--calibrate-tokens", "48", "--calibrate-context", "16"]
+    return CliRunner().invoke(app, ["convert", str(made / "src"), "-o", str(out), *common, *tokens, *options])
+
+
+def test_the_command_shows_the_figures_and_has_a_limit(made: Path, tmp_path: Path) -> None:
+    found = call(made, tmp_path / "out", "--max-kl", "1e-9")
+    assert found.exit_code == 1
+    assert "KL divergence" in found.stdout
+    assert "same top token" in found.stdout
+    assert "Serve it with" not in found.stdout
+    assert "error: The KL divergence is above --max-kl 1e-09" in found.stderr
+    assert hqconv.verify(tmp_path / "out", checks=["files"]).passed
+    words = json.loads(call(made, tmp_path / "out", "--resume", "--json", "--max-kl", "100").stdout)
+    assert (words["max_kl"], words["over_max_kl"]) == (100, False)
+    assert words["evaluation"] == card(tmp_path / "out")
+    dry = call(made, tmp_path / "dry", "--dry-run")
+    assert dry.exit_code == 0
+    assert not (tmp_path / "dry").exists()
+
+
+def test_a_source_that_cannot_be_evaluated_is_warned_of(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a limit it is an error; the artifact stays."""
+
+    def fail(*_: Any) -> Any:
+        raise RequestError("The transformers library cannot run this model.", where="the test")
+
+    monkeypatch.setattr(held_out, "compare_on_text", fail)
+    options: dict[str, Any] = {"evaluate": made / "other"}
+    report = run(made / "src", tmp_path / "out", "int4-g32", **options)
+    assert report.evaluation is None
+    assert any("was not evaluated. The transformers library cannot run" in text for text in report.warnings)
+    with pytest.raises(RequestError, match="cannot run this model"):
+        run(made / "src", tmp_path / "limited", "int4-g32", max_kl=1.0, **options)
+    assert hqconv.verify(tmp_path / "limited", checks=["files"]).passed
+
+
+def test_the_last_eighth_of_the_text_that_is_shipped_is_never_read(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "builtin.txt"
+    text.write_text("\n".join(lines(0, 264)))
+    monkeypatch.setattr(calibration, "BUILTIN_TEXT", text)
+    report = run(made / "src", tmp_path / "out", "int4-g32", calibrate="builtin", calibrate_context=16)
+    assert manifest(tmp_path / "out")["calibration"]["num_tokens"] == 231 * 16
+    assert report.evaluation is not None
+    assert report.evaluation["num_tokens"] == 33 * 16
+
+
+def test_the_rest_of_a_text_begins_after_a_token(made: Path, tmp_path: Path) -> None:
+    """Also in the middle of a line, whose rest is kept unless it was read."""
+    (tmp_path / "text").write_text("1 2 3\n4 5 6\n\n1 2 3\n 6 \n4 5\n7")
+    for begin, expected in ((3, [4, 5, 6, 6, 4, 5, 7]), (5, [6, 6, 7]), (0, [1, 2, 3, 4, 5, 6, 1, 2, 3, 6, 4, 5, 7])):
+        found = read_rest(transformers, made / "src", [tmp_path / "text"], lambda _, begin=begin: begin, 100)  # type: ignore[misc]
+        assert found.ids == [*expected]
+    whole = read_text(transformers, made / "src", [tmp_path / "text"], 100)
+    assert whole.ids == [1, 2, 3, 4, 5, 6, 1, 2, 3, 6, 4, 5, 7]
