@@ -206,10 +206,8 @@ def _conversion_option(option: ConversionOption) -> Option:
     kind: Any = option.plain_type
     if option.choices:
         kind = Literal[option.choices]
-    elif option.is_path:
-        kind = Path
     own = (f"--{option.name.replace('_', '-')}",) if kind is bool else ()  # no --no-…
-    settings = {**(_ANY_PATH if option.is_path else {}), **_SETTINGS.get(option.name, {})}
+    settings = _SETTINGS.get(option.name, {})
     return Option(kind | None if option.default is None else kind, option.help, own, settings=settings)
 
 

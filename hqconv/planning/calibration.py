@@ -116,7 +116,7 @@ class Calibration:
 class CalibrationText:
     """Options of a calibration: a text, the number of its tokens that are read at most, and of those in a sequence.
 
-    path: a file, a folder of files, or `builtin` for the text that hqconv ships.
+    path: a file, or a folder of files; BUILTIN_TEXT for the text that hqconv ships.
     """
 
     path: Path
@@ -140,14 +140,13 @@ class CalibrationText:
                 "--calibrate and --quantizer mse exclude each other.",
                 remedy="Leave --quantizer out: a calibration chooses scales and codes by the error of outputs.",
             )
-        found = cls(Path(text), arguments["calibrate_tokens"], arguments["calibrate_context"])
+        path = BUILTIN_TEXT if text == BUILTIN else Path(text)  # a Path, or ./builtin, is a user's own file
+        found = cls(path, arguments["calibrate_tokens"], arguments["calibrate_context"])
         found.files()
         return found
 
     def files(self) -> list[Path]:
         """Return the files of the text, in their order. Raises RequestError if there is none."""
-        if self.path == Path(BUILTIN):
-            return [BUILTIN_TEXT]
         try:
             found = [self.path] if self.path.is_file() else sorted(one for one in self.path.rglob("*") if one.is_file())
         except OSError as error:
@@ -165,7 +164,7 @@ class CalibrationText:
         files = tuple(self.files())
         sha256 = _digest(self.path, files)
         kind, versions = device.partition(":")[0], (_version("torch"), _version("transformers"))
-        name = self.path.name or self.path.resolve().name
+        name = BUILTIN if self.path == BUILTIN_TEXT else self.path.name or self.path.resolve().name
         return Calibration(name, sha256, self.num_tokens, self.context_length, kind, *versions, self.path, files)
 
 
@@ -175,7 +174,7 @@ def _num_readable(files: tuple[Path, ...], num_in_text: int) -> int:
 
 def _digest(root: Path, files: Sequence[Path]) -> str:
     digests = {path: _sha256(path) for path in files}
-    if root in digests or BUILTIN_TEXT in digests:
+    if root in digests:
         return next(iter(digests.values()))
     lines = (f"{digest} {path.relative_to(root).as_posix()}\n" for path, digest in digests.items())
     return hashlib.sha256("".join(lines).encode(errors="surrogateescape")).hexdigest()

@@ -59,7 +59,7 @@ def load_recipe(path: Path) -> Recipe:
         if known[key].is_schema:
             document[key] = _schema_path(path, value)
         elif known[key].is_path and value != BUILTIN:
-            document[key] = str(path.parent / str(value))  # an absolute path does not change
+            document[key] = path.parent / str(value)  # an absolute path does not change
     if not isinstance(sections, list) or not all(isinstance(section, dict) for section in sections):
         raise RequestError(
             "The recipe's overrides are no list.", where=f"{path}: {_SECTION}", expected="[[override]] before each"

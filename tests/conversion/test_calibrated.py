@@ -101,6 +101,12 @@ def test_a_folder_of_texts_is_read_in_the_order_of_its_names(made: Path, tmp_pat
     assert snapshot(tmp_path / "out/experts") == snapshot(made / "out/experts")
 
 
+def test_the_text_of_the_package_calibrates(made: Path, tmp_path: Path) -> None:
+    run(made / "src", tmp_path / "out", "int4-g32", Grid(2, 2), calibrate="builtin", **OPTIONS)
+    assert manifest(tmp_path / "out")["calibration"]["name"] == "builtin"
+    assert_verified(tmp_path / "out", made / "src")
+
+
 # --- the same bytes
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hqconv.errors import RequestError
-from hqconv.planning.calibration import Calibration
+from hqconv.planning.calibration import BUILTIN_TEXT, Calibration
 from hqconv.planning.layer_encoding import CALIBRATION_VERSION
 from hqconv.planning.spec import ConversionOptions
 from hqconv.schemas.recipe import with_recipe
@@ -17,7 +17,7 @@ from hqconv.schemas.recipe import with_recipe
 OPTIONS: dict[str, Any] = {"schema": "int4"}
 
 
-def calibration_of(text: Path, **options: Any) -> Calibration:
+def calibration_of(text: str | Path, **options: Any) -> Calibration:
     parsed = ConversionOptions.parse(**OPTIONS, calibrate=text, **options).calibrated("cuda:1")
     found = parsed.encoding.calibration
     assert found is not None
@@ -83,7 +83,22 @@ def test_what_no_calibration_can_be(
 
 def test_a_recipe_names_a_text_beside_it_or_the_builtin_one(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("words")
-    for value, found in (("text", str(tmp_path / "text")), ("builtin", "builtin")):
+    for value, found in (("text", tmp_path / "text"), ("./builtin", tmp_path / "builtin"), ("builtin", "builtin")):
         (tmp_path / "recipe.toml").write_text(f'schema = "int4"\ncalibrate = "{value}"\ncalibrate_tokens = 4096\n')
         options = with_recipe(tmp_path / "recipe.toml", {})
         assert (options["calibrate"], options["calibrate_tokens"]) == (found, 4096)
+
+
+def test_a_file_with_the_name_of_the_builtin_text_is_read_where_a_path_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("builtin").write_text("own words")
+    Path("recipe.toml").write_text('calibrate = "./builtin"')
+    recipe = with_recipe("recipe.toml", OPTIONS)["calibrate"]
+    for text in ("./builtin", Path("builtin"), str(tmp_path / "builtin"), recipe):
+        found = calibration_of(text)
+        assert (found.sha256, found.files) == (hashlib.sha256(b"own words").hexdigest(), (Path(text),))
+    found = calibration_of("builtin")
+    assert (found.name, found.files) == ("builtin", (BUILTIN_TEXT,))
+    assert found.sha256 == hashlib.sha256(BUILTIN_TEXT.read_bytes()).hexdigest()
