@@ -237,14 +237,25 @@ class _Matrix:
             return scales_under(self.start.second, highest, lowest, self.schema, self.param_dtype)
         return nearest_scales(highest, lowest, self.schema, self.param_dtype).scales
 
-    def neighbours(self, scales: GroupScales, target: torch.Tensor) -> list[GroupScales]:
-        """Return scales to try for a group [E, N, 1, S] instead of others [E, N, 1]: the next ones, and the nearest."""
-        found = [(self.nearest(target), torch.ones_like(scales.scale, dtype=torch.bool))]
-        if not self.schema.has_zero_point:
-            ladder = ladder_of(self.schema, self.param_dtype)
-            steps = (torch.full_like(scales.scale, step, dtype=torch.int32) for step in (2, -1))
-            found += [stepped(scales, step, ladder) for step in steps]
-        return [scales, *(one.where(exists & self.is_allowed(one), scales) for one, exists in found)]
+    def neighbours(self, scales: GroupScales) -> list[GroupScales]:
+        """Return the scales of all groups that are next to others [E, N, G], or these where there are none."""
+        if self.schema.has_zero_point or not self.searches:
+            return []
+        ladder = ladder_of(self.schema, self.param_dtype)
+        steps = (torch.full_like(scales.scale, step, dtype=torch.int32) for step in (2, -1))
+        found = [stepped(scales, step, ladder) for step in steps]
+        return [one.where(exists & self.is_allowed(one), scales) for one, exists in found]
+
+    def candidates(
+        self, kept: GroupScales, beside: list[GroupScales], group: int, target: torch.Tensor
+    ) -> list[GroupScales]:
+        """Return scales to try for a group [E, N, S]: the kept ones [E, N, 1], those of the target, and neighbours."""
+        if not self.searches:
+            return [kept]
+        found = self.nearest(target.unsqueeze(2))
+        if self.floor is not None:
+            found = found.where(self.is_allowed(found), kept)
+        return [kept, found, *(_columns(one, slice(group, group + 1)) for one in beside)]
 
     def is_allowed(self, scales: GroupScales) -> torch.Tensor:
         """Return a mask of the scales that the parameter dtype can hold beside the start's largest."""
@@ -283,14 +294,13 @@ class _Matrix:
         )
         parts = []
         static = self.of_rows(start)
+        beside = self.neighbours(static)
         for begin in range(0, w.size(2), self.size):
             columns = slice(begin, begin + self.size)
             block = factor.block(columns)
             carried = (w[:, :, :begin] - values[:, :, :begin]) @ factor.m[:, :begin, columns]
             target = w[:, :, columns] + carried @ block.inverse
-            scales = [self.at(static, columns)]
-            if self.searches:
-                scales = self.neighbours(scales[0], target.unsqueeze(2))
+            scales = self.candidates(self.at(static, columns), beside, begin // self.size, target)
             done, found = self.tried(target, scales, block)
             numbers[:, :, columns], values[:, :, columns] = done.numbers, done.values
             parts.append(found)
@@ -341,13 +351,12 @@ class _Matrix:
         parts = [self.at(self.of_rows(scales), columns) for columns in groups]
         loss = self.loss(values, h).sum()
         for _ in range(_PASSES):
-            gradient = (values - w) @ h
+            gradient, beside = (values - w) @ h, self.neighbours(_joined(parts))
             for number, (columns, block) in enumerate(zip(groups, alone, strict=True)):
                 now, kept = values[:, :, columns], parts[number]
                 target = now - gradient[:, :, columns] @ block.inverse.transpose(1, 2) @ block.inverse
                 standing = ((target - now) @ block.m).square().sum(2)
-                tried = self.neighbours(kept, target.unsqueeze(2)) if self.searches else [kept]
-                done, found = self.tried(target, tried, block)
+                done, found = self.tried(target, self.candidates(kept, beside, number, target), block)
                 if self.searches and found.stored.dtype != torch.float8_e8m0fnu:
                     done, found = self.tried(target, [found, self.fitted(target, done.numbers, found, block)], block)
                 wins = (done.loss < standing * _MARGIN).unsqueeze(2)
