@@ -172,7 +172,8 @@ def _say_worst(over: list[dict[str, Any]], max_error: float, remedy: str) -> Non
         f"error: {plural(len(over), 'projection')} above --max-error {max_error:g}.\n"
         f"  where: {worst['block']}, {worst['projection']}\n"
         f"  found: a relative error of {found}\n"
-        f"  what to do: {remedy} --schema, or --quantizer mse, gives smaller errors."
+        f"  what to do: {remedy} --schema, or --quantizer mse, gives smaller errors. They are errors of "
+        f"weights, which --calibrate makes larger, and those of outputs smaller."
     )
 
 

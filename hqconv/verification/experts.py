@@ -37,7 +37,7 @@ from hqconv.schemas.dtypes import code_of_torch
 from hqconv.schemas.grid import tp_slices
 from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.verification.content_sums import Totals, expert_totals, stack_totals
-from hqconv.verification.figures import NUM_FIGURES, Figures, figures_of, measure
+from hqconv.verification.figures import NUM_FIGURES, Figures, figures_of, measure, row_sums, sketch, strays
 from hqconv.verification.fused_exponents import FusedExponents, folding_of, misread_code
 from hqconv.verification.result import Finding
 
@@ -57,7 +57,8 @@ class Outcome:
     """Result of the check of one expert.
 
     expected, found: fingerprints by role; `found` only of projections that are not as expected. content: content sums
-    by role. is_wrong: some value differs, or is none that a conversion writes.
+    by role. is_wrong: some value differs, or is none that a conversion writes. sketches: of a calibrated artifact, some
+    weights of the source and of the artifact by role.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -65,6 +66,7 @@ class Outcome:
     expected: dict[str, bytes] = field(default_factory=dict)
     found: dict[str, bytes] = field(default_factory=dict)
     content: dict[str, Totals] = field(default_factory=dict)
+    sketches: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     is_wrong: bool = False
 
     def note(self, where: str, what: str, expected: object, found: object) -> None:
@@ -76,13 +78,15 @@ class Outcome:
 class Original:
     """A layer of the source, and the encoding that turns it into the artifact's layer.
 
-    is_comparable: False for the source of an ancestor with other codes: only errors are measured.
+    is_comparable: False for the source of an ancestor with other codes: only errors are measured. is_calibrated: codes
+    and scales are a calibration's, which cannot be repeated; the weights must be within bounds.
     """
 
     source: Source
     layer: MoeLayer
     encoding: LayerEncoding
     is_comparable: bool = True
+    is_calibrated: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,13 +144,15 @@ class LayerCheck:
                 expected = self._expected_alone(expert, roles_of(self.layer, gemm))
             except HqconvError as error:
                 outcome.note(f"source: {error.where}", error.what, error.expected, error.found)
-                [measured] = self._judge(found, None, 1)
+                [measured] = self._judge(found, None, range(expert, expert + 1))
                 outcome.content |= measured.content
                 continue
-            [measured] = self._judge(found, expected, 1)
+            [measured] = self._judge(found, expected, range(expert, expert + 1))
             outcome.figures |= measured.figures
             outcome.content |= measured.content
             outcome.expected |= measured.expected
+            outcome.sketches |= measured.sketches
+            outcome.findings += measured.findings
             if measured.is_wrong:
                 self._name(gemm, expert, found, expected if self.is_compared else None, outcome)
         return outcome
@@ -174,6 +180,21 @@ class LayerCheck:
             place = partial(self._where, gemm, expert, role)
             if not compare(found[role], expected.stacks[role], place, outcome.note):
                 [outcome.found[role]] = fingerprints(found[role].codes)
+
+    def _add_strays(
+        self, experts: range, found: Mapping[str, DecodedStack], expected: Expected, outcomes: Sequence[Outcome]
+    ) -> None:
+        """Note where calibrated matrices are not the source's, and add their sketches."""
+        for role, stack in found.items():
+            weights, each = expected.weights[role], (stack, expected.stacks[role])
+            of_both = [row_sums(one, weights, self.schema, self.artifact.param_dtype) for one in each]
+            sums = [rows.cpu().numpy() for rows, _ in of_both]
+            sketches = zip(sketch(weights).cpu(), of_both[0][1].cpu(), strict=True)
+            for expert, outcome, ours, theirs, pair in zip(experts, outcomes, *sums, sketches, strict=True):
+                outcome.sketches[role] = pair
+                for what, *texts in strays(ours, theirs, stack.codes.size(2)):
+                    outcome.note(f"layer {self.layer.name}, {role} of expert {expert}", what, *texts)
+                    outcome.is_wrong = True
 
     def _where(self, gemm: str, expert: int, role: str, tensor: str, shape: Sequence[int], index: Sequence[int]) -> str:
         """Name file, tensor and expert of one value of a whole matrix."""
@@ -219,7 +240,7 @@ class LayerCheck:
             stacks[role] = decode_packed(bits, self.schema, code_of_torch(of_role["weight_scale"].dtype))
         return Expected(weights, stacks if self.folding is None else self.folding.fold(stacks), error_sums)
 
-    def _judge(self, found: Mapping[str, DecodedStack], expected: Expected | None, num_experts: int) -> list[Outcome]:
+    def _judge(self, found: Mapping[str, DecodedStack], expected: Expected | None, experts: range) -> list[Outcome]:
         """Measure projections of some experts, and compare them with the expected ones; waits once for the device."""
         columns, totals = [], {}
         for role, stack in found.items():
@@ -231,7 +252,7 @@ class LayerCheck:
                 wrong.double().unsqueeze(1),
             ]
             totals[role] = stack_totals(stack, self.schema)
-        rows = torch.cat(columns, 1).tolist() if columns else [[] for _ in range(num_experts)]
+        rows = torch.cat(columns, 1).tolist() if columns else [[] for _ in experts]
         sums = {role: {name: one.cpu() for name, one in of_role.items()} for role, of_role in totals.items()}
         quantizer = {} if expected is None else expected.error_sums()
         prints = {} if expected is None else {role: fingerprints(one.codes) for role, one in expected.stacks.items()}
@@ -248,6 +269,8 @@ class LayerCheck:
                 outcome.figures[role] = figures
                 outcome.content[role] = expert_totals(sums[role], index, is_flushed=figures.num_flushed > 0)
             outcomes.append(outcome)
+        if expected is not None and self.original is not None and self.original.is_calibrated:
+            self._add_strays(experts, found, expected, outcomes)
         return outcomes
 
     # --- batches on a device
@@ -302,7 +325,7 @@ class LayerCheck:
                 if original is not None and raw_layout is not None:
                     raw = RawExperts(raw_layout, buffer[: raw_layout.num_bytes])
                     expected = self._expected_batch(original, experts, raw)
-                return self._judge(found, expected, len(experts))
+                return self._judge(found, expected, experts)
 
     def _expected_batch(self, original: Original, experts: range, raw: RawExperts) -> Expected:
         encoder = LayerEncoder(original.source, original.layer, original.encoding, raw.buffer.device)

@@ -6,7 +6,7 @@ Legend: E experts, N rows, K columns, G groups along K.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +106,13 @@ class Figures:
 
 NUM_FIGURES = 9  # of a row of `measure`
 
+# Bounds of calibrated matrices. Measured: docs/quality.md.
+_FURTHER = 8.0  # a matrix's tangent, of that of round-to-nearest; a row's, of its matrix's
+_LEAST_TANGENT = 0.004  # that counts as one of round-to-nearest, whose error may be zero
+_CHANCE = 4.0  # standard deviations of the cosine of unrelated numbers
+_GAIN = (4.0, 0.002, 0.64)  # logarithm of the gain: of the squared tangent, beside it, at most
+_SKETCH = (8, 256)  # rows and columns that tell one expert's matrix from another's
+
 
 def measure(
     stack: DecodedStack, source: torch.Tensor | None, schema: WeightSchema, param_dtype: str, misread: int | None = None
@@ -181,6 +188,77 @@ def _sums_of_stack(
         columns[4], index = torch.where(power > 0, error / power, 0.0).max(1)
         columns[5] = index.double()
     return torch.stack(columns, 1)
+
+
+def row_sums(
+    stack: DecodedStack, source: torch.Tensor, schema: WeightSchema, param_dtype: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of w**2, d**2 and w * d of each row, float64 [E, N, 3]; and some decoded weights, the sketch, [E, n]."""
+    num_experts, num_rows, _ = stack.codes.shape
+    if not has_loops(stack.codes.device):
+        decoded = decoded_weights(stack, schema, param_dtype)
+        return _row_sums(source, decoded), sketch(decoded)
+    sums, sketches = [], []
+    chosen = _sketched_rows(num_rows)
+    for expert in range(num_experts):
+        parts, rows = [], []
+        for begin, values in decoded_rows(stack, schema, param_dtype, expert):
+            decoded = torch.from_numpy(values)
+            parts.append(_row_sums(source[expert, begin : begin + len(values)], decoded))
+            rows += [decoded[row - begin, : _SKETCH[1]].clone() for row in chosen if 0 <= row - begin < len(values)]
+        sums.append(torch.cat(parts))
+        sketches.append(torch.cat(rows))
+    return torch.stack(sums), torch.stack(sketches)
+
+
+def _row_sums(weights: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
+    w, d = weights.double(), decoded.double()
+    return torch.stack([w.square().sum(-1), d.square().sum(-1), (w * d).sum(-1)], -1)
+
+
+def _sketched_rows(num_rows: int) -> list[int]:
+    return sorted({int(row) for row in np.linspace(0, num_rows - 1, _SKETCH[0])})
+
+
+def sketch(weights: torch.Tensor) -> torch.Tensor:
+    """Return some weights of each matrix [E, N, K], float32 [E, n]."""
+    return weights[:, _sketched_rows(weights.size(1)), : _SKETCH[1]].float().flatten(1)
+
+
+def tangents(sums: Array) -> Array:
+    """Tangent of the angle between w and d, of sums [..., 3] of w**2, d**2, w * d; 0 if both are zero."""
+    power, decoded, dot = np.moveaxis(sums, -1, 0)
+    with np.errstate(all="ignore"):
+        found = np.sqrt(np.maximum(power * decoded - dot**2, 0)) / dot
+    return np.where((power == 0) & (decoded == 0), 0.0, np.where(dot > 0, found, np.inf))
+
+
+def strays(found: Array, rounded: Array, num_columns: int) -> Iterator[tuple[str, str, str]]:
+    """Yield what, expected, found where a calibrated matrix is not the source's, as far as a calibration may go.
+
+    found, rounded: row sums [N, 3] of it and of round-to-nearest. Angles do not tell a scale: the gain does.
+    """
+    totals, of_rounding = found.sum(0), rounded.sum(0)
+    tangent, nearest = float(tangents(totals)), max(float(tangents(of_rounding)), _LEAST_TANGENT)
+    cosine, least = 1 / math.hypot(1, tangent), 1 / math.hypot(1, _FURTHER * nearest)
+    if cosine < least - _CHANCE / math.sqrt(len(found) * num_columns):
+        yield "The calibrated weights are not the source's.", f"cosine >= {least:.4f}", f"{cosine:.4f}"
+        return
+    if totals[2] > 0 < of_rounding[2]:
+        gain = totals[2] / of_rounding[2]
+        limit = min(_GAIN[0] * tangent**2 + _GAIN[1], _GAIN[2])
+        if abs(math.log(gain)) > limit:
+            texts = f"within a factor of {math.exp(limit):.4f}", f"{gain:.4f} times round-to-nearest's"
+            yield "The calibrated weights are larger or smaller than the source's.", *texts
+    of_rows = tangents(found)
+    limits = _FURTHER * np.maximum(max(tangent, nearest), tangents(rounded))
+    chance = _CHANCE * (1 - cosine**2) / math.sqrt(num_columns)  # that a sound row lies further out than its matrix
+    far = 1 / np.hypot(1, of_rows) < 1 / np.hypot(1, limits) - chance
+    if far.any():
+        row = int(far.argmax())
+        texts = f"cosine >= {1 / math.hypot(1, limits[row]):.4f}", f"{1 / math.hypot(1, of_rows[row]):.4f}"
+        what = "Rows of the calibrated weights are not the source's."
+        yield what, texts[0], f"{texts[1]} in row {row}; {int(far.sum())} of {len(far)} rows"
 
 
 def figures_of(row: Sequence[float], stack: DecodedStack, schema: WeightSchema, *, has_source: bool) -> Figures:

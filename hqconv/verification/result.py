@@ -16,6 +16,7 @@ PASS, FAIL, SKIPPED = "pass", "fail", "skipped"
 OTHER_SOURCE = "The source is another one than the artifact was converted from."
 NO_EXPERT = "No expert has the source's weights: the source is probably another model, or another version of it."
 OF_ANOTHER_SOURCE = (OTHER_SOURCE, NO_EXPERT)  # other findings of a check follow from these
+ERRORS_OF_WEIGHTS = "Errors are those of weights, which a calibration makes larger for smaller ones of outputs"
 MAX_PER_KIND = 50  # listed findings of one kind; a damaged layer has as many as it has experts
 
 

@@ -25,11 +25,11 @@ from hqconv.models.source_protocol import Source
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.input_schema import KernelSpec
-from hqconv.schemas.options import CHECKS, refuse_unknown_checks
+from hqconv.schemas.options import CHECKS, GPTQ, refuse_unknown_checks
 from hqconv.verification.against_source import Lineage
 from hqconv.verification.files import check_files
 from hqconv.verification.kernel import check_kernel, other_layout, warm_kernels
-from hqconv.verification.result import MAX_ERROR, CheckResult, VerificationReport
+from hqconv.verification.result import ERRORS_OF_WEIGHTS, MAX_ERROR, CheckResult, VerificationReport
 from hqconv.verification.tolerances import kind_of_inputs
 from hqconv.verification.weights import check_weights, layer_bytes
 
@@ -46,6 +46,7 @@ def check_error(artifact: Artifact, weights: CheckResult | None, limit: float) -
     recorded = artifact.manifest.errors()
     measured = {} if weights is None else weights.measured
     result.notes.append(f"the manifest's errors of {plural(len(recorded), 'layer')}")
+    result.notes += [ERRORS_OF_WEIGHTS] * (artifact.spec.encoding.quantizer == GPTQ)
     figures = [measures for layer in measured.values() for measures in layer.values() if isinstance(measures, Mapping)]
     if any("relative_error" in measures for measures in figures):
         result.notes.append(f"and those measured against the source, of {plural(len(measured), 'layer')}")

@@ -36,7 +36,7 @@ from hqconv.verification.experts import Batches, LayerCheck, Original, Outcome, 
 from hqconv.verification.figures import check_recorded, check_search, summarize
 from hqconv.verification.fused_exponents import folding_bytes
 from hqconv.verification.rank_headers import check_source_scales
-from hqconv.verification.result import NO_EXPERT, CheckResult, Finding
+from hqconv.verification.result import ERRORS_OF_WEIGHTS, NO_EXPERT, CheckResult, Finding
 
 _CLOSE = 0.9  # cosine of weights that were quantized once, to 2 bits or more
 _LEAST_COSINE = 0.5  # of weights that were quantized twice; 1 bit alone has 0.8
@@ -81,7 +81,7 @@ def check_weights(
     left_bytes = max_memory_bytes - (0 if staging is None else staging.host_bytes)
     num_workers = max(1, min(num_threads, left_bytes // need))
     of_source = [sources[layer.name] for layer in layers if layer.name in sources] if sources else []
-    num_experts = num_wrong = num_again = 0
+    num_experts = num_wrong = num_again = num_calibrated = 0
     batches = None if staging is None else Batches(staging)
     with batches or nullcontext(), fetched_layers(source, of_source, cache or CachePolicy()) as fetched:
 
@@ -102,6 +102,7 @@ def check_weights(
                 _conclude(check, checked, result)
                 fetched.release(check.layer.name)
                 num_experts += len(checked)
+                num_calibrated += check.original is not None and check.original.is_calibrated
                 num_wrong += sum(bool(outcome.findings) for outcome in checked)
     if source is not None:
         _name_other_source(artifact, source, num_experts, num_wrong, result)
@@ -109,6 +110,10 @@ def check_weights(
     result.notes += [_note(batches, num_again, num_experts), *_misread_notes(result)]
     looked_at = f"{len(layers)} of {plural(len(artifact.layers), 'layer')}"
     result.notes.insert(0, f"{looked_at} {against(artifact, layers, None if other_codes else source)}")
+    bounded = (
+        f"{plural(num_calibrated, 'layer')} held to bounds around the source's weights: a calibration is not repeated"
+    )
+    result.notes += [f"{bounded}. {ERRORS_OF_WEIGHTS}"] * (num_calibrated > 0)
     result.notes += [f"not compared with the source, whose codes are others: {other_codes}"] * bool(other_codes)
     return result
 
@@ -301,9 +306,9 @@ def _original(
         what = "The recorded order of intermediate columns is not that of the conversion."
         where = f"{names.MANIFEST}: {layer.name}: intermediate_order"
         findings.append(Finding(where, what, str(order), str(artifact.layers[layer.name].intermediate_order)))
-    # A calibration cannot be repeated here.
+    # A calibration cannot be repeated here: its weights must be the source's within bounds.
     may_differ = options.quantizer == GPTQ and not encoding.keeps_codes
-    return Original(source, found, encoding, is_comparable=not may_differ)
+    return Original(source, found, encoding, is_comparable=not may_differ, is_calibrated=may_differ)
 
 
 def _working_bytes(layer: MoeLayer, schema: WeightSchema, quantizer: str) -> int:
@@ -334,6 +339,7 @@ def _conclude(check: LayerCheck, outcomes: Sequence[Outcome], result: CheckResul
     if not check.is_compared or is_good:  # the comparison with the source names faults better
         check_content(check.artifact, check.layer.name, [one.content for one in outcomes], result)
     _name_swapped(check.layer, outcomes, result)
+    _name_nearer(check.layer, outcomes, result)
     figures = {
         role: [outcome.figures[role] for outcome in outcomes if role in outcome.figures] for role in check.layer.roles
     }
@@ -372,3 +378,22 @@ def _name_swapped(layer: MoeLayer, outcomes: Sequence[Outcome], result: CheckRes
                 where = f"layer {layer.name}, {role} of expert {expert}"
                 what = "An expert has another one's weights: experts are swapped."
                 result.add(where, what, f"expert {expert}'s", f"expert {owner}'s")
+
+
+def _name_nearer(layer: MoeLayer, outcomes: Sequence[Outcome], result: CheckResult) -> None:
+    """Add findings for calibrated matrices that are much nearer to another matrix of the source than to their own."""
+    for roles in (("w1", "w3"), ("w2",)):
+        places = [(role, e) for e, one in enumerate(outcomes) for role in roles if role in one.sketches]
+        if len(places) < 2:
+            continue
+        theirs, ours = (torch.stack([outcomes[e].sketches[role][n] for role, e in places]).double() for n in (0, 1))
+        cosines = torch.nn.functional.normalize(ours) @ torch.nn.functional.normalize(theirs).T
+        squares = torch.where(cosines > 0, 1 / cosines.square().clamp_max(1) - 1, torch.inf)  # of tangents
+        least, nearest = squares.min(1)
+        for (role, expert), own, other, place in zip(
+            places, squares.diagonal().tolist(), least.tolist(), nearest.tolist(), strict=True
+        ):
+            if other < own / 2:
+                what = "An expert has another one's weights, or another projection's."
+                texts = (f"{r} of expert {e}" for r, e in ((role, expert), places[place]))
+                result.add(f"layer {layer.name}, {role} of expert {expert}", what, *texts)
