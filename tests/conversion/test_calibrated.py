@@ -23,6 +23,7 @@ from hqconv.planning.layer_encoding import CALIBRATION_VERSION
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.options import LayerChoice, Override
 from hqconv.schemas.weight_schema import resolve_schema
+from tests.make.calibrated import OPTIONS, write_text
 from tests.make.conversions import assert_verified, check, manifest, run
 from tests.make.damage import Damaged
 from tests.make.decodable import QUANTIZED, write_quantized
@@ -31,8 +32,6 @@ from tests.make.gguf_models import write, write_recorded
 from tests.make.hub_server import serve, use
 from tests.make.tensors import snapshot
 from tests.make.tokenizer import write_tokenizer
-
-OPTIONS: dict[str, Any] = {"calibrate_tokens": 48, "calibrate_context": 16}
 
 
 @pytest.fixture(scope="module")
@@ -118,11 +117,6 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tokenizer(folder / "src")
     write_text(folder / "text")
     return folder
-
-
-def write_text(path: Path, count: int = 80) -> Path:
-    path.write_text(" ".join(str(3 + i * 7 % 60) for i in range(count)))
-    return path
 
 
 @pytest.fixture

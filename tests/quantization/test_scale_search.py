@@ -25,7 +25,7 @@ from hqconv.quantization.quantized import QuantizedStack
 from hqconv.quantization.scale_search import Ladder, search, sweep_each
 from hqconv.schemas.options import MSE, RTN
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
-from tests.calibration.test_gptq import correlated
+from tests.make.calibrated import correlated
 from tests.make.effort import num_examples
 from tests.make.matrices import RARE_SCHEMAS, SCHEMAS, any_schema, hard_matrix
 from tests.make.tensors import assert_same, same_bits

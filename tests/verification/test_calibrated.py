@@ -15,8 +15,7 @@ from hqconv.quantization.quantize import quantize_stacks
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.weight_schema import resolve_schema
 from hqconv.verification.figures import _row_sums, strays
-from tests.calibration.test_gptq import SCHEMAS, correlated, decoded, products_of
-from tests.conversion.test_calibrated import OPTIONS, write_text
+from tests.make.calibrated import OPTIONS, SCHEMAS, correlated, decoded, products_of, write_text
 from tests.make.conversions import assert_verified, check, run, schema_of
 from tests.make.families import save_family
 from tests.make.tokenizer import write_tokenizer
