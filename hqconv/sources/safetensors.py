@@ -123,7 +123,7 @@ class SafetensorsSource:
         sets = {checkpoint_files.set_of(file.name) for file in self.files} - {None}
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
             for other, found in zip(others, pool.map(tensors, others), strict=True):
-                twice = next((name for name in found if name in self.tensors), None)
+                twice = min((name for name in found if name in self.tensors), default=None)
                 if twice is not None:
                     one = self.files[self.tensors[twice].file].name
                     raise checkpoint_files.tensor_in_two_files(twice, one, other)
@@ -162,7 +162,7 @@ class SafetensorsSource:
         for _, refs, _ in read:
             twice = tensors.keys() & refs.keys()
             if twice:
-                name = next(name for name in refs if name in twice)
+                name = min(twice)
                 one, other = names[tensors[name].file], names[refs[name].file]
                 raise checkpoint_files.tensor_in_two_files(name, one, other)
             tensors |= refs

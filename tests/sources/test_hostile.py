@@ -205,11 +205,15 @@ DECLARED: dict[str, Case] = {
         rf"zero points(?s:.*){LAYER}\.\d\.\w+\.qzeros",
     ),
     "nvfp4 as fp8": ("nvfp4", quantization(quant_algo="FP8"), r"0\.\w+\.weight(_scale)?\n"),
-    "sizes": ("fp8_blocks", config(moe_intermediate_size=512), r"0\.\w+\.weight\n(?s:.*)moe_intermediate_size 512"),
+    "sizes": (
+        "fp8_blocks",
+        config(moe_intermediate_size=512),
+        r"0\.\w+\.weight\n(?s:.*)\[512, 256\](?s:.*)sizes of config",
+    ),
     "sizes of a stack": (
         "gpt_oss_mxfp4",
         config(intermediate_size=512),
-        r"experts\.gate_up_proj_blocks\n(?s:.*)share of \[4, 512, 8, 16\](?s:.*)intermediate_size 512",
+        r"experts\.gate_up_proj_blocks\n(?s:.*)share of \[4, 512, 8, 16\](?s:.*)sizes of config",
     ),
 }
 
