@@ -110,7 +110,7 @@ NUM_FIGURES = 9  # of a row of `measure`
 _FURTHER = 8.0  # a matrix's tangent, of that of round-to-nearest; a row's, of its matrix's
 _LEAST_TANGENT = 0.004  # that counts as one of round-to-nearest, whose error may be zero
 _CHANCE = 4.0  # standard deviations of the cosine of unrelated numbers
-_GAIN = (4.0, 0.002, 0.64)  # logarithm of the gain: of the squared tangent, beside it, at most
+_GAIN = (6.0, 0.002, 0.64)  # logarithm of the gain: of the squared tangent, beside it, at most
 _SKETCH = (8, 256)  # rows and columns that tell one expert's matrix from another's
 
 

@@ -135,7 +135,9 @@ from hqconv import api
 from hqconv.cli import app
 words = json.loads(sys.argv.pop(1))
 words["out"] = sys.argv[4]
-report = types.SimpleNamespace(to_dict=lambda: words, warnings=["The gr\\u00f6\\u00dfe of it."], profile={})
+report = types.SimpleNamespace(
+    to_dict=lambda: words, warnings=["The gr\\u00f6\\u00dfe of it."], profile={}, is_complete=True, over_max_kl=False
+)
 api.convert = lambda **_: report
 from hqconv.__main__ import main
 main()
