@@ -320,7 +320,7 @@ def _num_bytes_left(plan: ConversionPlan, place: Path | None) -> int:
 
 
 def _occupied(out: Path, *, is_unfinished: bool, goes_on: bool) -> str | None:
-    """What keeps a conversion to `out` from its start. goes_on: with --resume or --overwrite."""
+    """Obstacles to a conversion into `out`. goes_on: with --resume or --overwrite."""
     if out.exists() and not out.is_dir():
         return "a file"
     if is_unfinished or is_artifact(out):
