@@ -288,7 +288,8 @@ class _Conversion:
             encode = partial(encode_to_runs, inputs_of=self.inputs.of)
             for layer in _calibrated_layers(missing):
                 self.inputs.expect(layer.layer, num_batches(layer, self.staging.num_experts))
-        with bounded_gpu(self.resources, "Then go on with --resume."):
+        is_calibrated = self.plan.spec.encoding.calibration is not None
+        with bounded_gpu(self.resources, "Then go on with --resume.", is_calibrated=is_calibrated):
             executor = Executor(
                 self.source,
                 folder.root,

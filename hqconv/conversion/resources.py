@@ -19,6 +19,7 @@ from hqconv.schemas.options import GPTQ, RTN
 if TYPE_CHECKING:
     import torch
 
+_ONE = "One expert"
 _CUDA_LANES = 3  # one copies in, one computes, one copies out
 _CPU_LANES = 4  # with at least twice as many threads; the other threads help the lanes
 _SLOTS_PER_LANE = 2
@@ -254,21 +255,22 @@ def _calibrated_bytes(planned: MoeLayerPlan, num_experts: int) -> int:
     return 2 * _CALIBRATED_BYTES * num_experts * hidden * inner + products + rows
 
 
-def _check_fits(option: str, need: int, limit: int, what: str, subject: str = "One expert") -> None:
+def _check_fits(option: str, need: int, limit: int, what: str, subject: str = _ONE) -> None:
     if need > limit:
         raise RequestError(
             f"{subject} does not fit into the {what} limit.",
             where=option,
             expected=f"at least {need / 2**20:.0f} MiB for this model",
             found=f"{limit / 2**20:.0f} MiB",
-            remedy="Allow more, free some, or use --device cpu: the bytes are the same."
+            remedy="Allow more, free some, or use --device cpu"
+            + (": the bytes are the same." if subject == _ONE else ".")
             if "GPU" in what
             else f"Allow more with {option}.",
         )
 
 
 @contextmanager
-def bounded_gpu(resources: Resources, go_on: str) -> Iterator[None]:
+def bounded_gpu(resources: Resources, go_on: str, *, is_calibrated: bool = False) -> Iterator[None]:
     """Limit torch's memory on a GPU, and raise as `explained_gpu_memory`.
 
     Memory that torch holds already in this process, such as a caller's own model, does not count.
@@ -283,7 +285,10 @@ def bounded_gpu(resources: Resources, go_on: str) -> Iterator[None]:
     allowed = torch.cuda.memory_reserved(resources.device) + bound
     torch.cuda.set_per_process_memory_fraction(min(before, allowed / total), resources.device)
     try:
-        remedy = f"Free the GPU, or use --device cpu: the bytes are the same. {go_on}"
+        elsewhere = (
+            "or use --device cpu from the beginning" if is_calibrated else "or use --device cpu: the bytes are the same"
+        )
+        remedy = f"Free the GPU, {elsewhere}. {go_on}"
         with explained_gpu_memory(resources.device, remedy, f"{bound / 2**20:.0f} MiB for the conversion"):
             yield
     finally:
