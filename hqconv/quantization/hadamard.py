@@ -21,7 +21,8 @@ def rotate(matrices: torch.Tensor, block: int) -> torch.Tensor:
     """Rotate [..., K] in blocks of `block` columns, a power of two that divides K; the dtype and device stay.
 
     Sums and differences in float32, of columns 1, 2, 4 … apart, then one product, rounded once more to the dtype where
-    that is narrower: Humming's order (process_input/hadamard.cuh), so that bits depend on nothing else.
+    that is narrower: Humming's order (process_input/hadamard.cuh), so that bits depend on nothing else. float64 is
+    rotated in float64.
     """
     assert block > 1
     assert block & (block - 1) == 0
@@ -31,12 +32,14 @@ def rotate(matrices: torch.Tensor, block: int) -> torch.Tensor:
     at_once = max(1, (_CUDA_NUMBERS if runs.is_cuda else _CPU_NUMBERS) // block)
     for begin in range(0, len(runs), at_once):
         part = slice(begin, begin + at_once)
-        out[part] = _rotated(runs[part].t().to(torch.float32, copy=True).contiguous()).t()
+        out[part] = _rotated(
+            runs[part].t().to(torch.promote_types(runs.dtype, torch.float32), copy=True).contiguous()
+        ).t()
     return out.view(matrices.shape)
 
 
 def _rotated(runs: torch.Tensor) -> torch.Tensor:
-    """Rotate float32 [block, runs] along its first dimension, in place; runs side by side make long loops."""
+    """Rotate float32 or float64 [block, runs] along its first dimension, in place; runs side by side make long loops."""
     block, apart = len(runs), 1
     while apart < block:
         pairs = runs.view(block // (2 * apart), 2, apart, -1)
@@ -45,4 +48,5 @@ def _rotated(runs: torch.Tensor) -> torch.Tensor:
         torch.sub(low, high, out=high)
         low.copy_(total)
         apart *= 2
-    return runs.mul_(float(np.float32(1 / math.sqrt(block))))
+    root = 1 / math.sqrt(block)
+    return runs.mul_(root if runs.dtype == torch.float64 else float(np.float32(root)))

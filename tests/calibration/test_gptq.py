@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
@@ -43,10 +45,12 @@ def test_a_rotated_matrix_is_fitted_to_rotated_inputs() -> None:
     bare = WeightSchema("b", "uint3", weight_scale_group_size=64)
     weights = torch.randn(1, 64, 128, generator=torch.Generator().manual_seed(4))
     x = correlated(500, 128, 5)
-    done = quantize_by_outputs([weights], schema, "bfloat16", products_of([x]))[0]
-    expected = quantize_by_outputs([rotate(weights, 64)], bare, "bfloat16", products_of([rotate(x, 64)]))[0]
-    share = (done.tensors["weight"] == expected.tensors["weight"]).double().mean()
-    assert share > 0.9  # products are rotated in float32, so that a few codes are others
+    q = torch.from_numpy(np.kron(np.eye(2), functools.reduce(np.kron, [[[1, 1], [1, -1]]] * 6) / 8))
+    products = products_of([x])
+    assert torch.allclose(products.rotated(64).fit, q.t() @ products.fit @ q, rtol=1e-12, atol=1e-9)
+    done = quantize_by_outputs([weights], schema, "bfloat16", products)[0]
+    expected = quantize_by_outputs([rotate(weights, 64)], bare, "bfloat16", products_of([x.double() @ q]))[0]
+    assert (done.tensors["weight"] == expected.tensors["weight"]).double().mean() > 0.99
     rounded = quantize_stacks([weights], schema, "bfloat16")[0]
     h, target = products_of([rotate(x, 64)]).fit, rotate(weights, 64)
     losses = [output_error(target, decoded(one, bare, (1, 64, 128)), h) for one in (done, rounded)]
