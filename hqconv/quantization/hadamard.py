@@ -39,7 +39,7 @@ def rotate(matrices: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def _rotated(runs: torch.Tensor) -> torch.Tensor:
-    """Rotate float32 or float64 [block, runs] along its first dimension, in place; runs side by side make long loops."""
+    """Rotate float [block, runs] along its first dimension, in place; runs side by side make long loops."""
     block, apart = len(runs), 1
     while apart < block:
         pairs = runs.view(block // (2 * apart), 2, apart, -1)
