@@ -1,14 +1,13 @@
-"""Prove on a GPU what tests can only compute: every schema, source format and check on the real kernels, and vLLM.
+"""Prove on a GPU what tests can only compute: every schema, source format and check on the real kernels.
 
     python scripts/check_gpu.py devices [--schemas mxfp4,int4]        CPU and CUDA write the same artifact
     python scripts/check_gpu.py kernels [--inputs a16|quantized|fp8,…] every schema through the fused-MoE kernel
     python scripts/check_gpu.py sources [--formats awq,gptq]          every source format: convert, verify, compare
     python scripts/check_gpu.py verify                                 damage has the same findings on both devices
-    python scripts/check_gpu.py serving [--schemas …] [--tp 2 [--ep]]  vLLM's answers, sleep, and kernels of `warm`
 
-Needs a CUDA device of the target architecture (`sources` runs without one as well), and `serving` vLLM
-(scripts/vllm_archive.py packs it for a machine without a network). Every case is a line, and a row of `--log FILE.md`.
-Exit code 1 where a case fails. `--jobs N`: processes at a time, as compiling kernels takes the time.
+Needs a CUDA device of the target architecture (`sources` runs without one as well); vLLM's answers are
+scripts/check_serving.py's. Every case is a line, and a row of `--log FILE.md`. Exit code 1 where a case fails.
+`--jobs N`: processes at a time, as compiling kernels takes the time.
 """
 
 from __future__ import annotations
@@ -16,11 +15,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import itertools
-import json
 import multiprocessing
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,7 +33,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import hqconv
 from hqconv.kernel_layout.compatibility import why_not
-from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.input_schema import INPUT_PRESETS, KernelSpec, resolve_inputs
 from hqconv.schemas.weight_schema import PRESETS, resolve_schema
@@ -51,7 +46,7 @@ SCHEMAS = (
     *("int4-g64-zp", "int3-g64", "int4-g128-fpzp", "int7-c", "int8-g128-zp", "int4-c", "int4-g128-zp", "int2", "int5"),
     *("int4-g32-e4m3", "int4-g16-e4m3", "int4-g32-e4m3-row", "fp4-g32-e4m3", "fp4-g32-e8m0-row"),
 )
-SERVED = ("mxfp4", "int4", "fp8", "fp8-block", "int8", "nvfp4", "int4-g64-zp")
+DAMAGED = ("mxfp4", "int4", "fp8", "fp8-block", "int8", "nvfp4", "int4-g64-zp")
 ROUND_ROBIN: dict[str, Any] = {"tp": 2, "ep": 3, "expert_placement": "round_robin", "redundant_experts": 2}
 GRIDS: tuple[dict[str, Any], ...] = (
     *({"tp": tp, "ep": ep} for tp in (1, 2) for ep in (1, 3)),
@@ -64,7 +59,6 @@ KERNEL_GRIDS: tuple[tuple[int, dict[str, Any]], ...] = (
     (352, {"tp": 2, "tp_split": "groups"}),
 )
 FIGURES = ("rounded_kernel", "rounded_channel", "kernel", "channel", "against_source")
-START_S = 300.0  # no start of a server takes longer
 Row = tuple[str, ...]
 Case = Callable[[Path], list[str]]  # cells of a row; an exception is a failure
 
@@ -201,85 +195,12 @@ def verify(schema: str, work: Path) -> list[str]:
     return ["same findings", f"CPU {min(seconds[::2]):.1f} s, CUDA {min(seconds[1::2]):.1f} s"]
 
 
-# --- serving -----------------------------------------------------------------------------------------------
-
-# One engine: its answers to four prompts, again after each kind of sleep, and how many kernels were compiled.
-SERVER = """
-import json, os, sys, time
-from pathlib import Path
-job = json.loads(sys.argv[1])
-from vllm import LLM, SamplingParams
-words = dict(skip_tokenizer_init=True, enforce_eager=True, max_model_len=512, max_num_seqs=8, seed=0,
-             enable_prefix_caching=False, kv_cache_memory_bytes=2 << 30, gpu_memory_utilization=0.3,
-             tensor_parallel_size=job["tp"], enable_expert_parallel=job["ep"], enable_sleep_mode=job["sleeps"])
-begun = time.monotonic()
-llm = LLM(job["model"], **words)
-sampling = SamplingParams(temperature=0, max_tokens=32, logprobs=5, ignore_eos=True, detokenize=False)
-def ask():  # one at a time: what is computed together would depend on when each one arrives
-    prompts = [[1, *range(first, first + 20)] for first in (3, 40, 77, 114)]
-    outputs = [llm.generate([{"prompt_token_ids": p}], sampling, use_tqdm=False)[0].outputs[0] for p in prompts]
-    return [[[t, lp[t].logprob] for t, lp in zip(o.token_ids, o.logprobs)] for o in outputs]
-found = {"start_s": time.monotonic() - begun, "answers": ask()}
-for level in (1, 2) if job["sleeps"] else ():
-    llm.sleep(level)
-    llm.wake_up(["weights"])
-    if level == 2:
-        llm.collective_rpc("reload_weights")
-    llm.wake_up(["kv_cache"])
-    found[f"sleep {level}"] = ask()
-cache = Path(os.environ["HUMMING_CACHE_DIR"])
-found["num_kernels"] = len(list(cache.glob("*/kernel.cubin")))  # with those that were put there
-Path(job["report"]).write_text(json.dumps(found))
-os._exit(0)
-"""
-
-
-def serve(model: Path, work: Path, args: argparse.Namespace, *, sleeps: bool = False, kernels: str = "0") -> Any:
-    """Start vLLM on a model with an empty cache of kernels; what it reports."""
-    scratch = Path(tempfile.mkdtemp(dir=work))
-    job = {"model": str(model), "report": str(scratch / "report"), "tp": args.tp, "ep": args.ep, "sleeps": sleeps}
-    environment = {**os.environ, "HUMMING_CACHE_DIR": str(scratch / "cache"), "HQCONV_WARM_KERNELS": kernels}
-    environment["PYTHONPATH"] = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])
-    (scratch / "cache").mkdir()
-    with (scratch / "log").open("w") as log:
-        command = [sys.executable, "-c", SERVER, json.dumps(job)]
-        subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=START_S, check=False)
-    if not (scratch / "report").exists():
-        lines = (scratch / "log").read_text(errors="replace").splitlines()
-        raise AssertionError([line for line in lines if "Error" in line][-3:] or lines[-5:])
-    return json.loads((scratch / "report").read_text())
-
-
-def serving(schema: str, args: argparse.Namespace, work: Path) -> list[str]:
-    """Serve the kernel layout; answers must be those of the checkpoint layout where stock vLLM serves it."""
-    source = make_source(work / "source", hidden=1024, intermediate=768, layers=3, experts=16, vocab=512, top_k=4)
-    out, ranks = work / "kernel", {"ep": args.tp} if args.ep else {"tp": args.tp}
-    words: dict[str, Any] = {"schema": schema, "target": target_here().name, "device": "cuda"}
-    hqconv.convert(source, out, **words, **ranks, allow_unserved=True)
-    mine = serve(out, work, args, sleeps=True)
-    assert mine["answers"] == mine["sleep 1"] == mine["sleep 2"], "other answers after sleep"
-    cells = [f"start {mine['start_s']:.0f} s"]
-    if ENGINE.checkpoint_layout_obstacle(resolve_schema(schema), "bfloat16") is None:
-        hqconv.convert(source, work / "stock", **words, layout="checkpoint")
-        assert serve(work / "stock", work, args)["answers"] == mine["answers"], (
-            "other answers than the checkpoint layout"
-        )
-        cells.append("same answers as the checkpoint layout")
-    command = [sys.executable, "-m", "hqconv", "warm", str(out), "--kernels", str(work / "warm"), "-q"]
-    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(REPO)})
-    num_warm = len(list((work / "warm").rglob("*.cubin")))
-    warm = serve(out, work, args, kernels=str(work / "warm"))
-    assert warm["answers"] == mine["answers"], "other answers with kernels of hqconv warm"
-    assert warm["num_kernels"] == num_warm, f"{num_warm} of {warm['num_kernels']} kernels were warm"
-    return [*cells, f"with {num_warm} kernels of hqconv warm {warm['start_s']:.0f} s"]
-
-
 # --- the command -------------------------------------------------------------------------------------------
 
 
 def cases_of(args: argparse.Namespace) -> dict[Row, Case]:
     """The cases of a subcommand, by the first cells of their rows."""
-    schemas = args.schemas.split(",") if args.schemas else SERVED if args.what in ("serving", "verify") else SCHEMAS
+    schemas = args.schemas.split(",") if args.schemas else DAMAGED if args.what == "verify" else SCHEMAS
     if args.what == "devices":
         return {(s, d): partial(devices, s, d) for s in schemas for d in ("bfloat16", "float16")}
     if args.what == "kernels":
@@ -289,9 +210,7 @@ def cases_of(args: argparse.Namespace) -> dict[Row, Case]:
         needs = {name: FORMATS[name].needs for name in names}
         there = [name for name in names if not needs[name] or importlib.util.find_spec(needs[name]) is not None]
         return {(n, s): partial(sources, n, s) for n in there for s in ("source", FORMATS[n].target)}
-    if args.what == "verify":
-        return {(schema,): partial(verify, schema) for schema in schemas}
-    return {(schema,): partial(serving, schema, args) for schema in schemas}
+    return {(schema,): partial(verify, schema) for schema in schemas}
 
 
 def run(name: Row, case: Case) -> tuple[Row, bool]:
@@ -311,16 +230,19 @@ def run(name: Row, case: Case) -> tuple[Row, bool]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Check everything; exit 1 on any failure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("devices", "kernels", "sources", "verify", "serving"))
+    parser.add_argument("what", choices=("devices", "kernels", "sources", "verify"))
     parser.add_argument("--schemas", default="")
     parser.add_argument("--inputs", default="a16")
     parser.add_argument("--formats", default="")
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--ep", action="store_true")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--log", type=Path, default=None)
     args = parser.parse_args(arguments)
     cases = cases_of(args)
+    finish(args.what, cases, args)
+
+
+def finish(what: str, cases: dict[Row, Case], args: argparse.Namespace) -> None:
+    """Run the cases, write the log, and exit."""
     if args.jobs == 1:
         done = [run(name, case) for name, case in cases.items()]
     else:
@@ -329,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.log:
         where = torch.cuda.get_device_name() if torch.cuda.is_available() else "without a GPU"
         lines = "".join(f"| {' | '.join(row)} |\n" for row, _ in done)
-        args.log.write_text(f"check_gpu.py {args.what}: {where}, torch {torch.__version__}\n\n{lines}")
+        args.log.write_text(f"{Path(sys.argv[0]).name} {what}: {where}, torch {torch.__version__}\n\n{lines}")
     sys.exit(0 if done and all(passed for _, passed in done) else 1)
 
 

@@ -1,0 +1,317 @@
+"""Prove on a GPU, with vLLM, that artifacts are served right; and measure starts and tokens per second.
+
+    python scripts/check_serving.py layouts [--schemas mxfp4,…] [--tp 2 [--ep]]  answers of both layouts; sleep; warm
+    python scripts/check_serving.py model DIR --calibrate TEXT --text TEXT       a real model: perplexity, answer, speed
+    python scripts/check_serving.py reload [--schemas …]                         new weights in place, as in RL
+    python scripts/check_serving.py starts                                       with and without `hqconv warm`
+
+`model` takes a checkpoint of scripts/real_model.py and its two texts. `starts` is for a checkpoint that was not made by
+hqconv. vLLM for a machine without a network: scripts/vllm_archive.py. Every case is a line, and a row of
+`--log FILE.md`. Exit code 1 where a case fails. `--jobs N`: cases at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import hqconv
+from hqconv.artifact.load import load_layer
+from hqconv.calibration.transformers_model import read_text
+from hqconv.schemas.artifact_names import MANIFEST
+from hqconv.schemas.engine import ENGINE
+from hqconv.schemas.weight_schema import resolve_schema
+from scripts.bench import make_source
+from scripts.check_gpu import REPO, Case, Row, finish, target_here
+
+SERVED = ("mxfp4", "int4", "fp8", "fp8-block", "int8", "nvfp4", "int4-g64-zp")
+PROMPT = "The capital of France is"
+NUM_CALIBRATED, NUM_HELD_OUT, CONTEXT = 14_336, 8_192, 512
+EAGER: dict[str, Any] = {"enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 8, "gpu_memory_utilization": 0.1}
+# Decoding in a CUDA graph, without torch's compiler.
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 64]}
+FAST: dict[str, Any] = {"compilation_config": GRAPHS, "max_model_len": 1024, "max_num_seqs": 64}
+FAST |= {"max_num_batched_tokens": 2048, "gpu_memory_utilization": 0.1}
+START_S = 300.0  # no engine takes longer
+PERPLEXITY_BOUND = 1.01
+PROMPTS = [[1, *range(first, first + 20)] for first in (3, 40, 77, 114)]
+
+
+def serve(
+    model: Path, work: Path, engine: Mapping[str, Any], *, cache: Path | None = None, kernels: str = "0", **job: Any
+) -> Any:
+    """Run scripts/one_server.py on a model; what it reports. cache: of kernels; None: a new one, empty."""
+    scratch = Path(tempfile.mkdtemp(dir=work))
+    cache = cache or scratch / "cache"
+    cache.mkdir(exist_ok=True)
+    environment = {**os.environ, "HUMMING_CACHE_DIR": str(cache), "HQCONV_WARM_KERNELS": kernels}
+    environment["PYTHONPATH"] = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])
+    if engine.get("tensor_parallel_size", 1) == 1:
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    report, path = scratch / "report", scratch / "job.json"
+    job |= {"model": str(model), "engine": dict(engine), "report": str(report), "begun": time.time()}
+    path.write_text(json.dumps(job))
+    with (scratch / "log").open("w") as log:
+        command = [sys.executable, str(REPO / "scripts/one_server.py"), str(path)]
+        subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=START_S, check=False)
+    if not report.exists():
+        lines = (scratch / "log").read_text(errors="replace").splitlines()
+        raise AssertionError([line for line in lines if "Error" in line][-3:] or lines[-5:])
+    return json.loads(report.read_text())
+
+
+def command(*words: str, **environment: str) -> str:
+    """Run a command of hqconv; its output. Raises AssertionError with the end of what it said."""
+    words = (sys.executable, "-m", "hqconv", *words)
+    path = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, **environment}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, (shlex.join(words[2:5]), done.stderr[-400:])
+    return done.stdout
+
+
+# --- layouts -----------------------------------------------------------------------------------------------
+
+
+def layouts(schema: str, args: argparse.Namespace, work: Path) -> list[str]:
+    """Serve the kernel layout; answers must be those of the checkpoint layout where stock vLLM serves it."""
+    source = make_source(work / "source", hidden=1024, intermediate=768, layers=3, experts=16, vocab=512, top_k=4)
+    out, ranks = work / "kernel", {"ep": args.tp} if args.ep else {"tp": args.tp}
+    words: dict[str, Any] = {"schema": schema, "target": target_here().name, "device": "cuda"}
+    engine = {**EAGER, "tensor_parallel_size": args.tp, "enable_expert_parallel": args.ep}
+    hqconv.convert(source, out, **words, **ranks, allow_unserved=True)
+    mine = serve(out, work, {**engine, "enable_sleep_mode": True}, prompts=PROMPTS, sleeps=True)
+    assert mine["answers"] == mine["sleep 1"] == mine["sleep 2"], "other answers after sleep"
+    cells = [f"start {mine['started_s']:.0f} s"]
+    if ENGINE.checkpoint_layout_obstacle(resolve_schema(schema), "bfloat16") is None:
+        hqconv.convert(source, work / "stock", **words, layout="checkpoint")
+        stock = serve(work / "stock", work, engine, prompts=PROMPTS)
+        assert stock["answers"] == mine["answers"], "other answers than the checkpoint layout"
+        cells.append("same answers as the checkpoint layout")
+    command("warm", str(out), "--kernels", str(work / "warm"), "-q")
+    num_warm = len(list((work / "warm").rglob("*.cubin")))
+    warm = serve(out, work, engine, prompts=PROMPTS, kernels=str(work / "warm"))
+    assert warm["answers"] == mine["answers"], "other answers with kernels of hqconv warm"
+    assert warm["num_kernels"] == num_warm, f"{num_warm} of {warm['num_kernels']} kernels were warm"
+    return [*cells, f"with {num_warm} kernels of hqconv warm {warm['started_s']:.0f} s"]
+
+
+# --- model -------------------------------------------------------------------------------------------------
+
+
+def real_model(args: argparse.Namespace, work: Path) -> list[str]:
+    """Convert and serve a real model in each schema, and as it is; perplexities must be `hqconv evaluate`'s."""
+    import transformers
+
+    text = read_text(transformers, args.model, [args.text], NUM_HELD_OUT)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
+    job: dict[str, Any] = {"prompts": [tokenizer(PROMPT)["input_ids"]], "sequences": text.sequences(CONTEXT)}
+    job |= {"speed": [1, 64], "gate": str(work / "gate"), "cache": work / "cache"}
+    schemas = args.schemas.split(",") if args.schemas else ["int4-g32-e4m3", "int3-g64-h64"]
+    with ThreadPoolExecutor(2 * len(schemas) + 1) as pool:
+        served = {"bf16": pool.submit(serve, args.model, work, FAST, **job)}
+        told = [pool.submit(calibrated, schema, args, work) for schema in schemas]
+        figures = dict(zip(schemas, (future.result() for future in told), strict=True))
+        served |= {schema: pool.submit(serve, work / schema, work, FAST, **job) for schema in schemas}
+        while _ready(work) < len(served) and not any(future.done() for future in served.values()):
+            time.sleep(0.2)
+        (work / "gate").touch()
+        reports = {name: future.result() for name, future in served.items()}
+    lines = []
+    expected = {name: one["artifact_figures"]["perplexity"] for name, one in figures.items()}
+    expected["bf16"] = figures[schemas[0]]["source_figures"]["perplexity"]
+    for name, report in reports.items():
+        found, wanted = math.exp(report["mean_nll"]), expected[name]
+        answer = tokenizer.decode([token for token, _ in report["answers"][0]][:12])
+        speed = ", ".join(f"{value:.0f} tokens/s for {n}" for n, value in report["tokens_per_s"].items())
+        kl = f", KL {figures[name]['kl']['mean']:.4f}" if name in figures else ""
+        lines.append(f"{name}: perplexity {found:.4f}, evaluate's {wanted:.4f}{kl}; {speed}; {answer!r}")
+        print(lines[-1], flush=True)
+    wrong = [name for name in reports if not _is_near(math.exp(reports[name]["mean_nll"]), expected[name])]
+    assert not wrong, f"other perplexities than evaluate's: {wrong}"
+    return lines
+
+
+def _ready(work: Path) -> int:
+    return len(list(work.glob("*/report.ready")))
+
+
+def _is_near(one: float, other: float) -> bool:
+    return max(one / other, other / one) <= PERPLEXITY_BOUND
+
+
+def calibrated(schema: str, args: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """Convert the real model with calibration; the document of its evaluation."""
+    out, sizes = str(work / schema), ["--calibrate-tokens", str(NUM_CALIBRATED), "--calibrate-context", str(CONTEXT)]
+    made = ["--calibrate", str(args.calibrate), *sizes] if args.calibrate else []
+    command("convert", str(args.model), "-o", out, "--schema", schema, *made, "--target", target_here().name, "-q")
+    words = ["--text", str(args.text), "--tokens", str(NUM_HELD_OUT), "--context", str(CONTEXT)]
+    document = json.loads(command("evaluate", out, "--source", str(args.model), *words, "--json"))
+    assert isinstance(document, dict)
+    return document
+
+
+# --- reload ------------------------------------------------------------------------------------------------
+
+
+def reload(schema: str, work: Path) -> list[str]:
+    """Give a server the experts of another training step in place; answers must be those of a new start with them."""
+    words: dict[str, Any] = {"schema": schema, "target": target_here().name, "device": "cuda"}
+    sizes = {"hidden": 1024, "intermediate": 768, "layers": 3, "experts": 16, "vocab": 512, "top_k": 4}
+    outs = [work / "first", work / "second"]
+    sources = [make_source(work / "source", **sizes), work / "trained"]
+    trained(*sources)
+    for source, out in zip(sources, outs, strict=True):
+        hqconv.convert(source, out, **words)
+    parameters = work / "parameters.safetensors"
+    save_file(
+        {
+            f"{layer}.routed_experts.{gemm}_{name}": tensor  # vLLM's name of the parameter
+            for layer in json.loads((outs[1] / MANIFEST).read_text())["blocks"]
+            for gemm, of in load_layer(outs[1], layer).items()
+            for name, tensor in of.tensors.items()
+        },
+        parameters,
+    )
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(serve, outs[0], work, EAGER, prompts=PROMPTS, weights=[str(parameters)])
+        second = pool.submit(serve, outs[1], work, EAGER, prompts=PROMPTS)
+        mine, fresh = first.result(), second.result()
+    [reloaded] = mine["reloaded"]
+    assert mine["answers"] != fresh["answers"], "both training steps give the same answers"
+    assert reloaded["answers"] == fresh["answers"], "other answers than a new start"
+    return [f"same answers as a new start, {parameters.stat().st_size / 1e6:.0f} MB in {reloaded['seconds']:.3f} s"]
+
+
+def trained(source: Path, out: Path) -> None:
+    """Copy a checkpoint with other experts: each is multiplied by noise."""
+    out.mkdir()
+    generator = torch.Generator().manual_seed(1)
+    for path in source.iterdir():
+        if path.suffix != ".safetensors":
+            (out / path.name).write_bytes(path.read_bytes())
+            continue
+        tensors = load_file(path)
+        for name, tensor in tensors.items():
+            if ".experts." in name:
+                noise = 1 + 0.3 * torch.randn(tensor.shape, generator=generator)
+                tensors[name] = (tensor.float() * noise).to(tensor.dtype)
+        save_file(tensors, out / path.name, {"format": "pt"})
+
+
+# --- starts ------------------------------------------------------------------------------------------------
+
+
+def starts(work: Path) -> list[str]:
+    """Time from a process's start to its first token, of a compressed-tensors checkpoint in stock vLLM."""
+    sizes = {"hidden": 2048, "intermediate": 768, "layers": 8, "experts": 64, "vocab": 2048, "top_k": 8}
+    source = make_source(work / "source", **sizes, distinct_layers=1)
+    packed(source)
+    gpu = ["--gpu", str(gpu_facts(work))]
+    cold = serve(source, work, EAGER)
+    cache = work / "warm"
+    begun = time.monotonic()
+    command("warm", str(source), *gpu, "-q", HUMMING_CACHE_DIR=str(cache), CUDA_VISIBLE_DEVICES="")
+    seconds = time.monotonic() - begun
+    num_warm = len(list(cache.glob("*/kernel.cubin")))
+    warm = serve(source, work, EAGER, cache=cache)
+    again = serve(source, work, EAGER, cache=cache)
+    assert warm["answers"] == cold["answers"], "other answers with kernels of hqconv warm"
+    told = [f"first token after {one['first_token_s']:.1f} s ({one['num_kernels']} kernels)" for one in (cold, warm)]
+    told[1] += f" with {num_warm} of hqconv warm, which took {seconds:.0f} s"
+    return [*told, f"second start {again['first_token_s']:.1f} s"]
+
+
+def packed(source: Path) -> None:
+    """Make the experts of a checkpoint those of compressed-tensors: 4 bits in groups of 128, any codes."""
+    path = source / "config.json"
+    config = json.loads(path.read_text())
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head", "re:.*self_attn.*", r"re:.*mlp\.gate$"],
+        "config_groups": {"group_0": group},
+    }
+    path.write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(0)
+    places: dict[str, str] = {}
+    for shard in sorted(source.glob("*.safetensors")):
+        found: dict[str, torch.Tensor] = {}
+        for name, tensor in load_file(shard).items():
+            if ".experts." not in name:
+                found[name] = tensor
+                continue
+            rows, columns = tensor.shape
+            codes = torch.randint(-(2**31), 2**31, (rows, columns // 8), dtype=torch.int64, generator=generator)
+            found[f"{name}_packed"] = codes.int()
+            found[f"{name}_scale"] = torch.full((rows, columns // 128), 0.005, dtype=torch.bfloat16)
+            found[f"{name}_shape"] = torch.tensor([rows, columns])
+        save_file(found, shard, {"format": "pt"})
+        places |= dict.fromkeys(found, shard.name)
+    index = source / "model.safetensors.index.json"
+    if index.exists():
+        index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+def gpu_facts(work: Path) -> Path:
+    """Write the facts of this machine's GPU, for a command that does not see it."""
+    path = work / "gpu.json"
+    words = [sys.executable, "-m", "hqconv.serving.warm.gpus"]
+    path.write_text(subprocess.run(words, cwd=REPO, check=True, capture_output=True, text=True).stdout)
+    return path
+
+
+# --- the command -------------------------------------------------------------------------------------------
+
+
+def cases_of(args: argparse.Namespace) -> dict[Row, Case]:
+    """The cases of a subcommand, by the first cells of their rows."""
+    if args.what == "layouts":
+        return {(s,): partial(layouts, s, args) for s in (args.schemas.split(",") if args.schemas else SERVED)}
+    if args.what == "reload":
+        return {(s,): partial(reload, s) for s in (args.schemas or "mxfp4").split(",")}
+    if args.what == "model":
+        return {("model",): partial(real_model, args)}
+    return {("compressed-tensors int4-g128",): starts}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Check everything; exit 1 on any failure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("layouts", "model", "reload", "starts"))
+    parser.add_argument("model", type=Path, nargs="?", help="folder of the real model")
+    parser.add_argument("--calibrate", type=Path)
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--schemas", default="")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--ep", action="store_true")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--log", type=Path, default=None)
+    args = parser.parse_args(arguments)
+    if args.what == "model" and not (args.model and args.text):
+        parser.error("`model` needs the model's folder and --text")
+    finish(args.what, cases_of(args), args)
+
+
+if __name__ == "__main__":
+    main()
