@@ -188,7 +188,7 @@ def convert(
     src: a model folder, a Hub repo id (at `revision`), GGUF files, an artifact. out: None for `./<model>-<schema>…`.
     options: see below; schemas may also be a `WeightSchema` or an `InputSchema`. A schema is needed, here or in a
     recipe. config: a recipe, i.e. a TOML file or the name of a packaged one; options that are given and not None win.
-    device: auto, cpu, cuda or cuda:N; the bytes are the same. max_memory, max_gpu_memory: bytes, or text such as
+    device: auto, cpu, cuda or cuda:N, as docs/api.md says. max_memory, max_gpu_memory: bytes, or text such as
     "4GiB". threads: None for all processors. resume: continue an interrupted conversion. overwrite: replace an
     artifact. update: leave an artifact of the same request and source, or resume it; replace any other.
     source_digests: hash the source's files, for the manifest. cache_limit: the most that is downloaded from the Hub at

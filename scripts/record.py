@@ -4,12 +4,18 @@
     python scripts/record.py golden         tests/golden/golden.json, *.npz: Humming's ops on hard inputs, on a GPU
     python scripts/record.py layouts        tests/golden/layouts.json: every kernel layout, on a GPU
     python scripts/record.py errors         hqconv/reports/measured/errors.json: errors of schemas, on the CPU
+    python scripts/record.py divergence     hqconv/reports/measured/divergence.json: KL of a real model, on a GPU
+                             [--schemas …] [--real FOLDER] [--texts FOLDER] [--jobs 8]
     python scripts/record.py speeds         hqconv/reports/measured/speeds.json: times of kernels on this GPU
                              [--schemas …] [--inputs a16,fp8,int8] [--tokens 1,16,64,8192] [--model NAME:E:K:H:I]
 
 Run the first three only where a change of bytes is meant: with the record, the change is in the commit. They print what
-differs from the record before. `hqconv schemas --for` ranks by errors and speeds. scripts/record_publishers.py records
+differs from the record before. `hqconv schemas --for` ranks by divergence. scripts/record_publishers.py records
 what other packages write.
+
+`divergence`: the model of `scripts/real_model.py FOLDER --texts FOLDER` is converted with every schema that its sizes
+allow, rounded to nearest and calibrated (14,336 tokens of calib.txt in contexts of 512), and evaluated on 8,192 tokens
+of held-out.txt. Other schemas on record stay.
 
 `speeds`: one layer with Gaussian weights is converted for each pair of schema and activations, and the time is that of
 w13, the activation and w2 with the quantization of their inputs, in CUDA graphs. Each step has other tokens, and copies
@@ -25,13 +31,16 @@ import datetime
 import itertools
 import json
 import math
+import multiprocessing
 import platform
 import statistics
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,10 +53,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import hqconv
 from hqconv.artifact.load import decoded_experts
 from hqconv.artifact.reader import Artifact
+from hqconv.errors import RequestError
 from hqconv.kernel_layout import fused_moe as moe
 from hqconv.kernel_layout.compatibility import why_not, why_overflow
 from hqconv.quantization.quantize import quantize_stacks
-from hqconv.reports.ranking import ERRORS, KINDS, SPEEDS
+from hqconv.reports.ranking import CALIBRATED, DIVERGENCE, ERRORS, KINDS, SPEEDS
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.gpu_target import GpuTarget
@@ -65,15 +75,27 @@ RANKED = (
     *PRESETS,
     *("int4-g32-e4m3", "int4-g32-e4m3-row", "int4-g16-e4m3", "fp4-g32-e4m3", "fp4-g32-e8m0-row", "int4-g64"),
     *("int4-g32", "int4-g128-zp", "int4-g64-zp", "int6-g128", "int5-g128", "int3-g64", "int3-g32-e4m3", "int2-g32-zp"),
+    *(
+        "int2-g64",
+        "int3-g64-h64",
+        "int3-g32-e4m3-h64",
+        "int2-g64-h64",
+        "mxfp4-h64",
+        "int4-g32-e4m3-h64",
+        "int4-g64-h64",
+    ),
+    "nvfp4-h64",
 )
 TIMED = (
     *("mxfp4", "nvfp4", "fp4-g32-e4m3", "int4-g32-e4m3", "int4-g16-e4m3", "int4-g32-e4m3-row"),
     *("int4-g64", "int4-g32", "int4", "int3-g64", "int3-g32-e4m3", "fp8", "int8", "mxfp8"),
+    *("int3-g64-h64", "int4-g32-e4m3-h64", "mxfp4-h64"),
 )
 ABOUT = "w13, activation and w2 of one layer with the quantization of their inputs, in CUDA graphs"
 LAYER, ACTIVATION, DTYPE = "model.layers.0.mlp.experts", Activation("silu"), "bfloat16"
 NUM_COMPARED = 32  # tokens of each batch size that are held to the reference
 NUM_REPLAYS = 30
+NUM_TOKENS = 14_336  # of a calibration of the real model
 L2_FACTOR = 4  # bytes of weights that are read before the same ones again, in sizes of the L2 cache
 Row = dict[str, Any]
 
@@ -167,6 +189,53 @@ def record_errors() -> None:
     about = "Relative errors (Frobenius) of matrices of 256 x 2048 in bfloat16; written by scripts/record.py"
     lines = ",\n".join(f'  "{name}": {json.dumps(errors_of(name))}' for name in RANKED)
     ERRORS.write_text(f'{{\n "about": {json.dumps(about)},\n "schemas": {{\n{lines}\n }}\n}}\n')
+
+
+# --- divergence --------------------------------------------------------------------------------------------
+
+
+def divergence_of(real: Path, schema: str, held_out: Path, calibrate: str | None, num_tokens: int) -> dict[str, float]:
+    """Convert and evaluate the real model: mean KL in nats, perplexities, and the share of equal top tokens."""
+    words: dict[str, Any] = {"calibrate": calibrate, "calibrate_tokens": num_tokens, "calibrate_context": 512}
+    words |= {"schema": schema, "target": "sm90", "threads": 2}
+    with tempfile.TemporaryDirectory() as folder:
+        found = hqconv.convert(real, Path(folder, "out"), evaluate=held_out, max_kl=1e6, **words).evaluation
+    assert found is not None
+    return {
+        "kl": round(found["kl"]["mean"], 6),
+        "perplexity": round(found["artifact_figures"]["perplexity"], 4),
+        "source_perplexity": round(found["source_figures"]["perplexity"], 4),
+        "same_token": round(found["top1_agreement"], 4),
+    }
+
+
+def record_divergence(args: argparse.Namespace) -> None:
+    """Measure every schema with and without a calibration, in several processes on one GPU; print each."""
+    document = json.loads(DIVERGENCE.read_text()) if DIVERGENCE.is_file() else {"schemas": {}}
+    texts = {CALIBRATED: str(args.texts / "calib.txt"), RTN: None}
+    with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
+        asked = [
+            (name, how, pool.submit(divergence_of, args.real, name, args.texts / "held-out.txt", text, NUM_TOKENS))
+            for name, (how, text) in itertools.product(args.schemas.split(","), texts.items())
+        ]
+        for name, how, done in asked:
+            try:
+                found = done.result()
+            except RequestError as error:
+                print(f"{name}: {error.what}", flush=True)
+                continue
+            print(name, how, json.dumps(found), flush=True)
+            document["schemas"].setdefault(name, {})[how] = found
+    document |= {
+        "about": "KL divergence of the next token's distribution from the 16-bit model; written by scripts/record.py",
+        "model": "SmolLM2-135M-Instruct with four experts (scripts/real_model.py)",
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "versions": {name: version(name) for name in ("hqconv", "torch", "transformers")},
+    }
+    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(one)}" for key, one in document.pop("schemas").items())
+    facts = "".join(f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in document.items())
+    DIVERGENCE.write_text(f'{{\n{facts} "schemas": {{\n{lines}\n }}\n}}\n')
 
 
 # --- speeds ------------------------------------------------------------------------------------------------
@@ -286,7 +355,7 @@ def measure_pair(spec: KernelSpec, source: Path, model: Model, tokens: Sequence[
         words: dict[str, Any] = {"schema": spec.schema, "input_schema": spec.inputs, "dtype": DTYPE}
         hqconv.convert(source, out, **words, target=spec.target.name, device="cuda", allow_unserved=True)
         loaded = hqconv.load(out, layer=LAYER, device="cuda", check_digests=False)
-        gemms = {name: moe.load_gemm(one.config, one.tensors) for name, one in loaded.items()}
+        gemms = {name: moe.load_gemm(one.config, one.tensors, one.hadamard_block_size) for name, one in loaded.items()}
         layer_bytes = sum(one.numel() * one.element_size() for gemm in gemms.values() for one in gemm.tensors.values())
         count = max(2, math.ceil(L2_FACTOR * torch.cuda.get_device_properties(0).L2_cache_size / layer_bytes))
         copies = [gemms, *(copy_of(gemms) for _ in range(count - 1))]
@@ -302,7 +371,7 @@ def measure_pair(spec: KernelSpec, source: Path, model: Model, tokens: Sequence[
 
 def copy_of(gemms: Mapping[str, moe.Gemm]) -> dict[str, moe.Gemm]:
     """The same weights elsewhere in memory."""
-    return {n: moe.Gemm(g.config, {key: one.clone() for key, one in g.tensors.items()}) for n, g in gemms.items()}
+    return {n: replace(g, tensors={key: one.clone() for key, one in g.tensors.items()}) for n, g in gemms.items()}
 
 
 def row_of(spec: KernelSpec, num_tokens: int, time: float | None, error: float, failed: str = "") -> Row:
@@ -378,14 +447,18 @@ def speeds_text(document: dict[str, Any]) -> str:
 def main() -> None:
     """Record one kind of data."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("artifacts", "golden", "layouts", "errors", "speeds"))
-    parser.add_argument("--schemas", default=",".join(TIMED))
+    parser.add_argument("what", choices=("artifacts", "golden", "layouts", "errors", "divergence", "speeds"))
+    parser.add_argument("--schemas", help="default: all that are ranked, or timed")
+    parser.add_argument("--real", type=Path, default=Path("real"), help="folder of the real model")
+    parser.add_argument("--texts", type=Path, default=Path(), help="folder of its texts")
+    parser.add_argument("--jobs", type=int, default=8, help="processes that convert at a time")
     parser.add_argument("--inputs", default="a16,fp8,int8")
     parser.add_argument("--tokens", default="1,16,64,8192")
     parser.add_argument("--model", type=parse_model, default="Qwen3-30B-A3B:128:8:2048:768")
     args = parser.parse_args()
-    if args.what == "speeds":
-        record_speeds(args)
+    args.schemas = args.schemas or ",".join(TIMED if args.what == "speeds" else RANKED)
+    if args.what in ("speeds", "divergence"):
+        {"speeds": record_speeds, "divergence": record_divergence}[args.what](args)
         return
     records = {"artifacts": record_artifacts, "golden": record_golden, "layouts": record_layouts}
     {**records, "errors": record_errors}[args.what]()

@@ -35,9 +35,10 @@ from hqconv.reports.parts import (
     table,
     target_text,
 )
-from hqconv.reports.ranking import DECODE, PREFILL
+from hqconv.reports.ranking import CALIBRATED, DECODE, PREFILL
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.gpu_target import GPUS, SHOWN_GPUS, TARGETS
+from hqconv.schemas.options import RTN
 from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS
 from hqconv.verification.result import OF_ANOTHER_SOURCE
 
@@ -378,19 +379,19 @@ def _ranking(document: Document) -> Parts:
     yield f"Schemas on {named} with {pair}. {document['rule']}\n"
     rows, before = [], None
     for one in document["schemas"]:
-        times, errors, size = one["microseconds"], one["errors"], one["size_class"]
+        times, kl, size = one["microseconds"], one["divergence"], one["size_class"]
         rows.append(
             (
                 "" if size == before else f"up to {size:g}",
                 one["name"] + " *" * (one["caution"] is not None),
                 f"{one['bits_per_weight']:.4g}",
-                *(f"{errors['gaussian'][quantizer]:.4f}" for quantizer in ("rtn", "mse")),
-                *(f"{errors[kind]['rtn']:.4f}" for kind in ("student_t", "outlier_columns")),
+                *(f"{kl[how]['kl']:.4f}" if how in kl else "–" for how in (RTN, CALIBRATED)),
+                f"{one['errors']['gaussian'][RTN]:.4f}",
                 *(f"{times[str(count)]:.0f}" if str(count) in times else "–" for count in (DECODE, PREFILL)),
             )
         )
         before = size
-    columns = ("bits", "schema", "stored", "error, rtn", "mse", "heavy tails, rtn", "outliers, rtn")
+    columns = ("bits", "schema", "stored", "KL, rtn", "KL, calibrated", "error, rtn")
     yield table((*columns, f"{DECODE} tokens, µs", f"{PREFILL} tokens, µs"), rows)
     yield from (f"* {text}" for text in dict.fromkeys(one["caution"] for one in document["schemas"]) if text)
     if document["recommended"] is not None:

@@ -65,8 +65,8 @@ def choose_device(text: str, number: int = 0) -> str:
         return "cpu"
     index = int(match[1]) if match[1] else number % max(1, num_devices)
     if index >= num_devices:
-        expected, remedy = f"one of {plural(num_devices, 'CUDA device')}", "Use --device cpu: the bytes are the same."
-        what = "There is no such CUDA device."
+        what, expected = "There is no such CUDA device.", f"one of {plural(num_devices, 'CUDA device')}"
+        remedy = "Use --device cpu: without --calibrate the bytes are the same."
         raise RequestError(what, where=f"--device {text}", expected=expected, remedy=remedy)
     return f"cuda:{index}"
 

@@ -137,7 +137,7 @@ def check_kernels(device: torch.device) -> None:
             where=str(device),
             expected="gcc or clang on the PATH, or the environment variable CC set to a C compiler",
             found=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}",
-            remedy="Install a C compiler, or use --device cpu: the bytes are the same.",
+            remedy="Install a C compiler, or use --device cpu: without --calibrate the bytes are the same.",
         ) from error
 
 

@@ -538,7 +538,8 @@ def describe_schemas() -> Document:
             "name": SCALED_SHORTHAND,
             "description": f"CODE is {', '.join(CODES[:-1])} or {CODES[-1]}; a scale in 8 bits per G columns, and over "
             "e4m3 and e5m2 scales a second one per tensor (float32), or with -row per row (16 bits); over e8m0 scales "
-            f"with -row only. Good ones: {', '.join(RECOMMENDED)}. fp4-g16-e4m3 is nvfp4, fp4-g32-e8m0 is mxfp4",
+            f"with -row only. Good ones: {', '.join(RECOMMENDED)}. fp4-g16-e4m3 is nvfp4, fp4-g32-e8m0 is mxfp4. "
+            "-h64 after any name rotates the weights in blocks of 64 columns",
             "bits_per_weight": "those of CODE + 8/G",
             "stock_vllm": "intN (N >= 2) and fp4 with e4m3-row, e8m0 and e8m0-row; fp8-g32 with e8m0 and e8m0-row; "
             "e8m0 with bfloat16 only",

@@ -1,7 +1,7 @@
-"""The schemas that a GPU runs with given activations, ranked by size, error and measured speed (`schemas --for`).
+"""The schemas that a GPU runs with given activations, ranked by size and a real model's divergence (`schemas --for`).
 
-Errors and speeds are data of the package, in the folder `measured`, which scripts/record.py writes. Nothing is
-measured here.
+Divergences, errors and speeds are data of the package, in the folder `measured`, which scripts/record.py writes.
+Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,21 +18,23 @@ from hqconv.errors import RequestError
 from hqconv.kernel_layout.compatibility import fuses_exponents, gemm_bytes, why_not, why_overflow
 from hqconv.reports.parts import Document
 from hqconv.schemas.gpu_target import GpuTarget, gpu_named, parse_target
-from hqconv.schemas.input_schema import A16, KernelSpec, resolve_inputs
+from hqconv.schemas.input_schema import A16, InputSchema, KernelSpec, resolve_inputs
 from hqconv.schemas.weight_schema import resolve_schema
 
 MEASURED = Path(__file__).parent / "measured"
-ERRORS, SPEEDS = MEASURED / "errors.json", MEASURED / "speeds.json"
+ERRORS, SPEEDS, DIVERGENCE = (MEASURED / f"{name}.json" for name in ("errors", "speeds", "divergence"))
+CALIBRATED = "calibrated"  # beside `rtn` in DIVERGENCE
 KINDS = ("gaussian", "student_t", "outlier_columns")  # of matrices in ERRORS
 SIZES = (7168, 2048)  # hidden and intermediate size that bits per weight are worked out for: DeepSeek-V3's
 DECODE, PREFILL = 64, 8192  # tokens
 RULE = (
-    "Size classes in steps of a quarter bit, smallest first; in a class the smallest error of Gaussian weights by "
-    "round-to-nearest first. Speed does not change the order."
+    "Size classes in steps of a quarter bit, smallest first. In a class the smallest divergence (KL) of a real model "
+    "after calibration first; then what that model's sizes do not allow, by the error of Gaussian weights. Speed does "
+    "not change the order."
 )
 _ROW_SCALES = 0.01  # bits per weight that a class allows besides
 _USUAL = 4.25  # bits per weight of the class that is recommended
-_FASTER = 1.15  # a ratio of times that is worth a sentence
+_FASTER = 1.15  # a ratio of times, or divergences, that counts
 _MISREADS = "Humming's kernel misreads some weights (docs/kernels.md)"
 _ROUNDS_AGAIN = "small weights are rounded once more in the kernel's layout"
 
@@ -40,6 +43,13 @@ _ROUNDS_AGAIN = "small weights are rounded once more in the kernel's layout"
 def measured_errors() -> Mapping[str, Mapping[str, Mapping[str, float]]]:
     """Relative errors: schema → kind of matrix, one of `KINDS` → quantizer (`rtn`, `mse`) → error."""
     found: Mapping[str, Any] = json.loads(ERRORS.read_text(encoding="utf-8"))["schemas"]
+    return found
+
+
+@functools.cache
+def measured_divergence() -> Mapping[str, Mapping[str, Mapping[str, float]]]:
+    """Figures of a real model: schema → `rtn` or `calibrated` → kl (nats), perplexity, same_token (a share)."""
+    found: Mapping[str, Any] = json.loads(DIVERGENCE.read_text(encoding="utf-8"))["schemas"]
     return found
 
 
@@ -100,7 +110,7 @@ def rank_schemas(for_gpu: str, input_schema: str | None = None) -> Document:
             found=f"{inputs.name} activations on {target.name}: {next(iter(refused.values()))}",
             remedy="`hqconv schemas` lists the targets of each input schema.",
         )
-    found.sort(key=lambda one: (one["size_class"], one["errors"]["gaussian"]["rtn"]))
+    found.sort(key=lambda one: (one["size_class"], _kl(one), one["errors"]["gaussian"]["rtn"]))
     return {
         "kind": "ranking",
         "gpu": name if name is not None else target.name,
@@ -111,8 +121,13 @@ def rank_schemas(for_gpu: str, input_schema: str | None = None) -> Document:
         "schemas": found,
         "refused": refused,
         "speed": None if run is None else _run_to_dict(run),
-        **_recommendation(found),
+        **_recommendation(found, run, inputs),
     }
+
+
+def _kl(one: Document) -> float:
+    """Divergence of an entry after calibration; infinity where it was not measured."""
+    return float(one["divergence"].get(CALIBRATED, {}).get("kl", math.inf))
 
 
 def _schema_to_dict(spec: KernelSpec, times: dict[str, float]) -> Document:
@@ -126,6 +141,7 @@ def _schema_to_dict(spec: KernelSpec, times: dict[str, float]) -> Document:
         "name": spec.schema.name,
         "bits_per_weight": round(bits, 4),
         "size_class": size_class(bits),
+        "divergence": dict(measured_divergence().get(spec.schema.name, {})),
         "errors": {kind: dict(of_kind) for kind, of_kind in measured_errors()[spec.schema.name].items()},
         "microseconds": times,
         "caution": caution,
@@ -147,34 +163,52 @@ def _run_to_dict(run: Document) -> Document:
     }
 
 
-def _recommendation(found: list[Document]) -> Document:
-    """Return the schema to take at about 4.25 bits, and the reason; exactness first, measured speed as a remark."""
-    sound = [one for one in found if one["caution"] != _MISREADS]
+def _recommendation(found: list[Document], run: Document | None, inputs: InputSchema) -> Document:
+    """Return the schema to take at about 4.25 bits, and the reason.
+
+    It has the smallest divergence; with quantized activations, of the schemas that are faster by them.
+    """
+    sound = [one for one in found if one["caution"] != _MISREADS and _pays_rotation(one, found)]
     largest = [one for one in sound if one["size_class"] <= _USUAL] or sound
     if not largest:
         return {"recommended": None, "reason": None}
     wanted = max(one["size_class"] for one in largest)
-    best, *others = [one for one in largest if one["size_class"] == wanted]
-    reason = f"Of the schemas up to {wanted:g} bits it has the smallest error of Gaussian weights"
-    heavy = min([best, *others], key=lambda one: one["errors"]["student_t"]["rtn"])
-    reason += f"; {heavy['name']} has it of heavy tails." if heavy is not best else ", and of heavy tails."
-    return {"recommended": best["name"], "reason": " ".join([reason, *_speed_remarks(best, others)])}
+    of_class = [one for one in largest if one["size_class"] == wanted]
+    quick = [] if inputs == A16 else [one for one in of_class if _gains(one, of_class, run)]
+    best = (quick or of_class)[0]
+    among = f", whose prefill gains by {inputs.name} activations," if quick else ""
+    reason = f"Of the schemas up to {wanted:g} bits{among} it has the smallest divergence after calibration."
+    return {"recommended": best["name"], "reason": " ".join([reason, *_speed_remarks(best, of_class)])}
 
 
-def _speed_remarks(best: Document, others: list[Document]) -> list[str]:
-    """Sentences about the fastest schema of the class, where it is much faster than the most exact one."""
+def _pays_rotation(one: Document, found: list[Document]) -> bool:
+    """Return whether an entry is not rotated, or its rotation divides the divergence and costs little measured time."""
+    plain = next((other for other in found if other["name"] == re.sub(r"-h\d+$", "", one["name"])), one)
+    if plain is one:
+        return True
+    slower = [one["microseconds"][n] / time for n, time in plain["microseconds"].items() if n in one["microseconds"]]
+    return bool(slower) and max(slower) < _FASTER and _kl(one) * _FASTER < _kl(plain)
+
+
+def _gains(one: Document, of_class: list[Document], run: Document | None) -> bool:
+    """Return whether an entry's prefill is faster than that of its whole class with 16-bit activations."""
+    count = str(PREFILL)
+    plain = [microseconds(run, other["name"], A16.name).get(count, math.inf) for other in of_class]
+    return _FASTER * one["microseconds"].get(count, math.inf) < min(plain) and _kl(one) < math.inf
+
+
+def _speed_remarks(best: Document, of_class: list[Document]) -> list[str]:
+    """Sentences about the fastest schema of the class, where it is much faster than the best one."""
     remarks = []
     for what, count in (("decode", str(DECODE)), ("prefill", str(PREFILL))):
+        timed = [one for one in of_class if count in one["microseconds"] and _kl(one) < math.inf]
         if count not in best["microseconds"]:
             continue
-        timed = [one for one in others if count in one["microseconds"]]
         fastest = min(timed, key=lambda one: one["microseconds"][count], default=best)
         ratio = best["microseconds"][count] / fastest["microseconds"][count]
-        if ratio < _FASTER:
-            continue
-        more = fastest["errors"]["gaussian"]["rtn"] / best["errors"]["gaussian"]["rtn"] - 1
-        remarks.append(
-            f"{fastest['name']} has {100 * more:.0f} % more error, and was {ratio:.2f} times as fast in {what}: "
-            f"take it where {what} counts most."
-        )
+        if ratio >= _FASTER:
+            remarks.append(
+                f"{fastest['name']} has {_kl(fastest) / _kl(best):.1f} times the divergence, and was {ratio:.2f} times "
+                f"as fast in {what}: take it where {what} counts most."
+            )
     return remarks

@@ -1,14 +1,15 @@
 """Target schemas: formats of the converted expert weights. Data and rules with Humming's names; no tensors.
 
 A schema is named by a preset (`mxfp4`), by a shorthand (`int4-g64-zp`; with 8-bit scales `int4-g32-e4m3`), or by a
-TOML file whose keys are the fields of Humming's `HummingWeightSchema`.
+TOML file whose keys are the fields of Humming's `HummingWeightSchema`. `-h64` after a name rotates the weights in
+blocks of 64 columns.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -243,9 +244,11 @@ _CODES = {
     "fp8-e5m2": "float8e5m2",
     **{f"int{bits}": f"uint{bits}" for bits in range(1, 9)},
 }
+ROTATED = "-hB"  # after any name: weights that are rotated in blocks of B columns
 CODES = ("intN", *(code for code in _CODES if code.startswith("fp")))
 RECOMMENDED = ("int4-g32-e4m3", "int4-g32-e4m3-row", "int4-g16-e4m3", "fp4-g32-e4m3", "int3-g32-e4m3")
 _EXAMPLES = tuple(f"{code}-g32-{scale}" for code in ("int4", "fp4", "fp8") for scale in ("e4m3", "e4m3-row"))
+_ROTATED = re.compile(r"(.+)-h([1-9]\d*)")
 _SCALED = re.compile(rf"({'|'.join(sorted(_CODES, reverse=True))})-g([1-9]\d*)-(e4m3|e5m2|e8m0)(-row)?")
 
 
@@ -263,7 +266,7 @@ def resolve_schema(text: str) -> WeightSchema:
         return load_schema(or_shipped(Path(text), SCHEMAS))
     if (found := _named(text)) is not None:
         return found
-    expected = f"{', '.join(PRESETS)}, {SHORTHAND}, {SCALED_SHORTHAND}, {SOURCE}, or a .toml file"
+    expected = f"{', '.join(PRESETS)}, {SHORTHAND}, {SCALED_SHORTHAND}, NAME{ROTATED}, {SOURCE}, or a .toml file"
     remedy = f"{meant(text, [*PRESETS, *_EXAMPLES, SOURCE], _named)} `hqconv schemas` explains each.".strip()
     what = f"There is no schema named '{text}'."
     raise RequestError(what, where="--schema", expected=expected, remedy=remedy)
@@ -273,6 +276,11 @@ def _named(text: str) -> WeightSchema | None:
     """Return the schema of a preset or shorthand, None for others. Raises RequestError for what cannot be."""
     if text in PRESETS:
         return PRESETS[text]
+    if match := _ROTATED.fullmatch(text):
+        plain = _named(match[1])
+        if plain is None or plain.rotation:
+            return None
+        return replace(plain, name=text, hadamard_block_size=int(match[2]))
     match = _SHORTHAND.fullmatch(text)
     if match:
         bits, size, channel, zero = match.groups()

@@ -48,7 +48,10 @@ def test_what_runs_is_ranked_and_the_rest_is_refused(target: int, inputs: str) -
     assert words["refused"].keys() == measured_errors().keys() - runs
     assert all(words["refused"].values())
     assert words["recommended"] in ranked
-    order = [(one["size_class"], one["errors"]["gaussian"]["rtn"]) for one in words["schemas"]]
+    kl = [one["divergence"].get("calibrated", {}).get("kl", 99.0) for one in words["schemas"]]
+    order = [
+        (one["size_class"], k, one["errors"]["gaussian"]["rtn"]) for k, one in zip(kl, words["schemas"], strict=True)
+    ]
     assert order == sorted(order)
     assert all(
         one["size_class"] - 0.25 < one["bits_per_weight"] <= one["size_class"] + 0.01 for one in words["schemas"]
@@ -122,19 +125,56 @@ def test_the_same_gpu_goes_before_another_of_the_architecture(monkeypatch: pytes
     assert "Another GPU" not in call("--for", "h20")
 
 
+def rank_of(
+    monkeypatch: pytest.MonkeyPatch, inputs: str = "a16", kl: Any = None, **times: float | None
+) -> dict[str, Any]:
+    """The ranking on an H200 under other times and divergences."""
+    rows = run_of("NVIDIA H200", 90, **times)
+    for row in list(rows["rows"]):
+        name, _, more = row["schema"].partition("@")
+        row.update(schema=name, input_schema=more or "a16", num_tokens=64)
+        rows["rows"].append({**row, "num_tokens": 8192})
+    monkeypatch.setattr(ranking, "speed_runs", lambda: [rows])
+    found = {name: {"calibrated": {"kl": one}} for name, one in (kl or {}).items()}
+    monkeypatch.setattr(ranking, "measured_divergence", lambda: found)
+    return rank_schemas("h200", inputs)
+
+
+KL = {"int4-g32-e4m3": 0.04, "mxfp4": 0.08}
+
+
 def test_speed_is_a_remark_and_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = [run_of("NVIDIA H200", 90, int4_g32_e4m3=200.0, int4=150.0, mxfp4=100.0)]
-    monkeypatch.setattr(ranking, "speed_runs", lambda: runs)
-    words = rank_schemas("h200")
+    words = rank_of(monkeypatch, kl=KL, int4_g32_e4m3=200.0, int4=90.0, mxfp4=100.0)  # int4's divergence is not known
     assert words["recommended"] == "int4-g32-e4m3"
-    assert "mxfp4 has 34 % more error, and was 2.00 times as fast in decode" in words["reason"]
-    assert "prefill" not in words["reason"]
-    runs[0] = run_of("NVIDIA H200", 90, int4_g32_e4m3=110.0, mxfp4=100.0)  # nothing worth a sentence
-    assert "times as fast" not in rank_schemas("h200")["reason"]
-    runs[0] = run_of("NVIDIA H200", 90, int4_g32_e4m3=110.0, mxfp4=None)  # its kernel was wrong
-    words = rank_schemas("h200")
+    assert "mxfp4 has 2.0 times the divergence, and was 2.00 times as fast in decode" in words["reason"]
+    words = rank_of(monkeypatch, kl=KL, int4_g32_e4m3=110.0, mxfp4=100.0)
+    assert "times as fast" not in words["reason"]  # nothing worth a sentence
+    words = rank_of(monkeypatch, kl=KL, int4_g32_e4m3=110.0, mxfp4=None)  # its kernel was wrong
     assert "times as fast" not in words["reason"]
     assert of(words, "mxfp4")["microseconds"] == {}
+
+
+def test_the_divergence_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rank_of(monkeypatch, kl={**KL, "mxfp4": 0.03})["recommended"] == "mxfp4"
+    assert rank_of(monkeypatch, kl={"int3-g64": 0.01, "int8": 0.001})["recommended"] == "int4-g32-e4m3"  # by its error
+
+
+def test_with_quantized_activations_that_is_taken_which_they_speed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = {"int4_g32_e4m3": 100.0, "mxfp4": 100.0}
+    words = rank_of(monkeypatch, "fp8", KL, **plain, **{"mxfp4@fp8": 60.0, "int4_g32_e4m3@fp8": 95.0})
+    assert words["recommended"] == "mxfp4"
+    assert "whose prefill gains by fp8 activations" in words["reason"]
+    words = rank_of(monkeypatch, "fp8", KL, **plain, **{"mxfp4@fp8": 90.0, "int4_g32_e4m3@fp8": 95.0})
+    assert words["recommended"] == "int4-g32-e4m3"
+    assert rank_schemas("b200", "fp8")["recommended"] == "int4-g32-e4m3"  # no speeds
+
+
+@pytest.mark.parametrize(("kl", "time", "pays"), [(0.02, 105.0, True), (0.038, 105.0, False), (0.02, 120.0, False)])
+def test_a_rotation_must_pay(monkeypatch: pytest.MonkeyPatch, kl: float, time: float | None, pays: bool) -> None:
+    both = {**KL, "int4-g32-e4m3-h64": kl}
+    words = rank_of(monkeypatch, kl=both, int4_g32_e4m3=100.0, int4_g32_e4m3_h64=time)
+    assert words["recommended"] == ("int4-g32-e4m3-h64" if pays else "int4-g32-e4m3")
+    assert rank_of(monkeypatch, kl=both, int4_g32_e4m3=100.0)["recommended"] == "int4-g32-e4m3"  # not measured
 
 
 def test_the_kernel_that_misreads_is_marked_and_not_recommended() -> None:

@@ -65,7 +65,7 @@ def test_a_wheel_has_them(wheel: dict[str, bytes]) -> None:
     assert (
         measured
         == {path.name for path in (REPO / "hqconv/reports/measured").iterdir()}
-        == {"errors.json", "speeds.json"}
+        == {"divergence.json", "errors.json", "speeds.json"}
     )
     assert templates == {path.name for path in (REPO / "hqconv/reports/templates").iterdir()}
     assert found == {f"{place}/{name}": data for name, data in FILES.items()}

@@ -87,6 +87,15 @@ def test_shorthand_with_8_bit_scales(text: str) -> None:
     assert found.bits_per_weight() == found.num_bits + 8 / size
 
 
+@pytest.mark.parametrize("plain", ["mxfp4", "int3-g64", "int4-g32-e4m3-row", "fp8-e5m2"])
+def test_a_name_may_end_in_a_rotation(plain: str) -> None:
+    found = resolve_schema(f"{plain}-h64")
+    assert found == dataclasses.replace(resolve_schema(plain), name=f"{plain}-h64", hadamard_block_size=64)
+    for wrong in (f"{plain}-h65", f"{plain}-h8", f"{plain}-h64-h64", f"{plain}-h", f"{plain}-h064"):
+        with pytest.raises(RequestError):
+            resolve_schema(wrong)
+
+
 def test_presets_are_formats_of_the_shorthand() -> None:
     for preset, text in {"mxfp4": "fp4-g32-e8m0", "nvfp4": "fp4-g16-e4m3", "mxfp8": "fp8-g32-e8m0"}.items():
         assert dataclasses.replace(resolve_schema(text), name=preset) == PRESETS[preset]
