@@ -25,6 +25,7 @@ from hqconv.artifact.manifest import (
 from hqconv.errors import differences
 from hqconv.io.durable_files import FileRecord
 from hqconv.io.hub import cached_digest
+from hqconv.kernel_layout.fingerprint import layout_fingerprint
 from hqconv.models.source_protocol import Source
 from hqconv.planning.output_units import CopiedShardPlan, MoeLayerPlan
 from hqconv.planning.plan import ConversionPlan
@@ -175,6 +176,7 @@ def first_difference(source: Source, plan: ConversionPlan, manifest: Manifest) -
     Beside the key: texts of the artifact's value and of the one that a new conversion would have.
     """
     facts = _facts(source, plan)
+    del facts["humming_kernels_version"]  # versions with the same layout make the same artifact
     for key in (one.name for one in fields(Manifest) if one.name in facts):
         found, expected = getattr(manifest, key), facts[key]
         if key == "source":  # a conversion may leave out the digests of its files
@@ -186,6 +188,11 @@ def first_difference(source: Source, plan: ConversionPlan, manifest: Manifest) -
         for key in OVERRIDE_KEYS:
             if (found := getattr(layer, key, None)) != own.get(key):
                 return f"{key} of {unit.name}", *differences(found, own.get(key))
+        for gemm in unit.forms:
+            entry = None if layer is None else layer.gemm(gemm)
+            expected = layout_fingerprint(plan.spec.kernel_spec_of(unit.name))
+            if entry is not None and entry.fingerprint != expected:
+                return "humming_kernels_version", manifest.humming_kernels_version, version("humming-kernels")
     return None
 
 
@@ -203,6 +210,7 @@ def _layer(
         gemm: GemmEntry(
             **{key: form.config[key] for key in ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k")},
             flags=form.flags,
+            fingerprint=layout_fingerprint(spec.kernel_spec_of(layer.name)),
             input_scale=scales.get(gemm),
         )
         for gemm, form in unit.forms.items()

@@ -51,7 +51,9 @@ _DIGEST_TEXT = (r"[0-9a-f]{64}", "64 hexadecimal digits")
 _VERSION = (r"\d+(\.\d+)*((a|b|rc|\.post|\.dev)\d+)*(\+[\w.]+)?", "a version")
 _NAME = (r"(?s).+", "a name")
 _TEXTS = {
-    **dict.fromkeys(("sha256", "header_sha256", "hub_sha256", "index_sha256", "manifest_sha256"), _DIGEST_TEXT),
+    **dict.fromkeys(
+        ("sha256", "header_sha256", "hub_sha256", "index_sha256", "manifest_sha256", "fingerprint"), _DIGEST_TEXT
+    ),
     **dict.fromkeys(("hqconv_version", "humming_kernels_version"), _VERSION),
     **dict.fromkeys(("schema_name", "input_schema"), _NAME),
     "layout": ("|".join(artifact_names.LAYOUTS), " or ".join(artifact_names.LAYOUTS)),
@@ -226,13 +228,17 @@ class ProjectionError(Entry):
 
 @dataclass(frozen=True, kw_only=True)
 class GemmEntry(Entry):
-    """Kernel layout of one GEMM: sizes of a rank's matrix, layout flags by Humming's names, static activation scale."""
+    """Kernel layout of one GEMM: sizes of a rank's matrix, layout flags by Humming's names, static activation scale.
+
+    fingerprint: of the layout, by which versions of Humming are told apart (`kernel_layout/fingerprint`).
+    """
 
     shape_n: int
     shape_k: int
     pad_shape_n: int
     pad_shape_k: int
     flags: dict[str, bool]
+    fingerprint: str
     input_scale: float | None = None
 
     @property

@@ -32,6 +32,7 @@ from hqconv.conversion.stages import Meter, Progress, StageProfile
 from hqconv.conversion.update import is_of_state, record_source, why_not_current
 from hqconv.errors import RequestError, plural
 from hqconv.io.durable_files import FileRecord, check_space, copy_whole, write_whole
+from hqconv.kernel_layout.fingerprint import layout_fingerprint
 from hqconv.kernel_layout.transform import is_compatible
 from hqconv.models.source_protocol import Source
 from hqconv.planning.notices import uncalibrated_layers
@@ -467,9 +468,10 @@ def write_sidecar_files(source: Source, plan: ConversionPlan, root: Path) -> lis
 
 def _identity(source: Source, plan: ConversionPlan) -> dict[str, Any]:
     """Return everything that a resumed run must have in common with the first."""
+    layouts = plan.spec.kernel_specs if plan.spec.layout == artifact_names.KERNEL else []
     return {
         "hqconv version": __version__,
-        "humming-kernels version": version("humming-kernels"),
+        "layout of the installed humming-kernels": [layout_fingerprint(one) for one in layouts],
         "source files": [asdict(file) for file in source.files],
         **({} if source.revision is None else {"commit of the source": source.revision}),
         "source config": source.config,

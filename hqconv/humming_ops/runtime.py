@@ -13,18 +13,22 @@ This is the only module that changes Humming, and these are the changes:
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import math
 import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from importlib.metadata import version
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from hqconv.errors import RequestError
 from hqconv.humming_ops import cpu_ops
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.weight_schema import WeightSchema
@@ -40,6 +44,18 @@ _ASKED_OF_LAUNCHING = ("is_ppu",)
 
 # Modules that query whether kernels may be patched after compilation (on unless an environment variable disables it).
 _PATCHING = ("humming.config.config", "humming.config.mma")
+
+# Sources of the ops that have twins, and digests of those that the twins are compared with: of 0.1.17 and 0.1.18,
+# and of 0.1.19. They differ in the width of an index in pack_weight.cuh.
+_SOURCES = (
+    *(f"kernel/{name}_weight.py" for name in ("repack", "pack", "unpack", "dequant")),
+    *("kernel/process_mxfp4.py", "ops/weight.py"),
+    *(f"include/humming/kernel/{name}.cuh" for name in ("process", "process_mxfp4", "pack_weight", "dequant_weight")),
+)
+_COMPARED = (
+    "acf8c3aed8f27ae7a1372462835a86e3c9201f7194edc59c0897f63ae714945a",
+    "2a8d9634bb0151d64a4c57d6fc6486f97e83067e81042762cb76ecfbf16986ca",
+)
 
 _target: ContextVar[GpuTarget | None] = ContextVar("target", default=None)
 _OF_WEIGHTS = ("repack_weight", "process_mxfp4_w4a8_weight")  # ops that would lay out a whole matrix
@@ -152,10 +168,27 @@ def _by_device(name: str, cuda_op: Callable[..., Any], cpu_op: Callable[..., Any
     def op(inputs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if name in _OF_WEIGHTS and _is_planning.get():
             inputs = inputs.to("meta")
-        chosen = cuda_op if inputs.is_cuda else cpu_op
-        return chosen(inputs, *args, **kwargs)
+        if inputs.is_cuda:
+            return cuda_op(inputs, *args, **kwargs)
+        if not inputs.is_meta and not has_twins():
+            raise RequestError(
+                "The CPU cannot stand in for the kernels of this humming-kernels: they have changed.",
+                where="humming-kernels",
+                expected="the sources of the weight ops of 0.1.17 to 0.1.19",
+                found=f"other sources in {version('humming-kernels')}",
+                remedy="Use --device cuda, which runs Humming's own kernels, or install humming-kernels==0.1.19.",
+            )
+        return cpu_op(inputs, *args, **kwargs)
 
     return op
+
+
+@functools.cache
+def has_twins() -> bool:
+    """Return whether the installed Humming's weight ops are those that the CPU twins are compared with."""
+    root = Path(importlib.import_module("humming").__file__ or "").parent
+    texts = [(root / name).read_bytes().split() if (root / name).is_file() else [] for name in _SOURCES]
+    return hashlib.sha256(b" ".join(word for text in texts for word in text)).hexdigest() in _COMPARED
 
 
 def _layout_of_scales(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -72,7 +72,7 @@ def kernel_form(shape_n: int, shape_k: int, spec: KernelSpec, has_bias: bool = F
     """The kernel form of a GEMM of [shape_n, shape_k], by Humming's own transform of one expert's zeros."""
     lib = humming()
     config = _layer_config(shape_n, shape_k, spec, has_bias)
-    attrs = _attributes(shape_n, shape_k, spec.schema, spec.param_dtype, has_bias, num_experts=1)
+    attrs = packed_attributes(shape_n, shape_k, spec.schema, spec.param_dtype, has_bias, num_experts=1)
     zeros = {name: torch.zeros(a["shape"], dtype=a["dtype"]) for name, a in attrs.items()}
     with planning(), target_facts(spec.target):
         if splits_e8m0(spec):
@@ -163,11 +163,11 @@ def packed_form(
     shape_n: int, shape_k: int, schema: WeightSchema, param_dtype: str, has_bias: bool = False
 ) -> dict[str, TensorSpec]:
     """The checkpoint layout of one expert's matrix: `HummingWeightSchema.get_tensors_attrs`."""
-    attrs = _attributes(shape_n, shape_k, schema, param_dtype, has_bias, num_experts=None)
+    attrs = packed_attributes(shape_n, shape_k, schema, param_dtype, has_bias, num_experts=None)
     return {name: TensorSpec(name, code_of_torch(a["dtype"]), a["shape"]) for name, a in attrs.items()}
 
 
-def _attributes(
+def packed_attributes(
     shape_n: int, shape_k: int, schema: WeightSchema, param_dtype: str, has_bias: bool, num_experts: int | None
 ) -> dict[str, dict[str, Any]]:
     """Humming's `shape` and torch `dtype` of a matrix's packed tensors."""

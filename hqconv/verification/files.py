@@ -157,6 +157,7 @@ def _note_versions(artifact: Artifact, result: CheckResult) -> None:
         installed = version("humming-kernels")
         if made_with != installed:
             note = f"made with humming-kernels {made_with}, checked against the layout of {installed}"
+            note += "; where the fingerprints differ, install the former or convert again"
             result.notes.append(note)
 
 

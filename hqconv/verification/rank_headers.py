@@ -15,6 +15,7 @@ import numpy as np
 from hqconv.artifact.reader import Artifact
 from hqconv.conversion.collect_input_scales import InputScales, reduce_scales
 from hqconv.errors import HqconvError, NetworkError, VerificationError
+from hqconv.kernel_layout.fingerprint import layout_fingerprint
 from hqconv.kernel_layout.transform import KernelForm
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
@@ -58,7 +59,10 @@ def _kernel_forms(artifact: Artifact, layer: MoeLayer, result: CheckResult) -> d
     for gemm, form in forms.items():
         entry = artifact.layers[layer.name].gemm(gemm)
         expected = {key: form.config[key] for key in ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k")} | form.flags
-        found: dict[str, Any] = {} if entry is None else {**entry.sizes, **entry.flags}
+        expected["fingerprint"] = layout_fingerprint(artifact.kernel_spec_of(layer.name))
+        found: dict[str, Any] = {}
+        if entry is not None:
+            found = {**entry.sizes, **entry.flags, "fingerprint": entry.fingerprint}
         if entry is not None and entry.input_scale is not None and not is_static(artifact, layer.name):
             found[names.INPUT_SCALE] = entry.input_scale
         where = f"{names.MANIFEST}: {layer.name}: {gemm}"

@@ -171,8 +171,8 @@ def test_other_versions_do_not_resume(src: Path, tmp_path: Path, monkeypatch: py
         patch.setattr(convert_module, "__version__", "99.0")
         with pytest.raises(OutputError, match="differs from this one in: hqconv version"):
             run(src, out, "mxfp4", GRID, resume=True)
-    monkeypatch.setattr(convert_module, "version", lambda name: "0.0.1")
-    with pytest.raises(OutputError, match="differs from this one in: humming-kernels version"):
+    monkeypatch.setattr(convert_module, "layout_fingerprint", lambda spec: "0" * 64)
+    with pytest.raises(OutputError, match="differs from this one in: layout of the installed humming-kernels"):
         run(src, out, "mxfp4", GRID, resume=True)
 
 

@@ -22,6 +22,7 @@ from vllm.utils import humming
 
 from hqconv.artifact.tensor_filler import LoadTarget
 from hqconv.kernel_layout.compatibility import load_layer_config
+from hqconv.kernel_layout.fingerprint import check_fingerprint
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.dtypes import torch_dtype
@@ -35,6 +36,7 @@ from hqconv.serving.server_compatibility import (
     check_rank_file,
     check_ranks,
     other_model,
+    recut,
 )
 from hqconv.serving.vllm.activations import agreed
 from hqconv.serving.vllm.refusals import (
@@ -214,6 +216,7 @@ def _set_activation(view: ArtifactView, stored: ArtifactLayer, layer: RoutedExpe
 def _layer_config(view: ArtifactView, stored: ArtifactLayer, gemm: str, document: dict[str, Any]) -> Any:
     """Humming's layer config of one GEMM. Raises RequestError if this Humming has another layout for it."""
     where, here = f"{view.location.name}: {stored.name}: {gemm}", version("humming-kernels")
+    check_fingerprint(where, view.humming_version, stored.gemms[gemm].fingerprint, stored.kernel_spec, recut(view))
     try:
         config = load_layer_config(document)
         found = {flag: bool(getattr(config, flag)) for flag in stored.gemms[gemm].flags}

@@ -1,0 +1,96 @@
+"""Fingerprints of kernel layouts: equal for versions that lay out alike, and for no two layouts that differ."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from hqconv.errors import RequestError
+from hqconv.humming_ops import runtime
+from hqconv.kernel_layout import fingerprint, transform
+from hqconv.kernel_layout.compatibility import why_not
+from hqconv.kernel_layout.fingerprint import check_fingerprint, layout_fingerprint
+from hqconv.schemas.gpu_target import TARGETS, GpuTarget
+from hqconv.schemas.input_schema import INPUT_PRESETS, KernelSpec
+from hqconv.schemas.weight_schema import PRESETS, resolve_schema
+
+SPEC = KernelSpec(resolve_schema("int4-g64-zp"), "bfloat16", GpuTarget(90))
+SPECS = [
+    spec
+    for schema, inputs, dtype, sm in itertools.product(
+        PRESETS.values(), INPUT_PRESETS.values(), ("bfloat16", "float16"), TARGETS
+    )
+    if why_not(spec := KernelSpec(schema, dtype, GpuTarget(sm, (13, 0)), inputs)) is None
+]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_remembered() -> Any:
+    layout_fingerprint.cache_clear()
+    runtime.has_twins.cache_clear()
+    yield
+    layout_fingerprint.cache_clear()
+    runtime.has_twins.cache_clear()
+
+
+def test_every_layout_has_one() -> None:
+    found = {spec: layout_fingerprint(spec) for spec in SPECS}
+    assert len(found) > 400
+    of_each = dict.fromkeys(found.values())
+    assert len(of_each) > 40
+
+
+def test_it_changes_with_any_move_of_a_word_or_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: Humming swaps two words of the weight, two scales, two zero points, or renames a tensor."""
+    recorded, real = layout_fingerprint(SPEC), fingerprint.to_kernel
+    for name in ("weight", "weight_scale", "zero_point"):
+
+        def swapped(*args: Any, name: str = name) -> dict[str, torch.Tensor]:
+            tensors = real(*args)
+            flat = tensors[name].flatten().clone()
+            flat[[5, 6]] = flat[[6, 5]]
+            return {**tensors, name: flat.reshape(tensors[name].shape)}
+
+        monkeypatch.setattr(fingerprint, "to_kernel", swapped)
+        layout_fingerprint.cache_clear()
+        assert layout_fingerprint(SPEC) != recorded, name
+    monkeypatch.setattr(fingerprint, "to_kernel", lambda *args: {f"{k}_": v for k, v in real(*args).items()})
+    layout_fingerprint.cache_clear()
+    assert layout_fingerprint(SPEC) != recorded
+
+
+def test_another_version_with_the_same_layout_is_accepted() -> None:
+    check_fingerprint("out: w13", "0.1.42", layout_fingerprint(SPEC), SPEC, "`hqconv convert …`")
+
+
+def test_another_layout_is_refused_with_both_remedies() -> None:
+    with pytest.raises(RequestError) as caught:
+        check_fingerprint("out: w13", "0.1.42", "0" * 64, SPEC, "`hqconv convert …`")
+    error = caught.value
+    assert (error.where, error.expected) == ("out: w13", f"fingerprint {'0' * 12} (humming-kernels 0.1.42)")
+    assert layout_fingerprint(SPEC)[:12] in error.found
+    assert "humming-kernels==0.1.42" in error.remedy
+    assert "`hqconv convert …`" in error.remedy
+
+
+def test_twins_do_not_stand_in_for_changed_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "_COMPARED", ())
+    with pytest.raises(RequestError, match="they have changed") as caught:
+        transform.humming().ops.pack_weight(torch.zeros(1, 32, dtype=torch.int32), 4)
+    assert "--device cuda" in caught.value.remedy
+    form = transform.kernel_form(256, 512, SPEC)  # planning needs no kernel
+    assert form.tensors
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_gpu_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    for spec in SPECS[::7]:
+        assert layout_fingerprint(spec, "cuda") == layout_fingerprint(spec, "cpu"), str(spec)
+    monkeypatch.setattr(runtime, "_COMPARED", ())
+    monkeypatch.setattr(fingerprint, "has_twins", lambda: False)
+    cpu = layout_fingerprint(SPEC, "cuda")
+    assert layout_fingerprint(SPEC) == cpu
