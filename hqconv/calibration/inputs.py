@@ -45,12 +45,14 @@ class LayerInputs:
     """Inputs of a layer's experts: x [T, H], chosen experts int64 [T, k], and their weights [T, k].
 
     The weight of a choice that is no expert of the layer is 0. held: bool [T], tokens that are held back for choices.
+    power: float32 [T], each token's squared norm of the hidden state that the layer gives.
     """
 
     x: torch.Tensor
     experts: torch.Tensor
     weights: torch.Tensor
     held: torch.Tensor
+    power: torch.Tensor
 
     @cached_property
     def of_hidden(self) -> Products:
@@ -76,6 +78,27 @@ class LayerInputs:
                 products = _products(partial(self._hidden, own, activation), token[part], power[part])
                 into.append(_blended(products, int(part.sum())))
         return Products(torch.stack(found[0]), torch.stack(found[1]))
+
+    def output_errors(
+        self, expert: int, values: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], activation: Activation
+    ) -> torch.Tensor:
+        """Return what other weights of w13, and of w2, change in an expert's output, float64 [2].
+
+        Over all tokens: the sum of the squared difference, times the squared router weight, over `power`.
+        values: the expert's w1 (if gated), w3 and w2 [N, K], and b1 and b3 [N]. other: the same with other weights.
+        """
+        token, choice = (self.experts == expert).nonzero(as_tuple=True)
+        shares = self.weights[token, choice].double().square() / self.power[token]
+        total = torch.zeros(2, dtype=torch.float64, device=token.device)
+        for some, share in zip(torch.split(token, _ROWS), torch.split(shares, _ROWS), strict=True):
+            hidden = self._hidden(values, activation, some)
+            changed = (
+                (self._hidden(other, activation, some) - hidden, values["w2"]),
+                (hidden, other["w2"] - values["w2"]),
+            )
+            errors = (nn.functional.linear(x, weight).double().square().sum(1) for x, weight in changed)
+            total += torch.stack([error @ share for error in errors])
+        return total
 
     def _rows(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.x[tokens].float()
@@ -230,21 +253,25 @@ class ExpertInputs:
                 remedy=_REMEDY,
             )
         self._model.load(stage)
+        powers = []
         for one in self._passes:
             assert one.call is not None
             answer = one.call.run()
-            self._check_finite(stage, answer)
+            powers.append(self._power(stage, answer))
             one.resume(answer)
         self._model.drop(stage)
         for layer, given in self._given.items():
             if self._uses.get(layer):
-                self._found[layer] = self._joined(layer, given)
+                self._found[layer] = self._joined(layer, given, powers)
         self._given.clear()
 
-    def _check_finite(self, stage: str, answer: Any) -> None:
+    def _power(self, stage: str, answer: Any) -> torch.Tensor:
+        """Return the squared norms of a stage's hidden states [B * T]. Raises where they are not finite numbers."""
         hidden = answer[0] if isinstance(answer, (tuple, list)) else answer
-        if not isinstance(hidden, torch.Tensor) or bool(hidden.isfinite().all()):
-            return
+        if not isinstance(hidden, torch.Tensor):
+            return torch.empty(0)
+        if bool(hidden.isfinite().all()):
+            return hidden.float().square().sum(-1).flatten()
         self._model.check_finite(stage)
         raise RequestError(
             "The model's hidden states become NaN or infinite when transformers runs it.",
@@ -253,12 +280,15 @@ class ExpertInputs:
             remedy=_REMEDY,
         )
 
-    def _joined(self, layer: int, given: list[tuple[torch.Tensor, ...]]) -> LayerInputs:
+    def _joined(self, layer: int, given: list[tuple[torch.Tensor, ...]], powers: list[torch.Tensor]) -> LayerInputs:
         """Join what the passes gave to a layer. Raises RequestError where it is no input, choices and weights."""
         num_experts, held = self._num_experts[layer], self._held
         if len(given) == len(held) and type(self._model.experts[layer][1]).__name__ == "Llama4TextExperts":
-            routed = [_routed(one[0], num_experts, mask) for one, mask in zip(given, held, strict=True)]
-            given, held = [one[:3] for one in routed], [one[3] for one in routed]
+            routed = [_routed(one[0], num_experts) for one in given]
+            tokens, given = [one[3] for one in routed], [one[:3] for one in routed]
+            held, powers = (
+                [one[at.to(one.device)] for one, at in zip(ones, tokens, strict=True)] for ones in (held, powers)
+            )
         for one in given:
             if (
                 len(given) != len(held)
@@ -276,7 +306,7 @@ class ExpertInputs:
                 )
         x, experts, weights = (torch.cat([one[n] for one in given]) for n in range(3))
         is_expert = (experts >= 0) & (experts < num_experts)  # longcat_flash has choices that are none
-        return LayerInputs(x, experts, weights * is_expert, torch.cat(held).to(x.device))
+        return LayerInputs(x, experts, weights * is_expert, torch.cat(held).to(x.device), torch.cat(powers))
 
 
 def _held(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -289,13 +319,11 @@ def _held(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return masks
 
 
-def _routed(
-    x: torch.Tensor, num_experts: int, held: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return inputs, choices, weights and mask of experts that each get all tokens, times their weights: x [E * T, H].
+def _routed(x: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return inputs, choices, weights and tokens of experts that each get all tokens, times their weights.
 
-    So llama4 calls its experts; tokens that did not choose an expert are zeros there.
+    So llama4 calls its experts, with x [E * T, H]; tokens that did not choose an expert are zeros there.
     """
     place = x.ne(0).any(1).nonzero()
-    experts, tokens = place // (len(x) // num_experts), place % (len(x) // num_experts)
-    return x[place[:, 0]], experts, torch.ones_like(experts, dtype=x.dtype), held[tokens[:, 0].to(held.device)]
+    experts, tokens = place // (len(x) // num_experts), place[:, 0] % (len(x) // num_experts)
+    return x[place[:, 0]], experts, torch.ones_like(experts, dtype=x.dtype), tokens

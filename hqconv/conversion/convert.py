@@ -165,7 +165,8 @@ def convert(
         check_kernels(resources.device)
 
     units = plan.units if part is None else part.share(plan.units)
-    with _calibrated(source, plan, resources, staging) as inputs:
+    layers = _calibrated_layers(plan.layers)
+    with calibrated_inputs(source, plan, layers, resources, min(len(layers), staging.num_lanes + 1)) as inputs:
         conversion = _Conversion(
             source=source,
             plan=plan,
@@ -371,15 +372,15 @@ class _Conversion:
 
 
 @contextmanager
-def _calibrated(
-    source: Source, plan: ConversionPlan, resources: Resources, staging: Staging
+def calibrated_inputs(
+    source: Source, plan: ConversionPlan, layers: Sequence[MoeLayerPlan], resources: Resources, num_kept: int
 ) -> Iterator[ExpertInputs | None]:
-    """Yield the inputs of the experts over the calibration's text; None where there is nothing to calibrate.
+    """Yield the inputs of some layers' experts over the calibration's text; None where there is nothing to calibrate.
 
-    Raises as `expert_inputs`, and RequestError where the text changed since the plan, or the activation of the experts
-    is not known.
+    num_kept: layers whose inputs are kept at a time. Raises as `expert_inputs`, and RequestError where the text changed
+    since the plan, or the activation of the experts is not known.
     """
-    calibration, layers = plan.spec.encoding.calibration, _calibrated_layers(plan.layers)
+    calibration = plan.spec.encoding.calibration
     if calibration is None or not calibration.files or not layers:
         yield None
         return
@@ -399,7 +400,7 @@ def _calibrated(
         calibration.context_length,
         resources.device,
         resources.model_limit(),
-        min(len(layers), staging.num_lanes + 1),
+        num_kept,
     ) as inputs:
         calibration.check_unchanged()
         rounded = uncalibrated_layers(plan.experts, source.config)

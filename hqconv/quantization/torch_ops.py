@@ -15,6 +15,7 @@ import torch
 
 from hqconv.humming_ops.runtime import humming
 from hqconv.quantization.group_scales import GroupScales, scales_of
+from hqconv.quantization.hadamard import rotate
 from hqconv.quantization.quantized import fold_sum
 from hqconv.schemas.dtypes import CodeKind, CodeType
 from hqconv.schemas.weight_schema import WeightSchema
@@ -91,6 +92,16 @@ def error_sums(
         num_exact.copy_(exact.view(num_experts, num_rows).sum(1))
     error, power = fold_sum(sums.view(2, num_experts, num_rows))
     return error, power
+
+
+def decoded(tensors: Mapping[str, torch.Tensor], schema: WeightSchema) -> torch.Tensor:
+    """Return the values of packed tensors of a stack, as `QuantizedStack.tensors`: float32 [E, N, K]."""
+    words = tensors["weight"]
+    numbers = stored_numbers(words.flatten(0, 1), schema).view(*words.shape[:2], -1)
+    found = torch.empty_like(numbers)
+    for chunk in _chunks(numbers, scales_of(tensors, schema)):
+        found.flatten(0, 1)[chunk.rows] = decode(chunk.weights, chunk.scales).flatten(1)
+    return rotate(found, schema.rotation) if schema.rotation else found
 
 
 def row_errors(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,20 @@ def inputs_of(folder: Path, source: Source, **options: Any) -> Any:
     return expert_inputs(source, [folder / "text"], **{**values, **options})
 
 
-def rows_of(model: nn.Module) -> list[Rows]:
-    """Of each layer, every use of an expert: by a hook on the whole model, sequence by sequence."""
+def rows_of(model: nn.Module, states: dict[int, list[torch.Tensor]] | None = None) -> list[Rows]:
+    """Of each layer, every use of an expert: by a hook on the whole model, sequence by sequence.
+
+    states: gets the hidden states after each of these layers.
+    """
     found: list[Rows] = []
+    for number, (_, path, _) in enumerate(moe_layers(model)) if states is not None else ():
+        decoder_layer = model.get_submodule(re.sub(r"(\.\d+)\..*", r"\1", path))
+
+        def leave(_: nn.Module, __: Any, out: Any, number: int = number) -> None:
+            hidden = out if isinstance(out, torch.Tensor) else out[0]
+            states.setdefault(number, []).extend(hidden.double().flatten(0, 1))
+
+        decoder_layer.register_forward_hook(leave)
     for _, _, module in moe_layers(model):
         rows: Rows = []
         found.append(rows)
@@ -108,18 +120,40 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_products_are_sums_over_the_tokens_of_the_whole_model(family: str, tmp_path: Path) -> None:
-    model = write(tmp_path, family, **FAMILIES[family])
-    expected = rows_of(type(model).from_pretrained(tmp_path / "src", dtype=torch.float32).eval())
+    model, states = write(tmp_path, family, **FAMILIES[family]), dict[int, list[torch.Tensor]]()
+    expected = rows_of(type(model).from_pretrained(tmp_path / "src", dtype=torch.float32).eval(), states)
     with open_source(tmp_path / "src") as source, inputs_of(tmp_path, source) as inputs:
         layers = source.map_experts().layers
         for layer in layers:
             inputs.expect(layer, 1)
-        for layer, rows in zip(layers, expected, strict=True):
+        for number, (layer, rows) in enumerate(zip(layers, expected, strict=True)):
             found = inputs.of(layer)
             assert found is not None
             real = [one for one in rows if one[1] < layer.num_experts]
             check_hidden(found, layer, real)
             check_intermediate(found, source, layer, real)
+            check_output_errors(found, source, layer, real, states[number])
+
+
+def check_output_errors(
+    found: LayerInputs, source: Source, layer: MoeLayer, rows: Rows, states: list[torch.Tensor]
+) -> None:
+    """With other weights of w13, and of w2: token by token, relative to the hidden state after the layer."""
+    name = layer.activation.name
+    for expert in range(layer.num_experts):
+        own = expert_values(source, layer, expert)
+        other = {role: value + 0.1 * value.flip(0) if role[0] == "w" else value for role, value in own.items()}
+        changed = [own | {role: one for role, one in other.items() if (role == "w2") == is_w2} for is_w2 in (0, 1)]
+        expected = torch.zeros(2, dtype=torch.float64)
+        for token, chosen, weight, x in rows:
+            if chosen == expert:
+                outputs = [of["w2"] @ hidden_of(name, of, x) for of in (own, *changed)]
+                each = [(weight**2 * (one - outputs[0]).square().sum()) for one in outputs[1:]]
+                expected += torch.stack(each) / states[token].square().sum()
+        floats = [{role: value.float() for role, value in of.items()} for of in (own, other)]
+        torch.testing.assert_close(
+            found.output_errors(expert, *floats, layer.activation), expected, rtol=1e-3, atol=1e-12
+        )
 
 
 def test_a_rotated_conversion_loses_less_of_the_outputs(tmp_path: Path) -> None:
