@@ -22,7 +22,7 @@ from hqconv.schemas.weight_schema import WeightSchema
 # Version of the scale candidates that mse tries and of its choice (`quantization/scale_search`):
 # raised by every change of its results, so that `verify` knows which searches it can repeat.
 # tests/quantization/test_scale_search.py holds the results to a digest.
-SEARCH_VERSION = 3
+SEARCH_VERSION = 4
 CALIBRATION_VERSION = 1  # of the results of gptq (`calibration/gptq`): raised by every change of them
 
 

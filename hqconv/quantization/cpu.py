@@ -6,7 +6,7 @@ Legend: E experts, N output rows, K input columns, R rows of all experts, G grou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -239,8 +239,8 @@ class _Meter:
     def start_errors(self) -> torch.Tensor:
         return self._errors(self._nearest)
 
-    def errors(self, scales: GroupScales) -> torch.Tensor:
-        return self._errors(_own_codes(scales))
+    def errors(self, scales: GroupScales, stored: GroupScales | None = None) -> torch.Tensor:
+        return self._errors(replace(_own_codes(scales), scales=stored or scales))
 
     def _errors(self, given: NearestScales) -> torch.Tensor:
         [errors] = self._measured(self._loops.score, given, 1)

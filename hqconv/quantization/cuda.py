@@ -150,8 +150,8 @@ class _Meter:
     def start_errors(self) -> torch.Tensor:
         return torch_ops.row_errors(self._stack, self.scales, self._words, self._schema)
 
-    def errors(self, scales: GroupScales) -> torch.Tensor:
-        return torch_ops.row_errors(self._stack, scales, None, self._schema)
+    def errors(self, scales: GroupScales, stored: GroupScales | None = None) -> torch.Tensor:
+        return torch_ops.row_errors(self._stack, scales, None, self._schema, stored)
 
     def fits(self, scales: GroupScales) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return torch_ops.row_fits(self._stack, scales, self._schema)

@@ -1,7 +1,8 @@
-"""Search for the scales with the least squared error, never more than that of round-to-nearest; then keep the gain.
+"""Search for the scales with the least squared error, then keep the gain; never worse than round-to-nearest.
 
 Least squares shrinks: the decoded weights have a part of the weights' size only, and every layer's outputs lose it. So
-codes are those of the scales found, and the scales that are stored have <decoded, w> = <w, w> with these codes.
+codes are those of the scales found, and the scales that are stored have <decoded, w> = <w, w> with these codes. This
+loses more than the least squared error; where it is not less than that of round-to-nearest, its scale and codes stay.
 
 The same choice on every device: errors are float64 sums in the folding order of `fold_sum`, candidates come in one
 order, and a candidate must beat round-to-nearest by a margin, so that another order of summing cannot make it worse.
@@ -244,8 +245,11 @@ class ScaleMeter(Protocol):
         """Return the errors under the scales of round-to-nearest."""
         ...
 
-    def errors(self, scales: GroupScales) -> torch.Tensor:
-        """Return the errors under other scales."""
+    def errors(self, scales: GroupScales, stored: GroupScales | None = None) -> torch.Tensor:
+        """Return the errors under other scales.
+
+        stored: the scales that codes chosen under `scales` are decoded with, if others.
+        """
         ...
 
     def fits(self, scales: GroupScales) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -268,9 +272,9 @@ class ScaleMeter(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class SearchResult:
-    """The scales that codes are chosen under, those that are stored, and a mask of the first that are not rtn's.
+    """The scales that codes are chosen under, those that are stored, and a mask of both that are not rtn's.
 
-    changed: bool [E, R, G]. The zero points are the same in both.
+    changed: bool [E, R, G]. The zero points are the same in both; where it is False, `stored` are rtn's.
     """
 
     scales: GroupScales
@@ -291,7 +295,7 @@ def _choose(
 ) -> SearchResult:
     first = meters[0]
     best = first.scales
-    least = scope_sums([one.start_errors() for one in meters], schema) * _MARGIN
+    least = bound = scope_sums([one.start_errors() for one in meters], schema) * _MARGIN
 
     def error_of(tried: GroupScales) -> torch.Tensor:
         return scope_sums([one.errors(tried) for one in meters], schema)
@@ -310,27 +314,27 @@ def _choose(
         best, changed = stepped(best, steps, ladder)
     if best.stored.element_size() > 1:
         best, changed = _fitted(meters, schema, best, least, changed, error_of)
-    return SearchResult(best, _with_gain(meters, schema, best), changed)
+    if best.stored.dtype == torch.float8_e8m0fnu:
+        return SearchResult(best, best, changed)
+    stored = _with_gain(meters, schema, best)
+    changed = changed & (scope_sums([one.errors(best, stored) for one in meters], schema) < bound)
+    return SearchResult(best, stored.where(changed, first.scales), changed)
 
 
 def _with_gain(meters: Sequence[ScaleMeter], schema: WeightSchema, scales: GroupScales) -> GroupScales:
-    """Return the scales under which the codes of `scales` have <decoded, w> = <w, w>, as far as they can be stored.
+    """Return the scales under which the codes of `scales` have <decoded, w> = <w, w>, rounded as they are stored.
 
-    Powers of two stay, and scales that this would more than double or halve: of groups that are decoded to nearly
-    nothing.
+    Where one cannot be stored, it is that of `scales`.
     """
-    if scales.stored.dtype == torch.float8_e8m0fnu:
-        return scales
     products, _squares, powers = (
         scope_sums(each, schema) for each in zip(*(one.fits(scales) for one in meters), strict=True)
     )
     wanted = powers / products
     if scales.second is not None:
         wanted = wanted / scales.second.double()
-    ratio = wanted / scales.scale.double()
     stored = rounded_scales(wanted.float(), scales.stored.dtype)
     found = GroupScales(stored, stored_values(stored), scales.zero, scales.second)
-    return found.where(_is_usable(found, scales) & (ratio >= 0.5) & (ratio <= 2), scales)
+    return found.where(_is_usable(found, scales), scales)
 
 
 def _fitted(

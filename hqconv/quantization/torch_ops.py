@@ -9,7 +9,7 @@ chunk.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -105,19 +105,27 @@ def decoded(tensors: Mapping[str, torch.Tensor], schema: WeightSchema) -> torch.
 
 
 def row_errors(
-    stack: torch.Tensor, scales: GroupScales, words: torch.Tensor | None, schema: WeightSchema
+    stack: torch.Tensor,
+    scales: GroupScales,
+    words: torch.Tensor | None,
+    schema: WeightSchema,
+    stored: GroupScales | None = None,
 ) -> torch.Tensor:
     """Return the squared error of each row's part of each group of a stack [E, N, K], float64 [E, N, G].
 
-    words: packed codes; None to choose codes for the scales.
+    words: packed codes; None to choose codes for the scales. stored: the scales that they are decoded with, if others.
     """
+    total = stack.size(0) * stack.size(1)
     out = torch.empty(*stack.shape[:2], scales.scale.size(2), dtype=torch.float64, device=stack.device)
     for chunk in _chunks(stack, scales):
         if words is None:
             numbers, _ = nearest_numbers(chunk.weights, chunk.scales, schema)
         else:
             numbers = stored_numbers(words.flatten(0, 1)[chunk.rows], schema).view(chunk.weights.shape)
-        out.flatten(0, 1)[chunk.rows] = fold_sum(_differences(chunk, chunk.scales, numbers).square_())
+        under = chunk.scales
+        if stored is not None:
+            under = replace(under, scale=_of_rows(stored.scale.flatten(0, 1), chunk.rows, total))
+        out.flatten(0, 1)[chunk.rows] = fold_sum(_differences(chunk, under, numbers).square_())
     return out
 
 

