@@ -34,8 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import hqconv
 from hqconv.kernel_layout.compatibility import why_not
 from hqconv.schemas.gpu_target import GpuTarget
-from hqconv.schemas.input_schema import INPUT_PRESETS, KernelSpec, resolve_inputs
-from hqconv.schemas.weight_schema import PRESETS, resolve_schema
+from hqconv.schemas.input_schema import INPUT_PRESETS, LayerSpec, resolve_inputs
+from hqconv.schemas.weight_schema import PRESETS, resolve_layer_schema
 from scripts.bench import make_source
 from tests.make.formats import FORMATS, write
 from tests.make.layouts import Sizes
@@ -46,6 +46,7 @@ SCHEMAS = (
     *("int4-g64-zp", "int3-g64", "int4-g128-fpzp", "int7-c", "int8-g128-zp", "int4-c", "int4-g128-zp", "int2", "int5"),
     *("int4-g32-e4m3", "int4-g16-e4m3", "int4-g32-e4m3-row", "fp4-g32-e4m3", "fp4-g32-e8m0-row"),
 )
+SCHEMA_PAIRS = ("int3-g64+int4-g32-e4m3", "int4-g32-e4m3+mxfp4", "mxfp4+int8", "fp8-block+int4-g64-zp", "int4-g64+fp8")
 DAMAGED = ("mxfp4", "int4", "fp8", "fp8-block", "int8", "nvfp4", "int4-g64-zp")
 ROUND_ROBIN: dict[str, Any] = {"tp": 2, "ep": 3, "expert_placement": "round_robin", "redundant_experts": 2}
 GRIDS: tuple[dict[str, Any], ...] = (
@@ -107,7 +108,7 @@ def devices(schema: str, dtype: str, work: Path) -> list[str]:
 # --- kernels -----------------------------------------------------------------------------------------------
 
 
-def kernels(spec: KernelSpec, work: Path) -> list[str]:
+def kernels(spec: LayerSpec, work: Path) -> list[str]:
     """Convert and verify a pair of schema and activations over all grids; the worst of every figure."""
     worst = dict.fromkeys(FIGURES, 0.0)
     for size, grid in KERNEL_GRIDS:
@@ -126,13 +127,13 @@ def kernels(spec: KernelSpec, work: Path) -> list[str]:
     return [f"{value:.4f}" if value else "-" for value in worst.values()]
 
 
-def specs(inputs: str, schemas: Iterable[str]) -> list[KernelSpec]:
+def specs(inputs: str, schemas: Iterable[str]) -> list[LayerSpec]:
     """Pairs of schema and activations that run on this GPU's target, in both dtypes."""
     chosen = [name for name in INPUT_PRESETS if name != "a16"] if inputs == "quantized" else inputs.split(",")
     asked = itertools.product(("bfloat16", "float16"), chosen, schemas)
     target = target_here()
-    found = [KernelSpec(resolve_schema(s), dtype, target, resolve_inputs(i)) for dtype, i, s in asked]
-    return [spec for spec in found if why_not(spec) is None]
+    found = [LayerSpec(resolve_layer_schema(s), dtype, target, resolve_inputs(i)) for dtype, i, s in asked]
+    return [spec for spec in found if not any(map(why_not, spec.each))]
 
 
 # --- sources -----------------------------------------------------------------------------------------------
@@ -200,7 +201,9 @@ def verify(schema: str, work: Path) -> list[str]:
 
 def cases_of(args: argparse.Namespace) -> dict[Row, Case]:
     """The cases of a subcommand, by the first cells of their rows."""
-    schemas = args.schemas.split(",") if args.schemas else DAMAGED if args.what == "verify" else SCHEMAS
+    schemas = (
+        args.schemas.split(",") if args.schemas else DAMAGED if args.what == "verify" else (*SCHEMAS, *SCHEMA_PAIRS)
+    )
     if args.what == "devices":
         return {(s, d): partial(devices, s, d) for s in schemas for d in ("bfloat16", "float16")}
     if args.what == "kernels":

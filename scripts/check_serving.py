@@ -37,7 +37,7 @@ from hqconv.artifact.load import load_layer
 from hqconv.calibration.transformers_model import read_text
 from hqconv.schemas.artifact_names import MANIFEST
 from hqconv.schemas.engine import ENGINE
-from hqconv.schemas.weight_schema import resolve_schema
+from hqconv.schemas.weight_schema import resolve_layer_schema
 from scripts.bench import make_source
 from scripts.check_gpu import REPO, Case, Row, finish, target_here
 
@@ -100,9 +100,10 @@ def layouts(schema: str, args: argparse.Namespace, work: Path) -> list[str]:
     mine = serve(out, work, {**engine, "enable_sleep_mode": True}, prompts=PROMPTS, sleeps=True)
     assert mine["answers"] == mine["sleep 1"] == mine["sleep 2"], "other answers after sleep"
     cells = [f"start {mine['started_s']:.0f} s"]
-    if ENGINE.checkpoint_layout_obstacle(resolve_schema(schema), "bfloat16") is None:
+    parts = resolve_layer_schema(schema).each
+    if not any(ENGINE.checkpoint_layout_obstacle(one, "bfloat16") for one in parts):
         hqconv.convert(source, work / "stock", **words, layout="checkpoint")
-        stock = serve(work / "stock", work, engine, prompts=PROMPTS)
+        stock = serve(work / "stock", work, engine, prompts=PROMPTS, each_gemm=len(parts) > 1)
         assert stock["answers"] == mine["answers"], "other answers than the checkpoint layout"
         cells.append("same answers as the checkpoint layout")
     command("warm", str(out), "--kernels", str(work / "warm"), "-q")

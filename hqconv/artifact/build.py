@@ -35,6 +35,7 @@ from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.grid import EVEN
 from hqconv.schemas.options import ENCODING_KEYS
 from hqconv.schemas.sum_factors import COPIED
+from hqconv.schemas.weight_schema import SchemaPair
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ class Measured:
 
 
 def is_mixed(plan: ConversionPlan) -> bool:
-    """Return whether layers differ from each other, which readers of format version 1 do not expect."""
-    return bool(plan.spec.of_layers or plan.experts.left)
+    """Return whether layers or their GEMMs differ, which readers of format version 1 do not expect."""
+    return bool(plan.spec.of_layers or plan.experts.left) or isinstance(plan.spec.schema, SchemaPair)
 
 
 def artifact_config(source: Source, plan: ConversionPlan) -> dict[str, Any]:
@@ -60,7 +61,7 @@ def artifact_config(source: Source, plan: ConversionPlan) -> dict[str, Any]:
     else:
         document = artifact_names.refuse_transformers(document)
         document["quantization_config"] = artifact_names.hqconv_quantization_config(
-            spec.kernel_spec, source.quantization, is_mixed=is_mixed(plan)
+            spec.layer_spec, source.quantization, is_mixed=is_mixed(plan)
         )
     return document
 
@@ -88,7 +89,7 @@ def _facts(source: Source, plan: ConversionPlan) -> dict[str, Any]:
         "layout": spec.layout,
         "schema_name": spec.schema.name,
         **dict.fromkeys(("activation_schema", "cuda", *ENCODING_KEYS)),
-        **artifact_names.kernel_spec_to_dict(spec.kernel_spec),
+        **artifact_names.kernel_spec_to_dict(spec.layer_spec),
         **encoding,
         "dtype": spec.param_dtype,
         "tp": spec.grid.tp,
@@ -162,12 +163,8 @@ def with_file(manifest: Manifest, record: FileRecord) -> Manifest:
 
 def _override(layer: str, spec: ConversionSpec) -> dict[str, Any]:
     """Return the fields of a layer that is quantized in another way than the others."""
-    kernel_spec = spec.of_layers.get(layer)
-    return (
-        {}
-        if kernel_spec is None
-        else {"schema_name": kernel_spec.schema.name, **artifact_names.kernel_spec_to_dict(kernel_spec)}
-    )
+    own = spec.of_layers.get(layer)
+    return {} if own is None else {"schema_name": own.schema.name, **artifact_names.kernel_spec_to_dict(own)}
 
 
 def first_difference(source: Source, plan: ConversionPlan, manifest: Manifest) -> tuple[str, str, str] | None:
@@ -190,7 +187,7 @@ def first_difference(source: Source, plan: ConversionPlan, manifest: Manifest) -
                 return f"{key} of {unit.name}", *differences(found, own.get(key))
         for gemm in unit.forms:
             entry = None if layer is None else layer.gemm(gemm)
-            expected = layout_fingerprint(plan.spec.kernel_spec_of(unit.name))
+            expected = layout_fingerprint(plan.spec.layer_spec_of(unit.name).of(gemm))
             if entry is not None and entry.fingerprint != expected:
                 return "humming_kernels_version", manifest.humming_kernels_version, version("humming-kernels")
     return None
@@ -210,7 +207,7 @@ def _layer(
         gemm: GemmEntry(
             **{key: form.config[key] for key in ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k")},
             flags=form.flags,
-            fingerprint=layout_fingerprint(spec.kernel_spec_of(layer.name)),
+            fingerprint=layout_fingerprint(spec.layer_spec_of(layer.name).of(gemm)),
             input_scale=scales.get(gemm),
         )
         for gemm, form in unit.forms.items()

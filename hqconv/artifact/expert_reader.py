@@ -133,7 +133,7 @@ class ExpertReader:
         for index, role in enumerate(roles):
             parts = (_run_of_rows(one, index, len(roles)) for one in slices)
             cut = [_trim(one, axis, size, rank) for rank, (one, size) in enumerate(zip(parts, sizes, strict=True))]
-            found[role] = join(cut, axis, self.schema)
+            found[role] = join(cut, axis, self.schema.of(role))
         return found
 
     @functools.cached_property
@@ -300,7 +300,7 @@ def read_packed_expert(
 ) -> DecodedStack | None:
     """Read one projection from the checkpoint layout; `shards` is tensor name → file. None if it cannot be read."""
     base = layer.module(expert, role) + "."
-    shape, schema = (layer.hidden_size, layer.intermediate_size), artifact.schema_of(layer.name)
+    shape, schema = (layer.hidden_size, layer.intermediate_size), artifact.schema_of(layer.name).of(role)
     try:
         dtypes, arrays = artifact.read_module(base, shards)
     except (HqconvError, OSError) as error:

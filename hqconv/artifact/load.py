@@ -85,12 +85,12 @@ def load_layer(
 def load_rank(artifact: Artifact, layer: str, tp_rank: int, ep_rank: int, device: str) -> dict[str, RankGemm]:
     """Load the GEMMs of an opened artifact's rank, read as a server would: straight from the file, unchanged."""
     file = _local_file(artifact, layer, tp_rank, ep_rank)
-    found, rotation = read_tensors(file, file.tensors, torch.device(device)), artifact.schema_of(layer).rotation
+    found, schema = read_tensors(file, file.tensors, torch.device(device)), artifact.schema_of(layer)
     return {
         gemm: RankGemm(
             file.configs[gemm],
             {name.removeprefix(f"{gemm}_"): one for name, one in found.items() if name.startswith(f"{gemm}_")},
-            rotation,
+            schema.of(gemm).rotation,
         )
         for gemm in names.GEMMS
     }
@@ -192,8 +192,9 @@ def expert_floats(reader: ExpertReader, expert: int) -> dict[str, torch.Tensor]:
 
 def stack_floats(stacks: Mapping[str, DecodedStack], reader: ExpertReader) -> dict[str, torch.Tensor]:
     """Return decoded projections by role as float32 with E in front: `w1` … and biases `b1` …, see `dequantize`."""
-    found, schema, param = {}, reader.schema, reader.artifact.param_dtype
+    found, param = {}, reader.artifact.param_dtype
     for role, stack in stacks.items():
+        schema = reader.schema.of(role)
         shape = reader.layer.shape(role)  # without the zeros that fill the last scale group
         found[role] = resized(unrotated(decoded_weights(stack, schema, param), schema.rotation), shape)
         if stack.bias is not None:

@@ -25,10 +25,10 @@ from hqconv.schemas import artifact_names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.gpu_target import target_of_record
 from hqconv.schemas.grid import EVEN, MAX_COUNT, MAX_SIZE, Grid
-from hqconv.schemas.input_schema import A16, KernelSpec, inputs_of
+from hqconv.schemas.input_schema import A16, LayerSpec, inputs_of
 from hqconv.schemas.suggestions import close_file
 from hqconv.schemas.untrusted_files import MAX_DOCUMENT_BYTES, MAX_LIST_BYTES, found_at, parse_json, read_regular
-from hqconv.schemas.weight_schema import PARAM_DTYPES, WeightSchema
+from hqconv.schemas.weight_schema import PARAM_DTYPES, LayerSchema, SchemaPair, layer_schema_of_record
 
 _BYTES_PER_NAME = 16  # quotes, spaces and punctuation around a tensor's name
 _AGAIN = "Convert the source again, or copy the artifact again from where it is whole."
@@ -406,7 +406,7 @@ class Manifest(Entry):
 
     @property
     def is_mixed(self) -> bool:
-        """True if layers may differ from each other, or be copied unchanged."""
+        """True if layers or their GEMMs may differ from each other, or layers be copied unchanged."""
         return self.format_version == artifact_names.MIXED_VERSION
 
     @property
@@ -435,20 +435,20 @@ class Manifest(Entry):
         return Grid(self.tp, self.ep, self.expert_placement, self.redundant_experts, self.tp_split or EVEN)
 
     @cached_property
-    def kernel_spec(self) -> KernelSpec:
+    def layer_spec(self) -> LayerSpec:
         """Return weights, activations and GPU of every layer that is not overridden. Raises VerificationError."""
-        return self._kernel_spec(self, "")
+        return self._layer_spec(self, "")
 
     @cached_property
-    def overrides(self) -> dict[str, KernelSpec]:
+    def overrides(self) -> dict[str, LayerSpec]:
         """Return layer name → weights, activations and GPU, of the layers that differ. Raises VerificationError."""
         return {
-            name: self._kernel_spec(layer, f"blocks: {name}: ")
+            name: self._layer_spec(layer, f"blocks: {name}: ")
             for name, layer in self.blocks.items()
             if layer.is_overridden
         }
 
-    def _kernel_spec(self, of: Manifest | ManifestLayer, inside: str) -> KernelSpec:
+    def _layer_spec(self, of: Manifest | ManifestLayer, inside: str) -> LayerSpec:
         where = f"{self.path}: {inside}"
         schema = _weight_schema(of.schema_name or "", of.weight_schema or {}, where)
         name, numbers = of.input_schema or "", of.activation_schema
@@ -457,7 +457,7 @@ class Manifest(Entry):
                 what = "Activations are named without their schema."
                 raise RequestError(what, where="input_schema", found=name)
             inputs = A16 if numbers is None else inputs_of(name, numbers, where="activation_schema")
-            return KernelSpec(schema, self.dtype, target_of_record(of.target or "", of.cuda), inputs)
+            return LayerSpec(schema, self.dtype, target_of_record(of.target or "", of.cuda), inputs)
         except (RequestError, TypeError) as error:
             key = getattr(error, "where", "activation_schema").removeprefix("--")
             expected, found = getattr(error, "expected", ""), getattr(error, "found", error)
@@ -499,9 +499,9 @@ class Manifest(Entry):
         return Ancestor(manifest_sha256=self.sha256, blocks=blocks, **facts)
 
 
-def _weight_schema(name: str, fields: dict[str, Any], where: str) -> WeightSchema:
+def _weight_schema(name: str, fields: dict[str, Any], where: str) -> LayerSchema:
     try:
-        return WeightSchema(name=name, **fields)
+        return layer_schema_of_record(name, fields)
     except (HqconvError, TypeError) as error:
         key, found = getattr(error, "where", ""), getattr(error, "found", error)
         raise damaged(
@@ -629,12 +629,13 @@ def _check_layers(manifest: Manifest) -> None:
         _check_override(f"{path}: blocks: {name}: ", layer, manifest)
     for name, layer in manifest.blocks.items():
         _check_layer(f"{path}: blocks: {name}", layer, manifest)
-    version = artifact_names.MIXED_VERSION if left or overridden else artifact_names.FORMAT_VERSION
+    is_mixed = bool(left or overridden) or isinstance(manifest.layer_spec.schema, SchemaPair)
+    version = artifact_names.MIXED_VERSION if is_mixed else artifact_names.FORMAT_VERSION
     if manifest.format_version != version:
         raise damaged(f"{path}: format_version", f"{version}, by its layers", manifest.format_version)
     if overridden and manifest.layout == artifact_names.CHECKPOINT:
         raise damaged(f"{path}: layout", "kernel, where layers differ", manifest.layout)
-    manifest.kernel_spec, manifest.overrides  # noqa: B018 - raise where they cannot be built
+    manifest.layer_spec, manifest.overrides  # noqa: B018 - raise where they cannot be built
     manifest.check_ancestors()
 
 

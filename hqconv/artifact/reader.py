@@ -30,9 +30,9 @@ from hqconv.schemas.activation import Activation
 from hqconv.schemas.dtypes import num_bits
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import Grid, check_grid
-from hqconv.schemas.input_schema import KernelSpec
+from hqconv.schemas.input_schema import LayerSpec
 from hqconv.schemas.tensors import TensorRef, TensorSpec
-from hqconv.schemas.weight_schema import PARAM_DTYPES, WeightSchema
+from hqconv.schemas.weight_schema import PARAM_DTYPES, LayerSchema
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -118,9 +118,9 @@ class Artifact:
         return self.root / path if self.listing is None else self.listing.fetched(self.root, path)
 
     @cached_property
-    def schema(self) -> WeightSchema:
-        """The weight schema of the experts."""
-        return self.manifest.kernel_spec.schema
+    def schema(self) -> LayerSchema:
+        """The weight schema of the experts, of layers without one of their own."""
+        return self.manifest.layer_spec.schema
 
     @cached_property
     def grid(self) -> Grid:
@@ -135,7 +135,7 @@ class Artifact:
             raise _impossible("dtype", manifest.dtype)
         if manifest.layout not in (names.KERNEL, names.CHECKPOINT):
             raise _impossible("layout", manifest.layout)
-        kind = manifest.kernel_spec
+        kind = manifest.layer_spec
         try:
             spec = ConversionSpec(
                 kind.schema,
@@ -178,13 +178,13 @@ class Artifact:
         """Layers whose experts were copied unchanged."""
         return self.manifest.left
 
-    def kernel_spec_of(self, name: str) -> KernelSpec:
-        """Return the kernel spec of one layer, which decides its layout. Raises VerificationError as `spec`."""
-        return self.spec.kernel_spec_of(name)
+    def layer_spec_of(self, name: str) -> LayerSpec:
+        """Return the kernel specs of one layer, which decide its layout. Raises VerificationError as `spec`."""
+        return self.spec.layer_spec_of(name)
 
-    def schema_of(self, name: str) -> WeightSchema:
-        """Return the weight schema of one layer's experts; errors as `kernel_spec_of`."""
-        return self.kernel_spec_of(name).schema
+    def schema_of(self, name: str) -> LayerSchema:
+        """Return the weight schema of one layer's experts; errors as `layer_spec_of`."""
+        return self.layer_spec_of(name).schema
 
     def activation_of(self, name: str) -> Activation:
         """Return the activation between the GEMMs of one layer's experts."""
@@ -244,23 +244,23 @@ class Artifact:
         from hqconv.kernel_layout.transform import is_compatible, kernel_form  # these load torch: only checks need them
 
         spec = self.spec
-        kind = spec.kernel_spec_of(layer.name)
+        kind = spec.layer_spec_of(layer.name)
         kind = kind if target is None else replace(kind, target=target)
         with _humming_errors(layer.name):
-            if not is_compatible(kind):
+            if not all(map(is_compatible, kind.each)):
                 raise _impossible("weight_schema", f"no kernel for {kind}")
             shapes = gemm_shapes(layer, spec.grid.tp, kind.schema)
-            return {gemm: kernel_form(n, k, kind, layer.has_bias) for gemm, (n, k) in shapes.items()}
+            return {gemm: kernel_form(n, k, kind.of(gemm), layer.has_bias) for gemm, (n, k) in shapes.items()}
 
     def packed_forms(self, layer: MoeLayer) -> dict[str, dict[str, TensorSpec]]:
         """Return the packed tensors of each projection in the checkpoint layout; errors as `kernel_forms`."""
         from hqconv.kernel_layout.transform import packed_form
 
-        schema_and_dtype = (self.spec.schema, self.spec.param_dtype)
+        schema, dtype = self.schema_of(layer.name), self.spec.param_dtype
         with _humming_errors(layer.name):
-            tall = packed_form(layer.intermediate_size, layer.hidden_size, *schema_and_dtype, layer.has_bias)
-            wide = packed_form(layer.hidden_size, layer.intermediate_size, *schema_and_dtype, layer.has_bias)
-        return {role: wide if role == "w2" else tall for role in layer.roles}
+            return {
+                role: packed_form(*layer.shape(role), schema.of(role), dtype, layer.has_bias) for role in layer.roles
+            }
 
     @property
     def param_dtype(self) -> str:
@@ -333,7 +333,7 @@ class Artifact:
         Keys are (GEMM, TP rank, EP rank).
         """
         good = {}
-        spec, entries = self.kernel_spec_of(layer.name), self.layers[layer.name]
+        spec, entries = self.layer_spec_of(layer.name), self.layers[layer.name]
         shapes = gemm_shapes(layer, self.grid.tp, spec.schema)
         for tp_rank, ep_rank in self.grid.ranks if ranks is None else ranks:
             num_local = len(self.grid.local_experts(layer.num_experts, ep_rank))
@@ -345,8 +345,8 @@ class Artifact:
             for gemm, shape in shapes.items():
                 entry = entries.gemm(gemm)
                 assert entry is not None  # of the kernel layout
-                findings = list(file.findings(gemm, spec, entry, num_local))
-                if not findings and (form := file.form(gemm, spec, entry)).shape != shape:
+                findings = list(file.findings(gemm, spec.of(gemm), entry, num_local))
+                if not findings and (form := file.form(gemm, spec.of(gemm), entry)).shape != shape:
                     where, what = f"{names.MANIFEST}: {layer.name}: {gemm}", "A GEMM's shape is not its layer's."
                     findings = [Finding(where, what, shape, form.shape)]
                 for finding in findings:
@@ -360,7 +360,7 @@ class Artifact:
 
         Raises VerificationError where it is no float32 [1].
         """
-        path, inputs = names.rank_file(layer, tp_rank, ep_rank), self.kernel_spec_of(layer).inputs
+        path, inputs = names.rank_file(layer, tp_rank, ep_rank), self.layer_spec_of(layer).inputs
         name = names.input_scale(layer, gemm, inputs)
         ref = self.header(path)[0].get(name)
         if ref is None:

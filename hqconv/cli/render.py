@@ -345,7 +345,7 @@ def _schemas(document: Document) -> Parts:
             for one in document["presets"]
         ),
     )
-    for short in (document["shorthand"], document["scaled_shorthand"]):
+    for short in (document["shorthand"], document["scaled_shorthand"], document["pair_shorthand"]):
         yield f"\n{short['name']}: {short['description']}"
         rows = (("  bits per weight", short["bits_per_weight"]), (f"  in {ENGINE.name}", short["stock_vllm"]))
         yield facts(rows)

@@ -236,9 +236,9 @@ def _recipe_warnings(source: Source, candidates: Candidates, found: Allocation) 
     """Return the warnings of the conversion that the recipe stands for, whose sizes must be the promised ones."""
     base = candidates[base_of(found, candidates)]
     overrides = tuple(
-        Override(layer, (), LayerChoice(candidates[option.candidate].schema), where=layer)
+        Override(layer, (), LayerChoice.of(schema), where=layer)
         for layer, option in found.of_layer.items()
-        if option.candidate != base.name
+        if option.candidate != base.name and (schema := candidates[option.candidate].schema) is not None
     )
     options = replace(candidates.options, schema=base.schema, overrides=overrides)
     plan = plan_conversion(options, source, base.plan.spec.target)

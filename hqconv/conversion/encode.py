@@ -20,7 +20,7 @@ from hqconv.formats.source_matrix import SourceMatrix, resized
 from hqconv.kernel_layout.weight_tiles import WeightTiles
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.moe_layer import MoeLayer
-from hqconv.planning.layer_encoding import LayerEncoding
+from hqconv.planning.layer_encoding import GemmEncoding, LayerEncoding
 from hqconv.quantization.coded_matrix import CodedMatrix, filled, group_order, with_rows, with_sorted_columns
 from hqconv.quantization.kept_codes import express, round_to_param_dtype, share_scale
 from hqconv.quantization.quantize import quantize_stacks
@@ -102,7 +102,8 @@ class LayerEncoder:
             with deferring_checks() as checks:
                 done: dict[str, QuantizedStack] = {}
                 for roles in coupled_roles(self.layer):
-                    done |= _encode_stacks([self.read(e, roles, raw) for e in experts], self.encoding)
+                    encoding = self.encoding.of(roles[0])
+                    done |= _encode_stacks([self.read(e, roles, raw) for e in experts], encoding)
             return self._check_later(experts, done, checks.all())
         return self._encode_each(experts, raw)
 
@@ -138,14 +139,18 @@ class LayerEncoder:
         done: dict[str, QuantizedStack] = {}
         biases: dict[str, torch.Tensor] = {}
         for role in layer.roles:
-            if of_role := [one for one in (_bias(e[role], encoding) for e in each) if one is not None]:
+            if of_role := [one for one in (_bias(e[role], encoding.of(role)) for e in each) if one is not None]:
                 biases[role] = torch.stack(of_role)
         given = {**values, **{f"b{role[1:]}": bias for role, bias in biases.items()}}
         for roles in coupled_roles(layer):
+            of_gemm = encoding.of(roles[0])
+            if of_gemm.is_direct:
+                done |= _encode_stacks([{role: one[role] for role in roles} for one in each], of_gemm)
+                continue
             is_down = roles == ["w2"]
             products = inputs.of_intermediate(experts, given, layer.activation) if is_down else inputs.of_hidden
             matrices = [values[role] for role in roles]
-            found = quantize_by_outputs(matrices, encoding.schema, encoding.param_dtype, products)
+            found = quantize_by_outputs(matrices, of_gemm.schema, of_gemm.param_dtype, products)
             done |= dict(zip(roles, found, strict=True))
         for role, bias in biases.items():
             done[role] = replace(done[role], tensors={**done[role].tensors, "bias": bias})
@@ -157,11 +162,12 @@ class LayerEncoder:
         encoding = self.encoding
         done: dict[str, QuantizedStack] = {}
         for roles in coupled_roles(self.layer):
+            of_gemm = encoding.of(roles[0])
             results = quantize_stacks(
                 [resized(stacks[role], encoding.shapes[role]) for role in roles],
-                encoding.schema,
-                encoding.param_dtype,
-                quantizer=encoding.plain_quantizer,
+                of_gemm.schema,
+                of_gemm.param_dtype,
+                quantizer=of_gemm.plain_quantizer,
                 sinks=None if tiles is None else [tiles.stacks[role] for role in roles],
             )
             done |= dict(zip(roles, results, strict=True))
@@ -180,7 +186,8 @@ class LayerEncoder:
             found = {role: stack.error_sums(one) for (role, stack), one in zip(bare.items(), measured, strict=False)}
             for index, expert in enumerate(experts):
                 for roles in coupled_roles(self.layer):
-                    _check_numbers({self._name(expert, role): found[role][index] for role in roles}, self.encoding)
+                    sums_of = {self._name(expert, role): found[role][index] for role in roles}
+                    _check_numbers(sums_of, self.encoding.of(roles[0]))
             return found
 
         measured = sums if failed_checks is None else [*sums, failed_checks.double()]
@@ -192,7 +199,7 @@ class LayerEncoder:
         each: dict[str, list[QuantizedStack]] = {role: [] for role in self.layer.roles}
         for expert in experts:
             for roles in coupled_roles(self.layer):
-                for role, one in encode_expert(self.read(expert, roles, raw), self.encoding).items():
+                for role, one in encode_expert(self.read(expert, roles, raw), self.encoding.of(roles[0])).items():
                     each[role].append(one)
         found = {role: [one.error_sums()[0] for one in parts] for role, parts in each.items()}
         tensors = {role: join_stacks([one.tensors for one in parts]) for role, parts in each.items()}
@@ -204,12 +211,13 @@ class LayerEncoder:
 
 
 def _reordered(matrix: SourceMatrix, role: str, order: torch.Tensor) -> SourceMatrix:
-    """Return a projection with the expert's intermediate columns in another order."""
-    assert matrix.coded is not None, f"{matrix.name}: its format has no codes"
+    """Return a projection with the expert's intermediate columns in another order; w2 has codes."""
     if role == "w2":
+        assert matrix.coded is not None, f"{matrix.name}: its format has no codes"
         return replace(matrix, coded=with_sorted_columns(matrix.coded, order))
-    bias = None if matrix.bias is None else matrix.bias.index_select(0, order)
-    return replace(matrix, coded=with_rows(matrix.coded, order), bias=bias)
+    coded = None if matrix.coded is None else with_rows(matrix.coded, order)
+    floats, bias = (None if one is None else one.index_select(0, order) for one in (matrix.floats, matrix.bias))
+    return replace(matrix, coded=coded, floats=floats, bias=bias)
 
 
 def coupled_roles(layer: MoeLayer) -> Iterator[list[str]]:
@@ -226,7 +234,7 @@ def float_stacks(layer: MoeLayer, raw: RawExperts | None) -> dict[str, torch.Ten
     return None if None in stacks.values() else {role: s for role, s in stacks.items() if s is not None}
 
 
-def encode_expert(matrices: Mapping[str, SourceMatrix], encoding: LayerEncoding) -> dict[str, QuantizedStack]:
+def encode_expert(matrices: Mapping[str, SourceMatrix], encoding: GemmEncoding) -> dict[str, QuantizedStack]:
     """Encode the projections of an expert that share their tensor-level scale, each at full size, as stacks of one.
 
     matrices: as `LayerEncoder.read` returns them. Raises InputError where a weight is not finite or cannot be
@@ -238,7 +246,7 @@ def encode_expert(matrices: Mapping[str, SourceMatrix], encoding: LayerEncoding)
     return stacks
 
 
-def _encode_stacks(each: Sequence[Mapping[str, SourceMatrix]], encoding: LayerEncoding) -> dict[str, QuantizedStack]:
+def _encode_stacks(each: Sequence[Mapping[str, SourceMatrix]], encoding: GemmEncoding) -> dict[str, QuantizedStack]:
     """Keep the codes of several experts' projections, or quantize them; their numbers are not checked yet."""
     kept = [_pass_through(matrices, encoding) if encoding.is_direct else None for matrices in each]
     direct = [one for one in kept if one is not None]
@@ -259,7 +267,7 @@ def _encode_stacks(each: Sequence[Mapping[str, SourceMatrix]], encoding: LayerEn
     return done
 
 
-def _quantized_stacks(each: Sequence[Mapping[str, SourceMatrix]], encoding: LayerEncoding) -> dict[str, QuantizedStack]:
+def _quantized_stacks(each: Sequence[Mapping[str, SourceMatrix]], encoding: GemmEncoding) -> dict[str, QuantizedStack]:
     """Quantize the projections of several experts that share their tensor-level scale."""
     roles, powers = list(each[0]), None
     if encoding.takes_powers_of_two:
@@ -285,7 +293,7 @@ def _stack(matrices: list[torch.Tensor]) -> torch.Tensor:
     return matrices[0].unsqueeze(0) if len(matrices) == 1 else torch.stack(matrices)
 
 
-def _bias(matrix: SourceMatrix, encoding: LayerEncoding) -> torch.Tensor | None:
+def _bias(matrix: SourceMatrix, encoding: GemmEncoding) -> torch.Tensor | None:
     """Return the bias in the parameter dtype, if there is one. Raises InputError where it is not finite there."""
     if matrix.bias is None:
         return None
@@ -300,7 +308,7 @@ def _bias(matrix: SourceMatrix, encoding: LayerEncoding) -> torch.Tensor | None:
     return kept.contiguous()
 
 
-def _check_numbers(error_sums: Mapping[str, ErrorSums], encoding: LayerEncoding) -> None:
+def _check_numbers(error_sums: Mapping[str, ErrorSums], encoding: GemmEncoding) -> None:
     """Refuse weights that are not finite, before all else: under a shared scale a NaN spoils the partner's codes too.
 
     error_sums: by tensor name, of matrices that share their scale.
@@ -327,7 +335,7 @@ def _check_numbers(error_sums: Mapping[str, ErrorSums], encoding: LayerEncoding)
 _Kept = tuple[dict[str, torch.Tensor], torch.Tensor | None]
 
 
-def _pass_through(matrices: Mapping[str, SourceMatrix], encoding: LayerEncoding) -> dict[str, _Kept] | None:
+def _pass_through(matrices: Mapping[str, SourceMatrix], encoding: GemmEncoding) -> dict[str, _Kept] | None:
     """Keep the source's codes; None where gate and up must share a scale and have different ones.
 
     And None where the groups' columns are not adjacent: of gate and up with an order (g_idx), since the kernel has one
@@ -362,7 +370,7 @@ def _pass_through(matrices: Mapping[str, SourceMatrix], encoding: LayerEncoding)
     return None
 
 
-def _pass_through_one(coded: CodedMatrix, matrix: SourceMatrix, encoding: LayerEncoding) -> _Kept:
+def _pass_through_one(coded: CodedMatrix, matrix: SourceMatrix, encoding: GemmEncoding) -> _Kept:
     if encoding.conversion != DIRECT_ROUNDED:
         return express(coded, encoding.schema, encoding.param_dtype), None
     rounded = round_to_param_dtype(coded, encoding.param_dtype, matrix.names)

@@ -190,18 +190,19 @@ def working_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
     numbers = math.prod(encoding.shapes["w2"])
     stored = _stored_bytes(planned)
     is_viewed = any(not p.is_run for parts in layer.parts.values() for p in parts.values())
+    schemas = encoding.schema.each
     if encoding.conversion == QUANTIZED:
         widened = 0 if layer.dtype == "BF16" else numbers * 4
-    elif encoding.is_direct and not encoding.schema.is_coupled and not encoding.sorts_columns:
+    elif encoding.keeps_codes:
         widened = stored + numbers  # codes in Humming's packing, maybe unpacked before
     else:  # and floats: quantized anew, or maybe so, where gate and up must share a scale or columns have an order
         widened = stored + numbers * 5
-    if encoding.schema.rotation:
+    if any(schema.rotation for schema in schemas):
         widened += numbers * (2 if encoding.conversion == QUANTIZED and layer.dtype == "BF16" else 4)
     group_bytes = _GROUP_BYTES + _SEARCH_GROUP_BYTES * (encoding.quantizer != RTN)
-    groups = group_bytes / (encoding.schema.weight_scale_group_size or layer.hidden_size) * numbers
+    groups = group_bytes / min(schema.weight_scale_group_size or layer.hidden_size for schema in schemas) * numbers
     num_decoded = 1 if encoding.is_coded else num_experts  # at a time: only floats are taken as a stack
-    packed = numbers * encoding.schema.bits_per_weight() / 8 * num_experts
+    packed = numbers * max(schema.bits_per_weight() for schema in schemas) / 8 * num_experts
     # Two matrices in flight, and one more that was widened and is not freed yet; three packed; a TP slice cut, joined,
     # padded and permuted; tensors that wait to be written.
     live = num_decoded * (2 * stored * is_viewed + 3 * widened + groups) + 6 * packed + 8 * packed / planned.grid.tp
@@ -216,7 +217,7 @@ def gpu_working_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
     live = 3 * _stored_bytes(planned) * num_experts + _GPU_BYTES_PER_WEIGHT * numbers
     if planned.encoding.quantizer != RTN:
         live += _GPU_SEARCH_BYTES * min(numbers, max(_GPU_SEARCH_WEIGHTS, layer.hidden_size))
-    if planned.encoding.schema.rotation:
+    if any(schema.rotation for schema in planned.encoding.schema.each):
         live += _GPU_ROTATION_BYTES * numbers
     live += _calibrated_bytes(planned, num_experts)
     return int(_GPU_HEAP_FACTOR * live) + (16 << 20)

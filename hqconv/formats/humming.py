@@ -27,7 +27,7 @@ from hqconv.formats.encoding import (
 from hqconv.formats.linear_regex import LinearRegex
 from hqconv.formats.module_rules import Rule, always, containing, when
 from hqconv.formats.quant_config import quant_method
-from hqconv.formats.source_format import SourceFormat
+from hqconv.formats.source_format import SourceFormat, per_projection
 from hqconv.schemas.dtypes import FLOATS, code_bits
 from hqconv.schemas.tensors import TensorSpec
 from hqconv.schemas.weight_schema import WeightSchema
@@ -51,6 +51,7 @@ _FORMAT = Keys(
 KEYS = _FORMAT | Keys(
     "ignored_layers ignore modules_to_not_convert",
     "name format_version",  # hqconv's own
+    inside={"w13": _FORMAT, "w2": _FORMAT},  # hqconv's own: of a layer whose GEMMs differ
     entries={"dynamic": _FORMAT},
 )
 
@@ -73,14 +74,21 @@ def parse_humming(config: ConfigReader, _text: Text) -> list[Rule]:
         if pattern.startswith("-"):
             left_out.append(when(matches))
         elif pattern.startswith("+"):
-            overriding.append(when(matches, _format(config.overridden(overrides))))
+            overriding.append(when(matches, _layer_format(config.overridden(overrides))))
     return [
         when(containing(plain)),
         *(when(LinearRegex(pattern[3:], config.where(key)).matches) for pattern in patterns),
         *left_out,
         *overriding,
-        always(_format(config)),
+        always(_layer_format(config)),
     ]
+
+
+def _layer_format(config: ConfigReader) -> SourceFormat:
+    if not config.has("w13"):
+        return _format(config)
+    w13, w2 = (_format(config.overridden(config.table(gemm))) for gemm in ("w13", "w2"))
+    return per_projection({"w1": w13, "w3": w13, "w2": w2})
 
 
 def _format(config: ConfigReader) -> SourceFormat:

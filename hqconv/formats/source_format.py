@@ -85,6 +85,12 @@ class SourceFormat:
         assert isinstance(one, SourceFormat)
         return one
 
+    def of_gemm(self, gemm: str) -> SourceFormat:
+        """Return the format of the projections of the GEMM w13 or w2."""
+        if self.encoding != PER_PROJECTION:
+            return self
+        return per_projection({role: self.of(role) for role, _ in self.options if (role == "w2") == (gemm == "w2")})
+
     def to_dict(self) -> dict[str, Any]:
         """Return the format for JSON."""
         options = {name: value.to_dict() if isinstance(value, SourceFormat) else value for name, value in self.options}
@@ -172,7 +178,9 @@ def _why_not_scales(source: SourceFormat, stored: str, rounded: Collection[str])
 
 
 def conversion_of(source: SourceFormat, schema: WeightSchema, param_dtype: str, *, round_scales: bool = False) -> str:
-    """Return the conversion of a layer: `quantized` from floats, else `direct`, `requantized` or `DIRECT_ROUNDED`.
+    """Return the conversion of a GEMM: `quantized` from floats, else `direct`, `requantized` or `DIRECT_ROUNDED`.
+
+    source: of `SourceFormat.of_gemm`.
 
     round_scales: also round scales of another 16-bit dtype.
     """
@@ -182,3 +190,16 @@ def conversion_of(source: SourceFormat, schema: WeightSchema, param_dtype: str, 
         return DIRECT
     rounded = ROUNDED_IF_ASKED if round_scales else ROUNDED_ALWAYS
     return REQUANTIZED if why_not_direct(source, schema, param_dtype, rounded=rounded) else DIRECT_ROUNDED
+
+
+def layer_conversion(of_gemms: Mapping[str, str]) -> str:
+    """Return how a layer is converted by the conversions of its GEMMs: the common one, or both by name."""
+    if len(set(of_gemms.values())) == 1:
+        return next(iter(of_gemms.values()))
+    return "; ".join(f"{gemm} {one}" for gemm, one in of_gemms.items())
+
+
+def gemm_conversion(layer: str, gemm: str) -> str:
+    """Return how a GEMM is converted by the `layer_conversion` of its layer."""
+    of_gemms = dict(part.split(" ", 1) for part in layer.split("; ") if part.startswith(("w13 ", "w2 ")))
+    return of_gemms.get(gemm, layer)

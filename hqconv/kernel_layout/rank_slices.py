@@ -11,12 +11,12 @@ from collections.abc import Mapping
 import torch
 
 from hqconv.schemas.grid import TpSlice
-from hqconv.schemas.weight_schema import WeightSchema
+from hqconv.schemas.weight_schema import LayerSchema, WeightSchema
 
 Tensors = dict[str, torch.Tensor]
 
 
-def gemm_tensors(projections: Mapping[str, Tensors], schema: WeightSchema, part: TpSlice) -> dict[str, Tensors]:
+def gemm_tensors(projections: Mapping[str, Tensors], schema: LayerSchema, part: TpSlice) -> dict[str, Tensors]:
     """Cut packed tensors [E, …] of w13 and w2 for one TP rank.
 
     `projections` maps w1 (optional), w3 and w2 to full-size packed tensors as `QuantizedStack.tensors`, plus `bias`
@@ -25,10 +25,10 @@ def gemm_tensors(projections: Mapping[str, Tensors], schema: WeightSchema, part:
     """
     tp_rank, begin, end, share = part
     rows = [_cut_rows(projections[p], begin, end) for p in ("w1", "w3") if p in projections]
-    down = _cut_columns(projections["w2"], schema, begin, end)
+    down = _cut_columns(projections["w2"], schema.of("w2"), begin, end)
     if end - begin < share:
-        rows = [_pad(one, schema, 1, end - begin, share) for one in rows]
-        down = _pad(down, schema, 2, end - begin, share)
+        rows = [_pad(one, schema.of("w13"), 1, end - begin, share) for one in rows]
+        down = _pad(down, schema.of("w2"), 2, end - begin, share)
     if "bias" in down and tp_rank > 0:
         down["bias"] = torch.zeros_like(down["bias"])
     return {"w13": _join_rows(rows), "w2": {name: tensor.contiguous() for name, tensor in down.items()}}

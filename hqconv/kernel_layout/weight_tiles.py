@@ -42,10 +42,8 @@ def weight_tiles(
     """
     if not all(_is_plain(form) for form in forms.values()) or not _are_whole(slices, shapes):
         return None
-    b_dtype = forms["w2"].config["b_dtype"]
-    num_bits = code_bits(b_dtype)
-    centre = "int" in b_dtype and num_bits == 8 and forms["w2"].config["c_dtype"] == "bfloat16"
-    tile, upper = TILE_ROWS * TILE_COLUMNS * num_bits // 64, [role for role in shapes if role != "w2"]
+    num_bits = {gemm: code_bits(form.config["b_dtype"]) for gemm, form in forms.items()}
+    upper = [role for role in shapes if role != "w2"]
     sizes = {(gemm, part.rank): form.tensors["weight"].shape for gemm, form in forms.items() for part in slices}
     ends = np.cumsum([num_experts * math.prod(shape) // 2 for shape in sizes.values()])
     words = np.empty(int(ends[-1]), np.uint64)
@@ -54,7 +52,7 @@ def weight_tiles(
     for part in slices:
         size = part.share // TILE_ROWS
         for gemm, roles in (("w13", upper), ("w2", ["w2"])):
-            key = (gemm, part.rank)
+            key, tile = (gemm, part.rank), TILE_ROWS * TILE_COLUMNS * num_bits[gemm] // 64
             of_expert, of_columns = math.prod(sizes[key]) // 2, forms[gemm].config["shape_n"] // TILE_ROWS * tile
             for number, role in enumerate(roles):
                 rows, columns = (part.begin, part.end), (0, shapes[role][1])
@@ -62,8 +60,13 @@ def weight_tiles(
                     rows, columns = (0, shapes[role][0]), rows
                 ranges = (*(n // TILE_ROWS for n in rows), *(k // TILE_COLUMNS for k in columns))
                 pieces[role].append((*ranges, starts[key] + number * size * tile, of_expert, of_columns))
-    store = tile_store(num_bits, centre)
-    stacks = {role: CodeSink(TILE_ROWS, store, (words, np.array(each, np.int64))) for role, each in pieces.items()}
+    stacks = {}
+    for role, each in pieces.items():
+        gemm = "w2" if role == "w2" else "w13"
+        config = forms[gemm].config
+        centre = "int" in config["b_dtype"] and num_bits[gemm] == 8 and config["c_dtype"] == "bfloat16"
+        store = tile_store(num_bits[gemm], centre)
+        stacks[role] = CodeSink(TILE_ROWS, store, (words, np.array(each, np.int64)))
     flat = torch.from_numpy(words.view(np.int32))
     weights = {
         key: flat[2 * starts[key] : 2 * int(end)].view(num_experts, *shape)

@@ -155,7 +155,9 @@ class ExpertMap:
         Raises RequestError if no layer is left to convert, and for sources whose experts are no tensors to copy.
         """
         kept = tuple(layer for layer in self.layers if layer.name not in names)
-        foreign = next((b for b in self.layers if b.name in names and b.format.encoding in KNOWN_BY_SOURCE), None)
+        foreign = next(
+            (b for b in self.layers if b.name in names and b.format.of("w2").encoding in KNOWN_BY_SOURCE), None
+        )
         if foreign is not None:
             what = "Experts can be left as they are in a checkpoint only, not in an artifact or GGUF files."
             raise RequestError(what, where=foreign.name, remedy="Convert the original checkpoint.")
@@ -296,7 +298,9 @@ def _formats(
     if is_extra and _is_plain(found):
         return lambda _module: PLAIN
     if declared.method == "humming":
-        return lambda _module: declared.of(layer)
+        of_layer, words = declared.of(layer), family.spelled(found.words, found.stacks).projections
+        roles = {f".{word}": role for role, word in words.items()}
+        return lambda module: of_layer.of(next((roles[end] for end in roles if module.endswith(end)), "w13"))
     plain = set() if declared.undecided is None else _plain_modules(found)
     modules = [f"{layer}.0.{word}" for word in found.words.values()] + [f"{layer}.{stack}" for stack in found.stacks]
 

@@ -27,7 +27,7 @@ _CODES = {"F32": "f", "F16": "e", "BF16": "f"}
 def is_in_doubt(layer: MoeLayer) -> bool:
     """Return True if a layer has gate and up apart in a family whose stacks alternate them."""
     row = BY_NAME.get(layer.family)
-    if layer.format.encoding in KNOWN_BY_SOURCE or row is None:
+    if layer.format.of("w2").encoding in KNOWN_BY_SOURCE or row is None:
         return False
     is_apart = not any(part.is_stacked or part.view.count > 1 for part in layer.parts["w3"].values())
     return is_apart and any(stack.interleaved for stack in row.stacks)

@@ -25,7 +25,7 @@ from hqconv.planning.source_schema import source_param_dtype
 from hqconv.planning.spec import ConversionOptions, default_param_dtype
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.options import BANDWIDTH, SIZE, Objective
-from hqconv.schemas.weight_schema import SOURCE, WeightSchema, resolve_schema
+from hqconv.schemas.weight_schema import SOURCE, LayerSchema, resolve_layer_schema
 
 # From 2.6 to 8 bits per weight. Of presets of one size the more exact ones, and those that any server runs.
 DEFAULT_CANDIDATES = (
@@ -42,7 +42,7 @@ class Candidate:
     """
 
     name: str
-    schema: WeightSchema | None
+    schema: LayerSchema | None
     plan: ConversionPlan
 
     @cached_property
@@ -91,7 +91,7 @@ def plan_candidates(
     left_out: dict[str, str] = {}
     for name in dict.fromkeys(given):
         try:
-            schema = None if name == SOURCE else resolve_schema(name)
+            schema = None if name == SOURCE else resolve_layer_schema(name)
             plan = plan_conversion(replace(options, schema=schema), source, target)
         except RequestError as error:
             if names is not None:
@@ -123,16 +123,14 @@ def _own_schemas(options: ConversionOptions, source: Source, target: GpuTarget) 
     except RequestError:
         return []
     schemas = [layer.encoding.schema for layer in plan.layers]
-    if not any(schema.is_coupled for schema in schemas):
+    if not any(one.is_coupled for schema in schemas for one in schema.each):
         return [SOURCE]
     return [name for name in dict.fromkeys(schema.name for schema in schemas) if name != SOURCE]
 
 
 def _is_same(known: Candidate, plan: ConversionPlan) -> bool:
     """Return whether an earlier candidate gives every layer the same schema: `source` and its own preset."""
-    fields = [
-        {layer.name: layer.encoding.schema.humming_fields() for layer in one.layers} for one in (known.plan, plan)
-    ]
+    fields = [{layer.name: layer.encoding.schema.to_dict() for layer in one.layers} for one in (known.plan, plan)]
     return fields[0] == fields[1]
 
 

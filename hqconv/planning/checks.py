@@ -20,7 +20,7 @@ from hqconv.schemas import artifact_names
 from hqconv.schemas.dtypes import FLOATS
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.grid import Grid, check_grid
-from hqconv.schemas.input_schema import KernelSpec
+from hqconv.schemas.input_schema import InputSchema, KernelSpec, LayerSpec
 from hqconv.schemas.model_config import NO_HEADS, AttentionHeads
 from hqconv.schemas.tensors import TensorRef
 from hqconv.schemas.weight_schema import PARAM_DTYPES
@@ -44,13 +44,15 @@ def check_request(experts: ExpertMap, spec: ConversionSpec, heads: AttentionHead
     `kernel_layout.compatibility`; a conversion asks Humming itself.
     """
     _check_input_scales(experts, spec)
-    for kernel_spec in spec.kernel_specs:
-        _check_scales(kernel_spec)
+    specs = dict.fromkeys((spec.layer_spec, *spec.of_layers.values()))
+    for layer_spec in specs:
+        for kernel_spec in layer_spec.each:
+            _check_scales(kernel_spec)
         if spec.layout == artifact_names.KERNEL:
-            _check_kernel_spec(kernel_spec)
+            _check_layer_spec(layer_spec)
     if spec.layout == artifact_names.CHECKPOINT and spec.of_layers:
         what, remedy = "The checkpoint layout has one schema for all layers.", "Use --layout kernel."
-        found = "; ".join(f"{one.schema.name}, {one.inputs.name} activations" for one in spec.kernel_specs)
+        found = "; ".join(f"{one.schema.name}, {one.inputs.name} activations" for one in specs)
         raise RequestError(what, where="--layout checkpoint", found=found, remedy=remedy)
     if spec.layout == artifact_names.CHECKPOINT and spec.grid != Grid():
         raise RequestError(
@@ -67,15 +69,15 @@ def check_request(experts: ExpertMap, spec: ConversionSpec, heads: AttentionHead
 def refuse_unserved(experts: ExpertMap, spec: ConversionSpec) -> None:
     """Raise RequestError for layers that no server computes with; one named server's limits are warnings."""
     for layer in experts.layers:
-        kernel_spec = spec.kernel_spec_of(layer.name)
-        if (reason := why_overflow(kernel_spec)) is not None:
-            raise RequestError(
-                "No server runs these weights.",
-                where=f"--schema {kernel_spec.schema.name} --dtype {kernel_spec.param_dtype}, {layer.name}",
-                expected="a schema and a dtype that Humming's kernels compute with",
-                found=reason,
-                remedy="Use --dtype bfloat16, or convert it all the same with --allow-unserved.",
-            )
+        for kernel_spec in spec.layer_spec_of(layer.name).each:
+            if (reason := why_overflow(kernel_spec)) is not None:
+                raise RequestError(
+                    "No server runs these weights.",
+                    where=f"--schema {kernel_spec.schema.name} --dtype {kernel_spec.param_dtype}, {layer.name}",
+                    expected="a schema and a dtype that Humming's kernels compute with",
+                    found=reason,
+                    remedy="Use --dtype bfloat16, or convert it all the same with --allow-unserved.",
+                )
 
 
 def _check_left(left: Iterable[str]) -> None:
@@ -102,26 +104,29 @@ def _check_scales(kernel_spec: KernelSpec) -> None:
         )
 
 
-def _check_kernel_spec(kernel_spec: KernelSpec) -> None:
-    """Check that weights and activations run together on the target, and that their layout is known."""
+def _check_layer_spec(spec: LayerSpec) -> None:
+    """Check that the weights of both GEMMs run with the activations on the target, and that their layout is known."""
     from hqconv.kernel_layout.transform import needs_cuda
 
-    reason = why_not(kernel_spec)
-    if reason is not None:
-        inputs, schemas = nearest(kernel_spec)
-        runs = [
-            *([f"{kernel_spec.schema.name} with --input-schema {', '.join(inputs)}"] if inputs else []),
-            *([f"{kernel_spec.inputs.name} activations with --schema {', '.join(schemas)}"] if schemas else []),
-        ]
+    reasons = {one: reason for one in spec.each if (reason := why_not(one)) is not None}
+    if reasons:
+        runs = []
+        for one in reasons:
+            inputs, _ = nearest(one)
+            runs += [f"{one.schema.name} with --input-schema {', '.join(inputs)}"] if inputs else []
+        _, schemas = nearest(next(iter(reasons)))
+        runs += [f"{spec.inputs.name} activations with --schema {', '.join(schemas)}"] if schemas else []
+        is_pair = len(spec.each) > 1
+        texts = [f"{one.schema.name}: {reason}" if is_pair else reason for one, reason in reasons.items()]
         raise RequestError(
-            f"Humming does not run this pair on {kernel_spec.target.name}: {reason}.",
-            where=f"--schema {kernel_spec.schema.name} --input-schema {kernel_spec.inputs.name}",
-            expected=f"on {kernel_spec.target.name}: {'; '.join(runs)}" if runs else "a pair that runs there",
+            f"Humming does not run this pair on {spec.target.name}: {'; '.join(texts)}.",
+            where=f"--schema {spec.schema.name} --input-schema {spec.inputs.name}",
+            expected=f"on {spec.target.name}: {'; '.join(runs)}" if runs else "a pair that runs there",
         )
-    if kernel_spec.target.cuda is None and needs_cuda(kernel_spec):
+    if spec.target.cuda is None and any(map(needs_cuda, spec.each)):
         raise RequestError(
             "The layout depends on the CUDA compiler that will serve.",
-            where=f"--schema {kernel_spec.schema.name} --target {kernel_spec.target.name}",
+            where=f"--schema {spec.schema.name} --target {spec.target.name}",
             expected="--cuda, with that compiler's version",
             remedy="Add --cuda 13.0, or what `nvcc --version` says on the serving machine.",
         )
@@ -134,7 +139,7 @@ def is_served_with(tp: int, heads: AttentionHeads) -> bool:
 
 def _check_sizes(layer: MoeLayer, spec: ConversionSpec, heads: AttentionHeads) -> None:
     sizes = (layer.num_experts, layer.hidden_size, layer.intermediate_size)
-    schema = spec.kernel_spec_of(layer.name).schema
+    schema = spec.layer_spec_of(layer.name).schema
     try:
         check_grid(
             layer.name,
@@ -147,8 +152,9 @@ def _check_sizes(layer: MoeLayer, spec: ConversionSpec, heads: AttentionHeads) -
             and ENGINE.inner_obstacle(layer.intermediate_size, spec.grid) is None,
         )
     except RequestError as error:
-        is_block = schema.weight_scale_type == "block"
-        if not is_block or why_not_direct(layer.format, schema, spec.param_dtype):
+        of_blocks = [gemm for gemm in artifact_names.GEMMS if schema.of(gemm).weight_scale_type == "block"]
+        formats = [(layer.format.of_gemm(gemm), schema.of(gemm)) for gemm in of_blocks]
+        if not formats or any(why_not_direct(source, one, spec.param_dtype) for source, one in formats):
             raise
         hint = " With --schema source the source's scales are repeated into smaller blocks."
         fields = {"where": error.where, "expected": error.expected, "found": error.found}
@@ -164,7 +170,7 @@ def _check_input_scales(experts: ExpertMap, spec: ConversionSpec) -> None:
         if kernel_spec.inputs.is_static:
             _check_static(kernel_spec, spec)
     for layer in spec.static_layers(experts):
-        _check_source_scales(layer, spec.kernel_spec_of(layer.name))
+        _check_source_scales(layer, spec.layer_spec_of(layer.name).inputs)
         for gemm, refs in layer.input_scales.refs.items():
             for ref in refs:
                 _check_scale_tensor(ref, layer.input_scales.max_values[gemm])
@@ -185,23 +191,23 @@ def _check_static(kernel_spec: KernelSpec, spec: ConversionSpec) -> None:
         )
 
 
-def _check_source_scales(layer: MoeLayer, kernel_spec: KernelSpec) -> None:
+def _check_source_scales(layer: MoeLayer, inputs: InputSchema) -> None:
     scales = layer.input_scales
     lacking = next((gemm for gemm in artifact_names.GEMMS if not scales.refs.get(gemm)), None)
     if lacking is not None:
         raise RequestError(
             "The source has no static activation scales.",
-            where=f"{layer.name}: {lacking}, input schema {kernel_spec.inputs.name}",
+            where=f"{layer.name}: {lacking}, input schema {inputs.name}",
             expected=f"tensors such as {next(iter(scales.missing.get(lacking, ())), f'{layer.name}.….input_scale')}",
             found="none of them",
             remedy=_DYNAMIC,
         )
-    is_two = kernel_spec.inputs.input_quant_mode == _TWO_LEVELS
-    if scales.a_dtype != kernel_spec.inputs.a_dtype or is_two != (scales.a_dtype == _OF_TWO_LEVELS):
+    is_two = inputs.input_quant_mode == _TWO_LEVELS
+    if scales.a_dtype != inputs.a_dtype or is_two != (scales.a_dtype == _OF_TWO_LEVELS):
         raise RequestError(
             "The source's static activation scales were not measured for these activations.",
-            where=f"{layer.name}, input schema {kernel_spec.inputs.name}",
-            expected=f"{kernel_spec.inputs.a_dtype} activations with a static scale per tensor"
+            where=f"{layer.name}, input schema {inputs.name}",
+            expected=f"{inputs.a_dtype} activations with a static scale per tensor"
             f"{', and dynamic ones per group' * is_two}, by the config",
             found=scales.a_dtype or "none that the config declares",
             remedy=_DYNAMIC,

@@ -7,17 +7,18 @@ the manifest, the journal, the output folder's name and the summary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hqconv.errors import RequestError
-from hqconv.formats.source_format import DIRECT, DIRECT_ROUNDED, SourceFormat, conversion_of
+from hqconv.formats.source_format import DIRECT, DIRECT_ROUNDED, SourceFormat, conversion_of, layer_conversion
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.calibration import Calibration
+from hqconv.schemas.artifact_names import GEMMS
 from hqconv.schemas.grid import stored_size
 from hqconv.schemas.options import GPTQ, QUANTIZERS, RTN, EncodingArguments
-from hqconv.schemas.weight_schema import WeightSchema
+from hqconv.schemas.weight_schema import LayerSchema, WeightSchema, pair
 
 # Version of the scale candidates that mse tries and of its choice (`quantization/scale_search`):
 # raised by every change of its results, so that `verify` knows which searches it can repeat.
@@ -113,27 +114,31 @@ class EncodingOptions:
         return not self.round_scales
 
     def conversion(self, source: SourceFormat, schema: WeightSchema, param_dtype: str) -> str:
-        """Return how a layer in the format `source` is converted, as `conversion_of`."""
+        """Return how a GEMM in the format `source` is converted, as `conversion_of`."""
         return conversion_of(source, schema, param_dtype, round_scales=self.round_scales)
 
-    def effective(self, layers: Iterable[tuple[SourceFormat, WeightSchema]], param_dtype: str) -> EncodingOptions:
+    def conversions(self, source: SourceFormat, schema: LayerSchema, param_dtype: str) -> dict[str, str]:
+        """Return how each GEMM of a layer in the format `source` is converted, as `conversion_of`."""
+        return {gemm: self.conversion(source.of_gemm(gemm), schema.of(gemm), param_dtype) for gemm in GEMMS}
+
+    def effective(self, layers: Iterable[tuple[SourceFormat, LayerSchema]], param_dtype: str) -> EncodingOptions:
         """Return the options without a `round_scales` that changes no layer: equal bytes get equal manifests."""
+        plain = replace(self, round_scales=False)
         changes = any(
-            self.conversion(source, schema, param_dtype) != conversion_of(source, schema, param_dtype)
+            self.conversions(source, schema, param_dtype) != plain.conversions(source, schema, param_dtype)
             for source, schema in layers
         )
         return replace(self, round_scales=changes)
 
 
 @dataclass(frozen=True)
-class LayerEncoding:
-    """Encoding of one layer's matrices.
+class GemmEncoding:
+    """Encoding of the matrices of one of a layer's GEMMs.
 
     conversion: of `hqconv.formats.source_format`. must_be_direct: a matrix that cannot keep its codes is an error.
     takes_powers_of_two: fp8 group scales under a second scale stand for the source's powers of two, mxfp4 to nvfp4.
     is_coded: the source has codes, so that scale groups which are quantized anew without any error are counted.
-    is_permuted: columns have an order of groups (`SourceFormat.is_permuted`). shapes: role → [out, in] of the packed
-    tensors: zeros fill the last scale group where the intermediate size is no whole number of them.
+    is_permuted: columns have an order of groups (`SourceFormat.is_permuted`).
     """
 
     schema: WeightSchema
@@ -144,7 +149,6 @@ class LayerEncoding:
     takes_powers_of_two: bool = False
     is_coded: bool = False
     is_permuted: bool = False
-    shapes: Mapping[str, tuple[int, int]] = field(default_factory=dict, repr=False)
 
     @property
     def quantizer(self) -> str:
@@ -166,28 +170,83 @@ class LayerEncoding:
         """True where the codes of all matrices are kept, whatever their values."""
         return self.is_direct and not (self.schema.is_coupled or self.is_permuted)
 
+
+@dataclass(frozen=True)
+class LayerEncoding:
+    """Encoding of one layer's matrices: that of its GEMMs.
+
+    shapes: role → [out, in] of the packed tensors: zeros fill the last scale group where the intermediate size is no
+    whole number of them.
+    """
+
+    w13: GemmEncoding
+    w2: GemmEncoding
+    shapes: Mapping[str, tuple[int, int]] = field(default_factory=dict, repr=False)
+
+    def of(self, part: str) -> GemmEncoding:
+        """Return the encoding of a GEMM (w13, w2) or of a projection (w1, w3, w2)."""
+        return self.w2 if part == "w2" else self.w13
+
+    @property
+    def schema(self) -> LayerSchema:
+        """The schemas of the GEMMs."""
+        return pair(self.w13.schema, self.w2.schema)
+
+    @property
+    def conversion(self) -> str:
+        """How the layer is converted: see `layer_conversion`."""
+        return layer_conversion({gemm: self.of(gemm).conversion for gemm in GEMMS})
+
+    @property
+    def is_direct(self) -> bool:
+        """True where the codes of both GEMMs are kept: see `GemmEncoding`."""
+        return self.w13.is_direct and self.w2.is_direct
+
+    @property
+    def keeps_codes(self) -> bool:
+        """True where the codes of all matrices are kept, whatever their values."""
+        return self.w13.keeps_codes and self.w2.keeps_codes
+
+    @property
+    def is_coded(self) -> bool:
+        """True for a source with codes."""
+        return self.w13.is_coded
+
+    @property
+    def quantizer(self) -> str:
+        """Method that chooses scales for codes that are not kept: rtn, mse or gptq."""
+        return self.w13.quantizer
+
     @property
     def sorts_columns(self) -> bool:
-        """True where codes are kept and the columns of w2 are sorted by group, with gate's and up's rows."""
-        return self.is_direct and self.is_permuted
+        """True where codes of w2 are kept and its columns are sorted by group, with gate's and up's rows."""
+        return self.w2.is_direct and self.w2.is_permuted
 
 
 def encoding_of(
-    layer: MoeLayer, schema: WeightSchema, param_dtype: str, options: EncodingOptions, *, must_be_direct: bool = False
+    layer: MoeLayer,
+    schema: LayerSchema,
+    param_dtype: str,
+    options: EncodingOptions,
+    *,
+    must_be_direct: Collection[str] = (),
 ) -> LayerEncoding:
-    """Return the encoding of a source's layer."""
-    source, inner = layer.format, stored_size(layer.intermediate_size, schema)
-    return LayerEncoding(
-        schema,
-        param_dtype,
-        options,
-        options.conversion(source, schema, param_dtype),
-        must_be_direct,
-        takes_powers_of_two(source, schema),
-        not source.is_float,
-        source.is_permuted,
-        {role: (layer.hidden_size, inner) if role == "w2" else (inner, layer.hidden_size) for role in layer.roles},
-    )
+    """Return the encoding of a source's layer. must_be_direct: GEMMs that must keep the source's codes."""
+    inner, of_gemms = stored_size(layer.intermediate_size, schema), {}
+    for gemm in GEMMS:
+        source, one = layer.format.of_gemm(gemm), schema.of(gemm)
+        of_gemms[gemm] = GemmEncoding(
+            one,
+            param_dtype,
+            options,
+            options.conversion(source, one, param_dtype),
+            gemm in must_be_direct,
+            takes_powers_of_two(source, one),
+            not layer.format.is_float,
+            source.is_permuted,
+        )
+    tall, wide = (inner, layer.hidden_size), (layer.hidden_size, inner)
+    return LayerEncoding(**of_gemms, shapes={role: wide if role == "w2" else tall for role in layer.roles})
 
 
 def takes_powers_of_two(source: SourceFormat, schema: WeightSchema) -> bool:

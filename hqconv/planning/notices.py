@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hqconv.errors import first_few, plural
-from hqconv.formats.source_format import DIRECT, DIRECT_ROUNDED, LARGEST_CHANGE, conversion_of, why_not_direct
+from hqconv.formats.source_format import DIRECT_ROUNDED, LARGEST_CHANGE, conversion_of, why_not_direct
 from hqconv.io.checkpoint_files import FrontMatter, are_all_shards
 from hqconv.io.sidecar_files import FOREIGN, has_tokenizer
 from hqconv.kernel_layout.compatibility import fuses_exponents, why_overflow
@@ -45,7 +45,7 @@ def request_warnings(experts: ExpertMap, spec: ConversionSpec, heads: AttentionH
             sizes = dict.fromkeys(layer.intermediate_size for layer in experts.layers)
             reasons += [reason for size in sizes if (reason := ENGINE.inner_obstacle(size, spec.grid)) is not None]
         warnings += [f"{ENGINE.release} will not serve this artifact: {reason}." for reason in reasons]
-    kernel_specs = dict.fromkeys(spec.kernel_spec_of(layer.name) for layer in experts.layers)
+    kernel_specs = dict.fromkeys(one for layer in experts.layers for one in spec.layer_spec_of(layer.name).each)
     warnings += [reason for one in kernel_specs if (reason := why_overflow(one)) is not None]
     if spec.layout == artifact_names.KERNEL:
         warnings += [reason for one in kernel_specs for reason in _kernel_warnings(one)]
@@ -88,10 +88,11 @@ def _search_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
     """Warn if there is no scale to search for; of shared scales and orders of columns only the data tell."""
     options = spec.encoding
     for layer in experts.layers:
-        is_coupled = spec.kernel_spec_of(layer.name).schema.is_coupled
-        may_requantize = (is_coupled or layer.format.is_permuted) and not spec.must_be_direct
-        if may_requantize or spec.conversion_of(layer) not in (DIRECT, DIRECT_ROUNDED):
-            return []
+        encoding = spec.encoding_of(layer)
+        for gemm in (encoding.w13, encoding.w2):
+            may_requantize = (gemm.schema.is_coupled or gemm.is_permuted) and not spec.must_be_direct
+            if may_requantize or not gemm.is_direct:
+                return []
     if options.quantizer == RTN:
         return []
     named = f"--quantizer {options.quantizer}" if options.calibration is None else "--calibrate"
@@ -103,7 +104,7 @@ def _order_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
     layers = [layer for layer in experts.layers if spec.encoding_of(layer).sorts_columns]
     if not layers:
         return []
-    otherwise = "refused" if all(spec.keeps(layer.name) for layer in layers) else "quantized anew, and counted"
+    otherwise = "refused" if all(spec.kept(layer.name) for layer in layers) else "quantized anew, and counted"
     return [
         f"{plural(len(layers), 'layer')} may have columns in an order of their own (g_idx, act order). The codes of w2 "
         "are kept, with its columns sorted by group and the rows of gate and up in the same order. The codes of gate "
@@ -116,7 +117,11 @@ def _checkpoint_layout_warnings(experts: ExpertMap, spec: ConversionSpec) -> lis
     """Return reasons why the engine without hqconv's plugin will not serve the checkpoint layout."""
     schema = spec.schema
     of_schema = ENGINE.checkpoint_layout_obstacle(schema, spec.param_dtype)
-    of_layers = (ENGINE.checkpoint_family_obstacle(experts.family, layer.name, schema) for layer in experts.layers)
+    of_layers = (
+        ENGINE.checkpoint_family_obstacle(experts.family, layer.name, one)
+        for layer in experts.layers
+        for one in schema.each
+    )
     of_family = next((reason for reason in of_layers if reason), None)
     named = ((f"'{schema.name}' with {spec.param_dtype}", of_schema), (f"'{experts.family}'", of_family))
     return [f"{ENGINE.release} cannot serve {name} from this layout: {reason}." for name, reason in named if reason]
@@ -126,11 +131,13 @@ def _dtype_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
     """Name a parameter dtype under which more layers would keep their codes and scales."""
     if not spec.encoding.keeps_scales:
         return []
+    gemms = [
+        (layer.format.of_gemm(gemm), spec.layer_spec_of(layer.name).schema.of(gemm))
+        for layer in experts.layers
+        for gemm in artifact_names.GEMMS
+    ]
     num_direct: dict[str, int] = {
-        dtype: sum(
-            not why_not_direct(layer.format, spec.kernel_spec_of(layer.name).schema, dtype) for layer in experts.layers
-        )
-        for dtype in PARAM_DTYPES
+        dtype: sum(not why_not_direct(source, schema, dtype) for source, schema in gemms) for dtype in PARAM_DTYPES
     }
     return [
         f"the source's scales are {dtype}: with --dtype {dtype} its codes would be kept as they are."
@@ -143,10 +150,12 @@ def _rounding_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
     """Warn of scales that are rounded without being asked for: where the schema's codes are the source's."""
     dtype = spec.param_dtype
     kinds = {
-        layer.format.scale_dtype
+        source.scale_dtype
         for layer in experts.layers
-        if not spec.keeps(layer.name)
-        and conversion_of(layer.format, spec.kernel_spec_of(layer.name).schema, dtype) == DIRECT_ROUNDED
+        for gemm in artifact_names.GEMMS
+        if gemm not in spec.kept(layer.name)
+        and conversion_of(source := layer.format.of_gemm(gemm), spec.layer_spec_of(layer.name).schema.of(gemm), dtype)
+        == DIRECT_ROUNDED
     }
     return [
         f"the source's codes are kept, and its {kind} scales rounded to {dtype} as a server does at load: each moves "

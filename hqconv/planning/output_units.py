@@ -17,7 +17,7 @@ from hqconv.schemas import artifact_names
 from hqconv.schemas.dtypes import num_bits
 from hqconv.schemas.grid import Grid, TpSlice, tp_share, tp_slices
 from hqconv.schemas.tensors import TensorRef, TensorSpec
-from hqconv.schemas.weight_schema import WeightSchema
+from hqconv.schemas.weight_schema import LayerSchema
 
 if TYPE_CHECKING:
     from hqconv.kernel_layout.transform import KernelForm
@@ -194,7 +194,7 @@ class CopiedShardPlan:
 OutputUnit = MoeLayerPlan | CopiedShardPlan
 
 
-def gemm_shapes(layer: MoeLayer, tp: int, schema: WeightSchema) -> dict[str, tuple[int, int]]:
+def gemm_shapes(layer: MoeLayer, tp: int, schema: LayerSchema) -> dict[str, tuple[int, int]]:
     """Return (N, K) of each GEMM on every TP rank, before the kernel's padding."""
     share = tp_share(layer.intermediate_size, tp, schema)
     return {"w13": ((2 if layer.gated else 1) * share, layer.hidden_size), "w2": (layer.hidden_size, share)}
@@ -204,12 +204,12 @@ def kernel_unit(layer: MoeLayer, spec: ConversionSpec) -> MoeLayerPlan:
     """Plan the rank files of one layer. As `expert_shards` it loads Humming, whose rules give the forms."""
     from hqconv.kernel_layout.transform import kernel_form
 
-    kernel_spec = spec.kernel_spec_of(layer.name)
+    layer_spec = spec.layer_spec_of(layer.name)
     forms = {
-        gemm: kernel_form(n, k, kernel_spec, layer.has_bias)
-        for gemm, (n, k) in gemm_shapes(layer, spec.grid.tp, kernel_spec.schema).items()
+        gemm: kernel_form(n, k, layer_spec.of(gemm), layer.has_bias)
+        for gemm, (n, k) in gemm_shapes(layer, spec.grid.tp, layer_spec.schema).items()
     }
-    files, inputs = [], kernel_spec.inputs
+    files, inputs = [], layer_spec.inputs
     scales = [artifact_names.input_scale(layer.name, gemm, inputs) for gemm in forms if inputs.is_static]
     for number, (tp_rank, ep_rank) in enumerate(spec.grid.ranks):
         num_local = len(spec.grid.local_experts(layer.num_experts, ep_rank))
@@ -222,7 +222,7 @@ def kernel_unit(layer: MoeLayer, spec: ConversionSpec) -> MoeLayerPlan:
         metadata = {"format": "pt", "rank": artifact_names.rank_name(tp_rank, ep_rank)}
         metadata |= {gemm: form.config_json(num_local) for gemm, form in forms.items()}
         files.append(build_file(artifact_names.rank_file(layer.name, tp_rank, ep_rank), specs, metadata, number))
-    slices = tp_slices(layer.intermediate_size, spec.grid, kernel_spec.schema)
+    slices = tp_slices(layer.intermediate_size, spec.grid, layer_spec.schema)
     return MoeLayerPlan(layer, spec.encoding_of(layer), tuple(files), forms, spec.grid, slices)
 
 
@@ -243,8 +243,8 @@ def expert_shards(layer: MoeLayer, spec: ConversionSpec) -> list[Shard]:
     """Return the checkpoint layout's shards of one layer, cut between experts."""
     from hqconv.kernel_layout.transform import packed_form
 
-    schema = spec.kernel_spec_of(layer.name).schema
-    forms = {role: packed_form(*layer.shape(role), schema, spec.param_dtype, layer.has_bias) for role in layer.roles}
+    schema, dtype = spec.layer_spec_of(layer.name).schema, spec.param_dtype
+    forms = {role: packed_form(*layer.shape(role), schema.of(role), dtype, layer.has_bias) for role in layer.roles}
     expert_bytes = sum(t.num_bytes for tensors in forms.values() for t in tensors.values())
     per_shard = max(1, MAX_SHARD_BYTES // expert_bytes)
     shards = []

@@ -44,7 +44,7 @@ from hqconv.schemas import artifact_names
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.gpu_target import GPUS, GpuTarget
 from hqconv.schemas.grid import Grid
-from hqconv.schemas.input_schema import KernelSpec
+from hqconv.schemas.input_schema import LayerSpec
 from hqconv.schemas.model_config import NO_HEADS, AttentionHeads, attention_heads
 from hqconv.schemas.options import assign
 from hqconv.schemas.tensors import TensorRef
@@ -153,15 +153,17 @@ def _parts(ref: TensorRef, tp: int, heads: AttentionHeads) -> int:
     return min(tp, heads.num_kv_heads or tp) if is_replicated else tp
 
 
-def expert_bytes(layers: Iterable[MoeLayer], kernel_spec: KernelSpec, tp: int) -> int:
-    """Return the bytes of all experts on each of `tp` tensor parallel ranks, all layers with one kernel spec."""
+def expert_bytes(layers: Iterable[MoeLayer], spec: LayerSpec, tp: int) -> int:
+    """Return the bytes of all experts on each of `tp` tensor parallel ranks, all layers with one spec."""
     of_expert: dict[tuple[int, int, bool, bool], int] = {}
     total = 0
     for layer in layers:
         key = (layer.hidden_size, layer.intermediate_size, layer.gated, layer.has_bias)
         if key not in of_expert:
-            shapes = gemm_shapes(layer, tp, kernel_spec.schema).values()
-            of_expert[key] = sum(gemm_bytes(n, k, kernel_spec, has_bias=layer.has_bias) for n, k in shapes)
+            shapes = gemm_shapes(layer, tp, spec.schema)
+            of_expert[key] = sum(
+                gemm_bytes(n, k, spec.of(gemm), has_bias=layer.has_bias) for gemm, (n, k) in shapes.items()
+            )
         total += of_expert[key] * layer.num_experts
     return total
 
@@ -272,7 +274,7 @@ class ConversionPlan:
                 digest.update(f"{file.path}\0{file.size_bytes}\0".encode() + file.header)
         spec = self.spec
         options = {
-            "--schema": {"name": spec.schema.name, **spec.schema.humming_fields()},
+            "--schema": {"name": spec.schema.name, **spec.schema.to_dict()},
             "--dtype": spec.param_dtype,
             "--target, --cuda": str(spec.target),
             "--tp": spec.grid.tp,

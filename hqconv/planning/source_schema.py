@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from hqconv.errors import RequestError
 from hqconv.formats.source_format import (
@@ -22,8 +23,19 @@ from hqconv.formats.source_format import (
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.layer_encoding import EncodingOptions
-from hqconv.schemas.grid import EVEN, GROUPS, Grid, slice_unit
-from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, SOURCE, WeightSchema, resolve_schema, shorthand_of
+from hqconv.schemas.artifact_names import GEMMS
+from hqconv.schemas.grid import EVEN, GROUPS, Grid, hidden_unit, slice_unit
+from hqconv.schemas.options import LayerChoice
+from hqconv.schemas.weight_schema import (
+    PARAM_DTYPES,
+    PRESETS,
+    SOURCE,
+    LayerSchema,
+    WeightSchema,
+    pair,
+    resolve_schema,
+    shorthand_of,
+)
 
 _TP_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 32)  # tried where the requested size does not work
 _DEFAULTS = EncodingOptions()
@@ -32,21 +44,31 @@ _MIN_BLOCK_N, _MIN_BLOCK_K = 64, 16  # what the kernel can load
 
 
 def source_schemas(
-    layers: Iterable[MoeLayer], param_dtype: str, grid: Grid, options: EncodingOptions = _DEFAULTS
-) -> dict[str, WeightSchema]:
+    layers: Iterable[MoeLayer],
+    param_dtype: str,
+    grid: Grid,
+    options: EncodingOptions = _DEFAULTS,
+    choices: Mapping[str, LayerChoice] = MappingProxyType({}),
+) -> dict[str, LayerSchema]:
     """Return layer → the schema that keeps its codes and scales, cut for the TP ranks of `grid`.
 
     Block scales are repeated into smaller blocks where a slice would cut them; the TP split `groups` cuts none. With
     the option `round_scales` a schema may also keep the codes and round the scales to the parameter dtype, if no schema
-    keeps both. Raises RequestError if a layer is not quantized or has no such schema.
+    keeps both. choices: by layer; GEMMs that have a schema there keep nothing, and layers of such GEMMs are left out.
+    Raises RequestError if a GEMM is not quantized or has no such schema.
     """
-    found: dict[str, WeightSchema] = {}
+    found: dict[str, LayerSchema] = {}
     of_kind: dict[tuple[object, ...], WeightSchema] = {}
     for layer in layers:
-        kind = (_kind(layer.format), layer.hidden_size, layer.intermediate_size, layer.gated)
-        if kind not in of_kind:
-            of_kind[kind] = _source_schema(layer, param_dtype, grid, options.round_scales)
-        found[layer.name] = of_kind[kind]
+        choice, own = choices.get(layer.name, LayerChoice()), {}
+        if choice.w13 is not None and choice.w2 is not None:
+            continue
+        for gemm, chosen in zip(GEMMS, (choice.w13, choice.w2), strict=True):
+            kind = (gemm, _kind(layer.format.of_gemm(gemm)), layer.hidden_size, layer.intermediate_size, layer.gated)
+            if chosen is None and kind not in of_kind:
+                of_kind[kind] = _source_schema(layer, gemm, param_dtype, grid, options.round_scales)
+            own[gemm] = chosen or of_kind[kind]
+        found[layer.name] = pair(own["w13"], own["w2"])
     return found
 
 
@@ -56,41 +78,43 @@ def plain_layers(experts: ExpertMap) -> set[str]:
     return plain if len(plain) < len(experts.layers) else set()
 
 
-def _source_schema(layer: MoeLayer, param_dtype: str, grid: Grid, round_scales: bool) -> WeightSchema:
-    if layer.format.is_float:
+def _source_schema(layer: MoeLayer, gemm: str, param_dtype: str, grid: Grid, round_scales: bool) -> WeightSchema:
+    source = layer.format.of_gemm(gemm)
+    named_gemm = layer.name if source == layer.format else f"{layer.name}: {gemm}"
+    if source.is_float:
         raise RequestError(
             "The source's experts are not quantized: they have no schema of their own.",
-            where=f"--schema source, {layer.name}",
+            where=f"--schema source, {named_gemm}",
             found=layer.dtype,
             remedy="Name the schema to quantize to, such as mxfp4.",
         )
-    schema, obstacle = _keeping(layer, param_dtype, grid, round_scales)
+    schema, obstacle = _keeping(layer, source, param_dtype, grid, round_scales)
     if schema is not None:
         return named(schema)
     cuts = {t: replace(grid, tp=t, ep=1) for t in _TP_SIZES if t != grid.tp}
-    others = [t for t, cut in cuts.items() if _keeping(layer, param_dtype, cut, round_scales)[0]]
+    others = [t for t, cut in cuts.items() if _keeping(layer, source, param_dtype, cut, round_scales)[0]]
     works = f" TP sizes that work: {', '.join(map(str, others))}." if others else ""
     raise RequestError(
         "No schema of Humming keeps the source's experts exactly.",
-        where=f"--schema source, --tp {grid.tp}, {layer.name}",
+        where=f"--schema source, --tp {grid.tp}, {named_gemm}",
         expected=f"scales in {param_dtype}, an 8-bit dtype, or float32 for blocks",
-        found=f"{layer.format.describe()}: {obstacle}",
-        remedy=_remedy(layer, param_dtype, grid) + works,
+        found=f"{source.describe()}: {obstacle}",
+        remedy=_remedy(layer, source, param_dtype, grid) + works,
     )
 
 
 def _keeping(
-    layer: MoeLayer, param_dtype: str, grid: Grid, round_scales: bool = False
+    layer: MoeLayer, source: SourceFormat, param_dtype: str, grid: Grid, round_scales: bool = False
 ) -> tuple[WeightSchema | None, str]:
-    """Return the closest schema that keeps the layer's format when it is cut for the ranks, or None and the reason."""
-    obstacle = "" if layer.format.b_dtype else "no kernel reads codes of this kind"
-    if layer.format.encoding == PER_PROJECTION:
+    """Return the closest schema that keeps a GEMM's format when it is cut for the ranks, or None and the reason."""
+    obstacle = "" if source.b_dtype else "no kernel reads codes of this kind"
+    if source.encoding == PER_PROJECTION:
         obstacle = "its projections have formats of their own"
     if layer.intermediate_size % grid.tp and not layer.pads_last_rank and grid.split == EVEN:
         return None, f"{layer.intermediate_size} columns are not {grid.tp} equal slices"
     rounded = ROUNDED_IF_ASKED if round_scales else ()
-    for schema in _candidates(layer, grid, may_round=round_scales):
-        why = why_not_direct(layer.format, schema, param_dtype, rounded=rounded)
+    for schema in _candidates(layer, source, grid, may_round=round_scales):
+        why = why_not_direct(source, schema, param_dtype, rounded=rounded)
         if not why:
             return schema, ""
         obstacle = obstacle or why
@@ -102,7 +126,7 @@ def source_param_dtype(experts: ExpertMap) -> str | None:
 
     If layers differ, the dtype of the first layer that has one.
     """
-    sources = [layer.format for layer in experts.layers]
+    sources = [layer.format.of(role) for layer in experts.layers for role in layer.roles]
     made_for = (source.option("param_dtype", source.scale_dtype) for source in sources if not source.is_float)
     return next((str(dtype) for dtype in made_for if dtype in PARAM_DTYPES), None)
 
@@ -123,12 +147,11 @@ def direct_schemas(experts: ExpertMap, param_dtype: str) -> list[str]:
 
     Of columns with an order of groups only the values tell how much is kept: the texts say so.
     """
-    if any(layer.format.is_permuted for layer in experts.layers):
-        layers = tuple(replace(one, format=replace(one.format, is_permuted=False)) for one in experts.layers)
-        return [
-            f"{text}, as far as g_idx allows" for text in direct_schemas(replace(experts, layers=layers), param_dtype)
-        ]
+    is_permuted = any(layer.format.of(role).is_permuted for layer in experts.layers for role in layer.roles)
+    return [f"{text}, as far as g_idx allows" * is_permuted or text for text in _direct_schemas(experts, param_dtype)]
 
+
+def _direct_schemas(experts: ExpertMap, param_dtype: str) -> list[str]:
     def presets(rounded: tuple[str, ...]) -> list[str]:
         return [
             name
@@ -153,7 +176,7 @@ def _own_schema_text(experts: ExpertMap, param_dtype: str, options: EncodingOpti
         own = source_schemas(kept, dtype, Grid(), options)
     except RequestError:
         return ""
-    counts = Counter(one.name if one.name != SOURCE else one.describe() for one in own.values())
+    counts = Counter(one.describe() if SOURCE in [part.name for part in one.each] else one.name for one in own.values())
     if len(counts) == 1 and not left:
         return next(iter(counts))
     counted = [f"{name}: {number} layer{'s' * (number > 1)}" for name, number in counts.items()]
@@ -162,7 +185,7 @@ def _own_schema_text(experts: ExpertMap, param_dtype: str, options: EncodingOpti
 
 def _fits(layer: MoeLayer, schema: WeightSchema) -> bool:
     """Return whether the layer's sizes are whole scale groups of the schema, uncut."""
-    return not (layer.hidden_size % slice_unit(schema) or layer.intermediate_size % slice_unit(schema))
+    return not (layer.hidden_size % hidden_unit(schema) or layer.intermediate_size % slice_unit(schema))
 
 
 def _kind(source: SourceFormat) -> tuple[object, ...]:
@@ -170,9 +193,8 @@ def _kind(source: SourceFormat) -> tuple[object, ...]:
     return tuple(document[key] for key in sorted(document) if key not in ("name", "options", "decoder"))
 
 
-def _candidates(layer: MoeLayer, grid: Grid, *, may_round: bool) -> Iterator[WeightSchema]:
-    """Yield schemas that may hold the layer's format, the closest first; schemas that no kernel loads are left out."""
-    source = layer.format
+def _candidates(layer: MoeLayer, source: SourceFormat, grid: Grid, *, may_round: bool) -> Iterator[WeightSchema]:
+    """Yield schemas that may hold a GEMM's format, the closest first; schemas that no kernel loads are left out."""
     small = source.scale_dtype if source.scale_dtype.startswith("float8") else None
     # A slice is whole groups, whatever their size, if groups are dealt.
     share = layer.hidden_size if grid.split == GROUPS else layer.intermediate_size // grid.tp
@@ -213,11 +235,11 @@ def _power_of_two(number: int) -> int:
     return number & -number
 
 
-def _remedy(layer: MoeLayer, param_dtype: str, grid: Grid) -> str:
+def _remedy(layer: MoeLayer, source: SourceFormat, param_dtype: str, grid: Grid) -> str:
     ways = []
-    if layer.format.scale_dtype in PARAM_DTYPES and layer.format.scale_dtype != param_dtype:
-        ways.append(f"Use --dtype {layer.format.scale_dtype}")
-    if _keeping(layer, param_dtype, grid, round_scales=True)[0] is not None:
+    if source.scale_dtype in PARAM_DTYPES and source.scale_dtype != param_dtype:
+        ways.append(f"Use --dtype {source.scale_dtype}")
+    if _keeping(layer, source, param_dtype, grid, round_scales=True)[0] is not None:
         ways.append(f"{'add' if ways else 'Add'} --round-scales: codes kept, scales rounded to {param_dtype}")
     if not ways:
         return "Name the schema to requantize to, such as fp8 or int4; the error is measured and recorded."

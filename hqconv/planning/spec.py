@@ -15,12 +15,20 @@ from hqconv.planning.calibration import CalibrationText
 from hqconv.planning.layer_encoding import EncodingOptions, LayerEncoding, encoding_of
 from hqconv.planning.source_schema import source_param_dtype, source_schemas
 from hqconv.schemas import artifact_names
+from hqconv.schemas.artifact_names import GEMMS
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import EVEN, Grid, is_split_even
-from hqconv.schemas.input_schema import A16, InputSchema, KernelSpec, resolve_inputs
+from hqconv.schemas.input_schema import A16, InputSchema, KernelSpec, LayerSpec, resolve_inputs
 from hqconv.schemas.model_config import text_config
 from hqconv.schemas.options import GPTQ, ConversionArguments, LayerChoice, Override, conversion_options, group_by_schema
-from hqconv.schemas.weight_schema import PARAM_DTYPES, SOURCE, WeightSchema, resolve_schema
+from hqconv.schemas.weight_schema import (
+    PARAM_DTYPES,
+    SOURCE,
+    LayerSchema,
+    SchemaPair,
+    WeightSchema,
+    resolve_layer_schema,
+)
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,7 @@ class ConversionOptions:
     the version of the serving machine's compiler, None where the layout does not depend on it.
     """
 
-    schema: WeightSchema | None
+    schema: LayerSchema | None
     dtype: str | None = None
     grid: Grid = field(default_factory=Grid)
     target: str | None = None
@@ -81,34 +89,34 @@ class ConversionOptions:
         return replace(self, encoding=replace(self.encoding, quantizer=GPTQ, calibration=calibration))
 
 
-def _weight_schema(schema: str | Path | WeightSchema | None) -> WeightSchema | None:
+def _weight_schema(schema: str | Path | LayerSchema | None) -> LayerSchema | None:
     """Return the schema of `--schema`, None for the source's own. Raises TypeError for a schema that is not given."""
     if schema is None:
         raise TypeError("missing 1 required keyword-only argument: 'schema', or a recipe as 'config'")
-    if isinstance(schema, WeightSchema):
+    if isinstance(schema, WeightSchema | SchemaPair):
         return schema
-    return None if schema == SOURCE else resolve_schema(str(schema))
+    return None if schema == SOURCE else resolve_layer_schema(str(schema))
 
 
 @dataclass(frozen=True)
 class ConversionSpec:
     """Conversion options resolved against one source: every value that decides the bytes of the artifact.
 
-    `schema` and `inputs` are of all layers but those in `of_layers`, which have a kernel spec of their own.
-    `must_be_direct` changes no bytes: a layer that cannot keep the source's codes and scales is refused, except the
-    layers `renamed`, whose schema an override names.
+    `schema` and `inputs` are of all layers but those in `of_layers`, which have a spec of their own.
+    `must_be_direct` changes no bytes: a GEMM that cannot keep the source's codes and scales is refused, except the
+    GEMMs (layer, w13 or w2) `renamed`, whose schema an override names.
     """
 
-    schema: WeightSchema
+    schema: LayerSchema
     param_dtype: str
     target: GpuTarget
     grid: Grid = field(default_factory=Grid)
     layout: str = artifact_names.KERNEL
     inputs: InputSchema = A16
     must_be_direct: bool = False
-    of_layers: Mapping[str, KernelSpec] = field(default_factory=dict)
+    of_layers: Mapping[str, LayerSpec] = field(default_factory=dict)
     encoding: EncodingOptions = field(default_factory=EncodingOptions)
-    renamed: frozenset[str] = frozenset()
+    renamed: frozenset[tuple[str, str]] = frozenset()
 
     def __post_init__(self) -> None:
         for option, value, known in (
@@ -121,39 +129,35 @@ class ConversionSpec:
                 )
 
     @property
-    def kernel_spec(self) -> KernelSpec:
-        """Kernel spec of the layers without an override."""
-        return KernelSpec(self.schema, self.param_dtype, self.target, self.inputs)
+    def layer_spec(self) -> LayerSpec:
+        """Kernel specs of the layers without an override."""
+        return LayerSpec(self.schema, self.param_dtype, self.target, self.inputs)
 
-    def kernel_spec_of(self, layer: str) -> KernelSpec:
-        """Return the kernel spec of one layer."""
-        return self.of_layers.get(layer, self.kernel_spec)
+    def layer_spec_of(self, layer: str) -> LayerSpec:
+        """Return the kernel specs of one layer."""
+        return self.of_layers.get(layer, self.layer_spec)
 
     def otherwise(self) -> dict[str, list[str]]:
-        """Return the layers that differ from `kernel_spec`, by schema and activations: see `group_by_schema`."""
+        """Return the layers that differ from `layer_spec`, by schema and activations: see `group_by_schema`."""
         return group_by_schema((name, one.schema.name, one.inputs.name) for name, one in self.of_layers.items())
 
-    def keeps(self, layer: str) -> bool:
-        """Return whether one layer must keep the source's codes and scales."""
-        return self.must_be_direct and layer not in self.renamed
+    def kept(self, layer: str) -> list[str]:
+        """Return the GEMMs of one layer that must keep the source's codes and scales."""
+        return [gemm for gemm in GEMMS if self.must_be_direct and (layer, gemm) not in self.renamed]
 
     def encoding_of(self, layer: MoeLayer) -> LayerEncoding:
         """Return the encoding of one layer."""
-        schema = self.kernel_spec_of(layer.name).schema
-        return encoding_of(layer, schema, self.param_dtype, self.encoding, must_be_direct=self.keeps(layer.name))
+        schema = self.layer_spec_of(layer.name).schema
+        return encoding_of(layer, schema, self.param_dtype, self.encoding, must_be_direct=self.kept(layer.name))
 
     def static_layers(self, experts: ExpertMap) -> list[MoeLayer]:
         """Return the layers whose activation scales are carried into the artifact."""
-        return [layer for layer in experts.layers if self.kernel_spec_of(layer.name).inputs.is_static]
-
-    def conversion_of(self, layer: MoeLayer) -> str:
-        """Return how one layer is converted, as `formats.source_format.conversion_of`."""
-        return self.encoding.conversion(layer.format, self.kernel_spec_of(layer.name).schema, self.param_dtype)
+        return [layer for layer in experts.layers if self.layer_spec_of(layer.name).inputs.is_static]
 
     @property
     def kernel_specs(self) -> list[KernelSpec]:
-        """The distinct kernel specs, the first of them `kernel_spec`."""
-        return list(dict.fromkeys((self.kernel_spec, *self.of_layers.values())))
+        """The distinct kernel specs of all GEMMs, the first of them those of `layer_spec`."""
+        return list(dict.fromkeys(one for spec in (self.layer_spec, *self.of_layers.values()) for one in spec.each))
 
 
 def default_param_dtype(config: Mapping[str, Any], experts: ExpertMap) -> str:
@@ -184,11 +188,15 @@ def make_spec(
     own_dtype = source_param_dtype(experts) if options.schema is None else None
     dtype = options.dtype if options.dtype is not None else own_dtype or default_param_dtype(config, experts)
     choices = choices or {}
-    renamed = frozenset(name for name, choice in choices.items() if choice.schema is not None)
-    own: dict[str, WeightSchema] = {}
+    renamed = frozenset(
+        (name, gemm)
+        for name, choice in choices.items()
+        for gemm, schema in (("w13", choice.w13), ("w2", choice.w2))
+        if schema is not None
+    )
+    own: dict[str, LayerSchema] = {}
     if options.schema is None:
-        kept = [layer for layer in experts.layers if layer.name not in renamed]
-        own = source_schemas(kept, dtype, options.grid, options.encoding)
+        own = source_schemas(experts.layers, dtype, options.grid, options.encoding, choices)
     spec = ConversionSpec(
         schema=options.schema or _most_common(own),
         param_dtype=dtype,
@@ -203,12 +211,12 @@ def make_spec(
     spec = replace(spec, of_layers=_of_layers(experts, spec, choices, own))
     if target.cuda is not None and not any(needs_cuda(kernel_spec) for kernel_spec in spec.kernel_specs):
         target = replace(target, cuda=None)  # equal bytes get equal manifests
-    layers = [(layer.format, spec.kernel_spec_of(layer.name).schema) for layer in experts.layers]
+    layers = [(layer.format, spec.layer_spec_of(layer.name).schema) for layer in experts.layers]
     return replace(
         spec,
         grid=_effective_grid(experts, spec),
         target=target,
-        of_layers={name: replace(kernel_spec, target=target) for name, kernel_spec in spec.of_layers.items()},
+        of_layers={name: replace(of_layer, target=target) for name, of_layer in spec.of_layers.items()},
         encoding=spec.encoding.effective(layers, dtype),
     )
 
@@ -218,7 +226,7 @@ def _effective_grid(experts: ExpertMap, spec: ConversionSpec) -> Grid:
     is_even = all(
         is_split_even(
             layer.intermediate_size,
-            spec.kernel_spec_of(layer.name).schema,
+            spec.layer_spec_of(layer.name).schema,
             spec.grid,
             pads_last_rank=layer.pads_last_rank,
         )
@@ -227,7 +235,7 @@ def _effective_grid(experts: ExpertMap, spec: ConversionSpec) -> Grid:
     return replace(spec.grid, split=EVEN) if is_even else spec.grid
 
 
-def _most_common(own: Mapping[str, WeightSchema]) -> WeightSchema:
+def _most_common(own: Mapping[str, LayerSchema]) -> LayerSchema:
     """Return the schema of most layers, the first one of equal counts."""
     if not own:
         raise RequestError(
@@ -240,12 +248,12 @@ def _most_common(own: Mapping[str, WeightSchema]) -> WeightSchema:
 
 
 def _of_layers(
-    experts: ExpertMap, spec: ConversionSpec, choices: Mapping[str, LayerChoice], own: Mapping[str, WeightSchema]
-) -> dict[str, KernelSpec]:
-    """Return the kernel specs of layers that differ from `spec.kernel_spec`; layers left out are not in `experts`."""
-    kernel_spec, found = spec.kernel_spec, {}
+    experts: ExpertMap, spec: ConversionSpec, choices: Mapping[str, LayerChoice], own: Mapping[str, LayerSchema]
+) -> dict[str, LayerSpec]:
+    """Return the specs of layers that differ from `spec.layer_spec`; layers left out are not in `experts`."""
+    usual, found = spec.layer_spec, {}
     for layer in experts.layers:
         choice = choices.get(layer.name, LayerChoice())
-        schema = choice.schema or own.get(layer.name, kernel_spec.schema)
-        found[layer.name] = replace(kernel_spec, schema=schema, inputs=choice.inputs or kernel_spec.inputs)
-    return {name: of_layer for name, of_layer in found.items() if of_layer != kernel_spec}
+        schema = choice.schema(own.get(layer.name, usual.schema))
+        found[layer.name] = replace(usual, schema=schema, inputs=choice.inputs or usual.inputs)
+    return {name: of_layer for name, of_layer in found.items() if of_layer != usual}

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from hqconv.cpu_loops.codes import sum_rows, sum_words
 from hqconv.cpu_loops.helper_threads import in_parts
 from hqconv.schemas.sum_factors import ROW_WORDS, factors, row_factors
-from hqconv.schemas.weight_schema import WeightSchema
+from hqconv.schemas.weight_schema import LayerSchema, WeightSchema
 
 _WORD_BYTES = 4
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -21,7 +21,7 @@ _LEAST_WORDS = 1 << 20  # of one helper thread's part: some 0.1 ms
 
 def expert_sums(
     projections: Mapping[str, Mapping[str, torch.Tensor]],
-    schema: WeightSchema,
+    schema: LayerSchema,
     row_sums: Mapping[str, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Return the content sums of each expert's tensors, int64 [T, E] on their device, in the order of `sum_names`.
@@ -34,7 +34,7 @@ def expert_sums(
         if name == "weight" and row_sums and role in row_sums:
             sums.append(_sum_of_rows(row_sums[role]))
         else:
-            sums.append(_stack_sums(_as_matrices(name, projections[role][name], schema)))
+            sums.append(_stack_sums(_as_matrices(name, projections[role][name], schema.of(role))))
     return torch.stack(sums)
 
 

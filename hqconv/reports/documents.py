@@ -47,8 +47,8 @@ from hqconv.schemas import artifact_names
 from hqconv.schemas.artifact_names import MANIFEST
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.gpu_target import TARGETS, GpuTarget
-from hqconv.schemas.grid import EVEN, GROUPS, Grid, slice_unit, working_tp_sizes
-from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema, KernelSpec
+from hqconv.schemas.grid import EVEN, GROUPS, Grid, hidden_unit, working_tp_sizes
+from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema, KernelSpec, LayerSpec
 from hqconv.schemas.model_config import AttentionHeads, attention_heads, text_config
 from hqconv.schemas.options import group_by_schema
 from hqconv.schemas.sum_factors import SUMS
@@ -56,11 +56,13 @@ from hqconv.schemas.tensors import TensorRef
 from hqconv.schemas.untrusted_files import RECIPES, SCHEMAS, read_json, shipped
 from hqconv.schemas.weight_schema import (
     CODES,
+    PAIR,
     PARAM_DTYPES,
     PRESETS,
     RECOMMENDED,
     SCALED_SHORTHAND,
     SHORTHAND,
+    LayerSchema,
     WeightSchema,
 )
 from hqconv.sources.opening import locate_source, open_location
@@ -118,14 +120,14 @@ def quant_method(quantization: Any) -> Any:
     return quantization.get("quant_method", "modelopt" if "quantization" in quantization else None)
 
 
-def schema_to_dict(schema: WeightSchema, param_dtype: str) -> Document:
+def schema_to_dict(schema: LayerSchema, param_dtype: str) -> Document:
     """Document of a schema, with the support of its checkpoint layout by the engine without hqconv's plugin."""
     obstacle = ENGINE.checkpoint_layout_obstacle(schema, param_dtype)
     return {
         "name": schema.name,
         "description": schema.describe(),
         "bits_per_weight": schema.bits_per_weight(),
-        "weight_schema": schema.humming_fields(),
+        "weight_schema": schema.to_dict(),
         "stock_vllm_serves_checkpoint_layout": obstacle is None,
         "stock_vllm_obstacle": obstacle,
         "stock_vllm_param_dtypes": [
@@ -188,17 +190,13 @@ def _gpu_memory(
 ) -> dict[str, dict[str, int]]:
     """Bytes of weights on each GPU: preset → TP size, of those that work, up to 16; see `gpu_memory`."""
     param_dtype = default_param_dtype(checkpoint.config, experts)
-    kernel_specs = {name: KernelSpec(schema, param_dtype, _ANY_GPU) for name, schema in PRESETS.items()}
+    specs = {name: LayerSpec(schema, param_dtype, _ANY_GPU) for name, schema in PRESETS.items()}
     others = {
         tp: other_bytes_on_gpu(checkpoint.tensors, experts.copied, experts.left, Grid(tp), heads) or 0
         for tp in sorted({size for of_schema in sizes.values() for size in of_schema if size <= _MAX_TP_SHOWN})
     }
     return {
-        name: {
-            str(tp): expert_bytes(experts.layers, kernel_specs[name], tp) + others[tp]
-            for tp in others
-            if tp in of_schema
-        }
+        name: {str(tp): expert_bytes(experts.layers, specs[name], tp) + others[tp] for tp in others if tp in of_schema}
         for name, of_schema in sizes.items()
     }
 
@@ -244,7 +242,7 @@ def _tp_sizes(layers: Iterable[MoeLayer], schema: WeightSchema, heads: Attention
         works = working_tp_sizes(inner, schema, pads_last_rank=pads, split=split)
         if split == GROUPS:
             works = [size for size in works if ENGINE.inner_obstacle(inner, Grid(size)) is None]
-        sizes.append(set() if hidden % slice_unit(schema) else set(works))
+        sizes.append(set() if hidden % hidden_unit(schema) else set(works))
     return [size for size in sorted(set.intersection(*sizes)) if is_served_with(size, heads)] if sizes else []
 
 
@@ -354,7 +352,7 @@ def describe_artifact(
         "kind": "artifact",
         "folder": str(root),
         **({} if repo_id is None else {"repo": repo_id, "commit": root.name}),
-        "schema": schema_to_dict(manifest.kernel_spec.schema, manifest.dtype),
+        "schema": schema_to_dict(manifest.layer_spec.schema, manifest.dtype),
         "otherwise": group_by_schema(
             (name, layer.schema_name or "", layer.input_schema or "")
             for name, layer in layers.items()
@@ -543,6 +541,13 @@ def describe_schemas() -> Document:
             "bits_per_weight": "those of CODE + 8/G",
             "stock_vllm": "intN (N >= 2) and fp4 with e4m3-row, e8m0 and e8m0-row; fp8-g32 with e8m0 and e8m0-row; "
             "e8m0 with bfloat16 only",
+        },
+        "pair_shorthand": {
+            "name": PAIR,
+            "description": "two of the above, of w13 (gate and up) and of w2 (down) of each layer, such as "
+            "int3-g64+int4-g32-e4m3",
+            "bits_per_weight": "two thirds of the first, one third of the second",
+            "stock_vllm": "not the checkpoint layout; the kernel layout through hqconv's plugin",
         },
         "input_schemas": [_input_schema_to_dict(inputs) for inputs in INPUT_PRESETS.values()],
     }

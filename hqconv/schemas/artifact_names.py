@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from hqconv.schemas.gpu_target import GpuTarget
-from hqconv.schemas.input_schema import A16, STATIC_SCALES, InputSchema, KernelSpec
+from hqconv.schemas.input_schema import A16, STATIC_SCALES, InputSchema, LayerSpec
 from hqconv.schemas.model_config import TEXT_CONFIG_KEYS
 
 FORMAT_VERSION = 1
-MIXED_VERSION = 2  # of an artifact with layers that differ, or that are copied unchanged
+MIXED_VERSION = 2  # of an artifact with layers, or GEMMs of a layer, that differ, or layers that are copied unchanged
 MANIFEST = "hqconv.json"
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -87,19 +87,15 @@ def shard_name(index: int, total: int) -> str:
     return f"model-{index:05d}-of-{total:05d}.safetensors"
 
 
-def kernel_spec_to_dict(kernel_spec: KernelSpec) -> dict[str, Any]:
+def kernel_spec_to_dict(kernel_spec: LayerSpec) -> dict[str, Any]:
     """Return weights, activations and GPU as in config.json and a manifest's layers, without the dtype."""
     return {**schemas_to_dict(kernel_spec), **target_to_dict(kernel_spec.target)}
 
 
-def schemas_to_dict(kernel_spec: KernelSpec) -> dict[str, Any]:
+def schemas_to_dict(kernel_spec: LayerSpec) -> dict[str, Any]:
     """Return weights and activations; `activation_schema` is present where activations are quantized."""
     activations = {} if kernel_spec.inputs == A16 else {"activation_schema": kernel_spec.inputs.humming_fields()}
-    return {
-        "weight_schema": kernel_spec.schema.humming_fields(),
-        "input_schema": kernel_spec.inputs.name,
-        **activations,
-    }
+    return {"weight_schema": kernel_spec.schema.to_dict(), "input_schema": kernel_spec.inputs.name, **activations}
 
 
 def target_to_dict(target: GpuTarget) -> dict[str, str]:
@@ -108,12 +104,12 @@ def target_to_dict(target: GpuTarget) -> dict[str, str]:
 
 
 def hqconv_quantization_config(
-    kernel_spec: KernelSpec, source: Mapping[str, Any] | None, *, is_mixed: bool = False
+    kernel_spec: LayerSpec, source: Mapping[str, Any] | None, *, is_mixed: bool = False
 ) -> dict[str, Any]:
     """Return `quantization_config` of the kernel layout, which only a loader that knows the artifact reads.
 
     `source`: the source's own, still valid for the copied tensors (attention, shared experts …). is_mixed:
-    `kernel_spec` does not hold for every layer.
+    `kernel_spec` does not hold for every layer, or is of GEMMs that differ.
     """
     dense = {} if source is None else {"source_quantization_config": dict(source)}
     return {

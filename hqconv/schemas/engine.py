@@ -15,7 +15,7 @@ from typing import Any
 from hqconv.schemas.artifact_names import KERNEL
 from hqconv.schemas.grid import LINEAR, Grid
 from hqconv.schemas.model_config import NO_HEADS, AttentionHeads
-from hqconv.schemas.weight_schema import WeightSchema
+from hqconv.schemas.weight_schema import LayerSchema, SchemaPair, WeightSchema
 
 _CANNOT_SHARE = "tensor parallel ranks cannot share the model's"
 
@@ -131,8 +131,10 @@ class Engine:
             reasons.append(reason)
         return reasons
 
-    def checkpoint_layout_obstacle(self, schema: WeightSchema, param_dtype: str) -> str | None:
+    def checkpoint_layout_obstacle(self, schema: LayerSchema, param_dtype: str) -> str | None:
         """Return the reason why the engine cannot serve the checkpoint layout of this schema, of any family."""
+        if isinstance(schema, SchemaPair):
+            return "its MoE layers have one schema for both GEMMs (TypeError)"
         if schema.has_zero_point:
             return "its weight loader has no scale_type for zero points (ValueError)"
         if schema.is_coupled:
@@ -166,7 +168,7 @@ class Engine:
         return rf"re:(?:.*\.)?layers\.{found[1]}\.(?:.*\.)?{found[2]}$"
 
     def checkpoint_config(
-        self, schema: WeightSchema, layer_names_of: Iterable[str], left: Iterable[str] = ()
+        self, schema: LayerSchema, layer_names_of: Iterable[str], left: Iterable[str] = ()
     ) -> dict[str, Any]:
         """Return `quantization_config` of the checkpoint layout; experts of the layers `left` stay unquantized.
 
@@ -175,8 +177,12 @@ class Engine:
         schemas only so (`_selects_kernel`). `ignore` keeps everything but the experts' modules unquantized: vLLM
         matches its module names with `re.match` after `re:`.
         """
-        fields = schema.humming_fields()
-        kept = {key: value for key, value in fields.items() if value not in (None, 0, False, "none")}
+        of_gemms = {"w13": schema.of("w13"), "w2": schema.of("w2")}
+        stated = {
+            gemm: {key: value for key, value in one.humming_fields().items() if value not in (None, 0, False, "none")}
+            for gemm, one in of_gemms.items()
+        }
+        kept = stated if isinstance(schema, SchemaPair) else stated["w13"]
         experts = sorted({re.escape(name.rsplit(".", 1)[-1]) for name in layer_names_of})
         plain = [pattern for name in left if (pattern := self.layer_pattern(name)) is not None]
         return {"quant_method": self.quant_method, **kept, "ignore": [rf"re:(?!.*\.({'|'.join(experts)})$)", *plain]}

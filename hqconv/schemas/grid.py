@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
 
 from hqconv.errors import RequestError
-from hqconv.schemas.weight_schema import WeightSchema
+from hqconv.schemas.weight_schema import LayerSchema
 
 Placement = Literal["linear", "round_robin"]
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
@@ -107,7 +107,7 @@ def _homes(grid: Grid, num_experts: int) -> tuple[tuple[tuple[int, int], ...], .
     return tuple(map(tuple, places))
 
 
-def tp_share(size: int, tp: int, schema: WeightSchema) -> int:
+def tp_share(size: int, tp: int, schema: LayerSchema) -> int:
     """Return a TP rank's size of a dimension, padding included: whole runs of `slice_unit`, as equal as possible."""
     unit = slice_unit(schema)
     return size // tp if size % tp == 0 and size // tp % unit == 0 else math.ceil(math.ceil(size / unit) / tp) * unit
@@ -122,7 +122,7 @@ class TpSlice(NamedTuple):
     share: int
 
 
-def tp_slices(size: int, grid: Grid, schema: WeightSchema) -> tuple[TpSlice, ...]:
+def tp_slices(size: int, grid: Grid, schema: LayerSchema) -> tuple[TpSlice, ...]:
     """Return every TP rank's part of a dimension; the last ranks' may be shorter than their share.
 
     With the split `groups` the first ranks hold one run of `slice_unit` more than the others, as far as runs are left.
@@ -137,19 +137,32 @@ def tp_slices(size: int, grid: Grid, schema: WeightSchema) -> tuple[TpSlice, ...
     return tuple(TpSlice(rank, begin, end, share) for rank, (begin, end) in enumerate(pairwise([0, *ends])))
 
 
-def stored_size(size: int, schema: WeightSchema) -> int:
+def stored_size(size: int, schema: LayerSchema) -> int:
     """Return the intermediate size in whole runs of `slice_unit`: zeros fill the last scale group of the matrices."""
     return math.ceil(size / slice_unit(schema)) * slice_unit(schema)
 
 
-def slice_unit(schema: WeightSchema) -> int:
-    """Return the smallest run of the intermediate size that cuts no scale group and no rotated block."""
-    sizes = (schema.weight_scale_group_size, schema.weight_scale_group_size_n, schema.rotation)
+def slice_unit(schema: LayerSchema) -> int:
+    """Return the smallest run of the intermediate size that cuts no scale group and no rotated block.
+
+    The intermediate size is the rows of w13 and the columns of w2, the hidden size the reverse.
+    """
+    return _unit(schema, rows_of="w13", columns_of="w2")
+
+
+def hidden_unit(schema: LayerSchema) -> int:
+    """Return the smallest run of the hidden size that cuts no scale group and no rotated block."""
+    return _unit(schema, rows_of="w2", columns_of="w13")
+
+
+def _unit(schema: LayerSchema, rows_of: str, columns_of: str) -> int:
+    tall, wide = schema.of(rows_of), schema.of(columns_of)
+    sizes = (tall.weight_scale_group_size_n, wide.weight_scale_group_size, wide.rotation)
     return math.lcm(PACK_UNIT, *(size or 1 for size in sizes))
 
 
 def working_tp_sizes(
-    intermediate_size: int, schema: WeightSchema, *, pads_last_rank: bool = False, split: str = EVEN
+    intermediate_size: int, schema: LayerSchema, *, pads_last_rank: bool = False, split: str = EVEN
 ) -> list[int]:
     """Return all TP sizes that cut no scale group and no packed word of this expert size; none has an empty rank.
 
@@ -158,7 +171,7 @@ def working_tp_sizes(
     """
     runs, rest = divmod(intermediate_size, slice_unit(schema))
     # Padded rows must be zero, which an integer code under a scale that all rows share cannot be.
-    can_pad = not (schema.is_integer and schema.weight_scale_type == "tensor")
+    can_pad = not any(one.is_integer and one.weight_scale_type == "tensor" for one in schema.each)
     if split == GROUPS and can_pad:
         return list(range(1, runs + bool(rest) + 1))
     if rest:
@@ -167,7 +180,7 @@ def working_tp_sizes(
     return [t for t in range(1, runs + 1) if runs % t == 0 or (is_padded and (t - 1) * math.ceil(runs / t) < runs)]
 
 
-def is_split_even(intermediate_size: int, schema: WeightSchema, grid: Grid, *, pads_last_rank: bool = False) -> bool:
+def is_split_even(intermediate_size: int, schema: LayerSchema, grid: Grid, *, pads_last_rank: bool = False) -> bool:
     """Return whether both TP splits deal this expert size in the same way."""
     slices = (tp_slices(intermediate_size, replace(grid, split=split), schema) for split in TP_SPLITS)
     works = grid.tp in working_tp_sizes(intermediate_size, schema, pads_last_rank=pads_last_rank)
@@ -179,7 +192,7 @@ def check_grid(
     num_experts: int,
     hidden_size: int,
     intermediate_size: int,
-    schema: WeightSchema,
+    schema: LayerSchema,
     grid: Grid,
     *,
     pads_last_rank: bool = False,
@@ -191,17 +204,17 @@ def check_grid(
     For the message alone: is_served returns whether the server can start with a TP size, and can_split tells whether it
     can with these ranks of whole groups.
     """
-    unit = slice_unit(schema)
-    what = "rotated block" if schema.rotation == unit else "scale group"
-    smaller = f"a smaller {'hadamard_block_size' if schema.rotation == unit else 'group size'}"
-    if hidden_size % unit:
+    if hidden_size % (unit := hidden_unit(schema)):
         raise RequestError(
             f"The schema '{schema.name}' does not fit the hidden size.",
             where=layer,
             expected=f"a multiple of {unit}",
             found=hidden_size,
-            remedy=f"Choose a schema with {smaller}.",
+            remedy=f"Choose a schema with a smaller {_size_name(schema.of('w13').rotation == unit)}.",
         )
+    unit = slice_unit(schema)
+    is_rotation = schema.of("w2").rotation == unit
+    what, smaller = "rotated block" if is_rotation else "scale group", f"a smaller {_size_name(is_rotation)}"
     sizes_of = {
         split: working_tp_sizes(intermediate_size, schema, pads_last_rank=pads_last_rank, split=split)
         for split in TP_SPLITS
@@ -225,3 +238,7 @@ def check_grid(
             expected=f"--ep <= {num_experts + grid.redundant}",
             found=grid.ep,
         )
+
+
+def _size_name(is_rotation: bool) -> str:
+    return "hadamard_block_size" if is_rotation else "group size"

@@ -10,7 +10,7 @@ from hqconv.errors import RequestError
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.suggestions import meant
 from hqconv.schemas.untrusted_files import read_toml, unicode_name
-from hqconv.schemas.weight_schema import WeightSchema
+from hqconv.schemas.weight_schema import LayerSchema, WeightSchema
 
 A_DTYPES = ("float8e4m3", "float8e5m2", "float8e3m4", "int8", "int4", "float4e2m1", "float4e0m3")
 INPUT_SCALE_DTYPES = ("float32", "float8e8m0", "float8e4m3")
@@ -173,3 +173,29 @@ class KernelSpec:
         """Format for people."""
         text = f"{self.schema.name} with {self.inputs.name} activations"
         return f"{text}, {self.param_dtype} parameters, on {self.target}"
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """Kernel specs of a layer's two GEMMs, which differ in their weights only.
+
+    param_dtype, target, inputs: as of `KernelSpec`.
+    """
+
+    schema: LayerSchema
+    param_dtype: str
+    target: GpuTarget
+    inputs: InputSchema = A16
+
+    def of(self, gemm: str) -> KernelSpec:
+        """Return the kernel spec of the GEMM `w13` or `w2`."""
+        return KernelSpec(self.schema.of(gemm), self.param_dtype, self.target, self.inputs)
+
+    @property
+    def each(self) -> tuple[KernelSpec, ...]:
+        """The distinct kernel specs: one, or that of w13 and that of w2."""
+        return tuple(KernelSpec(one, self.param_dtype, self.target, self.inputs) for one in self.schema.each)
+
+    def __str__(self) -> str:
+        """Format for people."""
+        return "; ".join(map(str, self.each))

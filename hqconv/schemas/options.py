@@ -18,7 +18,7 @@ from hqconv.errors import RequestError
 from hqconv.schemas.artifact_names import KERNEL, Layout
 from hqconv.schemas.grid import EVEN, LINEAR, Placement, TpSplit
 from hqconv.schemas.input_schema import InputSchema
-from hqconv.schemas.weight_schema import ParamDtype, WeightSchema
+from hqconv.schemas.weight_schema import LayerSchema, ParamDtype, SchemaPair, WeightSchema, pair
 
 Quantizer = Literal["rtn", "mse"]
 QUANTIZERS: tuple[Quantizer, ...] = get_args(Quantizer)
@@ -41,11 +41,26 @@ def refuse_unknown_checks(checks: Sequence[str] | None) -> None:
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """Schemas of one layer: None for the schema of all others. is_left: the layer is copied unchanged."""
+    """Schemas of one layer's GEMMs: None for those of all other layers. is_left: the layer is copied unchanged."""
 
-    schema: WeightSchema | None = None
+    w13: WeightSchema | None = None
+    w2: WeightSchema | None = None
     inputs: InputSchema | None = None
     is_left: bool = False
+
+    @classmethod
+    def of(cls, schema: LayerSchema, inputs: InputSchema | None = None) -> LayerChoice:
+        """Return the choice of a schema for both GEMMs."""
+        return cls(schema.of("w13"), schema.of("w2"), inputs)
+
+    @property
+    def has_schema(self) -> bool:
+        """True if a GEMM has a schema of the choice."""
+        return self.w13 is not None or self.w2 is not None
+
+    def schema(self, base: LayerSchema) -> LayerSchema:
+        """Return the layer's schema. base: that of a layer without a choice."""
+        return pair(self.w13 or base.of("w13"), self.w2 or base.of("w2")) if self.has_schema else base
 
 
 @dataclass(frozen=True)
@@ -117,8 +132,8 @@ def assign(overrides: Sequence[Override], layer_of: Mapping[str, int]) -> dict[s
         new = override.choice
         for name in override.matches(layer_of):
             old = found.get(name, LayerChoice())
-            is_left = new.is_left or (old.is_left and new.schema is None)
-            found[name] = LayerChoice(new.schema or old.schema, new.inputs or old.inputs, is_left)
+            is_left = new.is_left or (old.is_left and not new.has_schema)
+            found[name] = LayerChoice(new.w13 or old.w13, new.w2 or old.w2, new.inputs or old.inputs, is_left)
     return found
 
 
@@ -157,10 +172,10 @@ class ConversionArguments(EncodingArguments, total=False):
     """Keyword arguments of `hqconv.plan` and `hqconv.convert` that decide the artifact."""
 
     schema: Annotated[
-        str | Path | WeightSchema | None,
+        str | Path | WeightSchema | SchemaPair | None,
         _Row(
-            "Preset, shorthand such as int4-g64-zp or int4-g32-e4m3, FILE.toml, or source: keep the format of a "
-            "quantized source."
+            "Preset, shorthand such as int4-g64-zp or int4-g32-e4m3, FILE.toml, or two of them, of w13 and of w2: "
+            "int3-g64+int4-g32-e4m3; or source: keep the format of a quantized source."
         ),
     ]
     target: Annotated[

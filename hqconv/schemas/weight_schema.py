@@ -2,11 +2,13 @@
 
 A schema is named by a preset (`mxfp4`), by a shorthand (`int4-g64-zp`; with 8-bit scales `int4-g32-e4m3`), or by a
 TOML file whose keys are the fields of Humming's `HummingWeightSchema`. `-h64` after a name rotates the weights in
-blocks of 64 columns.
+blocks of 64 columns. Two names with a `+` between them are of a layer whose GEMMs differ: `int3-g64+int4-g32-e4m3`, w13
+first.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
@@ -81,6 +83,19 @@ class WeightSchema:
         del document["name"]
         return document
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the schema as in a manifest."""
+        return self.humming_fields()
+
+    def of(self, _part: str) -> WeightSchema:
+        """Return the schema of a GEMM or projection of a layer: see `SchemaPair`."""
+        return self
+
+    @property
+    def each(self) -> tuple[WeightSchema, ...]:
+        """The distinct schemas of a layer's GEMMs: this one."""
+        return (self,)
+
     def describe(self) -> str:
         """Format one line for people."""
         size = {
@@ -121,6 +136,75 @@ class WeightSchema:
         if self.weight_scale_type in ("block", "tensor"):
             return "float32"
         return self.bs_dtype or param_dtype
+
+
+@dataclass(frozen=True)
+class SchemaPair:
+    """Schemas of a layer whose two GEMMs differ: of w13 (gate and up), and of w2 (down). Made by `pair`."""
+
+    w13: WeightSchema
+    w2: WeightSchema
+
+    @property
+    def name(self) -> str:
+        """Both names: the value of `--schema`."""
+        return f"{self.w13.name}{_BETWEEN}{self.w2.name}"
+
+    @property
+    def each(self) -> tuple[WeightSchema, ...]:
+        """The two schemas."""
+        return (self.w13, self.w2)
+
+    def of(self, part: str) -> WeightSchema:
+        """Return the schema of a GEMM (w13, w2) or of a projection (w1, w3, w2)."""
+        return self.w2 if part == "w2" else self.w13
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the pair as in a manifest: GEMM → fields."""
+        return {"w13": self.w13.humming_fields(), "w2": self.w2.humming_fields()}
+
+    def describe(self) -> str:
+        """Format one line for people."""
+        return f"w13: {self.w13.describe()}; w2: {self.w2.describe()}"
+
+    def bits_per_weight(self) -> float:
+        """Stored bits per weight of a layer with a gate, as `WeightSchema.bits_per_weight`: w13 is two thirds of it."""
+        return (2 * self.w13.bits_per_weight() + self.w2.bits_per_weight()) / 3
+
+
+LayerSchema = WeightSchema | SchemaPair  # the pair only where the GEMMs differ
+_BETWEEN = "+"
+
+
+def pair(w13: WeightSchema, w2: WeightSchema) -> LayerSchema:
+    """Return the schema of a layer by those of its GEMMs: one schema where both are equal.
+
+    Raises RequestError for a name with a +, which parts the names of a pair.
+    """
+    if w13.humming_fields() == w2.humming_fields():
+        return w13
+    for schema in (w13, w2):
+        if _BETWEEN in schema.name:
+            raise RequestError(
+                "The name of a schema in a pair has a plus sign, which stands between the names of a pair.",
+                where=f"schema {schema.name}",
+                remedy="Rename its file.",
+            )
+    return SchemaPair(w13, w2)
+
+
+def layer_schema_of_record(name: str, document: dict[str, Any]) -> LayerSchema:
+    """Return the schema that a manifest records: the inverse of `to_dict`.
+
+    Raises RequestError or TypeError for fields that are none of a schema's, and for a pair of equal schemas.
+    """
+    if document.keys() != {"w13", "w2"}:
+        return WeightSchema(name=name, **document)
+    first, _, second = name.partition(_BETWEEN)
+    found = pair(WeightSchema(name=first, **document["w13"]), WeightSchema(name=second, **document["w2"]))
+    if not isinstance(found, SchemaPair):
+        raise RequestError("A pair has two equal schemas.", where="w2", expected="another schema than that of w13")
+    return found
 
 
 _KINDS: dict[str, type] = {
@@ -235,6 +319,7 @@ PRESETS: dict[str, WeightSchema] = {
 }
 SHORTHAND = "intN[-gG|-c][-zp|-fpzp]"
 SCALED_SHORTHAND = "CODE-gG-e4m3|e5m2|e8m0[-row]"
+PAIR = "SCHEMA+SCHEMA (w13+w2)"
 _SHORTHAND = re.compile(r"int([1-8])(?:-g([1-9]\d*)|-(c))?(?:-(zp|fpzp))?")
 _CODES = {
     "fp4": "float4e2m1",
@@ -257,8 +342,27 @@ def known_names() -> list[str]:
     return [*PRESETS, *RECOMMENDED, SOURCE]
 
 
+def resolve_layer_schema(text: str) -> LayerSchema:
+    """Return the schema of `--schema TEXT`: of both GEMMs, or two with a + between them, of w13 and of w2.
+
+    Raises RequestError as `resolve_schema`.
+    """
+    names = split_names(text)
+    for name in names if len(names) > 1 else ():
+        if name == SOURCE:
+            what, expected = "The source's own schema cannot be half of a pair.", "schemas by their names"
+            raise RequestError(what, where=f"--schema {text}", expected=expected, found=name)
+    return pair(resolve_schema(names[0]), resolve_schema(names[-1]))
+
+
+def split_names(text: str) -> list[str]:
+    """Split the name of a layer's schema into those of w13 and w2; a file's path may have a + of its own."""
+    is_file = text.endswith(".toml") and os.path.lexists(text)
+    return [text] if is_file or text.count(_BETWEEN) != 1 else text.split(_BETWEEN)
+
+
 def resolve_schema(text: str) -> WeightSchema:
-    """Return the schema of `--schema TEXT`: a preset, a shorthand, or a path ending in .toml, or a `shipped` file.
+    """Return the schema of a name: a preset, a shorthand, or a path ending in .toml, or a `shipped` file.
 
     Raises RequestError for an unknown name, an unreadable file or an impossible combination.
     """
@@ -266,7 +370,8 @@ def resolve_schema(text: str) -> WeightSchema:
         return load_schema(or_shipped(Path(text), SCHEMAS))
     if (found := _named(text)) is not None:
         return found
-    expected = f"{', '.join(PRESETS)}, {SHORTHAND}, {SCALED_SHORTHAND}, NAME{ROTATED}, {SOURCE}, or a .toml file"
+    names = (*PRESETS, SHORTHAND, SCALED_SHORTHAND, f"NAME{ROTATED}", PAIR, SOURCE)
+    expected = f"{', '.join(names)}, or a .toml file"
     remedy = f"{meant(text, [*PRESETS, *_EXAMPLES, SOURCE], _named)} `hqconv schemas` explains each.".strip()
     what = f"There is no schema named '{text}'."
     raise RequestError(what, where="--schema", expected=expected, remedy=remedy)

@@ -29,7 +29,7 @@ from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.grid import Grid
-from hqconv.schemas.input_schema import KernelSpec
+from hqconv.schemas.input_schema import LayerSpec
 
 _LOG = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ class ArtifactLayer:
     intermediate_size: int
     activation: Activation
     gated: bool
-    kernel_spec: KernelSpec
+    layer_spec: LayerSpec
     gemms: Mapping[str, GemmEntry]
 
 
@@ -163,7 +163,7 @@ class ArtifactView:
     location: ArtifactLocation
     source_name: str
     humming_version: str
-    kernel_spec: KernelSpec
+    layer_spec: LayerSpec
     grid: Grid
     layers: Mapping[str, ArtifactLayer]
     left: tuple[str, ...]
@@ -174,17 +174,17 @@ class ArtifactView:
     @property
     def dtype(self) -> str:
         """Dtype of the parameters, bfloat16 or float16."""
-        return self.kernel_spec.param_dtype
+        return self.layer_spec.param_dtype
 
     @property
     def sm_version(self) -> int:
         """SM version of the target, e.g. 90."""
-        return self.kernel_spec.target.sm_version
+        return self.layer_spec.target.sm_version
 
     @property
     def is_mixed(self) -> bool:
         """True if the layers' schemas differ, so that no single `--schema` produces this artifact."""
-        return bool(self.left) or any(layer.kernel_spec != self.kernel_spec for layer in self.layers.values())
+        return bool(self.left) or any(layer.layer_spec != self.layer_spec for layer in self.layers.values())
 
 
 def open_artifact_view(location: ArtifactLocation) -> ArtifactView:
@@ -213,7 +213,7 @@ def open_artifact_view(location: ArtifactLocation) -> ArtifactView:
         location=location,
         source_name=manifest.source.name,
         humming_version=manifest.humming_kernels_version,
-        kernel_spec=manifest.kernel_spec,
+        layer_spec=manifest.layer_spec,
         grid=manifest.grid,
         layers={name: _layer(name, layer, manifest) for name, layer in manifest.blocks.items()},
         left=manifest.left,
@@ -245,7 +245,7 @@ def open_rank_file(view: ArtifactView, layer: str, tp_rank: int, ep_rank: int, p
     stored = view.layers[layer]
     num_local = len(view.grid.local_experts(stored.num_experts, ep_rank))
     for gemm, entry in stored.gemms.items():
-        for finding in file.findings(gemm, stored.kernel_spec, entry, num_local):
+        for finding in file.findings(gemm, stored.layer_spec.of(gemm), entry, num_local):
             raise finding.error()
     return file
 
@@ -311,6 +311,6 @@ def _layer(name: str, entry: ManifestLayer, manifest: Manifest) -> ArtifactLayer
         intermediate_size=entry.intermediate_size,
         activation=entry.activation_function,
         gated=entry.gated,
-        kernel_spec=manifest.overrides.get(name, manifest.kernel_spec),
+        layer_spec=manifest.overrides.get(name, manifest.layer_spec),
         gemms=gemms,
     )

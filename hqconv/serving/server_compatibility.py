@@ -192,7 +192,8 @@ def _from_original(view: ArtifactView, dtype: str) -> list[str]:
 
 def _can_be_cut(view: ArtifactView) -> bool:
     """Return whether the artifact can be a source with its own schemas, for the activations of all its layers."""
-    kernel_specs = {view.kernel_spec, *(layer.kernel_spec for layer in view.layers.values())}
+    specs = (view.layer_spec, *(layer.layer_spec for layer in view.layers.values()))
+    kernel_specs = {one for spec in specs for one in spec.each}
     is_lost = any(kernel_spec.schema.rotation or fuses_exponents(kernel_spec) for kernel_spec in kernel_specs)
     return not is_lost and len({kernel_spec.inputs for kernel_spec in kernel_specs}) == 1
 
@@ -201,11 +202,11 @@ def _made_of(view: ArtifactView) -> list[str]:
     """Options for the experts' schemas; a recipe is the user's own file."""
     if view.is_mixed:
         return ["--config", "RECIPE"]
-    return ["--schema", _schema_word(view.kernel_spec.schema), *_inputs_options(view)]
+    return ["--schema", "+".join(map(_schema_word, view.layer_spec.schema.each)), *_inputs_options(view)]
 
 
 def _inputs_options(view: ArtifactView) -> list[str]:
-    inputs = view.kernel_spec.inputs
+    inputs = view.layer_spec.inputs
     return [] if inputs == A16 else ["--input-schema", _inputs_word(inputs)]
 
 

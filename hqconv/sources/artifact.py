@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import InputError, RequestError, VerificationError
 from hqconv.formats.encoding import UNUSED_PARTS
-from hqconv.formats.source_format import LAID_OUT, SourceFormat
+from hqconv.formats.source_format import LAID_OUT, SourceFormat, per_projection
 from hqconv.io.hub import Listing
 from hqconv.kernel_layout.compatibility import fuses_exponents
 from hqconv.models.expert_bytes import RawExperts
@@ -24,6 +24,7 @@ from hqconv.models.moe_layer import InputScales, MoeLayer, TensorSlice
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.dtypes import code_of, torch_dtype
 from hqconv.schemas.tensors import TensorRef
+from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.sources.safetensors import SafetensorsSource
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ class ArtifactSource(SafetensorsSource):
 
     def _input_scales(self, layer: str) -> InputScales:
         """Collect the static activation scales in all ranks' files."""
-        inputs = self.artifact.kernel_spec_of(layer).inputs
+        inputs = self.artifact.layer_spec_of(layer).inputs
         if not inputs.is_static:
             return InputScales()
         refs = {}
@@ -188,8 +189,12 @@ class ArtifactSource(SafetensorsSource):
 
     def format_of(self, layer: str) -> SourceFormat:
         """Return the source format of a layer's schema; rotated weights have no codes to keep."""
-        schema, param = self.artifact.schema_of(layer), self.artifact.param_dtype
+        schema = self.artifact.schema_of(layer)
+        return per_projection({role: self._format_of(schema.of(role)) for role in self.artifact.family.projections})
+
+    def _format_of(self, schema: WeightSchema) -> SourceFormat:
         group_n, group_k = schema.scale_group()
+        param = self.artifact.param_dtype
         options = (("param_dtype", param), ("is_fp_zero_point", schema.is_fp_zero_point))
         return SourceFormat(
             name=f"hqconv kernel layout, {schema.name}{', rotated' if schema.rotation else ''}",
@@ -248,15 +253,15 @@ class ArtifactSource(SafetensorsSource):
             """View bit patterns of one expert, E = 1, as a tensor of the safetensors dtype `code`."""
             return None if bits is None else bits[0].contiguous().view(torch_dtype(code)).to(device)
 
-        schema, param_code = self.artifact.schema_of(layer.name), code_of(self.artifact.param_dtype)
+        schema, param_code = self.artifact.schema_of(layer.name).of(role), code_of(self.artifact.param_dtype)
         scale = tensor(matrix.scale, matrix.scale_dtype)
         assert scale is not None
         coded = CodedMatrix(
             b_dtype=schema.b_dtype,
             packed=bit_codec.pack(matrix.codes[0], schema.num_bits).to(device),
             scale=scale,
-            group_n=layer.format.group_n,
-            group_k=layer.format.group_k,
+            group_n=layer.format.of(role).group_n,
+            group_k=layer.format.of(role).group_k,
             zero_point=tensor(matrix.zero_point, param_code if schema.is_fp_zero_point else "U8"),
             scale_2=tensor(matrix.scale_2, "F32" if schema.weight_scale_2_type == "tensor" else param_code),
         )
@@ -274,10 +279,10 @@ def _refuse_fused_exponents(artifact: Artifact) -> None:
     if not artifact.manifest.is_kernel:
         return
     for layer in artifact.layers:
-        if fuses_exponents(artifact.kernel_spec_of(layer)):
+        if any(map(fuses_exponents, artifact.layer_spec_of(layer).each)):
             raise RequestError(
                 "The exponents were folded into the codes: the artifact cannot be a source.",
                 where=f"{artifact.root}: {layer}",
-                found=str(artifact.kernel_spec_of(layer)),
+                found=str(artifact.layer_spec_of(layer)),
                 remedy="Convert the original again.",
             )

@@ -293,4 +293,4 @@ def own_target(source: Source) -> GpuTarget | None:
     if not is_artifact(source.root):
         return None
     manifest = read_manifest(source.root, is_sealed=True)
-    return manifest.kernel_spec.target if manifest.is_kernel else None
+    return manifest.layer_spec.target if manifest.is_kernel else None

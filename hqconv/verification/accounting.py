@@ -66,7 +66,7 @@ def _is_known_by_names(layer: MoeLayer) -> bool:
     """Return whether the layer came from a checkpoint, whose tensors lie in the layer's module."""
     templates = (part.template for parts in layer.parts.values() for part in parts.values())
     inside = any(template.startswith(f"{layer.name}.") for template in templates)
-    return inside or layer.format.encoding not in KNOWN_BY_SOURCE
+    return inside or layer.format.of("w2").encoding not in KNOWN_BY_SOURCE
 
 
 def _check_converted(
@@ -184,5 +184,5 @@ def _facts(layer: MoeLayer, artifact: Artifact, *, is_own: bool) -> dict[str, An
     facts["source_format"] = layer.format.to_dict()
     facts["source_parts"] = layer.parts_to_dict()
     with suppress(VerificationError):  # reported already
-        facts["conversion"] = artifact.spec.conversion_of(layer)
+        facts["conversion"] = artifact.spec.encoding_of(layer).conversion
     return facts

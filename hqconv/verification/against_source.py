@@ -172,10 +172,12 @@ def _check_warnings(artifact: Artifact, experts: ExpertMap, source: Source, resu
     What is left out may lie beside the source today and not then; the tokenizer's remark depends on the machine.
     """
     spec, heads = artifact.spec, attention_heads(source.config)
-    # No manifest says whether codes had to be kept (`--schema source`), and in which layers another schema was named.
+    # No manifest says whether codes had to be kept (`--schema source`), and of which GEMMs another schema was named.
     ways: list[dict[str, Any]] = [{}]
-    if not spec.encoding.keeps_scales or DIRECT_ROUNDED not in {layer.conversion for layer in artifact.layers.values()}:
-        ways += [{"must_be_direct": True, "renamed": frozenset(names_)} for names_ in ((), spec.of_layers)]
+    if not spec.encoding.keeps_scales or not any(DIRECT_ROUNDED in one.conversion for one in artifact.layers.values()):
+        some = ((), names.GEMMS, *((gemm,) for gemm in names.GEMMS))
+        renamed = [{(layer, gemm) for layer in spec.of_layers for gemm in gemms} for gemms in some]
+        ways += [{"must_be_direct": True, "renamed": frozenset(one)} for one in renamed]
     possible = [list(request_warnings(experts, replace(spec, **way), heads)) for way in ways]
     known, found = source_warnings(source), list(artifact.manifest.warnings or ())
     remarks = [text for text in found if text.startswith((MADE, NOT_MADE))]
@@ -425,6 +427,6 @@ class Lineage:
                     return f"{name} was {conversion} from an artifact: its codes are not the source's"
             layer = self.made.blocks.get(name)
             schema = (layer and layer.weight_schema) or self.made.weight_schema
-            if schema != artifact.schema_of(name).humming_fields():
+            if schema != artifact.schema_of(name).to_dict():
                 return f"{name} had another schema at first: its codes are not the source's"
         return ""

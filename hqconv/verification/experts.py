@@ -114,7 +114,7 @@ class LayerCheck:
         is_kernel = artifact.spec.layout == names.KERNEL
         self.reader = ExpertReader(artifact, layer, self._note) if is_kernel else None
         self.folding = self._folding()
-        self.misread = misread_code(artifact, layer.name)
+        self.misread = {gemm: misread_code(artifact, layer.name, gemm) for gemm in names.GEMMS}
 
     @property
     def is_compared(self) -> bool:
@@ -187,7 +187,7 @@ class LayerCheck:
         """Note where calibrated matrices are not the source's, and add their sketches."""
         for role, stack in found.items():
             weights, each = expected.weights[role], (stack, expected.stacks[role])
-            of_both = [row_sums(one, weights, self.schema, self.artifact.param_dtype) for one in each]
+            of_both = [row_sums(one, weights, self.schema.of(role), self.artifact.param_dtype) for one in each]
             sums = [rows.cpu().numpy() for rows, _ in of_both]
             sketches = zip(sketch(weights).cpu(), of_both[0][1].cpu(), strict=True)
             for expert, outcome, ours, theirs, pair in zip(experts, outcomes, *sums, sketches, strict=True):
@@ -218,7 +218,7 @@ class LayerCheck:
             return None
         encoding = self.original.encoding
         stored = LayerEncoder(self.original.source, self.original.layer, encoding, _CPU).read(expert, roles, None)
-        stacks = encode_expert(stored, encoding)
+        stacks = encode_expert(stored, encoding.of(roles[0]))
         tensors = {role: stack.tensors for role, stack in stacks.items()}
         weights = {role: matrix.values().unsqueeze(0) for role, matrix in stored.items()}
         return self._expected(weights, tensors, lambda: {role: one.error_sums() for role, one in stacks.items()})
@@ -232,12 +232,12 @@ class LayerCheck:
         error_sums: Callable[[], Mapping[str, Sequence[ErrorSums]]],
     ) -> Expected:
         """weights: of the source by role. tensors: of the quantizer by role, packed [E, …]."""
-        rotation = self.schema.rotation
-        weights = {role: rotate(one, rotation) for role, one in weights.items()} if rotation else weights
+        rotations = {role: self.schema.of(role).rotation for role in weights}
+        weights = {role: rotate(one, rotations[role]) if rotations[role] else one for role, one in weights.items()}
         stacks = {}
         for role, of_role in tensors.items():
             bits = {name: bits_of(tensor) for name, tensor in of_role.items()}
-            stacks[role] = decode_packed(bits, self.schema, code_of_torch(of_role["weight_scale"].dtype))
+            stacks[role] = decode_packed(bits, self.schema.of(role), code_of_torch(of_role["weight_scale"].dtype))
         return Expected(weights, stacks if self.folding is None else self.folding.fold(stacks), error_sums)
 
     def _judge(self, found: Mapping[str, DecodedStack], expected: Expected | None, experts: range) -> list[Outcome]:
@@ -247,11 +247,12 @@ class LayerCheck:
             weights = None if expected is None else expected.weights[role]
             is_alone = expected is None or not self.is_compared
             wrong = stack.wrong if is_alone or expected is None else differs(stack, expected.stacks[role])
+            schema, misread = self.schema.of(role), self.misread["w2" if role == "w2" else "w13"]
             columns += [
-                measure(stack, weights, self.schema, self.artifact.param_dtype, self.misread),
+                measure(stack, weights, schema, self.artifact.param_dtype, misread),
                 wrong.double().unsqueeze(1),
             ]
-            totals[role] = stack_totals(stack, self.schema)
+            totals[role] = stack_totals(stack, schema)
         rows = torch.cat(columns, 1).tolist() if columns else [[] for _ in experts]
         sums = {role: {name: one.cpu() for name, one in of_role.items()} for role, of_role in totals.items()}
         quantizer = {} if expected is None else expected.error_sums()
@@ -262,9 +263,9 @@ class LayerCheck:
             outcome.is_wrong = not all(map(math.isfinite, row))
             for number, (role, stack) in enumerate(found.items()):
                 *numbers, wrong = row[number * (NUM_FIGURES + 1) : (number + 1) * (NUM_FIGURES + 1)]
-                figures = figures_of(numbers, stack, self.schema, has_source=expected is not None)
+                figures = figures_of(numbers, stack, self.schema.of(role), has_source=expected is not None)
                 figures.quantizer = quantizer[role][index] if quantizer and self.is_compared else None
-                figures.is_folded = self.folding is not None
+                figures.is_folded = self.folding is not None and self.folding.folds(role)
                 outcome.is_wrong |= bool(wrong)
                 outcome.figures[role] = figures
                 outcome.content[role] = expert_totals(sums[role], index, is_flushed=figures.num_flushed > 0)

@@ -18,7 +18,7 @@ from hqconv.artifact.manifest import ManifestLayer, ProjectionError
 from hqconv.artifact.reader import Artifact
 from hqconv.conversion.encode_batch import projection_errors, relative_error
 from hqconv.errors import number_text
-from hqconv.formats.source_format import DIRECT_ROUNDED, LARGEST_CHANGE
+from hqconv.formats.source_format import DIRECT_ROUNDED, LARGEST_CHANGE, gemm_conversion
 from hqconv.jit import compiled_sums
 from hqconv.layout_decoder.codes import Array, has_loops
 from hqconv.layout_decoder.decode import DecodedStack
@@ -372,9 +372,9 @@ def check_search(artifact: Artifact, result: CheckResult) -> None:
 
 def check_changes(name: str, layer: ManifestLayer, param_dtype: str, result: CheckResult) -> None:
     """Check recorded scale changes: present only for rounded scales, and not larger than rounding causes."""
-    is_rounded = layer.conversion == DIRECT_ROUNDED
     limit = LARGEST_CHANGE.get(param_dtype, 0.0)  # artifacts have no other dtype
     for role, error in layer.quantization_error.items():
+        is_rounded = gemm_conversion(layer.conversion, "w2" if role == "w2" else "w13") == DIRECT_ROUNDED
         change, worst = error.largest_scale_change, error.worst_relative_error
         where = f"{names.MANIFEST}: {name}: quantization_error: {role}: largest_scale_change"
         if not is_rounded or change is None:

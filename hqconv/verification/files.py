@@ -25,7 +25,7 @@ from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.engine import ENGINE
-from hqconv.schemas.input_schema import NAMED_INPUTS, KernelSpec
+from hqconv.schemas.input_schema import NAMED_INPUTS, LayerSpec
 from hqconv.schemas.untrusted_files import parse_json
 from hqconv.schemas.weight_schema import is_misnamed
 from hqconv.verification.accounting import Placed, check_accounting
@@ -223,7 +223,7 @@ def _check_config(artifact: Artifact, source: Source | None, result: CheckResult
     except VerificationError:  # reported already
         return config
     own = artifact.manifest.source.quantization_config
-    expected = names.hqconv_quantization_config(spec.kernel_spec, own, is_mixed=artifact.manifest.is_mixed)
+    expected = names.hqconv_quantization_config(spec.layer_spec, own, is_mixed=artifact.manifest.is_mixed)
     if spec.layout == names.CHECKPOINT:
         layers = list(artifact.layers)
         expected = ENGINE.checkpoint_config(spec.schema, layers, artifact.left)
@@ -320,17 +320,17 @@ def _check_listed(artifact: Artifact, result: CheckResult) -> None:
 def _check_schemas(artifact: Artifact, result: CheckResult) -> None:
     """Check that schemas have all their fields, and those with a name of ours the fields of that name."""
     manifest, layers = artifact.manifest, artifact.layers
-    own: list[tuple[str, Manifest | ManifestLayer, KernelSpec]] = [("", manifest, manifest.kernel_spec)]
+    own: list[tuple[str, Manifest | ManifestLayer, LayerSpec]] = [("", manifest, manifest.layer_spec)]
     own += [(f"{name}: ", layers[name], spec) for name, spec in manifest.overrides.items()]
     for inside, entry, spec in own:
         where, what = f"{names.MANIFEST}: {inside}", "The manifest does not spell out its schema."
-        compare_dicts(f"{where}weight_schema", what, spec.schema.humming_fields(), entry.weight_schema, result)
+        compare_dicts(f"{where}weight_schema", what, spec.schema.to_dict(), entry.weight_schema, result)
         if entry.activation_schema is not None:
             fields = spec.inputs.humming_fields()
             compare_dicts(f"{where}activation_schema", what, fields, entry.activation_schema, result)
-        if is_misnamed(spec.schema):
-            what, name = "The schema is not the one of this name.", spec.schema.name
-            result.add(f"{where}schema_name", what, f"the fields of {name}, or another name", spec.schema.describe())
+        for schema in filter(is_misnamed, spec.schema.each):
+            what, name = "The schema is not the one of this name.", schema.name
+            result.add(f"{where}schema_name", what, f"the fields of {name}, or another name", schema.describe())
         if NAMED_INPUTS.get(spec.inputs.name, spec.inputs) != spec.inputs:
             what, name = "The activations are not those of this name.", spec.inputs.name
             texts = (json.dumps(one.humming_fields()) for one in (NAMED_INPUTS[name], spec.inputs))

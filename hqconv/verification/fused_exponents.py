@@ -29,34 +29,38 @@ _MINUS_ZERO = 8
 _CHUNK_NUMBERS = 1 << 20  # shifted at once
 
 
-def is_folded(artifact: Artifact, layer: str) -> bool:
-    """Return whether exponents of the scales are fused into a layer's codes."""
-    is_kernel = artifact.spec.layout == names.KERNEL
-    return is_kernel and fuses_exponents(artifact.kernel_spec_of(layer))
+def folded_gemms(artifact: Artifact, layer: str) -> list[str]:
+    """Return the GEMMs of a layer in whose codes exponents of the scales are fused."""
+    spec = artifact.layer_spec_of(layer)
+    return [gemm for gemm in names.GEMMS if artifact.manifest.is_kernel and fuses_exponents(spec.of(gemm))]
 
 
-def misread_code(artifact: Artifact, layer: str) -> int | None:
-    """Return the code that a layer's kernels misread, if any: minus zero of e2m1 under int8 activations.
+def misread_code(artifact: Artifact, layer: str, gemm: str) -> int | None:
+    """Return the code that a GEMM's kernel misreads, if any: minus zero of e2m1 under int8 activations.
 
     Humming 0.1.19 (`dequant_fused.cuh`) negates four int8 weights at once by a subtraction over the whole word: for a
     minus zero it takes one from the next weight of its word. Its own conversion replaces the source's minus zeros, but
     not those that arise where a small negative weight is folded. See docs/kernels.md.
     """
-    is_int8 = artifact.kernel_spec_of(layer).a_dtype == "int8"
-    return _MINUS_ZERO if is_int8 and is_folded(artifact, layer) else None
+    is_int8 = artifact.layer_spec_of(layer).inputs.a_dtype == "int8"
+    return _MINUS_ZERO if is_int8 and gemm in folded_gemms(artifact, layer) else None
 
 
 @dataclass(frozen=True)
 class FusedExponents:
     """Fusion in one layer: largest distance of exponents in one row or in a rank's expert, and padding of ranks' rows.
 
-    is_padded: GEMM → one flag for each TP rank.
+    is_by_rows, is_padded: of the GEMMs with fused exponents; is_padded has one flag for each TP rank.
     """
 
     max_range: int
-    is_by_rows: bool
+    is_by_rows: Mapping[str, bool]
     slices: tuple[TpSlice, ...]
     is_padded: Mapping[str, tuple[bool, ...]]
+
+    def folds(self, role: str) -> bool:
+        """Return whether exponents are fused into the codes of the projection w1, w3 or w2."""
+        return ("w2" if role == "w2" else "w13") in self.is_by_rows
 
     def fold(self, expected: Mapping[str, DecodedStack]) -> dict[str, DecodedStack]:
         """Return quantized projections by role as the ranks hold them, joined again."""
@@ -64,7 +68,7 @@ class FusedExponents:
         for gemm, roles in (("w13", ("w1", "w3")), ("w2", ("w2",))):
             of_gemm = {role: expected[role] for role in roles if role in expected}
             if of_gemm:
-                folded |= self._gemm(gemm, of_gemm)
+                folded |= self._gemm(gemm, of_gemm) if gemm in self.is_by_rows else of_gemm
         return folded
 
     def _gemm(self, gemm: str, expected: Mapping[str, DecodedStack]) -> dict[str, DecodedStack]:
@@ -91,7 +95,7 @@ class FusedExponents:
         """Smallest exponents that a rank's slice keeps, int32 [E, N, 1] or [E, 1, 1], by role."""
         axis = 2 if gemm == "w2" else 1
         slices = {role: _cut(one.scale, axis, part, one.codes).int() for role, one in expected.items()}
-        if self.is_by_rows:
+        if self.is_by_rows[gemm]:
             return {role: one.amax(2, keepdim=True) - self.max_range for role, one in slices.items()}
         largest = torch.stack([one.amax((1, 2), keepdim=True) for one in slices.values()]).amax(0)
         if self.is_padded[gemm][part.rank]:
@@ -101,22 +105,23 @@ class FusedExponents:
 
 def folding_of(artifact: Artifact, layer: MoeLayer) -> FusedExponents | None:
     """Fusion of a layer's exponents into its codes, None without it. Raises VerificationError for a damaged file."""
-    if not is_folded(artifact, layer.name):
+    if not (gemms := folded_gemms(artifact, layer.name)):
         return None
     ranks = range(artifact.grid.tp)
     is_padded = {
         gemm: tuple(bool(artifact.rank_file(layer.name, tp_rank, 0).configs[gemm]["pad_shape_n"]) for tp_rank in ranks)
-        for gemm in names.GEMMS
+        for gemm in gemms
     }
-    schema, is_int8 = artifact.schema_of(layer.name), artifact.kernel_spec_of(layer.name).a_dtype == "int8"
+    schema, is_int8 = artifact.schema_of(layer.name), artifact.layer_spec_of(layer.name).inputs.a_dtype == "int8"
     slices = tp_slices(layer.intermediate_size, artifact.grid, schema)
-    return FusedExponents(3 if is_int8 else 11, is_int8 or schema.has_row_scale, slices, is_padded)
+    is_by_rows = {gemm: is_int8 or schema.of(gemm).has_row_scale for gemm in gemms}
+    return FusedExponents(3 if is_int8 else 11, is_by_rows, slices, is_padded)
 
 
 def folding_bytes(artifact: Artifact, layer: MoeLayer) -> int:
     """Memory for folding one expert, in bytes: new codes of gate and up, and the table's indices of a chunk."""
     weights = 2 * layer.hidden_size * layer.intermediate_size
-    return weights + 16 * _CHUNK_NUMBERS if is_folded(artifact, layer.name) else 0
+    return weights + 16 * _CHUNK_NUMBERS if folded_gemms(artifact, layer.name) else 0
 
 
 def _cut(values: torch.Tensor, axis: int, part: TpSlice, codes: torch.Tensor) -> torch.Tensor:

@@ -98,7 +98,7 @@ def check_kernel(
             fetched.release(layer)
             result.measured[layer] = measured
             recorded = {p: _recorded(e) for p, e in entry.quantization_error.items()}
-            check_figures(result, layer, measured, of_kind[artifact.kernel_spec_of(layer).inputs], recorded)
+            check_figures(result, layer, measured, of_kind[artifact.layer_spec_of(layer).inputs], recorded)
             result.notes += [
                 f"{layer}.{gemm}: its scale cuts off {share:.2%} of these tokens' activations"
                 for gemm, share in measured.get("clipped", {}).items()
@@ -199,7 +199,7 @@ def _compare_kernel(
                 if mine.any():
                     # w2's inputs are rotated where its weights are; turning back is the same as turning
                     whole = resized(hiddens[index][mine], stored)
-                    reference = unrotated(whole[:, begin:end], schema.rotation)
+                    reference = unrotated(whole[:, begin:end], schema.of("w2").rotation)
                     of_rank.add(inner[mine, : end - begin].double(), reference)
         del gemms
     for tally, (references, _) in zip(tallies, split, strict=True):
@@ -240,9 +240,9 @@ def other_layout(artifact: Artifact) -> str:
     If the layout depends on the compiler, Humming computes it for the installed one. Raises VerificationError
     for invalid facts.
     """
-    firsts = {artifact.kernel_spec_of(name): name for name in reversed(artifact.layers)}
+    firsts = {artifact.layer_spec_of(name): name for name in reversed(artifact.layers)}
     for spec, name in firsts.items():
-        if not needs_cuda(spec):
+        if not any(map(needs_cuda, spec.each)):
             continue
         try:
             here = GpuTarget(spec.target.sm_version, compiler_version())
@@ -423,6 +423,6 @@ def _static_scales(
     static = [gemm for gemm, one in roundings.items() if one.is_static]
     if not static:
         return {}
-    path, inputs = artifact.fetched(names.rank_file(layer, 0, 0)), artifact.kernel_spec_of(layer).inputs
+    path, inputs = artifact.fetched(names.rank_file(layer, 0, 0)), artifact.layer_spec_of(layer).inputs
     with safe_open(path, framework="pt", device=str(device)) as file:
         return {gemm: file.get_tensor(names.input_scale(layer, gemm, inputs)) for gemm in static}

@@ -59,7 +59,7 @@ def _kernel_forms(artifact: Artifact, layer: MoeLayer, result: CheckResult) -> d
     for gemm, form in forms.items():
         entry = artifact.layers[layer.name].gemm(gemm)
         expected = {key: form.config[key] for key in ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k")} | form.flags
-        expected["fingerprint"] = layout_fingerprint(artifact.kernel_spec_of(layer.name))
+        expected["fingerprint"] = layout_fingerprint(artifact.layer_spec_of(layer.name).of(gemm))
         found: dict[str, Any] = {}
         if entry is not None:
             found = {**entry.sizes, **entry.flags, "fingerprint": entry.fingerprint}
@@ -73,7 +73,7 @@ def _kernel_forms(artifact: Artifact, layer: MoeLayer, result: CheckResult) -> d
 def _check_rank_file(
     artifact: Artifact, layer: MoeLayer, rank: tuple[int, int], forms: Mapping[str, KernelForm], result: CheckResult
 ) -> None:
-    spec, num_local = artifact.kernel_spec_of(layer.name), len(artifact.grid.local_experts(layer.num_experts, rank[1]))
+    spec, num_local = artifact.layer_spec_of(layer.name), len(artifact.grid.local_experts(layer.num_experts, rank[1]))
     path = names.rank_file(layer.name, *rank)
     try:
         file = artifact.rank_file(layer.name, *rank)
@@ -82,7 +82,7 @@ def _check_rank_file(
         return
     for gemm in names.GEMMS:
         entry = artifact.layers[layer.name].gemm(gemm)
-        findings = [] if entry is None else list(file.findings(gemm, spec, entry, num_local))
+        findings = [] if entry is None else list(file.findings(gemm, spec.of(gemm), entry, num_local))
         for finding in findings:
             result.add(*finding)
         if gemm not in forms or findings:
@@ -137,7 +137,7 @@ def check_packed(
 def is_static(artifact: Artifact, layer: str) -> bool:
     """Return whether a layer's activations have static scales; False for an invalid manifest."""
     try:
-        return artifact.kernel_spec_of(layer).inputs.is_static
+        return artifact.layer_spec_of(layer).inputs.is_static
     except HqconvError:  # reported by the check of the manifest
         return False
 
@@ -193,7 +193,7 @@ def _compare(
     """Compare every rank's scale of each GEMM with the expected one."""
     for tp_rank, ep_rank in artifact.grid.ranks:
         for gemm in names.GEMMS:
-            name = names.input_scale(layer, gemm, artifact.kernel_spec_of(layer).inputs)
+            name = names.input_scale(layer, gemm, artifact.layer_spec_of(layer).inputs)
             where = f"{names.rank_file(layer, tp_rank, ep_rank)}, tensor {name}"
             try:
                 found = artifact.read_input_scale(layer, gemm, tp_rank, ep_rank)

@@ -24,7 +24,7 @@ from hqconv.io.hub import Listing
 from hqconv.models.source_protocol import Source
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
-from hqconv.schemas.input_schema import KernelSpec
+from hqconv.schemas.input_schema import LayerSpec
 from hqconv.schemas.options import CHECKS, GPTQ, refuse_unknown_checks
 from hqconv.verification.against_source import Lineage
 from hqconv.verification.files import check_files
@@ -174,8 +174,8 @@ def _sample(artifact: Artifact, layers: list[str], options: VerifyOptions) -> li
     return [name for name in layers if name in chosen]
 
 
-def _kind_of(artifact: Artifact, layer: str) -> tuple[KernelSpec, Activation]:
-    return artifact.kernel_spec_of(layer), artifact.activation_of(layer)
+def _kind_of(artifact: Artifact, layer: str) -> tuple[LayerSpec, Activation]:
+    return artifact.layer_spec_of(layer), artifact.activation_of(layer)
 
 
 def _check_options(options: VerifyOptions) -> None:
@@ -286,7 +286,7 @@ def _kernel_device(artifact: Artifact, wanted: torch.device | None) -> tuple[tor
         return None, "there is no CUDA device here"
     device = wanted or torch.device("cuda", torch.cuda.current_device())
     major, minor = torch.cuda.get_device_capability(device)
-    sm_version = artifact.spec.kernel_spec.target.sm_version
+    sm_version = artifact.spec.layer_spec.target.sm_version
     if major * 10 + minor != sm_version:
         return None, f"the artifact is for sm{sm_version}, this device is sm{major}{minor}"
     with suppress(VerificationError):  # the check itself reports it

@@ -29,7 +29,7 @@ from hqconv.schemas import artifact_names as names
 from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.grid import stored_size
 from hqconv.schemas.options import GPTQ, RTN
-from hqconv.schemas.weight_schema import WeightSchema
+from hqconv.schemas.weight_schema import LayerSchema
 from hqconv.verification.against_source import Lineage, other_source
 from hqconv.verification.content_sums import against, check_content
 from hqconv.verification.experts import Batches, LayerCheck, Original, Outcome, plan_staging, why_not
@@ -122,7 +122,7 @@ def layer_bytes(artifact: Artifact, layer: str) -> int:
     """Approximate bytes of a layer's codes: number of weights times the schema's bits."""
     entry = artifact.layers[layer]
     weights = entry.num_experts * entry.hidden_size * entry.intermediate_size * (2 + entry.gated)
-    return int(weights) * artifact.schema_of(layer).num_bits // 8
+    return int(weights) * max(schema.num_bits for schema in artifact.schema_of(layer).each) // 8
 
 
 def _run(
@@ -311,17 +311,17 @@ def _original(
     return Original(source, found, encoding, is_comparable=not may_differ, is_calibrated=may_differ)
 
 
-def _working_bytes(layer: MoeLayer, schema: WeightSchema, quantizer: str) -> int:
+def _working_bytes(layer: MoeLayer, schema: LayerSchema, quantizer: str) -> int:
     """Upper bound of the memory that one worker needs for one expert."""
     numbers = stored_size(layer.intermediate_size, schema) * layer.hidden_size
     # Read, and widened to float32; a fused tensor's part is read as a whole, codes are unpacked on the way.
     source = 2 if layer.dtype == "BF16" else 8 if layer.dtype == "F32" else 6
     weights = [parts["weight"] for parts in layer.parts.values()]
     source += 6 if not layer.format.is_float or any(w.is_stacked or not w.is_run for w in weights) else 0
-    source += 8 if schema.rotation else 0  # twice: to be quantized, and to be measured
-    packed = schema.num_bits / 8
+    source += 8 if any(one.rotation for one in schema.each) else 0  # twice: to be quantized, and to be measured
+    packed = max(one.num_bits for one in schema.each) / 8
     group_bytes = 56 if quantizer == RTN else 176
-    scales = group_bytes / (schema.weight_scale_group_size or layer.hidden_size)
+    scales = group_bytes / min(one.weight_scale_group_size or layer.hidden_size for one in schema.each)
     # Gate and up together: sources, codes decoded (padded, then joined) and expected, packed codes on both sides.
     return int(numbers * 2 * (source + 3 + 3 * packed + scales) + numbers) + (16 << 20)
 

@@ -85,6 +85,19 @@ def test_codes_that_are_kept_are_not_calibrated(made: Path, tmp_path: Path) -> N
     assert snapshot(tmp_path / "plain" / "experts") == snapshot(tmp_path / "found" / "experts")
 
 
+def test_each_gemm_is_calibrated_as_under_its_schema_alone(made: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"calibrate": made / "text", **OPTIONS}
+    run(made / "src", tmp_path / "both", "int3-g32+int4-g32", Grid(2, 2), **options)
+    run(made / "src", tmp_path / "w13", "int3-g32", Grid(2, 2), **options)
+    for gemm, alone in (("w13", tmp_path / "w13"), ("w2", made / "out")):
+        for path in (alone / "experts").rglob("*.safetensors"):
+            found = load_file(tmp_path / "both" / path.relative_to(alone))
+            of_gemm = {key: one for key, one in load_file(path).items() if f".{gemm}_" in key}
+            assert of_gemm
+            assert all(torch.equal(found[key], one) for key, one in of_gemm.items())
+    assert_verified(tmp_path / "both", made / "src")
+
+
 def test_another_text_is_another_artifact(made: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("3 4 5 6 7 8 9 10")
     with pytest.raises(OutputError, match="calibration"):
@@ -360,10 +373,28 @@ def test_layers_that_keep_their_codes_stand_beside_calibrated_ones(kept: int, tm
     write_quantized(tmp_path / "src", "mxfp4", tmp_path / "plain")
     write_text(tmp_path / "text")
     layer = (1 - kept, 1 - kept)
-    other = [Override(None, (layer,), LayerChoice(resolve_schema("int4-g32")), "a test")]
+    other = [Override(None, (layer,), LayerChoice.of(resolve_schema("int4-g32")), "a test")]
     report = calibrated(tmp_path, tmp_path / "out", "mxfp4", overrides=other)
     lost = [errors["w2"]["relative_error"] > 0 for errors in report.errors.values()]
     assert lost == [number != kept for number in (0, 1)]
+    assert_verified(tmp_path / "out", tmp_path / "src")
+
+
+@pytest.mark.parametrize("schema", ["mxfp4+int3-g64", "int3-g64+mxfp4"])
+def test_a_gemm_that_keeps_its_codes_stands_beside_a_calibrated_one(schema: str, tmp_path: Path) -> None:
+    """The other is calibrated on what the codes mean."""
+    write_quantized(tmp_path / "src", "mxfp4", tmp_path / "plain")
+    write_tokenizer(tmp_path / "plain")
+    write_text(tmp_path / "text")
+    calibrated(tmp_path, tmp_path / "out", schema)
+    run(tmp_path / "plain", tmp_path / "of-plain", "int3-g64", calibrate=tmp_path / "text", **OPTIONS)
+    found, expected = (manifest(tmp_path / name)["blocks"] for name in ("out", "of-plain"))
+    kept = ("w1", "w3") if schema.startswith("mxfp4") else ("w2",)
+    for layer, words in found.items():
+        assert "direct" in words["conversion"]
+        for role, sums in words["content_sums"].items():
+            assert (words["quantization_error"][role]["relative_error"] == 0) == (role in kept)
+            assert (sums == expected[layer]["content_sums"][role]) == (role not in kept)
     assert_verified(tmp_path / "out", tmp_path / "src")
 
 

@@ -170,6 +170,7 @@ def test_schemas_lie_beside_the_recipe(tmp_path: Path) -> None:
     (tmp_path / "w3.toml").write_text('b_dtype = "uint3"\nweight_scale_group_size = 64\n')
     recipe = load_recipe(write(tmp_path, 'schema = "w3.toml"\n[[override]]\nlayers = "0"\nschema = "w3.toml"\n'))
     assert recipe.options == {"schema": str(tmp_path / "w3.toml")}
-    schema = recipe.overrides[0].choice.schema
-    assert schema is not None
-    assert schema.b_dtype == "uint3"
+    choice = recipe.overrides[0].choice
+    assert choice.w13 is not None
+    assert choice.w13 == choice.w2
+    assert choice.w13.b_dtype == "uint3"

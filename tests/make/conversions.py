@@ -23,7 +23,7 @@ from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import KernelSpec, resolve_inputs
 from hqconv.schemas.options import CheckName
-from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
+from hqconv.schemas.weight_schema import LayerSchema, WeightSchema, resolve_layer_schema, resolve_schema
 from hqconv.sources.opening import open_source
 from hqconv.verification.result import VerificationReport
 
@@ -34,13 +34,13 @@ def schema_of(name: str) -> WeightSchema:
 
 
 def open_plan(
-    src: Path, schema: str | WeightSchema, grid: Grid | None = None, layout: str = "kernel", dtype: str | None = None
+    src: Path, schema: str | LayerSchema, grid: Grid | None = None, layout: str = "kernel", dtype: str | None = None
 ) -> tuple[Source, ConversionPlan]:
     """Open a folder and plan its conversion; the source is the caller's to close."""
     source = open_source(src)
     experts = source.map_experts()
-    chosen = schema if isinstance(schema, WeightSchema) else None if schema == "source" else schema_of(schema)
-    options = ConversionOptions(chosen, dtype, grid or Grid(), layout=layout)
+    chosen = resolve_layer_schema(schema) if isinstance(schema, str) and schema != "source" else schema
+    options = ConversionOptions(None if isinstance(chosen, str) else chosen, dtype, grid or Grid(), layout=layout)
     request = make_spec(options, experts, source.config, GpuTarget(90))
     return source, make_plan(source, experts, request)
 
@@ -48,7 +48,7 @@ def open_plan(
 def run(
     src: Path,
     out: Path,
-    schema: str | WeightSchema,
+    schema: str | LayerSchema,
     grid: Grid | None = None,
     *,
     threads: int = 2,
@@ -71,7 +71,7 @@ def run(
 
 
 def run_until(
-    src: Path, out: Path, num_groups: int, schema: str | WeightSchema, grid: Grid | None = None, **options: Any
+    src: Path, out: Path, num_groups: int, schema: str | LayerSchema, grid: Grid | None = None, **options: Any
 ) -> None:
     """`run`, interrupted once so many groups are done."""
 

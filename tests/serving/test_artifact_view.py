@@ -44,7 +44,7 @@ def opened(out: Path) -> ArtifactView:
 def test_the_facts_are_the_manifests(made: Path) -> None:
     view, words = opened(made), manifest(made)
     assert view.location == ArtifactLocation(str(made))
-    assert (view.source_name, view.kernel_spec.schema, view.grid) == ("original", resolve_schema("mxfp4"), GRID)
+    assert (view.source_name, view.layer_spec.schema, view.grid) == ("original", resolve_schema("mxfp4"), GRID)
     assert (view.dtype, view.sm_version) == ("bfloat16", 90)
     assert view.humming_version == words["humming_kernels_version"]
     assert [(name, block.name, block.index) for name, block in view.layers.items()] == [
@@ -80,10 +80,10 @@ def edit(out: Path, **words: Any) -> None:
 
 @pytest.mark.parametrize("name", ["fp8", "fp8-g128", "int8"])
 def test_quantized_activations_are_known(out: Path, name: str) -> None:
-    assert opened(out).kernel_spec.inputs == A16
+    assert opened(out).layer_spec.inputs == A16
     inputs = INPUT_PRESETS[name]
     edit(out, input_schema=name, activation_schema=inputs.humming_fields())
-    assert opened(out).kernel_spec.inputs == inputs
+    assert opened(out).layer_spec.inputs == inputs
 
 
 def test_the_checkpoint_layout_is_refused(out: Path) -> None:

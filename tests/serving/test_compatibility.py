@@ -136,7 +136,7 @@ def test_another_cut_is_one_command_away(
     check_machine(new, 90)
     check_dtype(new, "bfloat16")
     check_layer(new, new.layers[LAYER], asked)
-    assert new.kernel_spec.schema == opened(out).kernel_spec.schema
+    assert new.layer_spec.schema == opened(out).layer_spec.schema
     assert new.location.name == f"{out}-sm90-tp{asked.tp}-ep{asked.ep}"
 
 
@@ -180,7 +180,7 @@ def test_a_repo_is_downloaded_first(view: ArtifactView) -> None:
 
 def test_rotated_weights_are_cut_again_from_the_original(view: ArtifactView) -> None:
     """No `--schema source` keeps their codes."""
-    rotated = made(view, schema=replace(view.kernel_spec.schema, name="mine", hadamard_block_size=64))
+    rotated = made(view, schema=replace(view.layer_spec.schema, name="mine", hadamard_block_size=64))
     command = recut(replace(rotated, location=ArtifactLocation("org/name"), source_name="org/model"), tp=2)
     assert command == (
         f"`hqconv convert org/model -o name-sm90-tp2-ep1 --schema mine.toml --target sm90 --tp 2 --dtype {view.dtype}`"
@@ -199,23 +199,23 @@ def test_another_dtype_is_one_command_away_from_the_original(
     assert error.remedy.startswith("Serve with --dtype bfloat16, ")
     new = follow(command_in(error))
     check_dtype(new, "float16")
-    assert (new.grid, new.kernel_spec.schema, new.kernel_spec.target) == (
+    assert (new.grid, new.layer_spec.schema, new.layer_spec.target) == (
         view.grid,
-        view.kernel_spec.schema,
-        view.kernel_spec.target,
+        view.layer_spec.schema,
+        view.layer_spec.target,
     )
 
 
 def made(view: ArtifactView, **words: Any) -> ArtifactView:
     """The same artifact of another kind, in all layers."""
-    kernel_spec = replace(view.kernel_spec, **words)
+    layer_spec = replace(view.layer_spec, **words)
     return replace(
-        view, kernel_spec=kernel_spec, layers={n: replace(b, kernel_spec=kernel_spec) for n, b in view.layers.items()}
+        view, layer_spec=layer_spec, layers={n: replace(b, layer_spec=layer_spec) for n, b in view.layers.items()}
     )
 
 
 def of_inputs(layer: ArtifactLayer, inputs: InputSchema) -> ArtifactLayer:
-    return replace(layer, kernel_spec=replace(layer.kernel_spec, inputs=inputs))
+    return replace(layer, layer_spec=replace(layer.layer_spec, inputs=inputs))
 
 
 def test_an_artifact_whose_activations_differ_is_made_from_the_original_with_its_recipe(view: ArtifactView) -> None:

@@ -33,7 +33,7 @@ from hqconv.kernel_layout.compatibility import splits_e8m0, why_not
 from hqconv.schemas.grid import GROUPS, Grid, stored_size, tp_share
 from hqconv.schemas.input_schema import resolve_inputs
 from hqconv.schemas.recipe import load_recipe
-from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
+from hqconv.schemas.weight_schema import WeightSchema, pair, resolve_schema
 from hqconv.serving.vllm.plugin import register
 from tests.make import input_scales, small
 from tests.make.conversions import kernel_spec_of, run, write_manifest
@@ -233,6 +233,44 @@ def test_the_bytes_are_those_of_vllms_own_processing(
         assert {g: c.to_str() for g, c in layer.humming_configs.items()} == {g: c.to_str() for g, c in configs.items()}
         assert layer.weight_schemas == wanted.weight_schemas
         assert layer.input_schemas == wanted.input_schemas
+
+
+PAIRS = [("int3-g64", "int4-g32-e4m3-row"), ("mxfp4", "int8"), ("fp8-block", "int4-g64-zp"), ("nvfp4", "fp6-e3m2")]
+
+
+@pytest.mark.parametrize("both", PAIRS, ids="+".join)
+def test_each_gemm_has_the_schema_of_its_own(tmp_path: Path, sources: dict[str, Path], both: tuple[str, str]) -> None:
+    """Of each GEMM what vLLM's processing makes of a checkpoint with its schema alone; vLLM as it is refuses both."""
+    source, name = sources["bfloat16"], "+".join(both)
+    run(source, tmp_path / "kernel", name, Grid(tp=2))
+    for one in both:
+        run(source, tmp_path / one, one, layout="checkpoint")
+    for rank in range(2):
+        grid = parallel(tp=2, tp_rank=rank)
+        layer = load(tmp_path / "kernel", grid=grid)
+        assert_holds_its_file(layer)
+        found = dict(layer.named_parameters())
+        for gemm, one in zip(("w13", "w2"), both, strict=True):
+            wanted, configs = processed_by_vllm(tmp_path / one, one, torch.bfloat16, grid)
+            of_gemm = {key: value for key, value in wanted.named_parameters() if key.startswith(f"{gemm}_")}
+            assert of_gemm.keys() == {key for key in found if key.startswith(f"{gemm}_")}
+            for key, value in of_gemm.items():
+                assert (found[key].shape, found[key].dtype) == (value.shape, value.dtype), key
+                assert torch.equal(as_bytes(found[key]), as_bytes(value)), key
+            assert layer.humming_configs[gemm].to_str() == configs[gemm].to_str()
+            assert layer.weight_schemas[gemm] == wanted.weight_schemas[gemm]
+    run(source, tmp_path / "packed", name, layout="checkpoint")
+    words = json.loads((tmp_path / "packed/config.json").read_text())["quantization_config"]
+    with pytest.raises(TypeError, match="b_dtype"):
+        build_layer(get_quantization_config("humming").from_config(words), LAYER, **SIZES)
+
+
+def test_inputs_are_rotated_for_the_gemm_that_needs_it(
+    tmp_path: Path, sources: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rotated = WeightSchema("rotated", "uint3", weight_scale_group_size=64, hadamard_block_size=64)
+    run(sources["bfloat16"], tmp_path / "out", pair(rotated, resolve_schema("int4-g32")))
+    assert sizes_asked_for(load(tmp_path / "out"), monkeypatch) == {"w13": 64, "w2": 0}
 
 
 QUANTIZED = [

@@ -25,7 +25,8 @@ from hqconv.errors import RequestError
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.recipe import load_recipe
-from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, WeightSchema
+from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, LayerSchema, WeightSchema, resolve_layer_schema
+from scripts.each_gemm import each_gemm
 from tests.make.conversions import run, schema_of
 from tests.make.qwen import write_qwen3_moe
 
@@ -139,7 +140,7 @@ def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*(tensor.contiguous().view(torch.uint8) for tensor in (one, other)))
 
 
-def is_served(source: Path, folder: Path, sizes: tuple[int, int], schema: WeightSchema, dtype: str, grid: Grid) -> bool:
+def is_served(source: Path, folder: Path, sizes: tuple[int, int], schema: LayerSchema, dtype: str, grid: Grid) -> bool:
     """Whether every rank of a stock vLLM ends with what the kernel layout of the same conversion holds."""
     packed, kernel = folder / "checkpoint", folder / "kernel"
     run(source, packed, schema, layout="checkpoint", dtype=dtype)
@@ -153,7 +154,9 @@ def is_served(source: Path, folder: Path, sizes: tuple[int, int], schema: Weight
         if not is_equal(layer, load_layer(kernel, LAYER, tp_rank, ep_rank)):
             return False
         asked = layer.quant_method.moe_quant_config
-        if {asked.w1_hadamard_block_size, asked.w2_hadamard_block_size} != {schema.hadamard_block_size}:
+        if (asked.w1_hadamard_block_size, asked.w2_hadamard_block_size) != tuple(
+            schema.of(gemm).hadamard_block_size for gemm in ("w13", "w2")
+        ):
             return False
     return True
 
@@ -172,6 +175,18 @@ def test_what_is_said_of_a_schema_is_what_happens(
             assert "16-bit scale dtype" in str(error)  # noqa: PT017
             return
     assert served == (ENGINE.checkpoint_layout_obstacle(schema, dtype) is None)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("name", ["int3-g64+int4-g32-e4m3-row", "int4-g32+mxfp4", "mxfp4+fp8", "fp8-block+int2-g32"])
+def test_two_schemas_are_what_stock_vllm_makes_of_each(
+    name: str, grid: str, sources: dict[tuple[int, int], Path], tmp_path: Path
+) -> None:
+    """Its loading and processing, once for each GEMM; as it is, it has one schema for both, and refuses two."""
+    schema = resolve_layer_schema(name)
+    assert ENGINE.checkpoint_layout_obstacle(schema, "bfloat16") is not None
+    with config(), each_gemm():
+        assert is_served(sources[SIZES], tmp_path, SIZES, schema, "bfloat16", GRIDS[grid])
 
 
 @pytest.mark.parametrize("grid", GRIDS)

@@ -53,7 +53,7 @@ def test_it_is_requantized_from_what_each_projection_means(source: Path, tmp_pat
     outs = {}
     for name in ("src", "twin"):
         outs[name] = tmp_path / f"out-{name}"
-        conversions.run(tmp_path / name, outs[name], "int4-g64", Grid())
+        conversions.run(tmp_path / name, outs[name], "int3-g64", Grid())
     block = conversions.manifest(outs["src"])["blocks"][LAYER]
     assert block["conversion"] == "requantized"
     found = SourceFormat.from_dict(block["source_format"])
@@ -68,12 +68,51 @@ def test_it_is_requantized_from_what_each_projection_means(source: Path, tmp_pat
     conversions.assert_verified(outs["src"], source)
 
 
-def test_no_schema_keeps_it(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="its projections have formats of their own"):
-        conversions.run(source, tmp_path / "out", "source")
+def test_both_codes_are_kept(source: Path, tmp_path: Path) -> None:
+    """What a float32 checkpoint of these numbers means is decoded again, exactly."""
     layer = hqconv.inspect(source)
     assert "w1 and w3: gptq int4" in json.dumps(layer)
     assert "w2: gptq int8" in json.dumps(layer)
+    assert "source (int4+int8-g64)" in layer["direct_schemas"]
+    out = tmp_path / "out"
+    report = conversions.run(source, out, "source")
+    assert report.plan.spec.schema.name == "int4+int8-g64"
+    words = conversions.manifest(out)["blocks"][LAYER]
+    assert words["conversion"] == "direct"
+    assert all(one["relative_error"] == 0 for one in words["quantization_error"].values())
+    conversions.assert_verified(out, source)
+    truth = load_file(tmp_path / "twin/model.safetensors")
+    found = hqconv.dequantize(out, layer=LAYER)
+    for expert in range(2):
+        for role, word in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")):
+            assert torch.equal(found[role][expert], truth[f"{LAYER}.{expert}.{word}.weight"].float())
+
+
+def test_one_gemm_is_kept_beside_another_schema(source: Path, tmp_path: Path) -> None:
+    """Also where an override names the schema of one GEMM, and the other must keep its codes."""
+    conversions.run(source, tmp_path / "same", "int4", Grid())
+    assert conversions.manifest(tmp_path / "same")["blocks"][LAYER]["conversion"] == "w13 direct; w2 requantized"
+    (tmp_path / "r.toml").write_text('schema = "source"\n[layers.0.w2]\nschema = "int4-g64"\n')
+    summary = hqconv.convert(source, tmp_path / "out", config=tmp_path / "r.toml", target="sm90", device="cpu")
+    assert summary.plan.layers[0].encoding.schema.name == "int4+int4-g64"
+    conversions.assert_verified(tmp_path / "out", source)
+    conversions.assert_verified(tmp_path / "same", source)
+
+
+def test_gate_and_up_that_differ_have_no_schema(source: Path, tmp_path: Path) -> None:
+    config = json.loads((source / "config.json").read_text())
+    overrides = config["quantization_config"]["dynamic"]
+    config["quantization_config"]["dynamic"] = {r"+:.*\.up_proj": {"bits": 8, "group_size": 64}, **overrides}
+    (source / "config.json").write_text(json.dumps(config))
+    tensors = load_file(source / "model.safetensors")
+    for name in [name for name in tensors if ".down_proj." in name]:
+        tensors[name.replace("down_proj", "up_proj")] = tensors[name].clone()
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RequestError, match="its projections have formats of their own"):
+        conversions.run(source, tmp_path / "out", "source")
+    conversions.run(source, tmp_path / "out", "int8-g64")
+    assert conversions.manifest(tmp_path / "out")["blocks"][LAYER]["conversion"] == "w13 requantized; w2 direct"
+    conversions.assert_verified(tmp_path / "out", source)
 
 
 def test_one_projection_may_be_left_plain(tmp_path: Path) -> None:

@@ -102,9 +102,11 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
         Raises RequestError if vLLM has padded the layer's sizes.
         """
         check_layer(self.view, self.stored, _server_layer(layer, hidden_size=arguments["hidden_size"]))
-        schema = humming.HummingWeightSchema(**_given(self.stored.kernel_spec.schema.humming_fields()))
-        layer.weight_schemas = dict.fromkeys(names.GEMMS, schema)
-        inputs = humming.HummingInputSchema(**_given(self.stored.kernel_spec.inputs.humming_fields()))
+        layer.weight_schemas = {
+            gemm: humming.HummingWeightSchema(**_given(self.stored.layer_spec.schema.of(gemm).humming_fields()))
+            for gemm in names.GEMMS
+        }
+        inputs = humming.HummingInputSchema(**_given(self.stored.layer_spec.inputs.humming_fields()))
         layer.input_schemas = dict.fromkeys(names.GEMMS, inputs)
         layer.humming_configs = self.humming_configs
         for name, ref in self.file.tensors.items():
@@ -216,7 +218,8 @@ def _set_activation(view: ArtifactView, stored: ArtifactLayer, layer: RoutedExpe
 def _layer_config(view: ArtifactView, stored: ArtifactLayer, gemm: str, document: dict[str, Any]) -> Any:
     """Humming's layer config of one GEMM. Raises RequestError if this Humming has another layout for it."""
     where, here = f"{view.location.name}: {stored.name}: {gemm}", version("humming-kernels")
-    check_fingerprint(where, view.humming_version, stored.gemms[gemm].fingerprint, stored.kernel_spec, recut(view))
+    spec = stored.layer_spec.of(gemm)
+    check_fingerprint(where, view.humming_version, stored.gemms[gemm].fingerprint, spec, recut(view))
     try:
         config = load_layer_config(document)
         found = {flag: bool(getattr(config, flag)) for flag in stored.gemms[gemm].flags}

@@ -78,7 +78,7 @@ def _moved_form(view: ArtifactView, name: str) -> tuple[str, object]:
     layer = view.layers.get(name)
     if layer is None:
         return "experts that were left as they were", None
-    spec, shapes = layer.kernel_spec, {gemm: entry.sizes for gemm, entry in layer.gemms.items()}
+    spec, shapes = layer.layer_spec, {gemm: entry.sizes for gemm, entry in layer.gemms.items()}
     sizes = f"{layer.num_experts} experts of [{layer.intermediate_size}, {layer.hidden_size}]"
     return f"{spec.schema.name}, {spec.inputs.name} activations, {sizes}", (spec, shapes, layer.num_experts)
 
@@ -110,7 +110,7 @@ def check_inputs(view: ArtifactView, converted: ArtifactLayer) -> None:
 
     vLLM itself quantizes fp8 in groups of 128, before it sends tokens to other ranks.
     """
-    inputs = converted.kernel_spec.inputs
+    inputs = converted.layer_spec.inputs
     if inputs.input_scale_group_size != 128 or inputs.a_dtype not in ("float8e4m3", "float8e5m2"):
         return
     if inputs.a_dtype == "float8e5m2" or converted.hidden_size % 128:

@@ -70,7 +70,7 @@ def warm(
             what, remedy = "The checkpoint layout has no kernels of its own.", "Convert with --layout kernel."
             raise RequestError(what, where=str(out), remedy=remedy)
         folder = _check_folder(Path(out), folder_beside(Path(out)) if kernels is None else Path(kernels))
-        chosen = _prepared(gpu, artifact.manifest.kernel_spec.target.sm_version)
+        chosen = _prepared(gpu, artifact.manifest.layer_spec.target.sm_version)
         counts = _warm(artifact, chosen, folder, jobs or num_jobs, announce or (lambda _: None))
     variable = f"{VARIABLE}={'1' if kernels is None else folder.absolute()}"
     told = {"folder": str(folder), "variable": variable, "seconds": time.monotonic() - started}
@@ -148,11 +148,11 @@ def _warm(artifact: Artifact, gpu: Gpu, folder: Path, jobs: int, announce: Calla
 def _layer_configs(artifact: Artifact) -> Iterator[tuple[str, Activation, bool, int, int, dict[str, Any]]]:
     """GEMM, activation, gated, top-k, rotation and LayerConfig of every layer and rank."""
     for name, layer in artifact.layers.items():
-        rotation, activation = artifact.schema_of(name).rotation, artifact.activation_of(name)
+        schema, activation = artifact.schema_of(name), artifact.activation_of(name)
         for rank in artifact.grid.ranks:
             for gemm in names.GEMMS:
                 config = artifact.rank_file(name, *rank).configs[gemm]
-                yield gemm, activation, layer.gated, layer.top_k, rotation, config
+                yield gemm, activation, layer.gated, layer.top_k, schema.of(gemm).rotation, config
 
 
 def _sources(artifact: Artifact, settings: ComputeSettings) -> tuple[dict[str, KernelSource], list[str]]:
