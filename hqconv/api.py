@@ -17,14 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack, cast
 
 from hqconv.errors import OutputError, RequestError, VerificationError, plural
-from hqconv.schemas.options import (
-    SIZE,
-    CheckName,
-    ConversionArguments,
-    Objective,
-    conversion_options,
-    refuse_unknown_checks,
-)
+from hqconv.schemas.options import BUILTIN, CheckName, ConversionArguments, conversion_options, refuse_unknown_checks
 from hqconv.serving.warm import compile_kernels
 
 if TYPE_CHECKING:
@@ -59,7 +52,6 @@ _NUMBERS: dict[str, tuple[type, float, float]] = {  # parameter → type, least 
     "bits": (float, 0, 64),
     "max_error": (float, 0, 2**20),
     "max_kl": (float, 0, 2**20),
-    "max_layer_error": (float, 0, 2**20),
 }
 
 
@@ -240,8 +232,7 @@ def convert(
         return with_evaluation(report, source, words, resources, max_kl) if report.is_complete else report
 
 
-_CALIBRATION = ("calibrate", "calibrate_tokens", "calibrate_context")
-_NOT_ALLOCATED = ("schema", "layout", "overrides", "allow_unserved", *_CALIBRATION)
+_NOT_ALLOCATED = ("schema", "layout", "overrides", "allow_unserved", "quantizer")
 
 
 @_checked
@@ -252,37 +243,32 @@ def allocate(
     *,
     size: str | int | None = None,
     bits: float | None = None,
-    objective: Objective = SIZE,
     candidates: str | Sequence[str] | None = None,
-    max_layer_error: float | None = None,
     revision: str | None = None,
-    overwrite: bool = False,
     device: str = "auto",
     max_memory: str | int = "4GiB",
     max_gpu_memory: str | int | None = None,
     threads: int | None = None,
-    cache_limit: str | int | None = None,
-    keep_source: bool = False,
     on_plan: Callable[[Candidates, Path], None] | None = None,
     progress: Callable[[Progress], None] | None = None,
     **options: Unpack[ConversionArguments],
 ) -> AllocationReport:
-    """Choose a schema for each MoE layer by measured errors within a budget, and write a recipe for `convert`.
+    """Choose a schema for each GEMM of each MoE layer by measured losses within a budget, and write a recipe.
 
-    Every candidate is measured as `convert` would quantize it; the model is read once. out: the recipe, a TOML file;
-    None for `./<model>-<budget>.toml`. A document with all figures lies beside it. size: bytes of the files of experts
-    of all ranks, padding included, or text such as "120GB"; bits: the same as mean bits for each weight of the experts,
-    to two decimals. One of the two is needed. objective: `bandwidth` for a budget of the bytes that one token reads.
+    The model runs once over the text `calibrate`, `builtin` if none is given. Every candidate is quantized as `convert`
+    does with that text, which is a key of the recipe. out: the recipe, a TOML file for `convert(config=…)`; None for
+    `./<model>-<budget>.toml`.
+    An earlier recipe is replaced. size: bytes of the experts' tensors on all ranks, padding included, or text such as
+    "120GB"; bits: the same as mean bits for each weight of the experts, to two decimals. One of the two is needed.
     candidates: schemas as of `convert`, as a list or with commas between; None for a list that fits the target.
-    max_layer_error: the largest relative error that a layer may have. overwrite: replace an existing recipe. on_plan:
-    called with the candidates and the recipe's path before the measurement. A run that was killed goes on where it was.
-    src, revision, options, device, max_memory, max_gpu_memory, threads, cache_limit, keep_source, progress: as of
-    `convert`. Raises RequestError also for a budget that no choice keeps, InputError, OutputError or NetworkError.
+    on_plan: called with the candidates and the recipe's path before the measurement.
+    src, revision, options, device, max_memory, max_gpu_memory, threads, progress: as of `convert`.
+    Raises RequestError also for a budget that no choice keeps, InputError, OutputError or NetworkError.
     """
     from hqconv.conversion import option_values as values
-    from hqconv.planning.allocation import Budget, plan_candidates
+    from hqconv.planning.allocation import plan_candidates
     from hqconv.planning.spec import ConversionOptions
-    from hqconv.schemas.weight_schema import PRESETS, SOURCE
+    from hqconv.schemas.weight_schema import PRESETS
     from hqconv.sources.opening import open_source, without_gc
 
     if unknown := options.keys() & set(_NOT_ALLOCATED):
@@ -290,10 +276,8 @@ def allocate(
     names = candidates.split(",") if isinstance(candidates, str) else candidates
     names = None if names is None else [name.strip() for name in names]
     size_bytes = None if size is None else values.parse_bytes(size, "--size")
-    bits, max_layer_error = (None if number is None else float(number) for number in (bits, max_layer_error))
-    budget = Budget(size_bytes, bits, objective, max_layer_error)
-    cache = values.cache_use(cache_limit, keep_source=keep_source)
-    schema: Any = SOURCE if names == [SOURCE] else next(iter(PRESETS.values()))
+    options["calibrate"] = BUILTIN if options.get("calibrate") is None else options["calibrate"]
+    schema: Any = next(iter(PRESETS.values()))
     parsed = ConversionOptions.parse(**cast(ConversionArguments, {**options, "schema": schema}))
     known, arguments = conversion_options(), dict[str, Any](options)
     given = {name: arguments[name] for name in known if arguments.get(name, known[name].default) != known[name].default}
@@ -302,7 +286,7 @@ def allocate(
 
     resources = values.resources_of(device, max_memory, max_gpu_memory, threads)
     text = None if size is None else str(size)
-    with open_source(src, revision, is_lazy=True) as source:
+    with open_source(src, revision) as source:
         with without_gc():
             target = values.choose_target(parsed, source, resources.device_name)
             planned = plan_candidates(parsed, names, source, target)
@@ -310,8 +294,7 @@ def allocate(
         place = values.check_places(source.place, Path(name if out is None else out))
         if on_plan is not None:
             on_plan(planned, place)
-        more: dict[str, Any] = {"overwrite": overwrite, "cache": cache, "progress": progress}
-        return run(source, planned, budget, given, place, resources, **more)
+        return run(source, planned, (size_bytes, bits), given, place, resources, progress)
 
 
 warm = _checked(compile_kernels.warm)

@@ -74,7 +74,7 @@ def convert(
 
 @command(api.allocate)
 def allocate(*, quiet: bool, **options: Any) -> Result:
-    """Choose a schema for each layer within a budget of bytes or bits, and write a recipe for convert --config."""
+    """Choose a schema for each GEMM of each layer within a budget, and write a recipe for convert --config."""
     from hqconv.cli.progress_bar import ShownProgress
 
     def on_plan(candidates: Candidates, _: Path) -> None:
@@ -212,7 +212,6 @@ def make_report(
     source: str | None = None,
     *,
     page: Path | None = None,
-    allocation: Path | None = None,
     evaluation: Path | None = None,
     device: str = "auto",
     max_memory: str | int = "4GiB",
@@ -224,8 +223,7 @@ def make_report(
     """Write an HTML report about an artifact; return its document with `page`, the path of the file (docs/usage.md).
 
     out: artifact folder. source: source checkpoint, against which the weights are checked. page: output file; None for
-    OUT.report.html in the current folder. allocation: document beside the recipe of `hqconv allocate`.
-    evaluation: a document of `hqconv evaluate`; None for that in the model card,
+    OUT.report.html in the current folder. evaluation: a document of `hqconv evaluate`; None for that in the model card,
     if any. The other parameters are those of `hqconv.verify`.
 
     Raises OutputError where the page cannot be written, RequestError, VerificationError also for a manifest that is not
@@ -233,12 +231,9 @@ def make_report(
     """
     from hqconv.artifact.manifest import read_manifest
     from hqconv.artifact.model_card import read_evaluation
-    from hqconv.reports.page import read_allocation
 
     root = Path(out)
     manifest = read_manifest(root, is_sealed=True)  # refuse a folder without a whole artifact before any work
-    if allocation is not None:
-        read_allocation(allocation, manifest)
     evaluated = None if evaluation is None else read_evaluation(evaluation, manifest)
     place = page or Path(f"{root.resolve().name}.report.html")
     place = output_file(place, "-o", PAGE, [root])
@@ -247,8 +242,7 @@ def make_report(
         resources: Document = {"device": device, "max_memory": max_memory, "threads": threads, "revision": revision}
         resources |= {"cache_limit": cache_limit, "keep_source": keep_source}
         verified = api.verify(root, source, checks=["weights"], **resources)
-    more: Document = {"allocation": allocation, "evaluation": evaluated}
-    return _write_page(root, place, verified, **more, manifest=None if verified else manifest)
+    return _write_page(root, place, verified, evaluation=evaluated, manifest=None if verified else manifest)
 
 
 def _write_page(root: Path, place: Path, verified: VerificationReport | None, **more: Any) -> Document:

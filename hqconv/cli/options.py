@@ -17,7 +17,7 @@ import typer
 
 from hqconv.errors import RequestError
 from hqconv.schemas import gpu_target, input_schema, weight_schema
-from hqconv.schemas.options import CHECKS, ConversionOption, Objective, conversion_options
+from hqconv.schemas.options import CHECKS, ConversionOption, conversion_options
 from hqconv.schemas.recipe import no_schema
 from hqconv.schemas.untrusted_files import RECIPES, shipped
 
@@ -57,7 +57,7 @@ def _checks_with(incomplete: str) -> list[str]:
 def _schemas_with(incomplete: str) -> list[str]:
     """Completion of a comma-separated list of schemas."""
     before, comma, typed = incomplete.rpartition(",")
-    names = [*weight_schema.PRESETS, weight_schema.SOURCE]
+    names = weight_schema.PRESETS
     return [f"{before}{comma}{name}" for name in names if name.startswith(typed) and name not in before.split(",")]
 
 
@@ -133,19 +133,10 @@ OPTIONS: dict[str, Option] = {
     "bits": Option(
         float | None, "Budget: the same as mean bits for each weight of the experts, to two decimals, e.g. 4.25."
     ),
-    "objective": Option(
-        Objective, "Meaning of the budget: all files of experts, or only the experts that one token reads."
-    ),
     "candidates": Option(
         str | None,
         "Comma-separated list of schemas, e.g. mxfp4,int4-g32,fp8.  [default: a list that fits target and activations]",
         settings={"autocompletion": _schemas_with},
-    ),
-    "max_layer_error": Option(float | None, "Maximum relative error of each layer, e.g. 0.15."),
-    "allocation": Option(
-        Path | None,
-        "Draw the curve of error against size: the .allocation.json file beside the recipe of `hqconv allocate`.",
-        settings=_ANY_PATH,
     ),
     "gpu": Option(
         str | None,
@@ -227,7 +218,7 @@ OPTIONS |= {name: _conversion_option(option) for name, option in conversion_opti
 _RANKS = ("tp", "tp_split", "ep", "expert_placement", "redundant_experts")
 _SHARED = ("json", "quiet", "verbose", "log_file")  # options of every command
 _GROUPS = {
-    "Budget": ("size", "bits", "objective", "candidates", "max_layer_error"),
+    "Budget": ("size", "bits", "candidates"),
     "Quantization and layout": (*(conversion_options().keys() - set(_RANKS)), "config", "source_digests"),
     "Hugging Face Hub": ("revision", "cache_limit", "keep_source", "private", "branch"),
     "Parallelism": _RANKS,
@@ -251,7 +242,7 @@ _HELP_OF = {
     ("report", "threads"): "Number of threads of the check against --source.  [default: all processors]",
     ("report", "source"): "Source checkpoint to check the weights against: a folder or a Hub repo id.",
     ("allocate", "out"): "Recipe, a TOML file for convert --config.  [default: ./<model>-<budget>.toml]",
-    ("allocate", "overwrite"): "Replace an existing recipe and the document beside it.",
+    ("allocate", "calibrate"): "TEXT that the model reads: a file, a folder, or builtin.  [default: builtin]",
     ("allocate", "revision"): "Branch, tag or commit of the source, if it is a Hub repo.",
     ("allocate", "threads"): "Number of threads that encode experts.  [default: all processors]",
     ("convert", "revision"): "Branch, tag or commit of the source, if it is a Hub repo.",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rich.console import Console
@@ -18,7 +17,6 @@ from hqconv.reports.parts import (
     Document,
     Part,
     about_gb,
-    allocation_parts,
     artifact_parts,
     conversion_rows,
     errors_table,
@@ -308,10 +306,25 @@ def _publication(document: Document) -> Parts:
 
 
 def _allocation(document: Document) -> Parts:
-    yield from allocation_parts(document)
-    counts = Counter(layer["chosen"] for layer in document["layers"].values())
-    yield f"\nLayers: {', '.join(f'{name}: {count}' for name, count in counts.most_common())}"
-    yield f"Use the recipe with: hqconv convert … --config {shlex.quote(document['out'])}"
+    chosen, headers = document["chosen"], ("bits per weight", "size", "loss")
+    limit = human_bytes(document["budget"]["limit_bytes"])
+    yield facts(
+        (
+            ("budget", f"{limit} of the experts' tensors"),
+            ("chosen", f"{human_bytes(chosen['size_bytes'])}, {chosen['bits_per_weight']:.4f} bits per weight"),
+            ("loss", figure(chosen["loss"])),
+        )
+    )
+    of_names = document["uniform"].items()
+    uniform = [(name, one["bits_per_weight"], human_bytes(one["size_bytes"]), one["loss"]) for name, one in of_names]
+    yield table(("one schema for all", *headers), uniform)
+    rows = [
+        (f"{layer}: {gemm}", one["chosen"], human_bytes(one["size_bytes"]), one["loss"])
+        for layer, of in document["layers"].items()
+        for gemm, one in of.items()
+    ]
+    yield table(("GEMM", "schema", "size", "loss"), rows)
+    yield f"\nUse the recipe with: hqconv convert … --config {shlex.quote(document['out'])}"
 
 
 def _warm(document: Document) -> Parts:

@@ -124,15 +124,13 @@ class Executor:
         known: Mapping[str, str],
         *,
         encode: Callable[..., EncodedRuns] = encode_to_runs,
-        measurements: Callable[[], Measurements] = Measurements,
     ) -> None:
         """root: folder of the output files. record: called with each finished unit.
 
         known: name → SHA-256 of the source's files that earlier runs hashed.
-        encode, measurements: of a run that only measures, with the arguments of `encode_to_runs`: its units have no
-        files, and its batches no bytes to write.
+        encode: encodes a batch, with the arguments of `encode_to_runs`.
         """
-        self._encode_batch, self._measurements = encode, measurements
+        self._encode_batch = encode
         self._scales, self._prefetch = scales, prefetch
         self._source, self._device = source, resources.device
         self._root, self._record = root, record
@@ -224,7 +222,7 @@ class Executor:
     def _open(self, planned: OutputUnit) -> _UnitInWork:
         """Start to create a unit's files, ahead of their first bytes."""
         items = deque(split_unit(planned, self._staging.num_experts, self._staging.slot_bytes))
-        unit = _UnitInWork(planned, self._measurements(), items, len(items))
+        unit = _UnitInWork(planned, Measurements(), items, len(items))
         self._units.append(unit)
         self._stages.start(Stage.OPEN, 0, self._create, unit)
         if not items:  # a file without tensors

@@ -1,4 +1,4 @@
-"""The journal of an unfinished conversion or allocation: its identity, finished units, and the process at work.
+"""The journal of an unfinished conversion: its identity, finished units, and the process at work.
 
 One JSON document a line, with a checksum as its last key; a line without the right checksum is never used. The file is
 locked while a process works on what it stands for.
@@ -96,19 +96,17 @@ def _last_process(path: Path) -> str:
     return "a process that has just begun"
 
 
-def compare_identities(
-    where: Path, before: Mapping[str, Any], now: Mapping[str, Any], *, work: str = "conversion", remedy: str = ""
-) -> None:
-    """Refuse to resume other work, naming the first difference and both values. Raises OutputError."""
+def compare_identities(where: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to resume another conversion, naming the first difference and both values. Raises OutputError."""
     for key in {**now, **before}:  # in their own order: options before what follows from them
         if before.get(key) != now.get(key):
             expected, found = differences(_parsed(before.get(key)), _parsed(now.get(key)))
             raise OutputError(
-                f"The unfinished {work} differs from this one in: {key}.",
+                f"The unfinished conversion differs from this one in: {key}.",
                 where=str(where),
                 expected=expected,
                 found=found,
-                remedy=remedy or "Repeat the first command with --resume, or start anew with --overwrite.",
+                remedy="Repeat the first command with --resume, or start anew with --overwrite.",
             )
 
 

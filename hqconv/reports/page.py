@@ -6,7 +6,6 @@ out, long words are shortened), and then escaped.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hqconv.artifact.manifest import Manifest, ManifestLayer, read_manifest
 from hqconv.artifact.model_card import evaluation_in_card
-from hqconv.errors import HqconvError, RequestError, VerificationError, plural, printable, printable_line
+from hqconv.errors import HqconvError, VerificationError, plural, printable, printable_line
 from hqconv.reports.documents import config_of, describe_artifact
 from hqconv.reports.parts import (
     NUM_ROWS_SHOWN,
@@ -22,7 +21,6 @@ from hqconv.reports.parts import (
     Document,
     Part,
     Series,
-    allocation_parts,
     artifact_parts,
     evaluation_parts,
     facts,
@@ -37,10 +35,8 @@ from hqconv.reports.parts import (
     section,
     table,
 )
-from hqconv.schemas.artifact_names import rank_file
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.model_config import attention_heads
-from hqconv.schemas.untrusted_files import read_json
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -55,29 +51,26 @@ def page_document(
     verification: Document | None = None,
     of_experts: OfExperts | None = None,
     *,
-    allocation: Path | None = None,
     evaluation: Document | None = None,
     manifest: Manifest | None = None,
 ) -> Document:
     """Document of a report on the artifact at `root`, for `page` and programs; deterministic for the same input.
 
     verification: the document of `hqconv.verify`'s report; None: no check was run. of_experts: layer → projection →
-    each expert's relative error against the source, as the check of weights measures it. allocation: the document that
-    `hqconv allocate` wrote beside the artifact's recipe. evaluation: the document of `hqconv.evaluate`; None for the
-    one in the model card, if there is one. manifest: of the artifact, if it was read before; it was sealed.
+    each expert's relative error against the source, as the check of weights measures it. evaluation: the document of
+    `hqconv.evaluate`; None for the one in the model card, if there is one. manifest: of the artifact, if it was read
+    before; it was sealed.
 
     If `verification` failed, unreadable parts are left out, with the reason under `unreadable`. Otherwise raises
-    RequestError if `root` is no artifact, VerificationError if it is damaged. Raises RequestError for the document of
-    another allocation.
+    RequestError if `root` is no artifact, VerificationError if it is damaged.
     """
     places = _places(root, verification)
     document: Document = {"kind": "page", "name": root.resolve().name, "verification": _renamed(verification, places)}
     document |= {"artifact": None, "blocks": [], "provenance": {}, "unreadable": []}
-    document |= {"allocation": None, "evaluation": None}
+    document["evaluation"] = None
     may_fail = verification is not None and not verification["passed"]
     try:
         manifest = manifest or read_manifest(root, is_sealed=not may_fail)
-        document["allocation"] = None if allocation is None else read_allocation(allocation, manifest)
         document["artifact"] = describe_artifact(root, manifest=manifest) | _at_home(root, manifest)
         document["blocks"] = [_layer(name, layer, manifest) for name, layer in manifest.blocks.items()]
         document["provenance"] = _provenance(manifest)
@@ -91,57 +84,6 @@ def page_document(
     of_experts = {name: roles for name, roles in (of_experts or {}).items() if roles}
     document["experts"] = {"is_measured": bool(of_experts), "worst": _worst(document, of_experts)}
     return document
-
-
-def read_allocation(path: Path, manifest: Manifest) -> Document:
-    """Read the document of an allocation: its budget, its choice, its curve and one schema for all layers.
-
-    Raises RequestError for another kind of file, and where the artifact does not have the chosen schemas and sizes.
-    """
-    try:
-        found = read_json(path)
-        if found["kind"] != "allocation":
-            raise ValueError("another kind of document")
-        points = [found["chosen"], *found["curve"], *found["uniform"].values()]
-        keys = ("bits_per_weight", "size_bytes", "token_bytes", "relative_error")
-        if not all(math.isfinite(point[key]) for point in points for key in keys):
-            raise ValueError("a point without numbers")
-        limit_bytes, least = int(found["budget"]["limit_bytes"]), float(found["least_possible_error"])
-        if not (0 <= limit_bytes < 2**63 and math.isfinite(least)):
-            raise ValueError("a budget without numbers")
-        budget = {"limit_bytes": limit_bytes, "objective": str(found["budget"]["objective"])}
-        chosen = {name: layer["candidates"][layer["chosen"]] for name, layer in found["layers"].items()}
-        promised = {name: (one["schema"], one["size_bytes"]) for name, one in chosen.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise RequestError(
-            "The allocation cannot be read.",
-            where=str(path),
-            expected="the .allocation.json file of hqconv allocate",
-            found=f"no key {error}" if isinstance(error, KeyError) else str(error),
-        ) from error
-    written = {name: _schema_and_size(name, layer, manifest) for name, layer in manifest.blocks.items()}
-    if promised != written:
-        other = next(name for name in {**written, **promised} if written.get(name) != promised.get(name))
-        raise RequestError(
-            "The allocation is not the one of this artifact.",
-            where=f"{path}, {other}",
-            expected=_schema_text(written.get(other)),
-            found=_schema_text(promised.get(other)),
-            remedy="Name the file beside the recipe of this artifact.",
-        )
-    more = {key: found[key] for key in ("chosen", "curve", "uniform")}
-    return {**more, "budget": budget, "least_possible_error": least}
-
-
-def _schema_and_size(name: str, layer: ManifestLayer, manifest: Manifest) -> tuple[str | None, int]:
-    """Return the schema of a layer, and the bytes of its files."""
-    paths = (rank_file(name, *rank) for rank in manifest.grid.ranks)
-    sizes = (manifest.files[path].size_bytes for path in paths if path in manifest.files)
-    return layer.schema_name or manifest.schema_name, sum(sizes)
-
-
-def _schema_text(found: tuple[str | None, int] | None) -> str:
-    return "no such layer" if found is None else f"{found[0]}, {found[1]} bytes"
 
 
 def _renamed(document: Any, places: Mapping[str, str]) -> Any:
@@ -259,7 +201,6 @@ def page(document: Document) -> str:
         None if artifact is None else section("made", "Overview", *artifact_parts(artifact)),
         None if evaluation is None else section("evaluation", "Predictions", *evaluation_parts(evaluation)),
         _errors(document),
-        _allocation(document["allocation"]),
         _experts(document["experts"], document["blocks"]),
         _checks(document["verification"]),
         _provenance_section(artifact, document["provenance"]),
@@ -350,45 +291,6 @@ def _errors_plot(layers: list[Document]) -> Part:
                 points = [(x, y, name) for x, (y, name) in enumerate(zip(values, names, strict=True))]
                 series.append(Series(f"{label}{more}", css, points))
     return plot("Relative error by layer", series, list(dict.fromkeys((names[0], names[-1]))))
-
-
-def _allocation(found: Document | None) -> Part | None:
-    """Curve of error against size, with one schema for all layers and the choice of the recipe."""
-    if found is None:
-        return None
-    is_size = found["budget"]["objective"] == "size"
-    key = "bits_per_weight" if is_size else "token_bytes"
-
-    def place(point: Document) -> str:
-        return f"{point[key]:.4g} bits" if is_size else f"{human_bytes(point[key])} for a token"
-
-    named = {
-        "best choice of each size": ("w1", [("curve", point) for point in found["curve"]]),
-        "one schema for all layers": ("w3", list(found["uniform"].items())),
-        "chosen": ("w2", [("recipe", found["chosen"])]),
-    }
-    series = [
-        Series(
-            title,
-            css,
-            [(float(one[key]), float(one["relative_error"]), f"{name}, {place(one)}") for name, one in points],
-            has_line=css == "w1",
-        )
-        for title, (css, points) in named.items()
-    ]
-    ends = sorted((one for _, points in named.values() for _, one in points), key=lambda point: float(point[key]))
-    title = "Error over bits per weight" if is_size else "Error over bytes of experts that one token reads"
-    legend = (
-        "Each corner of the line is a choice of schemas for the layers; no choice of its size or less has a smaller "
-        "error. The error is the root of the mean squared relative error of all layers, measured before the conversion."
-    )
-    return section(
-        "allocation",
-        "Allocation",
-        note(legend),
-        plot(title, series, [place(ends[0]), place(ends[-1])]),
-        *allocation_parts(found),
-    )
 
 
 def _experts(found: Document, layers: list[Document]) -> Part | None:

@@ -65,7 +65,6 @@ class Series(NamedTuple):
     name: str
     css: str
     points: Sequence[tuple[float, float | None, str]]
-    has_line: bool = True
 
 
 def plot(title: str, series: Sequence[Series], ends: Sequence[str]) -> Part:
@@ -79,7 +78,7 @@ def plot(title: str, series: Sequence[Series], ends: Sequence[str]) -> Part:
         return f"{_WIDTH * ((x - low) / span if span else 0.5):.5g} {_height(y, marks[-1])}"
 
     lines, dots = [], []
-    for name, css, points, has_line in series:
+    for name, css, points in series:
         path, is_open = "", False
         for x, y, label in points:
             is_known = y is not None and math.isfinite(y)
@@ -87,7 +86,7 @@ def plot(title: str, series: Sequence[Series], ends: Sequence[str]) -> Part:
                 path += f"{'L' if is_open else 'M'}{position(x, y)}"
                 dots.append({"css": css, "at": position(x, y), "label": f"{label}: {name}", "value": float(y)})
             is_open = is_known
-        lines += [{"css": css, "path": path}] * has_line
+        lines.append({"css": css, "path": path})
     return {
         "kind": "plot",
         "title": title,
@@ -282,23 +281,6 @@ def evaluation_parts(document: Document) -> list[Part | None]:
         ("same top token", f"{100 * document['top1_agreement']:.2f} %"),
     )
     return [facts(rows)]
-
-
-def allocation_parts(document: Document) -> list[Part | None]:
-    """Parts about the choice of `hqconv allocate`, and one schema for all layers to compare with."""
-    chosen, budget = document["chosen"], document["budget"]
-    of = "all files of experts" if budget["objective"] == "size" else "the experts that one token reads"
-    rows = (
-        ("budget", f"{human_bytes(budget['limit_bytes'])} of {of}"),
-        ("chosen", f"{human_bytes(chosen['size_bytes'])}, {chosen['bits_per_weight']:.4f} bits per weight"),
-        ("error", f"{chosen['relative_error']:.4g} (root mean square of all layers)"),
-        ("least possible", f"{document['least_possible_error']:.4g} within the budget"),
-    )
-    uniform = [
-        (name, float(one["bits_per_weight"]), human_bytes(one["size_bytes"]), float(one["relative_error"]))
-        for name, one in document["uniform"].items()
-    ]
-    return [facts(rows), table(("one schema for all layers", "bits per weight", "size", "error"), uniform)]
 
 
 _MEASURED = {  # check → title of its measurements, and headers of what it measures

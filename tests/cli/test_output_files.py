@@ -34,7 +34,6 @@ COMMANDS = {
     "convert --profile": "convert {root}/model --schema mxfp4 --target sm90 --device cpu -o {tmp}/new --profile {file}",
     "convert --log-file": "convert {root}/model --schema mxfp4 --target sm90 -o {tmp}/new --log-file {file} --dry-run",
     "allocate -o": "allocate {root}/model --bits 9 --candidates mxfp4,fp8 --target sm90 --device cpu -o {file}",
-    "allocate -o --overwrite": "allocate {root}/model --bits 9 --target sm90 --device cpu -o {file} --overwrite",
 }
 
 
@@ -74,7 +73,7 @@ PLACES: dict[str, Callable[[Path, Path], Path]] = {
 }
 ALLOWED = {  # the artifact is no option of the command
     (command, place)
-    for command in ("allocate -o", "allocate -o --overwrite", "inspect --log-file")
+    for command in ("allocate -o", "inspect --log-file")
     for place in ("in the artifact", "a link into the artifact")
 }
 ALLOWED |= {(command, place) for command in ("convert --profile", "convert --log-file") for _, place in tuple(ALLOWED)}
