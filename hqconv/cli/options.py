@@ -128,7 +128,7 @@ OPTIONS: dict[str, Option] = {
         float | None, "Fail with exit code 1 if the evaluation's mean KL divergence exceeds this value, e.g. 0.05."
     ),
     "size": Option(
-        str | None, "Budget: bytes of the files of experts of all ranks, scales and padding included, e.g. 120GB."
+        str | None, "Budget: bytes of the experts' tensors on all ranks, scales and padding included, e.g. 120GB."
     ),
     "bits": Option(
         float | None, "Budget: the same as mean bits for each weight of the experts, to two decimals, e.g. 4.25."
