@@ -12,9 +12,11 @@ import copy
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,12 +25,17 @@ from torch import nn
 from hqconv.calibration.forward_pass import stop_at
 from hqconv.calibration.transformers_model import cannot_fill, config_of, model_class, quantizer_of
 from hqconv.errors import InputError, RequestError, first_few, plural
+from hqconv.models.moe_layer import MoeLayer, TensorSlice
 from hqconv.models.source_protocol import Source
 from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.tensors import TensorRef
 
 _ROOT = ""
+_WHOLE_CODES = ("F8_E4M3", "F8_E5M2")  # whose tensors have the shape of the decoded ones
+_BLOCKS = "_blocks"  # of mxfp4: [E, out, in / 32, 16], which transformers decodes to [E, in, out]
 _LOADING_FACTOR = 3.25  # memory for a stage while transformers stacks and joins its experts: 3.0 was measured
+
+Expert = Mapping[str, torch.Tensor]  # `w1` (if gated), `w3` [I, H], `w2` [H, I]; `b1`, `b3`, `b2` if there are biases
 
 
 def experts_modules(model: nn.Module) -> list[tuple[int, str, nn.Module]]:
@@ -97,15 +104,18 @@ class StreamedModel:
         self.experts = self._experts()
         self.stages = self._stages()
         self.head = next((name for name, one in self.stages.items() if one is self.model.get_output_embeddings()), "")
-        self._shapes = {name: value.shape for name, value in self.model.state_dict().items()}
+        self._meta = self.model.state_dict()
+        self._shapes = {name: value.shape for name, value in self._meta.items()}
         nothing = {
             value.dtype: torch.full((), math.nan if value.is_floating_point() else 0, dtype=value.dtype, device=device)
-            for value in self.model.state_dict().values()
+            for value in self._meta.values()
         }
-        self._nothing = {name: nothing[value.dtype] for name, value in self.model.state_dict().items()}
+        self._nothing = {name: nothing[value.dtype] for name, value in self._meta.items()}
         self._owned: dict[str, set[str]] = defaultdict(set)  # stage → its parameters; "" → those of no stage
         for name in self._shapes:
             self._owned[self._stage_of(name)].add(name)
+        kinds = core_model_loading.WeightRenaming, core_model_loading.WeightConverter
+        self._names = [[one for one in self._config.weight_mapping if isinstance(one, kind)] for kind in kinds]
         self._tensors = self._tensors_by_parameter()
         self._check_experts()
         for name, stage in self.stages.items():
@@ -194,19 +204,18 @@ class StreamedModel:
         return next((path for path in paths if path in self.stages), _ROOT)
 
     def _tensors_by_parameter(self) -> Mapping[str, list[str]]:
-        """Return stage → the source's tensors of its parameters, under the names that transformers gives them."""
-        mapping = self._config.weight_mapping
-        renamings = [one for one in mapping if isinstance(one, self._loading.WeightRenaming)]
-        converters = [one for one in mapping if isinstance(one, self._loading.WeightConverter)]
-        parameters, found = self.model.state_dict(), defaultdict(list)
+        """Return parameter → the source's tensors that transformers takes for it."""
+        found = defaultdict(list)
         for name in self._source.tensors:
-            prefix = self.model.base_model_prefix
-            renamed, _ = self._loading.rename_source_key(name, renamings, converters, prefix, parameters)
-            if renamed not in parameters and name in parameters:
-                renamed = name
-            if renamed in parameters:
-                found[renamed].append(name)
+            if (parameter := self._parameter_of(name)) in self._shapes:
+                found[parameter].append(name)
         return found
+
+    def _parameter_of(self, name: str) -> str:
+        """Return what transformers calls a tensor of a checkpoint: a parameter that takes it, or no parameter."""
+        prefix = self.model.base_model_prefix
+        renamed, _ = self._loading.rename_source_key(name, *self._names, prefix, self._meta)
+        return name if renamed not in self._shapes and name in self._shapes else str(renamed)
 
     # --- weights
 
@@ -221,9 +230,12 @@ class StreamedModel:
             self._drop(name)
         self._load(self._owned[_ROOT])
 
-    def load(self, stage: str) -> None:
-        """Read a stage's weights to the device. Raises InputError where the source lacks some, or has other shapes."""
-        self._load(self._owned[stage])
+    def load(self, stage: str, others: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
+        """Read a stage's weights to the device. Raises InputError where the source lacks some, or has other shapes.
+
+        others: tensors by name (`stored_tensors`), in place of all that the source has for their modules.
+        """
+        self._load(self._owned[stage], others)
 
     def drop(self, stage: str) -> None:
         """Free a stage's weights."""
@@ -249,17 +261,27 @@ class StreamedModel:
         value = self.model.get_parameter_or_buffer(name)
         return bool(value.data_ptr() == self._nothing[name].data_ptr())
 
-    def _load(self, parameters: set[str]) -> None:
-        """Load parameters by transformers' conversion; a tied one has the values of its twin."""
+    def _load(self, parameters: set[str], others: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
+        """Load parameters by transformers' conversion, as `load`; a tied one has the values of its twin."""
         if not parameters:
             return
         tied = {name: twin for name in parameters if (twin := self._twin(name)) is not None}
         wanted = (parameters - tied.keys()) | {*tied.values()}
-        tensors = {
+        names = sorted(name for parameter in wanted for name in self._tensors.get(parameter, ()))
+        modules = {_module(name) for name in others}
+        tensors: dict[str, Any] = {
             name: _StoredTensor(self._source, self._source.tensors[name])
-            for parameter in sorted(wanted)
-            for name in self._tensors.get(parameter, ())
+            for name in names
+            if _module(name) not in modules
         }
+        tensors |= others
+        unknown = next((name for name in others if self._parameter_of(name) not in wanted), None)
+        if unknown is not None:
+            raise RequestError(
+                "The transformers library has other names for this model's experts.",
+                where=f"tensor {unknown}",
+                remedy="This model cannot be evaluated.",
+            )
         info, _ = self._loading.convert_and_load_state_dict_in_model(self.model, tensors, self._config)
         self._check(info, wanted)
         for name in wanted:  # a decoded or passed-through weight may have the dtype of the source
@@ -291,6 +313,64 @@ class StreamedModel:
         errors = [*shapes, *map(str, info.conversion_errors.values())]
         if missing or errors:
             raise cannot_fill(self._source, missing, first_few(errors))
+
+
+def stored_tensors(
+    layer: MoeLayer, experts: Iterable[Expert], dtype: torch.dtype, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Return a layer's experts as a checkpoint without quantization stores them: its names, orders and stacks."""
+    places = {
+        role if part == "weight" else f"b{role[1:]}": _plain(layer, role, part)
+        for role in layer.roles
+        for part in ("weight", "bias")
+        if part in layer.parts[role]
+    }
+    found: dict[str, torch.Tensor] = {}
+    for expert, values in enumerate(experts):
+        for key, place in places.items():
+            name = place.template.format(expert=expert)
+            if name not in found:
+                found[name] = torch.empty(place.shape, dtype=dtype, device=device)
+            share = found[name]
+            if place.is_stacked:
+                share = share.view(layer.num_experts, *place.share(layer.num_experts))[expert]
+            target = place.view.of(share)
+            target.copy_(values[key].view(target.shape))
+    return found
+
+
+def _plain(layer: MoeLayer, role: str, part: str) -> TensorSlice:
+    """Return the place of a projection's weight or bias where weights are not quantized.
+
+    Raises RequestError for stacks of a format whose names are not known.
+    """
+    stored = layer.parts[role][part]
+    if part == "bias" or layer.format.is_float:
+        return stored
+    template, view = stored.template, stored.view
+    if not stored.is_stacked:
+        template = f"{template.rpartition('.')[0]}.weight"
+    elif template.endswith(_BLOCKS):
+        template, view = template.removesuffix(_BLOCKS), replace(view, transposed=True)
+    elif stored.dtype not in _WHOLE_CODES:
+        raise RequestError(
+            "The transformers library's name of a stack of experts is not known for this format.",
+            where=f"tensor {template}",
+            found=layer.format.describe(),
+            remedy="Use the 16-bit model that the source was made from.",
+        )
+    rows, columns = layer.shape(role)
+    shape: tuple[int, ...] = (rows * view.count, columns)
+    shape = shape[::-1] if view.transposed else shape
+    if stored.is_flat:
+        shape = (layer.num_experts * shape[0], *shape[1:])
+    elif stored.is_stacked:
+        shape = (layer.num_experts, *shape)
+    return TensorSlice(template, stored.dtype, shape, view, stored.is_flat)
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _gib(num_bytes: float) -> str:

@@ -25,7 +25,7 @@ from hqconv.artifact.model_card import check_card, write_evaluation
 from hqconv.artifact.reader import Artifact
 from hqconv.calibration.forward_pass import ForwardPass
 from hqconv.calibration.inputs import batches_of
-from hqconv.calibration.streamed_model import StreamedModel
+from hqconv.calibration.streamed_model import Expert, StreamedModel, stored_tensors
 from hqconv.calibration.transformers_model import (
     Text,
     check_counts,
@@ -39,7 +39,6 @@ from hqconv.calibration.transformers_model import (
 from hqconv.conversion.resources import Resources, explained_gpu_memory
 from hqconv.errors import RequestError, plural
 from hqconv.evaluation.divergence import Divergence
-from hqconv.evaluation.expert_arrangement import Expert, PlacedExperts
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.sources.opening import open_source
@@ -272,23 +271,15 @@ class _Run:
             self._model.load(stage)
             _advance(streams[0])
         if layer is not None:
-            self._exchange_experts(layer)
+            self._model.drop(stage)
+            dtype = getattr(torch, self._options.compute_dtype)
+            others = stored_tensors(layer, self._read(layer.name), dtype, self._model.device)
         with self._running():
+            if layer is not None:
+                self._model.load(stage, others)
             _advance(streams[1])
         self._model.drop(stage)
         _LOG.info("Stage %s is done.", stage)
-
-    def _exchange_experts(self, layer: MoeLayer) -> None:
-        """Overwrite the loaded experts of a layer by the artifact's."""
-        module, device = self._model.experts[layer.index][1], self._options.resources.device
-
-        def of_source(expert: int) -> Expert:
-            return {n: v.to(device) for n, v in _source_expert(self._source, layer, expert).items()}
-
-        with torch.no_grad():
-            placed = PlacedExperts(layer.name, module, layer.num_experts, of_source)
-            for expert, values in enumerate(self._read(layer.name)):
-                placed.put(expert, {n: v.to(device) for n, v in values.items()})
 
     def _compare(self, streams: tuple[list[ForwardPass], list[ForwardPass]]) -> dict[str, Any]:
         """Run the passes from the head to their ends, one of the source and one of the artifact at a time."""

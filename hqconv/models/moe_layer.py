@@ -9,12 +9,15 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hqconv.formats.source_format import SourceFormat
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.dtypes import num_bits
 from hqconv.schemas.tensors import TensorRef
+
+if TYPE_CHECKING:
+    import torch
 
 Parts = dict[str, TensorRef]
 
@@ -51,6 +54,15 @@ class View:
         if shape[0] % self.count:
             raise ValueError(f"{shape[0]} rows are not {self.count} equal parts")
         return (shape[0] // self.count, *shape[1:])
+
+    def of(self, share: torch.Tensor) -> torch.Tensor:
+        """Return the projection in an expert's share of a tensor, as a view."""
+        if self.transposed and share.ndim > 1:
+            share = share.transpose(0, 1)
+        if self.count == 1 or not share.ndim or share.size(0) == 1:
+            return share
+        rows = share.size(0) // self.count
+        return share[self.index :: self.count] if self.interleaved else share[self.index * rows :][:rows]
 
 
 IDENTITY = View()

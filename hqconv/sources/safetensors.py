@@ -388,12 +388,7 @@ def _cut(whole: torch.Tensor, view: View) -> torch.Tensor:
     import torch
 
     bits = whole.view(torch.uint8) if whole.element_size() == 1 else whole
-    if view.transposed and bits.ndim > 1:
-        bits = bits.transpose(0, 1)
-    if view.count > 1 and bits.ndim and bits.size(0) > 1:
-        rows = bits.size(0) // view.count
-        bits = bits[view.index :: view.count] if view.interleaved else bits[view.index * rows :][:rows]
-    return bits.contiguous().view(whole.dtype)
+    return view.of(bits).contiguous().view(whole.dtype)
 
 
 def _quantization(root: Path, config: dict[str, Any]) -> dict[str, Any] | None:
