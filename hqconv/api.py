@@ -216,7 +216,8 @@ def convert(
         words = held_out(source, planned.spec.encoding.calibration, text, is_gated=max_kl is not None)
         if on_plan is not None:
             on_plan(planned, place)
-        report = run(
+        with_held_out = partial(with_evaluation, source=source, text=words, resources=resources, max_kl=max_kl)
+        return run(
             source,
             planned,
             place,
@@ -228,8 +229,9 @@ def convert(
             progress=progress,
             digests=source_digests,
             cache=cache,
+            held_out=words.batches(resources.device) if own_part is None else (),  # a part sees its own layers only
+            finish=with_held_out,
         )
-        return with_evaluation(report, source, words, resources, max_kl) if report.is_complete else report
 
 
 _NOT_ALLOCATED = ("schema", "layout", "overrides", "allow_unserved", "quantizer")
@@ -468,8 +470,8 @@ def evaluate(
     max_memory: on the CPU, of hidden states, one layer and logits; on a GPU its free memory is the limit. threads: of
     the CPU. announce: called with a sentence before the model runs.
 
-    Returns a document: `kl` (`mean`, `standard_error`, `median`, `p90`, `p99`, `max`; nats per token), `source_figures`
-    and `artifact_figures` (`mean_nll`, `perplexity`), `top1_agreement` (share of tokens with the same most likely
+    Returns a document: `kl` (`mean`, `standard_error`, `median`, `p90`, `p99`, `max`; nats per token), `perplexity`
+    and `mean_nll` (each of `source` and `artifact`), `top1_agreement` (share of tokens with the same most likely
     prediction), and the conditions. Raises RequestError where transformers is missing or cannot run the model, the
     source is another one, or memory is short; VerificationError for a damaged artifact, InputError, NetworkError.
     """
@@ -665,13 +667,16 @@ def load(
     where the schema has them `zero_point` and `weight_scale_2`, and `bias`; shapes and dtypes are Humming's for the
     target. Of static activations also `input_scale`, float32 [1], for all experts. Humming is not modified in
     this process. Raises RequestError where `path` is no kernel artifact or has no such layer or rank, or there is no
-    such device; VerificationError where a file is damaged, or that of another rank, layer or target.
+    such device, or memory is short; VerificationError where a file is damaged, or that of another rank, layer or
+    target.
     """
     from hqconv.artifact.load import load_layer
     from hqconv.conversion.option_values import choose_device
+    from hqconv.conversion.resources import explained_gpu_memory
 
     place = choose_device(device)
-    return load_layer(path, layer, tp_rank, ep_rank, place, check_digests=check_digests)
+    with explained_gpu_memory(place, 'Free the GPU, or load with device="cpu".'):
+        return load_layer(path, layer, tp_rank, ep_rank, place, check_digests=check_digests)
 
 
 def dequantize(path: str | Path, *, layer: str, check_digests: bool = True) -> dict[str, torch.Tensor]:
@@ -681,8 +686,8 @@ def dequantize(path: str | Path, *, layer: str, check_digests: bool = True) -> d
     compare the layer's files with the manifest's digests at their first reading in this process.
 
     Returns `w1` (gate, if there is one) and `w3` (up) [E, I, H], `w2` (down) [E, H, I], and `b1`, `b3`, `b2` where
-    there are biases. Raises RequestError where `path` is no kernel artifact or has no such layer, VerificationError
-    where a file is damaged, or that of another rank, layer or target.
+    there are biases. Raises RequestError where `path` is no kernel artifact or has no such layer, or memory is short;
+    VerificationError where a file is damaged, or that of another rank, layer or target.
     """
     from hqconv.artifact.load import dequantize as run
 

@@ -136,8 +136,8 @@ def real_model(args: argparse.Namespace, work: Path) -> list[str]:
         (work / "gate").touch()
         reports = {name: future.result() for name, future in served.items()}
     lines = []
-    expected = {name: one["artifact_figures"]["perplexity"] for name, one in figures.items()}
-    expected["bf16"] = figures[schemas[0]]["source_figures"]["perplexity"]
+    expected = {name: one["perplexity"]["artifact"] for name, one in figures.items()}
+    expected["bf16"] = figures[schemas[0]]["perplexity"]["source"]
     for name, report in reports.items():
         found, wanted = math.exp(report["mean_nll"]), expected[name]
         answer = tokenizer.decode([token for token, _ in report["answers"][0]][:12])

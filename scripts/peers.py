@@ -145,10 +145,10 @@ def evaluate(args: argparse.Namespace) -> None:
                 figures[out].add(logits, model(row[None]).logits, row[None])
     for out, one in figures.items():
         words = one.figures()
-        kl, before, after = words["kl"], words["source_figures"], words["artifact_figures"]
+        kl, perplexity = words["kl"], words["perplexity"]
         print(
-            f"{out}: KL {kl['mean']:.4f} ± {kl['standard_error']:.4f}, perplexity {before['perplexity']:.2f} → "
-            f"{after['perplexity']:.2f}, same token {words['top1_agreement']:.3f}, of {words['num_predictions']}"
+            f"{out}: KL {kl['mean']:.4f} ± {kl['standard_error']:.4f}, perplexity {perplexity['source']:.2f} → "
+            f"{perplexity['artifact']:.2f}, same token {words['top1_agreement']:.3f}, of {words['num_predictions']}"
         )
 
 

@@ -203,8 +203,8 @@ def divergence_of(real: Path, schema: str, held_out: Path, calibrate: str | None
     assert found is not None
     return {
         "kl": round(found["kl"]["mean"], 6),
-        "perplexity": round(found["artifact_figures"]["perplexity"], 4),
-        "source_perplexity": round(found["source_figures"]["perplexity"], 4),
+        "perplexity": round(found["perplexity"]["artifact"], 4),
+        "source_perplexity": round(found["perplexity"]["source"], 4),
         "same_token": round(found["top1_agreement"], 4),
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
@@ -27,7 +28,8 @@ from hqconv.schemas import artifact_names as names
 from hqconv.schemas.dtypes import code_of
 
 _NUM_THREADS = 8  # that hash files
-_BATCH_WEIGHTS = 1 << 26  # decoded at once: 256 MiB of float32, and a few times as much during decoding
+# Decoded at once: of a GPU 256 MiB of float32, and a few times as much during decoding; on the CPU one expert.
+_BATCH_WEIGHTS = {"cpu": 1, "cuda": 1 << 26}
 _NUM_AHEAD = 2
 Floats = dict[str, torch.Tensor]  # one expert: w1 (if gated), w3 [I, H], w2 [H, I], and biases; float32
 
@@ -127,8 +129,8 @@ def dequantize(path: str | Path, layer: str, *, check_digests: bool = True) -> d
     Rotated weights are turned back, so that they compare with the source's.
 
     Returns `w1` (gate, if there is one) and `w3` (up) [E, I, H], `w2` (down) [E, H, I], and `b1`, `b3`, `b2` where
-    there are biases. Raises RequestError for an unknown layer or the checkpoint layout, VerificationError where a
-    file is damaged.
+    there are biases. Raises RequestError for an unknown layer, the checkpoint layout or short memory, VerificationError
+    where a file is damaged.
     """
     with Artifact(Path(path), is_sealed=True) as artifact:
         _check_kernel_layout(artifact)
@@ -140,8 +142,27 @@ def dequantize(path: str | Path, layer: str, *, check_digests: bool = True) -> d
             with closing(pipeline(files, check_sha256, _NUM_THREADS, _NUM_THREADS)) as checked:
                 for _ in checked:  # raises the first error
                     pass
-        experts = [expert_floats(reader, expert) for expert in range(described.num_experts)]
-    return {name: torch.stack([one[name] for one in experts]) for name in experts[0]}
+        found: dict[str, torch.Tensor] = {}
+        for expert in range(described.num_experts):
+            for name, values in expert_floats(reader, expert).items():
+                if not expert:
+                    found[name] = _host_memory((described.num_experts, *values.shape), f"{layer}: {name}")
+                found[name][expert] = values
+    return found
+
+
+def _host_memory(shape: tuple[int, ...], where: str) -> torch.Tensor:
+    """Allocate float32 numbers. Raises RequestError where the system has no memory for them."""
+    try:
+        return torch.empty(shape)
+    except RuntimeError as error:
+        raise RequestError(
+            "The memory is not enough for the experts in float32.",
+            where=where,
+            expected=f"{4 * math.prod(shape) / 2**30:.2f} GiB",
+            found=str(error).split("\n")[0],
+            remedy="Free memory, or load the kernel's tensors with hqconv.load.",
+        ) from error
 
 
 def decoded_experts(
@@ -162,7 +183,7 @@ def decoded_experts(
             each = zip(experts, found, strict=True)
             return [_load_alone(reader, expert, device) if one is None else one for expert, one in each]
 
-    size = max(1, _BATCH_WEIGHTS // (len(layer.roles) * layer.hidden_size * layer.intermediate_size))
+    size = max(1, _BATCH_WEIGHTS[device.type] // (len(layer.roles) * layer.hidden_size * layer.intermediate_size))
     batches = (range(begin, min(begin + size, layer.num_experts)) for begin in range(0, layer.num_experts, size))
     with closing(pipeline(batches, load, _NUM_AHEAD, num_threads, runs_torch=True, name="hqconv-experts")) as loaded:
         for experts in loaded:

@@ -254,7 +254,7 @@ def check_evaluation(document: Any, manifest_sha256: str) -> dict[str, Any]:
         raise ValueError(f"it is of the artifact with manifest sha256 {document.get('manifest_sha256')}")
     try:
         numbers = [document["kl"][key] for key in _KL]
-        numbers += [document[f"{side}_figures"][key] for side in ("source", "artifact") for key in _LIKELIHOOD]
+        numbers += [document[key][side] for key in _LIKELIHOOD for side in ("source", "artifact")]
         numbers += [document[key] for key in ("top1_agreement", "num_tokens", "num_predictions", "context_length")]
         if (error := document["kl"]["standard_error"]) is not None:
             numbers.append(error)
@@ -340,7 +340,7 @@ def section_lines(document: Mapping[str, Any]) -> Iterator[str]:
     )
     yield from ("", "| per predicted token | source | artifact |", "| --- | --- | --- |")
     for key, label, digits in (("perplexity", "perplexity", 4), ("mean_nll", "negative log-likelihood, nats", 5)):
-        values = (document[f"{side}_figures"][key] for side in ("source", "artifact"))
+        values = (document[key][side] for side in ("source", "artifact"))
         yield f"| {label} | {' | '.join(f'{value:.{digits}f}' for value in values)} |"
     kl = document["kl"]
     shown = ", ".join(

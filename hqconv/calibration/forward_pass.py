@@ -7,12 +7,18 @@ pass, and waits for the result. Only one thread computes at any time.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+from hqconv.errors import RequestError
+
+if TYPE_CHECKING:
+    from hqconv.calibration.streamed_model import StreamedModel
 
 _own = threading.local()  # `.forward_pass` of the thread of a pass
 
@@ -96,6 +102,68 @@ class ForwardPass:
             raise _Stopped
         answer, self._answer = self._answer, None
         return answer
+
+
+class Stream:
+    """Forward passes of a streamed model over a text, which are at the same stage.
+
+    batches: token ids [B, T] of each pass.
+    """
+
+    def __init__(self, model: StreamedModel, batches: Sequence[torch.Tensor]) -> None:
+        """Run every pass to its first stage. Raises transformers' errors."""
+        self.model, self.batches = model, batches
+        self._passes: list[ForwardPass] = []
+        try:
+            for ids in batches:
+                self._passes.append(ForwardPass(partial(_logits, model.model, ids)))
+        except BaseException:
+            self.stop()
+            raise
+
+    @property
+    def stage(self) -> str:
+        """The stage that all passes wait for. Raises RequestError where they wait for several, or have ended."""
+        names = {one.call.name if one.call else "" for one in self._passes}
+        if len(names) != 1 or "" in names:
+            raise RequestError(
+                "The transformers library runs this model in an order that hqconv does not know.",
+                where=self.model.place,
+                found=", ".join(sorted(names)),
+                remedy="Convert without --calibrate; the artifact cannot be evaluated.",
+            )
+        return names.pop()
+
+    def advance(self, look: Callable[[Any], Any] = lambda _: None) -> list[Any]:
+        """Compute the stage for each pass, and run the pass to the next one.
+
+        Returns what `look` returns for each output of the stage.
+        """
+        found = []
+        for one in self._passes:
+            assert one.call is not None
+            answer = one.call.run()
+            found.append(look(answer))
+            one.resume(answer)
+        return found
+
+    def logits(self) -> Iterator[torch.Tensor]:
+        """Run one pass after the other from the last stage to its end, and yield its logits [B, T, V]."""
+        for one in self._passes:
+            assert one.call is not None
+            one.resume(one.call.run())
+            logits, one.output = one.output, None
+            yield logits
+
+    def stop(self) -> None:
+        """End all passes."""
+        for one in self._passes:
+            one.stop()
+
+
+def _logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+    return found
 
 
 def stop_at(name: str, module: nn.Module) -> None:

@@ -5,6 +5,7 @@ Legend: T tokens, k choices per token, E experts, H hidden size, I intermediate 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from hqconv.calibration.activations import activate
-from hqconv.calibration.forward_pass import ForwardPass
+from hqconv.calibration.forward_pass import Stream
 from hqconv.calibration.gptq import Products
 from hqconv.calibration.streamed_model import StreamedModel
 from hqconv.calibration.transformers_model import (
@@ -33,6 +34,8 @@ from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.schemas.activation import Activation
 
+_LOG = logging.getLogger(__name__)
+_DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}  # of a calibration
 _HELD_EVERY = 4  # of so many sequences one is held back for choices
 _FEW_TOKENS = 64  # of an expert with n tokens, n / (n + 64) of its products are its own
 _PASS_TOKENS = 512  # of one forward pass, if a context is not longer
@@ -151,15 +154,19 @@ def expert_inputs(
     device: torch.device,
     limit: tuple[int, str],
     num_kept: int,
+    held_out: Sequence[torch.Tensor] = (),
+    num_threads: int = 1,
 ) -> Iterator[ExpertInputs]:
     """Yield the inputs of a source's experts over the first tokens of text files.
 
     The model computes in float32 on the CPU, in bfloat16 on a GPU. limit: memory for the model, and the limit's name.
-    num_kept: layers whose inputs are kept at a time. Raises RequestError, before any work, where transformers cannot
-    decode or run the model, or its run does not fit into the limit.
+    num_kept: layers whose inputs are kept at a time. held_out: token ids [B, T] of other tokens, which go through the
+    same layers in float32, for an evaluation (`ExpertInputs.reference`), with `num_threads` of the CPU, if memory
+    allows. Raises RequestError, before any work, where transformers cannot decode or run the model, or its run does not
+    fit into the limit.
     """
     transformers = import_transformers("A calibration runs the model")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = _DTYPES[device.type]
     with ExitStack() as stack:
         stack.enter_context(quiet_loading(transformers))
         folder = stack.enter_context(folder_of(source))
@@ -170,8 +177,15 @@ def expert_inputs(
             raise RequestError(what, where=f"--calibrate {text[0]}", expected=expected, found=found)
         with running(str(source.root)):
             model = StreamedModel(transformers, source, folder, dtype, device)
-            model.check_memory(batches, *limit, num_streams=1, num_kept=num_kept)
-            inputs = ExpertInputs(model, batches, str(source.place))
+            model.check_memory([batches], *limit, num_kept=num_kept)
+            if held_out:
+                try:
+                    wide = [held_out] * (4 // dtype.itemsize)  # they are run in float32
+                    model.check_memory([batches, *wide], *limit, num_kept=num_kept)
+                except RequestError as error:
+                    _LOG.info("The held-out tokens are not run beside the calibration's. %s", error.message())
+                    held_out = ()
+            inputs = ExpertInputs(model, batches, held_out, num_threads)
         stack.callback(inputs.stop)
         yield inputs
 
@@ -179,11 +193,17 @@ def expert_inputs(
 class ExpertInputs:
     """The inputs of one layer of experts after the other, for threads that convert them in about this order."""
 
-    def __init__(self, model: StreamedModel, batches: Sequence[torch.Tensor], where: str) -> None:
-        """batches: token ids [B, T] of each pass. where: the source's name, for errors."""
+    def __init__(
+        self,
+        model: StreamedModel,
+        batches: Sequence[torch.Tensor],
+        held_out: Sequence[torch.Tensor] = (),
+        num_threads: int = 1,
+    ) -> None:
+        """batches, held_out: token ids [B, T] of each pass. num_threads: for held_out; bytes depend on batches."""
         self._uses: dict[int, int] = {}
         self._num_experts: dict[int, int] = {}
-        self._model, self._where = model, where
+        self._model, self._where = model, model.place
         self._lock = threading.Lock()
         self._found: dict[int, LayerInputs] = {}
         self._given: dict[int, list[tuple[torch.Tensor, ...]]] = {}
@@ -192,7 +212,8 @@ class ExpertInputs:
             for layer, (_, module) in model.experts.items()
         ]
         self._held = _held(batches)
-        self._passes = [ForwardPass(lambda ids=ids: model.model(input_ids=ids, use_cache=False)) for ids in batches]  # type: ignore[misc]
+        self._stream = Stream(model, batches)
+        self._reference, self._num_threads = Stream(model, held_out) if held_out else None, num_threads
 
     def runs(self, layer: MoeLayer) -> bool:
         """Return whether the model runs a layer: transformers leaves out layers for multi-token prediction."""
@@ -218,10 +239,24 @@ class ExpertInputs:
                 del self._found[layer.index]
             return found
 
+    def reference(self) -> Stream | None:
+        """End the calibration, and return the held-out tokens' passes; the model computes in float32 from now on.
+
+        They went through the layers that the calibration ran.
+        """
+        self._end_calibration()
+        if self._reference is not None:
+            self._model.use_float32()
+        return self._reference
+
     def stop(self) -> None:
         """End all passes and free the model."""
-        for one in self._passes:
-            one.stop()
+        self._end_calibration()
+        if self._reference is not None:
+            self._reference.stop()
+
+    def _end_calibration(self) -> None:
+        self._stream.stop()
         for hook in self._hooks:
             hook.remove()
         self._found.clear()
@@ -245,25 +280,33 @@ class ExpertInputs:
             torch.cuda.synchronize(self._model.device)
 
     def _run_stage(self) -> None:
-        names = {one.call.name if one.call else "" for one in self._passes}
-        if len(names) != 1 or not (stage := names.pop()) or stage == self._model.head:
+        stage = self._stream.stage
+        if stage == self._model.head:
             raise RequestError(
-                "The transformers library runs this model in an order that a calibration does not know.",
-                where=self._where,
-                remedy=_REMEDY,
+                "The transformers library runs none of these experts.", where=self._where, remedy=_REMEDY
             )
         self._model.load(stage)
-        powers = []
-        for one in self._passes:
-            assert one.call is not None
-            answer = one.call.run()
-            powers.append(self._power(stage, answer))
-            one.resume(answer)
-        self._model.drop(stage)
+        powers = self._stream.advance(partial(self._power, stage))
         for layer, given in self._given.items():
             if self._uses.get(layer):
                 self._found[layer] = self._joined(layer, given, powers)
+        if self._reference is not None and self._reference.stage == stage:
+            self._advance_reference(self._reference)
         self._given.clear()
+        self._model.drop(stage)
+
+    def _advance_reference(self, reference: Stream) -> None:
+        """Run the held-out tokens through the stage, in float32. They are given up where that fails."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(self._num_threads)
+        try:
+            self._model.widen(reference.stage)
+            reference.advance()
+        except Exception as error:  # noqa: BLE001 - what calibrates goes on, and an evaluation afterwards tells it
+            _LOG.info("The held-out tokens are not run beside the calibration's: %s.", error)
+            reference.stop()
+            self._reference = None
+        torch.set_num_threads(before)
 
     def _power(self, stage: str, answer: Any) -> torch.Tensor:
         """Return the squared norms of a stage's hidden states [B * T]. Raises where they are not finite numbers."""

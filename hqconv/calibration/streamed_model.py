@@ -78,8 +78,8 @@ class _StoredTensor:
 class StreamedModel:
     """A model of transformers on a device, without weights but those of loaded stages.
 
-    model: the module, in evaluation mode. stages: name → module. experts: layer number → path and module of its routed
-    experts. head: name of the stage that gives the logits.
+    model: the module, in evaluation mode. place: of the source. dtype: of the computation. stages: name → module.
+    experts: layer number → path and module of its routed experts. head: name of the stage that gives the logits.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class StreamedModel:
         from transformers import core_model_loading, modeling_utils
         from transformers.conversion_mapping import get_model_conversion_mapping
 
-        self._source, self._dtype, self.device = source, dtype, device
+        self._source, self.place, self.dtype, self.device = source, str(source.place), dtype, device
         self._loading = core_model_loading
         config = config_of(transformers, folder)
         quantizer = quantizer_of(source, config)
@@ -106,9 +106,9 @@ class StreamedModel:
         self.head = next((name for name, one in self.stages.items() if one is self.model.get_output_embeddings()), "")
         self._meta = self.model.state_dict()
         self._shapes = {name: value.shape for name, value in self._meta.items()}
+        dtypes = {value.dtype for value in self._meta.values()}
         nothing = {
-            value.dtype: torch.full((), math.nan if value.is_floating_point() else 0, dtype=value.dtype, device=device)
-            for value in self._meta.values()
+            one: torch.full((), math.nan if one.is_floating_point else 0, dtype=one, device=device) for one in dtypes
         }
         self._nothing = {name: nothing[value.dtype] for name, value in self._meta.items()}
         self._owned: dict[str, set[str]] = defaultdict(set)  # stage → its parameters; "" → those of no stage
@@ -168,23 +168,29 @@ class StreamedModel:
 
     def stage_bytes(self, name: str) -> int:
         """Return the size of a stage's weights in the dtype of the computation."""
-        num_bytes: int = sum(math.prod(self._shapes[one]) for one in self._owned[name]) * self._dtype.itemsize
+        num_bytes: int = sum(math.prod(self._shapes[one]) for one in self._owned[name]) * self.dtype.itemsize
         return num_bytes
 
     def check_memory(
-        self, batches: Sequence[torch.Tensor], limit: int, where: str, num_streams: int, num_kept: int = 0
+        self,
+        streams: Sequence[Sequence[torch.Tensor]],
+        limit: int,
+        where: str,
+        *,
+        num_kept: int = 0,
+        ends: bool = False,
     ) -> int:
-        """Return the memory that passes over token ids need, in bytes. Raises RequestError for more than `limit`.
+        """Return the memory that streams of token ids [B, T] need, in bytes. Raises RequestError for more than `limit`.
 
-        where: the limit's name. num_streams: passes of each batch; logits are computed where there are several.
-        num_kept: layers whose inputs are kept.
+        where: the limit's name. num_kept: layers whose inputs are kept, of the first stream. ends: with logits.
         """
-        width, config = self._dtype.itemsize, self.model.config.get_text_config()
+        width, config = self.dtype.itemsize, self.model.config.get_text_config()
+        batches = [ids for stream in streams for ids in stream]
         num_tokens = sum(ids.numel() for ids in batches)
-        masks = num_streams * sum(ids.size(1) ** 2 for ids in batches) * width
-        hidden = (num_streams + num_kept) * num_tokens * config.hidden_size * width + masks
+        num_states = num_tokens + num_kept * sum(ids.numel() for ids in streams[0])
+        hidden = width * (num_states * config.hidden_size + sum(ids.size(1) ** 2 for ids in batches))
         largest = max(map(self.stage_bytes, self.stages))
-        logits = num_streams * max(ids.numel() for ids in batches) * config.vocab_size * width * (num_streams > 1)
+        logits = ends * len(streams) * max(ids.numel() for ids in batches) * config.vocab_size * width
         need = int(hidden + max(_LOADING_FACTOR * largest, largest + logits))
         if need > limit:
             parts = f"hidden states of {plural(num_tokens, 'token')} {_gib(hidden)}, the largest layer"
@@ -237,6 +243,26 @@ class StreamedModel:
         """
         self._load(self._owned[stage], others)
 
+    def widen(self, stage: str) -> None:
+        """Turn a stage's weights to float32, for one use."""
+        for name in self._owned[stage]:
+            value = self.model.get_parameter_or_buffer(name)
+            if value.is_floating_point():
+                _set(self.model, name, value.data.float())
+
+    def use_float32(self) -> None:
+        """Compute in float32 from now on; no stage may be loaded."""
+        if self.dtype == torch.float32:
+            return
+        self.dtype = torch.float32
+        plan = self.model._get_dtype_plan(self.dtype)
+        self._config = replace(self._config, dtype=self.dtype, dtype_plan=plan)
+        wide = torch.full((), math.nan, device=self.device)
+        self._nothing = {name: wide if one.is_floating_point() else one for name, one in self._nothing.items()}
+        for name in self._shapes:
+            self._drop(name)
+        self._load(self._owned[_ROOT])
+
     def drop(self, stage: str) -> None:
         """Free a stage's weights."""
         for name in self._owned[stage]:
@@ -286,8 +312,8 @@ class StreamedModel:
         self._check(info, wanted)
         for name in wanted:  # a decoded or passed-through weight may have the dtype of the source
             value = self.model.get_parameter_or_buffer(name)
-            if value.is_floating_point() and value.dtype not in (self._dtype, torch.float32):
-                _set(self.model, name, value.data.to(self._dtype))
+            if value.is_floating_point() and value.dtype not in (self.dtype, torch.float32):
+                _set(self.model, name, value.data.to(self.dtype))
         for name, twin in tied.items():
             _set(self.model, name, self.model.get_parameter_or_buffer(twin).data)
         for twin in {*tied.values()} - parameters:

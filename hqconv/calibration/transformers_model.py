@@ -20,6 +20,7 @@ from hqconv.models.source_protocol import Source
 from hqconv.schemas.artifact_names import CONFIG, INDEX
 from hqconv.schemas.untrusted_files import MAX_LIST_BYTES, read_regular
 
+MAX_TEXT_BYTES = 16 << 20  # of a text: all of it is cut into tokens
 _CODE_KEYS = ("auto_map", "custom_pipelines")  # Python modules of the folder
 # Implementations that transformers would fetch and load, where the value names a repo of the Hub.
 _IMPLEMENTATION = re.compile(r"_?(?:attn|attention|experts)_implementation(?:_internal)?|use_kernels?|kernel_config")
@@ -287,11 +288,22 @@ def _joined(files: Sequence[Path], option: str) -> bytes:
     """Return the bytes of text files, one after the other. Raises RequestError."""
     contents = []
     for path in files:
+        where = f"{option} {path}"
         try:
-            contents.append(read_regular(path, MAX_LIST_BYTES))
+            contents.append(read_regular(path, MAX_TEXT_BYTES))
             contents[-1].decode()
-        except (OSError, ValueError) as error:
-            raise RequestError("The text cannot be read.", where=f"{option} {path}", found=error) from error
+        except OSError as error:
+            expected = f"a file of at most {MAX_TEXT_BYTES >> 20} MiB"
+            raise RequestError(
+                "The text cannot be read.", where=where, expected=expected, found=error.strerror or error
+            ) from error
+        except UnicodeDecodeError as error:
+            raise RequestError(
+                "The text is not UTF-8.",
+                where=where,
+                found=f"byte {contents[-1][error.start]:#04x} at {error.start}",
+                remedy="Convert the file to UTF-8, or leave it out.",
+            ) from error
     return b"\n\n".join(contents)
 
 

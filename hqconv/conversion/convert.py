@@ -15,11 +15,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hqconv import __version__
 from hqconv.artifact.build import Measured, artifact_config, build_manifest, first_difference, with_file
 from hqconv.artifact.error_summary import requantized, scale_changes
 from hqconv.artifact.manifest import Manifest, json_bytes, sealed
 from hqconv.artifact.model_card import card_bytes, sums_bytes
+from hqconv.calibration.forward_pass import Stream
 from hqconv.calibration.inputs import ExpertInputs, expert_inputs
 from hqconv.conversion.collect_input_scales import InputScales, read_input_scales
 from hqconv.conversion.encode_batch import EncodedRuns, encode_to_runs, num_batches
@@ -35,7 +38,7 @@ from hqconv.io.durable_files import FileRecord, check_space, copy_whole, write_w
 from hqconv.kernel_layout.fingerprint import layout_fingerprint
 from hqconv.kernel_layout.transform import is_compatible
 from hqconv.models.source_protocol import Source
-from hqconv.planning.notices import uncalibrated_layers
+from hqconv.planning.notices import draft_layers
 from hqconv.planning.output_units import MoeLayerPlan, OutputUnit
 from hqconv.planning.plan import ConversionPlan
 from hqconv.quantization.cuda import check_kernels
@@ -148,10 +151,14 @@ def convert(
     progress: Callable[[Progress], None] | None = None,
     digests: bool = False,
     cache: CachePolicy | None = None,
+    held_out: Sequence[torch.Tensor] = (),
+    finish: Callable[[ConversionReport, Stream | None], ConversionReport] = lambda report, _: report,
 ) -> ConversionReport:
     """Write the planned artifact to `out`; see `hqconv.convert`.
 
-    part: this process's part of the work. cache: limits for the Hub's cache.
+    part: this process's part of the work. cache: limits for the Hub's cache. held_out: token ids [B, T] that go
+    through the source's layers beside those of a calibration. finish: is called with the report of a complete artifact,
+    and with the passes over `held_out`, which have gone through some or all layers; None where no calibration ran them.
     Raises InputError for bad weights, OutputError for the folder or the disk, RequestError if `resources` cannot hold
     one expert, or if Triton cannot build kernels on the GPU.
     """
@@ -166,7 +173,8 @@ def convert(
 
     units = plan.units if part is None else part.share(plan.units)
     layers = _calibrated_layers(plan.layers)
-    with calibrated_inputs(source, plan, layers, resources, min(len(layers), staging.num_lanes + 1)) as inputs:
+    num_kept = min(len(layers), staging.num_lanes + 1)
+    with calibrated_inputs(source, plan, layers, resources, num_kept, held_out) as inputs:
         conversion = _Conversion(
             source=source,
             plan=plan,
@@ -186,8 +194,10 @@ def convert(
             report = conversion.run(resume=resume, overwrite=overwrite, update=update)
         else:
             report = conversion.run_part()
-    _LOG.info("%s %r.", "The artifact was finished before:" if report.was_finished else "Done:", report)
-    return report
+        _LOG.info("%s %r.", "The artifact was finished before:" if report.was_finished else "Done:", report)
+        if not report.is_complete:
+            return report
+        return finish(report, None if inputs is None else inputs.reference())
 
 
 @dataclass(frozen=True)
@@ -373,12 +383,17 @@ class _Conversion:
 
 @contextmanager
 def calibrated_inputs(
-    source: Source, plan: ConversionPlan, layers: Sequence[MoeLayerPlan], resources: Resources, num_kept: int
+    source: Source,
+    plan: ConversionPlan,
+    layers: Sequence[MoeLayerPlan],
+    resources: Resources,
+    num_kept: int,
+    held_out: Sequence[torch.Tensor] = (),
 ) -> Iterator[ExpertInputs | None]:
     """Yield the inputs of some layers' experts over the calibration's text; None where there is nothing to calibrate.
 
-    num_kept: layers whose inputs are kept at a time. Raises as `expert_inputs`, and RequestError where the text changed
-    since the plan, or the activation of the experts is not known.
+    num_kept: layers whose inputs are kept at a time. held_out: as of `expert_inputs`. Raises as `expert_inputs`, and
+    RequestError where the text changed since the plan, or the activation of the experts is not known.
     """
     calibration = plan.spec.encoding.calibration
     if calibration is None or not calibration.files or not layers:
@@ -401,9 +416,11 @@ def calibrated_inputs(
         resources.device,
         resources.model_limit(),
         num_kept,
+        held_out,
+        resources.num_threads,
     ) as inputs:
         calibration.check_unchanged()
-        rounded = uncalibrated_layers(plan.experts, source.config)
+        rounded = draft_layers(plan.experts, source.config)
         lost = [one.name for one in layers if one.name not in rounded and not inputs.runs(one.layer)]
         if lost:
             raise RequestError(

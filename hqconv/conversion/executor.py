@@ -324,6 +324,8 @@ class Executor:
         if not hasattr(self._own, "lanes"):
             if self._helpers is not None:
                 self._helpers.use(self._threads_per_lane)
+            torch.get_num_threads()  # else the first product takes the number that another thread sets meanwhile
+            torch.set_num_threads(1)
             count = self._staging.num_lanes if self._device.type == "cuda" else 1
             self._own.lanes = itertools.cycle([Lane(self._device) for _ in range(count)])
         lane: Lane = next(self._own.lanes)

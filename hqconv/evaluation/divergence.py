@@ -6,7 +6,6 @@ Legend: B sequences, T tokens, V vocabulary size.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -53,19 +52,14 @@ class Divergence:
     def figures(self) -> dict[str, Any]:
         """Return the figures of all predictions as a document; natural logarithms (nats)."""
         kl = torch.cat(self._kl)
-        source, artifact = (torch.cat(one) for one in self._nll)
+        nll = {name: float(torch.cat(one).mean()) for name, one in zip(("source", "artifact"), self._nll, strict=True)}
         count = len(kl)
         error = float(kl.std(correction=1)) / math.sqrt(count) if count > 1 else None
         percentiles = {name: float(kl.quantile(share)) for name, share in PERCENTILES.items()}
         return {
             "num_predictions": count,
             "kl": {"mean": float(kl.mean()), "standard_error": error, **percentiles, "max": float(kl.max())},
-            "source_figures": _likelihood(source),
-            "artifact_figures": _likelihood(artifact),
+            "perplexity": {name: math.exp(min(mean, 700.0)) for name, mean in nll.items()},  # of finite float64
+            "mean_nll": nll,
             "top1_agreement": self._num_equal / count,
         }
-
-
-def _likelihood(nll: torch.Tensor) -> Mapping[str, float]:
-    mean = float(nll.mean())
-    return {"mean_nll": mean, "perplexity": math.exp(min(mean, 700.0))}  # of finite float64

@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hqconv.artifact.expert_reader import ExpertReader
-from hqconv.artifact.load import decoded_experts, expert_floats, refuse
+from hqconv.artifact.load import decoded_experts
 from hqconv.artifact.model_card import check_card, write_evaluation
 from hqconv.artifact.reader import Artifact
-from hqconv.calibration.forward_pass import ForwardPass
+from hqconv.calibration.forward_pass import Stream
 from hqconv.calibration.inputs import batches_of
 from hqconv.calibration.streamed_model import Expert, StreamedModel, stored_tensors
 from hqconv.calibration.transformers_model import (
@@ -37,15 +35,17 @@ from hqconv.calibration.transformers_model import (
     running,
 )
 from hqconv.conversion.resources import Resources, explained_gpu_memory
-from hqconv.errors import RequestError, plural
+from hqconv.errors import RequestError, first_few, plural
 from hqconv.evaluation.divergence import Divergence
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
+from hqconv.planning.notices import draft_layers
 from hqconv.sources.opening import open_source
 from hqconv.verification.against_source import Lineage, other_source
 
 _LOG = logging.getLogger(__name__)
 
+_GPU_REMEDY = "Free the GPU, take fewer --tokens or a shorter --context, or use --device cpu."
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -74,40 +74,58 @@ def evaluate(out: Path, source_name: str, text: Path, options: EvaluateOptions) 
         source = stack.enter_context(open_source(source_name, options.revision))
         if options.write_card:
             check_card(out)
-
-        def read(folder: Path) -> Text:
+        with quiet_loading(transformers), folder_of(source) as folder:
             words = read_text(transformers, folder, [text], options.num_tokens, source=source_name)
-            if len(words.ids) < 2:
-                what, expected, found = "The text is too short.", "two tokens at least", plural(len(words.ids), "token")
-                raise RequestError(what, where=f"--text {text}", expected=expected, found=found)
-            return words
-
-        document = compare_on_text(artifact, source, read, text.name, options)
+        check_text(words, f"--text {text}")
+        document = compare_on_text(artifact, source, words, text.name, options)
         if options.write_card:
             write_evaluation(out, artifact.manifest, document)
         return document
 
 
+def check_text(words: Text, where: str) -> None:
+    """Raise RequestError for a text of less than two tokens, which predicts nothing."""
+    if len(words.ids) < 2:
+        what, expected, found = "The text is too short.", "two tokens at least", plural(len(words.ids), "token")
+        raise RequestError(what, where=where, expected=expected, found=found)
+
+
 def compare_on_text(
-    artifact: Artifact, source: Source, read: Callable[[Path], Text], name: str, options: EvaluateOptions
+    artifact: Artifact,
+    source: Source,
+    words: Text,
+    name: str,
+    options: EvaluateOptions,
+    reference: Stream | None = None,
 ) -> dict[str, Any]:
     """Run source and artifact over a text and return the document of the evaluation; see `hqconv.api.evaluate`.
 
-    read: a folder with the source's tokenizer → the text, two tokens at least. name: of the text, in the document.
+    name: of the text, in the document. reference: the source's passes over the text, which a calibration has run
+    through some layers.
     """
     transformers = import_transformers("A model is evaluated")
+    device = options.resources.device
     with ExitStack() as stack:
-        converted = _converted_layers(artifact, source)
+        layers = _converted_layers(artifact, source)
         read_experts = _artifact_experts(artifact, options.resources, stack)
         stack.enter_context(quiet_loading(transformers))
-        folder, device = stack.enter_context(folder_of(source)), options.resources.device
-        words = read(folder)
-        batches = batches_of(words, options.context_length, device)
-        with running(str(source.place)):
-            model = StreamedModel(transformers, source, folder, getattr(torch, options.compute_dtype), device)
-            run = _Run(model, source, converted, read_experts, batches, options)
-            num_bytes = run.check_memory()
-            warnings = positions_warning(model.model.config, max(ids.size(1) for ids in batches))
+        stack.enter_context(explained_gpu_memory(device, _GPU_REMEDY))
+        if reference is not None:
+            model, batches = reference.model, reference.batches
+        else:
+            folder = stack.enter_context(folder_of(source))
+            with running(str(source.place)):
+                model = StreamedModel(transformers, source, folder, getattr(torch, options.compute_dtype), device)
+            batches = batches_of(words, options.context_length, device)
+        num_bytes = model.check_memory([batches] * 2, *options.resources.model_limit(), ends=True)
+        warnings = positions_warning(model.model.config, max(ids.size(1) for ids in batches))
+        drafts = draft_layers(source.map_experts(), source.config)
+        if left := [name for name in drafts if name in layers]:
+            warnings.append(
+                f"{plural(len(left), 'layer')} not evaluated: {first_few(left)}. They are for multi-token prediction, "
+                "which the transformers library does not run; the model's own predictions do not depend on them."
+            )
+        of_stage = _layer_of_stage(model, [layer for name, layer in layers.items() if name not in left])
         for warning in warnings:
             options.announce(f"Warning: {warning}")
         tokens, stages = plural(len(words.ids), "token"), plural(len(model.stages), "stage")
@@ -115,9 +133,10 @@ def compare_on_text(
             f"Running {tokens} through source and artifact on {options.resources.device_name}, {stages} one after the "
             f"other, in at most {num_bytes / 2**30:.1f} GiB."
         )
-        remedy = "Free the GPU, take fewer --tokens or a shorter --context, or use --device cpu."
-        with explained_gpu_memory(device, remedy):
-            figures = run.figures()
+        if reference is None:
+            with running(model.place):
+                reference = Stream(model, batches)
+            stack.callback(reference.stop)
         return {
             "kind": "evaluation",
             "artifact": str(artifact.root),
@@ -127,13 +146,13 @@ def compare_on_text(
             "text": {"name": name, "sha256": hashlib.sha256(words.raw).hexdigest()},
             "num_tokens": len(words.ids),
             "context_length": options.context_length,
-            "compute_dtype": options.compute_dtype,
+            "compute_dtype": str(model.dtype).removeprefix("torch."),
             "device": options.resources.device_name,
-            "num_layers": len(converted),
+            "num_layers": len(of_stage),
             "activations": artifact.manifest.input_schema,
             "transformers_version": transformers.__version__,
             "warnings": warnings,
-            **figures,
+            **_figures(reference, of_stage, read_experts, options.resources.num_threads),
         }
 
 
@@ -160,30 +179,14 @@ def _converted_layers(artifact: Artifact, source: Source) -> dict[str, MoeLayer]
 def _artifact_experts(artifact: Artifact, resources: Resources, stack: ExitStack) -> Callable[[str], Iterator[Expert]]:
     """Return a function that yields the experts of a layer in order, decoded to float32.
 
-    Of the kernel layout as `hqconv.dequantize` decodes them, on a GPU many at a time; the checkpoint layout is read as
-    a source.
+    The kernel layout is decoded by the independent decoder; the checkpoint layout is read as a source.
     """
-    if artifact.manifest.is_kernel and _decodes_on_device(resources):
-
-        def read_many(name: str) -> Iterator[Expert]:
-            return decoded_experts(artifact, artifact.moe_layer(name), resources.device, resources.num_threads)
-
-        return read_many
     if artifact.manifest.is_kernel:
-
-        def read(name: str) -> Iterator[Expert]:
-            layer = artifact.moe_layer(name)
-            reader = ExpertReader(artifact, layer, refuse)
-            return (expert_floats(reader, expert) for expert in range(layer.num_experts))
-
-        return read
+        device, num_threads = resources.device, resources.num_threads
+        return lambda name: decoded_experts(artifact, artifact.moe_layer(name), device, num_threads)
     as_source = stack.enter_context(open_source(artifact.root))
     layers = {layer.name: layer for layer in as_source.map_experts().layers}
     return lambda name: (_source_expert(as_source, layers[name], e) for e in range(layers[name].num_experts))
-
-
-def _decodes_on_device(resources: Resources) -> bool:
-    return resources.is_cuda
 
 
 def _source_expert(source: Source, layer: MoeLayer, expert: int) -> dict[str, torch.Tensor]:
@@ -195,109 +198,65 @@ def _source_expert(source: Source, layer: MoeLayer, expert: int) -> dict[str, to
 # --- the run
 
 
-class _Run:
-    """All passes of source and artifact, stage by stage."""
+def _layer_of_stage(model: StreamedModel, layers: Iterable[MoeLayer]) -> dict[str, MoeLayer]:
+    """Return stage → converted layer. Raises RequestError for a layer that transformers' model does not have."""
+    found = {}
+    for layer in layers:
+        path = model.experts.get(layer.index, ("",))[0]
+        stage = next((name for name in model.stages if path.startswith(f"{name}.")), None)
+        if stage is None:
+            raise RequestError(
+                "A layer of experts has no module in transformers' model.",
+                where=f"{layer.name}, layer {layer.index}",
+                expected="one module of routed experts in this layer",
+                remedy="This model cannot be evaluated.",
+            )
+        found[stage] = layer
+    return found
 
-    def __init__(
-        self,
-        model: StreamedModel,
-        source: Source,
-        layers: Mapping[str, MoeLayer],
-        read: Callable[[str], Iterator[Expert]],
-        batches: list[torch.Tensor],
-        options: EvaluateOptions,
-    ) -> None:
-        """layers: the converted ones. read: the artifact's experts of a layer by name. batches: token ids [B, T]."""
-        self._model, self._source, self._read, self._options = model, source, read, options
-        self._batches = batches
-        self._layers = self._layer_of_stage(layers)
 
-    def _layer_of_stage(self, layers: Mapping[str, MoeLayer]) -> dict[str, MoeLayer]:
-        """Return stage → converted layer. Raises RequestError for a layer that transformers' model does not have."""
-        found = {}
-        for layer in layers.values():
-            path = self._model.experts.get(layer.index, ("",))[0]
-            stage = next((name for name in self._model.stages if path.startswith(f"{name}.")), None)
-            if stage is None:
-                raise RequestError(
-                    "A layer of experts has no module in transformers' model.",
-                    where=f"{layer.name}, layer {layer.index}",
-                    expected="one module of routed experts in this layer",
-                    remedy="Layers that transformers does not run (multi-token prediction) cannot be evaluated.",
-                )
-            found[stage] = layer
-        return found
+def _figures(
+    reference: Stream, layers: Mapping[str, MoeLayer], read: Callable[[str], Iterator[Expert]], num_threads: int
+) -> dict[str, Any]:
+    """Run the source's passes to their ends, and the artifact's beside and behind them, and return the figures.
 
-    def check_memory(self) -> int:
-        """Return the memory that the run needs, in bytes. Raises RequestError where it is more than the limit."""
-        return self._model.check_memory(self._batches, *self._options.resources.model_limit(), num_streams=2)
-
-    def figures(self) -> dict[str, Any]:
-        """Run everything and return the figures. Raises RequestError where transformers cannot run the model."""
-        num_threads, before = self._options.resources.num_threads, torch.get_num_threads()
-        streams: tuple[list[ForwardPass], list[ForwardPass]] = ([], [])
-        try:
-            with self._running():
-                for stream in streams:
-                    stream.extend(ForwardPass(partial(self._logits, ids)) for ids in self._batches)
-            torch.set_num_threads(num_threads)  # a pass sets it for all of torch
-            while (stage := self._next_stage(streams)) != self._model.head:
-                self._run_stage(stage, streams)
-            return self._compare(streams)
-        finally:
-            for one in (one for stream in streams for one in stream):
-                one.stop()
-            torch.set_num_threads(before)
-
-    def _running(self) -> AbstractContextManager[None]:
-        return running(str(self._source.root))
-
-    def _logits(self, ids: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self._model.model(input_ids=ids, use_cache=False).logits
-        return found
-
-    def _next_stage(self, streams: tuple[list[ForwardPass], list[ForwardPass]]) -> str:
-        """Return the stage that all passes wait for. Raises RequestError if they differ, or a pass has ended."""
-        names = {one.call.name if one.call else "" for stream in streams for one in stream}
-        if len(names) != 1 or "" in names:
-            what = "The transformers library runs this model in an order that an evaluation does not know."
-            raise RequestError(what, where=str(self._source.root), found=", ".join(sorted(names)))
-        return names.pop()
-
-    def _run_stage(self, stage: str, streams: tuple[list[ForwardPass], list[ForwardPass]]) -> None:
-        """Load a stage, run all passes through it, the artifact's with the artifact's experts, and drop the stage."""
-        layer = self._layers.get(stage)
-        with self._running():
-            self._model.load(stage)
-            _advance(streams[0])
-        if layer is not None:
-            self._model.drop(stage)
-            dtype = getattr(torch, self._options.compute_dtype)
-            others = stored_tensors(layer, self._read(layer.name), dtype, self._model.device)
-        with self._running():
+    layers: the converted ones by stage. read: yields the artifact's experts of a layer. Raises RequestError where
+    transformers cannot run the model.
+    """
+    model, before, found = reference.model, torch.get_num_threads(), Divergence()
+    artifact: Stream | None = None
+    try:
+        with running(model.place):
+            artifact = Stream(model, reference.batches)
+        torch.set_num_threads(num_threads)  # a pass sets it for all of torch
+        while (stage := artifact.stage) != model.head:
+            layer = layers.get(stage)
+            streams = [reference] if reference.stage == stage else []
+            streams += [artifact] if layer is None else []
+            if streams:
+                _run_stage(model, stage, streams)
             if layer is not None:
-                self._model.load(stage, others)
-            _advance(streams[1])
-        self._model.drop(stage)
-        _LOG.info("Stage %s is done.", stage)
-
-    def _compare(self, streams: tuple[list[ForwardPass], list[ForwardPass]]) -> dict[str, Any]:
-        """Run the passes from the head to their ends, one of the source and one of the artifact at a time."""
-        with self._running():
-            self._model.load(self._model.head)
-        found = Divergence()
-        for ids, *pair in zip(self._batches, *streams, strict=True):
-            with self._running():
-                _advance(pair)
-            found.add(pair[0].output, pair[1].output, ids)
-            for one in pair:
-                one.output = None
-        self._model.drop(self._model.head)
+                experts = stored_tensors(layer, read(layer.name), model.dtype, model.device)
+                _run_stage(model, stage, [artifact], experts)
+            _LOG.info("Stage %s is done.", stage)
+        with running(model.place):
+            model.load(model.head)
+            for ids, p, q in zip(reference.batches, reference.logits(), artifact.logits(), strict=True):
+                found.add(p, q, ids)
+            model.drop(model.head)
         return found.figures()
+    finally:
+        if artifact is not None:
+            artifact.stop()
+        torch.set_num_threads(before)
 
 
-def _advance(passes: list[ForwardPass]) -> None:
-    """Compute the module that each pass waits for, and continue the pass."""
-    for one in passes:
-        assert one.call is not None
-        one.resume(one.call.run())
+def _run_stage(
+    model: StreamedModel, stage: str, streams: list[Stream], others: Mapping[str, torch.Tensor] = {}
+) -> None:
+    """Load a stage, run streams through it, and drop it."""
+    with running(model.place):
+        model.load(stage, others)
+        for stream in streams:
+            stream.advance()
+        model.drop(stage)

@@ -13,6 +13,8 @@ import torch
 
 from hqconv.artifact.model_card import evaluation_in_card, write_evaluation
 from hqconv.artifact.reader import Artifact
+from hqconv.calibration.forward_pass import Stream
+from hqconv.calibration.inputs import batches_of
 from hqconv.calibration.transformers_model import (
     Text,
     folder_of,
@@ -24,7 +26,7 @@ from hqconv.calibration.transformers_model import (
 from hqconv.conversion.convert import ConversionReport
 from hqconv.conversion.resources import Resources
 from hqconv.errors import HqconvError, InputError, NetworkError, RequestError, plural
-from hqconv.evaluation.evaluate import EvaluateOptions, compare_on_text
+from hqconv.evaluation.evaluate import EvaluateOptions, check_text, compare_on_text
 from hqconv.models.source_protocol import Source
 from hqconv.planning.calibration import Calibration
 
@@ -43,6 +45,10 @@ class HeldOut:
     words: Text | None = None
     nothing: str = ""
 
+    def batches(self, device: torch.device) -> list[torch.Tensor]:
+        """Return the token ids of each pass, [B, T]."""
+        return [] if self.words is None else batches_of(self.words, _CONTEXT_LENGTH, device)
+
 
 def held_out(source: Source, calibration: Calibration | None, text: Path | None, *, is_gated: bool) -> HeldOut:
     """Return the text of the evaluation that ends a conversion: `text`, or what calibration did not read of its own.
@@ -60,9 +66,7 @@ def held_out(source: Source, calibration: Calibration | None, text: Path | None,
         place = str(source.place)
         if text is not None:
             words = read_text(transformers, folder, [text], _NUM_TOKENS, "--evaluate", place)
-            if len(words.ids) < 2:
-                what, expected, found = "The text is too short.", "two tokens at least", plural(len(words.ids), "token")
-                raise RequestError(what, where=f"--evaluate {text}", expected=expected, found=found)
+            check_text(words, f"--evaluate {text}")
             return HeldOut(text.name, words)
         assert calibration is not None
         try:
@@ -85,10 +89,16 @@ def held_out(source: Source, calibration: Calibration | None, text: Path | None,
 
 
 def with_evaluation(
-    report: ConversionReport, source: Source, text: HeldOut, resources: Resources, max_kl: float | None
+    report: ConversionReport,
+    reference: Stream | None,
+    source: Source,
+    text: HeldOut,
+    resources: Resources,
+    max_kl: float | None,
 ) -> ConversionReport:
     """Return the report of a finished artifact with its evaluation, which the model card gets too.
 
+    reference: the source's passes over the text, which the calibration has run through some layers.
     An artifact that was finished before is not evaluated again over the text that its card names.
     max_kl: limit of the mean divergence; with one, RequestError, InputError or NetworkError is raised where the model
     cannot be evaluated, and without one this is a warning.
@@ -111,9 +121,8 @@ def with_evaluation(
             revision=source.revision,
             announce=_LOG.info,
         )
-        words = text.words
         try:
-            document = compare_on_text(artifact, source, lambda _: words, text.name, options)
+            document = compare_on_text(artifact, source, text.words, text.name, options, reference)
         except (RequestError, InputError, NetworkError) as error:
             if max_kl is not None:
                 raise

@@ -11,14 +11,22 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from hqconv.calibration.transformers_model import folder_of, import_transformers, quiet_loading, read_text
+from hqconv.calibration.transformers_model import (
+    MAX_TEXT_BYTES,
+    folder_of,
+    import_transformers,
+    quiet_loading,
+    read_text,
+)
 from hqconv.errors import RequestError, plural
 from hqconv.models.source_protocol import Source
 from hqconv.schemas.options import BUILTIN, MSE, ConversionArguments
+from hqconv.schemas.untrusted_files import found_at
 
 BUILTIN_TEXT = Path(__file__).parents[1] / "calibration" / "builtin.txt"
 DEVICES = ("cpu", "cuda")
 _LEAST_TOKENS = 2
+_MAX_FILES = 10_000
 _CHUNK_BYTES = 1 << 20
 
 
@@ -146,15 +154,33 @@ class CalibrationText:
         return found
 
     def files(self) -> list[Path]:
-        """Return the files of the text, in their order. Raises RequestError if there is none."""
+        """Return the files of the text, in their order. Raises RequestError if there is none, or too much."""
+        where, size_bytes, files = f"--calibrate {self.path}", 0, list[Path]()
         try:
-            found = [self.path] if self.path.is_file() else sorted(one for one in self.path.rglob("*") if one.is_file())
+            found = found_at(self.path)
+            for path in self.path.rglob("*") if self.path.is_dir() else [self.path] if found is None else ():
+                if path.is_file():
+                    files.append(path)
+                    size_bytes += path.stat().st_size
+                if size_bytes > MAX_TEXT_BYTES or len(files) > _MAX_FILES:
+                    raise RequestError(
+                        "The text is too large: all of it is cut into tokens, to hold some out.",
+                        where=where,
+                        expected=f"at most {MAX_TEXT_BYTES >> 20} MiB in {_MAX_FILES} files",
+                        found=f"{size_bytes / 2**20:.1f} MiB in {plural(len(files), 'file')}, or more",
+                        remedy="Give a part of it: --calibrate-tokens tells how much is read.",
+                    )
         except OSError as error:
-            raise RequestError("The text cannot be read.", where=f"--calibrate {self.path}", found=error) from error
-        if not found:
-            what, expected = "There is no text to calibrate with.", f"a file, a folder with files, or {BUILTIN}"
-            raise RequestError(what, where=f"--calibrate {self.path}", expected=expected)
-        return found
+            raise RequestError("The text cannot be read.", where=where, found=error) from error
+        if not files:
+            raise RequestError(
+                "There is no text to calibrate with.",
+                where=where,
+                expected=f"a file, a folder with files, or {BUILTIN}",
+                found=found if found != "a folder" else "a folder without files",
+                remedy="Write the text to a file: it is read several times.",
+            )
+        return sorted(files)
 
     def calibration(self, device: str) -> Calibration:
         """Return the calibration on a device, cpu or cuda:N. Raises RequestError for an unreadable text.

@@ -29,8 +29,13 @@ PROVEN_SM = 90  # of an H200: docs/kernels.md
 _FEW_BITS = 2
 
 
-def request_warnings(experts: ExpertMap, spec: ConversionSpec, heads: AttentionHeads = NO_HEADS) -> tuple[str, ...]:
-    """Return warnings about a request that converts, but runs badly or loses what another option would keep."""
+def request_warnings(
+    experts: ExpertMap, spec: ConversionSpec, config: Mapping[str, Any], heads: AttentionHeads = NO_HEADS
+) -> tuple[str, ...]:
+    """Return warnings about a request that converts, but runs badly or loses what another option would keep.
+
+    config: the source's config.json.
+    """
     warnings = [*experts.config_warnings, *_rounding_warnings(experts, spec)]
     warnings += _search_warnings(experts, spec)
     warnings += _order_warnings(experts, spec)
@@ -50,6 +55,11 @@ def request_warnings(experts: ExpertMap, spec: ConversionSpec, heads: AttentionH
     if spec.layout == artifact_names.KERNEL:
         warnings += [reason for one in kernel_specs for reason in _kernel_warnings(one)]
     warnings += _missing_scales(experts, spec)
+    if spec.encoding.calibration is not None and (rounded := draft_layers(experts, config)):
+        warnings.append(
+            f"{plural(len(rounded), 'layer')} rounded to nearest: {first_few(rounded)}. The transformers library does "
+            "not run layers for multi-token prediction, so --calibrate has no inputs of their experts."
+        )
     return tuple(dict.fromkeys(warnings))
 
 
@@ -216,35 +226,29 @@ def no_tokenizer(folder: str, remedy: str = "copy the publisher's files into it"
     )
 
 
-def uncalibrated_layers(experts: ExpertMap, config: Mapping[str, Any]) -> list[str]:
-    """Return the names of the layers that transformers does not run: those for multi-token prediction."""
+def draft_layers(experts: ExpertMap, config: Mapping[str, Any]) -> list[str]:
+    """Return the names of the layers for multi-token prediction, which transformers does not run."""
     family, text = BY_NAME.get(experts.family), text_config(config)
     return [] if family is None else [one.name for one in experts.layers if is_draft(family, one.index, text)]
 
 
-def _calibration_notices(calibration: Calibration, experts: ExpertMap, config: Mapping[str, Any]) -> list[str]:
-    notices, positions = [], text_config(config).get("max_position_embeddings")
-    if type(positions) is int and positions < calibration.longest:
-        notices.append(
-            f"sequences of {calibration.longest} tokens are longer than the model's {positions} positions "
-            "(max_position_embeddings): its predictions are worse there. Use a smaller --calibrate-context."
-        )
-    if rounded := uncalibrated_layers(experts, config):
-        notices.append(
-            f"{plural(len(rounded), 'layer')} will be rounded to nearest: {first_few(rounded)}. The transformers "
-            "library does not run layers for multi-token prediction, so --calibrate has no inputs of their experts."
-        )
-    return notices
+def _calibration_notices(calibration: Calibration, config: Mapping[str, Any]) -> list[str]:
+    positions = text_config(config).get("max_position_embeddings")
+    if type(positions) is not int or positions >= calibration.longest:
+        return []
+    return [
+        f"sequences of {calibration.longest} tokens are longer than the model's {positions} positions "
+        "(max_position_embeddings): its predictions are worse there. Use a smaller --calibrate-context."
+    ]
 
 
 def quantizer_notices(spec: ConversionSpec, experts: ExpertMap, config: Mapping[str, Any]) -> list[str]:
     """Warn of a search where it made predictions worse: at 1 and 2 bits (docs/quality.md).
 
-    And of a calibration with sequences that are longer than the positions of the model's config, or of layers that it
-    does not reach.
+    And of a calibration with sequences that are longer than the positions of the model's config.
     """
     if spec.encoding.calibration is not None:
-        return _calibration_notices(spec.encoding.calibration, experts, config)
+        return _calibration_notices(spec.encoding.calibration, config)
     few = sorted({one.schema.name for one in spec.kernel_specs if one.schema.num_bits <= _FEW_BITS})
     if spec.encoding.quantizer != MSE or not few:
         return []

@@ -346,7 +346,7 @@ def make_plan(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> C
         other_files=checkpoint.other_files,
         other_bytes=checkpoint.loose.num_bytes,
         made_files=checkpoint.made.planned,
-        warnings=(*request_warnings(experts, spec, heads), *source_warnings(checkpoint)),
+        warnings=(*request_warnings(experts, spec, checkpoint.config, heads), *source_warnings(checkpoint)),
         other_bytes_per_gpu=other_bytes_on_gpu(checkpoint.tensors, experts.copied, experts.left, spec.grid, heads),
     )
     notices = (

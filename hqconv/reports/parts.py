@@ -266,7 +266,8 @@ def artifact_parts(document: Document) -> list[Part | None]:
 
 def evaluation_parts(document: Document) -> list[Part | None]:
     """Parts about the figures of `hqconv evaluate`."""
-    kl, sides = document["kl"], [document["source_figures"], document["artifact_figures"]]
+    kl = document["kl"]
+    perplexity, nll = ([document[key][side] for side in ("source", "artifact")] for key in ("perplexity", "mean_nll"))
     error = "" if kl["standard_error"] is None else f" ± {kl['standard_error']:.2g}"
     rows = (
         ("artifact", f"{document['artifact']}, {document['schema']}"),
@@ -274,8 +275,8 @@ def evaluation_parts(document: Document) -> list[Part | None]:
         ("text", f"{document['text']['name']}: {plural(document['num_predictions'], 'predicted token')}"),
         ("context", f"{document['context_length']} tokens, in transformers {document['transformers_version']}"),
         ("dtype", f"{document['compute_dtype']}; activations were not quantized"),
-        ("perplexity", " → ".join(f"{side['perplexity']:.4f}" for side in sides)),
-        ("log-likelihood", " → ".join(f"{-side['mean_nll']:.5f}" for side in sides) + " nats per token"),
+        ("perplexity", " → ".join(f"{value:.4f}" for value in perplexity)),
+        ("log-likelihood", " → ".join(f"{-value:.5f}" for value in nll) + " nats per token"),
         ("KL divergence", f"{kl['mean']:.3g}{error} nats per token"),
         ("", f"median {kl['median']:.3g}, 90 % {kl['p90']:.3g}, 99 % {kl['p99']:.3g}, largest {kl['max']:.3g}"),
         ("same top token", f"{100 * document['top1_agreement']:.2f} %"),

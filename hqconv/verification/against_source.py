@@ -178,7 +178,7 @@ def _check_warnings(artifact: Artifact, experts: ExpertMap, source: Source, resu
         some = ((), names.GEMMS, *((gemm,) for gemm in names.GEMMS))
         renamed = [{(layer, gemm) for layer in spec.of_layers for gemm in gemms} for gemms in some]
         ways += [{"must_be_direct": True, "renamed": frozenset(one)} for one in renamed]
-    possible = [list(request_warnings(experts, replace(spec, **way), heads)) for way in ways]
+    possible = [list(request_warnings(experts, replace(spec, **way), source.config, heads)) for way in ways]
     known, found = source_warnings(source), list(artifact.manifest.warnings or ())
     remarks = [text for text in found if text.startswith((MADE, NOT_MADE))]
     found = [text for text in found if text not in (*known, *remarks) and " left out: " not in text]

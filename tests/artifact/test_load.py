@@ -13,6 +13,7 @@ import torch
 import transformers
 
 import hqconv
+from hqconv.artifact import load as artifact_load
 from hqconv.errors import InputError, RequestError, VerificationError
 from hqconv.schemas.grid import Grid
 from tests.make.conversions import check, run
@@ -45,6 +46,23 @@ def put_back(model: torch.nn.Module, out: Path) -> dict[str, float]:
 
 def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
+
+
+def test_short_memory_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RequestError, match="memory is not enough") as caught:
+        artifact_load._host_memory((1 << 32, 1 << 20), "the layer")
+    assert caught.value.expected == "16777216.00 GiB"
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    write_qwen3_moe(tmp_path / "src")
+    hqconv.convert(tmp_path / "src", tmp_path / "out", schema="int4-g32", target="sm90", device="cpu")
+    monkeypatch.setattr(artifact_load, "read_tensors", fail)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (5 << 20, 1 << 30))
+    with pytest.raises(RequestError, match="GPU's memory is not enough") as caught:
+        hqconv.load(tmp_path / "out", layer=LAYER)
+    assert caught.value.found == "5 MiB free"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from pathlib import Path
@@ -19,6 +20,7 @@ from hqconv.calibration.transformers_model import read_text
 from hqconv.conversion import resources
 from hqconv.errors import HqconvError, InputError, OutputError, RequestError
 from hqconv.models.moe_layer import MoeLayer
+from hqconv.planning import calibration
 from hqconv.planning.layer_encoding import CALIBRATION_VERSION
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.options import LayerChoice, Override
@@ -233,13 +235,25 @@ def test_an_unusable_text_is_refused(deep: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for text in (tmp_path / "none", tmp_path / "empty"):
         refused(deep, out, "no text to calibrate with", calibrate=text)
-    for content, match in (
-        (b"", "no tokens"),
-        (b" \n", "no tokens"),
-        (b"\xff\xfe", "cannot be read"),
-        (b"7", "too short"),
-    ):
+    for content, match in ((b"", "no tokens"), (b" \n", "no tokens"), (b"1\xff", "not UTF-8"), (b"7", "too short")):
         refused(deep, out, match, calibrate=given(content))
+    os.mkfifo(tmp_path / "pipe")  # nothing waits for it
+    assert refused(deep, out, "no text", calibrate=tmp_path / "pipe").found == "a pipe"
+    for option in ("calibrate", "evaluate"):
+        more = {"calibrate": write_text(tmp_path / "text"), option: tmp_path / "pipe"}
+        refused(deep, out, "pipe", **more)
+
+
+@pytest.mark.parametrize(("limit", "value"), [("MAX_TEXT_BYTES", 1 << 20), ("_MAX_FILES", 2)])
+def test_too_large_a_folder_is_refused(
+    deep: Path, tmp_path: Path, limit: str, value: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration, limit, value)
+    (tmp_path / "texts").mkdir()
+    for number in range(3):
+        (tmp_path / "texts" / str(number)).write_bytes(b"7 " * (1 << 18))
+    error = refused(deep, tmp_path / "out", "too large", calibrate=tmp_path / "texts")
+    assert error.found == "1.5 MiB in 3 files, or more"
 
 
 def test_a_text_that_changes_while_it_is_read_is_refused(
@@ -334,6 +348,27 @@ def test_every_family_is_calibrated_or_refused(family: str, tmp_path: Path) -> N
     assert_verified(tmp_path / "out", tmp_path / "src")
 
 
+@pytest.mark.sampled(13)
+@pytest.mark.parametrize("family", [one for one in FAMILIES if one not in (*REFUSED, "openai_privacy_filter")])
+def test_a_proof_is_in_float32_where_the_calibration_is_not(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a GPU: the source's layers are read once, in bfloat16."""
+    monkeypatch.setitem(inputs._DTYPES, "cpu", torch.bfloat16)
+    caplog.set_level("INFO")
+    save_family(tmp_path / "src", family, inner=64, **({"head_dim": 8} if family in WITH_HEADS_OF_8 else {}))
+    write_tokenizer(tmp_path / "src")
+    text = write_text(tmp_path / "text")
+    report = calibrated(tmp_path, tmp_path / "out", evaluate=text)
+    assert "are not run beside" not in caplog.text
+    found = hqconv.evaluate(tmp_path / "out", tmp_path / "src", text, device="cpu")
+    assert report.evaluation is not None
+    assert report.evaluation["compute_dtype"] == found["compute_dtype"] == "float32"
+    roughly = 1e-2 if family == "zaya" else 1e-6  # it rounds its last hidden states to the dtype of the next weight
+    assert report.evaluation["perplexity"] == pytest.approx(found["perplexity"], rel=roughly)
+    assert report.evaluation["kl"] == pytest.approx(found["kl"], rel=1e3 * roughly, abs=1e-9)
+
+
 def test_layers_for_multi_token_prediction_are_rounded_with_a_notice(tmp_path: Path) -> None:
     src = tmp_path / "src"
     save_family(src, "deepseek_v3", inner=64, head_dim=8)
@@ -347,9 +382,13 @@ def test_layers_for_multi_token_prediction_are_rounded_with_a_notice(tmp_path: P
     save_file(tensors, src / "model.safetensors", {"format": "pt"})
     words = json.loads((src / "config.json").read_bytes())
     (src / "config.json").write_text(json.dumps(words | {"num_nextn_predict_layers": 1}))
-    report = calibrated(tmp_path, tmp_path / "out")
+    report = calibrated(tmp_path, tmp_path / "out", evaluate=tmp_path / "text")
     plain = run(src, tmp_path / "plain", "int4-g32")
-    assert any("rounded to nearest: model.layers.2.mlp.experts." in text for text in report.warnings)
+    recorded = manifest(tmp_path / "out")["warnings"]
+    assert any("1 layer rounded to nearest: model.layers.2.mlp.experts." in text for text in recorded)
+    assert report.evaluation is not None
+    assert report.evaluation["num_layers"] == 1
+    assert any("1 layer not evaluated: model.layers.2.mlp.experts." in text for text in report.warnings)
     one, two = (f"model.layers.{number}.mlp.experts" for number in (1, 2))
     assert report.errors[one] != plain.errors[one]
     assert report.errors[two] == plain.errors[two]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from typer.testing import CliRunner
 import hqconv
 from hqconv.artifact.manifest import read_manifest
 from hqconv.artifact.model_card import evaluation_in_card
+from hqconv.calibration.streamed_model import StreamedModel
 from hqconv.calibration.transformers_model import read_rest, read_text
 from hqconv.cli.app import app
-from hqconv.errors import RequestError
+from hqconv.conversion.executor import Executor
+from hqconv.errors import OutputError, RequestError
 from hqconv.evaluation import held_out
 from hqconv.planning import calibration
 from tests.make.conversions import assert_verified, manifest, run
@@ -58,6 +61,77 @@ def test_the_held_out_tokens_are_evaluated_as_hqconv_evaluate_does(made: Path, t
     assert {key: found[key] for key in expected} == expected
     assert (found["num_tokens"], found["artifact"]) == (35 * 16, "out")
     assert_verified(made / "out", made / "src")
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    """Each load of a stage: its name, and whether the artifact's experts took the place of the source's."""
+    found: list[tuple[str, bool]] = []
+    load = StreamedModel.load
+
+    def watched(self: StreamedModel, stage: str, others: Any = MappingProxyType({})) -> None:
+        found.append((stage, bool(others)))
+        load(self, stage, others)
+
+    monkeypatch.setattr(StreamedModel, "load", watched)
+    return found
+
+
+def test_the_calibration_runs_the_source_for_the_evaluation(
+    made: Path, tmp_path: Path, loads: list[tuple[str, bool]]
+) -> None:
+    """The source's experts are read once; so are the artifact's."""
+    run(made / "src", tmp_path / "out", "int4-g32", calibrate=made / "text", **OPTIONS)
+    layers = [f"model.layers.{number}" for number in (0, 1)]
+    assert [stage for stage, has_others in loads if has_others] == layers
+    assert [stage for stage, has_others in loads if not has_others and stage in layers] == layers
+    assert card(tmp_path / "out") == card(made / "out")
+
+
+def test_without_memory_beside_the_calibration_the_evaluation_comes_after_it(
+    made: Path, tmp_path: Path, loads: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = StreamedModel.check_memory
+
+    def limited(self: StreamedModel, streams: Any, *limit: Any, ends: bool = False, **options: Any) -> int:
+        if len(streams) > 1 and not ends:
+            raise RequestError("Too much.", where="the test")
+        return check(self, streams, *limit, ends=ends, **options)
+
+    monkeypatch.setattr(StreamedModel, "check_memory", limited)
+    run(made / "src", tmp_path / "out", "int4-g32", calibrate=made / "text", **OPTIONS)
+    assert loads.count(("model.layers.1", False)) == 2
+    assert snapshot(tmp_path / "out") == snapshot(made / "out")
+
+
+@pytest.mark.parametrize("num_done", [1, 2])
+def test_a_resumed_conversion_evaluates_what_it_finds(
+    made: Path, tmp_path: Path, num_done: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers that an earlier run has written are read from their files, as all are."""
+    publish, num_layers = Executor._publish, 0
+
+    def interrupted(self: Executor, unit: Any) -> None:
+        nonlocal num_layers
+        publish(self, unit)
+        num_layers += ".experts" in unit.unit.name
+        if num_layers == num_done:
+            raise OutputError("The power went out.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Executor, "_publish", interrupted)
+        with pytest.raises(OutputError, match="power"):
+            run(made / "src", tmp_path / "out", "int4-g32", calibrate=made / "text", **OPTIONS)
+    report = run(made / "src", tmp_path / "out", "int4-g32", calibrate=made / "text", resume=True, **OPTIONS)
+    assert report.num_groups_resumed >= num_done
+    assert report.evaluation == card(made / "out")
+    assert snapshot(tmp_path / "out") == snapshot(made / "out")
+
+
+def test_the_held_out_tokens_change_no_byte_of_the_artifact(made: Path, tmp_path: Path) -> None:
+    run(made / "src", tmp_path / "out", "int4-g32", calibrate=made / "text", evaluate=made / "other", **OPTIONS)
+    assert (tmp_path / "out" / "hqconv.json").read_bytes() == (made / "out" / "hqconv.json").read_bytes()
+    assert card(tmp_path / "out") != card(made / "out")
 
 
 def test_a_finished_artifact_is_not_evaluated_again(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:

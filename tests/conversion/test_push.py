@@ -134,12 +134,12 @@ def test_files_of_others_are_refused(made: Path, out: Path, hub: UploadHub) -> N
 def test_a_card_with_an_evaluation_is_pushed_with_its_sum(out: Path, hub: UploadHub) -> None:
     """After a first push too; every file of the repo is then the local one."""
     push(out, REPO)
-    manifest, figures = read_manifest(out), {"mean_nll": 2.0, "perplexity": 7.4}
+    manifest = read_manifest(out)
     document = {"kind": "evaluation", "manifest_sha256": manifest.sha256, "top1_agreement": 0.5, "schema": "int8"}
     document |= dict.fromkeys(("num_tokens", "num_predictions", "context_length"), 9)
     document |= dict.fromkeys(("compute_dtype", "activations", "transformers_version"), "x")
     document |= {"text": {"name": "<!-- -->", "sha256": "0" * 64}, "artifact": "out", "source": {"name": "src"}}
-    document |= dict.fromkeys(("source_figures", "artifact_figures"), figures)
+    document |= {key: {"source": 2.0, "artifact": 7.4} for key in ("perplexity", "mean_nll")}
     document["kl"] = dict.fromkeys(("mean", "median", "p90", "p99", "max", "standard_error"), 0.125)
     write_evaluation(out, manifest, document)
     assert evaluation_in_card(out, manifest) == document

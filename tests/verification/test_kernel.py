@@ -212,7 +212,7 @@ def test_experts_are_those_of_dequantize(
     source: str, schema: str, grid: Grid, batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In order, and with experts left out."""
-    monkeypatch.setattr(experts_module, "_BATCH_WEIGHTS", batch)
+    monkeypatch.setitem(experts_module._BATCH_WEIGHTS, "cpu", batch)
     run(make_source(source, tmp_path), tmp_path / "out", schema, grid)
     with Artifact(tmp_path / "out") as artifact:
         name = next(iter(artifact.layers))
