@@ -87,17 +87,21 @@ def test_codes_that_are_kept_are_not_calibrated(made: Path, tmp_path: Path) -> N
     assert snapshot(tmp_path / "plain" / "experts") == snapshot(tmp_path / "found" / "experts")
 
 
-def test_each_gemm_is_calibrated_as_under_its_schema_alone(made: Path, tmp_path: Path) -> None:
+def test_each_gemm_is_calibrated_in_its_schema(made: Path, tmp_path: Path) -> None:
+    """w13 as under its schema alone; of w2 no more is known, since its inputs may be those of a quantized w13."""
     options: dict[str, Any] = {"calibrate": made / "text", **OPTIONS}
     run(made / "src", tmp_path / "both", "int3-g32+int4-g32", Grid(2, 2), **options)
     run(made / "src", tmp_path / "w13", "int3-g32", Grid(2, 2), **options)
-    for gemm, alone in (("w13", tmp_path / "w13"), ("w2", made / "out")):
-        for path in (alone / "experts").rglob("*.safetensors"):
-            found = load_file(tmp_path / "both" / path.relative_to(alone))
-            of_gemm = {key: one for key, one in load_file(path).items() if f".{gemm}_" in key}
-            assert of_gemm
-            assert all(torch.equal(found[key], one) for key, one in of_gemm.items())
+    for path in (tmp_path / "w13/experts").rglob("*.safetensors"):
+        found = load_file(tmp_path / "both" / path.relative_to(tmp_path / "w13"))
+        of_gemm = {key: one for key, one in load_file(path).items() if ".w13_" in key}
+        assert of_gemm
+        assert all(torch.equal(found[key], one) for key, one in of_gemm.items())
     assert_verified(tmp_path / "both", made / "src")
+    errors, alone = (manifest(one)["blocks"] for one in (tmp_path / "both", tmp_path / "w13"))
+    for layer, words in errors.items():
+        worse, better = (one["quantization_error"]["w2"]["relative_error"] for one in (alone[layer], words))
+        assert better < worse / 1.5  # of four bits, not three
 
 
 def test_another_text_is_another_artifact(made: Path, tmp_path: Path) -> None:
@@ -433,7 +437,8 @@ def test_a_gemm_that_keeps_its_codes_stands_beside_a_calibrated_one(schema: str,
         assert "direct" in words["conversion"]
         for role, sums in words["content_sums"].items():
             assert (words["quantization_error"][role]["relative_error"] == 0) == (role in kept)
-            assert (sums == expected[layer]["content_sums"][role]) == (role not in kept)
+            if role != "w2":
+                assert (sums == expected[layer]["content_sums"][role]) == (role not in kept)
     assert_verified(tmp_path / "out", tmp_path / "src")
 
 

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import hqconv
 from hqconv.errors import RequestError
 from hqconv.schemas.grid import GROUPS, Grid
-from hqconv.schemas.weight_schema import SchemaPair, WeightSchema, pair, resolve_layer_schema, resolve_schema
-from tests.make.conversions import assert_verified, check, manifest, open_plan, run
+from hqconv.schemas.weight_schema import (
+    PARAM_DTYPES,
+    SchemaPair,
+    WeightSchema,
+    pair,
+    resolve_layer_schema,
+    resolve_schema,
+)
+from tests.make.conversions import assert_verified, check, manifest, open_plan, run, write_manifest
+from tests.make.effort import num_examples
+from tests.make.matrices import SCHEMAS
 from tests.make.models import save_model
 from tests.make.tensors import assert_same, load_all, snapshot
 
-ModelOf = Callable[..., Path]
 LAYER = "model.layers.0.block_sparse_moe.experts"
 PAIRS = (
     ("int3-g64", "int4-g32-e4m3"),
@@ -41,6 +51,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def name_of(both: tuple[str, str]) -> str:
     return "+".join(both)
+
+
+@settings(max_examples=num_examples(40), deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    both=st.tuples(*[st.sampled_from(SCHEMAS)] * 2).filter(lambda both: both[0] != both[1]),
+    grid=st.sampled_from(GRIDS[:2]),
+    dtype=st.sampled_from(PARAM_DTYPES),
+)
+def test_any_two_schemas(
+    both: tuple[str, str], grid: Grid, dtype: str, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    out = tmp_path_factory.mktemp("pair")
+    run(model, out / "both", name_of(both), grid, dtype=dtype)
+    weights = hqconv.dequantize(out / "both", layer=LAYER)
+    for gemm, name in zip(("w13", "w2"), both, strict=True):
+        run(model, out / gemm, name, grid, dtype=dtype)
+        for role, one in hqconv.dequantize(out / gemm, layer=LAYER).items():
+            assert (role == "w2") != (gemm == "w2") or torch.equal(weights[role], one)
+    assert_verified(out / "both", model)
+    shutil.rmtree(out)
 
 
 @pytest.mark.sampled(3)
@@ -136,8 +166,6 @@ def test_faults_are_found_in_each_gemm(model: Path, tmp_path: Path) -> None:
     """A layer config, or bits, of the other GEMM's schema do not pass."""
     run(model, tmp_path / "out", "int4-g32+int4-g64")
     words = manifest(tmp_path / "out")
-    from tests.make.conversions import write_manifest
-
     fields = words["weight_schema"]
     write_manifest(tmp_path / "out", {**words, "weight_schema": {"w13": fields["w2"], "w2": fields["w13"]}})
     report = check(tmp_path / "out", None, "files", "weights")
@@ -248,7 +276,5 @@ def test_exponents_are_fused_in_one_gemm(model: Path, tmp_path: Path) -> None:
         assert layer["w2"]["flags"]["use_fused_e8m0_scale"]
     sums = words["blocks"][LAYER]["content_sums"]
     sums["w1"]["weight"] = "0" * 16
-    from tests.make.conversions import write_manifest
-
     write_manifest(tmp_path / "out", words)
     assert not check(tmp_path / "out", None, "weights").passed
