@@ -75,21 +75,13 @@ RANKED = (
     *PRESETS,
     *("int4-g32-e4m3", "int4-g32-e4m3-row", "int4-g16-e4m3", "fp4-g32-e4m3", "fp4-g32-e8m0-row", "int4-g64"),
     *("int4-g32", "int4-g128-zp", "int4-g64-zp", "int6-g128", "int5-g128", "int3-g64", "int3-g32-e4m3", "int2-g32-zp"),
-    *(
-        "int2-g64",
-        "int3-g64-h64",
-        "int3-g32-e4m3-h64",
-        "int2-g64-h64",
-        "mxfp4-h64",
-        "int4-g32-e4m3-h64",
-        "int4-g64-h64",
-    ),
-    "nvfp4-h64",
+    *("int2-g64", "int2-g64-h64", "int3-g64-h64", "int3-g32-e4m3-h32", "int4-g64-h64", "int4-g32-h32", "nvfp4-h32"),
+    *("int4-g32-e4m3-h32", "int4-g32-e4m3-row-h32", "mxfp4-h32", "fp4-g32-e4m3-h32", "int4-g16-e4m3-h32"),
 )
 TIMED = (
     *("mxfp4", "nvfp4", "fp4-g32-e4m3", "int4-g32-e4m3", "int4-g16-e4m3", "int4-g32-e4m3-row"),
     *("int4-g64", "int4-g32", "int4", "int3-g64", "int3-g32-e4m3", "fp8", "int8", "mxfp8"),
-    *("int3-g64-h64", "int4-g32-e4m3-h64", "mxfp4-h64"),
+    *("int3-g64-h64", "int4-g32-e4m3-h32", "mxfp4-h32"),
 )
 ABOUT = "w13, activation and w2 of one layer with the quantization of their inputs, in CUDA graphs"
 LAYER, ACTIVATION, DTYPE = "model.layers.0.mlp.experts", Activation("silu"), "bfloat16"
@@ -231,7 +223,7 @@ def record_divergence(args: argparse.Namespace) -> None:
         "model": "SmolLM2-135M-Instruct with four experts (scripts/real_model.py)",
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "versions": {name: version(name) for name in ("hqconv", "torch", "transformers")},
+        "versions": {name: version(name) for name in ("torch", "transformers")},
     }
     lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(one)}" for key, one in document.pop("schemas").items())
     facts = "".join(f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in document.items())
@@ -419,7 +411,7 @@ def record_speeds(args: argparse.Namespace) -> None:
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "source": "scripts/record.py speeds",
         "timed": ABOUT,
-        "versions": {name: version(name) for name in ("hqconv", "humming-kernels", "torch")},
+        "versions": {name: version(name) for name in ("humming-kernels", "torch")},
         "model": model._asdict(),
         "rows": rows,
     }

@@ -27,7 +27,13 @@ _IMPLEMENTATION = re.compile(r"_?(?:attn|attention|experts)_implementation(?:_in
 _ATTENTION = (None, "eager", "sdpa")  # of transformers itself
 _TOKENIZER_FILE = re.compile(
     r"(?:tokenizer|special_tokens_map|added_tokens|vocab|merges|tekken)[\w.-]*\.(?:json|txt|model)|[\w.-]+\.(?:model|tiktoken)"
+    r"|chat_template\.jinja"
 )
+BUILTIN_TEXT = Path(__file__).with_name("builtin.txt")
+_BETWEEN = "\n\n\n"  # passages of BUILTIN_TEXT
+_TURN = re.compile(r"^(System|User|Assistant|Tool): ", re.MULTILINE)
+# Before a chat template: one that asks for the date gets this one, so that tokens do not depend on the day.
+_DATE = "{% macro strftime_now(format) %}2026-01-01{% endmacro %}"
 
 
 def import_transformers(what: str) -> Any:
@@ -248,7 +254,7 @@ def read_text(
     """
     where, raw = f"{option} {files[0]}", _joined(files, option)
     tokenizer = _tokenizer_of(transformers, folder, source)
-    text = raw.decode()
+    text = _in_chat_template(files, raw.decode(), tokenizer)
     with running(f"the tokenizer of {source}"):
         ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     if not ids:
@@ -271,7 +277,7 @@ def read_rest(
     what is raised, are those of `read_text`; RequestError also for a tokenizer that does not tell its tokens' places.
     """
     tokenizer = _tokenizer_of(transformers, folder, source)
-    text = _joined(files, option).decode()
+    text = _in_chat_template(files, _joined(files, option).decode(), tokenizer)
     if not tokenizer.is_fast:
         raise RequestError("The tokenizer does not tell where its tokens are in a text.", where=source)
     with running(f"the tokenizer of {source}"):
@@ -305,6 +311,34 @@ def _joined(files: Sequence[Path], option: str) -> bytes:
                 remedy="Convert the file to UTF-8, or leave it out.",
             ) from error
     return b"\n\n".join(contents)
+
+
+def _in_chat_template(files: Sequence[Path], text: str, tokenizer: Any) -> str:
+    """Return the text of the package with its dialogues in the tokenizer's chat template; others as they are.
+
+    Templates run in the sandbox of transformers. A dialogue that the template refuses stays as it is.
+    """
+    if [*files] != [BUILTIN_TEXT] or not tokenizer.chat_template:
+        return text
+    bos = tokenizer.bos_token if _start(tokenizer, text, "") else ""  # it stands before each sequence
+
+    def rendered(passage: str) -> str:
+        before, *turns = _TURN.split(passage)
+        if before or not turns:
+            return passage
+        pairs = zip(turns[::2], turns[1::2], strict=True)
+        messages = [{"role": role.lower(), "content": content.strip()} for role, content in pairs]
+        try:
+            template = _DATE + tokenizer.get_chat_template()
+            words: str = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
+        except ImportError:  # of Jinja
+            raise
+        except Exception:  # noqa: BLE001 - a template refuses roles that it does not know
+            return passage
+        return words.removeprefix(bos)
+
+    with running("the chat template of the source"):
+        return _BETWEEN.join(map(rendered, text.split(_BETWEEN)))
 
 
 def _tokenizer_of(transformers: Any, folder: Path, source: str) -> Any:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hqconv.calibration.transformers_model import (
+    BUILTIN_TEXT,
     MAX_TEXT_BYTES,
     folder_of,
     import_transformers,
@@ -23,7 +24,6 @@ from hqconv.models.source_protocol import Source
 from hqconv.schemas.options import BUILTIN, MSE, ConversionArguments
 from hqconv.schemas.untrusted_files import found_at
 
-BUILTIN_TEXT = Path(__file__).parents[1] / "calibration" / "builtin.txt"
 DEVICES = ("cpu", "cuda")
 _LEAST_TOKENS = 2
 _MAX_FILES = 10_000

@@ -8,9 +8,16 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import transformers
+from tokenizers.processors import TemplateProcessing
 
+from hqconv.calibration.transformers_model import _in_chat_template as text_in_template
+from hqconv.calibration.transformers_model import folder_of, read_text
 from hqconv.planning.calibration import BUILTIN_TEXT
+from hqconv.sources.opening import open_source
 from scripts import make_builtin_text
+from tests.make.families import save_family
+from tests.make.tokenizer import write_tokenizer
 
 # Another text gives other bytes of artifacts: say it in the changelog.
 SHA256 = "16a8e2dcbed53c40d5bce5d4a5d590236d7b478e023124e9ae34f4b0c5591b30"
@@ -59,3 +66,41 @@ def test_the_package_holds_the_text_and_its_licences() -> None:
     licences = BUILTIN_TEXT.with_suffix(".md").read_text("utf-8")
     for source in make_builtin_text.SOURCES:
         assert source.replace("-", " ") in licences.lower(), source
+
+
+TEMPLATE = (
+    "{{ strftime_now('%Y') }}{% for one in messages %}{% if one.role == 'tool' %}"
+    "{{ raise_exception('no tools') }}{% endif %}<|{{ one.role }}|>{{ one.content }}<|end|>{% endfor %}"
+)
+
+
+def test_dialogues_are_in_the_chat_template_of_the_tokenizer(tmp_path: Path) -> None:
+    """All but those with a role that it refuses; today's date is not in it."""
+    write_tokenizer(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text = BUILTIN_TEXT.read_text("utf-8")
+    assert text_in_template([BUILTIN_TEXT], text, tokenizer) == text  # it has none
+    tokenizer.chat_template = TEMPLATE
+    assert text_in_template([tmp_path / "builtin.txt"], text, tokenizer) == text  # a user's own file
+    found = text_in_template([BUILTIN_TEXT], text, tokenizer)
+    assert "2026-01-01<|system|>You are a helpful assistant. Answer briefly.<|end|><|user|>Why is the sky blue" in found
+    tokenizer.bos_token, tokenizer.chat_template = "1", "{{ bos_token }}" + TEMPLATE
+    assert "12026-01-01<|" in text_in_template([BUILTIN_TEXT], text, tokenizer)
+    start = TemplateProcessing(single="1 $A", special_tokens=[("1", 1)])
+    tokenizer._tokenizer.post_processor = start  # now BOS stands before each sequence
+    assert text_in_template([BUILTIN_TEXT], text, tokenizer) == found
+    left = [one for one in found.split("\n\n\n") if one.startswith(("System: ", "User: "))]
+    assert left
+    assert all("\nTool: " in one for one in left)
+    begins = ("System: ", "User: ", "2026-01-01<|")
+    plain = [[one for one in each.split("\n\n\n") if not one.startswith(begins)] for each in (text, found)]
+    assert plain[0] == plain[1]
+
+
+def test_a_source_s_template_is_read(tmp_path: Path) -> None:
+    save_family(tmp_path / "src", "mixtral", inner=64)
+    write_tokenizer(tmp_path / "src")
+    (tmp_path / "src/chat_template.jinja").write_text("{% for one in messages %}7 8 9 {% endfor %}")
+    with open_source(tmp_path / "src") as source, folder_of(source) as folder:
+        words = read_text(transformers, folder, [BUILTIN_TEXT], 1 << 20)
+    assert any(words.ids[i : i + 3] == [7, 8, 9] for i in range(len(words.ids)))
