@@ -1,7 +1,8 @@
 """hqconv: offline conversion of Mixture-of-Experts checkpoints for the Humming GPU kernels.
 
 For programs: `plan`, `convert`, `allocate`, `verify`, `evaluate`, `inspect`, `push`, `publish`,
-`load`, `dequantize`, and the types that they take and give; see docs/api.md. Nothing is loaded before it is asked for.
+`load`, `dequantize`, `to_kernel`, and the types that they take and give; see docs/api.md. Nothing is loaded before it
+is asked for.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         plan,
         publish,
         push,
+        to_kernel,
         verify,
     )
     from hqconv.artifact.load import RankGemm
@@ -58,6 +60,7 @@ __all__ = [
     "plan",
     "publish",
     "push",
+    "to_kernel",
     "verify",
 ]
 _MODULES = {  # of names that are not functions of `api`

@@ -9,7 +9,7 @@ import inspect as inspect_module
 import logging
 import math
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
@@ -677,6 +677,32 @@ def load(
     place = choose_device(device)
     with explained_gpu_memory(place, 'Free the GPU, or load with device="cpu".'):
         return load_layer(path, layer, tp_rank, ep_rank, place, check_digests=check_digests)
+
+
+@_checked
+@_with_options
+def to_kernel(
+    weights: Mapping[str, torch.Tensor],
+    *,
+    tp_rank: int = 0,
+    ep_rank: int = 0,
+    model_config: Mapping[str, Any] | None = None,
+    **options: Unpack[ConversionArguments],
+) -> dict[str, RankGemm]:
+    """Convert one layer's experts, tensors in memory, to a rank's kernel tensors on the same device.
+
+    For trainers that update a running server. weights: `w13` [E, 2I, H] (gate's rows first) and `w2` [E, H, I] in
+    bfloat16, float16 or float32; or the layer's tensors under a checkpoint's names, in any format that `convert` reads.
+    model_config: with a checkpoint's names, its config.json. tp_rank, ep_rank: the rank. options: as of `convert`; the
+    target is the tensors' GPU if none is named. What needs more than a layer's weights is refused: the checkpoint
+    layout, calibration, overrides, static scales of activations.
+
+    Returns the tensors of `hqconv.load` from an artifact of the same weights and options, to the bit. Raises
+    RequestError and InputError as `convert`. Uses device memory for the result and a batch of experts.
+    """
+    from hqconv.conversion.layer_to_kernel import layer_to_kernel
+
+    return layer_to_kernel(weights, _parse(None, options), tp_rank, ep_rank, model_config)
 
 
 def dequantize(path: str | Path, *, layer: str, check_digests: bool = True) -> dict[str, torch.Tensor]:

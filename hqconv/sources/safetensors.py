@@ -8,6 +8,7 @@ vLLM would choose different files.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -266,21 +267,9 @@ class SafetensorsSource:
         self, layer: MoeLayer, expert: int, roles: Sequence[str], device: torch.device, raw: RawExperts | None = None
     ) -> dict[str, SourceMatrix]:
         """Decode projections of one expert, on the CPU as views of `raw`; a shared tensor is read once."""
-        from hqconv.formats.source_matrix import decode_matrix
-
-        read: dict[tuple[int, int], torch.Tensor] = {}
-        matrices = {}
-        for role in roles:
-            parts, names = {}, {}
-            for part, ref in layer.sources[expert][role].items():
-                tensor_slice = layer.parts[role][part]
-                key = (ref.file, ref.offset_bytes)
-                if key not in read:
-                    read[key] = raw.tensor(ref).to(device, non_blocking=True) if raw else self._read(ref, device)
-                parts[part] = read[key] if tensor_slice.is_run else _cut(read[key], tensor_slice.view)
-                names[part] = f"{ref.name}, expert {expert}" if tensor_slice.is_stacked else ref.name
-            matrices[role] = decode_matrix(layer.format.of(role), parts, layer.shape(role), names)
-        return matrices
+        if raw is None:
+            return decoded_expert(layer, expert, roles, lambda ref: self._read(ref, device))
+        return decoded_expert(layer, expert, roles, lambda ref: raw.tensor(ref).to(device, non_blocking=True))
 
     def _read(self, ref: TensorRef, device: torch.device) -> torch.Tensor:
         """Read a tensor in its stored dtype to `device` (through pinned memory for CUDA)."""
@@ -381,6 +370,25 @@ class SafetensorsSource:
     def _read_error(self, ref: TensorRef, what: str, found: object) -> InputError:
         where = f"{self.guard.path_of(self.files[ref.file].name)}, tensor {ref.name!r}"
         return InputError(what, where=where, found=found, remedy=_KEEP)
+
+
+def decoded_expert(
+    layer: MoeLayer, expert: int, roles: Sequence[str], read: Callable[[TensorRef], torch.Tensor]
+) -> dict[str, SourceMatrix]:
+    """Decode projections of one expert. read: gives a tensor in its stored dtype; a shared one is read once."""
+    from hqconv.formats.source_matrix import decode_matrix
+
+    read_once = functools.cache(read)
+    matrices = {}
+    for role in roles:
+        parts, names = {}, {}
+        for part, ref in layer.sources[expert][role].items():
+            tensor_slice = layer.parts[role][part]
+            whole = read_once(ref)
+            parts[part] = whole if tensor_slice.is_run else _cut(whole, tensor_slice.view)
+            names[part] = f"{ref.name}, expert {expert}" if tensor_slice.is_stacked else ref.name
+        matrices[role] = decode_matrix(layer.format.of(role), parts, layer.shape(role), names)
+    return matrices
 
 
 def _cut(whole: torch.Tensor, view: View) -> torch.Tensor:

@@ -1,0 +1,129 @@
+"""`hqconv.to_kernel`: tensors in memory to a rank's kernel tensors, equal to those of a converted folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import hqconv
+from hqconv.errors import InputError, RequestError
+from tests.make.families import save_family
+from tests.make.formats import write
+
+GRIDS = [{}, {"tp": 2}, {"ep": 2, "redundant_experts": 2, "expert_placement": "round_robin"}, {"tp": 2, "ep": 2}]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+def layer_of(folder: Path, out: Path) -> tuple[str, dict[str, torch.Tensor], dict[str, Any]]:
+    """The first converted layer: its name, its tensors as the folder has them, and the model's config."""
+    tensors = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(file)
+    layer = next(iter(json.loads((out / "hqconv.json").read_text())["blocks"]))
+    of_layer = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{layer}.")}
+    return layer, of_layer, json.loads((folder / "config.json").read_text())
+
+
+def assert_as_converted(
+    folder: Path, tmp_path: Path, options: dict[str, Any], device: str = "cpu", weights: Mapping[str, Any] | None = None
+) -> None:
+    """Every rank's tensors and LayerConfigs, from memory and from an artifact."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    out = tmp_path / "out"
+    hqconv.convert(folder, out, target="sm90", device="cpu", **options)
+    layer, tensors, config = layer_of(folder, out)
+    given = {name: one.to(device) for name, one in (weights or tensors).items()}
+    named = {} if weights else {"model_config": config}
+    for tp_rank in range(options.get("tp", 1)):
+        for ep_rank in range(options.get("ep", 1)):
+            rank = {"tp_rank": tp_rank, "ep_rank": ep_rank}
+            expected = hqconv.load(out, layer=layer, **rank)
+            found = hqconv.to_kernel(given, target="sm90", **rank, **named, **options)
+            assert found.keys() == expected.keys()
+            for gemm, of_gemm in expected.items():
+                assert found[gemm].config == of_gemm.config
+                assert found[gemm].hadamard_block_size == of_gemm.hadamard_block_size
+                assert found[gemm].tensors.keys() == of_gemm.tensors.keys()
+                for name, tensor in of_gemm.tensors.items():
+                    one = found[gemm].tensors[name]
+                    assert (one.device.type, one.dtype, one.shape) == (device, tensor.dtype, tensor.shape)
+                    assert torch.equal(one.cpu().view(torch.uint8), tensor.view(torch.uint8)), (gemm, name, rank)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("schema", ["mxfp4", "int4-g32-e4m3", "nvfp4", "int3-g64-h64+int4-g32-zp"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_checkpoints_tensors(family: str, schema: str, grid: dict[str, Any], device: str, tmp_path: Path) -> None:
+    save_family(tmp_path / "source", family, hidden_size=256, intermediate_size=256, moe_intermediate_size=256)
+    assert_as_converted(tmp_path / "source", tmp_path, {"schema": schema, "dtype": "bfloat16", **grid}, device)
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "ct-int4", "gptq", "mxfp4"])
+def test_quantized_tensors(form: str, tmp_path: Path) -> None:
+    write(tmp_path / "source", form)
+    assert_as_converted(tmp_path / "source", tmp_path, {"schema": "source"})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_stacks_of_experts(device: str, tmp_path: Path) -> None:
+    """w13 [E, 2I, H] and w2 [E, H, I], views of larger tensors and with gradients: as trainers have them."""
+    save_family(tmp_path / "source", "qwen3_moe", hidden_size=256, moe_intermediate_size=256)
+    model = load_file(next((tmp_path / "source").glob("*.safetensors")))
+    layer = "model.layers.0.mlp.experts"
+    count = sum(name.startswith(f"{layer}.") and name.endswith("down_proj.weight") for name in model)
+    each = [[model[f"{layer}.{e}.{word}_proj.weight"] for word in ("gate", "up", "down")] for e in range(count)]
+    w13 = torch.stack([torch.cat([gate, up]) for gate, up, _ in each])
+    w2 = torch.stack([down for _, _, down in each])
+    weights = {"w13": torch.cat([w13, w13], 2)[..., :256].requires_grad_(), "w2": w2.mT.contiguous().mT}
+    options = {"schema": "int4-g32-e4m3", "dtype": "bfloat16", "tp": 2}
+    assert_as_converted(tmp_path / "source", tmp_path, options, device, weights)
+
+
+W13, W2 = torch.zeros(4, 512, 256, dtype=torch.bfloat16), torch.zeros(4, 256, 256, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("weights", "options", "what"),
+    [
+        ({"w13": W13, "w2": W2[:, :, :128]}, {}, "no experts' matrices"),
+        ({"w13": W13[0], "w2": W2}, {}, "no experts' matrices"),
+        ({"a.experts.w": W2}, {}, "read with its config"),
+        ({"w13": W13, "w2": W2}, {"tp": 2, "tp_rank": 2}, "no such rank"),
+        ({"w13": W13, "w2": W2}, {"target": None}, "target GPU must be named"),
+        ({"w13": W13, "w2": W2}, {"layout": "checkpoint"}, "not enough for this"),
+        ({"w13": W13, "w2": W2}, {"calibrate": "builtin"}, "not enough for this"),
+        ({"w13": W13, "w2": W2}, {"tp": 3}, "cannot be split|cannot be cut|TP"),
+        ({"w13": W13.to("meta"), "w2": W2}, {}, "on one device"),
+    ],
+)
+def test_refused(weights: dict[str, torch.Tensor], options: dict[str, Any], what: str) -> None:
+    with pytest.raises(RequestError, match=what):
+        hqconv.to_kernel(weights, **{"schema": "mxfp4", "target": "sm90", "dtype": "bfloat16", **options})
+
+
+def test_a_weight_that_is_not_finite_is_refused() -> None:
+    bad = W13.clone()
+    bad[2, 3, 4] = float("nan")
+    with pytest.raises(InputError, match="NaN or infinite"):
+        hqconv.to_kernel({"w13": bad, "w2": W2}, schema="mxfp4", target="sm90", dtype="bfloat16")
+
+
+def test_batches_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    weights = {"w13": torch.randn(5, 512, 256).bfloat16(), "w2": torch.randn(5, 256, 256).bfloat16()}
+    options = {"schema": "nvfp4", "target": "sm90", "dtype": "bfloat16"}
+    whole = hqconv.to_kernel(weights, **options)
+    monkeypatch.setattr("hqconv.conversion.layer_to_kernel._BATCH_BYTES", 1)
+    for gemm, one in hqconv.to_kernel(weights, **options).items():
+        assert all(
+            torch.equal(one.tensors[name].view(torch.uint8), t.view(torch.uint8))
+            for name, t in whole[gemm].tensors.items()
+        )
