@@ -33,7 +33,6 @@ from safetensors.torch import load_file, save_file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import hqconv
-from hqconv.artifact.load import load_layer
 from hqconv.calibration.transformers_model import read_text
 from hqconv.schemas.artifact_names import MANIFEST
 from hqconv.schemas.engine import ENGINE
@@ -172,6 +171,26 @@ def calibrated(schema: str, args: argparse.Namespace, work: Path) -> dict[str, A
 # --- reload ------------------------------------------------------------------------------------------------
 
 
+def in_kernel_layout(source: Path, layers: list[str], schema: str) -> tuple[dict[str, torch.Tensor], float]:
+    """Lay out a trainer's weights on the GPU, by vLLM's names of the parameters; and the seconds of a layer."""
+    config = json.loads((source / "config.json").read_text())
+    weights: dict[str, torch.Tensor] = {}
+    for file in sorted(source.glob("*.safetensors")):
+        weights |= load_file(file, device="cuda")
+    words: dict[str, Any] = {"schema": schema, "target": target_here().name, "model_config": config}
+    found: dict[str, torch.Tensor] = {}
+    seconds = []
+    for layer in (layers[0], *layers):  # once to load what is loaded once
+        own = {name: tensor for name, tensor in weights.items() if name.startswith(f"{layer}.")}
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for gemm, of in hqconv.to_kernel(own, **words).items():
+            found |= {f"{layer}.routed_experts.{gemm}_{name}": tensor for name, tensor in of.tensors.items()}
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    return found, min(seconds)
+
+
 def reload(schema: str, work: Path) -> list[str]:
     """Give a server the experts of another training step in place; answers must be those of a new start with them."""
     words: dict[str, Any] = {"schema": schema, "target": target_here().name, "device": "cuda"}
@@ -182,15 +201,8 @@ def reload(schema: str, work: Path) -> list[str]:
     for source, out in zip(sources, outs, strict=True):
         hqconv.convert(source, out, **words)
     parameters = work / "parameters.safetensors"
-    save_file(
-        {
-            f"{layer}.routed_experts.{gemm}_{name}": tensor  # vLLM's name of the parameter
-            for layer in json.loads((outs[1] / MANIFEST).read_text())["blocks"]
-            for gemm, of in load_layer(outs[1], layer).items()
-            for name, tensor in of.tensors.items()
-        },
-        parameters,
-    )
+    new, seconds = in_kernel_layout(sources[1], list(json.loads((outs[1] / MANIFEST).read_text())["blocks"]), schema)
+    save_file(new, parameters)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(serve, outs[0], work, EAGER, prompts=PROMPTS, weights=[str(parameters)])
         second = pool.submit(serve, outs[1], work, EAGER, prompts=PROMPTS)
@@ -198,7 +210,8 @@ def reload(schema: str, work: Path) -> list[str]:
     [reloaded] = mine["reloaded"]
     assert mine["answers"] != fresh["answers"], "both training steps give the same answers"
     assert reloaded["answers"] == fresh["answers"], "other answers than a new start"
-    return [f"same answers as a new start, {parameters.stat().st_size / 1e6:.0f} MB in {reloaded['seconds']:.3f} s"]
+    text = f"same answers as a new start, {parameters.stat().st_size / 1e6:.0f} MB in {reloaded['seconds']:.3f} s"
+    return [f"{text}; to_kernel: {1e3 * seconds:.1f} ms a layer"]
 
 
 def trained(source: Path, out: Path) -> None:

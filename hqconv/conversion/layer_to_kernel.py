@@ -100,7 +100,7 @@ def _as_checkpoint(weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch
     w13, w2 = shapes["w13"], shapes["w2"]
     if len(w13) != 3 or len(w2) != 3 or w13 != (w2[0], 2 * w2[2], w2[1]):
         expected = "[E, 2I, H] and [E, H, I]"
-        raise RequestError("w13 and w2 are no experts' matrices.", where="weights", expected=expected, found=found)
+        raise RequestError("The shapes are not of experts' matrices.", where="weights", expected=expected, found=found)
     config = {"model_type": "qwen3_moe", "num_experts": w13[0], "num_experts_per_tok": 1, "hidden_act": "silu"}
     config |= {"hidden_size": w13[2], "moe_intermediate_size": w2[2], "num_hidden_layers": 1}
     return {_STACKS[name]: tensor for name, tensor in weights.items()}, config

@@ -15,6 +15,7 @@ import hqconv
 from hqconv.errors import InputError, RequestError
 from tests.make.families import save_family
 from tests.make.formats import write
+from tests.make.small import HIDDEN, INNER, LAYER, QWEN, save
 
 GRIDS = [{}, {"tp": 2}, {"ep": 2, "redundant_experts": 2, "expert_placement": "round_robin"}, {"tp": 2, "ep": 2}]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -66,7 +67,7 @@ def test_a_checkpoints_tensors(family: str, schema: str, grid: dict[str, Any], d
     assert_as_converted(tmp_path / "source", tmp_path, {"schema": schema, "dtype": "bfloat16", **grid}, device)
 
 
-@pytest.mark.parametrize("form", ["fp8-block", "ct-int4", "gptq", "mxfp4"])
+@pytest.mark.parametrize("form", ["fp8-block", "ct-int4-g32", "gptq-int4-zp", "mxfp4-gpt-oss", "modelopt-nvfp4"])
 def test_quantized_tensors(form: str, tmp_path: Path) -> None:
     write(tmp_path / "source", form)
     assert_as_converted(tmp_path / "source", tmp_path, {"schema": "source"})
@@ -75,14 +76,12 @@ def test_quantized_tensors(form: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_stacks_of_experts(device: str, tmp_path: Path) -> None:
     """w13 [E, 2I, H] and w2 [E, H, I], views of larger tensors and with gradients: as trainers have them."""
-    save_family(tmp_path / "source", "qwen3_moe", hidden_size=256, moe_intermediate_size=256)
-    model = load_file(next((tmp_path / "source").glob("*.safetensors")))
-    layer = "model.layers.0.mlp.experts"
-    count = sum(name.startswith(f"{layer}.") and name.endswith("down_proj.weight") for name in model)
-    each = [[model[f"{layer}.{e}.{word}_proj.weight"] for word in ("gate", "up", "down")] for e in range(count)]
-    w13 = torch.stack([torch.cat([gate, up]) for gate, up, _ in each])
-    w2 = torch.stack([down for _, _, down in each])
-    weights = {"w13": torch.cat([w13, w13], 2)[..., :256].requires_grad_(), "w2": w2.mT.contiguous().mT}
+    torch.manual_seed(0)
+    w13, w2 = torch.randn(4, 2 * INNER, HIDDEN).bfloat16(), torch.randn(4, HIDDEN, INNER).bfloat16()
+    each = {"gate_proj": w13[:, :INNER], "up_proj": w13[:, INNER:], "down_proj": w2}
+    tensors = {f"{LAYER}.{e}.{word}.weight": one[e] for word, one in each.items() for e in range(4)}
+    save(tmp_path / "source", (tensors, QWEN))
+    weights = {"w13": torch.cat([w13, w13], 2)[..., :HIDDEN].requires_grad_(), "w2": w2.mT.contiguous().mT}
     options = {"schema": "int4-g32-e4m3", "dtype": "bfloat16", "tp": 2}
     assert_as_converted(tmp_path / "source", tmp_path, options, device, weights)
 
@@ -93,8 +92,8 @@ W13, W2 = torch.zeros(4, 512, 256, dtype=torch.bfloat16), torch.zeros(4, 256, 25
 @pytest.mark.parametrize(
     ("weights", "options", "what"),
     [
-        ({"w13": W13, "w2": W2[:, :, :128]}, {}, "no experts' matrices"),
-        ({"w13": W13[0], "w2": W2}, {}, "no experts' matrices"),
+        ({"w13": W13, "w2": W2[:, :, :128]}, {}, "not of experts' matrices"),
+        ({"w13": W13[0], "w2": W2}, {}, "not of experts' matrices"),
         ({"a.experts.w": W2}, {}, "read with its config"),
         ({"w13": W13, "w2": W2}, {"tp": 2, "tp_rank": 2}, "no such rank"),
         ({"w13": W13, "w2": W2}, {"target": None}, "target GPU must be named"),
