@@ -186,7 +186,7 @@ class LayerEncoder:
             found = {role: stack.error_sums(one) for (role, stack), one in zip(bare.items(), measured, strict=False)}
             for index, expert in enumerate(experts):
                 for roles in coupled_roles(self.layer):
-                    sums_of = {self._name(expert, role): found[role][index] for role in roles}
+                    sums_of = [(self._name(expert, role), found[role][index]) for role in roles]
                     _check_numbers(sums_of, self.encoding.of(roles[0]))
             return found
 
@@ -242,7 +242,7 @@ def encode_expert(matrices: Mapping[str, SourceMatrix], encoding: GemmEncoding) 
     order of groups.
     """
     stacks = _encode_stacks([matrices], encoding)
-    _check_numbers({matrices[role].name: stack.error_sums()[0] for role, stack in stacks.items()}, encoding)
+    _check_numbers([(matrices[role].name, stack.error_sums()[0]) for role, stack in stacks.items()], encoding)
     return stacks
 
 
@@ -308,12 +308,12 @@ def _bias(matrix: SourceMatrix, encoding: GemmEncoding) -> torch.Tensor | None:
     return kept.contiguous()
 
 
-def _check_numbers(error_sums: Mapping[str, ErrorSums], encoding: GemmEncoding) -> None:
+def _check_numbers(error_sums: Sequence[tuple[str, ErrorSums]], encoding: GemmEncoding) -> None:
     """Refuse weights that are not finite, before all else: under a shared scale a NaN spoils the partner's codes too.
 
-    error_sums: by tensor name, of matrices that share their scale.
+    error_sums: of matrices that share their scale, each with its tensor's name, which gate and up may share.
     """
-    for name, sums in error_sums.items():
+    for name, sums in error_sums:
         if not sums.is_finite:
             raise InputError(
                 "A weight is NaN or infinite.",
@@ -321,7 +321,7 @@ def _check_numbers(error_sums: Mapping[str, ErrorSums], encoding: GemmEncoding) 
                 expected="finite numbers",
                 remedy="The checkpoint is damaged or was saved from a diverged training; get a good copy.",
             )
-    for name, sums in error_sums.items():
+    for name, sums in error_sums:
         if not math.isfinite(sums.error):
             raise InputError(
                 "A weight is too large for the schema: it would decode to infinity or NaN.",

@@ -108,13 +108,6 @@ def test_refused(weights: dict[str, torch.Tensor], options: dict[str, Any], what
         hqconv.to_kernel(weights, **{"schema": "mxfp4", "target": "sm90", "dtype": "bfloat16", **options})
 
 
-def test_a_weight_that_is_not_finite_is_refused() -> None:
-    bad = W13.clone()
-    bad[2, 3, 4] = float("nan")
-    with pytest.raises(InputError, match="NaN or infinite"):
-        hqconv.to_kernel({"w13": bad, "w2": W2}, schema="mxfp4", target="sm90", dtype="bfloat16")
-
-
 def test_batches_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     weights = {"w13": torch.randn(5, 512, 256).bfloat16(), "w2": torch.randn(5, 256, 256).bfloat16()}
@@ -126,3 +119,16 @@ def test_batches_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.equal(one.tensors[name].view(torch.uint8), t.view(torch.uint8))
             for name, t in whole[gemm].tensors.items()
         )
+
+
+@pytest.mark.parametrize("row", [3, 259])  # of gate and of up, which are one tensor
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_fused_weight_that_is_not_finite_is_refused(row: int, value: float, tmp_path: Path) -> None:
+    bad = W13.clone()
+    bad[2, row, 4] = value
+    with pytest.raises(InputError, match=r"NaN or infinite(.|\n)*expert 2"):
+        hqconv.to_kernel({"w13": bad, "w2": W2}, schema="mxfp4", target="sm90", dtype="bfloat16")
+    fused = {f"{LAYER}.gate_up_proj": bad, f"{LAYER}.down_proj": W2}
+    with pytest.raises(InputError, match=r"NaN or infinite(.|\n)*expert 2"):
+        hqconv.convert(save(tmp_path / "source", (fused, QWEN)), tmp_path / "out", schema="mxfp4", target="sm90")
+    assert not (tmp_path / "out" / "hqconv.json").exists()
