@@ -489,12 +489,12 @@ def _identity(source: Source, plan: ConversionPlan) -> dict[str, Any]:
     layouts = plan.spec.kernel_specs if plan.spec.layout == artifact_names.KERNEL else []
     return {
         "hqconv version": __version__,
-        "layout of the installed humming-kernels": [layout_fingerprint(one) for one in layouts],
         "source files": [asdict(file) for file in source.files],
         **({} if source.revision is None else {"commit of the source": source.revision}),
         "source config": source.config,
         "source quantization": source.quantization,
         **plan.fingerprint(),
+        "layout of the installed humming-kernels": [layout_fingerprint(one) for one in layouts],
     }
 
 

@@ -194,7 +194,7 @@ class LayerEncoding:
 
     @property
     def conversion(self) -> str:
-        """How the layer is converted: see `layer_conversion`."""
+        """Conversion of the layer: see `layer_conversion`."""
         return layer_conversion({gemm: self.of(gemm).conversion for gemm in GEMMS})
 
     @property
