@@ -1,6 +1,6 @@
 """hqconv: offline conversion of Mixture-of-Experts checkpoints for the Humming GPU kernels.
 
-For programs: `plan`, `convert`, `allocate`, `verify`, `evaluate`, `inspect`, `push`, `publish`,
+For programs: `plan`, `convert`, `allocate`, `verify`, `evaluate`, `check`, `inspect`, `push`, `publish`,
 `load`, `dequantize`, `to_kernel`, and the types that they take and give; see docs/api.md. Nothing is loaded before it
 is asked for.
 """
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hqconv.api import (
         PublishReport,
         allocate,
+        check,
         convert,
         dequantize,
         evaluate,
@@ -52,6 +53,7 @@ __all__ = [
     "WeightSchema",
     "__version__",
     "allocate",
+    "check",
     "convert",
     "dequantize",
     "evaluate",

@@ -10,13 +10,13 @@ import logging
 import math
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack, cast
 
-from hqconv.errors import OutputError, RequestError, VerificationError, plural
+from hqconv.errors import InputError, OutputError, RequestError, VerificationError, plural
 from hqconv.schemas.options import BUILTIN, CheckName, ConversionArguments, conversion_options, refuse_unknown_checks
 from hqconv.serving.warm import compile_kernels
 
@@ -48,6 +48,7 @@ _NUMBERS: dict[str, tuple[type, float, float]] = {  # parameter → type, least 
     "tp_rank": (int, 0, 2**20),
     "ep_rank": (int, 0, 2**20),
     "layers": (int, 0, 2**20),
+    "sample": (int, 1, 2**20),
     "tokens": (int, 1, 999_999),
     "bits": (float, 0, 64),
     "max_error": (float, 0, 2**20),
@@ -400,6 +401,54 @@ def verify(
     root, listing = (Path(out), None) if is_folder else open_repo(out, of_out)
     with nullcontext(None) if source is None else open_source(source, revision, is_lazy=True) as opened:
         return run(root, opened, options, listing)
+
+
+@_checked
+def check(
+    checkpoint: str | Path,
+    against: str | Path | None = None,
+    *,
+    layers: Collection[int] | None = None,
+    sample: int | None = None,
+    max_memory: str | int = "4GiB",
+    threads: int | None = None,
+    revision: str | None = None,
+    cache_limit: str | int | None = None,
+    keep_source: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+) -> dict[str, Any]:
+    """Check a published checkpoint, alone or against the one that it was made from; return a document (docs/check.md).
+
+    checkpoint: as `src` of `convert`, at `revision`. against: the original in any form, `org/name@REVISION` of a repo.
+    layers: the MoE layers to look at; None: all. sample: experts of each layer, evenly spread; None: all. On the Hub a
+    sample is read by byte ranges. max_memory: "4GiB" or bytes, of the experts at work. threads: workers; None: all
+    processors. cache_limit, keep_source: as of `convert`, for each of the two. progress: called with how far it is.
+
+    `passed` is False if something is surely wrong (`damage`); what may be is in `notices`. A checkpoint that cannot be
+    read is damaged. Raises RequestError for a checkpoint that hqconv does not know, unknown layers, and an original of
+    other sizes; InputError for an original that cannot be read; NetworkError.
+    """
+    from hqconv.conversion.option_values import cache_use, resources_of
+    from hqconv.sources.opening import open_source
+
+    resources, cache = resources_of("cpu", max_memory, None, threads), cache_use(cache_limit, keep_source=keep_source)
+    from hqconv.checkup.check import CheckOptions, broken_checkpoint, run_check
+
+    options = CheckOptions(
+        layers=None if layers is None else frozenset(layers),
+        sample=sample,
+        num_threads=resources.num_threads,
+        max_memory_bytes=resources.max_memory_bytes,
+        cache=cache,
+        progress=progress,
+    )
+    with ExitStack() as stack:
+        original = None if against is None else stack.enter_context(open_source(against, is_lazy=True))
+        try:
+            source = stack.enter_context(open_source(checkpoint, revision, is_lazy=True))
+        except InputError as error:
+            return broken_checkpoint(str(checkpoint), error)
+        return run_check(source, original, options)
 
 
 def inspect(path: str | Path, *, revision: str | None = None) -> dict[str, Any]:

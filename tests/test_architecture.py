@@ -33,6 +33,7 @@ FLOORS = {
     "sources": 10,
     "conversion": 11,
     "verification": 12,
+    "checkup": 13,
     "evaluation": 13,
     "reports": 13,
     "serving": 14,

@@ -77,7 +77,7 @@ def _root(context: typer.Context, version: Version = False) -> None:
 
 for _command in (
     *(commands.convert, commands.allocate, commands.verify, commands.report, commands.warm, commands.push),
-    *(commands.publish, commands.evaluate, commands.inspect, commands.schemas),
+    *(commands.publish, commands.evaluate, commands.check, commands.inspect, commands.schemas),
 ):
     app.command()(_command)
 

@@ -26,7 +26,8 @@ _WRITTEN = {  # parameters of commands that are output files
     "report": PAGE,
     "page": PAGE,
 }
-_FOLDERS = ("src", "path", "model", "source", "out", "kernels")  # parameters that are sources and artifacts
+# Parameters that are sources and artifacts.
+_FOLDERS = ("src", "path", "model", "source", "checkpoint", "against", "out", "kernels")
 
 
 @dataclass(frozen=True)

@@ -271,6 +271,18 @@ def evaluate(*, quiet: bool, **options: Any) -> Result:
     return Result(api.evaluate(**options, announce=None if quiet else say))
 
 
+@command(api.check)
+def check(*, layers: str | None, json: bool, quiet: bool, **options: Any) -> Result:
+    """Check a checkpoint that anyone published: is it what it says? With --against also if it is the original's."""
+    from hqconv.cli.progress_bar import ShownProgress
+
+    with ShownProgress(quiet=quiet) as progress:
+        document = api.check(**options, layers=parse_layers(layers), progress=progress.update)
+    if json or not (quiet and document["passed"]):
+        show(document, json=json, is_output=True)
+    return Result(None, 0 if document["passed"] else VerificationError.exit_code)
+
+
 @command(api.inspect)
 def inspect(**options: Any) -> Result:
     """Describe a model folder, a Hub repo or an artifact."""

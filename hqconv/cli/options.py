@@ -66,6 +66,11 @@ _ANY_PATH = {"readable": False}  # readability is checked later, with hqconv's o
 _PAGE = "Output file.  [default: ./OUT.report.html]"
 OPTIONS: dict[str, Option] = {
     "src": Option(str, "Model folder, Hub repo id (org/name), or GGUF file.", metavar="SRC"),
+    "checkpoint": Option(str, "Model folder, Hub repo id (org/name), or GGUF file to check.", metavar="CKPT"),
+    "against": Option(str | None, "Original that it was made from, in any form: a folder, a Hub repo id, a GGUF file."),
+    "sample": Option(
+        int | None, "Number of experts to check in each layer, evenly spread.  [default: all]", settings=_AT_LEAST_ONE
+    ),
     "path": Option(str, "Model folder, Hub repo id, GGUF file, or artifact.", metavar="SRC|OUT"),
     "out": Option(
         Path | None,
@@ -255,6 +260,11 @@ _HELP_OF = {
     ("evaluate", "max_memory"): "Maximum memory on the CPU for hidden states, one layer and logits, e.g. 48GiB.",
     ("evaluate", "threads"): "Number of threads of the computation on the CPU.  [default: all processors]",
     ("evaluate", "revision"): _OF_SOURCE,
+    ("check", "layers"): "Layers to check, e.g. 0,3-5.  [default: all]",
+    ("check", "threads"): "Number of threads that check experts.  [default: all processors]",
+    ("check", "max_memory"): "Maximum host memory for experts being checked, e.g. 512MiB, 4GiB, or a number of bytes.",
+    ("check", "revision"): "Branch, tag or commit of the checkpoint, if a Hub repo; --against takes org/name@REV.",
+    ("check", "quiet"): "Print nothing if there is no damage, otherwise only the findings and errors.",
     ("schemas", "input_schema"): "With --for: activations of the GEMMs.  [default: a16]",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -270,6 +271,40 @@ def _findings(findings: list[Document]) -> Parts:
         yield f"  … {len(findings) - num_shown} more{' that follow from it' * is_other}; --json lists all"
 
 
+def _checkup(document: Document) -> Parts:
+    """Damage, notices, the layers furthest from the original, and a final line."""
+    rows = [("checkpoint", document["checkpoint"]), ("against", document["against"])]
+    if "family" in document:
+        experts = plural(document["num_experts"], "expert")
+        layers = f"{document['num_layers']} of {plural(document['num_all_layers'], 'MoE layer')}, {experts}"
+        formats = "\n".join(document["source_format"])
+        rows += [("family", document["family"]), ("format", formats), ("checked", layers)]
+    yield facts([(label, value) for label, value in rows if value])
+    yield from _findings(document["damage"])
+    yield from (f"\nnotice: {one['what']}{_place(one)}" for one in document["notices"][:_NUM_FINDINGS_SHOWN])
+    errors = [(layer, role, one) for layer, of in document["errors"].items() for role, one in of.items()]
+    errors.sort(key=lambda one: -(one[2]["worst_relative_error"] or 1e9) / max(one[2]["rounding_error"], 1e-9))
+    headers = ("the furthest from the original", "relative error", "by rounding", "nearest codes", "worst expert")
+    cells = [
+        (
+            f"{layer}, {role}",
+            one["relative_error"],
+            one["rounding_error"],
+            "–" if one["nearest_codes"] is None else f"{one['nearest_codes']:.2%}",
+            f"{one['worst_expert']}: {figure(one['worst_relative_error'] or math.inf)}",
+        )
+        for layer, role, one in errors[:_NUM_FINDINGS_SHOWN]
+    ]
+    yield table(headers, cells) if cells else None
+    count, against = len(document["damage"]), f" against {document['against']}" * bool(document["against"])
+    verdict = f"DAMAGED  {plural(count, 'finding')}" if count else "PASS  no damage"
+    yield f"\n{verdict}{against}, {plural(len(document['notices']), 'notice')}"
+
+
+def _place(finding: Document) -> str:
+    return "".join(f" ({text})" for text in (finding["where"], finding["found"]) if text)
+
+
 def _page(document: Document) -> Parts:
     if document["verification"] is not None:
         yield "PASS" if document["verification"]["passed"] else "FAIL  the page lists the findings"
@@ -434,6 +469,7 @@ _PARTS: dict[str, Callable[[Document], Parts]] = {
     "ranking": _ranking,
     "recipes": _recipes,
     "report": _report,
+    "checkup": _checkup,
     "page": _page,
     "warm": _warm,
     "publication": _publication,

@@ -46,7 +46,7 @@ def layer_indices(family: Family, names: Iterable[str], text: Config) -> dict[st
 
 
 # Number of multi-token-prediction layers, which follow the decoder's last one.
-_DRAFT_LAYERS_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_layers")
+DRAFT_LAYERS_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_layers")
 
 
 def is_draft(family: Family, index: int, text: Config) -> bool:
@@ -77,7 +77,7 @@ def layer_notices(family: Family, moe_layers: Iterable[str], names: Iterable[str
             f"{counted}, and the checkpoint has no tensor of layer {first_few(missing)}: a server does not load it "
             "whole. Check that the download is complete and that config.json belongs to it."
         ]
-    declared = (text.get(draft_key) for draft_key in _DRAFT_LAYERS_KEYS)
+    declared = (text.get(draft_key) for draft_key in DRAFT_LAYERS_KEYS)
     num_drafts = max(1, *(one if isinstance(one, int) else 0 for one in declared))  # not every config mentions a draft
     if max(indices) >= count + num_drafts:
         return [

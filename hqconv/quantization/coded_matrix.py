@@ -181,8 +181,13 @@ def _decode_bytes(scale: torch.Tensor) -> torch.Tensor:
     return scale.float()
 
 
-def dequantize(coded: CodedMatrix) -> torch.Tensor:
-    """Decode to float32 [N, K] = ((code - zero) * scale) * scale_2; the same bits on the CPU and on CUDA."""
+def dequantize(coded: CodedMatrix, table: np.ndarray[tuple[int], np.dtype[np.float32]] | None = None) -> torch.Tensor:
+    """Decode to float32 [N, K] = ((code - zero) * scale) * scale_2; the same bits on the CPU and on CUDA.
+
+    table: another number for each code, float32 [2**bits]; None for the values of the code type.
+    """
+    if table is None:
+        table = code_table(coded.b_dtype, coded.zero_point is None)
     scale = scale_values(coded.scale)
     zero = torch.zeros(1, 1, device=scale.device)
     if coded.zero_point is not None:
@@ -191,7 +196,7 @@ def dequantize(coded: CodedMatrix) -> torch.Tensor:
     if coded.scale_2 is not None:
         scale_2 = coded.scale_2.float()
     if coded.packed.is_cuda:
-        return _dequantize_cuda(coded, scale, zero, scale_2)
+        return _dequantize_cuda(coded, table, scale, zero, scale_2)
     num_rows, num_columns = coded.shape
     if scale.size(0) not in (1, num_rows):
         scale = scale.repeat_interleave(coded.group_n, 0)[:num_rows]
@@ -199,7 +204,7 @@ def dequantize(coded: CodedMatrix) -> torch.Tensor:
     arguments = (
         bit_codec.as_bytes(coded.packed).numpy(),
         coded.num_bits,
-        code_table(coded.b_dtype, coded.zero_point is None),
+        table,
         zero.contiguous().numpy(),
         scale.contiguous().numpy(),
         scale_2.contiguous().numpy(),
@@ -212,11 +217,15 @@ def dequantize(coded: CodedMatrix) -> torch.Tensor:
 
 
 def _dequantize_cuda(
-    coded: CodedMatrix, scale: torch.Tensor, zero: torch.Tensor, scale_2: torch.Tensor
+    coded: CodedMatrix,
+    table: np.ndarray[tuple[int], np.dtype[np.float32]],
+    scale: torch.Tensor,
+    zero: torch.Tensor,
+    scale_2: torch.Tensor,
 ) -> torch.Tensor:
-    table = torch.from_numpy(code_table(coded.b_dtype, coded.zero_point is None).copy()).to(scale.device)
+    on_device = torch.from_numpy(table.copy()).to(scale.device)
     codes = bit_codec.unpack(coded.packed, coded.num_bits)
-    values = table.index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
+    values = on_device.index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
     num_rows, num_columns = values.shape
     columns = column_groups_of(coded, num_columns)
     if scale.size(0) not in (1, num_rows):

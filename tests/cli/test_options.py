@@ -128,6 +128,17 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "--revision": None,
         **SHARED,
     },
+    "check": {
+        "CKPT": REQUIRED,
+        "--against": None,
+        "--layers": None,
+        "--sample": None,
+        "--max-memory": "4GiB",
+        "--threads": None,
+        "--revision": None,
+        **FETCHED,
+        **SHARED,
+    },
     "inspect": {"SRC|OUT": REQUIRED, "--revision": None, **SHARED},
     "schemas": {"--recipes": False, "--for": None, "--input-schema": None, **SHARED},
 }

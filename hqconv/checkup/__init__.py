@@ -1,0 +1,1 @@
+"""The check of a published checkpoint, alone or against its original. See docs/check.md."""

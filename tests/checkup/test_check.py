@@ -1,0 +1,248 @@
+"""`hqconv check`: sound checkpoints of every format pass, and each planted fault is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import hqconv
+from hqconv.checkup.headers import header_findings
+from hqconv.errors import HqconvError, InputError, RequestError
+from hqconv.sources.opening import open_source
+from tests.make import checkups, conversions, small
+from tests.make.checkups import FAULTS, HARMLESS, check, is_named, is_there, planted
+from tests.make.command import call
+from tests.make.formats import FORMATS
+from tests.make.gguf_models import write_quantized
+from tests.make.published import load, paths, write_sparse
+from tests.make.qwen import write_qwen3_moe
+
+Tensors = dict[str, torch.Tensor]
+Json = dict[str, Any]
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("name", [name for name in FORMATS if is_there(name)])
+def test_faults_of_every_format_are_named(name: str, tmp_path: Path) -> None:
+    for fault, document in planted(name, tmp_path, {**HARMLESS, **FAULTS}).items():
+        if fault in HARMLESS:
+            assert document["damage"] == [], fault
+            kinds = {notice["kind"] for notice in document["notices"]}
+            assert {HARMLESS[fault][1]} - {""} <= kinds or name in checkups.FEW_LEVELS, fault
+        else:
+            assert is_named(fault, document) or (name, fault) in checkups.MISSED, (fault, document["damage"])
+    assert check(tmp_path / "src", None)["damage"] == []
+
+
+def test_figures_are_those_of_the_planted_rounding(tmp_path: Path) -> None:
+    document = planted("ct-int4-g32", tmp_path, {"nothing": HARMLESS["nothing"]})["nothing"]
+    for of_layer in document["errors"].values():
+        for figures in of_layer.values():
+            assert figures["relative_error"] == pytest.approx(figures["rounding_error"], rel=0.05)
+            assert figures["nearest_codes"] == 1
+    assert document["num_experts"] == 3
+
+
+SCHEMAS = ("mxfp4", "nvfp4", "mxfp8", "fp8", "fp8-block", "int8", "int4", "int3-g64", "int2-g32-zp", "int4-g32-e4m3")
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("schema", SCHEMAS)
+@pytest.mark.parametrize("layout", ["kernel", "checkpoint"])
+def test_artifacts_are_sound(schema: str, layout: str, tmp_path: Path) -> None:
+    src = write_qwen3_moe(tmp_path / "src")
+    conversions.run(src, tmp_path / "out", schema, layout=layout)
+    document = check(tmp_path / "out", src)
+    assert (document["damage"], [x for x in document["notices"] if x["kind"] != "config"]) == ([], [])
+
+
+@pytest.mark.sampled(10)
+@pytest.mark.parametrize("path", paths(), ids=lambda path: path.stem)
+def test_headers_of_published_models_show_no_damage(path: Path, tmp_path: Path) -> None:
+    with open_source(write_sparse(load(path), tmp_path / "model")) as source:
+        try:
+            experts = source.map_experts()
+        except HqconvError:
+            return  # of what is refused other tests tell
+        assert [one for one in header_findings(source, experts) if one.is_damage] == []
+
+
+# --- alone -----------------------------------------------------------------------------------------------------
+
+
+def changed(source: small.Source, change: Callable[[Tensors], None], folder: Path) -> Path:
+    tensors, config = source
+    change(tensors)
+    return small.save(folder, (tensors, config))
+
+
+def name_of(expert: int, word: str, part: str = "weight") -> str:
+    return f"{small.LAYER}.{expert}.{word}.{part}"
+
+
+def put(name: str, row: int, value: float) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        tensors[name] = tensors[name].clone()
+        tensors[name].view(-1)[row] = value
+
+    return change
+
+
+def copied(source: str, *names: str) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.update({name: tensors[source].clone() for name in names})
+
+
+GATE, UP, DOWN = (name_of(1, word) for word in ("gate_proj", "up_proj", "down_proj"))
+DOWN_SCALES, SCALE_2 = f"{small.LAYER}.down_proj_scales", "weight_scale_2"
+ALONE: dict[str, tuple[Callable[[], small.Source], Callable[[Tensors], None], str, str]] = {
+    "NaN": (small.plain, put(GATE, 300, torch.nan), "nan", "[1, 44]"),
+    "infinity": (small.plain, put(DOWN, 0, torch.inf), "nan", "[0, 0]"),
+    "one number": (small.plain, lambda x: x[UP].fill_(0.5), "constant", "0.5"),
+    "gate is up": (small.plain, copied(GATE, UP), "twin", "w1 of expert 1"),
+    "another expert's down": (small.plain, copied(DOWN, name_of(3, "down_proj")), "twin", "w2 of expert 1"),
+    "a row far out": (small.plain, put(UP, 700, 1e6), "magnitude", "row 2"),
+    "router with NaN": (small.plain, put("model.layers.0.mlp.gate.weight", 3, torch.nan), "nan", "mlp.gate.weight"),
+    "tensor lacks": (small.plain, lambda x: x.__delitem__(UP), "broken", "up_proj"),
+    "tensor too many": (small.packed_int4, copied(name_of(0, "up_proj", "weight_scale"), UP), "broken", "up_proj"),
+    "scale is NaN": (small.packed_int4, put(name_of(2, "up_proj", "weight_scale"), 7, torch.nan), "broken", "[3, 1]"),
+    "scale is infinite": (small.nvfp4, put(name_of(2, "up_proj", SCALE_2), 0, torch.inf), "scale-range", "inf"),
+    "e8m0 at its end": (small.gpt_oss_mxfp4, put(DOWN_SCALES, 5, 255), "broken", "NaN"),
+}
+
+
+@pytest.mark.parametrize("fault", ALONE)
+def test_faults_that_a_checkpoint_shows_alone(fault: str, tmp_path: Path) -> None:
+    make, change, kind, text = ALONE[fault]
+    assert check(small.save(tmp_path / "sound", make()), None)["damage"] == []
+    done = call("check", changed(make(), change, tmp_path / "model"), "--json")
+    document = json.loads(done.stdout)
+    assert (done.exit_code, document["passed"]) == (1, False)
+    assert [one["kind"] for one in document["damage"]] == [kind]
+    assert text in str(document["damage"][0])
+
+
+NOTICES: dict[str, tuple[Callable[[], small.Source], Callable[[Tensors], None], str]] = {
+    "an expert without weights": (small.plain, lambda x: x[GATE].fill_(0), "zero"),
+    "an expert twice": (
+        small.plain,
+        lambda x: x.update({name_of(2, w): x[name_of(1, w)].clone() for w in small.ROLES}),
+        "twin",
+    ),
+    "a larger expert": (small.plain, lambda x: x[GATE].mul_(64), "magnitude"),
+    "a zero router": (small.plain, lambda x: x["model.layers.0.mlp.gate.weight"].fill_(0), "zero"),
+}
+
+
+@pytest.mark.parametrize("case", NOTICES)
+def test_what_may_be_meant_is_no_damage(case: str, tmp_path: Path) -> None:
+    make, change, kind = NOTICES[case]
+    document = check(changed(make(), change, tmp_path / "model"), None)
+    assert document["passed"]
+    assert kind in {one["kind"] for one in document["notices"]}
+
+
+def test_gate_and_up_are_told_by_their_norms(tmp_path: Path) -> None:
+    """Up's rows and down's columns have the same norms in a trained model; here they are made so."""
+    generator = torch.Generator().manual_seed(0)
+    tensors, config = small.plain()
+    for expert in range(small.E):
+        norms = torch.randn(small.INNER, generator=generator).exp()
+        tensors[name_of(expert, "up_proj")] *= norms[:, None]
+        tensors[name_of(expert, "down_proj")] *= norms
+    assert not [
+        one
+        for one in check(small.save(tmp_path / "sound", (tensors, config)), None)["notices"]
+        if "gate-up" in one["kind"]
+    ]
+    for expert in range(small.E):
+        names = name_of(expert, "gate_proj"), name_of(expert, "up_proj")
+        tensors |= dict(zip(names, [tensors[name] for name in reversed(names)], strict=True))
+    whole = check(small.save(tmp_path / "swapped", (tensors, config)), None)
+    assert (whole["passed"], "gate-up-swapped" in {one["kind"] for one in whole["notices"]}) == (True, True)
+    for expert in (0, 1, 2):
+        names = name_of(expert, "gate_proj"), name_of(expert, "up_proj")
+        tensors |= dict(zip(names, [tensors[name] for name in reversed(names)], strict=True))
+    (one,) = check(small.save(tmp_path / "one", (tensors, config)), None)["damage"]
+    assert (one["kind"], one["experts"]) == ("gate-up-swapped", [3])
+
+
+def test_packed_stacks_that_no_loader_knows(tmp_path: Path) -> None:
+    tensors, config = small.plain()
+    tensors = {name: tensor for name, tensor in tensors.items() if "experts" not in name}
+    for stack in ("gate_up_proj", "down_proj"):
+        tensors |= {
+            f"{small.LAYER}.{stack}_{part}": torch.zeros(4, 8, 8, dtype=torch.int32) for part in ("packed", "scale")
+        }
+    document = check(small.save(tmp_path / "model", (tensors, config)), None)
+    assert "llm-compressor#2939" in document["damage"][0]["what"]
+
+
+def test_a_tensor_that_the_other_layers_have(tmp_path: Path) -> None:
+    src = write_qwen3_moe(tmp_path / "src", num_layers=4)
+    tensors = load_file(src / "model.safetensors")
+    del tensors["model.layers.2.input_layernorm.weight"]
+    save_file(tensors, src / "model.safetensors", {"format": "pt"})
+    (one,) = check(src, None)["damage"]
+    assert (one["kind"], one["where"]) == ("missing", "model.layers.2.input_layernorm.weight")
+
+
+# --- options and ends --------------------------------------------------------------------------------------------
+
+
+def test_layers_and_samples(tmp_path: Path) -> None:
+    src = write_qwen3_moe(tmp_path / "src", num_layers=3, num_experts=8)
+    document = hqconv.check(src, src, layers=[0, 2], sample=3)
+    assert (document["num_layers"], document["num_all_layers"], document["num_experts"]) == (2, 3, 6)
+    assert list(document["errors"]) == ["model.layers.0.mlp.experts", "model.layers.2.mlp.experts"]
+    with pytest.raises(RequestError, match="no MoE layer"):
+        hqconv.check(src, layers=[3])
+    with pytest.raises(RequestError, match="--max-memory"):
+        hqconv.check(src, max_memory=1000)
+
+
+def test_the_same_document_whatever_the_threads(tmp_path: Path) -> None:
+    src = write_qwen3_moe(tmp_path / "src")
+    other = write_qwen3_moe(tmp_path / "other", seed=1)
+    documents = [hqconv.check(src, other, threads=number) for number in (1, 3)]
+    assert [one.pop("seconds") for one in documents]
+    assert documents[0] == documents[1]
+    assert {one["kind"] for one in documents[0]["damage"]} == {"unrelated"}
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    src, other = (write_qwen3_moe(tmp_path / str(size), hidden_size=size) for size in (128, 256))
+    with pytest.raises(RequestError, match="another model"):
+        hqconv.check(src, other)
+
+
+def test_a_file_that_was_cut(tmp_path: Path) -> None:
+    src = write_qwen3_moe(tmp_path / "src")
+    data = (src / "model.safetensors").read_bytes()
+    (src / "model.safetensors").write_bytes(data[:-100])
+    assert hqconv.check(src)["damage"][0]["kind"] == "broken"
+    good = write_qwen3_moe(tmp_path / "good")
+    with pytest.raises(InputError):
+        hqconv.check(good, src)
+
+
+def test_the_command_prints_what_it_found(tmp_path: Path) -> None:
+    src = write_qwen3_moe(tmp_path / "src")
+    done = call("check", src, "--against", src)
+    assert (done.exit_code, "PASS  no damage against src" in done.stdout) == (0, True)
+    assert call("check", src, "-q").stdout == ""
+    other = write_qwen3_moe(tmp_path / "other", seed=1)
+    done = call("check", src, "--against", other, "-q")
+    assert (done.exit_code, "✗ model.layers.0.mlp.experts, experts 0, 1, 2, 3, w1" in done.stdout) == (1, True)
+    assert "DAMAGED" in done.stdout.splitlines()[-1]
+
+
+def test_gguf_files_are_checked(tmp_path: Path) -> None:
+    file = write_quantized(tmp_path / "model.gguf")
+    document = hqconv.check(file, file)
+    assert (document["passed"], document["num_experts"] > 0) == (True, True)
