@@ -20,6 +20,7 @@ from tests.make.checkups import FAULTS, HARMLESS, check, is_named, is_there, pla
 from tests.make.command import call
 from tests.make.formats import FORMATS
 from tests.make.gguf_models import write_quantized
+from tests.make.hub_server import serve, use
 from tests.make.published import load, paths, write_sparse
 from tests.make.qwen import write_qwen3_moe
 
@@ -240,6 +241,17 @@ def test_the_command_prints_what_it_found(tmp_path: Path) -> None:
     done = call("check", src, "--against", other, "-q")
     assert (done.exit_code, "✗ model.layers.0.mlp.experts, experts 0, 1, 2, 3, w1" in done.stdout) == (1, True)
     assert "DAMAGED" in done.stdout.splitlines()[-1]
+
+
+def test_of_a_sample_from_the_hub_only_its_bytes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    src = write_qwen3_moe(tmp_path / "src", num_experts=16, hidden_size=256, intermediate_size=256)
+    with serve(src) as server:
+        use(monkeypatch, server.url, tmp_path / "cache")
+        sampled = hqconv.check("org/name", src, sample=2)
+        assert server.num_bytes_of_weights < 0.4 * (src / "model.safetensors").stat().st_size
+        whole = hqconv.check(src, "org/name")
+    assert (sampled["passed"], sampled["num_experts"], whole["num_experts"]) == (True, 4, 32)
+    assert (sampled["checkpoint"], whole["against"]) == ("org/name", "org/name")
 
 
 def test_gguf_files_are_checked(tmp_path: Path) -> None:
