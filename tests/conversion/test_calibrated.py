@@ -431,12 +431,15 @@ def test_a_gemm_that_keeps_its_codes_stands_beside_a_calibrated_one(schema: str,
     write_text(tmp_path / "text")
     calibrated(tmp_path, tmp_path / "out", schema)
     run(tmp_path / "plain", tmp_path / "of-plain", "int3-g64", calibrate=tmp_path / "text", **OPTIONS)
-    found, expected = (manifest(tmp_path / name)["blocks"] for name in ("out", "of-plain"))
+    run(tmp_path / "src", tmp_path / "direct", "mxfp4")
+    found, expected, direct = (manifest(tmp_path / name)["blocks"] for name in ("out", "of-plain", "direct"))
     kept = ("w1", "w3") if schema.startswith("mxfp4") else ("w2",)
     for layer, words in found.items():
         assert "direct" in words["conversion"]
         for role, sums in words["content_sums"].items():
             assert (words["quantization_error"][role]["relative_error"] == 0) == (role in kept)
+            assert words["quantization_error"][role]["num_experts_requantized"] == (0 if role in kept else 4)
+            assert (sums == direct[layer]["content_sums"][role]) == (role in kept)
             if role != "w2":
                 assert (sums == expected[layer]["content_sums"][role]) == (role not in kept)
     assert_verified(tmp_path / "out", tmp_path / "src")

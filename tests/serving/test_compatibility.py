@@ -18,7 +18,7 @@ from hqconv.errors import HqconvError, RequestError
 from hqconv.schemas.gpu_target import TARGETS, GpuTarget
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema
-from hqconv.schemas.weight_schema import resolve_schema
+from hqconv.schemas.weight_schema import pair, resolve_schema
 from hqconv.serving import server_compatibility
 from hqconv.serving.artifact_view import ArtifactLayer, ArtifactLocation, ArtifactView, open_artifact_view
 from hqconv.serving.server_compatibility import (
@@ -185,6 +185,12 @@ def test_rotated_weights_are_cut_again_from_the_original(view: ArtifactView) -> 
     assert command == (
         f"`hqconv convert org/model -o name-sm90-tp2-ep1 --schema mine.toml --target sm90 --tp 2 --dtype {view.dtype}`"
     )
+
+
+def test_two_schemas_are_named_in_the_command(view: ArtifactView) -> None:
+    both = pair(resolve_schema("int3-g64"), replace(resolve_schema("mxfp4"), name="mine", hadamard_block_size=64))
+    rotated = replace(made(view, schema=both), location=ArtifactLocation("org/name"), source_name="org/model")
+    assert " --schema int3-g64+mine.toml --target " in recut(rotated, tp=2)
 
 
 def test_another_dtype_is_one_command_away_from_the_original(

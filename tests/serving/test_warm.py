@@ -81,6 +81,21 @@ def test_a_folder_of_kernels(artifact: Path, compiler: Any, tmp_path: Path) -> N
     assert str(tmp_path) not in (folder / MANIFEST).read_text()
 
 
+def test_kernels_of_each_gemms_schema(artifact: Path, compiler: Any, tmp_path: Path) -> None:
+    """Every GEMM kernel of two schemas is one of an artifact with one of them; and rotation is w13's alone."""
+    source, found = artifact.parent / "source", {}
+    for schema in ("int4-g64-h64", "fp8", "int4-g64-h64+fp8"):
+        hqconv.convert(source, tmp_path / schema, schema=schema, target="sm90", device="cpu")
+        warm(tmp_path / schema, gpu="h200", kernels=tmp_path / f"kernels {schema}")
+        folder = tmp_path / f"kernels {schema}"
+        found[schema] = {one.code for one in read_kernels(folder, read_store_manifest(folder)).values()}
+    rotated, plain, both = found.values()
+    assert both <= rotated | plain
+    assert both & (rotated - plain)
+    assert both & (plain - rotated)
+    assert (rotated | plain) - both
+
+
 SECOND = (("int4-g32-e4m3", "TENSOR"), ("int4-g32-e4m3-row", "CHANNEL"), ("fp4-g32-e8m0-row", "CHANNEL"))
 
 
