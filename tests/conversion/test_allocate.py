@@ -56,6 +56,17 @@ def found(trained: Path) -> dict[str, Any]:
     return allocate(trained, trained / "recipe.toml", size=size, candidates=PAIR, **TRAINED)
 
 
+def converted(folder: Path, schema: str) -> tuple[list[str], dict[tuple[str, str], torch.Tensor]]:
+    """The layers of a calibrated conversion to one schema, and the decoded weights of their GEMMs."""
+    out = folder / schema
+    hqconv.convert(folder / "src", out, schema=schema, calibrate=folder / "text", **COMMON, **TRAINED)
+    layers, found = list(manifest(out)["blocks"]), {}
+    for layer in layers:
+        one = hqconv.dequantize(out, layer=layer)
+        found |= {(layer, "w13"): torch.cat([one["w1"], one["w3"]], 1).float(), (layer, "w2"): one["w2"].float()}
+    return layers, found
+
+
 class Mixtures:
     """The trained model in transformers, with each GEMM of one of two calibrated conversions."""
 
@@ -67,13 +78,8 @@ class Mixtures:
         self.modules = [module for _, _, module in moe_layers(self.model)]
         self.weights: dict[tuple[str, str, str], torch.Tensor] = {}
         for name in PAIR:
-            options = {**COMMON, **TRAINED, "calibrate": folder / "text", "schema": name}
-            hqconv.convert(folder / "src", folder / name, **options)
-            for layer in manifest(folder / name)["blocks"]:
-                one = hqconv.dequantize(folder / name, layer=layer)
-                self.weights[layer, "w13", name] = torch.cat([one["w1"], one["w3"]], 1)
-                self.weights[layer, "w2", name] = one["w2"]
-        self.layers = list(manifest(folder / PAIR[0])["blocks"])
+            self.layers, found = converted(folder, name)
+            self.weights |= {(layer, gemm, name): weight for (layer, gemm), weight in found.items()}
         self.source = self.log_probabilities()
 
     def log_probabilities(self) -> torch.Tensor:
@@ -161,9 +167,9 @@ def test_losses_are_those_of_the_outputs(found: dict[str, Any], trained: Path) -
         model(input_ids=torch.tensor(ids[:4096]).view(-1, 64), use_cache=False)
     (x, chosen, weights), hidden = seen
     name, schema = list(found["layers"])[1], PAIR[0]
-    other = hqconv.dequantize(trained / schema, layer=name)
     w13, w2 = module.gate_up_proj.detach(), module.down_proj.detach()
-    other13 = torch.cat([other["w1"], other["w3"]], 1).float()
+    other13 = converted(trained, f"{schema}+int8")[1][name, "w13"]
+    other2 = converted(trained, f"int8+{schema}")[1][name, "w2"]  # for the inputs that an almost exact w13 gives
 
     def down(e: int, rows: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         gate, up = (rows @ first[e].t()).chunk(2, 1)
@@ -174,10 +180,10 @@ def test_losses_are_those_of_the_outputs(found: dict[str, Any], trained: Path) -
         token, choice = (chosen == e).nonzero(as_tuple=True)
         own = down(e, x[token], w13, w2)
         shares = weights[token, choice].square() / hidden.flatten(0, 1)[token].square().sum(1)
-        changed = (down(e, x[token], other13, w2), down(e, x[token], w13, other["w2"].float()))
+        changed = (down(e, x[token], other13, w2), down(e, x[token], w13, other2))
         expected += torch.stack([((one - own).square().sum(1) * shares).double().sum() for one in changed])
     figures = [found["layers"][name][gemm]["candidates"][schema]["loss"] for gemm in GEMMS]
-    assert figures == pytest.approx((expected / 4096).tolist(), rel=0.02)
+    assert figures == pytest.approx((expected / 4096).tolist(), rel=0.05)
 
 
 # --- requests ------------------------------------------------------------------------------------------------
