@@ -14,7 +14,9 @@ import typer
 from typer.testing import CliRunner
 
 from hqconv.cli.app import app
-from hqconv.reports.ranking import rank_schemas
+from hqconv.errors import RequestError
+from hqconv.reports.ranking import measured_divergence, microseconds, rank_schemas, speed_run_of
+from hqconv.schemas.gpu_target import GpuTarget
 from tests.make import processes
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
@@ -40,11 +42,11 @@ def test_commands_are_as_they_are_shown(page: str) -> None:
         assert not unknown, command
 
 
-TARGETS = re.findall(r"^\| ([^|]+) \| `(hqconv convert SRC [^`]+)` \|$", TEXT, re.MULTILINE)
+TARGETS = re.findall(r"^\| ([^|]+) \| `(hqconv convert SRC [^`]+)` \| (\S+) \|$", TEXT, re.MULTILINE)
 
 
-@pytest.mark.parametrize(("gpus", "command"), TARGETS)
-def test_every_gpu_of_the_table_has_a_command_that_works(gpus: str, command: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("gpus", "command", "fp8"), TARGETS)
+def test_every_gpu_of_the_table_has_a_command_that_works(gpus: str, command: str, fp8: str, tmp_path: Path) -> None:
     model = write_qwen3_moe(tmp_path / "model", num_layers=1, hidden_size=256, intermediate_size=256)
     write_tokenizer(model)
     (tmp_path / "text.txt").write_text("1 2 3 4")
@@ -53,18 +55,50 @@ def test_every_gpu_of_the_table_has_a_command_that_works(gpus: str, command: str
     done = CliRunner().invoke(app, [*words, "--dry-run", "--device", "cpu"])
     assert done.exit_code == 0, (gpus, done.output)
     assert "warning" not in done.stderr
+    if fp8 != "–":
+        words[words.index("--schema") + 1] = fp8.strip("`")
+        done = CliRunner().invoke(app, [*words, "--input-schema", "fp8", "--dry-run", "--device", "cpu"])
+        assert done.exit_code == 0, (gpus, done.output)
 
 
-def test_the_table_takes_the_schema_that_the_ranking_does() -> None:
-    for _, command in TARGETS:
+def test_the_table_takes_the_schemas_that_the_ranking_does() -> None:
+    for _, command, fp8 in TARGETS:
         words = shlex.split(command)
         gpu, schema = words[words.index("--target") + 1], words[words.index("--schema") + 1]
         assert rank_schemas(gpu)["recommended"] == schema, gpu
+        if fp8 == "–":
+            with pytest.raises(RequestError, match="No schema runs"):
+                rank_schemas(gpu, "fp8")
+        else:
+            assert f"`{rank_schemas(gpu, 'fp8')['recommended']}`" == fp8, gpu
+
+
+def test_the_figures_of_the_real_model_are_the_measured_ones() -> None:
+    """In README and docs/quality.md; its times, too."""
+    rows = re.findall(r"^\| `(\S+)` \| [\d.]+ \| (\S+) → \*\*(\S+)\*\* \|", TEXT, re.MULTILINE)
+    assert len(rows) > 3
+    for name, *shown in rows:
+        measured = [measured_divergence()[name][how]["kl"] for how in ("rtn", "calibrated")]
+        assert shown == [f"{one:.3f}" for one in measured], name
+    quality = (REPO / "docs/quality.md").read_text(encoding="utf-8")
+    table = re.findall(r"^\| `(\S+)` \| [\d.]+ " + r"\| (\S+) " * 8 + r"\|$", quality, re.MULTILINE)
+    ranked = rank_schemas("h200")["schemas"]
+    assert [row[0] for row in table] == [one["name"] for one in ranked]
+    for row, one, fast in zip(table, ranked, (of_fp8(one["name"]) for one in ranked), strict=True):
+        for text, how in zip(row[1:3], ("rtn", "calibrated"), strict=True):
+            kl = one["divergence"].get(how, {}).get("kl")
+            assert (text == "–") if kl is None else abs(float(text) - kl) <= 0.005 * kl, row
+        times = [*(one["microseconds"].get(n) for n in ("64", "8192")), *(fast.get(n) for n in ("64", "8192"))]
+        assert [*row[5:]] == ["–" if time is None else f"{time:.0f}" for time in times]
+
+
+def of_fp8(name: str) -> dict[str, float]:
+    return microseconds(speed_run_of(GpuTarget(90), "h200"), name, "fp8")
 
 
 def test_the_table_and_the_set_up_are_there() -> None:
     assert len(TARGETS) >= 8
-    assert {command.split("--target ")[1].split()[0] for _, command in TARGETS} >= {"a100", "l40s", "h100", "b200"}
+    assert {command.split("--target ")[1].split()[0] for _, command, _ in TARGETS} >= {"a100", "l40s", "h100", "b200"}
     assert re.search(r"^    make demo .*\n    make test ", TEXT, re.MULTILINE)
 
 

@@ -22,11 +22,10 @@ from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.grid import GROUPS
 from hqconv.schemas.input_schema import KernelSpec
 from hqconv.schemas.model_config import NO_HEADS, AttentionHeads, text_config
-from hqconv.schemas.options import MSE, RTN
+from hqconv.schemas.options import RTN
 from hqconv.schemas.weight_schema import PARAM_DTYPES
 
 PROVEN_SM = 90  # of an H200: docs/kernels.md
-_FEW_BITS = 2
 
 
 def request_warnings(
@@ -232,29 +231,14 @@ def draft_layers(experts: ExpertMap, config: Mapping[str, Any]) -> list[str]:
     return [] if family is None else [one.name for one in experts.layers if is_draft(family, one.index, text)]
 
 
-def _calibration_notices(calibration: Calibration, config: Mapping[str, Any]) -> list[str]:
+def calibration_notices(calibration: Calibration | None, config: Mapping[str, Any]) -> list[str]:
+    """Warn of a calibration with sequences that are longer than the positions of the model's config."""
     positions = text_config(config).get("max_position_embeddings")
-    if type(positions) is not int or positions >= calibration.longest:
+    if calibration is None or type(positions) is not int or positions >= calibration.longest:
         return []
     return [
         f"sequences of {calibration.longest} tokens are longer than the model's {positions} positions "
         "(max_position_embeddings): its predictions are worse there. Use a smaller --calibrate-context."
-    ]
-
-
-def quantizer_notices(spec: ConversionSpec, experts: ExpertMap, config: Mapping[str, Any]) -> list[str]:
-    """Warn of a search where it made predictions worse: at 1 and 2 bits (docs/quality.md).
-
-    And of a calibration with sequences that are longer than the positions of the model's config.
-    """
-    if spec.encoding.calibration is not None:
-        return _calibration_notices(spec.encoding.calibration, config)
-    few = sorted({one.schema.name for one in spec.kernel_specs if one.schema.num_bits <= _FEW_BITS})
-    if spec.encoding.quantizer != MSE or not few:
-        return []
-    return [
-        f"--quantizer {spec.encoding.quantizer} lowers the error of weights, but at 2 bits ({', '.join(few)}) it made "
-        "predictions worse than rtn in all models that were measured: compare both with `hqconv evaluate`."
     ]
 
 

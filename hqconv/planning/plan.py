@@ -27,7 +27,7 @@ from hqconv.planning.checks import (
     check_source,
     refuse_unserved,
 )
-from hqconv.planning.notices import quantizer_notices, request_warnings, source_notices, source_warnings
+from hqconv.planning.notices import calibration_notices, request_warnings, source_notices, source_warnings
 from hqconv.planning.output_units import (
     MoeLayerPlan,
     OutputUnit,
@@ -352,7 +352,7 @@ def make_plan(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> C
     notices = (
         *source_notices(checkpoint, experts),
         *_memory_notices(plan.gpu_memory, spec),
-        *quantizer_notices(spec, experts, checkpoint.config),
+        *calibration_notices(spec.encoding.calibration, checkpoint.config),
         *scale_notices,
     )
     return replace(plan, notices=notices)

@@ -182,12 +182,18 @@ def _recommendation(found: list[Document], run: Document | None, inputs: InputSc
 
 
 def _pays_rotation(one: Document, found: list[Document]) -> bool:
-    """Return whether an entry is not rotated, or its rotation divides the divergence and costs little measured time."""
+    """Return whether an entry is not rotated, or its rotation divides the divergence and costs little time.
+
+    The cost is that of any GPU on which it was measured.
+    """
     plain = next((other for other in found if other["name"] == re.sub(r"-h\d+$", "", one["name"])), one)
     if plain is one:
         return True
-    slower = [one["microseconds"][n] / time for n, time in plain["microseconds"].items() if n in one["microseconds"]]
-    return bool(slower) and max(slower) < _FASTER and _kl(one) * _FASTER < _kl(plain)
+    ratios = []
+    for run in speed_runs():
+        rotated, before = (microseconds(run, name["name"], A16.name) for name in (one, plain))
+        ratios += [rotated[n] / before[n] for n in (str(DECODE), str(PREFILL)) if n in rotated and n in before]
+    return bool(ratios) and max(ratios) < _FASTER and _kl(one) * _FASTER < _kl(plain)
 
 
 def _gains(one: Document, of_class: list[Document], run: Document | None) -> bool:

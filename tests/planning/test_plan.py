@@ -18,7 +18,6 @@ import safetensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import hqconv
 from hqconv.errors import RequestError
 from hqconv.io.sidecar_files import SidecarFiles
 from hqconv.models.expert_map import ExpertMap, map_experts
@@ -37,7 +36,6 @@ from hqconv.schemas.tensors import TensorRef, TensorSpec
 from hqconv.schemas.weight_schema import WeightSchema
 from tests.make.conversions import schema_of
 from tests.make.matrices import SCHEMAS
-from tests.make.models import save_model
 
 QWEN = {"model_type": "qwen3_moe", "hidden_act": "silu", "num_experts_per_tok": 2, "torch_dtype": "bfloat16"}
 
@@ -400,12 +398,3 @@ def test_quantization_config_is_hummings_words(name: str) -> None:
     assert {"dtype", "group_size", "scale_dtype", "scale_type"}.isdisjoint(words)
     target = humming_schema(schema_of(name))
     assert type(target).from_config(words) == target
-
-
-@pytest.mark.parametrize(("schema", "quantizer"), [("int2-g32", "rtn"), ("int2-g32", "mse"), ("int3-g64", "mse")])
-def test_a_search_at_2_bits_is_told(schema: str, quantizer: str, tmp_path: Path) -> None:
-    src = save_model(tmp_path / "m", "qwen3_moe")
-    report = hqconv.convert(src, tmp_path / "out", schema=schema, quantizer=quantizer, target="sm90", device="cpu")
-    told = [text for text in report.warnings if "predictions worse than rtn" in text]
-    assert bool(told) == (quantizer == "mse" and schema == "int2-g32")
-    assert "predictions" not in (tmp_path / "out" / "hqconv.json").read_text()

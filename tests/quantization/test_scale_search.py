@@ -243,7 +243,7 @@ def rounded_bfloat16(value: float) -> float:
 
 
 def scales_to_try(name: str, stored: float) -> list[float]:
-    """All scales that can be stored, and for a wider scale the multiples that docs/quality.md promises to try."""
+    """All scales that can be stored, and for a wider scale the multiples that are tried."""
     if name == "int4-g32":
         multiples = [*(1 - i / 32 for i in range(12)), 17 / 16, 18 / 16, 19 / 16, 20 / 16]
         return [rounded_bfloat16(np.float32(stored) * np.float32(one)) for one in multiples]
