@@ -171,9 +171,9 @@ def test_with_quantized_activations_that_is_taken_which_they_speed_up(monkeypatc
 
 @pytest.mark.parametrize(("kl", "time", "pays"), [(0.02, 105.0, True), (0.038, 105.0, False), (0.02, 120.0, False)])
 def test_a_rotation_must_pay(monkeypatch: pytest.MonkeyPatch, kl: float, time: float | None, pays: bool) -> None:
-    both = {**KL, "int4-g32-e4m3-h64": kl}
-    words = rank_of(monkeypatch, kl=both, int4_g32_e4m3=100.0, int4_g32_e4m3_h64=time)
-    assert words["recommended"] == ("int4-g32-e4m3-h64" if pays else "int4-g32-e4m3")
+    both = {**KL, "int4-g32-e4m3-h32": kl}
+    words = rank_of(monkeypatch, kl=both, int4_g32_e4m3=100.0, int4_g32_e4m3_h32=time)
+    assert words["recommended"] == ("int4-g32-e4m3-h32" if pays else "int4-g32-e4m3")
     assert rank_of(monkeypatch, kl=both, int4_g32_e4m3=100.0)["recommended"] == "int4-g32-e4m3"  # not measured
 
 
