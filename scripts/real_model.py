@@ -8,9 +8,9 @@ whose SHA-256 is compared. The model is a Mixtral in bfloat16: each expert is a 
 all experts are active, and the router's weights are zero. An expert's weight is 1/E then, so `down_proj` is multiplied
 by E, a power of two: the function is that of the dense model, to the bit but for the order of one sum.
 
-There is no form with routing: the dense MLPs use all their columns for every token. Without the one slice of eight whose
-output is the smallest for a token (which no router could choose better) the divergence is 0.40 nats on 512 tokens, twice
-that of calibrated 3 bits.
+There is no form with routing: the dense MLPs use all their columns for every token. Without the one slice of eight
+whose output is the smallest for a token (which no router could choose better) the divergence is 0.40 nats on 512
+tokens, twice that of calibrated 3 bits.
 
 The weights came from Q4_1: 16 affine levels in groups of 32. A format with float zero points in groups of 32 finds that
 grid again; it proves nothing on this model.
