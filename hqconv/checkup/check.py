@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from hqconv.checkup.matrices import Facts, Matrix, arrangement, arrangement_faul
 from hqconv.conversion.hub_prefetch import CachePolicy, HubPrefetch, fetched_layers
 from hqconv.conversion.stages import Meter, Progress
 from hqconv.errors import HqconvError, InputError, RequestError
+from hqconv.formats.source_format import LAID_OUT
 from hqconv.io.pipeline import pipeline
 from hqconv.models.config_facts import is_draft
 from hqconv.models.expert_bytes import RawExperts, RawLayout
@@ -256,14 +258,18 @@ def _read(source: Source, layer: MoeLayer, expert: int) -> Iterator[tuple[str, M
         except InputError as error:  # of a file that was cut
             yield layer.roles[0], error
             return
-    bits = (
-        8
-        * sum(ref.num_bytes for ref in layer.refs(expert))
-        / (len(layer.roles) * layer.hidden_size * layer.intermediate_size)
-    )
+    parts = layer.sources[expert]
+    shared = Counter((ref.file, ref.offset_bytes) for of_role in parts.values() for ref in of_role.values())
+    bits = {
+        role: sum(8 * ref.num_bytes / shared[ref.file, ref.offset_bytes] for ref in parts[role].values())
+        / (layer.hidden_size * layer.intermediate_size)
+        for role in layer.roles
+    }
+    if layer.format.encoding == LAID_OUT:  # which may be padded
+        bits = dict.fromkeys(bits, min(bits.values()))
     for role in layer.roles:
         try:
-            yield role, decoded(source.read_expert(layer, expert, (role,), _CPU, raw)[role], bits)
+            yield role, decoded(source.read_expert(layer, expert, (role,), _CPU, raw)[role], bits[role])
         except InputError as error:
             yield role, error
 
@@ -422,7 +428,7 @@ def _owners(checked: Sequence[Checked]) -> Iterator[Finding]:
     for one, expert, outcome in _each(checked):
         for role, compared in outcome.compared.items():
             place, shape = (one.layer.name, expert, role), one.layer.shape(role)
-            if compared.distance < _OUTLIER or compared.faults:
+            if compared.distance < _OUTLIER or any(one.kind != "bias" for one in compared.faults):
                 continue
             owner = _owner(place, compared, outcome.facts[role].sketch, pool[shape], places[shape])
             if owner is not None:

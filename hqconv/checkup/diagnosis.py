@@ -274,8 +274,10 @@ def _order_of(
         return (d[rows] @ signs @ signatures.t()).argmax(1)
 
     owner = owners(picked)
-    is_found = torch.nn.functional.cosine_similarity(d[picked], pool[owner]) > _SAME_ROW
-    if len(picked) < 2 or float((is_found & (owner != picked + start)).float().mean()) < _FOUND:
+    cosines, own = (torch.nn.functional.cosine_similarity(d[picked], pool[of]) for of in (owner, picked + start))
+    is_found = cosines > _SAME_ROW
+    is_elsewhere = is_found & (1 - cosines < 0.5 * (1 - own))  # and clearly nearer there
+    if len(picked) < 2 or float(is_elsewhere.float().mean()) < _FOUND:
         return None
     owner, picked = owner[is_found], picked[is_found]
     place = picked + start

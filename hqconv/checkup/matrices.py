@@ -19,6 +19,7 @@ from hqconv.quantization.coded_matrix import CodedMatrix, code_table, dequantize
 
 Array = np.ndarray[tuple[int], np.dtype[np.float32]]
 _SIDE = 16  # of a sketch
+_ROUNDING = 1.6  # relative error of formats of b bits without codes, of 2**-b: GGUF's Q4_K and Q6_K
 _SPIKE = (2.0**10, 2.0**16)  # largest weight, of the median row's largest: a notice, damage
 _GAIN = (2.0**-12, 2.0**9, 2.0**16)  # rms times sqrt(K): least and most without a notice; damage above
 _FLOOR = 2.0**-100  # weights under the smallest e8m0 scales
@@ -55,7 +56,7 @@ def decoded(matrix: SourceMatrix, num_bits: float) -> Matrix:
     """Decode a matrix. num_bits: stored bits of a weight, which tell the resolution of formats without codes."""
     values = matrix.values().float()
     if matrix.coded is None:
-        return Matrix(matrix.name, values, 2.0 ** -min(num_bits, 9), bias=matrix.bias)
+        return Matrix(matrix.name, values, _ROUNDING * 2.0 ** -min(num_bits, 9), bias=matrix.bias)
     coded = replace(matrix.coded, zero_point=None)
     cells = dequantize(coded, _cells(coded.b_dtype, matrix.coded.zero_point is None)).abs_()
     cells = cells[: values.size(0), : values.size(1)]
