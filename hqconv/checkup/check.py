@@ -69,7 +69,7 @@ class Outcome:
 
 @dataclass(eq=False)
 class Checked:
-    """A layer, its outcomes by expert, and the original's layer."""
+    """A layer and the outcomes of its experts."""
 
     layer: MoeLayer
     outcomes: dict[int, Outcome]
