@@ -15,6 +15,7 @@ Legend: E experts, N output rows, K input columns, G groups along K, S columns o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -39,8 +40,7 @@ from hqconv.schemas.weight_schema import WeightSchema
 
 _DAMPING = 0.01  # of the mean diagonal of H
 _BLOCK = 128  # columns that are rounded between two products with whole rows
-_PASSES = 3  # of the descent, at most
-_LEAST_GAIN = 1e-3  # of the loss, that a further pass must bring
+_PASSES = 6  # of the descent, an even number
 _MARGIN = 1 - 2.0**-20
 
 
@@ -52,25 +52,23 @@ class Products:
     held: torch.Tensor
 
     @cached_property
-    def factor(self) -> _Factor:
-        """The factor of the columns as they are."""
-        return _Factor.of(self.fit)
-
-    @cached_property
-    def whole_factor(self) -> _Factor:
-        """The factor of all tokens."""
-        return _Factor.of(self.fit + self.held)
+    def factors(self) -> tuple[_Factor, _Factor]:
+        """The factors of the columns in their order, and from the last to the first."""
+        total = self.fit + self.held
+        return _Factor.of(total), _Factor.of(total.flip(1, 2))
 
     @cached_property
     def order(self) -> torch.Tensor:
         """The columns by decreasing diagonal, int64 [1 or E, K]."""
-        return torch.argsort(self.fit.diagonal(dim1=1, dim2=2), dim=1, descending=True, stable=True)
+        diagonal = self.factors[0].h.diagonal(dim1=1, dim2=2)
+        return torch.argsort(diagonal, dim=1, descending=True, stable=True)
 
     @cached_property
     def ordered_factor(self) -> _Factor:
         """The factor of the columns in that order."""
-        rows = self.fit.gather(1, self.order.unsqueeze(2).expand_as(self.fit))
-        return _Factor.of(rows.gather(2, self.order.unsqueeze(1).expand_as(self.fit)))
+        total = self.fit + self.held
+        rows = total.gather(1, self.order.unsqueeze(2).expand_as(total))
+        return _Factor.of(rows.gather(2, self.order.unsqueeze(1).expand_as(total)))
 
     def rotated(self, block: int) -> Products:
         """Return the products of inputs that are rotated in blocks of columns."""
@@ -92,16 +90,16 @@ def quantize_by_outputs(
     rounded = quantize_stacks(stacks, schema, param_dtype)
     starts = [scales_of(one.tensors, schema) for one in rounded]
     weights = torch.cat([one.float() for one in stacks], 1)
-    numbers, scales = _Matrix(weights, schema, param_dtype, _above(starts, schema)).solve(products)
+    found = _Matrix(weights, schema, param_dtype, _above(starts, schema)).solve(products)
     done, row, scale_row = [], 0, 0
     with resident(weights.device):
         for stack, start, one in zip(stacks, starts, rounded, strict=True):
-            mine = numbers[:, row : row + stack.size(1)]
-            found = _rows(scales, scale_row, start.scale.size(1), schema)
+            mine = found.numbers[:, row : row + stack.size(1)]
+            scales = _rows(found.scales, scale_row, start.scale.size(1), schema)
             row, scale_row = row + stack.size(1), scale_row + start.scale.size(1)
             codes = torch_ops.codes_of(mine, mine, schema).contiguous()
             weight = humming().ops.pack_weight(codes, schema.num_bits)
-            tensors = {**one.tensors, **found.tensors(schema, param_dtype), "weight": weight}
+            tensors = {**one.tensors, **scales.tensors(schema, param_dtype), "weight": weight}
             error, power = torch_ops.error_sums(stack, tensors, schema)
             done.append(QuantizedStack(tensors, error, power, torch.zeros_like(one.num_exact)))
     return done
@@ -109,88 +107,104 @@ def quantize_by_outputs(
 
 @dataclass(frozen=True, eq=False)
 class _Factor:
-    """H, damped, and its upper triangular factor M, H = M Mᵀ: float32 [1 or E, K, K]."""
+    """H, damped, float32 [1 or E, K, K], and factors of it."""
 
     h: torch.Tensor
-    m: torch.Tensor
 
     @classmethod
     def of(cls, products: torch.Tensor) -> _Factor:
-        h = products.double().clone()
+        h = products.clone()
         diagonal = h.diagonal(dim1=1, dim2=2)
         mean = diagonal.mean(1, keepdim=True)
         diagonal += torch.where(mean > 0, _DAMPING * mean, torch.ones_like(mean))
-        return cls(h.float(), _upper(h).float())
+        return cls(h.float())
 
-    def block(self, columns: slice) -> _Block:
-        """Return the factor for columns that are rounded while those behind them are free."""
-        return _Block.of(self.m[:, columns, columns])
+    @cached_property
+    def m(self) -> torch.Tensor:
+        """The upper triangular M with H = M Mᵀ, float32 [1 or E, K, K]."""
+        return _upper(self.h.double()).float()
 
-    def alone(self, columns: slice) -> _Block:
-        """Return the factor for columns that are rounded while all others stand."""
-        return _Block.of(_upper(self.h[:, columns, columns].double()).float())
+    def free(self, size: int) -> _Blocks:
+        """Return the factors of runs of `size` columns that are rounded while the columns behind them are free."""
+        m = _diagonal_blocks(self.m, size).double()
+        return _Blocks(m.float().contiguous(), _inverse(m).float())
+
+    def alone(self, size: int) -> _Blocks:
+        """Return the factors of runs of `size` columns that are rounded while all other columns stand."""
+        m = _upper(_diagonal_blocks(self.h, size).double())
+        inverse = _inverse(m)
+        return _Blocks(m.float().contiguous(), (inverse.mT @ inverse).float())
 
 
 def _upper(h: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = torch.linalg.cholesky(h.flip(1, 2)).flip(1, 2)
+    found: torch.Tensor = torch.linalg.cholesky(h.flip(-2, -1)).flip(-2, -1)
     return found
 
 
+def _inverse(m: torch.Tensor) -> torch.Tensor:
+    eye = torch.eye(m.size(-1), dtype=m.dtype, device=m.device).expand_as(m)
+    found: torch.Tensor = torch.linalg.solve_triangular(m, eye, upper=True)
+    return found
+
+
+def _diagonal_blocks(h: torch.Tensor, size: int) -> torch.Tensor:
+    """Return the blocks on the diagonal of [e, K, K], as [K / size, e, size, size]."""
+    blocks = h.view(len(h), h.size(1) // size, size, -1, size)
+    return blocks.diagonal(dim1=1, dim2=3).permute(3, 0, 1, 2)
+
+
 @dataclass(frozen=True, eq=False)
-class _Block:
-    """Some columns' part of M, float32 [1 or E, S, S]; its inverse; and its diagonal [1 or E, 1, S]."""
+class _Blocks:
+    """Factors of runs of columns, upper triangular M, float32 [G, 1 or E, S, S].
+
+    inverse: that brings what other columns pull to weights: of M, or of M Mᵀ where these stand.
+    """
 
     m: torch.Tensor
     inverse: torch.Tensor
-    diagonal: torch.Tensor
-
-    @classmethod
-    def of(cls, m: torch.Tensor) -> _Block:
-        eye = torch.eye(m.size(1), dtype=torch.float64, device=m.device).expand_as(m)
-        inverse = torch.linalg.solve_triangular(m.double(), eye, upper=True).float()
-        return cls(m, inverse, m.diagonal(dim1=1, dim2=2).unsqueeze(1))
 
 
 @dataclass(frozen=True, eq=False)
 class _Rounded:
-    """Codes of some columns: losses [C, E, N], numbers and decoded values [C, E, N, S]."""
+    """Codes of some columns under the best of some scales: losses [E, N], numbers and decoded values [E, N, S].
+
+    index: of the scales that are best, int64 [E, N].
+    """
 
     loss: torch.Tensor
+    index: torch.Tensor
     numbers: torch.Tensor
     values: torch.Tensor
-
-    def best(self, scales: GroupScales) -> tuple[_Rounded, GroupScales]:
-        """Return the candidate of the least loss of each row, and its scales out of [C, E, N, 1]."""
-        least, index = self.loss.min(0, keepdim=True)
-
-        def pick(values: torch.Tensor) -> torch.Tensor:
-            return torch.gather(values, 0, index.unsqueeze(-1).expand(1, *values.shape[1:]))[0]
-
-        stored = pick(bits_of(scales.stored)).view(scales.stored.dtype)
-        zero = None if scales.zero is None else pick(scales.zero)
-        second = None if scales.second is None else scales.second[0]
-        found = GroupScales(stored, pick(scales.scale), zero, second)
-        return _Rounded(least[0], pick(self.numbers), pick(self.values)), found
 
 
 @dataclass(frozen=True, eq=False)
 class _Solution:
-    """Numbers of codes and decoded values [E, N, K], and scales [E, R, G]."""
+    """Numbers of codes and decoded values [E, N, K], scales [E, R, G], and the loss of each row [E, N]."""
 
     numbers: torch.Tensor
     values: torch.Tensor
     scales: GroupScales
+    loss: torch.Tensor
 
-    def where(self, condition: torch.Tensor, other: _Solution) -> _Solution:
-        """Return this solution for the experts where `condition` [E, 1, 1] holds, the other one for the rest."""
+    def or_better(self, other: _Solution) -> _Solution:
+        """Return the better one of two solutions for each row; their scales are the same where rows share them."""
+        wins = (other.loss < self.loss).unsqueeze(2)
+        scales = self.scales
+        if scales.scale.size(1) == wins.size(1):
+            scales = other.scales.where(wins.expand_as(scales.scale), scales)
         return _Solution(
-            torch.where(condition, self.numbers, other.numbers),
-            torch.where(condition, self.values, other.values),
-            self.scales.where(condition.expand_as(self.scales.scale), other.scales),
+            torch.where(wins, other.numbers, self.numbers),
+            torch.where(wins, other.values, self.values),
+            scales,
+            torch.minimum(self.loss, other.loss),
         )
 
+    def backwards(self) -> _Solution:
+        """Return the solution with the columns from the last to the first."""
+        return _Solution(self.numbers.flip(2), self.values.flip(2), _backwards(self.scales), self.loss)
 
-@dataclass(eq=False)
+
+@dataclass(frozen=True, eq=False)
 class _Matrix:
     """Matrices of a projection, float32 [E, N, K], and the scales of round-to-nearest."""
 
@@ -199,26 +213,34 @@ class _Matrix:
     param_dtype: str
     start: GroupScales
 
-    def __post_init__(self) -> None:
-        size = self.schema.weight_scale_group_size
-        self.searches = self.schema.weight_scale_type == "group" and size <= _BLOCK * 2
-        self.size = size if self.searches else min(_BLOCK, self.weights.size(2))
-        self.floor = least_byte([self.start.stored], self.param_dtype, has_row_scale=self.schema.has_row_scale)
+    @cached_property
+    def searches(self) -> bool:
+        """True where scales are chosen too: those of groups of columns."""
+        return self.schema.weight_scale_type == "group" and self.schema.weight_scale_group_size <= _BLOCK * 2
 
-    def solve(self, products: Products) -> tuple[torch.Tensor, GroupScales]:
-        """Return the numbers of codes [E, N, K], and the scales [E, R, G]."""
+    @cached_property
+    def size(self) -> int:
+        """Columns that are rounded together, under one scale."""
+        return self.schema.weight_scale_group_size if self.searches else math.gcd(_BLOCK, self.weights.size(2))
+
+    @cached_property
+    def floor(self) -> torch.Tensor | None:
+        """See `least_byte`."""
+        return least_byte([self.start.stored], self.param_dtype, has_row_scale=self.schema.has_row_scale)
+
+    def solve(self, products: Products) -> _Solution:
+        """Return codes and scales with a small loss."""
         scales = self.start
         if self.searches:
-            diagonal = products.fit.diagonal(dim1=1, dim2=2)
-            scales = self.searched(diagonal.float().view(len(diagonal), 1, -1, self.size))
-        starts = [self.in_order(products, scales), self.by_diagonal(products, scales)]
-        losses = [self.loss(start.values, products.held).sum(1) for start in starts]
-        return self.descend(starts[1].where((losses[1] < losses[0]).view(-1, 1, 1), starts[0]), products.whole_factor)
-
-    def loss(self, values: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
-        """Return eᵀ H e of each row, float64 [E, N]."""
-        error = (values - self.weights).double()
-        return ((error @ h.double()) * error).sum(2)
+            diagonal = products.factors[0].h.diagonal(dim1=1, dim2=2)
+            scales = self.searched(diagonal.view(len(diagonal), 1, -1, self.size))
+        found = self.in_order(products, scales).or_better(self.by_diagonal(products, scales))
+        sides = self, replace(self, weights=self.weights.flip(2), start=_backwards(self.start))
+        alone = [factor.alone(self.size) for factor in products.factors]
+        for number in range(_PASSES):
+            side, factor, blocks = sides[number % 2], products.factors[number % 2], alone[number % 2]
+            found = side.swept(found, factor.h, blocks, is_first=False).backwards()
+        return found
 
     # --- scales
 
@@ -282,45 +304,73 @@ class _Matrix:
             best, least = tried.where(wins, best), torch.where(wins, loss, least)
         return best
 
-    # --- starts
+    # --- codes
 
-    def in_order(self, products: Products, start: GroupScales) -> _Solution:
-        """Round columns as they are; scales are searched on what a group's weights have become."""
-        w, numbers, values, factor = (
-            self.weights,
-            torch.empty_like(self.weights),
-            torch.empty_like(self.weights),
-            products.factor,
-        )
-        parts = []
-        static = self.of_rows(start)
-        beside = self.neighbours(static)
-        for begin in range(0, w.size(2), self.size):
-            columns = slice(begin, begin + self.size)
-            block = factor.block(columns)
-            carried = (w[:, :, :begin] - values[:, :, :begin]) @ factor.m[:, :begin, columns]
-            target = w[:, :, columns] + carried @ block.inverse
-            scales = self.candidates(self.at(static, columns), beside, begin // self.size, target)
-            done, found = self.tried(target, scales, block)
-            numbers[:, :, columns], values[:, :, columns] = done.numbers, done.values
-            parts.append(found)
-        return _Solution(numbers, values, _joined(parts) if self.searches else start)
+    def in_order(self, products: Products, scales: GroupScales) -> _Solution:
+        """Round columns as they are; scales are chosen for what a group's weights have become."""
+        nothing = torch.zeros_like(self.weights)
+        rows = nothing.new_full(nothing.shape[:2], torch.inf)
+        factor = products.factors[0]
+        start = _Solution(nothing, self.weights.clone(), scales, rows)
+        return self.swept(start, factor.m, factor.free(self.size), is_first=True)
+
+    def swept(self, found: _Solution, pull_of: torch.Tensor, blocks: _Blocks, *, is_first: bool) -> _Solution:
+        """Round group after group, each with its scales.
+
+        First under M, with errors of the columns before; then under H, as all other columns stand, where this gains.
+        pull_of: M or H, [1 or E, K, K]. The tensors of `found` are overwritten.
+        """
+        numbers, values, num_columns = found.numbers, found.values, self.weights.size(2)
+        error = self.weights - values
+        static = self.of_rows(found.scales)
+        beside, parts, loss = self.neighbours(static), [], torch.zeros_like(found.loss)
+        width = self.size * max(1, _BLOCK // self.size)
+        for begin in range(0, num_columns, width):
+            end = min(begin + width, num_columns)
+            before = begin if is_first else num_columns
+            pull = error[:, :, :before] @ pull_of[:, :before, begin:end]
+            for first in range(begin, end, self.size):
+                group, last = first // self.size, first + self.size
+                m, now, kept = blocks.m[group], values[:, :, first:last], self.at(static, first)
+                target = now + pull[:, :, first - begin : last - begin] @ blocks.inverse[group]
+                done, scales = self.rounded(target, self.candidates(kept, beside, group, target), m)
+                if is_first:
+                    change = done.values - now
+                    loss += done.loss
+                else:
+                    standing = ((target - now) @ m).square().sum(2)
+                    wins = (done.loss < standing * _MARGIN).unsqueeze(2)
+                    change = torch.where(wins, done.values - now, 0.0)
+                    scales = scales.where(wins, kept)
+                parts.append(scales)
+                numbers[:, :, first:last] = (
+                    done.numbers if is_first else torch.where(wins, done.numbers, numbers[:, :, first:last])
+                )
+                values[:, :, first:last] = done.values if is_first else torch.where(wins, done.values, now)
+                error[:, :, first:last] -= change
+                pull[:, :, last - begin :] -= change @ pull_of[:, first:last, last:end]
+        return _Solution(numbers, values, _joined(parts) if self.searches else found.scales, loss)
 
     def by_diagonal(self, products: Products, scales: GroupScales) -> _Solution:
         """Round columns by decreasing diagonal of H, under scales that are searched beforehand."""
         experts, rows, columns = self.weights.shape
         order = products.order.expand(experts, columns).unsqueeze(1).expand(experts, rows, columns)
-        w = self.weights.gather(2, order)
-        each = self.of_columns(scales, order)
-        numbers, values = torch.empty_like(w), torch.empty_like(w)
-        for begin in range(0, columns, _BLOCK):
-            part = slice(begin, min(begin + _BLOCK, columns))
-            block = products.ordered_factor.block(part)
-            carried = (w[:, :, :begin] - values[:, :, :begin]) @ products.ordered_factor.m[:, :begin, part]
-            done = _round(w[:, :, part] + carried @ block.inverse, _columns(each, part), block, self.schema)
-            numbers[:, :, part], values[:, :, part] = done.numbers[0], done.values[0]
-        back = torch.empty_like(numbers), torch.empty_like(values)
-        return _Solution(back[0].scatter_(2, order, numbers), back[1].scatter_(2, order, values), scales)
+        error, each, m = self.weights.gather(2, order), self.of_columns(scales, order), products.ordered_factor.m
+        numbers, values, loss = torch.empty_like(error), torch.empty_like(error), error.new_zeros(experts, rows)
+        size = math.gcd(_BLOCK, columns)
+        blocks = products.ordered_factor.free(size)
+        for begin in range(0, columns, size):
+            part = slice(begin, begin + size)
+            target = error[:, :, part] + error[:, :, :begin] @ m[:, :begin, part] @ blocks.inverse[begin // size]
+            done = _round(target, _columns(each, part), blocks.m[begin // size], self.schema)
+            numbers[:, :, part], values[:, :, part] = done.numbers, done.values
+            error[:, :, part] -= done.values
+            loss += done.loss
+        back = (
+            torch.empty_like(numbers).scatter_(2, order, numbers),
+            torch.empty_like(values).scatter_(2, order, values),
+        )
+        return _Solution(*back, scales, loss)
 
     def of_columns(self, scales: GroupScales, order: torch.Tensor) -> GroupScales:
         """Return the scales of columns in an order [E, N, K], as one candidate: [1, E, N, K]."""
@@ -330,51 +380,31 @@ class _Matrix:
         second = None if scales.second is None else scales.second.unsqueeze(0)
         return GroupScales(scales.stored, scales.scale.gather(2, group).unsqueeze(0), zero, second)
 
-    def at(self, scales: GroupScales, columns: slice) -> GroupScales:
-        """Return the scales of columns that lie in one group: [E, N, 1]."""
-        group = columns.start // (self.weights.size(2) // scales.scale.size(2))
+    def at(self, scales: GroupScales, column: int) -> GroupScales:
+        """Return the scales of the group of a column: [E, N, 1]."""
+        group = column // (self.weights.size(2) // scales.scale.size(2))
         return _columns(scales, slice(group, group + 1))
 
-    # --- descent
-
-    def tried(self, target: torch.Tensor, scales: list[GroupScales], block: _Block) -> tuple[_Rounded, GroupScales]:
-        """Round columns under each of some scales [E, N, 1]; return the best of each row."""
+    def rounded(self, target: torch.Tensor, scales: list[GroupScales], m: torch.Tensor) -> tuple[_Rounded, GroupScales]:
+        """Round columns under the best of some scales [E, N, 1] and of the one that fits its codes; return it too."""
         stacked = _stacked(scales)
-        return _round(target, stacked, block, self.schema).best(stacked)
+        done = _round(target, stacked, m, self.schema)
+        found = _picked(stacked, done.index)
+        if not self.searches or found.stored.dtype == torch.float8_e8m0fnu:
+            return done, found
+        fitted = self.fitted(target, done.numbers, found, m)
+        again = _round(target, _stacked([fitted]), m, self.schema)
+        wins = (again.loss < done.loss).unsqueeze(2)
+        numbers, values = (
+            torch.where(wins, *both) for both in ((again.numbers, done.numbers), (again.values, done.values))
+        )
+        return _Rounded(torch.minimum(again.loss, done.loss), done.index, numbers, values), fitted.where(wins, found)
 
-    def descend(self, start: _Solution, factor: _Factor) -> tuple[torch.Tensor, GroupScales]:
-        """Round groups again, each as the others stand, until nothing is gained."""
-        numbers, values, scales = start.numbers, start.values, start.scales
-        w, h = self.weights, factor.h
-        groups = [slice(begin, begin + self.size) for begin in range(0, w.size(2), self.size)]
-        alone = [factor.alone(columns) for columns in groups]
-        parts = [self.at(self.of_rows(scales), columns) for columns in groups]
-        loss = self.loss(values, h).sum()
-        for _ in range(_PASSES):
-            gradient, beside = (values - w) @ h, self.neighbours(_joined(parts))
-            for number, (columns, block) in enumerate(zip(groups, alone, strict=True)):
-                now, kept = values[:, :, columns], parts[number]
-                target = now - gradient[:, :, columns] @ block.inverse.transpose(1, 2) @ block.inverse
-                standing = ((target - now) @ block.m).square().sum(2)
-                done, found = self.tried(target, self.candidates(kept, beside, number, target), block)
-                if self.searches and found.stored.dtype != torch.float8_e8m0fnu:
-                    done, found = self.tried(target, [found, self.fitted(target, done.numbers, found, block)], block)
-                wins = (done.loss < standing * _MARGIN).unsqueeze(2)
-                change = torch.where(wins, done.values - now, 0.0)
-                numbers[:, :, columns] = torch.where(wins, done.numbers, numbers[:, :, columns])
-                values[:, :, columns] = torch.where(wins, done.values, now)
-                parts[number] = found.where(wins, kept)
-                gradient += change @ h[:, columns, :]
-            before, loss = loss, self.loss(values, h).sum()
-            if float(before - loss) < _LEAST_GAIN * float(before):
-                break
-        return numbers, _joined(parts) if self.searches else scales
-
-    def fitted(self, target: torch.Tensor, numbers: torch.Tensor, scales: GroupScales, block: _Block) -> GroupScales:
+    def fitted(self, target: torch.Tensor, numbers: torch.Tensor, scales: GroupScales, m: torch.Tensor) -> GroupScales:
         """Return the least-squares scales of codes, where they are usable."""
         codes = numbers if scales.zero is None else numbers - scales.zero
-        seen = codes @ block.m
-        fit = ((target @ block.m) * seen).sum(2, keepdim=True) / seen.square().sum(2, keepdim=True)
+        seen = codes @ m
+        fit = ((target @ m) * seen).sum(2, keepdim=True) / seen.square().sum(2, keepdim=True)
         now = scales.effective()
         usable = (fit / now > 0.5) & (fit / now < 2)
         second = scales.second
@@ -396,32 +426,51 @@ def _nearest(target: torch.Tensor, scales: GroupScales, schema: WeightSchema) ->
     return numbers.nan_to_num_(0.0)
 
 
-def _round(target: torch.Tensor, scales: GroupScales, block: _Block, schema: WeightSchema) -> _Rounded:
+def _round(target: torch.Tensor, scales: GroupScales, m: torch.Tensor, schema: WeightSchema) -> _Rounded:
     """Round columns [E, N, S] one after the other; later ones make good what earlier ones lost.
 
-    scales: of C candidates, [C, E, N, 1], or [C, E, N, S] for each column.
+    scales: of C candidates, [C, E, N, 1], or [1, E, N, S] for each column. m: upper triangular, [1 or E, S, S].
     """
     if target.is_cuda:
         from hqconv.calibration.triton_round import round_columns  # loads Triton
 
-        return _Rounded(*round_columns(target, scales, block.m, schema))
+        return _Rounded(*round_columns(target, scales, m, schema))
     shape = (len(scales.scale), *target.shape)
     numbers, values = torch.empty(2, *shape, device=target.device)
     carried = torch.zeros(shape, device=target.device)
     loss = torch.zeros(shape[:3], device=target.device)
     for column in range(target.size(2)):
         mine = _columns(scales, slice(column, column + 1)) if scales.scale.size(3) > 1 else scales
-        diagonal = block.m[:, column, column].view(-1, 1)
+        diagonal = m[:, column, column].view(-1, 1)
         wanted = target[:, :, column] + carried[..., column] / diagonal
         number = _nearest(wanted[..., None, None], mine, schema)
         value = torch_ops.decode(number, mine)[..., 0, 0]
         numbers[..., column], values[..., column] = number[..., 0, 0], value
         loss += ((wanted - value) * diagonal).square_()
-        if column + 1 < target.size(2):
-            carried[..., column + 1 :] += (target[:, :, column] - value).unsqueeze(-1) * block.m[
-                :, column, None, column + 1 :
-            ]
-    return _Rounded(loss, numbers, values)
+        lost = (target[:, :, column] - value).unsqueeze(-1)
+        carried[..., column + 1 :] += lost * m[:, column, None, column + 1 :]
+    least, index = loss.min(0)
+    best = index.expand(1, *index.shape).unsqueeze(-1).expand(1, *target.shape)
+    return _Rounded(least, index, numbers.gather(0, best)[0], values.gather(0, best)[0])
+
+
+def _picked(scales: GroupScales, index: torch.Tensor) -> GroupScales:
+    """Return one of the candidates [C, E, N, 1] for each row; index: int64 [E, N]."""
+
+    def pick(values: torch.Tensor) -> torch.Tensor:
+        return torch.gather(values, 0, index.view(1, *index.shape, 1))[0]
+
+    stored = pick(bits_of(scales.stored)).view(scales.stored.dtype)
+    zero = None if scales.zero is None else pick(scales.zero)
+    second = None if scales.second is None else scales.second[0]
+    return GroupScales(stored, pick(scales.scale), zero, second)
+
+
+def _backwards(scales: GroupScales) -> GroupScales:
+    """Return scales [E, R, G] with the groups from the last to the first."""
+    stored = bits_of(scales.stored).flip(2).view(scales.stored.dtype)
+    zero = None if scales.zero is None else scales.zero.flip(2)
+    return GroupScales(stored, scales.scale.flip(2), zero, scales.second)
 
 
 def _columns(scales: GroupScales, part: slice) -> GroupScales:
