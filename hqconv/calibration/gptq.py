@@ -39,6 +39,7 @@ from hqconv.quantization.scale_search import candidate_scales, ladder_of, least_
 from hqconv.schemas.weight_schema import WeightSchema
 
 _DAMPING = 0.01  # of the mean diagonal of H
+_RIDGES = (0.01, 0.1, 1.0)  # tried for w2, of the mean diagonal of H
 _BLOCK = 128  # columns that are rounded between two products with whole rows
 _PASSES = 6  # of the descent, an even number
 _MARGIN = 1 - 2.0**-20
@@ -46,10 +47,14 @@ _MARGIN = 1 - 2.0**-20
 
 @dataclass(frozen=True, eq=False)
 class Products:
-    """Sums of p² x xᵀ over tokens, float64 [1 or E, K, K]: of most tokens, and of others that only choices see."""
+    """Sums of p² x xᵀ over tokens, float64 [1 or E, K, K]: of most tokens, and of those held back for choices.
+
+    drifts: the same sums of p² (y - x) xᵀ, where the source's weights before the GEMM give y in place of x.
+    """
 
     fit: torch.Tensor
     held: torch.Tensor
+    drifts: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @cached_property
     def factors(self) -> tuple[_Factor, _Factor]:
@@ -71,10 +76,39 @@ class Products:
         return _Factor.of(rows.gather(2, self.order.unsqueeze(1).expand_as(total)))
 
     def rotated(self, block: int) -> Products:
-        """Return the products of inputs that are rotated in blocks of columns."""
-        return Products(
-            *(rotate(rotate(one, block).transpose(1, 2).contiguous(), block) for one in (self.fit, self.held))
-        )
+        """Return the products of inputs that are rotated in blocks of columns; without drifts."""
+        fit, held = (rotate(rotate(one, block).transpose(1, 2).contiguous(), block) for one in (self.fit, self.held))
+        return Products(fit, held)
+
+    def compensated(self, weights: torch.Tensor) -> torch.Tensor:
+        """Return weights [E, N, K] whose outputs for x are nearest to those of `weights` for y, float32 with drifts.
+
+        W + W (Σ p² (y - x) xᵀ) (Σ p² x xᵀ + ridge)⁻¹, with the ridge of each expert that is the best one for the tokens
+        that were held back: W itself where all lose.
+        """
+        if self.drifts is None:
+            return weights
+        weights = weights.float()
+        ridge = weights.new_full((len(weights), 1, 1), torch.inf, dtype=torch.float64)
+        held, pull = self.held.float(), weights @ self.drifts[1].float()
+        least = torch.zeros_like(ridge)
+        for tried in _RIDGES:
+            change = weights @ _solved(self.fit, self.drifts[0], torch.full_like(ridge, tried))
+            loss = ((change @ held - 2 * pull) * change).double().sum((1, 2), keepdim=True)
+            ridge, least = torch.where(loss < least, tried, ridge), torch.minimum(loss, least)
+        return weights + weights @ _solved(self.fit + self.held, self.drifts[0] + self.drifts[1], ridge)
+
+
+def _solved(h: torch.Tensor, drift: torch.Tensor, ridge: torch.Tensor) -> torch.Tensor:
+    """Return drift (H + ridge)⁻¹, float32 [E, K, K]; 0 for infinite ridges.
+
+    ridge: shares of the mean diagonal of H, float64 [E, 1, 1].
+    """
+    mean = h.diagonal(dim1=1, dim2=2).mean(1).view(-1, 1, 1)
+    eye = torch.eye(h.size(1), dtype=h.dtype, device=h.device)
+    used = torch.where((mean > 0) & torch.isfinite(ridge), ridge * mean, 1.0)
+    found = torch.cholesky_solve(drift.mT, torch.linalg.cholesky(h + used * eye)).mT
+    return torch.where(torch.isfinite(ridge), found, 0.0).float()
 
 
 def quantize_by_outputs(
@@ -84,12 +118,14 @@ def quantize_by_outputs(
 
     products: of that input, in the columns of the matrices. A matrix with NaN or Inf gets a power of NaN or Inf.
     """
+    aims = [products.compensated(one) for one in stacks]
     if schema.rotation:
-        stacks, products = [rotate(one, schema.rotation) for one in stacks], products.rotated(schema.rotation)
+        products = products.rotated(schema.rotation)
+        stacks, aims = ([rotate(one, schema.rotation) for one in ones] for ones in (stacks, aims))
         schema = replace(schema, hadamard_block_size=0)
-    rounded = quantize_stacks(stacks, schema, param_dtype)
+    rounded = quantize_stacks(aims, schema, param_dtype)
     starts = [scales_of(one.tensors, schema) for one in rounded]
-    weights = torch.cat([one.float() for one in stacks], 1)
+    weights = torch.cat([one.float() for one in aims], 1)
     found = _Matrix(weights, schema, param_dtype, _above(starts, schema)).solve(products)
     done, row, scale_row = [], 0, 0
     with resident(weights.device):

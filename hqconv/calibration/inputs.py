@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -61,26 +61,42 @@ class LayerInputs:
     def of_hidden(self) -> Products:
         """Return the products of x, one for all experts: each token counts with the squares of its weights."""
         power = self.weights.float().square().sum(1)
-        parts = (part.nonzero().view(-1) for part in (~self.held, self.held))
-        return Products(*(_products(self._rows, tokens, power[tokens]).unsqueeze(0) for tokens in parts))
+        fit, held = (
+            _products(lambda some: [self._rows(some)], tokens, power[tokens])
+            for tokens in (part.nonzero().view(-1) for part in (~self.held, self.held))
+        )
+        return Products(fit, held)
 
     def of_intermediate(
-        self, numbers: Sequence[int], values: Mapping[str, torch.Tensor], activation: Activation
+        self,
+        numbers: Sequence[int],
+        values: Mapping[str, torch.Tensor],
+        activation: Activation,
+        quantized: Mapping[str, torch.Tensor] | None = None,
     ) -> Products:
         """Return the products of what w2 of some experts is given, [E, I, I].
 
-        values: the experts' w1 (if gated) and w3, [E, I, H], and biases b1 and b3, [E, I], of the source. Of an expert
-        with few tokens the products are blended towards their diagonal; of one without any they are those of a unit.
+        values: the experts' w1 (if gated) and w3, [E, I, H], and biases b1 and b3, [E, I], of the source. quantized:
+        w1 and w3 as they will be; then w2 is given what these compute, and the products know the difference. Of an
+        expert with few tokens the products are blended towards their diagonal; of one without any they are a unit's.
         """
         found: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        others = {**values, **(quantized or {})}
         for place, expert in enumerate(numbers):
-            own = {role: one[place].float() for role, one in values.items() if role != "w2"}
+            own, other = (
+                {role: one[place].float() for role, one in w.items() if role != "w2"} for w in (values, others)
+            )
+
+            def rows_of(tokens: torch.Tensor, own: Any = own, other: Any = other) -> list[torch.Tensor]:
+                rows = self._hidden(other, activation, tokens)
+                return [rows] if quantized is None else [rows, self._hidden(own, activation, tokens) - rows]
+
             token, choice = (self.experts == expert).nonzero(as_tuple=True)
             power, held = self.weights[token, choice].float().square(), self.held[token]
             for part, into in zip((~held, held), found, strict=True):
-                products = _products(partial(self._hidden, own, activation), token[part], power[part])
-                into.append(_blended(products, int(part.sum())))
-        return Products(torch.stack(found[0]), torch.stack(found[1]))
+                into.append(_blended(_products(rows_of, token[part], power[part]), int(part.sum())))
+        fit, held_back = (torch.stack(one, 1) for one in found)
+        return Products(fit[0], held_back[0], None if quantized is None else (fit[1], held_back[1]))
 
     def output_errors(
         self, expert: int, values: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], activation: Activation
@@ -114,24 +130,26 @@ class LayerInputs:
 
 
 def _products(
-    rows_of: Callable[[torch.Tensor], torch.Tensor], tokens: torch.Tensor, power: torch.Tensor
+    rows_of: Callable[[torch.Tensor], list[torch.Tensor]], tokens: torch.Tensor, power: torch.Tensor
 ) -> torch.Tensor:
-    """Return Σ power x xᵀ over the rows [T, K] of some tokens, float64 [K, K]; 4096 rows exist at a time.
+    """Return Σ power y xᵀ over the rows of some tokens, float64 [C, K, K]; 4096 rows exist at a time.
 
-    Zeros for NaN and infinity, whose weights are refused.
+    rows_of: some tokens' x [T, K], which is the first y, and further y. Zeros for NaN and infinity, whose weights are
+    refused.
     """
     total = torch.zeros((), dtype=torch.float64, device=tokens.device)
     for some, weights in zip(torch.split(tokens, _ROWS), torch.split(power, _ROWS), strict=True):
-        rows = rows_of(some)
-        total = total + (rows * weights.unsqueeze(1)).t() @ rows
+        each = rows_of(some)
+        total = total + torch.stack([(y * weights.unsqueeze(1)).t() @ each[0] for y in each]).double()
     return total.nan_to_num_(0.0, 0.0, 0.0)
 
 
 def _blended(products: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    if num_tokens == 0:
-        return torch.eye(len(products), dtype=products.dtype, device=products.device)
-    share = num_tokens / (num_tokens + _FEW_TOKENS)
-    return share * products + (1 - share) * torch.diag(products.diagonal())
+    """Return products [C, K, K] of an expert: the first towards their diagonal, others towards 0."""
+    share, rest = num_tokens / (num_tokens + _FEW_TOKENS), torch.zeros_like(products)
+    diagonal = products[0].diagonal()
+    rest[0] = torch.diag(diagonal if num_tokens else torch.ones_like(diagonal))
+    return share * products + (1 - share) * rest
 
 
 def batches_of(text: Text, context_length: int, device: torch.device) -> list[torch.Tensor]:

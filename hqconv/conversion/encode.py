@@ -21,6 +21,7 @@ from hqconv.kernel_layout.weight_tiles import WeightTiles
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.layer_encoding import GemmEncoding, LayerEncoding
+from hqconv.quantization import torch_ops
 from hqconv.quantization.coded_matrix import CodedMatrix, filled, group_order, with_rows, with_sorted_columns
 from hqconv.quantization.kept_codes import express, round_to_param_dtype, share_scale
 from hqconv.quantization.quantize import quantize_stacks
@@ -141,17 +142,20 @@ class LayerEncoder:
         for role in layer.roles:
             if of_role := [one for one in (_bias(e[role], encoding.of(role)) for e in each) if one is not None]:
                 biases[role] = torch.stack(of_role)
+        quantized: dict[str, torch.Tensor] | None = None
         given = {**values, **{f"b{role[1:]}": bias for role, bias in biases.items()}}
         for roles in coupled_roles(layer):
             of_gemm = encoding.of(roles[0])
             if of_gemm.is_direct:
                 done |= _encode_stacks([{role: one[role] for role in roles} for one in each], of_gemm)
                 continue
-            is_down = roles == ["w2"]
-            products = inputs.of_intermediate(experts, given, layer.activation) if is_down else inputs.of_hidden
+            products = inputs.of_hidden
+            if roles == ["w2"]:
+                products = inputs.of_intermediate(experts, given, layer.activation, quantized)
             matrices = [values[role] for role in roles]
             found = quantize_by_outputs(matrices, of_gemm.schema, of_gemm.param_dtype, products)
             done |= dict(zip(roles, found, strict=True))
+            quantized = {role: torch_ops.decoded(done[role].tensors, of_gemm.schema) for role in roles}
         for role, bias in biases.items():
             done[role] = replace(done[role], tensors={**done[role].tensors, "bias": bias})
         return self._check_later(experts, done)

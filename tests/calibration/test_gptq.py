@@ -78,6 +78,38 @@ def test_codes_of_a_small_group_are_the_best_ones() -> None:
     assert near_best >= 15
 
 
+@pytest.mark.parametrize(("num_tokens", "is_lawful"), [(1000, True), (1000, False), (20, True), (20, False)])
+def test_weights_for_changed_inputs(num_tokens: int, is_lawful: bool) -> None:
+    """Inputs x stand for inputs y: by a law that weights can undo, or by chance; measured on other tokens."""
+    generator = torch.Generator().manual_seed(15)
+    x, y = correlated(num_tokens + 1000, 64, 16), torch.empty(0)
+    noise = torch.randn(x.shape, generator=generator) * x.std(0)
+    law = torch.eye(64) + 0.1 * torch.randn(64, 64, generator=generator)
+    y = x @ law if is_lawful else x + 0.3 * noise
+    weights = torch.randn(1, 32, 64, generator=generator)
+    fit, held = slice(0, num_tokens * 3 // 4), slice(num_tokens * 3 // 4, num_tokens)
+    pairs = [(x[one].double(), (y - x)[one].double()) for one in (fit, held)]
+    sums = [(a.t() @ a).unsqueeze(0) for a, _ in pairs]
+    drifts = [(b.t() @ a).unsqueeze(0) for a, b in pairs]
+    found = Products(sums[0], sums[1], (drifts[0], drifts[1])).compensated(weights)
+    others = slice(num_tokens, None)
+    wanted = y[others] @ weights[0].t()
+    before, after = ((x[others] @ w[0].t() - wanted).square().sum() for w in (weights, found))
+    assert after < (0.02 if num_tokens == 1000 else 1) * before if is_lawful else after < 1.02 * before
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "int2-g32-zp"])
+def test_other_tokens_of_the_text_gain_too(name: str) -> None:
+    """On tokens that no product knows, each row's outputs lose less than by rounding in the mean."""
+    schema, weights = resolve_schema(name), torch.randn(1, 96, 128, generator=torch.Generator().manual_seed(17))
+    x = correlated(1200, 128, 18)
+    done = quantize_by_outputs([weights], schema, "bfloat16", products_of([x[:800]]))[0]
+    rounded = quantize_stacks([weights], schema, "bfloat16")[0]
+    h = products_of([x[800:]]).fit
+    losses = [output_error(weights, decoded(one, schema, (1, 96, 128)), h) for one in (done, rounded)]
+    assert losses[0] < 0.7 * losses[1]
+
+
 def test_experts_do_not_depend_on_each_other() -> None:
     schema = resolve_schema("int4-g32-e4m3")
     weights = torch.randn(3, 64, 128, generator=torch.Generator().manual_seed(7)).bfloat16()
