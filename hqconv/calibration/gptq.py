@@ -125,7 +125,7 @@ def quantize_by_outputs(
         schema = replace(schema, hadamard_block_size=0)
     rounded = quantize_stacks(aims, schema, param_dtype)
     starts = [scales_of(one.tensors, schema) for one in rounded]
-    weights = torch.cat([one.float() for one in aims], 1)
+    weights = _by_columns(torch.cat([one.float() for one in aims], 1))
     found = _Matrix(weights, schema, param_dtype, _above(starts, schema)).solve(products)
     done, row, scale_row = [], 0, 0
     with resident(weights.device):
@@ -364,17 +364,17 @@ class _Matrix:
         for begin in range(0, num_columns, width):
             end = min(begin + width, num_columns)
             before = begin if is_first else num_columns
-            pull = error[:, :, :before] @ pull_of[:, :before, begin:end]
+            pull = _times(error[:, :, :before], pull_of[:, :before, begin:end])
             for first in range(begin, end, self.size):
                 group, last = first // self.size, first + self.size
                 m, now, kept = blocks.m[group], values[:, :, first:last], self.at(static, first)
-                target = now + pull[:, :, first - begin : last - begin] @ blocks.inverse[group]
+                target = now + _times(pull[:, :, first - begin : last - begin], blocks.inverse[group])
                 done, scales = self.rounded(target, self.candidates(kept, beside, group, target), m)
                 if is_first:
                     change = done.values - now
                     loss += done.loss
                 else:
-                    standing = ((target - now) @ m).square().sum(2)
+                    standing = _times(target - now, m).square().sum(2)
                     wins = (done.loss < standing * _MARGIN).unsqueeze(2)
                     change = torch.where(wins, done.values - now, 0.0)
                     scales = scales.where(wins, kept)
@@ -384,20 +384,22 @@ class _Matrix:
                 )
                 values[:, :, first:last] = done.values if is_first else torch.where(wins, done.values, now)
                 error[:, :, first:last] -= change
-                pull[:, :, last - begin :] -= change @ pull_of[:, first:last, last:end]
+                pull[:, :, last - begin :] -= _times(change, pull_of[:, first:last, last:end])
         return _Solution(numbers, values, _joined(parts) if self.searches else found.scales, loss)
 
     def by_diagonal(self, products: Products, scales: GroupScales) -> _Solution:
         """Round columns by decreasing diagonal of H, under scales that are searched beforehand."""
         experts, rows, columns = self.weights.shape
-        order = products.order.expand(experts, columns).unsqueeze(1).expand(experts, rows, columns)
-        error, each, m = self.weights.gather(2, order), self.of_columns(scales, order), products.ordered_factor.m
+        order = products.order.expand(experts, columns).unsqueeze(2).expand(experts, columns, rows).mT
+        error, each = self.weights.mT.gather(1, order.mT).mT, self.of_columns(scales, order)
+        m = products.ordered_factor.m
         numbers, values, loss = torch.empty_like(error), torch.empty_like(error), error.new_zeros(experts, rows)
         size = math.gcd(_BLOCK, columns)
         blocks = products.ordered_factor.free(size)
         for begin in range(0, columns, size):
             part = slice(begin, begin + size)
-            target = error[:, :, part] + error[:, :, :begin] @ m[:, :begin, part] @ blocks.inverse[begin // size]
+            carried = _times(error[:, :, :begin], m[:, :begin, part])
+            target = error[:, :, part] + _times(carried, blocks.inverse[begin // size])
             done = _round(target, _columns(each, part), blocks.m[begin // size], self.schema)
             numbers[:, :, part], values[:, :, part] = done.numbers, done.values
             error[:, :, part] -= done.values
@@ -439,8 +441,8 @@ class _Matrix:
     def fitted(self, target: torch.Tensor, numbers: torch.Tensor, scales: GroupScales, m: torch.Tensor) -> GroupScales:
         """Return the least-squares scales of codes, where they are usable."""
         codes = numbers if scales.zero is None else numbers - scales.zero
-        seen = codes @ m
-        fit = ((target @ m) * seen).sum(2, keepdim=True) / seen.square().sum(2, keepdim=True)
+        seen = _times(codes, m)
+        fit = (_times(target, m) * seen).sum(2, keepdim=True) / seen.square().sum(2, keepdim=True)
         now = scales.effective()
         usable = (fit / now > 0.5) & (fit / now < 2)
         second = scales.second
@@ -462,6 +464,16 @@ def _nearest(target: torch.Tensor, scales: GroupScales, schema: WeightSchema) ->
     return numbers.nan_to_num_(0.0)
 
 
+def _by_columns(matrices: torch.Tensor) -> torch.Tensor:
+    """Return [E, N, K] with the rows of a column next to each other in memory."""
+    return matrices.mT.contiguous().mT
+
+
+def _times(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """Return [E, N, K] times [1 or E, K, S], as `_by_columns`."""
+    return (matrix.mT @ rows.mT).mT
+
+
 def _round(target: torch.Tensor, scales: GroupScales, m: torch.Tensor, schema: WeightSchema) -> _Rounded:
     """Round columns [E, N, S] one after the other; later ones make good what earlier ones lost.
 
@@ -472,8 +484,7 @@ def _round(target: torch.Tensor, scales: GroupScales, m: torch.Tensor, schema: W
 
         return _Rounded(*round_columns(target, scales, m, schema))
     shape = (len(scales.scale), *target.shape)
-    numbers, values = torch.empty(2, *shape, device=target.device)
-    carried = torch.zeros(shape, device=target.device)
+    numbers, values, carried = torch.zeros(3, *shape[:2], shape[3], shape[2], device=target.device).mT
     loss = torch.zeros(shape[:3], device=target.device)
     for column in range(target.size(2)):
         mine = _columns(scales, slice(column, column + 1)) if scales.scale.size(3) > 1 else scales
