@@ -4,10 +4,13 @@ H = Σ p² x xᵀ are products of a GEMM's inputs over the tokens of a calibrati
 eᵀ H e. With H = M Mᵀ (M upper triangular) this is Σ_j (Σ_{i≤j} M_ij e_i)²: so column j is rounded as
 w_j + Σ_{i<j} M_ij e_i / M_jj, which makes the errors of the columns before it good.
 
-Two starts are tried for each matrix, and that one is taken which loses less on tokens that H has not seen: columns as
-they are, with the scales of each group searched on what its weights have become; and columns by decreasing diagonal of
-H, under scales that are searched beforehand. Then every group is rounded again, with its scales, as the others stand,
-until nothing is gained, by the products of all tokens.
+Two starts are tried, and each row takes the one that loses less: columns as they are, with the scales of each group
+chosen for what its weights have become; and columns by decreasing diagonal of H, under scales that are searched
+beforehand. Then every group is rounded again, with its scales, as the others stand: from the first to the last, and
+back.
+
+A GEMM behind a quantized one is given x in place of the source's y: its weights are first solved again, so that their
+outputs for x are nearest to the source's outputs for y. How far is decided on tokens that the solution has not seen.
 
 torch alone, on any device. The same bytes for the same inputs, number of experts and type of device, not between types.
 Legend: E experts, N output rows, K input columns, G groups along K, S columns of a group, C candidates.

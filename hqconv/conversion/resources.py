@@ -37,9 +37,9 @@ _GPU_BYTES_PER_WEIGHT, _GPU_HEAP_FACTOR = 48, 1.5
 _GPU_SEARCH_BYTES, _GPU_SEARCH_WEIGHTS = (64, 1 << 20)  # for each weight that a search handles together
 
 # A calibration's batches, whose size decides bytes: of weights, on each type of device. And memory for a weight of gate
-# and up, which are rounded as one matrix, and for an entry of the products of inputs: themselves, H and its factors.
+# and up, which are rounded as one matrix, and for an entry of the products of inputs: sums, drifts, H, factors.
 _CPU_CALIBRATED_WEIGHTS, _GPU_CALIBRATED_WEIGHTS = 1 << 24, 1 << 28
-_CALIBRATED_BYTES, _PRODUCT_BYTES = 64, 64
+_CALIBRATED_BYTES, _PRODUCT_BYTES = 64, 96
 _CALIBRATED_ROWS = 4096  # of an expert's inputs and intermediate values, which exist at a time (calibration/inputs)
 _GPU_ROTATION_BYTES = 24  # for each weight: rotated gate and up, and temporaries
 

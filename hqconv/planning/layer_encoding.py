@@ -24,7 +24,7 @@ from hqconv.schemas.weight_schema import LayerSchema, WeightSchema, pair
 # raised by every change of its results, so that `verify` knows which searches it can repeat.
 # tests/quantization/test_scale_search.py holds the results to a digest.
 SEARCH_VERSION = 4
-CALIBRATION_VERSION = 1  # of the results of gptq (`calibration/gptq`): raised by every change of them
+CALIBRATION_VERSION = 2  # of the results of gptq (`calibration/gptq`): raised by every change of them
 
 
 def quantizer_version(quantizer: str) -> int:
