@@ -66,6 +66,7 @@ ONLY_IN = {
         "hqconv.serving.vllm.moe_method",
         "hqconv.serving.vllm.other_layers",
         "hqconv.serving.vllm.plugin",
+        "hqconv.serving.vllm.stock_kernels",
         "hqconv.serving.vllm.tuning",
     ),
     "jinja2": ("hqconv.reports.page",),

@@ -90,7 +90,7 @@ def allocate(*, quiet: bool, **options: Any) -> Result:
 
 @command(api.warm, is_artifact=True)
 def warm(*, quiet: bool, **options: Any) -> Result:
-    """Compile the kernels for serving an artifact. Works on any machine with the CUDA compiler."""
+    """Compile the kernels for serving an artifact or a checkpoint. Works on any machine with the CUDA compiler."""
     return Result(api.warm(**options, announce=None if quiet else say))
 
 

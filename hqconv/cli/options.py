@@ -148,6 +148,7 @@ OPTIONS: dict[str, Option] = {
         "GPU of the server: t4, a100, l40s, h200, b200 … or FILE.json.  [default: GPU of this machine]",
         settings={"autocompletion": _names_of(lambda: [*gpu_target.GPUS])},
     ),
+    "quantization": Option(str | None, "The server's --quantization, for a checkpoint, e.g. humming."),
     "kernels": Option(
         Path | None, "Output folder for the compiled kernels.  [default: OUT-kernels]", settings=_ANY_PATH
     ),
@@ -265,6 +266,10 @@ _HELP_OF = {
     ("check", "max_memory"): "Maximum host memory for experts being checked, e.g. 512MiB, 4GiB, or a number of bytes.",
     ("check", "revision"): "Branch, tag or commit of the checkpoint, if a Hub repo; --against takes org/name@REV.",
     ("check", "quiet"): "Print nothing if there is no damage, otherwise only the findings and errors.",
+    ("warm", "out"): "Artifact folder, or any checkpoint: a folder or a Hub repo id (org/name).",
+    ("warm", "tp"): "Number of TP ranks of the server of a checkpoint; an artifact has its own.",
+    ("warm", "ep"): "Number of EP ranks of the server of a checkpoint; an artifact has its own.",
+    ("warm", "kernels"): "Output folder for the kernels of an artifact.  [default: OUT-kernels]",
     ("schemas", "input_schema"): "With --for: activations of the GEMMs.  [default: a16]",
 }
 

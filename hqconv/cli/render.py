@@ -384,6 +384,19 @@ def _warm(document: Document) -> Parts:
         yield f"Start the server with {document['variable']} to use them."
 
 
+def _warm_checkpoint(document: Document) -> Parts:
+    gpu = document["gpu"]
+    yield facts(
+        (
+            ("kernels", f"{document['num_kernels']} needed, {document['num_compiled']} compiled now"),
+            ("of", ", ".join(document["layers"])),
+            ("for", f"{gpu['name']}, {plural(gpu['sm_count'], 'SM')}"),
+            ("time", human_seconds(document["seconds"])),
+        )
+    )
+    yield f"\nThe kernels are in Humming's cache, {document['folder']}: a server of this installation finds them there."
+
+
 def _schemas(document: Document) -> Parts:
     """The weight presets, the shorthands and the activation schemas."""
     yield table(
@@ -472,6 +485,7 @@ _PARTS: dict[str, Callable[[Document], Parts]] = {
     "checkup": _checkup,
     "page": _page,
     "warm": _warm,
+    "warm_checkpoint": _warm_checkpoint,
     "publication": _publication,
     "push": _push,
     "allocation": _allocation,

@@ -105,7 +105,7 @@ def _forget_tuning() -> None:
         function.cache_clear()
 
 
-def _recorder(kernel: Any, found: list[KernelSource]) -> Any:
+def recorder(kernel: Any, found: list[KernelSource]) -> Any:
     """Humming's class of kernels, but a kernel is noted in `found` and not compiled; nothing is remembered."""
 
     class Noted(kernel):  # type: ignore[misc]
@@ -121,7 +121,7 @@ def _recorder(kernel: Any, found: list[KernelSource]) -> Any:
 
         @staticmethod
         def compile_many(specs: Iterable[Any], device: Any = None) -> list[Any]:
-            return [(Noted if kind is Noted else _recorder(kind, found))(**words) for kind, words in specs]
+            return [(Noted if kind is Noted else recorder(kind, found))(**words) for kind, words in specs]
 
     return Noted
 
@@ -134,8 +134,8 @@ def gemm_kernels(config_dict: Mapping[str, Any], settings: ComputeSettings) -> l
     kernels = importlib.import_module("humming.kernel.humming")
     config, tuning = tuning_table(config_dict, settings)
     found: list[KernelSource] = []
-    recorder = _recorder(kernels.HummingKernel, found)
-    recorder.prepare_kernels(config.to_str(), json.dumps(settings.to_dict()), json.dumps(tuning), NO_DEVICE)
+    noted = recorder(kernels.HummingKernel, found)
+    noted.prepare_kernels(config.to_str(), json.dumps(settings.to_dict()), json.dumps(tuning), NO_DEVICE)
     return found
 
 
@@ -190,10 +190,10 @@ def input_kernels(
     heuristics = importlib.import_module("humming.tune").get_heuristics_class(NO_DEVICE)
     tuning = importlib.import_module("humming.tune.process_input")
     found: list[KernelSource] = []
-    recorder = _recorder(importlib.import_module("humming.kernel.process_input").ProcessInputKernel, found)
+    noted = recorder(importlib.import_module("humming.kernel.process_input").ProcessInputKernel, found)
     for use_pdl in {heuristics.should_use_pdl_for_input(config, rows) for rows in (1, 1 << 20)}:
         intervals = tuning._tuning_intervals_for_device(problem, NO_DEVICE, use_pdl)
-        recorder.prepare_kernels(problem, intervals, NO_DEVICE)
+        noted.prepare_kernels(problem, intervals, NO_DEVICE)
     return found
 
 

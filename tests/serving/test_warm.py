@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -183,11 +184,21 @@ def test_refusals(case: str, artifact: Path, compiler: Any, tmp_path: Path) -> N
     assert compiler.num_compiled == 0
 
 
-def test_the_checkpoint_layout_has_no_kernels(tmp_path: Path) -> None:
-    source = write_qwen3_moe(tmp_path / "source")
+def test_a_checkpoint_without_the_engine(artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    source = artifact.parent / "source"
     hqconv.convert(source, tmp_path / "out", schema="mxfp4", layout="checkpoint", device="cpu")
-    with pytest.raises(RequestError, match="no kernels of its own"):
-        warm(tmp_path / "out", gpu="h200")
+    for one in (source, tmp_path / "out"):
+        with pytest.raises(RequestError, match="no vLLM here"):
+            warm(one, gpu="h200")
+    with pytest.raises(RequestError, match="HUMMING_CACHE_DIR"):
+        warm(source, gpu="h200", kernels=tmp_path / "kernels")
+
+
+@pytest.mark.parametrize("words", [{"tp": 2}, {"ep": 4}, {"quantization": "humming"}])
+def test_an_artifact_has_its_own_ranks(words: dict[str, Any], artifact: Path) -> None:
+    with pytest.raises(RequestError, match="its own ranks and schema"):
+        warm(artifact, gpu="h200", **words)
 
 
 def test_the_command(artifact: Path, compiler: Any, tmp_path: Path) -> None:

@@ -46,39 +46,73 @@ def warm(
     out: str | Path,
     *,
     gpu: str | None = None,
+    tp: int = 1,
+    ep: int = 1,
+    quantization: str | None = None,
     kernels: str | Path | None = None,
     jobs: int | None = None,
     announce: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Compile the kernels that vLLM requests when it serves an artifact, into a sibling folder. No GPU needed.
+    """Compile the kernels that vLLM requests of Humming when it serves a model. No GPU needed.
 
-    out: an artifact in the kernel layout; only its headers are read. gpu: the server's: a name such as h200 or l40s, or
-    a JSON file of facts; None: the one here. kernels: the folder; None is `OUT-kernels`. jobs: compilers at once; None:
-    as many as processors. announce: callback with a line about the next step. As vLLM does, it heeds
-    VLLM_HUMMING_MOE_GEMM_TYPE, VLLM_HUMMING_USE_F16_ACCUM and VLLM_BATCH_INVARIANT. Kernels of the same compiler that
-    are there stay.
+    out: an artifact in the kernel layout, whose kernels go to a folder beside it; or any checkpoint that vLLM serves
+    with Humming by itself, a folder or a Hub repo, whose kernels go into Humming's cache (HUMMING_CACHE_DIR): vLLM must
+    be installed, and be the server's installation. No weights are read. gpu: the server's: a name such as h200 or l40s,
+    or a JSON file of facts; None: the one here. tp, ep, quantization: of the server of a checkpoint: TP ranks, EP ranks
+    and vLLM's option `--quantization`; an artifact has its own. kernels: the folder of an artifact's; None is
+    `OUT-kernels`. jobs: compilers at once; None: as many as processors. announce: callback with a line about the next
+    step. As vLLM does, it heeds VLLM_HUMMING_MOE_GEMM_TYPE, VLLM_HUMMING_USE_F16_ACCUM and VLLM_BATCH_INVARIANT.
+    Kernels of the same compiler that are there stay.
 
-    Returns a document: the folder, the GPU, and counts. Raises RequestError if the artifact has no kernels, the GPU is
-    not its target's, or there is no compiler; VerificationError of a damaged artifact; OutputError.
+    Returns a document: the folder, the GPU, and counts. Raises RequestError for other ranks than an artifact's, another
+    GPU than its target's, a checkpoint that vLLM does not serve with Humming, or without a compiler; VerificationError
+    of a damaged artifact; OutputError, also where others can write into Humming's cache.
     """
     from hqconv.artifact.reader import Artifact
 
     started = time.monotonic()
-    num_jobs = (os.process_cpu_count() if hasattr(os, "process_cpu_count") else os.cpu_count()) or 1
+    announce = announce or (lambda _: None)
+    num_jobs = jobs or (os.process_cpu_count() if hasattr(os, "process_cpu_count") else os.cpu_count()) or 1
+    if _is_checkpoint(Path(out)):
+        from hqconv.serving.vllm.stock_checkpoint import warm_checkpoint
+
+        if kernels is not None:
+            what, remedy = "A checkpoint's kernels go into Humming's cache.", "Set HUMMING_CACHE_DIR instead."
+            raise RequestError(what, where="--kernels", found=str(kernels), remedy=remedy)
+        return warm_checkpoint(str(out), _prepared(gpu, None), tp, ep, quantization, num_jobs, announce)
     with Artifact(Path(out), is_sealed=True) as artifact:
-        if not artifact.manifest.is_kernel:
-            what, remedy = "The checkpoint layout has no kernels of its own.", "Convert with --layout kernel."
-            raise RequestError(what, where=str(out), remedy=remedy)
+        _check_ranks(artifact, tp, ep, quantization)
         folder = _check_folder(Path(out), folder_beside(Path(out)) if kernels is None else Path(kernels))
         chosen = _prepared(gpu, artifact.manifest.layer_spec.target.sm_version)
-        counts = _warm(artifact, chosen, folder, jobs or num_jobs, announce or (lambda _: None))
+        counts = _warm(artifact, chosen, folder, num_jobs, announce)
     variable = f"{VARIABLE}={'1' if kernels is None else folder.absolute()}"
     told = {"folder": str(folder), "variable": variable, "seconds": time.monotonic() - started}
     return {"kind": "warm", **told, **counts}
 
 
-def _prepared(gpu: str | None, sm_version: int) -> Gpu:
-    """Import Humming and return the GPU to compile for."""
+def _is_checkpoint(path: Path) -> bool:
+    """Return whether a path is no artifact in the kernel layout, but a checkpoint that vLLM may serve by itself."""
+    from hqconv.artifact.manifest import read_manifest
+    from hqconv.io.hub import is_repo_id
+
+    if (path / names.MANIFEST).exists():
+        return not read_manifest(path).is_kernel
+    return (path / "config.json").exists() or (not path.exists() and is_repo_id(str(path)))
+
+
+def _check_ranks(artifact: Artifact, tp: int, ep: int, quantization: str | None) -> None:
+    grid = artifact.grid
+    if (tp, ep) not in ((1, 1), (grid.tp, grid.ep)) or quantization is not None:
+        raise RequestError(
+            "An artifact has its own ranks and schema.",
+            where=str(artifact.root),
+            expected=f"neither --tp, --ep nor --quantization: its kernels are for tp {grid.tp}, ep {grid.ep}",
+            found=f"tp {tp}, ep {ep}" if quantization is None else f"--quantization {quantization}",
+        )
+
+
+def _prepared(gpu: str | None, sm_version: int | None) -> Gpu:
+    """Import Humming and return the GPU to compile for; of any architecture where `sm_version` is None."""
     import torch
 
     from hqconv.kernel_layout.kernel_sources import current_device

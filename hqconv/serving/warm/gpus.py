@@ -104,34 +104,36 @@ KNOWN = {
 _OWN_FACTS = "`python -m hqconv.serving.warm.gpus > gpu.json` on the server writes its GPU's figures: --gpu gpu.json."
 
 
-def choose_gpu(text: str | None, sm_version: int) -> Gpu:
+def choose_gpu(text: str | None, sm_version: int | None) -> Gpu:
     """Return the GPU of `--gpu`: a name of `GPUS`, a JSON file of facts, or None for the GPU of this machine.
 
-    Raises RequestError if there is none, its figures are not known, or it is not of the target `sm_version`.
+    Raises RequestError if there is none, its figures are not known, or it is not of the target `sm_version`, where one
+    is given.
     """
     name = None if text is None else gpu_named(text)
-    if name is not None and GPUS[name].sm_version != sm_version:
+    if name is not None and GPUS[name].sm_version != (sm_version or GPUS[name].sm_version):
         raise _other_architecture(name, GPUS[name].sm_version, sm_version)
     if name is not None and name not in KNOWN:
         what = "The figures of this GPU are not known to hqconv."
         raise RequestError(what, where="--gpu", expected=_names(sm_version), found=name, remedy=_OWN_FACTS)
     gpu = KNOWN[name] if name is not None else _here(sm_version) if text is None else _read(Path(text))
-    if gpu.sm_version != sm_version:
+    if gpu.sm_version != (sm_version or gpu.sm_version):
         raise _other_architecture(gpu.name, gpu.sm_version, sm_version)
     return gpu
 
 
-def _other_architecture(name: str, found: int, sm_version: int) -> RequestError:
+def _other_architecture(name: str, found: int, sm_version: int | None) -> RequestError:
     what, expected = "The artifact is for another GPU architecture.", f"a GPU of sm{sm_version}: {_names(sm_version)}"
     return RequestError(what, where="--gpu", expected=expected, found=f"{name}, sm{found}")
 
 
-def _names(sm_version: int) -> str:
-    """Return the names of GPUs of an architecture whose figures are known, and the way for others."""
-    return ", ".join([*(n for n, gpu in KNOWN.items() if gpu.sm_version == sm_version), "or a JSON file of facts"])
+def _names(sm_version: int | None) -> str:
+    """Return the names of GPUs of an architecture, or of all, whose figures are known, and the way for others."""
+    fitting = [name for name, gpu in KNOWN.items() if sm_version in (None, gpu.sm_version)]
+    return ", ".join([*fitting, "or a JSON file of facts"])
 
 
-def _here(sm_version: int) -> Gpu:
+def _here(sm_version: int | None) -> Gpu:
     """Facts of this machine's GPU."""
     try:
         return facts_here()

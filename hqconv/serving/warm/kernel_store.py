@@ -102,6 +102,7 @@ def use_warm_kernels(artifact: Path | None, sm: int) -> WarmKernels:
         if not is_asked_for:
             check_signature(folder, document)
         _check_agreement(document, sm)
+        check_private(kernel_cache())
         kernels = read_kernels(folder, document)  # all of them, before the first is used
         _install_all(list(kernels.values()))
     except AbsentError as error:
@@ -111,6 +112,29 @@ def use_warm_kernels(artifact: Path | None, sm: int) -> WarmKernels:
     except Exception as error:  # noqa: BLE001 - a start must not fail for a cache
         return WarmKernels(f"The kernels in {folder} cannot be used: {type(error).__name__}: {error}")
     return WarmKernels(tuning=tuning_tables(document))
+
+
+# --- Humming's cache
+
+CACHE_VARIABLE = "HUMMING_CACHE_DIR"
+
+
+def kernel_cache() -> Path:
+    """Humming's cache of kernels, made for this user alone where it is missing."""
+    folder = Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".humming/cache").absolute()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def check_private(folder: Path) -> None:
+    """Check that a folder of compiled kernels is this user's, and no other's to write. Raises UnusableError."""
+    status = folder.stat()
+    user, mode = os.geteuid(), stat.S_IMODE(status.st_mode)
+    if status.st_uid != user or mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise UnusableError(
+            f"Others can write into {folder}, where kernels are loaded from: expected a folder of user {user}, found "
+            f"one of user {status.st_uid} with mode {mode:o}. Close it with `chmod go-w`, or set {CACHE_VARIABLE}."
+        )
 
 
 # --- the key

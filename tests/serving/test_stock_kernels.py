@@ -1,0 +1,104 @@
+"""Kernels for a checkpoint that a stock vLLM serves: those that its own classes ask for, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not here: `make test-vllm` runs these")
+
+import hqconv
+from hqconv.artifact.reader import Artifact
+from hqconv.errors import OutputError, RequestError
+from hqconv.kernel_layout.kernel_sources import standing_in, toolkit
+from hqconv.serving.vllm import stock_checkpoint
+from hqconv.serving.vllm.kernel_requests import compute_settings
+from hqconv.serving.warm.compile_kernels import _sources
+from hqconv.serving.warm.gpus import KNOWN
+from scripts.check_serving import packed
+from tests.make.places import REPO
+from tests.make.qwen import write_qwen3_moe
+
+pytestmark = pytest.mark.vllm
+GPU = KNOWN["h200"]
+CONVERTING = {"weight_repack_nk", "unpack_weight_kernel", "process_mxfp4_w4a8"}
+
+
+def asked(model: Path, tp: int = 1, ep: int = 1, quantization: str | None = None) -> dict[str, Any]:
+    """What the program says that vLLM asks for; nothing is compiled."""
+    job = {"model": str(model), "quantization": quantization, "tp": tp, "ep": ep, "jobs": 0, "gpu": GPU.to_dict()}
+    environment = {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPO)}
+    command = [sys.executable, "-m", "hqconv.serving.vllm.stock_kernels", json.dumps(job)]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert isinstance(document, dict)
+    return document
+
+
+def of_artifact(out: Path) -> set[str]:
+    """Kernels of a kernel artifact, by hqconv's own knowledge of what vLLM asks for."""
+    with Artifact(out) as artifact, standing_in(GPU.facts()), toolkit():
+        return set(_sources(artifact, compute_settings(artifact.grid.ep > 1))[0])
+
+
+@pytest.mark.parametrize("ranks", [{}, {"tp": 2}, {"ep": 2}], ids=["one", "tp", "ep"])
+@pytest.mark.parametrize("kind", ["humming mxfp4", "compressed-tensors int4"])
+def test_the_kernels_are_those_of_an_artifact_and_of_the_weights(kind: str, ranks: Any, tmp_path: Path) -> None:
+    source = write_qwen3_moe(tmp_path / "source", hidden_size=256, intermediate_size=256, num_experts=4)
+    words: dict[str, Any] = {"target": "sm90", "device": "cpu"}
+    if kind == "humming mxfp4":
+        model, schema = tmp_path / "checkpoint", "mxfp4"
+        hqconv.convert(source, model, schema=schema, layout="checkpoint", **words)
+    else:
+        model, schema = source, "source"
+        packed(source)
+    hqconv.convert(source, tmp_path / "kernel", schema=schema, **ranks, **words)
+    found = asked(model, **ranks)
+    assert {"routed_experts" in layer for layer in found["layers"]} == {True}
+    converting = {name for name, function in found["kernels"].items() if function in CONVERTING}
+    assert converting
+    assert found["kernels"].keys() - converting == of_artifact(tmp_path / "kernel")
+
+
+def test_other_layers_that_humming_serves_have_kernels_too(tmp_path: Path) -> None:
+    """On Hopper vLLM gives attention in 8 bits per group of 32 to Humming, and experts in fp8 to CUTLASS."""
+    source = write_qwen3_moe(tmp_path / "source", hidden_size=256, intermediate_size=256, num_experts=64)
+    quantization = {"quant_method": "gptq", "bits": 8, "group_size": 32, "desc_act": False, "sym": True}
+    assert any("qkv_proj" in layer for layer in asked(configured(source, quantization))["layers"])
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+    inputs = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "ignore": ["lm_head", r"re:.*mlp\.gate$"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}},
+    }
+    assert not asked(configured(source, quantization))["layers"]
+
+
+def configured(source: Path, quantization: dict[str, Any]) -> Path:
+    path = source / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization}))
+    return source
+
+
+def test_a_cache_that_others_can_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(stock_checkpoint.CACHE_VARIABLE, str(tmp_path / "new"))
+    assert stock_checkpoint.private_cache().stat().st_mode & 0o777 == 0o700
+    (tmp_path / "new").chmod(0o777)
+    with pytest.raises(OutputError, match="mode 777"):
+        stock_checkpoint.private_cache()
+
+
+def test_what_vllm_says_of_a_model_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(stock_checkpoint.CACHE_VARIABLE, str(tmp_path / "cache"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gearbox", "architectures": ["Gearbox"]}))
+    with pytest.raises(RequestError, match="gearbox"):
+        stock_checkpoint.warm_checkpoint(str(tmp_path), GPU, 1, 1, None, 1, print)
