@@ -64,6 +64,7 @@ ONLY_IN = {
     "vllm": (
         "hqconv.serving.vllm.config",
         "hqconv.serving.vllm.moe_method",
+        "hqconv.serving.vllm.no_gpu",
         "hqconv.serving.vllm.other_layers",
         "hqconv.serving.vllm.plugin",
         "hqconv.serving.vllm.stock_kernels",

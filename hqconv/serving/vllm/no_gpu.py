@@ -40,7 +40,7 @@ _kept: list[Any] = []  # lives as long as the process
 
 
 class Anything:
-    """Whatever a module wants of a library that is not there."""
+    """Stand-in for whatever a module wants of a library that is not there."""
 
     def __init__(self, *args: Any, **words: Any) -> None:
         pass

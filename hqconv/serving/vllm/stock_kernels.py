@@ -43,7 +43,7 @@ DENSE = "dense"
 
 
 class Gemm(NamedTuple):
-    """One GEMM that a layer asks for. config: Humming's LayerConfig, JSON. activation: of its input."""
+    """GEMM that a layer asks for. config: Humming's LayerConfig, JSON. activation: of its input."""
 
     config: str
     settings: ComputeSettings
@@ -53,7 +53,7 @@ class Gemm(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What a layer asks of Humming: kernels that convert its weights, and GEMMs."""
+    """Request of a layer to Humming: kernels that convert its weights, and GEMMs."""
 
     of_weights: list[KernelSource]
     gemms: list[Gemm]
