@@ -125,7 +125,9 @@ def evaluate(args: argparse.Namespace) -> None:
     ids = sequences(args.model, args.text, args.tokens)
 
     def load() -> Any:
-        return AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+        return AutoModelForCausalLM.from_pretrained(
+            args.model, dtype=torch.float32, experts_implementation="eager"
+        ).eval()
 
     base, others = load(), {}
     for out in args.outs:
