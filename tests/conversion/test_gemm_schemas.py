@@ -251,6 +251,13 @@ def test_each_gemm_must_run_with_the_activations(schema: str, inputs: str, expec
     assert [name for name in schema.split("+") if f"{name}: " in text] == expected.split()
 
 
+@pytest.mark.parametrize("schema", ["mxfp4+int4-g32-e4m3-row", "fp8-e5m2+int8"])
+def test_a_gemm_whose_kernel_overflows_is_refused(schema: str, model: Path) -> None:
+    with pytest.raises(RequestError, match="No server runs these weights"):
+        hqconv.plan(model, schema=schema, dtype="float16", target="sm90")
+    assert hqconv.plan(model, schema=schema, dtype="bfloat16", target="sm90").spec.schema.name == schema
+
+
 def test_slices_fit_both_gemms(tmp_path: Path) -> None:
     """Rows of w13 are cut in blocks, columns of w2 in groups; the hidden size has the groups of w13 alone."""
     src = save_model(tmp_path / "src", "mixtral", intermediate_size=320, num_hidden_layers=1, num_local_experts=2)
