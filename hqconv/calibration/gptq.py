@@ -44,7 +44,7 @@ from hqconv.schemas.weight_schema import WeightSchema
 _DAMPING = 0.01  # of the mean diagonal of H
 _RIDGES = (0.01, 0.1, 1.0)  # tried for w2, of the mean diagonal of H
 _BLOCK = 128  # columns that are rounded between two products with whole rows
-_PASSES = 6  # of the descent, an even number
+_PASSES = 4  # of the descent, an even number
 _MARGIN = 1 - 2.0**-20
 
 

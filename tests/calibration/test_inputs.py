@@ -74,7 +74,7 @@ def rows_of(model: nn.Module, states: dict[int, list[torch.Tensor]] | None = Non
     return found
 
 
-def is_held(token: int) -> bool:
+def is_held_back(token: int) -> bool:
     return token // CONTEXT % 4 == 3
 
 
@@ -181,25 +181,35 @@ def test_a_rotated_conversion_loses_less_of_the_outputs(tmp_path: Path) -> None:
 
 def check_hidden(found: LayerInputs, layer: MoeLayer, rows: Rows) -> None:
     for products, held in ((found.of_hidden.fit, False), (found.of_hidden.held, True)):
-        expected = sum_of([(p, x) for token, _, p, x in rows if is_held(token) == held], layer.hidden_size)
+        expected = sum_of([(p, x) for token, _, p, x in rows if is_held_back(token) == held], layer.hidden_size)
         assert_near(products[0], expected)
 
 
 def check_intermediate(found: LayerInputs, source: Source, layer: MoeLayer, rows: Rows) -> None:
+    """With the source's w13 before w2, and with other weights there."""
     each = [expert_values(source, layer, expert) for expert in range(layer.num_experts)]
     values = {role: torch.stack([one[role] for one in each]).float() for role in each[0]}
-    products = found.of_intermediate(range(layer.num_experts), values, layer.activation)
+    others = {role: 0.8 * values[role] + 0.2 * values[role].roll(1, 1) for role in ("w1", "w3") if role in values}
+    plain = found.of_intermediate(range(layer.num_experts), values, layer.activation)
+    changed = found.of_intermediate(range(layer.num_experts), values, layer.activation, others)
+    assert plain.drifts is None
+    assert changed.drifts is not None
     for expert, own in enumerate(each):
-        for one, held in ((products.fit, False), (products.held, True)):
+        other = own | {role: one[expert].double() for role, one in others.items()}
+        for number, is_held in enumerate((False, True)):
             uses = [
-                (p, hidden_of(layer.activation.name, own, x))
+                (p, *(hidden_of(layer.activation.name, weights, x) for weights in (own, other)))
                 for token, chosen, p, x in rows
-                if chosen == expert and is_held(token) == held
+                if chosen == expert and is_held_back(token) == is_held
             ]
-            expected = sum_of(uses, layer.intermediate_size)
             share = len(uses) / (len(uses) + 64)  # of few tokens more is taken from the diagonal
-            blended = share * expected + (1 - share) * torch.diag(expected.diagonal())
-            assert_near(one[expert], blended if uses else torch.eye(len(expected), dtype=torch.float64))
+            for products, y in ((plain, 1), (changed, 2)):
+                expected = sum_of([(use[0], use[y]) for use in uses], layer.intermediate_size)
+                blended = share * expected + (1 - share) * torch.diag(expected.diagonal())
+                one = (products.fit, products.held)[number][expert]
+                assert_near(one, blended if uses else torch.eye(len(expected), dtype=torch.float64))
+            drift = sum((p**2 * torch.outer(h - x, x) for p, h, x in uses), torch.zeros_like(expected))
+            assert_near(changed.drifts[number][expert], share * drift)
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
