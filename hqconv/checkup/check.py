@@ -41,6 +41,7 @@ _NEIGHBOURS = (16.0, 1024.0)  # rms beside the layer's median: a notice, damage 
 _OUTLIER, _NUM_OTHERS = 2.0, 4  # distance beside the median of the layer's others, and how many there must be
 _ROUNDED, _ALL_NEAREST = 0.9, 0.998  # share of nearest codes in layers that were rounded; without any calibration
 _TWICE_AS_NEAR = 0.5  # squared tangent of another expert's matrix, of its own one's
+_FAR = 2.5  # distance of the median matrix; calibrations measured have 1.7 at most
 _OWNER, _RELATED = 0.6, 0.2  # cosine of sketches of the same matrix; of another version of it
 
 
@@ -105,7 +106,7 @@ def run_check(source: Source, original: Source | None, options: CheckOptions) ->
         findings += _of_layer(one, source)
     findings += _twins(checked)
     if original is not None:
-        findings += _owners(checked)
+        findings += [*_owners(checked), *_version(checked)]
     document |= {
         "family": experts.family,
         "source_format": sorted({layer.format.describe() for layer in layers}),
@@ -153,7 +154,7 @@ def _errors(checked: Checked) -> dict[str, dict[str, Any]]:
             "rounding_error": float(np.median([one.rounding for one in of_role.values()])),
             "nearest_codes": float(np.median(nearest)) if nearest else None,
             "worst_expert": worst,
-            "worst_relative_error": of_role[worst].error if math.isfinite(of_role[worst].error) else None,
+            "worst_relative_error": of_role[worst].error,
         }
     return found
 
@@ -437,6 +438,15 @@ def _owners(checked: Sequence[Checked]) -> Iterator[Finding]:
                 others.append((place, compared))
     yield from (_misplaced(place, owner, owner_of.get(owner) == place) for place, owner in owner_of.items())
     yield from (_unrelated(place, compared) for place, compared in others)
+
+
+def _version(checked: Sequence[Checked]) -> Iterator[Finding]:
+    """Yield a notice if most matrices are further from the original than formats and calibrations make them."""
+    of_all = [one.distance for _, _, outcome in _each(checked) for one in outcome.compared.values() if not one.is_wrong]
+    if of_all and (typical := float(np.median(of_all))) > _FAR:
+        what = "Most weights are further from the original's than rounding and calibrations make them: another version?"
+        expected, found = f"less than {_FAR} times the rounding error", f"{typical:.1f} times it"
+        yield Finding("stale", what, expected, found, is_damage=False)
 
 
 def _each(checked: Sequence[Checked]) -> Iterator[tuple[Checked, int, Outcome]]:

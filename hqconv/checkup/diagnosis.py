@@ -33,7 +33,8 @@ ORDERED = "the original's in another order"
 class Comparison:
     """Figures of one matrix against the original's, and its faults.
 
-    error: Frobenius norm of w - d over that of w. rounding: the error that the formats' rounding explains. tangent.
+    error: Frobenius norm of w - d over that of w; 1 if one of both is zero. rounding: the error that the formats'
+    rounding explains. tangent: of the angle between d and w.
     nearest: share of codes that are the nearest to the original's weight, NaN without codes. is_wrong: it is not this
     matrix of the original, and nothing in it explains why. gains: factors of rows and of columns, where it is scaled.
     order: the original's number of each row (of down: column), where all are there in another order.
@@ -83,7 +84,7 @@ def compare(role: str, matrix: Matrix, originals: Mapping[str, Matrix]) -> Compa
     found.faults += _bias_faults(matrix, theirs)
     if not (power and decoded):
         if power or decoded:
-            found.error, found.tangent = 1.0 if power else math.inf, math.inf
+            found.error, found.tangent = 1.0, math.inf
             what = "All weights are zero, and the original's are not." if power else "The original's weights are zero."
             found.faults.append(Finding("zero" if power else "stale", what))
         return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -283,7 +282,7 @@ def _checkup(document: Document) -> Parts:
     yield from _findings(document["damage"])
     yield from (f"\nnotice: {one['what']}{_place(one)}" for one in document["notices"][:_NUM_FINDINGS_SHOWN])
     errors = [(layer, role, one) for layer, of in document["errors"].items() for role, one in of.items()]
-    errors.sort(key=lambda one: -(one[2]["worst_relative_error"] or 1e9) / max(one[2]["rounding_error"], 1e-9))
+    errors.sort(key=lambda one: -one[2]["worst_relative_error"] / max(one[2]["rounding_error"], 1e-9))
     headers = ("the furthest from the original", "relative error", "by rounding", "nearest codes", "worst expert")
     cells = [
         (
@@ -291,7 +290,7 @@ def _checkup(document: Document) -> Parts:
             one["relative_error"],
             one["rounding_error"],
             "–" if one["nearest_codes"] is None else f"{one['nearest_codes']:.2%}",
-            f"{one['worst_expert']}: {figure(one['worst_relative_error'] or math.inf)}",
+            f"{one['worst_expert']}: {figure(one['worst_relative_error'])}",
         )
         for layer, role, one in errors[:_NUM_FINDINGS_SHOWN]
     ]

@@ -235,6 +235,17 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
         hqconv.check(src, other)
 
 
+def test_a_version_that_was_trained_further(tmp_path: Path) -> None:
+    src = write_qwen3_moe(tmp_path / "src")
+    other = write_qwen3_moe(tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    tuned = {name: x * (1 + 0.02 * torch.randn(x.shape, generator=generator)).bfloat16() for name, x in tensors.items()}
+    save_file(tuned, other / "model.safetensors", {"format": "pt"})
+    document = hqconv.check(other, src)
+    assert (document["passed"], [one["kind"] for one in document["notices"]]) == (True, ["stale"])
+
+
 def test_a_file_that_was_cut(tmp_path: Path) -> None:
     src = write_qwen3_moe(tmp_path / "src")
     data = (src / "model.safetensors").read_bytes()
@@ -271,3 +282,12 @@ def test_gguf_files_are_checked(tmp_path: Path) -> None:
     file = write_quantized(tmp_path / "model.gguf")
     document = hqconv.check(file, write(WIDE, tmp_path / "original"))
     assert (document["passed"], document["num_experts"] > 0) == (True, True)
+
+
+def test_zeros_instead_of_weights(tmp_path: Path) -> None:
+    sound = small.save(tmp_path / "sound", small.plain())
+    zeros = changed(small.plain(), lambda x: x[UP].fill_(0), tmp_path / "zeros")
+    for pair, kind in (((zeros, sound), "zero"), ((sound, zeros), "stale")):
+        done = call("check", pair[0], "--against", pair[1], "--json")
+        (one,) = json.loads(done.stdout)["damage"]
+        assert (done.exit_code, one["kind"], one["where"]) == (1, kind, UP)
