@@ -3,15 +3,18 @@
     python -m tests.make.checkups
 
 prints how many faults `hqconv check --against` names rightly, and the damage it finds in sound checkpoints, by kind.
+With the folder of a trained model it prints how its experts' gate and up, arranged in four ways, are told by their norms.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 from hqconv.checkup.check import CheckOptions, run_check
-from hqconv.checkup.matrices import decoded
+from hqconv.checkup.matrices import arrangement, decoded
 from hqconv.sources.opening import open_source
 from tests.make.formats import FORMATS, Written, write
 
@@ -216,7 +219,29 @@ def is_named(fault: str, document: Json) -> bool:
     return bool(damage) and {x["kind"] for x in damage} <= kinds and any(text in str(x) for x in damage)
 
 
+def arrangements(model: Path) -> Counter[tuple[str, str]]:
+    """How often each arrangement of gate and up of a model's experts is taken for which; "none" for no answer."""
+    found = Counter[tuple[str, str]]()
+    with open_source(model) as source:
+        for layer in source.map_experts().layers:
+            for expert in range(layer.num_experts):
+                read = source.read_expert(layer, expert, layer.roles, torch.device("cpu"))
+                matrices = {role: decoded(matrix, 16) for role, matrix in read.items()}
+                gate, up = (matrices[role].values for role in ("w1", "w3"))
+                stack, whole = torch.stack([gate, up], 1).flatten(0, 1), torch.cat([gate, up])
+                forms = {"right": (gate, up), "swapped": (up, gate), "halves": stack.chunk(2)}
+                for form, (one, other) in {**forms, "alternating": (whole[0::2], whole[1::2])}.items():
+                    changed = {"w1": replace(matrices["w1"], values=one), "w3": replace(matrices["w3"], values=other)}
+                    answer = arrangement({**matrices, **changed})
+                    found[form, "none" if answer is None else answer[0] or "right"] += 1
+    return found
+
+
 def main() -> None:
+    for model in sys.argv[1:]:
+        print(model, dict(arrangements(Path(model))))
+    if sys.argv[1:]:
+        return
     right, all_, alarms, sound = Counter[str](), Counter[str](), list[str](), 0
     for name in filter(is_there, FORMATS):
         with tempfile.TemporaryDirectory() as folder:
