@@ -97,6 +97,7 @@ def test_every_document_has_the_keys_of_the_table(model: Path, made: Path, tmp_p
     ]
     found += [
         answer("schemas", "--recipes"),
+        answer("check", model),
         answer("schemas", "--for", "h200"),
         answer("report", made, "-o", tmp_path / "page.html", "--source", model, "--device", "cpu"),
     ]

@@ -3,7 +3,7 @@
     python -m tests.make.checkups
 
 prints how many faults `hqconv check --against` names rightly, and the damage it finds in sound checkpoints, by kind.
-With the folder of a trained model it prints how its experts' gate and up, arranged in four ways, are told by their norms.
+With the folder of a trained model: how its experts' gate and up, arranged in four ways, are told by their norms.
 """
 
 from __future__ import annotations
