@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 import zipfile
 from collections.abc import Callable
 from email import message_from_bytes
@@ -15,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+import hqconv
 from hqconv.errors import RequestError
 from hqconv.schemas.recipe import load_recipe
 from hqconv.schemas.untrusted_files import RECIPES, SCHEMAS, or_shipped, shipped
@@ -27,13 +31,13 @@ FILES = {path.relative_to(CONFIGS).as_posix(): path.read_bytes() for path in CON
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, bytes]]:
-    """Function that builds a wheel without a network, of a copy, and returns its files.
+def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Function that builds a wheel without a network, of a copy, and returns it.
 
     Its argument: lines for the table of URLs in pyproject.toml.
     """
 
-    def build(urls: str) -> dict[str, bytes]:
+    def build(urls: str) -> Path:
         folder = tmp_path_factory.mktemp("wheel")
         source = folder / "source"
         for name in ("hqconv", "configs"):
@@ -46,15 +50,65 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str,
         done = subprocess.run([*command, "-w", folder, source], capture_output=True, text=True, check=False, cwd=folder)
         assert done.returncode == 0, done.stderr
         (wheel,) = folder.glob("*.whl")
-        with zipfile.ZipFile(wheel) as unpacked:
-            return {name: unpacked.read(name) for name in unpacked.namelist()}
+        return wheel
 
     return build
 
 
 @pytest.fixture(scope="module")
-def wheel(built: Callable[[str], dict[str, bytes]]) -> dict[str, bytes]:
+def wheel_file(built: Callable[[str], Path]) -> Path:
     return built("")
+
+
+@pytest.fixture(scope="module")
+def wheel(wheel_file: Path) -> dict[str, bytes]:
+    """Its files."""
+    return files_in(wheel_file)
+
+
+def files_in(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as unpacked:
+        return {name: unpacked.read(name) for name in unpacked.namelist()}
+
+
+def test_a_wheel_has_all_that_the_package_has(wheel: dict[str, bytes]) -> None:
+    there = {p.relative_to(REPO).as_posix() for p in (REPO / "hqconv").rglob("*") if p.is_file()}
+    links = {f"hqconv/schemas/configs/{name}" for name in FILES}  # rglob does not follow the link to configs/
+    packed = {name for name in wheel if name.startswith("hqconv/")}
+    assert packed == {name for name in there if "__pycache__" not in name} | links
+    assert {"hqconv/py.typed", "hqconv/calibration/builtin.txt"} <= packed
+    (points,) = (data.decode() for name, data in wheel.items() if name.endswith(".dist-info/entry_points.txt"))
+    assert "[console_scripts]" in points
+    assert "[vllm.general_plugins]" in points
+
+
+def test_an_installed_wheel_converts_and_verifies(wheel_file: Path, tmp_path: Path) -> None:
+    """In a fresh environment, which finds what hqconv needs where this one does: but no hqconv of this one."""
+    venv.create(tmp_path / "venv")
+    bins = tmp_path / "venv/bin"
+    needed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"PYTHONDONTWRITEBYTECODE": "1"}
+
+    def run(*command: object) -> str:
+        done = subprocess.run(
+            [str(word) for word in command], capture_output=True, text=True, check=False, cwd=tmp_path, env=environment
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", bins / "python")
+    run(*pip, "install", "--no-deps", "--no-index", "--quiet", wheel_file)
+    site = Path(run(bins / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    (site / "of_the_tests.pth").write_text("".join(f"{folder}\n" for folder in needed))
+    assert Path(run(bins / "python", "-c", "import hqconv; print(hqconv.__file__)").strip()).is_relative_to(site)
+    assert run(bins / "hqconv", "--version").startswith(f"hqconv {hqconv.__version__}\n")
+    listed = json.loads(run(bins / "hqconv", "schemas", "--recipes", "--json"))
+    assert len(listed["recipes"]) + len(listed["schemas"]) == len(FILES)
+    assert json.loads(run(bins / "hqconv", "schemas", "--for", "h100", "--json"))["recommended"]
+    source = write_qwen3_moe(tmp_path / "model", num_layers=1)
+    run(bins / "hqconv", "convert", source, "-o", "out", "--schema", "mxfp4", "--target", "h100", "--device", "cpu")
+    assert "PASS" in run(bins / "hqconv", "verify", "out", "--source", source, "--device", "cpu").splitlines()[-1]
+    assert json.loads((tmp_path / "out/hqconv.json").read_bytes())["hqconv_version"] == hqconv.__version__
 
 
 def test_a_wheel_has_them(wheel: dict[str, bytes]) -> None:
@@ -94,7 +148,7 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)]+)\)")
 
 
 def test_links_in_the_description_work_outside_of_the_repository(
-    wheel: dict[str, bytes], built: Callable[[str], dict[str, bytes]]
+    wheel: dict[str, bytes], built: Callable[[str], Path]
 ) -> None:
     """Without a public address of the repository the description has the files' names instead."""
     text = str(metadata(wheel).get_payload())
@@ -103,7 +157,7 @@ def test_links_in_the_description_work_outside_of_the_repository(
     assert all(link.startswith("https://") for link in LINK.findall(text))
     assert "(`docs/usage.md`)" in text
     address = "https://example.org/hqconv"
-    text = str(metadata(built(f'Repository = "{address}"')).get_payload())
+    text = str(metadata(files_in(built(f'Repository = "{address}"'))).get_payload())
     links = LINK.findall(text)
     assert all(link.startswith("https://") for link in links)
     files = {link.removeprefix(f"{address}/blob/main/").partition("#")[0] for link in links if address in link}
