@@ -11,6 +11,7 @@ import torch
 
 from hqconv.reports.ranking import ERRORS, SPEEDS, measured_divergence, measured_errors
 from hqconv.schemas.gpu_target import GpuTarget
+from hqconv.schemas.weight_schema import resolve_schema
 from scripts import record
 from tests.make.calibrated import write_text
 from tests.make.families import save_family
@@ -42,8 +43,14 @@ def test_every_timed_schema_runs_with_16_bits_and_has_rows() -> None:
     specs = record.specs_of(record.TIMED, ["a16", "fp8", "int8"], GpuTarget(90))
     assert [one.schema.name for one in specs if one.inputs.name == "a16"] == [*record.TIMED]
     [run] = json.loads(SPEEDS.read_text())["runs"]
-    rows = {(one["schema"], one["input_schema"]) for one in run["rows"]}
-    assert rows == {(one.schema.name, one.inputs.name) for one in specs if not one.schema.rotation}
+    rows, pairs = (
+        {(one["schema"], one["input_schema"]) for one in run["rows"]},
+        {(one.schema, one.inputs) for one in specs},
+    )
+    assert {pair for pair in rows if not resolve_schema(pair[0]).rotation} == {
+        (schema.name, inputs.name) for schema, inputs in pairs if not schema.rotation
+    }
+    assert {schema for schema, _ in rows} <= {*record.RANKED}
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 15, 16, 2000])
