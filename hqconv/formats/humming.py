@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 
-from hqconv.errors import InputError, RequestError
+from hqconv.errors import InputError, RequestError, first_few
 from hqconv.formats.config_reader import ConfigReader, Keys, Text
 from hqconv.formats.encoding import (
     ONE,
@@ -29,6 +30,7 @@ from hqconv.formats.module_rules import Rule, always, containing, when
 from hqconv.formats.quant_config import quant_method
 from hqconv.formats.source_format import SourceFormat, per_projection
 from hqconv.schemas.dtypes import FLOATS, code_bits
+from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.tensors import TensorSpec
 from hqconv.schemas.weight_schema import WeightSchema
 
@@ -48,40 +50,121 @@ _FORMAT = Keys(
     + " has_zero_point is_fp_zero_point hadamard_block_size",
     "a_dtype input_scale_group_size input_scale_dtype input_quant_mode input_dtype",  # quantized activations
 )
+_OVERRIDES = _FORMAT | Keys("quant_method")
+_GROUP = Keys(
+    "targets",
+    "input_activations output_activations format",
+    inside={"weights": _FORMAT | Keys(unused="num_bits strategy symmetric type")},
+)
 KEYS = _FORMAT | Keys(
     "ignored_layers ignore modules_to_not_convert",
-    "name format_version",  # hqconv's own
+    "name format_version "  # hqconv's own
+    "format quantization_status",  # GSQ's: of the checkpoint that was repacked
     inside={"w13": _FORMAT, "w2": _FORMAT},  # hqconv's own: of a layer whose GEMMs differ
-    entries={"dynamic": _FORMAT},
+    entries={"dynamic": _OVERRIDES, "config_groups": _GROUP},
 )
+_IGNORE = ("ignored_layers", "ignore", "modules_to_not_convert")
 
 
-@quant_method("humming", keys=KEYS)
+def _doubts(config: ConfigReader) -> Iterator[str]:
+    """Yield what the engine as it is reads otherwise than hqconv, which goes by what the converter of GSQ means.
+
+    Source: convert_to_humming.py of IST-DASLab/GSQ. Up to its newest commit it gives formats under "-:", and writes
+    b_dtype into config_groups alone; forks write "+:" and a flat b_dtype, and take "re:" away from `ignore`.
+    """
+    stock, dynamic = f"stock {ENGINE.release}", config.where("dynamic")
+    remedy = "hqconv reads it as it is meant: serve what it converts."
+    if not config.has("w13", *_NAMES["b_dtype"]):
+        yield f"{config.path} has no flat b_dtype: {stock} does not start. {remedy}"
+    exceptions = list(_exceptions(config))
+    if left_out := [one.pattern for one in exceptions if one.fmt is not None and one.pattern.startswith("-")]:
+        yield f"{dynamic} has formats under '-', which {stock} leaves out: {first_few(left_out)}. {remedy}"
+    default = _layer_format(_default(config))
+    if single := [one.pattern for one in exceptions if one.name and one.fmt not in (None, default)]:
+        yield (
+            f"{dynamic} has formats of single modules, where {stock} gives all experts of a layer one: "
+            f"{first_few(single)}. {remedy}"
+        )
+    if patterns := [name for name in _ignored(config)[0] if ".*" in name]:
+        yield (
+            f"{config.where(config.first(*_IGNORE))} has patterns without 're:', which {stock} takes for parts "
+            f"of names: {first_few(patterns)}. Write 're:' before them to serve the layers that they mean."
+        )
+
+
+@quant_method("humming", keys=KEYS, doubts=_doubts)
 def parse_humming(config: ConfigReader, _text: Text) -> list[Rule]:
     """Parse Humming's config, with exceptions as vLLM's HummingConfig reads them: "-" goes before "+".
 
-    The exceptions name vLLM's modules, where all experts of a layer are one module.
+    The exceptions name vLLM's modules, where all experts of a layer are one module, or single ones, as GSQ's converter
+    writes them. A key with "-" and a format gives that format: see `_doubts`.
     """
-    keys = ("ignored_layers", "ignore", "modules_to_not_convert")
-    key = next((key for key in keys if config.values.get(key)), keys[0])
-    ignored = config.names(key)
-    plain = [name for name in ignored if not name.startswith("re:")]
-    patterns = [name for name in ignored if name.startswith("re:")]
-    left_out, overriding = [], []
-    for pattern, overrides in config.tables("dynamic"):
+    plain, patterns = _ignored(config)
+    left_out: list[Rule] = []
+    overriding: list[Rule | dict[str, SourceFormat]] = []
+    for one in _exceptions(config):
         # vLLM skips a pattern without a sign.
-        matches = LinearRegex(pattern[2:], config.where("dynamic")).matches
-        if pattern.startswith("-"):
+        if one.fmt is not None and one.name:
+            if not overriding or not isinstance(overriding[-1], dict):
+                overriding.append({})
+            overriding[-1].setdefault(one.name, one.fmt)  # type: ignore[union-attr]
+            continue
+        matches = LinearRegex(one.pattern[2:], config.where("dynamic")).matches
+        if one.fmt is not None:
+            overriding.append(when(matches, one.fmt))
+        elif one.pattern.startswith("-"):
             left_out.append(when(matches))
-        elif pattern.startswith("+"):
-            overriding.append(when(matches, _layer_format(config.overridden(overrides))))
     return [
         when(containing(plain)),
-        *(when(LinearRegex(pattern[3:], config.where(key)).matches) for pattern in patterns),
+        *(when(LinearRegex(pattern, config.where(config.first(*_IGNORE))).matches) for pattern in patterns),
         *left_out,
-        *overriding,
-        always(_layer_format(config)),
+        *(one.get if isinstance(one, dict) else one for one in overriding),
+        always(_layer_format(_default(config))),
     ]
+
+
+def _ignored(config: ConfigReader) -> tuple[list[str], list[str]]:
+    """Return the parts of names, and the patterns, of the first list that is not empty."""
+    names = config.names(next((key for key in _IGNORE if config.values.get(key)), _IGNORE[0]))
+    return [name for name in names if not name.startswith("re:")], [
+        name[3:] for name in names if name.startswith("re:")
+    ]
+
+
+def _default(config: ConfigReader) -> ConfigReader:
+    """Return the config with the fields of the modules without an exception; GSQ's are in its group for Linear."""
+    if not config.has("w13", *_NAMES["b_dtype"]):
+        for _, group in config.tables("config_groups"):
+            if "Linear" in group.names("targets") and group.has("weights"):
+                return config.overridden(group.table("weights"))
+    return config
+
+
+@dataclass(frozen=True)
+class _Exception:
+    """A key of `dynamic`. name: the only module that it matches, "" for any other pattern. fmt: None without one."""
+
+    pattern: str
+    name: str
+    fmt: SourceFormat | None
+
+
+def _exceptions(config: ConfigReader) -> Iterator[_Exception]:
+    """Yield the keys of `dynamic`, in order; GSQ has one for each matrix of a model."""
+    known: dict[str, SourceFormat] = {}
+    default = _default(config)
+    for pattern, overrides in config.tables("dynamic"):
+        name = re.sub(r"\\(.)", r"\1", pattern[2:-1])
+        is_single = pattern.endswith("$") and re.escape(name) == pattern[2:-1]
+        fmt = None
+        if pattern.startswith("+") or (pattern.startswith("-") and overrides.has(*_NAMES["b_dtype"])):
+            key = repr(overrides.values)
+            if key not in known:
+                # A field under one of its names replaces the field under all of them.
+                replaced = {alias for names in _NAMES.values() if overrides.has(*names) for alias in names}
+                known[key] = _layer_format(default.replaced(**dict.fromkeys(replaced)).overridden(overrides))
+            fmt = known[key]
+        yield _Exception(pattern, name if is_single else "", fmt)
 
 
 def _layer_format(config: ConfigReader) -> SourceFormat:

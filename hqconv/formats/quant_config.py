@@ -6,7 +6,7 @@ A *method* is the `quant_method` of a config (gptq, compressed-tensors, modelopt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +23,14 @@ Parser = Callable[[ConfigReader, Text], list[Rule]]  # the first rule that gives
 class QuantMethod:
     """A quantization method. keys: the known keys of its config.
 
-    undecided: modules that tools read as left out or as quantized, for one config.
+    undecided: modules that tools read as left out or as quantized, for one config. doubts: warnings about one config.
     """
 
     name: str
     parse: Parser
     keys: Keys
     undecided: Callable[[ConfigReader], Matcher] | None = None
+    doubts: Callable[[ConfigReader], Iterable[str]] | None = None
 
 
 # Keys that name modules with a format of their own, and modules without any, in the order in which messages name them.
@@ -43,12 +44,16 @@ ALIASES: dict[str, str] = {}  # other spellings of a method's name
 
 
 def quant_method(
-    name: str, *aliases: str, keys: Keys, undecided: Callable[[ConfigReader], Matcher] | None = None
+    name: str,
+    *aliases: str,
+    keys: Keys,
+    undecided: Callable[[ConfigReader], Matcher] | None = None,
+    doubts: Callable[[ConfigReader], Iterable[str]] | None = None,
 ) -> Callable[[Parser], Parser]:
     """Register the decorated function as the parser of a method's config, whose known keys are `keys`."""
 
     def register(parse: Parser) -> Parser:
-        METHODS[name] = QuantMethod(name, parse, keys, undecided)
+        METHODS[name] = QuantMethod(name, parse, keys, undecided, doubts)
         ALIASES.update(dict.fromkeys(aliases, name))
         return parse
 
@@ -65,7 +70,7 @@ def methods() -> dict[str, QuantMethod]:
 class DeclaredFormats:
     """The formats that a config declares. method: its quant_method, "none" without one.
 
-    undecided: modules that some tools read as left out and others as quantized. warnings: unknown keys of the config.
+    undecided: modules that some tools read as left out and others as quantized. warnings: unknown keys, doubts.
     choosing_key, leaving_key: the keys that name the modules that have a format, and those that have none.
     """
 
@@ -84,6 +89,14 @@ class DeclaredFormats:
         if is_stored_plain and self.undecided is not None and self.undecided(module):
             return PLAIN
         return self._by_rules(module) or PLAIN
+
+    def of_single(self, module: str) -> SourceFormat | None:
+        """Return the format that a rule gives one module of an experts layer, where rules are for layers as Humming's.
+
+        None where only rules that leave modules out match, or the last one, which is for all modules.
+        """
+        own = (fmt for rule in self.rules[:-1] if (fmt := rule(module)) is not None and not fmt.is_float)
+        return next(own, None)
 
     def leaves_out(self, module: str) -> bool:
         """Return True if an entry of the config says that a module is not quantized."""
@@ -147,7 +160,7 @@ def declared_formats(config: Mapping[str, Any] | None, text: Mapping[str, Any]) 
         )
     own = known[method]
     rules = tuple(own.parse(reader, text))
-    warnings = check_keys(reader, own.keys)
+    warnings = (*check_keys(reader, own.keys), *(own.doubts(reader) if own.doubts else ()))
     undecided = own.undecided(reader) if own.undecided else None
     holder = reader.table("quantization") if reader.has("quantization") else reader
     choosing, leaving = ([key for key in keys if key in own.keys.names] for keys in (_CHOOSING, _LEAVING))

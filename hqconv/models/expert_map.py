@@ -290,7 +290,9 @@ def _names(layer: MoeLayer) -> Iterable[str]:
 def _formats(
     declared: DeclaredFormats, family: Family, layer: str, found: LayerTensors, is_extra: bool
 ) -> Callable[[str], SourceFormat]:
-    """Return a lookup of the declared format of a layer's modules. Humming's rules name the experts module, as in vLLM.
+    """Return a lookup of the declared format of a layer's modules.
+
+    Humming's rules name the experts module, as vLLM does, or one module of one expert.
 
     `is_extra`: a layer after the decoder's last one, for multi-token prediction. Servers skip these layers, so ignore
     lists often omit them although they are not quantized.
@@ -300,7 +302,12 @@ def _formats(
     if declared.method == "humming":
         of_layer, words = declared.of(layer), family.spelled(found.words, found.stacks).projections
         roles = {f".{word}": role for role, word in words.items()}
-        return lambda module: of_layer.of(next((roles[end] for end in roles if module.endswith(end)), "w13"))
+
+        def of_module(module: str) -> SourceFormat:
+            fmt = of_layer if of_layer.is_float else declared.of_single(module) or of_layer
+            return fmt.of(next((roles[end] for end in roles if module.endswith(end)), "w13"))
+
+        return of_module
     plain = set() if declared.undecided is None else _plain_modules(found)
     modules = [f"{layer}.0.{word}" for word in found.words.values()] + [f"{layer}.{stack}" for stack in found.stacks]
 

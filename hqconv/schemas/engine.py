@@ -174,8 +174,9 @@ class Engine:
 
         Long field names only: vLLM reads the same flat dict as an input schema, whose aliases `dtype`, `group_size`
         and `scale_dtype` would turn on activation quantization. Fields missing in the schema stay out: vLLM knows some
-        schemas only so (`_selects_kernel`). `ignore` keeps everything but the experts' modules unquantized: vLLM
-        matches its module names with `re.match` after `re:`.
+        schemas only so (`_selects_kernel`). `ignore` keeps everything but the experts unquantized: after `re:` vLLM
+        matches its names with `re.match`, where the experts of a layer are one module; Humming's own layers and
+        compressed-tensors' converter ask for the module of each expert's projection.
         """
         of_gemms = {"w13": schema.of("w13"), "w2": schema.of("w2")}
         stated = {
@@ -185,7 +186,8 @@ class Engine:
         kept = stated if isinstance(schema, SchemaPair) else stated["w13"]
         experts = sorted({re.escape(name.rsplit(".", 1)[-1]) for name in layer_names_of})
         plain = [pattern for name in left if (pattern := self.layer_pattern(name)) is not None]
-        return {"quant_method": self.quant_method, **kept, "ignore": [rf"re:(?!.*\.({'|'.join(experts)})$)", *plain]}
+        ignored = rf"re:(?!.*\.({'|'.join(experts)})(?:\.\d+\.\w+)?$)"
+        return {"quant_method": self.quant_method, **kept, "ignore": [ignored, *plain]}
 
 
 def _selects_kernel(schema: WeightSchema) -> bool:

@@ -1,0 +1,187 @@
+"""The dialect of GSQ's converter: `quant_method: humming` with a format for each matrix under `dynamic`.
+
+Source of its configs: convert_to_humming.py and humming_pack.py of IST-DASLab/GSQ, and config.json of Kimi-K2.5 in
+2 bits, which has flat keys.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hqconv
+from hqconv.errors import HqconvError
+from hqconv.formats.quant_config import declared_formats
+from hqconv.sources.opening import open_source
+from tests.make import conversions
+from tests.make.configs import Json
+from tests.make.formats import FormatSpec, Written, write
+from tests.make.layouts import plain
+from tests.make.packing import Draw, Encoder, Stored, little_endian, spread
+
+SIZE = 64
+_LAYER = "model.layers.0.mlp.experts"
+_IGNORED = ["lm_head", "re:.*self_attn.*", r"re:.*mlp\.gate$"]
+
+
+def _encode(bits: int, has_zero: bool) -> Encoder:
+    """Codes of all values along K, bfloat16 scales, and the zero point as a float: the midpoint everywhere."""
+
+    def encode(draw: Draw, n: int, k: int, second: torch.Tensor) -> Stored:
+        codes, scale = draw.codes(n, k, bits), draw.scales(n, k // SIZE, base=0.006).bfloat16()
+        parts = {"weight": little_endian(codes, bits), "weight_scale": scale}
+        if has_zero:
+            parts["zero_point"] = torch.full_like(scale, float(1 << bits - 1))
+        return Stored(parts, (codes - (1 << bits - 1)).double(), spread(scale, n, k))
+
+    return encode
+
+
+def _matrix(bits: int, has_zero: bool) -> Json:
+    """The words of one matrix."""
+    words: Json = {"quant_method": "humming", "dtype": f"uint{bits}", "group_size": SIZE}
+    return {**words, "has_zero_point": has_zero, "is_fp_zero_point": has_zero}
+
+
+def _config(sign: str, bits: int, has_zero: bool, names: list[str], *, is_flat: bool) -> Json:
+    """The converter's config; of forks that write "+:" and flat keys, and take "re:" off."""
+    own = _matrix(bits, has_zero)
+    weights = {key: value for key, value in own.items() if key != "quant_method"}
+    weights |= {"num_bits": bits, "strategy": "group", "symmetric": not has_zero, "type": "int"}
+    group = {"input_activations": None, "output_activations": None, "targets": ["Linear"], "weights": weights}
+    words: Json = {"config_groups": {"group_0": group}, "format": "pack-quantized", "quant_method": "humming"}
+    words |= {"ignore": _IGNORED, "quantization_status": "compressed"}
+    if is_flat:
+        weights["b_dtype"] = own["dtype"]
+        words |= {
+            "b_dtype": own["dtype"],
+            "group_size": SIZE,
+            "ignore": [name.removeprefix("re:") for name in _IGNORED],
+        }
+        words |= {"has_zero_point": has_zero, "is_fp_zero_point": has_zero}
+    words["dynamic"] = {f"{sign}:{re.escape(name)}$": own for name in names}
+    return words
+
+
+def _flat(bits: int) -> Json:
+    """The config of Kimi-K2.5 in 2 bits."""
+    words: Json = {"quant_method": "humming", "b_dtype": f"uint{bits}", "weight_scale_group_size": SIZE}
+    return {**words, "weight_scale_type": "group", "has_zero_point": False, "ignore": _IGNORED}
+
+
+def _write(folder: Path, bits: int, has_zero: bool, dialect: str) -> Written:
+    spec = FormatSpec(_encode(bits, has_zero), {}, "", dense=plain)
+    done = write(folder, spec)
+    names = [
+        f"{layer}.{expert}.{word}"
+        for layer in done.truth
+        for expert in range(spec.sizes.experts)
+        for word in ("gate_proj", "up_proj", "down_proj")
+    ]
+    words = _flat(bits) if dialect == "flat" else _config(dialect, bits, has_zero, names, is_flat=dialect == "+")
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": words}))
+    return replace(done, spec=replace(spec, config={"quantization_config": words}))
+
+
+def _values(folder: Path) -> dict[str, torch.Tensor]:
+    with open_source(folder) as source:
+        return {
+            f"{layer.name}.{expert}.{role}": matrix.values()
+            for layer in source.map_experts().layers
+            for expert in range(layer.num_experts)
+            for role, matrix in source.read_expert(layer, expert, ["w1", "w2", "w3"], torch.device("cpu")).items()
+        }
+
+
+def _warnings(words: Json) -> str:
+    return "\n".join(declared_formats(words, {}).warnings)
+
+
+@pytest.mark.parametrize("dialect", ["-", "+", "flat"])
+@pytest.mark.parametrize(("bits", "has_zero"), [(2, False), (2, True), (3, True)])
+def test_the_dialects_convert(dialect: str, bits: int, has_zero: bool, tmp_path: Path) -> None:
+    if dialect == "flat" and has_zero:
+        pytest.skip("published without")
+    done = _write(tmp_path / "src", bits, has_zero, dialect)
+    found = _values(done.folder)
+    truth = {
+        f"{layer}.{expert}.{role}": values
+        for layer, block in done.truth.items()
+        for role, stack in block.items()
+        for expert, values in enumerate(stack)
+    }
+    assert found.keys() == truth.keys()
+    assert all(torch.equal(found[name], values) for name, values in truth.items())
+    conversions.run(done.folder, tmp_path / "out", "source")
+    manifest = json.loads((tmp_path / "out/hqconv.json").read_text())
+    (schema,) = {json.dumps(block["source_format"]["b_dtype"]) for block in manifest["blocks"].values()}
+    assert schema == f'"uint{bits}"'
+    assert hqconv.verify(tmp_path / "out", done.folder, checks=["files", "weights"]).passed
+
+
+def test_a_matrix_has_the_format_of_its_own_key() -> None:
+    """Also where flat keys say otherwise under another name: Humming itself reads b_dtype then."""
+    for sign in "-+":
+        words = _config(sign, 2, False, [], is_flat=sign == "+")
+        words["dynamic"] = {f"{sign}:{re.escape(_LAYER)}\\.7\\.down_proj$": _matrix(3, True)}
+        found = declared_formats(words, {})
+        assert found.of(_LAYER).b_dtype == "uint2"
+        assert found.of_single(f"{_LAYER}.7.up_proj") is None
+        own = found.of_single(f"{_LAYER}.7.down_proj")
+        assert own is not None
+        assert (own.b_dtype, own.group_k, own.has_zero_point) == ("uint3", SIZE, True)
+        assert "formats of single modules" in _warnings(words)
+
+
+def test_a_warning_says_what_stock_vllm_reads_otherwise() -> None:
+    names = [f"{_LAYER}.{expert}.up_proj" for expert in range(9)]
+    assert _warnings(_flat(2)) == ""
+    minus = _warnings(_config("-", 2, True, names, is_flat=False))
+    assert "no flat b_dtype: stock vLLM 0.33 does not start" in minus
+    assert "formats under '-', which stock vLLM 0.33 leaves out" in minus
+    assert "9 in all" in minus
+    plus = _warnings(_config("+", 2, True, names, is_flat=True))
+    assert plus.count("\n") == 0, plus
+    assert "patterns without 're:'" in plus
+    assert ".*self_attn.*" in plus
+
+
+def test_a_minus_without_a_format_leaves_out() -> None:
+    for entry in ({}, {"quant_method": "humming"}):
+        words = {**_flat(2), "dynamic": {f"-:{re.escape(_LAYER)}$": entry}}
+        assert declared_formats(words, {}).of(_LAYER).is_float
+        assert _warnings(words) == ""
+
+
+def test_stock_vllm_reads_what_the_warnings_say() -> None:
+    """By Humming's own classes, with the few lines of vLLM 0.33's HummingConfig that choose a module's words."""
+    schema: Any = pytest.importorskip("humming.schema").BaseWeightSchema
+
+    def by_vllm(words: Json, prefix: str) -> Any:
+        dynamic = words.get("dynamic", {})
+        if any(pattern[:1] == "-" and re.match(pattern[2:], prefix) for pattern in dynamic):
+            return None
+        own = dict(words)
+        own.update(next((dynamic[p] for p in dynamic if p[:1] == "+" and re.match(p[2:], prefix)), {}))
+        return str(schema.from_config(own).b_dtype)
+
+    name = f"{_LAYER}.0.up_proj"
+    with pytest.raises(TypeError, match="b_dtype"):
+        by_vllm(_config("-", 2, True, [name], is_flat=False), _LAYER)
+    assert by_vllm(_config("-", 2, True, [name], is_flat=False), name) is None
+    assert by_vllm(_config("+", 2, True, [name], is_flat=True), _LAYER) == "uint2"
+    assert by_vllm(_flat(2), _LAYER) == "uint2"
+
+
+def test_config_groups_must_say_something() -> None:
+    words = _config("-", 2, True, [], is_flat=False)
+    words["config_groups"]["group_0"]["targets"] = ["Conv1d"]
+    with pytest.raises(HqconvError, match="makes no sense"):
+        declared_formats(words, {})
