@@ -13,6 +13,10 @@ CALIBRATED := $(REAL)-calibrated
 CONVERT := $(BIN)/hqconv convert $(DEMO_SRC) -o $(DEMO_OUT) --schema mxfp4 --target sm90 --tp 2 --overwrite
 
 .DEFAULT_GOAL := help
+# Another vLLM, for instance VLLM=0.32.0, has an environment of its own.
+VLLM = 0.33.0
+VLLM_ENV = .venv-vllm$(if $(filter-out 0.33.0,$(VLLM)),-$(VLLM))
+
 .PHONY: help install demo demo-real test test-all test-vllm torture lint clean
 
 help:
@@ -69,8 +73,8 @@ test-all: lint
 
 # Left out of `make test`: an environment of its own and some minutes.
 test-vllm:
-	$(PYTHON) scripts/vllm_env.py
-	.venv-vllm/bin/python -m pytest -m vllm tests/serving
+	$(PYTHON) scripts/vllm_env.py $(VLLM_ENV) --version $(VLLM)
+	$(VLLM_ENV)/bin/python -m pytest -m vllm tests/serving
 
 # About half an hour on two processors; it prints the table of docs/reliability.md.
 torture: $(STAMP)

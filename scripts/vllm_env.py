@@ -34,8 +34,10 @@ def main() -> None:
     """Make the environment, or leave it as it is where it is complete."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", type=Path, default=REPO / ".venv-vllm")
-    folder = parser.parse_args().folder
-    stamp = folder / f".vllm-{VLLM}"
+    parser.add_argument("--version", default=VLLM, help="of vLLM")
+    args = parser.parse_args()
+    folder = args.folder
+    stamp = folder / f".vllm-{args.version}"
     if stamp.is_file():
         return
     venv.create(folder, with_pip=True, clear=True)
@@ -43,7 +45,7 @@ def main() -> None:
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     torch_pin = next(line for line in _constraints() if line.startswith("torch=="))
     with tempfile.TemporaryDirectory() as scratch:
-        wheel = _download(Path(scratch))
+        wheel = _download(Path(scratch), args.version)
         required: list[str] = []
         pinned: list[str] = []
         for line in _requirements(wheel):
@@ -62,11 +64,11 @@ def _constraints() -> list[str]:
     return (REPO / "constraints.txt").read_text(encoding="utf-8").splitlines()
 
 
-def _download(scratch: Path) -> Path:
+def _download(scratch: Path, version: str) -> Path:
     """vLLM's wheel for Linux on x86-64, whatever the machine is: only its Python code is used."""
     platforms = ["--platform=manylinux_2_28_x86_64", "--platform=manylinux_2_31_x86_64", "--abi=abi3"]
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
-    command += ["--only-binary=:all:", *platforms, "--dest", str(scratch), f"vllm=={VLLM}"]
+    command += ["--only-binary=:all:", *platforms, "--dest", str(scratch), f"vllm=={version}"]
     subprocess.check_call(command)
     return next(scratch.glob("vllm-*.whl"))
 

@@ -141,7 +141,7 @@ def _platform(sm_version: int, name: str, sm_count: int) -> Any:
 
 
 class _Answers:
-    """What vLLM's platform of a CUDA device says."""
+    """Answers of vLLM's platform of a CUDA device."""
 
     device_name, device_type, dispatch_key = "cuda", "cpu", "CPU"
     simple_compile_backend, dist_backend = "inductor", "gloo"
