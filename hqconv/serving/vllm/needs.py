@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+METHOD = "hqconv"  # `quant_method` of config.json
 _MOE, _QUANT = "vllm.model_executor.layers.fused_moe", "vllm.model_executor.layers.quantization"
 # Module → the names that are imported from it, and the attributes and arguments that its classes must have.
 NEEDS: dict[str, tuple[str, ...]] = {

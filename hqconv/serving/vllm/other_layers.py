@@ -12,7 +12,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from hqconv.schemas import artifact_names as names
 from hqconv.serving.artifact_view import ArtifactLocation
-from hqconv.serving.vllm.plugin import METHOD
+from hqconv.serving.vllm.needs import METHOD
 
 
 class SourceProxy(QuantizationConfig):  # type: ignore[misc]

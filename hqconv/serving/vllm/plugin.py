@@ -6,9 +6,7 @@ from importlib.metadata import version
 from typing import Any
 
 from hqconv.errors import RequestError
-from hqconv.serving.vllm.needs import missing
-
-METHOD = "hqconv"  # `quant_method` of config.json
+from hqconv.serving.vllm.needs import METHOD, missing
 
 
 def register() -> None:
