@@ -36,6 +36,8 @@ def test_faults_of_every_format_are_named(name: str, tmp_path: Path) -> None:
             assert document["damage"] == [], fault
             kinds = {notice["kind"] for notice in document["notices"]}
             assert {HARMLESS[fault][1]} - {""} <= kinds or name in checkups.FEW_LEVELS, fault
+            scaled = [notice["what"] for notice in document["notices"] if notice["kind"] == "column-scales"]
+            assert all("AWQ" in what for what in scaled) or name in checkups.FEW_LEVELS
         else:
             assert is_named(fault, document) or (name, fault) in checkups.MISSED, (fault, document["damage"])
     assert check(tmp_path / "src", None)["damage"] == []
@@ -235,10 +237,15 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
         hqconv.check(src, other)
 
 
-def test_a_version_that_was_trained_further(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_rows", [128, 7])  # different rows: others are repeated, as near to another as to its own
+def test_a_version_that_was_trained_further(num_rows: int, tmp_path: Path) -> None:
     src = write_qwen3_moe(tmp_path / "src")
     other = write_qwen3_moe(tmp_path / "other")
-    tensors = load_file(other / "model.safetensors")
+    tensors = load_file(src / "model.safetensors")
+    tensors = {
+        name: x[torch.arange(len(x)) % num_rows].clone() if "experts" in name else x for name, x in tensors.items()
+    }
+    save_file(tensors, src / "model.safetensors", {"format": "pt"})
     generator = torch.Generator().manual_seed(0)
     tuned = {name: x * (1 + 0.02 * torch.randn(x.shape, generator=generator)).bfloat16() for name, x in tensors.items()}
     save_file(tuned, other / "model.safetensors", {"format": "pt"})
