@@ -129,8 +129,10 @@ def test_faults_that_a_checkpoint_shows_alone(fault: str, tmp_path: Path) -> Non
     done = call("check", changed(make(), change, tmp_path / "model"), "--json")
     document = json.loads(done.stdout)
     assert (done.exit_code, document["passed"]) == (1, False)
-    assert [one["kind"] for one in document["damage"]] == [kind]
-    assert text in str(document["damage"][0])
+    kinds = {one["kind"] for one in document["damage"]}
+    assert kinds - {"broken"} == {kind} - {"broken"}  # a scale that headers show is refused by the decoder as well
+    assert kind in kinds
+    assert text in str(document["damage"])
 
 
 NOTICES: dict[str, tuple[Callable[[], small.Source], Callable[[Tensors], None], str]] = {
