@@ -247,10 +247,14 @@ def starts(work: Path) -> list[str]:
     num_warm = len(list(cache.glob("*/kernel.cubin")))
     warm = serve(source, work, EAGER, cache=cache)
     again = serve(source, work, EAGER, cache=cache)
-    assert warm["answers"] == cold["answers"], "other answers with kernels of hqconv warm"
     told = [f"first token after {one['first_token_s']:.1f} s ({one['num_kernels']} kernels)" for one in (cold, warm)]
     told[1] += f" with {num_warm} of hqconv warm, which took {seconds:.0f} s"
-    return [*told, f"second start {again['first_token_s']:.1f} s"]
+    told.append(f"second start {again['first_token_s']:.1f} s")
+    assert warm["num_kernels"] == num_warm, (
+        f"{warm['num_kernels'] - num_warm} kernels were compiled all the same",
+        told,
+    )
+    return told
 
 
 def packed(source: Path) -> None:
