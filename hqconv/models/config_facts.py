@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hqconv.errors import InputError, RequestError, first_few
 from hqconv.models.families import INDEX, TOP_K_KEYS, Family
 from hqconv.models.family_choice import FamilyChoice
-from hqconv.schemas.activation import CHANGING_KEYS, NUMBERS, Activation, Numbers
+from hqconv.schemas.activation import CHANGING_KEYS, NUMBERS, Activation, Numbers, may_change
 from hqconv.schemas.grid import MAX_SIZE
 from hqconv.schemas.model_config import Config
 
@@ -135,11 +135,15 @@ def activation_of(choice: FamilyChoice, name: str, layer: int, text: Config) -> 
     """Return the activation of one layer with its numbers, as the model's code reads them from the config.
 
     If a config has numbers that this model's code is not known to read, the activation gets a name such as
-    `silu+swiglu_limit` without a known formula. Raises InputError for a value that is no number.
+    `silu+swiglu_limit` without a known formula; the keys of an unknown model are judged by their words. Raises
+    InputError for a value that is no number.
     """
     numbers = _numbers_of(choice, text)
     own = set(numbers.keys.values()) if numbers is not None and numbers.plain == name else set()
-    foreign = [key for key in CHANGING_KEYS if key not in own and _reached(text.get(key), layer)]
+    keys = list(CHANGING_KEYS)
+    if not choice.is_own_row:
+        keys += sorted(key for key in text if key not in keys and may_change(key) and _is_number(text[key]))
+    foreign = [key for key in keys if key not in own and _reached(text.get(key), layer)]
     if foreign:
         return Activation("+".join((name, *foreign)))
     if numbers is None or numbers.plain != name:
@@ -160,6 +164,11 @@ def _reached(value: object, layer: int) -> object:
     if isinstance(value, list):
         return value[layer] if layer < len(value) else None
     return value
+
+
+def _is_number(value: object) -> bool:
+    """Return True for a number or a flag, or a list with one for each layer."""
+    return all(isinstance(one, int | float | None) for one in (value if isinstance(value, list) else [value]))
 
 
 def _number_at(numbers: Numbers, field: str, text: Config, layer: int) -> float | None:

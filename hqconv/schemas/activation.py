@@ -166,3 +166,17 @@ NUMBERS: Mapping[str, Numbers] = {
 }
 # Keys that change an activation wherever a model's code reads them; which code does, is not known of every model.
 CHANGING_KEYS = ("swiglu_limit", "swiglu_limits", "expert_swiglu_limit_list", "swiglu_alpha", "swiglu_beta")
+
+_CHANGE = re.compile(r"(?:^|_)(?:soft_?cap(?:s|ped|ping)?|limits?|clamp(?:s|ed|ing)?|alphas?)(?:_|$)")
+# Parts of a model beside the function between an expert's GEMMs, such as final_logit_softcapping, log_scaling_alpha.
+_ELSEWHERE = re.compile(
+    r"(?:^|_)(?:logits?|outputs?|heads?|attn|attention|kv|qk|rope|rotary|positions?|log|length|tokens?|embed\w*|routers?|"
+    r"routing|loss|aux|lora|adapter|init\w*|time|ssm|mamba|conv|norm|residual|vision|visual|audio|images?|videos?|"
+    r"patch\w*|prompt|frames?|temp|temperature|grad\w*|optim\w*|dropout|factors?|len|shared?|dense)(?:_|$)"
+)
+
+
+def may_change(key: str) -> bool:
+    """Return True if a config key of an unknown model may give its experts' activation a number: mlp_gate_softcap."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).lower()
+    return _CHANGE.search(words) is not None and _ELSEWHERE.search(words) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ import pytest
 from hqconv.errors import InputError, RequestError
 from hqconv.models.expert_map import map_experts
 from hqconv.models.families import BY_MODEL_TYPE, Config
-from hqconv.schemas.activation import SWIGLUOAI, Activation
+from hqconv.schemas.activation import CHANGING_KEYS, SWIGLUOAI, Activation, may_change
 from hqconv.schemas.tensors import TensorRef
+from tests.make.places import REPO
 
 E, H, INTER, NUM_LAYERS = 2, 32, 64, 3
 BETA, LINEAR_BETA = "activation_situ_beta", "activation_situ_linear_beta"
@@ -165,6 +167,54 @@ def test_an_unknown_model_type_goes_by_no_other_familys_numbers() -> None:
     del config["hidden_act"]
     with pytest.raises(RequestError, match="activation is not known"):
         mapped("deepseek_v4", config)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("mlp_gate_softcap", 4.0), ("mlp_up_softcap", 25.0), ("gate_soft_cap", 1), ("softcapping", 30.0)),
+        *(("moe_limit", 7), ("clampGate", True), ("expert_clamp", [0, 3.0, 3.0]), ("act_alpha", 1.7), ("alphas", 2)),
+    ],
+)
+def test_words_of_an_unknown_model_name_an_activation_that_is_not_plain(key: str, value: object) -> None:
+    config = {"model_type": "brand_new", "hidden_act": "silu", key: value}
+    assert mapped("deepseek_v4", config)[1] == Activation(f"silu+{key}")
+    assert mapped("qwen3_moe", config | {"model_type": "qwen3_moe"}) == three(SILU), "a known model's code is read"
+
+
+def test_words_of_other_parts_are_no_alarm() -> None:
+    words: dict[str, Any] = {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0, "log_scaling_alpha": 0.1}
+    words |= {"router_aux_loss_alpha": 0.01, "rope_alpha": 1000.0, "aux_loss_alpha": 0.001, "lora_alpha": 16}
+    words |= {"time_step_limit": [0.0, 1.0], "moe_router_logit_softcapping": 8, "swiglu_limits_shared": [7.0, 7.0, 7.0]}
+    words |= {
+        "gate_softcap": 0,
+        "clamp": False,
+        "act_limit": None,
+        "alpha_type": "linear",
+        "rope_scaling": {"alpha": 9},
+    }
+    words |= {
+        "alphabet": 3,
+        "unlimited": 2,
+        "mlp_alpha_factor": 1,
+        "qk_l2_clip_threshold": 22.6,
+        "share_expert_swiglu_limit_list": [1, 1, 1],
+    }
+    assert mapped("deepseek_v4", {"model_type": "brand_new", "hidden_act": "silu", **words}) == three(SILU)
+
+
+def test_the_configs_of_published_models_are_no_alarm() -> None:
+    """Each as an unknown model, without the keys that are known to change an activation."""
+    known = {*CHANGING_KEYS, "share_expert_swiglu_limit_list"}
+    found = {
+        f"{path.stem}: {key}"
+        for path in (REPO / "tests/data/models").rglob("*.json")
+        for config in [json.loads(path.read_text())["config"]]
+        for one in (config, config.get("text_config") or {})
+        for key in one
+        if may_change(key) and key not in known
+    }
+    assert found == set()
 
 
 @pytest.mark.parametrize("value", [-1, True, "7", [7, "x", 7], float("inf"), float("nan"), {"a": 1}, [[7]]], ids=str)
