@@ -17,6 +17,7 @@ from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
 
 from hqconv.humming_ops.runtime import humming, resident, target_facts
 from hqconv.schemas.gpu_target import GpuTarget
+from hqconv.serving.vllm import no_gpu
 
 
 class Pretended(Platform):
@@ -39,15 +40,14 @@ class Pretended(Platform):
         return torch.float8_e4m3fn
 
 
-platforms._current_platform = Pretended()
+is_whole = no_gpu.platform is not None  # the stand-ins of whole models are there already
+if is_whole:
+    Pretended = no_gpu.platform
+else:
+    platforms._current_platform = Pretended()
 # What vLLM asks its CUDA extension while it is imported.
 _extension = torch.library.Library("_C", "FRAGMENT")
-for _name in (
-    "scaled_mm_supports_fp8",
-    "scaled_mm_supports_block_fp8",
-    "group_gemm_supported",
-    "scaled_mm_supports_fp4",
-):
+for _name in () if is_whole else no_gpu.ASKED_OF_CUTLASS:
     _extension.define(f"cutlass_{_name}(int capability) -> bool")
     _extension.impl(f"cutlass_{_name}", lambda capability: False, "CompositeExplicitAutograd")
 

@@ -6,18 +6,12 @@ is nothing for a process that tests anything else: `vllm_serving` is a program.
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import json
 import os
-import sys
 import tempfile
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
 
@@ -108,120 +102,15 @@ DRAFTS: dict[str, tuple[dict[str, Any], str]] = {
 
 # --- what stands in ----------------------------------------------------------------------------------------
 
+from hqconv.serving.vllm.no_gpu import pretend  # noqa: E402
 
-class _Anything:
-    """Whatever a module wants of a library that is not there."""
+pretend()
 
-    def __call__(self, *args: Any, **words: Any) -> Any:
-        return args[0] if len(args) == 1 and callable(args[0]) and not words else _Anything()
+from tests.make.vllm_cpu import Pretended  # noqa: E402, F401  # isort: skip  - before vLLM
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__name__":
-            raise AttributeError(name)
-        return _Anything()
-
-    def __getitem__(self, key: object) -> Any:
-        return _Anything()
-
-    def __or__(self, other: object) -> Any:
-        return _Anything()
-
-    __ror__ = __or__
-
-    def __mro_entries__(self, bases: object) -> tuple[type, ...]:
-        return (object,)
-
-
-class _Module(types.ModuleType):
-    __path__: list[str] = []  # noqa: RUF012 - a module's
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Anything()
-
-
-class _Libraries(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Libraries of which nothing is used but names; asked after everything that is installed."""
-
-    names = ("flashinfer", "cutlass", "deep_gemm", "cuda", "quack", "flash_attn", "tvm_ffi", "torchvision")
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name.partition(".")[0] not in self.names:
-            return None
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)
-
-    def create_module(self, spec: Any) -> _Module:
-        return _Module(spec.name)
-
-    def exec_module(self, module: Any) -> None:
-        pass
-
-
-def _operator(namespace: Any, name: str) -> Any:
-    """An op of vLLM's extensions; `_custom_ops` must not find them, or it would register more about them."""
-    try:
-        return _real_operator(namespace, name)
-    except AttributeError:
-        asks_whether = sys._getframe(1).f_code.co_filename.endswith("_custom_ops.py")
-        if name.startswith("__") or asks_whether or not namespace.name.lstrip("_").startswith(("C", "moe_C")):
-            raise
-        return _Anything()
-
-
-sys.meta_path.append(_Libraries())
-_real_operator = torch._ops._OpNamespace.__getattr__
-torch._ops._OpNamespace.__getattr__ = _operator
-
-from tests.make.vllm_cpu import Pretended  # noqa: E402  # isort: skip  - before vLLM
-
-import transformers  # noqa: E402
-import vllm.model_executor.models.registry as registry  # noqa: E402
-import vllm.triton_utils as triton_utils  # noqa: E402
-import vllm.v1.attention.backends.fa_utils as fa_utils  # noqa: E402
 from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig, set_current_vllm_config  # noqa: E402
 from vllm.distributed import init_distributed_environment, initialize_model_parallel  # noqa: E402
-from vllm.utils.torch_utils import set_default_torch_dtype  # noqa: E402
-from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
 from vllm.v1.worker.workspace import init_workspace_manager  # noqa: E402
-
-
-class _Configuration:
-    def __init__(self, kwargs: Any = None, num_warps: int = 4, num_stages: int = 1, **_: Any) -> None:
-        self.kwargs, self.num_warps, self.num_stages = kwargs or {}, num_warps, num_stages
-
-
-class _NoPrefill(_Anything):
-    def __init__(self, *args: Any, **words: Any) -> None:
-        pass
-
-    @staticmethod
-    def get_name() -> str:
-        return "none"
-
-
-def _attention(cls: type, backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
-    kinds = AttentionBackendEnum
-    if not attn_selector_config.use_mla:
-        return str(kinds.TRITON_ATTN.get_path())
-    return str((kinds.FLASHMLA_SPARSE if attn_selector_config.use_sparse else kinds.TRITON_MLA).get_path())
-
-
-Pretended.get_attn_backend_cls = classmethod(_attention)
-Pretended.get_mla_prefill_backend_cls = classmethod(lambda cls, *args, **words: _NoPrefill)
-Pretended.check_if_supports_dtype = classmethod(lambda cls, dtype: None)
-Pretended.num_compute_units = classmethod(lambda cls, device_id=0: 132)
-Pretended.device_count = classmethod(lambda cls: 1)
-Pretended.simple_compile_backend, Pretended.dist_backend = "inductor", "gloo"
-registry._run_in_subprocess = lambda function: function()
-triton_utils.triton.Config = _Configuration
-KERNELS = ("flash_attn_varlen_func", "compile_flash_attn_varlen_func_from_specs", "reshape_and_cache_flash")
-for _name in (*KERNELS, "get_scheduler_metadata"):
-    if not hasattr(fa_utils, _name):
-        setattr(fa_utils, _name, _Anything())
-for _name in torch.accelerator.__all__:
-    if "memory" in _name or _name in ("empty_cache", "synchronize", "current_device_index"):
-        setattr(torch.accelerator, _name, lambda *args, **words: 0)
 
 
 def _merged(config: dict[str, Any], words: Mapping[str, Any]) -> dict[str, Any]:
@@ -250,22 +139,6 @@ def configure(folder: Path, is_drafted: bool) -> tuple[VllmConfig, ModelConfig |
     ranks = {"target_model_config": model_config, "target_parallel_config": vllm.parallel_config}
     speculative = SpeculativeConfig(method="mtp", num_speculative_tokens=1, **ranks)
     return VllmConfig(model_config=model_config, speculative_config=speculative), speculative.draft_model_config
-
-
-@contextmanager
-def building(vllm: VllmConfig, device: str = "meta") -> Iterator[None]:
-    """Make models of this config inside, in bfloat16."""
-    processors = (transformers.AutoImageProcessor, transformers.AutoProcessor)
-    with (
-        set_current_vllm_config(vllm),
-        set_default_torch_dtype(torch.bfloat16),
-        torch.device(device),
-        patch("torch.cuda.Stream", _NoPrefill),
-        patch("torch.cuda.Event", _NoPrefill),
-        patch.object(processors[0], "from_pretrained", _Anything()),
-        patch.object(processors[1], "from_pretrained", _Anything()),
-    ):
-        yield
 
 
 def answer(out: Path, ask_one: Callable[[Path, str], dict[str, Any]], names: Sequence[str]) -> None:

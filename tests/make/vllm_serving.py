@@ -31,6 +31,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model
 
 from hqconv.errors import HqconvError
+from hqconv.serving.vllm.no_gpu import building
 from hqconv.serving.vllm.plugin import register
 from tests.make import vllm_quantized
 from tests.make.conversions import manifest, run
@@ -133,7 +134,7 @@ def load(
     vllm: VllmConfig, model_config: ModelConfig, before: Callable[[torch.nn.Module], object] = id
 ) -> dict[str, Any]:
     """Build and load a model, as vLLM's default loader does, and fill its experts. before: of what is loaded."""
-    with vllm_models.building(vllm, "cpu"), humming_on_cpu():
+    with building(vllm, "cpu"), humming_on_cpu():
         model = initialize_model(vllm_config=vllm, model_config=model_config)
         before(model)
         for parameter in model.parameters():

@@ -173,6 +173,19 @@ def test_a_cache_that_cannot_be_written(
         assert "cannot be used: NotADirectoryError" in str(use_warm_kernels(warmed.with_name("out"), 90).reason)
 
 
+def test_a_cache_that_others_can_write(
+    warmed: Path, compiler: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with server(monkeypatch, tmp_path / "cache"):
+        for mode in (0o775, 0o757):
+            (tmp_path / "cache").chmod(mode)
+            found = use_warm_kernels(warmed.with_name("out"), 90).reason
+            assert f"Others can write into {tmp_path / 'cache'}" in str(found)
+            assert num_cached(tmp_path / "cache") == 0
+        (tmp_path / "cache").chmod(0o755)
+        assert use_warm_kernels(warmed.with_name("out"), 90).reason is None
+
+
 def test_the_folder_is_beside_or_where_the_environment_says(
     folder: Path, compiler: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

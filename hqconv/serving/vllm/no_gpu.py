@@ -28,7 +28,7 @@ _ATTENTION_KERNELS = (
     "get_scheduler_metadata",
 )
 # What vLLM asks its CUDA extension about CUTLASS: answers for an architecture, 90, as built for all of them.
-_ASKED_OF_CUTLASS: dict[str, Callable[[int], bool]] = {
+ASKED_OF_CUTLASS: dict[str, Callable[[int], bool]] = {
     "scaled_mm_supports_fp8": lambda sm: sm >= 89,
     "scaled_mm_supports_block_fp8": lambda sm: sm >= 90,
     "group_gemm_supported": lambda sm: 90 <= sm < 120,
@@ -37,6 +37,7 @@ _ASKED_OF_CUTLASS: dict[str, Callable[[int], bool]] = {
 
 
 _kept: list[Any] = []  # lives as long as the process
+platform: Any = None  # of `pretend`
 
 
 class Anything:
@@ -124,6 +125,7 @@ def pretend(sm_version: int = 90, name: str = "NVIDIA H200", sm_count: int = 132
     _find_libraries()
     _find_operators()
     platforms: Any = importlib.import_module("vllm.platforms")
+    global platform
     platform = _platform(sm_version, name, sm_count)
     platforms._current_platform = platform()
     _stand_in()
@@ -221,7 +223,7 @@ def _find_operators() -> None:
 
     torch._ops._OpNamespace.__getattr__ = operator  # type: ignore[method-assign]
     extension: Any = torch.library.Library("_C", "FRAGMENT")  # type: ignore[no-untyped-call]
-    for name, answer in _ASKED_OF_CUTLASS.items():
+    for name, answer in ASKED_OF_CUTLASS.items():
         extension.define(f"cutlass_{name}(int capability) -> bool")
         extension.impl(f"cutlass_{name}", answer, "CompositeExplicitAutograd")
     _kept.append(extension)
