@@ -71,6 +71,21 @@ def test_every_source_format_has_its_row() -> None:
     assert missing == []
 
 
+def test_every_model_type_is_served_or_not() -> None:
+    """Each once in docs/serving.md, with as many as the page says."""
+    text = (REPO / "docs/serving.md").read_text()
+    models = text[text.index("## Models") : text.index("| served, but")]
+    served = re.findall(r"^\* \*\*(?:loaded|read|looked up)\*\*: (.*?)\.$", models, re.MULTILINE | re.DOTALL)
+    groups = [re.split(r",\s+", group) for group in served]
+    names = [name for group in groups for name in group]
+    rows = re.findall(r"^\| (.*) \| .* \|$", models, re.MULTILINE)[2:]
+    others = [name for row in rows for name in row.split(", ")]
+    types = [name for family in FAMILIES for name in family.model_types]
+    assert sorted([*names, *others]) == sorted(types)
+    counts = [len(types), len(names), *map(len, groups)]
+    assert [int(number) for number in re.findall(r"(?<![\d.])\d{2,3}(?![\d.])", models.partition("* **")[0])] == counts
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_files_that_a_document_names_exist(document: Path) -> None:
     text = document.read_text()

@@ -199,7 +199,7 @@ FAMILIES: tuple[Family, ...] = (
             "qwen3_omni_moe qwen3_omni_moe_thinker qwen3_omni_moe_text qwen4_exp qwen4_exp_text afmoe "
             "beam exaone_moe flint hy_v3 kolibri1 laguna mellum zaya bailing_moe bailing_moe_linear "
             "bailing_moe_v2 bailing_hybrid bailing_moe_v3 llada2_moe sdar_moe xllm k2_horizon "
-            "alice_ai interns1_pro interns1_pro_text param2moe sarvam_moe"
+            "alice_ai interns1_pro interns1_pro_text lara_mini param2moe sarvam_moe"
         ),
         modules=under_layers("mlp.experts"),
         projections=GATE_UP_DOWN,
@@ -223,10 +223,19 @@ FAMILIES: tuple[Family, ...] = (
         num_experts_keys=("n_routed_experts", "num_local_experts"),
     ),
     Family(
+        # As deepseek; the published config says num_experts, which transformers' class translates.
+        name="sarvam_mla",
+        model_types=("sarvam_mla",),
+        modules=under_layers("mlp.experts"),
+        projections=GATE_UP_DOWN,
+        stacks=FUSED,
+        num_experts_keys=("n_routed_experts", "num_experts", "num_local_experts"),
+    ),
+    Family(
         # As deepseek, but gate and up are clamped before the activation. hy_v4 is released fused. gigachat3_5's
         # attention has a gate_proj of its own (vLLM's gigachat3_5.py; its config class has the limit 10 too).
         name="glm5_next",
-        model_types=("glm5_next", "glm5_next_text", "hy_v4", "gigachat3_5"),
+        model_types=("glm5_next", "glm5_next_text", "hy_v4", "hy_v4_vl", "hy_v4_vl_text", "gigachat3_5"),
         modules=under_layers("mlp.experts"),
         projections=GATE_UP_DOWN,
         stacks=FUSED,
@@ -515,9 +524,10 @@ FAMILIES: tuple[Family, ...] = (
         num_experts_keys=("n_routed_experts", "num_local_experts"),
     ),
     Family(
-        # Soft caps on gate and up, with numbers from the config: an activation that hqconv does not know.
+        # Soft caps on gate and up, with numbers from the config: an activation that hqconv does not know. Layers of
+        # inkling2_loop run several times; their experts are in the files once.
         name="inkling2",
-        model_types=("inkling2", "inkling2_text"),
+        model_types=("inkling2", "inkling2_text", "inkling2_loop", "inkling2_loop_text"),
         modules=("model.llm.layers.{layer}.mlp.experts", "layers.{layer}.mlp.experts"),
         projections=W1_W3_W2,
         stacks=(Stack("w13", ("w1", "w3"), interleaved=True), Stack("w2", ("w2",))),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -250,6 +250,26 @@ FAMILIES: dict[str, Spec] = {
         activation="softcapped_swiglu",
     ),
 }
+# Of transformers 5.24.
+_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
+_NEWER = {
+    "lara_mini": Spec(PLAIN, LINEAR | FULL | SHARED),
+    "sarvam_mla": Spec(ROUTED, MLA | DENSE | DENSE_FIRST | NO_GROUPS | {"n_shared_experts": 1}, 1),
+    "hy_v4_vl_text": Spec(ROUTED, MLA | INDEXED | DENSE | _MROPE, 1, "silu_clamp10", auto_class="AutoModel"),
+    "hy_v4_vl": visual(
+        ROUTED, MLA | INDEXED | DENSE | _MROPE, {"out_hidden_size": 64}, num_blocks=1, activation="silu_clamp10"
+    ),
+    "inkling2_loop_text": replace(
+        FAMILIES["inkling2_text"],
+        words={
+            **FAMILIES["inkling2_text"].words,
+            "n_layers_per_attn_res_block": 1,
+            "loop_layer_index_start": 1,
+            "loop_layer_index_end": 2,
+        },
+    ),
+}
+FAMILIES |= {name: spec for name, spec in _NEWER.items() if name in transformers.CONFIG_MAPPING}
 
 # --- models and files --------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ MAIN = [
     ("kimi_k25", "language_model.model.layers.7.mlp.experts", "", ""),
     ("glm4v_moe", "model.language_model.layers.7.mlp.experts", "language_model.model.layers.7.mlp.experts", ""),
     ("glm5_next", "model.language_model.layers.7.mlp.experts", "language_model.model.layers.7.mlp.experts", ""),
+    ("sarvam_mla", "model.layers.7.mlp.experts", "", ""),
     ("hy_v4", "model.layers.7.mlp.experts", "", ""),
     ("deepseek_v4", "layers.7.ffn.experts", "model.layers.7.ffn.experts", ""),
     ("ernie4_5_moe", "model.layers.7.mlp.experts", "", ""),
