@@ -149,6 +149,7 @@ OPTIONS: dict[str, Option] = {
         settings={"autocompletion": _names_of(lambda: [*gpu_target.GPUS])},
     ),
     "quantization": Option(str | None, "The server's --quantization, for a checkpoint, e.g. humming."),
+    "moe_backend": Option(str | None, "The server's --moe-backend, for a checkpoint, e.g. humming."),
     "kernels": Option(
         Path | None, "Output folder for the compiled kernels.  [default: OUT-kernels]", settings=_ANY_PATH
     ),

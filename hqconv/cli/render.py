@@ -389,6 +389,7 @@ def _warm_checkpoint(document: Document) -> Parts:
         (
             ("kernels", f"{document['num_kernels']} needed, {document['num_compiled']} compiled now"),
             ("of", ", ".join(document["layers"])),
+            ("left out", ", ".join(f"{name} ({why})" for name, why in document["left_out"].items())),
             ("for", f"{gpu['name']}, {plural(gpu['sm_count'], 'SM')}"),
             ("time", human_seconds(document["seconds"])),
         )

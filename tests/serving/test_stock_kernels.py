@@ -22,17 +22,20 @@ from hqconv.serving.vllm.kernel_requests import compute_settings
 from hqconv.serving.warm.compile_kernels import _sources
 from hqconv.serving.warm.gpus import KNOWN
 from scripts.check_serving import packed
+from tests.make.families import save_family
 from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
 
 pytestmark = pytest.mark.vllm
 GPU = KNOWN["h200"]
+SERVER = {"tp": 1, "ep": 1, "quantization": None, "moe_backend": None}
 CONVERTING = {"weight_repack_nk", "unpack_weight_kernel", "process_mxfp4_w4a8"}
 
 
-def asked(model: Path, tp: int = 1, ep: int = 1, quantization: str | None = None) -> dict[str, Any]:
+def asked(model: Path, tp: int = 1, ep: int = 1, **server: str) -> dict[str, Any]:
     """What the program says that vLLM asks for; nothing is compiled."""
-    job = {"model": str(model), "quantization": quantization, "tp": tp, "ep": ep, "jobs": 0, "gpu": GPU.to_dict()}
+    named = {"quantization": None, "moe_backend": None, **server}
+    job = {"model": str(model), "tp": tp, "ep": ep, **named, "jobs": 0, "gpu": GPU.to_dict()}
     environment = {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPO)}
     command = [sys.executable, "-m", "hqconv.serving.vllm.stock_kernels", json.dumps(job)]
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
@@ -83,6 +86,17 @@ def test_other_layers_that_humming_serves_have_kernels_too(tmp_path: Path) -> No
     assert not asked(configured(source, quantization))["layers"]
 
 
+def test_the_backend_and_the_quantization_are_the_servers(tmp_path: Path) -> None:
+    """GPT-OSS is Triton's on Hopper unless the server says otherwise; plain weights are Humming's as mxfp8."""
+    save_family(tmp_path / "gpt_oss", "gpt_oss", hidden=256, inner=256, head_dim=64)
+    model = configured(tmp_path / "gpt_oss", {"quant_method": "mxfp4"})
+    assert not asked(model)["layers"]
+    assert any("experts" in layer for layer in asked(model, moe_backend="humming")["layers"])
+    plain = write_qwen3_moe(tmp_path / "plain", hidden_size=256, intermediate_size=256, num_experts=64)
+    assert not asked(plain)["layers"]
+    assert any("experts" in layer for layer in asked(plain, quantization="mxfp8")["layers"])
+
+
 def configured(source: Path, quantization: dict[str, Any]) -> Path:
     path = source / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization}))
@@ -101,4 +115,4 @@ def test_what_vllm_says_of_a_model_is_told(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv(stock_checkpoint.CACHE_VARIABLE, str(tmp_path / "cache"))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gearbox", "architectures": ["Gearbox"]}))
     with pytest.raises(RequestError, match="gearbox"):
-        stock_checkpoint.warm_checkpoint(str(tmp_path), GPU, 1, 1, None, 1, print)
+        stock_checkpoint.warm_checkpoint(str(tmp_path), GPU, SERVER, 1, print)

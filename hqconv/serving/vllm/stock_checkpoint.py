@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,11 @@ _LONGEST = 500  # of what another process said
 
 
 def warm_checkpoint(
-    model: str, gpu: Gpu, tp: int, ep: int, quantization: str | None, jobs: int, announce: Callable[[str], None]
+    model: str, gpu: Gpu, server: Mapping[str, Any], jobs: int, announce: Callable[[str], None]
 ) -> dict[str, Any]:
     """Compile what vLLM asks of Humming for a checkpoint into Humming's cache; see `compile_kernels.warm`.
+
+    server: its `tp`, `ep`, `quantization` and `moe_backend`.
 
     Raises RequestError without vLLM, for a checkpoint that it does not serve or serves without Humming, and where a
     kernel cannot be compiled; OutputError for a cache that others can write.
@@ -44,7 +46,7 @@ def warm_checkpoint(
             remedy=f"Run the command in the server's environment. {ENGINE.install_command} installs it.",
         )
     folder = private_cache()
-    job = {"model": model, "quantization": quantization, "tp": tp, "ep": ep, "jobs": jobs, "gpu": gpu.to_dict()}
+    job = {"model": model, **server, "jobs": jobs, "gpu": gpu.to_dict()}
     environment = {"CUDA_VISIBLE_DEVICES": "", CACHE_VARIABLE: str(folder), "VLLM_LOGGING_LEVEL": "ERROR"}
     command = [sys.executable, "-m", "hqconv.serving.vllm.stock_kernels", json.dumps(job)]
     pipe = subprocess.PIPE
@@ -68,8 +70,8 @@ def warm_checkpoint(
         raise RequestError(
             f"There is no layer of this checkpoint that {ENGINE.name} serves with Humming on this GPU.",
             where=model,
-            found=f"{gpu.name}; nothing to compile",
-            remedy="Where it is to use Humming, give the server's --quantization.",
+            found=next(iter(document["left_out"].values()), f"{gpu.name}; nothing to compile"),
+            remedy="Where it is to use Humming, give the server's --quantization or --moe-backend.",
         )
     told = {"folder": str(folder), "gpu": gpu.to_dict(), "seconds": time.monotonic() - started}
     return {"kind": "warm_checkpoint", **told, "num_kernels": len(document["kernels"]), **document}

@@ -70,18 +70,21 @@ def main() -> None:
     pretend(gpu.sm_version, gpu.name, gpu.sm_count)
     with standing_in(gpu.facts()), toolkit():
         target = GpuTarget(gpu.sm_version, compiler_version())
-        requests = {  # ranks may hold other numbers of experts
+        asked = {  # ranks may hold other numbers of experts
             f"{name} of rank {rank}": request
             for rank in sorted({0, max(job["tp"], job["ep"]) - 1})
             for name, request in _requests(job, rank, target)
         }
+        requests = {name: request for name, request in asked.items() if isinstance(request, Request)}
+        left_out = {name: error for name, error in asked.items() if isinstance(error, str)}
         sources = {kernel.name: kernel for request in requests.values() for kernel in request.of_weights}
         gemms = {str(gemm): gemm for request in requests.values() for gemm in request.gemms}
         sources |= {kernel.name: kernel for gemm in gemms.values() for kernel in _kernels_of(gemm)}
         print(f"Compiling {plural(len(sources), 'kernel')} for {gpu.name}.", flush=True)
         num_compiled = _compile(list(sources.values()), job["jobs"]) if job["jobs"] else 0
     functions = {name: kernel.expression.split("<")[0].strip() for name, kernel in sorted(sources.items())}
-    print(json.dumps({"layers": list(requests), "kernels": functions, "num_compiled": num_compiled}), flush=True)
+    document = {"layers": list(requests), "left_out": left_out, "kernels": functions, "num_compiled": num_compiled}
+    print(json.dumps(document), flush=True)
 
 
 def _compile(sources: list[KernelSource], jobs: int) -> int:
@@ -112,9 +115,9 @@ def _kernels_of(gemm: Gemm) -> list[KernelSource]:
 # --- vLLM's model ------------------------------------------------------------------------------------------
 
 
-def _requests(job: Mapping[str, Any], rank: int, target: GpuTarget) -> list[tuple[str, Request]]:
-    """Layers that a rank's Humming serves, one of each kind, and what they ask for."""
-    from vllm.config import ModelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
+def _requests(job: Mapping[str, Any], rank: int, target: GpuTarget) -> list[tuple[str, Request | str]]:
+    """Layers that a rank's Humming serves, one of each kind, and what they ask for, or why that is not known."""
+    from vllm.config import KernelConfig, ModelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model
 
     words = {key: job[key] for key in ("model", "quantization") if job[key] is not None}
@@ -125,7 +128,8 @@ def _requests(job: Mapping[str, Any], rank: int, target: GpuTarget) -> list[tupl
         enable_expert_parallel=job["ep"] > 1,
         distributed_executor_backend="external_launcher",  # asks for no devices
     )
-    config = VllmConfig(model_config=model_config, parallel_config=parallel)
+    backend = {} if job["moe_backend"] is None else {"moe_backend": job["moe_backend"]}
+    config = VllmConfig(model_config=model_config, parallel_config=parallel, kernel_config=KernelConfig(**backend))
     with set_current_vllm_config(config), ranks(num_ranks, rank), building(config, "cpu", model_config.dtype):
         model = initialize_model(vllm_config=config)  # memory that nobody writes is not taken
         humming()
@@ -133,13 +137,16 @@ def _requests(job: Mapping[str, Any], rank: int, target: GpuTarget) -> list[tupl
             return list(_requests_of(model))
 
 
-def _requests_of(model: torch.nn.Module) -> Iterator[tuple[str, Request]]:
+def _requests_of(model: torch.nn.Module) -> Iterator[tuple[str, Request | str]]:
     kinds: dict[str, tuple[str, torch.nn.Module]] = {}
     for name, layer in model.named_modules():
         if _is_served(getattr(layer, "quant_method", None)) or _is_served(getattr(layer, "scheme", None)):
             kinds.setdefault(_kind(layer), (name, layer))
     for name, layer in kinds.values():
-        yield name, _of_layer(layer)
+        try:
+            yield name, _of_layer(layer)
+        except Exception as error:  # noqa: BLE001 - vLLM's and Humming's; such a layer's kernels compile at the start
+            yield name, f"{type(error).__name__}: {error}"
 
 
 def _is_served(thing: Any, depth: int = _DEPTH) -> bool:
@@ -210,10 +217,9 @@ def _one_expert(layer: Any, num_experts: int) -> Iterator[None]:
     for parameter in layer.parameters(recurse=False):
         if parameter.ndim and parameter.size(0) == num_experts:
             parameter.data = parameter.data[:1]
-    counts = [
-        (thing, name) for thing in (layer, layer.moe_config) for name in ("num_local_experts", "local_num_experts")
-    ]
-    there = [(thing, name) for thing, name in counts if vars(thing).get(name) == num_experts]
+    local = ("num_local_experts", "local_num_experts")
+    counts = ((layer, local), (layer.moe_config, local), (layer.quant_method, (*local, "num_experts")))
+    there = [(thing, name) for thing, names in counts for name in names if vars(thing).get(name) == num_experts]
     for thing, name in there:
         vars(thing)[name] = 1
     try:

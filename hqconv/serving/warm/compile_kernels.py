@@ -49,6 +49,7 @@ def warm(
     tp: int = 1,
     ep: int = 1,
     quantization: str | None = None,
+    moe_backend: str | None = None,
     kernels: str | Path | None = None,
     jobs: int | None = None,
     announce: Callable[[str], None] | None = None,
@@ -58,11 +59,11 @@ def warm(
     out: an artifact in the kernel layout, whose kernels go to a folder beside it; or any checkpoint that vLLM serves
     with Humming by itself, a folder or a Hub repo, whose kernels go into Humming's cache (HUMMING_CACHE_DIR): vLLM must
     be installed, and be the server's installation. No weights are read. gpu: the server's: a name such as h200 or l40s,
-    or a JSON file of facts; None: the one here. tp, ep, quantization: of the server of a checkpoint: TP ranks, EP ranks
-    and vLLM's option `--quantization`; an artifact has its own. kernels: the folder of an artifact's; None is
-    `OUT-kernels`. jobs: compilers at once; None: as many as processors. announce: callback with a line about the next
-    step. As vLLM does, it heeds VLLM_HUMMING_MOE_GEMM_TYPE, VLLM_HUMMING_USE_F16_ACCUM and VLLM_BATCH_INVARIANT.
-    Kernels of the same compiler that are there stay.
+    or a JSON file of facts; None: the one here. tp, ep, quantization, moe_backend: of the server of a checkpoint: TP
+    ranks, EP ranks and vLLM's options of these names; an artifact has its own. kernels: the folder of an artifact's;
+    None is `OUT-kernels`. jobs: compilers at once; None: as many as processors. announce: callback with a line about
+    the next step. As vLLM does, it heeds VLLM_HUMMING_MOE_GEMM_TYPE, VLLM_HUMMING_USE_F16_ACCUM and
+    VLLM_BATCH_INVARIANT. Kernels of the same compiler that are there stay.
 
     Returns a document: the folder, the GPU, and counts. Raises RequestError for other ranks than an artifact's, another
     GPU than its target's, a checkpoint that vLLM does not serve with Humming, or without a compiler; VerificationError
@@ -79,9 +80,10 @@ def warm(
         if kernels is not None:
             what, remedy = "A checkpoint's kernels go into Humming's cache.", "Set HUMMING_CACHE_DIR instead."
             raise RequestError(what, where="--kernels", found=str(kernels), remedy=remedy)
-        return warm_checkpoint(str(out), _prepared(gpu, None), tp, ep, quantization, num_jobs, announce)
+        server = {"tp": tp, "ep": ep, "quantization": quantization, "moe_backend": moe_backend}
+        return warm_checkpoint(str(out), _prepared(gpu, None), server, num_jobs, announce)
     with Artifact(Path(out), is_sealed=True) as artifact:
-        _check_ranks(artifact, tp, ep, quantization)
+        _check_ranks(artifact, tp, ep, quantization or moe_backend)
         folder = _check_folder(Path(out), folder_beside(Path(out)) if kernels is None else Path(kernels))
         chosen = _prepared(gpu, artifact.manifest.layer_spec.target.sm_version)
         counts = _warm(artifact, chosen, folder, num_jobs, announce)
@@ -100,14 +102,14 @@ def _is_checkpoint(path: Path) -> bool:
     return (path / "config.json").exists() or (not path.exists() and is_repo_id(str(path)))
 
 
-def _check_ranks(artifact: Artifact, tp: int, ep: int, quantization: str | None) -> None:
+def _check_ranks(artifact: Artifact, tp: int, ep: int, method: str | None) -> None:
     grid = artifact.grid
-    if (tp, ep) not in ((1, 1), (grid.tp, grid.ep)) or quantization is not None:
+    if (tp, ep) not in ((1, 1), (grid.tp, grid.ep)) or method is not None:
         raise RequestError(
             "An artifact has its own ranks and schema.",
             where=str(artifact.root),
-            expected=f"neither --tp, --ep nor --quantization: its kernels are for tp {grid.tp}, ep {grid.ep}",
-            found=f"tp {tp}, ep {ep}" if quantization is None else f"--quantization {quantization}",
+            expected=f"no --tp, --ep, --quantization, --moe-backend: its kernels are for tp {grid.tp}, ep {grid.ep}",
+            found=f"tp {tp}, ep {ep}" if method is None else method,
         )
 
 
