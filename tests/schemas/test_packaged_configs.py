@@ -132,6 +132,8 @@ def metadata(wheel: dict[str, bytes]) -> Message:
 
 def test_a_wheel_says_who_made_it_and_what_it_needs(wheel: dict[str, bytes]) -> None:
     found = metadata(wheel)
+    assert (found["Name"], found["Version"]) == ("hqconv", hqconv.__version__)
+    assert f"\n## {hqconv.__version__}\n" in (REPO / "CHANGELOG.md").read_text(encoding="utf-8")
     for key in ("Author", "Summary", "Keywords", "License-Expression", "License-File", "Requires-Python"):
         assert found[key], key
     classifiers = found.get_all("Classifier", [])
