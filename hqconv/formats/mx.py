@@ -6,7 +6,7 @@ in e4m3 per 16 and one for the matrix.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from fractions import Fraction
 from typing import ClassVar
@@ -27,7 +27,8 @@ from hqconv.formats.encoding import (
 )
 from hqconv.formats.module_rules import Rule, always, globbed_in, on_path, skipped_names, when
 from hqconv.formats.quant_config import quant_method
-from hqconv.formats.source_format import SourceFormat
+from hqconv.formats.source_format import PLAIN, SourceFormat
+from hqconv.schemas.dtypes import FLOATS
 from hqconv.schemas.tensors import TensorSpec
 
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale", "scale", "scale_inv", "scales")
@@ -180,3 +181,43 @@ class Nvfp4(Encoding):
 
         scale = matrix["scale"].contiguous().view(torch.float8_e4m3fn)
         return matrix.coded(matrix.words(), scale, scale_2=matrix.multiplier("scale_2").reshape(1))
+
+
+@register_encoding
+class Nvfp4Amax(Nvfp4):
+    """Inkling2Loop's nvfp4: in place of the second scale an amax of the matrix, and what divides it.
+
+    Source: `Inkling2LoopDequantizeExperts` of transformers.core_model_loading.
+    """
+
+    name = "nvfp4_amax"
+    part_names = ("weight_scale", "weight_amax", "weight_outer_scale_denominator")
+
+    def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
+        codes, scale, _ = super().stored_tensors(matrix)
+        amax = StoredTensor("scale_2", ("weight_amax",), FLOATS, ONE)
+        divisor = StoredTensor("divisor", ("weight_outer_scale_denominator",), FLOATS, ONE)
+        return [codes, scale, amax, divisor]
+
+    def complete(self, fmt: SourceFormat, found: Headers, used: Mapping[str, str], k: int) -> SourceFormat:
+        """Leave the second scale as it is: amax multiplies."""
+        return Encoding.complete(self, fmt, found, used, k)
+
+    def decode(self, matrix: StoredMatrix) -> Decoded:
+        """Keep the codes and scales; the second scale is amax / denominator in float32."""
+        import torch
+
+        from hqconv.quantization.value_checks import is_any
+
+        divisor = matrix.multiplier("divisor").reshape(1)
+        if is_any(divisor == 0):
+            matrix.refuse("divisor", "A scale is not usable: its weights would be no numbers.", "a number above 0", "0")
+        scale = matrix["scale"].contiguous().view(torch.float8_e4m3fn)
+        return matrix.coded(matrix.words(), scale, scale_2=matrix.multiplier("scale_2").reshape(1) / divisor)
+
+
+def undeclared_format(parts: Collection[str]) -> SourceFormat:
+    """Return the format of a stack of Inkling2Loop's experts, whose config declares none, by the names of its parts."""
+    if "weight_amax" in parts:
+        return replace(nvfp4_format("nvfp4 of amax", 16), encoding=Nvfp4Amax.name)
+    return mx_format("mxfp8", "mxfp8") if "weight_scale" in parts else PLAIN

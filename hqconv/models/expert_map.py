@@ -10,6 +10,7 @@ from typing import Any
 
 from hqconv.errors import InputError, RequestError, first_few, plural
 from hqconv.formats.encoding import UNUSED_PARTS
+from hqconv.formats.mx import undeclared_format
 from hqconv.formats.quant_config import DeclaredFormats, declared_formats
 from hqconv.formats.source_format import KNOWN_BY_SOURCE, PLAIN, SourceFormat
 from hqconv.models.config_facts import (
@@ -308,6 +309,9 @@ def _formats(
             return fmt.of(next((roles[end] for end in roles if module.endswith(end)), "w13"))
 
         return of_module
+    if declared.method == "none" and family.name == "inkling2":
+        of_stacks = {f"{layer}.{stack}": undeclared_format(parts) for stack, parts in found.stacks.items()}
+        return lambda module: of_stacks.get(module, PLAIN)
     plain = set() if declared.undecided is None else _plain_modules(found)
     modules = [f"{layer}.0.{word}" for word in found.words.values()] + [f"{layer}.{stack}" for stack in found.stacks]
 
