@@ -22,7 +22,7 @@ from hqconv.sources.opening import open_source
 from tests.make import conversions
 from tests.make.configs import Json
 from tests.make.formats import FormatSpec, Written, write
-from tests.make.layouts import plain
+from tests.make.layouts import Sizes, plain
 from tests.make.packing import Draw, Encoder, Stored, little_endian, spread
 
 SIZE = 64
@@ -138,6 +138,29 @@ def test_a_matrix_has_the_format_of_its_own_key() -> None:
         assert own is not None
         assert (own.b_dtype, own.group_k, own.has_zero_point) == ("uint3", SIZE, True)
         assert "formats of single modules" in _warnings(words)
+
+
+def test_down_proj_may_have_more_bits(tmp_path: Path) -> None:
+    """In files: the flat keys say 2 bits, the key of each down_proj 3, with a zero point."""
+    sizes = Sizes()
+    assert sizes.hidden != sizes.inner
+
+    def encode(draw: Draw, n: int, k: int, second: torch.Tensor) -> Stored:
+        return (_encode(3, True) if (n, k) == sizes.shape("w2") else _encode(2, False))(draw, n, k, second)
+
+    done = write(tmp_path / "src", FormatSpec(encode, {}, "", dense=plain))
+    words = _config("+", 2, False, [], is_flat=True)
+    words["dynamic"] = {
+        f"+:{re.escape(f'{layer}.{expert}.down_proj')}$": _matrix(3, True)
+        for layer in done.truth
+        for expert in range(sizes.experts)
+    }
+    path = done.folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": words}))
+    found = _values(done.folder)
+    for layer, block in done.truth.items():
+        for role, stack in block.items():
+            assert all(torch.equal(found[f"{layer}.{e}.{role}"], values) for e, values in enumerate(stack))
 
 
 def test_a_warning_says_what_stock_vllm_reads_otherwise() -> None:
