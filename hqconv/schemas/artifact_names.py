@@ -111,7 +111,7 @@ def hqconv_quantization_config(
     `source`: the source's own, still valid for the copied tensors (attention, shared experts …). is_mixed:
     `kernel_spec` does not hold for every layer, or is of GEMMs that differ.
     """
-    dense = {} if source is None else {"source_quantization_config": dict(source)}
+    dense = {} if source is None else {"source_quantization_config": _of_other_layers(source)}
     return {
         "quant_method": "hqconv",
         "format_version": MIXED_VERSION if is_mixed else FORMAT_VERSION,
@@ -119,6 +119,42 @@ def hqconv_quantization_config(
         **kernel_spec_to_dict(kernel_spec),
         **dense,
     }
+
+
+def _of_other_layers(source: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a source's quantization config for the layers beside the experts; Humming's as engines read it.
+
+    GSQ's converter writes a key for every expert's matrix, which the engine would try on each layer, formats under "-",
+    no flat keys, and in forks patterns without "re:" (see formats/humming.py).
+    """
+    config = dict(source)
+    if config.get("quant_method") != "humming":
+        return config
+    if isinstance(dynamic := config.get("dynamic"), Mapping):
+        others = [(key, value) for key, value in dynamic.items() if r"\.experts\." not in key]
+        config["dynamic"] = {
+            "+" + key[1:] if key[:1] == "-" and _has_format(value) else key: value for key, value in others
+        }
+    groups = config.get("config_groups")
+    if isinstance(groups, Mapping) and not _has_format(config):
+        formats = (group.get("weights") for group in groups.values() if isinstance(group, Mapping))
+        weights: Mapping[str, Any] = next((one for one in formats if isinstance(one, Mapping) and _has_format(one)), {})
+        for long, short in _FLAT.items():
+            found = [weights[key] for key in (long, short) if key in weights]
+            config |= {long: found[0]} if found else {}
+    if isinstance(ignore := config.get("ignore"), list):
+        config["ignore"] = [f"re:{name}" if ".*" in str(name) and str(name)[:3] != "re:" else name for name in ignore]
+    return config
+
+
+# Keys of Humming by long names, and by those of GSQ: the engine reads the short ones as a format of activations too.
+_FLAT = {"b_dtype": "dtype", "weight_scale_group_size": "group_size"}
+_FLAT |= {key: key for key in ("has_zero_point", "is_fp_zero_point")}
+
+
+def _has_format(words: object) -> bool:
+    """Return True for an object with a code type under any of Humming's names."""
+    return isinstance(words, Mapping) and not {"b_dtype", "weight_dtype", "dtype"}.isdisjoint(words)
 
 
 def refuse_transformers(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -140,6 +140,23 @@ def test_a_matrix_has_the_format_of_its_own_key() -> None:
         assert "formats of single modules" in _warnings(words)
 
 
+@pytest.mark.parametrize("sign", ["-", "+"])
+def test_other_layers_are_served_by_what_stock_vllm_reads(sign: str, tmp_path: Path) -> None:
+    """config.json of the kernel layout: flat keys, patterns with "re:", and no key for an expert's matrix."""
+    done = _write(tmp_path / "src", 2, True, sign)
+    conversions.run(done.folder, tmp_path / "out", "source")
+    words = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]["source_quantization_config"]
+    schema: Any = pytest.importorskip("humming.schema").BaseWeightSchema
+    found = schema.from_config(words)
+    assert (str(found.b_dtype), found.weight_scale_group_size, found.is_fp_zero_point) == ("uint2", SIZE, True)
+    assert words["ignore"] == _IGNORED
+    assert words["dynamic"] == {}
+    own = done.spec.config["quantization_config"]
+    manifest = json.loads((tmp_path / "out/hqconv.json").read_text())
+    assert manifest["source"]["quantization_config"] == own
+    assert hqconv.verify(tmp_path / "out", done.folder, checks=["files"]).passed
+
+
 def test_down_proj_may_have_more_bits(tmp_path: Path) -> None:
     """In files: the flat keys say 2 bits, the key of each down_proj 3, with a zero point."""
     sizes = Sizes()

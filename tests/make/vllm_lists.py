@@ -7,8 +7,12 @@ LEFT_OUT = {
     "diffusion_gemma": "needs vLLM's second model runner, which needs Triton",
     "dots3_note_text": "transformers has it later than vLLM 0.33's environment",
     "flint": "needs FlashInfer's attention",
+    "hy_v4_vl": "neither vLLM nor its transformers has it",
+    "hy_v4_vl_text": "neither vLLM nor its transformers has it",
+    "inkling2_loop_text": "neither vLLM nor its transformers has it",
     "inkling2_text": "neither vLLM nor its transformers has it",
     "kimi_k25": "transformers saves names that vLLM has not, the Hub's are in test_names",
+    "lara_mini": "neither vLLM nor its transformers has it",
     "mistral_large4": "neither vLLM nor its transformers has it",
     "step3p7": "vLLM takes a vision config that transformers does not write",
 }
