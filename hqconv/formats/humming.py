@@ -88,7 +88,7 @@ def _doubts(config: ConfigReader) -> Iterator[str]:
     if patterns := [name for name in _ignored(config)[0] if ".*" in name]:
         yield (
             f"{config.where(config.first(*_IGNORE))} has patterns without 're:', which {stock} takes for parts "
-            f"of names: {first_few(patterns)}. Write 're:' before them to serve the layers that they mean."
+            f"of names: {first_few(patterns)}. {remedy}"
         )
 
 
