@@ -40,7 +40,7 @@ def test_the_examples_of_the_api_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_the_readme_is_short_and_names_every_preset() -> None:
     lines = (REPO / "README.md").read_text().splitlines()
-    assert len(lines) < 120
+    assert len(lines) < 125
     assert max(len(line) for line in lines if not line.startswith("|")) <= 125  # tables wrap
     assert all(f"`{name}`" in "\n".join(lines) for name in PRESETS)
 
