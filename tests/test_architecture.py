@@ -108,7 +108,10 @@ LIGHT = (
 HEAVY = ("torch", "numpy", "numba", "humming", "transformers", "huggingface_hub")
 # Modules of a server's process, and rooms that stay out of it, also in functions.
 SERVER = ("hqconv.serving",)
-NOT_SERVER = tuple(f"hqconv.serving.{name}" for name in ("warm.compile_kernels", "warm.gpus", "vllm.kernel_requests"))
+NOT_SERVER = tuple(
+    f"hqconv.serving.{name}"
+    for name in ("warm.compile_kernels", "warm.gpus", "vllm.kernel_requests", "vllm.stock_kernels")
+)
 NOT_IN_A_SERVER = (
     *("cpu_loops", "quantization", "formats", "planning", "models", "sources"),
     *("conversion", "verification", "reports", "api", "cli"),

@@ -10,12 +10,10 @@ import functools
 import hashlib
 import math
 from collections.abc import Mapping
-from importlib.metadata import version
 from typing import Any
 
 import torch
 
-from hqconv.errors import RequestError
 from hqconv.humming_ops.runtime import has_twins
 from hqconv.kernel_layout.compatibility import PAD_K, PAD_N
 from hqconv.kernel_layout.transform import kernel_form, packed_attributes, to_kernel
@@ -28,6 +26,7 @@ _WORD = 1 << 32
 _PATTERNS = {
     torch.float8_e8m0fnu: (120, 14),  # 2^-7 to 2^6: Humming's fused exponents keep a range of 16
     torch.float8_e4m3fn: (8, 112),
+    torch.float8_e5m2: (8, 112),
     torch.float16: (0x3000, 0x1800),
     torch.bfloat16: (0x3E00, 0x0300),
     torch.float32: (0x3F000000, 0x01000000),
@@ -55,23 +54,6 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         found.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
-
-
-def check_fingerprint(where: str, converted_with: str, recorded: str, spec: KernelSpec, again: str) -> None:
-    """Refuse a Humming that lays weights out otherwise than the one that made an artifact.
-
-    recorded: the artifact's fingerprint of the layout. again: the command that lays out anew. Raises RequestError.
-    """
-    here = version("humming-kernels")
-    if here == converted_with or layout_fingerprint(spec) == recorded:
-        return
-    raise RequestError(
-        "Humming here lays weights out in another way than the one that made the artifact.",
-        where=where,
-        expected=f"fingerprint {recorded[:12]} (humming-kernels {converted_with})",
-        found=f"{layout_fingerprint(spec)[:12]} (humming-kernels {here})",
-        remedy=f"Install humming-kernels=={converted_with}, or lay out anew: {again}.",
-    )
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

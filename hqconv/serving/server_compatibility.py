@@ -6,10 +6,15 @@ command that converts a fitting artifact.
 
 from __future__ import annotations
 
+import functools
 import os
+import pickle
 import shlex
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 from hqconv.artifact.rank_file import RankFile
@@ -18,7 +23,7 @@ from hqconv.kernel_layout.compatibility import fuses_exponents
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.gpu_target import TARGETS
 from hqconv.schemas.grid import EVEN
-from hqconv.schemas.input_schema import A16, NAMED_INPUTS, InputSchema
+from hqconv.schemas.input_schema import A16, NAMED_INPUTS, InputSchema, KernelSpec
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
 from hqconv.serving.artifact_view import ArtifactLayer, ArtifactLocation, ArtifactView
 
@@ -145,6 +150,34 @@ def check_flags(
             found=f"{_flags(found)} (humming-kernels {here})",
             remedy=f"Install humming-kernels=={converted_with}, or convert the model again with the version here.",
         )
+
+
+def check_fingerprint(where: str, converted_with: str, recorded: str, spec: KernelSpec, again: str) -> None:
+    """Refuse a Humming that lays weights out otherwise than the one that made an artifact.
+
+    recorded: the artifact's fingerprint of the layout. again: the command that lays out anew. Raises RequestError.
+    """
+    here = version("humming-kernels")
+    if here == converted_with:
+        return
+    found = _fingerprint(spec)
+    if found != recorded:
+        raise RequestError(
+            "Humming here lays weights out in another way than the one that made the artifact.",
+            where=where,
+            expected=f"fingerprint {recorded[:12]} (humming-kernels {converted_with})",
+            found=f"{found[:12] or 'none'} (humming-kernels {here})",
+            remedy=f"Install humming-kernels=={converted_with}, or lay out anew: {again}.",
+        )
+
+
+@functools.cache
+def _fingerprint(spec: KernelSpec) -> str:
+    """Return `layout_fingerprint`, by a process of its own: a server's Humming stays as it is. "" where it fails."""
+    code = "import pickle, sys; from hqconv.kernel_layout.fingerprint import layout_fingerprint as one"
+    command = [sys.executable, "-c", f"{code}; print(one(pickle.load(sys.stdin.buffer)))"]
+    done = subprocess.run(command, input=pickle.dumps(spec), stdout=subprocess.PIPE, check=False)
+    return done.stdout.decode().strip() if done.returncode == 0 else ""
 
 
 def no_layer(view: ArtifactView, prefix: str) -> HqconvError:

@@ -103,7 +103,17 @@ COMMANDS: dict[str, dict[str, Any]] = {
         **WORK,
         **SHARED,
     },
-    "warm": {"OUT": REQUIRED, "--gpu": None, "--kernels": None, "--jobs": None, **SHARED},
+    "warm": {
+        "OUT": REQUIRED,
+        "--gpu": None,
+        "--tp": 1,
+        "--ep": 1,
+        "--quantization": None,
+        "--moe-backend": None,
+        "--kernels": None,
+        "--jobs": None,
+        **SHARED,
+    },
     "push": {"OUT": REQUIRED, "ORG/NAME": REQUIRED, "--private": False, "--branch": None, **SHARED},
     "publish": {
         "SRC": REQUIRED,

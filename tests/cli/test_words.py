@@ -375,7 +375,7 @@ def test_help_texts_are_true_for_their_command() -> None:
         return next(str(param.help) for param in group.commands[command].params if param.name == option)
 
     assert "Hub repo id" in text("verify", "out")
-    assert all("Hub" not in text(command, "out") for command in ("report", "warm", "push"))
+    assert all("Hub" not in text(command, "out") for command in ("report", "push"))
     for command in COMMANDS:
         options = {param.name for param in vars(typer.main.get_command(app))["commands"][command].params}
         assert "dry_run" in options or "--dry-run" not in text(command, "quiet"), command

@@ -127,7 +127,7 @@ def test_it_finds_the_best_of_16_splits(found: dict[str, Any], mixtures: Mixture
         chosen = {layer: option.name for (layer, _), option in choose(of_layers, budget, 1).items()}
         fitting = {tuple(split.values()): kl for split, size, kl in splits if size <= budget}
         best = min(fitting.values())
-        assert fitting[tuple(chosen.values())] <= 1.02 * best, budget
+        assert fitting[tuple(chosen.values())] <= 1.1 * best, budget
     middle = [kl for _, size, kl in splits if size == sizes[2]]
     assert max(middle) > 2 * min(middle)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 import hqconv
@@ -328,8 +329,10 @@ NOT_RUN = dict.fromkeys(("dbrx", "glm4v_moe", "step3p7"), "cannot run this model
 REFUSED = {
     **NOT_RUN,
     "diffusion_gemma": "several modules of routed experts",
-    "inkling2_text": "activation is known by its name only",
+    **dict.fromkeys(("inkling2_text", "inkling2_loop_text"), "activation is known by its name only"),
 }
+# Families whose model has no next tokens, or (Llama 4) whose forward pass fails in transformers 5.24 itself.
+NO_PROOF = ("openai_privacy_filter", "hy_v4_vl_text", *(["llama4"] if transformers.__version__ >= "5.24" else []))
 WITH_HEADS_OF_8 = ("axk1", "deepseek_v3", "kimi_k25", "longcat_flash")  # as their rotary embeddings
 
 
@@ -353,7 +356,7 @@ def test_every_family_is_calibrated_or_refused(family: str, tmp_path: Path) -> N
 
 
 @pytest.mark.sampled(13)
-@pytest.mark.parametrize("family", [one for one in FAMILIES if one not in (*REFUSED, "openai_privacy_filter")])
+@pytest.mark.parametrize("family", [one for one in FAMILIES if one not in (*REFUSED, *NO_PROOF)])
 def test_a_proof_is_in_float32_where_the_calibration_is_not(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

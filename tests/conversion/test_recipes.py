@@ -124,7 +124,7 @@ def test_it_is_a_source(model: Path, mixed: tuple[Path, Grid], tmp_path: Path) -
         ("tp = true", "expected: int"),
         ("max_memory = '1GiB'", "max_memory"),
         ("override = 3", "[[override]]"),
-        ("[[override]]\nlayers = '0'", "schema or input_schema"),
+        ("[[override]]\nlayers = '0'", "schema, input_schema, w13.schema or w2.schema"),
         ("[[override]]\nschema = 'int4'", "one of blocks and layers"),
         ("[[override]]\nblocks = '*'\nlayers = '0'\nschema = 'int4'", "one of blocks and layers"),
         ("[[override]]\nlayers = '0-'\nschema = 'int4'", "0, 3-5, -1"),

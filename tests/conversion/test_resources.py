@@ -183,7 +183,7 @@ def test_running_out_elsewhere_is_told_in_the_same_way(
     (text := tmp_path / "text").write_text("word " * 50)
     run(model, out := tmp_path / "out", "mxfp4")
     monkeypatch.setattr("hqconv.verification.verify.check_weights", fail)
-    monkeypatch.setattr("hqconv.evaluation.evaluate._Run.figures", fail)
+    monkeypatch.setattr("hqconv.evaluation.evaluate._figures", fail)
     monkeypatch.setattr("hqconv.evaluation.evaluate.read_text", lambda *_, **__: Text([1] * 9, [], b""))
     calls: dict[str, Callable[[], Any]] = {
         "verify": lambda: hqconv.verify(out, model, device="cpu"),

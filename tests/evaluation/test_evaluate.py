@@ -298,7 +298,9 @@ def test_the_checkpoint_layout(tmp_path: Path) -> None:
 # Families that cannot be evaluated: by the reason, and where transformers does not run the tiny model itself.
 NO_ORDER = ("openai_privacy_filter",)  # it has labels of tokens, no next tokens
 TWO_DECODERS = ("diffusion_gemma",)
-NOT_RUN = ("dbrx", "glm4v_moe", "step3p7")
+NOT_RUN = ("dbrx", "glm4v_moe", "step3p7", "hy_v4_vl_text")  # the last has no next tokens
+if transformers.__version__ >= "5.24":  # Llama 4's forward pass fails in this version itself
+    NOT_RUN = (*NOT_RUN, "llama4")
 WITH_HEADS_OF_8 = ("axk1", "deepseek_v3", "kimi_k25", "longcat_flash")  # as their rotary embeddings
 
 

@@ -15,9 +15,10 @@ from typer.testing import CliRunner
 
 from hqconv.cli.app import app
 from hqconv.errors import HqconvError, RequestError
+from hqconv.kernel_layout.fingerprint import layout_fingerprint
 from hqconv.schemas.gpu_target import TARGETS, GpuTarget
 from hqconv.schemas.grid import Grid
-from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema
+from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema, KernelSpec
 from hqconv.schemas.weight_schema import pair, resolve_schema
 from hqconv.serving import server_compatibility
 from hqconv.serving.artifact_view import ArtifactLayer, ArtifactLocation, ArtifactView, open_artifact_view
@@ -319,3 +320,19 @@ def refused_as(error: HqconvError) -> HqconvError:
     assert isinstance(error, RequestError)
     assert error.where.startswith("/")
     return error
+
+
+INT4 = KernelSpec(resolve_schema("int4-g64-zp"), "bfloat16", GpuTarget(90))
+
+
+def test_another_version_with_the_same_layout_is_accepted() -> None:
+    server_compatibility.check_fingerprint("out: w13", "0.1.42", layout_fingerprint(INT4), INT4, "`hqconv convert …`")
+
+
+def test_a_layout_that_has_moved_is_refused_with_both_remedies() -> None:
+    asked = ("out: w13", "0.1.42", "0" * 64, INT4, "`hqconv convert …`")
+    error = refused(server_compatibility.check_fingerprint, *asked)
+    assert (error.where, error.expected) == ("out: w13", f"fingerprint {'0' * 12} (humming-kernels 0.1.42)")
+    assert layout_fingerprint(INT4)[:12] in error.found
+    assert "humming-kernels==0.1.42" in error.remedy
+    assert "`hqconv convert …`" in error.remedy

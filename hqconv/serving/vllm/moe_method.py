@@ -22,7 +22,6 @@ from vllm.utils import humming
 
 from hqconv.artifact.tensor_filler import LoadTarget
 from hqconv.kernel_layout.compatibility import load_layer_config
-from hqconv.kernel_layout.fingerprint import check_fingerprint
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.dtypes import torch_dtype
@@ -31,6 +30,7 @@ from hqconv.serving.parameter_loader import ParameterLoader
 from hqconv.serving.server_compatibility import (
     ServerLayer,
     check_dtype,
+    check_fingerprint,
     check_flags,
     check_layer,
     check_rank_file,
