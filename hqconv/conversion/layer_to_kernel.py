@@ -23,7 +23,7 @@ from hqconv.planning.checks import check_request
 from hqconv.planning.output_units import MoeLayerPlan, kernel_unit
 from hqconv.planning.spec import ConversionOptions, make_spec
 from hqconv.schemas.artifact_names import KERNEL
-from hqconv.schemas.dtypes import code_of_torch, torch_dtype
+from hqconv.schemas.dtypes import code_of_torch, is_stored, torch_dtype
 from hqconv.schemas.gpu_target import parse_target
 from hqconv.schemas.tensors import TensorRef
 from hqconv.schemas.weight_schema import LayerSchema
@@ -111,6 +111,10 @@ def _plan(
 ) -> tuple[MoeLayerPlan, LayerSchema]:
     """Plan the layer as `convert` would, with its checks; return the schemas of its GEMMs, too."""
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in weights.items()}
+    for name, tensor in weights.items():
+        if not is_stored(tensor.dtype):
+            what = "A tensor has a dtype that no checkpoint holds."
+            raise RequestError(what, where=name, expected="bfloat16, float16, float32 …", found=tensor.dtype)
     refs = {
         name: TensorRef(name, code_of_torch(tensor.dtype), tuple(tensor.shape), number, 0, sizes[name])
         for number, (name, tensor) in enumerate(weights.items())

@@ -94,6 +94,11 @@ def torch_dtype_of(humming_name: str) -> torch.dtype:
     return torch_dtype(code_of(humming_name))
 
 
+def is_stored(dtype: torch.dtype) -> bool:
+    """Return whether files can hold a torch dtype."""
+    return str(dtype).removeprefix("torch.") in _OF_TORCH
+
+
 def code_of_torch(dtype: torch.dtype) -> str:
     """Return the safetensors dtype of a torch dtype; KeyError where files cannot hold it."""
     return _OF_TORCH[str(dtype).removeprefix("torch.")]

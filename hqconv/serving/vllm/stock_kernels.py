@@ -150,7 +150,7 @@ def _requests_of(model: torch.nn.Module) -> Iterator[tuple[str, Request | str]]:
 
 
 def _is_served(thing: Any, depth: int = _DEPTH) -> bool:
-    """Whether Humming serves a method: it, its kernel, or the backend that it chose has the name."""
+    """Return whether Humming serves a method of vLLM: the method, its kernel or its backend has that name."""
     kind = thing if isinstance(thing, type) else type(thing)
     if isinstance(thing, enum.Enum):
         return "humming" in thing.name.lower()
