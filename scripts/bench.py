@@ -77,7 +77,10 @@ def verify(job: Found) -> Found:
 
 
 def load(job: Found) -> Found:
-    """Tensors on the device, filled from all rank files; the tensors are there before the time begins."""
+    """Tensors on the device, filled from all rank files (of `folders`); they are there before the time begins.
+
+    `ready`: called before it begins.
+    """
     import torch
 
     from hqconv.artifact.rank_file import RankFile
@@ -87,7 +90,8 @@ def load(job: Found) -> Found:
 
     device = torch.device(job["options"]["device"])
     files = []
-    for path in sorted(Path(job["out"], "experts").rglob("*.safetensors")):
+    folders = job["folders"] if "folders" in job else [Path(job["out"], "experts")]
+    for path in sorted(path for folder in folders for path in Path(folder).rglob("*.safetensors")):
         refs = read_header(path)[0].values()
         tensors = [torch.zeros(ref.shape, dtype=torch_dtype(ref.dtype), device=device) for ref in refs]
         targets = [LoadTarget(ref, tensor) for ref, tensor in zip(refs, tensors, strict=True)]
@@ -96,6 +100,7 @@ def load(job: Found) -> Found:
         prepare_buffers(device)
         torch.cuda.synchronize(device)
         time.sleep(2)  # a server pins them while it creates the model
+    job.get("ready", lambda: None)()
     begun = time.monotonic()
     filler = TensorFiller(files)
     for owner, _, _ in files:

@@ -1,18 +1,22 @@
 """Prove on a GPU, with vLLM, that artifacts are served right; and measure starts and tokens per second.
 
     python scripts/check_serving.py layouts [--schemas mxfp4,…] [--tp 2 [--ep]]  answers of both layouts; sleep; warm
+    python scripts/check_serving.py large DIR [--schemas …] [--tp 2 [--ep]]      starts and memory, of both layouts
+    python scripts/check_serving.py eplb [--schemas …] --tp 2                    answers while experts move
     python scripts/check_serving.py model DIR --calibrate TEXT --text TEXT       a real model: perplexity, answer, speed
     python scripts/check_serving.py reload [--schemas …]                         new weights in place, as in RL
     python scripts/check_serving.py starts                                       with and without `hqconv warm`
 
-`model` takes a checkpoint of scripts/real_model.py and its two texts. `starts` is for a checkpoint that was not made by
-hqconv. vLLM for a machine without a network: scripts/vllm_archive.py. Every case is a line, and a row of
-`--log FILE.md`. Exit code 1 where a case fails. `--jobs N`: cases at a time.
+`layouts` and `eplb` of several ranks run with VLLM_BATCH_INVARIANT=1: else sums are added in any order. `--inputs fp8`:
+activations of `layouts`. `model` takes a checkpoint of scripts/real_model.py and its two texts. `starts` is for a
+checkpoint that was not made by hqconv. vLLM for a machine without a network: scripts/vllm_archive.py. Every case is a
+line, and a row of `--log FILE.md`. Exit code 1 where a case fails. `--jobs N`: cases at a time.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -36,6 +40,7 @@ import hqconv
 from hqconv.calibration.transformers_model import read_text
 from hqconv.schemas.artifact_names import MANIFEST
 from hqconv.schemas.engine import ENGINE
+from hqconv.schemas.input_schema import resolve_inputs
 from hqconv.schemas.weight_schema import resolve_layer_schema
 from scripts.bench import make_source
 from scripts.check_gpu import REPO, Case, Row, finish, target_here
@@ -50,17 +55,29 @@ FAST: dict[str, Any] = {"compilation_config": GRAPHS, "max_model_len": 1024, "ma
 FAST |= {"max_num_batched_tokens": 2048, "gpu_memory_utilization": 0.1}
 START_S = 300.0  # no engine takes longer
 PERPLEXITY_BOUND = 1.01
+EPLB_STEPS, EPLB_ROUNDS, EPLB_COPIES = 32, 5, 8  # steps between two moves; a round has 128
 PROMPTS = [[1, *range(first, first + 20)] for first in (3, 40, 77, 114)]
 
 
 def serve(
-    model: Path, work: Path, engine: Mapping[str, Any], *, cache: Path | None = None, kernels: str = "0", **job: Any
+    model: Path,
+    work: Path,
+    engine: Mapping[str, Any],
+    *,
+    cache: Path | None = None,
+    kernels: str = "0",
+    variables: Mapping[str, str] | None = None,
+    **job: Any,
 ) -> Any:
-    """Run scripts/one_server.py on a model; what it reports. cache: of kernels; None: a new one, empty."""
+    """Run scripts/one_server.py on a model; what it reports. cache: of kernels; None: a new one, empty.
+
+    variables: of the environment.
+    """
     scratch = Path(tempfile.mkdtemp(dir=work))
     cache = cache or scratch / "cache"
     cache.mkdir(exist_ok=True)
-    environment = {**os.environ, "HUMMING_CACHE_DIR": str(cache), "HQCONV_WARM_KERNELS": kernels}
+    environment = {**os.environ, "HUMMING_CACHE_DIR": str(cache), "HQCONV_WARM_KERNELS": kernels, **(variables or {})}
+    environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for functions that workers run
     environment["PYTHONPATH"] = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])
     if engine.get("tensor_parallel_size", 1) == 1:
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -92,17 +109,18 @@ def command(*words: str, **environment: str) -> str:
 def layouts(schema: str, args: argparse.Namespace, work: Path) -> list[str]:
     """Serve the kernel layout; answers must be those of the checkpoint layout where stock vLLM serves it."""
     source = make_source(work / "source", hidden=1024, intermediate=768, layers=3, experts=16, vocab=512, top_k=4)
-    out, ranks = work / "kernel", {"ep": args.tp} if args.ep else {"tp": args.tp}
+    out, engine = work / "kernel", engine_of(args)
     words: dict[str, Any] = {"schema": schema, "target": target_here().name, "device": "cuda"}
-    engine = {**EAGER, "tensor_parallel_size": args.tp, "enable_expert_parallel": args.ep}
-    hqconv.convert(source, out, **words, **ranks, allow_unserved=True)
+    words["input_schema"] = args.inputs
+    hqconv.convert(source, out, **words | ranks_of(args), allow_unserved=True)
     mine = serve(out, work, {**engine, "enable_sleep_mode": True}, prompts=PROMPTS, sleeps=True)
     assert mine["answers"] == mine["sleep 1"] == mine["sleep 2"], "other answers after sleep"
     cells = [f"start {mine['started_s']:.0f} s"]
     parts = resolve_layer_schema(schema).each
     if not any(ENGINE.checkpoint_layout_obstacle(one, "bfloat16") for one in parts):
         hqconv.convert(source, work / "stock", **words, layout="checkpoint")
-        stock = serve(work / "stock", work, engine, prompts=PROMPTS, each_gemm=len(parts) > 1)
+        variables = inputs_of_stock(args.inputs)
+        stock = serve(work / "stock", work, engine, prompts=PROMPTS, each_gemm=len(parts) > 1, variables=variables)
         assert stock["answers"] == mine["answers"], "other answers than the checkpoint layout"
         cells.append("same answers as the checkpoint layout")
     command("warm", str(out), "--kernels", str(work / "warm"), "-q")
@@ -111,6 +129,94 @@ def layouts(schema: str, args: argparse.Namespace, work: Path) -> list[str]:
     assert warm["answers"] == mine["answers"], "other answers with kernels of hqconv warm"
     assert warm["num_kernels"] == num_warm, f"{num_warm} of {warm['num_kernels']} kernels were warm"
     return [*cells, f"with {num_warm} kernels of hqconv warm {warm['started_s']:.0f} s"]
+
+
+def ranks_of(args: argparse.Namespace) -> dict[str, int]:
+    """The ranks of an artifact, as `hqconv.convert` names them."""
+    return {"ep" if args.ep else "tp": args.tp}
+
+
+def engine_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of an engine with these ranks."""
+    return {**EAGER, "tensor_parallel_size": args.tp, "enable_expert_parallel": args.ep}
+
+
+def inputs_of_stock(name: str) -> dict[str, str]:
+    """The variable that has stock vLLM quantize activations, and never fall back to 16 bits."""
+    fields = {key: value for key, value in resolve_inputs(name).humming_fields().items() if value}
+    return {"VLLM_HUMMING_INPUT_QUANT_CONFIG": json.dumps({**fields, "allow_fallback": False})} if fields else {}
+
+
+# --- large -------------------------------------------------------------------------------------------------
+
+
+def large(schema: str, args: argparse.Namespace, work: Path) -> list[str]:
+    """Start both layouts of a large model, one after the other, with no kernels and with those of `hqconv warm`."""
+    words: dict[str, Any] = {"schema": schema, "target": target_here().name, "device": "cuda"}
+    out, stock, warm = work / "kernel", work / "stock", work / "warm"
+    hqconv.convert(args.model, out, **words | ranks_of(args))
+    engine = engine_of(args)
+    begun = time.monotonic()
+    command("warm", str(out), "--kernels", str(warm), "-q")
+    print(f"hqconv warm of the kernel layout: {time.monotonic() - begun:.1f} s", flush=True)
+    starts: dict[str, tuple[Path, dict[str, Any]]] = {
+        "kernel layout": (out, {}),
+        "kernel layout, warm kernels": (out, {"kernels": str(warm)}),
+    }
+    if not any(ENGINE.checkpoint_layout_obstacle(one, "bfloat16") for one in resolve_layer_schema(schema).each):
+        hqconv.convert(args.model, stock, **words, layout="checkpoint")
+        begun, kind = time.monotonic(), "--ep" if args.ep else "--tp"
+        command("warm", str(stock), kind, str(args.tp), "-q", HUMMING_CACHE_DIR=str(work / "cache"))
+        print(f"hqconv warm of the checkpoint layout: {time.monotonic() - begun:.1f} s", flush=True)
+        starts["checkpoint layout"] = (stock, {})
+        starts["checkpoint layout, warm kernels"] = (stock, {"cache": work / "cache"})
+    reports = {name: serve(model, work, engine, prompts=PROMPTS, **words) for name, (model, words) in starts.items()}
+    first = reports["kernel layout"]["answers"]
+    for name, report in reports.items():
+        rank = {key: max(one[key] for one in report["ranks"]) for key in report["ranks"][0]}
+        same = sum(
+            one == two for a, b in zip(report["answers"], first, strict=True) for one, two in zip(a, b, strict=True)
+        )
+        told = (
+            f"first token after {report['first_token_s']:.1f} s, {report['num_kernels']} kernels, GB of a rank: {rank}"
+        )
+        print(f"{name}: {told}; {same} of {sum(map(len, first))} tokens and log-probabilities equal", flush=True)
+    return [f"{len(starts)} starts"]
+
+
+# --- eplb --------------------------------------------------------------------------------------------------
+
+
+def eplb(schema: str, args: argparse.Namespace, work: Path) -> list[str]:
+    """Move experts between ranks while an engine answers; each token has one expert, so not a bit may change."""
+    source = make_source(work / "source", hidden=1024, intermediate=768, layers=3, experts=16, vocab=512, top_k=1)
+    words: dict[str, Any] = {"schema": schema, "target": target_here().name, "device": "cuda", "ep": args.tp}
+    engine = {**EAGER, "tensor_parallel_size": args.tp, "enable_expert_parallel": True}
+    hqconv.convert(source, work / "plain", **words)
+    hqconv.convert(source, work / "copies", **words, redundant_experts=EPLB_COPIES)
+    plain = serve(work / "plain", work, engine, prompts=PROMPTS)
+    told = []
+    for communicator in ("torch_nccl", "pynccl", None):  # vLLM moves experts beside the steps without NCCL only
+        config: dict[str, Any] = {
+            "step_interval": EPLB_STEPS,
+            "window_size": EPLB_STEPS,
+            "num_redundant_experts": EPLB_COPIES,
+        }
+        config |= {"communicator": communicator, "use_async": communicator is None}
+        moving = {**engine, "enable_eplb": True, "eplb_config": config}
+        report = serve(work / "copies", work, moving, prompts=PROMPTS, rounds=EPLB_ROUNDS)
+        maps = report["maps"]
+        assert all(ranks.count(ranks[0]) == len(ranks) for ranks in maps), "the ranks' maps differ"
+        moved = [_num_moved(old[0], new[0]) for old, new in itertools.pairwise(maps)]
+        assert sum(moved), "no expert was moved"
+        different = [n for n, one in enumerate([report["answers"], *report["rounds"]]) if one != plain["answers"]]
+        assert not different, f"other answers in rounds {different} ({communicator}, moved {moved})"
+        told.append(f"{communicator or 'asynchronous'}: {sum(moved)} places changed")
+    return [f"same bits in {EPLB_ROUNDS} rounds", "; ".join(told)]
+
+
+def _num_moved(old: list[list[int]], new: list[list[int]]) -> int:
+    return sum(a != b for left, right in zip(old, new, strict=True) for a, b in zip(left, right, strict=True))
 
 
 # --- model -------------------------------------------------------------------------------------------------
@@ -306,6 +412,9 @@ def cases_of(args: argparse.Namespace) -> dict[Row, Case]:
     """The cases of a subcommand, by the first cells of their rows."""
     if args.what == "layouts":
         return {(s,): partial(layouts, s, args) for s in (args.schemas.split(",") if args.schemas else SERVED)}
+    if args.what in ("large", "eplb"):
+        case = {"large": large, "eplb": eplb}[args.what]
+        return {(s,): partial(case, s, args) for s in (args.schemas or "mxfp4,int4-g32-e4m3").split(",")}
     if args.what == "reload":
         return {(s,): partial(reload, s) for s in (args.schemas or "mxfp4").split(",")}
     if args.what == "model":
@@ -316,16 +425,21 @@ def cases_of(args: argparse.Namespace) -> dict[Row, Case]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Check everything; exit 1 on any failure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("layouts", "model", "reload", "starts"))
-    parser.add_argument("model", type=Path, nargs="?", help="folder of the real model")
+    parser.add_argument("what", choices=("layouts", "large", "eplb", "model", "reload", "starts"))
+    parser.add_argument("model", type=Path, nargs="?", help="folder of the real or the large model")
     parser.add_argument("--calibrate", type=Path)
     parser.add_argument("--text", type=Path)
     parser.add_argument("--schemas", default="")
+    parser.add_argument("--inputs", default="a16")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--ep", action="store_true")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--log", type=Path, default=None)
     args = parser.parse_args(arguments)
+    if args.what == "large" and not args.model:
+        parser.error("`large` needs the model's folder")
+    if args.tp > 1 and args.what in ("layouts", "eplb"):
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
     if args.what == "model" and not (args.model and args.text):
         parser.error("`model` needs the model's folder and --text")
     finish(args.what, cases_of(args), args)

@@ -6,7 +6,8 @@ JOB: `model`, `engine` (arguments of vLLM's `LLM`), `report` (a path), `begun` (
 and what to do: `prompts` (token ids; the greedy answers, with log-probabilities; again after each level of sleep where
 `sleeps`), `sequences` (token ids; their mean negative log-likelihood), `weights` (files of tensors in kernel format:
 answers after each is loaded in place), `speed` (numbers of sequences; tokens per second, once the file `gate` exists,
-one engine at a time).
+one engine at a time), `rounds` (of prompts; while EPLB moves experts: answers, and the map of experts after each). The
+report has the memory of each rank, too.
 """
 
 from __future__ import annotations
@@ -51,6 +52,12 @@ def main() -> None:
     found["reloaded"] = [reloaded(llm, Path(path), prompts) for path in job.get("weights", ())]
     if job.get("speed"):
         found["tokens_per_s"] = timed(llm, job)
+    if job.get("rounds"):
+        found["maps"] = [llm.collective_rpc(expert_map)]
+        for _ in range(job["rounds"]):
+            found.setdefault("rounds", []).append(ask(llm, prompts))
+            found["maps"].append(llm.collective_rpc(expert_map))
+    found["ranks"] = llm.collective_rpc(memory)
     if folder := os.environ.get("HUMMING_CACHE_DIR"):
         found["num_kernels"] = len(list(Path(folder).glob("*/kernel.cubin")))  # with those that were put there
     Path(job["report"]).write_text(json.dumps(found))
@@ -93,6 +100,25 @@ def reloaded(llm: Any, path: Path, prompts: list[list[int]]) -> dict[str, Any]:
     )
     seconds = time.perf_counter() - begun
     return {"seconds": seconds, "answers": ask(llm, prompts)}
+
+
+def memory(worker: Any) -> dict[str, float]:
+    """GB of a rank, in vLLM's worker: weights on the GPU, most on the GPU at a time, most of the host at a time."""
+    import resource
+
+    import torch
+
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    weights = worker.model_runner.model_memory_usage
+    sizes = {"weights": weights, "peak GPU": torch.cuda.max_memory_allocated(), "peak host": most}
+    return {name: round(size / 1e9, 2) for name, size in sizes.items()}
+
+
+def expert_map(worker: Any) -> list[list[int]]:
+    """The expert in each place of each layer, of one rank's EPLB, in vLLM's worker."""
+    (state,) = worker.model_runner.eplb_state.model_states.values()
+    places: list[list[int]] = state.physical_to_logical_map.tolist()
+    return places
 
 
 def timed(llm: Any, job: dict[str, Any]) -> dict[str, float]:
