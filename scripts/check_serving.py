@@ -53,9 +53,10 @@ EAGER: dict[str, Any] = {"enforce_eager": True, "max_model_len": 1024, "max_num_
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 64]}
 FAST: dict[str, Any] = {"compilation_config": GRAPHS, "max_model_len": 1024, "max_num_seqs": 64}
 FAST |= {"max_num_batched_tokens": 2048, "gpu_memory_utilization": 0.1}
-START_S = 300.0  # no engine takes longer
+START_S = 400.0  # no engine takes longer
 PERPLEXITY_BOUND = 1.01
 EPLB_STEPS, EPLB_ROUNDS, EPLB_COPIES = 32, 5, 8  # steps between two moves; a round has 128
+COMMUNICATORS = ("torch_nccl", "pynccl", None)  # vLLM has no NCCL for moves beside the steps, which None is
 PROMPTS = [[1, *range(first, first + 20)] for first in (3, 40, 77, 114)]
 
 
@@ -113,22 +114,21 @@ def layouts(schema: str, args: argparse.Namespace, work: Path) -> list[str]:
     words: dict[str, Any] = {"schema": schema, "target": target_here().name, "device": "cuda"}
     words["input_schema"] = args.inputs
     hqconv.convert(source, out, **words | ranks_of(args), allow_unserved=True)
-    mine = serve(out, work, {**engine, "enable_sleep_mode": True}, prompts=PROMPTS, sleeps=True)
+    command("warm", str(out), "--kernels", str(work / "warm"), "-q")
+    num_warm = len(list((work / "warm").rglob("*.cubin")))
+    told: dict[str, Any] = {"kernels": str(work / "warm"), "cache": work / "cache", "prompts": PROMPTS}
+    mine = serve(out, work, {**engine, "enable_sleep_mode": True}, sleeps=True, **told)
     assert mine["answers"] == mine["sleep 1"] == mine["sleep 2"], "other answers after sleep"
-    cells = [f"start {mine['started_s']:.0f} s"]
+    assert mine["num_kernels"] == num_warm, f"{num_warm} of {mine['num_kernels']} kernels were warm"
+    cells = [f"start with {num_warm} kernels of hqconv warm {mine['started_s']:.0f} s"]
     parts = resolve_layer_schema(schema).each
     if not any(ENGINE.checkpoint_layout_obstacle(one, "bfloat16") for one in parts):
         hqconv.convert(source, work / "stock", **words, layout="checkpoint")
         variables = inputs_of_stock(args.inputs)
-        stock = serve(work / "stock", work, engine, prompts=PROMPTS, each_gemm=len(parts) > 1, variables=variables)
+        stock = serve(work / "stock", work, engine, each_gemm=len(parts) > 1, variables=variables, **told)
         assert stock["answers"] == mine["answers"], "other answers than the checkpoint layout"
-        cells.append("same answers as the checkpoint layout")
-    command("warm", str(out), "--kernels", str(work / "warm"), "-q")
-    num_warm = len(list((work / "warm").rglob("*.cubin")))
-    warm = serve(out, work, engine, prompts=PROMPTS, kernels=str(work / "warm"))
-    assert warm["answers"] == mine["answers"], "other answers with kernels of hqconv warm"
-    assert warm["num_kernels"] == num_warm, f"{num_warm} of {warm['num_kernels']} kernels were warm"
-    return [*cells, f"with {num_warm} kernels of hqconv warm {warm['started_s']:.0f} s"]
+        cells.append(f"same answers as the checkpoint layout, start {stock['started_s']:.0f} s")
+    return cells
 
 
 def ranks_of(args: argparse.Namespace) -> dict[str, int]:
@@ -170,7 +170,7 @@ def large(schema: str, args: argparse.Namespace, work: Path) -> list[str]:
         print(f"hqconv warm of the checkpoint layout: {time.monotonic() - begun:.1f} s", flush=True)
         starts["checkpoint layout"] = (stock, {})
         starts["checkpoint layout, warm kernels"] = (stock, {"cache": work / "cache"})
-    reports = {name: serve(model, work, engine, prompts=PROMPTS, **words) for name, (model, words) in starts.items()}
+    reports = {name: serve(model, work, engine, prompts=PROMPTS, **told) for name, (model, told) in starts.items()}
     first = reports["kernel layout"]["answers"]
     for name, report in reports.items():
         rank = {key: max(one[key] for one in report["ranks"]) for key in report["ranks"][0]}
@@ -194,25 +194,34 @@ def eplb(schema: str, args: argparse.Namespace, work: Path) -> list[str]:
     engine = {**EAGER, "tensor_parallel_size": args.tp, "enable_expert_parallel": True}
     hqconv.convert(source, work / "plain", **words)
     hqconv.convert(source, work / "copies", **words, redundant_experts=EPLB_COPIES)
-    plain = serve(work / "plain", work, engine, prompts=PROMPTS)
-    told = []
-    for communicator in ("torch_nccl", "pynccl", None):  # vLLM moves experts beside the steps without NCCL only
-        config: dict[str, Any] = {
-            "step_interval": EPLB_STEPS,
-            "window_size": EPLB_STEPS,
-            "num_redundant_experts": EPLB_COPIES,
+    for out in ("plain", "copies"):
+        command("warm", str(work / out), "--kernels", str(work / "warm"), "-q")
+    job: dict[str, Any] = {"kernels": str(work / "warm"), "prompts": PROMPTS}
+    with ThreadPoolExecutor(1 + len(COMMUNICATORS)) as pool:
+        plain = pool.submit(serve, work / "plain", work, engine, **job)
+        moving = {
+            name: pool.submit(serve, work / "copies", work, engine | eplb_words(name), rounds=EPLB_ROUNDS, **job)
+            for name in COMMUNICATORS
         }
-        config |= {"communicator": communicator, "use_async": communicator is None}
-        moving = {**engine, "enable_eplb": True, "eplb_config": config}
-        report = serve(work / "copies", work, moving, prompts=PROMPTS, rounds=EPLB_ROUNDS)
+        expected = plain.result()["answers"]
+        reports = {name or "asynchronous": future.result() for name, future in moving.items()}
+    told = []
+    for name, report in reports.items():
         maps = report["maps"]
         assert all(ranks.count(ranks[0]) == len(ranks) for ranks in maps), "the ranks' maps differ"
         moved = [_num_moved(old[0], new[0]) for old, new in itertools.pairwise(maps)]
-        assert sum(moved), "no expert was moved"
-        different = [n for n, one in enumerate([report["answers"], *report["rounds"]]) if one != plain["answers"]]
-        assert not different, f"other answers in rounds {different} ({communicator}, moved {moved})"
-        told.append(f"{communicator or 'asynchronous'}: {sum(moved)} places changed")
+        assert sum(moved), f"no expert was moved ({name})"
+        different = [n for n, one in enumerate([report["answers"], *report["rounds"]]) if one != expected]
+        assert not different, f"other answers in rounds {different} ({name}, moved {moved})"
+        told.append(f"{name}: {sum(moved)} places changed")
     return [f"same bits in {EPLB_ROUNDS} rounds", "; ".join(told)]
+
+
+def eplb_words(communicator: str | None) -> dict[str, Any]:
+    """Arguments of an engine whose experts are moved in every round."""
+    config: dict[str, Any] = {"step_interval": EPLB_STEPS, "window_size": EPLB_STEPS}
+    config |= {"num_redundant_experts": EPLB_COPIES, "communicator": communicator, "use_async": communicator is None}
+    return {"enable_eplb": True, "eplb_config": config}
 
 
 def _num_moved(old: list[list[int]], new: list[list[int]]) -> int:
