@@ -56,7 +56,7 @@ FAST |= {"max_num_batched_tokens": 2048, "gpu_memory_utilization": 0.1}
 START_S = 400.0  # no engine takes longer
 PERPLEXITY_BOUND = 1.01
 EPLB_STEPS, EPLB_ROUNDS, EPLB_COPIES = 32, 5, 8  # steps between two moves; a round has 128
-COMMUNICATORS = ("torch_nccl", "pynccl", None)  # vLLM has no NCCL for moves beside the steps, which None is
+COMMUNICATORS = ("torch_nccl", None)  # None: vLLM's default, which moves beside the steps, without NCCL
 PROMPTS = [[1, *range(first, first + 20)] for first in (3, 40, 77, 114)]
 
 
@@ -151,7 +151,10 @@ def inputs_of_stock(name: str) -> dict[str, str]:
 
 
 def large(schema: str, args: argparse.Namespace, work: Path) -> list[str]:
-    """Start both layouts of a large model, one after the other, with no kernels and with those of `hqconv warm`."""
+    """Start both layouts of a large model, one after the other, with no kernels and with those of `hqconv warm`.
+
+    Answers are compared under VLLM_BATCH_INVARIANT=1 only: Humming adds the sums of such sizes in any order (stream-K).
+    """
     words: dict[str, Any] = {"schema": schema, "target": target_here().name, "device": "cuda"}
     out, stock, warm = work / "kernel", work / "stock", work / "warm"
     hqconv.convert(args.model, out, **words | ranks_of(args))
@@ -172,16 +175,15 @@ def large(schema: str, args: argparse.Namespace, work: Path) -> list[str]:
         starts["checkpoint layout, warm kernels"] = (stock, {"cache": work / "cache"})
     reports = {name: serve(model, work, engine, prompts=PROMPTS, **told) for name, (model, told) in starts.items()}
     first = reports["kernel layout"]["answers"]
+    is_exact = os.environ.get("VLLM_BATCH_INVARIANT") == "1"
     for name, report in reports.items():
+        assert not is_exact or report["answers"] == first, f"other answers: {name}"
         rank = {key: max(one[key] for one in report["ranks"]) for key in report["ranks"][0]}
-        same = sum(
-            one == two for a, b in zip(report["answers"], first, strict=True) for one, two in zip(a, b, strict=True)
+        print(
+            f"{name}: first token after {report['first_token_s']:.1f} s, {report['num_kernels']} kernels, GB: {rank}",
+            flush=True,
         )
-        told = (
-            f"first token after {report['first_token_s']:.1f} s, {report['num_kernels']} kernels, GB of a rank: {rank}"
-        )
-        print(f"{name}: {told}; {same} of {sum(map(len, first))} tokens and log-probabilities equal", flush=True)
-    return [f"{len(starts)} starts"]
+    return [f"{len(starts)} starts", "same answers" if is_exact else "answers were not compared"]
 
 
 # --- eplb --------------------------------------------------------------------------------------------------
