@@ -632,7 +632,7 @@ def publish(
     is check_progress. repo, private, branch, announce: as of `push`.
     Raises what `convert`, `verify` and `push` raise.
     """
-    from hqconv.artifact.error_summary import check_max_error, over_limit
+    from hqconv.artifact.error_summary import over_limit
     from hqconv.conversion.option_values import choose_device, choose_target
     from hqconv.conversion.push import check_same_artifact, published_manifest
     from hqconv.conversion.push import push as push_artifact
@@ -641,7 +641,6 @@ def publish(
     from hqconv.planning.plan import plan_conversion
     from hqconv.sources.opening import open_source, pinned_name
 
-    check_max_error(max_error)
     refuse_unknown_checks(checks)
     resources: dict[str, Any] = {"device": device, "max_memory": max_memory, "threads": threads}
     resources |= {"cache_limit": cache_limit, "keep_source": keep_source}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 EXIT_BUG = 70  # EX_SOFTWARE of sysexits.h
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -56,6 +56,17 @@ def first_few(names: Sequence[str]) -> str:
     """The first few of some names, and how many there are in all."""
     more = f", … {len(names)} in all" if len(names) > NUM_SHOWN else ""
     return ", ".join(names[:NUM_SHOWN]) + more
+
+
+def number_runs(numbers: Iterable[int]) -> list[str]:
+    """Texts of numbers in order, neighbours as one: `3-60`, `62`."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return [str(first) if first == end else f"{first}-{end}" for first, end in runs]
 
 
 def differences(before: object, now: object) -> tuple[str, str]:

@@ -119,7 +119,7 @@ def evaluate(args: argparse.Namespace) -> None:
     """Print divergence and perplexity of each checkpoint."""
     from transformers import AutoModelForCausalLM
 
-    from hqconv.evaluation.divergence import Divergence
+    from hqconv.evaluation.evaluate import Divergence
     from hqconv.sources.opening import open_source
 
     ids = sequences(args.model, args.text, args.tokens)

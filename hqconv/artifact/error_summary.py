@@ -84,10 +84,13 @@ def over_limit(errors: Mapping[str, Mapping[str, Any]], limit: float) -> list[di
         for projection, document in projections.items()
         if isinstance(document, Mapping) and "relative_error" in document
     ]
-    return sorted((one for one in found if not _rank(one) <= limit), key=_rank, reverse=True)
+
+    def rank(one: Mapping[str, Any]) -> float:
+        return rank_of_error(one["relative_error"])
+
+    return sorted((one for one in found if not rank(one) <= limit), key=rank, reverse=True)
 
 
-def _rank(one: Mapping[str, Any]) -> float:
-    """Return the error, infinite where it is no number."""
-    value = one["relative_error"]
-    return float(value) if isinstance(value, int | float) and not math.isnan(value) else math.inf
+def rank_of_error(error: object) -> float:
+    """Return the sort key of an error: one that is no number, as of weights that are NaN, is the worst."""
+    return float(error) if isinstance(error, int | float) and not math.isnan(error) else math.inf

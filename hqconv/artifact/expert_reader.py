@@ -196,14 +196,10 @@ class ExpertReader:
                 num_unequal.index_add_(0, positions, (copy != first[positions]).reshape(len(copy), -1).sum(1))
             fault = Fault("", "A redundant copy of an expert differs.", num_unequal > 0, lambda _: ("", ""))
             stack = replace(stack, faults=(*stack.faults, fault))
-        return _on_rank(stack, tp_rank)
+        return replace(stack, faults=tuple(replace(fault, tp_rank=tp_rank) for fault in stack.faults))
 
 
 # --- slices ------------------------------------------------------------------------------------------------
-
-
-def _on_rank(stack: DecodedStack, tp_rank: int) -> DecodedStack:
-    return replace(stack, faults=tuple(replace(fault, tp_rank=tp_rank) for fault in stack.faults))
 
 
 def _run_of_rows(stack: DecodedStack, part: int, num_parts: int) -> DecodedStack:

@@ -69,7 +69,6 @@ def load_layer(
     manifest implies.
     """
     with Artifact(Path(path), is_sealed=True) as artifact:
-        _check_kernel_layout(artifact)
         _check_layer(artifact, layer)
         if not (tp_rank in range(artifact.grid.tp) and ep_rank in range(artifact.grid.ep)):
             raise RequestError(
@@ -104,16 +103,13 @@ def _local_file(artifact: Artifact, layer: str, tp_rank: int, ep_rank: int) -> R
     return replace(file, path=artifact.fetched(file.name))
 
 
-def _check_kernel_layout(artifact: Artifact) -> None:
+def _check_layer(artifact: Artifact, layer: str) -> None:
     if not artifact.manifest.is_kernel:
         raise RequestError(
             "The checkpoint layout has no ranks.",
             where=str(artifact.root),
             remedy="Read its shards as any checkpoint's.",
         )
-
-
-def _check_layer(artifact: Artifact, layer: str) -> None:
     if layer not in artifact.layers:
         raise RequestError(
             "The artifact has no such layer.",
@@ -133,7 +129,6 @@ def dequantize(path: str | Path, layer: str, *, check_digests: bool = True) -> d
     where a file is damaged.
     """
     with Artifact(Path(path), is_sealed=True) as artifact:
-        _check_kernel_layout(artifact)
         _check_layer(artifact, layer)
         described = artifact.moe_layer(layer)
         reader = ExpertReader(artifact, described, refuse)

@@ -23,7 +23,7 @@ from hqconv.formats.source_format import DIRECT
 from hqconv.io.checkpoint_files import FrontMatter, in_yaml
 from hqconv.io.durable_files import write_whole
 from hqconv.io.file_access import sha256_of
-from hqconv.schemas.artifact_names import CARD, MANIFEST, SUMS
+from hqconv.schemas.artifact_names import CARD, MANIFEST, PROJECTIONS, SUMS
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.options import RTN
 from hqconv.schemas.untrusted_files import parse_json, read_json, read_regular
@@ -31,7 +31,6 @@ from hqconv.schemas.untrusted_files import parse_json, read_json, read_regular
 _MARKER = b"<!-- hqconv: what follows is the card of the source, as it was -->\n"
 _KEPT = ("license", "license_name", "license_link", "language", "pipeline_tag", "datasets")
 _TAGS = ("hqconv", "humming")
-_PROJECTIONS = {"w1": "gate (w1)", "w3": "up (w3)", "w2": "down (w2)"}
 _HERE = "ORG/NAME"
 
 
@@ -136,7 +135,7 @@ def _errors(manifest: Manifest) -> Iterator[str]:
     artifact = " (an artifact, whose own error is not in it)" if manifest.ancestors else ""
     yield f"Relative Frobenius error of the experts' matrices against the source{artifact}, over layers:"
     rows = (
-        (_PROJECTIONS.get(p, p), *(f"{e[key]:.5f}" for key in ("min", "median", "max")), _code(e["worst_block"]))
+        (PROJECTIONS.get(p, p), *(f"{e[key]:.5f}" for key in ("min", "median", "max")), _code(e["worst_block"]))
         for p, e in summarize_errors(errors).items()
     )
     yield from _table(("projection", "min", "median", "max", "worst layer"), rows)

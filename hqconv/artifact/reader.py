@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from hqconv.artifact.manifest import Manifest, ManifestLayer, read_manifest
+from hqconv.artifact.manifest import ManifestLayer, read_manifest
 from hqconv.artifact.rank_file import Finding, RankFile, parse_rank_file
 from hqconv.errors import HqconvError, InputError, RequestError, VerificationError
 from hqconv.formats.source_format import SourceFormat
@@ -32,7 +32,7 @@ from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import Grid, check_grid
 from hqconv.schemas.input_schema import LayerSpec
 from hqconv.schemas.tensors import TensorRef, TensorSpec
-from hqconv.schemas.weight_schema import PARAM_DTYPES, LayerSchema
+from hqconv.schemas.weight_schema import LayerSchema
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -54,17 +54,15 @@ class Artifact:
     tensors are read is downloaded first.
     """
 
-    def __init__(
-        self, root: Path, listing: Listing | None = None, *, is_sealed: bool = False, manifest: Manifest | None = None
-    ) -> None:
-        """Read the manifest as `read_manifest` does, unless it is given.
+    def __init__(self, root: Path, listing: Listing | None = None, *, is_sealed: bool = False) -> None:
+        """Read the manifest as `read_manifest` does.
 
         listing: of a repo on the Hub, of which `root` has some files. Raises RequestError or VerificationError as
         `read_manifest`.
         """
         self.root, self.listing = root, listing
         self.placed: dict[str, Path] = {}  # files of a repo that lie outside of `root`
-        self.manifest = manifest or read_manifest(root, is_sealed=is_sealed)
+        self.manifest = read_manifest(root, is_sealed=is_sealed)
         self._headers: dict[str, Header] = {}
         self._rank_files: dict[str, RankFile] = {}
         self._lock = threading.Lock()
@@ -118,11 +116,6 @@ class Artifact:
         return self.root / path if self.listing is None else self.listing.fetched(self.root, path)
 
     @cached_property
-    def schema(self) -> LayerSchema:
-        """The weight schema of the experts, of layers without one of their own."""
-        return self.manifest.layer_spec.schema
-
-    @cached_property
     def grid(self) -> Grid:
         """The ranks of the artifact."""
         return self.manifest.grid
@@ -131,10 +124,6 @@ class Artifact:
     def spec(self) -> ConversionSpec:
         """The spec of the conversion, from the manifest. Raises VerificationError for impossible values."""
         manifest = self.manifest
-        if manifest.dtype not in PARAM_DTYPES:
-            raise _impossible("dtype", manifest.dtype)
-        if manifest.layout not in (names.KERNEL, names.CHECKPOINT):
-            raise _impossible("layout", manifest.layout)
         kind = manifest.layer_spec
         try:
             spec = ConversionSpec(

@@ -12,8 +12,8 @@ import copy
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -24,9 +24,10 @@ from torch import nn
 
 from hqconv.calibration.forward_pass import stop_at
 from hqconv.calibration.transformers_model import cannot_fill, config_of, model_class, quantizer_of
-from hqconv.errors import InputError, RequestError, first_few, plural
+from hqconv.errors import RequestError, first_few, plural
 from hqconv.models.moe_layer import MoeLayer, TensorSlice
-from hqconv.models.source_protocol import Source
+from hqconv.models.source_protocol import Source, read_tensor
+from hqconv.quantization.value_checks import not_finite
 from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.tensors import TensorRef
 
@@ -62,9 +63,7 @@ class _StoredTensor:
 
     def __getitem__(self, _: Any) -> torch.Tensor:
         """Return all values on the CPU."""
-        values = torch.empty(self.shape, dtype=self.dtype)
-        self._source.read_into(self._ref, values.flatten().view(torch.uint8).numpy().data)
-        return values
+        return read_tensor(self._source, self._ref)
 
     def get_dtype(self) -> str:
         """Return the dtype's name in safetensors."""
@@ -271,14 +270,9 @@ class StreamedModel:
     def check_finite(self, stage: str) -> None:
         """Raise InputError where a tensor of the source for a stage's weights is not finite."""
         for name in (name for parameter in sorted(self._owned[stage]) for name in self._tensors.get(parameter, ())):
-            values = _StoredTensor(self._source, self._source.tensors[name])[...]
+            values = read_tensor(self._source, self._source.tensors[name])
             if values.is_floating_point() and not bool(values.float().isfinite().all()):
-                raise InputError(
-                    "A weight is NaN or infinite.",
-                    where=f"tensor {name}",
-                    expected="finite numbers",
-                    remedy="The checkpoint is damaged or was saved from a diverged training; get a good copy.",
-                )
+                raise not_finite(name)
 
     def _drop(self, name: str) -> None:
         _set(self.model, name, self._nothing[name].expand(self._shapes[name]))
@@ -425,7 +419,9 @@ def _make_model(
         if one is not None:
             one.dtype = dtype
             one._experts_implementation = "eager"
-    with _all_of(cls.get_init_context(dtype, quantizer is not None, False, None)):
+    with ExitStack() as stack:
+        for context in cls.get_init_context(dtype, quantizer is not None, False, None):
+            stack.enter_context(context)
         model = cls(config)
         if quantizer is not None:
             quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": device}, checkpoint_files=None)
@@ -434,13 +430,3 @@ def _make_model(
         if found is not None:
             found._experts_implementation = "eager"
     return model.eval()
-
-
-@contextmanager
-def _all_of(contexts: list[Any]) -> Iterator[None]:
-    from contextlib import ExitStack
-
-    with ExitStack() as stack:
-        for one in contexts:
-            stack.enter_context(one)
-        yield

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from hqconv.errors import HqconvError, InputError, RequestError, first_few
 from hqconv.io.sidecar_files import has_tokenizer
 from hqconv.models.source_protocol import Source
-from hqconv.schemas.artifact_names import CONFIG, INDEX
+from hqconv.schemas.artifact_names import CONFIG
 from hqconv.schemas.untrusted_files import MAX_LIST_BYTES, read_regular
 
 MAX_TEXT_BYTES = 16 << 20  # of a text: all of it is cut into tokens
@@ -30,6 +30,7 @@ _TOKENIZER_FILE = re.compile(
     r"|chat_template\.jinja"
 )
 BUILTIN_TEXT = Path(__file__).with_name("builtin.txt")
+LEAST_TOKENS = 2  # of a text, and of a sequence: the first one is not predicted
 _BETWEEN = "\n\n\n"  # passages of BUILTIN_TEXT
 _TURN = re.compile(r"^(System|User|Assistant|Tool): ", re.MULTILINE)
 # Before a chat template: one that asks for the date gets this one, so that tokens do not depend on the day.
@@ -84,7 +85,7 @@ def quiet_loading(transformers: Any) -> Iterator[None]:
 
 
 @contextmanager
-def folder_of(source: Source, *, with_weights: bool = False) -> Iterator[Path]:
+def folder_of(source: Source) -> Iterator[Path]:
     """Yield a folder of the source for transformers, which is removed at the end.
 
     Raises RequestError for a config that names an implementation on the Hub, or files that cannot be read.
@@ -106,12 +107,6 @@ def folder_of(source: Source, *, with_weights: bool = False) -> Iterator[Path]:
         except OSError as error:
             where, found = error.filename or source.root, error.strerror
             raise RequestError("A tokenizer's file cannot be read.", where=str(where), found=found) from error
-        if with_weights:
-            for file in source.files:
-                (folder / file.name).parent.mkdir(parents=True, exist_ok=True)
-                (folder / file.name).symlink_to((source.root / file.name).resolve())
-            weight_map = {name: source.files[ref.file].name for name, ref in source.tensors.items()}
-            (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
         yield folder
 
 
@@ -194,29 +189,6 @@ def _cannot_decode(source: Source, found: object) -> RequestError:
         found=found,
         remedy="Use the 16-bit model that the source was made from.",
     )
-
-
-def load(transformers: Any, source: Source, folder: Path) -> Any:
-    """Load the whole model of a folder of `folder_of`, in its own dtype. Raises transformers' errors.
-
-    Raises InputError where weights of the model are missing: transformers would take random numbers.
-    """
-    config = config_of(transformers, folder)
-    cls = model_class(transformers, source, config)
-    if quantizer_of(source, config) is not None:
-        config.quantization_config = {**(source.quantization or {}), "dequantize": True}
-    loaded, info = cls.from_pretrained(
-        folder,
-        config=config,
-        dtype="auto",
-        trust_remote_code=False,
-        use_safetensors=True,
-        use_kernels=False,
-        output_loading_info=True,
-    )
-    if info["missing_keys"]:
-        raise cannot_fill(source, sorted(info["missing_keys"]))
-    return loaded
 
 
 def cannot_fill(source: Source, missing: list[str], found: object = "none") -> InputError:
@@ -363,24 +335,23 @@ def _start(tokenizer: Any, text: str, source: str) -> list[int]:
     return [bos] if bos is not None and whole[:2] == [bos, *plain[:1]] else []
 
 
-def check_counts(num_tokens: int, context_length: int, least: int = 1) -> None:
-    """Raise RequestError for numbers of tokens below `least`."""
-    for option, value in (("--tokens", num_tokens), ("--context", context_length)):
-        if type(value) is not int or value < least:
+def check_counts(counts: Mapping[str, Any]) -> None:
+    """Raise RequestError for numbers of tokens, by option, below `LEAST_TOKENS`."""
+    for option, value in counts.items():
+        if type(value) is not int or value < LEAST_TOKENS:
             raise RequestError(
                 "The option needs a larger number of tokens.",
                 where=option,
-                expected=f"a whole number from {least} up",
+                expected=f"a whole number from {LEAST_TOKENS} up",
                 found=repr(value),
             )
 
 
-def positions_warning(config: Any, longest: int) -> list[str]:
-    """Warn of sequences that are longer than a model's positions."""
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+def positions_warning(positions: Any, longest: int, option: str) -> list[str]:
+    """Warn of sequences that are longer than a model's positions, a value of its config. option: of their length."""
     if type(positions) is not int or longest <= positions:
         return []
     return [
         f"sequences of {longest} tokens are longer than the model's {positions} positions "
-        "(max_position_embeddings): its predictions are worse there. Use a smaller --context."
+        f"(max_position_embeddings): its predictions are worse there. Use a smaller {option}."
     ]

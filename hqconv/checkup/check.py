@@ -9,7 +9,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ from hqconv.models.families import BY_NAME
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.schemas.model_config import text_config
-from hqconv.schemas.options import GPTQ
+from hqconv.schemas.options import GPTQ, refuse_unknown_layers
 
 _CPU = torch.device("cpu")
 _BYTES_PER_WEIGHT = 24  # of a decoded expert at work: values, cells, products
@@ -43,6 +43,7 @@ _ROUNDED, _ALL_NEAREST = 0.9, 0.998  # share of nearest codes in layers that wer
 _TWICE_AS_NEAR = 0.5  # squared tangent of another expert's matrix, of its own one's
 _FAR = 2.5  # distance of the median matrix; calibrations measured have 1.7 at most
 _OWNER, _RELATED = 0.6, 0.2  # cosine of sketches of the same matrix; of another version of it
+Place = tuple[str, int, str]  # layer, expert, role
 
 
 @dataclass(frozen=True)
@@ -162,10 +163,7 @@ def _errors(checked: Checked) -> dict[str, dict[str, Any]]:
 def _chosen(experts: ExpertMap, indices: frozenset[int] | None) -> list[MoeLayer]:
     if indices is None:
         return list(experts.layers)
-    known = {layer.index for layer in experts.layers}
-    if missing := sorted(indices - known):
-        what, expected = "The model has no MoE layer of this number.", f"layers of {', '.join(map(str, sorted(known)))}"
-        raise RequestError(what, where="--layers", expected=expected, found=missing[0])
+    refuse_unknown_layers(indices, {layer.index for layer in experts.layers})
     return [layer for layer in experts.layers if layer.index in indices]
 
 
@@ -216,16 +214,15 @@ def _walk(
     is_whole = options.sample is None
     theirs = [pairs[layer.name] for layer in layers if layer.name in pairs]
 
-    def fetching(one: Source | None, of: Sequence[MoeLayer]) -> Any:
-        return fetched_layers(one, of, options.cache) if is_whole else nullcontext()
+    def fetching(one: Source | None, of: Sequence[MoeLayer]) -> AbstractContextManager[HubPrefetch]:
+        return fetched_layers(one if is_whole else None, of, options.cache)
 
     with fetching(source, layers) as ours_fetched, fetching(original, theirs) as theirs_fetched:
         for layer in layers:
             other = pairs.get(layer.name)
-            waits: list[tuple[HubPrefetch | None, MoeLayer | None]] = [(ours_fetched, layer), (theirs_fetched, other)]
-            for fetched, one in waits:
-                if fetched is not None and one is not None:
-                    fetched.wait_for(one.name)
+            waits = ((ours_fetched, layer.name), (theirs_fetched, "" if other is None else other.name))
+            for fetched, name in waits:
+                fetched.wait_for(name)
             work = partial(_examine, source, layer, original, other)
             chosen = _sample(layer.num_experts, options.sample)
             outcomes = {}
@@ -236,9 +233,8 @@ def _walk(
                     outcomes[expert] = outcome
                     meter.advance(layer.name, layer.num_bytes // len(chosen))
             meter.finish(layer.name)
-            for fetched, one in waits:
-                if fetched is not None and one is not None:
-                    fetched.release(one.name)
+            for fetched, name in waits:
+                fetched.release(name)
             yield Checked(layer, outcomes)
 
 
@@ -285,7 +281,7 @@ def _examine(source: Source, layer: MoeLayer, original: Source | None, other: Mo
             found = list(own_faults(matrix))
             if not any(one.kind == "nan" for one in found):
                 ours[role], outcome.facts[role] = matrix, facts_of(matrix)
-        outcome.findings += [_at(one, layer, role, expert) for one in found]
+        outcome.findings += [_at(one, (layer.name, expert, role)) for one in found]
     outcome.arrangement = arrangement(ours)
     if original is None or other is None:
         return outcome
@@ -296,20 +292,21 @@ def _examine(source: Source, layer: MoeLayer, original: Source | None, other: Mo
         theirs[role], outcome.theirs[role] = matrix, facts_of(matrix).sketch
     for role, matrix in ours.items():
         compared = outcome.compared[role] = compare(role, matrix, theirs)
-        outcome.findings += [_at(one, layer, role, expert, matrix.name) for one in compared.faults]
+        outcome.findings += [_at(one, (layer.name, expert, role), matrix.name) for one in compared.faults]
     _settle(outcome, layer, expert, {role: matrix.name for role, matrix in ours.items()})
     return outcome
 
 
-def _at(finding: Finding, layer: MoeLayer, role: str, expert: int, where: str = "") -> Finding:
-    return replace(finding, where=finding.where or where, layer=layer.name, role=role, expert=expert)
+def _at(finding: Finding, place: Place, where: str = "") -> Finding:
+    layer, expert, role = place
+    return replace(finding, where=finding.where or where, layer=layer, role=role, expert=expert)
 
 
 def _settle(outcome: Outcome, layer: MoeLayer, expert: int, names: Mapping[str, str]) -> None:
     """Tell neurons in another order and scaled columns, which change no output if projections agree, from faults."""
 
     def say(finding: Finding, role: str = "") -> None:
-        outcome.findings.append(_at(finding, layer, role, expert, names.get(role, "")))
+        outcome.findings.append(_at(finding, (layer.name, expert, role), names.get(role, "")))
 
     compared = outcome.compared
     orders = [one.order for one in compared.values() if one.order is not None]
@@ -356,7 +353,7 @@ def _of_layer(checked: Checked, source: Source) -> Iterator[Finding]:
                 what = "The weights are of another magnitude than the other experts'."
                 found = f"root mean square {size:.4g}, the median expert's is {typical:.4g}"
                 finding = Finding("magnitude", what, "", found, size / typical >= _NEIGHBOURS[1])
-                yield _at(finding, layer, role, expert)
+                yield _at(finding, (layer.name, expert, role))
         yield from _outliers(checked, role, is_gptq=(source.quantization or {}).get("quant_method") == GPTQ)
 
 
@@ -367,19 +364,18 @@ def _outliers(checked: Checked, role: str, *, is_gptq: bool) -> Iterator[Finding
     typical = float(np.median([one.distance for one in sound.values()] or [0.0]))
     is_rounded = bool(sound) and float(np.median([one.nearest for one in sound.values()])) >= _ROUNDED
     for expert, one in sound.items():
+        place = (checked.layer.name, expert, role)
         if len(sound) > _NUM_OTHERS and one.distance > max(_OUTLIER * typical, 1.5) and one.error > 0.01:
             what = "The weights are further from the original's than the layer's others: another version of them?"
             texts = f"about {typical:.2f} times the rounding of the format", f"{one.distance:.2f} times it"
-            yield _at(Finding("stale", what, *texts, is_rounded), checked.layer, role, expert)
+            yield _at(Finding("stale", what, *texts, is_rounded), place)
         if is_gptq and one.nearest >= _ALL_NEAREST:
             what = "The config says GPTQ, and the codes are those of rounding to nearest: no text calibrated them."
             found = f"{one.nearest:.2%} of the codes are the nearest"
-            yield _at(Finding("uncalibrated", what, "", found, is_damage=False), checked.layer, role, expert)
+            yield _at(Finding("uncalibrated", what, "", found, is_damage=False), place)
 
 
 # --- matrices at another place ---------------------------------------------------------------------------------
-
-Place = tuple[str, int, str]  # layer, expert, role
 
 
 def _twins(checked: Sequence[Checked]) -> Iterator[Finding]:
@@ -387,16 +383,16 @@ def _twins(checked: Sequence[Checked]) -> Iterator[Finding]:
     places: dict[bytes, list[Place]] = {}
     sketches: dict[Place, bytes] = {}
     theirs: dict[Place, bytes] = {}
-    for one in checked:
-        for expert, outcome in one.outcomes.items():
-            same = {finding.role for finding in outcome.findings if finding.kind in ("zero", "constant")}
-            for role, facts in outcome.facts.items():
-                if role not in same:
-                    place = (one.layer.name, expert, role)
-                    sketches[place] = facts.sketch.tobytes()
-                    places.setdefault(sketches[place], []).append(place)
-                    if role in outcome.theirs:
-                        theirs[place] = outcome.theirs[role].tobytes()
+    for one, expert, outcome in _each(checked):
+        same = {finding.role for finding in outcome.findings if finding.kind in ("zero", "constant")}
+        for role, facts in outcome.facts.items():
+            if role in same:
+                continue
+            place = (one.layer.name, expert, role)
+            sketches[place] = facts.sketch.tobytes()
+            places.setdefault(sketches[place], []).append(place)
+            if role in outcome.theirs:
+                theirs[place] = outcome.theirs[role].tobytes()
     roles = {one.layer.name: one.layer.roles for one in checked}
     for first, *others in places.values():
         for other in others:
@@ -407,12 +403,10 @@ def _twins(checked: Sequence[Checked]) -> Iterator[Finding]:
                 for role in roles[other[0]]
             )
             found = f"{first[2]} of expert {first[1]}" + f" of {first[0]}" * (first[0] != other[0])
+            what = "Two projections have the same weights, and the rest of their experts has not."
             if is_whole:
                 what = "An expert is in the checkpoint twice: it was copied, or merged."
-                yield Finding("twin", what, "", found, is_damage=False, layer=other[0], role=other[2], expert=other[1])
-            else:
-                what = "Two projections have the same weights, and the rest of their experts has not."
-                yield Finding("twin", what, "", found, layer=other[0], role=other[2], expert=other[1])
+            yield _at(Finding("twin", what, "", found, is_damage=not is_whole), other)
 
 
 def _owners(checked: Sequence[Checked]) -> Iterator[Finding]:
@@ -469,25 +463,21 @@ def _owner(place: Place, compared: Comparison, sketch: Any, pool: Any, places: S
 
 
 def _unrelated(place: Place, compared: Comparison) -> Finding:
-    layer, expert, role = place
     cosine = 1 / math.hypot(1, compared.tangent)
-    expected, found = (
-        f"a relative error near {compared.rounding:.3g}",
-        f"{compared.error:.3g}, a cosine of {cosine:.3f}",
-    )
+    expected = f"a relative error near {compared.rounding:.3g}"
+    found = f"{compared.error:.3g}, a cosine of {cosine:.3f}"
     kind, what = "unrelated", "The weights are not the original's, nor those of another expert that was read."
     if cosine > _RELATED:
         kind, what = "stale", "The weights are near the original's, and not their rounding: another version of them?"
-    return Finding(kind, what, expected, found, layer=layer, role=role, expert=expert)
+    return _at(Finding(kind, what, expected, found), place)
 
 
 def _misplaced(place: Place, owner: Place, is_exchange: bool) -> Finding:
-    layer, expert, role = place
     if owner[:2] == place[:2]:
         kind = "gate-up-swapped"
         what = "Gate and up are exchanged." if is_exchange else "The matrix is that of another projection."
     else:
         kind = "swapped"
         what = "Two experts' matrices are exchanged." if is_exchange else "The matrix is that of another expert."
-    found = f"{owner[2]} of expert {owner[1]}" + f" of {owner[0]}" * (owner[0] != layer)
-    return Finding(kind, what, f"{role} of expert {expert}", found, layer=layer, role=role, expert=expert)
+    found = f"{owner[2]} of expert {owner[1]}" + f" of {owner[0]}" * (owner[0] != place[0])
+    return _at(Finding(kind, what, f"{place[2]} of expert {place[1]}", found), place)

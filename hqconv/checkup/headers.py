@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,16 +13,15 @@ from hqconv.models.expert_map import ExpertMap
 from hqconv.models.families import BY_NAME
 from hqconv.models.loadable import decoder_layer, is_router
 from hqconv.models.moe_layer import MoeLayer
-from hqconv.models.source_protocol import Source
+from hqconv.models.source_protocol import Source, read_tensor
 from hqconv.planning.checks import check_matrix_scales
 from hqconv.planning.notices import source_notices
-from hqconv.schemas.dtypes import FLOATS, torch_dtype
+from hqconv.schemas.dtypes import FLOATS
 from hqconv.schemas.engine import LOADER_FAULTS
 from hqconv.schemas.model_config import text_config
-from hqconv.schemas.tensors import TensorRef
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 _MAX_BYTES = 64 << 20  # of a tensor beside the experts that is read
 _SHARED_KEYS = ("n_shared_experts", "num_shared_experts")
@@ -136,13 +134,3 @@ def value_findings(source: Source, experts: ExpertMap, layers: Collection[MoeLay
         elif is_router(name) and len(ref.shape) > 1 and not bool(values.any()):
             what = "A router is zero: it sends every token to the same experts."
             yield Finding("zero", what, is_damage=False, where=name)
-
-
-def read_tensor(source: Source, ref: TensorRef) -> torch.Tensor:
-    """Read a tensor in its stored dtype."""
-    import torch
-
-    host = torch.empty(ref.shape, dtype=torch_dtype(ref.dtype))
-    assert math.prod(ref.shape) == host.numel()
-    source.read_into(ref, host.flatten().view(torch.uint8).numpy().data)
-    return host

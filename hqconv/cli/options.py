@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -48,22 +48,18 @@ def _names_of(known: Callable[[], list[str]]) -> Callable[[str], list[str]]:
     return lambda incomplete: [name for name in known() if name.startswith(incomplete)]
 
 
-def _checks_with(incomplete: str) -> list[str]:
-    """Completion of a comma-separated list of checks: each check that is not in the list yet."""
-    before, comma, typed = incomplete.rpartition(",")
-    return [f"{before}{comma}{name}" for name in CHECKS if name.startswith(typed) and name not in before.split(",")]
+def _list_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """Completion of a comma-separated list: each known name that is not in the list yet."""
 
+    def complete(incomplete: str) -> list[str]:
+        before, comma, typed = incomplete.rpartition(",")
+        return [f"{before}{comma}{name}" for name in known if name.startswith(typed) and name not in before.split(",")]
 
-def _schemas_with(incomplete: str) -> list[str]:
-    """Completion of a comma-separated list of schemas."""
-    before, comma, typed = incomplete.rpartition(",")
-    names = weight_schema.PRESETS
-    return [f"{before}{comma}{name}" for name in names if name.startswith(typed) and name not in before.split(",")]
+    return complete
 
 
 _AT_LEAST_ONE = {"min": 1}
 _ANY_PATH = {"readable": False}  # readability is checked later, with hqconv's own message
-_PAGE = "Output file.  [default: ./OUT.report.html]"
 OPTIONS: dict[str, Option] = {
     "src": Option(str, "Model folder, Hub repo id (org/name), or GGUF file.", metavar="SRC"),
     "checkpoint": Option(str, "Model folder, Hub repo id (org/name), or GGUF file to check.", metavar="CKPT"),
@@ -115,7 +111,7 @@ OPTIONS: dict[str, Option] = {
     "checks": Option(
         str | None,
         "Comma-separated list of files, weights and kernel.  [default: all checks this machine can run]",
-        settings={"autocompletion": _checks_with},
+        settings={"autocompletion": _list_of(CHECKS)},
     ),
     "layers": Option(
         str | None, "Layers to check, e.g. 0,3-5.  [default: all; first, middle and last for the kernel check]"
@@ -141,7 +137,7 @@ OPTIONS: dict[str, Option] = {
     "candidates": Option(
         str | None,
         "Comma-separated list of schemas, e.g. mxfp4,int4-g32,fp8.  [default: a list that fits target and activations]",
-        settings={"autocompletion": _schemas_with},
+        settings={"autocompletion": _list_of(weight_schema.PRESETS)},
     ),
     "gpu": Option(
         str | None,
@@ -170,7 +166,7 @@ OPTIONS: dict[str, Option] = {
         "Document of `hqconv evaluate --json` to show.  [default: the evaluation in the model card, if there is one]",
         settings=_ANY_PATH,
     ),
-    "page": Option(Path | None, _PAGE, ("--out", "-o"), settings=_ANY_PATH),
+    "page": Option(Path | None, "Output file.  [default: ./OUT.report.html]", ("--out", "-o"), settings=_ANY_PATH),
     # Of the command line alone:
     "report": Option(
         Path | None, "Write an HTML report with the results to this file.", ("--report",), settings=_ANY_PATH

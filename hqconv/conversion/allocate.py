@@ -32,7 +32,7 @@ from hqconv.io.durable_files import write_whole
 from hqconv.io.output_file import FileKind, output_file
 from hqconv.io.pipeline import pipeline
 from hqconv.models.source_protocol import Source
-from hqconv.planning.allocation import Candidates, Gemm, Option, choose, gemm_bytes, limit_bytes, weights_of
+from hqconv.planning.allocation import Candidates, Gemm, Option, choose, gemm_bytes, limit_bytes
 from hqconv.planning.layer_encoding import LayerEncoding
 from hqconv.planning.plan import ConversionPlan, plan_conversion
 from hqconv.quantization.torch_ops import decoded
@@ -74,8 +74,7 @@ def run_allocation(
     Raises RequestError for a budget that no choice keeps, OutputError for the recipe, and as a calibrated conversion.
     """
     place = output_file(out, "-o", _RECIPE, [source.root])
-    first, costs = candidates.first, candidates.costs()
-    count = sum(weights_of(one.layer, gemm) for one in first.layers for gemm in GEMMS)
+    first, costs, count = candidates.first, candidates.costs(), candidates.num_weights
     limit = limit_bytes(*budget, count)
 
     def options(losses: Losses) -> dict[Gemm, list[Option]]:
@@ -178,7 +177,10 @@ def _lost(
             stacks[f"b{role[1:]}"] = torch.stack(biases)
     down = inputs.of_intermediate(experts, stacks, layer.activation)
     sizes = {one.shapes["w2"][1] for one in encodings.values()}
-    downs = {size: replace(down, fit=_square(down.fit, size), held=_square(down.held, size)) for size in sizes}
+    downs = {}  # with zeros for the columns that fill the last scale group
+    for size in sizes:
+        fit, held = (resized(one, (size, size)) for one in (down.fit, down.held))
+        downs[size] = replace(down, fit=fit, held=held)
 
     def lost(name: str) -> list[float]:
         encoding, total = encodings[name], torch.zeros(len(GEMMS), dtype=torch.float64, device=device)
@@ -205,11 +207,6 @@ def _lost(
         return dict(zip(encodings, results, strict=True))
 
 
-def _square(products: torch.Tensor, size: int) -> torch.Tensor:
-    """Return products with zeros for the columns that fill the last scale group."""
-    return resized(products, (size, size))
-
-
 # --- the result
 
 
@@ -218,12 +215,11 @@ def _document(
 ) -> dict[str, Any]:
     """Return the choice with all sizes and losses, and one schema for all GEMMs to compare with."""
     plan, spec = candidates.first, candidates.first.spec
-    count = sum(weights_of(one.layer, gemm) for one in plan.layers for gemm in GEMMS)
 
     def point(names: Mapping[Gemm, str]) -> dict[str, Any]:
         size = sum(costs[gemm][name] for gemm, name in names.items())
         loss = math.fsum(losses[gemm][name] for gemm, name in names.items())
-        return {"size_bytes": size, "bits_per_weight": 8 * size / count, "loss": loss}
+        return {"size_bytes": size, "bits_per_weight": 8 * size / candidates.num_weights, "loss": loss}
 
     def of_gemm(gemm: Gemm) -> dict[str, Any]:
         each = {name: {"size_bytes": cost, "loss": losses[gemm][name]} for name, cost in costs[gemm].items()}

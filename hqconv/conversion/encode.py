@@ -26,7 +26,7 @@ from hqconv.quantization.coded_matrix import CodedMatrix, filled, group_order, w
 from hqconv.quantization.kept_codes import express, round_to_param_dtype, share_scale
 from hqconv.quantization.quantize import quantize_stacks
 from hqconv.quantization.quantized import ErrorSums, QuantizedStack, join_stacks, stack_direct
-from hqconv.quantization.value_checks import deferring_checks, is_any
+from hqconv.quantization.value_checks import deferring_checks, is_any, not_finite
 from hqconv.schemas.dtypes import torch_dtype_of
 
 _ASYNCHRONOUS = ("cuda",)  # types of devices that run ahead of the host
@@ -234,7 +234,7 @@ def float_stacks(layer: MoeLayer, raw: RawExperts | None) -> dict[str, torch.Ten
     """Return every projection of all experts as [E, N, K], where they are stored as floats; None otherwise."""
     if raw is None or not layer.format.is_float or layer.has_bias:
         return None
-    stacks = {role: raw.stack(role, "weight") for role in layer.roles}
+    stacks = {role: raw.stack(role) for role in layer.roles}
     return None if None in stacks.values() else {role: s for role, s in stacks.items() if s is not None}
 
 
@@ -319,12 +319,7 @@ def _check_numbers(error_sums: Sequence[tuple[str, ErrorSums]], encoding: GemmEn
     """
     for name, sums in error_sums:
         if not sums.is_finite:
-            raise InputError(
-                "A weight is NaN or infinite.",
-                where=f"tensor {name}",
-                expected="finite numbers",
-                remedy="The checkpoint is damaged or was saved from a diverged training; get a good copy.",
-            )
+            raise not_finite(name)
     for name, sums in error_sums:
         if not math.isfinite(sums.error):
             raise InputError(

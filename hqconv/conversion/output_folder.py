@@ -39,6 +39,7 @@ from hqconv.planning.output_units import MoeLayerPlan, OutFile, OutputUnit
 from hqconv.schemas.artifact_names import CARD, COMPANIONS, JOURNAL, MANIFEST, PARTIAL, SUMS, journal_part, part_journal
 
 _MAX_PARTS = 9999
+FOREIGN_FOLDER = "a folder that hqconv did not make, and that is not empty"
 _WAIT_S = 60.0  # of a part for the folder's lock, which others hold while they begin, end or seal
 # The first difference between a finished artifact and a request: its key, the artifact's value, the request's value.
 Difference = tuple[str, str, str]
@@ -233,14 +234,17 @@ class OutputFolder:
 
     def _begin(self, num_bytes: int) -> None:
         """Start in an empty or a new folder."""
-        if self.out.exists() and files_in(self.out) and not (self.out / JOURNAL).exists():
-            raise cannot_use(self.out, "a folder that hqconv did not make, and that is not empty")
+        self._check_not_foreign()
         check_space(self.out, num_bytes)
         journal = _create_journal(self.out)
         if journal.identity is not None or files_in(self.out) > {JOURNAL}:
             journal.drop()
             raise cannot_use(self.out, "a folder that is not empty")
         self._work_in(self.out, journal)
+
+    def _check_not_foreign(self) -> None:
+        if self.out.exists() and files_in(self.out) and not (self.out / JOURNAL).exists():
+            raise cannot_use(self.out, FOREIGN_FOLDER)
 
     def _work_in(self, root: Path, journal: FolderJournal) -> None:
         self.root, self._journal = root, journal
@@ -332,8 +336,7 @@ class OutputFolder:
             if is_artifact(self.out):
                 check_finished(self.out, self._difference)
                 return False
-            if self.out.exists() and files_in(self.out) and not (self.out / JOURNAL).exists():
-                raise cannot_use(self.out, "a folder that hqconv did not make, and that is not empty")
+            self._check_not_foreign()
         journal = _create_journal(self.out, _WAIT_S)
         try:
             if is_artifact(self.out):

@@ -160,7 +160,8 @@ def plan_staging(layers: Sequence[MoeLayerPlan], resources: Resources, *, reads_
     # The largest batch of which as many as wanted fit; of one expert, if there is none.
     num_experts = max(1, bisect_left(sizes, True, key=lambda count: num_fitting(count) < wanted))
     if any(map(_is_calibrated, layers)):
-        num_experts = max(1, _calibrated_weights(resources) // max(num_weights))
+        at_once = _GPU_CALIBRATED_WEIGHTS if resources.is_cuda else _CPU_CALIBRATED_WEIGHTS
+        num_experts = max(1, at_once // max(num_weights))
         for option, (limit, need, what) in needs.items():
             _check_fits(option, max(need(layer, num_experts) for layer in layers), limit, what, "A batch of experts")
     num_experts = max(_largest_batch(b, num_experts) for b in layers)  # batches of a layer are equal
@@ -240,10 +241,6 @@ def _expert_bytes(planned: MoeLayerPlan) -> int:
 
 def _is_calibrated(planned: MoeLayerPlan) -> bool:
     return planned.encoding.quantizer == GPTQ and not planned.encoding.is_direct
-
-
-def _calibrated_weights(resources: Resources) -> int:
-    return _GPU_CALIBRATED_WEIGHTS if resources.is_cuda else _CPU_CALIBRATED_WEIGHTS
 
 
 def _calibrated_bytes(planned: MoeLayerPlan, num_experts: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -36,7 +37,6 @@ from hqconv.calibration.transformers_model import (
 )
 from hqconv.conversion.resources import Resources, explained_gpu_memory
 from hqconv.errors import RequestError, first_few, plural
-from hqconv.evaluation.divergence import Divergence
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.planning.notices import draft_layers
@@ -47,6 +47,8 @@ _LOG = logging.getLogger(__name__)
 
 _GPU_REMEDY = "Free the GPU, take fewer --tokens or a shorter --context, or use --device cpu."
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
+_NUM_VALUES = 1 << 22  # logits at a time: 32 MiB of float64, and a few times as much
+_PERCENTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def evaluate(out: Path, source_name: str, text: Path, options: EvaluateOptions) 
     if options.compute_dtype not in COMPUTE_DTYPES:
         what, expected = "There is no such dtype to compute in.", ", ".join(COMPUTE_DTYPES)
         raise RequestError(what, where="--compute-dtype", expected=expected, found=options.compute_dtype)
-    check_counts(options.num_tokens, options.context_length, least=2)
+    check_counts({"--tokens": options.num_tokens, "--context": options.context_length})
     transformers = import_transformers("A model is evaluated")
     with ExitStack() as stack:
         artifact = stack.enter_context(Artifact(out, is_sealed=True))
@@ -118,7 +120,8 @@ def compare_on_text(
                 model = StreamedModel(transformers, source, folder, getattr(torch, options.compute_dtype), device)
             batches = batches_of(words, options.context_length, device)
         num_bytes = model.check_memory([batches] * 2, *options.resources.model_limit(), ends=True)
-        warnings = positions_warning(model.model.config, max(ids.size(1) for ids in batches))
+        positions = getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
+        warnings = positions_warning(positions, max(ids.size(1) for ids in batches), "--context")
         drafts = draft_layers(source.map_experts(), source.config)
         if left := [name for name in drafts if name in layers]:
             warnings.append(
@@ -260,3 +263,55 @@ def _run_stage(
         for stream in streams:
             stream.advance()
         model.drop(stage)
+
+
+class Divergence:
+    """Kullback-Leibler divergence, likelihoods and equal top tokens of two models' predictions over a text.
+
+    Of every token but the first of its sequence.
+    """
+
+    def __init__(self) -> None:
+        self._kl: list[torch.Tensor] = []
+        self._nll: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        self._num_equal = 0
+
+    def add(self, logits: torch.Tensor, others: torch.Tensor, ids: torch.Tensor) -> None:
+        """Add the predictions of some sequences: logits of source and artifact [B, T, V] for token ids [B, T].
+
+        Computed in float64, on the logits' device. Raises RequestError for logits that are not finite.
+        """
+        for name, one in (("source", logits), ("artifact", others)):
+            if not bool(torch.isfinite(one).all()):
+                raise RequestError(
+                    "The predictions are not finite numbers.",
+                    where=f"logits of the {name}",
+                    found="NaN or infinity",
+                    remedy="Compute in float32; if it stays so, transformers runs this model in a way that cannot be "
+                    "evaluated layer by layer.",
+                )
+        labels = ids[:, 1:].flatten().to(logits.device)
+        first, second = (one[:, :-1].flatten(0, 1) for one in (logits, others))
+        rows = max(1, _NUM_VALUES // logits.size(-1))
+        for begin in range(0, len(labels), rows):
+            cut = slice(begin, begin + rows)
+            p, q = (one[cut].double().log_softmax(-1) for one in (first, second))
+            self._kl.append((p.exp() * (p - q)).sum(-1).clamp(min=0).cpu())
+            for log_probabilities, nll in zip((p, q), self._nll, strict=True):
+                nll.append(-log_probabilities.gather(-1, labels[cut, None])[:, 0].cpu())
+            self._num_equal += int((p.argmax(-1) == q.argmax(-1)).sum())
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures of all predictions as a document; natural logarithms (nats)."""
+        kl = torch.cat(self._kl)
+        nll = {name: float(torch.cat(one).mean()) for name, one in zip(("source", "artifact"), self._nll, strict=True)}
+        count = len(kl)
+        error = float(kl.std(correction=1)) / math.sqrt(count) if count > 1 else None
+        percentiles = {name: float(kl.quantile(share)) for name, share in _PERCENTILES.items()}
+        return {
+            "num_predictions": count,
+            "kl": {"mean": float(kl.mean()), "standard_error": error, **percentiles, "max": float(kl.max())},
+            "perplexity": {name: math.exp(min(mean, 700.0)) for name, mean in nll.items()},  # of finite float64
+            "mean_nll": nll,
+            "top1_agreement": self._num_equal / count,
+        }

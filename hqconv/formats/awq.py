@@ -50,8 +50,6 @@ def awq_format(config: ConfigReader, title: str = "awq") -> SourceFormat:
     """Return one AWQ format; its order of nibbles is defined for 4 bits only."""
     check_gptqmodel_keys(config)
     bits = config.integer(config.agreed("bits", "w_bit", "wbits"), 4, 4)
-    if config.has("sym") and config.has("zero_point") and config.flag("zero_point", True) == config.flag("sym", True):
-        raise config.unsupported("zero_point", "the opposite of sym")
     return SourceFormat(
         f"{title} int{bits}",
         "awq",

@@ -98,8 +98,6 @@ def gptq_format(config: ConfigReader, title: str = "gptq") -> SourceFormat:
     bits = config.integer(config.agreed("bits", "wbits", "w_bit"), 2, 8)
     group_size = config.group_size(config.agreed("group_size", "q_group_size"))
     is_ordered = config.flag("desc_act", False)
-    if config.has("sym") and config.has("zero_point") and config.flag("zero_point", True) == config.flag("sym", True):
-        raise config.unsupported("zero_point", "the opposite of sym")
     key = config.agreed("checkpoint_format", "format")
     version = config.text(key, default="gptq")
     if version not in ("gptq", "gptq_v2") or config.flag("is_marlin_format", False):
@@ -117,7 +115,7 @@ def gptq_format(config: ConfigReader, title: str = "gptq") -> SourceFormat:
 
 
 def check_gptqmodel_keys(config: ConfigReader) -> None:
-    """Raise RequestError for GPTQModel's rotations, adapters and other packed words.
+    """Raise RequestError for GPTQModel's rotations, adapters and other packed words, and for contradicting keys.
 
     Source: `BaseQuantizeConfig` of gptqmodel, quantization/config.py.
     """
@@ -126,6 +124,8 @@ def check_gptqmodel_keys(config: ConfigReader) -> None:
         raise config.unsupported("adapter", "none: weights without a low-rank correction")
     if config.has("pack_dtype") and config.text("pack_dtype").removeprefix("torch.") != "int32":
         raise config.unsupported("pack_dtype", "int32")
+    if config.has("sym") and config.has("zero_point") and config.flag("zero_point", True) == config.flag("sym", True):
+        raise config.unsupported("zero_point", "the opposite of sym")
 
 
 @register_encoding

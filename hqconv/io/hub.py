@@ -93,11 +93,6 @@ class Listing:
         commit = check_commit(repo_id, info.sha)
         return cls(repo_id, commit, {file.rfilename: int(file.size or 0) for file in files}, digests)
 
-    @property
-    def total_bytes(self) -> int:
-        """Total size of all files."""
-        return sum(self.sizes.values())
-
     def fetched(self, root: Path, name: str) -> Path:
         """Return a file's path in the snapshot folder `root`; download the file if it is missing there."""
         if name in self.sizes and not (root / name).is_file():

@@ -17,6 +17,7 @@ import torch
 from hqconv.humming_ops.repack import TILE_COLUMNS, TILE_ROWS, tile_store
 from hqconv.kernel_layout.transform import KernelForm
 from hqconv.quantization.quantized import CodeSink
+from hqconv.schemas.artifact_names import GEMM_OF
 from hqconv.schemas.dtypes import code_bits
 from hqconv.schemas.grid import TpSlice
 
@@ -62,7 +63,7 @@ def weight_tiles(
                 pieces[role].append((*ranges, starts[key] + number * size * tile, of_expert, of_columns))
     stacks = {}
     for role, each in pieces.items():
-        gemm = "w2" if role == "w2" else "w13"
+        gemm = GEMM_OF[role]
         config = forms[gemm].config
         centre = "int" in config["b_dtype"] and num_bits[gemm] == 8 and config["c_dtype"] == "bfloat16"
         store = tile_store(num_bits[gemm], centre)

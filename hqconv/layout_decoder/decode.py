@@ -45,7 +45,7 @@ class DecodedStack:
     into the codes with the second scale multiplied in, which is not the source's then and left out.
     zero_point: uint8 codes or int16 patterns [E, N, G | 1]. scale_2: [E, 1] or [E, N]. bias: [E, N].
     flushed: bool [E, N, G], the kernels take this e8m0 scale for zero, and the original was at most `scale`.
-    faults: checks of the values, evaluated by `wrong` and `problems`.
+    faults: checks of the values, evaluated by `wrong`.
     """
 
     codes: torch.Tensor
@@ -63,14 +63,6 @@ class DecodedStack:
         """Experts with values that no conversion writes, bool [E]."""
         wrong = torch.zeros(len(self.codes), dtype=torch.bool, device=self.codes.device)
         return functools.reduce(torch.logical_or, (fault.experts() for fault in self.faults), wrong)
-
-    def problems(self) -> list[str]:
-        """One line for every fault and expert."""
-        return [
-            f"{fault.tensor}: expert {expert}: {fault.describe(expert)[1]}"
-            for fault in self.faults
-            for expert in fault.experts().nonzero().flatten().tolist()
-        ]
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ class RawLayout:
     ranges: list[tuple[TensorRef, int]] = field(init=False, repr=False)
     starts: dict[tuple[int, int], int] = field(init=False, repr=False)
     num_bytes: int = field(init=False)
-    _stacks: dict[tuple[str, str], int] = field(init=False, repr=False)
+    stacks: dict[tuple[str, str], int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         ranges: list[tuple[TensorRef, int]] = []
@@ -53,7 +53,7 @@ class RawLayout:
                 size = of_experts[0][role][part].num_bytes
                 if num_new == len(of_experts) and at == first + num_new * size:
                     stacks[role, part] = first
-        for name, value in (("ranges", ranges), ("starts", starts), ("num_bytes", at), ("_stacks", stacks)):
+        for name, value in (("ranges", ranges), ("starts", starts), ("num_bytes", at), ("stacks", stacks)):
             object.__setattr__(self, name, value)
 
     def pieces(self, num_bytes: int) -> list[list[tuple[TensorRef, int]]]:
@@ -67,10 +67,6 @@ class RawLayout:
             parts[-1].append((ref, start))
             filled += ref.num_bytes
         return parts
-
-    def start_of_stack(self, role: str, part: str) -> int | None:
-        """Return the buffer start of a part of all experts as one run; None if it is no run or has another form."""
-        return self._stacks.get((role, part)) if self.layer.parts[role][part].is_run else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,13 +87,13 @@ class RawExperts:
         start = self.layout.starts[ref.file, ref.offset_bytes]
         return _typed(self.buffer[start : start + ref.num_bytes], ref, ())
 
-    def stack(self, role: str, part: str) -> torch.Tensor | None:
-        """View a part of a projection of all experts as [E, …], without a copy; None if it is not one run."""
-        start = self.layout.start_of_stack(role, part)
-        if start is None:
+    def stack(self, role: str) -> torch.Tensor | None:
+        """View a projection's weights of all experts as [E, …], without a copy; None if they are not one run."""
+        layer, experts = self.layout.layer, self.layout.experts
+        start = self.layout.stacks.get((role, "weight"))
+        if start is None or not layer.parts[role]["weight"].is_run:
             return None
-        num_experts = len(self.layout.experts)
-        ref = self.layout.layer.sources[self.layout.experts[0]][role][part]
+        num_experts, ref = len(experts), layer.sources[experts[0]][role]["weight"]
         return _typed(self.buffer[start : start + num_experts * ref.num_bytes], ref, (num_experts,))
 
 

@@ -19,6 +19,7 @@ from hqconv.models.config_facts import (
     config_number,
     config_sizes,
     contradiction,
+    is_draft,
     layer_config,
     layer_indices,
     named_activation,
@@ -224,7 +225,7 @@ def map_experts(
             "activation": activation_of(choice, activation, index, own),
             "top_k": top_k(family, name, index, own),
         }
-        format_of = _formats(declared, family, name, found, _is_extra(family, index, text))
+        format_of = _formats(declared, family, name, found, is_draft(family, index, text))
         layer, unused = build_layer(family, name, found, config_sizes(family, index, own), format_of, remedy_of, facts)
         layers.append(layer)
         dropped |= unused
@@ -371,12 +372,6 @@ def _plain_modules(found: LayerTensors) -> set[str]:
     """Return the paths of a layer's modules whose tensors are all plain floats."""
     plain = (next(iter(parts.items())) for parts in _modules(found) if _are_floats(parts))
     return {ref.name.removesuffix(f".{key}") for key, ref in plain}
-
-
-def _is_extra(family: Family, layer: int, text: Config) -> bool:
-    """Return True if a layer comes after the decoder's last one."""
-    num_layers = config_number(text, family.num_layers_keys, 0)
-    return num_layers is not None and layer >= num_layers[1]
 
 
 def _drop_zero_experts(

@@ -27,6 +27,7 @@ from hqconv.models.moe_layer import (
     TensorSlice,
     View,
 )
+from hqconv.schemas.artifact_names import GEMM_OF
 from hqconv.schemas.grid import MAX_COUNT
 from hqconv.schemas.tensors import TensorRef, TensorSpec
 
@@ -315,7 +316,6 @@ def _sources(
 
 _PART = "input_scale"
 _INVERSE = "input_global_scale"  # compressed-tensors' of nvfp4, by which activations are multiplied
-_GEMM_OF = {"w1": "w13", "w3": "w13", "w2": "w2"}
 
 
 def find_input_scales(
@@ -333,13 +333,13 @@ def find_input_scales(
     most: dict[str, int] = {}
     missing: dict[str, list[str]] = {}
     for stack in family.stacks if found.stacks else ():
-        ref, gemm = found.stacks.get(stack.name, {}).get(part), _GEMM_OF[stack.roles[0]]
+        ref, gemm = found.stacks.get(stack.name, {}).get(part), GEMM_OF[stack.roles[0]]
         if ref is not None:
             refs.setdefault(gemm, []).append(ref)
             most[gemm] = count * len(stack.roles)
     for expert, roles in sorted(found.experts.items()):
         for role, word in family.projections.items():
-            gemm, ref = _GEMM_OF[role], roles[role].get(part)
+            gemm, ref = GEMM_OF[role], roles[role].get(part)
             most[gemm] = 1
             if ref is None:
                 missing.setdefault(gemm, []).append(f"{name}.{expert}.{word}.{part}")

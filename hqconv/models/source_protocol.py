@@ -14,6 +14,7 @@ from hqconv.io.sidecar_files import SidecarFiles
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import MoeLayer
+from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.tensors import TensorRef
 
 if TYPE_CHECKING:
@@ -34,6 +35,15 @@ class SourceFile:
     size_bytes: int
     header_sha256: str
     mtime_ns: int
+
+
+def read_tensor(source: Source, ref: TensorRef) -> torch.Tensor:
+    """Read a tensor to the CPU, in its stored dtype. Raises InputError as `Source.read_into`."""
+    import torch
+
+    host = torch.empty(ref.shape, dtype=torch_dtype(ref.dtype))
+    source.read_into(ref, host.flatten().view(torch.uint8).numpy().data)
+    return host
 
 
 MADE, NOT_MADE = "The tokenizer was made", "No tokenizer was made"  # the warnings of a manifest begin so

@@ -14,7 +14,6 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from hqconv.errors import RequestError
-from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.planning.output_units import MoeLayerPlan
 from hqconv.planning.plan import ConversionPlan, plan_conversion
@@ -48,6 +47,12 @@ class Candidates:
         """The plan of the first candidate: all have the same layers."""
         return next(iter(self.plans.values()))
 
+    @property
+    def num_weights(self) -> int:
+        """Number of the experts' weights in the source."""
+        layers = [one.layer for one in self.first.layers]
+        return sum(layer.num_experts * len(layer.roles) * math.prod(layer.shape("w2")) for layer in layers)
+
     def costs(self) -> dict[Gemm, dict[str, int]]:
         """Return the bytes of each GEMM's tensors under each candidate, on all ranks."""
         layers = {name: plan.layers for name, plan in self.plans.items()}
@@ -63,12 +68,6 @@ def gemm_bytes(planned: MoeLayerPlan, gemm: str) -> int:
     prefix = f"{planned.name}.{gemm}_"
     tensors = (item for file in planned.files for item in file.tensors.items())
     return sum(ref.num_bytes for name, ref in tensors if name.startswith(prefix))
-
-
-def weights_of(layer: MoeLayer, gemm: str) -> int:
-    """Return the number of a GEMM's weights in the source, of all experts."""
-    of_expert = sum(math.prod(layer.shape(role)) for role in layer.roles if (role == "w2") == (gemm == "w2"))
-    return layer.num_experts * of_expert
 
 
 def plan_candidates(

@@ -13,21 +13,22 @@ from typing import Any
 
 from hqconv.calibration.transformers_model import (
     BUILTIN_TEXT,
+    LEAST_TOKENS,
     MAX_TEXT_BYTES,
+    check_counts,
     folder_of,
     import_transformers,
     quiet_loading,
     read_text,
 )
 from hqconv.errors import RequestError, plural
+from hqconv.io.file_access import sha256_of
 from hqconv.models.source_protocol import Source
 from hqconv.schemas.options import BUILTIN, MSE, ConversionArguments
 from hqconv.schemas.untrusted_files import found_at
 
 DEVICES = ("cpu", "cuda")
-_LEAST_TOKENS = 2
 _MAX_FILES = 10_000
-_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ class Calibration:
         is_possible = {
             "name": made.name != "",
             "sha256": re.fullmatch("[0-9a-f]{64}", made.sha256) is not None,
-            "num_tokens": made.num_tokens >= _LEAST_TOKENS,
-            "context_length": made.context_length >= _LEAST_TOKENS,
+            "num_tokens": made.num_tokens >= LEAST_TOKENS,
+            "context_length": made.context_length >= LEAST_TOKENS,
             "device": made.device in DEVICES,
             "torch": made.torch != "",
             "transformers": made.transformers != "",
@@ -100,7 +101,7 @@ class Calibration:
             words = read_text(transformers, folder, self.files, sys.maxsize, "--calibrate", str(source.place))
         self.check_unchanged()
         num_tokens = min(self.num_tokens, _num_readable(self.files, len(words.ids)))
-        if num_tokens < _LEAST_TOKENS:
+        if num_tokens < LEAST_TOKENS:
             expected, found = "two tokens at least", plural(num_tokens, "token")
             raise RequestError(
                 "The text is too short.", where=f"--calibrate {self.files[0]}", expected=expected, found=found
@@ -134,12 +135,8 @@ class CalibrationText:
     @classmethod
     def parse(cls, arguments: ConversionArguments) -> CalibrationText | None:
         """Parse arguments of the API; None without `calibrate`. Raises RequestError."""
-        for option, key in (("--calibrate-tokens", "calibrate_tokens"), ("--calibrate-context", "calibrate_context")):
-            value: Any = arguments.get(key)
-            if type(value) is not int or value < _LEAST_TOKENS:
-                expected = f"a whole number from {_LEAST_TOKENS} up"
-                what = "The option needs a larger number of tokens."
-                raise RequestError(what, where=option, expected=expected, found=repr(value))
+        tokens, context = arguments["calibrate_tokens"], arguments["calibrate_context"]
+        check_counts({"--calibrate-tokens": tokens, "--calibrate-context": context})
         text = arguments["calibrate"]
         if text is None:
             return None
@@ -149,7 +146,7 @@ class CalibrationText:
                 remedy="Leave --quantizer out: a calibration chooses scales and codes by the error of outputs.",
             )
         path = BUILTIN_TEXT if text == BUILTIN else Path(text)  # a Path, or ./builtin, is a user's own file
-        found = cls(path, arguments["calibrate_tokens"], arguments["calibrate_context"])
+        found = cls(path, tokens, context)
         found.files()
         return found
 
@@ -207,14 +204,10 @@ def _digest(root: Path, files: Sequence[Path]) -> str:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     try:
-        with path.open("rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                digest.update(chunk)
+        return sha256_of(path)
     except OSError as error:
         raise RequestError("The text cannot be read.", where=f"--calibrate {path}", found=error) from error
-    return digest.hexdigest()
 
 
 def _version(package: str) -> str:

@@ -226,11 +226,6 @@ def _check_scale_tensor(ref: TensorRef, max_values: int) -> None:
         )
 
 
-def check_source(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> None:
-    """Raise RequestError for a source whose other tensors, or whose columns, do not fit the request."""
-    _check_copied(checkpoint, experts, spec)
-
-
 def check_matrix_scales(source: Source, layers: Sequence[MoeLayer]) -> tuple[str, ...]:
     """Read the scales that are one number for a matrix, and return a notice of those under which all weights are 0.
 
@@ -299,7 +294,7 @@ def _numbers(data: bytearray, dtype: str) -> tuple[float, ...]:
     return struct.unpack(f"<{len(data) // size}{kind}", data)
 
 
-def _check_copied(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> None:
+def check_copied(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> None:
     """Refuse the checkpoint layout where tensors that it copies are quantized: vLLM would take them for plain ones."""
     if spec.layout != artifact_names.CHECKPOINT or checkpoint.quantization is None:
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from hqconv.calibration.transformers_model import positions_warning
 from hqconv.errors import first_few, plural
 from hqconv.formats.source_format import DIRECT_ROUNDED, LARGEST_CHANGE, conversion_of, why_not_direct
 from hqconv.io.checkpoint_files import FrontMatter, are_all_shards
@@ -233,13 +234,10 @@ def draft_layers(experts: ExpertMap, config: Mapping[str, Any]) -> list[str]:
 
 def calibration_notices(calibration: Calibration | None, config: Mapping[str, Any]) -> list[str]:
     """Warn of a calibration with sequences that are longer than the positions of the model's config."""
-    positions = text_config(config).get("max_position_embeddings")
-    if calibration is None or type(positions) is not int or positions >= calibration.longest:
+    if calibration is None:
         return []
-    return [
-        f"sequences of {calibration.longest} tokens are longer than the model's {positions} positions "
-        "(max_position_embeddings): its predictions are worse there. Use a smaller --calibrate-context."
-    ]
+    positions = text_config(config).get("max_position_embeddings")
+    return positions_warning(positions, calibration.longest, "--calibrate-context")
 
 
 def source_warnings(checkpoint: Source) -> list[str]:

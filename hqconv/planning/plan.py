@@ -21,10 +21,10 @@ from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.planning.checks import (
+    check_copied,
     check_matrix_scales,
     check_request,
     check_sidecar_files,
-    check_source,
     refuse_unserved,
 )
 from hqconv.planning.notices import calibration_notices, request_warnings, source_notices, source_warnings
@@ -323,7 +323,7 @@ def make_plan(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> C
     """Plan a conversion. Raises RequestError where request, schema, grid and layers do not fit together."""
     heads = attention_heads(checkpoint.config)
     check_request(experts, spec, heads)
-    check_source(checkpoint, experts, spec)
+    check_copied(checkpoint, experts, spec)
     scale_notices = check_matrix_scales(checkpoint, experts.layers)
     experts = experts.with_input_scales({layer.name for layer in spec.static_layers(experts)})
     layers: list[MoeLayerPlan] = []

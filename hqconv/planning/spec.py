@@ -118,16 +118,6 @@ class ConversionSpec:
     encoding: EncodingOptions = field(default_factory=EncodingOptions)
     renamed: frozenset[tuple[str, str]] = frozenset()
 
-    def __post_init__(self) -> None:
-        for option, value, known in (
-            ("--dtype", self.param_dtype, PARAM_DTYPES),
-            ("--layout", self.layout, artifact_names.LAYOUTS),
-        ):
-            if value not in known:
-                raise RequestError(
-                    "The option does not know this value.", where=option, expected=", ".join(known), found=value
-                )
-
     @property
     def layer_spec(self) -> LayerSpec:
         """Kernel specs of the layers without an override."""

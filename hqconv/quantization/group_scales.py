@@ -169,22 +169,18 @@ def unrounded_scales(highest: torch.Tensor, lowest: torch.Tensor, schema: Weight
         return torch.maximum(below / least, highest / most)
     narrowest = torch.minimum(highest, below)
     up, down = _INTEGER_REACH.get(code.num_bits, (code.largest, code.largest + 1))
-    wide = (widest.double() / _double(widest, down)).float()
-    narrow = (narrowest.double() / _double(widest, up)).float()
+    wide = (widest.double() / constant(down, widest, torch.float64)).float()
+    narrow = (narrowest.double() / constant(up, widest, torch.float64)).float()
     scale = torch.maximum(wide, narrow)
     return scale if schema.bs_dtype in ("float8e8m0", "float8e5m3") else torch.where(highest > below, -scale, scale)
 
 
-def constant(value: float, like: torch.Tensor) -> torch.Tensor:
-    """Return a number as a tensor of no dimension, in the dtype and on the device of another one.
+def constant(value: float, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a number as a tensor of no dimension, in the dtype (unless one is named) and on the device of another one.
 
     `Tensor.new_tensor` would copy it from the host, and wait for the GPU.
     """
-    return torch.full((), value, dtype=like.dtype, device=like.device)
-
-
-def _double(like: torch.Tensor, value: float) -> torch.Tensor:
-    return torch.full((), value, dtype=torch.float64, device=like.device)
+    return torch.full((), value, dtype=dtype or like.dtype, device=like.device)
 
 
 # --- Two levels: 8-bit group scales under a second scale, float32 per matrix or in 16 bits per row.
@@ -250,17 +246,11 @@ def scales_under(
     """Return 8-bit scales under given second scales, of groups with these ranges, float32 [E, N, G]."""
     scale = unrounded_scales(highest, lowest, schema)
     if schema.bs_dtype == "float8e8m0":
-        least, most = _row_exponents(param_dtype)
-        stored = _exponents(scale, second).clamp(least, most).to(torch.uint8).view(torch.float8_e8m0fnu)
+        stored = _powers(scale, second, param_dtype)
     else:
         limit = _FP8_MAX[schema.bs_dtype or ""]
         stored = (scale / second).clamp(-limit, limit).to(torch_dtype_of(schema.bs_dtype or ""))
     return GroupScales(stored, stored_values(stored), None, second)
-
-
-def _row_exponents(param_dtype: str) -> tuple[int, int]:
-    """Return the least and the largest e8m0 byte under a scale per row."""
-    return (1, 254) if param_dtype == "bfloat16" else (127 - 14, 127 + 15)
 
 
 def _two_levels(
@@ -298,9 +288,13 @@ def _powers_under_rows(scale: torch.Tensor, largest: float, param_dtype: str) ->
         size = _exponents(top, fraction.view(torch.float32)) - 127 + reach
         fraction = fraction + (size.clamp(-14, 15) << 23)
     row = fraction.view(torch.float32)
-    least, most = _row_exponents(param_dtype)
-    stored = _exponents(scale, row).clamp(least, most).to(torch.uint8).view(torch.float8_e8m0fnu)
-    return stored, row.to(torch_dtype_of(param_dtype)).float()
+    return _powers(scale, row, param_dtype), row.to(torch_dtype_of(param_dtype)).float()
+
+
+def _powers(scale: torch.Tensor, row: torch.Tensor, param_dtype: str) -> torch.Tensor:
+    """Return the e8m0 scales of scale / row, rounded up, as far as the kernel keeps them under a scale per row."""
+    least, most = (1, 254) if param_dtype == "bfloat16" else (127 - 14, 127 + 15)
+    return _exponents(scale, row).clamp(least, most).to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
 def _exponents(scale: torch.Tensor, row: torch.Tensor) -> torch.Tensor:

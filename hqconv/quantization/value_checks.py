@@ -66,6 +66,16 @@ def refuse(what: str, where: str, expected: object, found: object, remedy: str =
     raise InputError(what, where=where, expected=expected, found=found, remedy=remedy)
 
 
+def not_finite(name: str) -> InputError:
+    """Return the error for a tensor of weights with a NaN or infinity."""
+    return InputError(
+        "A weight is NaN or infinite.",
+        where=f"tensor {name}",
+        expected="finite numbers",
+        remedy="The checkpoint is damaged or was saved from a diverged training; get a good copy.",
+    )
+
+
 def checked(coded: CodedMatrix, names: Mapping[str, str]) -> CodedMatrix:
     """Return `coded` after checks of its scales, second scales and codes.
 

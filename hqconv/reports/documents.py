@@ -15,6 +15,7 @@ from hqconv.artifact.error_summary import requantized, scale_changes, summarize_
 from hqconv.artifact.manifest import Manifest, ManifestLayer, is_artifact, is_unfinished, read_manifest
 from hqconv.conversion.journal import parse_entry, part_journals
 from hqconv.conversion.output_folder import (
+    FOREIGN_FOLDER,
     cannot_use,
     check_replaceable,
     check_strays,
@@ -23,7 +24,7 @@ from hqconv.conversion.output_folder import (
     unfinished_folder,
 )
 from hqconv.conversion.resources import Resources, plan_staging
-from hqconv.errors import HqconvError, InputError, OutputError, RequestError, VerificationError
+from hqconv.errors import HqconvError, InputError, OutputError, RequestError, VerificationError, number_runs
 from hqconv.formats.source_format import SourceFormat
 from hqconv.io.checkpoint_files import readable
 from hqconv.io.durable_files import check_space, partial, size_of
@@ -104,13 +105,7 @@ def _ranges(numbers: list[int]) -> str:
     steps = {b - a for a, b in pairwise(numbers)}
     if len(numbers) > 3 and len(steps) == 1 and steps != {1}:
         return f"{numbers[0]},{numbers[1]},…,{numbers[-1]}"
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return ",".join(number_runs(numbers))
 
 
 def quant_method(quantization: Any) -> Any:
@@ -324,7 +319,7 @@ def _occupied(out: Path, *, is_unfinished: bool, goes_on: bool) -> str | None:
     if is_unfinished or is_artifact(out):
         state = "an unfinished conversion" if is_unfinished else "a finished artifact"
         return None if goes_on else state
-    return "a folder that hqconv did not make, and that is not empty" if out.is_dir() and files_in(out) else None
+    return FOREIGN_FOLDER if out.is_dir() and files_in(out) else None
 
 
 def describe_artifact(

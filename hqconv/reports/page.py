@@ -11,13 +11,13 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hqconv.artifact.error_summary import rank_of_error
 from hqconv.artifact.manifest import Manifest, ManifestLayer, read_manifest
 from hqconv.artifact.model_card import evaluation_in_card
 from hqconv.errors import HqconvError, VerificationError, plural, printable, printable_line
 from hqconv.reports.documents import config_of, describe_artifact
 from hqconv.reports.parts import (
     NUM_ROWS_SHOWN,
-    PROJECTIONS,
     Document,
     Part,
     Series,
@@ -31,10 +31,10 @@ from hqconv.reports.parts import (
     note,
     number,
     plot,
-    rank_of_error,
     section,
     table,
 )
+from hqconv.schemas.artifact_names import PROJECTIONS
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.model_config import attention_heads
 

@@ -6,9 +6,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from hqconv.artifact.error_summary import rank_of_error
 from hqconv.errors import NUM_SHOWN, plural
 from hqconv.formats.source_format import PLAIN
 from hqconv.schemas.activation import Activation
+from hqconv.schemas.artifact_names import PROJECTIONS
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.grid import EVEN
 
@@ -114,7 +116,6 @@ def _height(value: float, top: float) -> str:
     return f"{_HEIGHT * (1 - value / top):.4g}"
 
 
-PROJECTIONS = {"w1": "gate (w1)", "w3": "up (w3)", "w2": "down (w2)"}
 COUNTED = "KV cache, activations and CUDA graphs need room besides."
 NUM_ROWS_SHOWN = 10
 
@@ -324,11 +325,6 @@ def measured_parts(check: str, measured: Mapping[str, Any]) -> list[Part | None]
         return [table(headers, rows, title)]
     shown = table(headers, rows[:NUM_ROWS_SHOWN], f"{title}: the {NUM_ROWS_SHOWN} largest errors of {len(rows)}")
     return [shown, table(headers, rows, hidden=f"All {len(rows)}")]
-
-
-def rank_of_error(error: float | None) -> float:
-    """Sort key of an error: an error that is no number, as of weights that are NaN, is the worst."""
-    return math.inf if error is None or math.isnan(error) else error
 
 
 def _measured(value: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hqconv.errors import RequestError
@@ -86,9 +85,9 @@ def _plain(name: str) -> str:
     return "".join(word for word in words if word not in dropped)
 
 
-def known_gpus(sm_versions: Iterable[int] = TARGETS) -> str:
-    """Return the names of GPUs of some architectures, for messages: `t4 (sm75); a100, a30 (sm80)`."""
-    of_each = ((sm, [name for name, gpu in GPUS.items() if gpu.sm_version == sm]) for sm in sm_versions)
+def known_gpus() -> str:
+    """Return the names of all GPUs by architecture, for messages: `t4 (sm75); a100, a30 (sm80); …`."""
+    of_each = ((sm, [name for name, gpu in GPUS.items() if gpu.sm_version == sm]) for sm in TARGETS)
     return "; ".join(f"{', '.join(names)} (sm{sm})" for sm, names in of_each)
 
 

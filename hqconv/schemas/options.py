@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
-from hqconv.errors import RequestError
+from hqconv.errors import RequestError, number_runs
 from hqconv.schemas.artifact_names import KERNEL, Layout
 from hqconv.schemas.grid import EVEN, LINEAR, Placement, TpSplit
 from hqconv.schemas.input_schema import InputSchema
@@ -37,6 +37,14 @@ def refuse_unknown_checks(checks: Sequence[str] | None) -> None:
         raise RequestError("There is no such check.", where="--checks", expected=", ".join(CHECKS), found=unknown[0])
 
 
+def refuse_unknown_layers(indices: Iterable[int], known: Iterable[int]) -> None:
+    """Raise RequestError for the index of no MoE layer, of those that `--layers` names."""
+    if missing := sorted(set(indices) - set(known)):
+        expected = f"layers of {', '.join(map(str, sorted(set(known))))}"
+        what = "The model has no MoE layer of this number."
+        raise RequestError(what, where="--layers", expected=expected, found=missing[0])
+
+
 @dataclass(frozen=True)
 class LayerChoice:
     """Schemas of one layer's GEMMs: None for those of all other layers. is_left: the layer is copied unchanged."""
@@ -45,11 +53,6 @@ class LayerChoice:
     w2: WeightSchema | None = None
     inputs: InputSchema | None = None
     is_left: bool = False
-
-    @classmethod
-    def of(cls, schema: LayerSchema, inputs: InputSchema | None = None) -> LayerChoice:
-        """Return the choice of a schema for both GEMMs."""
-        return cls(schema.of("w13"), schema.of("w2"), inputs)
 
     @property
     def has_schema(self) -> bool:
@@ -84,28 +87,14 @@ class Override:
             run = range(_counted(first, last), _counted(end, last) + 1)
             in_run = [name for name, layer in layer_of.items() if layer in run]
             if not in_run:
-                raise self._no_match(f"layers {_shown(first, end)}", _known(layer_of.values()))
+                text = str(first) if first == end else f"{first}-{end}"
+                raise self._no_match(f"layers {text}", f"layers of {', '.join(number_runs(layer_of.values()))}")
             found += in_run
         return list(dict.fromkeys(found))
 
     def _no_match(self, found: str, expected: str) -> RequestError:
         what = "An override is for no layer."
         return RequestError(what, where=self.where, expected=expected, found=found)
-
-
-def _shown(first: int, end: int) -> str:
-    return str(first) if first == end else f"{first}-{end}"
-
-
-def _known(layers: Iterable[int]) -> str:
-    """Return the numbers of MoE layers as text: `layers of 3-60, 62`."""
-    runs: list[list[int]] = []
-    for layer in sorted(set(layers)):
-        if runs and layer == runs[-1][1] + 1:
-            runs[-1][1] = layer
-        else:
-            runs.append([layer, layer])
-    return f"layers of {', '.join(_shown(*run) for run in runs)}"
 
 
 def _counted(number: int, last: int) -> int:

@@ -143,13 +143,18 @@ def check_flags(
 ) -> None:
     """Refuse a Humming that would lay the weights out in another way. Raises RequestError."""
     if dict(expected) != dict(found):
-        raise RequestError(
-            "Humming here lays weights out in another way than the one that made the artifact.",
-            where=where,
-            expected=f"{_flags(expected)} (humming-kernels {converted_with})",
-            found=f"{_flags(found)} (humming-kernels {here})",
-            remedy=f"Install humming-kernels=={converted_with}, or convert the model again with the version here.",
-        )
+        again = "convert the model again with the version here"
+        raise _other_layout(where, converted_with, here, _flags(expected), _flags(found), again)
+
+
+def _other_layout(where: str, converted_with: str, here: str, expected: str, found: str, again: str) -> RequestError:
+    return RequestError(
+        "Humming here lays weights out in another way than the one that made the artifact.",
+        where=where,
+        expected=f"{expected} (humming-kernels {converted_with})",
+        found=f"{found} (humming-kernels {here})",
+        remedy=f"Install humming-kernels=={converted_with}, or {again}.",
+    )
 
 
 def check_fingerprint(where: str, converted_with: str, recorded: str, spec: KernelSpec, again: str) -> None:
@@ -162,13 +167,8 @@ def check_fingerprint(where: str, converted_with: str, recorded: str, spec: Kern
         return
     found = _fingerprint(spec)
     if found != recorded:
-        raise RequestError(
-            "Humming here lays weights out in another way than the one that made the artifact.",
-            where=where,
-            expected=f"fingerprint {recorded[:12]} (humming-kernels {converted_with})",
-            found=f"{found[:12] or 'none'} (humming-kernels {here})",
-            remedy=f"Install humming-kernels=={converted_with}, or lay out anew: {again}.",
-        )
+        texts = f"fingerprint {recorded[:12]}", found[:12] or "none"
+        raise _other_layout(where, converted_with, here, *texts, f"lay out anew: {again}")
 
 
 @functools.cache

@@ -123,7 +123,7 @@ class ArtifactSource(SafetensorsSource):
 
     def _layer(self, name: str) -> MoeLayer:
         layer = self.artifact.moe_layer(name)
-        parts = {role: self._parts(name, "w2" if role == "w2" else "w13") for role in layer.roles}
+        parts = {role: self._parts(name, names.GEMM_OF[role]) for role in layer.roles}
         homes = self.artifact.grid.homes(layer.num_experts)
         sources = tuple(
             {role: {key: self._expert_ref(p, homes[e][0]) for key, p in of.items()} for role, of in parts.items()}
@@ -221,9 +221,8 @@ class ArtifactSource(SafetensorsSource):
             self._readers[layer.name] = ExpertReader(self.artifact, layer, self._refuse)
         reader = self._readers[layer.name]
         matrices: dict[str, DecodedStack] = {}
-        for gemm, of_gemm in (("w13", ("w1", "w3")), ("w2", ("w2",))):
-            if set(of_gemm).intersection(roles):
-                matrices |= reader.read(gemm, expert, self._refuse)
+        for gemm in dict.fromkeys(names.GEMM_OF[role] for role in roles):
+            matrices |= reader.read(gemm, expert, self._refuse)
         return {
             role: self._to_source(layer, role, f"{layer.name}, {role} of expert {expert}", matrices[role], device)
             for role in roles

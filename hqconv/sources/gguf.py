@@ -254,7 +254,7 @@ class _HubFile:
 
     def __init__(self, listing: Listing, name: str, size: int) -> None:
         self._listing, self._name, self._size = listing, name, size
-        self._ahead, self._position, self._reached = memoryview(b""), 0, 0
+        self._ahead, self._reached = memoryview(b""), 0
 
     def read(self, num_bytes: int, /) -> bytes:
         """Return the next bytes; fewer at the end of the file."""

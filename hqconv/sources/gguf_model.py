@@ -611,9 +611,7 @@ class _OtherTensors:
             size = self.config.get("head_dim") or self.config["hidden_size"] // self.config["num_attention_heads"]
             if size % 2 or shape[0] != heads * size:
                 raise wrong_shape(parts[0].name, f"rows of {heads} heads with {size} each", shape)
-        if path == "mlp.shared_expert_gate":
-            shape = (1, shape[-1])  # older files have a vector
-        elif path == f"mlp.moe_statics.{_CORRECTION}":
+        if path in ("mlp.shared_expert_gate", f"mlp.moe_statics.{_CORRECTION}"):  # older files have a vector
             shape = (1, shape[-1])
         is_kept = path in self.row.kept or path.rpartition(".")[2] == _CORRECTION
         types = {part.dtype for part in parts}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -27,6 +27,20 @@ _FACTS = {
     "top_k": "top_k",
 }
 Placed = tuple[str, TensorRef]  # file of the artifact, and the position in it
+
+
+def consistent_layers(
+    artifact: Artifact, result: CheckResult, indices: Collection[int] | None = None
+) -> dict[str, MoeLayer]:
+    """Return the layers of `indices` (None: all) by name, without those whose entries contradict each other."""
+    layers = {}
+    for name, entry in artifact.layers.items():
+        if indices is None or entry.layer in indices:
+            try:
+                layers[name] = artifact.moe_layer(name)
+            except VerificationError as error:
+                result.add_error(error)
+    return layers
 
 
 def check_accounting(

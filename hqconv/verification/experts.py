@@ -247,7 +247,7 @@ class LayerCheck:
             weights = None if expected is None else expected.weights[role]
             is_alone = expected is None or not self.is_compared
             wrong = stack.wrong if is_alone or expected is None else differs(stack, expected.stacks[role])
-            schema, misread = self.schema.of(role), self.misread["w2" if role == "w2" else "w13"]
+            schema, misread = self.schema.of(role), self.misread[names.GEMM_OF[role]]
             columns += [
                 measure(stack, weights, schema, self.artifact.param_dtype, misread),
                 wrong.double().unsqueeze(1),
@@ -333,7 +333,7 @@ class LayerCheck:
         done = encoder.encode(experts, raw)
 
         def weights(role: str) -> torch.Tensor:
-            stack = raw.stack(role, "weight") if original.layer.format.is_float else None
+            stack = raw.stack(role) if original.layer.format.is_float else None
             if stack is not None:
                 return resized(stack, original.encoding.shapes[role])
             return torch.stack([encoder.read(expert, [role], raw)[role].values() for expert in experts])

@@ -21,14 +21,13 @@ from hqconv.conversion.stages import Meter
 from hqconv.errors import VerificationError, differences, plural
 from hqconv.io.pipeline import stop_threads
 from hqconv.io.sidecar_files import WEIGHT_FOLDERS, WEIGHT_SUFFIXES
-from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.input_schema import NAMED_INPUTS, LayerSpec
 from hqconv.schemas.untrusted_files import parse_json
 from hqconv.schemas.weight_schema import is_misnamed
-from hqconv.verification.accounting import Placed, check_accounting
+from hqconv.verification.accounting import Placed, check_accounting, consistent_layers
 from hqconv.verification.against_source import check_source
 from hqconv.verification.content_sums import check_copied
 from hqconv.verification.rank_headers import SUFFIX, check_packed, check_rank_scales, check_ranks
@@ -54,7 +53,7 @@ def check_files(artifact: Artifact, source: Source | None, num_threads: int, met
         _check_disk(artifact, num_threads, meter, result)
         check_beside(artifact, result)
         headers = _read_headers(artifact, result)
-        layers = _layers(artifact, result)
+        layers = consistent_layers(artifact, result)
         _note_versions(artifact, result)
         if artifact.manifest.is_kernel:
             check_ranks(artifact, layers, headers, result)
@@ -137,17 +136,6 @@ def _hash_files(artifact: Artifact, paths: Sequence[str], num_threads: int, mete
 
 
 # --- the layout that the manifest's facts imply ------------------------------------------------------------
-
-
-def _layers(artifact: Artifact, result: CheckResult) -> dict[str, MoeLayer]:
-    """Layers of the manifest whose entries are consistent."""
-    layers = {}
-    for name in artifact.layers:
-        try:
-            layers[name] = artifact.moe_layer(name)
-        except VerificationError as error:
-            result.add_error(error)
-    return layers
 
 
 def _note_versions(artifact: Artifact, result: CheckResult) -> None:

@@ -60,7 +60,7 @@ class FusedExponents:
 
     def folds(self, role: str) -> bool:
         """Return whether exponents are fused into the codes of the projection w1, w3 or w2."""
-        return ("w2" if role == "w2" else "w13") in self.is_by_rows
+        return names.GEMM_OF[role] in self.is_by_rows
 
     def fold(self, expected: Mapping[str, DecodedStack]) -> dict[str, DecodedStack]:
         """Return quantized projections by role as the ranks hold them, joined again."""

@@ -334,9 +334,9 @@ def _config(artifact: Artifact) -> dict[str, Any]:
 def _router(artifact: Artifact, layer: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Router weight [E, H] and correction bias [E], if they have their usual names."""
     parent = layer.rpartition(".")[0]
-    found = [_copied(artifact, f"{parent}.{name}") for name in ("gate.weight", "router.weight")]
-    biases = [_copied(artifact, f"{parent}.{name}") for name in ("gate.e_score_correction_bias",)]
-    return next((t for t in found if t is not None), None), next((t for t in biases if t is not None), None)
+    found = (_copied(artifact, f"{parent}.{name}") for name in ("gate.weight", "router.weight"))
+    weight = next((tensor for tensor in found if tensor is not None), None)
+    return weight, _copied(artifact, f"{parent}.gate.e_score_correction_bias")
 
 
 def _copied(artifact: Artifact, name: str) -> torch.Tensor | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from hqconv.artifact.error_summary import check_max_error, over_limit
+from hqconv.artifact.error_summary import over_limit
 from hqconv.artifact.reader import Artifact
 from hqconv.conversion.hub_prefetch import CachePolicy
 from hqconv.conversion.resources import explained_gpu_memory
@@ -25,7 +25,7 @@ from hqconv.models.source_protocol import Source
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.input_schema import LayerSpec
-from hqconv.schemas.options import CHECKS, GPTQ, refuse_unknown_checks
+from hqconv.schemas.options import CHECKS, GPTQ, refuse_unknown_checks, refuse_unknown_layers
 from hqconv.verification.against_source import Lineage
 from hqconv.verification.files import check_files
 from hqconv.verification.kernel import check_kernel, other_layout, warm_kernels
@@ -58,9 +58,6 @@ def check_error(artifact: Artifact, weights: CheckResult | None, limit: float) -
             found = number_text(error, limit) if isinstance(error, float) else error
             result.add(where, what, f"at most {limit:g}", found)
     return result
-
-
-_MAX_TOKENS = 999_999
 
 
 @dataclass(frozen=True)
@@ -179,20 +176,11 @@ def _kind_of(artifact: Artifact, layer: str) -> tuple[LayerSpec, Activation]:
 
 
 def _check_options(options: VerifyOptions) -> None:
-    """Refuse unknown checks, invalid batch sizes and limits, and options that would check nothing and pass."""
-    check_max_error(options.max_error)
+    """Refuse unknown checks, and options that would check nothing and pass."""
     for option, values in (("--checks", options.checks), ("--layers", options.layers), ("--tokens", options.tokens)):
         if values is not None and not values:
             raise RequestError("Nothing is asked for.", where=option, remedy="Leave the option out for its default.")
     refuse_unknown_checks(options.checks)
-    none = [size for size in options.tokens if type(size) is not int or not 1 <= size <= _MAX_TOKENS]
-    if none:
-        raise RequestError(
-            "The number of tokens is no batch size.",
-            where="--tokens",
-            expected=f"a whole number from 1 to {_MAX_TOKENS}",
-            found=repr(none[0]),
-        )
 
 
 def _run(name: str, run: Callable[[], CheckResult]) -> CheckResult:
@@ -222,14 +210,7 @@ def _chosen_layers(artifact: Artifact, indices: Collection[int] | None) -> list[
     of_layer: dict[int, list[str]] = {}
     for name, entry in artifact.layers.items():
         of_layer.setdefault(entry.layer, []).append(name)
-    missing = sorted(set(indices) - set(of_layer))
-    if missing:
-        raise RequestError(
-            "The model has no MoE layer of this number.",
-            where="--layers",
-            expected=f"layers of {', '.join(map(str, sorted(of_layer)))}",
-            found=missing[0],
-        )
+    refuse_unknown_layers(indices, of_layer)
     return [name for index in sorted(indices) for name in of_layer[index]]
 
 

@@ -20,7 +20,7 @@ from hqconv.conversion.encode_batch import relative_error
 from hqconv.conversion.hub_prefetch import CachePolicy, fetched_layers, shards_of
 from hqconv.conversion.source_integrity import blame_taken_over
 from hqconv.conversion.stages import Meter
-from hqconv.errors import HqconvError, RequestError, VerificationError, plural
+from hqconv.errors import HqconvError, RequestError, plural
 from hqconv.io.pipeline import pipeline
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
@@ -30,6 +30,7 @@ from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.grid import stored_size
 from hqconv.schemas.options import GPTQ, RTN
 from hqconv.schemas.weight_schema import LayerSchema
+from hqconv.verification.accounting import consistent_layers
 from hqconv.verification.against_source import Lineage, other_source
 from hqconv.verification.content_sums import against, check_content
 from hqconv.verification.experts import Batches, LayerCheck, Original, Outcome, plan_staging, why_not
@@ -63,7 +64,7 @@ def check_weights(
     """
     result = CheckResult("weights")
     other_codes = "" if source is None else Lineage.of(artifact, source).why_not_comparable(artifact)
-    layers = _layers(artifact, indices, result)
+    layers = list(consistent_layers(artifact, result, indices).values())
     sources = _source_layers(artifact, source, result)
     for name in sorted((sources or {}).keys() - artifact.layers.keys() - set(artifact.left)) if indices is None else ():
         result.add(f"layer {name}", "An MoE layer of the source is missing in the artifact.", "present", "absent")
@@ -234,17 +235,6 @@ def _obstacle(artifact: Artifact, sources: Mapping[str, MoeLayer] | None, device
     dtype = torch_dtype(of_source.dtype) if of_source.format.is_float else torch.float32
     reasons = (why_not(k.schema, artifact.param_dtype, dtype, device) for k in artifact.spec.kernel_specs)
     return next(filter(None, reasons), "")
-
-
-def _layers(artifact: Artifact, indices: Collection[int] | None, result: CheckResult) -> list[MoeLayer]:
-    chosen = [name for name, entry in artifact.layers.items() if indices is None or entry.layer in indices]
-    layers = []
-    for name in chosen:
-        try:
-            layers.append(artifact.moe_layer(name))
-        except VerificationError as error:
-            result.add_error(error)
-    return layers
 
 
 def _source_layers(artifact: Artifact, source: Source | None, result: CheckResult) -> dict[str, MoeLayer] | None:

@@ -91,7 +91,7 @@ def test_the_default_name_says_that_layers_differ(tmp_path: Path) -> None:
     assert name(schema="int4", overrides=ends) == "m-int4-ends-in-8"
     assert name(schema="mxfp4", overrides=none) == "m-mxfp4"
     assert name(schema="mxfp4", overrides=left) == "m-mxfp4-left"
-    own = [Override("*.0.*", (), LayerChoice.of(resolve_schema("int8")), "a test")]
+    own = [Override("*.0.*", (), LayerChoice(*[resolve_schema("int8")] * 2), "a test")]
     assert name(schema="mxfp4", overrides=own) == "m-mxfp4-mixed"
 
 

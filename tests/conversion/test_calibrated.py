@@ -419,7 +419,7 @@ def test_layers_that_keep_their_codes_stand_beside_calibrated_ones(kept: int, tm
     write_quantized(tmp_path / "src", "mxfp4", tmp_path / "plain")
     write_text(tmp_path / "text")
     layer = (1 - kept, 1 - kept)
-    other = [Override(None, (layer,), LayerChoice.of(resolve_schema("int4-g32")), "a test")]
+    other = [Override(None, (layer,), LayerChoice(*[resolve_schema("int4-g32")] * 2), "a test")]
     report = calibrated(tmp_path, tmp_path / "out", "mxfp4", overrides=other)
     lost = [errors["w2"]["relative_error"] > 0 for errors in report.errors.values()]
     assert lost == [number != kept for number in (0, 1)]

@@ -33,7 +33,7 @@ from tests.make.tensors import snapshot
 
 JOURNAL = ".hqconv-progress.jsonl"
 GRID = Grid(2, 2)
-FP8_AT_THE_END = [Override(None, ((-1, -1),), LayerChoice.of(resolve_schema("fp8")), "a test")]
+FP8_AT_THE_END = [Override(None, ((-1, -1),), LayerChoice(*[resolve_schema("fp8")] * 2), "a test")]
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,7 @@ from tests.make.kernel_tensors import (
     decoded_both_ways,
     field_codes,
     flipped,
+    problems,
     random_packed,
     raw,
     values_of,
@@ -206,7 +207,7 @@ def test_a_flipped_bit_changes_one_value_or_is_reported(
             kernel = flipped(laid.kernel, tensor, int(bit))
             changed = laid.read(kernel)
             differing = np.argwhere(raw(getattr(changed, field)) != raw(getattr(clean, field)))
-            bad = {int(line.split("expert ")[1].split(":")[0]) for line in changed.problems()}
+            bad = {int(line.split("expert ")[1].split(":")[0]) for line in problems(changed)}
             assert len(differing) == 1 or (len(differing) == 0 and len(bad) == 1), (tensor, bit)
             found_any |= len(differing) == 1
             others = {"codes", "scale", "bias"} - {field}
@@ -248,7 +249,7 @@ def fused_reference(laid: Laid) -> tuple[np.ndarray, np.ndarray]:
 
 def assert_is_fused(laid: Laid, unpacked: DecodedStack) -> None:
     """The values are those of the shifted codes, and off the source's by at most half a step of e2m1's subnormals."""
-    assert unpacked.problems() == []
+    assert problems(unpacked) == []
     floats = values_of(unpacked, laid.kind.schema, laid.kind.param_dtype).astype(np.float64)
     expected, source = fused_reference(laid)
     assert np.array_equal(floats, expected)
@@ -296,7 +297,7 @@ def test_exponents_that_no_fused_kernel_can_add_are_reported(inputs: str) -> Non
         changed = laid.read({**laid.kernel, "weight_scale": scale})
         assert any(
             line.startswith("weight_scale: expert 1: not a fused exponent") and ": first at [1, 2]" in line
-            for line in changed.problems()
+            for line in problems(changed)
         )
 
 
@@ -345,13 +346,13 @@ def test_padding_of_words_of_scales_is_checked() -> None:
     stack = decoded_both_ways(config, kernel, laid.flags)
     assert stack.scale.shape == (NUM_EXPERTS, 256, 2)
     assert stack.wrong.all()
-    assert [line.split(": first")[0] for line in stack.problems()] == [
+    assert [line.split(": first")[0] for line in problems(stack)] == [
         f"weight_scale: expert {e}: padding other than 0x7f" for e in range(NUM_EXPERTS)
     ]
     filled = laid.kernel["weight_scale"].copy()
     filled.view(np.uint8).reshape(-1, 4)[:, 2:] = 127
     stack = decoded_both_ways(config, {**kernel, "weight_scale": filled}, laid.flags)
-    assert stack.problems() == []
+    assert problems(stack) == []
     assert not stack.wrong.any()
 
 
@@ -364,7 +365,7 @@ def test_padding_is_checked_in_every_order() -> None:
         laid = Laid(kernel_spec_of(schema, "bfloat16", sm_version, inputs_name), n=512, k=512)
         laid.config = {**laid.config, "pad_shape_n": 128, "pad_shape_k": 128}
         stack = laid.read()
-        reported = {line.split(":")[0] for line in stack.problems()}
+        reported = {line.split(":")[0] for line in problems(stack)}
         assert {"weight", "bias"} <= reported, schema
         assert "weight_scale" in reported, schema
         assert stack.wrong.all()

@@ -28,6 +28,7 @@ from tests.make.kernel_tensors import (
     decoded_both_ways,
     field_codes,
     flipped,
+    problems,
     raw,
     values_of,
 )
@@ -159,7 +160,7 @@ def test_the_second_scale_of_e8m0_is_a_power_of_two() -> None:
     case = forward("mxfp4", "float16", tame=True)
     scale = case.kernel["weight_scale_2"].view(np.float32) * np.float32([1.0, 1.0, 1.5])
     kernel = {**case.kernel, "weight_scale_2": scale.view(np.uint32)}
-    [problem] = decoded_both_ways(case.config, kernel).problems()
+    [problem] = problems(decoded_both_ways(case.config, kernel))
     assert problem.startswith("weight_scale_2: expert 2: a second scale of e8m0 scales that is no power of two")
 
 
@@ -191,7 +192,7 @@ def test_recordings_of_a_real_gpu(name: str) -> None:
 
 
 def bad_experts(stack: DecodedStack) -> set[int]:
-    return {int(line.split("expert ")[1].split(":")[0]) for line in stack.problems()}
+    return {int(line.split("expert ")[1].split(":")[0]) for line in problems(stack)}
 
 
 def differing(left: DecodedStack, right: DecodedStack) -> dict[str, np.ndarray]:
@@ -236,8 +237,8 @@ def test_a_flipped_bit_changes_the_one_value_it_belongs_to(name: str, param_dtyp
                 places.add(tuple(found[affected][0]))
             else:
                 assert not found
-                assert len(changed.problems()) == 1 or (changed.problems() and tensor == "zero_point")
-                assert all(p.startswith((tensor, "weight")) for p in changed.problems())
+                assert len(problems(changed)) == 1 or (problems(changed) and tensor == "zero_point")
+                assert all(p.startswith((tensor, "weight")) for p in problems(changed))
         assert places or case.config["pad_shape_n"]
 
 
@@ -269,13 +270,13 @@ def test_values_in_the_padding_are_reported(name: str) -> None:
     full = decoded(case.config, case.kernel)
     cut = decoded({**case.config, "pad_shape_n": 128, "pad_shape_k": 128}, case.kernel)
     assert np.array_equal(cut.codes, full.codes[:, :384, :1024])
-    lines = [line for line in cut.problems() if line.startswith("weight: expert 2: padding other than 0x0: ")]
+    lines = [line for line in problems(cut) if line.startswith("weight: expert 2: padding other than 0x0: ")]
     assert len(lines) == 2
     below = np.argwhere(full.codes[2, 384:].numpy())
     beside = np.argwhere(full.codes[2, :384, 1024:].numpy())
     assert f"first at [{below[0][0] + 384}, {below[0][1]}], {len(below)} in all" in lines[0]
     assert f"first at [{beside[0][0]}, {beside[0][1] + 1024}], {len(beside)} in all" in lines[1]
-    reported = {line.split(":")[0] for line in cut.problems()}
+    reported = {line.split(":")[0] for line in problems(cut)}
     assert reported == set(case.kernel) - {"weight_scale_2"}
 
 
@@ -284,13 +285,13 @@ def test_unused_bits_are_reported() -> None:
     zero = case.kernel["zero_point"].copy()
     zero[1, 0, 0] |= 1 << 3
     changed = decoded(case.config, {**case.kernel, "zero_point": zero})
-    assert changed.problems() == ["zero_point: expert 1: bits set above 3: first at [0, 0], 1 in all"]
+    assert problems(changed) == ["zero_point: expert 1: bits set above 3: first at [0, 0], 1 in all"]
     assert not differing(decoded(case.config, case.kernel), changed)
     case = forward("mxfp4", "float16")
     scale = case.kernel["weight_scale"].copy()
     scale[2, 1, 1] ^= 4  # stored row 1 is row 8
     changed = decoded(case.config, {**case.kernel, "weight_scale": scale})
-    assert changed.problems()[0].startswith(
+    assert problems(changed)[0].startswith(
         "weight_scale: expert 2: not a float16 exponent over three zero bits: first at [8, 1]"
     )
 

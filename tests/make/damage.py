@@ -140,7 +140,7 @@ class Damaged:
     def rebuild(self, gemm: str, matrices: Tensors, tp_rank: int, local: int = 0) -> None:
         """Overwrite one expert of `tp{tp_rank}-ep1` by what Humming makes of the given matrices."""
         with Artifact(self.root) as artifact:
-            layer, schema, request = artifact.moe_layer(LAYER), artifact.schema, artifact.spec
+            layer, schema, request = artifact.moe_layer(LAYER), artifact.manifest.layer_spec.schema, artifact.spec
         coupled = [role for role in ("w1", "w3") if role in matrices]
         packed = {}
         for roles in (coupled, ["w2"]):

@@ -87,9 +87,18 @@ def values_of(stack: DecodedStack, schema: WeightSchema, param_dtype: str) -> np
     return found.numpy()
 
 
+def problems(stack: DecodedStack) -> list[str]:
+    """One line for every fault and expert."""
+    return [
+        f"{fault.tensor}: expert {expert}: {fault.describe(expert)[1]}"
+        for fault in stack.faults
+        for expert in fault.experts().nonzero().flatten().tolist()
+    ]
+
+
 def assert_is_packed(stack: DecodedStack, packed: dict[str, torch.Tensor], schema: WeightSchema) -> None:
     """Every array equals the packed tensor it came from, and nothing was left over."""
-    assert stack.problems() == []
+    assert problems(stack) == []
     assert np.array_equal(stack.codes, field_codes(packed["weight"].numpy(), schema.num_bits))
     expected = raw(packed["weight_scale"])
     if stack.flushed is not None:
@@ -116,7 +125,7 @@ def assert_is_packed(stack: DecodedStack, packed: dict[str, torch.Tensor], schem
 def assert_same_stack(ours: DecodedStack, theirs: DecodedStack) -> None:
     """Equal bit for bit, and the same faults."""
     assert ours.scale_dtype == theirs.scale_dtype
-    assert ours.problems() == theirs.problems()
+    assert problems(ours) == problems(theirs)
     for field in ("codes", "scale", "scale_value", "zero_point", "scale_2", "bias", "flushed"):
         left, right = getattr(ours, field), getattr(theirs, field)
         assert (left is None) == (right is None), field

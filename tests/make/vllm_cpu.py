@@ -13,37 +13,16 @@ from unittest.mock import patch
 
 import torch
 import vllm.platforms as platforms
-from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
+from vllm.platforms.interface import PlatformEnum
 
 from hqconv.humming_ops.runtime import humming, resident, target_facts
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.serving.vllm import no_gpu
-
-
-class Pretended(Platform):
-    """An H200 as far as vLLM asks."""
-
-    _enum = PlatformEnum.OOT  # while vLLM is imported: its CUDA modules would look for compiled extensions
-    device_name, device_type, dispatch_key = "cuda", "cpu", "CPU"
-    capability = DeviceCapability(9, 0)
-
-    @classmethod
-    def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
-        return cls.capability
-
-    @classmethod
-    def get_device_name(cls, device_id: int = 0) -> str:
-        return "NVIDIA H200"
-
-    @classmethod
-    def fp8_dtype(cls) -> torch.dtype:
-        return torch.float8_e4m3fn
-
+from hqconv.serving.vllm.no_gpu import NoDevice
 
 is_whole = no_gpu.platform is not None  # the stand-ins of whole models are there already
-if is_whole:
-    Pretended = no_gpu.platform
-else:
+Pretended = no_gpu.platform or no_gpu.platform_class(90, "NVIDIA H200", 132)
+if not is_whole:
     platforms._current_platform = Pretended()
 # What vLLM asks its CUDA extension while it is imported.
 _extension = torch.library.Library("_C", "FRAGMENT")
@@ -64,24 +43,11 @@ experts.create_humming_locks = lambda device: torch.zeros(1, dtype=torch.int32)
 experts.HummingExpertsBase.init_humming_moe = lambda self: None
 
 
-class _NoDevice:
-    """`torch.cuda.device(None)`, as Humming enters it."""
-
-    def __init__(self, device: Any = None) -> None:
-        pass
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
 @contextmanager
 def humming_on_cpu(sm_version: int = 90) -> Iterator[None]:
     """Humming as on a GPU of this SM, with its weight ops on the CPU."""
     humming()
-    with target_facts(GpuTarget(sm_version)), resident(torch.device("cpu")), patch("torch.cuda.device", _NoDevice):
+    with target_facts(GpuTarget(sm_version)), resident(torch.device("cpu")), patch("torch.cuda.device", NoDevice):
         yield
 
 

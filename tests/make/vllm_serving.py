@@ -134,7 +134,7 @@ def load(
     vllm: VllmConfig, model_config: ModelConfig, before: Callable[[torch.nn.Module], object] = id
 ) -> dict[str, Any]:
     """Build and load a model, as vLLM's default loader does, and fill its experts. before: of what is loaded."""
-    with building(vllm, "cpu"), humming_on_cpu():
+    with building(vllm), humming_on_cpu():
         model = initialize_model(vllm_config=vllm, model_config=model_config)
         before(model)
         for parameter in model.parameters():

@@ -473,7 +473,7 @@ def test_another_gpu_is_refused_before_anything_else(
     tmp_path: Path, sources: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(sources["bfloat16"], tmp_path / "out", "int8")
-    monkeypatch.setattr(vllm_cpu.Pretended, "capability", vllm_cpu.DeviceCapability(11, 0))
+    monkeypatch.setattr(vllm_cpu.Pretended, "capability", type(vllm_cpu.Pretended.capability)(11, 0))
     with pytest.raises(RequestError, match=r"sm90(.|\n)*sm110(.|\n)*makes artifacts for .* alone"):
         open_config(tmp_path / "out")
 

@@ -124,7 +124,7 @@ def test_gate_and_up_swapped(copy: Damaged) -> None:
 def test_a_tp_slice_shifted_by_one_row_or_group(copy: Damaged, gemm: str) -> None:
     matrices = copy.sources(2)
     with Artifact(copy.root) as artifact:
-        group = artifact.schema.weight_scale_group_size or 32
+        group = artifact.manifest.layer_spec.schema.weight_scale_group_size or 32
     if gemm == "w13":
         matrices["w1"] = matrices["w1"].roll(-1, 0)
     else:

@@ -129,7 +129,7 @@ def checked(artifact: Artifact, monkeypatch: pytest.MonkeyPatch, damage: Damage 
     ]
 
     def load(_: Artifact, layer: str, tp_rank: int, ep_rank: int, device: torch.device) -> dict[str, Gemm]:
-        _, begin, end, share = tp_slices(inner, artifact.grid, artifact.schema)[tp_rank]
+        _, begin, end, share = tp_slices(inner, artifact.grid, artifact.manifest.layer_spec.schema)[tp_rank]
         mine = [weights[e] for e in artifact.grid.local_experts(NUM_EXPERTS, ep_rank)]
         stacks = {
             "w13": [torch.cat([resized(e[role][begin:end], (share, HIDDEN)) for role in ("w1", "w3")]) for e in mine],

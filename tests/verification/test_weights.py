@@ -28,6 +28,7 @@ from hqconv.verification.result import CheckResult
 from hqconv.verification.weights import check_weights
 from tests.make.conversions import run
 from tests.make.damage import GIB, Damaged, found
+from tests.make.kernel_tensors import problems
 from tests.make.matrices import SCHEMAS
 from tests.make.quantized import quantize
 from tests.make.qwen import write_qwen3_moe
@@ -187,7 +188,7 @@ def test_the_w2_bias_is_on_the_first_rank_only() -> None:
     bias, zero = (torch.tensor([values], dtype=torch.int16) for values in ([1, 2], [0, 0]))
     whole = join([piece(bias), piece(zero)], 2, schema)
     assert whole.bias is not None
-    assert (whole.bias.tolist(), whole.problems()) == ([[1, 2]], [])
+    assert (whole.bias.tolist(), problems(whole)) == ([[1, 2]], [])
     [fault] = [one for one in join([piece(bias), piece(bias)], 2, schema).faults if one.wrong.any()]
     assert (fault.tensor, fault.tp_rank, fault.what) == ("bias", 1, "The w2 bias is on more than TP rank 0.")
     assert fault.describe(0) == ("zero, since ranks are summed", "2 values")

@@ -103,7 +103,7 @@ class _NoPrefill(Anything):
         return "none"
 
 
-class _NoDevice:
+class NoDevice:
     """`torch.cuda.device(None)`, as Humming enters it."""
 
     def __init__(self, device: Any = None) -> None:
@@ -116,8 +116,8 @@ class _NoDevice:
         pass
 
 
-def pretend(sm_version: int = 90, name: str = "NVIDIA H200", sm_count: int = 132) -> Any:
-    """Have vLLM in this process see a CUDA device whose tensors lie on the CPU; returns its platform class.
+def pretend(sm_version: int = 90, name: str = "NVIDIA H200", sm_count: int = 132) -> None:
+    """Have vLLM in this process see a CUDA device whose tensors lie on the CPU.
 
     To be called once, before anything of vLLM is imported.
     """
@@ -126,14 +126,14 @@ def pretend(sm_version: int = 90, name: str = "NVIDIA H200", sm_count: int = 132
     _find_operators()
     platforms: Any = importlib.import_module("vllm.platforms")
     global platform
-    platform = _platform(sm_version, name, sm_count)
+    platform = platform_class(sm_version, name, sm_count)
     platforms._current_platform = platform()
     _stand_in()
     platform._enum = type(platform._enum).CUDA
-    return platform
 
 
-def _platform(sm_version: int, name: str, sm_count: int) -> Any:
+def platform_class(sm_version: int, name: str, sm_count: int) -> Any:
+    """Return a platform of vLLM that answers as a CUDA device; its `_enum` has to be CUDA after vLLM's imports."""
     interface: Any = importlib.import_module("vllm.platforms.interface")
     facts = {"sm_version": sm_version, "name": name, "sm_count": sm_count}
     capability = interface.DeviceCapability(*divmod(sm_version, 10))
@@ -264,8 +264,8 @@ def ranks(tp: int, rank: int = 0) -> Iterator[None]:
 
 
 @contextmanager
-def building(vllm_config: Any, device: str, dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
-    """Make models of this config inside."""
+def building(vllm_config: Any, dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
+    """Make models of this config inside, on the CPU."""
     import transformers
 
     config: Any = importlib.import_module("vllm.config")
@@ -273,10 +273,10 @@ def building(vllm_config: Any, device: str, dtype: torch.dtype = torch.bfloat16)
     with (
         config.set_current_vllm_config(vllm_config),
         of_dtype(dtype),
-        torch.device(device),
+        torch.device("cpu"),
         patch("torch.cuda.Stream", _NoPrefill),
         patch("torch.cuda.Event", _NoPrefill),
-        patch("torch.cuda.device", _NoDevice),
+        patch("torch.cuda.device", NoDevice),
         patch.object(transformers.AutoImageProcessor, "from_pretrained", Anything()),
         patch.object(transformers.AutoProcessor, "from_pretrained", Anything()),
     ):

@@ -130,7 +130,7 @@ def _requests(job: Mapping[str, Any], rank: int, target: GpuTarget) -> list[tupl
     )
     backend = {} if job["moe_backend"] is None else {"moe_backend": job["moe_backend"]}
     config = VllmConfig(model_config=model_config, parallel_config=parallel, kernel_config=KernelConfig(**backend))
-    with set_current_vllm_config(config), ranks(num_ranks, rank), building(config, "cpu", model_config.dtype):
+    with set_current_vllm_config(config), ranks(num_ranks, rank), building(config, model_config.dtype):
         model = initialize_model(vllm_config=config)  # memory that nobody writes is not taken
         humming()
         with target_facts(target), resident(torch.device("cpu")):
