@@ -1,4 +1,4 @@
-"""Checkpoints as public bug reports describe them: each converts to what its format means, or is refused in a sentence.
+"""Checkpoints as public bug reports describe them: each converts to what its format means.
 
 The meaning of codes and scales is known from the writer (`tests.make.layouts`), which shares nothing with hqconv.
 """
@@ -14,17 +14,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import hqconv
-from hqconv.errors import InputError
 from hqconv.sources.opening import open_source
 from tests.make import configs
 from tests.make import packing as pack
 from tests.make.configs import Json
 from tests.make.layouts import GPT_OSS, QWEN3_MOE, Block, Layout, Sizes, plain, write_checkpoint
 from tests.make.packing import Draw, Encoder, Stored
-from tests.make.qwen import write_qwen3_moe
 
 SIZES = Sizes(256, 128, 4)
 LAYER = "model.layers.{layer}"
@@ -62,9 +59,6 @@ def _write(folder: Path, layout: Layout, encode: Encoder, config: Json) -> dict[
     return write_checkpoint(
         folder, layout, [encode, encode], SIZES, dense=plain, config={"torch_dtype": "bfloat16", **config}
     )
-
-
-# --- what converts --------------------------------------------------------------------------------------------
 
 
 def dead_expert(draw: Draw, n: int, k: int, second: torch.Tensor) -> Stored:
@@ -130,76 +124,3 @@ def test_it_converts_to_what_it_means(name: str, tmp_path: Path) -> None:
     assert any(case.notice in text for text in (*plan.warnings, *plan.notices, ""))
     hqconv.convert(src, tmp_path / "out", device="cpu", **options)
     assert hqconv.verify(tmp_path / "out", src, checks=("files", "weights"), device="cpu").passed
-
-
-# --- what is refused ------------------------------------------------------------------------------------------
-
-
-def tensors_of(src: Path) -> dict[str, torch.Tensor]:
-    return load_file(src / "model.safetensors")
-
-
-def save(src: Path, tensors: dict[str, torch.Tensor], name: str = "model.safetensors") -> None:
-    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, src / name, {"format": "pt"})
-
-
-def stray_file(src: Path) -> None:
-    """Two shards with their index, and the single file of another save."""
-    tensors = tensors_of(src)
-    shards = [dict(list(tensors.items())[number::2]) for number in (0, 1)]
-    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
-    for name, shard in zip(names, shards, strict=True):
-        save(src, shard, name)
-    weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-    (src / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    save(src, {key: tensor * 2 for key, tensor in tensors.items()})
-
-
-def leftover_config(src: Path) -> None:
-    """Merged to 16 bits, with the config of the quantization before."""
-    config = json.loads((src / "config.json").read_bytes())
-    (src / "config.json").write_text(json.dumps(config | configs.bitsandbytes("nf4", False)))
-
-
-def adapter(src: Path) -> None:
-    """LoRA on attention that was saved without being merged."""
-    tensors, module = tensors_of(src), "model.layers.0.self_attn.q_proj"
-    more = {"base_layer.weight": (128, 128), "lora_A.default.weight": (8, 128), "lora_B.default.weight": (128, 8)}
-    save(src, tensors | {f"{module}.{name}": torch.zeros(shape) for name, shape in more.items()})
-
-
-def no_router(src: Path) -> None:
-    save(src, {key: tensor for key, tensor in tensors_of(src).items() if key != "model.layers.1.mlp.gate.weight"})
-
-
-def cut_for_ranks(src: Path) -> None:
-    """A file for each tensor-parallel rank, with its part of every expert, and one of the rest."""
-    tensors = tensors_of(src)
-    (src / "model.safetensors").unlink()
-    save(src, {key: one for key, one in tensors.items() if ".experts." not in key}, "model-00000-TP-common.safetensors")
-    for rank in (0, 1):
-        cut = {key: one.chunk(2, 1 if "down" in key else 0)[rank] for key, one in tensors.items() if ".experts." in key}
-        save(src, cut, f"model-00001-TP-00{rank}.safetensors")
-
-
-REFUSED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
-    "a stray single file beside the index": (
-        stray_file,
-        ("model.safetensors.index.json, which", "and model.safetensors"),
-    ),
-    "a config of the quantization before": (leftover_config, ("take quantization_config out of config.json",)),
-    "an adapter that was not merged": (adapter, ("Merge the adapter", "lora_A.default.weight")),
-    "a layer without a router": (no_router, ("experts and no router", "model.layers.1.mlp")),
-    "tensors cut for ranks": (cut_for_ranks, ("cut for tensor-parallel ranks", "TP-000.safetensors")),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_it_is_refused_with_what_to_do(name: str, tmp_path: Path) -> None:
-    change, words = REFUSED[name]
-    src = write_qwen3_moe(tmp_path / "src")
-    change(src)
-    for call in (hqconv.inspect, lambda src: hqconv.plan(src, schema="int4-g32", target="sm90")):
-        with pytest.raises(InputError) as caught:
-            call(src)
-        assert all(word in str(caught.value) for word in words), caught.value

@@ -28,11 +28,11 @@ CPU = torch.device("cpu")
 PARAMS = ("bfloat16", "float16")
 CODES = (*(f"int{bits}" for bits in range(1, 9)), "fp4", "fp6-e3m2", "fp6-e2m3", "fp8", "fp8-e5m2")
 SCALES = ("g32-e4m3", "g16-e4m3-row", "g64-e5m2", "g32-e5m2-row", "g32-e8m0-row")
-NAMES = tuple(f"{code}-{scale}" for code in CODES for scale in SCALES)
+# Every code under one kind of scale and under one of the others in turn: each code compiles loops for seconds.
+NAMES = tuple(f"{c}-{scale}" for n, c in enumerate(CODES) for scale in (SCALES[0], SCALES[1 + n % 4]))
 E0M = tuple(
     WeightSchema(f"{code}-{second}", code, "float8e4m3", "group", 32, 0, second)
-    for code in ("float2e0m1", "float4e0m3", "float8e0m7")
-    for second in ("tensor", "channel")
+    for code, second in (("float2e0m1", "channel"), ("float4e0m3", "tensor"), ("float8e0m7", "channel"))
 )
 SCHEMAS = {**{name: resolve_schema(name) for name in ("nvfp4", *NAMES)}, **{schema.name: schema for schema in E0M}}
 FP8_MAX = {"float8e4m3": 448.0, "float8e5m2": 57344.0}
@@ -307,11 +307,11 @@ def test_a_row_scale_of_two_is_one() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", [*[*SCHEMAS][::6], *(schema.name for schema in E0M[1::2])])
+@pytest.mark.parametrize("name", [*SCHEMAS][::2])
 def test_a_gpu_gives_the_same_bits(name: str) -> None:
-    """Every kind of code and of scale: each schema compiles kernels for seconds. Dtypes take turns."""
+    """Every kind of code and of scale. Dtypes take turns."""
     schema, turn = SCHEMAS[name], [*SCHEMAS].index(name)
-    dtype, param = ((torch.bfloat16, "bfloat16"), (torch.float32, "float16"))[turn // 6 % 2]
+    dtype, param = ((torch.bfloat16, "bfloat16"), (torch.float32, "float16"))[turn // 2 % 2]
     stacks = stacks_of(dtype)
     here = quantize_stacks(stacks, schema, param, quantizer=MSE)
     there = quantize_stacks([s.cuda() for s in stacks], schema, param, quantizer=MSE)

@@ -7,16 +7,14 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from random import Random
 from signal import SIGHUP
 
 import pytest
-import safetensors
 
 from hqconv.conversion.output_folder import side_folder
 from hqconv.errors import InputError
-from scripts.torture import attacks, headers, manifests
-from scripts.torture.__main__ import BEGIN, END, HEAD, SUITES, rows, write
+from scripts.torture import attacks, headers
+from scripts.torture.__main__ import BEGIN, END, SUITES
 from scripts.torture.commands import FAIL, HANG, KILL_WITHIN, SHORT, STOP, Ended, Job, Watch
 from scripts.torture.place import CARD, NOTE, Place, manners
 from scripts.torture.tally import Tally
@@ -173,31 +171,6 @@ def test_another_reading_than_the_librarys_is_seen(monkeypatch: pytest.MonkeyPat
         headers.compare(good)
 
 
-def test_the_corpus_is_good_and_bad() -> None:
-    def is_read(raw: bytes) -> bool:
-        try:
-            safetensors.deserialize(raw)
-        except safetensors.SafetensorError:
-            return False
-        return True
-
-    read = [is_read(raw) for raw in attacks.corpus()]
-    assert all(read[:8])
-    assert sum(read[8:]) <= 2  # what only we refuse
-    draw = Random(0)
-    mutants = [attacks.mutant(attacks.corpus(), draw) for _ in range(500)]
-    assert len({*mutants}) > 350
-    assert 30 < sum(map(is_read, mutants)) < 470
-
-
-def test_values_change() -> None:
-    words = {"a": [1, 2, {"b": "text"}], "c": {"d": 5}}
-    draw, before = Random(0), repr(words)
-    different = {repr(manifests.changed(words, draw)) for _ in range(300)}
-    assert len(different) > 100
-    assert repr(words) == before
-
-
 # --- the table ---------------------------------------------------------------------------------------------
 
 
@@ -210,14 +183,3 @@ def test_the_table_is_of_a_full_run_without_a_failure() -> None:
         assert failures == "0"
         assert seed.isdigit()
         assert re.fullmatch(r"\d{4}-\d\d-\d\d", day)
-
-
-def test_rows_are_put_into_the_table(tmp_path: Path) -> None:
-    tally, document = Tally("faults", seed=3), tmp_path / "doc.md"
-    tally.case("new", "lost")
-    old = ["| kills | 5 |", "| faults | 1 failing calls |", "| disks | 4 |"]
-    document.write_text("\n".join(("before", BEGIN, *HEAD, *old, END, "after\n")))
-    write(document, rows([tally]))
-    (row,) = rows([tally])
-    assert re.fullmatch(r"\| faults \| 1 failing calls \| new: 1 \| 1 \| 3 \| \d{4}-\d\d-\d\d \| 0 \|", row)
-    assert document.read_text() == "\n".join(("before", BEGIN, *HEAD, old[0], row, old[2], END, "after\n"))

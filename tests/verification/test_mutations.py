@@ -72,13 +72,6 @@ def copy(request: pytest.FixtureRequest, make: Callable[..., Damaged]) -> Damage
     return make(request.param)
 
 
-def test_good_artifacts_pass(copy: Damaged) -> None:
-    for with_source in (True, False):
-        files, weights = copy.check(with_source)
-        assert (files.findings, weights.findings) == ([], [])
-        assert (files.status, weights.status) == ("pass", "pass")
-
-
 # --- values ------------------------------------------------------------------------------------------------
 
 
@@ -142,14 +135,6 @@ def test_tp_ranks_exchanged(copy: Damaged) -> None:
         found(weights, paths[0], f"{gemm}_weight,", "codes of the source")
 
 
-def test_ep_ranks_exchanged(copy: Damaged) -> None:
-    for tp_rank in range(2):
-        copy.swap_files(copy.rank_file(LAYER, tp_rank, 0), copy.rank_file(LAYER, tp_rank, 1))
-    weights = raw_and_resealed(copy, [copy.rank_file(LAYER, t, p) for t in range(2) for p in range(2)])
-    for expert, other in ((0, 2), (1, 3), (2, 0), (3, 1)):
-        found(weights, f"w2 of expert {expert}", "experts are swapped", f"expert {other}'s")
-
-
 def test_rank_files_that_changed_places(copy: Damaged) -> None:
     """A file says whose it is: no weight needs to be decoded to see it."""
     paths = [copy.rank_file(LAYER, t, 0) for t in range(2)]
@@ -159,13 +144,6 @@ def test_rank_files_that_changed_places(copy: Damaged) -> None:
     for path, own, other in zip(paths, ("tp0-ep0", "tp1-ep0"), ("tp1-ep0", "tp0-ep0"), strict=True):
         found(files, f"{path}", "another rank", own, other)
     assert len(files.findings) == 2
-
-
-def test_a_rank_file_of_another_source(copy: Damaged, make: Callable[..., Damaged]) -> None:
-    shutil.copy(make(copy.schema, seed=1).root / copy.path, copy.root / copy.path)
-    weights = raw_and_resealed(copy, [copy.path])
-    for expert in (2, 3):
-        found(weights, copy.path, "w13_weight", f"w1 of expert {expert}", "codes of the source")
 
 
 def test_a_rank_file_of_another_schema(copy: Damaged, make: Callable[..., Damaged]) -> None:
@@ -304,7 +282,7 @@ SIZES = st.sampled_from([32, 64, 96, 128, 192, 256, 320])
 
 
 @hypothesis.settings(
-    max_examples=MANY or num_examples(40),
+    max_examples=MANY or num_examples(25),
     deadline=None,
     derandomize=not MANY,
     suppress_health_check=list(hypothesis.HealthCheck),

@@ -173,11 +173,6 @@ def test_swapped_experts_are_named_without_the_source(copy: Damaged, gemm: str, 
     assert {f.where.split(", ")[1][:2] for f in weights.findings} == set(roles)
 
 
-def test_a_slice_of_another_rank_shows_without_the_source(copy: Damaged) -> None:
-    copy.swap_files(copy.rank_file(LAYER, 0, 0), copy.rank_file(LAYER, 1, 0))
-    found(unsourced(copy), f"layer {LAYER}, w2: weight", OTHERS)
-
-
 def test_one_expert_swapped_on_one_rank_shows_without_the_source(copy: Damaged) -> None:
     copy.swap_experts(copy.path, ("w2",))
     weights = unsourced(copy)
@@ -291,8 +286,9 @@ def test_a_shard_without_its_metadata(copy: Damaged, metadata: dict[str, str] | 
 STRAYS = ("more/model.safetensors", "more/pytorch_model.bin", "a.gguf", "original/params.json", "more/x.index.json")
 
 
-@pytest.mark.parametrize("layout", ["kernel", "checkpoint"])
-@pytest.mark.parametrize("path", [*STRAYS, f"experts/tp0-ep0/{LAYER}.bin", "experts/tp0-ep0/x.safetensors"])
+@pytest.mark.parametrize(
+    ("layout", "path"), [("kernel", "experts/tp0-ep0/x.safetensors"), *(("checkpoint", path) for path in STRAYS)]
+)
 def test_stray_weights_that_the_manifest_lists(good: dict[str, Path], tmp_path: Path, layout: str, path: str) -> None:
     copy = copy_of(good, layout, tmp_path)
     (copy.root / path).parent.mkdir(parents=True, exist_ok=True)
@@ -398,7 +394,7 @@ def one_copy(good: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     return copy_of(good, "kernel", tmp_path_factory.mktemp("one"))
 
 
-@settings(max_examples=num_examples(120), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=num_examples(50), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_words_of_a_layer_config_end_in_findings(one_copy: Damaged, data: st.DataObject) -> None:
     """Every value of any kind: a finding, and never an error of ours."""

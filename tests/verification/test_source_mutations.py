@@ -67,11 +67,6 @@ def graft(copy: Damaged, base: str, change: Change, tmp_path: Path, grid: Grid =
     return raw_and_resealed(copy, paths)
 
 
-def test_good_artifacts_pass(copy: Damaged) -> None:
-    for with_source in (True, False):
-        assert [result.findings for result in copy.check(with_source)] == [[], []]
-
-
 # --- values ------------------------------------------------------------------------------------------------
 
 
@@ -130,18 +125,6 @@ def test_rows_left_in_turns(base: str, make: Make, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("base", FUSED)
-def test_gate_and_up_exchanged(base: str, make: Make, tmp_path: Path) -> None:
-    def change(source: Source) -> None:
-        for name, dim in gate_up(source):
-            rows = torch.arange(2 * INNER).view(-1, 2).flip(1).flatten()
-            source[0][name] = source[0][name].index_select(dim, rows)
-
-    weights = graft(make(base), base, change, tmp_path)
-    for role in ("w1", "w3"):
-        found(weights, "w13_weight,", f"{role} of expert 2 (local 0)", "codes of the source")
-
-
-@pytest.mark.parametrize("base", FUSED)
 @pytest.mark.parametrize(("stack", "gemm", "role"), [("gate_up_proj", "w13", "w3"), ("down_proj", "w2", "w2")])
 def test_another_bias(base: str, stack: str, gemm: str, role: str, make: Make, tmp_path: Path) -> None:
     def change(source: Source) -> None:
@@ -160,24 +143,6 @@ def test_a_bias_on_every_rank(make: Make) -> None:
     copy.expert_bytes(copy.path, name, 1)[:] = copy.expert_bytes(copy.rank_file(LAYER, 0, 1), name, 1)
     weights = raw_and_resealed(copy, [copy.path])
     found(weights, f"{copy.path}, tensor {name}, expert 3", "more than TP rank 0")
-
-
-@pytest.mark.parametrize("base", CODED)
-def test_another_scale(base: str, make: Make, tmp_path: Path) -> None:
-    def change(source: Source) -> None:
-        tensors = source[0]
-        name = next(n for n in tensors if n.endswith("down_proj_scales") or "3.down_proj.weight_scale" in n)
-        if tensors[name].dtype == torch.uint8:
-            tensors[name][3, 7, 1] += 1
-        else:
-            tensors[name] *= 2
-
-    weights = graft(make(base), base, change, tmp_path)
-    found(weights, "w2_weight_scale", "w2 of expert 3", "scale of the source")
-    assert {f.what for f in weights.findings} <= {
-        "The scale of the source, quantized, is not in the artifact.",
-        "The recorded error is not the measured one.",
-    }
 
 
 # --- the manifest's words ----------------------------------------------------------------------------------
