@@ -256,7 +256,7 @@ def start(hubs: BothHubs, root: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.sampled(12)
-@pytest.mark.parametrize("moment", ["shard", "batch", "commit", *range(9)])
+@pytest.mark.parametrize("moment", ["shard", "batch", "commit", 0, 1])
 def test_killed_anywhere_and_run_again(hubs: BothHubs, model: Path, tmp_path: Path, moment: str | int) -> None:
     """The repo holds the old artifact or the new one; the next run ends at the commit of an undisturbed one."""
     publish(schema="int8")

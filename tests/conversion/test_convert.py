@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from hqconv.quantization.quantized import stack_tensors
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import LINEAR, ROUND_ROBIN, Grid, tp_slices
-from hqconv.schemas.weight_schema import WeightSchema
+from hqconv.schemas.weight_schema import PARAM_DTYPES, WeightSchema
 from tests.make.conversions import manifest, run, schema_of
 from tests.make.matrices import SCHEMAS, hard_matrix
 from tests.make.models import MODELS, save_model
@@ -41,6 +42,7 @@ Tensors = dict[str, torch.Tensor]
 ModelOf = Callable[..., Path]
 PROJECTIONS = {"mixtral": ("w1", "w3", "w2")}
 GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
+IN_TURN = [(name, PARAM_DTYPES[n % 2]) for n, name in enumerate(SCHEMAS)]  # golden artifacts have each in both
 
 
 @pytest.fixture(scope="module")
@@ -242,8 +244,7 @@ def tp_sizes(schema: WeightSchema, inner: int) -> list[int]:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize(("name", "dtype"), IN_TURN)
 def test_rank_files_are_hummings_transform_of_the_whole_stack(
     name: str, dtype: str, model: ModelOf, tmp_path: Path
 ) -> None:
@@ -280,8 +281,7 @@ def test_float16_with_exponents_that_need_a_second_scale(name: str, model: Model
     assert scales.tolist()[1] < 1 < scales.tolist()[2]
 
 
-@pytest.mark.parametrize("placement", [LINEAR, ROUND_ROBIN])
-@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4-g64-zp"])
+@pytest.mark.parametrize(("name", "placement"), [("nvfp4", LINEAR), ("int4-g64-zp", ROUND_ROBIN)])
 def test_ep_ranks_are_pieces_of_the_single_rank(name: str, placement: str, model: ModelOf, tmp_path: Path) -> None:
     """No oracle but hqconv: dealing experts, copies included, moves bytes and changes none."""
     src, grid = model("deepseek_v3"), Grid(1, 4, placement, 5)
@@ -304,8 +304,7 @@ def test_ep_ranks_are_pieces_of_the_single_rank(name: str, placement: str, model
 # --- checkpoint layout -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize(("name", "dtype"), IN_TURN)
 def test_checkpoint_layout_is_the_quantizers_output(name: str, dtype: str, model: ModelOf, tmp_path: Path) -> None:
     src = model("mixtral", intermediate_size=384, num_hidden_layers=1, num_local_experts=3)
     schema = schema_of(name)
@@ -456,8 +455,7 @@ def test_the_errors_in_the_manifest_are_true(name: str, model: ModelOf, tmp_path
 # --- the same bytes, whatever the way ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["kernel", "checkpoint"])
-@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4-g64-zp"])
+@pytest.mark.parametrize(("name", "layout"), [("mxfp4", "kernel"), ("nvfp4", "checkpoint"), ("int4-g64-zp", "kernel")])
 def test_threads_and_memory_change_no_byte(name: str, layout: str, model: ModelOf, tmp_path: Path) -> None:
     src = model("deepseek_v3")
     settings = [(1, 1 << 30), (2, 1 << 30), (4, 1 << 30), (4, 8 << 20), (4, 14 << 20)]
@@ -525,9 +523,10 @@ def spoil(src: Path, name: str, value: float) -> None:
     raise AssertionError(name)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("layout", ["kernel", "checkpoint"])
-@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int8"])
+@pytest.mark.parametrize(
+    ("name", "layout", "value"),
+    [("mxfp4", "kernel", math.nan), ("nvfp4", "checkpoint", math.inf), ("int8", "kernel", math.inf)],
+)
 def test_a_bad_weight_names_its_tensor_and_leaves_no_artifact(
     name: str, layout: str, value: float, model: ModelOf, tmp_path: Path
 ) -> None:

@@ -1,4 +1,7 @@
-"""Every family, as transformers saves it, converted and verified; on a GPU with the production kernel too."""
+"""Families as transformers saves them, converted and verified; on a GPU with the production kernel too.
+
+`test_calibrated` converts and verifies every family that transformers runs.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,13 @@ from tests.make.families import FAMILIES, SIZES, save_family
 
 SCHEMA = "int4-g32"
 ERROR = 0.15  # relative, of 4 bits in groups of 32
+NOT_RUN = ("dbrx", "glm4v_moe", "diffusion_gemma", "inkling2_text", "inkling2_loop_text")
 # One of each kind: swigluoai with biases, no gate, a clamped or bounded activation, gelu. Each compiles its kernels.
 KERNELS = ("gpt_oss", "nemotron_h", "deepseek_v4", "step3p7", "gemma4")
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", [*NOT_RUN, *KERNELS])
 def test_a_family_converts_and_verifies(model_type: str, tmp_path: Path) -> None:
     check_conversion(model_type, tmp_path, 64)
 

@@ -43,10 +43,9 @@ def assert_same_stacks(ours: QuantizedStack, theirs: QuantizedStack) -> None:
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("name", "quantizer"),
-    [(name, RTN) for name in (*SCHEMAS, *RARE_SCHEMAS)]
-    + [
-        (name, MSE)
-        for name in ("nvfp4", "fp8-block", "fp8-tensor", "int4-g64-zp", "int4-g128-fpzp", "int4-g32-e4m3-row")
+    [
+        *((name, RTN) for name in (*SCHEMAS[::2], *[*RARE_SCHEMAS][::2])),
+        *((name, MSE) for name in ("nvfp4", "fp8-block", "fp8-tensor", "int4-g64-zp", "int4-g32-e4m3-row")),
     ],
 )
 def test_experts_and_helpers_change_nothing(name: str, quantizer: str) -> None:
@@ -84,8 +83,7 @@ def test_the_recipe_for_gpus_is_that_of_the_cpu(name: str, param_dtype: str) -> 
         assert_same_stacks(ours, theirs)
 
 
-@pytest.mark.parametrize("param_dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize(("name", "param_dtype"), [*zip(SCHEMAS, 11 * ("float16", "bfloat16"), strict=True)])
 def test_a_stack_is_laid_out_like_its_experts(name: str, param_dtype: str) -> None:
     schema = resolve_schema(name)
     # One expert's scales leave float16's range and need a second scale, the others' do not.
