@@ -349,13 +349,6 @@ def test_verify_holds_an_artifact_to_the_limit(model: Path, made: Path, largest:
     assert "max_error" not in answer(*verify[:-1])["checks"]
 
 
-@pytest.mark.parametrize("limit", ["nan", "inf", "-0.1", "much"])
-def test_a_limit_that_is_none_is_refused_before_the_work(limit: str, model: Path, made: Path, tmp_path: Path) -> None:
-    refused("convert", model, "-o", tmp_path / "out", *OPTIONS, "--max-error", limit, code=2)
-    assert not (tmp_path / "out").exists()
-    refused("verify", made, "--max-error", limit, code=2)
-
-
 def test_errors_that_are_no_numbers_are_over_any_limit() -> None:
     errors_of = {"a": {"w1": {"relative_error": None}, "w2": {"relative_error": math.nan}, "w3": {"x": 1}}}
     errors_of |= {"b": {"w1": {"relative_error": 0.25}, "w2": {"relative_error": 0.125}}}

@@ -53,7 +53,7 @@ def name_of(both: tuple[str, str]) -> str:
     return "+".join(both)
 
 
-@settings(max_examples=num_examples(40), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=num_examples(15), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     both=st.tuples(*[st.sampled_from(SCHEMAS)] * 2).filter(lambda both: both[0] != both[1]),
     grid=st.sampled_from(GRIDS[:2]),
@@ -74,8 +74,7 @@ def test_any_two_schemas(
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-@pytest.mark.parametrize("both", PAIRS, ids=name_of)
+@pytest.mark.parametrize(("both", "grid"), [(both, GRIDS[n % 3]) for n, both in enumerate(PAIRS)], ids=str)
 def test_each_gemm_is_that_of_its_schema_alone(both: tuple[str, str], grid: Grid, model: Path, tmp_path: Path) -> None:
     run(model, tmp_path / "both", name_of(both), grid)
     words = manifest(tmp_path / "both")
@@ -98,7 +97,7 @@ def test_each_gemm_is_that_of_its_schema_alone(both: tuple[str, str], grid: Grid
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("both", PAIRS, ids=name_of)
+@pytest.mark.parametrize("both", PAIRS[::2], ids=name_of)
 def test_it_is_decoded_and_a_source_like_any_other(both: tuple[str, str], model: Path, tmp_path: Path) -> None:
     run(model, tmp_path / "out", name_of(both), Grid(3))
     weights = hqconv.dequantize(tmp_path / "out", layer=LAYER)
@@ -126,7 +125,7 @@ def assert_same_experts(one: Path, other: Path) -> None:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("both", PAIRS, ids=name_of)
+@pytest.mark.parametrize("both", PAIRS[::2], ids=name_of)
 def test_checkpoint_layout(both: tuple[str, str], model: Path, tmp_path: Path) -> None:
     report = run(model, tmp_path / "out", name_of(both), layout="checkpoint")
     assert any("one schema for both GEMMs" in warning for warning in report.plan.warnings)

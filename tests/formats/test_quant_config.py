@@ -403,17 +403,7 @@ def plain_and_not(words: Json, plain: tuple[str, ...], coded: tuple[str, ...], *
 
 
 LEFT_OUT: dict[str, tuple[Json, tuple[str, ...], tuple[str, ...]]] = {
-    "kimi_k2": (
-        KIMI_K2_THINKING,
-        ("lm_head", ATTENTION, SHARED, "model.layers.0.mlp.gate_proj", f"language_model.{SHARED}"),
-        (EXPERT, f"language_model.{EXPERT}"),
-    ),
     "gpt_oss": (GPT_OSS, (ATTENTION, "lm_head", "model.layers.3.mlp.router"), (STACK,)),
-    "fp8, whole paths": (
-        {**DEEPSEEK_V3, "modules_to_not_convert": ["model.layers.3.mlp.gate", "model.layers.1", "lm_head"]},
-        (ROUTER, "model.layers.1.mlp.experts.0.up_proj"),
-        ("model.layers.3.mlp.gate_proj", "model.layers.11.mlp.experts.0.up_proj", EXPERT),
-    ),
     "fp8, other key": (
         {**DEEPSEEK_V3, "modules_to_not_convert": [], "ignored_layers": ["gate", "lm_head"]},
         ("model.layers.3.block_sparse_moe.gate",),
@@ -450,11 +440,6 @@ LEFT_OUT: dict[str, tuple[Json, tuple[str, ...], tuple[str, ...]]] = {
         {**GPTQ, "modules_in_block_to_quantize": [["self_attn.q_proj"], ["mlp.experts"]]},
         (SHARED, ROUTER),
         (EXPERT, ATTENTION),
-    ),
-    "compressed-tensors, a parent": (
-        compressed(FLOAT_TENSOR, "float-quantized", ignore=["model.layers.3.mlp.experts"]),
-        (STACK, "model.layers.3.mlp.experts"),
-        (EXPERT, SHARED, EXPERT.replace(".3.", ".33.")),
     ),
     "compressed-tensors, a class": (
         compressed(FLOAT_TENSOR, "float-quantized", ignore=["Linear"]),

@@ -13,9 +13,16 @@ from tests.make import formats_floats, formats_toolkits, formats_words
 from tests.make.layouts import Block, Sizes, write_checkpoint
 from tests.make.spec import FormatSpec
 
-__all__ = ["FORMATS", "FormatSpec", "Written", "write"]
+__all__ = ["FORMATS", "KINDS", "FormatSpec", "Written", "write"]
 
 FORMATS: dict[str, FormatSpec] = {**formats_floats.ROWS, **formats_toolkits.ROWS, **formats_words.ROWS}
+# One format of each encoding and each form of stacks: the others differ in their config alone.
+KINDS = list(
+    {
+        (spec.encode.__qualname__, str(spec.layout.words), spec.layout.fused is None): name
+        for name, spec in FORMATS.items()
+    }.values()
+)
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as torch_save_file
 
-from hqconv.errors import HqconvError, InputError, NetworkError, RequestError
-from hqconv.io import hub
+from hqconv.errors import InputError, RequestError
 from hqconv.io.safetensors_header import read_header
 from hqconv.models.source_protocol import Source
 from hqconv.schemas.dtypes import DTYPES, num_bits
@@ -845,37 +844,3 @@ def test_downloads_a_single_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         use(monkeypatch, server.url, tmp_path / "cache")
         assert list(open_source("org/name").tensors) == ["a"]
     assert server.fetched == {"config.json", "model.safetensors"}
-
-
-@pytest.mark.parametrize(
-    ("kind", "ours", "text"),
-    [
-        ("GatedRepoError", RequestError, "Accept its terms at"),
-        ("RepositoryNotFoundError", RequestError, "no such repo"),
-        ("RevisionNotFoundError", RequestError, "no such revision"),
-        ("EntryNotFoundError", InputError, "lacks a file"),
-        ("LocalEntryNotFoundError", NetworkError, "cannot be reached"),
-        ("HfHubHTTPError", NetworkError, "download from the Hub failed"),
-        ("HTTPError", NetworkError, "download from the Hub failed"),
-        ("OSError", NetworkError, "download from the Hub failed"),
-        ("RuntimeError", NetworkError, "download from the Hub failed"),
-    ],
-)
-def test_what_the_hub_library_raises(
-    monkeypatch: pytest.MonkeyPatch, kind: str, ours: type[HqconvError], text: str
-) -> None:
-    cls = vars(huggingface_hub.errors).get(kind) or getattr(__builtins__, kind, None) or eval(kind)
-    error = cls.__new__(cls)  # the HTTP ones want a response
-    Exception.__init__(error, "first line\nsecond line")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-
-    def fail(*_: object, **__: object) -> str:
-        raise error
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(HqconvError, match=text) as caught:
-        hub.fetch("org/name", "v1", ["config.json"])
-    assert type(caught.value) is ours
-    assert caught.value.where == "org/name, revision v1"
-    assert caught.value.remedy
-    assert kind in caught.value.found

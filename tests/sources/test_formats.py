@@ -23,19 +23,12 @@ from hqconv.errors import HqconvError, InputError, RequestError
 from hqconv.schemas.grid import Grid
 from hqconv.verification.result import CheckResult
 from tests.make import conversions
-from tests.make.formats import FORMATS, FormatSpec, Written, write
+from tests.make.formats import FORMATS, KINDS, FormatSpec, Written, write
 from tests.make.layouts import GPT_OSS_QUARK, Block, plain
 from tests.make.packing import mxfp4
 
 ROLES = {"w1": 0, "w3": 1, "w2": 2}
 DIRECT = [name for name, spec in FORMATS.items() if spec.direct]
-# One format of each encoding and each form of stacks: the others differ in their config alone.
-KINDS = list(
-    {
-        (spec.encode.__qualname__, str(spec.layout.words), spec.layout.fused is None): name
-        for name, spec in FORMATS.items()
-    }.values()
-)
 REFUSED = [name for name, spec in FORMATS.items() if not spec.direct]
 Get = Callable[[str], Written]
 
