@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import re
 import subprocess
@@ -144,6 +145,11 @@ def imports_of(sources: Mapping[str, str]) -> Imports:
     return {name.rstrip("."): set(_walk(ast.parse(text), "load", name, modules)) for name, text in sources.items()}
 
 
+@functools.cache
+def imports_of_package() -> Imports:
+    return imports_of(sources_of(REPO / "hqconv"))
+
+
 def _walk(node: ast.AST, when: str, name: str, modules: set[str]) -> Iterator[tuple[str, str]]:
     if isinstance(node, ast.Import):
         yield from ((alias.name, when) for alias in node.names)
@@ -249,7 +255,7 @@ RULES = (wrong_direction, forbidden_libraries, shared_with_the_judged, circles, 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_imports(rule: Callable[[Imports], list[str]]) -> None:
-    assert rule(imports_of(sources_of(REPO / "hqconv"))) == []
+    assert rule(imports_of_package()) == []
 
 
 def test_the_seams_hold() -> None:
@@ -257,7 +263,7 @@ def test_the_seams_hold() -> None:
 
 
 def test_every_room_has_a_floor_and_tests() -> None:
-    rooms = {room_of(name) for name in imports_of(sources_of(REPO / "hqconv"))} - {""}
+    rooms = {room_of(name) for name in imports_of_package()} - {""}
     assert rooms == FLOORS.keys()
     folders = {path.name for path in (REPO / "tests").iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert folders == {room for room in rooms if (REPO / "hqconv" / room).is_dir()} | {

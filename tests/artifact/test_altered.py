@@ -26,7 +26,6 @@ from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
 
 LAYER = "model.layers.0.mlp.experts"
-RANK_FILE = f"experts/tp1-ep0/{LAYER}.safetensors"
 ON_CPU: dict[str, Any] = {"schema": "source", "target": "sm90", "device": "cpu"}
 ALTERED = "The manifest's bytes are not those that its digest was made of"
 

@@ -36,11 +36,6 @@ def again(src: Path, out: Path, schema: str, grid: Grid, layout: str = "kernel",
     return out
 
 
-def rank_files(folder: Path) -> dict[str, bytes]:
-    paths = sorted((folder / "experts").rglob("*.safetensors"))
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
-
-
 @pytest.mark.parametrize("schema", ["mxfp4", "int4-g32-zp", "fp8-block"])
 def test_the_kernel_layout_becomes_a_checkpoint(source: Path, tmp_path: Path, schema: str) -> None:
     conversions.run(source, tmp_path / "first", schema, Grid(tp=2, ep=2))

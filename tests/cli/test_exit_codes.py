@@ -206,8 +206,13 @@ def test_verdicts_stay_as_well(error: OSError, monkeypatch: pytest.MonkeyPatch) 
 PRINTED = {">&-": 4, ">/dev/full": 4, "| true": 0, "| head -1": 0}
 
 
-@pytest.mark.parametrize("more", PRINTED)
-@pytest.mark.parametrize("arguments", ["inspect {model}", "schemas --json", "verify --help", "--version", ""])
+@pytest.mark.parametrize(
+    ("arguments", "more"),
+    [
+        *(("inspect {model}", more) for more in PRINTED),
+        *(("schemas --json", "| head -1"), ("verify --help", ">/dev/full"), ("--version", ">&-"), ("", ">/dev/full")),
+    ],
+)
 def test_what_only_prints(arguments: str, more: str, model: Path) -> None:
     done = in_shell("-m", "hqconv", *arguments.format(model=model).split(), more=more)
     assert (done.returncode, b"Traceback" in done.stderr) == (PRINTED[more], False), done.stderr

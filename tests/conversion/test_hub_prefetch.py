@@ -38,7 +38,6 @@ from tests.make.shards import split_by_layer
 from tests.make.tensors import snapshot
 
 NAME, SCHEMA, NUM_LAYERS = "org/name", "int4-g32", 6
-SNAPSHOT = f"models--org--name/snapshots/{COMMIT}"
 
 
 @pytest.fixture(scope="module")

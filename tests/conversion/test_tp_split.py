@@ -23,7 +23,7 @@ from hqconv.quantization.coded_matrix import CodedMatrix, filled
 from hqconv.quantization.coded_matrix import dequantize as decoded
 from hqconv.schemas.artifact_names import CHECKPOINT
 from hqconv.schemas.grid import GROUPS, Grid, slice_unit, stored_size, tp_share, tp_slices, working_tp_sizes
-from hqconv.schemas.weight_schema import PRESETS, WeightSchema
+from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, WeightSchema
 from tests.make import conversions
 from tests.make.conversions import manifest, run, schema_of
 from tests.make.filled import write_filled
@@ -104,8 +104,9 @@ CASES = [
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(("name", "inner", "sizes"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("name", "inner", "sizes", "dtype"), [(*case, PARAM_DTYPES[n % 2]) for n, case in enumerate(CASES)], ids=str
+)
 def test_the_ranks_together_are_the_whole(
     tmp_path: Path, name: str, inner: int, sizes: tuple[int, ...], dtype: str
 ) -> None:

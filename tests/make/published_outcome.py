@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import hqconv
+from hqconv.checkup.findings import Finding
+from hqconv.checkup.headers import header_findings
 from hqconv.errors import HqconvError
 from hqconv.formats.source_format import SourceFormat
 from hqconv.models.expert_map import ExpertMap
 from hqconv.planning.plan import ConversionPlan
+from hqconv.sources.opening import open_source
 from tests.make.published import DATA, Published, write_sparse
 from tests.make.twins import Sizes, write_twin
 
@@ -25,6 +28,7 @@ class Outcome:
     refused: str = ""
     twin: dict[str, bool] = field(default_factory=dict)
     findings: list[str] = field(default_factory=list)
+    damage: list[Finding] = field(default_factory=list)  # in the headers, by `hqconv check`
 
     @property
     def experts(self) -> ExpertMap:
@@ -67,12 +71,14 @@ def outcome_of(path: Path, model: Published, folder: Path, *, with_twin: bool = 
     wanted = ["int4-g64", *(["source"] if own else [])]
     sparse = write_sparse(model, folder / "sparse")
     try:
-        plans = [hqconv.plan(sparse, schema=schema, target="sm90") for schema in wanted[-1:]]
+        plan = hqconv.plan(sparse, schema=wanted[-1], target="sm90")
+        with open_source(sparse) as source:
+            damage = [one for one in header_findings(source, plan.experts) if one.is_damage]
     except HqconvError as error:
         return Outcome(refused=f"{error.what} {error.found}".replace("|", "/"))
     finally:
         shutil.rmtree(sparse)
-    outcome = Outcome(plans[0])
+    outcome = Outcome(plan, damage=damage)
     layers = outcome.experts.layers
     first = layers[0]
     is_small = path.parent == DATA / "families"

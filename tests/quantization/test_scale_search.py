@@ -132,14 +132,14 @@ def stacks_of_two(draw: st.DrawFn) -> list[torch.Tensor]:
 
 
 @pytest.mark.full
-@settings(max_examples=num_examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=num_examples(20), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(stacks_of_two(), st.sampled_from(ALL), st.sampled_from(["bfloat16", "float16"]))
 def test_no_scale_loses_more_than_round_to_nearest(stacks: list[torch.Tensor], name: str, param_dtype: str) -> None:
     assert_never_worse(stacks, any_schema(name), param_dtype)
 
 
 @pytest.mark.sampled(16)
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", [*SEARCHED, "int4-g32-e4m3", "fp4-g32-e8m0-row"])
 def test_hard_matrices_lose_no_more_either_and_something_is_gained(name: str) -> None:
     schema = any_schema(name)
     assert_never_worse(hard_stacks(torch.bfloat16), schema, "bfloat16")

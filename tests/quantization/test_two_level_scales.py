@@ -249,15 +249,7 @@ def errors(stack: torch.Tensor, done: QuantizedStack, schema: WeightSchema, weig
     return float((((stack.double() - decoded) ** 2) * weights).sum())
 
 
-@pytest.mark.parametrize(
-    ("name", "param"),
-    [
-        ("int4-g32-e4m3", "bfloat16"),
-        ("int3-g64-e5m2-row", "float16"),
-        ("fp4-g32-e8m0-row", "bfloat16"),
-        ("fp8-g32-e4m3", "float16"),
-    ],
-)
+@pytest.mark.parametrize(("name", "param"), [("int3-g64-e5m2-row", "float16"), ("fp4-g32-e8m0-row", "bfloat16")])
 def test_a_search_and_rotation_go_with_them(name: str, param: str) -> None:
     """A search keeps the second scale, and loses no more than round-to-nearest; rotated weights are quantized so."""
     schema, stack = resolve_schema(name), gaussian(1, 64, 256, seed=4)

