@@ -29,7 +29,7 @@ from tests.make.conversions import manifest, run, write_manifest
 from tests.make.effort import ALL
 from tests.make.qwen import write_qwen3_moe
 
-EVERY = 5 if ALL else 37  # of the mutations
+EVERY = 7 if ALL else 37  # of the mutations
 ABSENT = object()
 Place = tuple[Any, ...]
 
