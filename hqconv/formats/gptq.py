@@ -63,15 +63,15 @@ def parse_gptq(config: ConfigReader, _text: Text) -> list[Rule]:
     if config.has("method"):
         config.one_of("method", "gptq")
     rules = list(dynamic_rules(config, gptq_format))
-    names = _flat_names(config, "modules_in_block_to_quantize")
-    if names:
+    if names := _modules_to_quantize(config):
         is_quantized = containing(names)
         rules.append(when(lambda module: not is_quantized(module)))
     return [*rules, always(gptq_format(config))]
 
 
-def _flat_names(config: ConfigReader, key: str) -> list[str]:
+def _modules_to_quantize(config: ConfigReader) -> list[str]:
     """Return the strings of a list of strings or of lists of strings; none where the key is absent."""
+    key = "modules_in_block_to_quantize"
     entries = config.values.get(key) or []
     if not isinstance(entries, list):
         raise config.wrong(key, "a list")

@@ -196,8 +196,8 @@ def _experts(
     return config if inner is None else {**config, inner: meta.get("expert_feed_forward_length")}
 
 
-def _no_groups(meta: Metadata, gating: int = _SOFTMAX) -> None:
-    meta.expect("expert_gating_func", gating)
+def _no_groups(meta: Metadata) -> None:
+    meta.expect("expert_gating_func", _SOFTMAX)
     meta.expect("expert_group_count", 1)
     meta.expect("expert_group_used_count", 1)
 
@@ -596,10 +596,8 @@ class _OtherTensors:
                     modules.setdefault(name, (prefix, path))
         return modules
 
-    def _add(
-        self, name: str, path: str, parts: tuple[TensorRef, ...], order: RowOrder = RowOrder.AS_STORED, heads: int = 1
-    ) -> None:
-        shape = parts[0].shape
+    def _add(self, name: str, path: str, parts: tuple[TensorRef, ...], order: RowOrder = RowOrder.AS_STORED) -> None:
+        shape, heads = parts[0].shape, 1
         if order is RowOrder.MLA:
             (num, rank, nope), (_, value, _) = parts[0].shape, parts[1].shape
             shape, heads = (num * (nope + value), rank), num
