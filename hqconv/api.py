@@ -424,15 +424,16 @@ def check(
     sample is read by byte ranges. max_memory: "4GiB" or bytes, of the experts at work. threads: workers; None: all
     processors. cache_limit, keep_source: as of `convert`, for each of the two. progress: called with how far it is.
 
-    `passed` is False if something is surely wrong (`damage`); what may be is in `notices`. A checkpoint that cannot be
-    read is damaged. Raises RequestError for a checkpoint that hqconv does not know, unknown layers, and an original of
-    other sizes; InputError for an original that cannot be read; NetworkError.
+    `passed` is False if something is surely wrong (`damage`); what may be is in `notices`. A checkpoint that
+    contradicts itself is damaged. Raises RequestError for a checkpoint that hqconv does not know, unknown layers, and
+    an original of other sizes; InputError for an original that contradicts itself, and for files that the system does
+    not let it read; NetworkError.
     """
     from hqconv.conversion.option_values import cache_use, resources_of
     from hqconv.sources.opening import open_source
 
     resources, cache = resources_of("cpu", max_memory, None, threads), cache_use(cache_limit, keep_source=keep_source)
-    from hqconv.checkup.check import CheckOptions, broken_checkpoint, run_check
+    from hqconv.checkup.check import CheckOptions, broken_checkpoint, of_original, run_check
 
     options = CheckOptions(
         layers=None if layers is None else frozenset(layers),
@@ -443,7 +444,10 @@ def check(
         progress=progress,
     )
     with ExitStack() as stack:
-        original = None if against is None else stack.enter_context(open_source(against, is_lazy=True))
+        original = None
+        if against is not None:
+            with of_original():
+                original = stack.enter_context(open_source(against, is_lazy=True))
         try:
             source = stack.enter_context(open_source(checkpoint, revision, is_lazy=True))
         except InputError as error:

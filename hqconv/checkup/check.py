@@ -5,11 +5,12 @@ Every expert is decoded in full, one at a time in each thread; of the others onl
 
 from __future__ import annotations
 
+import errno
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -36,6 +37,7 @@ from hqconv.schemas.model_config import text_config
 from hqconv.schemas.options import GPTQ, refuse_unknown_layers
 
 _CPU = torch.device("cpu")
+_OF_SYSTEM = (errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _BYTES_PER_WEIGHT = 24  # of a decoded expert at work: values, cells, products
 _NEIGHBOURS = (16.0, 1024.0)  # rms beside the layer's median: a notice, damage if larger
 _OUTLIER, _NUM_OTHERS = 2.0, 4  # distance beside the median of the layer's others, and how many there must be
@@ -81,7 +83,7 @@ def run_check(source: Source, original: Source | None, options: CheckOptions) ->
     """Check a checkpoint and return the document (docs/check.md).
 
     Raises RequestError for layers that do not exist, an original of another model, and a memory limit that is smaller
-    than an expert's needs; what opening and reading the original raises.
+    than an expert's needs; InputError where the system refuses to read a file; what reading the original raises.
     """
     started = time.monotonic()
     document: dict[str, Any] = {
@@ -96,12 +98,14 @@ def run_check(source: Source, original: Source | None, options: CheckOptions) ->
         finding = unmapped_stacks(source)
         if finding is None and isinstance(error, RequestError):
             raise
-        return document | _conclusion([finding or broken(error)], [], started)
+        return document | _conclusion([finding or _broken(error)], [], started)
     layers = _chosen(experts, options.layers)
     findings = [*header_findings(source, experts), *value_findings(source, experts, layers)]
     pairs: dict[str, MoeLayer] = {}
     if original is not None:
-        pairs = _paired(layers, original.map_experts(), findings, source, experts)
+        with of_original():
+            others = original.map_experts()
+        pairs = _paired(layers, others, findings, source, experts)
     checked = list(_walk(source, original, layers, pairs, options))
     for one in checked:
         findings += _of_layer(one, source)
@@ -119,13 +123,33 @@ def run_check(source: Source, original: Source | None, options: CheckOptions) ->
 
 
 def broken_checkpoint(name: str, error: InputError) -> dict[str, Any]:
-    """Return the document of a checkpoint that cannot be opened."""
+    """Return the document of a checkpoint that cannot be opened. Raises the error if it is the system's."""
     document = {"kind": "checkup", "checkpoint": name, "revision": None, "against": None}
-    return document | _conclusion([broken(error)], [], time.monotonic())
+    return document | _conclusion([_broken(error)], [], time.monotonic())
 
 
-def broken(error: HqconvError) -> Finding:
-    """Return the finding for a checkpoint that contradicts itself, or a tensor that its format cannot hold."""
+@contextmanager
+def of_original() -> Iterator[None]:
+    """Name --against in errors about the original."""
+    try:
+        yield
+    except (InputError, RequestError) as error:
+        where = f"--against, {error.where}" if error.where else "--against"
+        raise type(error)(
+            error.what, where=where, expected=error.expected, found=error.found, remedy=error.remedy
+        ) from error
+
+
+def _broken(error: HqconvError) -> Finding:
+    """Return the finding for a checkpoint that contradicts itself, or a tensor that its format cannot hold.
+
+    Raises the error if the system refused to read, e.g. for missing permissions: of the checkpoint it tells nothing.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in _OF_SYSTEM:
+            raise error
+        cause = cause.__cause__
     return Finding("broken", error.what, error.expected, error.found, where=error.where)
 
 
@@ -276,7 +300,7 @@ def _examine(source: Source, layer: MoeLayer, original: Source | None, other: Mo
     outcome, ours = Outcome(), dict[str, Matrix]()
     for role, matrix in _read(source, layer, expert):
         if isinstance(matrix, InputError):
-            found = [broken(matrix)]
+            found = [_broken(matrix)]
         else:
             found = list(own_faults(matrix))
             if not any(one.kind == "nan" for one in found):
@@ -288,9 +312,17 @@ def _examine(source: Source, layer: MoeLayer, original: Source | None, other: Mo
     theirs = {}
     for role, matrix in _read(original, other, expert):
         if isinstance(matrix, InputError):
-            raise matrix
-        theirs[role], outcome.theirs[role] = matrix, facts_of(matrix).sketch
+            with of_original():
+                raise matrix
+        facts = facts_of(matrix)
+        if math.isfinite(facts.rms):
+            theirs[role], outcome.theirs[role] = matrix, facts.sketch
+        else:
+            what = "The original's weights are NaN, infinite or too large: the matrix is checked alone."
+            outcome.findings.append(_at(Finding("nan", what, is_damage=False), (layer.name, expert, role), matrix.name))
     for role, matrix in ours.items():
+        if role not in theirs:
+            continue
         compared = outcome.compared[role] = compare(role, matrix, theirs)
         outcome.findings += [_at(one, (layer.name, expert, role), matrix.name) for one in compared.faults]
     _settle(outcome, layer, expert, {role: matrix.name for role, matrix in ours.items()})

@@ -39,7 +39,7 @@ def grouped(findings: Iterable[Finding]) -> list[dict[str, Any]]:
         if len(experts) > 1 or (first.layer and not where):
             named = f", expert{'s' * (len(experts) > 1)} {first_few([*map(str, experts)])}" if experts else ""
             where = f"{first.layer}{named}{f', {first.role}' * bool(first.role)}"
-        found = first.found if len(experts) < 2 else f"{first.found} (expert {first.expert})"
+        found = first.found if len(experts) < 2 or not first.found else f"{first.found} (expert {first.expert})"
         documents.append(
             {
                 "kind": first.kind,

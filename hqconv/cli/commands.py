@@ -279,7 +279,7 @@ def check(*, layers: str | None, json: bool, quiet: bool, **options: Any) -> Res
     with ShownProgress(quiet=quiet) as progress:
         document = api.check(**options, layers=parse_layers(layers), progress=progress.update)
     if json or not (quiet and document["passed"]):
-        show(document, json=json, is_output=True)
+        show(document, json=json)
     return Result(None, 0 if document["passed"] else VerificationError.exit_code)
 
 

@@ -120,12 +120,16 @@ def _write_chunks(root: Path, name: str, chunks: Iterator[bytes]) -> FileRecord:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial(path).unlink(missing_ok=True)  # it may be a link, or a pipe
         with partial(path).open("xb") as file:
-            for chunk in chunks:
-                file.write(chunk)
-                digest.update(chunk)
-                num_bytes += len(chunk)
-            file.flush()
-            os.fsync(file.fileno())
+            try:
+                for chunk in chunks:
+                    file.write(chunk)
+                    digest.update(chunk)
+                    num_bytes += len(chunk)
+                file.flush()
+                os.fsync(file.fileno())
+            except BaseException:
+                partial(path).unlink(missing_ok=True)
+                raise
         partial(path).replace(path)
         sync_folders(root, [path.parent])
     _LOG.debug("Wrote %s: %d bytes.", path, num_bytes)

@@ -67,24 +67,43 @@ def layer_notices(family: Family, moe_layers: Iterable[str], names: Iterable[str
     if num_layers is None or len(stacks) != 1:
         return []
     stack = f"{stacks.pop()}."
-    start = len(stack)
-    words = {name[start:].partition(".")[:2] for name in names if name.startswith(stack)}
-    indices = {int(word) for word, dot in words if dot and re.fullmatch(INDEX, word)}
+    modules = _modules_of(stack, names)
     key, count = num_layers
     counted = f"config.json counts {count} layers ({key})"
-    if missing := [str(index) for index in range(count) if index not in indices]:
+    if missing := [str(index) for index in range(count) if index not in modules]:
         return [
             f"{counted}, and the checkpoint has no tensor of layer {first_few(missing)}: a server does not load it "
             "whole. Check that the download is complete and that config.json belongs to it."
         ]
     declared = (text.get(draft_key) for draft_key in DRAFT_LAYERS_KEYS)
     num_drafts = max(1, *(one if isinstance(one, int) else 0 for one in declared))  # not every config mentions a draft
-    if max(indices) >= count + num_drafts:
+    if max(modules) >= count + num_drafts:
         return [
-            f"{counted}, and the checkpoint has {max(indices) + 1}: a server leaves out the others. Check that "
+            f"{counted}, and the checkpoint has {max(modules) + 1}: a server leaves out the others. Check that "
             "config.json belongs to the checkpoint."
         ]
+    # Layers that have, beside norms, no more than a module that MoE layers have beside norms and experts: attention.
+    with_experts = _modules_of(stack, moe_layers)
+    mixers = [modules[index] - experts for index, experts in with_experts.items() if index in modules]
+    attention = set().union(*(mixer for mixer in mixers if len(mixer) == 1))
+    others = sorted(modules.keys() - with_experts.keys())
+    if bare := [str(index) for index in others if len(modules[index]) == 1 and modules[index] <= attention]:
+        return [
+            f"layer {first_few(bare)} has {', '.join(sorted(attention))} and no MLP, where other layers have experts: "
+            "a server does not load it whole. Check that the checkpoint is complete."
+        ]
     return []
+
+
+def _modules_of(stack: str, names: Iterable[str]) -> dict[int, set[str]]:
+    """Return the names of each decoder layer's modules, without norms. stack: what is before a layer's number."""
+    found: dict[int, set[str]] = {}
+    start = len(stack)
+    for index, *module in {tuple(name[start:].split(".", 2)[:2]) for name in names if name.startswith(stack)}:
+        if module and re.fullmatch(INDEX, index):
+            of_layer = found.setdefault(int(index), set())
+            of_layer.update(one for one in module if "norm" not in one)
+    return found
 
 
 def layer_config(family: Family, layer: int, text: Config) -> Config:
@@ -180,7 +199,7 @@ def _number_at(numbers: Numbers, field: str, text: Config, layer: int) -> float 
     least = -math.inf if field in numbers.any_value else 0
     if not isinstance(value, int | float) or isinstance(value, bool) or not least < value < math.inf:
         expected = "a finite number" if field in numbers.any_value else "a positive number"
-        raise contradiction(_UNUSABLE, key, expected, text[key])
+        raise contradiction(_UNUSABLE, key, expected, repr(text[key]))
     return float(value)
 
 
@@ -198,6 +217,6 @@ def config_number(text: Config, keys: tuple[str, ...], layer: int) -> Size | Non
             value = value[min(layer, len(value) - 1)]
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < MAX_SIZE:
             expected = f"a positive integer below {MAX_SIZE}"
-            raise contradiction(_UNUSABLE, key, expected, text[key])
+            raise contradiction(_UNUSABLE, key, expected, repr(text[key]))
         return key, value
     return None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import hqconv
-from hqconv.errors import InputError, RequestError
+from hqconv.checkup.findings import Finding, grouped
+from hqconv.errors import HqconvError, InputError, RequestError
 from tests.make import checkups, conversions, small
 from tests.make.checkups import FAULTS, HARMLESS, check, is_named, is_there, planted
 from tests.make.command import call
@@ -249,6 +252,72 @@ def test_a_file_that_was_cut(tmp_path: Path) -> None:
     good = write_qwen3_moe(tmp_path / "good")
     with pytest.raises(InputError):
         hqconv.check(good, src)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_an_original_that_is_not_finite_is_no_damage(value: float, tmp_path: Path) -> None:
+    src = write_qwen3_moe(tmp_path / "src")
+    name = "model.layers.0.mlp.experts.1.gate_proj.weight"
+    tensors = load_file(src / "model.safetensors")
+    tensors[name][2, 3] = value
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "config.json").write_bytes((src / "config.json").read_bytes())
+    save_file(tensors, tmp_path / "bad" / "model.safetensors", {"format": "pt"})
+    document = hqconv.check(src, tmp_path / "bad")
+    assert document["damage"] == []
+    (found,) = (one for one in document["notices"] if one["kind"] == "nan")
+    assert (found["where"], found["experts"]) == (name, [1])
+    assert found["what"].startswith("The original's weights are NaN")
+    assert not hqconv.check(tmp_path / "bad", src)["passed"]
+
+
+def test_errors_of_the_original_name_it(tmp_path: Path) -> None:
+    good, bad = write_qwen3_moe(tmp_path / "good"), write_qwen3_moe(tmp_path / "bad")
+    config = json.loads((bad / "config.json").read_text())
+    for key, value in (("num_experts", "4"), ("quantization_config", {"quant_method": "none of ours"})):
+        (bad / "config.json").write_text(json.dumps({**config, key: value}))
+        with pytest.raises(HqconvError) as caught:
+            hqconv.check(good, bad)
+        assert caught.value.where.startswith(f"--against, {key}")
+    (bad / "config.json").write_text("{")
+    with pytest.raises(InputError) as opened:
+        hqconv.check(good, bad)
+    assert opened.value.where == f"--against, {bad / 'config.json'}"
+    assert opened.value.remedy
+
+
+@pytest.mark.parametrize("name", ["config.json", "hqconv.json"])
+def test_files_that_may_not_be_read_are_no_damage(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    src = write_qwen3_moe(tmp_path / "src")
+    if name == "hqconv.json":
+        conversions.run(src, tmp_path / "out", "mxfp4")
+        src = tmp_path / "out"
+    real = os.open
+
+    def refuse(path: Any, *args: Any, **options: Any) -> int:
+        if os.fspath(path) == str(src / name):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    done = call("check", src)
+    assert (done.exit_code, "found: Permission denied" in done.stderr) == (3, True), done.stderr
+
+
+def test_a_disk_that_fails_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:  # while experts are read
+        raise InputError("A file of the source cannot be read.") from OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("hqconv.sources.safetensors.SafetensorsSource.read_raw", fail)
+    src = write_qwen3_moe(tmp_path / "src")
+    with pytest.raises(InputError, match="A file of the source cannot be read"):
+        hqconv.check(src)
+
+
+def test_findings_of_several_experts_are_one_document() -> None:
+    several = [Finding("zero", "It is zero.", layer="l", role="w1", expert=expert) for expert in (2, 5)]
+    (document,) = grouped(several)
+    assert (document["where"], document["found"]) == ("l, experts 2, 5, w1", "")
 
 
 def test_the_command_prints_what_it_found(tmp_path: Path) -> None:

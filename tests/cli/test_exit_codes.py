@@ -181,7 +181,7 @@ FAILURES = (BrokenPipeError(32, "Broken pipe"), OSError(28, "No space left on de
 
 @pytest.mark.parametrize("error", FAILURES, ids=str)
 def test_verdicts_stay_as_well(error: OSError, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of `verify` and `warm`; what only shows has failed if it cannot."""
+    """Of `verify`, `check` and `warm`; what only shows has failed if it cannot."""
 
     def fail(*_: object, **__: object) -> None:
         raise error
@@ -195,10 +195,13 @@ def test_verdicts_stay_as_well(error: OSError, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("hqconv.cli.render.show", fail)
     monkeypatch.setattr("hqconv.api.verify", lambda *_, **__: Report())
     monkeypatch.setattr("hqconv.api.warm", lambda **_: {})
+    monkeypatch.setattr("hqconv.api.check", lambda **_: {"passed": Report.passed})
     assert call("verify", "out").exit_code == 1
+    assert call("check", "out").exit_code == 1
     assert call("warm", "out").exit_code == 0
     Report.passed = True
     assert call("verify", "out").exit_code == 0
+    assert call("check", "out").exit_code == 0
     assert call("schemas").exit_code == (0 if isinstance(error, BrokenPipeError) else 4)
 
 

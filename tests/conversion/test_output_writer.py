@@ -58,6 +58,18 @@ def names(root: Path) -> list[str]:
 # --- files -------------------------------------------------------------------------------------------------
 
 
+def test_a_full_disk_leaves_no_half_of_a_small_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_whole(tmp_path, "page.html", b"before")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OutputError, match="The disk is full"):
+        write_whole(tmp_path, "page.html", b"after")
+    assert (names(tmp_path), (tmp_path / "page.html").read_bytes()) == (["page.html"], b"before")
+
+
 def test_files_appear_whole_and_only_at_the_end(tmp_path: Path) -> None:
     files = two_files()
     writer = UnitWriter(tmp_path, files)

@@ -872,6 +872,23 @@ def test_layers_are_told_by_a_number_between_dots() -> None:
     assert "has no tensor of layer 2, 3, 4:" in notice
 
 
+@pytest.mark.parametrize(
+    ("second", "is_told"),
+    [
+        ("self_attn.q input_norm.w", True),
+        ("self_attn.q mlp.up", False),
+        ("self_attn.q shared_mlp.up", False),
+        ("mamba.in", False),
+    ],
+)
+def test_layers_that_lack_an_mlp_are_told(second: str, is_told: bool) -> None:
+    names = [f"model.layers.0.{rest}" for rest in ("self_attn.q", "mlp.gate", "input_norm.w")]
+    names += [f"model.layers.1.{rest}" for rest in second.split()]
+    for experts in ("model.layers.0.mlp.experts", "model.layers.0.mlp.experts."):
+        notices = layer_notices(BY_NAME["qwen_moe"], [experts], names, {"num_hidden_layers": 2})
+        assert ["layer 1 has self_attn and no MLP" in one for one in notices] == [True] * is_told
+
+
 # --- many tensors: what is done for each of them, and that time grows no faster than their number ----------
 
 DENSE = ("mlp.gate.weight", "mlp.shared_experts.up_proj.weight")

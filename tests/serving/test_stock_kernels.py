@@ -111,6 +111,21 @@ def test_a_cache_that_others_can_write_is_refused(tmp_path: Path, monkeypatch: p
         stock_checkpoint.private_cache()
 
 
+@pytest.mark.parametrize("case", ["a file", "no home"])
+def test_a_cache_that_cannot_be_made(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError
+
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setenv(stock_checkpoint.CACHE_VARIABLE, str(tmp_path / "file" / "cache") if case == "a file" else "")
+    with pytest.raises(
+        OutputError, match=f"(?s)cannot be made.*what to do: Set {stock_checkpoint.CACHE_VARIABLE} to"
+    ) as told:
+        stock_checkpoint.private_cache()
+    assert told.value.where == (str(tmp_path / "file" / "cache") if case == "a file" else "~")
+
+
 def test_what_vllm_says_of_a_model_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(stock_checkpoint.CACHE_VARIABLE, str(tmp_path / "cache"))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gearbox", "architectures": ["Gearbox"]}))

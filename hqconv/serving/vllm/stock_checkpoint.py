@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from hqconv.errors import OutputError, RequestError
-from hqconv.io.durable_files import output_errors
 from hqconv.schemas.engine import ENGINE
 from hqconv.serving.warm.gpus import Gpu
 from hqconv.serving.warm.kernel_store import CACHE_VARIABLE, UnusableError, check_private, kernel_cache
@@ -86,9 +85,17 @@ def _error_of(said: list[str]) -> str:
 
 
 def private_cache() -> Path:
-    """Humming's cache of this user, made if it is not there. Raises OutputError for one that another user can write."""
-    with output_errors(Path(os.environ.get(CACHE_VARIABLE, "~/.humming/cache"))):
+    """Humming's cache of this user, made if it is not there.
+
+    Raises OutputError for one that cannot be made, or that another user can write.
+    """
+    what, remedy = "Humming's cache of kernels cannot be made.", f"Set {CACHE_VARIABLE} to a folder of this user's own."
+    try:
         folder = kernel_cache()
+    except OSError as error:
+        raise OutputError(what, where=str(error.filename), found=error.strerror or error, remedy=remedy) from error
+    except RuntimeError as error:
+        raise OutputError(what, where="~", found="a user without a home folder", remedy=remedy) from error
     try:
         check_private(folder)
     except UnusableError as error:
