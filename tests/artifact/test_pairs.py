@@ -119,8 +119,7 @@ def decoded_of(src: Path, schema: str, dtype: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("grid", GRIDS, ids=("one", "tp2-ep2"))
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@pytest.mark.parametrize(("pair", "grid"), [(pair, GRIDS[n % 2]) for n, pair in enumerate(PAIRS)], ids=str)
 def test_artifacts_decode_to_the_quantized_source(
     pair: tuple[str, str, str], grid: Grid, make: Make, source: Callable[[int], Path]
 ) -> None:
@@ -168,8 +167,7 @@ def fused_values(packed: dict[str, dict[str, torch.Tensor]], tp: int, inputs: st
     return {role: torch.from_numpy(values).float() for role, values in joined.items()}
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("grid", GRIDS, ids=("one", "tp2-ep2"))
+@pytest.mark.parametrize(("dtype", "grid"), [*zip(("bfloat16", "float16"), GRIDS, strict=True)], ids=str)
 @pytest.mark.parametrize("pair", FUSED, ids="-".join)
 def test_fused_artifacts_decode_to_the_shifted_source(
     pair: tuple[str, str, str], grid: Grid, dtype: str, make: Make, source: Callable[[int], Path]

@@ -29,7 +29,7 @@ Json = dict[str, Any]
 
 
 @pytest.mark.sampled(6)
-@pytest.mark.parametrize("name", [name for name in KINDS if is_there(name)])
+@pytest.mark.parametrize("name", [name for name in dict.fromkeys((*KINDS, *checkups.FEW_LEVELS)) if is_there(name)])
 def test_faults_of_every_format_are_named(name: str, tmp_path: Path) -> None:
     for fault, document in planted(name, tmp_path, {**HARMLESS, **FAULTS}).items():
         if fault in HARMLESS:

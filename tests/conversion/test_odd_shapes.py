@@ -41,8 +41,14 @@ def write(folder: Path, gated: bool, sizes: tuple[int, int, int], dtype: torch.d
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("sizes", [(1, 64, 64), (3, 128, 128), (2, 256, 64), (5, 192, 320)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [
+        *(((1, 64, 64), torch.bfloat16), ((3, 128, 128), torch.float32)),
+        *(((2, 256, 64), torch.bfloat16), ((5, 192, 320), torch.float32)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])
 def test_they_convert_and_verify(tmp_path: Path, gated: bool, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
     source = write(tmp_path / "source", gated, sizes, dtype)
