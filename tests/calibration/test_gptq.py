@@ -35,9 +35,26 @@ def test_outputs_lose_less_than_by_rounding(name: str) -> None:
         assert forms[0] == forms[1]
         values = [decoded(one, schema, (2, 128, 256)) for one in (rounded, done)]
         of_rounding, found = (output_error(weights, one, products.fit) for one in values)
-        assert (found < 0.7 * of_rounding).all(), found / of_rounding
+        assert (found < (0.25 if name == "int1-g64" else 0.02) * of_rounding).all(), found / of_rounding
         error = (values[1] - weights.float()).double().square().sum((1, 2))
         assert torch.allclose(done.error, error, rtol=1e-6)
+
+
+# Losses of outputs, of those of rounding: every step of the quantizer gains more than a hundredth of one of them.
+LOSSES = {"int1-g64": 0.1700, "int2-g32-zp": 0.0690, "int3-g64": 0.0657, "int4-g32": 0.0734}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_step_is_left_out(name: str) -> None:
+    """All columns are as large: neither start is better for all rows. Tokens that are held back count as others."""
+    schema = resolve_schema(name)
+    weights = torch.randn(2, 128, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+    products = products_of([correlated(600, 128, seed, spread=0) for seed in (2, 3)])
+    done = quantize_by_outputs([weights], schema, "bfloat16", products)[0]
+    rounded = quantize_stacks([weights], schema, "bfloat16")[0]
+    h = products.fit + products.held
+    losses = [output_error(weights, decoded(one, schema, (2, 128, 128)), h) for one in (done, rounded)]
+    assert float((losses[0] / losses[1]).mean()) < 1.01 * LOSSES[name]
 
 
 def test_a_rotated_matrix_is_fitted_to_rotated_inputs() -> None:
@@ -80,7 +97,10 @@ def test_codes_of_a_small_group_are_the_best_ones() -> None:
 
 @pytest.mark.parametrize(("num_tokens", "is_lawful"), [(1000, True), (1000, False), (20, True), (20, False)])
 def test_weights_for_changed_inputs(num_tokens: int, is_lawful: bool) -> None:
-    """Inputs x stand for inputs y: by a law that weights can undo, or by chance; measured on other tokens."""
+    """Inputs x stand for inputs y: by a law that weights can undo, or by chance; measured on other tokens.
+
+    Eight bits change hardly anything. The recorded error is that against the weights as they were.
+    """
     generator = torch.Generator().manual_seed(15)
     x, y = correlated(num_tokens + 1000, 64, 16), torch.empty(0)
     noise = torch.randn(x.shape, generator=generator) * x.std(0)
@@ -91,7 +111,10 @@ def test_weights_for_changed_inputs(num_tokens: int, is_lawful: bool) -> None:
     pairs = [(x[one].double(), (y - x)[one].double()) for one in (fit, held)]
     sums = [(a.t() @ a).unsqueeze(0) for a, _ in pairs]
     drifts = [(b.t() @ a).unsqueeze(0) for a, b in pairs]
-    found = Products(sums[0], sums[1], (drifts[0], drifts[1])).compensated(weights)
+    products, schema = Products(sums[0], sums[1], (drifts[0], drifts[1])), resolve_schema("int8")
+    done = quantize_by_outputs([weights], schema, "bfloat16", products)[0]
+    found = decoded(done, schema, (1, 32, 64))
+    assert done.error.item() == pytest.approx((found - weights).double().square().sum().item(), rel=1e-6)
     others = slice(num_tokens, None)
     wanted = y[others] @ weights[0].t()
     before, after = ((x[others] @ w[0].t() - wanted).square().sum() for w in (weights, found))
@@ -114,7 +137,7 @@ def test_experts_do_not_depend_on_each_other() -> None:
     schema = resolve_schema("int4-g32-e4m3")
     weights = torch.randn(3, 64, 128, generator=torch.Generator().manual_seed(7)).bfloat16()
     products = products_of([correlated(300, 128, seed) for seed in (8, 9, 10)])
-    again = quantize_by_outputs([weights], schema, "bfloat16", products)[0]
+    again = quantize_by_outputs([weights], schema, "bfloat16", Products(products.held, products.fit))[0]
     done = quantize_by_outputs([weights], schema, "bfloat16", products)[0]
     assert all(torch.equal(done.tensors[name], again.tensors[name]) for name in ("weight", "weight_scale"))
     changed = weights.clone()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import hqconv
+from hqconv.calibration import inputs
 from hqconv.calibration.inputs import LayerInputs, expert_inputs
 from hqconv.errors import InputError, RequestError
 from hqconv.models.moe_layer import MoeLayer
@@ -119,15 +120,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_products_are_sums_over_the_tokens_of_the_whole_model(family: str, tmp_path: Path) -> None:
+def test_products_are_sums_over_the_tokens_of_the_whole_model(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In passes of two sequences, and sums of seven tokens at a time."""
+    monkeypatch.setattr(inputs, "_PASS_TOKENS", 2 * CONTEXT)
+    monkeypatch.setattr(inputs, "_ROWS", 7)
     model, states = write(tmp_path, family, **FAMILIES[family]), dict[int, list[torch.Tensor]]()
     expected = rows_of(type(model).from_pretrained(tmp_path / "src", dtype=torch.float32).eval(), states)
-    with open_source(tmp_path / "src") as source, inputs_of(tmp_path, source) as inputs:
+    with open_source(tmp_path / "src") as source, inputs_of(tmp_path, source) as of_experts:
         layers = source.map_experts().layers
         for layer in layers:
-            inputs.expect(layer, 1)
+            of_experts.expect(layer, 1)
         for number, (layer, rows) in enumerate(zip(layers, expected, strict=True)):
-            found = inputs.of(layer)
+            found = of_experts.of(layer)
             assert found is not None
             real = [one for one in rows if one[1] < layer.num_experts]
             check_hidden(found, layer, real)
@@ -217,24 +223,24 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def run_through(folder: Path) -> None:
-    with open_source(folder / "src") as source, inputs_of(folder, source) as inputs:
+    with open_source(folder / "src") as source, inputs_of(folder, source) as of_experts:
         layers = source.map_experts().layers
         for layer in layers:
-            inputs.expect(layer, 1)
+            of_experts.expect(layer, 1)
         for layer in layers:
-            inputs.of(layer)
+            of_experts.of(layer)
 
 
 def test_layers_are_asked_for_in_turns_and_freed_after_their_last_use(tmp_path: Path) -> None:
     write(tmp_path, "mixtral", num_hidden_layers=4)
-    with open_source(tmp_path / "src") as source, inputs_of(tmp_path, source) as inputs:
+    with open_source(tmp_path / "src") as source, inputs_of(tmp_path, source) as of_experts:
         first, _, _, last = source.map_experts().layers
         for layer in (first, last):
-            inputs.expect(layer, 2)
-        found = [inputs.of(layer) for layer in (first, last, first, last)]
+            of_experts.expect(layer, 2)
+        found = [of_experts.of(layer) for layer in (first, last, first, last)]
         assert found[0] is found[2]
         assert found[1] is found[3]
-        assert not inputs._found
+        assert not of_experts._found
 
 
 def test_weights_and_hidden_states_that_are_not_finite_are_refused(tmp_path: Path) -> None:

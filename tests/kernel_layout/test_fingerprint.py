@@ -49,7 +49,7 @@ def test_every_type_of_scale_has_one() -> None:
 
 
 def test_it_changes_with_any_move_of_a_word_or_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: Humming swaps two words of the weight, two scales, two zero points, or renames a tensor."""
+    """Planted: Humming swaps two words of the weight, two scales, two zero points, or renames or reshapes a tensor."""
     recorded, real = layout_fingerprint(SPEC), fingerprint.to_kernel
     for name in ("weight", "weight_scale", "zero_point"):
 
@@ -62,9 +62,19 @@ def test_it_changes_with_any_move_of_a_word_or_scale(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(fingerprint, "to_kernel", swapped)
         layout_fingerprint.cache_clear()
         assert layout_fingerprint(SPEC) != recorded, name
-    monkeypatch.setattr(fingerprint, "to_kernel", lambda *args: {f"{k}_": v for k, v in real(*args).items()})
-    layout_fingerprint.cache_clear()
-    assert layout_fingerprint(SPEC) != recorded
+    for changed in (lambda k, v: (f"{k}_", v), lambda k, v: (k, v.flatten())):
+        monkeypatch.setattr(
+            fingerprint, "to_kernel", lambda *args, change=changed: dict(change(*one) for one in real(*args).items())
+        )
+        layout_fingerprint.cache_clear()
+        assert layout_fingerprint(SPEC) != recorded
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.float8_e5m2, torch.float16, torch.float32], ids=str)
+def test_scales_beside_each_other_differ(dtype: torch.dtype) -> None:
+    found = fingerprint.values((2, 7), dtype).float()
+    assert len(found.unique()) == 14
+    assert (found.isfinite() & (found > 0)).all()
 
 
 def test_twins_do_not_stand_in_for_changed_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,13 +20,13 @@ SCHEMAS = (
 )
 
 
-def correlated(count: int, columns: int, seed: int) -> torch.Tensor:
-    """Inputs [T, K] whose columns depend on each other, some of them large."""
+def correlated(count: int, columns: int, seed: int, spread: float = 1.0) -> torch.Tensor:
+    """Inputs [T, K] whose columns depend on each other, some of them large: by the exponential of `spread`."""
     generator = torch.Generator().manual_seed(seed)
     mixed = torch.randn(count, columns // 4, generator=generator) @ torch.randn(
         columns // 4, columns, generator=generator
     )
-    sizes = torch.exp(torch.randn(columns, generator=generator))
+    sizes = torch.exp(spread * torch.randn(columns, generator=generator))
     return (mixed + 0.5 * torch.randn(count, columns, generator=generator)) * sizes
 
 
