@@ -27,7 +27,7 @@ from hqconv.io.safetensors_header import header_length
 from hqconv.io.sidecar_files import MAX_CODE_BYTES, is_code_or_config
 from hqconv.schemas.artifact_names import CARD, CONFIG, INDEX, MANIFEST, SINGLE
 from hqconv.schemas.suggestions import close_file
-from hqconv.schemas.untrusted_files import MAX_LIST_BYTES
+from hqconv.schemas.untrusted_files import MAX_LIST_BYTES, found_at
 
 _LOG = logging.getLogger(__name__)
 
@@ -48,8 +48,10 @@ def is_repo_id(src: str) -> bool:
 
 def no_repo(src: str) -> RequestError:
     """Return the error for a source that is neither a folder nor a repo's name."""
-    expected = "a model folder or a Hub repo id (org/name)"
-    found = "a file" if Path(src).exists() else "no such path"
+    expected = "a model folder, a GGUF file or a Hub repo id (org/name)"
+    found = "an empty name" if not src else "no such path"
+    if src and Path(src).exists():
+        found = found_at(Path(src)) or "a file"
     remedy = close_file(Path(src), is_folder=True)
     return RequestError("The checkpoint cannot be opened.", where=src, expected=expected, found=found, remedy=remedy)
 

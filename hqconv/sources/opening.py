@@ -221,7 +221,7 @@ def _refuse_common_mistakes(path: Path) -> None:
     if path.is_file():
         is_known = path.name.lower().endswith(_FILES)
         remedy = f"Give the folder that it lies in: {path.parent}." if is_known else ""
-        expected = "a model folder or a Hub repo id (org/name)"
+        expected = "a model folder, a GGUF file or a Hub repo id (org/name)"
         raise RequestError("This is a file.", where=str(path), expected=expected, remedy=remedy)
     if (path / ADAPTER).is_file() and not (path / "config.json").is_file():
         what = "This is an adapter (LoRA), not a model: it has no experts of its own."

@@ -314,6 +314,15 @@ def test_a_disk_that_fails_is_no_damage(tmp_path: Path, monkeypatch: pytest.Monk
         hqconv.check(src)
 
 
+@pytest.mark.parametrize("kind", ["a pipe", "no such path", "an empty name"])
+def test_what_is_no_checkpoint_is_named(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf" if kind == "a pipe" else tmp_path / "model.txt"
+    if kind == "a pipe":
+        os.mkfifo(path)
+    done = call("check", path if kind != "an empty name" else "")
+    assert (done.exit_code, f"found: {kind}\n" in done.stderr) == (2, True), done.stderr
+
+
 def test_findings_of_several_experts_are_one_document() -> None:
     several = [Finding("zero", "It is zero.", layer="l", role="w1", expert=expert) for expert in (2, 5)]
     (document,) = grouped(several)
