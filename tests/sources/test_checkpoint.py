@@ -26,7 +26,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as torch_save_file
 
-from hqconv.errors import InputError, RequestError
+from hqconv.errors import InputError, NetworkError, RequestError
+from hqconv.io import hub
 from hqconv.io.safetensors_header import read_header
 from hqconv.models.source_protocol import Source
 from hqconv.schemas.dtypes import DTYPES, num_bits
@@ -844,3 +845,17 @@ def test_downloads_a_single_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         use(monkeypatch, server.url, tmp_path / "cache")
         assert list(open_source("org/name").tensors) == ["a"]
     assert server.fetched == {"config.json", "model.safetensors"}
+
+
+def test_a_file_that_the_cache_lacks_and_no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the Hub's library says it, without the failed connection as a cause."""
+
+    def fail(*_: object, **__: object) -> str:
+        raise huggingface_hub.errors.LocalEntryNotFoundError("first line\nsecond line")
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(NetworkError, match="cannot be reached") as caught:
+        hub.fetch("org/name", "v1", ["config.json"])
+    assert caught.value.where == "org/name, revision v1"
+    assert "LocalEntryNotFoundError" in caught.value.found
