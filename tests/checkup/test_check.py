@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import hqconv
+from hqconv.checkup.check import _sample
 from hqconv.checkup.findings import Finding, grouped
 from hqconv.errors import HqconvError, InputError, RequestError
 from tests.make import checkups, conversions, small
@@ -107,6 +108,7 @@ ALONE: dict[str, tuple[Callable[[], small.Source], Callable[[Tensors], None], st
     "tensor too many": (small.packed_int4, copied(name_of(0, "up_proj", "weight_scale"), UP), "broken", "up_proj"),
     "scale is NaN": (small.packed_int4, put(name_of(2, "up_proj", "weight_scale"), 7, torch.nan), "broken", "[3, 1]"),
     "scale is infinite": (small.nvfp4, put(name_of(2, "up_proj", SCALE_2), 0, torch.inf), "scale-range", "inf"),
+    "a bias is infinite": (small.gpt_oss_floats, put(f"{small.LAYER}.down_proj_bias", 5, torch.inf), "nan", "bias"),
     "e8m0 at its end": (small.gpt_oss_mxfp4, put(DOWN_SCALES, 5, 255), "broken", "NaN"),
 }
 
@@ -122,6 +124,8 @@ def test_faults_that_a_checkpoint_shows_alone(fault: str, tmp_path: Path) -> Non
     assert kinds - {"broken"} == {kind} - {"broken"}  # a scale that headers show is refused by the decoder as well
     assert kind in kinds
     assert text in str(document["damage"])
+    if kind == "twin":  # which the original has not
+        assert "twin" in {one["kind"] for one in check(tmp_path / "model", tmp_path / "sound")["damage"]}
 
 
 NOTICES: dict[str, tuple[Callable[[], small.Source], Callable[[Tensors], None], str]] = {
@@ -197,6 +201,13 @@ def test_a_tensor_that_the_other_layers_have(tmp_path: Path) -> None:
     save_file(tensors, src / "model.safetensors", {"format": "pt"})
     (one,) = check(src, None)["damage"]
     assert (one["kind"], one["where"]) == ("missing", "model.layers.2.input_layernorm.weight")
+    tensors["model.layers.2.input_layernorm.weight"] = tensors.pop("model.layers.0.input_layernorm.weight")
+    save_file(tensors, src / "model.safetensors", {"format": "pt"})
+    document = check(src, None)  # the first layer may be built otherwise
+    assert document["passed"]
+    assert [one["where"] for one in document["notices"] if one["kind"] == "missing"] == [
+        "model.layers.0.input_layernorm.weight"
+    ]
 
 
 # --- options and ends --------------------------------------------------------------------------------------------
@@ -206,6 +217,7 @@ def test_layers_and_samples(tmp_path: Path) -> None:
     src = write_qwen3_moe(tmp_path / "src", num_layers=3, num_experts=8)
     document = hqconv.check(src, src, layers=[0, 2], sample=3)
     assert (document["num_layers"], document["num_all_layers"], document["num_experts"]) == (2, 3, 6)
+    assert _sample(8, 3) == [0, 4, 7]
     assert list(document["errors"]) == ["model.layers.0.mlp.experts", "model.layers.2.mlp.experts"]
     with pytest.raises(RequestError, match="no MoE layer"):
         hqconv.check(src, layers=[3])
@@ -220,6 +232,8 @@ def test_the_same_document_whatever_the_threads(tmp_path: Path) -> None:
     assert [one.pop("seconds") for one in documents]
     assert documents[0] == documents[1]
     assert {one["kind"] for one in documents[0]["damage"]} == {"unrelated"}
+    figures = [of_role for of_layer in documents[0]["errors"].values() for of_role in of_layer.values()]
+    assert all(one["worst_relative_error"] >= one["relative_error"] > 1 for one in figures)
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -297,7 +298,11 @@ def test_a_model_that_does_not_fit_is_refused(deep: Path, tmp_path: Path) -> Non
     many: dict[str, Any] = {"calibrate_tokens": 400_000, "calibrate_context": 16, "max_memory": 60 << 20}
     shutil.copytree(deep / "src", tmp_path / "src")
     error = refused(tmp_path, tmp_path / "out", "run of the model does not fit", **many)
-    assert "400000 tokens" in error.expected
+    size = re.search(r"hidden states of 400000 tokens ([\d.]+) GiB", error.expected)
+    hidden = json.loads((deep / "src" / "config.json").read_text())["hidden_size"]
+    assert size is not None
+    assert float(size[1]) > 1.9 * 400_000 * hidden * 4 / 2**30  # of the passes, and of a layer's inputs that are kept
+    assert error.found == "0.06 GiB"
 
 
 @pytest.mark.parametrize("layer", [0, 2])

@@ -99,6 +99,7 @@ W13, W2 = torch.zeros(4, 512, 256, dtype=torch.bfloat16), torch.zeros(4, 256, 25
         ({"w13": W13, "w2": W2}, {"target": None}, "target GPU must be named"),
         ({"w13": W13, "w2": W2}, {"layout": "checkpoint"}, "not enough for this"),
         ({"w13": W13, "w2": W2}, {"calibrate": "builtin"}, "not enough for this"),
+        ({"w13": W13, "w2": W2}, {"schema": "fp8", "input_schema": "fp8-static"}, "not enough for this"),
         ({"w13": W13, "w2": W2}, {"tp": 3}, "cannot be split|cannot be cut|TP"),
         ({"w13": W13.to("meta"), "w2": W2}, {}, "on one device"),
         ({"w13": W13.to(torch.complex64), "w2": W2}, {}, "no checkpoint holds"),
