@@ -53,6 +53,11 @@ def test_figures_are_those_of_the_planted_rounding(tmp_path: Path) -> None:
     assert document["num_experts"] == 3
 
 
+def test_codes_of_gptq_that_no_text_calibrated(tmp_path: Path) -> None:
+    document = planted("gptq-v2-int4-zp", tmp_path, {"nothing": HARMLESS["nothing"]})["nothing"]
+    assert "uncalibrated" in {one["kind"] for one in document["notices"]}
+
+
 SCHEMAS = ("mxfp4", "nvfp4", "mxfp8", "fp8", "fp8-block", "int8", "int4", "int3-g64", "int2-g32-zp", "int4-g32-e4m3")
 SCHEMAS += ("int3-g64-h64", "int3-g64+int4-g32")
 
