@@ -113,7 +113,7 @@ def check_layer(view: ArtifactView, converted: ArtifactLayer, layer: ServerLayer
     for what, (expected, found) in facts.items():
         if expected != found:
             where = f"{view.location.name}: {converted.name}: {what}"
-            raise _other_layer(where, expected, f"{found} in {ENGINE.name}'s model", ENGINE.layer_remedy)
+            raise _other_layer(where, expected, f"{found} in {ENGINE.name}'s model")
 
 
 def check_rank_file(view: ArtifactView, file: RankFile, layer: ServerLayer, num_local_experts: int) -> None:
@@ -128,13 +128,13 @@ def check_rank_file(view: ArtifactView, file: RankFile, layer: ServerLayer, num_
             raise _other_layer(where, expected, found)
 
 
-def _other_layer(where: str, expected: object, found: object, remedy: str = "") -> RequestError:
+def _other_layer(where: str, expected: object, found: object) -> RequestError:
     return RequestError(
         "The server's layer is not the one that was converted.",
         where=where,
         expected=expected,
         found=found,
-        remedy=remedy,
+        remedy=ENGINE.layer_remedy,
     )
 
 

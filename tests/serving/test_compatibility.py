@@ -8,6 +8,7 @@ import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from hqconv.serving.server_compatibility import (
     check_flags,
     check_layer,
     check_machine,
+    check_rank_file,
     check_ranks,
     recut,
 )
@@ -286,6 +288,17 @@ def test_another_layer_is_refused(view: ArtifactView, words: dict[str, Any], wha
     ((name, value),) = words.items()
     assert error.expected == str(getattr(view.layers[LAYER], name))
     assert error.found == f"{value} in vLLM's model"
+
+
+def test_a_file_of_other_experts_or_biases_is_refused(view: ArtifactView) -> None:
+    file: Any = SimpleNamespace(layer=LAYER, configs={"w13": {"num_experts": 4}}, tensors={"w13_weight": None})
+    check_rank_file(view, file, ASKED, 4)
+    for layer, num_experts, what, texts in (
+        (ASKED, 2, "experts of this rank", ("4", "2")),
+        (replace(ASKED, has_bias=True), 4, "biases", ("False", "True")),
+    ):
+        error = refused(check_rank_file, view, file, layer, num_experts)
+        assert (error.where, error.expected, error.found) == (f"{view.location.name}: {LAYER}: {what}", *texts)
 
 
 def test_weighed_inputs_are_refused(view: ArtifactView) -> None:
