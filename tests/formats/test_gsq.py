@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import hqconv
-from hqconv.errors import HqconvError
+from hqconv.errors import HqconvError, InputError
 from hqconv.formats.quant_config import declared_formats
 from hqconv.sources.opening import open_source
 from tests.make import conversions
@@ -124,6 +125,18 @@ def test_the_dialects_convert(dialect: str, bits: int, has_zero: bool, tmp_path:
     (schema,) = {json.dumps(block["source_format"]["b_dtype"]) for block in manifest["blocks"].values()}
     assert schema == f'"uint{bits}"'
     assert hqconv.verify(tmp_path / "out", done.folder, checks=["files", "weights"]).passed
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_zero_point_that_is_not_finite_is_refused(value: float, tmp_path: Path) -> None:
+    folder = _write(tmp_path / "src", 2, True, "+").folder
+    path = next(folder.glob("*.safetensors"))
+    tensors = load_file(path)
+    name = next(name for name in tensors if "experts" in name and name.endswith("zero_point"))
+    tensors[name][0, 0] = value
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(InputError, match="A zero point is NaN or infinite"):
+        _values(folder)
 
 
 def test_a_matrix_has_the_format_of_its_own_key() -> None:
