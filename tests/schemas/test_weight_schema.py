@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from hqconv.errors import RequestError
-from hqconv.schemas.weight_schema import PRESETS, WeightSchema, load_schema, resolve_schema, shorthand_of
+from hqconv.schemas.weight_schema import (
+    PRESETS,
+    WeightSchema,
+    load_schema,
+    resolve_layer_schema,
+    resolve_schema,
+    shorthand_of,
+)
 
 # b_dtype, bs_dtype, scale type, group size along K, along N, second scale: "Target schemas" of the contract.
 PRESET_TABLE = {
@@ -320,3 +327,8 @@ def test_fields_are_hummings() -> None:
             assert hasattr(theirs, field), field
             if field == "b_dtype":
                 assert str(theirs.b_dtype) == value
+
+
+def test_bits_of_a_pair_are_those_of_all_weights() -> None:
+    """w13 has twice the weights of w2."""
+    assert resolve_layer_schema("int4-g32+int8").bits_per_weight() == (2 * (4 + 16 / 32) + 8) / 3
