@@ -51,9 +51,10 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(uneven: Path) -> dict[str, Any]:
-    """An allocation with the mean size of both candidates."""
+    """An allocation with about the mean size of both candidates."""
     least = allocate(uneven, uneven / "any.toml", bits=64, candidates=PAIR, **LONG)
-    size = sum(least["uniform"][name]["size_bytes"] for name in PAIR) // 2
+    first, second = (least["uniform"][name]["size_bytes"] for name in PAIR)
+    size = (3 * first + 5 * second) // 8  # no whole number of layers
     return allocate(uneven, uneven / "recipe.toml", size=size, candidates=PAIR, **LONG)
 
 
@@ -144,7 +145,7 @@ def test_the_recipe_keeps_its_promise(found: dict[str, Any], mixtures: Mixtures,
         chosen |= {(layer, gemm): of[gemm]["chosen"] for gemm in GEMMS}
         assert [of[gemm]["chosen"] for gemm in GEMMS] == [names[0], names[-1]]
         total += sum(of[gemm]["size_bytes"] for gemm in GEMMS)
-    assert len(set(chosen.values())) > 1
+    assert any(chosen[layer, "w13"] != chosen[layer, "w2"] for layer in found["layers"])
     assert total == found["chosen"]["size_bytes"] <= found["budget"]["limit_bytes"]
     files = {path: one for path, one in made["files"].items() if path.startswith("experts/")}
     assert total < sum(one["size_bytes"] for one in files.values()) < total + 4096 * len(files)  # and headers
