@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 # One more than there are processors, up to 5: some tests wait. A file's tests stay together: they share fixtures.
+# Files are not ordered by their number of tests: those with few and long tests would end the run alone.
 WORKERS := $(shell $(PYTHON) -c "import os; print(min(5, len(os.sched_getaffinity(0)) + 1))")
 
 DEMO_SRC := demo/qwen3-moe-tiny
@@ -66,10 +67,10 @@ demo-real: $(STAMP) $(REAL)/config.json
 	$(BIN)/python scripts/real_model.py $(REAL) --answer $(REAL)-rounded $(CALIBRATED)
 
 test: lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-all: lint
-	HQCONV_TESTS=all $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	HQCONV_TESTS=all $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Left out of `make test`: an environment of its own and some minutes.
 test-vllm:
