@@ -252,7 +252,7 @@ FAMILIES: dict[str, Spec] = {
 }
 # Of transformers 5.24.
 _MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
-_NEWER = {
+NEWER = {
     "lara_mini": Spec(PLAIN, LINEAR | FULL | SHARED),
     "sarvam_mla": Spec(ROUTED, MLA | DENSE | DENSE_FIRST | NO_GROUPS | {"n_shared_experts": 1}, 1),
     "hy_v4_vl_text": Spec(ROUTED, MLA | INDEXED | DENSE | _MROPE, 1, "silu_clamp10", auto_class="AutoModel"),
@@ -269,7 +269,7 @@ _NEWER = {
         },
     ),
 }
-FAMILIES |= {name: spec for name, spec in _NEWER.items() if name in transformers.CONFIG_MAPPING}
+FAMILIES |= {name: spec for name, spec in NEWER.items() if name in transformers.CONFIG_MAPPING}
 
 # --- models and files --------------------------------------------------------------------------------------
 
