@@ -349,3 +349,11 @@ def test_a_layout_that_has_moved_is_refused_with_both_remedies() -> None:
     assert layout_fingerprint(INT4)[:12] in error.found
     assert "humming-kernels==0.1.42" in error.remedy
     assert "`hqconv convert …`" in error.remedy
+
+
+def test_a_fingerprint_that_cannot_be_computed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that computes it fails: nothing is taken for the recorded layout."""
+    spec = replace(INT4, target=GpuTarget(75))
+    monkeypatch.setattr("sys.executable", "false")
+    error = refused(server_compatibility.check_fingerprint, "out: w13", "0.1.42", "0" * 64, spec, "`hqconv convert …`")
+    assert error.found.startswith("none")
