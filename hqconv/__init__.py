@@ -12,7 +12,9 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.3.0"
-logging.getLogger(__name__).addHandler(logging.NullHandler())  # the caller decides about records: docs/api.md
+logging.getLogger(__name__).addHandler(
+    logging.NullHandler()
+)  # the caller decides about records: docs/api.md
 
 if TYPE_CHECKING:
     from hqconv.api import (

@@ -17,7 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack, cast
 
 from hqconv.errors import InputError, OutputError, RequestError, VerificationError, plural
-from hqconv.schemas.options import BUILTIN, CheckName, ConversionArguments, conversion_options, refuse_unknown_checks
+from hqconv.schemas.options import (
+    BUILTIN,
+    CheckName,
+    ConversionArguments,
+    conversion_options,
+    refuse_unknown_checks,
+)
 from hqconv.serving.warm import compile_kernels
 
 if TYPE_CHECKING:
@@ -40,7 +46,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-_NUMBERS: dict[str, tuple[type, float, float]] = {  # parameter → type, least and largest value, of each one in a list
+_NUMBERS: dict[
+    str, tuple[type, float, float]
+] = {  # parameter → type, least and largest value, of each one in a list
     "threads": (int, 1, 4096),
     "jobs": (int, 1, 4096),
     "num_tokens": (int, 1, 2**40),
@@ -56,7 +64,12 @@ _NUMBERS: dict[str, tuple[type, float, float]] = {  # parameter → type, least 
 }
 
 
-_FLAGS = {"num_tokens": "--tokens", "context_length": "--context", "tp_rank": "tp_rank", "ep_rank": "ep_rank"}
+_FLAGS = {
+    "num_tokens": "--tokens",
+    "context_length": "--context",
+    "tp_rank": "tp_rank",
+    "ep_rank": "ep_rank",
+}
 
 
 def _checked(function: Callable[P, R]) -> Callable[P, R]:
@@ -86,11 +99,19 @@ def _number(name: str, value: Any) -> Any:
             number = operator.index(one) if kind is int else float(one)
         except (TypeError, ValueError, OverflowError):
             number = math.nan
-        if is_list != is_several or isinstance(one, str | bytes | bool) or not least <= number <= most:
+        if (
+            is_list != is_several
+            or isinstance(one, str | bytes | bool)
+            or not least <= number <= most
+        ):
             expected = f"{'a list, each ' * is_list}{'a whole' if kind is int else 'a'} number from {least} to {most}"
-            found = "a larger number" if isinstance(one, int) and abs(one) > most else repr(value)[:80]
+            found = (
+                "a larger number" if isinstance(one, int) and abs(one) > most else repr(value)[:80]
+            )
             flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
-            raise RequestError("The number cannot be used.", where=flag, expected=expected, found=found)
+            raise RequestError(
+                "The number cannot be used.", where=flag, expected=expected, found=found
+            )
         numbers.append(number)
     return tuple(numbers) if is_list else numbers[0]
 
@@ -105,12 +126,21 @@ def _with_options(function: Callable[P, R], without: Collection[str] = ()) -> Ca
     options = [option for option in conversion_options().values() if option.name not in without]
     shown = [
         inspect_module.Parameter(
-            option.name, inspect_module.Parameter.KEYWORD_ONLY, default=option.default, annotation=option.annotation
+            option.name,
+            inspect_module.Parameter.KEYWORD_ONLY,
+            default=option.default,
+            annotation=option.annotation,
         )
         for option in options
     ]
-    positional = [parameter for parameter in own if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
-    parameters = [*positional, *shown, *(parameter for parameter in own if parameter not in positional)]
+    positional = [
+        parameter for parameter in own if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    parameters = [
+        *positional,
+        *shown,
+        *(parameter for parameter in own if parameter not in positional),
+    ]
     function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     returned = function.__annotations__["return"]
     function.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": returned}
@@ -148,7 +178,9 @@ def plan(
 
     parsed, device = _parse(config, options), choose_device(device)
     with open_source(src, revision, is_lazy=True) as source, without_gc():
-        return plan_conversion(parsed.calibrated(device), source, choose_target(parsed, source, device))
+        return plan_conversion(
+            parsed.calibrated(device), source, choose_target(parsed, source, device)
+        )
 
 
 @_checked
@@ -203,10 +235,14 @@ def convert(
     cache = values.cache_use(cache_limit, keep_source=keep_source)
     parsed = _parse(config, options)
     values.start_gpu(device, is_part=own_part is not None)  # beside all that comes before its use
-    from hqconv.conversion.convert import convert as run  # all libraries are loaded before the work begins
+    from hqconv.conversion.convert import (
+        convert as run,
+    )  # all libraries are loaded before the work begins
     from hqconv.evaluation.held_out import held_out, with_evaluation
 
-    resources = values.resources_of(device, max_memory, max_gpu_memory, threads, is_part=own_part is not None)
+    resources = values.resources_of(
+        device, max_memory, max_gpu_memory, threads, is_part=own_part is not None
+    )
     with open_source(src, revision, is_lazy=True) as source:
         target = values.choose_target(parsed, source, resources.device_name)
         with without_gc():
@@ -214,10 +250,14 @@ def convert(
         place = values.check_places(source.place, values.place_of(planned, out))
         _LOG.info("Planned %r for %s, target %s.", planned, place, target)
         text = None if evaluate is None else Path(evaluate)
-        words = held_out(source, planned.spec.encoding.calibration, text, is_gated=max_kl is not None)
+        words = held_out(
+            source, planned.spec.encoding.calibration, text, is_gated=max_kl is not None
+        )
         if on_plan is not None:
             on_plan(planned, place)
-        with_held_out = partial(with_evaluation, source=source, text=words, resources=resources, max_kl=max_kl)
+        with_held_out = partial(
+            with_evaluation, source=source, text=words, resources=resources, max_kl=max_kl
+        )
         return run(
             source,
             planned,
@@ -230,7 +270,9 @@ def convert(
             progress=progress,
             digests=source_digests,
             cache=cache,
-            held_out=words.batches(resources.device) if own_part is None else (),  # a part sees its own layers only
+            held_out=words.batches(resources.device)
+            if own_part is None
+            else (),  # a part sees its own layers only
             finish=with_held_out,
         )
 
@@ -283,9 +325,15 @@ def allocate(
     schema: Any = next(iter(PRESETS.values()))
     parsed = ConversionOptions.parse(**cast(ConversionArguments, {**options, "schema": schema}))
     known, arguments = conversion_options(), dict[str, Any](options)
-    given = {name: arguments[name] for name in known if arguments.get(name, known[name].default) != known[name].default}
+    given = {
+        name: arguments[name]
+        for name in known
+        if arguments.get(name, known[name].default) != known[name].default
+    }
     values.start_gpu(device)
-    from hqconv.conversion.allocate import run_allocation as run  # all libraries are loaded before the work begins
+    from hqconv.conversion.allocate import (
+        run_allocation as run,
+    )  # all libraries are loaded before the work begins
 
     resources = values.resources_of(device, max_memory, max_gpu_memory, threads)
     text = None if size is None else str(size)
@@ -326,7 +374,10 @@ def describe_plan(
     from hqconv.reports.documents import output_notes
     from hqconv.sources.opening import without_gc
 
-    place, resources = place_of(planned, out), resources_of(device, max_memory, max_gpu_memory, threads)
+    place, resources = (
+        place_of(planned, out),
+        resources_of(device, max_memory, max_gpu_memory, threads),
+    )
     with without_gc():
         try:
             check_places(Path(planned.source.folder), place)
@@ -376,7 +427,10 @@ def verify(
     from hqconv.verification.verify import VerifyOptions
     from hqconv.verification.verify import verify as run
 
-    resources, cache = resources_of(device, max_memory, None, threads), cache_use(cache_limit, keep_source=keep_source)
+    resources, cache = (
+        resources_of(device, max_memory, None, threads),
+        cache_use(cache_limit, keep_source=keep_source),
+    )
     options = VerifyOptions(
         checks=None if checks is None else tuple(checks),
         layers=None if layers is None else frozenset(layers),
@@ -399,7 +453,11 @@ def verify(
             remedy="Name the source, or leave the revision out.",
         )
     root, listing = (Path(out), None) if is_folder else open_repo(out, of_out)
-    with nullcontext(None) if source is None else open_source(source, revision, is_lazy=True) as opened:
+    with (
+        nullcontext(None)
+        if source is None
+        else open_source(source, revision, is_lazy=True) as opened
+    ):
         return run(root, opened, options, listing)
 
 
@@ -432,7 +490,10 @@ def check(
     from hqconv.conversion.option_values import cache_use, resources_of
     from hqconv.sources.opening import open_source
 
-    resources, cache = resources_of("cpu", max_memory, None, threads), cache_use(cache_limit, keep_source=keep_source)
+    resources, cache = (
+        resources_of("cpu", max_memory, None, threads),
+        cache_use(cache_limit, keep_source=keep_source),
+    )
     from hqconv.checkup.check import CheckOptions, broken_checkpoint, of_original, run_check
 
     options = CheckOptions(
@@ -492,7 +553,10 @@ def push(
     _LOG.info("Push of %s to %s begins.", out, repo)
     pushed = run(Path(out), HubBranch(repo, branch), private=private, announce=announce)
     _LOG.info(
-        "Push is complete: %s, %d bytes, commit %s.", plural(pushed.num_files, "file"), pushed.num_bytes, pushed.commit
+        "Push is complete: %s, %d bytes, commit %s.",
+        plural(pushed.num_files, "file"),
+        pushed.num_bytes,
+        pushed.commit,
     )
     return pushed
 
@@ -587,12 +651,22 @@ class PublishReport:
             "passed": self.passed,
             "over_max_error": self.over_max_error,
             "over_max_kl": self.over_max_kl,
-            **{name: None if report is None else report.to_dict() for name, report in steps.items()},
+            **{
+                name: None if report is None else report.to_dict() for name, report in steps.items()
+            },
         }
 
     def __repr__(self) -> str:
-        state = "published before" if self.was_published else "published" if self.passed else "not published"
-        return f"PublishReport({self.source['name']!r}, {self.repo!r}, commit {self.commit}, {state})"
+        state = (
+            "published before"
+            if self.was_published
+            else "published"
+            if self.passed
+            else "not published"
+        )
+        return (
+            f"PublishReport({self.source['name']!r}, {self.repo!r}, commit {self.commit}, {state})"
+        )
 
 
 @_checked
@@ -654,13 +728,26 @@ def publish(
         src, revision = pinned_name(str(src), revision, source)
         named = {"name": source.repo_id or source.name, "revision": source.revision}
         parsed, device = _parse(config, options), choose_device(device)
-        planned = plan_conversion(parsed.calibrated(device), source, choose_target(parsed, source, device))
+        planned = plan_conversion(
+            parsed.calibrated(device), source, choose_target(parsed, source, device)
+        )
         published = published_manifest(hub, planned.paths, private=private)
         if published is not None and why_not_current(source, planned, None, published[0]) == "":
             manifest, commit = published
             over = [] if max_error is None else over_limit(manifest.errors(), max_error)
-            return PublishReport(named, repo, branch, commit, manifest.sha256, was_published=True, over_max_error=over)
-    for is_again in (False, True):  # an artifact that was there may be damaged: then it is made again, once
+            return PublishReport(
+                named,
+                repo,
+                branch,
+                commit,
+                manifest.sha256,
+                was_published=True,
+                over_max_error=over,
+            )
+    for is_again in (
+        False,
+        True,
+    ):  # an artifact that was there may be damaged: then it is made again, once
         converted = convert(
             src,
             out,
@@ -678,13 +765,23 @@ def publish(
             **options,
         )
         if is_again:
-            converted = replace(converted, replaced_because="the artifact that was there has a finding")
+            converted = replace(
+                converted, replaced_because="the artifact that was there has a finding"
+            )
         over = [] if max_error is None else over_limit(converted.errors, max_error)
-        report = PublishReport(named, repo, branch, None, converted.manifest_sha256, over_max_error=over)
-        report = replace(report, out=converted.out, converted=converted, over_max_kl=converted.over_max_kl)
+        report = PublishReport(
+            named, repo, branch, None, converted.manifest_sha256, over_max_error=over
+        )
+        report = replace(
+            report, out=converted.out, converted=converted, over_max_kl=converted.over_max_kl
+        )
         if over or converted.over_max_kl:
             break
-        more: dict[str, Any] = {"checks": checks, "max_error": max_error, "progress": check_progress}
+        more: dict[str, Any] = {
+            "checks": checks,
+            "max_error": max_error,
+            "progress": check_progress,
+        }
         verified = verify(converted.out, src, revision=revision, **more, **resources)
         report = replace(report, verified=verified)
         if not verified.passed:
@@ -694,7 +791,11 @@ def publish(
         check_same_artifact(converted.out, converted.manifest_sha256, verified.manifest_sha256)
         try:
             pushed = push_artifact(
-                converted.out, hub, private=private, announce=announce, manifest_sha256=converted.manifest_sha256
+                converted.out,
+                hub,
+                private=private,
+                announce=announce,
+                manifest_sha256=converted.manifest_sha256,
             )
         except VerificationError:  # of bytes that the chosen checks do not read
             if converted.was_finished:
@@ -707,7 +808,13 @@ def publish(
 
 @_checked
 def load(
-    path: str | Path, *, layer: str, tp_rank: int = 0, ep_rank: int = 0, device: str = "cpu", check_digests: bool = True
+    path: str | Path,
+    *,
+    layer: str,
+    tp_rank: int = 0,
+    ep_rank: int = 0,
+    device: str = "cpu",
+    check_digests: bool = True,
 ) -> dict[str, RankGemm]:
     """Load one MoE layer of one rank of a kernel artifact: `w13`, `w2` → Humming's LayerConfig and kernel tensors.
 
@@ -757,7 +864,9 @@ def to_kernel(
     return layer_to_kernel(weights, _parse(None, options), tp_rank, ep_rank, model_config)
 
 
-def dequantize(path: str | Path, *, layer: str, check_digests: bool = True) -> dict[str, torch.Tensor]:
+def dequantize(
+    path: str | Path, *, layer: str, check_digests: bool = True
+) -> dict[str, torch.Tensor]:
     """Return one layer's experts as float32, decoded from the kernel layout and joined from all ranks.
 
     path: the artifact. layer: its name, e.g. model.layers.0.mlp.experts. check_digests:

@@ -38,7 +38,9 @@ def printable(text: str) -> str:
     went through once stays as it is.
     """
     text = _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
-    return _shortened(_LONG_WORD.sub(lambda match: _shortened(match[0], _MAX_WORD), text), _MAX_TEXT, " … ")
+    return _shortened(
+        _LONG_WORD.sub(lambda match: _shortened(match[0], _MAX_WORD), text), _MAX_TEXT, " … "
+    )
 
 
 def printable_line(text: str) -> str:
@@ -77,8 +79,12 @@ def differences(before: object, now: object) -> tuple[str, str]:
     found = list(_different_parts("", before, now))
     found = [part for part in found if part[0] == "name"] or found
     more = f", … {len(found)} in all" if len(found) > NUM_SHOWN else ""
-    shown = [(key.removeprefix("name"), *map(_value_text, pair)) for key, *pair in found[:NUM_SHOWN]]
-    texts = [", ".join(f"{key} {pair[side]}".strip() for key, *pair in shown) + more for side in (0, 1)]
+    shown = [
+        (key.removeprefix("name"), *map(_value_text, pair)) for key, *pair in found[:NUM_SHOWN]
+    ]
+    texts = [
+        ", ".join(f"{key} {pair[side]}".strip() for key, *pair in shown) + more for side in (0, 1)
+    ]
     return texts[0], texts[1]
 
 
@@ -89,7 +95,11 @@ def _different_parts(key: str, before: object, now: object) -> Iterator[tuple[st
         if before != now:
             yield key, before, now
         return
-    old, new = ({str(_get(v, "name", k)): v for k, v in side.items()} for side in sides if isinstance(side, dict))
+    old, new = (
+        {str(_get(v, "name", k)): v for k, v in side.items()}
+        for side in sides
+        if isinstance(side, dict)
+    )
     for part in {**old, **new}:
         yield from _different_parts(f"{key}: {part}" if key else part, old.get(part), new.get(part))
 
@@ -115,7 +125,10 @@ def value_texts(expected: object, found: object) -> tuple[str, str]:
     """Return two values of an error as texts, floats with few digits: the full numbers are in the documents."""
     if isinstance(expected, float) and isinstance(found, float):
         return number_text(expected, found), number_text(found, expected)
-    first, second = (number_text(value) if isinstance(value, float) else str(value) for value in (expected, found))
+    first, second = (
+        number_text(value) if isinstance(value, float) else str(value)
+        for value in (expected, found)
+    )
     return first, second
 
 
@@ -133,7 +146,13 @@ class HqconvError(Exception):
     exit_code = EXIT_BUG
 
     def __init__(
-        self, what: str, *, where: str = "", expected: object = "", found: object = "", remedy: str = ""
+        self,
+        what: str,
+        *,
+        where: str = "",
+        expected: object = "",
+        found: object = "",
+        remedy: str = "",
     ) -> None:
         self.what, self.where, self.remedy = what, where, remedy
         self.expected, self.found = value_texts(expected, found)

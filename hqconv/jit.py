@@ -21,7 +21,9 @@ def compiled(function: Function, **options: Any) -> Function:
     """Compile a function on its first call with each kind of arguments. options: of `numba.njit`."""
     _name_by_closure(function)
     loop: Function = njit(nogil=True, **options)(function)
-    with suppress(RuntimeError):  # no folder can hold it, of installation and home: every process compiles for itself
+    with suppress(
+        RuntimeError
+    ):  # no folder can hold it, of installation and home: every process compiles for itself
         loop._cache = LoopCache(function)  # type: ignore[attr-defined]
     return loop
 
@@ -88,7 +90,11 @@ def _describe(value: Any) -> str:
 @functools.cache
 def _digest_of_loops() -> str:
     root = Path(__file__).parent
-    paths = [Path(__file__), root / "humming_ops" / "repack.py", *sorted(root.glob("cpu_loops/*.py"))]
+    paths = [
+        Path(__file__),
+        root / "humming_ops" / "repack.py",
+        *sorted(root.glob("cpu_loops/*.py")),
+    ]
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
 
 
@@ -101,7 +107,9 @@ class _Announcer(event.Listener):  # type: ignore[misc]
     def on_start(self, event: event.Event) -> None:
         say, self._say = self._say, None
         if say is not None:
-            say("Compiling loops for this processor, which takes up to a minute; numba's cache keeps them.")
+            say(
+                "Compiling loops for this processor, which takes up to a minute; numba's cache keeps them."
+            )
 
     def on_end(self, event: event.Event) -> None:
         return None

@@ -45,8 +45,28 @@ STARTS = {
     "help": ["--help"],
     "schemas": ["schemas"],
     "inspect": ["inspect", "SOURCE"],
-    "dry-run": ["convert", "SOURCE", "-o", "OUT", "--schema", "mxfp4", "--target", "sm90", "--dry-run"],
-    "convert": ["convert", "SOURCE", "-o", "OUT", "--schema", "mxfp4", "--target", "sm90", "--overwrite"],
+    "dry-run": [
+        "convert",
+        "SOURCE",
+        "-o",
+        "OUT",
+        "--schema",
+        "mxfp4",
+        "--target",
+        "sm90",
+        "--dry-run",
+    ],
+    "convert": [
+        "convert",
+        "SOURCE",
+        "-o",
+        "OUT",
+        "--schema",
+        "mxfp4",
+        "--target",
+        "sm90",
+        "--overwrite",
+    ],
 }
 Found = dict[str, Any]
 
@@ -93,7 +113,9 @@ def load(job: Found) -> Found:
     folders = job["folders"] if "folders" in job else [Path(job["out"], "experts")]
     for path in sorted(path for folder in folders for path in Path(folder).rglob("*.safetensors")):
         refs = read_header(path)[0].values()
-        tensors = [torch.zeros(ref.shape, dtype=torch_dtype(ref.dtype), device=device) for ref in refs]
+        tensors = [
+            torch.zeros(ref.shape, dtype=torch_dtype(ref.dtype), device=device) for ref in refs
+        ]
         targets = [LoadTarget(ref, tensor) for ref, tensor in zip(refs, tensors, strict=True)]
         files.append((str(path), RankFile(path, path.name, "", "", {}, {}), targets))
     if device.type == "cuda":
@@ -129,10 +151,18 @@ def child(job: Found) -> None:
 def timed_process(checkout: Path, command: list[str]) -> tuple[float, str]:
     """Wall time of a process that uses a checkout, and what it printed."""
     found = os.environ.get("PYTHONPATH", "")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(checkout), found)))}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(checkout), found))),
+    }
     begun = time.monotonic()
     done = subprocess.run(
-        [sys.executable, *command], stdout=subprocess.PIPE, text=True, check=False, env=environment, cwd=checkout
+        [sys.executable, *command],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+        env=environment,
+        cwd=checkout,
     )
     seconds = time.monotonic() - begun
     if done.returncode:
@@ -146,26 +176,43 @@ def timed_process(checkout: Path, command: list[str]) -> tuple[float, str]:
 def measure(what: str, checkout: Path, source: Path, out: Path, options: Found) -> Found:
     """One run from outside."""
     job = {"what": what, "source": str(source), "out": str(out), "options": options}
-    whole_s, text = timed_process(checkout, [str(Path(__file__).resolve()), "--child", json.dumps(job)])
+    whole_s, text = timed_process(
+        checkout, [str(Path(__file__).resolve()), "--child", json.dumps(job)]
+    )
     return {"whole_s": whole_s, **json.loads(text.splitlines()[-1])}
 
 
 def case(what: str, source: Path, schema: str, device: str, args: argparse.Namespace) -> Found:
     """All that is said of one source, schema and device."""
-    options = {"schema": schema, "target": args.target, "device": device, "threads": args.threads, **args.set}
+    options = {
+        "schema": schema,
+        "target": args.target,
+        "device": device,
+        "threads": args.threads,
+        **args.set,
+    }
     outs = {name: args.work / f"out-{name}" for name in args.checkouts}
     for name, out in outs.items():
         shutil.rmtree(out, ignore_errors=True)
         if what != "convert":
             measure("convert", args.checkouts[name], source, out, options)
     runs = rounds(what, source, outs, options, args)
-    report: Found = {"what": what, "schema": schema, "device": device, "source_gb": round(size_of(source) / 1e9, 2)}
+    report: Found = {
+        "what": what,
+        "schema": schema,
+        "device": device,
+        "source_gb": round(size_of(source) / 1e9, 2),
+    }
     report |= {name: summary(found) for name, found in runs.items()}
     if args.against:
-        report["ratio"] = {key: ratio(runs, key) for key in ("whole_s", "call_s", "stages_s", "cpu_s")}
+        report["ratio"] = {
+            key: ratio(runs, key) for key in ("whole_s", "call_s", "stages_s", "cpu_s")
+        }
         report["differing"] = differing(outs["this"], outs["against"])
     if args.limits:
-        report["limits_gb_per_s"] = limits(source, args.work, size_of(outs["this"] / "experts"), args.threads, device)
+        report["limits_gb_per_s"] = limits(
+            source, args.work, size_of(outs["this"] / "experts"), args.threads, device
+        )
     for out in outs.values():
         shutil.rmtree(out)
     return report
@@ -189,8 +236,16 @@ def rounds(
 
 def summary(runs: list[Found]) -> Found:
     """Medians, and GB/s by them."""
-    middle: Found = {key: statistics.median(run[key] for run in runs) for key in runs[0] if runs[0][key] is not None}
-    speeds = {f"gb_per_{key}": middle["bytes_in"] / 1e9 / middle[key] for key in middle if key.endswith("_s")}
+    middle: Found = {
+        key: statistics.median(run[key] for run in runs)
+        for key in runs[0]
+        if runs[0][key] is not None
+    }
+    speeds = {
+        f"gb_per_{key}": middle["bytes_in"] / 1e9 / middle[key]
+        for key in middle
+        if key.endswith("_s")
+    }
     return {key: round(value, 3) for key, value in (middle | speeds).items()}
 
 
@@ -206,7 +261,11 @@ def differing(one: Path, other: Path) -> list[str]:
     """Weight files that the two artifacts do not share, byte for byte, by their manifests."""
     first, second = (json.loads((out / "hqconv.json").read_text())["files"] for out in (one, other))
     names = {name for name in first | second if name.endswith(".safetensors")}
-    return sorted(n for n in names if n not in first or n not in second or first[n]["sha256"] != second[n]["sha256"])
+    return sorted(
+        n
+        for n in names
+        if n not in first or n not in second or first[n]["sha256"] != second[n]["sha256"]
+    )
 
 
 def starts(args: argparse.Namespace) -> Iterator[Found]:
@@ -214,13 +273,20 @@ def starts(args: argparse.Namespace) -> Iterator[Found]:
     source = make_source(args.work / "start", layers=2, experts=4, hidden=256, intermediate=256)
     for name, words in STARTS.items():
         runs: dict[str, list[Found]] = {label: [] for label in args.checkouts}
-        for number, (label, checkout) in itertools.product(range(args.runs + 1), args.checkouts.items()):
+        for number, (label, checkout) in itertools.product(
+            range(args.runs + 1), args.checkouts.items()
+        ):
             places = {"SOURCE": str(source), "OUT": str(args.work / f"start-{label}")}
-            whole_s, _ = timed_process(checkout, ["-m", "hqconv", *(places.get(word, word) for word in words)])
+            whole_s, _ = timed_process(
+                checkout, ["-m", "hqconv", *(places.get(word, word) for word in words)]
+            )
             if number:
                 runs[label].append({"whole_s": whole_s})
         report: Found = {"what": f"start: {name}"}
-        report |= {label: round(statistics.median(r["whole_s"] for r in found), 3) for label, found in runs.items()}
+        report |= {
+            label: round(statistics.median(r["whole_s"] for r in found), 3)
+            for label, found in runs.items()
+        }
         yield report | ({"ratio": ratio(runs, "whole_s")} if args.against else {})
 
 
@@ -230,16 +296,30 @@ def starts(args: argparse.Namespace) -> Iterator[Found]:
 def make_source(folder: Path, **options: object) -> Path:
     """A checkpoint of scripts/make_checkpoint.py; `hidden=512` is its option `--hidden 512`."""
     if not folder.exists():
-        words = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+        words = [
+            text
+            for name, value in options.items()
+            for text in (f"--{name.replace('_', '-')}", str(value))
+        ]
         script = Path(__file__).with_name("make_checkpoint.py")
-        subprocess.run([sys.executable, str(script), str(folder), *words], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [sys.executable, str(script), str(folder), *words],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
     return folder
 
 
 def sized_source(work: Path, size_gb: float) -> Path:
     """A checkpoint of about this size."""
     layers = max(1, round(size_gb * 1e9 / (EXPERT_BYTES * EXPERTS_PER_LAYER)))
-    sizes = {"hidden": 2048, "intermediate": 768, "layers": layers, "experts": EXPERTS_PER_LAYER, "vocab": 1024}
+    sizes = {
+        "hidden": 2048,
+        "intermediate": 768,
+        "layers": layers,
+        "experts": EXPERTS_PER_LAYER,
+        "vocab": 1024,
+    }
     return make_source(work / f"source-{size_gb:g}", **sizes, distinct_layers=8, shard_size="4GB")
 
 
@@ -302,7 +382,11 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 def read_all(folder: Path, threads: int) -> None:
     """Read all weight files in parallel, into memory that is used again."""
-    pieces = [(path, at) for path in weight_files(folder) for at in range(0, path.stat().st_size, CHUNK_BYTES * 8)]
+    pieces = [
+        (path, at)
+        for path in weight_files(folder)
+        for at in range(0, path.stat().st_size, CHUNK_BYTES * 8)
+    ]
 
     def read(piece: tuple[Path, int]) -> None:
         buffer = bytearray(CHUNK_BYTES)
@@ -375,7 +459,9 @@ def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         child(json.loads(sys.argv[2]))
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=[*RUNS, "start"])
     parser.add_argument("--sizes", "--size", default="2")
     parser.add_argument("--schemas", "--schema", default="mxfp4,int4")
@@ -398,7 +484,9 @@ def main() -> None:
             for report in starts(args):
                 print(json.dumps(report), flush=True)
             return
-        cases = itertools.product(args.sizes.split(","), args.schemas.split(","), args.devices.split(","))
+        cases = itertools.product(
+            args.sizes.split(","), args.schemas.split(","), args.devices.split(",")
+        )
         for size, schema, device in cases:
             source = sized_source(args.work, float(size))
             print(json.dumps(case(args.what, source, schema, device, args)), flush=True)

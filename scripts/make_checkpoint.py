@@ -38,7 +38,11 @@ TOKENIZER = {
     "version": "1.0",
     "added_tokens": [],
     "pre_tokenizer": {"type": "WhitespaceSplit"},
-    "model": {"type": "WordLevel", "vocab": {word: i for i, word in enumerate(WORDS)}, "unk_token": WORDS[0]},
+    "model": {
+        "type": "WordLevel",
+        "vocab": {word: i for i, word in enumerate(WORDS)},
+        "unk_token": WORDS[0],
+    },
 }
 
 
@@ -138,7 +142,9 @@ def moe(prefix: str, s: Sizes, **names: str) -> Iterator[Tensor]:
 
 def qwen3_moe_layer(prefix: str, s: Sizes, layer: int) -> Iterator[Tensor]:
     """Every layer has experts; heads have norms."""
-    yield from grouped_attention(f"{prefix}.self_attn", s, q_norm=(s.head_dim,), k_norm=(s.head_dim,))
+    yield from grouped_attention(
+        f"{prefix}.self_attn", s, q_norm=(s.head_dim,), k_norm=(s.head_dim,)
+    )
     yield from moe(f"{prefix}.mlp", s)
 
 
@@ -214,7 +220,9 @@ def all_tensors(model_type: str, s: Sizes) -> Iterator[Tensor]:
     norm = (s.hidden,)
     yield from weights("model", embed_tokens=(s.vocab, s.hidden))
     for layer in range(s.layers):
-        yield from weights(f"model.layers.{layer}", input_layernorm=norm, post_attention_layernorm=norm)
+        yield from weights(
+            f"model.layers.{layer}", input_layernorm=norm, post_attention_layernorm=norm
+        )
         yield from MODELS[model_type].layer(f"model.layers.{layer}", s, layer)
     yield Tensor("model.norm.weight", norm)
     yield Tensor("lm_head.weight", (s.vocab, s.hidden))
@@ -299,9 +307,15 @@ class Draw:
         kind = stored(tensor, self._dtype)[1]
         if self._distinct is None:
             return (chunk.to(kind) for chunk in values(tensor, self._seed))
-        name = re.sub(r"(?<=layers\.)\d+", lambda match: str(int(match[0]) % (self._distinct or 1)), tensor.name)
+        name = re.sub(
+            r"(?<=layers\.)\d+",
+            lambda match: str(int(match[0]) % (self._distinct or 1)),
+            tensor.name,
+        )
         if name not in self._kept:
-            self._kept[name] = [chunk.to(kind) for chunk in values(tensor._replace(name=name), self._seed)]
+            self._kept[name] = [
+                chunk.to(kind) for chunk in values(tensor._replace(name=name), self._seed)
+            ]
         return self._kept[name]
 
 
@@ -325,7 +339,11 @@ def write_shard(path: Path, tensors: Sequence[Tensor], dtype: str, draw: Draw | 
         code, _, num_bytes = stored(tensor, dtype)
         begins.append(end)
         end += num_bytes
-        header[tensor.name] = {"dtype": code, "shape": tensor.shape, "data_offsets": [begins[-1], end]}
+        header[tensor.name] = {
+            "dtype": code,
+            "shape": tensor.shape,
+            "data_offsets": [begins[-1], end],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb", buffering=0) as file, ThreadPoolExecutor(NUM_THREADS) as pool:
@@ -337,7 +355,9 @@ def write_shard(path: Path, tensors: Sequence[Tensor], dtype: str, draw: Draw | 
     return end
 
 
-def write_checkpoint(out: Path, model_type: str, s: Sizes, dtype: str, shard_bytes: int, draw: Draw | None) -> int:
+def write_checkpoint(
+    out: Path, model_type: str, s: Sizes, dtype: str, shard_bytes: int, draw: Draw | None
+) -> int:
     """Write the folder, which gets its name when it is complete; returns the bytes of all tensors."""
     folder = out.with_name(out.name + ".partial")
     shutil.rmtree(folder, ignore_errors=True)
@@ -345,7 +365,9 @@ def write_checkpoint(out: Path, model_type: str, s: Sizes, dtype: str, shard_byt
     shards = split(all_tensors(model_type, s), dtype, shard_bytes)
     names = ["model.safetensors"]
     if len(shards) > 1:
-        names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+        names = [
+            f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)
+        ]
     pairs = list(zip(names, shards, strict=True))
     total_bytes = sum(write_shard(folder / name, shard, dtype, draw) for name, shard in pairs)
     files: dict[str, object] = {
@@ -380,21 +402,33 @@ def positive(text: str) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line, checked."""
     style = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], formatter_class=style)
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").split("\n")[0], formatter_class=style
+    )
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to create")
-    parser.add_argument("--model-type", choices=MODELS, default="qwen3_moe", help="whose names and config")
+    parser.add_argument(
+        "--model-type", choices=MODELS, default="qwen3_moe", help="whose names and config"
+    )
     parser.add_argument("--hidden", type=positive, default=1024, help="hidden size")
-    parser.add_argument("--intermediate", type=positive, default=768, help="intermediate size of one expert")
+    parser.add_argument(
+        "--intermediate", type=positive, default=768, help="intermediate size of one expert"
+    )
     parser.add_argument("--layers", type=positive, default=4, help="decoder layers")
     parser.add_argument("--experts", type=positive, default=16, help="experts in each layer")
     parser.add_argument("--top-k", type=positive, default=4, help="experts per token")
-    parser.add_argument("--shared", type=positive, help="shared experts (deepseek_v3 only; 1 if not given)")
+    parser.add_argument(
+        "--shared", type=positive, help="shared experts (deepseek_v3 only; 1 if not given)"
+    )
     parser.add_argument("--vocab", type=positive, default=2048, help="vocabulary size")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of every weight")
     parser.add_argument("--shard-size", type=size_bytes, default="100MB", help="largest shard")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same bytes")
-    parser.add_argument("--distinct-layers", type=positive, help="after so many, layers repeat: sooner made")
-    parser.add_argument("--sparse", action="store_true", help="headers and holes instead of weights")
+    parser.add_argument(
+        "--distinct-layers", type=positive, help="after so many, layers repeat: sooner made"
+    )
+    parser.add_argument(
+        "--sparse", action="store_true", help="headers and holes instead of weights"
+    )
     a = parser.parse_args(arguments)
     if a.shared and not MODELS[a.model_type].has_shared:
         parser.error(f"--shared: {a.model_type} has no shared experts")
@@ -413,7 +447,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sizes = Sizes(a.hidden, a.intermediate, a.layers, a.experts, a.top_k, a.shared or 1, a.vocab)
     draw = None if a.sparse else Draw(a.seed, a.dtype, a.distinct_layers)
     total = write_checkpoint(a.out, a.model_type, sizes, a.dtype, a.shard_size, draw)
-    print(f"{a.out}: {a.model_type}, {total / 1e9:.3f} GB of tensors" + (" (holes)" if a.sparse else ""))
+    print(
+        f"{a.out}: {a.model_type}, {total / 1e9:.3f} GB of tensors"
+        + (" (holes)" if a.sparse else "")
+    )
 
 
 if __name__ == "__main__":

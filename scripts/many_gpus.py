@@ -45,9 +45,13 @@ def cases(args: argparse.Namespace) -> dict[tuple[str, ...], Any]:
     for schema in args.schemas:
         for sink in args.sinks.split(","):
             for num in map(int, args.processes.split(",")):
-                found[schema, f"convert, {num} processes", sink] = partial(conversion, schema, num, sink, args)
+                found[schema, f"convert, {num} processes", sink] = partial(
+                    conversion, schema, num, sink, args
+                )
         for kind in ("tp", "ep"):
-            found[schema, f"verify, {kind} {args.ranks}", ""] = partial(verification, schema, kind, args)
+            found[schema, f"verify, {kind} {args.ranks}", ""] = partial(
+                verification, schema, kind, args
+            )
         found[schema, f"load, tp {args.ranks}", ""] = partial(loaded, schema, args)
     return found
 
@@ -56,13 +60,26 @@ def source_of(args: argparse.Namespace) -> Path:
     """The model, whose layers have the same weights: sooner made."""
     layer_bytes = 6 * SHAPE["experts"] * SHAPE["hidden"] * SHAPE["intermediate"]
     layers = max(1, round(args.size_gb * 1e9 / layer_bytes))
-    return make_source(args.work / "source", **SHAPE, layers=layers, distinct_layers=1, shard_size="4GB")
+    return make_source(
+        args.work / "source", **SHAPE, layers=layers, distinct_layers=1, shard_size="4GB"
+    )
 
 
 def conversion(schema: str, num: int, sink: str, args: argparse.Namespace, _: Path) -> list[str]:
     """Convert by so many processes; every number of them must give the same artifact, byte for byte."""
     source, out, profile = source_of(args), args.work / "out", args.work / "profile.json"
-    words = ["convert", source, "-o", out, *words_of(schema, args), "--tp", args.ranks, "--profile", profile, "-q"]
+    words = [
+        "convert",
+        source,
+        "-o",
+        out,
+        *words_of(schema, args),
+        "--tp",
+        args.ranks,
+        "--profile",
+        profile,
+        "-q",
+    ]
     script = ["-m", "hqconv"] if sink == "files" else [__file__, "discard"]
     seconds = torchrun(num, *script, *words)
     profiles = [json.loads(path.read_text()) for path in args.work.glob(f"{profile.name}*")]
@@ -70,14 +87,21 @@ def conversion(schema: str, num: int, sink: str, args: argparse.Namespace, _: Pa
         path.unlink()
     kept = args.work / f"{schema}-tp"
     if sink == "files":  # the manifest has the SHA-256 of every file
-        assert not kept.exists() or (out / MANIFEST).read_bytes() == (kept / MANIFEST).read_bytes(), "other bytes"
+        assert (
+            not kept.exists() or (out / MANIFEST).read_bytes() == (kept / MANIFEST).read_bytes()
+        ), "other bytes"
         shutil.rmtree(kept, ignore_errors=True)
         out.rename(kept)
     else:
         shutil.rmtree(out)
     gigabytes, stages = size_of(source) / 1e9, max(one["seconds"] for one in profiles)
-    shares = {name: max(one["stages"][name]["share"] for one in profiles) for name in profiles[0]["stages"]}
-    busiest = ", ".join(f"{name} {share:.2f}" for name, share in sorted(shares.items(), key=lambda n: -n[1])[:3])
+    shares = {
+        name: max(one["stages"][name]["share"] for one in profiles)
+        for name in profiles[0]["stages"]
+    }
+    busiest = ", ".join(
+        f"{name} {share:.2f}" for name, share in sorted(shares.items(), key=lambda n: -n[1])[:3]
+    )
     return [
         f"{gigabytes:.1f} GB in {seconds:.1f} s, {gigabytes / seconds:.2f} GB/s",
         f"stages {stages:.1f} s, {gigabytes / stages:.2f} GB/s",
@@ -92,7 +116,18 @@ def verification(schema: str, kind: str, args: argparse.Namespace, _: Path) -> l
         words = [*words_of(schema, args), "--ep", args.ranks, "--redundant-experts", args.ranks]
         torchrun(args.ranks, "-m", "hqconv", "convert", source, "-o", out, *words, "-q")
     begun = time.monotonic()
-    command = [sys.executable, "-m", "hqconv", "verify", out, "--source", source, "--device", args.device, "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "hqconv",
+        "verify",
+        out,
+        "--source",
+        source,
+        "--device",
+        args.device,
+        "--json",
+    ]
     done = subprocess.run([*map(str, command)], check=True, stdout=subprocess.PIPE, cwd=REPO)
     checks = json.loads(done.stdout)["checks"]
     seconds = time.monotonic() - begun
@@ -100,7 +135,11 @@ def verification(schema: str, kind: str, args: argparse.Namespace, _: Path) -> l
     if kind == "ep":
         shutil.rmtree(out)
     layers = checks["kernel"]["measured"].values()
-    errors = [f"{key} {max(one[key] for one in layers):.4f}" for key in ("kernel", "against_source") if layers]
+    errors = [
+        f"{key} {max(one[key] for one in layers):.4f}"
+        for key in ("kernel", "against_source")
+        if layers
+    ]
     statuses = ", ".join(f"{name} {check['status']}" for name, check in checks.items())
     return [f"{statuses}: {seconds:.1f} s", ", ".join(errors), ""]
 
@@ -108,11 +147,16 @@ def verification(schema: str, kind: str, args: argparse.Namespace, _: Path) -> l
 def loaded(schema: str, args: argparse.Namespace, _: Path) -> list[str]:
     """Fill tensors of every rank at once; the second of two loads counts."""
     report = args.work / "load"
-    torchrun(args.gpus or args.ranks, __file__, "load", args.work / f"{schema}-tp", report, args.device)
+    torchrun(
+        args.gpus or args.ranks, __file__, "load", args.work / f"{schema}-tp", report, args.device
+    )
     found = [json.loads(path.read_text()) for path in sorted(args.work.glob("load.*"))]
     for path in args.work.glob("load.*"):
         path.unlink()
-    gigabytes, seconds = sum(one["bytes_in"] for one in found) / 1e9, max(one["stages_s"] for one in found)
+    gigabytes, seconds = (
+        sum(one["bytes_in"] for one in found) / 1e9,
+        max(one["stages_s"] for one in found),
+    )
     memory = [f"{key} {max(one[key] for one in found):.2f} GB" for key in ("host_gb", "gpu_gb")]
     told = f"{gigabytes:.1f} GB by {len(found)} processes in {seconds:.3f} s, {gigabytes / seconds:.1f} GB/s"
     return [told, f"largest process: {', '.join(memory)}", ""]
@@ -126,9 +170,18 @@ def words_of(schema: str, args: argparse.Namespace) -> list[Any]:
 def torchrun(num: int, *words: Any) -> float:
     """Run a script or module of this checkout in so many processes; seconds until the last one ended."""
     path = os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(num),
+    ]
     begun = time.monotonic()
-    done = subprocess.run([*command, *map(str, words)], env={**os.environ, "PYTHONPATH": path}, check=False)
+    done = subprocess.run(
+        [*command, *map(str, words)], env={**os.environ, "PYTHONPATH": path}, check=False
+    )
     assert not done.returncode, f"exit code {done.returncode}"
     return time.monotonic() - begun
 

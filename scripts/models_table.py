@@ -27,14 +27,22 @@ TITLES = {"real": "Published models", "families": "Families and config words, at
 def main() -> None:
     """Write the page's tables, and leave what stands before them."""
     before, *rest = PAGE.read_text(encoding="utf-8").split("## Published models\n")
-    known = {line.split(" | ")[0][2:]: line for line in "".join(rest).splitlines() if line.startswith("| ")}
+    known = {
+        line.split(" | ")[0][2:]: line
+        for line in "".join(rest).splitlines()
+        if line.startswith("| ")
+    }
     text = before
     for folder, title in TITLES.items():
         text += f"## {title}\n\n{HEAD}{RULE}"
         for path in paths():
             if path.parent.name != folder:
                 continue
-            if path.stem not in known or not sys.argv[1:] or any(part in path.stem for part in sys.argv[1:]):
+            if (
+                path.stem not in known
+                or not sys.argv[1:]
+                or any(part in path.stem for part in sys.argv[1:])
+            ):
                 model = load(path)
                 with tempfile.TemporaryDirectory() as scratch:
                     known[path.stem] = outcome_of(path, model, Path(scratch)).row(model, folder)

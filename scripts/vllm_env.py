@@ -55,7 +55,9 @@ def main() -> None:
         subprocess.check_call([*pip, "--no-deps", *pinned])
         humming_pin = next(line for line in _constraints() if line.startswith("humming-kernels=="))
         compiler = humming_pin.replace("==", "[cu13]==")  # which needs no GPU
-        subprocess.check_call([*pip, torch_pin, "-e", f"{REPO}[gguf]", compiler, "pytest", "hypothesis"])
+        subprocess.check_call(
+            [*pip, torch_pin, "-e", f"{REPO}[gguf]", compiler, "pytest", "hypothesis"]
+        )
         _unpack(wheel, next((folder / "lib").glob("python*")) / "site-packages")
     stamp.touch()
 
@@ -66,8 +68,20 @@ def _constraints() -> list[str]:
 
 def _download(scratch: Path, version: str) -> Path:
     """vLLM's wheel for Linux on x86-64, whatever the machine is: only its Python code is used."""
-    platforms = ["--platform=manylinux_2_28_x86_64", "--platform=manylinux_2_31_x86_64", "--abi=abi3"]
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
+    platforms = [
+        "--platform=manylinux_2_28_x86_64",
+        "--platform=manylinux_2_31_x86_64",
+        "--abi=abi3",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "download",
+        "--quiet",
+        "--no-deps",
+    ]
     command += ["--only-binary=:all:", *platforms, "--dest", str(scratch), f"vllm=={version}"]
     subprocess.check_call(command)
     return next(scratch.glob("vllm-*.whl"))

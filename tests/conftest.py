@@ -17,7 +17,9 @@ from hqconv.verification.result import Finding
 from tests.make.effort import ALL, REST, sample
 
 # The machine may be busy: no example has to be fast.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("any machine")
 
 _CONFIG = tempfile.TemporaryDirectory(prefix="hqconv-config-")

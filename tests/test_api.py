@@ -71,7 +71,9 @@ REFUSED: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("name", "value", "where"), REFUSED, ids=lambda value: repr(value)[:20])
-def test_what_cannot_be_asked_for(name: str, value: Any, where: str, model: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_asked_for(
+    name: str, value: Any, where: str, model: Path, tmp_path: Path
+) -> None:
     with pytest.raises(RequestError) as caught:
         hqconv.convert(model, tmp_path / "out", **{**OPTIONS_OF, name: value})
     assert where in caught.value.where
@@ -114,7 +116,8 @@ def test_a_schema_of_ones_own(model: Path, made: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("name", 5), ("has_zero_point", "no"), ("weight_scale_group_size", 32.0), ("bs_dtype", 1)]
+    ("field", "value"),
+    [("name", 5), ("has_zero_point", "no"), ("weight_scale_group_size", 32.0), ("bs_dtype", 1)],
 )
 def test_a_schema_whose_fields_are_of_other_types(field: str, value: Any) -> None:
     """They would be written into the manifest as they are."""
@@ -124,7 +127,9 @@ def test_a_schema_whose_fields_are_of_other_types(field: str, value: Any) -> Non
     assert caught.value.where == field
 
 
-def test_a_source_that_may_not_be_looked_at(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_may_not_be_looked_at(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(self: Path) -> bool:
         raise PermissionError(13, "Permission denied", str(self))
 
@@ -151,11 +156,22 @@ def test_a_recipe_is_a_parameter(model: Path, tmp_path: Path) -> None:
     words = manifest(tmp_path / "out")
     assert (words["schema_name"], words["tp"], words["target"]) == ("int4-g64", 1, "sm90")
     assert words["blocks"][LAYER]["schema_name"] == "fp8"
-    command = ["convert", str(model), "--config", str(config), "--tp", "1", "-o", str(tmp_path / "same")]
+    command = [
+        "convert",
+        str(model),
+        "--config",
+        str(config),
+        "--tp",
+        "1",
+        "-o",
+        str(tmp_path / "same"),
+    ]
     assert CliRunner().invoke(app, command).exit_code == 0
     assert snapshot(tmp_path / "same") == snapshot(tmp_path / "out")
     assert hqconv.plan(model, config=str(config)).spec.grid.tp == 2
-    assert hqconv.plan(model, config=config, schema="mxfp8", overrides=()).spec.schema.name == "mxfp8"
+    assert (
+        hqconv.plan(model, config=config, schema="mxfp8", overrides=()).spec.schema.name == "mxfp8"
+    )
     assert hqconv.plan(model, config="ends-in-8-bits", target="sm90").spec.schema.name == "mxfp4"
 
 
@@ -170,7 +186,10 @@ def test_a_recipe_without_a_schema(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_report_is_shown_on_one_line(model: Path, made: Path) -> None:
-    plan, verified = hqconv.plan(model, schema="int4", target="sm90"), hqconv.verify(made, model, device="cpu")
+    plan, verified = (
+        hqconv.plan(model, schema="int4", target="sm90"),
+        hqconv.verify(made, model, device="cpu"),
+    )
     report = hqconv.convert(model, made, **OPTIONS_OF, resume=True)
     gemms = hqconv.load(made, layer=LAYER).values()
     parts = [*plan.layers, *plan.units, plan.units[0].files[0], plan.layers[0].layer]
@@ -188,11 +207,17 @@ def test_progress_comes_to_its_end(model: Path, tmp_path: Path) -> None:
     hqconv.convert(model, tmp_path / "out", **OPTIONS_OF, threads=4, progress=told.append)
     done = [progress.done_bytes for progress in told]
     assert done == sorted(done)
-    assert done[-1] == told[-1].total_bytes == hqconv.plan(model, schema="int4", target="sm90").num_bytes_read
+    assert (
+        done[-1]
+        == told[-1].total_bytes
+        == hqconv.plan(model, schema="int4", target="sm90").num_bytes_read
+    )
     assert told[-1].num_groups_done == told[-1].num_groups
 
 
-def test_an_error_of_the_callers_own_ends_it_and_it_can_be_resumed(model: Path, made: Path, tmp_path: Path) -> None:
+def test_an_error_of_the_callers_own_ends_it_and_it_can_be_resumed(
+    model: Path, made: Path, tmp_path: Path
+) -> None:
     class EnoughError(Exception):
         pass
 
@@ -220,10 +245,16 @@ def test_all_of_it_is_typed_and_told() -> None:
     for name in (name for name in hqconv.__all__ if name.islower() and name != "__version__"):
         function = getattr(hqconv, name)
         assert function is getattr(api, name)
-        missing = [p for p in inspect.signature(function).parameters if not re.search(rf"\b{p}\b", function.__doc__)]
+        missing = [
+            p
+            for p in inspect.signature(function).parameters
+            if not re.search(rf"\b{p}\b", function.__doc__)
+        ]
         assert missing == []
         assert "return" in function.__annotations__
-        assert set(function.__annotations__) - {"return"} == set(inspect.signature(function).parameters)
+        assert set(function.__annotations__) - {"return"} == set(
+            inspect.signature(function).parameters
+        )
 
 
 def test_the_types_are_public_and_come_when_asked_for(made: Path) -> None:
@@ -240,7 +271,9 @@ def test_no_such_device_to_load_to(device: str, made: Path) -> None:
         hqconv.load(made, layer=LAYER, device=device)
 
 
-@pytest.mark.parametrize("call", [hqconv.inspect, lambda out, **words: hqconv.convert(out, **OPTIONS_OF, **words)])
+@pytest.mark.parametrize(
+    "call", [hqconv.inspect, lambda out, **words: hqconv.convert(out, **OPTIONS_OF, **words)]
+)
 def test_a_folder_has_no_revisions(call: Any, model: Path, made: Path) -> None:
     for folder in (model, made):
         with pytest.raises(RequestError, match="no revisions"):
@@ -259,13 +292,16 @@ def test_a_manifest_that_cannot_be_relied_on_is_in_the_report(made: Path, tmp_pa
 def numbers() -> list[tuple[str, str]]:
     """Function and parameter of each number of the public functions."""
     functions = (
-        name for name in ("describe_plan", "warm", *hqconv.__all__) if inspect.isfunction(getattr(api, name, 0))
+        name
+        for name in ("describe_plan", "warm", *hqconv.__all__)
+        if inspect.isfunction(getattr(api, name, 0))
     )
     return [
         (function, name)
         for function in functions
         for name, parameter in inspect.signature(getattr(api, function)).parameters.items()
-        if re.search(r"\b(int|float)\b", str(parameter.annotation)) and "str" not in str(parameter.annotation)
+        if re.search(r"\b(int|float)\b", str(parameter.annotation))
+        and "str" not in str(parameter.annotation)
         if name not in conversion_options()  # REFUSED has those
     ]
 
@@ -277,9 +313,22 @@ def test_numbers_are_checked_at_the_door(function: str, name: str, tmp_path: Pat
     called = getattr(api, function)
     needed = [p for p in inspect.signature(called).parameters.values() if p.default is p.empty]
     arguments = {p.name: tmp_path / "none" for p in needed}
-    bad: list[Any] = [-1, "x", "1", b"1", math.nan, math.inf, -math.inf, 10**5000, -(10**5000), True]
+    bad: list[Any] = [
+        -1,
+        "x",
+        "1",
+        b"1",
+        math.nan,
+        math.inf,
+        -math.inf,
+        10**5000,
+        -(10**5000),
+        True,
+    ]
     bad += [1.5] if "int" in str(inspect.signature(called).parameters[name].annotation) else []
-    for value in bad if name not in ("layers", "tokens") else [*bad, [-1], [1, "2"], [[1]], [1.5], 1]:
+    for value in (
+        bad if name not in ("layers", "tokens") else [*bad, [-1], [1, "2"], [[1]], [1.5], 1]
+    ):
         with pytest.raises(RequestError) as error:
             called(**{**arguments, name: value})
         assert error.value.where == api._FLAGS.get(name, f"--{name.replace('_', '-')}")
@@ -288,4 +337,6 @@ def test_numbers_are_checked_at_the_door(function: str, name: str, tmp_path: Pat
 def test_numbers_of_other_types_are_numbers(made: Path) -> None:
     layer = "model.layers.0.mlp.experts"
     assert hqconv.load(made, layer=layer, tp_rank=np.int64(0)).keys() == {"w13", "w2"}
-    assert hqconv.verify(made, checks=["files"], max_error=1, threads=np.uint8(1), layers={0}).passed
+    assert hqconv.verify(
+        made, checks=["files"], max_error=1, threads=np.uint8(1), layers={0}
+    ).passed

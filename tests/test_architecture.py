@@ -55,7 +55,10 @@ INDEPENDENT = {
     ),
     "hqconv.verification.gguf_reference": ("hqconv.errors", "hqconv.schemas", "hqconv.io"),
     # Formulas of activations; what is judged, a kernel, has its own.
-    "hqconv.verification.reference": ("hqconv.schemas.activation", "hqconv.calibration.activations"),
+    "hqconv.verification.reference": (
+        "hqconv.schemas.activation",
+        "hqconv.calibration.activations",
+    ),
 }
 # Libraries that only some modules may import at all.
 ONLY_IN = {
@@ -74,7 +77,9 @@ ONLY_IN = {
     "jinja2": ("hqconv.reports.page",),
     "gguf": ("hqconv.io.gguf_header",),
     "bitsandbytes": ("hqconv.formats.bitsandbytes",),
-    "typer": tuple(f"hqconv.cli.{name}" for name in ("app", "command", "commands", "output", "options")),
+    "typer": tuple(
+        f"hqconv.cli.{name}" for name in ("app", "command", "commands", "output", "options")
+    ),
     "rich": tuple(f"hqconv.cli.{name}" for name in ("render", "progress_bar")),
 }
 # The two seams: words that name the kernel library's config and the engine, and the modules that may use them in code
@@ -94,13 +99,24 @@ PUBLIC_WORDS = {
 }
 # What can be imported without torch, numba, numpy or Humming: everything that only looks at names and headers.
 LIGHT = (
-    *("hqconv.api", "hqconv.cli.app", "hqconv.schemas", "hqconv.io", "hqconv.planning", "hqconv.reports"),
+    *(
+        "hqconv.api",
+        "hqconv.cli.app",
+        "hqconv.schemas",
+        "hqconv.io",
+        "hqconv.planning",
+        "hqconv.reports",
+    ),
     *("hqconv.models", "hqconv.kernel_layout.compatibility"),
     *("hqconv.kernel_layout.kernel_sources", "hqconv.serving.vllm.kernel_requests"),
     "hqconv.formats",
     *("hqconv.sources", "hqconv.artifact.reader"),
     *("hqconv.serving.artifact_view", "hqconv.serving.server_compatibility"),
-    *("hqconv.artifact.rank_file", "hqconv.serving.vllm.activations", "hqconv.serving.vllm.layer_names"),
+    *(
+        "hqconv.artifact.rank_file",
+        "hqconv.serving.vllm.activations",
+        "hqconv.serving.vllm.layer_names",
+    ),
     *("hqconv.serving.vllm.plugin", "hqconv.serving.vllm.tuning", "hqconv.serving.vllm.refusals"),
     *(f"hqconv.serving.warm.{name}" for name in ("gpus", "kernel_store", "compile_kernels")),
     *("hqconv.conversion.option_values", "hqconv.conversion.stages"),
@@ -136,13 +152,18 @@ def sources_of(root: Path) -> dict[str, str]:
     found = {}
     for path in sorted(root.rglob("*.py")):
         *above, name = path.relative_to(REPO).with_suffix("").parts
-        found[".".join([*above, "" if name == "__init__" else name])] = path.read_text(encoding="utf-8")
+        found[".".join([*above, "" if name == "__init__" else name])] = path.read_text(
+            encoding="utf-8"
+        )
     return found
 
 
 def imports_of(sources: Mapping[str, str]) -> Imports:
     modules = {name.rstrip(".") for name in sources}
-    return {name.rstrip("."): set(_walk(ast.parse(text), "load", name, modules)) for name, text in sources.items()}
+    return {
+        name.rstrip("."): set(_walk(ast.parse(text), "load", name, modules))
+        for name, text in sources.items()
+    }
 
 
 @functools.cache
@@ -156,13 +177,20 @@ def _walk(node: ast.AST, when: str, name: str, modules: set[str]) -> Iterator[tu
     elif isinstance(node, ast.ImportFrom):
         above = name.split(".")[: -node.level] if node.level else []
         base = ".".join([*above, *filter(None, [node.module])])
-        yield from ((one if (one := f"{base}.{alias.name}") in modules else base, when) for alias in node.names)
-    elif isinstance(node, ast.Call) and re.search(r"\b(import_module|__import__)$", ast.unparse(node.func)):
+        yield from (
+            (one if (one := f"{base}.{alias.name}") in modules else base, when)
+            for alias in node.names
+        )
+    elif isinstance(node, ast.Call) and re.search(
+        r"\b(import_module|__import__)$", ast.unparse(node.func)
+    ):
         yield ast.unparse(node.args[0]).strip("'"), when
     is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
     is_for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
     for child in ast.iter_child_nodes(node):
-        yield from _walk(child, "types" if is_for_types else "call" if is_function else when, name, modules)
+        yield from _walk(
+            child, "types" if is_for_types else "call" if is_function else when, name, modules
+        )
 
 
 # --- the rules: imports in, sentences about what is wrong out ------------------------------------------------
@@ -208,7 +236,11 @@ def shared_with_the_judged(found: Imports) -> list[str]:
 def circles(found: Imports) -> list[str]:
     """A circle of imports, types aside. What the package offers is imported when it is first asked for."""
     graph = {
-        name: {target for target, when in items if when != "types" and target in found and target != name}
+        name: {
+            target
+            for target, when in items
+            if when != "types" and target in found and target != name
+        }
         for name, items in found.items()
         if name != "hqconv"
     }
@@ -245,12 +277,20 @@ def beyond_the_seams(sources: Mapping[str, str]) -> list[str]:
                 f"{name} names {word!r}"
                 for word in words
                 for seam, allowed in SEAMS.items()
-                if seam in word.lower() and word not in PUBLIC_WORDS and not any_in(name.rstrip("."), allowed)
+                if seam in word.lower()
+                and word not in PUBLIC_WORDS
+                and not any_in(name.rstrip("."), allowed)
             ]
     return wrong
 
 
-RULES = (wrong_direction, forbidden_libraries, shared_with_the_judged, circles, too_much_for_a_server)
+RULES = (
+    wrong_direction,
+    forbidden_libraries,
+    shared_with_the_judged,
+    circles,
+    too_much_for_a_server,
+)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -265,7 +305,11 @@ def test_the_seams_hold() -> None:
 def test_every_room_has_a_floor_and_tests() -> None:
     rooms = {room_of(name) for name in imports_of_package()} - {""}
     assert rooms == FLOORS.keys()
-    folders = {path.name for path in (REPO / "tests").iterdir() if path.is_dir() and path.name != "__pycache__"}
+    folders = {
+        path.name
+        for path in (REPO / "tests").iterdir()
+        if path.is_dir() and path.name != "__pycache__"
+    }
     assert folders == {room for room in rooms if (REPO / "hqconv" / room).is_dir()} | {
         "make",
         "golden",
@@ -276,13 +320,17 @@ def test_every_room_has_a_floor_and_tests() -> None:
 
 def test_tests_share_what_is_in_make() -> None:
     found = imports_of(sources_of(REPO / "tests"))
-    shared = [(n, t) for n, items in found.items() for t, _ in items if is_in(t, "tests") and t != "tests"]
+    shared = [
+        (n, t) for n, items in found.items() for t, _ in items if is_in(t, "tests") and t != "tests"
+    ]
     assert [(name, target) for name, target in shared if not is_in(target, "tests.make")] == []
 
 
 def loaded_by(code: str) -> set[str]:
     script = f"{code}\nimport sys\nprint(*[name for name in {HEAVY!r} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=REPO, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=REPO, check=False
+    )
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split("\n")[-2].split())
 
@@ -301,12 +349,24 @@ def test_what_looks_at_headers_loads_nothing_heavy() -> None:
 PLAN = "hqconv.planning.plan"
 WRONG: list[tuple[Callable[[Imports], list[str]], dict[str, str]]] = [
     (wrong_direction, {"hqconv.io.hub": f"def f():\n    from {PLAN} import x", PLAN: ""}),
-    (wrong_direction, {"hqconv.io.hub": "from ..planning import plan", PLAN: "", "hqconv.planning.": ""}),
+    (
+        wrong_direction,
+        {"hqconv.io.hub": "from ..planning import plan", PLAN: "", "hqconv.planning.": ""},
+    ),
     (wrong_direction, {"hqconv.io.hub": f"importlib.import_module('{PLAN}')", PLAN: ""}),
     (wrong_direction, {"hqconv.": "from hqconv.errors import x", "hqconv.errors": ""}),
     (forbidden_libraries, {"hqconv.verification.verify": "import humming.ops"}),
-    (shared_with_the_judged, {"hqconv.layout_decoder.decode": "from hqconv.kernel_layout.transform import x"}),
-    (circles, {"hqconv.io.a": "from hqconv.io.b import x", "hqconv.io.b": "def f():\n    import hqconv.io.a"}),
+    (
+        shared_with_the_judged,
+        {"hqconv.layout_decoder.decode": "from hqconv.kernel_layout.transform import x"},
+    ),
+    (
+        circles,
+        {
+            "hqconv.io.a": "from hqconv.io.b import x",
+            "hqconv.io.b": "def f():\n    import hqconv.io.a",
+        },
+    ),
     (too_much_for_a_server, {"hqconv.serving.vllm.plugin": f"import {PLAN}", PLAN: ""}),
 ]
 
@@ -314,12 +374,18 @@ WRONG: list[tuple[Callable[[Imports], list[str]], dict[str, str]]] = [
 @pytest.mark.parametrize(("rule", "sources"), WRONG)
 def test_each_rule_can_fail(rule: Callable[[Imports], list[str]], sources: dict[str, str]) -> None:
     assert len(rule(imports_of(sources))) == 1
-    for_types = {n: f"if TYPE_CHECKING:\n    {t.splitlines()[-1].strip()}" for n, t in sources.items() if t}
+    for_types = {
+        n: f"if TYPE_CHECKING:\n    {t.splitlines()[-1].strip()}" for n, t in sources.items() if t
+    }
     if rule in (circles, too_much_for_a_server):
         assert rule(imports_of({**sources, **for_types})) == []
 
 
-@pytest.mark.parametrize("text", ["from hqconv.serving.vllm import x", "def f(a):\n    return f'{a} in vLLM'"])
+@pytest.mark.parametrize(
+    "text", ["from hqconv.serving.vllm import x", "def f(a):\n    return f'{a} in vLLM'"]
+)
 def test_a_seam_can_be_crossed(text: str) -> None:
     assert beyond_the_seams({PLAN: text})
-    assert not beyond_the_seams({"hqconv.serving.vllm.plugin": text, PLAN: '"""As vLLM does."""\nx = 1  # vLLM'})
+    assert not beyond_the_seams(
+        {"hqconv.serving.vllm.plugin": text, PLAN: '"""As vLLM does."""\nx = 1  # vLLM'}
+    )

@@ -40,7 +40,9 @@ def _local_experts(model_type: str) -> Callable[[Sizes], Json]:
 
 
 SPARSE = f"{LAYER}.block_sparse_moe"
-GRANITE = Layout(f"{SPARSE}.experts", GATE_UP_DOWN, _local_experts("granitemoe"), f"{SPARSE}.router.layer.weight")
+GRANITE = Layout(
+    f"{SPARSE}.experts", GATE_UP_DOWN, _local_experts("granitemoe"), f"{SPARSE}.router.layer.weight"
+)
 MIXTRAL = Layout(f"{SPARSE}.experts", W1_W3_W2, _local_experts("mixtral"), f"{SPARSE}.gate.weight")
 APART = replace(GPT_OSS, fused=None)
 INT4 = configs.compressed("pack-quantized", 4, "int", "group", group_size=32)
@@ -57,7 +59,12 @@ def changed(config: Json, **words: Any) -> Json:
 
 def _write(folder: Path, layout: Layout, encode: Encoder, config: Json) -> dict[str, Block]:
     return write_checkpoint(
-        folder, layout, [encode, encode], SIZES, dense=plain, config={"torch_dtype": "bfloat16", **config}
+        folder,
+        layout,
+        [encode, encode],
+        SIZES,
+        dense=plain,
+        config={"torch_dtype": "bfloat16", **config},
     )
 
 
@@ -67,10 +74,15 @@ def dead_expert(draw: Draw, n: int, k: int, second: torch.Tensor) -> Stored:
     if draw.integers(0, 3, 1).item():
         return stored
     parts = {
-        name: torch.zeros_like(tensor.view(torch.uint8)).view(tensor.dtype) for name, tensor in stored.parts.items()
+        name: torch.zeros_like(tensor.view(torch.uint8)).view(tensor.dtype)
+        for name, tensor in stored.parts.items()
     }
-    parts |= {name: torch.tensor([torch.inf]) for name in ("weight_global_scale", "input_global_scale")}
-    return Stored(parts, torch.zeros(n, k, dtype=torch.float64), torch.zeros(n, k, dtype=torch.float64))
+    parts |= {
+        name: torch.tensor([torch.inf]) for name in ("weight_global_scale", "input_global_scale")
+    }
+    return Stored(
+        parts, torch.zeros(n, k, dtype=torch.float64), torch.zeros(n, k, dtype=torch.float64)
+    )
 
 
 class Converts(NamedTuple):
@@ -84,7 +96,9 @@ class Converts(NamedTuple):
 
 CONVERTS = {
     "granitemoe with a tensor for each expert": Converts(
-        GRANITE, pack.fp8(dtype=torch.bfloat16), configs.compressed("float-quantized", 8, "float", "channel")
+        GRANITE,
+        pack.fp8(dtype=torch.bfloat16),
+        configs.compressed("float-quantized", 8, "float", "channel"),
     ),
     "mixtral, targets name the modules of the linearized class": Converts(
         MIXTRAL,
@@ -97,13 +111,24 @@ CONVERTS = {
     "ignored names are those of the experts' parents": Converts(
         QWEN3_MOE,
         pack.pack_quantized(4, 32),
-        changed(INT4, ignore=["lm_head", *(f"model.layers.{n}.mlp.experts.{e}" for n in (0, 1) for e in range(4))]),
+        changed(
+            INT4,
+            ignore=[
+                "lm_head",
+                *(f"model.layers.{n}.mlp.experts.{e}" for n in (0, 1) for e in range(4)),
+            ],
+        ),
     ),
     "an expert that no token has seen": Converts(
-        QWEN3_MOE, dead_expert, configs.compressed("nvfp4-pack-quantized", 4, "float", "tensor_group", group_size=16)
+        QWEN3_MOE,
+        dead_expert,
+        configs.compressed("nvfp4-pack-quantized", 4, "float", "tensor_group", group_size=16),
     ),
     "gpt-oss with gate and up apart": Converts(
-        APART, pack.pack_quantized(4, 32), changed(INT4, targets=["re:.*mlp.experts.*"], version="0.17.1"), "halves"
+        APART,
+        pack.pack_quantized(4, 32),
+        changed(INT4, targets=["re:.*mlp.experts.*"], version="0.17.1"),
+        "halves",
     ),
 }
 
@@ -116,7 +141,9 @@ def test_it_converts_to_what_it_means(name: str, tmp_path: Path) -> None:
         layers = {layer.name: layer for layer in source.map_experts().layers}
         assert layers.keys() == truth.keys()
         for layer, expert in itertools.product(truth, range(SIZES.experts)):
-            for role, matrix in source.read_expert(layers[layer], expert, W1_W3_W2, torch.device("cpu")).items():
+            for role, matrix in source.read_expert(
+                layers[layer], expert, W1_W3_W2, torch.device("cpu")
+            ).items():
                 found, expected = matrix.values().float(), truth[layer][role][expert]
                 assert torch.equal(found + 0.0, expected + 0.0), (layer, expert, role)
     options: dict[str, Any] = {"schema": "int4-g32", "target": "sm90"}

@@ -49,12 +49,18 @@ def test_nothing_says_to_install_hqconv_from_an_index() -> None:
     """The name is not ours there: `pip install hqconv` would run code of somebody else."""
     told = [path for path in DOCUMENTS if path.name != "CHANGELOG.md"]
     files = [*told, *(REPO / "hqconv").rglob("*.py"), *(REPO / "docs/examples").iterdir()]
-    wrong = [path.name for path in files if re.search(r"pip install[^\n`]*['\" ]hqconv", path.read_text())]
+    wrong = [
+        path.name
+        for path in files
+        if re.search(r"pip install[^\n`]*['\" ]hqconv", path.read_text())
+    ]
     assert wrong == []
 
 
 def test_messages_name_the_versions_of_the_extras() -> None:
-    extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     files = {"gguf": "io/gguf_header.py", "bitsandbytes": "formats/bitsandbytes.py"}
     files["calibrate"] = "calibration/transformers_model.py"
     for name, module in files.items():
@@ -65,9 +71,15 @@ def test_every_source_format_has_its_row() -> None:
     """As the tests' list of formats has it; what `--schema source` gives is what the tests hold it to."""
     lines = (REPO / "docs/sources.md").read_text().splitlines()
     for name, spec in FORMATS.items():
-        kept = spec.direct or (f"{spec.rounded} with `--round-scales`;" if spec.rounded else "refused: ")
-        assert any(line.startswith(f"| {name} | {spec.recognised} | {kept}") for line in lines), name
-    missing = [t for family in FAMILIES for t in family.model_types if not any(t in line for line in lines)]
+        kept = spec.direct or (
+            f"{spec.rounded} with `--round-scales`;" if spec.rounded else "refused: "
+        )
+        assert any(line.startswith(f"| {name} | {spec.recognised} | {kept}") for line in lines), (
+            name
+        )
+    missing = [
+        t for family in FAMILIES for t in family.model_types if not any(t in line for line in lines)
+    ]
     assert missing == []
 
 
@@ -75,7 +87,9 @@ def test_every_model_type_is_served_or_not() -> None:
     """Each once in docs/serving.md, with as many as the page says."""
     text = (REPO / "docs/serving.md").read_text()
     models = text[text.index("## Models") : text.index("| served, but")]
-    served = re.findall(r"^\* \*\*(?:loaded|read|looked up)\*\*: (.*?)\.$", models, re.MULTILINE | re.DOTALL)
+    served = re.findall(
+        r"^\* \*\*(?:loaded|read|looked up)\*\*: (.*?)\.$", models, re.MULTILINE | re.DOTALL
+    )
     groups = [re.split(r",\s+", group) for group in served]
     names = [name for group in groups for name in group]
     rows = re.findall(r"^\| (.*) \| .* \|$", models, re.MULTILINE)[2:]
@@ -83,7 +97,10 @@ def test_every_model_type_is_served_or_not() -> None:
     types = [name for family in FAMILIES for name in family.model_types]
     assert sorted([*names, *others]) == sorted(types)
     counts = [len(types), len(names), *map(len, groups)]
-    assert [int(number) for number in re.findall(r"(?<![\d.])\d{2,3}(?![\d.])", models.partition("* **")[0])] == counts
+    assert [
+        int(number)
+        for number in re.findall(r"(?<![\d.])\d{2,3}(?![\d.])", models.partition("* **")[0])
+    ] == counts
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -95,7 +112,8 @@ def test_files_that_a_document_names_exist(document: Path) -> None:
         word.rstrip("/")
         for quoted in re.findall(r"`([^`\n]+)`", text)
         for word in quoted.split()
-        if re.fullmatch(r"[\w./-]+(/[\w.-]*|\.(py|md|toml|json|txt))", word) and not NOT_KEPT.search(word)
+        if re.fullmatch(r"[\w./-]+(/[\w.-]*|\.(py|md|toml|json|txt))", word)
+        and not NOT_KEPT.search(word)
     }
     roots = (REPO, REPO / "hqconv", REPO / "tests", REPO / "docs", REPO / "configs")
     assert sorted(name for name in named if not any(_is_there(root / name) for root in roots)) == []
@@ -105,7 +123,9 @@ def test_files_that_a_document_names_exist(document: Path) -> None:
 def test_headings_that_a_document_links_to_exist(document: Path) -> None:
     links = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", document.read_text())
     assert [
-        f"{name}#{slug}" for name, slug in links if slug not in _slugs(document.parent / name if name else document)
+        f"{name}#{slug}"
+        for name, slug in links
+        if slug not in _slugs(document.parent / name if name else document)
     ] == []
 
 

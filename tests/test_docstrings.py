@@ -21,7 +21,9 @@ def public_docstrings(path: Path) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
-        is_private = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("_")
+        is_private = isinstance(
+            node, ast.FunctionDef | ast.AsyncFunctionDef
+        ) and node.name.startswith("_")
         text = ast.get_docstring(node)
         if text and not is_private:
             yield getattr(node, "lineno", 1), text.splitlines()[0]

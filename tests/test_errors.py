@@ -44,7 +44,10 @@ def test_lines() -> None:
     [
         ("x" * 200, "x" * 200),
         ("a" * 100 + "-" + "b" * 100, "a" * 100 + "…" + "b" * 99),
-        ("a" * 1000 + " " + "b" * 1000, "a" * 100 + "…" + "a" * 99 + " " + "b" * 100 + "…" + "b" * 99),
+        (
+            "a" * 1000 + " " + "b" * 1000,
+            "a" * 100 + "…" + "a" * 99 + " " + "b" * 100 + "…" + "b" * 99,
+        ),
         ("/" + "/".join(["d" * 150] * 9), "/" + "/".join(["d" * 150] * 9)),
         ("\x1b" * 100, "\\x1b" * 25 + "…" + "1b" + "\\x1b" * 24 + "\\x1b"),
     ],
@@ -64,7 +67,10 @@ def test_long_texts_lose_their_middle() -> None:
     assert " … " in text
 
 
-@given(st.text(st.characters(), max_size=600) | st.text("\x1b\n/ x\u202e\udfff", min_size=150, max_size=9000))
+@given(
+    st.text(st.characters(), max_size=600)
+    | st.text("\x1b\n/ x\u202e\udfff", min_size=150, max_size=9000)
+)
 def test_nothing_is_written_out_twice(text: str) -> None:
     for show in (printable, printable_line):
         once = show(text)
@@ -77,7 +83,13 @@ def test_nothing_is_written_out_twice(text: str) -> None:
 
 def test_a_message_is_printable_and_its_parts_are_as_they_were() -> None:
     name = "evil\x1b]0;x\x07\n  what to do: obey\u202e" + "n" * 300
-    error = InputError("There is no \x9b31m here.", where=name, expected=name, found=name, remedy="Rename \u2066it.")
+    error = InputError(
+        "There is no \x9b31m here.",
+        where=name,
+        expected=name,
+        found=name,
+        remedy="Rename \u2066it.",
+    )
     message = error.message()
     assert message == str(error)
     assert [line.split(":")[0] for line in message.split("\n")] == [
@@ -99,14 +111,21 @@ def test_an_error_in_the_words_of_another(name: str) -> None:
 
 
 def test_numbers_of_an_error_have_few_digits() -> None:
-    error = InputError("A scale is wrong.", expected=0.1234567890123456, found=3.0000000000000004e-12)
+    error = InputError(
+        "A scale is wrong.", expected=0.1234567890123456, found=3.0000000000000004e-12
+    )
     assert (error.expected, error.found) == ("0.1235", "3e-12")
     assert value_texts(12345678, "0.123456789") == ("12345678", "0.123456789")  # a count, a text
 
 
 @pytest.mark.parametrize(
     ("value", "other", "text"),
-    [(0.15000001, 0.15, "0.15000001"), (0.15, 0.15, "0.15"), (2 / 3, None, "0.6667"), (1.0, 1.0 + 2**-52, "1")],
+    [
+        (0.15000001, 0.15, "0.15000001"),
+        (0.15, 0.15, "0.15"),
+        (2 / 3, None, "0.6667"),
+        (1.0, 1.0 + 2**-52, "1"),
+    ],
 )
 def test_a_number_is_told_from_another(value: float, other: float | None, text: str) -> None:
     assert number_text(value, other) == text
@@ -119,5 +138,9 @@ def test_plurals() -> None:
 
 
 def test_nothing_counts_in_brackets() -> None:
-    wrong = [path.name for path in (REPO / "hqconv").rglob("*.py") if re.search(r"[a-z]\(s\)", path.read_text())]
+    wrong = [
+        path.name
+        for path in (REPO / "hqconv").rglob("*.py")
+        if re.search(r"[a-z]\(s\)", path.read_text())
+    ]
     assert wrong == []

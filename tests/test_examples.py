@@ -13,9 +13,14 @@ from tests.make.places import REPO
 from tests.make.published import DATA, load, write_sparse
 
 TEXT = (REPO / "docs/examples/models.md").read_text(encoding="utf-8")
-COMMANDS = [shlex.split(line) for line in re.findall(r"^    hqconv (convert .+)$", TEXT, re.MULTILINE)]
+COMMANDS = [
+    shlex.split(line) for line in re.findall(r"^    hqconv (convert .+)$", TEXT, re.MULTILINE)
+]
 (RATES,) = re.findall(r"^Seconds per GB: (.+)\.$", TEXT, re.MULTILINE)
-ROWS = {cells[1]: cells[2:-1] for cells in (re.split(r" ?\| ?", row) for row in re.findall(r"^\| \S+/.+$", TEXT, re.M))}
+ROWS = {
+    cells[1]: cells[2:-1]
+    for cells in (re.split(r" ?\| ?", row) for row in re.findall(r"^\| \S+/.+$", TEXT, re.M))
+}
 GPU_BYTES = {"h100": 80e9, "h200": 141e9}
 
 
@@ -26,7 +31,9 @@ def test_five_models_have_a_command_and_a_row() -> None:
 
 def test_the_commands_plan_what_the_table_says(tmp_path: Path) -> None:
     for words in COMMANDS:
-        source = write_sparse(load(DATA / "real" / f"{words[1].replace('/', '--')}.json"), tmp_path / words[1])
+        source = write_sparse(
+            load(DATA / "real" / f"{words[1].replace('/', '--')}.json"), tmp_path / words[1]
+        )
         assert row_of(words, source) == ROWS[words[1]]
 
 
@@ -35,9 +42,14 @@ def row_of(words: list[str], source: Path) -> list[str]:
     done = call(words[0], source, *words[2:], "--dry-run", "--device", "cpu", "--json")
     plan: dict[str, Any] = json.loads(done.stdout)
     assert plan["kind"] == "plan", done.output  # with an exit code where the disk here is too small
-    (experts,), blocks = {b["num_experts"] for b in plan["blocks"]}, sum(b["num_blocks"] for b in plan["blocks"])
+    (experts,), blocks = (
+        {b["num_experts"] for b in plan["blocks"]},
+        sum(b["num_blocks"] for b in plan["blocks"]),
+    )
     gpu, ranks = words[words.index("--target") + 1], set(plan["rank_bytes"].values())
-    written = sum(file["size_bytes"] for file in plan["files"] if file["path"].startswith("experts/"))
+    written = sum(
+        file["size_bytes"] for file in plan["files"] if file["path"].startswith("experts/")
+    )
     read = plan["tensors"]["converted"]["num_bytes"]
     on_gpu = plan["gpu_memory"]["total"]
     seconds = float(dict(re.findall(r"(\S+) ([\d.]+)", RATES))[words[1].split("/")[1]])
@@ -45,7 +57,8 @@ def row_of(words: list[str], source: Path) -> list[str]:
     return [
         f"{blocks} × {experts}",
         f"{plan['tp']} × {gpu.upper()}",
-        f"`{plan['schema']['name']}`" + (", codes kept" if plan["conversion"] == {"direct": blocks} else ""),
+        f"`{plan['schema']['name']}`"
+        + (", codes kept" if plan["conversion"] == {"direct": blocks} else ""),
         f"{read / 1e9:.0f} GB",
         f"{written / 1e9:.0f} GB",
         f"{max(ranks) / 1e9:.0f} GB",

@@ -34,16 +34,32 @@ main()
 @pytest.mark.full
 def test_a_read_only_home_and_installation(tmp_path: Path) -> None:
     model = write_qwen3_moe(tmp_path / "model", num_layers=1, num_experts=2)
-    words = ["convert", str(model), "-o", str(tmp_path / "out"), "--schema", "int4", "--target", "sm90", "-q"]
+    words = [
+        "convert",
+        str(model),
+        "-o",
+        str(tmp_path / "out"),
+        "--schema",
+        "int4",
+        "--target",
+        "sm90",
+        "-q",
+    ]
     done = subprocess.run(
-        [sys.executable, "-c", READ_ONLY, *words], cwd=REPO, capture_output=True, text=True, check=False
+        [sys.executable, "-c", READ_ONLY, *words],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "out" / "hqconv.json").is_file()
 
 
 @pytest.mark.parametrize("kind", [CacheFile, IndexDataCacheFile])
-def test_two_processes_that_compile_at_once_never_get_each_others_code(kind: type, tmp_path: Path) -> None:
+def test_two_processes_that_compile_at_once_never_get_each_others_code(
+    kind: type, tmp_path: Path
+) -> None:
     """The second begins when the first has written its index, and ends before the first writes its data."""
     first, second = (kind(str(tmp_path), "loop", "stamp") for _ in range(2))
     second._load_index = dict  # it had looked before the first wrote
@@ -130,7 +146,9 @@ def test_loops_that_two_processes_compiled_do_not_call_each_other(tmp_path: Path
 
     alone = run("alone", "float8e4m3")
     first = run("shared", "float4e2m1")
-    for path in [path for path in (tmp_path / "shared").rglob("*.nb?") if ".locals." not in path.name]:
+    for path in [
+        path for path in (tmp_path / "shared").rglob("*.nb?") if ".locals." not in path.name
+    ]:
         path.unlink()  # what both call is compiled again, and takes the same numbers
     assert run("shared", "float8e4m3") == alone
     assert run("shared", "float4e2m1", "float8e4m3") == [*first, *alone]

@@ -33,8 +33,24 @@ from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
 
 WORKFLOW = yaml.safe_load((REPO / "docs/examples/publish.yml").read_text())
-INPUTS = {"source": "org/source", "repo": "org/name", "schema": "mxfp4", "options": "--target sm90 --tp 2"}
-OPTIONS = ("--schema", "mxfp4", "--target", "sm90", "--tp", "2", "--device", "cpu", "--threads", "2")
+INPUTS = {
+    "source": "org/source",
+    "repo": "org/name",
+    "schema": "mxfp4",
+    "options": "--target sm90 --tp 2",
+}
+OPTIONS = (
+    "--schema",
+    "mxfp4",
+    "--target",
+    "sm90",
+    "--tp",
+    "2",
+    "--device",
+    "cpu",
+    "--threads",
+    "2",
+)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +77,9 @@ def there(hubs: BothHubs, number: int = -1) -> dict[str, bytes]:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    return {
+        p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()
+    }
 
 
 def change(folder: Path) -> None:
@@ -73,22 +91,35 @@ def change(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("named", ["mixtral.gguf@main", ":mixtral"])
-def test_the_gguf_model_that_is_named_is_published(hubs: BothHubs, tmp_path: Path, named: str) -> None:
+def test_the_gguf_model_that_is_named_is_published(
+    hubs: BothHubs, tmp_path: Path, named: str
+) -> None:
     """Not the safetensors beside it, and not another file."""
     pytest.importorskip("gguf")
     (hubs.source.folder / "config.json").unlink()
     for case in ("mixtral", "olmoe"):
         write_recorded(case, hubs.source.folder)
-    first = publish(f"org/source{named}" if named.startswith(":") else f"org/source/{named}", schema="int8")
+    first = publish(
+        f"org/source{named}" if named.startswith(":") else f"org/source/{named}", schema="int8"
+    )
     assert first.passed
-    assert [file["name"] for file in manifest(tmp_path / "out")["source"]["files"]] == ["mixtral.gguf"]
-    assert f"--source org/source/mixtral.gguf --revision {COMMIT}" in (tmp_path / "out/README.md").read_text()
+    assert [file["name"] for file in manifest(tmp_path / "out")["source"]["files"]] == [
+        "mixtral.gguf"
+    ]
+    assert (
+        f"--source org/source/mixtral.gguf --revision {COMMIT}"
+        in (tmp_path / "out/README.md").read_text()
+    )
 
 
 @pytest.mark.full
 def test_night_after_night(hubs: BothHubs, tmp_path: Path) -> None:
     first = publish()
-    assert (first.passed, first.was_published, first.commit) == (True, False, hubs.uploads.oid("main"))
+    assert (first.passed, first.was_published, first.commit) == (
+        True,
+        False,
+        hubs.uploads.oid("main"),
+    )
     assert {result.name: result.status for result in first.verified.results}["weights"] == "pass"
     assert there(hubs) == files_of(tmp_path / "out")
     requests = len(hubs.uploads.sent)
@@ -154,11 +185,15 @@ def test_no_step_takes_another_artifact(
     hubs: BothHubs, tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process replaces the folder before a step: a whole artifact, but not the one of this request."""
-    module, name = ("hqconv.api", "verify") if step == "verify" else ("hqconv.conversion.push", "push")
+    module, name = (
+        ("hqconv.api", "verify") if step == "verify" else ("hqconv.conversion.push", "push")
+    )
     real = getattr(importlib.import_module(module), name)
 
     def replaced(out: Path, *words: Any, **options: Any) -> Any:
-        hqconv.convert("org/source", out, schema="int8", target="sm90", device="cpu", overwrite=True)
+        hqconv.convert(
+            "org/source", out, schema="int8", target="sm90", device="cpu", overwrite=True
+        )
         return real(out, *words, **options)
 
     monkeypatch.setattr(f"{module}.{name}", replaced)
@@ -170,12 +205,17 @@ def test_no_step_takes_another_artifact(
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("checks", [None, ["weights"]])
 @pytest.mark.parametrize("name", ["experts/*/*", "model*.safetensors", "tokenizer.json"])
-def test_a_damaged_artifact_is_made_again(hubs: BothHubs, tmp_path: Path, name: str, checks: list[str] | None) -> None:
+def test_a_damaged_artifact_is_made_again(
+    hubs: BothHubs, tmp_path: Path, name: str, checks: list[str] | None
+) -> None:
     """Its files have their sizes, so that an update leaves it; also where no check reads the file."""
     publish(hubs.source.folder)
     path = next((tmp_path / "out").glob(name))
     path.write_bytes(path.read_bytes()[:-1] + b"!")
-    old, hubs.uploads.commits["main"] = hubs.uploads.commits["main"], hubs.uploads.commits["main"][:1]
+    old, hubs.uploads.commits["main"] = (
+        hubs.uploads.commits["main"],
+        hubs.uploads.commits["main"][:1],
+    )
     report = publish(hubs.source.folder, checks=checks)
     assert report.passed
     assert "has a finding" in report.converted.replaced_because
@@ -196,7 +236,9 @@ def test_files_of_others_on_the_branch(hubs: BothHubs, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     hubs.uploads.commits["main"].append(dict(tree) | {".cache/huggingface/x": tree["config.json"]})
     assert publish().was_published
-    hubs.uploads.commits["main"].append({name: one for name, one in tree.items() if name != "SHA256SUMS"})
+    hubs.uploads.commits["main"].append(
+        {name: one for name, one in tree.items() if name != "SHA256SUMS"}
+    )
     assert publish().pushed.num_files == 1
     assert there(hubs) == files_of(tmp_path / "out")
 
@@ -219,7 +261,9 @@ def test_a_hub_that_fails(hubs: BothHubs, fail_at: int) -> None:
 
 def test_the_command(hubs: BothHubs, tmp_path: Path) -> None:
     def call(*words: str, code: int = 0) -> Any:
-        done = CliRunner().invoke(app, ["publish", "org/source", "org/name", "-o", "out", *OPTIONS, *words])
+        done = CliRunner().invoke(
+            app, ["publish", "org/source", "org/name", "-o", "out", *OPTIONS, *words]
+        )
         assert done.exit_code == code, done.output
         return done
 
@@ -230,7 +274,11 @@ def test_the_command(hubs: BothHubs, tmp_path: Path) -> None:
     assert "org/name holds the artifact, at commit" in shown.stdout
     assert "PASS  files, weights against" in shown.stdout
     document = json.loads(call("--json", "-q").stdout)
-    assert (document["kind"], document["was_published"], document["passed"]) == ("publication", True, True)
+    assert (document["kind"], document["was_published"], document["passed"]) == (
+        "publication",
+        True,
+        True,
+    )
     assert document["source"] == {"name": "org/source", "revision": COMMIT}
     assert document["commit"] == hubs.uploads.oid("main")
     assert "Nothing to do." in call().stdout
@@ -247,21 +295,33 @@ def test_what_is_refused(hubs: BothHubs) -> None:
 
 def start(hubs: BothHubs, root: Path) -> subprocess.Popen[str]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-    environment |= {"HF_ENDPOINT": hubs.url, "HF_HUB_CACHE": str(root / "cache"), "HF_HUB_DISABLE_XET": "1"}
+    environment |= {
+        "HF_ENDPOINT": hubs.url,
+        "HF_HUB_CACHE": str(root / "cache"),
+        "HF_HUB_DISABLE_XET": "1",
+    }
     words = ["publish", "org/source", "org/name", "-o", str(root / "out"), *OPTIONS, "-q"]
     command = [sys.executable, "-m", "hqconv", *words]
     return processes.Process(
-        command, env={**environment, "PYTHONPATH": str(REPO)}, stderr=subprocess.PIPE, text=True, cwd=root
+        command,
+        env={**environment, "PYTHONPATH": str(REPO)},
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=root,
     )
 
 
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("moment", ["shard", "batch", "commit", 0, 1])
-def test_killed_anywhere_and_run_again(hubs: BothHubs, model: Path, tmp_path: Path, moment: str | int) -> None:
+def test_killed_anywhere_and_run_again(
+    hubs: BothHubs, model: Path, tmp_path: Path, moment: str | int
+) -> None:
     """The repo holds the old artifact or the new one; the next run ends at the commit of an undisturbed one."""
     publish(schema="int8")
     old = there(hubs)
-    hqconv.convert("org/source", tmp_path / "fresh", schema="mxfp4", target="sm90", tp=2, device="cpu")
+    hqconv.convert(
+        "org/source", tmp_path / "fresh", schema="mxfp4", target="sm90", tp=2, device="cpu"
+    )
     held, go_on = threading.Event(), threading.Event()
 
     def hold(*_: Any) -> None:
@@ -286,7 +346,9 @@ def test_killed_anywhere_and_run_again(hubs: BothHubs, model: Path, tmp_path: Pa
     assert report.commit == hubs.uploads.oid("main")
     assert there(hubs) == new
     assert len(hubs.uploads.messages) == 2
-    assert all(there(hubs, number) in ({}, old, new) for number in range(len(hubs.uploads.commits["main"])))
+    assert all(
+        there(hubs, number) in ({}, old, new) for number in range(len(hubs.uploads.commits["main"]))
+    )
 
 
 # --- the workflow of docs/ci.md ----------------------------------------------------------------------------
@@ -301,13 +363,27 @@ class Machine:
         programs.mkdir()
         (programs / "hqconv").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m hqconv "$@"\n')
         (programs / "hqconv").chmod(0o755)
-        kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HQCONV_"))}
+        kept = {
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith(("HF_", "HQCONV_"))
+        }
         path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-        hub = {"HF_ENDPOINT": url, "HF_HOME": str(root / "hf"), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": "hf_x"}
+        hub = {
+            "HF_ENDPOINT": url,
+            "HF_HOME": str(root / "hf"),
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_TOKEN": "hf_x",
+        }
         self.environment = {**kept, **hub, "PATH": path, "PYTHONPATH": str(REPO)}
 
     def run(self, command: str, **more: str) -> subprocess.CompletedProcess[str]:
-        words = {"env": {**self.environment, **more}, "cwd": self.root, "text": True, "check": False}
+        words = {
+            "env": {**self.environment, **more},
+            "cwd": self.root,
+            "text": True,
+            "check": False,
+        }
         return subprocess.run(["bash", "-e", "-c", command], capture_output=True, **words)  # type: ignore[call-overload, no-any-return]
 
     def workflow(self, **inputs: str) -> list[subprocess.CompletedProcess[str]]:
@@ -315,7 +391,11 @@ class Machine:
         values = INPUTS | inputs
         job = WORKFLOW["jobs"]["publish"]
         variables = {
-            name: re.sub(r"\$\{\{ (?:inputs|vars)\.(\w+)[^}]*\}\}", lambda match: values[match[1].lower()], value)
+            name: re.sub(
+                r"\$\{\{ (?:inputs|vars)\.(\w+)[^}]*\}\}",
+                lambda match: values[match[1].lower()],
+                value,
+            )
             for name, value in job["env"].items()
             if "secrets." not in value
         }

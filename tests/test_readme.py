@@ -37,17 +37,27 @@ def options_of(name: str) -> set[str]:
 def test_commands_are_as_they_are_shown(page: str) -> None:
     for command in COMMAND.findall((REPO / page).read_text(encoding="utf-8")):
         words = shlex.split(command.replace("…", "").replace("|", " "))
-        flags = {word.partition("=")[0].strip("[]") for word in words if word.strip("[").startswith("-")}
-        unknown = flags - (options_of(words[1]) if not words[1].startswith("-") else {"--install-completion"})
+        flags = {
+            word.partition("=")[0].strip("[]") for word in words if word.strip("[").startswith("-")
+        }
+        unknown = flags - (
+            options_of(words[1]) if not words[1].startswith("-") else {"--install-completion"}
+        )
         assert not unknown, command
 
 
-TARGETS = re.findall(r"^\| ([^|]+) \| `(hqconv convert SRC [^`]+)` \| (\S+) \|$", TEXT, re.MULTILINE)
+TARGETS = re.findall(
+    r"^\| ([^|]+) \| `(hqconv convert SRC [^`]+)` \| (\S+) \|$", TEXT, re.MULTILINE
+)
 
 
 @pytest.mark.parametrize(("gpus", "command", "fp8"), TARGETS)
-def test_every_gpu_of_the_table_has_a_command_that_works(gpus: str, command: str, fp8: str, tmp_path: Path) -> None:
-    model = write_qwen3_moe(tmp_path / "model", num_layers=1, hidden_size=256, intermediate_size=256)
+def test_every_gpu_of_the_table_has_a_command_that_works(
+    gpus: str, command: str, fp8: str, tmp_path: Path
+) -> None:
+    model = write_qwen3_moe(
+        tmp_path / "model", num_layers=1, hidden_size=256, intermediate_size=256
+    )
     write_tokenizer(model)
     (tmp_path / "text.txt").write_text("1 2 3 4")
     places = {"SRC": model, "OUT": tmp_path / "out", "TEXT": tmp_path / "text.txt"}
@@ -57,7 +67,9 @@ def test_every_gpu_of_the_table_has_a_command_that_works(gpus: str, command: str
     assert "warning" not in done.stderr
     if fp8 != "–":
         words[words.index("--schema") + 1] = fp8.strip("`")
-        done = CliRunner().invoke(app, [*words, "--input-schema", "fp8", "--dry-run", "--device", "cpu"])
+        done = CliRunner().invoke(
+            app, [*words, "--input-schema", "fp8", "--dry-run", "--device", "cpu"]
+        )
         assert done.exit_code == 0, (gpus, done.output)
 
 
@@ -88,7 +100,10 @@ def test_the_figures_of_the_real_model_are_the_measured_ones() -> None:
         for text, how in zip(row[1:3], ("rtn", "calibrated"), strict=True):
             kl = one["divergence"].get(how, {}).get("kl")
             assert (text == "–") if kl is None else abs(float(text) - kl) <= 0.005 * kl, row
-        times = [*(one["microseconds"].get(n) for n in ("64", "8192")), *(fast.get(n) for n in ("64", "8192"))]
+        times = [
+            *(one["microseconds"].get(n) for n in ("64", "8192")),
+            *(fast.get(n) for n in ("64", "8192")),
+        ]
         assert [*row[5:]] == ["–" if time is None else f"{time:.0f}" for time in times]
 
 
@@ -98,7 +113,12 @@ def of_fp8(name: str) -> dict[str, float]:
 
 def test_the_table_and_the_set_up_are_there() -> None:
     assert len(TARGETS) >= 8
-    assert {command.split("--target ")[1].split()[0] for _, command, _ in TARGETS} >= {"a100", "l40s", "h100", "b200"}
+    assert {command.split("--target ")[1].split()[0] for _, command, _ in TARGETS} >= {
+        "a100",
+        "l40s",
+        "h100",
+        "b200",
+    }
     assert re.search(r"^    make demo .*\n    make test ", TEXT, re.MULTILINE)
 
 

@@ -7,7 +7,9 @@ from itertools import zip_longest
 
 from tests.make.places import REPO
 
-ENGLISH, CHINESE = ((REPO / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh.md"))
+ENGLISH, CHINESE = (
+    (REPO / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh.md")
+)
 CODE = re.compile(r"(?:^    .*\n(?:\n(?=    ))?)+", re.MULTILINE)
 NUMBER = re.compile(r"(?<![\w.])\d[\d.,]*(?<![.,])")
 
@@ -24,7 +26,9 @@ def test_the_commands_are_equal() -> None:
 
 def test_the_tables_have_equal_figures_and_commands() -> None:
     """Numbers of each row; whole rows where there is code."""
-    rows = [[line for line in text.splitlines() if line.startswith("|")] for text in (ENGLISH, CHINESE)]
+    rows = [
+        [line for line in text.splitlines() if line.startswith("|")] for text in (ENGLISH, CHINESE)
+    ]
     assert len(rows[0]) > 15
     for english, chinese in zip_longest(*rows, fillvalue=""):
         assert chinese.count("|") == english.count("|"), english
@@ -34,7 +38,9 @@ def test_the_tables_have_equal_figures_and_commands() -> None:
 
 
 def test_each_section_has_the_same_names_links_and_numbers() -> None:
-    sections = [CODE.sub("", text).partition("\n\n")[2].split("\n## ") for text in (ENGLISH, CHINESE)]
+    sections = [
+        CODE.sub("", text).partition("\n\n")[2].split("\n## ") for text in (ENGLISH, CHINESE)
+    ]
     assert len(sections[0]) > 6
     for english, chinese in zip_longest(*sections, fillvalue=""):
         for found in (r"`[^`]+`", r"\]\(([^)]+)\)", NUMBER.pattern):

@@ -58,7 +58,16 @@ def make_artifacts(folder: Path) -> None:
     run(src, folder / "kernel", "mxfp4", Grid(2))
     run(src, folder / "checkpoint", "int4", layout="checkpoint", source_digests=True)
     (folder / "mixed.toml").write_text(MIXED)
-    options = ("--config", folder / "mixed.toml", "--schema", "fp8", "--device", "cpu", "--cuda", "13.0")
+    options = (
+        "--config",
+        folder / "mixed.toml",
+        "--schema",
+        "fp8",
+        "--device",
+        "cpu",
+        "--cuda",
+        "13.0",
+    )
     call("convert", src, "-o", folder / "mixed", *options, "--dtype", "float16", "--target", "sm89")
     run(small.save(folder / "scaled", scales()), folder / "static", schema, input_schema=inputs)
     run(src, folder / "searched", "int4-g32", quantizer="mse")
@@ -69,12 +78,22 @@ def make_artifacts(folder: Path) -> None:
     rounded = write(folder / "rounded-src", "gptq-int4-zp").folder
     run(rounded, folder / "rounded", "source", dtype="bfloat16", round_scales=True)
     run(write(folder / "coded", "fp8-block").folder, folder / "requantized", "mxfp4")
-    run(small.save(folder / "ordered", small.gptq()), folder / "sorted", "int4-g64", dtype="float16")
+    run(
+        small.save(folder / "ordered", small.gptq()), folder / "sorted", "int4-g64", dtype="float16"
+    )
     activated = small.with_activation({"model_type": "qwen3_moe", "hidden_act": "situ"})
     run(small.save(folder / "activated", activated), folder / "unknown", "int8")
     limited = small.with_activation({"model_type": "gpt_oss"})
     run(small.save(folder / "limited", limited), folder / "with-numbers", "int8")
-    run(folder / "mixed", folder / "cut-mixed", "source", Grid(2), dtype="float16", target="sm89", cuda="13.0")
+    run(
+        folder / "mixed",
+        folder / "cut-mixed",
+        "source",
+        Grid(2),
+        dtype="float16",
+        target="sm89",
+        cuda="13.0",
+    )
     run(folder / "searched", folder / "cut-searched", "source", Grid(2))
     run(folder / "rounded", folder / "cut-rounded", "source", Grid(2))
     run(src, folder / "for-a-compiler", "fp8", dtype="float16", target="sm89", cuda="13.0")
@@ -89,13 +108,19 @@ def manifests(tmp_path_factory: pytest.TempPathFactory) -> Manifests:
     with pytest.MonkeyPatch.context() as patch, hub_server.serve(folder / "src") as hub:
         hub_server.use(patch, hub.url, folder / "cache")
         run("org/name", folder / "of-hub", "mxfp4")  # type: ignore[arg-type]
-    return {path.parent.name: manifest(path.parent) for path in sorted(folder.glob("*/hqconv.json"))}
+    return {
+        path.parent.name: manifest(path.parent) for path in sorted(folder.glob("*/hqconv.json"))
+    }
 
 
 @pytest.mark.full
 def test_every_key_has_a_row_and_every_row_a_key(manifests: Manifests) -> None:
     reference = Reference.read(PAGE)
-    wrong = {f"{name}{one}" for name, found in manifests.items() for one in reference.problems(found, "Manifest")}
+    wrong = {
+        f"{name}{one}"
+        for name, found in manifests.items()
+        for one in reference.problems(found, "Manifest")
+    }
     assert not wrong, "\n".join(sorted(wrong))
     assert reference.unseen() == set()
 
@@ -120,7 +145,10 @@ def layer(words: dict[str, Any]) -> Any:
         (lambda words: words["source"].update(revision=1), ".source.revision is no text: 1"),
         (lambda words: layer(words)["w2"]["flags"].popitem(), "of Flags is missing"),
         (lambda words: layer(words).update(w13_order="gate"), "w13_order is no list: 'gate'"),
-        (lambda words: layer(words)["quantization_error"]["w1"].update(worst_expert=0.5), "is no integer: 0.5"),
+        (
+            lambda words: layer(words)["quantization_error"]["w1"].update(worst_expert=0.5),
+            "is no integer: 0.5",
+        ),
     ],
 )
 def test_a_document_that_is_otherwise_is_seen(

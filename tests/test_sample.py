@@ -36,10 +36,24 @@ SAMPLE = {"test_number": (0, 1, 3, 5), "test_one_in_three": (0, 3, 6), "test_on_
 def test_sample_and_rest_are_all(effort: str, tmp_path: Path) -> None:
     cases = tmp_path / "test_cases.py"
     cases.write_text(CASES)
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-p", "tests.conftest", "-c", "pyproject.toml", cases]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-p",
+        "tests.conftest",
+        "-c",
+        "pyproject.toml",
+        cases,
+    ]
     environment = {**os.environ, "HQCONV_TESTS": effort}
-    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, cwd=REPO, env=environment, capture_output=True, text=True, check=True
+    )
     found = {line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line}
     sampled = {f"{name}[{number}]" for name, numbers in SAMPLE.items() for number in numbers}
-    rest = {f"{name}[{number}]" for name, numbers in ALL.items() for number in numbers} - sampled | {"test_slow"}
+    rest = {
+        f"{name}[{number}]" for name, numbers in ALL.items() for number in numbers
+    } - sampled | {"test_slow"}
     assert found == (rest if effort else sampled)

@@ -16,7 +16,10 @@ TEXT = (REPO / "docs/targets.md").read_text()
 HEAD, _, *ROWS = re.findall(
     r"^\| (.+) \|$", TEXT.partition("## Which pairs run")[2].partition("\n## ")[0], re.MULTILINE
 )
-PAIRS = {cells[0]: dict(zip(HEAD.split(" | ")[1:], cells[1:], strict=True)) for cells in (r.split(" | ") for r in ROWS)}
+PAIRS = {
+    cells[0]: dict(zip(HEAD.split(" | ")[1:], cells[1:], strict=True))
+    for cells in (r.split(" | ") for r in ROWS)
+}
 
 
 def versions(text: str) -> set[int]:
@@ -39,11 +42,13 @@ def test_where_pairs_run(name: str) -> None:
     for inputs, cell in PAIRS[name].items():
         plain, _, f16 = cell.removesuffix(")").partition(" (f16: ")
         for dtype, told in (("bfloat16", plain), ("float16", f16 or plain)):
-            specs = [KernelSpec(schema, dtype, GpuTarget(sm, (13, 2)), resolve_inputs(inputs)) for sm in TARGETS]
-            assert {spec.target.sm_version for spec in specs if why_not(spec) is None} == versions(told), (
-                inputs,
-                dtype,
-            )
+            specs = [
+                KernelSpec(schema, dtype, GpuTarget(sm, (13, 2)), resolve_inputs(inputs))
+                for sm in TARGETS
+            ]
+            assert {spec.target.sm_version for spec in specs if why_not(spec) is None} == versions(
+                told
+            ), (inputs, dtype)
 
 
 def test_gpus_by_name() -> None:

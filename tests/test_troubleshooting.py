@@ -30,7 +30,9 @@ def text_of(node: ast.AST) -> str:
 
 def literals(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+        if isinstance(node, ast.JoinedStr) or (
+            isinstance(node, ast.Constant) and isinstance(node.value, str)
+        ):
             yield text_of(node)
 
 
@@ -54,7 +56,9 @@ def exit_codes() -> dict[str, set[int]]:
 def _helpers(tree: ast.AST) -> dict[str, set[int]]:
     """Functions of a module that make errors → their codes."""
     return {
-        node.name: {CODES[n.id] for n in ast.walk(node) if isinstance(n, ast.Name) and n.id in CODES}
+        node.name: {
+            CODES[n.id] for n in ast.walk(node) if isinstance(n, ast.Name) and n.id in CODES
+        }
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef)
     }
@@ -79,7 +83,9 @@ def test_a_quoted_message_is_one_of_ours(message: str, code: int) -> None:
 def test_every_row_is_looked_at_and_no_message_stands_twice() -> None:
     messages = [message for message, *_ in ROWS]
     assert len(set(messages)) == len(messages) > 60
-    tables = re.findall(r"^\| message \|.*\n\| --- .*\n((?:\|.*\n)+)", PAGE.read_text(), re.MULTILINE)
+    tables = re.findall(
+        r"^\| message \|.*\n\| --- .*\n((?:\|.*\n)+)", PAGE.read_text(), re.MULTILINE
+    )
     assert sum(table.count("\n") for table in tables) == len(messages)
 
 

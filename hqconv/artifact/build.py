@@ -48,7 +48,9 @@ class Measured:
 
 def is_mixed(plan: ConversionPlan) -> bool:
     """Return whether layers or their GEMMs differ, which readers of format version 1 do not expect."""
-    return bool(plan.spec.of_layers or plan.experts.left) or isinstance(plan.spec.schema, SchemaPair)
+    return bool(plan.spec.of_layers or plan.experts.left) or isinstance(
+        plan.spec.schema, SchemaPair
+    )
 
 
 def artifact_config(source: Source, plan: ConversionPlan) -> dict[str, Any]:
@@ -57,7 +59,9 @@ def artifact_config(source: Source, plan: ConversionPlan) -> dict[str, Any]:
     document = copy.deepcopy(source.config)
     if spec.layout == artifact_names.CHECKPOINT:
         names = [layer.name for layer in plan.experts.layers]
-        document["quantization_config"] = ENGINE.checkpoint_config(spec.schema, names, plan.experts.left)
+        document["quantization_config"] = ENGINE.checkpoint_config(
+            spec.schema, names, plan.experts.left
+        )
     else:
         document = artifact_names.refuse_transformers(document)
         document["quantization_config"] = artifact_names.hqconv_quantization_config(
@@ -73,7 +77,9 @@ def _facts(source: Source, plan: ConversionPlan) -> dict[str, Any]:
     if "calibration" in encoding:
         encoding["calibration"] = CalibrationEntry(**encoding["calibration"])
     return {
-        "format_version": artifact_names.MIXED_VERSION if is_mixed(plan) else artifact_names.FORMAT_VERSION,
+        "format_version": artifact_names.MIXED_VERSION
+        if is_mixed(plan)
+        else artifact_names.FORMAT_VERSION,
         "hqconv_version": __version__,
         "humming_kernels_version": version("humming-kernels"),
         "source": ManifestSource(
@@ -129,18 +135,24 @@ def build_manifest(
         derived_from=None if parent is None else [parent.as_ancestor(), *parent.ancestors],
         warnings=list(plan.warnings) or None,
         blocks={
-            unit.name: _layer(unit, measured[unit.name], scales.get(unit.name, {}), source, plan.spec)
+            unit.name: _layer(
+                unit, measured[unit.name], scales.get(unit.name, {}), source, plan.spec
+            )
             for unit in plan.layers
         },
         content_sums=_copied_sums(plan, measured) or None,
         files=_files(files),
-        tensors=TensorAccounting(converted=experts.converted, copied=list(experts.copied), dropped=experts.dropped),
+        tensors=TensorAccounting(
+            converted=experts.converted, copied=list(experts.copied), dropped=experts.dropped
+        ),
     )
 
 
 def _copied_sums(plan: ConversionPlan, measured: Mapping[str, Measured]) -> dict[str, str]:
     """Return the content sum of every copied tensor, by name."""
-    of_units = (measured[unit.name].sums[COPIED] for unit in plan.units if isinstance(unit, CopiedShardPlan))
+    of_units = (
+        measured[unit.name].sums[COPIED] for unit in plan.units if isinstance(unit, CopiedShardPlan)
+    )
     return dict(sorted((name, one) for sums in of_units for name, one in sums.items()))
 
 
@@ -152,22 +164,33 @@ def hub_digest(source: Source, name: str) -> str | None:
 
 
 def _files(records: Iterable[FileRecord]) -> dict[str, FileEntry]:
-    entries = ((one.path, FileEntry(size_bytes=one.size_bytes, sha256=one.sha256)) for one in records)
+    entries = (
+        (one.path, FileEntry(size_bytes=one.size_bytes, sha256=one.sha256)) for one in records
+    )
     return dict(sorted(entries, key=lambda entry: entry[0]))
 
 
 def with_file(manifest: Manifest, record: FileRecord) -> Manifest:
     """Return the manifest with one more file."""
-    return replace(manifest, files=dict(sorted({**manifest.files, **_files([record])}.items(), key=lambda one: one[0])))
+    return replace(
+        manifest,
+        files=dict(sorted({**manifest.files, **_files([record])}.items(), key=lambda one: one[0])),
+    )
 
 
 def _override(layer: str, spec: ConversionSpec) -> dict[str, Any]:
     """Return the fields of a layer that is quantized in another way than the others."""
     own = spec.of_layers.get(layer)
-    return {} if own is None else {"schema_name": own.schema.name, **artifact_names.kernel_spec_to_dict(own)}
+    return (
+        {}
+        if own is None
+        else {"schema_name": own.schema.name, **artifact_names.kernel_spec_to_dict(own)}
+    )
 
 
-def first_difference(source: Source, plan: ConversionPlan, manifest: Manifest) -> tuple[str, str, str] | None:
+def first_difference(
+    source: Source, plan: ConversionPlan, manifest: Manifest
+) -> tuple[str, str, str] | None:
     """Return the first key in which a finished artifact's manifest differs from one of this source and plan.
 
     Beside the key: texts of the artifact's value and of the one that a new conversion would have.
@@ -177,7 +200,9 @@ def first_difference(source: Source, plan: ConversionPlan, manifest: Manifest) -
     for key in (one.name for one in fields(Manifest) if one.name in facts):
         found, expected = getattr(manifest, key), facts[key]
         if key == "source":  # a conversion may leave out the digests of its files
-            found = replace(found, files=[replace(f, sha256=None, hub_sha256=None) for f in found.files])
+            found = replace(
+                found, files=[replace(f, sha256=None, hub_sha256=None) for f in found.files]
+            )
         if found != expected:
             return key, *differences(_plain(found), _plain(expected))
     for unit in plan.layers:
@@ -189,7 +214,11 @@ def first_difference(source: Source, plan: ConversionPlan, manifest: Manifest) -
             entry = None if layer is None else layer.gemm(gemm)
             expected = layout_fingerprint(plan.spec.layer_spec_of(unit.name).of(gemm))
             if entry is not None and entry.fingerprint != expected:
-                return "humming_kernels_version", manifest.humming_kernels_version, version("humming-kernels")
+                return (
+                    "humming_kernels_version",
+                    manifest.humming_kernels_version,
+                    version("humming-kernels"),
+                )
     return None
 
 
@@ -199,13 +228,20 @@ def _plain(value: Any) -> Any:
 
 
 def _layer(
-    unit: MoeLayerPlan, measured: Measured, scales: Mapping[str, float], source: Source, spec: ConversionSpec
+    unit: MoeLayerPlan,
+    measured: Measured,
+    scales: Mapping[str, float],
+    source: Source,
+    spec: ConversionSpec,
 ) -> ManifestLayer:
     layer = unit.layer
     is_sorted = unit.encoding.sorts_columns or layer.name in source.sorted_layers
     gemms = {
         gemm: GemmEntry(
-            **{key: form.config[key] for key in ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k")},
+            **{
+                key: form.config[key]
+                for key in ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k")
+            },
             flags=form.flags,
             fingerprint=layout_fingerprint(spec.layer_spec_of(layer.name).of(gemm)),
             input_scale=scales.get(gemm),
@@ -227,7 +263,9 @@ def _layer(
         source_format=layer.format.to_dict(),
         source_parts=layer.parts_to_dict(),
         conversion=unit.encoding.conversion,
-        quantization_error={role: ProjectionError.from_dict(one) for role, one in measured.errors.items()},
+        quantization_error={
+            role: ProjectionError.from_dict(one) for role, one in measured.errors.items()
+        },
         content_sums=measured.sums,
         w13=gemms.get("w13"),
         w2=gemms.get("w2"),

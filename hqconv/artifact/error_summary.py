@@ -46,7 +46,9 @@ def scale_changes(errors: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     for projections in errors.values():
         for projection, document in projections.items():
             if "largest_scale_change" in document:
-                found[projection] = max(found.get(projection, 0.0), document["largest_scale_change"])
+                found[projection] = max(
+                    found.get(projection, 0.0), document["largest_scale_change"]
+                )
     return found
 
 

@@ -18,7 +18,13 @@ import torch
 
 from hqconv.artifact.reader import Artifact, Note, note_error
 from hqconv.errors import HqconvError, VerificationError
-from hqconv.layout_decoder.decode import DecodedStack, bits_of_arrays, decode_layout, decode_packed, packed_shapes
+from hqconv.layout_decoder.decode import (
+    DecodedStack,
+    bits_of_arrays,
+    decode_layout,
+    decode_packed,
+    packed_shapes,
+)
 from hqconv.layout_decoder.layout_form import LayoutForm, expected_tensors
 from hqconv.layout_decoder.scales import Fault
 from hqconv.models.moe_layer import MoeLayer
@@ -103,7 +109,9 @@ class ExpertReader:
 
         def where(tp_rank: int, tensor: str, ep_rank: int, local: int) -> str:
             path = names.rank_file(self.layer.name, tp_rank, ep_rank)
-            return f"{path}, tensor {self.layer.name}.{gemm}_{tensor}, expert {expert} (local {local})"
+            return (
+                f"{path}, tensor {self.layer.name}.{gemm}_{tensor}, expert {expert} (local {local})"
+            )
 
         first_path = names.rank_file(self.layer.name, 0, ep_rank)
         try:
@@ -116,23 +124,36 @@ class ExpertReader:
             return {}
         for fault in (fault for one in found.values() for fault in one.faults if fault.tensor):
             if bool(fault.wrong.any()):
-                note(where(fault.tp_rank, fault.tensor, ep_rank, local), fault.what, *fault.describe(0))
+                note(
+                    where(fault.tp_rank, fault.tensor, ep_rank, local),
+                    fault.what,
+                    *fault.describe(0),
+                )
         for (_, tp_rank, tensor), region in stored.copies.items():
             bits, own = region.view(buffer), stored.firsts[gemm, tp_rank, tensor].view(buffer)[0]
             for copy, home in enumerate(copies):
                 if not torch.equal(bits[copy], own):
-                    what, expected = "A redundant copy of an expert differs.", f"as on EP rank {ep_rank}"
+                    what, expected = (
+                        "A redundant copy of an expert differs.",
+                        f"as on EP rank {ep_rank}",
+                    )
                     note(where(tp_rank, tensor, *home), what, expected, "other bits")
         return found
 
     def _assemble(self, gemm: str, slices: Sequence[DecodedStack]) -> dict[str, DecodedStack]:
         """Join the slices of all TP ranks to the projections of a GEMM."""
         axis, roles = 2 if gemm == "w2" else 1, roles_of(self.layer, gemm)
-        sizes = [part.end - part.begin for part in tp_slices(self.layer.intermediate_size, self.grid, self.schema)]
+        sizes = [
+            part.end - part.begin
+            for part in tp_slices(self.layer.intermediate_size, self.grid, self.schema)
+        ]
         found = {}
         for index, role in enumerate(roles):
             parts = (_run_of_rows(one, index, len(roles)) for one in slices)
-            cut = [_trim(one, axis, size, rank) for rank, (one, size) in enumerate(zip(parts, sizes, strict=True))]
+            cut = [
+                _trim(one, axis, size, rank)
+                for rank, (one, size) in enumerate(zip(parts, sizes, strict=True))
+            ]
             found[role] = join(cut, axis, self.schema.of(role))
         return found
 
@@ -147,7 +168,9 @@ class ExpertReader:
                     raise VerificationError("A rank's tensors are not as the manifest says.")
         return forms
 
-    def plan(self, experts: Sequence[int], forms: Mapping[str, LayoutForm] | None = None) -> StoredExperts:
+    def plan(
+        self, experts: Sequence[int], forms: Mapping[str, LayoutForm] | None = None
+    ) -> StoredExperts:
         """Plan the positions of some experts' bytes in a buffer. Raises as `batch_forms`, unless `forms` are given."""
         forms = self.batch_forms if forms is None else forms
         homes = self.grid.homes(self.layer.num_experts)
@@ -161,10 +184,14 @@ class ExpertReader:
                     for name, (code, shape) in expected_tensors(form).items():
                         refs = tuple(self._entry(gemm, tp_rank, name, *rank) for rank in ranks)
                         of_kind[gemm, tp_rank, name] = _Region(start, refs, shape, num_bits(code))
-                        start += -(-sum(ref.num_bytes for _, ref in refs) // _ALIGNMENT) * _ALIGNMENT
+                        start += (
+                            -(-sum(ref.num_bytes for _, ref in refs) // _ALIGNMENT) * _ALIGNMENT
+                        )
         return StoredExperts(forms, *regions, tuple(i for i, _ in copies), start)
 
-    def _entry(self, gemm: str, tp_rank: int, name: str, ep_rank: int, local: int) -> tuple[str, TensorRef]:
+    def _entry(
+        self, gemm: str, tp_rank: int, name: str, ep_rank: int, local: int
+    ) -> tuple[str, TensorRef]:
         path = names.rank_file(self.layer.name, tp_rank, ep_rank)
         return path, self.artifact.header(path)[0][f"{self.layer.name}.{gemm}_{name}"].entry(local)
 
@@ -180,23 +207,35 @@ class ExpertReader:
         found: dict[str, DecodedStack] = {}
         for gemm in stored.forms:
             ranks = range(self.grid.tp)
-            found |= self._assemble(gemm, [self._slice(stored, buffer, gemm, rank) for rank in ranks])
+            found |= self._assemble(
+                gemm, [self._slice(stored, buffer, gemm, rank) for rank in ranks]
+            )
         return found
 
-    def _slice(self, stored: StoredExperts, buffer: torch.Tensor, gemm: str, tp_rank: int) -> DecodedStack:
+    def _slice(
+        self, stored: StoredExperts, buffer: torch.Tensor, gemm: str, tp_rank: int
+    ) -> DecodedStack:
         """Return one TP rank's slices; an expert with a copy that differs is wrong."""
         form = stored.forms[gemm]
-        bits = {name: stored.firsts[gemm, tp_rank, name].view(buffer) for name in expected_tensors(form)}
+        bits = {
+            name: stored.firsts[gemm, tp_rank, name].view(buffer) for name in expected_tensors(form)
+        }
         stack = decode_layout(form, bits)
         if stored.copied:
             positions = torch.tensor(stored.copied, device=buffer.device)
             num_unequal = torch.zeros(len(stack.codes), dtype=torch.int64, device=buffer.device)
             for name, first in bits.items():
                 copy = stored.copies[gemm, tp_rank, name].view(buffer)
-                num_unequal.index_add_(0, positions, (copy != first[positions]).reshape(len(copy), -1).sum(1))
-            fault = Fault("", "A redundant copy of an expert differs.", num_unequal > 0, lambda _: ("", ""))
+                num_unequal.index_add_(
+                    0, positions, (copy != first[positions]).reshape(len(copy), -1).sum(1)
+                )
+            fault = Fault(
+                "", "A redundant copy of an expert differs.", num_unequal > 0, lambda _: ("", "")
+            )
             stack = replace(stack, faults=(*stack.faults, fault))
-        return replace(stack, faults=tuple(replace(fault, tp_rank=tp_rank) for fault in stack.faults))
+        return replace(
+            stack, faults=tuple(replace(fault, tp_rank=tp_rank) for fault in stack.faults)
+        )
 
 
 # --- slices ------------------------------------------------------------------------------------------------
@@ -220,8 +259,12 @@ def join(slices: Sequence[DecodedStack], axis: int, schema: WeightSchema) -> Dec
     first = slices[0]
     if len(slices) == 1:
         return first
-    is_shared = schema.weight_scale_type == "tensor" or (schema.weight_scale_type == "channel" and axis == 2)
-    axes = dict.fromkeys(("scale", "scale_value", "zero_point", "flushed"), None if is_shared else axis)
+    is_shared = schema.weight_scale_type == "tensor" or (
+        schema.weight_scale_type == "channel" and axis == 2
+    )
+    axes = dict.fromkeys(
+        ("scale", "scale_value", "zero_point", "flushed"), None if is_shared else axis
+    )
     axes |= {"codes": axis, "bias": None if axis == 2 else 1}
     axes |= {"scale_2": 1 if schema.weight_scale_2_type == "channel" and axis == 1 else None}
     faults = [fault for one in slices for fault in one.faults]
@@ -232,7 +275,11 @@ def join(slices: Sequence[DecodedStack], axis: int, schema: WeightSchema) -> Dec
             continue
         joined[name] = parts[0] if along is None else torch.cat(parts, along)
         if along is None and name in TENSOR_OF:
-            check = _check_is_zero if name == "bias" else functools.partial(_check_agrees, name, parts[0])
+            check = (
+                _check_is_zero
+                if name == "bias"
+                else functools.partial(_check_agrees, name, parts[0])
+            )
             faults += [check(part, tp_rank) for tp_rank, part in enumerate(parts) if tp_rank]
     return replace(first, **joined, faults=tuple(faults))
 
@@ -254,7 +301,13 @@ def _check_is_zero(part: torch.Tensor, tp_rank: int) -> Fault:
     """Check that the bias of w2 is on TP rank 0 and zero elsewhere."""
     wrong, expected = part != 0, "zero, since ranks are summed"
     what = "The w2 bias is on more than TP rank 0."
-    return Fault("bias", what, wrong, lambda expert: (expected, f"{int(wrong[expert].sum())} values"), tp_rank)
+    return Fault(
+        "bias",
+        what,
+        wrong,
+        lambda expert: (expected, f"{int(wrong[expert].sum())} values"),
+        tp_rank,
+    )
 
 
 def _trim(stack: DecodedStack, axis: int, size: int, tp_rank: int) -> DecodedStack:
@@ -270,9 +323,13 @@ def _trim(stack: DecodedStack, axis: int, size: int, tp_rank: int) -> DecodedSta
         kept = values.size(axis) * size // total
         cut[name], rest = values.split([kept, values.size(axis) - kept], axis)
         if name in TENSOR_OF:
-            is_repeated = name == "scale" and stack.scale_dtype == "F8_E8M0"  # has no zero; the codes are zero
+            is_repeated = (
+                name == "scale" and stack.scale_dtype == "F8_E8M0"
+            )  # has no zero; the codes are zero
             wrong = rest != (cut[name].narrow(axis, kept - 1, 1) if is_repeated else 0)
-            faults.append(_padding_fault(name, wrong, "the last scale" if is_repeated else "zero", tp_rank))
+            faults.append(
+                _padding_fault(name, wrong, "the last scale" if is_repeated else "zero", tp_rank)
+            )
     trimmed: dict[str, Any] = cut
     return replace(stack, **trimmed, faults=tuple(faults))
 
@@ -292,11 +349,19 @@ def hex_bits(value: torch.Tensor) -> str:
 
 
 def read_packed_expert(
-    artifact: Artifact, layer: MoeLayer, role: str, expert: int, shards: Mapping[str, str], note: Note
+    artifact: Artifact,
+    layer: MoeLayer,
+    role: str,
+    expert: int,
+    shards: Mapping[str, str],
+    note: Note,
 ) -> DecodedStack | None:
     """Read one projection from the checkpoint layout; `shards` is tensor name → file. None if it cannot be read."""
     base = layer.module(expert, role) + "."
-    shape, schema = (layer.hidden_size, layer.intermediate_size), artifact.schema_of(layer.name).of(role)
+    shape, schema = (
+        (layer.hidden_size, layer.intermediate_size),
+        artifact.schema_of(layer.name).of(role),
+    )
     try:
         dtypes, arrays = artifact.read_module(base, shards)
     except (HqconvError, OSError) as error:

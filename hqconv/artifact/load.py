@@ -31,7 +31,9 @@ _NUM_THREADS = 8  # that hash files
 # Decoded at once: of a GPU 256 MiB of float32, and a few times as much during decoding; on the CPU one expert.
 _BATCH_WEIGHTS = {"cpu": 1, "cuda": 1 << 26}
 _NUM_AHEAD = 2
-Floats = dict[str, torch.Tensor]  # one expert: w1 (if gated), w3 [I, H], w2 [H, I], and biases; float32
+Floats = dict[
+    str, torch.Tensor
+]  # one expert: w1 (if gated), w3 [I, H], w2 [H, I], and biases; float32
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,13 @@ class RankGemm:
 
 
 def load_layer(
-    path: str | Path, layer: str, tp_rank: int = 0, ep_rank: int = 0, device: str = "cpu", *, check_digests: bool = True
+    path: str | Path,
+    layer: str,
+    tp_rank: int = 0,
+    ep_rank: int = 0,
+    device: str = "cpu",
+    *,
+    check_digests: bool = True,
 ) -> dict[str, RankGemm]:
     """Load one layer of one rank of a kernel artifact: `w13`, `w2` → LayerConfig and tensors on `device`.
 
@@ -83,14 +91,23 @@ def load_layer(
         return load_rank(artifact, layer, tp_rank, ep_rank, device)
 
 
-def load_rank(artifact: Artifact, layer: str, tp_rank: int, ep_rank: int, device: str) -> dict[str, RankGemm]:
+def load_rank(
+    artifact: Artifact, layer: str, tp_rank: int, ep_rank: int, device: str
+) -> dict[str, RankGemm]:
     """Load the GEMMs of an opened artifact's rank, read as a server would: straight from the file, unchanged."""
     file = _local_file(artifact, layer, tp_rank, ep_rank)
-    found, schema = read_tensors(file, file.tensors, torch.device(device)), artifact.schema_of(layer)
+    found, schema = (
+        read_tensors(file, file.tensors, torch.device(device)),
+        artifact.schema_of(layer),
+    )
     return {
         gemm: RankGemm(
             file.configs[gemm],
-            {name.removeprefix(f"{gemm}_"): one for name, one in found.items() if name.startswith(f"{gemm}_")},
+            {
+                name.removeprefix(f"{gemm}_"): one
+                for name, one in found.items()
+                if name.startswith(f"{gemm}_")
+            },
             schema.of(gemm).rotation,
         )
         for gemm in names.GEMMS
@@ -119,7 +136,9 @@ def _check_layer(artifact: Artifact, layer: str) -> None:
         )
 
 
-def dequantize(path: str | Path, layer: str, *, check_digests: bool = True) -> dict[str, torch.Tensor]:
+def dequantize(
+    path: str | Path, layer: str, *, check_digests: bool = True
+) -> dict[str, torch.Tensor]:
     """Return one layer's experts as float32, decoded from the kernel layout and joined from all ranks.
 
     Rotated weights are turned back, so that they compare with the source's.
@@ -141,7 +160,9 @@ def dequantize(path: str | Path, layer: str, *, check_digests: bool = True) -> d
         for expert in range(described.num_experts):
             for name, values in expert_floats(reader, expert).items():
                 if not expert:
-                    found[name] = _host_memory((described.num_experts, *values.shape), f"{layer}: {name}")
+                    found[name] = _host_memory(
+                        (described.num_experts, *values.shape), f"{layer}: {name}"
+                    )
                 found[name][expert] = values
     return found
 
@@ -176,11 +197,22 @@ def decoded_experts(
             except HqconvError:  # the reading of single experts names the fault
                 found = [None] * len(experts)
             each = zip(experts, found, strict=True)
-            return [_load_alone(reader, expert, device) if one is None else one for expert, one in each]
+            return [
+                _load_alone(reader, expert, device) if one is None else one for expert, one in each
+            ]
 
-    size = max(1, _BATCH_WEIGHTS[device.type] // (len(layer.roles) * layer.hidden_size * layer.intermediate_size))
-    batches = (range(begin, min(begin + size, layer.num_experts)) for begin in range(0, layer.num_experts, size))
-    with closing(pipeline(batches, load, _NUM_AHEAD, num_threads, runs_torch=True, name="hqconv-experts")) as loaded:
+    size = max(
+        1,
+        _BATCH_WEIGHTS[device.type]
+        // (len(layer.roles) * layer.hidden_size * layer.intermediate_size),
+    )
+    batches = (
+        range(begin, min(begin + size, layer.num_experts))
+        for begin in range(0, layer.num_experts, size)
+    )
+    with closing(
+        pipeline(batches, load, _NUM_AHEAD, num_threads, runs_torch=True, name="hqconv-experts")
+    ) as loaded:
         for experts in loaded:
             yield from experts
 
@@ -197,22 +229,31 @@ def _load_batch(reader: ExpertReader, experts: range, device: torch.device) -> l
     stacks = reader.decode(stored, host.to(device, non_blocking=True))
     values = stack_floats(stacks, reader)
     wrong = torch.stack([stack.wrong for stack in stacks.values()]).any(0).tolist()
-    return [None if is_wrong else {name: one[i] for name, one in values.items()} for i, is_wrong in enumerate(wrong)]
+    return [
+        None if is_wrong else {name: one[i] for name, one in values.items()}
+        for i, is_wrong in enumerate(wrong)
+    ]
 
 
 def expert_floats(reader: ExpertReader, expert: int) -> dict[str, torch.Tensor]:
     """Return one expert of an opened artifact as float32: projections `w1` … and biases `b1` …, see `dequantize`."""
-    stacks = {role: one for gemm in names.GEMMS for role, one in reader.read(gemm, expert, refuse).items()}
+    stacks = {
+        role: one for gemm in names.GEMMS for role, one in reader.read(gemm, expert, refuse).items()
+    }
     return {name: values[0] for name, values in stack_floats(stacks, reader).items()}
 
 
-def stack_floats(stacks: Mapping[str, DecodedStack], reader: ExpertReader) -> dict[str, torch.Tensor]:
+def stack_floats(
+    stacks: Mapping[str, DecodedStack], reader: ExpertReader
+) -> dict[str, torch.Tensor]:
     """Return decoded projections by role as float32 with E in front: `w1` … and biases `b1` …, see `dequantize`."""
     found, param = {}, reader.artifact.param_dtype
     for role, stack in stacks.items():
         schema = reader.schema.of(role)
         shape = reader.layer.shape(role)  # without the zeros that fill the last scale group
-        found[role] = resized(unrotated(decoded_weights(stack, schema, param), schema.rotation), shape)
+        found[role] = resized(
+            unrotated(decoded_weights(stack, schema, param), schema.rotation), shape
+        )
         if stack.bias is not None:
             found["b" + role[1:]] = resized(float_values(stack.bias, code_of(param)), shape[:1])
     return found

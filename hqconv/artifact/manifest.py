@@ -27,8 +27,19 @@ from hqconv.schemas.gpu_target import target_of_record
 from hqconv.schemas.grid import EVEN, MAX_COUNT, MAX_SIZE, Grid
 from hqconv.schemas.input_schema import A16, LayerSpec, inputs_of
 from hqconv.schemas.suggestions import close_file
-from hqconv.schemas.untrusted_files import MAX_DOCUMENT_BYTES, MAX_LIST_BYTES, found_at, parse_json, read_regular
-from hqconv.schemas.weight_schema import PARAM_DTYPES, LayerSchema, SchemaPair, layer_schema_of_record
+from hqconv.schemas.untrusted_files import (
+    MAX_DOCUMENT_BYTES,
+    MAX_LIST_BYTES,
+    found_at,
+    parse_json,
+    read_regular,
+)
+from hqconv.schemas.weight_schema import (
+    PARAM_DTYPES,
+    LayerSchema,
+    SchemaPair,
+    layer_schema_of_record,
+)
 
 _BYTES_PER_NAME = 16  # quotes, spaces and punctuation around a tensor's name
 _AGAIN = "Convert the source again, or copy the artifact again from where it is whole."
@@ -52,7 +63,8 @@ _VERSION = (r"\d+(\.\d+)*((a|b|rc|\.post|\.dev)\d+)*(\+[\w.]+)?", "a version")
 _NAME = (r"(?s).+", "a name")
 _TEXTS = {
     **dict.fromkeys(
-        ("sha256", "header_sha256", "hub_sha256", "index_sha256", "manifest_sha256", "fingerprint"), _DIGEST_TEXT
+        ("sha256", "header_sha256", "hub_sha256", "index_sha256", "manifest_sha256", "fingerprint"),
+        _DIGEST_TEXT,
     ),
     **dict.fromkeys(("hqconv_version", "humming_kernels_version"), _VERSION),
     **dict.fromkeys(("schema_name", "input_schema"), _NAME),
@@ -89,7 +101,11 @@ class Entry:
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object."""
         values = ((one, getattr(self, one.name)) for one, _ in _keys(type(self)))
-        return {one.name: _document(value) for one, value in values if value is not None or one.metadata.get("is_null")}
+        return {
+            one.name: _document(value)
+            for one, value in values
+            if value is not None or one.metadata.get("is_null")
+        }
 
 
 _Keys = tuple[tuple[Field[Any], Any], ...]
@@ -160,7 +176,11 @@ def _document(value: Any) -> Any:
 def damaged(where: object, expected: str, found: object) -> VerificationError:
     """Return the error for an impossible value in a manifest."""
     return VerificationError(
-        "The artifact's manifest is damaged.", where=str(where), expected=expected, found=found, remedy=_AGAIN
+        "The artifact's manifest is damaged.",
+        where=str(where),
+        expected=expected,
+        found=found,
+        remedy=_AGAIN,
     )
 
 
@@ -244,7 +264,9 @@ class GemmEntry(Entry):
     @property
     def sizes(self) -> dict[str, int]:
         """The sizes by their names in Humming's LayerConfig."""
-        return {key: getattr(self, key) for key in ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k")}
+        return {
+            key: getattr(self, key) for key in ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k")
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,7 +317,9 @@ class ManifestLayer(Entry):
     def activation_function(self) -> Activation:
         """Return the activation with its numbers. Raises ValueError for numbers that the name does not have."""
         numbers = self.activation_parameters
-        return Activation.from_dict({"activation": self.activation, "activation_parameters": numbers})
+        return Activation.from_dict(
+            {"activation": self.activation, "activation_parameters": numbers}
+        )
 
     def errors(self) -> dict[str, dict[str, Any]]:
         """Return projection → the JSON object of its quantization error."""
@@ -432,7 +456,9 @@ class Manifest(Entry):
     @cached_property
     def grid(self) -> Grid:
         """The ranks that the artifact was made for."""
-        return Grid(self.tp, self.ep, self.expert_placement, self.redundant_experts, self.tp_split or EVEN)
+        return Grid(
+            self.tp, self.ep, self.expert_placement, self.redundant_experts, self.tp_split or EVEN
+        )
 
     @cached_property
     def layer_spec(self) -> LayerSpec:
@@ -485,7 +511,8 @@ class Manifest(Entry):
         return [
             name
             for name, entry in self.files.items()
-            if (size := size_of(name)) is None or (name != artifact_names.CARD and size != entry.size_bytes)
+            if (size := size_of(name)) is None
+            or (name != artifact_names.CARD and size != entry.size_bytes)
         ]
 
     def as_ancestor(self) -> Ancestor:
@@ -505,7 +532,9 @@ def _weight_schema(name: str, fields: dict[str, Any], where: str) -> LayerSchema
     except (HqconvError, TypeError) as error:
         key, found = getattr(error, "where", ""), getattr(error, "found", error)
         raise damaged(
-            f"{where}weight_schema{f': {key}' if key else ''}", "the fields of a weight schema", found
+            f"{where}weight_schema{f': {key}' if key else ''}",
+            "the fields of a weight schema",
+            found,
         ) from error
 
 
@@ -541,7 +570,9 @@ def read_manifest(root: Path, *, is_sealed: bool = False, allow_links: bool = Fa
     _check_files(root, manifest, allow_links=allow_links)
     if is_sealed and manifest.alteration is not None:
         what, expected, found = manifest.alteration
-        raise VerificationError(what, where=f"{path}: {_DIGEST}", expected=expected, found=found, remedy=_AGAIN)
+        raise VerificationError(
+            what, where=f"{path}: {_DIGEST}", expected=expected, found=found, remedy=_AGAIN
+        )
     return manifest
 
 
@@ -592,7 +623,10 @@ def _check_size(manifest: Manifest, num_bytes: int) -> None:
     if num_bytes <= MAX_DOCUMENT_BYTES:
         return
     tensors, sums = manifest.tensors, manifest.content_sums or {}
-    texts = (tensors.copied, *(text for of in (tensors.converted, tensors.dropped, sums) for text in (of, of.values())))
+    texts = (
+        tensors.copied,
+        *(text for of in (tensors.converted, tensors.dropped, sums) for text in (of, of.values())),
+    )
     num_names = len(tensors.copied) + len(tensors.converted) + len(tensors.dropped) + len(sums)
     of_names = _BYTES_PER_NAME * num_names + sum(sum(map(len, one)) for one in texts)
     if num_bytes - of_names > MAX_DOCUMENT_BYTES:
@@ -616,10 +650,14 @@ def _check_layers(manifest: Manifest) -> None:
     for key, names in (("blocks", manifest.blocks), ("left_blocks", left)):
         for name in names:  # names become parts of file names
             if not artifact_names.is_layer_name(name):
-                raise damaged(f"{path}: {key}", "names of modules: words with dots between", repr(name)[:80])
+                raise damaged(
+                    f"{path}: {key}", "names of modules: words with dots between", repr(name)[:80]
+                )
     twice = [name for name, count in Counter([*left, *manifest.blocks]).items() if count > 1]
     if twice:
-        raise damaged(f"{path}: left_blocks", "each name once, and of no layer that is there", repr(twice[0]))
+        raise damaged(
+            f"{path}: left_blocks", "each name once, and of no layer that is there", repr(twice[0])
+        )
     overridden = {
         name: layer
         for name, layer in manifest.blocks.items()
@@ -632,7 +670,9 @@ def _check_layers(manifest: Manifest) -> None:
     is_mixed = bool(left or overridden) or isinstance(manifest.layer_spec.schema, SchemaPair)
     version = artifact_names.MIXED_VERSION if is_mixed else artifact_names.FORMAT_VERSION
     if manifest.format_version != version:
-        raise damaged(f"{path}: format_version", f"{version}, by its layers", manifest.format_version)
+        raise damaged(
+            f"{path}: format_version", f"{version}, by its layers", manifest.format_version
+        )
     if overridden and manifest.layout == artifact_names.CHECKPOINT:
         raise damaged(f"{path}: layout", "kernel, where layers differ", manifest.layout)
     manifest.layer_spec, manifest.overrides  # noqa: B018 - raise where they cannot be built
@@ -703,12 +743,18 @@ def _check_files(root: Path, manifest: Manifest, *, allow_links: bool) -> None:
 def _alteration(raw: bytes, document: Mapping[str, Any]) -> Alteration | None:
     """Compare a manifest's bytes with its own digest."""
     body, key, rest = raw.rpartition(_DIGEST_FIELD)
-    is_end = key and rest.endswith(b'"' + _END) and len(rest) == 2 * hashlib.sha256().digest_size + 1 + len(_END)
+    is_end = (
+        key
+        and rest.endswith(b'"' + _END)
+        and len(rest) == 2 * hashlib.sha256().digest_size + 1 + len(_END)
+    )
     found = hashlib.sha256(body).hexdigest() if is_end else "another end of the file"
     if document.get(_DIGEST) == found:
         return None
     what = "The manifest's bytes are not those that its digest was made of."
-    return Alteration(what, f"sha256 {str(document.get(_DIGEST))[:80]}, as the manifest's last field", found)
+    return Alteration(
+        what, f"sha256 {str(document.get(_DIGEST))[:80]}, as the manifest's last field", found
+    )
 
 
 def sealed(document: Mapping[str, Any]) -> bytes:
@@ -716,7 +762,9 @@ def sealed(document: Mapping[str, Any]) -> bytes:
 
     A digest that the document has already is replaced.
     """
-    body = json_bytes({key: value for key, value in document.items() if key != _DIGEST}).removesuffix(_END)
+    body = json_bytes(
+        {key: value for key, value in document.items() if key != _DIGEST}
+    ).removesuffix(_END)
     return body + _DIGEST_FIELD + hashlib.sha256(body).hexdigest().encode() + b'"' + _END
 
 

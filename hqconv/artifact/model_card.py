@@ -66,7 +66,11 @@ def _card_metadata(manifest: Manifest, front: FrontMatter) -> dict[str, Any]:
     if first.revision is not None:
         found |= {"base_model": [first.name], "base_model_relation": "quantized"}
     tags = [tags] if isinstance(tags, str) else tags
-    return {**found, "library_name": ENGINE.library_name, "tags": list(dict.fromkeys((*tags, *_TAGS)))}
+    return {
+        **found,
+        "library_name": ENGINE.library_name,
+        "tags": list(dict.fromkeys((*tags, *_TAGS))),
+    }
 
 
 # --- the text
@@ -105,7 +109,9 @@ def _facts(manifest: Manifest) -> Iterator[tuple[str, ...]]:
         yield "for", f"{manifest.target}{cuda}; {ranks}; no other GPU or ranks"
     else:
         yield "for", f"any GPU and ranks that {ENGINE.name}'s `humming` method serves"
-    made_by = f"hqconv {manifest.hqconv_version}, humming-kernels {manifest.humming_kernels_version}"
+    made_by = (
+        f"hqconv {manifest.hqconv_version}, humming-kernels {manifest.humming_kernels_version}"
+    )
     yield "made by", made_by
 
 
@@ -135,12 +141,19 @@ def _errors(manifest: Manifest) -> Iterator[str]:
     artifact = " (an artifact, whose own error is not in it)" if manifest.ancestors else ""
     yield f"Relative Frobenius error of the experts' matrices against the source{artifact}, over layers:"
     rows = (
-        (PROJECTIONS.get(p, p), *(f"{e[key]:.5f}" for key in ("min", "median", "max")), _code(e["worst_block"]))
+        (
+            PROJECTIONS.get(p, p),
+            *(f"{e[key]:.5f}" for key in ("min", "median", "max")),
+            _code(e["worst_block"]),
+        )
         for p, e in summarize_errors(errors).items()
     )
     yield from _table(("projection", "min", "median", "max", "worst layer"), rows)
     if changes := scale_changes(errors):
-        yield from ("", f"Codes were kept and scales rounded, by at most {max(changes.values()):.2e} of themselves.")
+        yield from (
+            "",
+            f"Codes were kept and scales rounded, by at most {max(changes.values()):.2e} of themselves.",
+        )
     if count := requantized(errors).get("num_matrices"):
         yield from ("", f"Quantized anew from a quantized source: {count} matrices.")
 
@@ -180,14 +193,21 @@ def _code(text: object) -> str:
 
 # --- SHA256SUMS
 
-EVALUATION_BEGIN, EVALUATION_END = b"<!-- hqconv: evaluation ", b"<!-- hqconv: end of the evaluation -->\n"
-EVALUATION = re.compile(re.escape(EVALUATION_BEGIN) + rb"(.*?)-->\n.*?" + re.escape(EVALUATION_END), re.DOTALL)
+EVALUATION_BEGIN, EVALUATION_END = (
+    b"<!-- hqconv: evaluation ",
+    b"<!-- hqconv: end of the evaluation -->\n",
+)
+EVALUATION = re.compile(
+    re.escape(EVALUATION_BEGIN) + rb"(.*?)-->\n.*?" + re.escape(EVALUATION_END), re.DOTALL
+)
 
 MAX_CARD_BYTES = 64 << 20  # of a card that is searched for an evaluation
 _ESCAPED = str.maketrans({"\\": "\\\\", "\n": "\\n", "\r": "\\r"})
 
 
-def sums_bytes(files: Mapping[str, FileEntry], manifest_sha256: str, card_sha256: str | None = None) -> bytes:
+def sums_bytes(
+    files: Mapping[str, FileEntry], manifest_sha256: str, card_sha256: str | None = None
+) -> bytes:
     """Return the bytes of SHA256SUMS. files: of the manifest. manifest_sha256: of hqconv.json.
 
     card_sha256: of a model card that has got an evaluation since.
@@ -213,7 +233,8 @@ def are_sums(root: Path) -> bool:
     path = root / SUMS
     return (
         path.is_file()
-        and re.search(rf"^[0-9a-f]{{64}}  {re.escape(MANIFEST)}$".encode(), path.read_bytes(), re.M) is not None
+        and re.search(rf"^[0-9a-f]{{64}}  {re.escape(MANIFEST)}$".encode(), path.read_bytes(), re.M)
+        is not None
     )
 
 
@@ -240,7 +261,10 @@ def _line(path: str, sha256: str) -> str:
 
 # --- evaluations
 
-_BEFORE = (b"\n## Verify it\n", b"\n## The source's card\n")  # headings of a card; the section comes before the first
+_BEFORE = (
+    b"\n## Verify it\n",
+    b"\n## The source's card\n",
+)  # headings of a card; the section comes before the first
 _KL = ("mean", "median", "p90", "p99", "max")
 _LIKELIHOOD = ("mean_nll", "perplexity")
 
@@ -250,20 +274,35 @@ def check_evaluation(document: Any, manifest_sha256: str) -> dict[str, Any]:
     if not isinstance(document, dict) or document.get("kind") != "evaluation":
         raise ValueError("it is no document of `hqconv evaluate --json`")
     if document.get("manifest_sha256") != manifest_sha256:
-        raise ValueError(f"it is of the artifact with manifest sha256 {document.get('manifest_sha256')}")
+        raise ValueError(
+            f"it is of the artifact with manifest sha256 {document.get('manifest_sha256')}"
+        )
     try:
         numbers = [document["kl"][key] for key in _KL]
         numbers += [document[key][side] for key in _LIKELIHOOD for side in ("source", "artifact")]
-        numbers += [document[key] for key in ("top1_agreement", "num_tokens", "num_predictions", "context_length")]
+        numbers += [
+            document[key]
+            for key in ("top1_agreement", "num_tokens", "num_predictions", "context_length")
+        ]
         if (error := document["kl"]["standard_error"]) is not None:
             numbers.append(error)
         texts = [document["text"]["name"], document["text"]["sha256"], document["source"]["name"]]
         texts += [
-            document[key] for key in ("artifact", "schema", "compute_dtype", "activations", "transformers_version")
+            document[key]
+            for key in (
+                "artifact",
+                "schema",
+                "compute_dtype",
+                "activations",
+                "transformers_version",
+            )
         ]
     except (KeyError, TypeError) as error:
         raise ValueError(f"a figure is missing: {error}") from error
-    if not all(type(one) in (int, float) and (abs(one) < 1e300 or one in (math.inf, -math.inf)) for one in numbers):
+    if not all(
+        type(one) in (int, float) and (abs(one) < 1e300 or one in (math.inf, -math.inf))
+        for one in numbers
+    ):
         raise ValueError("a figure is no number")
     if not all(isinstance(one, str) for one in texts):
         raise ValueError("a name is no text")
@@ -323,7 +362,13 @@ def _section(document: Mapping[str, Any]) -> bytes:
     """Return the section: begins with an empty line and a heading, ends with the mark."""
     data = json.dumps(document, sort_keys=True).replace("<", "\\u003c").replace(">", "\\u003e")
     text = "\n".join(section_lines(document))
-    return EVALUATION_BEGIN + data.encode() + b" -->\n" + text.encode(errors="backslashreplace") + EVALUATION_END
+    return (
+        EVALUATION_BEGIN
+        + data.encode()
+        + b" -->\n"
+        + text.encode(errors="backslashreplace")
+        + EVALUATION_END
+    )
 
 
 def section_lines(document: Mapping[str, Any]) -> Iterator[str]:
@@ -338,12 +383,16 @@ def section_lines(document: Mapping[str, Any]) -> Iterator[str]:
         "Activations were not quantized."
     )
     yield from ("", "| per predicted token | source | artifact |", "| --- | --- | --- |")
-    for key, label, digits in (("perplexity", "perplexity", 4), ("mean_nll", "negative log-likelihood, nats", 5)):
+    for key, label, digits in (
+        ("perplexity", "perplexity", 4),
+        ("mean_nll", "negative log-likelihood, nats", 5),
+    ):
         values = (document[key][side] for side in ("source", "artifact"))
         yield f"| {label} | {' | '.join(f'{value:.{digits}f}' for value in values)} |"
     kl = document["kl"]
     shown = ", ".join(
-        f"{label} {kl[key]:.3g}" for key, label in (("median", "median"), ("p99", "99 %"), ("max", "max"))
+        f"{label} {kl[key]:.3g}"
+        for key, label in (("median", "median"), ("p99", "99 %"), ("max", "max"))
     )
     yield from (
         "",

@@ -35,7 +35,9 @@ class Finding(NamedTuple):
 
     def error(self) -> VerificationError:
         """Return the finding as an error."""
-        return VerificationError(self.what, where=self.where, expected=self.expected, found=self.found, remedy=_AGAIN)
+        return VerificationError(
+            self.what, where=self.where, expected=self.expected, found=self.found, remedy=_AGAIN
+        )
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,9 @@ class RankFile:
 
         return read_config(self.configs[gemm], entry.flags, has_row_scale=spec.schema.has_row_scale)
 
-    def findings(self, gemm: str, spec: KernelSpec, entry: GemmEntry, num_experts: int) -> Iterator[Finding]:
+    def findings(
+        self, gemm: str, spec: KernelSpec, entry: GemmEntry, num_experts: int
+    ) -> Iterator[Finding]:
         """Yield what of one GEMM is not as the manifest says: its LayerConfig, names, dtypes and shapes of its tensors.
 
         spec, entry: the manifest's, of this layer and GEMM. num_experts: of this rank.
@@ -82,11 +86,17 @@ class RankFile:
             "has_bias": "bias" in found,
             "num_experts": num_experts,
         }
-        facts |= {"use_int_weight_scale": False, "use_packed_k_layout": entry.flags.get("use_packed_k_layout")}
+        facts |= {
+            "use_int_weight_scale": False,
+            "use_packed_k_layout": entry.flags.get("use_packed_k_layout"),
+        }
         texts = [{key: json.dumps(of[key]) for key in of} for of in (facts, config)]  # 4.0 is not 4
         if wrong := [key for key in {**facts, **config} if texts[0].get(key) != texts[1].get(key)]:
             what = "A layer config describes another format than the manifest."
-            both = (", ".join(f"{key} {of.get(key, 'absent')}" for key in wrong) for of in (facts, config))
+            both = (
+                ", ".join(f"{key} {of.get(key, 'absent')}" for key in wrong)
+                for of in (facts, config)
+            )
             yield Finding(f"{self.name}, metadata {gemm}", what, *both)
             return  # what follows depends on the config
         for scale in STATIC_SCALES.values():
@@ -95,30 +105,44 @@ class RankFile:
             shown = "absent" if ref is None else f"{ref.dtype} {list(ref.shape)}"
             if shown != wanted:
                 where = f"{self.name}, tensor {self.layer}.{gemm}_{scale}"
-                yield Finding(where, "A static activation scale is not as the manifest says.", wanted, shown)
+                yield Finding(
+                    where, "A static activation scale is not as the manifest says.", wanted, shown
+                )
         try:
             expected = expected_tensors(self.form(gemm, spec, entry))
         except HqconvError as error:
-            where, what = f"{self.name}, metadata {gemm}", f"The layout cannot be read: {error.what}"
+            where, what = (
+                f"{self.name}, metadata {gemm}",
+                f"The layout cannot be read: {error.what}",
+            )
             yield Finding(where, what, error.expected, error.found)
             return
         for name in {**expected, **found}:
             where = f"{self.name}, tensor {self.layer}.{gemm}_{name}"
             if name not in expected:
-                yield Finding(where, "A rank file has a tensor that its layer config does not ask for.", "absent", name)
+                yield Finding(
+                    where,
+                    "A rank file has a tensor that its layer config does not ask for.",
+                    "absent",
+                    name,
+                )
             elif name not in found:
                 yield Finding(where, "A rank's tensor is missing.", expected[name][0], "absent")
             else:
                 yield from _compare(where, found[name], *expected[name], num_experts)
 
 
-def _compare(where: str, ref: TensorRef, dtype: str, shape: tuple[int, ...], num_experts: int) -> Iterator[Finding]:
+def _compare(
+    where: str, ref: TensorRef, dtype: str, shape: tuple[int, ...], num_experts: int
+) -> Iterator[Finding]:
     """Compare a tensor's dtype, which gives its bits their meaning, its number of experts and its shape."""
     if ref.dtype != dtype:
         what = "A tensor's bits are labelled with another dtype: a loader would reinterpret them."
         yield Finding(where, what, dtype, ref.dtype)
     elif ref.shape[:1] != (num_experts,):
-        yield Finding(where, "A rank file holds another number of experts.", num_experts, list(ref.shape))
+        yield Finding(
+            where, "A rank file holds another number of experts.", num_experts, list(ref.shape)
+        )
     elif ref.shape[1:] != shape:
         what = "A tensor has another shape than its layer config asks for."
         yield Finding(where, what, [num_experts, *shape], list(ref.shape))
@@ -143,7 +167,10 @@ def parse_rank_file(
     if metadata.get("format") != "pt" or len(metadata) > 2 + len(configs):
         what = "The file's metadata are not a conversion's."
         raise Finding(
-            name, what, "format pt, rank, w13, w2", f"format {metadata.get('format')}, {list(metadata)}"
+            name,
+            what,
+            "format pt, rank, w13, w2",
+            f"format {metadata.get('format')}, {list(metadata)}",
         ).error()
     tensors, prefix = {}, f"{layer}."
     for full, ref in entries.items():

@@ -54,7 +54,9 @@ class Artifact:
     tensors are read is downloaded first.
     """
 
-    def __init__(self, root: Path, listing: Listing | None = None, *, is_sealed: bool = False) -> None:
+    def __init__(
+        self, root: Path, listing: Listing | None = None, *, is_sealed: bool = False
+    ) -> None:
         """Read the manifest as `read_manifest` does.
 
         listing: of a repo on the Hub, of which `root` has some files. Raises RequestError or VerificationError as
@@ -66,13 +68,18 @@ class Artifact:
         self._headers: dict[str, Header] = {}
         self._rank_files: dict[str, RankFile] = {}
         self._lock = threading.Lock()
-        self._descriptors = Descriptors(lambda path: os.open(self.fetched(path), os.O_RDONLY | os.O_CLOEXEC))
+        self._descriptors = Descriptors(
+            lambda path: os.open(self.fetched(path), os.O_RDONLY | os.O_CLOEXEC)
+        )
 
     def __enter__(self) -> Artifact:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -189,7 +196,9 @@ class Artifact:
         Raises VerificationError for impossible facts.
         """
         layer, family = self.layers[name], self.family
-        if layer.top_k > layer.num_experts > 1:  # a single expert serves every token, whatever top_k says
+        if (
+            layer.top_k > layer.num_experts > 1
+        ):  # a single expert serves every token, whatever top_k says
             raise _impossible(name, f"{layer.num_experts} experts, {layer.top_k} experts per token")
         sizes = (layer.num_experts, layer.hidden_size, layer.intermediate_size)
         try:
@@ -203,7 +212,9 @@ class Artifact:
                 role: {part: TensorSlice.from_dict(one) for part, one in of_role.items()}
                 for role, of_role in layer.source_parts.items()
             }
-            if set(parts) != set(family.projections) or any("weight" not in p for p in parts.values()):
+            if set(parts) != set(family.projections) or any(
+                "weight" not in p for p in parts.values()
+            ):
                 raise ValueError(f"projections {', '.join(parts)}")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise _impossible(f"{name}: source_format, source_parts", error) from error
@@ -225,12 +236,17 @@ class Artifact:
             activation=self.activation_of(name),
         )
 
-    def kernel_forms(self, layer: MoeLayer, target: GpuTarget | None = None) -> dict[str, KernelForm]:
+    def kernel_forms(
+        self, layer: MoeLayer, target: GpuTarget | None = None
+    ) -> dict[str, KernelForm]:
         """Return the kernel form that Humming computes for each GEMM. target: in place of the artifact's own.
 
         Raises ModuleNotFoundError without Humming, else VerificationError.
         """
-        from hqconv.kernel_layout.transform import is_compatible, kernel_form  # these load torch: only checks need them
+        from hqconv.kernel_layout.transform import (
+            is_compatible,
+            kernel_form,
+        )  # these load torch: only checks need them
 
         spec = self.spec
         kind = spec.layer_spec_of(layer.name)
@@ -239,7 +255,10 @@ class Artifact:
             if not all(map(is_compatible, kind.each)):
                 raise _impossible("weight_schema", f"no kernel for {kind}")
             shapes = gemm_shapes(layer, spec.grid.tp, kind.schema)
-            return {gemm: kernel_form(n, k, kind.of(gemm), layer.has_bias) for gemm, (n, k) in shapes.items()}
+            return {
+                gemm: kernel_form(n, k, kind.of(gemm), layer.has_bias)
+                for gemm, (n, k) in shapes.items()
+            }
 
     def packed_forms(self, layer: MoeLayer) -> dict[str, dict[str, TensorSpec]]:
         """Return the packed tensors of each projection in the checkpoint layout; errors as `kernel_forms`."""
@@ -248,7 +267,8 @@ class Artifact:
         schema, dtype = self.schema_of(layer.name), self.spec.param_dtype
         with _humming_errors(layer.name):
             return {
-                role: packed_form(*layer.shape(role), schema.of(role), dtype, layer.has_bias) for role in layer.roles
+                role: packed_form(*layer.shape(role), schema.of(role), dtype, layer.has_bias)
+                for role in layer.roles
             }
 
     @property
@@ -269,7 +289,9 @@ class Artifact:
         found = []
         for folder, folders, files in os.walk(self.root):
             links = [name for name in folders if (Path(folder) / name).is_symlink()]
-            found += [(Path(folder) / name).relative_to(self.root).as_posix() for name in (*files, *links)]
+            found += [
+                (Path(folder) / name).relative_to(self.root).as_posix() for name in (*files, *links)
+            ]
         return sorted(found)
 
     def size_of(self, path: str) -> int | None:
@@ -280,7 +302,11 @@ class Artifact:
 
     def is_proven_by_hub(self, path: str) -> bool:
         """Return whether a file is not on this machine, but the Hub lists its digest."""
-        return self.listing is not None and path in self.listing.digests and not (self.root / path).is_file()
+        return (
+            self.listing is not None
+            and path in self.listing.digests
+            and not (self.root / path).is_file()
+        )
 
     def digest_of(self, path: str, keep_on: Callable[[], object] | None = None) -> str:
         """Return a file's SHA-256: of the local file, else the Hub's, else of the downloaded file. Raises OSError.
@@ -311,7 +337,9 @@ class Artifact:
                 raise VerificationError("The manifest lists no file for a rank.", where=path)
             place = self.placed.get(path, self.root / path)
             header = self.header(path)
-            self._rank_files[path] = parse_rank_file(place, layer, (tp_rank, ep_rank), entry.sha256, *header)
+            self._rank_files[path] = parse_rank_file(
+                place, layer, (tp_rank, ep_rank), entry.sha256, *header
+            )
         return self._rank_files[path]
 
     def rank_forms(
@@ -336,7 +364,10 @@ class Artifact:
                 assert entry is not None  # of the kernel layout
                 findings = list(file.findings(gemm, spec.of(gemm), entry, num_local))
                 if not findings and (form := file.form(gemm, spec.of(gemm), entry)).shape != shape:
-                    where, what = f"{names.MANIFEST}: {layer.name}: {gemm}", "A GEMM's shape is not its layer's."
+                    where, what = (
+                        f"{names.MANIFEST}: {layer.name}: {gemm}",
+                        "A GEMM's shape is not its layer's.",
+                    )
                     findings = [Finding(where, what, shape, form.shape)]
                 for finding in findings:
                     note(*finding)
@@ -419,7 +450,14 @@ def _humming_errors(layer: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError:
         raise
-    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except (
+        AssertionError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise _impossible(layer, f"Humming: {type(error).__name__}: {error}") from error
 
 

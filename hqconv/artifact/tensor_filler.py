@@ -67,7 +67,9 @@ def prepare_buffers(device: torch.device) -> None:
 def _pool(device: torch.device, num_buffers: int) -> _Pool:
     if device not in _pools:
         size_bytes = PIECE_BYTES + -PIECE_BYTES % BLOCK_BYTES
-        _pools[device] = _Pool(HostBuffers(size_bytes, device, 2 * NUM_THREADS, may_be_copied=False))
+        _pools[device] = _Pool(
+            HostBuffers(size_bytes, device, 2 * NUM_THREADS, may_be_copied=False)
+        )
     pool = _pools[device]
     if pool.timer is not None:
         pool.timer.cancel()
@@ -174,13 +176,17 @@ class TensorFiller:
         self._is_stopped = False
         if check is not None:
             files_of = (file for _, file, _ in jobs)
-            collections.deque(pipeline(files_of, check, NUM_THREADS, NUM_THREADS, name="hqconv-fill"), maxlen=0)
+            collections.deque(
+                pipeline(files_of, check, NUM_THREADS, NUM_THREADS, name="hqconv-fill"), maxlen=0
+            )
         devices = {target.tensor.device for _, _, targets in jobs for target in targets}
         is_gpu = any(device.type == "cuda" for device in devices)
         mode: Reads = "cached" if reads == "auto" and not is_gpu else reads
         self._jobs: dict[Hashable, _Job] = {owner: _Job(file, mode) for owner, file, _ in jobs}
         self._all_jobs = list(self._jobs.values())
-        pieces = [piece for owner, _, targets in jobs for piece in _pieces(self._jobs[owner], targets)]
+        pieces = [
+            piece for owner, _, targets in jobs for piece in _pieces(self._jobs[owner], targets)
+        ]
         for piece in pieces:
             piece.job.num_left += 1
         self._pieces = iter(pieces)
@@ -192,7 +198,9 @@ class TensorFiller:
         self._thread = threading.Thread(target=self._run, name="hqconv-fill")
         if pieces:
             if is_gpu:
-                torch.cuda.synchronize(self._device)  # copies into this memory must be done before others write
+                torch.cuda.synchronize(
+                    self._device
+                )  # copies into this memory must be done before others write
             try:
                 self._thread.start()
             except BaseException:
@@ -218,7 +226,9 @@ class TensorFiller:
             with self._condition:
                 self._condition.wait_for(lambda: not (job.num_left and self._is_running))
                 if job.num_left:
-                    raise self._failure or RuntimeError("The work was stopped before this tensor was full.")
+                    raise self._failure or RuntimeError(
+                        "The work was stopped before this tensor was full."
+                    )
         except BaseException:
             self.stop()
             raise
@@ -252,7 +262,10 @@ class TensorFiller:
             except BaseException as error:  # noqa: BLE001 - raised by `wait`
                 self._fail(error)
 
-        threads = [threading.Thread(target=run, name=f"hqconv-fill-{number}") for number in range(self._num_threads)]
+        threads = [
+            threading.Thread(target=run, name=f"hqconv-fill-{number}")
+            for number in range(self._num_threads)
+        ]
         try:
             for thread in threads:
                 thread.start()
@@ -272,7 +285,9 @@ class TensorFiller:
         """Read pieces into tensors of the CPU."""
         while (piece := self._claim()) is not None:
             with _reading(piece) as reader:
-                reached = reader.fill([part.numpy().data for part in piece.destinations()], piece.begin)
+                reached = reader.fill(
+                    [part.numpy().data for part in piece.destinations()], piece.begin
+                )
             _check_end(piece, reached)
             self._arrived(piece)
 
@@ -284,7 +299,9 @@ class TensorFiller:
         try:
             while (piece := self._claim()) is not None:
                 buffer = buffers.take(waits=copying is None)
-                if buffer is None and copying is not None:  # who waits holds none, so that somebody gives one back
+                if (
+                    buffer is None and copying is not None
+                ):  # who waits holds none, so that somebody gives one back
                     done, copying = copying, None
                     self._finish(buffers, *done)
                     buffer = buffers.take(waits=True)
@@ -309,7 +326,9 @@ class TensorFiller:
         _check_end(piece, reached)
         return _copy(buffer[position:], piece.destinations(), stream)
 
-    def _finish(self, buffers: HostBuffers, piece: _Piece, buffer: torch.Tensor, event: Any) -> None:
+    def _finish(
+        self, buffers: HostBuffers, piece: _Piece, buffer: torch.Tensor, event: Any
+    ) -> None:
         """Wait for the copies of a piece, and return its buffer."""
         if event is not None:
             event.synchronize()
@@ -339,7 +358,10 @@ def read_tensors(
 
     Raises VerificationError for a file that ends too early or cannot be read.
     """
-    tensors = {name: torch.empty(ref.shape, dtype=torch_dtype(ref.dtype), device=device) for name, ref in refs.items()}
+    tensors = {
+        name: torch.empty(ref.shape, dtype=torch_dtype(ref.dtype), device=device)
+        for name, ref in refs.items()
+    }
     targets = [LoadTarget(ref, tensors[name]) for name, ref in refs.items()]
     filler = TensorFiller([(file.name, file, targets)], reads=reads)
     filler.wait(file.name)
@@ -362,11 +384,17 @@ def _pieces(job: _Job, targets: Sequence[LoadTarget]) -> Iterator[_Piece]:
     for target in sorted(targets, key=lambda target: target.ref.offset_bytes):
         data, begin = target.as_bytes(), target.ref.offset_bytes
         if data.numel() != target.ref.num_bytes:
-            raise AssertionError(f"{target.ref.name}: {data.numel()} bytes for {target.ref.num_bytes}")
+            raise AssertionError(
+                f"{target.ref.name}: {data.numel()} bytes for {target.ref.num_bytes}"
+            )
         done = 0
         while done < data.numel():
             offset = begin + done
-            if piece is None or piece.begin + piece.num_bytes != offset or offset % PIECE_BYTES == 0:
+            if (
+                piece is None
+                or piece.begin + piece.num_bytes != offset
+                or offset % PIECE_BYTES == 0
+            ):
                 if piece is not None:
                     yield piece
                 piece = _Piece(job, offset)

@@ -54,9 +54,13 @@ def activate(activation: Activation, gate: torch.Tensor | None, up: torch.Tensor
         wide = up if linear is None else linear * torch.tanh(up / linear)
         return _given(beta) * torch.tanh(gate / _given(beta)) * torch.sigmoid(gate) * wide
     if kind == "clamp":  # transformers: modeling_deepseek_v4.py (_apply_gate)
-        return _ELEMENTWISE[function](gate.clamp(max=_given(limit))) * up.clamp(-_given(limit), limit)
+        return _ELEMENTWISE[function](gate.clamp(max=_given(limit))) * up.clamp(
+            -_given(limit), limit
+        )
     if kind == "bound":  # transformers: modeling_step3p7.py (_apply_gate)
-        return _ELEMENTWISE[function](gate).clamp(max=_given(limit)) * up.clamp(-_given(limit), limit)
+        return _ELEMENTWISE[function](gate).clamp(max=_given(limit)) * up.clamp(
+            -_given(limit), limit
+        )
     if kind == "shift":  # vLLM: moondream3.py (Moondream3TextMoE.forward)
         return _ELEMENTWISE[function](gate) * (up + _given(beta))
     return _ELEMENTWISE[name](gate) * up

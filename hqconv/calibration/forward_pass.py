@@ -56,7 +56,9 @@ class ForwardPass:
         self._answer: Any = None
         self._is_stopped = False
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
-        self._thread = threading.Thread(target=self._run, args=(function,), name="hqconv-pass", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(function,), name="hqconv-pass", daemon=True
+        )
         self._thread.start()
         self._wait()
 

@@ -38,7 +38,13 @@ from hqconv.quantization.group_scales import (
 from hqconv.quantization.hadamard import rotate
 from hqconv.quantization.quantize import quantize_stacks
 from hqconv.quantization.quantized import QuantizedStack
-from hqconv.quantization.scale_search import candidate_scales, ladder_of, least_byte, magnitude_bytes, stepped
+from hqconv.quantization.scale_search import (
+    candidate_scales,
+    ladder_of,
+    least_byte,
+    magnitude_bytes,
+    stepped,
+)
 from hqconv.schemas.weight_schema import WeightSchema
 
 _DAMPING = 0.01  # of the mean diagonal of H
@@ -80,7 +86,10 @@ class Products:
 
     def rotated(self, block: int) -> Products:
         """Return the products of inputs that are rotated in blocks of columns; without drifts."""
-        fit, held = (rotate(rotate(one, block).transpose(1, 2).contiguous(), block) for one in (self.fit, self.held))
+        fit, held = (
+            rotate(rotate(one, block).transpose(1, 2).contiguous(), block)
+            for one in (self.fit, self.held)
+        )
         return Products(fit, held)
 
     def compensated(self, weights: torch.Tensor) -> torch.Tensor:
@@ -99,7 +108,9 @@ class Products:
             change = weights @ _solved(self.fit, self.drifts[0], torch.full_like(ridge, tried))
             loss = ((change @ held - 2 * pull) * change).double().sum((1, 2), keepdim=True)
             ridge, least = torch.where(loss < least, tried, ridge), torch.minimum(loss, least)
-        return weights + weights @ _solved(self.fit + self.held, self.drifts[0] + self.drifts[1], ridge)
+        return weights + weights @ _solved(
+            self.fit + self.held, self.drifts[0] + self.drifts[1], ridge
+        )
 
 
 def _solved(h: torch.Tensor, drift: torch.Tensor, ridge: torch.Tensor) -> torch.Tensor:
@@ -240,7 +251,9 @@ class _Solution:
 
     def backwards(self) -> _Solution:
         """Return the solution with the columns from the last to the first."""
-        return _Solution(self.numbers.flip(2), self.values.flip(2), _backwards(self.scales), self.loss)
+        return _Solution(
+            self.numbers.flip(2), self.values.flip(2), _backwards(self.scales), self.loss
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,17 +268,26 @@ class _Matrix:
     @cached_property
     def searches(self) -> bool:
         """True where scales are chosen too: those of groups of columns."""
-        return self.schema.weight_scale_type == "group" and self.schema.weight_scale_group_size <= _BLOCK * 2
+        return (
+            self.schema.weight_scale_type == "group"
+            and self.schema.weight_scale_group_size <= _BLOCK * 2
+        )
 
     @cached_property
     def size(self) -> int:
         """Columns that are rounded together, under one scale."""
-        return self.schema.weight_scale_group_size if self.searches else math.gcd(_BLOCK, self.weights.size(2))
+        return (
+            self.schema.weight_scale_group_size
+            if self.searches
+            else math.gcd(_BLOCK, self.weights.size(2))
+        )
 
     @cached_property
     def floor(self) -> torch.Tensor | None:
         """See `least_byte`."""
-        return least_byte([self.start.stored], self.param_dtype, has_row_scale=self.schema.has_row_scale)
+        return least_byte(
+            [self.start.stored], self.param_dtype, has_row_scale=self.schema.has_row_scale
+        )
 
     def solve(self, products: Products) -> _Solution:
         """Return codes and scales with a small loss."""
@@ -277,7 +299,11 @@ class _Matrix:
         sides = self, replace(self, weights=self.weights.flip(2), start=_backwards(self.start))
         alone = [factor.alone(self.size) for factor in products.factors]
         for number in range(_PASSES):
-            side, factor, blocks = sides[number % 2], products.factors[number % 2], alone[number % 2]
+            side, factor, blocks = (
+                sides[number % 2],
+                products.factors[number % 2],
+                alone[number % 2],
+            )
             found = side.swept(found, factor.h, blocks, is_first=False).backwards()
         return found
 
@@ -289,7 +315,9 @@ class _Matrix:
         if have == rows:
             return scales
         stored = bits_of(scales.stored).repeat_interleave(rows // have, 1).view(scales.stored.dtype)
-        return GroupScales(stored, scales.scale.repeat_interleave(rows // have, 1), scales.zero, scales.second)
+        return GroupScales(
+            stored, scales.scale.repeat_interleave(rows // have, 1), scales.zero, scales.second
+        )
 
     def nearest(self, target: torch.Tensor) -> GroupScales:
         """Return the scales of round-to-nearest of groups [E, N, G, S], under the second scales of the start."""
@@ -353,7 +381,9 @@ class _Matrix:
         start = _Solution(nothing, self.weights.clone(), scales, rows)
         return self.swept(start, factor.m, factor.free(self.size), is_first=True)
 
-    def swept(self, found: _Solution, pull_of: torch.Tensor, blocks: _Blocks, *, is_first: bool) -> _Solution:
+    def swept(
+        self, found: _Solution, pull_of: torch.Tensor, blocks: _Blocks, *, is_first: bool
+    ) -> _Solution:
         """Round group after group, each with its scales.
 
         First under M, with errors of the columns before; then under H, as all other columns stand, where this gains.
@@ -371,7 +401,9 @@ class _Matrix:
             for first in range(begin, end, self.size):
                 group, last = first // self.size, first + self.size
                 m, now, kept = blocks.m[group], values[:, :, first:last], self.at(static, first)
-                target = now + _times(pull[:, :, first - begin : last - begin], blocks.inverse[group])
+                target = now + _times(
+                    pull[:, :, first - begin : last - begin], blocks.inverse[group]
+                )
                 done, scales = self.rounded(target, self.candidates(kept, beside, group, target), m)
                 if is_first:
                     change = done.values - now
@@ -383,9 +415,13 @@ class _Matrix:
                     scales = scales.where(wins, kept)
                 parts.append(scales)
                 numbers[:, :, first:last] = (
-                    done.numbers if is_first else torch.where(wins, done.numbers, numbers[:, :, first:last])
+                    done.numbers
+                    if is_first
+                    else torch.where(wins, done.numbers, numbers[:, :, first:last])
                 )
-                values[:, :, first:last] = done.values if is_first else torch.where(wins, done.values, now)
+                values[:, :, first:last] = (
+                    done.values if is_first else torch.where(wins, done.values, now)
+                )
                 error[:, :, first:last] -= change
                 pull[:, :, last - begin :] -= _times(change, pull_of[:, first:last, last:end])
         return _Solution(numbers, values, _joined(parts) if self.searches else found.scales, loss)
@@ -393,10 +429,16 @@ class _Matrix:
     def by_diagonal(self, products: Products, scales: GroupScales) -> _Solution:
         """Round columns by decreasing diagonal of H, under scales that are searched beforehand."""
         experts, rows, columns = self.weights.shape
-        order = products.order.expand(experts, columns).unsqueeze(2).expand(experts, columns, rows).mT
+        order = (
+            products.order.expand(experts, columns).unsqueeze(2).expand(experts, columns, rows).mT
+        )
         error, each = self.weights.mT.gather(1, order.mT).mT, self.of_columns(scales, order)
         m = products.ordered_factor.m
-        numbers, values, loss = torch.empty_like(error), torch.empty_like(error), error.new_zeros(experts, rows)
+        numbers, values, loss = (
+            torch.empty_like(error),
+            torch.empty_like(error),
+            error.new_zeros(experts, rows),
+        )
         size = math.gcd(_BLOCK, columns)
         blocks = products.ordered_factor.free(size)
         for begin in range(0, columns, size):
@@ -426,7 +468,9 @@ class _Matrix:
         group = column // (self.weights.size(2) // scales.scale.size(2))
         return _columns(scales, slice(group, group + 1))
 
-    def rounded(self, target: torch.Tensor, scales: list[GroupScales], m: torch.Tensor) -> tuple[_Rounded, GroupScales]:
+    def rounded(
+        self, target: torch.Tensor, scales: list[GroupScales], m: torch.Tensor
+    ) -> tuple[_Rounded, GroupScales]:
         """Round columns under the best of some scales [E, N, 1] and of the one that fits its codes; return it too."""
         stacked = _stacked(scales)
         done = _round(target, stacked, m, self.schema)
@@ -437,11 +481,16 @@ class _Matrix:
         again = _round(target, _stacked([fitted]), m, self.schema)
         wins = (again.loss < done.loss).unsqueeze(2)
         numbers, values = (
-            torch.where(wins, *both) for both in ((again.numbers, done.numbers), (again.values, done.values))
+            torch.where(wins, *both)
+            for both in ((again.numbers, done.numbers), (again.values, done.values))
         )
-        return _Rounded(torch.minimum(again.loss, done.loss), done.index, numbers, values), fitted.where(wins, found)
+        return _Rounded(
+            torch.minimum(again.loss, done.loss), done.index, numbers, values
+        ), fitted.where(wins, found)
 
-    def fitted(self, target: torch.Tensor, numbers: torch.Tensor, scales: GroupScales, m: torch.Tensor) -> GroupScales:
+    def fitted(
+        self, target: torch.Tensor, numbers: torch.Tensor, scales: GroupScales, m: torch.Tensor
+    ) -> GroupScales:
         """Return the least-squares scales of codes, where they are usable."""
         codes = numbers if scales.zero is None else numbers - scales.zero
         seen = _times(codes, m)
@@ -477,7 +526,9 @@ def _times(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     return (matrix.mT @ rows.mT).mT
 
 
-def _round(target: torch.Tensor, scales: GroupScales, m: torch.Tensor, schema: WeightSchema) -> _Rounded:
+def _round(
+    target: torch.Tensor, scales: GroupScales, m: torch.Tensor, schema: WeightSchema
+) -> _Rounded:
     """Round columns [E, N, S] one after the other; later ones make good what earlier ones lost.
 
     scales: of C candidates, [C, E, N, 1], or [1, E, N, S] for each column. m: upper triangular, [1 or E, S, S].
@@ -487,7 +538,9 @@ def _round(target: torch.Tensor, scales: GroupScales, m: torch.Tensor, schema: W
 
         return _Rounded(*round_columns(target, scales, m, schema))
     shape = (len(scales.scale), *target.shape)
-    numbers, values, carried = torch.zeros(3, *shape[:2], shape[3], shape[2], device=target.device).mT
+    numbers, values, carried = torch.zeros(
+        3, *shape[:2], shape[3], shape[2], device=target.device
+    ).mT
     loss = torch.zeros(shape[:3], device=target.device)
     for column in range(target.size(2)):
         mine = _columns(scales, slice(column, column + 1)) if scales.scale.size(3) > 1 else scales
@@ -526,7 +579,9 @@ def _backwards(scales: GroupScales) -> GroupScales:
 def _columns(scales: GroupScales, part: slice) -> GroupScales:
     """Return the scales of some groups, or columns."""
     zero = None if scales.zero is None else scales.zero[..., part]
-    stored = scales.stored if scales.stored.shape != scales.scale.shape else scales.stored[..., part]
+    stored = (
+        scales.stored if scales.stored.shape != scales.scale.shape else scales.stored[..., part]
+    )
     return GroupScales(stored, scales.scale[..., part], zero, scales.second)
 
 
@@ -558,8 +613,13 @@ def _above(scales: list[GroupScales], schema: WeightSchema) -> GroupScales:
         return first
     stored = torch.cat([bits_of(one.stored) for one in scales], 1).view(first.stored.dtype)
     zeros = [one.zero for one in scales if one.zero is not None]
-    seconds = [one.second for one in scales if one.second is not None] if schema.has_row_scale else []
-    zero, second = (torch.cat(ones, 1) if ones else other for ones, other in ((zeros, None), (seconds, first.second)))
+    seconds = (
+        [one.second for one in scales if one.second is not None] if schema.has_row_scale else []
+    )
+    zero, second = (
+        torch.cat(ones, 1) if ones else other
+        for ones, other in ((zeros, None), (seconds, first.second))
+    )
     return GroupScales(stored, torch.cat([one.scale for one in scales], 1), zero, second)
 
 

@@ -84,12 +84,19 @@ class LayerInputs:
         others = {**values, **(quantized or {})}
         for place, expert in enumerate(numbers):
             own, other = (
-                {role: one[place].float() for role, one in w.items() if role != "w2"} for w in (values, others)
+                {role: one[place].float() for role, one in w.items() if role != "w2"}
+                for w in (values, others)
             )
 
-            def rows_of(tokens: torch.Tensor, own: Any = own, other: Any = other) -> list[torch.Tensor]:
+            def rows_of(
+                tokens: torch.Tensor, own: Any = own, other: Any = other
+            ) -> list[torch.Tensor]:
                 rows = self._hidden(other, activation, tokens)
-                return [rows] if quantized is None else [rows, self._hidden(own, activation, tokens) - rows]
+                return (
+                    [rows]
+                    if quantized is None
+                    else [rows, self._hidden(own, activation, tokens) - rows]
+                )
 
             token, choice = (self.experts == expert).nonzero(as_tuple=True)
             power, held = self.weights[token, choice].float().square(), self.held[token]
@@ -99,7 +106,11 @@ class LayerInputs:
         return Products(fit[0], held_back[0], None if quantized is None else (fit[1], held_back[1]))
 
     def output_errors(
-        self, expert: int, values: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], activation: Activation
+        self,
+        expert: int,
+        values: Mapping[str, torch.Tensor],
+        other: Mapping[str, torch.Tensor],
+        activation: Activation,
     ) -> torch.Tensor:
         """Return what other weights of w13, and of w2, change in an expert's output, float64 [2].
 
@@ -115,14 +126,18 @@ class LayerInputs:
                 (self._hidden(other, activation, some) - hidden, values["w2"]),
                 (hidden, other["w2"] - values["w2"]),
             )
-            errors = (nn.functional.linear(x, weight).double().square().sum(1) for x, weight in changed)
+            errors = (
+                nn.functional.linear(x, weight).double().square().sum(1) for x, weight in changed
+            )
             total += torch.stack([error @ share for error in errors])
         return total
 
     def _rows(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.x[tokens].float()
 
-    def _hidden(self, values: Mapping[str, torch.Tensor], activation: Activation, tokens: torch.Tensor) -> torch.Tensor:
+    def _hidden(
+        self, values: Mapping[str, torch.Tensor], activation: Activation, tokens: torch.Tensor
+    ) -> torch.Tensor:
         """Return what w2 of an expert is given for some tokens, [T, I]."""
         x = self._rows(tokens)
         gate = nn.functional.linear(x, values["w1"], values.get("b1")) if "w1" in values else None
@@ -140,7 +155,9 @@ def _products(
     total = torch.zeros((), dtype=torch.float64, device=tokens.device)
     for some, weights in zip(torch.split(tokens, _ROWS), torch.split(power, _ROWS), strict=True):
         each = rows_of(some)
-        total = total + torch.stack([(y * weights.unsqueeze(1)).t() @ each[0] for y in each]).double()
+        total = (
+            total + torch.stack([(y * weights.unsqueeze(1)).t() @ each[0] for y in each]).double()
+        )
     return total.nan_to_num_(0.0, 0.0, 0.0)
 
 
@@ -158,9 +175,15 @@ def batches_of(text: Text, context_length: int, device: torch.device) -> list[to
     A rest of one token predicts nothing and is left out.
     """
     sequences = text.sequences(context_length)
-    whole, size = [ids for ids in sequences if len(ids) == context_length], max(1, _PASS_TOKENS // context_length)
+    whole, size = (
+        [ids for ids in sequences if len(ids) == context_length],
+        max(1, _PASS_TOKENS // context_length),
+    )
     found = list(torch.split(torch.tensor(whole, device=device), size)) if whole else []
-    return [*found, *(torch.tensor([ids], device=device) for ids in sequences if 1 < len(ids) < context_length)]
+    return [
+        *found,
+        *(torch.tensor([ids], device=device) for ids in sequences if 1 < len(ids) < context_length),
+    ]
 
 
 @contextmanager
@@ -191,7 +214,11 @@ def expert_inputs(
         words = read_text(transformers, folder, text, num_tokens, "--calibrate", str(source.place))
         batches = batches_of(words, context_length, device)
         if not batches:
-            what, expected, found = "The text is too short.", "two tokens at least", plural(len(words.ids), "token")
+            what, expected, found = (
+                "The text is too short.",
+                "two tokens at least",
+                plural(len(words.ids), "token"),
+            )
             raise RequestError(what, where=f"--calibrate {text[0]}", expected=expected, found=found)
         with running(str(source.root)):
             model = StreamedModel(transformers, source, folder, dtype, device)
@@ -201,7 +228,10 @@ def expert_inputs(
                     wide = [held_out] * (4 // dtype.itemsize)  # they are run in float32
                     model.check_memory([batches, *wide], *limit, num_kept=num_kept)
                 except RequestError as error:
-                    _LOG.info("The held-out tokens are not run beside the calibration's. %s", error.message())
+                    _LOG.info(
+                        "The held-out tokens are not run beside the calibration's. %s",
+                        error.message(),
+                    )
                     held_out = ()
             inputs = ExpertInputs(model, batches, held_out, num_threads)
         stack.callback(inputs.stop)
@@ -231,7 +261,10 @@ class ExpertInputs:
         ]
         self._held = _held(batches)
         self._stream = Stream(model, batches)
-        self._reference, self._num_threads = Stream(model, held_out) if held_out else None, num_threads
+        self._reference, self._num_threads = (
+            Stream(model, held_out) if held_out else None,
+            num_threads,
+        )
 
     def runs(self, layer: MoeLayer) -> bool:
         """Return whether the model runs a layer: transformers leaves out layers for multi-token prediction."""
@@ -301,7 +334,9 @@ class ExpertInputs:
         stage = self._stream.stage
         if stage == self._model.head:
             raise RequestError(
-                "The transformers library runs none of these experts.", where=self._where, remedy=_REMEDY
+                "The transformers library runs none of these experts.",
+                where=self._where,
+                remedy=_REMEDY,
             )
         self._model.load(stage)
         powers = self._stream.advance(partial(self._power, stage))
@@ -341,14 +376,20 @@ class ExpertInputs:
             remedy=_REMEDY,
         )
 
-    def _joined(self, layer: int, given: list[tuple[torch.Tensor, ...]], powers: list[torch.Tensor]) -> LayerInputs:
+    def _joined(
+        self, layer: int, given: list[tuple[torch.Tensor, ...]], powers: list[torch.Tensor]
+    ) -> LayerInputs:
         """Join what the passes gave to a layer. Raises RequestError where it is no input, choices and weights."""
         num_experts, held = self._num_experts[layer], self._held
-        if len(given) == len(held) and type(self._model.experts[layer][1]).__name__ == "Llama4TextExperts":
+        if (
+            len(given) == len(held)
+            and type(self._model.experts[layer][1]).__name__ == "Llama4TextExperts"
+        ):
             routed = [_routed(one[0], num_experts) for one in given]
             tokens, given = [one[3] for one in routed], [one[:3] for one in routed]
             held, powers = (
-                [one[at.to(one.device)] for one, at in zip(ones, tokens, strict=True)] for ones in (held, powers)
+                [one[at.to(one.device)] for one, at in zip(ones, tokens, strict=True)]
+                for ones in (held, powers)
             )
         for one in given:
             if (
@@ -366,8 +407,12 @@ class ExpertInputs:
                     remedy=_REMEDY,
                 )
         x, experts, weights = (torch.cat([one[n] for one in given]) for n in range(3))
-        is_expert = (experts >= 0) & (experts < num_experts)  # longcat_flash has choices that are none
-        return LayerInputs(x, experts, weights * is_expert, torch.cat(held).to(x.device), torch.cat(powers))
+        is_expert = (experts >= 0) & (
+            experts < num_experts
+        )  # longcat_flash has choices that are none
+        return LayerInputs(
+            x, experts, weights * is_expert, torch.cat(held).to(x.device), torch.cat(powers)
+        )
 
 
 def _held(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -380,7 +425,9 @@ def _held(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return masks
 
 
-def _routed(x: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _routed(
+    x: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return inputs, choices, weights and tokens of experts that each get all tokens, times their weights.
 
     So llama4 calls its experts, with x [E * T, H]; tokens that did not choose an expert are zeros there.

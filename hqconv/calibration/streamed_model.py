@@ -34,9 +34,13 @@ from hqconv.schemas.tensors import TensorRef
 _ROOT = ""
 _WHOLE_CODES = ("F8_E4M3", "F8_E5M2")  # whose tensors have the shape of the decoded ones
 _BLOCKS = "_blocks"  # of mxfp4: [E, out, in / 32, 16], which transformers decodes to [E, in, out]
-_LOADING_FACTOR = 3.25  # memory for a stage while transformers stacks and joins its experts: 3.0 was measured
+_LOADING_FACTOR = (
+    3.25  # memory for a stage while transformers stacks and joins its experts: 3.0 was measured
+)
 
-Expert = Mapping[str, torch.Tensor]  # `w1` (if gated), `w3` [I, H], `w2` [H, I]; `b1`, `b3`, `b2` if there are biases
+Expert = Mapping[
+    str, torch.Tensor
+]  # `w1` (if gated), `w3` [I, H], `w2` [H, I]; `b1`, `b3`, `b2` if there are biases
 
 
 def experts_modules(model: nn.Module) -> list[tuple[int, str, nn.Module]]:
@@ -44,12 +48,16 @@ def experts_modules(model: nn.Module) -> list[tuple[int, str, nn.Module]]:
     found: list[tuple[int, str, nn.Module]] = []
     for path, module in model.named_modules():
         is_inside = any(path.startswith(f"{outer}.") for _, outer, _ in found)
-        is_routed = path.rpartition(".")[2] == "experts" or type(module).__name__.endswith("Experts")
+        is_routed = path.rpartition(".")[2] == "experts" or type(module).__name__.endswith(
+            "Experts"
+        )
         if is_inside or not is_routed or "shared" in path.rpartition(".")[2]:
             continue
         layer = re.search(r"\.(\d+)\.", f".{path}.")
         if layer is None:
-            raise RequestError("The experts are of no layer.", where=path, expected="a number in the path")
+            raise RequestError(
+                "The experts are of no layer.", where=path, expected="a number in the path"
+            )
         found.append((int(layer[1]), path, module))
     return found
 
@@ -82,7 +90,12 @@ class StreamedModel:
     """
 
     def __init__(
-        self, transformers: Any, source: Source, folder: Path, dtype: torch.dtype, device: torch.device
+        self,
+        transformers: Any,
+        source: Source,
+        folder: Path,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         """Make the model on the meta device, by the config in `folder` (`folder_of`). Raises transformers' errors."""
         from transformers import core_model_loading, modeling_utils
@@ -102,19 +115,31 @@ class StreamedModel:
         )
         self.experts = self._experts()
         self.stages = self._stages()
-        self.head = next((name for name, one in self.stages.items() if one is self.model.get_output_embeddings()), "")
+        self.head = next(
+            (
+                name
+                for name, one in self.stages.items()
+                if one is self.model.get_output_embeddings()
+            ),
+            "",
+        )
         self._meta = self.model.state_dict()
         self._shapes = {name: value.shape for name, value in self._meta.items()}
         dtypes = {value.dtype for value in self._meta.values()}
         nothing = {
-            one: torch.full((), math.nan if one.is_floating_point else 0, dtype=one, device=device) for one in dtypes
+            one: torch.full((), math.nan if one.is_floating_point else 0, dtype=one, device=device)
+            for one in dtypes
         }
         self._nothing = {name: nothing[value.dtype] for name, value in self._meta.items()}
-        self._owned: dict[str, set[str]] = defaultdict(set)  # stage → its parameters; "" → those of no stage
+        self._owned: dict[str, set[str]] = defaultdict(
+            set
+        )  # stage → its parameters; "" → those of no stage
         for name in self._shapes:
             self._owned[self._stage_of(name)].add(name)
         kinds = core_model_loading.WeightRenaming, core_model_loading.WeightConverter
-        self._names = [[one for one in self._config.weight_mapping if isinstance(one, kind)] for kind in kinds]
+        self._names = [
+            [one for one in self._config.weight_mapping if isinstance(one, kind)] for kind in kinds
+        ]
         self._tensors = self._tensors_by_parameter()
         self._check_experts()
         for name, stage in self.stages.items():
@@ -126,7 +151,9 @@ class StreamedModel:
     def _experts(self) -> dict[int, tuple[str, nn.Module]]:
         found = experts_modules(self.model)
         if not found:
-            raise RequestError("The model of transformers has no routed experts.", where=str(self._source.root))
+            raise RequestError(
+                "The model of transformers has no routed experts.", where=str(self._source.root)
+            )
         experts = {layer: (path, module) for layer, path, module in found}
         if len(experts) < len(found):
             raise RequestError(
@@ -157,7 +184,9 @@ class StreamedModel:
             for path in sorted(lists)
             for number, layer in self.model.get_submodule(path).named_children()
         }
-        found = dict(layers)  # a stage is never inside another one: its weights would be loaded too late
+        found = dict(
+            layers
+        )  # a stage is never inside another one: its weights would be loaded too late
         for path, module in self.model.named_modules():
             is_inside = any(path == stage or path.startswith(f"{stage}.") for stage in found)
             contains = any(layer.startswith(f"{path}.") or path == _ROOT for layer in layers)
@@ -167,7 +196,9 @@ class StreamedModel:
 
     def stage_bytes(self, name: str) -> int:
         """Return the size of a stage's weights in the dtype of the computation."""
-        num_bytes: int = sum(math.prod(self._shapes[one]) for one in self._owned[name]) * self.dtype.itemsize
+        num_bytes: int = (
+            sum(math.prod(self._shapes[one]) for one in self._owned[name]) * self.dtype.itemsize
+        )
         return num_bytes
 
     def check_memory(
@@ -187,12 +218,18 @@ class StreamedModel:
         batches = [ids for stream in streams for ids in stream]
         num_tokens = sum(ids.numel() for ids in batches)
         num_states = num_tokens + num_kept * sum(ids.numel() for ids in streams[0])
-        hidden = width * (num_states * config.hidden_size + sum(ids.size(1) ** 2 for ids in batches))
+        hidden = width * (
+            num_states * config.hidden_size + sum(ids.size(1) ** 2 for ids in batches)
+        )
         largest = max(map(self.stage_bytes, self.stages))
-        logits = ends * len(streams) * max(ids.numel() for ids in batches) * config.vocab_size * width
+        logits = (
+            ends * len(streams) * max(ids.numel() for ids in batches) * config.vocab_size * width
+        )
         need = int(hidden + max(_LOADING_FACTOR * largest, largest + logits))
         if need > limit:
-            parts = f"hidden states of {plural(num_tokens, 'token')} {_gib(hidden)}, the largest layer"
+            parts = (
+                f"hidden states of {plural(num_tokens, 'token')} {_gib(hidden)}, the largest layer"
+            )
             raise RequestError(
                 "The run of the model does not fit into the memory limit.",
                 where=where,
@@ -257,7 +294,9 @@ class StreamedModel:
         plan = self.model._get_dtype_plan(self.dtype)
         self._config = replace(self._config, dtype=self.dtype, dtype_plan=plan)
         wide = torch.full((), math.nan, device=self.device)
-        self._nothing = {name: wide if one.is_floating_point() else one for name, one in self._nothing.items()}
+        self._nothing = {
+            name: wide if one.is_floating_point() else one for name, one in self._nothing.items()
+        }
         for name in self._shapes:
             self._drop(name)
         self._load(self._owned[_ROOT])
@@ -269,7 +308,11 @@ class StreamedModel:
 
     def check_finite(self, stage: str) -> None:
         """Raise InputError where a tensor of the source for a stage's weights is not finite."""
-        for name in (name for parameter in sorted(self._owned[stage]) for name in self._tensors.get(parameter, ())):
+        for name in (
+            name
+            for parameter in sorted(self._owned[stage])
+            for name in self._tensors.get(parameter, ())
+        ):
             values = read_tensor(self._source, self._source.tensors[name])
             if values.is_floating_point() and not bool(values.float().isfinite().all()):
                 raise not_finite(name)
@@ -281,7 +324,9 @@ class StreamedModel:
         value = self.model.get_parameter_or_buffer(name)
         return bool(value.data_ptr() == self._nothing[name].data_ptr())
 
-    def _load(self, parameters: set[str], others: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
+    def _load(
+        self, parameters: set[str], others: Mapping[str, torch.Tensor] = MappingProxyType({})
+    ) -> None:
         """Load parameters by transformers' conversion, as `load`; a tied one has the values of its twin."""
         if not parameters:
             return
@@ -302,7 +347,9 @@ class StreamedModel:
                 where=f"tensor {unknown}",
                 remedy="This model cannot be evaluated.",
             )
-        info, _ = self._loading.convert_and_load_state_dict_in_model(self.model, tensors, self._config)
+        info, _ = self._loading.convert_and_load_state_dict_in_model(
+            self.model, tensors, self._config
+        )
         self._check(info, wanted)
         for name in wanted:  # a decoded or passed-through weight may have the dtype of the source
             value = self.model.get_parameter_or_buffer(name)
@@ -318,17 +365,23 @@ class StreamedModel:
         if name in self._tensors:
             return None
         ties = self.model.all_tied_weights_keys
-        twins = [ties.get(name), *(target for target, of in ties.items() if of in (name, ties.get(name)))]
+        twins = [
+            ties.get(name),
+            *(target for target, of in ties.items() if of in (name, ties.get(name))),
+        ]
         return next((twin for twin in twins if twin is not None and twin in self._tensors), None)
 
     def _check(self, info: Any, wanted: set[str]) -> None:
         """Raise InputError unless every wanted parameter has its values."""
         ignored = [re.compile(one) for one in self.model._keys_to_ignore_on_load_missing or ()]
         missing = sorted(
-            name for name in wanted if self._is_dropped(name) and not any(one.search(name) for one in ignored)
+            name
+            for name in wanted
+            if self._is_dropped(name) and not any(one.search(name) for one in ignored)
         )
         shapes = [
-            f"{name}: {list(found)} instead of {list(expected)}" for name, found, expected in info.mismatched_keys
+            f"{name}: {list(found)} instead of {list(expected)}"
+            for name, found, expected in info.mismatched_keys
         ]
         errors = [*shapes, *map(str, info.conversion_errors.values())]
         if missing or errors:
@@ -399,7 +452,9 @@ def _gib(num_bytes: float) -> str:
 
 def _owned(module: nn.Module) -> bool:
     """Return whether a module itself has parameters, or buffers that a checkpoint holds."""
-    return bool({*module._parameters, *(module._buffers.keys() - module._non_persistent_buffers_set)})
+    return bool(
+        {*module._parameters, *(module._buffers.keys() - module._non_persistent_buffers_set)}
+    )
 
 
 def _set(model: nn.Module, name: str, value: torch.Tensor) -> None:
@@ -410,7 +465,12 @@ def _set(model: nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 def _make_model(
-    transformers: Any, source: Source, config: Any, dtype: torch.dtype, quantizer: Any, device: torch.device
+    transformers: Any,
+    source: Source,
+    config: Any,
+    dtype: torch.dtype,
+    quantizer: Any,
+    device: torch.device,
 ) -> Any:
     """Return the model without weights, with experts that run in plain products."""
     cls = model_class(transformers, source, config)
@@ -424,7 +484,9 @@ def _make_model(
             stack.enter_context(context)
         model = cls(config)
         if quantizer is not None:
-            quantizer.preprocess_model(model=model, dtype=dtype, device_map={"": device}, checkpoint_files=None)
+            quantizer.preprocess_model(
+                model=model, dtype=dtype, device_map={"": device}, checkpoint_files=None
+            )
     for module in model.modules():
         found = getattr(module, "config", None)
         if found is not None:

@@ -23,7 +23,9 @@ from hqconv.schemas.untrusted_files import MAX_LIST_BYTES, read_regular
 MAX_TEXT_BYTES = 16 << 20  # of a text: all of it is cut into tokens
 _CODE_KEYS = ("auto_map", "custom_pipelines")  # Python modules of the folder
 # Implementations that transformers would fetch and load, where the value names a repo of the Hub.
-_IMPLEMENTATION = re.compile(r"_?(?:attn|attention|experts)_implementation(?:_internal)?|use_kernels?|kernel_config")
+_IMPLEMENTATION = re.compile(
+    r"_?(?:attn|attention|experts)_implementation(?:_internal)?|use_kernels?|kernel_config"
+)
 _ATTENTION = (None, "eager", "sdpa")  # of transformers itself
 _TOKENIZER_FILE = re.compile(
     r"(?:tokenizer|special_tokens_map|added_tokens|vocab|merges|tekken)[\w.-]*\.(?:json|txt|model)|[\w.-]+\.(?:model|tiktoken)"
@@ -106,7 +108,9 @@ def folder_of(source: Source) -> Iterator[Path]:
                     (folder / path.name).write_bytes(read_regular(path, MAX_LIST_BYTES))
         except OSError as error:
             where, found = error.filename or source.root, error.strerror
-            raise RequestError("A tokenizer's file cannot be read.", where=str(where), found=found) from error
+            raise RequestError(
+                "A tokenizer's file cannot be read.", where=str(where), found=found
+            ) from error
         yield folder
 
 
@@ -196,7 +200,9 @@ def cannot_fill(source: Source, missing: list[str], found: object = "none") -> I
     return InputError(
         "The model of transformers cannot be filled from the source.",
         where=str(source.root),
-        expected=f"weights for {first_few(missing)}" if missing else "weights of the model's shapes",
+        expected=f"weights for {first_few(missing)}"
+        if missing
+        else "weights of the model's shapes",
         found=found,
         remedy="Load the model with transformers alone, to see if it can be run at all.",
     )
@@ -212,11 +218,18 @@ class Text(NamedTuple):
     def sequences(self, context_length: int) -> list[list[int]]:
         """Cut the ids into sequences of `context_length` tokens, each with the start; the last may be shorter."""
         size = context_length - len(self.start)
-        return [self.start + self.ids[begin : begin + size] for begin in range(0, len(self.ids), size)]
+        return [
+            self.start + self.ids[begin : begin + size] for begin in range(0, len(self.ids), size)
+        ]
 
 
 def read_text(
-    transformers: Any, folder: Path, files: Sequence[Path], num_tokens: int, option: str = "--text", source: str = "SRC"
+    transformers: Any,
+    folder: Path,
+    files: Sequence[Path],
+    num_tokens: int,
+    option: str = "--text",
+    source: str = "SRC",
 ) -> Text:
     """Return the first `num_tokens` tokens of text files, one after the other, without the tokenizer's special ones.
 
@@ -230,7 +243,9 @@ def read_text(
     with running(f"the tokenizer of {source}"):
         ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     if not ids:
-        raise RequestError("The text has no tokens.", where=where, expected="a text of the model's use")
+        raise RequestError(
+            "The text has no tokens.", where=where, expected="a text of the model's use"
+        )
     return Text(ids[:num_tokens], _start(tokenizer, text, source), raw)
 
 
@@ -251,13 +266,19 @@ def read_rest(
     tokenizer = _tokenizer_of(transformers, folder, source)
     text = _in_chat_template(files, _joined(files, option).decode(), tokenizer)
     if not tokenizer.is_fast:
-        raise RequestError("The tokenizer does not tell where its tokens are in a text.", where=source)
+        raise RequestError(
+            "The tokenizer does not tell where its tokens are in a text.", where=source
+        )
     with running(f"the tokenizer of {source}"):
-        places = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        places = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)[
+            "offset_mapping"
+        ]
         begin = begin_of(len(places))
         cut = places[begin - 1][1] if begin else 0
         seen = {line.strip() for line in text[:cut].splitlines()} - {""}
-        rest = "".join(line for line in text[cut:].splitlines(keepends=True) if line.strip() not in seen)
+        rest = "".join(
+            line for line in text[cut:].splitlines(keepends=True) if line.strip() not in seen
+        )
         ids: list[int] = tokenizer(rest, add_special_tokens=False)["input_ids"] if rest else []
     return Text(ids[:num_tokens], _start(tokenizer, rest, source) if ids else [], rest.encode())
 
@@ -273,7 +294,10 @@ def _joined(files: Sequence[Path], option: str) -> bytes:
         except OSError as error:
             expected = f"a file of at most {MAX_TEXT_BYTES >> 20} MiB"
             raise RequestError(
-                "The text cannot be read.", where=where, expected=expected, found=error.strerror or error
+                "The text cannot be read.",
+                where=where,
+                expected=expected,
+                found=error.strerror or error,
             ) from error
         except UnicodeDecodeError as error:
             raise RequestError(
@@ -292,7 +316,9 @@ def _in_chat_template(files: Sequence[Path], text: str, tokenizer: Any) -> str:
     """
     if [*files] != [BUILTIN_TEXT] or not tokenizer.chat_template:
         return text
-    bos = tokenizer.bos_token if _start(tokenizer, text, "") else ""  # it stands before each sequence
+    bos = (
+        tokenizer.bos_token if _start(tokenizer, text, "") else ""
+    )  # it stands before each sequence
 
     def rendered(passage: str) -> str:
         before, *turns = _TURN.split(passage)
@@ -302,7 +328,9 @@ def _in_chat_template(files: Sequence[Path], text: str, tokenizer: Any) -> str:
         messages = [{"role": role.lower(), "content": content.strip()} for role, content in pairs]
         try:
             template = _DATE + tokenizer.get_chat_template()
-            words: str = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
+            words: str = tokenizer.apply_chat_template(
+                messages, chat_template=template, tokenize=False
+            )
         except ImportError:  # of Jinja
             raise
         except Exception:  # noqa: BLE001 - a template refuses roles that it does not know

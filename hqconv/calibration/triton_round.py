@@ -10,7 +10,10 @@ from hqconv.quantization.group_scales import GroupScales
 from hqconv.quantization.triton_sweep import LAUNCHING, code_constants, round_to_code
 from hqconv.schemas.weight_schema import WeightSchema
 
-_MOST_ROWS, _MOST_NUMBERS = 128, 1 << 14  # of a program; with 4 warps each thread has one row's columns then
+_MOST_ROWS, _MOST_NUMBERS = (
+    128,
+    1 << 14,
+)  # of a program; with 4 warps each thread has one row's columns then
 
 
 @triton.jit
@@ -52,9 +55,13 @@ def _round_columns(
                 if HAS_ZERO:
                     zero = tl.load(zeros + place, mask=is_row, other=0.0)
             weight = tl.load(target + place, mask=is_row, other=0.0)
-            corrected = weight + tl.sum(tl.where((column == j)[:, None], carried, 0.0), axis=0) / diagonal
+            corrected = (
+                weight + tl.sum(tl.where((column == j)[:, None], carried, 0.0), axis=0) / diagonal
+            )
             both = scale * second if HAS_SECOND else scale
-            x = (corrected + zero * scale if HAS_ZERO else corrected) / tl.where(both == 0.0, float("inf"), both)
+            x = (corrected + zero * scale if HAS_ZERO else corrected) / tl.where(
+                both == 0.0, float("inf"), both
+            )
             _, number = round_to_code(x, BITS, KIND, LIMIT_BITS, SHIFT, DROP)
             value = (number - zero if HAS_ZERO else number) * scale
             if HAS_SECOND:
@@ -63,7 +70,9 @@ def _round_columns(
             loss += lost * lost
             tl.store(numbers + place, number, mask=is_row & is_last)
             tl.store(values + place, value, mask=is_row & is_last)
-            behind = tl.load(m + j * COLUMNS + column, mask=(column > j) & (column < COLUMNS), other=0.0)
+            behind = tl.load(
+                m + j * COLUMNS + column, mask=(column > j) & (column < COLUMNS), other=0.0
+            )
             carried += (weight - value)[None, :] * behind[:, None]
         wins = (loss < least) & (turn < CANDIDATES)
         best, least = tl.where(wins, turn, best), tl.where(wins, loss, least)
@@ -83,7 +92,11 @@ def round_columns(
     numbers, values = torch.empty_like(target), torch.empty_like(target)
     losses = torch.empty(num_experts, num_rows, device=target.device)
     indices = torch.empty(num_experts, num_rows, dtype=torch.int64, device=target.device)
-    second = target if scales.second is None else scales.second[0].expand(num_experts, num_rows, 1).contiguous()
+    second = (
+        target
+        if scales.second is None
+        else scales.second[0].expand(num_experts, num_rows, 1).contiguous()
+    )
     zero = target if scales.zero is None else scales.zero.mT.contiguous()
     size = triton.next_power_of_2(columns)
     rows = max(1, min(_MOST_ROWS, _MOST_NUMBERS // size))

@@ -21,7 +21,15 @@ import torch
 from hqconv.checkup.diagnosis import ORDERED, Comparison, compare, tangent_of
 from hqconv.checkup.findings import Finding, grouped
 from hqconv.checkup.headers import header_findings, unmapped_stacks, value_findings
-from hqconv.checkup.matrices import Facts, Matrix, arrangement, arrangement_faults, decoded, facts_of, own_faults
+from hqconv.checkup.matrices import (
+    Facts,
+    Matrix,
+    arrangement,
+    arrangement_faults,
+    decoded,
+    facts_of,
+    own_faults,
+)
 from hqconv.conversion.hub_prefetch import CachePolicy, HubPrefetch, fetched_layers
 from hqconv.conversion.stages import Meter, Progress
 from hqconv.errors import HqconvError, InputError, RequestError
@@ -37,11 +45,25 @@ from hqconv.schemas.model_config import text_config
 from hqconv.schemas.options import GPTQ, refuse_unknown_layers
 
 _CPU = torch.device("cpu")
-_OF_SYSTEM = (errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_OF_SYSTEM = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EIO,
+    errno.ESTALE,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+)
 _BYTES_PER_WEIGHT = 24  # of a decoded expert at work: values, cells, products
 _NEIGHBOURS = (16.0, 1024.0)  # rms beside the layer's median: a notice, damage if larger
-_OUTLIER, _NUM_OTHERS = 2.0, 4  # distance beside the median of the layer's others, and how many there must be
-_ROUNDED, _ALL_NEAREST = 0.9, 0.998  # share of nearest codes in layers that were rounded; without any calibration
+_OUTLIER, _NUM_OTHERS = (
+    2.0,
+    4,
+)  # distance beside the median of the layer's others, and how many there must be
+_ROUNDED, _ALL_NEAREST = (
+    0.9,
+    0.998,
+)  # share of nearest codes in layers that were rounded; without any calibration
 _TWICE_AS_NEAR = 0.5  # squared tangent of another expert's matrix, of its own one's
 _FAR = 2.5  # distance of the median matrix; calibrations measured have 1.7 at most
 _OWNER, _RELATED = 0.6, 0.2  # cosine of sketches of the same matrix; of another version of it
@@ -153,7 +175,9 @@ def _broken(error: HqconvError) -> Finding:
     return Finding("broken", error.what, error.expected, error.found, where=error.where)
 
 
-def _conclusion(findings: Sequence[Finding], checked: Sequence[Checked], started: float) -> dict[str, Any]:
+def _conclusion(
+    findings: Sequence[Finding], checked: Sequence[Checked], started: float
+) -> dict[str, Any]:
     damage = grouped(one for one in findings if one.is_damage)
     return {
         "passed": not damage,
@@ -169,7 +193,9 @@ def _errors(checked: Checked) -> dict[str, dict[str, Any]]:
     """Return a layer's errors against the original by projection, and its worst expert's."""
     found = {}
     for role in checked.layer.roles:
-        of_role = {e: one.compared[role] for e, one in checked.outcomes.items() if role in one.compared}
+        of_role = {
+            e: one.compared[role] for e, one in checked.outcomes.items() if role in one.compared
+        }
         if not of_role:
             continue
         worst = max(of_role, key=lambda e: of_role[e].error)
@@ -192,7 +218,11 @@ def _chosen(experts: ExpertMap, indices: frozenset[int] | None) -> list[MoeLayer
 
 
 def _paired(
-    layers: Sequence[MoeLayer], others: ExpertMap, findings: list[Finding], source: Source, experts: ExpertMap
+    layers: Sequence[MoeLayer],
+    others: ExpertMap,
+    findings: list[Finding],
+    source: Source,
+    experts: ExpertMap,
 ) -> dict[str, MoeLayer]:
     """Return the original's layer of each layer, by name. Raises RequestError for those of other sizes."""
     theirs = {layer.index: layer for layer in others.layers}
@@ -208,11 +238,15 @@ def _paired(
             what = "The original has no such layer: it is checked alone."
             findings.append(Finding("extra", what, is_damage=False, where=layer.name))
             continue
-        sizes = [(x.num_experts, x.intermediate_size, x.hidden_size, x.roles) for x in (layer, other)]
+        sizes = [
+            (x.num_experts, x.intermediate_size, x.hidden_size, x.roles) for x in (layer, other)
+        ]
         if sizes[0] != sizes[1]:
             texts = [f"{n} experts of [{i}, {h}]" for n, i, h, _ in sizes]
             what = "The original is another model: its experts have other sizes."
-            raise RequestError(what, where=f"--against, {layer.name}", expected=texts[0], found=texts[1])
+            raise RequestError(
+                what, where=f"--against, {layer.name}", expected=texts[0], found=texts[1]
+            )
         pairs[layer.name] = other
     return pairs
 
@@ -228,10 +262,17 @@ def _walk(
     options: CheckOptions,
 ) -> Iterator[Checked]:
     """Read and judge the experts layer by layer, in threads."""
-    need = max((_BYTES_PER_WEIGHT * 6 * b.hidden_size * b.intermediate_size for b in layers), default=1)
+    need = max(
+        (_BYTES_PER_WEIGHT * 6 * b.hidden_size * b.intermediate_size for b in layers), default=1
+    )
     if need > options.max_memory_bytes:
-        what, expected = f"One expert does not fit into the {options.max_memory_bytes} bytes limit.", f"{need} bytes"
-        raise RequestError(what, where="--max-memory", expected=expected, remedy="Raise --max-memory.")
+        what, expected = (
+            f"One expert does not fit into the {options.max_memory_bytes} bytes limit.",
+            f"{need} bytes",
+        )
+        raise RequestError(
+            what, where="--max-memory", expected=expected, remedy="Raise --max-memory."
+        )
     num_threads = max(1, min(options.num_threads, options.max_memory_bytes // need))
     meter = Meter(sum(layer.num_bytes for layer in layers), len(layers), options.progress)
     # Of a sample only byte ranges are read from the Hub; else whole shards, ahead of the work.
@@ -244,14 +285,19 @@ def _walk(
     with fetching(source, layers) as ours_fetched, fetching(original, theirs) as theirs_fetched:
         for layer in layers:
             other = pairs.get(layer.name)
-            waits = ((ours_fetched, layer.name), (theirs_fetched, "" if other is None else other.name))
+            waits = (
+                (ours_fetched, layer.name),
+                (theirs_fetched, "" if other is None else other.name),
+            )
             for fetched, name in waits:
                 fetched.wait_for(name)
             work = partial(_examine, source, layer, original, other)
             chosen = _sample(layer.num_experts, options.sample)
             outcomes = {}
             with closing(
-                pipeline(chosen, work, num_threads, num_threads, runs_torch=True, name="hqconv-check")
+                pipeline(
+                    chosen, work, num_threads, num_threads, runs_torch=True, name="hqconv-check"
+                )
             ) as results:
                 for expert, outcome in zip(chosen, results, strict=True):
                     outcomes[expert] = outcome
@@ -268,7 +314,9 @@ def _sample(num_experts: int, sample: int | None) -> list[int]:
     return sorted({round(x) for x in np.linspace(0, num_experts - 1, sample)})
 
 
-def _read(source: Source, layer: MoeLayer, expert: int) -> Iterator[tuple[str, Matrix | InputError]]:
+def _read(
+    source: Source, layer: MoeLayer, expert: int
+) -> Iterator[tuple[str, Matrix | InputError]]:
     """Yield the projections of an expert, decoded, or why one cannot be."""
     raw = None
     if source.reads_ahead:
@@ -280,9 +328,13 @@ def _read(source: Source, layer: MoeLayer, expert: int) -> Iterator[tuple[str, M
             yield layer.roles[0], error
             return
     parts = layer.sources[expert]
-    shared = Counter((ref.file, ref.offset_bytes) for of_role in parts.values() for ref in of_role.values())
+    shared = Counter(
+        (ref.file, ref.offset_bytes) for of_role in parts.values() for ref in of_role.values()
+    )
     bits = {
-        role: sum(8 * ref.num_bytes / shared[ref.file, ref.offset_bytes] for ref in parts[role].values())
+        role: sum(
+            8 * ref.num_bytes / shared[ref.file, ref.offset_bytes] for ref in parts[role].values()
+        )
         / (layer.hidden_size * layer.intermediate_size)
         for role in layer.roles
     }
@@ -290,12 +342,17 @@ def _read(source: Source, layer: MoeLayer, expert: int) -> Iterator[tuple[str, M
         bits = dict.fromkeys(bits, min(bits.values()))
     for role in layer.roles:
         try:
-            yield role, decoded(source.read_expert(layer, expert, (role,), _CPU, raw)[role], bits[role])
+            yield (
+                role,
+                decoded(source.read_expert(layer, expert, (role,), _CPU, raw)[role], bits[role]),
+            )
         except InputError as error:
             yield role, error
 
 
-def _examine(source: Source, layer: MoeLayer, original: Source | None, other: MoeLayer | None, expert: int) -> Outcome:
+def _examine(
+    source: Source, layer: MoeLayer, original: Source | None, other: MoeLayer | None, expert: int
+) -> Outcome:
     """Decode an expert, and compare it with the original's."""
     outcome, ours = Outcome(), dict[str, Matrix]()
     for role, matrix in _read(source, layer, expert):
@@ -319,12 +376,16 @@ def _examine(source: Source, layer: MoeLayer, original: Source | None, other: Mo
             theirs[role], outcome.theirs[role] = matrix, facts.sketch
         else:
             what = "The original's weights are NaN, infinite or too large: the matrix is checked alone."
-            outcome.findings.append(_at(Finding("nan", what, is_damage=False), (layer.name, expert, role), matrix.name))
+            outcome.findings.append(
+                _at(Finding("nan", what, is_damage=False), (layer.name, expert, role), matrix.name)
+            )
     for role, matrix in ours.items():
         if role not in theirs:
             continue
         compared = outcome.compared[role] = compare(role, matrix, theirs)
-        outcome.findings += [_at(one, (layer.name, expert, role), matrix.name) for one in compared.faults]
+        outcome.findings += [
+            _at(one, (layer.name, expert, role), matrix.name) for one in compared.faults
+        ]
     _settle(outcome, layer, expert, {role: matrix.name for role, matrix in ours.items()})
     return outcome
 
@@ -346,13 +407,21 @@ def _settle(outcome: Outcome, layer: MoeLayer, expert: int, names: Mapping[str, 
         outcome.findings = [one for one in outcome.findings if ORDERED not in one.what]
         what = "The neurons are in another order, the same in all projections: no output changes."
         say(Finding("neuron-order", what, is_damage=False))
-    gains = {role: [x.log() for x in one.gains] for role, one in compared.items() if one.gains is not None}
+    gains = {
+        role: [x.log() for x in one.gains]
+        for role, one in compared.items()
+        if one.gains is not None
+    }
     columns = {role: of[1] for role, of in gains.items() if float(of[1].std()) > 0.02}
     inputs = [columns[role] for role in ("w1", "w3") if role in columns]
     is_common = len(inputs) == len(layer.roles) - 1 and _correlation(inputs[0], inputs[-1]) > 0.9
-    is_inverse = "w2" in columns and "w3" in gains and _correlation(columns["w2"], -gains["w3"][0]) > 0.8
+    is_inverse = (
+        "w2" in columns and "w3" in gains and _correlation(columns["w2"], -gains["w3"][0]) > 0.8
+    )
     if is_inverse:
-        outcome.findings = [one for one in outcome.findings if (one.kind, one.role) != ("scales", "w3")]
+        outcome.findings = [
+            one for one in outcome.findings if (one.kind, one.role) != ("scales", "w3")
+        ]
     for role, of_columns in columns.items():
         is_smoothed = is_inverse if role == "w2" else is_common
         what = "The columns are scaled" + (
@@ -386,20 +455,33 @@ def _of_layer(checked: Checked, source: Source) -> Iterator[Finding]:
                 found = f"root mean square {size:.4g}, the median expert's is {typical:.4g}"
                 finding = Finding("magnitude", what, "", found, size / typical >= _NEIGHBOURS[1])
                 yield _at(finding, (layer.name, expert, role))
-        yield from _outliers(checked, role, is_gptq=(source.quantization or {}).get("quant_method") == GPTQ)
+        yield from _outliers(
+            checked, role, is_gptq=(source.quantization or {}).get("quant_method") == GPTQ
+        )
 
 
 def _outliers(checked: Checked, role: str, *, is_gptq: bool) -> Iterator[Finding]:
     """Yield experts that are further from the original than the layer's others, and those that were not calibrated."""
-    compared = {e: one.compared[role] for e, one in checked.outcomes.items() if role in one.compared}
+    compared = {
+        e: one.compared[role] for e, one in checked.outcomes.items() if role in one.compared
+    }
     sound = {e: one for e, one in compared.items() if not (one.faults or one.is_wrong or one.gains)}
     typical = float(np.median([one.distance for one in sound.values()] or [0.0]))
-    is_rounded = bool(sound) and float(np.median([one.nearest for one in sound.values()])) >= _ROUNDED
+    is_rounded = (
+        bool(sound) and float(np.median([one.nearest for one in sound.values()])) >= _ROUNDED
+    )
     for expert, one in sound.items():
         place = (checked.layer.name, expert, role)
-        if len(sound) > _NUM_OTHERS and one.distance > max(_OUTLIER * typical, 1.5) and one.error > 0.01:
+        if (
+            len(sound) > _NUM_OTHERS
+            and one.distance > max(_OUTLIER * typical, 1.5)
+            and one.error > 0.01
+        ):
             what = "The weights are further from the original's than the layer's others: another version of them?"
-            texts = f"about {typical:.2f} times the rounding of the format", f"{one.distance:.2f} times it"
+            texts = (
+                f"about {typical:.2f} times the rounding of the format",
+                f"{one.distance:.2f} times it",
+            )
             yield _at(Finding("stale", what, *texts, is_rounded), place)
         if is_gptq and one.nearest >= _ALL_NEAREST:
             what = "The config says GPTQ, and the codes are those of rounding to nearest: no text calibrated them."
@@ -416,7 +498,9 @@ def _twins(checked: Sequence[Checked]) -> Iterator[Finding]:
     sketches: dict[Place, bytes] = {}
     theirs: dict[Place, bytes] = {}
     for one, expert, outcome in _each(checked):
-        same = {finding.role for finding in outcome.findings if finding.kind in ("zero", "constant")}
+        same = {
+            finding.role for finding in outcome.findings if finding.kind in ("zero", "constant")
+        }
         for role, facts in outcome.facts.items():
             if role in same:
                 continue
@@ -462,13 +546,20 @@ def _owners(checked: Sequence[Checked]) -> Iterator[Finding]:
                 owner_of[place] = owner
             elif compared.is_wrong:
                 others.append((place, compared))
-    yield from (_misplaced(place, owner, owner_of.get(owner) == place) for place, owner in owner_of.items())
+    yield from (
+        _misplaced(place, owner, owner_of.get(owner) == place) for place, owner in owner_of.items()
+    )
     yield from (_unrelated(place, compared) for place, compared in others)
 
 
 def _version(checked: Sequence[Checked]) -> Iterator[Finding]:
     """Yield a notice if most matrices are further from the original than formats and calibrations make them."""
-    of_all = [one.distance for _, _, outcome in _each(checked) for one in outcome.compared.values() if not one.is_wrong]
+    of_all = [
+        one.distance
+        for _, _, outcome in _each(checked)
+        for one in outcome.compared.values()
+        if not one.is_wrong
+    ]
     if of_all and (typical := float(np.median(of_all))) > _FAR:
         what = "Most weights are further from the original's than rounding and calibrations make them: another version?"
         expected, found = f"less than {_FAR} times the rounding error", f"{typical:.1f} times it"
@@ -479,7 +570,9 @@ def _each(checked: Sequence[Checked]) -> Iterator[tuple[Checked, int, Outcome]]:
     return ((one, expert, outcome) for one in checked for expert, outcome in one.outcomes.items())
 
 
-def _owner(place: Place, compared: Comparison, sketch: Any, pool: Any, places: Sequence[Place]) -> Place | None:
+def _owner(
+    place: Place, compared: Comparison, sketch: Any, pool: Any, places: Sequence[Place]
+) -> Place | None:
     """Return the original's matrix that this one clearly is instead of its own; None if there is none.
 
     pool: sketches of the original's matrices at `places`, [M, 256]. The owner of one near its own is in its layer.
@@ -498,18 +591,32 @@ def _unrelated(place: Place, compared: Comparison) -> Finding:
     cosine = 1 / math.hypot(1, compared.tangent)
     expected = f"a relative error near {compared.rounding:.3g}"
     found = f"{compared.error:.3g}, a cosine of {cosine:.3f}"
-    kind, what = "unrelated", "The weights are not the original's, nor those of another expert that was read."
+    kind, what = (
+        "unrelated",
+        "The weights are not the original's, nor those of another expert that was read.",
+    )
     if cosine > _RELATED:
-        kind, what = "stale", "The weights are near the original's, and not their rounding: another version of them?"
+        kind, what = (
+            "stale",
+            "The weights are near the original's, and not their rounding: another version of them?",
+        )
     return _at(Finding(kind, what, expected, found), place)
 
 
 def _misplaced(place: Place, owner: Place, is_exchange: bool) -> Finding:
     if owner[:2] == place[:2]:
         kind = "gate-up-swapped"
-        what = "Gate and up are exchanged." if is_exchange else "The matrix is that of another projection."
+        what = (
+            "Gate and up are exchanged."
+            if is_exchange
+            else "The matrix is that of another projection."
+        )
     else:
         kind = "swapped"
-        what = "Two experts' matrices are exchanged." if is_exchange else "The matrix is that of another expert."
+        what = (
+            "Two experts' matrices are exchanged."
+            if is_exchange
+            else "The matrix is that of another expert."
+        )
     found = f"{owner[2]} of expert {owner[1]}" + f" of {owner[0]}" * (owner[0] != place[0])
     return _at(Finding(kind, what, f"{place[2]} of expert {place[1]}", found), place)

@@ -17,7 +17,9 @@ from hqconv.checkup.findings import Finding
 from hqconv.checkup.matrices import Matrix
 from hqconv.quantization.coded_matrix import scale_values
 
-_FURTHER = 8.0  # a sound matrix's tangent, of that of the formats' rounding: a calibration's is larger
+_FURTHER = (
+    8.0  # a sound matrix's tangent, of that of the formats' rounding: a calibration's is larger
+)
 _EXPLAINED = 3.0  # the same of a matrix that a hypothesis about its fault explains
 _LEAST = 0.004  # a tangent that counts as one of rounding, whose error may be zero
 _CHANCE = 4.0  # standard deviations of the cosine of unrelated numbers
@@ -25,7 +27,10 @@ _GAIN = (6.0, 0.004, 0.64)  # logarithm of the gain: of the squared tangent, bes
 _SUSPECT = 1.8  # tangent, of the formats' rounding, from which an explanation is looked for
 _SPREAD = 0.02  # of logarithms of factors, that are not the same number
 _SIGNATURE, _NUM_ROWS = 64, 192  # numbers by which a row is found, and rows that are looked for
-_FOUND, _SAME_ROW = 0.9, 0.6  # share of these rows that must be found; cosine of a row that is the same
+_FOUND, _SAME_ROW = (
+    0.9,
+    0.6,
+)  # share of these rows that must be found; cosine of a row that is the same
 ORDERED = "the original's in another order"
 
 
@@ -78,14 +83,20 @@ def compare(role: str, matrix: Matrix, originals: Mapping[str, Matrix]) -> Compa
     """Compare a projection of one expert with the original's; originals: this expert's projections, by role."""
     theirs = originals[role]
     d, w = matrix.values, theirs.values
-    sums = torch.stack([x.sum(1, dtype=torch.float64) for x in (w.square(), d.square(), w * d)])  # [3, N]
+    sums = torch.stack(
+        [x.sum(1, dtype=torch.float64) for x in (w.square(), d.square(), w * d)]
+    )  # [3, N]
     power, decoded, dot = sums.sum(1).tolist()
     found = Comparison(0.0, math.hypot(matrix.resolution, theirs.resolution), 0.0)
     found.faults += _bias_faults(matrix, theirs)
     if not (power and decoded):
         if power or decoded:
             found.error, found.tangent = 1.0, math.inf
-            what = "All weights are zero, and the original's are not." if power else "The original's weights are zero."
+            what = (
+                "All weights are zero, and the original's are not."
+                if power
+                else "The original's weights are zero."
+            )
             found.faults.append(Finding("zero" if power else "stale", what))
         return found
     cosine = dot / math.sqrt(power * decoded)
@@ -152,14 +163,18 @@ def _bad_rows(
     tangent = max(found.tangent if is_near else 0.0, found.rounding, _LEAST)
     cells = [one.cells for one in (matrix, theirs) if one.cells is not None]
     own = sum((one.square().sum(1).double() / 12 for one in cells), torch.zeros_like(power)) / power
-    limit = (1 + (_FURTHER * own.sqrt().nan_to_num(0.0, 0.0, 0.0).clamp_min(tangent)).square()).rsqrt()
+    limit = (
+        1 + (_FURTHER * own.sqrt().nan_to_num(0.0, 0.0, 0.0).clamp_min(tangent)).square()
+    ).rsqrt()
     chance = _CHANCE * tangent**2 / (1 + tangent**2) / math.sqrt(matrix.values.size(1))
     is_lost = (decoded == 0) & (power > 1e-3 * power.mean())
     bad = ((cosines < limit - chance) | is_lost).nonzero().flatten()
     return bad if 0 < len(bad) < 0.9 * len(power) else None
 
 
-def _rows(bad: torch.Tensor, role: str, d: torch.Tensor, originals: Mapping[str, Matrix]) -> Finding:
+def _rows(
+    bad: torch.Tensor, role: str, d: torch.Tensor, originals: Mapping[str, Matrix]
+) -> Finding:
     text = f"{len(bad)} of {len(d)}, the first is row {int(bad[0])}"
     if order := _order_of(d, originals, role, bad):
         return Finding("rows", f"Some rows are {order[0]}.", "the original's rows", text)
@@ -169,7 +184,9 @@ def _rows(bad: torch.Tensor, role: str, d: torch.Tensor, originals: Mapping[str,
 # --- explanations --------------------------------------------------------------------------------------------
 
 
-def _explanations(found: Comparison, role: str, matrix: Matrix, originals: Mapping[str, Matrix]) -> Iterator[Finding]:
+def _explanations(
+    found: Comparison, role: str, matrix: Matrix, originals: Mapping[str, Matrix]
+) -> Iterator[Finding]:
     """Yield what explains a matrix that is further from the original than rounding, the likeliest first.
 
     An explanation must bring it near, and to half the tangent that it had or to that of rounding.
@@ -179,13 +196,20 @@ def _explanations(found: Comparison, role: str, matrix: Matrix, originals: Mappi
 
     def explains(values: torch.Tensor, of: torch.Tensor = d) -> bool:
         cosine = _cosine(values, of)
-        return cosine >= least_cosine(found.rounding, d.numel(), _EXPLAINED) and tangent_of(cosine) < limit
+        return (
+            cosine >= least_cosine(found.rounding, d.numel(), _EXPLAINED)
+            and tangent_of(cosine) < limit
+        )
 
     if explains(-w):
         yield Finding("sign", "The weights are the original's with the other sign.")
     rows, columns = _rank_one(d, w)
     spreads = [float(x.clamp_min(1e-30).log().std()) for x in (rows, columns)]
-    if min(float(rows.min()), float(columns.min())) > 0 and max(spreads) > _SPREAD and explains(w * rows * columns):
+    if (
+        min(float(rows.min()), float(columns.min())) > 0
+        and max(spreads) > _SPREAD
+        and explains(w * rows * columns)
+    ):
         found.gains = (rows.flatten() / rows.median(), columns / columns.median())
         if spreads[1] > max(_SPREAD, 0.25 * spreads[0]):
             yield Finding("column-scales", "The columns are scaled.")
@@ -194,7 +218,9 @@ def _explanations(found: Comparison, role: str, matrix: Matrix, originals: Mappi
     if found.gains is not None:
         yield _of_scales(rows, "rows")
     if explains(w.t().reshape(d.shape)) or explains(w.reshape(d.shape[::-1]).t()):
-        yield Finding("transposed", "The matrix is the original's, transposed.", "[out, in]", "[in, out]")
+        yield Finding(
+            "transposed", "The matrix is the original's, transposed.", "[out, in]", "[in, out]"
+        )
     if order := _order_of(d, originals, role, torch.arange(len(d))):
         text, found.order = order
         yield Finding("gate-up-rows" if "gate and up" in text else "rows", f"The rows are {text}.")
@@ -215,24 +241,36 @@ def _rank_one(d: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 def _of_scales(gains: torch.Tensor, of: str) -> Finding:
-    what = "The codes are the original's, and the scales are not: each group has a factor of its own."
+    what = (
+        "The codes are the original's, and the scales are not: each group has a factor of its own."
+    )
     least, most = float(gains.min()), float(gains.max())
-    return Finding("scales", what, "factors near 1", f"factors from {least:.3g} to {most:.3g} of {of}")
+    return Finding(
+        "scales", what, "factors near 1", f"factors from {least:.3g} to {most:.3g} of {of}"
+    )
 
 
-def _scale_faults(matrix: Matrix, w: torch.Tensor) -> Iterator[tuple[Finding, torch.Tensor, torch.Tensor]]:
+def _scale_faults(
+    matrix: Matrix, w: torch.Tensor
+) -> Iterator[tuple[Finding, torch.Tensor, torch.Tensor]]:
     """Yield faults of scales and zero points, each with two matrices that are near if it is one."""
     coded, cells, d = matrix.coded, matrix.cells, matrix.values
     assert coded is not None
     assert cells is not None
-    sides = [group or size for group, size in zip((coded.group_n, coded.group_k), d.shape, strict=True)]
+    sides = [
+        group or size for group, size in zip((coded.group_n, coded.group_k), d.shape, strict=True)
+    ]
 
     def sums(values: torch.Tensor) -> torch.Tensor:
         """Sum up each scale group: [groups along N, groups along K]."""
         ends = [-size % side for size, side in zip(d.shape, sides, strict=True)]
         padded = torch.nn.functional.pad(values, (0, ends[1], 0, ends[0]))
-        num_rows, num_columns = (size // side for size, side in zip(padded.shape, sides, strict=True))
-        return padded.view(num_rows, sides[0], num_columns, sides[1]).sum((1, 3), dtype=torch.float64)
+        num_rows, num_columns = (
+            size // side for size, side in zip(padded.shape, sides, strict=True)
+        )
+        return padded.view(num_rows, sides[0], num_columns, sides[1]).sum(
+            (1, 3), dtype=torch.float64
+        )
 
     def spread(groups: torch.Tensor) -> torch.Tensor:
         whole = groups.float().repeat_interleave(sides[0], 0).repeat_interleave(sides[1], 1)
@@ -247,13 +285,20 @@ def _scale_faults(matrix: Matrix, w: torch.Tensor) -> Iterator[tuple[Finding, to
         of_gains, of_scales = (float(x.std()) for x in logs)
         if of_scales < _SPREAD < of_gains:
             more = " All scales are the same number."
-        elif of_scales > _SPREAD and abs(float(torch.corrcoef(logs)[0, 1]) * of_gains / of_scales - 2) < 0.3:
+        elif (
+            of_scales > _SPREAD
+            and abs(float(torch.corrcoef(logs)[0, 1]) * of_gains / of_scales - 2) < 0.3
+        ):
             more = " The scales are inverted."
         yield replace(finding, what=finding.what + more), w * spread(gains), d
     offsets = sums(d - w) / sums(torch.ones_like(d))
     steps = float((offsets * sums(torch.ones_like(d)) / sums(cells).clamp_min(1e-30)).median())
     what = "Each group of weights is the original's and an offset: the zero points are wrong."
-    yield Finding("zero-points", what, "no offset", f"{steps:+.2f} steps in the median group"), d - spread(offsets), w
+    yield (
+        Finding("zero-points", what, "no offset", f"{steps:+.2f} steps in the median group"),
+        d - spread(offsets),
+        w,
+    )
 
 
 def _order_of(
@@ -267,15 +312,25 @@ def _order_of(
     pool = torch.cat([originals[one].values for one in roles])
     num_rows, index = len(originals[role].values), roles.index(role)
     start = index * num_rows
-    picked = chosen[np.unique(np.linspace(0, len(chosen) - 1, min(_NUM_ROWS, len(chosen))).astype(int))]
-    signs = torch.randint(0, 2, (d.size(1), _SIGNATURE), generator=torch.Generator().manual_seed(0)).float() * 2 - 1
+    picked = chosen[
+        np.unique(np.linspace(0, len(chosen) - 1, min(_NUM_ROWS, len(chosen))).astype(int))
+    ]
+    signs = (
+        torch.randint(
+            0, 2, (d.size(1), _SIGNATURE), generator=torch.Generator().manual_seed(0)
+        ).float()
+        * 2
+        - 1
+    )
     signatures = torch.nn.functional.normalize(pool @ signs)
 
     def owners(rows: torch.Tensor) -> torch.Tensor:
         return (d[rows] @ signs @ signatures.t()).argmax(1)
 
     owner = owners(picked)
-    cosines, own = (torch.nn.functional.cosine_similarity(d[picked], pool[of]) for of in (owner, picked + start))
+    cosines, own = (
+        torch.nn.functional.cosine_similarity(d[picked], pool[of]) for of in (owner, picked + start)
+    )
     is_found = cosines > _SAME_ROW
     is_elsewhere = is_found & (1 - cosines < 0.5 * (1 - own))  # and clearly nearer there
     if len(picked) < 2 or float(is_elsewhere.float().mean()) < _FOUND:
@@ -294,5 +349,7 @@ def _order_of(
         return f"shifted by {by if by <= num_rows // 2 else by - num_rows}", None
     if bool((owner - start == picked ^ 1).all()):
         return "exchanged in pairs, as by the other order of codes in a byte", None
-    whole = [owners(torch.arange(begin, min(begin + 256, len(d)))) for begin in range(0, len(d), 256)]
+    whole = [
+        owners(torch.arange(begin, min(begin + 256, len(d)))) for begin in range(0, len(d), 256)
+    ]
     return ORDERED, torch.cat(whole) - start

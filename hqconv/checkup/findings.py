@@ -37,9 +37,17 @@ def grouped(findings: Iterable[Finding]) -> list[dict[str, Any]]:
         first, experts = several[0], sorted({one.expert for one in several if one.expert >= 0})
         where = first_few([one.where for one in several if one.where])
         if len(experts) > 1 or (first.layer and not where):
-            named = f", expert{'s' * (len(experts) > 1)} {first_few([*map(str, experts)])}" if experts else ""
+            named = (
+                f", expert{'s' * (len(experts) > 1)} {first_few([*map(str, experts)])}"
+                if experts
+                else ""
+            )
             where = f"{first.layer}{named}{f', {first.role}' * bool(first.role)}"
-        found = first.found if len(experts) < 2 or not first.found else f"{first.found} (expert {first.expert})"
+        found = (
+            first.found
+            if len(experts) < 2 or not first.found
+            else f"{first.found} (expert {first.expert})"
+        )
         documents.append(
             {
                 "kind": first.kind,

@@ -45,7 +45,9 @@ def header_findings(source: Source, experts: ExpertMap) -> Iterator[Finding]:
 
 def _missing_siblings(experts: ExpertMap, tensors: Iterable[str]) -> Iterator[Finding]:
     """Yield tensors beside the experts, and norms, that all MoE layers of the decoder have but one or few."""
-    places = {decoder_layer(layer.name): layer for layer in experts.layers if "mtp" not in layer.name}  # in order
+    places = {
+        decoder_layer(layer.name): layer for layer in experts.layers if "mtp" not in layer.name
+    }  # in order
     beside: dict[str, set[str]] = {place: set() for place in places}
     for name in tensors:
         place = decoder_layer(name)
@@ -72,22 +74,30 @@ def _promised(source: Source, experts: ExpertMap) -> Iterator[Finding]:
     """Yield what config.json counts and no tensor has."""
     text, family = text_config(source.config), BY_NAME.get(experts.family)
     drafts = _count(text, DRAFT_LAYERS_KEYS)
-    layers = [layer for layer in experts.layers if family is not None and is_draft(family, layer.index, text)]
-    if drafts and not layers and not any(re.search(r"(?:^|\.)(?:mtp|nextn|eh_proj)", name) for name in source.tensors):
-        what = (
-            f"config.json counts {plural(drafts, 'layer')} for multi-token prediction, and none is in the checkpoint."
-        )
+    layers = [
+        layer
+        for layer in experts.layers
+        if family is not None and is_draft(family, layer.index, text)
+    ]
+    if (
+        drafts
+        and not layers
+        and not any(re.search(r"(?:^|\.)(?:mtp|nextn|eh_proj)", name) for name in source.tensors)
+    ):
+        what = f"config.json counts {plural(drafts, 'layer')} for multi-token prediction, none is in the checkpoint."
         yield Finding("missing", f"{what} A server cannot speculate with it.", is_damage=False)
     shared = _count(text, _SHARED_KEYS)
     if shared and not any("share" in name for name in experts.copied):
         what = f"config.json counts {plural(shared, 'shared expert')}, and no tensor is named so."
-        yield Finding("missing", f"{what} Servers leave them out, or fill them with anything.", is_damage=False)
+        yield Finding(
+            "missing",
+            f"{what} Servers leave them out, or fill them with anything.",
+            is_damage=False,
+        )
     is_tied = source.config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
     heads = re.compile(r"(?:^|\.)(?:lm_head|head|output|embed_out)\.(?:weight|qweight|base_layer)")
     if is_tied is False and not any(heads.search(name) for name in source.tensors):
-        what = (
-            "tie_word_embeddings is false, and the checkpoint has no output head: transformers makes up a random one."
-        )
+        what = "tie_word_embeddings is false, and the checkpoint has no output head: transformers makes a random one."
         yield Finding("missing", what, is_damage=False)
 
 
@@ -115,22 +125,41 @@ def _of_loaders(source: Source, layer: MoeLayer) -> Iterator[Finding]:
 
 def unmapped_stacks(source: Source) -> Finding | None:
     """Return the finding for packed stacks of experts, which a wrong writer makes and no loader knows."""
-    names = [name for name in source.tensors if re.search(r"experts\.(?:gate_up|down)_proj_packed$", name)]
-    return Finding("broken", LOADER_FAULTS["packed stacks"], where=first_few(names)) if names else None
+    names = [
+        name
+        for name in source.tensors
+        if re.search(r"experts\.(?:gate_up|down)_proj_packed$", name)
+    ]
+    return (
+        Finding("broken", LOADER_FAULTS["packed stacks"], where=first_few(names)) if names else None
+    )
 
 
-def value_findings(source: Source, experts: ExpertMap, layers: Collection[MoeLayer]) -> Iterator[Finding]:
+def value_findings(
+    source: Source, experts: ExpertMap, layers: Collection[MoeLayer]
+) -> Iterator[Finding]:
     """Yield what is wrong with the values of routers, their biases, and norms of some MoE layers."""
     places = {decoder_layer(layer.name): layer for layer in layers}
     for name in experts.copied:
         place, ref = decoder_layer(name), source.tensors[name]
         inner = name[len(place) :]
         is_read = is_router(name) or _NORM.fullmatch(inner) or "e_score_correction" in name
-        if place not in places or not is_read or ref.dtype not in FLOATS or not 0 < ref.num_bytes <= _MAX_BYTES:
+        if (
+            place not in places
+            or not is_read
+            or ref.dtype not in FLOATS
+            or not 0 < ref.num_bytes <= _MAX_BYTES
+        ):
             continue
         values = read_tensor(source, ref).float()
         if num := int((~values.isfinite()).sum()):
-            yield Finding("nan", "A tensor beside the experts holds NaN or infinity.", "finite", f"{num}", where=name)
+            yield Finding(
+                "nan",
+                "A tensor beside the experts holds NaN or infinity.",
+                "finite",
+                f"{num}",
+                where=name,
+            )
         elif is_router(name) and len(ref.shape) > 1 and not bool(values.any()):
             what = "A router is zero: it sends every token to the same experts."
             yield Finding("zero", what, is_damage=False, where=name)

@@ -21,7 +21,11 @@ Array = np.ndarray[tuple[int], np.dtype[np.float32]]
 _SIDE = 16  # of a sketch
 _ROUNDING = 1.6  # relative error of formats of b bits without codes, of 2**-b: GGUF's Q4_K and Q6_K
 _SPIKE = (2.0**10, 2.0**16)  # largest weight, of the median row's largest: a notice, damage
-_GAIN = (2.0**-12, 2.0**9, 2.0**16)  # rms times sqrt(K): least and most without a notice; damage above
+_GAIN = (
+    2.0**-12,
+    2.0**9,
+    2.0**16,
+)  # rms times sqrt(K): least and most without a notice; damage above
 _FLOOR = 2.0**-100  # weights under the smallest e8m0 scales
 
 
@@ -93,7 +97,9 @@ class Facts:
 
 def facts_of(matrix: Matrix) -> Facts:
     """Return the facts of a matrix of finite numbers."""
-    rms = math.sqrt(float(matrix.values.square().sum(dtype=torch.float64)) / max(matrix.values.numel(), 1))
+    rms = math.sqrt(
+        float(matrix.values.square().sum(dtype=torch.float64)) / max(matrix.values.numel(), 1)
+    )
     return Facts(rms, sketch(matrix.values))
 
 
@@ -109,11 +115,19 @@ def own_faults(matrix: Matrix) -> Iterator[Finding]:
     if matrix.bias is not None and not bool(matrix.bias.isfinite().all()):
         yield Finding("nan", "A bias is NaN or infinite.", "finite numbers", where=where)
     if not bool(largest.any()):
-        yield Finding("zero", "All weights are zero.", "an expert that was trained", is_damage=False, where=where)
+        yield Finding(
+            "zero",
+            "All weights are zero.",
+            "an expert that was trained",
+            is_damage=False,
+            where=where,
+        )
         return
     if values.numel() > 1 and bool((values == values[0, 0]).all()):
         found = f"{float(values[0, 0]):.4g} everywhere"
-        yield Finding("constant", "All weights are the same number.", "different weights", found, where=where)
+        yield Finding(
+            "constant", "All weights are the same number.", "different weights", found, where=where
+        )
         return
     typical = float(largest[largest > 0].median())
     spike = float(largest.max()) / typical
@@ -165,7 +179,10 @@ def arrangement(matrices: Mapping[str, Matrix]) -> tuple[str, float, float] | No
         ups |= {"halves": stack[1::2], "alternating": whole[len(up) :]}
     if min(float(x.min()) for x in (gate, up, down)) <= 0:
         return None
-    found = {name: float(torch.corrcoef(torch.stack([x.log(), down.log()]))[0, 1]) for name, x in ups.items()}
+    found = {
+        name: float(torch.corrcoef(torch.stack([x.log(), down.log()]))[0, 1])
+        for name, x in ups.items()
+    }
     if not all(map(math.isfinite, found.values())):
         return None
     best = max(found, key=found.__getitem__)
@@ -175,7 +192,9 @@ def arrangement(matrices: Mapping[str, Matrix]) -> tuple[str, float, float] | No
     return best, found[best], found[""]
 
 
-def arrangement_faults(layer: str, of_experts: Mapping[int, tuple[str, float, float] | None]) -> Iterator[Finding]:
+def arrangement_faults(
+    layer: str, of_experts: Mapping[int, tuple[str, float, float] | None]
+) -> Iterator[Finding]:
     """Yield the experts of a layer whose gate and up look arranged otherwise; damage where most others do not."""
     shown = {expert: one for expert, one in of_experts.items() if one is not None}
     num_right = sum(not name for name, *_ in shown.values())
@@ -185,4 +204,6 @@ def arrangement_faults(layer: str, of_experts: Mapping[int, tuple[str, float, fl
             is_damage = num_right >= 3 and num_right >= 0.75 * len(of_experts) and own < best / 3
             expected = "the larger one as stored"
             what = f"By their rows' norms {_ARRANGEMENTS[name]}."
-            yield Finding(f"gate-up-{name}", what, expected, found, is_damage, layer=layer, expert=expert)
+            yield Finding(
+                f"gate-up-{name}", what, expected, found, is_damage, layer=layer, expert=expert
+            )

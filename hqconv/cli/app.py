@@ -46,7 +46,9 @@ class CommandGroup(TyperGroup):
 
 def _request_error(error: Any, args: Sequence[str]) -> RequestError:
     """Return the RequestError for a usage error of Typer: its command, and what is wrong."""
-    path = " ".join(["hqconv", *(args[:1] if error.ctx is None else error.ctx.command_path.split()[1:])])
+    path = " ".join(
+        ["hqconv", *(args[:1] if error.ctx is None else error.ctx.command_path.split()[1:])]
+    )
     listed = "commands" if path == "hqconv" else "options"
     return RequestError(
         "The command line is wrong.",
@@ -76,7 +78,14 @@ def _root(context: typer.Context, version: Version = False) -> None:
 
 
 for _command in (
-    *(commands.convert, commands.allocate, commands.verify, commands.report, commands.warm, commands.push),
+    *(
+        commands.convert,
+        commands.allocate,
+        commands.verify,
+        commands.report,
+        commands.warm,
+        commands.push,
+    ),
     *(commands.publish, commands.evaluate, commands.check, commands.inspect, commands.schemas),
 ):
     app.command()(_command)

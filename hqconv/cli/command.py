@@ -19,9 +19,13 @@ from hqconv.cli.output import discard_stdout, logged, of_rank, one_message, prin
 from hqconv.errors import RequestError
 from hqconv.io.output_file import FileKind, output_file
 
-PAGE = FileKind("a report of hqconv", lambda head: b'<meta name="generator" content="hqconv report">' in head)
+PAGE = FileKind(
+    "a report of hqconv", lambda head: b'<meta name="generator" content="hqconv report">' in head
+)
 _WRITTEN = {  # parameters of commands that are output files
-    "log_file": FileKind("a log of hqconv", lambda head: bool(re.match(rb"\d{4}-[\d :,-]+ [A-Z]+ hqconv", head))),
+    "log_file": FileKind(
+        "a log of hqconv", lambda head: bool(re.match(rb"\d{4}-[\d :,-]+ [A-Z]+ hqconv", head))
+    ),
     "profile": FileKind("a profile of hqconv", lambda head: head.startswith(b'{\n  "profile_of":')),
     "report": PAGE,
     "page": PAGE,
@@ -68,7 +72,9 @@ def _output_files(options: dict[str, Any]) -> dict[str, Path | None]:
     No other option may name the same file, and none of them may lie in a source or an artifact.
     """
     given = {
-        name: Path(value) for name, value in options.items() if isinstance(value, Path) or (value and name in _FOLDERS)
+        name: Path(value)
+        for name, value in options.items()
+        if isinstance(value, Path) or (value and name in _FOLDERS)
     }
     folders = [given[name] for name in _FOLDERS if name in given]
     checked: dict[str, Path | None] = {}
@@ -78,7 +84,9 @@ def _output_files(options: dict[str, Any]) -> dict[str, Path | None]:
             continue
         flag = f"--{name.replace('_', '-')}" if name != "page" else "-o"
         path = given[name] if name in ("page", "report") else of_rank(given[name])
-        if twice := [other for other, value in given.items() if other != name and _is_same(value, path)]:
+        if twice := [
+            other for other, value in given.items() if other != name and _is_same(value, path)
+        ]:
             found = f"{path}, also of --{twice[0].replace('_', '-')}"
             raise RequestError("Two options name the same file.", where=flag, found=found)
         checked[name] = output_file(path, flag, _WRITTEN[name], folders)
@@ -92,7 +100,9 @@ def _is_same(left: Path, right: Path) -> bool:
         return False
 
 
-def command(function: Callable[..., Any], *own: str, is_artifact: bool = False) -> Callable[..., Callable[..., None]]:
+def command(
+    function: Callable[..., Any], *own: str, is_artifact: bool = False
+) -> Callable[..., Callable[..., None]]:
     """Decorate a command with the parameters of an API function, its `own` and the shared options: see `takes`.
 
     Its result is printed, its work logged, and every failure is one message and a documented exit code.
@@ -102,12 +112,16 @@ def command(function: Callable[..., Any], *own: str, is_artifact: bool = False) 
         wanted = inspect.signature(run).parameters
 
         @wraps(run)
-        def guarded(*, json: bool, quiet: bool, verbose: bool, log_file: Path | None, **options: Any) -> None:
+        def guarded(
+            *, json: bool, quiet: bool, verbose: bool, log_file: Path | None, **options: Any
+        ) -> None:
             with ExitStack() as stack, one_message(json=json):  # a failure is logged as well
                 options = {name: at_home(value) for name, value in options.items()}
                 checked = _output_files({**options, "log_file": at_home(log_file)})
                 log_file = checked.pop("log_file")
-                stack.enter_context(logged(run.__name__, quiet=quiet, verbose=verbose, log_file=log_file))
+                stack.enter_context(
+                    logged(run.__name__, quiet=quiet, verbose=verbose, log_file=log_file)
+                )
                 options |= checked
                 own_options = {"json": json, "quiet": quiet, "log_file": log_file}
                 options |= {name: value for name, value in own_options.items() if name in wanted}
@@ -118,6 +132,8 @@ def command(function: Callable[..., Any], *own: str, is_artifact: bool = False) 
                 if result.exit_code:
                     raise typer.Exit(result.exit_code)
 
-        return takes(function, *own, is_artifact=is_artifact, has_context="context" in wanted)(guarded)
+        return takes(function, *own, is_artifact=is_artifact, has_context="context" in wanted)(
+            guarded
+        )
 
     return decorate

@@ -114,7 +114,10 @@ def publish(
     from hqconv.cli.progress_bar import ShownProgress
 
     warnings = _Warnings(log_file, quiet=quiet)
-    options = without_defaults(options, context) | {"checks": parse_checks(checks), "max_error": max_error}
+    options = without_defaults(options, context) | {
+        "checks": parse_checks(checks),
+        "max_error": max_error,
+    }
     with ShownProgress(quiet=quiet) as progress:
         published = api.publish(
             **options,
@@ -190,13 +193,24 @@ def _say_over_kl(evaluation: Document | None, max_kl: float, remedy: str) -> Non
 
 @command(api.verify, "report", is_artifact=True)
 def verify(
-    *, checks: str | None, layers: str | None, tokens: str, report: Path | None, json: bool, quiet: bool, **options: Any
+    *,
+    checks: str | None,
+    layers: str | None,
+    tokens: str,
+    report: Path | None,
+    json: bool,
+    quiet: bool,
+    **options: Any,
 ) -> Result:
     """Check an artifact: its files, its decoded weights against the source, and the output of the GPU kernel."""
     from hqconv.cli.progress_bar import ShownProgress
 
     out = Path(options["out"])
-    options |= {"checks": parse_checks(checks), "layers": parse_layers(layers), "tokens": parse_tokens(tokens)}
+    options |= {
+        "checks": parse_checks(checks),
+        "layers": parse_layers(layers),
+        "tokens": parse_tokens(tokens),
+    }
     with ShownProgress(quiet=quiet) as progress:
         verified = api.verify(**options, progress=progress.of_check)
     if json or not (quiet and verified.passed):
@@ -233,26 +247,39 @@ def make_report(
     from hqconv.artifact.model_card import read_evaluation
 
     root = Path(out)
-    manifest = read_manifest(root, is_sealed=True)  # refuse a folder without a whole artifact before any work
+    manifest = read_manifest(
+        root, is_sealed=True
+    )  # refuse a folder without a whole artifact before any work
     evaluated = None if evaluation is None else read_evaluation(evaluation, manifest)
     place = page or Path(f"{root.resolve().name}.report.html")
     place = output_file(place, "-o", PAGE, [root])
     verified = None
     if source is not None or revision is not None:
-        resources: Document = {"device": device, "max_memory": max_memory, "threads": threads, "revision": revision}
+        resources: Document = {
+            "device": device,
+            "max_memory": max_memory,
+            "threads": threads,
+            "revision": revision,
+        }
         resources |= {"cache_limit": cache_limit, "keep_source": keep_source}
         verified = api.verify(root, source, checks=["weights"], **resources)
-    return _write_page(root, place, verified, evaluation=evaluated, manifest=None if verified else manifest)
+    return _write_page(
+        root, place, verified, evaluation=evaluated, manifest=None if verified else manifest
+    )
 
 
-def _write_page(root: Path, place: Path, verified: VerificationReport | None, **more: Any) -> Document:
+def _write_page(
+    root: Path, place: Path, verified: VerificationReport | None, **more: Any
+) -> Document:
     """Write the page to `place` and return its document. more: for `page_document`."""
     from hqconv.reports.page import page as page_of
     from hqconv.reports.page import page_document
 
     checks = None if verified is None else verified.to_dict()
     results = [] if verified is None else verified.results
-    document = page_document(root, checks, {k: v for result in results for k, v in result.of_experts.items()}, **more)
+    document = page_document(
+        root, checks, {k: v for result in results for k, v in result.of_experts.items()}, **more
+    )
     write_whole(place.parent, place.name, page_of(document).encode())
     return {**document, "page": str(place)}
 
@@ -262,7 +289,9 @@ def report(**options: Any) -> Result:
     """Write an HTML report about an artifact: errors, experts, checks, provenance. No network is needed."""
     document = make_report(**options)
     checks = document["verification"]
-    return Result(document, 0 if checks is None or checks["passed"] else VerificationError.exit_code)
+    return Result(
+        document, 0 if checks is None or checks["passed"] else VerificationError.exit_code
+    )
 
 
 @command(api.evaluate, is_artifact=True)
@@ -287,10 +316,14 @@ def check(*, layers: str | None, json: bool, quiet: bool, **options: Any) -> Res
 def inspect(**options: Any) -> Result:
     """Describe a model folder, a Hub repo or an artifact."""
     document = api.inspect(**options)
-    return Result(document, VerificationError.exit_code if document.get("is_damaged") else 0, is_output=True)
+    return Result(
+        document, VerificationError.exit_code if document.get("is_damaged") else 0, is_output=True
+    )
 
 
-def list_schemas(*, recipes: bool = False, for_gpu: str | None = None, input_schema: str | None = None) -> Document:
+def list_schemas(
+    *, recipes: bool = False, for_gpu: str | None = None, input_schema: str | None = None
+) -> Document:
     """Describe the schemas; with `recipes` the files of the package, with `for_gpu` a ranking for that GPU.
 
     input_schema: activations of the ranking, None for a16. Raises RequestError for unknown names, and for options that

@@ -39,7 +39,9 @@ def listen() -> None:
             _taken.append(number)
     _open_streams()
     atexit.register(_ignore_signals)  # registered first, so it runs last
-    os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_reset_in_child)
+    os.register_at_fork(
+        before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_reset_in_child
+    )
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     try:
@@ -56,7 +58,9 @@ def leave(code: object) -> NoReturn:
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # a closed stream, or one without a reader
+        with suppress(
+            OSError, ValueError, AttributeError
+        ):  # a closed stream, or one without a reader
             stream.flush()
     os._exit(code if isinstance(code, int) else 0 if code is None else 1)
 

@@ -20,9 +20,19 @@ import typer
 
 from hqconv import __version__
 from hqconv.cli import interrupt
-from hqconv.errors import EXIT_BUG, EXIT_INTERRUPTED, HqconvError, OutputError, RequestError, printable, printable_line
+from hqconv.errors import (
+    EXIT_BUG,
+    EXIT_INTERRUPTED,
+    HqconvError,
+    OutputError,
+    RequestError,
+    printable,
+    printable_line,
+)
 
-JSON_VERSION = 1  # increased when a key that docs/ci.md calls stable is removed or changes its meaning
+JSON_VERSION = (
+    1  # increased when a key that docs/ci.md calls stable is removed or changes its meaning
+)
 _MULTILINE_KEYS = ("notes", "obstacle")  # texts that hold messages of hqconv
 _LOG = logging.getLogger(__name__)  # errors and warnings, which stderr shows anyway
 
@@ -68,14 +78,18 @@ class _LogFile(logging.FileHandler):
 def logged(command: str, *, quiet: bool, verbose: bool, log_file: Path | None) -> Iterator[None]:
     """Show the package's log on stderr, without `verbose` its warnings only, and append it to a file."""
     if verbose and quiet:
-        raise RequestError("--verbose and --quiet exclude each other.", remedy="Give one of the two.")
+        raise RequestError(
+            "--verbose and --quiet exclude each other.", remedy="Give one of the two."
+        )
     if quiet:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     handlers: list[logging.Handler] = []
     if not quiet:
         handlers.append(_StderrHandler(logging.INFO if verbose else logging.WARNING))
         handlers[0].addFilter(lambda record: record.name != __name__)
-        handlers[0].setFormatter(_LineFormatter("%(asctime)s %(message)s" if verbose else "%(message)s", "%H:%M:%S"))
+        handlers[0].setFormatter(
+            _LineFormatter("%(asctime)s %(message)s" if verbose else "%(message)s", "%H:%M:%S")
+        )
     if log_file is not None:
         handlers.append(_LogFile(log_file, encoding="utf-8", errors="backslashreplace"))
         handlers[-1].setFormatter(_LineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -84,7 +98,9 @@ def logged(command: str, *, quiet: bool, verbose: bool, log_file: Path | None) -
     for handler in handlers:
         package.addHandler(handler)
     if handlers:
-        package.setLevel(logging.DEBUG if log_file is not None else logging.INFO if verbose else logging.WARNING)
+        package.setLevel(
+            logging.DEBUG if log_file is not None else logging.INFO if verbose else logging.WARNING
+        )
         package.info("hqconv %s, Python %s: %s", __version__, sys.version.split()[0], command)
     try:
         yield
@@ -116,7 +132,9 @@ def print_json(document: Mapping[str, Any]) -> None:
     Raises OSError if stdout cannot be written. Nothing more is written to it then.
     """
     try:
-        sys.stdout.write(json.dumps(_finite({**_head(), **document}), indent=2, allow_nan=False) + "\n")
+        sys.stdout.write(
+            json.dumps(_finite({**_head(), **document}), indent=2, allow_nan=False) + "\n"
+        )
         sys.stdout.flush()
     except OSError:
         discard_stdout()  # half a document may be written: no other document may follow
@@ -156,7 +174,11 @@ def printable_document(value: Any, key: str = "") -> Any:
         return printable(value) if key in _MULTILINE_KEYS else printable_line(value)
     if isinstance(value, Mapping):
         return {printable_document(k): printable_document(item, k) for k, item in value.items()}
-    return [printable_document(item, key) for item in value] if isinstance(value, list | tuple) else value
+    return (
+        [printable_document(item, key) for item in value]
+        if isinstance(value, list | tuple)
+        else value
+    )
 
 
 @contextmanager
@@ -168,12 +190,16 @@ def one_message(*, json: bool) -> Iterator[None]:
     except HqconvError as error:
         raise _fail(error, json=json) from None
     except KeyboardInterrupt:  # raised by a library; Ctrl-C is handled by `interrupt`
-        raise _fail(HqconvError(interrupt.MESSAGE), EXIT_INTERRUPTED, interrupt.MESSAGE, json=json) from None
+        raise _fail(
+            HqconvError(interrupt.MESSAGE), EXIT_INTERRUPTED, interrupt.MESSAGE, json=json
+        ) from None
     except BrokenPipeError:  # the reader of stdout has seen enough, as in `| head -1`
         discard_stdout()
     except OSError as error:
         reason, where = str(error.strerror or error), str(error.filename or "")
-        text = f"error: The operating system refused: {reason}" + (f"\n  where: {where}" if where else "")
+        text = f"error: The operating system refused: {reason}" + (
+            f"\n  where: {where}" if where else ""
+        )
         refused = OutputError("The operating system refused.", where=where, found=reason)
         raise _fail(refused, text=text, json=json) from None
     except typer.Exit:
@@ -200,7 +226,9 @@ def _resource_error(error: Exception) -> RequestError | None:
     )
 
 
-def _fail(error: HqconvError, exit_code: int | None = None, text: str | None = None, *, json: bool) -> typer.Exit:
+def _fail(
+    error: HqconvError, exit_code: int | None = None, text: str | None = None, *, json: bool
+) -> typer.Exit:
     """Print an error. exit_code, text: None for those of the error."""
     exit_code = error.exit_code if exit_code is None else exit_code
     if os.environ.get("HQCONV_DEBUG") == "1":

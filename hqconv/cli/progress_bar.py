@@ -8,7 +8,14 @@ from contextlib import ExitStack, suppress
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.progress import Progress as Bar
 
 from hqconv.cli import interrupt
@@ -75,7 +82,9 @@ class ShownProgress:
                 self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None
+    ) -> None:
         if self._bar is not None:
             with suppress(OSError):
                 self._bar.stop()
@@ -100,14 +109,32 @@ class ShownProgress:
         passed_s = now_s - self._begun_s.setdefault(check, now_s)
         if now_s - self._last_line_s >= _PLAIN_INTERVAL_S:
             self._last_line_s = now_s
-            rate = f"{human_rate((done.done_bytes - done.resumed_bytes) / passed_s)}  " if passed_s else ""
-            say(f"{human_bytes(done.done_bytes)} of {human_bytes(done.total_bytes)}  {rate}{head} {group}")
+            rate = (
+                f"{human_rate((done.done_bytes - done.resumed_bytes) / passed_s)}  "
+                if passed_s
+                else ""
+            )
+            say(
+                f"{human_bytes(done.done_bytes)} of {human_bytes(done.total_bytes)}  {rate}{head} {group}"
+            )
 
     def _update_bar(self, bar: Bar, check: str, done: Progress, head: str, group: str) -> None:
         if check not in self._tasks:
             for task in self._tasks.values():
                 bar.update(task, visible=False)
-            self._tasks[check] = bar.add_task("", total=max(done.total_bytes, 1), completed=done.resumed_bytes)
-        room = bar.console.width - _FIGURES_WIDTH - len(head)  # the beginning of a long name is cut off, then all of it
-        group = group if len(group) <= room else f"…{group[len(group) - room + 1 :]}" if room > 8 else ""
-        bar.update(self._tasks[check], completed=done.done_bytes, description=f"{head} {group}".rstrip())
+            self._tasks[check] = bar.add_task(
+                "", total=max(done.total_bytes, 1), completed=done.resumed_bytes
+            )
+        room = (
+            bar.console.width - _FIGURES_WIDTH - len(head)
+        )  # the beginning of a long name is cut off, then all of it
+        group = (
+            group
+            if len(group) <= room
+            else f"…{group[len(group) - room + 1 :]}"
+            if room > 8
+            else ""
+        )
+        bar.update(
+            self._tasks[check], completed=done.done_bytes, description=f"{head} {group}".rstrip()
+        )

@@ -87,7 +87,10 @@ def _shown(part: str | Part | None) -> Iterator[str | Table]:
 def _rows_table(part: Part) -> Table:
     """Return a table. Numbers are right-aligned; long cells are folded, never cut."""
     shown = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
-    body = [[figure(cell) if isinstance(cell, float) else str(cell) for cell in row] for row in part["rows"]]
+    body = [
+        [figure(cell) if isinstance(cell, float) else str(cell) for cell in row]
+        for row in part["rows"]
+    ]
     for index, header in enumerate(part["headers"]):
         is_numeric = all(row[index][:1].isdigit() for row in body)
         shown.add_column(header, justify="right" if is_numeric else "left", overflow="fold")
@@ -111,7 +114,10 @@ def _plan(document: Document) -> Parts:
             ("for", target_text(document)),
             ("tensors", _tensors_text(document["tensors"])),
             ("dropped", _dropped_text(document["tensors"])),
-            ("memory", f"{mib['peak_memory_bytes']}: {workers}, on {document['device']}, plus memory of libraries"),
+            (
+                "memory",
+                f"{mib['peak_memory_bytes']}: {workers}, on {document['device']}, plus memory of libraries",
+            ),
             ("output", f"{document['out']}: {human_bytes(document['num_bytes_out'])}"),
             ("", ranks_text(document["rank_bytes"])),
             ("GPU memory", gpu_memory_text(document)),
@@ -119,7 +125,9 @@ def _plan(document: Document) -> Parts:
     )
     yield layers_table(document["blocks"])
     yield table(("files", "count", "size"), _file_rows(document))
-    yield from (f"\n{kind}: {text}" for kind in ("warning", "note") for text in document[f"{kind}s"])
+    yield from (
+        f"\n{kind}: {text}" for kind in ("warning", "note") for text in document[f"{kind}s"]
+    )
     yield "\nDry run: nothing was written."
 
 
@@ -131,20 +139,32 @@ def _file_rows(document: Document) -> list[tuple[str, int, str]]:
         kind = f"{folder.split('/')[0]}/tpT-epP/*.safetensors" if folder else "*.safetensors"
         kinds.setdefault(kind, []).append(file["size_bytes"])
     rows = [(kind, len(sizes), human_bytes(sum(sizes))) for kind, sizes in kinds.items()]
-    return [*rows, ("copied from the source", len(document["other_files"]), "")] if document["other_files"] else rows
+    return (
+        [*rows, ("copied from the source", len(document["other_files"]), "")]
+        if document["other_files"]
+        else rows
+    )
 
 
 def _summary(document: Document) -> Parts:
-    num_in, num_out, seconds = (document[key] for key in ("num_bytes_in", "num_bytes_out", "seconds"))
+    num_in, num_out, seconds = (
+        document[key] for key in ("num_bytes_in", "num_bytes_out", "seconds")
+    )
     speed = "" if document["num_groups_resumed"] else f"{human_rate(num_in / max(seconds, 1e-9))}, "
     yield facts(
         (
             ("schema", f"{document['schema']}, {document['layout']} layout"),
             *conversion_rows(document),
             ("layers", f"{document['num_blocks']}, for {plural(document['num_ranks'], 'rank')}"),
-            ("size", f"{human_bytes(num_in)} → {human_bytes(num_out)} ({num_out / max(num_in, 1):.3f})"),
+            (
+                "size",
+                f"{human_bytes(num_in)} → {human_bytes(num_out)} ({num_out / max(num_in, 1):.3f})",
+            ),
             ("resumed", _resumed_text(document)),
-            ("time", f"{human_seconds(seconds)}, {speed}{plural(document['num_workers'], 'worker')}"),
+            (
+                "time",
+                f"{human_seconds(seconds)}, {speed}{plural(document['num_workers'], 'worker')}",
+            ),
         )
     )
     yield errors_table(summarize_errors(document["errors"]))
@@ -152,12 +172,18 @@ def _summary(document: Document) -> Parts:
         yield from evaluation_parts(document["evaluation"])
     yield f"\nsha256 of hqconv.json: {document['manifest_sha256']}"
     yield f"The artifact is in {document['out']}; see it with: hqconv inspect {shlex.quote(document['out'])}"
-    if document["serve_command"] and not document.get("over_max_error") and not document.get("over_max_kl"):
+    if (
+        document["serve_command"]
+        and not document.get("over_max_error")
+        and not document.get("over_max_kl")
+    ):
         yield f"Serve it with: {document['serve_command']}"
 
 
 def _source(document: Document) -> Parts:
-    dtypes = ", ".join(f"{dtype} {human_bytes(size)}" for dtype, size in document["bytes_by_dtype"].items())
+    dtypes = ", ".join(
+        f"{dtype} {human_bytes(size)}" for dtype, size in document["bytes_by_dtype"].items()
+    )
     rows = [
         ("source", _source_text(document)),
         ("model type", document["model_type"]),
@@ -175,23 +201,32 @@ def _source(document: Document) -> Parts:
             ("direct", ", ".join(document["direct_schemas"])),
             ("tensors", _tensors_text(document["tensors"])),
             ("dropped", _dropped_text(document["tensors"])),
-            ("attention", ", ".join(f"{count} {heads[key]}" for key, count in document["attention"].items())),
+            (
+                "attention",
+                ", ".join(f"{count} {heads[key]}" for key, count in document["attention"].items()),
+            ),
         )
     )
     yield layers_table(document["blocks"])
     by_sizes: dict[tuple[str, str], list[str]] = {}
     for name, sizes in document["tp_sizes"].items():
         dealt = document["tp_sizes_of_groups"][name]
-        by_sizes.setdefault((", ".join(map(str, sizes)) or "none", ", ".join(map(str, dealt))), []).append(name)
+        by_sizes.setdefault(
+            (", ".join(map(str, sizes)) or "none", ", ".join(map(str, dealt))), []
+        ).append(name)
     headers = ("schemas", "--tp sizes that work", "and with --tp-split groups")
     yield table(headers, ((", ".join(names), *sizes) for sizes, names in by_sizes.items()))
     yield from _gpu_memory(document["gpu_memory"], document["gpu_memory_of_groups"])
     yield from (f"\nwarning: {text}" for text in document["warnings"])
 
 
-def _gpu_memory(even: Mapping[str, Mapping[str, int]], of_groups: Mapping[str, Mapping[str, int]]) -> Parts:
+def _gpu_memory(
+    even: Mapping[str, Mapping[str, int]], of_groups: Mapping[str, Mapping[str, int]]
+) -> Parts:
     """The weights on each GPU by schema and TP size; sizes that need `--tp-split groups` are marked."""
-    sizes = sorted({int(tp) for of_schema in (*even.values(), *of_groups.values()) for tp in of_schema})
+    sizes = sorted(
+        {int(tp) for of_schema in (*even.values(), *of_groups.values()) for tp in of_schema}
+    )
     sizes = [size for size in sizes if size & (size - 1) == 0]
     if not sizes:
         return
@@ -246,7 +281,9 @@ def _verdict(document: Document) -> str:
     for name, check in document["checks"].items():
         names[check["status"]].append(name)
     if names["fail"]:
-        return "FAIL  " + "; ".join(f"{name}: {_first(document['checks'][name])}" for name in names["fail"])
+        return "FAIL  " + "; ".join(
+            f"{name}: {_first(document['checks'][name])}" for name in names["fail"]
+        )
     if not document["passed"]:
         return "FAIL  no check could run"
     against = f" against {document['source']}" if document.get("source") else ", without the source"
@@ -265,7 +302,9 @@ def _findings(findings: list[Document]) -> Parts:
     num_shown = 1 if is_other else _NUM_FINDINGS_SHOWN
     for finding in findings[:num_shown]:
         yield f"  ✗ {finding['where']}: {finding['what']}"
-        yield from (f"      {label}: {finding[label]}" for label in ("expected", "found") if finding[label])
+        yield from (
+            f"      {label}: {finding[label]}" for label in ("expected", "found") if finding[label]
+        )
     if len(findings) > num_shown:
         yield f"  … {len(findings) - num_shown} more{' that follow from it' * is_other}; --json lists all"
 
@@ -280,10 +319,22 @@ def _checkup(document: Document) -> Parts:
         rows += [("family", document["family"]), ("format", formats), ("checked", layers)]
     yield facts([(label, value) for label, value in rows if value])
     yield from _findings(document["damage"])
-    yield from (f"\nnotice: {one['what']}{_place(one)}" for one in document["notices"][:_NUM_FINDINGS_SHOWN])
-    errors = [(layer, role, one) for layer, of in document["errors"].items() for role, one in of.items()]
-    errors.sort(key=lambda one: -one[2]["worst_relative_error"] / max(one[2]["rounding_error"], 1e-9))
-    headers = ("the furthest from the original", "relative error", "by rounding", "nearest codes", "worst expert")
+    yield from (
+        f"\nnotice: {one['what']}{_place(one)}" for one in document["notices"][:_NUM_FINDINGS_SHOWN]
+    )
+    errors = [
+        (layer, role, one) for layer, of in document["errors"].items() for role, one in of.items()
+    ]
+    errors.sort(
+        key=lambda one: -one[2]["worst_relative_error"] / max(one[2]["rounding_error"], 1e-9)
+    )
+    headers = (
+        "the furthest from the original",
+        "relative error",
+        "by rounding",
+        "nearest codes",
+        "worst expert",
+    )
     cells = [
         (
             f"{layer}, {role}",
@@ -295,7 +346,10 @@ def _checkup(document: Document) -> Parts:
         for layer, role, one in errors[:_NUM_FINDINGS_SHOWN]
     ]
     yield table(headers, cells) if cells else None
-    count, against = len(document["damage"]), f" against {document['against']}" * bool(document["against"])
+    count, against = (
+        len(document["damage"]),
+        f" against {document['against']}" * bool(document["against"]),
+    )
     verdict = f"DAMAGED  {plural(count, 'finding')}" if count else "PASS  no damage"
     yield f"\n{verdict}{against}, {plural(len(document['notices']), 'notice')}"
 
@@ -345,12 +399,18 @@ def _allocation(document: Document) -> Parts:
     yield facts(
         (
             ("budget", f"{limit} of the experts' tensors"),
-            ("chosen", f"{human_bytes(chosen['size_bytes'])}, {chosen['bits_per_weight']:.4f} bits per weight"),
+            (
+                "chosen",
+                f"{human_bytes(chosen['size_bytes'])}, {chosen['bits_per_weight']:.4f} bits per weight",
+            ),
             ("loss", figure(chosen["loss"])),
         )
     )
     of_names = document["uniform"].items()
-    uniform = [(name, one["bits_per_weight"], human_bytes(one["size_bytes"]), one["loss"]) for name, one in of_names]
+    uniform = [
+        (name, one["bits_per_weight"], human_bytes(one["size_bytes"]), one["loss"])
+        for name, one in of_names
+    ]
     yield table(("one schema for all", *headers), uniform)
     rows = [
         (f"{layer}: {gemm}", one["chosen"], human_bytes(one["size_bytes"]), one["loss"])
@@ -365,10 +425,21 @@ def _warm(document: Document) -> Parts:
     left_out, gpu = ", ".join(document["activations_left_out"]), document["gpu"]
     yield facts(
         (
-            ("kernels", f"{document['num_kernels']} needed, {document['num_compiled']} compiled now"),
-            ("for", f"{gpu['name']}, {plural(gpu['sm_count'], 'SM')}; {document['asking']['gemm_type']}"),
+            (
+                "kernels",
+                f"{document['num_kernels']} needed, {document['num_compiled']} compiled now",
+            ),
+            (
+                "for",
+                f"{gpu['name']}, {plural(gpu['sm_count'], 'SM')}; {document['asking']['gemm_type']}",
+            ),
             ("compiler", document["compiler"]),
-            ("left out", f"activation {left_out}: compiled at the first start of the server" if left_out else ""),
+            (
+                "left out",
+                f"activation {left_out}: compiled at the first start of the server"
+                if left_out
+                else "",
+            ),
             ("size", human_bytes(document["num_bytes"])),
             ("time", human_seconds(document["seconds"])),
         )
@@ -387,9 +458,15 @@ def _warm_checkpoint(document: Document) -> Parts:
     gpu = document["gpu"]
     yield facts(
         (
-            ("kernels", f"{document['num_kernels']} needed, {document['num_compiled']} compiled now"),
+            (
+                "kernels",
+                f"{document['num_kernels']} needed, {document['num_compiled']} compiled now",
+            ),
             ("of", ", ".join(document["layers"])),
-            ("left out", ", ".join(f"{name} ({why})" for name, why in document["left_out"].items())),
+            (
+                "left out",
+                ", ".join(f"{name} ({why})" for name, why in document["left_out"].items()),
+            ),
             ("for", f"{gpu['name']}, {plural(gpu['sm_count'], 'SM')}"),
             ("time", human_seconds(document["seconds"])),
         )
@@ -400,7 +477,12 @@ def _warm_checkpoint(document: Document) -> Parts:
 def _schemas(document: Document) -> Parts:
     """The weight presets, the shorthands and the activation schemas."""
     yield table(
-        ("schema", "bits per weight", "description", f"--layout checkpoint runs in {ENGINE.release}"),
+        (
+            "schema",
+            "bits per weight",
+            "description",
+            f"--layout checkpoint runs in {ENGINE.release}",
+        ),
         (
             (one["name"], f"{one['bits_per_weight']:g}", one["description"], _served_text(one))
             for one in document["presets"]
@@ -408,7 +490,10 @@ def _schemas(document: Document) -> Parts:
     )
     for short in (document["shorthand"], document["scaled_shorthand"], document["pair_shorthand"]):
         yield f"\n{short['name']}: {short['description']}"
-        rows = (("  bits per weight", short["bits_per_weight"]), (f"  in {ENGINE.name}", short["stock_vllm"]))
+        rows = (
+            ("  bits per weight", short["bits_per_weight"]),
+            (f"  in {ENGINE.name}", short["stock_vllm"]),
+        )
         yield facts(rows)
     yield "\nFILE.toml: the fields of Humming's HummingWeightSchema.\n"
     yield table(
@@ -418,7 +503,9 @@ def _schemas(document: Document) -> Parts:
                 one["name"],
                 one["description"],
                 targets_text(one["targets"]),
-                "every schema above" if len(one["schemas"]) == len(PRESETS) else ", ".join(one["schemas"]),
+                "every schema above"
+                if len(one["schemas"]) == len(PRESETS)
+                else ", ".join(one["schemas"]),
             )
             for one in document["input_schemas"]
         ),
@@ -427,7 +514,11 @@ def _schemas(document: Document) -> Parts:
 
 
 def _recipes(document: Document) -> Parts:
-    rows = [(one["option"], one["description"]) for key in ("recipes", "schemas") for one in document[key]]
+    rows = [
+        (one["option"], one["description"])
+        for key in ("recipes", "schemas")
+        for one in document[key]
+    ]
     yield table(("option of convert", "description"), rows)
     yield f"\nThe files are in {document['folder']}. A file of the same name in the current folder takes precedence."
 
@@ -448,13 +539,18 @@ def _ranking(document: Document) -> Parts:
                 f"{one['bits_per_weight']:.4g}",
                 *(f"{kl[how]['kl']:.4f}" if how in kl else "–" for how in (RTN, CALIBRATED)),
                 f"{one['errors']['gaussian'][RTN]:.4f}",
-                *(f"{times[str(count)]:.0f}" if str(count) in times else "–" for count in (DECODE, PREFILL)),
+                *(
+                    f"{times[str(count)]:.0f}" if str(count) in times else "–"
+                    for count in (DECODE, PREFILL)
+                ),
             )
         )
         before = size
     columns = ("bits", "schema", "stored", "KL, rtn", "KL, calibrated", "error, rtn")
     yield table((*columns, f"{DECODE} tokens, µs", f"{PREFILL} tokens, µs"), rows)
-    yield from (f"* {text}" for text in dict.fromkeys(one["caution"] for one in document["schemas"]) if text)
+    yield from (
+        f"* {text}" for text in dict.fromkeys(one["caution"] for one in document["schemas"]) if text
+    )
     if document["recommended"] is not None:
         yield f"\nTake {document['recommended']}. {document['reason']}"
     yield f"\n{_speed_text(document['speed'], gpu)}"
@@ -515,7 +611,8 @@ def _tensors_text(document: Document) -> str:
     """Numbers and sizes of converted, copied and dropped tensors."""
     kinds = ("converted", "copied", "dropped")
     return ", ".join(
-        f"{document[kind]['num_tensors']} {kind} ({human_bytes(document[kind]['num_bytes'])})" for kind in kinds
+        f"{document[kind]['num_tensors']} {kind} ({human_bytes(document[kind]['num_bytes'])})"
+        for kind in kinds
     )
 
 

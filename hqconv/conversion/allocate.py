@@ -78,12 +78,23 @@ def run_allocation(
     limit = limit_bytes(*budget, count)
 
     def options(losses: Losses) -> dict[Gemm, list[Option]]:
-        return {gemm: [Option(of[name], losses[gemm][name], name) for name in of] for gemm, of in costs.items()}
+        return {
+            gemm: [Option(of[name], losses[gemm][name], name) for name in of]
+            for gemm, of in costs.items()
+        }
 
     nothing = {gemm: dict.fromkeys(of, 0.0) for gemm, of in costs.items()}
     choose(options(nothing), limit, count)  # a budget that is too small is refused before the work
-    calibrated = replace(candidates.options.calibrated(resources.device_name), schema=first.spec.schema)
-    losses = _measure(source, candidates, plan_conversion(calibrated, source, first.spec.target), resources, progress)
+    calibrated = replace(
+        candidates.options.calibrated(resources.device_name), schema=first.spec.schema
+    )
+    losses = _measure(
+        source,
+        candidates,
+        plan_conversion(calibrated, source, first.spec.target),
+        resources,
+        progress,
+    )
     source.guard.check_unchanged()
     room, size_bytes = limit, limit + 1
     while size_bytes > limit:  # the GEMMs of a layer share the padding of their intermediate size
@@ -97,14 +108,23 @@ def run_allocation(
     return AllocationReport(out, document, (*made.warnings, *made.notices))
 
 
-def _planned(source: Source, candidates: Candidates, chosen: Mapping[Gemm, Option]) -> ConversionPlan:
+def _planned(
+    source: Source, candidates: Candidates, chosen: Mapping[Gemm, Option]
+) -> ConversionPlan:
     """Plan the conversion that a recipe stands for, without its calibration."""
     schemas = {gemm: resolve_schema(option.name) for gemm, option in chosen.items()}
     overrides = [
-        Override(one.name, (), LayerChoice(schemas[one.name, "w13"], schemas[one.name, "w2"]), where=one.name)
+        Override(
+            one.name,
+            (),
+            LayerChoice(schemas[one.name, "w13"], schemas[one.name, "w2"]),
+            where=one.name,
+        )
         for one in candidates.first.layers
     ]
-    options = replace(candidates.options, schema=candidates.first.spec.schema, overrides=tuple(overrides))
+    options = replace(
+        candidates.options, schema=candidates.first.spec.schema, overrides=tuple(overrides)
+    )
     return plan_conversion(options, source, candidates.first.spec.target)
 
 
@@ -122,7 +142,10 @@ def _measure(
 
     A layer that transformers does not run (for multi-token prediction) counts as the mean of the others.
     """
-    specs = {name: replace(one.spec, encoding=plan.spec.encoding) for name, one in candidates.plans.items()}
+    specs = {
+        name: replace(one.spec, encoding=plan.spec.encoding)
+        for name, one in candidates.plans.items()
+    }
     layers = [
         replace(one, encoding=specs[name].encoding_of(one.layer))
         for name, found in candidates.plans.items()
@@ -151,7 +174,10 @@ def _measure(
             meter.finish(planned.name)
     count = len(losses) // len(GEMMS)
     means = {
-        gemm: {name: math.fsum(of[name] for (_, one), of in losses.items() if one == gemm) / count for name in specs}
+        gemm: {
+            name: math.fsum(of[name] for (_, one), of in losses.items() if one == gemm) / count
+            for name in specs
+        }
         for gemm in GEMMS
     }
     return {gemm: losses.get(gemm, means[gemm[1]]) for gemm in candidates.costs()}
@@ -171,7 +197,9 @@ def _lost(
     """
     layer, experts = batch.planned.layer, batch.experts
     each = [source.read_expert(layer, expert, layer.roles, device) for expert in experts]
-    stacks = {role: torch.stack([one[role].values().float() for one in each]) for role in layer.roles}
+    stacks = {
+        role: torch.stack([one[role].values().float() for one in each]) for role in layer.roles
+    }
     for role in layer.roles:
         if biases := [bias.float() for one in each if (bias := one[role].bias) is not None]:
             stacks[f"b{role[1:]}"] = torch.stack(biases)
@@ -183,7 +211,10 @@ def _lost(
         downs[size] = replace(down, fit=fit, held=held)
 
     def lost(name: str) -> list[float]:
-        encoding, total = encodings[name], torch.zeros(len(GEMMS), dtype=torch.float64, device=device)
+        encoding, total = (
+            encodings[name],
+            torch.zeros(len(GEMMS), dtype=torch.float64, device=device),
+        )
         other: dict[str, torch.Tensor] = {}
         for roles in coupled_roles(layer):
             of_gemm, is_down = encoding.of(roles[0]), roles == ["w2"]
@@ -195,7 +226,9 @@ def _lost(
             for role, one in zip(roles, found, strict=True):
                 other[role] = resized(decoded(one.tensors, of_gemm.schema), layer.shape(role))
         for place, expert in enumerate(experts):
-            own, changed = ({name: of[place] for name, of in one.items()} for one in (stacks, stacks | other))
+            own, changed = (
+                {name: of[place] for name, of in one.items()} for one in (stacks, stacks | other)
+            )
             total += inputs.output_errors(expert, own, changed, layer.activation)
         return total.tolist()
 
@@ -203,7 +236,9 @@ def _lost(
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             return lost(name)
 
-    with closing(pipeline(encodings, on_device, num_threads, num_threads, runs_torch=True)) as results:
+    with closing(
+        pipeline(encodings, on_device, num_threads, num_threads, runs_torch=True)
+    ) as results:
         return dict(zip(encodings, results, strict=True))
 
 
@@ -211,7 +246,10 @@ def _lost(
 
 
 def _document(
-    candidates: Candidates, costs: Mapping[Gemm, Mapping[str, int]], losses: Losses, chosen: Mapping[Gemm, Option]
+    candidates: Candidates,
+    costs: Mapping[Gemm, Mapping[str, int]],
+    losses: Losses,
+    chosen: Mapping[Gemm, Option],
 ) -> dict[str, Any]:
     """Return the choice with all sizes and losses, and one schema for all GEMMs to compare with."""
     plan, spec = candidates.first, candidates.first.spec
@@ -219,10 +257,17 @@ def _document(
     def point(names: Mapping[Gemm, str]) -> dict[str, Any]:
         size = sum(costs[gemm][name] for gemm, name in names.items())
         loss = math.fsum(losses[gemm][name] for gemm, name in names.items())
-        return {"size_bytes": size, "bits_per_weight": 8 * size / candidates.num_weights, "loss": loss}
+        return {
+            "size_bytes": size,
+            "bits_per_weight": 8 * size / candidates.num_weights,
+            "loss": loss,
+        }
 
     def of_gemm(gemm: Gemm) -> dict[str, Any]:
-        each = {name: {"size_bytes": cost, "loss": losses[gemm][name]} for name, cost in costs[gemm].items()}
+        each = {
+            name: {"size_bytes": cost, "loss": losses[gemm][name]}
+            for name, cost in costs[gemm].items()
+        }
         return {"chosen": chosen[gemm].name, **each[chosen[gemm].name], "candidates": each}
 
     return {
@@ -237,11 +282,15 @@ def _document(
         "left_out": dict(candidates.left_out),
         "chosen": point({gemm: option.name for gemm, option in chosen.items()}),
         "uniform": {name: point(dict.fromkeys(costs, name)) for name in candidates.plans},
-        "layers": {one.name: {gemm: of_gemm((one.name, gemm)) for gemm in GEMMS} for one in plan.layers},
+        "layers": {
+            one.name: {gemm: of_gemm((one.name, gemm)) for gemm in GEMMS} for one in plan.layers
+        },
     }
 
 
-def _recipe(document: Mapping[str, Any], candidates: Candidates, given: Mapping[str, Any], out: Path) -> str:
+def _recipe(
+    document: Mapping[str, Any], candidates: Candidates, given: Mapping[str, Any], out: Path
+) -> str:
     """Return the text of the recipe. given: the options that are not the default. out: the recipe's path."""
     source, chosen = candidates.first.source, document["chosen"]
     schemas = {
@@ -258,20 +307,32 @@ def _recipe(document: Mapping[str, Any], candidates: Candidates, given: Mapping[
     for name, option in conversion_options().items():
         if option.in_recipes and (value := options.get(name)) is not None:
             is_file = option.is_path and value != BUILTIN
-            value = os.path.relpath(value, out.parent) if is_file else _beside(getattr(value, "name", value), out)
+            value = (
+                os.path.relpath(value, out.parent)
+                if is_file
+                else _beside(getattr(value, "name", value), out)
+            )
             lines.append(f"{name} = {_toml(value)}")
     for name, of in document["layers"].items():
-        figures = ", ".join(f"{gemm} {one['chosen']}, loss {one['loss']:.2g}" for gemm, one in of.items())
+        figures = ", ".join(
+            f"{gemm} {one['chosen']}, loss {one['loss']:.2g}" for gemm, one in of.items()
+        )
         lines += ["", f"# {printable_line(name)}: {figures}"]
         if schemas[name] != base:
             pattern = "".join(f"[{char}]" if char in "*?[" else char for char in name)
-            lines += ["[[override]]", f"blocks = {_toml(pattern)}", f"schema = {_toml(schemas[name])}"]
+            lines += [
+                "[[override]]",
+                f"blocks = {_toml(pattern)}",
+                f"schema = {_toml(schemas[name])}",
+            ]
     return "\n".join(lines) + "\n"
 
 
 def _beside(value: Any, out: Path) -> Any:
     """Return a value as the recipe has it: the path of a schema's file is relative to the recipe's folder."""
-    is_file = str(value).endswith(".toml") and os.path.lexists(value)  # else a packaged one, by its name
+    is_file = str(value).endswith(".toml") and os.path.lexists(
+        value
+    )  # else a packaged one, by its name
     return os.path.relpath(value, out.parent) if is_file else value
 
 

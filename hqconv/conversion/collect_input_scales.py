@@ -70,11 +70,15 @@ def reduce_scales(source: Source, layer: MoeLayer, pool: ThreadPoolExecutor) -> 
     """
     reduced = {}
     for gemm, refs in layer.input_scales.refs.items():
-        scales = list(pool.map(lambda ref: _read_scale(source, ref, divides=layer.input_scales.divides), refs))
+        scales = list(
+            pool.map(lambda ref: _read_scale(source, ref, divides=layer.input_scales.divides), refs)
+        )
         if layer.format.of("w2").encoding == LAID_OUT and len(set(scales)) > 1:
             what = "The ranks of an artifact have different scales of activations."
             where = f"{layer.name}: {gemm}"
-            raise InputError(what, where=where, found=str(sorted(set(scales))), remedy="Verify the artifact.")
+            raise InputError(
+                what, where=where, found=str(sorted(set(scales))), remedy="Verify the artifact."
+            )
         reduced[gemm] = max(scales)
         if not reduced[gemm]:
             raise InputError(

@@ -18,7 +18,13 @@ from typing import Any
 import torch
 
 from hqconv import __version__
-from hqconv.artifact.build import Measured, artifact_config, build_manifest, first_difference, with_file
+from hqconv.artifact.build import (
+    Measured,
+    artifact_config,
+    build_manifest,
+    first_difference,
+    with_file,
+)
 from hqconv.artifact.error_summary import requantized, scale_changes
 from hqconv.artifact.manifest import Manifest, json_bytes, sealed
 from hqconv.artifact.model_card import card_bytes, sums_bytes
@@ -27,7 +33,13 @@ from hqconv.calibration.inputs import ExpertInputs, expert_inputs
 from hqconv.conversion.collect_input_scales import InputScales, read_input_scales
 from hqconv.conversion.encode_batch import EncodedRuns, encode_to_runs, num_batches
 from hqconv.conversion.executor import Executor
-from hqconv.conversion.hub_prefetch import CachePolicy, HubPrefetch, ShardUse, check_room, sort_by_shard
+from hqconv.conversion.hub_prefetch import (
+    CachePolicy,
+    HubPrefetch,
+    ShardUse,
+    check_room,
+    sort_by_shard,
+)
 from hqconv.conversion.output_folder import Difference, OutputFolder, Part, check_finished
 from hqconv.conversion.resources import Resources, Staging, bounded_gpu, plan_staging
 from hqconv.conversion.source_integrity import compare_with_hub, is_of_these_files, source_digests
@@ -99,7 +111,16 @@ class ConversionReport:
         if not self.is_complete:
             return self._part_to_dict()
         spec = self.plan.spec
-        left_out = ("plan", "out", "warnings", "profile", "part", "missing", "parts_at_work", "over_max_kl")
+        left_out = (
+            "plan",
+            "out",
+            "warnings",
+            "profile",
+            "part",
+            "missing",
+            "parts_at_work",
+            "over_max_kl",
+        )
         fields = {name: value for name, value in vars(self).items() if name not in left_out}
         return {
             "kind": "summary",
@@ -120,7 +141,9 @@ class ConversionReport:
             "conversion": dict(Counter(layer.encoding.conversion for layer in self.plan.layers)),
             "requantized": requantized(self.errors),
             "largest_scale_change": scale_changes(self.errors),
-            "serve_command": ENGINE.serve_command(str(self.out), spec.layout, spec.grid, self.plan.source.heads),
+            "serve_command": ENGINE.serve_command(
+                str(self.out), spec.layout, spec.grid, self.plan.source.heads
+            ),
         }
 
     def _part_to_dict(self) -> dict[str, Any]:
@@ -152,7 +175,9 @@ def convert(
     digests: bool = False,
     cache: CachePolicy | None = None,
     held_out: Sequence[torch.Tensor] = (),
-    finish: Callable[[ConversionReport, Stream | None], ConversionReport] = lambda report, _: report,
+    finish: Callable[[ConversionReport, Stream | None], ConversionReport] = lambda report, _: (
+        report
+    ),
 ) -> ConversionReport:
     """Write the planned artifact to `out`; see `hqconv.convert`.
 
@@ -194,7 +219,11 @@ def convert(
             report = conversion.run(resume=resume, overwrite=overwrite, update=update)
         else:
             report = conversion.run_part()
-        _LOG.info("%s %r.", "The artifact was finished before:" if report.was_finished else "Done:", report)
+        _LOG.info(
+            "%s %r.",
+            "The artifact was finished before:" if report.was_finished else "Done:",
+            report,
+        )
         if not report.is_complete:
             return report
         return finish(report, None if inputs is None else inputs.reference())
@@ -229,7 +258,9 @@ class _Conversion:
                 num_bytes_out,
                 resume=resume,
                 overwrite=overwrite,
-                why_not_current=partial(why_not_current, source, plan, self.out) if update else None,
+                why_not_current=partial(why_not_current, source, plan, self.out)
+                if update
+                else None,
             )
             if not is_new:
                 if update:
@@ -239,9 +270,13 @@ class _Conversion:
             guard = self.source.guard
             if folder.done and guard.misses_changes and not guard.is_hashing:
                 what = "bytes that a program wrote through a mapping since then would be missed. Use --source-digests"
-                folder.warnings.append(f"Units of an earlier run are kept, and the source lies on tmpfs: {what}.")
+                folder.warnings.append(
+                    f"Units of an earlier run are kept, and the source lies on tmpfs: {what}."
+                )
             if not folder.has_lock:
-                folder.warnings.append("This file system has no locks: nothing keeps another process away.")
+                folder.warnings.append(
+                    "This file system has no locks: nothing keeps another process away."
+                )
             self._run_missing(folder)
             return self._finish(folder, num_resumed)
 
@@ -261,14 +296,24 @@ class _Conversion:
             if not missing and not at_work:
                 return self._finish(folder, num_resumed)
             errors = {unit.name: folder.done[unit.name].measured for unit in self.units}
-            errors = {layer.name: errors[layer.name] for layer in plan.layers if layer.name in errors}
+            errors = {
+                layer.name: errors[layer.name] for layer in plan.layers if layer.name in errors
+            }
             return self._report(
-                folder, errors, "", num_groups_resumed=num_resumed, missing=missing, parts_at_work=at_work
+                folder,
+                errors,
+                "",
+                num_groups_resumed=num_resumed,
+                missing=missing,
+                parts_at_work=at_work,
             )
 
     def _folder(self) -> OutputFolder:
         source, plan = self.source, self.plan
-        difference, is_current = partial(_difference, source, plan), partial(is_of_these_files, source)
+        difference, is_current = (
+            partial(_difference, source, plan),
+            partial(is_of_these_files, source),
+        )
         return OutputFolder(self.out, _identity(source, plan), plan.paths, difference, is_current)
 
     def _finished(self, folder: OutputFolder) -> ConversionReport:
@@ -278,7 +323,11 @@ class _Conversion:
             what = "files of the source have changed since it was made: `--update` makes it anew if their bytes did"
             folder.warnings.append(f"The artifact was finished before, and {what}.")
         return self._report(
-            folder, manifest.errors(), manifest.sha256, num_groups_resumed=len(self.plan.units), was_finished=True
+            folder,
+            manifest.errors(),
+            manifest.sha256,
+            num_groups_resumed=len(self.plan.units),
+            was_finished=True,
         )
 
     def _run_missing(self, folder: OutputFolder) -> None:
@@ -287,13 +336,22 @@ class _Conversion:
         for unit in self.units:
             if unit.name in folder.done:
                 self.meter.resume(unit.name, unit.num_bytes_read)
-        num_bytes = sum(file.size_bytes for unit in missing for file in unit.files) + self.plan.other_bytes
+        num_bytes = (
+            sum(file.size_bytes for unit in missing for file in unit.files) + self.plan.other_bytes
+        )
         check_space(folder.root, num_bytes)
         self._check_cache(folder.done, num_bytes)
-        digests = {name: sha256 for entry in folder.done.values() for name, sha256 in entry.sources.items()}
+        digests = {
+            name: sha256 for entry in folder.done.values() for name, sha256 in entry.sources.items()
+        }
         lanes = f"{plural(self.staging.num_lanes, 'worker')} with at most {plural(self.staging.num_experts, 'expert')}"
         num_done = len(folder.done)
-        _LOG.info("Conversion of %s begins, %d done before; %s.", plural(len(missing), "unit"), num_done, lanes)
+        _LOG.info(
+            "Conversion of %s begins, %d done before; %s.",
+            plural(len(missing), "unit"),
+            num_done,
+            lanes,
+        )
         use = ShardUse.of(self.source, missing, keeps=self.cache.keeps)
         encode: Callable[..., EncodedRuns] = encode_to_runs
         if self.inputs is not None:
@@ -321,9 +379,15 @@ class _Conversion:
     def _missing(self, done: Collection[str]) -> list[OutputUnit]:
         """Return the units that are not done, in the order of the work."""
         missing = [unit for unit in self.units if unit.name not in done]
-        if self.plan.spec.encoding.calibration is not None:  # the model runs once, from its first layer to the last
+        if (
+            self.plan.spec.encoding.calibration is not None
+        ):  # the model runs once, from its first layer to the last
             return missing
-        return take_in_turn(missing) if self.source.listing is None else sort_by_shard(self.source, missing)
+        return (
+            take_in_turn(missing)
+            if self.source.listing is None
+            else sort_by_shard(self.source, missing)
+        )
 
     def _check_cache(self, done: Collection[str], num_bytes_out: int) -> None:
         """Refuse to start where the Hub's cache has no room for the missing files. Raises as `check_room`."""
@@ -342,10 +406,14 @@ class _Conversion:
         if remark:
             folder.warnings.append(remark)
             plan = replace(plan, warnings=(*plan.warnings, remark))
-        measured = {name: Measured(entry.measured, entry.sums) for name, entry in folder.done.items()}
+        measured = {
+            name: Measured(entry.measured, entry.sums) for name, entry in folder.done.items()
+        }
         records = [record for unit in plan.units for record in folder.done[unit.name].files]
         digests = source_digests(source, plan, folder.done.values())
-        manifest = build_manifest(source, plan, measured, [*records, *sidecar_files], self.input_scales, digests)
+        manifest = build_manifest(
+            source, plan, measured, [*records, *sidecar_files], self.input_scales, digests
+        )
         card = card_bytes(manifest, source.loose.card, is_artifact=source.guard.is_held)
         manifest = with_file(manifest, write_whole(folder.root, artifact_names.CARD, card))
         data = sealed(manifest.to_dict())
@@ -355,10 +423,16 @@ class _Conversion:
         folder.seal(data)
         record_source(self.out, source)
         errors = {layer.name: folder.done[layer.name].measured for layer in plan.layers}
-        return self._report(folder, errors, hashlib.sha256(data).hexdigest(), num_groups_resumed=num_resumed)
+        return self._report(
+            folder, errors, hashlib.sha256(data).hexdigest(), num_groups_resumed=num_resumed
+        )
 
     def _report(
-        self, folder: OutputFolder, errors: dict[str, dict[str, Any]], manifest_sha256: str, **more: Any
+        self,
+        folder: OutputFolder,
+        errors: dict[str, dict[str, Any]],
+        manifest_sha256: str,
+        **more: Any,
     ) -> ConversionReport:
         """Return the report. more: fields of it, where they are not the default."""
         notices = [text for text in self.plan.notices if text != self.source.made.notice]
@@ -421,7 +495,9 @@ def calibrated_inputs(
     ) as inputs:
         calibration.check_unchanged()
         rounded = draft_layers(plan.experts, source.config)
-        lost = [one.name for one in layers if one.name not in rounded and not inputs.runs(one.layer)]
+        lost = [
+            one.name for one in layers if one.name not in rounded and not inputs.runs(one.layer)
+        ]
         if lost:
             raise RequestError(
                 "The transformers library has no experts in a layer of this model.",
@@ -432,7 +508,9 @@ def calibrated_inputs(
 
 
 def _calibrated_layers(units: Sequence[OutputUnit]) -> list[MoeLayerPlan]:
-    return [unit for unit in units if isinstance(unit, MoeLayerPlan) and not unit.encoding.is_direct]
+    return [
+        unit for unit in units if isinstance(unit, MoeLayerPlan) and not unit.encoding.is_direct
+    ]
 
 
 def take_in_turn(units: Sequence[OutputUnit]) -> list[OutputUnit]:
@@ -455,7 +533,9 @@ def check_kernels_exist(plan: ConversionPlan) -> None:
     spec = plan.spec
     if all(is_compatible(kernel_spec) for kernel_spec in spec.kernel_specs):
         return
-    request = f"{spec.schema.describe()}; {spec.inputs.describe()}; {spec.param_dtype}, {spec.target}"
+    request = (
+        f"{spec.schema.describe()}; {spec.inputs.describe()}; {spec.param_dtype}, {spec.target}"
+    )
     raise RequestError(
         "Humming has no kernel for this combination.",
         where=f"schema {spec.schema.name} ({request})",
@@ -475,11 +555,16 @@ def write_sidecar_files(source: Source, plan: ConversionPlan, root: Path) -> lis
     for record in written:
         source.guard.compare(record.path, record.sha256)
         compare_with_hub(source, record.path, record.sha256)
-    written.append(write_whole(root, artifact_names.CONFIG, json_bytes(artifact_config(source, plan))))
+    written.append(
+        write_whole(root, artifact_names.CONFIG, json_bytes(artifact_config(source, plan)))
+    )
     if artifact_names.INDEX in plan.paths:
         shards = [file for unit in plan.units for file in unit.files if "/" not in file.path]
         total = sum(file.size_bytes - len(file.header) for file in shards)
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(plan.weight_map.items()))}
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": dict(sorted(plan.weight_map.items())),
+        }
         written.append(write_whole(root, artifact_names.INDEX, json_bytes(index)))
     return written
 
@@ -500,7 +585,10 @@ def _identity(source: Source, plan: ConversionPlan) -> dict[str, Any]:
 
 # Manifest key → the command line's name of what decides it.
 _OPTION_OF = {
-    **{key: f"--{key.replace('_', '-')}" for key in ("tp", "ep", "layout", "dtype", "target", "cuda", "input_schema")},
+    **{
+        key: f"--{key.replace('_', '-')}"
+        for key in ("tp", "ep", "layout", "dtype", "target", "cuda", "input_schema")
+    },
     **{
         key: f"--{key.replace('_', '-')}"
         for key in ("tp_split", "expert_placement", "redundant_experts", *ENCODING_KEYS)

@@ -22,7 +22,13 @@ from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.layer_encoding import GemmEncoding, LayerEncoding
 from hqconv.quantization import torch_ops
-from hqconv.quantization.coded_matrix import CodedMatrix, filled, group_order, with_rows, with_sorted_columns
+from hqconv.quantization.coded_matrix import (
+    CodedMatrix,
+    filled,
+    group_order,
+    with_rows,
+    with_sorted_columns,
+)
 from hqconv.quantization.kept_codes import express, round_to_param_dtype, share_scale
 from hqconv.quantization.quantize import quantize_stacks
 from hqconv.quantization.quantized import ErrorSums, QuantizedStack, join_stacks, stack_direct
@@ -54,7 +60,13 @@ class ExpertSource(Protocol):
     """The part of a source that gives the decoded projections of an expert."""
 
     def read_expert(
-        self, layer: MoeLayer, expert: int, roles: Sequence[str], device: torch.device, raw: RawExperts | None = None, /
+        self,
+        layer: MoeLayer,
+        expert: int,
+        roles: Sequence[str],
+        device: torch.device,
+        raw: RawExperts | None = None,
+        /,
     ) -> dict[str, SourceMatrix]: ...
 
 
@@ -108,7 +120,9 @@ class LayerEncoder:
             return self._check_later(experts, done, checks.all())
         return self._encode_each(experts, raw)
 
-    def read(self, expert: int, roles: Sequence[str], raw: RawExperts | None) -> dict[str, SourceMatrix]:
+    def read(
+        self, expert: int, roles: Sequence[str], raw: RawExperts | None
+    ) -> dict[str, SourceMatrix]:
         """Decode projections of an expert, with zeros that fill the target's last scale group.
 
         raw: its bytes, unless the source reads for itself. If codes are kept and w2's columns have an order of groups
@@ -118,11 +132,17 @@ class LayerEncoder:
         matrices = self.source.read_expert(self.layer, expert, roles, self.device, raw)
         if self.encoding.sorts_columns:
             down = matrices.get("w2")
-            down = down or self.source.read_expert(self.layer, expert, ["w2"], self.device, raw)["w2"]
+            down = (
+                down or self.source.read_expert(self.layer, expert, ["w2"], self.device, raw)["w2"]
+            )
             order = None if down.coded is None else group_order(down.coded)
             if order is not None:
-                matrices = {role: _reordered(matrix, role, order) for role, matrix in matrices.items()}
-        return {role: matrix.filled(self.encoding.shapes[role]) for role, matrix in matrices.items()}
+                matrices = {
+                    role: _reordered(matrix, role, order) for role, matrix in matrices.items()
+                }
+        return {
+            role: matrix.filled(self.encoding.shapes[role]) for role, matrix in matrices.items()
+        }
 
     def _encode_calibrated(
         self,
@@ -133,21 +153,29 @@ class LayerEncoder:
     ) -> EncodedBatch:
         """Quantize by the error of the experts' outputs on a calibration's tokens. stacks: of `float_stacks`."""
         layer, encoding = self.layer, self.encoding
-        each = [] if stacks is not None else [self.read(expert, layer.roles, raw) for expert in experts]
+        each = (
+            []
+            if stacks is not None
+            else [self.read(expert, layer.roles, raw) for expert in experts]
+        )
         if stacks is None:
             stacks = {role: _stack([one[role].values() for one in each]) for role in layer.roles}
         values = {role: resized(stacks[role], encoding.shapes[role]) for role in layer.roles}
         done: dict[str, QuantizedStack] = {}
         biases: dict[str, torch.Tensor] = {}
         for role in layer.roles:
-            if of_role := [one for one in (_bias(e[role], encoding.of(role)) for e in each) if one is not None]:
+            if of_role := [
+                one for one in (_bias(e[role], encoding.of(role)) for e in each) if one is not None
+            ]:
                 biases[role] = torch.stack(of_role)
         quantized: dict[str, torch.Tensor] | None = None
         given = {**values, **{f"b{role[1:]}": bias for role, bias in biases.items()}}
         for roles in coupled_roles(layer):
             of_gemm = encoding.of(roles[0])
             if of_gemm.is_direct:
-                done |= _encode_stacks([{role: one[role] for role in roles} for one in each], of_gemm)
+                done |= _encode_stacks(
+                    [{role: one[role] for role in roles} for one in each], of_gemm
+                )
                 continue
             products = inputs.of_hidden
             if roles == ["w2"]:
@@ -155,7 +183,9 @@ class LayerEncoder:
             matrices = [values[role] for role in roles]
             found = quantize_by_outputs(matrices, of_gemm.schema, of_gemm.param_dtype, products)
             done |= dict(zip(roles, found, strict=True))
-            quantized = {role: torch_ops.decoded(done[role].tensors, of_gemm.schema) for role in roles}
+            quantized = {
+                role: torch_ops.decoded(done[role].tensors, of_gemm.schema) for role in roles
+            }
         for role, bias in biases.items():
             done[role] = replace(done[role], tensors={**done[role].tensors, "bias": bias})
         return self._check_later(experts, done)
@@ -178,16 +208,24 @@ class LayerEncoder:
         return done
 
     def _check_later(
-        self, experts: Sequence[int], done: Mapping[str, QuantizedStack], failed_checks: torch.Tensor | None = None
+        self,
+        experts: Sequence[int],
+        done: Mapping[str, QuantizedStack],
+        failed_checks: torch.Tensor | None = None,
     ) -> EncodedBatch:
         """Return a batch whose values and deferred checks are checked in its `error_sums`."""
         sums = [stack.sums() for stack in done.values()]
-        bare = {role: replace(stack, tensors={}) for role, stack in done.items()}  # the tensors may be freed before
+        bare = {
+            role: replace(stack, tensors={}) for role, stack in done.items()
+        }  # the tensors may be freed before
 
         def error_sums(measured: Sequence[torch.Tensor]) -> dict[str, list[ErrorSums]]:
             if len(measured) > len(sums) and bool(measured[-1].any()):
                 raise DeferredCheckError
-            found = {role: stack.error_sums(one) for (role, stack), one in zip(bare.items(), measured, strict=False)}
+            found = {
+                role: stack.error_sums(one)
+                for (role, stack), one in zip(bare.items(), measured, strict=False)
+            }
             for index, expert in enumerate(experts):
                 for roles in coupled_roles(self.layer):
                     sums_of = [(self._name(expert, role), found[role][index]) for role in roles]
@@ -195,23 +233,35 @@ class LayerEncoder:
             return found
 
         measured = sums if failed_checks is None else [*sums, failed_checks.double()]
-        row_sums = {role: stack.row_sums for role, stack in done.items() if stack.row_sums is not None}
-        return EncodedBatch({role: stack.tensors for role, stack in done.items()}, measured, error_sums, row_sums)
+        row_sums = {
+            role: stack.row_sums for role, stack in done.items() if stack.row_sums is not None
+        }
+        return EncodedBatch(
+            {role: stack.tensors for role, stack in done.items()}, measured, error_sums, row_sums
+        )
 
     def _encode_each(self, experts: Sequence[int], raw: RawExperts | None) -> EncodedBatch:
         """Decode and encode expert by expert, with every check at once."""
         each: dict[str, list[QuantizedStack]] = {role: [] for role in self.layer.roles}
         for expert in experts:
             for roles in coupled_roles(self.layer):
-                for role, one in encode_expert(self.read(expert, roles, raw), self.encoding.of(roles[0])).items():
+                for role, one in encode_expert(
+                    self.read(expert, roles, raw), self.encoding.of(roles[0])
+                ).items():
                     each[role].append(one)
         found = {role: [one.error_sums()[0] for one in parts] for role, parts in each.items()}
-        tensors = {role: join_stacks([one.tensors for one in parts]) for role, parts in each.items()}
+        tensors = {
+            role: join_stacks([one.tensors for one in parts]) for role, parts in each.items()
+        }
         return EncodedBatch(tensors, [], lambda _: found)
 
     def _name(self, expert: int, role: str) -> str:
         ref = self.layer.sources[expert][role]["weight"]
-        return f"{ref.name}, expert {expert}" if self.layer.parts[role]["weight"].is_stacked else ref.name
+        return (
+            f"{ref.name}, expert {expert}"
+            if self.layer.parts[role]["weight"].is_stacked
+            else ref.name
+        )
 
 
 def _reordered(matrix: SourceMatrix, role: str, order: torch.Tensor) -> SourceMatrix:
@@ -220,7 +270,9 @@ def _reordered(matrix: SourceMatrix, role: str, order: torch.Tensor) -> SourceMa
         assert matrix.coded is not None, f"{matrix.name}: its format has no codes"
         return replace(matrix, coded=with_sorted_columns(matrix.coded, order))
     coded = None if matrix.coded is None else with_rows(matrix.coded, order)
-    floats, bias = (None if one is None else one.index_select(0, order) for one in (matrix.floats, matrix.bias))
+    floats, bias = (
+        None if one is None else one.index_select(0, order) for one in (matrix.floats, matrix.bias)
+    )
     return replace(matrix, coded=coded, floats=floats, bias=bias)
 
 
@@ -235,10 +287,16 @@ def float_stacks(layer: MoeLayer, raw: RawExperts | None) -> dict[str, torch.Ten
     if raw is None or not layer.format.is_float or layer.has_bias:
         return None
     stacks = {role: raw.stack(role) for role in layer.roles}
-    return None if None in stacks.values() else {role: s for role, s in stacks.items() if s is not None}
+    return (
+        None
+        if None in stacks.values()
+        else {role: s for role, s in stacks.items() if s is not None}
+    )
 
 
-def encode_expert(matrices: Mapping[str, SourceMatrix], encoding: GemmEncoding) -> dict[str, QuantizedStack]:
+def encode_expert(
+    matrices: Mapping[str, SourceMatrix], encoding: GemmEncoding
+) -> dict[str, QuantizedStack]:
     """Encode the projections of an expert that share their tensor-level scale, each at full size, as stacks of one.
 
     matrices: as `LayerEncoder.read` returns them. Raises InputError where a weight is not finite or cannot be
@@ -246,11 +304,15 @@ def encode_expert(matrices: Mapping[str, SourceMatrix], encoding: GemmEncoding) 
     order of groups.
     """
     stacks = _encode_stacks([matrices], encoding)
-    _check_numbers([(matrices[role].name, stack.error_sums()[0]) for role, stack in stacks.items()], encoding)
+    _check_numbers(
+        [(matrices[role].name, stack.error_sums()[0]) for role, stack in stacks.items()], encoding
+    )
     return stacks
 
 
-def _encode_stacks(each: Sequence[Mapping[str, SourceMatrix]], encoding: GemmEncoding) -> dict[str, QuantizedStack]:
+def _encode_stacks(
+    each: Sequence[Mapping[str, SourceMatrix]], encoding: GemmEncoding
+) -> dict[str, QuantizedStack]:
     """Keep the codes of several experts' projections, or quantize them; their numbers are not checked yet."""
     kept = [_pass_through(matrices, encoding) if encoding.is_direct else None for matrices in each]
     direct = [one for one in kept if one is not None]
@@ -261,24 +323,39 @@ def _encode_stacks(each: Sequence[Mapping[str, SourceMatrix]], encoding: GemmEnc
             tensors = [one[role][0] for one in direct]
             done[role] = stack_direct(tensors, torch.stack(rounding, 1) if rounding else None)
     else:
-        if direct:  # the orders of columns differ: each expert is encoded alone, when this check fails
-            is_any(torch.ones(1, dtype=torch.bool, device=next(iter(direct[0].values()))[0]["weight"].device))
+        if (
+            direct
+        ):  # the orders of columns differ: each expert is encoded alone, when this check fails
+            is_any(
+                torch.ones(
+                    1, dtype=torch.bool, device=next(iter(direct[0].values()))[0]["weight"].device
+                )
+            )
         done = _quantized_stacks(each, encoding)
     for role in done:
         biases = [_bias(matrices[role], encoding) for matrices in each]
         if bias := [one for one in biases if one is not None]:
-            done[role] = replace(done[role], tensors={**done[role].tensors, "bias": torch.stack(bias)})
+            done[role] = replace(
+                done[role], tensors={**done[role].tensors, "bias": torch.stack(bias)}
+            )
     return done
 
 
-def _quantized_stacks(each: Sequence[Mapping[str, SourceMatrix]], encoding: GemmEncoding) -> dict[str, QuantizedStack]:
+def _quantized_stacks(
+    each: Sequence[Mapping[str, SourceMatrix]], encoding: GemmEncoding
+) -> dict[str, QuantizedStack]:
     """Quantize the projections of several experts that share their tensor-level scale."""
     roles, powers = list(each[0]), None
     if encoding.takes_powers_of_two:
         size = encoding.schema.weight_scale_group_size
         coded = {role: [coded_of(matrices[role]) for matrices in each] for role in roles}
         powers = [
-            _stack([one.scale.float().repeat_interleave(one.group_k // size, dim=1) for one in coded[role]])
+            _stack(
+                [
+                    one.scale.float().repeat_interleave(one.group_k // size, dim=1)
+                    for one in coded[role]
+                ]
+            )
             for role in roles
         ]
     values = [_stack([matrices[role].values() for matrices in each]) for role in roles]
@@ -334,7 +411,9 @@ def _check_numbers(error_sums: Sequence[tuple[str, ErrorSums]], encoding: GemmEn
 _Kept = tuple[dict[str, torch.Tensor], torch.Tensor | None]
 
 
-def _pass_through(matrices: Mapping[str, SourceMatrix], encoding: GemmEncoding) -> dict[str, _Kept] | None:
+def _pass_through(
+    matrices: Mapping[str, SourceMatrix], encoding: GemmEncoding
+) -> dict[str, _Kept] | None:
     """Keep the source's codes; None where gate and up must share a scale and have different ones.
 
     And None where the groups' columns are not adjacent: of gate and up with an order (g_idx), since the kernel has one
@@ -342,7 +421,12 @@ def _pass_through(matrices: Mapping[str, SourceMatrix], encoding: GemmEncoding) 
     Raises InputError where such codes must be kept, or where a scale to be rounded is out of range.
     """
     scattered = next(
-        (one for one in matrices.values() if one.coded is not None and one.coded.column_groups is not None), None
+        (
+            one
+            for one in matrices.values()
+            if one.coded is not None and one.coded.column_groups is not None
+        ),
+        None,
     )
     if scattered is not None:
         if encoding.must_be_direct:
@@ -357,7 +441,9 @@ def _pass_through(matrices: Mapping[str, SourceMatrix], encoding: GemmEncoding) 
         return None
     coded = {role: coded_of(one) for role, one in matrices.items()}
     if share_scale(list(coded.values()), encoding.schema):
-        return {role: _pass_through_one(one, matrices[role], encoding) for role, one in coded.items()}
+        return {
+            role: _pass_through_one(one, matrices[role], encoding) for role, one in coded.items()
+        }
     if encoding.must_be_direct:
         names = [one.name for one in matrices.values()]
         raise InputError(
@@ -378,5 +464,7 @@ def _pass_through_one(coded: CodedMatrix, matrix: SourceMatrix, encoding: GemmEn
 
 def coded_of(matrix: SourceMatrix) -> CodedMatrix:
     """Return the codes of a matrix whose format stores codes, at the size that the target stores."""
-    assert matrix.coded is not None, f"{matrix.name}: planned to be kept, but its format has no codes"
+    assert matrix.coded is not None, (
+        f"{matrix.name}: planned to be kept, but its format has no codes"
+    )
     return matrix.coded if matrix.stored is None else filled(matrix.coded, matrix.stored)

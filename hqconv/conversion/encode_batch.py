@@ -44,7 +44,9 @@ class Batch:
     @cached_property
     def num_bytes(self) -> int:
         """Source bytes of the experts."""
-        return sum(ref.num_bytes for expert in self.experts for ref in self.planned.layer.refs(expert))
+        return sum(
+            ref.num_bytes for expert in self.experts for ref in self.planned.layer.refs(expert)
+        )
 
 
 Span = tuple[TensorRef, int, int]  # of a tensor: the start in it, and the number of bytes
@@ -140,7 +142,9 @@ class Lane:
         """Run the work inside on the lane."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def to_host(self, tensors: Sequence[torch.Tensor], out: torch.Tensor | None) -> list[torch.Tensor]:
+    def to_host(
+        self, tensors: Sequence[torch.Tensor], out: torch.Tensor | None
+    ) -> list[torch.Tensor]:
         """Copy tensors to flat uint8 tensors on the host, on a GPU to views of `out`; valid after `arrive`."""
         flat = [tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors]
         if self._stream is None:
@@ -195,14 +199,26 @@ def encode_to_runs(
     tiles = _weight_tiles(batch, lane.device)
     encoder = LayerEncoder(source, planned.layer, planned.encoding, lane.device, inputs)
     done = encoder.encode(batch.experts, raw, is_careful=is_careful, tiles=tiles)
-    names, sums = sum_names(done.tensors), expert_sums(done.tensors, planned.encoding.schema, done.row_sums)
-    written: dict[tuple[int | str, str], torch.Tensor] = {}  # by TP rank and name, or in the checkpoint layout by role
+    names, sums = (
+        sum_names(done.tensors),
+        expert_sums(done.tensors, planned.encoding.schema, done.row_sums),
+    )
+    written: dict[
+        tuple[int | str, str], torch.Tensor
+    ] = {}  # by TP rank and name, or in the checkpoint layout by role
     if planned.forms:
         weights = tiles.weights if tiles is not None and done.row_sums else {}
         for part in planned.slices:
-            written |= {(part.rank, name): value for name, value in _kernel_tensors(batch, done, part, weights).items()}
+            written |= {
+                (part.rank, name): value
+                for name, value in _kernel_tensors(batch, done, part, weights).items()
+            }
     else:
-        written = {(role, name): value for role, tensors in done.tensors.items() for name, value in tensors.items()}
+        written = {
+            (role, name): value
+            for role, tensors in done.tensors.items()
+            for name, value in tensors.items()
+        }
     done = replace(done, tensors={})  # on a GPU their memory is used again for the copies
     host = iter(lane.to_host([sums, *done.measured, *written.values()], out))
     host_sums = next(host).view(torch.int64).view(sums.shape)
@@ -214,7 +230,9 @@ def encode_to_runs(
             wait()
         return done.error_sums(measured)
 
-    return EncodedRuns(runs, wait, error_sums, lambda: dict(zip(names, host_sums.tolist(), strict=True)))
+    return EncodedRuns(
+        runs, wait, error_sums, lambda: dict(zip(names, host_sums.tolist(), strict=True))
+    )
 
 
 def _weight_tiles(batch: Batch, device: torch.device) -> WeightTiles | None:
@@ -239,7 +257,9 @@ def _kernel_tensors(
         for gemm, form in planned.forms.items()
         for name, value in to_kernel(form, packed[gemm]).items()
     }
-    return tensors | {f"{gemm}_weight": value for (gemm, rank), value in weights.items() if rank == part.rank}
+    return tensors | {
+        f"{gemm}_weight": value for (gemm, rank), value in weights.items() if rank == part.rank
+    }
 
 
 def _runs(batch: Batch, written: Mapping[tuple[int | str, str], torch.Tensor]) -> Iterator[Run]:
@@ -256,13 +276,19 @@ def _runs(batch: Batch, written: Mapping[tuple[int | str, str], torch.Tensor]) -
         tensors = {name: value for (rank, name), value in stacks.items() if rank == part.rank}
         for ep_rank, runs in neighbours.items():
             places = batch.planned.rank_tensors(part.rank, ep_rank)
-            assert places.keys() == tensors.keys(), (batch.planned.name, sorted(places), sorted(tensors))
+            assert places.keys() == tensors.keys(), (
+                batch.planned.name,
+                sorted(places),
+                sorted(tensors),
+            )
             for indices, local in runs:
                 for begin, end in _adjacent(indices):
                     for name, value in tensors.items():
                         place = places[name].entry(local + begin)
                         experts = value[indices[begin] : indices[begin] + end - begin]
-                        yield _run(place._replace(num_bytes=place.num_bytes * len(experts)), experts)
+                        yield _run(
+                            place._replace(num_bytes=place.num_bytes * len(experts)), experts
+                        )
 
 
 def _run(place: TensorRef, data: torch.Tensor) -> Run:
@@ -282,7 +308,9 @@ def _adjacent(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
 # --- what a unit lost, over all its batches
 
 
-def projection_errors(error_sums: Sequence[Mapping[str, ErrorSums]], *, is_coded: bool) -> dict[str, Any]:
+def projection_errors(
+    error_sums: Sequence[Mapping[str, ErrorSums]], *, is_coded: bool
+) -> dict[str, Any]:
     """Return the relative Frobenius error of each projection over all experts, and of the worst expert.
 
     Where the source `is_coded`, also the number of requantized experts, and of their scale groups without any error;
@@ -320,7 +348,9 @@ class Measurements:
     ) -> None:
         """Add a batch: error sums by role, and content sums by role and tensor, of each expert."""
         for index, expert in enumerate(experts):
-            self._error_sums[expert] = {role: of_role[index] for role, of_role in error_sums.items()}
+            self._error_sums[expert] = {
+                role: of_role[index] for role, of_role in error_sums.items()
+            }
             for (role, name), of_experts in sums.items():
                 self._sums.add(role, name, expert, of_experts[index])
 
@@ -339,7 +369,12 @@ class Measurements:
         """Return the content sums (`schemas/sum_factors`): projection → tensor → sum; of a shard under `COPIED`."""
         if isinstance(unit, MoeLayerPlan):
             return self._sums.to_dict()
-        return {COPIED: {ref.name: of_copied(self._copied[ref.name], ref.dtype, ref.shape) for ref in unit.refs}}
+        return {
+            COPIED: {
+                ref.name: of_copied(self._copied[ref.name], ref.dtype, ref.shape)
+                for ref in unit.refs
+            }
+        }
 
 
 def requantized_counts(error_sums: Sequence[ErrorSums]) -> dict[str, int]:

@@ -57,13 +57,18 @@ _OPEN_UNITS, _MAX_OPEN_UNITS = 4, 24
 # Units in work: their files are created in parallel, and the first ones whose files are there take turns, by the bytes
 # fed to them. Linux lets one thread write to a file at a time, and creating one on a RAM disk takes as long as writing.
 _UNITS_IN_WORK, _UNITS_IN_TURN = 3, 2
-_PIECES_IN_FLIGHT = 2  # of a copied shard beside a layer: its one file is written by one thread at a time
+_PIECES_IN_FLIGHT = (
+    2  # of a copied shard beside a layer: its one file is written by one thread at a time
+)
 _MIN_THREADS, _MAX_THREADS = 4, 16  # of a stage that reads or writes
 _MAX_FINISH_THREADS = 8  # each hashes more than a gigabyte a second
 # Of a batch or a piece, that one thread reads or writes while others take the rest. Every such task waits for Python's
 # lock a few times: beside a GPU, whose batches come faster, tasks are larger.
 _CHUNK_BYTES, _GPU_CHUNK_BYTES = 16 << 20, 32 << 20
-_DIGEST_BYTES, _GPU_DIGEST_BYTES = 1 << 20, 4 << 20  # of a file, hashed in one call; each hashing thread keeps so many
+_DIGEST_BYTES, _GPU_DIGEST_BYTES = (
+    1 << 20,
+    4 << 20,
+)  # of a file, hashed in one call; each hashing thread keeps so many
 
 
 @dataclass(eq=False)
@@ -151,10 +156,14 @@ class Executor:
         )
         self._threads_per_lane = 1 if resources.is_cuda else resources.threads_per_lane
         self._helpers = Helpers(resources.num_threads) if self._threads_per_lane > 1 else None
-        self._slots = HostBuffers(staging.slot_bytes, self._device, staging.num_slots, self._stages.notify)
+        self._slots = HostBuffers(
+            staging.slot_bytes, self._device, staging.num_slots, self._stages.notify
+        )
         self._outputs: HostBuffers | None = None
         if staging.out_bytes:
-            self._outputs = HostBuffers(staging.out_bytes, self._device, staging.num_outputs, self._stages.notify)
+            self._outputs = HostBuffers(
+                staging.out_bytes, self._device, staging.num_outputs, self._stages.notify
+            )
         self._chunk_bytes = _GPU_CHUNK_BYTES if resources.is_cuda else _CHUNK_BYTES
         self._digest_bytes = _GPU_DIGEST_BYTES if resources.is_cuda else _DIGEST_BYTES
         self._integrity = SourceIntegrity(source, self._stages, profile, known)
@@ -194,7 +203,11 @@ class Executor:
         in_work: list[_UnitInWork] = []
         coming = next(units, None)
         while coming is not None or in_work:
-            while coming is not None and len(in_work) < _UNITS_IN_WORK and self._may_open(coming, in_work):
+            while (
+                coming is not None
+                and len(in_work) < _UNITS_IN_WORK
+                and self._may_open(coming, in_work)
+            ):
                 unit = self._open(coming)
                 if unit.items:
                     in_work.append(unit)
@@ -247,7 +260,9 @@ class Executor:
             in_flight.num_reads_left = len(parts)
             for begin, part in parts:
                 data = slot[begin : begin + part.num_bytes]
-                self._stages.start(Stage.READ, part.num_bytes, self._read_part, in_flight, part, data)
+                self._stages.start(
+                    Stage.READ, part.num_bytes, self._read_part, in_flight, part, data
+                )
         elif self._source.reads_ahead:
             raw = in_flight.raw = RawExperts(item.layout, slot)
             pieces = item.layout.pieces(self._chunk_bytes)
@@ -264,7 +279,9 @@ class Executor:
         """Create a unit's files at their full size, and write the layer's activation scales."""
         planned, writer = unit.unit, UnitWriter(self._root, unit.unit.files)
         try:
-            for gemm, ref in planned.input_scale_places() if isinstance(planned, MoeLayerPlan) else ():
+            for gemm, ref in (
+                planned.input_scale_places() if isinstance(planned, MoeLayerPlan) else ()
+            ):
                 scale = torch.tensor([self._scales[planned.name][gemm]], dtype=torch.float32)
                 writer.write_at(ref.file, ref.offset_bytes, scale.numpy())
         except BaseException:
@@ -278,7 +295,12 @@ class Executor:
         runs, reads, end = list[Run](), [], 0
         for ref, start, size in part.spans:
             place, end = data[end : end + size], end + size
-            reads.append((ref._replace(offset_bytes=ref.offset_bytes + start, num_bytes=size), place.numpy().data))
+            reads.append(
+                (
+                    ref._replace(offset_bytes=ref.offset_bytes + start, num_bytes=size),
+                    place.numpy().data,
+                )
+            )
             out = part.planned.files[0].tensors[ref.name]
             runs.append(Run(out.file, out.offset_bytes + start, size, place))
         try:
@@ -296,7 +318,11 @@ class Executor:
             self._write_out(in_flight, in_flight.runs)
 
     def _read(
-        self, in_flight: _InFlight, batch: Batch, raw: RawExperts, ranges: Sequence[tuple[TensorRef, int]]
+        self,
+        in_flight: _InFlight,
+        batch: Batch,
+        raw: RawExperts,
+        ranges: Sequence[tuple[TensorRef, int]],
     ) -> None:
         self._source.read_raw(raw, ranges)
         if self._is_last_read(in_flight):
@@ -317,7 +343,9 @@ class Executor:
         if encoded.wait is None:
             self._collect(in_flight, batch, lane, encoded)
         else:
-            self._stages.start(Stage.COLLECT, batch.num_bytes, self._collect, in_flight, batch, lane, encoded)
+            self._stages.start(
+                Stage.COLLECT, batch.num_bytes, self._collect, in_flight, batch, lane, encoded
+            )
 
     def _next_lane(self) -> Lane:
         """Return the thread's own lane on the CPU, or the next of the lanes of a GPU."""
@@ -331,7 +359,9 @@ class Executor:
         lane: Lane = next(self._own.lanes)
         return lane
 
-    def _collect(self, in_flight: _InFlight, batch: Batch, lane: Lane, encoded: EncodedRuns) -> None:
+    def _collect(
+        self, in_flight: _InFlight, batch: Batch, lane: Lane, encoded: EncodedRuns
+    ) -> None:
         """Take the results once they are on the host; encode again where a deferred check fails."""
         with self._integrity.blame_files_first(in_flight.sources):
             try:
@@ -339,7 +369,9 @@ class Executor:
             except DeferredCheckError:
                 with lane.used():
                     raw, out = in_flight.raw, in_flight.out
-                    encoded = self._encode_batch(self._source, batch, raw, lane, out, is_careful=True)
+                    encoded = self._encode_batch(
+                        self._source, batch, raw, lane, out, is_careful=True
+                    )
                     error_sums = encoded.error_sums()
         with self._lock:
             in_flight.unit.measured.add(batch.experts, error_sums, encoded.sums())
@@ -357,7 +389,9 @@ class Executor:
         chunks = split_runs(runs, self._chunk_bytes)
         in_flight.num_writes_left = len(chunks)
         for chunk in chunks:
-            self._stages.start(Stage.WRITE, sum(run.num_bytes for run in chunk), self._write, in_flight, chunk)
+            self._stages.start(
+                Stage.WRITE, sum(run.num_bytes for run in chunk), self._write, in_flight, chunk
+            )
         if not chunks:
             self._end(in_flight)
 
@@ -405,7 +439,9 @@ class Executor:
             self._stages.start(Stage.PUBLISH, 0, self._publish, unit)
 
     def _finish_file(self, unit: _UnitInWork, file: OutFile) -> None:
-        record = self._writer(unit).finish_file(file, self._stages.check_cancelled, self._digest_bytes)
+        record = self._writer(unit).finish_file(
+            file, self._stages.check_cancelled, self._digest_bytes
+        )
         _LOG.debug("Wrote %s: %d bytes.", self._root / file.path, file.size_bytes)
         with self._lock:
             unit.files[file.path] = record
@@ -420,13 +456,18 @@ class Executor:
         self._writer(unit).publish()
         records = [unit.files[file.path] for file in planned.files]
         errors, sums = measured.errors(planned), measured.sums(planned)
-        digests, states = self._integrity.digests(unit.sources), self._integrity.states(unit.sources)
+        digests, states = (
+            self._integrity.digests(unit.sources),
+            self._integrity.states(unit.sources),
+        )
         entry = JournalEntry(planned.name, records, errors, sums, digests, states)
         self._record(entry)
         self._prefetch.release(planned.name)
         unit.is_done = True
         seconds = time.monotonic() - unit.started_s
-        _LOG.info("Unit %s is done: %s in %.1f s.", planned.name, plural(len(records), "file"), seconds)
+        _LOG.info(
+            "Unit %s is done: %s in %.1f s.", planned.name, plural(len(records), "file"), seconds
+        )
         self._meter.finish(planned.name)
         self._stages.notify()
 
@@ -437,4 +478,7 @@ def _next_in_turn(in_work: Sequence[_UnitInWork]) -> _UnitInWork:
     least = min((unit.num_bytes_fed for unit in ready if unit.num_bytes_fed), default=0)
     for unit in ready:
         unit.num_bytes_fed = unit.num_bytes_fed or least
-    return min([unit for unit in ready if not unit.is_saturated] or ready, key=lambda unit: unit.num_bytes_fed)
+    return min(
+        [unit for unit in ready if not unit.is_saturated] or ready,
+        key=lambda unit: unit.num_bytes_fed,
+    )

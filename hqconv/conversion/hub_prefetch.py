@@ -54,7 +54,9 @@ class ShardUse:
     sizes: Mapping[str, int]
 
     @classmethod
-    def of(cls, source: Source, items: Iterable[OutputUnit | MoeLayer], *, keeps: bool = False) -> ShardUse:
+    def of(
+        cls, source: Source, items: Iterable[OutputUnit | MoeLayer], *, keeps: bool = False
+    ) -> ShardUse:
         """Collect the shards of output units or layers.
 
         keeps: also whole shards of copied tensors, as always for an artifact.
@@ -73,7 +75,9 @@ class ShardUse:
     @property
     def least_bytes(self) -> int:
         """Largest size that must be in the folder at one time: every shard from its first to its last use."""
-        last = {name: number for number, of_one in enumerate(self.of_unit.values()) for name in of_one}
+        last = {
+            name: number for number, of_one in enumerate(self.of_unit.values()) for name in of_one
+        }
         held: dict[str, int] = {}
         most = 0
         for number, of_one in enumerate(self.of_unit.values()):
@@ -90,13 +94,26 @@ class ShardUse:
         if policy.limit_bytes is None:
             return max(self.least_bytes, 4 * max(self.sizes.values(), default=0))
         if policy.limit_bytes < self.least_bytes and not policy.keeps:
-            what = "The cache limit is too small for the files that one group of tensors is made of."
-            expected, remedy = f"at least {self.least_bytes} bytes", "Give more, or leave the option out."
-            raise RequestError(what, where="--cache-limit", expected=expected, found=policy.limit_bytes, remedy=remedy)
+            what = (
+                "The cache limit is too small for the files that one group of tensors is made of."
+            )
+            expected, remedy = (
+                f"at least {self.least_bytes} bytes",
+                "Give more, or leave the option out.",
+            )
+            raise RequestError(
+                what,
+                where="--cache-limit",
+                expected=expected,
+                found=policy.limit_bytes,
+                remedy=remedy,
+            )
         return policy.limit_bytes
 
 
-def shards_of(source: Source, item: OutputUnit | MoeLayer, *, whole: bool = False) -> tuple[str, ...]:
+def shards_of(
+    source: Source, item: OutputUnit | MoeLayer, *, whole: bool = False
+) -> tuple[str, ...]:
     """Return the names of the shards that an output unit or layer is read from; whole: also for copied tensors."""
     if isinstance(item, CopiedShardPlan):
         refs = list(item.refs) if whole else []
@@ -154,7 +171,9 @@ class HubPrefetch:
         if self._listing is None or not self._queue:
             return
         if not self._keeps:
-            with output_errors(hub.cache_folder(), "Mend the Hub's cache, or have HF_HOME name another place."):
+            with output_errors(
+                hub.cache_folder(), "Mend the Hub's cache, or have HF_HOME name another place."
+            ):
                 self._folder = _OwnFolder()
         for number in range(_NUM_THREADS):
             thread = threading.Thread(target=self._work, name=f"hqconv-fetch_{number}", daemon=True)
@@ -215,7 +234,9 @@ class HubPrefetch:
         while (name := self._next_shard()) is not None:
             error: BaseException | None = None
             try:
-                self._source.fetch([name], self._check, None if self._folder is None else self._folder.root)
+                self._source.fetch(
+                    [name], self._check, None if self._folder is None else self._folder.root
+                )
             except BaseException as failure:  # noqa: BLE001 - raised by `is_ready`
                 error = failure
             with self._changed:
@@ -264,7 +285,9 @@ class _OwnFolder:
         new = self._make()
         self._lock = (new / "lock").open("w")
         _takes(self._lock)
-        self.root = new.rename(new.with_name(f"run-{new.name}"))  # only now others look for its lock
+        self.root = new.rename(
+            new.with_name(f"run-{new.name}")
+        )  # only now others look for its lock
         for left in self._place.glob("run-*/lock"):
             with suppress(OSError), left.open("r+") as lock:
                 if _takes(lock):
@@ -275,7 +298,10 @@ class _OwnFolder:
             try:
                 self._place.mkdir(parents=True, exist_ok=True)
                 return Path(tempfile.mkdtemp(prefix="", dir=self._place))
-            except (FileNotFoundError, FileExistsError):  # the process that ended last removed the folder above
+            except (
+                FileNotFoundError,
+                FileExistsError,
+            ):  # the process that ended last removed the folder above
                 if number == _NUM_TRIES - 1:
                     raise
         raise AssertionError
@@ -297,7 +323,9 @@ def _takes(lock: IO[str]) -> bool:
 
 
 @contextmanager
-def fetched_layers(source: Source | None, layers: Iterable[MoeLayer], policy: CachePolicy) -> Iterator[HubPrefetch]:
+def fetched_layers(
+    source: Source | None, layers: Iterable[MoeLayer], policy: CachePolicy
+) -> Iterator[HubPrefetch]:
     """Fetch the shards of MoE layers of a source ahead of the work inside, which waits for and releases each layer.
 
     Nothing is fetched of a folder, or without a source. Raises RequestError or OutputError as `check_room`.
@@ -316,7 +344,11 @@ def fetched_layers(source: Source | None, layers: Iterable[MoeLayer], policy: Ca
 
 
 def check_room(
-    source: Source, use: ShardUse, policy: CachePolicy, out: Path | None = None, num_bytes_out: int = 0
+    source: Source,
+    use: ShardUse,
+    policy: CachePolicy,
+    out: Path | None = None,
+    num_bytes_out: int = 0,
 ) -> None:
     """Refuse a cache limit or a disk that is too small for the shards; `num_bytes_out` are written to `out`.
 

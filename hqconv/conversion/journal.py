@@ -72,10 +72,16 @@ def parse_entry(line: bytes) -> JournalEntry | None:
     if document is None or "unit" not in document:
         return None
     try:
-        entry = JournalEntry(**{**document, "files": [FileRecord(**record) for record in document["files"]]})
+        entry = JournalEntry(
+            **{**document, "files": [FileRecord(**record) for record in document["files"]]}
+        )
     except (KeyError, TypeError):
         return None
-    texts = [entry.unit, *entry.sources.values(), *(text for file in entry.files for text in (file.path, file.sha256))]
+    texts = [
+        entry.unit,
+        *entry.sources.values(),
+        *(text for file in entry.files for text in (file.path, file.sha256)),
+    ]
     is_typed = all(isinstance(text, str) for text in texts) and isinstance(entry.measured, dict)
     is_typed = is_typed and isinstance(entry.states, dict)
     return entry if is_typed else None
@@ -149,7 +155,10 @@ class Journal:
     def _open(self, latest: float) -> int:
         while True:
             try:
-                descriptor, self._is_new = os.open(self.path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o644), True
+                descriptor, self._is_new = (
+                    os.open(self.path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o644),
+                    True,
+                )
             except FileExistsError:
                 try:
                     descriptor, self._is_new = _open_existing(self.path), False
@@ -241,7 +250,9 @@ class Journal:
 
     def drop(self) -> None:
         """Release the lock, and leave no journal where there was none."""
-        if self._is_new and self.identity is None:  # another process may have locked the new file first
+        if (
+            self._is_new and self.identity is None
+        ):  # another process may have locked the new file first
             self.remove()
         self.close()
 

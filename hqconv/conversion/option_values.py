@@ -37,7 +37,9 @@ _CHECKPOINT_LAYOUT_TARGET = GpuTarget(90)  # only to ask Humming whether a schem
 
 def parse_bytes(size: str | int, option: str = "--max-memory") -> int:
     """Parse `512MiB`, `4GiB`, `2GB`, `1.5G` (as GiB) or plain bytes. Raises RequestError for anything else."""
-    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?)(i?)(B?)", str(size).strip(), re.IGNORECASE)
+    match = re.fullmatch(
+        r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?)(i?)(B?)", str(size).strip(), re.IGNORECASE
+    )
     if match is None or (match[3] and not match[2]) or not float(match[1]):
         raise RequestError(
             "The option's value is not a size.",
@@ -59,13 +61,18 @@ def choose_device(text: str, number: int = 0) -> str:
     match = re.fullmatch(r"auto|cpu|cuda(?::(\d{1,4}))?", text)
     if match is None:
         expected = "auto, cuda, cuda:N or cpu"
-        raise RequestError("There is no such device.", where="--device", expected=expected, found=text)
+        raise RequestError(
+            "There is no such device.", where="--device", expected=expected, found=text
+        )
     num_devices = 0 if text == "cpu" else _num_gpus()
     if text == "cpu" or (text == "auto" and not num_devices):
         return "cpu"
     index = int(match[1]) if match[1] else number % max(1, num_devices)
     if index >= num_devices:
-        what, expected = "There is no such CUDA device.", f"one of {plural(num_devices, 'CUDA device')}"
+        what, expected = (
+            "There is no such CUDA device.",
+            f"one of {plural(num_devices, 'CUDA device')}",
+        )
         remedy = "Use --device cpu: without --calibrate the bytes are the same."
         raise RequestError(what, where=f"--device {text}", expected=expected, remedy=remedy)
     return f"cuda:{index}"
@@ -81,7 +88,9 @@ def start_gpu(device: str, *, is_part: bool = False) -> None:
     with suppress(RequestError):
         name = choose_device(device, local_rank()[0] if is_part else 0)  # loads torch
         if name != "cpu":
-            threading.Thread(target=_create_context, args=(name,), name="hqconv-start", daemon=True).start()
+            threading.Thread(
+                target=_create_context, args=(name,), name="hqconv-start", daemon=True
+            ).start()
 
 
 def _create_context(name: str) -> None:
@@ -167,7 +176,11 @@ def default_out(name: str, schema: str, spec: ConversionSpec, overridden_by: str
 
 def check_modes(*, resume: bool, overwrite: bool, update: bool = False, part: bool = False) -> None:
     """Raise RequestError for two modes that exclude each other. A part always resumes."""
-    given = [f"--{name}" for name, is_given in locals().items() if is_given and not (name == "resume" and part)]
+    given = [
+        f"--{name}"
+        for name, is_given in locals().items()
+        if is_given and not (name == "resume" and part)
+    ]
     if len(given) > 1:
         remedy = "Give one of them."
         if part:  # nobody could tell which part begins, or whose artifact is replaced
@@ -179,9 +192,16 @@ def check_places(source_folder: Path, out: Path) -> Path:
     """Return `out`, if neither folder lies in the other: a later run would mix them up. Raises OutputError."""
     try:
         source, target = source_folder.resolve(), out.resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # a circle of links, a name that no file can have
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # a circle of links, a name that no file can have
         raise OutputError(
-            "The output's path cannot be used.", where=repr(str(out)), found=error, remedy="Choose another with -o."
+            "The output's path cannot be used.",
+            where=repr(str(out)),
+            found=error,
+            remedy="Choose another with -o.",
         ) from error
     if len(os.fsencode(target.name)) > _MAX_NAME:
         raise OutputError(
@@ -191,7 +211,10 @@ def check_places(source_folder: Path, out: Path) -> Path:
             found=len(os.fsencode(target.name)),
         )
     if target.is_relative_to(source) or source.is_relative_to(target):
-        what, remedy = "The output would lie in the source, or the source in it.", "Choose another with -o."
+        what, remedy = (
+            "The output would lie in the source, or the source in it.",
+            "Choose another with -o.",
+        )
         expected = f"a folder outside of {source_folder}"
         raise OutputError(what, where=str(out), expected=expected, remedy=remedy)
     return out
@@ -211,12 +234,19 @@ def cache_use(limit: str | int | None, *, keep_source: bool) -> CachePolicy:
     from hqconv.conversion.hub_prefetch import CachePolicy
 
     if limit is not None and keep_source:
-        raise RequestError("--cache-limit and --keep-source exclude each other.", remedy="Give one of the two.")
+        raise RequestError(
+            "--cache-limit and --keep-source exclude each other.", remedy="Give one of the two."
+        )
     return CachePolicy(None if limit is None else parse_bytes(limit, "--cache-limit"), keep_source)
 
 
 def resources_of(
-    device: str, max_memory: str | int, max_gpu_memory: str | int | None, threads: int | None, *, is_part: bool = False
+    device: str,
+    max_memory: str | int,
+    max_gpu_memory: str | int | None,
+    threads: int | None,
+    *,
+    is_part: bool = False,
 ) -> Resources:
     """Return the resource limits; each of torchrun's parts has its own GPU, and its share of the processors."""
     from hqconv.conversion.resources import Resources, default_threads
@@ -224,9 +254,16 @@ def resources_of(
     number, num_here = local_rank() if is_part else (0, 1)
     gpu_bytes = None if max_gpu_memory is None else parse_bytes(max_gpu_memory, "--max-gpu-memory")
     num_threads = max(1, default_threads() // num_here) if threads is None else threads
-    found = Resources(choose_device(device, number), parse_bytes(max_memory), num_threads, gpu_bytes)
+    found = Resources(
+        choose_device(device, number), parse_bytes(max_memory), num_threads, gpu_bytes
+    )
     limits = f"{found.max_memory_bytes} bytes of host memory"
-    _LOG.info("Device %s, %s, at most %s for experts.", found.device_name, plural(num_threads, "thread"), limits)
+    _LOG.info(
+        "Device %s, %s, at most %s for experts.",
+        found.device_name,
+        plural(num_threads, "thread"),
+        limits,
+    )
     return found
 
 
@@ -246,4 +283,6 @@ def local_rank() -> tuple[int, int]:
     """Return this process's rank on its machine, and the number of torchrun's processes there: 0 and 1 without it."""
     if torchrun_part() is None:
         return 0, 1
-    return int(os.environ.get("LOCAL_RANK", "0")), max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return int(os.environ.get("LOCAL_RANK", "0")), max(
+        1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    )

@@ -19,7 +19,14 @@ from typing import Any
 from hqconv.artifact.manifest import Manifest, is_artifact, read_manifest
 from hqconv.artifact.model_card import are_sums, is_own_card
 from hqconv.conversion.journal import FolderJournal, Journal, JournalEntry, busy, compare_identities
-from hqconv.errors import HqconvError, OutputError, RequestError, VerificationError, first_few, plural
+from hqconv.errors import (
+    HqconvError,
+    OutputError,
+    RequestError,
+    VerificationError,
+    first_few,
+    plural,
+)
 from hqconv.io.durable_files import (
     FileRecord,
     check_space,
@@ -36,7 +43,16 @@ from hqconv.io.durable_files import (
 )
 from hqconv.io.file_access import CloseError, Descriptors, sha256_of, write_fully
 from hqconv.planning.output_units import MoeLayerPlan, OutFile, OutputUnit
-from hqconv.schemas.artifact_names import CARD, COMPANIONS, JOURNAL, MANIFEST, PARTIAL, SUMS, journal_part, part_journal
+from hqconv.schemas.artifact_names import (
+    CARD,
+    COMPANIONS,
+    JOURNAL,
+    MANIFEST,
+    PARTIAL,
+    SUMS,
+    journal_part,
+    part_journal,
+)
 
 _MAX_PARTS = 9999
 FOREIGN_FOLDER = "a folder that hqconv did not make, and that is not empty"
@@ -73,7 +89,9 @@ class Part:
         number, count = (int(match[1]), int(match[2])) if match else (0, 0)
         if not 1 <= number <= count:
             expected = f"I/N with I from 1 to N, at most {_MAX_PARTS}, such as 1/4"
-            raise RequestError("There is no such part.", where="--part", expected=expected, found=text)
+            raise RequestError(
+                "There is no such part.", where="--part", expected=expected, found=text
+            )
         return cls(number, count)
 
     def may_work_beside(self, other: str) -> bool:
@@ -95,7 +113,9 @@ class Part:
         end = 0
         for unit in units:
             begin, end = end, end + unit.num_bytes_read
-            number = 1 + (begin + end) * self.count // max(1, 2 * total)  # by the middle of the unit
+            number = 1 + (begin + end) * self.count // max(
+                1, 2 * total
+            )  # by the middle of the unit
             if min(number, self.count) == self.number:
                 yield unit
 
@@ -174,7 +194,10 @@ class OutputFolder:
                 overwrite = not resume
                 self.replaced_because = "" if resume else self.replaced_because
             if is_finished and resume and (of_side is None or of_side.identity is None):
-                if of_side is None or self._difference(read_manifest(self.out, is_sealed=True)) is None:
+                if (
+                    of_side is None
+                    or self._difference(read_manifest(self.out, is_sealed=True)) is None
+                ):
                     check_finished(self.out, self._difference)
                     self._tidy_up(of_side, of_out)
                     return False
@@ -259,7 +282,11 @@ class OutputFolder:
             compare_identities(self.out, journal.identity, self._identity)
             self._keep_finished(root, journal.entries, self._paths)
             (root / MANIFEST).unlink(missing_ok=True)  # killed after sealing
-        elif journal.identity is not None or files_in(root) > {JOURNAL} or (root != self.out and not resume):
+        elif (
+            journal.identity is not None
+            or files_in(root) > {JOURNAL}
+            or (root != self.out and not resume)
+        ):
             nothing = "a journal that says nothing: nothing to resume"
             raise cannot_use(self.out, nothing if resume else "an unfinished conversion")
         # else the run was killed before it recorded its identity
@@ -275,7 +302,9 @@ class OutputFolder:
         remove_listed(root, [MANIFEST, *sorted(listed - {MANIFEST})])
         journal.restart()
 
-    def _keep_finished(self, root: Path, entries: Iterable[JournalEntry], paths: Iterable[str]) -> None:
+    def _keep_finished(
+        self, root: Path, entries: Iterable[JournalEntry], paths: Iterable[str]
+    ) -> None:
         """Take current units whose files are all complete as done, and remove the partial files of `paths`."""
         check_strays(root, {*self._paths, *listed_files(root)}, self._paths)
         entries = self._current(entries)
@@ -311,7 +340,9 @@ class OutputFolder:
                 raise cannot_use(self.out, "an unfinished conversion")
             self._discard_old()
             if files_in(self._side) > {JOURNAL}:
-                what = "a folder beside the output that is not empty, where the new one would be built"
+                what = (
+                    "a folder beside the output that is not empty, where the new one would be built"
+                )
                 raise cannot_use(self._side, what)
         except BaseException:
             journal.drop()
@@ -331,7 +362,10 @@ class OutputFolder:
         """
         self._check_no_file()
         if (self._side / JOURNAL).is_file():
-            raise cannot_use(self.out, "an artifact that an unfinished --overwrite replaces: finish it without --part")
+            raise cannot_use(
+                self.out,
+                "an artifact that an unfinished --overwrite replaces: finish it without --part",
+            )
         if not (self.out / JOURNAL).exists():
             if is_artifact(self.out):
                 check_finished(self.out, self._difference)
@@ -349,8 +383,13 @@ class OutputFolder:
             raise
         finally:
             journal.close()
-        names, paths = {unit.name for unit in units}, [file.path for unit in units for file in unit.files]
-        self._keep_finished(self.out, [entry for entry in journal.entries if entry.unit in names], paths)
+        names, paths = (
+            {unit.name for unit in units},
+            [file.path for unit in units for file in unit.files],
+        )
+        self._keep_finished(
+            self.out, [entry for entry in journal.entries if entry.unit in names], paths
+        )
         return True
 
     def _begin_part(self, part: Part, journal: FolderJournal) -> None:
@@ -385,7 +424,9 @@ class OutputFolder:
         if journal.identity != self._identity:
             journal.drop()
             raise OutputError(
-                "The output folder was replaced meanwhile.", where=str(self.root), remedy="Run the same command again."
+                "The output folder was replaced meanwhile.",
+                where=str(self.root),
+                remedy="Run the same command again.",
             )
         journal.begin(self._identity)
         self.done = {entry.unit: entry for entry in self._current(journal.entries)}
@@ -409,7 +450,9 @@ class OutputFolder:
         if self.root != self.out:
             with output_errors(self.out):
                 if self.out.exists():
-                    check_strays(self.out, listed_files(self.out), self._paths)  # files that appeared meanwhile
+                    check_strays(
+                        self.out, listed_files(self.out), self._paths
+                    )  # files that appeared meanwhile
                     exchange(self._side, self.out, parked_folder(self.out))
                 else:  # the old artifact was removed meanwhile
                     self._side.rename(self.out)
@@ -425,7 +468,9 @@ class OutputFolder:
             path = self.root / record.path
             if size_of(path) != record.size_bytes:
                 what = "A finished file was removed or cut meanwhile."
-                raise OutputError(what, where=str(path), remedy="Run the same command with --resume.")
+                raise OutputError(
+                    what, where=str(path), remedy="Run the same command with --resume."
+                )
 
     def _try_to_discard(self, journal: FolderJournal | None = None) -> None:
         """Remove the old artifact, then an empty journal beside it; after the exchange a failure is only a warning."""
@@ -436,7 +481,9 @@ class OutputFolder:
                 with suppress(OSError):  # not empty: foreign files appeared meanwhile
                     self._side.rmdir()
         except OutputError as error:
-            self.warnings.append(f"The old artifact could not be removed from {self._side}: {error.found}.")
+            self.warnings.append(
+                f"The old artifact could not be removed from {self._side}: {error.found}."
+            )
         else:
             if self._side.exists():
                 self.warnings.append(f"Something that hqconv did not make is left in {self._side}.")
@@ -466,7 +513,9 @@ class UnitWriter:
         """Create every file at its full size under a temporary name, and write its header."""
         self._root, self._files = root, files
         self._paths = {file.path: partial(root / file.path) for file in files}
-        self._descriptors = Descriptors(lambda path: os.open(self._paths[path], os.O_RDWR | os.O_CLOEXEC))
+        self._descriptors = Descriptors(
+            lambda path: os.open(self._paths[path], os.O_RDWR | os.O_CLOEXEC)
+        )
         try:
             for file in files:
                 self._create(file)
@@ -480,7 +529,9 @@ class UnitWriter:
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
             try:
-                os.posix_fallocate(descriptor, 0, file.size_bytes)  # a full disk fails before the work
+                os.posix_fallocate(
+                    descriptor, 0, file.size_bytes
+                )  # a full disk fails before the work
                 write_fully(descriptor, file.header, 0)
             finally:
                 os.close(descriptor)
@@ -492,7 +543,10 @@ class UnitWriter:
             write_fully(descriptor, data, offset_bytes)
 
     def finish_file(
-        self, file: OutFile, check_cancelled: Callable[[], object] | None = None, chunk_bytes: int = 0
+        self,
+        file: OutFile,
+        check_cancelled: Callable[[], object] | None = None,
+        chunk_bytes: int = 0,
     ) -> FileRecord:
         """Flush a complete file to the disk, and return its size and digest; for any thread.
 
@@ -612,7 +666,11 @@ def listed_files(root: Path) -> set[str]:
             remedy="Choose another folder with -o, or remove this one yourself.",
         ) from error
     with output_errors(root):
-        others = {CARD} if CARD in manifest.files and not is_own_card(root, manifest, with_evaluation=True) else set()
+        others = (
+            {CARD}
+            if CARD in manifest.files and not is_own_card(root, manifest, with_evaluation=True)
+            else set()
+        )
         return {MANIFEST, *manifest.files, *([SUMS] if are_sums(root) else [])} - others
 
 
@@ -677,7 +735,9 @@ def remove_listed(root: Path, listed: Sequence[str]) -> None:
                 with suppress(OSError):
                     (root / folder).rmdir()
         left = (root / folder for folder in _folders_of(listed) if _lies_in(root, folder))
-        sync_folders(root, [folder for folder in left if folder.is_dir() and not folder.is_symlink()])
+        sync_folders(
+            root, [folder for folder in left if folder.is_dir() and not folder.is_symlink()]
+        )
 
 
 def _lies_in(root: Path, path: str) -> bool:
@@ -687,4 +747,6 @@ def _lies_in(root: Path, path: str) -> bool:
 
 def _folders_of(paths: Iterable[str]) -> set[str]:
     """Return the folders of relative paths."""
-    return {folder.as_posix() for path in paths for folder in Path(path).parents if folder != Path()}
+    return {
+        folder.as_posix() for path in paths for folder in Path(path).parents if folder != Path()
+    }

@@ -69,17 +69,23 @@ def push(
         operations = []
         for batch in _batches(missing):
             if announce is not None:
-                announce(f"sending {plural(len(batch), 'file')}: {first_few([file.name for file in batch])}")
+                announce(
+                    f"sending {plural(len(batch), 'file')}: {first_few([file.name for file in batch])}"
+                )
             operations += repo.prepare(batch)
             num_bytes += sum(file.size_bytes for file in batch)
         _manifest_bytes(root, manifest)  # refuses an artifact that was replaced during the uploads
         title = f"Artifact {manifest.sha256[:12]}: {manifest.schema_name} of {manifest.source.name}"
         commit = _commit(repo, title, operations, obsolete, state.commit, files)
         _check_arrived(repo, commit, wanted)
-    return PushReport(str(root), repo.repo_id, repo.branch, commit, len(missing), num_bytes, manifest.sha256)
+    return PushReport(
+        str(root), repo.repo_id, repo.branch, commit, len(missing), num_bytes, manifest.sha256
+    )
 
 
-def published_manifest(repo: HubBranch, planned: Collection[str], *, private: bool) -> tuple[Manifest, str] | None:
+def published_manifest(
+    repo: HubBranch, planned: Collection[str], *, private: bool
+) -> tuple[Manifest, str] | None:
     """Return the manifest of the complete artifact in a repo's branch, and the branch's commit; None without one.
 
     planned: files of the artifact that would be pushed. private: refuse a public repo, with RequestError.
@@ -99,7 +105,9 @@ def published_manifest(repo: HubBranch, planned: Collection[str], *, private: bo
         if name == CARD:  # people may edit it
             continue
         # A file outside of LFS is small, and is downloaded for its digest.
-        if entry.sha256 != (remote.digest if remote.is_lfs else sha256_of(repo.read(name, state.commit))):
+        if entry.sha256 != (
+            remote.digest if remote.is_lfs else sha256_of(repo.read(name, state.commit))
+        ):
             return None
     return manifest, state.commit
 
@@ -141,7 +149,9 @@ def _files_to_send(root: Path, manifest: Manifest) -> list[FileToSend]:
                 "Verify it; convert again, or copy it from where it is whole.",
             )
             expected = f"{entry.size_bytes} bytes"
-            raise VerificationError(what, where=str(path), expected=expected, found=found, remedy=remedy)
+            raise VerificationError(
+                what, where=str(path), expected=expected, found=found, remedy=remedy
+            )
         if name != CARD:
             files.append(FileToSend(name, entry.sha256, entry.size_bytes, path))
     if (root / CARD).is_file():
@@ -195,7 +205,11 @@ def _manifest_at(repo: HubBranch, state: BranchFiles) -> Manifest | None:
 
 def _check_strays(repo: HubBranch, state: BranchFiles, known: set[str]) -> None:
     """Refuse a repo with foreign files, which would make the artifact fail its verification."""
-    strays = sorted(name for name in state.files if name not in known and name.partition("/")[0] not in COMPANIONS)
+    strays = sorted(
+        name
+        for name in state.files
+        if name not in known and name.partition("/")[0] not in COMPANIONS
+    )
     if strays:
         raise OutputError(
             "The repo holds files that are not the artifact's.",

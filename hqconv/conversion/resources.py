@@ -23,18 +23,26 @@ _ONE = "One expert"
 _CUDA_LANES = 3  # one copies in, one computes, one copies out
 _CPU_LANES = 4  # with at least twice as many threads; the other threads help the lanes
 _SLOTS_PER_LANE = 2
-_CPU_BATCH_BYTES, _CUDA_BATCH_BYTES = (32 << 20, 256 << 20)  # of 16-bit weights: enough that Python costs little
+_CPU_BATCH_BYTES, _CUDA_BATCH_BYTES = (
+    32 << 20,
+    256 << 20,
+)  # of 16-bit weights: enough that Python costs little
 _PIECE_BYTES = 8 << 20
 _MEASURED_BYTES = 1 << 10  # of an expert: sums and flags of checks
 _GROUP_BYTES = 80  # ranges, scales and zero points of one scale group during quantization
 _SEARCH_GROUP_BYTES = 120  # and during a search
-_HEAP_FACTOR = 1.75  # the C library keeps freed blocks of up to 32 MiB: measured up to 1.6 times what is live
+_HEAP_FACTOR = (
+    1.75  # the C library keeps freed blocks of up to 32 MiB: measured up to 1.6 times what is live
+)
 _MODEL_SHARE = 0.9  # of the GPU memory that is free, for a model of transformers
 _GPU_FREE_SHARE = 0.8  # of the GPU memory that is free at the start; other processes may start
 # Bytes of GPU memory for one weight while its matrix is quantized and its error measured in float64, besides its stored
 # form, and the factor for memory that torch's allocator leaves unused between layers.
 _GPU_BYTES_PER_WEIGHT, _GPU_HEAP_FACTOR = 48, 1.5
-_GPU_SEARCH_BYTES, _GPU_SEARCH_WEIGHTS = (64, 1 << 20)  # for each weight that a search handles together
+_GPU_SEARCH_BYTES, _GPU_SEARCH_WEIGHTS = (
+    64,
+    1 << 20,
+)  # for each weight that a search handles together
 
 # A calibration's batches, whose size decides bytes: of weights, on each type of device. And memory for a weight of gate
 # and up, which are rounded as one matrix, and for an entry of the products of inputs: sums, drifts, H, factors.
@@ -127,7 +135,9 @@ class Staging:
         return {**asdict(self), "num_slots": self.num_slots}
 
 
-def plan_staging(layers: Sequence[MoeLayerPlan], resources: Resources, *, reads_ahead: bool = True) -> Staging:
+def plan_staging(
+    layers: Sequence[MoeLayerPlan], resources: Resources, *, reads_ahead: bool = True
+) -> Staging:
     """Choose the number of lanes that memory and threads allow, and then the number of experts in a batch.
 
     Raises RequestError if not even one expert fits.
@@ -146,16 +156,22 @@ def plan_staging(layers: Sequence[MoeLayerPlan], resources: Resources, *, reads_
         wanted = 1 if any(map(_is_calibrated, layers)) else _CUDA_LANES
 
     def num_fitting(num_experts: int) -> int:
-        return min(limit // max(need(b, num_experts) for b in layers) for limit, need, _ in needs.values())
+        return min(
+            limit // max(need(b, num_experts) for b in layers) for limit, need, _ in needs.values()
+        )
 
     for option, (limit, need, what) in needs.items():
         _check_fits(option, max(need(layer, 1) for layer in layers), limit, what)
     target = _CUDA_BATCH_BYTES
-    if not resources.is_cuda:  # larger with helper threads, as every batch makes them wait for Python's lock
+    if (
+        not resources.is_cuda
+    ):  # larger with helper threads, as every batch makes them wait for Python's lock
         num_helpers = resources.threads_per_lane
         target = _CPU_BATCH_BYTES * (1 if num_helpers == 1 else min(16, 4 * num_helpers))
     num_weights = [len(b.layer.roles) * math.prod(b.encoding.shapes["w2"]) for b in layers]
-    largest = max(max(_expert_bytes(b), 2 * weights) for b, weights in zip(layers, num_weights, strict=True))
+    largest = max(
+        max(_expert_bytes(b), 2 * weights) for b, weights in zip(layers, num_weights, strict=True)
+    )
     sizes = range(1, 1 + max(1, min(target // largest, max(b.layer.num_experts for b in layers))))
     # The largest batch of which as many as wanted fit; of one expert, if there is none.
     num_experts = max(1, bisect_left(sizes, True, key=lambda count: num_fitting(count) < wanted))
@@ -163,11 +179,25 @@ def plan_staging(layers: Sequence[MoeLayerPlan], resources: Resources, *, reads_
         at_once = _GPU_CALIBRATED_WEIGHTS if resources.is_cuda else _CPU_CALIBRATED_WEIGHTS
         num_experts = max(1, at_once // max(num_weights))
         for option, (limit, need, what) in needs.items():
-            _check_fits(option, max(need(layer, num_experts) for layer in layers), limit, what, "A batch of experts")
-    num_experts = max(_largest_batch(b, num_experts) for b in layers)  # batches of a layer are equal
-    slot_bytes = max(RawLayout(b.layer, range(_largest_batch(b, num_experts))).num_bytes for b in layers)
+            _check_fits(
+                option,
+                max(need(layer, num_experts) for layer in layers),
+                limit,
+                what,
+                "A batch of experts",
+            )
+    num_experts = max(
+        _largest_batch(b, num_experts) for b in layers
+    )  # batches of a layer are equal
+    slot_bytes = max(
+        RawLayout(b.layer, range(_largest_batch(b, num_experts))).num_bytes for b in layers
+    )
     num_lanes = max(1, min(num_fitting(num_experts), wanted))
-    out_bytes = max(_bytes_out(b, _largest_batch(b, num_experts)) for b in layers) if resources.is_cuda else 0
+    out_bytes = (
+        max(_bytes_out(b, _largest_batch(b, num_experts)) for b in layers)
+        if resources.is_cuda
+        else 0
+    )
     slot_bytes = slot_bytes if reads_ahead else min(slot_bytes, _PIECE_BYTES)
     lane_bytes = max(host(b, num_experts) for b in layers)
     return Staging(num_lanes, num_experts, slot_bytes, out_bytes, lane_bytes)
@@ -182,12 +212,18 @@ def _largest_batch(planned: MoeLayerPlan, num_experts: int) -> int:
 def gpu_staging_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
     """Return the pinned host memory of one GPU lane's slots for batches of this layer."""
     num_batched = _largest_batch(planned, num_experts)
-    return _SLOTS_PER_LANE * (_expert_bytes(planned) * num_batched + _bytes_out(planned, num_batched)) + (1 << 20)
+    return _SLOTS_PER_LANE * (
+        _expert_bytes(planned) * num_batched + _bytes_out(planned, num_batched)
+    ) + (1 << 20)
 
 
 def working_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
     """Return an upper bound of one lane's host memory for batches of this layer: slots and temporaries."""
-    layer, encoding, num_experts = planned.layer, planned.encoding, _largest_batch(planned, num_experts)
+    layer, encoding, num_experts = (
+        planned.layer,
+        planned.encoding,
+        _largest_batch(planned, num_experts),
+    )
     numbers = math.prod(encoding.shapes["w2"])
     stored = _stored_bytes(planned)
     is_viewed = any(not p.is_run for parts in layer.parts.values() for p in parts.values())
@@ -199,16 +235,30 @@ def working_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
     else:  # and floats: quantized anew, or maybe so, where gate and up must share a scale or columns have an order
         widened = stored + numbers * 5
     if any(schema.rotation for schema in schemas):
-        widened += numbers * (2 if encoding.conversion == QUANTIZED and layer.dtype == "BF16" else 4)
+        widened += numbers * (
+            2 if encoding.conversion == QUANTIZED and layer.dtype == "BF16" else 4
+        )
     group_bytes = _GROUP_BYTES + _SEARCH_GROUP_BYTES * (encoding.quantizer != RTN)
-    groups = group_bytes / min(schema.weight_scale_group_size or layer.hidden_size for schema in schemas) * numbers
-    num_decoded = 1 if encoding.is_coded else num_experts  # at a time: only floats are taken as a stack
+    groups = (
+        group_bytes
+        / min(schema.weight_scale_group_size or layer.hidden_size for schema in schemas)
+        * numbers
+    )
+    num_decoded = (
+        1 if encoding.is_coded else num_experts
+    )  # at a time: only floats are taken as a stack
     packed = numbers * max(schema.bits_per_weight() for schema in schemas) / 8 * num_experts
     # Two matrices in flight, and one more that was widened and is not freed yet; three packed; a TP slice cut, joined,
     # padded and permuted; tensors that wait to be written.
-    live = num_decoded * (2 * stored * is_viewed + 3 * widened + groups) + 6 * packed + 8 * packed / planned.grid.tp
+    live = (
+        num_decoded * (2 * stored * is_viewed + 3 * widened + groups)
+        + 6 * packed
+        + 8 * packed / planned.grid.tp
+    )
     live += _calibrated_bytes(planned, num_experts)
-    return int(_HEAP_FACTOR * live + _SLOTS_PER_LANE * _expert_bytes(planned) * num_experts) + (6 << 20)
+    return int(_HEAP_FACTOR * live + _SLOTS_PER_LANE * _expert_bytes(planned) * num_experts) + (
+        6 << 20
+    )
 
 
 def gpu_working_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
@@ -226,7 +276,9 @@ def gpu_working_bytes(planned: MoeLayerPlan, num_experts: int = 1) -> int:
 
 def _stored_bytes(planned: MoeLayerPlan) -> int:
     """Return the source bytes of an expert's largest projection."""
-    return max(sum(ref.num_bytes for ref in parts.values()) for parts in planned.layer.sources[0].values())
+    return max(
+        sum(ref.num_bytes for ref in parts.values()) for parts in planned.layer.sources[0].values()
+    )
 
 
 def _bytes_out(planned: MoeLayerPlan, num_experts: int) -> int:
@@ -279,22 +331,31 @@ def bounded_gpu(resources: Resources, go_on: str, *, is_calibrated: bool = False
     import torch
 
     _, total = torch.cuda.mem_get_info(resources.device)
-    bound, before = resources.gpu_bytes(), torch.cuda.get_per_process_memory_fraction(resources.device)
+    bound, before = (
+        resources.gpu_bytes(),
+        torch.cuda.get_per_process_memory_fraction(resources.device),
+    )
     allowed = torch.cuda.memory_reserved(resources.device) + bound
     torch.cuda.set_per_process_memory_fraction(min(before, allowed / total), resources.device)
     try:
         elsewhere = (
-            "or use --device cpu from the beginning" if is_calibrated else "or use --device cpu: the bytes are the same"
+            "or use --device cpu from the beginning"
+            if is_calibrated
+            else "or use --device cpu: the bytes are the same"
         )
         remedy = f"Free the GPU, {elsewhere}. {go_on}"
-        with explained_gpu_memory(resources.device, remedy, f"{bound / 2**20:.0f} MiB for the conversion"):
+        with explained_gpu_memory(
+            resources.device, remedy, f"{bound / 2**20:.0f} MiB for the conversion"
+        ):
             yield
     finally:
         torch.cuda.set_per_process_memory_fraction(before, resources.device)
 
 
 @contextmanager
-def explained_gpu_memory(device: torch.device | str, remedy: str, expected: str = "") -> Iterator[None]:
+def explained_gpu_memory(
+    device: torch.device | str, remedy: str, expected: str = ""
+) -> Iterator[None]:
     """Raise RequestError instead of torch's OutOfMemoryError. device: the GPU. expected: memory that is needed."""
     import torch
 
@@ -303,5 +364,9 @@ def explained_gpu_memory(device: torch.device | str, remedy: str, expected: str 
     except torch.OutOfMemoryError as error:
         found = f"{torch.cuda.mem_get_info(device)[0] / 2**20:.0f} MiB free"
         raise RequestError(
-            "The GPU's memory is not enough.", where=str(device), expected=expected, found=found, remedy=remedy
+            "The GPU's memory is not enough.",
+            where=str(device),
+            expected=expected,
+            found=found,
+            remedy=remedy,
         ) from error

@@ -22,7 +22,9 @@ from hqconv.planning.plan import ConversionPlan
 class SourceIntegrity:
     """The checked files of a source. Only the thread that feeds the stages calls `begin`."""
 
-    def __init__(self, source: Source, stages: Stages, profile: StageProfile, known: Mapping[str, str]) -> None:
+    def __init__(
+        self, source: Source, stages: Stages, profile: StageProfile, known: Mapping[str, str]
+    ) -> None:
         """Start with no checked files. known: digests that earlier runs took."""
         self._source, self._stages, self._profile = source, stages, profile
         self._started: set[str] = set()
@@ -31,11 +33,15 @@ class SourceIntegrity:
 
     def begin(self, item: Batch | Piece) -> set[str]:
         """Return the names of the files that an item is read from, and start to hash them, each once."""
-        files = [self._source.files[number] for number in _file_numbers(item, self._source.reads_ahead)]
+        files = [
+            self._source.files[number] for number in _file_numbers(item, self._source.reads_ahead)
+        ]
         for file in files:
             if self._needs_digest(file.name) and file.name not in self._started:
                 self._started.add(file.name)
-                if file.name in self._known and not self._source.is_here(file.name):  # a commit cannot change
+                if file.name in self._known and not self._source.is_here(
+                    file.name
+                ):  # a commit cannot change
                     self._hashed.add(file.name)
                 else:
                     self._stages.start(Stage.FINISH, file.size_bytes, self._hash, file.name)
@@ -125,7 +131,9 @@ def is_of_these_files(source: Source, entry: JournalEntry) -> bool:
     """Return whether a finished unit was read from the files that the source has now: by their states, else digests."""
     states, guard = source.guard.states(), source.guard
     proves = not (guard.is_hashing and guard.misses_changes)
-    changed = [name for name, state in entry.states.items() if states.get(name) != state or not proves]
+    changed = [
+        name for name, state in entry.states.items() if states.get(name) != state or not proves
+    ]
     for name in changed:
         if not guard.is_hashing or name not in states or name not in entry.sources:
             return False
@@ -136,7 +144,9 @@ def is_of_these_files(source: Source, entry: JournalEntry) -> bool:
     return True
 
 
-def source_digests(source: Source, plan: ConversionPlan, entries: Iterable[JournalEntry]) -> dict[str, str]:
+def source_digests(
+    source: Source, plan: ConversionPlan, entries: Iterable[JournalEntry]
+) -> dict[str, str]:
     """Return name → SHA-256 of every source file that was read; none where nothing is hashed.
 
     Files that an earlier run did not hash are hashed now. Raises InputError where two units were read from different
@@ -148,9 +158,16 @@ def source_digests(source: Source, plan: ConversionPlan, entries: Iterable[Journ
     for entry in entries:
         for name, sha256 in entry.sources.items():
             if digests.setdefault(name, sha256) != sha256:
-                what, where = "A file of the source changed during the conversion.", str(source.root / name)
-                remedy = "Keep the source as it is during a conversion, and start anew with --overwrite."
-                raise InputError(what, where=where, expected=digests[name], found=sha256, remedy=remedy)
+                what, where = (
+                    "A file of the source changed during the conversion.",
+                    str(source.root / name),
+                )
+                remedy = (
+                    "Keep the source as it is during a conversion, and start anew with --overwrite."
+                )
+                raise InputError(
+                    what, where=where, expected=digests[name], found=sha256, remedy=remedy
+                )
     experts = plan.experts
     numbers = {source.tensors[name].file for name in (*experts.converted, *experts.copied)}
     for name in sorted({source.files[number].name for number in numbers} - digests.keys()):
@@ -164,7 +181,12 @@ def _file_numbers(item: Batch | Piece, reads_ahead: bool) -> set[int]:
     if isinstance(item, Piece):
         return {ref.file for ref, _, _ in item.spans}
     layer = item.planned.layer
-    numbers = {ref.file for refs in layer.input_scales.refs.values() for ref in refs if not item.experts.start}
+    numbers = {
+        ref.file
+        for refs in layer.input_scales.refs.values()
+        for ref in refs
+        if not item.experts.start
+    }
     if reads_ahead:
         return numbers | {ref.file for ref, _ in item.layout.ranges}
     return numbers | {ref.file for expert in item.experts for ref in layer.refs(expert)}

@@ -44,7 +44,9 @@ class Stages:
     """
 
     def __init__(self, num_threads: Mapping[Stage, int], profile: StageProfile) -> None:
-        self._queues: dict[Stage, SimpleQueue[_Task | None]] = {stage: SimpleQueue() for stage in num_threads}
+        self._queues: dict[Stage, SimpleQueue[_Task | None]] = {
+            stage: SimpleQueue() for stage in num_threads
+        }
         self._profile = profile
         self._changed = threading.Condition()
         self._is_cancelled = False
@@ -54,10 +56,14 @@ class Stages:
             profile.threads(stage, count)
             for number in range(count):
                 name = f"hqconv-{stage.value}_{number}"
-                self._threads.append(threading.Thread(target=self._work, args=(stage,), name=name, daemon=True))
+                self._threads.append(
+                    threading.Thread(target=self._work, args=(stage,), name=name, daemon=True)
+                )
                 self._threads[-1].start()
 
-    def start(self, stage: Stage, num_bytes: int, function: Callable[..., None], *arguments: Any) -> None:
+    def start(
+        self, stage: Stage, num_bytes: int, function: Callable[..., None], *arguments: Any
+    ) -> None:
         """Queue a task for a stage's threads; a task that is still queued at `stop` never runs."""
         self._queues[stage].put(_Task(function, arguments, num_bytes, time.monotonic()))
 
@@ -215,7 +221,9 @@ class Progress:
 class Meter:
     """Counts progress from any thread, and calls `listener` after each step, one call at a time."""
 
-    def __init__(self, total_bytes: int, num_groups: int, listener: Callable[[Progress], None] | None) -> None:
+    def __init__(
+        self, total_bytes: int, num_groups: int, listener: Callable[[Progress], None] | None
+    ) -> None:
         self._total_bytes, self._num_groups, self._listener = total_bytes, num_groups, listener
         self._done_bytes = self._num_done = self._resumed_bytes = 0
         self._lock = threading.Lock()

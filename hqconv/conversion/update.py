@@ -46,7 +46,9 @@ def _state_digest(source: Source) -> str:
     return hashlib.sha256(json.dumps(source.guard.states()).encode()).hexdigest()
 
 
-def why_not_current(source: Source, plan: ConversionPlan, out: Path | None, manifest: Manifest) -> str:
+def why_not_current(
+    source: Source, plan: ConversionPlan, out: Path | None, manifest: Manifest
+) -> str:
     """Return why the artifact at `out` is to be made anew; "" if this request and source would give it again.
 
     out: None for a complete artifact elsewhere, of which only the manifest is here.
@@ -66,13 +68,19 @@ def why_not_current(source: Source, plan: ConversionPlan, out: Path | None, mani
     return _why_not_same_source(source, plan, out, manifest)
 
 
-def _why_not_same_source(source: Source, plan: ConversionPlan, out: Path | None, manifest: Manifest) -> str:
+def _why_not_same_source(
+    source: Source, plan: ConversionPlan, out: Path | None, manifest: Manifest
+) -> str:
     """Return why the source's bytes are not known to be those of the conversion; names and headers are the same."""
     if source.repo_id is not None:  # the commit is the same
         return ""
     if source.guard.is_held:  # the source is an artifact, whose manifest has all digests
         ancestor = manifest.ancestors[0].manifest_sha256 if manifest.ancestors else ""
-        return "" if ancestor == read_manifest(source.root).sha256 else "the source is another artifact"
+        return (
+            ""
+            if ancestor == read_manifest(source.root).sha256
+            else "the source is another artifact"
+        )
     misses = source.guard.misses_changes
     if out is not None and not misses and is_of_state(out, source):
         return ""
@@ -82,7 +90,9 @@ def _why_not_same_source(source: Source, plan: ConversionPlan, out: Path | None,
             return "the source lies on tmpfs, whose times do not tell every change: --source-digests does"
         return "the source's files have other times, or none are recorded, and the artifact has no digests of them"
     expected = files | {name: manifest.files[name].sha256 for name in plan.other_files}
-    changed = next((name for name, sha256 in expected.items() if sha256_of(source.root / name) != sha256), None)
+    changed = next(
+        (name for name, sha256 in expected.items() if sha256_of(source.root / name) != sha256), None
+    )
     if changed is not None:
         return f"{changed} of the source has other bytes"
     config = hashlib.sha256(json_bytes(artifact_config(source, plan))).hexdigest()

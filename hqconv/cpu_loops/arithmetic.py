@@ -60,7 +60,9 @@ def _prefetch(typing_context, array_NK, n, k):
         pointer, i32 = context.get_value_type(types.voidptr), context.get_value_type(types.int32)
         function = ir.FunctionType(ir.VoidType(), [pointer, i32, i32, i32])
         call = cgutils.get_or_insert_function(builder.module, function, "llvm.prefetch.p0")
-        builder.call(call, [builder.inttoptr(address, pointer), i32(0), i32(3), i32(1)])  # to read, all caches, data
+        builder.call(
+            call, [builder.inttoptr(address, pointer), i32(0), i32(3), i32(1)]
+        )  # to read, all caches, data
         return context.get_dummy_value()
 
     return types.void(array_NK, types.int64, types.int64), fetch
@@ -94,7 +96,9 @@ def group_ranges(source_NK, group_size, highest_NG, lowest_NG):
         row = source_NK[n]
         prefetch(source_NK, n + 2, 0, row.size)
         for g in range(num_groups):
-            highest_NG[n, g], lowest_NG[n, g] = group_range(row, u64(g) * u64(group_size), u64(group_size))
+            highest_NG[n, g], lowest_NG[n, g] = group_range(
+                row, u64(g) * u64(group_size), u64(group_size)
+            )
 
 
 @compiled
@@ -104,7 +108,9 @@ def group_range(row, start, length):
     Integer comparison of the bits is exact and order-free, and it vectorises where float max does not.
     """
     largest, smallest = _bit_range(row, start, length)
-    return float_of(u32(max(np.int32(_TINY_BITS), largest))), float_of(max(_TINY_BITS | SIGN, smallest))
+    return float_of(u32(max(np.int32(_TINY_BITS), largest))), float_of(
+        max(_TINY_BITS | SIGN, smallest)
+    )
 
 
 def _bit_range(row, start, length):

@@ -171,7 +171,10 @@ def rounding_sums(packed_NB, num_bits, table, zero_NG, scale_NG, kept_NG, group_
     scratch = np.empty((2, num_columns // 8))
     for n in range(num_rows):
         unpack_row(packed_NB[n], num_bits, codes)
-        scales, kept = scale_NG[min(n, scale_NG.shape[0] - 1)], kept_NG[min(n, kept_NG.shape[0] - 1)]
+        scales, kept = (
+            scale_NG[min(n, scale_NG.shape[0] - 1)],
+            kept_NG[min(n, kept_NG.shape[0] - 1)],
+        )
         zeros = zero_NG[min(n, zero_NG.shape[0] - 1)]
         for g in range(scales.size):
             scale, rounded, zero = scales[g], kept[g], zeros[min(g, zeros.size - 1)]

@@ -26,7 +26,9 @@ from hqconv.cpu_loops.codes import pack_row, sum_rows
 from hqconv.jit import compiled, inlined
 from hqconv.schemas.dtypes import CodeKind
 
-_LONG_GROUP = np.uint64(64)  # the next row is prefetched group by group; of shorter groups at once, which takes less
+_LONG_GROUP = np.uint64(
+    64
+)  # the next row is prefetched group by group; of shorter groups at once, which takes less
 _OVERFLOW = np.float32(2.0**31)  # of 32-bit integers
 
 
@@ -53,7 +55,9 @@ def rounder(code, wraps=False):
             number = least if rounded >= _OVERFLOW else number
         integer = np.int32(number)
         if has_sign:
-            return np.uint8(np.int32(abs(integer) | (midpoint if integer < 0 else np.int32(0)))), number
+            return np.uint8(
+                np.int32(abs(integer) | (midpoint if integer < 0 else np.int32(0)))
+            ), number
         return np.uint8(np.int32(integer + offset)), number
 
     return nearest
@@ -69,8 +73,14 @@ def _float_rounder(code):
     exponent_shift = 128 - (1 << (code.exponent_bits - 1))
     bias, threshold_bits = np.uint32(exponent_shift << 23), np.uint32((exponent_shift + 1) << 23)
     threshold = np.float32(2.0 ** (exponent_shift - 126))
-    drop, below_half = np.uint32(23 - code.mantissa_bits), np.uint32((1 << (22 - code.mantissa_bits)) - 1)
-    mask, first_normal = np.uint32((1 << (code.num_bits - 1)) - 1), np.uint32(1 << code.mantissa_bits)
+    drop, below_half = (
+        np.uint32(23 - code.mantissa_bits),
+        np.uint32((1 << (22 - code.mantissa_bits)) - 1),
+    )
+    mask, first_normal = (
+        np.uint32((1 << (code.num_bits - 1)) - 1),
+        np.uint32(1 << code.mantissa_bits),
+    )
     sign_shift = np.uint32(32 - code.num_bits)
 
     @compiled
@@ -84,7 +94,9 @@ def _float_rounder(code):
         value = np.float32(float_of(u32(kept + threshold_bits)) - threshold)
         if rounded >= first_normal:
             value = float_of(u32(kept + bias))
-        return np.uint8(u32(rounded | u32(sign >> sign_shift))), float_of(u32(bits_of(value) | sign))
+        return np.uint8(u32(rounded | u32(sign >> sign_shift))), float_of(
+            u32(bits_of(value) | sign)
+        )
 
     return nearest
 
@@ -123,7 +135,16 @@ def encoder(code):
                 start = u64(g) * group_size
                 if group_size >= _LONG_GROUP:
                     prefetch(source_NK, n + 1, np.int64(start), np.int64(group_size))
-                encode_group(row, start, group_size, limit_bits, group_at(groups, n, g), weights, codes, decoded)
+                encode_group(
+                    row,
+                    start,
+                    group_size,
+                    limit_bits,
+                    group_at(groups, n, g),
+                    weights,
+                    codes,
+                    decoded,
+                )
             pack_row(codes, num_bits, packed_NB[n])
             error_N[n], power_N[n] = fold_squares(weights, decoded, sums[0], sums[1])
             if exact_N.size > 0:
@@ -156,8 +177,12 @@ def _group_encoder(code):
         for k in range(start, start + group_size):
             weight = float_of(source_bits(row[k]))
             weights[k] = weight
-            if has_zero:  # in float64 and rounded once: both fl(w - lowest) and a fused multiply-add
-                code, number = nearest(np.float32(np.float64(weight) - lowest) * inverse, limit_bits)
+            if (
+                has_zero
+            ):  # in float64 and rounded once: both fl(w - lowest) and a fused multiply-add
+                code, number = nearest(
+                    np.float32(np.float64(weight) - lowest) * inverse, limit_bits
+                )
                 number = np.float32(number - zero)
             else:
                 code, number = nearest(weight * inverse, limit_bits)

@@ -21,7 +21,8 @@ class Helpers:
     def __init__(self, count: int) -> None:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._work, name=f"hqconv-helper_{number}", daemon=True) for number in range(count)
+            threading.Thread(target=self._work, name=f"hqconv-helper_{number}", daemon=True)
+            for number in range(count)
         ]
         for thread in self._threads:
             thread.start()

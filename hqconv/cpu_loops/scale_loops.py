@@ -10,7 +10,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hqconv.cpu_loops.arithmetic import bits_of, float_of, fold_sum, group_range, source_bits, u32, u64
+from hqconv.cpu_loops.arithmetic import (
+    bits_of,
+    float_of,
+    fold_sum,
+    group_range,
+    source_bits,
+    u32,
+    u64,
+)
 from hqconv.cpu_loops.encoders import group_reader, limit_bits_of, rounder
 from hqconv.jit import Function, compiled, inlined
 from hqconv.schemas.dtypes import CodeKind
@@ -84,7 +92,9 @@ def _number_writer(code):
         for k in range(u64(numbers.size)):
             weight = float_of(source_bits(row[start + k]))
             if has_zero:
-                _code, number = nearest(np.float32(np.float64(weight) - lowest) * inverse, limit_bits)
+                _code, number = nearest(
+                    np.float32(np.float64(weight) - lowest) * inverse, limit_bits
+                )
                 numbers[k] = np.float32(number - zero)
             else:
                 _code, number = nearest(weight * inverse, limit_bits)
@@ -153,15 +163,27 @@ def _fit(code):
     @compiled
     def fit(source_NK, limit, groups, products_NG, squares_NG, powers_NG):
         size, limit_bits = u64(source_NK.shape[1] // products_NG.shape[1]), limit_bits_of(limit)
-        numbers, products, squares, powers = np.empty(size, np.float32), np.empty(size), np.empty(size), np.empty(size)
+        numbers, products, squares, powers = (
+            np.empty(size, np.float32),
+            np.empty(size),
+            np.empty(size),
+            np.empty(size),
+        )
         for n in range(products_NG.shape[0]):
             row = source_NK[n]
             for g in range(products_NG.shape[1]):
                 start = u64(g) * size
                 write_numbers(row, start, limit_bits, group_at(groups, n, g), numbers)
                 for k in range(size):
-                    value, weight = np.float64(numbers[k]), np.float64(float_of(source_bits(row[start + k])))
-                    products[k], squares[k], powers[k] = weight * value, value * value, weight * weight
+                    value, weight = (
+                        np.float64(numbers[k]),
+                        np.float64(float_of(source_bits(row[start + k]))),
+                    )
+                    products[k], squares[k], powers[k] = (
+                        weight * value,
+                        value * value,
+                        weight * weight,
+                    )
                 products_NG[n, g], squares_NG[n, g] = fold_sum(products), fold_sum(squares)
                 powers_NG[n, g] = fold_sum(powers)
 
@@ -182,7 +204,13 @@ def _upwards(error_of):
             if step > 1 and not (is_small or (has_bytes and byte + step - 1 < ladder.no_half)):
                 break
             if scale != 0:
-                group = (np.float32(1) / np.float32(scale * scale_2), 0.0, scale, np.float32(0), scale_2)
+                group = (
+                    np.float32(1) / np.float32(scale * scale_2),
+                    0.0,
+                    scale,
+                    np.float32(0),
+                    scale_2,
+                )
                 error = error_of(row, start, limit_bits, group, scratch)
                 if error < least:
                     least, best = error, step
@@ -200,7 +228,13 @@ def _downwards(error_of, clipped_error_of):
             scale = _scale_at(-step, ladder, given)
             if scale == 0:
                 break
-            group = (np.float32(1) / np.float32(scale * scale_2), 0.0, scale, np.float32(0), scale_2)
+            group = (
+                np.float32(1) / np.float32(scale * scale_2),
+                0.0,
+                scale,
+                np.float32(0),
+                scale_2,
+            )
             if clipped_error_of(row, start, group, scratch[1]) >= least:
                 break
             error = error_of(row, start, limit_bits, group, scratch)
@@ -220,7 +254,12 @@ def _sweep(upwards, downwards):
             row = source_NK[n]
             for g in range(error_NG.shape[1]):
                 start, least = u64(g) * size, error_NG[n, g]
-                given = (steps.scale[n, g], np.int64(steps.byte[n, g]), steps.scale_2[n], steps.floor[n])
+                given = (
+                    steps.scale[n, g],
+                    np.int64(steps.byte[n, g]),
+                    steps.scale_2[n],
+                    steps.floor[n],
+                )
                 best = 0
                 if np.isfinite(given[0]):
                     best, least = upwards(row, start, limit_bits, scratch, ladder, given, least)

@@ -68,7 +68,9 @@ def evaluate(out: Path, source_name: str, text: Path, options: EvaluateOptions) 
     """Return the document of an evaluation; see `hqconv.api.evaluate`."""
     if options.compute_dtype not in COMPUTE_DTYPES:
         what, expected = "There is no such dtype to compute in.", ", ".join(COMPUTE_DTYPES)
-        raise RequestError(what, where="--compute-dtype", expected=expected, found=options.compute_dtype)
+        raise RequestError(
+            what, where="--compute-dtype", expected=expected, found=options.compute_dtype
+        )
     check_counts({"--tokens": options.num_tokens, "--context": options.context_length})
     transformers = import_transformers("A model is evaluated")
     with ExitStack() as stack:
@@ -88,7 +90,11 @@ def evaluate(out: Path, source_name: str, text: Path, options: EvaluateOptions) 
 def check_text(words: Text, where: str) -> None:
     """Raise RequestError for a text of less than two tokens, which predicts nothing."""
     if len(words.ids) < 2:
-        what, expected, found = "The text is too short.", "two tokens at least", plural(len(words.ids), "token")
+        what, expected, found = (
+            "The text is too short.",
+            "two tokens at least",
+            plural(len(words.ids), "token"),
+        )
         raise RequestError(what, where=where, expected=expected, found=found)
 
 
@@ -117,7 +123,9 @@ def compare_on_text(
         else:
             folder = stack.enter_context(folder_of(source))
             with running(str(source.place)):
-                model = StreamedModel(transformers, source, folder, getattr(torch, options.compute_dtype), device)
+                model = StreamedModel(
+                    transformers, source, folder, getattr(torch, options.compute_dtype), device
+                )
             batches = batches_of(words, options.context_length, device)
         num_bytes = model.check_memory([batches] * 2, *options.resources.model_limit(), ends=True)
         positions = getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
@@ -128,7 +136,9 @@ def compare_on_text(
                 f"{plural(len(left), 'layer')} not evaluated: {first_few(left)}. They are for multi-token prediction, "
                 "which the transformers library does not run; the model's own predictions do not depend on them."
             )
-        of_stage = _layer_of_stage(model, [layer for name, layer in layers.items() if name not in left])
+        of_stage = _layer_of_stage(
+            model, [layer for name, layer in layers.items() if name not in left]
+        )
         for warning in warnings:
             options.announce(f"Warning: {warning}")
         tokens, stages = plural(len(words.ids), "token"), plural(len(model.stages), "stage")
@@ -179,7 +189,9 @@ def _converted_layers(artifact: Artifact, source: Source) -> dict[str, MoeLayer]
     return {name: layers[name] for name in artifact.layers}
 
 
-def _artifact_experts(artifact: Artifact, resources: Resources, stack: ExitStack) -> Callable[[str], Iterator[Expert]]:
+def _artifact_experts(
+    artifact: Artifact, resources: Resources, stack: ExitStack
+) -> Callable[[str], Iterator[Expert]]:
     """Return a function that yields the experts of a layer in order, decoded to float32.
 
     The kernel layout is decoded by the independent decoder; the checkpoint layout is read as a source.
@@ -189,13 +201,17 @@ def _artifact_experts(artifact: Artifact, resources: Resources, stack: ExitStack
         return lambda name: decoded_experts(artifact, artifact.moe_layer(name), device, num_threads)
     as_source = stack.enter_context(open_source(artifact.root))
     layers = {layer.name: layer for layer in as_source.map_experts().layers}
-    return lambda name: (_source_expert(as_source, layers[name], e) for e in range(layers[name].num_experts))
+    return lambda name: (
+        _source_expert(as_source, layers[name], e) for e in range(layers[name].num_experts)
+    )
 
 
 def _source_expert(source: Source, layer: MoeLayer, expert: int) -> dict[str, torch.Tensor]:
     matrices = source.read_expert(layer, expert, layer.roles, torch.device("cpu"))
     found = {role: matrix.values().float() for role, matrix in matrices.items()}
-    return found | {f"b{role[1:]}": one.bias.float() for role, one in matrices.items() if one.bias is not None}
+    return found | {
+        f"b{role[1:]}": one.bias.float() for role, one in matrices.items() if one.bias is not None
+    }
 
 
 # --- the run
@@ -219,7 +235,10 @@ def _layer_of_stage(model: StreamedModel, layers: Iterable[MoeLayer]) -> dict[st
 
 
 def _figures(
-    reference: Stream, layers: Mapping[str, MoeLayer], read: Callable[[str], Iterator[Expert]], num_threads: int
+    reference: Stream,
+    layers: Mapping[str, MoeLayer],
+    read: Callable[[str], Iterator[Expert]],
+    num_threads: int,
 ) -> dict[str, Any]:
     """Run the source's passes to their ends, and the artifact's beside and behind them, and return the figures.
 
@@ -244,7 +263,9 @@ def _figures(
             _LOG.info("Stage %s is done.", stage)
         with running(model.place):
             model.load(model.head)
-            for ids, p, q in zip(reference.batches, reference.logits(), artifact.logits(), strict=True):
+            for ids, p, q in zip(
+                reference.batches, reference.logits(), artifact.logits(), strict=True
+            ):
                 found.add(p, q, ids)
             model.drop(model.head)
         return found.figures()
@@ -304,14 +325,24 @@ class Divergence:
     def figures(self) -> dict[str, Any]:
         """Return the figures of all predictions as a document; natural logarithms (nats)."""
         kl = torch.cat(self._kl)
-        nll = {name: float(torch.cat(one).mean()) for name, one in zip(("source", "artifact"), self._nll, strict=True)}
+        nll = {
+            name: float(torch.cat(one).mean())
+            for name, one in zip(("source", "artifact"), self._nll, strict=True)
+        }
         count = len(kl)
         error = float(kl.std(correction=1)) / math.sqrt(count) if count > 1 else None
         percentiles = {name: float(kl.quantile(share)) for name, share in _PERCENTILES.items()}
         return {
             "num_predictions": count,
-            "kl": {"mean": float(kl.mean()), "standard_error": error, **percentiles, "max": float(kl.max())},
-            "perplexity": {name: math.exp(min(mean, 700.0)) for name, mean in nll.items()},  # of finite float64
+            "kl": {
+                "mean": float(kl.mean()),
+                "standard_error": error,
+                **percentiles,
+                "max": float(kl.max()),
+            },
+            "perplexity": {
+                name: math.exp(min(mean, 700.0)) for name, mean in nll.items()
+            },  # of finite float64
             "mean_nll": nll,
             "top1_agreement": self._num_equal / count,
         }

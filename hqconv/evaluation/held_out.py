@@ -50,14 +50,19 @@ class HeldOut:
         return [] if self.words is None else batches_of(self.words, _CONTEXT_LENGTH, device)
 
 
-def held_out(source: Source, calibration: Calibration | None, text: Path | None, *, is_gated: bool) -> HeldOut:
+def held_out(
+    source: Source, calibration: Calibration | None, text: Path | None, *, is_gated: bool
+) -> HeldOut:
     """Return the text of the evaluation that ends a conversion: `text`, or what calibration did not read of its own.
 
     is_gated: the evaluation is needed, for a limit. Raises RequestError where a needed or named text cannot be had.
     """
     if text is None and calibration is None:
         if is_gated:
-            what, remedy = "There is no text for an evaluation.", "Name a text with --evaluate, or use --calibrate."
+            what, remedy = (
+                "There is no text for an evaluation.",
+                "Name a text with --evaluate, or use --calibrate.",
+            )
             raise RequestError(what, where="--max-kl", remedy=remedy)
         return HeldOut()
     transformers = import_transformers("A model is evaluated")
@@ -71,7 +76,9 @@ def held_out(source: Source, calibration: Calibration | None, text: Path | None,
         assert calibration is not None
         try:
             begin_of, option = calibration.begin_of_rest, "--calibrate"
-            words = read_rest(transformers, folder, calibration.files, begin_of, _NUM_TOKENS, option, place)
+            words = read_rest(
+                transformers, folder, calibration.files, begin_of, _NUM_TOKENS, option, place
+            )
         except RequestError as error:
             if is_gated:
                 raise
@@ -104,7 +111,11 @@ def with_evaluation(
     cannot be evaluated, and without one this is a warning.
     """
     if text.words is None:
-        return report if not text.nothing else replace(report, warnings=(*report.warnings, text.nothing))
+        return (
+            report
+            if not text.nothing
+            else replace(report, warnings=(*report.warnings, text.nothing))
+        )
     with Artifact(report.out, is_sealed=True) as artifact:
         if report.was_finished:
             known = evaluation_in_card(report.out, artifact.manifest)
@@ -130,11 +141,17 @@ def with_evaluation(
             return replace(report, warnings=(*report.warnings, warning))
         document |= {"artifact": report.out.name}  # the card is published
         write_evaluation(report.out, artifact.manifest, document)
-    return _judged(replace(report, warnings=(*report.warnings, *document["warnings"])), document, max_kl)
+    return _judged(
+        replace(report, warnings=(*report.warnings, *document["warnings"])), document, max_kl
+    )
 
 
-def _judged(report: ConversionReport, evaluation: dict[str, Any], max_kl: float | None) -> ConversionReport:
-    is_over = max_kl is not None and not evaluation["kl"]["mean"] <= max_kl  # NaN is above every limit
+def _judged(
+    report: ConversionReport, evaluation: dict[str, Any], max_kl: float | None
+) -> ConversionReport:
+    is_over = (
+        max_kl is not None and not evaluation["kl"]["mean"] <= max_kl
+    )  # NaN is above every limit
     return replace(report, evaluation=evaluation, over_max_kl=is_over)
 
 
@@ -143,7 +160,12 @@ def _on_one_line(error: HqconvError) -> str:
 
 
 def _conditions(document: Mapping[str, Any]) -> tuple[Any, ...]:
-    return document["text"]["sha256"], document["num_tokens"], document["context_length"], document["compute_dtype"]
+    return (
+        document["text"]["sha256"],
+        document["num_tokens"],
+        document["context_length"],
+        document["compute_dtype"],
+    )
 
 
 def _conditions_of(words: Text) -> tuple[Any, ...]:

@@ -10,7 +10,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from hqconv.formats.config_reader import COMMON, ConfigReader, Keys, Text, rotated, speaks_of_rotations
+from hqconv.formats.config_reader import (
+    COMMON,
+    ConfigReader,
+    Keys,
+    Text,
+    rotated,
+    speaks_of_rotations,
+)
 from hqconv.formats.module_rules import Rule, always
 from hqconv.formats.quant_config import quant_method
 from hqconv.formats.source_format import PLAIN, SourceFormat
@@ -20,7 +27,9 @@ W8A8_DYNAMIC = "W8A8_DYNAMIC"
 _NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.)")
 _WEIGHT = ".weight"
 # int8 with a float32 scale per output row. An offset per row lies beside it and must be zero.
-_INT8 = SourceFormat("ascend w8a8_dynamic", "int8", "uint8", "", 1, 0, options=(("has_offset", True),))
+_INT8 = SourceFormat(
+    "ascend w8a8_dynamic", "int8", "uint8", "", 1, 0, options=(("has_offset", True),)
+)
 
 
 _FUSED = "global_rotation"  # of the residual stream, in the weights already; its file serves draft models
@@ -65,7 +74,11 @@ def _is_rotated(value: object) -> bool:
     if not isinstance(value, Mapping):
         return False
     for name, one in value.items():
-        is_named = speaks_of_rotations(str(name)) and str(name) not in (_FUSED, "quarot", "rotation_map")
+        is_named = speaks_of_rotations(str(name)) and str(name) not in (
+            _FUSED,
+            "quarot",
+            "rotation_map",
+        )
         if is_named and (one.get("layers", True) if isinstance(one, Mapping) else one):
             return True
         if str(name) != _FUSED and _is_rotated(one):
@@ -80,7 +93,9 @@ def patterns(module: str) -> tuple[str, str, str]:
     return module, module[:head] + _NUMBER.sub("*", module[head:]), _NUMBER.sub("*", module)
 
 
-def ascend_quantization_config(config: Mapping[str, Any], description: Mapping[str, Any]) -> dict[str, Any] | None:
+def ascend_quantization_config(
+    config: Mapping[str, Any], description: Mapping[str, Any]
+) -> dict[str, Any] | None:
     """Return a stand-in for quantization_config: `modules` maps patterns to schemes, FLOAT ones left out.
 
     Without a description that names weights, config.json's `quantize` holds for all modules; None where it names no
@@ -95,7 +110,11 @@ def ascend_quantization_config(config: Mapping[str, Any], description: Mapping[s
         # Entries of tensors have a dot in their names, facts about the model have none. Facts that say nothing about
         # the weights are left out.
         said = {name: value for name, value in description.items() if "." not in name and value}
-        facts = {name: value for name, value in said.items() if name not in (*KEYS.unused, *COMMON.unused)}
+        facts = {
+            name: value
+            for name, value in said.items()
+            if name not in (*KEYS.unused, *COMMON.unused)
+        }
         return {**facts, "quant_method": "ascend", "modules": _summed_up(schemes)}
     quantize = config.get("quantize")
     if isinstance(quantize, str) and quantize.upper() == W8A8_DYNAMIC:

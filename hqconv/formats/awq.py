@@ -27,14 +27,17 @@ from hqconv.schemas.dtypes import FLOATS
 from hqconv.schemas.tensors import TensorSpec
 
 KEYS = GPTQ_KEYS | Keys(
-    "version backend modules_to_not_convert", "do_fuse modules_to_fuse fuse_max_seq_len exllama_config"
+    "version backend modules_to_not_convert",
+    "do_fuse modules_to_fuse fuse_max_seq_len exllama_config",
 )
 
 
 # Undecided are modules whose names contain an entry: AutoAWQ leaves them out, so "gate" is gate_proj too, others do
 # not. Source: `exclude_layers_to_not_quantize` of awq.utils.quant_utils. Its lists for Qwen3-MoE are also written by
 # tools that quantize gate_proj, and vLLM compares them with the name of the experts' module alone.
-@quant_method("awq", keys=KEYS, undecided=lambda config: containing(config.names("modules_to_not_convert")))
+@quant_method(
+    "awq", keys=KEYS, undecided=lambda config: containing(config.names("modules_to_not_convert"))
+)
 def parse_awq(config: ConfigReader, _text: Text) -> list[Rule]:
     """Parse AutoAWQ's config. A module is left out if an entry is on its path, as in transformers."""
     if config.has("method"):
@@ -74,17 +77,23 @@ class Awq(Encoding):
         fmt, n, k = matrix.fmt, matrix.n, matrix.k
         bits = integer_bits(fmt)
         if bits != 4:
-            raise InputError("AWQ weights of this size are not known.", expected="4 bits", found=f"{bits} bits")
+            raise InputError(
+                "AWQ weights of this size are not known.", expected="4 bits", found=f"{bits} bits"
+            )
         matrix.require_multiples(8, 8)
         groups = matrix.num_groups
         zeros = ((groups, n // 8),)
         return [
             StoredTensor("weight", ("qweight",), ("I32",), ((k, n // 8),)),
-            StoredTensor("zero_point", ("qzeros",), ("I32",), zeros, is_required=fmt.has_zero_point),
+            StoredTensor(
+                "zero_point", ("qzeros",), ("I32",), zeros, is_required=fmt.has_zero_point
+            ),
             StoredTensor("scale", ("scales",), FLOATS, ((groups, n),)),
         ]
 
-    def logical_shape(self, fmt: SourceFormat, headers: Headers, weight: TensorSpec) -> Shape | None:
+    def logical_shape(
+        self, fmt: SourceFormat, headers: Headers, weight: TensorSpec
+    ) -> Shape | None:
         """Return (N, K) of eight codes a word along N."""
         return weight.shape[1] * 8, weight.shape[0]
 
@@ -95,5 +104,7 @@ class Awq(Encoding):
         packed = transpose_4bit(matrix["weight"], AWQ_ORDER)
         zero_point = None
         if "zero_point" in matrix:
-            zero_point = matrix.zero_or_midpoint(reordered_nibbles(matrix["zero_point"]).t().contiguous())
+            zero_point = matrix.zero_or_midpoint(
+                reordered_nibbles(matrix["zero_point"]).t().contiguous()
+            )
         return matrix.coded(packed, matrix["scale"].t().contiguous(), zero_point=zero_point)

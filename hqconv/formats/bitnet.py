@@ -36,7 +36,9 @@ def parse_bitnet(config: ConfigReader, _text: Text) -> list[Rule]:
     """
     kind = config.text("linear_class", ("bitlinear", "autobitlinear"), "bitlinear")
     if config.text("quantization_mode", ("offline", "online"), "offline") == "online":
-        raise config.unsupported("quantization_mode", "offline: online weights are rounded on each use")
+        raise config.unsupported(
+            "quantization_mode", "offline: online weights are rounded on each use"
+        )
     if config.flag("use_rms_norm", False):
         raise config.unsupported("use_rms_norm", "false: the kernel has no norm before an expert")
     options = (("scale_inverted", kind == "bitlinear"),)
@@ -61,7 +63,9 @@ class BitNet(Encoding):
             StoredTensor("scale", ("weight_scale",), FLOATS, ONE),
         ]
 
-    def complete(self, fmt: SourceFormat, found: Headers, used: Mapping[str, str], k: int) -> SourceFormat:
+    def complete(
+        self, fmt: SourceFormat, found: Headers, used: Mapping[str, str], k: int
+    ) -> SourceFormat:
         """Set float32 as the scale dtype if the scale is inverted, as its reciprocal is float32."""
         fmt = super().complete(fmt, found, used, k)
         return replace(fmt, scale_dtype="float32") if fmt.divides("scale") else fmt

@@ -77,7 +77,9 @@ class BitsAndBytes4Bit(Encoding):
             stored.append(StoredTensor("nested_quant_map", _NESTED[1:], ("F32",), ((256,),)))
         return stored
 
-    def logical_shape(self, fmt: SourceFormat, headers: Headers, weight: TensorSpec) -> Shape | None:
+    def logical_shape(
+        self, fmt: SourceFormat, headers: Headers, weight: TensorSpec
+    ) -> Shape | None:
         """Return None: the codes are flat."""
         return None
 
@@ -104,7 +106,9 @@ class BitsAndBytes4Bit(Encoding):
         _check_state(matrix, state)
         _check_tables(functional, state, matrix)
         tensors = {
-            name: one.cpu() for name, one in matrix.parts.items() if name not in ("weight", "bias", "quant_state")
+            name: one.cpu()
+            for name, one in matrix.parts.items()
+            if name not in ("weight", "bias", "quant_state")
         }
         quant_state = functional.QuantState.from_dict({**state, **tensors}, torch.device("cpu"))
         quant_state.dtype = torch.float32
@@ -133,13 +137,20 @@ def _read_state(matrix: StoredMatrix) -> dict[str, Any]:
     try:
         state = json.loads(data)
     except ValueError as error:
-        matrix.refuse("quant_state", "The quantization state cannot be read.", "a JSON document", error)
+        matrix.refuse(
+            "quant_state", "The quantization state cannot be read.", "a JSON document", error
+        )
     keys = {"quant_type", "blocksize", "dtype", "shape"}
     if "nested_absmax" in matrix:
         keys |= {"nested_blocksize", "nested_dtype", "nested_offset"}
     if not isinstance(state, dict) or set(state) != keys:
         found = sorted(state) if isinstance(state, dict) else type(state).__name__
-        matrix.refuse("quant_state", "The quantization state is not complete.", f"the keys {sorted(keys)}", found)
+        matrix.refuse(
+            "quant_state",
+            "The quantization state is not complete.",
+            f"the keys {sorted(keys)}",
+            found,
+        )
     return state
 
 
@@ -152,19 +163,36 @@ def _check_state(matrix: StoredMatrix, state: dict[str, Any]) -> None:
     )
     for key, allowed in expectations:
         if state[key] not in allowed:
-            matrix.refuse("quant_state", f"The quantization state's {key} is not usable.", allowed, state[key])
+            matrix.refuse(
+                "quant_state", f"The quantization state's {key} is not usable.", allowed, state[key]
+            )
     count = -(-matrix.shape[0] * matrix.shape[1] // state["blocksize"])
     if matrix["absmax"].numel() != count:
         found = matrix["absmax"].numel()
-        matrix.refuse("absmax", "There must be one scale for every block of weights.", f"{count} values", found)
+        matrix.refuse(
+            "absmax",
+            "There must be one scale for every block of weights.",
+            f"{count} values",
+            found,
+        )
     if "nested_absmax" not in matrix:
         return
     size = state["nested_blocksize"]
-    if not isinstance(size, int) or size <= 0 or matrix["nested_absmax"].numel() != -(-count // size):
+    if (
+        not isinstance(size, int)
+        or size <= 0
+        or matrix["nested_absmax"].numel() != -(-count // size)
+    ):
         matrix.refuse(
-            "nested_absmax", "There is not one scale a block of scales.", f"ceil({count} / {size}) values", size
+            "nested_absmax",
+            "There is not one scale a block of scales.",
+            f"ceil({count} / {size}) values",
+            size,
         )
     if state["nested_dtype"] not in ("float32", "bfloat16", "float16"):
         matrix.refuse(
-            "quant_state", "The quantization state's nested_dtype is not usable.", "float32", state["nested_dtype"]
+            "quant_state",
+            "The quantization state's nested_dtype is not usable.",
+            "float32",
+            state["nested_dtype"],
         )

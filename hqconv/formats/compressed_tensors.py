@@ -54,7 +54,9 @@ _WEIGHTS = Keys(
     "num_bits type symmetric strategy group_size block_structure dynamic actorder",
     "scale_dtype zp_dtype observer observer_kwargs",
 )
-_GROUP = Keys("targets format", "input_activations output_activations", inside={"weights": _WEIGHTS})
+_GROUP = Keys(
+    "targets format", "input_activations output_activations", inside={"weights": _WEIGHTS}
+)
 KEYS = Keys(
     "format quantization_status ignore sparsity_config transform_config moe_sparsity_config",
     "kv_cache_scheme global_compression_ratio run_compressed dequantize use_optimized_inference",
@@ -85,7 +87,9 @@ def parse_compressed_tensors(config: ConfigReader, _text: Text) -> list[Rule]:
     if any(sparsity.values()) and sparsity.get("format") != "dense":
         raise config.unsupported("sparsity_config", "none: weights that are not sparse")
     if config.has("transform_config") and _is_rotated(config.table("transform_config")):
-        raise rotated(config, "transform_config", f"transforms at {' and '.join(_FUSED_LOCATIONS)} only")
+        raise rotated(
+            config, "transform_config", f"transforms at {' and '.join(_FUSED_LOCATIONS)} only"
+        )
     if config.has("moe_sparsity_config"):
         of_experts = config.table("moe_sparsity_config")
         if of_experts.has("method"):
@@ -122,7 +126,8 @@ def _is_rotated(config: ConfigReader) -> bool:
     groups = [scheme for _, scheme in config.tables("config_groups")]
     applied = [one for scheme in groups for one in scheme.values.get("apply") or [None]]
     return not groups or any(
-        not isinstance(one, Mapping) or one.get("location") not in _FUSED_LOCATIONS for one in applied
+        not isinstance(one, Mapping) or one.get("location") not in _FUSED_LOCATIONS
+        for one in applied
     )
 
 
@@ -155,7 +160,9 @@ def _static_inputs(group: ConfigReader) -> str:
     inputs = group.values.get("input_activations")
     if not isinstance(inputs, dict) or not inputs.get("symmetric", True):
         return ""
-    if inputs.get("dynamic") == "local":  # scales of groups are found while serving, under a calibrated one
+    if (
+        inputs.get("dynamic") == "local"
+    ):  # scales of groups are found while serving, under a calibrated one
         found = [inputs.get(key) for key in ("type", "num_bits", "strategy", "group_size")]
         return "float4e2m1" if found == ["float", 4, "tensor_group", 16] else ""
     if inputs.get("dynamic"):
@@ -173,7 +180,9 @@ def _sizes(weights: ConfigReader) -> tuple[int, int]:
     """Return rows and columns of a scale, by strategy; without one it follows from the group size."""
     size = weights.integer("group_size", -1, default=-1)
     implied = "tensor" if not weights.has("group_size") else "channel" if size < 0 else "group"
-    strategy = weights.text("strategy", ("tensor", "channel", "group", "tensor_group", "block"), implied)
+    strategy = weights.text(
+        "strategy", ("tensor", "channel", "group", "tensor_group", "block"), implied
+    )
     if strategy == "block":
         return weights.pair("block_structure")
     if strategy in ("group", "tensor_group"):
@@ -203,7 +212,9 @@ def _pack_quantized(weights: ConfigReader, storage: str) -> SourceFormat:
 def _int_quantized(weights: ConfigReader, storage: str) -> SourceFormat:
     """Return the format of codes stored in int8, for any number of bits."""
     title = _title(storage, f"int{weights.integer('num_bits', 1, 8)}")
-    return SourceFormat(title, "int8", "uint8", "", *_sizes(weights), not weights.flag("symmetric", True))
+    return SourceFormat(
+        title, "int8", "uint8", "", *_sizes(weights), not weights.flag("symmetric", True)
+    )
 
 
 def _require_float(weights: ConfigReader, bits: int) -> None:
@@ -270,9 +281,16 @@ class PackedInt(Encoding):
         weight = matrix.headers.get("weight_packed")
         is_padded = weight is not None and weight.shape != (n, dense)
         stored = [
-            StoredTensor("weight", ("weight_packed",), ("I32",), tuple((n, w) for w in sorted({dense, padded}))),
+            StoredTensor(
+                "weight",
+                ("weight_packed",),
+                ("I32",),
+                tuple((n, w) for w in sorted({dense, padded})),
+            ),
             StoredTensor("scale", ("weight_scale",), FLOATS, matrix.scale_shapes),
-            StoredTensor("g_idx", ("weight_g_idx",), ("I32", "I64"), ((k,),), is_required=fmt.is_permuted),
+            StoredTensor(
+                "g_idx", ("weight_g_idx",), ("I32", "I64"), ((k,),), is_required=fmt.is_permuted
+            ),
         ]
         if fmt.has_zero_point:
             groups = matrix.num_groups
@@ -280,14 +298,18 @@ class PackedInt(Encoding):
             stored.append(StoredTensor("zero_point", ("weight_zero_point",), ("I32",), (shape,)))
         return stored
 
-    def complete(self, fmt: SourceFormat, found: Headers, used: Mapping[str, str], k: int) -> SourceFormat:
+    def complete(
+        self, fmt: SourceFormat, found: Headers, used: Mapping[str, str], k: int
+    ) -> SourceFormat:
         """Set the packing by the width of the words, and the column order by its tensor."""
         is_dense = found["weight"].shape[1] == _packed_width(k, integer_bits(fmt), is_padded=False)
         options = {**dict(fmt.options), "packing": "dense" if is_dense else "padded"}
         fmt = replace(fmt, is_permuted="g_idx" in found, options=tuple(options.items()))
         return super().complete(fmt, found, used, k)
 
-    def logical_shape(self, fmt: SourceFormat, headers: Headers, weight: TensorSpec) -> Shape | None:
+    def logical_shape(
+        self, fmt: SourceFormat, headers: Headers, weight: TensorSpec
+    ) -> Shape | None:
         """Return (N, K): by the groups, since codes may be padded to words, or by the words."""
         scale = headers.get("weight_scale")
         if fmt.group_k > 0 and scale is not None and len(scale.shape) == 2:

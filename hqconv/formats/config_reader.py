@@ -148,7 +148,9 @@ class ConfigReader:
 
     def overridden(self, by: ConfigReader) -> ConfigReader:
         """Return this object with another's values written over them; errors name the object a key comes from."""
-        origins = {key: self._origins.get(key, self.path) for key in self.values if key not in by.values}
+        origins = {
+            key: self._origins.get(key, self.path) for key in self.values if key not in by.values
+        }
         return ConfigReader({**self.values, **by.values}, by.path, origins)
 
     def replaced(self, **values: Any) -> ConfigReader:
@@ -266,7 +268,9 @@ def _unknown(values: Mapping[str, Any], keys: Keys, path: str) -> Iterator[tuple
             elif isinstance(item, Mapping) and name in keys.entries:
                 for inner, one in item.items():
                     if isinstance(one, Mapping):
-                        yield from _unknown(one, keys.entries[name], f"{where}.{printable(str(inner))}")
+                        yield from _unknown(
+                            one, keys.entries[name], f"{where}.{printable(str(inner))}"
+                        )
 
 
 def _says_something(value: object) -> bool:
@@ -324,7 +328,9 @@ def refuse_spinquant(config: ConfigReader, key: str) -> None:
     if config.has(key):
         own = config.table(key)
         if own.values and (is_online_spinquant(own.values, online_r1=True) or own.values.get("r3")):
-            raise rotated(config, key, "rotations that are fused: r3, r4 and online_r1_rotation false")
+            raise rotated(
+                config, key, "rotations that are fused: r3, r4 and online_r1_rotation false"
+            )
 
 
 def refuse_rotated_model(text: Mapping[str, Any]) -> None:

@@ -107,7 +107,9 @@ class StoredMatrix:
     def __getitem__(self, part: str) -> torch.Tensor:
         return self.parts[part]
 
-    def refuse(self, part: str, what: str, expected: object, found: object, *remedy: str) -> NoReturn:
+    def refuse(
+        self, part: str, what: str, expected: object, found: object, *remedy: str
+    ) -> NoReturn:
         """Raise InputError about the values of a part."""
         from hqconv.quantization.value_checks import refuse
 
@@ -174,8 +176,12 @@ class StoredMatrix:
         fmt, grid = self.fmt, self.scale_grid(scale)
         if scale_2 is not None and scale_2.numel() == 1 and grid.element_size() == 1:
             one = torch.ones((), dtype=grid.dtype, device=grid.device).view(torch.uint8)
-            grid = torch.where(scale_2.reshape(()) == 0, one, grid.view(torch.uint8)).view(grid.dtype)
-        matrix = CodedMatrix(fmt.b_dtype, packed, grid, fmt.group_n, fmt.group_k, zero_point, scale_2, column_groups)
+            grid = torch.where(scale_2.reshape(()) == 0, one, grid.view(torch.uint8)).view(
+                grid.dtype
+            )
+        matrix = CodedMatrix(
+            fmt.b_dtype, packed, grid, fmt.group_n, fmt.group_k, zero_point, scale_2, column_groups
+        )
         return checked(matrix, self.names)
 
     def zero_or_midpoint(self, zero: torch.Tensor) -> torch.Tensor | None:
@@ -205,7 +211,9 @@ class StoredMatrix:
         if bool(is_outside.any()):
             expected, found = f"groups from 0 to {num_groups - 1}", int(columns[is_outside][0])
             self.refuse("g_idx", "A column's group does not exist.", expected, found)
-        implied = torch.arange(len(columns), device=columns.device) // (self.fmt.group_k or len(columns))
+        implied = torch.arange(len(columns), device=columns.device) // (
+            self.fmt.group_k or len(columns)
+        )
         return None if torch.equal(columns, implied) else columns
 
 
@@ -242,7 +250,9 @@ class Encoding(ABC):
         """Fill in group sizes that the config leaves open (`ANY`)."""
         return fmt
 
-    def complete(self, fmt: SourceFormat, found: Headers, used: Mapping[str, str], k: int) -> SourceFormat:
+    def complete(
+        self, fmt: SourceFormat, found: Headers, used: Mapping[str, str], k: int
+    ) -> SourceFormat:
         """Fill in code and scale dtypes. found, used: canonical part name -> header, raw name."""
         scale, scale_dtype = found.get("scale"), fmt.scale_dtype
         if scale is not None:
@@ -250,9 +260,13 @@ class Encoding(ABC):
             scale_dtype = stored or scale_dtype
         return replace(fmt, b_dtype=self.b_dtype or fmt.b_dtype, scale_dtype=scale_dtype)
 
-    def logical_shape(self, fmt: SourceFormat, headers: Headers, weight: TensorSpec) -> Shape | None:
+    def logical_shape(
+        self, fmt: SourceFormat, headers: Headers, weight: TensorSpec
+    ) -> Shape | None:
         """Return (N, K) that the header of the codes implies; None where it leaves them open."""
-        return weight.shape[0] * self.rows_per_element, int(weight.shape[1] * self.columns_per_element)
+        return weight.shape[0] * self.rows_per_element, int(
+            weight.shape[1] * self.columns_per_element
+        )
 
 
 E = TypeVar("E", bound=Encoding)
@@ -276,7 +290,9 @@ def encoding(name: str) -> Encoding:
     """Return an encoding by its name; InputError for an unknown name (a manifest of a later hqconv)."""
     load_formats()
     if name not in ENCODINGS:
-        raise InputError("The stored encoding is not known.", expected=", ".join(sorted(ENCODINGS)), found=name)
+        raise InputError(
+            "The stored encoding is not known.", expected=", ".join(sorted(ENCODINGS)), found=name
+        )
     return ENCODINGS[name]
 
 
@@ -323,7 +339,11 @@ class Unquantized(Encoding):
 
 def usable_scales(*, divides: bool) -> str:
     """Describe the numbers that a scale may be stored as; one that makes all values 0 is among them."""
-    return "a number above 0; infinity makes all values 0" if divides else "a finite number, not below 0"
+    return (
+        "a number above 0; infinity makes all values 0"
+        if divides
+        else "a finite number, not below 0"
+    )
 
 
 def integer_bits(fmt: SourceFormat) -> int:
@@ -331,7 +351,9 @@ def integer_bits(fmt: SourceFormat) -> int:
     digits = fmt.b_dtype.removeprefix("uint")
     if not (digits.isdigit() and 1 <= int(digits) <= 8):
         raise InputError(
-            "The config names no usable code type.", expected="uint1 … uint8", found=fmt.b_dtype or "nothing"
+            "The config names no usable code type.",
+            expected="uint1 … uint8",
+            found=fmt.b_dtype or "nothing",
         )
     return int(digits)
 

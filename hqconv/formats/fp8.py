@@ -22,14 +22,27 @@ from hqconv.formats.encoding import (
     register_encoding,
 )
 from hqconv.formats.gptq import dynamic_rules
-from hqconv.formats.module_rules import Matcher, Rule, always, globbed_in, parents, skipped_names, when
+from hqconv.formats.module_rules import (
+    Matcher,
+    Rule,
+    always,
+    globbed_in,
+    parents,
+    skipped_names,
+    when,
+)
 from hqconv.formats.mx import MXFP4, nvfp4_format
 from hqconv.formats.quant_config import quant_method
 from hqconv.formats.source_format import ANY, SourceFormat
 from hqconv.schemas.dtypes import FLOATS, humming_name
 
 # DeepSeek's names of code types, and torch's, which MiniMax writes.
-_CODE_DTYPES = {"e4m3": "float8e4m3", "e5m2": "float8e5m2", "float8_e4m3fn": "float8e4m3", "float8_e5m2": "float8e5m2"}
+_CODE_DTYPES = {
+    "e4m3": "float8e4m3",
+    "e5m2": "float8e5m2",
+    "float8_e4m3fn": "float8e4m3",
+    "float8_e5m2": "float8e5m2",
+}
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale", "scale", "scale_inv")
 
 # --- config ------------------------------------------------------------------------------------------------
@@ -38,7 +51,7 @@ _SCALE_NAMES = ("weight_scale_inv", "weight_scale", "scale", "scale_inv")
 _GPTQMODEL = Keys("weight_block_size format weight_scale_method weight_scale_semantics")
 KEYS = _GPTQMODEL | Keys(
     "fmt scale_fmt activation_scheme modules_to_not_convert ignored_layers "
-    "expert_dtype store_dtype routed_experts_quant_method mxfp4_block_size "  # of routed experts: DeepSeek, MiMo, Ling
+    "expert_dtype store_dtype routed_experts_quant_method mxfp4_block_size "  # DeepSeek, MiMo, Ling
     "moe_quant_algo ignore exclude_modules group_size "  # ModelOpt's, of nvfp4 experts
     "weight_dtype checkpoint_format method rotation",
     "modules_to_convert dequantize is_checkpoint_fp8_serialized run_compressed "  # of a loader
@@ -70,8 +83,14 @@ def _dense(config: ConfigReader) -> SourceFormat:
     GPTQModel stores fp8_max / amax as weight_scale_inv, so its scale divides. Source: `quantize_fp8_weight` and
     `dequantize_weight` of gptqmodel, nn_modules/qlinear/fp8.py.
     """
-    rows, columns = config.pair("weight_block_size") if config.has("weight_block_size") else (ANY, ANY)
-    dtypes = {_CODE_DTYPES[config.text(key, tuple(_CODE_DTYPES))] for key in ("fmt", "weight_dtype") if config.has(key)}
+    rows, columns = (
+        config.pair("weight_block_size") if config.has("weight_block_size") else (ANY, ANY)
+    )
+    dtypes = {
+        _CODE_DTYPES[config.text(key, tuple(_CODE_DTYPES))]
+        for key in ("fmt", "weight_dtype")
+        if config.has(key)
+    }
     if len(dtypes) > 1:
         raise config.unsupported("weight_dtype", "the dtype that fmt says")
     if config.has("format") and config.text("format") != "fp8":
@@ -82,7 +101,9 @@ def _dense(config: ConfigReader) -> SourceFormat:
     if config.has("weight_scale_method"):
         shared = config.one_of("weight_scale_method", "tensor", "row", "block")
         if (shared == "block") != config.has("weight_block_size"):
-            raise config.unsupported("weight_scale_method", "block exactly where there is a weight_block_size")
+            raise config.unsupported(
+                "weight_scale_method", "block exactly where there is a weight_block_size"
+            )
         rows, columns = {"tensor": (0, 0), "row": (1, 0)}.get(shared, (rows, columns))
     is_power = config.text("scale_fmt", ("float", "ue8m0"), "float") == "ue8m0"
     is_inverted = config.has("weight_scale_semantics")
@@ -113,7 +134,9 @@ def _routed_experts(config: ConfigReader, text: Text) -> Iterator[Rule]:
     if config.has("moe_quant_algo"):
         config.one_of("moe_quant_algo", "NVFP4")
         is_quantized = _modelopt_modules(config)
-        yield when(lambda module: _is_routed(module) and is_quantized(module), nvfp4_format("nvfp4", 16))
+        yield when(
+            lambda module: _is_routed(module) and is_quantized(module), nvfp4_format("nvfp4", 16)
+        )
     if _expert_method(config, text) == "mxfp4":
         config.integer("mxfp4_block_size", 32, 32, 32)
         yield when(_is_routed, MXFP4)
@@ -125,7 +148,11 @@ def _expert_method(config: ConfigReader, text: Text) -> str:
     The model's config counts where the quantization config has no such key.
     """
     keys = ("routed_experts_quant_method", "store_dtype", "expert_dtype")
-    reader = config if config.has(*keys) else ConfigReader({"expert_dtype": text.get(keys[2])}, "config.json")
+    reader = (
+        config
+        if config.has(*keys)
+        else ConfigReader({"expert_dtype": text.get(keys[2])}, "config.json")
+    )
     method = ""
     for key in (key for key in keys if reader.has(key)):
         if key == "expert_dtype":
@@ -142,12 +169,16 @@ def _expert_method(config: ConfigReader, text: Text) -> str:
 def _modelopt_modules(config: ConfigReader) -> Matcher:
     """Match modules of an fp8 checkpoint that ModelOpt quantized: listed with its algorithm, and not ignored."""
     keys = ("ignore", "exclude_modules")
-    is_ignored = globbed_in(config.names(*keys), config.where(config.first(*keys)), with_parents=True)
+    is_ignored = globbed_in(
+        config.names(*keys), config.where(config.first(*keys)), with_parents=True
+    )
     layers = dict(config.tables("quantized_layers"))
     for layer in layers.values():
         layer.one_of("quant_algo", "NVFP4", "W4A16_NVFP4")
     is_all = not config.has("quantized_layers")
-    return lambda module: not is_ignored(module) and (is_all or any(name in layers for name in parents(module)))
+    return lambda module: (
+        not is_ignored(module) and (is_all or any(name in layers for name in parents(module)))
+    )
 
 
 FBGEMM_KEYS = Keys("modules_to_not_convert", "activation_scale_ub dequantize")
@@ -184,7 +215,10 @@ class Fp8(Encoding):
         return [
             StoredTensor("weight", ("weight",), ("F8_E4M3", "F8_E5M2"), ((n, k),)),
             StoredTensor(
-                "scale", _SCALE_NAMES, (*FLOATS, *(() if is_inverted else SCALE_DTYPES["float8e8m0"])), scales
+                "scale",
+                _SCALE_NAMES,
+                (*FLOATS, *(() if is_inverted else SCALE_DTYPES["float8e8m0"])),
+                scales,
             ),
         ]
 
@@ -194,7 +228,9 @@ class Fp8(Encoding):
             return fmt
         scale = next((headers[name] for name in (*_SCALE_NAMES, "scales") if name in headers), None)
         if scale is None:
-            return replace(fmt, group_n=1, group_k=0)  # the missing scale is reported when parts are matched
+            return replace(
+                fmt, group_n=1, group_k=0
+            )  # the missing scale is reported when parts are matched
         if math.prod(scale.shape) == 1:
             return replace(fmt, group_n=0, group_k=0)
         if scale.shape in ((n,), (n, 1)):
@@ -207,7 +243,9 @@ class Fp8(Encoding):
             remedy="Put the block of these scales into quantization_config as weight_block_size, such as [128, 128].",
         )
 
-    def complete(self, fmt: SourceFormat, found: Headers, used: Mapping[str, str], k: int) -> SourceFormat:
+    def complete(
+        self, fmt: SourceFormat, found: Headers, used: Mapping[str, str], k: int
+    ) -> SourceFormat:
         """Take the code type from the weight's header."""
         weight = found["weight"]
         b_dtype = humming_name(weight.dtype)
@@ -230,5 +268,7 @@ class Fp8(Encoding):
             mantissa, _ = torch.frexp(scale.float())
             if is_any(mantissa != 0.5):
                 found = scale[mantissa.reshape(scale.shape) != 0.5].flatten()[0].item()
-                matrix.refuse("scale", "A scale is no power of two.", "ue8m0 scales: powers of two", found)
+                matrix.refuse(
+                    "scale", "A scale is no power of two.", "ue8m0 scales: powers of two", found
+                )
         return matrix.coded(matrix.words(), scale)

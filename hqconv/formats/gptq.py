@@ -50,7 +50,11 @@ _FORMAT = Keys(
     "bits wbits w_bit group_size q_group_size desc_act sym zero_point checkpoint_format format is_marlin_format "
     "pack_dtype rotation adapter"
 )
-KEYS = _FORMAT | Keys("method modules_in_block_to_quantize", entries={"dynamic": _FORMAT | _TOOLING}) | _TOOLING
+KEYS = (
+    _FORMAT
+    | Keys("method modules_in_block_to_quantize", entries={"dynamic": _FORMAT | _TOOLING})
+    | _TOOLING
+)
 
 
 @quant_method("gptq", keys=KEYS)
@@ -79,7 +83,9 @@ def _modules_to_quantize(config: ConfigReader) -> list[str]:
     return config.replaced(**{key: flat}).names(key)
 
 
-def dynamic_rules(config: ConfigReader, format_of: Callable[[ConfigReader], SourceFormat]) -> Iterator[Rule]:
+def dynamic_rules(
+    config: ConfigReader, format_of: Callable[[ConfigReader], SourceFormat]
+) -> Iterator[Rule]:
     """Yield GPTQModel's rules: "-:regex" leaves modules out, "+:regex" (or without a sign) overrides keys."""
     if not config.has("dynamic"):
         return
@@ -124,7 +130,11 @@ def check_gptqmodel_keys(config: ConfigReader) -> None:
         raise config.unsupported("adapter", "none: weights without a low-rank correction")
     if config.has("pack_dtype") and config.text("pack_dtype").removeprefix("torch.") != "int32":
         raise config.unsupported("pack_dtype", "int32")
-    if config.has("sym") and config.has("zero_point") and config.flag("zero_point", True) == config.flag("sym", True):
+    if (
+        config.has("sym")
+        and config.has("zero_point")
+        and config.flag("zero_point", True) == config.flag("sym", True)
+    ):
         raise config.unsupported("zero_point", "the opposite of sym")
 
 
@@ -146,7 +156,9 @@ class Gptq(Encoding):
         bits = integer_bits(fmt)
         if bits not in (2, 3, 4, 8):  # GPTQModel spreads 5, 6 and 7 bits over bit planes
             raise InputError(
-                "GPTQ codes of this size cannot be read.", expected="2, 3, 4 or 8 bits", found=f"{bits} bits"
+                "GPTQ codes of this size cannot be read.",
+                expected="2, 3, 4 or 8 bits",
+                found=f"{bits} bits",
             )
         divisor = 32 // math.gcd(bits, 32)
         matrix.require_multiples(divisor, divisor)
@@ -154,17 +166,23 @@ class Gptq(Encoding):
         zeros, is_ordered = ((groups, n * bits // 32),), bool(fmt.option("desc_act", False))
         return [
             StoredTensor("weight", ("qweight",), ("I32",), ((k * bits // 32, n),)),
-            StoredTensor("zero_point", ("qzeros",), ("I32",), zeros, is_required=fmt.has_zero_point),
+            StoredTensor(
+                "zero_point", ("qzeros",), ("I32",), zeros, is_required=fmt.has_zero_point
+            ),
             StoredTensor("scale", ("scales",), FLOATS, ((groups, n),)),
             StoredTensor("g_idx", ("g_idx",), ("I32", "I64"), ((k,),), is_required=is_ordered),
         ]
 
-    def complete(self, fmt: SourceFormat, found: Headers, used: Mapping[str, str], k: int) -> SourceFormat:
+    def complete(
+        self, fmt: SourceFormat, found: Headers, used: Mapping[str, str], k: int
+    ) -> SourceFormat:
         """Mark the columns as permuted unless there is only one group."""
         fmt = replace(fmt, is_permuted=bool(fmt.option("desc_act")) and fmt.group_k != 0)
         return super().complete(fmt, found, used, k)
 
-    def logical_shape(self, fmt: SourceFormat, headers: Headers, weight: TensorSpec) -> Shape | None:
+    def logical_shape(
+        self, fmt: SourceFormat, headers: Headers, weight: TensorSpec
+    ) -> Shape | None:
         """Return (N, K) of words along K."""
         words, rows = weight.shape
         return shape_of_words(fmt, rows, words)

@@ -77,7 +77,9 @@ def _doubts(config: ConfigReader) -> Iterator[str]:
     if not config.has("w13", *_NAMES["b_dtype"]):
         yield f"{config.path} has no flat b_dtype: {stock} does not start. {remedy}"
     exceptions = list(_exceptions(config))
-    if left_out := [one.pattern for one in exceptions if one.fmt is not None and one.pattern.startswith("-")]:
+    if left_out := [
+        one.pattern for one in exceptions if one.fmt is not None and one.pattern.startswith("-")
+    ]:
         yield f"{dynamic} has formats under '-', which {stock} leaves out: {first_few(left_out)}. {remedy}"
     default = _layer_format(_default(config))
     if single := [one.pattern for one in exceptions if one.name and one.fmt not in (None, default)]:
@@ -116,7 +118,10 @@ def parse_humming(config: ConfigReader, _text: Text) -> list[Rule]:
             left_out.append(when(matches))
     return [
         when(containing(plain)),
-        *(when(LinearRegex(pattern, config.where(config.first(*_IGNORE))).matches) for pattern in patterns),
+        *(
+            when(LinearRegex(pattern, config.where(config.first(*_IGNORE))).matches)
+            for pattern in patterns
+        ),
         *left_out,
         *(one.get if isinstance(one, dict) else one for one in overriding),
         always(_layer_format(_default(config))),
@@ -157,12 +162,18 @@ def _exceptions(config: ConfigReader) -> Iterator[_Exception]:
         name = re.sub(r"\\(.)", r"\1", pattern[2:-1])
         is_single = pattern.endswith("$") and re.escape(name) == pattern[2:-1]
         fmt = None
-        if pattern.startswith("+") or (pattern.startswith("-") and overrides.has(*_NAMES["b_dtype"])):
+        if pattern.startswith("+") or (
+            pattern.startswith("-") and overrides.has(*_NAMES["b_dtype"])
+        ):
             key = repr(overrides.values)
             if key not in known:
                 # A field under one of its names replaces the field under all of them.
-                replaced = {alias for names in _NAMES.values() if overrides.has(*names) for alias in names}
-                known[key] = _layer_format(default.replaced(**dict.fromkeys(replaced)).overridden(overrides))
+                replaced = {
+                    alias for names in _NAMES.values() if overrides.has(*names) for alias in names
+                }
+                known[key] = _layer_format(
+                    default.replaced(**dict.fromkeys(replaced)).overridden(overrides)
+                )
             fmt = known[key]
         yield _Exception(pattern, name if is_single else "", fmt)
 
@@ -218,7 +229,9 @@ def _schema(config: ConfigReader) -> WeightSchema:
     except RequestError as error:
         key = keys.get(error.where, error.where)
         what = "The quantization config describes no format of Humming's."
-        raise InputError(what, where=config.where(key), expected=error.expected, found=error.found) from error
+        raise InputError(
+            what, where=config.where(key), expected=error.expected, found=error.found
+        ) from error
 
 
 @register_encoding
@@ -244,13 +257,17 @@ class Humming(Encoding):
             stored.append(StoredTensor("zero_point", ("zero_point",), FLOATS, ((n, groups),)))
         elif fmt.has_zero_point:
             matrix.require_multiples(32, 32 // math.gcd(bits, 32))
-            stored.append(StoredTensor("zero_point", ("zero_point",), ("I32",), ((n * bits // 32, groups),)))
+            stored.append(
+                StoredTensor("zero_point", ("zero_point",), ("I32",), ((n * bits // 32, groups),))
+            )
         if fmt.scale_2 != "none":
             shapes = ONE if fmt.scale_2 == "tensor" else ((n,), (n, 1))
             stored.append(StoredTensor("scale_2", ("weight_scale_2",), FLOATS, shapes))
         return stored
 
-    def logical_shape(self, fmt: SourceFormat, headers: Headers, weight: TensorSpec) -> Shape | None:
+    def logical_shape(
+        self, fmt: SourceFormat, headers: Headers, weight: TensorSpec
+    ) -> Shape | None:
         """Return (N, K) of words along K."""
         return shape_of_words(fmt, *weight.shape)
 
@@ -263,8 +280,17 @@ class Humming(Encoding):
         if matrix.fmt.has_zero_point:
             zero_point = matrix["zero_point"].contiguous()
             if not matrix.fmt.option("is_fp_zero_point"):
-                zero_point = bit_codec.unpack_along_rows(zero_point, code_bits(matrix.fmt.b_dtype), matrix.shape[0])
+                zero_point = bit_codec.unpack_along_rows(
+                    zero_point, code_bits(matrix.fmt.b_dtype), matrix.shape[0]
+                )
             elif is_any(~zero_point.isfinite()):
-                matrix.refuse("zero_point", "A zero point is NaN or infinite.", "finite zero points", "NaN or Inf")
+                matrix.refuse(
+                    "zero_point",
+                    "A zero point is NaN or infinite.",
+                    "finite zero points",
+                    "NaN or Inf",
+                )
         scale_2 = matrix["scale_2"].reshape(-1) if "scale_2" in matrix else None
-        return matrix.coded(matrix["weight"].contiguous(), matrix.scale(), zero_point=zero_point, scale_2=scale_2)
+        return matrix.coded(
+            matrix["weight"].contiguous(), matrix.scale(), zero_point=zero_point, scale_2=scale_2
+        )

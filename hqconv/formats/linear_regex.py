@@ -27,7 +27,9 @@ _CHARACTERS = (_constants.LITERAL, _constants.NOT_LITERAL, _constants.IN, _const
 _LOOKS = (_constants.ASSERT, _constants.ASSERT_NOT)
 _REPEATS = (_constants.MAX_REPEAT, _constants.MIN_REPEAT)
 
-Ends = Callable[[int, str], int]  # bits of the positions where a part may begin, the name → bits of its ends
+Ends = Callable[
+    [int, str], int
+]  # bits of the positions where a part may begin, the name → bits of its ends
 
 
 class LinearRegex:
@@ -39,7 +41,13 @@ class LinearRegex:
     """
 
     def __init__(
-        self, pattern: str, where: str, *, after: str = "", is_anywhere: bool = False, is_glob: bool = False
+        self,
+        pattern: str,
+        where: str,
+        *,
+        after: str = "",
+        is_anywhere: bool = False,
+        is_glob: bool = False,
     ) -> None:
         self._where, self._shown, self._steps_left = where, repr(pattern[:200]), _MAX_STEPS
         try:
@@ -51,7 +59,9 @@ class LinearRegex:
                 text = f"(?:{pattern}){after}" if after else pattern
                 compiled, parsed = re.compile(text), _parser.parse(text)
             num_steps = 0.0 if is_glob else _num_steps(parsed) * (_USUAL_NAME if is_anywhere else 1)
-            self._max_length = math.inf if is_glob else _USUAL_NAME * 2 if num_steps <= _FEW_STEPS else -1
+            self._max_length = (
+                math.inf if is_glob else _USUAL_NAME * 2 if num_steps <= _FEW_STEPS else -1
+            )
             self._ends = self._sequence(parsed) if self._max_length < 0 else None
         except (ValueError, re.error, RecursionError, OverflowError) as error:
             raise InputError(
@@ -90,7 +100,10 @@ class LinearRegex:
 
     def _fixed(self, nodes: list[Any], state: Any) -> Ends:
         """Return the function of characters, and of what is looked at before and after them."""
-        width, places = sum(operation in _CHARACTERS for operation, _ in nodes), _places(nodes, state)
+        width, places = (
+            sum(operation in _CHARACTERS for operation, _ in nodes),
+            _places(nodes, state),
+        )
         looks = any(operation in _LOOKS for operation, _ in nodes)
 
         def ends(starts: int, name: str) -> int:
@@ -108,7 +121,9 @@ class LinearRegex:
             return lambda starts, name: reduce(or_, (branch(starts, name) for branch in branches))
         if operation in _REPEATS:
             return self._repeated(*argument)
-        raise self._refusal("no backreferences, atomic groups, flags within a pattern, or repetitions looked ahead at")
+        raise self._refusal(
+            "no backreferences, atomic groups, flags within a pattern, or repetitions looked ahead at"
+        )
 
     def _repeated(self, least: int, most: int, nodes: Any) -> Ends:
         once = self._sequence(nodes)
@@ -136,7 +151,9 @@ class LinearRegex:
     def _count(self, num_steps: int, name: str) -> None:
         self._steps_left -= num_steps
         if self._steps_left < 0:
-            raise self._refusal(f"at most {_MAX_STEPS} steps for the names of all modules", f", at {name[:100]!r}")
+            raise self._refusal(
+                f"at most {_MAX_STEPS} steps for the names of all modules", f", at {name[:100]!r}"
+            )
 
     def _refusal(self, expected: str, at: str = "") -> RequestError:
         return RequestError(
@@ -194,9 +211,16 @@ def _num_steps_of(operation: Any, argument: Any, following: Any, state: Any) -> 
         inside = _num_steps(nodes)
         if most > 1 and inside > 1:
             return math.inf
-        if len(nodes) == 1 and nodes[0][0] in _CHARACTERS and following and following[0] is _constants.LITERAL:
+        if (
+            len(nodes) == 1
+            and nodes[0][0] in _CHARACTERS
+            and following
+            and following[0] is _constants.LITERAL
+        ):
             one = _compiler.compile(_parser.SubPattern(state, list(nodes)))
-            if one.match(chr(following[1])) is None:  # such as [a-z]+\. where only the longest run can go on
+            if (
+                one.match(chr(following[1])) is None
+            ):  # such as [a-z]+\. where only the longest run can go on
                 return 1
         return inside if least == most else inside * min(most - least + 1, _USUAL_NAME)
     return 1 if operation in _CHARACTERS or operation is _constants.AT else math.inf

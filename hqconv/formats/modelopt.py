@@ -15,7 +15,9 @@ from hqconv.formats.source_format import SourceFormat
 _ALGORITHM = Keys("quant_algo group_size pre_quant_scale has_zero_point rotate")
 _GROUP = _ALGORITHM | Keys(
     unused="targets input_activations output_activations",
-    inside={"weights": Keys("group_size", "dynamic num_bits type strategy symmetric block_structure")},
+    inside={
+        "weights": Keys("group_size", "dynamic num_bits type strategy symmetric block_structure")
+    },
 )
 _QUANTIZATION = _ALGORITHM | Keys(
     "exclude_modules ignore",
@@ -90,7 +92,10 @@ def _algorithm_format(config: ConfigReader) -> SourceFormat:
         return replace(fmt, static_inputs="float4e2m1" if is_static else "")
     if algorithm == "w4a8_nvfp4_fp8":
         return nvfp4_format("modelopt nvfp4", _group_size(config, 32, only=(16, 32)))
-    if algorithm in ("w4a8_mxfp4_fp8", "mxfp4"):  # config_groups may say 16: the scales' shape decides
+    if algorithm in (
+        "w4a8_mxfp4_fp8",
+        "mxfp4",
+    ):  # config_groups may say 16: the scales' shape decides
         return mx_format("modelopt mxfp4", "mxfp4")
     if algorithm == "w8a16":
         return SourceFormat("modelopt int8", "int8", "uint8")
@@ -100,7 +105,9 @@ def _algorithm_format(config: ConfigReader) -> SourceFormat:
         size = _group_size(config, 128)
         return SourceFormat("modelopt fp8 blocks", "fp8", "float8e4m3", "", size, size)
     if algorithm == "fp8":
-        return SourceFormat("modelopt fp8", "fp8", "float8e4m3", "", 0, 0, static_inputs="float8e4m3")
+        return SourceFormat(
+            "modelopt fp8", "fp8", "float8e4m3", "", 0, 0, static_inputs="float8e4m3"
+        )
     if algorithm == "fp8_per_channel_per_token":
         return SourceFormat("modelopt fp8", "fp8", "float8e4m3", "", 1, 0)
     names = (
@@ -114,7 +121,11 @@ def _group_size(config: ConfigReader, default: int, only: tuple[int, ...] = ()) 
     """Return the group size, in newer configs given with the weights of a group; one of `only`, if there are any."""
     reader = config
     if not config.has("group_size"):
-        groups = (group.table("weights") for _, group in config.tables("config_groups") if group.has("weights"))
+        groups = (
+            group.table("weights")
+            for _, group in config.tables("config_groups")
+            if group.has("weights")
+        )
         reader = next((weights for weights in groups if weights.has("group_size")), config)
     least, most = (min(only), max(only)) if only else (1, LARGEST)
     size = reader.integer("group_size", least, most, default=default)

@@ -69,7 +69,9 @@ def named_in(patterns: Iterable[str], where: str, *, with_parents: bool = False)
     patterns = list(patterns)
     regexes = [pattern[3:] for pattern in patterns if pattern.startswith("re:")]
     searches = [(start_of(pattern), LinearRegex(pattern, where)) for pattern in regexes]
-    return _matcher({pattern for pattern in patterns if not pattern.startswith("re:")}, searches, with_parents)
+    return _matcher(
+        {pattern for pattern in patterns if not pattern.startswith("re:")}, searches, with_parents
+    )
 
 
 def globbed_in(patterns: Iterable[str], where: str, *, with_parents: bool = False) -> Matcher:
@@ -86,11 +88,15 @@ def globbed_in(patterns: Iterable[str], where: str, *, with_parents: bool = Fals
     return _matcher(exact, searches, with_parents)
 
 
-def _matcher(exact: Collection[str], searches: Iterable[tuple[str, LinearRegex]], with_parents: bool) -> Matcher:
+def _matcher(
+    exact: Collection[str], searches: Iterable[tuple[str, LinearRegex]], with_parents: bool
+) -> Matcher:
     """Match names by a set of names and patterns. with_parents: also where one of a module around it matches."""
     regexes = RegexSet(searches)
     is_named = cache(lambda name: name in exact or regexes.match(name))
-    return lambda module: any(is_named(name) for name in (parents(module) if with_parents else [module]))
+    return lambda module: any(
+        is_named(name) for name in (parents(module) if with_parents else [module])
+    )
 
 
 def containing(parts: Iterable[str]) -> Matcher:
@@ -112,7 +118,9 @@ def skipped_by_transformers(patterns: Iterable[str], where: str) -> Matcher:
     """
     patterns = list(patterns)
     after = r"(?:(?<=\.)|(?=\.|$))"
-    searches = RegexSet((start_of(entry), LinearRegex(entry, where, after=after)) for entry in patterns)
+    searches = RegexSet(
+        (start_of(entry), LinearRegex(entry, where, after=after)) for entry in patterns
+    )
     endings = set(patterns)
     sizes = sorted({len(pattern) for pattern in endings})
 

@@ -42,7 +42,8 @@ def mx_format(name: str, encoding: str) -> SourceFormat:
 
 MXFP4_KEYS = Keys("modules_to_not_convert", "dequantize")
 MXFP8_KEYS = Keys(
-    "weight_block_size ignored_layers modules_to_not_convert", "activation_scheme fmt scale_fmt dequantize"
+    "weight_block_size ignored_layers modules_to_not_convert",
+    "activation_scheme fmt scale_fmt dequantize",
 )
 
 
@@ -62,7 +63,11 @@ def parse_mxfp8(config: ConfigReader, _text: Text) -> list[Rule]:
         raise config.unsupported("weight_block_size", "[1, 32]")
     key = config.first("ignored_layers", "modules_to_not_convert")
     names = config.names(key)
-    return [when(globbed_in(names, config.where(key))), when(on_path(names)), always(mx_format("mxfp8", "mxfp8"))]
+    return [
+        when(globbed_in(names, config.where(key))),
+        when(on_path(names)),
+        always(mx_format("mxfp8", "mxfp8")),
+    ]
 
 
 class _Microscaling(Encoding):
@@ -72,8 +77,12 @@ class _Microscaling(Encoding):
     def stored_tensors(self, matrix: MatrixHeaders) -> list[StoredTensor]:
         matrix.require_multiples(32)
         return [
-            StoredTensor("weight", self.weight_names, self.weight_dtypes, self.weight_shapes(matrix)),
-            StoredTensor("scale", _SCALE_NAMES, SCALE_DTYPES["float8e8m0"], ((matrix.n, matrix.k // 32),)),
+            StoredTensor(
+                "weight", self.weight_names, self.weight_dtypes, self.weight_shapes(matrix)
+            ),
+            StoredTensor(
+                "scale", _SCALE_NAMES, SCALE_DTYPES["float8e8m0"], ((matrix.n, matrix.k // 32),)
+            ),
         ]
 
     def weight_shapes(self, matrix: MatrixHeaders) -> Shapes:
@@ -103,7 +112,9 @@ class Mxfp4(_Microscaling):
         has_elements = any(part.dtype == "F4" for part in matrix.headers.values())
         return ((n, k // 2), (n, k // 32, 16), *(((n, k),) if has_elements else ()))
 
-    def logical_shape(self, fmt: SourceFormat, headers: Headers, weight: TensorSpec) -> Shape | None:
+    def logical_shape(
+        self, fmt: SourceFormat, headers: Headers, weight: TensorSpec
+    ) -> Shape | None:
         """Return (N, K): two codes a byte, but one for each element of an F4 tensor whose shape counts elements."""
         rows, columns = weight.shape[:2]
         if len(weight.shape) == 3:
@@ -168,7 +179,9 @@ class Nvfp4(Encoding):
             StoredTensor("scale_2", ("weight_scale_2", "weight_global_scale"), ("F32",), ONE),
         ]
 
-    def complete(self, fmt: SourceFormat, found: Headers, used: Mapping[str, str], k: int) -> SourceFormat:
+    def complete(
+        self, fmt: SourceFormat, found: Headers, used: Mapping[str, str], k: int
+    ) -> SourceFormat:
         """Set by its name if the second scale multiplies or divides."""
         scale_2 = "divides" if used["scale_2"] == "weight_global_scale" else "multiplies"
         options = {**dict(fmt.options), "scale_2": scale_2}
@@ -199,7 +212,9 @@ class Nvfp4Amax(Nvfp4):
         divisor = StoredTensor("divisor", ("weight_outer_scale_denominator",), FLOATS, ONE)
         return [codes, scale, amax, divisor]
 
-    def complete(self, fmt: SourceFormat, found: Headers, used: Mapping[str, str], k: int) -> SourceFormat:
+    def complete(
+        self, fmt: SourceFormat, found: Headers, used: Mapping[str, str], k: int
+    ) -> SourceFormat:
         """Leave the second scale as it is: amax multiplies."""
         return Encoding.complete(self, fmt, found, used, k)
 
@@ -211,9 +226,16 @@ class Nvfp4Amax(Nvfp4):
 
         divisor = matrix.multiplier("divisor").reshape(1)
         if is_any(divisor == 0):
-            matrix.refuse("divisor", "A scale is not usable: its weights would be no numbers.", "a number above 0", "0")
+            matrix.refuse(
+                "divisor",
+                "A scale is not usable: its weights would be no numbers.",
+                "a number above 0",
+                "0",
+            )
         scale = matrix["scale"].contiguous().view(torch.float8_e4m3fn)
-        return matrix.coded(matrix.words(), scale, scale_2=matrix.multiplier("scale_2").reshape(1) / divisor)
+        return matrix.coded(
+            matrix.words(), scale, scale_2=matrix.multiplier("scale_2").reshape(1) / divisor
+        )
 
 
 def undeclared_format(parts: Collection[str]) -> SourceFormat:

@@ -16,7 +16,9 @@ from hqconv.formats.encoding import load_formats
 from hqconv.formats.module_rules import Matcher, Rule
 from hqconv.formats.source_format import PLAIN, SourceFormat
 
-Parser = Callable[[ConfigReader, Text], list[Rule]]  # the first rule that gives a module a format counts
+Parser = Callable[
+    [ConfigReader, Text], list[Rule]
+]  # the first rule that gives a module a format counts
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,22 @@ class QuantMethod:
 
 
 # Keys that name modules with a format of their own, and modules without any, in the order in which messages name them.
-_CHOOSING = ("config_groups", "quantized_layers", "modules_in_block_to_quantize", "block_name_to_quantize", "modules")
+_CHOOSING = (
+    "config_groups",
+    "quantized_layers",
+    "modules_in_block_to_quantize",
+    "block_name_to_quantize",
+    "modules",
+)
 _LEAVING = (
-    *("ignore", "exclude_modules", "exclude", "modules_to_not_convert", "ignored_layers", "llm_int8_skip_modules"),
+    *(
+        "ignore",
+        "exclude_modules",
+        "exclude",
+        "modules_to_not_convert",
+        "ignored_layers",
+        "llm_int8_skip_modules",
+    ),
     *("dynamic", "extra_config"),
 )
 METHODS: dict[str, QuantMethod] = {}  # by name
@@ -95,7 +110,11 @@ class DeclaredFormats:
 
         None where only rules that leave modules out match, or the last one, which is for all modules.
         """
-        own = (fmt for rule in self.rules[:-1] if (fmt := rule(module)) is not None and not fmt.is_float)
+        own = (
+            fmt
+            for rule in self.rules[:-1]
+            if (fmt := rule(module)) is not None and not fmt.is_float
+        )
         return next(own, None)
 
     def leaves_out(self, module: str) -> bool:
@@ -127,7 +146,9 @@ class DeclaredFormats:
             return f"List {module} under {self.leaving_key or 'the keys'} {config}, or restore its weight."
         if fmt is not None and self.leaving_key:
             return f"Correct {self.leaving_key} {config}, which leaves {module} out."
-        return f"Correct {self.choosing_key or 'the names'} {config}: no entry there matches {module}."
+        return (
+            f"Correct {self.choosing_key or 'the names'} {config}: no entry there matches {module}."
+        )
 
 
 def declared_formats(config: Mapping[str, Any] | None, text: Mapping[str, Any]) -> DeclaredFormats:
@@ -163,8 +184,12 @@ def declared_formats(config: Mapping[str, Any] | None, text: Mapping[str, Any]) 
     warnings = (*check_keys(reader, own.keys), *(own.doubts(reader) if own.doubts else ()))
     undecided = own.undecided(reader) if own.undecided else None
     holder = reader.table("quantization") if reader.has("quantization") else reader
-    choosing, leaving = ([key for key in keys if key in own.keys.names] for keys in (_CHOOSING, _LEAVING))
-    return DeclaredFormats(method, rules, undecided, warnings, holder.first(*choosing, ""), holder.first(*leaving, ""))
+    choosing, leaving = (
+        [key for key in keys if key in own.keys.names] for keys in (_CHOOSING, _LEAVING)
+    )
+    return DeclaredFormats(
+        method, rules, undecided, warnings, holder.first(*choosing, ""), holder.first(*leaving, "")
+    )
 
 
 def _method(config: ConfigReader) -> str:

@@ -10,7 +10,14 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hqconv.formats.config_reader import ConfigReader, Keys, Text, is_online_spinquant, rotated, speaks_of_rotations
+from hqconv.formats.config_reader import (
+    ConfigReader,
+    Keys,
+    Text,
+    is_online_spinquant,
+    rotated,
+    speaks_of_rotations,
+)
 from hqconv.formats.encoding import (
     ONE,
     SCALE_DTYPES,
@@ -84,7 +91,9 @@ KEYS = Keys(
     "log_severity_level shared_scale_groups sync_moe_expert_input_amax keep_prequantized_layers custom_mode",
     inside={
         "global_quant_config": _LAYER,
-        "export": Keys("weight_format pack_method", "kv_cache_group min_kv_scale weight_merge_groups"),
+        "export": Keys(
+            "weight_format pack_method", "kv_cache_group min_kv_scale weight_merge_groups"
+        ),
     },
     entries={"layer_quant_config": _LAYER, "layer_type_quant_config": _LAYER},
 )
@@ -102,8 +111,13 @@ def parse_quark(config: ConfigReader, _text: Text) -> list[Rule]:
     experts may be named. The "re:" prefix is vLLM's.
     """
     _check_algorithms(config)
-    export = config.table("export") if config.has("export") else ConfigReader({}, config.where("export"))
-    if export.text("weight_format", ("real_quantized", "fake_quantized"), "real_quantized") != "real_quantized":
+    export = (
+        config.table("export") if config.has("export") else ConfigReader({}, config.where("export"))
+    )
+    if (
+        export.text("weight_format", ("real_quantized", "fake_quantized"), "real_quantized")
+        != "real_quantized"
+    ):
         return []
     packing = export.text("pack_method", ("order", "reorder"), "reorder")
     rules: list[Rule] = [when(_excluded(config, with_parents=False))]
@@ -136,9 +150,15 @@ def _check_algorithms(config: ConfigReader) -> None:
             name = str(one.get("name", "")).lower()
             if "svd" in name:
                 raise config.unsupported(key, "no svdquant: weights without a low-rank branch")
-            is_rotation = speaks_of_rotations(name) or bool({"r1", "r2", "r4", "online_r1_rotation"} & set(one))
-            if is_rotation and (one.get("online_config") or is_online_spinquant(one, online_r1=False)):
-                raise rotated(config, key, "rotations that are fused: r4 and online_r1_rotation false")
+            is_rotation = speaks_of_rotations(name) or bool(
+                {"r1", "r2", "r4", "online_r1_rotation"} & set(one)
+            )
+            if is_rotation and (
+                one.get("online_config") or is_online_spinquant(one, online_r1=False)
+            ):
+                raise rotated(
+                    config, key, "rotations that are fused: r4 and online_r1_rotation false"
+                )
 
 
 def _format(layer: ConfigReader, packing: str) -> SourceFormat:
@@ -146,7 +166,9 @@ def _format(layer: ConfigReader, packing: str) -> SourceFormat:
         return PLAIN
     spec, second, stage = _stages(layer)
     dtype = spec.text("dtype", tuple(_STORAGE))
-    element = spec.text("mx_element_dtype", ("fp4", "fp6_e2m3", "fp6_e3m2")) if dtype == "mx" else dtype
+    element = (
+        spec.text("mx_element_dtype", ("fp4", "fp6_e2m3", "fp6_e3m2")) if dtype == "mx" else dtype
+    )
     if spec.flag("is_dynamic", False):
         raise spec.unsupported("is_dynamic", "false, for weights")
     qscheme, rows, columns = _sizes(spec, dtype)
@@ -185,7 +207,9 @@ def _format(layer: ConfigReader, packing: str) -> SourceFormat:
 
 
 def _has_zero_point(spec: ConfigReader, dtype: str) -> bool:
-    is_asymmetric = dtype in _INTEGERS and (dtype.startswith("uint") or not spec.flag("symmetric", True))
+    is_asymmetric = dtype in _INTEGERS and (
+        dtype.startswith("uint") or not spec.flag("symmetric", True)
+    )
     if is_asymmetric and dtype in _WITHOUT_ZERO_POINTS:
         raise spec.unsupported("symmetric", f"true: zero points of {dtype} are not known")
     return is_asymmetric
@@ -288,9 +312,15 @@ class Quark(Encoding):
         if is_transposed:
             scales = ((math.ceil(k / fmt.group_k), n),)
         name = fmt.option("scale_name")
-        stored.append(StoredTensor("scale", (name,), SCALE_DTYPES.get(fmt.scale_dtype, FLOATS), scales))
+        stored.append(
+            StoredTensor("scale", (name,), SCALE_DTYPES.get(fmt.scale_dtype, FLOATS), scales)
+        )
         if dtype in _INTEGERS:  # Quark stores the zeros of symmetric codes as well
-            shapes = ONE if fmt.group_n == 0 else (_packed(dtype, bits, scales[0 if is_transposed else -1]),)
+            shapes = (
+                ONE
+                if fmt.group_n == 0
+                else (_packed(dtype, bits, scales[0 if is_transposed else -1]),)
+            )
             names, is_required = (name.replace("scale", "zero_point"),), fmt.has_zero_point
             stored.append(StoredTensor("zero_point", names, storage, shapes, is_required))
         if fmt.scale_2 != "none":
@@ -298,7 +328,9 @@ class Quark(Encoding):
             stored.append(StoredTensor("scale_2", (other,), FLOATS, ONE))
         return stored
 
-    def logical_shape(self, fmt: SourceFormat, headers: Headers, weight: TensorSpec) -> Shape | None:
+    def logical_shape(
+        self, fmt: SourceFormat, headers: Headers, weight: TensorSpec
+    ) -> Shape | None:
         """Return (N, K) from the packing of the codes along the last dimension."""
         dtype, bits = fmt.option("dtype"), code_bits(fmt.b_dtype)
         first, last = weight.shape[:2]
@@ -325,7 +357,9 @@ class Quark(Encoding):
         if fmt.b_dtype.startswith("uint"):
             packed = _pack_integers(fmt, matrix["weight"])
             if "zero_point" in matrix:
-                zero_point = matrix.zero_or_midpoint(_zero_points(fmt, matrix["zero_point"], matrix.shape))
+                zero_point = matrix.zero_or_midpoint(
+                    _zero_points(fmt, matrix["zero_point"], matrix.shape)
+                )
         else:
             packed = matrix.words()
         scale_2 = matrix["scale_2"].float().reshape(-1) if "scale_2" in matrix else None

@@ -14,7 +14,9 @@ from hqconv.schemas.weight_schema import PARAM_DTYPES, WeightSchema
 
 FLOAT = "float"  # encoding of experts that are not quantized
 LAID_OUT = "kernel"  # of an artifact in the kernel layout, which `hqconv.sources.artifact` reads
-PER_PROJECTION = "per_projection"  # of a layer whose projections have formats of their own: options, by role
+PER_PROJECTION = (
+    "per_projection"  # of a layer whose projections have formats of their own: options, by role
+)
 GGUF = "gguf"  # of experts in GGUF files, which `hqconv.sources.gguf` reads
 KNOWN_BY_SOURCE = frozenset((LAID_OUT, GGUF))  # tensor names alone do not identify experts
 QUANTIZED, DIRECT, REQUANTIZED = "quantized", "direct", "requantized"  # how a layer is converted
@@ -71,7 +73,11 @@ class SourceFormat:
 
     def divides(self, part: str) -> bool:
         """Return True if the stored numbers of a part are the inverses of scales."""
-        return bool(self.option("scale_inverted")) if part == "scale" else self.option("scale_2") == "divides"
+        return (
+            bool(self.option("scale_inverted"))
+            if part == "scale"
+            else self.option("scale_2") == "divides"
+        )
 
     def option(self, name: str, default: Any = None) -> Any:
         """Return one of the options."""
@@ -89,11 +95,16 @@ class SourceFormat:
         """Return the format of the projections of the GEMM w13 or w2."""
         if self.encoding != PER_PROJECTION:
             return self
-        return per_projection({role: self.of(role) for role, _ in self.options if (role == "w2") == (gemm == "w2")})
+        return per_projection(
+            {role: self.of(role) for role, _ in self.options if (role == "w2") == (gemm == "w2")}
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the format for JSON."""
-        options = {name: value.to_dict() if isinstance(value, SourceFormat) else value for name, value in self.options}
+        options = {
+            name: value.to_dict() if isinstance(value, SourceFormat) else value
+            for name, value in self.options
+        }
         document = {"name": self.name, "decoder": self.encoding, **asdict(self), "options": options}
         del document["encoding"], document["static_inputs"]
         return document
@@ -116,7 +127,10 @@ class SourceFormat:
             return self.name
         sizes = {0: "all", ANY: "?"}
         rows, columns = (sizes.get(size, str(size)) for size in (self.group_n, self.group_k))
-        parts = [f"{self.name}: {self.b_dtype or '?'}", f"{self.scale_dtype or '?'} scale per {rows}x{columns}"]
+        parts = [
+            f"{self.name}: {self.b_dtype or '?'}",
+            f"{self.scale_dtype or '?'} scale per {rows}x{columns}",
+        ]
         if self.scale_2 != "none":
             parts.append(f"second scale per {self.scale_2}")
         if self.has_zero_point:
@@ -134,7 +148,9 @@ def per_projection(formats: Mapping[str, SourceFormat]) -> SourceFormat:
     if len(set(formats.values())) == 1:
         return next(iter(formats.values()))
     texts = {role: one.describe() for role, one in formats.items()}
-    by_text = {text: " and ".join(role for role in texts if texts[role] == text) for text in texts.values()}
+    by_text = {
+        text: " and ".join(role for role in texts if texts[role] == text) for text in texts.values()
+    }
     name = "; ".join(f"{roles}: {text}" for text, roles in by_text.items())
     return SourceFormat(name, PER_PROJECTION, options=tuple(formats.items()))
 
@@ -177,7 +193,9 @@ def _why_not_scales(source: SourceFormat, stored: str, rounded: Collection[str])
     return f"{stored} scales cannot hold its {source.scale_dtype} scales"
 
 
-def conversion_of(source: SourceFormat, schema: WeightSchema, param_dtype: str, *, round_scales: bool = False) -> str:
+def conversion_of(
+    source: SourceFormat, schema: WeightSchema, param_dtype: str, *, round_scales: bool = False
+) -> str:
     """Return the conversion of a GEMM: `quantized` from floats, else `direct`, `requantized` or `DIRECT_ROUNDED`.
 
     source: of `SourceFormat.of_gemm`.
@@ -189,7 +207,11 @@ def conversion_of(source: SourceFormat, schema: WeightSchema, param_dtype: str, 
     if not why_not_direct(source, schema, param_dtype):
         return DIRECT
     rounded = ROUNDED_IF_ASKED if round_scales else ROUNDED_ALWAYS
-    return REQUANTIZED if why_not_direct(source, schema, param_dtype, rounded=rounded) else DIRECT_ROUNDED
+    return (
+        REQUANTIZED
+        if why_not_direct(source, schema, param_dtype, rounded=rounded)
+        else DIRECT_ROUNDED
+    )
 
 
 def layer_conversion(of_gemms: Mapping[str, str]) -> str:
@@ -201,5 +223,7 @@ def layer_conversion(of_gemms: Mapping[str, str]) -> str:
 
 def gemm_conversion(layer: str, gemm: str) -> str:
     """Return how a GEMM is converted by the `layer_conversion` of its layer."""
-    of_gemms = dict(part.split(" ", 1) for part in layer.split("; ") if part.startswith(("w13 ", "w2 ")))
+    of_gemms = dict(
+        part.split(" ", 1) for part in layer.split("; ") if part.startswith(("w13 ", "w2 "))
+    )
     return of_gemms.get(gemm, layer)

@@ -49,7 +49,11 @@ class ResolvedFormat:
 
 
 def resolve_format(
-    declared: SourceFormat, parts: Mapping[str, TensorSpec], n: int, k: int, remedy: Callable[[], str] = str
+    declared: SourceFormat,
+    parts: Mapping[str, TensorSpec],
+    n: int,
+    k: int,
+    remedy: Callable[[], str] = str,
 ) -> ResolvedFormat:
     """Fill in what the config leaves open (code and scale dtypes, `ANY` groups) from one projection's headers.
 
@@ -65,7 +69,9 @@ def resolve_format(
     found: dict[str, TensorSpec] = {}
     used: dict[str, str] = {}
     tensors = own.stored_tensors(MatrixHeaders(fmt, parts, n, k))
-    place = next((i for i, one in enumerate(tensors) if one.canonical in own.bias_before), len(tensors))
+    place = next(
+        (i for i, one in enumerate(tensors) if one.canonical in own.bias_before), len(tensors)
+    )
     for stored in (*tensors[:place], bias, *tensors[place:]):
         name = _choose(stored, parts, fmt)
         if name is not None:
@@ -75,11 +81,15 @@ def resolve_format(
     return ResolvedFormat(own.complete(fmt, found, used, k), used, unused)
 
 
-def _check_kind(declared: SourceFormat, parts: Mapping[str, TensorSpec], remedy: Callable[[], str]) -> None:
+def _check_kind(
+    declared: SourceFormat, parts: Mapping[str, TensorSpec], remedy: Callable[[], str]
+) -> None:
     """Refuse quantized tensors if the config declares none, and plain tensors if the config declares a format."""
     weight = parts.get("weight")
     if declared.is_float:
-        quantized = [p for name, p in parts.items() if name not in ("weight", "bias", *UNUSED_PARTS)]
+        quantized = [
+            p for name, p in parts.items() if name not in ("weight", "bias", *UNUSED_PARTS)
+        ]
         if weight is not None and weight.dtype not in FLOATS:
             quantized.insert(0, weight)
         if quantized:
@@ -105,7 +115,9 @@ def _check_groups(fmt: SourceFormat, parts: Mapping[str, TensorSpec]) -> None:
         if size < 0 and size != ANY:
             where = next(iter(parts.values())).name if parts else ""
             expected = "a positive number of " + what
-            raise InputError("The config's group size is not usable.", where=where, expected=expected, found=size)
+            raise InputError(
+                "The config's group size is not usable.", where=where, expected=expected, found=size
+            )
 
 
 def _choose(stored: StoredTensor, parts: Mapping[str, TensorSpec], fmt: SourceFormat) -> str | None:
@@ -134,15 +146,25 @@ def _check_part(stored: StoredTensor, part: TensorSpec, *, is_float: bool) -> No
     if part.dtype not in stored.dtypes:
         what, expected, found = "dtype", " or ".join(stored.dtypes), part.dtype
     elif stored.shapes is not None and part.shape not in stored.shapes:
-        what, expected, found = "shape", " or ".join(str(list(shape)) for shape in stored.shapes), str(list(part.shape))
+        what, expected, found = (
+            "shape",
+            " or ".join(str(list(shape)) for shape in stored.shapes),
+            str(list(part.shape)),
+        )
     if what:
         remedy = "" if is_float or stored.canonical == "bias" else _OTHER_FORMAT
         raise InputError(
-            f"A tensor has the wrong {what}.", where=part.name, expected=expected, found=found, remedy=remedy
+            f"A tensor has the wrong {what}.",
+            where=part.name,
+            expected=expected,
+            found=found,
+            remedy=remedy,
         )
 
 
-def _leftovers(fmt: SourceFormat, parts: Mapping[str, TensorSpec], used: Mapping[str, str]) -> dict[str, str]:
+def _leftovers(
+    fmt: SourceFormat, parts: Mapping[str, TensorSpec], used: Mapping[str, str]
+) -> dict[str, str]:
     unused = {}
     for name, part in parts.items():
         if name in used.values():
@@ -218,7 +240,11 @@ def resized(values: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
     from torch.nn.functional import pad
 
     have = values.shape[-len(sizes) :]
-    ends = [end for old, new in zip(reversed(have), reversed(sizes), strict=True) for end in (0, new - old)]
+    ends = [
+        end
+        for old, new in zip(reversed(have), reversed(sizes), strict=True)
+        for end in (0, new - old)
+    ]
     return pad(values, ends).contiguous() if any(ends) else values
 
 
@@ -231,7 +257,10 @@ def decode_matrix(
     """
     from hqconv.quantization.coded_matrix import CodedMatrix
 
-    decoded, bias = encoding(fmt.encoding).decode(StoredMatrix(fmt, parts, shape, names)), parts.get("bias")
+    decoded, bias = (
+        encoding(fmt.encoding).decode(StoredMatrix(fmt, parts, shape, names)),
+        parts.get("bias"),
+    )
     if isinstance(decoded, CodedMatrix):
         return SourceMatrix(names, coded=decoded, bias=bias)
     return SourceMatrix(names, floats=decoded, bias=bias)

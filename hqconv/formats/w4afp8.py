@@ -8,7 +8,14 @@ from __future__ import annotations
 from fractions import Fraction
 
 from hqconv.formats.config_reader import ConfigReader, Keys, Text
-from hqconv.formats.encoding import Decoded, Encoding, MatrixHeaders, StoredMatrix, StoredTensor, register_encoding
+from hqconv.formats.encoding import (
+    Decoded,
+    Encoding,
+    MatrixHeaders,
+    StoredMatrix,
+    StoredTensor,
+    register_encoding,
+)
 from hqconv.formats.module_rules import Rule, always, skipped_names, when
 from hqconv.formats.quant_config import quant_method
 from hqconv.formats.source_format import SourceFormat
@@ -32,7 +39,9 @@ def parse_w4afp8(config: ConfigReader, _text: Text) -> list[Rule]:
     if config.has("weight_block_size") and config.pair("weight_block_size") != _BLOCK:
         raise config.unsupported("weight_block_size", list(_BLOCK))
     size = config.integer("group_size", 128, 128, default=128)
-    int4 = SourceFormat("w4afp8 int4", "int4_pairs", "uint4", "", 1, size, static_inputs="float8e4m3")
+    int4 = SourceFormat(
+        "w4afp8 int4", "int4_pairs", "uint4", "", 1, size, static_inputs="float8e4m3"
+    )
     dense = SourceFormat("w4afp8 fp8", "fp8", "float8e4m3", "", *_BLOCK)
     skipped = skipped_names(config, "ignored_layers", "modules_to_not_convert", "ignore")
     return [skipped, when(lambda module: ".experts." in f".{module}.", int4), always(dense)]

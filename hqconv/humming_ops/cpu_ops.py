@@ -17,7 +17,13 @@ import torch
 
 from hqconv.cpu_loops import codes as code_loops
 from hqconv.cpu_loops.helper_threads import in_parts
-from hqconv.humming_ops.repack import repack, repack_4bit_a16, repack_8bit_a16, shift_mxfp4, shift_table
+from hqconv.humming_ops.repack import (
+    repack,
+    repack_4bit_a16,
+    repack_8bit_a16,
+    shift_mxfp4,
+    shift_table,
+)
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -29,7 +35,9 @@ def pack_weight(inputs: torch.Tensor, num_bits: int) -> torch.Tensor:
     shape = (*inputs.shape[:-1], inputs.size(-1) * num_bits // 32)
     if inputs.is_meta:
         return inputs.new_empty(shape)
-    codes = (inputs.contiguous().reshape(-1, inputs.size(-1)).numpy() & ((1 << num_bits) - 1)).astype(np.uint8)
+    codes = (
+        inputs.contiguous().reshape(-1, inputs.size(-1)).numpy() & ((1 << num_bits) - 1)
+    ).astype(np.uint8)
     packed = np.empty((codes.shape[0], shape[-1] * 4), np.uint8)
     code_loops.pack_rows(codes, num_bits, packed)
     return torch.from_numpy(packed.view(np.int32)).reshape(shape)
@@ -48,7 +56,9 @@ def unpack_weight(inputs: torch.Tensor, num_bits: int) -> torch.Tensor:
     return torch.from_numpy(codes).reshape(shape)
 
 
-def dequant_weight(inputs: torch.Tensor, exponent_bits: int, mantissa_bits: int, is_signed: bool) -> torch.Tensor:
+def dequant_weight(
+    inputs: torch.Tensor, exponent_bits: int, mantissa_bits: int, is_signed: bool
+) -> torch.Tensor:
     """Twin of `humming.ops.dequant_weight`: unpacked small-float codes to their float32 values."""
     assert inputs.dtype == torch.int32
     if inputs.is_meta:
@@ -91,13 +101,26 @@ def repack_weight(
     zeros = np.empty((words.shape[0], 0, 0), np.uint32)
     if should_preprocess_with_zp:
         assert zero_point is not None
-        zeros = zero_point.contiguous().reshape(len(words), -1, zero_point.size(-1)).numpy().view(np.uint32)
-    is_plain = is_weight_packed and not use_native_dequant and (activation_bits, interleave_mode) == (16, 3)
+        zeros = (
+            zero_point.contiguous()
+            .reshape(len(words), -1, zero_point.size(-1))
+            .numpy()
+            .view(np.uint32)
+        )
+    is_plain = (
+        is_weight_packed
+        and not use_native_dequant
+        and (activation_bits, interleave_mode) == (16, 3)
+    )
     centre = should_preprocess_for_int2fp
     if is_plain and weight_bits == 4 and not centre:
         _each(repack_4bit_a16, words.view(np.uint64), out.view(np.uint64))
     elif is_plain and weight_bits == 8 and not should_preprocess_with_zp:
-        _each(lambda one, tiles: repack_8bit_a16(one, centre, tiles), words.view(np.uint64), out.view(np.uint64))
+        _each(
+            lambda one, tiles: repack_8bit_a16(one, centre, tiles),
+            words.view(np.uint64),
+            out.view(np.uint64),
+        )
     else:
         group = (group_size_zp or shape_k) if should_preprocess_with_zp else 0
         transposed = use_packed_k_layout and not use_fused_e8m0_scale

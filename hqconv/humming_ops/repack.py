@@ -70,7 +70,9 @@ def lane_table(activation_bits, transposed):
                     i3, i4, i5 = (i * 8) % (a * 4) // 16, i % 2, j % 2
                     if transposed:
                         i4, i5 = i5, i4
-                    index = ((((i1 * (16 // a) + i2) * (a // 4) + i3) * 2 + i4) * 2 + i5) * (32 // a) + k
+                    index = ((((i1 * (16 // a) + i2) * (a // 4) + i3) * 2 + i4) * 2 + i5) * (
+                        32 // a
+                    ) + k
                     table[lane, index, 0] = i * 8 + lane // 4
                     table[lane, index, 1] = j * (128 // a) + lane % 4 * (32 // a) + k
     return table
@@ -105,9 +107,17 @@ def _squeeze_words(words, num_bits):
             w[o + 2] = (w[a + 2] & 0x11111111) | ((w[a + 3] & 0x77777777) << 1)
         elif num_bits == 5:
             w[o] = (w[a] & 0x1F1F1F1F) | ((w[a + 1] & 0x1C1C1C1C) << 3)
-            w[o + 1] = (w[a + 1] & 0x03030303) | ((w[a + 2] & 0x1F1F1F1F) << 2) | ((w[a + 3] & 0x10101010) << 3)
+            w[o + 1] = (
+                (w[a + 1] & 0x03030303)
+                | ((w[a + 2] & 0x1F1F1F1F) << 2)
+                | ((w[a + 3] & 0x10101010) << 3)
+            )
             w[o + 2] = (w[a + 3] & 0x0F0F0F0F) | ((w[a + 4] & 0x1E1E1E1E) << 3)
-            w[o + 3] = (w[a + 4] & 0x01010101) | ((w[a + 5] & 0x1F1F1F1F) << 1) | ((w[a + 6] & 0x18181818) << 3)
+            w[o + 3] = (
+                (w[a + 4] & 0x01010101)
+                | ((w[a + 5] & 0x1F1F1F1F) << 1)
+                | ((w[a + 6] & 0x18181818) << 3)
+            )
             w[o + 4] = (w[a + 6] & 0x07070707) | ((w[a + 7] & 0x1F1F1F1F) << 3)
         elif num_bits == 6:
             w[o] = (w[a] & 0x3F3F3F3F) | ((w[a + 1] & 0x30303030) << 2)
@@ -215,16 +225,24 @@ def shift_table() -> np.ndarray:
     codes = np.arange(16, dtype=np.uint32)
     codes[8] = 0
     bits = ((codes & 8) << np.uint32(28)) | ((codes & 7) << np.uint32(22))
-    factors = (np.uint32(0x3F800000) - (np.arange(256, dtype=np.uint32) << np.uint32(23))).view(np.float32)
+    factors = (np.uint32(0x3F800000) - (np.arange(256, dtype=np.uint32) << np.uint32(23))).view(
+        np.float32
+    )
     mask = np.uint32(0x81C00000)
     with np.errstate(all="ignore"):
         value = bits.view(np.float32)[None, :] * factors[:, None]
-        value_bits = np.where(np.isnan(value), np.uint32(0x7FFFFFFF), value.view(np.uint32))  # the GPU's NaN
+        value_bits = np.where(
+            np.isnan(value), np.uint32(0x7FFFFFFF), value.view(np.uint32)
+        )  # the GPU's NaN
         down_bits = value_bits & mask
         up_bits = (value_bits + np.uint32(0x00200000)) & mask
-        go_up = np.abs(value - down_bits.view(np.float32)) >= np.abs(value - up_bits.view(np.float32))
+        go_up = np.abs(value - down_bits.view(np.float32)) >= np.abs(
+            value - up_bits.view(np.float32)
+        )
     rounded = np.where(go_up, up_bits, down_bits)
-    table = ((rounded & np.uint32(0x80000000)) >> np.uint32(28)) | ((rounded & np.uint32(0x01C00000)) >> 22)
+    table = ((rounded & np.uint32(0x80000000)) >> np.uint32(28)) | (
+        (rounded & np.uint32(0x01C00000)) >> 22
+    )
     table[0] = codes
     return table.astype(np.uint32)
 
@@ -284,7 +302,12 @@ def lay_out_4bit(panel_ND, begin, end, words, start, stride):
         for d in range(count):
             column, at = columns[d], start + (d0 + d - begin) * stride
             for i in range(u64(32)):
-                _deal(_interleave_nibbles(column[i]), _interleave_nibbles(column[u64(32) + i]), i, dealt)
+                _deal(
+                    _interleave_nibbles(column[i]),
+                    _interleave_nibbles(column[u64(32) + i]),
+                    i,
+                    dealt,
+                )
             _store_tile(dealt, 4, words[at : at + 64])
 
 
@@ -350,14 +373,18 @@ def _centre(codes):
 @compiled
 def _interleave_nibbles(codes):
     """Interleave the nibbles of the left and the right half of 16 codes."""
-    return _spread_nibbles(codes & _LOW_HALF) | (_spread_nibbles(codes >> np.uint64(32)) << np.uint64(4))
+    return _spread_nibbles(codes & _LOW_HALF) | (
+        _spread_nibbles(codes >> np.uint64(32)) << np.uint64(4)
+    )
 
 
 @compiled
 def _deal(first, second, i, dealt):
     """Interleave the bytes of two double words: lanes 0 and 1 of four to dealt[0, i], lanes 2 and 3 to dealt[1, i]."""
     eight, half = np.uint64(8), np.uint64(32)
-    dealt[u64(0), i] = _spread_bytes(first & _LOW_HALF) | (_spread_bytes(second & _LOW_HALF) << eight)
+    dealt[u64(0), i] = _spread_bytes(first & _LOW_HALF) | (
+        _spread_bytes(second & _LOW_HALF) << eight
+    )
     dealt[u64(1), i] = _spread_bytes(first >> half) | (_spread_bytes(second >> half) << eight)
 
 
@@ -369,7 +396,10 @@ def _store_tile(dealt, num_slots, tile):
         for h in range(u64(2)):
             at = (r * u64(4) + h * u64(2)) * pairs
             for p in range(pairs):
-                left, right = dealt[h, r * slots + p * u64(2)], dealt[h, r * slots + p * u64(2) + u64(1)]
+                left, right = (
+                    dealt[h, r * slots + p * u64(2)],
+                    dealt[h, r * slots + p * u64(2) + u64(1)],
+                )
                 tile[at + p] = (left & _LOW_HALF) | (right << half)
                 tile[at + pairs + p] = (left >> half) | (right & ~_LOW_HALF)
 
@@ -382,7 +412,9 @@ def repack_4bit_a16(weight_ND, words):
     """
     num_blocks = weight_ND.shape[0] // 64
     for n in range(num_blocks):
-        lay_out_4bit(weight_ND[64 * n : 64 * n + 64], 0, weight_ND.shape[1], words, n * 64, num_blocks * 64)
+        lay_out_4bit(
+            weight_ND[64 * n : 64 * n + 64], 0, weight_ND.shape[1], words, n * 64, num_blocks * 64
+        )
 
 
 @compiled

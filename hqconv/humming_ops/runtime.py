@@ -34,10 +34,21 @@ from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.weight_schema import WeightSchema
 
 _MODULES = ("ops", "dtypes", "schema", "transform", "device", "config", "utils.weight")
-_OPS = ("pack_weight", "unpack_weight", "dequant_weight", "repack_weight", "process_mxfp4_w4a8_weight")
+_OPS = (
+    "pack_weight",
+    "unpack_weight",
+    "dequant_weight",
+    "repack_weight",
+    "process_mxfp4_w4a8_weight",
+)
 _OTHER_SCALES = ("is_blockwise", "is_mxmma", "is_umma")  # scales with a layout of their own
 # Modules in which Humming queries the current device to decide about schemas and layouts.
-_ASKING = ("humming.config.config", "humming.config.mma", "humming.schema.humming", "humming.transform")
+_ASKING = (
+    "humming.config.config",
+    "humming.config.mma",
+    "humming.schema.humming",
+    "humming.transform",
+)
 # Modules that compile and launch kernels must see the real device; layouts query the compiler's version there.
 _LAUNCHING = "humming.jit.runtime"
 _ASKED_OF_LAUNCHING = ("is_ppu",)
@@ -50,7 +61,10 @@ _PATCHING = ("humming.config.config", "humming.config.mma")
 _SOURCES = (
     *(f"kernel/{name}_weight.py" for name in ("repack", "pack", "unpack", "dequant")),
     *("kernel/process_mxfp4.py", "ops/weight.py"),
-    *(f"include/humming/kernel/{name}.cuh" for name in ("process", "process_mxfp4", "pack_weight", "dequant_weight")),
+    *(
+        f"include/humming/kernel/{name}.cuh"
+        for name in ("process", "process_mxfp4", "pack_weight", "dequant_weight")
+    ),
 )
 _COMPARED = (
     "acf8c3aed8f27ae7a1372462835a86e3c9201f7194edc59c0897f63ae714945a",
@@ -58,7 +72,10 @@ _COMPARED = (
 )
 
 _target: ContextVar[GpuTarget | None] = ContextVar("target", default=None)
-_OF_WEIGHTS = ("repack_weight", "process_mxfp4_w4a8_weight")  # ops that would lay out a whole matrix
+_OF_WEIGHTS = (
+    "repack_weight",
+    "process_mxfp4_w4a8_weight",
+)  # ops that would lay out a whole matrix
 _is_planning: ContextVar[bool] = ContextVar("is_planning", default=False)
 
 
@@ -95,7 +112,9 @@ def humming() -> SimpleNamespace:
         # On import Humming starts a compiler process for its launcher, which only a GPU needs.
         os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")
     with _without_dynamo():
-        modules = {name.rpartition(".")[2]: importlib.import_module(f"humming.{name}") for name in _MODULES}
+        modules = {
+            name.rpartition(".")[2]: importlib.import_module(f"humming.{name}") for name in _MODULES
+        }
     ops = modules["ops"]
     for name in _OPS:
         setattr(ops, name, _by_device(name, getattr(ops, name), getattr(cpu_ops, name)))
@@ -145,7 +164,9 @@ def _without_dynamo() -> Iterator[None]:
     """Keep Humming's import from loading torch's compiler (0.7 s) only to mark two functions as constant."""
 
     def mark(function: Any) -> Any:
-        function._dynamo_marked_constant = True  # all that torch._dynamo.assume_constant_result does
+        function._dynamo_marked_constant = (
+            True  # all that torch._dynamo.assume_constant_result does
+        )
         return function
 
     original = torch.compiler.assume_constant_result
@@ -160,10 +181,14 @@ def _without_dynamo() -> Iterator[None]:
 def humming_gpu() -> SimpleNamespace:
     """The modules that only a GPU can use: tuning and the GEMM itself."""
     names = ("tune", "forward", "kernel.humming")
-    return SimpleNamespace(**{n.partition(".")[0]: importlib.import_module(f"humming.{n}") for n in names})
+    return SimpleNamespace(
+        **{n.partition(".")[0]: importlib.import_module(f"humming.{n}") for n in names}
+    )
 
 
-def _by_device(name: str, cuda_op: Callable[..., Any], cpu_op: Callable[..., Any]) -> Callable[..., Any]:
+def _by_device(
+    name: str, cuda_op: Callable[..., Any], cpu_op: Callable[..., Any]
+) -> Callable[..., Any]:
     @functools.wraps(cuda_op)
     def op(inputs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if name in _OF_WEIGHTS and _is_planning.get():
@@ -187,13 +212,19 @@ def _by_device(name: str, cuda_op: Callable[..., Any], cpu_op: Callable[..., Any
 def has_twins() -> bool:
     """Return whether the installed Humming's weight ops are those that the CPU twins are compared with."""
     root = Path(importlib.import_module("humming").__file__ or "").parent
-    texts = [(root / name).read_bytes().split() if (root / name).is_file() else [] for name in _SOURCES]
-    return hashlib.sha256(b" ".join(word for text in texts for word in text)).hexdigest() in _COMPARED
+    texts = [
+        (root / name).read_bytes().split() if (root / name).is_file() else [] for name in _SOURCES
+    ]
+    return (
+        hashlib.sha256(b" ".join(word for text in texts for word in text)).hexdigest() in _COMPARED
+    )
 
 
 def _layout_of_scales(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(original)
-    def layout(weight_scale: torch.Tensor, to_apply_on_c: bool = False, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def layout(
+        weight_scale: torch.Tensor, to_apply_on_c: bool = False, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         is_other = any(args) or any(kwargs.get(name) for name in _OTHER_SCALES)
         if is_other:
             return original(weight_scale, to_apply_on_c, *args, **kwargs)
@@ -209,7 +240,9 @@ def transpose_scales(scale: torch.Tensor, on_results: bool = False) -> torch.Ten
     """
     *front, shape_n, num_groups = scale.shape
     tile, swapped = ((4, 4, 2), (3, 2, 4)) if on_results else ((8, 8), (3, 2))
-    bits = scale.view(torch.uint8) if scale.element_size() == 1 else scale  # torch copies some 8-bit floats slowly
+    bits = (
+        scale.view(torch.uint8) if scale.element_size() == 1 else scale
+    )  # torch copies some 8-bit floats slowly
     tiles = bits.reshape(-1, shape_n // math.prod(tile), *tile, num_groups)
     permuted = tiles.permute(0, len(tile) + 2, 1, *swapped).contiguous()
     return permuted.view(scale.dtype).view(*front, num_groups, shape_n)
@@ -221,7 +254,9 @@ def compiler_version() -> tuple[int, int]:
     Raises what Humming does where there is none: OSError, RuntimeError and others.
     """
     humming()
-    config, runtime = (importlib.import_module(name) for name in ("humming.config.config", _LAUNCHING))
+    config, runtime = (
+        importlib.import_module(name) for name in ("humming.config.config", _LAUNCHING)
+    )
     major, minor = config._cuda_compiler_version(runtime.KernelRuntime._get_compiler())
     return major, minor
 
@@ -249,7 +284,11 @@ def planning() -> Iterator[None]:
 
 class _StayOnCpu(TorchFunctionMode):
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is torch.Tensor.cuda and not args[0].is_cuda:
             return args[0]

@@ -44,7 +44,9 @@ def readable(src: object) -> Iterator[None]:
         ) from error
 
 
-def read_json(path: Path, hook: Any = None, max_bytes: int = MAX_DOCUMENT_BYTES) -> tuple[dict[str, Any], bytes]:
+def read_json(
+    path: Path, hook: Any = None, max_bytes: int = MAX_DOCUMENT_BYTES
+) -> tuple[dict[str, Any], bytes]:
     """Read a JSON object; return it and the file's bytes. Raises InputError for other content and for a larger file."""
     found: object
     try:
@@ -52,7 +54,10 @@ def read_json(path: Path, hook: Any = None, max_bytes: int = MAX_DOCUMENT_BYTES)
         value = parse_json(raw, hook)
     except OSError as error:
         raise InputError(
-            "A file of the checkpoint cannot be read.", where=str(path), found=(error.strerror), remedy=COPY_AGAIN
+            "A file of the checkpoint cannot be read.",
+            where=str(path),
+            found=(error.strerror),
+            remedy=COPY_AGAIN,
         ) from error
     except ValueError as error:  # not UTF-8, not JSON, too deep
         what = "A file of the checkpoint is not valid JSON."
@@ -105,7 +110,9 @@ def check_regular(root: Path) -> None:
         if found not in (None, NOTHING):
             what = "A name that files of models and artifacts have is of something else."
             remedy = "Remove it, or give it another name."
-            raise InputError(what, where=str(path), expected="a regular file", found=found, remedy=remedy)
+            raise InputError(
+                what, where=str(path), expected="a regular file", found=found, remedy=remedy
+            )
 
 
 def read_document(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> dict[str, Any]:
@@ -148,7 +155,9 @@ def are_all_shards(names: Collection[str]) -> bool:
     if not found or len(found) != len(names):
         return False
     numbers = sorted(int(match[2]) for match in found)
-    return len({(match[1], match[3]) for match in found}) == 1 and numbers == list(range(1, int(found[0][3]) + 1))
+    return len({(match[1], match[3]) for match in found}) == 1 and numbers == list(
+        range(1, int(found[0][3]) + 1)
+    )
 
 
 # Names of files that hold parts of tensors for ranks: of Grok-2, vLLM's sharded_state, DeepSeek's own code, Megatron.
@@ -169,7 +178,10 @@ def check_all_there(root: Path, shards: Sequence[str]) -> None:
     if any(map(_OF_RANK.search, shards)):
         raise parts_of_ranks(str(root), first_few(shards))
     if shards:
-        what, found = "The checkpoint has no index of its shards.", f"{len(shards)} shards: {first_few(shards)}"
+        what, found = (
+            "The checkpoint has no index of its shards.",
+            f"{len(shards)} shards: {first_few(shards)}",
+        )
         expected = f"{INDEX}, or all of the shards NAME-00001-of-0000N.safetensors"
         remedy = f"Download {INDEX} of the same checkpoint into the folder; a single file must be called {SINGLE}."
         raise InputError(what, where=str(root), expected=expected, found=found, remedy=remedy)
@@ -194,7 +206,9 @@ def tensor_in_two_files(tensor: str, one: str, other: str) -> InputError:
     where, found = f"tensor {tensor!r}", f"{one} and {other}"
     if _OF_RANK.search(one) and _OF_RANK.search(other):
         return parts_of_ranks(where, found)
-    return InputError("A tensor is in two files.", where=where, expected="one", found=found, remedy=ONE_READING)
+    return InputError(
+        "A tensor is in two files.", where=where, expected="one", found=found, remedy=ONE_READING
+    )
 
 
 def read_weight_map(root: Path) -> tuple[dict[str, str] | None, str | None]:
@@ -208,15 +222,24 @@ def read_weight_map(root: Path) -> tuple[dict[str, str] | None, str | None]:
     index, raw = read_json(path, keep_repeats, MAX_LIST_BYTES)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        what, expected = "The index has no usable weight_map.", "an object of tensor names with unique keys"
-        found = repr(weight_map) if isinstance(weight_map, RepeatedKey) else type(weight_map).__name__
+        what, expected = (
+            "The index has no usable weight_map.",
+            "an object of tensor names with unique keys",
+        )
+        found = (
+            repr(weight_map) if isinstance(weight_map, RepeatedKey) else type(weight_map).__name__
+        )
         raise InputError(what, where=str(path), expected=expected, found=found, remedy=COPY_AGAIN)
-    plain = set(filter(is_plain_name, {name for name in weight_map.values() if isinstance(name, str)}))
+    plain = set(
+        filter(is_plain_name, {name for name in weight_map.values() if isinstance(name, str)})
+    )
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or name not in plain:
             where, expected = f"{path}, tensor {tensor!r}", "a .safetensors file inside the folder"
             what = "The index names a file that cannot be a shard."
-            raise InputError(what, where=where, expected=expected, found=repr(name), remedy=COPY_AGAIN)
+            raise InputError(
+                what, where=where, expected=expected, found=repr(name), remedy=COPY_AGAIN
+            )
     return weight_map, hashlib.sha256(raw).hexdigest()
 
 
@@ -227,7 +250,9 @@ def is_plain_name(name: object) -> bool:
     return "\\" not in name and not {"", ".", ".."}.intersection(name.split("/"))
 
 
-def check_weight_map(weight_map: Mapping[str, str], tensors: Mapping[str, TensorRef], files: tuple[str, ...]) -> None:
+def check_weight_map(
+    weight_map: Mapping[str, str], tensors: Mapping[str, TensorRef], files: tuple[str, ...]
+) -> None:
     """Check that index and headers name the same tensors in the same files. Raises InputError for a difference."""
     for name, file in weight_map.items():
         ref = tensors.get(name)
@@ -241,14 +266,18 @@ def check_weight_map(weight_map: Mapping[str, str], tensors: Mapping[str, Tensor
                 remedy=COPY_AGAIN,
             )
     if len(tensors) > len(weight_map):
-        lost = [f"{name} ({files[ref.file]})" for name, ref in tensors.items() if name not in weight_map]
+        lost = [
+            f"{name} ({files[ref.file]})" for name, ref in tensors.items() if name not in weight_map
+        ]
         what = f"Tensors are in the files but not in the index: {len(lost)}."
         raise InputError(what, where=INDEX, found=first_few(lost), remedy=COPY_AGAIN)
 
 
 # --- front matter of a model card: the YAML between `---` lines at the head of a README.md, which the Hub reads
 
-_FRONT = re.compile(rb"\A(?:\xef\xbb\xbf)?---[ \t]*\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
+_FRONT = re.compile(
+    rb"\A(?:\xef\xbb\xbf)?---[ \t]*\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE
+)
 _MAX_FRONT_BYTES = 4 << 20
 
 
@@ -274,7 +303,9 @@ class FrontMatter:
         raw, body = found[1], card[found.end() :]
         document = _parsed(raw) if len(raw) <= _MAX_FRONT_BYTES else None
         if document is None:
-            return cls(body, raw=raw, problem="it is no YAML of keys and values, or larger than 4 MiB")
+            return cls(
+                body, raw=raw, problem="it is no YAML of keys and values, or larger than 4 MiB"
+            )
         return cls(body, document, raw)
 
     def texts(self, key: str) -> str | list[str] | None:

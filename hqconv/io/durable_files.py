@@ -34,14 +34,18 @@ class FileRecord:
 
 
 @contextmanager
-def output_errors(where: object, remedy: str = f"Free the space or mend the folder, {_AGAIN}") -> Iterator[None]:
+def output_errors(
+    where: object, remedy: str = f"Free the space or mend the folder, {_AGAIN}"
+) -> Iterator[None]:
     """Turn an OSError of the output into an OutputError."""
     try:
         yield
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         what = "The disk is full." if full else "Writing the output failed."
-        raise OutputError(what, where=str(where), found=error.strerror or str(error), remedy=remedy) from error
+        raise OutputError(
+            what, where=str(where), found=error.strerror or str(error), remedy=remedy
+        ) from error
 
 
 @contextmanager
@@ -144,7 +148,11 @@ def size_of(path: Path) -> int | None:
 def is_whole(root: Path, record: FileRecord) -> bool:
     """Return True if a file of the folder exists with its recorded size and digest."""
     path = root / record.path
-    return path.is_file() and path.stat().st_size == record.size_bytes and sha256_of(path) == record.sha256
+    return (
+        path.is_file()
+        and path.stat().st_size == record.size_bytes
+        and sha256_of(path) == record.sha256
+    )
 
 
 def existing_parent(path: Path) -> Path:
@@ -169,7 +177,11 @@ def check_space(root: Path, num_bytes: int) -> None:
             remedy="Free some space, or choose another place with -o.",
         )
     if not writable:
-        raise OutputError("The output folder cannot be written.", where=str(folder), remedy="Check its permissions.")
+        raise OutputError(
+            "The output folder cannot be written.",
+            where=str(folder),
+            remedy="Check its permissions.",
+        )
 
 
 _AT_FDCWD = -100

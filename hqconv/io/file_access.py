@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 _MAX_BUFFERS = 512  # of one call; Linux takes 1024
 
 
-def adjoining(pieces: Iterable[tuple[TensorRef, WriteableBuffer]]) -> Iterator[list[tuple[TensorRef, memoryview]]]:
+def adjoining(
+    pieces: Iterable[tuple[TensorRef, WriteableBuffer]],
+) -> Iterator[list[tuple[TensorRef, memoryview]]]:
     """Group tensors into runs that adjoin in one file, by file and offset; empty tensors are left out."""
     run: list[tuple[TensorRef, memoryview]] = []
     for ref, buffer in sorted(pieces, key=lambda piece: (piece[0].file, piece[0].offset_bytes)):
@@ -282,7 +284,9 @@ class PieceReader:
         """Read whole blocks from `start` on until `end` is reached; return the offset reached."""
         stop, reached = end + -end % BLOCK_BYTES, start
         while reached < end:
-            at = reached - reached % BLOCK_BYTES  # a read that ended inside a block begins with this block again
+            at = (
+                reached - reached % BLOCK_BYTES
+            )  # a read that ended inside a block begins with this block again
             num_read = os.preadv(self._descriptor, [buffer[at - start : stop - start]], at)
             if at + num_read <= reached:
                 break
@@ -307,7 +311,9 @@ def is_cached(descriptor: int) -> bool:
     missing: so two calls do not look at the same bytes. Raises OSError.
     """
     size_bytes, num_cached = os.fstat(descriptor).st_size, 0
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # a missing byte starts the read of one page only
+    os.posix_fadvise(
+        descriptor, 0, 0, os.POSIX_FADV_RANDOM
+    )  # a missing byte starts the read of one page only
     try:
         for number in range(_NUM_SAMPLES):
             offset = int(size_bytes * (number + random.random()) / _NUM_SAMPLES)

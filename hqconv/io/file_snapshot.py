@@ -139,7 +139,10 @@ class FileSnapshot:
         self._listed = listed
         for name in listed if is_whole else ():
             self._check_there(name, listed[name].size_bytes)
-        for name, size in {**(sizes or {}), **{name: s.st_size for name, s in self._seen.items()}}.items():
+        for name, size in {
+            **(sizes or {}),
+            **{name: s.st_size for name, s in self._seen.items()},
+        }.items():
             if name == MANIFEST or name in COMPANIONS:
                 continue
             size_bytes = self._entry(name).size_bytes
@@ -160,7 +163,9 @@ class FileSnapshot:
         except OSError as error:
             what, where = "A file of the source cannot be read.", str(self.path_of(name))
             remedy = _AGAIN if self.is_held else _KEEP
-            raise InputError(what, where=where, found=error.strerror or error, remedy=remedy) from error
+            raise InputError(
+                what, where=where, found=error.strerror or error, remedy=remedy
+            ) from error
         self.compare(name, sha256)
         self.digests[name] = sha256
 
@@ -202,7 +207,13 @@ class FileSnapshot:
 
 
 def _identity(status: os.stat_result) -> tuple[int, int, int, int, int]:
-    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev  # `cp -p` keeps mtime
+    return (
+        status.st_size,
+        status.st_mtime_ns,
+        status.st_ctime_ns,
+        status.st_ino,
+        status.st_dev,
+    )  # `cp -p` keeps mtime
 
 
 def _memory_devices() -> set[int]:
@@ -212,7 +223,9 @@ def _memory_devices() -> set[int]:
     except OSError:
         return set()
     numbers = [
-        line.split()[2].split(":") for line in lines if line.rpartition(" - ")[2].split()[0] in ("tmpfs", "ramfs")
+        line.split()[2].split(":")
+        for line in lines
+        if line.rpartition(" - ")[2].split()[0] in ("tmpfs", "ramfs")
     ]
     return {os.makedev(int(major), int(minor)) for major, minor in numbers}
 

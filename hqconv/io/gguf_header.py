@@ -41,11 +41,15 @@ _OTHER_FILES = {
     b"vers": "Run `git lfs pull` in the folder: this is a pointer to the file, not the file.",
 }
 _NEWER = "Use a newer hqconv, or GGUF files that llama.cpp wrote for one of these versions."
-_REMEDY = "Download or copy the file again; if it is already the original, whatever wrote it is at fault."
+_REMEDY = (
+    "Download or copy the file again; if it is already the original, whatever wrote it is at fault."
+)
 COPY_AGAIN = "Copy or download the GGUF files again; they must belong to this model."
 
 Value = str | int | float | bool | list[int | float | bool]
-_Info = tuple[int, tuple[int, ...], int]  # the ggml type's number, the shape (rows first), the byte it begins at
+_Info = tuple[
+    int, tuple[int, ...], int
+]  # the ggml type's number, the shape (rows first), the byte it begins at
 
 
 def holds_gguf(folder: Path) -> bool:
@@ -115,17 +119,26 @@ def read_header(path: Path, file: int = 0) -> GgufHeader:
     """
     try:
         with open(open_regular(path), "rb") as opened:  # noqa: PTH123 - of a descriptor
-            return parse_header(str(path), path.name, opened, os.fstat(opened.fileno()).st_size, file)
+            return parse_header(
+                str(path), path.name, opened, os.fstat(opened.fileno()).st_size, file
+            )
     except OSError as error:
         raise InputError(
-            "The file cannot be read.", where=str(path), found=(error.strerror or error), remedy=_REMEDY
+            "The file cannot be read.",
+            where=str(path),
+            found=(error.strerror or error),
+            remedy=_REMEDY,
         ) from error
 
 
-def parse_header(where: str, name: str, opened: Readable, file_bytes: int, file: int = 0) -> GgufHeader:
+def parse_header(
+    where: str, name: str, opened: Readable, file_bytes: int, file: int = 0
+) -> GgufHeader:
     """Read the header of an opened file of `file_bytes`; its refs' names begin with `name`. Raises as `read_header`."""
     infos, sha256, metadata = _Header(where, opened, file_bytes).read()
-    refs = {tensor: _ref(f"{name}:{tensor}", info, file, file_bytes) for tensor, info in infos.items()}
+    refs = {
+        tensor: _ref(f"{name}:{tensor}", info, file, file_bytes) for tensor, info in infos.items()
+    }
     return GgufHeader(refs, sha256, metadata)
 
 
@@ -138,7 +151,9 @@ def metadata_alone(where: str, opened: Readable, file_bytes: int) -> tuple[bytes
     header.kept = bytearray()
     _, sha256, _ = header.read()
     counts = 8  # magic and version; then 8 bytes with the number of tensors
-    return bytes(header.kept[:counts] + bytes(8) + header.kept[counts + 8 : header.metadata_end]), sha256
+    return bytes(
+        header.kept[:counts] + bytes(8) + header.kept[counts + 8 : header.metadata_end]
+    ), sha256
 
 
 def _ref(full: str, info: _Info, file: int, file_bytes: int) -> TensorRef:
@@ -148,15 +163,24 @@ def _ref(full: str, info: _Info, file: int, file_bytes: int) -> TensorRef:
         kind = gguf.GGMLQuantizationType(type_number)
         block_numbers, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     except (ValueError, KeyError):
-        what, expected = "A tensor has a type that the gguf library does not know.", "a type of ggml"
-        found, remedy = f"type {type_number}", "Use GGUF files of llama.cpp, or a newer gguf library."
+        what, expected = (
+            "A tensor has a type that the gguf library does not know.",
+            "a type of ggml",
+        )
+        found, remedy = (
+            f"type {type_number}",
+            "Use GGUF files of llama.cpp, or a newer gguf library.",
+        )
         raise InputError(what, where=full, expected=expected, found=found, remedy=remedy) from None
     if shape and shape[-1] % block_numbers:
         expected = f"rows of whole {kind.name} blocks, {block_numbers} numbers each"
         raise wrong_shape(full, expected, shape)
     num_bytes = math.prod(shape) // block_numbers * block_bytes
     if offset + num_bytes > file_bytes:
-        what, found = "The file is truncated: it ends before the tensor does.", f"{file_bytes} bytes"
+        what, found = (
+            "The file is truncated: it ends before the tensor does.",
+            f"{file_bytes} bytes",
+        )
         expected = f"{offset + num_bytes} bytes"
         raise InputError(what, where=full, expected=expected, found=found, remedy=COPY_AGAIN)
     return TensorRef(full, kind.name, shape, file, offset, num_bytes)
@@ -179,7 +203,9 @@ class _Header:
         """Read every tensor's info, the sha256 of the whole header, and the metadata."""
         if (magic := self._take(len(_MAGIC))) != _MAGIC:
             remedy = _OTHER_FILES.get(magic, _REMEDY)
-            raise self._fault("This is not a GGUF file.", "the letters GGUF at its start", repr(magic), remedy)
+            raise self._fault(
+                "This is not a GGUF file.", "the letters GGUF at its start", repr(magic), remedy
+            )
         version = self._number(4)
         if int.from_bytes(version.to_bytes(4, "little"), "big") in (1, *_VERSIONS):
             raise self._fault(
@@ -190,7 +216,12 @@ class _Header:
             )
         if version not in _VERSIONS:
             expected = "version " + " or ".join(map(str, _VERSIONS))
-            raise self._fault("The GGUF version is not known.", expected, version, _ANEW if version == 1 else _NEWER)
+            raise self._fault(
+                "The GGUF version is not known.",
+                expected,
+                version,
+                _ANEW if version == 1 else _NEWER,
+            )
         num_tensors, num_pairs = self._number(8), self._number(8)
         alignment = _DEFAULT_ALIGNMENT
         metadata: dict[str, Value] = {}
@@ -209,13 +240,17 @@ class _Header:
                 raise self._fault("The header names a tensor twice.", "unique names", name)
             infos[name] = info
         begin = -(-self.position // alignment) * alignment
-        tensors = {name: (kind, shape, begin + offset) for name, (kind, shape, offset) in infos.items()}
+        tensors = {
+            name: (kind, shape, begin + offset) for name, (kind, shape, offset) in infos.items()
+        }
         return tensors, self.digest.hexdigest(), metadata
 
     def _alignment(self, kind: int, value: Value | None) -> int:
         number = value if kind == _UINT32 and isinstance(value, int) else 0
         if number < 1 or number & (number - 1):
-            raise self._fault("The file's alignment is not usable.", "a power of two as uint32", number)
+            raise self._fault(
+                "The file's alignment is not usable.", "a power of two as uint32", number
+            )
         return number
 
     def _value(self, kind: int, depth: int) -> Value | None:
@@ -242,7 +277,9 @@ class _Header:
         self.tensor = self._text()
         num_dims = self._number(4)
         if num_dims > _MAX_DIMS:
-            raise self._fault("The tensor has too many dimensions.", f"at most {_MAX_DIMS}", num_dims)
+            raise self._fault(
+                "The tensor has too many dimensions.", f"at most {_MAX_DIMS}", num_dims
+            )
         sizes = [self._number(8) for _ in range(num_dims)]
         info = self._number(4), tuple(reversed(sizes)), self._number(8)
         name, self.tensor = self.tensor, ""
@@ -269,9 +306,13 @@ class _Header:
         if self.kept is not None:
             self.kept += raw
         if len(raw) != num_bytes:
-            raise self._fault("The file shrank while its header was read.", f"{num_bytes} bytes", len(raw))
+            raise self._fault(
+                "The file shrank while its header was read.", f"{num_bytes} bytes", len(raw)
+            )
         return raw
 
-    def _fault(self, what: str, expected: object, found: object, remedy: str = _REMEDY) -> InputError:
+    def _fault(
+        self, what: str, expected: object, found: object, remedy: str = _REMEDY
+    ) -> InputError:
         where = f"{self.where}, tensor {self.tensor!r}" if self.tensor else self.where
         return InputError(what, where=where, expected=expected, found=found, remedy=remedy)

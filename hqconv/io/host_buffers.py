@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-_CREATED_AHEAD = 2  # by `take`: the second one is on its way when the next batch or piece asks for it
+_CREATED_AHEAD = (
+    2  # by `take`: the second one is on its way when the next batch or piece asks for it
+)
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
@@ -30,13 +32,19 @@ class _Memory(mmap.mmap):
         import torch
 
         with _using_gpu(self.pinned_for):
-            if self.may_be_copied:  # else nothing is waited for: that would end another thread's capture of a graph
-                with contextlib.suppress(RuntimeError):  # after an error of CUDA, which has been raised
+            if (
+                self.may_be_copied
+            ):  # else nothing is waited for: that would end another thread's capture of a graph
+                with contextlib.suppress(
+                    RuntimeError
+                ):  # after an error of CUDA, which has been raised
                     torch.cuda.synchronize()
             _cudart().cudaHostUnregister(self.address)
 
 
-def host_buffer(num_bytes: int, device: torch.device, *, may_be_copied: bool = True) -> torch.Tensor:
+def host_buffer(
+    num_bytes: int, device: torch.device, *, may_be_copied: bool = True
+) -> torch.Tensor:
     """Create a buffer, uint8 [num_bytes], that begins at a page boundary; pinned if `device` is a GPU.
 
     It is memory of our own, in huge pages where the system has them: torch's allocator of pinned memory takes the next
@@ -53,7 +61,11 @@ def host_buffer(num_bytes: int, device: torch.device, *, may_be_copied: bool = T
     if device.type == "cuda":
         with _using_gpu(device):  # its own, not the first one, which may be another process's
             torch.cuda.check_error(_cudart().cudaHostRegister(buffer.data_ptr(), len(memory), 0))
-        memory.pinned_for, memory.address, memory.may_be_copied = device, buffer.data_ptr(), may_be_copied
+        memory.pinned_for, memory.address, memory.may_be_copied = (
+            device,
+            buffer.data_ptr(),
+            may_be_copied,
+        )
     return buffer[:num_bytes]
 
 
@@ -78,7 +90,12 @@ class HostBuffers:
         may_be_copied: as of `host_buffer`.
         """
         self._may_be_copied = may_be_copied
-        self._num_bytes, self._device, self._max_buffers, self._on_free = num_bytes, device, max_buffers, on_free
+        self._num_bytes, self._device, self._max_buffers, self._on_free = (
+            num_bytes,
+            device,
+            max_buffers,
+            on_free,
+        )
         self._changed = threading.Condition()
         self._free: list[torch.Tensor] = []
         self._num_created = self._num_wanted = 0
@@ -96,7 +113,9 @@ class HostBuffers:
         with self._changed:
             self._num_wanted = max(self._num_wanted, min(num_buffers, self._max_buffers))
             if self._creator is None and self._num_created < self._num_wanted:
-                self._creator = threading.Thread(target=self._create, name="hqconv-buffers", daemon=True)
+                self._creator = threading.Thread(
+                    target=self._create, name="hqconv-buffers", daemon=True
+                )
                 self._creator.start()
 
     def take(self, *, waits: bool = True) -> torch.Tensor | None:

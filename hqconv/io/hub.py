@@ -21,7 +21,14 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hqconv.errors import HqconvError, InputError, NetworkError, OutputError, RequestError, first_few
+from hqconv.errors import (
+    HqconvError,
+    InputError,
+    NetworkError,
+    OutputError,
+    RequestError,
+    first_few,
+)
 from hqconv.io import checkpoint_files
 from hqconv.io.safetensors_header import header_length
 from hqconv.io.sidecar_files import MAX_CODE_BYTES, is_code_or_config
@@ -35,7 +42,13 @@ _FIRST_BYTES = 1 << 15  # of a shard: most headers fit, so that one request is e
 _HASHED_BYTES = 64 << 20  # of one request
 _TRIES = 4  # of a range whose transfer breaks off, and of a request that the Hub refuses without naming a waiting time
 _MAX_WAIT_S = 330.0  # in all, for a Hub that was asked too often: its windows have five minutes
-_RETRIED = (408, 500, 502, 503, 504)  # statuses on which the library repeats a request; 429 is for `patiently`
+_RETRIED = (
+    408,
+    500,
+    502,
+    503,
+    504,
+)  # statuses on which the library repeats a request; 429 is for `patiently`
 T = TypeVar("T")
 # Small files that opening a repo needs, besides headers.
 SMALL_FILES = (CONFIG, *checkpoint_files.QUANTIZATION_FILES, INDEX, MANIFEST, CARD)
@@ -53,7 +66,9 @@ def no_repo(src: str) -> RequestError:
     if src and Path(src).exists():
         found = found_at(Path(src)) or "a file"
     remedy = close_file(Path(src), is_folder=True)
-    return RequestError("The checkpoint cannot be opened.", where=src, expected=expected, found=found, remedy=remedy)
+    return RequestError(
+        "The checkpoint cannot be opened.", where=src, expected=expected, found=found, remedy=remedy
+    )
 
 
 # --- files of a commit
@@ -81,7 +96,10 @@ class Listing:
         info = patiently(lambda: _model_info(repo_id, revision))
         if info.id != repo_id:
             raise RequestError(
-                "The Hub repo has another name now.", where=repo_id, found=info.id, remedy=f"Give {info.id}."
+                "The Hub repo has another name now.",
+                where=repo_id,
+                found=info.id,
+                remedy=f"Give {info.id}.",
             )
         files = list(info.siblings or ())
         for file in files:
@@ -93,7 +111,9 @@ class Listing:
             if file.lfs
         }
         commit = check_commit(repo_id, info.sha)
-        return cls(repo_id, commit, {file.rfilename: int(file.size or 0) for file in files}, digests)
+        return cls(
+            repo_id, commit, {file.rfilename: int(file.size or 0) for file in files}, digests
+        )
 
     def fetched(self, root: Path, name: str) -> Path:
         """Return a file's path in the snapshot folder `root`; download the file if it is missing there."""
@@ -115,7 +135,11 @@ class Listing:
 
     def read(self, name: str, begin: int, end: int) -> bytes:
         """Read bytes begin … end - 1 of a file; a broken transfer is repeated. Raises as `fetch`."""
-        return patiently(lambda: self._read(name, begin, end), num_transfers=_TRIES) if begin < end else b""
+        return (
+            patiently(lambda: self._read(name, begin, end), num_transfers=_TRIES)
+            if begin < end
+            else b""
+        )
 
     def sha256(self, name: str, keep_on: Callable[[], object] | None = None) -> str:
         """Compute the SHA-256 of a file, read by range requests. keep_on: as in `sha256_of`. Raises as `fetch`."""
@@ -131,7 +155,11 @@ class Listing:
         from huggingface_hub import constants, hf_hub_url, utils
 
         library: Any = utils  # which has no type annotations
-        headers = {**library.build_hf_headers(), "Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
+        headers = {
+            **library.build_hf_headers(),
+            "Range": f"bytes={begin}-{end - 1}",
+            "Accept-Encoding": "identity",
+        }
         # Not on exceptions: one that is raised while bytes arrive would repeat the request inside this response.
         timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
         kwargs = {"timeout": timeout, "retry_on_exceptions": (), "retry_on_status_codes": _RETRIED}
@@ -180,7 +208,9 @@ def check_commit(repo_id: str, commit: object) -> str:
 def _check_hex(text: object, num_digits: int, what: str, where: str) -> str:
     if not isinstance(text, str) or not re.fullmatch(f"[0-9a-f]{{{num_digits}}}", text):
         expected = f"{num_digits} hexadecimal digits"
-        raise InputError(what, where=where, expected=expected, found=repr(text), remedy="Check HF_ENDPOINT.")
+        raise InputError(
+            what, where=where, expected=expected, found=repr(text), remedy="Check HF_ENDPOINT."
+        )
     return text
 
 
@@ -202,7 +232,9 @@ def is_offline() -> bool:
     return bool(constants.HF_HUB_OFFLINE)
 
 
-def fetch(repo_id: str, revision: str | None, names: Iterable[str], cache_dir: str | None = None) -> Path:
+def fetch(
+    repo_id: str, revision: str | None, names: Iterable[str], cache_dir: str | None = None
+) -> Path:
     """Download files of a model repo to the Hub cache (or `cache_dir`); return the snapshot's folder.
 
     The folder's name is the commit hash. Offline, or where the Hub does not answer, it may lack files.
@@ -210,10 +242,14 @@ def fetch(repo_id: str, revision: str | None, names: Iterable[str], cache_dir: s
     """
     from huggingface_hub import snapshot_download
 
-    _LOG.info("Files of %s at %s are fetched, unless the cache has them.", repo_id, revision or "main")
+    _LOG.info(
+        "Files of %s at %s are fetched, unless the cache has them.", repo_id, revision or "main"
+    )
     patterns = [glob.escape(name) for name in names]
     with explained(repo_id, revision):
-        folder: Any = snapshot_download(repo_id, revision=revision, allow_patterns=patterns, cache_dir=cache_dir)
+        folder: Any = snapshot_download(
+            repo_id, revision=revision, allow_patterns=patterns, cache_dir=cache_dir
+        )
     return Path(folder)
 
 
@@ -247,7 +283,10 @@ def note_revision(root: Path, revision: str) -> None:
         return
     with suppress(OSError):
         (refs / revision).parent.mkdir(parents=True, exist_ok=True)
-        if not (refs / revision).is_file() or (refs / revision).read_text(encoding="ascii") != root.name:
+        if (
+            not (refs / revision).is_file()
+            or (refs / revision).read_text(encoding="ascii") != root.name
+        ):
             partial = refs / f"{revision}.{os.getpid()}.partial"
             partial.write_text(root.name, encoding="ascii")
             partial.replace(refs / revision)
@@ -261,7 +300,11 @@ def cache_folder() -> Path:
 
 
 def fetch_file(
-    repo_id: str, commit: str, name: str, check: Callable[[], None] | None = None, local_dir: Path | None = None
+    repo_id: str,
+    commit: str,
+    name: str,
+    check: Callable[[], None] | None = None,
+    local_dir: Path | None = None,
 ) -> Path:
     """Return one file's path in the Hub cache, or in the folder `local_dir`; download the file if it is missing.
 
@@ -274,7 +317,12 @@ def fetch_file(
     with explained(repo_id, commit):
         started = time.monotonic()
         path: Any = hf_hub_download(repo_id, name, revision=commit, local_dir=local_dir, **kwargs)
-    _LOG.info("Fetched %s/%s, or found it in the cache, in %.1f s.", repo_id, name, time.monotonic() - started)
+    _LOG.info(
+        "Fetched %s/%s, or found it in the cache, in %.1f s.",
+        repo_id,
+        name,
+        time.monotonic() - started,
+    )
     return Path(path)
 
 
@@ -306,21 +354,31 @@ def open_repo(repo_id: str, revision: str | None) -> tuple[Path, Listing | None]
         listing = Listing.of(repo_id, revision)
     except HqconvError as error:
         root = cached_snapshot(repo_id, revision)
-        is_usable = is_offline() or (isinstance(error, NetworkError) and root is not None and is_complete(root))
+        is_usable = is_offline() or (
+            isinstance(error, NetworkError) and root is not None and is_complete(root)
+        )
         if root is None or not is_usable:
             raise
         return root, None
-    code = [name for name, size in listing.sizes.items() if is_code_or_config(name) and size <= MAX_CODE_BYTES]
+    code = [
+        name
+        for name, size in listing.sizes.items()
+        if is_code_or_config(name) and size <= MAX_CODE_BYTES
+    ]
     wanted = list(dict.fromkeys((*(name for name in SMALL_FILES if name in listing.sizes), *code)))
     if CONFIG not in wanted and not any(name.endswith(".gguf") for name in listing.sizes):
         what, remedy = f"The Hub repo has no {CONFIG}.", "Give the repo of a transformers model."
         found = first_few(sorted(listing.sizes)) or "no files"
-        raise InputError(what, where=f"{repo_id}, revision {listing.commit}", found=found, remedy=remedy)
+        raise InputError(
+            what, where=f"{repo_id}, revision {listing.commit}", found=found, remedy=remedy
+        )
     root = fetch(repo_id, listing.commit, wanted)
     missing = next((name for name in wanted if not (root / name).is_file()), None)
     if missing is not None:
         raise NetworkError(
-            "The Hub did not send a file that it has.", where=f"{repo_id}/{missing}", remedy="Try again."
+            "The Hub did not send a file that it has.",
+            where=f"{repo_id}/{missing}",
+            remedy="Try again.",
         )
     return root, listing
 
@@ -329,10 +387,17 @@ def is_complete(root: Path) -> bool:
     """Return True if a snapshot's folder has all weights that its index names, or all files of an artifact."""
 
     def names(file: str, key: str) -> Mapping[str, Any]:
-        found = checkpoint_files.read_json(root / file, max_bytes=MAX_LIST_BYTES)[0] if (root / file).is_file() else {}
+        found = (
+            checkpoint_files.read_json(root / file, max_bytes=MAX_LIST_BYTES)[0]
+            if (root / file).is_file()
+            else {}
+        )
         return found[key] if isinstance(found.get(key), dict) else {}
 
-    wanted = names(MANIFEST, "files") or {CONFIG, *(map(str, names(INDEX, "weight_map").values() or [SINGLE]))}
+    wanted = names(MANIFEST, "files") or {
+        CONFIG,
+        *(map(str, names(INDEX, "weight_map").values() or [SINGLE])),
+    }
     return any(root.glob("*.gguf")) or all((root / name).is_file() for name in wanted)
 
 
@@ -375,7 +440,11 @@ def is_snapshot(root: Path) -> bool:
 
 _SIGN_IN = "`hf auth login` or set HF_TOKEN"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_UNREACHABLE = ("Connect", "Proxy", "UnsupportedProtocol")  # in names of errors of httpx and its relatives
+_UNREACHABLE = (
+    "Connect",
+    "Proxy",
+    "UnsupportedProtocol",
+)  # in names of errors of httpx and its relatives
 _NO_ACCESS = (errno.EACCES, errno.EPERM, errno.EROFS)
 _Explanation = tuple[type[HqconvError], str, str]  # the error's class, message and remedy
 
@@ -450,7 +519,9 @@ def _response(error: BaseException | None) -> Any:
 
 
 def _explain(error: Exception, repo_id: str, revision: str) -> HqconvError:
-    kind, what, remedy = _of_repo(error, repo_id, revision) or _of_status(error) or _of_machine(error)
+    kind, what, remedy = (
+        _of_repo(error, repo_id, revision) or _of_status(error) or _of_machine(error)
+    )
     lines = str(error).strip().splitlines() or [""]
     found, status = f"{type(error).__name__}: {lines[0]}", status_of(error)
     if status is not None and str(status) not in found:
@@ -465,7 +536,11 @@ def _of_repo(error: Exception, repo_id: str, revision: str) -> _Explanation | No
     page = f"{constants.ENDPOINT}/{repo_id}"
     # Subclasses first: gated is a kind of not found for the library.
     if isinstance(error, errors.GatedRepoError):
-        return RequestError, "The Hub repo is gated.", f"Accept its terms at {page}, then {_SIGN_IN}."
+        return (
+            RequestError,
+            "The Hub repo is gated.",
+            f"Accept its terms at {page}, then {_SIGN_IN}.",
+        )
     if isinstance(error, errors.RepositoryNotFoundError):
         what = "There is no such folder here and no such repo on the Hub, or the repo is private."
         return RequestError, what, f"Check the spelling; for a private repo {_SIGN_IN}."
@@ -477,7 +552,9 @@ def _of_repo(error: Exception, repo_id: str, revision: str) -> _Explanation | No
         return RequestError, what, "Give a folder or org/name."
     if isinstance(error, errors.DisabledRepoError):
         return RequestError, "The Hub repo is disabled.", f"See what its owner says at {page}."
-    if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
+    if isinstance(error, errors.EntryNotFoundError) and not isinstance(
+        error, errors.LocalEntryNotFoundError
+    ):
         return InputError, "The Hub repo lacks a file.", f"See its files at {page}/tree/{revision}."
     return None
 
@@ -486,13 +563,21 @@ def _of_status(error: Exception) -> _Explanation | None:
     """Explain an HTTP status of the Hub."""
     status = status_of(error)
     if status == 401:
-        return RequestError, "The Hub does not accept the token, or wants one.", f"Sign in: {_SIGN_IN}."
+        return (
+            RequestError,
+            "The Hub does not accept the token, or wants one.",
+            f"Sign in: {_SIGN_IN}.",
+        )
     if status == 403:
         remedy = f"Give the token the right to read the repo, or take another: {_SIGN_IN}."
         return RequestError, "The Hub denies access to the repo.", remedy
     if status == 429:
         wait_s = _told_seconds(_response(error))
-        after = "Wait a few minutes and try again" if wait_s is None else f"Wait {wait_s:.0f} seconds and try again"
+        after = (
+            "Wait a few minutes and try again"
+            if wait_s is None
+            else f"Wait {wait_s:.0f} seconds and try again"
+        )
         what = "The Hub was asked too often."
         return NetworkError, what, f"{after}; who is signed in ({_SIGN_IN}) may ask more often."
     if status == 404:  # a Hub says in a header what it does not find
@@ -502,7 +587,11 @@ def _of_status(error: Exception) -> _Explanation | None:
         return RequestError, what, "Check HF_ENDPOINT."
     if status is not None and status >= 500:
         what = "The Hub is out of order."
-        return (NetworkError, what, "Try again later: what was fetched is kept. See https://status.huggingface.co.")
+        return (
+            NetworkError,
+            what,
+            "Try again later: what was fetched is kept. See https://status.huggingface.co.",
+        )
     return None
 
 
@@ -537,12 +626,24 @@ def _of_machine(error: Exception) -> _Explanation:
     number = getattr(error, "errno", None)
     if number in _NO_SPACE:
         what = "The disk of the Hub's cache is full."
-        return (OutputError, what, "Free some space, or have HF_HOME name another place: finished files are kept.")
+        return (
+            OutputError,
+            what,
+            "Free some space, or have HF_HOME name another place: finished files are kept.",
+        )
     if number in _NO_ACCESS:
-        return OutputError, "The Hub's cache cannot be written.", "Mend its permissions, or set HF_HOME."
+        return (
+            OutputError,
+            "The Hub's cache cannot be written.",
+            "Mend its permissions, or set HF_HOME.",
+        )
     if constants.HF_HUB_OFFLINE:
         what = "There is no such folder here; HF_HUB_OFFLINE is set, but the cache lacks (part of) the repo."
-        return RequestError, what, "Unset HF_HUB_OFFLINE, or fill the cache with `hf download` first."
+        return (
+            RequestError,
+            what,
+            "Unset HF_HUB_OFFLINE, or fill the cache with `hf download` first.",
+        )
     if isinstance(error, errors.LocalEntryNotFoundError) or is_unreachable(error):
         what = f"The Hub ({constants.ENDPOINT}) cannot be reached, and the cache lacks (part of) the repo."
         return NetworkError, what, "Check the connection and HF_ENDPOINT, or give a local folder."

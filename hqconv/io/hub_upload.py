@@ -13,7 +13,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hqconv.errors import HqconvError, NetworkError, OutputError, RequestError, VerificationError, first_few
+from hqconv.errors import (
+    HqconvError,
+    NetworkError,
+    OutputError,
+    RequestError,
+    VerificationError,
+    first_few,
+)
 from hqconv.io.hub import check_commit, is_unreachable, patiently, status_of, translated
 
 _AGAIN = "Repeat the same command: what is there already is not sent again."
@@ -97,7 +104,9 @@ class FileToSend:
 
 def _changed(path: Path) -> OutputError:
     return OutputError(
-        "A file changed while it was sent.", where=str(path), remedy="Nothing was published. Push again."
+        "A file changed while it was sent.",
+        where=str(path),
+        remedy="Nothing was published. Push again.",
     )
 
 
@@ -168,7 +177,9 @@ class HubBranch:
             files = {}
             for file in info.siblings or ():
                 digest = str(file.blob_id) if file.lfs is None else str(file.lfs.sha256)
-                files[str(file.rfilename)] = RemoteFile(int(file.size or 0), digest, file.lfs is not None)
+                files[str(file.rfilename)] = RemoteFile(
+                    int(file.size or 0), digest, file.lfs is not None
+                )
             return BranchFiles(check_commit(self.repo_id, info.sha), files)
 
     def read(self, name: str, commit: str) -> Path:
@@ -192,7 +203,9 @@ class HubBranch:
             operations = [CommitOperationAdd(file.name, _content_or_path(file)) for file in files]
             kwargs: Any = {"revision": self.branch, "free_memory": False}
             HfApi().preupload_lfs_files(self.repo_id, operations, **kwargs)
-        ignored = [file.name for file, one in zip(files, operations, strict=True) if one._should_ignore]
+        ignored = [
+            file.name for file, one in zip(files, operations, strict=True) if one._should_ignore
+        ]
         if ignored:
             raise OutputError(
                 "The repo ignores a file of the artifact.",
@@ -211,19 +224,26 @@ class HubBranch:
                 operation.path_or_fileobj = b""  # no longer needed
         return operations
 
-    def commit(self, message: str, operations: Sequence[Any], delete: Iterable[str], parent: str) -> str:
+    def commit(
+        self, message: str, operations: Sequence[Any], delete: Iterable[str], parent: str
+    ) -> str:
         """Create one commit that adds prepared files and deletes others; return its hash.
 
         parent: the commit that the branch must still end with.
         """
         from huggingface_hub import CommitOperationDelete, HfApi
 
-        every = [*(CommitOperationDelete(path_in_repo=name, is_folder=False) for name in delete), *operations]
+        every = [
+            *(CommitOperationDelete(path_in_repo=name, is_folder=False) for name in delete),
+            *operations,
+        ]
         kwargs: Any = {"revision": self.branch, "parent_commit": parent}
 
         def create() -> str:
             with self._explained():
-                return str(HfApi().create_commit(self.repo_id, every, commit_message=message, **kwargs).oid)
+                return str(
+                    HfApi().create_commit(self.repo_id, every, commit_message=message, **kwargs).oid
+                )
 
         return patiently(create)
 
@@ -239,11 +259,16 @@ class HubBranch:
             what, remedy = "This is no valid name of a Hub repo.", "Give it as org/name."
         elif status in (401, 403, 404):
             what = "The Hub does not let you write to this repo."
-            remedy = "Check its name, then `hf auth login` with a token that may write, or set HF_TOKEN."
+            remedy = (
+                "Check its name, then `hf auth login` with a token that may write, or set HF_TOKEN."
+            )
         elif status == 412:
             what, remedy = "Somebody else changed the repo meanwhile.", _AGAIN
         elif type(error) is ValueError and "metadata" in str(error):
-            what, remedy = ("The Hub refuses the front matter of README.md.", "Mend it; people may edit the card.")
+            what, remedy = (
+                "The Hub refuses the front matter of README.md.",
+                "Mend it; people may edit the card.",
+            )
         elif is_unreachable(error):
             return NetworkError(
                 f"The Hub ({constants.ENDPOINT}) cannot be reached.",
@@ -252,5 +277,7 @@ class HubBranch:
                 remedy=f"Check the connection and HF_ENDPOINT. {_AGAIN}",
             )
         else:
-            return NetworkError("The upload to the Hub failed.", where=str(self), found=found, remedy=_AGAIN)
+            return NetworkError(
+                "The upload to the Hub failed.", where=str(self), found=found, remedy=_AGAIN
+            )
         return RequestError(what, where=str(self), found=found, remedy=remedy)

@@ -32,7 +32,11 @@ def output_file(path: Path, option: str, kind: FileKind, folders: Iterable[Path]
     try:
         place = path.resolve()
         found = _obstacle(path, place, kind, folders)
-    except (OSError, RuntimeError, ValueError) as error:  # a circle of links, a name that no file can have
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # a circle of links, a name that no file can have
         found = (error.strerror if isinstance(error, OSError) else None) or str(error)
     if found is None:
         return place
@@ -60,7 +64,11 @@ def _obstacle(path: Path, place: Path, kind: FileKind, folders: Iterable[Path]) 
         if head and not kind.has_head(head):
             return f"a file that is not {kind.name}"
     if not os.access(place.parent, os.W_OK | os.X_OK):
-        return f"a folder that cannot be written: {place.parent}" if place.parent.is_dir() else "no such folder"
+        return (
+            f"a folder that cannot be written: {place.parent}"
+            if place.parent.is_dir()
+            else "no such folder"
+        )
     return None
 
 

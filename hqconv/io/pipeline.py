@@ -13,7 +13,10 @@ from typing import TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-_torch_lock, _torch_before = threading.Lock(), list[int]()  # torch's number of threads before each `one_torch_thread`
+_torch_lock, _torch_before = (
+    threading.Lock(),
+    list[int](),
+)  # torch's number of threads before each `one_torch_thread`
 
 
 def pipeline(
@@ -47,7 +50,10 @@ def pipeline(
             del task, item, future  # the result may be large
 
     # Threads of our own: an interrupted ThreadPoolExecutor may not know the thread that it was just starting.
-    threads = [threading.Thread(target=run, name=f"{name}_{number}", daemon=True) for number in range(num_threads)]
+    threads = [
+        threading.Thread(target=run, name=f"{name}_{number}", daemon=True)
+        for number in range(num_threads)
+    ]
     begun: deque[Future[Result]] = deque()
     with one_torch_thread() if runs_torch else nullcontext():
         try:
@@ -64,7 +70,9 @@ def pipeline(
             _stop(begun, threads, lambda: tasks.put(None))
 
 
-def _stop(begun: deque[Future[Result]], threads: list[threading.Thread], end_one: Callable[[], None]) -> None:
+def _stop(
+    begun: deque[Future[Result]], threads: list[threading.Thread], end_one: Callable[[], None]
+) -> None:
     """Drop the items that no thread has begun, and wait for the threads, also through a KeyboardInterrupt."""
     while True:
         try:

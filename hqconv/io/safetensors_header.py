@@ -26,7 +26,9 @@ LENGTH_BYTES = 8
 _MAX_U64 = 2**64 - 1  # the library counts elements and bits in 64 bits
 _FIELDS = frozenset(("dtype", "shape", "data_offsets"))
 _INTEGER = frozenset((int,))
-_REMEDY = "Download or copy the file again; if it is already the original, whatever wrote it is at fault."
+_REMEDY = (
+    "Download or copy the file again; if it is already the original, whatever wrote it is at fault."
+)
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 120
@@ -56,7 +58,9 @@ def keep_repeats(pairs: list[tuple[str, object]]) -> dict[str, object] | Repeate
     return RepeatedKey(key)
 
 
-def read_header(path: str | Path, file: int = 0) -> tuple[dict[str, TensorRef], dict[str, str], str]:
+def read_header(
+    path: str | Path, file: int = 0
+) -> tuple[dict[str, TensorRef], dict[str, str], str]:
     """Read and check one header; return (tensors in the order of their bytes, metadata, sha256 of the header).
 
     `file` is the file number of the returned refs. The sha256 (hex) covers everything before the tensor bytes: the 8
@@ -74,7 +78,9 @@ def parse_header(
     """Parse the bytes before a file's tensors, `head`, as `read_header` does; `where` names the file in errors."""
     header = _parse(where, head[LENGTH_BYTES:])
     metadata = _check_metadata(where, header.pop("__metadata__", None))
-    known: dict[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...], int]] = {}  # checked once, and kept once
+    known: dict[
+        tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...], int]
+    ] = {}  # checked once, and kept once
     refs, start, data_bytes = [], len(head), file_bytes - len(head)
     for name, entry in header.items():
         key = _dtype_and_shape(where, name, entry)
@@ -85,7 +91,9 @@ def parse_header(
         if end - begin != num_bytes:
             expected = f"{num_bytes} bytes for {_tensor(*key)}"
             found = f"{end - begin} bytes (data_offsets {begin} to {end})"
-            raise _fault(where, name, "The tensor's shape and byte range disagree.", expected, found)
+            raise _fault(
+                where, name, "The tensor's shape and byte range disagree.", expected, found
+            )
         refs.append(TensorRef(name, dtype, shape, file, start + begin, num_bytes))
     refs.sort(key=attrgetter("offset_bytes", "num_bytes"))
     _check_coverage(where, refs, range(len(head), file_bytes))
@@ -97,7 +105,9 @@ def header_length(where: str, prefix: bytes, file_bytes: int) -> int:
     if len(prefix) < LENGTH_BYTES:
         what = "The file is truncated: it is shorter than its length field."
         raise _fault(where, None, what, f"{LENGTH_BYTES} bytes or more", f"{len(prefix)} bytes")
-    if prefix[:LENGTH_BYTES] == b"version " and file_bytes < 1024:  # the first of a pointer's few lines
+    if (
+        prefix[:LENGTH_BYTES] == b"version " and file_bytes < 1024
+    ):  # the first of a pointer's few lines
         what = "This is a Git LFS pointer, not the file that it stands for: run `git lfs pull` in the folder."
         raise _fault(where, None, what, "a safetensors file", f"{file_bytes} bytes of text")
     header_bytes = int.from_bytes(prefix[:LENGTH_BYTES], "little")
@@ -106,11 +116,15 @@ def header_length(where: str, prefix: bytes, file_bytes: int) -> int:
         raise _fault(where, None, what, f"1 to {MAX_HEADER_BYTES} bytes", f"{header_bytes} bytes")
     if header_bytes > file_bytes - LENGTH_BYTES:
         what = "The file is truncated: it ends inside its header."
-        raise _fault(where, None, what, f"{LENGTH_BYTES + header_bytes} bytes or more", f"{file_bytes} bytes")
+        raise _fault(
+            where, None, what, f"{LENGTH_BYTES + header_bytes} bytes or more", f"{file_bytes} bytes"
+        )
     return LENGTH_BYTES + header_bytes
 
 
-def _fault(where: str, tensor: str | None, what: str, expected: str = "", found: object = "") -> InputError:
+def _fault(
+    where: str, tensor: str | None, what: str, expected: str = "", found: object = ""
+) -> InputError:
     place = where if tensor is None else f"{where}, tensor {tensor!r}"
     return InputError(what, where=place, expected=expected, found=found, remedy=_REMEDY)
 
@@ -128,7 +142,9 @@ def _read_head(path: Path) -> tuple[bytes, int]:
             head_bytes = header_length(where, prefix, file_bytes)
             head = prefix + file.read(head_bytes - LENGTH_BYTES)
     except OSError as error:
-        raise _fault(where, None, "The file cannot be read.", found=error.strerror or error) from error
+        raise _fault(
+            where, None, "The file cannot be read.", found=error.strerror or error
+        ) from error
     if len(head) != head_bytes:
         what = "The file shrank while its header was read."
         raise _fault(where, None, what, f"{head_bytes} header bytes", f"{len(head)} bytes")
@@ -137,22 +153,39 @@ def _read_head(path: Path) -> tuple[bytes, int]:
 
 def _parse(where: str, raw: bytes) -> dict[str, Any]:
     try:
-        parse_int = _integer if b"-0" in raw else None  # a call for every number would double the time
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=keep_repeats, parse_int=parse_int)
-        if b"\\u" in raw:  # only an escape can bring in half a surrogate pair, which no UTF-8 can hold
+        parse_int = (
+            _integer if b"-0" in raw else None
+        )  # a call for every number would double the time
+        header = json.loads(
+            raw.decode("utf-8"), object_pairs_hook=keep_repeats, parse_int=parse_int
+        )
+        if (
+            b"\\u" in raw
+        ):  # only an escape can bring in half a surrogate pair, which no UTF-8 can hold
             json.dumps(header, ensure_ascii=False, default=repr).encode("utf-8")
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, an endless number, too deep
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # not UTF-8, not JSON, an endless number, too deep
         raise _fault(where, None, "The header is not valid JSON.", found=error) from error
     if isinstance(header, RepeatedKey):
         tensor = None if header.key == "__metadata__" else header.key
         raise _fault(where, tensor, "The header names the same key twice.", "unique names", header)
     if not isinstance(header, dict):
-        raise _fault(where, None, "The header is not a JSON object.", "an object of tensors", _SHORT.repr(header))
+        raise _fault(
+            where,
+            None,
+            "The header is not a JSON object.",
+            "an object of tensors",
+            _SHORT.repr(header),
+        )
     return header
 
 
 def _integer(text: str) -> int | float:
-    return -0.0 if text == "-0" else int(text)  # as the library parses it: no dimension, and no offset
+    return (
+        -0.0 if text == "-0" else int(text)
+    )  # as the library parses it: no dimension, and no offset
 
 
 def _check_metadata(where: str, raw: object) -> dict[str, str]:
@@ -170,9 +203,19 @@ def _dtype_and_shape(where: str, name: str, entry: Any) -> tuple[str, tuple[int,
         raise _fault(where, name, what, "exactly dtype, shape and data_offsets", _SHORT.repr(entry))
     dtype, shape = entry["dtype"], entry["shape"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise _fault(where, name, "The tensor's dtype is unknown.", "one of " + ", ".join(DTYPES), _SHORT.repr(dtype))
+        raise _fault(
+            where,
+            name,
+            "The tensor's dtype is unknown.",
+            "one of " + ", ".join(DTYPES),
+            _SHORT.repr(dtype),
+        )
     # By type: JSON's true and false are ints to isinstance.
-    if not isinstance(shape, list) or not _INTEGER.issuperset(map(type, shape)) or (shape and min(shape) < 0):
+    if (
+        not isinstance(shape, list)
+        or not _INTEGER.issuperset(map(type, shape))
+        or (shape and min(shape) < 0)
+    ):
         what = "The tensor's shape is malformed."
         raise _fault(where, name, what, "a list of non-negative integers", _SHORT.repr(shape))
     return dtype, tuple(shape)
@@ -206,7 +249,10 @@ def _check_offsets(where: str, name: str, raw: Any, data_bytes: int) -> tuple[in
         what = "The tensor's data_offsets are out of order."
         raise _fault(where, name, what, "0 <= begin <= end", _SHORT.repr(raw))
     if end > data_bytes:
-        what, expected = "The file is truncated: it ends before the tensor does.", f"{_SHORT.repr(end)} bytes"
+        what, expected = (
+            "The file is truncated: it ends before the tensor does.",
+            f"{_SHORT.repr(end)} bytes",
+        )
         raise _fault(where, name, what, f"{expected} of tensor data or more", f"{data_bytes} bytes")
     return begin, end
 
@@ -217,9 +263,15 @@ def _check_coverage(where: str, refs: list[TensorRef], data: range) -> None:
     for ref in refs:
         if ref.offset_bytes != position:
             gap = "overlaps" if ref.offset_bytes < position else "leaves a hole after"
-            expected, found = f"begin {position - data.start}", f"begin {ref.offset_bytes - data.start}"
+            expected, found = (
+                f"begin {position - data.start}",
+                f"begin {ref.offset_bytes - data.start}",
+            )
             raise _fault(where, ref.name, f"The tensor {gap} {previous}.", expected, found)
         position, previous = ref.offset_bytes + ref.num_bytes, f"tensor {ref.name!r}"
     if position != data.stop:
-        what, expected = f"Bytes after {previous} belong to no tensor.", f"{position - data.start} bytes of tensor data"
+        what, expected = (
+            f"Bytes after {previous} belong to no tensor.",
+            f"{position - data.start} bytes of tensor data",
+        )
         raise _fault(where, None, what, expected, f"{len(data)} bytes")

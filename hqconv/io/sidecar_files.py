@@ -18,12 +18,30 @@ from hqconv.schemas.artifact_names import CARD, CONFIG, MANIFEST, PARTIAL, SUMS
 from hqconv.schemas.untrusted_files import found_at, open_regular, read_regular
 
 # Weights in other formats (or duplicates in original/): neither read, copied nor downloaded.
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
+WEIGHT_SUFFIXES = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+)
 WEIGHT_FOLDERS = ("original", "onnx")
 # A folder with one of these holds another model, an adapter or a state; but 1_Pooling is of sentence-transformers.
 _MODULE = re.compile(r"(?:\d+_[A-Za-z]+)?")
 _STATES = (f"/{CONFIG}", "/adapter_config.json", "/trainer_state.json", ".distcp")
-_TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", ".model", ".tiktoken", "tokenizer.tok.json")
+_TOKENIZERS = (
+    "tokenizer.json",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+    ".model",
+    ".tiktoken",
+    "tokenizer.tok.json",
+)
 _UNFINISHED = "an unfinished download or conversion"
 _LINKED_FOLDER = "a link to a folder"
 FOREIGN = "no part of the model"
@@ -52,7 +70,9 @@ _FOREIGN_FOLDER = re.compile(
     r"optimizer.*|.*fsdp.*|__pycache__|venv|node_modules",
     re.IGNORECASE,
 )
-_IMPORT = re.compile(r"^[ \t]*(?:from|import)[ \t]+\.(?:[^\n(]*\([^)]*\)|[^\n]*)", re.MULTILINE)  # of its own modules
+_IMPORT = re.compile(
+    r"^[ \t]*(?:from|import)[ \t]+\.(?:[^\n(]*\([^)]*\)|[^\n]*)", re.MULTILINE
+)  # of its own modules
 _CLASS = re.compile(r"\"(?:[^\"\s]*--)?([\w./]+)\.\w+\"")  # of a config's auto_map
 
 
@@ -84,7 +104,9 @@ class SidecarFiles:
             _size(root, CARD)
             card = _read_card(root)
         names = _belonging(root, paths, card, left_out)
-        return cls(names, sum(_size(root, name) for name in names), dict(sorted(left_out.items())), card)
+        return cls(
+            names, sum(_size(root, name) for name in names), dict(sorted(left_out.items())), card
+        )
 
     @classmethod
     def of_listing(cls, sizes: Mapping[str, int], root: Path) -> SidecarFiles:
@@ -105,7 +127,9 @@ def is_code_or_config(name: str) -> bool:
     return name.endswith(".py") or ("/" not in name and name.endswith("config.json"))
 
 
-def _belonging(root: Path, paths: Iterable[str], card: bytes | None, left_out: dict[str, str]) -> tuple[str, ...]:
+def _belonging(
+    root: Path, paths: Iterable[str], card: bytes | None, left_out: dict[str, str]
+) -> tuple[str, ...]:
     """Return those of a source's files that belong to the model, sorted; note the others, and why, in `left_out`."""
     others = {path.rpartition("/")[0] for path in paths if path.endswith(_STATES)}
     others = {folder for folder in others if not _MODULE.fullmatch(folder)}
@@ -114,7 +138,9 @@ def _belonging(root: Path, paths: Iterable[str], card: bytes | None, left_out: d
         if _is_skipped(path):
             continue
         check_text(path, str(root))
-        folder = next((f"{one}/" for one in _parents(path) if one in others or _is_foreign_folder(one)), None)
+        folder = next(
+            (f"{one}/" for one in _parents(path) if one in others or _is_foreign_folder(one)), None
+        )
         if path.endswith(PARTIAL):
             left_out[path] = _UNFINISHED
         elif folder is not None:
@@ -147,7 +173,9 @@ def _named(root: Path, found: Iterable[str], others: Iterable[str], card: str) -
         except OSError:
             text = ""
         is_code = todo.pop().endswith(".py")
-        words = set(re.findall(r"\w+", " ".join(_IMPORT.findall(text) if is_code else _CLASS.findall(text))))
+        words = set(
+            re.findall(r"\w+", " ".join(_IMPORT.findall(text) if is_code else _CLASS.findall(text)))
+        )
         code += text if is_code else ""
         for path in sorted(set(others) - named):
             folder, _, name = f"/{path}".rpartition("/")
@@ -162,7 +190,12 @@ def _named(root: Path, found: Iterable[str], others: Iterable[str], card: str) -
 def _is_skipped(path: str) -> bool:
     """Return True for a weight file, a hidden one, and one that an artifact writes itself."""
     *folders, name = path.split("/")
-    if any(part.startswith(".") for part in (*folders, name)) or path in (CONFIG, MANIFEST, SUMS, CARD):
+    if any(part.startswith(".") for part in (*folders, name)) or path in (
+        CONFIG,
+        MANIFEST,
+        SUMS,
+        CARD,
+    ):
         return True
     is_other = folders[:1] and folders[0] in WEIGHT_FOLDERS
     return bool(is_other) or name.endswith((*WEIGHT_SUFFIXES, ".index.json"))
@@ -170,7 +203,9 @@ def _is_skipped(path: str) -> bool:
 
 def _walk(root: Path, left_out: dict[str, str]) -> Iterator[str]:
     """Yield all files below a folder, but of hidden folders and those of others; links to folders are noted."""
-    for folder, folders, names in os.walk(root, onerror=_raise):  # by itself it passes over what it cannot read
+    for folder, folders, names in os.walk(
+        root, onerror=_raise
+    ):  # by itself it passes over what it cannot read
         relative = Path(folder).relative_to(root)
         for name in list(folders):
             path = (relative / name).as_posix()
@@ -193,7 +228,11 @@ def _size(root: Path, path: str) -> int:
     found = found_at(full)
     if found is not None:
         raise InputError(
-            "This is not a file.", where=str(full), expected="a regular file", found=found, remedy=COPY_AGAIN
+            "This is not a file.",
+            where=str(full),
+            expected="a regular file",
+            found=found,
+            remedy=COPY_AGAIN,
         )
     if full.is_symlink():
         _check_link(root, full)
@@ -214,7 +253,10 @@ def _read_card(root: Path) -> bytes:
     try:
         return read_regular(root / CARD, _MAX_CARD_BYTES)
     except OSError as error:
-        what, remedy = "The source's model card cannot be read.", "Shorten it, or leave it out of the source."
+        what, remedy = (
+            "The source's model card cannot be read.",
+            "Shorten it, or leave it out of the source.",
+        )
         found, where = error.strerror or str(error), str(root / CARD)
         raise InputError(what, where=where, found=found, remedy=remedy) from error
 

@@ -35,7 +35,18 @@ _UNDOCUMENTED_SM = (100, 103, 120, 121)
 _MX = "float8e8m0"
 _FP4_GROUPS = ((32, _MX), (16, _MX), (16, "float8e4m3"))
 _NO_BFLOAT16 = "sm75 has no bfloat16: use --dtype float16"
-_COMMON = ("mxfp4", "nvfp4", "mxfp8", "fp8", "fp8-block", "int8", "int4", "int4-c", "int4-g64", "int4-g64-zp")
+_COMMON = (
+    "mxfp4",
+    "nvfp4",
+    "mxfp8",
+    "fp8",
+    "fp8-block",
+    "int8",
+    "int4",
+    "int4-c",
+    "int4-g64",
+    "int4-g64-zp",
+)
 
 
 _WIDE = {"bfloat16": (8, 7), "float16": (5, 10), "float32": (8, 23)}  # exponent and mantissa
@@ -62,7 +73,9 @@ def why_overflow(spec: KernelSpec) -> str | None:
     row's small second scale is applied.
     """
     schema = spec.schema
-    has_fp8_scales = schema.bs_dtype in ("float8e4m3", "float8e5m2") and schema.weight_scale_2_type != "none"
+    has_fp8_scales = (
+        schema.bs_dtype in ("float8e4m3", "float8e5m2") and schema.weight_scale_2_type != "none"
+    )
     is_product = "float8e5m2" in (schema.b_dtype, schema.bs_dtype if has_fp8_scales else None)
     is_narrowed = has_fp8_scales and schema.has_row_scale and spec.param_dtype == "float16"
     if not (is_product and spec.a_dtype == "float16") and not is_narrowed:
@@ -86,10 +99,18 @@ def gemm_bytes(shape_n: int, shape_k: int, spec: KernelSpec, *, has_bias: bool =
     n, k = shape_n + -shape_n % PAD_N, shape_k + -shape_k % PAD_K
     rows, columns = schema.scale_group()
     groups = k // (columns or k)
-    bits = n * k * schema.num_bits + n // (rows or n) * groups * num_bits(code_of(schema.scale_dtype(spec.param_dtype)))
+    bits = n * k * schema.num_bits + n // (rows or n) * groups * num_bits(
+        code_of(schema.scale_dtype(spec.param_dtype))
+    )
     if schema.has_zero_point:
-        bits += n * groups * (param_bits if schema.is_fp_zero_point else 4 if schema.num_bits <= 4 else 8)
-    bits += {"none": 0, "tensor": 32, "channel": n * param_bits}[config_entries(spec)["weight_scale_2_type"]]
+        bits += (
+            n
+            * groups
+            * (param_bits if schema.is_fp_zero_point else 4 if schema.num_bits <= 4 else 8)
+        )
+    bits += {"none": 0, "tensor": 32, "channel": n * param_bits}[
+        config_entries(spec)["weight_scale_2_type"]
+    ]
     return (bits + has_bias * n * param_bits) // 8
 
 
@@ -99,8 +120,13 @@ def gemm_bytes(shape_n: int, shape_k: int, spec: KernelSpec, *, has_bias: bool =
 def fuses_exponents(spec: KernelSpec) -> bool:
     """Return whether the layout moves e8m0 scales into the codes, so that weights are rounded again per rank."""
     schema = spec.schema
-    is_mx = (schema.b_dtype, schema.bs_dtype) == ("float4e2m1", _MX) and schema.weight_scale_group_size > 0
-    return is_mx and (spec.a_dtype == "int8" or (spec.a_dtype == "float8e4m3" and not is_block_scaled(spec)))
+    is_mx = (schema.b_dtype, schema.bs_dtype) == (
+        "float4e2m1",
+        _MX,
+    ) and schema.weight_scale_group_size > 0
+    return is_mx and (
+        spec.a_dtype == "int8" or (spec.a_dtype == "float8e4m3" and not is_block_scaled(spec))
+    )
 
 
 def splits_e8m0(spec: KernelSpec) -> bool:
@@ -111,7 +137,12 @@ def splits_e8m0(spec: KernelSpec) -> bool:
     stay the only second scales: the exponents below them are within the range already.
     """
     is_e8m0 = spec.schema.scale_dtype(spec.param_dtype) == _MX and spec.param_dtype == "float16"
-    return is_e8m0 and not spec.schema.has_row_scale and not fuses_exponents(spec) and not is_block_scaled(spec)
+    return (
+        is_e8m0
+        and not spec.schema.has_row_scale
+        and not fuses_exponents(spec)
+        and not is_block_scaled(spec)
+    )
 
 
 def config_entries(spec: KernelSpec) -> dict[str, Any]:
@@ -121,7 +152,13 @@ def config_entries(spec: KernelSpec) -> dict[str, Any]:
     has_row_scale = schema.has_row_scale or (is_fused and spec.a_dtype == "int8")
     is_signed = schema.is_integer and a.is_integer and a.num_bits == schema.num_bits
     by_size = "dynamic_group" if inputs.input_scale_group_size else "dynamic_token"
-    scale_2 = "channel" if has_row_scale else "tensor" if is_fused or splits_e8m0(spec) else schema.weight_scale_2_type
+    scale_2 = (
+        "channel"
+        if has_row_scale
+        else "tensor"
+        if is_fused or splits_e8m0(spec)
+        else schema.weight_scale_2_type
+    )
     return {
         "sm_version": spec.target.sm_version,
         "a_dtype": spec.a_dtype,
@@ -165,7 +202,9 @@ def _is_in_tensor_memory(spec: KernelSpec) -> bool:
     bs_dtype = _bs_dtype(spec)
     scale = inputs.input_scale_dtype or bs_dtype if size else bs_dtype
     is_known = not (size or group) or (size or group, scale) in _FP4_GROUPS
-    is_one_kind = not size or schema.weight_scale_type != "group" or (size == group and scale == bs_dtype)
+    is_one_kind = (
+        not size or schema.weight_scale_type != "group" or (size == group and scale == bs_dtype)
+    )
     return (schema.is_integer or schema.b_dtype in FP4) and is_known and is_one_kind
 
 
@@ -207,7 +246,11 @@ def _dtypes(spec: KernelSpec) -> str | None:
     bs_dtype = spec.schema.bs_dtype
     if spec.a_dtype == "float8e5m2" and spec.param_dtype != "bfloat16":
         return "float8e5m2 activations need bfloat16 parameters"
-    if spec.inputs.a_dtype is None and bs_dtype in ("bfloat16", "float16") and bs_dtype != spec.param_dtype:
+    if (
+        spec.inputs.a_dtype is None
+        and bs_dtype in ("bfloat16", "float16")
+        and bs_dtype != spec.param_dtype
+    ):
         return f"scales in {bs_dtype} need {bs_dtype} parameters"
     return None
 
@@ -256,7 +299,10 @@ def _values(spec: KernelSpec) -> str | None:
     if weight.exponent_bits == 0:
         is_lost = code != _operand(spec) and weight.mantissa_bits > operand.mantissa_bits + 1
         return lost if is_lost else None
-    fits = weight.mantissa_bits <= operand.mantissa_bits and weight.exponent_bits <= operand.exponent_bits
+    fits = (
+        weight.mantissa_bits <= operand.mantissa_bits
+        and weight.exponent_bits <= operand.exponent_bits
+    )
     return None if fits else lost
 
 
@@ -288,10 +334,11 @@ def _unequal_groups(spec: KernelSpec) -> str | None:
     if not _is_mxfp4(spec.schema) or spec.target.sm_version >= 120:
         return reason
     as_dtype = spec.inputs.input_scale_dtype
-    on_hopper = (spec.target.sm_version, spec.a_dtype, size) == (90, "float8e4m3", 128) and as_dtype in (
-        None,
-        "float32",
-    )
+    on_hopper = (spec.target.sm_version, spec.a_dtype, size) == (
+        90,
+        "float8e4m3",
+        128,
+    ) and as_dtype in (None, "float32")
     if number(spec.a_dtype).num_bits == 8 and as_dtype != spec.schema.bs_dtype and not on_hopper:
         return f"{reason} on {spec.target.name}"
     return None
@@ -378,7 +425,9 @@ def _e0m_under_integers(spec: KernelSpec) -> str | None:
 def _second_input_scale(spec: KernelSpec) -> str | None:
     has_two = spec.inputs.input_quant_mode in ("static_tensor_dynamic_group", "dynamic_group_token")
     if has_two and not is_block_scaled(spec):
-        return "activations with two levels of scales need a block-scaled tensor core and such weights"
+        return (
+            "activations with two levels of scales need a block-scaled tensor core and such weights"
+        )
     if spec.inputs.input_quant_mode == "dynamic_group_token":
         is_nvfp4 = spec.inputs.a_dtype in FP4 and spec.inputs.input_scale_group_size == 16
         is_nvfp4 = is_nvfp4 and _as_dtype(spec) == "float8e4m3"

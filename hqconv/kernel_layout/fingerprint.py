@@ -42,8 +42,12 @@ def layout_fingerprint(spec: KernelSpec, device: str | None = None) -> str:
     a CPU. Raises RequestError where neither can lay out.
     """
     device = device or ("cpu" if has_twins() or not torch.cuda.is_available() else "cuda")
-    attributes = packed_attributes(*_SHAPE, spec.schema, spec.param_dtype, has_bias=False, num_experts=1)
-    packed = {name: values(one["shape"], one["dtype"]).to(device) for name, one in attributes.items()}
+    attributes = packed_attributes(
+        *_SHAPE, spec.schema, spec.param_dtype, has_bias=False, num_experts=1
+    )
+    packed = {
+        name: values(one["shape"], one["dtype"]).to(device) for name, one in attributes.items()
+    }
     return digest(to_kernel(kernel_form(*_SHAPE, spec), packed))
 
 

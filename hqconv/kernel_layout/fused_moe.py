@@ -52,7 +52,10 @@ def humming_activation(activation: Activation, gated: bool) -> dict[str, str]:
 
 def _gated_text(activation: Activation) -> str:
     """The C expression of gate a and up b. KeyError where the formula or one of its numbers is not known."""
-    name, number = activation.name, {key: f"{value!r}f" for key, value in activation.numbers.items()}
+    name, number = (
+        activation.name,
+        {key: f"{value!r}f" for key, value in activation.numbers.items()},
+    )
     function, _, kind = name.rpartition("_")
     if name == "swigluoai":
         gate, up = f"fminf(a, {number['limit']})", _CLAMPED_UP.format_map(number)
@@ -98,7 +101,9 @@ class KernelInputs:
     token_scale: torch.Tensor | None = None
 
 
-def load_gemm(document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], rotation: int = 0) -> Gemm:
+def load_gemm(
+    document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], rotation: int = 0
+) -> Gemm:
     """Make a GEMM from a LayerConfig document of a rank file's metadata, and its tensors; see `Gemm`."""
     static = [tensors[name] for name in STATIC_SCALES.values() if name in tensors]
     plain = {name: tensor for name, tensor in tensors.items() if name not in STATIC_SCALES.values()}
@@ -109,7 +114,9 @@ def load_gemm(document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], 
 def tuning_entry(config: Any, shape_m: int) -> dict[str, Any]:
     """The tuning for `shape_m`. That for all sizes takes seconds of Python to find, and most of a minute to compile."""
     tune = humming_gpu().tune
-    return dict(tune.get_heuristics_config(layer_config=config, shape_m=shape_m, gemm_type="indexed"))
+    return dict(
+        tune.get_heuristics_config(layer_config=config, shape_m=shape_m, gemm_type="indexed")
+    )
 
 
 def layer_config(document: Mapping[str, Any]) -> Any:
@@ -140,7 +147,11 @@ def process_input(gemm: Gemm, values: torch.Tensor, **activation: str) -> Kernel
     static = gemm.input_scale if mode.value.startswith("static_tensor") else None
     return KernelInputs(
         *humming_gpu().forward.may_process_input(
-            gemm.config, inputs=values, token_scales=static, hadamard_block_size=gemm.rotation, **activation
+            gemm.config,
+            inputs=values,
+            token_scales=static,
+            hadamard_block_size=gemm.rotation,
+            **activation,
         )
     )
 
@@ -187,7 +198,9 @@ def align(local_ids: torch.Tensor, num_experts: int, block_size: int) -> dict[st
     # A route's place: where its expert's blocks begin, and its number among the expert's routes.
     first_place = (num_blocks.cumsum(0) - num_blocks) * block_size
     first_route = counts[1:].cumsum(0) - counts[1:]
-    places = first_place[experts] + torch.arange(len(routes), device=flat.device) - first_route[experts]
+    places = (
+        first_place[experts] + torch.arange(len(routes), device=flat.device) - first_route[experts]
+    )
     sorted_ids = flat.new_full((total,), flat.numel()).index_copy_(0, places, routes)
     return {
         "sorted_ids": sorted_ids.to(torch.int32),
@@ -243,7 +256,9 @@ def _gemm(
 ) -> torch.Tensor:
     entry = tuning_entry(gemm.config, tuned_for_m)
     routes = align(local_ids, gemm.config.num_experts, entry["block_shape"][0])
-    return launch_gemm(gemm, inputs, routes, top_k, outputs, num_local, entry, new_locks(outputs.device))
+    return launch_gemm(
+        gemm, inputs, routes, top_k, outputs, num_local, entry, new_locks(outputs.device)
+    )
 
 
 def new_locks(device: torch.device) -> torch.Tensor:

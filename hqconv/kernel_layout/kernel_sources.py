@@ -46,7 +46,9 @@ class KernelSource:
 
 def kernel_name(code: str, expression: str, architecture: str, without_fast_math: bool) -> str:
     """The name of a kernel's files: see `KernelSource.name`."""
-    return sha256(json.dumps([code, expression, architecture, without_fast_math]).encode()).hexdigest()
+    return sha256(
+        json.dumps([code, expression, architecture, without_fast_math]).encode()
+    ).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,10 @@ def recorder(kernel: Any, found: list[KernelSource]) -> Any:
 
         @staticmethod
         def compile_many(specs: Iterable[Any], device: Any = None) -> list[Any]:
-            return [(Noted if kind is Noted else recorder(kind, found))(**words) for kind, words in specs]
+            return [
+                (Noted if kind is Noted else recorder(kind, found))(**words)
+                for kind, words in specs
+            ]
 
     return Noted
 
@@ -135,7 +140,9 @@ def gemm_kernels(config_dict: Mapping[str, Any], settings: ComputeSettings) -> l
     config, tuning = tuning_table(config_dict, settings)
     found: list[KernelSource] = []
     noted = recorder(kernels.HummingKernel, found)
-    noted.prepare_kernels(config.to_str(), json.dumps(settings.to_dict()), json.dumps(tuning), NO_DEVICE)
+    noted.prepare_kernels(
+        config.to_str(), json.dumps(settings.to_dict()), json.dumps(tuning), NO_DEVICE
+    )
     return found
 
 
@@ -167,7 +174,11 @@ def input_kernels(
     config = load_layer_config(config_dict)
     mode = config.input_quant_mode
     scatters = activation is None and settings.gemm_type == CONTIGUOUS
-    is_ready = (config.a_dtype.dtype_str, mode.value, config.input_scale_group_size) == settings.prequantized
+    is_ready = (
+        config.a_dtype.dtype_str,
+        mode.value,
+        config.input_scale_group_size,
+    ) == settings.prequantized
     if activation is None and (is_ready or not (mode.should_quantize or scatters or rotation)):
         return []
     layout = "scatter" if scatters else "grouped_mask" if settings.gemm_type == MASKED else "normal"
@@ -190,7 +201,9 @@ def input_kernels(
     heuristics = importlib.import_module("humming.tune").get_heuristics_class(NO_DEVICE)
     tuning = importlib.import_module("humming.tune.process_input")
     found: list[KernelSource] = []
-    noted = recorder(importlib.import_module("humming.kernel.process_input").ProcessInputKernel, found)
+    noted = recorder(
+        importlib.import_module("humming.kernel.process_input").ProcessInputKernel, found
+    )
     for use_pdl in {heuristics.should_use_pdl_for_input(config, rows) for rows in (1, 1 << 20)}:
         intervals = tuning._tuning_intervals_for_device(problem, NO_DEVICE, use_pdl)
         noted.prepare_kernels(problem, intervals, NO_DEVICE)
@@ -241,7 +254,9 @@ def _headers_digest(compiler: Any) -> str:
     digest = sha256()
     for path in [*sorted(include.rglob("*.cuh")), include.parent / "csrc" / "patch_cubin.cpp"]:
         content = path.read_bytes()
-        digest.update(f"{path.relative_to(include.parent).as_posix()} {len(content)}\n".encode() + content)
+        digest.update(
+            f"{path.relative_to(include.parent).as_posix()} {len(content)}\n".encode() + content
+        )
     return digest.hexdigest()
 
 
@@ -265,7 +280,9 @@ def toolkit() -> Iterator[None]:
             compiler.get_flags("90a")  # looks for the headers
             if "NVRTC" in compiler.__name__:
                 library = importlib.import_module("humming.utils.nvrtc").get_nvrtc_library_path()
-                os.environ["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, (str(Path(library).parent), path)))
+                os.environ["LD_LIBRARY_PATH"] = os.pathsep.join(
+                    filter(None, (str(Path(library).parent), path))
+                )
         except (RuntimeError, OSError) as error:
             raise RequestError(
                 "There is no CUDA compiler here that Humming can use.",
@@ -293,11 +310,15 @@ def compile_kernel(source: KernelSource, compiler: Any) -> bytes:
         folder = Path(name)
         path, made = folder / "kernel.cu", folder / "kernel_tmp.cubin"
         path.write_text(source.code, encoding="utf-8")
-        code, out, errors = compiler._compile(str(path), folder, source.architecture, source.expression, flags)
+        code, out, errors = compiler._compile(
+            str(path), folder, source.architecture, source.expression, flags
+        )
         if code == 0:
             source.patch(str(made))
             return made.read_bytes()
-    said = [line for line in f"{out}\n{errors}".splitlines() if "error" in line.lower()] or ["no message"]
+    said = [line for line in f"{out}\n{errors}".splitlines() if "error" in line.lower()] or [
+        "no message"
+    ]
     raise RequestError(
         "The CUDA compiler here cannot compile a kernel.",
         where=f"{compiler.__name__} {compiler.signature()}: {source.expression.split('<')[0].strip()}",

@@ -16,7 +16,9 @@ from hqconv.schemas.weight_schema import LayerSchema, WeightSchema
 Tensors = dict[str, torch.Tensor]
 
 
-def gemm_tensors(projections: Mapping[str, Tensors], schema: LayerSchema, part: TpSlice) -> dict[str, Tensors]:
+def gemm_tensors(
+    projections: Mapping[str, Tensors], schema: LayerSchema, part: TpSlice
+) -> dict[str, Tensors]:
     """Cut packed tensors [E, …] of w13 and w2 for one TP rank.
 
     `projections` maps w1 (optional), w3 and w2 to full-size packed tensors as `QuantizedStack.tensors`, plus `bias`
@@ -31,7 +33,10 @@ def gemm_tensors(projections: Mapping[str, Tensors], schema: LayerSchema, part: 
         down = _pad(down, schema.of("w2"), 2, end - begin, share)
     if "bias" in down and tp_rank > 0:
         down["bias"] = torch.zeros_like(down["bias"])
-    return {"w13": _join_rows(rows), "w2": {name: tensor.contiguous() for name, tensor in down.items()}}
+    return {
+        "w13": _join_rows(rows),
+        "w2": {name: tensor.contiguous() for name, tensor in down.items()},
+    }
 
 
 def _cut_rows(tensors: Tensors, begin: int, end: int) -> Tensors:
@@ -52,7 +57,9 @@ def _cut_columns(tensors: Tensors, schema: WeightSchema, begin: int, end: int) -
 
     def cut(name: str, tensor: torch.Tensor) -> torch.Tensor:
         per_row = name != "weight" and schema.weight_scale_group_size == 0
-        if tensor.ndim < 3 or per_row:  # a bias, a tensor-level or a channel-level scale or zero point
+        if (
+            tensor.ndim < 3 or per_row
+        ):  # a bias, a tensor-level or a channel-level scale or zero point
             return tensor
         length = tensor.size(2)
         return tensor[:, :, begin * length // num_columns : end * length // num_columns]

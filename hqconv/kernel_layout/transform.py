@@ -34,7 +34,9 @@ def is_compatible(spec: KernelSpec) -> bool:
     with target_facts(spec.target):
         return bool(
             lib.schema.is_humming_schema_compatible(
-                humming_inputs(spec.inputs), humming_schema(spec.schema), torch_dtype_of(spec.param_dtype)
+                humming_inputs(spec.inputs),
+                humming_schema(spec.schema),
+                torch_dtype_of(spec.param_dtype),
             )
         )
 
@@ -72,7 +74,9 @@ def kernel_form(shape_n: int, shape_k: int, spec: KernelSpec, has_bias: bool = F
     """The kernel form of a GEMM of [shape_n, shape_k], by Humming's own transform of one expert's zeros."""
     lib = humming()
     config = _layer_config(shape_n, shape_k, spec, has_bias)
-    attrs = packed_attributes(shape_n, shape_k, spec.schema, spec.param_dtype, has_bias, num_experts=1)
+    attrs = packed_attributes(
+        shape_n, shape_k, spec.schema, spec.param_dtype, has_bias, num_experts=1
+    )
     zeros = {name: torch.zeros(a["shape"], dtype=a["dtype"]) for name, a in attrs.items()}
     with planning(), target_facts(spec.target):
         if splits_e8m0(spec):
@@ -131,7 +135,9 @@ def to_kernel(form: KernelForm, tensors: dict[str, torch.Tensor]) -> dict[str, t
             if "weight_scale_2" not in tensors:
                 ones = torch.ones(num_experts, device=tensors["weight_scale"].device)
                 tensors = {**tensors, "weight_scale_2": ones}
-        transformed: dict[str, torch.Tensor] = lib.transform.transform_humming_tensors(config, tensors)
+        transformed: dict[str, torch.Tensor] = lib.transform.transform_humming_tensors(
+            config, tensors
+        )
     found = _of_one_expert(transformed)
     assert found == form.tensors, f"planned {form.tensors}, Humming gives {found}"
     return transformed
@@ -147,7 +153,9 @@ def layer_config(text: str) -> Any:
 
 def _target_of(form: KernelForm) -> GpuTarget:
     """A target for which Humming lays out as `form` says: of the compiler only what it decides matters."""
-    return GpuTarget(form.config["sm_version"], (99, 0) if form.flags["use_native_dequant"] else (0, 0))
+    return GpuTarget(
+        form.config["sm_version"], (99, 0) if form.flags["use_native_dequant"] else (0, 0)
+    )
 
 
 def _is_split(config: Any) -> bool:
@@ -164,11 +172,18 @@ def packed_form(
 ) -> dict[str, TensorSpec]:
     """The checkpoint layout of one expert's matrix: `HummingWeightSchema.get_tensors_attrs`."""
     attrs = packed_attributes(shape_n, shape_k, schema, param_dtype, has_bias, num_experts=None)
-    return {name: TensorSpec(name, code_of_torch(a["dtype"]), a["shape"]) for name, a in attrs.items()}
+    return {
+        name: TensorSpec(name, code_of_torch(a["dtype"]), a["shape"]) for name, a in attrs.items()
+    }
 
 
 def packed_attributes(
-    shape_n: int, shape_k: int, schema: WeightSchema, param_dtype: str, has_bias: bool, num_experts: int | None
+    shape_n: int,
+    shape_k: int,
+    schema: WeightSchema,
+    param_dtype: str,
+    has_bias: bool,
+    num_experts: int | None,
 ) -> dict[str, dict[str, Any]]:
     """Humming's `shape` and torch `dtype` of a matrix's packed tensors."""
     attrs: dict[str, dict[str, Any]] = humming_schema(schema).get_tensors_attrs(
@@ -183,4 +198,7 @@ def packed_attributes(
 
 def _of_one_expert(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
     """Kernel tensors [E, …] without E."""
-    return {name: TensorSpec(name, code_of_torch(one.dtype), tuple(one.shape[1:])) for name, one in tensors.items()}
+    return {
+        name: TensorSpec(name, code_of_torch(one.dtype), tuple(one.shape[1:]))
+        for name, one in tensors.items()
+    }

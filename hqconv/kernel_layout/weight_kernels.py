@@ -20,7 +20,11 @@ class _OnGpu(torch.Tensor):
     is_cuda = property(lambda self: True)
 
 
-_WITH_VALUES = ("pack_weight", "unpack_weight", "dequant_weight")  # ops whose results Humming's schemas look at
+_WITH_VALUES = (
+    "pack_weight",
+    "unpack_weight",
+    "dequant_weight",
+)  # ops whose results Humming's schemas look at
 
 
 @contextmanager
@@ -37,7 +41,9 @@ def weight_kernels() -> Iterator[list[KernelSource]]:
             silent = type(name, (noted,), {"__call__": lambda self, *args, **words: None})
             stack.enter_context(patch.object(module, name, silent))
         for name in (*_WITH_VALUES, "repack_weight", "process_mxfp4_w4a8_weight", "quant_weight"):
-            stack.enter_context(patch.object(ops, name, _noted(getattr(module, name), getattr(ops, name), name)))
+            stack.enter_context(
+                patch.object(ops, name, _noted(getattr(module, name), getattr(ops, name), name))
+            )
         yield found
 
 

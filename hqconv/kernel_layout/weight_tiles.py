@@ -35,7 +35,10 @@ class WeightTiles:
 
 
 def weight_tiles(
-    forms: Mapping[str, KernelForm], slices: Sequence[TpSlice], shapes: Mapping[str, tuple[int, int]], num_experts: int
+    forms: Mapping[str, KernelForm],
+    slices: Sequence[TpSlice],
+    shapes: Mapping[str, tuple[int, int]],
+    num_experts: int,
 ) -> WeightTiles | None:
     """Allocate the kernel weights of a layer's experts; None where their layout is not plain, or padded.
 
@@ -45,7 +48,11 @@ def weight_tiles(
         return None
     num_bits = {gemm: code_bits(form.config["b_dtype"]) for gemm, form in forms.items()}
     upper = [role for role in shapes if role != "w2"]
-    sizes = {(gemm, part.rank): form.tensors["weight"].shape for gemm, form in forms.items() for part in slices}
+    sizes = {
+        (gemm, part.rank): form.tensors["weight"].shape
+        for gemm, form in forms.items()
+        for part in slices
+    }
     ends = np.cumsum([num_experts * math.prod(shape) // 2 for shape in sizes.values()])
     words = np.empty(int(ends[-1]), np.uint64)
     starts = dict(zip(sizes, [0, *map(int, ends)], strict=False))
@@ -54,18 +61,25 @@ def weight_tiles(
         size = part.share // TILE_ROWS
         for gemm, roles in (("w13", upper), ("w2", ["w2"])):
             key, tile = (gemm, part.rank), TILE_ROWS * TILE_COLUMNS * num_bits[gemm] // 64
-            of_expert, of_columns = math.prod(sizes[key]) // 2, forms[gemm].config["shape_n"] // TILE_ROWS * tile
+            of_expert, of_columns = (
+                math.prod(sizes[key]) // 2,
+                forms[gemm].config["shape_n"] // TILE_ROWS * tile,
+            )
             for number, role in enumerate(roles):
                 rows, columns = (part.begin, part.end), (0, shapes[role][1])
                 if role == "w2":
                     rows, columns = (0, shapes[role][0]), rows
                 ranges = (*(n // TILE_ROWS for n in rows), *(k // TILE_COLUMNS for k in columns))
-                pieces[role].append((*ranges, starts[key] + number * size * tile, of_expert, of_columns))
+                pieces[role].append(
+                    (*ranges, starts[key] + number * size * tile, of_expert, of_columns)
+                )
     stacks = {}
     for role, each in pieces.items():
         gemm = GEMM_OF[role]
         config = forms[gemm].config
-        centre = "int" in config["b_dtype"] and num_bits[gemm] == 8 and config["c_dtype"] == "bfloat16"
+        centre = (
+            "int" in config["b_dtype"] and num_bits[gemm] == 8 and config["c_dtype"] == "bfloat16"
+        )
         store = tile_store(num_bits[gemm], centre)
         stacks[role] = CodeSink(TILE_ROWS, store, (words, np.array(each, np.int64)))
     flat = torch.from_numpy(words.view(np.int32))
@@ -91,5 +105,8 @@ def _are_whole(slices: Sequence[TpSlice], shapes: Mapping[str, tuple[int, int]])
     """Return whether every rank's slice consists of whole tiles, and has its full share."""
     sizes = [size for shape in shapes.values() for size in shape]
     sizes += [size for part in slices for size in (part.begin, part.end, part.share)]
-    is_full = all(part.end - part.begin == part.share for part in slices) and slices[-1].end == shapes["w2"][1]
+    is_full = (
+        all(part.end - part.begin == part.share for part in slices)
+        and slices[-1].end == shapes["w2"][1]
+    )
     return is_full and not any(size % TILE_ROWS for size in sizes)

@@ -106,7 +106,9 @@ def decode_codes(form: LayoutForm, words: torch.Tensor, zero: torch.Tensor | Non
     if form.order == "fragments":
         codes = _from_fragments(form, words)
     else:
-        if form.order == "chunks":  # every row's first 16 bytes come first (`loader_b.cuh`, `load_native`)
+        if (
+            form.order == "chunks"
+        ):  # every row's first 16 bytes come first (`loader_b.cuh`, `load_native`)
             words = words.view(num_experts, -1, n, 4).transpose(1, 2)
         codes = unpack_fields(words.reshape(num_experts, n, -1), form.num_bits)
     if form.is_signed:  # two's complement as offset binary
@@ -147,7 +149,16 @@ def _from_fragments(form: LayoutForm, words: torch.Tensor) -> torch.Tensor:
     if has_loops(words.device):
         return _by_loops(form, words.reshape(num_experts, tiles, -1).numpy().view(np.uint32))
     lanes = words.reshape(num_experts, tiles, chunks, 8, 4, form.num_bits)  # E, T, B, r, c
-    shape = (num_experts, chunks, a // 2, 8, tiles, 2, 4, per_unit)  # E, B, 8 rows, r, T, half, c, code of a unit
+    shape = (
+        num_experts,
+        chunks,
+        a // 2,
+        8,
+        tiles,
+        2,
+        4,
+        per_unit,
+    )  # E, B, 8 rows, r, T, half, c, code of a unit
     codes = torch.empty(shape, dtype=torch.uint8, device=words.device)
     places = unit_places(form).tolist()
     if not is_by_units(form):
@@ -194,7 +205,9 @@ def _one_a_byte(units: torch.Tensor, activation_bits: int) -> torch.Tensor:
     return wide
 
 
-def _restore_centred(form: LayoutForm, codes: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
+def _restore_centred(
+    form: LayoutForm, codes: torch.Tensor, zero: torch.Tensor | None
+) -> torch.Tensor:
     """Sign-and-magnitude codes around a zero point as plain codes; uint8 wraps around."""
     largest = (1 << form.num_bits) - 1
     if zero is None:

@@ -67,13 +67,17 @@ class DecodedStack:
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's bit patterns."""
-    return tensor.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
+    return tensor.contiguous().view(
+        {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    )
 
 
 def bits_of_arrays(arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
     """Bit patterns of numpy arrays of unsigned integers, without a copy."""
     signed = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
-    return {name: torch.from_numpy(array.view(signed[array.itemsize])) for name, array in arrays.items()}
+    return {
+        name: torch.from_numpy(array.view(signed[array.itemsize])) for name, array in arrays.items()
+    }
 
 
 # --- kernel layout -----------------------------------------------------------------------------------------
@@ -134,20 +138,31 @@ def _restore_e8m0(stack: DecodedStack, form: LayoutForm, checks: Checks) -> Deco
         flushed = torch.zeros_like(stack.scale, dtype=torch.bool)
     rows = None
     if stack.scale_2 is not None:
-        second = float_values(stack.scale_2, "F32" if form.scale_2_type == "tensor" else form.param_dtype)
+        second = float_values(
+            stack.scale_2, "F32" if form.scale_2_type == "tensor" else form.param_dtype
+        )
         second = second.unsqueeze(2)
         is_lost = (second == 0) & ((form.scale_dtype, form.param_dtype) == (FUSED_INT8, "F16"))
         fraction, power = torch.frexp(second)
         if form.has_row_scale:
-            wrong, rows = fraction <= 0, bits_of((2 * fraction.squeeze(2)).to(torch_dtype(form.param_dtype)))
+            wrong, rows = (
+                fraction <= 0,
+                bits_of((2 * fraction.squeeze(2)).to(torch_dtype(form.param_dtype))),
+            )
             second = torch.ldexp(torch.ones_like(second), power - 1)
         else:
             wrong = (fraction != 0.5) & ~is_lost
-        checks.values("weight_scale_2", f"a second scale of e8m0 scales that is {_WRONG[form.has_row_scale]}", wrong)
+        checks.values(
+            "weight_scale_2",
+            f"a second scale of e8m0 scales that is {_WRONG[form.has_row_scale]}",
+            wrong,
+        )
         exponent = exponent + torch.where(is_lost, _FLUSHED_POWER, power - 1)
         value, flushed = value * second, flushed | is_lost
     scale = (exponent + 127).clamp(0, 255).to(torch.uint8)
-    return replace(stack, scale=scale, scale_dtype="F8_E8M0", scale_value=value, scale_2=rows, flushed=flushed)
+    return replace(
+        stack, scale=scale, scale_dtype="F8_E8M0", scale_value=value, scale_2=rows, flushed=flushed
+    )
 
 
 _WRONG = ("no power of two", "not positive")
@@ -177,7 +192,9 @@ def packed_shapes(
     return shapes
 
 
-def decode_packed(bits: Mapping[str, torch.Tensor], schema: WeightSchema, scale_dtype: str) -> DecodedStack:
+def decode_packed(
+    bits: Mapping[str, torch.Tensor], schema: WeightSchema, scale_dtype: str
+) -> DecodedStack:
     """Decode tensors in Humming's packing [E, …], bit patterns; shares no code with the packer."""
     scale, zero, scale_2 = bits["weight_scale"], bits.get("zero_point"), bits.get("weight_scale_2")
     if zero is not None and not schema.is_fp_zero_point:

@@ -34,10 +34,25 @@ _FLAGS = (  # of the manifest only: LayerConfig has no such fields
     *("use_native_dequant", "use_raw_weight", "use_flat_weight"),
     *("use_ldmatrix_dequant", "use_block_scaled_mma"),
 )
-_SIZES = ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k", "weight_scale_group_size", "weight_scale_group_size_n")
+_SIZES = (
+    "shape_n",
+    "shape_k",
+    "pad_shape_n",
+    "pad_shape_k",
+    "weight_scale_group_size",
+    "weight_scale_group_size_n",
+)
 _WRITTEN = ("use_fused_e8m0_scale", "use_packed_k_layout", "use_int_weight_scale")
 _ADAPTED_E8M0 = (PADDED_E5M0, FUSED_FP8, FUSED_INT8)  # files label them with the original dtype
-_SCALE_ORDERS = ("tensor", "block", "channel", "group", "tensor memory", "one a word", "four a word")
+_SCALE_ORDERS = (
+    "tensor",
+    "block",
+    "channel",
+    "group",
+    "tensor memory",
+    "one a word",
+    "four a word",
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +75,9 @@ class LayoutForm:
     padded_shape: tuple[int, int]
     scale_type: str
     scale_2_type: str
-    has_row_scale: bool  # the schema's own second scale per row, which a channel's fused exponents may go into
+    has_row_scale: (
+        bool  # the schema's own second scale per row, which a channel's fused exponents may go into
+    )
     scale_dtype: str
     scale_order: str
     param_dtype: str
@@ -118,7 +135,9 @@ def stored_scale_dtype(config: Any) -> str:
     return PADDED_E5M0 if is_widened and config["c_dtype"] == "float16" else dtype
 
 
-def read_config(config: Mapping[str, Any], flags: Mapping[str, Any], *, has_row_scale: bool = False) -> LayoutForm:
+def read_config(
+    config: Mapping[str, Any], flags: Mapping[str, Any], *, has_row_scale: bool = False
+) -> LayoutForm:
     """Parse a LayerConfig (JSON dict) and the manifest's layout flags.
 
     has_row_scale: the schema has a second scale per row; a LayerConfig with fused exponents does not tell.
@@ -151,7 +170,9 @@ def read_config(config: Mapping[str, Any], flags: Mapping[str, Any], *, has_row_
             scale_order=_scale_order(merged),
             param_dtype=code_of(merged["c_dtype"]),
             group=merged["weight_scale_group_size"] or padded[1],
-            group_n=max(merged["weight_scale_group_size_n"], 1) if merged["weight_scale_type"] == "block" else 1,
+            group_n=max(merged["weight_scale_group_size_n"], 1)
+            if merged["weight_scale_type"] == "block"
+            else 1,
             zero_kind=zero_kind,
             is_centred=_is_centred(merged["a_dtype"], code_bits, exponent_bits, zero_kind),
             has_bias=bool(merged["has_bias"]),
@@ -159,7 +180,9 @@ def read_config(config: Mapping[str, Any], flags: Mapping[str, Any], *, has_row_
         _check_sizes(form)
     except (ArithmeticError, KeyError, TypeError, ValueError) as error:
         raise VerificationError(
-            "The layer configuration is not one that Humming writes.", where="layer config", found=repr(error)
+            "The layer configuration is not one that Humming writes.",
+            where="layer config",
+            found=repr(error),
         ) from error
     return form
 
@@ -172,7 +195,9 @@ def _with_flags(config: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str
         raise RequestError(what, expected=", ".join(_ACTIVATION_BITS))
     if config.get("use_int_weight_scale") or flags.get("use_int_weight_scale"):
         raise RequestError("The kernel layout with use_int_weight_scale cannot be read back.")
-    is_plain = _ACTIVATION_BITS[a_dtype] == 16 and isinstance(sm_version, int) and sm_version // 10 == 9
+    is_plain = (
+        _ACTIVATION_BITS[a_dtype] == 16 and isinstance(sm_version, int) and sm_version // 10 == 9
+    )
     if not is_plain and not set(_FLAGS) <= flags.keys():
         # They follow from the GPU, and from the version of the compiler that serves.
         what = f"The kernel layout of sm{sm_version} for {a_dtype} is not known without its layout flags."
@@ -180,12 +205,20 @@ def _with_flags(config: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str
     for name in _WRITTEN:
         if name in flags and name in config and bool(flags[name]) != bool(config[name]):
             what = "The layer configuration contradicts the manifest's flags."
-            raise VerificationError(what, where=f"layer config: {name}", expected=flags[name], found=config[name])
+            raise VerificationError(
+                what, where=f"layer config: {name}", expected=flags[name], found=config[name]
+            )
     return {**dict.fromkeys((*_FLAGS, *_WRITTEN), False), **flags, **config}
 
 
 def _order(merged: Mapping[str, Any]) -> str:
-    return "rows" if merged["use_raw_weight"] else "chunks" if merged["use_flat_weight"] else "fragments"
+    return (
+        "rows"
+        if merged["use_raw_weight"]
+        else "chunks"
+        if merged["use_flat_weight"]
+        else "fragments"
+    )
 
 
 def _scale_order(merged: Mapping[str, Any]) -> str:
@@ -213,7 +246,8 @@ def _check_sizes(form: LayoutForm) -> None:
         "0 < shape - pad_shape <= shape": 0 < n <= padded_n and 0 < k <= padded_k,
         f"shape_n a multiple of 64, shape_k of {unit}": padded_n % 64 == 0 and padded_k % unit == 0,
         "weight_scale_type group, channel, block or tensor": form.scale_order in _SCALE_ORDERS,
-        "weight_scale_2_type none, channel or tensor": form.scale_2_type in ("none", "channel", "tensor"),
+        "weight_scale_2_type none, channel or tensor": form.scale_2_type
+        in ("none", "channel", "tensor"),
         "groups that divide K": form.scale_type in ("channel", "tensor")
         or (k % form.group == 0 and padded_k % form.group == 0),
         "blocks that divide N": n % form.group_n == 0 and padded_n % form.group_n == 0,
@@ -223,7 +257,10 @@ def _check_sizes(form: LayoutForm) -> None:
     for expected, holds in facts.items():
         if not holds:
             raise VerificationError(
-                "The layer configuration contradicts itself.", where="layer config", expected=expected, found=form
+                "The layer configuration contradicts itself.",
+                where="layer config",
+                expected=expected,
+                found=form,
             )
 
 
@@ -236,18 +273,26 @@ def _facts_of_layouts(form: LayoutForm) -> dict[str, bool]:
     return {
         "codes narrower than activations, or whole": form.num_bits <= form.activation_bits
         and (narrower or not is_fragments),
-        "chunks that divide K": form.order != "chunks" or form.padded_shape[1] * form.num_bits % 128 == 0,
+        "chunks that divide K": form.order != "chunks"
+        or form.padded_shape[1] * form.num_bits % 128 == 0,
         "native dequantization of floats for 16-bit activations": not form.is_native
         or (is_fragments and form.activation_bits == 16 and form.exponent_bits is not None),
         "packed K of even bits for 8-bit activations": not form.is_packed_k
         or (is_fragments and form.activation_bits == 8 and form.num_bits % 2 == 0),
-        "signed integers in whole words": not form.is_signed or (not is_fragments and form.exponent_bits is None),
+        "signed integers in whole words": not form.is_signed
+        or (not is_fragments and form.exponent_bits is None),
         "a second scale where exponents are fused into mxfp4": not form.is_fused
-        or (is_mxfp4 and form.scale_2_type == ("tensor" if form.is_split and not form.has_row_scale else "channel")),
-        "a second scale per row where the schema has one": not form.has_row_scale or form.scale_2_type == "channel",
+        or (
+            is_mxfp4
+            and form.scale_2_type
+            == ("tensor" if form.is_split and not form.has_row_scale else "channel")
+        ),
+        "a second scale per row where the schema has one": not form.has_row_scale
+        or form.scale_2_type == "channel",
         "8-bit group scales and no zero points for a block-scaled tensor core": not in_tiles
         or (form.scale_dtype in ("F8_E8M0", "F8_E4M3") and form.zero_kind == "none"),
-        "groups of one instruction's columns": not per_word or form.scale_shape(padded=True)[1] % 4 == 0,
+        "groups of one instruction's columns": not per_word
+        or form.scale_shape(padded=True)[1] % 4 == 0,
     }
 
 
@@ -307,7 +352,10 @@ def check_tensors(form: LayoutForm, tensors: Mapping[str, torch.Tensor]) -> None
     num_experts = shape[0] if len(shape) == 3 else "E"
     for name, (code, inner) in expected.items():
         found = tensors[name]
-        if 8 * found.element_size() != num_bits(code) or tuple(found.shape) != (num_experts, *inner):
+        if 8 * found.element_size() != num_bits(code) or tuple(found.shape) != (
+            num_experts,
+            *inner,
+        ):
             raise VerificationError(
                 "A kernel tensor has another shape or width than the layer configuration asks for.",
                 where=name,

@@ -37,7 +37,10 @@ def unpack_units(words_ETW, num_bits, activation_bits, pieces, places, units_ENU
                 words = words_ETW[e, tile, chunk * 32 * num_bits : (chunk + 1) * 32 * num_bits]
                 for unit in range(bits):
                     first, shift, mask, left, second, shift_2, mask_2 = pieces[unit]
-                    row, column = np.uint64(places[unit, 0] * 8), np.uint64(tile * 8 + places[unit, 1] * 4)
+                    row, column = (
+                        np.uint64(places[unit, 0] * 8),
+                        np.uint64(tile * 8 + places[unit, 1] * 4),
+                    )
                     if activation_bits == 4:
                         for lane in range(np.uint64(32)):
                             at = lane * width

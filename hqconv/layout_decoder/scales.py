@@ -16,7 +16,13 @@ import torch
 from numpy.typing import NDArray
 
 from hqconv.layout_decoder.codes import Array, unpack_fields
-from hqconv.layout_decoder.layout_form import FUSED_FP8, FUSED_INT8, PADDED_E5M0, LayoutForm, parse_weight_dtype
+from hqconv.layout_decoder.layout_form import (
+    FUSED_FP8,
+    FUSED_INT8,
+    PADDED_E5M0,
+    LayoutForm,
+    parse_weight_dtype,
+)
 
 _ONE = 127  # 1.0 in e8m0, which fills up words of scales
 _MAX_FUSED_FP8, _MAX_FUSED_INT8 = 12, 3  # largest fused exponents; the smallest are 1 and 0
@@ -49,7 +55,9 @@ class Checks:
     def __init__(self) -> None:
         self.faults: list[Fault] = []
 
-    def values(self, tensor: str, what: str, wrong: torch.Tensor, first: tuple[int, int] = (0, 0)) -> None:
+    def values(
+        self, tensor: str, what: str, wrong: torch.Tensor, first: tuple[int, int] = (0, 0)
+    ) -> None:
         """Check that no value of `wrong` [E, N, G] is set; `first` is the position of its first value."""
 
         def describe(expert: int) -> tuple[str, str]:
@@ -60,7 +68,13 @@ class Checks:
         if wrong.numel():
             self.faults.append(Fault(tensor, "A value that no conversion writes.", wrong, describe))
 
-    def padding(self, tensor: str, values: torch.Tensor, inner: tuple[int, int], expected: int | torch.Tensor) -> None:
+    def padding(
+        self,
+        tensor: str,
+        values: torch.Tensor,
+        inner: tuple[int, int],
+        expected: int | torch.Tensor,
+    ) -> None:
         """Check values [E, N, G] outside `inner` = (N, G) against `expected`: one number, or a tensor [E, N, G]."""
         rows, groups = inner
         text = f"{expected:#x}" if isinstance(expected, int) else "its exponents ask for"
@@ -77,7 +91,9 @@ class Checks:
 # --- scales ------------------------------------------------------------------------------------------------
 
 
-def decode_scale(form: LayoutForm, stored: torch.Tensor, scale_2: torch.Tensor | None, checks: Checks) -> torch.Tensor:
+def decode_scale(
+    form: LayoutForm, stored: torch.Tensor, scale_2: torch.Tensor | None, checks: Checks
+) -> torch.Tensor:
     """Scales [E, N, G] without padding, or [E, 1, 1] of a tensor; `scale_2` is needed for fused exponents."""
     if form.scale_type == "tensor":
         return stored.view(-1, 1, 1)
@@ -90,7 +106,9 @@ def decode_scale(form: LayoutForm, stored: torch.Tensor, scale_2: torch.Tensor |
         wrong = (scale & 7 != 0) | (scale >> 3 == 31)
         checks.values("weight_scale", "not a float16 exponent over three zero bits", wrong)
     elif form.is_fused:
-        least, largest = (1, _MAX_FUSED_FP8) if form.scale_dtype == FUSED_FP8 else (0, _MAX_FUSED_INT8)
+        least, largest = (
+            (1, _MAX_FUSED_FP8) if form.scale_dtype == FUSED_FP8 else (0, _MAX_FUSED_INT8)
+        )
         wrong = (scale < least) | (scale > largest)
         checks.values("weight_scale", f"not a fused exponent, {least} to {largest}", wrong)
     return scale
@@ -116,7 +134,9 @@ def _from_tensor_memory(stored: torch.Tensor) -> torch.Tensor:
     """Words of four groups; of 128 rows, row r is in word 4 (r % 32) + r / 32 (`mma/umma.cuh`,
     `store_weight_scales`)."""
     num_experts, words, _ = stored.shape
-    tiles = stored.view(num_experts, words, -1, 32, 4, 4)  # E, word, 128 rows, r % 32, r / 32, group
+    tiles = stored.view(
+        num_experts, words, -1, 32, 4, 4
+    )  # E, word, 128 rows, r % 32, r / 32, group
     return tiles.permute(0, 2, 4, 3, 1, 5).reshape(num_experts, -1, words * 4)
 
 
@@ -131,7 +151,9 @@ def _from_two_rows_a_word(stored: torch.Tensor) -> torch.Tensor:
 def _from_four_groups_a_word(stored: torch.Tensor) -> torch.Tensor:
     """Words of four groups of a row."""
     num_experts, words, _ = stored.shape
-    return stored.view(num_experts, words, -1, 4).transpose(1, 2).reshape(num_experts, -1, words * 4)
+    return (
+        stored.view(num_experts, words, -1, 4).transpose(1, 2).reshape(num_experts, -1, words * 4)
+    )
 
 
 _READ_TILES = {
@@ -141,7 +163,9 @@ _READ_TILES = {
 }
 
 
-def _fused_padding(form: LayoutForm, scale: torch.Tensor, scale_2: torch.Tensor | None) -> torch.Tensor:
+def _fused_padding(
+    form: LayoutForm, scale: torch.Tensor, scale_2: torch.Tensor | None
+) -> torch.Tensor:
     """Fused exponents of the padding, uint8 [E, N, G]: rows are 1.0 to the second scale, columns their row's largest.
 
     Padded rows with a second scale each, which is 0, have the least exponents.
@@ -149,7 +173,9 @@ def _fused_padding(form: LayoutForm, scale: torch.Tensor, scale_2: torch.Tensor 
     rows, groups = form.scale_shape(padded=False)
     expected = torch.full_like(scale, int(form.scale_dtype == FUSED_FP8))
     if form.scale_2_type == "tensor" and scale_2 is not None:
-        power = torch.frexp(float_values(scale_2, "F32"))[1].view(-1, 1, 1) + 127  # smallest exponent
+        power = (
+            torch.frexp(float_values(scale_2, "F32"))[1].view(-1, 1, 1) + 127
+        )  # smallest exponent
         expected[:] = ((_ONE - power).clamp(min=0) + 1).byte()
     expected[:, :rows] = scale[:, :rows, :groups].amax(2, keepdim=True)
     return expected
@@ -254,7 +280,9 @@ def _scale_values(dtype: str, device: torch.device) -> torch.Tensor:
         table[255] = np.nan
     elif dtype in (FUSED_FP8, FUSED_INT8):
         table = np.ldexp(np.float32(1), np.minimum(codes, 12) + (dtype == FUSED_INT8))
-    elif dtype == PADDED_E5M0:  # exponent 0 is zero for the kernels: there is no mantissa to be subnormal
+    elif (
+        dtype == PADDED_E5M0
+    ):  # exponent 0 is zero for the kernels: there is no mantissa to be subnormal
         table = np.where(codes >> 3 == 0, np.float32(0), np.ldexp(np.float32(1), (codes >> 3) - 15))
         table[codes >> 3 == 31] = np.inf
     else:

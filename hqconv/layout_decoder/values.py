@@ -62,7 +62,9 @@ def decoded_rows(
     for begin in range(0, num_rows, step):
         rows = slice(begin, min(begin + step, num_rows))
         part = out[:, : rows.stop - begin]
-        loops.decode_codes(codes[:, rows], values, zero[:, rows], scale[:, rows], scale_2[:, rows], part)
+        loops.decode_codes(
+            codes[:, rows], values, zero[:, rows], scale[:, rows], scale_2[:, rows], part
+        )
         yield begin, part[0]
 
 
@@ -72,7 +74,9 @@ def _zero_and_scale_2(
     """Values of zero points [E, N, G | 1] and second scales [E, 1 | N], float32."""
     zero = scale_2 = None
     if stack.zero_point is not None:
-        zero = float_values(stack.zero_point, code_of(param_dtype) if schema.is_fp_zero_point else "codes")
+        zero = float_values(
+            stack.zero_point, code_of(param_dtype) if schema.is_fp_zero_point else "codes"
+        )
     if stack.scale_2 is not None:
         is_tensor = schema.weight_scale_2_type == "tensor"
         scale_2 = float_values(stack.scale_2, "F32" if is_tensor else code_of(param_dtype))
@@ -103,5 +107,8 @@ def unrotated(values: torch.Tensor, block: int) -> torch.Tensor:
 @functools.lru_cache(maxsize=16)
 def _matrix(block: int, device: torch.device) -> torch.Tensor:
     """Sylvester's Hadamard matrix over sqrt(block): negative where row and column share an odd number of bits."""
-    signs = [[1 - 2 * ((row & column).bit_count() % 2) for column in range(block)] for row in range(block)]
+    signs = [
+        [1 - 2 * ((row & column).bit_count() % 2) for column in range(block)]
+        for row in range(block)
+    ]
     return torch.tensor(signs, dtype=torch.float64, device=device) / math.sqrt(block)

@@ -29,7 +29,9 @@ class ConfigSizes:
     intermediate: Size | None
 
 
-def contradiction(what: str, where: str, expected: object, found: object, remedy: str = REMEDY) -> InputError:
+def contradiction(
+    what: str, where: str, expected: object, found: object, remedy: str = REMEDY
+) -> InputError:
     """Return the error for tensors and a config that contradict each other."""
     return InputError(what, where=where, expected=expected, found=found, remedy=remedy)
 
@@ -38,7 +40,9 @@ def layer_indices(family: Family, names: Iterable[str], text: Config) -> dict[st
     """Map names of MoE layers to layer indices; `mtp.layers.i` follow the last decoder layer, as in vLLM."""
     pattern = re.compile(r"(?:^|\.)(?:layers|blocks|mtp|mtp_layers|meta_mlp)\.([0-9]+)\.")
     indices = {name: int(match.group(1)) for name in names if (match := pattern.search(name))}
-    mtp = {name for name in indices if name.startswith(("mtp.", "language_model.mtp.", "mtp_layers."))}
+    mtp = {
+        name for name in indices if name.startswith(("mtp.", "language_model.mtp.", "mtp_layers."))
+    }
     last = max((index for name, index in indices.items() if name not in mtp), default=-1)
     num_layers = config_number(text, family.num_layers_keys, 0)
     offset = num_layers[1] if num_layers else last + 1
@@ -46,7 +50,12 @@ def layer_indices(family: Family, names: Iterable[str], text: Config) -> dict[st
 
 
 # Number of multi-token-prediction layers, which follow the decoder's last one.
-DRAFT_LAYERS_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_layers")
+DRAFT_LAYERS_KEYS = (
+    "num_nextn_predict_layers",
+    "mtp_num_hidden_layers",
+    "mtp_num_layers",
+    "num_mtp_layers",
+)
 
 
 def is_draft(family: Family, index: int, text: Config) -> bool:
@@ -55,7 +64,9 @@ def is_draft(family: Family, index: int, text: Config) -> bool:
     return num_layers is not None and index >= num_layers[1]
 
 
-def layer_notices(family: Family, moe_layers: Iterable[str], names: Iterable[str], text: Config) -> list[str]:
+def layer_notices(
+    family: Family, moe_layers: Iterable[str], names: Iterable[str], text: Config
+) -> list[str]:
     """Return warnings where the decoder layers of a checkpoint are not those that its config counts.
 
     moe_layers: names of the experts modules. names: of all tensors. No warning where the config has no number, or
@@ -76,7 +87,9 @@ def layer_notices(family: Family, moe_layers: Iterable[str], names: Iterable[str
             "whole. Check that the download is complete and that config.json belongs to it."
         ]
     declared = (text.get(draft_key) for draft_key in DRAFT_LAYERS_KEYS)
-    num_drafts = max(1, *(one if isinstance(one, int) else 0 for one in declared))  # not every config mentions a draft
+    num_drafts = max(
+        1, *(one if isinstance(one, int) else 0 for one in declared)
+    )  # not every config mentions a draft
     if max(modules) >= count + num_drafts:
         return [
             f"{counted}, and the checkpoint has {max(modules) + 1}: a server leaves out the others. Check that "
@@ -84,10 +97,14 @@ def layer_notices(family: Family, moe_layers: Iterable[str], names: Iterable[str
         ]
     # Layers that have, beside norms, no more than a module that MoE layers have beside norms and experts: attention.
     with_experts = _modules_of(stack, moe_layers)
-    mixers = [modules[index] - experts for index, experts in with_experts.items() if index in modules]
+    mixers = [
+        modules[index] - experts for index, experts in with_experts.items() if index in modules
+    ]
     attention = set().union(*(mixer for mixer in mixers if len(mixer) == 1))
     others = sorted(modules.keys() - with_experts.keys())
-    if bare := [str(index) for index in others if len(modules[index]) == 1 and modules[index] <= attention]:
+    if bare := [
+        str(index) for index in others if len(modules[index]) == 1 and modules[index] <= attention
+    ]:
         return [
             f"layer {first_few(bare)} has {', '.join(sorted(attention))} and no MLP, where other layers have experts: "
             "a server does not load it whole. Check that the checkpoint is complete."
@@ -99,7 +116,9 @@ def _modules_of(stack: str, names: Iterable[str]) -> dict[int, set[str]]:
     """Return the names of each decoder layer's modules, without norms. stack: what is before a layer's number."""
     found: dict[int, set[str]] = {}
     start = len(stack)
-    for index, *module in {tuple(name[start:].split(".", 2)[:2]) for name in names if name.startswith(stack)}:
+    for index, *module in {
+        tuple(name[start:].split(".", 2)[:2]) for name in names if name.startswith(stack)
+    }:
         if module and re.fullmatch(INDEX, index):
             of_layer = found.setdefault(int(index), set())
             of_layer.update(one for one in module if "norm" not in one)
@@ -111,7 +130,11 @@ def layer_config(family: Family, layer: int, text: Config) -> Config:
     configs = text.get(family.layer_configs_key) if family.layer_configs_key else None
     if configs is None:
         return text
-    if not isinstance(configs, list) or len(configs) <= layer or not isinstance(configs[layer], Mapping):
+    if (
+        not isinstance(configs, list)
+        or len(configs) <= layer
+        or not isinstance(configs[layer], Mapping)
+    ):
         expected = f"an element with the values of layer {layer}"
         raise contradiction(_UNUSABLE, family.layer_configs_key, expected, "none")
     return {**text, **{key: value for key, value in configs[layer].items() if value is not None}}
@@ -128,7 +151,9 @@ def top_k(family: Family, name: str, layer: int, text: Config) -> int:
     size = config_number(text, (*family.top_k_keys, *TOP_K_KEYS), layer)
     if size is None:
         keys = " or ".join(dict.fromkeys((*family.top_k_keys, *TOP_K_KEYS)))
-        raise contradiction("The config lacks the number of experts per token.", name, keys, "no such key")
+        raise contradiction(
+            "The config lacks the number of experts per token.", name, keys, "no such key"
+        )
     return size[1]
 
 
@@ -140,7 +165,10 @@ def named_activation(choice: FamilyChoice, text: Config) -> tuple[str, str]:
         if isinstance(value, str) and value:
             return value, f"activation {value} from config {key}"
     if choice.is_own_row:
-        return family.activation, f"activation {family.activation} is the family's own, the config names none"
+        return (
+            family.activation,
+            f"activation {family.activation} is the family's own, the config names none",
+        )
     raise RequestError(
         "The experts' activation is not known.",
         where="config.json",
@@ -161,14 +189,20 @@ def activation_of(choice: FamilyChoice, name: str, layer: int, text: Config) -> 
     own = set(numbers.keys.values()) if numbers is not None and numbers.plain == name else set()
     keys = list(CHANGING_KEYS)
     if not choice.is_own_row:
-        keys += sorted(key for key in text if key not in keys and may_change(key) and _is_number(text[key]))
+        keys += sorted(
+            key for key in text if key not in keys and may_change(key) and _is_number(text[key])
+        )
     foreign = [key for key in keys if key not in own and _reached(text.get(key), layer)]
     if foreign:
         return Activation("+".join((name, *foreign)))
     if numbers is None or numbers.plain != name:
         return Activation.of_label(name)
     return numbers.with_numbers(
-        {field: _number_at(numbers, field, text, layer) for field, key in numbers.keys.items() if key in text}
+        {
+            field: _number_at(numbers, field, text, layer)
+            for field, key in numbers.keys.items()
+            if key in text
+        }
     )
 
 
@@ -187,7 +221,10 @@ def _reached(value: object, layer: int) -> object:
 
 def _is_number(value: object) -> bool:
     """Return True for a number or a flag, or a list with one for each layer."""
-    return all(isinstance(one, int | float | None) for one in (value if isinstance(value, list) else [value]))
+    return all(
+        isinstance(one, int | float | None)
+        for one in (value if isinstance(value, list) else [value])
+    )
 
 
 def _number_at(numbers: Numbers, field: str, text: Config, layer: int) -> float | None:
@@ -197,7 +234,11 @@ def _number_at(numbers: Numbers, field: str, text: Config, layer: int) -> float 
     if value is None or (value == 0 and field not in numbers.any_value):
         return None
     least = -math.inf if field in numbers.any_value else 0
-    if not isinstance(value, int | float) or isinstance(value, bool) or not least < value < math.inf:
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not least < value < math.inf
+    ):
         expected = "a finite number" if field in numbers.any_value else "a positive number"
         raise contradiction(_UNUSABLE, key, expected, repr(text[key]))
     return float(value)

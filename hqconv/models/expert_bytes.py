@@ -53,7 +53,12 @@ class RawLayout:
                 size = of_experts[0][role][part].num_bytes
                 if num_new == len(of_experts) and at == first + num_new * size:
                     stacks[role, part] = first
-        for name, value in (("ranges", ranges), ("starts", starts), ("num_bytes", at), ("stacks", stacks)):
+        for name, value in (
+            ("ranges", ranges),
+            ("starts", starts),
+            ("num_bytes", at),
+            ("stacks", stacks),
+        ):
             object.__setattr__(self, name, value)
 
     def pieces(self, num_bytes: int) -> list[list[tuple[TensorRef, int]]]:
@@ -80,7 +85,9 @@ class RawExperts:
         """Copy the buffer to a device, in one asynchronous copy."""
         if device.type == "cpu":
             return self
-        return RawExperts(self.layout, self.buffer[: self.layout.num_bytes].to(device, non_blocking=True))
+        return RawExperts(
+            self.layout, self.buffer[: self.layout.num_bytes].to(device, non_blocking=True)
+        )
 
     def tensor(self, ref: TensorRef) -> torch.Tensor:
         """View a range as a tensor in its own dtype and shape, without a copy."""

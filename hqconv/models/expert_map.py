@@ -26,7 +26,12 @@ from hqconv.models.config_facts import (
     top_k,
 )
 from hqconv.models.families import Config, Family, text_config
-from hqconv.models.family_choice import choose_family, looks_like_expert, name_pattern, unmatched_error
+from hqconv.models.family_choice import (
+    choose_family,
+    looks_like_expert,
+    name_pattern,
+    unmatched_error,
+)
 from hqconv.models.halves import halves_warnings
 from hqconv.models.layer_builder import LayerTensors, build_layer, check_once
 from hqconv.models.loadable import check_routers, decoder_layer, refuse_leftovers
@@ -38,7 +43,9 @@ _STACK_DIMS = 3  # [E, out, in]
 _ROUTER = re.compile(r"(.+)\.(?:router|gate)(?:\.[a-z]+)?\.weight$")
 
 
-def group(family: Family, tensors: Mapping[str, TensorRef]) -> tuple[dict[str, LayerTensors], list[str]]:
+def group(
+    family: Family, tensors: Mapping[str, TensorRef]
+) -> tuple[dict[str, LayerTensors], list[str]]:
     """Return the tensors of each layer (experts module), and the expert-like names that match no template."""
     groups = NameGroups(family)
     unmatched = []
@@ -47,7 +54,11 @@ def group(family: Family, tensors: Mapping[str, TensorRef]) -> tuple[dict[str, L
             if family.is_unmarked and len(ref.shape) == _STACK_DIMS:
                 groups.takes(name, ref)
             continue
-        if groups.takes_known(name, ref) or groups.takes(name, ref) or name.startswith(family.other_models):
+        if (
+            groups.takes_known(name, ref)
+            or groups.takes(name, ref)
+            or name.startswith(family.other_models)
+        ):
             continue
         if looks_like_expert(name, len(ref.shape)):
             unmatched.append(name)
@@ -56,9 +67,16 @@ def group(family: Family, tensors: Mapping[str, TensorRef]) -> tuple[dict[str, L
     return groups.found, unmatched
 
 
-def _parts_left_over(family: Family, found: Mapping[str, LayerTensors], tensors: Mapping[str, TensorRef]) -> list[str]:
+def _parts_left_over(
+    family: Family, found: Mapping[str, LayerTensors], tensors: Mapping[str, TensorRef]
+) -> list[str]:
     """List tensors that lie beside the stacks of a layer by their names, such as scales, and were not taken."""
-    taken = {ref.name for layer in found.values() for parts in layer.stacks.values() for ref in parts.values()}
+    taken = {
+        ref.name
+        for layer in found.values()
+        for parts in layer.stacks.values()
+        for ref in parts.values()
+    }
     beside = tuple(f"{layer}.{stack.name}" for layer in found for stack in family.stacks)
     return [name for name in tensors if name not in taken and name.startswith(beside)]
 
@@ -81,7 +99,10 @@ class NameGroups:
         self._roles_of |= {stack.name: stack.roles for stack in family.expert_stacks}
         self._indices: dict[str, int] = {}
         self._endings: dict[str, tuple[str, str]] = {}  # → projection and part
-        self._start, self._last = "\0", LayerTensors()  # the last layer, and what its names begin with: none, so far
+        self._start, self._last = (
+            "\0",
+            LayerTensors(),
+        )  # the last layer, and what its names begin with: none, so far
 
     def takes_known(self, name: str, ref: TensorRef) -> bool:
         """Store a tensor of the last layer if its index and ending are known; return True if it was stored."""
@@ -158,13 +179,20 @@ class ExpertMap:
         """
         kept = tuple(layer for layer in self.layers if layer.name not in names)
         foreign = next(
-            (b for b in self.layers if b.name in names and b.format.of("w2").encoding in KNOWN_BY_SOURCE), None
+            (
+                b
+                for b in self.layers
+                if b.name in names and b.format.of("w2").encoding in KNOWN_BY_SOURCE
+            ),
+            None,
         )
         if foreign is not None:
             what = "Experts can be left as they are in a checkpoint only, not in an artifact or GGUF files."
             raise RequestError(what, where=foreign.name, remedy="Convert the original checkpoint.")
         if not kept:
-            raise RequestError("All experts would be left as they are: nothing to convert.", where="overrides")
+            raise RequestError(
+                "All experts would be left as they are: nothing to convert.", where="overrides"
+            )
         moved = {name for name, layer in self.converted.items() if layer in names}
         # Copied in full: tensors that a conversion would not need, such as scales of activations, are copied with them.
         within = tuple(f"{layer.name}." for layer in self.layers if layer.name in names)
@@ -214,7 +242,9 @@ def map_experts(
 
     def remedy_of(module: str) -> str:
         matrices = (ref for ref in tensors.values() if len(ref.shape) > 1)
-        return declared.remedy(module, is_left_over=all(ref.dtype in (*FLOATS, "I64", "BOOL") for ref in matrices))
+        return declared.remedy(
+            module, is_left_over=all(ref.dtype in (*FLOATS, "I64", "BOOL") for ref in matrices)
+        )
 
     layers = []
     for name in sorted(grouped, key=lambda name: (indices[name], name)):
@@ -226,15 +256,21 @@ def map_experts(
             "top_k": top_k(family, name, index, own),
         }
         format_of = _formats(declared, family, name, found, is_draft(family, index, text))
-        layer, unused = build_layer(family, name, found, config_sizes(family, index, own), format_of, remedy_of, facts)
+        layer, unused = build_layer(
+            family, name, found, config_sizes(family, index, own), format_of, remedy_of, facts
+        )
         layers.append(layer)
         dropped |= unused
     converted = {name: layer.name for layer in layers for name in _names(layer)}
     copied = tuple(name for name in tensors if name not in converted and name not in dropped)
     refuse_leftovers(copied)
     check_routers(layers, copied, tensors, is_own_row=choice.is_own_row)
-    assert len(converted) + len(dropped) + len(copied) == len(tensors), "an expert tensor was counted twice"
-    assert all(name in converted or name in dropped for name in candidates), "an expert tensor was lost"
+    assert len(converted) + len(dropped) + len(copied) == len(tensors), (
+        "an expert tensor was counted twice"
+    )
+    assert all(name in converted or name in dropped for name in candidates), (
+        "an expert tensor was lost"
+    )
     return ExpertMap(
         family.name,
         f"{because}; {origin}",
@@ -252,7 +288,13 @@ def _check_one_module(layers: Iterable[str]) -> None:
     found: dict[str, str] = {}
     for name in layers:
         if (other := found.setdefault(decoder_layer(name), name)) != name:
-            raise contradiction("A layer has its experts twice.", name, "one module of experts", f"also {other}", TWICE)
+            raise contradiction(
+                "A layer has its experts twice.",
+                name,
+                "one module of experts",
+                f"also {other}",
+                TWICE,
+            )
 
 
 def _nothing_found(family: Family, tensors: Mapping[str, TensorRef], because: str) -> RequestError:
@@ -275,18 +317,26 @@ def _nothing_found(family: Family, tensors: Mapping[str, TensorRef], because: st
 
 def _stacks_beside_router(tensors: Mapping[str, TensorRef]) -> list[str]:
     """List tensors of three dimensions, one for each expert, in modules that have a router [E, H] as well."""
-    routers = {match[1]: ref.shape[0] for name, ref in tensors.items() if ref.shape and (match := _ROUTER.match(name))}
+    routers = {
+        match[1]: ref.shape[0]
+        for name, ref in tensors.items()
+        if ref.shape and (match := _ROUTER.match(name))
+    }
     return [
         name
         for name, ref in tensors.items()
         if len(ref.shape) == _STACK_DIMS
-        and any(routers.get(name[: dot.start()]) == ref.shape[0] for dot in re.finditer(r"\.", name))
+        and any(
+            routers.get(name[: dot.start()]) == ref.shape[0] for dot in re.finditer(r"\.", name)
+        )
     ]
 
 
 def _names(layer: MoeLayer) -> Iterable[str]:
     """List a layer's tensors; for experts with separate tensors, the checkpoint's own string objects."""
-    return layer.sources.names() if isinstance(layer.sources, PerExpertIndex) else layer.tensor_names()
+    return (
+        layer.sources.names() if isinstance(layer.sources, PerExpertIndex) else layer.tensor_names()
+    )
 
 
 def _formats(
@@ -311,10 +361,14 @@ def _formats(
 
         return of_module
     if declared.method == "none" and family.name == "inkling2":
-        of_stacks = {f"{layer}.{stack}": undeclared_format(parts) for stack, parts in found.stacks.items()}
+        of_stacks = {
+            f"{layer}.{stack}": undeclared_format(parts) for stack, parts in found.stacks.items()
+        }
         return lambda module: of_stacks.get(module, PLAIN)
     plain = set() if declared.undecided is None else _plain_modules(found)
-    modules = [f"{layer}.0.{word}" for word in found.words.values()] + [f"{layer}.{stack}" for stack in found.stacks]
+    modules = [f"{layer}.0.{word}" for word in found.words.values()] + [
+        f"{layer}.{stack}" for stack in found.stacks
+    ]
 
     def lookup(named: Callable[[str], str]) -> Callable[[str], SourceFormat]:
         if named is str and not plain:
@@ -340,9 +394,16 @@ def _namings(family: Family, layer: str) -> Iterator[Callable[[str], str]]:
     Some tools give their configs the names of transformers' classes, and the tensors those of the release.
     """
     number = decoder_layer(layer).rstrip(".").rpartition(".")[2]
-    paths = [path.format(layer=number) for path in family.paths if ("mtp" in path) == ("mtp" in layer)]
+    paths = [
+        path.format(layer=number) for path in family.paths if ("mtp" in path) == ("mtp" in layer)
+    ]
     for path, spelling in itertools.product([layer, *paths], family.spellings):
-        words = {word: spelling[role] for one in family.spellings for role, word in one.items() if role in spelling}
+        words = {
+            word: spelling[role]
+            for one in family.spellings
+            for role, word in one.items()
+            if role in spelling
+        }
 
         def named(module: str, path: str = path, words: Mapping[str, str] = words) -> str:
             before, _, word = module.removeprefix(layer).rpartition(".")
@@ -364,7 +425,9 @@ def _modules(found: LayerTensors) -> Iterator[Parts]:
 
 def _are_floats(parts: Parts) -> bool:
     return all(
-        key in ("weight", "bias") and ref.dtype in FLOATS for key, ref in parts.items() if key not in UNUSED_PARTS
+        key in ("weight", "bias") and ref.dtype in FLOATS
+        for key, ref in parts.items()
+        if key not in UNUSED_PARTS
     )
 
 
@@ -388,12 +451,18 @@ def _drop_zero_experts(
         zeros = config_number(text, family.zero_experts_keys, layers[name])
         if count is None or zeros is None:
             continue
-        for e in [e for e in experts if count[1] <= e < count[1] + zeros[1] and "w2" not in experts[e]]:
+        for e in [
+            e for e in experts if count[1] <= e < count[1] + zeros[1] and "w2" not in experts[e]
+        ]:
             reason = f"expert {e} is a zero-expert ({zeros[0]} {zeros[1]}): an identity, its weights are unused"
-            dropped |= {ref.name: reason for parts in experts.pop(e).values() for ref in parts.values()}
+            dropped |= {
+                ref.name: reason for parts in experts.pop(e).values() for ref in parts.values()
+            }
         for parts in found.stacks.values():
             for part, ref in parts.items():
                 if ref.shape and ref.shape[0] == count[1] + zeros[1]:
                     num_bytes = ref.num_bytes // ref.shape[0] * count[1]
-                    parts[part] = ref._replace(shape=(count[1], *ref.shape[1:]), num_bytes=num_bytes)
+                    parts[part] = ref._replace(
+                        shape=(count[1], *ref.shape[1:]), num_bytes=num_bytes
+                    )
     return dropped

@@ -28,7 +28,9 @@ LAYER_PREFIXES = (
 )
 
 # Where the families keep their experts within a decoder layer.
-USUAL_MODULES = tuple(f"{name}.experts" for name in ("mlp", "block_sparse_moe", "feed_forward", "ffn", "moe"))
+USUAL_MODULES = tuple(
+    f"{name}.experts" for name in ("mlp", "block_sparse_moe", "feed_forward", "ffn", "moe")
+)
 GATE_UP_DOWN = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 W1_W3_W2 = {"w1": "w1", "w3": "w3", "w2": "w2"}
 UP_DOWN = {"w3": "up_proj", "w2": "down_proj"}
@@ -104,8 +106,12 @@ class Family:
     intermediate_size_keys: tuple[str, ...] = ("moe_intermediate_size",)
     activation_keys: tuple[str, ...] = ("hidden_act",)
     num_layers_keys: tuple[str, ...] = ("num_hidden_layers",)
-    pads_last_rank: bool = False  # where TP does not divide the experts, servers give the last rank less
-    zero_experts_keys: tuple[str, ...] = ()  # routed to after the real experts, without weights of use
+    pads_last_rank: bool = (
+        False  # where TP does not divide the experts, servers give the last rank less
+    )
+    zero_experts_keys: tuple[
+        str, ...
+    ] = ()  # routed to after the real experts, without weights of use
     architectures: tuple[str, ...] = ()
     layer_configs_key: str = ""
     other_models: tuple[str, ...] = ()
@@ -128,16 +134,29 @@ class Family:
         unwrap the decoder.
         """
         splits = [template.partition("{layer}.") for template in self.modules]
-        prefixes = dict.fromkeys((*(f"{front}{{layer}}" for front, _, _ in splits), *LAYER_PREFIXES))
+        prefixes = dict.fromkeys(
+            (*(f"{front}{{layer}}" for front, _, _ in splits), *LAYER_PREFIXES)
+        )
         inner = dict.fromkeys((*(module for _, _, module in splits if module), *USUAL_MODULES))
-        return tuple(dict.fromkeys((*self.modules, *(f"{prefix}.{module}" for module in inner for prefix in prefixes))))
+        return tuple(
+            dict.fromkeys(
+                (*self.modules, *(f"{prefix}.{module}" for module in inner for prefix in prefixes))
+            )
+        )
 
     def spelled(self, words: Mapping[str, str], stacks: Collection[str]) -> Family:
         """Return the row with the names of one layer: words of its projections by role, and names of its stacks."""
-        names = {role: {one[role] for one in self.spellings if role in one} for role in self.projections}
-        own = {role: words[role] if words.get(role) in names[role] else name for role, name in self.projections.items()}
+        names = {
+            role: {one[role] for one in self.spellings if role in one} for role in self.projections
+        }
+        own = {
+            role: words[role] if words.get(role) in names[role] else name
+            for role, name in self.projections.items()
+        }
         sets = (self.stacks, self.more_stacks)
-        found = max(sets, key=lambda one: sum(stack.name in stacks for stack in one))  # of equals, the released ones
+        found = max(
+            sets, key=lambda one: sum(stack.name in stacks for stack in one)
+        )  # of equals, the released ones
         return replace(self, projections=own, stacks=found)
 
     def config_values(self, text: Config) -> Config:
@@ -235,7 +254,14 @@ FAMILIES: tuple[Family, ...] = (
         # As deepseek, but gate and up are clamped before the activation. hy_v4 is released fused. gigachat3_5's
         # attention has a gate_proj of its own (vLLM's gigachat3_5.py; its config class has the limit 10 too).
         name="glm5_next",
-        model_types=("glm5_next", "glm5_next_text", "hy_v4", "hy_v4_vl", "hy_v4_vl_text", "gigachat3_5"),
+        model_types=(
+            "glm5_next",
+            "glm5_next_text",
+            "hy_v4",
+            "hy_v4_vl",
+            "hy_v4_vl_text",
+            "gigachat3_5",
+        ),
         modules=under_layers("mlp.experts"),
         projections=GATE_UP_DOWN,
         stacks=FUSED,
@@ -375,7 +401,9 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("nemotron_h", "nemotron_h_omni", "nemo_speechlm", "nemotron_h_puzzle"),
         architectures=("NemotronHPuzzleForCausalLM",),
         layer_configs_key="block_configs",
-        modules=under_layers("mixer.experts", "backbone.layers.{layer}", "language_model.backbone.layers.{layer}"),
+        modules=under_layers(
+            "mixer.experts", "backbone.layers.{layer}", "language_model.backbone.layers.{layer}"
+        ),
         projections=UP_DOWN,
         stacks=(Stack("up_proj", ("w3",)), Stack("down_proj", ("w2",))),
         activation="relu2",
@@ -451,8 +479,16 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         name="gemma4",
-        model_types=("gemma4", "gemma4_text", "gemma4_unified", "diffusion_gemma", "diffusion_gemma_text"),
-        modules=under_layers("experts", "model.decoder.layers.{layer}", "model.encoder.language_model.layers.{layer}"),
+        model_types=(
+            "gemma4",
+            "gemma4_text",
+            "gemma4_unified",
+            "diffusion_gemma",
+            "diffusion_gemma_text",
+        ),
+        modules=under_layers(
+            "experts", "model.decoder.layers.{layer}", "model.encoder.language_model.layers.{layer}"
+        ),
         projections=GATE_UP_DOWN,
         stacks=FUSED,
         activation="gelu_pytorch_tanh",
@@ -494,10 +530,16 @@ FAMILIES: tuple[Family, ...] = (
         # Some layers of Step-3.7 and Step-5 bound silu(gate) and up; a 0 in the list means no bound. vLLM's step5 takes
         # experts apart as well, in a module `experts`.
         name="step3",
-        model_types=_names("step3 step3_text step3_vl step3p5 step3p7 step3p7_vl step3p7_text step5 step5_vl"),
+        model_types=_names(
+            "step3 step3_text step3_vl step3p5 step3p7 step3p7_vl step3p7_text step5 step5_vl"
+        ),
         modules=(*under_layers("moe"), *under_layers("moe.experts")),
         projections=GATE_UP_DOWN,
-        stacks=(Stack("gate_proj", ("w1",)), Stack("up_proj", ("w3",)), Stack("down_proj", ("w2",))),
+        stacks=(
+            Stack("gate_proj", ("w1",)),
+            Stack("up_proj", ("w3",)),
+            Stack("down_proj", ("w2",)),
+        ),
         more_stacks=FUSED,
         num_experts_keys=("moe_num_experts", "n_routed_experts", "num_local_experts"),
         top_k_keys=("moe_top_k", "num_experts_per_tok"),
@@ -582,7 +624,9 @@ FAMILIES: tuple[Family, ...] = (
 
 # Every spelling of the number of experts per token, each read where a row's own is missing: none has another meaning.
 TOP_K_KEYS = tuple(dict.fromkeys(key for family in FAMILIES for key in family.top_k_keys))
-BY_ARCHITECTURE: Mapping[str, Family] = {a: family for family in FAMILIES for a in family.architectures}
+BY_ARCHITECTURE: Mapping[str, Family] = {
+    a: family for family in FAMILIES for a in family.architectures
+}
 BY_NAME: Mapping[str, Family] = {family.name: family for family in FAMILIES}
 BY_MODEL_TYPE: Mapping[str, Family] = {t: family for family in FAMILIES for t in family.model_types}
 

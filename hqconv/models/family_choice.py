@@ -13,7 +13,15 @@ from typing import NamedTuple
 
 from hqconv.errors import HqconvError, RequestError, first_few
 from hqconv.formats.encoding import part_names
-from hqconv.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, FAMILIES, INDEX, UNSUPPORTED, Config, Family
+from hqconv.models.families import (
+    BY_ARCHITECTURE,
+    BY_MODEL_TYPE,
+    FAMILIES,
+    INDEX,
+    UNSUPPORTED,
+    Config,
+    Family,
+)
 from hqconv.models.loadable import refuse_leftovers
 
 # Lies in `experts` without being a weight: the router's correction of its scores (laguna).
@@ -69,7 +77,9 @@ def choose_family(candidates: list[str], config: Config, text: Config) -> Family
     for as_released in (True, False):
         for row in rows:
             match = name_pattern(row, as_released=as_released).fullmatch
-            num_unmatched[row.name] = sum(count for one, count in num_names.items() if not match(one))
+            num_unmatched[row.name] = sum(
+                count for one, count in num_names.items() if not match(one)
+            )
             if not num_unmatched[row.name]:
                 _refuse_unknown_stacks(row, candidates, set(templates), because)
                 return FamilyChoice(row, f"closest row {row.name} for {because}", False)
@@ -86,7 +96,9 @@ def _known_architecture(config: Config, text: Config) -> str | None:
     return next((name for name in names if name in BY_ARCHITECTURE), None)
 
 
-def _refuse_unknown_stacks(row: Family, candidates: list[str], templates: set[str], because: str) -> None:
+def _refuse_unknown_stacks(
+    row: Family, candidates: list[str], templates: set[str], because: str
+) -> None:
     """Refuse stacks of unknown models: names tell neither the order of gate and up nor if their rows alternate."""
     match = _name_pattern(row.paths, _words(row), (), part_names()).fullmatch
     if not all(map(match, templates)):
@@ -103,7 +115,9 @@ def _refuse_unknown_stacks(row: Family, candidates: list[str], templates: set[st
 def _num_keys_found(row: Family, text: Config) -> int:
     groups = (row.num_experts_keys, row.top_k_keys, row.intermediate_size_keys, row.activation_keys)
     # A row's first key counts most: the later ones are other spellings of the same value.
-    return sum(2 if text.get(keys[0]) is not None else any(key in text for key in keys) for keys in groups)
+    return sum(
+        2 if text.get(keys[0]) is not None else any(key in text for key in keys) for keys in groups
+    )
 
 
 def name_pattern(family: Family, *, as_released: bool = False) -> re.Pattern[str]:
@@ -112,11 +126,15 @@ def name_pattern(family: Family, *, as_released: bool = False) -> re.Pattern[str
     as_released: of the released names alone. Equal rows share one pattern.
     """
     modules, words = (
-        (family.modules, tuple(family.projections.values())) if as_released else (family.paths, _words(family))
+        (family.modules, tuple(family.projections.values()))
+        if as_released
+        else (family.paths, _words(family))
     )
     stacks = family.stacks if as_released else (*family.stacks, *family.more_stacks)
     singles = (*words, *(stack.name for stack in family.expert_stacks))
-    return _name_pattern(modules, singles, tuple(dict.fromkeys(stack.name for stack in stacks)), part_names())
+    return _name_pattern(
+        modules, singles, tuple(dict.fromkeys(stack.name for stack in stacks)), part_names()
+    )
 
 
 def _words(family: Family) -> tuple[str, ...]:
@@ -125,7 +143,10 @@ def _words(family: Family) -> tuple[str, ...]:
 
 @cache
 def _name_pattern(
-    modules: tuple[str, ...], projections: tuple[str, ...], stacks: tuple[str, ...], parts: tuple[str, ...]
+    modules: tuple[str, ...],
+    projections: tuple[str, ...],
+    stacks: tuple[str, ...],
+    parts: tuple[str, ...],
 ) -> re.Pattern[str]:
     paths = "|".join(re.escape(t).replace(re.escape("{layer}"), INDEX) for t in modules)
     names, part = _any_of(projections), _any_of(sorted(parts, key=len, reverse=True))
@@ -138,7 +159,9 @@ def _any_of(names: Iterable[str]) -> str:
     return "|".join(map(re.escape, names))
 
 
-def unmatched_error(kind: type[HqconvError], family: Family, unmatched: list[str], because: str) -> HqconvError:
+def unmatched_error(
+    kind: type[HqconvError], family: Family, unmatched: list[str], because: str
+) -> HqconvError:
     """Return the error for tensors that look like experts and match no template of the row.
 
     Raises InputError for names of adapters and wrappers.

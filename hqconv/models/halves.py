@@ -19,7 +19,11 @@ from hqconv.schemas.tensors import TensorRef
 if TYPE_CHECKING:
     from hqconv.models.source_protocol import Source
 
-_HALVED_BY = ("0.16.", "0.17.", "0.18.")  # compressed-tensors' versions beside llm-compressor's that cut in halves
+_HALVED_BY = (
+    "0.16.",
+    "0.17.",
+    "0.18.",
+)  # compressed-tensors' versions beside llm-compressor's that cut in halves
 _NUM_EXPERTS, _FAR = 8, 6.0  # experts that are looked at; standard errors that no chance explains
 _CODES = {"F32": "f", "F16": "e", "BF16": "f"}
 
@@ -29,7 +33,9 @@ def is_in_doubt(layer: MoeLayer) -> bool:
     row = BY_NAME.get(layer.family)
     if layer.format.of("w2").encoding in KNOWN_BY_SOURCE or row is None:
         return False
-    is_apart = not any(part.is_stacked or part.view.count > 1 for part in layer.parts["w3"].values())
+    is_apart = not any(
+        part.is_stacked or part.view.count > 1 for part in layer.parts["w3"].values()
+    )
     return is_apart and any(stack.interleaved for stack in row.stacks)
 
 
@@ -39,7 +45,10 @@ def halves_warnings(layers: Sequence[MoeLayer], quantization: Any) -> tuple[str,
     if not names:
         return ()
     version = str((quantization or {}).get("version", ""))
-    known = f" compressed-tensors {version}, which wrote it, came with such a writer." * version.startswith(_HALVED_BY)
+    known = (
+        f" compressed-tensors {version}, which wrote it, came with such a writer."
+        * version.startswith(_HALVED_BY)
+    )
     return (
         f"gate and up of {names[0]} are tensors of their own, and in the family's stacks their rows alternate: a "
         f"writer that cut stacks in halves gave each of them rows of both, under the same names.{known} "
@@ -68,7 +77,9 @@ def _numbers(source: Source, ref: TensorRef) -> list[float]:
     data = bytearray(ref.num_bytes)
     source.read_into(ref, data)
     if ref.dtype == "BF16":
-        data = bytearray(byte for pair in zip(data[0::2], data[1::2], strict=True) for byte in (0, 0, *pair))
+        data = bytearray(
+            byte for pair in zip(data[0::2], data[1::2], strict=True) for byte in (0, 0, *pair)
+        )
     code = _CODES[ref.dtype]
     return list(struct.unpack(f"<{len(data) // struct.calcsize(code)}{code}", data))
 

@@ -53,7 +53,9 @@ def check_once(name: str, ref: TensorRef, first: TensorRef) -> None:
     """Check that a part of a projection is in one tensor: `first` is the tensor found before, maybe the same one."""
     if first is not ref:
         what = f"An expert of {name} has a projection twice."
-        raise contradiction(what, ref.name, "gate and up apart or in one tensor", f"also {first.name}", TWICE)
+        raise contradiction(
+            what, ref.name, "gate and up apart or in one tensor", f"also {first.name}", TWICE
+        )
 
 
 def build_layer(
@@ -75,12 +77,26 @@ def build_layer(
     released, family = family, family.spelled(found.words, found.stacks)
     count = _count(family, name, found, sizes)
     check_counts(name, count, facts["top_k"])
-    raw = raw_single(family, name, found) if found.experts else raw_stacked(family, name, found, sizes, count)
+    raw = (
+        raw_single(family, name, found)
+        if found.experts
+        else raw_stacked(family, name, found, sizes, count)
+    )
     modules = {role: _module_template(family, name, parts, role) for role, parts in raw.items()}
     declared = one_declared(modules, count if found.experts else 1, format_of)
     hidden, inner = _matrix_sizes(sizes, declared["w2"], raw["w2"], count)
-    done = _complete(declared, raw, count, (hidden, inner), sizes, lambda role: remedy_of(modules[role].format(0)))
-    parts = {role: {part: raw[role][key] for part, key in done[role].used.items()} for role in family.projections}
+    done = _complete(
+        declared,
+        raw,
+        count,
+        (hidden, inner),
+        sizes,
+        lambda role: remedy_of(modules[role].format(0)),
+    )
+    parts = {
+        role: {part: raw[role][key] for part, key in done[role].used.items()}
+        for role in family.projections
+    }
     for role in family.projections:
         check_cuts({role: parts[role]}, done[role].format, count, inner)
     layer = MoeLayer(
@@ -96,13 +112,17 @@ def build_layer(
         words=dict(released.projections),
         parts=parts,
         sources=_sources(found, raw, parts, count),
-        input_scales=find_input_scales(family, name, found, count, [one.format for one in done.values()]),
+        input_scales=find_input_scales(
+            family, name, found, count, [one.format for one in done.values()]
+        ),
         **facts,
     )
     return layer, _unused(done, raw, found, count)
 
 
-def _unused(done: Mapping[str, ResolvedFormat], raw: RoleParts, found: LayerTensors, count: int) -> dict[str, str]:
+def _unused(
+    done: Mapping[str, ResolvedFormat], raw: RoleParts, found: LayerTensors, count: int
+) -> dict[str, str]:
     """Map a layer's unused tensors to reasons. Not every expert need have them: calibration may have missed some."""
     unused = {
         name: reason
@@ -137,34 +157,52 @@ def raw_single(family: Family, name: str, found: LayerTensors) -> RoleParts:
         for e, roles in sorted(found.experts.items()):
             if role not in roles:
                 missing = f"{name}.{e}.{word}.weight"
-                raise contradiction("An expert lacks a projection.", missing, "present", "no such tensor")
+                raise contradiction(
+                    "An expert lacks a projection.", missing, "present", "no such tensor"
+                )
         for key, ref in found.experts[0][role].items():
             stack = family.expert_stack(ref.name, name)
-            view = View(False, stack.roles.index(role), len(stack.roles), stack.interleaved) if stack else IDENTITY
+            view = (
+                View(False, stack.roles.index(role), len(stack.roles), stack.interleaved)
+                if stack
+                else IDENTITY
+            )
             template = ref.name.replace(f"{name}.0.", f"{name}.{{expert}}.", 1)
             raw.setdefault(role, {})[key] = TensorSlice(template, ref.dtype, ref.shape, view)
     return raw
 
 
-def raw_stacked(family: Family, name: str, found: LayerTensors, sizes: ConfigSizes, count: int) -> RoleParts:
+def raw_stacked(
+    family: Family, name: str, found: LayerTensors, sizes: ConfigSizes, count: int
+) -> RoleParts:
     """Collect the parts of every projection from the layer's stacks."""
     for stack in family.stacks:
         if stack.name not in found.stacks:
             where = f"{name}.{stack.name}"
-            raise contradiction("A layer lacks a stack of projections.", where, "present", "no such tensor")
+            raise contradiction(
+                "A layer lacks a stack of projections.", where, "present", "no such tensor"
+            )
     if all(stack.transposed is not None for stack in family.stacks):
         return _stacked_as(family, found, {s.name: bool(s.transposed) for s in family.stacks})
     fits = []
     for transposed in (False, True):
-        flags = {s.name: transposed if s.transposed is None else s.transposed for s in family.stacks}
+        flags = {
+            s.name: transposed if s.transposed is None else s.transposed for s in family.stacks
+        }
         raw = _stacked_as(family, found, flags)
         if _fits(raw, sizes, count):
             fits.append(raw)
     if len(fits) != 1:
         ref = next(iter(found.stacks[family.stacks[0].name].values()))
         sides = f"{sizes.hidden[1] if sizes.hidden else '?'} and {sizes.intermediate[1] if sizes.intermediate else '?'}"
-        expected = f"[E, out, in] or [E, in, out] with the config's hidden and intermediate size {sides}"
-        what = "The orientation of a layer's stacks cannot be told." if fits else "A stack has an unexpected shape."
+        expected = (
+            f"[E, out, in] or [E, in, out] with the config's hidden and intermediate size {sides}"
+        )
+        what = (
+            "The orientation of a layer's stacks cannot be told."
+            if fits
+            else "A stack has an unexpected shape."
+        )
         raise contradiction(what, ref.name, expected, list(ref.shape))
     return fits[0]
 
@@ -185,7 +223,11 @@ def _stacked_as(family: Family, found: LayerTensors, transposed: Mapping[str, bo
 
 def _is_column(shape: tuple[int, ...], weight: TensorRef | None) -> bool:
     """Return True if a part of a weight [E, in, out] is [E, out, 1]: fbgemm's `down_proj_scale` in transformers."""
-    return weight is not None and len(weight.shape) == 3 and shape == (weight.shape[0], weight.shape[2], 1)
+    return (
+        weight is not None
+        and len(weight.shape) == 3
+        and shape == (weight.shape[0], weight.shape[2], 1)
+    )
 
 
 def _fits(raw: RoleParts, sizes: ConfigSizes, count: int) -> bool:
@@ -195,7 +237,9 @@ def _fits(raw: RoleParts, sizes: ConfigSizes, count: int) -> bool:
     for role, parts in raw.items():
         shape = (sizes.intermediate[1], sizes.hidden[1])
         try:
-            if "weight" in parts and parts["weight"].logical_shape(count) != (shape[::-1] if role == "w2" else shape):
+            if "weight" in parts and parts["weight"].logical_shape(count) != (
+                shape[::-1] if role == "w2" else shape
+            ):
                 return False
         except ValueError:
             return False
@@ -249,7 +293,9 @@ def _matrix_sizes(
     if shape is None:
         first = next(iter(raw.values()))
         what = "The size of an expert's matrix cannot be told from its tensor."
-        raise contradiction(what, first.template.format(expert=0), "2 dimensions", list(first.shape))
+        raise contradiction(
+            what, first.template.format(expert=0), "2 dimensions", list(first.shape)
+        )
     hidden = sizes.hidden[1] if sizes.hidden else shape[0]
     return hidden, sizes.intermediate[1] if sizes.intermediate else shape[1]
 
@@ -276,7 +322,9 @@ def _complete(
     return done
 
 
-def _with_context(error: InputError, parts: Mapping[str, TensorSlice], sizes: ConfigSizes) -> InputError:
+def _with_context(
+    error: InputError, parts: Mapping[str, TensorSlice], sizes: ConfigSizes
+) -> InputError:
     """Add context to an error of one projection's headers: the tensor, its shape, the config's sizes."""
     first = parts[min(parts, key=part_names().index)]
     where, found = error.where or first.template.format(expert=0), error.found
@@ -297,7 +345,8 @@ def _sources(
         return StackedIndex(parts, tensors, count)
     keys = {
         role: {
-            part: next(key for key, other in raw[role].items() if other is source) for part, source in of_role.items()
+            part: next(key for key, other in raw[role].items() if other is source)
+            for part, source in of_role.items()
         }
         for role, of_role in parts.items()
     }
@@ -306,7 +355,10 @@ def _sources(
     return PerExpertIndex(
         {
             role: {
-                part: tuple(parts[role][part].ref(found.experts[e][role][key], e, count) for e in range(count))
+                part: tuple(
+                    parts[role][part].ref(found.experts[e][role][key], e, count)
+                    for e in range(count)
+                )
                 for part, key in of_role.items()
             }
             for role, of_role in keys.items()
@@ -363,7 +415,9 @@ def check_one_form(found: LayerTensors) -> None:
         expert = next(iter(found.experts.values()))
         forms = (next(iter(expert.values())), next(iter(found.stacks.values())))
         one, other = (next(iter(parts.values())).name for parts in forms)
-        raise contradiction("A layer has its experts twice.", one, "single or fused experts", f"also {other}", TWICE)
+        raise contradiction(
+            "A layer has its experts twice.", one, "single or fused experts", f"also {other}", TWICE
+        )
 
 
 def check_indices(name: str, experts: Mapping[int, object], count: Size | None) -> None:
@@ -386,7 +440,9 @@ def check_indices(name: str, experts: Mapping[int, object], count: Size | None) 
 def check_counts(name: str, count: int, top_k: int) -> None:
     """Check that the layer has experts, and no fewer than serve a token."""
     if not 0 < count <= MAX_COUNT:
-        raise contradiction("A layer has too many experts, or none.", name, f"1 to {MAX_COUNT}", count)
+        raise contradiction(
+            "A layer has too many experts, or none.", name, f"1 to {MAX_COUNT}", count
+        )
     if top_k > count > 1:  # a single expert serves every token, whatever the config says
         what = "More experts serve a token than a layer has."
         raise contradiction(what, name, f"at most {count} experts per token", top_k)
@@ -408,7 +464,9 @@ def one_declared(
         found[role] = formats[0]
         if all(one is formats[0] or one == formats[0] for one in formats):
             continue
-        usual = max((one for e, one in enumerate(formats) if one not in formats[:e]), key=formats.count)
+        usual = max(
+            (one for e, one in enumerate(formats) if one not in formats[:e]), key=formats.count
+        )
         e, other = next((e, one) for e, one in enumerate(formats) if one != usual)
         raise RequestError(
             "A layer mixes formats: the config declares another one for some of its experts.",
@@ -420,7 +478,9 @@ def one_declared(
     return found
 
 
-def check_one_format(declared: Mapping[str, SourceFormat], done: Mapping[str, ResolvedFormat], raw: RoleParts) -> None:
+def check_one_format(
+    declared: Mapping[str, SourceFormat], done: Mapping[str, ResolvedFormat], raw: RoleParts
+) -> None:
     """Check that all projections of a layer have one format, but for those that the config declares apart."""
     first = done["w2"]
     for role, one in done.items():
@@ -429,14 +489,23 @@ def check_one_format(declared: Mapping[str, SourceFormat], done: Mapping[str, Re
         if (one.format, set(one.used)) != (first.format, set(first.used)):
             where = raw[role][one.used["weight"]].template.format(expert=0)
             texts = [f"{c.format.describe()} ({', '.join(sorted(c.used))})" for c in (first, one)]
-            raise contradiction("A layer mixes formats.", where, f"{texts[0]} as its w2", texts[1], _ONE_FORMAT)
-        dtypes = [r[role_].dtype for r, role_ in ((raw["w2"], first.used["weight"]), (raw[role], one.used["weight"]))]
+            raise contradiction(
+                "A layer mixes formats.", where, f"{texts[0]} as its w2", texts[1], _ONE_FORMAT
+            )
+        dtypes = [
+            r[role_].dtype
+            for r, role_ in ((raw["w2"], first.used["weight"]), (raw[role], one.used["weight"]))
+        ]
         if dtypes[0] != dtypes[1]:
             where = raw[role][one.used["weight"]].template.format(expert=0)
-            raise contradiction("A layer mixes dtypes.", where, f"{dtypes[0]} as its w2", dtypes[1], _ONE_FORMAT)
+            raise contradiction(
+                "A layer mixes dtypes.", where, f"{dtypes[0]} as its w2", dtypes[1], _ONE_FORMAT
+            )
 
 
-def check_cuts(parts: Mapping[str, Mapping[str, TensorSlice]], source: SourceFormat, count: int, inner: int) -> None:
+def check_cuts(
+    parts: Mapping[str, Mapping[str, TensorSlice]], source: SourceFormat, count: int, inner: int
+) -> None:
     """Check that each row of a stack belongs to one projection, so that rows can be split.
 
     A row of block scales, and of zero points packed along N, covers several rows of the matrix, which may include both
@@ -445,16 +514,27 @@ def check_cuts(parts: Mapping[str, Mapping[str, TensorSlice]], source: SourceFor
     for role, of_role in parts.items():
         for name, part in of_role.items():
             view = part.view
-            if part.is_flat and name == "scale" and any(g and inner % g for g in (source.group_n, source.group_k)):
-                what, expected = ("A scale of a flat stack serves two experts.", f"groups that divide {inner} rows")
+            if (
+                part.is_flat
+                and name == "scale"
+                and any(g and inner % g for g in (source.group_n, source.group_k))
+            ):
+                what, expected = (
+                    "A scale of a flat stack serves two experts.",
+                    f"groups that divide {inner} rows",
+                )
                 raise contradiction(what, part.template, expected, source.describe())
             whole = View(transposed=view.transposed).shape(part.share(count))
             num_rows = whole[0] if whole else 1
             # One number for each projection: a scale of its own, or its second scale.
-            is_own = num_rows == view.count and (name == "scale_2" or (name == "scale" and source.group_n == 0))
+            is_own = num_rows == view.count and (
+                name == "scale_2" or (name == "scale" and source.group_n == 0)
+            )
             if view.count == 1 or is_own or num_rows in (1, inner * view.count):
                 continue
-            runs = {"scale": source.group_n, "zero_point": inner * view.count // num_rows}.get(name, 0)
+            runs = {"scale": source.group_n, "zero_point": inner * view.count // num_rows}.get(
+                name, 0
+            )
             if view.interleaved or not runs or inner % runs:
                 what = "A fused tensor's rows belong to several of its projections."
                 expected = f"one row, or rows that are all of one projection, as {inner} rows of {role} are"
@@ -469,26 +549,48 @@ def check_alike(roles: Mapping[str, Parts], raw: RoleParts, expert: int) -> None
         refs = {key: ref for key, ref in roles[role].items() if key not in UNUSED_PARTS}
         like = {key: part for key, part in whole.items() if key not in UNUSED_PARTS}
         lacking, extra = like.keys() - refs.keys(), refs.keys() - like.keys()
-        has_other_dtypes = any(refs[key].dtype != like[key].dtype for key in refs.keys() & like.keys())
+        has_other_dtypes = any(
+            refs[key].dtype != like[key].dtype for key in refs.keys() & like.keys()
+        )
         if (lacking and extra) or ((lacking or extra) and has_other_dtypes):
             ref, texts = refs[min(extra or refs)], [_parts_of(one) for one in (like, refs)]
-            raise contradiction("A layer mixes formats.", ref.name, f"{texts[0]} as in expert 0", texts[1], _ONE_FORMAT)
+            raise contradiction(
+                "A layer mixes formats.",
+                ref.name,
+                f"{texts[0]} as in expert 0",
+                texts[1],
+                _ONE_FORMAT,
+            )
         if lacking:
             where = like[min(lacking)].template.format(expert=expert)
-            raise contradiction("An expert lacks a tensor.", where, "present as in expert 0", "no such tensor")
+            raise contradiction(
+                "An expert lacks a tensor.", where, "present as in expert 0", "no such tensor"
+            )
         if extra:
             where = refs[min(extra)].name
-            raise contradiction("An expert has a tensor too many.", where, "as in expert 0", "present")
+            raise contradiction(
+                "An expert has a tensor too many.", where, "as in expert 0", "present"
+            )
         for key, ref in refs.items():
             first = like[key]
             # bitsandbytes' state is a JSON document in bytes: only its numbers' digits tell how long it is.
             if ref.shape != first.shape and "quant_state" not in key:
                 expected = f"{list(first.shape)} as {first.template.format(expert=0)}"
-                remedy = REMEDY if like.keys() <= {"weight", "bias"} else _ONE_FORMAT  # of bits or groups of its own
-                raise contradiction("An expert has an unexpected shape.", ref.name, expected, list(ref.shape), remedy)
+                remedy = (
+                    REMEDY if like.keys() <= {"weight", "bias"} else _ONE_FORMAT
+                )  # of bits or groups of its own
+                raise contradiction(
+                    "An expert has an unexpected shape.",
+                    ref.name,
+                    expected,
+                    list(ref.shape),
+                    remedy,
+                )
             if ref.dtype != first.dtype:
                 expected = f"{first.dtype} as {first.template.format(expert=0)}"
-                raise contradiction("A layer mixes dtypes.", ref.name, expected, ref.dtype, _ONE_FORMAT)
+                raise contradiction(
+                    "A layer mixes dtypes.", ref.name, expected, ref.dtype, _ONE_FORMAT
+                )
 
 
 def _parts_of(parts: Mapping[str, TensorRef | TensorSlice]) -> str:

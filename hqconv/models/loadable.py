@@ -69,7 +69,11 @@ def is_router(name: str) -> bool:
 
 
 def check_routers(
-    layers: Collection[MoeLayer], others: Iterable[str], tensors: Mapping[str, TensorRef], *, is_own_row: bool
+    layers: Collection[MoeLayer],
+    others: Iterable[str],
+    tensors: Mapping[str, TensorRef],
+    *,
+    is_own_row: bool,
 ) -> None:
     """Raise InputError for an MoE layer whose decoder layer has no router, or a router of fewer experts.
 
@@ -84,12 +88,19 @@ def check_routers(
         layer = found.get(place)
         if layer is None:
             continue
-        is_beside = name[len(place) :].partition(".")[0] == layer.name[len(place) :].partition(".")[0]
-        has_its_rows = is_beside and len(shape) == 2 and 0 <= shape[0] - layer.num_experts <= _MAX_ZERO_EXPERTS
+        is_beside = (
+            name[len(place) :].partition(".")[0] == layer.name[len(place) :].partition(".")[0]
+        )
+        has_its_rows = (
+            is_beside and len(shape) == 2 and 0 <= shape[0] - layer.num_experts <= _MAX_ZERO_EXPERTS
+        )
         if has_its_rows or (is_router(name) and len(shape) > 1):
             routed.add(place)
             parent = layer.name.rpartition(".")[0]
-            if name in (f"{parent}.gate.weight", f"{parent}.router.weight") and shape[0] < layer.num_experts:
+            if (
+                name in (f"{parent}.gate.weight", f"{parent}.router.weight")
+                and shape[0] < layer.num_experts
+            ):
                 raise InputError(
                     "A router has fewer rows than its layer has experts.",
                     where=name,

@@ -62,7 +62,11 @@ class View:
         if self.count == 1 or not share.ndim or share.size(0) == 1:
             return share
         rows = share.size(0) // self.count
-        return share[self.index :: self.count] if self.interleaved else share[self.index * rows :][:rows]
+        return (
+            share[self.index :: self.count]
+            if self.interleaved
+            else share[self.index * rows :][:rows]
+        )
 
 
 IDENTITY = View()
@@ -141,7 +145,9 @@ class TensorSlice:
         """Read a slice from `to_dict`'s document. Raises KeyError, TypeError or ValueError for any other document."""
         view, shape = View(**document["view"]), tuple(int(size) for size in document["shape"])
         part = cls(**{**document, "view": view, "shape": shape})
-        if part.to_dict() != document or {"{", "}"}.intersection(part.template.replace("{expert}", "")):
+        if part.to_dict() != document or {"{", "}"}.intersection(
+            part.template.replace("{expert}", "")
+        ):
             raise ValueError(f"a part at {part.template!r}")
         return part
 
@@ -225,7 +231,11 @@ class MoeLayer:
 
     def refs(self, expert: int) -> list[TensorRef]:
         """Return the byte ranges of one expert, each once."""
-        found = {(r.file, r.offset_bytes): r for parts in self.sources[expert].values() for r in parts.values()}
+        found = {
+            (r.file, r.offset_bytes): r
+            for parts in self.sources[expert].values()
+            for r in parts.values()
+        }
         return list(found.values())
 
     @cached_property
@@ -236,7 +246,8 @@ class MoeLayer:
     def parts_to_dict(self) -> dict[str, dict[str, Any]]:
         """Return the slice of every part of every projection, for JSON."""
         return {
-            role: {part: source.to_dict() for part, source in of_role.items()} for role, of_role in self.parts.items()
+            role: {part: source.to_dict() for part, source in of_role.items()}
+            for role, of_role in self.parts.items()
         }
 
     def tensor_names(self) -> list[str]:
@@ -259,7 +270,10 @@ class PerExpertIndex:
         return len(next(iter(self.columns["w2"].values())))
 
     def __getitem__(self, expert: int, /) -> dict[str, Parts]:
-        return {role: {part: refs[expert] for part, refs in of_role.items()} for role, of_role in self.columns.items()}
+        return {
+            role: {part: refs[expert] for part, refs in of_role.items()}
+            for role, of_role in self.columns.items()
+        }
 
     def __iter__(self) -> Iterator[dict[str, Parts]]:
         return (self[expert] for expert in range(len(self)))
@@ -280,7 +294,9 @@ class StackedIndex:
     parts: Mapping[str, Mapping[str, TensorSlice]]
     tensors: Mapping[str, TensorRef]
     count: int
-    _known: dict[int, dict[str, Parts]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _known: dict[int, dict[str, Parts]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __len__(self) -> int:
         return self.count
@@ -289,7 +305,10 @@ class StackedIndex:
         if expert not in self._known:
             place = range(self.count)[expert]
             self._known[expert] = {
-                role: {part: one.ref(self.tensors[one.template], place, self.count) for part, one in of_role.items()}
+                role: {
+                    part: one.ref(self.tensors[one.template], place, self.count)
+                    for part, one in of_role.items()
+                }
                 for role, of_role in self.parts.items()
             }
         return self._known[expert]

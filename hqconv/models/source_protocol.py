@@ -46,7 +46,10 @@ def read_tensor(source: Source, ref: TensorRef) -> torch.Tensor:
     return host
 
 
-MADE, NOT_MADE = "The tokenizer was made", "No tokenizer was made"  # the warnings of a manifest begin so
+MADE, NOT_MADE = (
+    "The tokenizer was made",
+    "No tokenizer was made",
+)  # the warnings of a manifest begin so
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +158,12 @@ class Source(Protocol):
         """Return True if a file of a repo is here, and bytes of it were in the Hub's cache before, by whomever."""
         ...
 
-    def fetch(self, names: Iterable[str], check: Callable[[], None] | None = None, into: Path | None = None) -> None:
+    def fetch(
+        self,
+        names: Iterable[str],
+        check: Callable[[], None] | None = None,
+        into: Path | None = None,
+    ) -> None:
         """Download files of a repo that are not in the Hub cache; any thread may. Nothing happens for a folder.
 
         check: called between pieces of a download, see `hub.fetch_file`. into: the folder for the files; None for the
@@ -183,7 +191,12 @@ class Source(Protocol):
         ...
 
     def read_expert(
-        self, layer: MoeLayer, expert: int, roles: Sequence[str], device: torch.device, raw: RawExperts | None = None
+        self,
+        layer: MoeLayer,
+        expert: int,
+        roles: Sequence[str],
+        device: torch.device,
+        raw: RawExperts | None = None,
     ) -> dict[str, SourceMatrix]:
         """Decode projections of one expert on `device`; any thread may. Raises InputError for unusable values.
 

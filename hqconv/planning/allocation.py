@@ -24,7 +24,15 @@ from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.weight_schema import SOURCE, resolve_schema
 
 DEFAULT_CANDIDATES = (
-    *("int2-g32-zp", "int3-g64", "int3-g32-e4m3", "int4-g32-e4m3", "int4-g16-e4m3", "int6-g64", "fp8"),
+    *(
+        "int2-g32-zp",
+        "int3-g64",
+        "int3-g32-e4m3",
+        "int4-g32-e4m3",
+        "int4-g16-e4m3",
+        "int6-g64",
+        "fp8",
+    ),
 )
 _BITS_ROUNDING = 0.005  # second scales are some thousandths of a bit
 
@@ -51,13 +59,17 @@ class Candidates:
     def num_weights(self) -> int:
         """Number of the experts' weights in the source."""
         layers = [one.layer for one in self.first.layers]
-        return sum(layer.num_experts * len(layer.roles) * math.prod(layer.shape("w2")) for layer in layers)
+        return sum(
+            layer.num_experts * len(layer.roles) * math.prod(layer.shape("w2")) for layer in layers
+        )
 
     def costs(self) -> dict[Gemm, dict[str, int]]:
         """Return the bytes of each GEMM's tensors under each candidate, on all ranks."""
         layers = {name: plan.layers for name, plan in self.plans.items()}
         return {
-            (one.name, gemm): {name: gemm_bytes(of_name[number], gemm) for name, of_name in layers.items()}
+            (one.name, gemm): {
+                name: gemm_bytes(of_name[number], gemm) for name, of_name in layers.items()
+            }
             for number, one in enumerate(self.first.layers)
             for gemm in GEMMS
         }
@@ -80,18 +92,27 @@ def plan_candidates(
     """
     experts = source.map_experts()
     if options.dtype is None:
-        options = replace(options, dtype=source_param_dtype(experts) or default_param_dtype(source.config, experts))
+        options = replace(
+            options,
+            dtype=source_param_dtype(experts) or default_param_dtype(source.config, experts),
+        )
     plans: dict[str, ConversionPlan] = {}
     left_out: dict[str, str] = {}
-    for name in dict.fromkeys(names or [*_own_schemas(options, source, target), *DEFAULT_CANDIDATES]):
+    for name in dict.fromkeys(
+        names or [*_own_schemas(options, source, target), *DEFAULT_CANDIDATES]
+    ):
         try:
-            plans[name] = plan_conversion(replace(options, schema=resolve_schema(name)), source, target)
+            plans[name] = plan_conversion(
+                replace(options, schema=resolve_schema(name)), source, target
+            )
         except RequestError as error:
             if names is not None:
                 where = f"--candidates {name}" + (f": {error.where}" if error.where else "")
                 parts = {"expected": error.expected, "found": error.found, "remedy": error.remedy}
                 raise RequestError(error.what, where=where, **parts) from error
-            left_out[name] = " ".join(filter(None, [error.what, f"({error.found})" if error.found else ""]))
+            left_out[name] = " ".join(
+                filter(None, [error.what, f"({error.found})" if error.found else ""])
+            )
     if not plans:
         name, reason = next(iter(left_out.items()))
         what, remedy = "No candidate fits this request.", "Name some with --candidates."
@@ -125,7 +146,9 @@ class Option(NamedTuple):
     name: str
 
 
-def choose(gemms: Mapping[Gemm, Sequence[Option]], budget: int, num_weights: int) -> dict[Gemm, Option]:
+def choose(
+    gemms: Mapping[Gemm, Sequence[Option]], budget: int, num_weights: int
+) -> dict[Gemm, Option]:
     """Return one option for each GEMM, of small loss together, within a budget of bytes.
 
     num_weights: of all GEMMs. Raises RequestError where the cheapest options need more.
@@ -143,7 +166,9 @@ def choose(gemms: Mapping[Gemm, Sequence[Option]], budget: int, num_weights: int
         )
     steps = [(gemm, *pair) for gemm, hull in hulls.items() for pair in pairwise(hull)]
     room = budget - least
-    for gemm, before, after in sorted(steps, key=lambda step: -_gain(*step[1:])):  # stable along a hull
+    for gemm, before, after in sorted(
+        steps, key=lambda step: -_gain(*step[1:])
+    ):  # stable along a hull
         if after.cost - before.cost > room:
             break
         room -= after.cost - before.cost
@@ -162,7 +187,11 @@ def choose(gemms: Mapping[Gemm, Sequence[Option]], budget: int, num_weights: int
 
 def _gain(before: Option, after: Option) -> float:
     """Return the loss that a change takes away for each byte."""
-    return (before.loss - after.loss) / (after.cost - before.cost) if after.cost > before.cost else math.inf
+    return (
+        (before.loss - after.loss) / (after.cost - before.cost)
+        if after.cost > before.cost
+        else math.inf
+    )
 
 
 def hull_of(options: Sequence[Option]) -> list[Option]:

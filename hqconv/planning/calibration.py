@@ -59,7 +59,10 @@ class Calibration:
     def from_dict(cls, document: Any) -> Calibration:
         """Read a manifest's entry. Raises RequestError for one that no conversion writes."""
         kinds = {one.name: int if one.type == "int" else str for one in fields(cls) if one.compare}
-        if not isinstance(document, Mapping) or {key: type(value) for key, value in document.items()} != kinds:
+        if (
+            not isinstance(document, Mapping)
+            or {key: type(value) for key, value in document.items()} != kinds
+        ):
             found = sorted(document) if isinstance(document, Mapping) else type(document).__name__
             what, expected = "A recorded calibration has other keys or types.", ", ".join(kinds)
             raise RequestError(what, where="calibration", expected=expected, found=found)
@@ -88,7 +91,11 @@ class Calibration:
 
         They are the last eighth of the text that hqconv ships, and what follows the tokens that were read of any other.
         """
-        return _num_readable(self.files, num_in_text) if self.files == (BUILTIN_TEXT,) else self.num_tokens
+        return (
+            _num_readable(self.files, num_in_text)
+            if self.files == (BUILTIN_TEXT,)
+            else self.num_tokens
+        )
 
     def counted(self, source: Source) -> Calibration:
         """Return the calibration with the number of tokens that are read, of at most as many as were asked for.
@@ -98,13 +105,18 @@ class Calibration:
         transformers = import_transformers("A calibration runs the model")
         source.fetch(source.other_files)  # the tokenizer's among them
         with quiet_loading(transformers), folder_of(source) as folder:
-            words = read_text(transformers, folder, self.files, sys.maxsize, "--calibrate", str(source.place))
+            words = read_text(
+                transformers, folder, self.files, sys.maxsize, "--calibrate", str(source.place)
+            )
         self.check_unchanged()
         num_tokens = min(self.num_tokens, _num_readable(self.files, len(words.ids)))
         if num_tokens < LEAST_TOKENS:
             expected, found = "two tokens at least", plural(num_tokens, "token")
             raise RequestError(
-                "The text is too short.", where=f"--calibrate {self.files[0]}", expected=expected, found=found
+                "The text is too short.",
+                where=f"--calibrate {self.files[0]}",
+                expected=expected,
+                found=found,
             )
         return replace(self, num_tokens=num_tokens)
 
@@ -145,7 +157,9 @@ class CalibrationText:
                 "--calibrate and --quantizer mse exclude each other.",
                 remedy="Leave --quantizer out: a calibration chooses scales and codes by the error of outputs.",
             )
-        path = BUILTIN_TEXT if text == BUILTIN else Path(text)  # a Path, or ./builtin, is a user's own file
+        path = (
+            BUILTIN_TEXT if text == BUILTIN else Path(text)
+        )  # a Path, or ./builtin, is a user's own file
         found = cls(path, tokens, context)
         found.files()
         return found
@@ -155,7 +169,9 @@ class CalibrationText:
         where, size_bytes, files = f"--calibrate {self.path}", 0, list[Path]()
         try:
             found = found_at(self.path)
-            for path in self.path.rglob("*") if self.path.is_dir() else [self.path] if found is None else ():
+            for path in (
+                self.path.rglob("*") if self.path.is_dir() else [self.path] if found is None else ()
+            ):
                 if path.is_file():
                     files.append(path)
                     size_bytes += path.stat().st_size
@@ -188,7 +204,9 @@ class CalibrationText:
         sha256 = _digest(self.path, files)
         kind, versions = device.partition(":")[0], (_version("torch"), _version("transformers"))
         name = BUILTIN if self.path == BUILTIN_TEXT else self.path.name or self.path.resolve().name
-        return Calibration(name, sha256, self.num_tokens, self.context_length, kind, *versions, self.path, files)
+        return Calibration(
+            name, sha256, self.num_tokens, self.context_length, kind, *versions, self.path, files
+        )
 
 
 def _num_readable(files: tuple[Path, ...], num_in_text: int) -> int:
@@ -207,7 +225,9 @@ def _sha256(path: Path) -> str:
     try:
         return sha256_of(path)
     except OSError as error:
-        raise RequestError("The text cannot be read.", where=f"--calibrate {path}", found=error) from error
+        raise RequestError(
+            "The text cannot be read.", where=f"--calibrate {path}", found=error
+        ) from error
 
 
 def _version(package: str) -> str:
@@ -215,4 +235,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError as error:
         remedy = f"pip install {package}"
-        raise RequestError("A calibration needs a package.", expected=package, found="none", remedy=remedy) from error
+        raise RequestError(
+            "A calibration needs a package.", expected=package, found="none", remedy=remedy
+        ) from error

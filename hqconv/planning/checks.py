@@ -28,8 +28,14 @@ from hqconv.schemas.weight_schema import PARAM_DTYPES
 # Two levels of scales: above those of groups, which e4m3 holds, a static one, the largest input / (6 * 448).
 _TWO_LEVELS, _OF_TWO_LEVELS = "static_tensor_dynamic_group", "float4e2m1"
 _DYNAMIC = "Use an input schema whose scales are found while serving, such as fp8 or int8."
-_BATCH, _READERS = 256, 16  # scales of a read, and reads at once: a file system far away answers late
-_MAX_NAME, _MAX_PATH = 255, 3072  # bytes, of most file systems; of a path with room for that of the output
+_BATCH, _READERS = (
+    256,
+    16,
+)  # scales of a read, and reads at once: a file system far away answers late
+_MAX_NAME, _MAX_PATH = (
+    255,
+    3072,
+)  # bytes, of most file systems; of a path with room for that of the output
 _OURS = (
     *(artifact_names.CONFIG, artifact_names.INDEX, artifact_names.MANIFEST),
     *(artifact_names.JOURNAL, artifact_names.CARD, artifact_names.SUMS),
@@ -37,7 +43,9 @@ _OURS = (
 _CODE_DTYPES = ("F8_E4M3", "F8_E5M2", "F4", "U8", "I8", "I32")
 
 
-def check_request(experts: ExpertMap, spec: ConversionSpec, heads: AttentionHeads = NO_HEADS) -> None:
+def check_request(
+    experts: ExpertMap, spec: ConversionSpec, heads: AttentionHeads = NO_HEADS
+) -> None:
     """Raise RequestError for a request that this version, Humming or the experts' sizes do not allow.
 
     heads: of the model, for the TP sizes that a message names. The rules of each GPU are in
@@ -51,7 +59,10 @@ def check_request(experts: ExpertMap, spec: ConversionSpec, heads: AttentionHead
         if spec.layout == artifact_names.KERNEL:
             _check_layer_spec(layer_spec)
     if spec.layout == artifact_names.CHECKPOINT and spec.of_layers:
-        what, remedy = "The checkpoint layout has one schema for all layers.", "Use --layout kernel."
+        what, remedy = (
+            "The checkpoint layout has one schema for all layers.",
+            "Use --layout kernel.",
+        )
         found = "; ".join(f"{one.schema.name}, {one.inputs.name} activations" for one in specs)
         raise RequestError(what, where="--layout checkpoint", found=found, remedy=remedy)
     if spec.layout == artifact_names.CHECKPOINT and spec.grid != Grid():
@@ -115,13 +126,21 @@ def _check_layer_spec(spec: LayerSpec) -> None:
             inputs, _ = nearest(one)
             runs += [f"{one.schema.name} with --input-schema {', '.join(inputs)}"] if inputs else []
         _, schemas = nearest(next(iter(reasons)))
-        runs += [f"{spec.inputs.name} activations with --schema {', '.join(schemas)}"] if schemas else []
+        runs += (
+            [f"{spec.inputs.name} activations with --schema {', '.join(schemas)}"]
+            if schemas
+            else []
+        )
         is_pair = len(spec.each) > 1
-        texts = [f"{one.schema.name}: {reason}" if is_pair else reason for one, reason in reasons.items()]
+        texts = [
+            f"{one.schema.name}: {reason}" if is_pair else reason for one, reason in reasons.items()
+        ]
         raise RequestError(
             f"Humming does not run this pair on {spec.target.name}: {'; '.join(texts)}.",
             where=f"--schema {spec.schema.name} --input-schema {spec.inputs.name}",
-            expected=f"on {spec.target.name}: {'; '.join(runs)}" if runs else "a pair that runs there",
+            expected=f"on {spec.target.name}: {'; '.join(runs)}"
+            if runs
+            else "a pair that runs there",
         )
     if spec.target.cuda is None and any(map(needs_cuda, spec.each)):
         raise RequestError(
@@ -152,9 +171,13 @@ def _check_sizes(layer: MoeLayer, spec: ConversionSpec, heads: AttentionHeads) -
             and ENGINE.inner_obstacle(layer.intermediate_size, spec.grid) is None,
         )
     except RequestError as error:
-        of_blocks = [gemm for gemm in artifact_names.GEMMS if schema.of(gemm).weight_scale_type == "block"]
+        of_blocks = [
+            gemm for gemm in artifact_names.GEMMS if schema.of(gemm).weight_scale_type == "block"
+        ]
         formats = [(layer.format.of_gemm(gemm), schema.of(gemm)) for gemm in of_blocks]
-        if not formats or any(why_not_direct(source, one, spec.param_dtype) for source, one in formats):
+        if not formats or any(
+            why_not_direct(source, one, spec.param_dtype) for source, one in formats
+        ):
             raise
         hint = " With --schema source the source's scales are repeated into smaller blocks."
         fields = {"where": error.where, "expected": error.expected, "found": error.found}
@@ -237,7 +260,9 @@ def check_matrix_scales(source: Source, layers: Sequence[MoeLayer]) -> tuple[str
         return ()  # files without data so far: headers alone are planned, and decoding refuses them
     zeros, wrong = [], []
     for layer, ref, divides, stored in scales:
-        is_zero, is_infinite = (math.isinf(stored), stored == 0) if divides else (stored == 0, math.isinf(stored))
+        is_zero, is_infinite = (
+            (math.isinf(stored), stored == 0) if divides else (stored == 0, math.isinf(stored))
+        )
         if is_infinite or math.isnan(stored) or stored < 0:
             wrong.append((layer, ref, divides, stored))
         elif is_zero:
@@ -249,7 +274,9 @@ def check_matrix_scales(source: Source, layers: Sequence[MoeLayer]) -> tuple[str
             "A scale is not usable: its weights would be no numbers.",
             where=ref.name,
             expected=usable_scales(divides=divides),
-            found=f"{stored}; {len(wrong)} such scales in {', '.join(names)}" if len(wrong) > 1 else stored,
+            found=f"{stored}; {len(wrong)} such scales in {', '.join(names)}"
+            if len(wrong) > 1
+            else stored,
             remedy="Get a good copy of the checkpoint, or leave the layer as it is, by a recipe: "
             f'[[override]], blocks = "{layer.name}", schema = "none".',
         )
@@ -258,13 +285,23 @@ def check_matrix_scales(source: Source, layers: Sequence[MoeLayer]) -> tuple[str
     return (f"{zeros[0]} makes all weights of its matrix 0 ({plural(len(zeros), 'such scale')}).",)
 
 
-def _matrix_scales(source: Source, layers: Sequence[MoeLayer]) -> Iterator[tuple[MoeLayer, TensorRef, bool, float]]:
+def _matrix_scales(
+    source: Source, layers: Sequence[MoeLayer]
+) -> Iterator[tuple[MoeLayer, TensorRef, bool, float]]:
     """Yield each scale of a matrix in the order of files: its layer, tensor, whether it divides, and its number."""
     found: dict[tuple[int, int], tuple[MoeLayer, TensorRef, bool]] = {}
     for layer in layers if source.listing is None else ():
-        parts = [(role, part) for role in layer.parts for part in ("scale", "scale_2") if part in layer.parts[role]]
+        parts = [
+            (role, part)
+            for role in layer.parts
+            for part in ("scale", "scale_2")
+            if part in layer.parts[role]
+        ]
         for role, part in [one for one in parts if _is_of_matrices(layer, *one)]:
-            divides, is_stacked = layer.format.of(role).divides(part), layer.parts[role][part].is_stacked
+            divides, is_stacked = (
+                layer.format.of(role).divides(part),
+                layer.parts[role][part].is_stacked,
+            )
             for expert, of_role in enumerate(layer.sources):
                 ref = of_role[role][part]
                 name = f"{ref.name}, expert {expert}" if is_stacked else ref.name
@@ -274,7 +311,12 @@ def _matrix_scales(source: Source, layers: Sequence[MoeLayer]) -> Iterator[tuple
     places = [found[key] for key in sorted(found)]
     buffers = [(ref, bytearray(ref.num_bytes)) for _, ref, _ in places]
     with ThreadPoolExecutor(_READERS, "hqconv-scales") as pool:
-        list(pool.map(source.read_all_into, (buffers[i : i + _BATCH] for i in range(0, len(buffers), _BATCH))))
+        list(
+            pool.map(
+                source.read_all_into,
+                (buffers[i : i + _BATCH] for i in range(0, len(buffers), _BATCH)),
+            )
+        )
     for (layer, ref, divides), (_, data) in zip(places, buffers, strict=True):
         for number in _numbers(data, ref.dtype):
             yield layer, ref, divides, number
@@ -299,7 +341,9 @@ def check_copied(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -
     if spec.layout != artifact_names.CHECKPOINT or checkpoint.quantization is None:
         return
     refs = (checkpoint.tensors[name] for name in experts.copied)
-    quantized = next((ref for ref in refs if ref.dtype in _CODE_DTYPES and len(ref.shape) > 1), None)
+    quantized = next(
+        (ref for ref in refs if ref.dtype in _CODE_DTYPES and len(ref.shape) > 1), None
+    )
     if quantized is not None:
         raise RequestError(
             "The checkpoint layout cannot hold this source: its other layers are quantized as well.",
@@ -316,14 +360,23 @@ def check_sidecar_files(other_files: Iterable[str], planned: Collection[str], la
     planned: the files of tensors. Raises InputError that names the file.
     """
     names = list(other_files)
-    taken = {*planned, *_OURS, *(name + artifact_names.PARTIAL for name in (*planned, *_OURS, *names))}
+    taken = {
+        *planned,
+        *_OURS,
+        *(name + artifact_names.PARTIAL for name in (*planned, *_OURS, *names)),
+    }
     # A folder may not lie where any file comes, and a file not where the artifact's folders come.
     folders = {folder.as_posix() for path in planned for folder in Path(path).parents}
     for path in names:
         above = {folder.as_posix() for folder in Path(path).parents}
-        is_theirs = layout == artifact_names.KERNEL and path.split("/")[0] == artifact_names.EXPERTS_FOLDER
+        is_theirs = (
+            layout == artifact_names.KERNEL and path.split("/")[0] == artifact_names.EXPERTS_FOLDER
+        )
         if path in taken or path in folders or above & taken or is_theirs:
-            what, expected = "A file of the source has a name that the artifact needs.", "another name"
+            what, expected = (
+                "A file of the source has a name that the artifact needs.",
+                "another name",
+            )
             remedy = "Rename the file, or leave it out of the source."
             raise InputError(what, where=path, expected=expected, remedy=remedy)
         _check_length(path)
@@ -333,6 +386,11 @@ def _check_length(path: str) -> None:
     longest = max(len(part.encode()) for part in Path(path + artifact_names.PARTIAL).parts)
     for num_bytes, most in ((longest, _MAX_NAME), (len(path.encode()), _MAX_PATH)):
         if num_bytes > most:
-            what, expected = "The name of a file of the source is too long.", f"at most {most} bytes"
+            what, expected = (
+                "The name of a file of the source is too long.",
+                f"at most {most} bytes",
+            )
             found = f"{num_bytes} bytes, with {artifact_names.PARTIAL} while it is written"
-            raise InputError(what, where=path, expected=expected, found=found, remedy="Rename the file.")
+            raise InputError(
+                what, where=path, expected=expected, found=found, remedy="Rename the file."
+            )

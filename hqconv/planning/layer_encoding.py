@@ -12,7 +12,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hqconv.errors import RequestError
-from hqconv.formats.source_format import DIRECT, DIRECT_ROUNDED, SourceFormat, conversion_of, layer_conversion
+from hqconv.formats.source_format import (
+    DIRECT,
+    DIRECT_ROUNDED,
+    SourceFormat,
+    conversion_of,
+    layer_conversion,
+)
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.calibration import Calibration
 from hqconv.schemas.artifact_names import GEMMS
@@ -24,7 +30,9 @@ from hqconv.schemas.weight_schema import LayerSchema, WeightSchema, pair
 # raised by every change of its results, so that `verify` knows which searches it can repeat.
 # tests/quantization/test_scale_search.py holds the results to a digest.
 SEARCH_VERSION = 4
-CALIBRATION_VERSION = 2  # of the results of gptq (`calibration/gptq`): raised by every change of them
+CALIBRATION_VERSION = (
+    2  # of the results of gptq (`calibration/gptq`): raised by every change of them
+)
 
 
 def quantizer_version(quantizer: str) -> int:
@@ -45,7 +53,9 @@ class EncodingOptions:
     calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
-        assert (self.calibration is not None) == (self.quantizer == GPTQ), "a calibration belongs to gptq"
+        assert (self.calibration is not None) == (self.quantizer == GPTQ), (
+            "a calibration belongs to gptq"
+        )
 
     @classmethod
     def parse(cls, arguments: EncodingArguments) -> EncodingOptions:
@@ -62,14 +72,25 @@ class EncodingOptions:
         version = document.get("quantizer_version")
         is_versioned = quantizer != RTN and type(version) is int and version > 0
         found = {
-            "round_scales": (document.get("round_scales", True) is True, document.get("round_scales")),
+            "round_scales": (
+                document.get("round_scales", True) is True,
+                document.get("round_scales"),
+            ),
             "quantizer": (quantizer in (*QUANTIZERS, GPTQ), repr(quantizer)),
-            "calibration": (("calibration" in document) == (quantizer == GPTQ), f"quantizer {quantizer}"),
-            "quantizer_version": (version is None or is_versioned, f"{version!r}, of the quantizer {quantizer}"),
+            "calibration": (
+                ("calibration" in document) == (quantizer == GPTQ),
+                f"quantizer {quantizer}",
+            ),
+            "quantizer_version": (
+                version is None or is_versioned,
+                f"{version!r}, of the quantizer {quantizer}",
+            ),
         }
         for key, (is_possible, value) in found.items():
             if not is_possible:
-                raise RequestError("A recorded option has an impossible value.", where=key, found=value)
+                raise RequestError(
+                    "A recorded option has an impossible value.", where=key, found=value
+                )
         calibration = Calibration.from_dict(document["calibration"]) if quantizer == GPTQ else None
         return cls("round_scales" in document, quantizer, calibration)
 
@@ -106,7 +127,10 @@ class EncodingOptions:
     @staticmethod
     def summary_of(document: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keys of plans and summaries for a manifest, which may be damaged."""
-        return {"quantizer": document.get("quantizer", RTN), "calibration": document.get("calibration")}
+        return {
+            "quantizer": document.get("quantizer", RTN),
+            "calibration": document.get("calibration"),
+        }
 
     @property
     def keeps_scales(self) -> bool:
@@ -117,15 +141,23 @@ class EncodingOptions:
         """Return how a GEMM in the format `source` is converted, as `conversion_of`."""
         return conversion_of(source, schema, param_dtype, round_scales=self.round_scales)
 
-    def conversions(self, source: SourceFormat, schema: LayerSchema, param_dtype: str) -> dict[str, str]:
+    def conversions(
+        self, source: SourceFormat, schema: LayerSchema, param_dtype: str
+    ) -> dict[str, str]:
         """Return how each GEMM of a layer in the format `source` is converted, as `conversion_of`."""
-        return {gemm: self.conversion(source.of_gemm(gemm), schema.of(gemm), param_dtype) for gemm in GEMMS}
+        return {
+            gemm: self.conversion(source.of_gemm(gemm), schema.of(gemm), param_dtype)
+            for gemm in GEMMS
+        }
 
-    def effective(self, layers: Iterable[tuple[SourceFormat, LayerSchema]], param_dtype: str) -> EncodingOptions:
+    def effective(
+        self, layers: Iterable[tuple[SourceFormat, LayerSchema]], param_dtype: str
+    ) -> EncodingOptions:
         """Return the options without a `round_scales` that changes no layer: equal bytes get equal manifests."""
         plain = replace(self, round_scales=False)
         changes = any(
-            self.conversions(source, schema, param_dtype) != plain.conversions(source, schema, param_dtype)
+            self.conversions(source, schema, param_dtype)
+            != plain.conversions(source, schema, param_dtype)
             for source, schema in layers
         )
         return replace(self, round_scales=changes)
@@ -246,7 +278,9 @@ def encoding_of(
             source.is_permuted,
         )
     tall, wide = (inner, layer.hidden_size), (layer.hidden_size, inner)
-    return LayerEncoding(**of_gemms, shapes={role: wide if role == "w2" else tall for role in layer.roles})
+    return LayerEncoding(
+        **of_gemms, shapes={role: wide if role == "w2" else tall for role in layer.roles}
+    )
 
 
 def takes_powers_of_two(source: SourceFormat, schema: WeightSchema) -> bool:

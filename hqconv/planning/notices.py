@@ -7,7 +7,12 @@ from typing import Any
 
 from hqconv.calibration.transformers_model import positions_warning
 from hqconv.errors import first_few, plural
-from hqconv.formats.source_format import DIRECT_ROUNDED, LARGEST_CHANGE, conversion_of, why_not_direct
+from hqconv.formats.source_format import (
+    DIRECT_ROUNDED,
+    LARGEST_CHANGE,
+    conversion_of,
+    why_not_direct,
+)
 from hqconv.io.checkpoint_files import FrontMatter, are_all_shards
 from hqconv.io.sidecar_files import FOREIGN, has_tokenizer
 from hqconv.kernel_layout.compatibility import fuses_exponents, why_overflow
@@ -30,7 +35,10 @@ PROVEN_SM = 90  # of an H200: docs/kernels.md
 
 
 def request_warnings(
-    experts: ExpertMap, spec: ConversionSpec, config: Mapping[str, Any], heads: AttentionHeads = NO_HEADS
+    experts: ExpertMap,
+    spec: ConversionSpec,
+    config: Mapping[str, Any],
+    heads: AttentionHeads = NO_HEADS,
 ) -> tuple[str, ...]:
     """Return warnings about a request that converts, but runs badly or loses what another option would keep.
 
@@ -48,9 +56,17 @@ def request_warnings(
         reasons = ENGINE.kernel_layout_obstacles(experts.family, spec.grid, heads, counts)
         if spec.grid.split == GROUPS:
             sizes = dict.fromkeys(layer.intermediate_size for layer in experts.layers)
-            reasons += [reason for size in sizes if (reason := ENGINE.inner_obstacle(size, spec.grid)) is not None]
-        warnings += [f"{ENGINE.release} will not serve this artifact: {reason}." for reason in reasons]
-    kernel_specs = dict.fromkeys(one for layer in experts.layers for one in spec.layer_spec_of(layer.name).each)
+            reasons += [
+                reason
+                for size in sizes
+                if (reason := ENGINE.inner_obstacle(size, spec.grid)) is not None
+            ]
+        warnings += [
+            f"{ENGINE.release} will not serve this artifact: {reason}." for reason in reasons
+        ]
+    kernel_specs = dict.fromkeys(
+        one for layer in experts.layers for one in spec.layer_spec_of(layer.name).each
+    )
     warnings += [reason for one in kernel_specs if (reason := why_overflow(one)) is not None]
     if spec.layout == artifact_names.KERNEL:
         warnings += [reason for one in kernel_specs for reason in _kernel_warnings(one)]
@@ -65,7 +81,9 @@ def request_warnings(
 
 def _activation_warnings(experts: ExpertMap) -> list[str]:
     """Warn of activations of which only the name is known; weights do not depend on them."""
-    unknown = (layer.activation.describe() for layer in experts.layers if not layer.knows_activation)
+    unknown = (
+        layer.activation.describe() for layer in experts.layers if not layer.knows_activation
+    )
     return [
         f"the experts' activation {name} is known by name only: verify's kernel check passes over these layers, and "
         f"{ENGINE.name} refuses to serve them from the kernel layout."
@@ -100,13 +118,17 @@ def _search_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
     for layer in experts.layers:
         encoding = spec.encoding_of(layer)
         for gemm in (encoding.w13, encoding.w2):
-            may_requantize = (gemm.schema.is_coupled or gemm.is_permuted) and not spec.must_be_direct
+            may_requantize = (
+                gemm.schema.is_coupled or gemm.is_permuted
+            ) and not spec.must_be_direct
             if may_requantize or not gemm.is_direct:
                 return []
     if options.quantizer == RTN:
         return []
     named = f"--quantizer {options.quantizer}" if options.calibration is None else "--calibrate"
-    return [f"{named} has no effect: the codes of all experts are kept, and there is no scale to search for."]
+    return [
+        f"{named} has no effect: the codes of all experts are kept, and there is no scale to search for."
+    ]
 
 
 def _order_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
@@ -114,7 +136,11 @@ def _order_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
     layers = [layer for layer in experts.layers if spec.encoding_of(layer).sorts_columns]
     if not layers:
         return []
-    otherwise = "refused" if all(spec.kept(layer.name) for layer in layers) else "quantized anew, and counted"
+    otherwise = (
+        "refused"
+        if all(spec.kept(layer.name) for layer in layers)
+        else "quantized anew, and counted"
+    )
     return [
         f"{plural(len(layers), 'layer')} may have columns in an order of their own (g_idx, act order). The codes of w2 "
         "are kept, with its columns sorted by group and the rows of gate and up in the same order. The codes of gate "
@@ -133,8 +159,15 @@ def _checkpoint_layout_warnings(experts: ExpertMap, spec: ConversionSpec) -> lis
         for one in schema.each
     )
     of_family = next((reason for reason in of_layers if reason), None)
-    named = ((f"'{schema.name}' with {spec.param_dtype}", of_schema), (f"'{experts.family}'", of_family))
-    return [f"{ENGINE.release} cannot serve {name} from this layout: {reason}." for name, reason in named if reason]
+    named = (
+        (f"'{schema.name}' with {spec.param_dtype}", of_schema),
+        (f"'{experts.family}'", of_family),
+    )
+    return [
+        f"{ENGINE.release} cannot serve {name} from this layout: {reason}."
+        for name, reason in named
+        if reason
+    ]
 
 
 def _dtype_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
@@ -147,7 +180,8 @@ def _dtype_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
         for gemm in artifact_names.GEMMS
     ]
     num_direct: dict[str, int] = {
-        dtype: sum(not why_not_direct(source, schema, dtype) for source, schema in gemms) for dtype in PARAM_DTYPES
+        dtype: sum(not why_not_direct(source, schema, dtype) for source, schema in gemms)
+        for dtype in PARAM_DTYPES
     }
     return [
         f"the source's scales are {dtype}: with --dtype {dtype} its codes would be kept as they are."
@@ -164,7 +198,11 @@ def _rounding_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
         for layer in experts.layers
         for gemm in artifact_names.GEMMS
         if gemm not in spec.kept(layer.name)
-        and conversion_of(source := layer.format.of_gemm(gemm), spec.layer_spec_of(layer.name).schema.of(gemm), dtype)
+        and conversion_of(
+            source := layer.format.of_gemm(gemm),
+            spec.layer_spec_of(layer.name).schema.of(gemm),
+            dtype,
+        )
         == DIRECT_ROUNDED
     }
     return [
@@ -177,7 +215,9 @@ def _rounding_warnings(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
 def _missing_scales(experts: ExpertMap, spec: ConversionSpec) -> list[str]:
     """Warn of experts that calibration missed: the largest scale of the other experts serves these too."""
     layers = spec.static_layers(experts)
-    of_all = [name for layer in layers for names in layer.input_scales.missing.values() for name in names]
+    of_all = [
+        name for layer in layers for names in layer.input_scales.missing.values() for name in names
+    ]
     if not of_all:
         return []
     return [
@@ -193,7 +233,9 @@ def source_notices(checkpoint: Source, experts: ExpertMap) -> list[str]:
     notices = [] if family is None else layer_notices(family, names, checkpoint.tensors, text)
     notices += halves_notices(checkpoint, experts.layers)
     if not experts.is_own_row:
-        activations = ", ".join(dict.fromkeys(layer.activation.describe() for layer in experts.layers))
+        activations = ", ".join(
+            dict.fromkeys(layer.activation.describe() for layer in experts.layers)
+        )
         notices.append(
             f"hqconv does not know the model_type {checkpoint.config.get('model_type')}: its experts were found by the "
             f"names of {experts.family}, and their numbers by its config keys. Compare the activation ({activations}) "
@@ -209,11 +251,15 @@ def source_notices(checkpoint: Source, experts: ExpertMap) -> list[str]:
     elif not has_tokenizer(checkpoint.other_files):
         made = checkpoint.made
         if made.obstacle:
-            notices.append(f"no tokenizer can be made from the metadata of {made.origin}: {made.obstacle}.")
+            notices.append(
+                f"no tokenizer can be made from the metadata of {made.origin}: {made.obstacle}."
+            )
         if checkpoint.place == checkpoint.root:
             notices.append(no_tokenizer("source"))
         else:
-            remedy = "put the GGUF file and the publisher's files into a folder, and convert the folder"
+            remedy = (
+                "put the GGUF file and the publisher's files into a folder, and convert the folder"
+            )
             notices.append(no_tokenizer("source", remedy))
     return notices
 
@@ -229,7 +275,11 @@ def no_tokenizer(folder: str, remedy: str = "copy the publisher's files into it"
 def draft_layers(experts: ExpertMap, config: Mapping[str, Any]) -> list[str]:
     """Return the names of the layers for multi-token prediction, which transformers does not run."""
     family, text = BY_NAME.get(experts.family), text_config(config)
-    return [] if family is None else [one.name for one in experts.layers if is_draft(family, one.index, text)]
+    return (
+        []
+        if family is None
+        else [one.name for one in experts.layers if is_draft(family, one.index, text)]
+    )
 
 
 def calibration_notices(calibration: Calibration | None, config: Mapping[str, Any]) -> list[str]:
@@ -243,7 +293,9 @@ def calibration_notices(calibration: Calibration | None, config: Mapping[str, An
 def source_warnings(checkpoint: Source) -> list[str]:
     """List the files of the source that are not taken along; warn if its license and tags are not taken over."""
     left_out = checkpoint.loose.left_out
-    warnings = [f"{name} is left out: {reason}." for name, reason in left_out.items() if reason != FOREIGN]
+    warnings = [
+        f"{name} is left out: {reason}." for name, reason in left_out.items() if reason != FOREIGN
+    ]
     if foreign := [name for name, reason in left_out.items() if reason == FOREIGN]:
         what = plural(len(foreign), "file or folder", "files and folders")
         warnings.append(f"{what} left out: {FOREIGN} ({first_few(foreign)}).")

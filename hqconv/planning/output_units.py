@@ -63,7 +63,9 @@ def build_file(
     header = len(header).to_bytes(8, "little") + header
     start = len(header)
     tensors = {
-        spec.name: TensorRef(spec.name, spec.dtype, tuple(spec.shape), number, start + begin, spec.num_bytes)
+        spec.name: TensorRef(
+            spec.name, spec.dtype, tuple(spec.shape), number, start + begin, spec.num_bytes
+        )
         for spec, begin in zip(specs, begins, strict=True)
     }
     return OutFile(path, header, start + end, tensors)
@@ -114,7 +116,9 @@ class MoeLayerPlan:
         if not self.forms:
             total = sum(ref.num_bytes for file in self.files for ref in file.tensors.values())
             return -(-total // self.layer.num_experts)
-        of_rank = sum(spec.num_bytes for form in self.forms.values() for spec in form.tensors.values())
+        of_rank = sum(
+            spec.num_bytes for form in self.forms.values() for spec in form.tensors.values()
+        )
         return of_rank * len(self.slices) * max(len(homes) for homes in self.homes)
 
     @cached_property
@@ -197,7 +201,10 @@ OutputUnit = MoeLayerPlan | CopiedShardPlan
 def gemm_shapes(layer: MoeLayer, tp: int, schema: LayerSchema) -> dict[str, tuple[int, int]]:
     """Return (N, K) of each GEMM on every TP rank, before the kernel's padding."""
     share = tp_share(layer.intermediate_size, tp, schema)
-    return {"w13": ((2 if layer.gated else 1) * share, layer.hidden_size), "w2": (layer.hidden_size, share)}
+    return {
+        "w13": ((2 if layer.gated else 1) * share, layer.hidden_size),
+        "w2": (layer.hidden_size, share),
+    }
 
 
 def kernel_unit(layer: MoeLayer, spec: ConversionSpec) -> MoeLayerPlan:
@@ -210,7 +217,9 @@ def kernel_unit(layer: MoeLayer, spec: ConversionSpec) -> MoeLayerPlan:
         for gemm, (n, k) in gemm_shapes(layer, spec.grid.tp, layer_spec.schema).items()
     }
     files, inputs = [], layer_spec.inputs
-    scales = [artifact_names.input_scale(layer.name, gemm, inputs) for gemm in forms if inputs.is_static]
+    scales = [
+        artifact_names.input_scale(layer.name, gemm, inputs) for gemm in forms if inputs.is_static
+    ]
     for number, (tp_rank, ep_rank) in enumerate(spec.grid.ranks):
         num_local = len(spec.grid.local_experts(layer.num_experts, ep_rank))
         specs = [
@@ -221,7 +230,11 @@ def kernel_unit(layer: MoeLayer, spec: ConversionSpec) -> MoeLayerPlan:
         specs += [TensorSpec(name, "F32", (1,)) for name in scales]
         metadata = {"format": "pt", "rank": artifact_names.rank_name(tp_rank, ep_rank)}
         metadata |= {gemm: form.config_json(num_local) for gemm, form in forms.items()}
-        files.append(build_file(artifact_names.rank_file(layer.name, tp_rank, ep_rank), specs, metadata, number))
+        files.append(
+            build_file(
+                artifact_names.rank_file(layer.name, tp_rank, ep_rank), specs, metadata, number
+            )
+        )
     slices = tp_slices(layer.intermediate_size, spec.grid, layer_spec.schema)
     return MoeLayerPlan(layer, spec.encoding_of(layer), tuple(files), forms, spec.grid, slices)
 
@@ -244,7 +257,10 @@ def expert_shards(layer: MoeLayer, spec: ConversionSpec) -> list[Shard]:
     from hqconv.kernel_layout.transform import packed_form
 
     schema, dtype = spec.layer_spec_of(layer.name).schema, spec.param_dtype
-    forms = {role: packed_form(*layer.shape(role), schema.of(role), dtype, layer.has_bias) for role in layer.roles}
+    forms = {
+        role: packed_form(*layer.shape(role), schema.of(role), dtype, layer.has_bias)
+        for role in layer.roles
+    }
     expert_bytes = sum(t.num_bytes for tensors in forms.values() for t in tensors.values())
     per_shard = max(1, MAX_SHARD_BYTES // expert_bytes)
     shards = []
@@ -273,7 +289,9 @@ def copy_shards(refs: Iterable[TensorRef]) -> list[Shard]:
     return [Shard(chosen, tuple(chosen)) for chosen in shards]
 
 
-def shard_units(shards: list[Shard], spec: ConversionSpec) -> tuple[list[MoeLayerPlan], list[CopiedShardPlan]]:
+def shard_units(
+    shards: list[Shard], spec: ConversionSpec
+) -> tuple[list[MoeLayerPlan], list[CopiedShardPlan]]:
     """Number ordinary shards; return the units of layers, all shards of a layer in one unit, and the copied shards."""
     of_layer: dict[str, list[tuple[Shard, OutFile]]] = {}
     copies = []
@@ -288,7 +306,13 @@ def shard_units(shards: list[Shard], spec: ConversionSpec) -> tuple[list[MoeLaye
     for parts in of_layer.values():
         layer = parts[0][0].layer
         assert layer is not None
-        expert_files = [number for number, (shard, _) in enumerate(parts) for _ in range(shard.num_experts)]
+        expert_files = [
+            number for number, (shard, _) in enumerate(parts) for _ in range(shard.num_experts)
+        ]
         files = tuple(file for _, file in parts)
-        layers.append(MoeLayerPlan(layer, spec.encoding_of(layer), files, {}, expert_files=tuple(expert_files)))
+        layers.append(
+            MoeLayerPlan(
+                layer, spec.encoding_of(layer), files, {}, expert_files=tuple(expert_files)
+            )
+        )
     return layers, copies

@@ -27,7 +27,12 @@ from hqconv.planning.checks import (
     check_sidecar_files,
     refuse_unserved,
 )
-from hqconv.planning.notices import calibration_notices, request_warnings, source_notices, source_warnings
+from hqconv.planning.notices import (
+    calibration_notices,
+    request_warnings,
+    source_notices,
+    source_warnings,
+)
 from hqconv.planning.output_units import (
     MoeLayerPlan,
     OutputUnit,
@@ -74,7 +79,11 @@ class SourceFacts:
 
 def source_facts(checkpoint: Source, experts: ExpertMap | None) -> SourceFacts:
     """Return the facts of an opened source; `experts` None where they cannot be mapped."""
-    kinds = {"converted": experts.converted, "copied": experts.copied, "dropped": experts.dropped} if experts else {}
+    kinds = (
+        {"converted": experts.converted, "copied": experts.copied, "dropped": experts.dropped}
+        if experts
+        else {}
+    )
     tensors = checkpoint.tensors
     return SourceFacts(
         name=checkpoint.name,
@@ -87,14 +96,26 @@ def source_facts(checkpoint: Source, experts: ExpertMap | None) -> SourceFacts:
         num_tensors=len(tensors),
         num_bytes=checkpoint.total_bytes,
         heads=attention_heads(checkpoint.config),
-        bytes_of={kind: sum(tensors[name].num_bytes for name in names) for kind, names in kinds.items()},
+        bytes_of={
+            kind: sum(tensors[name].num_bytes for name in names) for kind, names in kinds.items()
+        },
     )
 
 
 # Modules that vLLM builds as column, row or vocabulary parallel layers: the last part of a module's name.
 _KV = ("k_proj", "v_proj")
 _CUT = (
-    *("q_proj", *_KV, "qkv_proj", "query_key_value", "o_proj", "q_b_proj", "kv_b_proj", "wq_b", "wo_b"),
+    *(
+        "q_proj",
+        *_KV,
+        "qkv_proj",
+        "query_key_value",
+        "o_proj",
+        "q_b_proj",
+        "kv_b_proj",
+        "wq_b",
+        "wo_b",
+    ),
     *("in_proj_qkv", "in_proj_qkvz", "in_proj_z", "out_proj"),
     *("gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3"),
     *("embed_tokens", "embed", "wte", "word_embeddings", "lm_head", "head"),
@@ -120,7 +141,11 @@ class GpuMemory:
 
 
 def other_bytes_on_gpu(
-    tensors: Mapping[str, TensorRef], copied: Iterable[str], left: Collection[str], grid: Grid, heads: AttentionHeads
+    tensors: Mapping[str, TensorRef],
+    copied: Iterable[str],
+    left: Collection[str],
+    grid: Grid,
+    heads: AttentionHeads,
 ) -> int | None:
     """Return the bytes of the copied tensors on each GPU; None for a grid that the engine cannot start.
 
@@ -162,7 +187,8 @@ def expert_bytes(layers: Iterable[MoeLayer], spec: LayerSpec, tp: int) -> int:
         if key not in of_expert:
             shapes = gemm_shapes(layer, tp, spec.schema)
             of_expert[key] = sum(
-                gemm_bytes(n, k, spec.of(gemm), has_bias=layer.has_bias) for gemm, (n, k) in shapes.items()
+                gemm_bytes(n, k, spec.of(gemm), has_bias=layer.has_bias)
+                for gemm, (n, k) in shapes.items()
             )
         total += of_expert[key] * layer.num_experts
     return total
@@ -193,9 +219,8 @@ class ConversionPlan:
     def __repr__(self) -> str:
         """Name the source, the schema and the sizes; the rest is in the attributes."""
         grid, spec = self.spec.grid, self.spec
-        text = (
-            f"{spec.schema.name}, {spec.layout} layout, tp {grid.tp}, ep {grid.ep}, {plural(len(self.layers), 'layer')}"
-        )
+        text = f"{spec.schema.name}, {spec.layout} layout, tp {grid.tp}, ep {grid.ep}"
+        text += f", {plural(len(self.layers), 'layer')}"
         return f"<ConversionPlan of {self.source.name!r}: {text}, {self.num_bytes_read} → {self.num_bytes_out} bytes>"
 
     @property
@@ -222,7 +247,11 @@ class ConversionPlan:
     def weight_map(self) -> dict[str, str]:
         """The model index of the ordinary shards: tensor name to file."""
         shards = [file for unit in self.units for file in unit.files if "/" not in file.path]
-        return {name: file.path for file in sorted(shards, key=lambda f: f.path) for name in file.tensors}
+        return {
+            name: file.path
+            for file in sorted(shards, key=lambda f: f.path)
+            for name in file.tensors
+        }
 
     @cached_property
     def paths(self) -> tuple[str, ...]:
@@ -294,7 +323,9 @@ class ConversionPlan:
         return {**document, "layout of the output files": digest.hexdigest()}
 
 
-def plan_conversion(options: ConversionOptions, source: Source, target: GpuTarget) -> ConversionPlan:
+def plan_conversion(
+    options: ConversionOptions, source: Source, target: GpuTarget
+) -> ConversionPlan:
     """Plan the conversion of a source: layers that are copied unchanged, spec, output files.
 
     Raises RequestError or InputError for options, a source or their combination that no conversion can have.
@@ -303,7 +334,11 @@ def plan_conversion(options: ConversionOptions, source: Source, target: GpuTarge
     choices = assign(options.overrides, {layer.name: layer.index for layer in experts.layers})
     left = {name for name, choice in choices.items() if choice.is_left}
     if options.schema is None:
-        left |= {name for name in plain_layers(experts) if name not in choices or choices[name].schema is None}
+        left |= {
+            name
+            for name in plain_layers(experts)
+            if name not in choices or choices[name].schema is None
+        }
     if left:
         experts = experts.without(left, source.tensors)
     spec = make_spec(options, experts, source.config, target, choices)
@@ -346,8 +381,13 @@ def make_plan(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> C
         other_files=checkpoint.other_files,
         other_bytes=checkpoint.loose.num_bytes,
         made_files=checkpoint.made.planned,
-        warnings=(*request_warnings(experts, spec, checkpoint.config, heads), *source_warnings(checkpoint)),
-        other_bytes_per_gpu=other_bytes_on_gpu(checkpoint.tensors, experts.copied, experts.left, spec.grid, heads),
+        warnings=(
+            *request_warnings(experts, spec, checkpoint.config, heads),
+            *source_warnings(checkpoint),
+        ),
+        other_bytes_per_gpu=other_bytes_on_gpu(
+            checkpoint.tensors, experts.copied, experts.left, spec.grid, heads
+        ),
     )
     notices = (
         *source_notices(checkpoint, experts),

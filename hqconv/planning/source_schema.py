@@ -64,7 +64,13 @@ def source_schemas(
         if choice.w13 is not None and choice.w2 is not None:
             continue
         for gemm, chosen in zip(GEMMS, (choice.w13, choice.w2), strict=True):
-            kind = (gemm, _kind(layer.format.of_gemm(gemm)), layer.hidden_size, layer.intermediate_size, layer.gated)
+            kind = (
+                gemm,
+                _kind(layer.format.of_gemm(gemm)),
+                layer.hidden_size,
+                layer.intermediate_size,
+                layer.gated,
+            )
             if chosen is None and kind not in of_kind:
                 of_kind[kind] = _source_schema(layer, gemm, param_dtype, grid, options.round_scales)
             own[gemm] = chosen or of_kind[kind]
@@ -78,7 +84,9 @@ def plain_layers(experts: ExpertMap) -> set[str]:
     return plain if len(plain) < len(experts.layers) else set()
 
 
-def _source_schema(layer: MoeLayer, gemm: str, param_dtype: str, grid: Grid, round_scales: bool) -> WeightSchema:
+def _source_schema(
+    layer: MoeLayer, gemm: str, param_dtype: str, grid: Grid, round_scales: bool
+) -> WeightSchema:
     source = layer.format.of_gemm(gemm)
     named_gemm = layer.name if source == layer.format else f"{layer.name}: {gemm}"
     if source.is_float:
@@ -92,7 +100,9 @@ def _source_schema(layer: MoeLayer, gemm: str, param_dtype: str, grid: Grid, rou
     if schema is not None:
         return named(schema)
     cuts = {t: replace(grid, tp=t, ep=1) for t in _TP_SIZES if t != grid.tp}
-    others = [t for t, cut in cuts.items() if _keeping(layer, source, param_dtype, cut, round_scales)[0]]
+    others = [
+        t for t, cut in cuts.items() if _keeping(layer, source, param_dtype, cut, round_scales)[0]
+    ]
     works = f" TP sizes that work: {', '.join(map(str, others))}." if others else ""
     raise RequestError(
         "No schema of Humming keeps the source's experts exactly.",
@@ -127,7 +137,11 @@ def source_param_dtype(experts: ExpertMap) -> str | None:
     If layers differ, the dtype of the first layer that has one.
     """
     sources = [layer.format.of(role) for layer in experts.layers for role in layer.roles]
-    made_for = (source.option("param_dtype", source.scale_dtype) for source in sources if not source.is_float)
+    made_for = (
+        source.option("param_dtype", source.scale_dtype)
+        for source in sources
+        if not source.is_float
+    )
     return next((str(dtype) for dtype in made_for if dtype in PARAM_DTYPES), None)
 
 
@@ -137,7 +151,9 @@ def named(schema: WeightSchema) -> WeightSchema:
     8-bit scales without a second one keep the name `source`, which manifests had before there was a shorthand of them.
     """
     known, shorthand = [*PRESETS.values()], shorthand_of(schema)
-    if shorthand and (schema.bs_dtype in (None, *PARAM_DTYPES) or schema.weight_scale_2_type != "none"):
+    if shorthand and (
+        schema.bs_dtype in (None, *PARAM_DTYPES) or schema.weight_scale_2_type != "none"
+    ):
         known.append(resolve_schema(shorthand))
     return next((one for one in known if one.humming_fields() == schema.humming_fields()), schema)
 
@@ -147,8 +163,13 @@ def direct_schemas(experts: ExpertMap, param_dtype: str) -> list[str]:
 
     Of columns with an order of groups only the values tell how much is kept: the texts say so.
     """
-    is_permuted = any(layer.format.of(role).is_permuted for layer in experts.layers for role in layer.roles)
-    return [f"{text}, as far as g_idx allows" * is_permuted or text for text in _direct_schemas(experts, param_dtype)]
+    is_permuted = any(
+        layer.format.of(role).is_permuted for layer in experts.layers for role in layer.roles
+    )
+    return [
+        f"{text}, as far as g_idx allows" * is_permuted or text
+        for text in _direct_schemas(experts, param_dtype)
+    ]
 
 
 def _direct_schemas(experts: ExpertMap, param_dtype: str) -> list[str]:
@@ -156,7 +177,10 @@ def _direct_schemas(experts: ExpertMap, param_dtype: str) -> list[str]:
         return [
             name
             for name, schema in PRESETS.items()
-            if all(not why_not_direct(b.format, schema, param_dtype, rounded=rounded) for b in experts.layers)
+            if all(
+                not why_not_direct(b.format, schema, param_dtype, rounded=rounded)
+                for b in experts.layers
+            )
             and all(_fits(layer, schema) for layer in experts.layers)
         ]
 
@@ -176,7 +200,10 @@ def _own_schema_text(experts: ExpertMap, param_dtype: str, options: EncodingOpti
         own = source_schemas(kept, dtype, Grid(), options)
     except RequestError:
         return ""
-    counts = Counter(one.describe() if SOURCE in [part.name for part in one.each] else one.name for one in own.values())
+    counts = Counter(
+        one.describe() if SOURCE in [part.name for part in one.each] else one.name
+        for one in own.values()
+    )
     if len(counts) == 1 and not left:
         return next(iter(counts))
     counted = [f"{name}: {number} layer{'s' * (number > 1)}" for name, number in counts.items()]
@@ -185,15 +212,21 @@ def _own_schema_text(experts: ExpertMap, param_dtype: str, options: EncodingOpti
 
 def _fits(layer: MoeLayer, schema: WeightSchema) -> bool:
     """Return whether the layer's sizes are whole scale groups of the schema, uncut."""
-    return not (layer.hidden_size % hidden_unit(schema) or layer.intermediate_size % slice_unit(schema))
+    return not (
+        layer.hidden_size % hidden_unit(schema) or layer.intermediate_size % slice_unit(schema)
+    )
 
 
 def _kind(source: SourceFormat) -> tuple[object, ...]:
     document = source.to_dict()
-    return tuple(document[key] for key in sorted(document) if key not in ("name", "options", "decoder"))
+    return tuple(
+        document[key] for key in sorted(document) if key not in ("name", "options", "decoder")
+    )
 
 
-def _candidates(layer: MoeLayer, source: SourceFormat, grid: Grid, *, may_round: bool) -> Iterator[WeightSchema]:
+def _candidates(
+    layer: MoeLayer, source: SourceFormat, grid: Grid, *, may_round: bool
+) -> Iterator[WeightSchema]:
     """Yield schemas that may hold a GEMM's format, the closest first; schemas that no kernel loads are left out."""
     small = source.scale_dtype if source.scale_dtype.startswith("float8") else None
     # A slice is whole groups, whatever their size, if groups are dealt.
@@ -206,16 +239,29 @@ def _candidates(layer: MoeLayer, source: SourceFormat, grid: Grid, *, may_round:
         makers.append({"weight_scale_type": "tensor", "bs_dtype": "float32"})
     if source.group_n == 1:
         kind = "group" if source.group_k else "channel"
-        makers.append({"weight_scale_type": kind, "weight_scale_group_size": source.group_k, "bs_dtype": small})
+        makers.append(
+            {
+                "weight_scale_type": kind,
+                "weight_scale_group_size": source.group_k,
+                "bs_dtype": small,
+            }
+        )
     else:
-        rows, columns = (_power_of_two(math.gcd(g or _MAX_BLOCK, share)) for g in (source.group_n, source.group_k))
+        rows, columns = (
+            _power_of_two(math.gcd(g or _MAX_BLOCK, share))
+            for g in (source.group_n, source.group_k)
+        )
         block = {"weight_scale_type": "block", "bs_dtype": "float32"}
         if rows >= _MIN_BLOCK_N and columns >= _MIN_BLOCK_K:
-            makers.append({**block, "weight_scale_group_size_n": rows, "weight_scale_group_size": columns})
+            makers.append(
+                {**block, "weight_scale_group_size_n": rows, "weight_scale_group_size": columns}
+            )
         if source.group_k == 0 and (may_round or source.scale_dtype != "float32"):
             makers.append({"weight_scale_type": "channel"})
         if small == "float8e8m0":
-            makers.append({"weight_scale_type": "group", "weight_scale_group_size": 32, "bs_dtype": small})
+            makers.append(
+                {"weight_scale_type": "group", "weight_scale_group_size": 32, "bs_dtype": small}
+            )
     for maker in makers:
         try:
             yield WeightSchema(
@@ -240,7 +286,9 @@ def _remedy(layer: MoeLayer, source: SourceFormat, param_dtype: str, grid: Grid)
     if source.scale_dtype in PARAM_DTYPES and source.scale_dtype != param_dtype:
         ways.append(f"Use --dtype {source.scale_dtype}")
     if _keeping(layer, source, param_dtype, grid, round_scales=True)[0] is not None:
-        ways.append(f"{'add' if ways else 'Add'} --round-scales: codes kept, scales rounded to {param_dtype}")
+        ways.append(
+            f"{'add' if ways else 'Add'} --round-scales: codes kept, scales rounded to {param_dtype}"
+        )
     if not ways:
         return "Name the schema to requantize to, such as fp8 or int4; the error is measured and recorded."
     return f"{', or '.join(ways)}; or name another schema to requantize to."

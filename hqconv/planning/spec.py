@@ -20,7 +20,14 @@ from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import EVEN, Grid, is_split_even
 from hqconv.schemas.input_schema import A16, InputSchema, KernelSpec, LayerSpec, resolve_inputs
 from hqconv.schemas.model_config import text_config
-from hqconv.schemas.options import GPTQ, ConversionArguments, LayerChoice, Override, conversion_options, group_by_schema
+from hqconv.schemas.options import (
+    GPTQ,
+    ConversionArguments,
+    LayerChoice,
+    Override,
+    conversion_options,
+    group_by_schema,
+)
 from hqconv.schemas.weight_schema import (
     PARAM_DTYPES,
     SOURCE,
@@ -60,7 +67,9 @@ class ConversionOptions:
         known = conversion_options()
         if unknown := arguments.keys() - known.keys():
             raise TypeError(f"unexpected keyword argument '{min(unknown)}'")
-        values: dict[str, Any] = {name: option.default for name, option in known.items()} | arguments
+        values: dict[str, Any] = {
+            name: option.default for name, option in known.items()
+        } | arguments
         for name, value in values.items():
             known[name].check(value)
         given = cast(ConversionArguments, values)
@@ -69,7 +78,11 @@ class ConversionOptions:
             schema=_weight_schema(given["schema"]),
             dtype=given["dtype"],
             grid=Grid(
-                given["tp"], given["ep"], given["expert_placement"], given["redundant_experts"], given["tp_split"]
+                given["tp"],
+                given["ep"],
+                given["expert_placement"],
+                given["redundant_experts"],
+                given["tp_split"],
             ),
             target=given["target"],
             cuda=given["cuda"],
@@ -86,13 +99,17 @@ class ConversionOptions:
         if self.calibrate is None:
             return self
         calibration = self.calibrate.calibration(device)
-        return replace(self, encoding=replace(self.encoding, quantizer=GPTQ, calibration=calibration))
+        return replace(
+            self, encoding=replace(self.encoding, quantizer=GPTQ, calibration=calibration)
+        )
 
 
 def _weight_schema(schema: str | Path | LayerSchema | None) -> LayerSchema | None:
     """Return the schema of `--schema`, None for the source's own. Raises TypeError for a schema that is not given."""
     if schema is None:
-        raise TypeError("missing 1 required keyword-only argument: 'schema', or a recipe as 'config'")
+        raise TypeError(
+            "missing 1 required keyword-only argument: 'schema', or a recipe as 'config'"
+        )
     if isinstance(schema, WeightSchema | SchemaPair):
         return schema
     return None if schema == SOURCE else resolve_layer_schema(str(schema))
@@ -129,7 +146,9 @@ class ConversionSpec:
 
     def otherwise(self) -> dict[str, list[str]]:
         """Return the layers that differ from `layer_spec`, by schema and activations: see `group_by_schema`."""
-        return group_by_schema((name, one.schema.name, one.inputs.name) for name, one in self.of_layers.items())
+        return group_by_schema(
+            (name, one.schema.name, one.inputs.name) for name, one in self.of_layers.items()
+        )
 
     def kept(self, layer: str) -> list[str]:
         """Return the GEMMs of one layer that must keep the source's codes and scales."""
@@ -138,16 +157,24 @@ class ConversionSpec:
     def encoding_of(self, layer: MoeLayer) -> LayerEncoding:
         """Return the encoding of one layer."""
         schema = self.layer_spec_of(layer.name).schema
-        return encoding_of(layer, schema, self.param_dtype, self.encoding, must_be_direct=self.kept(layer.name))
+        return encoding_of(
+            layer, schema, self.param_dtype, self.encoding, must_be_direct=self.kept(layer.name)
+        )
 
     def static_layers(self, experts: ExpertMap) -> list[MoeLayer]:
         """Return the layers whose activation scales are carried into the artifact."""
-        return [layer for layer in experts.layers if self.layer_spec_of(layer.name).inputs.is_static]
+        return [
+            layer for layer in experts.layers if self.layer_spec_of(layer.name).inputs.is_static
+        ]
 
     @property
     def kernel_specs(self) -> list[KernelSpec]:
         """The distinct kernel specs of all GEMMs, the first of them those of `layer_spec`."""
-        return list(dict.fromkeys(one for spec in (self.layer_spec, *self.of_layers.values()) for one in spec.each))
+        return list(
+            dict.fromkeys(
+                one for spec in (self.layer_spec, *self.of_layers.values()) for one in spec.each
+            )
+        )
 
 
 def default_param_dtype(config: Mapping[str, Any], experts: ExpertMap) -> str:
@@ -176,7 +203,11 @@ def make_spec(
     from hqconv.kernel_layout.transform import needs_cuda
 
     own_dtype = source_param_dtype(experts) if options.schema is None else None
-    dtype = options.dtype if options.dtype is not None else own_dtype or default_param_dtype(config, experts)
+    dtype = (
+        options.dtype
+        if options.dtype is not None
+        else own_dtype or default_param_dtype(config, experts)
+    )
     choices = choices or {}
     renamed = frozenset(
         (name, gemm)
@@ -199,14 +230,18 @@ def make_spec(
         renamed=renamed,
     )
     spec = replace(spec, of_layers=_of_layers(experts, spec, choices, own))
-    if target.cuda is not None and not any(needs_cuda(kernel_spec) for kernel_spec in spec.kernel_specs):
+    if target.cuda is not None and not any(
+        needs_cuda(kernel_spec) for kernel_spec in spec.kernel_specs
+    ):
         target = replace(target, cuda=None)  # equal bytes get equal manifests
     layers = [(layer.format, spec.layer_spec_of(layer.name).schema) for layer in experts.layers]
     return replace(
         spec,
         grid=_effective_grid(experts, spec),
         target=target,
-        of_layers={name: replace(of_layer, target=target) for name, of_layer in spec.of_layers.items()},
+        of_layers={
+            name: replace(of_layer, target=target) for name, of_layer in spec.of_layers.items()
+        },
         encoding=spec.encoding.effective(layers, dtype),
     )
 
@@ -238,7 +273,10 @@ def _most_common(own: Mapping[str, LayerSchema]) -> LayerSchema:
 
 
 def _of_layers(
-    experts: ExpertMap, spec: ConversionSpec, choices: Mapping[str, LayerChoice], own: Mapping[str, LayerSchema]
+    experts: ExpertMap,
+    spec: ConversionSpec,
+    choices: Mapping[str, LayerChoice],
+    own: Mapping[str, LayerSchema],
 ) -> dict[str, LayerSpec]:
     """Return the specs of layers that differ from `spec.layer_spec`; layers left out are not in `experts`."""
     usual, found = spec.layer_spec, {}

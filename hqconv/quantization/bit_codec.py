@@ -45,7 +45,9 @@ def unpack(packed: torch.Tensor, num_bits: int) -> torch.Tensor:
         return codes.flatten(1)
     parts = data.view(rows, -1, num_bits).long()
     word = (parts << torch.arange(0, 8 * num_bits, 8, device=data.device)).sum(-1, keepdim=True)
-    codes = (word >> torch.arange(0, 8 * num_bits, num_bits, device=data.device)) & (2**num_bits - 1)
+    codes = (word >> torch.arange(0, 8 * num_bits, num_bits, device=data.device)) & (
+        2**num_bits - 1
+    )
     return codes.to(torch.uint8).flatten(1)
 
 
@@ -105,5 +107,7 @@ def transpose_4bit(packed: torch.Tensor, order: tuple[int, ...], flip: int = 0) 
         return pack(codes.t(), 4)
     out = np.empty((words * 8, columns // 8), np.uint32)
     flips = np.uint32(flip * 0x11111111)
-    code_loops.transpose_4bit(packed.contiguous().numpy().view(np.uint32), np.array(order), flips, out)
+    code_loops.transpose_4bit(
+        packed.contiguous().numpy().view(np.uint32), np.array(order), flips, out
+    )
     return torch.from_numpy(out.view(np.int32))

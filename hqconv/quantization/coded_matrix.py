@@ -60,7 +60,8 @@ def filled(coded: CodedMatrix, shape: tuple[int, int]) -> CodedMatrix:
     if (old_rows, old_columns) == shape:
         return coded
     groups = [
-        -(-size // group) if group else 1 for size, group in zip(shape, (coded.group_n, coded.group_k), strict=True)
+        -(-size // group) if group else 1
+        for size, group in zip(shape, (coded.group_n, coded.group_k), strict=True)
     ]
     zero = coded.zero_point
     codes = bit_codec.unpack(coded.packed, coded.num_bits)
@@ -77,9 +78,13 @@ def filled(coded: CodedMatrix, shape: tuple[int, int]) -> CodedMatrix:
     return replace(
         coded,
         packed=bit_codec.pack(new, coded.num_bits),
-        scale=scale if scale.numel() == 1 else _extended(scale, (groups[0], groups[1]), repeats=True),
+        scale=scale
+        if scale.numel() == 1
+        else _extended(scale, (groups[0], groups[1]), repeats=True),
         zero_point=zero,
-        scale_2=scale_2 if scale_2 is None or scale_2.numel() == 1 else _extended(scale_2, (rows,), repeats=True),
+        scale_2=scale_2
+        if scale_2 is None or scale_2.numel() == 1
+        else _extended(scale_2, (rows,), repeats=True),
     )
 
 
@@ -141,7 +146,9 @@ def code_table(b_dtype: str, is_symmetric: bool) -> np.ndarray[tuple[int], np.dt
         values = codes.float() - (half if is_symmetric else 0)
     else:
         magnitude = (codes % half).float()
-        if code.kind == CodeKind.FLOAT:  # as a float32 with exponents that are too small, then moved
+        if (
+            code.kind == CodeKind.FLOAT
+        ):  # as a float32 with exponents that are too small, then moved
             factor = 2.0 ** (128 - 2 ** (code.exponent_bits - 1))
             magnitude = ((codes % half) << (23 - code.mantissa_bits)).view(torch.float32) * factor
         values = torch.where(codes < half, magnitude, -magnitude)
@@ -156,7 +163,9 @@ def scale_values(scale: torch.Tensor) -> torch.Tensor:
         return scale.float()
     if scale.is_cuda:
         return _decode_bytes(scale)
-    values = byte_values(scale.dtype).numpy()[scale.view(torch.uint8).numpy()]  # faster than torch's conversions
+    values = byte_values(scale.dtype).numpy()[
+        scale.view(torch.uint8).numpy()
+    ]  # faster than torch's conversions
     return torch.from_numpy(np.asarray(values))
 
 
@@ -181,7 +190,9 @@ def _decode_bytes(scale: torch.Tensor) -> torch.Tensor:
     return scale.float()
 
 
-def dequantize(coded: CodedMatrix, table: np.ndarray[tuple[int], np.dtype[np.float32]] | None = None) -> torch.Tensor:
+def dequantize(
+    coded: CodedMatrix, table: np.ndarray[tuple[int], np.dtype[np.float32]] | None = None
+) -> torch.Tensor:
     """Decode to float32 [N, K] = ((code - zero) * scale) * scale_2; the same bits on the CPU and on CUDA.
 
     table: another number for each code, float32 [2**bits]; None for the values of the code type.

@@ -68,11 +68,16 @@ def row_sums(stack: torch.Tensor) -> torch.Tensor:
 def compiled_row_sums(stack: torch.Tensor) -> torch.Tensor:
     """Return `row_sums` on the CPU, by a compiled loop in the thread's helper threads."""
     num_experts, num_rows, num_columns = stack.shape
-    values, columns = stack.contiguous().view(-1, num_columns).numpy(), factors("column", num_columns)
+    values, columns = (
+        stack.contiguous().view(-1, num_columns).numpy(),
+        factors("column", num_columns),
+    )
     sums = torch.empty(num_experts, num_rows, dtype=torch.int64)
     out = sums.view(-1).numpy()
     least_rows = -(-_LEAST_WORDS // max(1, num_columns))
-    in_parts(lambda part: sum_rows(values, columns, part.start, part.stop, out), len(values), least_rows)
+    in_parts(
+        lambda part: sum_rows(values, columns, part.start, part.stop, out), len(values), least_rows
+    )
     return sums
 
 

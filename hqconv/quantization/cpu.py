@@ -15,7 +15,14 @@ import torch
 from hqconv.cpu_loops import arithmetic
 from hqconv.cpu_loops.encoders import encoder, panel_encoder
 from hqconv.cpu_loops.helper_threads import in_parts
-from hqconv.cpu_loops.scale_loops import TO_BFLOAT16, TO_FLOAT16, TO_FLOAT32, StepStart, StepTable, searcher
+from hqconv.cpu_loops.scale_loops import (
+    TO_BFLOAT16,
+    TO_FLOAT16,
+    TO_FLOAT32,
+    StepStart,
+    StepTable,
+    searcher,
+)
 from hqconv.quantization.coded_matrix import byte_values
 from hqconv.quantization.group_scales import (
     FUSED_GROUP_SIZE,
@@ -53,7 +60,9 @@ def quantize_stacks(
     rows = [one.rows for one in encoders]
     scales = _nearest_scales(rows, schema, param_dtype, given)
     if given is not None or quantizer == RTN:
-        return [one.encode(nearest, param_dtype) for one, nearest in zip(encoders, scales, strict=True)]
+        return [
+            one.encode(nearest, param_dtype) for one, nearest in zip(encoders, scales, strict=True)
+        ]
     meters = [_Meter(one, nearest, schema) for one, nearest in zip(rows, scales, strict=True)]
     found = search(meters, schema, param_dtype)
     best = [_chosen(nearest, one, schema) for nearest, one in zip(scales, found, strict=True)]
@@ -89,7 +98,9 @@ class _Rows:
         group = schema.weight_scale_group_size or num_columns
         highest, lowest = np.empty((2, total, num_columns // group), np.float32)
         in_parts(
-            lambda rows: arithmetic.group_ranges(self.bits[rows], group, highest[rows], lowest[rows]),
+            lambda rows: arithmetic.group_ranges(
+                self.bits[rows], group, highest[rows], lowest[rows]
+            ),
             total,
             _LEAST_ROWS,
         )
@@ -106,18 +117,25 @@ class _Rows:
 
 
 def _nearest_scales(
-    rows: Sequence[_Rows], schema: WeightSchema, param_dtype: str, given: Sequence[GivenScales] | None
+    rows: Sequence[_Rows],
+    schema: WeightSchema,
+    param_dtype: str,
+    given: Sequence[GivenScales] | None,
 ) -> list[NearestScales]:
     """Return the round-to-nearest scales of stacks; the matrices of one expert share the scale of their tensors."""
     ranges = [one.ranges(schema) for one in rows]
     shared = None
     if schema.is_coupled:
-        widest = [torch.maximum(highest, -lowest).amax((1, 2), keepdim=True) for highest, lowest in ranges]
+        widest = [
+            torch.maximum(highest, -lowest).amax((1, 2), keepdim=True) for highest, lowest in ranges
+        ]
         shared = torch.stack(widest).amax(0)
     each: Sequence[GivenScales | None] = given or [None] * len(rows)
     if schema.weight_scale_2_type != "none":
         pairs = zip(ranges, each, strict=True)
-        return [two_level_scales(*of_stack, schema, param_dtype, shared, one) for of_stack, one in pairs]
+        return [
+            two_level_scales(*of_stack, schema, param_dtype, shared, one) for of_stack, one in pairs
+        ]
     if schema.weight_scale_type == "tensor":
         assert shared is not None
         return [nearest_scales(shared, -shared, schema, param_dtype)] * len(rows)
@@ -151,16 +169,30 @@ def _loop_groups(given: NearestScales, num_rows: int) -> tuple[Array, ...]:
     """
     scales = given.scales
     inverse, scale = (_per_row(one, num_rows) for one in (given.inverse, scales.scale))
-    second = np.ones(num_rows, np.float32) if scales.second is None else _per_row(scales.second, num_rows).reshape(-1)
+    second = (
+        np.ones(num_rows, np.float32)
+        if scales.second is None
+        else _per_row(scales.second, num_rows).reshape(-1)
+    )
     if scales.zero is not None and given.lowest is not None:
-        return inverse, _per_row(given.lowest, num_rows), scale, _per_row(scales.zero, num_rows), second
+        return (
+            inverse,
+            _per_row(given.lowest, num_rows),
+            scale,
+            _per_row(scales.zero, num_rows),
+            second,
+        )
     return inverse, np.zeros((1, 1)), scale, np.zeros((1, 1), np.float32), second
 
 
 def _per_row(values: torch.Tensor, num_rows: int) -> Array:
     """Repeat [E, R, G] so that each of `num_rows` rows of all experts has its own."""
     flat = values.reshape(-1, values.size(-1))
-    rows: Array = flat.repeat_interleave(num_rows // len(flat), 0).numpy() if len(flat) < num_rows else flat.numpy()
+    rows: Array = (
+        flat.repeat_interleave(num_rows // len(flat), 0).numpy()
+        if len(flat) < num_rows
+        else flat.numpy()
+    )
     return np.ascontiguousarray(rows)
 
 
@@ -180,7 +212,10 @@ class _Encoder:
 
     def encode(self, given: NearestScales, param_dtype: str) -> QuantizedStack:
         """Encode all rows under given scales."""
-        tensors, groups = given.scales.tensors(self.schema, param_dtype), _loop_groups(given, len(self.rows.bits))
+        tensors, groups = (
+            given.scales.tensors(self.schema, param_dtype),
+            _loop_groups(given, len(self.rows.bits)),
+        )
         num_experts, num_rows, num_columns = self.rows.shape
         total, num_words = len(self.rows.bits), num_columns * self.schema.num_bits // 32
         shape, row_sums = (num_experts, num_rows, num_words), None
@@ -194,7 +229,9 @@ class _Encoder:
             self._fill(self.sink, given.limit, groups, (sums_of_codes, *sums, exact))
             weight = torch.empty(shape, dtype=torch.int32, device="meta")
             row_sums = torch.from_numpy(sums_of_codes).view(num_experts, num_rows)
-        error, power = arithmetic.fold_rows(sums.reshape(2 * num_experts, -1)).reshape(2, num_experts)
+        error, power = arithmetic.fold_rows(sums.reshape(2 * num_experts, -1)).reshape(
+            2, num_experts
+        )
         return QuantizedStack(
             {**tensors, "weight": weight},
             torch.from_numpy(error),
@@ -209,11 +246,18 @@ class _Encoder:
         bits, total, encode = self.rows.bits, len(self.rows.bits), encoder(self.schema.code_type)
 
         def run(rows: slice) -> None:
-            encode(bits[rows], np.float32(limit), _of_rows(groups, rows, total), _of_rows(out, rows, total))
+            encode(
+                bits[rows],
+                np.float32(limit),
+                _of_rows(groups, rows, total),
+                _of_rows(out, rows, total),
+            )
 
         in_parts(run, total, _LEAST_ROWS)
 
-    def _fill(self, sink: CodeSink, limit: float, groups: tuple[Array, ...], out: tuple[Array, ...]) -> None:
+    def _fill(
+        self, sink: CodeSink, limit: float, groups: tuple[Array, ...], out: tuple[Array, ...]
+    ) -> None:
         """Encode into a sink, in helper threads."""
         bits, total, num_rows = self.rows.bits, len(self.rows.bits), self.rows.shape[1]
         encode = panel_encoder(self.schema.code_type, sink.store, sink.panel_rows)
@@ -222,7 +266,9 @@ class _Encoder:
         def run(panels: slice) -> None:
             rows = slice(panels.start * sink.panel_rows, panels.stop * sink.panel_rows)
             parts = _of_rows(groups, rows, total), _of_rows(out, rows, total)
-            encode(bits[rows], np.float32(limit), *parts, rows.start, num_rows, columns, sink.arrays)
+            encode(
+                bits[rows], np.float32(limit), *parts, rows.start, num_rows, columns, sink.arrays
+            )
 
         in_parts(run, total // sink.panel_rows)
 
@@ -234,7 +280,11 @@ class _Meter:
         num_experts, num_rows, num_columns = rows.shape
         self.scales, self._nearest, self._rows = nearest.scales, nearest, rows
         self._loops, self._limit = searcher(schema.code_type), np.float32(_saturation(schema))
-        self._shape = (num_experts, num_rows, num_columns // (schema.weight_scale_group_size or num_columns))
+        self._shape = (
+            num_experts,
+            num_rows,
+            num_columns // (schema.weight_scale_group_size or num_columns),
+        )
 
     def start_errors(self) -> torch.Tensor:
         return self._errors(self._nearest)
@@ -285,15 +335,38 @@ def _own_codes(scales: GroupScales) -> NearestScales:
 def _step_start(start: GroupScales, floor: torch.Tensor | None, num_rows: int) -> StepStart:
     scale, is_byte = _per_row(start.scale, num_rows), start.stored.element_size() == 1
     byte = (
-        _per_row(magnitude_bytes(start.stored).to(torch.uint8), num_rows) if is_byte else np.zeros_like(scale, np.uint8)
+        _per_row(magnitude_bytes(start.stored).to(torch.uint8), num_rows)
+        if is_byte
+        else np.zeros_like(scale, np.uint8)
     )
-    second = np.ones(num_rows, np.float32) if start.second is None else _per_row(start.second, num_rows).reshape(-1)
-    floors = np.zeros(num_rows, np.int64) if floor is None else _per_row(floor.long(), num_rows).reshape(-1)
+    second = (
+        np.ones(num_rows, np.float32)
+        if start.second is None
+        else _per_row(start.second, num_rows).reshape(-1)
+    )
+    floors = (
+        np.zeros(num_rows, np.int64)
+        if floor is None
+        else _per_row(floor.long(), num_rows).reshape(-1)
+    )
     return StepStart(scale, byte, second, floors)
 
 
 def _step_table(start: GroupScales, ladder: Ladder) -> StepTable:
     up, down = (np.array(factors, np.float32) for factors in (ladder.up, ladder.down))
-    values = byte_values(start.stored.dtype).numpy() if ladder.has_bytes else np.empty(0, np.float32)
-    rounding = {torch.bfloat16: TO_BFLOAT16, torch.float16: TO_FLOAT16}.get(start.stored.dtype, TO_FLOAT32)
-    return StepTable(ladder.first, np.float32(ladder.limit), up, down, values, ladder.top, ladder.no_half, rounding)
+    values = (
+        byte_values(start.stored.dtype).numpy() if ladder.has_bytes else np.empty(0, np.float32)
+    )
+    rounding = {torch.bfloat16: TO_BFLOAT16, torch.float16: TO_FLOAT16}.get(
+        start.stored.dtype, TO_FLOAT32
+    )
+    return StepTable(
+        ladder.first,
+        np.float32(ladder.limit),
+        up,
+        down,
+        values,
+        ladder.top,
+        ladder.no_half,
+        rounding,
+    )

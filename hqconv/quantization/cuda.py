@@ -13,7 +13,13 @@ import torch
 from hqconv.errors import RequestError
 from hqconv.humming_ops.runtime import humming, humming_schema
 from hqconv.quantization import torch_ops
-from hqconv.quantization.group_scales import GivenScales, GroupScales, nearest_scales, scales_of, two_level_scales
+from hqconv.quantization.group_scales import (
+    GivenScales,
+    GroupScales,
+    nearest_scales,
+    scales_of,
+    two_level_scales,
+)
 from hqconv.quantization.quantized import QuantizedStack, num_groups
 from hqconv.quantization.scale_search import Ladder, SearchResult, search, sweep_each
 from hqconv.schemas.dtypes import torch_dtype_of
@@ -32,11 +38,16 @@ def quantize_stacks(
     """Quantize stacks on a CUDA device; see `hqconv.quantization.quantize.quantize_stacks`."""
     shared = None
     if schema.is_coupled or schema.weight_scale_2_type != "none":
-        shared = torch.stack([s.abs().amax((1, 2)) for s in stacks]).amax(0).float().clamp_min(1e-30)
+        shared = (
+            torch.stack([s.abs().amax((1, 2)) for s in stacks]).amax(0).float().clamp_min(1e-30)
+        )
     if given is None and quantizer != RTN:
         return _quantize_best(stacks, schema, param_dtype, shared, count_exact)
     each: Sequence[GivenScales | None] = given or [None] * len(stacks)
-    return [_quantize(s, schema, param_dtype, shared, g, count_exact) for s, g in zip(stacks, each, strict=True)]
+    return [
+        _quantize(s, schema, param_dtype, shared, g, count_exact)
+        for s, g in zip(stacks, each, strict=True)
+    ]
 
 
 def _quantize(
@@ -66,22 +77,35 @@ def _quantize_best(
         _replaced(stack, one, choice, schema, param_dtype)
         for stack, one, choice in zip(stacks, packed, found, strict=True)
     ]
-    return [_with_error(stack, one, schema, count_exact) for stack, one in zip(stacks, best, strict=True)]
+    return [
+        _with_error(stack, one, schema, count_exact)
+        for stack, one in zip(stacks, best, strict=True)
+    ]
 
 
 def _rounded(
-    stack: torch.Tensor, schema: WeightSchema, param_dtype: str, shared: torch.Tensor | None, given: GivenScales | None
+    stack: torch.Tensor,
+    schema: WeightSchema,
+    param_dtype: str,
+    shared: torch.Tensor | None,
+    given: GivenScales | None,
 ) -> dict[str, torch.Tensor]:
     """Return the packed tensors of a stack, rounded to nearest."""
     if shared is not None:
         return _encode_shared(stack, schema, param_dtype, shared, given)
     target = humming_schema(schema)
-    packed: dict[str, torch.Tensor] = target.quant_tensor(stack, target, torch_dtype_of(param_dtype))
+    packed: dict[str, torch.Tensor] = target.quant_tensor(
+        stack, target, torch_dtype_of(param_dtype)
+    )
     return packed
 
 
 def _encode_shared(
-    stack: torch.Tensor, schema: WeightSchema, param_dtype: str, shared: torch.Tensor, given: GivenScales | None
+    stack: torch.Tensor,
+    schema: WeightSchema,
+    param_dtype: str,
+    shared: torch.Tensor,
+    given: GivenScales | None,
 ) -> dict[str, torch.Tensor]:
     """Return codes and scales of a stack [E, N, K] whose experts have the maxima `shared` [E]."""
     values, amax = stack.float(), shared.view(-1, 1, 1)
@@ -112,7 +136,9 @@ def _with_error(
     stack: torch.Tensor, tensors: dict[str, torch.Tensor], target: WeightSchema, count_exact: bool
 ) -> QuantizedStack:
     exact = torch.zeros(len(stack), dtype=torch.int64, device=stack.device)
-    error, power = torch_ops.error_sums(stack, tensors, target, num_exact=exact if count_exact else None)
+    error, power = torch_ops.error_sums(
+        stack, tensors, target, num_exact=exact if count_exact else None
+    )
     counted = num_groups((stack.size(1), stack.size(2)), target) if count_exact else 0
     return QuantizedStack(tensors, error, power, exact, counted)
 
@@ -144,8 +170,15 @@ def check_kernels(device: torch.device) -> None:
 class _Meter:
     """`scale_search.ScaleMeter` of a stack on CUDA."""
 
-    def __init__(self, stack: torch.Tensor, packed: dict[str, torch.Tensor], schema: WeightSchema) -> None:
-        self.scales, self._stack, self._words, self._schema = scales_of(packed, schema), stack, packed["weight"], schema
+    def __init__(
+        self, stack: torch.Tensor, packed: dict[str, torch.Tensor], schema: WeightSchema
+    ) -> None:
+        self.scales, self._stack, self._words, self._schema = (
+            scales_of(packed, schema),
+            stack,
+            packed["weight"],
+            schema,
+        )
 
     def start_errors(self) -> torch.Tensor:
         return torch_ops.row_errors(self._stack, self.scales, self._words, self._schema)
@@ -170,7 +203,11 @@ class _Meter:
 
 
 def _replaced(
-    stack: torch.Tensor, packed: dict[str, torch.Tensor], found: SearchResult, schema: WeightSchema, param_dtype: str
+    stack: torch.Tensor,
+    packed: dict[str, torch.Tensor],
+    found: SearchResult,
+    schema: WeightSchema,
+    param_dtype: str,
 ) -> dict[str, torch.Tensor]:
     """Return the tensors with the chosen scales; groups that did not change keep their codes."""
     weight = torch_ops.chosen_codes(stack, found.scales, found.changed, packed["weight"], schema)

@@ -19,7 +19,9 @@ from hqconv.schemas.dtypes import CodeKind, torch_dtype_of
 from hqconv.schemas.weight_schema import WeightSchema
 
 _FP8_MAX = {"float8e4m3": 448.0, "float8e5m2": 57344.0}
-_INTEGER_REACH = {1: (0.499, 1.499)}  # Humming's, up and down in units of the scale; others reach their largest codes
+_INTEGER_REACH = {
+    1: (0.499, 1.499)
+}  # Humming's, up and down in units of the scale; others reach their largest codes
 # Up to this group size Humming's kernel makes one pass over a float32 group, and nvcc then fuses the product
 # `zero * -scale` into the subtraction that follows (seen on an H200 with CUDA 13.0; 16-bit sources never fuse).
 FUSED_GROUP_SIZE = 128
@@ -51,21 +53,31 @@ class GroupScales:
 
     def where(self, condition: torch.Tensor, other: GroupScales) -> GroupScales:
         """Return these scales where `condition` [E, R, G] holds, elsewhere the other ones."""
-        stored = torch.where(condition, bits_of(self.stored), bits_of(other.stored)).view(self.stored.dtype)
+        stored = torch.where(condition, bits_of(self.stored), bits_of(other.stored)).view(
+            self.stored.dtype
+        )
         zero = self.zero
         if zero is not None and other.zero is not None:
             zero = torch.where(condition, zero, other.zero)
-        return GroupScales(stored, torch.where(condition, self.scale, other.scale), zero, self.second)
+        return GroupScales(
+            stored, torch.where(condition, self.scale, other.scale), zero, self.second
+        )
 
     def tensors(self, schema: WeightSchema, param_dtype: str) -> dict[str, torch.Tensor]:
         """Return the tensors that store the scales: `weight_scale`, `zero_point`, `weight_scale_2`."""
-        tensors = {"weight_scale": self.stored.flatten() if schema.weight_scale_type == "tensor" else self.stored}
+        tensors = {
+            "weight_scale": self.stored.flatten()
+            if schema.weight_scale_type == "tensor"
+            else self.stored
+        }
         if self.zero is not None and schema.is_fp_zero_point:
             tensors["zero_point"] = self.zero.to(torch_dtype_of(param_dtype))
         elif self.zero is not None:
             columns = self.zero.to(torch.uint8).transpose(-1, -2).contiguous()
             packed = bit_codec.pack(columns.view(-1, columns.size(-1)), schema.num_bits)
-            tensors["zero_point"] = packed.view(*columns.shape[:-1], -1).transpose(-1, -2).contiguous()
+            tensors["zero_point"] = (
+                packed.view(*columns.shape[:-1], -1).transpose(-1, -2).contiguous()
+            )
         if self.second is not None and schema.has_row_scale:
             tensors["weight_scale_2"] = self.second.squeeze(-1).to(torch_dtype_of(param_dtype))
         elif self.second is not None:
@@ -80,15 +92,23 @@ def bits_of(stored: torch.Tensor) -> torch.Tensor:
 
 def scales_of(tensors: Mapping[str, torch.Tensor], schema: WeightSchema) -> GroupScales:
     """Read the scales from a stack's tensors; `tensors` as in `QuantizedStack`."""
-    stored, zero, second = tensors["weight_scale"], tensors.get("zero_point"), tensors.get("weight_scale_2")
+    stored, zero, second = (
+        tensors["weight_scale"],
+        tensors.get("zero_point"),
+        tensors.get("weight_scale_2"),
+    )
     stored = stored.view(-1, 1, 1) if schema.weight_scale_type == "tensor" else stored
     if zero is not None and zero.dtype == torch.int32:
         columns = zero.transpose(-1, -2).contiguous()
         flat = columns.view(-1, columns.size(-1))
-        zero = bit_codec.unpack(flat, schema.num_bits).view(*columns.shape[:-1], -1).transpose(-1, -2)
+        zero = (
+            bit_codec.unpack(flat, schema.num_bits).view(*columns.shape[:-1], -1).transpose(-1, -2)
+        )
     if second is not None:
         second = second.float().view(len(stored), -1, 1)
-    return GroupScales(stored, stored_values(stored), None if zero is None else zero.float().contiguous(), second)
+    return GroupScales(
+        stored, stored_values(stored), None if zero is None else zero.float().contiguous(), second
+    )
 
 
 def stored_values(stored: torch.Tensor) -> torch.Tensor:
@@ -102,7 +122,9 @@ def stored_values(stored: torch.Tensor) -> torch.Tensor:
 def rounded_scales(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Round float32 values to a dtype of stored scales that has a fraction; 8-bit ones saturate."""
     if dtype == torch.uint8:
-        stored: torch.Tensor = humming().weight.encode_e5m3_scale(values.nan_to_num(0.0).contiguous())
+        stored: torch.Tensor = humming().weight.encode_e5m3_scale(
+            values.nan_to_num(0.0).contiguous()
+        )
         return stored
     if dtype.itemsize == 1:
         largest = torch.finfo(dtype).max
@@ -126,7 +148,12 @@ class NearestScales:
 
 
 def nearest_scales(
-    highest: torch.Tensor, lowest: torch.Tensor, schema: WeightSchema, param_dtype: str, *, is_fused: bool = False
+    highest: torch.Tensor,
+    lowest: torch.Tensor,
+    schema: WeightSchema,
+    param_dtype: str,
+    *,
+    is_fused: bool = False,
 ) -> NearestScales:
     """Return the scales on one level of groups with these ranges, float32 [E, R, G], as `quant_weight.cuh` has them.
 
@@ -148,10 +175,14 @@ def nearest_scales(
         stored = scale.to(torch_dtype_of(dtype))
     if zero is not None and schema.is_fp_zero_point:
         zero = zero.to(torch_dtype_of(param_dtype)).float()
-    return NearestScales(GroupScales(stored, stored_values(stored), zero, None), scale.reciprocal(), bound)
+    return NearestScales(
+        GroupScales(stored, stored_values(stored), zero, None), scale.reciprocal(), bound
+    )
 
 
-def unrounded_scales(highest: torch.Tensor, lowest: torch.Tensor, schema: WeightSchema) -> torch.Tensor:
+def unrounded_scales(
+    highest: torch.Tensor, lowest: torch.Tensor, schema: WeightSchema
+) -> torch.Tensor:
     """Return unrounded scales, float32, from each group's largest and smallest value, at least ±1e-30.
 
     Of symmetric integers Humming's, negative where the largest value is wider than the smallest, so that the widest
@@ -172,7 +203,11 @@ def unrounded_scales(highest: torch.Tensor, lowest: torch.Tensor, schema: Weight
     wide = (widest.double() / constant(down, widest, torch.float64)).float()
     narrow = (narrowest.double() / constant(up, widest, torch.float64)).float()
     scale = torch.maximum(wide, narrow)
-    return scale if schema.bs_dtype in ("float8e8m0", "float8e5m3") else torch.where(highest > below, -scale, scale)
+    return (
+        scale
+        if schema.bs_dtype in ("float8e8m0", "float8e5m3")
+        else torch.where(highest > below, -scale, scale)
+    )
 
 
 def constant(value: float, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -207,7 +242,9 @@ def split_powers(
     lowest = torch.finfo(fp8).smallest_normal * torch.finfo(fp8).eps
     largest = torch.stack(
         [
-            torch.where(s.view(*p.shape, -1).abs().amax(-1) > 0, p, torch.zeros_like(p)).amax((1, 2))
+            torch.where(s.view(*p.shape, -1).abs().amax(-1) > 0, p, torch.zeros_like(p)).amax(
+                (1, 2)
+            )
             for s, p in zip(stacks, powers, strict=True)
         ]
     ).amax(0)
@@ -233,15 +270,23 @@ def two_level_scales(
         stored, second = given.group, given.second
     else:
         scale = unrounded_scales(highest, lowest, schema)
-        stored, second = _two_levels(scale, schema, param_dtype, None if schema.has_row_scale else amax)
+        stored, second = _two_levels(
+            scale, schema, param_dtype, None if schema.has_row_scale else amax
+        )
     scales = GroupScales(stored, stored_values(stored), None, second)
     effective = scales.effective()
     inverse = torch.where(effective.abs() > 0, effective.reciprocal(), torch.zeros_like(effective))
-    return NearestScales(scales, inverse, limit=code.largest if code.kind == CodeKind.FLOAT else 0.0)
+    return NearestScales(
+        scales, inverse, limit=code.largest if code.kind == CodeKind.FLOAT else 0.0
+    )
 
 
 def scales_under(
-    second: torch.Tensor, highest: torch.Tensor, lowest: torch.Tensor, schema: WeightSchema, param_dtype: str
+    second: torch.Tensor,
+    highest: torch.Tensor,
+    lowest: torch.Tensor,
+    schema: WeightSchema,
+    param_dtype: str,
 ) -> GroupScales:
     """Return 8-bit scales under given second scales, of groups with these ranges, float32 [E, N, G]."""
     scale = unrounded_scales(highest, lowest, schema)
@@ -262,16 +307,26 @@ def _two_levels(
         return _powers_under_rows(scale, code.largest, param_dtype)
     scale_max = _FP8_MAX[schema.bs_dtype or ""]
     if amax is None:
-        kept = (scale.abs().amax(-1, keepdim=True) / constant(scale_max, scale)).to(torch_dtype_of(param_dtype))
+        kept = (scale.abs().amax(-1, keepdim=True) / constant(scale_max, scale)).to(
+            torch_dtype_of(param_dtype)
+        )
         tiny = torch.finfo(kept.dtype).tiny
         second = torch.where(kept < tiny, torch.full_like(kept, tiny), kept).float()
     else:
-        reach = _INTEGER_REACH.get(code.num_bits, (code.largest,))[0] if schema.is_integer else code.largest
+        reach = (
+            _INTEGER_REACH.get(code.num_bits, (code.largest,))[0]
+            if schema.is_integer
+            else code.largest
+        )
         second = amax / constant(reach * scale_max, scale)
-    return (scale / second).clamp(-scale_max, scale_max).to(torch_dtype_of(schema.bs_dtype or "")), second
+    return (scale / second).clamp(-scale_max, scale_max).to(
+        torch_dtype_of(schema.bs_dtype or "")
+    ), second
 
 
-def _powers_under_rows(scale: torch.Tensor, largest: float, param_dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _powers_under_rows(
+    scale: torch.Tensor, largest: float, param_dtype: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return e8m0 scales [E, N, G] under row scales [E, N, 1] that the parameter dtype holds; no product below `scale`.
 
     A row's scale is the fraction of its largest group scale, from 1 to 2, rounded up: so this group's scale is exact
@@ -281,10 +336,18 @@ def _powers_under_rows(scale: torch.Tensor, largest: float, param_dtype: str) ->
     is_wide = param_dtype == "bfloat16"
     dropped = 16 if is_wide else 13  # bits of float32's fraction that the dtype lacks
     top = scale.amax(-1, keepdim=True).contiguous()
-    fraction = ((top.view(torch.int32) & 0x007FFFFF | 0x3F800000) + ((1 << dropped) - 1)) >> dropped << dropped
-    fraction = torch.where(fraction == 0x40000000, 0x3F800000, fraction)  # 2 is 1 with the next exponents
+    fraction = (
+        ((top.view(torch.int32) & 0x007FFFFF | 0x3F800000) + ((1 << dropped) - 1))
+        >> dropped
+        << dropped
+    )
+    fraction = torch.where(
+        fraction == 0x40000000, 0x3F800000, fraction
+    )  # 2 is 1 with the next exponents
     if not is_wide:
-        reach = math.floor(math.log2(min(max(largest, 1.0), 256.0)))  # e5m2's would leave no exponents below
+        reach = math.floor(
+            math.log2(min(max(largest, 1.0), 256.0))
+        )  # e5m2's would leave no exponents below
         size = _exponents(top, fraction.view(torch.float32)) - 127 + reach
         fraction = fraction + (size.clamp(-14, 15) << 23)
     row = fraction.view(torch.float32)

@@ -33,7 +33,10 @@ def rotate(matrices: torch.Tensor, block: int) -> torch.Tensor:
     for begin in range(0, len(runs), at_once):
         part = slice(begin, begin + at_once)
         out[part] = _rotated(
-            runs[part].t().to(torch.promote_types(runs.dtype, torch.float32), copy=True).contiguous()
+            runs[part]
+            .t()
+            .to(torch.promote_types(runs.dtype, torch.float32), copy=True)
+            .contiguous()
         ).t()
     return out.view(matrices.shape)
 

@@ -54,7 +54,9 @@ def express(coded: CodedMatrix, schema: WeightSchema, param_dtype: str) -> dict[
         zeros = _spread(coded.zero_point, coded, 1, columns)
         is_float = zeros.dtype != torch.uint8
         tensors["zero_point"] = (
-            _cast(zeros, param_dtype) if is_float else bit_codec.pack_along_rows(zeros, coded.num_bits)
+            _cast(zeros, param_dtype)
+            if is_float
+            else bit_codec.pack_along_rows(zeros, coded.num_bits)
         )
     if coded.scale_2 is not None:
         dtype = "float32" if schema.weight_scale_2_type == "tensor" else param_dtype
@@ -66,7 +68,9 @@ def _spread(values: torch.Tensor, coded: CodedMatrix, rows: int, columns: int) -
     """Repeat values [source rows, source groups] so that each serves `rows` x `columns` weights."""
     num_rows, num_columns = coded.shape
     bits = values.view(torch.uint8) if values.element_size() == 1 else values
-    for dim, (size, have, want) in enumerate(((num_rows, coded.group_n, rows), (num_columns, coded.group_k, columns))):
+    for dim, (size, have, want) in enumerate(
+        ((num_rows, coded.group_n, rows), (num_columns, coded.group_k, columns))
+    ):
         count = size // want
         if bits.size(dim) == count:
             continue
@@ -152,7 +156,11 @@ def round_to_param_dtype(coded: CodedMatrix, param_dtype: str, names: Mapping[st
     is_lost = (change > 0) & ((exact.abs() < limits.tiny) | kept.isinf())
     if is_any(is_lost):
         first = tuple(int(i) for i in is_lost.nonzero()[0])
-        other = "or " if param_dtype == "bfloat16" else "Use --dtype bfloat16, whose range is float32's, or "
+        other = (
+            "or "
+            if param_dtype == "bfloat16"
+            else "Use --dtype bfloat16, whose range is float32's, or "
+        )
         remedy = f"{other}name another schema: the weights are then quantized anew."
         refuse(
             "A scale is out of range: it cannot be rounded to the parameter dtype.",
@@ -163,7 +171,9 @@ def round_to_param_dtype(coded: CodedMatrix, param_dtype: str, names: Mapping[st
         )
     relative = torch.where(exact != 0, change / exact.double().abs(), 0.0).max()
     rounded = replace(coded, scale=kept)
-    sums = _sums_of_tensors(coded, rounded) if coded.packed.is_cuda else _sums_of_rows(coded, rounded)
+    sums = (
+        _sums_of_tensors(coded, rounded) if coded.packed.is_cuda else _sums_of_rows(coded, rounded)
+    )
     return Rounded(rounded, torch.stack([*sums, relative]))
 
 
@@ -179,22 +189,30 @@ def _sums_of_rows(coded: CodedMatrix, rounded: CodedMatrix) -> tuple[torch.Tenso
     num_rows, num_columns = coded.shape
     zero = torch.zeros(1, 1) if coded.zero_point is None else coded.zero_point.float()
     arrays = [
-        _per_row(one, coded.group_n, num_rows) for one in (zero, scale_values(coded.scale), scale_values(rounded.scale))
+        _per_row(one, coded.group_n, num_rows)
+        for one in (zero, scale_values(coded.scale), scale_values(rounded.scale))
     ]
-    packed, table = (bit_codec.as_bytes(coded.packed).numpy(), code_table(coded.b_dtype, coded.zero_point is None))
+    packed, table = (
+        bit_codec.as_bytes(coded.packed).numpy(),
+        code_table(coded.b_dtype, coded.zero_point is None),
+    )
     error_power = np.empty((2, num_rows))
 
     def of(rows: slice) -> None:
         of_rows = [one[rows] if len(one) == num_rows else one for one in arrays]
         size = coded.group_k or num_columns
-        code_loops.rounding_sums(packed[rows], coded.num_bits, table, *of_rows, size, error_power[:, rows])
+        code_loops.rounding_sums(
+            packed[rows], coded.num_bits, table, *of_rows, size, error_power[:, rows]
+        )
 
     in_parts(of, num_rows, _ROWS)
     error, power = torch.from_numpy(fold_rows(error_power))
     return error, power
 
 
-def _per_row(values: torch.Tensor, group_n: int, num_rows: int) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+def _per_row(
+    values: torch.Tensor, group_n: int, num_rows: int
+) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
     """Repeat values [source rows, G] to a row for each row of the matrix, or one for all."""
     if values.size(0) not in (1, num_rows):
         values = values.repeat_interleave(group_n, 0)[:num_rows]

@@ -90,7 +90,10 @@ class QuantizedStack:
                 ErrorSums(error, power, is_direct=True, scale_change=change)
                 for error, power, change in zip(*each, strict=True)
             ]
-        return [ErrorSums(error, power, int(exact), self.num_groups) for error, power, exact in zip(*each, strict=True)]
+        return [
+            ErrorSums(error, power, int(exact), self.num_groups)
+            for error, power, exact in zip(*each, strict=True)
+        ]
 
 
 def stack_direct(
@@ -116,7 +119,9 @@ def stack_tensors(matrices: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, t
         is_tensor_level = name.startswith("weight_scale") and tensor.shape == (1,)
         return tensor if is_tensor_level else tensor.unsqueeze(0)
 
-    return join_stacks([{name: in_front(name, tensor) for name, tensor in one.items()} for one in matrices])
+    return join_stacks(
+        [{name: in_front(name, tensor) for name, tensor in one.items()} for one in matrices]
+    )
 
 
 def join_stacks(stacks: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -24,7 +24,13 @@ from hqconv.quantization.quantized import fold_sum
 from hqconv.schemas.dtypes import CodeKind, torch_dtype_of
 from hqconv.schemas.weight_schema import WeightSchema
 
-_SHRINKS = (1.0, 0.9375, 0.875, 0.8125, 0.75)  # of the upper and the lower end of a range with a zero point
+_SHRINKS = (
+    1.0,
+    0.9375,
+    0.875,
+    0.8125,
+    0.75,
+)  # of the upper and the lower end of a range with a zero point
 _HALF_RANGE = 29  # powers of two below the largest e8m0 scale that float16 can hold
 _MARGIN = 1 - 2.0**-20
 _ROW_TYPES = ("group", "channel")  # of scales that belong to one row each
@@ -73,7 +79,12 @@ class Ladder:
 
 
 # Of 8-bit scales: the largest finite number's byte, and the first byte whose half can be stored exactly.
-_BYTES = {"float8e4m3": (126, 16), "float8e5m2": (123, 8), "float8e5m3": (254, 16), "float8e8m0": (254, 0)}
+_BYTES = {
+    "float8e4m3": (126, 16),
+    "float8e5m2": (123, 8),
+    "float8e5m3": (254, 16),
+    "float8e8m0": (254, 0),
+}
 
 
 _HALF_POWERS = 127 - 14, 127 + 15  # bytes of e8m0 scales that float16 holds
@@ -84,16 +95,22 @@ def ladder_of(schema: WeightSchema, param_dtype: str) -> Ladder:
     kind, bits, exponent, mantissa = code = schema.code_type
     if schema.bs_dtype in _BYTES:
         largest = code.largest
-        if kind == CodeKind.FLOAT:  # the next number of twice the grid is one unit above the largest code
+        if (
+            kind == CodeKind.FLOAT
+        ):  # the next number of twice the grid is one unit above the largest code
             largest += 2.0 ** (math.floor(math.log2(largest)) - mantissa - 1)
         has_own_codes = schema.bs_dtype == "float8e8m0" or schema.weight_scale_2_type != "none"
         top, no_half = _BYTES[schema.bs_dtype]
         if schema.has_row_scale and schema.bs_dtype == "float8e8m0" and param_dtype == "float16":
             top = _HALF_POWERS[1]
-        return Ladder(2 if has_own_codes else 1, limit=2 / max(largest, 0.5), top=top, no_half=no_half)
+        return Ladder(
+            2 if has_own_codes else 1, limit=2 / max(largest, 0.5), top=top, no_half=no_half
+        )
     first = 2 if schema.weight_scale_type in ("block", "tensor") else 1
     if kind == CodeKind.FLOAT and exponent > 0:
-        return Ladder(first, tuple(j / 16 for j in range(17, 32)), tuple(j / 16 for j in range(15, 7, -1)))
+        return Ladder(
+            first, tuple(j / 16 for j in range(17, 32)), tuple(j / 16 for j in range(15, 7, -1))
+        )
     if bits == 8:
         return Ladder(first, (129 / 128, 130 / 128), (127 / 128, 126 / 128))
     if bits >= 5:
@@ -104,7 +121,9 @@ def ladder_of(schema: WeightSchema, param_dtype: str) -> Ladder:
     return Ladder(first, up, tuple(1 - i / step for i in range(1, 12)))
 
 
-def stepped(start: GroupScales, steps: torch.Tensor, ladder: Ladder) -> tuple[GroupScales, torch.Tensor]:
+def stepped(
+    start: GroupScales, steps: torch.Tensor, ladder: Ladder
+) -> tuple[GroupScales, torch.Tensor]:
     """Return the scales that are `steps`, int32 [E, R, G], from `start`, and a mask of those that exist.
 
     Where there is none, and where the step is 0, the scale is that of `start`.
@@ -113,7 +132,11 @@ def stepped(start: GroupScales, steps: torch.Tensor, ladder: Ladder) -> tuple[Gr
         byte, magnitude = bits_of(start.stored).int(), magnitude_bytes(start.stored)
         moved = magnitude + torch.where(steps > 0, steps - 1, steps)
         exists = (moved >= 1) & (moved <= ladder.top) & (magnitude <= ladder.top)
-        stored = torch.where(exists, moved | (byte ^ magnitude), byte).to(torch.uint8).view(start.stored.dtype)
+        stored = (
+            torch.where(exists, moved | (byte ^ magnitude), byte)
+            .to(torch.uint8)
+            .view(start.stored.dtype)
+        )
     else:
         factors = start.scale.new_tensor(ladder.factors())
         stored = (start.scale * factors[(steps + ladder.num_down).long()]).to(start.stored.dtype)
@@ -131,12 +154,19 @@ def magnitude_bytes(stored: torch.Tensor) -> torch.Tensor:
 
 def _is_usable(scales: GroupScales, start: GroupScales) -> torch.Tensor:
     """Return a mask of the scales that are neither zero, subnormal nor infinite."""
-    tiny = torch.finfo(torch.float32 if scales.stored.element_size() == 1 else scales.stored.dtype).tiny
-    usable = (scales.scale.abs() >= tiny) & torch.isfinite(scales.scale) & torch.isfinite(start.scale)
+    tiny = torch.finfo(
+        torch.float32 if scales.stored.element_size() == 1 else scales.stored.dtype
+    ).tiny
+    usable = (
+        (scales.scale.abs() >= tiny) & torch.isfinite(scales.scale) & torch.isfinite(start.scale)
+    )
     return usable if scales.zero is None else usable & torch.isfinite(scales.zero)
 
 
-_NEAR_UP, _NEAR_DOWN = 8, 3  # steps of 8-bit scales: the most that the limit leaves above, and the usual ones below
+_NEAR_UP, _NEAR_DOWN = (
+    8,
+    3,
+)  # steps of 8-bit scales: the most that the limit leaves above, and the usual ones below
 
 
 def nearby_scales(
@@ -148,7 +178,11 @@ def nearby_scales(
     not hold. floor: as `ScaleMeter.sweep`.
     """
     ladder, is_power = ladder_of(schema, param_dtype), start.stored.dtype == torch.float8_e8m0fnu
-    up, down = (ladder.num_up, ladder.num_down) if not ladder.has_bytes else (1 if is_power else _NEAR_UP, _NEAR_DOWN)
+    up, down = (
+        (ladder.num_up, ladder.num_down)
+        if not ladder.has_bytes
+        else (1 if is_power else _NEAR_UP, _NEAR_DOWN)
+    )
     for step in (*range(2, up + 1), *range(-1, -down - 1, -1)):
         tried, valid = stepped(start, torch.full_like(start.scale, step, dtype=torch.int32), ladder)
         if floor is not None:
@@ -219,7 +253,9 @@ def _shrunk_ranges(
             yield found.where(valid, start), valid
 
 
-def least_byte(stored: list[torch.Tensor], param_dtype: str, *, has_row_scale: bool = False) -> torch.Tensor | None:
+def least_byte(
+    stored: list[torch.Tensor], param_dtype: str, *, has_row_scale: bool = False
+) -> torch.Tensor | None:
     """Return the least byte of e8m0 scales that float16 can hold beside the expert's largest scale: [E, 1, 1].
 
     Under a scale per row, exponents are not moved into float16's range: they are -14 to 15.
@@ -227,7 +263,9 @@ def least_byte(stored: list[torch.Tensor], param_dtype: str, *, has_row_scale: b
     if stored[0].dtype != torch.float8_e8m0fnu or param_dtype != "float16":
         return None
     if has_row_scale:
-        return torch.full((len(stored[0]), 1, 1), _HALF_POWERS[0], dtype=torch.int32, device=stored[0].device)
+        return torch.full(
+            (len(stored[0]), 1, 1), _HALF_POWERS[0], dtype=torch.int32, device=stored[0].device
+        )
     largest = torch.stack([one.view(torch.uint8).flatten(1).amax(1) for one in stored]).amax(0)
     return (largest.int() - _HALF_RANGE).view(-1, 1, 1)
 
@@ -282,9 +320,13 @@ class SearchResult:
     changed: torch.Tensor
 
 
-def search(meters: Sequence[ScaleMeter], schema: WeightSchema, param_dtype: str) -> list[SearchResult]:
+def search(
+    meters: Sequence[ScaleMeter], schema: WeightSchema, param_dtype: str
+) -> list[SearchResult]:
     """Choose the scales of stacks, one projection each; projections that share a scale choose together."""
-    floor = least_byte([one.scales.stored for one in meters], param_dtype, has_row_scale=schema.has_row_scale)
+    floor = least_byte(
+        [one.scales.stored for one in meters], param_dtype, has_row_scale=schema.has_row_scale
+    )
     if schema.weight_scale_type != "tensor":
         return [_choose([one], schema, param_dtype, floor) for one in meters]
     return [_choose(meters, schema, param_dtype, floor)] * len(meters)
@@ -304,7 +346,11 @@ def _choose(
         changed = torch.zeros_like(least, dtype=torch.bool)
         for tried, valid in _shrunk_ranges(first.scales, schema, param_dtype):
             wins = valid & ((error := error_of(tried)) < least)
-            best, least, changed = tried.where(wins, best), torch.where(wins, error, least), changed | wins
+            best, least, changed = (
+                tried.where(wins, best),
+                torch.where(wins, error, least),
+                changed | wins,
+            )
     else:
         ladder = ladder_of(schema, param_dtype)
         if schema.weight_scale_type in _ROW_TYPES:
@@ -321,7 +367,9 @@ def _choose(
     return SearchResult(best, stored.where(changed, first.scales), changed)
 
 
-def _with_gain(meters: Sequence[ScaleMeter], schema: WeightSchema, scales: GroupScales) -> GroupScales:
+def _with_gain(
+    meters: Sequence[ScaleMeter], schema: WeightSchema, scales: GroupScales
+) -> GroupScales:
     """Return the scales under which the codes of `scales` have <decoded, w> = <w, w>, rounded as they are stored.
 
     Where one cannot be stored, it is that of `scales`.
@@ -354,7 +402,11 @@ def _fitted(
         valid = _is_usable(tried, best)
         tried = tried.where(valid, best)
         wins = valid & ((error := error_of(tried)) < least)
-        best, least, changed = tried.where(wins, best), torch.where(wins, error, least), changed | wins
+        best, least, changed = (
+            tried.where(wins, best),
+            torch.where(wins, error, least),
+            changed | wins,
+        )
     return best, changed
 
 
@@ -370,6 +422,8 @@ def _folded_rows(errors: torch.Tensor, schema: WeightSchema) -> torch.Tensor:
     num_experts, num_rows, num_groups = errors.shape
     if schema.weight_scale_type not in ("block", "tensor"):
         return errors
-    block_rows = schema.weight_scale_group_size_n if schema.weight_scale_type == "block" else num_rows
+    block_rows = (
+        schema.weight_scale_group_size_n if schema.weight_scale_type == "block" else num_rows
+    )
     blocks = errors.view(num_experts, num_rows // block_rows, block_rows, num_groups)
     return fold_sum(blocks.transpose(-1, -2).contiguous())

@@ -20,7 +20,10 @@ from hqconv.quantization.quantized import fold_sum
 from hqconv.schemas.dtypes import CodeKind, CodeType
 from hqconv.schemas.weight_schema import WeightSchema
 
-_CUDA_WEIGHTS, _CPU_WEIGHTS = 1 << 23, 1 << 18  # of a chunk; each has some 60 bytes of temporary tensors
+_CUDA_WEIGHTS, _CPU_WEIGHTS = (
+    1 << 23,
+    1 << 18,
+)  # of a chunk; each has some 60 bytes of temporary tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,14 +46,18 @@ def _chunks(stack: torch.Tensor, scales: GroupScales) -> Iterator[_Chunk]:
     flat = stack.reshape(total, num_columns)
     for begin in range(0, total, size):
         rows = slice(begin, min(begin + size, total))
-        second = None if scales.second is None else _of_rows(scales.second.reshape(-1, 1), rows, total)
+        second = (
+            None if scales.second is None else _of_rows(scales.second.reshape(-1, 1), rows, total)
+        )
         of_rows = GroupScales(
             _of_rows(scales.stored.flatten(0, 1), rows, total),
             _of_rows(scales.scale.flatten(0, 1), rows, total),
             None if scales.zero is None else _of_rows(scales.zero.flatten(0, 1), rows, total),
             second,
         )
-        yield _Chunk(rows, flat[rows].float().view(-1, num_groups, num_columns // num_groups), of_rows)
+        yield _Chunk(
+            rows, flat[rows].float().view(-1, num_groups, num_columns // num_groups), of_rows
+        )
 
 
 def _of_rows(values: torch.Tensor, rows: slice, total: int) -> torch.Tensor:
@@ -61,7 +68,9 @@ def _of_rows(values: torch.Tensor, rows: slice, total: int) -> torch.Tensor:
     if len(values) == 1:
         return values.expand(rows.stop - rows.start, *values.shape[1:])
     first, last = rows.start // per_value, (rows.stop - 1) // per_value + 1
-    bits = values[first:last].view(torch.uint8) if values.element_size() == 1 else values[first:last]
+    bits = (
+        values[first:last].view(torch.uint8) if values.element_size() == 1 else values[first:last]
+    )
     each = bits.unsqueeze(1).expand(-1, per_value, *bits.shape[1:]).flatten(0, 1)
     return each[rows.start - first * per_value : rows.stop - first * per_value].view(values.dtype)
 
@@ -116,12 +125,16 @@ def row_errors(
     words: packed codes; None to choose codes for the scales. stored: the scales that they are decoded with, if others.
     """
     total = stack.size(0) * stack.size(1)
-    out = torch.empty(*stack.shape[:2], scales.scale.size(2), dtype=torch.float64, device=stack.device)
+    out = torch.empty(
+        *stack.shape[:2], scales.scale.size(2), dtype=torch.float64, device=stack.device
+    )
     for chunk in _chunks(stack, scales):
         if words is None:
             numbers, _ = nearest_numbers(chunk.weights, chunk.scales, schema)
         else:
-            numbers = stored_numbers(words.flatten(0, 1)[chunk.rows], schema).view(chunk.weights.shape)
+            numbers = stored_numbers(words.flatten(0, 1)[chunk.rows], schema).view(
+                chunk.weights.shape
+            )
         under = chunk.scales
         if stored is not None:
             under = replace(under, scale=_of_rows(stored.scale.flatten(0, 1), chunk.rows, total))
@@ -136,7 +149,9 @@ def row_fits(
 
     v: the number of the code that a weight w gets under `scales`, less the zero point.
     """
-    out = torch.empty(3, *stack.shape[:2], scales.scale.size(2), dtype=torch.float64, device=stack.device)
+    out = torch.empty(
+        3, *stack.shape[:2], scales.scale.size(2), dtype=torch.float64, device=stack.device
+    )
     for chunk in _chunks(stack, scales):
         numbers, _ = nearest_numbers(chunk.weights, chunk.scales, schema)
         if chunk.scales.zero is not None:
@@ -148,15 +163,26 @@ def row_fits(
 
 
 def chosen_codes(
-    stack: torch.Tensor, scales: GroupScales, changed: torch.Tensor, words: torch.Tensor, schema: WeightSchema
+    stack: torch.Tensor,
+    scales: GroupScales,
+    changed: torch.Tensor,
+    words: torch.Tensor,
+    schema: WeightSchema,
 ) -> torch.Tensor:
     """Return packed codes int32 [E, N, K * bits / 32]: new ones in groups that `changed` [E, R, G], else `words`."""
-    out, total = torch.empty(words.shape, dtype=words.dtype, device=words.device), stack.size(0) * stack.size(1)
+    out, total = (
+        torch.empty(words.shape, dtype=words.dtype, device=words.device),
+        stack.size(0) * stack.size(1),
+    )
     for chunk in _chunks(stack, scales):
-        kept = humming().ops.unpack_weight(words.flatten(0, 1)[chunk.rows].contiguous(), schema.num_bits)
+        kept = humming().ops.unpack_weight(
+            words.flatten(0, 1)[chunk.rows].contiguous(), schema.num_bits
+        )
         numbers, x = nearest_numbers(chunk.weights, chunk.scales, schema)
         is_new = _of_rows(changed.flatten(0, 1), chunk.rows, total).unsqueeze(-1)
-        codes = torch.where(is_new, codes_of(numbers, x, schema), kept.view(numbers.shape)).flatten(1)
+        codes = torch.where(is_new, codes_of(numbers, x, schema), kept.view(numbers.shape)).flatten(
+            1
+        )
         out.flatten(0, 1)[chunk.rows] = humming().ops.pack_weight(codes, schema.num_bits)
     return out
 
@@ -192,8 +218,12 @@ def nearest_numbers(
     Numbers are those before zero point and scale.
     """
     code, lowest = schema.code_type, scales.lowest()
-    x = (weights if lowest is None else weights - lowest.unsqueeze(-1)) * scales.inverse().unsqueeze(-1)
-    return _round_float(x, code) if code.kind == CodeKind.FLOAT else torch.round(x).clamp_(*code.bounds), x
+    x = (
+        weights if lowest is None else weights - lowest.unsqueeze(-1)
+    ) * scales.inverse().unsqueeze(-1)
+    return _round_float(x, code) if code.kind == CodeKind.FLOAT else torch.round(x).clamp_(
+        *code.bounds
+    ), x
 
 
 def _round_float(x: torch.Tensor, code: CodeType) -> torch.Tensor:
@@ -225,4 +255,6 @@ def codes_of(numbers: torch.Tensor, x: torch.Tensor, schema: WeightSchema) -> to
     threshold = 2.0 ** (shift - 126)
     subnormal = (magnitude + threshold).view(torch.int32) - ((shift + 1) << 23)
     normal = magnitude.view(torch.int32) - (shift << 23)
-    return (torch.where(magnitude < threshold, subnormal, normal) >> drop) | (torch.signbit(x).int() * sign_bit)
+    return (torch.where(magnitude < threshold, subnormal, normal) >> drop) | (
+        torch.signbit(x).int() * sign_bit
+    )

@@ -20,7 +20,9 @@ from hqconv.quantization.group_scales import GroupScales
 from hqconv.quantization.scale_search import Ladder, magnitude_bytes
 from hqconv.schemas.weight_schema import WeightSchema
 
-LAUNCHING = threading.Lock()  # one thread builds a kernel on its first launch; the others wait and reuse it
+LAUNCHING = (
+    threading.Lock()
+)  # one thread builds a kernel on its first launch; the others wait and reuse it
 
 
 # Headers of kernels are kept short by hand: one parameter a line would be most of them.
@@ -31,7 +33,9 @@ def _round_float(x, LIMIT_BITS: tl.constexpr, SHIFT: tl.constexpr, DROP: tl.cons
     magnitude = tl.minimum(bits & 0x7FFFFFFF, LIMIT_BITS)
     threshold_bits = magnitude * 0 + ((SHIFT + 1) << 23)
     threshold = threshold_bits.to(tl.float32, bitcast=True)
-    subnormal = (magnitude.to(tl.float32, bitcast=True) + threshold).to(tl.int32, bitcast=True) - threshold_bits
+    subnormal = (magnitude.to(tl.float32, bitcast=True) + threshold).to(
+        tl.int32, bitcast=True
+    ) - threshold_bits
     scaled = tl.where(magnitude < threshold_bits, subnormal, magnitude - (SHIFT << 23))
     rounded = (scaled + ((1 << (DROP - 1)) - 1)) >> DROP
     kept = rounded << DROP
@@ -155,7 +159,18 @@ def _sweep(
     going = tl.max(active.to(tl.int32), axis=0)
     while (going > 0) & (step <= num_up):
         scale = _step_scale(
-            step, stored, byte, floor, values, factors, num_down, top, HAS_BYTES, NUM_DROPPED, LEAST, MOST
+            step,
+            stored,
+            byte,
+            floor,
+            values,
+            factors,
+            num_down,
+            top,
+            HAS_BYTES,
+            NUM_DROPPED,
+            LEAST,
+            MOST,
         )
         both = scale * second_scale if HAS_SECOND else scale
         is_tried = (tl.abs(both) < end) | (step <= 1)
@@ -176,7 +191,18 @@ def _sweep(
     going = tl.max(active.to(tl.int32), axis=0)
     while (going > 0) & (step >= -num_down):
         scale = _step_scale(
-            step, stored, byte, floor, values, factors, num_down, top, HAS_BYTES, NUM_DROPPED, LEAST, MOST
+            step,
+            stored,
+            byte,
+            floor,
+            values,
+            factors,
+            num_down,
+            top,
+            HAS_BYTES,
+            NUM_DROPPED,
+            LEAST,
+            MOST,
         )
         both = scale * second_scale if HAS_SECOND else scale
         active = active & (scale != 0.0)
@@ -222,9 +248,16 @@ def sweep(
     Steps that cannot win are left out.
     """
     num_experts, num_rows, num_columns = stack.shape
-    total, num_groups, size = num_experts * num_rows, start.scale.size(2), schema.weight_scale_group_size
+    total, num_groups, size = (
+        num_experts * num_rows,
+        start.scale.size(2),
+        schema.weight_scale_group_size,
+    )
     is_bfloat16, device = stack.dtype == torch.bfloat16, stack.device
-    error, steps = least.clone().contiguous(), torch.empty(least.shape, dtype=torch.int32, device=device)
+    error, steps = (
+        least.clone().contiguous(),
+        torch.empty(least.shape, dtype=torch.int32, device=device),
+    )
     tile = min(triton.next_power_of_2(num_groups), max(1, _SWEPT // size))
     lowest, highest = schema.code_type.bounds
     dropped, lowest_scale, highest_scale = _RANGES.get(start.stored.dtype, (0, 2.0**-126, 3.4e38))

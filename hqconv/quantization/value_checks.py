@@ -61,7 +61,9 @@ _REMEDY = (
 )
 
 
-def refuse(what: str, where: str, expected: object, found: object, remedy: str = _REMEDY) -> NoReturn:
+def refuse(
+    what: str, where: str, expected: object, found: object, remedy: str = _REMEDY
+) -> NoReturn:
     """Raise InputError about one tensor's values."""
     raise InputError(what, where=where, expected=expected, found=found, remedy=remedy)
 
@@ -85,9 +87,13 @@ def checked(coded: CodedMatrix, names: Mapping[str, str]) -> CodedMatrix:
     scale = scale_values(coded.scale)
     where = names.get("scale") or names.get("weight", "")
     if is_any(~scale.isfinite()):
-        refuse("A scale is NaN or infinite.", where, "finite scales", f"{_count(~scale.isfinite())}")
+        refuse(
+            "A scale is NaN or infinite.", where, "finite scales", f"{_count(~scale.isfinite())}"
+        )
     if not coded.b_dtype.startswith("uint") and is_any(scale < 0):
-        refuse("A scale is negative.", where, f"positive scales for {coded.b_dtype}", _count(scale < 0))
+        refuse(
+            "A scale is negative.", where, f"positive scales for {coded.b_dtype}", _count(scale < 0)
+        )
     # In a narrow dtype a group's scale may have underflowed; every loader decodes its weights to 0.
     is_narrow = coded.scale.dtype in (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
     # One scale of 0 for the matrix says that all its weights are 0: an expert that was never used.
@@ -95,13 +101,23 @@ def checked(coded: CodedMatrix, names: Mapping[str, str]) -> CodedMatrix:
         _check_zero_scales(coded, scale == 0, where)
     largest = float(code_table(coded.b_dtype, True).max())
     if is_any(scale.abs().max().double() * largest > torch.finfo(torch.float32).max):
-        refuse("A scale is too large: weights would be infinite.", where, "finite weights", scale.max().item())
+        refuse(
+            "A scale is too large: weights would be infinite.",
+            where,
+            "finite weights",
+            scale.max().item(),
+        )
     if coded.scale_2 is not None:
         second = coded.scale_2.float()
         is_bad = ~(second.isfinite() & (second >= 0))
         if is_any(is_bad):
             at = names.get("scale_2", where)
-            refuse("A second scale is not usable.", at, "a finite number, not below 0", second[is_bad][0].item())
+            refuse(
+                "A second scale is not usable.",
+                at,
+                "a finite number, not below 0",
+                second[is_bad][0].item(),
+            )
     _check_codes(coded, names)
     return coded
 

@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from hqconv.artifact.error_summary import requantized, scale_changes, summarize_errors
-from hqconv.artifact.manifest import Manifest, ManifestLayer, is_artifact, is_unfinished, read_manifest
+from hqconv.artifact.manifest import (
+    Manifest,
+    ManifestLayer,
+    is_artifact,
+    is_unfinished,
+    read_manifest,
+)
 from hqconv.conversion.journal import parse_entry, part_journals
 from hqconv.conversion.output_folder import (
     FOREIGN_FOLDER,
@@ -24,7 +30,14 @@ from hqconv.conversion.output_folder import (
     unfinished_folder,
 )
 from hqconv.conversion.resources import Resources, plan_staging
-from hqconv.errors import HqconvError, InputError, OutputError, RequestError, VerificationError, number_runs
+from hqconv.errors import (
+    HqconvError,
+    InputError,
+    OutputError,
+    RequestError,
+    VerificationError,
+    number_runs,
+)
 from hqconv.formats.source_format import SourceFormat
 from hqconv.io.checkpoint_files import readable
 from hqconv.io.durable_files import check_space, partial, size_of
@@ -40,7 +53,14 @@ from hqconv.models.source_protocol import Source
 from hqconv.planning.checks import check_matrix_scales, is_served_with
 from hqconv.planning.layer_encoding import EncodingOptions
 from hqconv.planning.notices import no_tokenizer, source_notices
-from hqconv.planning.plan import ConversionPlan, GpuMemory, SourceFacts, expert_bytes, other_bytes_on_gpu, source_facts
+from hqconv.planning.plan import (
+    ConversionPlan,
+    GpuMemory,
+    SourceFacts,
+    expert_bytes,
+    other_bytes_on_gpu,
+    source_facts,
+)
 from hqconv.planning.source_schema import direct_schemas
 from hqconv.planning.spec import default_param_dtype
 from hqconv.reports.parts import Document
@@ -93,7 +113,9 @@ def layer_runs(layers: Mapping[str, Mapping[str, Any]]) -> list[Document]:
     entries = []
     for (before, after, shape), numbers in runs.items():
         count = max(len(numbers), 1)
-        middle = str(numbers[0]) if len(numbers) == 1 else f"[{_ranges(numbers)}]" if numbers else ""
+        middle = (
+            str(numbers[0]) if len(numbers) == 1 else f"[{_ranges(numbers)}]" if numbers else ""
+        )
         name = f"{before}{middle}{after}"
         entries.append({"name": name, "num_blocks": count, **json.loads(shape)})
     return entries
@@ -152,10 +174,19 @@ def describe_source(checkpoint: Source) -> Document:
     facts = source_facts(checkpoint, experts)
     heads = facts.heads
     sizes = {name: _tp_sizes(experts.layers, schema, heads) for name, schema in PRESETS.items()}
-    dealt = {name: _tp_sizes(experts.layers, schema, heads, GROUPS) for name, schema in PRESETS.items()}
+    dealt = {
+        name: _tp_sizes(experts.layers, schema, heads, GROUPS) for name, schema in PRESETS.items()
+    }
     of_groups = {name: [tp for tp in dealt[name] if tp not in sizes[name]] for name in sizes}
-    obstacles = {str(tp): reason for tp in _TP_SIZES if (reason := ENGINE.heads_obstacle(Grid(tp), heads)) is not None}
-    refused = [f"{ENGINE.name} does not start with --tp {tp}: {reason}." for tp, reason in obstacles.items()]
+    obstacles = {
+        str(tp): reason
+        for tp in _TP_SIZES
+        if (reason := ENGINE.heads_obstacle(Grid(tp), heads)) is not None
+    }
+    refused = [
+        f"{ENGINE.name} does not start with --tp {tp}: {reason}."
+        for tp, reason in obstacles.items()
+    ]
     return {
         **document,
         "convertible": True,
@@ -171,7 +202,12 @@ def describe_source(checkpoint: Source) -> Document:
         "gpu_memory": _gpu_memory(checkpoint, experts, heads, sizes),
         "gpu_memory_of_groups": _gpu_memory(checkpoint, experts, heads, of_groups),
         "tp_obstacles": obstacles,
-        "warnings": [*experts.config_warnings, *source_notices(checkpoint, experts), *refused[:1], *notices],
+        "warnings": [
+            *experts.config_warnings,
+            *source_notices(checkpoint, experts),
+            *refused[:1],
+            *notices,
+        ],
     }
 
 
@@ -187,11 +223,18 @@ def _gpu_memory(
     param_dtype = default_param_dtype(checkpoint.config, experts)
     specs = {name: LayerSpec(schema, param_dtype, _ANY_GPU) for name, schema in PRESETS.items()}
     others = {
-        tp: other_bytes_on_gpu(checkpoint.tensors, experts.copied, experts.left, Grid(tp), heads) or 0
-        for tp in sorted({size for of_schema in sizes.values() for size in of_schema if size <= _MAX_TP_SHOWN})
+        tp: other_bytes_on_gpu(checkpoint.tensors, experts.copied, experts.left, Grid(tp), heads)
+        or 0
+        for tp in sorted(
+            {size for of_schema in sizes.values() for size in of_schema if size <= _MAX_TP_SHOWN}
+        )
     }
     return {
-        name: {str(tp): expert_bytes(experts.layers, specs[name], tp) + others[tp] for tp in others if tp in of_schema}
+        name: {
+            str(tp): expert_bytes(experts.layers, specs[name], tp) + others[tp]
+            for tp in others
+            if tp in of_schema
+        }
         for name, of_schema in sizes.items()
     }
 
@@ -214,7 +257,8 @@ def tensors_to_dict(facts: SourceFacts, experts: ExpertMap) -> Document:
     """Numbers of converted, copied and dropped tensors, and the reasons."""
     kinds = {"converted": experts.converted, "copied": experts.copied, "dropped": experts.dropped}
     document: Document = {
-        kind: {"num_tensors": len(names), "num_bytes": facts.bytes_of[kind]} for kind, names in kinds.items()
+        kind: {"num_tensors": len(names), "num_bytes": facts.bytes_of[kind]}
+        for kind, names in kinds.items()
     }
     document["dropped"]["reasons"] = dict(experts.dropped)
     return document
@@ -227,18 +271,26 @@ def layer_to_dict(layer: MoeLayer) -> Document:
     return document | {"source_dtype": layer.dtype, "source_format": layer.format.describe()}
 
 
-def _tp_sizes(layers: Iterable[MoeLayer], schema: WeightSchema, heads: AttentionHeads, split: str = EVEN) -> list[int]:
+def _tp_sizes(
+    layers: Iterable[MoeLayer], schema: WeightSchema, heads: AttentionHeads, split: str = EVEN
+) -> list[int]:
     """TP sizes that cut no scale group of any layer, and that share the attention heads evenly.
 
     With the split `groups` only sizes with which the engine's MoE layers start.
     """
     sizes: list[set[int]] = []
-    for hidden, inner, pads in {(b.hidden_size, b.intermediate_size, b.pads_last_rank) for b in layers}:
+    for hidden, inner, pads in {
+        (b.hidden_size, b.intermediate_size, b.pads_last_rank) for b in layers
+    }:
         works = working_tp_sizes(inner, schema, pads_last_rank=pads, split=split)
         if split == GROUPS:
             works = [size for size in works if ENGINE.inner_obstacle(inner, Grid(size)) is None]
         sizes.append(set() if hidden % hidden_unit(schema) else set(works))
-    return [size for size in sorted(set.intersection(*sizes)) if is_served_with(size, heads)] if sizes else []
+    return (
+        [size for size in sorted(set.intersection(*sizes)) if is_served_with(size, heads)]
+        if sizes
+        else []
+    )
 
 
 def describe_plan(plan: ConversionPlan, resources: Resources) -> Document:
@@ -265,7 +317,9 @@ def describe_plan(plan: ConversionPlan, resources: Resources) -> Document:
         "redundant_experts": spec.grid.redundant,
         "tensors": tensors_to_dict(plan.source, experts),
         "blocks": layer_runs({layer.name: layer_to_dict(layer) for layer in experts.layers}),
-        "files": [{"path": f.path, "size_bytes": f.size_bytes} for g in plan.units for f in g.files],
+        "files": [
+            {"path": f.path, "size_bytes": f.size_bytes} for g in plan.units for f in g.files
+        ],
         "other_files": list(plan.other_files),
         "conversion": dict(Counter(layer.encoding.conversion for layer in plan.layers)),
         "num_bytes_in": plan.source.num_bytes,
@@ -306,7 +360,9 @@ def _num_bytes_left(plan: ConversionPlan, place: Path | None) -> int:
     units = [[(file.path, file.size_bytes) for file in unit.files] for unit in plan.units]
     if place is None:
         return sum(size for files in units for _, size in files) + plan.other_bytes
-    missing = [files for files in units if any(_size_of(place, path, None) != size for path, size in files)]
+    missing = [
+        files for files in units if any(_size_of(place, path, None) != size for path, size in files)
+    ]
     halves = (partial(place / path) for files in units for path, _ in files)
     num_bytes = sum(size for files in missing for _, size in files) + plan.other_bytes
     return num_bytes - sum(half.stat().st_blocks * 512 for half in halves if half.is_file())
@@ -323,7 +379,11 @@ def _occupied(out: Path, *, is_unfinished: bool, goes_on: bool) -> str | None:
 
 
 def describe_artifact(
-    root: Path, repo_id: str | None = None, listing: Listing | None = None, *, manifest: Manifest | None = None
+    root: Path,
+    repo_id: str | None = None,
+    listing: Listing | None = None,
+    *,
+    manifest: Manifest | None = None,
 ) -> Document:
     """Describe a finished artifact from its manifest.
 
@@ -339,10 +399,18 @@ def describe_artifact(
     heads = attention_heads(config)
     tensors = _ordinary_tensors(root, manifest)
     rank_bytes = _rank_bytes(manifest)
-    others = None if tensors is None else other_bytes_on_gpu(tensors, tensors, manifest.left, manifest.grid, heads)
+    others = (
+        None
+        if tensors is None
+        else other_bytes_on_gpu(tensors, tensors, manifest.left, manifest.grid, heads)
+    )
     # None in the checkpoint layout, and if no server starts.
-    memory = None if others is None or not rank_bytes else GpuMemory(max(rank_bytes.values()), others)
-    source, *before = ({"name": one.source.name, "revision": one.source.revision} for one in manifest.steps)
+    memory = (
+        None if others is None or not rank_bytes else GpuMemory(max(rank_bytes.values()), others)
+    )
+    source, *before = (
+        {"name": one.source.name, "revision": one.source.revision} for one in manifest.steps
+    )
     return {
         "kind": "artifact",
         "folder": str(root),
@@ -370,7 +438,11 @@ def describe_artifact(
         "format_version": manifest.format_version,
         "source": source,
         "derived_from": [
-            {"schema_name": one.schema_name, "manifest_sha256": one.manifest_sha256, "source": of_one}
+            {
+                "schema_name": one.schema_name,
+                "manifest_sha256": one.manifest_sha256,
+                "source": of_one,
+            }
             for one, of_one in zip(manifest.ancestors, before, strict=True)
         ],
         "manifest_sha256": manifest.sha256,
@@ -382,7 +454,9 @@ def describe_artifact(
             "copied": len(manifest.tensors.copied),
             "dropped": len(manifest.tensors.dropped),
         },
-        "blocks": layer_runs({name: _stored_layer_to_dict(layer) for name, layer in layers.items()}),
+        "blocks": layer_runs(
+            {name: _stored_layer_to_dict(layer) for name, layer in layers.items()}
+        ),
         "conversion": dict(Counter(layer.conversion for layer in layers.values())),
         "quantization_error": summarize_errors(errors),
         "requantized": requantized(errors),
@@ -395,7 +469,9 @@ def describe_artifact(
         "missing_or_resized_files": missing,
         "altered_manifest": altered,
         "is_damaged": bool(missing or altered),
-        "serve_command": ENGINE.serve_command(repo_id or str(root), manifest.layout, manifest.grid, heads),
+        "serve_command": ENGINE.serve_command(
+            repo_id or str(root), manifest.layout, manifest.grid, heads
+        ),
     }
 
 
@@ -414,7 +490,10 @@ def _ordinary_tensors(root: Path, manifest: Manifest) -> dict[str, TensorRef] | 
 
 
 def _artifact_notices(
-    manifest: Manifest, config: Document, tensors: Mapping[str, TensorRef] | None, heads: AttentionHeads
+    manifest: Manifest,
+    config: Document,
+    tensors: Mapping[str, TensorRef] | None,
+    heads: AttentionHeads,
 ) -> list[str]:
     """Return what a server of the artifact lacks: layers, a tokenizer, ranks that can share the attention heads."""
     family, notices = BY_NAME.get(manifest.family), []
@@ -485,7 +564,9 @@ def _stored_layer_to_dict(layer: ManifestLayer) -> Document:
     except (AttributeError, KeyError, TypeError, ValueError):
         source = "unknown"
     shown = {key: value for key, value in layer.to_dict().items() if key != SUMS}
-    activation = layer.activation_function.to_dict(layer.gated)  # with numbers that older manifests lack
+    activation = layer.activation_function.to_dict(
+        layer.gated
+    )  # with numbers that older manifests lack
     return {**shown, **activation, "source_format": source}
 
 
@@ -554,7 +635,11 @@ def describe_recipes() -> Document:
         "kind": "recipes",
         "folder": str(SCHEMAS),
         "recipes": [
-            {"option": f"--config {name.removesuffix('.toml')}", "description": text, "path": str(RECIPES / name)}
+            {
+                "option": f"--config {name.removesuffix('.toml')}",
+                "description": text,
+                "path": str(RECIPES / name),
+            }
             for name, text in shipped(RECIPES).items()
         ],
         "schemas": [
@@ -576,6 +661,8 @@ def _input_schema_to_dict(inputs: InputSchema) -> Document:
         "name": inputs.name,
         "description": inputs.describe(),
         **inputs.humming_fields(),
-        "targets": [target.name for target in map(GpuTarget, TARGETS) if target in {t for _, t in pairs}],
+        "targets": [
+            target.name for target in map(GpuTarget, TARGETS) if target in {t for _, t in pairs}
+        ],
         "schemas": [name for name in PRESETS if name in {schema for schema, _ in pairs}],
     }

@@ -65,14 +65,20 @@ def page_document(
     RequestError if `root` is no artifact, VerificationError if it is damaged.
     """
     places = _places(root, verification)
-    document: Document = {"kind": "page", "name": root.resolve().name, "verification": _renamed(verification, places)}
+    document: Document = {
+        "kind": "page",
+        "name": root.resolve().name,
+        "verification": _renamed(verification, places),
+    }
     document |= {"artifact": None, "blocks": [], "provenance": {}, "unreadable": []}
     document["evaluation"] = None
     may_fail = verification is not None and not verification["passed"]
     try:
         manifest = manifest or read_manifest(root, is_sealed=not may_fail)
         document["artifact"] = describe_artifact(root, manifest=manifest) | _at_home(root, manifest)
-        document["blocks"] = [_layer(name, layer, manifest) for name, layer in manifest.blocks.items()]
+        document["blocks"] = [
+            _layer(name, layer, manifest) for name, layer in manifest.blocks.items()
+        ]
         document["provenance"] = _provenance(manifest)
         found = evaluation_in_card(root, manifest) if evaluation is None else evaluation
         document["evaluation"] = _renamed(found, places)
@@ -101,13 +107,18 @@ def _places(root: Path, verification: Document | None) -> dict[str, str]:
     """Folders of the artifact and of the source that appear as absolute paths, with their names."""
     source = (verification or {}).get("source")
     paths = [root.resolve(), root, *([Path(source).resolve(), Path(source)] if source else [])]
-    return {str(path): path.name for path in paths if path.is_absolute() and path.name and path.is_dir()}
+    return {
+        str(path): path.name for path in paths if path.is_absolute() and path.name and path.is_dir()
+    }
 
 
 def _at_home(root: Path, manifest: Manifest) -> Document:
     """Entries with the folder's name only: the folder, and the command that serves it."""
     name, heads = root.resolve().name, attention_heads(config_of(root))
-    return {"folder": name, "serve_command": ENGINE.serve_command(name, manifest.layout, manifest.grid, heads)}
+    return {
+        "folder": name,
+        "serve_command": ENGINE.serve_command(name, manifest.layout, manifest.grid, heads),
+    }
 
 
 def _layer(name: str, layer: ManifestLayer, manifest: Manifest) -> Document:
@@ -126,7 +137,11 @@ def _provenance(manifest: Manifest) -> Document:
     """Document of the source and its files, ancestor artifacts, and the versions that wrote the artifact."""
     source = manifest.source
     return {
-        "source": {"name": source.name, "revision": source.revision, "index_sha256": source.index_sha256},
+        "source": {
+            "name": source.name,
+            "revision": source.revision,
+            "index_sha256": source.index_sha256,
+        },
         "source_files": [one.to_dict() for one in source.files],
         "digest": manifest.digest,
         "derived_from": [one.to_dict() for one in manifest.ancestors],
@@ -199,7 +214,9 @@ def page(document: Document) -> str:
     artifact, evaluation = document["artifact"], document["evaluation"]
     sections = (
         None if artifact is None else section("made", "Overview", *artifact_parts(artifact)),
-        None if evaluation is None else section("evaluation", "Predictions", *evaluation_parts(evaluation)),
+        None
+        if evaluation is None
+        else section("evaluation", "Predictions", *evaluation_parts(evaluation)),
         _errors(document),
         _experts(document["experts"], document["blocks"]),
         _checks(document["verification"]),
@@ -210,9 +227,14 @@ def page(document: Document) -> str:
         .get_template("report.html.j2")
         .render(
             name=document["name"],
-            lead="" if artifact is None else f"Made from {artifact['source']['name']}: {artifact['schema']['name']}.",
+            lead=""
+            if artifact is None
+            else f"Made from {artifact['source']['name']}: {artifact['schema']['name']}.",
             unreadable=document["unreadable"],
-            tiles=[{"value": value, "label": label, "css": css} for value, label, css in _tiles(document)],
+            tiles=[
+                {"value": value, "label": label, "css": css}
+                for value, label, css in _tiles(document)
+            ],
             sections=[one for one in sections if one is not None],
         )
     )
@@ -224,7 +246,9 @@ def _tiles(document: Document) -> list[tuple[str, str, str]]:
     if verification is None:
         tiles = [("none run", "checks", "none")]
     else:
-        tiles = [("passed", "checks", "pass") if verification["passed"] else ("failed", "checks", "fail")]
+        tiles = [
+            ("passed", "checks", "pass") if verification["passed"] else ("failed", "checks", "fail")
+        ]
     if artifact is not None:
         errors = [error for _, _, error in _layer_errors(document["blocks"])]
         largest = max((error["relative_error"] for error in errors), default=None)
@@ -236,14 +260,23 @@ def _tiles(document: Document) -> list[tuple[str, str, str]]:
             (artifact["target"], "for the GPU", ""),
         ]
     if document["evaluation"] is not None:
-        tiles.append((number(float(document["evaluation"]["kl"]["mean"]), 3), "KL divergence, nats per token", ""))
+        tiles.append(
+            (
+                number(float(document["evaluation"]["kl"]["mean"]), 3),
+                "KL divergence, nats per token",
+                "",
+            )
+        )
     return tiles
 
 
 def _layer_errors(layers: list[Document]) -> list[tuple[Document, str, Document]]:
     """Layer, projection and figures of each error that the conversion measured."""
     return [
-        (layer, role, error) for layer in layers for role, error in layer["errors"].items() if "relative_error" in error
+        (layer, role, error)
+        for layer in layers
+        for role, error in layer["errors"].items()
+        if "relative_error" in error
     ]
 
 
@@ -254,7 +287,12 @@ def _errors(document: Document) -> Part | None:
         return None
     rows = [
         (
-            *(layer["name"], layer["schema"], PROJECTIONS.get(role, role), float(error["relative_error"])),
+            *(
+                layer["name"],
+                layer["schema"],
+                PROJECTIONS.get(role, role),
+                float(error["relative_error"]),
+            ),
             *(error.get(key, "–") for key in ("worst_expert", "worst_relative_error")),
         )
         for layer, role, error in errors
@@ -278,8 +316,14 @@ def _errors(document: Document) -> Part | None:
 
 def _errors_plot(layers: list[Document]) -> Part:
     """Two lines for each projection: errors of the layers, and errors of their worst experts."""
-    shown = [layer for layer in layers if any("relative_error" in error for error in layer["errors"].values())]
-    names = [f"layer {layer['layer']}" if layer["layer"] >= 0 else str(layer["name"]) for layer in shown]
+    shown = [
+        layer
+        for layer in layers
+        if any("relative_error" in error for error in layer["errors"].values())
+    ]
+    names = [
+        f"layer {layer['layer']}" if layer["layer"] >= 0 else str(layer["name"]) for layer in shown
+    ]
     series = []
     for role, label in PROJECTIONS.items():
         for more, key, css in (
@@ -288,7 +332,9 @@ def _errors_plot(layers: list[Document]) -> Part:
         ):
             values = [layer["errors"].get(role, {}).get(key) for layer in shown]
             if any(value is not None for value in values):
-                points = [(x, y, name) for x, (y, name) in enumerate(zip(values, names, strict=True))]
+                points = [
+                    (x, y, name) for x, (y, name) in enumerate(zip(values, names, strict=True))
+                ]
                 series.append(Series(f"{label}{more}", css, points))
     return plot("Relative error by layer", series, list(dict.fromkeys((names[0], names[-1]))))
 
@@ -296,9 +342,16 @@ def _errors_plot(layers: list[Document]) -> Part:
 def _experts(found: Document, layers: list[Document]) -> Part | None:
     """The experts with the largest errors."""
     if not found["worst"]:
-        return section("experts", "Experts", note(_NO_ERROR) if layers and found["is_measured"] else None)
+        return section(
+            "experts", "Experts", note(_NO_ERROR) if layers and found["is_measured"] else None
+        )
     rows = [
-        (one["block"], PROJECTIONS.get(one["projection"], one["projection"]), one["expert"], one["relative_error"])
+        (
+            one["block"],
+            PROJECTIONS.get(one["projection"], one["projection"]),
+            one["expert"],
+            one["relative_error"],
+        )
         for one in found["worst"]
     ]
     if found["is_measured"]:
@@ -316,9 +369,17 @@ def _checks(verification: Document | None) -> Part | None:
     if verification is None:
         return section("checks", "Checks", note(_NO_CHECKS))
     against = verification.get("source")
-    basis = f"Checked against {against}." if against else "Checked without the source: against the artifact itself."
+    basis = (
+        f"Checked against {against}."
+        if against
+        else "Checked without the source: against the artifact itself."
+    )
     rows = [
-        (name, check["status"], check["skipped_because"] or plural(len(check["findings"]), "finding"))
+        (
+            name,
+            check["status"],
+            check["skipped_because"] or plural(len(check["findings"]), "finding"),
+        )
         for name, check in verification["checks"].items()
     ]
     parts = [note(basis), table(("check", "status", "result"), rows)]
@@ -327,7 +388,9 @@ def _checks(verification: Document | None) -> Part | None:
         if check["notes"] or check["findings"] or check["measured"]:
             parts.append(heading(name))
         parts += [note(text) for text in check["notes"]]
-        parts.append(table(keys, ([one[key] for key in keys] for one in check["findings"]), "Findings"))
+        parts.append(
+            table(keys, ([one[key] for key in keys] for one in check["findings"]), "Findings")
+        )
         parts += measured_parts(name, check["measured"])
     return section("checks", "Checks", *parts)
 
@@ -337,7 +400,9 @@ def _provenance_section(artifact: Document | None, found: Document) -> Part | No
     if artifact is None or not found:
         return None
     source = found["source"]
-    ancestors = [", ".join(f"{key} {one}" for key, one in entry.items()) for entry in found["derived_from"]]
+    ancestors = [
+        ", ".join(f"{key} {one}" for key, one in entry.items()) for entry in found["derived_from"]
+    ]
     rows = (
         ("source", source["name"]),
         ("commit", source["revision"]),
@@ -349,13 +414,21 @@ def _provenance_section(artifact: Document | None, found: Document) -> Part | No
         ("left as in it", ", ".join(artifact["left_blocks"])),
     )
     own, of_source = (
-        [(one["name"], human_bytes(one["size_bytes"]), one.get(digest, "–")) for one in files if "size_bytes" in one]
+        [
+            (one["name"], human_bytes(one["size_bytes"]), one.get(digest, "–"))
+            for one in files
+            if "size_bytes" in one
+        ]
         for files, digest in ((found["files"], "sha256"), (found["source_files"], "header_sha256"))
     )
     return section(
         "provenance",
         "Provenance",
         facts(rows),
-        table(("file", "size", "SHA-256 of its header"), of_source, hidden=f"Files of the source ({len(of_source)})"),
+        table(
+            ("file", "size", "SHA-256 of its header"),
+            of_source,
+            hidden=f"Files of the source ({len(of_source)})",
+        ),
         table(("file", "size", "SHA-256"), own, hidden=f"Files of the artifact ({len(own)})"),
     )

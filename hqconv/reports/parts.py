@@ -53,12 +53,24 @@ def facts(rows: Iterable[tuple[str, Any]]) -> Part:
     return {"kind": "facts", "rows": [row for row in rows if row[1] not in (None, "")]}
 
 
-def table(headers: Sequence[str], rows: Iterable[Sequence[Any]], caption: str = "", *, hidden: str = "") -> Part | None:
+def table(
+    headers: Sequence[str], rows: Iterable[Sequence[Any]], caption: str = "", *, hidden: str = ""
+) -> Part | None:
     """Table with numbers on the right, None without rows. hidden: title of a table that the reader of a page opens."""
     rows = list(rows)
-    numeric = [any(isinstance(row[index], int | float) for row in rows) for index in range(len(headers))]
-    data = {"kind": "table", "headers": headers, "rows": rows, "caption": caption, "numeric": numeric}
-    return ({"kind": "details", "title": hidden, "table": data} if hidden else data) if rows else None
+    numeric = [
+        any(isinstance(row[index], int | float) for row in rows) for index in range(len(headers))
+    ]
+    data = {
+        "kind": "table",
+        "headers": headers,
+        "rows": rows,
+        "caption": caption,
+        "numeric": numeric,
+    }
+    return (
+        ({"kind": "details", "title": hidden, "table": data} if hidden else data) if rows else None
+    )
 
 
 class Series(NamedTuple):
@@ -86,7 +98,14 @@ def plot(title: str, series: Sequence[Series], ends: Sequence[str]) -> Part:
             is_known = y is not None and math.isfinite(y)
             if y is not None and is_known:
                 path += f"{'L' if is_open else 'M'}{position(x, y)}"
-                dots.append({"css": css, "at": position(x, y), "label": f"{label}: {name}", "value": float(y)})
+                dots.append(
+                    {
+                        "css": css,
+                        "at": position(x, y),
+                        "label": f"{label}: {name}",
+                        "value": float(y),
+                    }
+                )
             is_open = is_known
         lines.append({"css": css, "path": path})
     return {
@@ -138,7 +157,11 @@ def about_gb(num_bytes: int) -> str:
 
 def name_text(document: Document) -> str:
     """`org/name at 12ab…`: a source with its commit."""
-    return f"{document['name']} at {document['revision']}" if document["revision"] else f"{document['name']}"
+    return (
+        f"{document['name']} at {document['revision']}"
+        if document["revision"]
+        else f"{document['name']}"
+    )
 
 
 def schema_text(document: Document) -> str:
@@ -148,9 +171,15 @@ def schema_text(document: Document) -> str:
 
 def target_text(document: Document) -> str:
     """Layout, dtypes, GPU and ranks of the artifact."""
-    parts = [f"{document['layout']} layout", f"{document['dtype']} parameters, {document['input_schema']} activations"]
+    parts = [
+        f"{document['layout']} layout",
+        f"{document['dtype']} parameters, {document['input_schema']} activations",
+    ]
     if document["layout"] == "kernel":
-        parts += [document["target"], f"tp {document['tp']}, ep {document['ep']} ({document['expert_placement']})"]
+        parts += [
+            document["target"],
+            f"tp {document['tp']}, ep {document['ep']} ({document['expert_placement']})",
+        ]
         if document["tp_split"] != EVEN:
             parts.append(f"TP split {document['tp_split']}")
         if document["redundant_experts"]:
@@ -171,7 +200,9 @@ def gpu_memory_text(document: Document) -> str:
     memory = document["gpu_memory"]
     if memory is None:
         return ""
-    parts = f"experts {about_gb(memory['experts'])}, other tensors {about_gb(memory['other_tensors'])}"
+    parts = (
+        f"experts {about_gb(memory['experts'])}, other tensors {about_gb(memory['other_tensors'])}"
+    )
     return f"about {about_gb(memory['total'])} of weights on each GPU ({parts}). {COUNTED}"
 
 
@@ -180,7 +211,9 @@ def gpu_memory_text(document: Document) -> str:
 
 def conversion_rows(document: Document) -> list[tuple[str, str]]:
     """Rows that a plan, a summary and an artifact share: exceptions, encoding, and what requantizing did."""
-    exceptions = [f"{what} in {plural(len(names), 'layer')}" for what, names in document["otherwise"].items()]
+    exceptions = [
+        f"{what} in {plural(len(names), 'layer')}" for what, names in document["otherwise"].items()
+    ]
     if document["left_blocks"]:
         exceptions.append(f"{plural(len(document['left_blocks']), 'layer')} left as in the source")
     meaning = {
@@ -188,12 +221,17 @@ def conversion_rows(document: Document) -> list[tuple[str, str]]:
         "direct, scales rounded": "direct, scales rounded: codes kept, scales in the parameter dtype",
         "requantized": "requantized from exactly decoded float32",
     }
-    kinds = (f"{meaning.get(kind, kind)} ({plural(n, 'layer')})" for kind, n in document["conversion"].items())
+    kinds = (
+        f"{meaning.get(kind, kind)} ({plural(n, 'layer')})"
+        for kind, n in document["conversion"].items()
+    )
     quantizers = {"mse": "mse: scales of the least squared error"}
     if (text := document["calibration"]) is not None:
         said = f"{text['num_tokens']} tokens of {text['name']} (sha256 {text['sha256'][:12]}…)"
         quantizers["gptq"] = f"gptq: calibrated with {said} on {text['device']}"
-    changes = ", ".join(f"{value:.3%} ({name})" for name, value in document.get("largest_scale_change", {}).items())
+    changes = ", ".join(
+        f"{value:.3%} ({name})" for name, value in document.get("largest_scale_change", {}).items()
+    )
     rows = [
         ("but", "; ".join(exceptions)),
         ("conversion", "; ".join(kinds)),
@@ -202,13 +240,27 @@ def conversion_rows(document: Document) -> list[tuple[str, str]]:
     ]
     if (counts := document.get("requantized", {})).get("num_groups"):
         exact = f"{counts['num_exact_groups']} of {counts['num_groups']} requantized scale groups are without any error"
-        rows.append(("requantized", f"{plural(counts['num_matrices'], 'matrix', 'matrices')} requantized; {exact}"))
+        rows.append(
+            (
+                "requantized",
+                f"{plural(counts['num_matrices'], 'matrix', 'matrices')} requantized; {exact}",
+            )
+        )
     return rows
 
 
 def layers_table(runs: Iterable[Mapping[str, Any]]) -> Part | None:
     """Table of the MoE layers, one row for neighbours of the same shape (`documents.layer_runs`)."""
-    headers = ("layers", "count", "experts", "hidden", "intermediate", "top-k", "activation", "stored as")
+    headers = (
+        "layers",
+        "count",
+        "experts",
+        "hidden",
+        "intermediate",
+        "top-k",
+        "activation",
+        "stored as",
+    )
     keys = ("name", "num_blocks", "num_experts", "hidden_size", "intermediate_size", "top_k")
     rows = []
     for run in runs:
@@ -224,7 +276,11 @@ def errors_table(summary: Mapping[str, Mapping[str, Any]]) -> Part | None:
     """Table of `summarize_errors`: relative errors over all layers."""
     headers = ("relative error", "smallest", "median", "largest", "worst layer")
     rows = [
-        (PROJECTIONS.get(role, role), *(float(one[key]) for key in ("min", "median", "max")), one["worst_block"])
+        (
+            PROJECTIONS.get(role, role),
+            *(float(one[key]) for key in ("min", "median", "max")),
+            one["worst_block"],
+        )
         for role, one in summary.items()
     ]
     return table(headers, rows)
@@ -243,7 +299,10 @@ def artifact_parts(document: Document) -> list[Part | None]:
         ("artifact", f"{document['folder']}: {size}"),
         ("source", name_text(document["source"])),
         *(
-            ("", f"made from {one['schema_name']} of {name_text(one['source'])} (hqconv.json {digest[:12]}…)")
+            (
+                "",
+                f"made from {one['schema_name']} of {name_text(one['source'])} (hqconv.json {digest[:12]}…)",
+            )
             for one in document["derived_from"]
             if (digest := one["manifest_sha256"])
         ),
@@ -256,30 +315,50 @@ def artifact_parts(document: Document) -> list[Part | None]:
         ("GPU memory", gpu_memory_text(document)),
         ("tensors", ", ".join(f"{count} {kind}" for kind, count in document["tensors"].items())),
         ("serve", document["serve_command"] or f"no {ENGINE.name} command serves these ranks"),
-        ("made by", f"hqconv {document['hqconv_version']}, humming-kernels {document['humming_kernels_version']}"),
+        (
+            "made by",
+            f"hqconv {document['hqconv_version']}, humming-kernels {document['humming_kernels_version']}",
+        ),
         ("manifest", f"sha256 {document['manifest_sha256']}"),
         ("damaged", damage if missing else ""),
         ("altered", document["altered_manifest"]),
     )
     warnings = (note(f"warning: {text}") for text in (*document["warnings"], *document["notices"]))
-    return [facts(rows), layers_table(document["blocks"]), errors_table(document["quantization_error"]), *warnings]
+    return [
+        facts(rows),
+        layers_table(document["blocks"]),
+        errors_table(document["quantization_error"]),
+        *warnings,
+    ]
 
 
 def evaluation_parts(document: Document) -> list[Part | None]:
     """Parts about the figures of `hqconv evaluate`."""
     kl = document["kl"]
-    perplexity, nll = ([document[key][side] for side in ("source", "artifact")] for key in ("perplexity", "mean_nll"))
+    perplexity, nll = (
+        [document[key][side] for side in ("source", "artifact")]
+        for key in ("perplexity", "mean_nll")
+    )
     error = "" if kl["standard_error"] is None else f" ± {kl['standard_error']:.2g}"
     rows = (
         ("artifact", f"{document['artifact']}, {document['schema']}"),
         ("source", document["source"]["name"]),
-        ("text", f"{document['text']['name']}: {plural(document['num_predictions'], 'predicted token')}"),
-        ("context", f"{document['context_length']} tokens, in transformers {document['transformers_version']}"),
+        (
+            "text",
+            f"{document['text']['name']}: {plural(document['num_predictions'], 'predicted token')}",
+        ),
+        (
+            "context",
+            f"{document['context_length']} tokens, in transformers {document['transformers_version']}",
+        ),
         ("dtype", f"{document['compute_dtype']}; activations were not quantized"),
         ("perplexity", " → ".join(f"{value:.4f}" for value in perplexity)),
         ("log-likelihood", " → ".join(f"{-value:.5f}" for value in nll) + " nats per token"),
         ("KL divergence", f"{kl['mean']:.3g}{error} nats per token"),
-        ("", f"median {kl['median']:.3g}, 90 % {kl['p90']:.3g}, 99 % {kl['p99']:.3g}, largest {kl['max']:.3g}"),
+        (
+            "",
+            f"median {kl['median']:.3g}, 90 % {kl['p90']:.3g}, 99 % {kl['p99']:.3g}, largest {kl['max']:.3g}",
+        ),
         ("same top token", f"{100 * document['top1_agreement']:.2f} %"),
     )
     return [facts(rows)]
@@ -317,13 +396,25 @@ def measured_parts(check: str, measured: Mapping[str, Any]) -> list[Part | None]
     headers = ["layer", *["projection"] * (check == "weights"), *columns.values()]
     found = [([layer], one) for layer, one in measured.items()]
     if check == "weights":
-        found = [([*layer, PROJECTIONS.get(role, role)], one) for layer, of in found for role, one in of.items()]
-    found = [(names, one) for names, one in found if isinstance(one, Mapping) and next(iter(columns)) in one]
+        found = [
+            ([*layer, PROJECTIONS.get(role, role)], one)
+            for layer, of in found
+            for role, one in of.items()
+        ]
+    found = [
+        (names, one)
+        for names, one in found
+        if isinstance(one, Mapping) and next(iter(columns)) in one
+    ]
     found.sort(key=lambda row: -rank_of_error(row[1][next(iter(columns))]))
     rows = [[*names, *(_measured(one.get(key)) for key in columns)] for names, one in found]
     if len(rows) <= NUM_ROWS_SHOWN:
         return [table(headers, rows, title)]
-    shown = table(headers, rows[:NUM_ROWS_SHOWN], f"{title}: the {NUM_ROWS_SHOWN} largest errors of {len(rows)}")
+    shown = table(
+        headers,
+        rows[:NUM_ROWS_SHOWN],
+        f"{title}: the {NUM_ROWS_SHOWN} largest errors of {len(rows)}",
+    )
     return [shown, table(headers, rows, hidden=f"All {len(rows)}")]
 
 

@@ -22,10 +22,15 @@ from hqconv.schemas.input_schema import A16, InputSchema, KernelSpec, resolve_in
 from hqconv.schemas.weight_schema import resolve_schema
 
 MEASURED = Path(__file__).parent / "measured"
-ERRORS, SPEEDS, DIVERGENCE = (MEASURED / f"{name}.json" for name in ("errors", "speeds", "divergence"))
+ERRORS, SPEEDS, DIVERGENCE = (
+    MEASURED / f"{name}.json" for name in ("errors", "speeds", "divergence")
+)
 CALIBRATED = "calibrated"  # beside `rtn` in DIVERGENCE
 KINDS = ("gaussian", "student_t", "outlier_columns")  # of matrices in ERRORS
-SIZES = (7168, 2048)  # hidden and intermediate size that bits per weight are worked out for: DeepSeek-V3's
+SIZES = (
+    7168,
+    2048,
+)  # hidden and intermediate size that bits per weight are worked out for: DeepSeek-V3's
 DECODE, PREFILL = 64, 8192  # tokens
 RULE = (
     "Size classes in steps of a quarter bit, smallest first. In a class the smallest divergence (KL) of a real model "
@@ -71,7 +76,11 @@ def microseconds(run: Document | None, schema: str, inputs: str) -> dict[str, fl
     """Return number of tokens → measured time of a layer's GEMMs; kernels with a wrong result have none."""
     rows = [] if run is None else run["rows"]
     mine = (row for row in rows if (row["schema"], row["input_schema"]) == (schema, inputs))
-    return {str(row["num_tokens"]): row["microseconds"] for row in mine if row["microseconds"] is not None}
+    return {
+        str(row["num_tokens"]): row["microseconds"]
+        for row in mine
+        if row["microseconds"] is not None
+    }
 
 
 def expert_bits(spec: KernelSpec, hidden_size: int, intermediate_size: int) -> int:
@@ -142,7 +151,9 @@ def _schema_to_dict(spec: KernelSpec, times: dict[str, float]) -> Document:
         "bits_per_weight": round(bits, 4),
         "size_class": size_class(bits),
         "divergence": dict(measured_divergence().get(spec.schema.name, {})),
-        "errors": {kind: dict(of_kind) for kind, of_kind in measured_errors()[spec.schema.name].items()},
+        "errors": {
+            kind: dict(of_kind) for kind, of_kind in measured_errors()[spec.schema.name].items()
+        },
         "microseconds": times,
         "caution": caution,
     }
@@ -178,7 +189,10 @@ def _recommendation(found: list[Document], run: Document | None, inputs: InputSc
     best = (quick or of_class)[0]
     among = f", whose prefill gains by {inputs.name} activations," if quick else ""
     reason = f"Of the schemas up to {wanted:g} bits{among} it has the smallest divergence after calibration."
-    return {"recommended": best["name"], "reason": " ".join([reason, *_speed_remarks(best, of_class)])}
+    return {
+        "recommended": best["name"],
+        "reason": " ".join([reason, *_speed_remarks(best, of_class)]),
+    }
 
 
 def _pays_rotation(one: Document, found: list[Document]) -> bool:
@@ -186,13 +200,19 @@ def _pays_rotation(one: Document, found: list[Document]) -> bool:
 
     The cost is that of any GPU on which it was measured.
     """
-    plain = next((other for other in found if other["name"] == re.sub(r"-h\d+$", "", one["name"])), one)
+    plain = next(
+        (other for other in found if other["name"] == re.sub(r"-h\d+$", "", one["name"])), one
+    )
     if plain is one:
         return True
     ratios = []
     for run in speed_runs():
         rotated, before = (microseconds(run, name["name"], A16.name) for name in (one, plain))
-        ratios += [rotated[n] / before[n] for n in (str(DECODE), str(PREFILL)) if n in rotated and n in before]
+        ratios += [
+            rotated[n] / before[n]
+            for n in (str(DECODE), str(PREFILL))
+            if n in rotated and n in before
+        ]
     return bool(ratios) and max(ratios) < _FASTER and _kl(one) * _FASTER < _kl(plain)
 
 

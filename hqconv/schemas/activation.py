@@ -20,7 +20,16 @@ from dataclasses import dataclass, fields, replace
 from decimal import Decimal
 from typing import Any
 
-ELEMENTWISE = ("silu", "swish", "gelu", "gelu_tanh", "gelu_pytorch_tanh", "gelu_new", "relu", "relu2")
+ELEMENTWISE = (
+    "silu",
+    "swish",
+    "gelu",
+    "gelu_tanh",
+    "gelu_pytorch_tanh",
+    "gelu_new",
+    "relu",
+    "relu2",
+)
 LIMITED = ("_clamp", "_bound")
 _LABEL = re.compile(r"(?P<name>\w+_(?:clamp|bound))(?P<limit>\d+(?:\.\d+)?)")
 # The numbers without which there is no formula: by name, and by what follows an elementwise function.
@@ -81,7 +90,9 @@ class Activation:
     def describe(self, *notes: str) -> str:
         """Format for people: the label, and in brackets the numbers that it leaves out, and more notes."""
         is_said = Activation.of_label(self.label) == self
-        numbers = () if is_said else (f"{key} {_plain(number)}" for key, number in self.numbers.items())
+        numbers = (
+            () if is_said else (f"{key} {_plain(number)}" for key, number in self.numbers.items())
+        )
         inside = ", ".join((*numbers, *notes))
         return f"{self.label} ({inside})" if inside else self.label
 
@@ -161,13 +172,23 @@ NUMBERS: Mapping[str, Numbers] = {
     "minimax_m3": _oai(beta="swiglu_beta"),
     "moondream3": Numbers("gelu", Activation("gelu_shift", beta=1.0), {}),
     "kimi_linear": Numbers(
-        "situ", Activation("situ"), {"beta": "activation_situ_beta", "linear_beta": "activation_situ_linear_beta"}
+        "situ",
+        Activation("situ"),
+        {"beta": "activation_situ_beta", "linear_beta": "activation_situ_linear_beta"},
     ),
 }
 # Keys that change an activation wherever a model's code reads them; which code does, is not known of every model.
-CHANGING_KEYS = ("swiglu_limit", "swiglu_limits", "expert_swiglu_limit_list", "swiglu_alpha", "swiglu_beta")
+CHANGING_KEYS = (
+    "swiglu_limit",
+    "swiglu_limits",
+    "expert_swiglu_limit_list",
+    "swiglu_alpha",
+    "swiglu_beta",
+)
 
-_CHANGE = re.compile(r"(?:^|_)(?:soft_?cap(?:s|ped|ping)?|limits?|clamp(?:s|ed|ing)?|alphas?)(?:_|$)")
+_CHANGE = re.compile(
+    r"(?:^|_)(?:soft_?cap(?:s|ped|ping)?|limits?|clamp(?:s|ed|ing)?|alphas?)(?:_|$)"
+)
 # Parts of a model beside the function between an expert's GEMMs, such as final_logit_softcapping, log_scaling_alpha.
 _ELSEWHERE = re.compile(
     r"(?:^|_)(?:logits?|outputs?|heads?|attn|attention|kv|qk|rope|rotary|positions?|log|length|tokens?|embed\w*|routers?|"

@@ -29,7 +29,9 @@ COMPANIONS = (".gitattributes", ".git", ".cache", CARD, SUMS)
 TRANSFORMERS_WEIGHTS = "transformers_weights"
 NOT_FOR_TRANSFORMERS = "serve-with-vllm-and-hqconv.safetensors"
 _OF_SOURCE = "source_transformers_weights"
-_LANGUAGE_MODELS = tuple(key for key in TEXT_CONFIG_KEYS if key != "ffn_config")  # configs of whole models
+_LANGUAGE_MODELS = tuple(
+    key for key in TEXT_CONFIG_KEYS if key != "ffn_config"
+)  # configs of whole models
 Layout = Literal["kernel", "checkpoint"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 KERNEL, CHECKPOINT = LAYOUTS
@@ -37,7 +39,10 @@ GEMMS = ("w13", "w2")
 GEMM_OF = {"w1": "w13", "w3": "w13", "w2": "w2"}  # of a projection
 PROJECTIONS = {"w1": "gate (w1)", "w3": "up (w3)", "w2": "down (w2)"}  # as people read them
 INPUT_SCALE = "input_scale"
-SOURCE_SCALES = (*STATIC_SCALES.values(), "input_global_scale")  # ends of names of a source's static scales
+SOURCE_SCALES = (
+    *STATIC_SCALES.values(),
+    "input_global_scale",
+)  # ends of names of a source's static scales
 _MAX_NAME = 200  # with the rest of a file name under the 255 bytes of most file systems
 
 
@@ -79,7 +84,10 @@ def is_input_scale(name: str) -> bool:
 
 def is_layer_name(name: str) -> bool:
     """Return whether a layer's name can be part of a file name: parts joined by dots, no path."""
-    return len(name) <= _MAX_NAME and re.fullmatch(r"\w[\w-]*(?:\.\w[\w-]*)*", name, re.ASCII) is not None
+    return (
+        len(name) <= _MAX_NAME
+        and re.fullmatch(r"\w[\w-]*(?:\.\w[\w-]*)*", name, re.ASCII) is not None
+    )
 
 
 def shard_name(index: int, total: int) -> str:
@@ -96,13 +104,24 @@ def kernel_spec_to_dict(kernel_spec: LayerSpec) -> dict[str, Any]:
 
 def schemas_to_dict(kernel_spec: LayerSpec) -> dict[str, Any]:
     """Return weights and activations; `activation_schema` is present where activations are quantized."""
-    activations = {} if kernel_spec.inputs == A16 else {"activation_schema": kernel_spec.inputs.humming_fields()}
-    return {"weight_schema": kernel_spec.schema.to_dict(), "input_schema": kernel_spec.inputs.name, **activations}
+    activations = (
+        {}
+        if kernel_spec.inputs == A16
+        else {"activation_schema": kernel_spec.inputs.humming_fields()}
+    )
+    return {
+        "weight_schema": kernel_spec.schema.to_dict(),
+        "input_schema": kernel_spec.inputs.name,
+        **activations,
+    }
 
 
 def target_to_dict(target: GpuTarget) -> dict[str, str]:
     """Return the GPU; `cuda` is present where the layout depends on it."""
-    return {"target": target.name, **({} if target.cuda_name is None else {"cuda": target.cuda_name})}
+    return {
+        "target": target.name,
+        **({} if target.cuda_name is None else {"cuda": target.cuda_name}),
+    }
 
 
 def hqconv_quantization_config(
@@ -135,17 +154,23 @@ def _of_other_layers(source: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(dynamic := config.get("dynamic"), Mapping):
         others = [(key, value) for key, value in dynamic.items() if r"\.experts\." not in key]
         config["dynamic"] = {
-            "+" + key[1:] if key[:1] == "-" and _has_format(value) else key: value for key, value in others
+            "+" + key[1:] if key[:1] == "-" and _has_format(value) else key: value
+            for key, value in others
         }
     groups = config.get("config_groups")
     if isinstance(groups, Mapping) and not _has_format(config):
         formats = (group.get("weights") for group in groups.values() if isinstance(group, Mapping))
-        weights: Mapping[str, Any] = next((one for one in formats if isinstance(one, Mapping) and _has_format(one)), {})
+        weights: Mapping[str, Any] = next(
+            (one for one in formats if isinstance(one, Mapping) and _has_format(one)), {}
+        )
         for long, short in _FLAT.items():
             found = [weights[key] for key in (long, short) if key in weights]
             config |= {long: found[0]} if found else {}
     if isinstance(ignore := config.get("ignore"), list):
-        config["ignore"] = [f"re:{name}" if ".*" in str(name) and str(name)[:3] != "re:" else name for name in ignore]
+        config["ignore"] = [
+            f"re:{name}" if ".*" in str(name) and str(name)[:3] != "re:" else name
+            for name in ignore
+        ]
     return config
 
 

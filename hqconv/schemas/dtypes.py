@@ -48,7 +48,9 @@ DTYPES: dict[str, Dtype] = {dtype.code: dtype for dtype in _TABLE}
 FLOATS = ("BF16", "F16", "F32")  # of unquantized experts, scales and biases
 
 # Types of Humming that files hold as plain bytes.
-_OF_HUMMING = {dtype.humming: dtype.code for dtype in _TABLE if dtype.humming} | {"float8e5m3": "U8"}
+_OF_HUMMING = {dtype.humming: dtype.code for dtype in _TABLE if dtype.humming} | {
+    "float8e5m3": "U8"
+}
 _OF_TORCH = {dtype.torch: dtype.code for dtype in _TABLE if dtype.torch and dtype.code != "F4"}
 
 
@@ -158,4 +160,6 @@ def parse_code_type(name: str, *, has_zero_point: bool = False) -> CodeType:
     if not found:
         raise ValueError(f"no type of codes: {name!r}")
     bits, exponent, mantissa = (int(number) for number in found.groups())
-    return CodeType(CodeKind.FLOAT if exponent else CodeKind.SIGN_MAGNITUDE, bits, exponent, mantissa)
+    return CodeType(
+        CodeKind.FLOAT if exponent else CodeKind.SIGN_MAGNITUDE, bits, exponent, mantissa
+    )

@@ -52,7 +52,9 @@ class Engine:
 
         With expert parallelism the engine's MoE layers have one TP rank.
         """
-        if (grid.tp > 1 and grid.ep > 1) or (grid.redundant and (grid.ep == 1 or grid.placement != LINEAR)):
+        if (grid.tp > 1 and grid.ep > 1) or (
+            grid.redundant and (grid.ep == 1 or grid.placement != LINEAR)
+        ):
             return None
         if grid.ep == 1:
             return self.tp_option.format(grid.tp) if grid.tp > 1 else ""
@@ -99,7 +101,9 @@ class Engine:
             return f"{grid.tp} does not divide the experts' intermediate size {intermediate_size}: use another --tp"
         return None
 
-    def serve_command(self, out: str, layout: str, grid: Grid, heads: AttentionHeads = NO_HEADS) -> str | None:
+    def serve_command(
+        self, out: str, layout: str, grid: Grid, heads: AttentionHeads = NO_HEADS
+    ) -> str | None:
         """Return the command that serves an artifact, or None without one; the checkpoint layout fits any ranks."""
         if layout == KERNEL and self.heads_obstacle(grid, heads):
             return None
@@ -107,7 +111,11 @@ class Engine:
         return None if options is None else f"{self.command} {shlex.quote(out)} {options}".rstrip()
 
     def kernel_layout_obstacles(
-        self, family: str, grid: Grid, heads: AttentionHeads = NO_HEADS, num_experts: Iterable[int] = ()
+        self,
+        family: str,
+        grid: Grid,
+        heads: AttentionHeads = NO_HEADS,
+        num_experts: Iterable[int] = (),
     ) -> list[str]:
         """Return reasons why the engine does not serve a kernel artifact of this model family, grid and heads.
 
@@ -118,15 +126,23 @@ class Engine:
         if grid.redundant and grid.ep == 1:
             reasons.append("it has redundant experts with expert parallelism only: use --ep")
         if grid.redundant and grid.placement != LINEAR:
-            reasons.append("it deals redundant experts linearly only: use --expert-placement linear")
+            reasons.append(
+                "it deals redundant experts linearly only: use --expert-placement linear"
+            )
         for count in dict.fromkeys(num_experts) if grid.redundant else ():
             if (count + grid.redundant) % grid.ep:
                 total = f"{count} experts and {grid.redundant} copies"
-                reasons.append(f"{total} are no multiple of {grid.ep} ranks: use another --redundant-experts")
+                reasons.append(
+                    f"{total} are no multiple of {grid.ep} ranks: use another --redundant-experts"
+                )
         if grid.tp > 1 and grid.ep > 1:
-            reasons.append("with expert parallelism its MoE layers are not cut for tensor parallel ranks: use --tp 1")
+            reasons.append(
+                "with expert parallelism its MoE layers are not cut for tensor parallel ranks: use --tp 1"
+            )
         if (reason := self.heads_obstacle(grid, heads)) is not None:
-            reasons.append(f"{reason}: use another --tp or --ep, or serve with --data-parallel-size for a part of them")
+            reasons.append(
+                f"{reason}: use another --tp or --ep, or serve with --data-parallel-size for a part of them"
+            )
         if (reason := self.without_kernel_layer.get(family)) is not None:
             reasons.append(reason)
         return reasons
@@ -141,7 +157,11 @@ class Engine:
             return "its weight loader cannot place tensor-level scales of w13 (IndexError)"
         if schema.bs_dtype in ("float8e5m2", "float8e5m3"):
             return f"it has no {schema.bs_dtype} scales (KeyError)"
-        if schema.bs_dtype == "float8e8m0" and param_dtype == "float16" and not schema.has_row_scale:
+        if (
+            schema.bs_dtype == "float8e8m0"
+            and param_dtype == "float16"
+            and not schema.has_row_scale
+        ):
             return "it does not widen e8m0 scales for float16: exponents outside [-14, 15] saturate"
         if schema.b_dtype == "uint1":
             return "it has no 1-bit integer type (KeyError)"
@@ -149,10 +169,16 @@ class Engine:
             return f"it selects no MoE kernel for {schema.describe()} (AssertionError)"
         return None
 
-    def checkpoint_family_obstacle(self, family: str, layer: str, schema: WeightSchema) -> str | None:
+    def checkpoint_family_obstacle(
+        self, family: str, layer: str, schema: WeightSchema
+    ) -> str | None:
         """Return the reason why the engine cannot serve an MoE layer of this family from the checkpoint layout."""
         for name, pattern, scale_dtype, reason in self.without_checkpoint_loader:
-            if family == name and re.search(pattern, layer) and scale_dtype in ("", schema.bs_dtype):
+            if (
+                family == name
+                and re.search(pattern, layer)
+                and scale_dtype in ("", schema.bs_dtype)
+            ):
                 return reason
         return None
 
@@ -180,7 +206,11 @@ class Engine:
         """
         of_gemms = {"w13": schema.of("w13"), "w2": schema.of("w2")}
         stated = {
-            gemm: {key: value for key, value in one.humming_fields().items() if value not in (None, 0, False, "none")}
+            gemm: {
+                key: value
+                for key, value in one.humming_fields().items()
+                if value not in (None, 0, False, "none")
+            }
             for gemm, one in of_gemms.items()
         }
         kept = stated if isinstance(schema, SchemaPair) else stated["w13"]
@@ -228,14 +258,39 @@ ENGINE = Engine(
     },
     without_checkpoint_loader=(
         ("gpt_oss", "", "", f"its GPT-OSS loader does not read Humming's weights: {_SILENT}"),
-        ("openai_privacy_filter", "", "", f"its GPT-OSS loader does not read Humming's weights: {_SILENT}"),
-        ("llama4", "", "", "Llama 4's router weights scale the experts' inputs; its Humming method scales the outputs"),
-        ("granitemoe", "", "", "its experts are `block_sparse_moe.experts`, here `block_sparse_moe` (ValueError)"),
-        ("granitemoe_swa", "", "", f"it knows the projections by other names than w1, w2, w3: {_SILENT}"),
+        (
+            "openai_privacy_filter",
+            "",
+            "",
+            f"its GPT-OSS loader does not read Humming's weights: {_SILENT}",
+        ),
+        (
+            "llama4",
+            "",
+            "",
+            "Llama 4's router weights scale the experts' inputs; its Humming method scales the outputs",
+        ),
+        (
+            "granitemoe",
+            "",
+            "",
+            "its experts are `block_sparse_moe.experts`, here `block_sparse_moe` (ValueError)",
+        ),
+        (
+            "granitemoe_swa",
+            "",
+            "",
+            f"it knows the projections by other names than w1, w2, w3: {_SILENT}",
+        ),
         ("dbrx", "", "", "its experts are `ffn`, here `ffn.experts.mlp` (KeyError)"),
         ("step3", "", "", "its experts are `moe.experts`, here `moe`"),
         ("moondream3", "", "", "its Moondream3 reads stacks of plain weights only"),
-        ("aria", "", "", f"it takes each gate and up for both, in halves: rows of w13 are wrong, {_SILENT}"),
+        (
+            "aria",
+            "",
+            "",
+            f"it takes each gate and up for both, in halves: rows of w13 are wrong, {_SILENT}",
+        ),
         ("inkling", "", "", "its loader reads stacks of all experts only (AttributeError)"),
         ("inkling2", "", "", "its loader reads stacks of all experts only (AttributeError)"),
         (

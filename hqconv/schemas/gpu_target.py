@@ -59,23 +59,47 @@ GPUS = {
     "gb300": GpuModel(103, 288, "NVIDIA GB300"),
     "rtx-5090": GpuModel(120, 32, "NVIDIA GeForce RTX 5090", (170, 2407000, 14001000, 512, 96)),
     "rtx-pro-6000": GpuModel(
-        120, 96, "NVIDIA RTX PRO 6000 Blackwell Workstation Edition", (188, 2617000, 14001000, 512, 128)
+        120,
+        96,
+        "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
+        (188, 2617000, 14001000, 512, 128),
     ),
     "rtx-pro-6000-server": GpuModel(120, 96, "NVIDIA RTX PRO 6000 Blackwell Server Edition"),
     "dgx-spark": GpuModel(121, 128, "NVIDIA GB10"),
 }
 # One or two of each size and kind, for tables.
-SHOWN_GPUS = ("t4", "l4", "a100-40gb", "l40s", "a100", "h100", "h20", "rtx-pro-6000", "h200", "b200", "b300")
+SHOWN_GPUS = (
+    "t4",
+    "l4",
+    "a100-40gb",
+    "l40s",
+    "a100",
+    "h100",
+    "h20",
+    "rtx-pro-6000",
+    "h200",
+    "b200",
+    "b300",
+)
 # Other names that people write.
-_ALSO = {"rtx-6000-pro": "rtx-pro-6000", "gb10": "dgx-spark", "a6000": "rtx-a6000", "a100-80gb": "a100"}
+_ALSO = {
+    "rtx-6000-pro": "rtx-pro-6000",
+    "gb10": "dgx-spark",
+    "a6000": "rtx-a6000",
+    "a100-80gb": "a100",
+}
 _ARCHITECTURE = re.compile(r"(?:(?:sm|compute)[_-]?)?(?:(\d{2,3})|(\d{1,2})\.(\d))[af]?")
 
 
 def gpu_named(text: str) -> str | None:
     """Return the name in `GPUS` of `H100`, `NVIDIA H200`, `RTX 4090` or the driver's own name; None for others."""
     plain = _plain(text)
-    names = {_plain(name): name for name in GPUS} | {_plain(also): name for also, name in _ALSO.items()}
-    return names.get(plain) or {_plain(gpu.driver_name): name for name, gpu in GPUS.items()}.get(plain)
+    names = {_plain(name): name for name in GPUS} | {
+        _plain(also): name for also, name in _ALSO.items()
+    }
+    return names.get(plain) or {_plain(gpu.driver_name): name for name, gpu in GPUS.items()}.get(
+        plain
+    )
 
 
 def _plain(name: str) -> str:

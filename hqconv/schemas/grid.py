@@ -22,7 +22,9 @@ PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 LINEAR, ROUND_ROBIN = PLACEMENTS
 TpSplit = Literal["even", "groups"]
 TP_SPLITS: tuple[TpSplit, ...] = get_args(TpSplit)
-EVEN, GROUPS = TP_SPLITS  # equal parts of the intermediate size; whole scale groups, of which the last ranks hold fewer
+EVEN, GROUPS = (
+    TP_SPLITS  # equal parts of the intermediate size; whole scale groups, of which the last ranks hold fewer
+)
 PACK_UNIT = 32  # codes along a packed dimension come in whole runs of 32
 
 
@@ -49,7 +51,9 @@ class Grid:
             ("--ep", self.ep, 1),
             ("--redundant-experts", self.redundant, 0),
         ):
-            if type(value) is not int or not least <= value <= MAX_COUNT:  # True would be written as true
+            if (
+                type(value) is not int or not least <= value <= MAX_COUNT
+            ):  # True would be written as true
                 raise RequestError(
                     "A grid size is out of range.",
                     where=option,
@@ -68,7 +72,9 @@ class Grid:
             ("--tp-split", self.split, TP_SPLITS),
         ):
             if name not in known:
-                what = f"There is no such {'expert placement' if known == PLACEMENTS else 'TP split'}."
+                what = (
+                    f"There is no such {'expert placement' if known == PLACEMENTS else 'TP split'}."
+                )
                 raise RequestError(what, where=option, expected=" or ".join(known), found=name)
 
     @property
@@ -110,7 +116,11 @@ def _homes(grid: Grid, num_experts: int) -> tuple[tuple[tuple[int, int], ...], .
 def tp_share(size: int, tp: int, schema: LayerSchema) -> int:
     """Return a TP rank's size of a dimension, padding included: whole runs of `slice_unit`, as equal as possible."""
     unit = slice_unit(schema)
-    return size // tp if size % tp == 0 and size // tp % unit == 0 else math.ceil(math.ceil(size / unit) / tp) * unit
+    return (
+        size // tp
+        if size % tp == 0 and size // tp % unit == 0
+        else math.ceil(math.ceil(size / unit) / tp) * unit
+    )
 
 
 class TpSlice(NamedTuple):
@@ -134,7 +144,9 @@ def tp_slices(size: int, grid: Grid, schema: LayerSchema) -> tuple[TpSlice, ...]
         unit = slice_unit(schema)
         runs, more = divmod(size // unit, tp)
         ends = [((rank + 1) * runs + min(rank + 1, more)) * unit for rank in range(tp)]
-    return tuple(TpSlice(rank, begin, end, share) for rank, (begin, end) in enumerate(pairwise([0, *ends])))
+    return tuple(
+        TpSlice(rank, begin, end, share) for rank, (begin, end) in enumerate(pairwise([0, *ends]))
+    )
 
 
 def stored_size(size: int, schema: LayerSchema) -> int:
@@ -177,12 +189,20 @@ def working_tp_sizes(
     if rest:
         return []
     is_padded = pads_last_rank and can_pad
-    return [t for t in range(1, runs + 1) if runs % t == 0 or (is_padded and (t - 1) * math.ceil(runs / t) < runs)]
+    return [
+        t
+        for t in range(1, runs + 1)
+        if runs % t == 0 or (is_padded and (t - 1) * math.ceil(runs / t) < runs)
+    ]
 
 
-def is_split_even(intermediate_size: int, schema: LayerSchema, grid: Grid, *, pads_last_rank: bool = False) -> bool:
+def is_split_even(
+    intermediate_size: int, schema: LayerSchema, grid: Grid, *, pads_last_rank: bool = False
+) -> bool:
     """Return whether both TP splits deal this expert size in the same way."""
-    slices = (tp_slices(intermediate_size, replace(grid, split=split), schema) for split in TP_SPLITS)
+    slices = (
+        tp_slices(intermediate_size, replace(grid, split=split), schema) for split in TP_SPLITS
+    )
     works = grid.tp in working_tp_sizes(intermediate_size, schema, pads_last_rank=pads_last_rank)
     return works and len(set(slices)) == 1
 
@@ -214,14 +234,22 @@ def check_grid(
         )
     unit = slice_unit(schema)
     is_rotation = schema.of("w2").rotation == unit
-    what, smaller = "rotated block" if is_rotation else "scale group", f"a smaller {_size_name(is_rotation)}"
+    what, smaller = (
+        "rotated block" if is_rotation else "scale group",
+        f"a smaller {_size_name(is_rotation)}",
+    )
     sizes_of = {
-        split: working_tp_sizes(intermediate_size, schema, pads_last_rank=pads_last_rank, split=split)
+        split: working_tp_sizes(
+            intermediate_size, schema, pads_last_rank=pads_last_rank, split=split
+        )
         for split in TP_SPLITS
     }
     sizes = sizes_of[GROUPS if grid.split == GROUPS else EVEN]
     if grid.tp not in sizes:
-        works = ", ".join(str(size) for size in sizes if is_served(size)) or f"none: choose a schema with {smaller}"
+        works = (
+            ", ".join(str(size) for size in sizes if is_served(size))
+            or f"none: choose a schema with {smaller}"
+        )
         if can_split and is_served(grid.tp) and grid.split == EVEN and grid.tp in sizes_of[GROUPS]:
             works += f"; --tp {grid.tp} works with --tp-split {GROUPS}"
         raise RequestError(

@@ -80,20 +80,40 @@ def _check(schema: InputSchema) -> None:
     for field in ("a_dtype", "input_scale_dtype", "input_quant_mode"):
         need(isinstance(getattr(schema, field), str | None), field, "text")
     size = schema.input_scale_group_size
-    need(type(size) is int and size >= 0, "input_scale_group_size", "a number of columns, 0 for none")
+    need(
+        type(size) is int and size >= 0, "input_scale_group_size", "a number of columns, 0 for none"
+    )
     need(schema.a_dtype in (None, *A_DTYPES), "a_dtype", ", ".join(A_DTYPES))
-    need(schema.input_scale_dtype in (None, *INPUT_SCALE_DTYPES), "input_scale_dtype", ", ".join(INPUT_SCALE_DTYPES))
-    need(schema.input_quant_mode in (None, *QUANT_MODES), "input_quant_mode", ", ".join(QUANT_MODES))
+    need(
+        schema.input_scale_dtype in (None, *INPUT_SCALE_DTYPES),
+        "input_scale_dtype",
+        ", ".join(INPUT_SCALE_DTYPES),
+    )
+    need(
+        schema.input_quant_mode in (None, *QUANT_MODES), "input_quant_mode", ", ".join(QUANT_MODES)
+    )
     if schema.a_dtype is None:
         need(not size, "input_scale_group_size", "0 for 16-bit activations")
         need(schema.input_scale_dtype is None, "input_scale_dtype", "none for 16-bit activations")
-        need(schema.input_quant_mode in (None, "none"), "input_quant_mode", "none for 16-bit activations")
+        need(
+            schema.input_quant_mode in (None, "none"),
+            "input_quant_mode",
+            "none for 16-bit activations",
+        )
         return
     need(schema.input_quant_mode != "none", "input_quant_mode", "a way to quantize, or nothing")
     if schema.input_quant_mode is not None:
         is_grouped = schema.input_quant_mode in _GROUPED
-        need(is_grouped == (size > 0), "input_scale_group_size", "a size for modes with groups, 0 for the others")
-    need(size in (0, 16, 32, 64, 128), "input_scale_group_size", "0, 16, 32, 64 or 128: K is padded to 128")
+        need(
+            is_grouped == (size > 0),
+            "input_scale_group_size",
+            "a size for modes with groups, 0 for the others",
+        )
+    need(
+        size in (0, 16, 32, 64, 128),
+        "input_scale_group_size",
+        "0, 16, 32, 64 or 128: K is padded to 128",
+    )
 
 
 INPUT_PRESETS: dict[str, InputSchema] = {
@@ -129,7 +149,9 @@ def resolve_inputs(text: str) -> InputSchema:
     """
     if text.endswith(".toml"):
         path = Path(text)
-        return inputs_of(unicode_name(path.stem), read_toml(path, "input schema's file"), where=str(path))
+        return inputs_of(
+            unicode_name(path.stem), read_toml(path, "input schema's file"), where=str(path)
+        )
     if text in NAMED_INPUTS:
         return NAMED_INPUTS[text]
     known = f"{', '.join(NAMED_INPUTS)}, or a .toml file"
@@ -194,7 +216,9 @@ class LayerSpec:
     @property
     def each(self) -> tuple[KernelSpec, ...]:
         """The distinct kernel specs: one, or that of w13 and that of w2."""
-        return tuple(KernelSpec(one, self.param_dtype, self.target, self.inputs) for one in self.schema.each)
+        return tuple(
+            KernelSpec(one, self.param_dtype, self.target, self.inputs) for one in self.schema.each
+        )
 
     def __str__(self) -> str:
         """Format for people."""

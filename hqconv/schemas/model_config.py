@@ -36,7 +36,13 @@ class AttentionHeads:
 NO_HEADS = AttentionHeads()
 # Spellings of config.json; vLLM reads the same.
 _HEADS = ("num_attention_heads", "n_heads", "n_head", "num_heads")
-_KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_attention_groups")
+_KV_HEADS = (
+    "n_head_kv",
+    "num_kv_heads",
+    "num_key_value_heads",
+    "multi_query_group_num",
+    "num_attention_groups",
+)
 _MLA = ("kv_lora_rank", "compress_ratios")
 
 

@@ -27,14 +27,24 @@ GPTQ = "gptq"  # codes and scales by the error of outputs, in manifests; the opt
 BUILTIN = "builtin"  # value of --calibrate: the text that hqconv ships
 CheckName = Literal["files", "weights", "kernel"]
 CHECKS: tuple[CheckName, ...] = get_args(CheckName)  # of `verify`, in their order
-ENCODING_KEYS = ("round_scales", "quantizer", "quantizer_version", "calibration")  # of a manifest, where they apply
+ENCODING_KEYS = (
+    "round_scales",
+    "quantizer",
+    "quantizer_version",
+    "calibration",
+)  # of a manifest, where they apply
 
 
 def refuse_unknown_checks(checks: Sequence[str] | None) -> None:
     """Raise RequestError if a name is no check of `verify`."""
     unknown = [check for check in checks or () if check not in CHECKS]
     if unknown:
-        raise RequestError("There is no such check.", where="--checks", expected=", ".join(CHECKS), found=unknown[0])
+        raise RequestError(
+            "There is no such check.",
+            where="--checks",
+            expected=", ".join(CHECKS),
+            found=unknown[0],
+        )
 
 
 def refuse_unknown_layers(indices: Iterable[int], known: Iterable[int]) -> None:
@@ -61,7 +71,9 @@ class LayerChoice:
 
     def schema(self, base: LayerSchema) -> LayerSchema:
         """Return the layer's schema. base: that of a layer without a choice."""
-        return pair(self.w13 or base.of("w13"), self.w2 or base.of("w2")) if self.has_schema else base
+        return (
+            pair(self.w13 or base.of("w13"), self.w2 or base.of("w2")) if self.has_schema else base
+        )
 
 
 @dataclass(frozen=True)
@@ -80,15 +92,21 @@ class Override:
     def matches(self, layer_of: Mapping[str, int]) -> list[str]:
         """Return the names that the override is for, of `layer_of`: name → number. Raises RequestError if none."""
         last = max(layer_of.values(), default=0)
-        found = [name for name in layer_of if self.blocks is not None and fnmatchcase(name, self.blocks)]
+        found = [
+            name for name in layer_of if self.blocks is not None and fnmatchcase(name, self.blocks)
+        ]
         if self.blocks is not None and not found:
-            raise self._no_match(self.blocks, f"a pattern of names such as {next(iter(layer_of), 'a layer')}")
+            raise self._no_match(
+                self.blocks, f"a pattern of names such as {next(iter(layer_of), 'a layer')}"
+            )
         for first, end in self.layers:
             run = range(_counted(first, last), _counted(end, last) + 1)
             in_run = [name for name, layer in layer_of.items() if layer in run]
             if not in_run:
                 text = str(first) if first == end else f"{first}-{end}"
-                raise self._no_match(f"layers {text}", f"layers of {', '.join(number_runs(layer_of.values()))}")
+                raise self._no_match(
+                    f"layers {text}", f"layers of {', '.join(number_runs(layer_of.values()))}"
+                )
             found += in_run
         return list(dict.fromkeys(found))
 
@@ -120,7 +138,9 @@ def assign(overrides: Sequence[Override], layer_of: Mapping[str, int]) -> dict[s
         for name in override.matches(layer_of):
             old = found.get(name, LayerChoice())
             is_left = new.is_left or (old.is_left and not new.has_schema)
-            found[name] = LayerChoice(new.w13 or old.w13, new.w2 or old.w2, new.inputs or old.inputs, is_left)
+            found[name] = LayerChoice(
+                new.w13 or old.w13, new.w2 or old.w2, new.inputs or old.inputs, is_left
+            )
     return found
 
 
@@ -139,10 +159,18 @@ class EncodingArguments(TypedDict, total=False):
     by `planning.calibration.CalibrationText`."""
 
     round_scales: Annotated[
-        bool, _Row("Keep codes whose scales the parameter dtype cannot hold, and round these scales to it.", False)
+        bool,
+        _Row(
+            "Keep codes whose scales the parameter dtype cannot hold, and round these scales to it.",
+            False,
+        ),
     ]
     quantizer: Annotated[
-        Quantizer, _Row("Choice of scales and codes: round-to-nearest, or a search for the least squared error.", RTN)
+        Quantizer,
+        _Row(
+            "Choice of scales and codes: round-to-nearest, or a search for the least squared error.",
+            RTN,
+        ),
     ]
     calibrate: Annotated[
         str | Path | None,
@@ -151,7 +179,9 @@ class EncodingArguments(TypedDict, total=False):
             "folder, or builtin. Needs transformers."
         ),
     ]
-    calibrate_tokens: Annotated[int, _Row("Number of tokens of TEXT that are read, at most.", 65536)]
+    calibrate_tokens: Annotated[
+        int, _Row("Number of tokens of TEXT that are read, at most.", 65536)
+    ]
     calibrate_context: Annotated[int, _Row("Number of tokens in a sequence of TEXT.", 2048)]
 
 
@@ -173,7 +203,8 @@ class ConversionArguments(EncodingArguments, total=False):
         ),
     ]
     dtype: Annotated[
-        ParamDtype | None, _Row("Parameter dtype of the served model.  [default: dtype of the checkpoint]")
+        ParamDtype | None,
+        _Row("Parameter dtype of the served model.  [default: dtype of the checkpoint]"),
     ]
     tp: Annotated[int, _Row("Tensor-parallel size.", 1)]
     tp_split: Annotated[
@@ -186,14 +217,25 @@ class ConversionArguments(EncodingArguments, total=False):
     ]
     ep: Annotated[int, _Row("Expert-parallel size.", 1)]
     expert_placement: Annotated[Placement, _Row("Placement of experts on EP ranks.", LINEAR)]
-    redundant_experts: Annotated[int, _Row("Number of redundant experts (copies of the first experts).", 0)]
-    layout: Annotated[Layout, _Row("Tensors ready for the kernel, or a checkpoint for the serving engine.", KERNEL)]
+    redundant_experts: Annotated[
+        int, _Row("Number of redundant experts (copies of the first experts).", 0)
+    ]
+    layout: Annotated[
+        Layout,
+        _Row("Tensors ready for the kernel, or a checkpoint for the serving engine.", KERNEL),
+    ]
     input_schema: Annotated[
         str | Path | InputSchema,
-        _Row("Quantization of activations when serving: a16, fp8, fp8-static, int8 …, or FILE.toml.", "a16"),
+        _Row(
+            "Quantization of activations when serving: a16, fp8, fp8-static, int8 …, or FILE.toml.",
+            "a16",
+        ),
     ]
     cuda: Annotated[
-        str | None, _Row("CUDA compiler of the serving machine, such as 13.0; needed where the layout depends on it.")
+        str | None,
+        _Row(
+            "CUDA compiler of the serving machine, such as 13.0; needed where the layout depends on it."
+        ),
     ]
     overrides: Annotated[
         Sequence[Override],
@@ -205,7 +247,8 @@ class ConversionArguments(EncodingArguments, total=False):
         ),
     ]
     allow_unserved: Annotated[
-        bool, _Row("Convert schemas that no known server runs, with a warning.", False, in_recipes=False)
+        bool,
+        _Row("Convert schemas that no known server runs, with a warning.", False, in_recipes=False),
     ]
 
 
@@ -259,5 +302,7 @@ def conversion_options() -> Mapping[str, ConversionOption]:
     found = {}
     for name in sorted(hints, key=lambda name: name in EncodingArguments.__annotations__):
         annotation, row = get_args(hints[name])
-        found[name] = ConversionOption(name, annotation, row.help, row.default, row.in_recipes, row.is_flag)
+        found[name] = ConversionOption(
+            name, annotation, row.help, row.default, row.in_recipes, row.is_flag
+        )
     return found

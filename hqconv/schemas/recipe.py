@@ -34,7 +34,13 @@ from hqconv.schemas.artifact_names import GEMMS
 from hqconv.schemas.input_schema import resolve_inputs
 from hqconv.schemas.options import BUILTIN, LayerChoice, Override, conversion_options
 from hqconv.schemas.untrusted_files import RECIPES, SCHEMAS, or_shipped, read_toml, shipped
-from hqconv.schemas.weight_schema import SOURCE, WeightSchema, resolve_layer_schema, resolve_schema, split_names
+from hqconv.schemas.weight_schema import (
+    SOURCE,
+    WeightSchema,
+    resolve_layer_schema,
+    resolve_schema,
+    split_names,
+)
 
 LEFT = "none"  # experts that are copied unchanged
 _SECTION, _TABLE = "override", "layers"
@@ -61,7 +67,9 @@ def load_recipe(path: Path) -> Recipe:
     for key, value in document.items():
         if key not in known or type(value) is not known[key].plain_type:
             what = "The recipe has a key that is unknown or of the wrong type."
-            expected = known[key].plain_type.__name__ if key in known else f"one of {', '.join(known)}"
+            expected = (
+                known[key].plain_type.__name__ if key in known else f"one of {', '.join(known)}"
+            )
             raise RequestError(what, where=f"{path}: {key}", expected=expected, found=repr(value))
         if known[key].is_schema:
             document[key] = _schema_path(path, str(value))
@@ -69,13 +77,23 @@ def load_recipe(path: Path) -> Recipe:
             document[key] = path.parent / str(value)  # an absolute path does not change
     if not isinstance(sections, list) or not all(isinstance(section, dict) for section in sections):
         raise RequestError(
-            "The recipe's overrides are no list.", where=f"{path}: {_SECTION}", expected="[[override]] before each"
+            "The recipe's overrides are no list.",
+            where=f"{path}: {_SECTION}",
+            expected="[[override]] before each",
         )
-    if not isinstance(tables, dict) or not all(isinstance(section, dict) for section in tables.values()):
+    if not isinstance(tables, dict) or not all(
+        isinstance(section, dict) for section in tables.values()
+    ):
         what, expected = "The recipe's layers are no tables.", f'[{_TABLE}."0-3"] before each'
         raise RequestError(what, where=f"{path}: {_TABLE}", expected=expected)
-    named = [(f"{path}: {_SECTION} {number}", section) for number, section in enumerate(sections, start=1)]
-    named += [(f"{path}: {_TABLE}.{runs}", {"layers": runs, **section}) for runs, section in tables.items()]
+    named = [
+        (f"{path}: {_SECTION} {number}", section)
+        for number, section in enumerate(sections, start=1)
+    ]
+    named += [
+        (f"{path}: {_TABLE}.{runs}", {"layers": runs, **section})
+        for runs, section in tables.items()
+    ]
     return Recipe(document, tuple(_override(path, where, section) for where, section in named))
 
 
@@ -127,7 +145,9 @@ def _override(path: Path, where: str, section: Mapping[str, Any]) -> Override:
         if key in of_gemms:
             if value.keys() != {"schema"} or not isinstance(value["schema"], str):
                 what = "A GEMM of an override has a schema, and nothing else."
-                raise RequestError(what, where=f"{where}: {key}", expected=f'{key}.schema = "…"', found=repr(value))
+                raise RequestError(
+                    what, where=f"{where}: {key}", expected=f'{key}.schema = "…"', found=repr(value)
+                )
         elif key not in _KEYS or not isinstance(value, str):
             raise RequestError(
                 "An override has a key that is unknown or no text.",
@@ -144,15 +164,23 @@ def _override(path: Path, where: str, section: Mapping[str, Any]) -> Override:
     return Override(
         blocks=section.get("blocks"),
         layers=_runs(section["layers"], where) if "layers" in section else (),
-        choice=_choice(path, where, section, {gemm: one["schema"] for gemm, one in of_gemms.items()}),
+        choice=_choice(
+            path, where, section, {gemm: one["schema"] for gemm, one in of_gemms.items()}
+        ),
         where=where,
         recipe=path.stem,
     )
 
 
-def _choice(path: Path, where: str, section: Mapping[str, Any], of_gemms: Mapping[str, str]) -> LayerChoice:
+def _choice(
+    path: Path, where: str, section: Mapping[str, Any], of_gemms: Mapping[str, str]
+) -> LayerChoice:
     """Return the choice of an override: its schema for both GEMMs, but for those that have one of their own."""
-    texts = {key: text for key, text in {"schema": section.get("schema"), **of_gemms}.items() if text is not None}
+    texts = {
+        key: text
+        for key, text in {"schema": section.get("schema"), **of_gemms}.items()
+        if text is not None
+    }
     for key, text in texts.items():
         if text == SOURCE or (text == LEFT and (key != "schema" or of_gemms)):
             raise RequestError(

@@ -67,7 +67,9 @@ def close_file(path: Path, shipped: Iterable[str] = (), *, is_folder: bool = Fal
     names = {name.removesuffix(".toml"): name for name in shipped}
     with suppress(OSError, ValueError):
         beside = sorted(path.parent.iterdir() if is_folder else path.parent.glob("*.toml"))
-        names |= {one.name.removesuffix(".toml"): str(one) for one in beside if one.is_dir() == is_folder}
+        names |= {
+            one.name.removesuffix(".toml"): str(one) for one in beside if one.is_dir() == is_folder
+        }
     close = difflib.get_close_matches(path.name.removesuffix(".toml"), names, 1, _CLOSE)
     return f"Did you mean {names[close[0]]}?" if close else ""
 

@@ -21,7 +21,9 @@ from hqconv.schemas.suggestions import close_file
 _LOG = logging.getLogger(__name__)
 
 MAX_DOCUMENT_BYTES = 64 << 20  # of a config, and of a manifest without the names of its tensors
-MAX_LIST_BYTES = 512 << 20  # of an index or a manifest, with a line for each of some million tensors
+MAX_LIST_BYTES = (
+    512 << 20
+)  # of an index or a manifest, with a line for each of some million tensors
 NOTHING = "no such file"
 MAX_DEPTH = 64  # of objects and lists in each other: code that copies or writes them is recursive
 
@@ -94,7 +96,9 @@ def parse_json(raw: bytes, hook: Any = None) -> Any:
         raise _too_deep() from error
     level = [value] if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH else []
     for _ in range(MAX_DEPTH):
-        level = [inner for outer in level for inner in _items(outer) if isinstance(inner, dict | list)]
+        level = [
+            inner for outer in level for inner in _items(outer) if isinstance(inner, dict | list)
+        ]
     if level:
         raise _too_deep()
     return value
@@ -105,7 +109,9 @@ def _items(value: Any) -> Any:
 
 
 def _too_deep() -> ValueError:
-    return ValueError(f"it is nested too deeply: more than {MAX_DEPTH} objects or lists in each other")
+    return ValueError(
+        f"it is nested too deeply: more than {MAX_DEPTH} objects or lists in each other"
+    )
 
 
 def read_json(path: str | Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> Any:
@@ -130,7 +136,9 @@ def read_toml(path: Path, called: str, shipped_names: Iterable[str] = ()) -> dic
     except FileNotFoundError as error:
         remedy = close_file(path, shipped_names)
         if called == "recipe":
-            remedy = f"{remedy} `hqconv schemas --recipes` lists the recipes of the package.".strip()
+            remedy = (
+                f"{remedy} `hqconv schemas --recipes` lists the recipes of the package.".strip()
+            )
         raise _unreadable(path, called, error.strerror or error, remedy=remedy) from error
     except OSError as error:
         expected = f"at most {_MAX_TOML_BYTES} bytes" if error.errno == errno.EFBIG else ""
@@ -139,8 +147,16 @@ def read_toml(path: Path, called: str, shipped_names: Iterable[str] = ()) -> dic
         raise _unreadable(path, called, error) from error
 
 
-def _unreadable(path: Path, called: str, found: object, expected: str = "", remedy: str = "") -> RequestError:
-    return RequestError(f"The {called} cannot be read.", where=str(path), expected=expected, found=found, remedy=remedy)
+def _unreadable(
+    path: Path, called: str, found: object, expected: str = "", remedy: str = ""
+) -> RequestError:
+    return RequestError(
+        f"The {called} cannot be read.",
+        where=str(path),
+        expected=expected,
+        found=found,
+        remedy=remedy,
+    )
 
 
 SCHEMAS = Path(__file__).parent / "configs"

@@ -22,9 +22,21 @@ from hqconv.schemas.untrusted_files import SCHEMAS, or_shipped, read_toml, shipp
 
 ParamDtype = Literal["bfloat16", "float16"]
 PARAM_DTYPES: tuple[ParamDtype, ...] = get_args(ParamDtype)
-_SCALE_DTYPES = ("bfloat16", "float16", "float32", "float8e8m0", "float8e4m3", "float8e5m2", "float8e5m3")
+_SCALE_DTYPES = (
+    "bfloat16",
+    "float16",
+    "float32",
+    "float8e8m0",
+    "float8e4m3",
+    "float8e5m2",
+    "float8e5m3",
+)
 # Group scales → second scales above them. A tensor's second scale of powers of two would only move their exponents.
-_SCALE_2_TYPES = {"float8e4m3": ("tensor", "channel"), "float8e5m2": ("tensor", "channel"), "float8e8m0": ("channel",)}
+_SCALE_2_TYPES = {
+    "float8e4m3": ("tensor", "channel"),
+    "float8e5m2": ("tensor", "channel"),
+    "float8e8m0": ("channel",),
+}
 # Humming's kernel rotates blocks of 2 to 512 columns (process_input/context.cuh), but below 16 its tuner finds no way
 # to quantize wide inputs per token (tune/process_input.py, _token_tuning_candidates).
 ROTATIONS = (16, 32, 64, 128, 256, 512)
@@ -201,9 +213,13 @@ def layer_schema_of_record(name: str, document: dict[str, Any]) -> LayerSchema:
     if document.keys() != {"w13", "w2"}:
         return WeightSchema(name=name, **document)
     first, _, second = name.partition(_BETWEEN)
-    found = pair(WeightSchema(name=first, **document["w13"]), WeightSchema(name=second, **document["w2"]))
+    found = pair(
+        WeightSchema(name=first, **document["w13"]), WeightSchema(name=second, **document["w2"])
+    )
     if not isinstance(found, SchemaPair):
-        raise RequestError("A pair has two equal schemas.", where="w2", expected="another schema than that of w13")
+        raise RequestError(
+            "A pair has two equal schemas.", where="w2", expected="another schema than that of w13"
+        )
     return found
 
 
@@ -233,15 +249,29 @@ def _check(schema: WeightSchema) -> None:
 
     for field in fields(schema):
         value, kind = getattr(schema, field.name), _KINDS.get(field.name, str)
-        need(type(value) is kind or (field.name == "bs_dtype" and value is None), field.name, kind.__name__)
+        need(
+            type(value) is kind or (field.name == "bs_dtype" and value is None),
+            field.name,
+            kind.__name__,
+        )
     _check_b_dtype(schema, need)
-    need(schema.bs_dtype in (None, *_SCALE_DTYPES), "bs_dtype", "one of " + ", ".join(_SCALE_DTYPES))
+    need(
+        schema.bs_dtype in (None, *_SCALE_DTYPES), "bs_dtype", "one of " + ", ".join(_SCALE_DTYPES)
+    )
     _check_scale_type(schema, need)
     _check_second_scale(schema, need)
     if schema.has_zero_point:
         need(schema.is_integer, "has_zero_point", "false for a float type")
-        need(schema.weight_scale_type in ("group", "channel"), "weight_scale_type", "group or channel")
-        need(schema.bs_dtype in (None, *PARAM_DTYPES), "bs_dtype", "the parameter dtype, with zero points")
+        need(
+            schema.weight_scale_type in ("group", "channel"),
+            "weight_scale_type",
+            "group or channel",
+        )
+        need(
+            schema.bs_dtype in (None, *PARAM_DTYPES),
+            "bs_dtype",
+            "the parameter dtype, with zero points",
+        )
     elif schema.is_fp_zero_point:
         need(False, "is_fp_zero_point", "has_zero_point = true as well")
     is_known = schema.hadamard_block_size in (0, 1, *ROTATIONS)
@@ -252,7 +282,11 @@ def _check_b_dtype(schema: WeightSchema, need: Need) -> None:
     if re.fullmatch(r"uint[1-8]", schema.b_dtype):
         return
     small_float = re.fullmatch(r"float([2-8])e(\d)m(\d)", schema.b_dtype)
-    need(small_float is not None, "b_dtype", "uintN (N = 1..8) or a signed floatXeYmZ of at most 8 bits")
+    need(
+        small_float is not None,
+        "b_dtype",
+        "uintN (N = 1..8) or a signed floatXeYmZ of at most 8 bits",
+    )
     bits, exponent, mantissa = (int(x) for x in small_float.groups()) if small_float else (0, 0, 0)
     is_signed = bits == 1 + exponent + mantissa and mantissa > 0
     need(is_signed, "b_dtype", "1 sign bit + exponent + mantissa bits")
@@ -266,15 +300,29 @@ def _check_second_scale(schema: WeightSchema, need: Need) -> None:
     need(kind in ("none", "tensor", "channel"), "weight_scale_2_type", "none|tensor|channel")
     if kind == "none":
         return
-    need(schema.weight_scale_type == "group", "weight_scale_type", "group, where there is a second scale")
+    need(
+        schema.weight_scale_type == "group",
+        "weight_scale_type",
+        "group, where there is a second scale",
+    )
     expected = "float8e4m3 or float8e5m2 under a second scale, float8e8m0 under one per channel"
     need(kind in _SCALE_2_TYPES.get(schema.bs_dtype or "", ()), "bs_dtype", expected)
 
 
 def _check_scale_type(schema: WeightSchema, need: Need) -> None:
-    kind, size, size_n = (schema.weight_scale_type, schema.weight_scale_group_size, schema.weight_scale_group_size_n)
-    power_of_two = "a power of two, at least 16: Humming's tiles do not nest with others (docs/targets.md)"
-    need(kind in ("group", "channel", "block", "tensor"), "weight_scale_type", "group|channel|block|tensor")
+    kind, size, size_n = (
+        schema.weight_scale_type,
+        schema.weight_scale_group_size,
+        schema.weight_scale_group_size_n,
+    )
+    power_of_two = (
+        "a power of two, at least 16: Humming's tiles do not nest with others (docs/targets.md)"
+    )
+    need(
+        kind in ("group", "channel", "block", "tensor"),
+        "weight_scale_type",
+        "group|channel|block|tensor",
+    )
     if kind in ("group", "block"):
         need(size >= 16 and size & (size - 1) == 0, "weight_scale_group_size", power_of_two)
     else:
@@ -290,13 +338,25 @@ def _check_scale_type(schema: WeightSchema, need: Need) -> None:
     else:
         need(size_n == 0, "weight_scale_group_size_n", f"0 for {kind} scales")
     if kind in ("block", "tensor"):
-        need(schema.bs_dtype in (None, "float32"), "bs_dtype", f"float32 (or omitted) for {kind} scales")
+        need(
+            schema.bs_dtype in (None, "float32"),
+            "bs_dtype",
+            f"float32 (or omitted) for {kind} scales",
+        )
     else:
-        need(schema.bs_dtype != "float32", "bs_dtype", "a 16- or 8-bit type: float32 is for block and tensor scales")
+        need(
+            schema.bs_dtype != "float32",
+            "bs_dtype",
+            "a 16- or 8-bit type: float32 is for block and tensor scales",
+        )
 
 
-def _preset(name: str, b_dtype: str, kind: str = "group", size: int = 0, **more: Any) -> WeightSchema:
-    return WeightSchema(name=name, b_dtype=b_dtype, weight_scale_type=kind, weight_scale_group_size=size, **more)
+def _preset(
+    name: str, b_dtype: str, kind: str = "group", size: int = 0, **more: Any
+) -> WeightSchema:
+    return WeightSchema(
+        name=name, b_dtype=b_dtype, weight_scale_type=kind, weight_scale_group_size=size, **more
+    )
 
 
 SOURCE = "source"  # `--schema source`: see `hqconv.planning.source_schema`
@@ -305,11 +365,20 @@ PRESETS: dict[str, WeightSchema] = {
     schema.name: schema
     for schema in (
         _preset("mxfp4", "float4e2m1", size=32, bs_dtype="float8e8m0"),
-        _preset("nvfp4", "float4e2m1", size=16, bs_dtype="float8e4m3", weight_scale_2_type="tensor"),
+        _preset(
+            "nvfp4", "float4e2m1", size=16, bs_dtype="float8e4m3", weight_scale_2_type="tensor"
+        ),
         _preset("mxfp8", "float8e4m3", size=32, bs_dtype="float8e8m0"),
         _preset("fp8", "float8e4m3", "channel"),
         _preset("fp8-e5m2", "float8e5m2", "channel"),
-        _preset("fp8-block", "float8e4m3", "block", 128, weight_scale_group_size_n=128, bs_dtype="float32"),
+        _preset(
+            "fp8-block",
+            "float8e4m3",
+            "block",
+            128,
+            weight_scale_group_size_n=128,
+            bs_dtype="float32",
+        ),
         _preset("fp8-tensor", "float8e4m3", "tensor", bs_dtype="float32"),
         _preset("fp6-e3m2", "float6e3m2", size=128),
         _preset("fp6-e2m3", "float6e2m3", size=128),
@@ -331,10 +400,20 @@ _CODES = {
 }
 ROTATED = "-hB"  # after any name: weights that are rotated in blocks of B columns
 CODES = ("intN", *(code for code in _CODES if code.startswith("fp")))
-RECOMMENDED = ("int4-g32-e4m3", "int4-g32-e4m3-row", "int4-g16-e4m3", "fp4-g32-e4m3", "int3-g32-e4m3")
-_EXAMPLES = tuple(f"{code}-g32-{scale}" for code in ("int4", "fp4", "fp8") for scale in ("e4m3", "e4m3-row"))
+RECOMMENDED = (
+    "int4-g32-e4m3",
+    "int4-g32-e4m3-row",
+    "int4-g16-e4m3",
+    "fp4-g32-e4m3",
+    "int3-g32-e4m3",
+)
+_EXAMPLES = tuple(
+    f"{code}-g32-{scale}" for code in ("int4", "fp4", "fp8") for scale in ("e4m3", "e4m3-row")
+)
 _ROTATED = re.compile(r"(.+)-h([1-9]\d*)")
-_SCALED = re.compile(rf"({'|'.join(sorted(_CODES, reverse=True))})-g([1-9]\d*)-(e4m3|e5m2|e8m0)(-row)?")
+_SCALED = re.compile(
+    rf"({'|'.join(sorted(_CODES, reverse=True))})-g([1-9]\d*)-(e4m3|e5m2|e8m0)(-row)?"
+)
 
 
 def known_names() -> list[str]:
@@ -350,7 +429,10 @@ def resolve_layer_schema(text: str) -> LayerSchema:
     names = split_names(text)
     for name in names if len(names) > 1 else ():
         if name == SOURCE:
-            what, expected = "The source's own schema cannot be half of a pair.", "schemas by their names"
+            what, expected = (
+                "The source's own schema cannot be half of a pair.",
+                "schemas by their names",
+            )
             raise RequestError(what, where=f"--schema {text}", expected=expected, found=name)
     return pair(resolve_schema(names[0]), resolve_schema(names[-1]))
 
@@ -413,7 +495,9 @@ def _scaled(text: str) -> WeightSchema | None:
         return None
     code, size, scale, row = match.groups()
     second = "channel" if row else "none" if scale == "e8m0" else "tensor"
-    return _preset(text, _CODES[code], size=int(size), bs_dtype=f"float8{scale}", weight_scale_2_type=second)
+    return _preset(
+        text, _CODES[code], size=int(size), bs_dtype=f"float8{scale}", weight_scale_2_type=second
+    )
 
 
 def shorthand_of(schema: WeightSchema) -> str:
@@ -421,7 +505,11 @@ def shorthand_of(schema: WeightSchema) -> str:
     size, scale = schema.weight_scale_group_size, schema.bs_dtype or ""
     if size and scale in _SCALE_2_TYPES:
         code = next((name for name, code in _CODES.items() if code == schema.b_dtype), "")
-        return f"{code}-g{size}-{scale.removeprefix('float8')}{'-row' if schema.has_row_scale else ''}" if code else ""
+        return (
+            f"{code}-g{size}-{scale.removeprefix('float8')}{'-row' if schema.has_row_scale else ''}"
+            if code
+            else ""
+        )
     if not schema.is_integer:
         return ""
     zero = "-fpzp" if schema.is_fp_zero_point else "-zp" if schema.has_zero_point else ""
@@ -433,7 +521,9 @@ def load_schema(path: Path) -> WeightSchema:
     document = read_toml(path, "schema file", shipped(SCHEMAS))
     types = {f.name: f.type for f in fields(WeightSchema) if f.name != "name"}
     if "b_dtype" not in document:
-        raise RequestError("The schema file names no weight type.", where=str(path), expected="b_dtype = …")
+        raise RequestError(
+            "The schema file names no weight type.", where=str(path), expected="b_dtype = …"
+        )
     for key, value in document.items():
         expected = str(types.get(key, ""))
         if key not in types or type(value).__name__ not in expected:

@@ -112,7 +112,9 @@ class ArtifactLocation:
         if not self.is_folder:
             return RequestError(
                 "The copy of the Hub repo on this machine lacks a file of the artifact.",
-                where=self.name if self.pinned_revision is None else f"{self.name}, revision {self.pinned_revision}",
+                where=self.name
+                if self.pinned_revision is None
+                else f"{self.name}, revision {self.pinned_revision}",
                 expected=path,
                 found="no such file",
                 remedy="Unset HF_HUB_OFFLINE and check the connection, or fill the cache with `hf download` first; "
@@ -184,7 +186,9 @@ class ArtifactView:
     @property
     def is_mixed(self) -> bool:
         """True if the layers' schemas differ, so that no single `--schema` produces this artifact."""
-        return bool(self.left) or any(layer.layer_spec != self.layer_spec for layer in self.layers.values())
+        return bool(self.left) or any(
+            layer.layer_spec != self.layer_spec for layer in self.layers.values()
+        )
 
 
 def open_artifact_view(location: ArtifactLocation) -> ArtifactView:
@@ -219,22 +223,32 @@ def open_artifact_view(location: ArtifactLocation) -> ArtifactView:
         left=manifest.left,
         files={path: entry for path, entry in files.items() if path.startswith(ranks)},
         manifest_sha256=manifest.sha256,
-        small_files=(names.MANIFEST, *(path for path in manifest.files if not path.endswith(_WEIGHTS))),
+        small_files=(
+            names.MANIFEST,
+            *(path for path in manifest.files if not path.endswith(_WEIGHTS)),
+        ),
     )
 
 
-def open_rank_file(view: ArtifactView, layer: str, tp_rank: int, ep_rank: int, path: Path) -> RankFile:
+def open_rank_file(
+    view: ArtifactView, layer: str, tp_rank: int, ep_rank: int, path: Path
+) -> RankFile:
     """Read the header of a rank's file of a layer, which lies at `path`.
 
     Raises VerificationError if its size, tensors or LayerConfigs differ from the manifest; its digest too where the
     Hub's cache tells it.
     """
-    name, what = names.rank_file(layer, tp_rank, ep_rank), "A rank file is damaged, or belongs to another artifact."
+    name, what = (
+        names.rank_file(layer, tp_rank, ep_rank),
+        "A rank file is damaged, or belongs to another artifact.",
+    )
     if name not in view.files:
         raise Finding(name, what, "a file that the manifest lists", "none of that name").error()
     size_bytes, sha256 = view.files[name]
     if (cached := cached_digest(path)) not in (None, sha256):
-        raise Finding(name, what, f"sha256 {sha256}", f"{cached}, by the name of its bytes in the Hub's cache").error()
+        raise Finding(
+            name, what, f"sha256 {sha256}", f"{cached}, by the name of its bytes in the Hub's cache"
+        ).error()
     try:
         if (found := path.stat().st_size) != size_bytes:
             raise Finding(name, what, f"{size_bytes} bytes", f"{found} bytes").error()
@@ -282,16 +296,24 @@ def _check_digests(location: ArtifactLocation, root: Path, manifest: Manifest) -
             continue
         size_bytes, digest = listed.get(path, (None, None))
         if size_bytes not in (None, entry.size_bytes):
-            raise _other_file(location, path, f"{entry.size_bytes} bytes", f"{size_bytes} bytes on the Hub")
+            raise _other_file(
+                location, path, f"{entry.size_bytes} bytes", f"{size_bytes} bytes on the Hub"
+            )
         if digest not in (None, entry.sha256):
             raise _other_file(location, path, f"sha256 {entry.sha256}", f"{digest} on the Hub")
         cached = cached_digest(root / path) if in_cache else None
         if cached not in (None, entry.sha256):
-            raise _other_file(location, path, f"sha256 {entry.sha256}", f"{cached} in the Hub's cache")
+            raise _other_file(
+                location, path, f"sha256 {entry.sha256}", f"{cached} in the Hub's cache"
+            )
 
 
-def _other_file(location: ArtifactLocation, path: str, expected: str, found: str) -> VerificationError:
-    where = location.name if location.commit is None else f"{location.name}, revision {location.commit}"
+def _other_file(
+    location: ArtifactLocation, path: str, expected: str, found: str
+) -> VerificationError:
+    where = (
+        location.name if location.commit is None else f"{location.name}, revision {location.commit}"
+    )
     return VerificationError(
         "A file of weights in the Hub repo is not the one that the artifact's manifest lists.",
         where=f"{where}: {path}",

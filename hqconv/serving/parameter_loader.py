@@ -65,7 +65,11 @@ class ParameterLoader:
             if cache_dir is not None and not self._paths and not view.location.is_folder:
                 view.location.complete(view.small_files, cache_dir)
             folder = name.rpartition("/")[0] + "/"
-            others = [] if alone or view.location.is_folder else [n for n in view.files if n.startswith(folder)]
+            others = (
+                []
+                if alone or view.location.is_folder
+                else [n for n in view.files if n.startswith(folder)]
+            )
             self._paths.update(view.location.fetch_all(others or [name], cache_dir))
         return self._paths[name]
 
@@ -96,7 +100,9 @@ class ParameterLoader:
         if self._has_kernels:
             return
         self._has_kernels = True
-        found = use_warm_kernels(Path(view.location.name) if view.location.is_folder else None, view.sm_version)
+        found = use_warm_kernels(
+            Path(view.location.name) if view.location.is_folder else None, view.sm_version
+        )
         self.tuning = dict(found.tuning)
         if found.reason is None:
             self._log.info("Kernels that were compiled beforehand are in use")
@@ -110,7 +116,9 @@ class ParameterLoader:
 
     def _due(self, first: Filled) -> list[tuple[Filled, RankFile, Sequence[LoadTarget]]]:
         """A layer, and later layers that can be filled with it: on the same device, with parameters that stay there."""
-        due: list[tuple[Filled, RankFile, Sequence[LoadTarget]]] = [(first, first.file, first.targets())]
+        due: list[tuple[Filled, RankFile, Sequence[LoadTarget]]] = [
+            (first, first.file, first.targets())
+        ]
         device = due[0][2][0].tensor.device
         for layer in self._layers:
             targets = layer.targets()
@@ -125,5 +133,7 @@ def _reads() -> Reads:
     value = os.environ.get(READ) or "auto"
     if value not in READS:
         what, remedy = f"The environment variable {READ} has an unknown value.", f"Unset {READ}."
-        raise RequestError(what, where=READ, expected=" or ".join(READS), found=value, remedy=remedy)
+        raise RequestError(
+            what, where=READ, expected=" or ".join(READS), found=value, remedy=remedy
+        )
     return value

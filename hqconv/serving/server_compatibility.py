@@ -67,7 +67,9 @@ def check_machine(view: ArtifactView, sm_version: int) -> None:
 def check_ranks(view: ArtifactView, layer: ServerLayer) -> None:
     """Refuse other ranks or another placement of experts. Raises RequestError."""
     grid = view.grid
-    fitting = recut(view, tp=layer.tp, ep=layer.ep, placement=layer.placement, redundant=layer.redundant)
+    fitting = recut(
+        view, tp=layer.tp, ep=layer.ep, placement=layer.placement, redundant=layer.redundant
+    )
     if (layer.tp, layer.ep) != (grid.tp, grid.ep):
         options = ENGINE.serve_options(grid)
         start = f"Serve with {options or '--tensor-parallel-size 1'}, or"
@@ -116,7 +118,9 @@ def check_layer(view: ArtifactView, converted: ArtifactLayer, layer: ServerLayer
             raise _other_layer(where, expected, f"{found} in {ENGINE.name}'s model")
 
 
-def check_rank_file(view: ArtifactView, file: RankFile, layer: ServerLayer, num_local_experts: int) -> None:
+def check_rank_file(
+    view: ArtifactView, file: RankFile, layer: ServerLayer, num_local_experts: int
+) -> None:
     """Refuse a file whose experts or biases are not this rank's. Raises RequestError."""
     facts = {
         "experts of this rank": (file.configs["w13"]["num_experts"], num_local_experts),
@@ -139,7 +143,11 @@ def _other_layer(where: str, expected: object, found: object) -> RequestError:
 
 
 def check_flags(
-    where: str, converted_with: str, here: str, expected: Mapping[str, bool], found: Mapping[str, bool]
+    where: str,
+    converted_with: str,
+    here: str,
+    expected: Mapping[str, bool],
+    found: Mapping[str, bool],
 ) -> None:
     """Refuse a Humming that would lay the weights out in another way. Raises RequestError."""
     if dict(expected) != dict(found):
@@ -147,7 +155,9 @@ def check_flags(
         raise _other_layout(where, converted_with, here, _flags(expected), _flags(found), again)
 
 
-def _other_layout(where: str, converted_with: str, here: str, expected: str, found: str, again: str) -> RequestError:
+def _other_layout(
+    where: str, converted_with: str, here: str, expected: str, found: str, again: str
+) -> RequestError:
     return RequestError(
         "Humming here lays weights out in another way than the one that made the artifact.",
         where=where,
@@ -157,7 +167,9 @@ def _other_layout(where: str, converted_with: str, here: str, expected: str, fou
     )
 
 
-def check_fingerprint(where: str, converted_with: str, recorded: str, spec: KernelSpec, again: str) -> None:
+def check_fingerprint(
+    where: str, converted_with: str, recorded: str, spec: KernelSpec, again: str
+) -> None:
     """Refuse a Humming that lays weights out otherwise than the one that made an artifact.
 
     recorded: the artifact's fingerprint of the layout. again: the command that lays out anew. Raises RequestError.
@@ -174,7 +186,9 @@ def check_fingerprint(where: str, converted_with: str, recorded: str, spec: Kern
 @functools.cache
 def _fingerprint(spec: KernelSpec) -> str:
     """Return `layout_fingerprint`, by a process of its own: a server's Humming stays as it is. "" where it fails."""
-    code = "import pickle, sys; from hqconv.kernel_layout.fingerprint import layout_fingerprint as one"
+    code = (
+        "import pickle, sys; from hqconv.kernel_layout.fingerprint import layout_fingerprint as one"
+    )
     command = [sys.executable, "-c", f"{code}; print(one(pickle.load(sys.stdin.buffer)))"]
     done = subprocess.run(command, input=pickle.dumps(spec), stdout=subprocess.PIPE, check=False)
     return done.stdout.decode().strip() if done.returncode == 0 else ""
@@ -209,7 +223,9 @@ def recut(view: ArtifactView, **changes: object) -> str:
     if not _can_be_cut(view):
         arguments = _convert(view.source_name, Path(out).name, _made_of(view), options)
         return f"`{shlex.join([*arguments, '--dtype', view.dtype])}`"
-    command = shlex.join(_convert(folder, out, ["--schema", "source", *_inputs_options(view)], options))
+    command = shlex.join(
+        _convert(folder, out, ["--schema", "source", *_inputs_options(view)], options)
+    )
     if location.is_folder:
         return f"`{command}`"
     revision = [] if location.revision is None else ["--revision", location.revision]
@@ -227,7 +243,9 @@ def _can_be_cut(view: ArtifactView) -> bool:
     """Return whether the artifact can be a source with its own schemas, for the activations of all its layers."""
     specs = (view.layer_spec, *(layer.layer_spec for layer in view.layers.values()))
     kernel_specs = {one for spec in specs for one in spec.each}
-    is_lost = any(kernel_spec.schema.rotation or fuses_exponents(kernel_spec) for kernel_spec in kernel_specs)
+    is_lost = any(
+        kernel_spec.schema.rotation or fuses_exponents(kernel_spec) for kernel_spec in kernel_specs
+    )
     return not is_lost and len({kernel_spec.inputs for kernel_spec in kernel_specs}) == 1
 
 
@@ -235,7 +253,11 @@ def _made_of(view: ArtifactView) -> list[str]:
     """Options for the experts' schemas; a recipe is the user's own file."""
     if view.is_mixed:
         return ["--config", "RECIPE"]
-    return ["--schema", "+".join(map(_schema_word, view.layer_spec.schema.each)), *_inputs_options(view)]
+    return [
+        "--schema",
+        "+".join(map(_schema_word, view.layer_spec.schema.each)),
+        *_inputs_options(view),
+    ]
 
 
 def _inputs_options(view: ArtifactView) -> list[str]:
@@ -291,4 +313,6 @@ def _inputs_word(inputs: InputSchema) -> str:
 
 
 def _flags(flags: Mapping[str, bool]) -> str:
-    return ", ".join(flag for flag, is_set in flags.items() if is_set) or "none of the special layouts"
+    return (
+        ", ".join(flag for flag, is_set in flags.items() if is_set) or "none of the special layouts"
+    )

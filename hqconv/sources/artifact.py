@@ -45,7 +45,11 @@ def as_input_error() -> Iterator[None]:
         yield
     except VerificationError as error:
         raise InputError(
-            error.what, where=error.where, expected=error.expected, found=error.found, remedy=error.remedy or _AGAIN
+            error.what,
+            where=error.where,
+            expected=error.expected,
+            found=error.found,
+            remedy=error.remedy or _AGAIN,
         ) from error
 
 
@@ -54,7 +58,9 @@ class ArtifactSource(SafetensorsSource):
 
     reads_ahead = False
 
-    def __init__(self, root: Path, *, repo_id: str | None = None, listing: Listing | None = None) -> None:
+    def __init__(
+        self, root: Path, *, repo_id: str | None = None, listing: Listing | None = None
+    ) -> None:
         """Read manifest and headers; parameters as in `SafetensorsSource`. Raises InputError for a damaged artifact.
 
         RequestError for an artifact whose codes differ from those of its schema.
@@ -78,11 +84,18 @@ class ArtifactSource(SafetensorsSource):
         finally:
             self.artifact.close()
 
-    def fetch(self, names: Iterable[str], check: Callable[[], None] | None = None, into: Path | None = None) -> None:
+    def fetch(
+        self,
+        names: Iterable[str],
+        check: Callable[[], None] | None = None,
+        into: Path | None = None,
+    ) -> None:
         """Download missing files of a repo; see `SafetensorsSource.fetch`."""
         wanted = list(names)
         super().fetch(wanted, check, into)
-        self.artifact.placed |= {name: self.guard.path_of(name) for name in wanted if self.guard.has_seen(name)}
+        self.artifact.placed |= {
+            name: self.guard.path_of(name) for name in wanted if self.guard.has_seen(name)
+        }
 
     def forget(self, name: str) -> None:
         """Read a file from the Hub again, as its copy will be removed."""
@@ -111,22 +124,33 @@ class ArtifactSource(SafetensorsSource):
         converted = {name: layer.name for layer in layers for name in layer.tensor_names()}
         scales = [name for layer in layers for name in layer.input_scales.names]
         dropped = dict.fromkeys(scales, UNUSED_PARTS[names.INPUT_SCALE])
-        copied = tuple(name for name in self.tensors if name not in converted and name not in dropped)
+        copied = tuple(
+            name for name in self.tensors if name not in converted and name not in dropped
+        )
         stray = next((name for name in copied if name.startswith(f"{names.EXPERTS_FOLDER}/")), None)
         if stray is not None:
             raise InputError(
-                "A rank file holds a tensor that no kernel reads.", where=stray, remedy="Verify the artifact."
+                "A rank file holds a tensor that no kernel reads.",
+                where=stray,
+                remedy="Verify the artifact.",
             )
-        because = f"{self.artifact.manifest.family_chosen_because}; read back from the kernel layout"
+        because = (
+            f"{self.artifact.manifest.family_chosen_because}; read back from the kernel layout"
+        )
         left = self.artifact.left  # among the copied tensors
-        return ExpertMap(self.artifact.family.name, because, layers, converted, copied, dropped, left)
+        return ExpertMap(
+            self.artifact.family.name, because, layers, converted, copied, dropped, left
+        )
 
     def _layer(self, name: str) -> MoeLayer:
         layer = self.artifact.moe_layer(name)
         parts = {role: self._parts(name, names.GEMM_OF[role]) for role in layer.roles}
         homes = self.artifact.grid.homes(layer.num_experts)
         sources = tuple(
-            {role: {key: self._expert_ref(p, homes[e][0]) for key, p in of.items()} for role, of in parts.items()}
+            {
+                role: {key: self._expert_ref(p, homes[e][0]) for key, p in of.items()}
+                for role, of in parts.items()
+            }
             for e in range(layer.num_experts)
         )
         return replace(
@@ -146,7 +170,9 @@ class ArtifactSource(SafetensorsSource):
         refs = {}
         for gemm in names.GEMMS:
             name = names.input_scale(layer, gemm, inputs)
-            in_ranks = [f"{names.rank_file(layer, *rank)}:{name}" for rank in self.artifact.grid.ranks]
+            in_ranks = [
+                f"{names.rank_file(layer, *rank)}:{name}" for rank in self.artifact.grid.ranks
+            ]
             missing = next((full for full in in_ranks if full not in self.tensors), None)
             if missing is not None:
                 what = "A rank's activation scale is missing."
@@ -175,7 +201,9 @@ class ArtifactSource(SafetensorsSource):
                     parts[key] = TensorSlice(ref.name, ref.dtype, ref.shape)
             if not any(name.startswith("weight") for name in parts):
                 raise VerificationError(
-                    "A rank file has no weights.", where=f"{path}, tensor {layer}.{gemm}_weight", remedy=_CONVERT_AGAIN
+                    "A rank file has no weights.",
+                    where=f"{path}, tensor {layer}.{gemm}_weight",
+                    remedy=_CONVERT_AGAIN,
                 )
         return parts
 
@@ -190,7 +218,9 @@ class ArtifactSource(SafetensorsSource):
     def format_of(self, layer: str) -> SourceFormat:
         """Return the source format of a layer's schema; rotated weights have no codes to keep."""
         schema = self.artifact.schema_of(layer)
-        return per_projection({role: self._format_of(schema.of(role)) for role in self.artifact.family.projections})
+        return per_projection(
+            {role: self._format_of(schema.of(role)) for role in self.artifact.family.projections}
+        )
 
     def _format_of(self, schema: WeightSchema) -> SourceFormat:
         group_n, group_k = schema.scale_group()
@@ -212,7 +242,12 @@ class ArtifactSource(SafetensorsSource):
 
     @as_input_error()
     def read_expert(
-        self, layer: MoeLayer, expert: int, roles: Sequence[str], device: torch.device, raw: RawExperts | None = None
+        self,
+        layer: MoeLayer,
+        expert: int,
+        roles: Sequence[str],
+        device: torch.device,
+        raw: RawExperts | None = None,
     ) -> dict[str, SourceMatrix]:
         """Decode projections of one expert, joined from all TP ranks. Raises InputError for undecodable tensors."""
         from hqconv.artifact.expert_reader import ExpertReader
@@ -224,14 +259,18 @@ class ArtifactSource(SafetensorsSource):
         for gemm in dict.fromkeys(names.GEMM_OF[role] for role in roles):
             matrices |= reader.read(gemm, expert, self._refuse)
         return {
-            role: self._to_source(layer, role, f"{layer.name}, {role} of expert {expert}", matrices[role], device)
+            role: self._to_source(
+                layer, role, f"{layer.name}, {role} of expert {expert}", matrices[role], device
+            )
             for role in roles
         }
 
     def _refuse(self, where: str, what: str, expected: object, found: object) -> None:
         """Raise InputError for a problem that the `weights` check of `verify` would list."""
         remedy = "Verify the artifact; where it is damaged, convert the original model again."
-        raise InputError(what, where=str(self.root / where), expected=expected, found=found, remedy=remedy)
+        raise InputError(
+            what, where=str(self.root / where), expected=expected, found=found, remedy=remedy
+        )
 
     def _to_source(
         self, layer: MoeLayer, role: str, where: str, matrix: DecodedStack, device: torch.device
@@ -252,7 +291,10 @@ class ArtifactSource(SafetensorsSource):
             """View bit patterns of one expert, E = 1, as a tensor of the safetensors dtype `code`."""
             return None if bits is None else bits[0].contiguous().view(torch_dtype(code)).to(device)
 
-        schema, param_code = self.artifact.schema_of(layer.name).of(role), code_of(self.artifact.param_dtype)
+        schema, param_code = (
+            self.artifact.schema_of(layer.name).of(role),
+            code_of(self.artifact.param_dtype),
+        )
         scale = tensor(matrix.scale, matrix.scale_dtype)
         assert scale is not None
         coded = CodedMatrix(
@@ -262,15 +304,21 @@ class ArtifactSource(SafetensorsSource):
             group_n=layer.format.of(role).group_n,
             group_k=layer.format.of(role).group_k,
             zero_point=tensor(matrix.zero_point, param_code if schema.is_fp_zero_point else "U8"),
-            scale_2=tensor(matrix.scale_2, "F32" if schema.weight_scale_2_type == "tensor" else param_code),
+            scale_2=tensor(
+                matrix.scale_2, "F32" if schema.weight_scale_2_type == "tensor" else param_code
+            ),
         )
         size = layer.shape(role)  # without the zeros that fill the last scale group
         bias = tensor(matrix.bias, param_code)
         bias = None if bias is None else resized(bias, size[:1])
         origin = {"weight": where, "bias": where}
         if schema.rotation:  # rotated back; no target keeps these codes
-            return SourceMatrix(origin, floats=resized(rotate(dequantize(coded), schema.rotation), size), bias=bias)
-        return SourceMatrix(origin, coded=coded, bias=bias, size=None if coded.shape == size else size)
+            return SourceMatrix(
+                origin, floats=resized(rotate(dequantize(coded), schema.rotation), size), bias=bias
+            )
+        return SourceMatrix(
+            origin, coded=coded, bias=bias, size=None if coded.shape == size else size
+        )
 
 
 def _refuse_fused_exponents(artifact: Artifact) -> None:

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 _CHUNK_NUMBERS = 1 << 18  # decoded at a time: the library's temporaries are several times as large
 
-ReadInto = Callable[[TensorRef, "WriteableBuffer", int], None]  # a stored tensor's bytes from byte `start` on
+ReadInto = Callable[
+    [TensorRef, "WriteableBuffer", int], None
+]  # a stored tensor's bytes from byte `start` on
 
 
 class RowOrder(Enum):
@@ -53,7 +55,11 @@ class DerivedTensor:
 
     def read(self, read_stored: ReadInto, view: memoryview, start: int) -> None:
         """Fill `view` with the tensor's bytes from byte `start` on: rows are decoded, a few at a time."""
-        if len(self.parts) == 1 and self.parts[0].dtype == self.ref.dtype and self.order not in _OF_HEADS:
+        if (
+            len(self.parts) == 1
+            and self.parts[0].dtype == self.ref.dtype
+            and self.order not in _OF_HEADS
+        ):
             read_stored(self.parts[0], view, start)
             return
         rows = self.ref.shape[0] if len(self.ref.shape) > 1 or self.order in _OF_HEADS else 1
@@ -63,13 +69,18 @@ class DerivedTensor:
         end = start + view.nbytes
         first, last = start // unit_bytes, -(-end // unit_bytes)
         # One read, which is one request on the Hub; decoding needs several times as much memory, and goes in steps.
-        stored = {span.part.name: (span.begin, span.read(read_stored)) for span in self._spans(first, last, unit)}
+        stored = {
+            span.part.name: (span.begin, span.read(read_stored))
+            for span in self._spans(first, last, unit)
+        }
         for begin in range(first, last, step):
             until = min(begin + step, last)
             decoded = []
             for span in self._spans(begin, until, unit):
                 skip, raw = stored[span.part.name]
-                decoded.append(dequantize(raw[span.begin - skip : span.end - skip], span.part.dtype))
+                decoded.append(
+                    dequantize(raw[span.begin - skip : span.end - skip], span.part.dtype)
+                )
             data = memoryview(_encode(self._arranged(decoded, until - begin), self.ref).tobytes())
             offset = begin * unit_bytes
             low, high = max(start, offset), min(end, offset + len(data))
@@ -98,7 +109,10 @@ class DerivedTensor:
             return stored.reshape(num_units, len(stored) // num_units // 2, 2, -1).swapaxes(1, 2)
         if self.order is RowOrder.MLA:
             (_, rank, nope), (_, value, _) = (part.shape for part in self.parts)
-            keys, values = decoded[0].reshape(num_units, rank, nope), decoded[1].reshape(num_units, value, rank)
+            keys, values = (
+                decoded[0].reshape(num_units, rank, nope),
+                decoded[1].reshape(num_units, value, rank),
+            )
             return np.concatenate((keys.swapaxes(1, 2), values), axis=1)
         return np.concatenate(decoded)
 

@@ -18,7 +18,15 @@ from hqconv.errors import InputError, RequestError, first_few
 from hqconv.io import checkpoint_files
 from hqconv.io.checkpoint_files import check_text, holds_safetensors
 from hqconv.io.durable_files import source_errors
-from hqconv.io.gguf_header import COPY_AGAIN, GgufHeader, StoredModel, Value, metadata_alone, parse_header, read_header
+from hqconv.io.gguf_header import (
+    COPY_AGAIN,
+    GgufHeader,
+    StoredModel,
+    Value,
+    metadata_alone,
+    parse_header,
+    read_header,
+)
 from hqconv.io.hub import Listing
 from hqconv.io.sidecar_files import has_tokenizer
 from hqconv.models.expert_bytes import RawExperts
@@ -47,7 +55,11 @@ _OTHER_MODELS = ("mmproj", "imatrix")  # in names of files that hold no language
 
 
 def open_with_gguf(
-    root: Path, chosen: str | None = None, *, repo_id: str | None = None, listing: Listing | None = None
+    root: Path,
+    chosen: str | None = None,
+    *,
+    repo_id: str | None = None,
+    listing: Listing | None = None,
 ) -> SafetensorsSource:
     """Open GGUF files: a whole model, or the experts for the safetensors in the same folder, unless these have experts.
 
@@ -55,7 +67,11 @@ def open_with_gguf(
     its snapshot at `root`. Raises RequestError without the gguf library, for an unclear choice, and for a model
     that is not known; InputError for unreadable or contradictory files.
     """
-    if chosen is not None or listing is not None or not holds_safetensors([path.name for path in root.iterdir()]):
+    if (
+        chosen is not None
+        or listing is not None
+        or not holds_safetensors([path.name for path in root.iterdir()])
+    ):
         return GgufModelSource(root, chosen, repo_id=repo_id, listing=listing)
     source = SafetensorsSource(root)
     if any(looks_like_expert(name, len(ref.shape)) for name, ref in source.tensors.items()):
@@ -104,7 +120,12 @@ class GgufSource(SafetensorsSource):
         return experts
 
     def read_expert(
-        self, layer: MoeLayer, expert: int, roles: Sequence[str], device: torch.device, raw: RawExperts | None = None
+        self,
+        layer: MoeLayer,
+        expert: int,
+        roles: Sequence[str],
+        device: torch.device,
+        raw: RawExperts | None = None,
     ) -> dict[str, SourceMatrix]:
         """Decode projections of one expert to float32; only their bytes are read. Raises InputError as `read_into`."""
         import torch
@@ -119,8 +140,12 @@ class GgufSource(SafetensorsSource):
             floats = dequantize_rows(self._bytes(weight).reshape(rows, -1), weight.dtype, columns)
             if "scale_2" in refs:
                 floats *= self._numbers(refs["scale_2"])
-            bias = torch.from_numpy(self._numbers(refs["bias"])).to(device) if "bias" in refs else None
-            matrices[role] = SourceMatrix(names, floats=torch.from_numpy(floats).to(device), bias=bias)
+            bias = (
+                torch.from_numpy(self._numbers(refs["bias"])).to(device) if "bias" in refs else None
+            )
+            matrices[role] = SourceMatrix(
+                names, floats=torch.from_numpy(floats).to(device), bias=bias
+            )
         return matrices
 
     def _bytes(self, ref: TensorRef) -> np.ndarray[Any, Any]:
@@ -141,7 +166,12 @@ class GgufModelSource(GgufSource):
     """
 
     def __init__(
-        self, root: Path, chosen: str | None = None, *, repo_id: str | None = None, listing: Listing | None = None
+        self,
+        root: Path,
+        chosen: str | None = None,
+        *,
+        repo_id: str | None = None,
+        listing: Listing | None = None,
     ) -> None:
         """Read headers, and the config.json beside the files if it is a whole one; see `open_with_gguf`."""
         self._begin(root, repo_id, listing)
@@ -157,7 +187,9 @@ class GgufModelSource(GgufSource):
         meta = Metadata(names[0], headers[0][1].metadata)
         own = None if is_one_file else self._own_config(meta)
         self.config = model_config(meta, self._gguf) if own is None else own
-        self.stored_model = StoredModel(headers[0][1].metadata, self._gguf, super().read_into, own is not None)
+        self.stored_model = StoredModel(
+            headers[0][1].metadata, self._gguf, super().read_into, own is not None
+        )
         others = {tensor: ref for tensor, ref in self._gguf.items() if not is_expert(tensor)}
         self._derived, self._dropped = map_others(meta, others, self.config, own is not None)
         for derived in self._derived.values():
@@ -171,15 +203,21 @@ class GgufModelSource(GgufSource):
         self._finish(None if is_one_file else root)
         if not has_tokenizer(self.other_files):
             made = tokenizer_files(names[0], headers[0][1].metadata)
-            self.made = replace(made, names=tuple(name for name in made.names if name not in self.other_files))
+            self.made = replace(
+                made, names=tuple(name for name in made.names if name not in self.other_files)
+            )
 
     def map_experts(self) -> ExpertMap:
         """Map the MoE layers, and every tensor to its use. Raises as `map_gguf`."""
         experts = {tensor: ref for tensor, ref in self._gguf.items() if is_expert(tensor)}
-        found = map_gguf(experts, {name: derived.ref for name, derived in self._derived.items()}, self.config)
+        found = map_gguf(
+            experts, {name: derived.ref for name, derived in self._derived.items()}, self.config
+        )
         for name in found.converted:
             check_decoder(self.tensors[name])
-        because = found.chosen_because.replace("experts from GGUF files", "all tensors from GGUF files")
+        because = found.chosen_because.replace(
+            "experts from GGUF files", "all tensors from GGUF files"
+        )
         return replace(found, chosen_because=because, dropped={**found.dropped, **self._dropped})
 
     def _own_config(self, meta: Metadata) -> dict[str, Any] | None:
@@ -197,12 +235,16 @@ class GgufModelSource(GgufSource):
         path = self.root / name
         if self.listing is not None and not path.is_file():
             size = self._size(name)
-            header = parse_header(f"{self.repo_id}/{name}", name, _HubFile(self.listing, name, size), size, number)
+            header = parse_header(
+                f"{self.repo_id}/{name}", name, _HubFile(self.listing, name, size), size, number
+            )
             file = SourceFile(name, size, header.sha256, 0)
         else:
             status = self.guard.look(name)
             header = read_header(path, number)
-            file = SourceFile(name, status.st_size, header.sha256, 0 if self.repo_id else status.st_mtime_ns)
+            file = SourceFile(
+                name, status.st_size, header.sha256, 0 if self.repo_id else status.st_mtime_ns
+            )
         self._add(header)
         return file, header
 
@@ -221,7 +263,10 @@ class GgufModelSource(GgufSource):
             with source_errors(path), open(open_regular(path), "rb") as opened:  # noqa: PTH123 - of a descriptor
                 raw, sha256 = metadata_alone(str(path), opened, first.size_bytes)
         if sha256 != first.header_sha256:
-            what, remedy = "The header of a GGUF file changed since the source was opened.", COPY_AGAIN
+            what, remedy = (
+                "The header of a GGUF file changed since the source was opened.",
+                COPY_AGAIN,
+            )
             expected, found = f"sha256 {first.header_sha256}", sha256
             raise InputError(what, where=str(path), expected=expected, found=found, remedy=remedy)
         return make_tokenizer(self.made, raw)
@@ -239,7 +284,9 @@ class GgufModelSource(GgufSource):
             return
         view = memoryview(buffer).cast("B")
         if start < 0 or start + view.nbytes > ref.num_bytes:
-            raise ValueError(f"{ref.name}: bytes {start} + {view.nbytes} are outside of {ref.num_bytes}")
+            raise ValueError(
+                f"{ref.name}: bytes {start} + {view.nbytes} are outside of {ref.num_bytes}"
+            )
         if view.nbytes:
             derived.read(super().read_into, view, ref.offset_bytes + start)
 
@@ -278,7 +325,9 @@ def _chosen_files(root: Path, chosen: str | None, listing: Listing | None) -> li
         found.append(chosen)
     models: dict[str, list[str]] = {}
     for name in sorted(set(found)):
-        if name.endswith(".gguf") and not any(word in name.rpartition("/")[2].lower() for word in _OTHER_MODELS):
+        if name.endswith(".gguf") and not any(
+            word in name.rpartition("/")[2].lower() for word in _OTHER_MODELS
+        ):
             match = _SPLIT.fullmatch(name)
             models.setdefault(match[1] if match else name.removesuffix(".gguf"), []).append(name)
     where = str(root) if listing is None else listing.repo_id
@@ -288,7 +337,9 @@ def _chosen_files(root: Path, chosen: str | None, listing: Listing | None) -> li
         word = re.compile(rf"(?:^|[^a-z0-9]){re.escape(chosen.lower())}(?:$|[^a-z0-9_])")
         fitting = exact or [model for model in models if word.search(model.lower())]
     if len(fitting) != 1:
-        example = models[fitting[0]][0] if fitting else next(iter(models.values()), ["model.gguf"])[0]
+        example = (
+            models[fitting[0]][0] if fitting else next(iter(models.values()), ["model.gguf"])[0]
+        )
         path = f"{where}/{example}"
         raise RequestError(
             "There is not one GGUF model to take.",
@@ -306,8 +357,12 @@ def _check_split(names: list[str], where: str) -> None:
     """Check the names of files, and that of a split file all are present. Raises InputError."""
     for name in sorted(names):
         check_text(name, where)
-        if "{" in name or "}" in name:  # braces are placeholders in the names that a manifest records
-            raise InputError("A GGUF file's name has braces.", where=name, remedy="Rename the file.")
+        if (
+            "{" in name or "}" in name
+        ):  # braces are placeholders in the names that a manifest records
+            raise InputError(
+                "A GGUF file's name has braces.", where=name, remedy="Rename the file."
+            )
         match = _SPLIT.fullmatch(name)
         for number in range(1, int(match[3]) + 1) if match else ():
             partner = f"{match[1]}-{number:05d}-of-{match[3]}.gguf" if match else name
@@ -320,7 +375,11 @@ def _check_split(names: list[str], where: str) -> None:
 # --- tokenizer: a file has its words, and the names of the rules that cut texts. What these do is known for `_RULES`
 # alone: transformers takes GPT-2's for every name that it does not know.
 
-TOKENIZER, TOKENIZER_CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+TOKENIZER, TOKENIZER_CONFIG, TEMPLATE = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
 _NFC, _WHOLE_WORDS = "unicode form C", "whole words first"
 # tokenizer.ggml.pre → what published tokenizers of the name do, and transformers' reading of GGUF files leaves out.
 _RULES = {
@@ -342,9 +401,14 @@ def tokenizer_files(name: str, metadata: Mapping[str, Value]) -> MadeFiles:
     if isinstance(metadata.get("tokenizer.chat_template"), str):
         names = (TEMPLATE, *names)
     if kind == "gpt2" and pre not in _RULES:
-        return MadeFiles(name, obstacle=f"the rules of its tokenizer.ggml.pre, {pre or 'no value'}, are not known")
+        return MadeFiles(
+            name,
+            obstacle=f"the rules of its tokenizer.ggml.pre, {pre or 'no value'}, are not known",
+        )
     if kind not in ("gpt2", "llama"):
-        return MadeFiles(name, obstacle=f"its tokenizer.ggml.model, {kind or 'no value'}, is not known")
+        return MadeFiles(
+            name, obstacle=f"its tokenizer.ggml.model, {kind or 'no value'}, is not known"
+        )
     if find_spec("transformers") is None:
         return MadeFiles(name, names, f"transformers is not installed ({_INSTALL})")
     return MadeFiles(name, names)
@@ -365,9 +429,13 @@ def make_tokenizer(made: MadeFiles, metadata_file: bytes) -> tuple[dict[str, byt
             _convert(path).save_pretrained(saved)
             files = {name: (saved / name).read_bytes() for name in made.names}
     except ImportError as error:
-        return {}, made.failed(f"transformers {_version('transformers')} cannot ({error}; {_INSTALL})")
+        return {}, made.failed(
+            f"transformers {_version('transformers')} cannot ({error}; {_INSTALL})"
+        )
     except Exception as error:  # noqa: BLE001 - of a library, about contents that it does not expect
-        return {}, made.failed(f"transformers {_version('transformers')}: {type(error).__name__}: {error}"[:500])
+        return {}, made.failed(
+            f"transformers {_version('transformers')}: {type(error).__name__}: {error}"[:500]
+        )
     versions = f"transformers {_version('transformers')} and tokenizers {_version('tokenizers')}"
     return files, made.succeeded(versions)
 
@@ -405,4 +473,6 @@ def _check_ids(vocabulary: Mapping[str, int], words: Mapping[str, Any]) -> None:
         raise ValueError(f"{len(vocabulary)} words are made of the {len(tokens)} of the file")
     for number, (text, kind) in enumerate(zip(tokens, types, strict=True)):
         if kind in (_CONTROL, _USER_DEFINED) and vocabulary.get(text) != number:
-            raise ValueError(f"the special word {text!r} gets the id {vocabulary.get(text)} instead of {number}")
+            raise ValueError(
+                f"the special word {text!r} gets the id {vocabulary.get(text)} instead of {number}"
+            )

@@ -22,7 +22,12 @@ from hqconv.models.moe_layer import MoeLayer, TensorSlice, View
 from hqconv.schemas.dtypes import FLOATS
 from hqconv.schemas.tensors import TensorRef
 
-STACKS = {"ffn_gate_exps": ("w1",), "ffn_up_exps": ("w3",), "ffn_down_exps": ("w2",), "ffn_gate_up_exps": ("w1", "w3")}
+STACKS = {
+    "ffn_gate_exps": ("w1",),
+    "ffn_up_exps": ("w3",),
+    "ffn_down_exps": ("w2",),
+    "ffn_gate_up_exps": ("w1", "w3"),
+}
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,9 @@ def _check_part(role: str, part: str, one: GgufPart, sizes: ConfigSizes, down: T
     ref, from_config = one.ref, (sizes.num_experts, sizes.hidden, sizes.intermediate)
     if len(down.shape) != 3:
         raise wrong_shape(down.name, "[experts, out, in]", down.shape)
-    count, hidden, inner = (size[1] if size else have for size, have in zip(from_config, down.shape, strict=True))
+    count, hidden, inner = (
+        size[1] if size else have for size, have in zip(from_config, down.shape, strict=True)
+    )
     rows, columns = (hidden, inner) if role == "w2" else (inner, hidden)
     rows *= one.view.count
     shape = {"weight": (count, rows, columns), "bias": (count, rows), "scale_2": (count,)}[part]
@@ -100,7 +107,9 @@ def is_expert(tensor: str) -> bool:
 
 
 def map_gguf(
-    tensors: Mapping[str, TensorRef], safetensors: Mapping[str, TensorRef], config: Mapping[str, Any]
+    tensors: Mapping[str, TensorRef],
+    safetensors: Mapping[str, TensorRef],
+    config: Mapping[str, Any],
 ) -> ExpertMap:
     """Map the MoE layers in GGUF files, and every tensor of both kinds of files to its use.
 
@@ -133,7 +142,9 @@ class _Finder:
             stand_ins |= self._stand_ins(name, layers[index])
         mapped = map_experts({**self.safetensors, **stand_ins}, self.config)
         found = tuple(_with_stacks(layer, layers[indices[layer.name]]) for layer in mapped.layers)
-        assert {layer.name: layer.index for layer in found} == indices, "a layer was mapped to another index"
+        assert {layer.name: layer.index for layer in found} == indices, (
+            "a layer was mapped to another index"
+        )
         return ExpertMap(
             family=mapped.family,
             chosen_because=f"{mapped.chosen_because}; experts from GGUF files",
@@ -208,7 +219,9 @@ class _Finder:
         weight = self.tensors.get(f"blk.{layer}.{stack}.weight")
         is_second = weight is not None and weight.dtype == "NVFP4"
         parent = self._layer_name(layer).rpartition(".")[0]
-        has_router = stack == "ffn_down_exps" and f"{parent}.router.per_expert_scale" in self.safetensors
+        has_router = (
+            stack == "ffn_down_exps" and f"{parent}.router.per_expert_scale" in self.safetensors
+        )
         if has_router == is_second:
             raise _not_understood(ref)
         return has_router
@@ -219,9 +232,17 @@ class _Finder:
             parts = layer.setdefault(role, {})
             if part in parts or role not in self._family.projections:
                 what = "A layer of experts has a stack too many."
-                found = f"also {parts[part].ref.name}" if part in parts else ", ".join(self._family.projections)
+                found = (
+                    f"also {parts[part].ref.name}"
+                    if part in parts
+                    else ", ".join(self._family.projections)
+                )
                 raise InputError(
-                    what, where=ref.name, expected="one stack per projection", found=found, remedy=COPY_AGAIN
+                    what,
+                    where=ref.name,
+                    expected="one stack per projection",
+                    found=found,
+                    remedy=COPY_AGAIN,
                 )
             parts[part] = GgufPart(ref, View(index=index, count=len(roles)))
 
@@ -234,7 +255,11 @@ class _Finder:
             place, text = decoder_layer(name), self._text
             if place in found or len(ref.shape) != 2 or not is_router(name):
                 continue
-            count = config_sizes(self._family, int(place.split(".")[-2]), text).num_experts if place else None
+            count = (
+                config_sizes(self._family, int(place.split(".")[-2]), text).num_experts
+                if place
+                else None
+            )
             if count and ref.shape[0] == count[1]:
                 raise InputError(
                     "The GGUF files lack the experts of a layer.",
@@ -284,7 +309,8 @@ def _with_stacks(layer: MoeLayer, gguf: GgufLayer) -> MoeLayer:
     """Return a mapped layer with the stacks instead of the placeholder tensors."""
     parts = {
         role: {
-            part: TensorSlice(one.ref.name, one.ref.dtype, one.ref.shape, one.view) for part, one in gguf[role].items()
+            part: TensorSlice(one.ref.name, one.ref.dtype, one.ref.shape, one.view)
+            for part, one in gguf[role].items()
         }
         for role in layer.roles
     }
@@ -294,10 +320,14 @@ def _with_stacks(layer: MoeLayer, gguf: GgufLayer) -> MoeLayer:
         for expert in range(layer.num_experts)
     )
     own_format = SourceFormat(f"gguf {'+'.join(types)}", GGUF)
-    return replace(layer, format=own_format, dtype=parts["w2"]["weight"].dtype, parts=parts, sources=sources)
+    return replace(
+        layer, format=own_format, dtype=parts["w2"]["weight"].dtype, parts=parts, sources=sources
+    )
 
 
-def _shares(parts: Mapping[str, GgufPart], expert: int, shape: tuple[int, int]) -> dict[str, TensorRef]:
+def _shares(
+    parts: Mapping[str, GgufPart], expert: int, shape: tuple[int, int]
+) -> dict[str, TensorRef]:
     shapes: dict[str, tuple[int, ...]] = {"weight": shape, "bias": shape[:1], "scale_2": ()}
     return {part: one.share(expert, shapes[part]) for part, one in parts.items()}
 

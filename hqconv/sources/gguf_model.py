@@ -19,7 +19,9 @@ from hqconv.io.gguf_header import COPY_AGAIN, Value, library, wrong_shape
 from hqconv.schemas.tensors import TensorRef
 from hqconv.sources.derived_tensor import DerivedTensor, RowOrder
 
-_GIVE_CONFIG = "Put the original model's config.json into the folder with the GGUF files, and give the folder."
+_GIVE_CONFIG = (
+    "Put the original model's config.json into the folder with the GGUF files, and give the folder."
+)
 _DRAFT_KEY = "nextn_predict_layers"
 _SOFTMAX, _SIGMOID = 1, 2
 
@@ -45,7 +47,10 @@ class Metadata:
         if isinstance(value, list):
             value = value[0] if value and all(one == value[0] for one in value) else None
         if value is None:
-            what, found = "The metadata of the GGUF file does not tell a number of the model.", self._values.get(full)
+            what, found = (
+                "The metadata of the GGUF file does not tell a number of the model.",
+                self._values.get(full),
+            )
             raise self._refusal(what, full, "one value", "no such key" if found is None else found)
         return _shortest(value) if isinstance(value, float) else value
 
@@ -68,15 +73,23 @@ class Metadata:
     def check_all_read(self) -> None:
         """Refuse keys of the architecture that nothing read: they may change what the model computes."""
         unread = sorted(
-            key for key in self._values if key.startswith(f"{self.architecture}.") and key not in self._read
+            key
+            for key in self._values
+            if key.startswith(f"{self.architecture}.") and key not in self._read
         )
         if unread:
-            what = "The metadata of the GGUF file has keys whose meaning for config.json is not known."
+            what = (
+                "The metadata of the GGUF file has keys whose meaning for config.json is not known."
+            )
             raise self._refusal(what, first_few(unread), "known keys", self._values[unread[0]])
 
     def _refusal(self, what: str, key: str, expected: object, found: object) -> RequestError:
         return RequestError(
-            what, where=f"{self.where}: {key}", expected=expected, found=str(found)[:200], remedy=_GIVE_CONFIG
+            what,
+            where=f"{self.where}: {key}",
+            expected=expected,
+            found=str(found)[:200],
+            remedy=_GIVE_CONFIG,
         )
 
 
@@ -181,7 +194,9 @@ def _head_dim(meta: Metadata, part: float | None = None) -> int:
     default = meta.get("embedding_length") // meta.get("attention.head_count")
     if meta.has("attention.key_length"):
         default = meta.get("attention.key_length")
-    elif part == 1.0 and meta.has("rope.dimension_count"):  # llama's converter writes the size of a head there
+    elif part == 1.0 and meta.has(
+        "rope.dimension_count"
+    ):  # llama's converter writes the size of a head there
         default = meta.get("rope.dimension_count")
     meta.expect("attention.value_length", default)
     if part is not None:
@@ -192,7 +207,10 @@ def _head_dim(meta: Metadata, part: float | None = None) -> int:
 def _experts(
     meta: Metadata, num_experts: str = "num_experts", inner: str | None = "moe_intermediate_size"
 ) -> dict[str, Any]:
-    config = {num_experts: meta.get("expert_count"), "num_experts_per_tok": meta.get("expert_used_count")}
+    config = {
+        num_experts: meta.get("expert_count"),
+        "num_experts_per_tok": meta.get("expert_used_count"),
+    }
     return config if inner is None else {**config, inner: meta.get("expert_feed_forward_length")}
 
 
@@ -219,7 +237,13 @@ def _qwen2_moe(meta: Metadata, names: Collection[str]) -> dict[str, Any]:
     _no_groups(meta)
     _head_dim(meta, 1.0)
     shared = {"shared_expert_intermediate_size": meta.get("expert_shared_feed_forward_length")}
-    return {**_experts(meta), **shared, "norm_topk_prob": False, "decoder_sparse_step": 1, "use_sliding_window": False}
+    return {
+        **_experts(meta),
+        **shared,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "use_sliding_window": False,
+    }
 
 
 def _qwen3_moe(meta: Metadata, names: Collection[str]) -> dict[str, Any]:
@@ -248,7 +272,9 @@ def _deepseek(meta: Metadata, names: Collection[str]) -> dict[str, Any]:
     heads = meta.get("attention.head_count")
     config = {
         **_routed(meta),
-        "q_lora_rank": meta.get("attention.q_lora_rank") if meta.has("attention.q_lora_rank") else None,
+        "q_lora_rank": meta.get("attention.q_lora_rank")
+        if meta.has("attention.q_lora_rank")
+        else None,
         "kv_lora_rank": rank,
         "qk_rope_head_dim": rope,
         "qk_nope_head_dim": key - rope,
@@ -258,8 +284,14 @@ def _deepseek(meta: Metadata, names: Collection[str]) -> dict[str, Any]:
         "attention_bias": False,
     }
     if gating == _SIGMOID:
-        meta.get("expert_group_count")  # older converters left it out, and the published model has 8 groups
-        config |= {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "scoring_func": "sigmoid"}
+        meta.get(
+            "expert_group_count"
+        )  # older converters left it out, and the published model has 8 groups
+        config |= {
+            "model_type": "deepseek_v3",
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "scoring_func": "sigmoid",
+        }
         config |= {"topk_method": "noaux_tc"}
     else:
         meta.expect("expert_gating_func", _SOFTMAX)
@@ -276,12 +308,26 @@ def _deepseek(meta: Metadata, names: Collection[str]) -> dict[str, Any]:
 def _gpt_oss(meta: Metadata, names: Collection[str]) -> dict[str, Any]:
     _no_groups(meta)
     inner = meta.get("expert_feed_forward_length")
-    own = {"head_dim": _head_dim(meta, 1.0), "intermediate_size": inner, "attention_bias": True, "swiglu_limit": 7.0}
+    own = {
+        "head_dim": _head_dim(meta, 1.0),
+        "intermediate_size": inner,
+        "attention_bias": True,
+        "swiglu_limit": 7.0,
+    }
     window = {"sliding_window": meta.get("attention.sliding_window")}
-    types = ["full_attention" if index % 2 else "sliding_attention" for index in range(meta.get("block_count"))]
+    types = [
+        "full_attention" if index % 2 else "sliding_attention"
+        for index in range(meta.get("block_count"))
+    ]
     scaling = _rope_scaling(meta)
     rope = {} if scaling is None else {"rope_scaling": {**scaling, "truncate": False}}
-    return {**_experts(meta, "num_local_experts", None), **own, **window, "layer_types": types, **rope}
+    return {
+        **_experts(meta, "num_local_experts", None),
+        **own,
+        **window,
+        "layer_types": types,
+        **rope,
+    }
 
 
 def _glm4_moe(meta: Metadata, names: Collection[str]) -> dict[str, Any]:
@@ -299,7 +345,12 @@ def _glm4_moe(meta: Metadata, names: Collection[str]) -> dict[str, Any]:
 
 def _dots1(meta: Metadata, names: Collection[str]) -> dict[str, Any]:
     meta.expect("expert_gating_func", _SIGMOID)
-    return {**_routed(meta), "head_dim": _head_dim(meta, 1.0), "attention_bias": False, "sliding_window": None}
+    return {
+        **_routed(meta),
+        "head_dim": _head_dim(meta, 1.0),
+        "attention_bias": False,
+        "sliding_window": None,
+    }
 
 
 def _olmoe(meta: Metadata, names: Collection[str]) -> dict[str, Any]:
@@ -324,7 +375,10 @@ def _granitemoe(meta: Metadata, names: Collection[str]) -> dict[str, Any]:
     }
     shared = meta.get("expert_shared_feed_forward_length", 0)
     if shared:
-        config |= {"model_type": "granitemoeshared", "architectures": ["GraniteMoeSharedForCausalLM"]}
+        config |= {
+            "model_type": "granitemoeshared",
+            "architectures": ["GraniteMoeSharedForCausalLM"],
+        }
         config |= {"shared_intermediate_size": shared}
     return config
 
@@ -333,7 +387,12 @@ def _minimax_m2(meta: Metadata, names: Collection[str]) -> dict[str, Any]:
     meta.expect("expert_gating_func", _SIGMOID)
     meta.get("feed_forward_length")
     own = {"intermediate_size": meta.get("expert_feed_forward_length"), "head_dim": _head_dim(meta)}
-    routing = {"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer"}
+    routing = {
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+    }
     rotary = {"rotary_dim": meta.get("rope.dimension_count")}
     return {**_experts(meta, "num_local_experts", None), **own, **routing, **rotary}
 
@@ -432,7 +491,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         optional=_SHARED,
         renamed={"mlp.shared_experts.down_proj": "shared_mlp.output_linear"},
         joined={
-            "shared_mlp.input_linear": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", RowOrder.STACKED)
+            "shared_mlp.input_linear": (
+                "mlp.shared_experts.gate_proj",
+                "mlp.shared_experts.up_proj",
+                RowOrder.STACKED,
+            )
         },
         is_permuted=True,
     ),
@@ -493,9 +556,16 @@ def model_config(meta: Metadata, tensors: Mapping[str, TensorRef]) -> dict[str, 
     config: dict[str, Any] = {"architectures": [row.class_name], "model_type": row.model_types[0]}
     config |= _common(meta)
     config |= row.config(meta, tensors)
-    config |= {"vocab_size": embedding.shape[0], "tie_word_embeddings": "output.weight" not in tensors}
+    config |= {
+        "vocab_size": embedding.shape[0],
+        "tie_word_embeddings": "output.weight" not in tensors,
+    }
     config["torch_dtype"] = "bfloat16"
-    for word, key in (("bos", "bos_token_id"), ("eos", "eos_token_id"), ("padding", "pad_token_id")):
+    for word, key in (
+        ("bos", "bos_token_id"),
+        ("eos", "eos_token_id"),
+        ("padding", "pad_token_id"),
+    ):
         token = meta.token(word)
         if token is not None:
             config[key] = token
@@ -508,7 +578,10 @@ def check_config(config: Mapping[str, Any], meta: Metadata) -> None:
     row = architecture_of(meta)
     layers = meta.get("block_count") - meta.get(_DRAFT_KEY, 0)
     drafts = config.get("num_nextn_predict_layers")
-    counts = {layers, *((layers - drafts,) if isinstance(drafts, int) and not meta.has(_DRAFT_KEY) else ())}
+    counts = {
+        layers,
+        *((layers - drafts,) if isinstance(drafts, int) and not meta.has(_DRAFT_KEY) else ()),
+    }
     expected = {
         "model_type": set(row.model_types),
         "hidden_size": {meta.get("embedding_length")},
@@ -547,11 +620,22 @@ def map_others(
 
 class _OtherTensors:
     def __init__(
-        self, meta: Metadata, tensors: Mapping[str, TensorRef], config: Mapping[str, Any], has_config: bool
+        self,
+        meta: Metadata,
+        tensors: Mapping[str, TensorRef],
+        config: Mapping[str, Any],
+        has_config: bool,
     ) -> None:
-        self.row, self.meta, self.tensors, self.config = architecture_of(meta), meta, tensors, config
+        self.row, self.meta, self.tensors, self.config = (
+            architecture_of(meta),
+            meta,
+            tensors,
+            config,
+        )
         self.num_blocks, self.has_config = int(meta.get("block_count")), has_config
-        self.param_dtype = "F16" if "float16" in (config.get("torch_dtype"), config.get("dtype")) else "BF16"
+        self.param_dtype = (
+            "F16" if "float16" in (config.get("torch_dtype"), config.get("dtype")) else "BF16"
+        )
         self.found: dict[str, DerivedTensor] = {}
         self.dropped: dict[str, str] = {}
 
@@ -565,7 +649,11 @@ class _OtherTensors:
                 continue
             module, _, suffix = name.rpartition(".")
             place = modules.get(module)
-            ending = _SUFFIXES.get(place[1].rpartition(".")[2], {"weight": ".weight", "bias": ".bias"}) if place else {}
+            ending = (
+                _SUFFIXES.get(place[1].rpartition(".")[2], {"weight": ".weight", "bias": ".bias"})
+                if place
+                else {}
+            )
             if place is None or suffix not in ending:
                 raise self._not_understood(ref)
             layer, path = place
@@ -582,7 +670,9 @@ class _OtherTensors:
     def _modules(self) -> dict[str, tuple[str, str]]:
         """Return module in GGUF files → prefix and path of the module in the published model."""
         gguf = library()
-        number = {text: number for number, text in gguf.MODEL_ARCH_NAMES.items()}[self.meta.architecture]
+        number = {text: number for number, text in gguf.MODEL_ARCH_NAMES.items()}[
+            self.meta.architecture
+        ]
         mapping = gguf.get_tensor_name_map(number, self.num_blocks)
         modules: dict[str, tuple[str, str]] = {}
         for prefix, paths in (
@@ -596,7 +686,13 @@ class _OtherTensors:
                     modules.setdefault(name, (prefix, path))
         return modules
 
-    def _add(self, name: str, path: str, parts: tuple[TensorRef, ...], order: RowOrder = RowOrder.AS_STORED) -> None:
+    def _add(
+        self,
+        name: str,
+        path: str,
+        parts: tuple[TensorRef, ...],
+        order: RowOrder = RowOrder.AS_STORED,
+    ) -> None:
         shape, heads = parts[0].shape, 1
         if order is RowOrder.MLA:
             (num, rank, nope), (_, value, _) = parts[0].shape, parts[1].shape
@@ -606,14 +702,22 @@ class _OtherTensors:
         elif self.row.is_permuted and path in ("self_attn.q_proj", "self_attn.k_proj"):
             key = "num_attention_heads" if path == "self_attn.q_proj" else "num_key_value_heads"
             order, heads = RowOrder.ROPE, int(self.config[key])
-            size = self.config.get("head_dim") or self.config["hidden_size"] // self.config["num_attention_heads"]
+            size = (
+                self.config.get("head_dim")
+                or self.config["hidden_size"] // self.config["num_attention_heads"]
+            )
             if size % 2 or shape[0] != heads * size:
                 raise wrong_shape(parts[0].name, f"rows of {heads} heads with {size} each", shape)
-        if path in ("mlp.shared_expert_gate", f"mlp.moe_statics.{_CORRECTION}"):  # older files have a vector
+        if path in (
+            "mlp.shared_expert_gate",
+            f"mlp.moe_statics.{_CORRECTION}",
+        ):  # older files have a vector
             shape = (1, shape[-1])
         is_kept = path in self.row.kept or path.rpartition(".")[2] == _CORRECTION
         types = {part.dtype for part in parts}
-        dtype = next(iter(types)) if types <= {"F16", "BF16"} and len(types) == 1 else self.param_dtype
+        dtype = (
+            next(iter(types)) if types <= {"F16", "BF16"} and len(types) == 1 else self.param_dtype
+        )
         dtype = "F32" if is_kept else dtype
         num_bytes = math.prod(shape) * (4 if dtype == "F32" else 2)
         if name in self.found:
@@ -640,14 +744,21 @@ class _OtherTensors:
             raise self._missing(f"{whole.removesuffix(path)}{missing}")
         first, second = (halves[half] for half in both)
         (a, b) = first.shape, second.shape
-        fits = len(a) == len(b) == 3 and (a[0], a[1]) == (b[0], b[2]) if order is RowOrder.MLA else a[1:] == b[1:]
+        fits = (
+            len(a) == len(b) == 3 and (a[0], a[1]) == (b[0], b[2])
+            if order is RowOrder.MLA
+            else a[1:] == b[1:]
+        )
         if not fits:
             raise wrong_shape(second.name, f"one that fits {first.name} {list(a)}", b)
         self._add(name, path, (first, second), order)
 
     def _check_complete(self) -> None:
         """Check that every layer has the modules that its kind has, and its biases where another layer has them."""
-        row, layers = self.row, [f"model.layers.{index}." for index in range(int(self.config["num_hidden_layers"]))]
+        row, layers = (
+            self.row,
+            [f"model.layers.{index}." for index in range(int(self.config["num_hidden_layers"]))],
+        )
         with_experts = {layer for layer in layers if self._has(layer, row.moe[0])}
         without = set(layers) - with_experts
         top = ["model.embed_tokens.weight", "model.norm.weight"]
@@ -662,7 +773,9 @@ class _OtherTensors:
             is_of_mlp = path.startswith(("mlp.", "shared_mlp.", "block_sparse_moe."))
             for ending in (".weight", ".bias", "_bias"):
                 having = {layer for layer in layers if f"{layer}{path}{ending}" in self.found}
-                if having and having not in ((with_experts, without) if is_of_mlp else (set(layers),)):
+                if having and having not in (
+                    (with_experts, without) if is_of_mlp else (set(layers),)
+                ):
                     lacking = next(layer for layer in layers if layer not in having)
                     missing.append(f"{lacking}{path}{ending}")
         if missing:
@@ -672,7 +785,10 @@ class _OtherTensors:
         if "kv_lora_rank" not in self.config:
             return ()
         low_rank = tuple(f"self_attn.{name}" for name in ("q_a_proj", "q_a_layernorm", "q_b_proj"))
-        return ("self_attn.kv_b_proj", *(low_rank if self.config.get("q_lora_rank") else ("self_attn.q_proj",)))
+        return (
+            "self_attn.kv_b_proj",
+            *(low_rank if self.config.get("q_lora_rank") else ("self_attn.q_proj",)),
+        )
 
     def _needed_of_shared(self) -> tuple[str, ...]:
         keys = ("n_shared_experts", "moe_num_shared_experts", "shared_intermediate_size")
@@ -681,7 +797,9 @@ class _OtherTensors:
 
     def _published(self, path: str) -> str:
         """Return a module's path in the published model."""
-        whole = next((whole for whole, halves in self.row.joined.items() if path in halves[:2]), path)
+        whole = next(
+            (whole for whole, halves in self.row.joined.items() if path in halves[:2]), path
+        )
         return self.row.renamed.get(whole, whole)
 
     def _has(self, layer: str, path: str) -> bool:
@@ -690,7 +808,9 @@ class _OtherTensors:
 
     def _missing(self, name: str) -> InputError:
         what = "The GGUF files lack a tensor of the model."
-        return InputError(what, where=f"{self.meta.where}: {name}", expected="present", remedy=COPY_AGAIN)
+        return InputError(
+            what, where=f"{self.meta.where}: {name}", expected="present", remedy=COPY_AGAIN
+        )
 
     def _not_understood(self, ref: TensorRef) -> InputError:
         return InputError(

@@ -46,7 +46,9 @@ _REPO = re.compile(
 )
 _NO_MODELS = ("datasets", "spaces", "buckets", "collections", "papers", "docs", "kernels", "blog")
 _AT_REVISION = ("tree", "blob", "resolve", "raw", "blame", "edit", "commit", "commits", "revision")
-_REVISION = re.compile(r"(?P<name>refs/(?:pr|convert)/[^/]+|[^/]+)(?:/(?P<file>.*))?")  # others have %2F for a slash
+_REVISION = re.compile(
+    r"(?P<name>refs/(?:pr|convert)/[^/]+|[^/]+)(?:/(?P<file>.*))?"
+)  # others have %2F for a slash
 _IN_CACHE = re.compile(r"models--(?P<org>.+?)--(?P<name>.+)")
 _FILES = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".json")
 ADAPTER = "adapter_config.json"
@@ -153,7 +155,9 @@ def parse_source_name(src: str, revision: str | None = None) -> tuple[str, str |
         what, remedy = "This is the address of one file.", f"Name the repo: {match['repo']}."
         if kind == "tree":
             what = "This is the address of a folder in a repo, or of a branch with a slash in its name."
-            remedy = f"Name the repo, {match['repo']}, or the branch: {match['repo']}@{named}/{file}."
+            remedy = (
+                f"Name the repo, {match['repo']}, or the branch: {match['repo']}@{named}/{file}."
+            )
         raise RequestError(what, where=src, expected="a model folder or a Hub repo", remedy=remedy)
     revision = None if revision is None else unquote(revision)
     if named and revision not in (None, named):
@@ -206,7 +210,9 @@ def _path_on_hub(src: str) -> str | None:
     path = re.split(r"[?#]", src[len(endpoint) :])[0].strip("/")
     if "/" not in path or path.split("/")[0] in _NO_MODELS:
         expected = "a model's page, such as https://huggingface.co/org/name"
-        raise RequestError("This address of the Hub is no model's.", where=src, expected=expected, found=path)
+        raise RequestError(
+            "This address of the Hub is no model's.", where=src, expected=expected, found=path
+        )
     return path
 
 
@@ -230,7 +236,9 @@ def _refuse_common_mistakes(path: Path) -> None:
     cached = _IN_CACHE.fullmatch(path.name)
     if cached and (path / "snapshots").is_dir():
         remedy = f"Name the repo, {cached['org']}/{cached['name']}, or one of the folders in {path / 'snapshots'}."
-        raise RequestError("This is a repo's place in the Hub's cache.", where=str(path), remedy=remedy)
+        raise RequestError(
+            "This is a repo's place in the Hub's cache.", where=str(path), remedy=remedy
+        )
 
 
 @without_gc()
@@ -270,7 +278,12 @@ def open_location(location: SourceLocation, *, is_lazy: bool = False) -> Source:
         source.close()
         raise
     where = str(root) if repo_id is None else f"{repo_id} at commit {source.revision}"
-    _LOG.info("Opened the source %s: %s, %d bytes.", where, plural(len(source.files), "file"), source.total_bytes)
+    _LOG.info(
+        "Opened the source %s: %s, %d bytes.",
+        where,
+        plural(len(source.files), "file"),
+        source.total_bytes,
+    )
     return source
 
 
@@ -284,7 +297,9 @@ def _check_against_manifest(source: Source) -> None:
     manifest = read_manifest(source.root, is_sealed=True)
     foreign = (name for name, reason in source.loose.left_out.items() if reason == FOREIGN)
     sizes |= {name: 0 for name in foreign if name not in manifest.files}  # which the guard refuses
-    source.sorted_layers = frozenset(name for name, layer in manifest.blocks.items() if layer.intermediate_order)
+    source.sorted_layers = frozenset(
+        name for name, layer in manifest.blocks.items() if layer.intermediate_order
+    )
     source.guard.hold_to(manifest.files, sizes, digests, is_whole=source.repo_id is None)
 
 

@@ -40,7 +40,9 @@ if TYPE_CHECKING:
 
     from hqconv.formats.source_matrix import SourceMatrix
 
-_NUM_THREADS = 8  # hides the latency of networks and network file systems; the parsing itself holds the GIL
+_NUM_THREADS = (
+    8  # hides the latency of networks and network file systems; the parsing itself holds the GIL
+)
 _SEE_DISK = "See to the disk or the network of the file, then run the same command again (`convert`: with --resume)."
 _KEEP = "Keep the checkpoint as it is during the conversion, and start again."
 
@@ -51,7 +53,9 @@ class SafetensorsSource:
     reads_ahead: ClassVar[bool] = True
     stored_model: StoredModel | None = None
 
-    def __init__(self, root: Path, *, repo_id: str | None = None, listing: hub.Listing | None = None) -> None:
+    def __init__(
+        self, root: Path, *, repo_id: str | None = None, listing: hub.Listing | None = None
+    ) -> None:
         """Read and check config, index and headers in the folder `root`.
 
         repo_id: of a Hub repo, whose snapshot `root` is. listing: the repo's files, if `root` does not hold all.
@@ -61,7 +65,9 @@ class SafetensorsSource:
         self.guard.look_if_there(hub.SMALL_FILES)
         self.config: dict[str, Any] = checkpoint_files.read_config(root)
         self.quantization = _quantization(root, self.config)
-        here = {path.name for path in root.iterdir() if path.is_file()} | set(listing.sizes if listing else ())
+        here = {path.name for path in root.iterdir() if path.is_file()} | set(
+            listing.sizes if listing else ()
+        )
         weight_map, self.index_sha256 = checkpoint_files.read_weight_map(root)
         shards = sorted(filter(checkpoint_files.is_shard, here))
         names = [SINGLE] if SINGLE in shards else shards
@@ -72,7 +78,9 @@ class SafetensorsSource:
         if weight_map is None:
             checkpoint_files.check_all_there(root, names)
         else:
-            checkpoint_files.check_weight_map(weight_map, self.tensors, tuple(file.name for file in self.files))
+            checkpoint_files.check_weight_map(
+                weight_map, self.tensors, tuple(file.name for file in self.files)
+            )
         self._refuse_other_reading([name for name in shards if name not in names])
         self._finish(root)
 
@@ -93,7 +101,9 @@ class SafetensorsSource:
         if folder is not None:
             listing = self.listing
             self.loose = (
-                SidecarFiles.of_folder(folder) if listing is None else SidecarFiles.of_listing(listing.sizes, folder)
+                SidecarFiles.of_folder(folder)
+                if listing is None
+                else SidecarFiles.of_listing(listing.sizes, folder)
             )
         self.other_files = self.loose.names
         self.guard.look_if_there(self.other_files)
@@ -107,7 +117,9 @@ class SafetensorsSource:
     # --- headers
 
     def _has(self, name: str) -> bool:
-        return (self.root / name).is_file() or (self.listing is not None and name in self.listing.sizes)
+        return (self.root / name).is_file() or (
+            self.listing is not None and name in self.listing.sizes
+        )
 
     def _refuse_other_reading(self, others: Sequence[str]) -> None:
         """Refuse a file beside those of the checkpoint that holds some of the same tensors: servers choose differently.
@@ -167,9 +179,15 @@ class SafetensorsSource:
                 one, other = names[tensors[name].file], names[refs[name].file]
                 raise checkpoint_files.tensor_in_two_files(name, one, other)
             tensors |= refs
-        return tuple(file for file, _, _ in read), tensors, tuple(metadata for _, _, metadata in read)
+        return (
+            tuple(file for file, _, _ in read),
+            tensors,
+            tuple(metadata for _, _, metadata in read),
+        )
 
-    def _read_file(self, number: int, name: str) -> tuple[SourceFile, dict[str, TensorRef], dict[str, str]]:
+    def _read_file(
+        self, number: int, name: str
+    ) -> tuple[SourceFile, dict[str, TensorRef], dict[str, str]]:
         if self._is_far(name):
             size, mtime_ns = self._size(name), 0
         else:
@@ -181,7 +199,9 @@ class SafetensorsSource:
     def _is_far(self, name: str) -> bool:
         return self.listing is not None and not (self.root / name).is_file()
 
-    def _read_header(self, name: str, number: int = 0) -> tuple[dict[str, TensorRef], dict[str, str], str]:
+    def _read_header(
+        self, name: str, number: int = 0
+    ) -> tuple[dict[str, TensorRef], dict[str, str], str]:
         if self.listing is None or not self._is_far(name):
             return read_header(self.root / name, number)
         where, size = f"{self.repo_id}/{name}", self._size(name)
@@ -213,7 +233,12 @@ class SafetensorsSource:
         """Return True if a file of a repo is here, and bytes of it were in the Hub's cache before, by whomever."""
         return self.repo_id is not None and self.is_here(name) and name not in self._fetched
 
-    def fetch(self, names: Iterable[str], check: Callable[[], None] | None = None, into: Path | None = None) -> None:
+    def fetch(
+        self,
+        names: Iterable[str],
+        check: Callable[[], None] | None = None,
+        into: Path | None = None,
+    ) -> None:
         """Download missing files of a repo; any thread may call it. Nothing happens for a folder.
 
         check: as in `hub.fetch_file`. into: the folder for files that the Hub cache does not have; None for the cache.
@@ -224,7 +249,9 @@ class SafetensorsSource:
                 continue
             is_cached = hub.has_cached_bytes(self.root, name, self.listing.digests.get(name))
             folder = None if is_cached else into
-            is_begun = is_cached or (into is None and hub.has_partial_bytes(self.root, self.listing.digests.get(name)))
+            is_begun = is_cached or (
+                into is None and hub.has_partial_bytes(self.root, self.listing.digests.get(name))
+            )
             path = hub.fetch_file(self.listing.repo_id, self.listing.commit, name, check, folder)
             self._check_fetched(name, path)
             if not is_begun:
@@ -244,7 +271,9 @@ class SafetensorsSource:
         file = next((file for file in self.files if file.name == name), None)
         if file is not None and self._header_sha256(path) != file.header_sha256:
             raise InputError(
-                "A download has another header than the Hub sent before.", where=str(path), remedy="Try again."
+                "A download has another header than the Hub sent before.",
+                where=str(path),
+                remedy="Try again.",
             )
 
     def _header_sha256(self, path: Path) -> str:
@@ -264,18 +293,27 @@ class SafetensorsSource:
         self.read_all_into((ref, buffer[start : start + ref.num_bytes]) for ref, start in places)
 
     def read_expert(
-        self, layer: MoeLayer, expert: int, roles: Sequence[str], device: torch.device, raw: RawExperts | None = None
+        self,
+        layer: MoeLayer,
+        expert: int,
+        roles: Sequence[str],
+        device: torch.device,
+        raw: RawExperts | None = None,
     ) -> dict[str, SourceMatrix]:
         """Decode projections of one expert, on the CPU as views of `raw`; a shared tensor is read once."""
         if raw is None:
             return decoded_expert(layer, expert, roles, lambda ref: self._read(ref, device))
-        return decoded_expert(layer, expert, roles, lambda ref: raw.tensor(ref).to(device, non_blocking=True))
+        return decoded_expert(
+            layer, expert, roles, lambda ref: raw.tensor(ref).to(device, non_blocking=True)
+        )
 
     def _read(self, ref: TensorRef, device: torch.device) -> torch.Tensor:
         """Read a tensor in its stored dtype to `device` (through pinned memory for CUDA)."""
         import torch
 
-        host = torch.empty(stored_shape(ref), dtype=torch_dtype(ref.dtype), pin_memory=device.type == "cuda")
+        host = torch.empty(
+            stored_shape(ref), dtype=torch_dtype(ref.dtype), pin_memory=device.type == "cuda"
+        )
         self.read_into(ref, host.flatten().view(torch.uint8).numpy().data)
         return host if device.type == "cpu" else host.to(device, non_blocking=True)
 
@@ -289,7 +327,9 @@ class SafetensorsSource:
         """
         view = memoryview(buffer)
         if start < 0 or start + view.nbytes > ref.num_bytes:
-            raise ValueError(f"{ref.name}: bytes {start} + {view.nbytes} are outside of {ref.num_bytes}")
+            raise ValueError(
+                f"{ref.name}: bytes {start} + {view.nbytes} are outside of {ref.num_bytes}"
+            )
         if view.nbytes:  # cast() refuses empty views
             self._fill([ref], [view.cast("B")], ref.offset_bytes + start)
 
@@ -311,7 +351,9 @@ class SafetensorsSource:
             if not self.is_here(name):  # removed by now: it was there for other tensors than these
                 self._fill_from_hub(name, views, offset)
                 return
-            raise self._read_error(refs[0], "A file of the source cannot be read.", error.strerror) from error
+            raise self._read_error(
+                refs[0], "A file of the source cannot be read.", error.strerror
+            ) from error
         if reached < offset + sum(map(len, views)):
             ref = next(ref for ref in refs if ref.offset_bytes + ref.num_bytes > reached)
             what = "The file shrank since its header was read."
@@ -406,9 +448,14 @@ def _quantization(root: Path, config: dict[str, Any]) -> dict[str, Any] | None:
         if isinstance(found, dict):
             return dict(found)
         if found is not None:
-            what, where = "The checkpoint's quantization config is not an object.", "quantization_config"
+            what, where = (
+                "The checkpoint's quantization config is not an object.",
+                "quantization_config",
+            )
             remedy = f"Restore it in {CONFIG}; leave it out where nothing is quantized."
-            raise InputError(what, where=where, expected="an object or null", found=repr(found), remedy=remedy)
+            raise InputError(
+                what, where=where, expected="an object or null", found=repr(found), remedy=remedy
+            )
     path = root / checkpoint_files.HF_QUANT_CONFIG
     if path.is_file():
         return checkpoint_files.read_document(path)

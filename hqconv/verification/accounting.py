@@ -61,7 +61,9 @@ def check_accounting(
     for kind in ("converted", "copied", "dropped"):
         for name in getattr(tensors, kind):
             if name in seen:
-                result.add(f"{where}, tensor {name}", "A tensor is counted twice.", seen[name], kind)
+                result.add(
+                    f"{where}, tensor {name}", "A tensor is counted twice.", seen[name], kind
+                )
             seen[name] = kind
     compare_names(f"{where}: copied", "tensor", tensors.copied, copied, result)
     _check_converted(artifact, layers, tensors.converted, result)
@@ -84,12 +86,17 @@ def _is_known_by_names(layer: MoeLayer) -> bool:
 
 
 def _check_converted(
-    artifact: Artifact, layers: Mapping[str, MoeLayer], converted: Mapping[str, str], result: CheckResult
+    artifact: Artifact,
+    layers: Mapping[str, MoeLayer],
+    converted: Mapping[str, str],
+    result: CheckResult,
 ) -> None:
     where = f"{names.MANIFEST}: tensors: converted"
     by_layer: dict[str, set[str]] = {name: set() for name in artifact.layers}
     if not by_layer:
-        result.add(f"{names.MANIFEST}: blocks", "The artifact has no MoE layer.", "at least one", "none")
+        result.add(
+            f"{names.MANIFEST}: blocks", "The artifact has no MoE layer.", "at least one", "none"
+        )
     for name, layer in converted.items():
         if layer not in by_layer:
             what = "A converted tensor belongs to a layer that the manifest does not describe."
@@ -98,11 +105,15 @@ def _check_converted(
             by_layer[layer].add(name)
     for layer_name, one in layers.items():
         found = by_layer[layer_name]
-        if is_static(artifact, layer_name):  # only the source's names tell which scales calibration missed
+        if is_static(
+            artifact, layer_name
+        ):  # only the source's names tell which scales calibration missed
             scales = {name for name in found if name.endswith(names.SOURCE_SCALES)}
             if not scales:
                 what = "No tensor is recorded for the static activation scales."
-                result.add(f"{where}: {layer_name}", what, f"some named …{names.INPUT_SCALE}", "none")
+                result.add(
+                    f"{where}: {layer_name}", what, f"some named …{names.INPUT_SCALE}", "none"
+                )
             found = found - scales
         compare_names(f"{where}: {layer_name}", "tensor", found, one.tensor_names(), result)
 
@@ -127,17 +138,27 @@ def _map_again(
         experts = as_converted(artifact, experts, refs)
     except HqconvError as error:
         what = "The manifest's tensors and config.json contradict each other."
-        result.add(f"{names.MANIFEST}: {error.where}", what, error.expected, f"{error.what}: {error.found}")
+        result.add(
+            f"{names.MANIFEST}: {error.where}", what, error.expected, f"{error.what}: {error.found}"
+        )
         return
     compare_layers(artifact, experts, "config.json and the tensors' names", result)
     if any(is_static(artifact, name) for name in artifact.layers):
-        compare_names(f"{names.MANIFEST}: tensors: converted", "tensor", tensors.converted, experts.converted, result)
+        compare_names(
+            f"{names.MANIFEST}: tensors: converted",
+            "tensor",
+            tensors.converted,
+            experts.converted,
+            result,
+        )
 
 
 def source_tensors(layer: MoeLayer) -> dict[str, TensorRef]:
     """Source tensors of a layer by name, as the manifest describes them; file and offset mean nothing."""
     return {
-        part.template.format(expert=e): TensorRef(part.template.format(expert=e), part.dtype, part.shape, 0, 0, 0)
+        part.template.format(expert=e): TensorRef(
+            part.template.format(expert=e), part.dtype, part.shape, 0, 0, 0
+        )
         for parts in layer.parts.values()
         for part in parts.values()
         for e in (range(1) if part.is_stacked else range(layer.num_experts))
@@ -151,7 +172,9 @@ def as_converted(artifact: Artifact, experts: ExpertMap, order: Iterable[str]) -
     """
     if artifact.left:
         experts = experts.without(artifact.left, order)
-    return experts.with_input_scales({name for name in artifact.layers if is_static(artifact, name)})
+    return experts.with_input_scales(
+        {name for name in artifact.layers if is_static(artifact, name)}
+    )
 
 
 def compare_layers(
@@ -164,27 +187,46 @@ def compare_layers(
     manifest = artifact.manifest
     if manifest.family != experts.family:
         found = manifest.family
-        result.add(f"{names.MANIFEST}: family", f"The family is not that of {origin}.", experts.family, found)
+        result.add(
+            f"{names.MANIFEST}: family",
+            f"The family is not that of {origin}.",
+            experts.family,
+            found,
+        )
     # Another version may phrase this differently.
-    because, is_ours = manifest.family_chosen_because, is_own and manifest.hqconv_version == __version__
+    because, is_ours = (
+        manifest.family_chosen_because,
+        is_own and manifest.hqconv_version == __version__,
+    )
     if is_ours and because != experts.chosen_because:
         what = f"Why the family was chosen is not what {origin} say."
-        result.add(f"{names.MANIFEST}: family_chosen_because", what, experts.chosen_because, because)
+        result.add(
+            f"{names.MANIFEST}: family_chosen_because", what, experts.chosen_because, because
+        )
     mapped = {layer.name: layer for layer in experts.layers}
     for name in artifact.layers:
         if name not in mapped:
-            result.add(f"{names.MANIFEST}: {name}", f"A layer is not in {origin}.", "absent", "present")
+            result.add(
+                f"{names.MANIFEST}: {name}", f"A layer is not in {origin}.", "absent", "present"
+            )
     for name, layer in mapped.items():
         entry = artifact.layers.get(name)
         if entry is None:
             expected = f"layer {layer.index}, {layer.num_experts} experts"
             result.add(
-                f"layer {name}", f"An MoE layer of {origin} is missing in the artifact.", expected, "no such layer"
+                f"layer {name}",
+                f"An MoE layer of {origin} is missing in the artifact.",
+                expected,
+                "no such layer",
             )
             continue
         facts = _facts(layer, artifact, is_own=is_own)
         facts |= layer.activation.to_dict(layer.gated)
-        ours = {key: value for key, value in entry.to_dict().items() if key in facts or key.startswith("activation_is")}
+        ours = {
+            key: value
+            for key, value in entry.to_dict().items()
+            if key in facts or key.startswith("activation_is")
+        }
         what = f"A layer's fact is not that of {origin}."
         compare_dicts(f"{names.MANIFEST}: {name}", what, facts, ours, result)
 

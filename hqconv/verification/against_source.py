@@ -14,7 +14,14 @@ import numpy as np
 import torch
 
 from hqconv import __version__
-from hqconv.artifact.manifest import Ancestor, FileEntry, Manifest, ManifestSource, SourceFileEntry, read_manifest
+from hqconv.artifact.manifest import (
+    Ancestor,
+    FileEntry,
+    Manifest,
+    ManifestSource,
+    SourceFileEntry,
+    read_manifest,
+)
 from hqconv.artifact.model_card import card_bytes
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import HqconvError, NetworkError, VerificationError, differences, plural
@@ -39,7 +46,11 @@ _TOKENIZER, _TEMPLATE = "tokenizer.json", "chat_template.jinja"
 
 
 def check_source(
-    artifact: Artifact, source: Source, copied: Mapping[str, Placed], pool: ThreadPoolExecutor, result: CheckResult
+    artifact: Artifact,
+    source: Source,
+    copied: Mapping[str, Placed],
+    pool: ThreadPoolExecutor,
+    result: CheckResult,
 ) -> None:
     """Check source identity, layers and accounting, copied tensors byte for byte, and the other files.
 
@@ -65,7 +76,9 @@ def check_source(
             made_by = f"hqconv {artifact.manifest.hqconv_version} made the artifact"
             result.notes.append(f"{made_by}: its warnings and model card were not compared")
     elif lineage.between:
-        result.notes.append(f"the source is that of the artifact {plural(len(lineage.between), 'step')} before")
+        result.notes.append(
+            f"the source is that of the artifact {plural(len(lineage.between), 'step')} before"
+        )
     _compare_accounting(artifact, experts, result, is_own=lineage.is_own)
     stored = source.stored_model
     model = None if stored is None else PublishedModel(stored, source.config)
@@ -76,7 +89,8 @@ def check_source(
     others = {
         path
         for path in artifact.manifest.files
-        if path not in (names.CONFIG, names.INDEX, names.CARD, names.SUMS) and not path.endswith(".safetensors")
+        if path not in (names.CONFIG, names.INDEX, names.CARD, names.SUMS)
+        and not path.endswith(".safetensors")
     }
     made = others.intersection(source.made.names)
     others -= made
@@ -98,36 +112,64 @@ def _check_made(artifact: Artifact, source: Source, result: CheckResult) -> None
     _check_words(artifact, source, result)
     made, remark = source.make_files()
     if remark not in (artifact.manifest.warnings or ()):
-        result.notes.append(f"the tokenizer was not compared with the source's metadata. Here: {remark or 'none'}")
+        result.notes.append(
+            f"the tokenizer was not compared with the source's metadata. Here: {remark or 'none'}"
+        )
         return
     for path, data in made.items():
         expected, file = hashlib.sha256(data).hexdigest(), artifact.manifest.files.get(path)
         found = "no such file" if file is None else file.sha256
         if found != expected:
-            result.add(path, "A file is not the one made from the source's metadata.", f"sha256 {expected}", found)
+            result.add(
+                path,
+                "A file is not the one made from the source's metadata.",
+                f"sha256 {expected}",
+                found,
+            )
 
 
 def _check_words(artifact: Artifact, source: Source, result: CheckResult) -> None:
     """Check that a tokenizer that was made has the words of the first GGUF file, by id; not of a file on the Hub."""
     path = source.root / source.files[0].name
-    if _TOKENIZER not in source.made.names or _TOKENIZER not in artifact.manifest.files or not path.is_file():
+    if (
+        _TOKENIZER not in source.made.names
+        or _TOKENIZER not in artifact.manifest.files
+        or not path.is_file()
+    ):
         return
     document = read_json(artifact.fetched(_TOKENIZER), result) or {}
     try:
         vocabulary = document["model"]["vocab"]
-        by_id = {number: word for word, number in vocabulary.items()} if isinstance(vocabulary, dict) else {}
+        by_id = (
+            {number: word for word, number in vocabulary.items()}
+            if isinstance(vocabulary, dict)
+            else {}
+        )
         by_id = by_id or {number: word for number, (word, *_) in enumerate(vocabulary)}
         by_id |= {one["id"]: one["content"] for one in document["added_tokens"]}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         result.add(_TOKENIZER, "The file is no tokenizer.", "words by id", repr(error))
         return
     stored = StoredTokenizer(path)
-    merges = [one if isinstance(one, str) else " ".join(one) for one in document["model"].get("merges") or ()]
+    merges = [
+        one if isinstance(one, str) else " ".join(one)
+        for one in document["model"].get("merges") or ()
+    ]
     if stored.merges is not None and merges != list(stored.merges):
-        result.add(_TOKENIZER, "The merges are not those of the GGUF file.", len(stored.merges), len(merges))
+        result.add(
+            _TOKENIZER,
+            "The merges are not those of the GGUF file.",
+            len(stored.merges),
+            len(merges),
+        )
     template = artifact.manifest.files.get(_TEMPLATE)
-    if template is not None and template.sha256 != hashlib.sha256(str(stored.template).encode()).hexdigest():
-        result.add(_TEMPLATE, "The chat template is not that of the GGUF file.", str(stored.template)[:80])
+    if (
+        template is not None
+        and template.sha256 != hashlib.sha256(str(stored.template).encode()).hexdigest()
+    ):
+        result.add(
+            _TEMPLATE, "The chat template is not that of the GGUF file.", str(stored.template)[:80]
+        )
     expected = dict(enumerate(stored.words or ()))
     for number in sorted(expected.keys() | by_id.keys()):
         if expected.get(number) != by_id.get(number):
@@ -150,7 +192,11 @@ def _check_card(artifact: Artifact, source: Source, result: CheckResult) -> None
     expected = FileEntry(size_bytes=len(made), sha256=hashlib.sha256(made).hexdigest())
     if found != expected:
         what = "The model card is not of this manifest and the source's card."
-        result.add(where, what, *(f"sha256 {one.sha256}, {one.size_bytes} bytes" for one in (expected, found)))
+        result.add(
+            where,
+            what,
+            *(f"sha256 {one.sha256}, {one.size_bytes} bytes" for one in (expected, found)),
+        )
 
 
 def _check_ancestors(artifact: Artifact, source: Source, result: CheckResult) -> None:
@@ -160,13 +206,20 @@ def _check_ancestors(artifact: Artifact, source: Source, result: CheckResult) ->
         parent = read_manifest(source.root, is_sealed=True)
         expected = [parent.as_ancestor(), *parent.ancestors]
     if (found := list(artifact.manifest.ancestors)) != expected:
-        where, texts = f"{names.MANIFEST}: derived_from", ([one.to_dict() for one in of] for of in (expected, found))
+        where, texts = (
+            f"{names.MANIFEST}: derived_from",
+            ([one.to_dict() for one in of] for of in (expected, found)),
+        )
         result.add(
-            where, "The artifact does not come from the artifacts that its manifest names.", *differences(*texts)
+            where,
+            "The artifact does not come from the artifacts that its manifest names.",
+            *differences(*texts),
         )
 
 
-def _check_warnings(artifact: Artifact, experts: ExpertMap, source: Source, result: CheckResult) -> None:
+def _check_warnings(
+    artifact: Artifact, experts: ExpertMap, source: Source, result: CheckResult
+) -> None:
     """Check that the manifest has the warnings of this request and source, and no others of ours.
 
     What is left out may lie beside the source today and not then; the tokenizer's remark depends on the machine.
@@ -174,35 +227,55 @@ def _check_warnings(artifact: Artifact, experts: ExpertMap, source: Source, resu
     spec, heads = artifact.spec, attention_heads(source.config)
     # No manifest says whether codes had to be kept (`--schema source`), and of which GEMMs another schema was named.
     ways: list[dict[str, Any]] = [{}]
-    if not spec.encoding.keeps_scales or not any(DIRECT_ROUNDED in one.conversion for one in artifact.layers.values()):
+    if not spec.encoding.keeps_scales or not any(
+        DIRECT_ROUNDED in one.conversion for one in artifact.layers.values()
+    ):
         some = ((), names.GEMMS, *((gemm,) for gemm in names.GEMMS))
         renamed = [{(layer, gemm) for layer in spec.of_layers for gemm in gemms} for gemms in some]
         ways += [{"must_be_direct": True, "renamed": frozenset(one)} for one in renamed]
-    possible = [list(request_warnings(experts, replace(spec, **way), source.config, heads)) for way in ways]
+    possible = [
+        list(request_warnings(experts, replace(spec, **way), source.config, heads)) for way in ways
+    ]
     known, found = source_warnings(source), list(artifact.manifest.warnings or ())
     remarks = [text for text in found if text.startswith((MADE, NOT_MADE))]
     found = [text for text in found if text not in (*known, *remarks) and " left out: " not in text]
     if len(remarks) != bool(source.made.origin):
         what = "The manifest does not say whether a tokenizer was made."
-        result.add(f"{names.MANIFEST}: warnings", what, "one warning" if source.made.origin else "none", remarks)
+        result.add(
+            f"{names.MANIFEST}: warnings",
+            what,
+            "one warning" if source.made.origin else "none",
+            remarks,
+        )
     if found not in possible:
-        result.add(f"{names.MANIFEST}: warnings", "The warnings are not those of this conversion.", possible[0], found)
+        result.add(
+            f"{names.MANIFEST}: warnings",
+            "The warnings are not those of this conversion.",
+            possible[0],
+            found,
+        )
 
 
 def other_source(recorded: ManifestSource, source: Source) -> Finding | None:
     """Return the finding for a source that has none of the recorded files; None if it has one of them."""
     found = {file.name: (file.size_bytes, file.header_sha256) for file in source.files}
-    if any(found.get(file.name) == (file.size_bytes, file.header_sha256) for file in recorded.files):
+    if any(
+        found.get(file.name) == (file.size_bytes, file.header_sha256) for file in recorded.files
+    ):
         return None
     names_and_sizes = (
         (recorded.name, [file.size_bytes or 0 for file in recorded.files]),
         (source.repo_id or source.name, [file.size_bytes for file in source.files]),
     )
-    texts = (f"{name}: {len(sizes)} weight files, {sum(sizes)} bytes" for name, sizes in names_and_sizes)
+    texts = (
+        f"{name}: {len(sizes)} weight files, {sum(sizes)} bytes" for name, sizes in names_and_sizes
+    )
     return Finding("--source", OTHER_SOURCE, *texts)
 
 
-def _check_identity(recorded: ManifestSource, source: Source, pool: ThreadPoolExecutor, result: CheckResult) -> None:
+def _check_identity(
+    recorded: ManifestSource, source: Source, pool: ThreadPoolExecutor, result: CheckResult
+) -> None:
     """Check that the source is the recorded one: its files, and repo and commit if both have them; no folder names."""
     what = "The source is not the one that was converted."
     where = f"{names.MANIFEST}: source"
@@ -211,7 +284,10 @@ def _check_identity(recorded: ManifestSource, source: Source, pool: ThreadPoolEx
             result.add(f"{where}: name", what, recorded.name, source.repo_id)
         if recorded.revision != source.revision:
             result.add(f"{where}: revision", what, recorded.revision, source.revision)
-    texts = [json.dumps(one, sort_keys=True) for one in (source.quantization, recorded.quantization_config)]
+    texts = [
+        json.dumps(one, sort_keys=True)
+        for one in (source.quantization, recorded.quantization_config)
+    ]
     if texts[0] != texts[1]:
         result.add(f"{where}: quantization_config", what, *texts)
     if recorded.index_sha256 != source.index_sha256:
@@ -230,7 +306,10 @@ def _size_and_header(file: tuple[int | None, str | None] | None) -> str:
 
 
 def _check_digests(
-    recorded: Sequence[SourceFileEntry], source: Source, pool: ThreadPoolExecutor, result: CheckResult
+    recorded: Sequence[SourceFileEntry],
+    source: Source,
+    pool: ThreadPoolExecutor,
+    result: CheckResult,
 ) -> None:
     """Check the bytes of the source's files for which the manifest has digests."""
     found = {file.name for file in source.files}
@@ -244,7 +323,12 @@ def _check_digests(
     for (name, sha256), digest in zip(listed, digests, strict=True):
         if sha256 != digest:
             what = "The source is not the one that was converted."
-            result.add(f"{names.MANIFEST}: source, file {name}", what, f"sha256 {sha256}", f"sha256 {digest}")
+            result.add(
+                f"{names.MANIFEST}: source, file {name}",
+                what,
+                f"sha256 {sha256}",
+                f"sha256 {digest}",
+            )
 
 
 def _digest_of(source: Source, name: str) -> str:
@@ -254,7 +338,9 @@ def _digest_of(source: Source, name: str) -> str:
     return source.listing.digests.get(name) or source.listing.sha256(name)
 
 
-def _compare_accounting(artifact: Artifact, experts: ExpertMap, result: CheckResult, *, is_own: bool) -> None:
+def _compare_accounting(
+    artifact: Artifact, experts: ExpertMap, result: CheckResult, *, is_own: bool
+) -> None:
     """Compare tensor names; for an ancestor's source only copied tensors, since experts have other names now."""
     tensors = artifact.manifest.tensors
     if not is_own:
@@ -264,10 +350,22 @@ def _compare_accounting(artifact: Artifact, experts: ExpertMap, result: CheckRes
     for kind in ("converted", "copied", "dropped"):
         what = f"{names.MANIFEST}: tensors: {kind} (against the source)"
         compare_names(what, "tensor", getattr(tensors, kind), getattr(experts, kind), result)
-    is_ours = artifact.manifest.hqconv_version == __version__  # another version may phrase reasons differently
+    is_ours = (
+        artifact.manifest.hqconv_version == __version__
+    )  # another version may phrase reasons differently
     for kind, what, expected, recorded in (
-        ("converted", "A tensor was converted for another layer.", experts.converted, tensors.converted),
-        ("dropped", "A tensor was dropped for another reason.", experts.dropped if is_ours else {}, tensors.dropped),
+        (
+            "converted",
+            "A tensor was converted for another layer.",
+            experts.converted,
+            tensors.converted,
+        ),
+        (
+            "dropped",
+            "A tensor was dropped for another reason.",
+            experts.dropped if is_ours else {},
+            tensors.dropped,
+        ),
     ):
         for name, value in expected.items():
             if (found := recorded.get(name, value)) != value:
@@ -289,20 +387,36 @@ def _compare_copied(
     tensor beside the experts must be in one of them, or be left out with reason.
     """
     for name in sorted(set(expected) - copied.keys()):
-        result.add(f"tensor {name}", "A tensor of the source was not copied.", "in a model shard", "absent")
+        result.add(
+            f"tensor {name}", "A tensor of the source was not copied.", "in a model shard", "absent"
+        )
     compared = sorted(copied.keys() & set(expected), key=lambda name: -copied[name][1].num_bytes)
-    found = pool.map(lambda name: _difference(artifact, source, model, name, copied[name]), compared)
+    found = pool.map(
+        lambda name: _difference(artifact, source, model, name, copied[name]), compared
+    )
     for name, difference in sorted(zip(compared, found, strict=True)):
         if difference is not None:
             result.add(f"{copied[name][0]}, tensor {name}", *difference)
     if model is None:
         return
-    used, tensors = {part.name for name in compared for part in model.parts(name)}, artifact.manifest.tensors
+    used, tensors = (
+        {part.name for name in compared for part in model.parts(name)},
+        artifact.manifest.tensors,
+    )
     for name, ref in model.stored.tensors.items():
-        is_lost = ref.name in tensors.dropped and not model.may_be_left_out(name) and "_exps." not in name
-        if is_lost or (ref.name not in used and ref.name not in {**tensors.converted, **tensors.dropped}):
+        is_lost = (
+            ref.name in tensors.dropped and not model.may_be_left_out(name) and "_exps." not in name
+        )
+        if is_lost or (
+            ref.name not in used and ref.name not in {**tensors.converted, **tensors.dropped}
+        ):
             what = "A tensor of the GGUF files is in no tensor of the artifact."
-            result.add(f"source: {ref.name}", what, "in a model shard", tensors.dropped.get(ref.name, "absent"))
+            result.add(
+                f"source: {ref.name}",
+                what,
+                "in a model shard",
+                tensors.dropped.get(ref.name, "absent"),
+            )
 
 
 def _difference(
@@ -318,7 +432,11 @@ def _difference(
         return what, f"{form[0]} {list(form[1])}", f"{entry.dtype} {list(entry.shape)}"
     start = count = first = 0
     try:
-        for theirs in _source_bytes(source, ref) if model is None else _published_bytes(model, ref.name, form[0]):
+        for theirs in (
+            _source_bytes(source, ref)
+            if model is None
+            else _published_bytes(model, ref.name, form[0])
+        ):
             ours = np.empty(len(theirs), np.uint8)
             artifact.read(path, ours.data, entry.offset_bytes + start)
             wrong = np.flatnonzero(ours != theirs)
@@ -366,7 +484,9 @@ def _check_gguf_roles(artifact: Artifact, result: CheckResult) -> None:
                 template = parts["weight"].template
                 if ".gguf:" in template and not is_role(role, template, parts["weight"].view.index):
                     where = f"{names.MANIFEST}: {name}: source_parts: {role}"
-                    result.add(where, "A projection is another tensor of the GGUF files.", role, template)
+                    result.add(
+                        where, "A projection is another tensor of the GGUF files.", role, template
+                    )
 
 
 # --- the source of an ancestor ------------------------------------------------------------------------------
@@ -398,8 +518,12 @@ class Lineage:
                 listed = {tuple(getattr(file, key) for key in keys) for file in step.source.files}
                 if number + len(keys) > 1 and listed == found:
                     return cls(step, steps[:number])
-        is_original = own.quantization_config is not None and own.quantization_config != source.quantization
-        return cls(artifact.manifest, is_original=is_original and other_source(own, source) is not None)
+        is_original = (
+            own.quantization_config is not None and own.quantization_config != source.quantization
+        )
+        return cls(
+            artifact.manifest, is_original=is_original and other_source(own, source) is not None
+        )
 
     @property
     def is_own(self) -> bool:
@@ -424,7 +548,9 @@ class Lineage:
                 layer = step.blocks.get(name)
                 conversion = None if layer is None else layer.conversion
                 if conversion != DIRECT:
-                    return f"{name} was {conversion} from an artifact: its codes are not the source's"
+                    return (
+                        f"{name} was {conversion} from an artifact: its codes are not the source's"
+                    )
             layer = self.made.blocks.get(name)
             schema = (layer and layer.weight_schema) or self.made.weight_schema
             if schema != artifact.schema_of(name).to_dict():

@@ -23,7 +23,15 @@ from hqconv.layout_decoder.codes import has_loops
 from hqconv.layout_decoder.decode import DecodedStack
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.schemas import artifact_names as names
-from hqconv.schemas.sum_factors import ROW_WORDS, SUMS, ContentSums, factors, of_copied, of_expert, row_factors
+from hqconv.schemas.sum_factors import (
+    ROW_WORDS,
+    SUMS,
+    ContentSums,
+    factors,
+    of_copied,
+    of_expert,
+    row_factors,
+)
 from hqconv.schemas.tensors import TensorRef
 from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.verification.fused_exponents import folded_gemms
@@ -31,7 +39,11 @@ from hqconv.verification.result import CheckResult, compare_names
 
 Totals = dict[str, int]  # tensor → content sum of one expert
 _WORD, _TOP = 0xFFFFFFFF, 0x80000000
-NOT_PACKED = {"scale": "weight_scale", "scale_2": "weight_scale_2", "bias": "bias"}  # field → tensor
+NOT_PACKED = {
+    "scale": "weight_scale",
+    "scale_2": "weight_scale_2",
+    "bias": "bias",
+}  # field → tensor
 
 
 # --- experts -----------------------------------------------------------------------------------------------
@@ -42,7 +54,9 @@ def stack_totals(stack: DecodedStack, schema: WeightSchema) -> dict[str, torch.T
     totals = {"weight": _sum_codes(stack.codes, schema.num_bits)}
     if stack.zero_point is not None:
         zero, is_float = stack.zero_point, schema.is_fp_zero_point
-        totals["zero_point"] = _sum_values(zero) if is_float else _sum_codes(zero.mT, schema.num_bits)
+        totals["zero_point"] = (
+            _sum_values(zero) if is_float else _sum_codes(zero.mT, schema.num_bits)
+        )
     for field, name in NOT_PACKED.items():
         values = getattr(stack, field)
         if values is not None:
@@ -52,7 +66,11 @@ def stack_totals(stack: DecodedStack, schema: WeightSchema) -> dict[str, torch.T
 
 def expert_totals(totals: Mapping[str, torch.Tensor], expert: int, *, is_flushed: bool) -> Totals:
     """Content sums of one expert from `stack_totals`; without flushed scales, whose values are lost."""
-    return {name: int(sums[expert]) for name, sums in totals.items() if not (is_flushed and name == "weight_scale")}
+    return {
+        name: int(sums[expert])
+        for name, sums in totals.items()
+        if not (is_flushed and name == "weight_scale")
+    }
 
 
 def _sum_codes(codes: torch.Tensor, num_bits: int) -> torch.Tensor:
@@ -75,7 +93,9 @@ def _sum_rows(codes_RK, num_bits, factors_W, sums_R):  # type: ignore[no-untyped
             held |= np.uint64(codes_RK[row, column]) << np.uint64(num_held)
             num_held += num_bits
             if num_held >= 32:
-                total += np.int64(np.int32(held & np.uint64(0xFFFFFFFF))) * np.int64(factors_W[word])
+                total += np.int64(np.int32(held & np.uint64(0xFFFFFFFF))) * np.int64(
+                    factors_W[word]
+                )
                 held >>= np.uint64(32)
                 num_held -= 32
                 word += 1
@@ -86,7 +106,9 @@ def _words(codes: torch.Tensor, num_bits: int) -> torch.Tensor:
     """Codes uint8 [E, R, K] packed into words with a sign, int64 [E, R, W]."""
     num_codes = 32 if 32 % num_bits else 32 // num_bits  # that fill whole words
     runs = codes.reshape(*codes.shape[:2], -1, num_codes)
-    words = [torch.zeros_like(runs[..., 0], dtype=torch.int64) for _ in range(num_codes * num_bits // 32)]
+    words = [
+        torch.zeros_like(runs[..., 0], dtype=torch.int64) for _ in range(num_codes * num_bits // 32)
+    ]
     for number in range(num_codes):
         code, (word, shift) = runs[..., number].long(), divmod(number * num_bits, 32)
         words[word] |= (code << shift) & _WORD
@@ -110,7 +132,10 @@ _CHUNK_ROWS = 256  # of a copied tensor, read at a time
 
 
 def check_copied(
-    artifact: Artifact, copied: Mapping[str, tuple[str, TensorRef]], pool: ThreadPoolExecutor, result: CheckResult
+    artifact: Artifact,
+    copied: Mapping[str, tuple[str, TensorRef]],
+    pool: ThreadPoolExecutor,
+    result: CheckResult,
 ) -> None:
     """Compare the copied tensors (name → file and position) with the conversion's sums.
 
@@ -118,10 +143,18 @@ def check_copied(
     """
     recorded = artifact.manifest.content_sums or {}
     compare_names(f"{names.MANIFEST}: {SUMS}", "tensor", recorded, copied, result)
-    here = {name: one for name, one in copied.items() if name in recorded and not artifact.is_proven_by_hub(one[0])}
+    here = {
+        name: one
+        for name, one in copied.items()
+        if name in recorded and not artifact.is_proven_by_hub(one[0])
+    }
     if len(here) < len(recorded.keys() & copied.keys()):
-        result.notes.append("content sums of copied tensors were left out where files are on the Hub only")
-    found = dict(zip(here, pool.map(lambda one: _copied_sum(artifact, *one), here.values()), strict=True))
+        result.notes.append(
+            "content sums of copied tensors were left out where files are on the Hub only"
+        )
+    found = dict(
+        zip(here, pool.map(lambda one: _copied_sum(artifact, *one), here.values()), strict=True)
+    )
     owners = {total: name for name, total in recorded.items()}
     for name, total in sorted(found.items()):
         if total != recorded[name]:
@@ -172,10 +205,14 @@ def against(artifact: Artifact, layers: Sequence[MoeLayer], source: object | Non
     count = sum(folded_gemms(artifact, layer.name) != [*names.GEMMS] for layer in layers)
     if not count:  # fused exponents change codes
         return "decoded; without a source no value can be wrong"
-    return f"decoded, {'all' if count == len(layers) else count} held to the conversion's content sums"
+    return (
+        f"decoded, {'all' if count == len(layers) else count} held to the conversion's content sums"
+    )
 
 
-def check_content(artifact: Artifact, layer: str, found: Sequence[Mapping[str, Totals]], result: CheckResult) -> None:
+def check_content(
+    artifact: Artifact, layer: str, found: Sequence[Mapping[str, Totals]], result: CheckResult
+) -> None:
     """Compare a layer's sums with the manifest's; `found`: by expert and role. Adds nothing if a sum is missing."""
     roles = sorted({role for one in found for role in one})
     folded = folded_gemms(artifact, layer)

@@ -19,7 +19,13 @@ from functools import partial
 import numpy as np
 import torch
 
-from hqconv.artifact.expert_reader import TENSOR_OF, ExpertReader, hex_bits, read_packed_expert, roles_of
+from hqconv.artifact.expert_reader import (
+    TENSOR_OF,
+    ExpertReader,
+    hex_bits,
+    read_packed_expert,
+    roles_of,
+)
 from hqconv.artifact.reader import Artifact, Note
 from hqconv.conversion.encode import LayerEncoder, encode_expert
 from hqconv.errors import HqconvError
@@ -37,7 +43,15 @@ from hqconv.schemas.dtypes import code_of_torch
 from hqconv.schemas.grid import tp_slices
 from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.verification.content_sums import Totals, expert_totals, stack_totals
-from hqconv.verification.figures import NUM_FIGURES, Figures, figures_of, measure, row_sums, sketch, strays
+from hqconv.verification.figures import (
+    NUM_FIGURES,
+    Figures,
+    figures_of,
+    measure,
+    row_sums,
+    sketch,
+    strays,
+)
 from hqconv.verification.fused_exponents import FusedExponents, folding_of, misread_code
 from hqconv.verification.result import Finding
 
@@ -47,9 +61,13 @@ _MAX_READERS = 8
 _SLACK_BYTES = 1 << 12  # of a buffer, between aligned tensors
 _GPU_FREE_SHARE = 0.5  # of the GPU memory that is free: the kernels are next
 _NUM_ON_DEVICE = 2  # batches on the device: one is computed, while work on the next one is launched
-_GPU_BYTES_PER_WEIGHT = 64  # of one expert's weights, while codes and float64 sums of its projections are computed
+_GPU_BYTES_PER_WEIGHT = (
+    64  # of one expert's weights, while codes and float64 sums of its projections are computed
+)
 
-Place = Callable[[str, Sequence[int], Sequence[int]], str]  # tensor, shape and index of a value → where it lies
+Place = Callable[
+    [str, Sequence[int], Sequence[int]], str
+]  # tensor, shape and index of a value → where it lies
 
 
 @dataclass
@@ -105,7 +123,11 @@ class LayerCheck:
     """Check of one layer, for any thread. `findings` concern the layer as a whole."""
 
     def __init__(
-        self, artifact: Artifact, layer: MoeLayer, original: Original | None, shards: Mapping[str, str]
+        self,
+        artifact: Artifact,
+        layer: MoeLayer,
+        original: Original | None,
+        shards: Mapping[str, str],
     ) -> None:
         """Check the headers of all ranks. shards: tensor name → file, of the checkpoint layout."""
         self.artifact, self.layer, self.original = artifact, layer, original
@@ -162,13 +184,20 @@ class LayerCheck:
         if self.reader is not None:
             return self.reader.read(gemm, expert, outcome.note)
         found = {
-            role: read_packed_expert(self.artifact, self.layer, role, expert, self.shards, outcome.note)
+            role: read_packed_expert(
+                self.artifact, self.layer, role, expert, self.shards, outcome.note
+            )
             for role in roles_of(self.layer, gemm)
         }
         return {role: stack for role, stack in found.items() if stack is not None}
 
     def _name(
-        self, gemm: str, expert: int, found: dict[str, DecodedStack], expected: Expected | None, outcome: Outcome
+        self,
+        gemm: str,
+        expert: int,
+        found: dict[str, DecodedStack],
+        expected: Expected | None,
+        outcome: Outcome,
     ) -> None:
         for role in found:
             if not math.isfinite(outcome.figures[role].decoded_power):
@@ -182,21 +211,40 @@ class LayerCheck:
                 [outcome.found[role]] = fingerprints(found[role].codes)
 
     def _add_strays(
-        self, experts: range, found: Mapping[str, DecodedStack], expected: Expected, outcomes: Sequence[Outcome]
+        self,
+        experts: range,
+        found: Mapping[str, DecodedStack],
+        expected: Expected,
+        outcomes: Sequence[Outcome],
     ) -> None:
         """Note where calibrated matrices are not the source's, and add their sketches."""
         for role, stack in found.items():
             weights, each = expected.weights[role], (stack, expected.stacks[role])
-            of_both = [row_sums(one, weights, self.schema.of(role), self.artifact.param_dtype) for one in each]
+            of_both = [
+                row_sums(one, weights, self.schema.of(role), self.artifact.param_dtype)
+                for one in each
+            ]
             sums = [rows.cpu().numpy() for rows, _ in of_both]
             sketches = zip(sketch(weights).cpu(), of_both[0][1].cpu(), strict=True)
-            for expert, outcome, ours, theirs, pair in zip(experts, outcomes, *sums, sketches, strict=True):
+            for expert, outcome, ours, theirs, pair in zip(
+                experts, outcomes, *sums, sketches, strict=True
+            ):
                 outcome.sketches[role] = pair
                 for what, *texts in strays(ours, theirs, stack.codes.size(2)):
-                    outcome.note(f"layer {self.layer.name}, {role} of expert {expert}", what, *texts)
+                    outcome.note(
+                        f"layer {self.layer.name}, {role} of expert {expert}", what, *texts
+                    )
                     outcome.is_wrong = True
 
-    def _where(self, gemm: str, expert: int, role: str, tensor: str, shape: Sequence[int], index: Sequence[int]) -> str:
+    def _where(
+        self,
+        gemm: str,
+        expert: int,
+        role: str,
+        tensor: str,
+        shape: Sequence[int],
+        index: Sequence[int],
+    ) -> str:
         """Name file, tensor and expert of one value of a whole matrix."""
         base = self.layer.module(expert, role) + "."
         if not self.artifact.manifest.is_kernel:
@@ -217,11 +265,15 @@ class LayerCheck:
         if self.original is None:
             return None
         encoding = self.original.encoding
-        stored = LayerEncoder(self.original.source, self.original.layer, encoding, _CPU).read(expert, roles, None)
+        stored = LayerEncoder(self.original.source, self.original.layer, encoding, _CPU).read(
+            expert, roles, None
+        )
         stacks = encode_expert(stored, encoding.of(roles[0]))
         tensors = {role: stack.tensors for role, stack in stacks.items()}
         weights = {role: matrix.values().unsqueeze(0) for role, matrix in stored.items()}
-        return self._expected(weights, tensors, lambda: {role: one.error_sums() for role, one in stacks.items()})
+        return self._expected(
+            weights, tensors, lambda: {role: one.error_sums() for role, one in stacks.items()}
+        )
 
     # --- experts as stacks
 
@@ -233,20 +285,33 @@ class LayerCheck:
     ) -> Expected:
         """weights: of the source by role. tensors: of the quantizer by role, packed [E, …]."""
         rotations = {role: self.schema.of(role).rotation for role in weights}
-        weights = {role: rotate(one, rotations[role]) if rotations[role] else one for role, one in weights.items()}
+        weights = {
+            role: rotate(one, rotations[role]) if rotations[role] else one
+            for role, one in weights.items()
+        }
         stacks = {}
         for role, of_role in tensors.items():
             bits = {name: bits_of(tensor) for name, tensor in of_role.items()}
-            stacks[role] = decode_packed(bits, self.schema.of(role), code_of_torch(of_role["weight_scale"].dtype))
-        return Expected(weights, stacks if self.folding is None else self.folding.fold(stacks), error_sums)
+            stacks[role] = decode_packed(
+                bits, self.schema.of(role), code_of_torch(of_role["weight_scale"].dtype)
+            )
+        return Expected(
+            weights, stacks if self.folding is None else self.folding.fold(stacks), error_sums
+        )
 
-    def _judge(self, found: Mapping[str, DecodedStack], expected: Expected | None, experts: range) -> list[Outcome]:
+    def _judge(
+        self, found: Mapping[str, DecodedStack], expected: Expected | None, experts: range
+    ) -> list[Outcome]:
         """Measure projections of some experts, and compare them with the expected ones; waits once for the device."""
         columns, totals = [], {}
         for role, stack in found.items():
             weights = None if expected is None else expected.weights[role]
             is_alone = expected is None or not self.is_compared
-            wrong = stack.wrong if is_alone or expected is None else differs(stack, expected.stacks[role])
+            wrong = (
+                stack.wrong
+                if is_alone or expected is None
+                else differs(stack, expected.stacks[role])
+            )
             schema, misread = self.schema.of(role), self.misread[names.GEMM_OF[role]]
             columns += [
                 measure(stack, weights, schema, self.artifact.param_dtype, misread),
@@ -254,21 +319,34 @@ class LayerCheck:
             ]
             totals[role] = stack_totals(stack, schema)
         rows = torch.cat(columns, 1).tolist() if columns else [[] for _ in experts]
-        sums = {role: {name: one.cpu() for name, one in of_role.items()} for role, of_role in totals.items()}
+        sums = {
+            role: {name: one.cpu() for name, one in of_role.items()}
+            for role, of_role in totals.items()
+        }
         quantizer = {} if expected is None else expected.error_sums()
-        prints = {} if expected is None else {role: fingerprints(one.codes) for role, one in expected.stacks.items()}
+        prints = (
+            {}
+            if expected is None
+            else {role: fingerprints(one.codes) for role, one in expected.stacks.items()}
+        )
         outcomes = []
         for index, row in enumerate(rows):
             outcome = Outcome(expected={role: of_role[index] for role, of_role in prints.items()})
             outcome.is_wrong = not all(map(math.isfinite, row))
             for number, (role, stack) in enumerate(found.items()):
                 *numbers, wrong = row[number * (NUM_FIGURES + 1) : (number + 1) * (NUM_FIGURES + 1)]
-                figures = figures_of(numbers, stack, self.schema.of(role), has_source=expected is not None)
-                figures.quantizer = quantizer[role][index] if quantizer and self.is_compared else None
+                figures = figures_of(
+                    numbers, stack, self.schema.of(role), has_source=expected is not None
+                )
+                figures.quantizer = (
+                    quantizer[role][index] if quantizer and self.is_compared else None
+                )
                 figures.is_folded = self.folding is not None and self.folding.folds(role)
                 outcome.is_wrong |= bool(wrong)
                 outcome.figures[role] = figures
-                outcome.content[role] = expert_totals(sums[role], index, is_flushed=figures.num_flushed > 0)
+                outcome.content[role] = expert_totals(
+                    sums[role], index, is_flushed=figures.num_flushed > 0
+                )
             outcomes.append(outcome)
         if expected is not None and self.original is not None and self.original.is_calibrated:
             self._add_strays(experts, found, expected, outcomes)
@@ -298,10 +376,16 @@ class LayerCheck:
     def _batch_size(self, staging: BatchStaging) -> int:
         """Experts in a batch: 0 if not even one fits, if a header is wrong, or if the source reads for itself."""
         layer, original = self.layer, self.original
-        if self.reader is None or self.findings or not (original is None or original.source.reads_ahead):
+        if (
+            self.reader is None
+            or self.findings
+            or not (original is None or original.source.reads_ahead)
+        ):
             return 0
         try:
-            expert_bytes = self.reader.plan(range(1)).num_bytes  # the first expert has as many copies as any
+            expert_bytes = self.reader.plan(
+                range(1)
+            ).num_bytes  # the first expert has as many copies as any
         except (HqconvError, OSError):
             return 0
         if original is not None:
@@ -319,9 +403,13 @@ class LayerCheck:
         with batches.host_buffer() as host:
             reader.fill(stored, host.numpy().data[begin:])
             if original is not None and raw_layout is not None:
-                original.source.read_raw(RawExperts(raw_layout, host[: raw_layout.num_bytes]), raw_layout.ranges)
+                original.source.read_raw(
+                    RawExperts(raw_layout, host[: raw_layout.num_bytes]), raw_layout.ranges
+                )
             with batches.on_device:
-                buffer = host[: begin + stored.num_bytes].to(batches.staging.device, non_blocking=True)
+                buffer = host[: begin + stored.num_bytes].to(
+                    batches.staging.device, non_blocking=True
+                )
                 found, expected = reader.decode(stored, buffer[begin:]), None
                 if original is not None and raw_layout is not None:
                     raw = RawExperts(raw_layout, buffer[: raw_layout.num_bytes])
@@ -329,14 +417,18 @@ class LayerCheck:
                 return self._judge(found, expected, experts)
 
     def _expected_batch(self, original: Original, experts: range, raw: RawExperts) -> Expected:
-        encoder = LayerEncoder(original.source, original.layer, original.encoding, raw.buffer.device)
+        encoder = LayerEncoder(
+            original.source, original.layer, original.encoding, raw.buffer.device
+        )
         done = encoder.encode(experts, raw)
 
         def weights(role: str) -> torch.Tensor:
             stack = raw.stack(role) if original.layer.format.is_float else None
             if stack is not None:
                 return resized(stack, original.encoding.shapes[role])
-            return torch.stack([encoder.read(expert, [role], raw)[role].values() for expert in experts])
+            return torch.stack(
+                [encoder.read(expert, [role], raw)[role].values() for expert in experts]
+            )
 
         return self._expected(
             {role: weights(role) for role in done.tensors},
@@ -395,7 +487,9 @@ def entered(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def plan_staging(device: torch.device, num_threads: int, max_host_bytes: int) -> BatchStaging | None:
+def plan_staging(
+    device: torch.device, num_threads: int, max_host_bytes: int
+) -> BatchStaging | None:
     """Plan as many readers as there are threads and memory for; None if there is no memory for one."""
     slot_bytes = min(_BATCH_BYTES, max_host_bytes) >> 16 << 16
     if not slot_bytes:
@@ -408,7 +502,9 @@ def plan_staging(device: torch.device, num_threads: int, max_host_bytes: int) ->
     return BatchStaging(device, num_readers, slot_bytes, gpu_bytes)
 
 
-def why_not(schema: WeightSchema, param_dtype: str, dtype: torch.dtype, device: torch.device) -> str:
+def why_not(
+    schema: WeightSchema, param_dtype: str, dtype: torch.dtype, device: torch.device
+) -> str:
     """Quantize a small matrix on the device, which compiles Humming's ops; return "" or the reason for the failure."""
     n = max(64, schema.weight_scale_group_size_n)
     k = max(128, schema.weight_scale_group_size, schema.rotation)

@@ -57,7 +57,10 @@ def sum_groups(weights_NK, bits_NK, decoded_NK, num_groups, widened, row):  # ty
             start = np.uint64(g) * group_size
             group_error, group_power, group_dot, group_decoded = 0.0, 0.0, 0.0, 0.0
             for k in range(group_size):
-                weight, decoded = np.float64(weights[start + k]), np.float64(decoded_NK[n, start + k])
+                weight, decoded = (
+                    np.float64(weights[start + k]),
+                    np.float64(decoded_NK[n, start + k]),
+                )
                 group_error += (weight - decoded) * (weight - decoded)
                 group_power += weight * weight
                 group_dot += weight * decoded
@@ -115,7 +118,11 @@ _SKETCH = (8, 256)  # rows and columns that tell one expert's matrix from anothe
 
 
 def measure(
-    stack: DecodedStack, source: torch.Tensor | None, schema: WeightSchema, param_dtype: str, misread: int | None = None
+    stack: DecodedStack,
+    source: torch.Tensor | None,
+    schema: WeightSchema,
+    param_dtype: str,
+    misread: int | None = None,
 ) -> torch.Tensor:
     """Sum up the errors of matrices against `source` [E, N, K]; on a GPU without waiting.
 
@@ -125,7 +132,10 @@ def measure(
     num_experts, _, num_columns = stack.codes.shape
     num_groups = num_columns // (schema.weight_scale_group_size or num_columns)
     if has_loops(stack.codes.device):
-        rows = [_sums_of_expert(stack, source, schema, param_dtype, num_groups, e) for e in range(num_experts)]
+        rows = [
+            _sums_of_expert(stack, source, schema, param_dtype, num_groups, e)
+            for e in range(num_experts)
+        ]
         sums = torch.tensor(rows, dtype=torch.float64)
     else:
         sums = _sums_of_stack(stack, source, schema, param_dtype, num_groups)
@@ -151,7 +161,9 @@ def _sums_of_expert(
         if source is None:
             sums.append((0.0, 0.0, 0.0, _sums(None, decoded, num_groups)[3]))
             continue
-        *of_rows, ratio, row, group = _sums(source[expert, begin : begin + len(decoded)], decoded, num_groups)
+        *of_rows, ratio, row, group = _sums(
+            source[expert, begin : begin + len(decoded)], decoded, num_groups
+        )
         sums.append(of_rows)
         if ratio > worst:
             worst, index = ratio, (begin + row) * num_groups + group
@@ -166,12 +178,18 @@ def _sums(source: torch.Tensor | None, decoded: Array, num_groups: int) -> tuple
         weights, bits = none, source.contiguous().view(torch.int16).numpy().view(np.uint16)
     else:
         weights = decoded if source is None else source.float().contiguous().numpy()
-    sums: tuple[Any, ...] = sum_groups(weights, bits, decoded, num_groups, widened, widened.view(np.float32))
+    sums: tuple[Any, ...] = sum_groups(
+        weights, bits, decoded, num_groups, widened, widened.view(np.float32)
+    )
     return sums
 
 
 def _sums_of_stack(
-    stack: DecodedStack, source: torch.Tensor | None, schema: WeightSchema, param_dtype: str, num_groups: int
+    stack: DecodedStack,
+    source: torch.Tensor | None,
+    schema: WeightSchema,
+    param_dtype: str,
+    num_groups: int,
 ) -> torch.Tensor:
     """The first six figures of all experts, float64 [E, 6], by torch."""
     decoded = decoded_weights(stack, schema, param_dtype).double()
@@ -205,7 +223,11 @@ def row_sums(
         for begin, values in decoded_rows(stack, schema, param_dtype, expert):
             decoded = torch.from_numpy(values)
             parts.append(_row_sums(source[expert, begin : begin + len(values)], decoded))
-            rows += [decoded[row - begin, : _SKETCH[1]].clone() for row in chosen if 0 <= row - begin < len(values)]
+            rows += [
+                decoded[row - begin, : _SKETCH[1]].clone()
+                for row in chosen
+                if 0 <= row - begin < len(values)
+            ]
         sums.append(torch.cat(parts))
         sketches.append(torch.cat(rows))
     return torch.stack(sums), torch.stack(sketches)
@@ -242,26 +264,40 @@ def strays(found: Array, rounded: Array, num_columns: int) -> Iterator[tuple[str
     tangent, nearest = float(tangents(totals)), max(float(tangents(of_rounding)), _LEAST_TANGENT)
     cosine, least = 1 / math.hypot(1, tangent), 1 / math.hypot(1, _FURTHER * nearest)
     if cosine < least - _CHANCE / math.sqrt(len(found) * num_columns):
-        yield "The calibrated weights are not the source's.", f"cosine >= {least:.4f}", f"{cosine:.4f}"
+        yield (
+            "The calibrated weights are not the source's.",
+            f"cosine >= {least:.4f}",
+            f"{cosine:.4f}",
+        )
         return
     if totals[2] > 0 < of_rounding[2]:
         gain = totals[2] / of_rounding[2]
         limit = min(_GAIN[0] * tangent**2 + _GAIN[1], _GAIN[2])
         if abs(math.log(gain)) > limit:
-            texts = f"within a factor of {math.exp(limit):.4f}", f"{gain:.4f} times round-to-nearest's"
+            texts = (
+                f"within a factor of {math.exp(limit):.4f}",
+                f"{gain:.4f} times round-to-nearest's",
+            )
             yield "The calibrated weights are larger or smaller than the source's.", *texts
     of_rows = tangents(found)
     limits = _FURTHER * np.maximum(max(tangent, nearest), tangents(rounded))
-    chance = _CHANCE * (1 - cosine**2) / math.sqrt(num_columns)  # that a sound row lies further out than its matrix
+    chance = (
+        _CHANCE * (1 - cosine**2) / math.sqrt(num_columns)
+    )  # that a sound row lies further out than its matrix
     far = 1 / np.hypot(1, of_rows) < 1 / np.hypot(1, limits) - chance
     if far.any():
         row = int(far.argmax())
-        texts = f"cosine >= {1 / math.hypot(1, limits[row]):.4f}", f"{1 / math.hypot(1, of_rows[row]):.4f}"
+        texts = (
+            f"cosine >= {1 / math.hypot(1, limits[row]):.4f}",
+            f"{1 / math.hypot(1, of_rows[row]):.4f}",
+        )
         what = "Rows of the calibrated weights are not the source's."
         yield what, texts[0], f"{texts[1]} in row {row}; {int(far.sum())} of {len(far)} rows"
 
 
-def figures_of(row: Sequence[float], stack: DecodedStack, schema: WeightSchema, *, has_source: bool) -> Figures:
+def figures_of(
+    row: Sequence[float], stack: DecodedStack, schema: WeightSchema, *, has_source: bool
+) -> Figures:
     """Return one expert's figures from its row of `measure`."""
     error, power, dot, decoded_power, ratio, index, *counts = row
     num_columns = stack.codes.size(2)
@@ -270,7 +306,16 @@ def figures_of(row: Sequence[float], stack: DecodedStack, schema: WeightSchema, 
     num_zero, num_flushed, num_misread = map(int, counts)
     num_scales = stack.scale[0].numel()
     return Figures(
-        error, power, dot, worst, decoded_power, num_zero, num_scales, num_flushed, num_misread, has_source=has_source
+        error,
+        power,
+        dot,
+        worst,
+        decoded_power,
+        num_zero,
+        num_scales,
+        num_flushed,
+        num_misread,
+        has_source=has_source,
     )
 
 
@@ -281,7 +326,8 @@ def summarize(of_role: Sequence[Figures], *, as_recorded: bool = False) -> dict[
     w and d; the worst expert, and the worst scale group (or row) of all.
     """
     document: dict[str, Any] = {
-        "zero_scale_share": sum(f.num_zero_scales for f in of_role) / sum(f.num_scales for f in of_role)
+        "zero_scale_share": sum(f.num_zero_scales for f in of_role)
+        / sum(f.num_scales for f in of_role)
     }
     if num_flushed := sum(f.num_flushed for f in of_role):
         document["num_flushed_scales"] = num_flushed
@@ -303,7 +349,12 @@ def summarize(of_role: Sequence[Figures], *, as_recorded: bool = False) -> dict[
         "cosine": _number(math.fsum(f.dot for f in of_role) / norm) if norm > 0 else None,
         "worst_expert": worst_expert,
         "worst_relative_error": _number(each[worst_expert]),
-        "worst_group": {"expert": group_expert, "row": row, "group": group, "relative_error": relative},
+        "worst_group": {
+            "expert": group_expert,
+            "row": row,
+            "group": group,
+            "relative_error": relative,
+        },
         **document,
     }
 
@@ -343,16 +394,22 @@ def check_recorded(
             if expected != error.to_dict():
                 compare_dicts(where, what, expected, error.to_dict(), result)
                 continue
-        elif any(one.num_flushed or one.is_folded for one in of_role):  # the layout has changed what was recorded
+        elif any(
+            one.num_flushed or one.is_folded for one in of_role
+        ):  # the layout has changed what was recorded
             continue
         # Experts that were kept unchanged have no error; the total is of the others.
         changed = [
-            one for one in of_role if not (one.quantizer.is_exact if one.quantizer else is_coded and not one.error)
+            one
+            for one in of_role
+            if not (one.quantizer.is_exact if one.quantizer else is_coded and not one.error)
         ]
         total = summarize(changed, as_recorded=True)["relative_error"] if changed else 0.0
         worst = max(one.recorded_error() for one in of_role)
         for key, found in (("relative_error", total), ("worst_relative_error", worst)):
-            if found is None or not math.isclose(expected[key], found, rel_tol=_RELATIVE_TOLERANCE, abs_tol=1e-30):
+            if found is None or not math.isclose(
+                expected[key], found, rel_tol=_RELATIVE_TOLERANCE, abs_tol=1e-30
+            ):
                 result.add(f"{where}: {key}", what, found, expected[key])
 
 
@@ -374,17 +431,23 @@ def check_changes(name: str, layer: ManifestLayer, param_dtype: str, result: Che
     """Check recorded scale changes: present only for rounded scales, and not larger than rounding causes."""
     limit = LARGEST_CHANGE.get(param_dtype, 0.0)  # artifacts have no other dtype
     for role, error in layer.quantization_error.items():
-        is_rounded = gemm_conversion(layer.conversion, "w2" if role == "w2" else "w13") == DIRECT_ROUNDED
+        is_rounded = (
+            gemm_conversion(layer.conversion, "w2" if role == "w2" else "w13") == DIRECT_ROUNDED
+        )
         change, worst = error.largest_scale_change, error.worst_relative_error
         where = f"{names.MANIFEST}: {name}: quantization_error: {role}: largest_scale_change"
         if not is_rounded or change is None:
             if is_rounded or change is not None:
-                what = "A change of scales is recorded where none is rounded, or none where they are."
+                what = (
+                    "A change of scales is recorded where none is rounded, or none where they are."
+                )
                 result.add(where, what, "a number" if is_rounded else "none", change)
             continue
         if not 0 <= change <= limit:
             what = "Scales moved further than rounding moves them."
-            result.add(where, what, f"at most {limit:.4g} for {param_dtype}", number_text(change, limit))
+            result.add(
+                where, what, f"at most {limit:.4g} for {param_dtype}", number_text(change, limit)
+            )
         if not worst <= change + _DECODED:
             what = "The recorded error is larger than the change of scales explains."
             result.add(where, what, f"at most {change:.4g}", number_text(worst, change))

@@ -41,7 +41,9 @@ def _is_foreign(path: str) -> bool:
     return is_hidden or path == names.MANIFEST or path.endswith(names.PARTIAL)
 
 
-def check_files(artifact: Artifact, source: Source | None, num_threads: int, meter: Meter | None = None) -> CheckResult:
+def check_files(
+    artifact: Artifact, source: Source | None, num_threads: int, meter: Meter | None = None
+) -> CheckResult:
     """Check everything but the weights' values: sizes, digests, headers, names, layout, config, copied tensors.
 
     Without `source`, comparisons with the source are left out, and a note says so. Raises nothing for a
@@ -79,7 +81,9 @@ def check_files(artifact: Artifact, source: Source | None, num_threads: int, met
 # --- the disk ----------------------------------------------------------------------------------------------
 
 
-def _check_disk(artifact: Artifact, num_threads: int, meter: Meter | None, result: CheckResult) -> None:
+def _check_disk(
+    artifact: Artifact, num_threads: int, meter: Meter | None, result: CheckResult
+) -> None:
     """Check that every file of the manifest exists with its size and digest."""
     present = []
     for path, entry in artifact.manifest.files.items():
@@ -88,7 +92,12 @@ def _check_disk(artifact: Artifact, num_threads: int, meter: Meter | None, resul
             continue
         size = artifact.size_of(path)
         if size is None:
-            result.add(path, "A file of the manifest is missing.", f"{entry.size_bytes} bytes", "no such file")
+            result.add(
+                path,
+                "A file of the manifest is missing.",
+                f"{entry.size_bytes} bytes",
+                "no such file",
+            )
         elif path == names.CARD:  # people may edit it: `check_beside` notes it
             continue
         elif size != entry.size_bytes:
@@ -107,7 +116,9 @@ def _check_disk(artifact: Artifact, num_threads: int, meter: Meter | None, resul
             result.add(path, what, f"sha256 {expected}", digests[path])
 
 
-def _hash_files(artifact: Artifact, paths: Sequence[str], num_threads: int, meter: Meter | None) -> dict[str, str]:
+def _hash_files(
+    artifact: Artifact, paths: Sequence[str], num_threads: int, meter: Meter | None
+) -> dict[str, str]:
     """SHA-256 of files by path, or the reason why one is unreadable; the largest is begun first."""
     is_over = threading.Event()
 
@@ -144,7 +155,9 @@ def _note_versions(artifact: Artifact, result: CheckResult) -> None:
     with suppress(PackageNotFoundError):
         installed = version("humming-kernels")
         if made_with != installed:
-            note = f"made with humming-kernels {made_with}, checked against the layout of {installed}"
+            note = (
+                f"made with humming-kernels {made_with}, checked against the layout of {installed}"
+            )
             note += "; where the fingerprints differ, install the former or convert again"
             result.notes.append(note)
 
@@ -156,7 +169,12 @@ def _read_headers(artifact: Artifact, result: CheckResult) -> dict[str, Header]:
             try:
                 headers[path] = artifact.header(path)
             except VerificationError as error:
-                result.add(path, "A safetensors file is damaged.", error.expected, f"{error.what}: {error.found}")
+                result.add(
+                    path,
+                    "A safetensors file is damaged.",
+                    error.expected,
+                    f"{error.what}: {error.found}",
+                )
     return headers
 
 
@@ -171,7 +189,12 @@ def _check_shards(artifact: Artifact, shards: Mapping[str, Header], result: Chec
     compare_names(names.MANIFEST, "file", listed, expected, result)
     if names.INDEX not in artifact.manifest.files:
         if total > 1:
-            result.add(names.INDEX, "There is no index of the shards.", "listed in the manifest", "not listed")
+            result.add(
+                names.INDEX,
+                "There is no index of the shards.",
+                "listed in the manifest",
+                "not listed",
+            )
         return
     index = read_json(artifact.root / names.INDEX, result)
     if index is None:
@@ -189,7 +212,13 @@ def _placed(shards: Mapping[str, Header], result: CheckResult) -> dict[str, Plac
     """Tensors of the shards by name; each must be in one shard only, and every shard in torch's format."""
     inside: dict[str, Placed] = {}
     for path, (entries, metadata) in shards.items():
-        compare_dicts(f"{path}: metadata", "A shard's metadata are not a conversion's.", _METADATA, metadata, result)
+        compare_dicts(
+            f"{path}: metadata",
+            "A shard's metadata are not a conversion's.",
+            _METADATA,
+            metadata,
+            result,
+        )
         for name, entry in entries.items():
             first, _ = inside.setdefault(name, (path, entry))
             if first != path:
@@ -198,7 +227,9 @@ def _placed(shards: Mapping[str, Header], result: CheckResult) -> dict[str, Plac
     return inside
 
 
-def _check_config(artifact: Artifact, source: Source | None, result: CheckResult) -> dict[str, Any] | None:
+def _check_config(
+    artifact: Artifact, source: Source | None, result: CheckResult
+) -> dict[str, Any] | None:
     """Check that config.json is the source's plus the manifest's schema; return it, None if it cannot be read."""
     config = read_json(artifact.root / names.CONFIG, result)
     if names.CONFIG not in artifact.manifest.files:
@@ -211,7 +242,9 @@ def _check_config(artifact: Artifact, source: Source | None, result: CheckResult
     except VerificationError:  # reported already
         return config
     own = artifact.manifest.source.quantization_config
-    expected = names.hqconv_quantization_config(spec.layer_spec, own, is_mixed=artifact.manifest.is_mixed)
+    expected = names.hqconv_quantization_config(
+        spec.layer_spec, own, is_mixed=artifact.manifest.is_mixed
+    )
     if spec.layout == names.CHECKPOINT:
         layers = list(artifact.layers)
         expected = ENGINE.checkpoint_config(spec.schema, layers, artifact.left)
@@ -223,7 +256,10 @@ def _check_config(artifact: Artifact, source: Source | None, result: CheckResult
         what = "The config does not keep transformers away from all of the model."
         compare_dicts(names.CONFIG, what, names.refuse_transformers(plain), config, result)
     if source is not None:
-        ours, theirs = ({k: v for k, v in c.items() if k != "quantization_config"} for c in (plain, source.config))
+        ours, theirs = (
+            {k: v for k, v in c.items() if k != "quantization_config"}
+            for c in (plain, source.config)
+        )
         compare_dicts(names.CONFIG, "The config is not the source's.", theirs, ours, result)
     return config
 
@@ -242,12 +278,18 @@ def check_beside(artifact: Artifact, result: CheckResult) -> None:
         result.notes.append(f"beside the artifact's own files: {', '.join(others)}")
     _note_edited(artifact, result)
     if names.JOURNAL in paths:
-        result.notes.append("a killed conversion left its journal: repeat its command with --resume to tidy up")
+        result.notes.append(
+            "a killed conversion left its journal: repeat its command with --resume to tidy up"
+        )
     listed |= {names.JOURNAL}
     for path in paths:
         if path.split("/")[0] in beside or names.journal_part(path):
             continue
-        inside = any(file.startswith(f"{path}/") for file in listed) if (artifact.root / path).is_dir() else False
+        inside = (
+            any(file.startswith(f"{path}/") for file in listed)
+            if (artifact.root / path).is_dir()
+            else False
+        )
         if path not in listed and not inside:
             result.add(path, "A file is not in the manifest.", "no such file", "present")
 
@@ -260,7 +302,11 @@ def _note_edited(artifact: Artifact, result: CheckResult) -> None:
         is_evaluated = is_own_card(root, manifest, with_evaluation=True)
         what = "has got an evaluation" if is_evaluated else "was edited"
         result.notes.append(f"{names.CARD} {what} since the conversion")
-    if names.SUMS not in files and (root / names.SUMS).is_file() and not is_own_sums(root, manifest):
+    if (
+        names.SUMS not in files
+        and (root / names.SUMS).is_file()
+        and not is_own_sums(root, manifest)
+    ):
         result.notes.append(f"{names.SUMS} does not say what the manifest does")
 
 
@@ -298,27 +344,45 @@ def _check_listed(artifact: Artifact, result: CheckResult) -> None:
     if names.CARD not in artifact.manifest.files:
         result.add(names.CARD, "The manifest does not list the model card.", "listed", "not listed")
     for path in artifact.manifest.files:
-        is_weights = path.endswith((*WEIGHT_SUFFIXES, ".index.json")) or path.split("/")[0] in WEIGHT_FOLDERS
+        is_weights = (
+            path.endswith((*WEIGHT_SUFFIXES, ".index.json")) or path.split("/")[0] in WEIGHT_FOLDERS
+        )
         is_own = path == names.INDEX or artifact.is_shard(path)
         is_ranks = artifact.manifest.is_kernel and "/" in path and path.endswith(".safetensors")
         if is_weights and not (is_own or is_ranks):
-            result.add(path, "The manifest lists weights where no artifact has any.", "not listed", "listed")
+            result.add(
+                path,
+                "The manifest lists weights where no artifact has any.",
+                "not listed",
+                "listed",
+            )
 
 
 def _check_schemas(artifact: Artifact, result: CheckResult) -> None:
     """Check that schemas have all their fields, and those with a name of ours the fields of that name."""
     manifest, layers = artifact.manifest, artifact.layers
-    own: list[tuple[str, Manifest | ManifestLayer, LayerSpec]] = [("", manifest, manifest.layer_spec)]
+    own: list[tuple[str, Manifest | ManifestLayer, LayerSpec]] = [
+        ("", manifest, manifest.layer_spec)
+    ]
     own += [(f"{name}: ", layers[name], spec) for name, spec in manifest.overrides.items()]
     for inside, entry, spec in own:
         where, what = f"{names.MANIFEST}: {inside}", "The manifest does not spell out its schema."
-        compare_dicts(f"{where}weight_schema", what, spec.schema.to_dict(), entry.weight_schema, result)
+        compare_dicts(
+            f"{where}weight_schema", what, spec.schema.to_dict(), entry.weight_schema, result
+        )
         if entry.activation_schema is not None:
             fields = spec.inputs.humming_fields()
-            compare_dicts(f"{where}activation_schema", what, fields, entry.activation_schema, result)
+            compare_dicts(
+                f"{where}activation_schema", what, fields, entry.activation_schema, result
+            )
         for schema in filter(is_misnamed, spec.schema.each):
             what, name = "The schema is not the one of this name.", schema.name
-            result.add(f"{where}schema_name", what, f"the fields of {name}, or another name", schema.describe())
+            result.add(
+                f"{where}schema_name",
+                what,
+                f"the fields of {name}, or another name",
+                schema.describe(),
+            )
         if NAMED_INPUTS.get(spec.inputs.name, spec.inputs) != spec.inputs:
             what, name = "The activations are not those of this name.", spec.inputs.name
             texts = (json.dumps(one.humming_fields()) for one in (NAMED_INPUTS[name], spec.inputs))

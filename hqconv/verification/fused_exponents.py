@@ -32,7 +32,11 @@ _CHUNK_NUMBERS = 1 << 20  # shifted at once
 def folded_gemms(artifact: Artifact, layer: str) -> list[str]:
     """Return the GEMMs of a layer in whose codes exponents of the scales are fused."""
     spec = artifact.layer_spec_of(layer)
-    return [gemm for gemm in names.GEMMS if artifact.manifest.is_kernel and fuses_exponents(spec.of(gemm))]
+    return [
+        gemm
+        for gemm in names.GEMMS
+        if artifact.manifest.is_kernel and fuses_exponents(spec.of(gemm))
+    ]
 
 
 def misread_code(artifact: Artifact, layer: str, gemm: str) -> int | None:
@@ -78,13 +82,20 @@ class FusedExponents:
         for part in self.slices:
             least = self._least_exponents(gemm, expected, part)
             for role, one in expected.items():
-                old_codes, new_codes = (_cut(x, axis, part, one.codes) for x in (one.codes, codes[role]))
+                old_codes, new_codes = (
+                    _cut(x, axis, part, one.codes) for x in (one.codes, codes[role])
+                )
                 old, new = (_cut(x, axis, part, one.codes) for x in (one.scale, scales[role]))
                 new.copy_(torch.maximum(old.int(), least[role]))
                 _shift(old_codes, new.int() - old.int(), new_codes)
         return {
             role: _with_fractions(
-                replace(one, codes=codes[role], scale=scales[role], scale_value=float_values(scales[role], "F8_E8M0"))
+                replace(
+                    one,
+                    codes=codes[role],
+                    scale=scales[role],
+                    scale_value=float_values(scales[role], "F8_E8M0"),
+                )
             )
             for role, one in expected.items()
         }
@@ -94,9 +105,13 @@ class FusedExponents:
     ) -> dict[str, torch.Tensor]:
         """Smallest exponents that a rank's slice keeps, int32 [E, N, 1] or [E, 1, 1], by role."""
         axis = 2 if gemm == "w2" else 1
-        slices = {role: _cut(one.scale, axis, part, one.codes).int() for role, one in expected.items()}
+        slices = {
+            role: _cut(one.scale, axis, part, one.codes).int() for role, one in expected.items()
+        }
         if self.is_by_rows[gemm]:
-            return {role: one.amax(2, keepdim=True) - self.max_range for role, one in slices.items()}
+            return {
+                role: one.amax(2, keepdim=True) - self.max_range for role, one in slices.items()
+            }
         largest = torch.stack([one.amax((1, 2), keepdim=True) for one in slices.values()]).amax(0)
         if self.is_padded[gemm][part.rank]:
             largest = largest.clamp(min=_ONE)
@@ -109,10 +124,16 @@ def folding_of(artifact: Artifact, layer: MoeLayer) -> FusedExponents | None:
         return None
     ranks = range(artifact.grid.tp)
     is_padded = {
-        gemm: tuple(bool(artifact.rank_file(layer.name, tp_rank, 0).configs[gemm]["pad_shape_n"]) for tp_rank in ranks)
+        gemm: tuple(
+            bool(artifact.rank_file(layer.name, tp_rank, 0).configs[gemm]["pad_shape_n"])
+            for tp_rank in ranks
+        )
         for gemm in gemms
     }
-    schema, is_int8 = artifact.schema_of(layer.name), artifact.layer_spec_of(layer.name).inputs.a_dtype == "int8"
+    schema, is_int8 = (
+        artifact.schema_of(layer.name),
+        artifact.layer_spec_of(layer.name).inputs.a_dtype == "int8",
+    )
     slices = tp_slices(layer.intermediate_size, artifact.grid, schema)
     is_by_rows = {gemm: is_int8 or schema.of(gemm).has_row_scale for gemm in gemms}
     return FusedExponents(3 if is_int8 else 11, is_by_rows, slices, is_padded)

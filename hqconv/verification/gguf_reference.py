@@ -28,8 +28,13 @@ _HALVES = {  # module that llama.cpp splits → modules of a layer
 }
 _PERMUTED = ("llama", "granitemoe")  # architectures whose rows of q and k llama.cpp puts into pairs
 _FLOAT32 = {"minimax-m2": "block_sparse_moe.gate.weight", "ernie4_5-moe": "mlp.gate.weight"}
-_LEFT_OUT = re.compile(r"rope_freqs\.weight|rope_factors_(?:long|short)\.weight|blk\.\d+\.attn_[kv]_b\.weight")
-_ONE_ROW = ("mlp.shared_expert_gate.weight", "mlp.moe_statics.e_score_correction_bias")  # some files have vectors
+_LEFT_OUT = re.compile(
+    r"rope_freqs\.weight|rope_factors_(?:long|short)\.weight|blk\.\d+\.attn_[kv]_b\.weight"
+)
+_ONE_ROW = (
+    "mlp.shared_expert_gate.weight",
+    "mlp.moe_statics.e_score_correction_bias",
+)  # some files have vectors
 # Key of a config → key of the metadata, without the architecture.
 _CONFIG = {
     "hidden_size": "embedding_length",
@@ -37,7 +42,9 @@ _CONFIG = {
     "max_position_embeddings": "context_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), "expert_count"),
+    **dict.fromkeys(
+        ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), "expert_count"
+    ),
     **dict.fromkeys(("num_experts_per_tok", "moe_k"), "expert_used_count"),
     "moe_intermediate_size": "expert_feed_forward_length",
     **dict.fromkeys(("n_shared_experts", "moe_num_shared_experts"), "expert_shared_count"),
@@ -58,7 +65,9 @@ _CONFIG = {
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
 }
-_FIXED: dict[str, dict[str, Any]] = {  # what llama.cpp computes for an architecture, whatever the metadata (src/models)
+_FIXED: dict[
+    str, dict[str, Any]
+] = {  # what llama.cpp computes for an architecture, whatever the metadata (src/models)
     "qwen2moe": {"model_type": "qwen2_moe", "norm_topk_prob": False},
     "qwen3moe": {"model_type": "qwen3_moe", "norm_topk_prob": True},
     "llama": {"model_type": "mixtral"},
@@ -70,7 +79,10 @@ _FIXED: dict[str, dict[str, Any]] = {  # what llama.cpp computes for an architec
     "ernie4_5-moe": {"model_type": "ernie4_5_moe", "use_bias": False},
 }
 _NOT_OF_MLA = {"num_key_value_heads": "attention.head_count_kv", "head_dim": "attention.key_length"}
-_INNER_OF_EXPERTS = ("gpt-oss", "minimax-m2")  # whose config calls the experts' size intermediate_size
+_INNER_OF_EXPERTS = (
+    "gpt-oss",
+    "minimax-m2",
+)  # whose config calls the experts' size intermediate_size
 _EXPERTS = {"w1": "ffn_gate", "w3": "ffn_up", "w2": "ffn_down"}
 
 
@@ -81,9 +93,13 @@ class PublishedModel:
         """config: config.json, for the parameters' dtype."""
         self.stored, self.architecture = stored, str(stored.metadata["general.architecture"])
         gguf = library()
-        number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture)
+        number = next(
+            key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture
+        )
         self._names = gguf.get_tensor_name_map(number, self._number("block_count"))
-        self._param = "F16" if "float16" in (config.get("torch_dtype"), config.get("dtype")) else "BF16"
+        self._param = (
+            "F16" if "float16" in (config.get("torch_dtype"), config.get("dtype")) else "BF16"
+        )
 
     def _number(self, key: str) -> Any:
         return self.stored.metadata[f"{self.architecture}.{key}"]
@@ -94,10 +110,18 @@ class PublishedModel:
         key = re.sub(r"\.e_score_correction_bias$", ".e_score_correction.bias", name)
         key = f"{key}.weight" if key.endswith(".sinks") else key
         found = self._names.get_name(key, try_suffixes=(".weight", ".bias"))
-        halves = [] if match is None else [f"blk.{match[1]}.{half}.weight" for half in _HALVES.get(match[2], ())]
+        halves = (
+            []
+            if match is None
+            else [f"blk.{match[1]}.{half}.weight" for half in _HALVES.get(match[2], ())]
+        )
         if found in tensors:
             return (tensors[found],)
-        return tuple(tensors[half] for half in halves) if halves and tensors.keys() >= set(halves) else ()
+        return (
+            tuple(tensors[half] for half in halves)
+            if halves and tensors.keys() >= set(halves)
+            else ()
+        )
 
     def form(self, name: str) -> tuple[str, tuple[int, ...]]:
         """Return a published tensor's dtype and shape."""
@@ -125,7 +149,9 @@ class PublishedModel:
                 yield np.stack([keys[:, row] for row in range(size)])
                 yield self._decoded(parts[1], head * more, (head + 1) * more)
         elif self.architecture in _PERMUTED and module in ("q_proj", "k_proj"):
-            heads = self._number("attention.head_count" if module == "q_proj" else "attention.head_count_kv")
+            heads = self._number(
+                "attention.head_count" if module == "q_proj" else "attention.head_count_kv"
+            )
             width = math.prod(parts[0].shape[1:])
             stored = self._decoded(parts[0], 0, self._num_rows(parts[0])).reshape(heads, -1, width)
             half = stored.shape[1] // 2
@@ -156,10 +182,18 @@ class PublishedModel:
 
     def config(self) -> dict[str, Any]:
         """Return entries that a config.json made from the metadata has, where its family has these keys at all."""
-        metadata, own = self.stored.metadata, {**_CONFIG, **({} if self.architecture == "deepseek2" else _NOT_OF_MLA)}
-        own["intermediate_size"] = f"{'expert_' * (self.architecture in _INNER_OF_EXPERTS)}feed_forward_length"
+        metadata, own = (
+            self.stored.metadata,
+            {**_CONFIG, **({} if self.architecture == "deepseek2" else _NOT_OF_MLA)},
+        )
+        own["intermediate_size"] = (
+            f"{'expert_' * (self.architecture in _INNER_OF_EXPERTS)}feed_forward_length"
+        )
         entries = {key: metadata.get(f"{self.architecture}.{name}") for key, name in own.items()}
-        entries |= {f"{word}_token_id": metadata.get(f"tokenizer.ggml.{word}_token_id") for word in ("bos", "eos")}
+        entries |= {
+            f"{word}_token_id": metadata.get(f"tokenizer.ggml.{word}_token_id")
+            for word in ("bos", "eos")
+        }
         drafts = metadata.get(f"{self.architecture}.nextn_predict_layers", 0)
         entries["num_hidden_layers"] = self._number("block_count") - drafts
         entries["vocab_size"] = self.stored.tensors["token_embd.weight"].shape[0]
@@ -167,13 +201,19 @@ class PublishedModel:
         if metadata.get(f"{self.architecture}.rope.scaling.type", "none") != "none":
             entries["rope_scaling.factor"] = self._number("rope.scaling.factor")
         entries |= {"hidden_act": "silu", **_FIXED.get(self.architecture, {})}
-        return {key: value for key, value in entries.items() if value is not None and not isinstance(value, list)}
+        return {
+            key: value
+            for key, value in entries.items()
+            if value is not None and not isinstance(value, list)
+        }
 
 
 def is_role(role: str, tensor: str, index: int) -> bool:
     """Return whether a role's matrices are a GGUF tensor's: entry `index` of gate and up, in one tensor."""
     stem = tensor.rpartition(":")[2].split(".")[2]
-    return stem == f"{_EXPERTS[role]}_exps" or (stem == "ffn_gate_up_exps" and role == ("w1", "w3")[index])
+    return stem == f"{_EXPERTS[role]}_exps" or (
+        stem == "ffn_gate_up_exps" and role == ("w1", "w3")[index]
+    )
 
 
 class StoredTokenizer:

@@ -49,7 +49,13 @@ from hqconv.verification.reference import (
     route,
 )
 from hqconv.verification.result import CheckResult
-from hqconv.verification.tolerances import ErrorStats, Tolerances, check_figures, relative_error, worst
+from hqconv.verification.tolerances import (
+    ErrorStats,
+    Tolerances,
+    check_figures,
+    relative_error,
+    worst,
+)
 
 T = TypeVar("T")
 KNOWN_BY_NAME = "an activation that is known by name only: nothing to hold the kernel to"
@@ -77,9 +83,13 @@ def check_kernel(
     are, the check is skipped.
     """
     result = CheckResult("kernel")
-    of_kind = {k.inputs: Tolerances.of(k.inputs, artifact.param_dtype) for k in artifact.spec.kernel_specs}
+    of_kind = {
+        k.inputs: Tolerances.of(k.inputs, artifact.param_dtype) for k in artifact.spec.kernel_specs
+    }
     result.notes += [limits.note() for limits in of_kind.values()]
-    of_source = {} if source is None else {layer.name: layer for layer in source.map_experts().layers}
+    of_source = (
+        {} if source is None else {layer.name: layer for layer in source.map_experts().layers}
+    )
     known, unknown = [], []
     for layer in layers:
         activation = artifact.activation_of(layer)
@@ -98,7 +108,9 @@ def check_kernel(
             fetched.release(layer)
             result.measured[layer] = measured
             recorded = {p: _recorded(e) for p, e in entry.quantization_error.items()}
-            check_figures(result, layer, measured, of_kind[artifact.layer_spec_of(layer).inputs], recorded)
+            check_figures(
+                result, layer, measured, of_kind[artifact.layer_spec_of(layer).inputs], recorded
+            )
             result.notes += [
                 f"{layer}.{gemm}: its scale cuts off {share:.2%} of these tokens' activations"
                 for gemm, share in measured.get("clipped", {}).items()
@@ -129,9 +141,13 @@ def _measure(
     inputs = LayerInputs.of(artifact, layer, device)
     roundings = [EXACT] if inputs is None else [EXACT, inputs.reference()]
     with closing(experts()) as decoded:
-        references = moe_forwards(everything.x.double(), everything.routing, in_order(decoded), activation, roundings)
+        references = moe_forwards(
+            everything.x.double(), everything.routing, in_order(decoded), activation, roundings
+        )
     exact, *rounded = _compare_kernel(artifact, layer, batches, references, device)
-    measured = exact | {f"rounded_{key}": value for figures in rounded for key, value in figures.items()}
+    measured = exact | {
+        f"rounded_{key}": value for figures in rounded for key, value in figures.items()
+    }
     if inputs is not None and inputs.static:
         measured["clipped"] = inputs.clipped({"w13": everything.x, "w2": references[0][1]})
     if source is not None and layer in of_source:
@@ -139,7 +155,9 @@ def _measure(
             closing(experts()) as decoded,
             closing(source_experts(source, of_source[layer], device, num_threads)) as original,
         ):
-            measured |= _compare_source(activation, everything, references[0][0], in_order(decoded), in_order(original))
+            measured |= _compare_source(
+                activation, everything, references[0][0], in_order(decoded), in_order(original)
+            )
     return {**measured, "routed_by": batches[0].routed_by}
 
 
@@ -152,7 +170,9 @@ def source_experts(
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             return source.read_expert(layer, expert, layer.roles, device)
 
-    return pipeline(range(layer.num_experts), read, 2, num_threads, runs_torch=True, name="hqconv-experts")
+    return pipeline(
+        range(layer.num_experts), read, 2, num_threads, runs_torch=True, name="hqconv-experts"
+    )
 
 
 def in_order(values: Iterator[T]) -> Callable[[int], T]:
@@ -185,13 +205,19 @@ def _compare_kernel(
     slices = tp_slices(entry.intermediate_size, artifact.grid, schema)
     stored = (slices[-1].end,)  # the kernel's columns, with zeros that fill the last scale group
     tuned_for_m = _tuned_for_m(artifact, layer, counts)
-    compile_kernels([config for pair in gemm_configs(artifact, layer) for config in pair.values()], tuned_for_m, device)
+    compile_kernels(
+        [config for pair in gemm_configs(artifact, layer) for config in pair.values()],
+        tuned_for_m,
+        device,
+    )
     for tp_rank, ep_rank in artifact.grid.ranks:
         gemms = _load_rank(artifact, layer, tp_rank, ep_rank, device)
         _, begin, end, _ = slices[tp_rank]
         for index, (batch, out) in enumerate(zip(batches, outputs, strict=True)):
             ids = local_ids(artifact, batch.routing.ids, entry.num_experts, ep_rank)
-            part, inner = fused_moe(gemms, batch.x, ids, batch.routing.weights, activation, entry.gated, tuned_for_m)
+            part, inner = fused_moe(
+                gemms, batch.x, ids, batch.routing.weights, activation, entry.gated, tuned_for_m
+            )
             out += part.double()
             mine = (ids >= 0).reshape(-1)
             for tally, (_, hiddens) in zip(tallies, split, strict=True):
@@ -211,26 +237,34 @@ def _compare_kernel(
 def gemm_configs(artifact: Artifact, layer: str) -> list[dict[str, Any]]:
     """LayerConfigs of both GEMMs from one rank for each number of local experts, which is compiled into the kernel."""
     num_experts = artifact.layers[layer].num_experts
-    of_count = {len(artifact.grid.local_experts(num_experts, ep)): (0, ep) for ep in range(artifact.grid.ep)}
+    of_count = {
+        len(artifact.grid.local_experts(num_experts, ep)): (0, ep) for ep in range(artifact.grid.ep)
+    }
     return [
         {gemm: layer_config(artifact.rank_file(layer, *rank).configs[gemm]) for gemm in names.GEMMS}
         for rank in of_count.values()
     ]
 
 
-def warm_kernels(artifact: Artifact, layers: Iterable[str], tokens: Sequence[int], device: torch.device) -> None:
+def warm_kernels(
+    artifact: Artifact, layers: Iterable[str], tokens: Sequence[int], device: torch.device
+) -> None:
     """Compile the GEMMs that `check_kernel` needs, once for each kind of layer. Errors are left to the check."""
     seen = set()
     for layer in layers:
         entry = artifact.layers[layer]
         with suppress(HqconvError, OSError):
             configs = artifact.rank_file(layer, 0, 0).configs
-            kind = json.dumps([configs, entry.num_experts, entry.top_k, entry.gated], sort_keys=True)
+            kind = json.dumps(
+                [configs, entry.num_experts, entry.top_k, entry.gated], sort_keys=True
+            )
             kind += artifact.activation_of(layer).describe()
             if kind not in seen and artifact.knows_activation(layer):
                 seen.add(kind)
                 with torch.cuda.device(device):
-                    both = [config for pair in gemm_configs(artifact, layer) for config in pair.values()]
+                    both = [
+                        config for pair in gemm_configs(artifact, layer) for config in pair.values()
+                    ]
                 compile_kernels(both, _tuned_for_m(artifact, layer, tokens), device)
 
 
@@ -252,7 +286,9 @@ def other_layout(artifact: Artifact) -> str:
         own, found = (artifact.kernel_forms(layer, target) for target in (None, here))
         for gemm, form in own.items():
             if (flags := form.flags) != found[gemm].flags:
-                differing = ", ".join(flag for flag in flags if flags[flag] != found[gemm].flags[flag])
+                differing = ", ".join(
+                    flag for flag in flags if flags[flag] != found[gemm].flags[flag]
+                )
                 return f"the artifact is for {spec.target}; CUDA {here.cuda_name} here has another layout ({differing})"
     return ""
 
@@ -278,7 +314,9 @@ def _compare_source(
         for projection, approximate in decoded(expert).items():
             if projection in weights:
                 weight = weights[projection].double()
-                terms = torch.stack([(approximate.double() - weight).square().sum(), weight.square().sum()])
+                terms = torch.stack(
+                    [(approximate.double() - weight).square().sum(), weight.square().sum()]
+                )
                 sums[projection] = sums.get(projection, 0.0) + terms
         biases = {f"b{role[1:]}": one.bias for role, one in stored.items() if one.bias is not None}
         return weights | {name: bias.to(batch.x.dtype) for name, bias in biases.items()}
@@ -287,14 +325,21 @@ def _compare_source(
     totals = {projection: total.tolist() for projection, total in sums.items()}
     return {
         "against_source": relative_error(found, expected),
-        "weights_against_source": {p: math.sqrt(e / w) if w else math.sqrt(e) for p, (e, w) in totals.items()},
+        "weights_against_source": {
+            p: math.sqrt(e / w) if w else math.sqrt(e) for p, (e, w) in totals.items()
+        },
     }
 
 
-def _load_rank(artifact: Artifact, layer: str, tp_rank: int, ep_rank: int, device: torch.device) -> dict[str, Gemm]:
+def _load_rank(
+    artifact: Artifact, layer: str, tp_rank: int, ep_rank: int, device: torch.device
+) -> dict[str, Gemm]:
     """Load one rank's kernel tensors to the device, as a server holds them."""
     gemms = load_rank(artifact, layer, tp_rank, ep_rank, str(device))
-    return {name: load_gemm(gemm.config, gemm.tensors, gemm.hadamard_block_size) for name, gemm in gemms.items()}
+    return {
+        name: load_gemm(gemm.config, gemm.tensors, gemm.hadamard_block_size)
+        for name, gemm in gemms.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -352,10 +397,14 @@ def together(batches: list[TokenBatch]) -> TokenBatch:
     """Concatenate all batches, so that the reference decodes every expert once."""
     ids = torch.cat([b.routing.ids for b in batches])
     weights = torch.cat([b.routing.weights for b in batches])
-    return TokenBatch(torch.cat([b.x for b in batches]), Routing(ids, weights), batches[0].routed_by)
+    return TokenBatch(
+        torch.cat([b.x for b in batches]), Routing(ids, weights), batches[0].routed_by
+    )
 
 
-def local_ids(artifact: Artifact, ids: torch.Tensor, num_experts: int, ep_rank: int) -> torch.Tensor:
+def local_ids(
+    artifact: Artifact, ids: torch.Tensor, num_experts: int, ep_rank: int
+) -> torch.Tensor:
     """Map source expert ids to this rank's local indices, -1 elsewhere.
 
     A redundant expert's routes go to its copies in turn, so that every copy is run.
@@ -384,11 +433,15 @@ class LayerInputs:
     @classmethod
     def of(cls, artifact: Artifact, layer: str, device: torch.device) -> LayerInputs | None:
         """Read them from an artifact's layer; None for 16-bit activations. Raises the errors of reading a rank file."""
-        found = {gemm: Rounding.of(artifact.rank_file(layer, 0, 0).configs[gemm]) for gemm in names.GEMMS}
+        found = {
+            gemm: Rounding.of(artifact.rank_file(layer, 0, 0).configs[gemm]) for gemm in names.GEMMS
+        }
         roundings = {gemm: one for gemm, one in found.items() if one is not None}
         if not roundings:
             return None
-        slices = tp_slices(artifact.layers[layer].intermediate_size, artifact.grid, artifact.schema_of(layer))
+        slices = tp_slices(
+            artifact.layers[layer].intermediate_size, artifact.grid, artifact.schema_of(layer)
+        )
         return cls(
             roundings,
             _static_scales(artifact, layer, roundings, device),
@@ -411,7 +464,10 @@ class LayerInputs:
 
     def clipped(self, inputs: dict[str, torch.Tensor]) -> dict[str, float]:
         """Fraction of input values that the static scale clips, for each GEMM that has one."""
-        return {gemm: self.roundings[gemm].clipped(inputs[gemm], static) for gemm, static in self.static.items()}
+        return {
+            gemm: self.roundings[gemm].clipped(inputs[gemm], static)
+            for gemm, static in self.static.items()
+        }
 
     def _round(self, gemm: str, values: torch.Tensor) -> torch.Tensor:
         return self.roundings[gemm](values, self.static.get(gemm))
@@ -423,6 +479,9 @@ def _static_scales(
     static = [gemm for gemm, one in roundings.items() if one.is_static]
     if not static:
         return {}
-    path, inputs = artifact.fetched(names.rank_file(layer, 0, 0)), artifact.layer_spec_of(layer).inputs
+    path, inputs = (
+        artifact.fetched(names.rank_file(layer, 0, 0)),
+        artifact.layer_spec_of(layer).inputs,
+    )
     with safe_open(path, framework="pt", device=str(device)) as file:
         return {gemm: file.get_tensor(names.input_scale(layer, gemm, inputs)) for gemm in static}

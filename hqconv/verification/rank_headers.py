@@ -27,7 +27,10 @@ _WHAT = "A static activation scale is not the {}."
 
 
 def check_ranks(
-    artifact: Artifact, layers: Mapping[str, MoeLayer], readable: Collection[str], result: CheckResult
+    artifact: Artifact,
+    layers: Mapping[str, MoeLayer],
+    readable: Collection[str],
+    result: CheckResult,
 ) -> None:
     """Check that every rank has one file of every layer, with the tensors and LayerConfigs that the facts imply.
 
@@ -40,7 +43,9 @@ def check_ranks(
             path = names.rank_file(layer.name, tp_rank, ep_rank)
             expected_paths.add(path)
             if path not in artifact.manifest.files:
-                result.add(path, "A rank has no file of a layer.", "listed in the manifest", "not listed")
+                result.add(
+                    path, "A rank has no file of a layer.", "listed in the manifest", "not listed"
+                )
             elif path in readable:
                 _check_rank_file(artifact, layer, (tp_rank, ep_rank), forms, result)
     for path in artifact.manifest.files:
@@ -49,7 +54,9 @@ def check_ranks(
             result.add(path, what, "not listed", "listed")
 
 
-def _kernel_forms(artifact: Artifact, layer: MoeLayer, result: CheckResult) -> dict[str, KernelForm]:
+def _kernel_forms(
+    artifact: Artifact, layer: MoeLayer, result: CheckResult
+) -> dict[str, KernelForm]:
     """Compare the manifest's entries of a layer with Humming's forms, and return these; empty if there are none."""
     try:
         forms = artifact.kernel_forms(layer)
@@ -58,22 +65,37 @@ def _kernel_forms(artifact: Artifact, layer: MoeLayer, result: CheckResult) -> d
         return {}
     for gemm, form in forms.items():
         entry = artifact.layers[layer.name].gemm(gemm)
-        expected = {key: form.config[key] for key in ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k")} | form.flags
+        expected = {
+            key: form.config[key] for key in ("shape_n", "shape_k", "pad_shape_n", "pad_shape_k")
+        } | form.flags
         expected["fingerprint"] = layout_fingerprint(artifact.layer_spec_of(layer.name).of(gemm))
         found: dict[str, Any] = {}
         if entry is not None:
             found = {**entry.sizes, **entry.flags, "fingerprint": entry.fingerprint}
-        if entry is not None and entry.input_scale is not None and not is_static(artifact, layer.name):
+        if (
+            entry is not None
+            and entry.input_scale is not None
+            and not is_static(artifact, layer.name)
+        ):
             found[names.INPUT_SCALE] = entry.input_scale
         where = f"{names.MANIFEST}: {layer.name}: {gemm}"
-        compare_dicts(where, "The manifest's words on a GEMM are not Humming's.", expected, found, result)
+        compare_dicts(
+            where, "The manifest's words on a GEMM are not Humming's.", expected, found, result
+        )
     return forms
 
 
 def _check_rank_file(
-    artifact: Artifact, layer: MoeLayer, rank: tuple[int, int], forms: Mapping[str, KernelForm], result: CheckResult
+    artifact: Artifact,
+    layer: MoeLayer,
+    rank: tuple[int, int],
+    forms: Mapping[str, KernelForm],
+    result: CheckResult,
 ) -> None:
-    spec, num_local = artifact.layer_spec_of(layer.name), len(artifact.grid.local_experts(layer.num_experts, rank[1]))
+    spec, num_local = (
+        artifact.layer_spec_of(layer.name),
+        len(artifact.grid.local_experts(layer.num_experts, rank[1])),
+    )
     path = names.rank_file(layer.name, *rank)
     try:
         file = artifact.rank_file(layer.name, *rank)
@@ -82,19 +104,29 @@ def _check_rank_file(
         return
     for gemm in names.GEMMS:
         entry = artifact.layers[layer.name].gemm(gemm)
-        findings = [] if entry is None else list(file.findings(gemm, spec.of(gemm), entry, num_local))
+        findings = (
+            [] if entry is None else list(file.findings(gemm, spec.of(gemm), entry, num_local))
+        )
         for finding in findings:
             result.add(*finding)
         if gemm not in forms or findings:
             continue
-        what, config = "A layer config is not Humming's.", {**forms[gemm].config, "num_experts": num_local}
+        what, config = (
+            "A layer config is not Humming's.",
+            {**forms[gemm].config, "num_experts": num_local},
+        )
         compare_dicts(f"{path}, metadata {gemm}", what, config, file.configs[gemm], result)
-        expected = {name: (one.dtype, (num_local, *one.shape)) for name, one in forms[gemm].tensors.items()}
+        expected = {
+            name: (one.dtype, (num_local, *one.shape)) for name, one in forms[gemm].tensors.items()
+        }
         _compare_tensors(f"{path}, {gemm}", file.tensors_of(gemm), expected, result)
 
 
 def _compare_tensors(
-    where: str, found: Mapping[str, Any], expected: Mapping[str, tuple[str, tuple[int, ...]]], result: CheckResult
+    where: str,
+    found: Mapping[str, Any],
+    expected: Mapping[str, tuple[str, tuple[int, ...]]],
+    result: CheckResult,
 ) -> None:
     """Compare dtypes and shapes of tensors; names are compared elsewhere."""
     for name in sorted(expected.keys() & found.keys()):
@@ -105,13 +137,18 @@ def _compare_tensors(
 
 
 def check_packed(
-    artifact: Artifact, layers: Mapping[str, MoeLayer], inside: Mapping[str, tuple[str, Any]], result: CheckResult
+    artifact: Artifact,
+    layers: Mapping[str, MoeLayer],
+    inside: Mapping[str, tuple[str, Any]],
+    result: CheckResult,
 ) -> set[str]:
     """Check the experts' packed tensors of the checkpoint layout; return their names (none in the kernel layout)."""
     found: set[str] = set()
     for layer in () if artifact.manifest.is_kernel else layers.values():
         prefix = f"{layer.name}."
-        of_layer = {name for name in inside if name.startswith(prefix) and name[len(prefix) :][:1].isdigit()}
+        of_layer = {
+            name for name in inside if name.startswith(prefix) and name[len(prefix) :][:1].isdigit()
+        }
         found |= of_layer
         try:
             form = artifact.packed_forms(layer)
@@ -151,12 +188,18 @@ def check_rank_scales(artifact: Artifact, layers: Iterable[MoeLayer], result: Ch
         for gemm, found in recorded.items():
             if not _is_scale(found):
                 where = f"{names.MANIFEST}: {layer.name}: {gemm}: {names.INPUT_SCALE}"
-                result.add(where, _WHAT.format("one a conversion writes"), "a float32 above zero", found)
+                result.add(
+                    where, _WHAT.format("one a conversion writes"), "a float32 above zero", found
+                )
         _compare(artifact, layer.name, recorded, "manifest's", result)
 
 
 def check_source_scales(
-    artifact: Artifact, layers: Iterable[MoeLayer], source: Source, sources: Mapping[str, MoeLayer], result: CheckResult
+    artifact: Artifact,
+    layers: Iterable[MoeLayer],
+    source: Source,
+    sources: Mapping[str, MoeLayer],
+    result: CheckResult,
 ) -> None:
     """Check for `weights` that manifest and ranks have the scales that follow from the source's."""
     with ThreadPoolExecutor(8, "hqconv-verify") as pool:
@@ -184,11 +227,19 @@ def _recorded(artifact: Artifact, layer: str) -> dict[str, float | None]:
 
 
 def _is_scale(number: Any) -> bool:
-    return isinstance(number, float) and math.isfinite(number) and 0 < number == float(np.float32(number))
+    return (
+        isinstance(number, float)
+        and math.isfinite(number)
+        and 0 < number == float(np.float32(number))
+    )
 
 
 def _compare(
-    artifact: Artifact, layer: str, expected: InputScales | Mapping[str, Any], whose: str, result: CheckResult
+    artifact: Artifact,
+    layer: str,
+    expected: InputScales | Mapping[str, Any],
+    whose: str,
+    result: CheckResult,
 ) -> None:
     """Compare every rank's scale of each GEMM with the expected one."""
     for tp_rank, ep_rank in artifact.grid.ranks:

@@ -17,7 +17,9 @@ import torch.nn.functional as F  # noqa: N812
 from hqconv.calibration.activations import Step, activate
 from hqconv.schemas.activation import Activation
 
-Expert = Mapping[str, torch.Tensor]  # w1 (if gated), w3 [I, H], w2 [H, I]; biases b1, b3 [I], b2 [H]
+Expert = Mapping[
+    str, torch.Tensor
+]  # w1 (if gated), w3 [I, H], w2 [H, I]; biases b1, b3 [I], b2 [H]
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,9 @@ class Routing:
     weights: torch.Tensor
 
 
-def route(logits: torch.Tensor, top_k: int, config: Mapping[str, Any], bias: torch.Tensor | None = None) -> Routing:
+def route(
+    logits: torch.Tensor, top_k: int, config: Mapping[str, Any], bias: torch.Tensor | None = None
+) -> Routing:
     """Choose experts from router logits float32 [T, E] as the config's model does.
 
     A correction bias means DeepSeek-V3's rule (sigmoid scores, choice by biased scores within the best groups);
@@ -37,15 +41,21 @@ def route(logits: torch.Tensor, top_k: int, config: Mapping[str, Any], bias: tor
     if bias is None:
         scores = logits.softmax(-1)
         weights, ids = scores.topk(top_k, dim=-1)
-        normalise = config.get("norm_topk_prob", config.get("model_type") in ("mixtral", "minimax_m2"))
+        normalise = config.get(
+            "norm_topk_prob", config.get("model_type") in ("mixtral", "minimax_m2")
+        )
         return Routing(ids, weights / weights.sum(-1, keepdim=True) if normalise else weights)
     scores = logits.sigmoid()
     choice = scores + bias
     num_groups = int(config.get("n_group") or 1)
     if num_groups > 1:
         grouped = choice.view(choice.size(0), num_groups, -1)
-        best = grouped.topk(2, dim=-1).values.sum(-1).topk(int(config["topk_group"]), dim=-1).indices
-        keep = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=logits.device).scatter(1, best, True)
+        best = (
+            grouped.topk(2, dim=-1).values.sum(-1).topk(int(config["topk_group"]), dim=-1).indices
+        )
+        keep = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=logits.device).scatter(
+            1, best, True
+        )
         choice = grouped.masked_fill(~keep.unsqueeze(-1), float("-inf")).view_as(choice)
     ids = choice.topk(top_k, dim=-1).indices
     weights = scores.gather(1, ids)
@@ -97,7 +107,9 @@ def expert_forward(
 
     def project(name: str, inputs: torch.Tensor) -> torch.Tensor:
         bias = expert.get("b" + name[1:])
-        return F.linear(inputs, expert[name].to(inputs.dtype), None if bias is None else bias.to(inputs.dtype))
+        return F.linear(
+            inputs, expert[name].to(inputs.dtype), None if bias is None else bias.to(inputs.dtype)
+        )
 
     rounded = roundings.inputs(x)
     gate = roundings.wide(project("w1", rounded)) if "w1" in expert else None
@@ -176,7 +188,9 @@ class Rounding:
         mode = config.get("input_quant_mode") or "none"
         if mode == "none":
             return None
-        return cls(config["a_dtype"], mode, config.get("input_scale_group_size") or 0, config["as_dtype"])
+        return cls(
+            config["a_dtype"], mode, config.get("input_scale_group_size") or 0, config["as_dtype"]
+        )
 
     @property
     def is_static(self) -> bool:

@@ -16,7 +16,9 @@ PASS, FAIL, SKIPPED = "pass", "fail", "skipped"
 OTHER_SOURCE = "The source is another one than the artifact was converted from."
 NO_EXPERT = "No expert has the source's weights: the source is probably another model, or another version of it."
 OF_ANOTHER_SOURCE = (OTHER_SOURCE, NO_EXPERT)  # other findings of a check follow from these
-ERRORS_OF_WEIGHTS = "Errors are those of weights, which a calibration makes larger for smaller ones of outputs"
+ERRORS_OF_WEIGHTS = (
+    "Errors are those of weights, which a calibration makes larger for smaller ones of outputs"
+)
 MAX_PER_KIND = 50  # listed findings of one kind; a damaged layer has as many as it has experts
 
 
@@ -84,10 +86,14 @@ def compare_names(
     for name in sorted(set(expected) - set(found)):
         result.add(f"{where}, {kind} {name}", f"A {kind} is missing.", "present", "absent")
     for name in sorted(set(found) - set(expected)):
-        result.add(f"{where}, {kind} {name}", f"A {kind} does not belong here.", "absent", "present")
+        result.add(
+            f"{where}, {kind} {name}", f"A {kind} does not belong here.", "absent", "present"
+        )
 
 
-def compare_dicts(where: str, what: str, expected: Mapping[str, Any], found: Any, result: CheckResult) -> None:
+def compare_dicts(
+    where: str, what: str, expected: Mapping[str, Any], found: Any, result: CheckResult
+) -> None:
     """Compare two JSON objects key by key; one finding for each key that differs."""
     if not isinstance(found, dict):
         result.add(where, what, "a JSON object", json.dumps(found))
@@ -97,7 +103,10 @@ def compare_dicts(where: str, what: str, expected: Mapping[str, Any], found: Any
         if values[0] != values[1] and all(isinstance(value, float) for value in values):
             result.add(f"{where}: {key}", what, *values)
             continue
-        texts = [json.dumps(w[key], sort_keys=True) if key in w else "no such key" for w in (expected, found)]
+        texts = [
+            json.dumps(w[key], sort_keys=True) if key in w else "no such key"
+            for w in (expected, found)
+        ]
         if texts[0] != texts[1]:
             result.add(f"{where}: {key}", what, *texts)
 
@@ -110,7 +119,9 @@ def read_json(path: Path, result: CheckResult) -> dict[str, Any] | None:
         result.add(path.name, "A file cannot be read as JSON.", "a JSON object", error)
         return None
     if not isinstance(document, dict):
-        result.add(path.name, "A file cannot be read as JSON.", "a JSON object", type(document).__name__)
+        result.add(
+            path.name, "A file cannot be read as JSON.", "a JSON object", type(document).__name__
+        )
         return None
     return document
 
@@ -133,7 +144,9 @@ class VerificationReport:
 
     def __repr__(self) -> str:
         """Name the artifact and the status of each check."""
-        checks = ", ".join(f"{result.name} {result.status}" for result in self.results) or "no check ran"
+        checks = (
+            ", ".join(f"{result.name} {result.status}" for result in self.results) or "no check ran"
+        )
         return f"<VerificationReport {str(self.root)!r}: {'passed' if self.passed else 'failed'} ({checks})>"
 
     @property

@@ -42,7 +42,11 @@ _ROUNDED = {
 KERNEL_ERROR: dict[tuple[str, str], Expected] = {
     ("a16", "bfloat16"): Expected(0.0035),
     ("a16", "float16"): Expected(0.0008),
-    **{(kind, dtype): limits for kind, limits in _ROUNDED.items() for dtype in ("bfloat16", "float16")},
+    **{
+        (kind, dtype): limits
+        for kind, limits in _ROUNDED.items()
+        for dtype in ("bfloat16", "float16")
+    },
 }
 # One output channel, or one batch, may be noisier than the whole.
 TOLERANCE_FACTOR, CHANNEL_FACTOR = 3.0, 12.0
@@ -63,7 +67,9 @@ def kind_of_inputs(inputs: InputSchema) -> str | None:
         return "a16"
     is_grouped, scale = inputs.input_scale_group_size > 0, inputs.input_scale_dtype
     if inputs.a_dtype == "float8e4m3":
-        return "mxfp8" if is_grouped and scale == "float8e8m0" else "fp8-g128" if is_grouped else "fp8"
+        return (
+            "mxfp8" if is_grouped and scale == "float8e8m0" else "fp8-g128" if is_grouped else "fp8"
+        )
     if inputs.a_dtype == "float4e2m1":
         return "nvfp4" if is_grouped and scale == "float8e4m3" else "mxfp4" if is_grouped else None
     return {"float8e5m2": "fp8-e5m2", "int8": "int8", "int4": "int4"}.get(inputs.a_dtype)
@@ -102,7 +108,11 @@ class Tolerances:
 
 
 def check_figures(
-    result: CheckResult, layer: str, measured: dict[str, Any], limits: Tolerances, recorded: dict[str, float]
+    result: CheckResult,
+    layer: str,
+    measured: dict[str, Any],
+    limits: Tolerances,
+    recorded: dict[str, float],
 ) -> None:
     """Add findings for the figures of one layer that are too large. NaN never passes.
 
@@ -117,14 +127,23 @@ def check_figures(
 
 
 def _judge_kernel(
-    result: CheckResult, layer: str, measured: dict[str, Any], what: tuple[str, str], limits: tuple[float, float]
+    result: CheckResult,
+    layer: str,
+    measured: dict[str, Any],
+    what: tuple[str, str],
+    limits: tuple[float, float],
 ) -> None:
     """Check the kernel against one reference: over all, in the worst channel, in the worst batch."""
     prefix, reference = what
     rank, channel = measured[f"{prefix}worst_rank"], measured[f"{prefix}worst_channel"]
     for key, where, what_differs, limit in (
         ("kernel", layer, f"The kernel's output is off the {reference}' (rank {rank}).", limits[0]),
-        ("channel", f"{layer}, {channel}", f"One channel of the output is off the {reference}'.", limits[1]),
+        (
+            "channel",
+            f"{layer}, {channel}",
+            f"One channel of the output is off the {reference}'.",
+            limits[1],
+        ),
         ("batch", layer, f"One batch of the output is off the {reference}'.", limits[1]),
     ):
         found = measured[f"{prefix}{key}"]
@@ -132,7 +151,9 @@ def _judge_kernel(
             result.add(where, what_differs, f"relative error <= {limit:.4f}", f"{found:.4g}")
 
 
-def _judge_source(result: CheckResult, layer: str, measured: dict[str, Any], recorded: dict[str, float]) -> None:
+def _judge_source(
+    result: CheckResult, layer: str, measured: dict[str, Any], recorded: dict[str, float]
+) -> None:
     """Check the errors of the decoded weights and of their output against the errors of the conversion."""
     errors = list(recorded.values())
     random, alike = SOURCE_FACTOR * math.hypot(*errors), SUM_FACTOR * sum(errors)
@@ -140,7 +161,9 @@ def _judge_source(result: CheckResult, layer: str, measured: dict[str, Any], rec
     measured["limit_against_source"] = limit
     if not measured["against_source"] <= limit:
         found = f"{measured['against_source']:.4g}"
-        result.add(layer, "The output is off the source's.", f"relative error <= {limit:.4f}", found)
+        result.add(
+            layer, "The output is off the source's.", f"relative error <= {limit:.4f}", found
+        )
     for projection, error in measured["weights_against_source"].items():
         limit = max(WEIGHT_FACTOR * recorded.get(projection, 0.0), DIRECT_ERROR)
         if not error <= limit:

@@ -18,7 +18,15 @@ from hqconv.artifact.reader import Artifact
 from hqconv.conversion.hub_prefetch import CachePolicy
 from hqconv.conversion.resources import explained_gpu_memory
 from hqconv.conversion.stages import Meter, Progress
-from hqconv.errors import HqconvError, NetworkError, OutputError, RequestError, VerificationError, number_text, plural
+from hqconv.errors import (
+    HqconvError,
+    NetworkError,
+    OutputError,
+    RequestError,
+    VerificationError,
+    number_text,
+    plural,
+)
 from hqconv.io.file_access import sha256_of
 from hqconv.io.hub import Listing
 from hqconv.models.source_protocol import Source
@@ -47,9 +55,16 @@ def check_error(artifact: Artifact, weights: CheckResult | None, limit: float) -
     measured = {} if weights is None else weights.measured
     result.notes.append(f"the manifest's errors of {plural(len(recorded), 'layer')}")
     result.notes += [ERRORS_OF_WEIGHTS] * (artifact.spec.encoding.quantizer == GPTQ)
-    figures = [measures for layer in measured.values() for measures in layer.values() if isinstance(measures, Mapping)]
+    figures = [
+        measures
+        for layer in measured.values()
+        for measures in layer.values()
+        if isinstance(measures, Mapping)
+    ]
     if any("relative_error" in measures for measures in figures):
-        result.notes.append(f"and those measured against the source, of {plural(len(measured), 'layer')}")
+        result.notes.append(
+            f"and those measured against the source, of {plural(len(measured), 'layer')}"
+        )
     for errors, kind in ((recorded, "recorded"), (measured, "measured")):
         for one in over_limit(errors, limit):
             where = f"{one['block']}, {one['projection']}"
@@ -73,7 +88,9 @@ class VerifyOptions:
     source: str | None  # name of the source in the report
     max_error: float | None = None  # of a projection; None for any
     cache: CachePolicy = field(default_factory=CachePolicy)  # for the shards of a source on the Hub
-    progress: Callable[[str, Progress], None] | None = None  # called with the check's name, one call at a time
+    progress: Callable[[str, Progress], None] | None = (
+        None  # called with the check's name, one call at a time
+    )
 
 
 def verify(
@@ -104,7 +121,9 @@ def verify(
             # Kernels are compiled during the first checks.
             kernels = _begin_kernels(artifact, options, layers, pool) if "kernel" in asked else None
             runs: dict[str, Callable[[], CheckResult]] = {
-                "files": lambda: check_files(artifact, source, options.num_threads, _meter("files", artifact, options)),
+                "files": lambda: check_files(
+                    artifact, source, options.num_threads, _meter("files", artifact, options)
+                ),
                 "weights": lambda: _weights(artifact, source, options),
                 "kernel": lambda: _kernel(artifact, source, options, layers, kernels),
             }
@@ -115,7 +134,9 @@ def verify(
                     report.results.append(_run(check, runs[check]))
                     report.seconds[check] = time.monotonic() - started
                     _LOG.info("%r in %.1f s.", report.results[-1], report.seconds[check])
-        if CHECKS[0] not in asked and artifact.manifest.alteration is not None:  # every check relies on the manifest
+        if (
+            CHECKS[0] not in asked and artifact.manifest.alteration is not None
+        ):  # every check relies on the manifest
             report.results[0].add(f"{names.MANIFEST}: digest", *artifact.manifest.alteration)
         found = _run(CHECKS[0], partial(_check_unchanged, artifact))
         report.results[0].findings += found.findings
@@ -142,7 +163,9 @@ def _begin_kernels(
     with suppress(HqconvError, OSError):  # the check reports it
         device, _ = _kernel_device(artifact, options.device)
         if device is not None:
-            return pool.submit(warm_kernels, artifact, _sample(artifact, layers, options), options.tokens, device)
+            return pool.submit(
+                warm_kernels, artifact, _sample(artifact, layers, options), options.tokens, device
+            )
     return None
 
 
@@ -152,10 +175,16 @@ def _meter(check: str, artifact: Artifact, options: VerifyOptions) -> Meter | No
     if listener is None:
         return None
     listed = artifact.manifest.files.items()
-    sizes = {path: entry.size_bytes for path, entry in listed if path != names.CARD}  # which is not hashed
+    sizes = {
+        path: entry.size_bytes for path, entry in listed if path != names.CARD
+    }  # which is not hashed
     if check == "weights":
         names_ = _chosen_layers(artifact, options.layers)
-        return Meter(sum(layer_bytes(artifact, name) for name in names_), len(names_), partial(listener, check))
+        return Meter(
+            sum(layer_bytes(artifact, name) for name in names_),
+            len(names_),
+            partial(listener, check),
+        )
     return Meter(sum(sizes.values()), len(sizes), partial(listener, check))
 
 
@@ -177,9 +206,17 @@ def _kind_of(artifact: Artifact, layer: str) -> tuple[LayerSpec, Activation]:
 
 def _check_options(options: VerifyOptions) -> None:
     """Refuse unknown checks, and options that would check nothing and pass."""
-    for option, values in (("--checks", options.checks), ("--layers", options.layers), ("--tokens", options.tokens)):
+    for option, values in (
+        ("--checks", options.checks),
+        ("--layers", options.layers),
+        ("--tokens", options.tokens),
+    ):
         if values is not None and not values:
-            raise RequestError("Nothing is asked for.", where=option, remedy="Leave the option out for its default.")
+            raise RequestError(
+                "Nothing is asked for.",
+                where=option,
+                remedy="Leave the option out for its default.",
+            )
     refuse_unknown_checks(options.checks)
 
 
@@ -193,7 +230,9 @@ def _run(name: str, run: Callable[[], CheckResult]) -> CheckResult:
         return _finding(name, error)
     except OSError as error:
         result = CheckResult(name)
-        result.add(str(error.filename or ""), "A file cannot be read.", "", error.strerror or str(error))
+        result.add(
+            str(error.filename or ""), "A file cannot be read.", "", error.strerror or str(error)
+        )
         return result
 
 
@@ -224,7 +263,9 @@ def _weights_device(wanted: torch.device | None) -> torch.device | None:
 def _weights(artifact: Artifact, source: Source | None, options: VerifyOptions) -> CheckResult:
     """Run the `weights` check; asked for by name, the artifact's codes must be comparable with the source's."""
     lineage = None if source is None else Lineage.of(artifact, source)
-    obstacle = "" if lineage is None or lineage.is_original else lineage.why_not_comparable(artifact)
+    obstacle = (
+        "" if lineage is None or lineage.is_original else lineage.why_not_comparable(artifact)
+    )
     if obstacle and options.checks and "weights" in options.checks:
         raise RequestError(
             "The weights cannot be compared with this source.",
@@ -238,26 +279,36 @@ def _weights(artifact: Artifact, source: Source | None, options: VerifyOptions) 
 
 
 def _kernel(
-    artifact: Artifact, source: Source | None, options: VerifyOptions, layers: list[str], kernels: Future[None] | None
+    artifact: Artifact,
+    source: Source | None,
+    options: VerifyOptions,
+    layers: list[str],
+    kernels: Future[None] | None,
 ) -> CheckResult:
     """Run the kernel check, once the kernels are compiled."""
     device, obstacle = _kernel_device(artifact, options.device)
     if device is None:
         if options.checks and "kernel" in options.checks:
-            raise RequestError("The kernel check cannot run here.", where="--checks kernel", found=obstacle)
+            raise RequestError(
+                "The kernel check cannot run here.", where="--checks kernel", found=obstacle
+            )
         return CheckResult("kernel", skipped=obstacle)
     chosen = _sample(artifact, layers, options)
     if kernels is not None:
         kernels.exception()
     with torch.cuda.device(device):
-        result = check_kernel(artifact, source, chosen, options.tokens, device, options.num_threads, options.cache)
+        result = check_kernel(
+            artifact, source, chosen, options.tokens, device, options.num_threads, options.cache
+        )
     result.notes.append(
         f"{len(chosen)} of {plural(len(layers), 'layer')}, batches of {', '.join(map(str, options.tokens))} tokens"
     )
     return result
 
 
-def _kernel_device(artifact: Artifact, wanted: torch.device | None) -> tuple[torch.device | None, str]:
+def _kernel_device(
+    artifact: Artifact, wanted: torch.device | None
+) -> tuple[torch.device | None, str]:
     """Device to run the kernel on, or None and the reason."""
     if not artifact.manifest.is_kernel:
         return None, "the checkpoint layout has no kernel tensors"
@@ -277,6 +328,8 @@ def _kernel_device(artifact: Artifact, wanted: torch.device | None) -> tuple[tor
         if obstacle := other_layout(artifact):
             return None, obstacle
         if not any(artifact.knows_activation(layer) for layer in artifact.layers):
-            found = dict.fromkeys(artifact.activation_of(layer).describe() for layer in artifact.layers)
+            found = dict.fromkeys(
+                artifact.activation_of(layer).describe() for layer in artifact.layers
+            )
             return None, f"the experts' activation is known by name only: {', '.join(found)}"
     return device, ""

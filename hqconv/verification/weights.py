@@ -33,7 +33,14 @@ from hqconv.schemas.weight_schema import LayerSchema
 from hqconv.verification.accounting import consistent_layers
 from hqconv.verification.against_source import Lineage, other_source
 from hqconv.verification.content_sums import against, check_content
-from hqconv.verification.experts import Batches, LayerCheck, Original, Outcome, plan_staging, why_not
+from hqconv.verification.experts import (
+    Batches,
+    LayerCheck,
+    Original,
+    Outcome,
+    plan_staging,
+    why_not,
+)
 from hqconv.verification.figures import check_recorded, check_search, summarize
 from hqconv.verification.fused_exponents import folding_bytes
 from hqconv.verification.rank_headers import check_source_scales
@@ -63,13 +70,25 @@ def check_weights(
     weights. Raises RequestError if not even one expert fits into `max_memory_bytes`; every other fault is a finding.
     """
     result = CheckResult("weights")
-    other_codes = "" if source is None else Lineage.of(artifact, source).why_not_comparable(artifact)
+    other_codes = (
+        "" if source is None else Lineage.of(artifact, source).why_not_comparable(artifact)
+    )
     layers = list(consistent_layers(artifact, result, indices).values())
     sources = _source_layers(artifact, source, result)
-    for name in sorted((sources or {}).keys() - artifact.layers.keys() - set(artifact.left)) if indices is None else ():
-        result.add(f"layer {name}", "An MoE layer of the source is missing in the artifact.", "present", "absent")
+    for name in (
+        sorted((sources or {}).keys() - artifact.layers.keys() - set(artifact.left))
+        if indices is None
+        else ()
+    ):
+        result.add(
+            f"layer {name}",
+            "An MoE layer of the source is missing in the artifact.",
+            "present",
+            "absent",
+        )
     needs = (
-        _working_bytes(b, artifact.schema_of(b.name), artifact.spec.encoding.quantizer) + folding_bytes(artifact, b)
+        _working_bytes(b, artifact.schema_of(b.name), artifact.spec.encoding.quantizer)
+        + folding_bytes(artifact, b)
         for b in layers
     )
     need = max(needs, default=1)
@@ -81,10 +100,15 @@ def check_weights(
     staging = None if device is None else plan_staging(device, num_threads, max_memory_bytes - need)
     left_bytes = max_memory_bytes - (0 if staging is None else staging.host_bytes)
     num_workers = max(1, min(num_threads, left_bytes // need))
-    of_source = [sources[layer.name] for layer in layers if layer.name in sources] if sources else []
+    of_source = (
+        [sources[layer.name] for layer in layers if layer.name in sources] if sources else []
+    )
     num_experts = num_wrong = num_again = num_calibrated = 0
     batches = None if staging is None else Batches(staging)
-    with batches or nullcontext(), fetched_layers(source, of_source, cache or CachePolicy()) as fetched:
+    with (
+        batches or nullcontext(),
+        fetched_layers(source, of_source, cache or CachePolicy()) as fetched,
+    ):
 
         def checks() -> Iterator[LayerCheck]:
             for layer in layers:
@@ -110,12 +134,14 @@ def check_weights(
         _name_arrangement(artifact, source, of_source, result)
     result.notes += [_note(batches, num_again, num_experts), *_misread_notes(result)]
     looked_at = f"{len(layers)} of {plural(len(artifact.layers), 'layer')}"
-    result.notes.insert(0, f"{looked_at} {against(artifact, layers, None if other_codes else source)}")
-    bounded = (
-        f"{plural(num_calibrated, 'layer')} held to bounds around the source's weights: a calibration is not repeated"
+    result.notes.insert(
+        0, f"{looked_at} {against(artifact, layers, None if other_codes else source)}"
     )
+    bounded = f"{plural(num_calibrated, 'layer')} within bounds of the source's weights: a calibration is not repeated"
     result.notes += [f"{bounded}. {ERRORS_OF_WEIGHTS}"] * (num_calibrated > 0)
-    result.notes += [f"not compared with the source, whose codes are others: {other_codes}"] * bool(other_codes)
+    result.notes += [f"not compared with the source, whose codes are others: {other_codes}"] * bool(
+        other_codes
+    )
     return result
 
 
@@ -148,13 +174,18 @@ def _run(
             for _, found in of_layer:
                 outcomes += found
                 if meter is not None:
-                    meter.advance(name, layer_bytes(check.artifact, name) * len(found) // check.layer.num_experts)
+                    meter.advance(
+                        name,
+                        layer_bytes(check.artifact, name) * len(found) // check.layer.num_experts,
+                    )
             if meter is not None:
                 meter.finish(name)
             yield check, outcomes
 
 
-def _named(check: LayerCheck, outcomes: Sequence[Outcome | None], num_workers: int) -> list[Outcome]:
+def _named(
+    check: LayerCheck, outcomes: Sequence[Outcome | None], num_workers: int
+) -> list[Outcome]:
     """Check the experts of a layer that have no outcome yet, alone."""
     experts = [expert for expert, outcome in enumerate(outcomes) if outcome is None]
     if not experts:
@@ -172,7 +203,9 @@ def _note(batches: Batches | None, num_again: int, num_experts: int) -> str:
     return f"on {batches.staging.device}{repeated}"
 
 
-def _name_arrangement(artifact: Artifact, source: Source, layers: Sequence[MoeLayer], result: CheckResult) -> None:
+def _name_arrangement(
+    artifact: Artifact, source: Source, layers: Sequence[MoeLayer], result: CheckResult
+) -> None:
     """Name gate and up that are the source's rows in another arrangement, where down is the source's.
 
     layers: of the source.
@@ -185,7 +218,10 @@ def _name_arrangement(artifact: Artifact, source: Source, layers: Sequence[MoeLa
         reader = ExpertReader(artifact, artifact.moe_layer(layer.name), Outcome().note)
         if not (stacks := reader.read("w13", 0, Outcome().note)):
             continue
-        ours, theirs = stack_floats(stacks, reader), source.read_expert(layer, 0, ("w1", "w3"), torch.device("cpu"))
+        ours, theirs = (
+            stack_floats(stacks, reader),
+            source.read_expert(layer, 0, ("w1", "w3"), torch.device("cpu")),
+        )
         ours = {role: one[0] for role, one in ours.items()}
         rows = torch.cat([ours["w1"], ours["w3"]])
         for what, arranged in (
@@ -196,9 +232,17 @@ def _name_arrangement(artifact: Artifact, source: Source, layers: Sequence[MoeLa
             ),
         ):
             pairs = zip(arranged, (theirs["w1"].values(), theirs["w3"].values()), strict=True)
-            if all(torch.cosine_similarity(a.flatten(), b.float().flatten(), 0) >= _CLOSE for a, b in pairs):
+            if all(
+                torch.cosine_similarity(a.flatten(), b.float().flatten(), 0) >= _CLOSE
+                for a, b in pairs
+            ):
                 result.put_first(
-                    Finding(f"layer {layer.name}", what, "the source's gate and up", "another arrangement")
+                    Finding(
+                        f"layer {layer.name}",
+                        what,
+                        "the source's gate and up",
+                        "another arrangement",
+                    )
                 )
                 return
 
@@ -209,7 +253,9 @@ def _name_other_source(
     """Add as first finding that the source is not the artifact's, where its files or all of its experts differ."""
     another = other_source(Lineage.of(artifact, source).made.source, source)
     if another is None and num_wrong == num_experts > 1:
-        another = Finding("--source", NO_EXPERT, "the source's weights, quantized", f"{num_wrong} experts differ")
+        another = Finding(
+            "--source", NO_EXPERT, "the source's weights, quantized", f"{num_wrong} experts differ"
+        )
     if another is not None:
         result.put_first(another)
 
@@ -227,17 +273,23 @@ def _check_memory(need: int, max_memory_bytes: int) -> None:
 # --- selection of the work ----------------------------------------------------------------------------------
 
 
-def _obstacle(artifact: Artifact, sources: Mapping[str, MoeLayer] | None, device: torch.device) -> str:
+def _obstacle(
+    artifact: Artifact, sources: Mapping[str, MoeLayer] | None, device: torch.device
+) -> str:
     """Return why the source cannot be quantized on the device; "" if it can, or if there is no source."""
     of_source = next(iter((sources or {}).values()), None)
     if of_source is None:
         return ""
     dtype = torch_dtype(of_source.dtype) if of_source.format.is_float else torch.float32
-    reasons = (why_not(k.schema, artifact.param_dtype, dtype, device) for k in artifact.spec.kernel_specs)
+    reasons = (
+        why_not(k.schema, artifact.param_dtype, dtype, device) for k in artifact.spec.kernel_specs
+    )
     return next(filter(None, reasons), "")
 
 
-def _source_layers(artifact: Artifact, source: Source | None, result: CheckResult) -> dict[str, MoeLayer] | None:
+def _source_layers(
+    artifact: Artifact, source: Source | None, result: CheckResult
+) -> dict[str, MoeLayer] | None:
     if source is None:
         return None
     if Lineage.of(artifact, source).is_own:
@@ -245,7 +297,12 @@ def _source_layers(artifact: Artifact, source: Source | None, result: CheckResul
     try:
         return {layer.name: layer for layer in source.map_experts().layers}
     except HqconvError as error:
-        result.add(f"source: {error.where}", f"The source cannot be mapped: {error.what}", error.expected, error.found)
+        result.add(
+            f"source: {error.where}",
+            f"The source cannot be mapped: {error.what}",
+            error.expected,
+            error.found,
+        )
         return None
 
 
@@ -267,16 +324,25 @@ def _layer_check(
 
 
 def _original(
-    artifact: Artifact, layer: MoeLayer, source: Source, found: MoeLayer | None, findings: list[Finding]
+    artifact: Artifact,
+    layer: MoeLayer,
+    source: Source,
+    found: MoeLayer | None,
+    findings: list[Finding],
 ) -> Original | None:
     sizes = ("num_experts", "hidden_size", "intermediate_size", "gated")
     if found is None or any(getattr(found, size) != getattr(layer, size) for size in sizes):
-        described = [", ".join(f"{s} {getattr(b, s)}" for s in sizes) if b else "no such layer" for b in (found, layer)]
+        described = [
+            ", ".join(f"{s} {getattr(b, s)}" for s in sizes) if b else "no such layer"
+            for b in (found, layer)
+        ]
         findings.append(Finding(f"layer {layer.name}", "The source has no such layer.", *described))
         return None
     spec, lineage = artifact.spec, Lineage.of(artifact, source)
     if lineage.why_not_comparable(artifact):
-        plain = encoding_of(found, artifact.schema_of(layer.name), spec.param_dtype, EncodingOptions())
+        plain = encoding_of(
+            found, artifact.schema_of(layer.name), spec.param_dtype, EncodingOptions()
+        )
         return Original(source, found, plain, is_comparable=False)
     try:
         options = EncodingOptions.from_dict(lineage.made.to_dict())
@@ -295,7 +361,9 @@ def _original(
     if artifact.layers[layer.name].intermediate_order != order:
         what = "The recorded order of intermediate columns is not that of the conversion."
         where = f"{names.MANIFEST}: {layer.name}: intermediate_order"
-        findings.append(Finding(where, what, str(order), str(artifact.layers[layer.name].intermediate_order)))
+        findings.append(
+            Finding(where, what, str(order), str(artifact.layers[layer.name].intermediate_order))
+        )
     # A calibration cannot be repeated here: its weights must be the source's within bounds.
     may_differ = options.quantizer == GPTQ and not encoding.keeps_codes
     return Original(source, found, encoding, is_comparable=not may_differ, is_calibrated=may_differ)
@@ -307,11 +375,17 @@ def _working_bytes(layer: MoeLayer, schema: LayerSchema, quantizer: str) -> int:
     # Read, and widened to float32; a fused tensor's part is read as a whole, codes are unpacked on the way.
     source = 2 if layer.dtype == "BF16" else 8 if layer.dtype == "F32" else 6
     weights = [parts["weight"] for parts in layer.parts.values()]
-    source += 6 if not layer.format.is_float or any(w.is_stacked or not w.is_run for w in weights) else 0
-    source += 8 if any(one.rotation for one in schema.each) else 0  # twice: to be quantized, and to be measured
+    source += (
+        6 if not layer.format.is_float or any(w.is_stacked or not w.is_run for w in weights) else 0
+    )
+    source += (
+        8 if any(one.rotation for one in schema.each) else 0
+    )  # twice: to be quantized, and to be measured
     packed = max(one.num_bits for one in schema.each) / 8
     group_bytes = 56 if quantizer == RTN else 176
-    scales = group_bytes / min(one.weight_scale_group_size or layer.hidden_size for one in schema.each)
+    scales = group_bytes / min(
+        one.weight_scale_group_size or layer.hidden_size for one in schema.each
+    )
     # Gate and up together: sources, codes decoded (padded, then joined) and expected, packed codes on both sides.
     return int(numbers * 2 * (source + 3 + 3 * packed + scales) + numbers) + (16 << 20)
 
@@ -322,7 +396,9 @@ def _working_bytes(layer: MoeLayer, schema: LayerSchema, quantizer: str) -> int:
 def _conclude(check: LayerCheck, outcomes: Sequence[Outcome], result: CheckResult) -> None:
     """Combine the outcomes of a layer's experts into the result. InputError if the source is bad."""
     if check.original is not None and any(outcome.findings for outcome in outcomes):
-        blame_taken_over(check.original.source, shards_of(check.original.source, check.original.layer))
+        blame_taken_over(
+            check.original.source, shards_of(check.original.source, check.original.layer)
+        )
     for finding in (*check.findings, *(f for outcome in outcomes for f in outcome.findings)):
         result.add(finding.where, finding.what, finding.expected, finding.found)
     is_good = not check.findings and not any(outcome.findings for outcome in outcomes)
@@ -331,9 +407,12 @@ def _conclude(check: LayerCheck, outcomes: Sequence[Outcome], result: CheckResul
     _name_swapped(check.layer, outcomes, result)
     _name_nearer(check.layer, outcomes, result)
     figures = {
-        role: [outcome.figures[role] for outcome in outcomes if role in outcome.figures] for role in check.layer.roles
+        role: [outcome.figures[role] for outcome in outcomes if role in outcome.figures]
+        for role in check.layer.roles
     }
-    result.measured[check.layer.name] = {role: summarize(of_role) for role, of_role in figures.items() if of_role}
+    result.measured[check.layer.name] = {
+        role: summarize(of_role) for role, of_role in figures.items() if of_role
+    }
     if check.original is not None:
         result.of_experts[check.layer.name] = {
             role: [relative_error(one.error, one.power) for one in of_role]
@@ -343,7 +422,10 @@ def _conclude(check: LayerCheck, outcomes: Sequence[Outcome], result: CheckResul
     if check.original is not None and not check.is_compared:
         for role, one in result.measured[check.layer.name].items():
             if not (one["cosine"] or 0.0) >= _LEAST_COSINE:
-                where, what = f"layer {check.layer.name}, {role}", "The weights are not the source's in any format."
+                where, what = (
+                    f"layer {check.layer.name}, {role}",
+                    "The weights are not the source's in any format.",
+                )
                 result.add(where, what, f"cosine >= {_LEAST_COSINE}", one["cosine"])
     if check.original is not None and Lineage.of(check.artifact, check.original.source).is_own:
         recorded = check.artifact.layers[check.layer.name].quantization_error
@@ -360,7 +442,9 @@ def _misread_notes(result: CheckResult) -> list[str]:
 
 def _name_swapped(layer: MoeLayer, outcomes: Sequence[Outcome], result: CheckResult) -> None:
     """Add findings that name the expert whose weights another expert has."""
-    owners = {(role, print_): e for e, o in enumerate(outcomes) for role, print_ in o.expected.items()}
+    owners = {
+        (role, print_): e for e, o in enumerate(outcomes) for role, print_ in o.expected.items()
+    }
     for expert, outcome in enumerate(outcomes):
         for role, print_ in outcome.found.items():
             owner = owners.get((role, print_), expert)
@@ -373,12 +457,19 @@ def _name_swapped(layer: MoeLayer, outcomes: Sequence[Outcome], result: CheckRes
 def _name_nearer(layer: MoeLayer, outcomes: Sequence[Outcome], result: CheckResult) -> None:
     """Add findings for calibrated matrices that are much nearer to another matrix of the source than to their own."""
     for roles in (("w1", "w3"), ("w2",)):
-        places = [(role, e) for e, one in enumerate(outcomes) for role in roles if role in one.sketches]
+        places = [
+            (role, e) for e, one in enumerate(outcomes) for role in roles if role in one.sketches
+        ]
         if len(places) < 2:
             continue
-        theirs, ours = (torch.stack([outcomes[e].sketches[role][n] for role, e in places]).double() for n in (0, 1))
+        theirs, ours = (
+            torch.stack([outcomes[e].sketches[role][n] for role, e in places]).double()
+            for n in (0, 1)
+        )
         cosines = torch.nn.functional.normalize(ours) @ torch.nn.functional.normalize(theirs).T
-        squares = torch.where(cosines > 0, 1 / cosines.square().clamp_max(1) - 1, torch.inf)  # of tangents
+        squares = torch.where(
+            cosines > 0, 1 / cosines.square().clamp_max(1) - 1, torch.inf
+        )  # of tangents
         least, nearest = squares.min(1)
         for (role, expert), own, other, place in zip(
             places, squares.diagonal().tolist(), least.tolist(), nearest.tolist(), strict=True

@@ -21,7 +21,18 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.torture import configs, disks, faults, headers, kills, limits, manifests, rewrites, several, signals
+from scripts.torture import (
+    configs,
+    disks,
+    faults,
+    headers,
+    kills,
+    limits,
+    manifests,
+    rewrites,
+    several,
+    signals,
+)
 from scripts.torture.place import Place
 from scripts.torture.tally import Tally
 
@@ -87,20 +98,30 @@ def write(document: Path, lines: list[str]) -> None:
     """Put rows into the table between the marks of a document, in place of those of the same suites."""
     before, _, rest = document.read_text(encoding="utf-8").partition(BEGIN)
     old, _, after = rest.partition(END)
-    of_suite = {line.split("|")[1].strip(): line for line in [*old.splitlines(), *lines] if line.startswith("|")}
+    of_suite = {
+        line.split("|")[1].strip(): line
+        for line in [*old.splitlines(), *lines]
+        if line.startswith("|")
+    }
     table = [*HEAD, *(of_suite[name] for name in SUITES if name in of_suite)]
     document.write_text("\n".join((before + BEGIN, *table, END + after)), encoding="utf-8")
 
 
 def main() -> int:
     """Run, count and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=", ".join(SUITES))
     parser.add_argument("--count", type=int, help="cases of each suite (default: its full count)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--work", type=Path, help="where files are written (default: the system's temporary folder)")
+    parser.add_argument(
+        "--work", type=Path, help="where files are written (default: the system's temporary folder)"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="suites at the same time")
-    parser.add_argument("--write", type=Path, metavar="FILE.md", help="put the rows into a document's table")
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE.md", help="put the rows into a document's table"
+    )
     options = parser.parse_args()
     if unknown := {*options.suites} - SUITES.keys():
         parser.error(f"no such suite: {', '.join(sorted(unknown))}")

@@ -15,10 +15,48 @@ from hqconv.schemas.dtypes import DTYPES, num_bits
 
 _BYTES = b'0123456789-+.eE"{}[],: \\uFUB\x00\xff\x80'
 _WORDS: tuple[bytes, ...] = (
-    *(b"0", b"-0", b"-1", b"1", b"2", b"1.0", b"1e1", b"1e999", b"NaN", b"Infinity", b"-Infinity", b"null", b"true"),
-    *(b"18446744073709551615", b"18446744073709551616", b"9223372036854775807", b"4294967296", b"9" * 400),
-    *(b"9" * 5000, b"[]", b"{}", b"[0,0]", b'"F4"', b'"F64"', b'"U8"', b'"\\ud800"', b'"\\u0000"', b'"a"', b"\xff"),
-    *(b'"__metadata__":{"a":"b"},', b'"dtype":"U8",', b'"shape":[1],', b'"data_offsets":[0,0],', b"," * 3),
+    *(
+        b"0",
+        b"-0",
+        b"-1",
+        b"1",
+        b"2",
+        b"1.0",
+        b"1e1",
+        b"1e999",
+        b"NaN",
+        b"Infinity",
+        b"-Infinity",
+        b"null",
+        b"true",
+    ),
+    *(
+        b"18446744073709551615",
+        b"18446744073709551616",
+        b"9223372036854775807",
+        b"4294967296",
+        b"9" * 400,
+    ),
+    *(
+        b"9" * 5000,
+        b"[]",
+        b"{}",
+        b"[0,0]",
+        b'"F4"',
+        b'"F64"',
+        b'"U8"',
+        b'"\\ud800"',
+        b'"\\u0000"',
+        b'"a"',
+        b"\xff",
+    ),
+    *(
+        b'"__metadata__":{"a":"b"},',
+        b'"dtype":"U8",',
+        b'"shape":[1],',
+        b'"data_offsets":[0,0],',
+        b"," * 3,
+    ),
     *(b"[" * 100, b"{" * 70, b'{"a":' * 2000, b" " * 50, b"\xef\xbb\xbf", b"/*x*/", b"\\u0061"),
 )
 _ODD: tuple[Any, ...] = (
@@ -42,7 +80,21 @@ _ODD: tuple[Any, ...] = (
     {},
     [0, 0],
 )
-_LENGTHS = (0, 1, 2, 7, 8, 1 << 24, 99_999_999, 100_000_000, 100_000_001, 1 << 31, 1 << 32, 1 << 63, (1 << 64) - 1)
+_LENGTHS = (
+    0,
+    1,
+    2,
+    7,
+    8,
+    1 << 24,
+    99_999_999,
+    100_000_000,
+    100_000_001,
+    1 << 31,
+    1 << 32,
+    1 << 63,
+    (1 << 64) - 1,
+)
 
 
 def pack(header: object, data: bytes = b"") -> bytes:
@@ -65,7 +117,10 @@ def corpus() -> list[bytes]:
         pack({"b": _entry("F32", [1, 3], 4, 16), "a": _entry("I32", [], 0, 4)}, bytes(16)),
         pack({"e": _entry("F64", [0], 0, 0), "f": _entry("F8_E4M3", [4], 0, 4)}, bytes(4)),
         pack({"f4": _entry("F4", [4, 2], 0, 4), "é": _entry("BOOL", [1], 4, 5)}, bytes(5)),
-        pack({f"model.layers.{n}.w": _entry("F16", [2], 4 * n, 4 * n + 4) for n in range(12)}, bytes(48)),
+        pack(
+            {f"model.layers.{n}.w": _entry("F16", [2], 4 * n, 4 * n + 4) for n in range(12)},
+            bytes(48),
+        ),
         pack(json.dumps({"a": one}).encode().ljust(96), b"ab"),
         pack({}),
     ]
@@ -108,7 +163,10 @@ def _made_up(draw: Random) -> bytes:
         shape = [*shape, 8] if math.prod(shape) * num_bits(dtype) % 8 else shape
         begin, end = end, end + math.prod(shape) * num_bits(dtype) // 8
         entries.append(
-            (draw.choice(("t", "é", "a.b", "\n", "__metadata", "")) + str(number), _entry(dtype, shape, begin, end))
+            (
+                draw.choice(("t", "é", "a.b", "\n", "__metadata", "")) + str(number),
+                _entry(dtype, shape, begin, end),
+            )
         )
     num_bytes = end
     draw.shuffle(entries)

@@ -149,7 +149,15 @@ class Zygote:
             return path.read_text(errors="replace") if path.exists() else ""
 
         count = int(text("count") or 0)
-        return Ended(int(code), after, seconds, text("stdout"), text("stderr"), text("note").rpartition(" ")[0], count)
+        return Ended(
+            int(code),
+            after,
+            seconds,
+            text("stdout"),
+            text("stderr"),
+            text("note").rpartition(" ")[0],
+            count,
+        )
 
     def close(self) -> None:
         """End it."""
@@ -189,7 +197,9 @@ def build_calls(work: Path) -> Path:
     return library
 
 
-def real_command(arguments: Sequence[str], number: int = 0, seconds: float = 0.0, deadline_s: float = 120.0) -> Ended:
+def real_command(
+    arguments: Sequence[str], number: int = 0, seconds: float = 0.0, deadline_s: float = 120.0
+) -> Ended:
     """The same in a process of its own, from its first instruction on, as users start it."""
     import time
 

@@ -23,16 +23,49 @@ _MAX_S = 60.0  # of an input that hangs
 _CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
 # Keys that mean something to some reader, put where they were not.
 _KEYS = (
-    *("model_type", "architectures", "torch_dtype", "num_experts", "n_routed_experts", "hidden_size", "text_config"),
-    *("moe_intermediate_size", "num_hidden_layers", "num_experts_per_tok", "hidden_act", "swiglu_limit"),
-    *("quantization_config", "quant_method", "config_groups", "ignore", "modules_to_not_convert", "group_size"),
-    *("bits", "fmt", "format", "weight_block_size", "dynamic", "quant_algo", "desc_act", "compression_config"),
+    *(
+        "model_type",
+        "architectures",
+        "torch_dtype",
+        "num_experts",
+        "n_routed_experts",
+        "hidden_size",
+        "text_config",
+    ),
+    *(
+        "moe_intermediate_size",
+        "num_hidden_layers",
+        "num_experts_per_tok",
+        "hidden_act",
+        "swiglu_limit",
+    ),
+    *(
+        "quantization_config",
+        "quant_method",
+        "config_groups",
+        "ignore",
+        "modules_to_not_convert",
+        "group_size",
+    ),
+    *(
+        "bits",
+        "fmt",
+        "format",
+        "weight_block_size",
+        "dynamic",
+        "quant_algo",
+        "desc_act",
+        "compression_config",
+    ),
 )
 
 
 def run(work: Path, count: int, tally: Tally) -> None:
     """`count` mutants, in portions that have seeds of their own."""
-    portions = [(str(work), tally.seed, number, min(_PORTION, count - number)) for number in range(0, count, _PORTION)]
+    portions = [
+        (str(work), tally.seed, number, min(_PORTION, count - number))
+        for number in range(0, count, _PORTION)
+    ]
     if len(portions) == 1:
         _add(_portion(portions[0]), tally)
         return
@@ -68,9 +101,13 @@ def _portion(words: tuple[str, int, int, int]) -> dict[str, Any]:
                 kind = _look(folder, draw.choice((schema, "source", "mxfp4", "int4-g64-zp")))
             except Exception as error:  # noqa: BLE001 - whatever it is, it is a finding
                 kind = "failed"
-                problems.append(f"{base}, mutant {number}: {type(error).__name__}: {str(error)[:300]}: {text[:1500]}")
+                problems.append(
+                    f"{base}, mutant {number}: {type(error).__name__}: {str(error)[:300]}: {text[:1500]}"
+                )
             if time.monotonic() - begun > _MAX_S:
-                problems.append(f"{base}, mutant {number} took {time.monotonic() - begun:.1f} s: {text[:1500]}")
+                problems.append(
+                    f"{base}, mutant {number} took {time.monotonic() - begun:.1f} s: {text[:1500]}"
+                )
             counts[kind] = counts.get(kind, 0) + 1
     return {"counts": counts, "problems": problems}
 
@@ -97,9 +134,15 @@ def _write(folder: Path, config: dict[str, Any], index: dict[str, Any], draw: Ra
     text = json.dumps(words)
     if draw.random() < 0.1:
         at = draw.randrange(len(text) + 1)
-        text = text[:at] + draw.choice(('"', "[" * 200, "{", "NaN", "\x00", "1e999", "9" * 5000)) + text[at:]
+        text = (
+            text[:at]
+            + draw.choice(('"', "[" * 200, "{", "NaN", "\x00", "1e999", "9" * 5000))
+            + text[at:]
+        )
     (folder / _CONFIG).write_text(text if is_config else json.dumps(config), errors="surrogatepass")
-    (folder / _INDEX).write_text(text if not is_config else json.dumps(index), errors="surrogatepass")
+    (folder / _INDEX).write_text(
+        text if not is_config else json.dumps(index), errors="surrogatepass"
+    )
     return text
 
 

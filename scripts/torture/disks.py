@@ -21,12 +21,18 @@ _AMPLE = 64 << 20
 def run(place: Place, count: int, tally: Tally) -> None:
     """`count` conversions, every other one on a disk that fills while they write."""
     draw = Random(tally.seed)
-    num_bytes = {has_old: _size(place.new) + (_size(place.old) if has_old else 0) for has_old in (False, True)}
+    num_bytes = {
+        has_old: _size(place.new) + (_size(place.old) if has_old else 0)
+        for has_old in (False, True)
+    }
     for number in range(count):
         has_old = draw.random() < 0.5
         if number % 2:
             size = int(num_bytes[has_old] * draw.uniform(0.3, 1.4))
-            tally.case("too small", _too_small(place, has_old, max(size, _size(place.old) * 3 // 2 * has_old), tally))
+            tally.case(
+                "too small",
+                _too_small(place, has_old, max(size, _size(place.old) * 3 // 2 * has_old), tally),
+            )
         else:
             tally.case("fills up", _fills_up(place, has_old, draw.uniform(0, 0.2), tally))
 

@@ -15,7 +15,16 @@ from scripts.torture.tally import Tally
 
 _KINDS = {FAIL: "fails once", FAIL_ON: "fails from there on", SHORT: "half of the bytes"}
 # What any call may fail with; and where that is not all, by the call's name.
-_ERRORS = (errno.EIO, errno.EACCES, errno.ENOSPC, errno.EMFILE, errno.ESTALE, errno.EDQUOT, errno.EROFS, errno.ENOMEM)
+_ERRORS = (
+    errno.EIO,
+    errno.EACCES,
+    errno.ENOSPC,
+    errno.EMFILE,
+    errno.ESTALE,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.ENOMEM,
+)
 _LEFT = "warning: The old artifact could not be removed"
 _MODES = {"new": (), "--overwrite": ("--overwrite",), "--resume": ("--resume",)}
 
@@ -25,13 +34,19 @@ def run(place: Place, count: int, tally: Tally) -> None:
     draw = Random(tally.seed)
     place.clear(has_old=False)
     (ended,) = place.zygote.run(Job(place.command(), _watch(place)))
-    every: list[tuple[int, ...]] = [(number, how) for number in range(1, ended.num_calls + 1) for how in _KINDS]
+    every: list[tuple[int, ...]] = [
+        (number, how) for number in range(1, ended.num_calls + 1) for how in _KINDS
+    ]
     for number, how in shuffled(every, draw, count * 3 // 4):
-        tally.case(f"new, {_KINDS[how]}", _failed(place, "new", number, how, draw.choice(_ERRORS), tally))
+        tally.case(
+            f"new, {_KINDS[how]}", _failed(place, "new", number, how, draw.choice(_ERRORS), tally)
+        )
     while tally.cases < count:
         mode, how = draw.choice([*_MODES]), draw.choice([*_KINDS])
         number = draw.randint(1, int(ended.num_calls * 1.3))
-        tally.case(f"{mode}, {_KINDS[how]}", _failed(place, mode, number, how, draw.choice(_ERRORS), tally))
+        tally.case(
+            f"{mode}, {_KINDS[how]}", _failed(place, mode, number, how, draw.choice(_ERRORS), tally)
+        )
 
 
 def _watch(place: Place, number: int = 0, how: int = 0, error: int = 0) -> Watch:
@@ -59,7 +74,9 @@ def _judged(place: Place, ended: Ended, how: int, has_old: bool) -> str:
     """The code and the message, by which call failed."""
     call, _, path = ended.call.partition(" ")
     is_short = how == SHORT or not call
-    problem = manners(ended, (0,) if is_short else (0, 3) if path.startswith(str(place.src)) else (0, 4))
+    problem = manners(
+        ended, (0,) if is_short else (0, 3) if path.startswith(str(place.src)) else (0, 4)
+    )
     if problem or ended.code:
         return problem
     if call in ("fsync", "fdatasync") and not is_short:

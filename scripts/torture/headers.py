@@ -26,7 +26,9 @@ _STRICTER = ("twice", "entry is malformed")
 def run(work: Path, count: int, tally: Tally) -> None:
     """`count` mutants, in portions that have seeds of their own."""
     del work
-    portions = [(tally.seed, number, min(_PORTION, count - number)) for number in range(0, count, _PORTION)]
+    portions = [
+        (tally.seed, number, min(_PORTION, count - number)) for number in range(0, count, _PORTION)
+    ]
     if len(portions) == 1:
         _add(_portion(portions[0]), tally)
         return
@@ -56,7 +58,9 @@ def _portion(words: tuple[int, int, int]) -> dict[str, Any]:
             kind = compare(raw)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is a finding
             kind = "failed"
-            problems.append(f"mutant {number}: {type(error).__name__}: {str(error)[:200]}: {raw[:300]!r}")
+            problems.append(
+                f"mutant {number}: {type(error).__name__}: {str(error)[:200]}: {raw[:300]!r}"
+            )
         if time.monotonic() - begun > _MAX_S:
             problems.append(f"mutant {number} took {time.monotonic() - begun:.1f} s: {raw[:300]!r}")
         counts[kind] = counts.get(kind, 0) + 1
@@ -74,7 +78,9 @@ def compare(raw: bytes) -> str:
             return "refused by both"
         if any(word in str(error) for word in _STRICTER):
             return "refused here only"
-        raise AssertionError(f"refused, and the library reads {list(theirs)[:3]}: {error}") from error
+        raise AssertionError(
+            f"refused, and the library reads {list(theirs)[:3]}: {error}"
+        ) from error
     if mine != _theirs(raw):
         raise AssertionError(f"read as {mine}, the library has {_theirs(raw)}")
     return "read as the library does"
@@ -83,7 +89,10 @@ def compare(raw: bytes) -> str:
 def _ours(raw: bytes) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     length = header_length("f", raw[:LENGTH_BYTES], len(raw))
     refs, _, _ = parse_header("f", raw[:length], len(raw))
-    return {name: (ref.dtype, ref.shape, raw[ref.offset_bytes :][: ref.num_bytes]) for name, ref in refs.items()}
+    return {
+        name: (ref.dtype, ref.shape, raw[ref.offset_bytes :][: ref.num_bytes])
+        for name, ref in refs.items()
+    }
 
 
 def _theirs(raw: bytes) -> dict[str, tuple[str, tuple[int, ...], bytes]]:

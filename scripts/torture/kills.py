@@ -9,7 +9,11 @@ from scripts.torture.place import Place, manners, shuffled
 from scripts.torture.tally import Tally
 
 _HOWS = (KILL_BEFORE, KILL_WITHIN)  # within a write half of its bytes; after any other call
-_KINDS = {(False, False): "new", (True, False): "--overwrite", (True, True): "--overwrite by renames"}
+_KINDS = {
+    (False, False): "new",
+    (True, False): "--overwrite",
+    (True, True): "--overwrite by renames",
+}
 
 
 def run(place: Place, count: int, tally: Tally) -> None:
@@ -26,7 +30,10 @@ def run(place: Place, count: int, tally: Tally) -> None:
     while tally.cases < count:
         kind = draw.choice([*_KINDS])
         times = [
-            (draw.randint(1, max(1, int(lengths[kind] * draw.uniform(0.05, 1)))), draw.choice((*_HOWS, KILL_AFTER)))
+            (
+                draw.randint(1, max(1, int(lengths[kind] * draw.uniform(0.05, 1)))),
+                draw.choice((*_HOWS, KILL_AFTER)),
+            )
             for _ in range(draw.randint(2, 4))
         ]
         problem, num_kills = _killed(place, kind, times)

@@ -29,7 +29,9 @@ def run(place: Place, count: int, tally: Tally) -> None:
         tally.case(kind, _limited(place, limits, options, draw.random() < 0.5, tally))
 
 
-def _limited(place: Place, limits: dict[str, int], options: tuple[str, ...], has_old: bool, tally: Tally) -> str:
+def _limited(
+    place: Place, limits: dict[str, int], options: tuple[str, ...], has_old: bool, tally: Tally
+) -> str:
     place.clear(has_old=has_old)
     mode = ("--overwrite",) if has_old else ()
     (ended,) = place.zygote.run(Job(place.command(*mode, options=options), limits=limits))

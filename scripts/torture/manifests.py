@@ -27,8 +27,38 @@ from tests.make.qwen import read_tree, write_qwen3_moe
 _MAX_S = 60.0  # of an input that hangs
 _CODES = (0, 1, 2, 3, 4)
 ODD: tuple[Any, ...] = (
-    *(None, True, False, 0, 1, -1, 7, 2**31, 2**63, 10**30, 0.5, 1e308, "", "a", "../../x", "/etc/passwd", "\x1b[31m"),
-    *("\ud800", "x" * 5000, [], {}, [[]], {"a": 1}, [None], "model.layers.0.mlp.experts", "mxfp4", "sm90", "fp8"),
+    *(
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        7,
+        2**31,
+        2**63,
+        10**30,
+        0.5,
+        1e308,
+        "",
+        "a",
+        "../../x",
+        "/etc/passwd",
+        "\x1b[31m",
+    ),
+    *(
+        "\ud800",
+        "x" * 5000,
+        [],
+        {},
+        [[]],
+        {"a": 1},
+        [None],
+        "model.layers.0.mlp.experts",
+        "mxfp4",
+        "sm90",
+        "fp8",
+    ),
 )
 
 
@@ -37,7 +67,10 @@ def changed(words: Any, draw: Random) -> Any:
     words = copy.deepcopy(words)
     inner, key = words, None
     while isinstance(inner, dict | list) and inner:
-        outer, key = inner, draw.choice([*inner]) if isinstance(inner, dict) else draw.randrange(len(inner))
+        outer, key = (
+            inner,
+            draw.choice([*inner]) if isinstance(inner, dict) else draw.randrange(len(inner)),
+        )
         inner = outer[key]
         if draw.random() < 0.25:
             break
@@ -53,7 +86,9 @@ def changed(words: Any, draw: Random) -> Any:
     elif kind < 0.5 and isinstance(outer, list):
         outer.append(inner)
     elif kind < 0.6 and isinstance(inner, str):
-        outer[key] = inner[: draw.randrange(len(inner) + 1)] + draw.choice(("", "0", "/", "\x00", "é"))
+        outer[key] = inner[: draw.randrange(len(inner) + 1)] + draw.choice(
+            ("", "0", "/", "\x00", "é")
+        )
     else:
         outer[key] = draw.choice(ODD)
     return words
@@ -67,7 +102,9 @@ def _bytes_changed(raw: bytes, draw: Random) -> bytes:
     elif kind < 0.8:
         del data[place : place + draw.randint(1, 40)]
     else:
-        data[place:place] = draw.choice((b"[" * 100, b'"a":1,', b"\xff", b"\0", b" ", raw[place : place + 30]))
+        data[place:place] = draw.choice(
+            (b"[" * 100, b'"a":1,', b"\xff", b"\0", b" ", raw[place : place + 30])
+        )
     return bytes(data)
 
 
@@ -104,7 +141,10 @@ def _sealed(words: Any, draw: Random) -> bytes:
 
 
 def _difference(raw: bytes, text: bytes) -> str:
-    place = next((n for n, (a, b) in enumerate(zip(raw, text, strict=False)) if a != b), min(len(raw), len(text)))
+    place = next(
+        (n for n, (a, b) in enumerate(zip(raw, text, strict=False)) if a != b),
+        min(len(raw), len(text)),
+    )
     return f"byte {place}: {raw[max(0, place - 60) : place + 40]!r} became {text[max(0, place - 60) : place + 40]!r}"
 
 
@@ -130,13 +170,26 @@ def _inspect(made: Path, out: Path, *, must_fail: bool) -> str:
 
 def _verify(made: Path, out: Path, *, must_fail: bool) -> str:
     del out
-    code, problem = call("verify", made, "--checks", "files,weights", "--device", "cpu", "--threads", 2)
+    code, problem = call(
+        "verify", made, "--checks", "files,weights", "--device", "cpu", "--threads", 2
+    )
     return problem or ("it was verified" if must_fail and code == 0 else "")
 
 
 def _convert(made: Path, out: Path, *, must_fail: bool) -> str:
     del must_fail
-    words = ("--schema", "source", "--target", "sm90", "--device", "cpu", "--threads", 2, "--max-memory", "256MiB")
+    words = (
+        "--schema",
+        "source",
+        "--target",
+        "sm90",
+        "--device",
+        "cpu",
+        "--threads",
+        2,
+        "--max-memory",
+        "256MiB",
+    )
     code, problem = call("convert", made, "-o", out, *words)
     if not problem and (code == 0) != (out / "hqconv.json").exists():
         problem = f"exit {code}, and {sorted(read_tree(out))[:5] if out.exists() else 'no files'}"

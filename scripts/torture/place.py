@@ -48,9 +48,21 @@ class Place:
             raise RuntimeError(ended.stderr)
         return read_tree(out)
 
-    def command(self, *modes: str, src: Path | None = None, options: tuple[str, ...] = ()) -> tuple[str, ...]:
+    def command(
+        self, *modes: str, src: Path | None = None, options: tuple[str, ...] = ()
+    ) -> tuple[str, ...]:
         """The arguments of a conversion to here."""
-        return ("convert", str(src or self.src), "-o", str(self.at), "--schema", "mxfp4", *OPTIONS, *options, *modes)
+        return (
+            "convert",
+            str(src or self.src),
+            "-o",
+            str(self.at),
+            "--schema",
+            "mxfp4",
+            *OPTIONS,
+            *options,
+            *modes,
+        )
 
     def clear(self, *, has_old: bool) -> None:
         """As it is before a case: with the user's files, and the old artifact or none."""
@@ -64,7 +76,11 @@ class Place:
         """What is wrong with what lies here just now, or "". old_may_rest: folders change places by renames."""
         if (self.root / NOTE).read_bytes() != b"mine":
             return "a file beside the output changed"
-        places = [path for path in (self.out, side_folder(self.out), parked_folder(self.out)) if path.exists()]
+        places = [
+            path
+            for path in (self.out, side_folder(self.out), parked_folder(self.out))
+            if path.exists()
+        ]
         if has_old and sum((path / CARD).is_file() for path in places) != 1:
             return "a file of the user in the artifact is lost, or there twice"
         if not has_old:
@@ -72,7 +88,11 @@ class Place:
         found = [self._holds(path) for path in (places if old_may_rest else [self.out])]
         if found and found[0] == "false" and places[0] == self.out:
             return "a false artifact"
-        return "" if {"old", "new"} & {*found} else f"neither the old artifact nor the new one is there: {found}"
+        return (
+            ""
+            if {"old", "new"} & {*found}
+            else f"neither the old artifact nor the new one is there: {found}"
+        )
 
     def _holds(self, out: Path) -> str:
         if not (out / MANIFEST).exists():
@@ -101,7 +121,9 @@ class Place:
             expected[f"out/{CARD}"] = b"a model card"
         found = read_tree(self.root)
         if found != expected:
-            names = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
+            names = sorted(
+                name for name in {*found, *expected} if found.get(name) != expected.get(name)
+            )
             return f"in the end other bytes: {names[:5]}"
         left = {path.name for path in self.root.iterdir()} - {NOTE, "out"}
         return f"left over: {sorted(left)}" if left else ""

@@ -29,7 +29,9 @@ def _in_place(path: Path) -> None:
             file.write(data[:-1] + b" " + data[-1:])
             return
         begin = 8 + int.from_bytes(data[:8], "little")
-        other = bytes(data[begin + 256 :] + data[begin : begin + 256])  # the same numbers in other places
+        other = bytes(
+            data[begin + 256 :] + data[begin : begin + 256]
+        )  # the same numbers in other places
         file.seek(begin)
         file.write(other)
 
@@ -66,9 +68,14 @@ def run(place: Place, count: int, tally: Tally) -> None:
     place.clear(has_old=False)
     (whole,) = place.zygote.run(Job(place.command(src=_copy(place)), _watch(place, 0, COUNT)))
     every: list[tuple[int, ...]] = [(number,) for number in range(1, whole.num_calls + 1)]
-    cases = [(_FILES[0], next(iter(CHANGES)), number) for (number,) in shuffled(every, draw, count * 3 // 4)]
+    cases = [
+        (_FILES[0], next(iter(CHANGES)), number)
+        for (number,) in shuffled(every, draw, count * 3 // 4)
+    ]
     while len(cases) < count:
-        cases.append((draw.choice(_FILES), draw.choice([*CHANGES]), draw.randint(1, whole.num_calls)))
+        cases.append(
+            (draw.choice(_FILES), draw.choice([*CHANGES]), draw.randint(1, whole.num_calls))
+        )
     for name, kind, number in cases:
         if (name, kind) not in after:
             after[name, kind] = _made_after(place, name, kind)
@@ -96,7 +103,9 @@ def _made_after(place: Place, name: str, kind: str) -> Tree | None:
     return read_tree(place.out) if ended.code == 0 else None
 
 
-def _changed(place: Place, name: str, kind: str, number: int, after: Tree | None, tally: Tally) -> str:
+def _changed(
+    place: Place, name: str, kind: str, number: int, after: Tree | None, tally: Tally
+) -> str:
     src = _copy(place)
     place.clear(has_old=False)
     place.zygote.begin(Job(place.command(src=src), _watch(place, number, STOP)))
@@ -108,7 +117,11 @@ def _changed(place: Place, name: str, kind: str, number: int, after: Tree | None
     # A folder without a config, or one with half of it, may be refused as a request too.
     problem = manners(ended, (0, 3) if name != "config.json" else (0, 2, 3))
     made = read_tree(place.out) if (place.out / "hqconv.json").exists() else None
-    if not problem and made is not None and _of_artifact(made) not in (_of_artifact(place.new), _of_artifact(after)):
+    if (
+        not problem
+        and made is not None
+        and _of_artifact(made) not in (_of_artifact(place.new), _of_artifact(after))
+    ):
         problem = "an artifact of two states of the source"
     if not problem and (ended.code == 0) != (made is not None):
         problem = f"an artifact, and no success: {said(ended)}"
@@ -116,7 +129,11 @@ def _changed(place: Place, name: str, kind: str, number: int, after: Tree | None
         return problem and f"at call {number} ({ended.call}): {problem}"
     (again,) = place.zygote.run(Job(place.command("--overwrite", src=src)))
     problem = manners(again, (2, 3) if after is None else (0,))
-    if not problem and after is not None and _of_artifact(read_tree(place.out)) != _of_artifact(after):
+    if (
+        not problem
+        and after is not None
+        and _of_artifact(read_tree(place.out)) != _of_artifact(after)
+    ):
         problem = "the next run made something else of it"
     return problem and f"again, at call {number} ({ended.call}): {problem}"
 

@@ -27,7 +27,10 @@ def run(place: Place, count: int, tally: Tally) -> None:
         problem = ""
         for _ in range(draw.randint(1, 3)):
             problem = problem or _round(place, draw, size, has_old, tally)
-        tally.case(f"{size} processes{', --overwrite' if has_old else ''}", problem or _last(place, has_old))
+        tally.case(
+            f"{size} processes{', --overwrite' if has_old else ''}",
+            problem or _last(place, has_old),
+        )
 
 
 def _round(place: Place, draw: Random, size: int, has_old: bool, tally: Tally) -> str:
@@ -42,12 +45,19 @@ def _round(place: Place, draw: Random, size: int, has_old: bool, tally: Tally) -
     problems = [manners(one, (0, 4, -9)) or _refusal(one) for one in ended]
     problems.append(place.problem(has_old=has_old))
     words = [" ".join(job.arguments[14:]) for job in jobs]
-    return next((f"{problem} [{words}, {[said(one) for one in ended]}]" for problem in problems if problem), "")
+    return next(
+        (f"{problem} [{words}, {[said(one) for one in ended]}]" for problem in problems if problem),
+        "",
+    )
 
 
 def _refusal(ended: Ended) -> str:
     """A command that was not killed either works, or says why it does not."""
-    texts = ("Another process is at work", "cannot be used", "holds a finished artifact that differs")
+    texts = (
+        "Another process is at work",
+        "cannot be used",
+        "holds a finished artifact that differs",
+    )
     if ended.code != 4 or any(text in ended.stderr for text in texts):
         return ""
     return f"another message: {said(ended)}"

@@ -44,7 +44,9 @@ class _Torture:
         self.convert(self.old, schema="int8")
         self.new = read_tree(work / "new")
 
-    def convert(self, out: Path, *mode: str, schema: str = "mxfp4", number: int = 0, seconds: float = 0.0) -> Ended:
+    def convert(
+        self, out: Path, *mode: str, schema: str = "mxfp4", number: int = 0, seconds: float = 0.0
+    ) -> Ended:
         """`hqconv convert`, which is sent signal `number` (0: none) after so many seconds."""
         words = ("convert", str(self.src), "-o", str(out), "--schema", schema, *_OPTIONS, *mode)
         return real_command(words, number, seconds)
@@ -84,11 +86,18 @@ class _Torture:
         if number == signal.SIGKILL:
             found = read_tree(self.out)
             is_true = "hqconv.json" not in found or _artifact(found) in (self.new, old)
-            problem = "" if is_true and ended.code in (0, -9) else f"exit {ended.code}, a false artifact"
+            problem = (
+                "" if is_true and ended.code in (0, -9) else f"exit {ended.code}, a false artifact"
+            )
         else:
-            stopped = Stopped(ended.code, ended.seconds_after, ended.seconds, ended.stdout, ended.stderr)
+            stopped = Stopped(
+                ended.code, ended.seconds_after, ended.seconds, ended.stdout, ended.stderr
+            )
             problem = problem_of(stopped, number, self.out, self.new, old)
-        self.tally.case(f"{number.name}, exit {ended.code}", problem and f"after {seconds:.3f} s, {mode}: {problem}")
+        self.tally.case(
+            f"{number.name}, exit {ended.code}",
+            problem and f"after {seconds:.3f} s, {mode}: {problem}",
+        )
         return bool(problem)
 
 

@@ -26,7 +26,11 @@ from hqconv.humming_ops.runtime import humming
 from hqconv.schemas.grid import Grid
 from tests.make.conversions import run
 
-_LIMITS = {"files": resource.RLIMIT_NOFILE, "file_bytes": resource.RLIMIT_FSIZE, "address_bytes": resource.RLIMIT_AS}
+_LIMITS = {
+    "files": resource.RLIMIT_NOFILE,
+    "file_bytes": resource.RLIMIT_FSIZE,
+    "address_bytes": resource.RLIMIT_AS,
+}
 
 
 def _command(job: dict[str, Any], go: int) -> None:
@@ -60,8 +64,16 @@ def _restrict(job: dict[str, Any]) -> None:
         words = dict(job["watch"])
         note = os.open(f"{job['said']}.note", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         folders = (os.fsencode(words["below"]), os.fsencode(words["source"]))
-        numbers = (words["number"], words["how"], words["error"], words["looks"], words["no_exchange"])
-        ctypes.CDLL(os.environ["LD_PRELOAD"]).watch_calls(*folders, ctypes.c_long(numbers[0]), *numbers[1:], note)
+        numbers = (
+            words["number"],
+            words["how"],
+            words["error"],
+            words["looks"],
+            words["no_exchange"],
+        )
+        ctypes.CDLL(os.environ["LD_PRELOAD"]).watch_calls(
+            *folders, ctypes.c_long(numbers[0]), *numbers[1:], note
+        )
 
 
 def _unwatch(job: dict[str, Any]) -> None:

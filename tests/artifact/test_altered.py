@@ -50,7 +50,9 @@ def copied(made: dict[str, Path], tmp_path: Path, layout: str = "kernel") -> Pat
 def alter(out: Path) -> None:
     """Words that nothing else tells, and the digest as before."""
     path = out / "hqconv.json"
-    path.write_bytes(path.read_bytes().replace(b'"revision": null', b'"revision": "' + b"1" * 40 + b'"', 1))
+    path.write_bytes(
+        path.read_bytes().replace(b'"revision": null', b'"revision": "' + b"1" * 40 + b'"', 1)
+    )
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
@@ -58,11 +60,16 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "cut": lambda out: (out / "hqconv.json").write_bytes((out / "hqconv.json").read_bytes()[:-1]),
     "no JSON": lambda out: (out / "hqconv.json").write_bytes(b"{"),
     "deep": lambda out: (out / "hqconv.json").write_bytes(b"[" * 100_000),
-    "no key": lambda out: write_manifest(out, {k: v for k, v in manifest(out).items() if k != "blocks"}),
+    "no key": lambda out: write_manifest(
+        out, {k: v for k, v in manifest(out).items() if k != "blocks"}
+    ),
     "a family of nobody": lambda out: write_manifest(out, manifest(out) | {"family": "nobody"}),
     "no GPU": lambda out: write_manifest(out, manifest(out) | {"target": "h200"}),
 }
-OF_KERNEL = ("a family of nobody", "no GPU")  # in the checkpoint layout the shards say what they are
+OF_KERNEL = (
+    "a family of nobody",
+    "no GPU",
+)  # in the checkpoint layout the shards say what they are
 
 
 @pytest.mark.parametrize("layout", ["kernel", "checkpoint"])
@@ -99,17 +106,23 @@ def test_a_damaged_manifest_is_bad_input_where_the_artifact_is_a_source(
     ],
     ids=["convert", "dry-run", "verify"],
 )
-def test_exit_codes(words: tuple[str, ...], code: int, made: dict[str, Path], tmp_path: Path) -> None:
+def test_exit_codes(
+    words: tuple[str, ...], code: int, made: dict[str, Path], tmp_path: Path
+) -> None:
     out = copied(made, tmp_path)
     alter(out)
     command = [sys.executable, "-m", "hqconv", words[0], str(out), *words[1:]]
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    done = processes.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = processes.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == code
     assert ALTERED in done.stdout + done.stderr
 
 
-def test_an_altered_manifest_is_neither_loaded_nor_served(made: dict[str, Path], tmp_path: Path) -> None:
+def test_an_altered_manifest_is_neither_loaded_nor_served(
+    made: dict[str, Path], tmp_path: Path
+) -> None:
     out = copied(made, tmp_path)
     calls: tuple[Callable[[], object], ...] = (
         lambda: hqconv.load(out, layer=LAYER),
@@ -134,7 +147,11 @@ def test_sizes_that_the_files_have_not(layout: str, made: dict[str, Path], tmp_p
     """Of every file that is listed, one that is not there and one whose name leads elsewhere."""
     out, good = copied(made, tmp_path, layout), manifest(made[layout])
     assert hqconv.plan(out, **ON_CPU)
-    for name in (*good["files"].keys() - {"README.md"}, "ghost.json", "ghost\0.json"):  # people may edit the card
+    for name in (
+        *good["files"].keys() - {"README.md"},
+        "ghost.json",
+        "ghost\0.json",
+    ):  # people may edit the card
         for size in (0, 10**9, 10**400, -5):
             words = json.loads(json.dumps(good))
             words["files"].setdefault(name, {"sha256": "0" * 64})["size_bytes"] = size
@@ -158,7 +175,9 @@ def test_a_source_that_lacks_a_file(made: dict[str, Path], tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("key", ["num_experts", "hidden_size", "intermediate_size"])
-def test_load_holds_a_layer_of_the_manifest_to_the_file(key: str, made: dict[str, Path], tmp_path: Path) -> None:
+def test_load_holds_a_layer_of_the_manifest_to_the_file(
+    key: str, made: dict[str, Path], tmp_path: Path
+) -> None:
     out = copied(made, tmp_path)
     words = manifest(out)
     words["blocks"][LAYER][key] *= 2
@@ -207,7 +226,9 @@ def test_an_interrupt_does_not_wait_for_a_digest(
     thread.start()
     with pytest.raises(KeyboardInterrupt):
         run(made[source], tmp_path / "out", "int8", Grid(tp=2))
-    assert time.monotonic() - interrupted[0] < 60  # two seconds, where other tests do not take the processors
+    assert (
+        time.monotonic() - interrupted[0] < 60
+    )  # two seconds, where other tests do not take the processors
     thread.join()
 
 

@@ -15,7 +15,12 @@ from huggingface_hub.utils import filter_repo_objects
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from hqconv.schemas.artifact_names import INDEX, NOT_FOR_TRANSFORMERS, admit_transformers, refuse_transformers
+from hqconv.schemas.artifact_names import (
+    INDEX,
+    NOT_FOR_TRANSFORMERS,
+    admit_transformers,
+    refuse_transformers,
+)
 from hqconv.schemas.grid import Grid
 from tests.make import conversions
 from tests.make.damage import Damaged
@@ -27,8 +32,12 @@ KEY = "transformers_weights"
 TEXT, NESTED = "qwen3_moe", ("qwen3_5_moe", "llama4")
 
 
-def convert(src: Path, out: Path, layout: str = "kernel", schema: str = SCHEMA, **words: Any) -> Path:
-    conversions.run(src, out, schema, Grid(tp=2, ep=2) if layout == "kernel" else Grid(), layout=layout, **words)
+def convert(
+    src: Path, out: Path, layout: str = "kernel", schema: str = SCHEMA, **words: Any
+) -> Path:
+    conversions.run(
+        src, out, schema, Grid(tp=2, ep=2) if layout == "kernel" else Grid(), layout=layout, **words
+    )
     conversions.assert_verified(out, src)
     return out
 
@@ -57,7 +66,9 @@ def weights_fetched(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("limit", [10**9, 10_000])
-def test_a_download_takes_no_rank_file(limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_takes_no_rank_file(
+    limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("hqconv.planning.output_units.MAX_SHARD_BYTES", limit)
     out = convert(write_qwen3_moe(tmp_path / "src"), tmp_path / "out")
     shards = {path for path in paths_in(out) if "/" not in path and path.endswith(".safetensors")}
@@ -85,13 +96,19 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return served
 
 
-WAYS: dict[str, dict[str, Any]] = {"plain": {}, "dtype": {"dtype": "auto"}, "map": {"device_map": "cpu"}}
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "dtype": {"dtype": "auto"},
+    "map": {"device_map": "cpu"},
+}
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("auto", ["AutoModel", "AutoModelForCausalLM"])
 @pytest.mark.parametrize("model_type", [TEXT, *NESTED])
-def test_transformers_refuses_the_folder(served: dict[str, Path], model_type: str, auto: str, way: str) -> None:
+def test_transformers_refuses_the_folder(
+    served: dict[str, Path], model_type: str, auto: str, way: str
+) -> None:
     if way == "map" and importlib.util.find_spec("accelerate") is None:
         pytest.skip("device_map needs accelerate")
     with pytest.raises(OSError, match=NOT_FOR_TRANSFORMERS):
@@ -114,7 +131,9 @@ def test_config_and_tokenizer_are_for_everybody(served: dict[str, Path], model_t
 
 
 @pytest.mark.parametrize("model_type", [TEXT, "llama4"])
-def test_only_the_kernel_layout_has_the_entry(served: dict[str, Path], model_type: str, tmp_path: Path) -> None:
+def test_only_the_kernel_layout_has_the_entry(
+    served: dict[str, Path], model_type: str, tmp_path: Path
+) -> None:
     first = served[model_type]
     assert json.dumps(config_of(first)).count(f'"{KEY}"') == (1 if model_type == TEXT else 2)
     again = convert(first, tmp_path / "again", schema="source")
@@ -124,7 +143,10 @@ def test_only_the_kernel_layout_has_the_entry(served: dict[str, Path], model_typ
     direct = convert(first.parent / model_type, tmp_path / "direct", "checkpoint")
     assert (config_of(back), paths_in(back)) == (config_of(direct), paths_in(direct))
     last = convert(back, tmp_path / "last", schema="source")
-    assert {**config_of(last), "quantization_config": 0} == {**config_of(first), "quantization_config": 0}
+    assert {**config_of(last), "quantization_config": 0} == {
+        **config_of(first),
+        "quantization_config": 0,
+    }
 
 
 @pytest.mark.parametrize("own", ["weights.safetensors", None])
@@ -145,14 +167,20 @@ def test_a_value_of_the_sources_own_comes_back(own: str | None, tmp_path: Path) 
 
 def test_verify_sees_an_entry_that_was_changed(served: dict[str, Path], tmp_path: Path) -> None:
     src = served["llama4"].parent / "llama4"
-    for number, words in enumerate(({KEY: "model-00001-of-00004.safetensors"}, {"text_config": {}})):
+    for number, words in enumerate(
+        ({KEY: "model-00001-of-00004.safetensors"}, {"text_config": {}})
+    ):
         copy = Path(shutil.copytree(served["llama4"], tmp_path / str(number)))
         inner = config_of(copy)["text_config"]
         del inner[KEY]
         edit_config(copy, **(words if KEY in words else {"text_config": inner}))
         Damaged(copy, src, SCHEMA).reseal()
-        findings = [f for result in conversions.check(copy, None, "files").results for f in result.findings]
-        assert {f.what for f in findings} == {"The config does not keep transformers away from all of the model."}
+        findings = [
+            f for result in conversions.check(copy, None, "files").results for f in result.findings
+        ]
+        assert {f.what for f in findings} == {
+            "The config does not keep transformers away from all of the model."
+        }
 
 
 CONFIGS: list[dict[str, Any]] = [

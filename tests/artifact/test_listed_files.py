@@ -99,11 +99,16 @@ def test_no_reader_follows(how: str, made: Path, tmp_path: Path, hub: UploadHub)
     out = listed_elsewhere(made, tmp_path, how)
     for reader, read in READERS.items():
         kind: type[HqconvError] = InputError if reader in ("plan", "convert") else VerificationError
-        with pytest.raises(kind, match=r"manifest is damaged(.|\n)*files: (.|\n)*inside the artifact|in the artifact"):
+        with pytest.raises(
+            kind,
+            match=r"manifest is damaged(.|\n)*files: (.|\n)*inside the artifact|in the artifact",
+        ):
             read(out)
     report = hqconv.verify(out)
     assert not report.passed
-    assert [one.what for one in report.results[0].findings] == ["The artifact's manifest is damaged."]
+    assert [one.what for one in report.results[0].findings] == [
+        "The artifact's manifest is damaged."
+    ]
     assert not hub.commits
     assert not (tmp_path / "again").exists()
 
@@ -128,7 +133,9 @@ def test_links_that_stay_inside_and_the_hubs_cache(made: Path, tmp_path: Path) -
     repo = tmp_path / "models--org--name"
     snapshot, blobs = repo / "snapshots" / ("0" * 40), repo / "blobs"
     blobs.mkdir(parents=True)
-    for number, path in enumerate(sorted(one for one in (made / "out").rglob("*") if one.is_file())):
+    for number, path in enumerate(
+        sorted(one for one in (made / "out").rglob("*") if one.is_file())
+    ):
         shutil.copy(path, blobs / str(number))
         link = snapshot / path.relative_to(made / "out")
         link.parent.mkdir(parents=True, exist_ok=True)

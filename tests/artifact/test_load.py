@@ -33,10 +33,16 @@ def put_back(model: torch.nn.Module, out: Path) -> dict[str, float]:
     for name, module in model.named_modules():
         if not hasattr(module, "gate_up_proj"):
             continue
-        layer = name.replace(".mlp.", ".block_sparse_moe.") if model.config.model_type == "mixtral" else name
+        layer = (
+            name.replace(".mlp.", ".block_sparse_moe.")
+            if model.config.model_type == "mixtral"
+            else name
+        )
         experts = hqconv.dequantize(out, layer=layer)
         with torch.no_grad():
-            found = torch.cat([torch.cat([experts["w1"], experts["w3"]], 1).flatten(), experts["w2"].flatten()])
+            found = torch.cat(
+                [torch.cat([experts["w1"], experts["w3"]], 1).flatten(), experts["w2"].flatten()]
+            )
             wanted = torch.cat([module.gate_up_proj.flatten(), module.down_proj.flatten()])
             errors[layer] = float((found - wanted).norm() / wanted.norm())
             module.gate_up_proj.copy_(torch.cat([experts["w1"], experts["w3"]], dim=1))
@@ -57,7 +63,9 @@ def test_short_memory_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
     write_qwen3_moe(tmp_path / "src")
-    hqconv.convert(tmp_path / "src", tmp_path / "out", schema="int4-g32", target="sm90", device="cpu")
+    hqconv.convert(
+        tmp_path / "src", tmp_path / "out", schema="int4-g32", target="sm90", device="cpu"
+    )
     monkeypatch.setattr(artifact_load, "read_tensors", fail)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (5 << 20, 1 << 30))
     with pytest.raises(RequestError, match="GPU's memory is not enough") as caught:
@@ -66,7 +74,9 @@ def test_short_memory_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_dequantized_experts_in_the_model_cost_what_the_schema_predicts(tmp_path: Path, family: str) -> None:
+def test_dequantized_experts_in_the_model_cost_what_the_schema_predicts(
+    tmp_path: Path, family: str
+) -> None:
     """The logits' error is that of Gaussian noise as large as the rounding, put on the same weights."""
     source = save_model(tmp_path / "source", family, intermediate_size=192)
     tokens = torch.randint(0, 96, (4, 16), generator=torch.Generator().manual_seed(0))
@@ -83,12 +93,18 @@ def test_dequantized_experts_in_the_model_cost_what_the_schema_predicts(tmp_path
             model = load()
             errors = put_back(model, out)
             assert errors
-            assert all(0.6 * expected < error < 1.4 * expected for error in errors.values()), (name, errors)
+            assert all(0.6 * expected < error < 1.4 * expected for error in errors.values()), (
+                name,
+                errors,
+            )
             ours = relative(model(tokens).logits, exact)
             noisy = load()
             torch.manual_seed(1)
             for module in noisy.modules():
-                for weight in (getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)):
+                for weight in (
+                    getattr(module, "gate_up_proj", None),
+                    getattr(module, "down_proj", None),
+                ):
                     if isinstance(weight, torch.Tensor) and weight.ndim == 3:
                         weight.add_(torch.randn_like(weight) * weight.std() * expected)
             noise = relative(noisy(tokens).logits, exact)
@@ -103,7 +119,9 @@ def test_load_gives_each_rank_its_file_and_humming_its_config(tmp_path: Path) ->
     run(source, out, "int4-g64", Grid(tp=2, ep=2))
     for tp_rank, ep_rank in Grid(2, 2).ranks:
         for layer in (f"model.layers.{i}.mlp.experts" for i in range(2)):
-            stored = load_file(out / "experts" / f"tp{tp_rank}-ep{ep_rank}" / f"{layer}.safetensors")
+            stored = load_file(
+                out / "experts" / f"tp{tp_rank}-ep{ep_rank}" / f"{layer}.safetensors"
+            )
             gemms = hqconv.load(out, layer=layer, tp_rank=tp_rank, ep_rank=ep_rank)
             config = gemms["w13"].layer_config()
             assert config.num_experts == gemms["w13"].tensors["weight"].shape[0] == (3, 2)[ep_rank]
@@ -119,13 +137,17 @@ def test_load_gives_each_rank_its_file_and_humming_its_config(tmp_path: Path) ->
 def test_load_gives_a_gpu_the_same_tensors(tmp_path: Path) -> None:
     source = save_model(tmp_path / "source", "qwen3_moe", moe_intermediate_size=128)
     run(source, tmp_path / "out", "mxfp4")
-    ours, theirs = (hqconv.load(tmp_path / "out", layer=LAYER, device=device) for device in ("cuda", "cpu"))
+    ours, theirs = (
+        hqconv.load(tmp_path / "out", layer=LAYER, device=device) for device in ("cuda", "cpu")
+    )
     for gemm in ("w13", "w2"):
         assert ours[gemm].tensors.keys() == theirs[gemm].tensors.keys()
         for name, tensor in ours[gemm].tensors.items():
             assert tensor.device.type == "cuda"
             assert tensor.dtype == theirs[gemm].tensors[name].dtype
-            assert torch.equal(tensor.cpu().view(torch.uint8), theirs[gemm].tensors[name].view(torch.uint8))
+            assert torch.equal(
+                tensor.cpu().view(torch.uint8), theirs[gemm].tensors[name].view(torch.uint8)
+            )
 
 
 def test_requests_that_cannot_be_met(tmp_path: Path) -> None:
@@ -197,14 +219,21 @@ def other_target(copy: Damaged) -> None:
 
 EXCHANGED: dict[str, tuple[Callable[[Damaged], object], str]] = {
     "TP ranks": (
-        lambda c: c.swap_files(c.rank_file(LAYER, 0, 0), c.rank_file(LAYER, 1, 0), as_their_own=False),
+        lambda c: c.swap_files(
+            c.rank_file(LAYER, 0, 0), c.rank_file(LAYER, 1, 0), as_their_own=False
+        ),
         "rank",
     ),
     "EP ranks": (
-        lambda c: c.swap_files(c.rank_file(LAYER, 0, 0), c.rank_file(LAYER, 0, 1), as_their_own=False),
+        lambda c: c.swap_files(
+            c.rank_file(LAYER, 0, 0), c.rank_file(LAYER, 0, 1), as_their_own=False
+        ),
         "rank",
     ),
-    "layers": (lambda c: c.swap_files(c.rank_file(LAYER, 0, 0), c.rank_file(OTHER, 0, 0)), "another layer"),
+    "layers": (
+        lambda c: c.swap_files(c.rank_file(LAYER, 0, 0), c.rank_file(OTHER, 0, 0)),
+        "another layer",
+    ),
     "targets": (other_target, "another format|describes|not those"),
 }
 
@@ -212,7 +241,9 @@ EXCHANGED: dict[str, tuple[Callable[[Damaged], object], str]] = {
 @pytest.mark.parametrize("is_resealed", [False, True], ids=["as they are", "with a new manifest"])
 @pytest.mark.parametrize("check_digests", [False, True])
 @pytest.mark.parametrize("what", EXCHANGED)
-def test_exchanged_files_are_refused(what: str, check_digests: bool, is_resealed: bool, copy: Damaged) -> None:
+def test_exchanged_files_are_refused(
+    what: str, check_digests: bool, is_resealed: bool, copy: Damaged
+) -> None:
     """By their headers: with the digests left out, and with a manifest that lists the other file's."""
     exchange, message = EXCHANGED[what]
     exchange(copy)
@@ -236,16 +267,22 @@ def test_exchanged_files_are_no_source(what: str, copy: Damaged, tmp_path: Path)
     assert not report.passed
 
 
-def test_an_exchanged_source_of_verify_is_no_internal_error(copy: Damaged, made: Path, tmp_path: Path) -> None:
+def test_an_exchanged_source_of_verify_is_no_internal_error(
+    copy: Damaged, made: Path, tmp_path: Path
+) -> None:
     run(made, tmp_path / "again", "source", Grid(1, 2))
     EXCHANGED["layers"][0](copy)
     copy.reseal()
     report = check(tmp_path / "again", copy.root)
-    assert any("another layer" in finding.what for result in report.results for finding in result.findings)
+    assert any(
+        "another layer" in finding.what for result in report.results for finding in result.findings
+    )
 
 
 @pytest.mark.parametrize("read", [hqconv.load, hqconv.dequantize])
-def test_bytes_are_compared_unless_they_are_not_to_be(read: Callable[..., object], copy: Damaged) -> None:
+def test_bytes_are_compared_unless_they_are_not_to_be(
+    read: Callable[..., object], copy: Damaged
+) -> None:
     read(copy.root, layer=LAYER)
     copy.flip(copy.rank_file(LAYER, 0, 0), f"{LAYER}.w2_weight", byte=5)
     with pytest.raises(VerificationError, match="not those of the manifest") as caught:

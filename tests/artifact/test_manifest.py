@@ -34,7 +34,9 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 NUMBERS = st.integers() | st.floats(allow_nan=False) | st.booleans() | st.none()
 DOCUMENTS = st.recursive(
     NUMBERS | st.text(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4)
+    ),
 )
 
 
@@ -79,13 +81,21 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize(("name", "is_good"), NAMES.items(), ids=[repr(name)[:20] for name in NAMES])
-def test_layer_names_cannot_lead_elsewhere(name: str, is_good: bool, good: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "is_good"), NAMES.items(), ids=[repr(name)[:20] for name in NAMES]
+)
+def test_layer_names_cannot_lead_elsewhere(
+    name: str, is_good: bool, good: Path, tmp_path: Path
+) -> None:
     """They become names of files: of rank files when an artifact is a source, or is read."""
     assert is_layer_name(name) == is_good
     if is_good:
         return
-    out = edited(good, tmp_path / "in", lambda words: words["blocks"].update({name: words["blocks"].pop(LAYER)}))
+    out = edited(
+        good,
+        tmp_path / "in",
+        lambda words: words["blocks"].update({name: words["blocks"].pop(LAYER)}),
+    )
     with pytest.raises(VerificationError, match="manifest is damaged"):
         read_manifest(out)
     before = snapshot(tmp_path)
@@ -111,13 +121,25 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "layer without sizes": (lambda w: w["blocks"][LAYER].pop("hidden_size"), "hidden_size"),
     "layer that is none": (lambda w: w["blocks"].update({LAYER: 3}), LAYER),
     "file without digest": (lambda w: w["files"]["config.json"].pop("sha256"), "config.json"),
-    "layer without a format": (lambda w: w["blocks"][LAYER].update(source_format=None), "source_format"),
+    "layer without a format": (
+        lambda w: w["blocks"][LAYER].update(source_format=None),
+        "source_format",
+    ),
     "parts that are a list": (lambda w: w["blocks"][LAYER].update(source_parts=[]), "source_parts"),
     "size in words": (lambda w: w["files"]["config.json"].update(size_bytes="many"), "size_bytes"),
     "tensors that are none": (lambda w: w["tensors"].update(converted=None), "converted"),
-    "errors that are none": (lambda w: w["blocks"][LAYER]["quantization_error"].update(w1=None), "w1"),
-    "format without a name": (lambda w: w["blocks"][LAYER]["source_format"].update(name=[]), "name"),
-    "source's config": (lambda w: w["source"].update(quantization_config=[1]), "quantization_config"),
+    "errors that are none": (
+        lambda w: w["blocks"][LAYER]["quantization_error"].update(w1=None),
+        "w1",
+    ),
+    "format without a name": (
+        lambda w: w["blocks"][LAYER]["source_format"].update(name=[]),
+        "name",
+    ),
+    "source's config": (
+        lambda w: w["source"].update(quantization_config=[1]),
+        "quantization_config",
+    ),
 }
 
 
@@ -140,7 +162,9 @@ def test_a_source_whose_manifest_lists_no_files(good: Path, tmp_path: Path) -> N
 
 def test_a_source_whose_manifest_lists_no_rank_files(good: Path, tmp_path: Path) -> None:
     def forget(words: dict[str, Any]) -> None:
-        words["files"] = {name: one for name, one in words["files"].items() if not name.startswith("experts/")}
+        words["files"] = {
+            name: one for name, one in words["files"].items() if not name.startswith("experts/")
+        }
 
     with pytest.raises(HqconvError, match="no file for a rank"):
         run(edited(good, tmp_path / "in", forget), tmp_path / "out", "source")
@@ -241,16 +265,25 @@ MIXED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "own: a list of input schemas": (with_own(input_schema=["fp8"]), f"{OWN}: input_schema"),
     "own: no weights": (lambda w: own(w).pop("weight_schema"), f"{OWN}: weight_schema"),
     "own: weights in words": (with_own(weight_schema="fp8"), f"{OWN}: weight_schema"),
-    "own: unknown weights": (with_own(weight_schema={"b_dtype": "float3"}), f"{OWN}: weight_schema: b_dtype"),
+    "own: unknown weights": (
+        with_own(weight_schema={"b_dtype": "float3"}),
+        f"{OWN}: weight_schema: b_dtype",
+    ),
     "own: no activations": (lambda w: own(w).pop("activation_schema"), f"{OWN}: input_schema"),
-    "own: activations in words": (with_own(activation_schema="float8e4m3"), f"{OWN}: activation_schema"),
+    "own: activations in words": (
+        with_own(activation_schema="float8e4m3"),
+        f"{OWN}: activation_schema",
+    ),
     "own: pairs that are none": (with_own(activation_schema=["abc"]), f"{OWN}: activation_schema"),
     "own: unknown activations": (with_own(activation_schema={"a_dtype": 8}), f"{OWN}: a_dtype"),
     "own: no target": (lambda w: own(w).pop("target"), f"{OWN}: target"),
     "own: another target": (with_own(target="sm80"), f"{OWN}: target"),
     "own: a compiler": (with_own(cuda="13.0"), f"{OWN}: cuda"),
     "activations in words": (lambda w: w.update(activation_schema="abc"), "activation_schema"),
-    "activations that are pairs": (lambda w: w.update(activation_schema=["abc"]), "activation_schema"),
+    "activations that are pairs": (
+        lambda w: w.update(activation_schema=["abc"]),
+        "activation_schema",
+    ),
     "compiler: a number": (lambda w: w.update(cuda=13.0), "cuda"),
     "version: the first": (lambda w: w.update(format_version=1), "format_version"),
     "version: the second for nothing": (nothing_own, "format_version"),
@@ -265,7 +298,9 @@ def test_as_it_was_made_it_is_good(mixed: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_what_cannot_be_is_one_sentence_for_every_reader(name: str, mixed: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_is_one_sentence_for_every_reader(
+    name: str, mixed: Path, tmp_path: Path
+) -> None:
     edit, where = MIXED[name]
     out = edited(mixed, tmp_path / "out", edit)
     for reader, read in readers(out).items():

@@ -11,7 +11,13 @@ import pytest
 import yaml
 
 import hqconv
-from hqconv.artifact.manifest import Manifest, ManifestLayer, ManifestSource, ProjectionError, TensorAccounting
+from hqconv.artifact.manifest import (
+    Manifest,
+    ManifestLayer,
+    ManifestSource,
+    ProjectionError,
+    TensorAccounting,
+)
 from hqconv.artifact.model_card import card_bytes
 from hqconv.errors import InputError, OutputError
 from hqconv.io.checkpoint_files import FrontMatter
@@ -70,7 +76,10 @@ def test_the_card_says_what_the_artifact_is(source: Path, tmp_path: Path) -> Non
     }
     text = card.decode()
     assert "# src, int4-g64 for Humming\n" in text
-    assert "    pip install './hqconv[vllm]'\n    vllm serve ORG/NAME --tensor-parallel-size 2\n" in text
+    assert (
+        "    pip install './hqconv[vllm]'\n    vllm serve ORG/NAME --tensor-parallel-size 2\n"
+        in text
+    )
     assert "block" not in text
     assert "| for | sm90; 2 TP x 1 EP ranks; no other GPU or ranks |" in text
     worst = max(words["w1"]["relative_error"] for words in report.errors.values())
@@ -83,7 +92,9 @@ def test_the_sources_card_is_kept_whole(source: Path, tmp_path: Path) -> None:
     """And not once more inside itself, where an artifact is cut again."""
     run(source, tmp_path / "out", "int4-g64", Grid(2, 1))
     run(tmp_path / "out", tmp_path / "again", "source")
-    cards = [(tmp_path / name / "README.md").read_bytes().partition(MARKER) for name in ("out", "again")]
+    cards = [
+        (tmp_path / name / "README.md").read_bytes().partition(MARKER) for name in ("out", "again")
+    ]
     listing, body = CARD.split(b"---\n")[1], CARD.split(b"---\n", 2)[2]
     assert cards[0][2] == cards[1][2] == b"\n```yaml\n" + listing + b"```\n\n" + body
     assert cards[0][0] != cards[1][0]
@@ -109,7 +120,9 @@ def _manifest() -> Manifest:
         w13_order=["gate", "up"],
         content_sums={},
         conversion="quantized",
-        quantization_error={"w2": ProjectionError(relative_error=0.25, worst_expert=0, worst_relative_error=0.25)},
+        quantization_error={
+            "w2": ProjectionError(relative_error=0.25, worst_expert=0, worst_relative_error=0.25)
+        },
     )
     return Manifest(
         format_version=1,
@@ -234,5 +247,9 @@ def test_a_published_artifact_verifies_and_converts(source: Path, tmp_path: Path
     report = check(out, source, "files", "weights")
     assert report.passed
     run(out, tmp_path / "again", "source")
-    assert (tmp_path / "again/README.md").read_text().endswith(f"{MARKER.decode()}\nA card of our own.")
+    assert (
+        (tmp_path / "again/README.md")
+        .read_text()
+        .endswith(f"{MARKER.decode()}\nA card of our own.")
+    )
     assert hqconv.inspect(out)["missing_or_resized_files"] == []

@@ -37,7 +37,9 @@ def cache(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def server(out: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
+def server(
+    out: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[LocalHub]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.sleep", lambda _: None)
     copy = Path(shutil.copytree(out, tmp_path / "served"))
@@ -71,7 +73,9 @@ def test_inspect_sees_what_the_repo_lacks(server: LocalHub) -> None:
 def test_a_plan_reads_headers(server: LocalHub, out: Path) -> None:
     planned = hqconv.plan(NAME, schema="source", target="sm90", tp=4)
     assert [f.path for g in planned.units for f in g.files] == [
-        f.path for g in hqconv.plan(out, schema="source", target="sm90", tp=4).units for f in g.files
+        f.path
+        for g in hqconv.plan(out, schema="source", target="sm90", tp=4).units
+        for f in g.files
     ]
     assert planned.source.repo_id == NAME
     total = sum(path.stat().st_size for path in out.rglob("*.safetensors"))
@@ -80,7 +84,9 @@ def test_a_plan_reads_headers(server: LocalHub, out: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["kernel", "checkpoint"])
-def test_it_is_converted_as_the_folder_is(server: LocalHub, tmp_path: Path, cache: Path, layout: str) -> None:
+def test_it_is_converted_as_the_folder_is(
+    server: LocalHub, tmp_path: Path, cache: Path, layout: str
+) -> None:
     grid = Grid(tp=4) if layout == "kernel" else Grid()
     conversions.run(server.folder, tmp_path / "of-folder", "source", grid, layout=layout)
     conversions.run(NAME, tmp_path / "of-hub", "source", grid, layout=layout)  # type: ignore[arg-type]
@@ -118,7 +124,9 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_another_size_or_digest_is_refused_before_anything_is_fetched(server: LocalHub, tmp_path: Path) -> None:
+def test_another_size_or_digest_is_refused_before_anything_is_fetched(
+    server: LocalHub, tmp_path: Path
+) -> None:
     flip(rank_file(server))
     with pytest.raises(InputError, match="not what its manifest lists") as caught:
         conversions.run(NAME, tmp_path / "new", "source", Grid(tp=4))  # type: ignore[arg-type]
@@ -127,7 +135,9 @@ def test_another_size_or_digest_is_refused_before_anything_is_fetched(server: Lo
     assert server.num_bytes_of_weights <= 5 * (1 << 15)
 
 
-def test_a_file_that_the_manifest_does_not_list_is_refused(server: LocalHub, tmp_path: Path) -> None:
+def test_a_file_that_the_manifest_does_not_list_is_refused(
+    server: LocalHub, tmp_path: Path
+) -> None:
     (server.folder / "notes.txt").write_text("x")
     with pytest.raises(InputError, match="does not list a file"):
         hqconv.plan(NAME, schema="source", target="sm90")
@@ -159,17 +169,24 @@ def test_the_check_of_files_sees_damage(server: LocalHub) -> None:
             "experts/tp0-ep0/model.layers.1.mlp.experts.safetensors",
             "A file's bytes are not those the manifest records.",
         ),
-        ("experts/tp1-ep0/model.layers.0.mlp.experts.safetensors", "A file of the manifest is missing."),
+        (
+            "experts/tp1-ep0/model.layers.0.mlp.experts.safetensors",
+            "A file of the manifest is missing.",
+        ),
         ("experts/stray.safetensors", "A file is not in the manifest."),
     } <= found
 
 
-def test_the_check_of_weights_downloads_its_layers(server: LocalHub, cache: Path, out: Path) -> None:
+def test_the_check_of_weights_downloads_its_layers(
+    server: LocalHub, cache: Path, out: Path
+) -> None:
     source = out.parent / "src"
     report = hqconv.verify(NAME, source, checks=["weights"], layers=[1], threads=2, device="cpu")
     assert report.passed, report.results[0].findings
     weights = {name for name in cached(cache) if name.endswith(".safetensors")}
-    assert weights == {f"experts/tp{rank}-ep0/model.layers.1.mlp.experts.safetensors" for rank in (0, 1)}
+    assert weights == {
+        f"experts/tp{rank}-ep0/model.layers.1.mlp.experts.safetensors" for rank in (0, 1)
+    }
 
 
 def test_a_hub_that_fails_is_no_damage(server: LocalHub) -> None:

@@ -43,13 +43,32 @@ PAIRS = (
         ("int4-g32", "fp8", "sm89"),
         ("int4-g32-zp", "fp8", "sm90"),
     ),
-    *(("fp8", "fp8", "sm90"), ("fp8-block", "fp8-g128", "sm90"), ("fp8-block", "fp8-g128", "sm100")),
+    *(
+        ("fp8", "fp8", "sm90"),
+        ("fp8-block", "fp8-g128", "sm90"),
+        ("fp8-block", "fp8-g128", "sm100"),
+    ),
     *(("fp8-tensor", "fp8", "sm100"), ("fp8-e5m2", "fp8-e5m2", "sm90"), ("fp8", "fp8", "sm120")),
-    *(("int8", "int8", "sm80"), ("int8", "int8", "sm100"), ("int4", "int8", "sm90"), ("int2-g64", "int4", "sm89")),
-    *(("int4", "int4", "sm86"), ("int3", "int4", "sm75"), ("mxfp4", "a16", "sm121"), ("mxfp8", "a16", "sm75")),
+    *(
+        ("int8", "int8", "sm80"),
+        ("int8", "int8", "sm100"),
+        ("int4", "int8", "sm90"),
+        ("int2-g64", "int4", "sm89"),
+    ),
+    *(
+        ("int4", "int4", "sm86"),
+        ("int3", "int4", "sm75"),
+        ("mxfp4", "a16", "sm121"),
+        ("mxfp8", "a16", "sm75"),
+    ),
     *(("int4-g128-fpzp", "a16", "sm80"), ("mxfp8", "fp8", "sm89"), ("int4-c", "fp8", "sm120")),
 )
-FUSED = (("mxfp4", "fp8", "sm90"), ("mxfp4", "fp8-g128", "sm90"), ("mxfp4", "int8", "sm80"), ("mxfp4", "int8", "sm100"))
+FUSED = (
+    ("mxfp4", "fp8", "sm90"),
+    ("mxfp4", "fp8-g128", "sm90"),
+    ("mxfp4", "int8", "sm80"),
+    ("mxfp4", "int8", "sm100"),
+)
 
 
 def inner_of(schema: str) -> int:
@@ -69,7 +88,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
         generator = torch.Generator().manual_seed(7)
         for name, tensor in tensors.items():
             if name.startswith(LAYER):
-                groups = torch.randint(-20, -2, (tensor.size(0), tensor.size(1) // 32), generator=generator)
+                groups = torch.randint(
+                    -20, -2, (tensor.size(0), tensor.size(1) // 32), generator=generator
+                )
                 tensors[name] = (tensor * 2.0 ** groups.repeat_interleave(32, 1)).bfloat16()
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         return folder
@@ -105,7 +126,10 @@ def packed_of(src: Path, schema: str, dtype: str) -> dict[str, dict[str, torch.T
             done = quantize([of_role[role] for role in roles], resolve_schema(schema), dtype)
             for role, one in zip(roles, done, strict=True):
                 found[role].append(one.tensors)
-    return {role: {key: torch.stack([e[key] for e in one]) for key in one[0]} for role, one in found.items()}
+    return {
+        role: {key: torch.stack([e[key] for e in one]) for key in one[0]}
+        for role, one in found.items()
+    }
 
 
 def decoded_of(src: Path, schema: str, dtype: str) -> dict[str, torch.Tensor]:
@@ -119,7 +143,9 @@ def decoded_of(src: Path, schema: str, dtype: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(("pair", "grid"), [(pair, GRIDS[n % 2]) for n, pair in enumerate(PAIRS)], ids=str)
+@pytest.mark.parametrize(
+    ("pair", "grid"), [(pair, GRIDS[n % 2]) for n, pair in enumerate(PAIRS)], ids=str
+)
 def test_artifacts_decode_to_the_quantized_source(
     pair: tuple[str, str, str], grid: Grid, make: Make, source: Callable[[int], Path]
 ) -> None:
@@ -140,7 +166,9 @@ def test_artifacts_decode_to_the_quantized_source(
 # --- exponents fused into codes ----------------------------------------------------------------------------
 
 
-def fused_values(packed: dict[str, dict[str, torch.Tensor]], tp: int, inputs: str) -> dict[str, torch.Tensor]:
+def fused_values(
+    packed: dict[str, dict[str, torch.Tensor]], tp: int, inputs: str
+) -> dict[str, torch.Tensor]:
     """Every rank's slice through Humming's own shift; float32. The ranges are worked out here."""
     parts: dict[str, list[np.ndarray]] = {role: [] for role in WORDS}
     inner = packed["w3"]["weight"].size(1)
@@ -159,15 +187,21 @@ def fused_values(packed: dict[str, dict[str, torch.Tensor]], tp: int, inputs: st
                 least = of_rows if inputs == "int8" else largest[:, None, None] - 11
                 kept = np.maximum(exponents[role], least)
                 shifts = torch.from_numpy((kept - exponents[role]).astype(np.uint8))
-                weight = cpu_ops.process_mxfp4_w4a8_weight(one["weight"].contiguous().clone(), shifts)
+                weight = cpu_ops.process_mxfp4_w4a8_weight(
+                    one["weight"].contiguous().clone(), shifts
+                )
                 grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-                values = grid[field_codes(weight.numpy(), 4)] * np.repeat(2.0 ** (kept - 127.0), 32, axis=2)
+                values = grid[field_codes(weight.numpy(), 4)] * np.repeat(
+                    2.0 ** (kept - 127.0), 32, axis=2
+                )
                 parts[role].append(values)
     joined = {r: np.concatenate(one, axis=2 if r == "w2" else 1) for r, one in parts.items()}
     return {role: torch.from_numpy(values).float() for role, values in joined.items()}
 
 
-@pytest.mark.parametrize(("dtype", "grid"), [*zip(("bfloat16", "float16"), GRIDS, strict=True)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "grid"), [*zip(("bfloat16", "float16"), GRIDS, strict=True)], ids=str
+)
 @pytest.mark.parametrize("pair", FUSED, ids="-".join)
 def test_fused_artifacts_decode_to_the_shifted_source(
     pair: tuple[str, str, str], grid: Grid, dtype: str, make: Make, source: Callable[[int], Path]
@@ -202,7 +236,9 @@ def test_fused_artifacts_cannot_be_sources(grid: Grid, make: Make, tmp_path: Pat
 DAMAGED = (*FUSED, *PAIRS[3:5])
 
 
-def damaged(pair: tuple[str, str, str], make: Make, source: Callable[[int], Path], folder: Path) -> Damaged:
+def damaged(
+    pair: tuple[str, str, str], make: Make, source: Callable[[int], Path], folder: Path
+) -> Damaged:
     """A copy of an artifact of experts 2 and 3 on rank (1, 1)."""
     shutil.copytree(make(pair, Grid(tp=2, ep=2)), folder)
     return Damaged(folder, source(inner_of(pair[0])), pair[0])
@@ -213,7 +249,9 @@ def test_faults_are_found(
     pair: tuple[str, str, str], make: Make, source: Callable[[int], Path], tmp_path: Path
 ) -> None:
     """One bit of a weight, of a scale, and two experts exchanged: in batches and one by one."""
-    for index, (gemm, tensor) in enumerate((g, t) for g in ("w13", "w2") for t in ("weight", "weight_scale")):
+    for index, (gemm, tensor) in enumerate(
+        (g, t) for g in ("w13", "w2") for t in ("weight", "weight_scale")
+    ):
         copy = damaged(pair, make, source, tmp_path / str(index))
         copy.flip(copy.path, f"{LAYER}.{gemm}_{tensor}", local=1, byte=5, mask=2)
         weights = copy.check()[1]

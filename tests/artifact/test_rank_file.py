@@ -16,7 +16,12 @@ from safetensors import safe_open
 from hqconv.artifact.rank_file import RankFile, check_sha256
 from hqconv.errors import VerificationError
 from hqconv.schemas.grid import Grid
-from hqconv.serving.artifact_view import ArtifactLocation, ArtifactView, open_artifact_view, open_rank_file
+from hqconv.serving.artifact_view import (
+    ArtifactLocation,
+    ArtifactView,
+    open_artifact_view,
+    open_rank_file,
+)
 from tests.make import input_scales, small
 from tests.make.conversions import run, write_manifest
 from tests.make.qwen import write_qwen3_moe
@@ -27,7 +32,12 @@ FIRST, SECOND = (f"model.layers.{layer}.mlp.experts" for layer in range(2))
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = tmp_path_factory.mktemp("rank-file")
-    run(write_qwen3_moe(work / "original", num_experts=5, intermediate_size=256), work / "out", "nvfp4", Grid(2, 2))
+    run(
+        write_qwen3_moe(work / "original", num_experts=5, intermediate_size=256),
+        work / "out",
+        "nvfp4",
+        Grid(2, 2),
+    )
     return work / "out"
 
 
@@ -59,7 +69,9 @@ def test_tensors_have_the_names_of_layers_and_the_places_of_the_file(made: Path)
         data = file.path.read_bytes()
         with safe_open(file.path, "np") as stored:
             assert {f"{SECOND}.{name}" for name in file.tensors} == set(stored.keys())
-            assert {gemm: json.loads(stored.metadata()[gemm]) for gemm in ("w13", "w2")} == file.configs
+            assert {
+                gemm: json.loads(stored.metadata()[gemm]) for gemm in ("w13", "w2")
+            } == file.configs
             for name, ref in file.tensors.items():
                 assert ref.shape == tuple(stored.get_slice(f"{SECOND}.{name}").get_shape())
                 if ref.dtype == "I32":
@@ -93,7 +105,9 @@ def config(**words: Any) -> Callable[[dict[str, Any]], object]:
     """Change the LayerConfig of w13."""
 
     def change(header: dict[str, Any]) -> None:
-        header["__metadata__"]["w13"] = json.dumps(json.loads(header["__metadata__"]["w13"]) | words)
+        header["__metadata__"]["w13"] = json.dumps(
+            json.loads(header["__metadata__"]["w13"]) | words
+        )
 
     return change
 
@@ -135,7 +149,10 @@ def relabel(header: dict[str, Any]) -> None:
 EMPTY = {"data_offsets": [0, 0]}
 HEADERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no LayerConfigs": (lambda header: header.pop("__metadata__"), "another rank"),
-    "no LayerConfig of w2": (lambda header: header["__metadata__"].pop("w2"), "layer config for w2"),
+    "no LayerConfig of w2": (
+        lambda header: header["__metadata__"].pop("w2"),
+        "layer config for w2",
+    ),
     "a LayerConfig that is no JSON": (metadata(w13="{"), "layer config for w13"),
     "a LayerConfig without an end": (metadata(w13="[" * 100_000), "layer config for w13"),
     "a LayerConfig that is a list": (metadata(w2="[1]"), "layer config for w2"),
@@ -143,27 +160,51 @@ HEADERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "another K": (config(shape_k=256), "shape_k 128"),
     "no padding": (config(pad_shape_n=None), "pad_shape_n 0"),
     "other experts": (config(num_experts=2), "num_experts 3(.|\\n)*num_experts 2"),
-    "experts of another type": (config(num_experts=3.0), "expected: num_experts 3\n(.|\\n)*num_experts 3.0"),
+    "experts of another type": (
+        config(num_experts=3.0),
+        "expected: num_experts 3\n(.|\\n)*num_experts 3.0",
+    ),
     "a word more": (config(more=1), "expected: more absent(.|\\n)*more 1"),
     "a layer of nobody": (metadata(layer="-1"), "metadata are not a conversion's(.|\\n)*layer"),
-    "another form of file": (metadata(format="tf"), "metadata are not a conversion's(.|\\n)*format tf"),
+    "another form of file": (
+        metadata(format="tf"),
+        "metadata are not a conversion's(.|\\n)*format tf",
+    ),
     "no experts": (config(num_experts=None), "num_experts 3(.|\\n)*num_experts None"),
     "quantized activations": (config(a_dtype="float8e4m3"), "expected: a_dtype bfloat16"),
-    "a mode of quantizing": (config(input_quant_mode="dynamic_token"), "expected: input_quant_mode none"),
-    "groups of activations": (config(input_scale_group_size=128), "expected: input_scale_group_size 0"),
+    "a mode of quantizing": (
+        config(input_quant_mode="dynamic_token"),
+        "expected: input_quant_mode none",
+    ),
+    "groups of activations": (
+        config(input_scale_group_size=128),
+        "expected: input_scale_group_size 0",
+    ),
     "scales of activations": (config(as_dtype="float32"), "expected: as_dtype None"),
     "another target": (config(sm_version=80), "expected: sm_version 90"),
     "no target": (config(sm_version=None), "expected: sm_version 90"),
     "other codes": (config(b_dtype="uint4"), "expected: b_dtype float4e2m1"),
     "other scales": (config(bs_dtype="bfloat16"), "expected: bs_dtype float8e4m3"),
-    "a block of scales": (config(weight_scale_group_size_n=128), "expected: weight_scale_group_size_n 0"),
-    "groups of scales": (config(weight_scale_group_size=32), "expected: weight_scale_group_size 16"),
+    "a block of scales": (
+        config(weight_scale_group_size_n=128),
+        "expected: weight_scale_group_size_n 0",
+    ),
+    "groups of scales": (
+        config(weight_scale_group_size=32),
+        "expected: weight_scale_group_size 16",
+    ),
     "another layout": (config(use_packed_k_layout=True), "found: use_packed_k_layout True"),
-    "a flag of another type": (config(use_fused_e8m0_scale=0), "expected: use_fused_e8m0_scale False"),
+    "a flag of another type": (
+        config(use_fused_e8m0_scale=0),
+        "expected: use_fused_e8m0_scale False",
+    ),
     "integer scales": (config(use_int_weight_scale=True), "expected: use_int_weight_scale False"),
     "a key that Humming lacks": (config(layer=-1), "expected: layer absent"),
     "no format": (lambda header: header["__metadata__"].pop("format"), "not a conversion's"),
-    "a flag that Humming would choose": (drop("use_int_weight_scale"), "found: use_int_weight_scale absent"),
+    "a flag that Humming would choose": (
+        drop("use_int_weight_scale"),
+        "found: use_int_weight_scale absent",
+    ),
     "a GEMM without a name": (
         lambda header: header.update({f"{FIRST}.w13": {**EMPTY, "dtype": "F32", "shape": [0]}}),
         "found: .*w13\n",
@@ -172,15 +213,26 @@ HEADERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "another dtype": (relabel, "another dtype(.|\\n)*w2_weight"),
     "no second scale": (rename("w13_weight_scale_2", f"{FIRST}.w13_bias"), "has_bias"),
     "another shape": (reshape, r"number of experts(.|\n)*\[1, 3"),
-    "another layer's tensor": (rename("w2_weight", f"{SECOND}.w2_weight"), f"tensors named {FIRST}"),
+    "another layer's tensor": (
+        rename("w2_weight", f"{SECOND}.w2_weight"),
+        f"tensors named {FIRST}",
+    ),
     "a tensor of nobody": (rename("w2_weight", "w2_weight"), "found: w2_weight"),
     "a tensor of another GEMM": (rename("w2_weight", f"{FIRST}.w1_weight"), "found: .*w1_weight"),
-    "a tensor of one expert": (rename("w2_weight", f"{FIRST}.0.w2_weight"), r"found: .*experts\.0\.w2_weight"),
+    "a tensor of one expert": (
+        rename("w2_weight", f"{FIRST}.0.w2_weight"),
+        r"found: .*experts\.0\.w2_weight",
+    ),
     "a scale of nobody": (
-        lambda header: header.update({f"{FIRST}.w13_more_input_scale": {**EMPTY, "dtype": "F32", "shape": [0]}}),
+        lambda header: header.update(
+            {f"{FIRST}.w13_more_input_scale": {**EMPTY, "dtype": "F32", "shape": [0]}}
+        ),
         "tensor that its layer config does not ask for(.|\\n)*w13_more_input_scale",
     ),
-    "no weight": (rename("w2_weight", f"{FIRST}.w2_other"), "tensor is missing(.|\\n)*w2_weight|w2_other"),
+    "no weight": (
+        rename("w2_weight", f"{FIRST}.w2_other"),
+        "tensor is missing(.|\\n)*w2_weight|w2_other",
+    ),
 }
 
 
@@ -269,8 +321,14 @@ def test_a_bit_of_a_tensor_is_told_by_the_digest(out: Path) -> None:
 SCALE = "w13_input_scale"
 SCALES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no scale": (rename(SCALE, f"{FIRST}.w13_other"), f"{SCALE}(.|\n)*F32(.|\n)*absent"),
-    "another dtype": (lambda header: header[f"{FIRST}.{SCALE}"].update(dtype="I32"), f"{SCALE}(.|\n)*F32(.|\n)*I32"),
-    "a scale for each": (lambda header: header[f"{FIRST}.{SCALE}"].update(shape=[1, 1]), r"F32 \[1\](.|\n)*\[1, 1\]"),
+    "another dtype": (
+        lambda header: header[f"{FIRST}.{SCALE}"].update(dtype="I32"),
+        f"{SCALE}(.|\n)*F32(.|\n)*I32",
+    ),
+    "a scale for each": (
+        lambda header: header[f"{FIRST}.{SCALE}"].update(shape=[1, 1]),
+        r"F32 \[1\](.|\n)*\[1, 1\]",
+    ),
 }
 
 
@@ -296,7 +354,9 @@ def test_static_scales_are_of_no_expert(calibrated: Path) -> None:
 
 
 @pytest.mark.parametrize("what", SCALES)
-def test_a_static_scale_that_is_none_is_refused(calibrated: Path, tmp_path: Path, what: str) -> None:
+def test_a_static_scale_that_is_none_is_refused(
+    calibrated: Path, tmp_path: Path, what: str
+) -> None:
     out = Path(shutil.copytree(calibrated / "fp8-static", tmp_path / "out"))
     change, message = SCALES[what]
     rewrite(out, change)

@@ -26,10 +26,14 @@ SCHEMAS = [
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("deepseek")
-    return models.save_model(folder / "src", "deepseek_v3", moe_intermediate_size=256, hidden_size=128)
+    return models.save_model(
+        folder / "src", "deepseek_v3", moe_intermediate_size=256, hidden_size=128
+    )
 
 
-def again(src: Path, out: Path, schema: str, grid: Grid, layout: str = "kernel", **words: str) -> Path:
+def again(
+    src: Path, out: Path, schema: str, grid: Grid, layout: str = "kernel", **words: str
+) -> Path:
     """Convert an artifact, and verify the new one against it and alone."""
     conversions.run(src, out, schema, grid, layout=layout, **words)
     conversions.assert_verified(out, src)
@@ -83,7 +87,11 @@ def test_a_damaged_artifact_is_no_source(source: Path, tmp_path: Path) -> None:
 
 def test_scales_that_float16_flushed_cannot_be_told(tmp_path: Path) -> None:
     src = models.save_model(tmp_path / "src", "mixtral")
-    path = next(p for p in sorted(src.glob("model-*.safetensors")) if any("experts.0.w1" in n for n in load_file(p)))
+    path = next(
+        p
+        for p in sorted(src.glob("model-*.safetensors"))
+        if any("experts.0.w1" in n for n in load_file(p))
+    )
     tensors = load_file(path)
     name = next(name for name in tensors if "experts.0.w1" in name)
     tensors[name][0, :32] = 2.0**-60
@@ -100,7 +108,9 @@ def test_a_scale_that_float16_underflowed_is_a_zero_for_everyone(tmp_path: Path)
     save_file(tensors, src / "model.safetensors", {"format": "pt"})
     for layout in ("kernel", "checkpoint"):
         conversions.run(src, tmp_path / layout, "int4-g32", layout=layout, dtype="float16")
-        found = again(tmp_path / layout, tmp_path / f"{layout}-2", "source", Grid(2), dtype="float16")
+        found = again(
+            tmp_path / layout, tmp_path / f"{layout}-2", "source", Grid(2), dtype="float16"
+        )
         gate = dequantize(found, layer="model.layers.0.mlp.experts")["w1"][0, 0]
         assert not gate[:32].any()
         assert gate[32:].any()

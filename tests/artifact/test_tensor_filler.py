@@ -34,7 +34,12 @@ from tests.make import processes
 from tests.make.effort import num_examples
 from tests.make.places import REPO
 
-DTYPES = {"U8": torch.uint8, "I32": torch.int32, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn}
+DTYPES = {
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
 Layout = list[tuple[str, tuple[int, ...], int]]  # dtype, shape, bytes of other tensors before it
 
 
@@ -79,7 +84,9 @@ def targets(file: File) -> list[LoadTarget]:
 def is_full(file: File, filled: Sequence[LoadTarget]) -> bool:
     data = file.path.read_bytes()
     return all(
-        bytes(t.as_bytes().numpy()) == data[t.ref.offset_bytes : t.ref.offset_bytes + t.ref.num_bytes] for t in filled
+        bytes(t.as_bytes().numpy())
+        == data[t.ref.offset_bytes : t.ref.offset_bytes + t.ref.num_bytes]
+        for t in filled
     )
 
 
@@ -123,17 +130,27 @@ def has_ended() -> bool:
 
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)  # () is one number, and some are empty
-LAYOUTS = st.lists(st.tuples(st.sampled_from(list(DTYPES)), SHAPES, st.sampled_from([0, 0, 0, 1, 40])), max_size=8)
+LAYOUTS = st.lists(
+    st.tuples(st.sampled_from(list(DTYPES)), SHAPES, st.sampled_from([0, 0, 0, 1, 40])), max_size=8
+)
 
 
-@settings(max_examples=num_examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=num_examples(150),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(data=st.data(), layouts=st.lists(LAYOUTS, min_size=1, max_size=3), size=st.integers(1, 100))
-def test_every_byte_arrives_once(tmp_path: Path, data: Any, layouts: list[Layout], size: int) -> None:
+def test_every_byte_arrives_once(
+    tmp_path: Path, data: Any, layouts: list[Layout], size: int
+) -> None:
     """Any tensors in any order of any number of files, waited for in any order."""
     files = [make_file(tmp_path / str(number), layout) for number, layout in enumerate(layouts)]
     jobs = [(file.name, file, data.draw(st.permutations(targets(file)))) for file in files]
     order, threads = data.draw(st.permutations(jobs)), data.draw(st.integers(1, 4))
-    with pieces(size, threads) as read:  # nothing is drawn from here on: what is begun must be waited for
+    with pieces(
+        size, threads
+    ) as read:  # nothing is drawn from here on: what is begun must be waited for
         begun = TensorFiller(jobs)
         for owner, file, wanted in order:
             assert owner in begun
@@ -148,7 +165,9 @@ def test_every_byte_arrives_once(tmp_path: Path, data: Any, layouts: list[Layout
 
 def test_a_piece_is_as_large_as_it_may_be(tmp_path: Path) -> None:
     """Small tensors that adjoin are read at once, a large one up to multiples of the size; a gap is not read."""
-    file = make_file(tmp_path / "f", [("U8", (10,), 0), ("U8", (0,), 0), ("I32", (5,), 0), ("U8", (250,), 7)])
+    file = make_file(
+        tmp_path / "f", [("U8", (10,), 0), ("U8", (0,), 0), ("I32", (5,), 0), ("U8", (250,), 7)]
+    )
     with pieces(100, 1) as read:
         TensorFiller([("a", file, targets(file)[::-1])]).wait("a")
     assert read == [30, 47, 100, 100, 3]
@@ -160,7 +179,9 @@ def test_a_tensor_of_another_size_is_a_bug_and_leaves_no_threads(tmp_path: Path)
     with pytest.raises(AssertionError, match="9 bytes for 10") as caught:
         TensorFiller([("a", file, targets(file)), ("b", file, [wrong])])
     assert has_ended()
-    assert caught  # who holds the error holds all that it came from: nothing ends by being forgotten
+    assert (
+        caught
+    )  # who holds the error holds all that it came from: nothing ends by being forgotten
 
 
 @pytest.mark.parametrize("reads", ["cached", "direct"])
@@ -192,7 +213,9 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, kind: str) -> None:
     if kind == "a folder":
         file.path.mkdir()
     begun = TensorFiller([("a", file, wanted)])
-    with pytest.raises(VerificationError, match=r"cut off or lost(.|\n)*where: f\n(.|\n)*a readable file"):
+    with pytest.raises(
+        VerificationError, match=r"cut off or lost(.|\n)*where: f\n(.|\n)*a readable file"
+    ):
         begun.wait("a")
 
 
@@ -357,7 +380,12 @@ tensor_filler.TensorFiller([("a", file, targets(file))])
 time.sleep(0.7)
 """
     done = processes.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPO, check=True, timeout=240
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=REPO,
+        check=True,
+        timeout=240,
     )
     assert 0 < done.stdout.count("piece") <= 2 * tensor_filler.NUM_THREADS
 
@@ -365,14 +393,28 @@ time.sleep(0.7)
 # --- through buffers, as to a GPU ----------------------------------------------------------------------------
 
 ODD = st.lists(
-    st.tuples(st.sampled_from(list(DTYPES)), st.tuples(st.integers(0, 9_000)), st.sampled_from([0, 0, 1, 40, 5_000])),
+    st.tuples(
+        st.sampled_from(list(DTYPES)),
+        st.tuples(st.integers(0, 9_000)),
+        st.sampled_from([0, 0, 1, 40, 5_000]),
+    ),
     max_size=6,
 )
 
 
-@settings(max_examples=num_examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(layouts=st.lists(ODD, min_size=1, max_size=3), blocks=st.integers(1, 4), threads=st.integers(1, 4))
-def test_direct_reads_at_any_offset(tmp_path: Path, layouts: list[Layout], blocks: int, threads: int) -> None:
+@settings(
+    max_examples=num_examples(60),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    layouts=st.lists(ODD, min_size=1, max_size=3),
+    blocks=st.integers(1, 4),
+    threads=st.integers(1, 4),
+)
+def test_direct_reads_at_any_offset(
+    tmp_path: Path, layouts: list[Layout], blocks: int, threads: int
+) -> None:
     """Sizes and offsets are odd, pieces cross tensors, files end inside a block."""
     files = [make_file(tmp_path / str(number), layout) for number, layout in enumerate(layouts)]
     jobs = [(file.name, file, targets(file)) for file in files]
@@ -412,7 +454,9 @@ def test_buffers_are_kept_for_the_next_files_and_freed_later(tmp_path: Path) -> 
 
 def test_buffers_that_cannot_be_created_end_the_work(tmp_path: Path) -> None:
     file = plain(tmp_path / "f", 50_000)
-    failing = patch.object(host_buffers, "_Memory", side_effect=OSError(12, "Cannot allocate memory"))
+    failing = patch.object(
+        host_buffers, "_Memory", side_effect=OSError(12, "Cannot allocate memory")
+    )
     with pieces(4096, 2), failing:
         with pytest.raises(OSError, match="Cannot allocate"):
             TensorFiller([("a", file, targets(file))], reads="direct").wait("a")
@@ -433,18 +477,25 @@ def test_tensors_are_those_of_the_safetensors_library(tmp_path: Path, reads: Rea
     save_file(tensors, tmp_path / "f.safetensors")
     refs = read_header(tmp_path / "f.safetensors")[0]
     with pieces(8192, 3):
-        found = read_tensors(File(tmp_path / "f.safetensors", "", refs), refs, torch.device("cpu"), reads)
+        found = read_tensors(
+            File(tmp_path / "f.safetensors", "", refs), refs, torch.device("cpu"), reads
+        )
         assert has_ended()
     for name, expected in load_file(tmp_path / "f.safetensors").items():
         assert (found[name].dtype, found[name].shape) == (expected.dtype, expected.shape)
-        assert torch.equal(found[name].view(-1).view(torch.uint8), expected.view(-1).view(torch.uint8))
+        assert torch.equal(
+            found[name].view(-1).view(torch.uint8), expected.view(-1).view(torch.uint8)
+        )
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("reads", ["auto", "cached", "direct"])
 def test_bytes_on_a_gpu(tmp_path: Path, reads: Reads) -> None:
-    files = [make_file(tmp_path / str(n), [("U8", (40_000_001,), 3), ("BF16", (999, 1001), 0)]) for n in range(4)]
+    files = [
+        make_file(tmp_path / str(n), [("U8", (40_000_001,), 3), ("BF16", (999, 1001), 0)])
+        for n in range(4)
+    ]
     jobs, device = [], torch.device("cuda", 0)
     for file in files:
         wanted = [LoadTarget(target.ref, target.tensor.to(device)) for target in targets(file)]

@@ -45,7 +45,9 @@ def test_the_text_is_the_recorded_one() -> None:
     assert 180_000 < BUILTIN_TEXT.stat().st_size < 240_000
 
 
-@pytest.mark.parametrize(("kind", "parts"), [*((one, 4) for one in KINDS), *((one, 2) for one in RARER)])
+@pytest.mark.parametrize(
+    ("kind", "parts"), [*((one, 4) for one in KINDS), *((one, 2) for one in RARER)]
+)
 def test_each_part_has_every_kind(kind: str, parts: int) -> None:
     text = BUILTIN_TEXT.read_text("utf-8")
     size = len(text) // parts
@@ -61,7 +63,10 @@ def test_the_text_names_nobody_and_holds_no_notice() -> None:
 def test_the_package_holds_the_text_and_its_licences() -> None:
     root = Path(make_builtin_text.__file__).parents[1]
     project = tomllib.loads((root / "pyproject.toml").read_text())
-    assert project["tool"]["setuptools"]["package-data"]["hqconv.calibration"] == ["builtin.txt", "builtin.md"]
+    assert project["tool"]["setuptools"]["package-data"]["hqconv.calibration"] == [
+        "builtin.txt",
+        "builtin.md",
+    ]
     assert "hqconv/calibration/builtin.md" in project["project"]["license-files"]
     licences = BUILTIN_TEXT.with_suffix(".md").read_text("utf-8")
     for source in make_builtin_text.SOURCES:
@@ -81,9 +86,14 @@ def test_dialogues_are_in_the_chat_template_of_the_tokenizer(tmp_path: Path) -> 
     text = BUILTIN_TEXT.read_text("utf-8")
     assert text_in_template([BUILTIN_TEXT], text, tokenizer) == text  # it has none
     tokenizer.chat_template = TEMPLATE
-    assert text_in_template([tmp_path / "builtin.txt"], text, tokenizer) == text  # a user's own file
+    assert (
+        text_in_template([tmp_path / "builtin.txt"], text, tokenizer) == text
+    )  # a user's own file
     found = text_in_template([BUILTIN_TEXT], text, tokenizer)
-    assert "2026-01-01<|system|>You are a helpful assistant. Answer briefly.<|end|><|user|>Why is the sky blue" in found
+    assert (
+        "2026-01-01<|system|>You are a helpful assistant. Answer briefly.<|end|><|user|>Why is the sky blue"
+        in found
+    )
     tokenizer.bos_token, tokenizer.chat_template = "1", "{{ bos_token }}" + TEMPLATE
     assert "12026-01-01<|" in text_in_template([BUILTIN_TEXT], text, tokenizer)
     start = TemplateProcessing(single="1 $A", special_tokens=[("1", 1)])
@@ -93,7 +103,10 @@ def test_dialogues_are_in_the_chat_template_of_the_tokenizer(tmp_path: Path) -> 
     assert left
     assert all("\nTool: " in one for one in left)
     begins = ("System: ", "User: ", "2026-01-01<|")
-    plain = [[one for one in each.split("\n\n\n") if not one.startswith(begins)] for each in (text, found)]
+    plain = [
+        [one for one in each.split("\n\n\n") if not one.startswith(begins)]
+        for each in (text, found)
+    ]
     assert plain[0] == plain[1]
 
 

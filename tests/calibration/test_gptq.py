@@ -29,13 +29,20 @@ def test_outputs_lose_less_than_by_rounding(name: str) -> None:
     schema, generator = resolve_schema(name), torch.Generator().manual_seed(1)
     stacks = [(size * torch.randn(2, 128, 256, generator=generator)).bfloat16() for size in (1, 10)]
     products = products_of([correlated(600, 256, seed) for seed in (2, 3)])
-    each = quantize_stacks(stacks, schema, "bfloat16"), quantize_by_outputs(stacks, schema, "bfloat16", products)
+    each = (
+        quantize_stacks(stacks, schema, "bfloat16"),
+        quantize_by_outputs(stacks, schema, "bfloat16", products),
+    )
     for weights, rounded, done in zip(stacks, *each, strict=True):
-        forms = [{key: (t.shape, t.dtype) for key, t in one.tensors.items()} for one in (rounded, done)]
+        forms = [
+            {key: (t.shape, t.dtype) for key, t in one.tensors.items()} for one in (rounded, done)
+        ]
         assert forms[0] == forms[1]
         values = [decoded(one, schema, (2, 128, 256)) for one in (rounded, done)]
         of_rounding, found = (output_error(weights, one, products.fit) for one in values)
-        assert (found < (0.25 if name == "int1-g64" else 0.02) * of_rounding).all(), found / of_rounding
+        assert (found < (0.25 if name == "int1-g64" else 0.02) * of_rounding).all(), (
+            found / of_rounding
+        )
         error = (values[1] - weights.float()).double().square().sum((1, 2))
         assert torch.allclose(done.error, error, rtol=1e-6)
 
@@ -53,7 +60,9 @@ def test_no_step_is_left_out(name: str) -> None:
     done = quantize_by_outputs([weights], schema, "bfloat16", products)[0]
     rounded = quantize_stacks([weights], schema, "bfloat16")[0]
     h = products.fit + products.held
-    losses = [output_error(weights, decoded(one, schema, (2, 128, 128)), h) for one in (done, rounded)]
+    losses = [
+        output_error(weights, decoded(one, schema, (2, 128, 128)), h) for one in (done, rounded)
+    ]
     assert float((losses[0] / losses[1]).mean()) < 1.01 * LOSSES[name]
 
 
@@ -66,7 +75,9 @@ def test_a_rotated_matrix_is_fitted_to_rotated_inputs() -> None:
     products = products_of([x])
     assert torch.allclose(products.rotated(64).fit, q.t() @ products.fit @ q, rtol=1e-12, atol=1e-9)
     done = quantize_by_outputs([weights], schema, "bfloat16", products)[0]
-    expected = quantize_by_outputs([rotate(weights, 64)], bare, "bfloat16", products_of([x.double() @ q]))[0]
+    expected = quantize_by_outputs(
+        [rotate(weights, 64)], bare, "bfloat16", products_of([x.double() @ q])
+    )[0]
     assert (done.tensors["weight"] == expected.tensors["weight"]).double().mean() > 0.99
     rounded = quantize_stacks([weights], schema, "bfloat16")[0]
     h, target = products_of([rotate(x, 64)]).fit, rotate(weights, 64)
@@ -95,7 +106,9 @@ def test_codes_of_a_small_group_are_the_best_ones() -> None:
     assert near_best >= 15
 
 
-@pytest.mark.parametrize(("num_tokens", "is_lawful"), [(1000, True), (1000, False), (20, True), (20, False)])
+@pytest.mark.parametrize(
+    ("num_tokens", "is_lawful"), [(1000, True), (1000, False), (20, True), (20, False)]
+)
 def test_weights_for_changed_inputs(num_tokens: int, is_lawful: bool) -> None:
     """Inputs x stand for inputs y: by a law that weights can undo, or by chance; measured on other tokens.
 
@@ -114,22 +127,31 @@ def test_weights_for_changed_inputs(num_tokens: int, is_lawful: bool) -> None:
     products, schema = Products(sums[0], sums[1], (drifts[0], drifts[1])), resolve_schema("int8")
     done = quantize_by_outputs([weights], schema, "bfloat16", products)[0]
     found = decoded(done, schema, (1, 32, 64))
-    assert done.error.item() == pytest.approx((found - weights).double().square().sum().item(), rel=1e-6)
+    assert done.error.item() == pytest.approx(
+        (found - weights).double().square().sum().item(), rel=1e-6
+    )
     others = slice(num_tokens, None)
     wanted = y[others] @ weights[0].t()
     before, after = ((x[others] @ w[0].t() - wanted).square().sum() for w in (weights, found))
-    assert after < (0.02 if num_tokens == 1000 else 1) * before if is_lawful else after < 1.02 * before
+    assert (
+        after < (0.02 if num_tokens == 1000 else 1) * before if is_lawful else after < 1.02 * before
+    )
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "int2-g32-zp"])
 def test_other_tokens_of_the_text_gain_too(name: str) -> None:
     """On tokens that no product knows, each row's outputs lose less than by rounding in the mean."""
-    schema, weights = resolve_schema(name), torch.randn(1, 96, 128, generator=torch.Generator().manual_seed(17))
+    schema, weights = (
+        resolve_schema(name),
+        torch.randn(1, 96, 128, generator=torch.Generator().manual_seed(17)),
+    )
     x = correlated(1200, 128, 18)
     done = quantize_by_outputs([weights], schema, "bfloat16", products_of([x[:800]]))[0]
     rounded = quantize_stacks([weights], schema, "bfloat16")[0]
     h = products_of([x[800:]]).fit
-    losses = [output_error(weights, decoded(one, schema, (1, 96, 128)), h) for one in (done, rounded)]
+    losses = [
+        output_error(weights, decoded(one, schema, (1, 96, 128)), h) for one in (done, rounded)
+    ]
     assert losses[0] < 0.7 * losses[1]
 
 
@@ -137,9 +159,13 @@ def test_experts_do_not_depend_on_each_other() -> None:
     schema = resolve_schema("int4-g32-e4m3")
     weights = torch.randn(3, 64, 128, generator=torch.Generator().manual_seed(7)).bfloat16()
     products = products_of([correlated(300, 128, seed) for seed in (8, 9, 10)])
-    again = quantize_by_outputs([weights], schema, "bfloat16", Products(products.held, products.fit))[0]
+    again = quantize_by_outputs(
+        [weights], schema, "bfloat16", Products(products.held, products.fit)
+    )[0]
     done = quantize_by_outputs([weights], schema, "bfloat16", products)[0]
-    assert all(torch.equal(done.tensors[name], again.tensors[name]) for name in ("weight", "weight_scale"))
+    assert all(
+        torch.equal(done.tensors[name], again.tensors[name]) for name in ("weight", "weight_scale")
+    )
     changed = weights.clone()
     changed[1] = 0
     other = quantize_by_outputs([changed], schema, "bfloat16", products)[0]
@@ -152,7 +178,9 @@ def test_experts_do_not_depend_on_each_other() -> None:
 def test_a_weight_that_is_no_number_is_seen(bad: float) -> None:
     weights = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(11))
     weights[1, 3, 5] = bad
-    done = quantize_by_outputs([weights], resolve_schema("mxfp4"), "bfloat16", products_of([correlated(99, 64, 1)] * 2))
+    done = quantize_by_outputs(
+        [weights], resolve_schema("mxfp4"), "bfloat16", products_of([correlated(99, 64, 1)] * 2)
+    )
     assert not done[0].error_sums()[1].is_finite
     assert done[0].error_sums()[0].is_finite
 
@@ -167,7 +195,10 @@ def test_inputs_without_information(value: float) -> None:
         quantize_by_outputs([weights], schema, "bfloat16", products)[0],
         quantize_stacks([weights], schema, "bfloat16")[0],
     )
-    losses = [output_error(weights, decoded(one, schema, (1, 32, 64)), products.fit) for one in (done, rounded)]
+    losses = [
+        output_error(weights, decoded(one, schema, (1, 32, 64)), products.fit)
+        for one in (done, rounded)
+    ]
     assert torch.isfinite(done.error).all()
     assert losses[0] <= losses[1] + 1e-9
 
@@ -183,11 +214,19 @@ def test_a_gpu_loses_as_little(name: str) -> None:
     products = products_of([correlated(600, 256, seed) for seed in (14, 15)])
     on_cpu = quantize_by_outputs([weights], schema, "bfloat16", products)[0]
     there = Products(products.fit.cuda(), products.held.cuda())
-    on_gpu, again = (quantize_by_outputs([weights.cuda()], schema, "bfloat16", there)[0] for _ in range(2))
+    on_gpu, again = (
+        quantize_by_outputs([weights.cuda()], schema, "bfloat16", there)[0] for _ in range(2)
+    )
     assert all(
-        torch.equal(one.view(torch.uint8), again.tensors[key].view(torch.uint8)) for key, one in on_gpu.tensors.items()
+        torch.equal(one.view(torch.uint8), again.tensors[key].view(torch.uint8))
+        for key, one in on_gpu.tensors.items()
     )
     error = on_gpu.error.cpu()
-    here = QuantizedStack({key: one.cpu() for key, one in on_gpu.tensors.items()}, error, error, error)
-    losses = [output_error(weights, decoded(one, schema, (2, 128, 256)), products.fit) for one in (on_cpu, here)]
+    here = QuantizedStack(
+        {key: one.cpu() for key, one in on_gpu.tensors.items()}, error, error, error
+    )
+    losses = [
+        output_error(weights, decoded(one, schema, (2, 128, 256)), products.fit)
+        for one in (on_cpu, here)
+    ]
     assert (losses[1] < 1.02 * losses[0]).all()

@@ -36,7 +36,13 @@ def write(folder: Path, family: str, **options: Any) -> Any:
 
 
 def inputs_of(folder: Path, source: Source, **options: Any) -> Any:
-    values = {"num_tokens": len(IDS), "context_length": CONTEXT, "device": CPU, "limit": LIMIT, "num_kept": 1}
+    values = {
+        "num_tokens": len(IDS),
+        "context_length": CONTEXT,
+        "device": CPU,
+        "limit": LIMIT,
+        "num_kept": 1,
+    }
     return expert_inputs(source, [folder / "text"], **{**values, **options})
 
 
@@ -62,11 +68,17 @@ def rows_of(model: nn.Module, states: dict[int, list[torch.Tensor]] | None = Non
             x, begin = args[0].detach().double(), len({token for token, *_ in rows})
             if len(args) == 1:  # llama4: every expert gets all tokens, times their weights
                 each = x.view(module.num_experts, -1, x.size(1))
-                uses = [(t, e, 1.0, each[e, t]) for t in range(each.size(1)) for e in range(len(each))]
+                uses = [
+                    (t, e, 1.0, each[e, t]) for t in range(each.size(1)) for e in range(len(each))
+                ]
                 rows += [(begin + t, e, p, row) for t, e, p, row in uses if bool(row.any())]
                 return
-            for token, (experts, weights) in enumerate(zip(args[1].tolist(), args[2].tolist(), strict=True)):
-                rows += [(begin + token, e, p, x[token]) for e, p in zip(experts, weights, strict=True)]
+            for token, (experts, weights) in enumerate(
+                zip(args[1].tolist(), args[2].tolist(), strict=True)
+            ):
+                rows += [
+                    (begin + token, e, p, x[token]) for e, p in zip(experts, weights, strict=True)
+                ]
 
         module.register_forward_pre_hook(enter)
     for begin in range(0, len(IDS), CONTEXT):
@@ -127,7 +139,9 @@ def test_products_are_sums_over_the_tokens_of_the_whole_model(
     monkeypatch.setattr(inputs, "_PASS_TOKENS", 2 * CONTEXT)
     monkeypatch.setattr(inputs, "_ROWS", 7)
     model, states = write(tmp_path, family, **FAMILIES[family]), dict[int, list[torch.Tensor]]()
-    expected = rows_of(type(model).from_pretrained(tmp_path / "src", dtype=torch.float32).eval(), states)
+    expected = rows_of(
+        type(model).from_pretrained(tmp_path / "src", dtype=torch.float32).eval(), states
+    )
     with open_source(tmp_path / "src") as source, inputs_of(tmp_path, source) as of_experts:
         layers = source.map_experts().layers
         for layer in layers:
@@ -148,8 +162,14 @@ def check_output_errors(
     name = layer.activation.name
     for expert in range(layer.num_experts):
         own = expert_values(source, layer, expert)
-        other = {role: value + 0.1 * value.flip(0) if role[0] == "w" else value for role, value in own.items()}
-        changed = [own | {role: one for role, one in other.items() if (role == "w2") == is_w2} for is_w2 in (0, 1)]
+        other = {
+            role: value + 0.1 * value.flip(0) if role[0] == "w" else value
+            for role, value in own.items()
+        }
+        changed = [
+            own | {role: one for role, one in other.items() if (role == "w2") == is_w2}
+            for is_w2 in (0, 1)
+        ]
         expected = torch.zeros(2, dtype=torch.float64)
         for token, chosen, weight, x in rows:
             if chosen == expert:
@@ -167,27 +187,48 @@ def test_a_rotated_conversion_loses_less_of_the_outputs(tmp_path: Path) -> None:
     model = write(tmp_path, "mixtral")
     expected = rows_of(type(model).from_pretrained(tmp_path / "src", dtype=torch.float32).eval())
     schema = WeightSchema("r", "uint3", weight_scale_group_size=32, hadamard_block_size=32)
-    options = {"calibrate": str(tmp_path / "text"), "calibrate_tokens": len(IDS), "calibrate_context": CONTEXT}
+    options = {
+        "calibrate": str(tmp_path / "text"),
+        "calibrate_tokens": len(IDS),
+        "calibrate_context": CONTEXT,
+    }
     for name, more in (("rtn", {}), ("calibrated", options)):
-        hqconv.convert(tmp_path / "src", tmp_path / name, schema=schema, target="sm90", device="cpu", **more)
-    assert hqconv.verify(tmp_path / "calibrated", source=tmp_path / "src", checks=["weights"]).passed
+        hqconv.convert(
+            tmp_path / "src", tmp_path / name, schema=schema, target="sm90", device="cpu", **more
+        )
+    assert hqconv.verify(
+        tmp_path / "calibrated", source=tmp_path / "src", checks=["weights"]
+    ).passed
     with open_source(tmp_path / "src") as source:
         for layer, rows in zip(source.map_experts().layers, expected, strict=True):
-            found = {name: hqconv.dequantize(tmp_path / name, layer=layer.name) for name in ("rtn", "calibrated")}
+            found = {
+                name: hqconv.dequantize(tmp_path / name, layer=layer.name)
+                for name in ("rtn", "calibrated")
+            }
             for expert in range(layer.num_experts):
                 own = expert_values(source, layer, expert)
                 uses = [(p, x) for _, chosen, p, x in rows if chosen == expert]
                 hidden = [(p, hidden_of(layer.activation.name, own, x)) for p, x in uses]
                 h13 = sum_of([(p, x) for _, _, p, x in rows], layer.hidden_size)
-                for role, h in (("w1", h13), ("w3", h13), ("w2", sum_of(hidden, layer.intermediate_size))):
-                    errors = {name: one[role][expert].double() - own[role] for name, one in found.items()}
-                    lost = {name: float(torch.einsum("ij,jk,ik", e, h, e)) for name, e in errors.items()}
+                for role, h in (
+                    ("w1", h13),
+                    ("w3", h13),
+                    ("w2", sum_of(hidden, layer.intermediate_size)),
+                ):
+                    errors = {
+                        name: one[role][expert].double() - own[role] for name, one in found.items()
+                    }
+                    lost = {
+                        name: float(torch.einsum("ij,jk,ik", e, h, e)) for name, e in errors.items()
+                    }
                     assert lost["calibrated"] < 0.5 * lost["rtn"], (role, expert, lost)
 
 
 def check_hidden(found: LayerInputs, layer: MoeLayer, rows: Rows) -> None:
     for products, held in ((found.of_hidden.fit, False), (found.of_hidden.held, True)):
-        expected = sum_of([(p, x) for token, _, p, x in rows if is_held_back(token) == held], layer.hidden_size)
+        expected = sum_of(
+            [(p, x) for token, _, p, x in rows if is_held_back(token) == held], layer.hidden_size
+        )
         assert_near(products[0], expected)
 
 
@@ -195,7 +236,11 @@ def check_intermediate(found: LayerInputs, source: Source, layer: MoeLayer, rows
     """With the source's w13 before w2, and with other weights there."""
     each = [expert_values(source, layer, expert) for expert in range(layer.num_experts)]
     values = {role: torch.stack([one[role] for one in each]).float() for role in each[0]}
-    others = {role: 0.8 * values[role] + 0.2 * values[role].roll(1, 1) for role in ("w1", "w3") if role in values}
+    others = {
+        role: 0.8 * values[role] + 0.2 * values[role].roll(1, 1)
+        for role in ("w1", "w3")
+        if role in values
+    }
     plain = found.of_intermediate(range(layer.num_experts), values, layer.activation)
     changed = found.of_intermediate(range(layer.num_experts), values, layer.activation, others)
     assert plain.drifts is None
@@ -214,7 +259,9 @@ def check_intermediate(found: LayerInputs, source: Source, layer: MoeLayer, rows
                 blended = share * expected + (1 - share) * torch.diag(expected.diagonal())
                 one = (products.fit, products.held)[number][expert]
                 assert_near(one, blended if uses else torch.eye(len(expected), dtype=torch.float64))
-            drift = sum((p**2 * torch.outer(h - x, x) for p, h, x in uses), torch.zeros_like(expected))
+            drift = sum(
+                (p**2 * torch.outer(h - x, x) for p, h, x in uses), torch.zeros_like(expected)
+            )
             assert_near(changed.drifts[number][expert], share * drift)
 
 

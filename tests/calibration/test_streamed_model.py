@@ -15,7 +15,12 @@ from hqconv.sources.opening import open_source
 from tests.make.decodable import QUANTIZED, write_quantized
 from tests.make.families import FAMILIES, save_family
 
-NOT_RUN = ("dbrx", "diffusion_gemma", "glm4v_moe", "step3p7")  # transformers makes no model, or one with two decoders
+NOT_RUN = (
+    "dbrx",
+    "diffusion_gemma",
+    "glm4v_moe",
+    "step3p7",
+)  # transformers makes no model, or one with two decoders
 
 
 def assert_loads_the_same(src: Path) -> None:
@@ -29,7 +34,9 @@ def assert_loads_the_same(src: Path) -> None:
             path = model.experts[layer.index][0]
             stage = next(name for name in model.stages if path.startswith(f"{name}."))
             model.load(stage)
-            expected = {name: value.clone() for name, value in model.stages[stage].state_dict().items()}
+            expected = {
+                name: value.clone() for name, value in model.stages[stage].state_dict().items()
+            }
             model.drop(stage)
             experts = (_source_expert(source, layer, expert) for expert in range(layer.num_experts))
             model.load(stage, stored_tensors(layer, experts, torch.float32, cpu))

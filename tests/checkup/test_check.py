@@ -30,17 +30,26 @@ Json = dict[str, Any]
 
 
 @pytest.mark.sampled(6)
-@pytest.mark.parametrize("name", [name for name in dict.fromkeys((*KINDS, *checkups.FEW_LEVELS)) if is_there(name)])
+@pytest.mark.parametrize(
+    "name", [name for name in dict.fromkeys((*KINDS, *checkups.FEW_LEVELS)) if is_there(name)]
+)
 def test_faults_of_every_format_are_named(name: str, tmp_path: Path) -> None:
     for fault, document in planted(name, tmp_path, {**HARMLESS, **FAULTS}).items():
         if fault in HARMLESS:
             assert document["damage"] == [], fault
             kinds = {notice["kind"] for notice in document["notices"]}
             assert {HARMLESS[fault][1]} - {""} <= kinds or name in checkups.FEW_LEVELS, fault
-            scaled = [notice["what"] for notice in document["notices"] if notice["kind"] == "column-scales"]
+            scaled = [
+                notice["what"]
+                for notice in document["notices"]
+                if notice["kind"] == "column-scales"
+            ]
             assert all("AWQ" in what for what in scaled) or name in checkups.FEW_LEVELS
         else:
-            assert is_named(fault, document) or (name, fault) in checkups.MISSED, (fault, document["damage"])
+            assert is_named(fault, document) or (name, fault) in checkups.MISSED, (
+                fault,
+                document["damage"],
+            )
     assert check(tmp_path / "src", None)["damage"] == []
 
 
@@ -58,7 +67,18 @@ def test_codes_of_gptq_that_no_text_calibrated(tmp_path: Path) -> None:
     assert "uncalibrated" in {one["kind"] for one in document["notices"]}
 
 
-SCHEMAS = ("mxfp4", "nvfp4", "mxfp8", "fp8", "fp8-block", "int8", "int4", "int3-g64", "int2-g32-zp", "int4-g32-e4m3")
+SCHEMAS = (
+    "mxfp4",
+    "nvfp4",
+    "mxfp8",
+    "fp8",
+    "fp8-block",
+    "int8",
+    "int4",
+    "int3-g64",
+    "int2-g32-zp",
+    "int4-g32-e4m3",
+)
 SCHEMAS += ("int3-g64-h64", "int3-g64+int4-g32")
 
 
@@ -71,7 +91,10 @@ def test_artifacts_are_sound(schema: str, layout: str, tmp_path: Path) -> None:
     src = write_qwen3_moe(tmp_path / "src")
     conversions.run(src, tmp_path / "out", schema, layout=layout)
     document = check(tmp_path / "out", src)
-    assert (document["damage"], [x for x in document["notices"] if x["kind"] != "config"]) == ([], [])
+    assert (document["damage"], [x for x in document["notices"] if x["kind"] != "config"]) == (
+        [],
+        [],
+    )
 
 
 # --- alone -----------------------------------------------------------------------------------------------------
@@ -106,14 +129,44 @@ ALONE: dict[str, tuple[Callable[[], small.Source], Callable[[Tensors], None], st
     "infinity": (small.plain, put(DOWN, 0, torch.inf), "nan", "[0, 0]"),
     "one number": (small.plain, lambda x: x[UP].fill_(0.5), "constant", "0.5"),
     "gate is up": (small.plain, copied(GATE, UP), "twin", "w1 of expert 1"),
-    "another expert's down": (small.plain, copied(DOWN, name_of(3, "down_proj")), "twin", "w2 of expert 1"),
+    "another expert's down": (
+        small.plain,
+        copied(DOWN, name_of(3, "down_proj")),
+        "twin",
+        "w2 of expert 1",
+    ),
     "a row far out": (small.plain, put(UP, 700, 1e6), "magnitude", "row 2"),
-    "router with NaN": (small.plain, put("model.layers.0.mlp.gate.weight", 3, torch.nan), "nan", "mlp.gate.weight"),
+    "router with NaN": (
+        small.plain,
+        put("model.layers.0.mlp.gate.weight", 3, torch.nan),
+        "nan",
+        "mlp.gate.weight",
+    ),
     "tensor lacks": (small.plain, lambda x: x.__delitem__(UP), "broken", "up_proj"),
-    "tensor too many": (small.packed_int4, copied(name_of(0, "up_proj", "weight_scale"), UP), "broken", "up_proj"),
-    "scale is NaN": (small.packed_int4, put(name_of(2, "up_proj", "weight_scale"), 7, torch.nan), "broken", "[3, 1]"),
-    "scale is infinite": (small.nvfp4, put(name_of(2, "up_proj", SCALE_2), 0, torch.inf), "scale-range", "inf"),
-    "a bias is infinite": (small.gpt_oss_floats, put(f"{small.LAYER}.down_proj_bias", 5, torch.inf), "nan", "bias"),
+    "tensor too many": (
+        small.packed_int4,
+        copied(name_of(0, "up_proj", "weight_scale"), UP),
+        "broken",
+        "up_proj",
+    ),
+    "scale is NaN": (
+        small.packed_int4,
+        put(name_of(2, "up_proj", "weight_scale"), 7, torch.nan),
+        "broken",
+        "[3, 1]",
+    ),
+    "scale is infinite": (
+        small.nvfp4,
+        put(name_of(2, "up_proj", SCALE_2), 0, torch.inf),
+        "scale-range",
+        "inf",
+    ),
+    "a bias is infinite": (
+        small.gpt_oss_floats,
+        put(f"{small.LAYER}.down_proj_bias", 5, torch.inf),
+        "nan",
+        "bias",
+    ),
     "e8m0 at its end": (small.gpt_oss_mxfp4, put(DOWN_SCALES, 5, 255), "broken", "NaN"),
 }
 
@@ -126,11 +179,15 @@ def test_faults_that_a_checkpoint_shows_alone(fault: str, tmp_path: Path) -> Non
     document = json.loads(done.stdout)
     assert (done.exit_code, document["passed"]) == (1, False)
     kinds = {one["kind"] for one in document["damage"]}
-    assert kinds - {"broken"} == {kind} - {"broken"}  # a scale that headers show is refused by the decoder as well
+    assert kinds - {"broken"} == {kind} - {
+        "broken"
+    }  # a scale that headers show is refused by the decoder as well
     assert kind in kinds
     assert text in str(document["damage"])
     if kind == "twin":  # which the original has not
-        assert "twin" in {one["kind"] for one in check(tmp_path / "model", tmp_path / "sound")["damage"]}
+        assert "twin" in {
+            one["kind"] for one in check(tmp_path / "model", tmp_path / "sound")["damage"]
+        }
 
 
 NOTICES: dict[str, tuple[Callable[[], small.Source], Callable[[Tensors], None], str]] = {
@@ -170,7 +227,10 @@ def test_gate_and_up_are_told_by_their_norms(tmp_path: Path) -> None:
         names = name_of(expert, "gate_proj"), name_of(expert, "up_proj")
         tensors |= dict(zip(names, [tensors[name] for name in reversed(names)], strict=True))
     whole = check(small.save(tmp_path / "swapped", (tensors, config)), None)
-    assert (whole["passed"], "gate-up-swapped" in {one["kind"] for one in whole["notices"]}) == (True, True)
+    assert (whole["passed"], "gate-up-swapped" in {one["kind"] for one in whole["notices"]}) == (
+        True,
+        True,
+    )
     for expert in (0, 1, 2):
         names = name_of(expert, "gate_proj"), name_of(expert, "up_proj")
         tensors |= dict(zip(names, [tensors[name] for name in reversed(names)], strict=True))
@@ -181,7 +241,9 @@ def test_gate_and_up_are_told_by_their_norms(tmp_path: Path) -> None:
 def test_experts_with_biases_that_are_swapped(tmp_path: Path) -> None:
     tensors, config = small.gpt_oss_floats()
     src = small.save(tmp_path / "src", (tensors, config))
-    swapped = {name: x[[2, 1, 0, 3]] if name.startswith(small.LAYER) else x for name, x in tensors.items()}
+    swapped = {
+        name: x[[2, 1, 0, 3]] if name.startswith(small.LAYER) else x for name, x in tensors.items()
+    }
     document = check(small.save(tmp_path / "swapped", (swapped, config)), src)
     found = {(one["kind"], one["projection"]): one for one in document["damage"]}
     assert {kind for kind, _ in found} == {"swapped", "bias"}
@@ -193,7 +255,8 @@ def test_packed_stacks_that_no_loader_knows(tmp_path: Path) -> None:
     tensors = {name: tensor for name, tensor in tensors.items() if "experts" not in name}
     for stack in ("gate_up_proj", "down_proj"):
         tensors |= {
-            f"{small.LAYER}.{stack}_{part}": torch.zeros(4, 8, 8, dtype=torch.int32) for part in ("packed", "scale")
+            f"{small.LAYER}.{stack}_{part}": torch.zeros(4, 8, 8, dtype=torch.int32)
+            for part in ("packed", "scale")
         }
     document = check(small.save(tmp_path / "model", (tensors, config)), None)
     assert "llm-compressor#2939" in document["damage"][0]["what"]
@@ -206,7 +269,9 @@ def test_a_tensor_that_the_other_layers_have(tmp_path: Path) -> None:
     save_file(tensors, src / "model.safetensors", {"format": "pt"})
     (one,) = check(src, None)["damage"]
     assert (one["kind"], one["where"]) == ("missing", "model.layers.2.input_layernorm.weight")
-    tensors["model.layers.2.input_layernorm.weight"] = tensors.pop("model.layers.0.input_layernorm.weight")
+    tensors["model.layers.2.input_layernorm.weight"] = tensors.pop(
+        "model.layers.0.input_layernorm.weight"
+    )
     save_file(tensors, src / "model.safetensors", {"format": "pt"})
     document = check(src, None)  # the first layer may be built otherwise
     assert document["passed"]
@@ -221,7 +286,11 @@ def test_a_tensor_that_the_other_layers_have(tmp_path: Path) -> None:
 def test_layers_and_samples(tmp_path: Path) -> None:
     src = write_qwen3_moe(tmp_path / "src", num_layers=3, num_experts=8)
     document = hqconv.check(src, src, layers=[0, 2], sample=3)
-    assert (document["num_layers"], document["num_all_layers"], document["num_experts"]) == (2, 3, 6)
+    assert (document["num_layers"], document["num_all_layers"], document["num_experts"]) == (
+        2,
+        3,
+        6,
+    )
     assert _sample(8, 3) == [0, 4, 7]
     assert list(document["errors"]) == ["model.layers.0.mlp.experts", "model.layers.2.mlp.experts"]
     with pytest.raises(RequestError, match="no MoE layer"):
@@ -237,7 +306,9 @@ def test_the_same_document_whatever_the_threads(tmp_path: Path) -> None:
     assert [one.pop("seconds") for one in documents]
     assert documents[0] == documents[1]
     assert {one["kind"] for one in documents[0]["damage"]} == {"unrelated"}
-    figures = [of_role for of_layer in documents[0]["errors"].values() for of_role in of_layer.values()]
+    figures = [
+        of_role for of_layer in documents[0]["errors"].values() for of_role in of_layer.values()
+    ]
     assert all(one["worst_relative_error"] >= one["relative_error"] > 1 for one in figures)
 
 
@@ -247,17 +318,23 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
         hqconv.check(src, other)
 
 
-@pytest.mark.parametrize("num_rows", [128, 7])  # different rows: others are repeated, as near to another as to its own
+@pytest.mark.parametrize(
+    "num_rows", [128, 7]
+)  # different rows: others are repeated, as near to another as to its own
 def test_a_version_that_was_trained_further(num_rows: int, tmp_path: Path) -> None:
     src = write_qwen3_moe(tmp_path / "src")
     other = write_qwen3_moe(tmp_path / "other")
     tensors = load_file(src / "model.safetensors")
     tensors = {
-        name: x[torch.arange(len(x)) % num_rows].clone() if "experts" in name else x for name, x in tensors.items()
+        name: x[torch.arange(len(x)) % num_rows].clone() if "experts" in name else x
+        for name, x in tensors.items()
     }
     save_file(tensors, src / "model.safetensors", {"format": "pt"})
     generator = torch.Generator().manual_seed(0)
-    tuned = {name: x * (1 + 0.02 * torch.randn(x.shape, generator=generator)).bfloat16() for name, x in tensors.items()}
+    tuned = {
+        name: x * (1 + 0.02 * torch.randn(x.shape, generator=generator)).bfloat16()
+        for name, x in tensors.items()
+    }
     save_file(tuned, other / "model.safetensors", {"format": "pt"})
     document = hqconv.check(other, src)
     assert (document["passed"], [one["kind"] for one in document["notices"]]) == (True, ["stale"])
@@ -293,7 +370,10 @@ def test_an_original_that_is_not_finite_is_no_damage(value: float, tmp_path: Pat
 def test_errors_of_the_original_name_it(tmp_path: Path) -> None:
     good, bad = write_qwen3_moe(tmp_path / "good"), write_qwen3_moe(tmp_path / "bad")
     config = json.loads((bad / "config.json").read_text())
-    for key, value in (("num_experts", "4"), ("quantization_config", {"quant_method": "none of ours"})):
+    for key, value in (
+        ("num_experts", "4"),
+        ("quantization_config", {"quant_method": "none of ours"}),
+    ):
         (bad / "config.json").write_text(json.dumps({**config, key: value}))
         with pytest.raises(HqconvError) as caught:
             hqconv.check(good, bad)
@@ -306,7 +386,9 @@ def test_errors_of_the_original_name_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "hqconv.json"])
-def test_files_that_may_not_be_read_are_no_damage(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_may_not_be_read_are_no_damage(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     src = write_qwen3_moe(tmp_path / "src")
     if name == "hqconv.json":
         conversions.run(src, tmp_path / "out", "mxfp4")
@@ -325,7 +407,9 @@ def test_files_that_may_not_be_read_are_no_damage(name: str, tmp_path: Path, mon
 
 def test_a_disk_that_fails_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:  # while experts are read
-        raise InputError("A file of the source cannot be read.") from OSError(errno.EIO, os.strerror(errno.EIO))
+        raise InputError("A file of the source cannot be read.") from OSError(
+            errno.EIO, os.strerror(errno.EIO)
+        )
 
     monkeypatch.setattr("hqconv.sources.safetensors.SafetensorsSource.read_raw", fail)
     src = write_qwen3_moe(tmp_path / "src")
@@ -343,7 +427,9 @@ def test_what_is_no_checkpoint_is_named(kind: str, tmp_path: Path) -> None:
 
 
 def test_findings_of_several_experts_are_one_document() -> None:
-    several = [Finding("zero", "It is zero.", layer="l", role="w1", expert=expert) for expert in (2, 5)]
+    several = [
+        Finding("zero", "It is zero.", layer="l", role="w1", expert=expert) for expert in (2, 5)
+    ]
     (document,) = grouped(several)
     assert (document["where"], document["found"]) == ("l, experts 2, 5, w1", "")
 
@@ -355,11 +441,16 @@ def test_the_command_prints_what_it_found(tmp_path: Path) -> None:
     assert call("check", src, "-q").stdout == ""
     other = write_qwen3_moe(tmp_path / "other", seed=1)
     done = call("check", src, "--against", other, "-q")
-    assert (done.exit_code, "✗ model.layers.0.mlp.experts, experts 0, 1, 2, 3, w1" in done.stdout) == (1, True)
+    assert (
+        done.exit_code,
+        "✗ model.layers.0.mlp.experts, experts 0, 1, 2, 3, w1" in done.stdout,
+    ) == (1, True)
     assert "DAMAGED" in done.stdout.splitlines()[-1]
 
 
-def test_of_a_sample_from_the_hub_only_its_bytes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_sample_from_the_hub_only_its_bytes_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     src = write_qwen3_moe(tmp_path / "src", num_experts=16, hidden_size=256, intermediate_size=256)
     with serve(src) as server:
         use(monkeypatch, server.url, tmp_path / "cache")

@@ -18,6 +18,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="package")
 def made(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("made") / "out"
-    done = call("convert", model, "-o", out, "--schema", "mxfp4", "--target", "sm90", "--device", "cpu", "--tp", 2)
+    done = call(
+        "convert",
+        model,
+        "-o",
+        out,
+        "--schema",
+        "mxfp4",
+        "--target",
+        "sm90",
+        "--device",
+        "cpu",
+        "--tp",
+        2,
+    )
     assert done.exit_code == 0, done.stderr
     return out

@@ -48,7 +48,14 @@ def test_help_and_version() -> None:
 
 
 def test_sizes() -> None:
-    sizes = {"1": 1, "4096": 4096, "512MiB": 512 << 20, "4GiB": 4 << 30, "4gib": 4 << 30, "2GB": 2 * 10**9}
+    sizes = {
+        "1": 1,
+        "4096": 4096,
+        "512MiB": 512 << 20,
+        "4GiB": 4 << 30,
+        "4gib": 4 << 30,
+        "2GB": 2 * 10**9,
+    }
     sizes |= {"1.5G": 3 << 29, "3 kB": 3000}
     assert {text: parse_bytes(text) for text in sizes} == sizes
     for text in ("", "GiB", "-1", "4 GiBs", "4iB", "1e9", "four"):
@@ -68,7 +75,10 @@ def test_default_out() -> None:
     assert name("int4-g64-zp", grid=Grid(8, 2)) == "m-int4-g64-zp-tp8-ep2"
     assert name(layout="checkpoint") == name(layout="checkpoint", sm=80) == "m-mxfp4-checkpoint"
     assert name(sm=80, dtype="float16", grid=Grid(2)) == "m-mxfp4-tp2-sm80-float16"
-    assert name(sm=100, cuda=(12, 9), inputs=NAMED_INPUTS["mxfp8"]) == "m-mxfp4-act-mxfp8-sm100-cuda12.9"
+    assert (
+        name(sm=100, cuda=(12, 9), inputs=NAMED_INPUTS["mxfp8"])
+        == "m-mxfp4-act-mxfp8-sm100-cuda12.9"
+    )
     assert name("int4", encoding=EncodingOptions(quantizer="mse")) == "m-int4-mse"
 
 
@@ -95,7 +105,9 @@ def test_the_default_name_says_that_layers_differ(tmp_path: Path) -> None:
     assert name(schema="mxfp4", overrides=own) == "m-mxfp4-mixed"
 
 
-def test_a_recipe_does_not_take_the_name_of_the_plain_schema(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_does_not_take_the_name_of_the_plain_schema(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_qwen3_moe(tmp_path / "m", num_layers=3)
     monkeypatch.chdir(tmp_path)
     assert call("convert", "m", "--schema", "mxfp4", "--target", "sm90", "-q").exit_code == 0
@@ -106,7 +118,10 @@ def test_a_recipe_does_not_take_the_name_of_the_plain_schema(tmp_path: Path, mon
     again = call("convert", "m", "--config", "ends-in-8-bits", "--overwrite", "--json")
     words = json.loads(again.stdout)
     first, last = (f"model.layers.{i}.mlp.experts" for i in (0, 2))
-    assert (words["otherwise"], words["left_blocks"]) == ({"fp8, a16 activations": [first, last]}, [])
+    assert (words["otherwise"], words["left_blocks"]) == (
+        {"fp8, a16 activations": [first, last]},
+        [],
+    )
 
 
 # --- convert -----------------------------------------------------------------------------------------------
@@ -117,7 +132,14 @@ def test_summary_goes_to_stdout(model: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.stderr
     # Nothing but progress, of which there is a line only where compiling the loops takes seconds.
     assert all(" GB/s " in line for line in result.stderr.splitlines())
-    for text in ("mxfp4", "2 rank", "gate (w1)", "down (w2)", "model.layers.1.mlp.experts", "hqconv inspect"):
+    for text in (
+        "mxfp4",
+        "2 rank",
+        "gate (w1)",
+        "down (w2)",
+        "model.layers.1.mlp.experts",
+        "hqconv inspect",
+    ):
         assert text in result.stdout
     assert (tmp_path / "out" / "hqconv.json").is_file()
 
@@ -138,7 +160,10 @@ def test_scales_are_rounded_where_asked_and_said_so(tmp_path: Path) -> None:
         assert "direct, scales rounded: codes kept, scales in the parameter dtype (1 layer)" in text
         assert re.search(r"scales rounded, changed by at most 0\.3\d\d% \(w1\), 0\.3", text), text
     by_itself = call(*request[:3], "int8", *request[4:], "-o", tmp_path / "int8")
-    assert "warning: the source's codes are kept, and its float32 scales rounded to bfloat16" in by_itself.stderr
+    assert (
+        "warning: the source's codes are kept, and its float32 scales rounded to bfloat16"
+        in by_itself.stderr
+    )
     assert call("inspect", source).stdout.count("--round-scales") == 1
 
 
@@ -160,18 +185,25 @@ def test_the_profile_tells_what_every_stage_did(model: Path, tmp_path: Path) -> 
     words = json.loads((tmp_path / "profile.json").read_text())
     stages = words["stages"]
     assert list(stages) == ["open", "read", "encode", "collect", "write", "finish", "publish"]
-    assert all((stage["tasks"] > 0) == (name != "collect") for name, stage in stages.items())  # that is a GPU's
+    assert all(
+        (stage["tasks"] > 0) == (name != "collect") for name, stage in stages.items()
+    )  # that is a GPU's
     assert all(stage["queued_seconds"] >= 0 for stage in stages.values())
     assert 0 < words["warm_up_seconds"] < words["seconds"]
     assert words["waits"].keys() <= {"a free slot", "files to write into"}
-    assert all(0 <= stage["busy_seconds"] <= words["seconds"] * stage["threads"] for stage in stages.values())
+    assert all(
+        0 <= stage["busy_seconds"] <= words["seconds"] * stage["threads"]
+        for stage in stages.values()
+    )
     source = sum(t.nbytes for path in model.glob("*.safetensors") for t in load_file(path).values())
     assert stages["read"]["gigabytes"] == pytest.approx(source / 1e9, abs=1e-3)
     written = sum(path.stat().st_size for path in (tmp_path / "out").rglob("*.safetensors"))
     assert stages["finish"]["gigabytes"] == pytest.approx(written / 1e9, abs=1e-3)
 
 
-def test_a_profile_that_could_not_be_written_is_refused_before_the_work(model: Path, tmp_path: Path) -> None:
+def test_a_profile_that_could_not_be_written_is_refused_before_the_work(
+    model: Path, tmp_path: Path
+) -> None:
     for place in ("missing/profile.json", "."):
         result = convert(model, tmp_path / "out", "--profile", tmp_path / place)
         assert (result.exit_code, "--profile" in result.stderr) == (4, True)
@@ -200,7 +232,9 @@ def test_a_profile_that_could_not_be_written_is_refused_before_the_work(model: P
         (("--revision", "main"), "no revisions"),
     ],
 )
-def test_bad_requests_exit_with_2(arguments: Sequence[object], message: str, model: Path, tmp_path: Path) -> None:
+def test_bad_requests_exit_with_2(
+    arguments: Sequence[object], message: str, model: Path, tmp_path: Path
+) -> None:
     result = convert(model, tmp_path / "out", "--json", *arguments)
     assert (result.exit_code, json.loads(result.stdout)["exit_code"]) == (2, 2)
     assert message in result.stderr
@@ -208,15 +242,26 @@ def test_bad_requests_exit_with_2(arguments: Sequence[object], message: str, mod
     assert not (tmp_path / "out").exists()
 
 
-def test_without_a_gpu_the_target_must_be_named(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_the_target_must_be_named(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     result = call("convert", model, "-o", tmp_path / "out", "--schema", "int4")
     assert result.exit_code == 2
-    for text in ("t4 (sm75)", "b200, gb200 (sm100)", "rtx-pro-6000", "--target h100", "nvidia-smi", "9.0 is sm90"):
+    for text in (
+        "t4 (sm75)",
+        "b200, gb200 (sm100)",
+        "rtx-pro-6000",
+        "--target h100",
+        "nvidia-smi",
+        "9.0 is sm90",
+    ):
         assert text in result.stderr
 
 
-def test_with_a_gpu_the_target_is_its_architecture(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_gpu_the_target_is_its_architecture(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("hqconv.conversion.option_values.has_driver", lambda: True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
@@ -229,7 +274,10 @@ def test_output_and_source_do_not_lie_in_one_another(tmp_path: Path) -> None:
     source = write_qwen3_moe(tmp_path / "around" / "model", num_layers=1)
     for out in (source / "out", source, source.parent):
         result = convert(source, out, "--overwrite")
-        assert (result.exit_code, "The output would lie in the source" in result.stderr) == (4, True)
+        assert (result.exit_code, "The output would lie in the source" in result.stderr) == (
+            4,
+            True,
+        )
 
 
 def test_what_is_no_source_and_no_artifact(model: Path, made: Path, tmp_path: Path) -> None:
@@ -278,9 +326,21 @@ def test_progress_is_silent_if_quiet_and_survives_a_closed_stderr(
 
 
 def test_human_units() -> None:
-    sizes = {0: "0 B", 999: "999 B", 1500: "1.50 kB", 2.5e6: "2.50 MB", 7e9: "7.00 GB", 2.05e12: "2.05 TB"}
+    sizes = {
+        0: "0 B",
+        999: "999 B",
+        1500: "1.50 kB",
+        2.5e6: "2.50 MB",
+        7e9: "7.00 GB",
+        2.05e12: "2.05 TB",
+    }
     assert {size: human_bytes(size) for size in sizes} == sizes
-    assert [human_seconds(s) for s in (0.04, 59.9, 61, 3723)] == ["0.0 s", "59.9 s", "1:01", "1:02:03"]
+    assert [human_seconds(s) for s in (0.04, 59.9, 61, 3723)] == [
+        "0.0 s",
+        "59.9 s",
+        "1:01",
+        "1:02:03",
+    ]
 
 
 # --- verify ------------------------------------------------------------------------------------------------
@@ -311,7 +371,9 @@ def test_another_source_is_said_first_and_in_short(model: Path, made: Path, tmp_
         shown = call(*command)
         found = [line for line in shown.stdout.splitlines() if line.startswith("  ✗")]
         assert shown.exit_code == 1
-        assert [line.startswith(f"  ✗ --source: {what}") for line in found] == [True] * (checks.count(",") + 1)
+        assert [line.startswith(f"  ✗ --source: {what}") for line in found] == [True] * (
+            checks.count(",") + 1
+        )
         assert "more that follow from it; --json lists all" in shown.stdout
         first = json.loads(call(*command, "--json").stdout)["checks"]["weights"]["findings"]
         assert first[0]["what"].startswith(what)
@@ -352,7 +414,9 @@ def test_verify_names_the_damage_and_exits_with_1(model: Path, made: Path, tmp_p
         (("--checks", "kernel", "--device", "cpu"), "cannot run here"),
     ],
 )
-def test_verify_requests_that_cannot_be_met(made: Path, options: tuple[str, ...], text: str) -> None:
+def test_verify_requests_that_cannot_be_met(
+    made: Path, options: tuple[str, ...], text: str
+) -> None:
     if torch.cuda.is_available() and "kernel" in options:
         pytest.skip("the kernel can run here")
     result = call("verify", made, *options)

@@ -27,7 +27,17 @@ from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
 
 OPTIONS = ("--schema", "mxfp4", "--target", "sm90", "--device", "cpu")
-ERROR_KEYS = {"json_version", "tool", "kind", "exit_code", "what", "where", "expected", "found", "remedy"}
+ERROR_KEYS = {
+    "json_version",
+    "tool",
+    "kind",
+    "exit_code",
+    "what",
+    "where",
+    "expected",
+    "found",
+    "remedy",
+}
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +85,9 @@ def kinds_in_code() -> set[str]:
             found |= {
                 value.value
                 for key, value in pairs
-                if isinstance(key, ast.Constant) and key.value == "kind" and isinstance(value, ast.Constant)
+                if isinstance(key, ast.Constant)
+                and key.value == "kind"
+                and isinstance(value, ast.Constant)
             }
     return found
 
@@ -102,7 +114,16 @@ def test_every_document_has_the_keys_of_the_table(model: Path, made: Path, tmp_p
         answer("report", made, "-o", tmp_path / "page.html", "--source", model, "--device", "cpu"),
     ]
     keys = documented_keys()
-    elsewhere = {"push", "publication", "warm", "warm_checkpoint", "part", "unfinished", "evaluation", "allocation"}
+    elsewhere = {
+        "push",
+        "publication",
+        "warm",
+        "warm_checkpoint",
+        "part",
+        "unfinished",
+        "evaluation",
+        "allocation",
+    }
     assert {words["kind"] for words in found} == keys.keys() - elsewhere
     for words in found:
         assert keys[words["kind"]] <= words.keys(), words["kind"]
@@ -151,20 +172,36 @@ def test_an_error_is_a_document_with_the_parts_of_the_message(model: Path, tmp_p
 SHORTAGES = (
     (MemoryError(), "MemoryError"),
     (RuntimeError("can't start new thread"), "can't start new thread"),
-    (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "DefaultCPUAllocator: can't allocate memory"),
+    (
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+        "DefaultCPUAllocator: can't allocate memory",
+    ),
 )
 ENDS: list[tuple[BaseException, int, tuple[str, str, str]]] = [
     (errors.NetworkError("The Hub does not answer."), 5, ("The Hub does not answer.", "", "")),
-    (OSError(5, "Input/output error", "/x"), 4, ("The operating system refused.", "/x", "Input/output error")),
-    *((error, 2, ("The system has no more memory or threads.", "", text)) for error, text in SHORTAGES),
+    (
+        OSError(5, "Input/output error", "/x"),
+        4,
+        ("The operating system refused.", "/x", "Input/output error"),
+    ),
+    *(
+        (error, 2, ("The system has no more memory or threads.", "", text))
+        for error, text in SHORTAGES
+    ),
     (ZeroDivisionError("a\nb"), 70, ("This is a bug of hqconv.", "", "ZeroDivisionError: a\nb")),
     (KeyboardInterrupt(), 130, (MESSAGE, "", "")),
 ]
 
 
-@pytest.mark.parametrize(("error", "code", "parts"), ENDS, ids=lambda value: str(value) if type(value) is int else "")
+@pytest.mark.parametrize(
+    ("error", "code", "parts"), ENDS, ids=lambda value: str(value) if type(value) is int else ""
+)
 def test_other_ends_are_documents_as_well(
-    error: BaseException, code: int, parts: tuple[str, ...], model: Path, monkeypatch: pytest.MonkeyPatch
+    error: BaseException,
+    code: int,
+    parts: tuple[str, ...],
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And messages without a traceback, unless HQCONV_DEBUG asks for one."""
 
@@ -227,7 +264,9 @@ def test_a_dry_run_ends_as_the_conversion_would(model: Path, made: Path, tmp_pat
     assert both(model, tmp_path / "other", "--tp", 3) == (2, 2)
 
 
-def test_a_dry_run_sees_a_disk_that_is_too_small(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_sees_a_disk_that_is_too_small(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is there of an unfinished conversion needs no room again."""
     request, out = (model, tmp_path / "out", "--threads", 1), tmp_path / "out"
     assert both(*request) == (0, 0)
@@ -235,14 +274,18 @@ def test_a_dry_run_sees_a_disk_that_is_too_small(model: Path, tmp_path: Path, mo
     (manifest, journal) = (out / "hqconv.json", out / ".hqconv-progress.jsonl")
     rank_file = next((out / "experts").rglob("*.safetensors"))
     needed = planned["num_bytes_out"]
-    free = needed - rank_file.stat().st_size  # and a little for the files beside: none in this model
+    free = (
+        needed - rank_file.stat().st_size
+    )  # and a little for the files beside: none in this model
     manifest.unlink()
     journal.write_text('{"x": 1}\n')
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
 
     def dry(place: str, *more: object) -> int:
-        return int(call("convert", model, "-o", tmp_path / place, *OPTIONS, "--dry-run", *more).exit_code)
+        return int(
+            call("convert", model, "-o", tmp_path / place, *OPTIONS, "--dry-run", *more).exit_code
+        )
 
     assert (dry("new"), dry("out", "--resume")) == (4, 0)
     assert call("convert", model, "-o", tmp_path / "new", *OPTIONS).exit_code == 4
@@ -296,7 +339,9 @@ def test_every_reader_sees_an_altered_manifest(model: Path, made: Path, tmp_path
     assert not page.exists()
     for checks in ("files", "weights", "files,weights"):
         words = answer("verify", out, "--checks", checks, "--device", "cpu", code=1)
-        found = [finding["what"] for check in words["checks"].values() for finding in check["findings"]]
+        found = [
+            finding["what"] for check in words["checks"].values() for finding in check["findings"]
+        ]
         assert len([what for what in found if "not those that its digest was made of" in what]) == 1
 
 
@@ -316,9 +361,19 @@ def test_an_artifact_that_lost_too_much_is_kept_and_ends_with_1(
     worst, limit = max(largest, key=largest.__getitem__), sorted(largest.values())[-2]
     request = ("convert", model, "-o", tmp_path / "out", *OPTIONS, "--max-error", limit)
     words = answer(*request, code=1)
-    expected = {"block": "model.layers.0.mlp.experts", "projection": worst, "relative_error": largest[worst]}
-    assert (words["kind"], words["over_max_error"], words["max_error"]) == ("summary", [expected], limit)
-    assert words["manifest_sha256"] == sha256_of(made / "hqconv.json")  # complete, and the same bytes
+    expected = {
+        "block": "model.layers.0.mlp.experts",
+        "projection": worst,
+        "relative_error": largest[worst],
+    }
+    assert (words["kind"], words["over_max_error"], words["max_error"]) == (
+        "summary",
+        [expected],
+        limit,
+    )
+    assert words["manifest_sha256"] == sha256_of(
+        made / "hqconv.json"
+    )  # complete, and the same bytes
     again = call(*request, "--resume")
     assert again.exit_code == 1
     assert "1 projection above --max-error" in again.stderr
@@ -328,11 +383,15 @@ def test_an_artifact_that_lost_too_much_is_kept_and_ends_with_1(
     limit = max(largest.values())
     words = answer("convert", model, "-o", tmp_path / "within", *OPTIONS, "--max-error", limit)
     assert (words["over_max_error"], words["max_error"]) == ([], limit)
-    within = call("convert", model, "-o", tmp_path / "within", *OPTIONS, "--max-error", limit, "--resume")
+    within = call(
+        "convert", model, "-o", tmp_path / "within", *OPTIONS, "--max-error", limit, "--resume"
+    )
     assert "Serve it with" in within.stdout
 
 
-def test_verify_holds_an_artifact_to_the_limit(model: Path, made: Path, largest: dict[str, float]) -> None:
+def test_verify_holds_an_artifact_to_the_limit(
+    model: Path, made: Path, largest: dict[str, float]
+) -> None:
     worst, limit = max(largest, key=largest.__getitem__), sorted(largest.values())[-2]
     verify = ("verify", made, "--device", "cpu", "--max-error")
     words = answer(*verify, limit, code=1)
@@ -350,7 +409,9 @@ def test_verify_holds_an_artifact_to_the_limit(model: Path, made: Path, largest:
 
 
 def test_errors_that_are_no_numbers_are_over_any_limit() -> None:
-    errors_of = {"a": {"w1": {"relative_error": None}, "w2": {"relative_error": math.nan}, "w3": {"x": 1}}}
+    errors_of = {
+        "a": {"w1": {"relative_error": None}, "w2": {"relative_error": math.nan}, "w3": {"x": 1}}
+    }
     errors_of |= {"b": {"w1": {"relative_error": 0.25}, "w2": {"relative_error": 0.125}}}
     found = [(one["block"], one["projection"]) for one in over_limit(errors_of, 0.125)]
     assert found == [("a", "w1"), ("a", "w2"), ("b", "w1")]
@@ -363,7 +424,9 @@ UNSERVED = ("--schema", "fp8-e5m2", "--dtype", "float16", "--target", "sm90", "-
 
 @pytest.mark.parametrize("layout", ["kernel", "checkpoint"])
 @pytest.mark.parametrize("mode", [(), ("--dry-run",)])
-def test_what_no_server_runs_is_refused(layout: str, mode: tuple[str, ...], model: Path, tmp_path: Path) -> None:
+def test_what_no_server_runs_is_refused(
+    layout: str, mode: tuple[str, ...], model: Path, tmp_path: Path
+) -> None:
     request = ("convert", model, "-o", tmp_path / "out", *UNSERVED, "--layout", layout, *mode)
     words = refused(*request, code=2)
     assert words["what"] == "No server runs these weights."
@@ -392,11 +455,27 @@ def test_what_no_server_runs_is_refused(layout: str, mode: tuple[str, ...], mode
     [
         ("--schema", "fp8-e5m2", "--dtype", "bfloat16"),
         ("--schema", "fp8", "--dtype", "float16"),
-        ("--schema", "fp8-e5m2", "--dtype", "float16", "--input-schema", "fp8"),  # was not seen to fail
-        ("--schema", "mxfp4", "--tp", 2, "--ep", 2),  # one named server has no start for it: a warning
+        (
+            "--schema",
+            "fp8-e5m2",
+            "--dtype",
+            "float16",
+            "--input-schema",
+            "fp8",
+        ),  # was not seen to fail
+        (
+            "--schema",
+            "mxfp4",
+            "--tp",
+            2,
+            "--ep",
+            2,
+        ),  # one named server has no start for it: a warning
     ],
 )
-def test_what_some_server_may_run_is_not_refused(more: tuple[object, ...], model: Path, tmp_path: Path) -> None:
+def test_what_some_server_may_run_is_not_refused(
+    more: tuple[object, ...], model: Path, tmp_path: Path
+) -> None:
     request = ("convert", model, "-o", tmp_path / "out", "--target", "sm90", "--dry-run", *more)
     words = answer(*request)
     assert any("vLLM" in warning for warning in words["warnings"]) == ("--ep" in more)

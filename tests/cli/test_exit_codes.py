@@ -100,14 +100,22 @@ WAYS: dict[int, Callable[[Place], int]] = {
 
 
 @pytest.mark.parametrize("code", WAYS)
-def test_exit_codes(code: int, model: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_codes(
+    code: int, model: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert WAYS[code]((model, made, tmp_path, monkeypatch)) == code
 
 
 def test_the_table_of_the_documents_is_this_one() -> None:
     text = (REPO / "docs/usage.md").read_text().partition("## Exit codes")[2].partition("\n## ")[0]
     assert [int(code) for code in re.findall(r"^\| (\d+) ", text, re.MULTILINE)] == [*WAYS]
-    kinds = (errors.VerificationError, errors.RequestError, errors.InputError, errors.OutputError, errors.NetworkError)
+    kinds = (
+        errors.VerificationError,
+        errors.RequestError,
+        errors.InputError,
+        errors.OutputError,
+        errors.NetworkError,
+    )
     assert [kind.exit_code for kind in kinds] == [1, 2, 3, 4, 5]
 
 
@@ -154,14 +162,18 @@ def in_shell(*words: str, more: str, **variables: str) -> subprocess.CompletedPr
     """Python with these arguments, its streams led elsewhere by `more`; the exit code is that of Python."""
     shell = f"{shlex.join([sys.executable, *words])} {more}\nexit ${{PIPESTATUS[0]}}"
     environ = environment(**variables)
-    return subprocess.run(["bash", "-c", shell], env=environ, capture_output=True, check=False, cwd=REPO)
+    return subprocess.run(
+        ["bash", "-c", shell], env=environ, capture_output=True, check=False, cwd=REPO
+    )
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("stream", STREAMS)
 def test_a_finished_conversion_is_0_whatever_becomes_of_stdout(stream: str, summary: str) -> None:
     more, variables = STREAMS[stream]
-    done = in_shell("-c", DONE, summary, "convert", ".", "-o", "größe-日本", *OPTIONS, more=more, **variables)
+    done = in_shell(
+        "-c", DONE, summary, "convert", ".", "-o", "größe-日本", *OPTIONS, more=more, **variables
+    )
     assert (done.returncode, b"Traceback" in done.stderr) == (0, False), done.stderr
     if more == "":
         assert stream == "the C locale" or b"\\u2192" in done.stdout
@@ -176,7 +188,11 @@ def test_a_wrong_command_line_is_2_whoever_reads(more: str) -> None:
     assert (done.returncode, b"Traceback" in done.stderr) == (2, False)
 
 
-FAILURES = (BrokenPipeError(32, "Broken pipe"), OSError(28, "No space left on device"), OSError(5, "EIO"))
+FAILURES = (
+    BrokenPipeError(32, "Broken pipe"),
+    OSError(28, "No space left on device"),
+    OSError(5, "EIO"),
+)
 
 
 @pytest.mark.parametrize("error", FAILURES, ids=str)
@@ -213,7 +229,12 @@ PRINTED = {">&-": 4, ">/dev/full": 4, "| true": 0, "| head -1": 0}
     ("arguments", "more"),
     [
         *(("inspect {model}", more) for more in PRINTED),
-        *(("schemas --json", "| head -1"), ("verify --help", ">/dev/full"), ("--version", ">&-"), ("", ">/dev/full")),
+        *(
+            ("schemas --json", "| head -1"),
+            ("verify --help", ">/dev/full"),
+            ("--version", ">&-"),
+            ("", ">/dev/full"),
+        ),
     ],
 )
 def test_what_only_prints(arguments: str, more: str, model: Path) -> None:

@@ -23,7 +23,18 @@ from tests.make.qwen import read_tree, write_qwen3_moe
 from tests.make.stopping import Commands, environment, is_begun, problem_of, without_progress
 
 NUM_MOMENTS = int(os.environ.get("HQCONV_NUM_MOMENTS", "6"))  # for each signal
-OPTIONS = ("--schema", "mxfp4", "--target", "sm90", "--device", "cpu", "--tp", "2", "--threads", "2")
+OPTIONS = (
+    "--schema",
+    "mxfp4",
+    "--target",
+    "sm90",
+    "--device",
+    "cpu",
+    "--tp",
+    "2",
+    "--threads",
+    "2",
+)
 LINE = f"{MESSAGE}\n"
 HANG_S = 60.0  # a hang guard, not a measured time
 
@@ -41,7 +52,9 @@ def commands(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture(scope="module")
-def whole(model: Path, commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+def whole(
+    model: Path, commands: Commands, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, float]:
     """An undisturbed artifact, and the seconds that it takes."""
     out = tmp_path_factory.mktemp("whole") / "out"
     for mode in ((), ("--overwrite",)):
@@ -64,7 +77,12 @@ def older(model: Path, commands: Commands, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.full
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_a_conversion_stops_at_any_moment_and_can_be_resumed(
-    number: Signals, model: Path, commands: Commands, whole: tuple[Path, float], older: Path, tmp_path: Path
+    number: Signals,
+    model: Path,
+    commands: Commands,
+    whole: tuple[Path, float],
+    older: Path,
+    tmp_path: Path,
 ) -> None:
     """Every other one replaces an artifact, and every third is stopped again when it goes on."""
     new, seconds = read_tree(whole[0]), whole[1]
@@ -79,7 +97,9 @@ def test_a_conversion_stops_at_any_moment_and_can_be_resumed(
             if mode == ("--resume",) and not is_begun(out, new):
                 continue
             at = draw.uniform(0, seconds)
-            ended = commands.run("convert", model, "-o", out, *OPTIONS, *mode, number=number, seconds=at)
+            ended = commands.run(
+                "convert", model, "-o", out, *OPTIONS, *mode, number=number, seconds=at
+            )
             problem = problem_of(ended, number, out, new, old)
             assert problem == "", f"moment {moment}, at {at:.3f} s, {mode}"
             num_stopped += ended.code != 0
@@ -95,7 +115,9 @@ def test_a_conversion_stops_at_any_moment_and_can_be_resumed(
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
-def test_a_verification_stops(number: Signals, model: Path, commands: Commands, whole: tuple[Path, float]) -> None:
+def test_a_verification_stops(
+    number: Signals, model: Path, commands: Commands, whole: tuple[Path, float]
+) -> None:
     asked = ("verify", whole[0], "--source", model, "--device", "cpu", "--threads", "2")
     draw, seconds, num_stopped = random.Random(f"verify {number}"), commands.run(*asked).seconds, 0
     for _ in range(9):
@@ -106,7 +128,9 @@ def test_a_verification_stops(number: Signals, model: Path, commands: Commands, 
             seconds = ended.seconds - ended.seconds_after
             continue
         assert (ended.code, without_progress(ended.stderr)) == (128 + number, LINE)
-        assert ended.stdout == "" or ended.stdout.startswith("files    PASS")  # the results were being printed
+        assert ended.stdout == "" or ended.stdout.startswith(
+            "files    PASS"
+        )  # the results were being printed
         num_stopped += 1
         if num_stopped == 3:
             return
@@ -146,7 +170,9 @@ def wait_until_it_listens(process: subprocess.Popen[str], deadline_s: float = HA
     raise AssertionError("it does not listen")
 
 
-def stopped(process: subprocess.Popen[str], number: Signals, seconds: float = 0.0) -> tuple[int, str, str]:
+def stopped(
+    process: subprocess.Popen[str], number: Signals, seconds: float = 0.0
+) -> tuple[int, str, str]:
     """Send a signal so long after the process began to listen: exit code and streams."""
     wait_until_it_listens(process)
     time.sleep(seconds)
@@ -158,7 +184,9 @@ def stopped(process: subprocess.Popen[str], number: Signals, seconds: float = 0.
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
-def test_the_start_of_a_command_can_be_stopped(number: Signals, model: Path, tmp_path: Path) -> None:
+def test_the_start_of_a_command_can_be_stopped(
+    number: Signals, model: Path, tmp_path: Path
+) -> None:
     draw, out = random.Random(f"start {number}"), tmp_path / "out"
     for most in (0.0, 0.05, 0.2, 0.6):
         process = start("-m", "hqconv", "convert", model, "-o", out, *OPTIONS)
@@ -168,7 +196,9 @@ def test_the_start_of_a_command_can_be_stopped(number: Signals, model: Path, tmp
 
 def test_nothing_is_loaded_before_signals_are_heard() -> None:
     code = "import sys\nbefore = {*sys.modules}\nimport hqconv.__main__\nprint(*{*sys.modules} - before)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPO)
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPO
+    )
     ours = {name for name in loaded.stdout.split() if name.startswith("hqconv")}
     assert ours == {*("hqconv", "hqconv.__main__", "hqconv.cli", "hqconv.cli.interrupt")}
     assert not {"typer", "rich", "dataclasses", "json", "inspect"} & {*loaded.stdout.split()}
@@ -204,7 +234,11 @@ LISTEN = "import time\nfrom hqconv.cli import interrupt\ninterrupt.listen()\n"
 @pytest.mark.parametrize("work", AT_WORK)
 def test_whatever_it_is_at(work: str) -> None:
     for number in (SIGINT, SIGTERM):
-        assert stopped(start("-c", LISTEN + AT_WORK[work]), number, 0.05) == (128 + number, "", LINE)
+        assert stopped(start("-c", LISTEN + AT_WORK[work]), number, 0.05) == (
+            128 + number,
+            "",
+            LINE,
+        )
 
 
 def test_two_signals_are_one_stop() -> None:

@@ -18,7 +18,9 @@ from tests.make.qwen import write_qwen3_moe
 
 LAYER = "model.layers.0.mlp.experts"
 OPTIONS = ("--schema", "mxfp4", "--target", "sm90", "--device", "cpu")
-LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (DEBUG|INFO|WARNING|ERROR) hqconv[\w.]*: \S.*")
+LINE = re.compile(
+    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (DEBUG|INFO|WARNING|ERROR) hqconv[\w.]*: \S.*"
+)
 
 
 def test_a_library_configures_no_logging() -> None:
@@ -31,7 +33,9 @@ def test_a_library_configures_no_logging() -> None:
     assert (done.stdout, done.stderr) == ("0 ['NullHandler'] []\n", "")
 
 
-def test_a_program_gets_the_records(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_program_gets_the_records(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.DEBUG, logger="hqconv")
     run(model, tmp_path / "out", "mxfp4")
     hqconv.verify(tmp_path / "out", model, checks=["files"])
@@ -83,7 +87,9 @@ def test_names_of_a_checkpoint_stay_on_their_line(tmp_path: Path) -> None:
     assert "a\\nb\\x1b[31m" in text
 
 
-def test_a_token_is_not_logged(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_is_not_logged(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secretsecretsecret")
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     done = call("inspect", "org/name", "-v", "--log-file", tmp_path / "log")
@@ -94,7 +100,9 @@ def test_a_token_is_not_logged(model: Path, tmp_path: Path, monkeypatch: pytest.
 def test_a_file_that_cannot_be_written(model: Path, tmp_path: Path) -> None:
     done = call("inspect", model, "--log-file", tmp_path / "no" / "log")
     assert done.exit_code == 4
-    assert done.stderr.startswith("error: The file of --log-file cannot be written there.\n  where: ")
+    assert done.stderr.startswith(
+        "error: The file of --log-file cannot be written there.\n  where: "
+    )
     both = call("inspect", model, "-v", "-q")
     assert (both.exit_code, "exclude each other" in both.stderr) == (2, True)
     with pytest.MonkeyPatch.context() as patch:  # a full disk
@@ -103,11 +111,18 @@ def test_a_file_that_cannot_be_written(model: Path, tmp_path: Path) -> None:
     assert (full.exit_code, full.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("command", [("inspect",), ("convert", "--schema", "mxfp4", "--target", "sm90")])
+@pytest.mark.parametrize(
+    "command", [("inspect",), ("convert", "--schema", "mxfp4", "--target", "sm90")]
+)
 def test_other_ranks_have_their_own_file(
     command: tuple[str, ...], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):
+    for name, value in (
+        ("RANK", "1"),
+        ("WORLD_SIZE", "2"),
+        ("MASTER_ADDR", "localhost"),
+        ("MASTER_PORT", "1"),
+    ):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     more = ("--dry-run",) if command[0] == "convert" else ()

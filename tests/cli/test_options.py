@@ -118,7 +118,9 @@ COMMANDS: dict[str, dict[str, Any]] = {
     "publish": {
         "SRC": REQUIRED,
         "ORG/NAME": REQUIRED,
-        **{name: default for name, default in CONVERT.items() if name not in ("SRC", *ONLY_CONVERT)},
+        **{
+            name: default for name, default in CONVERT.items() if name not in ("SRC", *ONLY_CONVERT)
+        },
         "--checks": None,
         "--private": False,
         "--branch": None,
@@ -167,4 +169,9 @@ def options_of(command: Any) -> dict[str, Any]:
 def test_commands_options_and_defaults() -> None:
     group: Any = typer.main.get_command(app)
     assert {name: options_of(command) for name, command in group.commands.items()} == COMMANDS
-    assert not [param.name for command in group.commands.values() for param in command.params if not param.help]
+    assert not [
+        param.name
+        for command in group.commands.values()
+        for param in command.params
+        if not param.help
+    ]

@@ -76,7 +76,11 @@ ALLOWED = {  # the artifact is no option of the command
     for command in ("allocate -o", "inspect --log-file")
     for place in ("in the artifact", "a link into the artifact")
 }
-ALLOWED |= {(command, place) for command in ("convert --profile", "convert --log-file") for _, place in tuple(ALLOWED)}
+ALLOWED |= {
+    (command, place)
+    for command in ("convert --profile", "convert --log-file")
+    for _, place in tuple(ALLOWED)
+}
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -116,7 +120,16 @@ def test_the_default_folder_of_an_artifact_takes_no_file(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    command = ("convert", root / "model", "--schema", "mxfp4", "--target", "sm90", "--device", "cpu")
+    command = (
+        "convert",
+        root / "model",
+        "--schema",
+        "mxfp4",
+        "--target",
+        "sm90",
+        "--device",
+        "cpu",
+    )
     (place := tmp_path / "model-mxfp4").mkdir()
     for option in ("--profile", "--log-file"):
         done = call(*command, option, place / "file")
@@ -127,7 +140,10 @@ def test_the_default_folder_of_an_artifact_takes_no_file(
 def test_output_into_a_pipe_is_no_file(root: Path, tmp_path: Path) -> None:
     command = f"convert {root}/model --schema mxfp4 --target sm90 --device cpu -o {tmp_path}/new --profile /dev/stdout"
     done = subprocess.run(
-        [sys.executable, "-m", "hqconv", *command.split()], cwd=REPO, capture_output=True, check=False
+        [sys.executable, "-m", "hqconv", *command.split()],
+        cwd=REPO,
+        capture_output=True,
+        check=False,
     )
     assert (done.returncode, b"a pipe" in done.stderr) == (4, True), done.stderr
     assert not (tmp_path / "new").exists()
@@ -136,9 +152,20 @@ def test_output_into_a_pipe_is_no_file(root: Path, tmp_path: Path) -> None:
 def test_output_of_the_shell_is_no_file(root: Path, tmp_path: Path) -> None:
     """`> FILE` has emptied it: it looks like a new one."""
     for number, option in enumerate(("/dev/stdout", tmp_path / "1.json", "/proc/self/fd/1")):
-        command = [sys.executable, "-m", "hqconv", "inspect", str(root / "out"), "--json", "--log-file", str(option)]
+        command = [
+            sys.executable,
+            "-m",
+            "hqconv",
+            "inspect",
+            str(root / "out"),
+            "--json",
+            "--log-file",
+            str(option),
+        ]
         with (tmp_path / f"{number}.json").open("w") as file:
-            done = subprocess.run(command, cwd=REPO, stdout=file, stderr=subprocess.PIPE, text=True, check=False)
+            done = subprocess.run(
+                command, cwd=REPO, stdout=file, stderr=subprocess.PIPE, text=True, check=False
+            )
         assert (done.returncode, "stream of this process" in done.stderr) == (4, True), done.stderr
         assert json.loads((tmp_path / f"{number}.json").read_text())["kind"] == "error"
 
@@ -153,12 +180,25 @@ def test_temporary_names_are_no_way_into_other_files(kind: str, root: Path, tmp_
 
 
 def test_own_files_are_replaced_and_links_kept(root: Path, tmp_path: Path) -> None:
-    command = ("convert", root / "model", "--schema", "mxfp4", "--target", "sm90", "--device", "cpu", "-q")
+    command = (
+        "convert",
+        root / "model",
+        "--schema",
+        "mxfp4",
+        "--target",
+        "sm90",
+        "--device",
+        "cpu",
+        "-q",
+    )
     profile, log = tmp_path / "profile", tmp_path / "log"
     (tmp_path / "real").touch()
     log.symlink_to("real")
     for out in ("a", "b"):
-        assert call(*command, "-o", tmp_path / out, "--profile", profile, "--log-file", log).exit_code == 0
+        assert (
+            call(*command, "-o", tmp_path / out, "--profile", profile, "--log-file", log).exit_code
+            == 0
+        )
     assert json.loads(profile.read_text())["profile_of"] == "hqconv convert"
     assert log.is_symlink()
     assert (tmp_path / "real").read_text().count("Python ") == 2

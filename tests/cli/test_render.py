@@ -37,7 +37,9 @@ def strictly(text: str) -> Any:
 
 
 def test_what_is_no_number_is_null(capsys: pytest.CaptureFixture[str]) -> None:
-    print_json({"a": math.nan, "b": [math.inf, -math.inf, 1.5], "c": ({"d": math.nan},), "e": "NaN"})
+    print_json(
+        {"a": math.nan, "b": [math.inf, -math.inf, 1.5], "c": ({"d": math.nan},), "e": "NaN"}
+    )
     expected = {"a": None, "b": [None, None, 1.5], "c": [{"d": None}], "e": "NaN"}
     words = strictly(capsys.readouterr().out)
     assert {key: words[key] for key in expected} == expected
@@ -61,7 +63,11 @@ def test_scales_that_are_no_numbers_are_shown_as_findings(schema: str, tmp_path:
     assert done.exit_code == 1, done.output
     assert re.search(r"down \(w2\)\s.*\s–\s.*\n.*(gate|up) \(w", done.stdout), done.stdout
     assert strictly(call(*words, "--json").stdout)["passed"] is False
-    rows = re.findall(r"<tr>.*?</tr>", page.read_text().partition("Decoded weights against the source")[2], re.DOTALL)
+    rows = re.findall(
+        r"<tr>.*?</tr>",
+        page.read_text().partition("Decoded weights against the source")[2],
+        re.DOTALL,
+    )
     assert "down (w2)" in rows[1]
 
 
@@ -69,7 +75,10 @@ def test_control_characters_of_documents_are_written_out() -> None:
     """As `printable` does it (tests/test_errors.py); messages of hqconv keep their lines."""
     text, shown, line = "two\n\x1b[2J", "two\n\\x1b[2J", "two\\n\\x1b[2J"
     assert printable_document({text: [text, 1, None]}) == {line: [line, 1, None]}
-    assert printable_document({"notes": [text], "obstacle": text}) == {"notes": [shown], "obstacle": shown}
+    assert printable_document({"notes": [text], "obstacle": text}) == {
+        "notes": [shown],
+        "obstacle": shown,
+    }
 
 
 def hostile(model: Path) -> Path:
@@ -81,7 +90,9 @@ def hostile(model: Path) -> Path:
     (model / "x\x1b]0;pwned\x07.txt").write_text("")
     config = json.loads((model / "config.json").read_text())
     config |= {"hidden_act": "silu\x1b[31m", "model_type": "qwen3_moe\x1b]8;;\u2067\n" + "y" * 500}
-    (model / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3MoeForCausalLM"]}))
+    (model / "config.json").write_text(
+        json.dumps(config | {"architectures": ["Qwen3MoeForCausalLM"]})
+    )
     return model
 
 
@@ -99,7 +110,9 @@ def test_names_with_escapes_reach_no_terminal(tmp_path: Path) -> None:
         done = call(*arguments)
         assert "\x1b" not in done.stdout + done.stderr, (arguments, done.stdout, done.stderr)
         shown = done.stdout + done.stderr
-        assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", shown), arguments
+        assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", shown), (
+            arguments
+        )
         assert "n" * 200 not in shown
         assert "y" * 200 not in shown
 
@@ -119,12 +132,20 @@ def test_the_bar_takes_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_80_columns_lose_no_word(tmp_path: Path) -> None:
     """On a narrow terminal long names are folded, not cut."""
-    model = write_qwen3_moe(tmp_path / "a-model-with-quite-a-long-name-as-they-are-on-the-hub", num_layers=2)
+    model = write_qwen3_moe(
+        tmp_path / "a-model-with-quite-a-long-name-as-they-are-on-the-hub", num_layers=2
+    )
     command = [sys.executable, "-c", "import pty, sys; sys.exit(pty.spawn(sys.argv[1:]) >> 8)"]
     command += [sys.executable, "-m", "hqconv", "inspect", str(model)]
     environment = {**os.environ, "COLUMNS": "80", "TERM": "dumb"}
     done = subprocess.run(
-        command, cwd=REPO, env=environment, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+        command,
+        cwd=REPO,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()

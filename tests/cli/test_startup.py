@@ -22,7 +22,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 LOOKS = ("schemas", "schemas --json", "schemas --recipes", "schemas --for h200 --input-schema fp8")
-LOOKS += ("inspect {}/model", "inspect {}/quantized", "inspect {}/artifact", "report {}/artifact -o {}/page.html")
+LOOKS += (
+    "inspect {}/model",
+    "inspect {}/quantized",
+    "inspect {}/artifact",
+    "report {}/artifact -o {}/page.html",
+)
 
 
 @pytest.mark.sampled(2)
@@ -33,11 +38,25 @@ def test_a_look_loads_nothing_heavy(command: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("command", ["--help", "convert --help"])
 def test_help_needs_signatures_alone(command: str) -> None:
-    names = ("hqconv.planning.plan", "hqconv.sources.opening", "hqconv.artifact.manifest", "hqconv.api")
+    names = (
+        "hqconv.planning.plan",
+        "hqconv.sources.opening",
+        "hqconv.artifact.manifest",
+        "hqconv.api",
+    )
     assert cold(*command.split(), names=names)[0] == {"hqconv.api"}
 
 
 def test_a_conversion_loads_them_all(folder: Path, tmp_path: Path) -> None:
     """So that the tests above would see it."""
-    command = ("convert", folder / "model", "-o", tmp_path / "out", "--schema", "int4", "--target", "sm90")
+    command = (
+        "convert",
+        folder / "model",
+        "-o",
+        tmp_path / "out",
+        "--schema",
+        "int4",
+        "--target",
+        "sm90",
+    )
     assert cold(*command, "--device", "cpu")[0] >= {"torch", "numba", "humming"}

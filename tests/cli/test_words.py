@@ -43,7 +43,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
-        *(("MXFP4", "mxfp4"), ("mxpf4", "mxfp4"), ("w4a16", "int4"), ("W8A16", "int8"), ("int-4", "int4")),
+        *(
+            ("MXFP4", "mxfp4"),
+            ("mxpf4", "mxfp4"),
+            ("w4a16", "int4"),
+            ("W8A16", "int8"),
+            ("int-4", "int4"),
+        ),
         *(("INT4_G64_ZP", "int4-g64-zp"), ("fp-8", "fp8"), ("Source", "source"), ("gptq", "int4")),
         ("w4a8", "int4 with --input-schema int8 or fp8"),
     ],
@@ -56,7 +62,12 @@ def test_a_schema_that_is_almost_named(typed: str, meant: str) -> None:
 
 def test_nothing_is_guessed() -> None:
     explains = "`hqconv schemas` explains each."
-    guesses = {"zzz": explains, "": explains, "\x1b[31m": explains, "int9": f"Did you mean int8? {explains}"}
+    guesses = {
+        "zzz": explains,
+        "": explains,
+        "\x1b[31m": explains,
+        "int9": f"Did you mean int8? {explains}",
+    }
     for typed, remedy in guesses.items():
         with pytest.raises(RequestError) as error:
             resolve_schema(typed)
@@ -82,7 +93,11 @@ def test_names_of_others_lead_to_schemas() -> None:
     [
         ("convert", "hqconv convert", "Missing argument 'SRC'"),
         ("convrt x", "hqconv", "No such command 'convrt'. Did you mean 'convert'?"),
-        ("convert x --schmea y", "hqconv convert", "(Possible options: --input-schema, --resume, --schema)"),
+        (
+            "convert x --schmea y",
+            "hqconv convert",
+            "(Possible options: --input-schema, --resume, --schema)",
+        ),
         ("warm x --gpus y", "hqconv warm", "No such option: --gpus"),
         ("convert x --tp", "hqconv convert", "requires an argument"),
         ("convert x --tp 0", "hqconv convert", "greater than or equal to 1"),
@@ -107,11 +122,18 @@ def test_a_wrong_command_line_is_a_message_like_others(typed: str, where: str, t
     command, *rest = typed.split()
     as_json = call(command, "--json", *rest)
     words = json.loads(as_json.stdout)
-    assert (as_json.exit_code, words["kind"], words["exit_code"], words["where"]) == (2, "error", 2, where)
+    assert (as_json.exit_code, words["kind"], words["exit_code"], words["where"]) == (
+        2,
+        "error",
+        2,
+        where,
+    )
     assert text in words["found"]
 
 
-def test_files_that_are_almost_named(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_are_almost_named(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "nightly.toml").write_text('schema = "mxfp4"\n')
@@ -136,29 +158,49 @@ def test_other_ways_to_name_a_repo() -> None:
     page, commit = "https://huggingface.co/org/name", "b" * 40
     names: dict[str, tuple[str | None, str | None]] = {
         # revision and GGUF model that are named
-        **dict.fromkeys(("org/name", "hf://org/name", " https://hf.co/org/name/\n", "org/name.git"), (None, None)),
         **dict.fromkeys(
-            (f"{page}?library=transformers", f"{page}#files", f"{page}.git", f"{page}/tree/"), (None, None)
+            ("org/name", "hf://org/name", " https://hf.co/org/name/\n", "org/name.git"),
+            (None, None),
         ),
-        **dict.fromkeys(("git@hf.co:org/name.git", "https://me:x@huggingface.co/org/name"), (None, None)),
-        **dict.fromkeys(("org/name@v1", "hf://org/name@v1", f"{page}/tree/v1/", f"{page}/tree/v1?x=y#z"), ("v1", None)),
+        **dict.fromkeys(
+            (f"{page}?library=transformers", f"{page}#files", f"{page}.git", f"{page}/tree/"),
+            (None, None),
+        ),
+        **dict.fromkeys(
+            ("git@hf.co:org/name.git", "https://me:x@huggingface.co/org/name"), (None, None)
+        ),
+        **dict.fromkeys(
+            ("org/name@v1", "hf://org/name@v1", f"{page}/tree/v1/", f"{page}/tree/v1?x=y#z"),
+            ("v1", None),
+        ),
         "hf://models/org/name@abc/1": ("abc/1", None),
         f"{page}/tree/feature%2Fmoe": ("feature/moe", None),
         **dict.fromkeys(
-            ("org/name@refs/pr/7", "hf://org/name@refs%2Fpr%2F7", "hf://org/name@~refs/pr/7"), ("refs/pr/7", None)
+            ("org/name@refs/pr/7", "hf://org/name@refs%2Fpr%2F7", "hf://org/name@~refs/pr/7"),
+            ("refs/pr/7", None),
         ),
-        **dict.fromkeys((f"{page}/tree/refs%2Fpr%2F7", f"{page}/tree/refs/pr/7"), ("refs/pr/7", None)),
-        **dict.fromkeys((f"{page}/discussions/7", f"{page}/discussions/7/files#d"), ("refs/pr/7", None)),
+        **dict.fromkeys(
+            (f"{page}/tree/refs%2Fpr%2F7", f"{page}/tree/refs/pr/7"), ("refs/pr/7", None)
+        ),
+        **dict.fromkeys(
+            (f"{page}/discussions/7", f"{page}/discussions/7/files#d"), ("refs/pr/7", None)
+        ),
         "https://huggingface.co/api/models/org/name/revision/refs%2Fpr%2F7": ("refs/pr/7", None),
         **dict.fromkeys((f"{page}/commit/{commit}", f"org/name@{commit}"), (commit, None)),
-        **dict.fromkeys(("huggingface.co/org/name/commits/main", f"{page}/tree/main"), ("main", None)),
+        **dict.fromkeys(
+            ("huggingface.co/org/name/commits/main", f"{page}/tree/main"), ("main", None)
+        ),
         **dict.fromkeys(("org/name:Q4_K_M", "hf.co/org/name:Q4_K_M"), (None, "Q4_K_M")),
         **dict.fromkeys(("org/name:Q4_K_M@v1", "org/name@v1:Q4_K_M"), ("v1", "Q4_K_M")),
-        **dict.fromkeys(("org/name/sub/x.gguf@v1", "hf://org/name@v1/sub/x.gguf"), ("v1", "sub/x.gguf")),
+        **dict.fromkeys(
+            ("org/name/sub/x.gguf@v1", "hf://org/name@v1/sub/x.gguf"), ("v1", "sub/x.gguf")
+        ),
         f"{page}/blob/main/x.gguf?download=true": ("main", "x.gguf"),
         f"{page}/resolve/refs%2Fpr%2F3/a%20b/x.gguf": ("refs/pr/3", "a b/x.gguf"),
     }
-    assert {typed: parse_source_name(typed) for typed in names} == {t: ("org/name", *of) for t, of in names.items()}
+    assert {typed: parse_source_name(typed) for typed in names} == {
+        t: ("org/name", *of) for t, of in names.items()
+    }
     for typed in (
         "org/name/tree/x",
         "/no/such",
@@ -177,10 +219,19 @@ def test_other_ways_to_name_a_repo() -> None:
 @pytest.mark.parametrize(
     ("path", "text"),
     [
-        *((f"org/name/{kind}/main/config.json", "one file(?s:.*)Name the repo: org/name") for kind in ("blob", "raw")),
-        ("org/name/resolve/main/a/model.safetensors?download=true", "one file(?s:.*)Name the repo: org/name"),
+        *(
+            (f"org/name/{kind}/main/config.json", "one file(?s:.*)Name the repo: org/name")
+            for kind in ("blob", "raw")
+        ),
+        (
+            "org/name/resolve/main/a/model.safetensors?download=true",
+            "one file(?s:.*)Name the repo: org/name",
+        ),
         ("org/name/tree/feature/moe", "a slash in its name(?s:.*)the branch: org/name@feature/moe"),
-        *((f"{kind}/org/name", "is no model's") for kind in ("datasets", "spaces", "collections", "api/datasets")),
+        *(
+            (f"{kind}/org/name", "is no model's")
+            for kind in ("datasets", "spaces", "collections", "api/datasets")
+        ),
         ("org", "is no model's"),
     ],
 )
@@ -195,7 +246,9 @@ def test_an_address_of_another_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_source_name("https://huggingface.co/org/name") == ("org/name", None, None)
 
 
-def test_a_folder_with_such_a_name_is_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_with_such_a_name_is_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "org" / "name@v1").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert parse_source_name("org/name@v1") == ("org/name@v1", None, None)
@@ -220,7 +273,9 @@ def test_what_is_no_model_gets_its_own_words(model: Path, tmp_path: Path) -> Non
     assert "Name the repo, org/name" in opening(tmp_path / "models--org--name")
     pointer = write_qwen3_moe(tmp_path / "model", num_layers=1)
     oid = f"oid sha256:{'0' * 64}"
-    (pointer / "model.safetensors").write_text(f"version https://git-lfs.github.com/spec/v1\n{oid}\nsize 9\n")
+    (pointer / "model.safetensors").write_text(
+        f"version https://git-lfs.github.com/spec/v1\n{oid}\nsize 9\n"
+    )
     assert "git lfs pull" in opening(pointer)
 
 
@@ -246,11 +301,18 @@ def test_a_checkpoint_has_no_target(model: Path, tmp_path: Path) -> None:
             assert own_target(source) is None
 
 
-def test_home_is_found_where_shells_do_not_look(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_home_is_found_where_shells_do_not_look(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     assert at_home(Path("~/x")) == tmp_path / "x"
-    assert (at_home("~/m"), at_home("a~"), at_home(3), at_home(None)) == (f"{tmp_path}/m", "a~", 3, None)
+    assert (at_home("~/m"), at_home("a~"), at_home(3), at_home(None)) == (
+        f"{tmp_path}/m",
+        "a~",
+        3,
+        None,
+    )
     (tmp_path / "~here").mkdir()
     assert at_home("~here") == "~here"
 
@@ -259,7 +321,13 @@ def test_home_is_found_where_shells_do_not_look(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_small_speeds_have_small_units() -> None:
-    speeds = {3.21e9: "3.21 GB/s", 361_230_000: "361 MB/s", 42e6: "42.0 MB/s", 1500: "1.50 kB/s", 0.0: "0.00 B/s"}
+    speeds = {
+        3.21e9: "3.21 GB/s",
+        361_230_000: "361 MB/s",
+        42e6: "42.0 MB/s",
+        1500: "1.50 kB/s",
+        0.0: "0.00 B/s",
+    }
     assert {speed: human_rate(speed) for speed in speeds} == speeds
 
 
@@ -286,7 +354,17 @@ def terminal(*arguments: object, columns: int) -> tuple[str, str]:
 
 
 def test_a_terminal_gets_a_bar_and_stdout_stays_clean(model: Path, tmp_path: Path) -> None:
-    arguments = ("convert", model, "-o", tmp_path / "out", "--schema", "int4", "--target", "sm90", "--json")
+    arguments = (
+        "convert",
+        model,
+        "-o",
+        tmp_path / "out",
+        "--schema",
+        "int4",
+        "--target",
+        "sm90",
+        "--json",
+    )
     seen, stdout = terminal(*arguments, columns=160)
     assert json.loads(stdout)["num_blocks"] == 1
     assert re.search(r"[\d.]+/[\d.]+ [kM]B", seen)
@@ -297,9 +375,13 @@ def test_a_terminal_gets_a_bar_and_stdout_stays_clean(model: Path, tmp_path: Pat
 def test_verify_shows_how_far_it_is(model: Path, tmp_path: Path) -> None:
     run(model, tmp_path / "out", "mxfp4")
     seen, _ = terminal("verify", tmp_path / "out", "--source", model, "--device", "cpu", columns=80)
-    assert "weights (" in seen  # a check that ends before the bar is drawn again, as files may, is not shown
+    assert (
+        "weights (" in seen
+    )  # a check that ends before the bar is drawn again, as files may, is not shown
     for line in seen.replace("\x1b[2K", "\n").splitlines():
-        plain = "".join(part.partition("m")[2] if i else part for i, part in enumerate(line.split("\x1b[")))
+        plain = "".join(
+            part.partition("m")[2] if i else part for i, part in enumerate(line.split("\x1b["))
+        )
         assert len(plain.strip()) <= 80, plain
     told: list[tuple[str, int, tuple[int, int]]] = []
 
@@ -318,7 +400,9 @@ def test_verify_shows_how_far_it_is(model: Path, tmp_path: Path) -> None:
 def test_a_first_run_says_that_it_compiles(model: Path, tmp_path: Path) -> None:
     code = "import hqconv.jit as c\nfrom hqconv.cli.progress_bar import ShownProgress\n"
     code += "with ShownProgress(quiet=False):\n    c.compiled(eval('lambda x: x + 1'))(1)"
-    done = processes.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment())
+    done = processes.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment()
+    )
     assert done.stderr.count("Compiling loops for this processor") == 1
 
 
@@ -334,11 +418,21 @@ def test_options_stand_under_headings() -> None:
         assert f"--{name}" in shown
 
 
-@pytest.mark.parametrize(("typed", "completed"), [("mxf", ["mxfp4", "mxfp8"]), ("sou", ["source"]), ("zz", [])])
+@pytest.mark.parametrize(
+    ("typed", "completed"), [("mxf", ["mxfp4", "mxfp8"]), ("sou", ["source"]), ("zz", [])]
+)
 def test_a_shell_completes_schemas(typed: str, completed: list[str]) -> None:
-    asked = {"_HQCONV_COMPLETE": "complete_bash", "COMP_WORDS": f"hqconv convert --schema {typed}", "COMP_CWORD": "3"}
+    asked = {
+        "_HQCONV_COMPLETE": "complete_bash",
+        "COMP_WORDS": f"hqconv convert --schema {typed}",
+        "COMP_CWORD": "3",
+    }
     done = processes.run(
-        [sys.executable, "-m", "hqconv"], capture_output=True, text=True, check=False, env={**environment(), **asked}
+        [sys.executable, "-m", "hqconv"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**environment(), **asked},
     )
     assert done.stdout.split() == completed
 
@@ -359,7 +453,11 @@ COMMANDS = sorted(vars(typer.main.get_command(app))["commands"])
 def test_help_at_80_columns_is_whole(name: str) -> None:
     """Every word of every help text is there; `[default: …]` is text, not markup."""
     group: Any = typer.main.get_command(app)
-    shown = CliRunner().invoke(app, [*name.split(), "--help"], env={"COLUMNS": "80"}, terminal_width=80).stdout
+    shown = (
+        CliRunner()
+        .invoke(app, [*name.split(), "--help"], env={"COLUMNS": "80"}, terminal_width=80)
+        .stdout
+    )
     assert max(map(len, shown.splitlines())) <= 80
     texts = [param.help for param in group.commands[name].params] if name else []
     texts += [one.help for one in group.commands.values()] if not name else []
@@ -372,25 +470,35 @@ def test_help_at_80_columns_is_whole(name: str) -> None:
 def test_help_texts_are_true_for_their_command() -> None:
     def text(command: str, option: str) -> str:
         group: Any = typer.main.get_command(app)
-        return next(str(param.help) for param in group.commands[command].params if param.name == option)
+        return next(
+            str(param.help) for param in group.commands[command].params if param.name == option
+        )
 
     assert "Hub repo id" in text("verify", "out")
     assert all("Hub" not in text(command, "out") for command in ("report", "push"))
     for command in COMMANDS:
-        options = {param.name for param in vars(typer.main.get_command(app))["commands"][command].params}
+        options = {
+            param.name for param in vars(typer.main.get_command(app))["commands"][command].params
+        }
         assert "dry_run" in options or "--dry-run" not in text(command, "quiet"), command
         if "revision" in options:
             assert ("source" in options) == ("--source" in text(command, "revision")), command
         if "threads" in options:
-            assert ("encode" in text(command, "threads")) == (command in ("allocate", "convert")), command
+            assert ("encode" in text(command, "threads")) == (command in ("allocate", "convert")), (
+                command
+            )
     assert "findings" in text("verify", "quiet")
     assert "identical" not in text("verify", "device")
 
 
-def test_quiet_commands_say_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quiet_commands_say_nothing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run(model, tmp_path / "out", "mxfp4")
     told: list[Any] = []
-    monkeypatch.setattr("hqconv.api.warm", lambda **options: told.append(options["announce"]) or {"kind": "warm"})
+    monkeypatch.setattr(
+        "hqconv.api.warm", lambda **options: told.append(options["announce"]) or {"kind": "warm"}
+    )
     inspected = [("inspect", model), ("inspect", tmp_path / "out")]
     verified = ("verify", tmp_path / "out", "--device", "cpu")
     for arguments in (*inspected, ("schemas",), ("warm", tmp_path / "out"), verified):

@@ -70,7 +70,11 @@ class Written:
         else:
             weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
             weights |= {"symmetric": is_symmetric, "actorder": "group"}
-            words = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"]}
+            words = {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "ignore": ["lm_head"],
+            }
             words["config_groups"] = {"group_0": {"targets": ["Linear"], "weights": weights}}
         tensors, config = per_expert(self._parts, words)
         return tensors, {**config, "torch_dtype": "float16"}
@@ -87,10 +91,14 @@ class Written:
         if role == "down_proj" and self.is_uneven:
             index[int((index == 1).nonzero()[0])] = 0
         self.index[expert, ROLE_OF[role]] = index
-        self.values[expert, ROLE_OF[role]] = (codes - zero[:, index]).double() * scale.double()[:, index]
+        self.values[expert, ROLE_OF[role]] = (codes - zero[:, index]).double() * scale.double()[
+            :, index
+        ]
         biases = {}
         if self.has_bias:
-            biases["bias"] = self.bias[expert, ROLE_OF[role]] = torch.rand(n, generator=_draw(seed)).half()
+            biases["bias"] = self.bias[expert, ROLE_OF[role]] = torch.rand(
+                n, generator=_draw(seed)
+            ).half()
         if self.kind.startswith("gptq"):
             return {
                 **biases,
@@ -99,7 +107,11 @@ class Written:
                 "scales": scale.t().contiguous(),
                 "g_idx": index.int(),
             }
-        parts = {"weight_packed": _words(codes), "weight_scale": scale, "weight_shape": torch.tensor([n, k])}
+        parts = {
+            "weight_packed": _words(codes),
+            "weight_scale": scale,
+            "weight_shape": torch.tensor([n, k]),
+        }
         if self.kind.endswith("-zp"):
             parts["weight_zero_point"] = _words(zero.t()).t().contiguous()
         return {**parts, **biases, "weight_g_idx": index.int()}
@@ -123,7 +135,10 @@ def requantized(out: Path) -> dict[str, int]:
 
 
 def files_of(out: Path) -> dict[str, bytes]:
-    return {path.parent.name: path.read_bytes() for path in sorted((out / "experts").rglob("*.safetensors"))}
+    return {
+        path.parent.name: path.read_bytes()
+        for path in sorted((out / "experts").rglob("*.safetensors"))
+    }
 
 
 def assert_kept(out: Path, written: Written, roles: Collection[str] = ("w1", "w3", "w2")) -> None:
@@ -132,7 +147,10 @@ def assert_kept(out: Path, written: Written, roles: Collection[str] = ("w1", "w3
     x = torch.randn(5, HIDDEN, generator=_draw(7), dtype=torch.float64)
     for expert in range(E):
         for role in roles:
-            assert torch.equal(found[role][expert].double(), written.expected(expert, role)), (expert, role)
+            assert torch.equal(found[role][expert].double(), written.expected(expert, role)), (
+                expert,
+                role,
+            )
         if len(roles) == 3:
             ours = written.output(lambda role, e=expert: found[role][e], x)
             theirs = written.output(lambda role, e=expert: written.values[e, role], x)
@@ -168,7 +186,9 @@ def test_biases_go_with_their_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gptq", "ct-zp"])
-def test_gate_and_up_with_an_order_are_quantized_anew_and_w2_is_kept(kind: str, tmp_path: Path) -> None:
+def test_gate_and_up_with_an_order_are_quantized_anew_and_w2_is_kept(
+    kind: str, tmp_path: Path
+) -> None:
     written = Written(kind, EVERY)
     source = save(tmp_path / "src", written.source())
     schema = "int4-g64-zp" if kind.endswith("zp") else "int4-g64"
@@ -180,7 +200,9 @@ def test_gate_and_up_with_an_order_are_quantized_anew_and_w2_is_kept(kind: str, 
     for role in ("w1", "w3"):
         for expert in range(E):
             expected = written.expected(expert, role)
-            assert 0 < (found[role][expert] - expected).norm() / expected.norm() < 0.2  # in w2's order
+            assert (
+                0 < (found[role][expert] - expected).norm() / expected.norm() < 0.2
+            )  # in w2's order
     assert_verified(tmp_path / "out", source)
 
 
@@ -205,7 +227,9 @@ def test_groups_of_unequal_size_are_quantized_anew_in_their_place(tmp_path: Path
         run(source, tmp_path / "own", "source")
 
 
-def test_experts_of_both_kinds_in_one_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_of_both_kinds_in_one_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A GPU defers its checks: a batch in which some experts' codes are kept is encoded again, expert by expert."""
     written = Written(ordered=EVERY, exempt=2)
     source = save(tmp_path / "src", written.source())
@@ -226,20 +250,26 @@ def test_an_artifact_as_source_and_the_checkpoint_layout(tmp_path: Path) -> None
     assert_verified(tmp_path / "checkpoint", source)
     for name in ("out", "checkpoint"):
         run(tmp_path / name, tmp_path / f"{name}-again", "source", Grid(4))
-        assert manifest(tmp_path / f"{name}-again")["blocks"][LAYER]["intermediate_order"] == "g_idx"
+        assert (
+            manifest(tmp_path / f"{name}-again")["blocks"][LAYER]["intermediate_order"] == "g_idx"
+        )
         assert_kept(tmp_path / f"{name}-again", written)
         assert_verified(tmp_path / f"{name}-again", tmp_path / name)
         assert_verified(tmp_path / f"{name}-again", source)
     assert files_of(tmp_path / "out-again") == files_of(tmp_path / "checkpoint-again")
 
 
-def test_verify_finds_rows_that_stayed_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_finds_rows_that_stayed_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = save(tmp_path / "src", Written().source())
     with monkeypatch.context() as patch:
         patch.setattr(encode, "with_rows", lambda coded, order: coded)
         run(source, tmp_path / "out", "source")
     report = check(tmp_path / "out", source, "weights")
-    assert any("w1 of expert" in finding.where for result in report.results for finding in result.findings)
+    assert any(
+        "w1 of expert" in finding.where for result in report.results for finding in result.findings
+    )
 
 
 def test_verify_compares_the_recorded_order(tmp_path: Path) -> None:
@@ -248,13 +278,19 @@ def test_verify_compares_the_recorded_order(tmp_path: Path) -> None:
     words = manifest(tmp_path / "out")
     del words["blocks"][LAYER]["intermediate_order"]
     write_manifest(tmp_path / "out", words)
-    [finding] = [one for result in check(tmp_path / "out", source, "weights").results for one in result.findings]
+    [finding] = [
+        one
+        for result in check(tmp_path / "out", source, "weights").results
+        for one in result.findings
+    ]
     assert finding.where.endswith("intermediate_order")
 
 
 def test_a_last_group_that_is_not_whole() -> None:
     packed = torch.arange(4, dtype=torch.int32).view(1, 4)  # 32 columns of 4 bits
-    groups = torch.tensor([(7 * column) % 32 // 12 for column in range(32)])  # of 12, 12 and 8 columns
+    groups = torch.tensor(
+        [(7 * column) % 32 // 12 for column in range(32)]
+    )  # of 12, 12 and 8 columns
     coded = CodedMatrix("uint4", packed, torch.ones(1, 3), 1, 12, column_groups=groups)
     order = group_order(coded)
     assert order is not None

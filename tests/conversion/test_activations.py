@@ -35,7 +35,9 @@ def one_layer(**words: Any) -> Any:
 def two_layers(**words: Any) -> Any:
     """The same experts in both layers."""
     tensors, config = small.with_activation(words)
-    again = {name.replace("layers.0", "layers.1"): tensor.clone() for name, tensor in tensors.items()}
+    again = {
+        name.replace("layers.0", "layers.1"): tensor.clone() for name, tensor in tensors.items()
+    }
     return tensors | again, {**config, "num_hidden_layers": 2}
 
 
@@ -43,19 +45,38 @@ def two_layers(**words: Any) -> Any:
 CASES: dict[str, tuple[Callable[[], Any], list[Words]]] = {
     "bailing": (
         lambda: two_layers(model_type="bailing_moe_v3", expert_swiglu_limit_list=[0.0, 7.0]),
-        [{"activation": "silu"}, {"activation": "silu_clamp7", "activation_parameters": {"limit": 7.0}}],
+        [
+            {"activation": "silu"},
+            {"activation": "silu_clamp7", "activation_parameters": {"limit": 7.0}},
+        ],
     ),
     "exaone": (
         lambda: two_layers(model_type="exaone_moe", swiglu_limits=[2.5, None]),
-        [{"activation": "silu_clamp2.5", "activation_parameters": {"limit": 2.5}}, {"activation": "silu"}],
+        [
+            {"activation": "silu_clamp2.5", "activation_parameters": {"limit": 2.5}},
+            {"activation": "silu"},
+        ],
     ),
     "gpt_oss": (
         lambda: one_layer(model_type="gpt_oss", swiglu_limit=2.0),
-        [{"activation": "swigluoai", "activation_parameters": {"limit": 2.0, "alpha": 1.702, "beta": 1.0}}],
+        [
+            {
+                "activation": "swigluoai",
+                "activation_parameters": {"limit": 2.0, "alpha": 1.702, "beta": 1.0},
+            }
+        ],
     ),
     "minimax_m3": (
-        lambda: two_layers(model_type="minimax_m3_vl_text", swiglu_alpha=1.0, swiglu_limit=20.0, swiglu_beta=0.0),
-        [{"activation": "swigluoai", "activation_parameters": {"limit": 20.0, "alpha": 1.0, "beta": 0.0}}] * 2,
+        lambda: two_layers(
+            model_type="minimax_m3_vl_text", swiglu_alpha=1.0, swiglu_limit=20.0, swiglu_beta=0.0
+        ),
+        [
+            {
+                "activation": "swigluoai",
+                "activation_parameters": {"limit": 20.0, "alpha": 1.0, "beta": 0.0},
+            }
+        ]
+        * 2,
     ),
     "kimi": (
         lambda: two_layers(**KIMI, activation_situ_beta=4.0, activation_situ_linear_beta=25.0),
@@ -65,10 +86,16 @@ CASES: dict[str, tuple[Callable[[], Any], list[Words]]] = {
         lambda: two_layers(**KIMI, activation_situ_beta=4.0),
         [{"activation": "situ", "activation_parameters": {"beta": 4.0}}] * 2,
     ),
-    "kimi, no beta": (lambda: two_layers(**KIMI), [{"activation": "situ", "activation_is_known": False}] * 2),
+    "kimi, no beta": (
+        lambda: two_layers(**KIMI),
+        [{"activation": "situ", "activation_is_known": False}] * 2,
+    ),
     "not understood": (
         lambda: two_layers(model_type="qwen3_moe", swiglu_limits=[0, 7.0]),
-        [{"activation": "silu"}, {"activation": "silu+swiglu_limits", "activation_is_known": False}],
+        [
+            {"activation": "silu"},
+            {"activation": "silu+swiglu_limits", "activation_is_known": False},
+        ],
     ),
 }
 
@@ -123,9 +150,14 @@ def kernel_on_cpu(out: Path, monkeypatch: pytest.MonkeyPatch, activation: str = 
         for w13, w2 in zip(weights["w13"], weights["w2"], strict=True)
     ]
 
-    def load(artifact: Artifact, layer: str, tp_rank: int, ep_rank: int, _: object) -> dict[str, Gemm]:
+    def load(
+        artifact: Artifact, layer: str, tp_rank: int, ep_rank: int, _: object
+    ) -> dict[str, Gemm]:
         return {
-            gemm: Gemm(layer_config(artifact.rank_file(layer, tp_rank, ep_rank).configs[gemm]), {"weight": stored})
+            gemm: Gemm(
+                layer_config(artifact.rank_file(layer, tp_rank, ep_rank).configs[gemm]),
+                {"weight": stored},
+            )
             for gemm, stored in weights.items()
         }
 
@@ -135,7 +167,9 @@ def kernel_on_cpu(out: Path, monkeypatch: pytest.MonkeyPatch, activation: str = 
     if activation:
         real, other = module.fused_moe, Activation.of_label(activation)
         monkeypatch.setattr(
-            module, "fused_moe", lambda gemms, x, ids, weights, _, *rest: real(gemms, x, ids, weights, other, *rest)
+            module,
+            "fused_moe",
+            lambda gemms, x, ids, weights, _, *rest: real(gemms, x, ids, weights, other, *rest),
         )
     with Artifact(out) as artifact:
         return module.check_kernel(artifact, None, list(artifact.layers), [24], torch.device("cpu"))
@@ -151,7 +185,9 @@ def test_numbers_are_in_the_manifest_and_in_all_descriptions(
     each = [words for i, words in enumerate(expected) if i == 0 or words != expected[i - 1]]
     for place in (source, out):
         assert activations(hqconv.inspect(place)) == each
-    plan = describe_plan(hqconv.plan(source, schema="mxfp4", target="sm90", device="cpu"), device="cpu")
+    plan = describe_plan(
+        hqconv.plan(source, schema="mxfp4", target="sm90", device="cpu"), device="cpu"
+    )
     assert activations(plan) == each
     for run_words, stated in zip(plan["blocks"], each, strict=True):
         shown = str(parts.layers_table([run_words]))
@@ -159,7 +195,9 @@ def test_numbers_are_in_the_manifest_and_in_all_descriptions(
         assert all(f"{number:g}" in shown for number in _numbers(stated))
     unknown = {words["activation"] for words in expected if "activation_is_known" in words}
     warned = [warning for warning in plan["warnings"] if "known by name only" in warning]
-    assert [any(f"activation {name} is" in warning for warning in warned) for name in unknown] == [True] * len(warned)
+    assert [any(f"activation {name} is" in warning for warning in warned) for name in unknown] == [
+        True
+    ] * len(warned)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "no" not in case])
@@ -177,7 +215,9 @@ def test_a_kernel_without_the_numbers_is_found(
     case: str, made: Callable[[str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As it would be if the name alone went to Humming."""
-    plain = {"gpt_oss": "swigluoai", "minimax_m3": "swigluoai", "bailing": "silu_clamp1"}.get(case, "silu")
+    plain = {"gpt_oss": "swigluoai", "minimax_m3": "swigluoai", "bailing": "silu_clamp1"}.get(
+        case, "silu"
+    )
     assert kernel_on_cpu(made(case)[1], monkeypatch, plain).status == "fail"
 
 
@@ -206,7 +246,9 @@ def test_where_all_are_known_by_name_only_the_check_says_so_before_it_begins(
         assert ("situ" in reason) == (found is None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr("hqconv.verification.verify._weights_device", lambda _: None)
-    with pytest.raises(RequestError, match=r"kernel check cannot run(.|\n)*known by name only: situ"):
+    with pytest.raises(
+        RequestError, match=r"kernel check cannot run(.|\n)*known by name only: situ"
+    ):
         check(made("kimi, no beta")[1], None, "kernel")
 
 
@@ -227,7 +269,9 @@ def test_one_layer_of_each_activation_is_looked_at(tmp_path: Path) -> None:
 # --- artifacts as they were, and damaged ones --------------------------------------------------------------
 
 
-def copied(made: Callable[[str], tuple[Path, Path]], case: str, tmp_path: Path) -> tuple[Path, Path]:
+def copied(
+    made: Callable[[str], tuple[Path, Path]], case: str, tmp_path: Path
+) -> tuple[Path, Path]:
     source, out = made(case)
     return source, Path(shutil.copytree(out, tmp_path / "copy"))
 
@@ -238,7 +282,9 @@ def test_numbers_that_are_none_are_a_damaged_manifest(
 ) -> None:
     _, out = copied(made, "gpt_oss", tmp_path)
     edit(out, lambda layer: layer.update(activation_parameters=parameters))
-    with pytest.raises(VerificationError, match=r"manifest is damaged(.|\n)*the activation's numbers"):
+    with pytest.raises(
+        VerificationError, match=r"manifest is damaged(.|\n)*the activation's numbers"
+    ):
         hqconv.inspect(out)
     with pytest.raises(VerificationError, match=r"manifest is damaged(.|\n)*activation_parameters"):
         open_artifact_view(ArtifactLocation(str(out)))
@@ -247,7 +293,9 @@ def test_numbers_that_are_none_are_a_damaged_manifest(
 @pytest.mark.parametrize(
     "parameters", [{"limit": 3.0, "alpha": 1.702, "beta": 1.0}, {"limit": "2"}, [2.0], {}], ids=str
 )
-def test_other_numbers_are_found(parameters: object, made: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+def test_other_numbers_are_found(
+    parameters: object, made: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
     for against in (None, 0):
         source, out = copied(made, "gpt_oss", tmp_path / str(against))
         edit(out, lambda layer: layer.update(activation_parameters=parameters))

@@ -36,7 +36,9 @@ Split = dict[tuple[str, str], str]
 
 
 def allocate(folder: Path, out: Path, **options: Any) -> dict[str, Any]:
-    return hqconv.allocate(folder / "src", out, **{**COMMON, "calibrate": folder / "text", **options}).to_dict()
+    return hqconv.allocate(
+        folder / "src", out, **{**COMMON, "calibrate": folder / "text", **options}
+    ).to_dict()
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +67,10 @@ def converted(folder: Path, schema: str) -> tuple[list[str], dict[tuple[str, str
     layers, found = list(manifest(out)["blocks"]), {}
     for layer in layers:
         one = hqconv.dequantize(out, layer=layer)
-        found |= {(layer, "w13"): torch.cat([one["w1"], one["w3"]], 1).float(), (layer, "w2"): one["w2"].float()}
+        found |= {
+            (layer, "w13"): torch.cat([one["w1"], one["w3"]], 1).float(),
+            (layer, "w2"): one["w2"].float(),
+        }
     return layers, found
 
 
@@ -74,8 +79,12 @@ class Mixtures:
 
     def __init__(self, folder: Path) -> None:
         load = transformers.AutoModelForCausalLM.from_pretrained
-        self.model = load(folder / "src", dtype=torch.float32, experts_implementation="eager").eval()
-        ids = transformers.AutoTokenizer.from_pretrained(folder / "src")((folder / "held").read_text())["input_ids"]
+        self.model = load(
+            folder / "src", dtype=torch.float32, experts_implementation="eager"
+        ).eval()
+        ids = transformers.AutoTokenizer.from_pretrained(folder / "src")(
+            (folder / "held").read_text()
+        )["input_ids"]
         self.ids = torch.tensor(ids[:4096]).view(-1, 64)
         self.modules = [module for _, _, module in moe_layers(self.model)]
         self.weights: dict[tuple[str, str, str], torch.Tensor] = {}
@@ -106,7 +115,10 @@ def mixtures(uneven: Path) -> Mixtures:
 def test_it_finds_the_best_of_16_splits(found: dict[str, Any], mixtures: Mixtures) -> None:
     """Two candidates for four layers, at every size that a split has."""
     of_gemms = {
-        (layer, gemm): [Option(one["size_bytes"], one["loss"], name) for name, one in of[gemm]["candidates"].items()]
+        (layer, gemm): [
+            Option(one["size_bytes"], one["loss"], name)
+            for name, one in of[gemm]["candidates"].items()
+        ]
         for layer, of in found["layers"].items()
         for gemm in GEMMS
     }
@@ -120,8 +132,19 @@ def test_it_finds_the_best_of_16_splits(found: dict[str, Any], mixtures: Mixture
     splits = []
     for names in itertools.product(PAIR, repeat=4):
         split = dict(zip(mixtures.layers, names, strict=True))
-        size = sum(o.cost for (layer, _), options in of_layers.items() for o in options if o.name == split[layer])
-        splits.append((split, size, mixtures.kl({(layer, gemm): split[layer] for layer in split for gemm in GEMMS})))
+        size = sum(
+            o.cost
+            for (layer, _), options in of_layers.items()
+            for o in options
+            if o.name == split[layer]
+        )
+        splits.append(
+            (
+                split,
+                size,
+                mixtures.kl({(layer, gemm): split[layer] for layer in split for gemm in GEMMS}),
+            )
+        )
     sizes = sorted({size for _, size, _ in splits})
     assert len(splits) == 16
     assert len(sizes) == 5
@@ -134,7 +157,9 @@ def test_it_finds_the_best_of_16_splits(found: dict[str, Any], mixtures: Mixture
     assert max(middle) > 2 * min(middle)
 
 
-def test_the_recipe_keeps_its_promise(found: dict[str, Any], mixtures: Mixtures, uneven: Path) -> None:
+def test_the_recipe_keeps_its_promise(
+    found: dict[str, Any], mixtures: Mixtures, uneven: Path
+) -> None:
     """The conversion has the schemas, the sizes and the divergence of the chosen mixture."""
     out = uneven / "chosen"
     hqconv.convert(uneven / "src", out, config=uneven / "recipe.toml", device="cpu", threads=2)
@@ -148,31 +173,45 @@ def test_the_recipe_keeps_its_promise(found: dict[str, Any], mixtures: Mixtures,
     assert any(chosen[layer, "w13"] != chosen[layer, "w2"] for layer in found["layers"])
     assert total == found["chosen"]["size_bytes"] <= found["budget"]["limit_bytes"]
     files = {path: one for path, one in made["files"].items() if path.startswith("experts/")}
-    assert total < sum(one["size_bytes"] for one in files.values()) < total + 4096 * len(files)  # and headers
+    assert (
+        total < sum(one["size_bytes"] for one in files.values()) < total + 4096 * len(files)
+    )  # and headers
     assert_verified(out, uneven / "src")
     options: dict[str, Any] = {"num_tokens": 4096, "context_length": 64, "device": "cpu"}
     evaluated = hqconv.evaluate(out, uneven / "src", uneven / "held", **options)
-    assert evaluated["kl"]["mean"] <= 1.02 * mixtures.kl(chosen)  # w2 may be quantized for its own w13's inputs
+    assert evaluated["kl"]["mean"] <= 1.02 * mixtures.kl(
+        chosen
+    )  # w2 may be quantized for its own w13's inputs
 
 
-def test_losses_are_those_of_the_outputs(found: dict[str, Any], mixtures: Mixtures, uneven: Path) -> None:
+def test_losses_are_those_of_the_outputs(
+    found: dict[str, Any], mixtures: Mixtures, uneven: Path
+) -> None:
     """Token by token with decoded conversions, where transformers computes what an expert gives.
 
     Together both GEMMs lose less where w2 was quantized for the inputs that its quantized w13 gives.
     """
-    model = transformers.AutoModelForCausalLM.from_pretrained(uneven / "src", dtype=torch.float32).eval()
-    ids = transformers.AutoTokenizer.from_pretrained(uneven / "src")((uneven / "text").read_text())["input_ids"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        uneven / "src", dtype=torch.float32
+    ).eval()
+    ids = transformers.AutoTokenizer.from_pretrained(uneven / "src")((uneven / "text").read_text())[
+        "input_ids"
+    ]
     seen: list[Any] = []
     module, layer = moe_layers(model)[1][2], model.model.layers[1]
     module.register_forward_pre_hook(lambda _, args: seen.append(args))
-    layer.register_forward_hook(lambda _, __, out: seen.append(out if isinstance(out, torch.Tensor) else out[0]))
+    layer.register_forward_hook(
+        lambda _, __, out: seen.append(out if isinstance(out, torch.Tensor) else out[0])
+    )
     with torch.no_grad():
         model(input_ids=torch.tensor(ids[:4096]).view(-1, 64), use_cache=False)
     (x, chosen, weights), hidden = seen
     name, schema = list(found["layers"])[1], PAIR[0]
     w13, w2 = module.gate_up_proj.detach(), module.down_proj.detach()
     other13 = converted(uneven, f"{schema}+int8")[1][name, "w13"]
-    other2 = converted(uneven, f"int8+{schema}")[1][name, "w2"]  # for the inputs that an almost exact w13 gives
+    other2 = converted(uneven, f"int8+{schema}")[1][
+        name, "w2"
+    ]  # for the inputs that an almost exact w13 gives
 
     def down(e: int, rows: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         gate, up = (rows @ first[e].t()).chunk(2, 1)
@@ -188,7 +227,9 @@ def test_losses_are_those_of_the_outputs(found: dict[str, Any], mixtures: Mixtur
             (expected, (down(e, x[token], other13, w2), down(e, x[token], w13, other2))),
             (joint, (down(e, x[token], other13, own2), down(e, x[token], other13, other2))),
         ):
-            total += torch.stack([((one - own).square().sum(1) * shares).double().sum() for one in changed])
+            total += torch.stack(
+                [((one - own).square().sum(1) * shares).double().sum() for one in changed]
+            )
     figures = [found["layers"][name][gemm]["candidates"][schema]["loss"] for gemm in GEMMS]
     assert figures == pytest.approx((expected / 4096).tolist(), rel=0.01)
     assert joint[0] < 0.8 * joint[1]
@@ -222,7 +263,9 @@ def few(folder: Path, out: Path, **options: Any) -> dict[str, Any]:
         ({"calibrate": "/nowhere"}, "--calibrate /nowhere"),
     ],
 )
-def test_what_cannot_be_is_refused(options: dict[str, Any], where: str, small: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_is_refused(
+    options: dict[str, Any], where: str, small: Path, tmp_path: Path
+) -> None:
     with pytest.raises(RequestError) as error:
         few(small, tmp_path / "recipe.toml", **options)
     assert error.value.where.startswith(where)
@@ -232,7 +275,9 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], where: str, small: P
 def test_default_candidates_fit_or_are_left_out(small: Path, tmp_path: Path) -> None:
     document = few(small, tmp_path / "recipe.toml", candidates=None, tp=2, input_schema="fp8")
     assert {"int2-g32-zp", "fp8"} <= set(document["candidates"])
-    assert {"int3-g64", "int4-g16-e4m3"} <= set(document["left_out"])  # 32 columns on each rank; no kernel
+    assert {"int3-g64", "int4-g16-e4m3"} <= set(
+        document["left_out"]
+    )  # 32 columns on each rank; no kernel
     assert load_recipe(tmp_path / "recipe.toml").options["input_schema"] == "fp8"
 
 
@@ -243,25 +288,40 @@ def test_a_quantized_source_may_keep_its_codes(tmp_path: Path) -> None:
     own = document["candidates"][0]
     assert own == "fp8-block"
     assert document["chosen"]["loss"] == document["uniform"][own]["loss"] == 0
-    hqconv.convert(tmp_path / "src", tmp_path / "out", config=tmp_path / "recipe.toml", device="cpu")
-    assert {block["conversion"] for block in manifest(tmp_path / "out")["blocks"].values()} == {"direct"}
+    hqconv.convert(
+        tmp_path / "src", tmp_path / "out", config=tmp_path / "recipe.toml", device="cpu"
+    )
+    assert {block["conversion"] for block in manifest(tmp_path / "out")["blocks"].values()} == {
+        "direct"
+    }
 
 
-def test_paths_in_a_recipe_are_relative_to_it(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_in_a_recipe_are_relative_to_it(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A schema of a file, and the text, are found from another folder. Experts are padded."""
     (tmp_path / "own.toml").write_text('b_dtype = "uint5"\nweight_scale_group_size = 32\n')
     (tmp_path / "recipes").mkdir()
     (tmp_path / "text").write_bytes((small / "text").read_bytes())
     monkeypatch.chdir(tmp_path)
-    mixed = few(small, Path("recipes/recipe.toml"), candidates="own.toml,int8", calibrate=Path("text"))
+    mixed = few(
+        small, Path("recipes/recipe.toml"), candidates="own.toml,int8", calibrate=Path("text")
+    )
     limit = sum(mixed["uniform"][name]["size_bytes"] for name in ("own.toml", "int8")) // 2
     document = few(
-        small, Path("recipes/recipe.toml"), candidates="own.toml,int8", calibrate=Path("text"), bits=None, size=limit
+        small,
+        Path("recipes/recipe.toml"),
+        candidates="own.toml,int8",
+        calibrate=Path("text"),
+        bits=None,
+        size=limit,
     )
     chosen = {one["chosen"] for of in document["layers"].values() for one in of.values()}
     assert chosen == {"own.toml", "int8"}
     monkeypatch.chdir("/")
-    hqconv.convert(small / "src", tmp_path / "out", config=tmp_path / "recipes" / "recipe.toml", device="cpu")
+    hqconv.convert(
+        small / "src", tmp_path / "out", config=tmp_path / "recipes" / "recipe.toml", device="cpu"
+    )
     assert manifest(tmp_path / "out")["calibration"]["name"] == "text"
 
 
@@ -289,15 +349,37 @@ def test_a_recipe_is_replaced_and_nothing_else(small: Path, tmp_path: Path) -> N
 
 def test_the_command_prints_one_document(small: Path, tmp_path: Path) -> None:
     def call(*more: object) -> Any:
-        options = ("--calibrate", small / "text", "--calibrate-tokens", 48, "--calibrate-context", 16, "--bits", 64)
-        words = ("allocate", small / "src", "--candidates", "int3-g32,int8", "--target", "h200", "--device", "cpu")
-        return CliRunner().invoke(app, [str(word) for word in (*words, *options, "-o", tmp_path / "r.toml", *more)])
+        options = (
+            "--calibrate",
+            small / "text",
+            "--calibrate-tokens",
+            48,
+            "--calibrate-context",
+            16,
+            "--bits",
+            64,
+        )
+        words = (
+            "allocate",
+            small / "src",
+            "--candidates",
+            "int3-g32,int8",
+            "--target",
+            "h200",
+            "--device",
+            "cpu",
+        )
+        return CliRunner().invoke(
+            app, [str(word) for word in (*words, *options, "-o", tmp_path / "r.toml", *more)]
+        )
 
     done = call("--json")
     assert done.exit_code == 0, done.output
     document = json.loads(done.stdout)
     assert document["kind"] == "allocation"
-    row = next(line for line in DOCUMENTS.read_text().splitlines() if line.startswith("| `allocation`"))
+    row = next(
+        line for line in DOCUMENTS.read_text().splitlines() if line.startswith("| `allocation`")
+    )
     assert set(re.findall(r"`(\w+)`", row.split("|")[3])) <= document.keys()
     assert {one["chosen"] for of in document["layers"].values() for one in of.values()} == {"int8"}
     shown = call()

@@ -22,13 +22,17 @@ from tests.make.qwen import write_qwen3_moe
 
 
 def test_batches_are_about_as_large_as_each_other(tmp_path: Path) -> None:
-    source, plan = open_plan(write_qwen3_moe(tmp_path / "model", num_layers=1, num_experts=13), "mxfp4")
+    source, plan = open_plan(
+        write_qwen3_moe(tmp_path / "model", num_layers=1, num_experts=13), "mxfp4"
+    )
     source.close()
     layer = plan.layers[0]
     for at_most, sizes in ((13, [13]), (12, [6, 7]), (5, [4, 4, 5]), (1, [1] * 13), (100, [13])):
         batches = list(split_unit(layer, at_most, 1 << 20))
         assert [len(batch.experts) for batch in batches if isinstance(batch, Batch)] == sizes
-        assert [expert for batch in batches if isinstance(batch, Batch) for expert in batch.experts] == list(range(13))
+        assert [
+            expert for batch in batches if isinstance(batch, Batch) for expert in batch.experts
+        ] == list(range(13))
 
 
 def test_every_byte_of_a_copied_tensor_is_in_one_piece(tmp_path: Path) -> None:
@@ -38,7 +42,9 @@ def test_every_byte_of_a_copied_tensor_is_in_one_piece(tmp_path: Path) -> None:
     assert copies
     for group in copies:
         for piece_bytes in (1000, 4096, 1 << 20):
-            pieces = [piece for piece in split_unit(group, 1, piece_bytes) if isinstance(piece, Piece)]
+            pieces = [
+                piece for piece in split_unit(group, 1, piece_bytes) if isinstance(piece, Piece)
+            ]
             assert all(piece.num_bytes == piece_bytes for piece in pieces[:-1])
             assert 0 < pieces[-1].num_bytes <= piece_bytes
             ends: dict[str, int] = {}
@@ -75,12 +81,20 @@ def test_a_tensor_that_cannot_be_read_is_named_though_many_are_read_at_once(
 ) -> None:
     model = write_qwen3_moe(tmp_path / "model", num_layers=2)
     _, plan = open_plan(model, "mxfp4")
-    refs = [ref for group in plan.units if not isinstance(group, MoeLayerPlan) for ref in group.refs]
-    victim, real = sorted(refs, key=lambda ref: ref.offset_bytes)[len(refs) // 2], SafetensorsSource.read_into
+    refs = [
+        ref for group in plan.units if not isinstance(group, MoeLayerPlan) for ref in group.refs
+    ]
+    victim, real = (
+        sorted(refs, key=lambda ref: ref.offset_bytes)[len(refs) // 2],
+        SafetensorsSource.read_into,
+    )
 
     def read(self: SafetensorsSource, ref: TensorRef, buffer: memoryview, start: int = 0) -> None:
         first = ref.offset_bytes + start
-        if first < victim.offset_bytes + victim.num_bytes and first + len(buffer) > victim.offset_bytes:
+        if (
+            first < victim.offset_bytes + victim.num_bytes
+            and first + len(buffer) > victim.offset_bytes
+        ):
             raise InputError("A tensor cannot be read.", where=f"tensor {ref.name}")
         real(self, ref, buffer, start)
 
@@ -101,17 +115,24 @@ def test_a_tensor_that_cannot_be_read_is_named_though_many_are_read_at_once(
 @given(st.lists(st.integers(1, 50), max_size=12), st.integers(1, 40))
 def test_shares_are_the_runs(sizes: list[int], num_bytes: int) -> None:
     files = [bytearray(size) for size in sizes]
-    runs = [Run(number, 0, size, torch.arange(size, dtype=torch.uint8) + number) for number, size in enumerate(sizes)]
+    runs = [
+        Run(number, 0, size, torch.arange(size, dtype=torch.uint8) + number)
+        for number, size in enumerate(sizes)
+    ]
     dealt = split_runs(runs, num_bytes)
     for run in (run for share in dealt for run in share):
-        files[run.file][run.offset_bytes : run.offset_bytes + run.num_bytes] = run.data.numpy().tobytes()
+        files[run.file][run.offset_bytes : run.offset_bytes + run.num_bytes] = (
+            run.data.numpy().tobytes()
+        )
     assert [bytes(file) for file in files] == [run.data.numpy().tobytes() for run in runs]
     assert all(sum(run.num_bytes for run in share) < 2 * num_bytes for share in dealt)
     assert all(sum(run.num_bytes for run in share) >= num_bytes for share in dealt[:-1])
 
 
 def test_ranges_are_read_in_the_order_of_the_files(tmp_path: Path) -> None:
-    source, plan = open_plan(write_qwen3_moe(tmp_path / "model", num_layers=1, num_experts=6), "mxfp4")
+    source, plan = open_plan(
+        write_qwen3_moe(tmp_path / "model", num_layers=1, num_experts=6), "mxfp4"
+    )
     source.close()
     layout = RawLayout(plan.layers[0].layer, range(1, 5))
     pieces = layout.pieces(1 << 16)

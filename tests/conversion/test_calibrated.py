@@ -44,7 +44,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_family(folder / "src", "qwen3_moe", inner=64)
     write_tokenizer(folder / "src")
     write_text(folder / "text")
-    run(folder / "src", folder / "out", "int4-g32", Grid(2, 2), calibrate=folder / "text", **OPTIONS)
+    run(
+        folder / "src", folder / "out", "int4-g32", Grid(2, 2), calibrate=folder / "text", **OPTIONS
+    )
     return folder
 
 
@@ -72,7 +74,11 @@ def test_a_changed_code_and_a_changed_record_are_found(made: Path, tmp_path: Pat
 
     other.edit_manifest(edit)
     assert check(other.root, None, "weights").passed
-    (finding,) = [one for result in check(other.root, made / "src", "weights").results for one in result.findings]
+    (finding,) = [
+        one
+        for result in check(other.root, made / "src", "weights").results
+        for one in result.findings
+    ]
     assert finding.where.endswith("w2: relative_error")
     for change in ({"device": "tpu"}, {"sha256": "0"}, {"num_tokens": 0}):
         copy.edit_manifest(lambda words, change=change: words["calibration"].update(change))
@@ -82,7 +88,9 @@ def test_a_changed_code_and_a_changed_record_are_found(made: Path, tmp_path: Pat
 def test_codes_that_are_kept_are_not_calibrated(made: Path, tmp_path: Path) -> None:
     run(made / "src", tmp_path / "first", "mxfp4")
     plain = run(tmp_path / "first", tmp_path / "plain", "source")
-    found = run(tmp_path / "first", tmp_path / "found", "source", calibrate=made / "text", **OPTIONS)
+    found = run(
+        tmp_path / "first", tmp_path / "found", "source", calibrate=made / "text", **OPTIONS
+    )
     assert not plain.warnings
     assert any(text.startswith("--calibrate has no effect") for text in found.warnings)
     assert snapshot(tmp_path / "plain" / "experts") == snapshot(tmp_path / "found" / "experts")
@@ -101,14 +109,24 @@ def test_each_gemm_is_calibrated_in_its_schema(made: Path, tmp_path: Path) -> No
     assert_verified(tmp_path / "both", made / "src")
     errors, alone = (manifest(one)["blocks"] for one in (tmp_path / "both", tmp_path / "w13"))
     for layer, words in errors.items():
-        worse, better = (one["quantization_error"]["w2"]["relative_error"] for one in (alone[layer], words))
+        worse, better = (
+            one["quantization_error"]["w2"]["relative_error"] for one in (alone[layer], words)
+        )
         assert better < worse / 1.5  # of four bits, not three
 
 
 def test_another_text_is_another_artifact(made: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("3 4 5 6 7 8 9 10")
     with pytest.raises(OutputError, match="calibration"):
-        run(made / "src", made / "out", "int4-g32", Grid(2, 2), calibrate=tmp_path / "text", resume=True, **OPTIONS)
+        run(
+            made / "src",
+            made / "out",
+            "int4-g32",
+            Grid(2, 2),
+            calibrate=tmp_path / "text",
+            resume=True,
+            **OPTIONS,
+        )
 
 
 def test_a_folder_of_texts_is_read_in_the_order_of_its_names(made: Path, tmp_path: Path) -> None:
@@ -116,7 +134,14 @@ def test_a_folder_of_texts_is_read_in_the_order_of_its_names(made: Path, tmp_pat
     (tmp_path / "texts/b").mkdir(parents=True)
     (tmp_path / "texts/a.txt").write_text(" ".join(words[:30]))
     (tmp_path / "texts/b/c.txt").write_text(" ".join(words[30:]))
-    run(made / "src", tmp_path / "out", "int4-g32", Grid(2, 2), calibrate=tmp_path / "texts", **OPTIONS)
+    run(
+        made / "src",
+        tmp_path / "out",
+        "int4-g32",
+        Grid(2, 2),
+        calibrate=tmp_path / "texts",
+        **OPTIONS,
+    )
     assert snapshot(tmp_path / "out/experts") == snapshot(made / "out/experts")
 
 
@@ -145,21 +170,32 @@ def in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resources, "_CPU_CALIBRATED_WEIGHTS", 25_000)
 
 
-def calibrated(folder: Path, out: Path, schema: str = "int4-g32", grid: Grid | None = None, **options: Any) -> Any:
-    return run(folder / "src", out, schema, grid, **{"calibrate": folder / "text", **OPTIONS, **options})
+def calibrated(
+    folder: Path, out: Path, schema: str = "int4-g32", grid: Grid | None = None, **options: Any
+) -> Any:
+    return run(
+        folder / "src", out, schema, grid, **{"calibrate": folder / "text", **OPTIONS, **options}
+    )
 
 
 @pytest.mark.usefixtures("in_batches")
 def test_threads_memory_parts_and_resuming_change_no_byte(deep: Path, tmp_path: Path) -> None:
     calibrated(deep, tmp_path / "one", threads=1)
     expected = snapshot(tmp_path / "one")
-    limits: dict[str, Any] = {"two": {}, "five": {"threads": 5}, "tight": {"threads": 5, "max_memory": 60 << 20}}
+    limits: dict[str, Any] = {
+        "two": {},
+        "five": {"threads": 5},
+        "tight": {"threads": 5, "max_memory": 60 << 20},
+    }
     for name, options in limits.items():
         calibrated(deep, tmp_path / name, **options)
         assert snapshot(tmp_path / name) == expected
     for order in (("1/2", "2/2"), ("3/3", "1/3", "2/3")):
         out = tmp_path / f"parts-{len(order)}"
-        reports = [calibrated(deep, out, part=part, threads=threads) for threads, part in enumerate(order, 1)]
+        reports = [
+            calibrated(deep, out, part=part, threads=threads)
+            for threads, part in enumerate(order, 1)
+        ]
         assert [report.is_complete for report in reports] == [False] * (len(order) - 1) + [True]
         assert snapshot(out) == expected
 
@@ -183,7 +219,11 @@ def test_a_conversion_that_was_interrupted_goes_on(
         with pytest.raises(OutputError, match="power"):
             calibrated(deep, tmp_path / "out", threads=1)
     others: tuple[dict[str, Any], ...]
-    others = ({"calibrate": deep / "src" / "config.json"}, {"calibrate_tokens": 47}, {"calibrate_context": 15})
+    others = (
+        {"calibrate": deep / "src" / "config.json"},
+        {"calibrate_tokens": 47},
+        {"calibrate_context": 15},
+    )
     for changed in others:
         with pytest.raises(OutputError, match="calibrat"):
             calibrated(deep, tmp_path / "out", resume=True, **changed)
@@ -195,7 +235,11 @@ def test_a_conversion_that_was_interrupted_goes_on(
 @pytest.mark.parametrize("schema", ["int4-g32-e4m3", "int3-g64-zp"])
 def test_ranks_and_layouts_hold_the_same_codes(deep: Path, tmp_path: Path, schema: str) -> None:
     """The sums of the content are taken before any slice, and verify compares the ranks with them."""
-    grids = {"one": (Grid(), "kernel"), "ranks": (Grid(1, 2), "kernel"), "packed": (Grid(), "checkpoint")}
+    grids = {
+        "one": (Grid(), "kernel"),
+        "ranks": (Grid(1, 2), "kernel"),
+        "packed": (Grid(), "checkpoint"),
+    }
     if schema != "int3-g64-zp":
         grids["tp"] = (Grid(2, 1), "kernel")
     for name, (grid, layout) in grids.items():
@@ -240,7 +284,12 @@ def test_an_unusable_text_is_refused(deep: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for text in (tmp_path / "none", tmp_path / "empty"):
         refused(deep, out, "no text to calibrate with", calibrate=text)
-    for content, match in ((b"", "no tokens"), (b" \n", "no tokens"), (b"1\xff", "not UTF-8"), (b"7", "too short")):
+    for content, match in (
+        (b"", "no tokens"),
+        (b" \n", "no tokens"),
+        (b"1\xff", "not UTF-8"),
+        (b"7", "too short"),
+    ):
         refused(deep, out, match, calibrate=given(content))
     os.mkfifo(tmp_path / "pipe")  # nothing waits for it
     assert refused(deep, out, "no text", calibrate=tmp_path / "pipe").found == "a pipe"
@@ -281,7 +330,10 @@ def test_a_short_text_and_experts_without_tokens_are_quantized(deep: Path, tmp_p
     plain = run(deep / "src", tmp_path / "plain", "int4-g32")
     for layer, errors in report.errors.items():
         for role, error in errors.items():
-            assert error["worst_relative_error"] < 4 * plain.errors[layer][role]["worst_relative_error"]
+            assert (
+                error["worst_relative_error"]
+                < 4 * plain.errors[layer][role]["worst_relative_error"]
+            )
     assert_verified(tmp_path / "out", deep / "src")
 
 
@@ -295,18 +347,26 @@ def test_a_source_without_a_tokenizer_is_refused(deep: Path, tmp_path: Path) -> 
 def test_a_model_that_does_not_fit_is_refused(deep: Path, tmp_path: Path) -> None:
     assert refused(deep, tmp_path / "out", "memory limit", max_memory=1 << 20)
     write_text(tmp_path / "text", 400_000)
-    many: dict[str, Any] = {"calibrate_tokens": 400_000, "calibrate_context": 16, "max_memory": 60 << 20}
+    many: dict[str, Any] = {
+        "calibrate_tokens": 400_000,
+        "calibrate_context": 16,
+        "max_memory": 60 << 20,
+    }
     shutil.copytree(deep / "src", tmp_path / "src")
     error = refused(tmp_path, tmp_path / "out", "run of the model does not fit", **many)
     size = re.search(r"hidden states of 400000 tokens ([\d.]+) GiB", error.expected)
     hidden = json.loads((deep / "src" / "config.json").read_text())["hidden_size"]
     assert size is not None
-    assert float(size[1]) > 1.9 * 400_000 * hidden * 4 / 2**30  # of the passes, and of a layer's inputs that are kept
+    assert (
+        float(size[1]) > 1.9 * 400_000 * hidden * 4 / 2**30
+    )  # of the passes, and of a layer's inputs that are kept
     assert error.found == "0.06 GiB"
 
 
 @pytest.mark.parametrize("layer", [0, 2])
-def test_a_weight_that_is_not_finite_is_named_as_without_a_calibration(deep: Path, tmp_path: Path, layer: int) -> None:
+def test_a_weight_that_is_not_finite_is_named_as_without_a_calibration(
+    deep: Path, tmp_path: Path, layer: int
+) -> None:
     shutil.copytree(deep / "src", tmp_path / "src")
     write_text(tmp_path / "text")
     name = f"model.layers.{layer}.block_sparse_moe.experts.1.w2.weight"
@@ -329,11 +389,15 @@ def test_a_weight_that_is_not_finite_is_named_as_without_a_calibration(deep: Pat
 # --- sources
 
 
-NOT_RUN = dict.fromkeys(("dbrx", "glm4v_moe", "step3p7"), "cannot run this model")  # nor does transformers alone
+NOT_RUN = dict.fromkeys(
+    ("dbrx", "glm4v_moe", "step3p7"), "cannot run this model"
+)  # nor does transformers alone
 REFUSED = {
     **NOT_RUN,
     "diffusion_gemma": "several modules of routed experts",
-    **dict.fromkeys(("inkling2_text", "inkling2_loop_text"), "activation is known by its name only"),
+    **dict.fromkeys(
+        ("inkling2_text", "inkling2_loop_text"), "activation is known by its name only"
+    ),
 }
 # Stacks, alternating rows, a flat one, latent attention, a multimodal model; test_evaluate has every family.
 OF_EACH_KIND = ("mixtral", "gpt_oss", "llama4_text", "deepseek_v3", "qwen3_next", "gemma4", "zaya")
@@ -354,7 +418,10 @@ def test_every_family_is_calibrated_or_refused(family: str, tmp_path: Path) -> N
         return
     report = calibrated(tmp_path, tmp_path / "out")
     plain = run(tmp_path / "src", tmp_path / "plain", "int4-g32")
-    for layer, errors in report.errors.items():  # the outputs are near, so the weights are farther away
+    for (
+        layer,
+        errors,
+    ) in report.errors.items():  # the outputs are near, so the weights are farther away
         assert errors["w3"]["relative_error"] > plain.errors[layer]["w3"]["relative_error"]
     assert_verified(tmp_path / "out", tmp_path / "src")
 
@@ -367,7 +434,9 @@ def test_a_proof_is_in_float32_where_the_calibration_is_not(
     """As on a GPU: the source's layers are read once, in bfloat16."""
     monkeypatch.setitem(inputs._DTYPES, "cpu", torch.bfloat16)
     caplog.set_level("INFO")
-    save_family(tmp_path / "src", family, inner=64, **({"head_dim": 8} if family in WITH_HEADS_OF_8 else {}))
+    save_family(
+        tmp_path / "src", family, inner=64, **({"head_dim": 8} if family in WITH_HEADS_OF_8 else {})
+    )
     write_tokenizer(tmp_path / "src")
     text = write_text(tmp_path / "text")
     report = calibrated(tmp_path, tmp_path / "out", evaluate=text)
@@ -375,7 +444,9 @@ def test_a_proof_is_in_float32_where_the_calibration_is_not(
     found = hqconv.evaluate(tmp_path / "out", tmp_path / "src", text, device="cpu")
     assert report.evaluation is not None
     assert report.evaluation["compute_dtype"] == found["compute_dtype"] == "float32"
-    roughly = 1e-2 if family == "zaya" else 1e-6  # it rounds its last hidden states to the dtype of the next weight
+    roughly = (
+        1e-2 if family == "zaya" else 1e-6
+    )  # it rounds its last hidden states to the dtype of the next weight
     assert report.evaluation["perplexity"] == pytest.approx(found["perplexity"], rel=roughly)
     assert report.evaluation["kl"] == pytest.approx(found["kl"], rel=1e3 * roughly, abs=1e-9)
 
@@ -385,7 +456,9 @@ def test_layers_for_multi_token_prediction_are_rounded_with_a_notice(tmp_path: P
     save_family(src, "deepseek_v3", inner=64, head_dim=8)
     write_tokenizer(src)
     write_text(tmp_path / "text")
-    tensors = {name: value for path in src.glob("*.safetensors") for name, value in load_file(path).items()}
+    tensors = {
+        name: value for path in src.glob("*.safetensors") for name, value in load_file(path).items()
+    }
     for path in (*src.glob("*.safetensors"), src / "model.safetensors.index.json"):
         path.unlink(missing_ok=True)
     names = [name for name in tensors if ".layers.1." in name]
@@ -396,10 +469,14 @@ def test_layers_for_multi_token_prediction_are_rounded_with_a_notice(tmp_path: P
     report = calibrated(tmp_path, tmp_path / "out", evaluate=tmp_path / "text")
     plain = run(src, tmp_path / "plain", "int4-g32")
     recorded = manifest(tmp_path / "out")["warnings"]
-    assert any("1 layer rounded to nearest: model.layers.2.mlp.experts." in text for text in recorded)
+    assert any(
+        "1 layer rounded to nearest: model.layers.2.mlp.experts." in text for text in recorded
+    )
     assert report.evaluation is not None
     assert report.evaluation["num_layers"] == 1
-    assert any("1 layer not evaluated: model.layers.2.mlp.experts." in text for text in report.warnings)
+    assert any(
+        "1 layer not evaluated: model.layers.2.mlp.experts." in text for text in report.warnings
+    )
     one, two = (f"model.layers.{number}.mlp.experts" for number in (1, 2))
     assert report.errors[one] != plain.errors[one]
     assert report.errors[two] == plain.errors[two]
@@ -407,19 +484,29 @@ def test_layers_for_multi_token_prediction_are_rounded_with_a_notice(tmp_path: P
 
 
 @pytest.mark.parametrize("method", QUANTIZED)
-def test_a_quantized_source_is_calibrated_as_what_it_decodes_to(method: str, tmp_path: Path) -> None:
+def test_a_quantized_source_is_calibrated_as_what_it_decodes_to(
+    method: str, tmp_path: Path
+) -> None:
     write_quantized(tmp_path / "src", method, tmp_path / "plain")
     write_tokenizer(tmp_path / "plain")
     write_text(tmp_path / "text")
     calibrated(tmp_path, tmp_path / "out", "int3-g64")
-    run(tmp_path / "plain", tmp_path / "of-plain", "int3-g64", calibrate=tmp_path / "text", **OPTIONS)
+    run(
+        tmp_path / "plain",
+        tmp_path / "of-plain",
+        "int3-g64",
+        calibrate=tmp_path / "text",
+        **OPTIONS,
+    )
     sums = [manifest(tmp_path / name)["content_sums"] for name in ("out", "of-plain")]
     assert (sums[0] == sums[1]) == (method == "mxfp4")  # fp8's decoded weights are no bfloat16
     assert_verified(tmp_path / "out", tmp_path / "src")
 
 
 @pytest.mark.parametrize("kept", [0, 1])
-def test_layers_that_keep_their_codes_stand_beside_calibrated_ones(kept: int, tmp_path: Path) -> None:
+def test_layers_that_keep_their_codes_stand_beside_calibrated_ones(
+    kept: int, tmp_path: Path
+) -> None:
     write_quantized(tmp_path / "src", "mxfp4", tmp_path / "plain")
     write_text(tmp_path / "text")
     layer = (1 - kept, 1 - kept)
@@ -431,21 +518,33 @@ def test_layers_that_keep_their_codes_stand_beside_calibrated_ones(kept: int, tm
 
 
 @pytest.mark.parametrize("schema", ["mxfp4+int3-g64", "int3-g64+mxfp4"])
-def test_a_gemm_that_keeps_its_codes_stands_beside_a_calibrated_one(schema: str, tmp_path: Path) -> None:
+def test_a_gemm_that_keeps_its_codes_stands_beside_a_calibrated_one(
+    schema: str, tmp_path: Path
+) -> None:
     """The other is calibrated on what the codes mean."""
     write_quantized(tmp_path / "src", "mxfp4", tmp_path / "plain")
     write_tokenizer(tmp_path / "plain")
     write_text(tmp_path / "text")
     calibrated(tmp_path, tmp_path / "out", schema)
-    run(tmp_path / "plain", tmp_path / "of-plain", "int3-g64", calibrate=tmp_path / "text", **OPTIONS)
+    run(
+        tmp_path / "plain",
+        tmp_path / "of-plain",
+        "int3-g64",
+        calibrate=tmp_path / "text",
+        **OPTIONS,
+    )
     run(tmp_path / "src", tmp_path / "direct", "mxfp4")
-    found, expected, direct = (manifest(tmp_path / name)["blocks"] for name in ("out", "of-plain", "direct"))
+    found, expected, direct = (
+        manifest(tmp_path / name)["blocks"] for name in ("out", "of-plain", "direct")
+    )
     kept = ("w1", "w3") if schema.startswith("mxfp4") else ("w2",)
     for layer, words in found.items():
         assert "direct" in words["conversion"]
         for role, sums in words["content_sums"].items():
             assert (words["quantization_error"][role]["relative_error"] == 0) == (role in kept)
-            assert words["quantization_error"][role]["num_experts_requantized"] == (0 if role in kept else 4)
+            assert words["quantization_error"][role]["num_experts_requantized"] == (
+                0 if role in kept else 4
+            )
             assert (sums == direct[layer]["content_sums"][role]) == (role in kept)
             if role != "w2":
                 assert (sums == expected[layer]["content_sums"][role]) == (role not in kept)
@@ -466,11 +565,19 @@ def test_sources_that_transformers_does_not_decode_are_refused(deep: Path, tmp_p
     expected |= dict.fromkeys(("kernel", "whole"), "not stored as")
     for name, match in expected.items():
         with pytest.raises(RequestError, match=match):
-            run(tmp_path / name, tmp_path / "out", "int3-g64", calibrate=tmp_path / "text", **OPTIONS)
+            run(
+                tmp_path / name,
+                tmp_path / "out",
+                "int3-g64",
+                calibrate=tmp_path / "text",
+                **OPTIONS,
+            )
         assert not (tmp_path / "out").exists()
 
 
-def test_a_model_of_the_hub_is_calibrated(deep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_the_hub_is_calibrated(
+    deep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calibrated(deep, tmp_path / "here")
     with serve(deep / "src") as hub:
         use(monkeypatch, hub.url, tmp_path / "cache")
@@ -491,9 +598,12 @@ def sentence(seed: int, count: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("family", "schema"), [("mixtral", "int4-g32"), ("gpt_oss", "int3-g64"), ("llama4_text", "int4-g32")]
+    ("family", "schema"),
+    [("mixtral", "int4-g32"), ("gpt_oss", "int3-g64"), ("llama4_text", "int4-g32")],
 )
-def test_predictions_lose_less_than_half_of_what_rounding_loses(family: str, schema: str, tmp_path: Path) -> None:
+def test_predictions_lose_less_than_half_of_what_rounding_loses(
+    family: str, schema: str, tmp_path: Path
+) -> None:
     """On tokens of the same kind that the calibration did not see."""
     save_family(tmp_path / "src", family, inner=64, hidden=128)
     write_tokenizer(tmp_path / "src")
@@ -501,7 +611,12 @@ def test_predictions_lose_less_than_half_of_what_rounding_loses(family: str, sch
     (tmp_path / "held").write_text(sentence(2, 1024))
     calibrated(tmp_path, tmp_path / "out", schema, calibrate_tokens=4096, calibrate_context=64)
     run(tmp_path / "src", tmp_path / "plain", schema)
-    words: dict[str, Any] = {"num_tokens": 1024, "context_length": 64, "device": "cpu", "threads": 2}
+    words: dict[str, Any] = {
+        "num_tokens": 1024,
+        "context_length": 64,
+        "device": "cpu",
+        "threads": 2,
+    }
     losses = [
         hqconv.evaluate(tmp_path / name, tmp_path / "src", tmp_path / "held", **words)["kl"]["mean"]
         for name in ("out", "plain")

@@ -32,7 +32,10 @@ NUM_READ = 48
 
 def lines(first: int, count: int) -> list[str]:
     """Lines of 16 tokens, each another one."""
-    return [" ".join(str(1 + (i * 17 + j * (i % 13 + 1)) % 63) for j in range(16)) for i in range(first, first + count)]
+    return [
+        " ".join(str(1 + (i * 17 + j * (i % 13 + 1)) % 63) for j in range(16))
+        for i in range(first, first + count)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +44,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("proof")
     save_family(folder / "src", "mixtral", inner=64)
     write_tokenizer(folder / "src")
-    (folder / "text").write_text("\n".join([*lines(0, 3), *lines(3, 20), *lines(0, 2), *lines(23, 15)]))
+    (folder / "text").write_text(
+        "\n".join([*lines(0, 3), *lines(3, 20), *lines(0, 2), *lines(23, 15)])
+    )
     (folder / "other").write_text("\n".join(lines(100, 3)))
     run(folder / "src", folder / "out", "int4-g32", calibrate=folder / "text", **OPTIONS)
     return folder
@@ -51,7 +56,9 @@ def card(out: Path) -> dict[str, Any] | None:
     return evaluation_in_card(out, read_manifest(out))
 
 
-def test_the_held_out_tokens_are_evaluated_as_hqconv_evaluate_does(made: Path, tmp_path: Path) -> None:
+def test_the_held_out_tokens_are_evaluated_as_hqconv_evaluate_does(
+    made: Path, tmp_path: Path
+) -> None:
     found = card(made / "out")
     assert found is not None
     (tmp_path / "rest").write_text("\n".join(["", *lines(3, 20), *lines(23, 15)]))
@@ -93,7 +100,9 @@ def test_without_memory_beside_the_calibration_the_evaluation_comes_after_it(
 ) -> None:
     check = StreamedModel.check_memory
 
-    def limited(self: StreamedModel, streams: Any, *limit: Any, ends: bool = False, **options: Any) -> int:
+    def limited(
+        self: StreamedModel, streams: Any, *limit: Any, ends: bool = False, **options: Any
+    ) -> int:
         if len(streams) > 1 and not ends:
             raise RequestError("Too much.", where="the test")
         return check(self, streams, *limit, ends=ends, **options)
@@ -122,24 +131,39 @@ def test_a_resumed_conversion_evaluates_what_it_finds(
         patch.setattr(Executor, "_publish", interrupted)
         with pytest.raises(OutputError, match="power"):
             run(made / "src", tmp_path / "out", "int4-g32", calibrate=made / "text", **OPTIONS)
-    report = run(made / "src", tmp_path / "out", "int4-g32", calibrate=made / "text", resume=True, **OPTIONS)
+    report = run(
+        made / "src", tmp_path / "out", "int4-g32", calibrate=made / "text", resume=True, **OPTIONS
+    )
     assert report.num_groups_resumed >= num_done
     assert report.evaluation == card(made / "out")
     assert snapshot(tmp_path / "out") == snapshot(made / "out")
 
 
 def test_the_held_out_tokens_change_no_byte_of_the_artifact(made: Path, tmp_path: Path) -> None:
-    run(made / "src", tmp_path / "out", "int4-g32", calibrate=made / "text", evaluate=made / "other", **OPTIONS)
-    assert (tmp_path / "out" / "hqconv.json").read_bytes() == (made / "out" / "hqconv.json").read_bytes()
+    run(
+        made / "src",
+        tmp_path / "out",
+        "int4-g32",
+        calibrate=made / "text",
+        evaluate=made / "other",
+        **OPTIONS,
+    )
+    assert (tmp_path / "out" / "hqconv.json").read_bytes() == (
+        made / "out" / "hqconv.json"
+    ).read_bytes()
     assert card(tmp_path / "out") != card(made / "out")
 
 
-def test_a_finished_artifact_is_not_evaluated_again(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_artifact_is_not_evaluated_again(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before, expected = snapshot(made / "out"), card(made / "out")
     monkeypatch.setattr(held_out, "compare_on_text", None)
     modes: tuple[dict[str, Any], ...] = ({"resume": True}, {"update": True})
     for mode in modes:
-        report = run(made / "src", made / "out", "int4-g32", calibrate=made / "text", **OPTIONS, **mode)
+        report = run(
+            made / "src", made / "out", "int4-g32", calibrate=made / "text", **OPTIONS, **mode
+        )
         assert report.was_finished
         assert report.evaluation == expected
     assert snapshot(made / "out") == before
@@ -147,7 +171,9 @@ def test_a_finished_artifact_is_not_evaluated_again(made: Path, monkeypatch: pyt
 
 def test_the_last_part_evaluates(made: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"calibrate": made / "text", **OPTIONS}
-    first, last = (run(made / "src", tmp_path / "out", "int4-g32", part=f"{n}/2", **options) for n in (1, 2))
+    first, last = (
+        run(made / "src", tmp_path / "out", "int4-g32", part=f"{n}/2", **options) for n in (1, 2)
+    )
     assert first.evaluation is None
     assert last.evaluation == card(made / "out")
     assert snapshot(tmp_path / "out") == snapshot(made / "out")
@@ -160,15 +186,22 @@ def test_the_manifest_has_the_number_of_tokens_that_were_read(made: Path, tmp_pa
     assert manifest(tmp_path / "out")["calibration"]["num_tokens"] == NUM_READ
     assert report.evaluation is None
     assert any("Nothing of the calibration's text was held out" in text for text in report.warnings)
-    again = run(made / "src", tmp_path / "out", "int4-g32", calibrate_tokens=2000, resume=True, **options)
+    again = run(
+        made / "src", tmp_path / "out", "int4-g32", calibrate_tokens=2000, resume=True, **options
+    )
     assert again.was_finished
 
 
-def test_another_text_is_evaluated_whole_also_without_a_calibration(made: Path, tmp_path: Path) -> None:
+def test_another_text_is_evaluated_whole_also_without_a_calibration(
+    made: Path, tmp_path: Path
+) -> None:
     for name, options in (("plain", {}), ("calibrated", {"calibrate": made / "text", **OPTIONS})):
         report = run(made / "src", tmp_path / name, "int4-g32", evaluate=made / "other", **options)
         assert report.evaluation is not None
-        assert (report.evaluation["text"]["name"], report.evaluation["num_tokens"]) == ("other", NUM_READ)
+        assert (report.evaluation["text"]["name"], report.evaluation["num_tokens"]) == (
+            "other",
+            NUM_READ,
+        )
         assert report.to_dict()["evaluation"] == card(tmp_path / name)
 
 
@@ -180,7 +213,9 @@ def test_another_text_is_evaluated_whole_also_without_a_calibration(made: Path, 
         ({"calibrate": "text", "calibrate_tokens": 120, "calibrate_context": 16}, "--calibrate "),
     ],
 )
-def test_a_limit_needs_a_text(made: Path, tmp_path: Path, options: dict[str, Any], where: str) -> None:
+def test_a_limit_needs_a_text(
+    made: Path, tmp_path: Path, options: dict[str, Any], where: str
+) -> None:
     """Before any work."""
     options = {key: made / value if key == "calibrate" else value for key, value in options.items()}
     with pytest.raises(RequestError) as caught:
@@ -191,8 +226,17 @@ def test_a_limit_needs_a_text(made: Path, tmp_path: Path, options: dict[str, Any
 
 def call(made: Path, out: Path, *options: str) -> Any:
     common = ["--schema", "int2-g32", "--target", "sm90", "--device", "cpu"]
-    tokens = ["--calibrate", str(made / "text"), "--calibrate-tokens", "48", "--calibrate-context", "16"]
-    return CliRunner().invoke(app, ["convert", str(made / "src"), "-o", str(out), *common, *tokens, *options])
+    tokens = [
+        "--calibrate",
+        str(made / "text"),
+        "--calibrate-tokens",
+        "48",
+        "--calibrate-context",
+        "16",
+    ]
+    return CliRunner().invoke(
+        app, ["convert", str(made / "src"), "-o", str(out), *common, *tokens, *options]
+    )
 
 
 def test_the_command_shows_the_figures_and_has_a_limit(made: Path, tmp_path: Path) -> None:
@@ -223,7 +267,9 @@ def test_a_source_that_cannot_be_evaluated_is_warned_of(
     options: dict[str, Any] = {"evaluate": made / "other"}
     report = run(made / "src", tmp_path / "out", "int4-g32", **options)
     assert report.evaluation is None
-    assert any("was not evaluated. The transformers library cannot run" in text for text in report.warnings)
+    assert any(
+        "was not evaluated. The transformers library cannot run" in text for text in report.warnings
+    )
     with pytest.raises(RequestError, match="cannot run this model"):
         run(made / "src", tmp_path / "limited", "int4-g32", max_kl=1.0, **options)
     assert hqconv.verify(tmp_path / "limited", checks=["files"]).passed
@@ -235,7 +281,9 @@ def test_the_last_eighth_of_the_text_that_is_shipped_is_never_read(
     text = tmp_path / "builtin.txt"
     text.write_text("\n".join(lines(0, 264)))
     monkeypatch.setattr(calibration, "BUILTIN_TEXT", text)
-    report = run(made / "src", tmp_path / "out", "int4-g32", calibrate="builtin", calibrate_context=16)
+    report = run(
+        made / "src", tmp_path / "out", "int4-g32", calibrate="builtin", calibrate_context=16
+    )
     assert manifest(tmp_path / "out")["calibration"]["num_tokens"] == 231 * 16
     assert report.evaluation is not None
     assert report.evaluation["num_tokens"] == 33 * 16
@@ -244,8 +292,14 @@ def test_the_last_eighth_of_the_text_that_is_shipped_is_never_read(
 def test_the_rest_of_a_text_begins_after_a_token(made: Path, tmp_path: Path) -> None:
     """Also in the middle of a line, whose rest is kept unless it was read."""
     (tmp_path / "text").write_text("1 2 3\n4 5 6\n\n1 2 3\n 6 \n4 5\n7")
-    for begin, expected in ((3, [4, 5, 6, 6, 4, 5, 7]), (5, [6, 6, 7]), (0, [1, 2, 3, 4, 5, 6, 1, 2, 3, 6, 4, 5, 7])):
-        found = read_rest(transformers, made / "src", [tmp_path / "text"], lambda _, begin=begin: begin, 100)  # type: ignore[misc]
+    for begin, expected in (
+        (3, [4, 5, 6, 6, 4, 5, 7]),
+        (5, [6, 6, 7]),
+        (0, [1, 2, 3, 4, 5, 6, 1, 2, 3, 6, 4, 5, 7]),
+    ):
+        found = read_rest(
+            transformers, made / "src", [tmp_path / "text"], lambda _, begin=begin: begin, 100
+        )  # type: ignore[misc]
         assert found.ids == [*expected]
     whole = read_text(transformers, made / "src", [tmp_path / "text"], 100)
     assert whole.ids == [1, 2, 3, 4, 5, 6, 1, 2, 3, 6, 4, 5, 7]

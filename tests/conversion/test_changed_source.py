@@ -29,7 +29,9 @@ JOURNAL = ".hqconv-progress.jsonl"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """In several shards, with words of all kinds."""
-    src = models.save_model(tmp_path_factory.mktemp("models") / "src", "qwen3_moe", max_shard_size="300KB")
+    src = models.save_model(
+        tmp_path_factory.mktemp("models") / "src", "qwen3_moe", max_shard_size="300KB"
+    )
     assert len(list(src.glob("model-*.safetensors"))) > 2
     (src / "tokenizer.json").write_text("{}")
     (src / "more").mkdir()
@@ -72,7 +74,9 @@ def touch(path: Path) -> None:
     os.utime(path)
 
 
-def when(is_time: Callable[[Progress], bool], change: Callable[[], None]) -> Callable[[Progress], None]:
+def when(
+    is_time: Callable[[Progress], bool], change: Callable[[], None]
+) -> Callable[[Progress], None]:
     """Change something once."""
     done: list[bool] = []
 
@@ -90,7 +94,14 @@ def assert_noticed(caught: pytest.ExceptionInfo[InputError], path: Path, out: Pa
     assert not (out / "hqconv.json").exists()
 
 
-NAMES = ["config.json", "model.safetensors.index.json", "tokenizer.json", "more/chat.jinja", "first", "last"]
+NAMES = [
+    "config.json",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "more/chat.jinja",
+    "first",
+    "last",
+]
 
 
 def file_of(src: Path, name: str) -> Path:
@@ -101,7 +112,11 @@ def file_of(src: Path, name: str) -> Path:
 @pytest.mark.parametrize("change", [rewrite, replace, put_back, touch, Path.unlink])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_file_is_looked_at_again_in_the_end(
-    src: Path, tmp_path: Path, name: str, change: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+    src: Path,
+    tmp_path: Path,
+    name: str,
+    change: Callable[[Path], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = file_of(src, name)
     out, real = tmp_path / "out", conversion.build_manifest
@@ -129,7 +144,9 @@ def test_a_shard_that_changes_while_a_layer_is_made_of_it(
     assert LAYER not in groups
 
 
-def test_a_tokenizer_that_changed_is_taken_as_it_is_by_the_next_run(src: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_that_changed_is_taken_as_it_is_by_the_next_run(
+    src: Path, tmp_path: Path
+) -> None:
     out, path = tmp_path / "out", src / "tokenizer.json"
     change = when(lambda at: at.num_groups_done == 1, lambda: path.write_text('{"new": 1}'))
     with pytest.raises(InputError, match=r"changed during(.|\n)*--resume"):
@@ -163,10 +180,14 @@ def fail_reads(monkeypatch: pytest.MonkeyPatch, path: Path, *, short: bool) -> N
 
 
 @pytest.mark.parametrize("short", [False, True])
-def test_a_shard_that_cannot_be_read(src: Path, tmp_path: Path, short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_that_cannot_be_read(
+    src: Path, tmp_path: Path, short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, out = file_of(src, "last"), tmp_path / "out"
     fail_reads(monkeypatch, path, short=short)
-    with pytest.raises(InputError, match="shrank" if short else r"file of the source(.|\n)*Input/output") as caught:
+    with pytest.raises(
+        InputError, match="shrank" if short else r"file of the source(.|\n)*Input/output"
+    ) as caught:
         run(src, out, "mxfp4")
     assert_noticed(caught, path, out)
 
@@ -186,7 +207,9 @@ def test_hashing_says_which_side_failed(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(module, "sha256_of", fail)
-    with pytest.raises(kind, match="source" if side == "source" else "Writing the output failed") as caught:
+    with pytest.raises(
+        kind, match="source" if side == "source" else "Writing the output failed"
+    ) as caught:
         run(src, out, "source")
     assert caught.value.where.startswith(str(src if side == "source" else out))
     assert not (out / "hqconv.json").exists()

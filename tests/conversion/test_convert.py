@@ -42,7 +42,9 @@ Tensors = dict[str, torch.Tensor]
 ModelOf = Callable[..., Path]
 PROJECTIONS = {"mixtral": ("w1", "w3", "w2")}
 GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
-IN_TURN = [(name, PARAM_DTYPES[n % 2]) for n, name in enumerate(SCHEMAS)]  # golden artifacts have each in both
+IN_TURN = [
+    (name, PARAM_DTYPES[n % 2]) for n, name in enumerate(SCHEMAS)
+]  # golden artifacts have each in both
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +110,9 @@ class Loose:
         return Loose(one(self.codes), one(self.scale), one(self.zero), one(self.scale_2))
 
 
-def quantized_stack(parts: dict[str, list[torch.Tensor]], schema: WeightSchema, dtype: str) -> dict[str, Loose]:
+def quantized_stack(
+    parts: dict[str, list[torch.Tensor]], schema: WeightSchema, dtype: str
+) -> dict[str, Loose]:
     """Every expert quantized at full size: by Humming's `quant_tensor`, or the contract's recipe if coupled."""
     target = humming_schema(schema)
     packed: dict[str, list[Tensors]] = {role: [] for role in parts}
@@ -119,7 +123,9 @@ def quantized_stack(parts: dict[str, list[torch.Tensor]], schema: WeightSchema, 
                 results = [q.tensors for q in quantize(matrices, schema, dtype)]
             else:
                 with resident(CPU):
-                    results = [target.quant_tensor(m, target, torch_dtype_of(dtype)) for m in matrices]
+                    results = [
+                        target.quant_tensor(m, target, torch_dtype_of(dtype)) for m in matrices
+                    ]
             for role, tensors in zip(roles, results, strict=True):
                 packed[role].append(tensors)
     return {role: _loosen(stack, schema) for role, stack in packed.items()}
@@ -152,12 +158,16 @@ def _join(first: Any, second: Any) -> Any:
 
 def _tighten(loose: Loose, schema: WeightSchema) -> Tensors:
     tensors = {
-        "weight": cpu_ops.pack_weight(torch.from_numpy(np.ascontiguousarray(loose.codes)), schema.num_bits),
+        "weight": cpu_ops.pack_weight(
+            torch.from_numpy(np.ascontiguousarray(loose.codes)), schema.num_bits
+        ),
         "weight_scale": loose.scale.contiguous(),
     }
     if isinstance(loose.zero, np.ndarray):
         codes = torch.from_numpy(np.ascontiguousarray(loose.zero.swapaxes(1, 2)))
-        tensors["zero_point"] = cpu_ops.pack_weight(codes, schema.num_bits).transpose(1, 2).contiguous()
+        tensors["zero_point"] = (
+            cpu_ops.pack_weight(codes, schema.num_bits).transpose(1, 2).contiguous()
+        )
     elif loose.zero is not None:
         tensors["zero_point"] = loose.zero.contiguous()
     if loose.scale_2 is not None:
@@ -204,19 +214,29 @@ def expected_kernel(
             fields = ("codes", "scale", "zero", "scale_2")
             both = Loose(*(_join(getattr(gate, f), getattr(up, f)) for f in fields))
             expected[layer, rank, "w13"] = humming_kernel(both, schema, dtype)
-            expected[layer, rank, "w2"] = humming_kernel(loose["w2"].cut(2, rank, tp), schema, dtype)
+            expected[layer, rank, "w2"] = humming_kernel(
+                loose["w2"].cut(2, rank, tp), schema, dtype
+            )
     return expected
 
 
-def check_against_humming(src: Path, out: Path, schema: WeightSchema, dtype: str, grid: Grid) -> None:
+def check_against_humming(
+    src: Path, out: Path, schema: WeightSchema, dtype: str, grid: Grid
+) -> None:
     """Every byte and every LayerConfig of every rank file."""
-    for (layer, tp_rank, gemm), (config, kernel) in expected_kernel(src, schema, dtype, grid.tp).items():
+    for (layer, tp_rank, gemm), (config, kernel) in expected_kernel(
+        src, schema, dtype, grid.tp
+    ).items():
         num_experts = kernel["weight"].size(0)
         for ep_rank in range(grid.ep):
             path = out / f"experts/tp{tp_rank}-ep{ep_rank}/{layer}.safetensors"
             local = list(grid.local_experts(num_experts, ep_rank))
             prefix = f"{layer}.{gemm}_"
-            ours = {k.removeprefix(prefix): v for k, v in load_file(path).items() if k.startswith(prefix)}
+            ours = {
+                k.removeprefix(prefix): v
+                for k, v in load_file(path).items()
+                if k.startswith(prefix)
+            }
             assert ours.keys() == kernel.keys(), path
             for name, tensor in kernel.items():
                 assert_same(ours[name], pick(tensor, local), f"{path.parent.name} {prefix}{name}")
@@ -262,7 +282,9 @@ def test_rank_files_are_hummings_transform_of_the_whole_stack(
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp8"])
-def test_float16_with_exponents_that_need_a_second_scale(name: str, model: ModelOf, tmp_path: Path) -> None:
+def test_float16_with_exponents_that_need_a_second_scale(
+    name: str, model: ModelOf, tmp_path: Path
+) -> None:
     """Experts of very different sizes: some shift their exponents, some do not, and all are as Humming's."""
     src = tmp_path / "src"
     shutil.copytree(model("qwen3_moe", max_shard_size="1GB"), src)
@@ -276,13 +298,17 @@ def test_float16_with_exponents_that_need_a_second_scale(name: str, model: Model
     run(src, tmp_path / "out", name, grid, dtype="float16")
     check_against_humming(src, tmp_path / "out", schema_of(name), "float16", grid)
     layer = "model.layers.0.mlp.experts"
-    scales = load_file(tmp_path / f"out/experts/tp0-ep0/{layer}.safetensors")[f"{layer}.w13_weight_scale_2"]
+    scales = load_file(tmp_path / f"out/experts/tp0-ep0/{layer}.safetensors")[
+        f"{layer}.w13_weight_scale_2"
+    ]
     assert scales.tolist()[0] == 1
     assert scales.tolist()[1] < 1 < scales.tolist()[2]
 
 
 @pytest.mark.parametrize(("name", "placement"), [("nvfp4", LINEAR), ("int4-g64-zp", ROUND_ROBIN)])
-def test_ep_ranks_are_pieces_of_the_single_rank(name: str, placement: str, model: ModelOf, tmp_path: Path) -> None:
+def test_ep_ranks_are_pieces_of_the_single_rank(
+    name: str, placement: str, model: ModelOf, tmp_path: Path
+) -> None:
     """No oracle but hqconv: dealing experts, copies included, moves bytes and changes none."""
     src, grid = model("deepseek_v3"), Grid(1, 4, placement, 5)
     run(src, tmp_path / "whole", name)
@@ -305,7 +331,9 @@ def test_ep_ranks_are_pieces_of_the_single_rank(name: str, placement: str, model
 
 
 @pytest.mark.parametrize(("name", "dtype"), IN_TURN)
-def test_checkpoint_layout_is_the_quantizers_output(name: str, dtype: str, model: ModelOf, tmp_path: Path) -> None:
+def test_checkpoint_layout_is_the_quantizers_output(
+    name: str, dtype: str, model: ModelOf, tmp_path: Path
+) -> None:
     src = model("mixtral", intermediate_size=384, num_hidden_layers=1, num_local_experts=3)
     schema = schema_of(name)
     try:
@@ -332,7 +360,10 @@ def check_checkpoint_layout(src: Path, out: Path, schema: WeightSchema, dtype: s
                     assert attrs.keys() == result.tensors.keys()
                     for key, attr in attrs.items():
                         value = result.tensors[key]
-                        assert (value.dtype, tuple(value.shape)) == (attr["dtype"], tuple(attr["shape"]))
+                        assert (value.dtype, tuple(value.shape)) == (
+                            attr["dtype"],
+                            tuple(attr["shape"]),
+                        )
                         expected[f"{prefix}.{key}"] = value
                     source.pop(f"{prefix}.weight")
     expected |= source  # the rest is copied
@@ -361,16 +392,25 @@ def check_artifact(src: Path, out: Path) -> None:
     """Files, digests, accounting, config, index and copies; by json and hashlib alone."""
     words = manifest(out)
     on_disk = {
-        p.relative_to(out).as_posix(): (len(data := p.read_bytes()), hashlib.sha256(data).hexdigest())
+        p.relative_to(out).as_posix(): (
+            len(data := p.read_bytes()),
+            hashlib.sha256(data).hexdigest(),
+        )
         for p in out.rglob("*")
         if p.is_file() and p.name not in ("hqconv.json", "SHA256SUMS")
     }
     assert {p: (f["size_bytes"], f["sha256"]) for p, f in words["files"].items()} == on_disk
     assert list(words["files"]) == sorted(words["files"])
     source = load_all(src)
-    accounted = [*words["tensors"]["converted"], *words["tensors"]["copied"], *words["tensors"]["dropped"]]
+    accounted = [
+        *words["tensors"]["converted"],
+        *words["tensors"]["copied"],
+        *words["tensors"]["dropped"],
+    ]
     assert sorted(accounted) == sorted(source)
-    assert {name for name in source if re.search(r"\.experts\.\d+\.", name)} == set(words["tensors"]["converted"])
+    assert {name for name in source if re.search(r"\.experts\.\d+\.", name)} == set(
+        words["tensors"]["converted"]
+    )
     copied = load_all(out)
     for name in words["tensors"]["copied"]:
         assert (copied[name].dtype, copied[name].shape) == (source[name].dtype, source[name].shape)
@@ -390,7 +430,9 @@ def check_index(out: Path, tensors: Tensors) -> None:
     assert words["weight_map"] == where
     assert words["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
     if len(shards) > 1:
-        assert shards == [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+        assert shards == [
+            f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))
+        ]
 
 
 def check_loose_files(src: Path, out: Path) -> None:
@@ -416,8 +458,14 @@ def test_the_artifact_is_complete_and_says_what_it_is(
     check_artifact(src, out)
     words = manifest(out)
     assert (words["tp"], words["ep"], words["layout"]) == (grid.tp, grid.ep, layout)
-    assert (words["target"], words["input_schema"], words["schema_name"]) == ("sm90", "a16", "mxfp4")
-    assert {f["name"] for f in words["source"]["files"]} == {p.name for p in src.glob("*.safetensors")}
+    assert (words["target"], words["input_schema"], words["schema_name"]) == (
+        "sm90",
+        "a16",
+        "mxfp4",
+    )
+    assert {f["name"] for f in words["source"]["files"]} == {
+        p.name for p in src.glob("*.safetensors")
+    }
     layers = expert_stacks(src)
     assert list(words["blocks"]) == list(layers)
     for name, parts in layers.items():
@@ -440,10 +488,14 @@ def test_the_errors_in_the_manifest_are_true(name: str, model: ModelOf, tmp_path
             sums = []
             for expert, matrix in enumerate(parts[role]):
                 prefix = f"{layer}.{expert}.{projection}."
-                tensors = {k.removeprefix(prefix): v for k, v in stored.items() if k.startswith(prefix)}
+                tensors = {
+                    k.removeprefix(prefix): v for k, v in stored.items() if k.startswith(prefix)
+                }
                 with resident(CPU):
                     decoded = target.dequant_tensors(tensors).double()
-                sums.append(((matrix.double() - decoded).square().sum(), matrix.double().square().sum()))
+                sums.append(
+                    ((matrix.double() - decoded).square().sum(), matrix.double().square().sum())
+                )
             each = [float((error / power).sqrt()) for error, power in sums]
             total = float((sum(e for e, _ in sums) / sum(p for _, p in sums)).sqrt())
             words = manifest(tmp_path / "out")["blocks"][layer]["quantization_error"][role]
@@ -455,8 +507,12 @@ def test_the_errors_in_the_manifest_are_true(name: str, model: ModelOf, tmp_path
 # --- the same bytes, whatever the way ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "layout"), [("mxfp4", "kernel"), ("nvfp4", "checkpoint"), ("int4-g64-zp", "kernel")])
-def test_threads_and_memory_change_no_byte(name: str, layout: str, model: ModelOf, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "layout"), [("mxfp4", "kernel"), ("nvfp4", "checkpoint"), ("int4-g64-zp", "kernel")]
+)
+def test_threads_and_memory_change_no_byte(
+    name: str, layout: str, model: ModelOf, tmp_path: Path
+) -> None:
     src = model("deepseek_v3")
     settings = [(1, 1 << 30), (2, 1 << 30), (4, 1 << 30), (4, 8 << 20), (4, 14 << 20)]
     results, workers = [], []
@@ -484,7 +540,9 @@ def test_shards_and_order_of_the_source_change_no_expert(model: ModelOf, tmp_pat
     for number, chosen in enumerate((names[::2], names[1::2]), start=1):
         part = {name: tensors[name] for name in chosen}
         save_file(part, turned / f"model-{number:05d}-of-00002.safetensors", {"format": "pt"})
-    weight_map = {name: f"model-{1 + i % 2:05d}-of-00002.safetensors" for i, name in enumerate(names)}
+    weight_map = {
+        name: f"model-{1 + i % 2:05d}-of-00002.safetensors" for i, name in enumerate(names)
+    }
     words = {"metadata": {}, "weight_map": weight_map}
     (turned / "model.safetensors.index.json").write_text(json.dumps(words))
     results = []
@@ -505,8 +563,13 @@ def test_every_group_is_reported_and_every_byte_counted(model: ModelOf, tmp_path
     assert {(one.num_groups, one.resumed_bytes) for one in told} == {(3, 0)}
     assert [one.done_bytes for one in told] == sorted(one.done_bytes for one in told)
     assert (told[-1].done_bytes, told[-1].num_groups_done) == (total, 3)
-    finished = [one.group for before, one in pairwise(told) if one.num_groups_done > before.num_groups_done]
-    assert sorted(finished) == [*(f"model.layers.{i}.mlp.experts" for i in range(2)), "model.safetensors"]
+    finished = [
+        one.group for before, one in pairwise(told) if one.num_groups_done > before.num_groups_done
+    ]
+    assert sorted(finished) == [
+        *(f"model.layers.{i}.mlp.experts" for i in range(2)),
+        "model.safetensors",
+    ]
 
 
 # --- refusals while converting -----------------------------------------------------------------------------
@@ -525,7 +588,11 @@ def spoil(src: Path, name: str, value: float) -> None:
 
 @pytest.mark.parametrize(
     ("name", "layout", "value"),
-    [("mxfp4", "kernel", math.nan), ("nvfp4", "checkpoint", math.inf), ("int8", "kernel", math.inf)],
+    [
+        ("mxfp4", "kernel", math.nan),
+        ("nvfp4", "checkpoint", math.inf),
+        ("int8", "kernel", math.inf),
+    ],
 )
 def test_a_bad_weight_names_its_tensor_and_leaves_no_artifact(
     name: str, layout: str, value: float, model: ModelOf, tmp_path: Path
@@ -553,7 +620,9 @@ def test_a_weight_too_large_for_the_schema_is_refused(model: ModelOf, tmp_path: 
     assert victim in str(caught.value)
 
 
-def test_memory_for_less_than_one_expert_is_refused_before_anything_is_made(model: ModelOf, tmp_path: Path) -> None:
+def test_memory_for_less_than_one_expert_is_refused_before_anything_is_made(
+    model: ModelOf, tmp_path: Path
+) -> None:
     with pytest.raises(RequestError, match="at least"):
         run(model("olmoe"), tmp_path / "out", "mxfp4", max_memory=1 << 20)
     assert not (tmp_path / "out").exists()
@@ -566,7 +635,10 @@ def test_biases_are_cut_with_their_rows_and_added_once() -> None:
     packed = {}
     for seed, (role, shape) in enumerate(matrices.items()):
         [result] = quantize([hard_matrix(*shape, torch.bfloat16, seed)], schema, "bfloat16")
-        packed[role] = {**stack_tensors([result.tensors]), "bias": (torch.arange(shape[0]) + 1000.0 * seed)[None]}
+        packed[role] = {
+            **stack_tensors([result.tensors]),
+            "bias": (torch.arange(shape[0]) + 1000.0 * seed)[None],
+        }
     ranks = [gemm_tensors(packed, schema, part) for part in tp_slices(192, Grid(2), schema)]
     for rank, tensors in enumerate(ranks):
         rows = [packed[role]["bias"][:, 96 * rank : 96 * (rank + 1)] for role in ("w1", "w3")]

@@ -21,7 +21,9 @@ from tests.make.damage import Damaged
 from tests.make.qwen import read_tree, write_qwen3_moe
 
 LAYER_0, LAYER_1 = "model.layers.0.mlp.experts", "model.layers.1.mlp.experts"
-RANK_FILES = [f"experts/tp{rank}-ep0/{layer}.safetensors" for layer in (LAYER_0, LAYER_1) for rank in (0, 1)]
+RANK_FILES = [
+    f"experts/tp{rank}-ep0/{layer}.safetensors" for layer in (LAYER_0, LAYER_1) for rank in (0, 1)
+]
 JOURNAL = ".hqconv-progress.jsonl"
 
 
@@ -70,12 +72,16 @@ def slow_digests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_snapshot, "sha256_of", slow)
 
 
-def assert_refused(src: Path, out: Path, names: str | list[str], schema: str = "source", **more: object) -> None:
+def assert_refused(
+    src: Path, out: Path, names: str | list[str], schema: str = "source", **more: object
+) -> None:
     """Nothing that looks whole is left, and one of the files is named."""
     with pytest.raises(InputError) as caught:
         run(src, out, schema, **more)  # type: ignore[arg-type]
     assert caught.value.exit_code == 3
-    assert caught.value.where in [str(src / name) for name in ([names] if isinstance(names, str) else names)]
+    assert caught.value.where in [
+        str(src / name) for name in ([names] if isinstance(names, str) else names)
+    ]
     assert not (out / "hqconv.json").exists()
 
 
@@ -101,7 +107,10 @@ def test_a_changed_tokenizer(damaged: Damaged, tmp_path: Path, data: bytes) -> N
 def test_a_changed_config_or_index(good: dict[str, Path], tmp_path: Path, layout: str) -> None:
     src = tmp_path / "damaged"
     shutil.copytree(good[layout], src)
-    for name in ("config.json", *(["model.safetensors.index.json"] if layout == "checkpoint" else [])):
+    for name in (
+        "config.json",
+        *(["model.safetensors.index.json"] if layout == "checkpoint" else []),
+    ):
         whole = (src / name).read_bytes()
         (src / name).write_bytes(whole.replace(b"\n", b" ", 1))  # the same words
         assert_refused(src, tmp_path / "out", name)

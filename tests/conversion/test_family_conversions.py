@@ -47,7 +47,11 @@ def check_conversion(model_type: str, tmp_path: Path, hidden: int, **words: int)
         assert len(experts.layers) == spec.num_blocks
         top_k = spec.words.get(spec.keys.top_k, SIZES["top_k"])
         for layer in experts.layers:
-            assert (layer.num_experts, layer.top_k, layer.dtype) == (SIZES["experts"], top_k, "BF16")
+            assert (layer.num_experts, layer.top_k, layer.dtype) == (
+                SIZES["experts"],
+                top_k,
+                "BF16",
+            )
             assert (layer.hidden_size, layer.intermediate_size) == (hidden, 64)
             found = dequantize(out, layer=layer.name)
             for e in range(layer.num_experts):
@@ -74,7 +78,11 @@ def test_the_kernel_serves_a_family(model_type: str, tmp_path: Path) -> None:
     src, out = tmp_path / "src", tmp_path / "out"
     try:
         save_family(src, model_type, torch.bfloat16, hidden=256, inner=256)
-    except (AttributeError, KeyError, ValueError) as error:  # machines with GPUs bring versions of their own
+    except (
+        AttributeError,
+        KeyError,
+        ValueError,
+    ) as error:  # machines with GPUs bring versions of their own
         pytest.skip(f"this transformers does not make {model_type}: {error}")
     conversions.run(src, out, SCHEMA, Grid(tp=2, ep=2), dtype="bfloat16")
     report = conversions.check(out, src)

@@ -46,7 +46,9 @@ GRIDS = (Grid(), Grid(2, 2), Grid(3))
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mixtral") / "src"
-    return save_model(folder, "mixtral", intermediate_size=768, num_hidden_layers=2, num_local_experts=3)
+    return save_model(
+        folder, "mixtral", intermediate_size=768, num_hidden_layers=2, num_local_experts=3
+    )
 
 
 def name_of(both: tuple[str, str]) -> str:
@@ -60,7 +62,11 @@ def name_of(both: tuple[str, str]) -> str:
     dtype=st.sampled_from(PARAM_DTYPES),
 )
 def test_any_two_schemas(
-    both: tuple[str, str], grid: Grid, dtype: str, model: Path, tmp_path_factory: pytest.TempPathFactory
+    both: tuple[str, str],
+    grid: Grid,
+    dtype: str,
+    model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     out = tmp_path_factory.mktemp("pair")
     run(model, out / "both", name_of(both), grid, dtype=dtype)
@@ -74,23 +80,41 @@ def test_any_two_schemas(
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(("both", "grid"), [(both, GRIDS[n % 3]) for n, both in enumerate(PAIRS)], ids=str)
-def test_each_gemm_is_that_of_its_schema_alone(both: tuple[str, str], grid: Grid, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("both", "grid"), [(both, GRIDS[n % 3]) for n, both in enumerate(PAIRS)], ids=str
+)
+def test_each_gemm_is_that_of_its_schema_alone(
+    both: tuple[str, str], grid: Grid, model: Path, tmp_path: Path
+) -> None:
     run(model, tmp_path / "both", name_of(both), grid)
     words = manifest(tmp_path / "both")
-    fields = {gemm: resolve_schema(name).humming_fields() for gemm, name in zip(("w13", "w2"), both, strict=True)}
-    assert (words["format_version"], words["schema_name"], words["weight_schema"]) == (2, name_of(both), fields)
+    fields = {
+        gemm: resolve_schema(name).humming_fields()
+        for gemm, name in zip(("w13", "w2"), both, strict=True)
+    }
+    assert (words["format_version"], words["schema_name"], words["weight_schema"]) == (
+        2,
+        name_of(both),
+        fields,
+    )
     for gemm, name in zip(("w13", "w2"), both, strict=True):
         run(model, tmp_path / gemm, name, grid)
         for path in (tmp_path / gemm / "experts").rglob("*.safetensors"):
-            alone, found = load_file(path), load_file(tmp_path / "both" / path.relative_to(tmp_path / gemm))
+            alone, found = (
+                load_file(path),
+                load_file(tmp_path / "both" / path.relative_to(tmp_path / gemm)),
+            )
             of_gemm = {key: one for key, one in alone.items() if f".{gemm}_" in key}
             assert {key for key in found if f".{gemm}_" in key} == of_gemm.keys()
             for key, tensor in of_gemm.items():
                 assert_same(found[key], tensor, key)
         for layer, entry in manifest(tmp_path / gemm)["blocks"].items():
             for key in ("quantization_error", "content_sums"):
-                of_roles = {role: one for role, one in entry[key].items() if (role == "w2") == (gemm == "w2")}
+                of_roles = {
+                    role: one
+                    for role, one in entry[key].items()
+                    if (role == "w2") == (gemm == "w2")
+                }
                 assert of_roles.items() <= words["blocks"][layer][key].items()
             assert entry[gemm] == words["blocks"][layer][gemm]
     assert_verified(tmp_path / "both", model)
@@ -98,7 +122,9 @@ def test_each_gemm_is_that_of_its_schema_alone(both: tuple[str, str], grid: Grid
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("both", PAIRS[::2], ids=name_of)
-def test_it_is_decoded_and_a_source_like_any_other(both: tuple[str, str], model: Path, tmp_path: Path) -> None:
+def test_it_is_decoded_and_a_source_like_any_other(
+    both: tuple[str, str], model: Path, tmp_path: Path
+) -> None:
     run(model, tmp_path / "out", name_of(both), Grid(3))
     weights = hqconv.dequantize(tmp_path / "out", layer=LAYER)
     for gemm, name in zip(("w13", "w2"), both, strict=True):
@@ -108,11 +134,15 @@ def test_it_is_decoded_and_a_source_like_any_other(both: tuple[str, str], model:
                 assert torch.equal(weights[role], one), role
     run(tmp_path / "out", tmp_path / "cut", "source", Grid(2))
     run(model, tmp_path / "again", name_of(both), Grid(2))
-    assert manifest(tmp_path / "cut")["weight_schema"] == manifest(tmp_path / "again")["weight_schema"]
+    assert (
+        manifest(tmp_path / "cut")["weight_schema"] == manifest(tmp_path / "again")["weight_schema"]
+    )
     assert_same_experts(tmp_path / "cut", tmp_path / "again")
     assert_verified(tmp_path / "cut", model)
     run(tmp_path / "out", tmp_path / "other", f"{both[0]}+int7-g32")  # one of its codes is kept
-    assert manifest(tmp_path / "other")["blocks"][LAYER]["conversion"] == "w13 direct; w2 requantized"
+    assert (
+        manifest(tmp_path / "other")["blocks"][LAYER]["conversion"] == "w13 direct; w2 requantized"
+    )
     assert_verified(tmp_path / "other", tmp_path / "out")
 
 
@@ -137,7 +167,12 @@ def test_checkpoint_layout(both: tuple[str, str], model: Path, tmp_path: Path) -
                 assert_same(found.pop(key), tensor, key)
     assert not any(".experts." in key for key in found)
     config = json.loads((tmp_path / "out/config.json").read_bytes())["quantization_config"]
-    assert config.keys() == {"quant_method", "w13", "w2", "ignore"}  # no b_dtype: vLLM as it is refuses it
+    assert config.keys() == {
+        "quant_method",
+        "w13",
+        "w2",
+        "ignore",
+    }  # no b_dtype: vLLM as it is refuses it
     assert_verified(tmp_path / "out", model)
     if not any(resolve_schema(name).is_coupled for name in both):
         run(tmp_path / "out", tmp_path / "kernel", "source", Grid(2))
@@ -155,7 +190,9 @@ def test_searches_parts_and_updates(model: Path, tmp_path: Path) -> None:
     run(model, tmp_path / "w2", "int4-g32", Grid(2), **options)
     path = f"experts/tp1-ep0/{LAYER}.safetensors"
     key = f"{LAYER}.w2_weight"
-    assert_same(load_file(tmp_path / "whole" / path)[key], load_file(tmp_path / "w2" / path)[key], key)
+    assert_same(
+        load_file(tmp_path / "whole" / path)[key], load_file(tmp_path / "w2" / path)[key], key
+    )
     again = run(model, tmp_path / "whole", name, Grid(2), update=True, **options)
     assert again.was_finished
     assert_verified(tmp_path / "whole", model)
@@ -166,13 +203,19 @@ def test_faults_are_found_in_each_gemm(model: Path, tmp_path: Path) -> None:
     run(model, tmp_path / "out", "int4-g32+int4-g64")
     words = manifest(tmp_path / "out")
     fields = words["weight_schema"]
-    write_manifest(tmp_path / "out", {**words, "weight_schema": {"w13": fields["w2"], "w2": fields["w13"]}})
+    write_manifest(
+        tmp_path / "out", {**words, "weight_schema": {"w13": fields["w2"], "w2": fields["w13"]}}
+    )
     report = check(tmp_path / "out", None, "files", "weights")
     assert not report.passed
     equal = {"w13": fields["w2"], "w2": fields["w2"]}
-    write_manifest(tmp_path / "out", {**words, "schema_name": "int4-g64+int4-g64", "weight_schema": equal})
+    write_manifest(
+        tmp_path / "out", {**words, "schema_name": "int4-g64+int4-g64", "weight_schema": equal}
+    )
     report = check(tmp_path / "out", None, "files")
-    assert any("weight_schema" in finding.where for one in report.results for finding in one.findings)
+    assert any(
+        "weight_schema" in finding.where for one in report.results for finding in one.findings
+    )
 
 
 def test_shorthand_and_recipes_of_gemms(model: Path, tmp_path: Path) -> None:
@@ -223,7 +266,9 @@ def test_what_is_no_pair(text: str, expected: str) -> None:
         ('[[override]]\nlayers = "0"\nw2 = "int4"', "w2.schema"),
     ],
 )
-def test_what_is_no_schema_of_a_gemm(section: str, expected: str, model: Path, tmp_path: Path) -> None:
+def test_what_is_no_schema_of_a_gemm(
+    section: str, expected: str, model: Path, tmp_path: Path
+) -> None:
     (tmp_path / "r.toml").write_text(f'schema = "mxfp4"\n{section}\n')
     with pytest.raises(RequestError) as error:
         hqconv.plan(model, config=tmp_path / "r.toml", target="sm90")
@@ -239,7 +284,9 @@ def test_what_is_no_schema_of_a_gemm(section: str, expected: str, model: Path, t
         ("nvfp4+int8", "fp8", "nvfp4 int8"),  # both are named in one message
     ],
 )
-def test_each_gemm_must_run_with_the_activations(schema: str, inputs: str, expected: str, model: Path) -> None:
+def test_each_gemm_must_run_with_the_activations(
+    schema: str, inputs: str, expected: str, model: Path
+) -> None:
     if not expected:
         hqconv.plan(model, schema=schema, input_schema=inputs, target="sm90")
         return
@@ -254,13 +301,21 @@ def test_each_gemm_must_run_with_the_activations(schema: str, inputs: str, expec
 def test_a_gemm_whose_kernel_overflows_is_refused(schema: str, model: Path) -> None:
     with pytest.raises(RequestError, match="No server runs these weights"):
         hqconv.plan(model, schema=schema, dtype="float16", target="sm90")
-    assert hqconv.plan(model, schema=schema, dtype="bfloat16", target="sm90").spec.schema.name == schema
+    assert (
+        hqconv.plan(model, schema=schema, dtype="bfloat16", target="sm90").spec.schema.name
+        == schema
+    )
 
 
 def test_slices_fit_both_gemms(tmp_path: Path) -> None:
     """Rows of w13 are cut in blocks, columns of w2 in groups; the hidden size has the groups of w13 alone."""
-    src = save_model(tmp_path / "src", "mixtral", intermediate_size=320, num_hidden_layers=1, num_local_experts=2)
-    for schema, grid, unit in (("int4-g128+int4-g64", Grid(5), 64), ("int4-g32+int4-g128", Grid(2), 128)):
+    src = save_model(
+        tmp_path / "src", "mixtral", intermediate_size=320, num_hidden_layers=1, num_local_experts=2
+    )
+    for schema, grid, unit in (
+        ("int4-g128+int4-g64", Grid(5), 64),
+        ("int4-g32+int4-g128", Grid(2), 128),
+    ):
         if unit == 64:
             source, plan = open_plan(src, schema, grid)
             source.close()
@@ -269,7 +324,9 @@ def test_slices_fit_both_gemms(tmp_path: Path) -> None:
         with pytest.raises(RequestError, match="runs of 128"):
             open_plan(src, schema, grid)
     grid = Grid(2, split=GROUPS)
-    run(src, tmp_path / "out", "int4-g32+int4-g128", grid)  # the last group of w2 is filled with zeros
+    run(
+        src, tmp_path / "out", "int4-g32+int4-g128", grid
+    )  # the last group of w2 is filled with zeros
     assert_verified(tmp_path / "out", src)
 
 

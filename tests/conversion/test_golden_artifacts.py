@@ -20,7 +20,9 @@ RECORDED = json.loads((GOLDEN / "artifacts.json").read_text())
 
 
 def test_every_conversion_is_on_record() -> None:
-    assert list(RECORDED["cases"]) == [f"{name}/{words}" for name in SOURCES for words, _ in conversions_of(name)]
+    assert list(RECORDED["cases"]) == [
+        f"{name}/{words}" for name in SOURCES for words, _ in conversions_of(name)
+    ]
     refused = [case for case, digests in RECORDED["cases"].items() if digests[1].endswith("Error")]
     assert len(refused) < 0.1 * len(RECORDED["cases"])
 

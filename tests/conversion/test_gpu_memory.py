@@ -18,7 +18,10 @@ from tests.make.matrices import SCHEMAS
 from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import snapshot
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 LANES = 3
 SIZES = {"hidden_size": 2048, "intermediate_size": 1024, "num_experts": 8}
 
@@ -47,7 +50,9 @@ def test_no_schema_takes_more_than_planned(plain: Path, schema: str, tmp_path: P
     assert 0 < taken <= bound
 
 
-@pytest.mark.parametrize("name", ["fp8-block", "gptq-int4", "mxfp4-gpt-oss", "modelopt-nvfp4", "ct-int4-g128-zp"])
+@pytest.mark.parametrize(
+    "name", ["fp8-block", "gptq-int4", "mxfp4-gpt-oss", "modelopt-nvfp4", "ct-int4-g128-zp"]
+)
 @pytest.mark.parametrize("schema", ["nvfp4", "int4"])
 def test_no_format_takes_more_than_planned(name: str, schema: str, tmp_path: Path) -> None:
     src = write(tmp_path / name, name, hidden=1024, inner=1024).folder

@@ -44,7 +44,9 @@ NAME, SCHEMA, NUM_LAYERS = "org/name", "int4-g32", 6
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A shard of 1.6 MB for each of six layers, and one without experts."""
     folder = tmp_path_factory.mktemp("streamed") / "model"
-    write_qwen3_moe(folder, num_layers=NUM_LAYERS, num_experts=4, hidden_size=256, intermediate_size=256)
+    write_qwen3_moe(
+        folder, num_layers=NUM_LAYERS, num_experts=4, hidden_size=256, intermediate_size=256
+    )
     split_by_layer(folder)
     (folder / "tokenizer.json").write_text("{}")
     return folder
@@ -69,7 +71,9 @@ def cache(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def server(model: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
+def server(
+    model: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[LocalHub]:
     monkeypatch.chdir(tmp_path)
     with serve(Path(shutil.copytree(model, tmp_path / "served"))) as one:
         use(monkeypatch, one.url, cache)
@@ -128,7 +132,9 @@ class Watch:
                 self.most = max(self.most, there + (self.server.folder / name).stat().st_size)
 
 
-def test_the_manifest_does_not_tell_what_stays_in_the_cache(server: LocalHub, tmp_path: Path) -> None:
+def test_the_manifest_does_not_tell_what_stays_in_the_cache(
+    server: LocalHub, tmp_path: Path
+) -> None:
     """What the Hub says of its large files is in it either way."""
     run(tmp_path / "out")
     run(tmp_path / "kept", keep_source=True)
@@ -153,7 +159,9 @@ def test_the_cache_never_holds_more_than_it_may(
     assert without_manifest(tmp_path / "out") == expected
     assert 0 < watch.most <= limit
     whole = [name for name in server.whole if name.endswith(".safetensors")]
-    assert sorted(whole) == [shard(layer) for layer in range(NUM_LAYERS)]  # not the one without experts
+    assert sorted(whole) == [
+        shard(layer) for layer in range(NUM_LAYERS)
+    ]  # not the one without experts
     assert_removed(cache)
     assert "tokenizer.json" in cached(cache)
 
@@ -169,7 +177,9 @@ def test_a_limit_below_one_group_is_refused(server: LocalHub, tmp_path: Path) ->
         run(tmp_path / "out", cache_limit=size, keep_source=True)
 
 
-def test_what_is_kept_is_all(server: LocalHub, cache: Path, tmp_path: Path, expected: dict[str, bytes]) -> None:
+def test_what_is_kept_is_all(
+    server: LocalHub, cache: Path, tmp_path: Path, expected: dict[str, bytes]
+) -> None:
     run(tmp_path / "out", keep_source=True)
     assert without_manifest(tmp_path / "out") == expected
     assert shards(cache) == {path.name for path in server.folder.glob("*.safetensors")}
@@ -179,7 +189,9 @@ def test_what_is_kept_is_all(server: LocalHub, cache: Path, tmp_path: Path, expe
     assert len(shards(cache)) == NUM_LAYERS + 1  # what was there before stays
 
 
-def test_what_was_in_the_cache_stays(server: LocalHub, cache: Path, tmp_path: Path, expected: dict[str, bytes]) -> None:
+def test_what_was_in_the_cache_stays(
+    server: LocalHub, cache: Path, tmp_path: Path, expected: dict[str, bytes]
+) -> None:
     hf_hub_download(NAME, shard(2), revision=COMMIT)
     link = Path(hf_hub_download(NAME, shard(3), revision=COMMIT))
     link.unlink()  # its bytes are there, under no name
@@ -198,7 +210,9 @@ def spoil(path: Path) -> None:
     path.resolve().write_bytes(data[: len(data) // 2].ljust(len(data), b"\0"))
 
 
-@pytest.mark.parametrize("how", ["in the snapshot", "under another name", "offline", "of copied tensors"])
+@pytest.mark.parametrize(
+    "how", ["in the snapshot", "under another name", "offline", "of copied tensors"]
+)
 def test_bytes_that_others_left_in_the_cache_are_hashed(
     server: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
@@ -241,7 +255,11 @@ def test_a_tokenizer_that_others_left_in_the_cache_is_hashed(
     server: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is a large file, of which the Hub lists the digest."""
-    monkeypatch.setattr(hub_server, "_is_large", lambda path: path.suffix == ".safetensors" or "tokenizer" in path.name)
+    monkeypatch.setattr(
+        hub_server,
+        "_is_large",
+        lambda path: path.suffix == ".safetensors" or "tokenizer" in path.name,
+    )
     path = Path(hf_hub_download(NAME, "tokenizer.json"))
     path.resolve().write_text("[]")
     with pytest.raises(InputError, match="other bytes than the Hub lists") as caught:
@@ -281,7 +299,9 @@ def groups_done(out: Path) -> int:
     return sum('"unit"' in line for line in lines)
 
 
-@pytest.mark.parametrize(("status", "kind"), [(503, NetworkError), (403, RequestError), (404, InputError)])
+@pytest.mark.parametrize(
+    ("status", "kind"), [(503, NetworkError), (403, RequestError), (404, InputError)]
+)
 def test_what_fails_on_the_way_can_be_resumed(
     server: LocalHub,
     cache: Path,
@@ -293,7 +313,9 @@ def test_what_fails_on_the_way_can_be_resumed(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
     code = {"X_Error_Code": "EntryNotFound"} if status == 404 else {}
-    server.before = lambda name: server.fail(f"/resolve/.*{shard(4)}$", status, **code) if name == shard(3) else None
+    server.before = lambda name: (
+        server.fail(f"/resolve/.*{shard(4)}$", status, **code) if name == shard(3) else None
+    )
     with pytest.raises(HqconvError) as caught:
         run(tmp_path / "out", cache_limit=size_of(server, 0))
     assert type(caught.value) is kind
@@ -312,7 +334,9 @@ def test_what_fails_on_the_way_can_be_resumed(
 def test_another_commit_is_not_resumed(server: LocalHub, tmp_path: Path) -> None:
     """Its headers are the same, its weights need not be."""
     gone = {"X_Error_Code": "EntryNotFound"}
-    server.before = lambda name: server.fail(f"/{shard(2)}$", 404, **gone) if name == shard(1) else None
+    server.before = lambda name: (
+        server.fail(f"/{shard(2)}$", 404, **gone) if name == shard(1) else None
+    )
     with pytest.raises(InputError):
         run(tmp_path / "out", cache_limit=size_of(server, 0))
     server.before = None
@@ -322,7 +346,9 @@ def test_another_commit_is_not_resumed(server: LocalHub, tmp_path: Path) -> None
         run(tmp_path / "out", resume=True)
 
 
-def test_another_file_than_the_headers_were_of(server: LocalHub, tmp_path: Path, cache: Path) -> None:
+def test_another_file_than_the_headers_were_of(
+    server: LocalHub, tmp_path: Path, cache: Path
+) -> None:
     """A server that lies: the commit's files never change."""
 
     def swap(name: str) -> None:
@@ -348,7 +374,18 @@ class Process:
     def __init__(self, server: LocalHub, home: Path, out: Path, *more: str) -> None:
         kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
         own = {"HF_ENDPOINT": server.url, "HF_HUB_CACHE": str(home), "HF_HUB_DISABLE_XET": "1"}
-        options = ["--schema", SCHEMA, "--target", "sm90", "--tp", "2", "--device", "cpu", "--threads", "2"]
+        options = [
+            "--schema",
+            SCHEMA,
+            "--target",
+            "sm90",
+            "--tp",
+            "2",
+            "--device",
+            "cpu",
+            "--threads",
+            "2",
+        ]
         command = [sys.executable, "-m", "hqconv", "convert", NAME, "-o", str(out), *options, *more]
         self.process = processes.Process(
             command,
@@ -362,7 +399,11 @@ class Process:
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_a_kill_loses_nothing(
-    server: LocalHub, cache: Path, tmp_path: Path, expected: dict[str, bytes], number: signal.Signals
+    server: LocalHub,
+    cache: Path,
+    tmp_path: Path,
+    expected: dict[str, bytes],
+    number: signal.Signals,
 ) -> None:
     held, go_on = threading.Event(), threading.Event()
 
@@ -417,7 +458,9 @@ def test_folders_that_killed_processes_left_are_removed(
         os.close(descriptor)
 
 
-def test_a_start_while_other_processes_end(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_while_other_processes_end(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They remove the folder above when it is empty; the start goes on, and leaves no open file."""
     monkeypatch.setattr("hqconv.io.hub.cache_folder", lambda: cache)
     real, left = tempfile.mkdtemp, [3]
@@ -440,7 +483,9 @@ def test_a_start_while_other_processes_end(cache: Path, tmp_path: Path, monkeypa
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_a_cache_in_which_no_folder_can_be_made(server: LocalHub, cache: Path, tmp_path: Path) -> None:
+def test_a_cache_in_which_no_folder_can_be_made(
+    server: LocalHub, cache: Path, tmp_path: Path
+) -> None:
     cache.mkdir()
     (cache / ".hqconv").write_text("a file")
     with pytest.raises(OutputError, match="Writing the output failed") as caught:
@@ -457,7 +502,9 @@ def test_digests_of_shards_that_are_removed(
     options: dict[str, Any] = {"cache_limit": size_of(server, 0), "source_digests": True}
     if is_resumed:
         gone = {"X_Error_Code": "EntryNotFound"}
-        server.before = lambda name: server.fail(f"/{shard(4)}$", 404, **gone) if name == shard(3) else None
+        server.before = lambda name: (
+            server.fail(f"/{shard(4)}$", 404, **gone) if name == shard(3) else None
+        )
         with pytest.raises(InputError):
             run(tmp_path / "out", **options)
         server.mend()
@@ -475,7 +522,9 @@ def test_digests_of_shards_that_are_removed(
 # --- other ways to convert ---------------------------------------------------------------------------------
 
 
-def test_static_scales_are_read_when_their_files_are_there(server: LocalHub, cache: Path, tmp_path: Path) -> None:
+def test_static_scales_are_read_when_their_files_are_there(
+    server: LocalHub, cache: Path, tmp_path: Path
+) -> None:
     src = small.save(tmp_path / "calibrated", input_scales.fp8())
     words = {"input_schema": "fp8-static", "tp": 1}
     conversions.run(src, tmp_path / "of-folder", "source", **words)
@@ -496,7 +545,11 @@ def test_a_shard_goes_while_other_tensors_are_read_from_it(
         ref = source.tensors["model.layers.0.input_layernorm.weight"]
         assert source.files[ref.file].name == shard(0)
         use = hub_prefetch.ShardUse({"a": (shard(0),)}, {shard(0): size_of(server, 0)})
-        prefetch, is_here, fill = hub_prefetch.HubPrefetch(source, use, CachePolicy()), source.is_here, safetensors.fill
+        prefetch, is_here, fill = (
+            hub_prefetch.HubPrefetch(source, use, CachePolicy()),
+            source.is_here,
+            safetensors.fill,
+        )
         others: list[int] = []
 
         def gone_then(name: str) -> bool:
@@ -507,7 +560,9 @@ def test_a_shard_goes_while_other_tensors_are_read_from_it(
 
         def read(*arguments: Any) -> int:
             prefetch.release("a")
-            others.extend(os.open(model / shard(1), os.O_RDONLY) for _ in range(4))  # take numbers that are free
+            others.extend(
+                os.open(model / shard(1), os.O_RDONLY) for _ in range(4)
+            )  # take numbers that are free
             return fill(*arguments)
 
         prefetch.start()
@@ -530,7 +585,9 @@ def test_a_shard_goes_while_other_tensors_are_read_from_it(
 
 
 @pytest.mark.parametrize("num_shards", [1, 3])
-def test_verify_streams_its_source(server: LocalHub, cache: Path, tmp_path: Path, model: Path, num_shards: int) -> None:
+def test_verify_streams_its_source(
+    server: LocalHub, cache: Path, tmp_path: Path, model: Path, num_shards: int
+) -> None:
     """Each shard is fetched once, within the limit, and removed; the report is that of a local source."""
     run(tmp_path / "out")
     server.whole.clear()
@@ -538,10 +595,14 @@ def test_verify_streams_its_source(server: LocalHub, cache: Path, tmp_path: Path
     report = hqconv.verify(tmp_path / "out", NAME, cache_limit=limit, threads=2)
     assert report.passed
     assert 0 < watch.most <= limit
-    assert sorted(name for name in server.whole if name.startswith("layer-")) == [shard(n) for n in range(NUM_LAYERS)]
+    assert sorted(name for name in server.whole if name.startswith("layer-")) == [
+        shard(n) for n in range(NUM_LAYERS)
+    ]
     assert_removed(cache)
     local = hqconv.verify(tmp_path / "out", model, threads=2)
-    assert [result.measured for result in report.results] == [result.measured for result in local.results]
+    assert [result.measured for result in report.results] == [
+        result.measured for result in local.results
+    ]
     server.whole.clear()
     hqconv.verify(tmp_path / "out", NAME, layers=[2], checks=["weights"])
     assert [name for name in server.whole if name.startswith("layer-")] == [shard(2)]

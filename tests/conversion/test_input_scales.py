@@ -31,7 +31,9 @@ def scales_in(out: Path) -> dict[str, dict[str, float]]:
     for path in sorted((out / "experts").rglob("*.safetensors")):
         tensors = load_file(path)
         one = {gemm: tensors[f"{LAYER}.{gemm}_input_scale"] for gemm in ("w13", "w2")}
-        assert all(tensor.dtype == torch.float32 and tensor.shape == (1,) for tensor in one.values())
+        assert all(
+            tensor.dtype == torch.float32 and tensor.shape == (1,) for tensor in one.values()
+        )
         found[path.parent.name] = {gemm: tensor.item() for gemm, tensor in one.items()}
     return found
 
@@ -39,14 +41,21 @@ def scales_in(out: Path) -> dict[str, dict[str, float]]:
 def refused(source: Source, folder: Path, schema: str = "fp8-tensor", **words: Any) -> HqconvError:
     """The error of a conversion that wrote nothing."""
     with pytest.raises(HqconvError) as error:
-        run(save(folder / "src", source), folder / "out", schema, **{"input_schema": "fp8-static", **words})
+        run(
+            save(folder / "src", source),
+            folder / "out",
+            schema,
+            **{"input_schema": "fp8-static", **words},
+        )
     assert not (folder / "out").exists()
     return error.value
 
 
 @pytest.mark.parametrize("kind", STATIC)
 @pytest.mark.parametrize("grid", [Grid(), Grid(2), Grid(1, 2), Grid(2, 2, "round_robin", 2)])
-def test_every_rank_has_the_largest_scale_of_all_experts(kind: str, grid: Grid, tmp_path: Path) -> None:
+def test_every_rank_has_the_largest_scale_of_all_experts(
+    kind: str, grid: Grid, tmp_path: Path
+) -> None:
     make, schema, inputs = STATIC[kind]
     source = save(tmp_path / "src", make())
     run(source, tmp_path / "out", schema, grid, input_schema=inputs)
@@ -54,9 +63,13 @@ def test_every_rank_has_the_largest_scale_of_all_experts(kind: str, grid: Grid, 
     words = manifest(tmp_path / "out")
     assert words["input_schema"] == inputs
     assert words["activation_schema"]["input_quant_mode"] == "static_tensor"
-    assert {gemm: words["blocks"][LAYER][gemm]["input_scale"] for gemm in ("w13", "w2")} == expected()
+    assert {
+        gemm: words["blocks"][LAYER][gemm]["input_scale"] for gemm in ("w13", "w2")
+    } == expected()
     of_scales = {name for name, _, _ in scale_names()}
-    assert {name: words["tensors"]["converted"].get(name) for name in of_scales} == dict.fromkeys(of_scales, LAYER)
+    assert {name: words["tensors"]["converted"].get(name) for name in of_scales} == dict.fromkeys(
+        of_scales, LAYER
+    )
     assert not words["tensors"]["dropped"]
     assert_verified(tmp_path / "out", source)
 
@@ -69,19 +82,29 @@ def test_hummings_own_reduction_gives_the_same(kind: str) -> None:
     words |= words.get("config_groups", {}).get("group_0", {}).get("input_activations", {})
     schema = humming().schema.BaseInputSchema.from_config(words)
     for gemm, roles in (("w13", ("gate_proj", "up_proj")), ("w2", ("down_proj",))):
-        each = [[tensors[f"{LAYER}.{e}.{role}.input_scale"].view(()) for role in roles] for e in range(E)]
+        each = [
+            [tensors[f"{LAYER}.{e}.{role}.input_scale"].view(()) for role in roles]
+            for e in range(E)
+        ]
         stacked = torch.stack([torch.stack(of_expert) for of_expert in each])
         found, made = schema._convert_humming({"input_scale": stacked}, [], [], torch.bfloat16, E)
         ours = NAMED_INPUTS[STATIC[kind][2]].humming_fields()
-        assert (found.input_quant_mode, str(found.a_dtype)) == (ours["input_quant_mode"], ours["a_dtype"])
-        assert {name: one.tolist() for name, one in made.items()} == {"input_scale": [expected()[gemm]]}
+        assert (found.input_quant_mode, str(found.a_dtype)) == (
+            ours["input_quant_mode"],
+            ours["a_dtype"],
+        )
+        assert {name: one.tolist() for name, one in made.items()} == {
+            "input_scale": [expected()[gemm]]
+        }
 
 
 def test_stacks_of_scales(tmp_path: Path) -> None:
     source = write(tmp_path / "src", "fused-fp8-expert").folder
     path = next(source.glob("*.safetensors"))
     tensors = load_file(path)
-    modules = [name.removesuffix(".down_proj") for name in tensors if name.endswith("experts.down_proj")]
+    modules = [
+        name.removesuffix(".down_proj") for name in tensors if name.endswith("experts.down_proj")
+    ]
     assert modules
     for number, name in enumerate(modules):
         for stack in ("gate_up_proj", "down_proj"):
@@ -108,7 +131,9 @@ def test_experts_that_calibration_missed_are_told_and_passed_over(tmp_path: Path
     wanted = {**expected(), "w13": as_stored(scale_of(0, "gate_proj"))}
     assert list(scales_in(tmp_path / "out").values()) == [wanted, wanted]
     assert_verified(tmp_path / "out", source)
-    assert not any("calibration" in text for text in run(source, tmp_path / "a16", "fp8-tensor").warnings)
+    assert not any(
+        "calibration" in text for text in run(source, tmp_path / "a16", "fp8-tensor").warnings
+    )
 
 
 @pytest.mark.parametrize("role", ["gate_up", "down"])
@@ -134,7 +159,9 @@ def test_a_scale_that_is_no_number_is_named(value: float, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("wrong", [torch.ones(2), torch.ones(0), torch.ones((), dtype=torch.int32)])
-def test_a_tensor_that_is_no_scale_is_refused_from_its_header(wrong: torch.Tensor, tmp_path: Path) -> None:
+def test_a_tensor_that_is_no_scale_is_refused_from_its_header(
+    wrong: torch.Tensor, tmp_path: Path
+) -> None:
     tensors, config = fp8()
     tensors[EXPERT_3] = wrong
     source = save(tmp_path / "src", (tensors, config))
@@ -145,11 +172,23 @@ def test_a_tensor_that_is_no_scale_is_refused_from_its_header(wrong: torch.Tenso
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "other activations": ("fp8", {"input_schema": "int8-static", "schema": "int4"}, "not measured for these"),
+    "other activations": (
+        "fp8",
+        {"input_schema": "int8-static", "schema": "int4"},
+        "not measured for these",
+    ),
     "dynamic config": ("dynamic", {}, "not measured for these"),
     "not calibrated": ("blocks", {"schema": "fp8-block"}, "no static activation scales"),
-    "checkpoint layout": ("fp8", {"layout": "checkpoint"}, "vLLM cannot load static activation scales"),
-    "two levels": ("fp8", {"input_schema": "two.toml", "target": "sm100", "schema": "nvfp4"}, "not measured for these"),
+    "checkpoint layout": (
+        "fp8",
+        {"layout": "checkpoint"},
+        "vLLM cannot load static activation scales",
+    ),
+    "two levels": (
+        "fp8",
+        {"input_schema": "two.toml", "target": "sm100", "schema": "nvfp4"},
+        "not measured for these",
+    ),
     "rotated": ("fp8", {"schema": "turned.toml"}, "before activations are rotated"),
 }
 
@@ -192,7 +231,13 @@ def test_an_artifact_as_source_keeps_its_scales(tmp_path: Path) -> None:
 
 
 def test_ranks_of_a_source_that_differ_are_refused(tmp_path: Path) -> None:
-    run(save(tmp_path / "src", fp8()), tmp_path / "out", "fp8-tensor", Grid(2), input_schema="fp8-static")
+    run(
+        save(tmp_path / "src", fp8()),
+        tmp_path / "out",
+        "fp8-tensor",
+        Grid(2),
+        input_schema="fp8-static",
+    )
     path = tmp_path / f"out/experts/tp1-ep0/{LAYER}.safetensors"
     data = path.read_bytes()
     stored = torch.tensor([expected()["w13"]]).numpy().tobytes()
@@ -204,11 +249,14 @@ def test_ranks_of_a_source_that_differ_are_refused(tmp_path: Path) -> None:
 
 def test_only_the_layers_that_ask_for_them_have_scales(tmp_path: Path) -> None:
     tensors, config = fp8()
-    second = {n.replace("layers.0", "layers.1"): t.clone() for n, t in tensors.items() if "layers.0" in n}
+    second = {
+        n.replace("layers.0", "layers.1"): t.clone() for n, t in tensors.items() if "layers.0" in n
+    }
     source = save(tmp_path / "src", (tensors | second, config | {"num_hidden_layers": 2}))
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(
-        'schema = "fp8-tensor"\n[[override]]\nlayers = "1"\ninput_schema = "fp8-static"\n', encoding="utf-8"
+        'schema = "fp8-tensor"\n[[override]]\nlayers = "1"\ninput_schema = "fp8-static"\n',
+        encoding="utf-8",
     )
     words = ["convert", source, "-o", tmp_path / "out", "--config", recipe, "--target", "sm90"]
     done = CliRunner().invoke(app, [str(word) for word in (*words, "--device", "cpu")])
@@ -224,11 +272,16 @@ def test_inspect_load_and_dequantize(tmp_path: Path) -> None:
     run(source, tmp_path / "out", "fp8-tensor", Grid(2, 2), input_schema="fp8-static")
     run(source, tmp_path / "plain", "fp8-tensor")
     words = hqconv.inspect(tmp_path / "out")
-    assert words["input_scales"] == {gemm: {"min": one, "max": one} for gemm, one in expected().items()}
+    assert words["input_scales"] == {
+        gemm: {"min": one, "max": one} for gemm, one in expected().items()
+    }
     shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "out")]).output
     assert "static scales: w13 0.127, w2 0.0476" in shown
     assert (
-        json.loads(CliRunner().invoke(app, ["inspect", str(tmp_path / "plain"), "--json"]).output)["input_scales"] == {}
+        json.loads(CliRunner().invoke(app, ["inspect", str(tmp_path / "plain"), "--json"]).output)[
+            "input_scales"
+        ]
+        == {}
     )
     gemms = hqconv.load(tmp_path / "out", layer=LAYER, tp_rank=1, ep_rank=1)
     assert {gemm: one.tensors["input_scale"].tolist() for gemm, one in gemms.items()} == {

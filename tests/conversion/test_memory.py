@@ -82,11 +82,19 @@ class Meter:
             env={**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", **environment},
         )
 
-    def measure(self, src: Path, out: Path, schema: str, limit: int, **words: Any) -> dict[str, int]:
+    def measure(
+        self, src: Path, out: Path, schema: str, limit: int, **words: Any
+    ) -> dict[str, int]:
         """How far memory rose (bytes), the most open files, and the number of workers."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        job = {"src": str(src), "out": str(out), "schema": schema, "limit": limit, "tiny": str(self.tiny)}
+        job = {
+            "src": str(src),
+            "out": str(out),
+            "schema": schema,
+            "limit": limit,
+            "tiny": str(self.tiny),
+        }
         job = {"layout": "kernel", "threads": 2, "tp": 1, "ep": 1, **job, **words}
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
@@ -129,13 +137,23 @@ def planned_bytes(src: Path, schema: str, tp: int, layout: str, limit: int = 0) 
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(("schema", "layout", "tp", "ep"), [("mxfp4", "kernel", 2, 2), ("nvfp4", "checkpoint", 1, 1)])
+@pytest.mark.parametrize(
+    ("schema", "layout", "tp", "ep"), [("mxfp4", "kernel", 2, 2), ("nvfp4", "checkpoint", 1, 1)]
+)
 def test_memory_stays_under_the_tightest_limit_for_two_workers(
-    schema: str, layout: str, tp: int, ep: int, meter: Meter, models: dict[int, Path], tmp_path: Path
+    schema: str,
+    layout: str,
+    tp: int,
+    ep: int,
+    meter: Meter,
+    models: dict[int, Path],
+    tmp_path: Path,
 ) -> None:
     src = models[8]
     limit = 2 * planned_bytes(src, schema, tp, layout)
-    found = meter.measure(src, tmp_path / "out", schema, limit, layout=layout, tp=tp, ep=ep, threads=4)
+    found = meter.measure(
+        src, tmp_path / "out", schema, limit, layout=layout, tp=tp, ep=ep, threads=4
+    )
     print(schema, layout, f"measured {found['bytes'] / MIB:.1f} MiB, limit {limit / MIB:.1f} MiB")
     assert found["workers"] == 2
     assert sum(p.stat().st_size for p in src.glob("*.safetensors")) > 5 * limit
@@ -145,7 +163,9 @@ def test_memory_stays_under_the_tightest_limit_for_two_workers(
 
 
 @pytest.mark.full
-def test_memory_does_not_grow_with_the_model(tiny: Path, models: dict[int, Path], tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_the_model(
+    tiny: Path, models: dict[int, Path], tmp_path: Path
+) -> None:
     """Without what the C library keeps for later, and with one worker, so that the figures repeat.
 
     Fewer than four layers end before reading, writing and hashing all have their buffers: 31 MiB for two layers, 33 for
@@ -225,17 +245,26 @@ QUANTIZED: dict[str, tuple[Any, dict[str, Any]]] = {
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": _INT4}},
         },
     ),
-    "gptq": (_gptq, {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}),
+    "gptq": (
+        _gptq,
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False},
+    ),
 }
 
 
 def save_quantized(folder: Path, kind: str, experts: int, hidden: int, inner: int) -> Path:
     """One layer in a quantized format."""
     make, quantization = QUANTIZED[kind]
-    src = save_big(folder, 1, experts, hidden, inner, torch.float16 if kind == "gptq" else torch.bfloat16)
+    src = save_big(
+        folder, 1, experts, hidden, inner, torch.float16 if kind == "gptq" else torch.bfloat16
+    )
     tensors: dict[str, torch.Tensor] = {}
     for expert in range(experts):
-        for name, (n, k) in {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}.items():
+        for name, (n, k) in {
+            "gate": (inner, hidden),
+            "up": (inner, hidden),
+            "down": (hidden, inner),
+        }.items():
             base = f"model.layers.0.mlp.experts.{expert}.{name}_proj"
             tensors |= {base + part: tensor for part, tensor in make(n, k).items()}
     return _rewrite(src, tensors, {"quantization_config": quantization})
@@ -246,7 +275,9 @@ def save_fused(folder: Path, experts: int, hidden: int, inner: int) -> Path:
     src = save_big(folder, 1, experts, hidden, inner, torch.bfloat16)
     layer = "model.layers.0.mlp.experts"
     shapes = {"gate_up_proj": (hidden, 2 * inner), "down_proj": (inner, hidden)}
-    tensors = {f"{layer}.{name}": torch.ones(experts, *shape).bfloat16() for name, shape in shapes.items()}
+    tensors = {
+        f"{layer}.{name}": torch.ones(experts, *shape).bfloat16() for name, shape in shapes.items()
+    }
     tensors |= {f"{layer}.gate_up_proj_bias": torch.zeros(experts, 2 * inner).bfloat16()}
     tensors |= {f"{layer}.down_proj_bias": torch.zeros(experts, hidden).bfloat16()}
     sizes = {"model_type": "gpt_oss", "intermediate_size": inner, "num_local_experts": experts}

@@ -33,7 +33,10 @@ def write(folder: Path, gated: bool, sizes: tuple[int, int, int], dtype: torch.d
         for name, shape in shapes.items()
     }
     folder.mkdir()
-    save_file({**tensors, "lm_head.weight": torch.ones(8, hidden, dtype=dtype)}, folder / "model.safetensors")
+    save_file(
+        {**tensors, "lm_head.weight": torch.ones(8, hidden, dtype=dtype)},
+        folder / "model.safetensors",
+    )
     words = {"hidden_size": hidden, "moe_intermediate_size": inner, "num_hidden_layers": 1}
     words |= {"num_experts_per_tok": 1, "num_experts" if gated else "n_routed_experts": num_experts}
     (folder / "config.json").write_text(json.dumps(words | (GATED if gated else UNGATED)))
@@ -50,9 +53,16 @@ def write(folder: Path, gated: bool, sizes: tuple[int, int, int], dtype: torch.d
     ids=str,
 )
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])
-def test_they_convert_and_verify(tmp_path: Path, gated: bool, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_they_convert_and_verify(
+    tmp_path: Path, gated: bool, sizes: tuple[int, int, int], dtype: torch.dtype
+) -> None:
     source = write(tmp_path / "source", gated, sizes, dtype)
-    cases = [("mxfp4", Grid(tp=2)), ("nvfp4", Grid(ep=min(2, sizes[0]))), ("int4-g64-zp", Grid()), ("int8", None)]
+    cases = [
+        ("mxfp4", Grid(tp=2)),
+        ("nvfp4", Grid(ep=min(2, sizes[0]))),
+        ("int4-g64-zp", Grid()),
+        ("int8", None),
+    ]
     for schema, grid in cases:
         out = tmp_path / schema
         run(source, out, schema, grid, layout="kernel" if grid else "checkpoint")
@@ -61,7 +71,9 @@ def test_they_convert_and_verify(tmp_path: Path, gated: bool, sizes: tuple[int, 
         assert layer["w13_order"] == (["gate", "up"] if gated else ["up"])
 
 
-def test_a_shard_of_nothing_but_empty_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_of_nothing_but_empty_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its files are finished although nothing is ever written to them, and not before they are made."""
 
     class Slow(UnitWriter):
@@ -71,8 +83,18 @@ def test_a_shard_of_nothing_but_empty_tensors(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr("hqconv.conversion.executor.UnitWriter", Slow)
     src = write_qwen3_moe(tmp_path / "src", num_layers=1)
-    tensors = {name: tensor for name, tensor in load_file(src / "model.safetensors").items() if ".experts." in name}
-    save_file({**tensors, "nothing": torch.empty(0), "no.rows": torch.empty(0, 7)}, src / "model.safetensors")
+    tensors = {
+        name: tensor
+        for name, tensor in load_file(src / "model.safetensors").items()
+        if ".experts." in name
+    }
+    save_file(
+        {**tensors, "nothing": torch.empty(0), "no.rows": torch.empty(0, 7)},
+        src / "model.safetensors",
+    )
     run(src, tmp_path / "out", "mxfp4")
     found = load_file(tmp_path / "out/model.safetensors")
-    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {"nothing": (0,), "no.rows": (0, 7)}
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {
+        "nothing": (0,),
+        "no.rows": (0, 7),
+    }

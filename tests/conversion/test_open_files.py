@@ -46,14 +46,18 @@ def test_many_ranks_and_groups_with_128_open_files(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SCRIPT, str(src), str(tmp_path / "out")]
     done = processes.run(command, cwd=REPO, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert int(done.stdout) < 96  # the rest is for more source shards, and threads that need one more
+    assert (
+        int(done.stdout) < 96
+    )  # the rest is for more source shards, and threads that need one more
     assert len(list((tmp_path / "out").rglob("*.safetensors"))) == 5 * 4 * 32 + 1
 
 
 # --- files that cannot be closed -----------------------------------------------------------------------------
 
 
-def refuse_to_close(monkeypatch: pytest.MonkeyPatch, folder: Path, ending: str = ".safetensors") -> list[str]:
+def refuse_to_close(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, ending: str = ".safetensors"
+) -> list[str]:
     """Let `close` of the files below a folder fail, as a network's file system may; the list gets their names."""
     close, failed = os.close, list[str]()
 
@@ -84,7 +88,9 @@ def test_a_source_file_that_cannot_be_closed_is_named(
     run(src, tmp_path / "out", "mxfp4", resume=(tmp_path / "out").exists())
 
 
-def test_files_of_an_artifact_and_of_the_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_an_artifact_and_of_the_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     src, out = write_qwen3_moe(tmp_path / "src", num_layers=1), tmp_path / "out"
     with monkeypatch.context() as patch:
         refuse_to_close(patch, out, "experts.safetensors.partial")
@@ -103,7 +109,9 @@ def test_files_of_an_artifact_and_of_the_output(tmp_path: Path, monkeypatch: pyt
         assert str(out) in caught.value.where
 
 
-def test_every_file_of_a_pool_is_closed_though_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_file_of_a_pool_is_closed_though_one_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in "abc":
         (tmp_path / name).touch()
     pool = Descriptors(lambda name: os.open(tmp_path / name, os.O_RDONLY))

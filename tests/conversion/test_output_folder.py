@@ -39,7 +39,9 @@ def files_of(root: Path) -> list[str]:
 
 
 @contextmanager
-def opened(root: Path, identity: dict[str, Any] = IDENTITY, **modes: bool) -> Iterator[OutputFolder]:
+def opened(
+    root: Path, identity: dict[str, Any] = IDENTITY, **modes: bool
+) -> Iterator[OutputFolder]:
     with OutputFolder(root, identity, PATHS) as folder:
         folder.start(1000, **modes)
         yield folder
@@ -49,7 +51,9 @@ def record_group(folder: OutputFolder, path: str, content: bytes = b"") -> None:
     file = build_file(path, [TensorSpec("t", "U8", (64,))], {})
     writer = UnitWriter(folder.root, (file,))
     writer.write_at(0, file.tensors["t"].offset_bytes, (content or path.encode()).ljust(64))
-    folder.record(JournalEntry(path, finished_files(writer, (file,)), {"w1": {"relative_error": 0.1}}))
+    folder.record(
+        JournalEntry(path, finished_files(writer, (file,)), {"w1": {"relative_error": 0.1}})
+    )
 
 
 def unfinished(root: Path, *paths: str) -> Path:
@@ -68,7 +72,11 @@ def manifest_of(folder: OutputFolder) -> bytes:
     document = {
         **texts,
         "format_version": FORMAT_VERSION,
-        "source": {"name": "model", **dict.fromkeys(("revision", "quantization_config", "index_sha256")), "files": []},
+        "source": {
+            "name": "model",
+            **dict.fromkeys(("revision", "quantization_config", "index_sha256")),
+            "files": [],
+        },
         "weight_schema": schema_of("int4").humming_fields(),
         "input_schema": "a16",
         "dtype": "bfloat16",
@@ -174,7 +182,9 @@ def test_a_line_that_makes_no_sense_is_skipped(tmp_path: Path, line: bytes, is_w
     with opened(tmp_path) as folder:
         record_group(folder, "a.safetensors")
         with (tmp_path / JOURNAL).open("ab") as file:
-            file.write((encode_line(json.loads(line)) if is_whole and line[-1:] == b"}" else line) + b"\n")
+            file.write(
+                (encode_line(json.loads(line)) if is_whole and line[-1:] == b"}" else line) + b"\n"
+            )
         record_group(folder, "b.safetensors")
     with opened(tmp_path, resume=True) as again:
         assert list(again.done) == ["a.safetensors", "b.safetensors"]
@@ -259,7 +269,9 @@ def test_what_may_be_started_in(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="not empty"), opened(tmp_path / "foreign", resume=True):
         pass
     assert files_of(tmp_path / "foreign") == ["photo.jpg"]
-    with opened(tmp_path / "fresh", resume=True) as folder:  # nothing there yet: --resume simply starts
+    with opened(
+        tmp_path / "fresh", resume=True
+    ) as folder:  # nothing there yet: --resume simply starts
         assert folder.done == {}
 
 
@@ -324,7 +336,9 @@ def test_the_old_artifact_stays_until_the_new_one_is_complete(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("stray", ["notes.txt", "experts/tp0-ep0/mine.bin", "deep/er/photo.jpg", ".hidden", "link"])
+@pytest.mark.parametrize(
+    "stray", ["notes.txt", "experts/tp0-ep0/mine.bin", "deep/er/photo.jpg", ".hidden", "link"]
+)
 def test_strays_are_refused_by_name_and_nothing_is_lost(tmp_path: Path, stray: str) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -338,7 +352,10 @@ def test_strays_are_refused_by_name_and_nothing_is_lost(tmp_path: Path, stray: s
         else:
             (root / stray).write_bytes(b"mine")
         before = files_of(root)
-        with pytest.raises(OutputError, match="files that hqconv did not make") as caught, opened(root, overwrite=True):
+        with (
+            pytest.raises(OutputError, match="files that hqconv did not make") as caught,
+            opened(root, overwrite=True),
+        ):
             pass
         assert caught.value.found == stray
         assert caught.value.exit_code == 4
@@ -370,9 +387,17 @@ def test_files_that_the_hub_and_git_put_there_are_carried_over(tmp_path: Path) -
             (out / name / "sub" / "file").write_bytes(name.encode())
         else:
             (out / name).write_bytes(name.encode())
-    before = {path: (out / path).read_bytes() for path in files_of(out) if not path.endswith(".safetensors")}
+    before = {
+        path: (out / path).read_bytes()
+        for path in files_of(out)
+        if not path.endswith(".safetensors")
+    }
     replace(out, "b.safetensors")
-    after = {path: (out / path).read_bytes() for path in files_of(out) if not path.endswith(".safetensors")}
+    after = {
+        path: (out / path).read_bytes()
+        for path in files_of(out)
+        if not path.endswith(".safetensors")
+    }
     before.pop("hqconv.json")
     after.pop("hqconv.json")
     assert after == before
@@ -381,7 +406,9 @@ def test_files_that_the_hub_and_git_put_there_are_carried_over(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("path", ["../outside/kept", "/etc/hostname", "a\0b", "link/kept"])
-def test_a_manifest_that_lists_files_elsewhere_removes_none_of_them(tmp_path: Path, path: str) -> None:
+def test_a_manifest_that_lists_files_elsewhere_removes_none_of_them(
+    tmp_path: Path, path: str
+) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "kept").write_bytes(b"x")
@@ -433,7 +460,9 @@ with opened(Path(sys.argv[1]), overwrite=sys.argv[2] == "overwrite"):
 @contextmanager
 def held_by_another_process(out: Path, mode: str = "") -> Iterator[int]:
     command = [sys.executable, "-c", HOLDER, str(out), mode]
-    process = processes.Process(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPO)
+    process = processes.Process(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPO
+    )
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -447,14 +476,19 @@ def held_by_another_process(out: Path, mode: str = "") -> Iterator[int]:
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("modes", [{}, {"resume": True}, {"overwrite": True}], ids=str)
 @pytest.mark.parametrize("replaces", [False, True])
-def test_a_second_process_is_told_who_is_at_work(tmp_path: Path, modes: dict[str, bool], replaces: bool) -> None:
+def test_a_second_process_is_told_who_is_at_work(
+    tmp_path: Path, modes: dict[str, bool], replaces: bool
+) -> None:
     out = tmp_path / "out"
     if replaces:
         finished(out, "a.safetensors")
     with held_by_another_process(out, "overwrite" if replaces else "") as pid:
         place = side_folder(out) if replaces else out
         before = (place / JOURNAL).read_bytes()
-        with pytest.raises(OutputError, match="Another process is at work") as caught, opened(out, **modes):
+        with (
+            pytest.raises(OutputError, match="Another process is at work") as caught,
+            opened(out, **modes),
+        ):
             pass
         assert caught.value.found == f"process {pid} on {socket.gethostname()}"
         assert caught.value.exit_code == 4
@@ -463,7 +497,9 @@ def test_a_second_process_is_told_who_is_at_work(tmp_path: Path, modes: dict[str
         pass
 
 
-def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def none(*_: object) -> None:
         raise OSError(next(iter(journal_module._NO_LOCKS)), "No locks available")
 
@@ -517,7 +553,9 @@ RESTS = ["nothing", "the old one", "half of the old one"]
 
 
 @pytest.mark.parametrize("rest", RESTS)
-def test_a_finished_artifact_is_recognised_beside_an_empty_journal(rest: str, tmp_path: Path) -> None:
+def test_a_finished_artifact_is_recognised_beside_an_empty_journal(
+    rest: str, tmp_path: Path
+) -> None:
     out = killed_twice(tmp_path, rest)
     with OutputFolder(out, IDENTITY, PATHS, lambda _: None) as folder:
         assert folder.start(1000, resume=True) is False

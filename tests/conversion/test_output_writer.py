@@ -58,7 +58,9 @@ def names(root: Path) -> list[str]:
 # --- files -------------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_leaves_no_half_of_a_small_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_no_half_of_a_small_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_whole(tmp_path, "page.html", b"before")
 
     def full(_: int) -> None:
@@ -84,7 +86,9 @@ def test_files_appear_whole_and_only_at_the_end(tmp_path: Path) -> None:
         data = (tmp_path / file.path).read_bytes()
         assert record == FileRecord(file.path, len(data), hashlib.sha256(data).hexdigest())
         parsed = dict(safetensors.deserialize(data))
-        assert {name: bytes(t["data"]) for name, t in parsed.items()} == {n: contents[n] for n in file.tensors}
+        assert {name: bytes(t["data"]) for name, t in parsed.items()} == {
+            n: contents[n] for n in file.tensors
+        }
         assert stat.S_IMODE((tmp_path / file.path).stat().st_mode) & 0o600 == 0o600
 
 
@@ -129,7 +133,9 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int, cod
     monkeypatch.setattr(owner, name, call)
 
 
-@pytest.mark.parametrize(("code", "said"), [(errno.ENOSPC, "full"), (errno.EDQUOT, "full"), (errno.EIO, "failed")])
+@pytest.mark.parametrize(
+    ("code", "said"), [(errno.ENOSPC, "full"), (errno.EDQUOT, "full"), (errno.EIO, "failed")]
+)
 def test_an_error_of_the_disk_is_an_output_error(
     code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,7 +149,9 @@ def test_an_error_of_the_disk_is_an_output_error(
     writer.abandon()
 
 
-def test_a_small_file_is_old_or_new_never_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_file_is_old_or_new_never_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "sub" / "config.json"
     write_whole(tmp_path, "sub/config.json", b"old")
     fail_at(monkeypatch, os, "fsync", 1, errno.EIO)
@@ -152,12 +160,16 @@ def test_a_small_file_is_old_or_new_never_half(tmp_path: Path, monkeypatch: pyte
     assert path.read_bytes() == b"old"
     monkeypatch.undo()
     record = write_whole(tmp_path, "sub/config.json", b"new and longer")
-    assert record == FileRecord("sub/config.json", 14, hashlib.sha256(b"new and longer").hexdigest())
+    assert record == FileRecord(
+        "sub/config.json", 14, hashlib.sha256(b"new and longer").hexdigest()
+    )
     assert path.read_bytes() == b"new and longer"
     assert names(tmp_path) == ["sub/config.json"]
 
 
-def test_sha256_of_a_file_larger_than_its_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sha256_of_a_file_larger_than_its_buffer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = random.Random(0).randbytes(10_001)
     (tmp_path / "x").write_bytes(data)
     monkeypatch.setattr(file_access, "_CHUNK_BYTES", 1 << 10)

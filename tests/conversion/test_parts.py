@@ -83,12 +83,18 @@ def test_every_unit_has_one_part_and_shares_are_even(count: int) -> None:
     draw = random.Random(count)
     sizes = [draw.choice((0, 1, 7, 1000)) for _ in range(40)] + [0]
     units: list[Any] = [
-        (Layer if n % 2 else SimpleNamespace)(name=str(n), num_bytes_read=s) for n, s in enumerate(sizes)
+        (Layer if n % 2 else SimpleNamespace)(name=str(n), num_bytes_read=s)
+        for n, s in enumerate(sizes)
     ]
     shares = [Part(number, count).share(units) for number in range(1, count + 1)]
-    assert sorted(unit.name for share in shares for unit in share) == sorted(unit.name for unit in units)
+    assert sorted(unit.name for share in shares for unit in share) == sorted(
+        unit.name for unit in units
+    )
     for kind in (True, False):
-        loads = [sum(u.num_bytes_read for u in share if isinstance(u, MoeLayerPlan) is kind) for share in shares]
+        loads = [
+            sum(u.num_bytes_read for u in share if isinstance(u, MoeLayerPlan) is kind)
+            for share in shares
+        ]
         assert max(loads) <= sum(loads) / count + 1000
 
 
@@ -130,8 +136,12 @@ def test_one_after_the_other_in_any_order(src: Path, alone: dict[str, str], tmp_
 
 
 @pytest.mark.parametrize("count", [2, 3, 7])
-def test_at_once_exactly_one_seals(count: int, src: Path, alone: dict[str, str], tmp_path: Path) -> None:
-    reports = together(src, tmp_path / "out", *(f"{number}/{count}" for number in range(1, count + 1)))
+def test_at_once_exactly_one_seals(
+    count: int, src: Path, alone: dict[str, str], tmp_path: Path
+) -> None:
+    reports = together(
+        src, tmp_path / "out", *(f"{number}/{count}" for number in range(1, count + 1))
+    )
     assert all(not isinstance(report, HqconvError) for report in reports), reports
     sealed = [report for report in reports if report.is_complete and not report.was_finished]
     assert len(sealed) == 1
@@ -193,7 +203,13 @@ def test_what_a_killed_part_did_is_taken_over(
 ) -> None:
     out = tmp_path / "out"
     command = [sys.executable, "-c", _KILLED, "convert", str(src), "-o", str(out), *OPTIONS]
-    environment = {**os.environ, "PYTHONPATH": str(REPO), "TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(REPO),
+        "TORCHELASTIC_RUN_ID": "x",
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+    }
     died = subprocess.run(command, env=environment, check=False, capture_output=True)
     assert died.returncode == -signal.SIGKILL, died.stderr
     assert (out / part_journal(1, 2)).exists()  # torchrun's rank is the part
@@ -206,7 +222,9 @@ def test_what_a_killed_part_did_is_taken_over(
     assert snapshot(out) == alone
 
 
-def test_a_file_that_was_damaged_meanwhile_is_made_anew(src: Path, alone: dict[str, str], tmp_path: Path) -> None:
+def test_a_file_that_was_damaged_meanwhile_is_made_anew(
+    src: Path, alone: dict[str, str], tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     part(src, out, "1/2")
     damaged = next(path for path in sorted(out.rglob("*.safetensors")))
@@ -246,7 +264,9 @@ def test_two_that_begin_in_one_new_folder_wait_for_each_other(
 
 
 @pytest.mark.parametrize("rival", ["1/2", "1/3", "2/4"])
-def test_no_rival_beside_a_part_at_work(rival: str, src: Path, alone: dict[str, str], tmp_path: Path) -> None:
+def test_no_rival_beside_a_part_at_work(
+    rival: str, src: Path, alone: dict[str, str], tmp_path: Path
+) -> None:
     """The same part, parts of another count, and whole conversions; the other part of the same count may work."""
     out = tmp_path / "out"
     part(src, out, "2/2")
@@ -263,7 +283,9 @@ def test_no_rival_beside_a_part_at_work(rival: str, src: Path, alone: dict[str, 
     assert snapshot(out) == alone
 
 
-def test_nothing_is_sealed_while_a_part_may_make_files_anew(src: Path, alone: dict[str, str], tmp_path: Path) -> None:
+def test_nothing_is_sealed_while_a_part_may_make_files_anew(
+    src: Path, alone: dict[str, str], tmp_path: Path
+) -> None:
     """All units are recorded, but a part that joined again found a damaged file."""
     out = tmp_path / "out"
     part(src, out, "1/2")
@@ -275,10 +297,15 @@ def test_nothing_is_sealed_while_a_part_may_make_files_anew(src: Path, alone: di
     assert snapshot(out) == alone
 
 
-def test_no_part_beside_a_whole_conversion(src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_part_beside_a_whole_conversion(
+    src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("hqconv.conversion.output_folder._WAIT_S", 0.1)
     (tmp_path / "out").mkdir()
-    with FolderJournal(tmp_path / "out"), pytest.raises(OutputError, match="Another process is at work"):
+    with (
+        FolderJournal(tmp_path / "out"),
+        pytest.raises(OutputError, match="Another process is at work"),
+    ):
         part(src, tmp_path / "out", "1/2")
 
 
@@ -310,7 +337,9 @@ def test_modes_and_folders_that_parts_do_not_have(src: Path, tmp_path: Path) -> 
     assert not out.exists()
 
 
-def test_without_locks_there_are_no_parts(src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_there_are_no_parts(
+    src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -363,7 +392,9 @@ def test_other_journals_are_not_taken_over(content: bytes | None, tmp_path: Path
     assert [path.name for path in tmp_path.iterdir()] == [JOURNAL]
 
 
-def test_a_new_journal_that_another_process_locked_first_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_journal_that_another_process_locked_first_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where the process that created the file is refused afterwards."""
     lock = Journal._lock
 
@@ -378,7 +409,9 @@ def test_a_new_journal_that_another_process_locked_first_stays(tmp_path: Path, m
     assert (tmp_path / JOURNAL).exists()
 
 
-def test_starting_anew_forgets_what_parts_did(src: Path, alone: dict[str, str], tmp_path: Path) -> None:
+def test_starting_anew_forgets_what_parts_did(
+    src: Path, alone: dict[str, str], tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     part(src, out, "1/2")
     write_part_journal(out, {"request": "x"}, "unit")

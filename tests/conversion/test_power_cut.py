@@ -23,14 +23,18 @@ def src(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_nothing_comes_before_what_it_relies_on_is_synced(name: str, src: Path, tmp_path: Path) -> None:
+def test_nothing_comes_before_what_it_relies_on_is_synced(
+    name: str, src: Path, tmp_path: Path
+) -> None:
     """Data before names, files before journal lines, all before the manifest, and that before an exchange."""
     recording = recorded(tmp_path, name, src)
     assert {"open", "write", "size", "sync", "rename", "mkdir"} <= {op.kind for op in recording.ops}
     assert out_of_order(recording) == []
     (tmp_path / "end").mkdir()
     played(recording.disk(), recording.ops).write_to(tmp_path / "end")
-    assert snapshot(tmp_path / "end/out") == recording.new  # nothing that changed the disk was missed
+    assert (
+        snapshot(tmp_path / "end/out") == recording.new
+    )  # nothing that changed the disk was missed
 
 
 def test_new_folders_last_with_those_above_them(tmp_path: Path) -> None:
@@ -99,11 +103,15 @@ def test_only_what_is_synced_lasts() -> None:
     assert not disk_of(*CREATE).is_safe("x")
     assert not disk_of(*CREATE, Op("sync", handle=1)).is_safe("x")
     assert disk_of(*CREATE, Op("sync", handle=1), *SYNC_ROOT).is_safe("x")
-    assert not disk_of(*CREATE, Op("sync", handle=1), *SYNC_ROOT, Op("rename", "x", "y")).is_safe("y")
+    assert not disk_of(*CREATE, Op("sync", handle=1), *SYNC_ROOT, Op("rename", "x", "y")).is_safe(
+        "y"
+    )
 
 
 def test_a_folder_that_is_not_synced_takes_all_with_it() -> None:
     inside = [Op("mkdir", "d"), Op("open", "d/x", handle=1, size=1), Op("sync", handle=1)]
     disk = disk_of(*inside, Op("open", "d", handle=2), Op("sync", handle=2))
     assert not disk.is_safe("d/x")
-    assert disk_of(*inside, Op("open", "d", handle=2), Op("sync", handle=2), *SYNC_ROOT).is_safe("d/x")
+    assert disk_of(*inside, Op("open", "d", handle=2), Op("sync", handle=2), *SYNC_ROOT).is_safe(
+        "d/x"
+    )

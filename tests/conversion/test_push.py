@@ -58,11 +58,17 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[UploadHub]:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    return {
+        p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()
+    }
 
 
 def there(hub: UploadHub, number: int = -1, branch: str = "main") -> dict[str, bytes]:
-    return {name: stored.data for name, stored in hub.commits[branch][number].items() if name != ".gitattributes"}
+    return {
+        name: stored.data
+        for name, stored in hub.commits[branch][number].items()
+        if name != ".gitattributes"
+    }
 
 
 def assert_only_whole(hub: UploadHub, *artifacts: Path, branch: str = "main") -> None:
@@ -88,7 +94,10 @@ def test_one_commit_holds_all(out: Path, hub: UploadHub) -> None:
 
 def test_what_is_downloaded_verifies(made: Path, out: Path, hub: UploadHub, tmp_path: Path) -> None:
     push(out, REPO)
-    with hub_server.serve(hub.write(tmp_path / "served"), REPO) as served, pytest.MonkeyPatch.context() as patch:
+    with (
+        hub_server.serve(hub.write(tmp_path / "served"), REPO) as served,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         hub_server.use(patch, served.url, tmp_path / "cache2")
         snapshot_download(REPO, local_dir=tmp_path / "down", endpoint=served.url)
     assert (tmp_path / "down/.cache/huggingface").is_dir()
@@ -135,10 +144,19 @@ def test_a_card_with_an_evaluation_is_pushed_with_its_sum(out: Path, hub: Upload
     """After a first push too; every file of the repo is then the local one."""
     push(out, REPO)
     manifest = read_manifest(out)
-    document = {"kind": "evaluation", "manifest_sha256": manifest.sha256, "top1_agreement": 0.5, "schema": "int8"}
+    document = {
+        "kind": "evaluation",
+        "manifest_sha256": manifest.sha256,
+        "top1_agreement": 0.5,
+        "schema": "int8",
+    }
     document |= dict.fromkeys(("num_tokens", "num_predictions", "context_length"), 9)
     document |= dict.fromkeys(("compute_dtype", "activations", "transformers_version"), "x")
-    document |= {"text": {"name": "<!-- -->", "sha256": "0" * 64}, "artifact": "out", "source": {"name": "src"}}
+    document |= {
+        "text": {"name": "<!-- -->", "sha256": "0" * 64},
+        "artifact": "out",
+        "source": {"name": "src"},
+    }
     document |= {key: {"source": 2.0, "artifact": 7.4} for key in ("perplexity", "mean_nll")}
     document["kl"] = dict.fromkeys(("mean", "median", "p90", "p99", "max", "standard_error"), 0.125)
     write_evaluation(out, manifest, document)
@@ -165,10 +183,19 @@ def test_cards_that_people_edited(out: Path, hub: UploadHub) -> None:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name",
-    ["tokenizer.json", "config.json", "model.safetensors.index.json", "model.safetensors", "rank", "hqconv.json"],
+    [
+        "tokenizer.json",
+        "config.json",
+        "model.safetensors.index.json",
+        "model.safetensors",
+        "rank",
+        "hqconv.json",
+    ],
 )
 @pytest.mark.parametrize("is_published", [False, True])
-def test_a_flipped_bit_is_never_published(made: Path, out: Path, hub: UploadHub, name: str, is_published: bool) -> None:
+def test_a_flipped_bit_is_never_published(
+    made: Path, out: Path, hub: UploadHub, name: str, is_published: bool
+) -> None:
     """Not in a small file, nor in a large one; neither over an older artifact nor into an empty repo."""
     if is_published:
         push(made / "old", REPO)
@@ -176,12 +203,16 @@ def test_a_flipped_bit_is_never_published(made: Path, out: Path, hub: UploadHub,
     data = bytearray(paths[0].read_bytes())
     data[data.index(b"version") if name == "hqconv.json" else len(data) // 2] ^= 1
     paths[0].write_bytes(data)
-    if is_published and name == "model.safetensors":  # the repo has its right bytes: they are not sent
+    if (
+        is_published and name == "model.safetensors"
+    ):  # the repo has its right bytes: they are not sent
         push(out, REPO)
         assert there(hub) == files_of(made / "new")
         return
     before = there(hub) if is_published else {}
-    with pytest.raises(VerificationError, match=r"other bytes than the manifest|not those that its digest|damaged"):
+    with pytest.raises(
+        VerificationError, match=r"other bytes than the manifest|not those that its digest|damaged"
+    ):
         push(out, REPO)
     assert (there(hub) if hub.commits else {}) == before
 
@@ -215,7 +246,9 @@ def test_an_artifact_that_is_replaced_meanwhile(
     assert there(hub) == files_of(made / "old")
 
 
-def test_an_artifact_that_is_replaced_after_the_commit(made: Path, out: Path, hub: UploadHub) -> None:
+def test_an_artifact_that_is_replaced_after_the_commit(
+    made: Path, out: Path, hub: UploadHub
+) -> None:
     """The push succeeded, and says so: small files are not read again."""
     before = files_of(out)
 
@@ -255,7 +288,9 @@ def test_a_repo_that_ignores_files(made: Path, out: Path, hub: UploadHub) -> Non
 
 
 @pytest.mark.parametrize("is_private", [True, False])
-def test_private(out: Path, tmp_path: Path, is_private: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private(
+    out: Path, tmp_path: Path, is_private: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with serve_uploads(private=is_private) as hub:
         hub_server.use(monkeypatch, hub.url, tmp_path / "cache")
         if is_private:
@@ -267,15 +302,21 @@ def test_private(out: Path, tmp_path: Path, is_private: bool, monkeypatch: pytes
             assert there(hub) == {}
 
 
-@pytest.mark.parametrize(("status", "kind"), [(403, RequestError), (400, NetworkError), (412, RequestError)])
-def test_what_the_hub_refuses(out: Path, hub: UploadHub, status: int, kind: type[HqconvError]) -> None:
+@pytest.mark.parametrize(
+    ("status", "kind"), [(403, RequestError), (400, NetworkError), (412, RequestError)]
+)
+def test_what_the_hub_refuses(
+    out: Path, hub: UploadHub, status: int, kind: type[HqconvError]
+) -> None:
     hub.fail_at, hub.status = 1, status
     with pytest.raises(kind) as caught:
         push(out, REPO)
     assert caught.value.remedy
 
 
-def test_a_hub_that_was_asked_too_often(out: Path, hub: UploadHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_was_asked_too_often(
+    out: Path, hub: UploadHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The commit waits as told, and is made once."""
     monkeypatch.setattr("hqconv.io.hub.time.sleep", lambda _: setattr(hub, "fail_at", None))
     hub.fail_at, hub.status = len(list(out.glob("experts/*/*"))) + 2, 429
@@ -334,7 +375,9 @@ def test_the_commands(made: Path, tmp_path: Path, hub: UploadHub) -> None:
 
 
 @pytest.mark.parametrize("moment", ["batch", "commit"])
-def test_an_interrupted_push_is_repeated(out: Path, hub: UploadHub, tmp_path: Path, moment: str) -> None:
+def test_an_interrupted_push_is_repeated(
+    out: Path, hub: UploadHub, tmp_path: Path, moment: str
+) -> None:
     """While files are sent nothing is published; while the commit is made only the Hub knows."""
     held, go_on = threading.Event(), threading.Event()
 
@@ -344,10 +387,17 @@ def test_an_interrupted_push_is_repeated(out: Path, hub: UploadHub, tmp_path: Pa
 
     setattr(hub, f"on_{moment}", hold)
     words = ["push", str(out), REPO]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_DISABLE_XET": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "HF_HUB_DISABLE_XET": "1",
+    }
     environment |= {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(tmp_path / "cache")}
     with processes.Process(
-        [sys.executable, "-m", "hqconv", *words, "-q"], env=environment, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "hqconv", *words, "-q"],
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         assert held.wait(120)
         process.send_signal(signal.SIGINT)

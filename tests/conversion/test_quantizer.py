@@ -71,7 +71,9 @@ def test_one_changed_byte_or_another_quantizer_is_found(src: Path, tmp_path: Pat
     copy.reseal()
     assert both_ways(copy.root, src).findings
     other = Damaged(tmp_path / "out", src, "int4")
-    other.edit_manifest(lambda words: [words.pop(key) for key in ("quantizer", "quantizer_version")])
+    other.edit_manifest(
+        lambda words: [words.pop(key) for key in ("quantizer", "quantizer_version")]
+    )
     assert both_ways(other.root, src).findings
     other.edit_manifest(lambda words: words.update(quantizer="best"))
     report = check(other.root, src, "files", "weights")
@@ -90,7 +92,9 @@ def test_what_is_kept_is_kept(src: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [None, SEARCH_VERSION - 1, SEARCH_VERSION + 1])
-def test_another_version_of_the_search_is_told_from_damage(version: int | None, src: Path, tmp_path: Path) -> None:
+def test_another_version_of_the_search_is_told_from_damage(
+    version: int | None, src: Path, tmp_path: Path
+) -> None:
     """None is of before versions were recorded. Without the source nothing is searched again."""
     run(src, tmp_path / "out", "int4-g32", quantizer="mse")
     other = Damaged(tmp_path / "out", src, "int4-g32")
@@ -103,7 +107,10 @@ def test_another_version_of_the_search_is_told_from_damage(version: int | None, 
     other.edit_manifest(edit)
     (finding,) = both_ways(other.root, src).findings
     assert finding.where == "hqconv.json: quantizer_version"
-    assert "verify against the source with the hqconv that made the artifact, or convert again" in finding.what
+    assert (
+        "verify against the source with the hqconv that made the artifact, or convert again"
+        in finding.what
+    )
     assert finding.expected == f"{SEARCH_VERSION} (hqconv {hqconv.__version__})"
     assert finding.found == f"{version or 'none'} (hqconv 0.0.9)"
     assert check(other.root, None, "files", "weights").passed
@@ -135,4 +142,8 @@ def test_a_conversion_is_not_resumed_by_another_search(
             plan = hqconv.plan(src, schema="int4-g32", target="sm90", quantizer=quantizer)
             found[quantizer, version] = plan.fingerprint()["--quantizer"]
     assert found["mse", SEARCH_VERSION] != found["mse", SEARCH_VERSION + 1]
-    assert found["rtn", SEARCH_VERSION] == found["rtn", SEARCH_VERSION + 1] != found["mse", SEARCH_VERSION]
+    assert (
+        found["rtn", SEARCH_VERSION]
+        == found["rtn", SEARCH_VERSION + 1]
+        != found["mse", SEARCH_VERSION]
+    )

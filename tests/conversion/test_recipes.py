@@ -53,7 +53,9 @@ def mixed(request: pytest.FixtureRequest, model: Path) -> tuple[Path, Grid]:
     return out, grid
 
 
-def test_every_layer_has_the_bytes_of_its_schema(model: Path, mixed: tuple[Path, Grid], tmp_path: Path) -> None:
+def test_every_layer_has_the_bytes_of_its_schema(
+    model: Path, mixed: tuple[Path, Grid], tmp_path: Path
+) -> None:
     out, grid = mixed
     words = manifest(out)
     assert (words["format_version"], words["left_blocks"]) == (2, [LAYER.format(2)])
@@ -64,14 +66,18 @@ def test_every_layer_has_the_bytes_of_its_schema(model: Path, mixed: tuple[Path,
         assert manifest(alone)["format_version"] == 1
         for path in sorted(alone.rglob(f"{LAYER.format(layer)}.safetensors")):
             assert (out / path.relative_to(alone)).read_bytes() == path.read_bytes()
-        found, expected = (hqconv.dequantize(folder, layer=LAYER.format(layer)) for folder in (out, alone))
+        found, expected = (
+            hqconv.dequantize(folder, layer=LAYER.format(layer)) for folder in (out, alone)
+        )
         assert all(torch.equal(found[role], expected[role]) for role in expected)
     assert not list(out.rglob(f"{LAYER.format(2)}.safetensors"))
 
 
 def test_what_is_left_is_copied(model: Path, mixed: tuple[Path, Grid]) -> None:
     out, _ = mixed
-    source = {name: t for path in model.glob("*.safetensors") for name, t in load_file(path).items()}
+    source = {
+        name: t for path in model.glob("*.safetensors") for name, t in load_file(path).items()
+    }
     index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
     left = {name for name in source if name.startswith(LAYER.format(2))}
     assert left
@@ -144,31 +150,57 @@ def test_recipes_that_are_none(tmp_path: Path, text: str, needle: str) -> None:
     ("text", "words", "needle"),
     [
         ("[[override]]\nlayers = '9'\nschema = 'int4'", {}, "for no layer"),
-        ("[[override]]\nlayers = '0, 7-9'\nschema = 'int4'", {}, "expected: layers of 0-4\n  found: layers 7-9"),
+        (
+            "[[override]]\nlayers = '0, 7-9'\nschema = 'int4'",
+            {},
+            "expected: layers of 0-4\n  found: layers 7-9",
+        ),
         ("[[override]]\nlayers = '3-1, 0'\nschema = 'int4'", {}, "found: layers 3-1"),
         ("[[override]]\nlayers = '-1, -6'\nschema = 'none'", {}, "found: layers -6"),
         ("[[override]]\nblocks = '*'\nschema = 'none'", {}, "nothing to convert"),
         ("[[override]]\nlayers = '0'\ninput_schema = 'mxfp4'", {}, "begin with sm100"),
-        ("[[override]]\nlayers = '0'\nschema = 'fp8-block'", {"grid": Grid(2)}, "TP sizes that work"),
-        ("[[override]]\nlayers = '0'\nschema = 'int4'", {"layout": "checkpoint"}, "--layout checkpoint"),
+        (
+            "[[override]]\nlayers = '0'\nschema = 'fp8-block'",
+            {"grid": Grid(2)},
+            "TP sizes that work",
+        ),
+        (
+            "[[override]]\nlayers = '0'\nschema = 'int4'",
+            {"layout": "checkpoint"},
+            "--layout checkpoint",
+        ),
     ],
 )
-def test_recipes_that_do_not_fit(model: Path, tmp_path: Path, text: str, words: dict[str, object], needle: str) -> None:
+def test_recipes_that_do_not_fit(
+    model: Path, tmp_path: Path, text: str, words: dict[str, object], needle: str
+) -> None:
     with pytest.raises(RequestError) as caught:
-        run(model, tmp_path / "out", "mxfp4", overrides=load_recipe(write(tmp_path, text)).overrides, **words)  # type: ignore[arg-type]
+        run(
+            model,
+            tmp_path / "out",
+            "mxfp4",
+            overrides=load_recipe(write(tmp_path, text)).overrides,
+            **words,
+        )  # type: ignore[arg-type]
     assert needle in str(caught.value)
     assert not (tmp_path / "out").exists()
 
 
-def test_layers_of_an_artifact_cannot_be_left(model: Path, mixed: tuple[Path, Grid], tmp_path: Path) -> None:
-    overrides = load_recipe(write(tmp_path, "[[override]]\nlayers = '0'\nschema = 'none'")).overrides
+def test_layers_of_an_artifact_cannot_be_left(
+    model: Path, mixed: tuple[Path, Grid], tmp_path: Path
+) -> None:
+    overrides = load_recipe(
+        write(tmp_path, "[[override]]\nlayers = '0'\nschema = 'none'")
+    ).overrides
     with pytest.raises(RequestError, match="in a checkpoint only"):
         run(mixed[0], tmp_path / "out", "mxfp4", overrides=overrides)
 
 
 def test_schemas_lie_beside_the_recipe(tmp_path: Path) -> None:
     (tmp_path / "w3.toml").write_text('b_dtype = "uint3"\nweight_scale_group_size = 64\n')
-    recipe = load_recipe(write(tmp_path, 'schema = "w3.toml"\n[[override]]\nlayers = "0"\nschema = "w3.toml"\n'))
+    recipe = load_recipe(
+        write(tmp_path, 'schema = "w3.toml"\n[[override]]\nlayers = "0"\nschema = "w3.toml"\n')
+    )
     assert recipe.options == {"schema": str(tmp_path / "w3.toml")}
     choice = recipe.overrides[0].choice
     assert choice.w13 is not None

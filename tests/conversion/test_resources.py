@@ -64,13 +64,20 @@ def test_workers_fit_into_both_memories(model: Path, gpu: dict[str, Any]) -> Non
 
     def staged(*bounds: Any) -> tuple[int, int]:
         staging = plan_staging(layers, Resources(*bounds))
-        assert staging.slot_bytes == RawLayout(layers[0].layer, range(staging.num_experts)).num_bytes
+        assert (
+            staging.slot_bytes == RawLayout(layers[0].layer, range(staging.num_experts)).num_bytes
+        )
         return staging.num_lanes, staging.num_experts
 
     assert staged(CPU, 3 * host, 4) == (3, 1)
     assert staged(CPU, GIB, 8) == (4, total)  # each with a helper
-    assert staged(CPU, 2 * working_bytes(layers[0], 2), 2) == (2, 2)  # as many lanes as asked for, then experts
-    assert working_bytes(layers[0], total - 1) == working_bytes(layers[0], total // 2)  # a layer's batches are equal
+    assert staged(CPU, 2 * working_bytes(layers[0], 2), 2) == (
+        2,
+        2,
+    )  # as many lanes as asked for, then experts
+    assert working_bytes(layers[0], total - 1) == working_bytes(
+        layers[0], total // 2
+    )  # a layer's batches are equal
     assert gpu_working_bytes(layers[0], total - 1) == gpu_working_bytes(layers[0], total // 2)
     assert staged(CUDA, GIB, 8, 2 * device) == (2, 1)
     assert staged(CUDA, pinned, 8, GIB) == (1, 1)
@@ -88,7 +95,9 @@ def test_workers_fit_into_both_memories(model: Path, gpu: dict[str, Any]) -> Non
 
 def test_batches_are_as_large_as_memory_admits(tmp_path: Path) -> None:
     """Equal batches of a layer's 16 experts: as many lanes as asked for, then the fewest batches that fit."""
-    source, plan = open_plan(write_qwen3_moe(tmp_path / "model", num_layers=1, num_experts=16), "mxfp4")
+    source, plan = open_plan(
+        write_qwen3_moe(tmp_path / "model", num_layers=1, num_experts=16), "mxfp4"
+    )
     source.close()
     needs = {count: working_bytes(plan.layers[0], count) for count in (1, 4, 6, 8, 16)}
     assert sorted(needs.values()) == list(needs.values())
@@ -99,9 +108,13 @@ def test_batches_are_as_large_as_memory_admits(tmp_path: Path) -> None:
         assert (smaller.num_lanes, smaller.num_experts) < (2, count)
 
 
-def test_batches_grow_with_the_threads_of_a_lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_grow_with_the_threads_of_a_lane(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Up to a number of source bytes: with helper threads more, as every batch makes them wait for Python's lock."""
-    source, plan = open_plan(write_qwen3_moe(tmp_path / "model", num_layers=1, num_experts=32), "mxfp4")
+    source, plan = open_plan(
+        write_qwen3_moe(tmp_path / "model", num_layers=1, num_experts=32), "mxfp4"
+    )
     source.close()
     one_expert = RawLayout(plan.layers[0].layer, range(1)).num_bytes
     monkeypatch.setattr("hqconv.conversion.resources._CPU_BATCH_BYTES", one_expert)
@@ -110,7 +123,13 @@ def test_batches_grow_with_the_threads_of_a_lane(tmp_path: Path, monkeypatch: py
         return plan_staging(plan.layers, Resources(CPU, max_memory_bytes, num_threads)).num_experts
 
     assert [num_experts(count) for count in (1, 4, 7)] == [1, 1, 1]  # one thread a lane
-    assert [num_experts(count) for count in (8, 11, 12, 16, 64)] == [8, 8, 11, 16, 16]  # of 32: 3 of 11 and 10, 2 of 16
+    assert [num_experts(count) for count in (8, 11, 12, 16, 64)] == [
+        8,
+        8,
+        11,
+        16,
+        16,
+    ]  # of 32: 3 of 11 and 10, 2 of 16
     assert num_experts(16, 4 * working_bytes(plan.layers[0], 2)) == 2  # memory comes first
 
 
@@ -131,9 +150,15 @@ def test_torch_is_held_to_the_bound_and_given_back(gpu: dict[str, Any]) -> None:
 
 def test_running_out_of_gpu_memory_is_a_request_that_cannot_be_met(gpu: dict[str, Any]) -> None:
     resources = Resources(CUDA, GIB, 1, 8 * GIB)
-    with pytest.raises(RequestError, match="GPU's memory is not enough") as caught, bounded_gpu(resources, "Go on."):
+    with (
+        pytest.raises(RequestError, match="GPU's memory is not enough") as caught,
+        bounded_gpu(resources, "Go on."),
+    ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
-    assert (caught.value.expected, caught.value.found) == ("8192 MiB for the conversion", "10240 MiB free")
+    assert (caught.value.expected, caught.value.found) == (
+        "8192 MiB for the conversion",
+        "10240 MiB free",
+    )
     assert "--device cpu" in caught.value.remedy
     assert caught.value.remedy.endswith("Go on.")
     assert gpu["fraction"] == 1.0
@@ -184,7 +209,9 @@ def test_running_out_elsewhere_is_told_in_the_same_way(
     run(model, out := tmp_path / "out", "mxfp4")
     monkeypatch.setattr("hqconv.verification.verify.check_weights", fail)
     monkeypatch.setattr("hqconv.evaluation.evaluate._figures", fail)
-    monkeypatch.setattr("hqconv.evaluation.evaluate.read_text", lambda *_, **__: Text([1] * 9, [], b""))
+    monkeypatch.setattr(
+        "hqconv.evaluation.evaluate.read_text", lambda *_, **__: Text([1] * 9, [], b"")
+    )
     calls: dict[str, Callable[[], Any]] = {
         "verify": lambda: hqconv.verify(out, model, device="cpu"),
         "evaluate": lambda: hqconv.evaluate(out, model, text, device="cpu"),
@@ -212,15 +239,24 @@ def test_loose_files_are_copied_a_piece_at_a_time(tmp_path: Path) -> None:
 def test_a_loose_file_that_goes_away_is_the_sources_fault(model: Path, tmp_path: Path) -> None:
     tokenizer = model / "tokenizer.json"
     with pytest.raises(InputError, match="cannot be read") as caught:
-        run(model, tmp_path / "out", "int4", on_plan=lambda *_: tokenizer.rename(model / "moved.json"))
+        run(
+            model,
+            tmp_path / "out",
+            "int4",
+            on_plan=lambda *_: tokenizer.rename(model / "moved.json"),
+        )
     assert caught.value.where == str(tokenizer)
     assert not (tmp_path / "out" / "hqconv.json").exists()
 
 
-def test_unfinished_downloads_beside_the_model_stay_where_they_are(model: Path, tmp_path: Path) -> None:
+def test_unfinished_downloads_beside_the_model_stay_where_they_are(
+    model: Path, tmp_path: Path
+) -> None:
     (model / "tokenizer.model.partial").write_bytes(b"half")
     report = run(model, tmp_path / "out", "int4")
-    assert report.warnings == ("tokenizer.model.partial is left out: an unfinished download or conversion.",)
+    assert report.warnings == (
+        "tokenizer.model.partial is left out: an unfinished download or conversion.",
+    )
     assert not list((tmp_path / "out").rglob("*.partial"))
     assert hqconv.verify(tmp_path / "out", model, device="cpu").passed
 
@@ -229,11 +265,16 @@ def test_a_gpu_without_a_c_compiler_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_: torch.device) -> None:
-        raise RequestError("Triton cannot build the kernels.", where="cuda:0", remedy="Use --device cpu.")
+        raise RequestError(
+            "Triton cannot build the kernels.", where="cuda:0", remedy="Use --device cpu."
+        )
 
     monkeypatch.setattr("hqconv.conversion.convert.check_kernels", fail)
     model = write_qwen3_moe(tmp_path / "model")
-    source, plan = open_source(model), hqconv.plan(model, schema="int4", target="sm90", quantizer="mse")
+    source, plan = (
+        open_source(model),
+        hqconv.plan(model, schema="int4", target="sm90", quantizer="mse"),
+    )
     gpu = Resources("cuda:0", 1 << 30, 2, max_gpu_bytes=1 << 30)
     with source, pytest.raises(RequestError, match="Triton cannot build"):
         convert(source, plan, tmp_path / "out", gpu)

@@ -54,7 +54,9 @@ def whole(src: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]
 
 
 @pytest.mark.usefixtures("several_shards")
-def test_finished_groups_are_reported_as_resumed(src: Path, whole: dict[str, str], tmp_path: Path) -> None:
+def test_finished_groups_are_reported_as_resumed(
+    src: Path, whole: dict[str, str], tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     run_until(src, out, 2, "mxfp4", GRID)
     done = {path: path.stat().st_ino for path in out.rglob("*.safetensors")}
@@ -66,7 +68,9 @@ def test_finished_groups_are_reported_as_resumed(src: Path, whole: dict[str, str
     assert seen[1].resumed_bytes == seen[1].done_bytes == seen[-1].resumed_bytes > 0
     assert seen[-1].done_bytes == seen[-1].total_bytes
     assert snapshot(out) == whole
-    assert summary.errors == {name: layer["quantization_error"] for name, layer in manifest(out)["blocks"].items()}
+    assert summary.errors == {
+        name: layer["quantization_error"] for name, layer in manifest(out)["blocks"].items()
+    }
 
 
 def changed_source(src: Path, tmp_path: Path) -> Path:
@@ -97,7 +101,10 @@ def changed_config(src: Path, tmp_path: Path) -> Path:
         ({"input_schema": "int8"}, ("--input-schema", "a16", "int8")),
         ({"dtype": "float16"}, ("--dtype", "bfloat16", "float16")),
         ({"quantizer": "mse"}, ("--quantizer", "quantizer nothing", "quantizer mse")),
-        ({"overrides": FP8_AT_THE_END}, ("the overrides", "model.layers.2.mlp.experts nothing", '"schema": "fp8"')),
+        (
+            {"overrides": FP8_AT_THE_END},
+            ("the overrides", "model.layers.2.mlp.experts nothing", '"schema": "fp8"'),
+        ),
     ],
     ids=str,
 )
@@ -126,7 +133,9 @@ def test_another_request_is_not_resumed(
         (changed_config, "source config", "routed_scaling_factor 9.0"),
     ],
 )
-def test_another_source_is_not_resumed(change: Any, difference: str, found: str, src: Path, tmp_path: Path) -> None:
+def test_another_source_is_not_resumed(
+    change: Any, difference: str, found: str, src: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     run_until(src, out, 1, "mxfp4", GRID)
     with pytest.raises(OutputError, match=f"differs from this one in: {difference}") as caught:
@@ -134,7 +143,9 @@ def test_another_source_is_not_resumed(change: Any, difference: str, found: str,
     assert caught.value.found == found
 
 
-def test_other_versions_do_not_resume(src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_versions_do_not_resume(
+    src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "out"
     run_until(src, out, 1, "mxfp4", GRID)
     with monkeypatch.context() as patch:
@@ -142,12 +153,16 @@ def test_other_versions_do_not_resume(src: Path, tmp_path: Path, monkeypatch: py
         with pytest.raises(OutputError, match="differs from this one in: hqconv version"):
             run(src, out, "mxfp4", GRID, resume=True)
     monkeypatch.setattr(convert_module, "layout_fingerprint", lambda spec: "0" * 64)
-    with pytest.raises(OutputError, match="differs from this one in: layout of the installed humming-kernels"):
+    with pytest.raises(
+        OutputError, match="differs from this one in: layout of the installed humming-kernels"
+    ):
         run(src, out, "mxfp4", GRID, resume=True)
 
 
 @pytest.mark.usefixtures("several_shards")
-@pytest.mark.parametrize(("owner", "call", "at"), [(os, "posix_fallocate", 3), (os, "fsync", 12), (Path, "replace", 2)])
+@pytest.mark.parametrize(
+    ("owner", "call", "at"), [(os, "posix_fallocate", 3), (os, "fsync", 12), (Path, "replace", 2)]
+)
 def test_a_disk_that_fails_ends_in_one_message_and_can_be_resumed(
     owner: Any, call: str, at: int, src: Path, whole: dict[str, str], tmp_path: Path
 ) -> None:
@@ -190,7 +205,9 @@ def test_an_interrupt_waits_for_the_workers_and_can_be_resumed(
         abandoned.append(self)
         real_abandon(self)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background jobs
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # ignored in a shell's background jobs
     try:
         with monkeypatch.context() as patch:
             patch.setattr(UnitWriter, "write_at", write)
@@ -235,24 +252,38 @@ def take_the_place(other: Path, src: Path, *, is_in_place: bool) -> None:
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", ["folder", "artifact", "hashed"])
 @pytest.mark.parametrize(
-    ("modes", "is_in_place"), [({"resume": True}, True), ({"update": True}, False), ({"part": True}, True)], ids=str
+    ("modes", "is_in_place"),
+    [({"resume": True}, True), ({"update": True}, False), ({"part": True}, True)],
+    ids=str,
 )
-def test_no_artifact_is_of_two_states(kind: str, modes: dict[str, Any], is_in_place: bool, tmp_path: Path) -> None:
+def test_no_artifact_is_of_two_states(
+    kind: str, modes: dict[str, Any], is_in_place: bool, tmp_path: Path
+) -> None:
     """What was made of the old files is made anew."""
     src = save_model(tmp_path / "src", "qwen3_moe", num_experts=2)
     shutil.copytree(src, other := tmp_path / "two")
     for path in other.glob("*.safetensors"):
-        save_file({name: -tensor for name, tensor in load_file(path).items()}, path, {"format": "pt"})
+        save_file(
+            {name: -tensor for name, tensor in load_file(path).items()}, path, {"format": "pt"}
+        )
     if kind == "artifact":
         for folder in (src, other):
-            run(folder, made := folder.with_name(f"{folder.name}-made"), "mxfp4", source_digests=True)
+            run(
+                folder,
+                made := folder.with_name(f"{folder.name}-made"),
+                "mxfp4",
+                source_digests=True,
+            )
             shutil.rmtree(folder)
             made.rename(folder)
     schema, out = ("mxfp8" if kind == "artifact" else "mxfp4"), tmp_path / "out"
     options: dict[str, Any] = {"source_digests": kind == "hashed"}
     part: tuple[str | None, ...]
     more: dict[str, Any]
-    part, more = ("1/2", "2/2") if "part" in modes else (None, None), {} if "part" in modes else modes
+    part, more = (
+        ("1/2", "2/2") if "part" in modes else (None, None),
+        {} if "part" in modes else modes,
+    )
     if "part" in modes:
         assert not run(src, out, schema, part="1/2", **options).is_complete
     else:

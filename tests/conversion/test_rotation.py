@@ -76,7 +76,9 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", ROTATED)
-def test_the_artifact_is_proven_and_gives_the_source_back(name: str, src: Path, tmp_path: Path) -> None:
+def test_the_artifact_is_proven_and_gives_the_source_back(
+    name: str, src: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     run(src, out, schema_of(name), GRIDS[name])
     assert_verified(out, src)
@@ -92,8 +94,12 @@ def test_the_artifact_is_proven_and_gives_the_source_back(name: str, src: Path, 
         for role, weight in weights_of(src, expert).items():
             error = words["blocks"][LAYER]["quantization_error"][role]["relative_error"]
             found = relative(back[role][expert], weight)
-            assert 0.8 * error < found < 1.25 * error + 0.002  # and the rotated weights' own rounding
-            assert relative(rotate(back[role][expert], 32), weight) > 0.9  # what is not turned back is nothing alike
+            assert (
+                0.8 * error < found < 1.25 * error + 0.002
+            )  # and the rotated weights' own rounding
+            assert (
+                relative(rotate(back[role][expert], 32), weight) > 0.9
+            )  # what is not turned back is nothing alike
 
 
 def test_a_rotated_artifact_is_a_source_of_what_it_means(src: Path, tmp_path: Path) -> None:
@@ -105,7 +111,11 @@ def test_a_rotated_artifact_is_a_source_of_what_it_means(src: Path, tmp_path: Pa
         assert_verified(tmp_path / name, first)
     before = hqconv.dequantize(first, layer=LAYER)
     assert relative(hqconv.dequantize(tmp_path / "same", layer=LAYER)["w3"], before["w3"]) < 0.01
-    assert 0.08 < relative(hqconv.dequantize(tmp_path / "other", layer=LAYER)["w3"], before["w3"]) < 0.15
+    assert (
+        0.08
+        < relative(hqconv.dequantize(tmp_path / "other", layer=LAYER)["w3"], before["w3"])
+        < 0.15
+    )
     with pytest.raises(RequestError, match="No schema of Humming keeps"):
         run(first, tmp_path / "kept", "source")
 
@@ -130,7 +140,10 @@ def test_another_rotation_is_found(src: Path, tmp_path: Path) -> None:
     write_manifest(out, words)
     found = check(out, src, "weights").results[0].findings
     assert found
-    assert "hqconv.json" in {finding.where for finding in check(out, src, "files").results[0].findings} or found
+    assert (
+        "hqconv.json" in {finding.where for finding in check(out, src, "files").results[0].findings}
+        or found
+    )
 
 
 def test_the_kernel_checks_experts_are_turned_back(src: Path, tmp_path: Path) -> None:
@@ -142,7 +155,9 @@ def test_the_kernel_checks_experts_are_turned_back(src: Path, tmp_path: Path) ->
         experts = decoded_experts(artifact, artifact.moe_layer(LAYER), torch.device("cpu"), 1)
         for expert, of_roles in enumerate(experts):
             for role, values in of_roles.items():
-                np.testing.assert_allclose(values.numpy(), back[role][expert].numpy(), rtol=0, atol=1e-6)
+                np.testing.assert_allclose(
+                    values.numpy(), back[role][expert].numpy(), rtol=0, atol=1e-6
+                )
         gemms = kernel.load_rank(artifact, LAYER, 1, 0, "cpu")
     assert {gemm.hadamard_block_size for gemm in gemms.values()} == {128}
 
@@ -155,10 +170,14 @@ def test_the_kernel_check_wants_rotated_intermediates(
     run(src, tmp_path / "out", schema_of("int8"), Grid())
     back = hqconv.dequantize(tmp_path / "out", layer=LAYER)
 
-    def stand_in(gemms: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *_: Any) -> Any:
+    def stand_in(
+        gemms: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *_: Any
+    ) -> Any:
         assert {gemm.rotation for gemm in gemms.values()} == {128}
         experts = [{role: values[e].double() for role, values in back.items()} for e in range(4)]
-        out, hidden = moe_forward(x.double(), Routing(ids, weights), experts.__getitem__, Activation("silu"))
+        out, hidden = moe_forward(
+            x.double(), Routing(ids, weights), experts.__getitem__, Activation("silu")
+        )
         return out.float(), unrotated(hidden, size)
 
     monkeypatch.setattr(kernel, "fused_moe", stand_in)
@@ -197,7 +216,10 @@ class PlainHumming:
 def test_the_kernel_is_told_to_rotate_each_input_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rotated weights and inputs give the product of those that are not."""
     generator = torch.Generator().manual_seed(0)
-    weights = {"w13": torch.randn(512, 256, generator=generator), "w2": torch.randn(256, 256, generator=generator)}
+    weights = {
+        "w13": torch.randn(512, 256, generator=generator),
+        "w2": torch.randn(256, 256, generator=generator),
+    }
     x = torch.randn(6, 256, generator=generator)
     outs = []
     for size in (0, 64):
@@ -205,8 +227,16 @@ def test_the_kernel_is_told_to_rotate_each_input_once(monkeypatch: pytest.Monkey
         lib = PlainHumming(turned)
         monkeypatch.setattr(fused_moe, "humming_gpu", lambda lib=lib: lib)
         monkeypatch.setattr(fused_moe, "tuning_entry", lambda *_: {"block_shape": (64,)})
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: FakeConfig(multi_processor_count=1))
-        shape = {"shape_k": 256, "pad_shape_k": 0, "shape_n": 512, "pad_shape_n": 0, "num_experts": 1}
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda _: FakeConfig(multi_processor_count=1)
+        )
+        shape = {
+            "shape_k": 256,
+            "pad_shape_k": 0,
+            "shape_n": 512,
+            "pad_shape_n": 0,
+            "num_experts": 1,
+        }
         mode = FakeConfig(value="none", should_quantize=False, has_secondary_scale=False)
         configs = {name: FakeConfig(name=name, input_quant_mode=mode, **shape) for name in weights}
         gemms = {name: fused_moe.Gemm(config, {}, None, size) for name, config in configs.items()}

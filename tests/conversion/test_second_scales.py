@@ -18,12 +18,21 @@ from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import load_file
 
 LAYER = "model.layers.0.mlp.experts"
-NAMES = ("int4-g32-e4m3", "int4-g16-e4m3-row", "fp4-g32-e4m3", "fp8-g32-e5m2", "fp4-g32-e8m0-row", "int8-g32-e8m0-row")
+NAMES = (
+    "int4-g32-e4m3",
+    "int4-g16-e4m3-row",
+    "fp4-g32-e4m3",
+    "fp8-g32-e5m2",
+    "fp4-g32-e8m0-row",
+    "int8-g32-e8m0-row",
+)
 
 
 @pytest.fixture(scope="module")
 def src(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_qwen3_moe(tmp_path_factory.mktemp("second") / "src", num_layers=1, intermediate_size=256)
+    return write_qwen3_moe(
+        tmp_path_factory.mktemp("second") / "src", num_layers=1, intermediate_size=256
+    )
 
 
 @pytest.mark.sampled(3)
@@ -74,7 +83,11 @@ def test_another_row_scale_is_found(name: str, src: Path, tmp_path: Path) -> Non
 def test_powers_of_two_beyond_float16_are_not_kept() -> None:
     """Another converter's exponents under row scales: below 2^-14 they count as zero, above 2^15 they are refused."""
     schema, packed = resolve_schema("fp4-g32-e8m0-row"), torch.zeros(32, 4, dtype=torch.int32)
-    for byte, param, is_kept in ((142, "float16", True), (143, "float16", False), (254, "bfloat16", True)):
+    for byte, param, is_kept in (
+        (142, "float16", True),
+        (143, "float16", False),
+        (254, "bfloat16", True),
+    ):
         scale = torch.full((32, 1), byte, dtype=torch.uint8).view(torch.float8_e8m0fnu)
         coded = CodedMatrix("float4e2m1", packed, scale, 1, 32, scale_2=torch.ones(32))
         if is_kept:

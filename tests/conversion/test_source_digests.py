@@ -40,7 +40,10 @@ def expected(src: Path) -> dict[str, str]:
 def test_every_file_has_its_digest(src: Path, tmp_path: Path) -> None:
     report = run(src, tmp_path / "out", "mxfp4", source_digests=True)
     assert digests(tmp_path / "out") == expected(src)
-    assert report.manifest_sha256 == hashlib.sha256((tmp_path / "out/hqconv.json").read_bytes()).hexdigest()
+    assert (
+        report.manifest_sha256
+        == hashlib.sha256((tmp_path / "out/hqconv.json").read_bytes()).hexdigest()
+    )
     again = run(src, tmp_path / "out", "mxfp4", resume=True)
     assert again.was_finished
     assert again.manifest_sha256 == report.manifest_sha256
@@ -52,14 +55,19 @@ def test_without_digests(src: Path, tmp_path: Path) -> None:
     run(src, tmp_path / "without", "mxfp4")
     assert digests(tmp_path / "without") == {}
     both = [snapshot(tmp_path / name) for name in ("with", "without")]
-    assert {path for path in both[0] if both[0][path] != both[1][path]} == {"hqconv.json", "SHA256SUMS"}
+    assert {path for path in both[0] if both[0][path] != both[1][path]} == {
+        "hqconv.json",
+        "SHA256SUMS",
+    }
     for name, wanted in (("with", False), ("without", True)):
         assert run(src, tmp_path / name, "mxfp4", source_digests=wanted, resume=True).was_finished
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("first", [True, False])
-def test_resumed(src: Path, tmp_path: Path, first: bool, num_groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed(
+    src: Path, tmp_path: Path, first: bool, num_groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the first run's digests, or, where it had none, hashed in the end."""
     monkeypatch.setattr("hqconv.planning.output_units.MAX_SHARD_BYTES", 70_000)
     out = tmp_path / "out"
@@ -71,7 +79,9 @@ def test_resumed(src: Path, tmp_path: Path, first: bool, num_groups: int, monkey
     assert snapshot(out) == snapshot(tmp_path / "whole")
 
 
-def test_two_groups_of_different_bytes(src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_groups_of_different_bytes(
+    src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever writes into a file and sets its time back is noticed by its digest."""
     out, real = tmp_path / "out", Journal.record
 
@@ -100,7 +110,11 @@ def test_verify_holds_the_source_to_them(src: Path, tmp_path: Path) -> None:
     words["source"]["files"][0]["sha256"] = "0" * 64
     (tmp_path / "out/hqconv.json").write_text(json.dumps(words))
     found = check(tmp_path / "out", src, "files")
-    assert any(f.where == f"hqconv.json: source, file {path.name}" for r in found.results for f in r.findings)
+    assert any(
+        f.where == f"hqconv.json: source, file {path.name}"
+        for r in found.results
+        for f in r.findings
+    )
 
 
 def in_cache(src: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -110,7 +124,11 @@ def in_cache(src: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (repo / "blobs").mkdir(parents=True)
     snapshot_of.mkdir(parents=True)
     for path in sorted(path for path in src.iterdir() if path.is_file()):
-        blob = repo / "blobs" / expected(src).get(path.name, hashlib.sha1(path.read_bytes()).hexdigest())
+        blob = (
+            repo
+            / "blobs"
+            / expected(src).get(path.name, hashlib.sha1(path.read_bytes()).hexdigest())
+        )
         shutil.copy(path, blob)
         (snapshot_of / path.name).symlink_to(blob)
     (repo / "refs").mkdir()
@@ -133,7 +151,9 @@ def test_what_the_hub_says(src: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     finding, *_ = check(tmp_path / "out", snapshot_of, "files").results[0].findings
     assert finding.where == f"hqconv.json: source, file {files[1]['name']}"
     run(snapshot_of, tmp_path / "folder", "mxfp4")  # a folder of nobody knows which repo
-    assert not any("hub_sha256" in file for file in manifest(tmp_path / "folder")["source"]["files"])
+    assert not any(
+        "hub_sha256" in file for file in manifest(tmp_path / "folder")["source"]["files"]
+    )
 
 
 @pytest.mark.parametrize(("byte", "is_hashed"), [(b"\1", True), (b"\xff", True), (b"\xff", False)])
@@ -148,7 +168,12 @@ def test_bytes_that_the_hub_does_not_list(
         path.resolve().write_bytes(data[:begin] + byte * (len(data) - begin))
     with pytest.raises(InputError, match="other bytes than the Hub lists") as caught:
         hqconv.convert(
-            "org/name", tmp_path / "out", schema="mxfp4", target="sm90", device="cpu", source_digests=is_hashed
+            "org/name",
+            tmp_path / "out",
+            schema="mxfp4",
+            target="sm90",
+            device="cpu",
+            source_digests=is_hashed,
         )
     assert str(caught.value.expected).removeprefix("sha256 ") in expected(src).values()
     assert not (tmp_path / "out/hqconv.json").exists()

@@ -31,7 +31,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(name)
         raise RuntimeError("CUDA error: out of memory")
 
-    monkeypatch.setattr(threading, "excepthook", lambda failed: found.append(f"failed: {failed.exc_value}"))
+    monkeypatch.setattr(
+        threading, "excepthook", lambda failed: found.append(f"failed: {failed.exc_value}")
+    )
     monkeypatch.setattr(option_values, "has_driver", lambda: True)
     monkeypatch.setattr(option_values, "_num_gpus", lambda: 4)
     monkeypatch.setattr(option_values, "local_rank", lambda: (2, 3))
@@ -41,7 +43,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_the_context_of_this_process_gpu_is_created_in_a_thread(asked: list[str]) -> None:
     """Its failure is no message of the thread: the first use of the GPU fails again, and is reported."""
-    for device, is_part, expected in (("auto", False, "cuda:0"), ("cuda", True, "cuda:2"), ("cuda:3", True, "cuda:3")):
+    for device, is_part, expected in (
+        ("auto", False, "cuda:0"),
+        ("cuda", True, "cuda:2"),
+        ("cuda:3", True, "cuda:3"),
+    ):
         start_gpu(device, is_part=is_part)
         wait_for_threads()
         assert asked.pop() == expected
@@ -69,7 +75,9 @@ def test_a_wrong_device_is_told_later(device: str, asked: list[str]) -> None:
     assert not asked
 
 
-@pytest.mark.parametrize(("device", "has_driver"), [("cpu", True), ("auto", False), ("cuda", False)])
+@pytest.mark.parametrize(
+    ("device", "has_driver"), [("cpu", True), ("auto", False), ("cuda", False)]
+)
 def test_nothing_is_loaded_without_a_gpu(device: str, has_driver: bool) -> None:
     program = f"""
 import sys, threading

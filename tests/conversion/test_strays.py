@@ -57,7 +57,9 @@ def stop() -> None:
 
 
 @pytest.mark.parametrize("action", ["removed", "cut"])
-def test_what_goes_meanwhile_is_noticed(action: str, model: Path, made: Path, tmp_path: Path) -> None:
+def test_what_goes_meanwhile_is_noticed(
+    action: str, model: Path, made: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
 
     def act() -> None:
@@ -88,7 +90,11 @@ def test_an_old_artifact_that_cannot_be_removed_is_a_warning(
     real = Path.unlink
 
     def unlink(self: Path, missing_ok: bool = False) -> None:
-        if ".out.hqconv" in str(self) and not self.name.startswith(".") and self.suffix == ".safetensors":
+        if (
+            ".out.hqconv" in str(self)
+            and not self.name.startswith(".")
+            and self.suffix == ".safetensors"
+        ):
             raise PermissionError(13, "Permission denied", str(self))
         real(self, missing_ok)
 
@@ -106,7 +112,9 @@ def test_a_mount_point_is_refused_before_the_work(
     monkeypatch.setattr(Path, "is_mount", lambda self: self.name == "out")
     with pytest.raises(OutputError, match="mount point"):
         hqconv.convert(model, tmp_path / "out", **OPTIONS, overwrite=True)
-    notes = describe_plan(hqconv.plan(model, schema="int4", target="sm90"), tmp_path / "out", overwrite=True)["notes"]
+    notes = describe_plan(
+        hqconv.plan(model, schema="int4", target="sm90"), tmp_path / "out", overwrite=True
+    )["notes"]
     assert any("mount point" in note for note in notes)
     assert snapshot(tmp_path / "out") == snapshot(made)
 
@@ -147,7 +155,9 @@ CANNOT_BE_HELD: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("what", CANNOT_BE_HELD)
-def test_what_an_artifact_cannot_hold_is_refused_at_once(what: str, model: Path, tmp_path: Path) -> None:
+def test_what_an_artifact_cannot_hold_is_refused_at_once(
+    what: str, model: Path, tmp_path: Path
+) -> None:
     shutil.copytree(model, tmp_path / "src")
     CANNOT_BE_HELD[what](tmp_path / "src")
     with pytest.raises(InputError):
@@ -166,7 +176,9 @@ def test_places_that_no_file_can_have(model: Path, tmp_path: Path) -> None:
 LATIN_1 = os.fsdecode(b"caf\xe9")
 
 
-def test_folders_and_schema_files_with_names_in_another_encoding(model: Path, tmp_path: Path) -> None:
+def test_folders_and_schema_files_with_names_in_another_encoding(
+    model: Path, tmp_path: Path
+) -> None:
     """Source, output and schema file: the manifest has the name's bytes written out."""
     src, out = tmp_path / LATIN_1 / f"model {LATIN_1}", tmp_path / f"out {LATIN_1}"
     shutil.copytree(model, src)

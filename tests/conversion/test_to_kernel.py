@@ -17,7 +17,12 @@ from tests.make.families import save_family
 from tests.make.formats import write
 from tests.make.small import HIDDEN, INNER, LAYER, QWEN, save
 
-GRIDS = [{}, {"tp": 2}, {"ep": 2, "redundant_experts": 2, "expert_placement": "round_robin"}, {"tp": 2, "ep": 2}]
+GRIDS = [
+    {},
+    {"tp": 2},
+    {"ep": 2, "redundant_experts": 2, "expert_placement": "round_robin"},
+    {"tp": 2, "ep": 2},
+]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
@@ -32,7 +37,11 @@ def layer_of(folder: Path, out: Path) -> tuple[str, dict[str, torch.Tensor], dic
 
 
 def assert_as_converted(
-    folder: Path, tmp_path: Path, options: dict[str, Any], device: str = "cpu", weights: Mapping[str, Any] | None = None
+    folder: Path,
+    tmp_path: Path,
+    options: dict[str, Any],
+    device: str = "cpu",
+    weights: Mapping[str, Any] | None = None,
 ) -> None:
     """Every rank's tensors and LayerConfigs, from memory and from an artifact."""
     if device == "cuda" and not torch.cuda.is_available():
@@ -54,20 +63,40 @@ def assert_as_converted(
                 assert found[gemm].tensors.keys() == of_gemm.tensors.keys()
                 for name, tensor in of_gemm.tensors.items():
                     one = found[gemm].tensors[name]
-                    assert (one.device.type, one.dtype, one.shape) == (device, tensor.dtype, tensor.shape)
-                    assert torch.equal(one.cpu().view(torch.uint8), tensor.view(torch.uint8)), (gemm, name, rank)
+                    assert (one.device.type, one.dtype, one.shape) == (
+                        device,
+                        tensor.dtype,
+                        tensor.shape,
+                    )
+                    assert torch.equal(one.cpu().view(torch.uint8), tensor.view(torch.uint8)), (
+                        gemm,
+                        name,
+                        rank,
+                    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("schema", ["mxfp4", "int4-g32-e4m3", "nvfp4", "int3-g64-h64+int4-g32-zp"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_a_checkpoints_tensors(family: str, schema: str, grid: dict[str, Any], device: str, tmp_path: Path) -> None:
-    save_family(tmp_path / "source", family, hidden_size=256, intermediate_size=256, moe_intermediate_size=256)
-    assert_as_converted(tmp_path / "source", tmp_path, {"schema": schema, "dtype": "bfloat16", **grid}, device)
+def test_a_checkpoints_tensors(
+    family: str, schema: str, grid: dict[str, Any], device: str, tmp_path: Path
+) -> None:
+    save_family(
+        tmp_path / "source",
+        family,
+        hidden_size=256,
+        intermediate_size=256,
+        moe_intermediate_size=256,
+    )
+    assert_as_converted(
+        tmp_path / "source", tmp_path, {"schema": schema, "dtype": "bfloat16", **grid}, device
+    )
 
 
-@pytest.mark.parametrize("form", ["fp8-block", "ct-int4-g32", "gptq-int4-zp", "mxfp4-gpt-oss", "modelopt-nvfp4"])
+@pytest.mark.parametrize(
+    "form", ["fp8-block", "ct-int4-g32", "gptq-int4-zp", "mxfp4-gpt-oss", "modelopt-nvfp4"]
+)
 def test_quantized_tensors(form: str, tmp_path: Path) -> None:
     write(tmp_path / "source", form)
     assert_as_converted(tmp_path / "source", tmp_path, {"schema": "source"})
@@ -81,12 +110,18 @@ def test_stacks_of_experts(device: str, tmp_path: Path) -> None:
     each = {"gate_proj": w13[:, :INNER], "up_proj": w13[:, INNER:], "down_proj": w2}
     tensors = {f"{LAYER}.{e}.{word}.weight": one[e] for word, one in each.items() for e in range(4)}
     save(tmp_path / "source", (tensors, QWEN))
-    weights = {"w13": torch.cat([w13, w13], 2)[..., :HIDDEN].requires_grad_(), "w2": w2.mT.contiguous().mT}
+    weights = {
+        "w13": torch.cat([w13, w13], 2)[..., :HIDDEN].requires_grad_(),
+        "w2": w2.mT.contiguous().mT,
+    }
     options = {"schema": "int4-g32-e4m3", "dtype": "bfloat16", "tp": 2}
     assert_as_converted(tmp_path / "source", tmp_path, options, device, weights)
 
 
-W13, W2 = torch.zeros(4, 512, 256, dtype=torch.bfloat16), torch.zeros(4, 256, 256, dtype=torch.bfloat16)
+W13, W2 = (
+    torch.zeros(4, 512, 256, dtype=torch.bfloat16),
+    torch.zeros(4, 256, 256, dtype=torch.bfloat16),
+)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +134,11 @@ W13, W2 = torch.zeros(4, 512, 256, dtype=torch.bfloat16), torch.zeros(4, 256, 25
         ({"w13": W13, "w2": W2}, {"target": None}, "target GPU must be named"),
         ({"w13": W13, "w2": W2}, {"layout": "checkpoint"}, "not enough for this"),
         ({"w13": W13, "w2": W2}, {"calibrate": "builtin"}, "not enough for this"),
-        ({"w13": W13, "w2": W2}, {"schema": "fp8", "input_schema": "fp8-static"}, "not enough for this"),
+        (
+            {"w13": W13, "w2": W2},
+            {"schema": "fp8", "input_schema": "fp8-static"},
+            "not enough for this",
+        ),
         ({"w13": W13, "w2": W2}, {"tp": 3}, "cannot be split|cannot be cut|TP"),
         ({"w13": W13.to("meta"), "w2": W2}, {}, "on one device"),
         ({"w13": W13.to(torch.complex64), "w2": W2}, {}, "no checkpoint holds"),
@@ -107,12 +146,17 @@ W13, W2 = torch.zeros(4, 512, 256, dtype=torch.bfloat16), torch.zeros(4, 256, 25
 )
 def test_refused(weights: dict[str, torch.Tensor], options: dict[str, Any], what: str) -> None:
     with pytest.raises(RequestError, match=what):
-        hqconv.to_kernel(weights, **{"schema": "mxfp4", "target": "sm90", "dtype": "bfloat16", **options})
+        hqconv.to_kernel(
+            weights, **{"schema": "mxfp4", "target": "sm90", "dtype": "bfloat16", **options}
+        )
 
 
 def test_batches_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    weights = {"w13": torch.randn(5, 512, 256).bfloat16(), "w2": torch.randn(5, 256, 256).bfloat16()}
+    weights = {
+        "w13": torch.randn(5, 512, 256).bfloat16(),
+        "w2": torch.randn(5, 256, 256).bfloat16(),
+    }
     options = {"schema": "nvfp4", "target": "sm90", "dtype": "bfloat16"}
     whole = hqconv.to_kernel(weights, **options)
     monkeypatch.setattr("hqconv.conversion.layer_to_kernel._BATCH_BYTES", 1)
@@ -125,12 +169,19 @@ def test_batches_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("row", [3, 259])  # of gate and of up, which are one tensor
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_fused_weight_that_is_not_finite_is_refused(row: int, value: float, tmp_path: Path) -> None:
+def test_a_fused_weight_that_is_not_finite_is_refused(
+    row: int, value: float, tmp_path: Path
+) -> None:
     bad = W13.clone()
     bad[2, row, 4] = value
     with pytest.raises(InputError, match=r"NaN or infinite(.|\n)*expert 2"):
         hqconv.to_kernel({"w13": bad, "w2": W2}, schema="mxfp4", target="sm90", dtype="bfloat16")
     fused = {f"{LAYER}.gate_up_proj": bad, f"{LAYER}.down_proj": W2}
     with pytest.raises(InputError, match=r"NaN or infinite(.|\n)*expert 2"):
-        hqconv.convert(save(tmp_path / "source", (fused, QWEN)), tmp_path / "out", schema="mxfp4", target="sm90")
+        hqconv.convert(
+            save(tmp_path / "source", (fused, QWEN)),
+            tmp_path / "out",
+            schema="mxfp4",
+            target="sm90",
+        )
     assert not (tmp_path / "out" / "hqconv.json").exists()

@@ -22,7 +22,15 @@ from hqconv.quantization import bit_codec
 from hqconv.quantization.coded_matrix import CodedMatrix, filled
 from hqconv.quantization.coded_matrix import dequantize as decoded
 from hqconv.schemas.artifact_names import CHECKPOINT
-from hqconv.schemas.grid import GROUPS, Grid, slice_unit, stored_size, tp_share, tp_slices, working_tp_sizes
+from hqconv.schemas.grid import (
+    GROUPS,
+    Grid,
+    slice_unit,
+    stored_size,
+    tp_share,
+    tp_slices,
+    working_tp_sizes,
+)
 from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, WeightSchema
 from tests.make import conversions
 from tests.make.conversions import manifest, run, schema_of
@@ -31,7 +39,11 @@ from tests.make.qwen import write_qwen3_moe
 
 LAYER = "model.layers.0.mlp.experts"
 ROTATED = WeightSchema(
-    name="rotated", b_dtype="uint4", weight_scale_type="group", weight_scale_group_size=32, hadamard_block_size=64
+    name="rotated",
+    b_dtype="uint4",
+    weight_scale_type="group",
+    weight_scale_group_size=32,
+    hadamard_block_size=64,
 )
 
 
@@ -47,19 +59,30 @@ def source(folder: Path, inner: int) -> Path:
 def rank_tensors(out: Path, tp: int) -> list[dict[str, bytes]]:
     """Bytes of every rank's tensors."""
     files = [load_file(out / f"experts/tp{rank}-ep0/{LAYER}.safetensors") for rank in range(tp)]
-    return [{name: one.view(torch.uint8).numpy().tobytes() for name, one in file.items()} for file in files]
+    return [
+        {name: one.view(torch.uint8).numpy().tobytes() for name, one in file.items()}
+        for file in files
+    ]
 
 
 def equal_up_to(found: dict[str, torch.Tensor], whole: dict[str, torch.Tensor], inner: int) -> bool:
-    cut = {role: one[:, :, :inner] if role == "w2" else one[:, :inner] for role, one in whole.items()}
-    return found.keys() == cut.keys() and all(torch.equal(found[role], one) for role, one in cut.items())
+    cut = {
+        role: one[:, :, :inner] if role == "w2" else one[:, :inner] for role, one in whole.items()
+    }
+    return found.keys() == cut.keys() and all(
+        torch.equal(found[role], one) for role, one in cut.items()
+    )
 
 
 # --- the ranks' parts
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.sampled_from([*sorted(PRESETS), "int4-g64-zp", "rotated"]), st.integers(1, 4000), st.integers(1, 40))
+@given(
+    st.sampled_from([*sorted(PRESETS), "int4-g64-zp", "rotated"]),
+    st.integers(1, 4000),
+    st.integers(1, 40),
+)
 @example("int4-g64-zp", 96, 2)
 def test_parts_are_whole_groups_as_equal_as_can_be(name: str, inner: int, tp: int) -> None:
     schema = named(name)
@@ -82,7 +105,9 @@ def test_parts_are_whole_groups_as_equal_as_can_be(name: str, inner: int, tp: in
 
 
 def test_padding_is_no_zero_under_one_scale_of_integers() -> None:
-    schema = WeightSchema(name="int8-tensor", b_dtype="uint8", weight_scale_type="tensor", bs_dtype="float32")
+    schema = WeightSchema(
+        name="int8-tensor", b_dtype="uint8", weight_scale_type="tensor", bs_dtype="float32"
+    )
     assert working_tp_sizes(96, schema, split=GROUPS) == working_tp_sizes(96, schema) == [1, 3]
 
 
@@ -105,7 +130,9 @@ CASES = [
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    ("name", "inner", "sizes", "dtype"), [(*case, PARAM_DTYPES[n % 2]) for n, case in enumerate(CASES)], ids=str
+    ("name", "inner", "sizes", "dtype"),
+    [(*case, PARAM_DTYPES[n % 2]) for n, case in enumerate(CASES)],
+    ids=str,
 )
 def test_the_ranks_together_are_the_whole(
     tmp_path: Path, name: str, inner: int, sizes: tuple[int, ...], dtype: str
@@ -149,7 +176,9 @@ def test_an_artifact_is_cut_again(tmp_path: Path, made: tuple[Path, Path], tp: i
 
 
 @pytest.mark.parametrize("schema", ["int4-g32-zp", "int8", "mxfp4"])
-def test_an_artifact_is_converted_to_other_groups(tmp_path: Path, made: tuple[Path, Path], schema: str) -> None:
+def test_an_artifact_is_converted_to_other_groups(
+    tmp_path: Path, made: tuple[Path, Path], schema: str
+) -> None:
     """Groups that are whole need no split; kept codes lose the zeros beside them."""
     out = made[1]
     run(out, tmp_path / "other", schema, Grid(3))
@@ -192,7 +221,9 @@ def test_the_manifest_says_a_split_that_matters(tmp_path: Path, made: tuple[Path
     assert manifest(tmp_path / "same") == manifest(tmp_path / "even")
 
 
-def test_ranks_dealt_in_another_way_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_dealt_in_another_way_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The last two ranks' boundary a group further: the rank files are whole, and not those of the manifest."""
     from hqconv.planning import output_units
 
@@ -231,4 +262,6 @@ def test_sizes_are_shown_and_vllms_condition_is_a_warning(tmp_path: Path) -> Non
     assert document["tp_sizes"]["fp8-block"] == []
     assert document["tp_sizes_of_groups"]["fp8-block"] == [1, 2]  # 3 does not divide 320 columns
     report = run(src, tmp_path / "out", "fp8-block", Grid(3, split=GROUPS))
-    assert any("3 does not divide the experts' intermediate size 320" in text for text in report.warnings)
+    assert any(
+        "3 does not divide the experts' intermediate size 320" in text for text in report.warnings
+    )

@@ -40,7 +40,9 @@ def src(tmp_path: Path) -> Path:
         (folder / f"{name}.py").write_text(CODE.format(here=str(tmp_path / MARKER)))
     for name in ("pytorch_model.bin", "model.pt", "adapter_model.bin", "vocab.pkl"):
         (folder / name).write_bytes(pickle.dumps(_Pickled(tmp_path / MARKER)))
-    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "org/base"}')
+    (folder / "adapter_config.json").write_text(
+        '{"peft_type": "LORA", "base_model_name_or_path": "org/base"}'
+    )
     (tmp_path / "text").write_text(" ".join(map(str, range(3, 43))))
     return folder
 
@@ -53,7 +55,18 @@ def measure(src: Path) -> tuple[int, str]:
     """Exit code and output of a calibrated conversion; no code of the folder has run."""
     out = src.parent / "out"
     shutil.rmtree(out, ignore_errors=True)
-    options = ["--schema", "int8-g32", "--target", "sm90", "--device", "cpu", "-o", str(out), "--threads", "1"]
+    options = [
+        "--schema",
+        "int8-g32",
+        "--target",
+        "sm90",
+        "--device",
+        "cpu",
+        "-o",
+        str(out),
+        "--threads",
+        "1",
+    ]
     calibrate = ["--calibrate", str(src.parent / "text"), "--calibrate-context", "16"]
     done = CliRunner().invoke(app, ["convert", str(src), *options, *calibrate], input="y\ny\ny\n")
     assert not (src.parent / MARKER).exists()
@@ -62,13 +75,18 @@ def measure(src: Path) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-OWN = {name: f"{file}.Own" for name, file in (("AutoConfig", "configuration_own"), ("AutoModel", "modeling_own"))}
+OWN = {
+    name: f"{file}.Own"
+    for name, file in (("AutoConfig", "configuration_own"), ("AutoModel", "modeling_own"))
+}
 
 
 def test_code_of_the_folder_is_not_asked_for_and_not_run(src: Path) -> None:
     """With the classes of transformers, and without any that it has."""
     change(src / "config.json", auto_map={**OWN, "AutoModelForCausalLM": "modeling_own.Own"})
-    change(src / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_own.Own", None]})
+    change(
+        src / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_own.Own", None]}
+    )
     code, output = measure(src)
     assert code == 0, output
     change(src / "config.json", model_type="own", architectures=["OwnForCausalLM"])
@@ -96,14 +114,24 @@ def test_kernels_of_the_hub_are_refused(src: Path, key: str, value: object) -> N
 
 
 def test_an_implementation_of_the_config_is_not_taken(src: Path) -> None:
-    change(src / "config.json", _attn_implementation="flash_attention_2", experts_implementation="grouped_mm")
+    change(
+        src / "config.json",
+        _attn_implementation="flash_attention_2",
+        experts_implementation="grouped_mm",
+    )
     code, output = measure(src)
     assert code == 0, output
 
 
 WRONG: list[tuple[str, object]] = [
-    *(("architectures", value) for value in ([5], "MixtralForCausalLM", {"a": 1}, [["MixtralForCausalLM"]], [None])),
-    *(("auto_map", value) for value in (5, "configuration_own.Own", [1], {"AutoConfig": 5}, {"AutoConfig": [None]})),
+    *(
+        ("architectures", value)
+        for value in ([5], "MixtralForCausalLM", {"a": 1}, [["MixtralForCausalLM"]], [None])
+    ),
+    *(
+        ("auto_map", value)
+        for value in (5, "configuration_own.Own", [1], {"AutoConfig": 5}, {"AutoConfig": [None]})
+    ),
     *(("torch_dtype", value) for value in ("nonsense", 5, ["bfloat16"], "save")),
     *(("num_attention_heads", value) for value in (0, "2", -1, [2], 2.5, None)),
     *(("rope_parameters", value) for value in (5, [], {"rope_type": "own"}, {"rope_type": 5})),
@@ -124,7 +152,9 @@ WRONG: list[tuple[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize(("key", "value"), WRONG, ids=[f"{key}-{value}"[:40] for key, value in WRONG])
+@pytest.mark.parametrize(
+    ("key", "value"), WRONG, ids=[f"{key}-{value}"[:40] for key, value in WRONG]
+)
 def test_values_of_other_types_end_as_one_message(src: Path, key: str, value: object) -> None:
     change(src / "config.json", **{key: value})
     code, output = measure(src)
@@ -146,13 +176,17 @@ def test_values_of_other_types_end_as_one_message(src: Path, key: str, value: ob
     ],
     ids=str,
 )
-def test_wrong_values_of_a_tokenizer_end_as_one_message(src: Path, values: dict[str, object]) -> None:
+def test_wrong_values_of_a_tokenizer_end_as_one_message(
+    src: Path, values: dict[str, object]
+) -> None:
     change(src / "tokenizer_config.json", **values)
     code, output = measure(src)
     assert code in (0, 2), output
 
 
-@pytest.mark.parametrize("values", [{"num_tokens": 0}, {"num_tokens": -1}, {"context_length": 0}, {"num_tokens": 2.0}])
+@pytest.mark.parametrize(
+    "values", [{"num_tokens": 0}, {"num_tokens": -1}, {"context_length": 0}, {"num_tokens": 2.0}]
+)
 def test_numbers_out_of_range_are_refused(src: Path, values: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="number"):
         hqconv.evaluate(src, src, src.parent / "text", **values)
@@ -161,7 +195,10 @@ def test_numbers_out_of_range_are_refused(src: Path, values: dict[str, Any]) -> 
 def test_more_tokens_than_positions_are_warned_of(src: Path) -> None:
     change(src / "config.json", max_position_embeddings=8)
     code, output = measure(src)
-    assert (code, "sequences of 16 tokens are longer than the model's 8 positions" in output) == (0, True), output
+    assert (code, "sequences of 16 tokens are longer than the model's 8 positions" in output) == (
+        0,
+        True,
+    ), output
 
 
 def test_an_error_of_the_run_is_one_message(src: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,4 +220,7 @@ def test_weights_that_the_model_lacks_are_not_drawn(src: Path) -> None:
     save_file(tensors, shard, {"format": "pt"})
     change(src / "model.safetensors.index.json", weight_map=index["weight_map"])
     code, output = measure(src)
-    assert (code, "weights for model.layers.0.self_attn.q_proj.weight" in " ".join(output.split())) == (3, True), output
+    assert (
+        code,
+        "weights for model.layers.0.self_attn.q_proj.weight" in " ".join(output.split()),
+    ) == (3, True), output

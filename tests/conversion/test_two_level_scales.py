@@ -24,7 +24,10 @@ from tests.make.conversions import assert_verified, check, manifest, run
 from tests.make.input_scales import compressed_nvfp4, expected, fp8, modelopt_nvfp4, scale_names
 from tests.make.small import LAYER, E, Source, Tensors, save
 
-SOURCES: dict[str, Callable[[], Source]] = {"modelopt": modelopt_nvfp4, "compressed": compressed_nvfp4}
+SOURCES: dict[str, Callable[[], Source]] = {
+    "modelopt": modelopt_nvfp4,
+    "compressed": compressed_nvfp4,
+}
 STORED = {"modelopt": "input_scale", "compressed": "input_global_scale"}
 STATIC = {"input_schema": "nvfp4-static", "target": "sm100"}
 
@@ -32,7 +35,9 @@ STATIC = {"input_schema": "nvfp4-static", "target": "sm100"}
 def stored_scales(tensors: Tensors, kind: str, roles: tuple[str, ...]) -> torch.Tensor:
     """[E, roles]: as the checkpoint has them."""
     names = [[f"{LAYER}.{e}.{role}.{STORED[kind]}" for role in roles] for e in range(E)]
-    return torch.stack([torch.stack([tensors[name].view(()) for name in of_expert]) for of_expert in names])
+    return torch.stack(
+        [torch.stack([tensors[name].view(()) for name in of_expert]) for of_expert in names]
+    )
 
 
 def hummings(kind: str, gemm: str) -> dict[str, torch.Tensor]:
@@ -54,7 +59,10 @@ def scales_in(out: Path) -> dict[str, dict[str, float]]:
     paths = sorted((out / "experts").rglob("*.safetensors"))
     tensors = {path.parent.name: load_file(path) for path in paths}
     names = {gemm: f"{LAYER}.{gemm}_input_scale_2" for gemm in ("w13", "w2")}
-    return {rank: {gemm: found[name].item() for gemm, name in names.items()} for rank, found in tensors.items()}
+    return {
+        rank: {gemm: found[name].item() for gemm, name in names.items()}
+        for rank, found in tensors.items()
+    }
 
 
 @pytest.mark.parametrize("kind", SOURCES)
@@ -89,8 +97,13 @@ def test_hummings_layer_config_reads_the_scale_of_a_tensor(tmp_path: Path) -> No
         assert config.is_group_input_scale
         assert str(config.as_dtype) == "float8e4m3"
     static, dynamic = (load_file(tmp_path / name / path) for name in ("out", "dynamic"))
-    assert static.keys() - dynamic.keys() == {f"{LAYER}.{gemm}_input_scale_2" for gemm in ("w13", "w2")}
-    assert all(torch.equal(static[name].view(torch.uint8), one.view(torch.uint8)) for name, one in dynamic.items())
+    assert static.keys() - dynamic.keys() == {
+        f"{LAYER}.{gemm}_input_scale_2" for gemm in ("w13", "w2")
+    }
+    assert all(
+        torch.equal(static[name].view(torch.uint8), one.view(torch.uint8))
+        for name, one in dynamic.items()
+    )
 
 
 def test_a_server_and_load_get_the_scale_under_hummings_name(tmp_path: Path) -> None:
@@ -103,7 +116,10 @@ def test_a_server_and_load_get_the_scale_under_hummings_name(tmp_path: Path) -> 
     view = open_artifact_view(ArtifactLocation(str(tmp_path / "out")))
     path = tmp_path / f"out/experts/tp0-ep0/{LAYER}.safetensors"
     file = open_rank_file(view, LAYER, 0, 0, path)
-    assert {one for one in file.tensors if "input_scale" in one} == {"w13_input_scale_2", "w2_input_scale_2"}
+    assert {one for one in file.tensors if "input_scale" in one} == {
+        "w13_input_scale_2",
+        "w2_input_scale_2",
+    }
     path.write_bytes(path.read_bytes().replace(b"w13_input_scale_2", b"w13_input_scale_3"))
     with pytest.raises(VerificationError, match="scale"):
         open_rank_file(view, LAYER, 0, 0, path)
@@ -117,8 +133,14 @@ def test_verify_finds_another_scale(tmp_path: Path) -> None:
     data = path.read_bytes()
     assert data.count(scale.numpy().tobytes()) == 1
     path.write_bytes(data.replace(scale.numpy().tobytes(), (scale * 2).numpy().tobytes()))
-    findings = [one for result in check(tmp_path / "out", source, "weights").results for one in result.findings]
-    assert [one.where for one in findings] == [f"experts/tp0-ep0/{LAYER}.safetensors, tensor {LAYER}.w2_input_scale_2"]
+    findings = [
+        one
+        for result in check(tmp_path / "out", source, "weights").results
+        for one in result.findings
+    ]
+    assert [one.where for one in findings] == [
+        f"experts/tp0-ep0/{LAYER}.safetensors, tensor {LAYER}.w2_input_scale_2"
+    ]
 
 
 def without(source: Source) -> Source:
@@ -135,7 +157,11 @@ REFUSED: dict[str, tuple[Callable[[], Source], dict[str, Any], str]] = {
         {"input_schema": "fp8-static", "schema": "fp8-tensor"},
         "not measured for these",
     ),
-    "checkpoint": (modelopt_nvfp4, {"layout": "checkpoint"}, "cannot load static activation scales"),
+    "checkpoint": (
+        modelopt_nvfp4,
+        {"layout": "checkpoint"},
+        "cannot load static activation scales",
+    ),
 }
 
 
@@ -143,7 +169,11 @@ REFUSED: dict[str, tuple[Callable[[], Source], dict[str, Any], str]] = {
 def test_refusals_before_any_work(case: str, tmp_path: Path) -> None:
     make, words, what = REFUSED[case]
     with pytest.raises(RequestError, match=what):
-        run(save(tmp_path / "src", make()), tmp_path / "out", **{"schema": "source", **STATIC, **words})
+        run(
+            save(tmp_path / "src", make()),
+            tmp_path / "out",
+            **{"schema": "source", **STATIC, **words},
+        )
 
 
 @pytest.mark.parametrize("number", [0.0, -1.0, float("nan"), 1e-42])
@@ -160,10 +190,20 @@ def test_activations_without_static_scales_are_not_declared(tmp_path: Path) -> N
     """ModelOpt's weights-only nvfp4, and compressed-tensors' dynamic activations."""
     cases: list[tuple[Callable[[], Source], Callable[[Any], None]]] = [
         (modelopt_nvfp4, lambda words: words.update(quant_algo="W4A16_NVFP4")),
-        (compressed_nvfp4, lambda words: words["config_groups"]["group_0"]["input_activations"].update(dynamic=True)),
+        (
+            compressed_nvfp4,
+            lambda words: words["config_groups"]["group_0"]["input_activations"].update(
+                dynamic=True
+            ),
+        ),
     ]
     for number, (make, change) in enumerate(cases):
         tensors, config = make()
         change(config["quantization_config"])
         with pytest.raises(HqconvError, match="not measured for these"):
-            run(save(tmp_path / f"src{number}", (tensors, config)), tmp_path / "out", "source", **STATIC)
+            run(
+                save(tmp_path / f"src{number}", (tensors, config)),
+                tmp_path / "out",
+                "source",
+                **STATIC,
+            )

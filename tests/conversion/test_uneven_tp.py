@@ -50,13 +50,24 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def convert(source: Path, out: Path, schema: str, tp: int, dtype: str | None = None) -> dict[str, torch.Tensor]:
+def convert(
+    source: Path, out: Path, schema: str, tp: int, dtype: str | None = None
+) -> dict[str, torch.Tensor]:
     conversions.run(source, out, schema, Grid(tp), dtype=dtype)
     conversions.assert_verified(out, source)
     return dequantize(out, layer=LAYER)
 
 
-SCHEMAS = ["mxfp4", "int4-g32", "int4-g32-zp", "int8", "fp8", "int4-g32-fpzp", "nvfp4", "fp8-tensor"]
+SCHEMAS = [
+    "mxfp4",
+    "int4-g32",
+    "int4-g32-zp",
+    "int8",
+    "fp8",
+    "int4-g32-fpzp",
+    "nvfp4",
+    "fp8-tensor",
+]
 
 
 def test_every_rank_has_one_shape_and_the_last_ends_in_zeros(source: Path, tmp_path: Path) -> None:

@@ -27,7 +27,9 @@ NUM_LAYERS, NUM_BATCHES = 3, 4  # of each layer
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_qwen3_moe(tmp_path_factory.mktemp("turns") / "model", num_layers=NUM_LAYERS, num_experts=NUM_BATCHES)
+    return write_qwen3_moe(
+        tmp_path_factory.mktemp("turns") / "model", num_layers=NUM_LAYERS, num_experts=NUM_BATCHES
+    )
 
 
 @pytest.fixture
@@ -131,7 +133,9 @@ def test_nothing_is_waited_for_beside_a_unit_in_work(
 
 
 def test_copied_shards_alternate_with_layers(tmp_path: Path) -> None:
-    plan = hqconv.plan(write_qwen3_moe(tmp_path / "model", num_layers=3), schema="int4", target="sm90")
+    plan = hqconv.plan(
+        write_qwen3_moe(tmp_path / "model", num_layers=3), schema="int4", target="sm90"
+    )
     layers = [unit for unit in plan.units if isinstance(unit, MoeLayerPlan)]
     (copied,) = (unit for unit in plan.units if not isinstance(unit, MoeLayerPlan))
     first, second, third = layers
@@ -144,7 +148,10 @@ def copied_and_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[
     """A model with a copied shard of many pieces, and its artifact; from now on files are there before their bytes."""
     model = write_qwen3_moe(tmp_path / "model", num_layers=6)
     tensors = load_file(model / "model.safetensors")
-    save_file({**tensors, "model.embed_tokens.weight": torch.zeros(4096, 128).bfloat16()}, model / "model.safetensors")
+    save_file(
+        {**tensors, "model.embed_tokens.weight": torch.zeros(4096, 128).bfloat16()},
+        model / "model.safetensors",
+    )
     plain = snapshot(hqconv.convert(model, tmp_path / "plain", **OPTIONS).out)
     monkeypatch.setattr(resources, "_CPU_BATCH_BYTES", 1 << 18)
     open_files = Executor._open
@@ -158,7 +165,9 @@ def copied_and_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[
     return model, plain
 
 
-def test_units_get_as_many_bytes_in_their_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_units_get_as_many_bytes_in_their_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, plain = copied_and_layers(tmp_path, monkeypatch)
     monkeypatch.setattr(executor, "_CHUNK_BYTES", 1 << 12)
     monkeypatch.setattr(executor, "_PIECES_IN_FLIGHT", 100)
@@ -184,7 +193,9 @@ def test_units_get_as_many_bytes_in_their_turns(tmp_path: Path, monkeypatch: pyt
     assert of_unit[copied] - 2 * largest <= of_layers < of_unit[copied] + 3 * largest
 
 
-def test_a_copied_file_takes_few_slots_while_layers_need_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copied_file_takes_few_slots_while_layers_need_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its pieces are written one after the other: layers go on while two of them wait."""
     model, plain = copied_and_layers(tmp_path, monkeypatch)
     may_write, fed = threading.Event(), list[str]()

@@ -27,8 +27,16 @@ def compressed_nvfp4() -> Source:
         part = {"weight": "weight_packed", "weight_scale_2": "weight_global_scale"}.get(part, part)
         tensor = tensors.pop(name)
         if part != "input_scale":
-            tensors[f"{module}.{part}"] = 1 / tensor.reshape(1) if part == "weight_global_scale" else tensor
-    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+            tensors[f"{module}.{part}"] = (
+                1 / tensor.reshape(1) if part == "weight_global_scale" else tensor
+            )
+    weights = {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": "tensor_group",
+        "group_size": 16,
+        "symmetric": True,
+    }
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
     config["quantization_config"] = {
         "quant_method": "compressed-tensors",
@@ -56,9 +64,13 @@ def with_scale(form: str, value: float, roles: tuple[str, ...] = ROLES) -> tuple
     return (tensors, config), part
 
 
-@pytest.mark.parametrize(("form", "value"), [("modelopt", 0.0), ("compressed-tensors", math.inf), ("fp8", 0.0)])
+@pytest.mark.parametrize(
+    ("form", "value"), [("modelopt", 0.0), ("compressed-tensors", math.inf), ("fp8", 0.0)]
+)
 @pytest.mark.parametrize("schema", ["source", "int4"])
-def test_a_matrix_under_one_scale_of_zero_is_zero(form: str, value: float, schema: str, tmp_path: Path) -> None:
+def test_a_matrix_under_one_scale_of_zero_is_zero(
+    form: str, value: float, schema: str, tmp_path: Path
+) -> None:
     (tensors, config), _ = with_scale(form, value)
     if form == "modelopt":  # of an expert of zeros its scales of groups are 0 / 0
         for role in ROLES:
@@ -93,7 +105,9 @@ def test_a_matrix_under_one_scale_of_zero_is_zero(form: str, value: float, schem
         *(("fp8", value) for value in (math.inf, -1.0)),
     ],
 )
-def test_a_scale_that_is_none_is_refused_before_work_begins(form: str, value: float, tmp_path: Path) -> None:
+def test_a_scale_that_is_none_is_refused_before_work_begins(
+    form: str, value: float, tmp_path: Path
+) -> None:
     source, part = with_scale(form, value, ("up_proj",))
     folder = save(tmp_path / "src", source)
     document = hqconv.inspect(folder)
@@ -108,7 +122,11 @@ def test_a_scale_that_is_none_is_refused_before_work_begins(form: str, value: fl
 def test_the_layer_can_be_left_as_it_is(tmp_path: Path) -> None:
     (tensors, config), _ = with_scale("modelopt", math.inf)
     other = LAYER.replace("0", "1", 1)
-    tensors |= {name.replace(LAYER, other): tensor.clone() for name, tensor in tensors.items() if LAYER in name}
+    tensors |= {
+        name.replace(LAYER, other): tensor.clone()
+        for name, tensor in tensors.items()
+        if LAYER in name
+    }
     for role in ROLES:
         tensors[f"{other}.3.{role}.weight_scale_2"].fill_(0.25)
     tensors |= {
@@ -118,7 +136,9 @@ def test_the_layer_can_be_left_as_it_is(tmp_path: Path) -> None:
     }
     folder = save(tmp_path / "src", (tensors, {**config, "num_hidden_layers": 2}))
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text(f'schema = "int4"\ntarget = "sm90"\n[[override]]\nblocks = "{LAYER}"\nschema = "none"\n')
+    recipe.write_text(
+        f'schema = "int4"\ntarget = "sm90"\n[[override]]\nblocks = "{LAYER}"\nschema = "none"\n'
+    )
     hqconv.convert(folder, tmp_path / "out", config=recipe, device="cpu")
     assert hqconv.verify(tmp_path / "out", folder, device="cpu").passed
 
@@ -128,10 +148,17 @@ def test_calibration_may_have_used_no_input_of_an_expert(tmp_path: Path) -> None
     for role in ROLES:
         tensors[f"{LAYER}.3.{role}.input_scale"] = torch.tensor(0.0)
     folder = save(tmp_path / "src", (tensors, config))
-    options = {"schema": "fp8-tensor", "input_schema": "fp8-static", "target": "sm90", "device": "cpu"}
+    options = {
+        "schema": "fp8-tensor",
+        "input_schema": "fp8-static",
+        "target": "sm90",
+        "device": "cpu",
+    }
     hqconv.convert(folder, tmp_path / "out", **options)
     assert hqconv.verify(tmp_path / "out", folder, device="cpu").passed
-    for name in [name for name in tensors if name.endswith(("up_proj.input_scale", "gate_proj.input_scale"))]:
+    for name in [
+        name for name in tensors if name.endswith(("up_proj.input_scale", "gate_proj.input_scale"))
+    ]:
         tensors[name] = torch.tensor(0.0)
     folder = save(tmp_path / "none", (tensors, config))
     with pytest.raises(InputError, match="calibration used no expert"):
@@ -147,5 +174,6 @@ def test_headers_with_holes_for_data_can_be_planned(form: str, tmp_path: Path) -
     folder = save(tmp_path / "src", (tensors, config))
     assert hqconv.inspect(folder)["convertible"]
     assert not any(
-        "weights of its matrix" in text for text in hqconv.plan(folder, schema="int4", target="sm90").notices
+        "weights of its matrix" in text
+        for text in hqconv.plan(folder, schema="int4", target="sm90").notices
     )

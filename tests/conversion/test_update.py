@@ -45,7 +45,9 @@ def flip(path: Path, at: int = -1) -> None:
 
 
 @pytest.mark.parametrize("is_update", [False, True])
-def test_the_same_request_and_source_change_nothing(src: Path, tmp_path: Path, is_update: bool) -> None:
+def test_the_same_request_and_source_change_nothing(
+    src: Path, tmp_path: Path, is_update: bool
+) -> None:
     """Also if the artifact was not made with `--update`."""
     out = tmp_path / "out"
     run(src, out, "mxfp4", update=is_update)
@@ -54,7 +56,9 @@ def test_the_same_request_and_source_change_nothing(src: Path, tmp_path: Path, i
     assert (report.was_finished, report.replaced_because) == (True, "")
     assert times(out) == before
     assert report.errors
-    assert [path.name for path in tmp_path.iterdir()] == ["src", "out"] or not side_folder(out).exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["src", "out"] or not side_folder(
+        out
+    ).exists()
 
 
 @pytest.mark.parametrize(
@@ -64,7 +68,9 @@ def test_the_same_request_and_source_change_nothing(src: Path, tmp_path: Path, i
         *(("config.json", False), ("README.md", True), ("new", False)),
     ],
 )
-def test_a_changed_source_replaces_the_artifact(src: Path, tmp_path: Path, name: str, is_hashed: bool) -> None:
+def test_a_changed_source_replaces_the_artifact(
+    src: Path, tmp_path: Path, name: str, is_hashed: bool
+) -> None:
     """A changed bit is enough, also where size and modification time stay."""
     (src / "tokenizer_config.json").write_text('{"a": "b"}')
     (src / "README.md").write_text("a model of ours")
@@ -152,7 +158,9 @@ def test_a_source_that_is_an_artifact(src: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("has_old", [False, True])
 @pytest.mark.parametrize("is_changed", [False, True])
-def test_an_unfinished_conversion(src: Path, tmp_path: Path, has_old: bool, is_changed: bool) -> None:
+def test_an_unfinished_conversion(
+    src: Path, tmp_path: Path, has_old: bool, is_changed: bool
+) -> None:
     """It is resumed, or started anew if the source changed since; an old artifact stays whole meanwhile."""
     out = tmp_path / "out"
     old = None
@@ -196,7 +204,9 @@ def test_files_of_others_are_refused(src: Path, tmp_path: Path) -> None:
 # --- a source on the Hub -----------------------------------------------------------------------------------
 
 
-def test_a_commit_is_converted_once(src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_is_converted_once(
+    src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second night reads headers only; a new commit is converted."""
     out = tmp_path / "out"
     with hub_server.serve(src) as server:
@@ -217,7 +227,18 @@ def test_a_commit_is_converted_once(src: Path, tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_command(src: Path, tmp_path: Path) -> None:
-    words = ["convert", src, "-o", tmp_path / "out", "--schema", "mxfp4", "--target", "sm90", "--device", "cpu"]
+    words = [
+        "convert",
+        src,
+        "-o",
+        tmp_path / "out",
+        "--schema",
+        "mxfp4",
+        "--target",
+        "sm90",
+        "--device",
+        "cpu",
+    ]
 
     def call(*more: str) -> Any:
         done = CliRunner().invoke(app, [*map(str, words), "--update", *more])
@@ -225,10 +246,15 @@ def test_the_command(src: Path, tmp_path: Path) -> None:
         return done
 
     assert json.loads(call("--json", "-q").stdout)["was_finished"] is False
-    assert "already finished: nothing to do" in " ".join(call("-q").stdout.split() + call().stdout.split())
+    assert "already finished: nothing to do" in " ".join(
+        call("-q").stdout.split() + call().stdout.split()
+    )
     assert json.loads(call("--json", "-q").stdout)["was_finished"] is True
     flip(sorted(src.glob("*.safetensors"))[0])
     document = json.loads(call("--json", "-q").stdout)
-    assert (document["was_finished"], "other times" in document["replaced_because"]) == (False, True)
+    assert (document["was_finished"], "other times" in document["replaced_because"]) == (
+        False,
+        True,
+    )
     assert CliRunner().invoke(app, [*map(str, words), "--update", "--dry-run"]).exit_code == 0
     assert isinstance(hqconv.verify(tmp_path / "out", src).passed, bool)

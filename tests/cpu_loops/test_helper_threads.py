@@ -41,7 +41,9 @@ def test_without_helpers_there_is_one_part() -> None:
     assert parts == [slice(0, 10)]
 
 
-@pytest.mark.parametrize(("length", "least", "count"), [(100, 1, 8), (100, 30, 3), (5, 1, 5), (5, 6, 1)])
+@pytest.mark.parametrize(
+    ("length", "least", "count"), [(100, 1, 8), (100, 30, 3), (5, 1, 5), (5, 6, 1)]
+)
 def test_parts_cover_the_range(length: int, least: int, count: int) -> None:
     parts: list[slice] = []
     with_helpers(lambda: in_parts(parts.append, length, least))
@@ -63,7 +65,9 @@ def test_the_first_error_is_raised_when_all_are_done() -> None:
 
 
 @pytest.mark.parametrize("are_split", [False, True])
-def test_helpers_take_parts_of_large_arrays_only(monkeypatch: pytest.MonkeyPatch, are_split: bool) -> None:
+def test_helpers_take_parts_of_large_arrays_only(
+    monkeypatch: pytest.MonkeyPatch, are_split: bool
+) -> None:
     """A part that takes less than its way to a helper stays with its thread; parts change no bit."""
     scales = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (5, 128, 12), np.uint8))
     sums = (scales.long() * torch.from_numpy(factors("column", 12).astype("int64"))).sum(2)
@@ -72,7 +76,9 @@ def test_helpers_take_parts_of_large_arrays_only(monkeypatch: pytest.MonkeyPatch
     num_parts: list[int] = []
     run = Helpers.run
     monkeypatch.setattr(
-        Helpers, "run", lambda self, task, parts: (num_parts.append(len(parts)), run(self, task, parts))
+        Helpers,
+        "run",
+        lambda self, task, parts: (num_parts.append(len(parts)), run(self, task, parts)),
     )
     found: list[torch.Tensor] = []
     with_helpers(lambda: found.append(compiled_row_sums(scales)))

@@ -60,7 +60,9 @@ def write_text(path: Path) -> Path:
     return path
 
 
-def make(folder: Path, family: str, schema: str = "int2-g32", **options: Any) -> tuple[Path, Path, Path]:
+def make(
+    folder: Path, family: str, schema: str = "int2-g32", **options: Any
+) -> tuple[Path, Path, Path]:
     """A source, its artifact and a text."""
     src = write_source(folder / "src", family, **FAMILIES[family][0])
     hqconv.convert(src, folder / "out", schema=schema, target="sm90", device="cpu", **options)
@@ -74,7 +76,9 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
 
 def whole(src: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The model as transformers loads it, in one piece."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(src, dtype=dtype, experts_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        src, dtype=dtype, experts_implementation="eager"
+    )
     assert isinstance(model, nn.Module)
     return model.eval()
 
@@ -88,7 +92,11 @@ def put_artifact(model: nn.Module, out: Path, form: str) -> None:
             if down is None:
                 continue
             gate, up = (one[f"{'b' if kind else 'w'}{number}"] for number in (1, 3))
-            both = torch.stack([gate, up], 2).flatten(1, 2) if form == INTERLEAVED else torch.cat([gate, up], 1)
+            both = (
+                torch.stack([gate, up], 2).flatten(1, 2)
+                if form == INTERLEAVED
+                else torch.cat([gate, up], 1)
+            )
             if form != STACKED and not kind:
                 both, down = both.transpose(1, 2), down.transpose(1, 2)
             with torch.no_grad():
@@ -96,7 +104,9 @@ def put_artifact(model: nn.Module, out: Path, form: str) -> None:
                 getattr(module, f"down_proj{kind}").copy_(down)
 
 
-def log_probabilities(model: nn.Module, ids: list[int] = IDS, context: int = CONTEXT) -> tuple[np.ndarray, list[int]]:
+def log_probabilities(
+    model: nn.Module, ids: list[int] = IDS, context: int = CONTEXT
+) -> tuple[np.ndarray, list[int]]:
     """Log-probabilities [predictions, V] of each sequence alone, in float64, and the tokens that follow."""
     rows, labels = [], []
     for begin in range(0, len(ids), context):
@@ -104,7 +114,12 @@ def log_probabilities(model: nn.Module, ids: list[int] = IDS, context: int = CON
         if len(part) < 2:
             continue
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor([part]), use_cache=False).logits[0, :-1].double().numpy()
+            logits = (
+                model(input_ids=torch.tensor([part]), use_cache=False)
+                .logits[0, :-1]
+                .double()
+                .numpy()
+            )
         top = logits.max(-1, keepdims=True)
         rows.append(logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True)))
         labels += part[1:]
@@ -164,18 +179,26 @@ def test_a_lossless_artifact_diverges_by_nothing(tmp_path: Path) -> None:
         save_file(tensors, path, {"format": "pt"})
     options: dict[str, Any] = {"schema": "fp8", "target": "sm90", "device": "cpu"}
     report = hqconv.convert(src, tmp_path / "out", **options)
-    assert all(one["relative_error"] == 0 for roles in report.errors.values() for one in roles.values())
-    found = hqconv.evaluate(tmp_path / "out", src, write_text(tmp_path / "text"), context_length=CONTEXT, **CPU)
+    assert all(
+        one["relative_error"] == 0 for roles in report.errors.values() for one in roles.values()
+    )
+    found = hqconv.evaluate(
+        tmp_path / "out", src, write_text(tmp_path / "text"), context_length=CONTEXT, **CPU
+    )
     assert found["kl"]["mean"] == found["kl"]["max"] == 0
     assert found["top1_agreement"] == 1
     assert found["mean_nll"]["source"] == found["mean_nll"]["artifact"]
 
 
-def change_experts(src: Path, change: Callable[[str, dict[str, torch.Tensor]], torch.Tensor]) -> None:
+def change_experts(
+    src: Path, change: Callable[[str, dict[str, torch.Tensor]], torch.Tensor]
+) -> None:
     """Replace each tensor of routed experts by `change(name, tensors of its file)`."""
     for path in src.glob("*.safetensors"):
         tensors = load_file(path)
-        changed = {name: change(name, tensors).contiguous() for name in tensors if ".experts." in name}
+        changed = {
+            name: change(name, tensors).contiguous() for name in tensors if ".experts." in name
+        }
         save_file({**tensors, **changed}, path, {"format": "pt"})
 
 
@@ -190,13 +213,17 @@ def test_values_do_not_decide_where_experts_are(kind: str, tmp_path: Path) -> No
     }
     change_experts(src, changes[kind])
     hqconv.convert(src, tmp_path / "out", schema="int2-g32", target="sm90", device="cpu")
-    found = hqconv.evaluate(tmp_path / "out", src, write_text(tmp_path / "text"), context_length=CONTEXT, **CPU)
+    found = hqconv.evaluate(
+        tmp_path / "out", src, write_text(tmp_path / "text"), context_length=CONTEXT, **CPU
+    )
     source, artifact = whole(src), whole(src)
     put_artifact(artifact, tmp_path / "out", STACKED)
     assert_figures(found, expected_figures(source, artifact))
 
 
-def test_sequences_begin_as_the_tokenizer_says(qwen: tuple[Path, Path, Path], tmp_path: Path) -> None:
+def test_sequences_begin_as_the_tokenizer_says(
+    qwen: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
     """A tokenizer that puts BOS before a text: before each sequence, which is a text of its own to the model."""
     src, out, text = qwen
     folder = Path(shutil.copytree(src, tmp_path / "src"))
@@ -208,7 +235,10 @@ def test_sequences_begin_as_the_tokenizer_says(qwen: tuple[Path, Path, Path], tm
     found = hqconv.evaluate(out, folder, text, context_length=CONTEXT, **CPU)
     assert (found["num_tokens"], found["num_predictions"]) == (75, 75)
     p, labels = zip(
-        *(log_probabilities(whole(src), [0, *IDS[begin : begin + CONTEXT - 1]]) for begin in range(0, 75, CONTEXT - 1)),
+        *(
+            log_probabilities(whole(src), [0, *IDS[begin : begin + CONTEXT - 1]])
+            for begin in range(0, 75, CONTEXT - 1)
+        ),
         strict=True,
     )
     every, following = np.concatenate(p), np.concatenate(labels)
@@ -216,7 +246,9 @@ def test_sequences_begin_as_the_tokenizer_says(qwen: tuple[Path, Path, Path], tm
     assert found["mean_nll"]["source"] == pytest.approx(nll, rel=1e-4)
 
 
-def test_memory_is_that_of_one_layer(qwen: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_that_of_one_layer(
+    qwen: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A stage is dropped before the next is loaded; at the end no weight is left."""
     src, out, text = qwen
     loaded: list[str] = []
@@ -224,7 +256,10 @@ def test_memory_is_that_of_one_layer(qwen: tuple[Path, Path, Path], monkeypatch:
     held: dict[str, int] = {}
 
     def memory(model: StreamedModel) -> int:
-        found = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in model.model.parameters()}
+        found = {
+            v.untyped_storage().data_ptr(): v.untyped_storage().nbytes()
+            for v in model.model.parameters()
+        }
         return sum(found.values())
 
     load = StreamedModel.load
@@ -235,11 +270,16 @@ def test_memory_is_that_of_one_layer(qwen: tuple[Path, Path, Path], monkeypatch:
         load(self, stage, *others)
         loaded.append(stage)
         held[stage] = memory(self)
-        assert before < 4096, (stage, before)  # the norms of the model's own level, and placeholders
+        assert before < 4096, (
+            stage,
+            before,
+        )  # the norms of the model's own level, and placeholders
 
     monkeypatch.setattr(StreamedModel, "load", watched)
     hqconv.evaluate(out, src, text, context_length=CONTEXT, **CPU)
-    layers = [f"model.layers.{number}" for number in (0, 0, 1)]  # the source's experts, the artifact's; a dense layer
+    layers = [
+        f"model.layers.{number}" for number in (0, 0, 1)
+    ]  # the source's experts, the artifact's; a dense layer
     assert loaded == ["model.embed_tokens", *layers, "model.norm", "lm_head"]
     assert memory(models[0]) < 4096
     largest = max(models[0].stage_bytes(stage) for stage in loaded)
@@ -258,21 +298,29 @@ def test_any_context(qwen: tuple[Path, Path, Path], context: int) -> None:
 
 def test_fewer_tokens_and_bfloat16(qwen: tuple[Path, Path, Path]) -> None:
     src, out, text = qwen
-    found = hqconv.evaluate(out, src, text, context_length=20, num_tokens=40, compute_dtype="bfloat16", **CPU)
+    found = hqconv.evaluate(
+        out, src, text, context_length=20, num_tokens=40, compute_dtype="bfloat16", **CPU
+    )
     model = whole(src, torch.bfloat16)
     artifact = whole(src, torch.bfloat16)
     put_artifact(artifact, out, STACKED)
     expected = expected_figures(model, artifact, ids=IDS[:40], context=20)
     assert found["num_predictions"] == expected["num_predictions"] == 38
-    assert found["perplexity"]["source"] == pytest.approx(expected["perplexity"]["source"], rel=1e-2)
+    assert found["perplexity"]["source"] == pytest.approx(
+        expected["perplexity"]["source"], rel=1e-2
+    )
     assert found["compute_dtype"] == "bfloat16"
 
 
 def test_layers_left_as_they_were_and_tied_embeddings(tmp_path: Path) -> None:
     src = write_source(tmp_path / "src", "mixtral", tie_word_embeddings=True)
-    assert not any("lm_head" in name for path in src.glob("*.safetensors") for name in load_file(path))
+    assert not any(
+        "lm_head" in name for path in src.glob("*.safetensors") for name in load_file(path)
+    )
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text('schema = "int2-g32"\ntarget = "sm90"\n[[override]]\nlayers = "0"\nschema = "none"\n')
+    recipe.write_text(
+        'schema = "int2-g32"\ntarget = "sm90"\n[[override]]\nlayers = "0"\nschema = "none"\n'
+    )
     out, text = tmp_path / "out", write_text(tmp_path / "text")
     hqconv.convert(src, out, config=recipe, device="cpu")
     found = hqconv.evaluate(out, src, text, context_length=CONTEXT, **CPU)
@@ -290,7 +338,9 @@ def test_the_checkpoint_layout(tmp_path: Path) -> None:
     src, out, text = make(tmp_path, "mixtral", schema="int4-g32")
     packed = tmp_path / "packed"
     hqconv.convert(src, packed, schema="int4-g32", layout="checkpoint", device="cpu", target="sm90")
-    figures = [hqconv.evaluate(one, src, text, context_length=CONTEXT, **CPU) for one in (out, packed)]
+    figures = [
+        hqconv.evaluate(one, src, text, context_length=CONTEXT, **CPU) for one in (out, packed)
+    ]
     for key in ("kl", "perplexity", "mean_nll", "top1_agreement"):
         assert figures[0][key] == figures[1][key]
 
@@ -313,7 +363,11 @@ def test_every_family_is_run_as_a_whole_model_or_refused(family: str, tmp_path: 
     write_tokenizer(tmp_path / "src")
     hqconv.convert(tmp_path / "src", tmp_path / "out", schema="int8", target="sm90", device="cpu")
     arguments = (tmp_path / "out", tmp_path / "src", write_text(tmp_path / "text"))
-    refused = {NO_ORDER: "order that", TWO_DECODERS: "several modules", NOT_RUN: "cannot run this model"}
+    refused = {
+        NO_ORDER: "order that",
+        TWO_DECODERS: "several modules",
+        NOT_RUN: "cannot run this model",
+    }
     why = next((reason for families, reason in refused.items() if family in families), None)
     if why is not None:
         with pytest.raises(RequestError, match=why):
@@ -321,11 +375,15 @@ def test_every_family_is_run_as_a_whole_model_or_refused(family: str, tmp_path: 
         return
     found = hqconv.evaluate(*arguments, context_length=CONTEXT, **CPU)
     loader = type(model)
-    loaded = loader.from_pretrained(tmp_path / "src", dtype=torch.float32, experts_implementation="eager").eval()
+    loaded = loader.from_pretrained(
+        tmp_path / "src", dtype=torch.float32, experts_implementation="eager"
+    ).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "src")
     ids = tokenizer(arguments[2].read_text(), add_special_tokens=False)["input_ids"]
     expected = expected_figures(loaded, loaded, ids=ids)
-    assert found["perplexity"]["source"] == pytest.approx(expected["perplexity"]["source"], rel=1e-5)
+    assert found["perplexity"]["source"] == pytest.approx(
+        expected["perplexity"]["source"], rel=1e-5
+    )
     assert 0 < found["kl"]["mean"] < 0.05
 
 
@@ -334,7 +392,10 @@ def test_every_family_is_run_as_a_whole_model_or_refused(family: str, tmp_path: 
 
 @pytest.mark.parametrize("method", QUANTIZED)
 def test_a_quantized_source_is_decoded_by_transformers(method: str, tmp_path: Path) -> None:
-    src, family = write_quantized(tmp_path / "src", method, tmp_path / "plain"), QUANTIZED[method][0]
+    src, family = (
+        write_quantized(tmp_path / "src", method, tmp_path / "plain"),
+        QUANTIZED[method][0],
+    )
     out, text = tmp_path / "out", write_text(tmp_path / "text")
     hqconv.convert(src, out, schema="int2-g32", target="sm90", device="cpu")
     found = hqconv.evaluate(out, src, text, context_length=CONTEXT, **CPU)
@@ -343,7 +404,9 @@ def test_a_quantized_source_is_decoded_by_transformers(method: str, tmp_path: Pa
     assert_figures(found, expected_figures(whole(tmp_path / "plain"), artifact))
 
 
-def test_a_quantized_source_that_transformers_cannot_decode(qwen: tuple[Path, Path, Path], tmp_path: Path) -> None:
+def test_a_quantized_source_that_transformers_cannot_decode(
+    qwen: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
     with pytest.raises(RequestError, match="cannot decode") as caught:
         _quantizer_of({"quant_method": "gptq", "bits": 4})
     assert "quant_method gptq" in caught.value.where
@@ -373,7 +436,18 @@ def own(qwen: tuple[Path, Path, Path], tmp_path: Path) -> tuple[Path, Path, Path
 
 def test_the_command(qwen: tuple[Path, Path, Path]) -> None:
     src, out, text = qwen
-    arguments = ("evaluate", out, "--source", src, "--text", text, "--context", CONTEXT, "--device", "cpu")
+    arguments = (
+        "evaluate",
+        out,
+        "--source",
+        src,
+        "--text",
+        text,
+        "--context",
+        CONTEXT,
+        "--device",
+        "cpu",
+    )
     done = call(*arguments)
     assert done.exit_code == 0, done.output
     assert "through source and artifact on cpu" in done.stderr
@@ -386,7 +460,9 @@ def test_the_command(qwen: tuple[Path, Path, Path]) -> None:
     assert f"{expected['perplexity']['artifact']:.4f}" in done.stdout
 
 
-def test_the_card_and_the_report_have_the_figures(own: tuple[Path, Path, Path], tmp_path: Path) -> None:
+def test_the_card_and_the_report_have_the_figures(
+    own: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
     src, out, text = own
     before = (out / "README.md").read_bytes()
     call("report", out, "-o", tmp_path / "before.html")
@@ -395,14 +471,23 @@ def test_the_card_and_the_report_have_the_figures(own: tuple[Path, Path, Path], 
     mean = f"{found['kl']['mean']:.3g}"
     assert f"mean {mean} nats" in card
     assert f"{found['perplexity']['artifact']:.4f}" in card
-    assert card.index("What quantizing cost") < card.index("model's predictions") < card.index("## Verify it")
+    assert (
+        card.index("What quantizing cost")
+        < card.index("model's predictions")
+        < card.index("## Verify it")
+    )
     # the rest of the artifact is as it was, and its checks know the section
     report = hqconv.verify(out, src, checks=["files", "weights"], device="cpu")
     assert report.passed
     assert "README.md has got an evaluation since the conversion" in report.results[0].notes
     assert not any("SHA256SUMS" in note for note in report.results[0].notes)
-    sums = dict(reversed(line.split("  ")) for line in (out / "SHA256SUMS").read_text().splitlines())
-    assert all(hashlib.sha256((out / name).read_bytes()).hexdigest() == digest for name, digest in sums.items())
+    sums = dict(
+        reversed(line.split("  ")) for line in (out / "SHA256SUMS").read_text().splitlines()
+    )
+    assert all(
+        hashlib.sha256((out / name).read_bytes()).hexdigest() == digest
+        for name, digest in sums.items()
+    )
     # the report takes it from the card
     page = json.loads(call("report", out, "-o", tmp_path / "page.html", "--json").stdout)
     assert page["evaluation"]["kl"] == found["kl"]
@@ -424,7 +509,9 @@ def test_a_report_of_a_document(own: tuple[Path, Path, Path], tmp_path: Path) ->
     found = hqconv.evaluate(out, src, text, context_length=CONTEXT, **CPU)
     record = tmp_path / "evaluation.json"
     record.write_text(json.dumps(found))
-    page = json.loads(call("report", out, "-o", tmp_path / "a.html", "--evaluation", record, "--json").stdout)
+    page = json.loads(
+        call("report", out, "-o", tmp_path / "a.html", "--evaluation", record, "--json").stdout
+    )
     assert page["evaluation"]["kl"] == found["kl"]
     for wrong in (found | {"manifest_sha256": "0" * 64}, found | {"kl": {}}, {"kind": "plan"}):
         record.write_text(json.dumps(wrong))
@@ -433,7 +520,9 @@ def test_a_report_of_a_document(own: tuple[Path, Path, Path], tmp_path: Path) ->
     assert not (tmp_path / "b.html").exists()
 
 
-def test_a_card_of_another_artifact_is_not_shown(own: tuple[Path, Path, Path], tmp_path: Path) -> None:
+def test_a_card_of_another_artifact_is_not_shown(
+    own: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
     src, out, text = own
     hqconv.evaluate(out, src, text, context_length=CONTEXT, write_card=True, **CPU)
     card = out / "README.md"
@@ -446,7 +535,9 @@ def test_a_card_of_another_artifact_is_not_shown(own: tuple[Path, Path, Path], t
 # --- refusals
 
 
-def test_transformers_may_be_missing(qwen: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_may_be_missing(
+    qwen: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     src, out, text = qwen
     monkeypatch.setitem(sys.modules, "transformers", None)
     done = call("evaluate", out, "--source", src, "--text", text)
@@ -491,20 +582,26 @@ def test_a_source_without_a_weight_is_refused(tmp_path: Path) -> None:
     assert "layers.1.self_attn.q_proj" in str(caught.value.expected)
 
 
-def test_threads_of_passes_end(qwen: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_of_passes_end(
+    qwen: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also after an error in the middle, and torch has its number of threads again."""
     src, out, text = qwen
     before, passes = torch.get_num_threads(), list[str]()
 
     def read(*_: object) -> None:
-        passes.extend(thread.name for thread in threading.enumerate() if thread.name.startswith("hqconv-pass"))
+        passes.extend(
+            thread.name for thread in threading.enumerate() if thread.name.startswith("hqconv-pass")
+        )
         raise ZeroDivisionError
 
     monkeypatch.setattr(evaluation, "stored_tensors", read)
     with pytest.raises(ZeroDivisionError):
         hqconv.evaluate(out, src, text, context_length=CONTEXT, **CPU)
     assert passes
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("hqconv-pass")]
+    assert not [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("hqconv-pass")
+    ]
     assert torch.get_num_threads() == before
 
 
@@ -512,6 +609,9 @@ def test_threads_of_passes_end(qwen: tuple[Path, Path, Path], monkeypatch: pytes
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_has_the_same_figures(qwen: tuple[Path, Path, Path]) -> None:
     src, out, text = qwen
-    figures = [hqconv.evaluate(out, src, text, context_length=CONTEXT, device=name) for name in ("cpu", "cuda")]
+    figures = [
+        hqconv.evaluate(out, src, text, context_length=CONTEXT, device=name)
+        for name in ("cpu", "cuda")
+    ]
     assert figures[1]["kl"] == pytest.approx(figures[0]["kl"], rel=1e-2)
     assert figures[1]["perplexity"] == pytest.approx(figures[0]["perplexity"], rel=1e-4)

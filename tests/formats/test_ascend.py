@@ -33,7 +33,11 @@ def of_model(num_layers: int, num_experts: int, **others: str) -> Schemes:
             schemes[f"model.layers.{layer}.mlp.shared_experts.{word}.weight"] = INT8
             for expert in range(num_experts):
                 name = f"model.layers.{layer}.mlp.experts.{expert}.{word}"
-                schemes |= {f"{name}.weight": INT8, f"{name}.weight_scale": INT8, f"{name}.bias": FLOAT}
+                schemes |= {
+                    f"{name}.weight": INT8,
+                    f"{name}.weight_scale": INT8,
+                    f"{name}.bias": FLOAT,
+                }
     return {**schemes, "model_quant_type": INT8, "version": "1.0.0", **others}
 
 
@@ -67,18 +71,24 @@ def test_a_layer_and_an_expert_that_differ_are_named() -> None:
         for name, scheme in description.items()
         if name.endswith(".weight") and found.of(name.removesuffix(".weight")).is_float
     }
-    assert plain == {name for name, scheme in description.items() if scheme == FLOAT and name.endswith(".weight")}
+    assert plain == {
+        name for name, scheme in description.items() if scheme == FLOAT and name.endswith(".weight")
+    }
     assert len(words_of(description)["modules"]) < 20
 
 
 MODULES = st.lists(
-    st.sampled_from(["model", "layers", "experts", "0", "1", "02", "x1", "gate"]), min_size=1, max_size=6
+    st.sampled_from(["model", "layers", "experts", "0", "1", "02", "x1", "gate"]),
+    min_size=1,
+    max_size=6,
 ).map(".".join)
 
 
 @given(st.dictionaries(MODULES, st.sampled_from([INT8, FLOAT]), min_size=1))
 def test_every_module_has_the_scheme_that_the_description_gives_it(schemes: Schemes) -> None:
-    found = declared_formats(words_of({f"{name}.weight": scheme for name, scheme in schemes.items()}), {})
+    found = declared_formats(
+        words_of({f"{name}.weight": scheme for name, scheme in schemes.items()}), {}
+    )
     for name, scheme in schemes.items():
         assert found.of(name).is_float == (scheme == FLOAT), name
 
@@ -91,7 +101,9 @@ def test_numbers_are_whole_components() -> None:
 
 def test_a_scheme_of_experts_that_cannot_be_read_is_refused_by_its_name() -> None:
     description = of_model(2, 2)
-    description |= {name: "W4A8_DYNAMIC" for name in description if ".experts." in name and "weight" in name}
+    description |= {
+        name: "W4A8_DYNAMIC" for name in description if ".experts." in name and "weight" in name
+    }
     found = declared_formats(words_of(description), {})
     assert found.of("model.layers.0.self_attn.o_proj").encoding == "int8"
     with pytest.raises(RequestError) as caught:
@@ -102,7 +114,12 @@ def test_a_scheme_of_experts_that_cannot_be_read_is_refused_by_its_name() -> Non
 
 @pytest.mark.parametrize(
     ("config", "description"),
-    [({}, {}), ({"quantize": None}, {}), ({"quantize": "w8a8"}, {}), ({"quantize": 8}, {"version": "1"})],
+    [
+        ({}, {}),
+        ({"quantize": None}, {}),
+        ({"quantize": "w8a8"}, {}),
+        ({"quantize": 8}, {"version": "1"}),
+    ],
 )
 def test_where_nothing_known_is_said_nothing_stands_for_a_config(
     config: dict[str, Any], description: dict[str, Any]
@@ -122,7 +139,9 @@ def test_the_file_decides_and_the_tensors_are_held_to_it(tmp_path: Path) -> None
     folder = write(tmp_path / "source", "ascend-w8a8-file", hidden=128, inner=128).folder
     config = json.loads((folder / "config.json").read_text())
     assert "quantization_config" not in config
-    (folder / "config.json").write_text(json.dumps({**config, "quantize": "w4a8"}))  # whatever this says
+    (folder / "config.json").write_text(
+        json.dumps({**config, "quantize": "w4a8"})
+    )  # whatever this says
     with open_source(folder) as source:
         assert source.quantization is not None
         assert source.quantization["modules"]["model.layers.*.mlp.experts.*.up_proj"] == INT8

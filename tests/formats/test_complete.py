@@ -27,7 +27,9 @@ def parts(**headers: tuple[str, tuple[int, ...]]) -> dict[str, TensorSpec]:
     return {name: TensorSpec(f"m.{name}", *header) for name, header in names.items()}
 
 
-def refused(declared: SourceFormat, headers: dict[str, TensorSpec], n: int, k: int, *texts: str) -> None:
+def refused(
+    declared: SourceFormat, headers: dict[str, TensorSpec], n: int, k: int, *texts: str
+) -> None:
     with pytest.raises(InputError) as info:
         resolve_format(declared, headers, n, k)
     for text in texts:
@@ -51,15 +53,24 @@ def test_every_case_is_complete(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scale", "groups"), [((), (0, 0)), ((1,), (0, 0)), ((1, 1), (0, 0)), ((64,), (1, 0)), ((64, 1), (1, 0))]
+    ("scale", "groups"),
+    [((), (0, 0)), ((1,), (0, 0)), ((1, 1), (0, 0)), ((64,), (1, 0)), ((64, 1), (1, 0))],
 )
-@pytest.mark.parametrize(("code", "dtype"), [("F32", "float32"), ("BF16", "bfloat16"), ("U8", "float8e8m0")])
-def test_fp8_groups_come_from_the_scale(scale: tuple[int, ...], groups: tuple[int, int], code: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("code", "dtype"), [("F32", "float32"), ("BF16", "bfloat16"), ("U8", "float8e8m0")]
+)
+def test_fp8_groups_come_from_the_scale(
+    scale: tuple[int, ...], groups: tuple[int, int], code: str, dtype: str
+) -> None:
     headers = parts(weight=("F8_E5M2", (64, 32)), scale=(code, scale), input_scale=("F32", ()))
     done = resolve_format(FP8, headers, 64, 32)
-    expected = replace(FP8, b_dtype="float8e5m2", scale_dtype=dtype, group_n=groups[0], group_k=groups[1])
+    expected = replace(
+        FP8, b_dtype="float8e5m2", scale_dtype=dtype, group_n=groups[0], group_k=groups[1]
+    )
     reason = "activation scale, not used by 16-bit activations"
-    assert done == ResolvedFormat(expected, {"weight": "weight", "scale": "scale"}, {"input_scale": reason})
+    assert done == ResolvedFormat(
+        expected, {"weight": "weight", "scale": "scale"}, {"input_scale": reason}
+    )
 
 
 @settings(max_examples=50, deadline=None)
@@ -83,7 +94,9 @@ def test_packed_words_are_told_by_their_width() -> None:
     assert ALL["ct-int3-64"].completed().format.option("packing") == "dense"
     assert ALL["ct-int3-padded"].completed().format.option("packing") == "padded"
     assert ALL["ct-actorder"].completed().format.is_permuted
-    assert ALL["ct-int4-c"].completed().unused == {"weight_shape": "shape of the packed weight: implied"}
+    assert ALL["ct-int4-c"].completed().unused == {
+        "weight_shape": "shape of the packed weight: implied"
+    }
 
 
 def test_desc_act_is_permuted_unless_there_is_one_group() -> None:
@@ -107,7 +120,10 @@ def test_fp4_elements_and_bytes() -> None:
     declared = ALL["mxfp4"].declared
     for code, columns in (("U8", 32), ("I8", 32), ("F4", 32), ("F4", 64)):
         headers = parts(weight=(code, (16, columns)), scale=("F8_E8M0", (16, 2)))
-        assert resolve_format(declared, headers, 16, 64).used == {"weight": "weight", "scale": "scale"}
+        assert resolve_format(declared, headers, 16, 64).used == {
+            "weight": "weight",
+            "scale": "scale",
+        }
         assert logical_shape(declared, headers) == (16, 64)
 
 
@@ -126,7 +142,9 @@ def test_bitsandbytes() -> None:
         weight__nested_quant_map=("F32", (256,)),
         weight__quant_state__bitsandbytes__nf4=("U8", (90,)),
     )
-    headers["weight.quant_state.bitsandbytes__nf4"] = headers.pop("weight.quant_state.bitsandbytes.nf4")
+    headers["weight.quant_state.bitsandbytes__nf4"] = headers.pop(
+        "weight.quant_state.bitsandbytes.nf4"
+    )
     done = resolve_format(declared, headers, 2, 64)
     assert done.used["quant_state"] == "weight.quant_state.bitsandbytes__nf4"
     assert logical_shape(declared, headers) is None
@@ -187,7 +205,9 @@ def test_a_config_that_invents_the_quantization(name: str) -> None:
 
 
 def test_two_names_for_one_part() -> None:
-    headers = parts(weight=("F8_E4M3", (8, 8)), weight_scale=("F32", ()), weight_scale_inv=("F32", ()))
+    headers = parts(
+        weight=("F8_E4M3", (8, 8)), weight_scale=("F32", ()), weight_scale_inv=("F32", ())
+    )
     refused(FP8, headers, 8, 8, "same part", "m.weight_scale")
 
 
@@ -235,6 +255,18 @@ def test_no_torch_is_loaded() -> None:
 
 def test_the_cases_are_of_every_decoder() -> None:
     decoders = {one.declared.encoding for one in ALL.values()}
-    known = {"fp8", "mxfp4", "mxfp8", "nvfp4", "packed_int", "int8", "gptq", "awq", "bitnet", "quark", "humming"}
+    known = {
+        "fp8",
+        "mxfp4",
+        "mxfp8",
+        "nvfp4",
+        "packed_int",
+        "int8",
+        "gptq",
+        "awq",
+        "bitnet",
+        "quark",
+        "humming",
+    }
     assert decoders == known
     assert isinstance(ALL["awq"], Case)

@@ -24,14 +24,20 @@ EXPERT = "model.layers.3.mlp.experts.7.gate_proj"
 
 
 def config_of(name: str) -> Json:
-    words: Json = FORMATS[name].config.get("quantization_config") or FORMATS[name].config.get("hf_quant_config") or {}
+    words: Json = (
+        FORMATS[name].config.get("quantization_config")
+        or FORMATS[name].config.get("hf_quant_config")
+        or {}
+    )
     return copy.deepcopy(words)
 
 
 # One config of each form of words, with the format that it is.
 CONFIGS = {name: config_of(name) for name in FORMATS if config_of(name)}
 ONE_OF_EACH = list(
-    {str(sorted(words)) + str(words.get("quant_method")): name for name, words in CONFIGS.items()}.values()
+    {
+        str(sorted(words)) + str(words.get("quant_method")): name for name, words in CONFIGS.items()
+    }.values()
 )
 
 
@@ -71,9 +77,9 @@ HARMLESS = [
 def test_a_name_that_speaks_of_bytes_or_rotations_is_refused(name: str) -> None:
     assert verdict(name) == REFUSAL
     with pytest.raises(RequestError, match="unknown key") as caught:
-        declared_formats({**CONFIGS["gptq-int4"], name: 1}, {}) if name != "rotation" else declared_formats(
-            {**CONFIGS["fp8-block"], "rotations": 1}, {}
-        )
+        declared_formats(
+            {**CONFIGS["gptq-int4"], name: 1}, {}
+        ) if name != "rotation" else declared_formats({**CONFIGS["fp8-block"], "rotations": 1}, {})
     assert caught.value.where.startswith("quantization_config.")
     for nothing in (None, False, "", [], {}):
         assert declared_formats({**CONFIGS["gptq-int4"], name: nothing}, {}).warnings == ()
@@ -91,7 +97,9 @@ def test_a_name_that_speaks_of_something_else_is_a_warning(name: str) -> None:
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_every_method_looks_at_all_depths(name: str) -> None:
     """An unknown key at any depth that is read is found, with its path."""
-    places = list(objects(CONFIGS[name], methods()[declared_formats(CONFIGS[name], {}).method].keys))
+    places = list(
+        objects(CONFIGS[name], methods()[declared_formats(CONFIGS[name], {}).method].keys)
+    )
     assert places
     for path in places:
         for key, kind in (("odd_note", WARNING), ("odd_packing", REFUSAL)):
@@ -114,7 +122,9 @@ def objects(words: Any, keys: Keys, path: tuple[Any, ...] = ()) -> Iterator[tupl
         value = words.get(name)
         for index, one in enumerate(value) if isinstance(value, list) else [(None, value)]:
             if isinstance(one, dict):
-                yield from objects(one, inside, (*path, name) if index is None else (*path, name, index))
+                yield from objects(
+                    one, inside, (*path, name) if index is None else (*path, name, index)
+                )
     for name, entries in keys.entries.items():
         for inner, one in (words.get(name) or {}).items():
             if isinstance(one, dict):
@@ -132,8 +142,18 @@ def test_an_unknown_object_is_looked_into() -> None:
     with pytest.raises(RequestError) as caught:
         declared_formats(words, {})
     assert caught.value.where == "quantization_config.extras.deep.hadamard"
-    assert len(declared_formats({**CONFIGS["awq"], "extras": {"deep": {"hadamard": False}}}, {}).warnings) == 2
-    meta = {**CONFIGS["gptq-int4"], "meta": {"opt_fused_rotation": True}}  # GPTQModel's own, about ParoQuant's training
+    assert (
+        len(
+            declared_formats(
+                {**CONFIGS["awq"], "extras": {"deep": {"hadamard": False}}}, {}
+            ).warnings
+        )
+        == 2
+    )
+    meta = {
+        **CONFIGS["gptq-int4"],
+        "meta": {"opt_fused_rotation": True},
+    }  # GPTQModel's own, about ParoQuant's training
     assert declared_formats(meta, {}).warnings == ()
 
 
@@ -297,15 +317,38 @@ def test_keys_that_contradict_one_another_are_refused(name: str, more: Json, key
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        ("gptq-int4", {"format": "GPTQ", "wbits": 4, "q_group_size": 128, "zero_point": False, "pack_dtype": "int32"}),
-        ("awq", {"w_bit": 4, "sym": False, "checkpoint_format": "gemm", "format": "GEMM", "method": "awq"}),
+        (
+            "gptq-int4",
+            {
+                "format": "GPTQ",
+                "wbits": 4,
+                "q_group_size": 128,
+                "zero_point": False,
+                "pack_dtype": "int32",
+            },
+        ),
+        (
+            "awq",
+            {
+                "w_bit": 4,
+                "sym": False,
+                "checkpoint_format": "gemm",
+                "format": "GEMM",
+                "method": "awq",
+            },
+        ),
         ("fp8-block", {"store_dtype": "fp8"}),  # MiMo-V2.5
-        ("fp8-block", {"store_dtype": "float8_e4m3fn", "weight_dtype": "e4m3", "expert_dtype": "fp8"}),
+        (
+            "fp8-block",
+            {"store_dtype": "float8_e4m3fn", "weight_dtype": "e4m3", "expert_dtype": "fp8"},
+        ),
         ("fp8-block", {"store_dtype": "fp8", "routed_experts_quant_method": "fp8"}),
     ],
 )
 def test_keys_that_agree_change_nothing(name: str, more: Json) -> None:
-    found, plain = (declared_formats(words, {}) for words in ({**CONFIGS[name], **more}, CONFIGS[name]))
+    found, plain = (
+        declared_formats(words, {}) for words in ({**CONFIGS[name], **more}, CONFIGS[name])
+    )
     assert (found.of(EXPERT), found.warnings) == (plain.of(EXPERT), ())
 
 
@@ -317,7 +360,10 @@ def quark(**algorithm: Any) -> Json:
 
 
 def transform(*locations: str) -> Json:
-    scheme = {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": one} for one in locations]}
+    scheme = {
+        "type": "hadamard",
+        "apply": [{"targets": ["Linear"], "location": one} for one in locations],
+    }
     return {**CONFIGS["ct-int4-g32"], "transform_config": {"config_groups": {"u": scheme}}}
 
 
@@ -326,70 +372,123 @@ def ascend(**facts: Any) -> Json:
 
 
 AUTO_ROUND, GPTQ, MODELOPT = CONFIGS["auto-round"], CONFIGS["gptq-int4"], CONFIGS["modelopt-nvfp4"]
-FUSED_SPINS = {"r1": True, "r2": True, "r3": False, "r4": False, "online_r1_rotation": False, "algorithm": "spinquant"}
-FUSED_ROTATION = {"name": "rotation", "r1": True, "r2": True, "r3": False, "r4": False, "online_r1_rotation": False}
+FUSED_SPINS = {
+    "r1": True,
+    "r2": True,
+    "r3": False,
+    "r4": False,
+    "online_r1_rotation": False,
+    "algorithm": "spinquant",
+}
+FUSED_ROTATION = {
+    "name": "rotation",
+    "r1": True,
+    "r2": True,
+    "r3": False,
+    "r4": False,
+    "online_r1_rotation": False,
+}
 ONLINE: dict[str, tuple[Json, str]] = {
     "auto-round": (
         {**AUTO_ROUND, "rotation_config": {"block_size": 32, "hadamard_type": "hadamard"}},
         "rotation_config",
     ),
-    "auto-round, several": ({**AUTO_ROUND, "rotation_configs": [{"algorithm": "hadamard"}]}, "rotation_configs"),
+    "auto-round, several": (
+        {**AUTO_ROUND, "rotation_configs": [{"algorithm": "hadamard"}]},
+        "rotation_configs",
+    ),
     "auto-round, a module": (
         {**AUTO_ROUND, "extra_config": {"a.b": {"rotation_config": {"block_size": 32}}}},
         "extra_config.a.b.rotation_config",
     ),
-    "auto-round, r4": ({**AUTO_ROUND, "spinquant_config": {**FUSED_SPINS, "r4": True}}, "spinquant_config"),
+    "auto-round, r4": (
+        {**AUTO_ROUND, "spinquant_config": {**FUSED_SPINS, "r4": True}},
+        "spinquant_config",
+    ),
     "auto-round, r1": (
         {**AUTO_ROUND, "spinquant_config": {**FUSED_SPINS, "online_r1_rotation": True}},
         "spinquant_config",
     ),
-    "auto-round, r1 by default": ({**AUTO_ROUND, "spinquant_config": {"r1": True, "r4": False}}, "spinquant_config"),
+    "auto-round, r1 by default": (
+        {**AUTO_ROUND, "spinquant_config": {"r1": True, "r4": False}},
+        "spinquant_config",
+    ),
     "gptqmodel": ({**GPTQ, "rotation": "hadamard"}, "rotation"),
     "gptqmodel, random": ({**GPTQ, "rotation": "random"}, "rotation"),
-    "gptqmodel, a module": ({**GPTQ, "dynamic": {"+:.*down": {"rotation": "hadamard"}}}, "dynamic.+:.*down.rotation"),
+    "gptqmodel, a module": (
+        {**GPTQ, "dynamic": {"+:.*down": {"rotation": "hadamard"}}},
+        "dynamic.+:.*down.rotation",
+    ),
     "gptqmodel awq": ({**CONFIGS["awq"], "rotation": "hadamard"}, "rotation"),
     "gptqmodel fp8": ({**CONFIGS["fp8-gptqmodel"], "rotation": "hadamard"}, "rotation"),
     "quark, r4": (quark(**{**FUSED_ROTATION, "r4": True}), "algo_config"),
     "quark, r1": (quark(**{**FUSED_ROTATION, "online_r1_rotation": True}), "algo_config"),
     "quark, layers": (
-        quark(**FUSED_ROTATION, online_config={"shared_parallel": False, "online_rotation_layers": ["a"]}),
+        quark(
+            **FUSED_ROTATION,
+            online_config={"shared_parallel": False, "online_rotation_layers": ["a"]},
+        ),
         "algo_config",
     ),
     "quark, r4 by default": (quark(name="rotation", r1=False), "algo_config"),
     "quark, quarot": (quark(name="quarot"), "algo_config"),
     "quark, a low-rank branch": (quark(name="svdquant", svd_rank=32), "algo_config"),
-    "quark, one object": ({**CONFIGS["quark-mxfp4"], "algo_config": {"name": "rotation", "r4": True}}, "algo_config"),
+    "quark, one object": (
+        {**CONFIGS["quark-mxfp4"], "algo_config": {"name": "rotation", "r4": True}},
+        "algo_config",
+    ),
     "compressed-tensors": (transform("weight_input", "input"), "transform_config"),
     "compressed-tensors, outputs": (transform("output"), "transform_config"),
     "compressed-tensors, an unknown place": (transform("weight_middle"), "transform_config"),
     "compressed-tensors, nothing said": (
-        {**CONFIGS["ct-int4-g32"], "transform_config": {"config_groups": {"u": {"type": "hadamard"}}}},
+        {
+            **CONFIGS["ct-int4-g32"],
+            "transform_config": {"config_groups": {"u": {"type": "hadamard"}}},
+        },
         "transform_config",
     ),
     "modelopt, scaled": ({**MODELOPT, "pre_quant_scale": True}, "pre_quant_scale"),
     "modelopt, scaled in a group": (
-        {**MODELOPT, "config_groups": {"group_0": {"pre_quant_scale": True, "targets": ["Linear"]}}},
+        {
+            **MODELOPT,
+            "config_groups": {"group_0": {"pre_quant_scale": True, "targets": ["Linear"]}},
+        },
         "config_groups.group_0.pre_quant_scale",
     ),
     "modelopt, rotated": ({**MODELOPT, "rotate": {"enable": True}}, "rotate"),
-    "ascend, heads": (ascend(metadata={"quarot": {"heads_rotation": {"layers": ["0"]}}}), "metadata"),
-    "ascend, down": (ascend(metadata={"quarot": {"kronecker_rotation": {"layers": ["1"]}}}), "metadata"),
-    "ascend, a file": (ascend(optional={"quarot": {"rotation_map": {"kronecker_rotation_m": "a"}}}), "optional"),
+    "ascend, heads": (
+        ascend(metadata={"quarot": {"heads_rotation": {"layers": ["0"]}}}),
+        "metadata",
+    ),
+    "ascend, down": (
+        ascend(metadata={"quarot": {"kronecker_rotation": {"layers": ["1"]}}}),
+        "metadata",
+    ),
+    "ascend, a file": (
+        ascend(optional={"quarot": {"rotation_map": {"kronecker_rotation_m": "a"}}}),
+        "optional",
+    ),
 }
 FUSED: dict[str, Json] = {
     "auto-round, nothing": {**AUTO_ROUND, "rotation_config": {}, "rotation_configs": None},
     "auto-round": {**AUTO_ROUND, "spinquant_config": FUSED_SPINS},
     "gptqmodel": {**GPTQ, "rotation": None},
     "quark": quark(**FUSED_ROTATION),
-    "quark, others": {**CONFIGS["quark-mxfp4"], "algo_config": [{"name": "awq"}, {"name": "smooth"}, {"name": "gptq"}]},
+    "quark, others": {
+        **CONFIGS["quark-mxfp4"],
+        "algo_config": [{"name": "awq"}, {"name": "smooth"}, {"name": "gptq"}],
+    },
     "quark, none": {**CONFIGS["quark-mxfp4"], "algo_config": None},
     "compressed-tensors": transform("weight_input", "weight_output"),
     "compressed-tensors, empty": {**CONFIGS["ct-int4-g32"], "transform_config": {}},
     "modelopt": {**MODELOPT, "pre_quant_scale": False, "rotate": False},
     "ascend": ascend(
-        optional={"quarot": {"rotation_map": {"global_rotation": "optional/quarot.safetensors"}}}, is_rot_used=True
+        optional={"quarot": {"rotation_map": {"global_rotation": "optional/quarot.safetensors"}}},
+        is_rot_used=True,
     ),
-    "ascend, no layers": ascend(metadata={"quarot": {"max_tp_size": 4, "heads_rotation": {"layers": []}}}),
+    "ascend, no layers": ascend(
+        metadata={"quarot": {"max_tp_size": 4, "heads_rotation": {"layers": []}}}
+    ),
 }
 
 
@@ -420,20 +519,29 @@ def test_a_fused_place_is_what_compressed_tensors_says() -> None:
 
 
 @pytest.mark.parametrize("words", [None, GPTQ])
-def test_a_rotation_beside_the_quantization_config_is_refused(words: Mapping[str, Any] | None) -> None:
+def test_a_rotation_beside_the_quantization_config_is_refused(
+    words: Mapping[str, Any] | None,
+) -> None:
     with pytest.raises(RequestError, match="rotated at run time"):
         declared_formats(words, {"spinquant_config": {**FUSED_SPINS, "r4": True}})
     with pytest.raises(RequestError, match="rotated at run time"):
         declared_formats(words, {"rotation_config": {"block_size": 32}})
-    assert declared_formats(words, {"spinquant_config": FUSED_SPINS, "rotary_dim": 64}).warnings == ()
+    assert (
+        declared_formats(words, {"spinquant_config": FUSED_SPINS, "rotary_dim": 64}).warnings == ()
+    )
 
 
 def test_a_description_of_ascend_keeps_what_it_says_of_rotations() -> None:
     from hqconv.formats.ascend import ascend_quantization_config
 
     name = "model.layers.0.mlp.experts.0.up_proj.weight"
-    description = {name: "W8A8_DYNAMIC", "metadata": {"quarot": {"kronecker_rotation": {"layers": ["0"]}}}}
-    words = ascend_quantization_config({}, {**description, "model_quant_type": "W8A8_DYNAMIC", "version": "1.0.0"})
+    description = {
+        name: "W8A8_DYNAMIC",
+        "metadata": {"quarot": {"kronecker_rotation": {"layers": ["0"]}}},
+    }
+    words = ascend_quantization_config(
+        {}, {**description, "model_quant_type": "W8A8_DYNAMIC", "version": "1.0.0"}
+    )
     assert words is not None
     with pytest.raises(RequestError, match="rotated at run time"):
         declared_formats(words, {})

@@ -9,16 +9,34 @@ from itertools import product
 import pytest
 
 from hqconv.formats import module_rules
-from hqconv.formats.module_rules import globbed_in, named_in, parents, skipped_by_transformers, start_of
+from hqconv.formats.module_rules import (
+    globbed_in,
+    named_in,
+    parents,
+    skipped_by_transformers,
+    start_of,
+)
 
 MODULES = [
     *(
         f"{front}layers.{layer}.{inner}experts.{e}.{word}"
         for front, layer, inner, e, word in product(
-            ("model.", "", "a.model."), (0, 1, 11), ("mlp.", "mlp.shared_", ""), (0, 1, 10), ("up", "down_proj")
+            ("model.", "", "a.model."),
+            (0, 1, 11),
+            ("mlp.", "mlp.shared_", ""),
+            (0, 1, 10),
+            ("up", "down_proj"),
         )
     ),
-    *("lm_head", "mtp.0.fc", "model.layers.1", "model.layers.1.mlp", "model.layers.1.mlp.experts", "model", "a"),
+    *(
+        "lm_head",
+        "mtp.0.fc",
+        "model.layers.1",
+        "model.layers.1.mlp",
+        "model.layers.1.mlp.experts",
+        "model",
+        "a",
+    ),
 ]
 REGEXES = [
     "model.layers.1",
@@ -44,7 +62,15 @@ REGEXES = [
     "down_proj",
     "experts.1.up",
 ]
-GLOBS = ["model.layers.1*", "*experts.1.*", "model.layers.[01].mlp*", "model?layers.0.*", "lm_head", "re:.*up$", "m*"]
+GLOBS = [
+    "model.layers.1*",
+    "*experts.1.*",
+    "model.layers.[01].mlp*",
+    "model?layers.0.*",
+    "lm_head",
+    "re:.*up$",
+    "m*",
+]
 
 
 @pytest.mark.parametrize("pattern", REGEXES)
@@ -55,26 +81,27 @@ def test_a_match_begins_as_is_said(pattern: str) -> None:
 
 
 def test_most_beginnings_are_found() -> None:
-    assert [start_of(text) for text in (r"^a\.b\.(c|d)", "a.bc+d", r"a\.?b", "a|b", ".*a", r"a\.b\d")] == [
-        "",
-        "a.b",
-        "a",
-        "",
-        "",
-        "a.b",
-    ]
+    assert [
+        start_of(text) for text in (r"^a\.b\.(c|d)", "a.bc+d", r"a\.?b", "a|b", ".*a", r"a\.b\d")
+    ] == ["", "a.b", "a", "", "", "a.b"]
 
 
-@pytest.mark.parametrize("chosen", [[one] for one in REGEXES] + [REGEXES[:4], [*REGEXES[4:9], "lm_head"]], ids=str)
+@pytest.mark.parametrize(
+    "chosen", [[one] for one in REGEXES] + [REGEXES[:4], [*REGEXES[4:9], "lm_head"]], ids=str
+)
 def test_regular_expressions(chosen: list[str]) -> None:
     named = named_in([f"re:{one}" for one in chosen], "", with_parents=True)
     for module in MODULES:
-        assert named(module) == any(re.match(one, name) for one in chosen for name in parents(module)), module
+        assert named(module) == any(
+            re.match(one, name) for one in chosen for name in parents(module)
+        ), module
     if any("(?i)" in one for one in chosen):  # flags are no part of what transformers puts together
         return
     skipped, after = skipped_by_transformers(chosen, ""), r"(?:(?<=\.)|(?=\.|$))"
     for module in MODULES:
-        expected = any(module.endswith(one) or re.match(f"(?:{one}){after}", module) for one in chosen)
+        expected = any(
+            module.endswith(one) or re.match(f"(?:{one}){after}", module) for one in chosen
+        )
         assert skipped(module) == expected, module
 
 
@@ -84,10 +111,15 @@ def test_shell_patterns(chosen: list[str], with_parents: bool) -> None:
     found = globbed_in(chosen, "", with_parents=with_parents)
 
     def is_match(name: str) -> bool:
-        return any(re.match(one[3:], name) if one[:3] == "re:" else fnmatch.fnmatchcase(name, one) for one in chosen)
+        return any(
+            re.match(one[3:], name) if one[:3] == "re:" else fnmatch.fnmatchcase(name, one)
+            for one in chosen
+        )
 
     for module in MODULES:
-        assert found(module) == any(is_match(n) for n in (parents(module) if with_parents else [module])), module
+        assert found(module) == any(
+            is_match(n) for n in (parents(module) if with_parents else [module])
+        ), module
 
 
 def test_few_patterns_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,8 +55,17 @@ def _config(sign: str, bits: int, has_zero: bool, names: list[str], *, is_flat: 
     own = _matrix(bits, has_zero)
     weights = {key: value for key, value in own.items() if key != "quant_method"}
     weights |= {"num_bits": bits, "strategy": "group", "symmetric": not has_zero, "type": "int"}
-    group = {"input_activations": None, "output_activations": None, "targets": ["Linear"], "weights": weights}
-    words: Json = {"config_groups": {"group_0": group}, "format": "pack-quantized", "quant_method": "humming"}
+    group = {
+        "input_activations": None,
+        "output_activations": None,
+        "targets": ["Linear"],
+        "weights": weights,
+    }
+    words: Json = {
+        "config_groups": {"group_0": group},
+        "format": "pack-quantized",
+        "quant_method": "humming",
+    }
     words |= {"ignore": _IGNORED, "quantization_status": "compressed"}
     if is_flat:
         weights["b_dtype"] = own["dtype"]
@@ -72,7 +81,11 @@ def _config(sign: str, bits: int, has_zero: bool, names: list[str], *, is_flat: 
 
 def _flat(bits: int) -> Json:
     """The config of Kimi-K2.5 in 2 bits."""
-    words: Json = {"quant_method": "humming", "b_dtype": f"uint{bits}", "weight_scale_group_size": SIZE}
+    words: Json = {
+        "quant_method": "humming",
+        "b_dtype": f"uint{bits}",
+        "weight_scale_group_size": SIZE,
+    }
     return {**words, "weight_scale_type": "group", "has_zero_point": False, "ignore": _IGNORED}
 
 
@@ -85,7 +98,11 @@ def _write(folder: Path, bits: int, has_zero: bool, dialect: str) -> Written:
         for expert in range(spec.sizes.experts)
         for word in ("gate_proj", "up_proj", "down_proj")
     ]
-    words = _flat(bits) if dialect == "flat" else _config(dialect, bits, has_zero, names, is_flat=dialect == "+")
+    words = (
+        _flat(bits)
+        if dialect == "flat"
+        else _config(dialect, bits, has_zero, names, is_flat=dialect == "+")
+    )
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": words}))
     return replace(done, spec=replace(spec, config={"quantization_config": words}))
@@ -97,7 +114,9 @@ def _values(folder: Path) -> dict[str, torch.Tensor]:
             f"{layer.name}.{expert}.{role}": matrix.values()
             for layer in source.map_experts().layers
             for expert in range(layer.num_experts)
-            for role, matrix in source.read_expert(layer, expert, ["w1", "w2", "w3"], torch.device("cpu")).items()
+            for role, matrix in source.read_expert(
+                layer, expert, ["w1", "w2", "w3"], torch.device("cpu")
+            ).items()
         }
 
 
@@ -122,7 +141,9 @@ def test_the_dialects_convert(dialect: str, bits: int, has_zero: bool, tmp_path:
     assert all(torch.equal(found[name], values) for name, values in truth.items())
     conversions.run(done.folder, tmp_path / "out", "source")
     manifest = json.loads((tmp_path / "out/hqconv.json").read_text())
-    (schema,) = {json.dumps(block["source_format"]["b_dtype"]) for block in manifest["blocks"].values()}
+    (schema,) = {
+        json.dumps(block["source_format"]["b_dtype"]) for block in manifest["blocks"].values()
+    }
     assert schema == f'"uint{bits}"'
     assert hqconv.verify(tmp_path / "out", done.folder, checks=["files", "weights"]).passed
 
@@ -158,10 +179,16 @@ def test_other_layers_are_served_by_what_stock_vllm_reads(sign: str, tmp_path: P
     """config.json of the kernel layout: flat keys, patterns with "re:", and no key for an expert's matrix."""
     done = _write(tmp_path / "src", 2, True, sign)
     conversions.run(done.folder, tmp_path / "out", "source")
-    words = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]["source_quantization_config"]
+    words = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"][
+        "source_quantization_config"
+    ]
     schema: Any = pytest.importorskip("humming.schema").BaseWeightSchema
     found = schema.from_config(words)
-    assert (str(found.b_dtype), found.weight_scale_group_size, found.is_fp_zero_point) == ("uint2", SIZE, True)
+    assert (str(found.b_dtype), found.weight_scale_group_size, found.is_fp_zero_point) == (
+        "uint2",
+        SIZE,
+        True,
+    )
     assert words["ignore"] == _IGNORED
     assert words["dynamic"] == {}
     own = done.spec.config["quantization_config"]
@@ -176,7 +203,9 @@ def test_down_proj_may_have_more_bits(tmp_path: Path) -> None:
     assert sizes.hidden != sizes.inner
 
     def encode(draw: Draw, n: int, k: int, second: torch.Tensor) -> Stored:
-        return (_encode(3, True) if (n, k) == sizes.shape("w2") else _encode(2, False))(draw, n, k, second)
+        return (_encode(3, True) if (n, k) == sizes.shape("w2") else _encode(2, False))(
+            draw, n, k, second
+        )
 
     done = write(tmp_path / "src", FormatSpec(encode, {}, "", dense=plain))
     words = _config("+", 2, False, [], is_flat=True)
@@ -190,7 +219,9 @@ def test_down_proj_may_have_more_bits(tmp_path: Path) -> None:
     found = _values(done.folder)
     for layer, block in done.truth.items():
         for role, stack in block.items():
-            assert all(torch.equal(found[f"{layer}.{e}.{role}"], values) for e, values in enumerate(stack))
+            assert all(
+                torch.equal(found[f"{layer}.{e}.{role}"], values) for e, values in enumerate(stack)
+            )
 
 
 def test_a_warning_says_what_stock_vllm_reads_otherwise() -> None:
@@ -222,7 +253,9 @@ def test_stock_vllm_reads_what_the_warnings_say() -> None:
         if any(pattern[:1] == "-" and re.match(pattern[2:], prefix) for pattern in dynamic):
             return None
         own = dict(words)
-        own.update(next((dynamic[p] for p in dynamic if p[:1] == "+" and re.match(p[2:], prefix)), {}))
+        own.update(
+            next((dynamic[p] for p in dynamic if p[:1] == "+" and re.match(p[2:], prefix)), {})
+        )
         return str(schema.from_config(own).b_dtype)
 
     name = f"{_LAYER}.0.up_proj"

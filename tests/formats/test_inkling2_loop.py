@@ -33,11 +33,20 @@ def _mxfp8(rows: int, columns: int) -> Parts:
 
 def _write(folder: Path, stacks: dict[str, Parts]) -> Path:
     folder.mkdir()
-    tensors = {f"{_LAYER}.{name}_{part}": tensor for name, parts in stacks.items() for part, tensor in parts.items()}
+    tensors = {
+        f"{_LAYER}.{name}_{part}": tensor
+        for name, parts in stacks.items()
+        for part, tensor in parts.items()
+    }
     tensors["model.llm.layers.0.mlp.gate.weight"] = torch.randn(E, HIDDEN).bfloat16()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     words = {"model_type": "inkling2_loop", "hidden_size": HIDDEN, "moe_intermediate_size": INNER}
-    words |= {"n_routed_experts": E, "num_experts_per_tok": 2, "num_hidden_layers": 1, "torch_dtype": "bfloat16"}
+    words |= {
+        "n_routed_experts": E,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 1,
+        "torch_dtype": "bfloat16",
+    }
     (folder / "config.json").write_text(json.dumps(words))
     return folder
 
@@ -59,9 +68,13 @@ def _theirs(parts: Parts) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("divisor", [torch.tensor(2688.0), torch.full((E,), 448.0)], ids=["one", "per expert"])
+@pytest.mark.parametrize(
+    "divisor", [torch.tensor(2688.0), torch.full((E,), 448.0)], ids=["one", "per expert"]
+)
 @pytest.mark.parametrize("kinds", ["nvfp4 nvfp4", "mxfp8 mxfp8", "nvfp4 mxfp8"])
-def test_experts_are_those_that_transformers_loads(kinds: str, divisor: torch.Tensor, tmp_path: Path) -> None:
+def test_experts_are_those_that_transformers_loads(
+    kinds: str, divisor: torch.Tensor, tmp_path: Path
+) -> None:
     torch.manual_seed(3)
     shapes = {"w13": (2 * INNER, HIDDEN), "w2": (HIDDEN, INNER)}
     stacks = {
@@ -81,7 +94,10 @@ def test_experts_are_those_that_transformers_loads(kinds: str, divisor: torch.Te
 
 
 def test_nvfp4_of_amax_keeps_its_codes(tmp_path: Path) -> None:
-    stacks = {"w13": _nvfp4(2 * INNER, HIDDEN, torch.tensor(2688.0)), "w2": _nvfp4(HIDDEN, INNER, torch.tensor(2688.0))}
+    stacks = {
+        "w13": _nvfp4(2 * INNER, HIDDEN, torch.tensor(2688.0)),
+        "w2": _nvfp4(HIDDEN, INNER, torch.tensor(2688.0)),
+    }
     conversions.run(_write(tmp_path / "src", stacks), tmp_path / "out", "nvfp4", dtype="bfloat16")
     (block,) = json.loads((tmp_path / "out/hqconv.json").read_text())["blocks"].values()
     assert block["source_format"]["decoder"] == "nvfp4_amax"
@@ -89,6 +105,9 @@ def test_nvfp4_of_amax_keeps_its_codes(tmp_path: Path) -> None:
 
 
 def test_a_denominator_of_zero_is_refused(tmp_path: Path) -> None:
-    stacks = {"w13": _nvfp4(2 * INNER, HIDDEN, torch.tensor(0.0)), "w2": _nvfp4(HIDDEN, INNER, torch.tensor(1.0))}
+    stacks = {
+        "w13": _nvfp4(2 * INNER, HIDDEN, torch.tensor(0.0)),
+        "w2": _nvfp4(HIDDEN, INNER, torch.tensor(1.0)),
+    }
     with pytest.raises(InputError, match="A scale is not usable"):
         conversions.run(_write(tmp_path / "src", stacks), tmp_path / "out", "nvfp4")

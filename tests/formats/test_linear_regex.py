@@ -21,7 +21,15 @@ from tests.make.places import REPO
 
 AFTER = r"(?:(?<=\.)|(?=\.|$))"  # as transformers' matcher adds it
 SLOW = ["(?:a{1,1000}){1,1000}b", "((((a{1,100}){1,100}){1,100}){1,100})b"]
-LINEAR = ["(?:[a-z.0-9_]+)+!", "(a+)+b", "(a*)*b", "(a|a)*b", "(a|ab)*c", "(x+x+)+y", "^(([a-z])+.)+[A-Z]([a-z])+$"]
+LINEAR = [
+    "(?:[a-z.0-9_]+)+!",
+    "(a+)+b",
+    "(a*)*b",
+    "(a|a)*b",
+    "(a|ab)*c",
+    "(x+x+)+y",
+    "^(([a-z])+.)+[A-Z]([a-z])+$",
+]
 HARMLESS = [
     ".*self_attn.*",
     ".*layers.*experts.*gate.*",
@@ -86,9 +94,18 @@ def test_a_pattern_that_re_does_not_know_is_refused(pattern: str) -> None:
 @pytest.mark.parametrize("pattern", HARMLESS)
 @pytest.mark.parametrize("after", ["", AFTER])
 def test_patterns_as_people_write_them_match_as_re_does(pattern: str, after: str) -> None:
-    regex, anywhere = LinearRegex(pattern, "ignore", after=after), LinearRegex(pattern, "x", is_anywhere=True)
+    regex, anywhere = (
+        LinearRegex(pattern, "ignore", after=after),
+        LinearRegex(pattern, "x", is_anywhere=True),
+    )
     for _ in range(2):
-        for name in (NAME, NAME.replace("down", "gate"), "model.layers.3.mlp.experts.7.gate_proj", "lm_head", ""):
+        for name in (
+            NAME,
+            NAME.replace("down", "gate"),
+            "model.layers.3.mlp.experts.7.gate_proj",
+            "lm_head",
+            "",
+        ):
             assert regex.matches(name) == bool(re.match(f"(?:{pattern}){after}", name)), name
         assert anywhere.matches(NAME) == bool(re.search(pattern, NAME))
         regex._max_length = anywhere._max_length = -1  # not by `re`
@@ -115,7 +132,9 @@ def published_configs() -> Iterator[tuple[str, dict[str, Any]]]:
             if isinstance(value, dict):
                 stack += value.values()
                 config = value.get("quantization_config")
-                if isinstance(config, dict) and ("quant_method" in config or "quantization" in config):
+                if isinstance(config, dict) and (
+                    "quant_method" in config or "quantization" in config
+                ):
                     yield path.name, config
 
 
@@ -129,10 +148,19 @@ def test_published_patterns_go_on_working() -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        {"quant_method": "compressed-tensors", "config_groups": {}, "ignore": ["re:(?:a{1,1000}){1,1000}b"]},
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {},
+            "ignore": ["re:(?:a{1,1000}){1,1000}b"],
+        },
         {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["re:(?:a{1,1000}){1,1000}b"]},
         {"quant_method": "fp8", "modules_to_not_convert": ["(?:a{1,1000}){1,1000}b"]},
-        {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"-:(?:a{1,1000}){1,1000}b": {}}},
+        {
+            "quant_method": "gptq",
+            "bits": 4,
+            "group_size": 128,
+            "dynamic": {"-:(?:a{1,1000}){1,1000}b": {}},
+        },
         {
             "quant_method": "auto-round",
             "bits": 4,
@@ -140,7 +168,11 @@ def test_published_patterns_go_on_working() -> None:
             "extra_config": {"(?:a{1,1000}){1,1000}b": {"bits": 8}},
         },
         {"quant_method": "humming", "b_dtype": "uint4", "ignore": ["re:(?:a{1,1000}){1,1000}b"]},
-        {"quant_method": "quark", "global_quant_config": {}, "exclude": ["re:(?:a{1,1000}){1,1000}b"]},
+        {
+            "quant_method": "quark",
+            "global_quant_config": {},
+            "exclude": ["re:(?:a{1,1000}){1,1000}b"],
+        },
     ],
     ids=lambda config: config["quant_method"],
 )

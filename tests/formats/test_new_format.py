@@ -51,7 +51,9 @@ class Toy(Encoding):
     def decode(self, matrix: StoredMatrix) -> Decoded:
         from hqconv.quantization import bit_codec
 
-        return matrix.coded(bit_codec.as_words(matrix["weight"].flip(1).contiguous()), matrix["scale"])
+        return matrix.coded(
+            bit_codec.as_words(matrix["weight"].flip(1).contiguous()), matrix["scale"]
+        )
 
 
 # --- the checkpoint --------------------------------------------------------------------------------------------

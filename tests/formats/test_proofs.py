@@ -18,7 +18,16 @@ import torch
 from hqconv.errors import InputError
 from hqconv.sources.opening import open_source
 from tests.make.formats import FORMATS
-from tests.make.proofs import BY_MATRIX, NOT_PROVEN, SAME_AS, Published, Tensors, recorded, recording, roles_of
+from tests.make.proofs import (
+    BY_MATRIX,
+    NOT_PROVEN,
+    SAME_AS,
+    Published,
+    Tensors,
+    recorded,
+    recording,
+    roles_of,
+)
 from tests.make.proofs_live import LIVE, said_of
 
 
@@ -32,7 +41,9 @@ def decoded(folder: Path, one: Published) -> Tensors:
     with open_source(one.checkpoint(folder)) as source:
         (layer,) = source.map_experts().layers
         return {
-            f"{expert}.{role}": source.read_expert(layer, expert, [role], torch.device("cpu"))[role].values()
+            f"{expert}.{role}": source.read_expert(layer, expert, [role], torch.device("cpu"))[
+                role
+            ].values()
             for expert, role in roles_of(one.values)
         }
 
@@ -44,9 +55,13 @@ def assert_equal(ours: Tensors, one: Published) -> None:
         found, expected = ours[key].to(theirs.dtype) + 0.0, theirs + 0.0
         assert found.shape == expected.shape
         limit = 0.0 if one.roundings == 1 else 2.0**-23  # of a float32 number
-        wrong = ((found.double() - expected.double()).abs() > limit * expected.double().abs()).nonzero()
+        wrong = (
+            (found.double() - expected.double()).abs() > limit * expected.double().abs()
+        ).nonzero()
         where = tuple(wrong[0].tolist()) if len(wrong) else ()
-        assert not len(wrong), f"{key}: {len(wrong)} of {found.numel()}, first {found[where]}, not {expected[where]}"
+        assert not len(wrong), (
+            f"{key}: {len(wrong)} of {found.numel()}, first {found[where]}, not {expected[where]}"
+        )
 
 
 @pytest.mark.sampled(12)
@@ -72,15 +87,21 @@ def test_zeros_of_symmetric_codes_must_be_the_midpoint(tmp_path: Path) -> None:
     name = next(key for key in one.tensors if key.endswith("weight_zero_point"))
     assert not one.tensors[name].any()
     wrong = replace(one, tensors={**one.tensors, name: torch.ones_like(one.tensors[name])})
-    with pytest.raises(InputError, match="A symmetric matrix has zero points other than the midpoint"):
+    with pytest.raises(
+        InputError, match="A symmetric matrix has zero points other than the midpoint"
+    ):
         decoded(tmp_path / "wrong", wrong)
-    without = {key: tensor for key, tensor in one.tensors.items() if not key.endswith("weight_zero_point")}
+    without = {
+        key: tensor for key, tensor in one.tensors.items() if not key.endswith("weight_zero_point")
+    }
     assert_equal(decoded(tmp_path / "without", replace(one, tensors=without)), one)
 
 
 def test_asymmetric_codes_need_their_zeros(tmp_path: Path) -> None:
     one = recording("quark-int4-zp")
-    without = {key: tensor for key, tensor in one.tensors.items() if not key.endswith("weight_zero_point")}
+    without = {
+        key: tensor for key, tensor in one.tensors.items() if not key.endswith("weight_zero_point")
+    }
     with pytest.raises(InputError, match="is missing"):
         decoded(tmp_path / "source", replace(one, tensors=without))
 
@@ -111,7 +132,9 @@ def test_every_format_has_a_proof_or_says_that_it_has_none() -> None:
 
 def test_matrices_of_packages_are_of_the_versions_that_the_table_names() -> None:
     writers = {"modelopt": "nvidia-modelopt", "autoround": "auto-round", "gptqmodel": "gptqmodel"}
-    words = json.loads((Path(__file__).resolve().parents[1] / "data" / "written" / "words.json").read_text())
+    words = json.loads(
+        (Path(__file__).resolve().parents[1] / "data" / "written" / "words.json").read_text()
+    )
     said = {words[name]["written_by"].partition(",")[0] for name in writers}
     said.add(f"compressed-tensors {version('compressed-tensors')}")
     assert {package for package, _, _ in BY_MATRIX.values()} == said

@@ -59,11 +59,21 @@ def weights(bits: int, kind: str, strategy: str, **more: Any) -> Json:
     }
 
 
-DEEPSEEK_V3 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+DEEPSEEK_V3 = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
 DEEPSEEK_V4 = {**DEEPSEEK_V3, "scale_fmt": "ue8m0"}
 KIMI_K2_THINKING = compressed(
     weights(4, "int", "group", group_size=32),
-    ignore=["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
+    ignore=[
+        "lm_head",
+        "re:.*self_attn.*",
+        "re:.*shared_experts.*",
+        "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
+    ],
     kv_cache_scheme=None,
 )
 GPT_OSS = {
@@ -126,7 +136,11 @@ def quark(weight: Any, **more: Any) -> Json:
         "layer_quant_config": {},
         "layer_type_quant_config": {},
         "exclude": ["lm_head"],
-        "export": {"kv_cache_group": [], "pack_method": "reorder", "weight_format": "real_quantized"},
+        "export": {
+            "kv_cache_group": [],
+            "pack_method": "reorder",
+            "weight_format": "real_quantized",
+        },
         **more,
     }
 
@@ -163,7 +177,9 @@ def packed(bits: int, columns: int, **more: Any) -> SourceFormat:
     return SourceFormat(name, "packed_int", f"uint{bits}", group_k=columns, **more)
 
 
-def gptq(name: str, bits: int, columns: int, offset: int = 1, order: bool = False, **more: Any) -> SourceFormat:
+def gptq(
+    name: str, bits: int, columns: int, offset: int = 1, order: bool = False, **more: Any
+) -> SourceFormat:
     options = (("zero_offset", offset), ("desc_act", order))
     return SourceFormat(name, "gptq", f"uint{bits}", group_k=columns, options=options, **more)
 
@@ -188,7 +204,10 @@ FLOAT_TENSOR = weights(8, "float", "tensor")
 NVFP4 = ("float4e2m1", "float8e4m3", 1, 16, False, "tensor")
 FORMATS: dict[str, tuple[Json, SourceFormat]] = {
     "deepseek_v3": (DEEPSEEK_V3, block_fp8("fp8")),
-    "deepseek_v3.1": (DEEPSEEK_V4, SourceFormat("fp8", "fp8", "float8e4m3", "float8e8m0", 128, 128, options=UE8M0)),
+    "deepseek_v3.1": (
+        DEEPSEEK_V4,
+        SourceFormat("fp8", "fp8", "float8e4m3", "float8e8m0", 128, 128, options=UE8M0),
+    ),
     "fp8 per tensor or channel": (
         {"quant_method": "fp8", "activation_scheme": "static"},
         SourceFormat("fp8", "fp8", "", "", ANY, ANY),
@@ -215,8 +234,14 @@ FORMATS: dict[str, tuple[Json, SourceFormat]] = {
         compressed(weights(4, "int", "group", group_size=128, actorder="group")),
         packed(4, 128, is_permuted=True),
     ),
-    "packed, order undone": (compressed(weights(3, "int", "group", group_size=64, actorder="static")), packed(3, 64)),
-    "packed, no strategy": (compressed({"num_bits": 4, "type": "int", "group_size": -1}), packed(4, 0)),
+    "packed, order undone": (
+        compressed(weights(3, "int", "group", group_size=64, actorder="static")),
+        packed(3, 64),
+    ),
+    "packed, no strategy": (
+        compressed({"num_bits": 4, "type": "int", "group_size": -1}),
+        packed(4, 0),
+    ),
     "int-quantized": (
         compressed(weights(8, "int", "channel"), "int-quantized"),
         SourceFormat("compressed-tensors int-quantized int8", "int8", "uint8"),
@@ -247,31 +272,50 @@ FORMATS: dict[str, tuple[Json, SourceFormat]] = {
     ),
     "mxfp4-pack-quantized": (
         compressed(weights(4, "float", "group", group_size=32), "mxfp4-pack-quantized"),
-        SourceFormat("compressed-tensors mxfp4-pack-quantized", "mxfp4", "float4e2m1", "float8e8m0", 1, 32),
+        SourceFormat(
+            "compressed-tensors mxfp4-pack-quantized", "mxfp4", "float4e2m1", "float8e8m0", 1, 32
+        ),
     ),
     "mxfp8-quantized": (
         compressed(weights(8, "float", "group", group_size=32), "mxfp8-quantized"),
-        SourceFormat("compressed-tensors mxfp8-quantized", "mxfp8", "float8e4m3", "float8e8m0", 1, 32),
+        SourceFormat(
+            "compressed-tensors mxfp8-quantized", "mxfp8", "float8e4m3", "float8e8m0", 1, 32
+        ),
     ),
     "mxfp6-pack-quantized": (
         compressed(weights(6, "float", "group", group_size=32), "mxfp6-pack-quantized"),
-        SourceFormat("compressed-tensors mxfp6-pack-quantized", "mxfp6", "float6e2m3", "float8e8m0", 1, 32),
+        SourceFormat(
+            "compressed-tensors mxfp6-pack-quantized", "mxfp6", "float6e2m3", "float8e8m0", 1, 32
+        ),
     ),
     "w4afp8": (
         {"quant_method": "w4afp8", "group_size": 128, "ignored_layers": ["lm_head"]},
         SourceFormat("w4afp8 int4", "int4_pairs", "uint4", "", 1, 128),
     ),
     "auto-round mxfp8": (
-        {**AUTO_ROUND, "data_type": "mx_fp", "bits": 8, "group_size": 32, "packing_format": "auto_round:mx_fp"},
+        {
+            **AUTO_ROUND,
+            "data_type": "mx_fp",
+            "bits": 8,
+            "group_size": 32,
+            "packing_format": "auto_round:mx_fp",
+        },
         SourceFormat("auto-round mxfp8", "mxfp8", "float8e4m3", "float8e8m0", 1, 32),
     ),
     "auto-round nvfp4": (
-        {**AUTO_ROUND, "data_type": "nv_fp4", "group_size": 16, "packing_format": "auto_round:llm_compressor"},
+        {
+            **AUTO_ROUND,
+            "data_type": "nv_fp4",
+            "group_size": 16,
+            "packing_format": "auto_round:llm_compressor",
+        },
         SourceFormat("auto-round nvfp4", "nvfp4", *NVFP4),
     ),
     "gptqmodel fp8": (
         {"quant_method": "fp8", "format": "float8_e4m3fn", "weight_scale_semantics": "inverse"},
-        SourceFormat("gptqmodel fp8", "fp8", "float8e4m3", "", ANY, ANY, options=(("scale_inverted", True),)),
+        SourceFormat(
+            "gptqmodel fp8", "fp8", "float8e4m3", "", ANY, ANY, options=(("scale_inverted", True),)
+        ),
     ),
     "modelopt mxfp4": (
         modelopt("W4A8_MXFP4_FP8", group_size=32),
@@ -285,8 +329,14 @@ FORMATS: dict[str, tuple[Json, SourceFormat]] = {
         {**GPTQ, "checkpoint_format": "gptq_v2", "sym": False, "bits": 3},
         gptq("gptq int3", 3, 128, offset=0, has_zero_point=True),
     ),
-    "gptq, ordered": ({**GPTQ, "desc_act": True}, gptq("gptq int4", 4, 128, order=True, is_permuted=True)),
-    "gptq, ordered in one group": ({**GPTQ, "desc_act": True, "group_size": -1}, gptq("gptq int4", 4, 0, order=True)),
+    "gptq, ordered": (
+        {**GPTQ, "desc_act": True},
+        gptq("gptq int4", 4, 128, order=True, is_permuted=True),
+    ),
+    "gptq, ordered in one group": (
+        {**GPTQ, "desc_act": True, "group_size": -1},
+        gptq("gptq int4", 4, 0, order=True),
+    ),
     "mxfp4 experts in fp8 (MiMo-V2.6)": (MIMO, SourceFormat("mxfp4", "mxfp4", *MXFP4)),
     "mxfp4 experts in fp8, by the dtype alone": (
         {**DEEPSEEK_V3, "store_dtype": "mxfp4"},
@@ -296,13 +346,19 @@ FORMATS: dict[str, tuple[Json, SourceFormat]] = {
         {**DEEPSEEK_V3, "routed_experts_quant_method": "mxfp4"},
         SourceFormat("mxfp4", "mxfp4", *MXFP4),
     ),
-    "mxfp8 (MiniMax-M3)": (MINIMAX_MXFP8, SourceFormat("mxfp8", "mxfp8", "float8e4m3", "float8e8m0", 1, 32)),
+    "mxfp8 (MiniMax-M3)": (
+        MINIMAX_MXFP8,
+        SourceFormat("mxfp8", "mxfp8", "float8e4m3", "float8e8m0", 1, 32),
+    ),
     "ascend": (
         {"quant_method": "ascend", "quantize": "w8a8_dynamic"},
         SourceFormat("ascend w8a8_dynamic", "int8", "uint8", "", 1, 0, options=OFFSET),
     ),
     "ascend, by a description": (
-        {"quant_method": "ascend", "modules": {"model.layers.*.mlp.experts.*.gate_proj": "W8A8_DYNAMIC"}},
+        {
+            "quant_method": "ascend",
+            "modules": {"model.layers.*.mlp.experts.*.gate_proj": "W8A8_DYNAMIC"},
+        },
         SourceFormat("ascend w8a8_dynamic", "int8", "uint8", "", 1, 0, options=OFFSET),
     ),
     "awq": (
@@ -310,11 +366,23 @@ FORMATS: dict[str, tuple[Json, SourceFormat]] = {
         SourceFormat("awq int4", "awq", "uint4", group_k=128, has_zero_point=True),
     ),
     "awq, old names, symmetric": (
-        {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "zero_point": False, "version": "GEMM"},
+        {
+            "quant_method": "awq",
+            "w_bit": 4,
+            "q_group_size": 64,
+            "zero_point": False,
+            "version": "GEMM",
+        },
         SourceFormat("awq int4", "awq", "uint4", group_k=64),
     ),
     "awq, symmetric by gptqmodel's name": (
-        {"quant_method": "awq", "bits": 4, "group_size": 32, "sym": True, "checkpoint_format": "gemm"},
+        {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": 32,
+            "sym": True,
+            "checkpoint_format": "gemm",
+        },
         SourceFormat("awq int4", "awq", "uint4", group_k=32),
     ),
     "auto-round": (AUTO_ROUND, gptq("auto-round (gptq packing) int4", 4, 128)),
@@ -323,12 +391,19 @@ FORMATS: dict[str, tuple[Json, SourceFormat]] = {
         gptq("auto-round (gptq packing) int4", 4, 128, offset=0, has_zero_point=True),
     ),
     "auto-round, own packing": (
-        {**AUTO_ROUND, "quant_method": "intel/auto-round", "packing_format": "auto_round", "bits": 2},
+        {
+            **AUTO_ROUND,
+            "quant_method": "intel/auto-round",
+            "packing_format": "auto_round",
+            "bits": 2,
+        },
         gptq("auto-round (gptq packing) int2", 2, 128, offset=0),
     ),
     "auto-round, awq": (
         {**AUTO_ROUND, "packing_format": "auto_round:auto_awq", "sym": False},
-        SourceFormat("auto-round (awq packing) int4", "awq", "uint4", group_k=128, has_zero_point=True),
+        SourceFormat(
+            "auto-round (awq packing) int4", "awq", "uint4", group_k=128, has_zero_point=True
+        ),
     ),
     "modelopt nvfp4, hf_quant_config": (
         {
@@ -352,14 +427,29 @@ FORMATS: dict[str, tuple[Json, SourceFormat]] = {
         SourceFormat("modelopt fp8", "fp8", "float8e4m3", "", 1, 0),
     ),
     "modelopt fp8 blocks": (modelopt("fp8_pb_wo"), block_fp8("modelopt fp8 blocks")),
-    "modelopt mxfp8": (modelopt("MXFP8"), SourceFormat("modelopt mxfp8", "mxfp8", "float8e4m3", "float8e8m0", 1, 32)),
+    "modelopt mxfp8": (
+        modelopt("MXFP8"),
+        SourceFormat("modelopt mxfp8", "mxfp8", "float8e4m3", "float8e8m0", 1, 32),
+    ),
     "modelopt, cache only": (modelopt(None, kv_cache_quant_algo="FP8"), PLAIN),
-    "bitnet": (BITNET, SourceFormat("bitnet", "bitnet", "float2e0m1", "", 0, 0, options=(("scale_inverted", True),))),
+    "bitnet": (
+        BITNET,
+        SourceFormat(
+            "bitnet", "bitnet", "float2e0m1", "", 0, 0, options=(("scale_inverted", True),)
+        ),
+    ),
     "bitnet, auto": (
         {**BITNET, "linear_class": "autobitlinear", "quantization_mode": "offline"},
-        SourceFormat("bitnet", "bitnet", "float2e0m1", "", 0, 0, options=(("scale_inverted", False),)),
+        SourceFormat(
+            "bitnet", "bitnet", "float2e0m1", "", 0, 0, options=(("scale_inverted", False),)
+        ),
     ),
-    "nf4": (NF4, SourceFormat("bitsandbytes nf4", "bnb4", "", "", ANY, ANY, options=(("quant_type", "nf4"),))),
+    "nf4": (
+        NF4,
+        SourceFormat(
+            "bitsandbytes nf4", "bnb4", "", "", ANY, ANY, options=(("quant_type", "nf4"),)
+        ),
+    ),
     "quark, unquantized weights": (quark(None), PLAIN),
     "quark, fake": (quark(QUARK_MXFP4, export={"weight_format": "fake_quantized"}), PLAIN),
 }
@@ -421,14 +511,26 @@ LEFT_OUT: dict[str, tuple[Json, tuple[str, ...], tuple[str, ...]]] = {
     ),
     "mxfp8 of MiniMax": (
         {**MINIMAX_MXFP8, "ignored_layers": ["lm_head", "vision_tower", ROUTER, "*.mtp.*"]},
-        (ROUTER, "language_model.lm_head", "model.vision_tower.layers.3.fc1", "model.mtp.layers.0.w1"),
+        (
+            ROUTER,
+            "language_model.lm_head",
+            "model.vision_tower.layers.3.fc1",
+            "model.mtp.layers.0.w1",
+        ),
         (EXPERT, ATTENTION, f"{ROUTER}_up", "lm_heads"),
     ),
     "bitsandbytes": (NF4, (ROUTER, "lm_head"), (EXPERT,)),
     "modelopt globs": (
-        modelopt("NVFP4", ignore=["model.layers.3.self_attn*", "model.layers.1.mlp.experts", "mtp*"]),
+        modelopt(
+            "NVFP4", ignore=["model.layers.3.self_attn*", "model.layers.1.mlp.experts", "mtp*"]
+        ),
         (ATTENTION, "model.layers.1.mlp.experts", "mtp.layers.0.mlp.experts.0.up_proj"),
-        (EXPERT, "model.layers.1.mlp.experts.0.up_proj", "model.layers.13.mlp.experts.0.up_proj", SHARED),
+        (
+            EXPERT,
+            "model.layers.1.mlp.experts.0.up_proj",
+            "model.layers.13.mlp.experts.0.up_proj",
+            SHARED,
+        ),
     ),
     "quark, names and patterns": (
         quark(QUARK_MXFP4, exclude=["*self_attn*", ROUTER, "re:.*shared_experts"]),
@@ -488,7 +590,10 @@ def test_dense_layers_around_routed_experts_in_mxfp4_are_fp8() -> None:
     ("more", "encoding"),
     [
         ({"store_dtype": "fp8"}, "fp8"),  # MiMo-V2.5
-        ({"store_dtype": "fp8", "routed_experts_quant_method": "fp8", "expert_dtype": "fp8"}, "fp8"),
+        (
+            {"store_dtype": "fp8", "routed_experts_quant_method": "fp8", "expert_dtype": "fp8"},
+            "fp8",
+        ),
         ({"store_dtype": "mxfp4", "expert_dtype": "fp4"}, "mxfp4"),
         ({"store_dtype": "MXFP4", "routed_experts_quant_method": "mxfp4"}, "mxfp4"),
     ],
@@ -510,7 +615,12 @@ def test_a_key_that_contradicts_or_is_unknown_is_refused(more: dict[str, Any], k
         declared({**DEEPSEEK_V3, **more})
 
 
-PARENTS = ["model.layers.3.mlp.experts.7", "model.layers.3.mlp.experts", "model.layers.3.mlp", "model.layers.3"]
+PARENTS = [
+    "model.layers.3.mlp.experts.7",
+    "model.layers.3.mlp.experts",
+    "model.layers.3.mlp",
+    "model.layers.3",
+]
 
 
 @pytest.mark.parametrize("parent", PARENTS)
@@ -520,11 +630,15 @@ PARENTS = ["model.layers.3.mlp.experts.7", "model.layers.3.mlp.experts", "model.
         lambda parent: compressed(FLOAT_TENSOR, "float-quantized", ignore=[parent]),
         lambda parent: compressed(FLOAT_TENSOR, "float-quantized", ignore=[f"re:.*{parent}$"]),
         lambda parent: modelopt("NVFP4", ignore=[parent]),
-        lambda parent: {"quantization": {"quant_algo": "FP8", "exclude_modules": [parent.replace(".3", ".?")]}},
+        lambda parent: {
+            "quantization": {"quant_algo": "FP8", "exclude_modules": [parent.replace(".3", ".?")]}
+        },
         lambda parent: quark(QUARK_MXFP4, exclude=[parent]),
     ],
 )
-def test_a_parent_that_is_left_out_is_decided_by_the_tensors(words: Callable[[str], Json], parent: str) -> None:
+def test_a_parent_that_is_left_out_is_decided_by_the_tensors(
+    words: Callable[[str], Json], parent: str
+) -> None:
     """Tools compare a module's own name; a server's module of all experts is a parent of each."""
     found = declared(words(parent))
     assert not found.of(EXPERT).is_float
@@ -597,7 +711,9 @@ def test_modelopt_mixed_precision_goes_by_module() -> None:
         "model.layers.4.mlp.experts": {"quant_algo": "FP8_BLOCK_SCALES", "group_size": 64},
         SHARED: {"quant_algo": "MXFP8"},
     }
-    found = declared(modelopt("MIXED_PRECISION", quantized_layers=layers, ignore=["*shared_experts*"]))
+    found = declared(
+        modelopt("MIXED_PRECISION", quantized_layers=layers, ignore=["*shared_experts*"])
+    )
     assert found.of(ATTENTION).encoding == "fp8"
     assert found.of(EXPERT).encoding == "nvfp4"
     assert found.of("model.layers.4.mlp.experts.gate_up_proj").group_n == 64
@@ -613,8 +729,16 @@ def test_compressed_tensors_groups_have_their_own_formats_and_targets() -> None:
             "weights": weights(4, "float", "tensor_group", group_size=16),
             "format": "nvfp4-pack-quantized",
         },
-        "group_2": {"targets": [EXPERT], "weights": weights(8, "int", "channel"), "format": "int-quantized"},
-        "group_3": {"targets": ["Qwen3Attention"], "weights": None, "output_activations": FLOAT_TENSOR},
+        "group_2": {
+            "targets": [EXPERT],
+            "weights": weights(8, "int", "channel"),
+            "format": "int-quantized",
+        },
+        "group_3": {
+            "targets": ["Qwen3Attention"],
+            "weights": None,
+            "output_activations": FLOAT_TENSOR,
+        },
     }
     words = compressed({}, "mixed-precision", config_groups=groups)
     found = declared(words)
@@ -652,7 +776,9 @@ def test_humming_reads_its_fields_and_exceptions() -> None:
     assert found.of("model.layers.5.mlp.experts") is PLAIN
     assert found.of("model.layers.4.mlp.experts").b_dtype == "uint8"
     assert found.of("model.layers.6.mlp.experts") is PLAIN
-    assert found.of("model.layers.7.mlp.experts").b_dtype == "uint4"  # from the start of the name only
+    assert (
+        found.of("model.layers.7.mlp.experts").b_dtype == "uint4"
+    )  # from the start of the name only
 
 
 def test_hummings_rules_decide_for_whole_blocks() -> None:
@@ -670,7 +796,12 @@ HUMMING_FORMATS: list[tuple[Json, tuple[Any, ...]]] = [
     ),
     ({"b_dtype": "float8e4m3", "scale_type": "tensor"}, ("float8e4m3", "float32", 0, 0, "none")),
     (
-        {"b_dtype": "float4e2m1", "scale_dtype": "float8e4m3", "group_size": 16, "scale_2_type": "tensor"},
+        {
+            "b_dtype": "float4e2m1",
+            "scale_dtype": "float8e4m3",
+            "group_size": 16,
+            "scale_2_type": "tensor",
+        },
         ("float4e2m1", "float8e4m3", 1, 16, "tensor"),
     ),
     ({"weight_dtype": "int3", "b_dtype": "uint6", "group_size": 64}, ("uint6", "", 1, 64, "none")),
@@ -678,7 +809,9 @@ HUMMING_FORMATS: list[tuple[Json, tuple[Any, ...]]] = [
 
 
 @pytest.mark.parametrize(("fields", "expected"), HUMMING_FORMATS)
-def test_humming_names_and_implied_scale_types_are_hummings(fields: Json, expected: tuple[Any, ...]) -> None:
+def test_humming_names_and_implied_scale_types_are_hummings(
+    fields: Json, expected: tuple[Any, ...]
+) -> None:
     schema_class = pytest.importorskip("humming.schema").HummingWeightSchema
     form = declared({"quant_method": "humming", **fields}).of(EXPERT)
     assert (form.b_dtype, form.scale_dtype, form.group_n, form.group_k, form.scale_2) == expected
@@ -721,11 +854,23 @@ QUARK_FORMATS: dict[str, tuple[Any, tuple[Any, ...]]] = {
         ("quark fp8_e5m2", "float8e5m2", "", 128, 64, False, "none"),
     ),
     "int4": (
-        {"dtype": "int4", "qscheme": "per_group", "group_size": 128, "ch_axis": 1, "symmetric": True},
+        {
+            "dtype": "int4",
+            "qscheme": "per_group",
+            "group_size": 128,
+            "ch_axis": 1,
+            "symmetric": True,
+        },
         ("quark int4", "uint4", "", 1, 128, False, "none"),
     ),
     "uint4": (
-        {"dtype": "uint4", "qscheme": "per_group", "group_size": 32, "ch_axis": 1, "symmetric": False},
+        {
+            "dtype": "uint4",
+            "qscheme": "per_group",
+            "group_size": 32,
+            "ch_axis": 1,
+            "symmetric": False,
+        },
         ("quark uint4", "uint4", "", 1, 32, True, "none"),
     ),
     "nvfp4": (
@@ -837,7 +982,15 @@ def test_ignored_names_are_those_of_compressed_tensors(ignore: list[str]) -> Non
         assert found.of(name).is_float == match.is_match(name, linear, ignore), name
 
 
-TARGETS = ["re:.*gate_proj", "re:.*experts", EXPERT, "Linear", "re:model\\.layers\\.1", "Embedding", "lm_head"]
+TARGETS = [
+    "re:.*gate_proj",
+    "re:.*experts",
+    EXPERT,
+    "Linear",
+    "re:model\\.layers\\.1",
+    "Embedding",
+    "lm_head",
+]
 
 
 @pytest.mark.parametrize("count", range(1, len(TARGETS) + 1))
@@ -879,7 +1032,17 @@ QUARK_INT3 = {"dtype": "int3", "qscheme": "per_channel", "ch_axis": 0}
 UNSUPPORTED: dict[str, tuple[Json, str]] = {
     **{
         method: ({"quant_method": method}, "quant_method")
-        for method in ("hqq", "eetq", "aqlm", "spqr", "vptq", "higgs", "quanto", "torchao", "fp_quant")
+        for method in (
+            "hqq",
+            "eetq",
+            "aqlm",
+            "spqr",
+            "vptq",
+            "higgs",
+            "quanto",
+            "torchao",
+            "fp_quant",
+        )
     },
     "own kernel layout": ({"quant_method": "hqconv", "format_version": 1}, "quant_method"),
     "bitsandbytes 8 bit": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "load_in_8bit"),
@@ -902,14 +1065,19 @@ UNSUPPORTED: dict[str, tuple[Json, str]] = {
     ),
     "auto-round activations": ({**AUTO_ROUND, "act_bits": 8}, "act_bits"),
     "auto-round packing": ({**AUTO_ROUND, "packing_format": "auto_round:mlx"}, "packing_format"),
-    "bitnet online": ({**BITNET, "linear_class": "autobitlinear", "quantization_mode": "online"}, "quantization_mode"),
+    "bitnet online": (
+        {**BITNET, "linear_class": "autobitlinear", "quantization_mode": "online"},
+        "quantization_mode",
+    ),
     "bitnet norm": ({**BITNET, "use_rms_norm": True}, "use_rms_norm"),
     "modelopt awq": (modelopt("W4A16_AWQ"), "quant_algo"),
     "modelopt svd": (modelopt("NVFP4_SVD"), "quant_algo"),
     "modelopt scaled": (modelopt("NVFP4", pre_quant_scale=True), "pre_quant_scale"),
     "marlin-24": (compressed(weights(4, "int", "channel"), "marlin-24"), "format"),
     "sparse": (
-        compressed(FLOAT_TENSOR, "float-quantized", sparsity_config={"format": "sparse-24-bitmask"}),
+        compressed(
+            FLOAT_TENSOR, "float-quantized", sparsity_config={"format": "sparse-24-bitmask"}
+        ),
         "sparsity_config",
     ),
     "rotated": (
@@ -917,12 +1085,22 @@ UNSUPPORTED: dict[str, tuple[Json, str]] = {
         "transform_config",
     ),
     "humming rotated": ({**HUMMING, "hadamard_block_size": 64}, "hadamard_block_size"),
-    "quark dynamic": (quark({**QUARK_MXFP4, "is_dynamic": True}), "global_quant_config.weight.is_dynamic"),
+    "quark dynamic": (
+        quark({**QUARK_MXFP4, "is_dynamic": True}),
+        "global_quant_config.weight.is_dynamic",
+    ),
     "quark axis": (quark({**QUARK_MXFP4, "ch_axis": 0}), "global_quant_config.weight.ch_axis"),
-    "quark zero points": (quark({**QUARK_INT3, "symmetric": False}), "global_quant_config.weight.symmetric"),
+    "quark zero points": (
+        quark({**QUARK_INT3, "symmetric": False}),
+        "global_quant_config.weight.symmetric",
+    ),
     "v4 experts": ({**DEEPSEEK_V4, "moe_quant_algo": "MXFP8"}, "moe_quant_algo"),
     "v4 experts of a layer": (
-        {**DEEPSEEK_V4, "moe_quant_algo": "NVFP4", "quantized_layers": {"layers.0": {"quant_algo": "FP8"}}},
+        {
+            **DEEPSEEK_V4,
+            "moe_quant_algo": "NVFP4",
+            "quantized_layers": {"layers.0": {"quant_algo": "FP8"}},
+        },
         "quantized_layers.layers.0.quant_algo",
     ),
 }
@@ -941,7 +1119,10 @@ SENSELESS: dict[str, tuple[Json, str]] = {
     "fmt": ({**DEEPSEEK_V3, "fmt": "e3m4"}, "fmt"),
     "expert_dtype": ({**DEEPSEEK_V3, "expert_dtype": "int4"}, "expert_dtype"),
     "skip list": ({**DEEPSEEK_V3, "modules_to_not_convert": "lm_head"}, "modules_to_not_convert"),
-    "skip pattern": ({**DEEPSEEK_V3, "modules_to_not_convert": ["*.gate"]}, "modules_to_not_convert"),
+    "skip pattern": (
+        {**DEEPSEEK_V3, "modules_to_not_convert": ["*.gate"]},
+        "modules_to_not_convert",
+    ),
     "gptq bits": ({**GPTQ, "bits": 16}, "bits"),
     "gptq no bits": ({"quant_method": "gptq", "group_size": 128}, "bits"),
     "gptq no group size": ({"quant_method": "gptq", "bits": 4}, "group_size"),
@@ -957,11 +1138,20 @@ SENSELESS: dict[str, tuple[Json, str]] = {
     "ascend says nothing": ({"quant_method": "ascend"}, "quantize"),
     "ascend modules": ({"quant_method": "ascend", "modules": ["W8A8_DYNAMIC"]}, "modules"),
     "awq bits": ({**AWQ, "bits": 8}, "bits"),
-    "auto-round bits": ({**AUTO_ROUND, "extra_config": {"a": {"bits": "4"}}}, "extra_config.a.bits"),
+    "auto-round bits": (
+        {**AUTO_ROUND, "extra_config": {"a": {"bits": "4"}}},
+        "extra_config.a.bits",
+    ),
     "bitnet class": ({**BITNET, "linear_class": "linear"}, "linear_class"),
     "bitsandbytes table": ({**NF4, "bnb_4bit_quant_type": "nf5"}, "bnb_4bit_quant_type"),
-    "no groups": ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "config_groups"),
-    "no targets": (compressed({}, config_groups={"group_0": {"weights": INT4}}), "config_groups.group_0.targets"),
+    "no groups": (
+        {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+        "config_groups",
+    ),
+    "no targets": (
+        compressed({}, config_groups={"group_0": {"weights": INT4}}),
+        "config_groups.group_0.targets",
+    ),
     "unknown format": (compressed(INT4, "brotli"), "format"),
     "mixed without a group's format": (compressed(INT4, "mixed-precision"), "format"),
     "unknown status": (compressed(INT4, quantization_status="thawed"), "quantization_status"),
@@ -973,14 +1163,20 @@ SENSELESS: dict[str, tuple[Json, str]] = {
     "strategy": (compressed({**INT4, "strategy": "token"}), f"{WEIGHTS}.strategy"),
     "float in ints": (compressed({**INT4, "type": "float"}), f"{WEIGHTS}.type"),
     "int in floats": (compressed(INT4, "nvfp4-pack-quantized"), f"{WEIGHTS}.type"),
-    "asymmetric float": (compressed({**FLOAT_TENSOR, "symmetric": False}, "float-quantized"), f"{WEIGHTS}.symmetric"),
+    "asymmetric float": (
+        compressed({**FLOAT_TENSOR, "symmetric": False}, "float-quantized"),
+        f"{WEIGHTS}.symmetric",
+    ),
     "mxfp4 in 16s": (
         compressed(weights(4, "float", "group", group_size=16), "mxfp4-pack-quantized"),
         f"{WEIGHTS}.group_size",
     ),
     "dynamic weights": (compressed({**INT4, "dynamic": True}), f"{WEIGHTS}.dynamic"),
     "order": (compressed({**INT4, "actorder": "random"}), f"{WEIGHTS}.actorder"),
-    "block without sizes": (compressed(weights(8, "float", "block"), "float-quantized"), f"{WEIGHTS}.block_structure"),
+    "block without sizes": (
+        compressed(weights(8, "float", "block"), "float-quantized"),
+        f"{WEIGHTS}.block_structure",
+    ),
     "modelopt no algorithm": ({"quant_method": "modelopt"}, "quant_algo"),
     "modelopt group size": (modelopt("NVFP4", group_size=-16), "group_size"),
     "modelopt no layers": (modelopt("MIXED_PRECISION"), "quantized_layers"),
@@ -993,8 +1189,14 @@ SENSELESS: dict[str, tuple[Json, str]] = {
         {**HUMMING, "dynamic": {"+:a": {"group_size": 64, "b_dtype": "int0"}}},
         "dynamic.+:a.b_dtype",
     ),
-    "humming alias": ({"quant_method": "humming", "b_dtype": "uint4", "group_size": 17}, "group_size"),
-    "humming group size": ({"quant_method": "humming", "b_dtype": "uint4", "group_size": -64}, "group_size"),
+    "humming alias": (
+        {"quant_method": "humming", "b_dtype": "uint4", "group_size": 17},
+        "group_size",
+    ),
+    "humming group size": (
+        {"quant_method": "humming", "b_dtype": "uint4", "group_size": -64},
+        "group_size",
+    ),
     "humming block of one size": (
         {"quant_method": "humming", "b_dtype": "uint4", "scale_type": "block", "group_size": 64},
         "weight_scale_group_size_n",
@@ -1003,9 +1205,18 @@ SENSELESS: dict[str, tuple[Json, str]] = {
     "humming no type": ({"quant_method": "humming"}, "b_dtype"),
     "quark no scheme": ({"quant_method": "quark"}, "global_quant_config"),
     "quark type": (quark({**QUARK_MXFP4, "dtype": "fp5"}), "global_quant_config.weight.dtype"),
-    "quark group size": (quark({**QUARK_MXFP4, "group_size": 0}), "global_quant_config.weight.group_size"),
-    "quark negative group": (quark({**QUARK_MXFP4, "group_size": -32}), "global_quant_config.weight.group_size"),
-    "quark element": (quark({"dtype": "mx", "mx_element_dtype": "fp8"}), "global_quant_config.weight.mx_element_dtype"),
+    "quark group size": (
+        quark({**QUARK_MXFP4, "group_size": 0}),
+        "global_quant_config.weight.group_size",
+    ),
+    "quark negative group": (
+        quark({**QUARK_MXFP4, "group_size": -32}),
+        "global_quant_config.weight.group_size",
+    ),
+    "quark element": (
+        quark({"dtype": "mx", "mx_element_dtype": "fp8"}),
+        "global_quant_config.weight.mx_element_dtype",
+    ),
     "quark group": (
         quark({"dtype": "int4", "qscheme": "per_group", "ch_axis": 1}),
         "global_quant_config.weight.group_size",
@@ -1014,7 +1225,10 @@ SENSELESS: dict[str, tuple[Json, str]] = {
         quark({"dtype": "fp8_e4m3", "qscheme": "per_block", "block_size": (0, 128)}),
         "global_quant_config.weight.block_size",
     ),
-    "quark scale format": (quark({**QUARK_MXFP4, "scale_format": "e4m1"}), "global_quant_config.weight.scale_format"),
+    "quark scale format": (
+        quark({**QUARK_MXFP4, "scale_format": "e4m1"}),
+        "global_quant_config.weight.scale_format",
+    ),
     "quark stages": (quark([QUARK_MXFP4] * 3), "global_quant_config.weight"),
     "quark packing": (quark(QUARK_MXFP4, export={"pack_method": "shuffle"}), "export.pack_method"),
 }
@@ -1042,7 +1256,16 @@ def test_what_makes_no_sense_is_an_input_error_that_names_the_key(name: str) -> 
 def test_an_unsupported_method_is_named_with_those_that_are_supported() -> None:
     message = refusal({"quant_method": "hqq"}, RequestError, "quant_method")
     assert "'hqq'" in message
-    for method in ("awq", "compressed-tensors", "fp8", "gptq", "humming", "modelopt", "mxfp4", "quark"):
+    for method in (
+        "awq",
+        "compressed-tensors",
+        "fp8",
+        "gptq",
+        "humming",
+        "modelopt",
+        "mxfp4",
+        "quark",
+    ):
         assert method in message
     assert "manifest" in refusal({"quant_method": "hqconv"}, RequestError, "quant_method")
 
@@ -1053,7 +1276,23 @@ def test_a_config_that_is_no_object_is_refused() -> None:
     assert caught.value.where == "quantization_config"
 
 
-JUNK = (None, True, 0, -1, 1 << 70, 2.5, "", "re:(", [], [[]], [None], ["re:*"], {}, {"": None}, {"a": {}})
+JUNK = (
+    None,
+    True,
+    0,
+    -1,
+    1 << 70,
+    2.5,
+    "",
+    "re:(",
+    [],
+    [[]],
+    [None],
+    ["re:*"],
+    {},
+    {"": None},
+    {"a": {}},
+)
 
 
 def mutations(words: Any) -> Iterator[Any]:

@@ -16,7 +16,13 @@ from hqconv.errors import InputError, RequestError
 from hqconv.formats.source_format import SourceFormat, why_not_direct
 from hqconv.formats.source_matrix import decode_matrix
 from hqconv.humming_ops import cpu_ops
-from hqconv.quantization.bit_codec import pack, pack_along_rows, transpose_4bit, unpack, unpack_along_rows
+from hqconv.quantization.bit_codec import (
+    pack,
+    pack_along_rows,
+    transpose_4bit,
+    unpack,
+    unpack_along_rows,
+)
 from hqconv.quantization.coded_matrix import CodedMatrix, dequantize, scale_values
 from hqconv.quantization.kept_codes import express, share_scale
 from hqconv.schemas.weight_schema import PRESETS, WeightSchema, resolve_schema
@@ -88,7 +94,9 @@ BAD_VALUES = [
 @pytest.mark.parametrize(("name", "tensor", "value", "message"), BAD_VALUES)
 def test_bad_values_are_refused(name: str, tensor: str, value: float, message: str) -> None:
     one = ALL[name]
-    assert message in refused(one.with_tensor(tensor, changed(one.tensors[tensor], 0, value)), tensor)
+    assert message in refused(
+        one.with_tensor(tensor, changed(one.tensors[tensor], 0, value)), tensor
+    )
 
 
 def test_a_scale_that_is_no_power_of_two_under_ue8m0() -> None:
@@ -121,11 +129,15 @@ def test_a_zero_scale_over_zeros_is_fine(name: str, scale: str, weight: str, zer
         ("bitnet", "weight_scale", float("inf")),
     ],
 )
-def test_one_scale_that_makes_all_weights_zero_is_a_matrix_of_zeros(name: str, scale: str, value: float) -> None:
+def test_one_scale_that_makes_all_weights_zero_is_a_matrix_of_zeros(
+    name: str, scale: str, value: float
+) -> None:
     one = ALL[name]
     good = one.with_tensor(scale, changed(one.tensors[scale], 0, value))
     if "nv" in name:  # as modelopt has the groups of such a matrix
-        groups = next(part for part in ("weight_scale", scale) if good.tensors[part].element_size() == 1)
+        groups = next(
+            part for part in ("weight_scale", scale) if good.tensors[part].element_size() == 1
+        )
         good = good.with_tensor(groups, changed(good.tensors[groups], 0, 0x7F))
     assert not dequantize(good.coded()).any()
 
@@ -140,7 +152,9 @@ def test_gptq_symmetric_zeros_depend_on_the_version() -> None:
     assert "midpoint" in refused(second, "qzeros")
 
 
-@pytest.mark.parametrize("zeros", ["77777777", "00000000", "eeeeeeee", "01234567", "f0f0f0f0", "0000000f"])
+@pytest.mark.parametrize(
+    "zeros", ["77777777", "00000000", "eeeeeeee", "01234567", "f0f0f0f0", "0000000f"]
+)
 def test_gptq_version_1_is_one_less_in_whole_words(zeros: str) -> None:
     """As GPTQModel saves it: 0x11111111 is taken off the packed word, so a zero of 0 borrows from the next."""
     one = ALL["gptq4-v1-zp"]
@@ -159,7 +173,9 @@ def test_a_group_scale_under_a_second_one_may_have_underflowed() -> None:
     values = dequantize(one.with_tensor("weight_scale", scales).coded())
     assert not values[0, :16].any()
     assert values[0, 16:].any()
-    nothing = torch.zeros_like(one.tensors["weight_scale"].view(torch.uint8)).view(torch.float8_e4m3fn)
+    nothing = torch.zeros_like(one.tensors["weight_scale"].view(torch.uint8)).view(
+        torch.float8_e4m3fn
+    )
     with pytest.raises(InputError, match="zero, but its codes are not"):
         one.with_tensor("weight_scale", nothing).coded()
 
@@ -174,7 +190,10 @@ def test_every_e8m0_and_e5m3_byte() -> None:
     assert e8m0[:255].double().tolist() == [2.0 ** (i - 127) for i in range(255)]
     e5m3 = scale_values(data)
     assert e5m3[255].isnan()
-    expected = [(i & 7) / 8 * 2.0**-14 if i < 8 else (1 + (i & 7) / 8) * 2.0 ** ((i >> 3) - 15) for i in range(255)]
+    expected = [
+        (i & 7) / 8 * 2.0**-14 if i < 8 else (1 + (i & 7) / 8) * 2.0 ** ((i >> 3) - 15)
+        for i in range(255)
+    ]
     assert e5m3[:255].tolist() == expected
 
 
@@ -231,14 +250,24 @@ def check_attributes(
 
 def test_direct_formats_are_really_direct() -> None:
     """Guards the test above against comparing nothing."""
-    pairs = {"fp8-block": "fp8-block", "mxfp4": "mxfp4", "mxfp8": "mxfp8", "nvfp4": "nvfp4", "fp8-tensor": "fp8-tensor"}
+    pairs = {
+        "fp8-block": "fp8-block",
+        "mxfp4": "mxfp4",
+        "mxfp8": "mxfp8",
+        "nvfp4": "nvfp4",
+        "fp8-tensor": "fp8-tensor",
+    }
     for source, schema in {**pairs, "ct-int4-64-zp": "int4-g32-zp", "ct-w8-zp": ""}.items():
-        why = why_not_direct(ALL[source].completed().format, resolve_schema(schema or "int4"), "bfloat16")
+        why = why_not_direct(
+            ALL[source].completed().format, resolve_schema(schema or "int4"), "bfloat16"
+        )
         assert bool(why) == (not schema), why
 
 
 def test_express_refuses_to_round() -> None:
-    coded = CodedMatrix("uint4", torch.zeros(32, 4, dtype=torch.int32), torch.full((32, 1), 0.1), 1, 0)
+    coded = CodedMatrix(
+        "uint4", torch.zeros(32, 4, dtype=torch.int32), torch.full((32, 1), 0.1), 1, 0
+    )
     with pytest.raises(RequestError, match="rounded"):
         express(coded, resolve_schema("int4-c"), "bfloat16")
 
@@ -268,10 +297,14 @@ def test_packing_is_little_endian_and_back(bits: int, rows: int, blocks: int, se
     packed = pack(codes, bits)
     assert same_bits(packed, cpu_ops.pack_weight(codes.int(), bits))
     numbers = [sum(c << (bits * i) for i, c in enumerate(row)) for row in codes.tolist()]
-    found = [sum((w & 0xFFFFFFFF) << (32 * i) for i, w in enumerate(row)) for row in packed.tolist()]
+    found = [
+        sum((w & 0xFFFFFFFF) << (32 * i) for i, w in enumerate(row)) for row in packed.tolist()
+    ]
     assert numbers == found
     assert torch.equal(unpack(packed, bits), codes)
-    assert torch.equal(unpack_along_rows(pack_along_rows(codes.t(), bits), bits, 32 * blocks), codes.t())
+    assert torch.equal(
+        unpack_along_rows(pack_along_rows(codes.t(), bits), bits, 32 * blocks), codes.t()
+    )
 
 
 @settings(max_examples=20, deadline=None)
@@ -287,7 +320,9 @@ def test_nibble_transposition(words: int, eighths: int, order: list[int], flip: 
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(1, 6), st.integers(1, 6), st.sampled_from((16, 48, 128)), st.sampled_from((32, 128)))
+@given(
+    st.integers(1, 6), st.integers(1, 6), st.sampled_from((16, 48, 128)), st.sampled_from((32, 128))
+)
 def test_fp8_blocks_of_any_shape(rows: int, columns: int, block_n: int, block_k: int) -> None:
     n, k = 20 * rows, 28 * columns
     draw = Draw(n * k)
@@ -341,7 +376,10 @@ def test_bitsandbytes_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> 
         (b'{"quant_type":"nf4","blocksize":-64,"dtype":"float32","shape":[8,64]}', "blocksize"),
         (b'{"quant_type":"fp4","blocksize":64,"dtype":"float32","shape":[8,64]}', "quant_type"),
         (b'{"quant_type":"nf4","blocksize":64,"dtype":"float32","shape":[64,8]}', "shape"),
-        (b'{"quant_type":"nf4","blocksize":128,"dtype":"float32","shape":[8,64]}', "one scale for every block"),
+        (
+            b'{"quant_type":"nf4","blocksize":128,"dtype":"float32","shape":[8,64]}',
+            "one scale for every block",
+        ),
     ],
 )
 def test_a_bad_quantization_state(state: bytes, message: str) -> None:
@@ -372,7 +410,9 @@ def test_cuda_gives_the_same_bits(name: str) -> None:
         assert left is None or (right.is_cuda and same_bits(left, right)), part
     assert same_bits(dequantize(cpu), dequantize(cuda))
     for schema in SCHEMAS:
-        if not why_not_direct(one.completed().format, schema, "bfloat16") and fits(schema, one.shape):
+        if not why_not_direct(one.completed().format, schema, "bfloat16") and fits(
+            schema, one.shape
+        ):
             ours, theirs = express(cpu, schema, "bfloat16"), express(cuda, schema, "bfloat16")
             assert all(same_bits(ours[key], theirs[key]) for key in ours)
 

@@ -29,7 +29,9 @@ def recorded(writer: str) -> dict[str, torch.Tensor]:
     """The tensors that a package wrote, and what it wrote them from: w."""
     tensors = json.loads(DATA.read_text())[writer]["tensors"]
     return {
-        name: torch.frombuffer(bytearray.fromhex(one["hex"]), dtype=getattr(torch, one["dtype"])).reshape(one["shape"])
+        name: torch.frombuffer(
+            bytearray.fromhex(one["hex"]), dtype=getattr(torch, one["dtype"])
+        ).reshape(one["shape"])
         for name, one in tensors.items()
     }
 
@@ -37,12 +39,19 @@ def recorded(writer: str) -> dict[str, torch.Tensor]:
 def decoded(config: Json, parts: dict[str, torch.Tensor], n: int, k: int) -> torch.Tensor:
     """What hqconv makes of a matrix under a config, from its headers on."""
     fmt = declared_formats(config["quantization_config"], {}).of(EXPERT)
-    headers = {name: TensorSpec(f"{EXPERT}.{name}", NAMES[t.dtype], tuple(t.shape)) for name, t in parts.items()}
+    headers = {
+        name: TensorSpec(f"{EXPERT}.{name}", NAMES[t.dtype], tuple(t.shape))
+        for name, t in parts.items()
+    }
     found = resolve_format(fmt, headers, n, k)
-    return decode_matrix(found.format, {part: parts[name] for part, name in found.used.items()}, (n, k), {}).values()
+    return decode_matrix(
+        found.format, {part: parts[name] for part, name in found.used.items()}, (n, k), {}
+    ).values()
 
 
-def assert_nearest(values: torch.Tensor, w: torch.Tensor, step: torch.Tensor, grid: torch.Tensor) -> None:
+def assert_nearest(
+    values: torch.Tensor, w: torch.Tensor, step: torch.Tensor, grid: torch.Tensor
+) -> None:
     """Every value is as near to w as a point of the grid times its step can be."""
     points = torch.cat([grid, -grid]) * step.double().unsqueeze(-1)
     best = (points - w.double().unsqueeze(-1)).abs().amin(-1)
@@ -55,7 +64,11 @@ def powers(scale: torch.Tensor) -> torch.Tensor:
 
 
 def part(writer: str, prefix: str) -> dict[str, torch.Tensor]:
-    return {name.removeprefix(prefix): t for name, t in recorded(writer).items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): t
+        for name, t in recorded(writer).items()
+        if name.startswith(prefix)
+    }
 
 
 def test_modelopt_mxfp4_is_what_its_own_decoder_says() -> None:
@@ -76,8 +89,13 @@ def test_auto_round_writes_mx_fp(bits: int, grid: torch.Tensor) -> None:
 
 def test_auto_round_writes_nv_fp() -> None:
     parts = part("autoround", "nv.")
-    found = decoded(configs.auto_round("auto_round:nv_fp", data_type="nv_fp", group_size=16), parts, 8, 64)
-    step = parts["weight_scale"].double().repeat_interleave(16, 1) / parts["weight_global_scale"].double()
+    found = decoded(
+        configs.auto_round("auto_round:nv_fp", data_type="nv_fp", group_size=16), parts, 8, 64
+    )
+    step = (
+        parts["weight_scale"].double().repeat_interleave(16, 1)
+        / parts["weight_global_scale"].double()
+    )
     w = recorded("autoround")["w"]
     assert_nearest(found, w.clamp(-6 * step, 6 * step).float(), step, E2M1)
 
@@ -90,7 +108,9 @@ def test_auto_round_writes_nv_fp() -> None:
         ("block", {"weight_scale_method": "block", "weight_block_size": [4, 32]}, (4, 32)),
     ],
 )
-def test_gptqmodels_fp8_scale_divides(method: str, words: dict[str, Any], blocks: tuple[int, int]) -> None:
+def test_gptqmodels_fp8_scale_divides(
+    method: str, words: dict[str, Any], blocks: tuple[int, int]
+) -> None:
     """A decoder that multiplied would be off by the square of the scale."""
     parts = part("gptqmodel", f"{method}.")
     found = decoded(configs.gptqmodel_fp8(**words), parts, 8, 64)
@@ -111,7 +131,9 @@ def test_compressed_tensors_mxfp6() -> None:
     """Packed and unpacked by compressed-tensors itself."""
     helpers = pytest.importorskip("compressed_tensors.compressors.mxfp6.helpers")
     generator = torch.Generator().manual_seed(0)
-    magnitudes = torch.tensor([m / 8 for m in range(8)] + [(1 + m / 8) * 2**e for e in range(3) for m in range(8)])
+    magnitudes = torch.tensor(
+        [m / 8 for m in range(8)] + [(1 + m / 8) * 2**e for e in range(3) for m in range(8)]
+    )
     picked = magnitudes[torch.randint(0, 32, (8, 64), generator=generator)]
     values = picked * (1 - 2 * torch.randint(0, 2, (8, 64), generator=generator))
     exponents = torch.randint(120, 130, (8, 2), generator=generator, dtype=torch.uint8)
@@ -135,8 +157,14 @@ def test_w4afp8_pairs() -> None:
 @pytest.mark.parametrize(
     ("config", "parts"),
     [
-        (configs.modelopt("W4A8_MXFP4_FP8"), {"weight": (8, 64), "weight_scale": (8, 2)}),  # fp8's shape
-        (configs.modelopt("W4A8_NVFP4_FP8", group_size=32), {"weight": (8, 32), "weight_scale": (8, 4)}),  # of 16
+        (
+            configs.modelopt("W4A8_MXFP4_FP8"),
+            {"weight": (8, 64), "weight_scale": (8, 2)},
+        ),  # fp8's shape
+        (
+            configs.modelopt("W4A8_NVFP4_FP8", group_size=32),
+            {"weight": (8, 32), "weight_scale": (8, 4)},
+        ),  # of 16
         (configs.w4afp8(), {"weight": (8, 128), "weight_scale_inv": (8, 1)}),  # fp8's shape
         (
             configs.compressed("mxfp6-pack-quantized", 6, "float", "group", group_size=32),
@@ -144,9 +172,14 @@ def test_w4afp8_pairs() -> None:
         ),
     ],
 )
-def test_a_shape_that_contradicts_the_config_is_refused(config: Json, parts: dict[str, tuple[int, int]]) -> None:
+def test_a_shape_that_contradicts_the_config_is_refused(
+    config: Json, parts: dict[str, tuple[int, int]]
+) -> None:
     k = 128 if "w4afp8" in str(config) else 64
     fmt = declared_formats(config["quantization_config"], {}).of(EXPERT)
-    headers = {name: TensorSpec(name, "F32" if "inv" in name else "U8", shape) for name, shape in parts.items()}
+    headers = {
+        name: TensorSpec(name, "F32" if "inv" in name else "U8", shape)
+        for name, shape in parts.items()
+    }
     with pytest.raises(InputError, match="wrong shape"):
         resolve_format(fmt, headers, 8, k)

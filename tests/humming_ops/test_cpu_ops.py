@@ -19,7 +19,10 @@ from tests.make.matrices import SCHEMAS, hard_matrix
 from tests.make.quantized import quantize
 from tests.make.tensors import same_bits
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 SIZES = ((384, 1024), (128, 2944))
 
 
@@ -42,14 +45,21 @@ def test_quantize_and_layout_are_the_same_bits(name: str) -> None:
             assert not differences(cpu.tensors, gpu.tensors), (n, k)
             assert cpu.error_sums.is_finite
             assert gpu.error_sums.is_finite
-            ours_theirs = [(getattr(cpu.error_sums, n), getattr(gpu.error_sums, n)) for n in ("error", "power")]
+            ours_theirs = [
+                (getattr(cpu.error_sums, n), getattr(gpu.error_sums, n)) for n in ("error", "power")
+            ]
             for ours, theirs in ours_theirs:
                 assert ours == theirs or (math.isnan(ours) and math.isnan(theirs)), (n, k)
         stacks = []
         for side in (on_cpu, on_gpu):
             names = side[0].tensors
             stacks.append(
-                {x: torch.stack([q.tensors[x] for q in side]).reshape(_stacked(side[0].tensors[x], x)) for x in names}
+                {
+                    x: torch.stack([q.tensors[x] for q in side]).reshape(
+                        _stacked(side[0].tensors[x], x)
+                    )
+                    for x in names
+                }
             )
         form = kernel_form(n, k, kernel_spec_of(schema, param_dtype, 90))
         assert not differences(*(to_kernel(form, stack) for stack in stacks)), (n, k)
@@ -64,9 +74,14 @@ def _stacked(one: torch.Tensor, name: str) -> tuple[int, ...]:
 def test_stacks_are_the_same_bits(name: str) -> None:
     """Codes, scales, layout and error sums of several experts at once after a search, from either device."""
     schema, param_dtype = resolve_schema(name), "float16"
-    stacks = [torch.stack([hard_matrix(256, 640, torch.bfloat16, 10 * i + e) for e in range(5)]) for i in range(2)]
+    stacks = [
+        torch.stack([hard_matrix(256, 640, torch.bfloat16, 10 * i + e) for e in range(5)])
+        for i in range(2)
+    ]
     on_cpu = quantize_stacks(stacks, schema, param_dtype, count_exact=True, quantizer=MSE)
-    on_gpu = quantize_stacks([s.cuda() for s in stacks], schema, param_dtype, count_exact=True, quantizer=MSE)
+    on_gpu = quantize_stacks(
+        [s.cuda() for s in stacks], schema, param_dtype, count_exact=True, quantizer=MSE
+    )
     form = kernel_form(256, 640, kernel_spec_of(schema, param_dtype, 90))
     for cpu, gpu in zip(on_cpu, on_gpu, strict=True):
         assert not differences(cpu.tensors, gpu.tensors)
@@ -95,16 +110,30 @@ def test_pack_unpack_and_repack(bits: int) -> None:
     assert same_bits(packed, ops.pack_weight(codes.cuda(), bits))
     assert same_bits(cpu_ops.unpack_weight(packed, bits), codes)
     zeros = torch.randint(0, 2**bits, (2, 192, 6), generator=generator, dtype=torch.int32)
-    packed_zeros = cpu_ops.pack_weight(zeros.transpose(1, 2).contiguous(), bits).transpose(1, 2).contiguous()
+    packed_zeros = (
+        cpu_ops.pack_weight(zeros.transpose(1, 2).contiguous(), bits).transpose(1, 2).contiguous()
+    )
     combinations = itertools.product(
-        (16, 8, 4), (True, False), (False, True), (False, True), (False, True), (False, True), (3, 2)
+        (16, 8, 4),
+        (True, False),
+        (False, True),
+        (False, True),
+        (False, True),
+        (False, True),
+        (3, 2),
     )
     possible = []
     for a_bits, is_packed, centre, with_zero, packed_k, native, mode in combinations:
-        impossible = (with_zero and not centre) or (packed_k and (a_bits != 8 or bits % 2)) or bits > a_bits
+        impossible = (
+            (with_zero and not centre) or (packed_k and (a_bits != 8 or bits % 2)) or bits > a_bits
+        )
         if with_zero and not is_packed:
             continue  # Humming's kernel strides unpacked zero points of several experts wrongly; nothing calls it
-        if impossible or (native and (centre or packed_k)) or (mode == 2 and (a_bits != 8 or centre)):
+        if (
+            impossible
+            or (native and (centre or packed_k))
+            or (mode == 2 and (a_bits != 8 or centre))
+        ):
             continue
         possible.append((a_bits, is_packed, centre, with_zero, packed_k, native, mode))
     # Each is a kernel to compile; layouts that are in use are all recorded (`test_transform`).
@@ -123,16 +152,22 @@ def test_pack_unpack_and_repack(bits: int) -> None:
         zero = (packed_zeros if is_packed else zeros) if with_zero else None
         weight = packed if is_packed else codes
         ours = cpu_ops.repack_weight(weight, zero_point=zero, **options)
-        theirs = ops.repack_weight(weight.cuda(), zero_point=None if zero is None else zero.cuda(), **options)
+        theirs = ops.repack_weight(
+            weight.cuda(), zero_point=None if zero is None else zero.cuda(), **options
+        )
         assert same_bits(ours, theirs), options
 
 
-@pytest.mark.parametrize(("exponent", "mantissa"), [(2, 1), (3, 2), (2, 3), (4, 3), (5, 2), (5, 3), (0, 3)])
+@pytest.mark.parametrize(
+    ("exponent", "mantissa"), [(2, 1), (3, 2), (2, 3), (4, 3), (5, 2), (5, 3), (0, 3)]
+)
 def test_dequant_weight(exponent: int, mantissa: int) -> None:
     for signed in (True, False):
         codes = torch.arange(2 ** (exponent + mantissa + signed), dtype=torch.int32).repeat(32)
         ours = cpu_ops.dequant_weight(codes, exponent, mantissa, signed)
-        assert same_bits(ours, humming().ops.dequant_weight(codes.cuda(), exponent, mantissa, signed))
+        assert same_bits(
+            ours, humming().ops.dequant_weight(codes.cuda(), exponent, mantissa, signed)
+        )
 
 
 def test_process_mxfp4() -> None:

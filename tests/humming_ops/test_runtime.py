@@ -62,10 +62,16 @@ assert report.passed, report.to_dict()
 @pytest.mark.full
 @pytest.mark.parametrize("schema", ["mxfp4", "fp8-block"])
 def test_on_another_gpu_the_target_is_still_the_requests(tmp_path: Path, schema: str) -> None:
-    model = write_qwen3_moe(tmp_path / "model", num_layers=1, hidden_size=256, intermediate_size=256)
+    model = write_qwen3_moe(
+        tmp_path / "model", num_layers=1, hidden_size=256, intermediate_size=256
+    )
     arguments = [str(model), str(tmp_path / "foreign"), schema]
     done = subprocess.run(
-        [sys.executable, "-c", ON_AN_A100, *arguments], cwd=REPO, capture_output=True, text=True, check=False
+        [sys.executable, "-c", ON_AN_A100, *arguments],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     run(model, tmp_path / "here", schema, Grid(2))

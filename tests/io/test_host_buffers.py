@@ -23,7 +23,9 @@ class NoLargePages(mmap.mmap):
 
 
 @pytest.mark.parametrize("has_large_pages", [True, False])
-def test_a_buffer_holds_what_is_put_into_it(has_large_pages: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_buffer_holds_what_is_put_into_it(
+    has_large_pages: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not has_large_pages:
         monkeypatch.setattr(host_buffers._Memory, "madvise", NoLargePages.madvise, raising=False)
     buffer = host_buffer(5000, CPU)
@@ -36,7 +38,9 @@ def test_a_buffer_holds_what_is_put_into_it(has_large_pages: bool, monkeypatch: 
 def test_buffers_are_used_again_and_are_at_most_so_many() -> None:
     pool = HostBuffers(5000, CPU, 3)
     buffers = [pool.take() for _ in range(3)]
-    assert all(one is not None and len(one) == 5000 and one.data_ptr() % 4096 == 0 for one in buffers)
+    assert all(
+        one is not None and len(one) == 5000 and one.data_ptr() % 4096 == 0 for one in buffers
+    )
     assert pool.take(waits=False) is None
     assert not pool.has_free
     pool.give(buffers[1])  # type: ignore[arg-type]
@@ -114,7 +118,9 @@ class FakeDriver:
         return self._called("unpin")
 
 
-def test_a_thread_may_pin_beside_a_capture_only_while_it_pins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_may_pin_beside_a_capture_only_while_it_pins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     driver = FakeDriver()
     monkeypatch.setattr(host_buffers.ctypes, "CDLL", lambda _: driver)
     monkeypatch.setattr(host_buffers, "_cudart", lambda: driver)
@@ -134,7 +140,10 @@ def test_a_thread_may_pin_beside_a_capture_only_while_it_pins(monkeypatch: pytes
 def test_buffers_come_and_go_while_a_graph_is_captured() -> None:
     """In CUDA's default mode of captures, which vLLM uses."""
     pool = HostBuffers(1 << 20, torch.device("cuda", 0), 2, may_be_copied=False)
-    data, copied = torch.arange(64, device="cuda"), torch.zeros(64, dtype=torch.int64, device="cuda")
+    data, copied = (
+        torch.arange(64, device="cuda"),
+        torch.zeros(64, dtype=torch.int64, device="cuda"),
+    )
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         copied.copy_(data)

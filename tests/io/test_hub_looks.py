@@ -32,7 +32,10 @@ PLAN: dict[str, Any] = {"schema": "mxfp4", "target": "sm90", "tp": 2}
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """25 MB in four shards."""
     folder = write_qwen3_moe(
-        tmp_path_factory.mktemp("hub") / "model", num_experts=4, hidden_size=1024, intermediate_size=512
+        tmp_path_factory.mktemp("hub") / "model",
+        num_experts=4,
+        hidden_size=1024,
+        intermediate_size=512,
     )
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -73,7 +76,9 @@ def test_a_look_reads_less_than_a_hundredth(server: LocalHub, model: Path, tmp_p
 
 
 def test_headers_larger_than_the_first_request(server: LocalHub, tmp_path: Path) -> None:
-    many = write_qwen3_moe(tmp_path / "many", num_layers=8, num_experts=64, hidden_size=32, intermediate_size=32)
+    many = write_qwen3_moe(
+        tmp_path / "many", num_layers=8, num_experts=64, hidden_size=32, intermediate_size=32
+    )
     num_bytes = 8 + int.from_bytes((many / "model.safetensors").read_bytes()[:8], "little")
     assert num_bytes > 1 << 16
     server.folder = many
@@ -81,18 +86,24 @@ def test_headers_larger_than_the_first_request(server: LocalHub, tmp_path: Path)
     assert server.num_bytes_of_weights == num_bytes
 
 
-def test_a_server_that_ignores_ranges_is_left_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_ignores_ranges_is_left_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = write_qwen3_moe(tmp_path / "model", num_layers=1)
     tensors = load_file(folder / "model.safetensors")
     # Larger by far than what sockets buffer on the way.
-    save_file(tensors | {"lm_head.weight": torch.zeros(50 << 20, 2).byte()}, folder / "model.safetensors")
+    save_file(
+        tensors | {"lm_head.weight": torch.zeros(50 << 20, 2).byte()}, folder / "model.safetensors"
+    )
     with serve(folder, honours_ranges=False) as one:
         use(monkeypatch, one.url, tmp_path / "cache")
         assert hqconv.inspect(NAME)["convertible"]
         assert one.num_bytes_of_weights < total_bytes(folder) / 4
 
 
-def test_an_artifact_is_described_from_its_manifest(model: Path, server: LocalHub, tmp_path: Path) -> None:
+def test_an_artifact_is_described_from_its_manifest(
+    model: Path, server: LocalHub, tmp_path: Path
+) -> None:
     hqconv.convert(model, tmp_path / "out", schema="mxfp4", target="sm90", device="cpu")
     server.folder = tmp_path / "out"
     words = hqconv.inspect(NAME)
@@ -147,13 +158,34 @@ GATED = {"X_Error_Code": "GatedRepo"}
     ("path", "status", "headers", "kind", "what", "remedy"),
     [
         (API, 401, {}, RequestError, "accept the token, or wants one", "hf auth login"),
-        (API, 401, {"X_Error_Code": "RepoNotFound"}, RequestError, "or the repo is private", "hf auth login"),
+        (
+            API,
+            401,
+            {"X_Error_Code": "RepoNotFound"},
+            RequestError,
+            "or the repo is private",
+            "hf auth login",
+        ),
         (
             *(API, 401, {"X_Error_Message": "Invalid credentials in Authorization header"}),
             *(RequestError, "accept the token, or wants one", "hf auth login"),
         ),
-        (API, 404, {"X_Error_Code": "RepoNotFound"}, RequestError, "no such repo on the Hub", "spelling"),
-        (API, 404, {"X_Error_Code": "RevisionNotFound"}, RequestError, "no such revision", "/tree/main"),
+        (
+            API,
+            404,
+            {"X_Error_Code": "RepoNotFound"},
+            RequestError,
+            "no such repo on the Hub",
+            "spelling",
+        ),
+        (
+            API,
+            404,
+            {"X_Error_Code": "RevisionNotFound"},
+            RequestError,
+            "no such revision",
+            "/tree/main",
+        ),
         (API, 403, GATED, RequestError, "gated", "Accept its terms at http"),
         (FILE, 403, GATED, RequestError, "gated", "Accept its terms at http"),
         (SHARD, 403, GATED, RequestError, "gated", "Accept its terms at http"),
@@ -165,17 +197,33 @@ GATED = {"X_Error_Code": "GatedRepo"}
         ),
         (API, 429, {"Retry_After": "17"}, NetworkError, "asked too often", "Wait 17 seconds"),
         (SHARD, 429, {"Retry_After": "17"}, NetworkError, "asked too often", "Wait 17 seconds"),
-        (*(API, 429, {"RateLimit": '"api";r=0;t=55'}), *(NetworkError, "asked too often", "Wait 55 seconds")),
+        (
+            *(API, 429, {"RateLimit": '"api";r=0;t=55'}),
+            *(NetworkError, "asked too often", "Wait 55 seconds"),
+        ),
         (API, 429, {}, NetworkError, "asked too often", "Wait a few minutes"),
         (API, 404, {}, RequestError, "does not answer as the Hub does", "HF_ENDPOINT"),
         (API, 500, {}, NetworkError, "out of order", "Try again later"),
         (FILE, 503, {}, NetworkError, "out of order", "Try again later"),
         (SHARD, 502, {}, NetworkError, "out of order", "Try again later"),
-        (SHARD, 404, {"X_Error_Code": "EntryNotFound"}, InputError, "lacks a file", "See its files"),
+        (
+            SHARD,
+            404,
+            {"X_Error_Code": "EntryNotFound"},
+            InputError,
+            "lacks a file",
+            "See its files",
+        ),
     ],
 )
 def test_every_failure_has_its_message(
-    server: LocalHub, path: str, status: int, headers: dict[str, str], kind: type[HqconvError], what: str, remedy: str
+    server: LocalHub,
+    path: str,
+    status: int,
+    headers: dict[str, str],
+    kind: type[HqconvError],
+    what: str,
+    remedy: str,
 ) -> None:
     server.fail(path, status, **headers)
     with pytest.raises(HqconvError) as caught:
@@ -218,16 +266,24 @@ def test_a_wait_may_be_a_date(server: LocalHub, quick: list[float]) -> None:
     assert 0 < quick[0] <= 41
 
 
-def test_a_refusal_without_a_time_is_repeated_a_few_times(server: LocalHub, quick: list[float]) -> None:
+def test_a_refusal_without_a_time_is_repeated_a_few_times(
+    server: LocalHub, quick: list[float]
+) -> None:
     server.fail(API, 429)
     with pytest.raises(NetworkError, match="asked too often"):
         hqconv.inspect(NAME)
     assert quick == [2.0, 4.0, 8.0]
 
 
-@pytest.mark.parametrize("name", ["ConnectError", "ConnectTimeout", "ProxyError", "UnsupportedProtocol", "ReadTimeout"])
-def test_a_hub_that_cannot_be_reached(server: LocalHub, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    library = importlib.import_module(type(get_session()).__module__.partition(".")[0])  # httpx or httpx2
+@pytest.mark.parametrize(
+    "name", ["ConnectError", "ConnectTimeout", "ProxyError", "UnsupportedProtocol", "ReadTimeout"]
+)
+def test_a_hub_that_cannot_be_reached(
+    server: LocalHub, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    library = importlib.import_module(
+        type(get_session()).__module__.partition(".")[0]
+    )  # httpx or httpx2
 
     def fail(*_: object, **__: object) -> None:
         raise getattr(library, name)("no route")
@@ -256,7 +312,9 @@ def test_a_repo_without_a_model(server: LocalHub, model: Path, tmp_path: Path) -
     assert caught.value.found == "data.csv"
 
 
-def test_a_file_that_the_index_names_and_the_repo_lacks(server: LocalHub, model: Path, tmp_path: Path) -> None:
+def test_a_file_that_the_index_names_and_the_repo_lacks(
+    server: LocalHub, model: Path, tmp_path: Path
+) -> None:
     copy = tmp_path / "copy"
     copy.mkdir()
     for path in model.iterdir():
@@ -269,7 +327,9 @@ def test_a_file_that_the_index_names_and_the_repo_lacks(server: LocalHub, model:
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../up", "a//b", "a\\b"])
-def test_a_name_that_leads_elsewhere(server: LocalHub, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_name_that_leads_elsewhere(
+    server: LocalHub, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     with pytest.raises(InputError, match="lead elsewhere"):
         hub._check_name(NAME, name)
     seen: list[str] = []
@@ -278,11 +338,18 @@ def test_a_name_that_leads_elsewhere(server: LocalHub, monkeypatch: pytest.Monke
     assert "config.json" in seen
 
 
-@pytest.mark.parametrize("commit", ["../../x", "/tmp/x", "main", COMMIT.upper(), COMMIT + "\n", "", None])
+@pytest.mark.parametrize(
+    "commit", ["../../x", "/tmp/x", "main", COMMIT.upper(), COMMIT + "\n", "", None]
+)
 def test_a_commit_that_leads_elsewhere(server: LocalHub, tmp_path: Path, commit: Any) -> None:
     """The library would write a file and a folder of this name outside of its cache."""
     server.commit = commit
-    for call in (hqconv.inspect, open_source, lambda name: hqconv.plan(name, **PLAN), hqconv.verify):
+    for call in (
+        hqconv.inspect,
+        open_source,
+        lambda name: hqconv.plan(name, **PLAN),
+        hqconv.verify,
+    ):
         with pytest.raises(InputError, match="no commit hash") as caught:
             call(NAME)
         assert (caught.value.where, caught.value.found) == (NAME, repr(commit))
@@ -304,7 +371,9 @@ def fill(server: LocalHub) -> None:
     server.sent.clear()
 
 
-def test_offline_a_cache_that_is_complete_does(server: LocalHub, monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+def test_offline_a_cache_that_is_complete_does(
+    server: LocalHub, monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
     fill(server)
     server.requests.clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -314,7 +383,9 @@ def test_offline_a_cache_that_is_complete_does(server: LocalHub, monkeypatch: py
     assert server.requests == []
 
 
-def test_offline_a_cache_with_words_alone_does_not(server: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_a_cache_with_words_alone_does_not(
+    server: LocalHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hqconv.inspect(NAME)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(RequestError, match="HF_HUB_OFFLINE is set") as caught:
@@ -330,7 +401,9 @@ def test_where_the_hub_fails_a_complete_cache_does(
         if status:
             server.fail("", status)
         else:
-            use(monkeypatch, "http://127.0.0.1:9", Path(constants.HF_HUB_CACHE))  # where nobody listens
+            use(
+                monkeypatch, "http://127.0.0.1:9", Path(constants.HF_HUB_CACHE)
+            )  # where nobody listens
 
     hqconv.inspect(NAME)
     cut()
@@ -354,9 +427,13 @@ def test_a_cache_is_complete_with_all_weights(server: LocalHub, model: Path) -> 
     assert not hub.is_complete(root)
 
 
-def test_a_transfer_that_dies_is_the_networks(server: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transfer_that_dies_is_the_networks(
+    server: LocalHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not an InputError: the file is good."""
-    library = importlib.import_module(type(get_session()).__module__.partition(".")[0])  # httpx or httpx2
+    library = importlib.import_module(
+        type(get_session()).__module__.partition(".")[0]
+    )  # httpx or httpx2
 
     def die(*_: object, **__: object) -> Iterator[bytes]:
         raise library.ReadError("reset by peer")

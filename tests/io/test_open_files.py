@@ -27,7 +27,9 @@ def test_the_command_raises_the_soft_limit(tmp_path: Path) -> None:
     )
     if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 512:
         pytest.skip("the hard limit here is lower than 512")
-    done = processes.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
+    done = processes.run(
+        [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "512"
 
 

@@ -30,7 +30,16 @@ def read(reader: PieceReader, begin: int, end: int) -> tuple[bytes, int]:
     return bytes(buffer[position : position + max(0, reached - begin)]), reached
 
 
-RANGES = [(0, 1), (0, SIZE), (1, 4096), (4095, 4097), (4096, 8192), (5000, 5001), (49_000, SIZE), (50_000, SIZE)]
+RANGES = [
+    (0, 1),
+    (0, SIZE),
+    (1, 4096),
+    (4095, 4097),
+    (4096, 8192),
+    (5000, 5001),
+    (49_000, SIZE),
+    (50_000, SIZE),
+]
 
 
 @pytest.mark.parametrize("reads", ["cached", "direct", "auto"])
@@ -85,7 +94,9 @@ def refuse_reads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("refuse", [refuse_switch, refuse_reads])
-def test_a_file_system_without_direct_reads(path: Path, monkeypatch: pytest.MonkeyPatch, refuse: Any) -> None:
+def test_a_file_system_without_direct_reads(
+    path: Path, monkeypatch: pytest.MonkeyPatch, refuse: Any
+) -> None:
     refuse(monkeypatch)
     data, reader = path.read_bytes(), PieceReader(path, "direct")
     assert reader.is_direct == (refuse is refuse_reads)
@@ -107,7 +118,9 @@ def test_another_error_is_none_to_go_on_after(path: Path, monkeypatch: pytest.Mo
     reader.close()
 
 
-def test_a_file_that_cannot_be_looked_at_leaves_no_descriptor(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_looked_at_leaves_no_descriptor(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def failing(_: int) -> bool:
         raise OSError(errno.EIO, "Input/output error")
 
@@ -148,7 +161,9 @@ def cannot_tell(_: int) -> bool:
         (lambda offset: offset < 10, False),  # the header, which was read before
     ],
 )
-def test_most_of_a_file_decides(monkeypatch: pytest.MonkeyPatch, path: Path, answer: Any, expected: bool) -> None:
+def test_most_of_a_file_decides(
+    monkeypatch: pytest.MonkeyPatch, path: Path, answer: Any, expected: bool
+) -> None:
     assert sampled(monkeypatch, path, answer) == expected
 
 

@@ -114,7 +114,9 @@ def test_torch_has_its_threads_again_afterwards() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        first, second = (pipeline(range(4), work, 1, 2, runs_torch=True, name="x") for _ in range(2))
+        first, second = (
+            pipeline(range(4), work, 1, 2, runs_torch=True, name="x") for _ in range(2)
+        )
         assert [next(first), next(second)] == [("x_", 1)] * 2
         first.close()
         assert threads_of_torch() == [1, 1]

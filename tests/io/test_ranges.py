@@ -33,7 +33,9 @@ def test_a_run_has_no_more_buffers_than_a_call_takes(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("most", [1, 3, 7, 100])
-def test_short_reads_go_on_where_they_ended(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_reads_go_on_where_they_ended(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = os.urandom(40)
     (tmp_path / "file").write_bytes(data)
     real = os.preadv

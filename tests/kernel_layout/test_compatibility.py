@@ -15,7 +15,13 @@ import torch
 
 from hqconv.errors import RequestError
 from hqconv.kernel_layout import compatibility, transform
-from hqconv.kernel_layout.compatibility import config_entries, fuses_exponents, gemm_bytes, is_block_scaled, why_not
+from hqconv.kernel_layout.compatibility import (
+    config_entries,
+    fuses_exponents,
+    gemm_bytes,
+    is_block_scaled,
+    why_not,
+)
 from hqconv.schemas.gpu_target import TARGETS, GpuTarget
 from hqconv.schemas.grid import slice_unit
 from hqconv.schemas.input_schema import (
@@ -40,7 +46,15 @@ CODES = (
     *(f"uint{bits}" for bits in range(1, 9)),
     *(f"float{1 + e + m}e{e}m{m}" for e in range(6) for m in range(1, 8 - e)),
 )
-SCALE_DTYPES = ("bfloat16", "float16", "float32", "float8e8m0", "float8e4m3", "float8e5m2", "float8e5m3")
+SCALE_DTYPES = (
+    "bfloat16",
+    "float16",
+    "float32",
+    "float8e8m0",
+    "float8e4m3",
+    "float8e5m2",
+    "float8e5m3",
+)
 
 
 def all_schemas() -> Iterator[WeightSchema]:
@@ -68,7 +82,9 @@ def schemas() -> list[WeightSchema]:
 def all_inputs() -> Iterator[InputSchema]:
     """The presets, and every combination of fields that `InputSchema` takes."""
     yield from INPUT_PRESETS.values()
-    fields = itertools.product(A_DTYPES, (0, 16, 32, 64, 128), (None, *INPUT_SCALE_DTYPES), (None, *QUANT_MODES))
+    fields = itertools.product(
+        A_DTYPES, (0, 16, 32, 64, 128), (None, *INPUT_SCALE_DTYPES), (None, *QUANT_MODES)
+    )
     for words in fields:
         try:
             yield InputSchema("any", *words)
@@ -101,8 +117,20 @@ def kinds(schemas: list[WeightSchema], count: int, seed: int) -> list[KernelSpec
 
 def presets() -> Iterator[KernelSpec]:
     """Every pair that people name, on every target."""
-    names = (*PRESETS, "int4-c", "int4-g64-zp", "int4-g128-fpzp", "int2-g64", "int3", "int6", "int8-g128", "int8-zp")
-    for name, inputs, sm, param in itertools.product(names, INPUT_PRESETS.values(), TARGETS, PARAM_DTYPES):
+    names = (
+        *PRESETS,
+        "int4-c",
+        "int4-g64-zp",
+        "int4-g128-fpzp",
+        "int2-g64",
+        "int3",
+        "int6",
+        "int8-g128",
+        "int8-zp",
+    )
+    for name, inputs, sm, param in itertools.product(
+        names, INPUT_PRESETS.values(), TARGETS, PARAM_DTYPES
+    ):
         yield KernelSpec(schema_of(name), param, GpuTarget(sm, (13, 0)), inputs)
 
 
@@ -127,13 +155,19 @@ def test_the_rule_is_hummings(schemas: list[WeightSchema]) -> None:
 
 def test_what_is_known_without_humming_is_hummings(schemas: list[WeightSchema]) -> None:
     """Of every kind that runs: entries of the layer config, flags that rules ask for, and the size of its tensors."""
-    chosen = [kind for kind in (*presets(), *kinds(schemas, 20_000, seed=2)) if why_not(kind) is None]
+    chosen = [
+        kind for kind in (*presets(), *kinds(schemas, 20_000, seed=2)) if why_not(kind) is None
+    ]
     flags = set()
     for number, kind in enumerate(chosen):
         unit, has_bias = slice_unit(kind.schema), number % 3 == 0
         form = transform.kernel_form(3 * unit, 5 * unit, kind, has_bias)
         entries = config_entries(kind)
-        assert {key: form.config[key] for key in entries} == entries, (kind, kind.inputs, kind.schema)
+        assert {key: form.config[key] for key in entries} == entries, (
+            kind,
+            kind.inputs,
+            kind.schema,
+        )
         assert form.flags["use_block_scaled_mma"] == is_block_scaled(kind), kind
         assert form.flags["use_fused_e8m0_scale"] == fuses_exponents(kind), kind
         assert not form.config["use_int_weight_scale"], "a layout that cannot be read back"
@@ -148,9 +182,9 @@ def test_the_compiler_is_asked_for_where_it_decides(schemas: list[WeightSchema])
         if why_not(kind) is not None:
             continue
         found = {
-            transform.kernel_form(256, 512, replace(kind, target=replace(kind.target, cuda=cuda))).flags[
-                "use_native_dequant"
-            ]
+            transform.kernel_form(
+                256, 512, replace(kind, target=replace(kind.target, cuda=cuda))
+            ).flags["use_native_dequant"]
             for cuda in COMPILERS
         }
         assert transform.needs_cuda(kind) == (len(found) == 2), kind
@@ -169,7 +203,9 @@ def test_a_form_needs_no_compiled_loop_and_no_compiler_of_torchs() -> None:
         "    kernel_form(4096, 2048, kernel_spec_of(name))\n"
         "print(time.process_time() - before, 'torch._dynamo' in sys.modules, 'sympy' in sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPO, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPO, check=True
+    )
     seconds, *loaded = done.stdout.split()
     assert loaded == ["False", "False"]
     assert float(seconds) < 1

@@ -64,13 +64,17 @@ def test_it_changes_with_any_move_of_a_word_or_scale(monkeypatch: pytest.MonkeyP
         assert layout_fingerprint(SPEC) != recorded, name
     for changed in (lambda k, v: (f"{k}_", v), lambda k, v: (k, v.flatten())):
         monkeypatch.setattr(
-            fingerprint, "to_kernel", lambda *args, change=changed: dict(change(*one) for one in real(*args).items())
+            fingerprint,
+            "to_kernel",
+            lambda *args, change=changed: dict(change(*one) for one in real(*args).items()),
         )
         layout_fingerprint.cache_clear()
         assert layout_fingerprint(SPEC) != recorded
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.float8_e5m2, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e8m0fnu, torch.float8_e5m2, torch.float16, torch.float32], ids=str
+)
 def test_scales_beside_each_other_differ(dtype: torch.dtype) -> None:
     found = fingerprint.values((2, 7), dtype).float()
     assert len(found.unique()) == 14

@@ -19,12 +19,23 @@ from tests.make.conversions import kernel_spec_of
 from tests.make.formulas import GATED, UNGATED
 from tests.make.quantized import quantize
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 NUM_EXPERTS, HIDDEN, INNER, TP = 3, 256, 128, 2
 
 
 # One of each kind of expression, which is compiled: tests/verification/test_formulas.py has all of them as plain C.
-KINDS = ("silu", "gelu_tanh", "silu_clamp7", "relu2_bound3", "silu_shift (beta -0.5)", "swigluoai", "situ (beta 4)")
+KINDS = (
+    "silu",
+    "gelu_tanh",
+    "silu_clamp7",
+    "relu2_bound3",
+    "silu_shift (beta -0.5)",
+    "swigluoai",
+    "situ (beta 4)",
+)
 
 
 @pytest.mark.parametrize(
@@ -72,8 +83,13 @@ def test_biases_and_ungated_experts_over_tp_ranks(name: str) -> None:
     for part in tp_slices(INNER, Grid(TP), schema):
         parts = [gemm_tensors(expert, schema, part) for expert in experts]
         gemms = {}
-        for gemm, (n, k) in {"w13": ((2 if gated else 1) * INNER // TP, HIDDEN), "w2": (HIDDEN, INNER // TP)}.items():
-            joined = {name: torch.cat([part[gemm][name] for part in parts]) for name in parts[0][gemm]}
+        for gemm, (n, k) in {
+            "w13": ((2 if gated else 1) * INNER // TP, HIDDEN),
+            "w2": (HIDDEN, INNER // TP),
+        }.items():
+            joined = {
+                name: torch.cat([part[gemm][name] for part in parts]) for name in parts[0][gemm]
+            }
             form = kernel_form(n, k, kernel_spec_of(schema, "bfloat16", 90), has_bias=True)
             config = layer_config(form.config_json(NUM_EXPERTS))
             gemms[gemm] = Gemm(config, to_kernel(form, joined))
@@ -82,4 +98,6 @@ def test_biases_and_ungated_experts_over_tp_ranks(name: str) -> None:
     assert (total.double() - wanted).norm() < 0.0105 * wanted.norm()
     without = [{name: v for name, v in plain.items() if name != "b2"} for plain in decoded]
     silent, _ = moe_forward(x.double(), routing, lambda e: without[e], activation)
-    assert (silent - wanted).norm() > 0.05 * wanted.norm(), "the test would not notice a missing bias"
+    assert (silent - wanted).norm() > 0.05 * wanted.norm(), (
+        "the test would not notice a missing bias"
+    )

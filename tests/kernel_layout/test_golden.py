@@ -43,12 +43,15 @@ def compare(schema: str, param_dtype: str, shape: tuple[int, int]) -> list[str]:
     assert tensors.keys() == golden["sha256"].keys()
     has_bytes = (param_dtype, shape) == ("bfloat16", SHAPES[0])
     complaints = [
-        f"{key} {tuple(value.shape)}: " + (first_difference(schema, key, value) if has_bytes else "another digest")
+        f"{key} {tuple(value.shape)}: "
+        + (first_difference(schema, key, value) if has_bytes else "another digest")
         for key, value in tensors.items()
         if digest(value) != golden["sha256"][key]
     ]
     # nan and inf are recorded as such: a scale may overflow in float16.
-    return complaints + ([] if sums == golden["sums"] else [f"sums {sums}, recorded {golden['sums']}"])
+    return complaints + (
+        [] if sums == golden["sums"] else [f"sums {sums}, recorded {golden['sums']}"]
+    )
 
 
 def test_every_case_is_recorded_and_none_besides() -> None:
@@ -56,7 +59,9 @@ def test_every_case_is_recorded_and_none_besides() -> None:
 
 
 def cases_of(schemas: Sequence[str]) -> set[str]:
-    return {case_name(s, p, shape) for s in schemas for p in ("bfloat16", "float16") for shape in SHAPES}
+    return {
+        case_name(s, p, shape) for s in schemas for p in ("bfloat16", "float16") for shape in SHAPES
+    }
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s[0]}x{s[1]}")
@@ -74,4 +79,6 @@ def test_a_difference_is_found_and_named() -> None:
     assert digest(damaged) != recorded()["mxfp4/bfloat16/128x128"]["sha256"]["kernel.weight"]
     report = first_difference("mxfp4", "kernel.weight", damaged)
     assert report.startswith(f"1 of {damaged.numel()} elements, first at (0, 1, 2)")
-    assert first_difference("mxfp4", "kernel.weight", tensors["kernel.weight"]).startswith("same bytes")
+    assert first_difference("mxfp4", "kernel.weight", tensors["kernel.weight"]).startswith(
+        "same bytes"
+    )

@@ -27,7 +27,18 @@ from tests.make.places import REPO
 from tests.make.qwen import write_qwen3_moe
 from tests.make.tensors import assert_same
 
-SCHEMAS = ("mxfp4", "int4", "nvfp4", "fp8", "fp8-block", "fp8-tensor", "mxfp8", "int8", "int4-g64-zp", "int4-c-fpzp")
+SCHEMAS = (
+    "mxfp4",
+    "int4",
+    "nvfp4",
+    "fp8",
+    "fp8-block",
+    "fp8-tensor",
+    "mxfp8",
+    "int8",
+    "int4-g64-zp",
+    "int4-c-fpzp",
+)
 ROLES = ("w1", "w3", "w2")
 
 
@@ -38,13 +49,17 @@ def helpers() -> Iterator[Helpers]:
     threads.stop()
 
 
-def forms_of(schema: str, param_dtype: str, share: int, hidden: int, target: int = 90) -> dict[str, KernelForm]:
+def forms_of(
+    schema: str, param_dtype: str, share: int, hidden: int, target: int = 90
+) -> dict[str, KernelForm]:
     spec = kernel_spec_of(resolve_schema(schema), param_dtype, target)
     return {"w13": kernel_form(2 * share, hidden, spec), "w2": kernel_form(hidden, share, spec)}
 
 
 def shapes_of(intermediate: int, hidden: int) -> dict[str, tuple[int, int]]:
-    return {role: (hidden, intermediate) if role == "w2" else (intermediate, hidden) for role in ROLES}
+    return {
+        role: (hidden, intermediate) if role == "w2" else (intermediate, hidden) for role in ROLES
+    }
 
 
 def quantized(
@@ -53,7 +68,9 @@ def quantized(
     done: dict[str, QuantizedStack] = {}
     for roles in (("w1", "w3"), ("w2",)):
         places = None if tiles is None else [tiles.stacks[role] for role in roles]
-        found = quantize_stacks([stacks[role] for role in roles], resolve_schema(schema), param_dtype, sinks=places)
+        found = quantize_stacks(
+            [stacks[role] for role in roles], resolve_schema(schema), param_dtype, sinks=places
+        )
         done |= dict(zip(roles, found, strict=True))
     return done
 
@@ -103,13 +120,17 @@ def test_tiles_are_the_kernel_layout_of_the_packed_codes(
     names = {role: one.tensors for role, one in packed.items()}
     row_sums = {role: one.row_sums for role, one in laid_out.items() if one.row_sums is not None}
     assert row_sums.keys() == shapes.keys()
-    ours = expert_sums({role: one.tensors for role, one in laid_out.items()}, weight_schema, row_sums)
+    ours = expert_sums(
+        {role: one.tensors for role, one in laid_out.items()}, weight_schema, row_sums
+    )
     assert_same(ours, expert_sums(names, weight_schema), "content sums")
     for role, one in packed.items():
         assert repr(one.error_sums()) == repr(laid_out[role].error_sums())
     for part in slices:
         theirs = gemm_tensors(names, weight_schema, part)
-        others = gemm_tensors({role: one.tensors for role, one in laid_out.items()}, weight_schema, part)
+        others = gemm_tensors(
+            {role: one.tensors for role, one in laid_out.items()}, weight_schema, part
+        )
         for gemm, form in forms.items():
             expected, found = to_kernel(form, theirs[gemm]), to_kernel(form, others[gemm])
             assert found["weight"].is_meta
@@ -126,7 +147,13 @@ WHOLE = (TpSlice(0, 0, 128, 128),)
         ("int3-g64", 128, 256, WHOLE, "codes of 3 bits"),
         ("int8-g128-zp", 128, 256, WHOLE, "zero points change 8-bit codes"),
         ("mxfp4", 128, 320, WHOLE, "rows and columns are padded"),
-        ("mxfp4", 128, 256, (TpSlice(0, 0, 128, 128), TpSlice(1, 128, 192, 128)), "the last rank holds less"),
+        (
+            "mxfp4",
+            128,
+            256,
+            (TpSlice(0, 0, 128, 128), TpSlice(1, 128, 192, 128)),
+            "the last rank holds less",
+        ),
     ],
 )
 def test_other_layouts_go_the_long_way(
@@ -137,9 +164,12 @@ def test_other_layouts_go_the_long_way(
 
 
 @pytest.mark.parametrize(
-    ("schema", "inputs", "target"), [("mxfp4", "fp8", 90), ("mxfp4", "int8", 80), ("int4", "fp8", 89)]
+    ("schema", "inputs", "target"),
+    [("mxfp4", "fp8", 90), ("mxfp4", "int8", 80), ("int4", "fp8", 89)],
 )
-def test_layouts_for_narrow_activations_go_the_long_way(schema: str, inputs: str, target: int) -> None:
+def test_layouts_for_narrow_activations_go_the_long_way(
+    schema: str, inputs: str, target: int
+) -> None:
     spec = kernel_spec_of(resolve_schema(schema), "bfloat16", target, inputs)
     forms = {"w13": kernel_form(256, 256, spec), "w2": kernel_form(256, 128, spec)}
     assert weight_tiles(forms, WHOLE, shapes_of(128, 256), 2) is None
@@ -150,4 +180,6 @@ def test_a_conversion_does_not_load_torchs_compiler(tmp_path: Path) -> None:
     model = write_qwen3_moe(tmp_path / "model", num_layers=1, num_experts=2, hidden_size=256)
     code = "import hqconv, sys; hqconv.convert(*sys.argv[1:], schema='mxfp4', target='sm90', device='cpu'); "
     code += "assert 'torch._dynamo' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code, str(model), str(tmp_path / "out")], cwd=REPO, check=True)
+    subprocess.run(
+        [sys.executable, "-c", code, str(model), str(tmp_path / "out")], cwd=REPO, check=True
+    )

@@ -35,7 +35,17 @@ from tests.make.kernel_tensors import (
 
 NUM_EXPERTS = 2
 COMPILERS = ((12, 0), (13, 0), (13, 2))
-NAMES = (*PRESETS, "int4-c", "int4-g64-zp", "int4-g128-fpzp", "int2-g64", "int6", "int8-g128", "int8-g32-zp", "int8-zp")
+NAMES = (
+    *PRESETS,
+    "int4-c",
+    "int4-g64-zp",
+    "int4-g128-fpzp",
+    "int2-g64",
+    "int6",
+    "int8-g128",
+    "int8-g32-zp",
+    "int8-zp",
+)
 _E8M0_G32 = {"bs_dtype": "float8e8m0", "weight_scale_group_size": 32}
 _E4M3_G16 = {"bs_dtype": "float8e4m3", "weight_scale_group_size": 16}
 SCALES = (
@@ -49,12 +59,32 @@ SCALES = (
         for k in ("tensor", "channel")
     ),
     {"bs_dtype": "float8e5m3", "weight_scale_group_size": 32},
-    {"weight_scale_type": "block", "weight_scale_group_size": 128, "weight_scale_group_size_n": 128},
+    {
+        "weight_scale_type": "block",
+        "weight_scale_group_size": 128,
+        "weight_scale_group_size_n": 128,
+    },
 )
 CODES = (
     *(f"uint{bits}" for bits in range(1, 9)),
-    *("float2e0m1", "float3e0m2", "float4e0m3", "float3e1m1", "float4e2m1", "float5e2m2", "float5e3m1"),
-    *("float6e3m2", "float6e2m3", "float7e3m3", "float8e4m3", "float8e5m2", "float8e3m4", "float4e3m0"),
+    *(
+        "float2e0m1",
+        "float3e0m2",
+        "float4e0m3",
+        "float3e1m1",
+        "float4e2m1",
+        "float5e2m2",
+        "float5e3m1",
+    ),
+    *(
+        "float6e3m2",
+        "float6e2m3",
+        "float7e3m3",
+        "float8e4m3",
+        "float8e5m2",
+        "float8e3m4",
+        "float4e3m0",
+    ),
 )
 
 
@@ -75,13 +105,17 @@ def inputs() -> Iterator[InputSchema]:
     """The presets, and the other activations of Humming's."""
     yield from INPUT_PRESETS.values()
     yield from (InputSchema(name, name) for name in ("float8e3m4", "float4e0m3", "float4e2m1"))
-    yield InputSchema("nvfp4 per tensor", "float4e2m1", 16, "float8e4m3", "static_tensor_dynamic_group")
+    yield InputSchema(
+        "nvfp4 per tensor", "float4e2m1", 16, "float8e4m3", "static_tensor_dynamic_group"
+    )
 
 
 def size_of(schema: WeightSchema) -> tuple[int, int]:
     """A small matrix that is padded along N, and along K where its groups allow it."""
     group = schema.weight_scale_group_size
-    return (128 if schema.weight_scale_type == "block" else 192), {128: 256, 64: 192}.get(group, 160)
+    return (128 if schema.weight_scale_type == "block" else 192), {128: 256, 64: 192}.get(
+        group, 160
+    )
 
 
 def form_of(kind: KernelSpec) -> LayoutForm:
@@ -120,7 +154,9 @@ class Laid:
 
     def read(self, kernel: dict[str, np.ndarray] | None = None) -> DecodedStack:
         is_row = self.kind.schema.has_row_scale
-        return decoded_both_ways(self.config, kernel or self.kernel, self.flags, has_row_scale=is_row)
+        return decoded_both_ways(
+            self.config, kernel or self.kernel, self.flags, has_row_scale=is_row
+        )
 
     @property
     def is_fused(self) -> bool:
@@ -161,11 +197,20 @@ def test_every_order_of_codes_and_scales_is_among_them() -> None:
         (8, False, False, True, False),
         (8, False, True, True, False),
     }
-    whole = {(f.order, f.activation_bits, f.num_bits, f.is_signed) for f in forms if f.order != "fragments"}
+    whole = {
+        (f.order, f.activation_bits, f.num_bits, f.is_signed)
+        for f in forms
+        if f.order != "fragments"
+    }
     assert whole == {
         *(("rows", 8, bits, False) for bits in (4, 6, 8)),
         *(("chunks", 8, 8, signed) for signed in (False, True)),
-        *(("rows", 8, 8, True), ("chunks", 8, 4, True), ("chunks", 4, 2, True), ("chunks", 4, 4, True)),
+        *(
+            ("rows", 8, 8, True),
+            ("chunks", 8, 4, True),
+            ("chunks", 4, 2, True),
+            ("chunks", 4, 4, True),
+        ),
         *(("rows", 4, 4, False), ("chunks", 4, 4, False)),
     }
     assert {f.scale_order for f in forms} == {
@@ -185,8 +230,16 @@ FLIPPED = (
     *(("int4", "fp8", 90, None), ("int4", "fp8", 89, None), ("int6", "fp8", 90, None)),
     *(("int4-g64-zp", "fp8", 89, None), ("int4", "int8", 90, None), ("int8", "int8", 90, None)),
     *(("int8", "int8", 100, None), ("fp8-block", "fp8-g128", 90, None), ("int4", "int4", 89, None)),
-    *(("int2-g64", "int4", 89, None), ("int3-g64", "int4", 89, None), ("mxfp4", "a16", 100, (13, 2))),
-    *(("fp6-e3m2", "a16", 120, (13, 2)), ("fp6-e2m3", "fp8", 100, None), ("mxfp4", "fp8", 90, None)),
+    *(
+        ("int2-g64", "int4", 89, None),
+        ("int3-g64", "int4", 89, None),
+        ("mxfp4", "a16", 100, (13, 2)),
+    ),
+    *(
+        ("fp6-e3m2", "a16", 120, (13, 2)),
+        ("fp6-e2m3", "fp8", 100, None),
+        ("mxfp4", "fp8", 90, None),
+    ),
     *(("mxfp4", "int8", 80, None), ("mxfp4", "fp8-g128", 90, None)),
 )
 _ids = [f"{schema}-{inputs}-sm{sm}" for schema, inputs, sm, _ in FLIPPED]
@@ -232,7 +285,9 @@ def fused_reference(laid: Laid) -> tuple[np.ndarray, np.ndarray]:
     padded[:, :n] = bytes_ENG
     rows = laid.packed.get("weight_scale_2")
     is_whole = is_fp8 and rows is None
-    largest = padded.max(axis=(1, 2), keepdims=True) if is_whole else bytes_ENG.max(axis=2, keepdims=True)
+    largest = (
+        padded.max(axis=(1, 2), keepdims=True) if is_whole else bytes_ENG.max(axis=2, keepdims=True)
+    )
     kept = np.maximum(bytes_ENG, largest - (11 if is_fp8 else 3))
     shifts = torch.from_numpy((kept - bytes_ENG).astype(np.uint8))
     shifted = cpu_ops.process_mxfp4_w4a8_weight(laid.packed["weight"].clone(), shifts)
@@ -256,7 +311,9 @@ def assert_is_fused(laid: Laid, unpacked: DecodedStack) -> None:
     largest = raw(laid.packed["weight_scale"]).astype(np.int64).max()
     lost = 2.0 ** (max(largest, 127) - 127 - (11 if laid.kind.a_dtype == "float8e4m3" else 3))
     lost *= float(laid.packed["weight_scale_2"].max()) if "weight_scale_2" in laid.packed else 1
-    assert np.abs(expected - source).max() <= lost  # a step of e2m1 is at most 2, where its scale is the least
+    assert (
+        np.abs(expected - source).max() <= lost
+    )  # a step of e2m1 is at most 2, where its scale is the least
     assert unpacked.bias is not None
     assert np.array_equal(raw(unpacked.bias), raw(laid.packed["bias"]))
 
@@ -266,12 +323,19 @@ FUSED = (
     *(("int8", sm, "bfloat16") for sm in (80, 90, 100, 121)),
     *(("int8", 75, "float16"), ("fp8-g128", 90, "bfloat16"), ("fp8-g128", 90, "float16")),
 )
-FUSED_ROWS = (*(("fp8", sm) for sm in (89, 90)), *(("int8", sm) for sm in (80, 90, 100, 121)), ("fp8-g128", 90))
+FUSED_ROWS = (
+    *(("fp8", sm) for sm in (89, 90)),
+    *(("int8", sm) for sm in (80, 90, 100, 121)),
+    ("fp8-g128", 90),
+)
 
 
 @pytest.mark.parametrize(
     ("inputs", "sm_version", "param", "schema"),
-    [*((*one, "mxfp4") for one in FUSED), *((*one, "bfloat16", "fp4-g32-e8m0-row") for one in FUSED_ROWS)],
+    [
+        *((*one, "mxfp4") for one in FUSED),
+        *((*one, "bfloat16", "fp4-g32-e8m0-row") for one in FUSED_ROWS),
+    ],
 )
 @pytest.mark.parametrize("size", [(512, 384), (320, 416), (64, 96)])
 def test_fused_weights_are_what_the_shift_leaves(
@@ -285,7 +349,9 @@ def test_fused_weights_are_what_the_shift_leaves(
         rows = stack.scale_2.view(torch.bfloat16).float()
         assert bool(((rows >= 1) & (rows < 2)).all())
     expected, source = fused_reference(laid)
-    assert not np.array_equal(expected, source)  # something was lost: exponents differ by more than the range
+    assert not np.array_equal(
+        expected, source
+    )  # something was lost: exponents differ by more than the range
 
 
 @pytest.mark.parametrize("inputs", ["fp8", "int8"])
@@ -296,7 +362,8 @@ def test_exponents_that_no_fused_kernel_can_add_are_reported(inputs: str) -> Non
         scale[1, 2, 8] = value  # stored row 8 is row 1
         changed = laid.read({**laid.kernel, "weight_scale": scale})
         assert any(
-            line.startswith("weight_scale: expert 1: not a fused exponent") and ": first at [1, 2]" in line
+            line.startswith("weight_scale: expert 1: not a fused exponent")
+            and ": first at [1, 2]" in line
             for line in problems(changed)
         )
 
@@ -321,11 +388,23 @@ def test_rows_whose_second_scale_float16_cannot_hold_are_zero() -> None:
     ("schema", "inputs", "words", "flags", "message"),
     [
         ("int4", "fp8", {"use_packed_k_layout": False}, {}, "contradicts the manifest's flags"),
-        ("int4", "fp8", {}, {"use_native_dequant": True}, "native dequantization of floats for 16-bit"),
+        (
+            "int4",
+            "fp8",
+            {},
+            {"use_native_dequant": True},
+            "native dequantization of floats for 16-bit",
+        ),
         ("int4", "fp8", {"b_dtype": "int4"}, {}, "signed integers in whole words"),
         ("int4", "fp8", {"b_dtype": "uint5"}, {}, "packed K of even bits"),
         ("fp8", "fp8", {}, {"use_flat_weight": False}, "codes narrower than activations"),
-        ("mxfp4", "fp8", {"weight_scale_2_type": "none"}, {}, "a second scale where exponents are fused"),
+        (
+            "mxfp4",
+            "fp8",
+            {"weight_scale_2_type": "none"},
+            {},
+            "a second scale where exponents are fused",
+        ),
         ("mxfp4", "fp8", {"bs_dtype": "float8e4m3", "b_dtype": "uint4"}, {}, "fused into mxfp4"),
         ("int4", "fp8", {}, {"use_block_scaled_mma": True}, "8-bit group scales"),
     ],
@@ -360,7 +439,12 @@ def test_padding_is_checked_in_every_order() -> None:
     """A full matrix, read as if its last rows and columns were padding."""
     for schema, inputs_name, sm_version in (
         *(("int4", "fp8", 90), ("int4", "int8", 90), ("fp8", "fp8", 100), ("mxfp4", "fp8", 120)),
-        *(("nvfp4", "nvfp4", 100), ("int3-g64", "int4", 89), ("mxfp4", "fp8", 90), ("mxfp4", "int8", 90)),
+        *(
+            ("nvfp4", "nvfp4", 100),
+            ("int3-g64", "int4", 89),
+            ("mxfp4", "fp8", 90),
+            ("mxfp4", "int8", 90),
+        ),
     ):
         laid = Laid(kernel_spec_of(schema, "bfloat16", sm_version, inputs_name), n=512, k=512)
         laid.config = {**laid.config, "pad_shape_n": 128, "pad_shape_k": 128}

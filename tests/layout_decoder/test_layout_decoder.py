@@ -45,21 +45,37 @@ RARE = (
     WeightSchema("e3m3-e4m3", "float7e3m3", bs_dtype="float8e4m3", weight_scale_group_size=32),
     WeightSchema("uint4-e5m3", "uint4", bs_dtype="float8e5m3", weight_scale_group_size=16),
     WeightSchema("uint8-e5m2-channel", "uint8", bs_dtype="float8e5m2", weight_scale_type="channel"),
-    WeightSchema("int8-fpzp", "uint8", weight_scale_group_size=32, has_zero_point=True, is_fp_zero_point=True),
+    WeightSchema(
+        "int8-fpzp", "uint8", weight_scale_group_size=32, has_zero_point=True, is_fp_zero_point=True
+    ),
     WeightSchema("int8-c-zp", "uint8", weight_scale_type="channel", has_zero_point=True),
     WeightSchema("int7-c-zp", "uint7", weight_scale_type="channel", has_zero_point=True),
     WeightSchema("int3-zp", "uint3", weight_scale_group_size=32, has_zero_point=True),
     WeightSchema("int6-zp", "uint6", weight_scale_group_size=32, has_zero_point=True),
     WeightSchema(
-        "block-64x32", "float8e5m2", weight_scale_type="block", weight_scale_group_size=32, weight_scale_group_size_n=64
+        "block-64x32",
+        "float8e5m2",
+        weight_scale_type="block",
+        weight_scale_group_size=32,
+        weight_scale_group_size_n=64,
     ),
     WeightSchema(
-        "e2m1-channel-2", "float4e2m1", bs_dtype="float8e4m3", weight_scale_group_size=16, weight_scale_2_type="channel"
+        "e2m1-channel-2",
+        "float4e2m1",
+        bs_dtype="float8e4m3",
+        weight_scale_group_size=16,
+        weight_scale_2_type="channel",
     ),
     *map(resolve_schema, ("int4-g32-e4m3", "int4-g16-e4m3-row", "int8-g32-e5m2", "fp8-g32-e4m3")),
 )
-ALL = {**{name: resolve_schema(name) for name in SCHEMAS}, **{schema.name: schema for schema in RARE}}
-IN_TURN = [*((name, PARAM_DTYPES[number % 2]) for number, name in enumerate(ALL)), ("mxfp4", "float16")]  # split scales
+ALL = {
+    **{name: resolve_schema(name) for name in SCHEMAS},
+    **{schema.name: schema for schema in RARE},
+}
+IN_TURN = [
+    *((name, PARAM_DTYPES[number % 2]) for number, name in enumerate(ALL)),
+    ("mxfp4", "float16"),
+]  # split scales
 
 
 @dataclasses.dataclass
@@ -78,7 +94,11 @@ class Case:
 
 @functools.cache
 def forward(
-    name: str, param_dtype: str, size: tuple[int, int] = SIZES[0], sm_version: int = 90, tame: bool = False
+    name: str,
+    param_dtype: str,
+    size: tuple[int, int] = SIZES[0],
+    sm_version: int = 90,
+    tame: bool = False,
 ) -> Case:
     schema = ALL[name]
     group, group_n = schema.weight_scale_group_size or 32, schema.weight_scale_group_size_n or 32
@@ -87,7 +107,11 @@ def forward(
     for seed in range(NUM_EXPERTS):
         matrix = hard_matrix(n, k, torch.bfloat16, seed)
         if tame:
-            matrix = torch.randn(n, k, generator=torch.Generator().manual_seed(seed)).mul(2.0 ** (-6 * seed)).bfloat16()
+            matrix = (
+                torch.randn(n, k, generator=torch.Generator().manual_seed(seed))
+                .mul(2.0 ** (-6 * seed))
+                .bfloat16()
+            )
         experts.append(quantize([matrix], schema, param_dtype)[0].tensors)
     packed = {}
     for key, first in experts[0].items():
@@ -161,7 +185,9 @@ def test_the_second_scale_of_e8m0_is_a_power_of_two() -> None:
     scale = case.kernel["weight_scale_2"].view(np.float32) * np.float32([1.0, 1.0, 1.5])
     kernel = {**case.kernel, "weight_scale_2": scale.view(np.uint32)}
     [problem] = problems(decoded_both_ways(case.config, kernel))
-    assert problem.startswith("weight_scale_2: expert 2: a second scale of e8m0 scales that is no power of two")
+    assert problem.startswith(
+        "weight_scale_2: expert 2: a second scale of e8m0 scales that is no power of two"
+    )
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in GOLDEN.glob("*.npz")))
@@ -221,11 +247,18 @@ def test_a_flipped_bit_changes_the_one_value_it_belongs_to(name: str, param_dtyp
             if tensor == "weight_scale_2" and clean.flushed is not None:
                 # a factor of all e8m0 scales of its expert: another power of two moves them, all else is a fault
                 assert found.keys() <= {"weight_scale"}
-                changed_experts = {int(place[0]) for of_tensor in found.values() for place in of_tensor}
+                changed_experts = {
+                    int(place[0]) for of_tensor in found.values() for place in of_tensor
+                }
                 assert changed_experts | bad_experts(changed) == {int(bit) // 32}
                 places.add((int(bit) // 32,))
                 continue
-            if tensor == "zero_point" and is_centred and not case.schema.is_fp_zero_point and "weight" in found:
+            if (
+                tensor == "zero_point"
+                and is_centred
+                and not case.schema.is_fp_zero_point
+                and "weight" in found
+            ):
                 group = case.schema.weight_scale_group_size or changed.codes.shape[2]
                 e, n, g = found["zero_point"][0]
                 codes = found.pop("weight")
@@ -241,7 +274,9 @@ def test_a_flipped_bit_changes_the_one_value_it_belongs_to(name: str, param_dtyp
         assert places or case.config["pad_shape_n"]
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "int3-g64", "int8", "int7-c", "int8-g128-zp", "fp6-e3m2", "int4-g128-fpzp"])
+@pytest.mark.parametrize(
+    "name", ["mxfp4", "int3-g64", "int8", "int7-c", "int8-g128-zp", "fp6-e3m2", "int4-g128-fpzp"]
+)
 def test_no_two_bits_of_the_weight_make_the_same_change(name: str) -> None:
     """With all weights zero but one bit, every bit gives another (row, column, value)."""
     case = forward(name, "bfloat16", (256, 128))
@@ -262,14 +297,20 @@ def test_no_two_bits_of_the_weight_make_the_same_change(name: str) -> None:
 # --- padding -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int8-g128-zp", "int5-c-fpzp", "fp8-block", "int3-g64", "int7-c"])
+@pytest.mark.parametrize(
+    "name", ["mxfp4", "nvfp4", "int8-g128-zp", "int5-c-fpzp", "fp8-block", "int3-g64", "int7-c"]
+)
 def test_values_in_the_padding_are_reported(name: str) -> None:
     """A full matrix read under a configuration that calls its last rows and columns padding."""
     case = forward(name, "bfloat16", (512, 1152))
     full = decoded(case.config, case.kernel)
     cut = decoded({**case.config, "pad_shape_n": 128, "pad_shape_k": 128}, case.kernel)
     assert np.array_equal(cut.codes, full.codes[:, :384, :1024])
-    lines = [line for line in problems(cut) if line.startswith("weight: expert 2: padding other than 0x0: ")]
+    lines = [
+        line
+        for line in problems(cut)
+        if line.startswith("weight: expert 2: padding other than 0x0: ")
+    ]
     assert len(lines) == 2
     below = np.argwhere(full.codes[2, 384:].numpy())
     beside = np.argwhere(full.codes[2, :384, 1024:].numpy())
@@ -284,7 +325,9 @@ def test_unused_bits_are_reported() -> None:
     zero = case.kernel["zero_point"].copy()
     zero[1, 0, 0] |= 1 << 3
     changed = decoded(case.config, {**case.kernel, "zero_point": zero})
-    assert problems(changed) == ["zero_point: expert 1: bits set above 3: first at [0, 0], 1 in all"]
+    assert problems(changed) == [
+        "zero_point: expert 1: bits set above 3: first at [0, 0], 1 in all"
+    ]
     assert not differing(decoded(case.config, case.kernel), changed)
     case = forward("mxfp4", "float16")
     scale = case.kernel["weight_scale"].copy()
@@ -306,10 +349,16 @@ def test_unused_bits_are_reported() -> None:
         ({"use_int_weight_scale": True}, {}, "use_int_weight_scale cannot be read back"),
         ({}, {"use_int_weight_scale": True}, "use_int_weight_scale cannot be read back"),
         ({"sm_version": 100}, {}, "sm100 for bfloat16 is not known without its layout flags"),
-        ({"sm_version": 100}, {"use_native_dequant": False}, "is not known without its layout flags"),
+        (
+            {"sm_version": 100},
+            {"use_native_dequant": False},
+            "is not known without its layout flags",
+        ),
     ],
 )
-def test_layouts_that_are_not_known_are_refused(words: dict[str, Any], flags: dict[str, Any], message: str) -> None:
+def test_layouts_that_are_not_known_are_refused(
+    words: dict[str, Any], flags: dict[str, Any], message: str
+) -> None:
     case = forward("mxfp4", "bfloat16")
     with pytest.raises(RequestError, match=message):
         decoded({**case.config, **words}, case.kernel, flags)
@@ -344,7 +393,9 @@ def test_tensors_of_different_expert_counts_are_refused() -> None:
     with pytest.raises(VerificationError, match=r"weight_scale\n.*\[3, "):
         decoded(case.config, {**case.kernel, "weight_scale": case.kernel["weight_scale"][:2]})
     one = {name: tensor[1:2] for name, tensor in case.kernel.items()}
-    assert np.array_equal(decoded(case.config, one).codes, decoded(case.config, case.kernel).codes[1:2])
+    assert np.array_equal(
+        decoded(case.config, one).codes, decoded(case.config, case.kernel).codes[1:2]
+    )
     with pytest.raises(VerificationError, match="weight"):
         decoded(case.config, {name: tensor[0] for name, tensor in case.kernel.items()})
 
@@ -365,7 +416,12 @@ def test_tensors_of_different_expert_counts_are_refused() -> None:
 def test_scale_values_are_torchs(dtype: torch.dtype, name: str) -> None:
     size = torch.empty(0, dtype=dtype).element_size()
     patterns = np.arange(256**size, dtype=f"u{size}")
-    expected = torch.from_numpy(patterns.view(f"i{size}" if size > 1 else "u1").copy()).view(dtype).float().numpy()
+    expected = (
+        torch.from_numpy(patterns.view(f"i{size}" if size > 1 else "u1").copy())
+        .view(dtype)
+        .float()
+        .numpy()
+    )
     bits = torch.from_numpy(patterns.view(f"i{size}" if size > 1 else "u1"))
     assert np.array_equal(float_values(bits, name).numpy(), expected, equal_nan=True)
 

@@ -15,7 +15,11 @@ def _floats(exponent_bits: int, mantissa_bits: int, num_without: int) -> np.ndar
     for code in range(2 ** (exponent_bits + mantissa_bits) - num_without):
         exponent, mantissa = divmod(code, 2**mantissa_bits)
         fraction = mantissa / 2**mantissa_bits
-        positive.append(2.0 ** (1 - bias) * fraction if exponent == 0 else 2.0 ** (exponent - bias) * (1 + fraction))
+        positive.append(
+            2.0 ** (1 - bias) * fraction
+            if exponent == 0
+            else 2.0 ** (exponent - bias) * (1 + fraction)
+        )
     return np.array([-x for x in positive[:0:-1]] + positive)
 
 
@@ -27,7 +31,13 @@ NUMBERS = {
     "int8": np.arange(-128.0, 128.0),
     "int4": np.arange(-8.0, 8.0),
 }
-LARGEST = {"float8e4m3": 448.0, "float8e5m2": 57344.0, "float4e2m1": 6.0, "int8": 127.0, "int4": 7.0}
+LARGEST = {
+    "float8e4m3": 448.0,
+    "float8e5m2": 57344.0,
+    "float4e2m1": 6.0,
+    "int8": 127.0,
+    "int4": 7.0,
+}
 
 
 def nearest_by_search(values: np.ndarray, dtype: str) -> np.ndarray:

@@ -15,8 +15,26 @@ from hqconv.schemas.weight_schema import WeightSchema
 
 OPTIONS: dict[str, Any] = {"calibrate_tokens": 48, "calibrate_context": 16}
 SCHEMAS = (
-    *("mxfp4", "nvfp4", "int4-g32", "int4-g32-e4m3", "int3-g64", "int2-g32-zp", "int4-g64-zp", "int4-g128-fpzp"),
-    *("int4-g32-e4m3-row", "fp4-g32-e8m0-row", "fp8", "fp8-tensor", "fp8-block", "int8", "int4-c", "int1-g64"),
+    *(
+        "mxfp4",
+        "nvfp4",
+        "int4-g32",
+        "int4-g32-e4m3",
+        "int3-g64",
+        "int2-g32-zp",
+        "int4-g64-zp",
+        "int4-g128-fpzp",
+    ),
+    *(
+        "int4-g32-e4m3-row",
+        "fp4-g32-e8m0-row",
+        "fp8",
+        "fp8-tensor",
+        "fp8-block",
+        "int8",
+        "int4-c",
+        "int1-g64",
+    ),
 )
 
 
@@ -36,10 +54,14 @@ def products_of(inputs: list[torch.Tensor]) -> Products:
     return Products(torch.stack(each), torch.stack(held))
 
 
-def decoded(stack: QuantizedStack, schema: WeightSchema, shape: tuple[int, int, int]) -> torch.Tensor:
+def decoded(
+    stack: QuantizedStack, schema: WeightSchema, shape: tuple[int, int, int]
+) -> torch.Tensor:
     scales = scales_of(stack.tensors, schema)
     repeats = shape[1] // scales.scale.size(1)
-    scales = type(scales)(scales.stored, scales.scale.repeat_interleave(repeats, 1), scales.zero, scales.second)
+    scales = type(scales)(
+        scales.stored, scales.scale.repeat_interleave(repeats, 1), scales.zero, scales.second
+    )
     numbers = torch_ops.stored_numbers(stack.tensors["weight"].flatten(0, 1), schema)
     return torch_ops.decode(numbers.view(*shape[:2], scales.scale.size(2), -1), scales).view(shape)
 

@@ -47,10 +47,16 @@ def originals(written: Written, seed: int = 0) -> dict[str, Experts]:
             for role in layer.roles:
                 weights, cells = [], []
                 for expert in range(layer.num_experts):
-                    matrix = decoded(source.read_expert(layer, expert, (role,), torch.device("cpu"))[role], 4)
+                    matrix = decoded(
+                        source.read_expert(layer, expert, (role,), torch.device("cpu"))[role], 4
+                    )
                     size = matrix.cells
                     if size is None:  # floats, or codes that are no steps
-                        size = 0.1 * (1 if FORMATS_OF_CODES(layer.format.encoding) else 0) * matrix.values.abs()
+                        size = (
+                            0.1
+                            * (1 if FORMATS_OF_CODES(layer.format.encoding) else 0)
+                            * matrix.values.abs()
+                        )
                     noise = torch.rand(size.shape, generator=generator) - 0.5
                     weights.append(matrix.values + 0.98 * noise * size)
                     cells.append(size)
@@ -113,7 +119,9 @@ def _some_rows(x: Experts) -> None:
 
 def _stale(x: Experts, share: float) -> None:
     w = x["w3"][1]
-    noise = torch.randn(w.shape, generator=torch.Generator().manual_seed(3)) * w.square().mean().sqrt()
+    noise = (
+        torch.randn(w.shape, generator=torch.Generator().manual_seed(3)) * w.square().mean().sqrt()
+    )
     x["w3"][1] = (1 - share**2) ** 0.5 * w + share * noise
 
 
@@ -123,7 +131,9 @@ def _pairs(x: Experts) -> None:
 
 def _scales(x: Experts) -> None:
     w = x["w1"][1]
-    x["w1"][1] = w * torch.randn(len(w), 1, generator=torch.Generator().manual_seed(5)).mul(0.7).exp()
+    x["w1"][1] = (
+        w * torch.randn(len(w), 1, generator=torch.Generator().manual_seed(5)).mul(0.7).exp()
+    )
 
 
 def _offset(x: Experts) -> None:
@@ -137,12 +147,18 @@ def _inverted(x: Experts) -> None:
 
 def _neurons(x: Experts) -> None:
     order = torch.randperm(x["w1"].size(1), generator=torch.Generator().manual_seed(1))
-    x["w1"], x["w3"], x["w2"] = x["w1"][:, order].clone(), x["w3"][:, order].clone(), x["w2"][:, :, order].clone()
+    x["w1"], x["w3"], x["w2"] = (
+        x["w1"][:, order].clone(),
+        x["w3"][:, order].clone(),
+        x["w2"][:, :, order].clone(),
+    )
 
 
 def _smooth(x: Experts) -> None:
     generator = torch.Generator().manual_seed(2)
-    columns, rows = (torch.randn(x[role].size(2), generator=generator).mul(0.4).exp() for role in ("w1", "w2"))
+    columns, rows = (
+        torch.randn(x[role].size(2), generator=generator).mul(0.4).exp() for role in ("w1", "w2")
+    )
     x["w1"], x["w3"] = x["w1"] * columns, x["w3"] * columns
     x["w3"], x["w2"] = x["w3"] * rows[:, None], x["w2"] / rows
 
@@ -157,8 +173,16 @@ FAULTS: dict[str, tuple[Callable[[Experts], None], set[str], str]] = {
     "down of two experts swapped": (lambda x: _swap(x, "w2"), {"swapped"}, "expert 2"),
     "gate and up exchanged": (_exchange, {"gate-up-swapped"}, "w3 of expert 1"),
     "transposed": (_transpose, {"transposed"}, ""),
-    "rows shifted by one": (lambda x: x["w1"].__setitem__(1, x["w1"][1].roll(1, 0)), {"rows"}, "shifted by"),
-    "rows shifted by 17": (lambda x: x["w2"].__setitem__(1, x["w2"][1].roll(17, 0)), {"rows"}, "shifted by 17"),
+    "rows shifted by one": (
+        lambda x: x["w1"].__setitem__(1, x["w1"][1].roll(1, 0)),
+        {"rows"},
+        "shifted by",
+    ),
+    "rows shifted by 17": (
+        lambda x: x["w2"].__setitem__(1, x["w2"][1].roll(17, 0)),
+        {"rows"},
+        "shifted by 17",
+    ),
     "a quarter of the rows shifted": (_some_rows, {"rows"}, "Some rows"),
     "cut in halves": (_halves, {"gate-up-rows"}, "halves"),
     "unrelated weights": (lambda x: _stale(x, 1.0), {"unrelated"}, ""),
@@ -179,7 +203,9 @@ HARMLESS: dict[str, tuple[Callable[[Experts], None], str]] = {
 
 
 FEW_LEVELS = ("gptq-int2", "bitnet", "bitnet-auto")  # formats whose rounding hides moderate changes
-MISSED = {(name, fault) for name in FEW_LEVELS for fault in ("half another version", "factor 2")}  # at most
+MISSED = {
+    (name, fault) for name in FEW_LEVELS for fault in ("half another version", "factor 2")
+}  # at most
 
 
 def applies(name: str, fault: str) -> bool:
@@ -206,9 +232,14 @@ def planted(name: str, folder: Path, faults: dict[str, Any]) -> dict[str, Json]:
     found = {}
     for number, fault in enumerate(faults):
         if applies(name, fault):
-            changed = {layer: {k: v.clone() for k, v in experts.items()} for layer, experts in layers.items()}
+            changed = {
+                layer: {k: v.clone() for k, v in experts.items()}
+                for layer, experts in layers.items()
+            }
             faults[fault][0](changed[next(iter(changed))])
-            found[fault] = check(written.folder, write_original(folder / str(number), written, changed))
+            found[fault] = check(
+                written.folder, write_original(folder / str(number), written, changed)
+            )
     return found
 
 
@@ -216,7 +247,11 @@ def is_named(fault: str, document: Json) -> bool:
     """Whether all damage is of the right kind, and says what it should."""
     _, kinds, text = FAULTS[fault]
     damage = document["damage"]
-    return bool(damage) and {x["kind"] for x in damage} <= kinds and any(text in str(x) for x in damage)
+    return (
+        bool(damage)
+        and {x["kind"] for x in damage} <= kinds
+        and any(text in str(x) for x in damage)
+    )
 
 
 def arrangements(model: Path) -> Counter[tuple[str, str]]:
@@ -230,8 +265,14 @@ def arrangements(model: Path) -> Counter[tuple[str, str]]:
                 gate, up = (matrices[role].values for role in ("w1", "w3"))
                 stack, whole = torch.stack([gate, up], 1).flatten(0, 1), torch.cat([gate, up])
                 forms = {"right": (gate, up), "swapped": (up, gate), "halves": stack.chunk(2)}
-                for form, (one, other) in {**forms, "alternating": (whole[0::2], whole[1::2])}.items():
-                    changed = {"w1": replace(matrices["w1"], values=one), "w3": replace(matrices["w3"], values=other)}
+                for form, (one, other) in {
+                    **forms,
+                    "alternating": (whole[0::2], whole[1::2]),
+                }.items():
+                    changed = {
+                        "w1": replace(matrices["w1"], values=one),
+                        "w3": replace(matrices["w3"], values=other),
+                    }
                     answer = arrangement({**matrices, **changed})
                     found[form, "none" if answer is None else answer[0] or "right"] += 1
     return found
@@ -260,7 +301,9 @@ def main() -> None:
                 print(f"{name}: {fault}: {shown}", flush=True)
     for fault in FAULTS:
         print(f"| {fault} | {right[fault]} of {all_[fault]} |")
-    print(f"{right.total()} of {all_.total()} named rightly; {len(alarms)} false alarms in {sound} sound checks")
+    print(
+        f"{right.total()} of {all_.total()} named rightly; {len(alarms)} false alarms in {sound} sound checks"
+    )
     print("\n".join(alarms))
 
 

@@ -45,7 +45,10 @@ class Case:
 
     def headers(self) -> dict[str, TensorSpec]:
         """The raw tensors' headers."""
-        return {raw: TensorSpec(f"e.{raw}", CODES[t.dtype], tuple(t.shape)) for raw, t in self.tensors.items()}
+        return {
+            raw: TensorSpec(f"e.{raw}", CODES[t.dtype], tuple(t.shape))
+            for raw, t in self.tensors.items()
+        }
 
     def completed(self) -> ResolvedFormat:
         """The declared format, completed."""
@@ -80,7 +83,9 @@ class Draw:
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
 
-    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    def integers(
+        self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.uint8
+    ) -> torch.Tensor:
         return torch.randint(low, high, shape, generator=self.generator).to(dtype)
 
     def words(self, *shape: int) -> torch.Tensor:
@@ -126,9 +131,18 @@ def _fp8(draw: Draw) -> Iterator[Case]:
     block = replace(declared, group_n=128, group_k=128)
     weight = draw.fp8(N, K)
     yield Case("fp8-tensor", declared, {"weight": weight, "weight_scale": draw.scales()})
-    yield Case("fp8-channel", declared, {"weight": weight, "weight_scale": draw.scales(N, dtype=torch.bfloat16)})
+    yield Case(
+        "fp8-channel",
+        declared,
+        {"weight": weight, "weight_scale": draw.scales(N, dtype=torch.bfloat16)},
+    )
     yield Case("fp8-block", block, {"weight": weight, "weight_scale_inv": draw.scales(1, 2)})
-    yield Case("fp8-block-ragged", block, {"weight": draw.fp8(192, 320), "scale": draw.scales(2, 3)}, (192, 320))
+    yield Case(
+        "fp8-block-ragged",
+        block,
+        {"weight": draw.fp8(192, 320), "scale": draw.scales(2, 3)},
+        (192, 320),
+    )
     e8m0 = draw.exponents(1, 2).view(torch.float8_e8m0fnu)
     yield Case("fp8-block-e8m0", block, {"weight": weight, "scale": e8m0})
     e5m2 = draw.fp8(N, K, dtype=torch.float8_e5m2)
@@ -138,8 +152,14 @@ def _fp8(draw: Draw) -> Iterator[Case]:
 def _mx(draw: Draw) -> Iterator[Case]:
     fp4 = SourceFormat("mxfp4", "mxfp4", "float4e2m1", "float8e8m0", 1, 32)
     weight, scale = draw.integers(0, 256, N, K // 2), draw.exponents(N, K // 32)
-    yield Case("mxfp4", fp4, {"weight": weight.view(torch.int8), "scale": scale.view(torch.float8_e8m0fnu)})
-    blocks = {"blocks": weight.view(N, K // 32, 16), "scales": scale, "bias": draw.scales(N, dtype=torch.bfloat16)}
+    yield Case(
+        "mxfp4", fp4, {"weight": weight.view(torch.int8), "scale": scale.view(torch.float8_e8m0fnu)}
+    )
+    blocks = {
+        "blocks": weight.view(N, K // 32, 16),
+        "scales": scale,
+        "bias": draw.scales(N, dtype=torch.bfloat16),
+    }
     yield Case("gpt-oss", fp4, blocks)
     yield Case("ct-mxfp4", fp4, {"weight_packed": weight, "weight_scale": scale})
     yield Case(
@@ -151,16 +171,28 @@ def _mx(draw: Draw) -> Iterator[Case]:
 
 def _nvfp4(draw: Draw) -> Iterator[Case]:
     declared = SourceFormat("nvfp4", "nvfp4", "float4e2m1", "float8e4m3", 1, 16, scale_2="tensor")
-    weight, scale = draw.integers(0, 256, N, K // 2), draw.scales(N, K // 16, dtype=torch.float8_e4m3fn)
+    weight, scale = (
+        draw.integers(0, 256, N, K // 2),
+        draw.scales(N, K // 16, dtype=torch.float8_e4m3fn),
+    )
     yield Case(
         "nvfp4",
         declared,
-        {"weight": weight, "weight_scale": scale, "weight_scale_2": draw.scales(), "input_scale": draw.scales()},
+        {
+            "weight": weight,
+            "weight_scale": scale,
+            "weight_scale_2": draw.scales(),
+            "input_scale": draw.scales(),
+        },
     )
     yield Case(
         "ct-nvfp4",
         declared,
-        {"weight_packed": weight, "weight_scale": scale, "weight_global_scale": draw.scales(1) * 100},
+        {
+            "weight_packed": weight,
+            "weight_scale": scale,
+            "weight_global_scale": draw.scales(1) * 100,
+        },
     )
 
 
@@ -183,7 +215,10 @@ def _compressed(draw: Draw) -> Iterator[Case]:
                     tensors,
                 )
     padded = SourceFormat("pack", "packed_int", "uint3", "", 1, 64, True)
-    words = {"weight_packed": draw.words(N, -(-K // 10)), "weight_zero_point": draw.words(-(-N // 10), 4)}
+    words = {
+        "weight_packed": draw.words(N, -(-K // 10)),
+        "weight_zero_point": draw.words(-(-N // 10), 4),
+    }
     yield Case("ct-int3-padded", padded, {**words, "weight_scale": draw.scales(N, 4)})
     permuted = SourceFormat("pack", "packed_int", "uint4", "", 1, 64, is_permuted=True)
     tensors = {
@@ -201,7 +236,11 @@ def _compressed(draw: Draw) -> Iterator[Case]:
         )
     ascend = SourceFormat("ascend", "int8", "uint8", "", 1, 0, options=(("has_offset", True),))
     scale = draw.scales(N, 1)
-    yield Case("ascend", ascend, {"weight": weight, "weight_scale": scale, "weight_offset": torch.zeros(N, 1)})
+    yield Case(
+        "ascend",
+        ascend,
+        {"weight": weight, "weight_scale": scale, "weight_offset": torch.zeros(N, 1)},
+    )
     zeros = draw.integers(-128, 128, N, 1, dtype=torch.int8)
     asymmetric = SourceFormat("int", "int8", "uint8", "", 1, 0, True)
     tensors = {"weight": weight, "weight_scale": draw.scales(N, 1), "weight_zero_point": zeros}
@@ -213,7 +252,12 @@ def _gptq(draw: Draw) -> Iterator[Case]:
     for bits in (2, 3, 4, 8):
         for version in (1, 2):
             declared = SourceFormat(
-                "gptq", "gptq", f"uint{bits}", group_k=64, has_zero_point=True, options=(("zero_offset", 2 - version),)
+                "gptq",
+                "gptq",
+                f"uint{bits}",
+                group_k=64,
+                has_zero_point=True,
+                options=(("zero_offset", 2 - version),),
             )
             tensors = {
                 "qweight": draw.words(K * bits // 32, N),
@@ -223,10 +267,14 @@ def _gptq(draw: Draw) -> Iterator[Case]:
             }
             yield Case(f"gptq{bits}-v{version}-zp", declared, tensors)
         midpoint = int("".join(f"{2 ** (bits - 1) - 1:0{bits}b}" for _ in range(32)), 2)
-        packed = torch.frombuffer(bytearray(midpoint.to_bytes(4 * bits, "little")), dtype=torch.int32)
+        packed = torch.frombuffer(
+            bytearray(midpoint.to_bytes(4 * bits, "little")), dtype=torch.int32
+        )
         zeros = packed.repeat(K // 64, N // 32)
         yield Case(
-            f"gptq{bits}-sym", SourceFormat("gptq", "gptq", f"uint{bits}", group_k=64), {**tensors, "qzeros": zeros}
+            f"gptq{bits}-sym",
+            SourceFormat("gptq", "gptq", f"uint{bits}", group_k=64),
+            {**tensors, "qzeros": zeros},
         )
     declared = replace(case_format := declared, b_dtype="uint4", is_permuted=True)
     declared = replace(declared, options=(*case_format.options, ("desc_act", True)))
@@ -252,7 +300,9 @@ def _bitnet(draw: Draw) -> Iterator[Case]:
     ternary = draw.integers(0, 3, 4, N // 4, K)
     packed = ternary[0] | ternary[1] << 2 | ternary[2] << 4 | ternary[3] << 6
     for inverted in (True, False):
-        declared = SourceFormat("bitnet", "bitnet", "float2e0m1", group_n=0, options=(("scale_inverted", inverted),))
+        declared = SourceFormat(
+            "bitnet", "bitnet", "float2e0m1", group_n=0, options=(("scale_inverted", inverted),)
+        )
         yield Case(
             "bitnet" if inverted else "bitnet-auto",
             declared,
@@ -263,8 +313,18 @@ def _bitnet(draw: Draw) -> Iterator[Case]:
 QUARK: dict[str, dict[str, Any]] = {
     "int4-group": {"dtype": "int4", "qscheme": "per_group", "group_size": 32, "symmetric": True},
     "uint4-group": {"dtype": "uint4", "qscheme": "per_group", "group_size": 32, "symmetric": False},
-    "int4-group-order": {"dtype": "int4", "qscheme": "per_group", "group_size": 32, "pack_method": "order"},
-    "int4-group-zp": {"dtype": "int4", "qscheme": "per_group", "group_size": 32, "symmetric": False},
+    "int4-group-order": {
+        "dtype": "int4",
+        "qscheme": "per_group",
+        "group_size": 32,
+        "pack_method": "order",
+    },
+    "int4-group-zp": {
+        "dtype": "int4",
+        "qscheme": "per_group",
+        "group_size": 32,
+        "symmetric": False,
+    },
     "int4-channel": {"dtype": "int4", "qscheme": "per_channel", "symmetric": True},
     "uint4-channel": {"dtype": "uint4", "qscheme": "per_channel"},
     "int4-tensor": {"dtype": "int4", "qscheme": "per_tensor", "symmetric": False},
@@ -282,8 +342,18 @@ QUARK: dict[str, dict[str, Any]] = {
         "scale_qscheme": "per_tensor",
     },
     "fp4-e5m3": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e5m3"},
-    "fp6-e3m2": {"dtype": "fp6_e3m2", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"},
-    "fp6-e2m3": {"dtype": "fp6_e2m3", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"},
+    "fp6-e3m2": {
+        "dtype": "fp6_e3m2",
+        "qscheme": "per_group",
+        "group_size": 32,
+        "scale_format": "e8m0",
+    },
+    "fp6-e2m3": {
+        "dtype": "fp6_e2m3",
+        "qscheme": "per_group",
+        "group_size": 32,
+        "scale_format": "e8m0",
+    },
     "fp8-channel": {"dtype": "fp8_e4m3", "qscheme": "per_channel"},
     "fp8-tensor": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"},
     "fp8-block": {"dtype": "fp8_e4m3", "qscheme": "per_block", "block_size": (64, 128)},
@@ -310,7 +380,11 @@ def quark_config(spec: dict[str, Any]) -> dict[str, Any]:
     weight["ch_axis"] = AXES.get(spec.get("qscheme", ""))
     stages = [weight]
     if "scale_dtype" in spec:
-        second = {"dtype": spec["scale_dtype"], "qscheme": spec["scale_qscheme"], "is_scale_quant": True}
+        second = {
+            "dtype": spec["scale_dtype"],
+            "qscheme": spec["scale_qscheme"],
+            "is_scale_quant": True,
+        }
         stages = [second, weight] if spec.get("scale_stage") == 0 else [weight, second]
     return {
         "quant_method": "quark",
@@ -336,12 +410,18 @@ def _humming_schema_class(method: str) -> Callable[..., Any]:
     return found
 
 
-def _quark_tensor(draw: Draw, key: str, spec: dict[str, Any], attributes: dict[str, Any]) -> torch.Tensor:
+def _quark_tensor(
+    draw: Draw, key: str, spec: dict[str, Any], attributes: dict[str, Any]
+) -> torch.Tensor:
     shape, dtype = attributes["shape"], attributes["dtype"]
     if "scale" in key:
         if dtype == torch.uint8 and spec.get("scale_format") == "e8m0":
             return draw.exponents(*shape)
-        return draw.integers(60, 200, *shape) if dtype == torch.uint8 else draw.scales(*shape, dtype=dtype)
+        return (
+            draw.integers(60, 200, *shape)
+            if dtype == torch.uint8
+            else draw.scales(*shape, dtype=dtype)
+        )
     if dtype == torch.float8_e4m3fn:
         return draw.fp8(*shape)
     if spec["dtype"] == "int2":
@@ -351,7 +431,9 @@ def _quark_tensor(draw: Draw, key: str, spec: dict[str, Any], attributes: dict[s
     values = draw.integers(0, 256, *shape)
     if spec["dtype"] == "mx":  # the exponent bytes of embedded blocks: signed, in a sensible range
         step = 17 if "fp4" in spec["mx_element_dtype"] else 25
-        values[:, ::step] = draw.integers(-20, 20, shape[0], shape[1] // step, dtype=torch.int8).view(torch.uint8)
+        values[:, ::step] = draw.integers(
+            -20, 20, shape[0], shape[1] // step, dtype=torch.int8
+        ).view(torch.uint8)
     return values.view(dtype)
 
 

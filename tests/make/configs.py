@@ -26,13 +26,25 @@ def fp8_blocks(**more: Any) -> Json:
 def fbgemm(**more: Any) -> Json:
     """transformers' fbgemm_fp8."""
     skipped = ["lm_head", "mlp.gate", "router"]
-    return _of({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": skipped})
+    return _of(
+        {
+            "quant_method": "fbgemm_fp8",
+            "activation_scale_ub": 1200.0,
+            "modules_to_not_convert": skipped,
+        }
+    )
 
 
 def compressed(storage: str, bits: int, kind: str, strategy: str, **weights: Any) -> Json:
     """compressed-tensors with one group; `ignore` besides the usual under that key."""
     ignored = weights.pop("ignore", [])
-    words: Json = {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": False}
+    words: Json = {
+        "num_bits": bits,
+        "type": kind,
+        "strategy": strategy,
+        "symmetric": True,
+        "dynamic": False,
+    }
     group = {"targets": ["Linear"], "weights": {**words, **weights}, "input_activations": None}
     return _of(
         {
@@ -48,45 +60,85 @@ def compressed(storage: str, bits: int, kind: str, strategy: str, **weights: Any
 
 def gptq(bits: int = 4, size: int = 128, **more: Any) -> Json:
     """AutoGPTQ's and GPTQModel's."""
-    words = {"quant_method": "gptq", "bits": bits, "group_size": size, "desc_act": False, "sym": True}
+    words = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": size,
+        "desc_act": False,
+        "sym": True,
+    }
     return _of({**words, "checkpoint_format": "gptq", "true_sequential": True, **more})
 
 
 def awq(**more: Any) -> Json:
     """AutoAWQ's."""
-    words = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+    words = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 128,
+        "version": "gemm",
+        "zero_point": True,
+    }
     return _of({**words, "modules_to_not_convert": ["mlp.gate."], **more})
 
 
 def auto_round(packing: str, **more: Any) -> Json:
     """AutoRound's."""
-    words = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True, "data_type": "int"}
+    words = {
+        "quant_method": "auto-round",
+        "bits": 4,
+        "group_size": 128,
+        "sym": True,
+        "data_type": "int",
+    }
     words |= {"packing_format": packing, "autoround_version": "0.5.1"}
     return _of({**words, "block_name_to_quantize": "model.layers", **more})
 
 
 def modelopt(algorithm: str, **more: Any) -> Json:
     """modelopt's flat form, in config.json."""
-    words = {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head", "*mlp.gate"]}
+    words = {
+        "quant_method": "modelopt",
+        "quant_algo": algorithm,
+        "ignore": ["lm_head", "*mlp.gate"],
+    }
     return _of({**words, "producer": {"name": "modelopt", "version": "0.39.0"}, **more})
 
 
 def hf_quant_config(algorithm: str, **more: Any) -> Json:
     """modelopt's own file: written beside a config.json that says nothing."""
-    words = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"], **more}
+    words = {
+        "quant_algo": algorithm,
+        "kv_cache_quant_algo": None,
+        "exclude_modules": ["lm_head"],
+        **more,
+    }
     return {"hf_quant_config": {"producer": {"name": "modelopt"}, "quantization": words}}
 
 
 def gptqmodel_fp8(**more: Any) -> Json:
     """GPTQModel's fp8, whose stored scale divides. Source: `_update_output_payload` of its FP8Config."""
-    words = {"quant_method": "fp8", "method": "fp8", "checkpoint_format": "fp8", "format": "float8_e4m3fn", "bits": 8}
-    words |= {"group_size": -1, "weight_scale_method": "row", "weight_scale_semantics": "inverse", "meta": {"seed": 1}}
+    words = {
+        "quant_method": "fp8",
+        "method": "fp8",
+        "checkpoint_format": "fp8",
+        "format": "float8_e4m3fn",
+        "bits": 8,
+    }
+    words |= {
+        "group_size": -1,
+        "weight_scale_method": "row",
+        "weight_scale_semantics": "inverse",
+        "meta": {"seed": 1},
+    }
     return _of({**words, "desc_act": False, "lm_head": False, "pack_dtype": "int32", **more})
 
 
 def w4afp8(**more: Any) -> Json:
     """GLM's and DeepSeek's in w4afp8."""
-    return _of({"quant_method": "w4afp8", "modules_to_not_convert": ["lm_head", "mlp.gate"], **more})
+    return _of(
+        {"quant_method": "w4afp8", "modules_to_not_convert": ["lm_head", "mlp.gate"], **more}
+    )
 
 
 ASCEND: Json = {"quantize": "w8a8_dynamic"}
@@ -103,7 +155,13 @@ def bitnet(**more: Any) -> Json:
 def quark(dtype: str, qscheme: str, pack_method: str = "reorder", **more: Any) -> Json:
     """Quark with one stage."""
     axis = {"per_channel": 0, "per_group": -1}.get(qscheme)
-    spec = {"dtype": dtype, "qscheme": qscheme, "ch_axis": axis, "is_dynamic": False, "symmetric": True}
+    spec = {
+        "dtype": dtype,
+        "qscheme": qscheme,
+        "ch_axis": axis,
+        "is_dynamic": False,
+        "symmetric": True,
+    }
     return quark_stages({**spec, **more}, pack_method)
 
 
@@ -116,7 +174,11 @@ def quark_stages(weight: Any, pack_method: str = "reorder") -> Json:
             "layer_quant_config": {},
             "layer_type_quant_config": {},
             "exclude": ["lm_head", "*mlp.gate"],
-            "export": {"kv_cache_group": [], "pack_method": pack_method, "weight_format": "real_quantized"},
+            "export": {
+                "kv_cache_group": [],
+                "pack_method": pack_method,
+                "weight_format": "real_quantized",
+            },
         }
     )
 
@@ -127,7 +189,13 @@ QUARK_TWO_STAGES: list[Json] = [
 ]
 QUARK_INT4_FP8: list[Json] = [
     {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "symmetric": True, "is_dynamic": False},
-    {"dtype": "int4", "qscheme": "per_channel", "ch_axis": 0, "symmetric": True, "is_dynamic": False},
+    {
+        "dtype": "int4",
+        "qscheme": "per_channel",
+        "ch_axis": 0,
+        "symmetric": True,
+        "is_dynamic": False,
+    },
 ]
 
 
@@ -139,5 +207,15 @@ def humming(**words: Any) -> Json:
 def bitsandbytes(kind: str, nested: bool) -> Json:
     """transformers' bitsandbytes in 4 bits."""
     words = {"quant_method": "bitsandbytes", "load_in_4bit": True, "_load_in_4bit": True}
-    words |= {"load_in_8bit": False, "bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": nested}
-    return _of({**words, "bnb_4bit_quant_storage": "uint8", "llm_int8_skip_modules": ["lm_head", "mlp.gate"]})
+    words |= {
+        "load_in_8bit": False,
+        "bnb_4bit_quant_type": kind,
+        "bnb_4bit_use_double_quant": nested,
+    }
+    return _of(
+        {
+            **words,
+            "bnb_4bit_quant_storage": "uint8",
+            "llm_int8_skip_modules": ["lm_head", "mlp.gate"],
+        }
+    )

@@ -23,7 +23,12 @@ from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import KernelSpec, resolve_inputs
 from hqconv.schemas.options import CheckName
-from hqconv.schemas.weight_schema import LayerSchema, WeightSchema, resolve_layer_schema, resolve_schema
+from hqconv.schemas.weight_schema import (
+    LayerSchema,
+    WeightSchema,
+    resolve_layer_schema,
+    resolve_schema,
+)
 from hqconv.sources.opening import open_source
 from hqconv.verification.result import VerificationReport
 
@@ -34,13 +39,21 @@ def schema_of(name: str) -> WeightSchema:
 
 
 def open_plan(
-    src: Path, schema: str | LayerSchema, grid: Grid | None = None, layout: str = "kernel", dtype: str | None = None
+    src: Path,
+    schema: str | LayerSchema,
+    grid: Grid | None = None,
+    layout: str = "kernel",
+    dtype: str | None = None,
 ) -> tuple[Source, ConversionPlan]:
     """Open a folder and plan its conversion; the source is the caller's to close."""
     source = open_source(src)
     experts = source.map_experts()
-    chosen = resolve_layer_schema(schema) if isinstance(schema, str) and schema != "source" else schema
-    options = ConversionOptions(None if isinstance(chosen, str) else chosen, dtype, grid or Grid(), layout=layout)
+    chosen = (
+        resolve_layer_schema(schema) if isinstance(schema, str) and schema != "source" else schema
+    )
+    options = ConversionOptions(
+        None if isinstance(chosen, str) else chosen, dtype, grid or Grid(), layout=layout
+    )
     request = make_spec(options, experts, source.config, GpuTarget(90))
     return source, make_plan(source, experts, request)
 
@@ -71,7 +84,12 @@ def run(
 
 
 def run_until(
-    src: Path, out: Path, num_groups: int, schema: str | LayerSchema, grid: Grid | None = None, **options: Any
+    src: Path,
+    out: Path,
+    num_groups: int,
+    schema: str | LayerSchema,
+    grid: Grid | None = None,
+    **options: Any,
 ) -> None:
     """`run`, interrupted once so many groups are done."""
 
@@ -84,7 +102,9 @@ def run_until(
         raise AssertionError(f"it ended before {num_groups} groups were done")
 
 
-def check(out: Path, source: Path | None = None, *checks: CheckName, **options: Any) -> VerificationReport:
+def check(
+    out: Path, source: Path | None = None, *checks: CheckName, **options: Any
+) -> VerificationReport:
     """`hqconv.verify` of some checks; all that can run where none is named."""
     return hqconv.verify(out, source, checks=checks or None, **{"threads": 2, **options})
 

@@ -87,7 +87,9 @@ class Damaged:
         (self.root / right).write_bytes(kept)
         for path in (left, right) if as_their_own else ():
             rank = path.split("/")[-2]
-            self.edit_header(path, lambda entries, rank=rank: entries["__metadata__"].update(rank=rank))
+            self.edit_header(
+                path, lambda entries, rank=rank: entries["__metadata__"].update(rank=rank)
+            )
 
     def edit_header(self, path: str, edit: Callable[[dict[str, Any]], None]) -> None:
         entries, begin = self.header(path)
@@ -140,14 +142,26 @@ class Damaged:
     def rebuild(self, gemm: str, matrices: Tensors, tp_rank: int, local: int = 0) -> None:
         """Overwrite one expert of `tp{tp_rank}-ep1` by what Humming makes of the given matrices."""
         with Artifact(self.root) as artifact:
-            layer, schema, request = artifact.moe_layer(LAYER), artifact.manifest.layer_spec.schema, artifact.spec
+            layer, schema, request = (
+                artifact.moe_layer(LAYER),
+                artifact.manifest.layer_spec.schema,
+                artifact.spec,
+            )
         coupled = [role for role in ("w1", "w3") if role in matrices]
         packed = {}
         for roles in (coupled, ["w2"]):
-            done = quantize([matrices[role].contiguous() for role in roles], schema, request.param_dtype)
-            packed |= {role: stack_tensors([one.tensors]) for role, one in zip(roles, done, strict=True)}
-        cut = gemm_tensors(packed, schema, tp_slices(packed["w3"]["weight"].size(1), Grid(2), schema)[tp_rank])[gemm]
-        form = kernel_form(*gemm_shapes(layer, 2, schema)[gemm], kernel_spec_of(schema, request.param_dtype, 90))
+            done = quantize(
+                [matrices[role].contiguous() for role in roles], schema, request.param_dtype
+            )
+            packed |= {
+                role: stack_tensors([one.tensors]) for role, one in zip(roles, done, strict=True)
+            }
+        cut = gemm_tensors(
+            packed, schema, tp_slices(packed["w3"]["weight"].size(1), Grid(2), schema)[tp_rank]
+        )[gemm]
+        form = kernel_form(
+            *gemm_shapes(layer, 2, schema)[gemm], kernel_spec_of(schema, request.param_dtype, 90)
+        )
         path = self.rank_file(LAYER, tp_rank, 1)
         for name, tensor in to_kernel(form, cut).items():
             slot = self.expert_bytes(path, f"{LAYER}.{gemm}_{name}", local)
@@ -162,7 +176,9 @@ def check_both_ways(artifact: Artifact, source: Source | None, device: str = "cp
     assert batched.findings == result.findings
     assert_same_figures(batched.measured, result.measured)
     is_good = not result.findings and artifact.manifest.is_kernel
-    assert not is_good or f"on {device}" in batched.notes, batched.notes  # no expert was looked at again
+    assert not is_good or f"on {device}" in batched.notes, (
+        batched.notes
+    )  # no expert was looked at again
     return result
 
 
@@ -186,7 +202,9 @@ def raw_and_resealed(copy: Damaged, paths: list[str]) -> CheckResult:
     """Raw damage shows in the digests of exactly `paths`; once resealed, `files` is content. Returns `weights`."""
     files, _ = copy.check(with_source=False)
     assert sorted(f.where for f in files.findings) == sorted(paths)
-    assert {f.what for f in files.findings} == {"A file's bytes are not those the manifest records."}
+    assert {f.what for f in files.findings} == {
+        "A file's bytes are not those the manifest records."
+    }
     copy.reseal()
     files, weights = copy.check()
     assert files.findings == []

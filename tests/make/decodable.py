@@ -50,15 +50,28 @@ def in_mxfp4(tensors: Tensors) -> tuple[Tensors, Tensors]:
 
 
 QUANTIZED: dict[str, tuple[str, Any, dict[str, Any]]] = {
-    "fp8": ("qwen3_moe", in_fp8_blocks, {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}),
-    "mxfp4": ("gpt_oss", in_mxfp4, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head", "embed_tokens"]}),
+    "fp8": (
+        "qwen3_moe",
+        in_fp8_blocks,
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"},
+    ),
+    "mxfp4": (
+        "gpt_oss",
+        in_mxfp4,
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head", "embed_tokens"]},
+    ),
 }
 
 
 def write_quantized(src: Path, method: str, plain: Path) -> Path:
     """A quantized checkpoint at `src`, and the one of the decoded weights at `plain`; returns `src`."""
     family, encode, config = QUANTIZED[method]
-    sizes: dict[str, Any] = {"hidden": 128, "head_dim": 128, "num_attention_heads": 1, "num_key_value_heads": 1}
+    sizes: dict[str, Any] = {
+        "hidden": 128,
+        "head_dim": 128,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+    }
     sizes |= {"inner": 128, "intermediate_size": 128} if method == "fp8" else {"inner": 64}
     model: Any = save_family(plain, family, **sizes)
     model.save_pretrained(plain, max_shard_size="1GB")

@@ -128,7 +128,9 @@ class Disk:
         assert folder is not None, path
         return folder, name
 
-    def _change(self, entries: list[tuple[Node, str, Node | None]], gone: Node | None = None) -> None:
+    def _change(
+        self, entries: list[tuple[Node, str, Node | None]], gone: Node | None = None
+    ) -> None:
         self.changes.append(Change(entries, gone if gone is not None and gone.is_folder else None))
         for folder, name, node in entries:
             _set(folder.names, name, node)

@@ -90,16 +90,23 @@ class Spec:
     def config(self, sizes: Mapping[str, int], words: Mapping[str, Any]) -> dict[str, Any]:
         """The words of a config with these sizes."""
         inner = COMMON | dict.fromkeys(self.hidden, sizes["hidden"])
-        inner |= dict(zip(self.keys, (sizes["experts"], sizes["top_k"], sizes["inner"]), strict=True))
+        inner |= dict(
+            zip(self.keys, (sizes["experts"], sizes["top_k"], sizes["inner"]), strict=True)
+        )
         inner |= {**self.words, **words}
         if not self.nested:
             return inner
-        around = {key: inner[key] for key in self.outer if key in inner}  # what the outer config repeats
+        around = {
+            key: inner[key] for key in self.outer if key in inner
+        }  # what the outer config repeats
         return {**self.outer, **around, self.nested: inner}
 
 
 def visual(
-    keys: Keys, words: Mapping[str, Any] | None = None, vision: Mapping[str, Any] | None = None, **more: Any
+    keys: Keys,
+    words: Mapping[str, Any] | None = None,
+    vision: Mapping[str, Any] | None = None,
+    **more: Any,
 ) -> Spec:
     """A language model under `text_config`, beside a vision tower."""
     outer = {"vision_config": TINY_VISION | dict(vision or {}), **more.pop("outer", {})}
@@ -121,7 +128,12 @@ FAMILIES: dict[str, Spec] = {
     "minimax_m2": Spec(LOCAL, {"rotary_dim": 8}),
     "minimax_m3_vl": visual(
         LOCAL,
-        {"dense_intermediate_size": 48, "shared_intermediate_size": 40, "rotary_dim": 8, "index_head_dim": 16},
+        {
+            "dense_intermediate_size": 48,
+            "shared_intermediate_size": 40,
+            "rotary_dim": 8,
+            "index_head_dim": 16,
+        },
         activation="swigluoai",
         outer={"projector_hidden_size": 32},
     ),
@@ -146,7 +158,9 @@ FAMILIES: dict[str, Spec] = {
     "cohere2_moe": Spec(OF_ALL),
     "glm4_moe": Spec(ROUTED, DENSE | DENSE_FIRST | NO_GROUPS, 1),
     "glm4_moe_lite": Spec(ROUTED, MLA | DENSE | NO_GROUPS | DENSE_THEN_SPARSE, 1),
-    "glm4v_moe": visual(ROUTED, DENSE | DENSE_FIRST | NO_GROUPS, {"out_hidden_size": 64}, num_blocks=1),
+    "glm4v_moe": visual(
+        ROUTED, DENSE | DENSE_FIRST | NO_GROUPS, {"out_hidden_size": 64}, num_blocks=1
+    ),
     "glm_moe_dsa": Spec(ROUTED, MLA | INDEXED | DENSE | NO_GROUPS | DENSE_THEN_SPARSE, 1),
     "dots3_note_text": Spec(ROUTED, MLA | INDEXED | DENSE | NO_GROUPS, 1),
     "dots1": Spec(ROUTED, DENSE | DENSE_FIRST | NO_GROUPS | {"n_shared_experts": 1}, 1),
@@ -155,7 +169,10 @@ FAMILIES: dict[str, Spec] = {
     "axk2": Spec(ROUTED, MLA | INDEXED | DENSE, 1),
     "mistral4": Spec(ROUTED, MLA | DENSE | NO_GROUPS, auto_class=VISUAL),
     "mistral_large4": visual(
-        ROUTED, MLA | INDEXED | DENSE, {"patch_size": 14, "image_size": 28, "head_dim": 16}, num_blocks=1
+        ROUTED,
+        MLA | INDEXED | DENSE,
+        {"patch_size": 14, "image_size": 28, "head_dim": 16},
+        num_blocks=1,
     ),
     "deepseek_v2": Spec(ROUTED, MLA | DENSE | DENSE_FIRST | {"topk_method": "greedy"}, 1),
     "deepseek_v3": Spec(ROUTED, MLA | DENSE | DENSE_FIRST | NO_GROUPS | {"n_shared_experts": 1}, 1),
@@ -165,7 +182,9 @@ FAMILIES: dict[str, Spec] = {
         INDEXED | {"num_key_value_heads": 1, "q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 2},
         activation="silu_clamp10",
     ),
-    "kimi_k25": visual(ROUTED, MLA | DENSE | DENSE_FIRST | NO_GROUPS | {"model_type": "deepseek_v3"}, num_blocks=1),
+    "kimi_k25": visual(
+        ROUTED, MLA | DENSE | DENSE_FIRST | NO_GROUPS | {"model_type": "deepseek_v3"}, num_blocks=1
+    ),
     "mimo_v2_flash": Spec(ROUTED, FULL | DENSE | NO_GROUPS | DENSE_THEN_SPARSE, 1),
     "hy_v4": Spec(ROUTED, MLA | INDEXED | DENSE, 1, "silu_clamp10"),
     "glm5_next": visual(
@@ -176,18 +195,26 @@ FAMILIES: dict[str, Spec] = {
         activation="silu_clamp10",
     ),
     "ernie4_5_moe": Spec(
-        Keys("moe_num_experts", "moe_k", "moe_intermediate_size"), DENSE | {"moe_layer_start_index": 1}, 1
+        Keys("moe_num_experts", "moe_k", "moe_intermediate_size"),
+        DENSE | {"moe_layer_start_index": 1},
+        1,
     ),
     "hunyuan_v1_moe": Spec(Keys("num_experts", "moe_topk", "intermediate_size")),
     "longcat_flash": Spec(
         Keys("n_routed_experts", "moe_topk", "expert_ffn_hidden_size"),
-        MLA | {"num_hidden_layers": 4, "num_layers": 2, "zero_expert_num": 2, "ffn_hidden_size": 48},
+        MLA
+        | {"num_hidden_layers": 4, "num_layers": 2, "zero_expert_num": 2, "ffn_hidden_size": 48},
     ),
     "kimi_linear": Spec(PLAIN, MLA | DENSE | DENSE_THEN_SPARSE, 1),
     "lfm2_moe": Spec(PLAIN, DENSE | FULL | {"num_dense_layers": 1}, 1),
     "jamba": Spec(
         OF_ALL,
-        {"expert_layer_period": 2, "expert_layer_offset": 1, "attn_layer_period": 2, "attn_layer_offset": 1}
+        {
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+        }
         | {"use_mamba_kernels": False, "mamba_d_state": 4, "mamba_dt_rank": 4},
         1,
     ),
@@ -202,17 +229,31 @@ FAMILIES: dict[str, Spec] = {
     "llama4": visual(
         LOCAL,
         {"intermediate_size_mlp": 48},
-        {"vision_output_dim": 32, "image_size": 28, "projector_input_dim": 32, "projector_output_dim": 32},
+        {
+            "vision_output_dim": 32,
+            "image_size": 28,
+            "projector_input_dim": 32,
+            "projector_output_dim": 32,
+        },
     ),
     "gpt_oss": Spec(LOCAL, FULL, activation="swigluoai"),
-    "openai_privacy_filter": Spec(LOCAL, activation="swigluoai", auto_class="AutoModelForTokenClassification"),
+    "openai_privacy_filter": Spec(
+        LOCAL, activation="swigluoai", auto_class="AutoModelForTokenClassification"
+    ),
     "granitemoe": Spec(LOCAL),
     "granitemoeshared": Spec(LOCAL, {"shared_intermediate_size": 40}),
-    "granitemoehybrid": Spec(LOCAL, {"layer_types": ["attention"] * LAYERS, "shared_intermediate_size": 40}),
+    "granitemoehybrid": Spec(
+        LOCAL, {"layer_types": ["attention"] * LAYERS, "shared_intermediate_size": 40}
+    ),
     "granitemoe_swa": Spec(LOCAL),
     "gemma4": visual(
         Keys("num_experts", "top_k_experts", "moe_intermediate_size"),
-        DENSE | {"enable_moe_block": True, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8},
+        DENSE
+        | {
+            "enable_moe_block": True,
+            "vocab_size_per_layer_input": 64,
+            "hidden_size_per_layer_input": 8,
+        },
         {"head_dim": 16, "position_embedding_size": 16},
         activation="gelu_pytorch_tanh",
     ),
@@ -226,7 +267,13 @@ FAMILIES: dict[str, Spec] = {
         Keys("moe_num_experts", "moe_top_k", "ffn_hidden_size"),
         nested="ffn_config",
         # transformers 5.23 asks attn_config for a rope_theta that it does not have.
-        outer={"n_layers": LAYERS, "n_heads": 4, "vocab_size": 64, "d_model": 64, "attn_config": {"rope_theta": 1e4}},
+        outer={
+            "n_layers": LAYERS,
+            "n_heads": 4,
+            "vocab_size": 64,
+            "d_model": 64,
+            "attn_config": {"rope_theta": 1e4},
+        },
         hidden=("hidden_size", "d_model"),
     ),
     "step3p7": visual(
@@ -236,7 +283,9 @@ FAMILIES: dict[str, Spec] = {
         num_blocks=1,
     ),
     "aria_text": Spec(ARIA),
-    "aria": visual(ARIA, vision={"model_type": "idefics3_vision", "image_size": 28, "patch_size": 14}),
+    "aria": visual(
+        ARIA, vision={"model_type": "idefics3_vision", "image_size": 28, "patch_size": 14}
+    ),
     "inkling_mm_model": visual(
         ROUTED,
         DENSE | DENSE_THEN_SPARSE | INKLING,
@@ -246,18 +295,31 @@ FAMILIES: dict[str, Spec] = {
     ),
     "inkling2_text": Spec(
         ROUTED,
-        {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "unpadded_vocab_size": 64},
+        {
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 2,
+            "swa_head_dim": 16,
+            "unpadded_vocab_size": 64,
+        },
         activation="softcapped_swiglu",
     ),
 }
 # Of transformers 5.24.
-_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
+_MROPE = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+}
 NEWER = {
     "lara_mini": Spec(PLAIN, LINEAR | FULL | SHARED),
     "sarvam_mla": Spec(ROUTED, MLA | DENSE | DENSE_FIRST | NO_GROUPS | {"n_shared_experts": 1}, 1),
-    "hy_v4_vl_text": Spec(ROUTED, MLA | INDEXED | DENSE | _MROPE, 1, "silu_clamp10", auto_class="AutoModel"),
+    "hy_v4_vl_text": Spec(
+        ROUTED, MLA | INDEXED | DENSE | _MROPE, 1, "silu_clamp10", auto_class="AutoModel"
+    ),
     "hy_v4_vl": visual(
-        ROUTED, MLA | INDEXED | DENSE | _MROPE, {"out_hidden_size": 64}, num_blocks=1, activation="silu_clamp10"
+        ROUTED,
+        MLA | INDEXED | DENSE | _MROPE,
+        {"out_hidden_size": 64},
+        num_blocks=1,
+        activation="silu_clamp10",
     ),
     "inkling2_loop_text": replace(
         FAMILIES["inkling2_text"],
@@ -276,7 +338,9 @@ FAMILIES |= {name: spec for name, spec in NEWER.items() if name in transformers.
 SIZES = {"hidden": 64, "inner": 48, "experts": 4, "top_k": 2}
 
 
-def make_family(model_type: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0, **overrides: Any) -> nn.Module:
+def make_family(
+    model_type: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0, **overrides: Any
+) -> nn.Module:
     """A tiny model with random weights. `overrides`: hidden, inner, experts, top_k, or config values."""
     sizes = {key: overrides.pop(key, size) for key, size in SIZES.items()}
     spec = FAMILIES[model_type]
@@ -295,7 +359,9 @@ def as_filled(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Modul
     return model
 
 
-def save_family(folder: Path, model_type: str, dtype: torch.dtype = torch.bfloat16, **overrides: Any) -> nn.Module:
+def save_family(
+    folder: Path, model_type: str, dtype: torch.dtype = torch.bfloat16, **overrides: Any
+) -> nn.Module:
     """Let transformers save a tiny model under its on-disk names, in several shards; returns the model."""
     model = make_family(model_type, dtype, **overrides)
     model.save_pretrained(folder, max_shard_size="200KB")
@@ -316,11 +382,15 @@ def moe_layers(model: nn.Module) -> list[tuple[int, str, nn.Module]]:
     return sorted(found.values(), key=lambda block: block[0])
 
 
-def experts_forward(module: nn.Module, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def experts_forward(
+    module: nn.Module, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
     """transformers' own experts on tokens [T, H] with chosen experts and weights [T, k], in the tokens' dtype."""
     module = module.to(hidden.dtype)
     with torch.no_grad():
-        if type(module).__name__ == "Llama4TextExperts":  # every expert sees every token, unweighted
+        if (
+            type(module).__name__ == "Llama4TextExperts"
+        ):  # every expert sees every token, unweighted
             each = module(hidden.repeat(module.num_experts, 1)).view(-1, *hidden.shape)
             return (each[ids, torch.arange(len(hidden))[:, None]] * weights[..., None]).sum(1)
         if hasattr(module, "config"):

@@ -15,7 +15,11 @@ from tests.make.spec import FormatSpec
 
 __all__ = ["FORMATS", "KINDS", "FormatSpec", "Written", "write"]
 
-FORMATS: dict[str, FormatSpec] = {**formats_floats.ROWS, **formats_toolkits.ROWS, **formats_words.ROWS}
+FORMATS: dict[str, FormatSpec] = {
+    **formats_floats.ROWS,
+    **formats_toolkits.ROWS,
+    **formats_words.ROWS,
+}
 # One format of each encoding and each form of stacks: the others differ in their config alone.
 KINDS = list(
     {

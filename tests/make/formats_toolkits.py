@@ -26,7 +26,9 @@ ROWS = Table()
 _PACKED, _INT, _FLOAT = "pack-quantized", "int-quantized", "float-quantized"
 
 
-def _compressed(storage: str, bits: int, kind: str, strategy: str, **weights: object) -> tuple[Json, str]:
+def _compressed(
+    storage: str, bits: int, kind: str, strategy: str, **weights: object
+) -> tuple[Json, str]:
     """The config, and what tells the format."""
     size = f" g{weights['group_size']}" if "group_size" in weights else ""
     more = "" if weights.get("symmetric", True) else ", asymmetric"
@@ -35,22 +37,39 @@ def _compressed(storage: str, bits: int, kind: str, strategy: str, **weights: ob
     return words, f"`compressed-tensors`, {storage}, {kind}{bits} {strategy}{size}{more}"
 
 
-ROWS.row("ct-int4-g32", pack.pack_quantized(4, 32), *_compressed(_PACKED, 4, "int", "group", group_size=32), "int4-g32")
-ROWS.row("ct-int4-g128", pack.pack_quantized(4, 128), *_compressed(_PACKED, 4, "int", "group", group_size=128), "int4")
+ROWS.row(
+    "ct-int4-g32",
+    pack.pack_quantized(4, 32),
+    *_compressed(_PACKED, 4, "int", "group", group_size=32),
+    "int4-g32",
+)
+ROWS.row(
+    "ct-int4-g128",
+    pack.pack_quantized(4, 128),
+    *_compressed(_PACKED, 4, "int", "group", group_size=128),
+    "int4",
+)
 ROWS.row(
     "ct-int4-g128-zp",
     pack.pack_quantized(4, 128, True),
     *_compressed(_PACKED, 4, "int", "group", group_size=128, symmetric=False),
     "int4-g128-zp",
 )
-ROWS.row("ct-int4-channel", pack.pack_quantized(4, 0), *_compressed(_PACKED, 4, "int", "channel"), "int4-c")
+ROWS.row(
+    "ct-int4-channel",
+    pack.pack_quantized(4, 0),
+    *_compressed(_PACKED, 4, "int", "channel"),
+    "int4-c",
+)
 ROWS.row(
     "ct-int4-actorder",
     pack.pack_quantized(4, 128, is_ordered=True),
     *_compressed(_PACKED, 4, "int", "group", group_size=128, actorder="group"),
     refused=_ORDERED,
 )
-ROWS.row("ct-int8-channel", pack.pack_quantized(8, 0), *_compressed(_PACKED, 8, "int", "channel"), "int8")
+ROWS.row(
+    "ct-int8-channel", pack.pack_quantized(8, 0), *_compressed(_PACKED, 8, "int", "channel"), "int8"
+)
 ROWS.row(
     "ct-int8-g128-zp",
     pack.pack_quantized(8, 128, True),
@@ -64,7 +83,12 @@ ROWS.row(
     *_compressed(_INT, 8, "int", "channel", symmetric=False),
     "int8-c-zp",
 )
-ROWS.row("ct-fp8-channel", pack.fp8("weight_scale", dtype=BF16), *_compressed(_FLOAT, 8, "float", "channel"), "fp8")
+ROWS.row(
+    "ct-fp8-channel",
+    pack.fp8("weight_scale", dtype=BF16),
+    *_compressed(_FLOAT, 8, "float", "channel"),
+    "fp8",
+)
 ROWS.row(
     "ct-fp8-tensor",
     pack.fp8("weight_scale", (0, 0), shape=(1,)),
@@ -102,7 +126,12 @@ ROWS.row(
     *_compressed("mxfp4-pack-quantized", 4, "float", "group", group_size=32),
     "mxfp4",
 )
-ROWS.row("ct-mxfp8", pack.mxfp8, *_compressed("mxfp8-quantized", 8, "float", "group", group_size=32), "mxfp8")
+ROWS.row(
+    "ct-mxfp8",
+    pack.mxfp8,
+    *_compressed("mxfp8-quantized", 8, "float", "group", group_size=32),
+    "mxfp8",
+)
 
 # --- Ascend -------------------------------------------------------------------------------------------------
 
@@ -142,7 +171,9 @@ ROWS.row(
     "int4-g128-zp",
     dtype=F16,
 )
-ROWS.row("gptq-int2", pack.gptq(2, 64), configs.gptq(2, 64), "`gptq`, 2 bits", "int2-g64", dtype=F16)
+ROWS.row(
+    "gptq-int2", pack.gptq(2, 64), configs.gptq(2, 64), "`gptq`, 2 bits", "int2-g64", dtype=F16
+)
 ROWS.row("gptq-int3", pack.gptq(3, 128), configs.gptq(3), "`gptq`, 3 bits", "int3-g128", dtype=F16)
 ROWS.row(
     "gptq-int8-zp",
@@ -152,7 +183,14 @@ ROWS.row(
     "int8-g128-zp",
     dtype=F16,
 )
-ROWS.row("gptq-channel", pack.gptq(4, 0), configs.gptq(4, -1), "`gptq`, `group_size` -1", "int4-c", dtype=F16)
+ROWS.row(
+    "gptq-channel",
+    pack.gptq(4, 0),
+    configs.gptq(4, -1),
+    "`gptq`, `group_size` -1",
+    "int4-c",
+    dtype=F16,
+)
 ROWS.row(
     "gptq-desc-act",
     pack.gptq(4, 128, ordered=True),
@@ -162,7 +200,14 @@ ROWS.row(
     dtype=F16,
 )
 ROWS.row("awq", pack.awq(128), configs.awq(), "`awq`, version gemm", "int4-g128-zp", dtype=F16)
-ROWS.row("awq-sym", pack.awq(128, False), configs.awq(zero_point=False), "`awq` without zero points", "int4", dtype=F16)
+ROWS.row(
+    "awq-sym",
+    pack.awq(128, False),
+    configs.awq(zero_point=False),
+    "`awq` without zero points",
+    "int4",
+    dtype=F16,
+)
 ROWS.row(
     "awq-router-gate",
     pack.awq(128),
@@ -327,7 +372,9 @@ ROWS.row(
 ROWS.row(
     "humming-int4-fpzp",
     tools.humming_int4(128, "float"),
-    configs.humming(b_dtype="uint4", weight_scale_group_size=128, has_zero_point=True, is_fp_zero_point=True),
+    configs.humming(
+        b_dtype="uint4", weight_scale_group_size=128, has_zero_point=True, is_fp_zero_point=True
+    ),
     "`humming`, uint4 g128 with float zero points",
     "int4-g128-fpzp",
     dense=plain,
@@ -344,7 +391,10 @@ ROWS.row(
     "humming-nvfp4",
     tools.humming_nvfp4,
     configs.humming(
-        b_dtype="float4e2m1", bs_dtype="float8e4m3", weight_scale_group_size=16, weight_scale_2_type="tensor"
+        b_dtype="float4e2m1",
+        bs_dtype="float8e4m3",
+        weight_scale_group_size=16,
+        weight_scale_2_type="tensor",
     ),
     "`humming`, float4e2m1 with float8e4m3 scales under one of the tensor",
     "nvfp4",
@@ -353,7 +403,9 @@ ROWS.row(
 ROWS.row(
     "humming-fp8-block",
     tools.humming_fp8_block,
-    configs.humming(b_dtype="float8e4m3", weight_scale_group_size=128, weight_scale_group_size_n=128),
+    configs.humming(
+        b_dtype="float8e4m3", weight_scale_group_size=128, weight_scale_group_size_n=128
+    ),
     "`humming`, float8e4m3 in blocks",
     "fp8-block",
     dense=plain,
@@ -374,7 +426,12 @@ ROWS.row(
     "mixed-ct-ignore",
     pack.pack_quantized(4, 128),
     configs.compressed(
-        _PACKED, 4, "int", "group", group_size=128, ignore=["re:.*layers\\.1\\.(mlp\\.experts|self_attn).*"]
+        _PACKED,
+        4,
+        "int",
+        "group",
+        group_size=128,
+        ignore=["re:.*layers\\.1\\.(mlp\\.experts|self_attn).*"],
     ),
     "`compressed-tensors` that ignores a layer: its experts are plain, and left so",
     "int4",

@@ -59,7 +59,13 @@ ROWS.row(
     "int4",
     dense=pack.fp8("weight_scale_inv", _BLOCK),
 )
-ROWS.row("modelopt-mxfp4", pack.mxfp4(), configs.modelopt("W4A8_MXFP4_FP8"), "`modelopt`, W4A8_MXFP4_FP8", "mxfp4")
+ROWS.row(
+    "modelopt-mxfp4",
+    pack.mxfp4(),
+    configs.modelopt("W4A8_MXFP4_FP8"),
+    "`modelopt`, W4A8_MXFP4_FP8",
+    "mxfp4",
+)
 ROWS.row(
     "modelopt-nvfp4-fp8",
     nvfp4_of_32,
@@ -78,7 +84,9 @@ ROWS.row(
 ROWS.row(
     "auto-round-mxfp4",
     pack.mxfp4("weight_packed"),
-    configs.auto_round("auto_round:mx_fp", data_type="mx_fp", group_size=32, act_bits=4, act_data_type="mx_fp"),
+    configs.auto_round(
+        "auto_round:mx_fp", data_type="mx_fp", group_size=32, act_bits=4, act_data_type="mx_fp"
+    ),
     "`auto-round`, `data_type` mx_fp, 4 bits",
     "mxfp4",
 )

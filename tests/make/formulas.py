@@ -14,7 +14,11 @@ from hqconv.schemas.activation import ELEMENTWISE, SWIGLUOAI, Activation
 UNGATED = tuple(map(Activation, ELEMENTWISE))
 GATED = (
     *UNGATED,
-    *(Activation(f"silu_{kind}", limit) for kind in ("clamp", "bound") for limit in (1.5, 7.0, 16.0)),
+    *(
+        Activation(f"silu_{kind}", limit)
+        for kind in ("clamp", "bound")
+        for limit in (1.5, 7.0, 16.0)
+    ),
     Activation("gelu_tanh_clamp", 2.0),
     Activation("relu2_bound", 3.0),
     Activation("gelu_shift", beta=1.0),
@@ -29,9 +33,18 @@ GATED = (
 )
 # Names, and formulas that lack a number or the gate.
 UNKNOWN = (
-    *(Activation(name) for name in ("", "mish", "SILU", " silu", "softcapped_swiglu", "situ", "swigluoai")),
-    *(Activation(name) for name in ("silu_clamp", "silu_bound", "clamp", "_clamp", "silu+swiglu_limit")),
-    *(Activation(name, 7.0) for name in ("sin_clamp", "swigluoai_clamp", "swigluoai", "silu_clamp_")),
+    *(
+        Activation(name)
+        for name in ("", "mish", "SILU", " silu", "softcapped_swiglu", "situ", "swigluoai")
+    ),
+    *(
+        Activation(name)
+        for name in ("silu_clamp", "silu_bound", "clamp", "_clamp", "silu+swiglu_limit")
+    ),
+    *(
+        Activation(name, 7.0)
+        for name in ("sin_clamp", "swigluoai_clamp", "swigluoai", "silu_clamp_")
+    ),
     Activation("swigluoai", 7.0, 1.702),
     Activation("swigluoai", alpha=1.702, beta=1.0),
     Activation("situ", linear_beta=25.0),
@@ -74,7 +87,11 @@ def by_definition(activation: Activation, gate: float, up: float) -> float:
         gate = min(gate, limit)
         return gate * _sigmoid(numbers["alpha"] * gate) * (up + numbers["beta"])
     function = _PLAIN[name.rpartition("_")[0]]
-    return function(min(gate, limit)) * up if name.endswith("clamp") else min(function(gate), limit) * up
+    return (
+        function(min(gate, limit)) * up
+        if name.endswith("clamp")
+        else min(function(gate), limit) * up
+    )
 
 
 _LAMBDA = re.compile(r"\[\]\(float a(?:, float b)?\) \{(.*?)\}\(a(?:, b)?\)", re.DOTALL)

@@ -51,7 +51,10 @@ _YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32.
 # case → class name without Config and ForCausalLM, and values of the config.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": ("Qwen2Moe", {**_EXPERTS, "shared_expert_intermediate_size": 48}),
-    "qwen3_moe": ("Qwen3Moe", {**_EXPERTS, "head_dim": 32, "norm_topk_prob": True, "tie_word_embeddings": True}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {**_EXPERTS, "head_dim": 32, "norm_topk_prob": True, "tie_word_embeddings": True},
+    ),
     "qwen3_moe_yarn": (
         "Qwen3Moe",
         {
@@ -63,11 +66,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixtral": (
         "Mixtral",
-        {"hidden_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64},
+        {
+            "hidden_size": 64,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 64,
+        },
     ),
     "deepseek_v2": (
         "DeepseekV2",
-        {**_MLA, "q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+        {
+            **_MLA,
+            "q_lora_rank": None,
+            "topk_method": "greedy",
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+        },
     ),
     "deepseek_v3": (
         "DeepseekV3",
@@ -112,7 +127,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "dots1": ("Dots1", {**_ROUTED, "head_dim": 32, "norm_topk_prob": True}),
-    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "rms_norm_eps": 1e-5}),
+    "olmoe": (
+        "Olmoe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "rms_norm_eps": 1e-5},
+    ),
     "granitemoe": (
         "GraniteMoe",
         {
@@ -163,7 +181,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 # The model that llama.cpp's quantizer wrote: with rows of whole blocks, and few different ones, so that it packs well.
 WIDE = "mixtral_wide"
 _WIDE = {
-    WIDE: ("Mixtral", {"hidden_size": 256, "num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size": 256})
+    WIDE: (
+        "Mixtral",
+        {
+            "hidden_size": 256,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "intermediate_size": 256,
+        },
+    )
 }
 _DIFFERENT_ROWS = 7  # which no order of heads or experts maps to themselves
 
@@ -198,7 +224,9 @@ def write_quantized(path: Path) -> Path:
 def write_recorded(case: str, folder: Path) -> Path:
     """A folder with a case's GGUF file, as llama.cpp's converter wrote it."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{case}.gguf").write_bytes(gzip.decompress((RECORDED / f"{case}.gguf.gz").read_bytes()))
+    (folder / f"{case}.gguf").write_bytes(
+        gzip.decompress((RECORDED / f"{case}.gguf.gz").read_bytes())
+    )
     return folder
 
 
@@ -212,10 +240,14 @@ def build(case: str) -> Any:
     model = getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16).eval()
     generator = np.random.default_rng(1)
     with torch.no_grad():
-        for name, tensor in sorted({**dict(model.named_parameters()), **dict(model.named_buffers())}.items()):
+        for name, tensor in sorted(
+            {**dict(model.named_parameters()), **dict(model.named_buffers())}.items()
+        ):
             if "rotary" in name or not tensor.is_floating_point():
                 continue
-            center, spread = (1.0, 0.2) if "norm" in name and name.endswith("weight") else (0.0, 0.1)
+            center, spread = (
+                (1.0, 0.2) if "norm" in name and name.endswith("weight") else (0.0, 0.1)
+            )
             shape = tuple(tensor.shape)
             size = (_DIFFERENT_ROWS, shape[-1]) if case in _WIDE and len(shape) > 1 else shape
             numbers = np.resize(generator.normal(center, spread, size).astype(np.float32), shape)
@@ -238,7 +270,8 @@ def write(case: str, folder: Path) -> Path:
 def rewrite(
     path: Path,
     out: Path,
-    change: Callable[[str, np.ndarray[Any, Any], Any], tuple[np.ndarray[Any, Any], Any] | None] | None = None,
+    change: Callable[[str, np.ndarray[Any, Any], Any], tuple[np.ndarray[Any, Any], Any] | None]
+    | None = None,
     keys: Mapping[str, Any] | None = None,
     part: tuple[int, int] = (0, 1),
 ) -> Path:
@@ -267,7 +300,9 @@ def rewrite(
         if changed is not None:
             data, kind = changed
             writer.add_tensor(
-                tensor.name, np.ascontiguousarray(data), raw_dtype=kind if data.dtype == np.uint8 else None
+                tensor.name,
+                np.ascontiguousarray(data),
+                raw_dtype=kind if data.dtype == np.uint8 else None,
             )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -280,11 +315,22 @@ def _add_draft_layer(path: Path) -> None:
     """Add layer 2, which predicts a second token: the weights of layer 1 in reverse, and its own modules."""
     tensors = load_file(path)
     last = {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.1.")}
-    prefix, norm, embedding = "model.layers.2", tensors["model.norm.weight"], tensors["model.embed_tokens.weight"]
-    tensors |= {name.replace("layers.1.", "layers.2."): tensor.flip(0).contiguous() for name, tensor in last.items()}
+    prefix, norm, embedding = (
+        "model.layers.2",
+        tensors["model.norm.weight"],
+        tensors["model.embed_tokens.weight"],
+    )
     tensors |= {
-        f"{prefix}.{name}.weight": norm.clone() + i for i, name in enumerate(("enorm", "hnorm", "shared_head.norm"))
+        name.replace("layers.1.", "layers.2."): tensor.flip(0).contiguous()
+        for name, tensor in last.items()
     }
-    tensors |= {f"{prefix}.{name}.weight": embedding.clone() * 2 for name in ("embed_tokens", "shared_head.head")}
+    tensors |= {
+        f"{prefix}.{name}.weight": norm.clone() + i
+        for i, name in enumerate(("enorm", "hnorm", "shared_head.norm"))
+    }
+    tensors |= {
+        f"{prefix}.{name}.weight": embedding.clone() * 2
+        for name in ("embed_tokens", "shared_head.head")
+    }
     tensors[f"{prefix}.eh_proj.weight"] = torch.cat((embedding[:32], embedding[32:]), dim=1)
     save_file(tensors, path, metadata={"format": "pt"})

@@ -35,7 +35,9 @@ def outputs(
     for i, q in enumerate(quantized):
         tensors |= {f"packed.{i}.{key}": value for key, value in q.tensors.items()}
     first = quantized[0].tensors
-    one = {key: value if value.shape == (1,) else value.unsqueeze(0) for key, value in first.items()}
+    one = {
+        key: value if value.shape == (1,) else value.unsqueeze(0) for key, value in first.items()
+    }
     kernel = to_kernel(kernel_form(*shape, kernel_spec_of(schema, param_dtype, 90)), one)
     tensors |= {f"kernel.{key}": value for key, value in kernel.items()}
     return tensors, [[q.error_sums.error.hex(), q.error_sums.power.hex()] for q in quantized]

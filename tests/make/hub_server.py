@@ -37,11 +37,15 @@ class LocalHub:
         self.sent: dict[str, int] = {}
         self.whole: list[str] = []  # files of which all bytes were asked for at once
         self.url, self.commit = "", COMMIT
-        self.older: dict[str, Path] = {}  # commits before the present one; once there are some, no other is known
+        self.older: dict[
+            str, Path
+        ] = {}  # commits before the present one; once there are some, no other is known
         self.is_rewritten = False  # no commit but the present one is known
         self.digests: dict[str, str] = {}  # of the listing, where it is wrong
         self.former_id = ""  # a name from which the Hub sends people on
-        self.before: Callable[[str], None] | None = None  # called with a file's name before all of it is sent
+        self.before: Callable[[str], None] | None = (
+            None  # called with a file's name before all of it is sent
+        )
         self._faults: list[_Fault] = []
         self._lock = threading.Lock()
 
@@ -58,7 +62,9 @@ class LocalHub:
         if revision == self.commit or not re.fullmatch("[0-9a-f]{40}", revision):
             return self.folder, self.commit
         if revision in self.older or not (self.older or self.is_rewritten):
-            return self.older.get(revision, self.folder), revision if revision in self.older else self.commit
+            return self.older.get(
+                revision, self.folder
+            ), revision if revision in self.older else self.commit
         return None
 
     def fail(self, path: str, status: int, times: int = 1 << 30, **headers: str) -> None:
@@ -144,12 +150,18 @@ class HubHandler(BaseHTTPRequestHandler):
             there = self.path.replace(self.hub.former_id, self.hub.repo_id)
             self._send(307, b"", {"Location": self.hub.url + there})
         elif match := re.fullmatch(rf"/api/models/{self.hub.repo_id}(?:/revision/([^/]+))?", path):
-            self._of_commit(match[1], lambda root, commit: self._send_json(self._info(root, commit)))
+            self._of_commit(
+                match[1], lambda root, commit: self._send_json(self._info(root, commit))
+            )
         elif match := re.fullmatch(rf"/api/models/{self.hub.repo_id}/tree/([^/]+)", path):
             recursive = "recursive=true" in query.lower()
-            self._of_commit(match[1], lambda root, _: self._send_json(self._tree(root, recursive=recursive)))
+            self._of_commit(
+                match[1], lambda root, _: self._send_json(self._tree(root, recursive=recursive))
+            )
         elif match := re.fullmatch(rf"/{self.hub.repo_id}/resolve/([^/]+)/(.+)", path):
-            self._of_commit(match[1], lambda root, commit: self._send_file(root, commit, unquote(match[2])))
+            self._of_commit(
+                match[1], lambda root, commit: self._send_file(root, commit, unquote(match[2]))
+            )
         else:
             self._send(404, b"not found", {"X-Error-Code": "RepoNotFound"})
 
@@ -163,7 +175,13 @@ class HubHandler(BaseHTTPRequestHandler):
     def _files(self, root: Path) -> list[dict[str, Any]]:
         paths = sorted(path for path in root.rglob("*") if path.is_file())
         return [
-            {"path": p.relative_to(root).as_posix(), "size": p.stat().st_size, "oid": COMMIT, **_lfs(p)} for p in paths
+            {
+                "path": p.relative_to(root).as_posix(),
+                "size": p.stat().st_size,
+                "oid": COMMIT,
+                **_lfs(p),
+            }
+            for p in paths
         ]
 
     def _tree(self, root: Path, *, recursive: bool) -> list[dict[str, Any]]:
@@ -173,18 +191,29 @@ class HubHandler(BaseHTTPRequestHandler):
             return files
         folders = {file["path"].partition("/")[0] for file in files if "/" in file["path"]}
         return [file for file in files if "/" not in file["path"]] + [
-            {"type": "directory", "path": name, "size": 0, "oid": COMMIT} for name in sorted(folders)
+            {"type": "directory", "path": name, "size": 0, "oid": COMMIT}
+            for name in sorted(folders)
         ]
 
     def _info(self, root: Path, commit: str) -> dict[str, Any]:
         siblings = [
-            {"rfilename": file["path"], "size": file["size"], "blobId": COMMIT, "lfs": _sibling(file)}
+            {
+                "rfilename": file["path"],
+                "size": file["size"],
+                "blobId": COMMIT,
+                "lfs": _sibling(file),
+            }
             for file in self._files(root)
         ]
         for file in siblings:
             if file["rfilename"] in self.hub.digests:
                 file["lfs"]["sha256"] = self.hub.digests[file["rfilename"]]
-        return {"id": self.hub.repo_id, "modelId": self.hub.repo_id, "sha": commit, "siblings": siblings}
+        return {
+            "id": self.hub.repo_id,
+            "modelId": self.hub.repo_id,
+            "sha": commit,
+            "siblings": siblings,
+        }
 
     def _send_json(self, words: Any) -> None:
         self._send(200, json.dumps(words).encode(), {"Content-Type": "application/json"})
@@ -199,7 +228,11 @@ class HubHandler(BaseHTTPRequestHandler):
         begin, end, status = 0, len(data), 200
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if wanted and self.hub.honours_ranges:
-            begin, end, status = int(wanted[1]), min(int(wanted[2] or len(data)) + 1, len(data)), 206
+            begin, end, status = (
+                int(wanted[1]),
+                min(int(wanted[2] or len(data)) + 1, len(data)),
+                206,
+            )
             headers["Content-Range"] = f"bytes {begin}-{end - 1}/{len(data)}"
         if self.command == "GET" and status == 200:
             self.hub.whole.append(name)
@@ -239,7 +272,9 @@ def listening(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
 
 
 @contextmanager
-def serve(folder: Path, repo_id: str = "org/name", *, honours_ranges: bool = True) -> Iterator[LocalHub]:
+def serve(
+    folder: Path, repo_id: str = "org/name", *, honours_ranges: bool = True
+) -> Iterator[LocalHub]:
     """A Hub that holds one folder as a repo; `HF_ENDPOINT` is its `url`."""
     hub = LocalHub(folder, repo_id, honours_ranges=honours_ranges)
     with listening(type("Handler", (HubHandler,), {"hub": hub})) as hub.url:

@@ -51,8 +51,12 @@ class UploadHub:
         self.sent: list[str] = []
         self.private, self.ignored = private, set[str]()
         self.fail_at: int | None = None
-        self.on_batch: Callable[[], None] | None = None  # called when large files are about to be sent
-        self.on_commit: Callable[[], None] | None = None  # called when a commit is made, before its answer
+        self.on_batch: Callable[[], None] | None = (
+            None  # called when large files are about to be sent
+        )
+        self.on_commit: Callable[[], None] | None = (
+            None  # called when a commit is made, before its answer
+        )
         self.checks_digests = True  # of sent objects
         self.status = 400
         self.num_counted = 0
@@ -127,9 +131,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _create(self) -> None:
         if self.hub.commits:
-            self._answer(409, {"url": f"{self.hub.url}/org/name", "error": "You already created this model repo"})
+            self._answer(
+                409,
+                {"url": f"{self.hub.url}/org/name", "error": "You already created this model repo"},
+            )
             return
-        self.hub.commits["main"] = [{".gitattributes": Stored(b"*.safetensors filter=lfs\n", False)}]
+        self.hub.commits["main"] = [
+            {".gitattributes": Stored(b"*.safetensors filter=lfs\n", False)}
+        ]
         self._answer(200, {"url": f"{self.hub.url}/org/name", "name": "org/name"})
 
     def _info(self, revision: str) -> None:
@@ -150,18 +159,29 @@ class _Handler(BaseHTTPRequestHandler):
             }
             for name, stored in self.hub.tree(revision).items()
         ]
-        words = {"id": "org/name", "sha": self.hub.oid(revision), "private": self.hub.private, "siblings": siblings}
+        words = {
+            "id": "org/name",
+            "sha": self.hub.oid(revision),
+            "private": self.hub.private,
+            "siblings": siblings,
+        }
         self._answer(200, words)
 
     def _branch(self, revision: str) -> str:
         """The branch whose last commit is meant."""
-        return next((branch for branch in self.hub.commits if revision == self.hub.oid(branch)), revision)
+        return next(
+            (branch for branch in self.hub.commits if revision == self.hub.oid(branch)), revision
+        )
 
     def _tree(self, revision: str) -> None:
         files: list[dict[str, Any]] = []
         for name, stored in self.hub.tree(self._branch(revision)).items():
             size = len(stored.data)
-            lfs = {"lfs": {"oid": stored.sha256, "size": size, "pointerSize": 1}} if stored.is_lfs else {}
+            lfs = (
+                {"lfs": {"oid": stored.sha256, "size": size, "pointerSize": 1}}
+                if stored.is_lfs
+                else {}
+            )
             files.append({"type": "file", "path": name, "size": size, "oid": stored.git_oid, **lfs})
         self._answer(200, files)
 
@@ -229,7 +249,11 @@ class _Handler(BaseHTTPRequestHandler):
         return self.rfile.read(int(self.headers.get("Content-Length", 0)))
 
     def _answer(self, status: int, words: Any, headers: dict[str, str] | None = None) -> None:
-        self._send(status, json.dumps(words).encode(), {"Content-Type": "application/json", **(headers or {})})
+        self._send(
+            status,
+            json.dumps(words).encode(),
+            {"Content-Type": "application/json", **(headers or {})},
+        )
 
     def _send(self, status: int, data: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)

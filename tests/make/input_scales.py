@@ -13,7 +13,9 @@ PART = "input_scale"
 
 def scale_of(expert: int, role: str) -> float:
     """What a projection's scale is before it is stored as float32: expert 1's are the largest, of w13 its gate's."""
-    return (1 + (expert + 2) % 4) * {"gate_proj": 0.0317, "up_proj": 0.0311, "down_proj": 0.0119}[role]
+    return (1 + (expert + 2) % 4) * {"gate_proj": 0.0317, "up_proj": 0.0311, "down_proj": 0.0119}[
+        role
+    ]
 
 
 LARGEST = {"w13": scale_of(1, "gate_proj"), "w2": scale_of(1, "down_proj")}
@@ -86,21 +88,42 @@ def modelopt_nvfp4() -> Source:
 def compressed_nvfp4() -> Source:
     """compressed-tensors' nvfp4: input_global_scale and weight_global_scale divide."""
     tensors, config = nvfp4()
-    names = {"weight": "weight_packed", "weight_scale": "weight_scale", "weight_scale_2": "weight_global_scale"}
+    names = {
+        "weight": "weight_packed",
+        "weight_scale": "weight_scale",
+        "weight_scale_2": "weight_global_scale",
+    }
     renamed = {}
     for name, tensor in tensors.items():
         stem, _, part = name.rpartition(".")
         if ".experts." not in name:
             renamed[name] = tensor
         elif part in names:
-            renamed[f"{stem}.{names[part]}"] = 1 / tensor.reshape(1) if part == "weight_scale_2" else tensor
+            renamed[f"{stem}.{names[part]}"] = (
+                1 / tensor.reshape(1) if part == "weight_scale_2" else tensor
+            )
     for name, expert, role in scale_names():
-        renamed[name.replace(PART, "input_global_scale")] = torch.full((1,), 1 / scale_of(expert, role))
-    number: dict[str, object] = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+        renamed[name.replace(PART, "input_global_scale")] = torch.full(
+            (1,), 1 / scale_of(expert, role)
+        )
+    number: dict[str, object] = {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": "tensor_group",
+        "group_size": 16,
+    }
     number |= {"symmetric": True}
-    group = {"targets": ["Linear"], "weights": number | {"dynamic": False}, "input_activations": number}
+    group = {
+        "targets": ["Linear"],
+        "weights": number | {"dynamic": False},
+        "input_activations": number,
+    }
     group["input_activations"] = number | {"dynamic": "local"}
-    words = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": ["lm_head"]}
+    words = {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "ignore": ["lm_head"],
+    }
     return renamed, {**config, "quantization_config": words | {"config_groups": {"group_0": group}}}
 
 

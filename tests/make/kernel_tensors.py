@@ -62,7 +62,11 @@ def flipped(kernel: dict[str, np.ndarray], name: str, bit: int) -> dict[str, np.
 
 
 def decoded(
-    config: dict[str, Any], kernel: dict[str, np.ndarray], flags: Any = None, *, has_row_scale: bool = False
+    config: dict[str, Any],
+    kernel: dict[str, np.ndarray],
+    flags: Any = None,
+    *,
+    has_row_scale: bool = False,
 ) -> DecodedStack:
     """The inverse of the kernel layout, of raw bits."""
     form = read_config(config, flags or {}, has_row_scale=has_row_scale)
@@ -96,7 +100,9 @@ def problems(stack: DecodedStack) -> list[str]:
     ]
 
 
-def assert_is_packed(stack: DecodedStack, packed: dict[str, torch.Tensor], schema: WeightSchema) -> None:
+def assert_is_packed(
+    stack: DecodedStack, packed: dict[str, torch.Tensor], schema: WeightSchema
+) -> None:
     """Every array equals the packed tensor it came from, and nothing was left over."""
     assert problems(stack) == []
     assert np.array_equal(stack.codes, field_codes(packed["weight"].numpy(), schema.num_bits))
@@ -135,7 +141,11 @@ def assert_same_stack(ours: DecodedStack, theirs: DecodedStack) -> None:
 
 
 def decoded_both_ways(
-    config: dict[str, Any], kernel: dict[str, np.ndarray], flags: Any = None, *, has_row_scale: bool = False
+    config: dict[str, Any],
+    kernel: dict[str, np.ndarray],
+    flags: Any = None,
+    *,
+    has_row_scale: bool = False,
 ) -> DecodedStack:
     """`decoded`, by compiled loops, once array operations have given the same."""
     found = decoded(config, kernel, flags, has_row_scale=has_row_scale)

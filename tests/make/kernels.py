@@ -29,10 +29,16 @@ def fake_compiler(version: str = "13.0") -> Any:
 
         @classmethod
         def get_flags(cls, sm_version: str, disable_fast_math: bool = False) -> list[str]:
-            return [f"--arch={sm_version}", f"-I{cls.humming_include_dir()}", f"{disable_fast_math}"]
+            return [
+                f"--arch={sm_version}",
+                f"-I{cls.humming_include_dir()}",
+                f"{disable_fast_math}",
+            ]
 
         @classmethod
-        def _compile(cls, source: str, folder: Path, sm: str, expr: str, flags: list[str]) -> tuple[int, str, str]:
+        def _compile(
+            cls, source: str, folder: Path, sm: str, expr: str, flags: list[str]
+        ) -> tuple[int, str, str]:
             FakeCompiler.num_compiled += 1
             digest = sha256(Path(source).read_bytes() + expr.encode()).digest()
             (folder / "kernel_tmp.cubin").write_bytes(b"\x7fELF" + digest)

@@ -10,7 +10,13 @@ from dataclasses import replace
 import torch
 
 from hqconv.kernel_layout.compatibility import why_not
-from hqconv.kernel_layout.transform import kernel_form, layer_config, needs_cuda, packed_form, to_kernel
+from hqconv.kernel_layout.transform import (
+    kernel_form,
+    layer_config,
+    needs_cuda,
+    packed_form,
+    to_kernel,
+)
 from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.gpu_target import TARGETS, GpuTarget
 from hqconv.schemas.grid import slice_unit
@@ -18,13 +24,24 @@ from hqconv.schemas.input_schema import INPUT_PRESETS, KernelSpec
 from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, WeightSchema, resolve_schema
 
 NUM_EXPERTS = 3
-_OF_INPUTS = ("sm_version", "as_dtype", "input_quant_mode", "input_scale_group_size")  # they change no byte
+_OF_INPUTS = (
+    "sm_version",
+    "as_dtype",
+    "input_quant_mode",
+    "input_scale_group_size",
+)  # they change no byte
 NAMES = (
     *PRESETS,
-    *(f"int{bits}-{kind}" for bits in range(1, 9) for kind in ("c", "g128", "g64-zp", "g128-zp", "g64-fpzp")),
+    *(
+        f"int{bits}-{kind}"
+        for bits in range(1, 9)
+        for kind in ("c", "g128", "g64-zp", "g128-zp", "g64-fpzp")
+    ),
     *("int4-g64", "int8-g32", "int2-g64", "int3-g32"),
 )
-FLOATS = tuple(f"float{1 + e + m}e{e}m{m}" for e in (0, 2, 3, 4) for m in range(1, 8 - e) if 1 + e + m >= 3)
+FLOATS = tuple(
+    f"float{1 + e + m}e{e}m{m}" for e in (0, 2, 3, 4) for m in range(1, 8 - e) if 1 + e + m >= 3
+)
 
 
 def schemas() -> Iterator[WeightSchema]:
@@ -38,8 +55,12 @@ def schemas() -> Iterator[WeightSchema]:
     yield WeightSchema("e2m1-e4m3-channel", "float4e2m1", "float8e4m3", "group", 16, 0, "channel")
     yield WeightSchema("e0m3-g16", "float4e0m3", "float8e8m0", "group", 16)
     # Below the schemas above, whose place decides the seeds of their cases.
-    yield from map(resolve_schema, ("int4-g32-e4m3", "int4-g32-e4m3-row", "int8-g32-e4m3", "int4-g16-e4m3"))
-    yield from map(resolve_schema, ("fp4-g32-e4m3", "fp8-g32-e4m3", "fp4-g32-e8m0-row", "fp8-g32-e8m0-row"))
+    yield from map(
+        resolve_schema, ("int4-g32-e4m3", "int4-g32-e4m3-row", "int8-g32-e4m3", "int4-g16-e4m3")
+    )
+    yield from map(
+        resolve_schema, ("fp4-g32-e4m3", "fp8-g32-e4m3", "fp4-g32-e8m0-row", "fp8-g32-e8m0-row")
+    )
 
 
 @functools.cache
@@ -58,7 +79,9 @@ def cases() -> dict[str, KernelSpec]:
                 continue
             form = kernel_form(256, 512, one)
             tiles = sm_version // 10 if form.flags["use_block_scaled_mma"] else 0
-            layout = {key: value for key, value in form.config.items() if key not in _OF_INPUTS} | form.flags
+            layout = {
+                key: value for key, value in form.config.items() if key not in _OF_INPUTS
+            } | form.flags
             is_umma = layer_config(form.config_json(1)).is_umma_supported
             key = (schema, param, inputs.a_dtype, tuple(layout.values()), tiles, is_umma)
             if key not in seen:

@@ -117,8 +117,17 @@ def write_checkpoint(
 def _description(tensors: Parts) -> Json:
     """msmodelslim's: every tensor and its scheme."""
     modules = {name.rpartition(".")[0] for name in tensors if name.endswith(".weight_offset")}
-    schemes = {name: "W8A8_DYNAMIC" if name.rpartition(".")[0] in modules else "FLOAT" for name in sorted(tensors)}
-    return {"model_quant_type": "W8A8_DYNAMIC", "version": "1.0.0", **schemes, "group_size": 0, "metadata": {}}
+    schemes = {
+        name: "W8A8_DYNAMIC" if name.rpartition(".")[0] in modules else "FLOAT"
+        for name in sorted(tensors)
+    }
+    return {
+        "model_quant_type": "W8A8_DYNAMIC",
+        "version": "1.0.0",
+        **schemes,
+        "group_size": 0,
+        "metadata": {},
+    }
 
 
 def _expert(draw: Draw, encode: Encoder, sizes: Sizes, differs: bool) -> dict[str, Stored]:
@@ -133,7 +142,9 @@ def _meaning(experts: list[dict[str, Stored]]) -> Block:
     for role in ROLES:
         biases = [expert[role].bias for expert in experts]
         if biases[0] is not None:
-            layer["b" + role[1]] = torch.stack([bias.float() for bias in biases if bias is not None])
+            layer["b" + role[1]] = torch.stack(
+                [bias.float() for bias in biases if bias is not None]
+            )
     return layer
 
 
@@ -159,7 +170,9 @@ def _stacks(fused: Fused, experts: list[dict[str, Stored]]) -> Parts:
         for part in parts[0][0]:
             joined = [_join(fused, name, part, [one[part] for one in expert]) for expert in parts]
             suffix = fused.suffixes.get(part, f"_{part}")
-            named[name + suffix] = torch.stack([words_of(one) for one in joined]).view(joined[0].dtype)
+            named[name + suffix] = torch.stack([words_of(one) for one in joined]).view(
+                joined[0].dtype
+            )
     return named
 
 
@@ -178,7 +191,11 @@ def _join(fused: Fused, name: str, part: str, tensors: list[torch.Tensor]) -> to
     if is_scale and fused.scales == "projection":
         return torch.cat([one.reshape(1) for one in tensors])
     rows = [words_of(one) for one in tensors]
-    joined = torch.stack(rows, 1).flatten(0, 1) if fused.interleaved and len(rows) > 1 else torch.cat(rows)
+    joined = (
+        torch.stack(rows, 1).flatten(0, 1)
+        if fused.interleaved and len(rows) > 1
+        else torch.cat(rows)
+    )
     is_turned = name in fused.turned_scales if is_scale else fused.transposed and part == "weight"
     return (joined.t() if is_turned else joined).contiguous().view(dtype)
 
@@ -261,7 +278,9 @@ GPT_OSS = Layout(
 
 # Quark's: experts have tensors of their own, gate and up together.
 GPT_OSS_QUARK = replace(GPT_OSS, fused=None, pair="gate_up_proj")
-MIMO_V2 = replace(DEEPSEEK_V3, config=_deepseek_config("mimo_v2"), dense=(f"{_LAYER}.self_attn.qkv_proj",))
+MIMO_V2 = replace(
+    DEEPSEEK_V3, config=_deepseek_config("mimo_v2"), dense=(f"{_LAYER}.self_attn.qkv_proj",)
+)
 MINIMAX_M3 = Layout(
     "language_model.model.layers.{layer}.block_sparse_moe.experts",
     ("w1", "w3", "w2"),

@@ -51,9 +51,12 @@ def hard_matrix(num_rows: int, num_columns: int, dtype: torch.dtype, seed: int) 
         torch.full((num_columns,), -0.0437),
         ramp * (info.smallest_normal / 64),  # subnormals of the source type
         normal(num_columns).clamp(-1, 1) * info.max * 0.999,
-        torch.where(columns % 64 < 32, info.max, info.smallest_normal) * torch.where(columns % 2 == 0, 1.0, -1.0),
+        torch.where(columns % 64 < 32, info.max, info.smallest_normal)
+        * torch.where(columns % 2 == 0, 1.0, -1.0),
         (columns % 25 - 12).float() * 0.25,  # e2m1 ties, with the group maximum 6 or 5.75 or …
-        torch.where(columns % 32 == 0, 6.0, (columns % 13).float() * 0.25),  # exact ties under scale 1
+        torch.where(
+            columns % 32 == 0, 6.0, (columns % 13).float() * 0.25
+        ),  # exact ties under scale 1
         (columns % 33 - 16).float() * 0.5,  # integer ties
         -normal(num_columns).abs(),
         normal(num_columns).abs(),
@@ -69,17 +72,31 @@ def hard_matrix(num_rows: int, num_columns: int, dtype: torch.dtype, seed: int) 
 
 # Second scales above 8-bit ones, of every kind of code and scale; the first ones have recordings.
 SECOND_SCALES = ("int4-g32-e4m3", "int4-g16-e4m3-row", "fp4-g32-e4m3", "fp4-g32-e8m0-row")
-TWO_LEVELS = (*SECOND_SCALES, "int3-g64-e5m2", "int1-g32-e4m3", "fp8-g128-e5m2", "int8-g32-e8m0-row")
+TWO_LEVELS = (
+    *SECOND_SCALES,
+    "int3-g64-e5m2",
+    "int1-g32-e4m3",
+    "fp8-g128-e5m2",
+    "int8-g32-e8m0-row",
+)
 # Schemas that no preset names, each with another way of storing scales.
 RARE_SCHEMAS = {
     schema.name: schema
     for schema in (
         *map(resolve_schema, TWO_LEVELS),
         WeightSchema(
-            "e0m3-e4m3", "float4e0m3", bs_dtype="float8e4m3", weight_scale_group_size=16, weight_scale_2_type="tensor"
+            "e0m3-e4m3",
+            "float4e0m3",
+            bs_dtype="float8e4m3",
+            weight_scale_group_size=16,
+            weight_scale_2_type="tensor",
         ),
         WeightSchema(
-            "e2m1-row", "float4e2m1", bs_dtype="float8e4m3", weight_scale_group_size=16, weight_scale_2_type="channel"
+            "e2m1-row",
+            "float4e2m1",
+            bs_dtype="float8e4m3",
+            weight_scale_group_size=16,
+            weight_scale_2_type="channel",
         ),
         WeightSchema("uint4-e5m3", "uint4", bs_dtype="float8e5m3", weight_scale_group_size=32),
         WeightSchema("uint4-e4m3", "uint4", bs_dtype="float8e4m3", weight_scale_group_size=32),

@@ -14,7 +14,10 @@ _COMMON = {"vocab_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 
 
 # Sizes are small, unequal, and not powers of two where the formats allow it.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixtral": ("Mixtral", {**_ATTENTION, "intermediate_size": 192, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral": (
+        "Mixtral",
+        {**_ATTENTION, "intermediate_size": 192, "num_local_experts": 5, "num_experts_per_tok": 2},
+    ),
     "qwen3_moe": (
         "Qwen3Moe",
         {
@@ -70,7 +73,9 @@ def save_model(
     import transformers
 
     name, words = MODELS[family]
-    config = getattr(transformers, f"{name}Config")(**{**_COMMON, "hidden_size": 128, **words, **overrides})
+    config = getattr(transformers, f"{name}Config")(
+        **{**_COMMON, "hidden_size": 128, **words, **overrides}
+    )
     torch.manual_seed(seed)
     model = getattr(transformers, f"{name}ForCausalLM")(config).to(dtype)
     with torch.no_grad():
@@ -84,7 +89,9 @@ def save_model(
     return folder
 
 
-def save_big(folder: Path, layers: int, experts: int, hidden: int, inner: int, dtype: torch.dtype) -> Path:
+def save_big(
+    folder: Path, layers: int, experts: int, hidden: int, inner: int, dtype: torch.dtype
+) -> Path:
     """A Qwen3-MoE checkpoint of one shard per layer, with experts and little else. Quick: blocks repeat."""
     folder.mkdir(parents=True)
     words = {
@@ -102,7 +109,9 @@ def save_big(folder: Path, layers: int, experts: int, hidden: int, inner: int, d
     weight_map = {}
     for layer in range(layers):
         prefix = f"model.layers.{layer}"
-        tensors = {f"{prefix}.mlp.gate.weight": noise[: experts * hidden].reshape(experts, hidden).clone()}
+        tensors = {
+            f"{prefix}.mlp.gate.weight": noise[: experts * hidden].reshape(experts, hidden).clone()
+        }
         for expert in range(experts):
             for name, shape in (
                 ("gate_proj", (inner, hidden)),
@@ -110,7 +119,9 @@ def save_big(folder: Path, layers: int, experts: int, hidden: int, inner: int, d
                 ("down_proj", (hidden, inner)),
             ):
                 flat = noise.roll(len(tensors)).repeat(-(-inner * hidden // len(noise)))
-                tensors[f"{prefix}.mlp.experts.{expert}.{name}.weight"] = flat[: inner * hidden].reshape(shape)
+                tensors[f"{prefix}.mlp.experts.{expert}.{name}.weight"] = flat[
+                    : inner * hidden
+                ].reshape(shape)
         file = f"model-{layer + 1:05d}-of-{layers:05d}.safetensors"
         save_file(tensors, folder / file, {"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)

@@ -63,7 +63,9 @@ class Draw:
     def codes(self, n: int, k: int, bits: int) -> torch.Tensor:
         """Offset binary codes int64 in 0 … 2**bits - 1, normal about the midpoint, both ends among them."""
         middle = 2 ** (bits - 1)
-        codes: torch.Tensor = (self.normal(n, k) * middle / 3 + middle).round().clamp(0, 2 * middle - 1).long()
+        codes: torch.Tensor = (
+            (self.normal(n, k) * middle / 3 + middle).round().clamp(0, 2 * middle - 1).long()
+        )
         codes[0, :2] = torch.tensor([0, 2 * middle - 1])
         return codes
 
@@ -81,7 +83,8 @@ def spread(values: torch.Tensor, n: int, k: int) -> torch.Tensor:
     """One value a weight, float64 [N, K], of a grid whose blocks are equal but for ragged ends, by powers of two."""
     rows, columns = values.shape
     height, width = (
-        size if count == 1 else 2 ** math.ceil(math.log2(size / count)) for size, count in ((n, rows), (k, columns))
+        size if count == 1 else 2 ** math.ceil(math.log2(size / count))
+        for size, count in ((n, rows), (k, columns))
     )
     grown = values.double().repeat_interleave(height, 0).repeat_interleave(width, 1)
     return grown[:n, :k]
@@ -90,7 +93,9 @@ def spread(values: torch.Tensor, n: int, k: int) -> torch.Tensor:
 def little_endian(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """int32 [R, C * bits / 32]: each row's codes one after the other, lowest bit first."""
     flat = codes.numpy().astype(np.uint8)[..., None] >> np.arange(bits, dtype=np.uint8) & 1
-    return torch.from_numpy(np.packbits(flat.reshape(len(codes), -1), axis=1, bitorder="little")).view(torch.int32)
+    return torch.from_numpy(
+        np.packbits(flat.reshape(len(codes), -1), axis=1, bitorder="little")
+    ).view(torch.int32)
 
 
 def nibbles(codes: torch.Tensor) -> torch.Tensor:
@@ -135,7 +140,9 @@ def fp8(
 
     def encode(draw: Draw, n: int, k: int, second: torch.Tensor) -> Stored:
         weight = draw.fp8(n, k, codes)
-        rows, columns = (-(-size // one) if one else 1 for size, one in zip((n, k), block, strict=True))
+        rows, columns = (
+            -(-size // one) if one else 1 for size, one in zip((n, k), block, strict=True)
+        )
         if dtype.itemsize == 1 or are_powers:
             exponents = draw.exponents(rows, columns, low=-16, high=-11)
             scale = exponents.view(dtype) if dtype.itemsize == 1 else powers(exponents).to(dtype)
@@ -150,11 +157,16 @@ def fp8(
     return encode
 
 
-def mxfp4(weight: str = "weight", scale: str = "weight_scale", low: int = -12, high: int = -6) -> Encoder:
+def mxfp4(
+    weight: str = "weight", scale: str = "weight_scale", low: int = -12, high: int = -6
+) -> Encoder:
     """fp4 with a power of two per 32 columns, as bytes; exponents from low to high - 1."""
 
     def encode(draw: Draw, n: int, k: int, second: torch.Tensor) -> Stored:
-        codes, exponents = draw.integers(0, 16, n, k), draw.exponents(n, k // 32, low=low, high=high)
+        codes, exponents = (
+            draw.integers(0, 16, n, k),
+            draw.exponents(n, k // 32, low=low, high=high),
+        )
         exponents[0, 0], exponents[-1, -1] = low + 127, high + 126
         parts = {weight: nibbles(codes), scale: exponents}
         return Stored(parts, E2M1[codes], spread(powers(exponents), n, k))
@@ -224,7 +236,11 @@ def _integers(
 
 
 def pack_quantized(
-    bits: int, size: int, asymmetric: bool = False, is_ordered: bool = False, dtype: torch.dtype = torch.bfloat16
+    bits: int,
+    size: int,
+    asymmetric: bool = False,
+    is_ordered: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Encoder:
     """compressed-tensors: words along K, zero points along N, scales [N, G] of a dtype; g_idx if `is_ordered`."""
 
@@ -246,7 +262,9 @@ def pack_quantized(
     return encode
 
 
-def int8(asymmetric: bool = False, per_tensor: bool = False, dtype: torch.dtype = torch.bfloat16) -> Encoder:
+def int8(
+    asymmetric: bool = False, per_tensor: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> Encoder:
     """Plain int8 with a scale of a dtype per row, or a float32 one for all."""
 
     def encode(draw: Draw, n: int, k: int, second: torch.Tensor) -> Stored:
@@ -267,7 +285,9 @@ def ascend_int8(draw: Draw, n: int, k: int, second: torch.Tensor) -> Stored:
     return stored
 
 
-def gptq(bits: int, size: int, asymmetric: bool = False, offset: int = 1, ordered: bool = False) -> Encoder:
+def gptq(
+    bits: int, size: int, asymmetric: bool = False, offset: int = 1, ordered: bool = False
+) -> Encoder:
     """GPTQ: qweight packed along K, qzeros along N with zero points less `offset`, float16 scales [G, N]."""
 
     def encode(draw: Draw, n: int, k: int, second: torch.Tensor) -> Stored:

@@ -24,7 +24,9 @@ PLAIN_ORDER = tuple(range(8))
 # --- Quark -------------------------------------------------------------------------------------------------
 
 
-def quark_int4(size: int, asymmetric: bool = False, reorder: bool = True, is_signed: bool = True) -> Encoder:
+def quark_int4(
+    size: int, asymmetric: bool = False, reorder: bool = True, is_signed: bool = True
+) -> Encoder:
     """Groups of columns: everything transposed, eight codes of a column to a word; intN as two's complement."""
     order = AWQ_ORDER if reorder else PLAIN_ORDER
 
@@ -52,14 +54,22 @@ def quark_int8(draw: Draw, n: int, k: int, second: torch.Tensor) -> Stored:
 def quark_int4_fp8(draw: Draw, n: int, k: int, second: torch.Tensor) -> Stored:
     """int4 per row inside of fp8 per tensor: the first scale is `weight_scale_2`, the second `weight_scale`."""
     codes, scale = draw.codes(n, k, 4), draw.scales(n, base=20.0)
-    parts = {"weight": words_of_eight(codes ^ 8, AWQ_ORDER), "weight_scale_2": scale, "weight_scale": second.clone()}
+    parts = {
+        "weight": words_of_eight(codes ^ 8, AWQ_ORDER),
+        "weight_scale_2": scale,
+        "weight_scale": second.clone(),
+    }
     return Stored(parts, (codes - 8).double(), spread(scale.reshape(n, 1), n, k), float(second))
 
 
 def quark_fp4(draw: Draw, n: int, k: int, second: torch.Tensor) -> Stored:
     """mxfp4."""
     codes, exponents = draw.integers(0, 16, n, k), draw.exponents(n, k // 32)
-    return Stored({"weight": nibbles(codes), "weight_scale": exponents}, E2M1[codes], spread(powers(exponents), n, k))
+    return Stored(
+        {"weight": nibbles(codes), "weight_scale": exponents},
+        E2M1[codes],
+        spread(powers(exponents), n, k),
+    )
 
 
 def quark_gpt_oss(draw: Draw, n: int, k: int, second: torch.Tensor) -> Stored:
@@ -156,10 +166,19 @@ def bitsandbytes_4bit(kind: str, nested: bool) -> Encoder:
         import bitsandbytes.functional as functional
 
         weight = (draw.normal(n, k) * 0.03).bfloat16()
-        packed, state = functional.quantize_4bit(weight, quant_type=kind, compress_statistics=nested)
-        if kind == "fp4":  # two of its codes are zero: the processor would decide about the tie, numpy takes the first
+        packed, state = functional.quantize_4bit(
+            weight, quant_type=kind, compress_statistics=nested
+        )
+        if (
+            kind == "fp4"
+        ):  # two of its codes are zero: the processor would decide about the tie, numpy takes the first
             scaled = weight.float().reshape(-1, 64) / state.absmax.reshape(-1, 1)
-            nearest = np.abs(scaled.numpy()[..., None] - state.code.numpy()).argmin(-1).astype(np.uint8).reshape(-1, 2)
+            nearest = (
+                np.abs(scaled.numpy()[..., None] - state.code.numpy())
+                .argmin(-1)
+                .astype(np.uint8)
+                .reshape(-1, 2)
+            )
             packed = torch.from_numpy(nearest[:, 0] << 4 | nearest[:, 1]).reshape(packed.shape)
         named = {f"weight.{name}": tensor for name, tensor in state.as_dict(packed=True).items()}
         scale = named["weight.absmax"]

@@ -177,9 +177,17 @@ def _relies_on(disk: Disk, op: Op) -> list[str]:
             problems += _unsafe_below(disk, path, "the manifest", op.path)
         return problems
     if op.kind == "exchange" or (op.kind, op.other) == ("rename", "out"):
-        return _unsafe_below(disk, op.path, "the exchange") if disk.find(f"{op.path}/{MANIFEST}") else []
+        return (
+            _unsafe_below(disk, op.path, "the exchange")
+            if disk.find(f"{op.path}/{MANIFEST}")
+            else []
+        )
     if op.kind == "unlink" and journal_part(name):
-        return [] if disk.is_safe(f"{path}/{JOURNAL}") else [f"{op.path} went before its lines were synced"]
+        return (
+            []
+            if disk.is_safe(f"{path}/{JOURNAL}")
+            else [f"{op.path} went before its lines were synced"]
+        )
     if op.kind == "unlink" and name == JOURNAL:
         folder = disk.find(path, safely=True)
         left = [one for one in (folder.safe_names if folder else ()) if journal_part(one)]
@@ -195,7 +203,9 @@ def _of_line(disk: Disk, op: Op) -> list[str]:
         return []
     line: dict[str, Any] = json.loads(op.data)
     places = ("out", ".out.hqconv")
-    root = next(p for p in places if (n := disk.find(p)) and disk.file(op.handle) in n.names.values())
+    root = next(
+        p for p in places if (n := disk.find(p)) and disk.file(op.handle) in n.names.values()
+    )
     paths = [f"{root}/{record['path']}" for record in line["files"]]
     return [f"{path} was noted before it was synced" for path in paths if not disk.is_safe(path)]
 

@@ -55,13 +55,17 @@ class Process(subprocess.Popen):  # type: ignore[type-arg]
             "cwd": os.fspath(cwd or Path.cwd()),
             "env": dict(os.environ if env is None else env),
         }
-        given = [theirs if theirs != -1 else own for own, theirs in enumerate((stdin, stdout, stderr))]
+        given = [
+            theirs if theirs != -1 else own for own, theirs in enumerate((stdin, stdout, stderr))
+        ]
         self.pid = _fork(job, given)
         self._child_created = True
         self._close_pipe_fds(*streams)  # type: ignore[attr-defined]
 
 
-def run(command: list[Any], *, check: bool = False, **options: Any) -> subprocess.CompletedProcess[Any]:
+def run(
+    command: list[Any], *, check: bool = False, **options: Any
+) -> subprocess.CompletedProcess[Any]:
     """`subprocess.run` in a fork of the server."""
     feed, timeout = options.pop("input", None), options.pop("timeout", None)
     if options.pop("capture_output", False):
@@ -97,7 +101,9 @@ def _server() -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
     code = _SERVER.format(theirs.fileno())
-    subprocess.Popen([sys.executable, "-c", code], env=environment, cwd=REPO, pass_fds=[theirs.fileno()])
+    subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, cwd=REPO, pass_fds=[theirs.fileno()]
+    )
     theirs.close()
     return ours
 
@@ -142,7 +148,9 @@ def _import_all() -> None:
     from hqconv.humming_ops.runtime import humming
 
     humming()
-    assert "huggingface_hub" not in sys.modules, "its variables would be this server's, not those of a test"
+    assert "huggingface_hub" not in sys.modules, (
+        "its variables would be this server's, not those of a test"
+    )
 
 
 def _become(job: dict[str, Any], streams: list[int]) -> NoReturn:
@@ -180,7 +188,10 @@ def _execute(arguments: list[str]) -> None:
     if first == "-c":
         sys.argv = ["-c", *rest[1:]]
         sys.path[0] = ""
-        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
+        exec(
+            compile(rest[0], "<string>", "exec"),
+            {"__name__": "__main__", "__builtins__": __builtins__},
+        )
     elif first == "-m":
         sys.argv = rest
         sys.path[0] = str(Path.cwd())

@@ -44,7 +44,10 @@ class Published:
     def checkpoint(self, folder: Path) -> Path:
         """Write it as a checkpoint into a new folder."""
         folder.mkdir()
-        save_file({name: one.contiguous().clone() for name, one in self.tensors.items()}, folder / "model.safetensors")
+        save_file(
+            {name: one.contiguous().clone() for name, one in self.tensors.items()},
+            folder / "model.safetensors",
+        )
         for name, document in self.documents.items():
             (folder / name).write_text(json.dumps(document))
         return folder
@@ -66,10 +69,14 @@ def recording(name: str) -> Published:
     with safe_open(RECORDINGS / f"{name}.safetensors", "pt") as file:
         facts = file.metadata()
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    values = {key.removeprefix(_VALUES): one for key, one in tensors.items() if key.startswith(_VALUES)}
+    values = {
+        key.removeprefix(_VALUES): one for key, one in tensors.items() if key.startswith(_VALUES)
+    }
     kept = {key: one for key, one in tensors.items() if not key.startswith(_VALUES)}
     documents = json.loads(facts["documents"])
-    return Published(facts["package"], facts["wrote"], kept, documents, values, int(facts["roundings"]))
+    return Published(
+        facts["package"], facts["wrote"], kept, documents, values, int(facts["roundings"])
+    )
 
 
 def recorded() -> list[str]:
@@ -155,7 +162,9 @@ def qwen3_moe(
     return Published(package, wrote, tensors, {"config.json": words, **documents}, values)
 
 
-def model_config(hidden: int, inner: int, model_type: str = "qwen3_moe", num_experts: int = 1) -> Json:
+def model_config(
+    hidden: int, inner: int, model_type: str = "qwen3_moe", num_experts: int = 1
+) -> Json:
     """The model's part of config.json."""
     return {
         "model_type": model_type,

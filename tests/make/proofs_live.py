@@ -11,7 +11,18 @@ from typing import Any
 import torch
 
 from tests.make import configs
-from tests.make.proofs import HIDDEN, INNER, LAYER, Json, Published, Tensors, drawn, model_config, qwen3_moe, shape_of
+from tests.make.proofs import (
+    HIDDEN,
+    INNER,
+    LAYER,
+    Json,
+    Published,
+    Tensors,
+    drawn,
+    model_config,
+    qwen3_moe,
+    shape_of,
+)
 
 BOTH, READ = "wrote and read", "read"
 
@@ -23,14 +34,20 @@ def _named(package: str) -> str:
 # --- compressed-tensors ------------------------------------------------------------------------------------
 
 
-def compressed(storage: str, bits: int, kind: str, strategy: str, **weights: Any) -> Callable[[], Published]:
+def compressed(
+    storage: str, bits: int, kind: str, strategy: str, **weights: Any
+) -> Callable[[], Published]:
     """Its observers' formula, compressor, config and decompressor; scales in bfloat16, which decoding rounds to."""
     return lambda: _compressed(storage, bits, kind, strategy, weights)
 
 
 def _compressed(storage: str, bits: int, kind: str, strategy: str, weights: Json) -> Published:
     from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+    )
     from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
     args = QuantizationArgs(num_bits=bits, type=kind, strategy=strategy, **weights)
@@ -44,16 +61,28 @@ def _compressed(storage: str, bits: int, kind: str, strategy: str, weights: Json
         if strategy == "tensor":
             return weight.reshape(1, -1)
         if block:
-            return weight.reshape(n // block[0], block[0], k // block[1], block[1]).transpose(1, 2).flatten(2)
-        return weight.reshape(n, -1, args.group_size) if "group_size" in weights else weight.reshape(n, 1, k)
+            return (
+                weight.reshape(n // block[0], block[0], k // block[1], block[1])
+                .transpose(1, 2)
+                .flatten(2)
+            )
+        return (
+            weight.reshape(n, -1, args.group_size)
+            if "group_size" in weights
+            else weight.reshape(n, 1, k)
+        )
 
     def quantize(_module: str, drawn_weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         weight = drawn_weight.bfloat16()
         state: Tensors = {"weight": weight}
         if strategy == "tensor_group":
-            state["weight_global_scale"] = generate_gparam(weight.min().reshape(1), weight.max().reshape(1))
+            state["weight_global_scale"] = generate_gparam(
+                weight.min().reshape(1), weight.max().reshape(1)
+            )
         low, high = tiles(weight).amin(-1), tiles(weight).amax(-1)
-        scale, zero = calculate_qparams(low, high, args, global_scale=state.get("weight_global_scale"))
+        scale, zero = calculate_qparams(
+            low, high, args, global_scale=state.get("weight_global_scale")
+        )
         state |= {"weight_scale": scale.to(weight.dtype), "weight_zero_point": zero}
         if args.symmetric:
             del state["weight_zero_point"]
@@ -61,7 +90,10 @@ def _compressed(storage: str, bits: int, kind: str, strategy: str, weights: Json
         return stored, compressor.decompress(stored, scheme)["weight"]
 
     config = QuantizationConfig(
-        config_groups={"group_0": scheme}, format=storage, ignore=["lm_head"], quantization_status="compressed"
+        config_groups={"group_0": scheme},
+        format=storage,
+        ignore=["lm_head"],
+        quantization_status="compressed",
     ).model_dump(mode="json")
     sizes = (2 * block[0], block[1]) if block else (HIDDEN, INNER)
     return qwen3_moe(
@@ -82,7 +114,9 @@ def _fp8(block: tuple[int, int] | None, **more: Any) -> tuple[Any, Any, Json]:
     from transformers import FineGrainedFP8Config
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
-    config = FineGrainedFP8Config(weight_block_size=block, modules_to_not_convert=["lm_head"], **more)
+    config = FineGrainedFP8Config(
+        weight_block_size=block, modules_to_not_convert=["lm_head"], **more
+    )
     quantizer = SimpleNamespace(quantization_config=config)
     return Fp8Quantize(quantizer), Fp8Dequantize(quantizer), config.to_dict()
 
@@ -96,15 +130,27 @@ def fp8_written(block: tuple[int, int] | None, **more: Any) -> Callable[[], Publ
         def quantize(module: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
             stored = writer.convert({f"{module}.weight": weight.bfloat16()})
             parts = {name.removeprefix(f"{module}."): tensor for name, tensor in stored.items()}
-            return parts, reader._dequantize_one(parts["weight"], parts["weight_scale_inv"], torch.float32)
+            return parts, reader._dequantize_one(
+                parts["weight"], parts["weight_scale_inv"], torch.float32
+            )
 
-        return qwen3_moe(_named("transformers"), BOTH, quantize, {"quantization_config": config}, hidden=256, inner=128)
+        return qwen3_moe(
+            _named("transformers"),
+            BOTH,
+            quantize,
+            {"quantization_config": config},
+            hidden=256,
+            inner=128,
+        )
 
     return published
 
 
 def fp8_read(
-    name: str, scale_of: Callable[[torch.Tensor], torch.Tensor], config: Json, codes: torch.dtype = torch.float8_e4m3fn
+    name: str,
+    scale_of: Callable[[torch.Tensor], torch.Tensor],
+    config: Json,
+    codes: torch.dtype = torch.float8_e4m3fn,
 ) -> Callable[[], Published]:
     """fp8 codes under scales of another shape or dtype, which transformers reads in float32.
 
@@ -116,7 +162,9 @@ def fp8_read(
 
         def quantize(_module: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
             stored, scale = (weight * 500).to(codes), scale_of(weight)
-            return {"weight": stored, name: scale}, reader._dequantize_one(stored, _as_grid(scale), torch.float32)
+            return {"weight": stored, name: scale}, reader._dequantize_one(
+                stored, _as_grid(scale), torch.float32
+            )
 
         return qwen3_moe(_named("transformers"), READ, quantize, config)
 
@@ -141,12 +189,16 @@ def _exponents(weight: torch.Tensor) -> torch.Tensor:
     return (torch.frexp(peak)[1] + 118).to(torch.uint8)
 
 
-def fp8_recast(cast: Callable[[torch.Tensor], torch.Tensor], **words: Any) -> Callable[[], Published]:
+def fp8_recast(
+    cast: Callable[[torch.Tensor], torch.Tensor], **words: Any
+) -> Callable[[], Published]:
     """Blocks under powers of two as transformers writes them, their scales stored in another dtype."""
 
     def published() -> Published:
         one = fp8_written((128, 128), scale_fmt="ue8m0")()
-        tensors = {name: cast(x) if name.endswith("_scale_inv") else x for name, x in one.tensors.items()}
+        tensors = {
+            name: cast(x) if name.endswith("_scale_inv") else x for name, x in one.tensors.items()
+        }
         documents = {"config.json": {**one.documents["config.json"], **configs.fp8_blocks(**words)}}
         return Published(one.package, READ, tensors, documents, one.values)
 
@@ -176,13 +228,17 @@ def mxfp8_read() -> Published:
 
     def quantize(_module: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         stored, scale = (weight * 500).to(torch.float8_e4m3fn), _exponents(weight)
-        return {"weight": stored, "weight_scale_inv": scale}, reader._dequantize_one(stored, scale, torch.float32)
+        return {"weight": stored, "weight_scale_inv": scale}, reader._dequantize_one(
+            stored, scale, torch.float32
+        )
 
     words = {"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32]}
     return qwen3_moe(_named("transformers"), READ, quantize, {"quantization_config": words})
 
 
-def fp4_read(weight: torch.dtype, scale: str, scale_dtype: torch.dtype, config: Json, **model: Any) -> Any:
+def fp4_read(
+    weight: torch.dtype, scale: str, scale_dtype: torch.dtype, config: Json, **model: Any
+) -> Any:
     """fp4 in groups of 32, two codes a byte, which transformers reads in float32 (as int8)."""
 
     def published() -> Published:
@@ -190,9 +246,16 @@ def fp4_read(weight: torch.dtype, scale: str, scale_dtype: torch.dtype, config: 
 
         def quantize(_module: str, drawn_weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
             n, k = drawn_weight.shape
-            codes = torch.randint(0, 256, (n, k // 2), generator=torch.Generator().manual_seed(n)).to(torch.uint8)
-            parts = {"weight": codes.view(weight), scale: _exponents(drawn_weight).view(scale_dtype)}
-            return parts, reader._dequantize_one(codes.view(torch.int8), parts[scale], torch.float32)
+            codes = torch.randint(
+                0, 256, (n, k // 2), generator=torch.Generator().manual_seed(n)
+            ).to(torch.uint8)
+            parts = {
+                "weight": codes.view(weight),
+                scale: _exponents(drawn_weight).view(scale_dtype),
+            }
+            return parts, reader._dequantize_one(
+                codes.view(torch.int8), parts[scale], torch.float32
+            )
 
         return qwen3_moe(_named("transformers"), READ, quantize, config, config=model)
 
@@ -212,13 +275,23 @@ def mxfp4_gpt_oss() -> Published:
         n = 2 * n if role == "w1" else n
         blocks = torch.randint(0, 256, (2, n, k // 32, 16), generator=generator).to(torch.uint8)
         scales = torch.randint(110, 130, (2, n, k // 32), generator=generator).to(torch.uint8)
-        tensors |= {f"{LAYER}.experts.{stack}_{part}": one for part, one in (("blocks", blocks), ("scales", scales))}
+        tensors |= {
+            f"{LAYER}.experts.{stack}_{part}": one
+            for part, one in (("blocks", blocks), ("scales", scales))
+        }
         tensors[f"{LAYER}.experts.{stack}_bias"] = torch.randn(2, n, generator=generator).bfloat16()
         read = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
         for expert in range(2):
-            both = (("w1", read[expert, ::2]), ("w3", read[expert, 1::2])) if role == "w1" else (("w2", read[expert]),)
+            both = (
+                (("w1", read[expert, ::2]), ("w3", read[expert, 1::2]))
+                if role == "w1"
+                else (("w2", read[expert]),)
+            )
             values |= {f"{expert}.{name}": value for name, value in both}
-    config = {**model_config(HIDDEN, INNER, "gpt_oss", 2), "quantization_config": Mxfp4Config().to_dict()}
+    config = {
+        **model_config(HIDDEN, INNER, "gpt_oss", 2),
+        "quantization_config": Mxfp4Config().to_dict(),
+    }
     return Published(_named("transformers"), READ, tensors, {"config.json": config}, values)
 
 
@@ -228,12 +301,20 @@ def fused_fp8_channel() -> Published:
     tensors: Tensors = {f"{LAYER}.gate.weight": torch.ones(2, HIDDEN, dtype=torch.bfloat16)}
     values: Tensors = {}
     for stack, roles in (("gate_up_proj", ("w1", "w3")), ("down_proj", ("w2",))):
-        weights = torch.stack([torch.cat([drawn(role, seed=expert) for role in roles]) for expert in range(2)])
+        weights = torch.stack(
+            [torch.cat([drawn(role, seed=expert) for role in roles]) for expert in range(2)]
+        )
         scale = (weights.abs().amax(2, keepdim=True) / 300).bfloat16()
         stored = (weights / scale).to(torch.float8_e4m3fn)
-        tensors |= {f"{LAYER}.experts.{stack}": stored, f"{LAYER}.experts.{stack}_weight_scale": scale}
+        tensors |= {
+            f"{LAYER}.experts.{stack}": stored,
+            f"{LAYER}.experts.{stack}_weight_scale": scale,
+        }
         values |= _experts(reader._dequantize_one(stored, scale, torch.float32), roles)
-    words = {**model_config(HIDDEN, INNER, "qwen3_moe", 2), **configs.fp8(activation_scheme="static")}
+    words = {
+        **model_config(HIDDEN, INNER, "qwen3_moe", 2),
+        **configs.fp8(activation_scheme="static"),
+    }
     return Published(_named("transformers"), READ, tensors, {"config.json": words}, values)
 
 
@@ -252,11 +333,15 @@ def fused_fp8_block() -> Published:
     tensors: Tensors = {f"{LAYER}.gate.weight": torch.ones(2, HIDDEN, dtype=torch.bfloat16)}
     values: Tensors = {}
     for stack, roles in (("gate_up_proj", ("w1", "w3")), ("down_proj", ("w2",))):
-        weights = torch.stack([torch.cat([drawn(role, seed=expert) for role in roles]) for expert in range(2)])
+        weights = torch.stack(
+            [torch.cat([drawn(role, seed=expert) for role in roles]) for expert in range(2)]
+        )
         stored = writer.convert({f"{LAYER}.experts.{stack}": weights.bfloat16()})
         tensors |= stored
         scale = stored[f"{LAYER}.experts.{stack}_scale_inv"]
-        values |= _experts(reader._dequantize_one(stored[f"{LAYER}.experts.{stack}"], scale, torch.float32), roles)
+        values |= _experts(
+            reader._dequantize_one(stored[f"{LAYER}.experts.{stack}"], scale, torch.float32), roles
+        )
     words = {**model_config(HIDDEN, INNER, "qwen3_moe", 2), "quantization_config": config}
     return Published(_named("transformers"), BOTH, tensors, {"config.json": words}, values)
 
@@ -269,7 +354,8 @@ def bitnet(linear_class: str) -> Callable[[], Published]:
         from transformers.integrations import bitnet as module
 
         pack, unpack = (
-            getattr(one, "_torchdynamo_orig_callable", one) for one in (module.pack_weights, module.unpack_weights)
+            getattr(one, "_torchdynamo_orig_callable", one)
+            for one in (module.pack_weights, module.unpack_weights)
         )
 
         def quantize(_module: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
@@ -284,7 +370,9 @@ def bitnet(linear_class: str) -> Callable[[], Published]:
                 read = codes * scale.float()
             return {"weight": packed, "weight_scale": scale}, read
 
-        config = BitNetQuantConfig(modules_to_not_convert=["lm_head"], linear_class=linear_class).to_dict()
+        config = BitNetQuantConfig(
+            modules_to_not_convert=["lm_head"], linear_class=linear_class
+        ).to_dict()
         return qwen3_moe(_named("transformers"), BOTH, quantize, {"quantization_config": config})
 
     return published
@@ -301,8 +389,12 @@ def bitsandbytes(kind: str, nested: bool) -> Callable[[], Published]:
         from transformers import BitsAndBytesConfig
 
         def quantize(_module: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-            packed, state = functional.quantize_4bit(weight.bfloat16(), quant_type=kind, compress_statistics=nested)
-            named = {f"weight.{name}": tensor for name, tensor in state.as_dict(packed=True).items()}
+            packed, state = functional.quantize_4bit(
+                weight.bfloat16(), quant_type=kind, compress_statistics=nested
+            )
+            named = {
+                f"weight.{name}": tensor for name, tensor in state.as_dict(packed=True).items()
+            }
             state.dtype = torch.float32
             return {"weight": packed, **named}, functional.dequantize_4bit(packed, state)
 
@@ -344,7 +436,9 @@ def humming(**words: Any) -> Callable[[], Published]:
 _E8M0, _U8 = torch.float8_e8m0fnu, torch.uint8
 _PACKED, _INT, _FLOAT = "pack-quantized", "int-quantized", "float-quantized"
 _DEEPSEEK_FP4 = configs.fp8_blocks(scale_fmt="ue8m0", modules_to_not_convert=None)
-_MIMO = configs.fp8_blocks(store_dtype="mxfp4", routed_experts_quant_method="mxfp4", modules_to_not_convert=None)
+_MIMO = configs.fp8_blocks(
+    store_dtype="mxfp4", routed_experts_quant_method="mxfp4", modules_to_not_convert=None
+)
 
 LIVE: dict[str, Callable[[], Published]] = {
     "fp8-block": fp8_written((128, 128)),
@@ -355,7 +449,9 @@ LIVE: dict[str, Callable[[], Published]] = {
     "fp8-tensor": fp8_read("weight_scale", _tensor, configs.fp8(activation_scheme="static")),
     "fp8-channel": fp8_read("weight_scale", lambda w: _channel(w).bfloat16(), configs.fp8()),
     "fp8-channel-f32": fp8_read("weight_scale", lambda w: _channel(w).flatten(), configs.fp8()),
-    "fp8-e5m2": fp8_read("weight_scale", lambda w: _channel(w).bfloat16(), configs.fp8(fmt="e5m2"), torch.float8_e5m2),
+    "fp8-e5m2": fp8_read(
+        "weight_scale", lambda w: _channel(w).bfloat16(), configs.fp8(fmt="e5m2"), torch.float8_e5m2
+    ),
     "mxfp4-gpt-oss": mxfp4_gpt_oss,
     "mxfp4-deepseek-v4": fp4_read(torch.int8, "scale", _E8M0, _DEEPSEEK_FP4, expert_dtype="fp4"),
     "mxfp4-mimo": fp4_read(_U8, "weight_scale", _U8, _MIMO),
@@ -388,16 +484,37 @@ LIVE: dict[str, Callable[[], Published]] = {
     "humming-int4-fpzp": humming(
         b_dtype="uint4", weight_scale_group_size=128, has_zero_point=True, is_fp_zero_point=True
     ),
-    "humming-mxfp4": humming(b_dtype="float4e2m1", bs_dtype="float8e8m0", weight_scale_group_size=32),
-    "humming-nvfp4": humming(
-        b_dtype="float4e2m1", bs_dtype="float8e4m3", weight_scale_group_size=16, weight_scale_2_type="tensor"
+    "humming-mxfp4": humming(
+        b_dtype="float4e2m1", bs_dtype="float8e8m0", weight_scale_group_size=32
     ),
-    "humming-fp8-block": humming(b_dtype="float8e4m3", weight_scale_group_size=128, weight_scale_group_size_n=128),
+    "humming-nvfp4": humming(
+        b_dtype="float4e2m1",
+        bs_dtype="float8e4m3",
+        weight_scale_group_size=16,
+        weight_scale_2_type="tensor",
+    ),
+    "humming-fp8-block": humming(
+        b_dtype="float8e4m3", weight_scale_group_size=128, weight_scale_group_size_n=128
+    ),
 }
 
 _READ_ONLY = {
-    *("fp8-block-ue8m0", "fp8-block-e8m0-bytes", "fp8-block-ragged", "fp8-tensor", "fp8-channel", "fp8-channel-f32"),
-    *("fp8-e5m2", "mxfp4-gpt-oss", "mxfp4-deepseek-v4", "mxfp4-mimo", "mxfp8-minimax", "fused-fp8-channel"),
+    *(
+        "fp8-block-ue8m0",
+        "fp8-block-e8m0-bytes",
+        "fp8-block-ragged",
+        "fp8-tensor",
+        "fp8-channel",
+        "fp8-channel-f32",
+    ),
+    *(
+        "fp8-e5m2",
+        "mxfp4-gpt-oss",
+        "mxfp4-deepseek-v4",
+        "mxfp4-mimo",
+        "mxfp8-minimax",
+        "fused-fp8-channel",
+    ),
 }
 _PACKAGES = {
     "ct-": "compressed-tensors",

@@ -51,7 +51,11 @@ def load(path: Path) -> Published:
     """A model's file."""
     words = json.loads(path.read_bytes())
     return Published(
-        path.stem, words["config"], words["tensors"], words.get("expect") or {}, words.get("hf_quant_config")
+        path.stem,
+        words["config"],
+        words["tensors"],
+        words.get("expect") or {},
+        words.get("hf_quant_config"),
     )
 
 

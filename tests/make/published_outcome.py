@@ -46,9 +46,15 @@ class Outcome:
         if self.plan is None:
             return f"| {model.name} | {kind} | | | | | refused: {self.refused} |"
         layers = self.experts.layers
-        sizes = list(dict.fromkeys(f"{b.num_experts} of [{b.intermediate_size}, {b.hidden_size}]" for b in layers))
+        sizes = list(
+            dict.fromkeys(
+                f"{b.num_experts} of [{b.intermediate_size}, {b.hidden_size}]" for b in layers
+            )
+        )
         activations = list(dict.fromkeys(layer.activation.describe() for layer in layers))
-        done = ", ".join(f"{schema} {'ok' if good else 'FAILED'}" for schema, good in self.twin.items())
+        done = ", ".join(
+            f"{schema} {'ok' if good else 'FAILED'}" for schema, good in self.twin.items()
+        )
         cells = (
             model.name,
             kind,
@@ -82,7 +88,11 @@ def outcome_of(path: Path, model: Published, folder: Path, *, with_twin: bool = 
     layers = outcome.experts.layers
     first = layers[0]
     is_small = path.parent == DATA / "families"
-    sizes = None if is_small else Sizes.of(first.num_experts, first.hidden_size, first.intermediate_size)
+    sizes = (
+        None
+        if is_small
+        else Sizes.of(first.num_experts, first.hidden_size, first.intermediate_size)
+    )
     if with_twin:
         twin = write_twin(model, folder / "twin", sizes, tuple(layer.name for layer in layers))
         for schema in wanted:

@@ -35,23 +35,40 @@ def quant_weight(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """int32 codes, float32 (or e8m0) scales, zero points, unpacked."""
     size = inputs.size(-1) if group_size <= 0 else group_size
-    code, weights = parse_code_type(target_dtype_str, has_zero_point=has_zero_point), inputs.float().numpy()
+    code, weights = (
+        parse_code_type(target_dtype_str, has_zero_point=has_zero_point),
+        inputs.float().numpy(),
+    )
     groups = weights.reshape(-1, size)
-    scale, lowest, zero = np.ones((len(groups), 1), np.float32), np.float64(0), np.zeros((len(groups), 1), np.float32)
+    scale, lowest, zero = (
+        np.ones((len(groups), 1), np.float32),
+        np.float64(0),
+        np.zeros((len(groups), 1), np.float32),
+    )
     if has_scale:
         tiny = np.float32(1e-30)
         highest = np.fmax(np.fmax.reduce(groups, 1, keepdims=True), tiny)
         least = np.fmin(np.fmin.reduce(groups, 1, keepdims=True), -tiny)
-        scale = _scale(code, highest, np.abs(least), allow_negative_scale) if not has_zero_point else None
+        scale = (
+            _scale(code, highest, np.abs(least), allow_negative_scale)
+            if not has_zero_point
+            else None
+        )
         if has_zero_point:
             scale = ((highest - least) / np.float64(code.largest * 2 + 1)).astype(np.float32)
             zero, lowest = -least / scale, least
             if not is_fp_zero_point:
                 zero = np.rint(zero)
                 is_fused = source_dtype_str == "float32" and size <= FUSED
-                lowest = zero.astype(np.float64) * -scale.astype(np.float64) if is_fused else zero * -scale
+                lowest = (
+                    zero.astype(np.float64) * -scale.astype(np.float64)
+                    if is_fused
+                    else zero * -scale
+                )
         if use_e8m0_scale:
-            scale = ((scale.view(np.uint32) + np.uint32(0x7FFFFF)) & np.uint32(0x7F800000)).view(np.float32)
+            scale = ((scale.view(np.uint32) + np.uint32(0x7FFFFF)) & np.uint32(0x7F800000)).view(
+                np.float32
+            )
     shifted = (groups.astype(np.float64) - lowest).astype(np.float32) if has_zero_point else groups
     codes = torch.from_numpy(_codes(code, shifted * (np.float32(1) / scale)).reshape(inputs.shape))
     if not has_scale:
@@ -71,7 +88,10 @@ def _scale(code: CodeType, highest: np.ndarray, below: np.ndarray, is_signed: bo
     if code.kind != CodeKind.SYM_INT:
         return widest / np.float32(code.largest)
     up, down = (0.499, 1.499) if code.num_bits == 1 else (code.largest, code.largest + 1)
-    wide, narrow = ((one.astype(np.float64) / end).astype(np.float32) for one, end in ((widest, down), (narrowest, up)))
+    wide, narrow = (
+        (one.astype(np.float64) / end).astype(np.float32)
+        for one, end in ((widest, down), (narrowest, up))
+    )
     scale: np.ndarray = np.fmax(wide, narrow)
     return np.where(highest > below, -scale, scale) if is_signed else scale
 
@@ -81,12 +101,18 @@ def _codes(code: CodeType, x: np.ndarray) -> np.ndarray:
     half = 1 << (code.num_bits - 1)
     if code.kind == CodeKind.FLOAT:
         return _float_codes(code, x)
-    number = np.clip(np.nan_to_num(np.rint(x), nan=0.0).astype(np.float64), -(2.0**31), 2.0**31 - 1).astype(np.int32)
+    number = np.clip(
+        np.nan_to_num(np.rint(x), nan=0.0).astype(np.float64), -(2.0**31), 2.0**31 - 1
+    ).astype(np.int32)
     if code.kind == CodeKind.SYM_INT:  # whose sum overflows, as in the kernel
         return np.clip(number + np.int32(half), 0, 2 * half - 1)
     least, most = code.bounds
     integers = np.clip(number, int(least), int(most))
-    return integers if code.kind == CodeKind.ASYM_INT else np.where(integers < 0, half | -integers, integers)
+    return (
+        integers
+        if code.kind == CodeKind.ASYM_INT
+        else np.where(integers < 0, half | -integers, integers)
+    )
 
 
 def _float_codes(code: CodeType, x: np.ndarray) -> np.ndarray:

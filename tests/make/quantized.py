@@ -30,7 +30,11 @@ def quantize(
     """Quantize the matrices [N, K] of one expert; see `quantize_stacks`."""
     results = []
     given = None if powers is None else [one.unsqueeze(0) for one in powers]
-    for stack in quantize_stacks([one.unsqueeze(0) for one in matrices], schema, param_dtype, given, **options):
-        tensors = {name: tensor[0] if tensor.ndim > 1 else tensor for name, tensor in stack.tensors.items()}
+    for stack in quantize_stacks(
+        [one.unsqueeze(0) for one in matrices], schema, param_dtype, given, **options
+    ):
+        tensors = {
+            name: tensor[0] if tensor.ndim > 1 else tensor for name, tensor in stack.tensors.items()
+        }
         results.append(Quantized(tensors, stack.error_sums()[0]))
     return results

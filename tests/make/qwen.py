@@ -54,4 +54,8 @@ def write_qwen3_moe(
 
 def read_tree(folder: Path) -> dict[str, bytes]:
     """Every file of a folder by its relative path."""
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        p.relative_to(folder).as_posix(): p.read_bytes()
+        for p in sorted(folder.rglob("*"))
+        if p.is_file()
+    }

@@ -16,7 +16,16 @@ from unittest.mock import patch
 import hqconv.io.durable_files
 
 # Ways to change a disk that no conversion takes; one that would is not recorded, so that it must not pass unseen.
-UNKNOWN = ("pwritev", "writev", "link", "symlink", "sendfile", "copy_file_range", "removedirs", "renames")
+UNKNOWN = (
+    "pwritev",
+    "writev",
+    "link",
+    "symlink",
+    "sendfile",
+    "copy_file_range",
+    "removedirs",
+    "renames",
+)
 
 
 @dataclass(frozen=True)
@@ -170,7 +179,11 @@ class Recorder:
             with self._lock:
                 real(descriptor, offset, count)
                 if descriptor in self._handles:
-                    self._note("size", handle=self._handles[descriptor], size=max(os.fstat(descriptor).st_size, 0))
+                    self._note(
+                        "size",
+                        handle=self._handles[descriptor],
+                        size=max(os.fstat(descriptor).st_size, 0),
+                    )
 
         return call
 
@@ -189,7 +202,9 @@ class Recorder:
         def call(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
             if self._inside(file) is None or not set(mode) & set("wax+"):
                 return real(file, mode, *args, **kwargs)
-            if mode not in ("wb", "xb") or any(word not in (-1, None) for word in (*args, *kwargs.values())):
+            if mode not in ("wb", "xb") or any(
+                word not in (-1, None) for word in (*args, *kwargs.values())
+            ):
                 raise AssertionError(f"the recorder does not know open(…, {mode!r}, …)")
             return io.BufferedWriter(_Noted(os.fspath(file), is_new=mode == "xb"))
 

@@ -43,11 +43,18 @@ class Reference:
             table = {key: Row(kind, there.startswith("always")) for key, kind, there in rows}
             title = section.partition("\n")[0]
             num_lines = len(re.findall(r"^\|", section, re.MULTILINE)) - 2
-            assert len(table) == len(rows) == num_lines > 0, f"{title}: a row cannot be read, or is there twice"
+            assert len(table) == len(rows) == num_lines > 0, (
+                f"{title}: a row cannot be read, or is there twice"
+            )
             assert title not in tables, title
             tables[title] = table
         found = cls(tables)
-        unknown = [kind for table in tables.values() for row in table.values() for kind in found._unknown(row.kind)]
+        unknown = [
+            kind
+            for table in tables.values()
+            for row in table.values()
+            for kind in found._unknown(row.kind)
+        ]
         assert not unknown, unknown
         return found
 
@@ -64,7 +71,9 @@ class Reference:
         elif kind.startswith(("list of ", "map of ")):
             yield from self._of_many(value, kind, where)
         elif kind in _PLAIN:
-            is_right = isinstance(value, _PLAIN[kind]) and (kind in ("boolean", "any") or not isinstance(value, bool))
+            is_right = isinstance(value, _PLAIN[kind]) and (
+                kind in ("boolean", "any") or not isinstance(value, bool)
+            )
             if not is_right:
                 yield f"{where} is no {kind}: {value!r:.60}"
         else:

@@ -106,9 +106,16 @@ def with_activation(words: dict[str, Any]) -> Source:
     renamed = {}
     for name, tensor in tensors.items():
         expert, _, word = name.removesuffix(".weight").removeprefix(f"{LAYER}.").partition(".")
-        renamed[f"{block}.{expert}.{names[word]}.weight" if name.startswith(LAYER) else name] = tensor
+        renamed[f"{block}.{expert}.{names[word]}.weight" if name.startswith(LAYER) else name] = (
+            tensor
+        )
     sizes = (INNER, INNER, E, E, E, 2)
-    keys: tuple[str, ...] = ("intermediate_size", "moe_intermediate_size", "num_experts", "num_local_experts")
+    keys: tuple[str, ...] = (
+        "intermediate_size",
+        "moe_intermediate_size",
+        "num_experts",
+        "num_local_experts",
+    )
     keys += ("moe_num_experts", "moe_top_k")
     return renamed, {**config, **dict(zip(keys, sizes, strict=True)), **words}
 
@@ -129,7 +136,11 @@ def fp8_tensors() -> Source:
 
     def parts(n: int, k: int, seed: int) -> Tensors:
         scale = torch.tensor(0.5 + (seed // 10) / 8 + (seed % 10 == 2))
-        return {"weight": _codes(n, k, seed), "weight_scale": scale, "input_scale": torch.tensor(1.0)}
+        return {
+            "weight": _codes(n, k, seed),
+            "weight_scale": scale,
+            "input_scale": torch.tensor(1.0),
+        }
 
     return per_expert(parts, {"quant_method": "fp8", "activation_scheme": "static"})
 
@@ -142,9 +153,19 @@ def packed_int4() -> Source:
         words = _bytes(n, k // 2).roll(seed).view(torch.int32)
         return {"weight_packed": words, "weight_scale": scale, "weight_shape": torch.tensor([n, k])}
 
-    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "strategy": "group",
+        "group_size": 128,
+        "symmetric": True,
+    }
     group = {"targets": ["Linear"], "weights": weights}
-    words = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"]}
+    words = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "ignore": ["lm_head"],
+    }
     return per_expert(parts, words | {"config_groups": {"group_0": group}})
 
 
@@ -175,7 +196,9 @@ def nvfp4() -> Source:
             "input_scale": torch.tensor(1.0),
         }
 
-    return per_expert(parts, {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]})
+    return per_expert(
+        parts, {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+    )
 
 
 def _gpt_oss_biases(inner: int) -> Tensors:

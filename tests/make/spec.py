@@ -41,7 +41,15 @@ class FormatSpec:
 class Table(dict[str, FormatSpec]):
     """Rows by name."""
 
-    def row(self, name: str, encode: Encoder, config: Json, recognised: str, direct: str = "", **more: Any) -> None:
+    def row(
+        self,
+        name: str,
+        encode: Encoder,
+        config: Json,
+        recognised: str,
+        direct: str = "",
+        **more: Any,
+    ) -> None:
         """Add one."""
         assert name not in self, name
         self[name] = FormatSpec(encode, config, recognised, direct, **more)

@@ -102,7 +102,9 @@ def process(
     codes = _packed(np.stack([row[0] for row in rows]), scheme.dtype)
     groups = None
     if rows[0][1] is not None:
-        groups = _stored_scales(np.stack([row[1] for row in rows if row[1] is not None]), scheme.scale_dtype)
+        groups = _stored_scales(
+            np.stack([row[1] for row in rows if row[1] is not None]), scheme.scale_dtype
+        )
     if static is not None or rows[0][2] is None:
         return codes, groups, token_scales
     return codes, groups, torch.tensor([[float(row[2] or 0)] for row in rows])
@@ -129,7 +131,9 @@ def _multiplied(config: Any, inputs: torch.Tensor, scale: Any, scale_2: Any) -> 
     return torch.from_numpy(values)
 
 
-def multiply(config: Any, inputs: torch.Tensor, outputs: torch.Tensor, **words: Any) -> torch.Tensor:
+def multiply(
+    config: Any, inputs: torch.Tensor, outputs: torch.Tensor, **words: Any
+) -> torch.Tensor:
     """`humming.forward.humming_forward` of the indexed kind, with weights [E, N, K] of floats."""
     x = _multiplied(config, inputs, words["input_scale"], words["input_scale_2"])
     weight, bias = words["weight"].double(), words.get("bias")
@@ -143,7 +147,9 @@ def multiply(config: Any, inputs: torch.Tensor, outputs: torch.Tensor, **words: 
 
 def use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have `backends/moe` run these instead of Humming's, on the CPU."""
-    library = SimpleNamespace(forward=SimpleNamespace(may_process_input=process, humming_forward=multiply))
+    library = SimpleNamespace(
+        forward=SimpleNamespace(may_process_input=process, humming_forward=multiply)
+    )
     monkeypatch.setattr(moe, "humming_gpu", lambda: library)
     monkeypatch.setattr(moe, "tuning_entry", lambda *_: {"block_shape": [BLOCK_M]})
     properties = SimpleNamespace(multi_processor_count=1)

@@ -122,10 +122,14 @@ class Commands:
 
 def without_progress(stderr: str) -> str:
     """stderr without progress lines: a busy machine shows some, because one is due every five seconds."""
-    return "".join(line for line in stderr.splitlines(keepends=True) if not _PROGRESS_LINE.match(line))
+    return "".join(
+        line for line in stderr.splitlines(keepends=True) if not _PROGRESS_LINE.match(line)
+    )
 
 
-def problem_of(ended: Ended, number: Signals, out: Path, new: dict[str, bytes], old: dict[str, bytes] | None) -> str:
+def problem_of(
+    ended: Ended, number: Signals, out: Path, new: dict[str, bytes], old: dict[str, bytes] | None
+) -> str:
     """What is wrong about a conversion that was sent a signal, "" for nothing.
 
     new: the artifact that it makes. old: the one that it replaces, if any.
@@ -140,10 +144,18 @@ def problem_of(ended: Ended, number: Signals, out: Path, new: dict[str, bytes], 
     if lines != [MESSAGE]:
         return f"not one line: {ended.stderr!r}"
     found = {name: data for name, data in read_tree(out).items() if name != JOURNAL}
-    return "" if MANIFEST not in found or found in (new, old) else "what is unfinished passes for an artifact"
+    return (
+        ""
+        if MANIFEST not in found or found in (new, old)
+        else "what is unfinished passes for an artifact"
+    )
 
 
 def is_begun(out: Path, new: dict[str, bytes]) -> bool:
     """Whether there is something that `--resume` goes on with, or, beside the finished artifact `new`, tidies up."""
     side = side_folder(out)
-    return (out / JOURNAL).exists() or (side / JOURNAL).exists() or (side.exists() and read_tree(out) == new)
+    return (
+        (out / JOURNAL).exists()
+        or (side / JOURNAL).exists()
+        or (side.exists() and read_tree(out) == new)
+    )

@@ -30,7 +30,9 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 def words_of(tensor: torch.Tensor) -> torch.Tensor:
     """The same bits as integers: torch stacks, joins and picks those of every width."""
-    return tensor.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize])
+    return tensor.contiguous().view(
+        {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize]
+    )
 
 
 def pick(tensor: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
@@ -43,7 +45,9 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     left, right = left.cpu().contiguous(), right.cpu().contiguous()
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
-    return left.numel() == 0 or left.flatten().view(torch.uint8).equal(right.flatten().view(torch.uint8))
+    return left.numel() == 0 or left.flatten().view(torch.uint8).equal(
+        right.flatten().view(torch.uint8)
+    )
 
 
 def assert_same(left: torch.Tensor, right: torch.Tensor, what: object) -> None:
@@ -51,12 +55,16 @@ def assert_same(left: torch.Tensor, right: torch.Tensor, what: object) -> None:
     assert (left.dtype, tuple(left.shape)) == (right.dtype, tuple(right.shape)), what
     if left.numel() == 0:
         return
-    bits = [x.contiguous().flatten().view(torch.uint8).view(-1, x.dtype.itemsize) for x in (left, right)]
+    bits = [
+        x.contiguous().flatten().view(torch.uint8).view(-1, x.dtype.itemsize) for x in (left, right)
+    ]
     wrong = (bits[0] != bits[1]).any(-1).nonzero().flatten()
     if len(wrong):
         place = tuple(int(i) for i in torch.unravel_index(wrong[0], left.shape))
         values = [x[int(wrong[0])].tolist() for x in bits]
-        raise AssertionError(f"{what}: {len(wrong)} of {left.numel()} differ, first at {place}: {values}")
+        raise AssertionError(
+            f"{what}: {len(wrong)} of {left.numel()} differ, first at {place}: {values}"
+        )
 
 
 def with_one_nan(tensor: torch.Tensor) -> torch.Tensor:

@@ -48,7 +48,9 @@ class Sizes:
         return cls((num_experts, min(num_experts, NUM_EXPERTS)), (hidden, new[0]), (inner, new[1]))
 
 
-def write_twin(model: Published, folder: Path, sizes: Sizes | None, blocks: tuple[str, ...]) -> Path:
+def write_twin(
+    model: Published, folder: Path, sizes: Sizes | None, blocks: tuple[str, ...]
+) -> Path:
     """A checkpoint with a few layers and experts of a model; without `sizes` of the sizes that it has.
 
     `blocks`: paths of the experts modules; two of them are kept, and the last.
@@ -57,7 +59,9 @@ def write_twin(model: Published, folder: Path, sizes: Sizes | None, blocks: tupl
     tensors = list(model.tensors())
     if sizes is not None:
         layers = {_layer_of(f"{name}.") for name in (*blocks[:2], blocks[-1])} | {None}
-        tensors = [t for name, dtype, shape in tensors if (t := _scaled(name, dtype, shape, sizes, layers))]
+        tensors = [
+            t for name, dtype, shape in tensors if (t := _scaled(name, dtype, shape, sizes, layers))
+        ]
     config = model.config if sizes is None else _scaled_config(model.config, sizes)
     is_e8m0 = '"scale_fmt": "ue8m0"' in json.dumps(config)
     (folder / "config.json").write_text(json.dumps(config))
@@ -83,7 +87,9 @@ def _scaled(
     if _layer_of(name) not in layers or (expert and int(expert.group(1)) >= sizes.experts[1]):
         return None
     stacked = ".experts." in name or "moe" in name.split(".") or len(shape) >= 3
-    is_expert = expert is not None or (stacked and "shared" not in name and not name.startswith("talker."))
+    is_expert = expert is not None or (
+        stacked and "shared" not in name and not name.startswith("talker.")
+    )
     if not is_expert:
         return name, dtype, [min(n, _SMALL) for n in shape]
     return name, dtype, _scaled_shape(name, shape, sizes)
@@ -94,7 +100,11 @@ def _scaled_shape(name: str, shape: list[int], sizes: Sizes) -> list[int]:
     lead: list[int] = []
     if len(shape) > 1 and shape[0] == sizes.experts[0] and ".experts." + "0" not in name:
         lead, shape = [sizes.experts[1]], shape[1:]
-    order = (sizes.hidden, sizes.inner) if re.search(r"down|w2|output_linear", name) else (sizes.inner, sizes.hidden)
+    order = (
+        (sizes.hidden, sizes.inner)
+        if re.search(r"down|w2|output_linear", name)
+        else (sizes.inner, sizes.hidden)
+    )
     for first, second in (order, order[::-1]):
         found = [_part(n, of) for n, of in zip(shape[:2], (first, second), strict=False)]
         if all(found):
@@ -161,15 +171,22 @@ def _data(tensors: list[tuple[str, str, list[int]]], is_e8m0: bool) -> Iterator[
         elif dtype == "F8_E4M3" and "scale" in part:
             yield random.integers(0x20, 0x50, shape, np.uint8).tobytes()
         elif dtype == "F8_E4M3":
-            magnitude, sign = (random.integers(0, 0x7F, shape, np.uint8), random.integers(0, 2, shape, np.uint8))
+            magnitude, sign = (
+                random.integers(0, 0x7F, shape, np.uint8),
+                random.integers(0, 2, shape, np.uint8),
+            )
             yield (magnitude | sign << 7).tobytes()
         else:
             yield random.bytes(math.prod(shape) * num_bits(dtype) // 8)
 
 
-def _floats(part: str, dtype: str, shape: list[int], random: np.random.Generator, is_e8m0: bool) -> bytes:
+def _floats(
+    part: str, dtype: str, shape: list[int], random: np.random.Generator, is_e8m0: bool
+) -> bytes:
     values = random.standard_normal(shape, np.float32) * np.float32(0.02)
-    if part.endswith(("scale_2", "global_scale")):  # gate's and up's are one, as calibration gives them
+    if part.endswith(
+        ("scale_2", "global_scale")
+    ):  # gate's and up's are one, as calibration gives them
         values = np.full(shape, 2.0**-8, np.float32)
     elif "scale" in part:
         values = np.abs(values) / 4 + np.float32(2.0**-10)

@@ -11,8 +11,18 @@ import torch
 
 from hqconv.planning.calibration import BUILTIN_TEXT
 
-_CONFIG = {"hidden_size": 64, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
-_ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 128, "head_dim": 16}
+_CONFIG = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+_ATTENTION = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128,
+    "head_dim": 16,
+}
 
 
 def text_of(begin: int, end: int) -> str:
@@ -27,7 +37,11 @@ def write_uneven(folder: Path, sizes: Sequence[float]) -> Path:
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
     characters = sorted(set(text_of(0, 500)))[:120]
-    words = Tokenizer(models.WordLevel({"none": 0} | {c: i for i, c in enumerate(characters, 1)}, unk_token="none"))
+    words = Tokenizer(
+        models.WordLevel(
+            {"none": 0} | {c: i for i, c in enumerate(characters, 1)}, unk_token="none"
+        )
+    )
     words.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="none")
     config = transformers.MixtralConfig(
@@ -38,7 +52,9 @@ def write_uneven(folder: Path, sizes: Sequence[float]) -> Path:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim > 1:
-                weight.copy_(torch.randn(weight.shape, generator=generator) / math.sqrt(weight.size(-1)))
+                weight.copy_(
+                    torch.randn(weight.shape, generator=generator) / math.sqrt(weight.size(-1))
+                )
             if name.endswith("down_proj"):
                 weight.mul_(sizes[int(name.split(".")[2])])
         model.get_input_embeddings().weight.mul_(8)  # numbers near 1

@@ -34,7 +34,11 @@ import vllm.model_executor.layers.fused_moe.experts.fused_humming_moe as experts
 from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
 from vllm.model_executor.layers.fused_moe import RoutedExperts  # noqa: E402
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation  # noqa: E402
-from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType  # noqa: E402
+from vllm.model_executor.layers.fused_moe.config import (  # noqa: E402
+    FusedMoEConfig,
+    FusedMoEParallelConfig,
+    RoutingMethodType,
+)
 from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager  # noqa: E402
 from vllm.model_executor.layers.linear import LinearBase  # noqa: E402
 
@@ -47,7 +51,11 @@ experts.HummingExpertsBase.init_humming_moe = lambda self: None
 def humming_on_cpu(sm_version: int = 90) -> Iterator[None]:
     """Humming as on a GPU of this SM, with its weight ops on the CPU."""
     humming()
-    with target_facts(GpuTarget(sm_version)), resident(torch.device("cpu")), patch("torch.cuda.device", NoDevice):
+    with (
+        target_facts(GpuTarget(sm_version)),
+        resident(torch.device("cpu")),
+        patch("torch.cuda.device", NoDevice),
+    ):
         yield
 
 

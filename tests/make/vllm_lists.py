@@ -16,7 +16,15 @@ LEFT_OUT = {
     "mistral_large4": "neither vLLM nor its transformers has it",
     "step3p7": "vLLM takes a vision config that transformers does not write",
 }
-DRAFTED = {"deepseek_v3", "deepseek_v32", "deepseek_v4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3"}
+DRAFTED = {
+    "deepseek_v3",
+    "deepseek_v32",
+    "deepseek_v4",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "hy_v3",
+}
 DRAFTED |= {"bailing_hybrid", "nemotron_h", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"}
 # What the plugin refuses, and in which words.
 REFUSED = dict.fromkeys(("llama4", "llama4_text"), "cannot weigh the experts' inputs")

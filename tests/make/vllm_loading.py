@@ -43,7 +43,9 @@ class Nothing:
 class TritonConfig(types.SimpleNamespace):
     """triton.Config, whose stages vLLM's mamba kernels look at while they are imported."""
 
-    def __init__(self, kwargs: Any = None, num_warps: int = 4, num_stages: int = 1, **more: Any) -> None:
+    def __init__(
+        self, kwargs: Any = None, num_warps: int = 4, num_stages: int = 1, **more: Any
+    ) -> None:
         super().__init__(kwargs=kwargs, num_warps=num_warps, num_stages=num_stages, **more)
 
 
@@ -75,15 +77,25 @@ def _op(self: Any, name: str) -> Any:
 def stand_ins(folder: Path) -> Iterator[None]:
     """What the classes need to be built: one rank of a process group, and nothing in place of devices and kernels."""
     with contextlib.ExitStack() as stack:
-        for module, name in ((attention, "Attention"), (mla, "MLAAttention"), (chunked, "ChunkedLocalAttention")):
+        for module, name in (
+            (attention, "Attention"),
+            (mla, "MLAAttention"),
+            (chunked, "ChunkedLocalAttention"),
+        ):
             stack.enter_context(patch.object(getattr(module, name), "__init__", _no_attention))
         for name in ("Stream", "Event", "current_stream"):
             stack.enter_context(patch.object(torch.cuda, name, Nothing))
-        stack.enter_context(patch.object(vllm.triton_utils.triton, "Config", TritonConfig, create=True))
-        stack.enter_context(patch.object(registry._LazyRegisteredModel, "inspect_model_cls", _inspect))
+        stack.enter_context(
+            patch.object(vllm.triton_utils.triton, "Config", TritonConfig, create=True)
+        )
+        stack.enter_context(
+            patch.object(registry._LazyRegisteredModel, "inspect_model_cls", _inspect)
+        )
         stack.enter_context(patch.object(torch._ops._OpNamespace, "__getattr__", _op))
         stack.enter_context(vllm_cpu.config())
-        parallel_state.init_distributed_environment(1, 0, f"file://{folder}/group", 0, backend="gloo")
+        parallel_state.init_distributed_environment(
+            1, 0, f"file://{folder}/group", 0, backend="gloo"
+        )
         parallel_state.initialize_model_parallel()
         stack.callback(parallel_state.destroy_distributed_environment)
         stack.callback(parallel_state.destroy_model_parallel)
@@ -95,7 +107,11 @@ def stock_model(folder: Path) -> Iterator[nn.Module]:
     """The model of a folder as vLLM builds it from config.json, its quantization_config included, in bfloat16."""
     from vllm.model_executor.model_loader.utils import configure_quant_config, get_model_cls
 
-    words: dict[str, Any] = {"skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 32}
+    words: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "max_model_len": 32,
+    }
     model_config = ModelConfig(model=str(folder), dtype="bfloat16", **words)
     vllm_config = VllmConfig(model_config=model_config)
     vllm_config.compilation_config.custom_ops = ["none"]

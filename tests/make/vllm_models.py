@@ -21,8 +21,18 @@ from tests.make.families import LAYERS
 
 # Words that vLLM's classes ask of a config and transformers' tiny models do not have.
 WORDS: dict[str, dict[str, Any]] = {
-    "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1, "route_scale": 1.0},
-    "bailing_hybrid": {"architectures": ["BailingMoeV2_5ForCausalLM"], "use_bias": False, "use_qkv_bias": False},
+    "afmoe": {
+        "score_func": "sigmoid",
+        "route_norm": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "route_scale": 1.0,
+    },
+    "bailing_hybrid": {
+        "architectures": ["BailingMoeV2_5ForCausalLM"],
+        "use_bias": False,
+        "use_qkv_bias": False,
+    },
     "deepseek_v2": {"n_group": 1, "topk_group": 1},
     "deepseek_v3": {"topk_method": "noaux_tc"},
     "deepseek_v32": {"first_k_dense_replace": 1, "topk_method": "noaux_tc"},
@@ -51,7 +61,9 @@ WORDS: dict[str, dict[str, Any]] = {
             "dense_mlp_idx": 1,
             "local_layer_ids": [0, 1],
             "shared_expert_sink": True,
-            **dict.fromkeys(("use_embed_norm", "use_sconv", "use_gate_bias", "use_global_scale"), True),
+            **dict.fromkeys(
+                ("use_embed_norm", "use_sconv", "use_gate_bias", "use_global_scale"), True
+            ),
         }
     },
     "kimi_linear": {
@@ -66,7 +78,11 @@ WORDS: dict[str, dict[str, Any]] = {
             "short_conv_kernel_size": 4,
         },
     },
-    "longcat_flash": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"},
+    "longcat_flash": {
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+        "zero_expert_type": "identity",
+    },
     "mimo_v2_flash": {
         "hybrid_layer_pattern": [0, 0],
         "moe_layer_freq": [0, 1],
@@ -90,14 +106,25 @@ WORDS: dict[str, dict[str, Any]] = {
 NEXT = {"num_nextn_predict_layers": 1}
 DRAFTS: dict[str, tuple[dict[str, Any], str]] = {
     **dict.fromkeys(
-        ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3", "bailing_hybrid"),
+        (
+            "deepseek_v3",
+            "deepseek_v32",
+            "glm4_moe",
+            "glm4_moe_lite",
+            "glm_moe_dsa",
+            "hy_v3",
+            "bailing_hybrid",
+        ),
         (NEXT, f"model.layers.{LAYERS}.mlp.experts"),
     ),
     "qwen3_next": (NEXT, "mtp.layers.0.mlp.experts"),
     "qwen3_5_moe_text": ({"mtp_num_hidden_layers": 1}, "mtp.layers.0.mlp.experts"),
     "qwen3_5_moe": ({"text_config": {"mtp_num_hidden_layers": 1}}, "mtp.layers.0.mlp.experts"),
     "deepseek_v4": (NEXT, "mtp.0.ffn.experts"),
-    "nemotron_h": (NEXT | {"mtp_layers_block_type": ["attention", "moe"]}, "mtp.layers.1.mixer.experts"),
+    "nemotron_h": (
+        NEXT | {"mtp_layers_block_type": ["attention", "moe"]},
+        "mtp.layers.1.mixer.experts",
+    ),
 }
 
 # --- what stands in ----------------------------------------------------------------------------------------
@@ -114,7 +141,9 @@ from vllm.v1.worker.workspace import init_workspace_manager  # noqa: E402
 
 
 def _merged(config: dict[str, Any], words: Mapping[str, Any]) -> dict[str, Any]:
-    nested = {key: config[key] | word for key, word in words.items() if isinstance(config.get(key), dict)}
+    nested = {
+        key: config[key] | word for key, word in words.items() if isinstance(config.get(key), dict)
+    }
     return {**config, **words, **nested}
 
 
@@ -131,14 +160,20 @@ def reword(folder: Path, model_type: str, **more: Any) -> str:
 
 def configure(folder: Path, is_drafted: bool) -> tuple[VllmConfig, ModelConfig | None]:
     """A server's config for a folder, and the model config of its draft."""
-    words: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "bfloat16", "enforce_eager": True}
+    words: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "enforce_eager": True,
+    }
     model_config = ModelConfig(model=str(folder), tokenizer=str(folder), max_model_len=64, **words)
     vllm = VllmConfig(model_config=model_config)
     if not is_drafted:
         return vllm, None
     ranks = {"target_model_config": model_config, "target_parallel_config": vllm.parallel_config}
     speculative = SpeculativeConfig(method="mtp", num_speculative_tokens=1, **ranks)
-    return VllmConfig(model_config=model_config, speculative_config=speculative), speculative.draft_model_config
+    return VllmConfig(
+        model_config=model_config, speculative_config=speculative
+    ), speculative.draft_model_config
 
 
 def answer(out: Path, ask_one: Callable[[Path, str], dict[str, Any]], names: Sequence[str]) -> None:
@@ -152,7 +187,9 @@ def answer(out: Path, ask_one: Callable[[Path, str], dict[str, Any]], names: Seq
         init_workspace_manager(torch.device("cpu"))
         for name in names:
             try:
-                with set_current_vllm_config(VllmConfig()):  # what is imported on the way asks for one
+                with set_current_vllm_config(
+                    VllmConfig()
+                ):  # what is imported on the way asks for one
                     answers[name] = ask_one(Path(scratch) / name, name)
             except Exception as error:  # noqa: BLE001 - the test's to judge
                 answers[name] = {"error": f"{type(error).__name__}: {error}"}

@@ -16,7 +16,9 @@ from tests.make import configs
 
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 MAX = 448.0
-PLAIN = "model.layers.1.self_attn.o_proj"  # the one that is left as it is, where a config can say so
+PLAIN = (
+    "model.layers.1.self_attn.o_proj"  # the one that is left as it is, where a config can say so
+)
 Parts = Iterator[tuple[str, torch.Tensor]]
 Store = Callable[[torch.Tensor], Parts]
 
@@ -77,13 +79,21 @@ def _tensors(weight: torch.Tensor, *caches: str) -> Parts:
 
 def _compressed() -> configs.Json:
     words = configs.compressed("float-quantized", 8, "float", "channel", ignore=[PLAIN])
-    inputs = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
+    inputs = {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "token",
+        "symmetric": True,
+        "dynamic": True,
+    }
     words["quantization_config"]["config_groups"]["group_0"]["input_activations"] = inputs
     return words
 
 
 # Of a model with a vision tower, whose modules vLLM calls otherwise and fuses: what is left plain, one by one.
-_VISUAL = [f"blocks.0.{name}" for name in ("attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2")]
+_VISUAL = [
+    f"blocks.0.{name}" for name in ("attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2")
+]
 _QWEN_PLAIN = [
     "lm_head",
     "mtp.fc",
@@ -99,7 +109,13 @@ _QWEN = r"(?!model\.visual|.*layers\.1\.self_attn\.[qkv]_).*"
 _SIZES = {"hidden": 256, "inner": 256}
 _LINEAR = rf"(?!{re.escape(PLAIN)}|.*\.eh_proj).*_proj(_with_mqa)?\.weight"
 _MLA = {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_rope_head_dim": 128, "qk_nope_head_dim": 128}
-_V4 = {"q_lora_rank": 128, "o_lora_rank": 128, "head_dim": 512, "qk_rope_head_dim": 64, "expert_dtype": "fp4"}
+_V4 = {
+    "q_lora_rank": 128,
+    "o_lora_rank": 128,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "expert_dtype": "fp4",
+}
 CASES = {
     "fp8": Case(
         "deepseek_v3",
@@ -109,7 +125,10 @@ CASES = {
     ),
     "deepseek_v4_fp8": Case(
         "deepseek_v4",
-        {r".*\.experts\.\d+\.w\d\.weight": _fp4, r".*(attn\.w\w+|experts\.w\d|\.[eh]_proj)\.weight": _power_blocks},
+        {
+            r".*\.experts\.\d+\.w\d\.weight": _fp4,
+            r".*(attn\.w\w+|experts\.w\d|\.[eh]_proj)\.weight": _power_blocks,
+        },
         configs.fp8_blocks(scale_fmt="ue8m0", modules_to_not_convert=None),
         _SIZES | _V4,
         "source",
@@ -124,7 +143,9 @@ CASES = {
         configs.fp8_blocks(modules_to_not_convert=_QWEN_PLAIN),
         _SIZES | {"head_dim": 128, "shared_expert_intermediate_size": 256},
     ),
-    "compressed-tensors": Case("qwen3_moe", {_LINEAR: _channels}, _compressed(), _SIZES | {"intermediate_size": 256}),
+    "compressed-tensors": Case(
+        "qwen3_moe", {_LINEAR: _channels}, _compressed(), _SIZES | {"intermediate_size": 256}
+    ),
     "modelopt": Case(
         "qwen3_moe",
         {
@@ -143,9 +164,15 @@ def store(folder: Path, case: Case) -> None:
     path = folder / "model.safetensors"
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(path).items():
-        encode = next((way for names, way in case.stores.items() if re.fullmatch(names, name)), None)
+        encode = next(
+            (way for names, way in case.stores.items() if re.fullmatch(names, name)), None
+        )
         module = name.removesuffix("weight")
-        parts = {name: tensor} if encode is None else {module + part: one for part, one in encode(tensor)}
+        parts = (
+            {name: tensor}
+            if encode is None
+            else {module + part: one for part, one in encode(tensor)}
+        )
         tensors |= {part: one.contiguous() for part, one in parts.items()}
     save_file(tensors, path, {"format": "pt"})
     config = folder / "config.json"

@@ -23,7 +23,9 @@ from tests.make import vllm_models  # isort: skip  - before vLLM
 from vllm.config import ModelConfig, VllmConfig
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsConfig,
+)
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.layers.quantization.modelopt import ModelOptFp8Config
 from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4Config
@@ -61,7 +63,9 @@ DRAFTS: dict[str, tuple[Mapping[str, str], tuple[str, ...]]] = {
         ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
         (_LAST, ("eh_proj", "enorm", "hnorm", "shared_head.norm", "shared_head.head")),
     ),
-    **dict.fromkeys(("hy_v3", "bailing_hybrid"), (_LAST, ("eh_proj", "enorm", "hnorm", "final_layernorm"))),
+    **dict.fromkeys(
+        ("hy_v3", "bailing_hybrid"), (_LAST, ("eh_proj", "enorm", "hnorm", "final_layernorm"))
+    ),
     "qwen3_next": (_MTP, _JOINED),
     "qwen3_5_moe_text": (_MTP, _JOINED),
     "qwen3_5_moe": ({"model.language_model.layers.1.": "mtp.layers.0."}, _JOINED),
@@ -74,7 +78,10 @@ DRAFTS: dict[str, tuple[Mapping[str, str], tuple[str, ...]]] = {
         ("eh_proj", "enorm", "hnorm"),
     ),
 }
-NOT_DRAFTED = ("tid2eid", "attn.compressor")  # DeepSeek-V4's drafts choose by scores, and compress nothing
+NOT_DRAFTED = (
+    "tid2eid",
+    "attn.compressor",
+)  # DeepSeek-V4's drafts choose by scores, and compress nothing
 # What transformers saves otherwise than publishers do, and vLLM reads only as publishers do; None: left out.
 NAMES: dict[str, dict[str, str | None]] = {
     "deepseek_v4": {
@@ -108,7 +115,10 @@ def publish(folder: Path, model_type: str, hidden: int) -> None:
 
 
 def _draft(
-    tensors: Mapping[str, torch.Tensor], hidden: int, moved: Mapping[str, str], more: tuple[str, ...]
+    tensors: Mapping[str, torch.Tensor],
+    hidden: int,
+    moved: Mapping[str, str],
+    more: tuple[str, ...],
 ) -> dict[str, torch.Tensor]:
     """The last layer's tensors under other names, and what joins the draft to the model."""
     first = next(iter(moved.values()))
@@ -165,7 +175,11 @@ def load_all(folder: Path, is_drafted: bool) -> dict[str, dict[str, Any]]:
 
 def experts_of(model: torch.nn.Module) -> list[tuple[str, Any]]:
     """The layers of experts by name."""
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, RoutedExperts)]
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, RoutedExperts)
+    ]
 
 
 def parameters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -185,7 +199,11 @@ def layers_of(model: torch.nn.Module) -> Iterator[dict[str, Any]]:
         words["method"] = type(method).__name__
         if words["method"] == "HqconvMoEMethod":
             stored = load_file(method.file.path)
-            held = {f"{method.stored.name}.{n}": p for n, p in layer.named_parameters() if n not in ROUTING}
+            held = {
+                f"{method.stored.name}.{n}": p
+                for n, p in layer.named_parameters()
+                if n not in ROUTING
+            }
             words |= {"block": method.stored.name, "activation": layer.activation.value}
             words |= {"limit": layer.swiglu_limit, "holds_its_file": held.keys() == stored.keys()}
             words["holds_its_file"] &= all(torch.equal(stored[name], held[name]) for name in stored)
@@ -199,7 +217,8 @@ def methods_of(model: torch.nn.Module) -> dict[str, str]:
     return {
         name: type(method).__name__
         for name, method in found.items()
-        if isinstance(method, QuantizeMethodBase) and not any(expert.startswith(name) for expert in experts)
+        if isinstance(method, QuantizeMethodBase)
+        and not any(expert.startswith(name) for expert in experts)
     }
 
 
@@ -222,12 +241,16 @@ def compared(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, An
         return {"source": theirs["error"]}
     one, other = parameters_of(ours["model"]), parameters_of(theirs["model"])
     experts = tuple(f"{name}." for name, _ in experts_of(theirs["model"]))
-    named = {name for name in theirs["named"] if not name.startswith(experts) or name.endswith(ROUTING)}
+    named = {
+        name for name in theirs["named"] if not name.startswith(experts) or name.endswith(ROUTING)
+    }
     unlike = {name for name in one.keys() & other.keys() if not torch.equal(one[name], other[name])}
     return {
         "unlike": sorted((one.keys() ^ other.keys()) | unlike),
         "unnamed": sorted(named - ours["named"]),
-        "other_methods": sorted(methods_of(ours["model"]).items() ^ methods_of(theirs["model"]).items()),
+        "other_methods": sorted(
+            methods_of(ours["model"]).items() ^ methods_of(theirs["model"]).items()
+        ),
     }
 
 
@@ -235,7 +258,11 @@ def ask(folder: Path, case: str) -> dict[str, Any]:
     """Convert a small model and compare what vLLM makes of it, and of its draft where it has one."""
     source, out, stored = folder / "source", folder / "artifact", vllm_quantized.CASES.get(case)
     model_type = stored.model_type if stored else case
-    more: dict[str, Any] = {**SIZES, **MORE_SIZES.get(model_type, {}), **(stored.words if stored else {})}
+    more: dict[str, Any] = {
+        **SIZES,
+        **MORE_SIZES.get(model_type, {}),
+        **(stored.words if stored else {}),
+    }
     save_family(source, model_type, **more)
     drafted = vllm_models.reword(source, model_type, **MORE_SIZES.get(model_type, {}))
     publish(source, model_type, more["hidden"])
@@ -257,4 +284,6 @@ def ask(folder: Path, case: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     register()
-    vllm_models.answer(Path(sys.argv[1]), ask, sys.argv[2:] or sorted(set(FAMILIES) - set(LEFT_OUT)))
+    vllm_models.answer(
+        Path(sys.argv[1]), ask, sys.argv[2:] or sorted(set(FAMILIES) - set(LEFT_OUT))
+    )

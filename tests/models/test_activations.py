@@ -70,9 +70,13 @@ LIMITS: dict[Any, list[Activation]] = {
 
 @pytest.mark.parametrize("model_type", ["deepseek_v4", "glm5_next", "hy_v4"])
 @pytest.mark.parametrize("given", LIMITS, ids=str)
-def test_a_limit_is_one_number_or_one_of_each_layer(model_type: str, given: tuple[Any, ...]) -> None:
+def test_a_limit_is_one_number_or_one_of_each_layer(
+    model_type: str, given: tuple[Any, ...]
+) -> None:
     values = [list(value) if isinstance(value, tuple) else value for value in given]
-    config = {"model_type": model_type, "hidden_act": "silu"} | dict(zip(["swiglu_limit"], values, strict=False))
+    config = {"model_type": model_type, "hidden_act": "silu"} | dict(
+        zip(["swiglu_limit"], values, strict=False)
+    )
     assert mapped(model_type, config) == LIMITS[given]
 
 
@@ -107,9 +111,27 @@ NUMBERED: dict[str, tuple[str, str, dict[str, Any], Activation, bool]] = {
     "gpt_oss alpha": ("gpt_oss", "silu", {"swiglu_alpha": 1.5}, oai(alpha=1.5), True),
     "gpt_oss no limit": ("gpt_oss", "silu", {"swiglu_limit": 0}, NO_LIMIT, False),
     "gpt_oss null": ("gpt_oss", "silu", {"swiglu_limit": None}, NO_LIMIT, False),
-    "gpt_oss with a beta": ("gpt_oss", "silu", {"swiglu_beta": 0.5}, Activation("swigluoai+swiglu_beta"), False),
-    "privacy filter": ("openai_privacy_filter", "silu", {"swiglu_limit": 5, "swiglu_alpha": 1}, oai(5.0, 1.0), True),
-    "minimax": ("minimax_m3_vl_text", "silu", {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}, SWIGLUOAI, True),
+    "gpt_oss with a beta": (
+        "gpt_oss",
+        "silu",
+        {"swiglu_beta": 0.5},
+        Activation("swigluoai+swiglu_beta"),
+        False,
+    ),
+    "privacy filter": (
+        "openai_privacy_filter",
+        "silu",
+        {"swiglu_limit": 5, "swiglu_alpha": 1},
+        oai(5.0, 1.0),
+        True,
+    ),
+    "minimax": (
+        "minimax_m3_vl_text",
+        "silu",
+        {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        SWIGLUOAI,
+        True,
+    ),
     "minimax other": (
         "minimax_m3_vl_text",
         "silu",
@@ -129,15 +151,33 @@ NUMBERED: dict[str, tuple[str, str, dict[str, Any], Activation, bool]] = {
 @pytest.mark.parametrize("case", NUMBERED)
 def test_swigluoai_has_three_numbers_and_situ_two(case: str) -> None:
     model_type, act, words, expected, is_known = NUMBERED[case]
-    assert mapped(model_type, {"model_type": model_type, "hidden_act": act, **words}) == three(expected)
+    assert mapped(model_type, {"model_type": model_type, "hidden_act": act, **words}) == three(
+        expected
+    )
     assert expected.is_known(gated=True) == is_known
 
 
 UNKNOWN: dict[str, tuple[str, dict[str, Any], str]] = {
-    "a key that the code is not known to read": ("qwen3_moe", {"swiglu_limit": 7}, "silu+swiglu_limit"),
-    "another family's": ("deepseek_v4", {"swiglu_limit": 0, "swiglu_alpha": 2.0}, "silu+swiglu_alpha"),
-    "of another activation": ("deepseek_v4", {"swiglu_limit": 7, "hidden_act": "gelu"}, "gelu+swiglu_limit"),
-    "betas in another family": ("qwen3_moe", {"hidden_act": "situ", "activation_situ_beta": 4.0}, "situ"),
+    "a key that the code is not known to read": (
+        "qwen3_moe",
+        {"swiglu_limit": 7},
+        "silu+swiglu_limit",
+    ),
+    "another family's": (
+        "deepseek_v4",
+        {"swiglu_limit": 0, "swiglu_alpha": 2.0},
+        "silu+swiglu_alpha",
+    ),
+    "of another activation": (
+        "deepseek_v4",
+        {"swiglu_limit": 7, "hidden_act": "gelu"},
+        "gelu+swiglu_limit",
+    ),
+    "betas in another family": (
+        "qwen3_moe",
+        {"hidden_act": "situ", "activation_situ_beta": 4.0},
+        "situ",
+    ),
     "a name": ("qwen3_moe", {"hidden_act": "mish"}, "mish"),
     "two": ("olmoe", {"swiglu_limit": 7, "swiglu_alpha": 1}, "silu+swiglu_limit+swiglu_alpha"),
 }
@@ -153,17 +193,31 @@ def test_what_is_not_understood_has_a_name_and_nothing_else(case: str) -> None:
 
 
 def test_every_layer_has_its_own_number_and_an_inner_model_type_its_own_keys() -> None:
-    config: Config = {"model_type": "qwen3_moe", "hidden_act": "silu", "swiglu_limits": [0.0, 7.0, None]}
+    config: Config = {
+        "model_type": "qwen3_moe",
+        "hidden_act": "silu",
+        "swiglu_limits": [0.0, 7.0, None],
+    }
     assert mapped("qwen3_moe", config) == [SILU, Activation("silu+swiglu_limits"), SILU]
-    text = {"model_type": "bailing_moe_v3", "hidden_act": "silu", "expert_swiglu_limit_list": [0, 7, 0]}
-    assert mapped("bailing_moe_v3", {"model_type": "unheard_of", "text_config": text}) == [SILU, clamp(7.0), SILU]
+    text = {
+        "model_type": "bailing_moe_v3",
+        "hidden_act": "silu",
+        "expert_swiglu_limit_list": [0, 7, 0],
+    }
+    assert mapped("bailing_moe_v3", {"model_type": "unheard_of", "text_config": text}) == [
+        SILU,
+        clamp(7.0),
+        SILU,
+    ]
 
 
 def test_an_unknown_model_type_goes_by_no_other_familys_numbers() -> None:
     """The closest row is deepseek_v4's, for its names."""
     config = {"model_type": "brand_new", "hidden_act": "silu"}
     assert mapped("deepseek_v4", config) == three(SILU)
-    assert mapped("deepseek_v4", config | {"swiglu_limit": 7}) == three(Activation("silu+swiglu_limit"))
+    assert mapped("deepseek_v4", config | {"swiglu_limit": 7}) == three(
+        Activation("silu+swiglu_limit")
+    )
     del config["hidden_act"]
     with pytest.raises(RequestError, match="activation is not known"):
         mapped("deepseek_v4", config)
@@ -172,20 +226,48 @@ def test_an_unknown_model_type_goes_by_no_other_familys_numbers() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *(("mlp_gate_softcap", 4.0), ("mlp_up_softcap", 25.0), ("gate_soft_cap", 1), ("softcapping", 30.0)),
-        *(("moe_limit", 7), ("clampGate", True), ("expert_clamp", [0, 3.0, 3.0]), ("act_alpha", 1.7), ("alphas", 2)),
+        *(
+            ("mlp_gate_softcap", 4.0),
+            ("mlp_up_softcap", 25.0),
+            ("gate_soft_cap", 1),
+            ("softcapping", 30.0),
+        ),
+        *(
+            ("moe_limit", 7),
+            ("clampGate", True),
+            ("expert_clamp", [0, 3.0, 3.0]),
+            ("act_alpha", 1.7),
+            ("alphas", 2),
+        ),
     ],
 )
-def test_words_of_an_unknown_model_name_an_activation_that_is_not_plain(key: str, value: object) -> None:
+def test_words_of_an_unknown_model_name_an_activation_that_is_not_plain(
+    key: str, value: object
+) -> None:
     config = {"model_type": "brand_new", "hidden_act": "silu", key: value}
     assert mapped("deepseek_v4", config)[1] == Activation(f"silu+{key}")
-    assert mapped("qwen3_moe", config | {"model_type": "qwen3_moe"}) == three(SILU), "a known model's code is read"
+    assert mapped("qwen3_moe", config | {"model_type": "qwen3_moe"}) == three(SILU), (
+        "a known model's code is read"
+    )
 
 
 def test_words_of_other_parts_are_no_alarm() -> None:
-    words: dict[str, Any] = {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0, "log_scaling_alpha": 0.1}
-    words |= {"router_aux_loss_alpha": 0.01, "rope_alpha": 1000.0, "aux_loss_alpha": 0.001, "lora_alpha": 16}
-    words |= {"time_step_limit": [0.0, 1.0], "moe_router_logit_softcapping": 8, "swiglu_limits_shared": [7.0, 7.0, 7.0]}
+    words: dict[str, Any] = {
+        "final_logit_softcapping": 30.0,
+        "attn_logit_softcapping": 50.0,
+        "log_scaling_alpha": 0.1,
+    }
+    words |= {
+        "router_aux_loss_alpha": 0.01,
+        "rope_alpha": 1000.0,
+        "aux_loss_alpha": 0.001,
+        "lora_alpha": 16,
+    }
+    words |= {
+        "time_step_limit": [0.0, 1.0],
+        "moe_router_logit_softcapping": 8,
+        "swiglu_limits_shared": [7.0, 7.0, 7.0],
+    }
     words |= {
         "gate_softcap": 0,
         "clamp": False,
@@ -200,7 +282,9 @@ def test_words_of_other_parts_are_no_alarm() -> None:
         "qk_l2_clip_threshold": 22.6,
         "share_expert_swiglu_limit_list": [1, 1, 1],
     }
-    assert mapped("deepseek_v4", {"model_type": "brand_new", "hidden_act": "silu", **words}) == three(SILU)
+    assert mapped(
+        "deepseek_v4", {"model_type": "brand_new", "hidden_act": "silu", **words}
+    ) == three(SILU)
 
 
 def test_the_configs_of_published_models_are_no_alarm() -> None:
@@ -217,10 +301,17 @@ def test_the_configs_of_published_models_are_no_alarm() -> None:
     assert found == set()
 
 
-@pytest.mark.parametrize("value", [-1, True, "7", [7, "x", 7], float("inf"), float("nan"), {"a": 1}, [[7]]], ids=str)
+@pytest.mark.parametrize(
+    "value", [-1, True, "7", [7, "x", 7], float("inf"), float("nan"), {"a": 1}, [[7]]], ids=str
+)
 @pytest.mark.parametrize(
     ("model_type", "key"),
-    [("deepseek_v4", "swiglu_limit"), ("step3p7", "swiglu_limits"), ("gpt_oss", "swiglu_limit"), ("kimi_linear", BETA)],
+    [
+        ("deepseek_v4", "swiglu_limit"),
+        ("step3p7", "swiglu_limits"),
+        ("gpt_oss", "swiglu_limit"),
+        ("kimi_linear", BETA),
+    ],
 )
 def test_a_number_that_is_none_is_refused(model_type: str, key: str, value: object) -> None:
     act = "situ" if model_type == "kimi_linear" else "silu"

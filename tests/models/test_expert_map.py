@@ -23,7 +23,14 @@ from hqconv.formats.source_format import PLAIN
 from hqconv.models import expert_map, family_choice
 from hqconv.models.config_facts import layer_notices
 from hqconv.models.expert_map import ExpertMap, map_experts
-from hqconv.models.families import BY_MODEL_TYPE, BY_NAME, FAMILIES, GATE_UP_DOWN, UNSUPPORTED, Family
+from hqconv.models.families import (
+    BY_MODEL_TYPE,
+    BY_NAME,
+    FAMILIES,
+    GATE_UP_DOWN,
+    UNSUPPORTED,
+    Family,
+)
 from hqconv.models.halves import halves_notices
 from hqconv.models.moe_layer import MoeLayer, TensorSlice, View
 from hqconv.schemas.activation import Activation
@@ -33,7 +40,9 @@ from tests.make.effort import num_examples
 
 H, INTER, E, TOP_K, NUM_LAYERS = 64, 48, 3, 2, 12
 SINGLE, STACKED = "single", "stacked"  # experts with tensors of their own, or all in one
-FORMS = [(family, SINGLE) for family in FAMILIES if not family.is_unmarked]  # whose name says nothing is never apart
+FORMS = [
+    (family, SINGLE) for family in FAMILIES if not family.is_unmarked
+]  # whose name says nothing is never apart
 FORMS += [(family, STACKED) for family in FAMILIES if family.stacks]
 FORM_IDS = [f"{family.name}-{form}" for family, form in FORMS]
 MODEL_TYPES = [(t, family, form) for family, form in FORMS for t in family.model_types]
@@ -50,14 +59,18 @@ def put(tensors: Tensors, name: str, *shape: int, dtype: str = "BF16") -> None:
     tensors[name] = TensorRef(name, dtype, shape, len(tensors) // 7, place, num_bytes)
 
 
-def put_layer(tensors: Tensors, family: Family, layer: str, num_experts: int = E, dtype: str = "BF16") -> None:
+def put_layer(
+    tensors: Tensors, family: Family, layer: str, num_experts: int = E, dtype: str = "BF16"
+) -> None:
     for e in range(num_experts):
         for role, name in family.projections.items():
             shape = (H, INTER) if role == "w2" else (INTER, H)
             put(tensors, f"{layer}.{e}.{name}.weight", *shape, dtype=dtype)
 
 
-def put_stacks(tensors: Tensors, family: Family, layer: str, num_experts: int = E, dtype: str = "BF16") -> None:
+def put_stacks(
+    tensors: Tensors, family: Family, layer: str, num_experts: int = E, dtype: str = "BF16"
+) -> None:
     """The fused form; a stack that may lie either way is [E, out, in]."""
     part = ".weight" if family.is_unmarked else ""
     for stack in family.stacks:
@@ -133,7 +146,9 @@ def assert_partition(found: ExpertMap, tensors: Tensors) -> None:
         spans = {(ref.file, ref.name, ref.offset_bytes, ref.num_bytes) for ref in places}
         whole = {(ref.file, ref.name) for ref in places}
         assert len(spans) == len(places)  # no expert shares another one's bytes
-        assert sum(num_bytes for *_, num_bytes in spans) == sum(tensors[name].num_bytes for _, name in whole)
+        assert sum(num_bytes for *_, num_bytes in spans) == sum(
+            tensors[name].num_bytes for _, name in whole
+        )
 
 
 QWEN = BY_MODEL_TYPE["qwen3_moe"]
@@ -144,7 +159,9 @@ def qwen() -> tuple[Tensors, dict[str, Any]]:
     return checkpoint(QWEN, "qwen3_moe")
 
 
-@pytest.mark.parametrize(("model_type", "family", "form"), MODEL_TYPES, ids=[f"{t}-{f}" for t, _, f in MODEL_TYPES])
+@pytest.mark.parametrize(
+    ("model_type", "family", "form"), MODEL_TYPES, ids=[f"{t}-{f}" for t, _, f in MODEL_TYPES]
+)
 def test_every_model_type_is_mapped(model_type: str, family: Family, form: str) -> None:
     tensors, config = checkpoint(family, model_type, form)
     found = map_experts(tensors, config)
@@ -162,7 +179,9 @@ def test_every_model_type_is_mapped(model_type: str, family: Family, form: str) 
     assert len({ref.file for ref in tensors.values()}) > (3 if form == SINGLE else 1)
     assert not found.dropped
     assert not [
-        name for name in found.copied if ".experts." in name or (len(tensors[name].shape) == 3 and "moe" in name)
+        name
+        for name in found.copied
+        if ".experts." in name or (len(tensors[name].shape) == 3 and "moe" in name)
     ]
 
 
@@ -190,10 +209,14 @@ def test_every_template_is_mapped(family: Family, form: str) -> None:
         found = map_experts(tensors, config_of(family, family.model_types[0]))
         assert_partition(found, tensors)
         assert found.layers[0].name == template.format(layer=1)
-        assert found.layers[0].index == (1 + NUM_LAYERS if "mtp." in template or "mtp_layers." in template else 1)
+        assert found.layers[0].index == (
+            1 + NUM_LAYERS if "mtp." in template or "mtp_layers." in template else 1
+        )
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if not f.is_unmarked], ids=lambda family: family.name)
+@pytest.mark.parametrize(
+    "family", [f for f in FAMILIES if not f.is_unmarked], ids=lambda family: family.name
+)
 def test_every_spelling_of_a_family_is_mapped(family: Family) -> None:
     """Under every path, one layer each in one checkpoint; a layer is named, and asked for in the config, as it is."""
     tensors: Tensors = {}
@@ -208,7 +231,9 @@ def test_every_spelling_of_a_family_is_mapped(family: Family) -> None:
     for layer in found.layers:
         for role, word in layers[layer.name].items():
             assert layer.parts[role]["weight"].template == f"{layer.name}.{{expert}}.{word}.weight"
-        assert layer.module(1, "w2") == f"{layer.name}.1.{family.projections['w2']}"  # in an artifact, as released
+        assert (
+            layer.module(1, "w2") == f"{layer.name}.1.{family.projections['w2']}"
+        )  # in an artifact, as released
 
 
 def test_one_spelling_and_one_module_in_each_layer() -> None:
@@ -218,7 +243,9 @@ def test_one_spelling_and_one_module_in_each_layer() -> None:
     with pytest.raises(InputError, match=r"projection twice\.\n.*experts\.1\.up_proj"):
         map_experts(tensors, config)
     del tensors[f"{layer}.1.w3.weight"]
-    with pytest.raises(InputError, match=r"different names(?s:.*)w3, as in the layer's other experts"):
+    with pytest.raises(
+        InputError, match=r"different names(?s:.*)w3, as in the layer's other experts"
+    ):
         map_experts(tensors, config)
     tensors, config = checkpoint(BY_MODEL_TYPE["mixtral"], "mixtral")
     put_layer(tensors, QWEN, "model.layers.2.mlp.experts")
@@ -237,7 +264,11 @@ def test_a_config_may_name_modules_in_another_spelling(row: str, target: str) ->
     """Layer 2 is quantized, layer 10 is not: nor does the config say so of either under the names of its tensors."""
     family, tensors = BY_NAME[row], Tensors()
     scheme = {"targets": [target], "weights": FP8_CHANNEL}
-    config = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"a": scheme}}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"a": scheme},
+    }
     config["ignore"] = [f"re:.*layers.10.{module}.*" for module in ("mlp", "block_sparse_moe")]
     for layer, dtype in ((2, "F8_E4M3"), (10, "BF16")):
         put_layer(tensors, family, family.modules[0].format(layer=layer), dtype=dtype)
@@ -246,17 +277,25 @@ def test_a_config_may_name_modules_in_another_spelling(row: str, target: str) ->
     found = map_experts(tensors, config_of(family, family.model_types[0]), config)
     assert [layer.format.encoding for layer in found.layers] == ["fp8", "float"]
     scheme["targets"] = ["re:.*shared_experts.*"]
-    with pytest.raises(InputError, match=r"declares no quantization(?s:.*)config_groups.*no entry there matches"):
+    with pytest.raises(
+        InputError, match=r"declares no quantization(?s:.*)config_groups.*no entry there matches"
+    ):
         map_experts(tensors, config_of(family, family.model_types[0]), config)
 
 
 def test_a_config_is_asked_for_the_names_of_the_tensors() -> None:
     family, tensors = BY_NAME["mixtral"], Tensors()
-    put_layer(tensors, dataclasses.replace(family, projections=GATE_UP_DOWN), LAYER, dtype="F8_E4M3")
+    put_layer(
+        tensors, dataclasses.replace(family, projections=GATE_UP_DOWN), LAYER, dtype="F8_E4M3"
+    )
     for name in [*tensors]:
         put(tensors, f"{name}_scale", tensors[name].shape[0], 1)
     scheme = {"targets": [name.removesuffix(".weight") for name in tensors], "weights": FP8_CHANNEL}
-    config = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"a": scheme}}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"a": scheme},
+    }
     (layer,) = map_experts(tensors, config_of(family, "mixtral"), config).layers
     assert layer.format.encoding == "fp8"
 
@@ -264,7 +303,11 @@ def test_a_config_is_asked_for_the_names_of_the_tensors() -> None:
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "llm_int8_skip_modules": ["lm_head"]}
 FP8 = {"quant_method": "fp8", "weight_block_size": [16, 16], "ignored_layers": ["lm_head"]}
 CODED = {"targets": ["Linear"], "weights": FP8_CHANNEL}
-CT = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"a": CODED}}
+CT = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {"a": CODED},
+}
 NAMED = {**CT, "config_groups": {"a": {**CODED, "targets": ["re:.*mlp.experts.*"]}}}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
 # config, stored experts, whether attention is quantized, what the message says to do
@@ -280,17 +323,30 @@ REMEDIES: list[tuple[dict[str, Any] | None, str, bool, str]] = [
     ({**MODELOPT, "exclude_modules": ["lm_head"]}, "BF16", True, "under exclude_modules of"),
     ({**CT, "ignore": ["re:.*experts.*"]}, "F8_E4M3", True, "Correct ignore of.*which leaves"),
     ({**CT, "ignore": ["re:.*mlp.experts.*"]}, "F8_E4M3", True, "Correct ignore of.*which leaves"),
-    ({"quantization": {"quant_algo": "FP8", "exclude_modules": ["*experts*"]}}, "F8_E4M3", True, "exclude_modules of"),
+    (
+        {"quantization": {"quant_algo": "FP8", "exclude_modules": ["*experts*"]}},
+        "F8_E4M3",
+        True,
+        "exclude_modules of",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("config", "dtype", "is_coded", "remedy"), REMEDIES)
-def test_a_remedy_names_what_to_change(config: dict[str, Any] | None, dtype: str, is_coded: bool, remedy: str) -> None:
+def test_a_remedy_names_what_to_change(
+    config: dict[str, Any] | None, dtype: str, is_coded: bool, remedy: str
+) -> None:
     tensors: Tensors = {}
     put_layer(tensors, QWEN, LAYER, dtype=dtype)
     for name in [*tensors] if dtype != "BF16" else []:
         put(tensors, f"{name}_scale", 1, dtype="F32")
-    put(tensors, "model.layers.2.self_attn.q_proj.weight", H, H, dtype="F8_E4M3" if is_coded else "BF16")
+    put(
+        tensors,
+        "model.layers.2.self_attn.q_proj.weight",
+        H,
+        H,
+        dtype="F8_E4M3" if is_coded else "BF16",
+    )
     put(tensors, "model.layers.2.mlp.gate.weight", E, H)
     with pytest.raises(InputError) as caught:
         map_experts(tensors, config_of(QWEN, "qwen3_moe"), config)
@@ -315,30 +371,64 @@ def test_mixed_formats_are_no_missing_files(change: str) -> None:
 ATTENTION = "model.layers.2.self_attn.q_proj"
 LEFT_BEHIND: dict[str, tuple[str, ...]] = {
     "adapter": (
-        *(f"{ATTENTION}.{name}" for name in ("base_layer.weight", "lora_A.default.weight", "lora_B.weight", "lora_a")),
-        *(f"{ATTENTION}.{name}" for name in ("lora_magnitude_vector.default.weight", "vera_lambda_b.default", "ia3_l")),
-        *(f"{ATTENTION}.{name}" for name in ("hada_w1_a.default", "lokr_w1", "oft_R.default", "boft_s", "lora_E.x")),
-        *("model.layers.2.mlp.gate.original_module.weight", "model.layers.2.mlp.gate.modules_to_save.default.weight"),
+        *(
+            f"{ATTENTION}.{name}"
+            for name in ("base_layer.weight", "lora_A.default.weight", "lora_B.weight", "lora_a")
+        ),
+        *(
+            f"{ATTENTION}.{name}"
+            for name in ("lora_magnitude_vector.default.weight", "vera_lambda_b.default", "ia3_l")
+        ),
+        *(
+            f"{ATTENTION}.{name}"
+            for name in ("hada_w1_a.default", "lokr_w1", "oft_R.default", "boft_s", "lora_E.x")
+        ),
+        *(
+            "model.layers.2.mlp.gate.original_module.weight",
+            "model.layers.2.mlp.gate.modules_to_save.default.weight",
+        ),
         *(
             "base_model.model.model.norm.weight",
             "model.embed_tokens.lora_embedding_A.default",
             "lm_head.base_layer.bias",
         ),
-        *("model.embed_tokens.token_adapter.base_layer.weight", "prompt_encoder.default.embedding.weight"),
-        *(f"{LAYER}.1.up_proj.base_layer.weight", f"{LAYER}.base_layer.gate_up_proj", f"{LAYER}.lora_A.default.weight"),
+        *(
+            "model.embed_tokens.token_adapter.base_layer.weight",
+            "prompt_encoder.default.embedding.weight",
+        ),
+        *(
+            f"{LAYER}.1.up_proj.base_layer.weight",
+            f"{LAYER}.base_layer.gate_up_proj",
+            f"{LAYER}.lora_A.default.weight",
+        ),
         *(f"{ATTENTION}.to_wrap.weight", f"{ATTENTION}.adapter.linear_in.weight"),
     ),
     "wrapper": (
-        *("module.model.norm.weight", f"module.{LAYER}.0.up_proj.weight", f"_orig_mod.{LAYER}.0.up_proj.weight"),
-        *("_fsdp_wrapped_module.lm_head.weight", "model.layers.2._checkpoint_wrapped_module.self_attn.q_proj.weight"),
-        *("model.layers.2._orig_mod.input_layernorm.weight", f"{ATTENTION}.weight_orig", "_forward_module.norm.weight"),
+        *(
+            "module.model.norm.weight",
+            f"module.{LAYER}.0.up_proj.weight",
+            f"_orig_mod.{LAYER}.0.up_proj.weight",
+        ),
+        *(
+            "_fsdp_wrapped_module.lm_head.weight",
+            "model.layers.2._checkpoint_wrapped_module.self_attn.q_proj.weight",
+        ),
+        *(
+            "model.layers.2._orig_mod.input_layernorm.weight",
+            f"{ATTENTION}.weight_orig",
+            "_forward_module.norm.weight",
+        ),
     ),
 }
 
 
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in LEFT_BEHIND.items() for name in names])
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind, names in LEFT_BEHIND.items() for name in names]
+)
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "brand_new"])
-def test_names_that_training_leaves_behind_are_refused(model_type: str, kind: str, name: str) -> None:
+def test_names_that_training_leaves_behind_are_refused(
+    model_type: str, kind: str, name: str
+) -> None:
     tensors, config = qwen()
     put(tensors, name, 8, H)
     with pytest.raises(InputError, match=f"names of an? {kind}") as caught:
@@ -348,8 +438,18 @@ def test_names_that_training_leaves_behind_are_refused(model_type: str, kind: st
 
 def test_names_of_models_are_no_adapters() -> None:
     tensors, config = qwen()
-    names = ("lora_linear_q.0.weight", "vision_language_adapter.w_in.weight", "q_a_proj.weight", "router_bias")
-    for name in (*names, "self_attn.wo_a.weight", "audio.adapter.layers.0.weight", "vision.prompt_encoder.not_a_point"):
+    names = (
+        "lora_linear_q.0.weight",
+        "vision_language_adapter.w_in.weight",
+        "q_a_proj.weight",
+        "router_bias",
+    )
+    for name in (
+        *names,
+        "self_attn.wo_a.weight",
+        "audio.adapter.layers.0.weight",
+        "vision.prompt_encoder.not_a_point",
+    ):
         put(tensors, f"model.{name}", 8, H)
     assert_partition(map_experts(tensors, config), tensors)
 
@@ -382,7 +482,9 @@ def test_every_layer_of_experts_has_a_router() -> None:
         del tensors[name]
     with pytest.raises(InputError, match="experts and no router"):
         map_experts(tensors, config)
-    map_experts(tensors, config | {"model_type": "brand_new"})  # its router may have a name of its own
+    map_experts(
+        tensors, config | {"model_type": "brand_new"}
+    )  # its router may have a name of its own
     alone = {name: ref for name, ref in tensors.items() if "expert" in name}
     assert len(map_experts(alone, config).layers) == 3
 
@@ -404,7 +506,9 @@ def test_text_config_is_used() -> None:
     family = BY_MODEL_TYPE["deepseek_v3"]
     put_layer(tensors, family, "language_model.model.layers.1.mlp.experts")
     put(tensors, "vision_tower.patch_embed.weight", 8, 3, 2, 2)
-    found = map_experts(tensors, {"model_type": "some_wrapper", "text_config": config_of(family, "deepseek_v3")})
+    found = map_experts(
+        tensors, {"model_type": "some_wrapper", "text_config": config_of(family, "deepseek_v3")}
+    )
     assert found.chosen_because.startswith("model_type deepseek_v3")
     assert found.layers[0].top_k == TOP_K
     assert found.copied == ("vision_tower.patch_embed.weight",)
@@ -425,9 +529,15 @@ def test_architectures_that_are_no_names_are_passed_over() -> None:
 def test_numbers_of_configs_in_other_forms() -> None:
     family = BY_MODEL_TYPE["hunyuan_v1_moe"]  # one value for each layer
     tensors, config = checkpoint(family, "hunyuan_v1_moe")
-    config |= {"num_experts": [E] * NUM_LAYERS, "moe_topk": [1, 1, 1] + [2] * 9, "moe_intermediate_size": [INTER] * 12}
+    config |= {
+        "num_experts": [E] * NUM_LAYERS,
+        "moe_topk": [1, 1, 1] + [2] * 9,
+        "moe_intermediate_size": [INTER] * 12,
+    }
     assert [layer.top_k for layer in map_experts(tensors, config).layers] == [1, 2, 2]
-    tensors, config = checkpoint(BY_MODEL_TYPE["nemotron_h"], "nemotron_h")  # the latent size is what experts see
+    tensors, config = checkpoint(
+        BY_MODEL_TYPE["nemotron_h"], "nemotron_h"
+    )  # the latent size is what experts see
     assert map_experts(tensors, config | {"hidden_size": 4 * H}).layers[0].hidden_size == H
     config |= {"moe_latent_size": None, "hidden_size": H}
     assert map_experts(tensors, config).layers[0].hidden_size == H
@@ -435,7 +545,9 @@ def test_numbers_of_configs_in_other_forms() -> None:
     del config["num_experts_per_tok"]
     for key in ("moe_top_k", "moe_topk", "moe_k", "top_k_experts", "experts_per_token"):
         assert map_experts(tensors, config | {key: 3}).layers[0].top_k == 3
-        assert map_experts(tensors, config | {key: 3, "num_experts_per_tok": 1}).layers[0].top_k == 1
+        assert (
+            map_experts(tensors, config | {key: 3, "num_experts_per_tok": 1}).layers[0].top_k == 1
+        )
 
 
 def test_zero_experts_are_dropped_with_a_reason() -> None:
@@ -453,7 +565,9 @@ def test_zero_experts_are_dropped_with_a_reason() -> None:
 
 def test_activation_comes_from_the_config_or_the_familys_own_row() -> None:
     tensors, config = qwen()
-    assert map_experts(tensors, config | {"hidden_act": "gelu"}).layers[0].activation == Activation("gelu")
+    assert map_experts(tensors, config | {"hidden_act": "gelu"}).layers[0].activation == Activation(
+        "gelu"
+    )
     del config["hidden_act"]
     assert "family's own" in map_experts(tensors, config).chosen_because
     with pytest.raises(RequestError, match="activation is not known"):
@@ -461,13 +575,17 @@ def test_activation_comes_from_the_config_or_the_familys_own_row() -> None:
 
 
 # Not `block_sparse_moe.0.w1`: a name without experts in it is understood by its own model_type only.
-@pytest.mark.parametrize("family", [f for f in FAMILIES if ".experts" in f.modules[0]], ids=lambda family: family.name)
+@pytest.mark.parametrize(
+    "family", [f for f in FAMILIES if ".experts" in f.modules[0]], ids=lambda family: family.name
+)
 def test_unknown_model_type_gets_the_closest_row(family: Family) -> None:
     tensors, config = checkpoint(family, "brand_new")
     found = map_experts(tensors, config)
     own = map_experts(tensors, config | {"model_type": family.model_types[0]})
     assert_partition(found, tensors)
-    assert found.chosen_because.startswith(f"closest row {found.family} for unknown model_type brand_new")
+    assert found.chosen_because.startswith(
+        f"closest row {found.family} for unknown model_type brand_new"
+    )
     for layer, right in zip(found.layers, own.layers, strict=True):
         assert (layer.num_experts, layer.hidden_size, layer.intermediate_size) == (E, H, INTER)
         assert (layer.top_k, layer.gated, layer.parts) == (TOP_K, family.gated, right.parts)
@@ -503,7 +621,12 @@ def test_stacks_beside_a_router_are_experts_whatever_their_names(router: str) ->
 
 
 MOONDREAM = BY_MODEL_TYPE["moondream3"]
-MOONDREAM_MOE = {"num_experts": E, "experts_per_token": TOP_K, "expert_inner_dim": INTER, "start_layer": 2}
+MOONDREAM_MOE = {
+    "num_experts": E,
+    "experts_per_token": TOP_K,
+    "expert_inner_dim": INTER,
+    "start_layer": 2,
+}
 
 
 def test_moondreams_numbers_are_nested_or_the_codes_own() -> None:
@@ -520,12 +643,19 @@ def test_moondreams_numbers_are_nested_or_the_codes_own() -> None:
         put(tensors, "model.text.blocks.0.mlp.fc1.weight", 4 * H, H)
         put(tensors, "model.text.blocks.0.mlp.fc2.weight", H, 4 * H)
         put(tensors, "model.vision.pos_emb", 1, 729, H)
-        put_stacks(tensors, MOONDREAM, "model.text.blocks.2.mlp", num_experts=8 if expected == 8 else E)
+        put_stacks(
+            tensors, MOONDREAM, "model.text.blocks.2.mlp", num_experts=8 if expected == 8 else E
+        )
         put(tensors, "model.text.blocks.2.mlp.router.weight", 8, H)
         found = map_experts(tensors, {"model_type": "moondream3", **words})
         assert_partition(found, tensors)
         (layer,) = found.layers
-        assert (layer.index, layer.top_k, layer.hidden_size, layer.intermediate_size) == (2, expected, H, INTER)
+        assert (layer.index, layer.top_k, layer.hidden_size, layer.intermediate_size) == (
+            2,
+            expected,
+            H,
+            INTER,
+        )
         assert layer.activation == Activation("gelu_shift", beta=1.0)
         assert found.copied[:3] == tuple(tensors)[:3]
     tensors = {}
@@ -562,7 +692,11 @@ def test_banks_of_experts_are_layers_and_drafts_follow_the_decoder() -> None:
 
 
 def test_attention_with_a_gate_or_experts_of_values_is_copied() -> None:
-    for model_type, dense in (("gigachat3_5", "gate_proj"), ("xllm", "v_experts.0"), ("k2_horizon", "v_experts.7")):
+    for model_type, dense in (
+        ("gigachat3_5", "gate_proj"),
+        ("xllm", "v_experts.0"),
+        ("k2_horizon", "v_experts.7"),
+    ):
         family = BY_MODEL_TYPE[model_type]
         tensors, config = checkpoint(family, model_type)
         name = f"model.layers.2.self_attn.{dense}.weight"
@@ -576,7 +710,9 @@ def test_unknown_names_are_listed() -> None:
     tensors, config = qwen()
     for e in range(8):
         put(tensors, f"model.layers.3.ffn.experts.{e}.wide.weight", INTER, H)
-    with pytest.raises(RequestError, match=r"(?s)ffn\.experts\.0\.wide.*8 in all.*unknown model_type new") as caught:
+    with pytest.raises(
+        RequestError, match=r"(?s)ffn\.experts\.0\.wide.*8 in all.*unknown model_type new"
+    ) as caught:
         map_experts(tensors, config | {"model_type": "new"})
     assert "ffn.experts.5" not in str(caught.value)
 
@@ -584,7 +720,10 @@ def test_unknown_names_are_listed() -> None:
 @pytest.mark.parametrize("model_type", UNSUPPORTED)
 def test_unsupported_models_are_refused_with_the_reason(model_type: str) -> None:
     tensors, config = qwen()
-    for words in (config | {"model_type": model_type}, {"text_config": config | {"model_type": model_type}}):
+    for words in (
+        config | {"model_type": model_type},
+        {"text_config": config | {"model_type": model_type}},
+    ):
         with pytest.raises(RequestError, match="cannot be converted") as caught:
             map_experts(tensors, words)
         assert caught.value.found == f"{model_type}: {UNSUPPORTED[model_type]}"
@@ -640,13 +779,25 @@ REFUSALS: dict[str, tuple[Change, str]] = {
     "tail missing": (_delete_expert(2), r"experts 0\.\.2 \(num_experts in config"),
     "too many": (_config(num_experts=2), r"too many experts"),
     "no projection": (_delete(W), r"lacks a projection\.\n.*experts\.1\.up_proj\.weight"),
-    "transposed": (_put(W, H, INTER), r"unexpected shape\.\n.*1\.up_proj.*\n.*\[48, 64\].*\n.*\[64, 48\]"),
+    "transposed": (
+        _put(W, H, INTER),
+        r"unexpected shape\.\n.*1\.up_proj.*\n.*\[48, 64\].*\n.*\[64, 48\]",
+    ),
     "one larger": (_put(W, INTER + 1, H), "unexpected shape"),
-    "3-D expert": (_put(DOWN, 1, H, INTER), r"wrong shape\.\n.*0\.down_proj.*\n.*\[64, 48\]\n.*\[1, 64, 48\]"),
+    "3-D expert": (
+        _put(DOWN, 1, H, INTER),
+        r"wrong shape\.\n.*0\.down_proj.*\n.*\[64, 48\]\n.*\[1, 64, 48\]",
+    ),
     "hidden size": (_config(hidden_size=65), r"0\.gate_proj(?s:.*)hidden_size 65"),
-    "intermediate size": (_config(moe_intermediate_size=47), r"0\.gate_proj(?s:.*)moe_intermediate_size 47"),
+    "intermediate size": (
+        _config(moe_intermediate_size=47),
+        r"0\.gate_proj(?s:.*)moe_intermediate_size 47",
+    ),
     "mixed dtypes": (_put(W, INTER, H, dtype="F16"), "mixes dtypes"),
-    "extra tensor": (_put(f"{LAYER}.1.foo.weight", INTER, H), r"not understood\.\n.*1\.foo\.weight"),
+    "extra tensor": (
+        _put(f"{LAYER}.1.foo.weight", INTER, H),
+        r"not understood\.\n.*1\.foo\.weight",
+    ),
     "unknown part": (_put(f"{W}_foo", 1), r"not understood\.\n.*1\.up_proj\.weight_foo"),
     "bias": (_put(f"{LAYER}.1.up_proj.bias", INTER), r"1\.up_proj\.bias"),
     "padded index": (_put(f"{LAYER}.01.up_proj.weight", INTER, H), r"experts\.01\.up_proj"),
@@ -661,13 +812,34 @@ REFUSALS: dict[str, tuple[Change, str]] = {
         _put(f"{LAYER}.gate_up_proj", E, 96, H),
         rf"twice\.\n.*{LAYER}\.0\.gate_proj\.weight\n.*\n.*{LAYER}\.gate_up_proj",
     ),
-    "3-D moe": (_put(f"{FOUR}.moe.up_proj.weight", E, INTER, H), r"not understood\.\n.*4\.moe\.up_proj\.weight"),
-    "one fp8": (_put(W, INTER, H, dtype="F8_E4M3"), r"mixes dtypes\.\n.*1\.up_proj.*\n.*\n.*F8_E4M3"),
-    "one fp8 scale": (_put(f"{W}_scale_inv", 1, 1, dtype="F32"), r"tensor too many\.\n.*1\.up_proj\.weight_scale_inv"),
-    "one packed": (_put(f"{W}_packed", INTER, 8, dtype="I32"), r"tensor too many\.\n.*1\.up_proj\.weight_packed"),
-    "fp8": (_all("weight", dtype="F8_E4M3"), _NOT_DECLARED + r"0\.gate_proj\.weight\n(?s:.*)F8_E4M3"),
-    "fp8 scale": (_all("weight_scale_inv", 1, 1, dtype="F32"), _NOT_DECLARED + r"0\.gate_proj\.weight_scale_inv\n"),
-    "packed": (_all("weight_packed", INTER, 8, dtype="I32"), _NOT_DECLARED + r"0\.gate_proj\.weight_packed"),
+    "3-D moe": (
+        _put(f"{FOUR}.moe.up_proj.weight", E, INTER, H),
+        r"not understood\.\n.*4\.moe\.up_proj\.weight",
+    ),
+    "one fp8": (
+        _put(W, INTER, H, dtype="F8_E4M3"),
+        r"mixes dtypes\.\n.*1\.up_proj.*\n.*\n.*F8_E4M3",
+    ),
+    "one fp8 scale": (
+        _put(f"{W}_scale_inv", 1, 1, dtype="F32"),
+        r"tensor too many\.\n.*1\.up_proj\.weight_scale_inv",
+    ),
+    "one packed": (
+        _put(f"{W}_packed", INTER, 8, dtype="I32"),
+        r"tensor too many\.\n.*1\.up_proj\.weight_packed",
+    ),
+    "fp8": (
+        _all("weight", dtype="F8_E4M3"),
+        _NOT_DECLARED + r"0\.gate_proj\.weight\n(?s:.*)F8_E4M3",
+    ),
+    "fp8 scale": (
+        _all("weight_scale_inv", 1, 1, dtype="F32"),
+        _NOT_DECLARED + r"0\.gate_proj\.weight_scale_inv\n",
+    ),
+    "packed": (
+        _all("weight_packed", INTER, 8, dtype="I32"),
+        _NOT_DECLARED + r"0\.gate_proj\.weight_packed",
+    ),
     "gptq": (_all("qweight", 8, INTER, dtype="I32"), _NOT_DECLARED + r"0\.gate_proj\.qweight"),
     "no top_k": (_config(num_experts_per_tok=None), "experts per token"),
     "bad top_k": (_config(num_experts_per_tok="2"), r"not usable\.\n.*num_experts_per_tok"),
@@ -701,7 +873,20 @@ def test_without_config_values_the_shapes_decide() -> None:
 
 
 NAMES = sorted(qwen()[0])
-SEGMENTS = ["experts", "shared_experts", "0", "1", "2", "7", "w1", "up_proj", "mlp", "weight", "bias", "model"]
+SEGMENTS = [
+    "experts",
+    "shared_experts",
+    "0",
+    "1",
+    "2",
+    "7",
+    "w1",
+    "up_proj",
+    "mlp",
+    "weight",
+    "bias",
+    "model",
+]
 
 
 @settings(max_examples=num_examples(150), deadline=None)
@@ -762,7 +947,9 @@ def test_gate_and_up_of_an_expert_in_one_tensor() -> None:
             assert source.view == View(False, index, 2, interleaved=True)
             assert layer.sources[2][role][part] == tensors[f"{LAYER}.2.gate_up_proj.{part}"]
     assert layer.parts["w2"]["weight"].view == View()
-    with pytest.raises(RequestError, match="gate and up cannot be told apart"):  # nobody says their order
+    with pytest.raises(
+        RequestError, match="gate and up cannot be told apart"
+    ):  # nobody says their order
         map_experts(tensors, {**config, "model_type": "unheard_of"})
 
 
@@ -785,14 +972,22 @@ def test_gate_twice_or_apart_in_some_experts_only_is_refused() -> None:
 @pytest.mark.parametrize(
     ("version", "is_known"), [("0.17.1", True), ("0.18.0", True), ("0.12.2", False), (None, False)]
 )
-def test_gate_and_up_that_may_be_halves_of_a_stack_are_warned_of(version: str | None, is_known: bool) -> None:
+def test_gate_and_up_that_may_be_halves_of_a_stack_are_warned_of(
+    version: str | None, is_known: bool
+) -> None:
     """By names in families whose stacks alternate, and by the statistics of biases."""
     family = BY_MODEL_TYPE["gpt_oss"]
     tensors, config = checkpoint(family, "gpt_oss")
-    for layer, (e, word) in itertools.product((2, 10, NUM_LAYERS), itertools.product(range(E), GATE_UP_DOWN.values())):
+    for layer, (e, word) in itertools.product(
+        (2, 10, NUM_LAYERS), itertools.product(range(E), GATE_UP_DOWN.values())
+    ):
         size = H if word == "down_proj" else INTER
         put(tensors, f"model.layers.{layer}.mlp.experts.{e}.{word}.bias", size, dtype="F32")
-    ct = {"quant_method": "compressed-tensors", "quantization_status": "decompressed", "version": version}
+    ct = {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "decompressed",
+        "version": version,
+    }
     found = map_experts(tensors, config, ct)
     (warning,) = found.config_warnings
     assert ("compressed-tensors 0.1" in warning) == is_known
@@ -817,8 +1012,18 @@ def test_the_config_is_asked_for_the_module_that_holds_gate_and_up() -> None:
     tensors, config = quarks_gpt_oss()
     asked = {"gate_up_proj": "weight", "down_proj": "weight"}
     layers = {f"*.experts.*.{word}": {"weight": None} for word in asked}
-    spec = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "ch_axis": -1, "scale_format": "e8m0"}
-    quark = {"quant_method": "quark", "layer_quant_config": layers, "global_quant_config": {"weight": spec}}
+    spec = {
+        "dtype": "fp4",
+        "qscheme": "per_group",
+        "group_size": 32,
+        "ch_axis": -1,
+        "scale_format": "e8m0",
+    }
+    quark = {
+        "quant_method": "quark",
+        "layer_quant_config": layers,
+        "global_quant_config": {"weight": spec},
+    }
     assert map_experts(tensors, config, quark).layers[0].format == PLAIN
     del layers["*.experts.*.gate_up_proj"]
     with pytest.raises(InputError, match="declares a quantized module") as caught:
@@ -838,7 +1043,11 @@ def test_a_run_of_an_experts_own_tensor_is_narrowed_to_its_bytes() -> None:
 def awq_experts(*plain: str) -> Tensors:
     tensors: Tensors = {}
     for e in range(E):
-        for word, (n, k) in {"gate_proj": (INTER, H), "up_proj": (INTER, H), "down_proj": (H, INTER)}.items():
+        for word, (n, k) in {
+            "gate_proj": (INTER, H),
+            "up_proj": (INTER, H),
+            "down_proj": (H, INTER),
+        }.items():
             name = f"{LAYER}.{e}.{word}"
             if word in plain:
                 put(tensors, f"{name}.weight", n, k)
@@ -900,7 +1109,10 @@ def large(layers: int, experts: int, model_type: str) -> tuple[Tensors, dict[str
         for name in DENSE:
             put(tensors, f"model.layers.{layer}.{name}", H, H)
         put_layer(tensors, QWEN, f"model.layers.{layer}.mlp.experts", experts)
-    return tensors, config_of(QWEN, model_type) | {"num_experts": experts, "num_hidden_layers": layers}
+    return tensors, config_of(QWEN, model_type) | {
+        "num_experts": experts,
+        "num_hidden_layers": layers,
+    }
 
 
 @pytest.fixture
@@ -927,11 +1139,17 @@ def num_matches(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int, str], in
 def test_few_names_need_a_regular_expression(num_matches: Callable[[int, int, str], int]) -> None:
     """One for each layer, expert, ending and dense tensor of an MoE module, not for each tensor."""
     for layers, experts in ((2, 8), (16, 8), (2, 64), (16, 64)):
-        assert num_matches(layers, experts, "qwen3_moe") < (1 + len(DENSE)) * layers + experts + len(QWEN.projections)
+        assert num_matches(layers, experts, "qwen3_moe") < (
+            1 + len(DENSE)
+        ) * layers + experts + len(QWEN.projections)
 
 
-def test_a_row_for_an_unknown_model_is_chosen_by_kinds_of_names(num_matches: Callable[[int, int, str], int]) -> None:
-    of_known, of_unknown = (num_matches(32, 64, model_type) for model_type in ("qwen3_moe", "new_moe"))
+def test_a_row_for_an_unknown_model_is_chosen_by_kinds_of_names(
+    num_matches: Callable[[int, int, str], int],
+) -> None:
+    of_known, of_unknown = (
+        num_matches(32, 64, model_type) for model_type in ("qwen3_moe", "new_moe")
+    )
     assert of_known < of_unknown < of_known + 200  # a few for each row of the table
 
 
@@ -953,7 +1171,9 @@ def test_names_in_any_order_give_the_same_map() -> None:
     tensors, config = large(3, 5, "qwen3_moe")
     mixed = dict(sorted(tensors.items(), key=lambda item: item[0][::-1]))
     one, other = map_experts(tensors, config), map_experts(mixed, config)
-    assert [list(layer.sources) for layer in one.layers] == [list(layer.sources) for layer in other.layers]
+    assert [list(layer.sources) for layer in one.layers] == [
+        list(layer.sources) for layer in other.layers
+    ]
     assert list(one.converted) == [name for layer in one.layers for name in layer.tensor_names()]
     assert one.converted == other.converted
 
@@ -980,12 +1200,16 @@ def test_a_look_works_out_no_shares_of_stacks(monkeypatch: pytest.MonkeyPatch) -
     put_stacks(tensors, QWEN, LAYER, 8)
     calls: list[int] = []
     ref = TensorSlice.ref
-    monkeypatch.setattr(TensorSlice, "ref", lambda part, *rest: calls.append(rest[1]) or ref(part, *rest))
+    monkeypatch.setattr(
+        TensorSlice, "ref", lambda part, *rest: calls.append(rest[1]) or ref(part, *rest)
+    )
     (block,) = map_experts(tensors, config_of(QWEN, "qwen3_moe") | {"num_experts": 8}).layers
     assert not calls
     assert block.sources[5] == block.sources[5]
     assert calls == [5, 5, 5]
     offsets = [roles["w2"]["weight"].offset_bytes for roles in block.sources]
-    assert offsets == [tensors[f"{LAYER}.down_proj"].offset_bytes + 2 * H * INTER * e for e in range(8)]
+    assert offsets == [
+        tensors[f"{LAYER}.down_proj"].offset_bytes + 2 * H * INTER * e for e in range(8)
+    ]
     with pytest.raises(IndexError):
         block.sources[8]

@@ -37,10 +37,15 @@ def test_row_is_well_formed(family: Family) -> None:
     assert set(family.projections) in ({"w1", "w3", "w2"}, {"w3", "w2"})
     assert len(set(family.projections.values())) == len(family.projections)
     # one pattern tells a stack from an expert's projection: an expert's name begins with a number
-    assert all(name.isidentifier() for name in (*family.projections.values(), *(s.name for s in family.stacks)))
+    assert all(
+        name.isidentifier()
+        for name in (*family.projections.values(), *(s.name for s in family.stacks))
+    )
     if not family.stacks:
         return
-    assert sorted(role for stack in family.stacks for role in stack.roles) == sorted(family.projections)
+    assert sorted(role for stack in family.stacks for role in stack.roles) == sorted(
+        family.projections
+    )
     assert len({stack.name for stack in family.stacks}) == len(family.stacks)
     for stack in family.stacks:
         assert not stack.interleaved or len(stack.roles) > 1

@@ -41,9 +41,30 @@ from tests.make.tensors import load_all
 
 # I of H = 64: neither, I = H, 2I = H. In the last two a stack is square and its shape tells no orientation.
 INNER = (48, 64, 32)
-FUSED = ("qwen3_vl_moe", "llama4", "gpt_oss", "openai_privacy_filter", "granitemoe", "granitemoe_swa", "gemma4")
-FUSED += ("dbrx", "step3p7", "aria", "zaya", "mistral4", "hy_v4", "inkling_mm_model", "inkling2_text")
-EVERY = [(name, inner) for n, name in enumerate(FAMILIES) for inner in (INNER if name in FUSED else [INNER[n % 3]])]
+FUSED = (
+    "qwen3_vl_moe",
+    "llama4",
+    "gpt_oss",
+    "openai_privacy_filter",
+    "granitemoe",
+    "granitemoe_swa",
+    "gemma4",
+)
+FUSED += (
+    "dbrx",
+    "step3p7",
+    "aria",
+    "zaya",
+    "mistral4",
+    "hy_v4",
+    "inkling_mm_model",
+    "inkling2_text",
+)
+EVERY = [
+    (name, inner)
+    for n, name in enumerate(FAMILIES)
+    for inner in (INNER if name in FUSED else [INNER[n % 3]])
+]
 CPU = torch.device("cpu")
 
 
@@ -77,7 +98,9 @@ def _expert(source: Source, layer: MoeLayer, expert: int) -> dict[str, torch.Ten
     return matrices
 
 
-def distance(module: nn.Module, experts: list[dict[str, torch.Tensor]], activation: Activation) -> float:
+def distance(
+    module: nn.Module, experts: list[dict[str, torch.Tensor]], activation: Activation
+) -> float:
     """How far our experts' outputs are from the module's, relatively, on tokens that reach every expert."""
     generator = torch.Generator().manual_seed(5)
     num_experts, hidden_size = len(experts), experts[0]["w3"].size(1)
@@ -121,11 +144,15 @@ def _assert_same_parameters(module: nn.Module, experts: list[dict[str, torch.Ten
         return
     for e, expert in enumerate(experts):
         turned = {
-            name: parameter[e].t() if module.is_transposed and parameter.dim() == 3 else parameter[e]
+            name: parameter[e].t()
+            if module.is_transposed and parameter.dim() == 3
+            else parameter[e]
             for name, parameter in module.named_parameters()
         }
         if module.has_gate:
-            gate_up = ("gate_up_proj", "gate_up_proj_bias") if module.has_bias else ("gate_up_proj",)
+            gate_up = (
+                ("gate_up_proj", "gate_up_proj_bias") if module.has_bias else ("gate_up_proj",)
+            )
             for name, (gate, up) in zip(gate_up, (("w1", "w3"), ("b1", "b3")), strict=False):
                 rows = turned[name]
                 halves = rows.chunk(2) if module.is_concatenated else (rows[::2], rows[1::2])
@@ -134,7 +161,9 @@ def _assert_same_parameters(module: nn.Module, experts: list[dict[str, torch.Ten
         else:
             assert torch.equal(expert["w3"], turned["up_proj"].double())
         assert torch.equal(expert["w2"], turned["down_proj"].double())
-        assert set(expert) == {r for r in ("w1", "w3", "w2", "b1", "b3", "b2") if r in _roles(module)}
+        assert set(expert) == {
+            r for r in ("w1", "w3", "w2", "b1", "b3", "b2") if r in _roles(module)
+        }
 
 
 def _roles(module: nn.Module) -> set[str]:
@@ -142,8 +171,12 @@ def _roles(module: nn.Module) -> set[str]:
     return {f"w{n}" for n in numbers} | ({f"b{n}" for n in numbers} if module.has_bias else set())
 
 
-@pytest.mark.parametrize(("limits", "names"), [([0, 7.0], "silu_bound7"), ([16, None], "silu"), (None, "silu")])
-def test_step3_bounds_its_activation_layer_by_layer(limits: list[float] | None, names: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("limits", "names"), [([0, 7.0], "silu_bound7"), ([16, None], "silu"), (None, "silu")]
+)
+def test_step3_bounds_its_activation_layer_by_layer(
+    limits: list[float] | None, names: str, tmp_path: Path
+) -> None:
     model = save_family(tmp_path, "step3p7", swiglu_limits=limits)
     ((layer, _, module),) = moe_layers(model)
     block, experts = read(tmp_path).only(layer)
@@ -166,20 +199,26 @@ def test_other_dtypes(model_type: str, dtype: torch.dtype, tmp_path: Path) -> No
 
 CHANGES: dict[str, Callable[[Stack], Stack]] = {
     "transposed": lambda stack: dataclasses.replace(stack, transposed=not stack.transposed),
-    "interleaved": lambda stack: dataclasses.replace(stack, interleaved=len(stack.roles) > 1 and not stack.interleaved),
+    "interleaved": lambda stack: dataclasses.replace(
+        stack, interleaved=len(stack.roles) > 1 and not stack.interleaved
+    ),
     "order": lambda stack: dataclasses.replace(stack, roles=stack.roles[::-1]),
 }
 
 
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("model_type", ["gpt_oss", "llama4", "granitemoe", "gemma4", "aria", "zaya"])
+@pytest.mark.parametrize(
+    "model_type", ["gpt_oss", "llama4", "granitemoe", "gemma4", "aria", "zaya"]
+)
 def test_a_wrong_row_is_refused_or_seen(
     model_type: str, change: str, inner: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = BY_MODEL_TYPE[model_type]
     wrong = dataclasses.replace(row, stacks=tuple(map(CHANGES[change], row.stacks)))
-    monkeypatch.setattr(hqconv.models.family_choice, "BY_MODEL_TYPE", {**BY_MODEL_TYPE, model_type: wrong})
+    monkeypatch.setattr(
+        hqconv.models.family_choice, "BY_MODEL_TYPE", {**BY_MODEL_TYPE, model_type: wrong}
+    )
     model = save_family(tmp_path, model_type, inner=inner)
     layer, _, module = moe_layers(model)[0]
     if change == "transposed":  # one of the two stacks is never square
@@ -192,8 +231,23 @@ def test_a_wrong_row_is_refused_or_seen(
 
 # --- every tensor once -------------------------------------------------------------------------------------
 
-DENSE = ("shared_expert", "share_expert", "shared_mlp", "router", "gate.weight", "e_score_correction_bias")
-DENSE += ("expert_bias", "visual", "vision", "per_expert_scale", "shared_mlp", "multi_modal_projector", "embed")
+DENSE = (
+    "shared_expert",
+    "share_expert",
+    "shared_mlp",
+    "router",
+    "gate.weight",
+    "e_score_correction_bias",
+)
+DENSE += (
+    "expert_bias",
+    "visual",
+    "vision",
+    "per_expert_scale",
+    "shared_mlp",
+    "multi_modal_projector",
+    "embed",
+)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -213,12 +267,18 @@ def test_every_tensor_is_counted_once(model_type: str, tmp_path: Path) -> None:
 # --- the same experts under other names --------------------------------------------------------------------
 
 
-def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+def rewrite(
+    folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+) -> None:
     """Replace a folder's tensors, in one file."""
     tensors = change(load_all(folder))
     for path in folder.glob("*.safetensors*"):
         path.unlink()
-    save_file({k: v.contiguous().clone() for k, v in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {k: v.contiguous().clone() for k, v in tensors.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
 
 
 PER_EXPERT = [m for m in FUSED if BY_MODEL_TYPE[m].projections]
@@ -252,7 +312,11 @@ def assert_same_in_memory(model: nn.Module, folder: Path) -> Read:
     assert stacks
     assert all(part.is_stacked for part in stacks)
     for ours, theirs in zip(fused.found.layers, released.found.layers, strict=True):
-        assert (ours.index, ours.activation, ours.top_k) == (theirs.index, theirs.activation, theirs.top_k)
+        assert (ours.index, ours.activation, ours.top_k) == (
+            theirs.index,
+            theirs.activation,
+            theirs.top_k,
+        )
     _assert_equal(fused, released)
     assert fused.found.is_own_row
     return fused
@@ -267,7 +331,9 @@ def test_families_may_come_as_transformers_holds_them(model_type: str, tmp_path:
 # Multimodal families whose text model transformers makes alone: with a head, or without one.
 TEXT_ONLY = {
     **dict.fromkeys(("minimax_m3_vl", "qwen3_5_moe", "llama4", "gemma4", "aria"), CAUSAL),
-    **dict.fromkeys(("glm5_next", "mistral_large4", "kimi_k25", "qwen3_vl_moe", "glm4v_moe"), "AutoModel"),
+    **dict.fromkeys(
+        ("glm5_next", "mistral_large4", "kimi_k25", "qwen3_vl_moe", "glm4v_moe"), "AutoModel"
+    ),
     "inkling_mm_model": CAUSAL,
 }
 
@@ -276,7 +342,9 @@ TEXT_ONLY = {
 def test_a_text_model_may_be_saved_alone(model_type: str, tmp_path: Path) -> None:
     """Under a model_type and names of its own: an engine that drops unknown names would serve it without experts."""
     whole = make_family(model_type)
-    alone = as_filled(getattr(transformers, TEXT_ONLY[model_type]).from_config(whole.config.text_config))
+    alone = as_filled(
+        getattr(transformers, TEXT_ONLY[model_type]).from_config(whole.config.text_config)
+    )
     found = assert_same_in_memory(alone, tmp_path)
     assert json.loads((tmp_path / "memory" / "config.json").read_text())["model_type"] != model_type
     for layer, _, module in moe_layers(alone):
@@ -298,15 +366,30 @@ def _silu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return nn.functional.silu(gate) * up
 
 
-SILU = {"hidden_act": "silu", "hidden_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2}
-MOON = {"dim": 32, "n_layers": 2, "moe": {"num_experts": 4, "experts_per_token": 2, "expert_inner_dim": 16}}
+SILU = {
+    "hidden_act": "silu",
+    "hidden_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 2,
+}
+MOON = {
+    "dim": 32,
+    "n_layers": 2,
+    "moe": {"num_experts": 4, "experts_per_token": 2, "expert_inner_dim": 16},
+}
 # In the last, 2I = H as in the first: only the row can tell an orientation.
 PUBLISHED = {
     # sglang: iquest_q1.py, load_iquest_q1_weights
-    "iquest_q1": Published(SILU | {"intermediate_size": 16}, "model.layers.1.mlp.experts", ("fc", "proj"), _silu),
+    "iquest_q1": Published(
+        SILU | {"intermediate_size": 16}, "model.layers.1.mlp.experts", ("fc", "proj"), _silu
+    ),
     # sglang: interns2_mobius.py, _load_fused_mobius_expert_weight
     "interns2_mobius": Published(
-        SILU | {"moe_intermediate_size": 16}, "model.meta_mlp.1.experts", ("gate_up_proj", "down_proj"), _silu
+        SILU | {"moe_intermediate_size": 16},
+        "model.meta_mlp.1.experts",
+        ("gate_up_proj", "down_proj"),
+        _silu,
     ),
     # vLLM: moondream3.py, Moondream3TextMoE.forward
     "moondream3": Published(
@@ -319,11 +402,15 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("model_type", PUBLISHED)
-def test_stacks_are_read_as_the_models_own_loaders_read_them(model_type: str, tmp_path: Path) -> None:
+def test_stacks_are_read_as_the_models_own_loaders_read_them(
+    model_type: str, tmp_path: Path
+) -> None:
     """The first half of each expert's rows is the gate."""
     model, generator = PUBLISHED[model_type], torch.Generator().manual_seed(4)
     wide, down = (torch.randn(shape, generator=generator) for shape in ((4, 32, 32), (4, 32, 16)))
-    tensors = dict(zip((f"{model.layer}.{name}" for name in model.stacks), (wide, down), strict=True))
+    tensors = dict(
+        zip((f"{model.layer}.{name}" for name in model.stacks), (wide, down), strict=True)
+    )
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **model.config}))
     block, experts = read(tmp_path).only(1)
@@ -347,8 +434,13 @@ def _assert_equal(one: Read, other: Read) -> None:
             assert all(torch.equal(ours[key], expected[key]) for key in ours)
 
 
-def _transpose_stacks(tensors: dict[str, torch.Tensor], only: str = "experts.") -> dict[str, torch.Tensor]:
-    return {name: t.transpose(1, 2) if only in name and t.dim() == 3 else t for name, t in tensors.items()}
+def _transpose_stacks(
+    tensors: dict[str, torch.Tensor], only: str = "experts."
+) -> dict[str, torch.Tensor]:
+    return {
+        name: t.transpose(1, 2) if only in name and t.dim() == 3 else t
+        for name, t in tensors.items()
+    }
 
 
 @pytest.mark.parametrize("inner", INNER)
@@ -356,7 +448,10 @@ def test_qwen3_vl_moe_is_read_in_either_orientation(inner: int, tmp_path: Path) 
     save_family(tmp_path, "qwen3_vl_moe", inner=inner)
     as_saved = read(tmp_path)
     rewrite(tmp_path, _transpose_stacks)
-    assert load_all(tmp_path)[next(iter(as_saved.found.converted))].shape[1] in (inner, SIZES["hidden"])
+    assert load_all(tmp_path)[next(iter(as_saved.found.converted))].shape[1] in (
+        inner,
+        SIZES["hidden"],
+    )
     _assert_equal(read(tmp_path), as_saved)
     if inner == INNER[0]:  # one of two
         rewrite(tmp_path, functools.partial(_transpose_stacks, only="experts.down_proj"))

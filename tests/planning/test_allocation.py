@@ -27,7 +27,10 @@ def named(*gemms: list[tuple[int, int]]) -> Gemms:
 
 def all_choices(gemms: Gemms) -> list[tuple[int, float]]:
     """Cost and loss of every choice."""
-    return [(sum(o.cost for o in one), sum(o.loss for o in one)) for one in itertools.product(*gemms.values())]
+    return [
+        (sum(o.cost for o in one), sum(o.loss for o in one))
+        for one in itertools.product(*gemms.values())
+    ]
 
 
 @given(GEMMS, st.integers(0, 80))
@@ -39,7 +42,11 @@ def test_a_choice_loses_less_than_one_step_above_the_best(gemms: Gemms, more: in
     loss = sum(option.loss for option in chosen.values())
     assert all(option in gemms[gemm] for gemm, option in chosen.items())
     assert sum(option.cost for option in chosen.values()) <= budget
-    steps = [a.loss - b.loss for options in gemms.values() for a, b in itertools.pairwise(hull_of(options))]
+    steps = [
+        a.loss - b.loss
+        for options in gemms.values()
+        for a, b in itertools.pairwise(hull_of(options))
+    ]
     assert loss == best or loss - best < max(steps)
 
 
@@ -96,5 +103,8 @@ def test_a_budget_that_is_too_small_names_the_least_that_works(cost: int, count:
         choose(gemms, 2 * cost - 1, count)
     match = re.search(r"at least (\d+) bytes of .*, or ([\d.]+) bits", error.value.expected)
     assert match is not None
-    for limit in (int(match[1]), limit_bytes(None, float(match[2]), count) + 1):  # + 1: a bit in the last decimal
+    for limit in (
+        int(match[1]),
+        limit_bytes(None, float(match[2]), count) + 1,
+    ):  # + 1: a bit in the last decimal
         assert len(choose(gemms, limit, count)) == 2

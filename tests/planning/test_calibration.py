@@ -34,7 +34,9 @@ def test_a_text_is_known_by_its_name_and_bytes_and_never_by_its_place(tmp_path: 
     for text in texts:
         text.parent.mkdir()
         text.write_bytes(b"hello\r\n")
-    one, other = (calibration_of(text, calibrate_tokens=512, calibrate_context=64) for text in texts)
+    one, other = (
+        calibration_of(text, calibrate_tokens=512, calibrate_context=64) for text in texts
+    )
     assert one == other
     assert one.files == (texts[0],)
     assert (one.name, one.sha256) == ("text.txt", hashlib.sha256(b"hello\r\n").hexdigest())
@@ -83,8 +85,14 @@ def test_what_no_calibration_can_be(
 
 def test_a_recipe_names_a_text_beside_it_or_the_builtin_one(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("words")
-    for value, found in (("text", tmp_path / "text"), ("./builtin", tmp_path / "builtin"), ("builtin", "builtin")):
-        (tmp_path / "recipe.toml").write_text(f'schema = "int4"\ncalibrate = "{value}"\ncalibrate_tokens = 4096\n')
+    for value, found in (
+        ("text", tmp_path / "text"),
+        ("./builtin", tmp_path / "builtin"),
+        ("builtin", "builtin"),
+    ):
+        (tmp_path / "recipe.toml").write_text(
+            f'schema = "int4"\ncalibrate = "{value}"\ncalibrate_tokens = 4096\n'
+        )
         options = with_recipe(tmp_path / "recipe.toml", {})
         assert (options["calibrate"], options["calibrate_tokens"]) == (found, 4096)
 
@@ -98,7 +106,10 @@ def test_a_file_with_the_name_of_the_builtin_text_is_read_where_a_path_is_given(
     recipe = with_recipe("recipe.toml", OPTIONS)["calibrate"]
     for text in ("./builtin", Path("builtin"), str(tmp_path / "builtin"), recipe):
         found = calibration_of(text)
-        assert (found.sha256, found.files) == (hashlib.sha256(b"own words").hexdigest(), (Path(text),))
+        assert (found.sha256, found.files) == (
+            hashlib.sha256(b"own words").hexdigest(),
+            (Path(text),),
+        )
     found = calibration_of("builtin")
     assert (found.name, found.files) == ("builtin", (BUILTIN_TEXT,))
     assert found.sha256 == hashlib.sha256(BUILTIN_TEXT.read_bytes()).hexdigest()

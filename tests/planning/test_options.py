@@ -17,7 +17,14 @@ from hqconv.planning.layer_encoding import EncodingOptions
 from hqconv.planning.spec import ConversionOptions
 from hqconv.schemas.artifact_names import CHECKPOINT, KERNEL
 from hqconv.schemas.grid import EVEN, GROUPS, LINEAR, ROUND_ROBIN
-from hqconv.schemas.options import CHECKS, ENCODING_KEYS, QUANTIZERS, CheckName, EncodingArguments, conversion_options
+from hqconv.schemas.options import (
+    CHECKS,
+    ENCODING_KEYS,
+    QUANTIZERS,
+    CheckName,
+    EncodingArguments,
+    conversion_options,
+)
 from hqconv.schemas.weight_schema import PARAM_DTYPES
 from tests.make.places import REPO
 

@@ -37,7 +37,12 @@ from hqconv.schemas.weight_schema import WeightSchema
 from tests.make.conversions import schema_of
 from tests.make.matrices import SCHEMAS
 
-QWEN = {"model_type": "qwen3_moe", "hidden_act": "silu", "num_experts_per_tok": 2, "torch_dtype": "bfloat16"}
+QWEN = {
+    "model_type": "qwen3_moe",
+    "hidden_act": "silu",
+    "num_experts_per_tok": 2,
+    "torch_dtype": "bfloat16",
+}
 
 
 def synthetic(
@@ -98,23 +103,34 @@ def plan_of(
 ) -> ConversionPlan:
     words: dict[str, Any] = {"param_dtype": "bfloat16", "target": GpuTarget(90), **more}
     target = schema_of(schema) if isinstance(schema, str) else schema
-    return make_plan(*source, ConversionSpec(schema=target, grid=grid or Grid(), layout=layout, **words))
+    return make_plan(
+        *source, ConversionSpec(schema=target, grid=grid or Grid(), layout=layout, **words)
+    )
 
 
 # --- files -------------------------------------------------------------------------------------------------
 
 # The library's sub-byte types have to fill whole bytes.
 specs = st.dictionaries(
-    st.text(st.characters(codec="utf-8"), min_size=1, max_size=12).filter(lambda n: n != "__metadata__"),
-    st.tuples(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 5), max_size=3).map(lambda shape: (*shape, 8))),
+    st.text(st.characters(codec="utf-8"), min_size=1, max_size=12).filter(
+        lambda n: n != "__metadata__"
+    ),
+    st.tuples(
+        st.sampled_from(sorted(DTYPES)),
+        st.lists(st.integers(0, 5), max_size=3).map(lambda shape: (*shape, 8)),
+    ),
     max_size=12,
 )
 
 
 @given(chosen=specs)
-def test_a_planned_file_is_read_by_the_library(chosen: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+def test_a_planned_file_is_read_by_the_library(
+    chosen: dict[str, tuple[str, tuple[int, ...]]],
+) -> None:
     metadata = {"format": "pt", "w13": '{"a": "ключ"}'}
-    file = build_file("x.safetensors", [TensorSpec(name, *rest) for name, rest in chosen.items()], metadata)
+    file = build_file(
+        "x.safetensors", [TensorSpec(name, *rest) for name, rest in chosen.items()], metadata
+    )
     content = bytearray(file.header + bytes(file.size_bytes - len(file.header)))
     for number, tensor in enumerate(file.tensors.values()):
         end = tensor.offset_bytes + tensor.num_bytes
@@ -140,7 +156,10 @@ def all_places(group: MoeLayerPlan, plan: ConversionPlan) -> Iterable[tuple[str,
         for tp_rank, ep_rank in grid.ranks:
             for indices, local in group.neighbours(range(layer.num_experts)).get(ep_rank, []):
                 for name, tensor in group.rank_tensors(tp_rank, ep_rank).items():
-                    yield from ((f"{layer.name}.{name}", tensor.entry(local + i)) for i in range(len(indices)))
+                    yield from (
+                        (f"{layer.name}.{name}", tensor.entry(local + i))
+                        for i in range(len(indices))
+                    )
         return
     for expert, projections in enumerate(layer.sources):
         for projection, roles in projections.items():
@@ -157,7 +176,12 @@ def check_tiling(group: MoeLayerPlan, plan: ConversionPlan) -> None:
     for name, place in all_places(group, plan):
         tensor = group.files[place.file].tensors[name]
         end = place.offset_bytes + place.num_bytes
-        assert tensor.offset_bytes <= place.offset_bytes < end <= tensor.offset_bytes + tensor.num_bytes
+        assert (
+            tensor.offset_bytes
+            <= place.offset_bytes
+            < end
+            <= tensor.offset_bytes + tensor.num_bytes
+        )
         spans[place.file].append((place.offset_bytes, end))
     assert sorted(spans) == list(range(len(group.files)))
     for index, file in enumerate(group.files):
@@ -193,11 +217,16 @@ def test_places_tile_every_rank_file(
             metadata = json.loads(file.header[8:])["__metadata__"]
             for tensor in file.tensors.values():
                 assert tensor.shape[0] == local
-            assert [json.loads(metadata[gemm])["num_experts"] for gemm in ("w13", "w2")] == [local, local]
+            assert [json.loads(metadata[gemm])["num_experts"] for gemm in ("w13", "w2")] == [
+                local,
+                local,
+            ]
 
 
 @pytest.mark.parametrize("limit", [1, 40_000, 10**9])
-def test_copied_tensors_are_all_there_in_bounded_shards(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copied_tensors_are_all_there_in_bounded_shards(
+    limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(groups_module, "MAX_SHARD_BYTES", limit)
     source = synthetic()
     plan = plan_of(source)
@@ -257,7 +286,10 @@ def test_more_ep_ranks_than_experts_is_refused() -> None:
     ("words", "needle"),
     [
         ({"target": GpuTarget(75)}, "sm75 has no bfloat16"),
-        ({"target": GpuTarget(75), "inputs": INPUT_PRESETS["fp8"], "param_dtype": "float16"}, "begin with sm89"),
+        (
+            {"target": GpuTarget(75), "inputs": INPUT_PRESETS["fp8"], "param_dtype": "float16"},
+            "begin with sm89",
+        ),
         (
             {"inputs": INPUT_PRESETS["fp8"], "schema": schema_of("nvfp4")},
             "nvfp4 with --input-schema a16; fp8 activations with --schema mxfp4",
@@ -270,7 +302,13 @@ def test_more_ep_ranks_than_experts_is_refused() -> None:
         ({"layout": "checkpoint", "grid": Grid(tp=2)}, "--layout checkpoint"),
         ({"layout": "checkpoint", "grid": Grid(redundant=1)}, "--redundant-experts"),
         ({"schema": WeightSchema("odd", "uint4", "float16", "channel")}, "bs_dtype"),
-        ({"schema": WeightSchema("odd", "uint4", "bfloat16", "channel"), "param_dtype": "float16"}, "bs_dtype"),
+        (
+            {
+                "schema": WeightSchema("odd", "uint4", "bfloat16", "channel"),
+                "param_dtype": "float16",
+            },
+            "bs_dtype",
+        ),
     ],
     ids=str,
 )
@@ -324,7 +362,9 @@ def test_warnings_for_what_stock_vllm_cannot_serve(name: str, dtype: str, warns:
 
 def test_warning_for_what_the_kernel_was_seen_to_fail_on() -> None:
     fp8 = INPUT_PRESETS["fp8"]  # under which the kernel was not seen to fail
-    assert "overflows" not in str(plan_of(synthetic(), "fp8-e5m2", param_dtype="float16", inputs=fp8).warnings)
+    assert "overflows" not in str(
+        plan_of(synthetic(), "fp8-e5m2", param_dtype="float16", inputs=fp8).warnings
+    )
     assert "overflows" in plan_of(synthetic(), "fp8-e5m2", param_dtype="float16").warnings[0]
     assert plan_of(synthetic(), "fp8", param_dtype="float16").warnings == ()
 
@@ -361,7 +401,11 @@ def test_the_fingerprint_follows_everything_that_decides_bytes() -> None:
 
 
 # vLLM's module names, as its models/{mixtral,qwen3_moe,deepseek_v2}.py give them as `prefix`.
-EXPERTS = ("model.layers.3.mlp.experts", "model.layers.3.block_sparse_moe.experts", "layers.0.ffn.experts")
+EXPERTS = (
+    "model.layers.3.mlp.experts",
+    "model.layers.3.block_sparse_moe.experts",
+    "layers.0.ffn.experts",
+)
 OTHERS = (
     "lm_head",
     "model.embed_tokens",

@@ -34,7 +34,9 @@ def test_inspect_says_what_serves_a_model(src: Path) -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_memory_of_ranks_of_whole_groups_is_that_of_the_artifact(tp: int, src: Path, tmp_path: Path) -> None:
+def test_memory_of_ranks_of_whole_groups_is_that_of_the_artifact(
+    tp: int, src: Path, tmp_path: Path
+) -> None:
     """192 columns in groups of 128: the second of 2 ranks has half a group, as large as the first with zeros."""
     before = hqconv.inspect(src)
     schema = "int4" if tp == 2 else "mxfp4"

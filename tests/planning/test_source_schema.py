@@ -112,7 +112,12 @@ def test_one_scale_for_a_whole_stack(tmp_path: Path) -> None:
     }
     (tmp_path / "src").mkdir()
     save_file(tensors, tmp_path / "src" / "model.safetensors", {"format": "pt"})
-    sizes = {"hidden_size": h, "intermediate_size": i, "num_local_experts": e, "num_experts_per_tok": 1}
+    sizes = {
+        "hidden_size": h,
+        "intermediate_size": i,
+        "num_local_experts": e,
+        "num_experts_per_tok": 1,
+    }
     quantization = {"quant_method": "modelopt", "quant_algo": "FP8"}
     words = {"model_type": "llama4_text", "hidden_act": "silu", "num_hidden_layers": 1, **sizes}
     config = {**words, "quantization_config": quantization, "torch_dtype": "bfloat16"}
@@ -125,7 +130,9 @@ def test_one_scale_for_a_whole_stack(tmp_path: Path) -> None:
         both = gate_up.view(torch.float8_e4m3fn).float().transpose(1, 2) * 0.25
         assert torch.equal(found["w1"], both[:, :i])
         assert torch.equal(found["w3"], both[:, i:])
-        assert torch.equal(found["w2"], down.view(torch.float8_e4m3fn).float().transpose(1, 2) * 0.75)
+        assert torch.equal(
+            found["w2"], down.view(torch.float8_e4m3fn).float().transpose(1, 2) * 0.75
+        )
 
 
 @pytest.mark.parametrize(
@@ -140,7 +147,9 @@ def test_one_scale_for_a_whole_stack(tmp_path: Path) -> None:
         ("gpt_oss", 64, True),
     ],
 )
-def test_blocks_of_a_stack_must_not_hold_gate_and_up(model_type: str, inner: int, good: bool) -> None:
+def test_blocks_of_a_stack_must_not_hold_gate_and_up(
+    model_type: str, inner: int, good: bool
+) -> None:
     layer, (e, h) = "model.layers.0.mlp.experts", (2, 256)
     shapes = {"gate_up_proj": (e, 2 * inner, h), "down_proj": (e, h, inner)}
     refs = {}
@@ -149,7 +158,9 @@ def test_blocks_of_a_stack_must_not_hold_gate_and_up(model_type: str, inner: int
         scale = (e, *(-(-size // 128) for size in stored[1:]))
         for suffix, dtype, shape in (("", "F8_E4M3", stored), ("_scale_inv", "F32", scale)):
             full = f"{layer}.{name}{suffix}"
-            refs[full] = TensorRef(full, dtype, shape, 0, 0, math.prod(shape) * (4 if suffix else 1))
+            refs[full] = TensorRef(
+                full, dtype, shape, 0, 0, math.prod(shape) * (4 if suffix else 1)
+            )
     sizes = {"num_experts": e, "num_local_experts": e, "num_experts_per_tok": 1, "hidden_size": h}
     config = {"model_type": model_type, "hidden_act": "silu", "intermediate_size": inner, **sizes}
     quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -181,7 +192,12 @@ def nvfp4_refs(num_layers: int, plain_layers: tuple[int, ...] = ()) -> dict[str,
     return refs
 
 
-NVFP4_CONFIG = {"model_type": "deepseek_v3", "hidden_act": "silu", "n_routed_experts": 2, "hidden_size": 64}
+NVFP4_CONFIG = {
+    "model_type": "deepseek_v3",
+    "hidden_act": "silu",
+    "n_routed_experts": 2,
+    "hidden_size": 64,
+}
 NVFP4_CONFIG |= {"num_experts_per_tok": 1, "moe_intermediate_size": 32, "num_hidden_layers": 2}
 NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 
@@ -198,7 +214,9 @@ def test_experts_that_calibration_missed_have_no_activation_scale(expert: int) -
 def test_a_token_prediction_layer_may_be_plain_without_being_ignored() -> None:
     found = map_experts(nvfp4_refs(3, plain_layers=(2,)), NVFP4_CONFIG, NVFP4)
     assert [layer.format.is_float for layer in found.layers] == [False, False, True]
-    with pytest.raises(InputError, match="declares a quantized module"):  # an ordinary layer may not
+    with pytest.raises(
+        InputError, match="declares a quantized module"
+    ):  # an ordinary layer may not
         map_experts(nvfp4_refs(3, plain_layers=(1,)), NVFP4_CONFIG, NVFP4)
 
 
@@ -210,9 +228,16 @@ def test_without_a_gate_one_scale_of_a_tensor_is_kept(tmp_path: Path) -> None:
             for part, dtype, of_part in (("weight", "F8_E4M3", shape), ("weight_scale", "F32", ())):
                 name = f"{layer}.{e}.{word}.{part}"
                 refs[name] = TensorRef(name, dtype, of_part, 0, 0, 4)
-    config = {"model_type": "nemotron_h", "n_routed_experts": 2, "num_experts_per_tok": 1, "hidden_size": 128}
+    config = {
+        "model_type": "nemotron_h",
+        "n_routed_experts": 2,
+        "num_experts_per_tok": 1,
+        "hidden_size": 128,
+    }
     experts = map_experts(refs, config | {"moe_intermediate_size": 96}, {"quant_method": "fp8"})
-    assert {s.name for s in source_schemas(experts.layers, "bfloat16", Grid(3)).values()} == {"fp8-tensor"}
+    assert {s.name for s in source_schemas(experts.layers, "bfloat16", Grid(3)).values()} == {
+        "fp8-tensor"
+    }
 
 
 @pytest.mark.parametrize(("inner", "good"), [(128, True), (96, False)])
@@ -224,7 +249,9 @@ def test_blocks_of_a_flat_stack_must_not_hold_two_experts(inner: int, good: bool
         scale = (-(-e * inner // 128), h // 128)
         for suffix, dtype, shape in (("", "F8_E4M3", (e * inner, h)), ("_scale_inv", "F32", scale)):
             full = f"{layer}.{name}{suffix}"
-            refs[full] = TensorRef(full, dtype, shape, 0, 0, math.prod(shape) * (4 if suffix else 1))
+            refs[full] = TensorRef(
+                full, dtype, shape, 0, 0, math.prod(shape) * (4 if suffix else 1)
+            )
     sizes = {"moe_num_experts": e, "moe_top_k": 1, "ffn_hidden_size": inner}
     config = {"model_type": "dbrx", "d_model": h, "n_layers": 1, "ffn_config": sizes}
     quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}

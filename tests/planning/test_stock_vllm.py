@@ -12,12 +12,22 @@ from tests.make.families import save_family
 # As vLLM's own model classes load tiny models of them: docs/serving.md.
 SERVED = ("mixtral", "qwen3_vl_moe", "gemma4", "jamba", "nemotron_h", "minimax_m2", "deepseek_v3")
 NOT_SERVED = (
-    *("gpt_oss", "openai_privacy_filter", "llama4_text", "granitemoe", "granitemoe_swa", "dbrx", "step3p7"),
+    *(
+        "gpt_oss",
+        "openai_privacy_filter",
+        "llama4_text",
+        "granitemoe",
+        "granitemoe_swa",
+        "dbrx",
+        "step3p7",
+    ),
     *("aria", "deepseek_v4", "kimi_k25", "inkling_mm_model"),
 )
 
 
-def warnings_of(folder: Path, family: str, schema: str, layout: str = "checkpoint") -> tuple[str, ...]:
+def warnings_of(
+    folder: Path, family: str, schema: str, layout: str = "checkpoint"
+) -> tuple[str, ...]:
     save_family(folder, family, inner=64)
     checkpoint, plan = open_plan(folder, schema, layout=layout)
     checkpoint.close()

@@ -39,7 +39,9 @@ def test_places_of_384_experts_on_320_ranks(model: Path, placement: str) -> None
         seconds = time.process_time() - started
     assert seconds < 60  # it was a second for each expert
     assert {ref.file for of_rank in places for ref in of_rank.values()} == set(range(NUM_RANKS))
-    copies = [indices for of_expert in runs for of_rank in of_expert.values() for indices, _ in of_rank]
+    copies = [
+        indices for of_expert in runs for of_rank in of_expert.values() for indices, _ in of_rank
+    ]
     assert len(copies) == NUM_EXPERTS + 256
 
 

@@ -21,7 +21,11 @@ from hqconv.quantization.quantize import quantize_stacks
 from hqconv.schemas.sum_factors import ROW_WORDS, ContentSums, factors, of_copied, of_expert
 from hqconv.schemas.weight_schema import resolve_schema
 
-DTYPES = {torch.uint8: (0, 255), torch.int16: (-(1 << 15), (1 << 15) - 1), torch.int32: (-(1 << 31), (1 << 31) - 1)}
+DTYPES = {
+    torch.uint8: (0, 255),
+    torch.int16: (-(1 << 15), (1 << 15) - 1),
+    torch.int32: (-(1 << 31), (1 << 31) - 1),
+}
 
 
 def test_factors_are_odd_differ_and_do_not_depend_on_how_many_are_asked_for() -> None:
@@ -38,9 +42,14 @@ def test_factors_are_odd_differ_and_do_not_depend_on_how_many_are_asked_for() ->
 @given(st.sampled_from(list(DTYPES)), st.tuples(*[st.integers(1, 9)] * 3), st.integers(0, 1 << 30))
 def test_rows_are_summed_alike(dtype: torch.dtype, shape: tuple[int, int, int], seed: int) -> None:
     low, high = DTYPES[dtype]
-    stack = torch.from_numpy(np.random.default_rng(seed).integers(low, high, shape, np.int64, endpoint=True)).to(dtype)
+    stack = torch.from_numpy(
+        np.random.default_rng(seed).integers(low, high, shape, np.int64, endpoint=True)
+    ).to(dtype)
     columns = [int(factor) for factor in factors("column", shape[2])]
-    expected = [[sum(a * b for a, b in zip(row, columns, strict=True)) for row in of] for of in stack.tolist()]
+    expected = [
+        [sum(a * b for a, b in zip(row, columns, strict=True)) for row in of]
+        for of in stack.tolist()
+    ]
     wrapped = [[(total + (1 << 63)) % (1 << 64) - (1 << 63) for total in of] for of in expected]
     assert row_sums(stack).tolist() == compiled_row_sums(stack).tolist() == wrapped
 
@@ -82,13 +91,17 @@ def plain_sum(data: bytes) -> int:
     for start in range(0, len(data), 4):
         row, column = divmod(start // 4, ROW_WORDS)
         word = int.from_bytes(data[start : start + 4], "little", signed=True)
-        total += word * int(factors("row", row + 1)[row]) * int(factors("column", ROW_WORDS)[column])
+        total += (
+            word * int(factors("row", row + 1)[row]) * int(factors("column", ROW_WORDS)[column])
+        )
     return total % (1 << 64)
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 9000), st.lists(st.integers(0, 9000), max_size=4), st.integers(0, 1 << 30))
-def test_parts_of_a_copied_tensor_add_up_however_it_is_cut(size: int, cuts: list[int], seed: int) -> None:
+def test_parts_of_a_copied_tensor_add_up_however_it_is_cut(
+    size: int, cuts: list[int], seed: int
+) -> None:
     data = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
     edges = sorted({0, size, *(cut for cut in cuts if cut < size)})
     total = sum(sum_of_bytes(data[a:b], a) for a, b in pairwise(edges))
@@ -103,14 +116,23 @@ def test_several_rows_of_words() -> None:
     assert parts % (1 << 64) == plain_sum(data.tobytes())
 
 
-SIZES = st.one_of(st.integers(0, 40), st.sampled_from([8191, 8192, 8193, 4 * ROW_WORDS, 4 * ROW_WORDS + 7]))
+SIZES = st.one_of(
+    st.integers(0, 40), st.sampled_from([8191, 8192, 8193, 4 * ROW_WORDS, 4 * ROW_WORDS + 7])
+)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(SIZES, max_size=30), st.integers(0, 100), st.integers(0, 100), st.integers(0, 1 << 30))
-def test_many_tensors_are_summed_as_each_by_itself(sizes: list[int], first: int, last: int, seed: int) -> None:
+@given(
+    st.lists(SIZES, max_size=30), st.integers(0, 100), st.integers(0, 100), st.integers(0, 1 << 30)
+)
+def test_many_tensors_are_summed_as_each_by_itself(
+    sizes: list[int], first: int, last: int, seed: int
+) -> None:
     """Tensors one by one at any byte, the first begun before and the last cut, as in a piece of a shard."""
-    tensors = [np.random.default_rng(seed + n).integers(0, 256, size, np.uint8) for n, size in enumerate(sizes)]
+    tensors = [
+        np.random.default_rng(seed + n).integers(0, 256, size, np.uint8)
+        for n, size in enumerate(sizes)
+    ]
     ranges = [(0, size) for size in sizes]
     if sizes:
         ranges[0] = (min(first, sizes[0]), sizes[0])
@@ -125,7 +147,11 @@ def test_many_tensors_are_summed_as_each_by_itself(sizes: list[int], first: int,
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, (1 << 20) - 1), st.integers(0, (1 << 20) - 1), st.sampled_from(["flip", "swap", "both signs"]))
+@given(
+    st.integers(0, (1 << 20) - 1),
+    st.integers(0, (1 << 20) - 1),
+    st.sampled_from(["flip", "swap", "both signs"]),
+)
 def test_a_change_of_a_copied_tensor_shows(one: int, other: int, change: str) -> None:
     data = np.random.default_rng(1).integers(0, 256, 1 << 17, np.uint8)
     changed = data.copy()
@@ -142,6 +168,8 @@ def test_a_change_of_a_copied_tensor_shows(one: int, other: int, change: str) ->
 
 
 def test_the_dtype_and_the_shape_count() -> None:
-    found = {of_copied(5, dtype, shape) for dtype in ("BF16", "F16") for shape in ((2, 3), (3, 2), (6,))}
+    found = {
+        of_copied(5, dtype, shape) for dtype in ("BF16", "F16") for shape in ((2, 3), (3, 2), (6,))
+    }
     assert len(found) == 6
     assert all(len(one) == 16 for one in found)

@@ -59,7 +59,9 @@ def test_it_is_the_hadamard_matrix_and_its_own_inverse(block: int) -> None:
     expected = values.double().numpy().reshape(-1, block) @ hadamard(block)
     np.testing.assert_allclose(found.numpy().reshape(-1, block), expected, rtol=0, atol=3e-6)
     np.testing.assert_allclose(unrotated(found, block).numpy(), values.numpy(), rtol=0, atol=3e-6)
-    np.testing.assert_allclose(unrotated(values, block).numpy().reshape(-1, block), expected, atol=1e-6)
+    np.testing.assert_allclose(
+        unrotated(values, block).numpy().reshape(-1, block), expected, atol=1e-6
+    )
     exact = values.double()
     columns = torch.cat([exact, exact], -1)[..., : exact.size(-1)]  # of a TP rank: not contiguous
     assert torch.equal(unrotated(columns, block), unrotated(exact, block))
@@ -73,7 +75,9 @@ def test_every_step_is_the_kernels(block: int, dtype: torch.dtype) -> None:
     found = rotate(matrix, block)
     assert found.dtype == dtype
     for row, values in zip(found[::7], matrix[::7], strict=True):
-        assert_same(row, torch.from_numpy(one_by_one(values.float().numpy(), block)).to(dtype), "a row")
+        assert_same(
+            row, torch.from_numpy(one_by_one(values.float().numpy(), block)).to(dtype), "a row"
+        )
 
 
 def test_bits_depend_on_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +93,9 @@ def test_bits_depend_on_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("source", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4-g64-zp", "fp8-tensor", "fp8-block", "int8"])
+@pytest.mark.parametrize(
+    "name", ["mxfp4", "nvfp4", "int4-g64-zp", "fp8-tensor", "fp8-block", "int8"]
+)
 def test_quantizing_is_of_the_rotated_matrix(name: str, source: torch.dtype) -> None:
     """As `quant_tensor`, which rotates in the matrix's dtype and then quantizes."""
     pair = [hard_matrix(128, 384, source, seed).clamp(-1e4, 1e4) for seed in (1, 2)]

@@ -29,11 +29,15 @@ few = settings(max_examples=12, deadline=None, suppress_health_check=[HealthChec
 
 
 @st.composite
-def matrices(draw: st.DrawFn, count: int = 1, shape: tuple[int, int] | None = None) -> list[torch.Tensor]:
+def matrices(
+    draw: st.DrawFn, count: int = 1, shape: tuple[int, int] | None = None
+) -> list[torch.Tensor]:
     """Matrices made of a few drawn numbers, dealt over rows of very different sizes, some of them all zero."""
     rows, columns = shape or (draw(st.sampled_from([128, 256])), draw(st.sampled_from([128, 384])))
     dtype = draw(st.sampled_from(SOURCES))
-    finite_bits = st.integers(-0x7BFF, 0x7BFF).map(lambda bits: abs(bits) | (0x8000 if bits < 0 else 0))
+    finite_bits = st.integers(-0x7BFF, 0x7BFF).map(
+        lambda bits: abs(bits) | (0x8000 if bits < 0 else 0)
+    )
     bits = draw(st.lists(finite_bits, min_size=1, max_size=24))
     pool = np.array(bits, np.uint16).view(np.float16).astype(np.float32)
     spread = draw(st.integers(0, 14))
@@ -82,7 +86,9 @@ def decode(tensors: dict[str, torch.Tensor], schema: WeightSchema) -> np.ndarray
     """float32 (code - zero) * scale * scale_2, computed without Humming and without hqconv."""
     codes = unpack(tensors["weight"], schema.num_bits)
     scale = tensors["weight_scale"].float().numpy()
-    scale_2 = tensors["weight_scale_2"].numpy() if "weight_scale_2" in tensors else np.ones(1, np.float32)
+    scale_2 = (
+        tensors["weight_scale_2"].numpy() if "weight_scale_2" in tensors else np.ones(1, np.float32)
+    )
     zero: Any = 0.0
     if schema.is_integer:
         values = codes.astype(np.float32)
@@ -90,15 +96,23 @@ def decode(tensors: dict[str, torch.Tensor], schema: WeightSchema) -> np.ndarray
         if schema.is_fp_zero_point:
             zero = tensors["zero_point"].float().numpy()
         elif schema.has_zero_point:
-            zero = unpack(tensors["zero_point"].t().contiguous(), schema.num_bits).T.astype(np.float32)
+            zero = unpack(tensors["zero_point"].t().contiguous(), schema.num_bits).T.astype(
+                np.float32
+            )
         values = values - spread_over(zero, codes.shape)
     else:
         values = code_values(schema.b_dtype)[codes].astype(np.float32)
     with np.errstate(all="ignore"):
-        return values * spread_over(scale, codes.shape) * spread_over(scale_2.astype(np.float32), codes.shape)
+        return (
+            values
+            * spread_over(scale, codes.shape)
+            * spread_over(scale_2.astype(np.float32), codes.shape)
+        )
 
 
-def humming_quant_tensor(matrix: torch.Tensor, schema: WeightSchema, param_dtype: str) -> dict[str, torch.Tensor]:
+def humming_quant_tensor(
+    matrix: torch.Tensor, schema: WeightSchema, param_dtype: str
+) -> dict[str, torch.Tensor]:
     """Humming's own schema code, which runs over our CPU twins of its six ops."""
     target = humming_schema(schema)
     with resident(CPU):
@@ -108,7 +122,10 @@ def humming_quant_tensor(matrix: torch.Tensor, schema: WeightSchema, param_dtype
 def check_sums(matrix: torch.Tensor, result: Quantized, schema: WeightSchema) -> None:
     """The error against ours, in float64: exact sums, and once more in the GPU's own folding order."""
     values, decoded = matrix.double().numpy(), decode(result.tensors, schema).astype(np.float64)
-    for found, terms in ((result.error_sums.error, values - decoded), (result.error_sums.power, values)):
+    for found, terms in (
+        (result.error_sums.error, values - decoded),
+        (result.error_sums.power, values),
+    ):
         squares = (terms * terms).ravel()
         if np.isfinite(squares).all():
             assert found == pytest.approx(math.fsum(squares), rel=1e-12)
@@ -123,7 +140,9 @@ def check_sums(matrix: torch.Tensor, result: Quantized, schema: WeightSchema) ->
 @pytest.mark.parametrize("name", PLAIN)
 @few
 @given(given_matrices=matrices(), param_dtype=st.sampled_from(["bfloat16", "float16"]))
-def test_quantize_is_hummings_quant_tensor(name: str, given_matrices: list[torch.Tensor], param_dtype: str) -> None:
+def test_quantize_is_hummings_quant_tensor(
+    name: str, given_matrices: list[torch.Tensor], param_dtype: str
+) -> None:
     schema = resolve_schema(name)
     [matrix] = given_matrices
     [result] = quantize([matrix], schema, param_dtype)
@@ -150,7 +169,10 @@ def test_hard_rows(name: str, source: torch.dtype) -> None:
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_partner_changes_nothing_where_no_scale_is_shared(name: str) -> None:
     schema = resolve_schema(name)
-    mine, other = hard_matrix(128, 256, torch.bfloat16, 1), hard_matrix(128, 256, torch.bfloat16, 2) * 50
+    mine, other = (
+        hard_matrix(128, 256, torch.bfloat16, 1),
+        hard_matrix(128, 256, torch.bfloat16, 2) * 50,
+    )
     [alone] = quantize([mine], schema, "bfloat16")
     for pair, index in (([mine, other], 0), ([other, mine], 1)):
         result = quantize(pair, schema, "bfloat16")[index]
@@ -166,7 +188,9 @@ def test_a_partner_changes_nothing_where_no_scale_is_shared(name: str) -> None:
 
 
 @few
-@given(pair=matrices(count=2, shape=(32, 128)), param_dtype=st.sampled_from(["bfloat16", "float16"]))
+@given(
+    pair=matrices(count=2, shape=(32, 128)), param_dtype=st.sampled_from(["bfloat16", "float16"])
+)
 def test_fp8_tensor_is_the_contracts_recipe(pair: list[torch.Tensor], param_dtype: str) -> None:
     """One scale for gate and up; each code is the nearest to the float32 quotient, but below the least normal number.
 
@@ -175,14 +199,20 @@ def test_fp8_tensor_is_the_contracts_recipe(pair: list[torch.Tensor], param_dtyp
     values = code_values("float8e4m3")
     values = np.where(np.isin(np.arange(256), (127, 255)), 0.0, values)  # NaN
     scale = np.float32(max(1e-30, *(m.abs().max().item() for m in pair)) / np.float32(448))
-    for matrix, result in zip(pair, quantize(pair, resolve_schema("fp8-tensor"), param_dtype), strict=True):
+    for matrix, result in zip(
+        pair, quantize(pair, resolve_schema("fp8-tensor"), param_dtype), strict=True
+    ):
         assert result.tensors["weight_scale"].tolist() == [scale]
-        x = np.clip((matrix.float().numpy() * (np.float32(1) / scale)).astype(np.float64), -448, 448)
+        x = np.clip(
+            (matrix.float().numpy() * (np.float32(1) / scale)).astype(np.float64), -448, 448
+        )
         x = np.where(np.abs(x) < 2.0**-6, np.round(x * 2.0**29) / 2.0**29, x)
         distance = np.abs(values[unpack(result.tensors["weight"], 8)] - x)
         ladder = np.unique(values)
         place = np.clip(np.searchsorted(ladder, x), 1, len(ladder) - 1)
-        np.testing.assert_array_equal(distance, np.minimum(np.abs(ladder[place] - x), np.abs(ladder[place - 1] - x)))
+        np.testing.assert_array_equal(
+            distance, np.minimum(np.abs(ladder[place] - x), np.abs(ladder[place - 1] - x))
+        )
         check_sums(matrix, result, resolve_schema("fp8-tensor"))
 
 
@@ -211,7 +241,9 @@ def test_a_number_that_is_none_is_noticed(name: str, source: torch.dtype, value:
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_zeros_stay_zeros(name: str, zero: float) -> None:
     schema = resolve_schema(name)
-    for result in quantize([torch.full((128, 128), zero, dtype=torch.bfloat16)] * 2, schema, "bfloat16"):
+    for result in quantize(
+        [torch.full((128, 128), zero, dtype=torch.bfloat16)] * 2, schema, "bfloat16"
+    ):
         assert result.error_sums.is_finite
         assert result.error_sums.power == 0
         assert np.abs(decode(result.tensors, schema)).max() <= 1e-30
@@ -222,11 +254,19 @@ def test_zeros_stay_zeros(name: str, zero: float) -> None:
 def test_a_source_type_that_holds_the_same_numbers_gives_the_same_bytes(name: str) -> None:
     """bfloat16 has a loop of its own; float16 and float32 share one."""
     schema = resolve_schema(name)
-    values = (torch.randint(-127, 128, (128, 256), generator=torch.Generator().manual_seed(1)) / 64).float()
+    values = (
+        torch.randint(-127, 128, (128, 256), generator=torch.Generator().manual_seed(1)) / 64
+    ).float()
     # Humming's kernel fuses a product with a difference for float32 groups with an integer zero point only.
-    fuses = schema.has_zero_point and not schema.is_fp_zero_point and 0 < schema.weight_scale_group_size <= 128
+    fuses = (
+        schema.has_zero_point
+        and not schema.is_fp_zero_point
+        and 0 < schema.weight_scale_group_size <= 128
+    )
     dtypes = [torch.bfloat16, torch.float16] + ([] if fuses else [torch.float32])
-    reference, *others = (quantize([values.to(dtype)] * 2, schema, "bfloat16")[0] for dtype in dtypes)
+    reference, *others = (
+        quantize([values.to(dtype)] * 2, schema, "bfloat16")[0] for dtype in dtypes
+    )
     for other in others:
         ours, theirs = other.error_sums, reference.error_sums
         assert (ours.error, ours.power) == (theirs.error, theirs.power)

@@ -45,12 +45,24 @@ def with_scale(values: list[float]) -> CodedMatrix:
 
 def edges() -> Iterator[float]:
     """Where rounding changes its mind: about the limits of both dtypes, and halfway between two numbers."""
-    for exact in (2.0**-24, 2.0**-14, 65504.0, 65520.0, 2.0**-126, 2.0**-133, 3.3895313892515355e38):
-        yield from (float(np.nextafter(np.float32(exact), np.float32(to))) for to in (0, np.inf, exact))
+    for exact in (
+        2.0**-24,
+        2.0**-14,
+        65504.0,
+        65520.0,
+        2.0**-126,
+        2.0**-133,
+        3.3895313892515355e38,
+    ):
+        yield from (
+            float(np.nextafter(np.float32(exact), np.float32(to))) for to in (0, np.inf, exact)
+        )
     for digits in (7, 10):
         for last in (0, 1):
             middle = 1 + (last + 0.5) * 2.0**-digits
-            yield from (float(np.nextafter(np.float32(middle), np.float32(to))) for to in (0, 2, middle))
+            yield from (
+                float(np.nextafter(np.float32(middle), np.float32(to))) for to in (0, 2, middle)
+            )
 
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False) | st.sampled_from(list(edges()))

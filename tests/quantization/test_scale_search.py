@@ -41,15 +41,37 @@ RESULTS = {
     4: "9ed6130e5c9be3c7c22f92104708e03b6a70799f74d9d8c0e660c3e8b08e8edf",
 }
 SEARCHED = (
-    *("mxfp4", "mxfp8", "nvfp4", "fp8", "fp8-e5m2", "fp8-block", "fp8-tensor", "fp6-e3m2", "int8", "int8-g128-zp"),
-    *("int6-g128", "int4", "int4-c", "int4-g64-zp", "int4-g128-fpzp", "int3-g64", "int2-g32-zp", "int1-g64"),
+    *(
+        "mxfp4",
+        "mxfp8",
+        "nvfp4",
+        "fp8",
+        "fp8-e5m2",
+        "fp8-block",
+        "fp8-tensor",
+        "fp6-e3m2",
+        "int8",
+        "int8-g128-zp",
+    ),
+    *(
+        "int6-g128",
+        "int4",
+        "int4-c",
+        "int4-g64-zp",
+        "int4-g128-fpzp",
+        "int3-g64",
+        "int2-g32-zp",
+        "int1-g64",
+    ),
     *("e2m1-row", "uint4-e5m3", "uint4-e8m0"),
 )
 
 
 def hard_stacks(dtype: torch.dtype) -> list[torch.Tensor]:
     """Gate and up of two experts."""
-    return [torch.stack([hard_matrix(*SHAPE, dtype, 7 * i + e) for e in range(2)]) for i in range(2)]
+    return [
+        torch.stack([hard_matrix(*SHAPE, dtype, 7 * i + e) for e in range(2)]) for i in range(2)
+    ]
 
 
 def plain_matrix(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -77,7 +99,9 @@ def decoded(stack: QuantizedStack, schema: WeightSchema) -> np.ndarray:
         return humming_schema(schema).dequant_tensors(dict(stack.tensors)).double().numpy()
 
 
-def scope_errors(stacks: list[torch.Tensor], done: list[QuantizedStack], schema: WeightSchema) -> list[np.ndarray]:
+def scope_errors(
+    stacks: list[torch.Tensor], done: list[QuantizedStack], schema: WeightSchema
+) -> list[np.ndarray]:
     """What is lost under each scale, summed by numpy in its own order: [E, R, G] of each stack, or of all."""
     rows, columns = schema.scale_group()
     every = []
@@ -106,7 +130,10 @@ def assert_never_worse(stacks: list[torch.Tensor], schema: WeightSchema, param_d
     for before, after in zip(plain, best, strict=True):
         assert before.tensors.keys() == after.tensors.keys()
         for name, tensor in before.tensors.items():
-            assert (tensor.dtype, tensor.shape) == (after.tensors[name].dtype, after.tensors[name].shape)
+            assert (tensor.dtype, tensor.shape) == (
+                after.tensors[name].dtype,
+                after.tensors[name].shape,
+            )
             if name.startswith("weight_scale") and torch.isfinite(tensor.float()).all():
                 assert torch.isfinite(after.tensors[name].float()).all()
 
@@ -117,12 +144,26 @@ def stacks_of_two(draw: st.DrawFn) -> list[torch.Tensor]:
     dtype = draw(st.sampled_from(SOURCES))
     generator = np.random.default_rng(draw(st.integers(0, 2**32)))
     info = torch.finfo(dtype)
-    extremes = [0.0, info.max * 0.99, info.smallest_normal, info.smallest_normal / 8, 1.0, 1e-3, 448.0]
-    pool = draw(st.lists(st.sampled_from(extremes) | st.floats(-8, 8, width=16), min_size=1, max_size=12))
+    extremes = [
+        0.0,
+        info.max * 0.99,
+        info.smallest_normal,
+        info.smallest_normal / 8,
+        1.0,
+        1e-3,
+        448.0,
+    ]
+    pool = draw(
+        st.lists(st.sampled_from(extremes) | st.floats(-8, 8, width=16), min_size=1, max_size=12)
+    )
     result = []
     for _ in range(2):
-        values = generator.choice(np.array(pool), (1, 128, 256)) * generator.choice([-1.0, 1.0], (1, 128, 256))
-        noise = generator.standard_t(4, (1, 128, 256)) * np.exp2(generator.integers(-30, 8, (1, 128, 1)))
+        values = generator.choice(np.array(pool), (1, 128, 256)) * generator.choice(
+            [-1.0, 1.0], (1, 128, 256)
+        )
+        noise = generator.standard_t(4, (1, 128, 256)) * np.exp2(
+            generator.integers(-30, 8, (1, 128, 1))
+        )
         values = np.where(generator.random((1, 128, 1)) < 0.6, noise, values)
         outlier = generator.random((1, 128, 256)) < 0.002
         values = np.where(outlier, values * draw(st.sampled_from([1, 30, 1e4])), values)
@@ -132,9 +173,13 @@ def stacks_of_two(draw: st.DrawFn) -> list[torch.Tensor]:
 
 
 @pytest.mark.full
-@settings(max_examples=num_examples(20), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=num_examples(20), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 @given(stacks_of_two(), st.sampled_from(ALL), st.sampled_from(["bfloat16", "float16"]))
-def test_no_scale_loses_more_than_round_to_nearest(stacks: list[torch.Tensor], name: str, param_dtype: str) -> None:
+def test_no_scale_loses_more_than_round_to_nearest(
+    stacks: list[torch.Tensor], name: str, param_dtype: str
+) -> None:
     assert_never_worse(stacks, any_schema(name), param_dtype)
 
 
@@ -146,13 +191,22 @@ def test_hard_matrices_lose_no_more_either_and_something_is_gained(name: str) ->
     stacks = [plain_matrix(1, 128, 512, seed=seed) for seed in range(2)]
     plain, best = (quantize_stacks(stacks, schema, "bfloat16", quantizer=q) for q in (RTN, MSE))
     gain = 1 - sum(float(s.error) for s in best) / sum(float(s.error) for s in plain)
-    least = {"mxfp4": 0.1, "int4": 0.13, "nvfp4": 0.17, "mxfp8": 0.0, "fp8-tensor": 0.0, "fp8-block": 0.0}
+    least = {
+        "mxfp4": 0.1,
+        "int4": 0.13,
+        "nvfp4": 0.17,
+        "mxfp8": 0.0,
+        "fp8-tensor": 0.0,
+        "fp8-block": 0.0,
+    }
     assert gain >= least.get(name, 0.005)
 
 
 @pytest.mark.sampled(15)
 @pytest.mark.parametrize("name", ALL)
-def test_the_search_for_gpus_chooses_what_the_loops_choose(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_for_gpus_chooses_what_the_loops_choose(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The code for GPUs, run on the CPU over the twins of Humming's operations and of the Triton kernels.
 
     Every other schema has float16 parameters and a float32 source.
@@ -184,19 +238,25 @@ def test_scales_that_are_all_rounded_to_zero_are_found_by_both() -> None:
         assert_same(recipe.tensors[key], tensor, key)
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4", "int8", "fp8", "fp8-block", "fp6-e3m2", "uint4-e8m0"])
+@pytest.mark.parametrize(
+    "name", ["mxfp4", "nvfp4", "int4", "int8", "fp8", "fp8-block", "fp6-e3m2", "uint4-e8m0"]
+)
 def test_what_is_exact_keeps_its_bytes(name: str) -> None:
     """Weights that are codes times a power of two, with the code of the largest magnitude in every group."""
     schema = any_schema(name)
     if schema.is_integer:
         half = 2 ** (schema.num_bits - 1)
-        numbers = torch.randint(-half, half, (1, 128, 256), generator=torch.Generator().manual_seed(3)).float()
+        numbers = torch.randint(
+            -half, half, (1, 128, 256), generator=torch.Generator().manual_seed(3)
+        ).float()
         numbers[..., ::16] = -half
     else:
         largest = {"float4e2m1": 6.0, "float8e4m3": 448.0, "float6e3m2": 28.0}[schema.b_dtype]
         numbers = (plain_matrix(1, 128, 256) * 50).sign() * largest
         numbers[..., 1::2] /= 4
-    stack = numbers * 2.0**-6 * (448 if name == "nvfp4" else 1)  # its second scale is a power of two then
+    stack = (
+        numbers * 2.0**-6 * (448 if name == "nvfp4" else 1)
+    )  # its second scale is a power of two then
     plain, best = (quantize_stacks([stack], schema, "bfloat16", quantizer=q)[0] for q in (RTN, MSE))
     assert float(plain.error) == 0
     for key, tensor in plain.tensors.items():
@@ -258,7 +318,9 @@ def hard_groups(size: int) -> torch.Tensor:
     """Rows for scales far from round-to-nearest's: even, heavy tails, tiny beside others, few large numbers."""
     generator = np.random.default_rng(1)
     rows = [generator.standard_normal((12, 128)) * 0.02, generator.standard_t(3, (8, 128))]
-    rows.append(generator.standard_normal((8, 128)) * np.exp2(generator.integers(-16, -8, (8, 1))) * 0.02)
+    rows.append(
+        generator.standard_normal((8, 128)) * np.exp2(generator.integers(-16, -8, (8, 1))) * 0.02
+    )
     spread = generator.choice([0.4, 0.41, 0.7, 0.83], (4, 128))
     spread[:, ::size] = 1
     return torch.from_numpy(np.concatenate([*rows, spread])).float().unsqueeze(0)
@@ -268,7 +330,11 @@ def hard_groups(size: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", CODES_OF)
 def test_no_scale_that_can_be_stored_loses_less(name: str) -> None:
     """Brute force over every 8-bit scale: the search leaves out only scales that cannot be the best."""
-    few = {"e2m1-e5m2": WeightSchema(name, "float4e2m1", bs_dtype="float8e5m2", weight_scale_group_size=16)}
+    few = {
+        "e2m1-e5m2": WeightSchema(
+            name, "float4e2m1", bs_dtype="float8e5m2", weight_scale_group_size=16
+        )
+    }
     schema, codes = few.get(name) or any_schema(name), CODES_OF[name]
     size, num_moved = schema.weight_scale_group_size, 0
     stack = hard_groups(size)
@@ -282,7 +348,9 @@ def test_no_scale_that_can_be_stored_loses_less(name: str) -> None:
         tried = scales_to_try(name, stored)
         least = min(nearest(weights, s * second, codes) for s in tried)
         assert found[0, n, g] <= max(least, 0) * (1 + 1e-5) + 2**-20 * before[0, n, g]
-        assert name == "int4-g32" or found[0, n, g] >= least * (1 - 1e-5)  # this one is fitted besides
+        assert name == "int4-g32" or found[0, n, g] >= least * (
+            1 - 1e-5
+        )  # this one is fitted besides
         num_moved += found[0, n, g] < before[0, n, g]
     assert num_moved > 24
 
@@ -291,7 +359,13 @@ class GivenErrors:
     """A meter of one group with errors as said, of one candidate after the other, and fits of 1.5."""
 
     def __init__(self, scales: GroupScales, errors: tuple[float, ...]) -> None:
-        self.scales, self.given, self.tried, self.gain, self.with_gain = scales, errors, list[GroupScales](), 1.0, 0.9
+        self.scales, self.given, self.tried, self.gain, self.with_gain = (
+            scales,
+            errors,
+            list[GroupScales](),
+            1.0,
+            0.9,
+        )
 
     def start_errors(self) -> torch.Tensor:
         return torch.ones(1, 1, 1, dtype=torch.float64)
@@ -313,7 +387,9 @@ class GivenErrors:
 
 def test_another_scale_must_be_better_by_the_margin_and_of_equals_the_first_is_taken() -> None:
     """Errors as said here, whatever the weights: of rtn 1, of the candidates one after the other."""
-    schema = resolve_schema("int8-g128")  # the same scale, 129/128, 130/128, 127/128 and 126/128 of it, and two fits
+    schema = resolve_schema(
+        "int8-g128"
+    )  # the same scale, 129/128, 130/128, 127/128 and 126/128 of it, and two fits
     stored = torch.full((1, 1, 1), 1.0, dtype=torch.bfloat16)
     start = GroupScales(stored, stored.float(), None, None)
     for errors, chosen in (
@@ -335,9 +411,17 @@ def test_another_scale_must_be_better_by_the_margin_and_of_equals_the_first_is_t
 
 @pytest.mark.parametrize(
     ("gain", "with_gain", "stored"),
-    [(1.0, 0.6, 1.5), (1.25, 0.9, 1.875), (1.25, 1 - 2.0**-21, 1.0), (1.25, 1.1, 1.0), (np.nan, 0.5, 1.5)],
+    [
+        (1.0, 0.6, 1.5),
+        (1.25, 0.9, 1.875),
+        (1.25, 1 - 2.0**-21, 1.0),
+        (1.25, 1.1, 1.0),
+        (np.nan, 0.5, 1.5),
+    ],
 )
-def test_a_scale_is_kept_if_it_loses_less_with_its_gain_too(gain: float, with_gain: float, stored: float) -> None:
+def test_a_scale_is_kept_if_it_loses_less_with_its_gain_too(
+    gain: float, with_gain: float, stored: float
+) -> None:
     """Rtn's scale is 1 and loses 1; the fitted one, 1.5, loses 0.5 before the gain."""
     schema, one = resolve_schema("int8-g128"), torch.full((1, 1, 1), 1.0, dtype=torch.bfloat16)
     meter = GivenErrors(GroupScales(one, one.float(), None, None), (2.0,) * 5 + (0.5,) * 2)
@@ -367,7 +451,9 @@ def test_the_gain_of_each_group_is_kept_with_its_codes(
     But for groups that rtn loses less in.
     """
     schema, stack = any_schema(name), plain_matrix(1, 128, 512)
-    [plain], [done] = (quantize_stacks([stack], schema, "bfloat16", quantizer=q) for q in (RTN, MSE))
+    [plain], [done] = (
+        quantize_stacks([stack], schema, "bfloat16", quantizer=q) for q in (RTN, MSE)
+    )
     weights = in_groups(stack, schema)
     values = [
         in_groups(torch.from_numpy(decoded(one, schema)).view_as(stack), schema)
@@ -388,7 +474,9 @@ def test_outputs_of_few_bits_lose_no_more_than_by_rounding(name: str, kind: str)
     """By inputs whose columns depend on each other: the error of outputs, and what the outputs lose in size."""
     schema, weights = any_schema(name), plain_matrix(1, 128, 256)
     if kind == "heavy":
-        weights = torch.from_numpy(np.random.default_rng(2).standard_t(4, (1, 128, 256)) * 0.02).float()
+        weights = torch.from_numpy(
+            np.random.default_rng(2).standard_t(4, (1, 128, 256)) * 0.02
+        ).float()
     if kind == "large columns":
         weights[..., ::64] *= 20
     x = correlated(600, 256, 3).double()
@@ -396,15 +484,24 @@ def test_outputs_of_few_bits_lose_no_more_than_by_rounding(name: str, kind: str)
     for quantizer in (RTN, MSE):
         [done] = quantize_stacks([weights], schema, "bfloat16", quantizer=quantizer)
         given = x @ torch.from_numpy(decoded(done, schema)).view(128, 256).t()
-        each.append((float((given - wanted).square().sum()), float((given * wanted).sum() / wanted.square().sum())))
+        each.append(
+            (
+                float((given - wanted).square().sum()),
+                float((given * wanted).sum() / wanted.square().sum()),
+            )
+        )
     assert each[1][0] <= each[0][0] * 1.005  # no group's weights lose more, but inputs weigh them
     assert abs(each[1][1] - 1) < abs(each[0][1] - 1) + 0.03
 
 
 def fixed_stacks() -> list[torch.Tensor]:
     """Gate and up of two experts, by integers alone: the same on every machine, with any version of any library."""
-    number = np.arange(2 * 2 * 128 * 256, dtype=np.uint64) * np.uint64(2654435761) % np.uint64(1 << 32)
-    values = (number.astype(np.float64) / 2**32 - 0.5) ** 3  # heavier tails than a uniform distribution has
+    number = (
+        np.arange(2 * 2 * 128 * 256, dtype=np.uint64) * np.uint64(2654435761) % np.uint64(1 << 32)
+    )
+    values = (
+        number.astype(np.float64) / 2**32 - 0.5
+    ) ** 3  # heavier tails than a uniform distribution has
     return list(torch.from_numpy(values.astype(np.float32)).bfloat16().view(2, 2, 128, 256))
 
 
@@ -413,7 +510,11 @@ def test_what_the_search_finds_is_that_of_its_version() -> None:
     digest = hashlib.sha256()
     for name in SEARCHED:
         for param_dtype in ("bfloat16", "float16"):
-            for one in quantize_stacks(fixed_stacks(), any_schema(name), param_dtype, quantizer=MSE):
+            for one in quantize_stacks(
+                fixed_stacks(), any_schema(name), param_dtype, quantizer=MSE
+            ):
                 for part in sorted(one.tensors):
-                    digest.update(one.tensors[part].contiguous().view(torch.uint8).numpy().tobytes())
+                    digest.update(
+                        one.tensors[part].contiguous().view(torch.uint8).numpy().tobytes()
+                    )
     assert digest.hexdigest() == RESULTS[SEARCH_VERSION]

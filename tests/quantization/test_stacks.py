@@ -28,7 +28,10 @@ NUM_EXPERTS = 3
 
 def hard_stacks(dtype: torch.dtype) -> list[torch.Tensor]:
     """Gate and up of three experts."""
-    return [torch.stack([hard_matrix(*SHAPE, dtype, 10 * i + e) for e in range(NUM_EXPERTS)]) for i in range(2)]
+    return [
+        torch.stack([hard_matrix(*SHAPE, dtype, 10 * i + e) for e in range(NUM_EXPERTS)])
+        for i in range(2)
+    ]
 
 
 def assert_same_stacks(ours: QuantizedStack, theirs: QuantizedStack) -> None:
@@ -45,12 +48,18 @@ def assert_same_stacks(ours: QuantizedStack, theirs: QuantizedStack) -> None:
     ("name", "quantizer"),
     [
         *((name, RTN) for name in (*SCHEMAS[::2], *[*RARE_SCHEMAS][::2])),
-        *((name, MSE) for name in ("nvfp4", "fp8-block", "fp8-tensor", "int4-g64-zp", "int4-g32-e4m3-row")),
+        *(
+            (name, MSE)
+            for name in ("nvfp4", "fp8-block", "fp8-tensor", "int4-g64-zp", "int4-g32-e4m3-row")
+        ),
     ],
 )
 def test_experts_and_helpers_change_nothing(name: str, quantizer: str) -> None:
     """Every expert is quantized as if alone, whatever threads run parts of its loops."""
-    schema, stacks = any_schema(name), hard_stacks(torch.bfloat16 if len(name) % 2 else torch.float32)
+    schema, stacks = (
+        any_schema(name),
+        hard_stacks(torch.bfloat16 if len(name) % 2 else torch.float32),
+    )
 
     def done(some: list[torch.Tensor]) -> list[QuantizedStack]:
         return quantize_stacks(some, schema, "bfloat16", count_exact=True, quantizer=quantizer)
@@ -79,20 +88,28 @@ def test_the_recipe_for_gpus_is_that_of_the_cpu(name: str, param_dtype: str) -> 
     schema, stacks = resolve_schema(name), hard_stacks(torch.bfloat16)
     with resident(torch.device("cpu")):
         recipe = cuda.quantize_stacks(stacks, schema, param_dtype, None, count_exact=True)
-    for ours, theirs in zip(cpu.quantize_stacks(stacks, schema, param_dtype, None, True), recipe, strict=True):
+    for ours, theirs in zip(
+        cpu.quantize_stacks(stacks, schema, param_dtype, None, True), recipe, strict=True
+    ):
         assert_same_stacks(ours, theirs)
 
 
-@pytest.mark.parametrize(("name", "param_dtype"), [*zip(SCHEMAS, 11 * ("float16", "bfloat16"), strict=True)])
+@pytest.mark.parametrize(
+    ("name", "param_dtype"), [*zip(SCHEMAS, 11 * ("float16", "bfloat16"), strict=True)]
+)
 def test_a_stack_is_laid_out_like_its_experts(name: str, param_dtype: str) -> None:
     schema = resolve_schema(name)
     # One expert's scales leave float16's range and need a second scale, the others' do not.
-    stack = hard_stacks(torch.bfloat16)[0] * torch.tensor([1.0, 2.0**-24, 1.0]).bfloat16().view(-1, 1, 1)
+    stack = hard_stacks(torch.bfloat16)[0] * torch.tensor([1.0, 2.0**-24, 1.0]).bfloat16().view(
+        -1, 1, 1
+    )
     [quantized] = quantize_stacks([stack], schema, param_dtype)
     form = kernel_form(*SHAPE, kernel_spec_of(schema, param_dtype, 90))
     whole = to_kernel(form, quantized.tensors)
     for e in range(NUM_EXPERTS):
-        alone = to_kernel(form, {key: tensor[e : e + 1] for key, tensor in quantized.tensors.items()})
+        alone = to_kernel(
+            form, {key: tensor[e : e + 1] for key, tensor in quantized.tensors.items()}
+        )
         assert alone.keys() == whole.keys()
         for key, tensor in alone.items():
             assert_same(whole[key][e : e + 1], tensor, key)
@@ -106,7 +123,9 @@ def test_a_swapped_expert_is_seen() -> None:
         assert_same_stacks(right, wrong)
 
 
-def test_without_a_c_compiler_there_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_c_compiler_there_is_an_error_that_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fail(_: torch.Tensor) -> None:
         raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
 

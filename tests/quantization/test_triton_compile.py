@@ -51,7 +51,9 @@ def ptx_of(launch: Launch) -> str:
 
     kernel, args, kwargs = launch
     assert kwargs["enable_fp_fusion"] is False
-    values = dict(zip(kernel.arg_names, args, strict=False)) | {n: kwargs[n] for n in kernel.arg_names if n in kwargs}
+    values = dict(zip(kernel.arg_names, args, strict=False)) | {
+        n: kwargs[n] for n in kernel.arg_names if n in kwargs
+    }
     is_constant = {p.name: p.is_constexpr for p in kernel.params}
     signature, constants, multiples = {}, {}, {}
     for number, name in enumerate(kernel.arg_names):
@@ -81,9 +83,12 @@ def assert_rounded_once(ptx: str) -> None:
 
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("nvfp4", torch.bfloat16), ("mxfp4", torch.float32), ("int4-g32", torch.bfloat16)]
+    ("name", "dtype"),
+    [("nvfp4", torch.bfloat16), ("mxfp4", torch.float32), ("int4-g32", torch.bfloat16)],
 )
-def test_the_sweep_compiles_for_a_gpu(name: str, dtype: torch.dtype, launches: list[Launch]) -> None:
+def test_the_sweep_compiles_for_a_gpu(
+    name: str, dtype: torch.dtype, launches: list[Launch]
+) -> None:
     from hqconv.quantization import triton_sweep
 
     schema, param_dtype = any_schema(name), "bfloat16" if dtype == torch.bfloat16 else "float16"

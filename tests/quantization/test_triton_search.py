@@ -53,7 +53,9 @@ for case in sys.argv[1 : -1 if is_broken else None]:
 def agreements(*words: str) -> list[list[str]]:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-c", SCRIPT, *words]
-    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, check=False, timeout=900)
+    done = subprocess.run(
+        command, cwd=REPO, env=environment, capture_output=True, text=True, check=False, timeout=900
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return [line.split() for line in done.stdout.splitlines()]
 
@@ -61,7 +63,13 @@ def agreements(*words: str) -> list[list[str]]:
 @pytest.mark.full
 def test_the_sweep_gives_the_bits_of_torch() -> None:
     """Steps and errors, of each scale and code type."""
-    cases = ["nvfp4:float32", "mxfp4:float32", "fp4-g32-e8m0-row:float32", "int4-g32:bfloat16", "uint4-e4m3:bfloat16"]
+    cases = [
+        "nvfp4:float32",
+        "mxfp4:float32",
+        "fp4-g32-e8m0-row:float32",
+        "int4-g32:bfloat16",
+        "uint4-e4m3:bfloat16",
+    ]
     assert agreements(*cases) == [[case, "True", "True"] for case in cases]
 
 

@@ -29,12 +29,21 @@ PARAMS = ("bfloat16", "float16")
 CODES = (*(f"int{bits}" for bits in range(1, 9)), "fp4", "fp6-e3m2", "fp6-e2m3", "fp8", "fp8-e5m2")
 SCALES = ("g32-e4m3", "g16-e4m3-row", "g64-e5m2", "g32-e5m2-row", "g32-e8m0-row")
 # Every code under one kind of scale and under one of the others in turn: each code compiles loops for seconds.
-NAMES = tuple(f"{c}-{scale}" for n, c in enumerate(CODES) for scale in (SCALES[0], SCALES[1 + n % 4]))
+NAMES = tuple(
+    f"{c}-{scale}" for n, c in enumerate(CODES) for scale in (SCALES[0], SCALES[1 + n % 4])
+)
 E0M = tuple(
     WeightSchema(f"{code}-{second}", code, "float8e4m3", "group", 32, 0, second)
-    for code, second in (("float2e0m1", "channel"), ("float4e0m3", "tensor"), ("float8e0m7", "channel"))
+    for code, second in (
+        ("float2e0m1", "channel"),
+        ("float4e0m3", "tensor"),
+        ("float8e0m7", "channel"),
+    )
 )
-SCHEMAS = {**{name: resolve_schema(name) for name in ("nvfp4", *NAMES)}, **{schema.name: schema for schema in E0M}}
+SCHEMAS = {
+    **{name: resolve_schema(name) for name in ("nvfp4", *NAMES)},
+    **{schema.name: schema for schema in E0M},
+}
 FP8_MAX = {"float8e4m3": 448.0, "float8e5m2": 57344.0}
 
 
@@ -81,9 +90,13 @@ def expected_unrounded(matrix: torch.Tensor, schema: WeightSchema) -> np.ndarray
     if schema.num_bits == 1:
         scale = np.maximum((wide / 1.499).astype(np.float32), (narrow / 0.499).astype(np.float32))
     elif is_row_of_powers(schema):  # no sign: what neither end exceeds
-        return np.maximum((down / -values.min()).astype(np.float32), (up / values.max()).astype(np.float32))
+        return np.maximum(
+            (down / -values.min()).astype(np.float32), (up / values.max()).astype(np.float32)
+        )
     else:
-        scale = np.maximum((wide / -values.min()).astype(np.float32), (narrow / values.max()).astype(np.float32))
+        scale = np.maximum(
+            (wide / -values.min()).astype(np.float32), (narrow / values.max()).astype(np.float32)
+        )
     return scale if is_row_of_powers(schema) else np.where(up > down, -scale, scale)
 
 
@@ -91,7 +104,9 @@ def rounded(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(np.asarray(values, np.float32)).to(dtype)
 
 
-def check_recipe(matrix: torch.Tensor, tensors: dict[str, torch.Tensor], schema: WeightSchema, param: str) -> None:
+def check_recipe(
+    matrix: torch.Tensor, tensors: dict[str, torch.Tensor], schema: WeightSchema, param: str
+) -> None:
     """Second scale and group scales of one matrix, its own expert."""
     scale, dtype = expected_unrounded(matrix, schema), torch_dtype_of(param)
     found, second = tensors["weight_scale"], tensors["weight_scale_2"]
@@ -105,7 +120,11 @@ def check_recipe(matrix: torch.Tensor, tensors: dict[str, torch.Tensor], schema:
     else:
         reach = 0.499 if schema.b_dtype == "uint1" else values_of_codes(schema).max()
         amax = np.float32(max(float(matrix.float().abs().max()), 1e-30))
-        assert_same(second, torch.tensor([amax / np.float32(reach * float(fp8_max))]), "the tensor's second scale")
+        assert_same(
+            second,
+            torch.tensor([amax / np.float32(reach * float(fp8_max))]),
+            "the tensor's second scale",
+        )
     ratio = scale / second.float().numpy().reshape(-1, 1)
     stored = rounded(np.clip(ratio, -fp8_max, fp8_max), torch_dtype_of(schema.bs_dtype or ""))
     assert_same(found, stored, "group scales")
@@ -127,19 +146,25 @@ def check_powers(
     is_in_range = scale.max(1) < 2.0**15  # of float16
     top = np.take_along_axis(whole, place[:, None], 1)[:, 0] / scale.max(1)
     unit = 2.0**-7 if param == "bfloat16" else 2.0**-10
-    is_held = is_in_range & (scale.max(1) > 2.0**-20) if param == "float16" else np.full(len(scale), True)
+    is_held = (
+        is_in_range & (scale.max(1) > 2.0**-20) if param == "float16" else np.full(len(scale), True)
+    )
     assert ((top >= 1) & (top <= 1 + unit))[is_held].all()
     assert (whole >= scale * (1 - 2.0**-23))[is_held].all()
     is_least = (whole / 2 < scale) | (exponent == (-14 if param == "float16" else -126))
     assert is_least[is_held].all()
 
 
-def check_codes(matrix: torch.Tensor, tensors: dict[str, torch.Tensor], schema: WeightSchema) -> None:
+def check_codes(
+    matrix: torch.Tensor, tensors: dict[str, torch.Tensor], schema: WeightSchema
+) -> None:
     """Every code is the nearest of all codes under the stored scales, but for a float32's rounding."""
     rows = np.unpackbits(tensors["weight"].numpy().view(np.uint8), axis=1, bitorder="little")
     codes = (rows.reshape(len(rows), -1, schema.num_bits) << np.arange(schema.num_bits)).sum(2)
     size = schema.weight_scale_group_size
-    scale = tensors["weight_scale"].float().numpy() * tensors["weight_scale_2"].float().numpy().reshape(-1, 1)
+    scale = tensors["weight_scale"].float().numpy() * tensors[
+        "weight_scale_2"
+    ].float().numpy().reshape(-1, 1)
     scale = scale.astype(np.float64).repeat(size, 1)
     weights, values = matrix.double().numpy(), values_of_codes(schema)
     known = scale != 0
@@ -174,7 +199,9 @@ def test_unrounded_scales_of_integers_are_hummings(bits: int) -> None:
     """Those of the op `quant_weight`, whose twin on the CPU is held to it by golden recordings."""
     schema, matrix = resolve_schema(f"int{bits}-g32-e4m3"), hard_matrix(64, 256, torch.float32, 3)
     groups = matrix.view(64, -1, 32)
-    found = unrounded_scales(groups.amax(2).clamp_min(1e-30), groups.amin(2).clamp_max(-1e-30), schema)
+    found = unrounded_scales(
+        groups.amax(2).clamp_min(1e-30), groups.amin(2).clamp_max(-1e-30), schema
+    )
     _, expected, _ = quant_weight(matrix, "float32", f"uint{bits}", 32, True, False, False, False)
     assert_same(found, expected, "scales")
     assert bool((found < 0).any())
@@ -187,8 +214,13 @@ def test_gate_and_up_share_a_tensors_second_scale() -> None:
         assert_same(done[0].tensors["weight_scale_2"], done[1].tensors["weight_scale_2"], name)
         alone = quantize(pair[1:], resolve_schema(name), "bfloat16")
         assert_same(done[1].tensors["weight_scale_2"], alone[0].tensors["weight_scale_2"], name)
-    rows = [quantize(some, resolve_schema("int4-g32-e4m3-row"), "bfloat16")[0] for some in (pair, pair[:1])]
-    assert_same(rows[0].tensors["weight_scale_2"], rows[1].tensors["weight_scale_2"], "rows share nothing")
+    rows = [
+        quantize(some, resolve_schema("int4-g32-e4m3-row"), "bfloat16")[0]
+        for some in (pair, pair[:1])
+    ]
+    assert_same(
+        rows[0].tensors["weight_scale_2"], rows[1].tensors["weight_scale_2"], "rows share nothing"
+    )
 
 
 # --- one result --------------------------------------------------------------------------------------------
@@ -196,12 +228,16 @@ def test_gate_and_up_share_a_tensors_second_scale() -> None:
 
 def stacks_of(dtype: torch.dtype) -> list[torch.Tensor]:
     """Gate and up of two experts."""
-    return [torch.stack([hard_matrix(64, 256, dtype, 7 * i + e) for e in range(2)]) for i in range(2)]
+    return [
+        torch.stack([hard_matrix(64, 256, dtype, 7 * i + e) for e in range(2)]) for i in range(2)
+    ]
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_the_recipe_for_gpus_gives_the_bits_of_the_loops(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recipe_for_gpus_gives_the_bits_of_the_loops(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The code for GPUs, run on the CPU over the twins of Humming's operations."""
     schema, number = SCHEMAS[name], [*SCHEMAS].index(name)
     dtype = (torch.bfloat16, torch.float32, torch.float16)[number % 3]
@@ -218,7 +254,10 @@ def test_the_recipe_for_gpus_gives_the_bits_of_the_loops(name: str, monkeypatch:
 
 def test_where_32_bit_integers_overflow_codes_are_the_kernels() -> None:
     """Scales of float16 reach 2**30 here, and weights 2**128."""
-    schema, stacks = SCHEMAS["int8-g32-e8m0-row"], [hard_matrix(128, 256, torch.float32, 7).unsqueeze(0)]
+    schema, stacks = (
+        SCHEMAS["int8-g32-e8m0-row"],
+        [hard_matrix(128, 256, torch.float32, 7).unsqueeze(0)],
+    )
     [loops] = cpu.quantize_stacks(stacks, schema, "float16", None, False, RTN)
     with resident(CPU):
         [recipe] = cuda.quantize_stacks(stacks, schema, "float16", None, False, RTN)
@@ -240,23 +279,31 @@ def test_three_decoders_agree(name: str) -> None:
         ours = decoded_weights(packed, schema, param)
         np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
         lost = ((stack.double() - theirs.double()) ** 2).sum((1, 2))
-        torch.testing.assert_close(done.error, lost, rtol=1e-12, atol=0, equal_nan=True)  # infinite in float16
+        torch.testing.assert_close(
+            done.error, lost, rtol=1e-12, atol=0, equal_nan=True
+        )  # infinite in float16
 
 
-def errors(stack: torch.Tensor, done: QuantizedStack, schema: WeightSchema, weights: torch.Tensor) -> float:
+def errors(
+    stack: torch.Tensor, done: QuantizedStack, schema: WeightSchema, weights: torch.Tensor
+) -> float:
     with resident(CPU):
         decoded = humming_schema(schema).dequant_tensors(dict(done.tensors)).double()
     return float((((stack.double() - decoded) ** 2) * weights).sum())
 
 
-@pytest.mark.parametrize(("name", "param"), [("int3-g64-e5m2-row", "float16"), ("fp4-g32-e8m0-row", "bfloat16")])
+@pytest.mark.parametrize(
+    ("name", "param"), [("int3-g64-e5m2-row", "float16"), ("fp4-g32-e8m0-row", "bfloat16")]
+)
 def test_a_search_and_rotation_go_with_them(name: str, param: str) -> None:
     """A search keeps the second scale, and loses no more than round-to-nearest; rotated weights are quantized so."""
     schema, stack = resolve_schema(name), gaussian(1, 64, 256, seed=4)
     plain, best = (quantize_stacks([stack], schema, param, quantizer=q)[0] for q in (RTN, MSE))
     assert_same(best.tensors["weight_scale_2"], plain.tensors["weight_scale_2"], "second scales")
     assert float(best.error) < float(plain.error)
-    turned = WeightSchema(**{**schema.humming_fields(), "name": "turned", "hadamard_block_size": 64})
+    turned = WeightSchema(
+        **{**schema.humming_fields(), "name": "turned", "hadamard_block_size": 64}
+    )
     [found] = quantize_stacks([stack], turned, param, quantizer=MSE)
     [expected] = quantize_stacks([rotate(stack, 64)], schema, param, quantizer=MSE)
     for key, tensor in expected.tensors.items():
@@ -267,10 +314,14 @@ def test_powers_of_rows_are_exact_where_they_can_be() -> None:
     """Weights of e2m1 codes, row factors of bfloat16 and powers of two come back without error."""
     schema = resolve_schema("fp4-g32-e8m0-row")
     generator = torch.Generator().manual_seed(1)
-    codes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[torch.randint(0, 8, (64, 256), generator=generator)]
+    codes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[
+        torch.randint(0, 8, (64, 256), generator=generator)
+    ]
     codes[:, ::32] = 6.0
     rows = 1 + torch.randint(0, 128, (64, 1), generator=generator) / 128
-    powers = torch.exp2(torch.randint(-12, -2, (64, 8), generator=generator).float()).repeat_interleave(32, 1)
+    powers = torch.exp2(
+        torch.randint(-12, -2, (64, 8), generator=generator).float()
+    ).repeat_interleave(32, 1)
     matrix = codes * rows * powers
     for param in PARAMS:
         [done] = quantize([matrix], schema, param)
@@ -282,7 +333,9 @@ def test_powers_of_rows_are_exact_where_they_can_be() -> None:
 @pytest.mark.parametrize("name", ["fp4-g32-e8m0-row", "int8-g32-e8m0-row"])
 def test_a_search_keeps_to_the_powers_of_float16(name: str) -> None:
     """A power of two beyond 2**15 or below 2**-14 is another number in the kernel."""
-    for done in quantize_stacks(stacks_of(torch.float32), resolve_schema(name), "float16", quantizer=MSE):
+    for done in quantize_stacks(
+        stacks_of(torch.float32), resolve_schema(name), "float16", quantizer=MSE
+    ):
         powers = done.tensors["weight_scale"].view(torch.uint8)
         assert powers.min() == 127 - 14
         assert powers.max() == 127 + 15
@@ -290,8 +343,12 @@ def test_a_search_keeps_to_the_powers_of_float16(name: str) -> None:
 
 def test_a_row_scale_of_two_is_one() -> None:
     """A fraction that rounds up to 2 is 1 under the next exponents, so that exponents can be told from fractions."""
-    widest = torch.tensor([[[1.999, 0.7]], [[1.0, 0.25]], [[1.0039, 0.5]]]) * 6  # e2m1's largest number
-    found = two_level_scales(widest, -widest, resolve_schema("fp4-g32-e8m0-row"), "bfloat16", None).scales
+    widest = (
+        torch.tensor([[[1.999, 0.7]], [[1.0, 0.25]], [[1.0039, 0.5]]]) * 6
+    )  # e2m1's largest number
+    found = two_level_scales(
+        widest, -widest, resolve_schema("fp4-g32-e8m0-row"), "bfloat16", None
+    ).scales
     assert found.second is not None
     assert found.second.flatten().tolist() == [1.0, 1.0, 1.0078125]
     assert (found.stored.view(torch.uint8).int() - 127).tolist() == [[[1, 0]], [[0, -2]], [[0, -1]]]

@@ -56,7 +56,9 @@ def document(*arguments: object) -> Any:
 
 def plan_of(model: Path, *more: object) -> Any:
     """The words of a dry run, whose exit code says whether something stands in the way."""
-    result = call("convert", model, "--schema", "int4", "--target", "sm90", "--dry-run", "--json", *more)
+    result = call(
+        "convert", model, "--schema", "int4", "--target", "sm90", "--dry-run", "--json", *more
+    )
     words = json.loads(result.stdout)
     assert result.exit_code == (4 if words["notes"] else 0)
     return words
@@ -77,7 +79,9 @@ def test_dry_run_tells_exactly_what_a_conversion_writes(model: Path, tmp_path: P
     )
     written = {f"{p.relative_to(out)}": p.stat().st_size for p in out.rglob("*.safetensors")}
     assert {file["path"]: file["size_bytes"] for file in words["files"]} == written
-    assert sum(words["rank_bytes"].values()) + (out / "model.safetensors").stat().st_size == sum(written.values())
+    assert sum(words["rank_bytes"].values()) + (out / "model.safetensors").stat().st_size == sum(
+        written.values()
+    )
     assert words["num_bytes_out"] == sum(written.values())
     assert words["other_files"] == ["tokenizer.json"]
     assert words["notes"] == []
@@ -90,9 +94,18 @@ def test_dry_run_tells_exactly_what_a_conversion_writes(model: Path, tmp_path: P
 def test_dry_run_for_people(model: Path, tmp_path: Path) -> None:
     options = ("--schema", "nvfp4", "--layout", "checkpoint", "--dry-run")
     stdout = succeed("convert", model, "-o", tmp_path / "out", *options)
-    for text in ("qwen_moe (model_type qwen3_moe", "float4e2m1, float8e4m3 scale per group 16", "24 converted"):
+    for text in (
+        "qwen_moe (model_type qwen3_moe",
+        "float4e2m1, float8e4m3 scale per group 16",
+        "24 converted",
+    ):
         assert text in stdout
-    for text in ("0 dropped", "model.layers.[0-1].mlp.experts", "warning: vLLM", "nothing was written"):
+    for text in (
+        "0 dropped",
+        "model.layers.[0-1].mlp.experts",
+        "warning: vLLM",
+        "nothing was written",
+    ):
         assert text in stdout
     assert not list(tmp_path.iterdir())
 
@@ -116,7 +129,17 @@ def test_dry_run_of_a_huge_checkpoint_is_quick(tmp_path: Path) -> None:
     make += ["--model-type", "deepseek_v3", "--layers", "61", "--experts", "384"]
     make += ["--hidden", "7168", "--intermediate", "2048", "--shard-size", "10GB"]
     processes.run([str(a) for a in make], check=True, capture_output=True)
-    dry_run = [sys.executable, "-m", "hqconv", "convert", tmp_path / "big", "--schema", "mxfp4", "--tp", 8]
+    dry_run = [
+        sys.executable,
+        "-m",
+        "hqconv",
+        "convert",
+        tmp_path / "big",
+        "--schema",
+        "mxfp4",
+        "--tp",
+        8,
+    ]
     dry_run += ["--target", "sm90", "--dry-run", "--json", "-o", tmp_path / "out"]
     started = time.monotonic()
     done = processes.run([str(a) for a in dry_run], cwd=REPO, check=False, capture_output=True)
@@ -134,10 +157,20 @@ def test_dry_run_of_a_huge_checkpoint_is_quick(tmp_path: Path) -> None:
 
 def test_inspect_source(model: Path) -> None:
     words = inspect(str(model))
-    assert (words["kind"], words["model_type"], words["family"]) == ("source", "qwen3_moe", "qwen_moe")
+    assert (words["kind"], words["model_type"], words["family"]) == (
+        "source",
+        "qwen3_moe",
+        "qwen_moe",
+    )
     assert words["bytes_by_dtype"] == {"BF16": words["num_bytes"]}
     (block,) = words["blocks"]
-    sizes = {"num_blocks": 2, "num_experts": 4, "hidden_size": 128, "intermediate_size": 256, "top_k": 2}
+    sizes = {
+        "num_blocks": 2,
+        "num_experts": 4,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "top_k": 2,
+    }
     assert block == layer(**sizes, name="model.layers.[0-1].mlp.experts")
     assert (words["quant_method"], words["direct_schemas"]) == (None, [])
     assert set(words["tp_sizes"]) == set(PRESETS)
@@ -155,10 +188,18 @@ PACKED_INT4 = "compressed-tensors pack-quantized int4: uint4, bfloat16 scale per
 G_IDX = "gptq int4: uint4, float16 scale per 1x64, columns in g_idx order"
 # Method, a layer's format, and the schemas that keep its codes.
 DIRECT: dict[str, tuple[str, str, list[str]]] = {
-    "fp8_blocks": ("fp8", "fp8: float8e4m3, float32 scale per 128x128", ["fp8-block", "source (fp8-block)"]),
+    "fp8_blocks": (
+        "fp8",
+        "fp8: float8e4m3, float32 scale per 128x128",
+        ["fp8-block", "source (fp8-block)"],
+    ),
     "packed_int4": ("compressed-tensors", PACKED_INT4, ["int4", "source (int4)"]),
     "nvfp4": ("modelopt", MODELOPT_NVFP4, ["nvfp4", "source (nvfp4)"]),
-    "gpt_oss_mxfp4": ("mxfp4", "mxfp4: float4e2m1, float8e8m0 scale per 1x32", ["mxfp4", "source (mxfp4)"]),
+    "gpt_oss_mxfp4": (
+        "mxfp4",
+        "mxfp4: float4e2m1, float8e8m0 scale per 1x32",
+        ["mxfp4", "source (mxfp4)"],
+    ),
     "gptq": ("gptq", G_IDX, ["source (int4-g64), as far as g_idx allows"]),
 }
 
@@ -180,7 +221,9 @@ def test_inspect_of_a_quantized_source(name: str, tmp_path: Path) -> None:
         algorithm = config.pop("quantization_config")["quant_algo"]
         (folder / "config.json").write_text(json.dumps(config))
         quantization = {"quant_algo": algorithm, "exclude_modules": ["lm_head"]}
-        (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": quantization}))
+        (folder / "hf_quant_config.json").write_text(
+            json.dumps({"producer": {}, "quantization": quantization})
+        )
         again = inspect(str(folder))
         assert (again["quant_method"], again["direct_schemas"]) == (method, words["direct_schemas"])
 
@@ -221,7 +264,17 @@ def test_dry_run_says_how_layers_are_converted(
     assert words["conversion"] == {conversion: 1}
     assert words["source"]["quant_method"] == inspect(str(folder))["quant_method"]
     assert words["blocks"][0]["source_format"] == inspect(str(folder))["blocks"][0]["source_format"]
-    arguments = ("convert", folder, "-o", tmp_path / "out", "--schema", schema, "--target", "sm90", "--dry-run")
+    arguments = (
+        "convert",
+        folder,
+        "-o",
+        tmp_path / "out",
+        "--schema",
+        schema,
+        "--target",
+        "sm90",
+        "--dry-run",
+    )
     assert text in succeed(*arguments)
     assert not (tmp_path / "out").exists()
 
@@ -254,7 +307,12 @@ def test_inspect_says_why_a_source_cannot_be_converted(tmp_path: Path) -> None:
 
 def test_inspect_artifact(made: Path) -> None:
     words = inspect(str(made))
-    assert (words["kind"], words["layout"], words["target"], words["tp"]) == ("artifact", "kernel", "sm90", 2)
+    assert (words["kind"], words["layout"], words["target"], words["tp"]) == (
+        "artifact",
+        "kernel",
+        "sm90",
+        2,
+    )
     assert words["schema"]["weight_schema"] == PRESETS["mxfp4"].humming_fields()
     assert words["tensors"] == {"converted": 24, "copied": 5, "dropped": 0}
     assert words["quant_method"] == "hqconv"
@@ -280,7 +338,10 @@ def test_inspect_unfinished(tmp_path: Path) -> None:
     with pytest.raises(VerificationError, match="--resume"):
         read_manifest(tmp_path)
     (tmp_path / "empty").mkdir()
-    for path, found in ((tmp_path / "empty", "no such file"), (tmp_path / "nothing", "no such folder")):
+    for path, found in (
+        (tmp_path / "empty", "no such file"),
+        (tmp_path / "nothing", "no such folder"),
+    ):
         with pytest.raises(RequestError, match=found):
             read_manifest(path)
 
@@ -290,7 +351,12 @@ def test_inspect_unfinished(tmp_path: Path) -> None:
 
 def layer(**more: object) -> dict[str, object]:
     sizes = dict.fromkeys(("num_experts", "hidden_size", "intermediate_size", "top_k"), 8)
-    words = {"activation": "silu", "gated": True, "source_format": "not quantized", "source_dtype": "BF16"}
+    words = {
+        "activation": "silu",
+        "gated": True,
+        "source_format": "not quantized",
+        "source_dtype": "BF16",
+    }
     return {**sizes, **words, **more}
 
 
@@ -309,7 +375,9 @@ def test_layers_are_collapsed() -> None:
 
 
 def test_errors_are_summarized() -> None:
-    errors = {name: {"w1": {"relative_error": e}} for name, e in (("a", 0.1), ("b", 0.3), ("c", 0.2))}
+    errors = {
+        name: {"w1": {"relative_error": e}} for name, e in (("a", 0.1), ("b", 0.3), ("c", 0.2))
+    }
     errors["direct"] = {}
     summary = summarize_errors(errors)
     assert summary == {"w1": {"min": 0.1, "median": 0.2, "max": 0.3, "worst_block": "b"}}
@@ -326,7 +394,12 @@ def test_schemas() -> None:
     assert dtypes["int4"] == ["bfloat16", "float16"]
     assert dtypes["fp6-e3m2"] == []
     stdout = succeed("schemas")
-    for name in (*PRESETS, words["shorthand"]["name"], words["scaled_shorthand"]["name"], *RECOMMENDED):
+    for name in (
+        *PRESETS,
+        words["shorthand"]["name"],
+        words["scaled_shorthand"]["name"],
+        *RECOMMENDED,
+    ):
         assert name in stdout
     assert "with bfloat16 only" in " ".join(stdout.split())
     assert document("schemas") == words
@@ -334,8 +407,17 @@ def test_schemas() -> None:
 
 def test_a_stock_vllm_serves_what_is_said_of_8_bit_scales() -> None:
     """`intN (N >= 2) and fp4 with e4m3-row, e8m0 and e8m0-row; fp8-g32 with e8m0 and e8m0-row`, in bfloat16."""
-    codes = (*(f"int{bits}" for bits in range(1, 9)), "fp4", "fp6-e3m2", "fp6-e2m3", "fp8", "fp8-e5m2")
-    for code, size, scale, row in itertools.product(codes, (16, 32), ("e4m3", "e5m2", "e8m0"), ("", "-row")):
+    codes = (
+        *(f"int{bits}" for bits in range(1, 9)),
+        "fp4",
+        "fp6-e3m2",
+        "fp6-e2m3",
+        "fp8",
+        "fp8-e5m2",
+    )
+    for code, size, scale, row in itertools.product(
+        codes, (16, 32), ("e4m3", "e5m2", "e8m0"), ("", "-row")
+    ):
         schema = resolve_schema(f"{code}-g{size}-{scale}{row}")
         is_small = code == "fp4" or (code.startswith("int") and code != "int1")
         said = (is_small and scale + row in ("e4m3-row", "e8m0", "e8m0-row")) or (

@@ -11,7 +11,13 @@ import pytest
 from hqconv.errors import RequestError
 from hqconv.kernel_layout.compatibility import why_not, why_overflow
 from hqconv.reports import ranking
-from hqconv.reports.ranking import measured_errors, rank_schemas, size_class, speed_run_of, speed_runs
+from hqconv.reports.ranking import (
+    measured_errors,
+    rank_schemas,
+    size_class,
+    speed_run_of,
+    speed_runs,
+)
 from hqconv.schemas.gpu_target import GPUS, TARGETS, GpuTarget, gpu_named
 from hqconv.schemas.input_schema import INPUT_PRESETS, KernelSpec
 from hqconv.schemas.weight_schema import PRESETS, RECOMMENDED, resolve_schema
@@ -50,11 +56,13 @@ def test_what_runs_is_ranked_and_the_rest_is_refused(target: int, inputs: str) -
     assert words["recommended"] in ranked
     kl = [one["divergence"].get("calibrated", {}).get("kl", 99.0) for one in words["schemas"]]
     order = [
-        (one["size_class"], k, one["errors"]["gaussian"]["rtn"]) for k, one in zip(kl, words["schemas"], strict=True)
+        (one["size_class"], k, one["errors"]["gaussian"]["rtn"])
+        for k, one in zip(kl, words["schemas"], strict=True)
     ]
     assert order == sorted(order)
     assert all(
-        one["size_class"] - 0.25 < one["bits_per_weight"] <= one["size_class"] + 0.01 for one in words["schemas"]
+        one["size_class"] - 0.25 < one["bits_per_weight"] <= one["size_class"] + 0.01
+        for one in words["schemas"]
     )
 
 
@@ -62,7 +70,9 @@ def test_every_preset_and_recommended_shorthand_was_measured() -> None:
     assert {*PRESETS, *RECOMMENDED} <= measured_errors().keys()
     for of_schema in measured_errors().values():
         assert of_schema.keys() == {*ranking.KINDS}
-        assert all(0 < one["mse"] <= 1.04 * one["rtn"] < 1 for one in of_schema.values())  # it keeps the gain
+        assert all(
+            0 < one["mse"] <= 1.04 * one["rtn"] < 1 for one in of_schema.values()
+        )  # it keeps the gain
         assert of_schema["gaussian"]["mse"] <= of_schema["gaussian"]["rtn"]
 
 
@@ -76,14 +86,24 @@ def test_bits_are_those_of_stored_tensors() -> None:
     assert of(words, "mxfp4")["bits_per_weight"] == 4.25
     assert of(words, "int4")["bits_per_weight"] == 4.125
     # a scale of 16 bits for each row of 7168 columns (gate, up) or 2048 (down)
-    assert math.isclose(of(words, "int8")["bits_per_weight"], 8 + 16 * (2 / 7168 + 1 / 2048) / 3, abs_tol=1e-4)
+    assert math.isclose(
+        of(words, "int8")["bits_per_weight"], 8 + 16 * (2 / 7168 + 1 / 2048) / 3, abs_tol=1e-4
+    )
 
 
 def test_speeds_are_those_of_the_run_on_this_architecture() -> None:
     [run] = [run for run in speed_runs() if run["sm_version"] == 90]
     words = rank_schemas("h200", "fp8")
-    shown = {(one["name"], count): time for one in words["schemas"] for count, time in one["microseconds"].items()}
-    rows = [row for row in run["rows"] if row["input_schema"] == "fp8" and row["microseconds"] is not None]
+    shown = {
+        (one["name"], count): time
+        for one in words["schemas"]
+        for count, time in one["microseconds"].items()
+    }
+    rows = [
+        row
+        for row in run["rows"]
+        if row["input_schema"] == "fp8" and row["microseconds"] is not None
+    ]
     assert shown == {(row["schema"], str(row["num_tokens"])): row["microseconds"] for row in rows}
     assert words["speed"]["gpu_name"] == "h200"
     assert rank_schemas("b200", "fp8")["speed"] is None
@@ -106,15 +126,28 @@ def test_measured_rows_are_of_schemas_that_run() -> None:
 
 def run_of(gpu: str, sm_version: int, **times: float | None) -> dict[str, Any]:
     rows = [
-        {"schema": name.replace("_", "-"), "input_schema": "a16", "num_tokens": 64, "microseconds": time}
+        {
+            "schema": name.replace("_", "-"),
+            "input_schema": "a16",
+            "num_tokens": 64,
+            "microseconds": time,
+        }
         for name, time in times.items()
     ]
     model = {"name": "M", "num_experts": 2, "top_k": 1, "hidden_size": 4, "intermediate_size": 8}
-    facts = {"gpu": gpu, "sm_version": sm_version, "date": "2026-01-02", "source": "a test", "timed": "GEMMs"}
+    facts = {
+        "gpu": gpu,
+        "sm_version": sm_version,
+        "date": "2026-01-02",
+        "source": "a test",
+        "timed": "GEMMs",
+    }
     return {**facts, "model": model, "rows": rows}
 
 
-def test_the_same_gpu_goes_before_another_of_the_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_gpu_goes_before_another_of_the_architecture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     runs = [run_of("NVIDIA H200", 90), run_of("NVIDIA H20", 90)]
     monkeypatch.setattr(ranking, "speed_runs", lambda: runs)
     assert speed_run_of(GpuTarget(90), "h20") is runs[1]
@@ -144,9 +177,14 @@ KL = {"int4-g32-e4m3": 0.04, "mxfp4": 0.08}
 
 
 def test_speed_is_a_remark_and_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = rank_of(monkeypatch, kl=KL, int4_g32_e4m3=200.0, int4=90.0, mxfp4=100.0)  # int4's divergence is not known
+    words = rank_of(
+        monkeypatch, kl=KL, int4_g32_e4m3=200.0, int4=90.0, mxfp4=100.0
+    )  # int4's divergence is not known
     assert words["recommended"] == "int4-g32-e4m3"
-    assert "mxfp4 has 2.0 times the divergence, and was 2.00 times as fast in decode" in words["reason"]
+    assert (
+        "mxfp4 has 2.0 times the divergence, and was 2.00 times as fast in decode"
+        in words["reason"]
+    )
     words = rank_of(monkeypatch, kl=KL, int4_g32_e4m3=110.0, mxfp4=100.0)
     assert "times as fast" not in words["reason"]  # nothing worth a sentence
     words = rank_of(monkeypatch, kl=KL, int4_g32_e4m3=110.0, mxfp4=None)  # its kernel was wrong
@@ -156,25 +194,39 @@ def test_speed_is_a_remark_and_no_reason(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_divergence_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rank_of(monkeypatch, kl={**KL, "mxfp4": 0.03})["recommended"] == "mxfp4"
-    assert rank_of(monkeypatch, kl={"int3-g64": 0.01, "int8": 0.001})["recommended"] == "int4-g32-e4m3"  # by its error
+    assert (
+        rank_of(monkeypatch, kl={"int3-g64": 0.01, "int8": 0.001})["recommended"] == "int4-g32-e4m3"
+    )  # by its error
 
 
-def test_with_quantized_activations_that_is_taken_which_they_speed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_quantized_activations_that_is_taken_which_they_speed_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plain = {"int4_g32_e4m3": 100.0, "mxfp4": 100.0}
-    words = rank_of(monkeypatch, "fp8", KL, **plain, **{"mxfp4@fp8": 60.0, "int4_g32_e4m3@fp8": 95.0})
+    words = rank_of(
+        monkeypatch, "fp8", KL, **plain, **{"mxfp4@fp8": 60.0, "int4_g32_e4m3@fp8": 95.0}
+    )
     assert words["recommended"] == "mxfp4"
     assert "whose prefill gains by fp8 activations" in words["reason"]
-    words = rank_of(monkeypatch, "fp8", KL, **plain, **{"mxfp4@fp8": 90.0, "int4_g32_e4m3@fp8": 95.0})
+    words = rank_of(
+        monkeypatch, "fp8", KL, **plain, **{"mxfp4@fp8": 90.0, "int4_g32_e4m3@fp8": 95.0}
+    )
     assert words["recommended"] == "int4-g32-e4m3"
     assert rank_schemas("b200", "fp8")["recommended"] == "int4-g32-e4m3"  # no speeds
 
 
-@pytest.mark.parametrize(("kl", "time", "pays"), [(0.02, 105.0, True), (0.038, 105.0, False), (0.02, 120.0, False)])
-def test_a_rotation_must_pay(monkeypatch: pytest.MonkeyPatch, kl: float, time: float | None, pays: bool) -> None:
+@pytest.mark.parametrize(
+    ("kl", "time", "pays"), [(0.02, 105.0, True), (0.038, 105.0, False), (0.02, 120.0, False)]
+)
+def test_a_rotation_must_pay(
+    monkeypatch: pytest.MonkeyPatch, kl: float, time: float | None, pays: bool
+) -> None:
     both = {**KL, "int4-g32-e4m3-h32": kl}
     words = rank_of(monkeypatch, kl=both, int4_g32_e4m3=100.0, int4_g32_e4m3_h32=time)
     assert words["recommended"] == ("int4-g32-e4m3-h32" if pays else "int4-g32-e4m3")
-    assert rank_of(monkeypatch, kl=both, int4_g32_e4m3=100.0)["recommended"] == "int4-g32-e4m3"  # not measured
+    assert (
+        rank_of(monkeypatch, kl=both, int4_g32_e4m3=100.0)["recommended"] == "int4-g32-e4m3"
+    )  # not measured
 
 
 def test_the_kernel_that_misreads_is_marked_and_not_recommended() -> None:

@@ -98,14 +98,24 @@ def test_the_page_has_the_figures_of_the_manifest(made: Path) -> None:
     words, shown = manifest(made), Page(page(page_document(made)))
     for name, layer in words["blocks"].items():
         for role, error in layer["quantization_error"].items():
-            row = [name, "int4-g64-zp", ROLES[role], figure(error["relative_error"]), str(error["worst_expert"])]
+            row = [
+                name,
+                "int4-g64-zp",
+                ROLES[role],
+                figure(error["relative_error"]),
+                str(error["worst_expert"]),
+            ]
             assert [*row, figure(error["worst_relative_error"])] in shown.rows
     errors = [float(row[3]) for row in shown.rows if row[1:2] == ["int4-g64-zp"]]
     assert errors == sorted(errors, reverse=True)
     assert len(set(errors)) > 1
     for name, entry in words["files"].items():
         assert any(row[0] == name and row[2] == entry["sha256"] for row in shown.rows)
-    for text in (words["digest"], words["source"]["files"][0]["header_sha256"], words["family_chosen_because"]):
+    for text in (
+        words["digest"],
+        words["source"]["files"][0]["header_sha256"],
+        words["family_chosen_because"],
+    ):
         assert text in shown.text
     assert "vllm serve" in shown.text
     assert "No check was run" in shown.text
@@ -132,7 +142,9 @@ def test_without_the_source_no_errors_of_experts_are_made_up(made: Path) -> None
 
 
 def test_with_the_source_the_errors_are_measured(made: Path, model: Path, tmp_path: Path) -> None:
-    done = call("report", made, "--source", model, "-o", tmp_path / "page.html", "--json", "--device", "cpu")
+    done = call(
+        "report", made, "--source", model, "-o", tmp_path / "page.html", "--json", "--device", "cpu"
+    )
     assert done.exit_code == 0, done.stderr
     words = json.loads(done.stdout)
     assert words["experts"]["is_measured"]
@@ -152,12 +164,26 @@ def test_with_the_source_the_errors_are_measured(made: Path, model: Path, tmp_pa
 
 
 def test_results_of_the_kernel_are_on_the_page(made: Path) -> None:
-    measured = {"kernel": 0.004, "channel": 0.02, "batch": 0.0051, "against_source": 0.117, "routed_by": "made up"}
+    measured = {
+        "kernel": 0.004,
+        "channel": 0.02,
+        "batch": 0.0051,
+        "against_source": 0.117,
+        "routed_by": "made up",
+    }
     check = {"status": "pass", "skipped_because": "", "notes": ["a note"], "findings": []}
     check["measured"] = {"model.layers.0.mlp.experts": measured}
     verification = {"passed": True, "source": None, "checks": {"kernel": check}}
     shown = Page(page(page_document(made, verification)))
-    expected = ["model.layers.0.mlp.experts", "0.004000", "–", "0.02000", "0.005100", "0.1170", "made up"]
+    expected = [
+        "model.layers.0.mlp.experts",
+        "0.004000",
+        "–",
+        "0.02000",
+        "0.005100",
+        "0.1170",
+        "made up",
+    ]
     assert expected in shown.rows
     assert "a note" in shown.text
 
@@ -186,10 +212,20 @@ def test_where_nothing_was_lost_no_errors_are_drawn(tmp_path: Path) -> None:
 
 
 def test_layers_of_several_schemas_and_layers_that_were_left(model: Path, tmp_path: Path) -> None:
-    recipe = '[[override]]\nlayers = "0"\nschema = "none"\n[[override]]\nlayers = "1"\nschema = "fp8"\n'
+    recipe = (
+        '[[override]]\nlayers = "0"\nschema = "none"\n[[override]]\nlayers = "1"\nschema = "fp8"\n'
+    )
     (tmp_path / "recipe.toml").write_text(f'schema = "mxfp4"\ntarget = "sm90"\n{recipe}')
     write_qwen3_moe(tmp_path / "three", num_layers=3)
-    done = call("convert", tmp_path / "three", "-o", tmp_path / "out", "--config", tmp_path / "recipe.toml", "-q")
+    done = call(
+        "convert",
+        tmp_path / "three",
+        "-o",
+        tmp_path / "out",
+        "--config",
+        tmp_path / "recipe.toml",
+        "-q",
+    )
     assert done.exit_code == 0, done.stderr
     words = page_document(tmp_path / "out")
     shown = Page(page(words))
@@ -209,25 +245,51 @@ def test_warnings_and_lineage_of_a_manifest(own: Path) -> None:
 
 def evaluation_of(artifact: Path) -> dict[str, Any]:
     """A document of `hqconv evaluate`, for the artifact."""
-    document: dict[str, Any] = {"kind": "evaluation", "manifest_sha256": read_manifest(artifact).sha256}
-    document |= dict.fromkeys(("num_tokens", "num_predictions", "context_length", "top1_agreement"), 1)
-    document |= dict.fromkeys(("compute_dtype", "activations", "transformers_version", "artifact", "schema"), "x")
+    document: dict[str, Any] = {
+        "kind": "evaluation",
+        "manifest_sha256": read_manifest(artifact).sha256,
+    }
+    document |= dict.fromkeys(
+        ("num_tokens", "num_predictions", "context_length", "top1_agreement"), 1
+    )
+    document |= dict.fromkeys(
+        ("compute_dtype", "activations", "transformers_version", "artifact", "schema"), "x"
+    )
     document |= {"text": {"name": "t", "sha256": "0"}, "source": {"name": "s"}}
     document |= {key: {"source": 2.0, "artifact": math.inf} for key in ("perplexity", "mean_nll")}
-    return document | {"kl": dict.fromkeys(("mean", "standard_error", "median", "p90", "p99", "max"), 0.125)}
+    return document | {
+        "kl": dict.fromkeys(("mean", "standard_error", "median", "p90", "p99", "max"), 0.125)
+    }
 
 
 def test_evaluations_that_lack_or_overdo_a_figure(made: Path, tmp_path: Path) -> None:
     """They may come with a stranger's artifact, in its model card."""
     whole = evaluation_of(made)
-    altered = [{key: value for key, value in whole.items() if key != left_out} for left_out in whole]
+    altered = [
+        {key: value for key, value in whole.items() if key != left_out} for left_out in whole
+    ]
     values: tuple[Any, ...] = (10**400, "x", None, [], {}, math.nan, True)
     altered += [whole | {key: value} for key in whole for value in values]
-    altered += [whole | {"kl": whole["kl"] | {key: value}} for key in whole["kl"] for value in (*values[:2], math.nan)]
+    altered += [
+        whole | {"kl": whole["kl"] | {key: value}}
+        for key in whole["kl"]
+        for value in (*values[:2], math.nan)
+    ]
     for document in (whole, *altered):
         (tmp_path / "evaluation.json").write_text(json.dumps(document))
-        done = call("report", made, "--evaluation", tmp_path / "evaluation.json", "-o", tmp_path / "page.html", "-q")
-        assert done.exit_code in ((0,) if document is whole else (0, 2)), (document, done.output)  # "x" may be a name
+        done = call(
+            "report",
+            made,
+            "--evaluation",
+            tmp_path / "evaluation.json",
+            "-o",
+            tmp_path / "page.html",
+            "-q",
+        )
+        assert done.exit_code in ((0,) if document is whole else (0, 2)), (
+            document,
+            done.output,
+        )  # "x" may be a name
     assert call("report", made, "--evaluation", tmp_path / "evaluation.json", "-q").exit_code == 2
 
 
@@ -240,13 +302,17 @@ def test_nothing_is_loaded_and_nothing_runs(made: Path) -> None:
     assert not re.findall(r"https?://|//\w|@import|url\(", text)
     tags = {tag for tag, _ in shown.attributes}
     assert tags.isdisjoint({"script", "iframe", "object", "embed", "img", "base", "form"})
-    assert not [name for _, attributes in shown.attributes for name in attributes if name.startswith("on")]
+    assert not [
+        name for _, attributes in shown.attributes for name in attributes if name.startswith("on")
+    ]
     links = [attributes["href"] or "" for _, attributes in shown.attributes if "href" in attributes]
     assert all(link == "data:," or link.startswith("#") for link in links)
     anchors = {attributes["id"] for _, attributes in shown.attributes if "id" in attributes}
     assert {link[1:] for link in links if link.startswith("#")} == anchors
     metas = [attributes for tag, attributes in shown.attributes if tag == "meta"]
-    policy = next(one["content"] for one in metas if one.get("http-equiv") == "Content-Security-Policy")
+    policy = next(
+        one["content"] for one in metas if one.get("http-equiv") == "Content-Security-Policy"
+    )
     assert "default-src 'none'" in str(policy)
     assert "script" not in str(policy)
     assert any(one.get("name") == "viewport" for one in metas)
@@ -260,7 +326,9 @@ def test_hostile_names_come_out_as_text(own: Path) -> None:
     words["source"] |= {"name": HOSTILE, "revision": HOSTILE, "index_sha256": HOSTILE}
     words["source"]["files"][0] |= {"name": HOSTILE, "header_sha256": HOSTILE}
     words |= {"family_chosen_because": HOSTILE, "warnings": [HOSTILE]}
-    ancestor = replace(read_manifest(own), sha256=HOSTILE, schema_name=HOSTILE, dtype=HOSTILE).as_ancestor()
+    ancestor = replace(
+        read_manifest(own), sha256=HOSTILE, schema_name=HOSTILE, dtype=HOSTILE
+    ).as_ancestor()
     words["derived_from"] = [ancestor.to_dict()]
     words |= {"hqconv_version": HOSTILE, "humming_kernels_version": HOSTILE, "schema_name": HOSTILE}
     words["family"] = HOSTILE
@@ -275,12 +343,17 @@ def test_hostile_names_come_out_as_text(own: Path) -> None:
     check["measured"] = {HOSTILE: {HOSTILE: {"relative_error": 0.1}}}
     kernel = {**check, "measured": {HOSTILE: {"kernel": 0.1, "routed_by": HOSTILE}}}
     checks = {"weights": check, "kernel": kernel, HOSTILE: check}
-    errors = {HOSTILE: {HOSTILE: [0.5]}, "model.layers.0.mlp.experts": {"w1": [0.1, float("nan"), 0.2, 0.3]}}
+    errors = {
+        HOSTILE: {HOSTILE: [0.5]},
+        "model.layers.0.mlp.experts": {"w1": [0.1, float("nan"), 0.2, 0.3]},
+    }
     verification = {"passed": False, "source": HOSTILE, "checks": checks}
     text = page(page_document(own, verification, errors))
     shown = Page(text)
     assert {tag for tag, _ in shown.attributes}.isdisjoint({"script", "img"})
-    assert not [name for _, attributes in shown.attributes for name in attributes if name.startswith("on")]
+    assert not [
+        name for _, attributes in shown.attributes for name in attributes if name.startswith("on")
+    ]
     assert "\x1b" not in text
     assert "\u202e" not in text
     assert "x" * 250 not in text
@@ -298,7 +371,9 @@ def test_verify_writes_a_page_of_what_is_wrong(own: Path, model: Path, tmp_path:
     place = tmp_path / "page.html"
     done = call("verify", own, "--source", model, "--report", place, "--json", "--device", "cpu")
     assert done.exit_code == 1
-    findings = [one for check in json.loads(done.stdout)["checks"].values() for one in check["findings"]]
+    findings = [
+        one for check in json.loads(done.stdout)["checks"].values() for one in check["findings"]
+    ]
     shown = read(place)
     assert findings
     for one in findings:
@@ -391,7 +466,9 @@ def test_ticks_are_round_and_reach_the_top() -> None:
 
 def test_lines_have_gaps_where_nothing_is_known() -> None:
     values = [0.1, None, 0.2, float("nan")]
-    drawn = plot("t", [Series("s", "w1", [(x, y, str(x)) for x, y in enumerate(values)])], ["a", "d"])
+    drawn = plot(
+        "t", [Series("s", "w1", [(x, y, str(x)) for x, y in enumerate(values)])], ["a", "d"]
+    )
     (line,) = drawn["lines"]
     assert line["path"].count("M") == 2
     assert "L" not in line["path"]
@@ -406,7 +483,9 @@ def test_figures() -> None:
     assert [figure(value) for value in (0.16, 3, 0.0, float("inf"))] == ["0.1600", "3", "0", "–"]
 
 
-def test_the_manifest_is_read_once(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_manifest_is_read_once(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """That of a large model has a million lines."""
     read, paths = manifest_module._read, list[Path]()
 

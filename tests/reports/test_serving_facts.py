@@ -64,7 +64,12 @@ def test_sizes_that_work_share_the_heads(tmp_path: Path) -> None:
     assert words["attention"] == {}
     assert words["tp_sizes"]["mxfp4"] == [1, 2, 3, 4, 6, 12]
     edit(model, lambda words: {**words, "text_config": {**HEADS, "num_attention_heads": 12}})
-    assert hqconv.inspect(model)["tp_sizes"]["mxfp4"] == [1, 2, 4, 12]  # 12 ranks repeat each KV head 3 times
+    assert hqconv.inspect(model)["tp_sizes"]["mxfp4"] == [
+        1,
+        2,
+        4,
+        12,
+    ]  # 12 ranks repeat each KV head 3 times
     with pytest.raises(RequestError, match=r"TP sizes that work: 1, 2, 4, 12\."):
         hqconv.plan(model, schema="mxfp4", target="sm90", tp=5)
     shown = call("inspect", model).stdout
@@ -75,9 +80,12 @@ NOT_SHARED = "3 tensor parallel ranks cannot share the model's 16 attention head
 
 
 @pytest.mark.parametrize(
-    ("options", "reason"), [(("--tp", 3), NOT_SHARED), (("--ep", 3), NOT_SHARED), (("--tp", 2), ""), (("--ep", 2), "")]
+    ("options", "reason"),
+    [(("--tp", 3), NOT_SHARED), (("--ep", 3), NOT_SHARED), (("--tp", 2), ""), (("--ep", 2), "")],
 )
-def test_a_command_that_vllm_refuses_is_not_printed(options: tuple[Any, ...], reason: str, tmp_path: Path) -> None:
+def test_a_command_that_vllm_refuses_is_not_printed(
+    options: tuple[Any, ...], reason: str, tmp_path: Path
+) -> None:
     """The artifact is made all the same; its card and `inspect` say that there is no such start."""
     model, out = write(tmp_path / "model", num_layers=1), tmp_path / "out"
     done = call("convert", model, "-o", out, "--schema", "mxfp4", "--target", "h100", *options)
@@ -100,7 +108,9 @@ def test_memory_is_that_of_the_rank_files_and_of_shared_tensors(tmp_path: Path) 
 
     for layer in range(2):
         for name, rows in (("q_proj", 128), ("k_proj", 64), ("o_proj", 128)):
-            tensors[f"model.layers.{layer}.self_attn.{name}.weight"] = torch.zeros(rows, 128, dtype=torch.bfloat16)
+            tensors[f"model.layers.{layer}.self_attn.{name}.weight"] = torch.zeros(
+                rows, 128, dtype=torch.bfloat16
+            )
     tensors["visual.blocks.0.mlp.up_proj.weight"] = torch.zeros(64, 64, dtype=torch.bfloat16)
     save_file(tensors, model / "model.safetensors")
     cut = 64 * 128 + 2 * (128 + 128) * 128  # embeddings, q and o
@@ -114,19 +124,26 @@ def test_memory_is_that_of_the_rank_files_and_of_shared_tensors(tmp_path: Path) 
         assert 0 <= plan.gpu_memory.total - shown < 2 * 4096  # the headers of the files
     edit(model, lambda words: {**words, "num_key_value_heads": 1})
     plan = hqconv.plan(model, schema="mxfp4", target="sm90", tp=4)
-    assert plan.gpu_memory.other_tensors == 2 * (cut // 4 + 2 * 64 * 128 + whole)  # every rank has the KV head
+    assert plan.gpu_memory.other_tensors == 2 * (
+        cut // 4 + 2 * 64 * 128 + whole
+    )  # every rank has the KV head
     dealt = hqconv.plan(model, schema="mxfp4", target="sm90", ep=4)
     assert dealt.gpu_memory.other_tensors == plan.gpu_memory.other_tensors
     assert hqconv.plan(model, schema="mxfp4", target="sm90", tp=2, ep=2).gpu_memory is None
     assert hqconv.plan(model, schema="mxfp4", layout="checkpoint").gpu_memory is None
 
 
-def test_weights_that_no_gpu_can_hold_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_no_gpu_can_hold_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = write(tmp_path / "model", num_layers=1)
     dry = ("convert", model, "--schema", "mxfp4", "--target", "l40s", "--dry-run")
     words = json.loads(call(*dry, "--json").stdout)
     assert words["warnings"][0].startswith("the layout for sm89 ")
-    assert words["gpu_memory"]["total"] == words["gpu_memory"]["experts"] + words["gpu_memory"]["other_tensors"]
+    assert (
+        words["gpu_memory"]["total"]
+        == words["gpu_memory"]["experts"] + words["gpu_memory"]["other_tensors"]
+    )
     assert "of weights on each GPU (experts" in call(*dry).stdout
     assert "GPUs: t4 16 GB" in call("inspect", model).stdout
     import hqconv.planning.plan as memory
@@ -135,7 +152,8 @@ def test_weights_that_no_gpu_can_hold_are_said(tmp_path: Path, monkeypatch: pyte
     assert "the largest known GPU" not in call(*dry).stdout
     monkeypatch.setattr(memory.GpuMemory, "total", 60 * 10**9)
     assert (
-        "each GPU needs about 60 GB for weights alone, and the largest known GPU of sm89 has 48 GB" in call(*dry).stdout
+        "each GPU needs about 60 GB for weights alone, and the largest known GPU of sm89 has 48 GB"
+        in call(*dry).stdout
     )
 
 
@@ -150,21 +168,33 @@ MANY = "counts 5 layers (num_hidden_layers), and the checkpoint has no tensor of
     [
         ({}, ""),
         ({"num_hidden_layers": 5}, MANY),
-        ({"num_hidden_layers": 1}, "counts 1 layers (num_hidden_layers), and the checkpoint has 3:"),
+        (
+            {"num_hidden_layers": 1},
+            "counts 1 layers (num_hidden_layers), and the checkpoint has 3:",
+        ),
         ({"num_hidden_layers": 1, "num_nextn_predict_layers": 2}, ""),
-        ({"num_hidden_layers": 2, "num_nextn_predict_layers": 0}, ""),  # a draft may be there unsaid
+        (
+            {"num_hidden_layers": 2, "num_nextn_predict_layers": 0},
+            "",
+        ),  # a draft may be there unsaid
         ({"num_hidden_layers": None}, ""),
     ],
 )
 def test_layers_of_config_and_checkpoint(config: dict[str, Any], said: str, tmp_path: Path) -> None:
     model = write(tmp_path / "model", config, num_layers=3)
-    dry = json.loads(call("convert", model, "--schema", "mxfp4", "--target", "sm90", "--dry-run", "--json").stdout)
+    dry = json.loads(
+        call(
+            "convert", model, "--schema", "mxfp4", "--target", "sm90", "--dry-run", "--json"
+        ).stdout
+    )
     for warnings in (hqconv.inspect(model)["warnings"], dry["warnings"]):
         assert [said in text for text in warnings] == [True] * bool(said)
     shown = call("inspect", model)
     assert (said in shown.stdout, "warning:" in shown.stdout) == (True, bool(said))
     if not config:
-        tensors = {n: t for n, t in load_file(model / "model.safetensors").items() if ".layers.1." not in n}
+        tensors = {
+            n: t for n, t in load_file(model / "model.safetensors").items() if ".layers.1." not in n
+        }
         save_file(tensors, model / "model.safetensors")
         assert "has no tensor of layer 1:" in hqconv.inspect(model)["warnings"][0]
 
@@ -172,7 +202,11 @@ def test_layers_of_config_and_checkpoint(config: dict[str, Any], said: str, tmp_
 def test_a_model_type_without_a_row_is_said(tmp_path: Path) -> None:
     """Its names fit; whether its activation and its config keys do, only its code tells."""
     model = write(tmp_path / "model", {"model_type": "brand_new"}, num_layers=1)
-    dry = json.loads(call("convert", model, "--schema", "mxfp4", "--target", "sm90", "--dry-run", "--json").stdout)
+    dry = json.loads(
+        call(
+            "convert", model, "--schema", "mxfp4", "--target", "sm90", "--dry-run", "--json"
+        ).stdout
+    )
     for warnings in (hqconv.inspect(model)["warnings"], dry["warnings"]):
         (said,) = warnings
         assert said.startswith("hqconv does not know the model_type brand_new: ")
@@ -183,7 +217,9 @@ def test_a_model_type_without_a_row_is_said(tmp_path: Path) -> None:
 def test_a_missing_tokenizer_is_a_warning(tmp_path: Path) -> None:
     model = write(tmp_path / "model", num_layers=1)
     (model / "tokenizer.json").unlink()
-    done = call("convert", model, "-o", tmp_path / "out", "--schema", "mxfp4", "--target", "sm90", "--json")
+    done = call(
+        "convert", model, "-o", tmp_path / "out", "--schema", "mxfp4", "--target", "sm90", "--json"
+    )
     assert done.exit_code == 0
     for warnings in (hqconv.inspect(model)["warnings"], json.loads(done.stdout)["warnings"]):
         assert ["has no tokenizer" in text for text in warnings] == [True]
@@ -231,13 +267,21 @@ def test_numbered_shards_need_no_index(tmp_path: Path) -> None:
         save_file(half, model / f"model-0000{number}-of-00002.safetensors")
     options: dict[str, Any] = {"schema": "mxfp4", "target": "sm90", "device": "cpu"}
     found = hqconv.convert(model, tmp_path / "out", **options)
-    assert any("no model.safetensors.index.json: its tensors are those of its 2 numbered" in x for x in found.warnings)
+    assert any(
+        "no model.safetensors.index.json: its tensors are those of its 2 numbered" in x
+        for x in found.warnings
+    )
     assert found.warnings[0] in hqconv.inspect(model)["warnings"]
-    shards = [(f"model-0000{number}-of-00002.safetensors", half) for number, half in enumerate(halves, start=1)]
+    shards = [
+        (f"model-0000{number}-of-00002.safetensors", half)
+        for number, half in enumerate(halves, start=1)
+    ]
     weight_map = {name: shard for shard, half in shards for name in half}
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with_index = hqconv.convert(model, tmp_path / "with_index", **options)
     assert not any("index.json" in x for x in with_index.warnings)
     files = sorted(path.relative_to(found.out) for path in found.out.rglob("*.safetensors"))
     assert files
-    assert all((found.out / name).read_bytes() == (with_index.out / name).read_bytes() for name in files)
+    assert all(
+        (found.out / name).read_bytes() == (with_index.out / name).read_bytes() for name in files
+    )

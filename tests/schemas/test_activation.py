@@ -44,7 +44,9 @@ def test_words_are_read_back(activation: Activation) -> None:
     )
 
 
-@pytest.mark.parametrize("activation", [one for one in UNKNOWN if one.name != "swigluoai" or one.numbers])
+@pytest.mark.parametrize(
+    "activation", [one for one in UNKNOWN if one.name != "swigluoai" or one.numbers]
+)
 def test_words_say_where_nothing_but_the_name_is_known(activation: Activation) -> None:
     words = activation.to_dict(gated=True)
     assert words["activation_is_known"] is False
@@ -55,7 +57,11 @@ def test_words_say_where_nothing_but_the_name_is_known(activation: Activation) -
 def test_a_limit_is_in_the_label_with_all_its_digits(limit: float) -> None:
     activation = Activation("silu_clamp", limit)
     assert re.fullmatch(r"silu_clamp\d+(\.\d+)?", activation.label)
-    assert Activation.of_label(activation.label) == activation == Activation.from_dict(activation.to_dict(gated=True))
+    assert (
+        Activation.of_label(activation.label)
+        == activation
+        == Activation.from_dict(activation.to_dict(gated=True))
+    )
 
 
 def test_people_see_the_numbers_that_the_label_does_not_say() -> None:
@@ -67,7 +73,10 @@ def test_people_see_the_numbers_that_the_label_does_not_say() -> None:
 
 
 DAMAGED: dict[str, dict[str, Any]] = {
-    "another limit than the name's": {"activation": "silu_clamp10", "activation_parameters": {"limit": 7.0}},
+    "another limit than the name's": {
+        "activation": "silu_clamp10",
+        "activation_parameters": {"limit": 7.0},
+    },
     "no limit": {"activation": "silu_clamp10", "activation_parameters": {}},
     "no numbers": {"activation": "situ", "activation_parameters": {"beta": "4"}},
     "true": {"activation": "situ", "activation_parameters": {"beta": True}},

@@ -51,7 +51,9 @@ PLANNED: dict[str, tuple[Make, str, str, str, int]] = {
 
 
 def test_every_file_is_listed() -> None:
-    assert {path.name for path in CONFIGS.iterdir() if path.is_file()} == {f"{name}.toml" for name in EXPECTED}
+    assert {path.name for path in CONFIGS.iterdir() if path.is_file()} == {
+        f"{name}.toml" for name in EXPECTED
+    }
     assert [path.name for path in RECIPES] == sorted(f"{name}.toml" for name in PLANNED)
 
 
@@ -69,24 +71,39 @@ def test_recipe(path: Path, tmp_path: Path) -> None:
     model = make(tmp_path / "model")
     words = planned(model, path)
     assert set(words["conversion"]) == {conversion}
-    assert (words["target"], words["input_schema"], len(words["rank_bytes"])) == (target, inputs, num_ranks)
+    assert (words["target"], words["input_schema"], len(words["rank_bytes"])) == (
+        target,
+        inputs,
+        num_ranks,
+    )
     if path.stem == "mixtral-fp8-l40s":  # flags win
         words = planned(model, path, "--tp", "1", "--schema", "int4-g64", "--input-schema", "int8")
-        assert (words["target"], words["input_schema"], len(words["rank_bytes"])) == ("sm89", "int8", 1)
+        assert (words["target"], words["input_schema"], len(words["rank_bytes"])) == (
+            "sm89",
+            "int8",
+            1,
+        )
         assert words["schema"]["name"] == "int4-g64"
 
 
 # --- schemas -----------------------------------------------------------------------------------------------
 
 EXPECTED = {
-    "int4-g64-zp": WeightSchema("int4-g64-zp", "uint4", weight_scale_group_size=64, has_zero_point=True),
+    "int4-g64-zp": WeightSchema(
+        "int4-g64-zp", "uint4", weight_scale_group_size=64, has_zero_point=True
+    ),
     "w3-g64": WeightSchema("w3-g64", "uint3", weight_scale_group_size=64),
     "fp8-block-64": WeightSchema("fp8-block-64", "float8e4m3", "float32", "block", 64, 64),
     "nvfp4-channel": WeightSchema(
         "nvfp4-channel", "float4e2m1", "float8e4m3", "group", 16, weight_scale_2_type="channel"
     ),
 }
-BITS_PER_WEIGHT = {"int4-g64-zp": 4.3125, "w3-g64": 3.25, "fp8-block-64": 8.0078125, "nvfp4-channel": 4.5}
+BITS_PER_WEIGHT = {
+    "int4-g64-zp": 4.3125,
+    "w3-g64": 3.25,
+    "fp8-block-64": 8.0078125,
+    "nvfp4-channel": 4.5,
+}
 
 
 @pytest.mark.parametrize("name", EXPECTED)

@@ -14,9 +14,13 @@ COMMANDS = {
     Grid(): "vllm serve out",
     Grid(tp=4): "vllm serve out --tensor-parallel-size 4",
     Grid(ep=2): "vllm serve out --tensor-parallel-size 2 --enable-expert-parallel",
-    Grid(ep=2, placement="round_robin"): "vllm serve out --tensor-parallel-size 2 --enable-expert-parallel "
+    Grid(
+        ep=2, placement="round_robin"
+    ): "vllm serve out --tensor-parallel-size 2 --enable-expert-parallel "
     "--expert-placement-strategy round_robin",
-    Grid(ep=2, redundant=2): "vllm serve out --tensor-parallel-size 2 --enable-expert-parallel --enable-eplb "
+    Grid(
+        ep=2, redundant=2
+    ): "vllm serve out --tensor-parallel-size 2 --enable-expert-parallel --enable-eplb "
     "--eplb-config.num_redundant_experts 2",
 }
 
@@ -30,7 +34,11 @@ def test_the_command(grid: Grid) -> None:
 
 
 def test_what_has_no_start() -> None:
-    for grid in (Grid(tp=2, ep=2), Grid(redundant=2), Grid(ep=2, placement="round_robin", redundant=2)):
+    for grid in (
+        Grid(tp=2, ep=2),
+        Grid(redundant=2),
+        Grid(ep=2, placement="round_robin", redundant=2),
+    ):
         assert ENGINE.serve_command("out", "kernel", grid) is None
         assert len(ENGINE.kernel_layout_obstacles("qwen_moe", grid)) == 1
     for family, reason in {"llama4": "weighs", "moondream3": "kernel of plain weights"}.items():
@@ -70,4 +78,6 @@ def test_every_rank_holds_as_many_experts_as_the_others() -> None:
         (Grid(ep=4), [7], True),
     ):
         reasons = ENGINE.kernel_layout_obstacles("qwen_moe", grid, num_experts=counts)
-        assert ["7 experts and 2 copies" in reason for reason in reasons] == [True] * (not is_served)
+        assert ["7 experts and 2 copies" in reason for reason in reasons] == [True] * (
+            not is_served
+        )

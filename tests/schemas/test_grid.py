@@ -9,11 +9,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hqconv.errors import RequestError
-from hqconv.schemas.grid import LINEAR, ROUND_ROBIN, Grid, check_grid, slice_unit, tp_share, tp_slices, working_tp_sizes
+from hqconv.schemas.grid import (
+    LINEAR,
+    ROUND_ROBIN,
+    Grid,
+    check_grid,
+    slice_unit,
+    tp_share,
+    tp_slices,
+    working_tp_sizes,
+)
 from hqconv.schemas.weight_schema import resolve_schema
 
 PLACEMENTS = (LINEAR, ROUND_ROBIN)
-SCHEMAS = ("mxfp4", "nvfp4", "fp8", "fp8-block", "fp8-tensor", "int4", "int4-g64-zp", "int7-c", "int2-g32-zp")
+SCHEMAS = (
+    "mxfp4",
+    "nvfp4",
+    "fp8",
+    "fp8-block",
+    "fp8-tensor",
+    "int4",
+    "int4-g64-zp",
+    "int7-c",
+    "int2-g32-zp",
+)
 
 
 def vllm_owner(num_physical: int, ep: int, placement: str, physical: int) -> int:
@@ -59,7 +78,9 @@ def test_homes_is_the_exact_inverse_of_local_experts(num_experts: int, grid: Gri
         for rank in range(grid.ep)
         for local, expert in enumerate(grid.local_experts(num_experts, rank))
     }
-    backwards = [(rank, local, expert) for expert, places in enumerate(homes) for rank, local in places]
+    backwards = [
+        (rank, local, expert) for expert, places in enumerate(homes) for rank, local in places
+    ]
     assert len(backwards) == len(set(backwards)) == num_experts + grid.redundant
     assert set(backwards) == forwards
 
@@ -108,7 +129,8 @@ def test_working_tp_sizes_by_brute_force(name: str, size: int) -> None:
     expected = [
         tp
         for tp in range(1, size + 1)
-        if size % tp == 0 and all((rank * size // tp) % period == 0 for rank in range(tp + 1) for period in periods)
+        if size % tp == 0
+        and all((rank * size // tp) % period == 0 for rank in range(tp + 1) for period in periods)
     ]
     assert working_tp_sizes(size, schema) == expected
     assert slice_unit(schema) == max(periods)  # all are powers of two
@@ -116,7 +138,10 @@ def test_working_tp_sizes_by_brute_force(name: str, size: int) -> None:
 
 def test_impossible_grids_are_refused() -> None:
     options: dict[str, dict[str, Any]] = {"--tp": {"tp": 0}, "--ep": {"ep": -1}}
-    options |= {"--redundant-experts": {"redundant": -1}, "--expert-placement": {"placement": "striped"}}
+    options |= {
+        "--redundant-experts": {"redundant": -1},
+        "--expert-placement": {"placement": "striped"},
+    }
     for option, words in options.items():
         with pytest.raises(RequestError, match=option) as caught:
             Grid(**words)
@@ -126,7 +151,10 @@ def test_impossible_grids_are_refused() -> None:
 def test_refusals_say_what_would_work() -> None:
     schema = resolve_schema("int4")  # groups of 128
     check_grid("b", 8, 256, 768, schema, Grid(tp=6))
-    with pytest.raises(RequestError, match=r"TP sizes that work: 1, 2, 3, 6; --tp 4 works with --tp-split groups\.$"):
+    with pytest.raises(
+        RequestError,
+        match=r"TP sizes that work: 1, 2, 3, 6; --tp 4 works with --tp-split groups\.$",
+    ):
         check_grid("b", 8, 256, 768, schema, Grid(tp=4))
     with pytest.raises(RequestError, match="TP sizes that work: none"):
         check_grid("b", 8, 256, 704, schema, Grid())

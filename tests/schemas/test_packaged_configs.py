@@ -27,7 +27,9 @@ from tests.make.command import call
 from tests.make.places import CONFIGS, REPO
 from tests.make.qwen import write_qwen3_moe
 
-FILES = {path.relative_to(CONFIGS).as_posix(): path.read_bytes() for path in CONFIGS.rglob("*.toml")}
+FILES = {
+    path.relative_to(CONFIGS).as_posix(): path.read_bytes() for path in CONFIGS.rglob("*.toml")
+}
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +43,34 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         folder = tmp_path_factory.mktemp("wheel")
         source = folder / "source"
         for name in ("hqconv", "configs"):
-            shutil.copytree(REPO / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                REPO / name,
+                source / name,
+                symlinks=True,
+                ignore=shutil.ignore_patterns("__pycache__"),
+            )
         for name in ("README.md", "LICENSE", "setup.py"):
             shutil.copy(REPO / name, source / name)
         project = (REPO / "pyproject.toml").read_text()
-        (source / "pyproject.toml").write_text(project.replace("[project.urls]", f"[project.urls]\n{urls}"))
-        command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"]
-        done = subprocess.run([*command, "-w", folder, source], capture_output=True, text=True, check=False, cwd=folder)
+        (source / "pyproject.toml").write_text(
+            project.replace("[project.urls]", f"[project.urls]\n{urls}")
+        )
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--no-deps",
+            "--no-build-isolation",
+            "--no-index",
+        ]
+        done = subprocess.run(
+            [*command, "-w", folder, source],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=folder,
+        )
         assert done.returncode == 0, done.stderr
         (wheel,) = folder.glob("*.whl")
         return wheel
@@ -73,11 +96,17 @@ def files_in(wheel: Path) -> dict[str, bytes]:
 
 def test_a_wheel_has_all_that_the_package_has(wheel: dict[str, bytes]) -> None:
     there = {p.relative_to(REPO).as_posix() for p in (REPO / "hqconv").rglob("*") if p.is_file()}
-    links = {f"hqconv/schemas/configs/{name}" for name in FILES}  # rglob does not follow the link to configs/
+    links = {
+        f"hqconv/schemas/configs/{name}" for name in FILES
+    }  # rglob does not follow the link to configs/
     packed = {name for name in wheel if name.startswith("hqconv/")}
     assert packed == {name for name in there if "__pycache__" not in name} | links
     assert {"hqconv/py.typed", "hqconv/calibration/builtin.txt"} <= packed
-    (points,) = (data.decode() for name, data in wheel.items() if name.endswith(".dist-info/entry_points.txt"))
+    (points,) = (
+        data.decode()
+        for name, data in wheel.items()
+        if name.endswith(".dist-info/entry_points.txt")
+    )
     assert "[console_scripts]" in points
     assert "[vllm.general_plugins]" in points
 
@@ -87,28 +116,59 @@ def test_an_installed_wheel_converts_and_verifies(wheel_file: Path, tmp_path: Pa
     venv.create(tmp_path / "venv")
     bins = tmp_path / "venv/bin"
     needed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {
+        "PYTHONDONTWRITEBYTECODE": "1"
+    }
 
     def run(*command: object) -> str:
         done = subprocess.run(
-            [str(word) for word in command], capture_output=True, text=True, check=False, cwd=tmp_path, env=environment
+            [str(word) for word in command],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=tmp_path,
+            env=environment,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", bins / "python")
     run(*pip, "install", "--no-deps", "--no-index", "--quiet", wheel_file)
-    site = Path(run(bins / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    site = Path(
+        run(bins / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+    )
     (site / "of_the_tests.pth").write_text("".join(f"{folder}\n" for folder in needed))
-    assert Path(run(bins / "python", "-c", "import hqconv; print(hqconv.__file__)").strip()).is_relative_to(site)
+    assert Path(
+        run(bins / "python", "-c", "import hqconv; print(hqconv.__file__)").strip()
+    ).is_relative_to(site)
     assert run(bins / "hqconv", "--version").startswith(f"hqconv {hqconv.__version__}\n")
     listed = json.loads(run(bins / "hqconv", "schemas", "--recipes", "--json"))
     assert len(listed["recipes"]) + len(listed["schemas"]) == len(FILES)
     assert json.loads(run(bins / "hqconv", "schemas", "--for", "h100", "--json"))["recommended"]
     source = write_qwen3_moe(tmp_path / "model", num_layers=1)
-    run(bins / "hqconv", "convert", source, "-o", "out", "--schema", "mxfp4", "--target", "h100", "--device", "cpu")
-    assert "PASS" in run(bins / "hqconv", "verify", "out", "--source", source, "--device", "cpu").splitlines()[-1]
-    assert json.loads((tmp_path / "out/hqconv.json").read_bytes())["hqconv_version"] == hqconv.__version__
+    run(
+        bins / "hqconv",
+        "convert",
+        source,
+        "-o",
+        "out",
+        "--schema",
+        "mxfp4",
+        "--target",
+        "h100",
+        "--device",
+        "cpu",
+    )
+    assert (
+        "PASS"
+        in run(
+            bins / "hqconv", "verify", "out", "--source", source, "--device", "cpu"
+        ).splitlines()[-1]
+    )
+    assert (
+        json.loads((tmp_path / "out/hqconv.json").read_bytes())["hqconv_version"]
+        == hqconv.__version__
+    )
 
 
 def test_a_wheel_has_them(wheel: dict[str, bytes]) -> None:
@@ -134,7 +194,14 @@ def test_a_wheel_says_who_made_it_and_what_it_needs(wheel: dict[str, bytes]) -> 
     found = metadata(wheel)
     assert (found["Name"], found["Version"]) == ("hqconv", hqconv.__version__)
     assert f"\n## {hqconv.__version__}\n" in (REPO / "CHANGELOG.md").read_text(encoding="utf-8")
-    for key in ("Author", "Summary", "Keywords", "License-Expression", "License-File", "Requires-Python"):
+    for key in (
+        "Author",
+        "Summary",
+        "Keywords",
+        "License-Expression",
+        "License-File",
+        "Requires-Python",
+    ):
         assert found[key], key
     classifiers = found.get_all("Classifier", [])
     assert "Typing :: Typed" in classifiers
@@ -162,14 +229,20 @@ def test_links_in_the_description_work_outside_of_the_repository(
     text = str(metadata(files_in(built(f'Repository = "{address}"'))).get_payload())
     links = LINK.findall(text)
     assert all(link.startswith("https://") for link in links)
-    files = {link.removeprefix(f"{address}/blob/main/").partition("#")[0] for link in links if address in link}
+    files = {
+        link.removeprefix(f"{address}/blob/main/").partition("#")[0]
+        for link in links
+        if address in link
+    }
     assert "docs/usage.md" in files
     assert all((REPO / name).exists() for name in files)
 
 
 def test_they_are_listed_with_what_they_are_for() -> None:
     words = json.loads(call("schemas", "--recipes", "--json").stdout)
-    assert {Path(one["path"]).name: one["description"] for one in words["recipes"]} == shipped(RECIPES)
+    assert {Path(one["path"]).name: one["description"] for one in words["recipes"]} == shipped(
+        RECIPES
+    )
     listed = [*words["recipes"], *words["schemas"]]
     assert len(listed) == len(FILES)
     text = call("schemas", "--recipes").stdout
@@ -181,12 +254,17 @@ def test_they_are_listed_with_what_they_are_for() -> None:
 
 
 @pytest.mark.parametrize("name", ["ends-in-8-bits", "ends-in-8-bits.toml"])
-def test_a_recipe_goes_by_its_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_goes_by_its_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     model = write_qwen3_moe(tmp_path / "model")
     command = ["convert", model, "--config", name, "--dry-run", "--json"]
     words = json.loads(call(*command).stdout)
-    assert (words["schema"]["name"], list(words["otherwise"])) == ("mxfp4", ["fp8, a16 activations"])
+    assert (words["schema"]["name"], list(words["otherwise"])) == (
+        "mxfp4",
+        ["fp8, a16 activations"],
+    )
     (tmp_path / name).write_text('schema = "int8"\ntarget = "sm90"\n')  # a file of one's own wins
     words = json.loads(call(*command).stdout)
     assert (words["schema"]["name"], words["otherwise"]) == ("int8", {})

@@ -11,7 +11,14 @@ import pytest
 from hqconv.errors import RequestError
 from hqconv.schemas.input_schema import resolve_inputs
 from hqconv.schemas.recipe import load_recipe
-from hqconv.schemas.untrusted_files import MAX_DEPTH, open_regular, parse_json, read_json, read_regular, read_toml
+from hqconv.schemas.untrusted_files import (
+    MAX_DEPTH,
+    open_regular,
+    parse_json,
+    read_json,
+    read_regular,
+    read_toml,
+)
 from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.nodes import NODES, in_time
 
@@ -27,7 +34,9 @@ def test_what_is_no_file(read: Callable[[Path], object], kind: str, tmp_path: Pa
     assert kind.split()[-1] in str(caught.value.strerror)
 
 
-def test_a_file_that_becomes_a_pipe_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_becomes_a_pipe_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, real = tmp_path / "x", os.open
     path.write_text("x")
 

@@ -38,7 +38,10 @@ FIELDS += ("weight_scale_group_size_n", "weight_scale_2_type")
 @pytest.mark.parametrize("name", PRESET_TABLE)
 def test_preset(name: str) -> None:
     plain = {"has_zero_point": False, "is_fp_zero_point": False, "hadamard_block_size": 0}
-    assert resolve_schema(name).humming_fields() == dict(zip(FIELDS, PRESET_TABLE[name], strict=True)) | plain
+    assert (
+        resolve_schema(name).humming_fields()
+        == dict(zip(FIELDS, PRESET_TABLE[name], strict=True)) | plain
+    )
     assert resolve_schema(name).name == name
     assert PRESETS.keys() == PRESET_TABLE.keys()
 
@@ -97,21 +100,34 @@ def test_shorthand_with_8_bit_scales(text: str) -> None:
 @pytest.mark.parametrize("plain", ["mxfp4", "int3-g64", "int4-g32-e4m3-row", "fp8-e5m2"])
 def test_a_name_may_end_in_a_rotation(plain: str) -> None:
     found = resolve_schema(f"{plain}-h64")
-    assert found == dataclasses.replace(resolve_schema(plain), name=f"{plain}-h64", hadamard_block_size=64)
+    assert found == dataclasses.replace(
+        resolve_schema(plain), name=f"{plain}-h64", hadamard_block_size=64
+    )
     for wrong in (f"{plain}-h65", f"{plain}-h8", f"{plain}-h64-h64", f"{plain}-h", f"{plain}-h064"):
         with pytest.raises(RequestError):
             resolve_schema(wrong)
 
 
 def test_presets_are_formats_of_the_shorthand() -> None:
-    for preset, text in {"mxfp4": "fp4-g32-e8m0", "nvfp4": "fp4-g16-e4m3", "mxfp8": "fp8-g32-e8m0"}.items():
+    for preset, text in {
+        "mxfp4": "fp4-g32-e8m0",
+        "nvfp4": "fp4-g16-e4m3",
+        "mxfp8": "fp8-g32-e8m0",
+    }.items():
         assert dataclasses.replace(resolve_schema(text), name=preset) == PRESETS[preset]
     assert shorthand_of(PRESETS["fp8"]) == ""
-    assert shorthand_of(WeightSchema("e0m3", "float4e0m3", "float8e4m3", "group", 32, 0, "tensor")) == ""
+    assert (
+        shorthand_of(WeightSchema("e0m3", "float4e0m3", "float8e4m3", "group", 32, 0, "tensor"))
+        == ""
+    )
 
 
 def test_a_name_close_to_the_shorthand_is_suggested() -> None:
-    close = {"INT4-g32-E4M3": "int4-g32-e4m3", "int4_g32_e4m3": "int4-g32-e4m3", "int4-e4m3": "int4-g32-e4m3"}
+    close = {
+        "INT4-g32-E4M3": "int4-g32-e4m3",
+        "int4_g32_e4m3": "int4-g32-e4m3",
+        "int4-e4m3": "int4-g32-e4m3",
+    }
     close |= {"fp4-g32-e4m3-rows": "fp4-g32-e4m3-row", "mxfp4-row": "fp4-g32-e8m0-row"}
     for text, meant in {**close, "nvfp4-row": "fp4-g16-e4m3-row"}.items():
         with pytest.raises(RequestError, match=rf"Did you mean {meant}\?"):
@@ -132,7 +148,15 @@ def test_unknown_names_are_refused() -> None:
         with pytest.raises(RequestError) as error:
             resolve_schema(text)
         message = str(error.value)
-        for word in (f"'{text}'", "--schema", "mxfp4", "fp8-block", *grammar, ".toml", "hqconv schemas"):
+        for word in (
+            f"'{text}'",
+            "--schema",
+            "mxfp4",
+            "fp8-block",
+            *grammar,
+            ".toml",
+            "hqconv schemas",
+        ):
             assert word in message
         assert error.value.exit_code == 2
 
@@ -142,7 +166,9 @@ def test_group_sizes_humming_has_no_kernel_for_are_refused() -> None:
         with pytest.raises(RequestError) as error:
             resolve_schema(text)
         assert (error.value.where, error.value.found) == ("weight_scale_group_size", size)
-        assert error.value.expected.startswith("a power of two, at least 16: Humming's tiles do not nest")
+        assert error.value.expected.startswith(
+            "a power of two, at least 16: Humming's tiles do not nest"
+        )
         assert text in error.value.what
 
 
@@ -172,33 +198,75 @@ IMPOSSIBLE = [
         "weight_scale_group_size_n",
         "a power of two, at least 64",
     ),
-    ({"weight_scale_type": "block", "weight_scale_group_size_n": 64, "b_dtype": "uint4"}, "b_dtype", "a float type"),
-    ({"weight_scale_type": "block", "weight_scale_group_size_n": 64, "bs_dtype": "bfloat16"}, "bs_dtype", "float32"),
+    (
+        {"weight_scale_type": "block", "weight_scale_group_size_n": 64, "b_dtype": "uint4"},
+        "b_dtype",
+        "a float type",
+    ),
+    (
+        {"weight_scale_type": "block", "weight_scale_group_size_n": 64, "bs_dtype": "bfloat16"},
+        "bs_dtype",
+        "float32",
+    ),
     ({"weight_scale_2_type": "block"}, "weight_scale_2_type", "none|tensor|channel"),
     ({"weight_scale_2_type": "tensor"}, "bs_dtype", "float8e4m3 or float8e5m2"),
-    ({"weight_scale_2_type": "tensor", "bs_dtype": "float8e8m0"}, "bs_dtype", "float8e4m3 or float8e5m2"),
     (
-        {"weight_scale_2_type": "tensor", "weight_scale_type": "channel", "weight_scale_group_size": 0},
+        {"weight_scale_2_type": "tensor", "bs_dtype": "float8e8m0"},
+        "bs_dtype",
+        "float8e4m3 or float8e5m2",
+    ),
+    (
+        {
+            "weight_scale_2_type": "tensor",
+            "weight_scale_type": "channel",
+            "weight_scale_group_size": 0,
+        },
         "weight_scale_type",
         "group, where there is a second scale",
     ),
     ({"weight_scale_2_type": "channel"}, "bs_dtype", "float8e8m0 under one per channel"),
-    ({"weight_scale_2_type": "channel", "bs_dtype": "float8e5m3"}, "bs_dtype", "float8e4m3 or float8e5m2"),
     (
-        {"weight_scale_2_type": "tensor", "bs_dtype": "float8e4m3", "b_dtype": "uint4", "has_zero_point": True},
+        {"weight_scale_2_type": "channel", "bs_dtype": "float8e5m3"},
+        "bs_dtype",
+        "float8e4m3 or float8e5m2",
+    ),
+    (
+        {
+            "weight_scale_2_type": "tensor",
+            "bs_dtype": "float8e4m3",
+            "b_dtype": "uint4",
+            "has_zero_point": True,
+        },
         "bs_dtype",
         "the parameter dtype, with zero points",
     ),
     ({"has_zero_point": True}, "has_zero_point", "false for a float type"),
-    ({"has_zero_point": True, "b_dtype": "uint4", "bs_dtype": "float8e8m0"}, "bs_dtype", "the parameter dtype"),
     (
-        {"has_zero_point": True, "b_dtype": "uint4", "weight_scale_type": "tensor", "weight_scale_group_size": 0},
+        {"has_zero_point": True, "b_dtype": "uint4", "bs_dtype": "float8e8m0"},
+        "bs_dtype",
+        "the parameter dtype",
+    ),
+    (
+        {
+            "has_zero_point": True,
+            "b_dtype": "uint4",
+            "weight_scale_type": "tensor",
+            "weight_scale_group_size": 0,
+        },
         "weight_scale_type",
         "group or channel",
     ),
-    ({"is_fp_zero_point": True, "b_dtype": "uint4"}, "is_fp_zero_point", "has_zero_point = true as well"),
+    (
+        {"is_fp_zero_point": True, "b_dtype": "uint4"},
+        "is_fp_zero_point",
+        "has_zero_point = true as well",
+    ),
     *(
-        ({"hadamard_block_size": size}, "hadamard_block_size", "0, or one of 16, 32, 64, 128, 256, 512")
+        (
+            {"hadamard_block_size": size},
+            "hadamard_block_size",
+            "0, or one of 16, 32, 64, 128, 256, 512",
+        )
         for size in (-1, 2, 8, 96, 1024)
     ),
 ]
@@ -211,7 +279,9 @@ def test_impossible_combinations_name_field_expected_and_found(
     base = {"name": "mine", "b_dtype": "float4e2m1", "weight_scale_group_size": 64}
     with pytest.raises(RequestError) as error:
         WeightSchema(**(base | words))  # type: ignore[arg-type]
-    found = (base | words).get(field, {f.name: f.default for f in dataclasses.fields(WeightSchema)}[field])
+    found = (base | words).get(
+        field, {f.name: f.default for f in dataclasses.fields(WeightSchema)}[field]
+    )
     assert (error.value.where, error.value.found) == (field, repr(found))
     assert expected in error.value.expected
     for part in ("'mine'", f"where: {field}", f"found: {found!r}", expected):
@@ -251,7 +321,10 @@ def test_toml_with_every_field(tmp_path: Path) -> None:
 def test_toml_scale_type_follows_the_sizes(tmp_path: Path) -> None:
     size, size_n = "weight_scale_group_size = 32\n", "weight_scale_group_size_n = 64"
     for text, scale_type in {"": "channel", size: "group", size + size_n: "block"}.items():
-        assert load_schema(write(tmp_path, f'b_dtype = "float8e4m3"\n{text}')).weight_scale_type == scale_type
+        assert (
+            load_schema(write(tmp_path, f'b_dtype = "float8e4m3"\n{text}')).weight_scale_type
+            == scale_type
+        )
     assert load_schema(write(tmp_path, 'b_dtype = "int5"')).b_dtype == "uint5"  # Humming's word
 
 
@@ -261,12 +334,24 @@ def test_toml_scale_type_follows_the_sizes(tmp_path: Path) -> None:
         ("", ("recipe.toml", "names no weight type", "b_dtype")),
         ("b_dtype = uint4", ("recipe.toml", "cannot be read", "line 1")),
         ('b_dtype = "uint4"\nb_dtype = "uint5"', ("recipe.toml", "cannot be read")),
-        ('b_dtype = "uint4"\ngroup_size = 64', ("recipe.toml", ": group_size", "found: 64", "weight_scale_group_size")),
+        (
+            'b_dtype = "uint4"\ngroup_size = 64',
+            ("recipe.toml", ": group_size", "found: 64", "weight_scale_group_size"),
+        ),
         ('b_dtype = "uint4"\nname = "x"', ("recipe.toml", ": name", "found: 'x'")),
         ("b_dtype = 4", ("recipe.toml", ": b_dtype", "found: 4", "str")),
-        ('b_dtype = "uint4"\nweight_scale_group_size = "64"', (": weight_scale_group_size", "found: '64'", "int")),
-        ('b_dtype = "uint4"\nweight_scale_group_size = 64.0', (": weight_scale_group_size", "found: 64.0", "int")),
-        ('b_dtype = "uint4"\nweight_scale_group_size = true', (": weight_scale_group_size", "found: True", "int")),
+        (
+            'b_dtype = "uint4"\nweight_scale_group_size = "64"',
+            (": weight_scale_group_size", "found: '64'", "int"),
+        ),
+        (
+            'b_dtype = "uint4"\nweight_scale_group_size = 64.0',
+            (": weight_scale_group_size", "found: 64.0", "int"),
+        ),
+        (
+            'b_dtype = "uint4"\nweight_scale_group_size = true',
+            (": weight_scale_group_size", "found: True", "int"),
+        ),
         ('b_dtype = "uint4"\nhas_zero_point = 1', (": has_zero_point", "found: 1", "bool")),
         ('b_dtype = "uint4"\n[more]\nx = 1', ("recipe.toml", ": more", "found: {'x': 1}")),
         (
@@ -296,9 +381,15 @@ def test_toml_mistakes_say_where(tmp_path: Path, text: str, parts: tuple[str, ..
         ("int4-g128-fpzp", 4, True, False, 4.25),
     ],
 )
-def test_properties(name: str, num_bits: int, is_integer: bool, is_coupled: bool, bits_per_weight: float) -> None:
+def test_properties(
+    name: str, num_bits: int, is_integer: bool, is_coupled: bool, bits_per_weight: float
+) -> None:
     schema = resolve_schema(name)
-    assert (schema.num_bits, schema.is_integer, schema.is_coupled) == (num_bits, is_integer, is_coupled)
+    assert (schema.num_bits, schema.is_integer, schema.is_coupled) == (
+        num_bits,
+        is_integer,
+        is_coupled,
+    )
     assert schema.bits_per_weight() == bits_per_weight
 
 

@@ -11,7 +11,9 @@ import pytest
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 WITH_ARGUMENTS = sorted(
-    path.stem for path in SCRIPTS.glob("*.py") if re.search(r"ArgumentParser\(", path.read_text(encoding="utf-8"))
+    path.stem
+    for path in SCRIPTS.glob("*.py")
+    if re.search(r"ArgumentParser\(", path.read_text(encoding="utf-8"))
 )
 
 
@@ -20,7 +22,9 @@ def test_some_scripts_take_arguments() -> None:
 
 
 @pytest.mark.parametrize("name", WITH_ARGUMENTS)
-def test_help(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     module = importlib.import_module(f"scripts.{name}")
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
     with pytest.raises(SystemExit) as ended:

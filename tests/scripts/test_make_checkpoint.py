@@ -30,8 +30,12 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
     ("model_type", "dtype"), [*zip(MODELS, itertools.cycle(["bfloat16", "float32"]), strict=False)]
 )
 def test_transformers_loads_every_tensor(tmp_path: Path, model_type: str, dtype: str) -> None:
-    out = make(tmp_path / "m", "--model-type", model_type, "--dtype", dtype, "--shard-size", "200KB")
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True, dtype="auto")
+    out = make(
+        tmp_path / "m", "--model-type", model_type, "--dtype", dtype, "--shard-size", "200KB"
+    )
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        out, output_loading_info=True, dtype="auto"
+    )
     assert type(model).__name__ == MODELS[model_type].architecture
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         assert not info[kind], kind
@@ -43,7 +47,9 @@ def test_transformers_loads_every_tensor(tmp_path: Path, model_type: str, dtype:
     assert tokenizer("<s> </s>")["input_ids"] == [1, 2]
 
 
-def test_values_depend_on_seed_and_name_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_depend_on_seed_and_name_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = load(make(tmp_path / "a"))
     monkeypatch.setattr(make_checkpoint, "NUM_THREADS", 3)
     other_shards = load(make(tmp_path / "b", "--shard-size", "100KB"))
@@ -64,7 +70,9 @@ def test_sparse_has_the_same_headers(tmp_path: Path) -> None:
         assert [f.header_sha256 for f in left.files] == [f.header_sha256 for f in right.files]
 
 
-def test_a_folder_has_its_name_only_when_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_has_its_name_only_when_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
@@ -87,7 +95,9 @@ def test_a_folder_has_its_name_only_when_complete(tmp_path: Path, monkeypatch: p
         (("--layers", "0"), "--layers"),
     ],
 )
-def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], words: str) -> None:
+def test_refusals(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], words: str
+) -> None:
     with pytest.raises(SystemExit) as stop:
         make(tmp_path / "m", *options)
     assert stop.value.code == 2

@@ -17,7 +17,16 @@ def test_every_case_on_the_cpu(
     monkeypatch.setattr(many_gpus, "SHAPE", small)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setattr(many_gpus, "verification", lambda *_: ["", "", ""])  # two commands, in turn
-    words = ["--work", str(tmp_path / "work"), "--size-gb", "0.001", "--ranks", "2", "--schemas", "mxfp4"]
+    words = [
+        "--work",
+        str(tmp_path / "work"),
+        "--size-gb",
+        "0.001",
+        "--ranks",
+        "2",
+        "--schemas",
+        "mxfp4",
+    ]
     with pytest.raises(SystemExit) as ended:
         check_gpu.main(["eight", *words, "--processes", "2", "--sinks", "files,discarded"])
     rows = [line for line in capfd.readouterr().out.splitlines() if line.startswith("| mxfp4")]

@@ -32,9 +32,12 @@ def test_a_divergence_is_measured_by_a_conversion_and_its_evaluation(tmp_path: P
     write_tokenizer(tmp_path / "real")
     text = write_text(tmp_path / "calib.txt")
     found = [
-        record.divergence_of(tmp_path / "real", "int3-g64", text, calibrate, 48) for calibrate in (None, str(text))
+        record.divergence_of(tmp_path / "real", "int3-g64", text, calibrate, 48)
+        for calibrate in (None, str(text))
     ]
-    assert all({*found[1]} == {"kl", "perplexity", "source_perplexity", "same_token"} for one in found)
+    assert all(
+        {*found[1]} == {"kl", "perplexity", "source_perplexity", "same_token"} for one in found
+    )
     assert 0 < found[1]["kl"] < found[0]["kl"]
     assert {*measured_divergence()} <= {*record.RANKED}
 

@@ -104,11 +104,26 @@ def flip(place: Place) -> None:
 DAMAGES: dict[str, tuple[Callable[[Place], object], str]] = {
     "none": (lambda place: None, ""),
     "a bit": (flip, "a false artifact"),
-    "a file less": (lambda place: next(place.out.rglob("*.safetensors")).unlink(), "a false artifact"),
-    "no manifest": (lambda place: (place.out / "hqconv.json").unlink(), "neither the old artifact nor the new"),
-    "no card": (lambda place: (place.out / CARD).unlink(), "a file of the user in the artifact is lost"),
-    "another note": (lambda place: (place.root / NOTE).write_text("x"), "a file beside the output changed"),
-    "gone": (lambda place: place.out.rename(place.root / "away"), "a file of the user in the artifact is lost"),
+    "a file less": (
+        lambda place: next(place.out.rglob("*.safetensors")).unlink(),
+        "a false artifact",
+    ),
+    "no manifest": (
+        lambda place: (place.out / "hqconv.json").unlink(),
+        "neither the old artifact nor the new",
+    ),
+    "no card": (
+        lambda place: (place.out / CARD).unlink(),
+        "a file of the user in the artifact is lost",
+    ),
+    "another note": (
+        lambda place: (place.root / NOTE).write_text("x"),
+        "a file beside the output changed",
+    ),
+    "gone": (
+        lambda place: place.out.rename(place.root / "away"),
+        "a file of the user in the artifact is lost",
+    ),
 }
 
 
@@ -140,7 +155,11 @@ def test_a_false_artifact_and_what_is_left_over_are_seen(place: Place) -> None:
         (0, "warning: x", ""),
         (4, "error: The disk is full.", ""),
         (-9, "", ""),
-        (-9, "error: Another process is at work on this output.", ""),  # killed between its message and its end
+        (
+            -9,
+            "error: Another process is at work on this output.",
+            "",
+        ),  # killed between its message and its end
         (-9, "error: x\nerror: y", "2 messages"),
         (70, "internal error: KeyError", "a wrong code"),
         (3, "error: x", "a wrong code"),
@@ -176,7 +195,11 @@ def test_another_reading_than_the_librarys_is_seen(monkeypatch: pytest.MonkeyPat
 
 def test_the_table_is_of_a_full_run_without_a_failure() -> None:
     text = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
-    found = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "|" in line][2:]
+    found = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in text.splitlines()
+        if "|" in line
+    ][2:]
     assert [row[0] for row in found] == [*SUITES]
     for name, cases, _, failures, seed, day, _ in found:
         assert int(cases.split()[0]) >= SUITES[name].full

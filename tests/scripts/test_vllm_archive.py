@@ -10,7 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from scripts.vllm_archive import GROUP, MACHINE_CODE, MAGIC, PTX, Code, announce_plugin, fat_binaries, keep_only, unpack
+from scripts.vllm_archive import (
+    GROUP,
+    MACHINE_CODE,
+    MAGIC,
+    PTX,
+    Code,
+    announce_plugin,
+    fat_binaries,
+    keep_only,
+    unpack,
+)
 
 HEAD = 64
 
@@ -18,23 +28,40 @@ HEAD = 64
 def fat_binary(*codes: tuple[int, int, bytes]) -> bytes:
     body = b""
     for kind, sm, code in codes:
-        head = struct.pack("<HHIQ", kind, 0x101, HEAD, len(code)).ljust(28, b"\0") + struct.pack("<I", sm)
+        head = struct.pack("<HHIQ", kind, 0x101, HEAD, len(code)).ljust(28, b"\0") + struct.pack(
+            "<I", sm
+        )
         body += head.ljust(HEAD, b"\0") + code
     return MAGIC + struct.pack("<Q", len(body)) + body
 
 
 FIRST = ((PTX, 80, b"text-80!"), (MACHINE_CODE, 80, b"code80!!"), (MACHINE_CODE, 90, b"code90!!"))
-SECOND = ((PTX, 80, b"only-80!"), (PTX, 89, b"only-89!"), (PTX, 100, b"onlyl100"), (MACHINE_CODE, 120, b"code120!"))
-LIBRARY = b"\x7fELF and other sections" + fat_binary(*FIRST) + b"between." + fat_binary(*SECOND) + b"the end"
+SECOND = (
+    (PTX, 80, b"only-80!"),
+    (PTX, 89, b"only-89!"),
+    (PTX, 100, b"onlyl100"),
+    (MACHINE_CODE, 120, b"code120!"),
+)
+LIBRARY = (
+    b"\x7fELF and other sections"
+    + fat_binary(*FIRST)
+    + b"between."
+    + fat_binary(*SECOND)
+    + b"the end"
+)
 
 
 def test_each_code_is_found() -> None:
     first, second = fat_binaries(LIBRARY)
-    assert [(one.kind, one.sm, LIBRARY[one.begin : one.begin + one.size]) for one in first] == [*FIRST]
+    assert [(one.kind, one.sm, LIBRARY[one.begin : one.begin + one.size]) for one in first] == [
+        *FIRST
+    ]
     assert [one.sm for one in second] == [80, 89, 100, 120]
 
 
-@pytest.mark.parametrize(("sm", "kept"), [(90, {b"code90!!", b"only-89!"}), (80, {b"code80!!", b"only-80!"})])
+@pytest.mark.parametrize(
+    ("sm", "kept"), [(90, {b"code90!!", b"only-89!"}), (80, {b"code80!!", b"only-80!"})]
+)
 def test_one_architecture_stays(sm: int, kept: set[bytes]) -> None:
     data = bytearray(LIBRARY)
     keep_only(data, sm)

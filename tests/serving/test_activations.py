@@ -90,7 +90,9 @@ def test_vllms_humming_layers_have_all_of_them() -> None:
     from tests.make import vllm_cpu  # isort: skip  - before vLLM
 
     from vllm.model_executor.layers.fused_moe.activation import ApplyMoEActivationConfig
-    from vllm.model_executor.layers.quantization.utils.humming.activation import get_humming_activation
+    from vllm.model_executor.layers.quantization.utils.humming.activation import (
+        get_humming_activation,
+    )
 
     num_known = 0
     for activation, gated in itertools.product([*GATED, *UNKNOWN], (True, False)):
@@ -123,13 +125,19 @@ def test_gpt_oss_is_asked_for_by_either_name_and_its_parameters_may_be_left_out(
     for converted in (SWIGLUOAI, OTHER_OAI):
         expected = replace(converted, name="swigluoai_uninterleave")
         for name in ("swigluoai", "swigluoai_uninterleave"):
-            for given in (Activation(name), Activation(name, converted.limit), replace(converted, name=name)):
+            for given in (
+                Activation(name),
+                Activation(name, converted.limit),
+                replace(converted, name=name),
+            ):
                 assert agreed("here", converted, True, given) == expected
 
 
 def test_situs_betas_may_be_left_out_together_only() -> None:
     assert agreed("here", SITU, True, Activation("situ")) == SITU
-    assert agreed("here", Activation("situ", beta=4.0), True, Activation("situ", beta=4.0, linear_beta=-1.0))
+    assert agreed(
+        "here", Activation("situ", beta=4.0), True, Activation("situ", beta=4.0, linear_beta=-1.0)
+    )
     for asked in (
         Activation("situ", beta=4.0),
         Activation("situ", beta=1.0, linear_beta=25.0),
@@ -162,7 +170,9 @@ def test_situs_betas_may_be_left_out_together_only() -> None:
         ("relu2", False, Activation("silu_no_mul")),
     ],
 )
-def test_a_model_that_means_another_one_is_refused(converted: str, gated: bool, asked: Activation) -> None:
+def test_a_model_that_means_another_one_is_refused(
+    converted: str, gated: bool, asked: Activation
+) -> None:
     with pytest.raises(RequestError, match="another activation") as caught:
         agreed("out: layer", Activation.of_label(converted), gated, asked)
     error = caught.value

@@ -13,7 +13,12 @@ from huggingface_hub import HfApi
 
 from hqconv.errors import HqconvError, NetworkError, RequestError, VerificationError
 from hqconv.schemas.grid import Grid
-from hqconv.serving.artifact_view import ArtifactLocation, ArtifactView, open_artifact_view, open_rank_file
+from hqconv.serving.artifact_view import (
+    ArtifactLocation,
+    ArtifactView,
+    open_artifact_view,
+    open_rank_file,
+)
 from hqconv.serving.parameter_loader import ParameterLoader
 from tests.make.conversions import run
 from tests.make.hub_server import COMMIT, LocalHub, cached, serve, use
@@ -28,7 +33,12 @@ OURS = {f"{FOLDER}/{layer}.safetensors" for layer in BLOCKS}
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = tmp_path_factory.mktemp("place")
-    run(write_qwen3_moe(work / "original", intermediate_size=256), work / "out", "mxfp4", Grid(tp=2, ep=2))
+    run(
+        write_qwen3_moe(work / "original", intermediate_size=256),
+        work / "out",
+        "mxfp4",
+        Grid(tp=2, ep=2),
+    )
     return work / "out"
 
 
@@ -49,7 +59,10 @@ def test_a_folders_files_are_where_they_lie(out: Path) -> None:
     location = ArtifactLocation(str(out))
     assert location.is_folder
     assert location.fetch("hqconv.json") == out / "hqconv.json"
-    assert location.fetch_all([NAME, "config.json"]) == {NAME: out / NAME, "config.json": out / "config.json"}
+    assert location.fetch_all([NAME, "config.json"]) == {
+        NAME: out / NAME,
+        "config.json": out / "config.json",
+    }
 
 
 def test_a_folder_that_lacks_a_file_names_it(out: Path, tmp_path: Path) -> None:
@@ -74,7 +87,10 @@ def test_then_the_files_of_this_rank_and_no_others(out: Path, hub: LocalHub, cac
     assert hub.fetched == cached(cache) == {"hqconv.json", *OURS}
     before = len(hub.requests)
     for name in OURS:
-        assert loader.path(view, name, alone=False, cache_dir=None).read_bytes() == (out / name).read_bytes()
+        assert (
+            loader.path(view, name, alone=False, cache_dir=None).read_bytes()
+            == (out / name).read_bytes()
+        )
     assert len(hub.requests) == before
 
 
@@ -87,7 +103,12 @@ def test_alone_a_file_comes_by_itself(hub: LocalHub, cache: Path) -> None:
 
 @pytest.mark.parametrize("revision", [None, "a-branch", "refs/pr/1", COMMIT])
 def test_offline_vllms_folder_for_downloads_is_enough(
-    out: Path, hub: LocalHub, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, revision: str | None
+    out: Path,
+    hub: LocalHub,
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    revision: str | None,
 ) -> None:
     own, location = tmp_path / "own", ArtifactLocation("org/name", revision)
     ParameterLoader().path(open_artifact_view(location), NAME, alone=False, cache_dir=str(own))
@@ -95,7 +116,10 @@ def test_offline_vllms_folder_for_downloads_is_enough(
     before = len(hub.requests)
     use(monkeypatch, hub.url, own, offline=True)
     view = open_artifact_view(location)
-    assert ParameterLoader().path(view, NAME, alone=False, cache_dir=None).read_bytes() == (out / NAME).read_bytes()
+    assert (
+        ParameterLoader().path(view, NAME, alone=False, cache_dir=None).read_bytes()
+        == (out / NAME).read_bytes()
+    )
     assert ParameterLoader().path(view, NAME, alone=False, cache_dir=str(own)).is_relative_to(own)
     assert view.location.fetch("config.json").read_bytes() == (out / "config.json").read_bytes()
     assert len(hub.requests) == before
@@ -130,9 +154,15 @@ def test_a_cache_that_lacks_files_is_called_that(
 ) -> None:
     """Offline, and where the Hub does not answer. Some versions of its library raise, some give what they have."""
     view = open_artifact_view(ArtifactLocation("org/name", "main"))
-    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)  # it tries again for 23 seconds
-    use(monkeypatch, "http://127.0.0.1:9", cache, offline=offline)  # the discard port: nobody listens
-    with pytest.raises((RequestError, NetworkError), match=r"lacks (a file|\(part of\) the repo)") as caught:
+    monkeypatch.setattr(
+        "huggingface_hub.utils._http.time.sleep", lambda _: None
+    )  # it tries again for 23 seconds
+    use(
+        monkeypatch, "http://127.0.0.1:9", cache, offline=offline
+    )  # the discard port: nobody listens
+    with pytest.raises(
+        (RequestError, NetworkError), match=r"lacks (a file|\(part of\) the repo)"
+    ) as caught:
         ParameterLoader().path(view, NAME, alone=True, cache_dir=None)
     assert caught.value.where == f"org/name, revision {COMMIT}"
     assert ("HF_HUB_OFFLINE" if offline else "connection") in caught.value.message()
@@ -158,12 +188,16 @@ def test_a_repo_without_the_file_is_refused(
     with serve(copy) as hub:
         use(monkeypatch, hub.url, cache)
         view = open_artifact_view(ArtifactLocation("org/name"))
-        with pytest.raises(RequestError, match=r"lacks a file(.|\n)*upload the artifact again") as caught:
+        with pytest.raises(
+            RequestError, match=r"lacks a file(.|\n)*upload the artifact again"
+        ) as caught:
             ParameterLoader().path(view, NAME, alone=False, cache_dir=None)
         assert caught.value.expected == NAME
 
 
-def test_a_repo_that_is_no_artifact_is_refused(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repo_that_is_no_artifact_is_refused(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with serve(write_qwen3_moe(tmp_path / "model")) as hub:
         use(monkeypatch, hub.url, cache)
         with pytest.raises(RequestError, match=r"hqconv\.json"):
@@ -207,7 +241,10 @@ def test_a_push_after_the_manifest_changes_nothing(
         assert path.read_bytes() == (out / NAME).read_bytes() != (pushed / NAME).read_bytes()
         assert open_rank_file(view, BLOCKS[0], 1, 0, path).sha256 == view.files[NAME][1]
     assert view.location.fetch("config.json").read_bytes() == (out / "config.json").read_bytes()
-    assert next(own.glob("*/snapshots/*/config.json")).read_bytes() == (out / "config.json").read_bytes()
+    assert (
+        next(own.glob("*/snapshots/*/config.json")).read_bytes()
+        == (out / "config.json").read_bytes()
+    )
 
 
 @pytest.mark.parametrize("cache_dir", [None, "own"])
@@ -218,19 +255,26 @@ def test_a_commit_that_is_gone_is_refused_by_one_message(
     hub.push(pushed, LATER, rewrite=True)
     with pytest.raises(RequestError, match="no longer has the commit of the manifest") as caught:
         path_of(view, cache_dir=cache_dir and str(tmp_path / cache_dir))
-    assert (caught.value.where, caught.value.expected) == ("org/name, revision main", f"commit {COMMIT}")
+    assert (caught.value.where, caught.value.expected) == (
+        "org/name, revision main",
+        f"commit {COMMIT}",
+    )
     assert "again" in caught.value.remedy
     assert hub.num_bytes_of_weights == 0
 
 
-def test_a_commit_that_is_gone_is_served_from_the_cache(out: Path, pushed: Path, hub: LocalHub) -> None:
+def test_a_commit_that_is_gone_is_served_from_the_cache(
+    out: Path, pushed: Path, hub: LocalHub
+) -> None:
     view = open_artifact_view(ArtifactLocation("org/name", "main"))
     path_of(view)
     hub.push(pushed, LATER, rewrite=True)
     assert path_of(view).read_bytes() == (out / NAME).read_bytes()
 
 
-def test_a_revision_that_the_server_resolved_is_kept(out: Path, pushed: Path, hub: LocalHub) -> None:
+def test_a_revision_that_the_server_resolved_is_kept(
+    out: Path, pushed: Path, hub: LocalHub
+) -> None:
     """vLLM resolves the branch before it reads config.json: the manifest is that commit's, not a later one's."""
     revision = HfApi(endpoint=hub.url).resolve_revision("org/name", revision="main")
     (pushed / "hqconv.json").write_text("later")
@@ -245,17 +289,23 @@ def shard(out: Path) -> str:
 
 
 @pytest.mark.parametrize("kind", ["a rank file", "a rank file of another rank", "a shard"])
-def test_a_listing_with_another_digest_is_refused_before_any_weights(out: Path, hub: LocalHub, kind: str) -> None:
+def test_a_listing_with_another_digest_is_refused_before_any_weights(
+    out: Path, hub: LocalHub, kind: str
+) -> None:
     name = {"a rank file": NAME, "a shard": shard(out)}.get(kind, NAME.replace("tp1", "tp0"))
     hub.digests[name] = "0" * 64
-    with pytest.raises(VerificationError, match="not the one that the artifact's manifest lists") as caught:
+    with pytest.raises(
+        VerificationError, match="not the one that the artifact's manifest lists"
+    ) as caught:
         open_artifact_view(ArtifactLocation("org/name"))
     assert caught.value.where == f"org/name, revision {COMMIT}: {name}"
     assert caught.value.found == f"{'0' * 64} on the Hub"
     assert hub.fetched == {"hqconv.json"}
 
 
-def test_files_that_people_may_edit_are_not_compared(out: Path, hub: LocalHub, tmp_path: Path) -> None:
+def test_files_that_people_may_edit_are_not_compared(
+    out: Path, hub: LocalHub, tmp_path: Path
+) -> None:
     copy = shutil.copytree(out, tmp_path / "copy")
     (copy / "config.json").write_text("{}")
     hub.push(copy, LATER)
@@ -292,7 +342,9 @@ def test_offline_the_caches_names_are_compared(
         assert open_artifact_view(ArtifactLocation(location))
     digest = rename_bytes(path)
     for location in ("org/name", str(folder)):
-        with pytest.raises(VerificationError, match="not the one that the artifact's manifest lists") as caught:
+        with pytest.raises(
+            VerificationError, match="not the one that the artifact's manifest lists"
+        ) as caught:
             open_artifact_view(ArtifactLocation(location))
         assert caught.value.found == f"{digest} in the Hub's cache"
 

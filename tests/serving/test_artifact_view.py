@@ -25,7 +25,9 @@ GRID = Grid(tp=2, ep=2, placement="round_robin", redundant=2)
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = tmp_path_factory.mktemp("served")
-    source = write_qwen3_moe(work / "original", num_experts=4, hidden_size=128, intermediate_size=256)
+    source = write_qwen3_moe(
+        work / "original", num_experts=4, hidden_size=128, intermediate_size=256
+    )
     run(source, work / "out", "mxfp4", GRID)
     return work / "out"
 
@@ -44,7 +46,11 @@ def opened(out: Path) -> ArtifactView:
 def test_the_facts_are_the_manifests(made: Path) -> None:
     view, words = opened(made), manifest(made)
     assert view.location == ArtifactLocation(str(made))
-    assert (view.source_name, view.layer_spec.schema, view.grid) == ("original", resolve_schema("mxfp4"), GRID)
+    assert (view.source_name, view.layer_spec.schema, view.grid) == (
+        "original",
+        resolve_schema("mxfp4"),
+        GRID,
+    )
     assert (view.dtype, view.sm_version) == ("bfloat16", 90)
     assert view.humming_version == words["humming_kernels_version"]
     assert [(name, block.name, block.index) for name, block in view.layers.items()] == [
@@ -60,7 +66,9 @@ def test_the_facts_are_the_manifests(made: Path) -> None:
 
 def test_the_files_are_those_of_ranks_alone(made: Path) -> None:
     files = opened(made).files
-    assert set(files) == {path.relative_to(made).as_posix() for path in (made / "experts").rglob("*.safetensors")}
+    assert set(files) == {
+        path.relative_to(made).as_posix() for path in (made / "experts").rglob("*.safetensors")
+    }
     assert len(files) == 2 * GRID.tp * GRID.ep
     assert all((made / name).stat().st_size == size for name, (size, _) in files.items())
 
@@ -88,5 +96,7 @@ def test_quantized_activations_are_known(out: Path, name: str) -> None:
 
 def test_the_checkpoint_layout_is_refused(out: Path) -> None:
     edit(out, layout="checkpoint")
-    with pytest.raises(RequestError, match=r"expected: kernel\n  found: checkpoint\n(.|\n)*without this plugin"):
+    with pytest.raises(
+        RequestError, match=r"expected: kernel\n  found: checkpoint\n(.|\n)*without this plugin"
+    ):
         opened(out)

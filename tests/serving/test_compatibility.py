@@ -22,7 +22,12 @@ from hqconv.schemas.grid import Grid
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema, KernelSpec
 from hqconv.schemas.weight_schema import pair, resolve_schema
 from hqconv.serving import server_compatibility
-from hqconv.serving.artifact_view import ArtifactLayer, ArtifactLocation, ArtifactView, open_artifact_view
+from hqconv.serving.artifact_view import (
+    ArtifactLayer,
+    ArtifactLocation,
+    ArtifactView,
+    open_artifact_view,
+)
 from hqconv.serving.server_compatibility import (
     ServerLayer,
     check_dtype,
@@ -144,7 +149,11 @@ def test_another_cut_is_one_command_away(
 
 
 def test_ranks_that_come_and_go_are_refused(work: Path) -> None:
-    error = refused(refusals.check_redundant_experts, opened(work / "ep2"), replace(ASKED, ep=2, is_elastic=True))
+    error = refused(
+        refusals.check_redundant_experts,
+        opened(work / "ep2"),
+        replace(ASKED, ep=2, is_elastic=True),
+    )
     assert "--enable-elastic-ep" in error.remedy
 
 
@@ -156,7 +165,9 @@ def test_ranks_that_come_and_go_are_refused(work: Path) -> None:
         (Grid(tp=2, ep=2), "no start of vLLM"),
     ],
 )
-def test_the_other_way_is_to_serve_it_as_it_was_cut(view: ArtifactView, grid: Grid, options: str) -> None:
+def test_the_other_way_is_to_serve_it_as_it_was_cut(
+    view: ArtifactView, grid: Grid, options: str
+) -> None:
     assert options in refused(check_deployment, replace(view, grid=grid), ASKED).remedy
 
 
@@ -183,16 +194,25 @@ def test_a_repo_is_downloaded_first(view: ArtifactView) -> None:
 
 def test_rotated_weights_are_cut_again_from_the_original(view: ArtifactView) -> None:
     """No `--schema source` keeps their codes."""
-    rotated = made(view, schema=replace(view.layer_spec.schema, name="mine", hadamard_block_size=64))
-    command = recut(replace(rotated, location=ArtifactLocation("org/name"), source_name="org/model"), tp=2)
+    rotated = made(
+        view, schema=replace(view.layer_spec.schema, name="mine", hadamard_block_size=64)
+    )
+    command = recut(
+        replace(rotated, location=ArtifactLocation("org/name"), source_name="org/model"), tp=2
+    )
     assert command == (
         f"`hqconv convert org/model -o name-sm90-tp2-ep1 --schema mine.toml --target sm90 --tp 2 --dtype {view.dtype}`"
     )
 
 
 def test_two_schemas_are_named_in_the_command(view: ArtifactView) -> None:
-    both = pair(resolve_schema("int3-g64"), replace(resolve_schema("mxfp4"), name="mine", hadamard_block_size=64))
-    rotated = replace(made(view, schema=both), location=ArtifactLocation("org/name"), source_name="org/model")
+    both = pair(
+        resolve_schema("int3-g64"),
+        replace(resolve_schema("mxfp4"), name="mine", hadamard_block_size=64),
+    )
+    rotated = replace(
+        made(view, schema=both), location=ArtifactLocation("org/name"), source_name="org/model"
+    )
     assert " --schema int3-g64+mine.toml --target " in recut(rotated, tp=2)
 
 
@@ -219,7 +239,9 @@ def made(view: ArtifactView, **words: Any) -> ArtifactView:
     """The same artifact of another kind, in all layers."""
     layer_spec = replace(view.layer_spec, **words)
     return replace(
-        view, layer_spec=layer_spec, layers={n: replace(b, layer_spec=layer_spec) for n, b in view.layers.items()}
+        view,
+        layer_spec=layer_spec,
+        layers={n: replace(b, layer_spec=layer_spec) for n, b in view.layers.items()},
     )
 
 
@@ -227,7 +249,9 @@ def of_inputs(layer: ArtifactLayer, inputs: InputSchema) -> ArtifactLayer:
     return replace(layer, layer_spec=replace(layer.layer_spec, inputs=inputs))
 
 
-def test_an_artifact_whose_activations_differ_is_made_from_the_original_with_its_recipe(view: ArtifactView) -> None:
+def test_an_artifact_whose_activations_differ_is_made_from_the_original_with_its_recipe(
+    view: ArtifactView,
+) -> None:
     """It cannot be cut for them; nor can one whose exponents are in its codes. Layers that are left stay so."""
     assert recut(replace(view, left=("mtp.0.experts",))) == recut(view)
     plain = made(view, schema=resolve_schema("int8"))
@@ -263,7 +287,9 @@ def test_groups_that_vllm_quantizes_itself_must_be_its_own(view: ArtifactView) -
         refusals.check_inputs(view, of_inputs(odd, INPUT_PRESETS[inputs]))
     error = refused(refusals.check_inputs, view, of_inputs(odd, INPUT_PRESETS["fp8-g128"]))
     assert error.found == "192"
-    error = refused(refusals.check_inputs, view, of_inputs(wide, InputSchema("x", "float8e5m2", 128)))
+    error = refused(
+        refusals.check_inputs, view, of_inputs(wide, InputSchema("x", "float8e5m2", 128))
+    )
     assert error.found == "float8e5m2"
 
 
@@ -280,7 +306,11 @@ def test_another_gpu_is_refused_with_a_command_only_where_there_is_one(view: Art
 
 @pytest.mark.parametrize(
     ("words", "what"),
-    [({"num_experts": 8}, "experts"), ({"hidden_size": 256}, "hidden size"), ({"gated": False}, "gated")],
+    [
+        ({"num_experts": 8}, "experts"),
+        ({"hidden_size": 256}, "hidden size"),
+        ({"gated": False}, "gated"),
+    ],
 )
 def test_another_layer_is_refused(view: ArtifactView, words: dict[str, Any], what: str) -> None:
     error = refused(check_layer, view, view.layers[LAYER], replace(ASKED, **words))
@@ -291,22 +321,31 @@ def test_another_layer_is_refused(view: ArtifactView, words: dict[str, Any], wha
 
 
 def test_a_file_of_other_experts_or_biases_is_refused(view: ArtifactView) -> None:
-    file: Any = SimpleNamespace(layer=LAYER, configs={"w13": {"num_experts": 4}}, tensors={"w13_weight": None})
+    file: Any = SimpleNamespace(
+        layer=LAYER, configs={"w13": {"num_experts": 4}}, tensors={"w13_weight": None}
+    )
     check_rank_file(view, file, ASKED, 4)
     for layer, num_experts, what, texts in (
         (ASKED, 2, "experts of this rank", ("4", "2")),
         (replace(ASKED, has_bias=True), 4, "biases", ("False", "True")),
     ):
         error = refused(check_rank_file, view, file, layer, num_experts)
-        assert (error.where, error.expected, error.found) == (f"{view.location.name}: {LAYER}: {what}", *texts)
+        assert (error.where, error.expected, error.found) == (
+            f"{view.location.name}: {LAYER}: {what}",
+            *texts,
+        )
 
 
 def test_weighed_inputs_are_refused(view: ArtifactView) -> None:
-    with pytest.raises(RequestError, match=f"weigh the experts' inputs(.|\n)*{LAYER}(.|\n)*original"):
+    with pytest.raises(
+        RequestError, match=f"weigh the experts' inputs(.|\n)*{LAYER}(.|\n)*original"
+    ):
         refusals.check_router(view, view.layers[LAYER], replace(ASKED, router_weight_on_input=True))
 
 
-@pytest.mark.parametrize("here", [{"a": True, "b": True}, {"a": False, "b": False}, {"TypeError: x": True}, {}])
+@pytest.mark.parametrize(
+    "here", [{"a": True, "b": True}, {"a": False, "b": False}, {"TypeError: x": True}, {}]
+)
 def test_another_layout_of_humming_names_the_version_that_fits(here: dict[str, bool]) -> None:
     error = refused(check_flags, "out: w13", "0.1.19", "0.2.0", {"a": True, "b": False}, here)
     assert error.expected == "a (humming-kernels 0.1.19)"
@@ -339,13 +378,18 @@ INT4 = KernelSpec(resolve_schema("int4-g64-zp"), "bfloat16", GpuTarget(90))
 
 
 def test_another_version_with_the_same_layout_is_accepted() -> None:
-    server_compatibility.check_fingerprint("out: w13", "0.1.42", layout_fingerprint(INT4), INT4, "`hqconv convert …`")
+    server_compatibility.check_fingerprint(
+        "out: w13", "0.1.42", layout_fingerprint(INT4), INT4, "`hqconv convert …`"
+    )
 
 
 def test_a_layout_that_has_moved_is_refused_with_both_remedies() -> None:
     asked = ("out: w13", "0.1.42", "0" * 64, INT4, "`hqconv convert …`")
     error = refused(server_compatibility.check_fingerprint, *asked)
-    assert (error.where, error.expected) == ("out: w13", f"fingerprint {'0' * 12} (humming-kernels 0.1.42)")
+    assert (error.where, error.expected) == (
+        "out: w13",
+        f"fingerprint {'0' * 12} (humming-kernels 0.1.42)",
+    )
     assert layout_fingerprint(INT4)[:12] in error.found
     assert "humming-kernels==0.1.42" in error.remedy
     assert "`hqconv convert …`" in error.remedy
@@ -355,5 +399,12 @@ def test_a_fingerprint_that_cannot_be_computed_is_refused(monkeypatch: pytest.Mo
     """The process that computes it fails: nothing is taken for the recorded layout."""
     spec = replace(INT4, target=GpuTarget(75))
     monkeypatch.setattr("sys.executable", "false")
-    error = refused(server_compatibility.check_fingerprint, "out: w13", "0.1.42", "0" * 64, spec, "`hqconv convert …`")
+    error = refused(
+        server_compatibility.check_fingerprint,
+        "out: w13",
+        "0.1.42",
+        "0" * 64,
+        spec,
+        "`hqconv convert …`",
+    )
     assert error.found.startswith("none")

@@ -69,7 +69,12 @@ def vllm_config() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_experts": EXPERTS, "num_layers": NUM_LAYERS}
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_experts": EXPERTS,
+        "num_layers": NUM_LAYERS,
+    }
     return write_qwen3_moe(tmp_path_factory.mktemp("source") / "model", **sizes)
 
 
@@ -83,7 +88,12 @@ def build(out: Path, rank: int, num_layers: int = NUM_LAYERS, **words: Any) -> l
         json.loads((out / "config.json").read_text())["quantization_config"]
     )
     config.maybe_update_config(str(out))
-    given = {"grid": parallel(ep=RANKS, ep_rank=rank, eplb=True), "redundant": COPIES, **SIZES, **words}
+    given = {
+        "grid": parallel(ep=RANKS, ep_rank=rank, eplb=True),
+        "redundant": COPIES,
+        **SIZES,
+        **words,
+    }
     layers = [build_layer(config, layer_name(index), **given) for index in range(num_layers)]
     for layer in layers:
         layer.quant_method.process_weights_after_loading(layer)
@@ -93,7 +103,8 @@ def build(out: Path, rank: int, num_layers: int = NUM_LAYERS, **words: Any) -> l
 def movable(layers: Sequence[Any]) -> list[list[torch.Tensor]]:
     """Tensors that vLLM moves, as its model classes collect them."""
     runners = [
-        SimpleNamespace(get_expert_weights=one.get_expert_weights, set_eplb_state=lambda **_: None) for one in layers
+        SimpleNamespace(get_expert_weights=one.get_expert_weights, set_eplb_state=lambda **_: None)
+        for one in layers
     ]
     model = SimpleNamespace(moe_layers=runners)
     MixtureOfExperts.set_eplb_state(model, *[torch.zeros(1)] * 3)
@@ -151,7 +162,9 @@ def move(way: str, ranks: Sequence[Sequence[Any]], old: torch.Tensor, new: torch
                 moved = rebalance_execute.transfer_layer(
                     old[index], new[index], tensors, buffers, group, communicators[rank]
                 )
-                rebalance_execute.move_from_buffer(tensors, buffers, moved, new[index].numpy(), rank)
+                rebalance_execute.move_from_buffer(
+                    tensors, buffers, moved, new[index].numpy(), rank
+                )
         except BaseException as error:  # noqa: BLE001 - told below
             errors.append(error)
 
@@ -166,7 +179,9 @@ def move(way: str, ranks: Sequence[Sequence[Any]], old: torch.Tensor, new: torch
 
 def maps() -> tuple[torch.Tensor, torch.Tensor]:
     """vLLM's first map, and the one of its default policy under a load on the last experts."""
-    first = torch.tensor([EplbState.build_initial_global_physical_to_logical_map(EXPERTS, COPIES)] * NUM_LAYERS)
+    first = torch.tensor(
+        [EplbState.build_initial_global_physical_to_logical_map(EXPERTS, COPIES)] * NUM_LAYERS
+    )
     load = torch.tensor([[1, 1, 1, 2, 90, 70], [50, 1, 3, 80, 1, 2]])
     policy: Any = EPLB_POLICIES["default"]
     new = policy.rebalance_experts(load, EXPERTS + COPIES, 1, 1, RANKS, first)
@@ -180,12 +195,16 @@ def by_expert(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(len(tensor), -1).view(torch.uint8)
 
 
-def assert_holds(ranks: Sequence[Sequence[Any]], whole: Path, physical_to_logical: torch.Tensor) -> None:
+def assert_holds(
+    ranks: Sequence[Sequence[Any]], whole: Path, physical_to_logical: torch.Tensor
+) -> None:
     """Every place of every rank has the expert that the map says, bit for bit, in every parameter."""
     for rank, layers in enumerate(ranks):
         for index, layer in enumerate(layers):
             stored = load_file(whole / "experts" / "tp0-ep0" / f"{layer_name(index)}.safetensors")
-            found = {name: p for name, p in layer.named_parameters() if not name.endswith("_input_scale")}
+            found = {
+                name: p for name, p in layer.named_parameters() if not name.endswith("_input_scale")
+            }
             assert {f"{layer_name(index)}.{name}" for name in layer._parameters} == set(stored)
             wanted = physical_to_logical[index, rank * LOCAL : (rank + 1) * LOCAL]
             for name, parameter in found.items():
@@ -210,7 +229,9 @@ def assert_routed(ranks: Sequence[Sequence[Any]], physical_to_logical: torch.Ten
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(("schema", "dtype", "inputs"), CASES)
-def test_moved_experts_are_those_of_the_map(source: Path, tmp_path: Path, schema: str, dtype: str, inputs: str) -> None:
+def test_moved_experts_are_those_of_the_map(
+    source: Path, tmp_path: Path, schema: str, dtype: str, inputs: str
+) -> None:
     """The artifact is dealt as vLLM's first map; after both ways of moving every parameter is as the new map says."""
     words = {"dtype": dtype, "input_schema": inputs}
     run(source, tmp_path / "whole", schema, **words)
@@ -242,14 +263,26 @@ def test_the_kernel_reads_the_parameters_that_move(source: Path, tmp_path: Path)
 
 
 REFUSED: dict[str, tuple[Grid, dict[str, Any], str]] = {
-    "copies of the server alone": (Grid(ep=2), {}, r"expected: 0\n.*found: 2\n(.|\n)*--redundant-experts 2"),
-    "fewer copies": (Grid(ep=2, redundant=4), {}, r"num_redundant_experts 4 only, or cut(.|\n)*--redundant-experts 2"),
+    "copies of the server alone": (
+        Grid(ep=2),
+        {},
+        r"expected: 0\n.*found: 2\n(.|\n)*--redundant-experts 2",
+    ),
+    "fewer copies": (
+        Grid(ep=2, redundant=4),
+        {},
+        r"num_redundant_experts 4 only, or cut(.|\n)*--redundant-experts 2",
+    ),
     "no EPLB": (
         Grid(ep=2, redundant=2),
         {"redundant": 0, "grid": parallel(ep=2)},
         r"--enable-eplb --eplb-config.num_redundant_experts 2 only, or cut it again: `hqconv convert [^`]*--ep 2[^`]*`",
     ),
-    "round robin": (Grid(ep=2, placement="round_robin", redundant=2), {"placement": "round_robin"}, "another way"),
+    "round robin": (
+        Grid(ep=2, placement="round_robin", redundant=2),
+        {"placement": "round_robin"},
+        "another way",
+    ),
 }
 
 
@@ -274,8 +307,12 @@ def test_layers_that_differ_are_refused(source: Path, tmp_path: Path, schema: st
 
 def test_vllms_buffers_are_those_of_the_first_layer() -> None:
     """The reason for the refusal, in vLLM's source: where this changes, layers may differ."""
-    assert "empty_like(w) for w in model.expert_weights[0]" in inspect.getsource(EplbState.add_model)
-    assert "zip(expert_weights, expert_weights_buffers)" in inspect.getsource(rebalance_execute.move_to_buffer)
+    assert "empty_like(w) for w in model.expert_weights[0]" in inspect.getsource(
+        EplbState.add_model
+    )
+    assert "zip(expert_weights, expert_weights_buffers)" in inspect.getsource(
+        rebalance_execute.move_to_buffer
+    )
 
 
 def test_moved_experts_are_not_filled_from_their_file(source: Path, tmp_path: Path) -> None:
@@ -294,5 +331,9 @@ def test_vllm_understands_the_command() -> None:
     assert command is not None
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     found = parser.parse_args(command.split()[3:])
-    assert (found.enable_eplb, found.enable_expert_parallel, found.tensor_parallel_size) == (True, True, 2)
+    assert (found.enable_eplb, found.enable_expert_parallel, found.tensor_parallel_size) == (
+        True,
+        True,
+        2,
+    )
     assert found.eplb_config.num_redundant_experts == 2

@@ -36,7 +36,11 @@ pytestmark = pytest.mark.vllm
 
 NAME = "org/name"
 SOURCES: dict[str, tuple[Callable[[Path], Path], str, int]] = {
-    "plain": (lambda folder: write_qwen3_moe(folder, hidden_size=256, intermediate_size=256), "mxfp4", 2),
+    "plain": (
+        lambda folder: write_qwen3_moe(folder, hidden_size=256, intermediate_size=256),
+        "mxfp4",
+        2,
+    ),
     "fp8": (lambda folder: small.save(folder, small.fp8_blocks()), "source", 1),
     "gptq": (lambda folder: small.save(folder, small.gptq(desc_act=False)), "int8", 1),
 }  # writer, schema, layers; the latter two have layers that another config of vLLM's serves
@@ -69,7 +73,9 @@ def as_hub(hub: LocalHub, cache: Path, patch: pytest.MonkeyPatch) -> None:
 
 def take_copied_tensors(**words: Any) -> list[Path]:
     """The files that vLLM's own loader reads."""
-    _, files, is_safe, _ = DefaultModelLoader(LoadConfig(**words))._prepare_weights(NAME, None, None, True, None)
+    _, files, is_safe, _ = DefaultModelLoader(LoadConfig(**words))._prepare_weights(
+        NAME, None, None, True, None
+    )
     assert is_safe
     return [Path(file) for file in files]
 
@@ -81,14 +87,18 @@ def make_layers(out: Path, num_layers: int, rank: int, name: str = NAME) -> list
     method.maybe_update_config(name)
     sizes = {"num_experts": config["num_experts"], "hidden": 256, "inter": 256}
     names = [f"model.layers.{layer}.mlp.experts" for layer in range(num_layers)]
-    layers = [build_layer(method, name, **sizes, grid=parallel(tp=2, tp_rank=rank)) for name in names]
+    layers = [
+        build_layer(method, name, **sizes, grid=parallel(tp=2, tp_rank=rank)) for name in names
+    ]
     for layer in layers:
         layer.quant_method.process_weights_after_loading(layer)
     return layers
 
 
 def shards_of(out: Path) -> set[str]:
-    return set(json.loads((out / "model.safetensors.index.json").read_text())["weight_map"].values())
+    return set(
+        json.loads((out / "model.safetensors.index.json").read_text())["weight_map"].values()
+    )
 
 
 def experts_of(out: Path, rank: int) -> set[str]:
@@ -112,8 +122,13 @@ def test_a_rank_fetches_what_it_needs_and_nothing_else(
         asked = set() if name == "plain" else {"config.json"}  # by the source's own quantization
         wanted = {index, *shards, *asked, "hqconv.json", *experts_of(out, 1)}
         assert hub.fetched == cached(cache) == wanted
-        named = {match[1] for line in hub.requests if (match := re.search(r"/resolve/[^/]+/(\S+)", line))}
-        assert named <= {*wanted, "model.safetensors"}  # which vLLM asks for whether it is there or not
+        named = {
+            match[1] for line in hub.requests if (match := re.search(r"/resolve/[^/]+/(\S+)", line))
+        }
+        assert named <= {
+            *wanted,
+            "model.safetensors",
+        }  # which vLLM asks for whether it is there or not
     for layer in layers:
         stored = load_file(layer.quant_method.file.path)
         assert stored
@@ -130,7 +145,12 @@ def plain(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("is_resolved", [True, False])
 def test_a_push_between_the_manifest_and_the_weights(
-    plain: Path, cache: Path, tmp_path: Path, vllm_config: Any, monkeypatch: pytest.MonkeyPatch, is_resolved: bool
+    plain: Path,
+    cache: Path,
+    tmp_path: Path,
+    vllm_config: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    is_resolved: bool,
 ) -> None:
     """Experts and all other weights are those of the manifest, also where vLLM could not resolve the branch."""
     other = tmp_path / "other"

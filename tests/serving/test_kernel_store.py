@@ -20,7 +20,13 @@ import hqconv
 from hqconv.api import warm
 from hqconv.errors import OutputError
 from hqconv.serving.warm import kernel_store
-from hqconv.serving.warm.kernel_store import MANIFEST, VARIABLE, WarmKernels, folder_beside, use_warm_kernels
+from hqconv.serving.warm.kernel_store import (
+    MANIFEST,
+    VARIABLE,
+    WarmKernels,
+    folder_beside,
+    use_warm_kernels,
+)
 from tests.make.kernels import fake_compiler, num_cached, server, use_compiler
 from tests.make.qwen import write_qwen3_moe
 
@@ -125,10 +131,19 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "another version": (lambda f: _edit(f, format_version=2), "format version 2"),
     "no list": (lambda f: _edit(f, kernels=3), "lists no kernels"),
     "no entry": (lambda f: _edit(f, kernels={"0" * 64: None}), "is no kernel"),
-    "another Humming": (lambda f: _edit(f, humming_kernels_version="0.2.0"), "another version of humming-kernels"),
-    "other headers": (lambda f: _edit(f, headers_sha256="0"), "another digest of Humming's headers"),
+    "another Humming": (
+        lambda f: _edit(f, humming_kernels_version="0.2.0"),
+        "another version of humming-kernels",
+    ),
+    "other headers": (
+        lambda f: _edit(f, headers_sha256="0"),
+        "another digest of Humming's headers",
+    ),
     "other flags": (lambda f: _edit(f, flags=[]), "another compiler flags"),
-    "another compiler": (lambda f: _edit(f, compiler="FakeCompiler fake+12.9"), r"another CUDA compiler.*12\.9.*13\.0"),
+    "another compiler": (
+        lambda f: _edit(f, compiler="FakeCompiler fake+12.9"),
+        r"another CUDA compiler.*12\.9.*13\.0",
+    ),
     "another target": (lambda f: _edit(f, target="sm120"), "another target"),
     "a name that leads elsewhere": (lambda f: _name(f, "../../x"), "is no kernel"),
     "a bit of a kernel": (lambda f: _flip(_one(f, "cubin")), "not the file"),
@@ -153,14 +168,18 @@ def test_damaged_or_foreign_folders(
         said = use_warm_kernels(tmp_path / "out", 90).reason
     assert said is not None
     assert re.search(reason, said), said
-    assert num_cached(tmp_path / "cache") == 0  # not even the good ones: the folder is not what it was
+    assert (
+        num_cached(tmp_path / "cache") == 0
+    )  # not even the good ones: the folder is not what it was
 
 
 def test_another_target_than_the_artifacts(
     folder: Path, compiler: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with server(monkeypatch, tmp_path / "cache"):
-        assert "another target: sm90; here it is sm100" in str(use_warm_kernels(tmp_path / "out", 100).reason)
+        assert "another target: sm90; here it is sm100" in str(
+            use_warm_kernels(tmp_path / "out", 100).reason
+        )
 
 
 def test_a_cache_that_cannot_be_written(
@@ -170,7 +189,9 @@ def test_a_cache_that_cannot_be_written(
     with server(monkeypatch, tmp_path / "cache"):
         jit = importlib.import_module("humming.utils.jit")
         monkeypatch.setattr(jit, "get_humming_cache_dir", lambda: str(tmp_path / "file"))
-        assert "cannot be used: NotADirectoryError" in str(use_warm_kernels(warmed.with_name("out"), 90).reason)
+        assert "cannot be used: NotADirectoryError" in str(
+            use_warm_kernels(warmed.with_name("out"), 90).reason
+        )
 
 
 def test_a_cache_that_others_can_write(
@@ -195,7 +216,9 @@ def test_the_folder_is_beside_or_where_the_environment_says(
     for wanted, artifact in (("1", "out"), ("on", "out"), (str(folder), None)):
         with server(monkeypatch, tmp_path / "cache", wanted):
             found = use_warm_kernels(None if artifact is None else tmp_path / artifact, 90)
-        assert found == WarmKernels(f"{folder} cannot be read: there is no such folder.", logging.WARNING)
+        assert found == WarmKernels(
+            f"{folder} cannot be read: there is no such folder.", logging.WARNING
+        )
     for name in ("fast", "link"):  # a link, too: the starter says so
         with server(monkeypatch, tmp_path / f"cache-{name}", str(tmp_path / name)):
             assert use_warm_kernels(tmp_path / "out", 90).reason is None
@@ -205,7 +228,9 @@ def test_the_folder_is_beside_or_where_the_environment_says(
 
 
 @pytest.fixture
-def unasked(compiler: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[], WarmKernels]]:
+def unasked(
+    compiler: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Callable[[], WarmKernels]]:
     """Start of a server of `tmp_path / "out"` whose starter said nothing."""
     with server(monkeypatch, tmp_path / "cache", ""):
         yield lambda: use_warm_kernels(tmp_path / "out", 90)
@@ -224,7 +249,9 @@ def test_ones_own_folder_is_used_unasked(
     if not is_set:
         monkeypatch.delenv(VARIABLE)
     assert unasked().reason is None
-    assert num_cached(tmp_path / "cache") == len(json.loads((folder / MANIFEST).read_text())["kernels"])
+    assert num_cached(tmp_path / "cache") == len(
+        json.loads((folder / MANIFEST).read_text())["kernels"]
+    )
 
 
 def test_a_read_only_folder_is_as_good(folder: Path, unasked: Any) -> None:
@@ -240,7 +267,9 @@ def test_a_read_only_folder_is_as_good(folder: Path, unasked: Any) -> None:
 
 
 def test_no_folder_is_no_reason_for_a_warning(unasked: Any, tmp_path: Path) -> None:
-    assert unasked() == WarmKernels(f"{tmp_path}/out-kernels cannot be read: there is no such folder.", logging.INFO)
+    assert unasked() == WarmKernels(
+        f"{tmp_path}/out-kernels cannot be read: there is no such folder.", logging.INFO
+    )
     found = use_warm_kernels(None, 90)
     assert (found.level, "on the Hub" in str(found.reason)) == (logging.INFO, True)
 
@@ -293,12 +322,18 @@ def test_what_this_user_did_not_make_is_not_used_unasked(
 ) -> None:
     """Whoever owns the files: `git clone`, `tar x` and `cp -r` give them to this user."""
     STRANGE[case](folder)
-    is_refused(unasked(), f"`hqconv warm` of this user did not make {re.escape(str(folder))}", tmp_path / "cache")
+    is_refused(
+        unasked(),
+        f"`hqconv warm` of this user did not make {re.escape(str(folder))}",
+        tmp_path / "cache",
+    )
     monkeypatch.setenv(VARIABLE, "1")
     assert unasked().reason is None
 
 
-def test_ones_own_folder_is_used_wherever_it_lies(folder: Path, unasked: Any, tmp_path: Path) -> None:
+def test_ones_own_folder_is_used_wherever_it_lies(
+    folder: Path, unasked: Any, tmp_path: Path
+) -> None:
     """Through a link, on a network disk that shows others' owners and modes, copied, or unpacked."""
     for path in folder.iterdir():
         path.chmod(0o666)
@@ -338,7 +373,9 @@ KEYS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("case", KEYS)
-def test_keys_that_others_know_or_made(case: str, folder: Path, unasked: Any, tmp_path: Path) -> None:
+def test_keys_that_others_know_or_made(
+    case: str, folder: Path, unasked: Any, tmp_path: Path
+) -> None:
     if case == "another user's" and os.geteuid() != 0:
         pytest.skip("only root can give files away")
     spoil, reason = KEYS[case]
@@ -356,7 +393,9 @@ def test_keys_that_others_know_or_made(case: str, folder: Path, unasked: Any, tm
         key().write_bytes(saved)
 
 
-def test_a_server_with_another_home_compiles(folder: Path, unasked: Any, other_home: Path, tmp_path: Path) -> None:
+def test_a_server_with_another_home_compiles(
+    folder: Path, unasked: Any, other_home: Path, tmp_path: Path
+) -> None:
     """As in a container; a server makes no key."""
     is_refused(unasked(), "cannot be read: No such file", tmp_path / "cache")
     assert not other_home.exists()
@@ -364,7 +403,9 @@ def test_a_server_with_another_home_compiles(folder: Path, unasked: Any, other_h
     is_refused(unasked(), "did not make", tmp_path / "cache")
 
 
-def test_a_user_without_home(unasked: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_home(
+    unasked: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def nowhere() -> Path:
         raise RuntimeError
 
@@ -397,20 +438,29 @@ def test_no_key_in_the_home_of_others(other_home: Path, monkeypatch: pytest.Monk
     assert not other_home.exists()
 
 
-def test_warm_keeps_no_kernels_of_strangers(folder: Path, compiler: Any, warmed: Path, tmp_path: Path) -> None:
+def test_warm_keeps_no_kernels_of_strangers(
+    folder: Path, compiler: Any, warmed: Path, tmp_path: Path
+) -> None:
     """It would sign them."""
     num = len(json.loads((folder / MANIFEST).read_text())["kernels"])
     assert warm(warmed.with_name("out"), gpu="h200", kernels=folder)["num_compiled"] == 0
     (folder / f"{'0' * 64}.cubin").touch()
     _sum_anew(folder)
     assert warm(warmed.with_name("out"), gpu="h200", kernels=folder)["num_compiled"] == num
-    assert not [path for path in folder.iterdir() if path.read_bytes() == b"\x7fELF of somebody else"]
+    assert not [
+        path for path in folder.iterdir() if path.read_bytes() == b"\x7fELF of somebody else"
+    ]
     assert len(list(folder.iterdir())) == 2 * num + 1
     kernel_store.check_signature(folder, json.loads((folder / MANIFEST).read_text()))
 
 
 def test_warm_without_a_key_says_so(
-    folder: Path, compiler: Any, warmed: Path, other_home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    folder: Path,
+    compiler: Any,
+    warmed: Path,
+    other_home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     """A home that cannot be written: here it is a file."""
     other_home.write_text("")

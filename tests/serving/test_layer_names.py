@@ -14,14 +14,44 @@ DRAFT = 2  # the number of the first draft of the models below, where vLLM count
 # model type, layer (`7` is the layer), what vLLM's mappers make of it, prefix of vLLM's layer
 MAIN = [
     ("qwen3_moe", "model.layers.7.mlp.experts", "", ""),
-    ("qwen3_5_moe", "model.language_model.layers.7.mlp.experts", "language_model.model.layers.7.mlp.experts", ""),
-    ("interns2_mobius", "model.language_model.meta_mlp.7.experts", "language_model.model.meta_mlp.7.experts", ""),
-    ("qwen3_omni_moe", "thinker.model.layers.7.mlp.experts", "language_model.model.layers.7.mlp.experts", ""),
+    (
+        "qwen3_5_moe",
+        "model.language_model.layers.7.mlp.experts",
+        "language_model.model.layers.7.mlp.experts",
+        "",
+    ),
+    (
+        "interns2_mobius",
+        "model.language_model.meta_mlp.7.experts",
+        "language_model.model.meta_mlp.7.experts",
+        "",
+    ),
+    (
+        "qwen3_omni_moe",
+        "thinker.model.layers.7.mlp.experts",
+        "language_model.model.layers.7.mlp.experts",
+        "",
+    ),
     ("deepseek_v3", "model.layers.7.mlp.experts", "", ""),
-    ("deepseek_ocr2", "model.layers.7.mlp.experts", "language_model.model.layers.7.mlp.experts", ""),
+    (
+        "deepseek_ocr2",
+        "model.layers.7.mlp.experts",
+        "language_model.model.layers.7.mlp.experts",
+        "",
+    ),
     ("kimi_k25", "language_model.model.layers.7.mlp.experts", "", ""),
-    ("glm4v_moe", "model.language_model.layers.7.mlp.experts", "language_model.model.layers.7.mlp.experts", ""),
-    ("glm5_next", "model.language_model.layers.7.mlp.experts", "language_model.model.layers.7.mlp.experts", ""),
+    (
+        "glm4v_moe",
+        "model.language_model.layers.7.mlp.experts",
+        "language_model.model.layers.7.mlp.experts",
+        "",
+    ),
+    (
+        "glm5_next",
+        "model.language_model.layers.7.mlp.experts",
+        "language_model.model.layers.7.mlp.experts",
+        "",
+    ),
     ("sarvam_mla", "model.layers.7.mlp.experts", "", ""),
     ("hy_v4", "model.layers.7.mlp.experts", "", ""),
     ("deepseek_v4", "layers.7.ffn.experts", "model.layers.7.ffn.experts", ""),
@@ -31,7 +61,12 @@ MAIN = [
     ("olmoe", "model.layers.7.mlp.experts", "", ""),
     ("mixtral", "model.layers.7.block_sparse_moe.experts", "", ""),
     ("minimax_m2", "model.layers.7.block_sparse_moe.experts", "", "model.layers.7.mlp.experts"),
-    ("phimoe", "model.layers.7.block_sparse_moe.experts", "model.layers.7.mlp.experts", ""),  # transformers' backend
+    (
+        "phimoe",
+        "model.layers.7.block_sparse_moe.experts",
+        "model.layers.7.mlp.experts",
+        "",
+    ),  # transformers' backend
     ("minimax_m3_vl", "language_model.model.layers.7.block_sparse_moe.experts", "", ""),
     ("kimi_linear", "model.layers.7.block_sparse_moe.experts", "", ""),
     ("lfm2_moe", "model.layers.7.feed_forward.experts", "", ""),
@@ -43,17 +78,37 @@ MAIN = [
         "language_model.model.layers.7.mixer.experts",
         "",
     ),
-    ("qwen3_vl_moe", "model.language_model.layers.7.mlp.experts", "language_model.model.layers.7.mlp.experts", ""),
+    (
+        "qwen3_vl_moe",
+        "model.language_model.layers.7.mlp.experts",
+        "language_model.model.layers.7.mlp.experts",
+        "",
+    ),
     ("llama4", "language_model.model.layers.7.feed_forward.experts", "", ""),
     ("gpt_oss", "model.layers.7.mlp.experts", "", ""),
     ("openai_privacy_filter", "model.layers.7.mlp.experts", "", ""),
-    ("granitemoe", "model.layers.7.block_sparse_moe", "", "model.layers.7.block_sparse_moe.experts"),
+    (
+        "granitemoe",
+        "model.layers.7.block_sparse_moe",
+        "",
+        "model.layers.7.block_sparse_moe.experts",
+    ),
     ("granitemoe_swa", "model.layers.7.block_sparse_moe.experts", "", ""),
-    ("gemma4", "model.language_model.layers.7.experts", "language_model.model.layers.7.experts", ""),
+    (
+        "gemma4",
+        "model.language_model.layers.7.experts",
+        "language_model.model.layers.7.experts",
+        "",
+    ),
     ("diffusion_gemma", "model.decoder.layers.7.experts", "model.layers.7.experts", ""),
     ("dbrx", "transformer.blocks.7.ffn.experts.mlp", "", "transformer.blocks.7.ffn"),
     ("step3_text", "model.layers.7.moe", "", "model.layers.7.moe.experts"),
-    ("step3p7", "model.layers.7.moe", "language_model.model.layers.7.moe", "language_model.model.layers.7.moe.experts"),
+    (
+        "step3p7",
+        "model.layers.7.moe",
+        "language_model.model.layers.7.moe",
+        "language_model.model.layers.7.moe.experts",
+    ),
     (
         "aria",
         "language_model.model.layers.7.mlp.experts",
@@ -66,8 +121,20 @@ MAIN = [
 DRAFTS = [
     ("deepseek_v3", "model.layers.1.mlp.experts", "model.layers.2.mlp.experts", "", ""),
     ("qwen3_next", "model.layers.0.mlp.experts", "mtp.layers.0.mlp.experts", "", ""),
-    ("qwen3_5_moe", "language_model.model.layers.0.mlp.experts", "mtp.layers.0.mlp.experts", "", ""),
-    ("qwen4_exp", "model.layers.0.mlp.experts", "mtp.layers.0.mlp.experts", "", "mtp.layers.2.mlp.experts"),
+    (
+        "qwen3_5_moe",
+        "language_model.model.layers.0.mlp.experts",
+        "mtp.layers.0.mlp.experts",
+        "",
+        "",
+    ),
+    (
+        "qwen4_exp",
+        "model.layers.0.mlp.experts",
+        "mtp.layers.0.mlp.experts",
+        "",
+        "mtp.layers.2.mlp.experts",
+    ),
     (
         "deepseek_v4",
         "model.layers.0.ffn.experts",
@@ -91,7 +158,10 @@ NO_VLLM = {"mistral_large4", "inkling2", "grok", "minicpm", "nomic_bert", "iques
 
 def test_every_family_is_in_the_table() -> None:
     types = {row[0] for row in MAIN}
-    assert not {f.name for f in FAMILIES if f.modules and not types.intersection(f.model_types)} - NO_VLLM
+    assert (
+        not {f.name for f in FAMILIES if f.modules and not types.intersection(f.model_types)}
+        - NO_VLLM
+    )
 
 
 @pytest.mark.parametrize(("model_type", "block", "mapped", "prefix"), MAIN)
@@ -99,14 +169,25 @@ def test_a_layer_of_the_model(model_type: str, block: str, mapped: str, prefix: 
     mapped = mapped or block
     prefix = prefix or mapped
     (family,) = (family for family in FAMILIES if model_type in family.model_types)
-    assert block.replace(".7.", ".{layer}.") in family.modules  # the name is one that an artifact can have
-    numbered = {mapped.replace(".7.", f".{layer}."): block.replace(".7.", f".{layer}.") for layer in range(12)}
-    kept = {**{name: name for name in numbered.values()}, **numbered}  # with the names before the mappers
+    assert (
+        block.replace(".7.", ".{layer}.") in family.modules
+    )  # the name is one that an artifact can have
+    numbered = {
+        mapped.replace(".7.", f".{layer}."): block.replace(".7.", f".{layer}.")
+        for layer in range(12)
+    }
+    kept = {
+        **{name: name for name in numbered.values()},
+        **numbered,
+    }  # with the names before the mappers
     for renamed in (numbered, kept):
         for layer in range(12):
             wanted = block.replace(".7.", f".{layer}.")
             assert find_layer(prefix.replace(".7.", f".{layer}."), renamed) == wanted
-        assert find_layer(prefix.replace(".7.", ".12."), renamed, dict.fromkeys(renamed.values(), 12)) is None
+        assert (
+            find_layer(prefix.replace(".7.", ".12."), renamed, dict.fromkeys(renamed.values(), 12))
+            is None
+        )
         del renamed[mapped]
         if mapped != block:
             renamed.pop(block, None)
@@ -126,7 +207,10 @@ def test_a_draft_layer(model_type: str, main: str, layer: str, mapped: str, pref
     assert find_layer(main, {mapped: layer}, {layer: DRAFT}) is None
 
 
-DSV4 = {"model.layers.0.ffn.experts": "layers.0.ffn.experts", "model.mtp.0.ffn.experts": "mtp.0.ffn.experts"}
+DSV4 = {
+    "model.layers.0.ffn.experts": "layers.0.ffn.experts",
+    "model.mtp.0.ffn.experts": "mtp.0.ffn.experts",
+}
 DSV4_LAYERS = {"layers.0.ffn.experts": 0, "mtp.0.ffn.experts": 2}
 
 
@@ -158,7 +242,9 @@ DSV4_LAYERS = {"layers.0.ffn.experts": 0, "mtp.0.ffn.experts": 2}
         ("", {"model.layers.1.mlp.experts": "a"}, {"a": 1}),
     ],
 )
-def test_what_no_rule_knows_is_nobodys(prefix: str, renamed: dict[str, str], layers: dict[str, int]) -> None:
+def test_what_no_rule_knows_is_nobodys(
+    prefix: str, renamed: dict[str, str], layers: dict[str, int]
+) -> None:
     assert find_layer(prefix, renamed, layers) is None
     assert find_layer(prefix, {}, layers) is None
 
@@ -173,8 +259,12 @@ def test_two_drafts_that_could_be_meant_are_none() -> None:
 def test_two_layers_that_could_be_meant_are_none() -> None:
     both = {"model.layers.0.mlp": "a", "model.layers.0.block_sparse_moe.experts": "b"}
     assert find_layer("model.layers.0.mlp.experts", both) is None
-    assert find_layer("model.layers.0.mlp.experts", dict.fromkeys(both, "a")) == "a"  # two names of one layer
-    assert find_layer("model.layers.0.mlp.experts", {**both, "model.layers.0.mlp.experts": "c"}) == "c"
+    assert (
+        find_layer("model.layers.0.mlp.experts", dict.fromkeys(both, "a")) == "a"
+    )  # two names of one layer
+    assert (
+        find_layer("model.layers.0.mlp.experts", {**both, "model.layers.0.mlp.experts": "c"}) == "c"
+    )
 
 
 def test_a_name_that_two_layers_have_is_nobodys() -> None:

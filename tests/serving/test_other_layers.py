@@ -28,7 +28,9 @@ def config(dense: QuantizationConfig | None = None) -> HqconvConfig:
 
 
 def fp8() -> Fp8Config:
-    return Fp8Config(is_checkpoint_fp8_serialized=True, activation_scheme="dynamic", weight_block_size=[128, 128])
+    return Fp8Config(
+        is_checkpoint_fp8_serialized=True, activation_scheme="dynamic", weight_block_size=[128, 128]
+    )
 
 
 def test_it_is_of_the_sources_class_and_of_its_own() -> None:
@@ -60,7 +62,10 @@ def test_what_model_classes_set_reaches_the_source_and_its_own_state_does_not() 
     own: Any = config(dense)
     own.activation_scheme = "static"
     own.packed_modules_mapping = {"qkv_proj": ["q_proj"]}
-    assert (dense.activation_scheme, dense.packed_modules_mapping) == ("static", {"qkv_proj": ["q_proj"]})
+    assert (dense.activation_scheme, dense.packed_modules_mapping) == (
+        "static",
+        {"qkv_proj": ["q_proj"]},
+    )
     own.unknown_there = 1
     assert not hasattr(dense, "unknown_there")
     dense.loader = dense.view = dense.renamed = "the source's"

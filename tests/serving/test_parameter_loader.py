@@ -14,7 +14,12 @@ from hqconv.errors import RequestError, VerificationError
 from hqconv.io.file_access import PieceReader
 from hqconv.schemas.grid import Grid
 from hqconv.serving import parameter_loader as loading
-from hqconv.serving.artifact_view import ArtifactLocation, ArtifactView, open_artifact_view, open_rank_file
+from hqconv.serving.artifact_view import (
+    ArtifactLocation,
+    ArtifactView,
+    open_artifact_view,
+    open_rank_file,
+)
 from hqconv.serving.parameter_loader import READ, VERIFY, ParameterLoader
 from hqconv.serving.warm.kernel_store import WarmKernels
 from tests.make.conversions import run
@@ -31,14 +36,17 @@ def view(tmp_path: Path) -> ArtifactView:
 class Layer:
     """As a layer of vLLM's."""
 
-    def __init__(self, loader: ParameterLoader, view: ArtifactView, number: int, device: str = "cpu") -> None:
+    def __init__(
+        self, loader: ParameterLoader, view: ArtifactView, number: int, device: str = "cpu"
+    ) -> None:
         layer = f"model.layers.{number}.mlp.experts"
         name = f"experts/tp0-ep0/{layer}.safetensors"
         path = loader.path(view, name, alone=False, cache_dir=None)
         self.file = open_rank_file(view, layer, 0, 0, path)
         self.is_filled = False
         self.tensors = {
-            key: torch.zeros(ref.num_bytes, dtype=torch.uint8, device=device) for key, ref in self.file.tensors.items()
+            key: torch.zeros(ref.num_bytes, dtype=torch.uint8, device=device)
+            for key, ref in self.file.tensors.items()
         }
         loader.add(self)
 
@@ -49,14 +57,18 @@ class Layer:
     def is_right(self) -> bool:
         data = self.file.path.read_bytes()
         return all(
-            bytes(t.tensor.cpu().numpy()) == data[t.ref.offset_bytes : t.ref.offset_bytes + t.ref.num_bytes]
+            bytes(t.tensor.cpu().numpy())
+            == data[t.ref.offset_bytes : t.ref.offset_bytes + t.ref.num_bytes]
             for t in self.targets()
         )
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
 def test_layers_are_full_when_asked_for_and_said_to_be(
-    view: ArtifactView, order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    view: ArtifactView,
+    order: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(loading.logger, "propagate", True)
     loader = ParameterLoader()
@@ -119,14 +131,18 @@ def test_a_file_that_was_cut_off_since_fails_its_own_layer(view: ArtifactView) -
     assert (layers[0].is_right, layers[1].is_filled) == (True, False)
 
 
-def test_an_unknown_way_of_reading_is_refused(view: ArtifactView, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_way_of_reading_is_refused(
+    view: ArtifactView, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(READ, "fast")
     loader = ParameterLoader()
     with pytest.raises(RequestError, match="auto or cached or direct"):
         loader.fill(Layer(loader, view, 0))
 
 
-def test_a_layer_elsewhere_does_not_begin_the_others_again(view: ArtifactView, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_elsewhere_does_not_begin_the_others_again(
+    view: ArtifactView, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM may have layers on several devices: each byte is read once."""
     loader, total = ParameterLoader(), 0
     layers = [Layer(loader, view, number) for number in range(3)]
@@ -140,7 +156,9 @@ def test_a_layer_elsewhere_does_not_begin_the_others_again(view: ArtifactView, m
 
     monkeypatch.setattr(PieceReader, "fill", counting)
     loader.fill(layers[0])
-    layers[1].tensors = {key: torch.zeros(t.shape, dtype=torch.uint8) for key, t in layers[1].tensors.items()}
+    layers[1].tensors = {
+        key: torch.zeros(t.shape, dtype=torch.uint8) for key, t in layers[1].tensors.items()
+    }
     for layer in layers[1:]:
         loader.fill(layer)
     assert all(layer.is_right for layer in layers)
@@ -149,14 +167,21 @@ def test_a_layer_elsewhere_does_not_begin_the_others_again(view: ArtifactView, m
 
 @pytest.mark.parametrize("level", [logging.INFO, logging.WARNING])
 def test_kernels_are_taken_once_and_what_came_of_it_is_one_line(
-    view: ArtifactView, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, level: int
+    view: ArtifactView,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    level: int,
 ) -> None:
     monkeypatch.setattr(loading.logger, "propagate", True)
     asked: list[tuple[Path | None, int]] = []
 
     def use(artifact: Path | None, sm: int) -> WarmKernels:
         asked.append((artifact, sm))
-        return WarmKernels(tuning={"a": []}) if len(asked) == 1 else WarmKernels("There are none.", level)
+        return (
+            WarmKernels(tuning={"a": []})
+            if len(asked) == 1
+            else WarmKernels("There are none.", level)
+        )
 
     monkeypatch.setattr(loading, "use_warm_kernels", use)
     loaders = [ParameterLoader(), ParameterLoader()]
@@ -164,16 +189,23 @@ def test_kernels_are_taken_once_and_what_came_of_it_is_one_line(
         for one in (loaders[0], loaders[0], loaders[1]):
             one.take_kernels(view)
         ParameterLoader().take_kernels(replace(view, location=ArtifactLocation("org/model")))
-    assert asked == [(Path(view.location.name), 90)] * 2 + [(None, 90)]  # one below the server's own is not beside
+    assert asked == [(Path(view.location.name), 90)] * 2 + [
+        (None, 90)
+    ]  # one below the server's own is not beside
     assert [one.tuning for one in loaders] == [{"a": []}, {}]
     assert [record.levelno for record in caplog.records] == [logging.INFO, level, level]
-    assert caplog.records[1].getMessage() == "Kernels are compiled as they are needed: There are none."
+    assert (
+        caplog.records[1].getMessage() == "Kernels are compiled as they are needed: There are none."
+    )
 
 
 DEVICES = [
     "cpu",
     pytest.param(
         "cuda",
-        marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+        marks=[
+            pytest.mark.cuda,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        ],
     ),
 ]

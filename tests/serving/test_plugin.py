@@ -22,7 +22,9 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
-from vllm.model_executor.layers.quantization.utils.humming import convert_to_humming_moe_kernel_format
+from vllm.model_executor.layers.quantization.utils.humming import (
+    convert_to_humming_moe_kernel_format,
+)
 from vllm.model_executor.layers.quantization.utils.humming.moe import get_humming_moe_quant_config
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.models.utils import WeightsMapper
@@ -53,12 +55,22 @@ KIMI: Words = {
     "activation_situ_beta": 4.0,
     "activation_situ_linear_beta": 25.0,
 }
-SCHEMAS = (*MATRIX_SCHEMAS, "int2-g64", "int5-g128", "int4-g32-e4m3", "int4-g16-e4m3-row", "fp4-g32-e8m0-row")
+SCHEMAS = (
+    *MATRIX_SCHEMAS,
+    "int2-g64",
+    "int5-g128",
+    "int4-g32-e4m3",
+    "int4-g16-e4m3-row",
+    "fp4-g32-e8m0-row",
+)
 GRIDS = {
     "tp1": (Grid(), [parallel()]),
     "tp2": (Grid(tp=2), [parallel(tp=2, tp_rank=r) for r in range(2)]),
     "ep2": (Grid(ep=2), [parallel(ep=2, ep_rank=r) for r in range(2)]),
-    "ep2-round-robin": (Grid(ep=2, placement="round_robin"), [parallel(ep=2, ep_rank=r) for r in range(2)]),
+    "ep2-round-robin": (
+        Grid(ep=2, placement="round_robin"),
+        [parallel(ep=2, ep_rank=r) for r in range(2)],
+    ),
 }
 
 
@@ -119,27 +131,43 @@ def cut(tensor: torch.Tensor, dim: int, rank: int, ranks: int) -> torch.Tensor:
 def input_schema(name: str) -> Any:
     """vLLM's words for one of ours."""
     fields = resolve_inputs(name).humming_fields()
-    return humming.HummingInputSchema(**{key: value for key, value in fields.items() if value is not None})
+    return humming.HummingInputSchema(
+        **{key: value for key, value in fields.items() if value is not None}
+    )
 
 
 def processed_by_vllm(
-    folder: Path, schema: str, dtype: torch.dtype, grid: Any, inputs: str = "a16", inter: int | None = None
+    folder: Path,
+    schema: str,
+    dtype: torch.dtype,
+    grid: Any,
+    inputs: str = "a16",
+    inter: int | None = None,
 ) -> tuple[Any, Any]:
     """What vLLM makes of the packed experts of one TP rank: its layer and Humming's LayerConfigs.
 
     Its loader, which refuses some schemas, is left out: the packed tensors are cut and stacked here.
     """
-    stored = {name: one for file in folder.glob("*.safetensors") for name, one in load_file(file).items()}
+    stored = {
+        name: one for file in folder.glob("*.safetensors") for name, one in load_file(file).items()
+    }
     layer = torch.nn.Module()
     for gemm, projections in (("w13", ("gate_proj", "up_proj")), ("w2", ("down_proj",))):
         for part in ("weight", "weight_scale", "zero_point", "weight_scale_2"):
-            keys = [[f"{LAYER}.{e}.{p}.{part}" for p in projections] for e in range(SIZES["num_experts"])]
+            keys = [
+                [f"{LAYER}.{e}.{p}.{part}" for p in projections]
+                for e in range(SIZES["num_experts"])
+            ]
             if keys[0][0] not in stored:
                 continue
             dim = 0 if gemm == "w13" else 1
-            experts = [[cut(stored[key], dim, grid.tp_rank, grid.tp_size) for key in row] for row in keys]
+            experts = [
+                [cut(stored[key], dim, grid.tp_rank, grid.tp_size) for key in row] for row in keys
+            ]
             is_shared = experts[0][0].numel() == 1  # gate and up have one scale
-            stack = torch.stack([row[0].view(()) if is_shared else torch.cat(row) for row in experts])
+            stack = torch.stack(
+                [row[0].view(()) if is_shared else torch.cat(row) for row in experts]
+            )
             setattr(layer, f"{gemm}_{part}", torch.nn.Parameter(stack, requires_grad=False))
     layer.params_dtype = dtype
     sizes = SIZES if inter is None else {**SIZES, "inter": inter}
@@ -161,7 +189,9 @@ def processed_by_vllm(
 
 
 @pytest.mark.parametrize(("schema", "grid"), list(itertools.product(SCHEMAS, GRIDS)))
-def test_a_layer_is_its_rank_file(tmp_path: Path, sources: dict[str, Path], schema: str, grid: str) -> None:
+def test_a_layer_is_its_rank_file(
+    tmp_path: Path, sources: dict[str, Path], schema: str, grid: str
+) -> None:
     """Every schema on every grid: parameters are the file's bytes, in the file's dtypes."""
     ranks, layers = GRIDS[grid]
     run(sources["bfloat16"], tmp_path / "out", schema, ranks)
@@ -181,7 +211,9 @@ def test_rotated_inputs_are_asked_for(
     """vLLM's experts hand the block size to Humming before both GEMMs, of every rank."""
     grid, ranks = GRIDS[name]
     for block in (0, 64):
-        schema = WeightSchema("rotated", "uint4", weight_scale_group_size=64, hadamard_block_size=block)
+        schema = WeightSchema(
+            "rotated", "uint4", weight_scale_group_size=64, hadamard_block_size=block
+        )
         run(sources["bfloat16"], tmp_path / f"{block}", schema, grid)
         for rank in ranks:
             groups = 2 if grid.placement == "round_robin" else None
@@ -230,16 +262,25 @@ def test_the_bytes_are_those_of_vllms_own_processing(
             assert found[name].shape == value.shape, name
             assert found[name].dtype == value.dtype, name
             assert torch.equal(as_bytes(found[name]), as_bytes(value)), name
-        assert {g: c.to_str() for g, c in layer.humming_configs.items()} == {g: c.to_str() for g, c in configs.items()}
+        assert {g: c.to_str() for g, c in layer.humming_configs.items()} == {
+            g: c.to_str() for g, c in configs.items()
+        }
         assert layer.weight_schemas == wanted.weight_schemas
         assert layer.input_schemas == wanted.input_schemas
 
 
-PAIRS = [("int3-g64", "int4-g32-e4m3-row"), ("mxfp4", "int8"), ("fp8-block", "int4-g64-zp"), ("nvfp4", "fp6-e3m2")]
+PAIRS = [
+    ("int3-g64", "int4-g32-e4m3-row"),
+    ("mxfp4", "int8"),
+    ("fp8-block", "int4-g64-zp"),
+    ("nvfp4", "fp6-e3m2"),
+]
 
 
 @pytest.mark.parametrize("both", PAIRS, ids="+".join)
-def test_each_gemm_has_the_schema_of_its_own(tmp_path: Path, sources: dict[str, Path], both: tuple[str, str]) -> None:
+def test_each_gemm_has_the_schema_of_its_own(
+    tmp_path: Path, sources: dict[str, Path], both: tuple[str, str]
+) -> None:
     """Of each GEMM what vLLM's processing makes of a checkpoint with its schema alone; vLLM as it is refuses both."""
     source, name = sources["bfloat16"], "+".join(both)
     run(source, tmp_path / "kernel", name, Grid(tp=2))
@@ -252,7 +293,9 @@ def test_each_gemm_has_the_schema_of_its_own(tmp_path: Path, sources: dict[str, 
         found = dict(layer.named_parameters())
         for gemm, one in zip(("w13", "w2"), both, strict=True):
             wanted, configs = processed_by_vllm(tmp_path / one, one, torch.bfloat16, grid)
-            of_gemm = {key: value for key, value in wanted.named_parameters() if key.startswith(f"{gemm}_")}
+            of_gemm = {
+                key: value for key, value in wanted.named_parameters() if key.startswith(f"{gemm}_")
+            }
             assert of_gemm.keys() == {key for key in found if key.startswith(f"{gemm}_")}
             for key, value in of_gemm.items():
                 assert (found[key].shape, found[key].dtype) == (value.shape, value.dtype), key
@@ -314,7 +357,9 @@ def test_quantized_activations_are_vllms_own(
 
 
 @pytest.mark.parametrize("ep", [1, 2])
-def test_static_scales_are_what_the_kernels_divide_by(ep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_static_scales_are_what_the_kernels_divide_by(
+    ep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM's experts hand the file's scale of the right GEMM to Humming, of every rank."""
     source = small.save(tmp_path / "source", input_scales.fp8())
     run(source, tmp_path / "out", "fp8-tensor", Grid(ep=ep), input_schema="fp8-static")
@@ -346,7 +391,9 @@ def gpt_oss_layer(out: Path, **words: Any) -> Any:
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_gpt_oss_has_biases_and_gate_before_up(tmp_path: Path, sources: dict[str, Path], tp: int) -> None:
+def test_gpt_oss_has_biases_and_gate_before_up(
+    tmp_path: Path, sources: dict[str, Path], tp: int
+) -> None:
     """An uneven last rank, a bias on the first, and the activation that means gate and up one after the other."""
     run(sources["gpt_oss"], tmp_path / "out", "source", Grid(tp=tp))
     for rank in range(tp):
@@ -361,7 +408,8 @@ def test_gpt_oss_has_biases_and_gate_before_up(tmp_path: Path, sources: dict[str
 
 
 @pytest.mark.parametrize(
-    ("schema", "inner"), [("int4-g64", 96), ("int4-g64", 192), ("int4-g64-zp", 96), ("fp8-block", 192), ("mxfp4", 80)]
+    ("schema", "inner"),
+    [("int4-g64", 96), ("int4-g64", 192), ("int4-g64-zp", 96), ("fp8-block", 192), ("mxfp4", 80)],
 )
 def test_ranks_of_whole_groups(tmp_path: Path, schema: str, inner: int) -> None:
     """The plugin takes them: vLLM knows half of the columns, and the kernel those of the file, as of a filled model.
@@ -380,13 +428,19 @@ def test_ranks_of_whole_groups(tmp_path: Path, schema: str, inner: int) -> None:
         layer = load(tmp_path / "out", inter=inner, grid=ranks)
         assert_holds_its_file(layer)
         found, wanted = layer.quant_method.humming_configs, share
-        assert (found["w13"].shape_n - found["w13"].pad_shape_n, found["w2"].shape_k - found["w2"].pad_shape_k) == (
-            2 * wanted,
-            wanted,
+        assert (
+            found["w13"].shape_n - found["w13"].pad_shape_n,
+            found["w2"].shape_k - found["w2"].pad_shape_k,
+        ) == (2 * wanted, wanted)
+        expected, configs = processed_by_vllm(
+            tmp_path / "packed", schema, torch.bfloat16, ranks, inter=2 * share
         )
-        expected, configs = processed_by_vllm(tmp_path / "packed", schema, torch.bfloat16, ranks, inter=2 * share)
-        assert {g: c.to_str() for g, c in found.items()} == {g: c.to_str() for g, c in configs.items()}
-        if 2 * share == stored_size(inner, resolve_schema(schema)):  # padded ranks have scales of zero
+        assert {g: c.to_str() for g, c in found.items()} == {
+            g: c.to_str() for g, c in configs.items()
+        }
+        if 2 * share == stored_size(
+            inner, resolve_schema(schema)
+        ):  # padded ranks have scales of zero
             for name, value in expected.named_parameters():
                 assert torch.equal(as_bytes(getattr(layer, name)), as_bytes(value)), name
 
@@ -398,8 +452,18 @@ NUMBERED: dict[str, tuple[Words, Words, tuple[str, tuple[float | None, ...]]]] =
         ("swigluoai_uninterleave", (20.0, 1.702, 1.0, None, None)),
     ),
     "minimax_m3 says all": (
-        {"model_type": "minimax_m3_vl_text", "swiglu_alpha": 1.0, "swiglu_limit": 20.0, "swiglu_beta": 0.0},
-        {"activation": "swigluoai_uninterleave", "swiglu_limit": 20.0, "swiglu_alpha": 1.0, "swiglu_beta": 0.0},
+        {
+            "model_type": "minimax_m3_vl_text",
+            "swiglu_alpha": 1.0,
+            "swiglu_limit": 20.0,
+            "swiglu_beta": 0.0,
+        },
+        {
+            "activation": "swigluoai_uninterleave",
+            "swiglu_limit": 20.0,
+            "swiglu_alpha": 1.0,
+            "swiglu_beta": 0.0,
+        },
         ("swigluoai_uninterleave", (20.0, 1.0, 0.0, None, None)),
     ),
     "bailing": (
@@ -407,7 +471,11 @@ NUMBERED: dict[str, tuple[Words, Words, tuple[str, tuple[float | None, ...]]]] =
         {"swiglu_limit": 7.0},
         ("silu", (7.0, 1.0, 0.0, None, None)),
     ),
-    "kimi says both": (KIMI, {"activation": "situ", "situ": (4.0, 25.0)}, ("situ", (None, 1.0, 0.0, 4.0, 25.0))),
+    "kimi says both": (
+        KIMI,
+        {"activation": "situ", "situ": (4.0, 25.0)},
+        ("situ", (None, 1.0, 0.0, 4.0, 25.0)),
+    ),
     "kimi says nothing": (KIMI, {"activation": "situ"}, ("situ", (None, 1.0, 0.0, 4.0, 25.0))),
 }
 
@@ -437,12 +505,17 @@ def test_numbers_of_the_activation_reach_the_kernel(case: str, tmp_path: Path) -
 def test_the_placement_must_be_the_artifacts(tmp_path: Path, sources: dict[str, Path]) -> None:
     """Without expert groups vLLM falls back to linear, and would compute with the wrong experts."""
     run(sources["bfloat16"], tmp_path / "out", "int8", Grid(ep=2, placement="round_robin"))
-    with pytest.raises(RequestError, match=r"round_robin(.|\n)*linear(.|\n)*--expert-placement linear"):
+    with pytest.raises(
+        RequestError, match=r"round_robin(.|\n)*linear(.|\n)*--expert-placement linear"
+    ):
         load(tmp_path / "out", grid=parallel(ep=2), placement="round_robin")
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "tp": ({"grid": parallel(tp=2)}, r"--tensor-parallel-size 1(.|\n)*hqconv convert \S+ -o .*--tp 2"),
+    "tp": (
+        {"grid": parallel(tp=2)},
+        r"--tensor-parallel-size 1(.|\n)*hqconv convert \S+ -o .*--tp 2",
+    ),
     "ep": ({"grid": parallel(ep=2)}, r"ep 2(.|\n)*--tp 1 --ep 2"),
     "dtype": ({"dtype": torch.float16}, "--dtype bfloat16"),
     "experts": ({"num_experts": 8}, "experts"),
@@ -458,7 +531,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_does_not_fit_is_refused_before_a_parameter_exists(
-    tmp_path_factory: pytest.TempPathFactory, sources: dict[str, Path], what: str, request: pytest.FixtureRequest
+    tmp_path_factory: pytest.TempPathFactory,
+    sources: dict[str, Path],
+    what: str,
+    request: pytest.FixtureRequest,
 ) -> None:
     """With the command that mends it; nothing was allocated, nothing was read but headers."""
     out = tmp_path_factory.getbasetemp() / "refused"
@@ -473,7 +549,9 @@ def test_another_gpu_is_refused_before_anything_else(
     tmp_path: Path, sources: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(sources["bfloat16"], tmp_path / "out", "int8")
-    monkeypatch.setattr(vllm_cpu.Pretended, "capability", type(vllm_cpu.Pretended.capability)(11, 0))
+    monkeypatch.setattr(
+        vllm_cpu.Pretended, "capability", type(vllm_cpu.Pretended.capability)(11, 0)
+    )
     with pytest.raises(RequestError, match=r"sm90(.|\n)*sm110(.|\n)*makes artifacts for .* alone"):
         open_config(tmp_path / "out")
 
@@ -482,7 +560,9 @@ def test_another_layout_in_humming_is_refused(tmp_path: Path, sources: dict[str,
     run(sources["bfloat16"], tmp_path / "out", "fp8")
     manifest = json.loads((tmp_path / "out" / "hqconv.json").read_text())
     flags = manifest["blocks"][LAYER]["w2"]["flags"]
-    flags["use_native_dequant"] = not flags["use_native_dequant"]  # of which the file's header says nothing
+    flags["use_native_dequant"] = not flags[
+        "use_native_dequant"
+    ]  # of which the file's header says nothing
     write_manifest(tmp_path / "out", manifest)
     with pytest.raises(RequestError, match=r"use_native_dequant(.|\n)*humming-kernels=="):
         load(tmp_path / "out")
@@ -516,7 +596,9 @@ def test_a_damaged_rank_file_is_refused(
         load(tmp_path / "out")
 
 
-def test_a_model_that_is_loaded_again_in_place_gets_its_experts(tmp_path: Path, sources: dict[str, Path]) -> None:
+def test_a_model_that_is_loaded_again_in_place_gets_its_experts(
+    tmp_path: Path, sources: dict[str, Path]
+) -> None:
     """As vLLM does after a deep sleep: parameters lost, taken away, put back; the kernel stays the same object."""
     run(sources["bfloat16"], tmp_path / "out", "int4-g64-zp")
     model = torch.nn.Module()
@@ -552,7 +634,9 @@ def test_a_dummy_load_does_not_divide_by_zero(
     assert [layer.w13_input_scale.tolist(), layer.w2_input_scale.tolist()] == [[1.0], [1.0]]
 
 
-def test_a_folder_of_the_other_layout_or_of_none_is_refused(tmp_path: Path, sources: dict[str, Path]) -> None:
+def test_a_folder_of_the_other_layout_or_of_none_is_refused(
+    tmp_path: Path, sources: dict[str, Path]
+) -> None:
     run(sources["bfloat16"], tmp_path / "kernel", "int8")
     run(sources["bfloat16"], tmp_path / "packed", "int8", layout="checkpoint")
     words = json.loads((tmp_path / "kernel" / "config.json").read_text())["quantization_config"]
@@ -579,8 +663,13 @@ def test_other_layers_are_the_sources_own_quantizations(
     tmp_path: Path, sources: dict[str, Path], vllm_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Plain where the source has none; fp8 attention stays fp8, and model classes can ask for its block size."""
-    monkeypatch.setattr(vllm_config, "model_config", SimpleNamespace(dtype=torch.bfloat16, model=""))
-    name, dense = "model.layers.0.self_attn.o_proj", {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    monkeypatch.setattr(
+        vllm_config, "model_config", SimpleNamespace(dtype=torch.bfloat16, model="")
+    )
+    name, dense = (
+        "model.layers.0.self_attn.o_proj",
+        {"quant_method": "fp8", "activation_scheme": "dynamic"},
+    )
     run(sources["bfloat16"], tmp_path / "out", "int8")
     config = open_config(tmp_path / "out")
     assert isinstance(config.get_quant_method(vllm_cpu.linear(), name), UnquantizedLinearMethod)
@@ -592,7 +681,11 @@ def test_other_layers_are_the_sources_own_quantizations(
 
 @pytest.mark.parametrize("change", ["model", "manifest"])
 def test_other_experts_are_not_loaded_in_place(
-    tmp_path: Path, sources: dict[str, Path], vllm_config: Any, monkeypatch: pytest.MonkeyPatch, change: str
+    tmp_path: Path,
+    sources: dict[str, Path],
+    vllm_config: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    change: str,
 ) -> None:
     """`reload_weights(weights_path=…)` changes the model's name, `convert --overwrite` what lies in the folder."""
     run(sources["bfloat16"], tmp_path / "out", "int8")
@@ -605,7 +698,9 @@ def test_other_experts_are_not_loaded_in_place(
         told.model = "another"
     else:
         run(sources["bfloat16"], tmp_path / "out", "int8", quantizer="mse", overwrite=True)
-    with pytest.raises(RequestError, match="another" if change == "model" else r"started with(.|\n)*hqconv\.json"):
+    with pytest.raises(
+        RequestError, match="another" if change == "model" else r"started with(.|\n)*hqconv\.json"
+    ):
         layerwise.initialize_layerwise_reload(model)  # before vLLM loads anything
 
 
@@ -613,11 +708,15 @@ def test_vllm_finds_the_plugin_by_itself() -> None:
     """By the entry point of the installed package, as in every process of a server."""
     from importlib.metadata import entry_points
 
-    (found,) = (entry for entry in entry_points(group="vllm.general_plugins") if entry.name == "hqconv")
+    (found,) = (
+        entry for entry in entry_points(group="vllm.general_plugins") if entry.name == "hqconv"
+    )
     assert found.load() is register
 
 
-def test_a_model_without_any_of_its_layers_is_not_loaded(tmp_path: Path, sources: dict[str, Path]) -> None:
+def test_a_model_without_any_of_its_layers_is_not_loaded(
+    tmp_path: Path, sources: dict[str, Path]
+) -> None:
     """A class that makes no such layers would leave its experts random: vLLM checks no quantized model."""
     run(sources["bfloat16"], tmp_path / "out", "int8")
     config = open_config(tmp_path / "out")

@@ -19,7 +19,8 @@ from tests.make.places import REPO
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None, reason="vLLM is not here: `make test-vllm` runs these"
+        importlib.util.find_spec("vllm") is None,
+        reason="vLLM is not here: `make test-vllm` runs these",
     ),
 ]
 TRIED = sorted(set(FAMILIES) - set(vllm_lists.LEFT_OUT))
@@ -29,14 +30,24 @@ SERVED = [model_type for model_type in TRIED if model_type not in vllm_lists.REF
 QUANTIZED = {
     "fp8": ("Fp8Config", "fp8", "Fp8LinearMethod", {"model.layers.1.self_attn.o_proj"}),
     "deepseek_v4_fp8": ("Fp8Config", "deepseek_v4_fp8", "Fp8LinearMethod", set()),
-    "qwen3_5_moe_fp8": ("Fp8Config", "fp8", "Fp8LinearMethod", {"language_model.model.layers.1.self_attn.qkv_proj"}),
+    "qwen3_5_moe_fp8": (
+        "Fp8Config",
+        "fp8",
+        "Fp8LinearMethod",
+        {"language_model.model.layers.1.self_attn.qkv_proj"},
+    ),
     "compressed-tensors": (
         "CompressedTensorsConfig",
         "compressed-tensors",
         "CompressedTensorsLinearMethod",
         {"model.layers.1.self_attn.o_proj"},
     ),
-    "modelopt": ("ModelOptFp8Config", "modelopt", "ModelOptLinearMethod", {"model.layers.1.self_attn.o_proj"}),
+    "modelopt": (
+        "ModelOptFp8Config",
+        "modelopt",
+        "ModelOptLinearMethod",
+        {"model.layers.1.self_attn.o_proj"},
+    ),
 }
 DRAFTED = {*vllm_lists.DRAFTED, "fp8", "deepseek_v4_fp8", "qwen3_5_moe_fp8"}
 # Sources that vLLM's own class does not load without hqconv, and what it says.
@@ -132,7 +143,10 @@ def test_quantized_dense_layers_are_vllms_own(answers: dict[str, Any], case: str
 def test_scales_of_the_cache_find_their_place(answers: dict[str, Any], case: str) -> None:
     """ModelOpt's and fp8's have names of their own: the plugin passes the source's mapping on."""
     unloaded = [name for name in answers[case]["main"]["unloaded"] if ".layers.0." in name]
-    assert {name.rpartition(".")[2] for name in unloaded} == {"q_scale", "prob_scale"}  # the source has none
+    assert {name.rpartition(".")[2] for name in unloaded} == {
+        "q_scale",
+        "prob_scale",
+    }  # the source has none
 
 
 @pytest.mark.parametrize("model_type", sorted(vllm_lists.REFUSED))
@@ -150,5 +164,12 @@ def test_what_is_not_loaded_can_be_told(answers: dict[str, Any]) -> None:
 
 def test_the_lists_are_of_families() -> None:
     known = {*FAMILIES, *NEWER}  # this environment's transformers may be older
-    lists = vllm_lists.REFUSED, vllm_lists.DRAFTED, vllm_lists.LEFT_OUT, NOT_LOADED, ACTIVATIONS, LIMITS
+    lists = (
+        vllm_lists.REFUSED,
+        vllm_lists.DRAFTED,
+        vllm_lists.LEFT_OUT,
+        NOT_LOADED,
+        ACTIVATIONS,
+        LIMITS,
+    )
     assert all(set(listed) <= known for listed in lists)

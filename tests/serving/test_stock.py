@@ -25,7 +25,13 @@ from hqconv.errors import RequestError
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.grid import Grid
 from hqconv.schemas.recipe import load_recipe
-from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS, LayerSchema, WeightSchema, resolve_layer_schema
+from hqconv.schemas.weight_schema import (
+    PARAM_DTYPES,
+    PRESETS,
+    LayerSchema,
+    WeightSchema,
+    resolve_layer_schema,
+)
 from scripts.each_gemm import each_gemm
 from tests.make.conversions import run, schema_of
 from tests.make.qwen import write_qwen3_moe
@@ -33,25 +39,60 @@ from tests.make.qwen import write_qwen3_moe
 pytestmark = pytest.mark.vllm
 LAYER = "model.layers.0.mlp.experts"
 EXPERTS = 4
-SIZES, ODD_SIZES = (256, 256), (320, 192)  # H and I; the latter are padded, to 256 rows and 128 columns
+SIZES, ODD_SIZES = (
+    (256, 256),
+    (320, 192),
+)  # H and I; the latter are padded, to 256 rows and 128 columns
 GRIDS = {"tp1": Grid(), "tp2": Grid(tp=2), "ep2": Grid(ep=2)}
 ENDINGS = ("-g128", "-g32", "-c", "-zp", "-fpzp", "-c-zp", "-c-fpzp")
 INTEGERS = [f"int{bits}{ending}" for bits in range(1, 9) for ending in ENDINGS]
 SCALED = (
-    *("int4-g32-e4m3", "int4-g32-e4m3-row", "int8-g32-e4m3-row", "int4-g32-e5m2-row", "int4-g32-e8m0-row"),
-    *("fp4-g32-e4m3-row", "fp4-g32-e8m0-row", "fp8-g32-e4m3-row", "fp8-g32-e8m0-row", "fp6-e3m2-g32-e4m3-row"),
+    *(
+        "int4-g32-e4m3",
+        "int4-g32-e4m3-row",
+        "int8-g32-e4m3-row",
+        "int4-g32-e5m2-row",
+        "int4-g32-e8m0-row",
+    ),
+    *(
+        "fp4-g32-e4m3-row",
+        "fp4-g32-e8m0-row",
+        "fp8-g32-e4m3-row",
+        "fp8-g32-e8m0-row",
+        "fp6-e3m2-g32-e4m3-row",
+    ),
 )
 # What a .toml file can say beyond the presets: scale dtypes, group sizes, block shapes and second scales.
 WORDS: dict[str, dict[str, Any]] = {
     "float4-own-scale": {"b_dtype": "float4e2m1", "weight_scale_group_size": 32},
     "float4-channel": {"b_dtype": "float4e2m1", "weight_scale_type": "channel"},
-    "float4-e4m3-alone": {"b_dtype": "float4e2m1", "bs_dtype": "float8e4m3", "weight_scale_group_size": 16},
-    "float4-e8m0-g128": {"b_dtype": "float4e2m1", "bs_dtype": "float8e8m0", "weight_scale_group_size": 128},
+    "float4-e4m3-alone": {
+        "b_dtype": "float4e2m1",
+        "bs_dtype": "float8e4m3",
+        "weight_scale_group_size": 16,
+    },
+    "float4-e8m0-g128": {
+        "b_dtype": "float4e2m1",
+        "bs_dtype": "float8e8m0",
+        "weight_scale_group_size": 128,
+    },
     "float4e0m3": {"b_dtype": "float4e0m3", "weight_scale_group_size": 32},
     "float8-g128": {"b_dtype": "float8e4m3", "weight_scale_group_size": 128},
-    "float8-e8m0-g128": {"b_dtype": "float8e4m3", "bs_dtype": "float8e8m0", "weight_scale_group_size": 128},
-    "float8-e8m0-channel": {"b_dtype": "float8e4m3", "bs_dtype": "float8e8m0", "weight_scale_type": "channel"},
-    "float8-named-scale": {"b_dtype": "float8e4m3", "bs_dtype": "bfloat16", "weight_scale_type": "channel"},
+    "float8-e8m0-g128": {
+        "b_dtype": "float8e4m3",
+        "bs_dtype": "float8e8m0",
+        "weight_scale_group_size": 128,
+    },
+    "float8-e8m0-channel": {
+        "b_dtype": "float8e4m3",
+        "bs_dtype": "float8e8m0",
+        "weight_scale_type": "channel",
+    },
+    "float8-named-scale": {
+        "b_dtype": "float8e4m3",
+        "bs_dtype": "bfloat16",
+        "weight_scale_type": "channel",
+    },
     "float8e3m4": {"b_dtype": "float8e3m4", "weight_scale_type": "channel"},
     "float8-block-64": {
         "b_dtype": "float8e4m3",
@@ -74,7 +115,11 @@ WORDS: dict[str, dict[str, Any]] = {
     "int4-e8m0": {"b_dtype": "uint4", "bs_dtype": "float8e8m0", "weight_scale_group_size": 32},
     "int4-e4m3": {"b_dtype": "uint4", "bs_dtype": "float8e4m3", "weight_scale_group_size": 32},
     "int4-rotated": {"b_dtype": "uint4", "weight_scale_group_size": 64, "hadamard_block_size": 64},
-    "float8-rotated": {"b_dtype": "float8e4m3", "weight_scale_type": "channel", "hadamard_block_size": 128},
+    "float8-rotated": {
+        "b_dtype": "float8e4m3",
+        "weight_scale_type": "channel",
+        "hadamard_block_size": 128,
+    },
     "int4-e5m2": {"b_dtype": "uint4", "bs_dtype": "float8e5m2", "weight_scale_group_size": 32},
 }
 
@@ -83,7 +128,9 @@ def _own(name: str) -> WeightSchema:
     return WeightSchema(name=name, **{"weight_scale_type": "group", **WORDS[name]})
 
 
-SCHEMAS = {name: schema_of(name) for name in (*PRESETS, *INTEGERS, *SCALED)} | {name: _own(name) for name in WORDS}
+SCHEMAS = {name: schema_of(name) for name in (*PRESETS, *INTEGERS, *SCALED)} | {
+    name: _own(name) for name in WORDS
+}
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +156,9 @@ def experts_of(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def quantization_of(folder: Path) -> HummingConfig:
-    return HummingConfig.from_config(json.loads((folder / "config.json").read_text())["quantization_config"])
+    return HummingConfig.from_config(
+        json.loads((folder / "config.json").read_text())["quantization_config"]
+    )
 
 
 def stock_layer(folder: Path, sizes: tuple[int, int], dtype: str, ranks: Any) -> Any:
@@ -126,7 +175,11 @@ def stock_layer(folder: Path, sizes: tuple[int, int], dtype: str, ranks: Any) ->
 
 def is_equal(layer: Any, expected: Any) -> bool:
     """Names, shapes, dtypes and bytes of all parameters, and both LayerConfigs."""
-    tensors = {f"{gemm}_{name}": tensor for gemm, of in expected.items() for name, tensor in of.tensors.items()}
+    tensors = {
+        f"{gemm}_{name}": tensor
+        for gemm, of in expected.items()
+        for name, tensor in of.tensors.items()
+    }
     found = {name: parameter.data for name, parameter in layer.named_parameters()}
     if found.keys() != tensors.keys():
         return False
@@ -140,7 +193,9 @@ def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*(tensor.contiguous().view(torch.uint8) for tensor in (one, other)))
 
 
-def is_served(source: Path, folder: Path, sizes: tuple[int, int], schema: LayerSchema, dtype: str, grid: Grid) -> bool:
+def is_served(
+    source: Path, folder: Path, sizes: tuple[int, int], schema: LayerSchema, dtype: str, grid: Grid
+) -> bool:
     """Whether every rank of a stock vLLM ends with what the kernel layout of the same conversion holds."""
     packed, kernel = folder / "checkpoint", folder / "kernel"
     run(source, packed, schema, layout="checkpoint", dtype=dtype)
@@ -178,7 +233,9 @@ def test_what_is_said_of_a_schema_is_what_happens(
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("name", ["int3-g64+int4-g32-e4m3-row", "int4-g32+mxfp4", "mxfp4+fp8", "fp8-block+int2-g32"])
+@pytest.mark.parametrize(
+    "name", ["int3-g64+int4-g32-e4m3-row", "int4-g32+mxfp4", "mxfp4+fp8", "fp8-block+int2-g32"]
+)
 def test_two_schemas_are_what_stock_vllm_makes_of_each(
     name: str, grid: str, sources: dict[tuple[int, int], Path], tmp_path: Path
 ) -> None:
@@ -191,24 +248,41 @@ def test_two_schemas_are_what_stock_vllm_makes_of_each(
 
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "fp8", "int8", "int4-g32", "int3-g32"])
-def test_sizes_that_are_padded(name: str, grid: str, sources: dict[tuple[int, int], Path], tmp_path: Path) -> None:
+def test_sizes_that_are_padded(
+    name: str, grid: str, sources: dict[tuple[int, int], Path], tmp_path: Path
+) -> None:
     with config():
-        assert is_served(sources[ODD_SIZES], tmp_path, ODD_SIZES, schema_of(name), "bfloat16", GRIDS[grid])
+        assert is_served(
+            sources[ODD_SIZES], tmp_path, ODD_SIZES, schema_of(name), "bfloat16", GRIDS[grid]
+        )
 
 
-def test_ignore_leaves_everything_but_the_experts_alone(sources: dict[tuple[int, int], Path], tmp_path: Path) -> None:
+def test_ignore_leaves_everything_but_the_experts_alone(
+    sources: dict[tuple[int, int], Path], tmp_path: Path
+) -> None:
     run(sources[SIZES], tmp_path / "out", "mxfp4", layout="checkpoint")
     quantization = quantization_of(tmp_path / "out")
     with config():
-        for name in ("mlp.gate", "mlp.shared_expert.gate_up_proj", "mlp.shared_experts", "self_attn.qkv_proj"):
-            assert quantization.get_quant_config_for_layer(f"model.layers.0.{name}", "linear") is None
+        for name in (
+            "mlp.gate",
+            "mlp.shared_expert.gate_up_proj",
+            "mlp.shared_experts",
+            "self_attn.qkv_proj",
+        ):
+            assert (
+                quantization.get_quant_config_for_layer(f"model.layers.0.{name}", "linear") is None
+            )
         assert quantization.get_quant_config_for_layer("lm_head", "linear") is None
         assert quantization.get_quant_config_for_layer(LAYER, "moe") is not None
 
 
-def test_layers_that_are_left_as_they_are_are_plain_ones(sources: dict[tuple[int, int], Path], tmp_path: Path) -> None:
+def test_layers_that_are_left_as_they_are_are_plain_ones(
+    sources: dict[tuple[int, int], Path], tmp_path: Path
+) -> None:
     """By their numbers alone, whatever prefix vLLM's model class puts before them."""
-    source = write_qwen3_moe(tmp_path / "src", num_layers=12, hidden_size=128, intermediate_size=128)
+    source = write_qwen3_moe(
+        tmp_path / "src", num_layers=12, hidden_size=128, intermediate_size=128
+    )
     (tmp_path / "r.toml").write_text('[[override]]\nlayers = "1"\nschema = "none"\n')
     overrides = load_recipe(tmp_path / "r.toml").overrides
     run(source, tmp_path / "out", "mxfp4", layout="checkpoint", overrides=overrides)

@@ -38,7 +38,9 @@ def asked(model: Path, tp: int = 1, ep: int = 1, **server: str) -> dict[str, Any
     job = {"model": str(model), "tp": tp, "ep": ep, **named, "jobs": 0, "gpu": GPU.to_dict()}
     environment = {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPO)}
     command = [sys.executable, "-m", "hqconv.serving.vllm.stock_kernels", json.dumps(job)]
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     document = json.loads(done.stdout.splitlines()[-1])
     assert isinstance(document, dict)
@@ -53,8 +55,12 @@ def of_artifact(out: Path) -> set[str]:
 
 @pytest.mark.parametrize("ranks", [{}, {"tp": 2}, {"ep": 2}], ids=["one", "tp", "ep"])
 @pytest.mark.parametrize("kind", ["humming mxfp4", "compressed-tensors int4"])
-def test_the_kernels_are_those_of_an_artifact_and_of_the_weights(kind: str, ranks: Any, tmp_path: Path) -> None:
-    source = write_qwen3_moe(tmp_path / "source", hidden_size=256, intermediate_size=256, num_experts=4)
+def test_the_kernels_are_those_of_an_artifact_and_of_the_weights(
+    kind: str, ranks: Any, tmp_path: Path
+) -> None:
+    source = write_qwen3_moe(
+        tmp_path / "source", hidden_size=256, intermediate_size=256, num_experts=4
+    )
     words: dict[str, Any] = {"target": "sm90", "device": "cpu"}
     if kind == "humming mxfp4":
         model, schema = tmp_path / "checkpoint", "mxfp4"
@@ -72,16 +78,32 @@ def test_the_kernels_are_those_of_an_artifact_and_of_the_weights(kind: str, rank
 
 def test_other_layers_that_humming_serves_have_kernels_too(tmp_path: Path) -> None:
     """On Hopper vLLM gives attention in 8 bits per group of 32 to Humming, and experts in fp8 to CUTLASS."""
-    source = write_qwen3_moe(tmp_path / "source", hidden_size=256, intermediate_size=256, num_experts=64)
-    quantization = {"quant_method": "gptq", "bits": 8, "group_size": 32, "desc_act": False, "sym": True}
+    source = write_qwen3_moe(
+        tmp_path / "source", hidden_size=256, intermediate_size=256, num_experts=64
+    )
+    quantization = {
+        "quant_method": "gptq",
+        "bits": 8,
+        "group_size": 32,
+        "desc_act": False,
+        "sym": True,
+    }
     assert any("qkv_proj" in layer for layer in asked(configured(source, quantization))["layers"])
     weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
-    inputs = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
+    inputs = {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "token",
+        "symmetric": True,
+        "dynamic": True,
+    }
     quantization = {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
         "ignore": ["lm_head", r"re:.*mlp\.gate$"],
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}},
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+        },
     }
     assert not asked(configured(source, quantization))["layers"]
 
@@ -92,18 +114,24 @@ def test_the_backend_and_the_quantization_are_the_servers(tmp_path: Path) -> Non
     model = configured(tmp_path / "gpt_oss", {"quant_method": "mxfp4"})
     assert not asked(model)["layers"]
     assert any("experts" in layer for layer in asked(model, moe_backend="humming")["layers"])
-    plain = write_qwen3_moe(tmp_path / "plain", hidden_size=256, intermediate_size=256, num_experts=64)
+    plain = write_qwen3_moe(
+        tmp_path / "plain", hidden_size=256, intermediate_size=256, num_experts=64
+    )
     assert not asked(plain)["layers"]
     assert any("experts" in layer for layer in asked(plain, quantization="mxfp8")["layers"])
 
 
 def configured(source: Path, quantization: dict[str, Any]) -> Path:
     path = source / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization}))
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization})
+    )
     return source
 
 
-def test_a_cache_that_others_can_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_others_can_write_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(stock_checkpoint.CACHE_VARIABLE, str(tmp_path / "new"))
     assert stock_checkpoint.private_cache().stat().st_mode & 0o777 == 0o700
     (tmp_path / "new").chmod(0o777)
@@ -112,15 +140,21 @@ def test_a_cache_that_others_can_write_is_refused(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("case", ["a file", "no home"])
-def test_a_cache_that_cannot_be_made(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_made(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_home() -> Path:
         raise RuntimeError
 
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(Path, "home", no_home)
-    monkeypatch.setenv(stock_checkpoint.CACHE_VARIABLE, str(tmp_path / "file" / "cache") if case == "a file" else "")
+    monkeypatch.setenv(
+        stock_checkpoint.CACHE_VARIABLE,
+        str(tmp_path / "file" / "cache") if case == "a file" else "",
+    )
     with pytest.raises(
-        OutputError, match=f"(?s)cannot be made.*what to do: Set {stock_checkpoint.CACHE_VARIABLE} to"
+        OutputError,
+        match=f"(?s)cannot be made.*what to do: Set {stock_checkpoint.CACHE_VARIABLE} to",
     ) as told:
         stock_checkpoint.private_cache()
     assert told.value.where == (str(tmp_path / "file" / "cache") if case == "a file" else "~")
@@ -128,6 +162,8 @@ def test_a_cache_that_cannot_be_made(case: str, tmp_path: Path, monkeypatch: pyt
 
 def test_what_vllm_says_of_a_model_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(stock_checkpoint.CACHE_VARIABLE, str(tmp_path / "cache"))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gearbox", "architectures": ["Gearbox"]}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "gearbox", "architectures": ["Gearbox"]})
+    )
     with pytest.raises(RequestError, match="gearbox"):
         stock_checkpoint.warm_checkpoint(str(tmp_path), GPU, SERVER, 1, print)

@@ -29,9 +29,34 @@ pytestmark = pytest.mark.vllm
 ROUTING = ("e_score_correction_bias", "hash_indices_table")
 # Those that vLLM builds of transformers' own configs, without the packages of its vision models.
 FAMILIES = (
-    *("mixtral", "minimax_m2", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "jamba", "nemotron_h"),
-    *("lfm2_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "ernie4_5_moe", "hunyuan_v1_moe", "laguna"),
-    *("gpt_oss", "granitemoe", "granitemoeshared", "granitemoehybrid", "granitemoe_swa", "dbrx", "deepseek_v4"),
+    *(
+        "mixtral",
+        "minimax_m2",
+        "qwen2_moe",
+        "qwen3_moe",
+        "qwen3_next",
+        "olmoe",
+        "jamba",
+        "nemotron_h",
+    ),
+    *(
+        "lfm2_moe",
+        "deepseek_v2",
+        "deepseek_v3",
+        "glm4_moe",
+        "ernie4_5_moe",
+        "hunyuan_v1_moe",
+        "laguna",
+    ),
+    *(
+        "gpt_oss",
+        "granitemoe",
+        "granitemoeshared",
+        "granitemoehybrid",
+        "granitemoe_swa",
+        "dbrx",
+        "deepseek_v4",
+    ),
 )
 SIZES: dict[str, Any] = {"hidden": 256, "inner": 128, "head_dim": 64}
 
@@ -55,11 +80,19 @@ def is_equal(layer: Any, kernel: Path, block: str) -> bool:
     if not isinstance(layer.quant_method, HummingMoEMethod):
         return False
     layer.quant_method.process_weights_after_loading(layer)
-    found = {name: parameter.data for name, parameter in layer.named_parameters() if name not in ROUTING}
+    found = {
+        name: parameter.data for name, parameter in layer.named_parameters() if name not in ROUTING
+    }
     gemms = load_layer(kernel, block)
-    wanted = {f"{gemm}_{name}": tensor for gemm, of in gemms.items() for name, tensor in of.tensors.items()}
+    wanted = {
+        f"{gemm}_{name}": tensor
+        for gemm, of in gemms.items()
+        for name, tensor in of.tensors.items()
+    }
     return found.keys() == wanted.keys() and all(
-        torch.equal(found[name].contiguous().view(torch.uint8), wanted[name].contiguous().view(torch.uint8))
+        torch.equal(
+            found[name].contiguous().view(torch.uint8), wanted[name].contiguous().view(torch.uint8)
+        )
         for name in wanted
     )
 
@@ -73,12 +106,16 @@ def is_read(packed: Path, kernel: Path) -> bool:
         methods = {type(getattr(module, "quant_method", None)).__name__ for module in others}
         assert not any("Humming" in name for name in methods)
         for parameter in (parameter for layer in layers for parameter in layer.parameters()):
-            parameter.data.view(torch.uint8).fill_(0x77)  # nothing is right because memory happened to be zero
+            parameter.data.view(torch.uint8).fill_(
+                0x77
+            )  # nothing is right because memory happened to be zero
         try:
             model.load_weights(experts_of(packed, blocks))
         except (AttributeError, KeyError, ValueError):
             return False
-        return all(is_equal(layer, kernel, block) for layer, block in zip(layers, blocks, strict=True))
+        return all(
+            is_equal(layer, kernel, block) for layer, block in zip(layers, blocks, strict=True)
+        )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -90,7 +127,9 @@ def test_what_is_said_of_a_family_is_what_happens(name: str, tmp_path: Path) -> 
     run(tmp_path / "m", kernel, "mxfp4")
     family = BY_MODEL_TYPE[json.loads((packed / "config.json").read_text())["model_type"]].name
     layers = manifest(packed)["blocks"]
-    said = [ENGINE.checkpoint_family_obstacle(family, layer, schema_of("mxfp4")) for layer in layers]
+    said = [
+        ENGINE.checkpoint_family_obstacle(family, layer, schema_of("mxfp4")) for layer in layers
+    ]
     assert is_read(packed, kernel) == (not any(said))
 
 

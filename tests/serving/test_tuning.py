@@ -34,7 +34,9 @@ class Facade(ModuleType):
 
     def get_heuristics_config(self, **asked: Any) -> Any:
         self.num_worked_out += 1
-        return importlib.import_module("humming.tune").get_heuristics_config(device=NO_DEVICE, **asked)
+        return importlib.import_module("humming.tune").get_heuristics_config(
+            device=NO_DEVICE, **asked
+        )
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +66,10 @@ def configs(artifact: Path) -> list[Any]:
 
 
 def ask(facade: Any, artifact: Path, **more: Any) -> list[Any]:
-    return [facade.get_heuristics_config(layer_config=one, **{**ASKED, **more}) for one in configs(artifact)]
+    return [
+        facade.get_heuristics_config(layer_config=one, **{**ASKED, **more})
+        for one in configs(artifact)
+    ]
 
 
 def tables_of(folder: Path) -> dict[str, Any]:
@@ -102,7 +107,9 @@ def test_another_question_is_another_table(artifact: Path, facade: Facade) -> No
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("damage", ["[", "[[1, 2]]", '[["a", 1, {"block_shape": 1}]]'])
-def test_a_damaged_table_is_worked_out_again(artifact: Path, facade: Facade, tmp_path: Path, damage: str) -> None:
+def test_a_damaged_table_is_worked_out_again(
+    artifact: Path, facade: Facade, tmp_path: Path, damage: str
+) -> None:
     with remembered({}):
         wanted = ask(facade, artifact)
         kept = sorted((tmp_path / "cache" / "hqconv-tuning").iterdir())
@@ -114,7 +121,9 @@ def test_a_damaged_table_is_worked_out_again(artifact: Path, facade: Facade, tmp
     assert all(is_table(json.loads(path.read_text())) for path in kept)
 
 
-def test_warm_leaves_the_tables_that_a_server_asks_for(artifact: Path, facade: Facade, tmp_path: Path) -> None:
+def test_warm_leaves_the_tables_that_a_server_asks_for(
+    artifact: Path, facade: Facade, tmp_path: Path
+) -> None:
     wanted = ask(facade, artifact)
     facade.num_worked_out = 0
     warm(artifact, gpu="h200", kernels=tmp_path / "kernels")

@@ -33,11 +33,15 @@ def test_other_versions_than_the_tested_are_told_of(
     monkeypatch.setattr(refusals.logger, "propagate", True)
     with caplog.at_level(logging.WARNING, refusals.logger.name):
         refusals.warn_of_untested()
-    assert [f"this is {found}." in record.getMessage() for record in caplog.records] == [True] * is_told
+    assert [f"this is {found}." in record.getMessage() for record in caplog.records] == [
+        True
+    ] * is_told
 
 
 def test_the_tested_versions_are_those_that_pyproject_asks_for() -> None:
-    words = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]["vllm"]
+    words = tomllib.loads((REPO / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]["vllm"]
     least, below = (".".join(map(str, numbers)) for numbers in refusals.TESTED)
     assert words == [f"vllm>={least},<{below}"]
 
@@ -65,7 +69,10 @@ def test_all_that_the_plugin_imports_is_looked_for() -> None:
     }
     listed = {f"{module}: {name}" for module, names in needs.NEEDS.items() for name in names}
     renamed = {"vllm.platforms: current_platform", "vllm.utils: humming"}
-    assert not {entry.replace(".humming: ", ".humming.moe: ") for entry in imported - renamed - listed} - listed
+    assert (
+        not {entry.replace(".humming: ", ".humming.moe: ") for entry in imported - renamed - listed}
+        - listed
+    )
 
 
 @pytest.mark.vllm
@@ -75,12 +82,16 @@ def test_this_vllm_has_all_of_it() -> None:
 
 
 @pytest.mark.vllm
-def test_a_vllm_that_lacks_something_refuses_artifacts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vllm_that_lacks_something_refuses_artifacts_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("vllm", reason="vLLM is not here: `make test-vllm` runs these")
     from tests.make import vllm_cpu  # isort: skip  # noqa: F401  - before vLLM
     from vllm.model_executor.layers.quantization import get_quantization_config
 
-    monkeypatch.setattr(plugin, "missing", lambda: ["vllm.utils.humming: get_heuristics_config", "vllm.gone"])
+    monkeypatch.setattr(
+        plugin, "missing", lambda: ["vllm.utils.humming: get_heuristics_config", "vllm.gone"]
+    )
     plugin.register()
     try:
         with pytest.raises(

@@ -32,7 +32,12 @@ from hqconv.kernel_layout.kernel_sources import (
 from hqconv.schemas.activation import Activation
 from hqconv.serving.vllm.kernel_requests import PREQUANTIZED, compute_settings, kernel_activation
 from hqconv.serving.warm.gpus import KNOWN, choose_gpu
-from hqconv.serving.warm.kernel_store import MANIFEST, folder_beside, read_kernels, read_store_manifest
+from hqconv.serving.warm.kernel_store import (
+    MANIFEST,
+    folder_beside,
+    read_kernels,
+    read_store_manifest,
+)
 from tests.make.kernels import fake_compiler, use_compiler
 from tests.make.qwen import write_qwen3_moe
 
@@ -69,7 +74,9 @@ def test_a_folder_of_kernels(artifact: Path, compiler: Any, tmp_path: Path) -> N
     words = warm(artifact, gpu="h200", kernels=folder, announce=told.append)
     assert compiler.num_compiled == words["num_compiled"] == words["num_kernels"] > 10
     num = words["num_kernels"]
-    assert told == [f"Compiling {num} of {num} kernels for NVIDIA H200 with FakeCompiler fake+13.0."]
+    assert told == [
+        f"Compiling {num} of {num} kernels for NVIDIA H200 with FakeCompiler fake+13.0."
+    ]
     manifest = read_store_manifest(folder)
     kernels = read_kernels(folder, manifest)
     assert len(kernels) == words["num_kernels"]
@@ -89,7 +96,9 @@ def test_kernels_of_each_gemms_schema(artifact: Path, compiler: Any, tmp_path: P
         hqconv.convert(source, tmp_path / schema, schema=schema, target="sm90", device="cpu")
         warm(tmp_path / schema, gpu="h200", kernels=tmp_path / f"kernels {schema}")
         folder = tmp_path / f"kernels {schema}"
-        found[schema] = {one.code for one in read_kernels(folder, read_store_manifest(folder)).values()}
+        found[schema] = {
+            one.code for one in read_kernels(folder, read_store_manifest(folder)).values()
+        }
     rotated, plain, both = found.values()
     assert both <= rotated | plain
     assert both & (rotated - plain)
@@ -97,11 +106,17 @@ def test_kernels_of_each_gemms_schema(artifact: Path, compiler: Any, tmp_path: P
     assert (rotated | plain) - both
 
 
-SECOND = (("int4-g32-e4m3", "TENSOR"), ("int4-g32-e4m3-row", "CHANNEL"), ("fp4-g32-e8m0-row", "CHANNEL"))
+SECOND = (
+    ("int4-g32-e4m3", "TENSOR"),
+    ("int4-g32-e4m3-row", "CHANNEL"),
+    ("fp4-g32-e8m0-row", "CHANNEL"),
+)
 
 
 @pytest.mark.full
-def test_what_is_there_stays_and_what_is_damaged_is_made_anew(artifact: Path, compiler: Any, tmp_path: Path) -> None:
+def test_what_is_there_stays_and_what_is_damaged_is_made_anew(
+    artifact: Path, compiler: Any, tmp_path: Path
+) -> None:
     folder = tmp_path / "kernels"
     warm(artifact, gpu="h200", kernels=folder)
     before, num = (folder / MANIFEST).read_bytes(), compiler.num_compiled
@@ -113,7 +128,9 @@ def test_what_is_there_stays_and_what_is_damaged_is_made_anew(artifact: Path, co
 
 
 @pytest.mark.full
-def test_another_compiler_replaces_all(artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_compiler_replaces_all(
+    artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "kernels"
     use_compiler(monkeypatch, fake_compiler("13.0"))
     warm(artifact, gpu="h200", kernels=folder)
@@ -160,18 +177,30 @@ def refusals(tmp_path: Path) -> dict[str, tuple[dict[str, Any], type[HqconvError
         "unknown": ({"gpu": "gtx9000"}, RequestError, "no such GPU"),
         "nonsense": ({"gpu": str(odd)}, RequestError, "makes no sense"),
         "no architecture": ({"gpu": str(other)}, RequestError, "makes no sense"),
-        "another architecture": ({"gpu": str(apart)}, RequestError, "a GPU of sm90: h100, h100-pcie, h20, h200"),
+        "another architecture": (
+            {"gpu": str(apart)},
+            RequestError,
+            "a GPU of sm90: h100, h100-pcie, h20, h200",
+        ),
         "a name of another": ({"gpu": "B200"}, RequestError, "found: b200, sm100"),
         "a name without figures": ({"gpu": "gh200"}, RequestError, "gpu.json"),
         "almost a name": ({"gpu": "h2000"}, RequestError, r"Did you mean h200\?"),
     }
 
 
-REFUSED = ("a folder of others", "no GPU", "unknown", "nonsense", "no architecture", "another architecture")
+REFUSED = (
+    "a folder of others",
+    "no GPU",
+    "unknown",
+    "nonsense",
+    "no architecture",
+    "another architecture",
+)
 
 
 @pytest.mark.parametrize(
-    "case", [*REFUSED, "a pipe", "no end", "a name of another", "a name without figures", "almost a name"]
+    "case",
+    [*REFUSED, "a pipe", "no end", "a name of another", "a name without figures", "almost a name"],
 )
 def test_refusals(case: str, artifact: Path, compiler: Any, tmp_path: Path) -> None:
     import torch
@@ -184,7 +213,9 @@ def test_refusals(case: str, artifact: Path, compiler: Any, tmp_path: Path) -> N
     assert compiler.num_compiled == 0
 
 
-def test_a_checkpoint_without_the_engine(artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_without_the_engine(
+    artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     source = artifact.parent / "source"
     hqconv.convert(source, tmp_path / "out", schema="mxfp4", layout="checkpoint", device="cpu")
@@ -215,7 +246,10 @@ def test_the_command(artifact: Path, compiler: Any, tmp_path: Path) -> None:
 
 def test_the_command_says_who_takes_the_kernels(artifact: Path, compiler: Any) -> None:
     done = CliRunner().invoke(app, ["warm", str(artifact), "--gpu", "h200"])
-    assert "A server of this user takes them by itself, any other with HQCONV_WARM_KERNELS=1." in done.stdout
+    assert (
+        "A server of this user takes them by itself, any other with HQCONV_WARM_KERNELS=1."
+        in done.stdout
+    )
 
 
 def test_how_vllm_asks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +259,9 @@ def test_how_vllm_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setenv("VLLM_HUMMING_MOE_GEMM_TYPE", "grouped")
     monkeypatch.setenv("VLLM_HUMMING_USE_F16_ACCUM", "1")
-    assert compute_settings(False) == ComputeSettings(CONTIGUOUS, use_f16_accum=True, prequantized=PREQUANTIZED)
+    assert compute_settings(False) == ComputeSettings(
+        CONTIGUOUS, use_f16_accum=True, prequantized=PREQUANTIZED
+    )
     monkeypatch.setenv("VLLM_HUMMING_MOE_GEMM_TYPE", "magic")
     with pytest.raises(RequestError, match="no such GEMM"):
         compute_settings(False)
@@ -240,12 +276,19 @@ def test_the_gpu_and_the_way_of_asking_decide_about_kernels(compiler: Any) -> No
     assert found["h200"] == found["h100"] != found["h20"]
     with standing_in(KNOWN["h200"].facts()):
         for kind in (CONTIGUOUS, MASKED):
-            assert not found["h200"] & {kernel.name for kernel in gemm_kernels(WORDS, ComputeSettings(kind))}
+            assert not found["h200"] & {
+                kernel.name for kernel in gemm_kernels(WORDS, ComputeSettings(kind))
+            }
 
 
 def test_tokens_that_come_quantized_need_no_kernel() -> None:
     """vLLM quantizes fp8 in groups of 128 itself; everything else is quantized, and scattered, by Humming's kernel."""
-    fp8 = {**WORDS, "a_dtype": "float8e4m3", "as_dtype": "float32", "input_quant_mode": "dynamic_token"}
+    fp8 = {
+        **WORDS,
+        "a_dtype": "float8e4m3",
+        "as_dtype": "float32",
+        "input_quant_mode": "dynamic_token",
+    }
     static = {**fp8, "input_quant_mode": "static_tensor"}
     grouped = {**fp8, "input_quant_mode": "dynamic_group", "input_scale_group_size": 128}
     silu = kernel_activation(Activation("silu"), gated=True)
@@ -255,7 +298,10 @@ def test_tokens_that_come_quantized_need_no_kernel() -> None:
             assert input_kernels(fp8, settings, None, 2)
             assert input_kernels(static, settings, None, 2)
             assert not input_kernels(grouped, settings, None, 2)
-            each = [{k.name for k in input_kernels(words, settings, silu, 2)} for words in (fp8, grouped, static)]
+            each = [
+                {k.name for k in input_kernels(words, settings, silu, 2)}
+                for words in (fp8, grouped, static)
+            ]
             assert all(each)
             assert not each[0] & each[1]
             assert not each[0] & each[2]
@@ -268,7 +314,12 @@ def test_rotated_inputs_have_kernels_of_their_own(compiler: Any) -> None:
         for kind in (INDEXED, CONTIGUOUS, MASKED):
             for activation in (None, words):
                 plain, rotated = (
-                    {kernel.code for kernel in input_kernels(WORDS, ComputeSettings(kind), activation, 8, rotation)}
+                    {
+                        kernel.code
+                        for kernel in input_kernels(
+                            WORDS, ComputeSettings(kind), activation, 8, rotation
+                        )
+                    }
                     for rotation in (0, 128)
                 )
                 assert rotated

@@ -25,7 +25,10 @@ from vllm.config import LoadConfig
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.model_loader.weight_cache import daemon as daemons
 from vllm.model_executor.model_loader.weight_cache import ipc_loader
-from vllm.model_executor.model_loader.weight_cache.protocol import WeightCacheKey, check_ipc_quant_support
+from vllm.model_executor.model_loader.weight_cache.protocol import (
+    WeightCacheKey,
+    check_ipc_quant_support,
+)
 
 from hqconv.errors import VerificationError
 from hqconv.io.file_access import PieceReader
@@ -105,7 +108,9 @@ class Loader(ipc_loader.IpcModelLoader):  # type: ignore[misc]
     """vLLM's loader, connected to a daemon of this process."""
 
     def __init__(self, daemon: daemons.WeightCacheDaemon, mode: str) -> None:
-        config = LoadConfig(load_format="ipc_cache", model_loader_extra_config={"mode": mode, "fallback": False})
+        config = LoadConfig(
+            load_format="ipc_cache", model_loader_extra_config={"mode": mode, "fallback": False}
+        )
         super().__init__(config)
         self.daemon = daemon
 
@@ -123,7 +128,9 @@ class Loader(ipc_loader.IpcModelLoader):  # type: ignore[misc]
         """Nothing: this daemon ends with the test."""
 
 
-def start(loader: Loader, config: Any, rank: Any, monkeypatch: pytest.MonkeyPatch) -> torch.nn.Module:
+def start(
+    loader: Loader, config: Any, rank: Any, monkeypatch: pytest.MonkeyPatch
+) -> torch.nn.Module:
     """A server's model from the daemon, by vLLM's own steps."""
     monkeypatch.setattr(ipc_loader, "initialize_model", lambda **_: build(config, rank))
     facts = {"word_embeddings_untied_by_checkpoint": False, "quantization": "hqconv"}
@@ -143,7 +150,9 @@ def assert_holds_its_files(model: torch.nn.Module) -> None:
         stored = load_file(method.file.path)
         assert len(stored) == len(layer._parameters)
         for name, parameter in layer.named_parameters():
-            assert torch.equal(as_bytes(parameter), as_bytes(stored[f"{method.stored.name}.{name}"])), name
+            assert torch.equal(
+                as_bytes(parameter), as_bytes(stored[f"{method.stored.name}.{name}"])
+            ), name
 
 
 def no_reading(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +186,10 @@ def test_another_artifacts_experts_are_not_served(
     """The server loads its own files then, as vLLM's fallback does, and leaves the daemon's memory as it is."""
     for number, source in enumerate(sources):
         run(source, tmp_path / str(number), "int8")
-    loader, config = Loader(seeded(tmp_path / "0", parallel()), "zero_copy"), open_config(tmp_path / "1")
+    loader, config = (
+        Loader(seeded(tmp_path / "0", parallel()), "zero_copy"),
+        open_config(tmp_path / "1"),
+    )
     mapped: list[torch.nn.Module] = []
     apply = loader._apply_entries
 
@@ -186,10 +198,14 @@ def test_another_artifacts_experts_are_not_served(
         mapped.append(model)
 
     monkeypatch.setattr(loader, "_apply_entries", noted)
-    with pytest.raises(VerificationError, match=r"weight cache holds other experts(.|\n)*vllm preload"):
+    with pytest.raises(
+        VerificationError, match=r"weight cache holds other experts(.|\n)*vllm preload"
+    ):
         start(loader, config, parallel(), monkeypatch)
     (shared,) = mapped
     before = [as_bytes(parameter).clone() for parameter in shared.parameters()]
     own = fill(build(config, parallel()))  # the same config, as in vLLM's fallback
     assert_holds_its_files(own)
-    assert all(torch.equal(as_bytes(p), old) for p, old in zip(shared.parameters(), before, strict=True))
+    assert all(
+        torch.equal(as_bytes(p), old) for p, old in zip(shared.parameters(), before, strict=True)
+    )

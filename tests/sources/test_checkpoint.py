@@ -61,12 +61,17 @@ def write_folder(root: Path, shards: dict[str, dict[str, np.ndarray]], config: s
 
 
 def write_index(root: Path, weight_map: object) -> None:
-    (root / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (root / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
 
 
 def two_shards() -> dict[str, dict[str, np.ndarray]]:
     rng = np.random.default_rng(0)
-    first = {"a": rng.integers(0, 256, (3, 5), np.uint8), "b": rng.standard_normal((4, 4)).astype(np.float32)}
+    first = {
+        "a": rng.integers(0, 256, (3, 5), np.uint8),
+        "b": rng.standard_normal((4, 4)).astype(np.float32),
+    }
     second = {"c": rng.integers(-9, 9, (2, 2, 2), np.int64), "empty": np.zeros((0, 7), np.float16)}
     return {"model-1-of-2.safetensors": first, "model-2-of-2.safetensors": second}
 
@@ -94,11 +99,21 @@ def test_dtypes_are_those_of_the_library() -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.bool, torch.int32]
+    "dtype",
+    [
+        torch.bfloat16,
+        torch.float16,
+        torch.float8_e4m3fn,
+        torch.float8_e8m0fnu,
+        torch.bool,
+        torch.int32,
+    ],
 )
 def test_header_of_a_torch_file(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = {"x": torch.arange(6).reshape(2, 3).to(dtype), "scalar": torch.ones((), dtype=dtype)}
-    torch_save_file(tensors, tmp_path / "t.safetensors", metadata={"format": "pt", "ключ": "значение"})
+    torch_save_file(
+        tensors, tmp_path / "t.safetensors", metadata={"format": "pt", "ключ": "значение"}
+    )
     entries, metadata, sha256 = read_header(tmp_path / "t.safetensors")
     raw = (tmp_path / "t.safetensors").read_bytes()
     assert metadata == {"format": "pt", "ключ": "значение"}
@@ -108,7 +123,9 @@ def test_header_of_a_torch_file(tmp_path: Path, dtype: torch.dtype) -> None:
         assert entry.shape == tuple(value.shape)
         want = bytes(value.reshape(-1).view(torch.uint8).tolist())
         assert raw[entry.offset_bytes : entry.offset_bytes + entry.num_bytes] == want
-    assert {entry.dtype for entry in entries.values()} == {item[1]["dtype"] for item in safetensors.deserialize(raw)}
+    assert {entry.dtype for entry in entries.values()} == {
+        item[1]["dtype"] for item in safetensors.deserialize(raw)
+    }
 
 
 BROKEN: list[tuple[str, bytes, str | None, str]] = [
@@ -131,8 +148,18 @@ BROKEN: list[tuple[str, bytes, str | None, str]] = [
     ("metadata number", pack({"__metadata__": {"x": 1}}), None, "__metadata__"),
     ("metadata twice", pack(b'{"__metadata__":{},"__metadata__":{}}'), None, "twice"),
     ("metadata key twice", pack(b'{"__metadata__":{"x":"1","x":"1"}}'), None, "twice"),
-    ("name twice", pack(b'{"a":%s,"b":1,"a":%s}' % ((json.dumps(ONE).encode(),) * 2), b"xx"), "a", "twice"),
-    ("field twice", pack(b'{"a":{"dtype":"U8","dtype":"U8","shape":[],"data_offsets":[0,1]}}'), "a", "'dtype' twice"),
+    (
+        "name twice",
+        pack(b'{"a":%s,"b":1,"a":%s}' % ((json.dumps(ONE).encode(),) * 2), b"xx"),
+        "a",
+        "twice",
+    ),
+    (
+        "field twice",
+        pack(b'{"a":{"dtype":"U8","dtype":"U8","shape":[],"data_offsets":[0,1]}}'),
+        "a",
+        "'dtype' twice",
+    ),
     ("entry is a list", pack({"a": ["U8", [2], [0, 2]]}, b"xx"), "a", "malformed"),
     ("no dtype", pack({"a": {"shape": [2], "data_offsets": [0, 2]}}, b"xx"), "a", "malformed"),
     ("no shape", pack({"a": {"dtype": "U8", "data_offsets": [0, 2]}}, b"xx"), "a", "malformed"),
@@ -142,7 +169,12 @@ BROKEN: list[tuple[str, bytes, str | None, str]] = [
     ("dtype list", pack({"a": {**ONE, "dtype": ["U8"]}}, b"xx"), "a", "dtype is unknown"),
     ("shape number", pack({"a": {**ONE, "shape": 2}}, b"xx"), "a", "shape is malformed"),
     ("negative dims", pack({"a": tensor("U8", [-1, -2], 0, 2)}, b"xx"), "a", "shape is malformed"),
-    ("minus zero", pack(b'{"a":{"dtype":"U8","shape":[-0],"data_offsets":[0,0]}}'), "a", "shape is malformed"),
+    (
+        "minus zero",
+        pack(b'{"a":{"dtype":"U8","shape":[-0],"data_offsets":[0,0]}}'),
+        "a",
+        "shape is malformed",
+    ),
     ("bool dim", pack({"a": tensor("U8", [True, 2], 0, 2)}, b"xx"), "a", "shape is malformed"),
     ("float dim", pack({"a": tensor("U8", [2.0], 0, 2)}, b"xx"), "a", "shape is malformed"),
     ("text dim", pack({"a": tensor("U8", ["2"], 0, 2)}, b"xx"), "a", "shape is malformed"),
@@ -152,21 +184,66 @@ BROKEN: list[tuple[str, bytes, str | None, str]] = [
     ("bits overflow", pack({"a": tensor("U8", [2**62], 0, 0)}), "a", "overflows"),
     ("half a byte", pack({"a": tensor("F4", [3], 0, 2)}, b"xx"), "a", "whole bytes"),
     ("six bits", pack({"a": tensor("F6_E2M3", [2], 0, 2)}, b"xx"), "a", "whole bytes"),
-    ("one offset", pack({"a": {**ONE, "data_offsets": [2]}}, b"xx"), "a", "data_offsets are malformed"),
-    ("three offsets", pack({"a": {**ONE, "data_offsets": [0, 2, 2]}}, b"xx"), "a", "data_offsets are malformed"),
-    ("float offset", pack({"a": tensor("U8", [2], 0, 2.0)}, b"xx"), "a", "data_offsets are malformed"),
-    ("bool offset", pack({"a": tensor("U8", [1], False, True)}, b"x"), "a", "data_offsets are malformed"),
-    ("minus zero offset", pack(b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[-0,0]}}'), "a", "are malformed"),
+    (
+        "one offset",
+        pack({"a": {**ONE, "data_offsets": [2]}}, b"xx"),
+        "a",
+        "data_offsets are malformed",
+    ),
+    (
+        "three offsets",
+        pack({"a": {**ONE, "data_offsets": [0, 2, 2]}}, b"xx"),
+        "a",
+        "data_offsets are malformed",
+    ),
+    (
+        "float offset",
+        pack({"a": tensor("U8", [2], 0, 2.0)}, b"xx"),
+        "a",
+        "data_offsets are malformed",
+    ),
+    (
+        "bool offset",
+        pack({"a": tensor("U8", [1], False, True)}, b"x"),
+        "a",
+        "data_offsets are malformed",
+    ),
+    (
+        "minus zero offset",
+        pack(b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[-0,0]}}'),
+        "a",
+        "are malformed",
+    ),
     ("negative offset", pack({"a": tensor("U8", [2], -2, 0)}, b"xx"), "a", "out of order"),
     ("begin after end", pack({"a": tensor("U8", [0], 2, 0)}, b"xx"), "a", "out of order"),
     ("too many bytes", pack({"a": tensor("U8", [1], 0, 2)}, b"xx"), "a", "disagree"),
     ("too few bytes", pack({"a": tensor("F32", [1], 0, 2)}, b"xx"), "a", "disagree"),
-    ("truncated", pack({"b": tensor("U8", [1], 0, 1), "a": tensor("U8", [2], 1, 3)}, b"xx"), "a", "truncated"),
-    ("overlap", pack({"b": tensor("U8", [2], 0, 2), "a": tensor("U8", [2], 1, 3)}, b"xxx"), "a", "overlaps tensor 'b'"),
+    (
+        "truncated",
+        pack({"b": tensor("U8", [1], 0, 1), "a": tensor("U8", [2], 1, 3)}, b"xx"),
+        "a",
+        "truncated",
+    ),
+    (
+        "overlap",
+        pack({"b": tensor("U8", [2], 0, 2), "a": tensor("U8", [2], 1, 3)}, b"xxx"),
+        "a",
+        "overlaps tensor 'b'",
+    ),
     ("same bytes", pack({"b": ONE, "a": ONE}, b"xx"), "a", "overlaps tensor 'b'"),
-    ("empty inside", pack({"b": ONE, "a": tensor("U8", [0], 1, 1)}, b"xx"), "a", "overlaps tensor 'b'"),
+    (
+        "empty inside",
+        pack({"b": ONE, "a": tensor("U8", [0], 1, 1)}, b"xx"),
+        "a",
+        "overlaps tensor 'b'",
+    ),
     ("hole first", pack({"a": tensor("U8", [1], 1, 2)}, b"xx"), "a", "hole after the header"),
-    ("hole", pack({"b": tensor("U8", [1], 0, 1), "a": tensor("U8", [1], 2, 3)}, b"xxx"), "a", "hole after tensor 'b'"),
+    (
+        "hole",
+        pack({"b": tensor("U8", [1], 0, 1), "a": tensor("U8", [1], 2, 3)}, b"xxx"),
+        "a",
+        "hole after tensor 'b'",
+    ),
     ("trailing", pack({"b": ONE}, b"xxx"), None, "after tensor 'b' belong to no tensor"),
     ("trailing, no tensors", pack({}, b"x"), None, "after the header belong to no tensor"),
 ]
@@ -199,7 +276,11 @@ def test_unreadable_files(tmp_path: Path) -> None:
 
 
 def test_order_is_that_of_the_bytes(tmp_path: Path) -> None:
-    header = {"z": tensor("U8", [1], 3, 4), "e": tensor("U8", [0], 3, 3), "a": tensor("U8", [3], 0, 3)}
+    header = {
+        "z": tensor("U8", [1], 3, 4),
+        "e": tensor("U8", [0], 3, 3),
+        "a": tensor("U8", [3], 0, 3),
+    }
     (tmp_path / "f").write_bytes(pack(header, b"abcd"))
     assert list(read_header(tmp_path / "f")[0]) == ["a", "e", "z"]
 
@@ -225,7 +306,10 @@ TWICE = [
 
 @pytest.mark.parametrize("raw", TWICE)
 def test_no_key_is_lost_unseen(tmp_path: Path, raw: bytes) -> None:
-    words = {b"one": json.dumps(ONE).encode(), b"none": json.dumps(tensor("U8", [0], 2, 2)).encode()}
+    words = {
+        b"one": json.dumps(ONE).encode(),
+        b"none": json.dumps(tensor("U8", [0], 2, 2)).encode(),
+    }
     (tmp_path / "f").write_bytes(pack(raw % words, b"xx"))
     with pytest.raises(InputError, match="twice"):
         read_header(tmp_path / "f")
@@ -246,7 +330,9 @@ def test_no_key_is_lost_unseen(tmp_path: Path, raw: bytes) -> None:
         (b'"dtype":"U16","shape":[1],"data_offsets":[2,3]', "disagree"),
     ],
 )
-def test_what_equals_a_shape_that_was_seen_is_looked_at(tmp_path: Path, second: bytes, text: str) -> None:
+def test_what_equals_a_shape_that_was_seen_is_looked_at(
+    tmp_path: Path, second: bytes, text: str
+) -> None:
     """To Python true and 1.0 are 1, and nothing, made a tuple, is the shape of a scalar."""
     first = json.dumps({"one": tensor("U8", [1], 0, 1), "none": tensor("U8", [], 1, 2)}).encode()
     raw = first[:-1] + b',"a":{%s}}' % second
@@ -275,7 +361,9 @@ def valid_files(draw: st.DrawFn) -> tuple[dict[str, Any], bytes]:
     names = draw(st.permutations(list(header)))
     header = {name: header[name] for name in names}
     if draw(st.booleans()):
-        header["__metadata__"] = draw(st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=2))
+        header["__metadata__"] = draw(
+            st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=2)
+        )
     return header, draw(st.binary(min_size=end, max_size=end))
 
 
@@ -288,7 +376,10 @@ def ours(raw: bytes, path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]
 
 
 def theirs(raw: bytes) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    return {name: (t["dtype"], tuple(t["shape"]), bytes(t["data"])) for name, t in safetensors.deserialize(raw)}
+    return {
+        name: (t["dtype"], tuple(t["shape"]), bytes(t["data"]))
+        for name, t in safetensors.deserialize(raw)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -298,7 +389,9 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(max_examples=num_examples(300), deadline=None)
 @given(file=valid_files())
-def test_valid_files_read_as_the_library_reads_them(scratch: Path, file: tuple[dict[str, Any], bytes]) -> None:
+def test_valid_files_read_as_the_library_reads_them(
+    scratch: Path, file: tuple[dict[str, Any], bytes]
+) -> None:
     raw = pack(*file)
     assert ours(raw, scratch) == theirs(raw)
     assert read_header(scratch)[1] == file[0].get("__metadata__", {})
@@ -315,10 +408,14 @@ def test_opens_a_sharded_folder(tmp_path: Path) -> None:
         assert (checkpoint.revision, checkpoint.repo_id) == (None, None)
         assert checkpoint.config == {"model_type": "x", "limit": float("inf")}
         assert [file.name for file in checkpoint.files] == sorted(shards)
-        assert checkpoint.metadata == tuple({"format": "pt", "shard": name} for name in sorted(shards))
+        assert checkpoint.metadata == tuple(
+            {"format": "pt", "shard": name} for name in sorted(shards)
+        )
         index = (root / "model.safetensors.index.json").read_bytes()
         assert checkpoint.index_sha256 == hashlib.sha256(index).hexdigest()
-        assert checkpoint.total_bytes == sum(x.nbytes for shard in shards.values() for x in shard.values())
+        assert checkpoint.total_bytes == sum(
+            x.nbytes for shard in shards.values() for x in shard.values()
+        )
         order = [(ref.file, ref.offset_bytes) for ref in checkpoint.tensors.values()]
         assert order == sorted(order)
         for number, name in enumerate(sorted(shards)):
@@ -345,16 +442,36 @@ TWICE_READ: dict[str, tuple[list[str], list[str] | None, list[str]]] = {
         [FIRST, SECOND],
         ["read in two ways", f"which names {FIRST}", "model.safetensors"],
     ),
-    "a single file and an index of lost shards": (["model.safetensors"], ["lost.safetensors"], ["read in two ways"]),
-    "shards of another count": (["model-00001-of-00003.safetensors"], [FIRST, SECOND], [FIRST, "model-00001-of-00003"]),
-    "a file of another save": (["old.safetensors"], [FIRST, SECOND], [f"{FIRST} and old.safetensors", "tensor 'a'"]),
+    "a single file and an index of lost shards": (
+        ["model.safetensors"],
+        ["lost.safetensors"],
+        ["read in two ways"],
+    ),
+    "shards of another count": (
+        ["model-00001-of-00003.safetensors"],
+        [FIRST, SECOND],
+        [FIRST, "model-00001-of-00003"],
+    ),
+    "a file of another save": (
+        ["old.safetensors"],
+        [FIRST, SECOND],
+        [f"{FIRST} and old.safetensors", "tensor 'a'"],
+    ),
     "consolidated, by the same names": (
         ["consolidated.safetensors"],
         [FIRST, SECOND],
         ["and consolidated.safetensors"],
     ),
-    "a single file and shards, no index": (["model.safetensors"], None, ["model.safetensors and model-1-of-2"]),
-    "two sets, no index": (["model-00001-of-00001.safetensors"], None, ["model-00001-of-00001.safetensors and"]),
+    "a single file and shards, no index": (
+        ["model.safetensors"],
+        None,
+        ["model.safetensors and model-1-of-2"],
+    ),
+    "two sets, no index": (
+        ["model-00001-of-00001.safetensors"],
+        None,
+        ["model-00001-of-00001.safetensors and"],
+    ),
     "ranks, no index": (
         ["m-TP-000.safetensors", "m-TP-001.safetensors"],
         None,
@@ -402,7 +519,9 @@ def test_shards_without_an_index_are_the_model_beside_gguf_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_hub: bool
 ) -> None:
     name = "model-00001-of-00001.safetensors"
-    root = write_folder(tmp_path / "repo", {name: {"model.layers.0.mlp.experts.0.up_proj.weight": np.ones((2, 2))}})
+    root = write_folder(
+        tmp_path / "repo", {name: {"model.layers.0.mlp.experts.0.up_proj.weight": np.ones((2, 2))}}
+    )
     (root / "model.safetensors.index.json").unlink()
     (root / "other.gguf").write_bytes(b"another model")
     with serve(root) as server:
@@ -421,17 +540,29 @@ def test_files_that_are_no_second_reading(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["pytorch_model-00000-TP-{:03}", "model-rank-{}-part-0", "model{}-mp2", "mp_rank_{:02}", "rank{}"]
+    "name",
+    [
+        "pytorch_model-00000-TP-{:03}",
+        "model-rank-{}-part-0",
+        "model{}-mp2",
+        "mp_rank_{:02}",
+        "rank{}",
+    ],
 )
 @pytest.mark.parametrize("num_files", [1, 2])
 def test_parts_for_ranks_are_called_so(tmp_path: Path, name: str, num_files: int) -> None:
-    root = write_folder(tmp_path, {f"{name.format(rank)}.safetensors": {"a": np.ones(2)} for rank in range(num_files)})
+    root = write_folder(
+        tmp_path,
+        {f"{name.format(rank)}.safetensors": {"a": np.ones(2)} for rank in range(num_files)},
+    )
     (root / "model.safetensors.index.json").unlink()
     refuse(root, "parts of tensors, cut for tensor-parallel ranks", name.format(0), "--tp")
 
 
 def test_shards_in_a_subfolder(tmp_path: Path) -> None:
-    root = write_folder(tmp_path, {"sub/m.safetensors": {"a": np.arange(3)}, "n.safetensors": {"b": np.ones(1)}})
+    root = write_folder(
+        tmp_path, {"sub/m.safetensors": {"a": np.arange(3)}, "n.safetensors": {"b": np.ones(1)}}
+    )
     checkpoint = open_source(root)
     assert [file.name for file in checkpoint.files] == ["n.safetensors", "sub/m.safetensors"]
     assert read_all(checkpoint, "a") == np.arange(3).tobytes()
@@ -458,19 +589,36 @@ LEFT_OUT = words("""
     train.py zero_to_fp32.py run.sh data.jsonl requirements.txt events.out.tfevents.1 other.png notes.txt
     experts
 """)
-FOLDERS = ["checkpoint-20/tokenizer.json", "runs/x/events", "wandb/vocab.json", "global_step20/latest", "logs/a.md"]
-FOLDERS += ["pytorch_model_fsdp_0/__0_0.distcp", "best/config.json", "epoch_1/merges.txt", "lora/adapter_config.json"]
+FOLDERS = [
+    "checkpoint-20/tokenizer.json",
+    "runs/x/events",
+    "wandb/vocab.json",
+    "global_step20/latest",
+    "logs/a.md",
+]
+FOLDERS += [
+    "pytorch_model_fsdp_0/__0_0.distcp",
+    "best/config.json",
+    "epoch_1/merges.txt",
+    "lora/adapter_config.json",
+]
 
 
 @pytest.mark.parametrize("on_hub", [False, True])
-def test_files_that_belong_to_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_hub: bool) -> None:
-    root = write_folder(tmp_path / "repo", two_shards(), '{"auto_map": {"AutoModel": "modeling_x.Model"}}')
+def test_files_that_belong_to_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_hub: bool
+) -> None:
+    root = write_folder(
+        tmp_path / "repo", two_shards(), '{"auto_map": {"AutoModel": "modeling_x.Model"}}'
+    )
     for name in (*COPIED, *SKIPPED, *LEFT_OUT, *FOLDERS):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(f"{name[0]} = 1")
     (root / "README.md").write_text("![a plot](figures/plot.png)")
     (root / "modeling_x.py").write_text("from .layers import (\n    Layer,\n)\n")
-    (root / "layers.py").write_text("import os\nfrom .ops.norm import Norm\nload('mel_filters.npz')")
+    (root / "layers.py").write_text(
+        "import os\nfrom .ops.norm import Norm\nload('mel_filters.npz')"
+    )
     with serve(root) as server:
         use(monkeypatch, server.url, tmp_path / "cache")
         source = open_source("org/name", is_lazy=True) if on_hub else SafetensorsSource(root)
@@ -487,7 +635,9 @@ def test_a_dangling_link_is_not_passed_over(tmp_path: Path) -> None:
         open_source(root)
 
 
-def test_an_unreadable_subfolder_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_subfolder_is_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = write_folder(tmp_path, two_shards())
     (root / "sub").mkdir()
     real = os.scandir
@@ -526,7 +676,9 @@ def test_missing_config(tmp_path: Path) -> None:
 def test_no_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").write_text("x")
-    refuse(tmp_path, "no safetensors checkpoint", "pytorch_model.bin", "model.safetensors.index.json")
+    refuse(
+        tmp_path, "no safetensors checkpoint", "pytorch_model.bin", "model.safetensors.index.json"
+    )
 
 
 @pytest.mark.parametrize(
@@ -583,7 +735,9 @@ def test_tensor_outside_the_index(tmp_path: Path) -> None:
 
 
 def test_tensor_in_two_shards(tmp_path: Path) -> None:
-    root = write_folder(tmp_path, {"x.safetensors": {"a": np.ones(1)}, "y.safetensors": {"b": np.ones(1)}})
+    root = write_folder(
+        tmp_path, {"x.safetensors": {"a": np.ones(1)}, "y.safetensors": {"b": np.ones(1)}}
+    )
     save_file({"a": np.ones(1), "b": np.ones(1)}, root / "y.safetensors")
     refuse(root, "tensor 'a'", "x.safetensors and y.safetensors")
 
@@ -598,7 +752,16 @@ def test_a_broken_shard_is_named(tmp_path: Path) -> None:
 def test_paths_that_are_no_checkpoint(tmp_path: Path) -> None:
     root = write_folder(tmp_path / "m", two_shards())
     file = root / "model-1-of-2.safetensors"
-    for src in (str(tmp_path / "absent"), str(file), "absent", "./org/name", "../org/name", "a/b/c", "/absent", ""):
+    for src in (
+        str(tmp_path / "absent"),
+        str(file),
+        "absent",
+        "./org/name",
+        "../org/name",
+        "a/b/c",
+        "/absent",
+        "",
+    ):
         with pytest.raises(RequestError):
             open_source(src)
     with pytest.raises(RequestError, match="revision"):
@@ -614,14 +777,17 @@ def test_paths_that_are_no_checkpoint(tmp_path: Path) -> None:
 def big(tmp_path: Path) -> Path:
     rng = np.random.default_rng(1)
     shards = {
-        f"model-{s}.safetensors": {f"t{s}.{i}": rng.integers(0, 256, 40_000 + i, np.uint8) for i in range(8)}
+        f"model-{s}.safetensors": {
+            f"t{s}.{i}": rng.integers(0, 256, 40_000 + i, np.uint8) for i in range(8)
+        }
         for s in range(4)
     }
     return write_folder(tmp_path / "big", shards)
 
 
 @pytest.mark.parametrize(
-    ("start", "stop"), [(0, 0), (0, 1), (1, 7), (39_999, 40_000), (40_000, 40_000), (123, 30_000), (0, 40_000)]
+    ("start", "stop"),
+    [(0, 0), (0, 1), (1, 7), (39_999, 40_000), (40_000, 40_000), (123, 30_000), (0, 40_000)],
 )
 def test_partial_reads(big: Path, start: int, stop: int) -> None:
     with open_source(big) as checkpoint:
@@ -646,7 +812,9 @@ def test_reads_into_typed_buffers(tmp_path: Path) -> None:
         checkpoint.read_into(checkpoint.tensors["a"], b"read-only")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("start", "num_bytes"), [(-1, 1), (0, 40_001), (40_000, 1), (39_999, 2), (50_000, 0)])
+@pytest.mark.parametrize(
+    ("start", "num_bytes"), [(-1, 1), (0, 40_001), (40_000, 1), (39_999, 2), (50_000, 0)]
+)
 def test_reads_outside_the_tensor(big: Path, start: int, num_bytes: int) -> None:
     with open_source(big) as checkpoint, pytest.raises(ValueError, match=r"t1\.0"):
         checkpoint.read_into(checkpoint.tensors["t1.0"], bytearray(num_bytes), start)
@@ -666,7 +834,9 @@ def test_short_reads_are_continued(big: Path, monkeypatch: pytest.MonkeyPatch) -
     assert len(calls) == 41
 
 
-def test_threads_read_the_right_bytes_through_one_descriptor_a_file(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_read_the_right_bytes_through_one_descriptor_a_file(
+    big: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened, real = [], os.open
 
     def slow_open(path: Path, flags: int) -> int:
@@ -702,7 +872,11 @@ def test_threads_read_the_right_bytes_through_one_descriptor_a_file(big: Path, m
 
 def test_descriptors_are_lazy_and_closed(big: Path) -> None:
     def num_open() -> int:
-        return sum("model-" in str(fd.readlink()) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink())
+        return sum(
+            "model-" in str(fd.readlink())
+            for fd in Path("/proc/self/fd").iterdir()
+            if fd.is_symlink()
+        )
 
     before = num_open()
     with open_source(big) as checkpoint:
@@ -784,7 +958,11 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_opens_a_cached_repo(hub_cache: Path, revision: str | None) -> None:
     with open_source("org/name", revision) as checkpoint:
         assert checkpoint.root == hub_cache
-        assert (checkpoint.name, checkpoint.repo_id, checkpoint.revision) == ("name", "org/name", COMMIT)
+        assert (checkpoint.name, checkpoint.repo_id, checkpoint.revision) == (
+            "name",
+            "org/name",
+            COMMIT,
+        )
         assert checkpoint.other_files == ("tokenizer.json",)
         for shard in two_shards().values():
             for name, value in shard.items():
@@ -796,7 +974,9 @@ def test_a_folder_wins_over_a_repo_of_the_same_name(hub_cache: Path, tmp_path: P
     assert list(open_source("org/name").tensors) == ["local"]
 
 
-@pytest.mark.parametrize("name", ["model-2-of-2.safetensors", "config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    "name", ["model-2-of-2.safetensors", "config.json", "model.safetensors.index.json"]
+)
 def test_an_incomplete_cached_repo(hub_cache: Path, name: str) -> None:
     (hub_cache / name).unlink()
     with pytest.raises(InputError) as caught:
@@ -804,7 +984,9 @@ def test_an_incomplete_cached_repo(hub_cache: Path, name: str) -> None:
     assert name in str(caught.value)
 
 
-@pytest.mark.parametrize(("src", "revision"), [("org/other", None), ("org/name", "v2"), ("org/name", "f" * 40)])
+@pytest.mark.parametrize(
+    ("src", "revision"), [("org/other", None), ("org/name", "v2"), ("org/name", "f" * 40)]
+)
 def test_offline_and_not_cached(hub_cache: Path, src: str, revision: str | None) -> None:
     with pytest.raises(RequestError, match="HF_HUB_OFFLINE is set") as caught:
         open_source(src, revision)
@@ -817,21 +999,46 @@ def test_an_invalid_repo_id(hub_cache: Path) -> None:
         open_source("org/name--x")
 
 
-def test_downloads_what_is_needed_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_downloads_what_is_needed_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     repo = write_folder(tmp_path / "repo", two_shards())
     write_folder(repo, {"[odd].safetensors": {"o": np.ones(1)}})
     first, second = two_shards()
-    write_index(repo, {"a": first, "b": first, "c": second, "empty": second, "o": "[odd].safetensors"})
+    write_index(
+        repo, {"a": first, "b": first, "c": second, "empty": second, "o": "[odd].safetensors"}
+    )
     small = ["generation_config.json", "tokenizer/vocab.txt", "modeling_x.py"]
-    unwanted = ["pytorch_model.bin", "pytorch_model.bin.index.json", "original/params.json", "original/w.safetensors"]
-    unwanted += ["consolidated.safetensors", "o.safetensors", "w.gguf", ".gitattributes", "sub/.x/y", "onnx/m.onnx"]
+    unwanted = [
+        "pytorch_model.bin",
+        "pytorch_model.bin.index.json",
+        "original/params.json",
+        "original/w.safetensors",
+    ]
+    unwanted += [
+        "consolidated.safetensors",
+        "o.safetensors",
+        "w.gguf",
+        ".gitattributes",
+        "sub/.x/y",
+        "onnx/m.onnx",
+    ]
     for name in small + unwanted:
         (repo / name).parent.mkdir(parents=True, exist_ok=True)
-        (repo / name).write_text(name)  # each of other bytes: the library downloads the same ones once
+        (repo / name).write_text(
+            name
+        )  # each of other bytes: the library downloads the same ones once
     with serve(repo) as server:
         use(monkeypatch, server.url, tmp_path / "cache")
         checkpoint = open_source("org/name", "main")
-    wanted = [*small, "config.json", "model.safetensors.index.json", first, second, "[odd].safetensors"]
+    wanted = [
+        *small,
+        "config.json",
+        "model.safetensors.index.json",
+        first,
+        second,
+        "[odd].safetensors",
+    ]
     assert sorted(server.whole) == sorted(wanted)
     headers = {"consolidated.safetensors", "o.safetensors"}  # are they another reading of the repo?
     assert server.fetched == {*wanted, *headers}

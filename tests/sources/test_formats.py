@@ -59,7 +59,11 @@ def assert_decodes_to(out: Path, truth: dict[str, Block]) -> None:
         assert found.keys() == expected.keys()
         for part, values in expected.items():
             wrong = (found[part] != values).nonzero()
-            assert not len(wrong), (name, part, f"{len(wrong)} of {values.numel()}, first at {wrong[0]}")
+            assert not len(wrong), (
+                name,
+                part,
+                f"{len(wrong)} of {values.numel()}, first at {wrong[0]}",
+            )
 
 
 def plain_twin(folder: Path, written: Written) -> Path:
@@ -81,7 +85,10 @@ def plain_twin(folder: Path, written: Written) -> Path:
 
 
 def expert_files(out: Path) -> dict[str, bytes]:
-    return {p.relative_to(out).as_posix(): p.read_bytes() for p in sorted((out / "experts").rglob("*.*"))}
+    return {
+        p.relative_to(out).as_posix(): p.read_bytes()
+        for p in sorted((out / "experts").rglob("*.*"))
+    }
 
 
 def layers(out: Path) -> list[dict[str, Any]]:
@@ -121,7 +128,9 @@ def test_source_is_refused(name: str, get: Get, tmp_path: Path) -> None:
 
 
 def test_float16_scales_are_refused_for_bfloat16(get: Get, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="bfloat16 scales cannot hold its float16 scales") as caught:
+    with pytest.raises(
+        RequestError, match="bfloat16 scales cannot hold its float16 scales"
+    ) as caught:
         conversions.run(get("gptq-int4").folder, tmp_path / "out", "source", dtype="bfloat16")
     assert "--dtype float16" in caught.value.remedy
 
@@ -133,7 +142,9 @@ def test_int4_for_bfloat16_is_a_requantization_of_float16_scales(get: Get, tmp_p
 
 def test_a_block_scale_that_tp_cuts_is_repeated(get: Get, tmp_path: Path) -> None:
     written = get("fp8-block")
-    conversions.run(written.folder, tmp_path / "out", "source", Grid(tp=4))  # 128 x 128 blocks, 64 columns a rank
+    conversions.run(
+        written.folder, tmp_path / "out", "source", Grid(tp=4)
+    )  # 128 x 128 blocks, 64 columns a rank
     schema = conversions.manifest(tmp_path / "out")["weight_schema"]
     assert (schema["weight_scale_group_size_n"], schema["weight_scale_group_size"]) == (64, 64)
     assert_decodes_to(tmp_path / "out", written.truth)
@@ -217,7 +228,10 @@ def exact_groups(out: Path, truth: dict[str, Block], size: int) -> dict[str, tup
 def recorded_groups(out: Path) -> dict[str, tuple[int, int]]:
     errors = [layer["quantization_error"] for layer in layers(out)]
     return {
-        role: (sum(e[role]["num_exact_groups"] for e in errors), sum(e[role]["num_groups"] for e in errors))
+        role: (
+            sum(e[role]["num_exact_groups"] for e in errors),
+            sum(e[role]["num_groups"] for e in errors),
+        )
         for role in ROLES
     }
 
@@ -242,7 +256,9 @@ def test_lossless_requantization_is_exact_and_says_so(
     counts = recorded_groups(out)
     assert counts == exact_groups(out, written.truth, size)
     assert all(exact == of for exact, of in counts.values())
-    assert all(error["relative_error"] == 0 for error in layers(out)[0]["quantization_error"].values())
+    assert all(
+        error["relative_error"] == 0 for error in layers(out)[0]["quantization_error"].values()
+    )
     conversions.assert_verified(out, written.folder)
 
 
@@ -250,7 +266,9 @@ def test_lossless_requantization_is_exact_and_says_so(
     ("name", "schema", "size"),
     [("fp8-block", "mxfp8", 32), ("fp8-channel", "nvfp4", 16), ("ct-int4-g128", "fp8-block", 128)],
 )
-def test_counts_of_exact_groups_are_true(name: str, schema: str, size: int, get: Get, tmp_path: Path) -> None:
+def test_counts_of_exact_groups_are_true(
+    name: str, schema: str, size: int, get: Get, tmp_path: Path
+) -> None:
     written, out = get(name), tmp_path / "out"
     conversions.run(written.folder, out, schema)
     found, recorded = exact_groups(out, written.truth, size), recorded_groups(out)
@@ -273,7 +291,13 @@ def test_mxfp4_whose_scales_are_too_far_apart_for_nvfp4(tmp_path: Path) -> None:
 
 # --- our own layouts as sources ----------------------------------------------------------------------------
 
-CHAINED = ("fused-fp8-block", "fused-fp8-channel", "mxfp4-gpt-oss", "humming-nvfp4", "humming-int4-zp")
+CHAINED = (
+    "fused-fp8-block",
+    "fused-fp8-channel",
+    "mxfp4-gpt-oss",
+    "humming-nvfp4",
+    "humming-int4-zp",
+)
 
 
 @pytest.mark.sampled(3)
@@ -282,7 +306,10 @@ def test_from_layout_to_layout(name: str, get: Get, tmp_path: Path) -> None:
     """Source to either layout to the kernel's, with other ranks: the bytes are those of the short way."""
     written = get(name)
     for schema in ("source", "int4"):
-        ways = {key: tmp_path / f"{schema}-{key}" for key in ("direct", "checkpoint", "kernel", "a", "b")}
+        ways = {
+            key: tmp_path / f"{schema}-{key}"
+            for key in ("direct", "checkpoint", "kernel", "a", "b")
+        }
         conversions.run(written.folder, ways["direct"], schema)
         conversions.run(written.folder, ways["checkpoint"], schema, layout="checkpoint")
         conversions.run(written.folder, ways["kernel"], schema, Grid(tp=2, ep=2))
@@ -302,7 +329,13 @@ def test_the_checkpoint_layout_refuses_other_quantized_layers(get: Get, tmp_path
 # --- a source that was changed -----------------------------------------------------------------------------
 
 # The last two are bitsandbytes' tables: of the 4-bit type, which it has itself, and of scales that may not occur.
-UNUSED = ("input_scale", "input_global_scale", "weight_shape", "weight.quant_map", "weight.nested_quant_map")
+UNUSED = (
+    "input_scale",
+    "input_global_scale",
+    "weight_shape",
+    "weight.quant_map",
+    "weight.nested_quant_map",
+)
 # The bit that doubles or halves a number, or any bit of a code: byte of the element, and bit.
 _BIT = {"F32": (2, 7), "BF16": (0, 7), "F16": (1, 2)}
 
@@ -322,7 +355,11 @@ def flip(path: Path, tensor: str) -> None:
 def tensors_of_an_expert(written: Written) -> list[str]:
     """The tensors of the second expert's up and down projection, or all of a layer's stacks; those of use."""
     layer = next(iter(written.truth))
-    names = [name for name in load_file(written.folder / "model.safetensors") if name.startswith(f"{layer}.")]
+    names = [
+        name
+        for name in load_file(written.folder / "model.safetensors")
+        if name.startswith(f"{layer}.")
+    ]
     if written.spec.layout.fused is None:
         words = written.spec.layout.words[1:]
         words = (written.spec.layout.pair, words[1]) if written.spec.layout.pair else words
@@ -335,7 +372,9 @@ def tensors_of_an_expert(written: Written) -> list[str]:
 def test_verify_notices_a_changed_bit_of_every_part(name: str, tmp_path: Path) -> None:
     pytest.importorskip(FORMATS[name].needs or "torch")
     written = write(tmp_path / "source", name, experts=2)
-    conversions.run(written.folder, tmp_path / "out", "source" if written.spec.direct else target_of(written))
+    conversions.run(
+        written.folder, tmp_path / "out", "source" if written.spec.direct else target_of(written)
+    )
     path = written.folder / "model.safetensors"
     good = path.read_bytes()
     for tensor in tensors_of_an_expert(written):
@@ -350,8 +389,13 @@ def test_verify_notices_a_changed_bit_of_every_part(name: str, tmp_path: Path) -
 # --- where the tensors are ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["fp8-block", "mxfp4-gpt-oss", "fused-fp8-projection", "ct-int4-g32", "bitnet"])
+@pytest.mark.parametrize(
+    "name", ["fp8-block", "mxfp4-gpt-oss", "fused-fp8-projection", "ct-int4-g32", "bitnet"]
+)
 def test_a_single_expert(name: str, tmp_path: Path) -> None:
-    src, out = write(tmp_path / "src", name, hidden=256, inner=256, experts=1).folder, tmp_path / "out"
+    src, out = (
+        write(tmp_path / "src", name, hidden=256, inner=256, experts=1).folder,
+        tmp_path / "out",
+    )
     conversions.run(src, out, "source")
     conversions.assert_verified(out, src)

@@ -140,7 +140,19 @@ def call(*arguments: object) -> Any:
 
 
 def convert(model: Path, out: Path, *more: object) -> Any:
-    return call("convert", model, "-o", out, "--schema", "int4", "--target", "sm90", "--device", "cpu", *more)
+    return call(
+        "convert",
+        model,
+        "-o",
+        out,
+        "--schema",
+        "int4",
+        "--target",
+        "sm90",
+        "--device",
+        "cpu",
+        *more,
+    )
 
 
 # --- decoding ----------------------------------------------------------------------------------------------
@@ -175,7 +187,9 @@ def test_types_may_differ(model: Path, tensors: dict[str, Stack]) -> None:
         for layer in range(2):
             stored = read(source, experts, layer, 3)
             for word, role in ROLES.items():
-                assert_bits(stored[role].values(), floats(tensors[f"blk.{layer}.ffn_{word}_exps.weight"])[3])
+                assert_bits(
+                    stored[role].values(), floats(tensors[f"blk.{layer}.ffn_{word}_exps.weight"])[3]
+                )
         assert stored["w1"].coded is None
 
 
@@ -226,7 +240,10 @@ def test_gate_and_up_in_one_stack(tmp_path: Path) -> None:
     folder = without_experts(tmp_path / "model", num_layers=1)
     both = stack(Kind.Q5_1, (E, 2 * I, H))
     down = stack(Kind.IQ4_NL, SHAPES["down"])
-    write_gguf(folder / "m.gguf", {"blk.0.ffn_gate_up_exps.weight": both, "blk.0.ffn_down_exps.weight": down})
+    write_gguf(
+        folder / "m.gguf",
+        {"blk.0.ffn_gate_up_exps.weight": both, "blk.0.ffn_down_exps.weight": down},
+    )
     with open_with_gguf(folder) as source:
         experts = source.map_experts()
         assert experts.layers[0].num_bytes == both[0].nbytes + down[0].nbytes
@@ -241,7 +258,10 @@ def test_second_scales_of_nvfp4(tmp_path: Path) -> None:
     folder = without_experts(tmp_path / "model", num_layers=1)
     stacks = layer_of(0, same(Kind.NVFP4))
     scale = np.asarray([0.1, 0.5, 3.0, 1.0], np.float32)
-    more = {"blk.0.ffn_down_exps.scale": (scale, Kind.F32), "blk.0.ffn_down_exps.input_scale": (scale, Kind.F32)}
+    more = {
+        "blk.0.ffn_down_exps.scale": (scale, Kind.F32),
+        "blk.0.ffn_down_exps.input_scale": (scale, Kind.F32),
+    }
     write_gguf(folder / "m.gguf", {**stacks, **more})
     with open_with_gguf(folder) as source:
         experts = source.map_experts()
@@ -258,20 +278,31 @@ def test_second_scales_of_nvfp4(tmp_path: Path) -> None:
 def test_a_scale_that_may_be_the_routers(tmp_path: Path) -> None:
     """llama.cpp calls gemma4's per_expert_scale as it calls the second scale of NVFP4 weights."""
     folder = without_experts(tmp_path / "model", num_layers=1)
-    words = {"model_type": "gemma4_text", "hidden_activation": "gelu_pytorch_tanh", "top_k_experts": 2}
+    words = {
+        "model_type": "gemma4_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "top_k_experts": 2,
+    }
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **words}))
     prefix = "model.layers.0"
-    kept = {f"{prefix}.router.proj.weight": torch.zeros(E, H), f"{prefix}.input_layernorm.weight": torch.ones(H)}
+    kept = {
+        f"{prefix}.router.proj.weight": torch.zeros(E, H),
+        f"{prefix}.input_layernorm.weight": torch.ones(H),
+    }
     save_file(kept, folder / "model.safetensors")
     scale = {"blk.0.ffn_down_exps.scale": (np.ones(E, np.float32), Kind.F32)}
 
     write_gguf(folder / "m.gguf", {**layer_of(0, same(Kind.Q8_0)), **scale})
     refused(folder, InputError, r"m\.gguf:blk\.0\.ffn_down_exps\.scale")  # not in the safetensors
-    save_file({**kept, f"{prefix}.router.per_expert_scale": torch.ones(E)}, folder / "model.safetensors")
+    save_file(
+        {**kept, f"{prefix}.router.per_expert_scale": torch.ones(E)}, folder / "model.safetensors"
+    )
     with open_with_gguf(folder) as source:
         experts = source.map_experts()
-        assert experts.dropped == {"m.gguf:blk.0.ffn_down_exps.scale": "the safetensors' tensor is used"}
+        assert experts.dropped == {
+            "m.gguf:blk.0.ffn_down_exps.scale": "the safetensors' tensor is used"
+        }
         assert experts.layers[0].name == f"{prefix}.experts"
     write_gguf(folder / "m.gguf", {**layer_of(0, same(Kind.NVFP4)), **scale})
     refused(folder, InputError, r"m\.gguf:blk\.0\.ffn_down_exps\.scale")  # both at once
@@ -318,7 +349,9 @@ def test_mtp_layers_count_on(tmp_path: Path, tensors: dict[str, Stack]) -> None:
 
 
 @pytest.fixture(scope="module")
-def converted(tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, Stack]) -> tuple[Path, Path]:
+def converted(
+    tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, Stack]
+) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("gguf")
     source, out = without_experts(folder / "model"), folder / "out"
     write_gguf(source / "model.gguf", tensors)
@@ -349,7 +382,9 @@ def test_the_artifact_is_that_of_the_decoded_floats(
     assert ours == theirs
 
 
-def test_every_tensor_is_counted_once(converted: tuple[Path, Path], tensors: dict[str, Stack]) -> None:
+def test_every_tensor_is_counted_once(
+    converted: tuple[Path, Path], tensors: dict[str, Stack]
+) -> None:
     source, out = converted
     words = json.loads((out / "hqconv.json").read_bytes())["tensors"]
     kept = load_file(source / "model.safetensors")
@@ -374,7 +409,9 @@ def test_another_source_is_noticed(converted: tuple[Path, Path], tmp_path: Path)
     done = call("verify", out, "--source", other, "--checks", "weights", "--json")
     assert done.exit_code == 1
     findings = [
-        finding["where"] for result in json.loads(done.stdout)["checks"].values() for finding in result["findings"]
+        finding["where"]
+        for result in json.loads(done.stdout)["checks"].values()
+        for finding in result["findings"]
     ]
     assert any("w3 of expert 2" in where or "expert 2, w3" in where for where in findings), findings
     assert not any("layers.0" in where for where in findings)
@@ -446,7 +483,9 @@ def test_a_missing_projection(model: Path, tensors: dict[str, Stack], word: str)
 
 
 def test_a_missing_layer(model: Path, tensors: dict[str, Stack]) -> None:
-    write_gguf(model / "model-Q4_K_M.gguf", {n: one for n, one in tensors.items() if "blk.1." not in n})
+    write_gguf(
+        model / "model-Q4_K_M.gguf", {n: one for n, one in tensors.items() if "blk.1." not in n}
+    )
     refused(model, InputError, r"model\.layers\.1\.mlp\.gate\.weight")
 
 
@@ -473,7 +512,9 @@ def test_no_experts_at_all(model: Path) -> None:
         ("down", (1, E, H, I)),
     ],
 )
-def test_a_wrong_shape(model: Path, tensors: dict[str, Stack], word: str, shape: tuple[int, ...]) -> None:
+def test_a_wrong_shape(
+    model: Path, tensors: dict[str, Stack], word: str, shape: tuple[int, ...]
+) -> None:
     name = f"blk.0.ffn_{word}_exps.weight"
     write_gguf(model / "model-Q4_K_M.gguf", {**tensors, name: stack(Kind.Q8_0, shape)})
     error = refused(model, InputError, re.escape(name))
@@ -526,7 +567,9 @@ def test_a_type_that_cannot_be_decoded(model: Path, tensors: dict[str, Stack]) -
     assert refused(model, InputError, re.escape(name)).found == "Q8_K"
 
 
-@pytest.mark.parametrize(("name", "what"), [(b"{expert}.gguf", "has braces"), (b"caf\xe9.gguf", "no valid Unicode")])
+@pytest.mark.parametrize(
+    ("name", "what"), [(b"{expert}.gguf", "has braces"), (b"caf\xe9.gguf", "no valid Unicode")]
+)
 def test_a_name_that_a_manifest_cannot_record(name: bytes, what: str, model: Path) -> None:
     (model / "model-Q4_K_M.gguf").rename(model / os.fsdecode(name))
     assert what in refused(model, InputError, "expert|model$").what
@@ -554,7 +597,9 @@ def test_a_file_that_changes_meanwhile(model: Path) -> None:
 
 
 @pytest.mark.parametrize("alignment", [32, 8, 4096])
-def test_headers_read_as_the_library_reads_them(tmp_path: Path, tensors: dict[str, Stack], alignment: int) -> None:
+def test_headers_read_as_the_library_reads_them(
+    tmp_path: Path, tensors: dict[str, Stack], alignment: int
+) -> None:
     path = tmp_path / "m.gguf"
     write_gguf(path, tensors, alignment)
     header, _, metadata = read_header(path, 3)

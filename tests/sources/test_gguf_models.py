@@ -77,10 +77,14 @@ def through(values: torch.Tensor, kind: Kind) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(floats)).bfloat16()
 
 
-def as_kind(kind: Kind) -> Callable[[str, np.ndarray[Any, Any], Kind], tuple[np.ndarray[Any, Any], Kind]]:
+def as_kind(
+    kind: Kind,
+) -> Callable[[str, np.ndarray[Any, Any], Kind], tuple[np.ndarray[Any, Any], Kind]]:
     """Quantize every matrix that llama.cpp would, but those whose rows are no whole blocks."""
 
-    def change(name: str, data: np.ndarray[Any, Any], stored: Kind) -> tuple[np.ndarray[Any, Any], Kind]:
+    def change(
+        name: str, data: np.ndarray[Any, Any], stored: Kind
+    ) -> tuple[np.ndarray[Any, Any], Kind]:
         if stored == Kind.F32 or dequantize(data, stored).shape[-1] % 32:
             return data, stored
         return quantize(dequantize(data, stored), kind), kind
@@ -93,7 +97,19 @@ def call(*arguments: object) -> Any:
 
 
 def convert(model: object, out: Path, *more: object) -> Any:
-    return call("convert", model, "-o", out, "--schema", "int8", "--target", "sm90", "--device", "cpu", *more)
+    return call(
+        "convert",
+        model,
+        "-o",
+        out,
+        "--schema",
+        "int8",
+        "--target",
+        "sm90",
+        "--device",
+        "cpu",
+        *more,
+    )
 
 
 def refused(path: Path, kind: type[HqconvError], where: str) -> HqconvError:
@@ -108,7 +124,9 @@ def refused(path: Path, kind: type[HqconvError], where: str) -> HqconvError:
 
 def test_the_recordings_are_whole() -> None:
     document = json.loads((RECORDED / "recorded.json").read_bytes())
-    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in RECORDED.glob("*.gz")}
+    digests = {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in RECORDED.glob("*.gz")
+    }
     assert document["sha256"] == digests
     assert {f"{case}.gguf.gz" for case in MODELS} == set(digests)
 
@@ -119,7 +137,9 @@ def test_every_architecture_is_recorded() -> None:
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_every_tensor_is_the_published_one(tmp_path: Path, published: Callable[[str], Path], case: str) -> None:
+def test_every_tensor_is_the_published_one(
+    tmp_path: Path, published: Callable[[str], Path], case: str
+) -> None:
     kind = STORED.get(case, Kind.BF16)
     original = load_file(published(case) / "model.safetensors")
     with open_source(recorded(case, tmp_path)) as source, open_source(published(case)) as theirs:
@@ -128,7 +148,9 @@ def test_every_tensor_is_the_published_one(tmp_path: Path, published: Callable[[
         assert not experts.dropped
         for name in experts.copied:
             found, tensor = read(source, name), original[name]
-            is_matrix = tensor.ndim > 1 and not re.search(r"(?:gate|router|router\.layer|_bias)(?:\.weight|$)", name)
+            is_matrix = tensor.ndim > 1 and not re.search(
+                r"(?:gate|router|router\.layer|_bias)(?:\.weight|$)", name
+            )
             assert found.shape == tensor.shape, name
             if name.endswith(("e_score_correction_bias", FLOAT32.get(case, "none"))):
                 assert found.dtype == torch.float32
@@ -139,12 +161,18 @@ def test_every_tensor_is_the_published_one(tmp_path: Path, published: Callable[[
             assert torch.equal(found, tensor), name
         assert [layer.name for layer in experts.layers] == [layer.name for layer in expected.layers]
         for ours, layer in zip(experts.layers, expected.layers, strict=True):
-            assert (ours.index, ours.top_k, ours.activation) == (layer.index, layer.top_k, layer.activation)
+            assert (ours.index, ours.top_k, ours.activation) == (
+                layer.index,
+                layer.top_k,
+                layer.activation,
+            )
             for expert in range(layer.num_experts):
                 mine = source.read_expert(ours, expert, ours.roles, CPU)
                 for role, matrix in theirs.read_expert(layer, expert, layer.roles, CPU).items():
                     values = matrix.values().bfloat16()
-                    assert torch.equal(mine[role].values().bfloat16(), through(values, kind).bfloat16()), (expert, role)
+                    assert torch.equal(
+                        mine[role].values().bfloat16(), through(values, kind).bfloat16()
+                    ), (expert, role)
                     if matrix.bias is not None:
                         bias = mine[role].bias
                         assert bias is not None
@@ -153,7 +181,9 @@ def test_every_tensor_is_the_published_one(tmp_path: Path, published: Callable[[
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", MODELS)
-def test_transformers_builds_the_same_model(tmp_path: Path, published: Callable[[str], Path], case: str) -> None:
+def test_transformers_builds_the_same_model(
+    tmp_path: Path, published: Callable[[str], Path], case: str
+) -> None:
     """With the derived config, the weights fit by name and shape, and the logits are those of the original."""
     import transformers
 
@@ -171,15 +201,21 @@ def test_transformers_builds_the_same_model(tmp_path: Path, published: Callable[
     )
     assert not info["missing_keys"]
     assert not info["mismatched_keys"]
-    assert not [name for name in info["unexpected_keys"] if not name.startswith("model.layers.2.")]  # the draft layer
-    original_model = transformers.AutoModelForCausalLM.from_pretrained(published(case), dtype=torch.bfloat16)
+    assert not [
+        name for name in info["unexpected_keys"] if not name.startswith("model.layers.2.")
+    ]  # the draft layer
+    original_model = transformers.AutoModelForCausalLM.from_pretrained(
+        published(case), dtype=torch.bfloat16
+    )
     words = torch.arange(24).reshape(2, 12) % 64
     with torch.no_grad():
         ours, expected = model.eval()(words).logits, original_model.eval()(words).logits
     if case == "dots1":
         assert (ours - expected).norm() < 0.05 * expected.norm()  # of 8-bit weights
     else:
-        assert torch.equal(ours, expected) or (case == "deepseek_v2" and torch.allclose(ours, expected, atol=1e-2))
+        assert torch.equal(ours, expected) or (
+            case == "deepseek_v2" and torch.allclose(ours, expected, atol=1e-2)
+        )
 
 
 @pytest.mark.parametrize("case", ["mixtral", "deepseek_v3", "granitemoeshared"])
@@ -198,10 +234,14 @@ def test_any_range_of_bytes_is_the_same(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["mixtral", "deepseek_v3", "granitemoeshared"])
-def test_memory_is_that_of_a_few_rows(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_that_of_a_few_rows(
+    tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At most a head, or as many rows as a piece holds, are decoded at a time; the bytes stay the same."""
     with open_source(recorded(case, tmp_path)) as source:
-        names = [name for name in source.map_experts().copied if source.tensors[name].num_bytes > 2048]
+        names = [
+            name for name in source.map_experts().copied if source.tensors[name].num_bytes > 2048
+        ]
         whole = {name: read(source, name) for name in names}
         sizes: list[int] = []
         plain = hqconv.sources.gguf.dequantize
@@ -219,15 +259,21 @@ def test_memory_is_that_of_a_few_rows(tmp_path: Path, case: str, monkeypatch: py
         assert max(sizes) <= 1024  # a head has 16 · 64 numbers at most
 
 
-@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q5_1, Kind.Q4_0, Kind.MXFP4], ids=lambda kind: kind.name)
-def test_quantized_rows_of_q_and_k(tmp_path: Path, published: Callable[[str], Path], kind: Kind) -> None:
+@pytest.mark.parametrize(
+    "kind", [Kind.Q8_0, Kind.Q5_1, Kind.Q4_0, Kind.MXFP4], ids=lambda kind: kind.name
+)
+def test_quantized_rows_of_q_and_k(
+    tmp_path: Path, published: Callable[[str], Path], kind: Kind
+) -> None:
     """A row is quantized by itself: where llama.cpp put it changes nothing."""
     original = load_file(published("granitemoe") / "model.safetensors")
     path = rewrite(recorded("granitemoe", tmp_path / "plain"), tmp_path / "m.gguf", as_kind(kind))
     with open_source(path) as source:
         for name in source.map_experts().copied:
             is_matrix = original[name].ndim > 1 and "router" not in name
-            assert torch.equal(read(source, name), through(original[name], kind) if is_matrix else original[name]), name
+            assert torch.equal(
+                read(source, name), through(original[name], kind) if is_matrix else original[name]
+            ), name
 
 
 # --- against llama.cpp's quantizer (scripts/record_gguf.py)
@@ -238,7 +284,9 @@ def test_every_type_of_other_tensors(tmp_path: Path, kind: Kind) -> None:
     """The values are those of llama.cpp's own dequantizer, rounded to bfloat16; F16 and BF16 are kept."""
     blocks, values = recorded_types()[kind.name]
 
-    def change(name: str, data: np.ndarray[Any, Any], stored: Kind) -> tuple[np.ndarray[Any, Any], Kind]:
+    def change(
+        name: str, data: np.ndarray[Any, Any], stored: Kind
+    ) -> tuple[np.ndarray[Any, Any], Kind]:
         if name not in ("blk.1.attn_output.weight", "token_embd.weight"):
             return data, stored
         raw = np.resize(blocks, (len(data) * 256 // values.shape[1], blocks.shape[1]))
@@ -257,8 +305,13 @@ def test_a_model_of_llama_cpps_quantizer(tmp_path: Path, published: Callable[[st
     """Q4_K_M has Q4_K, Q6_K and F32: every value is that of llama.cpp's dequantizer, at its place in the original."""
     path = write_quantized(tmp_path / "wide-Q4_K_M.gguf")
     digests = json.loads((QUANTIZED / "recorded.json").read_bytes())["values_sha256"]
-    theirs = {tensor.name: dequantize(tensor.data, tensor.tensor_type) for tensor in gguf.GGUFReader(path).tensors}
-    assert {name: hashlib.sha256(values.tobytes()).hexdigest() for name, values in theirs.items()} == digests
+    theirs = {
+        tensor.name: dequantize(tensor.data, tensor.tensor_type)
+        for tensor in gguf.GGUFReader(path).tensors
+    }
+    assert {
+        name: hashlib.sha256(values.tobytes()).hexdigest() for name, values in theirs.items()
+    } == digests
     original = load_file(published(WIDE) / "model.safetensors")
     with open_source(path) as source, open_source(published(WIDE)) as expected:
         experts, layers = source.map_experts(), expected.map_experts().layers
@@ -288,7 +341,9 @@ def test_a_model_of_llama_cpps_quantizer(tmp_path: Path, published: Callable[[st
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("converted")
-    path = rewrite(recorded("deepseek_v3", root / "plain"), root / "deepseek_v3.gguf", as_kind(Kind.Q8_0))
+    path = rewrite(
+        recorded("deepseek_v3", root / "plain"), root / "deepseek_v3.gguf", as_kind(Kind.Q8_0)
+    )
     done = convert(path, root / "out", "--tp", 2)
     assert done.exit_code == 0, done.stderr
     return path, root / "out"
@@ -297,7 +352,10 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_an_artifact_of_a_gguf_file(converted: tuple[Path, Path], tmp_path: Path) -> None:
     path, out = converted
     config = json.loads((out / "config.json").read_bytes())
-    assert (config["model_type"], config["quantization_config"]["quant_method"]) == ("deepseek_v3", "hqconv")
+    assert (config["model_type"], config["quantization_config"]["quant_method"]) == (
+        "deepseek_v3",
+        "hqconv",
+    )
     tensors: dict[str, torch.Tensor] = {}
     for shard in out.glob("model*.safetensors"):
         tensors |= load_file(shard)
@@ -314,7 +372,9 @@ def test_an_artifact_of_a_gguf_file(converted: tuple[Path, Path], tmp_path: Path
 def test_verify_sees_another_dense_tensor(converted: tuple[Path, Path], tmp_path: Path) -> None:
     path, out = converted
 
-    def change(name: str, data: np.ndarray[Any, Any], kind: Kind) -> tuple[np.ndarray[Any, Any], Kind]:
+    def change(
+        name: str, data: np.ndarray[Any, Any], kind: Kind
+    ) -> tuple[np.ndarray[Any, Any], Kind]:
         if name == "blk.1.attn_v_b.weight":
             data = data.copy()
             data[-1, -1, -1] ^= 1
@@ -323,8 +383,14 @@ def test_verify_sees_another_dense_tensor(converted: tuple[Path, Path], tmp_path
     other = rewrite(path, tmp_path / path.name, change)
     done = call("verify", out, "--source", other, "--checks", "files,weights", "--json")
     assert done.exit_code == 1
-    found = [one["where"] for check in json.loads(done.stdout)["checks"].values() for one in check["findings"]]
-    assert any("tensor model.layers.1.self_attn.kv_b_proj.weight" in where for where in found), found
+    found = [
+        one["where"]
+        for check in json.loads(done.stdout)["checks"].values()
+        for one in check["findings"]
+    ]
+    assert any("tensor model.layers.1.self_attn.kv_b_proj.weight" in where for where in found), (
+        found
+    )
     assert not any("experts" in where for where in found)
 
 
@@ -355,7 +421,11 @@ def test_a_folder_of_several_models(tmp_path: Path) -> None:
     error = refused(tmp_path, RequestError, str(tmp_path))
     assert "mixtral, qwen2_moe" in str(error.found)
     with open_source(first) as source:
-        assert (source.name, source.config["model_type"], source.other_files) == ("qwen2_moe", "qwen2_moe", ())
+        assert (source.name, source.config["model_type"], source.other_files) == (
+            "qwen2_moe",
+            "qwen2_moe",
+            (),
+        )
     (tmp_path / "mixtral.gguf").unlink()
     (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
     with open_source(tmp_path) as source:
@@ -365,17 +435,23 @@ def test_a_folder_of_several_models(tmp_path: Path) -> None:
 
 def test_the_publishers_config(tmp_path: Path, published: Callable[[str], Path]) -> None:
     recorded("mixtral", tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "mixtral"}', encoding="utf-8")  # as repos of GGUF files have
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "mixtral"}', encoding="utf-8"
+    )  # as repos of GGUF files have
     with open_source(tmp_path) as source:
         assert source.config["num_local_experts"] == 4
     config = json.loads((published("mixtral") / "config.json").read_bytes())
     words = {"torch_dtype": "float16", "quantization_config": {"quant_method": "fp8"}}
-    (tmp_path / "config.json").write_text(json.dumps({**config, **words, "own": 1}), encoding="utf-8")
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, **words, "own": 1}), encoding="utf-8"
+    )
     with open_source(tmp_path) as source:
         assert source.config["own"] == 1
         assert "quantization_config" not in source.config
         assert source.tensors["model.norm.weight"].dtype == "F16"
-    (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_size": 48}), encoding="utf-8")
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "hidden_size": 48}), encoding="utf-8"
+    )
     refused(tmp_path, InputError, "config.json: hidden_size")
 
 
@@ -388,14 +464,20 @@ def test_the_publishers_config(tmp_path: Path, published: Callable[[str], Path])
         ("qwen3_moe", {"general.architecture": "qwen3next"}, "general.architecture"),
         ("qwen3_moe", {"qwen3moe.attention.clamp_kqv": 8.0}, r"qwen3moe\.attention\.clamp_kqv"),
         ("qwen3_moe", {"qwen3moe.attention.head_count": None}, r"attention\.head_count"),
-        ("qwen3_moe", {"qwen3moe.rope.scaling.type": "longrope", "qwen3moe.rope.scaling.factor": 2.0}, "rope.scaling"),
+        (
+            "qwen3_moe",
+            {"qwen3moe.rope.scaling.type": "longrope", "qwen3moe.rope.scaling.factor": 2.0},
+            "rope.scaling",
+        ),
         ("qwen3_moe", {"qwen3moe.expert_gating_func": 2}, "expert_gating_func"),
         ("qwen3_moe", {"qwen3moe.rope.dimension_count": 16}, r"rope\.dimension_count"),
         ("deepseek_v3", {"deepseek2.expert_gating_func": None}, "expert_gating_func"),
         ("deepseek_v3", {"deepseek2.expert_group_count": None}, "expert_group_count"),
     ],
 )
-def test_unclear_metadata_is_refused(tmp_path: Path, case: str, keys: dict[str, Any], where: str) -> None:
+def test_unclear_metadata_is_refused(
+    tmp_path: Path, case: str, keys: dict[str, Any], where: str
+) -> None:
     path = rewrite(recorded(case, tmp_path / "plain"), tmp_path / "m.gguf", keys=keys)
     refused(path, RequestError, where)
 
@@ -418,7 +500,11 @@ def test_unclear_metadata_is_refused(tmp_path: Path, case: str, keys: dict[str, 
 )
 def test_a_missing_tensor_is_noticed(tmp_path: Path, name: str) -> None:
     path = recorded("glm4_moe", tmp_path / "plain")
-    rewrite(path, tmp_path / "m.gguf", lambda tensor, data, kind: None if tensor == name else (data, kind))
+    rewrite(
+        path,
+        tmp_path / "m.gguf",
+        lambda tensor, data, kind: None if tensor == name else (data, kind),
+    )
     if name == "output.weight":  # then the embedding is both
         with open_source(tmp_path / "m.gguf") as source:
             assert source.config["tie_word_embeddings"]
@@ -436,7 +522,11 @@ def test_another_size_of_heads_is_noticed(tmp_path: Path) -> None:
 def test_half_of_a_joined_tensor_is_noticed(tmp_path: Path) -> None:
     path = recorded("deepseek_v3", tmp_path / "plain")
     name = "blk.1.attn_k_b.weight"
-    rewrite(path, tmp_path / "m.gguf", lambda tensor, data, kind: None if tensor == name else (data, kind))
+    rewrite(
+        path,
+        tmp_path / "m.gguf",
+        lambda tensor, data, kind: None if tensor == name else (data, kind),
+    )
     refused(tmp_path / "m.gguf", InputError, "layers.1.self_attn.k_b_proj")
 
 
@@ -459,7 +549,10 @@ def test_a_repo_is_read_by_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (folder / "Q8_0").mkdir()
     for number in range(2):
         rewrite(
-            second, folder / "Q8_0" / f"big-Q8_0-{number + 1:05d}-of-00002.gguf", as_kind(Kind.Q8_0), part=(number, 2)
+            second,
+            folder / "Q8_0" / f"big-Q8_0-{number + 1:05d}-of-00002.gguf",
+            as_kind(Kind.Q8_0),
+            part=(number, 2),
         )
     (folder / "README.md").write_text("# models", encoding="utf-8")
     with serve(folder) as hub:
@@ -467,9 +560,15 @@ def test_a_repo_is_read_by_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(RequestError) as caught:
             open_source("org/name", is_lazy=True)
         assert "Q8_0/big-Q8_0" in str(caught.value.found)
-        for typed in ("org/name:Q8_0", "org/name/Q8_0/big-Q8_0-00001-of-00002.gguf", f"{hub.url}/x"):
+        for typed in (
+            "org/name:Q8_0",
+            "org/name/Q8_0/big-Q8_0-00001-of-00002.gguf",
+            f"{hub.url}/x",
+        ):
             if typed.startswith("http"):
-                typed = "https://huggingface.co/org/name/blob/main/Q8_0/big-Q8_0-00002-of-00002.gguf"
+                typed = (
+                    "https://huggingface.co/org/name/blob/main/Q8_0/big-Q8_0-00002-of-00002.gguf"
+                )
             with open_source(typed, is_lazy=True) as source:
                 assert [file.name.rpartition("/")[2] for file in source.files] == [
                     f"big-Q8_0-0000{number}-of-00002.gguf" for number in (1, 2)
@@ -477,11 +576,21 @@ def test_a_repo_is_read_by_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                 assert source.repo_id == "org/name"
         done = convert(f"org/name/{first.name}", tmp_path / "out")
         assert done.exit_code == 0, done.stdout + done.stderr
-        done = call("verify", tmp_path / "out", "--source", f"org/name/{first.name}", "--checks", "files,weights")
+        done = call(
+            "verify",
+            tmp_path / "out",
+            "--source",
+            f"org/name/{first.name}",
+            "--checks",
+            "files,weights",
+        )
         assert done.exit_code == 0, done.stdout + done.stderr
     done = convert(first, tmp_path / "local")
     assert done.exit_code == 0
-    ours, theirs = read_tree(tmp_path / "out" / "experts"), read_tree(tmp_path / "local" / "experts")
+    ours, theirs = (
+        read_tree(tmp_path / "out" / "experts"),
+        read_tree(tmp_path / "local" / "experts"),
+    )
     assert ours == theirs
 
 

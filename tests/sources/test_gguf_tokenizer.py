@@ -42,7 +42,9 @@ FILES = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
 CHAT = [{"role": "user", "content": "the fox"}]
 MADE = "The tokenizer was made from the metadata of m.gguf by transformers"
 NOT_MADE = "No tokenizer was made from the metadata of m.gguf: "
-PROSE = ["the quick brown fox jumps over the lazy dog's 12345 times, don't you think so? 日本語 café"] * 3
+PROSE = [
+    "the quick brown fox jumps over the lazy dog's 12345 times, don't you think so? 日本語 café"
+] * 3
 
 
 @cache
@@ -51,8 +53,12 @@ def byte_level() -> tuple[dict[str, int], list[tuple[str, str]]]:
     trained = tokenizers.Tokenizer(tokenizers.models.BPE())
     trained.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trained.train_from_iterator(PROSE, tokenizers.trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet))
-    return trained.get_vocab(), [tuple(pair) for pair in json.loads(trained.to_str())["model"]["merges"]]
+    trained.train_from_iterator(
+        PROSE, tokenizers.trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet)
+    )
+    return trained.get_vocab(), [
+        tuple(pair) for pair in json.loads(trained.to_str())["model"]["merges"]
+    ]
 
 
 @cache
@@ -72,12 +78,21 @@ def original(kind: str) -> Any:
     """The publisher's tokenizer."""
     if kind == "llama":
         words, merges = sentencepiece()
-        return transformers.LlamaTokenizer(vocab=words, merges=merges, add_bos_token=True, chat_template=TEMPLATE)
+        return transformers.LlamaTokenizer(
+            vocab=words, merges=merges, add_bos_token=True, chat_template=TEMPLATE
+        )
     words, merges = byte_level()
     cls = {"qwen2": transformers.Qwen2Tokenizer, "gpt-2": transformers.GPT2Tokenizer}[kind]
-    names = {"unk_token": SPECIAL[0], "bos_token": SPECIAL[0], "eos_token": SPECIAL[2], "pad_token": SPECIAL[0]}
+    names = {
+        "unk_token": SPECIAL[0],
+        "bos_token": SPECIAL[0],
+        "eos_token": SPECIAL[2],
+        "pad_token": SPECIAL[0],
+    }
     tokenizer = cls(vocab=words, merges=merges, **names, chat_template=TEMPLATE)
-    tokenizer.add_tokens([tokenizers.AddedToken(word, special=True, normalized=False) for word in SPECIAL])
+    tokenizer.add_tokens(
+        [tokenizers.AddedToken(word, special=True, normalized=False) for word in SPECIAL]
+    )
     tokenizer.add_tokens([tokenizers.AddedToken(THINK, special=False, normalized=False)])
     return tokenizer
 
@@ -87,19 +102,33 @@ def metadata(kind: str) -> dict[str, Any]:
     keys: dict[str, Any] = {"tokenizer.chat_template": TEMPLATE}
     if kind == "llama":
         words, merges = sentencepiece()
-        keys |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default", "tokenizer.ggml.merges": None}
-        keys["tokenizer.ggml.scores"] = [float(-max(number - 259, 0)) for number in range(len(words))]
+        keys |= {
+            "tokenizer.ggml.model": "llama",
+            "tokenizer.ggml.pre": "default",
+            "tokenizer.ggml.merges": None,
+        }
+        keys["tokenizer.ggml.scores"] = [
+            float(-max(number - 259, 0)) for number in range(len(words))
+        ]
         types = [2, 3, 3, *[6] * 256, *[1] * (len(words) - 259)]
         ids = {"unknown": 0, "bos": 1, "eos": 2}
     else:
         number, merges, words = len(byte_level()[0]), byte_level()[1], original(kind).get_vocab()
-        keys |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": kind, "tokenizer.ggml.add_bos_token": False}
+        keys |= {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": kind,
+            "tokenizer.ggml.add_bos_token": False,
+        }
         keys["tokenizer.ggml.merges"] = [" ".join(pair) for pair in merges]
         types = [1] * number + [3, 3, 3, 4]
         first = words[SPECIAL[0]]
         ids = {"unknown": first, "bos": first, "eos": words[SPECIAL[2]], "padding": first}
     keys |= {f"tokenizer.ggml.{word}_token_id": number for word, number in ids.items()}
-    return {**keys, "tokenizer.ggml.tokens": sorted(words, key=words.__getitem__), "tokenizer.ggml.token_type": types}
+    return {
+        **keys,
+        "tokenizer.ggml.tokens": sorted(words, key=words.__getitem__),
+        "tokenizer.ggml.token_type": types,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +149,9 @@ def files(tmp_path_factory: pytest.TempPathFactory, plain: Path) -> Callable[[st
 
 
 @pytest.fixture(scope="module")
-def converted(tmp_path_factory: pytest.TempPathFactory, files: Callable[[str], Path]) -> tuple[Path, Path, str]:
+def converted(
+    tmp_path_factory: pytest.TempPathFactory, files: Callable[[str], Path]
+) -> tuple[Path, Path, str]:
     out = tmp_path_factory.mktemp("converted") / "out"
     done = convert(files("qwen2"), out)
     assert done.exit_code == 0, done.stderr
@@ -132,7 +163,19 @@ def call(*arguments: object) -> Any:
 
 
 def convert(model: object, out: Path, *more: object) -> Any:
-    return call("convert", model, "-o", out, "--schema", "int8", "--target", "sm90", "--device", "cpu", *more)
+    return call(
+        "convert",
+        model,
+        "-o",
+        out,
+        "--schema",
+        "int8",
+        "--target",
+        "sm90",
+        "--device",
+        "cpu",
+        *more,
+    )
 
 
 def made(path: object, **options: Any) -> tuple[dict[str, bytes], str]:
@@ -146,11 +189,20 @@ def compare(folder: Path, kind: str) -> None:
         ids = expected(text)["input_ids"]
         assert found(text)["input_ids"] == ids, text
         assert found.decode(ids) == expected.decode(ids)
-        assert found.decode(ids, skip_special_tokens=True) == expected.decode(ids, skip_special_tokens=True)
+        assert found.decode(ids, skip_special_tokens=True) == expected.decode(
+            ids, skip_special_tokens=True
+        )
     for asks in (True, False):
-        chats = [one.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=asks) for one in (found, expected)]
+        chats = [
+            one.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=asks)
+            for one in (found, expected)
+        ]
         assert chats[0] == chats[1]
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id" if kind != "llama" else "unk_token_id"):
+    for name in (
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id" if kind != "llama" else "unk_token_id",
+    ):
         assert getattr(found, name) == getattr(expected, name), name
 
 
@@ -192,12 +244,23 @@ def test_verify_sees_another_tokenizer(
 
     def other(*arguments: Any) -> tuple[dict[str, bytes], str]:
         found, remark = right(*arguments)
-        return {**found, "tokenizer.json": found["tokenizer.json"].replace(b'"Isolated"', b'"Removed"')}, remark
+        return {
+            **found,
+            "tokenizer.json": found["tokenizer.json"].replace(b'"Isolated"', b'"Removed"'),
+        }, remark
 
     with monkeypatch.context() as patch:
         patch.setattr("hqconv.sources.gguf.make_tokenizer", other)
         assert convert(files("qwen2"), tmp_path / "out").exit_code == 0
-    command = ("verify", tmp_path / "out", "--source", files("qwen2"), "--checks", "files", "--json")
+    command = (
+        "verify",
+        tmp_path / "out",
+        "--source",
+        files("qwen2"),
+        "--checks",
+        "files",
+        "--json",
+    )
     done = call(*command)
     found = [one["where"] for one in json.loads(done.stdout)["checks"]["files"]["findings"]]
     assert (done.exit_code, found) == (1, ["tokenizer.json"])
@@ -237,7 +300,9 @@ def test_verify_knows_the_words_itself(
 
     monkeypatch.setattr("hqconv.sources.gguf.make_tokenizer", other)
     assert convert(files("qwen2"), tmp_path / "out").exit_code == 0
-    done = call("verify", tmp_path / "out", "--source", files("qwen2"), "--checks", "files", "--json")
+    done = call(
+        "verify", tmp_path / "out", "--source", files("qwen2"), "--checks", "files", "--json"
+    )
     found = [one["where"] for one in json.loads(done.stdout)["checks"]["files"]["findings"]]
     assert found, done.stdout
     assert all(one.startswith(where) for one in found), found
@@ -250,32 +315,57 @@ def test_verify_misses_a_tokenizer(
     right = hqconv.sources.gguf.make_tokenizer
     with monkeypatch.context() as patch:
         remark: Callable[[str], str] = lambda text: "" if says == "nothing" else text  # noqa: E731
-        patch.setattr("hqconv.sources.gguf.make_tokenizer", lambda *words: ({}, remark(right(*words)[1])))
+        patch.setattr(
+            "hqconv.sources.gguf.make_tokenizer", lambda *words: ({}, remark(right(*words)[1]))
+        )
         assert convert(files("qwen2"), tmp_path / "out").exit_code == 0
-    done = call("verify", tmp_path / "out", "--source", files("qwen2"), "--checks", "files", "--json")
+    done = call(
+        "verify", tmp_path / "out", "--source", files("qwen2"), "--checks", "files", "--json"
+    )
     found = {one["what"] for one in json.loads(done.stdout)["checks"]["files"]["findings"]}
-    expected = "The manifest does not say whether a tokenizer was made." if says == "nothing" else "A file is missing."
+    expected = (
+        "The manifest does not say whether a tokenizer was made."
+        if says == "nothing"
+        else "A file is missing."
+    )
     assert expected in found, found
 
 
 def test_looking_at_a_file_loads_nothing(files: Callable[[str], Path]) -> None:
     path = files("qwen2")
-    command = ("convert", path, "--schema", "int8", "--target", "sm90", "--device", "cpu", "--dry-run")
+    command = (
+        "convert",
+        path,
+        "--schema",
+        "int8",
+        "--target",
+        "sm90",
+        "--device",
+        "cpu",
+        "--dry-run",
+    )
     assert cold("inspect", path)[0] == set()
     for looked in (command, ("inspect", path)):
         done = call(*looked)
-        assert "the tokenizer will be made from the metadata of m.gguf" in " ".join((done.stdout + done.stderr).split())
+        assert "the tokenizer will be made from the metadata of m.gguf" in " ".join(
+            (done.stdout + done.stderr).split()
+        )
 
 
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        ({"tokenizer.ggml.pre": "deepseek-v3"}, "its tokenizer.ggml.pre, deepseek-v3, are not known"),
+        (
+            {"tokenizer.ggml.pre": "deepseek-v3"},
+            "its tokenizer.ggml.pre, deepseek-v3, are not known",
+        ),
         ({"tokenizer.ggml.pre": None}, "its tokenizer.ggml.pre, no value, are not known"),
         ({"tokenizer.ggml.model": "rwkv"}, "its tokenizer.ggml.model, rwkv, is not known"),
     ],
 )
-def test_unknown_rules_are_told_before(tmp_path: Path, plain: Path, keys: dict[str, Any], reason: str) -> None:
+def test_unknown_rules_are_told_before(
+    tmp_path: Path, plain: Path, keys: dict[str, Any], reason: str
+) -> None:
     path = rewrite(plain, tmp_path / "m.gguf", keys={**metadata("qwen2"), **keys})
     printed = " ".join(call("inspect", path).stdout.split())
     assert reason in printed
@@ -283,7 +373,9 @@ def test_unknown_rules_are_told_before(tmp_path: Path, plain: Path, keys: dict[s
     assert made(path)[1].startswith(NOT_MADE)
 
 
-def test_a_failure_is_a_warning(tmp_path: Path, plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_a_warning(
+    tmp_path: Path, plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = metadata("qwen2")
     keys["tokenizer.ggml.tokens"][-2] = "<｜end｜>"  # transformers gives it another id
     path = rewrite(plain, tmp_path / "m.gguf", keys=keys)
@@ -291,7 +383,9 @@ def test_a_failure_is_a_warning(tmp_path: Path, plain: Path, monkeypatch: pytest
     assert done.exit_code == 0, done.stderr
     assert f"{NOT_MADE}transformers" in done.stderr
     assert not any((tmp_path / "out" / name).exists() for name in FILES)
-    assert json.loads((tmp_path / "out/hqconv.json").read_bytes())["warnings"][0].startswith(NOT_MADE)
+    assert json.loads((tmp_path / "out/hqconv.json").read_bytes())["warnings"][0].startswith(
+        NOT_MADE
+    )
     assert call("verify", tmp_path / "out", "--source", path, "--checks", "files").exit_code == 0
     done = convert(path, tmp_path / "out", "--update", "--json")
     assert (done.exit_code, '"was_finished": true' in done.stdout) == (0, True), done.stdout
@@ -306,7 +400,9 @@ def test_without_transformers(
     done = call("verify", out, "--source", path, "--checks", "files", "--json")
     assert (done.exit_code, "was not compared" in done.stdout) == (0, True), done.stdout
     done = convert(path, tmp_path / "out")
-    assert (done.exit_code, "transformers is not installed" in done.stderr) == (0, True), done.stderr
+    assert (done.exit_code, "transformers is not installed" in done.stderr) == (0, True), (
+        done.stderr
+    )
     assert not (tmp_path / "out/tokenizer.json").exists()
 
 
@@ -348,4 +444,6 @@ def test_the_file_with_metadata_alone(tmp_path: Path, files: Callable[[str], Pat
 def test_the_names_of_rules_are_transformers() -> None:
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-    assert set(_RULES) - {"gpt-2"} <= set(GGUF_PRE_TOKENIZER_SPLITS)  # and it takes GPT-2's for other names
+    assert set(_RULES) - {"gpt-2"} <= set(
+        GGUF_PRE_TOKENIZER_SPLITS
+    )  # and it takes GPT-2's for other names

@@ -44,7 +44,9 @@ def call(*arguments: object) -> Any:
 
 
 def convert(folder: Path, schema: str, out: Path) -> Any:
-    return call("convert", folder, "-o", out, "--schema", schema, "--target", "sm90", "--threads", 2)
+    return call(
+        "convert", folder, "-o", out, "--schema", schema, "--target", "sm90", "--threads", 2
+    )
 
 
 def refused(tmp_path: Path, source: Source, schema: str) -> str:
@@ -73,7 +75,10 @@ def test_good_sources_convert(name: str, tmp_path: Path) -> None:
     folder = save(tmp_path / "src", make())
     result = convert(folder, schema, tmp_path / "out")
     assert result.exit_code == 0, result.stderr
-    assert call("verify", tmp_path / "out", "--source", folder, "--checks", "files,weights").exit_code == 0
+    assert (
+        call("verify", tmp_path / "out", "--source", folder, "--checks", "files,weights").exit_code
+        == 0
+    )
 
 
 # --- changes -----------------------------------------------------------------------------------------------
@@ -85,7 +90,9 @@ def quantization(**words: object) -> Change:
 
 def weights(**words: object) -> Change:
     """Words on a compressed-tensors scheme."""
-    return lambda tensors, config: config["quantization_config"]["config_groups"]["group_0"]["weights"].update(words)
+    return lambda tensors, config: config["quantization_config"]["config_groups"]["group_0"][
+        "weights"
+    ].update(words)
 
 
 def config(**words: object) -> Change:
@@ -155,13 +162,21 @@ Case = tuple[str, Change, str]
 
 DECLARED: dict[str, Case] = {
     # what the config says against what the tensors are
-    "fp8 declared, floats stored": ("plain", config(quantization_config=FP8), r"0\.\w+\.weight\n(?s:.*)BF16"),
+    "fp8 declared, floats stored": (
+        "plain",
+        config(quantization_config=FP8),
+        r"0\.\w+\.weight\n(?s:.*)BF16",
+    ),
     "mxfp4 stored, not declared": (
         "gpt_oss_mxfp4",
         lambda t, c: c.pop("quantization_config"),
         r"no quantization(?s:.*)experts\.gate_up_proj_blocks",
     ),
-    "another fp8 type": ("fp8_blocks", quantization(fmt="e5m2"), r"0\.\w+\.weight\n(?s:.*)e5m2(?s:.*)F8_E4M3"),
+    "another fp8 type": (
+        "fp8_blocks",
+        quantization(fmt="e5m2"),
+        r"0\.\w+\.weight\n(?s:.*)e5m2(?s:.*)F8_E4M3",
+    ),
     "no block size": (
         "fp8_blocks",
         lambda t, c: c["quantization_config"].pop("weight_block_size"),
@@ -198,25 +213,49 @@ DECLARED: dict[str, Case] = {
 WORDS: dict[str, Case] = {
     # a quantization_config that is none
     "unknown method": ("fp8_blocks", quantization(quant_method="eetq"), r"'eetq' is not supported"),
-    "list": ("plain", config(quantization_config=[FP8]), r"not an object\.\n  where: quantization_config"),
-    "nested list": ("plain", config(text_config={"quantization_config": []}), r"where: quantization_config"),
-    "names in a string": ("fp8_blocks", quantization(modules_to_not_convert="lm_head"), "modules_to_not_convert"),
+    "list": (
+        "plain",
+        config(quantization_config=[FP8]),
+        r"not an object\.\n  where: quantization_config",
+    ),
+    "nested list": (
+        "plain",
+        config(text_config={"quantization_config": []}),
+        r"where: quantization_config",
+    ),
+    "names in a string": (
+        "fp8_blocks",
+        quantization(modules_to_not_convert="lm_head"),
+        "modules_to_not_convert",
+    ),
     "no regex": ("packed_int4", quantization(ignore=["re:("]), r"quantization_config\.ignore"),
 }
 
 PARTS: dict[str, Case] = {
     # tensors that are missing, too many, or of another kind
-    "no scale of one expert": ("fp8_blocks", drop(f"{UP}.weight_scale_inv"), rf"{UP}\.weight_scale_inv"),
+    "no scale of one expert": (
+        "fp8_blocks",
+        drop(f"{UP}.weight_scale_inv"),
+        rf"{UP}\.weight_scale_inv",
+    ),
     "no weight of one expert": ("fp8_blocks", drop(f"{UP}.weight"), rf"{UP}\.weight"),
     "no qzeros of one": ("gptq", drop(f"{UP}.qzeros"), rf"{UP}\.qzeros"),
-    "wrong group count of one": ("packed_int4", cut(f"{UP}.weight_scale"), rf"{UP}\.weight_scale\n(?s:.*)\[256, 1\]"),
+    "wrong group count of one": (
+        "packed_int4",
+        cut(f"{UP}.weight_scale"),
+        rf"{UP}\.weight_scale\n(?s:.*)\[256, 1\]",
+    ),
     "groups of layers": (
         "gpt_oss_mxfp4",
         cut(f"{LAYER}.down_proj_scales"),
         r"down_proj_scales\n(?s:.*)share of \[4, 256, 7\]",
     ),
     "unknown part": ("fp8_blocks", put(f"{UP}.weight_foo", torch.ones(1)), rf"{UP}\.weight_foo"),
-    "odd layers": ("gpt_oss_mxfp4", cut(f"{LAYER}.down_proj_blocks"), r"down_proj_blocks\n(?s:.*)\[4, 256, 8, 15\]"),
+    "odd layers": (
+        "gpt_oss_mxfp4",
+        cut(f"{LAYER}.down_proj_blocks"),
+        r"down_proj_blocks\n(?s:.*)\[4, 256, 8, 15\]",
+    ),
     "one expert in floats": (
         "fp8_blocks",
         both(floats(f"{UP}.weight"), drop(f"{UP}.weight_scale_inv")),
@@ -234,7 +273,10 @@ PARTS: dict[str, Case] = {
     ),
     "w2 of another fp8": (
         "fp8_tensors",
-        every("down_proj.weight", lambda n: put(n, lambda t: t.view(torch.uint8).view(torch.float8_e5m2))),
+        every(
+            "down_proj.weight",
+            lambda n: put(n, lambda t: t.view(torch.uint8).view(torch.float8_e5m2)),
+        ),
         r"mixes (formats|dtypes)(?s:.*)0\.\w+\.weight\n",
     ),
     "scales of another dtype": (
@@ -250,7 +292,10 @@ PARTS: dict[str, Case] = {
     "bias of one expert": ("fp8_blocks", put(f"{UP}.bias", torch.ones(INNER)), rf"{UP}\.bias"),
     "bias of one projection": (
         "fp8_blocks",
-        every("up_proj.weight", lambda n: put(n.replace("weight", "bias"), torch.ones(INNER).bfloat16())),
+        every(
+            "up_proj.weight",
+            lambda n: put(n.replace("weight", "bias"), torch.ones(INNER).bfloat16()),
+        ),
         r"0\.up_proj",
     ),
 }
@@ -267,7 +312,11 @@ STACKS: dict[str, Case] = {
         cut(f"{LAYER}.gate_up_proj", 0),
         r"gate_up_proj\n(?s:.*)\[3, 256, 512\] does not hold 4 experts",
     ),
-    "experts of the config": ("gpt_oss_floats", config(num_local_experts=8), r"experts\.\w+\n(?s:.*)8 experts"),
+    "experts of the config": (
+        "gpt_oss_floats",
+        config(num_local_experts=8),
+        r"experts\.\w+\n(?s:.*)8 experts",
+    ),
     "no experts in the config": (
         "gpt_oss_floats",
         config(num_local_experts=0),
@@ -284,9 +333,21 @@ STACKS: dict[str, Case] = {
         r"lacks(?s:.*)experts\.down_proj\n",
     ),
     "no weight but a bias": ("gpt_oss_floats", drop(f"{LAYER}.down_proj"), r"down_proj_bias\n"),
-    "one bias missing": ("gpt_oss_mxfp4", drop(f"{LAYER}.down_proj_bias"), rf"mixes(?s:.*){LAYER}\.gate_up_proj"),
-    "bias of the wrong size": ("gpt_oss_mxfp4", cut(f"{LAYER}.down_proj_bias"), r"down_proj_bias\n(?s:.*)\[255\]"),
-    "odd bias": ("gpt_oss_mxfp4", cut(f"{LAYER}.gate_up_proj_bias"), r"gate_up_proj_bias\n(?s:.*)511"),
+    "one bias missing": (
+        "gpt_oss_mxfp4",
+        drop(f"{LAYER}.down_proj_bias"),
+        rf"mixes(?s:.*){LAYER}\.gate_up_proj",
+    ),
+    "bias of the wrong size": (
+        "gpt_oss_mxfp4",
+        cut(f"{LAYER}.down_proj_bias"),
+        r"down_proj_bias\n(?s:.*)\[255\]",
+    ),
+    "odd bias": (
+        "gpt_oss_mxfp4",
+        cut(f"{LAYER}.gate_up_proj_bias"),
+        r"gate_up_proj_bias\n(?s:.*)511",
+    ),
     "unknown part": (
         "gpt_oss_mxfp4",
         put(f"{LAYER}.down_proj_foo", torch.ones(1)),
@@ -313,7 +374,11 @@ STACKS: dict[str, Case] = {
     ),
     "no orientation": ("qwen3_vl", config(hidden_size=None), r"orientation|unexpected shape"),
     "flat": ("qwen3_vl", put(f"{LAYER}.down_proj", lambda t: t.flatten(0, 1)), r"experts\.\w+\n"),
-    "without dimensions": ("qwen3_vl", put(f"{LAYER}.down_proj", torch.tensor(1.0).bfloat16()), r"experts\.\w+\n"),
+    "without dimensions": (
+        "qwen3_vl",
+        put(f"{LAYER}.down_proj", torch.tensor(1.0).bfloat16()),
+        r"experts\.\w+\n",
+    ),
     "stacks of two dtypes": (
         "gpt_oss_floats",
         cast(f"{LAYER}.down_proj", torch.float16),
@@ -415,10 +480,25 @@ def test_a_layer_with_kept_and_requantized_experts_is_verified(tmp_path: Path) -
 # --- whatever else -----------------------------------------------------------------------------------------
 
 BASES = sorted(GOOD)
-DTYPES = ["BF16", "F16", "F32", "F8_E4M3", "F8_E5M2", "F8_E8M0", "U8", "I8", "I32", "I64", "F4", "BOOL"]
+DTYPES = [
+    "BF16",
+    "F16",
+    "F32",
+    "F8_E4M3",
+    "F8_E5M2",
+    "F8_E8M0",
+    "U8",
+    "I8",
+    "I32",
+    "I64",
+    "F4",
+    "BOOL",
+]
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-2, 300) | st.floats() | st.text(max_size=6),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
+    ),
     max_leaves=4,
 )
 
@@ -447,7 +527,10 @@ def damage(draw: Callable[..., Any], refs: dict[str, TensorRef]) -> None:
     chosen = [n for n in refs if n.endswith(f".{part}")] if draw(st.booleans()) else [name]
     action = draw(st.sampled_from(["remove", "rename", "dtype", "shape"]))
     other = draw(st.sampled_from([*part_names(), "foo", "gate_up_proj_bias", "down_proj_scales"]))
-    dtype, sizes = (draw(st.sampled_from(DTYPES)), draw(st.lists(st.sampled_from([0, 1, 2, 4, 128, 256]), max_size=4)))
+    dtype, sizes = (
+        draw(st.sampled_from(DTYPES)),
+        draw(st.lists(st.sampled_from([0, 1, 2, 4, 128, 256]), max_size=4)),
+    )
     for each in chosen:
         ref = refs.pop(each)
         if action == "rename":
@@ -462,7 +545,9 @@ def damage(draw: Callable[..., Any], refs: dict[str, TensorRef]) -> None:
 
 @settings(max_examples=num_examples(400), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), base=st.sampled_from(BASES), num_damages=st.integers(1, 3))
-def test_any_headers_are_mapped_or_refused(data: st.DataObject, base: str, num_damages: int) -> None:
+def test_any_headers_are_mapped_or_refused(
+    data: st.DataObject, base: str, num_damages: int
+) -> None:
     refs, words = copy.deepcopy(headers(base))
     for _ in range(num_damages):
         damage(data.draw, refs)
@@ -470,7 +555,9 @@ def test_any_headers_are_mapped_or_refused(data: st.DataObject, base: str, num_d
             return
     quantization = words.get("quantization_config")
     if quantization is not None and data.draw(st.booleans()):
-        key = data.draw(st.sampled_from([*quantization, "ignore", "dynamic", "expert_dtype", "group_size"]))
+        key = data.draw(
+            st.sampled_from([*quantization, "ignore", "dynamic", "expert_dtype", "group_size"])
+        )
         quantization[key] = data.draw(JSON)
     if data.draw(st.booleans()):
         words[data.draw(st.sampled_from([*words, "text_config"]))] = data.draw(JSON)

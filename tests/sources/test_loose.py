@@ -77,22 +77,54 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "no UTF-8, unfinished": (put("a\udcff.partial"), "src", "valid Unicode"),
     "a name of 248 bytes": (put("x" * 242 + ".jinja"), "x" * 90, "too long"),
     "a name of 249 bytes, fewer letters": (put("é" * 121 + "x.jinja"), "é" * 90, "too long"),
-    "a path of 3100 bytes": (put("/".join(["y" * 200] * 15 + ["z" * 79 + ".jinja"])), "yyy", "too long"),
+    "a path of 3100 bytes": (
+        put("/".join(["y" * 200] * 15 + ["z" * 79 + ".jinja"])),
+        "yyy",
+        "too long",
+    ),
     "below experts": (put("experts/notes.md"), "experts/notes.md", "that the artifact needs"),
-    "a folder named as the index": (put("model.safetensors.index.json/x.md"), "index.json", "a folder"),
+    "a folder named as the index": (
+        put("model.safetensors.index.json/x.md"),
+        "index.json",
+        "a folder",
+    ),
     "a folder named as the manifest": (put("hqconv.json/x.md"), "hqconv.json", "a folder"),
-    "a folder named as the journal": (put(".hqconv-progress.jsonl/x.md"), ".hqconv-progress", "a folder"),
-    "a folder named as an unfinished file": (put("a.md", "a.md.partial/x.md"), "a.md.partial/x.md", "needs"),
-    "a folder named as an unfinished config": (put("config.json.partial/x.md"), "config.json.partial", "needs"),
-    "a link to a file of the system": (link("tokenizer2.json", "/etc/hostname"), "tokenizer2.json", "leads out"),
+    "a folder named as the journal": (
+        put(".hqconv-progress.jsonl/x.md"),
+        ".hqconv-progress",
+        "a folder",
+    ),
+    "a folder named as an unfinished file": (
+        put("a.md", "a.md.partial/x.md"),
+        "a.md.partial/x.md",
+        "needs",
+    ),
+    "a folder named as an unfinished config": (
+        put("config.json.partial/x.md"),
+        "config.json.partial",
+        "needs",
+    ),
+    "a link to a file of the system": (
+        link("tokenizer2.json", "/etc/hostname"),
+        "tokenizer2.json",
+        "leads out",
+    ),
     "a link upwards": (link("tokenizer2.json", "../other/file"), "tokenizer2.json", "leads out"),
     "a link to a link": (links, "vocab.json", "leads out"),
     "a link to nothing": (link("vocab.json", "../blobs/absent"), "vocab.json", "a link to nothing"),
     "a link to itself": (link("vocab.json", "vocab.json"), "vocab.json", "a circle of links"),
-    "a config that links to nothing": (link("hf_quant_config.json", "absent"), "hf_quant", "link to nothing"),
+    "a config that links to nothing": (
+        link("hf_quant_config.json", "absent"),
+        "hf_quant",
+        "link to nothing",
+    ),
     "a config 65 deep": (config("[" * 64 + "]" * 64), "config.json", "nested too deeply"),
     "a config 900 deep": (config("[" * 900 + "]" * 900), "config.json", "nested too deeply"),
-    "a config 100000 deep": (config("[" * 100_000 + "]" * 100_000), "config.json", "nested too deeply"),
+    "a config 100000 deep": (
+        config("[" * 100_000 + "]" * 100_000),
+        "config.json",
+        "nested too deeply",
+    ),
     "half a surrogate": (config('"\\ud800"'), "config.json", "valid Unicode"),
     "half a surrogate as a key": (config('{"\\udfff": 1}'), "config.json", "valid Unicode"),
     "too long a number": (config("1" * 5000), "config.json", "not valid JSON"),
@@ -106,20 +138,35 @@ def test_what_cannot_be_copied_is_refused(name: str, source: Path, tmp_path: Pat
     put("file")(tmp_path / "other")
     change(source)
     error = refusal(source, tmp_path / "out")
-    assert (error.exit_code, where in error.where, text in str(error)) == (3, True, True), str(error)
+    assert (error.exit_code, where in error.where, text in str(error)) == (3, True, True), str(
+        error
+    )
 
 
 def plan_of(source: Path) -> Any:
     return hqconv.plan(source, schema="int4", target="sm90")
 
 
-SPECIAL = ("vocab.txt", "config.json", "model.safetensors.index.json", "hqconv.json", ".hqconv-progress.jsonl")
-SPECIAL += ("model.safetensors", "hf_quant_config.json", "quant_model_description.json", "sub/vocab.txt")
+SPECIAL = (
+    "vocab.txt",
+    "config.json",
+    "model.safetensors.index.json",
+    "hqconv.json",
+    ".hqconv-progress.jsonl",
+)
+SPECIAL += (
+    "model.safetensors",
+    "hf_quant_config.json",
+    "quant_model_description.json",
+    "sub/vocab.txt",
+)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in NODES if kind != "a folder"])
 @pytest.mark.parametrize("name", SPECIAL)
-def test_what_is_no_file_is_not_waited_for(name: str, kind: str, source: Path, tmp_path: Path) -> None:
+def test_what_is_no_file_is_not_waited_for(
+    name: str, kind: str, source: Path, tmp_path: Path
+) -> None:
     (source / name).unlink(missing_ok=True)
     (source / name).parent.mkdir(exist_ok=True)
     NODES[kind](source / name)
@@ -132,7 +179,9 @@ def test_what_is_no_file_is_not_waited_for(name: str, kind: str, source: Path, t
 def test_a_pipe_named_as_gguf_is_not_waited_for(source: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    tensors = {n: t for n, t in load_file(source / "model.safetensors").items() if "experts" not in n}
+    tensors = {
+        n: t for n, t in load_file(source / "model.safetensors").items() if "experts" not in n
+    }
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     os.mkfifo(source / "x.gguf")
     error = refusal(source, tmp_path / "out")
@@ -140,10 +189,14 @@ def test_a_pipe_named_as_gguf_is_not_waited_for(source: Path, tmp_path: Path) ->
     assert "pipe" in error.found
 
 
-@pytest.mark.parametrize("name", ["hqconv.json", ".hqconv-progress.jsonl", ".hqconv-progress.rank1.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["hqconv.json", ".hqconv-progress.jsonl", ".hqconv-progress.rank1.jsonl"]
+)
 @pytest.mark.parametrize("kind", NODES)
 @pytest.mark.parametrize("mode", ["", "resume", "overwrite"])
-def test_an_output_that_holds_no_files(mode: str, kind: str, name: str, model: Path, tmp_path: Path) -> None:
+def test_an_output_that_holds_no_files(
+    mode: str, kind: str, name: str, model: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     out.mkdir()
     NODES[kind](out / name)
@@ -156,7 +209,9 @@ def test_an_output_that_holds_no_files(mode: str, kind: str, name: str, model: P
     assert os.path.samestat(before, (out / name).lstat())
     with contextlib.suppress(HqconvError):
         assert not in_time(lambda: hqconv.verify(out, device="cpu")).passed
-    with contextlib.suppress(HqconvError):  # of a journal that can be read there is something to say
+    with contextlib.suppress(
+        HqconvError
+    ):  # of a journal that can be read there is something to say
         assert in_time(lambda: hqconv.inspect(out))["kind"] == "unfinished"
 
 
@@ -183,7 +238,9 @@ def test_a_config_of_64_mib(source: Path, tmp_path: Path) -> None:
     assert "larger than 67108864 bytes" in error.found
 
 
-def test_what_cannot_be_read_is_refused(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read_is_refused(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = os.open
 
     def denied(path: Any, *more: Any, **options: Any) -> int:  # the tests may run as root
@@ -198,7 +255,15 @@ def test_what_cannot_be_read_is_refused(source: Path, tmp_path: Path, monkeypatc
 
 
 def test_what_is_left_out_is_said(source: Path, tmp_path: Path) -> None:
-    put("a.partial", "sub/b.json.partial", "experts.partial", ".hidden", "original/x.json", "a.log", "b.log")(source)
+    put(
+        "a.partial",
+        "sub/b.json.partial",
+        "experts.partial",
+        ".hidden",
+        "original/x.json",
+        "a.log",
+        "b.log",
+    )(source)
     link("more", "sub")(source)
     left = dict(open_source(source).loose.left_out)
     unfinished = "an unfinished download or conversion"

@@ -39,10 +39,14 @@ V4_CONFIG = {
         "moe_quant_algo": "NVFP4",
         "group_size": 16,
         "ignore": ["*.attn.*", "*.ffn.shared_experts.*", "head", "mtp.*"],
-        "quantized_layers": {V4.format(layer): {"quant_algo": "NVFP4", "group_size": 16} for layer in (0, 1)},
+        "quantized_layers": {
+            V4.format(layer): {"quant_algo": "NVFP4", "group_size": 16} for layer in (0, 1)
+        },
     }
 }
-MX_IN_BYTES = packing.as_dtypes(packing.mxfp4(scale="scale"), weight=torch.int8, scale=torch.float8_e8m0fnu)
+MX_IN_BYTES = packing.as_dtypes(
+    packing.mxfp4(scale="scale"), weight=torch.int8, scale=torch.float8_e8m0fnu
+)
 V4_NVFP4 = FormatSpec(
     packing.nvfp4(),
     V4_CONFIG,
@@ -66,7 +70,10 @@ def _with_mtp(folder: Path) -> Mixed:
     """DeepSeek-V4 in nvfp4 with its MTP layer in mxfp4: the third layer, renamed."""
     written = write(folder, V4_NVFP4)
     truth = {name.replace("layers.2.", "mtp.0."): layer for name, layer in written.truth.items()}
-    rewrite(folder, lambda tensors: {name.replace("layers.2.", "mtp.0."): t for name, t in tensors.items()})
+    rewrite(
+        folder,
+        lambda tensors: {name.replace("layers.2.", "mtp.0."): t for name, t in tensors.items()},
+    )
     reword(folder, num_hidden_layers=2)
     return Mixed(folder, truth, {V4.format(0): "nvfp4", V4.format(1): "nvfp4", MTP: "mxfp4"})
 
@@ -75,15 +82,22 @@ def _with_plain(folder: Path) -> Mixed:
     """compressed-tensors that ignores the first and the last of three layers, attention too."""
     spec = FORMATS["mixed-ct-ignore"]
     ignored = r"re:.*layers\.[02]\.(mlp\.experts|self_attn).*"
-    words = configs.compressed("pack-quantized", 4, "int", "group", group_size=128, ignore=[ignored])
+    words = configs.compressed(
+        "pack-quantized", 4, "int", "group", group_size=128, ignore=[ignored]
+    )
     written = write(
-        folder, replace(spec, config=words, encode=plain, layers=(spec.encode, plain)), inner=256, hidden=256
+        folder,
+        replace(spec, config=words, encode=plain, layers=(spec.encode, plain)),
+        inner=256,
+        hidden=256,
     )
     schemas = {QWEN.format(0): "", QWEN.format(1): "int4", QWEN.format(2): ""}
     return Mixed(folder, {QWEN.format(1): written.truth[QWEN.format(1)]}, schemas)
 
 
-def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+def rewrite(
+    folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+) -> None:
     path = folder / "model.safetensors"
     save_file(change(load_file(path)), path, {"format": "pt"})
 
@@ -105,7 +119,10 @@ def assert_kept(out: Path, mixed: Mixed) -> None:
     packed = {name: schema for name, schema in mixed.schemas.items() if schema}
     left = sorted(set(mixed.schemas) - set(packed))
     assert (words["format_version"], sorted(words.get("left_blocks", []))) == (2, left)
-    found = {name: layer.get("schema_name", words["schema_name"]) for name, layer in words["blocks"].items()}
+    found = {
+        name: layer.get("schema_name", words["schema_name"])
+        for name, layer in words["blocks"].items()
+    }
     assert found == packed
     assert {layer["conversion"] for layer in words["blocks"].values()} == {"direct"}
     for name, expected in mixed.truth.items():
@@ -113,7 +130,9 @@ def assert_kept(out: Path, mixed: Mixed) -> None:
         assert values.keys() == expected.keys()
         assert all(torch.equal(values[role], expected[role]) for role in expected), name
         gemms = load(out, layer=name)
-        assert [gemms[gemm].config["b_dtype"] for gemm in ("w13", "w2")] == [B_DTYPES[packed[name]]] * 2
+        assert [gemms[gemm].config["b_dtype"] for gemm in ("w13", "w2")] == [
+            B_DTYPES[packed[name]]
+        ] * 2
     source, index = {}, json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
     for path in mixed.folder.glob("*.safetensors"):
         source |= load_file(path)
@@ -142,7 +161,9 @@ def test_every_layer_keeps_its_own(mixed: Mixed, grid: Grid, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("schema", ["int4", "fp8", "nvfp4"])
-def test_other_schemas_take_every_layer_from_its_own_format(mixed: Mixed, schema: str, tmp_path: Path) -> None:
+def test_other_schemas_take_every_layer_from_its_own_format(
+    mixed: Mixed, schema: str, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     conversions.run(mixed.folder, out, schema)
     words = conversions.manifest(out)
@@ -187,18 +208,26 @@ def test_it_is_said_beforehand(mixed: Mixed, tmp_path: Path) -> None:
 def test_the_checkpoint_layout_leaves_plain_layers_out(tmp_path: Path) -> None:
     """Its `ignore` names them; the same reader that knows Humming's config then finds them plain."""
     mixed, out = _with_plain(tmp_path / "src"), tmp_path / "out"
-    rewrite(mixed.folder, lambda tensors: {n: t for n, t in tensors.items() if "layers.1.self_attn" not in n})
+    rewrite(
+        mixed.folder,
+        lambda tensors: {n: t for n, t in tensors.items() if "layers.1.self_attn" not in n},
+    )
     conversions.run(mixed.folder, out, "source", layout="checkpoint")
     conversions.assert_verified(out, mixed.folder)
     words = json.loads((out / "config.json").read_text())["quantization_config"]
-    assert [r"layers\.0\." in words["ignore"][1], r"layers\.2\." in words["ignore"][2]] == [True, True]
+    assert [r"layers\.0\." in words["ignore"][1], r"layers\.2\." in words["ignore"][2]] == [
+        True,
+        True,
+    ]
     conversions.run(out, tmp_path / "kernel", "source")
     assert_kept(tmp_path / "kernel", replace(mixed, folder=out))
 
 
 def test_the_checkpoint_layout_refuses_what_it_cannot_say(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="one schema for all layers"):
-        conversions.run(_with_mtp(tmp_path / "a").folder, tmp_path / "out", "source", layout="checkpoint")
+        conversions.run(
+            _with_mtp(tmp_path / "a").folder, tmp_path / "out", "source", layout="checkpoint"
+        )
     mixed = _with_plain(tmp_path / "b")
     dropped = ("self_attn", "layers.1.")
     rewrite(
@@ -227,7 +256,10 @@ def test_an_override_names_a_schema_beside_the_sources_own(mixed: Mixed, tmp_pat
     conversions.run(mixed.folder, out, "source", overrides=overrides)
     words = conversions.manifest(out)["blocks"]
     kinds = {"": "quantized", "mxfp4": "requantized"}
-    assert (words[last]["schema_name"], words[last]["conversion"]) == ("int8", kinds[mixed.schemas[last]])
+    assert (words[last]["schema_name"], words[last]["conversion"]) == (
+        "int8",
+        kinds[mixed.schemas[last]],
+    )
     conversions.assert_verified(out, mixed.folder)
     overrides = load_recipe(tmp_path / "all.toml").overrides
     with pytest.raises(RequestError, match="leave no layer"):
@@ -242,7 +274,9 @@ def test_where_an_override_names_the_schema_nothing_must_be_kept(tmp_path: Path)
     (tmp_path / "r.toml").write_text('[[override]]\nlayers = "0-1"\nschema = "nvfp4"\n')
     overrides, out = load_recipe(tmp_path / "r.toml").overrides, tmp_path / "out"
     conversions.run(written.folder, out, "source", overrides=overrides)
-    errors = [layer["quantization_error"]["w1"] for layer in conversions.manifest(out)["blocks"].values()]
+    errors = [
+        layer["quantization_error"]["w1"] for layer in conversions.manifest(out)["blocks"].values()
+    ]
     assert [error["num_experts_requantized"] for error in errors] == [3, 3, 0]
     conversions.assert_verified(out, written.folder)
 
@@ -260,7 +294,11 @@ def _gptq(folder: Path, dynamic: dict[str, Any]) -> Written:
     ("dynamic", "where", "found"),
     [
         # Of the same shapes and dtypes: only the config tells that the numbers mean something else.
-        ({r"+:.*experts\.1\..*": {"checkpoint_format": "gptq_v2", "sym": False}}, r"experts\.1\.", "zero"),
+        (
+            {r"+:.*experts\.1\..*": {"checkpoint_format": "gptq_v2", "sym": False}},
+            r"experts\.1\.",
+            "zero",
+        ),
         ({r"+:.*experts\.0\.up_proj": {"sym": False}}, r"experts\.0\.up_proj", "zero"),
         ({r"-:.*experts\.2\.down_proj": {}}, r"experts\.2\.down_proj", "not quantized"),
     ],
@@ -270,7 +308,9 @@ def test_an_expert_of_another_format_is_refused(
 ) -> None:
     written = _gptq(tmp_path / "src", dynamic)
     for schema in ("source", "int4", "fp8"):
-        with pytest.raises(RequestError, match="declares another one for some of its experts") as caught:
+        with pytest.raises(
+            RequestError, match="declares another one for some of its experts"
+        ) as caught:
             conversions.run(written.folder, tmp_path / "out", schema)
         assert caught.value.found.count(found), caught.value.found
         with pytest.raises(RequestError, match=where):

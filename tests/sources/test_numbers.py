@@ -52,11 +52,16 @@ def at_once(call: Callable[[], object]) -> HqconvError:
     return caught.value
 
 
-@pytest.mark.parametrize("number", [*HUGE, MAX_COUNT + 1, 0.5, "8", True, None], ids=lambda n: str(n)[:12])
+@pytest.mark.parametrize(
+    "number", [*HUGE, MAX_COUNT + 1, 0.5, "8", True, None], ids=lambda n: str(n)[:12]
+)
 @pytest.mark.parametrize("option", ["tp", "ep", "redundant_experts"])
 def test_options(option: str, number: Any, model: Path, tmp_path: Path) -> None:
     words = {**ON_CPU, option: number}
-    for call in (lambda: hqconv.plan(model, **words), lambda: hqconv.convert(model, tmp_path / "out", **words)):
+    for call in (
+        lambda: hqconv.plan(model, **words),
+        lambda: hqconv.convert(model, tmp_path / "out", **words),
+    ):
         error = at_once(call)
         assert (error.exit_code, error.where) == (2, f"--{option.replace('_', '-')}")
     assert not (tmp_path / "out").exists()
@@ -66,7 +71,9 @@ def test_an_option_is_looked_at_before_libraries_are_loaded() -> None:
     """Which takes seconds; the source is not there either, and nobody says so."""
     code = "import sys, hqconv\ntry:\n    hqconv.convert('absent', schema='int4', target='sm90', tp=10**30)\n"
     code += "except hqconv.HqconvError as error:\n    print(error.where, 'torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPO, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPO, check=False
+    )
     assert done.stdout == "--tp False\n", done.stderr
 
 
@@ -84,10 +91,18 @@ def with_config(model: Path, folder: Path, **words: Any) -> Path:
     return folder
 
 
-KEYS = ("num_experts", "num_experts_per_tok", "hidden_size", "moe_intermediate_size", "num_hidden_layers")
+KEYS = (
+    "num_experts",
+    "num_experts_per_tok",
+    "hidden_size",
+    "moe_intermediate_size",
+    "num_hidden_layers",
+)
 
 
-@pytest.mark.parametrize("number", [*HUGE, 0, True, 2.5, [10**30], float("inf")], ids=lambda n: str(n)[:12])
+@pytest.mark.parametrize(
+    "number", [*HUGE, 0, True, 2.5, [10**30], float("inf")], ids=lambda n: str(n)[:12]
+)
 @pytest.mark.parametrize("key", KEYS)
 def test_configs(key: str, number: Any, model: Path, tmp_path: Path) -> None:
     source = with_config(model, tmp_path / "src", **{key: number})
@@ -111,7 +126,9 @@ def test_stacks_of_so_many_experts(number: int) -> None:
     config = {**GPT_OSS, "num_local_experts": number}
     for shape in ((0, 0), (0, 256), (256, 0)):
         refs = {
-            f"{LAYER}.{name}": TensorRef(f"{LAYER}.{name}", "BF16", (number, *shape[:dims]), 0, 0, 0)
+            f"{LAYER}.{name}": TensorRef(
+                f"{LAYER}.{name}", "BF16", (number, *shape[:dims]), 0, 0, 0
+            )
             for name, dims in {"gate_up_proj": 2, "down_proj": 2, "gate_up_proj_bias": 1}.items()
         }
         assert at_once(lambda refs=refs: map_experts(refs, config)).exit_code == 3
@@ -122,7 +139,10 @@ def test_stacks_of_so_many_experts(number: int) -> None:
 def test_names(part: str, digits: int, model: Path) -> None:
     with open_source(model) as source:
         to = part.replace("0", "1" * digits)
-        refs = {n.replace(part, to): r._replace(name=n.replace(part, to)) for n, r in source.tensors.items()}
+        refs = {
+            n.replace(part, to): r._replace(name=n.replace(part, to))
+            for n, r in source.tensors.items()
+        }
         assert at_once(lambda: map_experts(refs, source.config)).exit_code == 3
 
 
@@ -137,7 +157,10 @@ TOP, OF_BLOCK = (
 def test_manifests(key: str, number: int, artifact: Path, tmp_path: Path) -> None:
     out = Path(shutil.copytree(artifact, tmp_path / "out"))
     words = json.loads((out / "hqconv.json").read_text())
-    places = {**dict.fromkeys(OF_BLOCK, words["blocks"][LAYER]), "size_bytes": words["files"]["config.json"]}
+    places = {
+        **dict.fromkeys(OF_BLOCK, words["blocks"][LAYER]),
+        "size_bytes": words["files"]["config.json"],
+    }
     places.get(key, words)[key] = number
     write_manifest(out, words)
     is_size = key == "size_bytes"

@@ -35,14 +35,18 @@ def source(tmp_path: Path) -> Path:
     for layer, parts in written.truth.items():
         for e in range(2):
             stored = packing.gptq(8, 64)(Draw(7 + e), 128, 128, torch.tensor(0.01))
-            tensors |= {f"{layer}.{e}.down_proj.{part}": tensor for part, tensor in stored.parts.items()}
+            tensors |= {
+                f"{layer}.{e}.down_proj.{part}": tensor for part, tensor in stored.parts.items()
+            }
             truth[f"{layer}.{e}.down_proj.weight"] = stored.values()
             for role, word in (("w1", "gate_proj"), ("w3", "up_proj")):
                 truth[f"{layer}.{e}.{word}.weight"] = parts[role][e].clone()
     save_file(tensors, path, {"format": "pt"})
     twin = tmp_path / "twin"
     twin.mkdir()
-    save_file({"model.norm.weight": torch.ones(8), **truth}, twin / "model.safetensors", {"format": "pt"})
+    save_file(
+        {"model.norm.weight": torch.ones(8), **truth}, twin / "model.safetensors", {"format": "pt"}
+    )
     config = json.loads((written.folder / "config.json").read_text())
     del config["quantization_config"]
     (twin / "config.json").write_text(json.dumps(config))
@@ -85,15 +89,22 @@ def test_both_codes_are_kept(source: Path, tmp_path: Path) -> None:
     found = hqconv.dequantize(out, layer=LAYER)
     for expert in range(2):
         for role, word in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")):
-            assert torch.equal(found[role][expert], truth[f"{LAYER}.{expert}.{word}.weight"].float())
+            assert torch.equal(
+                found[role][expert], truth[f"{LAYER}.{expert}.{word}.weight"].float()
+            )
 
 
 def test_one_gemm_is_kept_beside_another_schema(source: Path, tmp_path: Path) -> None:
     """Also where an override names the schema of one GEMM, and the other must keep its codes."""
     conversions.run(source, tmp_path / "same", "int4", Grid())
-    assert conversions.manifest(tmp_path / "same")["blocks"][LAYER]["conversion"] == "w13 direct; w2 requantized"
+    assert (
+        conversions.manifest(tmp_path / "same")["blocks"][LAYER]["conversion"]
+        == "w13 direct; w2 requantized"
+    )
     (tmp_path / "r.toml").write_text('schema = "source"\n[layers.0.w2]\nschema = "int4-g64"\n')
-    summary = hqconv.convert(source, tmp_path / "out", config=tmp_path / "r.toml", target="sm90", device="cpu")
+    summary = hqconv.convert(
+        source, tmp_path / "out", config=tmp_path / "r.toml", target="sm90", device="cpu"
+    )
     assert summary.plan.layers[0].encoding.schema.name == "int4+int4-g64"
     conversions.assert_verified(tmp_path / "out", source)
     conversions.assert_verified(tmp_path / "same", source)
@@ -102,7 +113,10 @@ def test_one_gemm_is_kept_beside_another_schema(source: Path, tmp_path: Path) ->
 def test_gate_and_up_that_differ_have_no_schema(source: Path, tmp_path: Path) -> None:
     config = json.loads((source / "config.json").read_text())
     overrides = config["quantization_config"]["dynamic"]
-    config["quantization_config"]["dynamic"] = {r"+:.*\.up_proj": {"bits": 8, "group_size": 64}, **overrides}
+    config["quantization_config"]["dynamic"] = {
+        r"+:.*\.up_proj": {"bits": 8, "group_size": 64},
+        **overrides,
+    }
     (source / "config.json").write_text(json.dumps(config))
     tensors = load_file(source / "model.safetensors")
     for name in [name for name in tensors if ".down_proj." in name]:
@@ -111,17 +125,25 @@ def test_gate_and_up_that_differ_have_no_schema(source: Path, tmp_path: Path) ->
     with pytest.raises(RequestError, match="its projections have formats of their own"):
         conversions.run(source, tmp_path / "out", "source")
     conversions.run(source, tmp_path / "out", "int8-g64")
-    assert conversions.manifest(tmp_path / "out")["blocks"][LAYER]["conversion"] == "w13 requantized; w2 direct"
+    assert (
+        conversions.manifest(tmp_path / "out")["blocks"][LAYER]["conversion"]
+        == "w13 requantized; w2 direct"
+    )
     conversions.assert_verified(tmp_path / "out", source)
 
 
 def test_one_projection_may_be_left_plain(tmp_path: Path) -> None:
     words = configs.gptq(dynamic={r"-:.*\.down_proj": {}})
     written = write(
-        tmp_path / "src", FormatSpec(packing.gptq(4, 128), words, "", dtype="float16"), hidden=128, inner=128
+        tmp_path / "src",
+        FormatSpec(packing.gptq(4, 128), words, "", dtype="float16"),
+        hidden=128,
+        inner=128,
     )
     path = written.folder / "model.safetensors"
-    tensors = {name: tensor for name, tensor in load_file(path).items() if ".down_proj." not in name}
+    tensors = {
+        name: tensor for name, tensor in load_file(path).items() if ".down_proj." not in name
+    }
     draw = Draw(3)
     for layer, parts in written.truth.items():
         for e in range(len(parts["w1"])):
@@ -132,7 +154,9 @@ def test_one_projection_may_be_left_plain(tmp_path: Path) -> None:
     conversions.assert_verified(tmp_path / "out", written.folder)
 
 
-def test_tensors_that_the_config_does_not_declare_apart_are_refused(source: Path, tmp_path: Path) -> None:
+def test_tensors_that_the_config_does_not_declare_apart_are_refused(
+    source: Path, tmp_path: Path
+) -> None:
     path = source / "config.json"
     words = json.loads(path.read_text())
     del words["quantization_config"]["dynamic"]

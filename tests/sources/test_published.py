@@ -54,5 +54,11 @@ def test_a_published_model(path: Path, tmp_path: Path) -> None:
 
 
 def test_every_model_is_in_the_table_once() -> None:
-    rows = [line.split(" | ")[0][2:] for line in PAGE.read_text(encoding="utf-8").splitlines() if line[:2] == "| "]
-    assert sorted(row for row in rows if row not in ("model", "---")) == sorted(path.stem for path in paths())
+    rows = [
+        line.split(" | ")[0][2:]
+        for line in PAGE.read_text(encoding="utf-8").splitlines()
+        if line[:2] == "| "
+    ]
+    assert sorted(row for row in rows if row not in ("model", "---")) == sorted(
+        path.stem for path in paths()
+    )

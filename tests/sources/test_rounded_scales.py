@@ -33,7 +33,9 @@ ROUNDED = "direct, scales rounded"
 WORDS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
-def compressed(encode: pack.Encoder, storage: str, bits: int, strategy: str, **weights: object) -> FormatSpec:
+def compressed(
+    encode: pack.Encoder, storage: str, bits: int, strategy: str, **weights: object
+) -> FormatSpec:
     kind = "float" if storage == "float-quantized" else "int"
     return FormatSpec(encode, configs.compressed(storage, bits, kind, strategy, **weights), "")
 
@@ -45,8 +47,12 @@ MORE = {
     "ct-w8-channel-zp": compressed(
         pack.int8(asymmetric=True, dtype=F32), "int-quantized", 8, "channel", symmetric=False
     ),
-    "ct-int8-channel": compressed(pack.pack_quantized(8, 0, dtype=F32), "pack-quantized", 8, "channel"),
-    "ct-int4-g128": compressed(pack.pack_quantized(4, 128, dtype=F32), "pack-quantized", 4, "group", group_size=128),
+    "ct-int8-channel": compressed(
+        pack.pack_quantized(8, 0, dtype=F32), "pack-quantized", 8, "channel"
+    ),
+    "ct-int4-g128": compressed(
+        pack.pack_quantized(4, 128, dtype=F32), "pack-quantized", 4, "group", group_size=128
+    ),
 }
 # The schema that has the source's codes; what `--schema source --round-scales` chooses, where that is another.
 CASES: dict[str, tuple[str, str]] = {
@@ -139,7 +145,9 @@ def fused(
     return each
 
 
-def oracle(folder: Path, dtype: torch.dtype) -> dict[str, dict[str, list[tuple[torch.Tensor, ...]]]]:
+def oracle(
+    folder: Path, dtype: torch.dtype
+) -> dict[str, dict[str, list[tuple[torch.Tensor, ...]]]]:
     """Layer → role → each expert's `one_matrix`."""
     found: dict[str, dict[str, list[tuple[torch.Tensor, ...]]]] = {}
     tensors = load_file(folder / "model.safetensors")
@@ -150,12 +158,16 @@ def oracle(folder: Path, dtype: torch.dtype) -> dict[str, dict[str, list[tuple[t
         elif rest and rest[0].isdigit():
             found[f"{layer}.experts"] = {}
     for layer, roles in found.items():
-        num_experts = len({n[len(layer) + 1 :].split(".")[0] for n in tensors if n.startswith(f"{layer}.")})
+        num_experts = len(
+            {n[len(layer) + 1 :].split(".")[0] for n in tensors if n.startswith(f"{layer}.")}
+        )
         for role, word in WORDS.items() if not roles else ():
             roles[role] = []
             for e in range(num_experts):
                 prefix = f"{layer}.{e}.{word}."
-                parts = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+                parts = {
+                    n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)
+                }
                 roles[role].append(one_matrix(parts, dtype))
     return found
 
@@ -184,23 +196,33 @@ def assert_as_the_oracle_says(out: Path, folder: Path, dtype: str) -> None:
 
 
 def expert_files(out: Path) -> dict[str, bytes]:
-    return {p.relative_to(out).as_posix(): p.read_bytes() for p in sorted((out / "experts").rglob("*.*"))}
+    return {
+        p.relative_to(out).as_posix(): p.read_bytes()
+        for p in sorted((out / "experts").rglob("*.*"))
+    }
 
 
 # --- every format ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize(("name", "dtype"), [(name, [*DTYPES][n % 2]) for n, name in enumerate(CASES)])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [(name, [*DTYPES][n % 2]) for n, name in enumerate(CASES)]
+)
 def test_codes_are_kept_and_scales_rounded(name: str, dtype: str, get: Get, tmp_path: Path) -> None:
     folder, (schema, own) = get(name), CASES[name]
     report = conversions.run(folder, tmp_path / "out", schema, Grid(2), dtype=dtype)
     assert set(report.to_dict()["conversion"]) == {ROUNDED}
     assert "float32 scales rounded to " + dtype in report.warnings[0]
-    assert all(b["conversion"] == ROUNDED for b in conversions.manifest(tmp_path / "out")["blocks"].values())
+    assert all(
+        b["conversion"] == ROUNDED
+        for b in conversions.manifest(tmp_path / "out")["blocks"].values()
+    )
     assert_as_the_oracle_says(tmp_path / "out", folder, dtype)
     conversions.assert_verified(tmp_path / "out", folder)
-    source = conversions.run(folder, tmp_path / "source", "source", Grid(2), dtype=dtype, round_scales=True)
+    source = conversions.run(
+        folder, tmp_path / "source", "source", Grid(2), dtype=dtype, round_scales=True
+    )
     assert source.plan.spec.schema.name == own
     if own == schema:
         assert not any("rounded" in warning for warning in source.warnings)
@@ -247,7 +269,9 @@ def test_hummings_own_layout_with_float32_scales(get: Get, tmp_path: Path) -> No
 
 
 def test_without_the_flag_source_is_refused_and_names_it(get: Get, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="bfloat16 scales cannot hold its float32 scales") as caught:
+    with pytest.raises(
+        RequestError, match="bfloat16 scales cannot hold its float32 scales"
+    ) as caught:
         conversions.run(get("quark-int8"), tmp_path / "out", "source")
     assert caught.value.remedy == (
         "Add --round-scales: codes kept, scales rounded to bfloat16; or name another schema to requantize to."
@@ -270,7 +294,9 @@ def test_float16_scales_are_rounded_to_bfloat16_where_asked(tmp_path: Path) -> N
         assert report.to_dict()["conversion"] == {ROUNDED: 1}
         assert report.warnings == ()
         assert conversions.manifest(out)["round_scales"] is True
-        assert all(change <= 2.0**-8 for change in report.to_dict()["largest_scale_change"].values())
+        assert all(
+            change <= 2.0**-8 for change in report.to_dict()["largest_scale_change"].values()
+        )
         conversions.assert_verified(out, written.folder)
         for layer, truth in written.truth.items():
             found = dequantize(out, layer=layer)
@@ -278,8 +304,12 @@ def test_float16_scales_are_rounded_to_bfloat16_where_asked(tmp_path: Path) -> N
                 assert (found[role] - truth[role]).abs().le(truth[role].abs() * 2.0**-8).all()
                 assert not torch.equal(found[role], truth[role])
     with pytest.raises(OutputError, match="differs from this request in: round_scales"):
-        conversions.run(written.folder, tmp_path / "source", "int4-g128-zp", dtype="bfloat16", resume=True)
-    exact = conversions.run(written.folder, tmp_path / "f16", "source", round_scales=True)  # the source's own
+        conversions.run(
+            written.folder, tmp_path / "source", "int4-g128-zp", dtype="bfloat16", resume=True
+        )
+    exact = conversions.run(
+        written.folder, tmp_path / "f16", "source", round_scales=True
+    )  # the source's own
     assert exact.to_dict()["conversion"] == {"direct": 1}
     assert "round_scales" not in conversions.manifest(tmp_path / "f16")
 
@@ -305,7 +335,9 @@ def test_bfloat16_scales_fit_float16_or_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_together", [False, True])
-@pytest.mark.parametrize(("dtype", "value"), [("float16", 1e-6), ("float16", 1e-9), ("float16", 7e4)])
+@pytest.mark.parametrize(
+    ("dtype", "value"), [("float16", 1e-6), ("float16", 1e-9), ("float16", 7e4)]
+)
 def test_a_scale_out_of_range_is_refused(
     dtype: str, value: float, is_together: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,11 +378,23 @@ def of_layer(**words: object) -> Callable[[dict[str, Any]], None]:
 
 # An edit of the manifest, what is found of it without a source, and whether the weights check finds it against one.
 EDITS: dict[str, tuple[Callable[[dict[str, Any]], None], str, bool]] = {
-    "too far": (of_role(lambda e: e.update(largest_scale_change=0.004)), "moved further than rounding", True),
+    "too far": (
+        of_role(lambda e: e.update(largest_scale_change=0.004)),
+        "moved further than rounding",
+        True,
+    ),
     "a little": (of_role(lambda e: e.update(largest_scale_change=0.0039)), "", True),
     "missing": (of_role(lambda e: e.pop("largest_scale_change")), "none where they are", True),
-    "no number": (of_role(lambda e: e.update(largest_scale_change=True)), "manifest is damaged", True),
-    "an error": (of_role(lambda e: e.update(worst_relative_error=0.01)), "larger than the change", True),
+    "no number": (
+        of_role(lambda e: e.update(largest_scale_change=True)),
+        "manifest is damaged",
+        True,
+    ),
+    "an error": (
+        of_role(lambda e: e.update(worst_relative_error=0.01)),
+        "larger than the change",
+        True,
+    ),
     "direct": (of_layer(conversion="direct"), "A layer's fact", True),
     "anew": (of_layer(conversion="requantized"), "A layer's fact", True),
     "no flag": (lambda words: words.update(round_scales=False), "manifest is damaged", True),
@@ -379,7 +423,9 @@ def test_a_change_of_scales_where_none_is_rounded_is_found(tmp_path: Path) -> No
     assert (finding.expected, finding.found) == ("none", "0.001")
 
 
-def test_another_source_of_the_same_codes_is_found(get: Get, damaged: Damaged, tmp_path: Path) -> None:
+def test_another_source_of_the_same_codes_is_found(
+    get: Get, damaged: Damaged, tmp_path: Path
+) -> None:
     """Scales moved by less than rounding would show are found where they round to something else."""
     other = tmp_path / "other"
     other.mkdir()
@@ -389,7 +435,9 @@ def test_another_source_of_the_same_codes_is_found(get: Get, damaged: Damaged, t
     save_file(tensors, other / "model.safetensors", {"format": "pt"})
     (other / "config.json").write_bytes((get("fp8-channel-f32") / "config.json").read_bytes())
     findings = conversions.check(damaged.root, other, "weights").results[0].findings
-    assert any("The scale of the source" in f.what and "w1 of expert 1" in f.where for f in findings)
+    assert any(
+        "The scale of the source" in f.what and "w1 of expert 1" in f.where for f in findings
+    )
 
 
 def test_zero_scales_stay_zero(tmp_path: Path) -> None:

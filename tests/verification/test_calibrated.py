@@ -38,16 +38,24 @@ def inputs(kind: str, seed: int) -> torch.Tensor:
 def quantized(schema: str, kind: str) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Weights, decoded weights of the calibration, and those of round-to-nearest, [2, N, K]: gate, up ten times it."""
     words, generator = resolve_schema(schema), torch.Generator().manual_seed(1)
-    stacks = [(size * torch.randn(2, SIZE, SIZE, generator=generator)).bfloat16() for size in (1, 10)]
+    stacks = [
+        (size * torch.randn(2, SIZE, SIZE, generator=generator)).bfloat16() for size in (1, 10)
+    ]
     products = products_of([inputs(kind, seed) for seed in (2, 3)])
     found = quantize_by_outputs(stacks, words, "bfloat16", products)
-    for weights, one, plain in zip(stacks, found, quantize_stacks(stacks, words, "bfloat16"), strict=True):
+    for weights, one, plain in zip(
+        stacks, found, quantize_stacks(stacks, words, "bfloat16"), strict=True
+    ):
         yield weights, *(decoded(stack, words, (2, SIZE, SIZE)) for stack in (one, plain))
 
 
-def judged(weights: torch.Tensor, found: torch.Tensor, rounded: torch.Tensor) -> list[tuple[str, str, str]]:
+def judged(
+    weights: torch.Tensor, found: torch.Tensor, rounded: torch.Tensor
+) -> list[tuple[str, str, str]]:
     """What `verify` says of one expert's matrix."""
-    return list(strays(*(_row_sums(weights, one).numpy() for one in (found, rounded)), weights.size(1)))
+    return list(
+        strays(*(_row_sums(weights, one).numpy() for one in (found, rounded)), weights.size(1))
+    )
 
 
 def one_row(d: torch.Tensor) -> torch.Tensor:
@@ -70,28 +78,41 @@ HALVES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "halves of rows exchanged": lambda d: d.roll(SIZE // 2, 1),
     "halves of columns exchanged": lambda d: d.roll(SIZE // 2, 2),
     "half of the rows another expert's": lambda d: torch.cat([d[:, :64], d.flip(0)[:, 64:]], 1),
-    "half of the columns another expert's": lambda d: torch.cat([d[:, :, :64], d.flip(0)[:, :, 64:]], 2),
+    "half of the columns another expert's": lambda d: torch.cat(
+        [d[:, :, :64], d.flip(0)[:, :, 64:]], 2
+    ),
     "two rows exchanged": one_row,
 }
 
 
 @pytest.mark.parametrize(
     ("schema", "kind"),
-    [(schema, kind) for n, schema in enumerate(SCHEMAS) for kind in (("many", "few", "heavy", "low rank")[n % 2 :: 2])],
+    [
+        (schema, kind)
+        for n, schema in enumerate(SCHEMAS)
+        for kind in (("many", "few", "heavy", "low rank")[n % 2 :: 2])
+    ],
 )
-def test_sound_matrices_are_within_the_bounds_and_strange_ones_are_not(schema: str, kind: str) -> None:
+def test_sound_matrices_are_within_the_bounds_and_strange_ones_are_not(
+    schema: str, kind: str
+) -> None:
     bits = resolve_schema(schema).num_bits
     for weights, found, rounded in quantized(schema, kind):
         for expert in range(2):
             assert judged(weights[expert], found[expert], rounded[expert]) == []
         for name, fault in {**FAULTS, **HALVES}.items():
             is_known = bits < 4 and ("as large" in name or name in HALVES)
-            if is_known or (kind, name) in {("heavy", "two rows exchanged"), ("low rank", "two rows exchanged")}:
+            if is_known or (kind, name) in {
+                ("heavy", "two rows exchanged"),
+                ("low rank", "two rows exchanged"),
+            }:
                 continue  # docs/quality.md says so
             assert judged(weights[0], fault(found)[0], rounded[0]), name
 
 
-@pytest.mark.parametrize(("schema", "factor"), [("int8", 1.02), ("fp8", 1.03), ("nvfp4", 1.22), ("mxfp4", 1.4)])
+@pytest.mark.parametrize(
+    ("schema", "factor"), [("int8", 1.02), ("fp8", 1.03), ("nvfp4", 1.22), ("mxfp4", 1.4)]
+)
 def test_a_factor_of_a_whole_matrix(schema: str, factor: float) -> None:
     """Factors of a few percent show by angles of 8 bits alone; the recorded error shows any of them."""
     for weights, found, rounded in quantized(schema, "many"):
@@ -113,7 +134,15 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def convert(source: Path, out: Path, schema: str, grid: Grid | None = None, **options: Any) -> None:
-    run(source / "src", out, schema_of(schema), grid or Grid(), calibrate=source / "text", **OPTIONS, **options)
+    run(
+        source / "src",
+        out,
+        schema_of(schema),
+        grid or Grid(),
+        calibrate=source / "text",
+        **OPTIONS,
+        **options,
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,23 +156,45 @@ def test_sound_artifacts_pass(source: Path, tmp_path: Path, schema: str) -> None
 
 Stacks = list[torch.Tensor]
 WRONG: dict[str, tuple[Callable[[Stacks], Stacks], str]] = {
-    "experts": (lambda stacks: [one.roll(1, 0) for one in stacks], "An expert has another one's weights"),
+    "experts": (
+        lambda stacks: [one.roll(1, 0) for one in stacks],
+        "An expert has another one's weights",
+    ),
     "gate and up": (lambda stacks: stacks[::-1], "or another projection's"),
-    "rows": (lambda stacks: [one.roll(1, 1) for one in stacks], "calibrated weights are not the source's"),
-    "columns": (lambda stacks: [one.roll(1, 2) for one in stacks], "calibrated weights are not the source's"),
+    "rows": (
+        lambda stacks: [one.roll(1, 1) for one in stacks],
+        "calibrated weights are not the source's",
+    ),
+    "columns": (
+        lambda stacks: [one.roll(1, 2) for one in stacks],
+        "calibrated weights are not the source's",
+    ),
     "factor": (lambda stacks: [2 * one for one in stacks], "larger or smaller"),
-    "stale": (lambda stacks: [torch.randn_like(one) * one.std() for one in stacks], "are not the source's"),
+    "stale": (
+        lambda stacks: [torch.randn_like(one) * one.std() for one in stacks],
+        "are not the source's",
+    ),
 }
 
 
-@pytest.mark.parametrize(("wrong", "layout"), [*((wrong, "kernel") for wrong in WRONG), ("experts", "checkpoint")])
+@pytest.mark.parametrize(
+    ("wrong", "layout"), [*((wrong, "kernel") for wrong in WRONG), ("experts", "checkpoint")]
+)
 def test_a_conversion_that_took_other_weights(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str, layout: str
 ) -> None:
     """Content sums and digests are those of what was written."""
     change, what = WRONG[wrong]
-    monkeypatch.setattr(encode, "quantize_by_outputs", lambda stacks, *more: quantize_by_outputs(change(stacks), *more))
+    monkeypatch.setattr(
+        encode,
+        "quantize_by_outputs",
+        lambda stacks, *more: quantize_by_outputs(change(stacks), *more),
+    )
     convert(source, tmp_path / "out", "mxfp4", layout=layout)
     assert check(tmp_path / "out", None, "files", "weights").passed
-    found = [f for result in check(tmp_path / "out", source / "src", "weights").results for f in result.findings]
+    found = [
+        f
+        for result in check(tmp_path / "out", source / "src", "weights").results
+        for f in result.findings
+    ]
     assert any(what in one.what for one in found), found

@@ -71,7 +71,9 @@ def target_of(name: str) -> tuple[str, Grid]:
     return small.GOOD[rest][1], Grid(2, 2)
 
 
-@pytest.mark.parametrize("name", [name for name in SOURCES if name.startswith(("small/", "uneven/"))])
+@pytest.mark.parametrize(
+    "name", [name for name in SOURCES if name.startswith(("small/", "uneven/"))]
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_every_kind_of_source(name: str, dtype: str, tmp_path: Path) -> None:
     """Quantized, fused, transposed, with biases, and with a padded last rank."""
@@ -102,7 +104,9 @@ def test_a_good_expert_that_another_one_repeats(src: Path, tmp_path: Path) -> No
     assert {f.found for f in findings if "swapped" in f.what} == {"expert 2's"}
 
 
-def test_an_artifact_as_a_source_is_looked_at_one_by_one(make: Callable[..., Path], tmp_path: Path) -> None:
+def test_an_artifact_as_a_source_is_looked_at_one_by_one(
+    make: Callable[..., Path], tmp_path: Path
+) -> None:
     """It reads for itself: no batch can be made of its bytes."""
     source = make("mxfp4", Grid(2, 1))
     run(source, tmp_path / "again", "source", Grid())
@@ -167,7 +171,10 @@ def test_ops_that_do_not_load_leave_it_to_the_cpu(
     monkeypatch.setattr("hqconv.verification.experts.quantize_stacks", fails)
     result = batched(make("mxfp4", Grid(2, 2)), src)
     assert result.status == "pass"
-    assert result.notes[1:] == ["cpu cannot be used: RuntimeError: no such architecture", "on the CPU"]
+    assert result.notes[1:] == [
+        "cpu cannot be used: RuntimeError: no such architecture",
+        "on the CPU",
+    ]
 
 
 def test_little_memory_means_small_batches_or_none(make: Callable[..., Path], src: Path) -> None:
@@ -182,7 +189,9 @@ def test_little_memory_means_small_batches_or_none(make: Callable[..., Path], sr
         assert staging.host_bytes <= limit
 
 
-def test_the_device_is_the_one_asked_for(make: Callable[..., Path], src: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_is_the_one_asked_for(
+    make: Callable[..., Path], src: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A GPU of any architecture by default, none with --device cpu."""
     used: list[torch.device | None] = []
 
@@ -206,7 +215,9 @@ def test_the_device_is_the_one_asked_for(make: Callable[..., Path], src: Path, m
 @needs_gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("schema", SCHEMAS)
-def test_good_artifacts_on_a_gpu(make: Callable[..., Path], src: Path, schema: str, dtype: str) -> None:
+def test_good_artifacts_on_a_gpu(
+    make: Callable[..., Path], src: Path, schema: str, dtype: str
+) -> None:
     out = make(schema, Grid(2, 2), dtype)
     assert both_ways(out, src, "cuda:0").findings == []
     assert both_ways(out, None, "cuda:0").findings == []
@@ -214,7 +225,9 @@ def test_good_artifacts_on_a_gpu(make: Callable[..., Path], src: Path, schema: s
 
 @cuda
 @needs_gpu
-@pytest.mark.parametrize("name", [name for name in SOURCES if name.startswith(("small/", "uneven/"))])
+@pytest.mark.parametrize(
+    "name", [name for name in SOURCES if name.startswith(("small/", "uneven/"))]
+)
 def test_every_kind_of_source_on_a_gpu(name: str, tmp_path: Path) -> None:
     source = make_source(name, tmp_path)
     run(source, tmp_path / "out", *target_of(name))

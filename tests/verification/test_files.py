@@ -102,7 +102,9 @@ def test_what_publishing_brings_along_is_noted(copy: Damaged, name: str) -> None
 
 @pytest.mark.parametrize("with_source", [False, True])
 def test_a_model_card_may_be_edited(copy: Damaged, with_source: bool) -> None:
-    assert not [note for note in files_of(copy, with_source).notes if "README" in note or "SUMS" in note]
+    assert not [
+        note for note in files_of(copy, with_source).notes if "README" in note or "SUMS" in note
+    ]
     card = copy.root / "README.md"
     card.write_bytes(card.read_bytes().replace(b"Humming", b"humming", 1))  # of the same size
     assert "README.md was edited since the conversion" in files_of(copy, with_source).notes
@@ -156,7 +158,9 @@ def test_a_missing_file(copy: Damaged, path: str) -> None:
     found(files_of(copy), path, "missing")
 
 
-@pytest.mark.parametrize("path", ["config.json", "tokenizer.json", f"experts/tp1-ep0/{LAYER}.safetensors"])
+@pytest.mark.parametrize(
+    "path", ["config.json", "tokenizer.json", f"experts/tp1-ep0/{LAYER}.safetensors"]
+)
 def test_a_file_that_the_manifest_forgets(copy: Damaged, path: str) -> None:
     copy.edit_manifest(lambda words: words["files"].pop(path))
     found(files_of(copy), path, "not in the manifest")
@@ -245,9 +249,15 @@ def test_shards_need_an_index_and_all_their_numbers(sharded: Damaged) -> None:
 
 
 CONFIG_EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "target": (lambda w: w["quantization_config"].update(target="sm80"), "quantization_config: target"),
+    "target": (
+        lambda w: w["quantization_config"].update(target="sm80"),
+        "quantization_config: target",
+    ),
     "none": (lambda w: w.pop("quantization_config"), "quantization_config"),
-    "schema": (lambda w: w["quantization_config"]["weight_schema"].update(b_dtype="uint8"), "weight_schema"),
+    "schema": (
+        lambda w: w["quantization_config"]["weight_schema"].update(b_dtype="uint8"),
+        "weight_schema",
+    ),
     "top_k": (lambda w: w.update(num_experts_per_tok=1), "top_k"),
     "experts": (lambda w: w.update(num_experts=8), "hqconv.json"),
 }
@@ -265,7 +275,13 @@ def test_the_config_describes_the_artifact(copy: Damaged, edit: str) -> None:
 def test_the_config_is_the_sources(copy: Damaged) -> None:
     edit_json(copy, "config.json", lambda words: words.update(rope_theta=5))
     assert files_of(copy).findings == []
-    found(files_of(copy, with_source=True), "config.json: rope_theta", "not the source's", "no such key", "5")
+    found(
+        files_of(copy, with_source=True),
+        "config.json: rope_theta",
+        "not the source's",
+        "no such key",
+        "5",
+    )
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a": NaN'])
@@ -278,7 +294,9 @@ def test_a_config_that_is_no_json(copy: Damaged, text: str) -> None:
 # --- the source --------------------------------------------------------------------------------------------
 
 
-def other_source(copy: Damaged, tmp_path: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> CheckResult:
+def other_source(
+    copy: Damaged, tmp_path: Path, edit: Callable[[dict[str, torch.Tensor]], Any]
+) -> CheckResult:
     """The check against a source whose tensors were edited."""
     shutil.copytree(copy.source, tmp_path / "src")
     tensors = load_file(copy.source / "model.safetensors")
@@ -331,14 +349,18 @@ def test_names_under_another_folder_are_the_same_source(copy: Damaged, tmp_path:
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 999, 1000, 1001, 4321])
-def test_a_digest_is_of_all_chunks(num_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_digest_is_of_all_chunks(
+    num_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(file_access, "_CHUNK_BYTES", 1000)
     data = bytes(n * n % 251 for n in range(num_bytes))
     (tmp_path / "file").write_bytes(data)
     assert file_access.sha256_of(tmp_path / "file") == hashlib.sha256(data).hexdigest()
 
 
-def test_an_artifact_that_is_replaced_meanwhile(copy: Damaged, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_artifact_that_is_replaced_meanwhile(
+    copy: Damaged, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By one that is as good: the report has the digest of the first."""
     data = (copy.root / "hqconv.json").read_bytes()
     other = sealed({**json.loads(data), "hqconv_version": "9.9"})
@@ -351,7 +373,9 @@ def test_an_artifact_that_is_replaced_meanwhile(copy: Damaged, monkeypatch: pyte
 
     monkeypatch.setattr(verify, "check_files", replaced)
     report = check(copy.root, None, "files")
-    assert [f.what for f in report.results[0].findings] == ["The artifact was replaced while it was checked."]
+    assert [f.what for f in report.results[0].findings] == [
+        "The artifact was replaced while it was checked."
+    ]
     assert report.manifest_sha256 == hashlib.sha256(data).hexdigest()
 
 

@@ -27,7 +27,9 @@ def test_there_is_a_case_of_every_formula() -> None:
 @pytest.mark.parametrize("activation", GATED, ids=Activation.describe)
 def test_with_a_gate(activation: Activation) -> None:
     gate, up = draw(2, 400)
-    expected = [by_definition(activation, a, b) for a, b in zip(gate.tolist(), up.tolist(), strict=True)]
+    expected = [
+        by_definition(activation, a, b) for a, b in zip(gate.tolist(), up.tolist(), strict=True)
+    ]
     assert np.allclose(activate(activation, gate, up), expected, rtol=1e-7, atol=1e-12)
     words = humming_activation(activation, gated=True)
     assert words["activation_type"] == "binary_split"
@@ -43,7 +45,9 @@ def test_without_a_gate(activation: Activation) -> None:
     assert np.allclose(activate(activation, None, up), expected, rtol=1e-7, atol=1e-12)
     words = humming_activation(activation, gated=False)
     assert words["activation_type"] == "unary"
-    assert np.allclose(run_c(words["activation_impl"], up.numpy(), None), expected, rtol=1e-7, atol=1e-12)
+    assert np.allclose(
+        run_c(words["activation_impl"], up.numpy(), None), expected, rtol=1e-7, atol=1e-12
+    )
     assert activation.is_known(gated=False)
 
 
@@ -58,7 +62,9 @@ def test_what_is_known_by_name_only_is_computed_nowhere(activation: Activation) 
             humming_activation(activation, gated)
 
 
-@pytest.mark.parametrize("activation", [a for a in GATED if a not in UNGATED], ids=Activation.describe)
+@pytest.mark.parametrize(
+    "activation", [a for a in GATED if a not in UNGATED], ids=Activation.describe
+)
 def test_most_need_a_gate(activation: Activation) -> None:
     assert not activation.is_known(gated=False)
     with pytest.raises(KeyError):
@@ -115,7 +121,9 @@ def test_limited_ones_are_transformers(path: str, kind: str, limit: float) -> No
         ("openai_privacy_filter.modeling_openai_privacy_filter:OpenAIPrivacyFilterExperts", False),
     ],
 )
-def test_swigluoai_is_transformers(path: str, interleaved: bool, limit: float, alpha: float) -> None:
+def test_swigluoai_is_transformers(
+    path: str, interleaved: bool, limit: float, alpha: float
+) -> None:
     layer = module_of(path, limit=limit, swiglu_limit=limit, alpha=alpha, swiglu_alpha=alpha)
     gate, up = draw(2, 50, 8)
     rows = torch.stack([gate, up], -1).flatten(-2) if interleaved else torch.cat([gate, up], -1)

@@ -48,7 +48,9 @@ def cut(floats: Any, ref: Any) -> Any:
 def shifted(patch: Patch) -> None:
     """Norms that are stored with one more, as some of llama.cpp's converters do."""
     encode = derived_tensor._encode
-    patch.setattr(derived_tensor, "_encode", lambda x, ref: encode(x + 1 if "norm" in ref.name else x, ref))
+    patch.setattr(
+        derived_tensor, "_encode", lambda x, ref: encode(x + 1 if "norm" in ref.name else x, ref)
+    )
 
 
 def unturned(patch: Patch) -> None:
@@ -72,7 +74,10 @@ def exchanged(patch: Patch) -> None:
     def changed(*words: Any) -> Any:
         found, dropped = map_all(*words)
         q, k = (f"model.layers.0.self_attn.{name}_norm.weight" for name in "qk")
-        found[q], found[k] = replace(found[k], ref=found[q].ref), replace(found[q], ref=found[k].ref)
+        found[q], found[k] = (
+            replace(found[k], ref=found[q].ref),
+            replace(found[q], ref=found[k].ref),
+        )
         return found, dropped
 
     patch.setattr(gguf, "map_others", changed)
@@ -96,7 +101,9 @@ def of_stacks(**changes: Any) -> Callable[[Patch], None]:
 
 def config(**changes: Any) -> Callable[[Patch], None]:
     make = gguf.model_config
-    return lambda patch: patch.setattr(gguf, "model_config", lambda *words: {**make(*words), **changes})
+    return lambda patch: patch.setattr(
+        gguf, "model_config", lambda *words: {**make(*words), **changes}
+    )
 
 
 def heads_of_q(one: DerivedTensor) -> DerivedTensor:
@@ -105,7 +112,11 @@ def heads_of_q(one: DerivedTensor) -> DerivedTensor:
 
 def retyped(one: DerivedTensor) -> DerivedTensor:
     ref = one.ref
-    return replace(one, ref=ref._replace(dtype="BF16", num_bytes=ref.num_bytes // 2)) if ref.dtype == "F32" else one
+    return (
+        replace(one, ref=ref._replace(dtype="BF16", num_bytes=ref.num_bytes // 2))
+        if ref.dtype == "F32"
+        else one
+    )
 
 
 def turned(one: DerivedTensor) -> DerivedTensor:
@@ -113,25 +124,65 @@ def turned(one: DerivedTensor) -> DerivedTensor:
 
 
 FAULTS: dict[str, tuple[str, Callable[[Patch], None], str]] = {
-    "rows in llama.cpp's order": ("mixtral", row("llama", is_permuted=False), "self_attn.q_proj.weight"),
-    "rows of granite in llama.cpp's order": ("granitemoe", row("granitemoe", is_permuted=False), "k_proj.weight"),
-    "rows in pairs where none are": ("qwen3_moe", row("qwen3moe", is_permuted=True), "self_attn.q_proj.weight"),
-    "rows by another number of heads": ("mixtral", of_tensor(heads_of_q), "self_attn.k_proj.weight"),
+    "rows in llama.cpp's order": (
+        "mixtral",
+        row("llama", is_permuted=False),
+        "self_attn.q_proj.weight",
+    ),
+    "rows of granite in llama.cpp's order": (
+        "granitemoe",
+        row("granitemoe", is_permuted=False),
+        "k_proj.weight",
+    ),
+    "rows in pairs where none are": (
+        "qwen3_moe",
+        row("qwen3moe", is_permuted=True),
+        "self_attn.q_proj.weight",
+    ),
+    "rows by another number of heads": (
+        "mixtral",
+        of_tensor(heads_of_q),
+        "self_attn.k_proj.weight",
+    ),
     "halves in turn": ("granitemoeshared", of_tensor(turned), "shared_mlp.input_linear.weight"),
     "matrices not transposed": ("deepseek_v3", unturned, "self_attn.kv_b_proj.weight"),
     "another dtype": ("deepseek_v3", of_tensor(retyped), "e_score_correction_bias"),
-    "a router in another dtype": ("minimax_m2", row("minimax-m2", kept=()), "block_sparse_moe.gate.weight"),
-    "numbers cut off": ("dots1", lambda patch: patch.setattr(derived_tensor, "_encode", cut), "lm_head.weight"),
+    "a router in another dtype": (
+        "minimax_m2",
+        row("minimax-m2", kept=()),
+        "block_sparse_moe.gate.weight",
+    ),
+    "numbers cut off": (
+        "dots1",
+        lambda patch: patch.setattr(derived_tensor, "_encode", cut),
+        "lm_head.weight",
+    ),
     "norms with one more": ("mixtral", shifted, "model.norm.weight"),
     "norms exchanged": ("qwen3_moe", exchanged, "self_attn.q_norm.weight"),
     "a tensor lost": ("qwen3_moe", lost, "blk.0.attn_q_norm.weight"),
-    "gate and up exchanged": ("qwen3_moe", of_stacks(ffn_gate_exps=("w3",), ffn_up_exps=("w1",)), "source_parts: w1"),
+    "gate and up exchanged": (
+        "qwen3_moe",
+        of_stacks(ffn_gate_exps=("w3",), ffn_up_exps=("w1",)),
+        "source_parts: w1",
+    ),
     "config: theta": ("olmoe", config(rope_theta=123.0), "config.json: rope_theta"),
     "config: choices": ("olmoe", config(num_experts_per_tok=1), "config.json: num_experts_per_tok"),
     "config: end of texts": ("olmoe", config(eos_token_id=3), "config.json: eos_token_id"),
-    "config: heads": ("qwen3_moe", config(num_key_value_heads=1), "config.json: num_key_value_heads"),
-    "config: norms of choices": ("qwen3_moe", config(norm_topk_prob=False), "config.json: norm_topk_prob"),
-    "config: scaling": ("qwen3_moe_yarn", config(rope_scaling=None), "config.json: rope_scaling.factor"),
+    "config: heads": (
+        "qwen3_moe",
+        config(num_key_value_heads=1),
+        "config.json: num_key_value_heads",
+    ),
+    "config: norms of choices": (
+        "qwen3_moe",
+        config(norm_topk_prob=False),
+        "config.json: norm_topk_prob",
+    ),
+    "config: scaling": (
+        "qwen3_moe_yarn",
+        config(rope_scaling=None),
+        "config.json: rope_scaling.factor",
+    ),
     "config: tied": ("olmoe", config(tie_word_embeddings=True), "config.json: tie_word_embeddings"),
 }
 
@@ -156,7 +207,9 @@ def test_every_architecture_is_known(case: str, tmp_path: Path) -> None:
 def test_faults_of_the_conversion(fault: str, tmp_path: Path, monkeypatch: Patch) -> None:
     case, plant, where = FAULTS[fault]
     path = recorded(case, tmp_path)
-    with monkeypatch.context() as patch:  # of the conversion and of verify, as in a released version
+    with (
+        monkeypatch.context() as patch
+    ):  # of the conversion and of verify, as in a released version
         plant(patch)
         run(path, tmp_path / "out", "int4-g32")
         found = findings(path, tmp_path / "out")

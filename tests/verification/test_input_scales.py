@@ -80,7 +80,11 @@ def test_what_the_manifest_says_is_no_scale(number: Any, copy: Damaged) -> None:
     record(copy, number)
     files, weights = checked(copy)
     is_number = type(number) is float
-    what = ("one a conversion writes", "not the source's") if is_number else ("manifest is damaged",) * 2
+    what = (
+        ("one a conversion writes", "not the source's")
+        if is_number
+        else ("manifest is damaged",) * 2
+    )
     for result, text in zip((files, weights), what, strict=True):
         found(result, "hqconv.json", f"{LAYER}: w13: input_scale", text)
 
@@ -122,7 +126,9 @@ def test_the_accounting_of_scales(copy: Damaged) -> None:
 def test_scales_of_which_no_tensor_is_accounted_for(copy: Damaged) -> None:
     def drop(words: dict[str, Any]) -> None:
         moved = [name for name in words["tensors"]["converted"] if name.endswith("input_scale")]
-        words["tensors"]["dropped"] |= {name: words["tensors"]["converted"].pop(name) for name in moved}
+        words["tensors"]["dropped"] |= {
+            name: words["tensors"]["converted"].pop(name) for name in moved
+        }
 
     copy.edit_manifest(drop)
     files, _ = checked(copy)
@@ -136,7 +142,9 @@ def test_another_sources_scales(copy: Damaged, tmp_path: Path) -> None:
             tensors[name] = tensors[name] * torch.tensor(1.5)
     other = Damaged(copy.root, save(tmp_path / "other", (tensors, config)), copy.schema)
     _, weights = checked(other)
-    assert {finding.what for finding in weights.findings} == {"A static activation scale is not the source's."}
+    assert {finding.what for finding in weights.findings} == {
+        "A static activation scale is not the source's."
+    }
     assert len(weights.findings) == 2 * (1 + 4)
 
 

@@ -29,7 +29,13 @@ from hqconv.schemas.recipe import load_recipe
 from hqconv.schemas.weight_schema import WeightSchema
 from hqconv.sources.opening import open_source
 from hqconv.verification import verify as module
-from hqconv.verification.kernel import TokenBatch, _compare_source, _recorded, in_order, source_experts
+from hqconv.verification.kernel import (
+    TokenBatch,
+    _compare_source,
+    _recorded,
+    in_order,
+    source_experts,
+)
 from hqconv.verification.reference import Routing, moe_forward
 from hqconv.verification.result import CheckResult, VerificationReport
 from hqconv.verification.tolerances import ErrorStats, Tolerances, check_figures
@@ -64,7 +70,9 @@ def rewrite(path: Path, change: Any) -> None:
         metadata = file.metadata()
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     change(tensors, metadata)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=metadata)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=metadata
+    )
 
 
 @cuda
@@ -77,7 +85,9 @@ def rewrite(path: Path, change: Any) -> None:
     ],
     ids=str,
 )
-def test_good_artifacts_pass(source: Path, tmp_path: Path, schema: str | WeightSchema, grid: Grid) -> None:
+def test_good_artifacts_pass(
+    source: Path, tmp_path: Path, schema: str | WeightSchema, grid: Grid
+) -> None:
     run(source, tmp_path / "out", schema, grid)
     report = check(tmp_path / "out", source, layers=[1])
     assert report.passed, report.to_dict()
@@ -139,7 +149,9 @@ def test_without_a_gpu_it_is_skipped_or_refused(source: Path, tmp_path: Path) ->
     assert report.passed
 
 
-def test_on_the_cpu_no_kernel_runs(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_the_cpu_no_kernel_runs(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """--device cpu means it, also on a machine with a GPU."""
 
     def none(*_: object) -> None:
@@ -175,7 +187,13 @@ def test_what_is_no_number_never_passes() -> None:
     tally.add(wanted, wanted)
     assert (tally.error(), tally.worst_batch) == (0.0, 0.0)
     tally.add(torch.where(torch.eye(32, 4) > 0, torch.nan, wanted), wanted)
-    good = {"kernel": 0.001, "channel": 0.001, "batch": 0.001, "worst_rank": "-", "worst_channel": "-"}
+    good = {
+        "kernel": 0.001,
+        "channel": 0.001,
+        "batch": 0.001,
+        "worst_rank": "-",
+        "worst_channel": "-",
+    }
     source = {"against_source": 0.1, "weights_against_source": {"w2": 0.1}}
     bad = {"kernel": tally.error(), "channel": tally.worst_channel()[0], "batch": tally.worst_batch}
     limits, recorded = Tolerances.of(A16, "bfloat16"), {"w2": 0.1}
@@ -190,13 +208,17 @@ def test_what_is_no_number_never_passes() -> None:
         assert findings(**{key: value}) == 1, key
     assert findings(against_source=float("nan")) == 1
     assert findings(weights_against_source={"w2": float("nan")}) == 1
-    assert findings(weights_against_source={"w2": 1.41}) == 1  # gate and up swapped, say: not excused by itself
+    assert (
+        findings(weights_against_source={"w2": 1.41}) == 1
+    )  # gate and up swapped, say: not excused by itself
 
 
 # --- around the kernel: experts read ahead and held to the source
 
 
-def against_source(artifact: Artifact, source: Source, layer: MoeLayer, batch: TokenBatch) -> dict[str, Any]:
+def against_source(
+    artifact: Artifact, source: Source, layer: MoeLayer, batch: TokenBatch
+) -> dict[str, Any]:
     """Compare decoded weights with the source's, as the check does."""
     experts = partial(decoded_experts, artifact, artifact.moe_layer(layer.name), CPU, 2)
     found, _ = moe_forward(batch.x.double(), batch.routing, in_order(experts()), Activation("silu"))
@@ -206,10 +228,16 @@ def against_source(artifact: Artifact, source: Source, layer: MoeLayer, batch: T
 
 @pytest.mark.parametrize("batch", [1, 1 << 30])
 @pytest.mark.parametrize(
-    ("source", "schema", "grid"), [("plain", "nvfp4", Grid(2, 2)), ("uneven/gpt_oss_floats", "mxfp4", Grid(4))]
+    ("source", "schema", "grid"),
+    [("plain", "nvfp4", Grid(2, 2)), ("uneven/gpt_oss_floats", "mxfp4", Grid(4))],
 )
 def test_experts_are_those_of_dequantize(
-    source: str, schema: str, grid: Grid, batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: str,
+    schema: str,
+    grid: Grid,
+    batch: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In order, and with experts left out."""
     monkeypatch.setitem(experts_module._BATCH_WEIGHTS, "cpu", batch)
@@ -233,7 +261,9 @@ def test_what_no_conversion_writes_is_refused(tmp_path: Path) -> None:
     copy.flip(copy.path, name, byte=copy.header(copy.path)[0][name]["shape"][2] * 4 - 1, mask=0x40)
     with Artifact(copy.root) as artifact:
         found = decoded_experts(artifact, artifact.moe_layer(FIRST), CPU, 2)
-        with pytest.raises(VerificationError, match=r"no conversion writes[^$]*expert 2 \(local 0\)"):
+        with pytest.raises(
+            VerificationError, match=r"no conversion writes[^$]*expert 2 \(local 0\)"
+        ):
             list(found)
 
 
@@ -242,7 +272,11 @@ def test_errors_of_decoded_weights_are_plain_arithmetic(tmp_path: Path) -> None:
     run(src, tmp_path / "out", "mxfp4", Grid(2, 1))
     generator = torch.Generator().manual_seed(0)
     ids = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(16)])
-    batch = TokenBatch(torch.randn(16, 128, generator=generator).bfloat16(), Routing(ids, torch.rand(16, 2)), "seeded")
+    batch = TokenBatch(
+        torch.randn(16, 128, generator=generator).bfloat16(),
+        Routing(ids, torch.rand(16, 2)),
+        "seeded",
+    )
     with Artifact(tmp_path / "out") as artifact, open_source(src) as source:
         layer = source.map_experts().layers[0]
         measured = against_source(artifact, source, layer, batch)
@@ -250,7 +284,9 @@ def test_errors_of_decoded_weights_are_plain_arithmetic(tmp_path: Path) -> None:
     values = hqconv.dequantize(tmp_path / "out", layer=FIRST)
     for role, error in measured["weights_against_source"].items():
         w = torch.stack([one[role].values().double() for one in exact])
-        assert error == pytest.approx(float((values[role].double() - w).norm() / w.norm()), rel=1e-12)
+        assert error == pytest.approx(
+            float((values[role].double() - w).norm() / w.norm()), rel=1e-12
+        )
     assert 0 < measured["against_source"] < 0.5
 
 
@@ -261,7 +297,9 @@ def test_any_expert_whose_scales_were_rounded_may_be_hit(expert: int, tmp_path: 
     run(src, tmp_path / "out", "int8")
     generator = torch.Generator().manual_seed(expert)
     ids = torch.full((16, 1), expert)
-    batch = TokenBatch(torch.randn(16, 384, generator=generator).bfloat16(), Routing(ids, torch.ones(16, 1)), "")
+    batch = TokenBatch(
+        torch.randn(16, 384, generator=generator).bfloat16(), Routing(ids, torch.ones(16, 1)), ""
+    )
     good = {"kernel": 0.0, "channel": 0.0, "batch": 0.0, "worst_rank": "-", "worst_channel": "-"}
     with Artifact(tmp_path / "out") as artifact, open_source(src) as source:
         layer = source.map_experts().layers[0]
@@ -275,7 +313,9 @@ def test_any_expert_whose_scales_were_rounded_may_be_hit(expert: int, tmp_path: 
         worse = {role: factor * e for role, e in measured["weights_against_source"].items()}
         result = CheckResult("kernel")
         limits = Tolerances.of(A16, "bfloat16")
-        check_figures(result, layer.name, {**measured, "weights_against_source": worse}, limits, recorded)
+        check_figures(
+            result, layer.name, {**measured, "weights_against_source": worse}, limits, recorded
+        )
         assert bool(result.findings) == (factor > 1), result.findings
 
 
@@ -315,7 +355,10 @@ def name_of(case: object) -> str:
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_only_a_compiler_of_the_same_layout_is_good(
-    case: tuple[int, str, str, str, tuple[str, ...], str], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: tuple[int, str, str, str, tuple[str, ...], str],
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sm_version, cuda, schema, dtype, alike, other = case
     run(model, tmp_path / "out", schema, target=f"sm{sm_version}", cuda=cuda, dtype=dtype)
@@ -330,10 +373,20 @@ def test_only_a_compiler_of_the_same_layout_is_good(
             assert word in why
 
 
-def test_of_mixed_layers_one_is_enough(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_mixed_layers_one_is_enough(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "recipe.toml").write_text('[[override]]\nlayers = "-1"\nschema = "fp8"\n')
     overrides = load_recipe(tmp_path / "recipe.toml").overrides
-    run(model, tmp_path / "out", "int4", target="sm89", cuda="12.8", dtype="float16", overrides=overrides)
+    run(
+        model,
+        tmp_path / "out",
+        "int4",
+        target="sm89",
+        cuda="12.8",
+        dtype="float16",
+        overrides=overrides,
+    )
     with Artifact(tmp_path / "out") as artifact:
         machine(monkeypatch, 89, "12.0")
         assert _kernel_device(artifact, DEVICE) == (DEVICE, "")

@@ -52,10 +52,19 @@ def test_the_chain_is_carried(made: Path) -> None:
     for step, name in zip(steps, ("second", "first"), strict=True):
         words = manifest(made / name)
         assert step["source"] == words["source"]
-        assert step["manifest_sha256"] == hashlib.sha256((made / name / "hqconv.json").read_bytes()).hexdigest()
-        assert (step["schema_name"], step["tp"], step["ep"]) == (words["schema_name"], words["tp"], words["ep"])
+        assert (
+            step["manifest_sha256"]
+            == hashlib.sha256((made / name / "hqconv.json").read_bytes()).hexdigest()
+        )
+        assert (step["schema_name"], step["tp"], step["ep"]) == (
+            words["schema_name"],
+            words["tp"],
+            words["ep"],
+        )
     shard = made / "src/model.safetensors"
-    assert steps[-1]["source"]["files"][0]["sha256"] == hashlib.sha256(shard.read_bytes()).hexdigest()
+    assert (
+        steps[-1]["source"]["files"][0]["sha256"] == hashlib.sha256(shard.read_bytes()).hexdigest()
+    )
     shown = hqconv.inspect(made / "third")
     assert [one["source"]["name"] for one in shown["derived_from"]] == ["first", "src"]
     own = hashlib.sha256((made / "third/hqconv.json").read_bytes()).hexdigest()
@@ -68,12 +77,16 @@ def test_the_chain_is_carried(made: Path) -> None:
 @pytest.mark.parametrize(("out", "num_steps"), [("first", 0), ("second", 1), ("third", 2)])
 def test_against_the_first_source(made: Path, out: str, num_steps: int) -> None:
     assert findings(made / out, made / "src") == []
-    told = [note for note in notes(made / out, made / "src") if " before" in note and "artifact" in note]
+    told = [
+        note for note in notes(made / out, made / "src") if " before" in note and "artifact" in note
+    ]
     assert told == ([STEP.format(plural(num_steps, "step"))] if num_steps else [])
     measured = check(made / out, made / "src", "weights").results[0].measured
     errors = [words["relative_error"] for layer in measured.values() for words in layer.values()]
     assert len(errors) == 6
-    assert min(errors) > 0.05  # of the first conversion; the artifact's own manifest says 0 of the last
+    assert (
+        min(errors) > 0.05
+    )  # of the first conversion; the artifact's own manifest says 0 of the last
 
 
 def test_against_an_artifact_on_the_way(made: Path) -> None:
@@ -86,7 +99,9 @@ def test_codes_that_are_not_the_first_sources(made: Path) -> None:
     weights = next(result for result in report.results if result.name == "weights")
     assert any("was requantized from an artifact" in note for note in weights.notes)
     assert report.passed
-    measured = [role["relative_error"] for layer in weights.measured.values() for role in layer.values()]
+    measured = [
+        role["relative_error"] for layer in weights.measured.values() for role in layer.values()
+    ]
     assert 0.05 < min(measured) < max(measured) < 0.5
     with pytest.raises(RequestError, match="cannot be compared with this source"):
         check(made / "other", made / "src", "weights")
@@ -97,9 +112,13 @@ def test_a_made_up_chain_drops_no_check(made: Path, tmp_path: Path) -> None:
     """All codes altered, digests made anew, and an ancestor by which they are not comparable."""
     out = Path(shutil.copytree(made / "other", tmp_path / "out"))
     copy = Damaged(out, made / "src", "int8")
-    for path in sorted(one.relative_to(out).as_posix() for one in out.glob("experts/*/*.safetensors")):
+    for path in sorted(
+        one.relative_to(out).as_posix() for one in out.glob("experts/*/*.safetensors")
+    ):
         for local in range(3):
-            copy.expert_bytes(path, f"{path.split('/')[2].removesuffix('.safetensors')}.w2_weight", local)[:] ^= 0x77
+            copy.expert_bytes(
+                path, f"{path.split('/')[2].removesuffix('.safetensors')}.w2_weight", local
+            )[:] ^= 0x77
     copy.reseal()
     for source in (made / "src", None):
         assert not hqconv.verify(out, source, device="cpu").passed
@@ -107,7 +126,9 @@ def test_a_made_up_chain_drops_no_check(made: Path, tmp_path: Path) -> None:
 
 def test_a_made_up_chain_of_another_model(made: Path, tmp_path: Path) -> None:
     """All sums are right: without the source nothing is wrong."""
-    tensors = load_file(write_qwen3_moe(tmp_path / "src", num_layers=2, num_experts=3, seed=1) / "model.safetensors")
+    tensors = load_file(
+        write_qwen3_moe(tmp_path / "src", num_layers=2, num_experts=3, seed=1) / "model.safetensors"
+    )
     own = load_file(made / "src/model.safetensors")
     tensors = {name: one if ".experts." in name else own[name] for name, one in tensors.items()}
     save_file(tensors, tmp_path / "src/model.safetensors", {"format": "pt"})
@@ -130,7 +151,9 @@ def test_through_the_checkpoint_layout(made: Path, tmp_path: Path) -> None:
     assert findings(tmp_path / "out", tmp_path / "packed") == []
 
 
-@pytest.mark.parametrize("name", ["fp8_blocks", "gptq", "nvfp4", "gpt_oss_floats", "gpt_oss_mxfp4", "qwen3_vl"])
+@pytest.mark.parametrize(
+    "name", ["fp8_blocks", "gptq", "nvfp4", "gpt_oss_floats", "gpt_oss_mxfp4", "qwen3_vl"]
+)
 def test_other_families_and_formats(name: str, tmp_path: Path) -> None:
     source, schema = small.GOOD[name]
     src = small.save(tmp_path / "src", source())
@@ -171,7 +194,9 @@ def damaged(folder: Path, tensor: str) -> Path:
         ("model.layers.0.mlp.gate.weight", "tensor model.layers.0.mlp.gate.weight"),
     ],
 )
-def test_another_first_source_is_found(made: Path, tmp_path: Path, tensor: str, where: str, has_digests: bool) -> None:
+def test_another_first_source_is_found(
+    made: Path, tmp_path: Path, tensor: str, where: str, has_digests: bool
+) -> None:
     out = tmp_path / "out"
     if has_digests:
         out = made / "second"
@@ -190,9 +215,14 @@ def test_the_same_chain_from_the_same_artifact(made: Path, tmp_path: Path) -> No
 
 # --- the original of a quantized source
 
-ROWS: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {  # of the original's stack → gate, up
+ROWS: dict[
+    str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+] = {  # of the original's stack → gate, up
     "": lambda rows: (rows[0::2], rows[1::2]),
-    "a writer cut alternating rows in halves": lambda rows: (rows[: len(rows) // 2], rows[len(rows) // 2 :]),
+    "a writer cut alternating rows in halves": lambda rows: (
+        rows[: len(rows) // 2],
+        rows[len(rows) // 2 :],
+    ),
     "are exchanged": lambda rows: (rows[1::2], rows[0::2]),
 }
 
@@ -201,17 +231,28 @@ ROWS: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
 def test_the_original_of_a_quantized_source(fault: str, tmp_path: Path) -> None:
     """Of gpt_oss, whose gate and up alternate, quantized by a writer that took them apart."""
     original, config = small.gpt_oss_floats()
-    written = {name: one for name, one in original.items() if not name.startswith(f"{small.LAYER}.")}
+    written = {
+        name: one for name, one in original.items() if not name.startswith(f"{small.LAYER}.")
+    }
     for expert in range(small.E):
         gate, up = ROWS[fault](original[f"{small.LAYER}.gate_up_proj"][expert].T)
         down = original[f"{small.LAYER}.down_proj"][expert].T
         for role, weight in (("gate", gate), ("up", up), ("down", down)):
             name, scale = f"{small.LAYER}.{expert}.{role}_proj", weight.float().abs().max() / 448
-            written |= {f"{name}.weight": (weight / scale).to(torch.float8_e4m3fn), f"{name}.weight_scale": scale}
+            written |= {
+                f"{name}.weight": (weight / scale).to(torch.float8_e4m3fn),
+                f"{name}.weight_scale": scale,
+            }
             written[f"{name}.bias"] = torch.zeros(len(weight)).bfloat16()
     words = {"quant_method": "fp8", "activation_scheme": "dynamic"}
-    run(small.save(tmp_path / "src", (written, {**config, "quantization_config": words})), tmp_path / "out", "int8")
-    report = check(tmp_path / "out", small.save(tmp_path / "original", (original, config)), device="cpu")
+    run(
+        small.save(tmp_path / "src", (written, {**config, "quantization_config": words})),
+        tmp_path / "out",
+        "int8",
+    )
+    report = check(
+        tmp_path / "out", small.save(tmp_path / "original", (original, config)), device="cpu"
+    )
     weights = next(result for result in report.results if result.name == "weights")
     told = [f.what for f in weights.findings]
     assert not report.passed

@@ -66,16 +66,41 @@ MADE: dict[str, Callable[[Path], tuple[Path, Path]]] = {
     ARTIFACT: of_artifact,
 }
 # Fields that nothing tells: names that a user gave, and digests that a conversion may leave out.
-FREE = [("source", "name"), ("schema_name",), ("derived_from", 0, "schema_name"), ("derived_from", 0, "source", "name")]
+FREE = [
+    ("source", "name"),
+    ("schema_name",),
+    ("derived_from", 0, "schema_name"),
+    ("derived_from", 0, "source", "name"),
+]
 FREE_IF_GONE = [("source", "files", "sha256")]
 # What only the source tells: of the source itself, of the quantization's errors, of the request.
-OF_SOURCE = ("source", "quantization_error", "quantizer_version", "warnings", "README.md", "dropped", "converted")
+OF_SOURCE = (
+    "source",
+    "quantization_error",
+    "quantizer_version",
+    "warnings",
+    "README.md",
+    "dropped",
+    "converted",
+)
 
 
 def places(words: Any, path: Place = ()) -> Iterator[Place]:
     """Positions of all values; of long lists and tables of equal things the first two."""
-    items: Any = words.items() if isinstance(words, dict) else enumerate(words) if isinstance(words, list) else ()
-    if path in {("files",), ("tensors", "converted"), ("tensors", "copied"), ("tensors", "dropped"), ("content_sums",)}:
+    items: Any = (
+        words.items()
+        if isinstance(words, dict)
+        else enumerate(words)
+        if isinstance(words, list)
+        else ()
+    )
+    if path in {
+        ("files",),
+        ("tensors", "converted"),
+        ("tensors", "copied"),
+        ("tensors", "dropped"),
+        ("content_sums",),
+    }:
         items = itertools.islice(items, 2)
     yield from [path] * bool(path)
     for key, one in items:
@@ -130,9 +155,16 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path
 
 @pytest.mark.parametrize(
     ("name", "with_source"),
-    [(name, is_given) for name in MADE for is_given in (True, False) if name != ARTIFACT or is_given],
+    [
+        (name, is_given)
+        for name in MADE
+        for is_given in (True, False)
+        if name != ARTIFACT or is_given
+    ],
 )
-def test_no_other_value_passes(name: str, with_source: bool, made: Callable[[str], tuple[Path, Path]]) -> None:
+def test_no_other_value_passes(
+    name: str, with_source: bool, made: Callable[[str], tuple[Path, Path]]
+) -> None:
     src, out = made(name)
     words, card = manifest(out), (out / "README.md").read_bytes()
     with open_source(src) as source:
@@ -141,14 +173,18 @@ def test_no_other_value_passes(name: str, with_source: bool, made: Callable[[str
             write_manifest(out, changed)
             try:
                 if "files" not in path:
-                    again = card_bytes(read_manifest(out), source.loose.card, is_artifact=source.guard.is_held)
+                    again = card_bytes(
+                        read_manifest(out), source.loose.card, is_artifact=source.guard.is_held
+                    )
                     (out / "README.md").write_bytes(again)
                     sha256 = hashlib.sha256(again).hexdigest()
                     changed["files"]["README.md"] = {"size_bytes": len(again), "sha256": sha256}
                     write_manifest(out, changed)
                 with Artifact(out) as artifact:
                     given = source if with_source else None
-                    if check_files(artifact, given, 1).findings:  # which finds most, and reads no weights
+                    if check_files(
+                        artifact, given, 1
+                    ).findings:  # which finds most, and reads no weights
                         return False
                     return not check_weights(artifact, given, None, 1, 1 << 30).findings
             except HqconvError:

@@ -32,14 +32,20 @@ from tests.make.qwen import write_qwen3_moe
 
 SCHEMAS = ("mxfp4", "int4-g64-zp", "nvfp4", "fp8")
 MTP = "mtp.layers.0.mlp.experts"
-HIDDEN, INNER, NUM_EXPERTS = (128, 128, 4)  # per TP rank: w13 128 of 256 rows, w2 64 of 128 columns, so both padded
+HIDDEN, INNER, NUM_EXPERTS = (
+    128,
+    128,
+    4,
+)  # per TP rank: w13 128 of 256 rows, w2 64 of 128 columns, so both padded
 
 
 def write_source(folder: Path, seed: int = 0, **sizes: int) -> Path:
     """A qwen3_moe checkpoint whose last layer is a multi-token-prediction layer's."""
     write_qwen3_moe(folder, num_layers=2, seed=seed, **sizes)
     tensors = load_file(folder / "model.safetensors")
-    renamed = {name.replace("model.layers.1.", "mtp.layers.0."): tensor for name, tensor in tensors.items()}
+    renamed = {
+        name.replace("model.layers.1.", "mtp.layers.0."): tensor for name, tensor in tensors.items()
+    }
     save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -83,8 +89,15 @@ def test_one_flipped_bit(copy: Damaged, gemm: str, tensor: str) -> None:
         pytest.skip("the schema has no such tensor")
     copy.flip(copy.path, name, local=1)
     weights = raw_and_resealed(copy, [copy.path])
-    if tensor == "weight_scale_2" or (copy.schema == "fp8" and (gemm, tensor) == ("w2", "weight_scale")):
-        found(weights, f"{copy.path}, tensor {name}, expert 3 (local 1)", "TP ranks disagree", "as on tp rank 0")
+    if tensor == "weight_scale_2" or (
+        copy.schema == "fp8" and (gemm, tensor) == ("w2", "weight_scale")
+    ):
+        found(
+            weights,
+            f"{copy.path}, tensor {name}, expert 3 (local 1)",
+            "TP ranks disagree",
+            "as on tp rank 0",
+        )
     else:
         found(weights, copy.path, name, "of expert 3 (local 1)", "1 of ")
     assert all("expert 3" in f.where or "quantization_error" in f.where for f in weights.findings)
@@ -107,7 +120,9 @@ def test_two_experts_swapped(copy: Damaged, gemms: tuple[str, ...]) -> None:
 def test_gate_and_up_swapped(copy: Damaged) -> None:
     matrices = copy.sources(2)
     for rank in range(2):
-        copy.rebuild("w13", {"w1": matrices["w3"], "w3": matrices["w1"], "w2": matrices["w2"]}, rank)
+        copy.rebuild(
+            "w13", {"w1": matrices["w3"], "w3": matrices["w1"], "w2": matrices["w2"]}, rank
+        )
     weights = raw_and_resealed(copy, [copy.rank_file(LAYER, t, 1) for t in range(2)])
     for role in ("w1", "w3"):
         found(weights, "w13_weight", f"{role} of expert 2 (local 0)", "codes of the source")
@@ -162,7 +177,13 @@ def test_padding_that_is_not_zero(copy: Damaged) -> None:
     row_bytes = entries[name]["shape"][2] * 4  # of 16 columns: rows 128 to 255 are padding
     copy.flip(copy.path, name, byte=row_bytes - 1, mask=0x40)
     weights = raw_and_resealed(copy, [copy.path])
-    found(weights, copy.path, f"{name}, expert 2 (local 0)", "A value that no conversion writes", "padding")
+    found(
+        weights,
+        copy.path,
+        f"{name}, expert 2 (local 0)",
+        "A value that no conversion writes",
+        "padding",
+    )
     assert copy.check(with_source=False)[1].status == "fail"
 
 
@@ -213,7 +234,9 @@ def test_a_missing_layer(make: Callable[..., Damaged], hidden: str) -> None:
         path.unlink()
     if hidden == "no":
         files, weights = copy.check(with_source=False)
-        assert [f.where for f in files.findings] == [copy.rank_file(MTP, t, p) for t in range(2) for p in range(2)]
+        assert [f.where for f in files.findings] == [
+            copy.rank_file(MTP, t, p) for t in range(2) for p in range(2)
+        ]
         assert {f.what for f in files.findings} == {"A file of the manifest is missing."}
         found(weights, MTP)
         return
@@ -230,7 +253,12 @@ def test_an_altered_copied_tensor(copy: Damaged) -> None:
     found(copy.check()[0], "model.safetensors", "bytes are not those")
     copy.reseal()
     files, weights = copy.check()
-    found(files, f"model.safetensors, tensor {name}", "not the source's", f"the first at byte {3 * HIDDEN * 2 + 10}")
+    found(
+        files,
+        f"model.safetensors, tensor {name}",
+        "not the source's",
+        f"the first at byte {3 * HIDDEN * 2 + 10}",
+    )
     assert len(files.findings) == 1
     assert weights.findings == []
 
@@ -293,7 +321,11 @@ SIZES = st.sampled_from([32, 64, 96, 128, 192, 256, 320])
     inner=SIZES,
     num_experts=st.integers(1, 5),
     grid=st.builds(
-        Grid, st.integers(1, 3), st.integers(1, 3), st.sampled_from([LINEAR, ROUND_ROBIN]), st.integers(0, 3)
+        Grid,
+        st.integers(1, 3),
+        st.integers(1, 3),
+        st.sampled_from([LINEAR, ROUND_ROBIN]),
+        st.integers(0, 3),
     ),
     dtype=st.sampled_from(["bfloat16", "float16"]),
     source_dtype=st.sampled_from(list(DTYPES)),
@@ -315,7 +347,9 @@ def test_conversions_pass_both_checks(
     seed: int,
 ) -> None:
     folder = tmp_path_factory.mktemp("wolf")
-    src = write_source(folder / "src", seed, hidden_size=hidden, intermediate_size=inner, num_experts=num_experts)
+    src = write_source(
+        folder / "src", seed, hidden_size=hidden, intermediate_size=inner, num_experts=num_experts
+    )
     tensors = load_file(src / "model.safetensors")
     for i, (name, tensor) in enumerate(tensors.items()):
         if hard and ".experts." in name:
@@ -323,7 +357,14 @@ def test_conversions_pass_both_checks(
         tensors[name] = tensors[name].to(DTYPES[source_dtype])
     save_file(tensors, src / "model.safetensors", metadata={"format": "pt"})
     try:
-        run(src, folder / "out", schema, grid if layout == "kernel" else Grid(), layout=layout, dtype=dtype)
+        run(
+            src,
+            folder / "out",
+            schema,
+            grid if layout == "kernel" else Grid(),
+            layout=layout,
+            dtype=dtype,
+        )
     except (RequestError, InputError):
         hypothesis.reject()
     for with_source in (True, False):

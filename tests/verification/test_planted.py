@@ -118,7 +118,9 @@ def test_words_that_nothing_else_tells(sharded: Damaged, what: str) -> None:
     digest, before = words["digest"], json.dumps(words)
     WORDS[what](words)
     data = sealed(words)
-    (sharded.root / "hqconv.json").write_bytes(data.replace(json.loads(data)["digest"].encode(), digest.encode()))
+    (sharded.root / "hqconv.json").write_bytes(
+        data.replace(json.loads(data)["digest"].encode(), digest.encode())
+    )
     findings = of_manifest(sharded.root).findings
     assert [f.what for f in findings] == [DIGEST] * (json.dumps(words) != before)
     assert what.startswith("worst") or findings
@@ -135,7 +137,9 @@ def test_a_manifest_without_a_digest(copy: Damaged) -> None:
 def test_a_text_that_no_file_can_hold(copy: Damaged) -> None:
     """Half of a surrogate pair, as JSON may have it, and a digest of the bytes."""
     body = (
-        json.dumps({**manifest(copy.root), "schema_name": "\ud800"}, indent=2).encode().rpartition(b',\n  "digest"')[0]
+        json.dumps({**manifest(copy.root), "schema_name": "\ud800"}, indent=2)
+        .encode()
+        .rpartition(b',\n  "digest"')[0]
     )
     digest = hashlib.sha256(body).hexdigest()
     (copy.root / "hqconv.json").write_bytes(body + f',\n  "digest": "{digest}"\n}}\n'.encode())
@@ -164,7 +168,9 @@ def unsourced(copy: Damaged) -> CheckResult:
 
 
 @pytest.mark.parametrize(("gemm", "roles"), [("w13", ("w1", "w3")), ("w2", ("w2",))])
-def test_swapped_experts_are_named_without_the_source(copy: Damaged, gemm: str, roles: tuple[str, ...]) -> None:
+def test_swapped_experts_are_named_without_the_source(
+    copy: Damaged, gemm: str, roles: tuple[str, ...]
+) -> None:
     for tp_rank in range(2):
         copy.swap_experts(copy.rank_file(LAYER, tp_rank, 1), (gemm,))
     weights = unsourced(copy)
@@ -180,7 +186,9 @@ def test_one_expert_swapped_on_one_rank_shows_without_the_source(copy: Damaged) 
     assert not any("are swapped" in finding.found for finding in weights.findings)
 
 
-@pytest.mark.parametrize(("tensor", "name"), [("w2_weight", "w2: weight"), ("w13_weight_scale", "weight_scale")])
+@pytest.mark.parametrize(
+    ("tensor", "name"), [("w2_weight", "w2: weight"), ("w13_weight_scale", "weight_scale")]
+)
 def test_one_bit_shows_without_the_source(copy: Damaged, tensor: str, name: str) -> None:
     copy.flip(copy.path, f"{LAYER}.{tensor}", local=1, byte=64)
     weights = unsourced(copy)
@@ -195,7 +203,9 @@ def test_sums_do_not_depend_on_ranks_layout_or_way(good: dict[str, Path], tmp_pa
     run(good["src"], tmp_path / "one", SCHEMA, max_memory="128MiB", threads=1)
     run(good["kernel"], tmp_path / "cut", "source", Grid(1, 4))
     expected = sums(good["kernel"])
-    assert [sums(good["checkpoint"]), sums(tmp_path / "one"), sums(tmp_path / "cut")] == [expected] * 3
+    assert [sums(good["checkpoint"]), sums(tmp_path / "one"), sums(tmp_path / "cut")] == [
+        expected
+    ] * 3
     assert expected[0] != expected[1]
     assert {len(total) for of_role in expected[0].values() for total in of_role.values()} == {16}
 
@@ -219,10 +229,14 @@ def test_the_worst_of_equal_experts_is_the_first(tmp_path: Path) -> None:
     run(src, tmp_path / "out", SCHEMA)
     copy = Damaged(tmp_path / "out", src, SCHEMA)
     assert [result.findings for result in copy.check()] == [[], []]
-    copy.edit_manifest(lambda w: w["blocks"][LAYER]["quantization_error"]["w3"].update(worst_expert=2))
+    copy.edit_manifest(
+        lambda w: w["blocks"][LAYER]["quantization_error"]["w3"].update(worst_expert=2)
+    )
     files, weights = copy.check()
     assert files.findings == []
-    found(weights, f"{LAYER}: quantization_error: w3: worst_expert", "The recorded error", "| 0 | 2")
+    found(
+        weights, f"{LAYER}: quantization_error: w3: worst_expert", "The recorded error", "| 0 | 2"
+    )
 
 
 @pytest.mark.parametrize("with_source", [True, False])
@@ -231,7 +245,9 @@ def test_why_the_family_was_chosen(copy: Damaged, with_source: bool) -> None:
     files, weights = copy.check(with_source)
     found(files, "hqconv.json: family_chosen_because", "qwen3_moe", "model_type mixtral")
     assert (len(files.findings), weights.findings) == (1, [])
-    copy.edit_manifest(lambda words: words.update(hqconv_version="0.0.1"))  # which may have said it in other words
+    copy.edit_manifest(
+        lambda words: words.update(hqconv_version="0.0.1")
+    )  # which may have said it in other words
     assert copy.check(with_source)[0].findings == []
 
 
@@ -248,9 +264,17 @@ def test_a_repo_and_its_commit(copy: Damaged, key: str, value: str) -> None:
         with Artifact(copy.root) as artifact, open_source(copy.source) as source:
             source.repo_id, source.revision = opened_as["name"], opened_as["revision"]  # type: ignore[misc]
             result = check_files(artifact, source, 2)
-        others = [f for f in result.findings if "README.md" not in f.where]  # the card names the repo
+        others = [
+            f for f in result.findings if "README.md" not in f.where
+        ]  # the card names the repo
         assert len(others) == count, (opened_as, result.findings)
-    found(result, f"hqconv.json: source: {key}", "not the one that was converted", recorded[key], value)
+    found(
+        result,
+        f"hqconv.json: source: {key}",
+        "not the one that was converted",
+        recorded[key],
+        value,
+    )
 
 
 # --- shards, and files that are listed ---------------------------------------------------------------------
@@ -258,7 +282,9 @@ def test_a_repo_and_its_commit(copy: Damaged, key: str, value: str) -> None:
 
 def test_a_tensor_in_two_shards(sharded: Damaged) -> None:
     shards = sorted(path.name for path in sharded.root.glob("model-*.safetensors"))
-    name, first = next((n, s) for s in shards for n in sharded.tensor_names(s) if "experts" not in n)
+    name, first = next(
+        (n, s) for s in shards for n in sharded.tensor_names(s) if "experts" not in n
+    )
     second = next(shard for shard in shards if shard != first)
     tensors = load_file(sharded.root / second)
     tensors[name] = load_file(sharded.root / first)[name] + 1
@@ -283,13 +309,22 @@ def test_a_shard_without_its_metadata(copy: Damaged, metadata: dict[str, str] | 
     assert (len(files.findings), weights.findings) == (1, [])
 
 
-STRAYS = ("more/model.safetensors", "more/pytorch_model.bin", "a.gguf", "original/params.json", "more/x.index.json")
+STRAYS = (
+    "more/model.safetensors",
+    "more/pytorch_model.bin",
+    "a.gguf",
+    "original/params.json",
+    "more/x.index.json",
+)
 
 
 @pytest.mark.parametrize(
-    ("layout", "path"), [("kernel", "experts/tp0-ep0/x.safetensors"), *(("checkpoint", path) for path in STRAYS)]
+    ("layout", "path"),
+    [("kernel", "experts/tp0-ep0/x.safetensors"), *(("checkpoint", path) for path in STRAYS)],
 )
-def test_stray_weights_that_the_manifest_lists(good: dict[str, Path], tmp_path: Path, layout: str, path: str) -> None:
+def test_stray_weights_that_the_manifest_lists(
+    good: dict[str, Path], tmp_path: Path, layout: str, path: str
+) -> None:
     copy = copy_of(good, layout, tmp_path)
     (copy.root / path).parent.mkdir(parents=True, exist_ok=True)
     save_file({"x": torch.zeros(4)}, copy.root / path, {"format": "pt"})
@@ -322,9 +357,14 @@ def padding_of(monkeypatch: pytest.MonkeyPatch, tensor: str, axis: int, value: i
     """From now on, conversions write another value into one tensor's padding."""
     pad = rank_slices._pad
 
-    def damaged(tensors: dict[str, Any], schema: WeightSchema, along: int, size: int, share: int) -> dict[str, Any]:
+    def damaged(
+        tensors: dict[str, Any], schema: WeightSchema, along: int, size: int, share: int
+    ) -> dict[str, Any]:
         padded = pad(tensors, schema, along, size, share)
-        one, length = padded[tensor], tensors[tensor].size(along) if tensors[tensor].ndim > along else 0
+        one, length = (
+            padded[tensor],
+            tensors[tensor].size(along) if tensors[tensor].ndim > along else 0,
+        )
         if along == axis and one.size(along) > length > 0:
             bits = one.view({1: torch.uint8, 2: torch.int16}[one.element_size()])
             bits.narrow(along, length, one.size(along) - length).fill_(value)
@@ -358,7 +398,9 @@ def test_padding_of_an_uneven_last_rank(
     dtype: str,
 ) -> None:
     if (tensor, gemm) == ("weight_scale_2", "w2") or (value, dtype) == (255, "float16"):
-        pytest.skip("second scales have no columns; Humming itself cannot make a NaN of e8m0 one of float16's")
+        pytest.skip(
+            "second scales have no columns; Humming itself cannot make a NaN of e8m0 one of float16's"
+        )
     src = small.save(tmp_path / "src", small.gpt_oss_floats(320))
     made_of = TWICE if schema == "twice" else schema_of(schema)
     for is_damaged in (False, True):
@@ -373,7 +415,11 @@ def test_padding_of_an_uneven_last_rank(
             assert bool(weights.findings) == is_damaged, weights.findings[:3]
         if is_damaged:
             what = "The padding of a TP rank is not "
-            found(weights, f"experts/tp3-ep0/{layer}.safetensors, tensor {layer}.{gemm}_{tensor}", what)
+            found(
+                weights,
+                f"experts/tp3-ep0/{layer}.safetensors, tensor {layer}.{gemm}_{tensor}",
+                what,
+            )
 
 
 # --- words of every kind --------------------------------------------------------------------------------------
@@ -384,7 +430,9 @@ JSON = st.recursive(
     | st.integers(-2, 1 << 40)
     | st.floats(allow_nan=True)
     | st.sampled_from(["float16", "int8", "none", "channel", ""]),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner, max_size=2)
+    ),
     max_leaves=3,
 )
 
@@ -396,7 +444,9 @@ def one_copy(good: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 
 @settings(max_examples=num_examples(50), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_any_words_of_a_layer_config_end_in_findings(one_copy: Damaged, data: st.DataObject) -> None:
+def test_any_words_of_a_layer_config_end_in_findings(
+    one_copy: Damaged, data: st.DataObject
+) -> None:
     """Every value of any kind: a finding, and never an error of ours."""
     kept = [(path, (one_copy.root / path).read_bytes()) for path in ("hqconv.json", one_copy.path)]
     words = json.loads(one_copy.header(one_copy.path)[0]["__metadata__"]["w2"])
@@ -404,7 +454,9 @@ def test_any_words_of_a_layer_config_end_in_findings(one_copy: Damaged, data: st
     is_changed = json.dumps(words[key]) != json.dumps(value)
     changed = json.dumps({**words, key: value})
     try:
-        one_copy.edit_header(one_copy.path, lambda entries: entries["__metadata__"].update(w2=changed))
+        one_copy.edit_header(
+            one_copy.path, lambda entries: entries["__metadata__"].update(w2=changed)
+        )
         one_copy.reseal()
         files, _ = one_copy.check(with_source=False)
         assert bool(files.findings) == is_changed
@@ -415,9 +467,17 @@ def test_any_words_of_a_layer_config_end_in_findings(one_copy: Damaged, data: st
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("shape_k", float("inf")), ("pad_shape_n", float("-inf")), ("a_dtype", {}), ("a_dtype", [1]), ("shape_k", 0)],
+    [
+        ("shape_k", float("inf")),
+        ("pad_shape_n", float("-inf")),
+        ("a_dtype", {}),
+        ("a_dtype", [1]),
+        ("shape_k", 0),
+    ],
 )
-def test_words_of_a_layer_config_that_were_an_internal_error(copy: Damaged, key: str, value: Any) -> None:
+def test_words_of_a_layer_config_that_were_an_internal_error(
+    copy: Damaged, key: str, value: Any
+) -> None:
     def edit(entries: dict[str, Any]) -> None:
         words = json.loads(entries["__metadata__"]["w13"])
         entries["__metadata__"]["w13"] = json.dumps({**words, key: value})
@@ -432,7 +492,9 @@ def test_words_of_a_layer_config_that_were_an_internal_error(copy: Damaged, key:
 # --- copied tensors, without the source ----------------------------------------------------------------------
 
 CHANGES: dict[str, Callable[[dict[str, torch.Tensor], list[str]], object]] = {
-    "a flipped bit": lambda tensors, names: tensors[names[0]].view(torch.int16).view(-1)[7].bitwise_xor_(1),
+    "a flipped bit": lambda tensors, names: (
+        tensors[names[0]].view(torch.int16).view(-1)[7].bitwise_xor_(1)
+    ),
     "a sign": lambda tensors, names: tensors[names[1]].view(-1)[3].neg_(),
     "exchanged tensors": lambda tensors, names: tensors.update(
         {names[0]: tensors[names[1]], names[1]: tensors[names[0]]}
@@ -440,7 +502,9 @@ CHANGES: dict[str, Callable[[dict[str, torch.Tensor], list[str]], object]] = {
     "exchanged values": lambda tensors, names: tensors[names[0]].copy_(tensors[names[0]].flip(0)),
     "shifted values": lambda tensors, names: tensors[names[0]].copy_(tensors[names[0]].roll(1)),
     "zeros": lambda tensors, names: tensors[names[0]].zero_(),
-    "another dtype": lambda tensors, names: tensors.update({names[0]: tensors[names[0]].view(torch.float16)}),
+    "another dtype": lambda tensors, names: tensors.update(
+        {names[0]: tensors[names[0]].view(torch.float16)}
+    ),
 }
 
 
@@ -449,8 +513,13 @@ def either(request: pytest.FixtureRequest, tmp_path: Path) -> Damaged:
     """A model with tensors that are copied: an embedding, and two routers of one shape."""
     layout = request.param
     tensors, config = small.plain()
-    for name in (f"{small.PARENT}.input_layernorm.weight", f"{small.PARENT}.post_attention_layernorm.weight"):
-        tensors[name] = torch.randn(small.HIDDEN, generator=torch.Generator().manual_seed(len(name))).bfloat16()
+    for name in (
+        f"{small.PARENT}.input_layernorm.weight",
+        f"{small.PARENT}.post_attention_layernorm.weight",
+    ):
+        tensors[name] = torch.randn(
+            small.HIDDEN, generator=torch.Generator().manual_seed(len(name))
+        ).bfloat16()
     src = small.save(tmp_path / "src", (tensors, config))
     run(src, tmp_path / "out", SCHEMA, layout=layout)
     return Damaged(tmp_path / "out", src, SCHEMA)
@@ -463,19 +532,29 @@ def replant(copy: Damaged, change: str) -> tuple[str, ...]:
         tensors = load_file(path)
         if names[0] in tensors:
             CHANGES[change](tensors, names)
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
+            save_file(
+                {name: tensor.contiguous() for name, tensor in tensors.items()},
+                path,
+                {"format": "pt"},
+            )
     copy.reseal()
     return tuple(names)
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_copied_tensor_that_is_another_is_found_without_the_source(change: str, either: Damaged) -> None:
+def test_a_copied_tensor_that_is_another_is_found_without_the_source(
+    change: str, either: Damaged
+) -> None:
     assert check(either.root).passed
     assert check(either.root, either.source).passed
     names = replant(either, change)
     files, _ = either.check(with_source=False)
-    wanted = names if change == "exchanged tensors" else names[1:] if change == "a sign" else names[:1]
-    assert sorted(finding.where.partition("tensor ")[2] for finding in files.findings) == sorted(wanted)
+    wanted = (
+        names if change == "exchanged tensors" else names[1:] if change == "a sign" else names[:1]
+    )
+    assert sorted(finding.where.partition("tensor ")[2] for finding in files.findings) == sorted(
+        wanted
+    )
     assert all("not the one that the conversion read" in finding.what for finding in files.findings)
     if change == "exchanged tensors":
         assert files.findings[0].found.endswith(f": the tensor {names[1]}")

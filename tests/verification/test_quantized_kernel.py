@@ -38,9 +38,14 @@ LAYER = "model.layers.0.mlp.experts"
 SIZES = {"hidden_size": HIDDEN, "moe_intermediate_size": 2 * INNER, "num_experts": NUM_EXPERTS}
 _STATIC = InputSchema("fp8-static", "float8e4m3", input_quant_mode="static_tensor")
 QUANTIZED = {  # what a LayerConfig says of activations, on GPUs that run them
-    name: config_entries(KernelSpec(resolve_schema(schema), "bfloat16", GpuTarget(sm_version), inputs))
+    name: config_entries(
+        KernelSpec(resolve_schema(schema), "bfloat16", GpuTarget(sm_version), inputs)
+    )
     for name, inputs, schema, sm_version in (
-        *((name, INPUT_PRESETS[name], "int4-c", 89) for name in ("fp8", "fp8-e5m2", "int8", "int4")),
+        *(
+            (name, INPUT_PRESETS[name], "int4-c", 89)
+            for name in ("fp8", "fp8-e5m2", "int8", "int4")
+        ),
         ("fp8-g128", INPUT_PRESETS["fp8-g128"], "fp8-block", 90),
         ("fp8-static", _STATIC, "int4-c", 89),
         *((name, INPUT_PRESETS[name], name, 120) for name in ("mxfp8", "mxfp4", "nvfp4")),
@@ -55,7 +60,10 @@ class Config:
         from humming.config import InputQuantizationMode
         from humming.dtypes import DataType
 
-        self.a_dtype, self.as_dtype = (DataType.from_str(words["a_dtype"]), DataType.from_str(words["as_dtype"]))
+        self.a_dtype, self.as_dtype = (
+            DataType.from_str(words["a_dtype"]),
+            DataType.from_str(words["as_dtype"]),
+        )
         self.input_quant_mode = InputQuantizationMode(words["input_quant_mode"])
         self.input_scale_group_size = words.get("input_scale_group_size", 0)
         self.shape_n, self.shape_k, self.pad_shape_n, self.pad_shape_k = n, k, 0, 0
@@ -71,7 +79,9 @@ def experts() -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def errors(found: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, torch.Tensor]) -> list[float]:
+def errors(
+    found: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, torch.Tensor]
+) -> list[float]:
     return [float((f.double() - w).norm() / w.norm()) for f, w in zip(found, wanted, strict=True)]
 
 
@@ -85,8 +95,13 @@ def test_both_gemms_activations_are_quantized(name: str, monkeypatch: pytest.Mon
         "w13": torch.stack([torch.cat([e["w1"], e["w3"]]) for e in weights]),
         "w2": torch.stack([e["w2"] for e in weights]),
     }
-    static = {"w13": torch.tensor([0.012]), "w2": torch.tensor([0.012])} if name == "fp8-static" else {}
-    gemms = {g: Gemm(Config(words, *w.shape[1:]), {"weight": w}, static.get(g)) for g, w in stacks.items()}
+    static = (
+        {"w13": torch.tensor([0.012]), "w2": torch.tensor([0.012])} if name == "fp8-static" else {}
+    )
+    gemms = {
+        g: Gemm(Config(words, *w.shape[1:]), {"weight": w}, static.get(g))
+        for g, w in stacks.items()
+    }
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(19, HIDDEN, generator=generator).bfloat16()
     ids = torch.stack([torch.randperm(NUM_EXPERTS, generator=generator)[:2] for _ in range(19)])
@@ -96,7 +111,11 @@ def test_both_gemms_activations_are_quantized(name: str, monkeypatch: pytest.Mon
     assert scheme is not None
     inputs = LayerInputs({"w13": scheme, "w2": scheme}, static, ((0, INNER),), torch.bfloat16)
     exact, rounded = moe_forwards(
-        x.double(), routing, lambda e: weights[e], Activation("silu"), [module.EXACT, inputs.reference()]
+        x.double(),
+        routing,
+        lambda e: weights[e],
+        Activation("silu"),
+        [module.EXACT, inputs.reference()],
     )
     assert max(errors(found, rounded)) < 0.004  # bfloat16 outputs
     kind = name.removesuffix("-static")
@@ -109,7 +128,9 @@ def test_both_gemms_activations_are_quantized(name: str, monkeypatch: pytest.Mon
 
 
 def small(tmp_path: Path, inputs: str, schema: str, grid: Grid, inner: int = 2 * INNER) -> Artifact:
-    source = save_model(tmp_path / "source", "qwen3_moe", **{**SIZES, "moe_intermediate_size": inner})
+    source = save_model(
+        tmp_path / "source", "qwen3_moe", **{**SIZES, "moe_intermediate_size": inner}
+    )
     run(source, tmp_path / "out", schema, grid, input_schema=inputs)
     return Artifact(tmp_path / "out")
 
@@ -117,7 +138,9 @@ def small(tmp_path: Path, inputs: str, schema: str, grid: Grid, inner: int = 2 *
 Damage = Callable[[dict[str, Gemm]], dict[str, Gemm]]
 
 
-def checked(artifact: Artifact, monkeypatch: pytest.MonkeyPatch, damage: Damage = lambda gemms: gemms) -> CheckResult:
+def checked(
+    artifact: Artifact, monkeypatch: pytest.MonkeyPatch, damage: Damage = lambda gemms: gemms
+) -> CheckResult:
     """`check_kernel` on the CPU, with weights that are made up, cut for each rank and maybe damaged."""
     standin.use(monkeypatch)
     generator = torch.Generator().manual_seed(2)
@@ -128,11 +151,18 @@ def checked(artifact: Artifact, monkeypatch: pytest.MonkeyPatch, damage: Damage 
         for _ in range(NUM_EXPERTS)
     ]
 
-    def load(_: Artifact, layer: str, tp_rank: int, ep_rank: int, device: torch.device) -> dict[str, Gemm]:
-        _, begin, end, share = tp_slices(inner, artifact.grid, artifact.manifest.layer_spec.schema)[tp_rank]
+    def load(
+        _: Artifact, layer: str, tp_rank: int, ep_rank: int, device: torch.device
+    ) -> dict[str, Gemm]:
+        _, begin, end, share = tp_slices(inner, artifact.grid, artifact.manifest.layer_spec.schema)[
+            tp_rank
+        ]
         mine = [weights[e] for e in artifact.grid.local_experts(NUM_EXPERTS, ep_rank)]
         stacks = {
-            "w13": [torch.cat([resized(e[role][begin:end], (share, HIDDEN)) for role in ("w1", "w3")]) for e in mine],
+            "w13": [
+                torch.cat([resized(e[role][begin:end], (share, HIDDEN)) for role in ("w1", "w3")])
+                for e in mine
+            ],
             "w2": [resized(e["w2"][:, begin:end], (HIDDEN, share)) for e in mine],
         }
         gemms = {}
@@ -149,7 +179,9 @@ def checked(artifact: Artifact, monkeypatch: pytest.MonkeyPatch, damage: Damage 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("grid", [Grid(), Grid(2, 2)], ids=str)
-@pytest.mark.parametrize(("inputs", "schema"), [("fp8", "mxfp4"), ("fp8-g128", "fp8-block"), ("int8", "int4")])
+@pytest.mark.parametrize(
+    ("inputs", "schema"), [("fp8", "mxfp4"), ("fp8-g128", "fp8-block"), ("int8", "int4")]
+)
 def test_the_check_knows_the_rounding(
     inputs: str, schema: str, grid: Grid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,7 +197,8 @@ def test_the_check_knows_the_rounding(
 
 
 @pytest.mark.parametrize(
-    ("inputs", "schema", "inner"), [("fp8-g128", "fp8-block", 288), ("int8", "int4-g64", 96), ("fp8", "int4-g64", 160)]
+    ("inputs", "schema", "inner"),
+    [("fp8-g128", "fp8-block", 288), ("int8", "int4-g64", 96), ("fp8", "int4-g64", 160)],
 )
 def test_ranks_of_whole_groups(
     inputs: str, schema: str, inner: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -186,12 +219,18 @@ def rolled(gemm: Gemm) -> Gemm:
 
 def exchanged(gemms: dict[str, Gemm]) -> dict[str, Gemm]:
     """Two experts' weights changed places."""
-    return {g: replace(one, tensors={"weight": one.tensors["weight"].roll(1, 0)}) for g, one in gemms.items()}
+    return {
+        g: replace(one, tensors={"weight": one.tensors["weight"].roll(1, 0)})
+        for g, one in gemms.items()
+    }
 
 
 def slightly_larger(gemms: dict[str, Gemm]) -> dict[str, Gemm]:
     """A scale is off by less than the activations' own rounding."""
-    return {**gemms, "w2": replace(gemms["w2"], tensors={"weight": gemms["w2"].tensors["weight"] * 1.06})}
+    return {
+        **gemms,
+        "w2": replace(gemms["w2"], tensors={"weight": gemms["w2"].tensors["weight"] * 1.06}),
+    }
 
 
 @pytest.mark.sampled(2)
@@ -204,13 +243,16 @@ def test_the_check_finds_less_than_the_rounding_hides(
     assert any("rounded activations" in finding.what for finding in result.findings)
 
 
-def test_a_kernel_that_rounds_otherwise_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_rounds_otherwise_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Scales per group where they should be per token, say: as near to the exact activations as a good kernel."""
 
     def other(gemms: dict[str, Gemm]) -> dict[str, Gemm]:
         words = {**QUANTIZED["fp8-g128"]}
         return {
-            g: replace(one, config=Config(words, one.config.shape_n, one.config.shape_k)) for g, one in gemms.items()
+            g: replace(one, config=Config(words, one.config.shape_n, one.config.shape_k))
+            for g, one in gemms.items()
         }
 
     with small(tmp_path, "fp8", "mxfp4", Grid()) as artifact:
@@ -219,7 +261,9 @@ def test_a_kernel_that_rounds_otherwise_is_found(tmp_path: Path, monkeypatch: py
     assert [f.what for f in result.findings if "rounded activations" in f.what]
 
 
-def test_static_scales_are_read_and_what_they_cut_off_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_static_scales_are_read_and_what_they_cut_off_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Scales that were measured beforehand lie in every rank's file; nothing is said of exact activations then."""
     with small(tmp_path, "fp8", "mxfp4", Grid()) as artifact:
         path = artifact.root / "experts" / "tp0-ep0" / f"{LAYER}.safetensors"
@@ -254,7 +298,9 @@ def test_static_scales_are_read_and_what_they_cut_off_is_told(tmp_path: Path, mo
     assert not loaded.tensors
 
 
-def test_activations_without_a_reference_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activations_without_a_reference_are_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Encodings that are documented nowhere, on a GPU that runs them."""
     with small(tmp_path, "fp8", "mxfp4", Grid()) as artifact:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -263,7 +309,10 @@ def test_activations_without_a_reference_are_skipped(tmp_path: Path, monkeypatch
         assert _kernel_device(artifact, device) == (device, "")
         inputs = InputSchema("x", "float8e3m4")
         monkeypatch.setattr(artifact, "spec", replace(artifact.spec, inputs=inputs))
-        assert _kernel_device(artifact, device) == (None, "there is no reference for float8e3m4 activations")
+        assert _kernel_device(artifact, device) == (
+            None,
+            "there is no reference for float8e3m4 activations",
+        )
 
 
 def test_every_preset_has_limits() -> None:
@@ -290,12 +339,18 @@ PAIRS = {
 }
 RUN = [(inputs, schema) for inputs, schemas in PAIRS.items() for schema in schemas.split()]
 needs_sm90 = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a CUDA device of sm90"
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a CUDA device of sm90",
 )
 
 
 def test_every_kind_of_weights_is_run_under_narrow_activations() -> None:
-    named = {name for name in SCHEMAS for inputs in PAIRS if not why_not(kernel_spec_of(name, inputs=inputs))}
+    named = {
+        name
+        for name in SCHEMAS
+        for inputs in PAIRS
+        if not why_not(kernel_spec_of(name, inputs=inputs))
+    }
     assert named == {schema for _, schema in RUN}
 
 
@@ -304,13 +359,20 @@ def test_every_kind_of_weights_is_run_under_narrow_activations() -> None:
 @pytest.mark.parametrize(
     ("schema", "inner", "tp"),
     [
-        *((name, 288, 2) for name in ("int4-g64", "int4-g64-zp", "mxfp4", "nvfp4", "fp8-block", "int8")),
+        *(
+            (name, 288, 2)
+            for name in ("int4-g64", "int4-g64-zp", "mxfp4", "nvfp4", "fp8-block", "int8")
+        ),
         *(("int4-g64", 96, 2), ("int4-g64", 320, 3)),
     ],
 )
-def test_the_production_kernel_on_ranks_of_whole_groups(schema: str, inner: int, tp: int, tmp_path: Path) -> None:
+def test_the_production_kernel_on_ranks_of_whole_groups(
+    schema: str, inner: int, tp: int, tmp_path: Path
+) -> None:
     """Groups of 64 in 96 columns, and other sizes that leave the last rank less."""
-    source = save_model(tmp_path / "source", "qwen3_moe", **{**SIZES, "moe_intermediate_size": inner})
+    source = save_model(
+        tmp_path / "source", "qwen3_moe", **{**SIZES, "moe_intermediate_size": inner}
+    )
     run(source, tmp_path / "out", schema, Grid(tp, split=GROUPS))
     report = hqconv.verify(tmp_path / "out", source, layers=[1])
     assert report.passed, report.to_dict()

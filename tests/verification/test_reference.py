@@ -37,8 +37,19 @@ DEEPSEEK = {
 }
 MODELS = {
     "mixtral": {**COMMON, "intermediate_size": 40, "num_local_experts": 7},
-    "qwen3_moe": {**COMMON, "moe_intermediate_size": 40, "num_experts": 7, "norm_topk_prob": True, "head_dim": 24},
-    "qwen3_moe-unnormalised": {**COMMON, "moe_intermediate_size": 40, "num_experts": 7, "head_dim": 24},
+    "qwen3_moe": {
+        **COMMON,
+        "moe_intermediate_size": 40,
+        "num_experts": 7,
+        "norm_topk_prob": True,
+        "head_dim": 24,
+    },
+    "qwen3_moe-unnormalised": {
+        **COMMON,
+        "moe_intermediate_size": 40,
+        "num_experts": 7,
+        "head_dim": 24,
+    },
     "olmoe": {**COMMON, "intermediate_size": 40, "num_experts": 7},
     "deepseek_v3": DEEPSEEK,
 }
@@ -69,7 +80,9 @@ def test_reference_is_transformers_layer(name: str) -> None:
     bias = getattr(layer.gate, "e_score_correction_bias", None)
     routing = route(x @ layer.gate.weight.t(), config.num_experts_per_tok, config.to_dict(), bias)
     with torch.no_grad():
-        ours, hidden = moe_forward(x, routing, lambda e: expert_weights(layer, e), Activation("silu"))
+        ours, hidden = moe_forward(
+            x, routing, lambda e: expert_weights(layer, e), Activation("silu")
+        )
         theirs = layer(x.unsqueeze(0))
         theirs = (theirs[0] if isinstance(theirs, tuple) else theirs).squeeze(0)
         if hasattr(layer, "shared_experts"):
@@ -88,7 +101,11 @@ def test_a_changed_row_is_seen(name: str) -> None:
 
     def damaged(expert: int) -> dict[str, torch.Tensor]:
         weights = expert_weights(layer, expert)
-        return {**weights, "w2": weights["w2"].roll(1, 0)} if expert == int(routing.ids[0, 0]) else weights
+        return (
+            {**weights, "w2": weights["w2"].roll(1, 0)}
+            if expert == int(routing.ids[0, 0])
+            else weights
+        )
 
     with torch.no_grad():
         good, _ = moe_forward(x, routing, lambda e: expert_weights(layer, e), Activation("silu"))
@@ -118,5 +135,7 @@ def test_biases_are_added_once_per_projection() -> None:
     x = torch.randn(1, 4)
     routing = Routing(torch.zeros(1, 1, dtype=torch.long), torch.full((1, 1), 0.5))
     out, _ = moe_forward(x, routing, lambda _: expert, Activation("silu"))
-    hidden = torch.nn.functional.silu(expert["w1"] @ x[0] + expert["b1"]) * (expert["w3"] @ x[0] + expert["b3"])
+    hidden = torch.nn.functional.silu(expert["w1"] @ x[0] + expert["b1"]) * (
+        expert["w3"] @ x[0] + expert["b3"]
+    )
     assert torch.allclose(out[0], 0.5 * (expert["w2"] @ hidden + expert["b2"]), atol=1e-6)

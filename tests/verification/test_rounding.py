@@ -31,14 +31,16 @@ def every_decision(dtype: str) -> np.ndarray:
     middles = (numbers[1:] + numbers[:-1]) / 2
     points = np.concatenate([numbers, middles, [numbers[-1] * 1.01, numbers[0] * 1.01, 1e7, -1e7]])
     points = points.astype(np.float32)
-    return np.concatenate([points, np.nextafter(points, np.float32(9e9)), np.nextafter(points, np.float32(-9e9))])
+    return np.concatenate(
+        [points, np.nextafter(points, np.float32(9e9)), np.nextafter(points, np.float32(-9e9))]
+    )
 
 
 def test_the_types_are_all_tested() -> None:
     assert set(KNOWN) == set(NUMBERS) - {"float8e8m0"}
-    assert [len(NUMBERS[dtype]) for dtype in ("float8e4m3", "float8e5m2", "float4e2m1", "int4")] == [
-        *(253, 247, 15, 16)
-    ]  # both zeros are one number
+    assert [
+        len(NUMBERS[dtype]) for dtype in ("float8e4m3", "float8e5m2", "float4e2m1", "int4")
+    ] == [*(253, 247, 15, 16)]  # both zeros are one number
 
 
 @pytest.mark.parametrize("dtype", KNOWN)
@@ -59,7 +61,9 @@ def test_nearest_is_torchs_cast(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["float8e4m3", "float8e8m0"])
 def test_scales_are_rounded_up(dtype: str) -> None:
     numbers = NUMBERS[dtype][NUMBERS[dtype] > 0].astype(np.float32)
-    beside = np.concatenate([np.nextafter(numbers, np.float32(0)), np.nextafter(numbers, np.float32(np.inf))])
+    beside = np.concatenate(
+        [np.nextafter(numbers, np.float32(0)), np.nextafter(numbers, np.float32(np.inf))]
+    )
     points = np.concatenate([numbers, beside, np.array([1e-30, 3e-5, 1.7], np.float32)])
     points = points[(points >= 1e-30) & np.isfinite(points)]
     wanted = [numbers[min(np.searchsorted(numbers, p), len(numbers) - 1)] for p in points]
@@ -76,7 +80,9 @@ def test_activations_are_those_of_the_search(name: str, columns: int) -> None:
     x[:, ::17] *= 20
     x[3] = 0
     x[4, :130] = 0
-    x[5:9] = (torch.arange(columns) - 100.5) * 0.37  # ties, but for the way the products are rounded
+    x[5:9] = (
+        torch.arange(columns) - 100.5
+    ) * 0.37  # ties, but for the way the products are rounded
     static = torch.tensor([0.37]) if scheme.is_static else None
     wanted = round_by_search(x.float().numpy(), scheme, None if static is None else static.item())
     found = scheme(x, static)
@@ -106,7 +112,11 @@ def test_clipping_is_counted() -> None:
 
 
 def test_what_a_layer_config_says() -> None:
-    words = {"a_dtype": "float8e4m3", "input_quant_mode": "dynamic_group", "input_scale_group_size": 128}
+    words = {
+        "a_dtype": "float8e4m3",
+        "input_quant_mode": "dynamic_group",
+        "input_scale_group_size": 128,
+    }
     assert Rounding.of({**words, "as_dtype": "float32"}) == SCHEMES["fp8-g128"]
     assert Rounding.of({"a_dtype": "bfloat16"}) is None
     with pytest.raises(KeyError):

@@ -17,7 +17,12 @@ from tests.make.conversions import run
 from tests.make.damage import Damaged, found, raw_and_resealed, swapped_experts_are_found
 from tests.make.small import GOOD, INNER, LAYER, E, Source, save
 
-BASES = {"fp8_blocks": "source", "fp8_tensors": "fp8-tensor", "gpt_oss_mxfp4": "source", "gpt_oss_floats": "int4"}
+BASES = {
+    "fp8_blocks": "source",
+    "fp8_tensors": "fp8-tensor",
+    "gpt_oss_mxfp4": "source",
+    "gpt_oss_floats": "int4",
+}
 CODED = [base for base in BASES if base != "gpt_oss_floats"]
 FUSED = ["gpt_oss_mxfp4", "gpt_oss_floats"]
 GRID = Grid(2, 2)
@@ -51,7 +56,9 @@ def copy(request: pytest.FixtureRequest, make: Make) -> Damaged:
     return make(request.param)
 
 
-def graft(copy: Damaged, base: str, change: Change, tmp_path: Path, grid: Grid = GRID) -> CheckResult:
+def graft(
+    copy: Damaged, base: str, change: Change, tmp_path: Path, grid: Grid = GRID
+) -> CheckResult:
     """Put in the rank files that a wrong source would have given. Returns `weights`, digests made good."""
     source = GOOD[base][0]()
     change(source)
@@ -105,7 +112,9 @@ def test_experts_of_a_stack_in_another_order(base: str, make: Make, tmp_path: Pa
 def gate_up(source: Source) -> list[tuple[str, int]]:
     """The tensors of gate and up, and the dimension of their rows."""
     return [
-        (name, 2 if name.endswith("gate_up_proj") else 1) for name in source[0] if name.startswith(f"{LAYER}.gate_up")
+        (name, 2 if name.endswith("gate_up_proj") else 1)
+        for name in source[0]
+        if name.startswith(f"{LAYER}.gate_up")
     ]
 
 
@@ -125,14 +134,24 @@ def test_rows_left_in_turns(base: str, make: Make, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("base", FUSED)
-@pytest.mark.parametrize(("stack", "gemm", "role"), [("gate_up_proj", "w13", "w3"), ("down_proj", "w2", "w2")])
-def test_another_bias(base: str, stack: str, gemm: str, role: str, make: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stack", "gemm", "role"), [("gate_up_proj", "w13", "w3"), ("down_proj", "w2", "w2")]
+)
+def test_another_bias(
+    base: str, stack: str, gemm: str, role: str, make: Make, tmp_path: Path
+) -> None:
     def change(source: Source) -> None:
         source[0][f"{LAYER}.{stack}_bias"][3, 5] += 1
 
     weights = graft(make(base), base, change, tmp_path)
     row = 2 if gemm == "w13" else 5  # gate and up in turns
-    found(weights, f"{LAYER}.{gemm}_bias, {role} of expert 3", "bias of the source", f"at [{row}]", "1 of 256 differ")
+    found(
+        weights,
+        f"{LAYER}.{gemm}_bias, {role} of expert 3",
+        "bias of the source",
+        f"at [{row}]",
+        "1 of 256 differ",
+    )
     assert len(weights.findings) == 1
 
 
@@ -140,7 +159,9 @@ def test_a_bias_on_every_rank(make: Make) -> None:
     """Ranks are summed: the w2 bias would count twice."""
     copy = make("gpt_oss_mxfp4")
     name = f"{LAYER}.w2_bias"
-    copy.expert_bytes(copy.path, name, 1)[:] = copy.expert_bytes(copy.rank_file(LAYER, 0, 1), name, 1)
+    copy.expert_bytes(copy.path, name, 1)[:] = copy.expert_bytes(
+        copy.rank_file(LAYER, 0, 1), name, 1
+    )
     weights = raw_and_resealed(copy, [copy.path])
     found(weights, f"{copy.path}, tensor {name}, expert 3", "more than TP rank 0")
 
@@ -161,12 +182,16 @@ def edit_config(copy: Damaged, **words: object) -> None:
 
 @pytest.mark.parametrize("with_source", [True, False])
 @pytest.mark.parametrize("own", [FP8, None, [], {}])
-def test_the_sources_config_edited_in_the_config(own: object, with_source: bool, make: Make) -> None:
+def test_the_sources_config_edited_in_the_config(
+    own: object, with_source: bool, make: Make
+) -> None:
     """What the copied tensors are stored in, for whoever loads them."""
     copy = make("fp8_blocks")
     edit_config(copy, source_quantization_config=own)
     files, weights = copy.check(with_source)
-    found(files, "config.json: quantization_config: source_quantization_config", "does not describe")
+    found(
+        files, "config.json: quantization_config: source_quantization_config", "does not describe"
+    )
     assert weights.findings == []
 
 

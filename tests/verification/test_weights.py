@@ -61,14 +61,20 @@ def plain_figures(src: Path, schema: WeightSchema, role: str) -> dict[str, Any]:
     sources, decoded = [], []
     for expert in range(4):
         matrices = [tensors[f"{LAYER}.{expert}.{ROLES[r]}.weight"] for r in ROLES]
-        packed = [*quantize(matrices[:2], schema, "bfloat16"), *quantize(matrices[2:], schema, "bfloat16")]
+        packed = [
+            *quantize(matrices[:2], schema, "bfloat16"),
+            *quantize(matrices[2:], schema, "bfloat16"),
+        ]
         index = list(ROLES).index(role)
         with resident(torch.device("cpu")):
             values = humming_schema(schema).dequant_tensors(dict(packed[index].tensors))
         decoded.append(values.double().numpy())
         sources.append(matrices[index].double().numpy())
     w, d = np.stack(sources), np.stack(decoded)
-    grouped = [x.reshape(*x.shape[:2], -1, schema.weight_scale_group_size or x.shape[2]) for x in (w, w - d)]
+    grouped = [
+        x.reshape(*x.shape[:2], -1, schema.weight_scale_group_size or x.shape[2])
+        for x in (w, w - d)
+    ]
     power, error = ((x * x).sum(-1) for x in grouped)
     worst = np.unravel_index((error / power).argmax(), power.shape)
     each = np.sqrt(((w - d) ** 2).sum((1, 2)) / (w * w).sum((1, 2)))
@@ -86,14 +92,19 @@ def plain_figures(src: Path, schema: WeightSchema, role: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4-g64-zp", "int3-g64", "fp8", "int4-g128-fpzp"])
+@pytest.mark.parametrize(
+    "name", ["mxfp4", "nvfp4", "int4-g64-zp", "int3-g64", "fp8", "int4-g128-fpzp"]
+)
 def test_figures_are_plain_arithmetic(name: str, src: Path, tmp_path: Path) -> None:
     run(src, tmp_path / "out", name, Grid(2, 2))
     result = weights_of(tmp_path / "out", src)
     assert result.findings == []
     assert set(result.measured) == {LAYER, "model.layers.1.mlp.experts"}
     for role in ROLES:
-        figures, expected = result.measured[LAYER][role], plain_figures(src, resolve_schema(name), role)
+        figures, expected = (
+            result.measured[LAYER][role],
+            plain_figures(src, resolve_schema(name), role),
+        )
         group, plain_group = figures.pop("worst_group"), expected.pop("worst_group")
         assert figures == pytest.approx(expected, rel=1e-9)
         assert group == pytest.approx(plain_group, rel=1e-9)
@@ -142,7 +153,10 @@ def test_memory_for_one_expert_is_the_least(src: Path, tmp_path: Path) -> None:
 
 def test_threads_change_nothing(src: Path, tmp_path: Path) -> None:
     run(src, tmp_path / "out", "nvfp4", Grid(2, 2))
-    assert len({json.dumps(weights_of(tmp_path / "out", src, threads=n).measured) for n in (1, 3)}) == 1
+    assert (
+        len({json.dumps(weights_of(tmp_path / "out", src, threads=n).measured) for n in (1, 3)})
+        == 1
+    )
 
 
 # --- particular layouts ------------------------------------------------------------------------------------
@@ -174,7 +188,12 @@ def test_redundant_copies_are_identical(src: Path, tmp_path: Path) -> None:
     for with_source in (True, False):
         _, result = copy.check(with_source)
         assert len(result.findings) == 1
-        found(result, path, f"w2_zero_point, expert 1 (local {local})", "A redundant copy of an expert differs")
+        found(
+            result,
+            path,
+            f"w2_zero_point, expert 1 (local {local})",
+            "A redundant copy of an expert differs",
+        )
 
 
 def piece(bias: torch.Tensor) -> DecodedStack:
@@ -189,7 +208,11 @@ def test_the_w2_bias_is_on_the_first_rank_only() -> None:
     assert whole.bias is not None
     assert (whole.bias.tolist(), problems(whole)) == ([[1, 2]], [])
     [fault] = [one for one in join([piece(bias), piece(bias)], 2, schema).faults if one.wrong.any()]
-    assert (fault.tensor, fault.tp_rank, fault.what) == ("bias", 1, "The w2 bias is on more than TP rank 0.")
+    assert (fault.tensor, fault.tp_rank, fault.what) == (
+        "bias",
+        1,
+        "The w2 bias is on more than TP rank 0.",
+    )
     assert fault.describe(0) == ("zero, since ranks are summed", "2 values")
     rows = join([piece(bias), piece(bias)], 1, schema)
     assert rows.bias is not None
@@ -210,7 +233,9 @@ def test_a_source_of_nothing_but_nan(src: Path, tmp_path: Path) -> None:
 def test_a_layer_that_cannot_be_compared(src: Path, tmp_path: Path, key: str) -> None:
     run(src, tmp_path / "out", "mxfp4")
     copy = Damaged(tmp_path / "out", src, "mxfp4")
-    copy.edit_manifest(lambda w: w["blocks"][LAYER].update({key: "direct" if key == "conversion" else 3}))
+    copy.edit_manifest(
+        lambda w: w["blocks"][LAYER].update({key: "direct" if key == "conversion" else 3})
+    )
     found(weights_of(copy.root, src), LAYER)
 
 
@@ -250,5 +275,8 @@ def test_packed_tensors_of_another_shape(src: Path, tmp_path: Path) -> None:
 
 
 def test_scales_of_a_tensor_have_three_dimensions() -> None:
-    bits = {"weight": torch.zeros(2, 4, 8, dtype=torch.int32), "weight_scale": torch.ones(2, dtype=torch.int32)}
+    bits = {
+        "weight": torch.zeros(2, 4, 8, dtype=torch.int32),
+        "weight_scale": torch.ones(2, dtype=torch.int32),
+    }
     assert decode_packed(bits, resolve_schema("fp8-tensor"), "F32").scale.shape == (2, 1, 1)

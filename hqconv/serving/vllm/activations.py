@@ -29,7 +29,9 @@ def serving_activation(converted: Activation, gated: bool) -> Activation | None:
     name = converted.name
     if not converted.is_known(gated):
         return None
-    if name == "relu2" and not gated:  # with a gate vLLM has a name for it, but no layer that computes it
+    if (
+        name == "relu2" and not gated
+    ):  # with a gate vLLM has a name for it, but no layer that computes it
         return Activation("relu2_no_mul")
     if name in _PLAIN:
         return Activation(_PLAIN[name] + ("" if gated else "_no_mul"))
@@ -62,12 +64,17 @@ def agreed(where: str, converted: Activation, gated: bool, asked: Activation) ->
 def _refused(where: str, converted: Activation, gated: bool) -> RequestError:
     remedy = "Serve the original checkpoint with another MoE backend."
     if not converted.is_known(gated):
-        what, expected = "The experts' activation is known by name only.", "one whose formula hqconv knows"
+        what, expected = (
+            "The experts' activation is known by name only.",
+            "one whose formula hqconv knows",
+        )
     else:
         what, expected = "Humming layers in vLLM have no such activation.", "one that vLLM has"
         if converted.name == "silu_bound":
             expected = f"its swiglustep, whose bound is {_STEP_LIMIT:g}"
-    return RequestError(what, where=where, expected=expected, found=converted.describe(), remedy=remedy)
+    return RequestError(
+        what, where=where, expected=expected, found=converted.describe(), remedy=remedy
+    )
 
 
 def _as_given(asked: Activation, expected: Activation) -> Activation:
@@ -80,6 +87,8 @@ def _as_given(asked: Activation, expected: Activation) -> Activation:
         return Activation(_OAI, **{**expected.numbers, **asked.numbers})
     if expected.name == asked.name == "situ":
         has_linear = asked.linear_beta is not None and asked.linear_beta > 0
-        given = Activation("situ", beta=asked.beta, linear_beta=asked.linear_beta if has_linear else None)
+        given = Activation(
+            "situ", beta=asked.beta, linear_beta=asked.linear_beta if has_linear else None
+        )
         return given if given.numbers else expected
     return Activation(asked.name, asked.limit)

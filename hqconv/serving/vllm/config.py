@@ -8,9 +8,14 @@ from typing import Any
 import torch
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.quantization.base_config import (
+    QuantizationConfig,
+    QuantizeMethodBase,
+)
 from vllm.platforms import current_platform
 
 from hqconv.errors import RequestError
@@ -70,7 +75,9 @@ class HqconvConfig(SourceProxy):
             )
         return cls(config)
 
-    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+    def maybe_update_config(
+        self, model_name: str, hf_config: Any = None, revision: str | None = None
+    ) -> None:
         """Read the manifest and refuse artifacts that cannot be served; vLLM calls it with the model's folder or repo.
 
         Raises the errors of `open_artifact_view` and `check_machine`.
@@ -82,7 +89,11 @@ class HqconvConfig(SourceProxy):
             check_machine(self.view, capability.to_int())
         self.renamed = {name: name for name in (*self.view.layers, *self.view.left)}
         config_dict = self.config_dict.get("source_quantization_config")
-        self.set_dense(None if config_dict is None else dense_config(config_dict, self.view.location, hf_config))
+        self.set_dense(
+            None
+            if config_dict is None
+            else dense_config(config_dict, self.view.location, hf_config)
+        )
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Note the model classes' names of the layers; vLLM's model classes call it, outer ones first."""
@@ -97,7 +108,9 @@ class HqconvConfig(SourceProxy):
         """Return the method of one layer. Raises RequestError for experts that the artifact lacks, or has otherwise."""
         self._pin_weights()
         if isinstance(layer, RoutedExperts):
-            from hqconv.serving.vllm.moe_method import HqconvMoEMethod  # with all of vLLM's Humming layers
+            from hqconv.serving.vllm.moe_method import (
+                HqconvMoEMethod,
+            )  # with all of vLLM's Humming layers
 
             assert self.view is not None, "vLLM did not say where the model is"
             indices = {name: known.index for name, known in self.view.layers.items()}

@@ -21,7 +21,10 @@ def compute_settings(has_ep: bool) -> ComputeSettings:
     name = os.environ.get("VLLM_HUMMING_MOE_GEMM_TYPE", "auto").lower()
     gemm_type = {"auto": CONTIGUOUS if has_ep else INDEXED, "grouped": CONTIGUOUS}.get(name, name)
     if gemm_type not in (INDEXED, CONTIGUOUS, MASKED):
-        what, known = "Humming has no such GEMM.", f"auto, {INDEXED}, grouped, {CONTIGUOUS} or {MASKED}"
+        what, known = (
+            "Humming has no such GEMM.",
+            f"auto, {INDEXED}, grouped, {CONTIGUOUS} or {MASKED}",
+        )
         raise RequestError(what, where="VLLM_HUMMING_MOE_GEMM_TYPE", expected=known, found=name)
     use_f16_accum, use_batch_invariant = (
         os.environ.get(variable, "0") not in ("", "0")
@@ -72,7 +75,11 @@ _UNARY = {
 
 def kernel_activation(activation: Activation, gated: bool) -> dict[str, str] | None:
     """Arguments of an activation as vLLM passes them to Humming's kernels, or None if vLLM has no such activation."""
-    text, kind = (_gated_text(activation), "binary_split") if gated else (_UNARY.get(activation.name), "unary")
+    text, kind = (
+        (_gated_text(activation), "binary_split")
+        if gated
+        else (_UNARY.get(activation.name), "unary")
+    )
     return None if text is None else {"activation_type": kind, "activation_impl": text}
 
 
@@ -83,7 +90,9 @@ def _gated_text(activation: Activation) -> str | None:
     number = {key: f"({value}f)" for key, value in found.numbers.items()}
     if found.name == "situ":
         linear = number.get("linear_beta")
-        return _SITU.format(beta=number["beta"], up="b" if linear is None else f"{linear} * tanhf(b / {linear})")
+        return _SITU.format(
+            beta=number["beta"], up="b" if linear is None else f"{linear} * tanhf(b / {linear})"
+        )
     if found.name == "swiglustep":
         return _SWIGLUSTEP
     if found.limit is not None:

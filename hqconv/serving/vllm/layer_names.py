@@ -20,7 +20,9 @@ _COUNTED_ON = (
 )
 
 
-def find_layer(prefix: str, renamed: Mapping[str, str], indices: Mapping[str, int] | None = None) -> str | None:
+def find_layer(
+    prefix: str, renamed: Mapping[str, str], indices: Mapping[str, int] | None = None
+) -> str | None:
     """Find the artifact's layer whose experts belong into the layer that vLLM names `prefix`.
 
     `renamed` maps the names that vLLM's mappers gave to layers, or their own, to the names in the artifact; an empty
@@ -59,7 +61,9 @@ def _spellings(prefix: str) -> Iterator[str]:
         yield f"language_model.{prefix}"
 
 
-def _counted_on(prefix: str, renamed: Mapping[str, str], indices: Mapping[str, int]) -> Iterator[str]:
+def _counted_on(
+    prefix: str, renamed: Mapping[str, str], indices: Mapping[str, int]
+) -> Iterator[str]:
     """Yield layers of drafts with this layer's number in the manifest and a name that fits `prefix`."""
     for asked, place in _COUNTED_ON:
         match = asked.fullmatch(prefix)

@@ -15,7 +15,10 @@ from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.quantization.humming import HummingMoEMethod
-from vllm.model_executor.layers.quantization.utils.humming import make_humming_moe_kernel, select_humming_moe_experts
+from vllm.model_executor.layers.quantization.utils.humming import (
+    make_humming_moe_kernel,
+    select_humming_moe_experts,
+)
 from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Static
 from vllm.model_executor.utils import is_weights_pre_processed
 from vllm.utils import humming
@@ -25,7 +28,12 @@ from hqconv.kernel_layout.compatibility import load_layer_config
 from hqconv.schemas import artifact_names as names
 from hqconv.schemas.activation import Activation
 from hqconv.schemas.dtypes import torch_dtype
-from hqconv.serving.artifact_view import ArtifactLayer, ArtifactView, check_unchanged, open_rank_file
+from hqconv.serving.artifact_view import (
+    ArtifactLayer,
+    ArtifactView,
+    check_unchanged,
+    open_rank_file,
+)
 from hqconv.serving.parameter_loader import ParameterLoader
 from hqconv.serving.server_compatibility import (
     ServerLayer,
@@ -61,7 +69,11 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
     supports_pre_processed_weights = True  # of vLLM's weight cache, whose tensors are these
 
     def __init__(
-        self, loader: ParameterLoader, view: ArtifactView, stored: ArtifactLayer, layer: RoutedExperts
+        self,
+        loader: ParameterLoader,
+        view: ArtifactView,
+        stored: ArtifactLayer,
+        layer: RoutedExperts,
     ) -> None:
         """Check the layer against the artifact. Raises RequestError or VerificationError before loading any weight."""
         moe = layer.moe_config
@@ -79,10 +91,13 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
         self.model = _model_of(self.vllm_config)
         ranks = moe.moe_parallel_config
         rank = ranks.tp_rank, ranks.ep_rank
-        path = loader.path(view, names.rank_file(stored.name, *rank), **_downloading(self.vllm_config))
+        path = loader.path(
+            view, names.rank_file(stored.name, *rank), **_downloading(self.vllm_config)
+        )
         self.file = open_rank_file(view, stored.name, *rank, path)
         self.humming_configs = {
-            gemm: _layer_config(view, stored, gemm, document) for gemm, document in self.file.configs.items()
+            gemm: _layer_config(view, stored, gemm, document)
+            for gemm, document in self.file.configs.items()
         }
         check_rank_file(view, self.file, server_layer, moe.num_local_experts)
         self.is_filled = False
@@ -101,12 +116,18 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
 
         Raises RequestError if vLLM has padded the layer's sizes.
         """
-        check_layer(self.view, self.stored, _server_layer(layer, hidden_size=arguments["hidden_size"]))
+        check_layer(
+            self.view, self.stored, _server_layer(layer, hidden_size=arguments["hidden_size"])
+        )
         layer.weight_schemas = {
-            gemm: humming.HummingWeightSchema(**_given(self.stored.layer_spec.schema.of(gemm).humming_fields()))
+            gemm: humming.HummingWeightSchema(
+                **_given(self.stored.layer_spec.schema.of(gemm).humming_fields())
+            )
             for gemm in names.GEMMS
         }
-        inputs = humming.HummingInputSchema(**_given(self.stored.layer_spec.inputs.humming_fields()))
+        inputs = humming.HummingInputSchema(
+            **_given(self.stored.layer_spec.inputs.humming_fields())
+        )
         layer.input_schemas = dict.fromkeys(names.GEMMS, inputs)
         layer.humming_configs = self.humming_configs
         for name, ref in self.file.tensors.items():
@@ -133,12 +154,17 @@ class HqconvMoEMethod(HummingMoEMethod):  # type: ignore[misc]
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         with remembered(self.loader.tuning):
             self.moe_kernel = make_humming_moe_kernel(
-                self.moe_quant_config, self.moe, self.experts_cls, routing_tables=layer._expert_routing_tables()
+                self.moe_quant_config,
+                self.moe,
+                self.experts_cls,
+                routing_tables=layer._expert_routing_tables(),
             )
 
     def targets(self) -> list[LoadTarget]:
         """Current parameters, with their positions in the rank's file."""
-        return [LoadTarget(ref, getattr(self.layer, name)) for name, ref in self.file.tensors.items()]
+        return [
+            LoadTarget(ref, getattr(self.layer, name)) for name, ref in self.file.tensors.items()
+        ]
 
     def _fill(self) -> None:
         if self.vllm_config is not None and self.vllm_config.load_config.load_format == "dummy":
@@ -207,19 +233,29 @@ def _set_activation(view: ArtifactView, stored: ArtifactLayer, layer: RoutedExpe
         moe.activation_situ_beta if is_situ else layer.swiglu_beta,
         moe.activation_situ_linear_beta if is_situ else None,
     )
-    found = agreed(f"{view.location.name}: {stored.name}", stored.activation, stored.gated, requested)
+    found = agreed(
+        f"{view.location.name}: {stored.name}", stored.activation, stored.gated, requested
+    )
     layer.activation = moe.activation = MoEActivation(found.name)
     if is_situ:
         moe.activation_situ_beta, moe.activation_situ_linear_beta = found.beta, found.linear_beta
     else:
-        layer.swiglu_limit, layer.swiglu_alpha, layer.swiglu_beta = found.limit, found.alpha, found.beta
+        layer.swiglu_limit, layer.swiglu_alpha, layer.swiglu_beta = (
+            found.limit,
+            found.alpha,
+            found.beta,
+        )
 
 
-def _layer_config(view: ArtifactView, stored: ArtifactLayer, gemm: str, document: dict[str, Any]) -> Any:
+def _layer_config(
+    view: ArtifactView, stored: ArtifactLayer, gemm: str, document: dict[str, Any]
+) -> Any:
     """Humming's layer config of one GEMM. Raises RequestError if this Humming has another layout for it."""
     where, here = f"{view.location.name}: {stored.name}: {gemm}", version("humming-kernels")
     spec = stored.layer_spec.of(gemm)
-    check_fingerprint(where, view.humming_version, stored.gemms[gemm].fingerprint, spec, recut(view))
+    check_fingerprint(
+        where, view.humming_version, stored.gemms[gemm].fingerprint, spec, recut(view)
+    )
     try:
         config = load_layer_config(document)
         found = {flag: bool(getattr(config, flag)) for flag in stored.gemms[gemm].flags}
@@ -237,7 +273,9 @@ def _downloading(config: VllmConfig | None) -> dict[str, Any]:
     return {"alone": alone, "cache_dir": config.load_config.download_dir}
 
 
-def _watch_reloads(layer: RoutedExperts, names_of: Collection[str], before: Call, after: Call) -> None:
+def _watch_reloads(
+    layer: RoutedExperts, names_of: Collection[str], before: Call, after: Call
+) -> None:
     """Call `before` when vLLM takes a layer's parameters away to reload the model, `after` when all are back.
 
     vLLM reloads a model (after a deep sleep, say) by replacing every layer's parameters by ones on the meta device,

@@ -26,23 +26,49 @@ NEEDS: dict[str, tuple[str, ...]] = {
     _MOE: ("FusedMoEMethodBase", "RoutedExperts"),
     f"{_MOE}.activation": ("MoEActivation", "SITU", "SWIGLUOAI_UNINTERLEAVE", "SWIGLUSTEP"),
     f"{_MOE}.config": (
-        *("activation_situ_beta", "activation_situ_linear_beta", "has_bias", "hidden_dim", "in_dtype"),
-        *("is_act_and_mul", "moe_parallel_config", "num_experts", "num_local_experts", "num_logical_experts"),
+        *(
+            "activation_situ_beta",
+            "activation_situ_linear_beta",
+            "has_bias",
+            "hidden_dim",
+            "in_dtype",
+        ),
+        *(
+            "is_act_and_mul",
+            "moe_parallel_config",
+            "num_experts",
+            "num_local_experts",
+            "num_logical_experts",
+        ),
         *("enable_eplb", "ep_rank", "ep_size", "tp_rank", "tp_size"),
     ),
     f"{_MOE}.expert_map_manager": ("placement_strategy",),
     f"{_MOE}.routed_experts": (
-        *("_expert_routing_tables", "apply_router_weight_on_input", "expert_map_manager", "supports_eplb"),
+        *(
+            "_expert_routing_tables",
+            "apply_router_weight_on_input",
+            "expert_map_manager",
+            "supports_eplb",
+        ),
         *("swiglu_alpha", "swiglu_beta", "swiglu_limit"),
     ),
     f"{_MOE}.unquantized_fused_moe_method": ("UnquantizedFusedMoEMethod",),
     _QUANT: ("get_quantization_config", "register_quantization_config"),
     f"{_QUANT}.base_config": (
-        *("QuantizationConfig", "QuantizeMethodBase", "apply_vllm_mapper", "get_cache_scale_mapper"),
+        *(
+            "QuantizationConfig",
+            "QuantizeMethodBase",
+            "apply_vllm_mapper",
+            "get_cache_scale_mapper",
+        ),
         *("maybe_update_config", "supports_pre_processed_weights"),
     ),
     f"{_QUANT}.humming": ("HummingMoEMethod", "get_fused_moe_quant_config"),
-    f"{_QUANT}.utils.humming.moe": ("make_humming_moe_kernel", "routing_tables", "select_humming_moe_experts"),
+    f"{_QUANT}.utils.humming.moe": (
+        "make_humming_moe_kernel",
+        "routing_tables",
+        "select_humming_moe_experts",
+    ),
     f"{_QUANT}.utils.quant_utils": ("kMxfp4Static",),
 }
 

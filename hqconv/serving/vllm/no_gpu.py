@@ -22,9 +22,22 @@ from unittest.mock import patch
 import torch
 
 # Libraries of which vLLM's modules use nothing but names until a kernel runs.
-_LIBRARIES = ("flashinfer", "cutlass", "deep_gemm", "cuda", "quack", "flash_attn", "tvm_ffi", "torchvision")
+_LIBRARIES = (
+    "flashinfer",
+    "cutlass",
+    "deep_gemm",
+    "cuda",
+    "quack",
+    "flash_attn",
+    "tvm_ffi",
+    "torchvision",
+)
 _ATTENTION_KERNELS = (
-    *("flash_attn_varlen_func", "compile_flash_attn_varlen_func_from_specs", "reshape_and_cache_flash"),
+    *(
+        "flash_attn_varlen_func",
+        "compile_flash_attn_varlen_func_from_specs",
+        "reshape_and_cache_flash",
+    ),
     "get_scheduler_metadata",
 )
 # What vLLM asks its CUDA extension about CUTLASS: answers for an architecture, 90, as built for all of them.
@@ -93,7 +106,9 @@ class _Libraries(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 class _TritonConfig(SimpleNamespace):
     """triton.Config, whose stages vLLM's kernels look at while they are imported."""
 
-    def __init__(self, kwargs: Any = None, num_warps: int = 4, num_stages: int = 1, **_: Any) -> None:
+    def __init__(
+        self, kwargs: Any = None, num_warps: int = 4, num_stages: int = 1, **_: Any
+    ) -> None:
         super().__init__(kwargs=kwargs or {}, num_warps=num_warps, num_stages=num_stages)
 
 
@@ -121,7 +136,9 @@ def pretend(sm_version: int = 90, name: str = "NVIDIA H200", sm_count: int = 132
 
     To be called once, before anything of vLLM is imported.
     """
-    importlib.import_module("transformers.models.auto.image_processing_auto")  # looks for versions of libraries
+    importlib.import_module(
+        "transformers.models.auto.image_processing_auto"
+    )  # looks for versions of libraries
     _find_libraries()
     _find_operators()
     platforms: Any = importlib.import_module("vllm.platforms")
@@ -185,11 +202,19 @@ class _Answers:
         pass
 
     @classmethod
-    def get_attn_backend_cls(cls, backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
-        known: Any = importlib.import_module("vllm.v1.attention.backends.registry").AttentionBackendEnum
+    def get_attn_backend_cls(
+        cls, backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
+        known: Any = importlib.import_module(
+            "vllm.v1.attention.backends.registry"
+        ).AttentionBackendEnum
         if not attn_selector_config.use_mla:
             return str(known.TRITON_ATTN.get_path())
-        return str((known.FLASHMLA_SPARSE if attn_selector_config.use_sparse else known.TRITON_MLA).get_path())
+        return str(
+            (
+                known.FLASHMLA_SPARSE if attn_selector_config.use_sparse else known.TRITON_MLA
+            ).get_path()
+        )
 
     @classmethod
     def get_mla_prefill_backend_cls(cls, *args: Any, **words: Any) -> Any:
@@ -217,7 +242,11 @@ def _find_operators() -> None:
             return find(namespace, name)
         except AttributeError:
             asks_whether = sys._getframe(1).f_code.co_filename.endswith("_custom_ops.py")
-            if name.startswith("__") or asks_whether or not namespace.name.lstrip("_").startswith(("C", "moe_C")):
+            if (
+                name.startswith("__")
+                or asks_whether
+                or not namespace.name.lstrip("_").startswith(("C", "moe_C"))
+            ):
                 raise
             return Anything()
 
@@ -231,7 +260,9 @@ def _find_operators() -> None:
 
 def _stand_in() -> None:
     registry: Any = importlib.import_module("vllm.model_executor.models.registry")
-    registry._run_in_subprocess = lambda function: function()  # a new process would have no pretended GPU
+    registry._run_in_subprocess = lambda function: (
+        function()
+    )  # a new process would have no pretended GPU
     importlib.import_module("vllm.triton_utils").triton.Config = _TritonConfig
     attention = importlib.import_module("vllm.v1.attention.backends.fa_utils")
     for name in _ATTENTION_KERNELS:
@@ -240,7 +271,9 @@ def _stand_in() -> None:
     for name in torch.accelerator.__all__:
         if "memory" in name or name in ("empty_cache", "synchronize", "current_device_index"):
             setattr(torch.accelerator, name, lambda *args, **words: 0)
-    experts: Any = importlib.import_module("vllm.model_executor.layers.fused_moe.experts.fused_humming_moe")
+    experts: Any = importlib.import_module(
+        "vllm.model_executor.layers.fused_moe.experts.fused_humming_moe"
+    )
     experts.create_humming_locks = lambda device: torch.zeros(1, dtype=torch.int32)
     experts.HummingExpertsBase.init_humming_moe = lambda self: None  # compiled tuning tables
 

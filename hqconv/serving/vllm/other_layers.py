@@ -74,13 +74,17 @@ _OVERRIDES = (
 )
 
 
-def dense_config(document: Mapping[str, Any], location: ArtifactLocation, hf_config: Any) -> QuantizationConfig:
+def dense_config(
+    document: Mapping[str, Any], location: ArtifactLocation, hf_config: Any
+) -> QuantizationConfig:
     """Create vLLM's config of the source's `quantization_config`. Raises vLLM's errors for an unknown one."""
     hf_config = _undrafted(location, hf_config)
     config = {**document, **_heads(document, hf_config)}
     method = str(config.get("quant_method", ""))
     for name in _OVERRIDES:
-        override = get_quantization_config(name).override_quantization_method(config, None, hf_config=hf_config)
+        override = get_quantization_config(name).override_quantization_method(
+            config, None, hf_config=hf_config
+        )
         if override is not None:
             method = override
             break
@@ -107,4 +111,7 @@ def _heads(document: Mapping[str, Any], hf_config: Any) -> dict[str, int]:
     heads = getattr(text, "num_attention_heads", None)
     if heads is None:
         return {}
-    return {"total_num_heads": heads, "total_num_kv_heads": getattr(text, "num_key_value_heads", None) or heads}
+    return {
+        "total_num_heads": heads,
+        "total_num_kv_heads": getattr(text, "num_key_value_heads", None) or heads,
+    }

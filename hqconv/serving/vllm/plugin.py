@@ -35,7 +35,9 @@ def _refusal(lacks: list[str]) -> type:
             "This vLLM lacks what hqconv's plugin needs.",
             where=f"vLLM {version('vllm')}",
             expected=lacks[0],
-            found=f"no such name, and {len(lacks) - 1} more that are missing" if lacks[1:] else "no such name",
+            found=f"no such name, and {len(lacks) - 1} more that are missing"
+            if lacks[1:]
+            else "no such name",
             remedy="Install the vLLM that the extra asks for: `pip install './hqconv[vllm]'`.",
         )
 

@@ -34,7 +34,9 @@ def check_redundant_experts(view: ArtifactView, layer: ServerLayer) -> None:
     """Refuse another number of copies of experts than the server's, and ranks that come and go. Raises RequestError."""
     grid = view.grid
     if grid.redundant != layer.redundant:
-        fitting = recut(view, tp=layer.tp, ep=layer.ep, placement=layer.placement, redundant=layer.redundant)
+        fitting = recut(
+            view, tp=layer.tp, ep=layer.ep, placement=layer.placement, redundant=layer.redundant
+        )
         options = ENGINE.serve_options(grid)
         start = f"Serve with {options} only, or cut" if options else "Cut"
         raise RequestError(
@@ -80,7 +82,11 @@ def _moved_form(view: ArtifactView, name: str) -> tuple[str, object]:
         return "experts that were left as they were", None
     spec, shapes = layer.layer_spec, {gemm: entry.sizes for gemm, entry in layer.gemms.items()}
     sizes = f"{layer.num_experts} experts of [{layer.intermediate_size}, {layer.hidden_size}]"
-    return f"{spec.schema.name}, {spec.inputs.name} activations, {sizes}", (spec, shapes, layer.num_experts)
+    return f"{spec.schema.name}, {spec.inputs.name} activations, {sizes}", (
+        spec,
+        shapes,
+        layer.num_experts,
+    )
 
 
 def moved_experts(view: ArtifactView, layer: str) -> HqconvError:
@@ -118,7 +124,9 @@ def check_inputs(view: ArtifactView, converted: ArtifactLayer) -> None:
         raise RequestError(
             "Activations in groups of 128, as vLLM quantizes them itself, are not this artifact's.",
             where=f"{view.location.name}: {converted.name}",
-            expected="a hidden size that is a multiple of 128" if is_wide else "float8e4m3 activations",
+            expected="a hidden size that is a multiple of 128"
+            if is_wide
+            else "float8e4m3 activations",
             found=converted.hidden_size if is_wide else inputs.a_dtype,
             remedy="Convert the original again with another --input-schema, such as fp8.",
         )

@@ -21,7 +21,12 @@ from typing import Any
 from hqconv.errors import OutputError, RequestError
 from hqconv.schemas.engine import ENGINE
 from hqconv.serving.warm.gpus import Gpu
-from hqconv.serving.warm.kernel_store import CACHE_VARIABLE, UnusableError, check_private, kernel_cache
+from hqconv.serving.warm.kernel_store import (
+    CACHE_VARIABLE,
+    UnusableError,
+    check_private,
+    kernel_cache,
+)
 
 _LONGEST = 500  # of what another process said
 
@@ -46,7 +51,11 @@ def warm_checkpoint(
         )
     folder = private_cache()
     job = {"model": model, **server, "jobs": jobs, "gpu": gpu.to_dict()}
-    environment = {"CUDA_VISIBLE_DEVICES": "", CACHE_VARIABLE: str(folder), "VLLM_LOGGING_LEVEL": "ERROR"}
+    environment = {
+        "CUDA_VISIBLE_DEVICES": "",
+        CACHE_VARIABLE: str(folder),
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
     command = [sys.executable, "-m", "hqconv.serving.vllm.stock_kernels", json.dumps(job)]
     pipe = subprocess.PIPE
     with subprocess.Popen(
@@ -79,7 +88,8 @@ def warm_checkpoint(
 def _error_of(said: list[str]) -> str:
     """Return the last exception that a process told, on one line."""
     last = max(
-        (place for place, line in enumerate(said) if re.search(r"\w(Error|Exception)\b", line)), default=len(said)
+        (place for place, line in enumerate(said) if re.search(r"\w(Error|Exception)\b", line)),
+        default=len(said),
     )
     return " ".join(" ".join(said[last:]).replace("[rank0]:", "").split())[:_LONGEST]
 
@@ -89,16 +99,26 @@ def private_cache() -> Path:
 
     Raises OutputError for one that cannot be made, or that another user can write.
     """
-    what, remedy = "Humming's cache of kernels cannot be made.", f"Set {CACHE_VARIABLE} to a folder of this user's own."
+    what, remedy = (
+        "Humming's cache of kernels cannot be made.",
+        f"Set {CACHE_VARIABLE} to a folder of this user's own.",
+    )
     try:
         folder = kernel_cache()
     except OSError as error:
-        raise OutputError(what, where=str(error.filename), found=error.strerror or error, remedy=remedy) from error
+        raise OutputError(
+            what, where=str(error.filename), found=error.strerror or error, remedy=remedy
+        ) from error
     except RuntimeError as error:
-        raise OutputError(what, where="~", found="a user without a home folder", remedy=remedy) from error
+        raise OutputError(
+            what, where="~", found="a user without a home folder", remedy=remedy
+        ) from error
     try:
         check_private(folder)
     except UnusableError as error:
-        what, remedy = "Humming's cache of kernels is not this user's alone. Kernels are programs.", str(error)
+        what, remedy = (
+            "Humming's cache of kernels is not this user's alone. Kernels are programs.",
+            str(error),
+        )
         raise OutputError(what, where=str(folder), remedy=remedy) from error
     return folder

@@ -75,15 +75,26 @@ def main() -> None:
             for rank in sorted({0, max(job["tp"], job["ep"]) - 1})
             for name, request in _requests(job, rank, target)
         }
-        requests = {name: request for name, request in asked.items() if isinstance(request, Request)}
+        requests = {
+            name: request for name, request in asked.items() if isinstance(request, Request)
+        }
         left_out = {name: error for name, error in asked.items() if isinstance(error, str)}
-        sources = {kernel.name: kernel for request in requests.values() for kernel in request.of_weights}
+        sources = {
+            kernel.name: kernel for request in requests.values() for kernel in request.of_weights
+        }
         gemms = {str(gemm): gemm for request in requests.values() for gemm in request.gemms}
         sources |= {kernel.name: kernel for gemm in gemms.values() for kernel in _kernels_of(gemm)}
         print(f"Compiling {plural(len(sources), 'kernel')} for {gpu.name}.", flush=True)
         num_compiled = _compile(list(sources.values()), job["jobs"]) if job["jobs"] else 0
-    functions = {name: kernel.expression.split("<")[0].strip() for name, kernel in sorted(sources.items())}
-    document = {"layers": list(requests), "left_out": left_out, "kernels": functions, "num_compiled": num_compiled}
+    functions = {
+        name: kernel.expression.split("<")[0].strip() for name, kernel in sorted(sources.items())
+    }
+    document = {
+        "layers": list(requests),
+        "left_out": left_out,
+        "kernels": functions,
+        "num_compiled": num_compiled,
+    }
     print(json.dumps(document), flush=True)
 
 
@@ -115,9 +126,17 @@ def _kernels_of(gemm: Gemm) -> list[KernelSource]:
 # --- vLLM's model ------------------------------------------------------------------------------------------
 
 
-def _requests(job: Mapping[str, Any], rank: int, target: GpuTarget) -> list[tuple[str, Request | str]]:
+def _requests(
+    job: Mapping[str, Any], rank: int, target: GpuTarget
+) -> list[tuple[str, Request | str]]:
     """Layers that a rank's Humming serves, one of each kind, and what they ask for, or why that is not known."""
-    from vllm.config import KernelConfig, ModelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
+    from vllm.config import (
+        KernelConfig,
+        ModelConfig,
+        ParallelConfig,
+        VllmConfig,
+        set_current_vllm_config,
+    )
     from vllm.model_executor.model_loader.utils import initialize_model
 
     words = {key: job[key] for key in ("model", "quantization") if job[key] is not None}
@@ -129,8 +148,14 @@ def _requests(job: Mapping[str, Any], rank: int, target: GpuTarget) -> list[tupl
         distributed_executor_backend="external_launcher",  # asks for no devices
     )
     backend = {} if job["moe_backend"] is None else {"moe_backend": job["moe_backend"]}
-    config = VllmConfig(model_config=model_config, parallel_config=parallel, kernel_config=KernelConfig(**backend))
-    with set_current_vllm_config(config), ranks(num_ranks, rank), building(config, model_config.dtype):
+    config = VllmConfig(
+        model_config=model_config, parallel_config=parallel, kernel_config=KernelConfig(**backend)
+    )
+    with (
+        set_current_vllm_config(config),
+        ranks(num_ranks, rank),
+        building(config, model_config.dtype),
+    ):
         model = initialize_model(vllm_config=config)  # memory that nobody writes is not taken
         humming()
         with target_facts(target), resident(torch.device("cpu")):
@@ -140,7 +165,9 @@ def _requests(job: Mapping[str, Any], rank: int, target: GpuTarget) -> list[tupl
 def _requests_of(model: torch.nn.Module) -> Iterator[tuple[str, Request | str]]:
     kinds: dict[str, tuple[str, torch.nn.Module]] = {}
     for name, layer in model.named_modules():
-        if _is_served(getattr(layer, "quant_method", None)) or _is_served(getattr(layer, "scheme", None)):
+        if _is_served(getattr(layer, "quant_method", None)) or _is_served(
+            getattr(layer, "scheme", None)
+        ):
             kinds.setdefault(_kind(layer), (name, layer))
     for name, layer in kinds.values():
         try:
@@ -165,12 +192,18 @@ def _is_served(thing: Any, depth: int = _DEPTH) -> bool:
 
 def _kind(layer: torch.nn.Module) -> str:
     """All that the kernels of a layer depend on, as text: its classes, its parameters, and plain values of both."""
-    parameters = [f"{name} {tuple(one.shape)} {one.dtype}" for name, one in layer.named_parameters(recurse=False)]
+    parameters = [
+        f"{name} {tuple(one.shape)} {one.dtype}"
+        for name, one in layer.named_parameters(recurse=False)
+    ]
     plain = [
         f"{name}={value}"
         for thing in (layer, layer.quant_method, getattr(layer, "scheme", None))
         for name, value in sorted(vars(thing).items() if thing is not None else ())
-        if not name.startswith("_") and "name" not in name and "prefix" not in name and " at 0x" not in str(value)
+        if not name.startswith("_")
+        and "name" not in name
+        and "prefix" not in name
+        and " at 0x" not in str(value)
         if not isinstance(value, torch.Tensor | torch.nn.Module)
     ]
     return "\n".join([type(layer).__name__, type(layer.quant_method).__name__, *parameters, *plain])
@@ -184,7 +217,10 @@ def _of_layer(layer: Any) -> Request:
 
     experts: list[Any] = []
     dense: list[tuple[Any, int]] = []
-    make, transform = experts_module.HummingExpertsBase.__init__, facade.prepare_and_transform_humming_tensors
+    make, transform = (
+        experts_module.HummingExpertsBase.__init__,
+        facade.prepare_and_transform_humming_tensors,
+    )
 
     def made(self: Any, *args: Any, **words: Any) -> None:
         make(self, *args, **words)
@@ -197,7 +233,9 @@ def _of_layer(layer: Any) -> Request:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(experts_module.HummingExpertsBase, "__init__", made))
-        stack.enter_context(patch.object(facade, "prepare_and_transform_humming_tensors", transformed))
+        stack.enter_context(
+            patch.object(facade, "prepare_and_transform_humming_tensors", transformed)
+        )
         num_experts = layer.moe_config.num_local_experts if isinstance(layer, RoutedExperts) else 0
         if num_experts:
             stack.enter_context(_one_expert(layer, num_experts))
@@ -218,8 +256,17 @@ def _one_expert(layer: Any, num_experts: int) -> Iterator[None]:
         if parameter.ndim and parameter.size(0) == num_experts:
             parameter.data = parameter.data[:1]
     local = ("num_local_experts", "local_num_experts")
-    counts = ((layer, local), (layer.moe_config, local), (layer.quant_method, (*local, "num_experts")))
-    there = [(thing, name) for thing, names in counts for name in names if vars(thing).get(name) == num_experts]
+    counts = (
+        (layer, local),
+        (layer.moe_config, local),
+        (layer.quant_method, (*local, "num_experts")),
+    )
+    there = [
+        (thing, name)
+        for thing, names in counts
+        for name in names
+        if vars(thing).get(name) == num_experts
+    ]
     for thing, name in there:
         vars(thing)[name] = 1
     try:
@@ -244,8 +291,14 @@ def _of_experts(experts: Any, layer: Any, num_experts: int) -> Iterator[Gemm]:
 
     settings = _settings(experts.humming_gemm_type().value)
     for name, gemm in (("w1", "w13"), ("w2", "w2")):
-        config = json.dumps({**json.loads(experts.humming_configs[gemm].to_str()), "num_experts": num_experts})
-        activation = None if gemm == "w13" else get_humming_activation(layer.activation, experts.activation_config)
+        config = json.dumps(
+            {**json.loads(experts.humming_configs[gemm].to_str()), "num_experts": num_experts}
+        )
+        activation = (
+            None
+            if gemm == "w13"
+            else get_humming_activation(layer.activation, experts.activation_config)
+        )
         rotation = getattr(experts.quant_config, f"{name}_hadamard_block_size") or 0
         yield Gemm(config, settings, rotation, activation, layer.moe_config.experts_per_token)
 

@@ -39,7 +39,9 @@ def is_table(document: Any) -> bool:
         and bool(document)
         and all(isinstance(entry, list) and len(entry) == 3 for entry in document)
         and all(type(least) is int and type(most) is int for least, most, _ in document)
-        and all(isinstance(settings, dict) and "block_shape" in settings for *_, settings in document)
+        and all(
+            isinstance(settings, dict) and "block_shape" in settings for *_, settings in document
+        )
     )
 
 

@@ -73,18 +73,27 @@ def warm(
 
     started = time.monotonic()
     announce = announce or (lambda _: None)
-    num_jobs = jobs or (os.process_cpu_count() if hasattr(os, "process_cpu_count") else os.cpu_count()) or 1
+    num_jobs = (
+        jobs
+        or (os.process_cpu_count() if hasattr(os, "process_cpu_count") else os.cpu_count())
+        or 1
+    )
     if _is_checkpoint(Path(out)):
         from hqconv.serving.vllm.stock_checkpoint import warm_checkpoint
 
         if kernels is not None:
-            what, remedy = "A checkpoint's kernels go into Humming's cache.", "Set HUMMING_CACHE_DIR instead."
+            what, remedy = (
+                "A checkpoint's kernels go into Humming's cache.",
+                "Set HUMMING_CACHE_DIR instead.",
+            )
             raise RequestError(what, where="--kernels", found=str(kernels), remedy=remedy)
         server = {"tp": tp, "ep": ep, "quantization": quantization, "moe_backend": moe_backend}
         return warm_checkpoint(str(out), _prepared(gpu, None), server, num_jobs, announce)
     with Artifact(Path(out), is_sealed=True) as artifact:
         _check_ranks(artifact, tp, ep, quantization or moe_backend)
-        folder = _check_folder(Path(out), folder_beside(Path(out)) if kernels is None else Path(kernels))
+        folder = _check_folder(
+            Path(out), folder_beside(Path(out)) if kernels is None else Path(kernels)
+        )
         chosen = _prepared(gpu, artifact.manifest.layer_spec.target.sm_version)
         counts = _warm(artifact, chosen, folder, num_jobs, announce)
     variable = f"{VARIABLE}={'1' if kernels is None else folder.absolute()}"
@@ -119,7 +128,9 @@ def _prepared(gpu: str | None, sm_version: int | None) -> Gpu:
 
     from hqconv.kernel_layout.kernel_sources import current_device
 
-    if not torch.cuda.is_available():  # on import Humming would start a compiler for what only a GPU needs
+    if (
+        not torch.cuda.is_available()
+    ):  # on import Humming would start a compiler for what only a GPU needs
         os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")
     current_device()
     return choose_gpu(gpu, sm_version)
@@ -130,7 +141,9 @@ def _check_folder(out: Path, folder: Path) -> Path:
     with output_errors(folder):
         if folder.resolve().is_relative_to(out.resolve()):
             raise OutputError(
-                "The kernels would lie inside the artifact.", where=str(folder), remedy="Give a folder beside it."
+                "The kernels would lie inside the artifact.",
+                where=str(folder),
+                remedy="Give a folder beside it.",
             )
         there = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
     stray = next((name for name in there if not STORED.fullmatch(name)), None)
@@ -145,7 +158,9 @@ def _check_folder(out: Path, folder: Path) -> Path:
     return folder
 
 
-def _warm(artifact: Artifact, gpu: Gpu, folder: Path, jobs: int, announce: Callable[[str], None]) -> dict[str, Any]:
+def _warm(
+    artifact: Artifact, gpu: Gpu, folder: Path, jobs: int, announce: Callable[[str], None]
+) -> dict[str, Any]:
     from hqconv.kernel_layout.kernel_sources import identity, standing_in, toolkit
     from hqconv.serving.vllm.kernel_requests import compute_settings
 
@@ -181,7 +196,9 @@ def _warm(artifact: Artifact, gpu: Gpu, folder: Path, jobs: int, announce: Calla
     }
 
 
-def _layer_configs(artifact: Artifact) -> Iterator[tuple[str, Activation, bool, int, int, dict[str, Any]]]:
+def _layer_configs(
+    artifact: Artifact,
+) -> Iterator[tuple[str, Activation, bool, int, int, dict[str, Any]]]:
     """GEMM, activation, gated, top-k, rotation and LayerConfig of every layer and rank."""
     for name, layer in artifact.layers.items():
         schema, activation = artifact.schema_of(name), artifact.activation_of(name)
@@ -191,7 +208,9 @@ def _layer_configs(artifact: Artifact) -> Iterator[tuple[str, Activation, bool, 
                 yield gemm, activation, layer.gated, layer.top_k, schema.of(gemm).rotation, config
 
 
-def _sources(artifact: Artifact, settings: ComputeSettings) -> tuple[dict[str, KernelSource], list[str]]:
+def _sources(
+    artifact: Artifact, settings: ComputeSettings
+) -> tuple[dict[str, KernelSource], list[str]]:
     """Distinct kernels of all layers and ranks by name, and activations whose kernels are not known here."""
     from hqconv.kernel_layout.kernel_sources import gemm_kernels, input_kernels
     from hqconv.serving.vllm.kernel_requests import kernel_activation
@@ -200,7 +219,9 @@ def _sources(artifact: Artifact, settings: ComputeSettings) -> tuple[dict[str, K
     seen: set[str] = set()
     unknown: set[str] = set()
     for gemm, activation, gated, top_k, rotation, config in _layer_configs(artifact):
-        key = json.dumps([gemm, activation.to_dict(gated), gated, top_k, rotation, config], sort_keys=True)
+        key = json.dumps(
+            [gemm, activation.to_dict(gated), gated, top_k, rotation, config], sort_keys=True
+        )
         if key in seen:
             continue
         seen.add(key)
@@ -214,7 +235,9 @@ def _sources(artifact: Artifact, settings: ComputeSettings) -> tuple[dict[str, K
     return found, sorted(unknown)
 
 
-def _tables(artifact: Artifact, settings: ComputeSettings, gpu: Gpu, known: dict[str, Any]) -> dict[str, Any]:
+def _tables(
+    artifact: Artifact, settings: ComputeSettings, gpu: Gpu, known: dict[str, Any]
+) -> dict[str, Any]:
     """Tuning of every GEMM, and the `known` tables for other GPUs."""
     from hqconv.kernel_layout.kernel_sources import tuning_table
     from hqconv.serving.vllm.tuning import tuning_key

@@ -115,15 +115,26 @@ def choose_gpu(text: str | None, sm_version: int | None) -> Gpu:
         raise _other_architecture(name, GPUS[name].sm_version, sm_version)
     if name is not None and name not in KNOWN:
         what = "The figures of this GPU are not known to hqconv."
-        raise RequestError(what, where="--gpu", expected=_names(sm_version), found=name, remedy=_OWN_FACTS)
-    gpu = KNOWN[name] if name is not None else _here(sm_version) if text is None else _read(Path(text))
+        raise RequestError(
+            what, where="--gpu", expected=_names(sm_version), found=name, remedy=_OWN_FACTS
+        )
+    gpu = (
+        KNOWN[name]
+        if name is not None
+        else _here(sm_version)
+        if text is None
+        else _read(Path(text))
+    )
     if gpu.sm_version != (sm_version or gpu.sm_version):
         raise _other_architecture(gpu.name, gpu.sm_version, sm_version)
     return gpu
 
 
 def _other_architecture(name: str, found: int, sm_version: int | None) -> RequestError:
-    what, expected = "The artifact is for another GPU architecture.", f"a GPU of sm{sm_version}: {_names(sm_version)}"
+    what, expected = (
+        "The artifact is for another GPU architecture.",
+        f"a GPU of sm{sm_version}: {_names(sm_version)}",
+    )
     return RequestError(what, where="--gpu", expected=expected, found=f"{name}, sm{found}")
 
 
@@ -160,10 +171,18 @@ def _read(path: Path) -> Gpu:
     except (OSError, ValueError, KeyError, TypeError) as error:
         what, found = "There is no such GPU.", f"{path} ({type(error).__name__}: {error})"
         remedy = f"{close_to(str(path).lower(), KNOWN)} {_OWN_FACTS}".strip()
-        raise RequestError(what, where="--gpu", expected=known, found=found, remedy=remedy) from error
+        raise RequestError(
+            what, where="--gpu", expected=known, found=found, remedy=remedy
+        ) from error
     numbers = [value for name, value in gpu.to_dict().items() if name != "name"]
-    if not all(type(value) is int and value > 0 for value in numbers) or gpu.sm_version not in _ARCHITECTURES:
-        what, expected = "A file of GPU facts makes no sense.", f"positive numbers, sm of {[*_ARCHITECTURES]}"
+    if (
+        not all(type(value) is int and value > 0 for value in numbers)
+        or gpu.sm_version not in _ARCHITECTURES
+    ):
+        what, expected = (
+            "A file of GPU facts makes no sense.",
+            f"positive numbers, sm of {[*_ARCHITECTURES]}",
+        )
         raise RequestError(what, where=str(path), expected=expected, found=numbers)
     return gpu
 

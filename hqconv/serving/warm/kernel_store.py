@@ -37,7 +37,9 @@ MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
 _OFF, _ON = ("0", "false", "no", "off"), ("1", "true", "yes", "on")
 _NAME = re.compile(r"[0-9a-f]{64}")
-STORED = re.compile(rf"({re.escape(MANIFEST)}|[0-9a-f]{{64}}\.(cu|cubin))(\.partial)?")  # names of a folder's files
+STORED = re.compile(
+    rf"({re.escape(MANIFEST)}|[0-9a-f]{{64}}\.(cu|cubin))(\.partial)?"
+)  # names of a folder's files
 _NUM_THREADS = 8
 _one_at_a_time = threading.Lock()
 _HEADER_TIMES = "cuh_last_update_time"  # of Humming's compiler
@@ -95,8 +97,14 @@ def use_warm_kernels(artifact: Path | None, sm: int) -> WarmKernels:
     is_asked_for = value != ""
     level = logging.WARNING if is_asked_for else logging.INFO
     if artifact is None and value.lower() in ("", *_ON):
-        return WarmKernels(f"{VARIABLE} names no folder, and there is none beside a model on the Hub.", level)
-    folder = Path(value) if artifact is None or value.lower() not in ("", *_ON) else folder_beside(artifact)
+        return WarmKernels(
+            f"{VARIABLE} names no folder, and there is none beside a model on the Hub.", level
+        )
+    folder = (
+        Path(value)
+        if artifact is None or value.lower() not in ("", *_ON)
+        else folder_beside(artifact)
+    )
     try:
         document = read_store_manifest(folder)
         if not is_asked_for:
@@ -110,7 +118,9 @@ def use_warm_kernels(artifact: Path | None, sm: int) -> WarmKernels:
     except UnusableError as error:
         return WarmKernels(str(error))
     except Exception as error:  # noqa: BLE001 - a start must not fail for a cache
-        return WarmKernels(f"The kernels in {folder} cannot be used: {type(error).__name__}: {error}")
+        return WarmKernels(
+            f"The kernels in {folder} cannot be used: {type(error).__name__}: {error}"
+        )
     return WarmKernels(tuning=tuning_tables(document))
 
 
@@ -194,7 +204,9 @@ def make_key() -> None:
 
 def _signature(document: Mapping[str, Any]) -> str:
     content = {key: value for key, value in document.items() if key != _SIGNATURE}
-    return hmac.new(_read_key(), b"hqconv warm\n" + json.dumps(content, sort_keys=True).encode(), "sha256").hexdigest()
+    return hmac.new(
+        _read_key(), b"hqconv warm\n" + json.dumps(content, sort_keys=True).encode(), "sha256"
+    ).hexdigest()
 
 
 def signed(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,12 +219,16 @@ def check_signature(folder: Path, document: Mapping[str, Any]) -> None:
     """Check that `hqconv warm` of this user made a manifest. Raises UnusableError."""
     try:
         found = document.get(_SIGNATURE)
-        if isinstance(found, str) and hmac.compare_digest(found.encode(), _signature(document).encode()):
+        if isinstance(found, str) and hmac.compare_digest(
+            found.encode(), _signature(document).encode()
+        ):
             return
         why = f"`hqconv warm` of this user did not make {folder}."
     except UnusableError as error:
         why = str(error)
-    raise UnusableError(f"{why} Kernels are programs: if you trust {folder}, start the server with {VARIABLE}=1.")
+    raise UnusableError(
+        f"{why} Kernels are programs: if you trust {folder}, start the server with {VARIABLE}=1."
+    )
 
 
 # --- the folder
@@ -236,7 +252,9 @@ def read_store_manifest(folder: Path) -> dict[str, Any]:
         raise UnusableError(f"{path} is damaged: {error}.") from error
     version = document.get("format_version") if isinstance(document, dict) else None
     if version != FORMAT_VERSION:
-        raise UnusableError(f"{path} has format version {version}, this hqconv reads {FORMAT_VERSION}.")
+        raise UnusableError(
+            f"{path} has format version {version}, this hqconv reads {FORMAT_VERSION}."
+        )
     kernels = document.get("kernels")
     if not isinstance(kernels, dict) or len(kernels) > _MAX_KERNELS:
         raise UnusableError(f"{path} is damaged: it lists no kernels.")
@@ -264,7 +282,13 @@ def read_kernels(folder: Path, document: dict[str, Any]) -> dict[str, Kernel]:
     """Read every kernel that a manifest lists. Raises UnusableError for the first that differs from its entry."""
     listed = document["kernels"]
     with ThreadPoolExecutor(_NUM_THREADS, "hqconv-kernels") as pool:
-        return dict(zip(listed, pool.map(lambda name: read_kernel(folder, name, listed[name]), listed), strict=True))
+        return dict(
+            zip(
+                listed,
+                pool.map(lambda name: read_kernel(folder, name, listed[name]), listed),
+                strict=True,
+            )
+        )
 
 
 def read_kernel(folder: Path, name: str, entry: Any) -> Kernel:
@@ -278,7 +302,11 @@ def read_kernel(folder: Path, name: str, entry: Any) -> Kernel:
         raise UnusableError(f"{folder / name}.cubin is not the file that the manifest lists.")
     try:
         code = source.decode()
-        facts = str(entry["expression"]), str(entry["architecture"]), bool(entry["without_fast_math"])
+        facts = (
+            str(entry["expression"]),
+            str(entry["architecture"]),
+            bool(entry["without_fast_math"]),
+        )
     except (ValueError, KeyError) as error:
         raise UnusableError(f"{folder / name}.cu is damaged: {error}.") from error
     if kernel_name(code, *facts) != name:
@@ -292,7 +320,9 @@ def _install_all(kernels: list[Kernel]) -> None:
 
     compiler = kernel_compiler()
     words = {(kernel.architecture, kernel.without_fast_math) for kernel in kernels}
-    flags = {word: compiler.get_flags(*word) for word in words}  # in this thread, whose GPU is the server's
+    flags = {
+        word: compiler.get_flags(*word) for word in words
+    }  # in this thread, whose GPU is the server's
     with _headers_seen_once(compiler), ThreadPoolExecutor(_NUM_THREADS, "hqconv-kernels") as pool:
         # Humming writes five small files for each kernel: threads wait side by side.
         list(pool.map(lambda kernel: _install(kernel, compiler, flags), kernels))
