@@ -6,13 +6,11 @@ import hashlib
 import itertools
 import json
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import hqconv
-from hqconv.artifact.manifest import json_bytes
 from hqconv.errors import HqconvError
 from tests.make import small
 from tests.make.formats import FORMATS, write
@@ -39,10 +37,19 @@ SOURCES: tuple[str, ...] = (
     "split",
     *(f"gguf/{name}" for name in ("mixtral", "deepseek_v3")),
 )
-SPLIT = {"int4-g64": 2, "int4-g64-zp": 2, "mxfp4": 2, "nvfp4": 2, "mxfp8": 2}  # schema → ranks; of 96 columns
+SPLIT = {
+    "int4-g64": 2,
+    "int4-g64-zp": 2,
+    "mxfp4": 2,
+    "nvfp4": 2,
+    "mxfp8": 2,
+}  # schema → ranks; of 96 columns
 
 
-_SCHEMAS_OF = {"plain": SCHEMAS, "second-scales": SECOND_SCALES}  # of conversions of one plain model
+_SCHEMAS_OF = {
+    "plain": SCHEMAS,
+    "second-scales": SECOND_SCALES,
+}  # of conversions of one plain model
 
 _FIXED: dict[str, dict[str, dict[str, Any]]] = {
     "recut": {
@@ -58,11 +65,11 @@ _FIXED: dict[str, dict[str, dict[str, Any]]] = {
 
 
 class Record(NamedTuple):
-    """One conversion: of a source with these bytes, to files with these. An error's name where it is refused."""
+    """Digests of one conversion: its source, its safetensors files, its other files. An error's name if refused."""
 
     source: str
-    files: str
-    manifest: str
+    tensors: str
+    documents: str
 
 
 def make_source(name: str, folder: Path) -> Path:
@@ -77,7 +84,9 @@ def make_source(name: str, folder: Path) -> Path:
     if kind == "gguf":
         return write_recorded(rest, folder / f"gguf-{rest}")
     if kind == "split":
-        return write_qwen3_moe(folder / "split", hidden_size=256, intermediate_size=96, num_experts=5)
+        return write_qwen3_moe(
+            folder / "split", hidden_size=256, intermediate_size=96, num_experts=5
+        )
     plain = write_qwen3_moe(folder / "plain", hidden_size=256, intermediate_size=512, num_experts=5)
     if kind in _SCHEMAS_OF:
         return plain
@@ -86,31 +95,13 @@ def make_source(name: str, folder: Path) -> Path:
     return cut
 
 
-def _as_before(out: Path) -> dict[str, Any]:
-    """The manifest of an artifact as it was when the record was made, and so the folder's files.
-
-    There was no digest, no model card, no SHA256SUMS; warnings, digests of the source's files, content sums of copied
-    tensors and what an artifact was made from were not recorded, and no index beside a single file was read.
-    """
-    words: dict[str, Any] = json.loads((out / "hqconv.json").read_bytes())
-    del words["digest"], words["files"]["README.md"]
-    for key in ("warnings", "derived_from", "content_sums"):
-        words.pop(key, None)
-    if any(file["name"] == "model.safetensors" for file in words["source"]["files"]):
-        words["source"]["index_sha256"] = None
-    for file in words["source"]["files"]:
-        for key in ("sha256", "hub_sha256"):
-            file.pop(key, None)
-    for name in ("README.md", "SHA256SUMS"):
-        (out / name).unlink()
-    return words
-
-
 def conversions_of(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The conversions on record of one source: a name, and the options of `hqconv.convert`."""
     kind, _, rest = name.partition("/")
     if kind in _SCHEMAS_OF:
-        for schema, dtype, grid in itertools.product(_SCHEMAS_OF[kind], ("bfloat16", "float16"), GRIDS):
+        for schema, dtype, grid in itertools.product(
+            _SCHEMAS_OF[kind], ("bfloat16", "float16"), GRIDS
+        ):
             yield f"{schema}/{dtype}/{grid}", {"schema": schema, "dtype": dtype, **GRIDS[grid]}
     elif kind == "format":
         yield "source", {"schema": "source"}
@@ -150,30 +141,43 @@ def record(src: Path, out: Path, options: Mapping[str, Any]) -> Record:
     except HqconvError as error:
         shutil.rmtree(out, ignore_errors=True)  # where only the values refuse, files were begun
         return Record(source, type(error).__name__, "")
-    words = _as_before(out)
-    for key in ("hqconv_version", "humming_kernels_version"):
-        del words[key]
-    (out / "hqconv.json").unlink()
-    files = digest_of(out)
+    tensors = digest_of(out, is_tensors)
+    documents = _digest_of_documents(out)
     shutil.rmtree(out)
-    return Record(source, files, hashlib.sha256(json.dumps(words).encode()).hexdigest()[:32])
+    return Record(source, tensors, documents)
+
+
+def is_tensors(path: Path) -> bool:
+    """Whether a file holds tensors."""
+    return path.suffix == ".safetensors"
 
 
 def _digest_of_source(src: Path) -> str:
-    """Digest of a source; of an artifact as it was when the record was made."""
-    if not (src / "hqconv.json").exists():
-        return digest_of(src)
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(shutil.copytree(src, Path(folder) / "copy"))
-        (copy / "hqconv.json").write_bytes(json_bytes({**_as_before(copy), "hqconv_version": "0.1.0"}))
-        return digest_of(copy)
+    """Digest of a source; of an artifact's tensors, since its documents change with hqconv."""
+    return digest_of(src, is_tensors if (src / "hqconv.json").exists() else lambda _: True)
 
 
-def digest_of(folder: Path) -> str:
-    """Of all files' names and bytes."""
+def _digest_of_documents(out: Path) -> str:
+    """Digest of the files without tensors. Of the manifest without versions, digests and sentences."""
+    manifest: dict[str, Any] = json.loads((out / "hqconv.json").read_bytes())
+    for key in ("hqconv_version", "humming_kernels_version", "digest", "warnings", "files"):
+        manifest.pop(key, None)
+    for file in manifest["source"]["files"]:
+        for key in ("sha256", "hub_sha256"):
+            file.pop(key, None)
+    total = hashlib.sha256(json.dumps(manifest).encode())
+    others = ("hqconv.json", "README.md", "SHA256SUMS")
+    total.update(
+        digest_of(out, lambda path: path.name not in others and not is_tensors(path)).encode()
+    )
+    return total.hexdigest()[:32]
+
+
+def digest_of(folder: Path, is_chosen: Callable[[Path], bool] = lambda _: True) -> str:
+    """Digest of the chosen files' names and bytes."""
     total = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
-        if path.is_file():
+        if path.is_file() and is_chosen(path):
             name = path.relative_to(folder).as_posix().encode()
             total.update(name + b"\0" + hashlib.sha256(path.read_bytes()).digest())
     return total.hexdigest()[:32]
