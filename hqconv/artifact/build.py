@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -27,23 +27,14 @@ from hqconv.io.durable_files import FileRecord
 from hqconv.io.hub import cached_digest
 from hqconv.kernel_layout.fingerprint import layout_fingerprint
 from hqconv.models.source_protocol import Source
-from hqconv.planning.output_units import CopiedShardPlan, MoeLayerPlan
+from hqconv.planning.output_units import MoeLayerPlan
 from hqconv.planning.plan import ConversionPlan
 from hqconv.planning.spec import ConversionSpec
 from hqconv.schemas import artifact_names
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.grid import EVEN
 from hqconv.schemas.options import ENCODING_KEYS
-from hqconv.schemas.sum_factors import COPIED
 from hqconv.schemas.weight_schema import SchemaPair
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Measurements of an output unit: errors of each projection of a layer, content sums (`schemas/sum_factors`)."""
-
-    errors: dict[str, Any]
-    sums: dict[str, Any]
 
 
 def is_mixed(plan: ConversionPlan) -> bool:
@@ -112,16 +103,16 @@ def _facts(source: Source, plan: ConversionPlan) -> dict[str, Any]:
 def build_manifest(
     source: Source,
     plan: ConversionPlan,
-    measured: Mapping[str, Measured],
+    errors: Mapping[str, dict[str, Any]],
     files: Iterable[FileRecord],
     scales: Mapping[str, Mapping[str, float]],
     digests: Mapping[str, str],
 ) -> Manifest:
     """Build the manifest, in an order that does not depend on the order of the work.
 
-    `measured`: of each output unit. `files`: every file but the manifest and the model card. `scales`: layer → GEMM →
-    the static scale of its activations, of the layers that have them. `digests`: name → SHA-256 of the source's files
-    that were hashed.
+    `errors`: layer → projection → quantization error. `files`: every file but the manifest and the model card.
+    `scales`: layer → GEMM → the static scale of its activations, of the layers that have them. `digests`: name →
+    SHA-256 of the source's files that were hashed.
     """
     facts, experts = _facts(source, plan), plan.experts
     of_files = [
@@ -135,25 +126,14 @@ def build_manifest(
         derived_from=None if parent is None else [parent.as_ancestor(), *parent.ancestors],
         warnings=list(plan.warnings) or None,
         blocks={
-            unit.name: _layer(
-                unit, measured[unit.name], scales.get(unit.name, {}), source, plan.spec
-            )
+            unit.name: _layer(unit, errors[unit.name], scales.get(unit.name, {}), source, plan.spec)
             for unit in plan.layers
         },
-        content_sums=_copied_sums(plan, measured) or None,
         files=_files(files),
         tensors=TensorAccounting(
             converted=experts.converted, copied=list(experts.copied), dropped=experts.dropped
         ),
     )
-
-
-def _copied_sums(plan: ConversionPlan, measured: Mapping[str, Measured]) -> dict[str, str]:
-    """Return the content sum of every copied tensor, by name."""
-    of_units = (
-        measured[unit.name].sums[COPIED] for unit in plan.units if isinstance(unit, CopiedShardPlan)
-    )
-    return dict(sorted((name, one) for sums in of_units for name, one in sums.items()))
 
 
 def hub_digest(source: Source, name: str) -> str | None:
@@ -229,7 +209,7 @@ def _plain(value: Any) -> Any:
 
 def _layer(
     unit: MoeLayerPlan,
-    measured: Measured,
+    errors: Mapping[str, Any],
     scales: Mapping[str, float],
     source: Source,
     spec: ConversionSpec,
@@ -263,10 +243,7 @@ def _layer(
         source_format=layer.format.to_dict(),
         source_parts=layer.parts_to_dict(),
         conversion=unit.encoding.conversion,
-        quantization_error={
-            role: ProjectionError.from_dict(one) for role, one in measured.errors.items()
-        },
-        content_sums=measured.sums,
+        quantization_error={role: ProjectionError.from_dict(one) for role, one in errors.items()},
         w13=gemms.get("w13"),
         w2=gemms.get("w2"),
     )

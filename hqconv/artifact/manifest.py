@@ -273,9 +273,9 @@ class GemmEntry(Entry):
 class ManifestLayer(Entry):
     """One MoE layer, a value of the key `blocks`.
 
-    The first six fields are those of a layer that is quantized in another way than the artifact's others. content_sums:
-    projection → tensor → sum (`schemas/sum_factors`). intermediate_order: `g_idx` where each expert's intermediate
-    columns (w2's columns; rows of gate and up) were sorted by w2's groups. w13, w2: of the kernel layout.
+    The first six fields are those of a layer that is quantized in another way than the artifact's others.
+    intermediate_order: `g_idx` where each expert's intermediate columns (w2's columns; rows of gate and up) were sorted
+    by w2's groups. w13, w2: of the kernel layout.
     """
 
     schema_name: str | None = None
@@ -300,7 +300,6 @@ class ManifestLayer(Entry):
     source_parts: dict[str, Any]
     conversion: str
     quantization_error: dict[str, ProjectionError]
-    content_sums: dict[str, dict[str, str]]
     w13: GemmEntry | None = None
     w2: GemmEntry | None = None
 
@@ -383,7 +382,6 @@ class Alteration(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class Manifest(Entry):
     """The description of an artifact. blocks: MoE layers by name. derived_from: the nearest ancestor first.
-    content_sums: copied tensor → sum (`schemas/sum_factors`).
 
     Of a manifest that was read also path, the SHA-256 of the file, and `alteration`: the file is not as it was sealed.
     """
@@ -415,7 +413,6 @@ class Manifest(Entry):
     derived_from: list[Ancestor] | None = None
     warnings: list[str] | None = None
     blocks: dict[str, ManifestLayer]
-    content_sums: dict[str, str] | None = None
     files: dict[str, FileEntry]
     tensors: TensorAccounting
     digest: str | None = None
@@ -622,12 +619,12 @@ def _check_size(manifest: Manifest, num_bytes: int) -> None:
     """Refuse a large manifest, unless the names of tensors explain its size: there may be a million."""
     if num_bytes <= MAX_DOCUMENT_BYTES:
         return
-    tensors, sums = manifest.tensors, manifest.content_sums or {}
+    tensors = manifest.tensors
     texts = (
         tensors.copied,
-        *(text for of in (tensors.converted, tensors.dropped, sums) for text in (of, of.values())),
+        *(text for of in (tensors.converted, tensors.dropped) for text in (of, of.values())),
     )
-    num_names = len(tensors.copied) + len(tensors.converted) + len(tensors.dropped) + len(sums)
+    num_names = len(tensors.copied) + len(tensors.converted) + len(tensors.dropped)
     of_names = _BYTES_PER_NAME * num_names + sum(sum(map(len, one)) for one in texts)
     if num_bytes - of_names > MAX_DOCUMENT_BYTES:
         expected = f"at most {MAX_DOCUMENT_BYTES} bytes besides the names of tensors"

@@ -18,13 +18,7 @@ from typing import Any
 import torch
 
 from hqconv import __version__
-from hqconv.artifact.build import (
-    Measured,
-    artifact_config,
-    build_manifest,
-    first_difference,
-    with_file,
-)
+from hqconv.artifact.build import artifact_config, build_manifest, first_difference, with_file
 from hqconv.artifact.error_summary import requantized, scale_changes
 from hqconv.artifact.manifest import Manifest, json_bytes, sealed
 from hqconv.artifact.model_card import card_bytes, sums_bytes
@@ -406,13 +400,11 @@ class _Conversion:
         if remark:
             folder.warnings.append(remark)
             plan = replace(plan, warnings=(*plan.warnings, remark))
-        measured = {
-            name: Measured(entry.measured, entry.sums) for name, entry in folder.done.items()
-        }
+        errors = {layer.name: folder.done[layer.name].measured for layer in plan.layers}
         records = [record for unit in plan.units for record in folder.done[unit.name].files]
         digests = source_digests(source, plan, folder.done.values())
         manifest = build_manifest(
-            source, plan, measured, [*records, *sidecar_files], self.input_scales, digests
+            source, plan, errors, [*records, *sidecar_files], self.input_scales, digests
         )
         card = card_bytes(manifest, source.loose.card, is_artifact=source.guard.is_held)
         manifest = with_file(manifest, write_whole(folder.root, artifact_names.CARD, card))
@@ -422,7 +414,6 @@ class _Conversion:
         source.guard.check_unchanged()
         folder.seal(data)
         record_source(self.out, source)
-        errors = {layer.name: folder.done[layer.name].measured for layer in plan.layers}
         return self._report(
             folder, errors, hashlib.sha256(data).hexdigest(), num_groups_resumed=num_resumed
         )

@@ -42,7 +42,6 @@ from hqconv.schemas import artifact_names as names
 from hqconv.schemas.dtypes import code_of_torch
 from hqconv.schemas.grid import tp_slices
 from hqconv.schemas.weight_schema import WeightSchema
-from hqconv.verification.content_sums import Totals, expert_totals, stack_totals
 from hqconv.verification.figures import (
     NUM_FIGURES,
     Figures,
@@ -74,16 +73,15 @@ Place = Callable[
 class Outcome:
     """Result of the check of one expert.
 
-    expected, found: fingerprints by role; `found` only of projections that are not as expected. content: content sums
-    by role. is_wrong: some value differs, or is none that a conversion writes. sketches: of a calibrated artifact, some
-    weights of the source and of the artifact by role.
+    expected, found: fingerprints by role; `found` only of projections that are not as expected. is_wrong: some
+    value differs, or is none that a conversion writes. sketches: of a calibrated artifact, some weights of the source
+    and of the artifact by role.
     """
 
     findings: list[Finding] = field(default_factory=list)
     figures: dict[str, Figures] = field(default_factory=dict)
     expected: dict[str, bytes] = field(default_factory=dict)
     found: dict[str, bytes] = field(default_factory=dict)
-    content: dict[str, Totals] = field(default_factory=dict)
     sketches: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     is_wrong: bool = False
 
@@ -167,11 +165,9 @@ class LayerCheck:
             except HqconvError as error:
                 outcome.note(f"source: {error.where}", error.what, error.expected, error.found)
                 [measured] = self._judge(found, None, range(expert, expert + 1))
-                outcome.content |= measured.content
                 continue
             [measured] = self._judge(found, expected, range(expert, expert + 1))
             outcome.figures |= measured.figures
-            outcome.content |= measured.content
             outcome.expected |= measured.expected
             outcome.sketches |= measured.sketches
             outcome.findings += measured.findings
@@ -303,7 +299,7 @@ class LayerCheck:
         self, found: Mapping[str, DecodedStack], expected: Expected | None, experts: range
     ) -> list[Outcome]:
         """Measure projections of some experts, and compare them with the expected ones; waits once for the device."""
-        columns, totals = [], {}
+        columns = []
         for role, stack in found.items():
             weights = None if expected is None else expected.weights[role]
             is_alone = expected is None or not self.is_compared
@@ -317,12 +313,7 @@ class LayerCheck:
                 measure(stack, weights, schema, self.artifact.param_dtype, misread),
                 wrong.double().unsqueeze(1),
             ]
-            totals[role] = stack_totals(stack, schema)
         rows = torch.cat(columns, 1).tolist() if columns else [[] for _ in experts]
-        sums = {
-            role: {name: one.cpu() for name, one in of_role.items()}
-            for role, of_role in totals.items()
-        }
         quantizer = {} if expected is None else expected.error_sums()
         prints = (
             {}
@@ -344,9 +335,6 @@ class LayerCheck:
                 figures.is_folded = self.folding is not None and self.folding.folds(role)
                 outcome.is_wrong |= bool(wrong)
                 outcome.figures[role] = figures
-                outcome.content[role] = expert_totals(
-                    sums[role], index, is_flushed=figures.num_flushed > 0
-                )
             outcomes.append(outcome)
         if expected is not None and self.original is not None and self.original.is_calibrated:
             self._add_strays(experts, found, expected, outcomes)

@@ -32,7 +32,6 @@ from hqconv.schemas.options import GPTQ, RTN
 from hqconv.schemas.weight_schema import LayerSchema
 from hqconv.verification.accounting import consistent_layers
 from hqconv.verification.against_source import Lineage, other_source
-from hqconv.verification.content_sums import against, check_content
 from hqconv.verification.experts import (
     Batches,
     LayerCheck,
@@ -134,9 +133,9 @@ def check_weights(
         _name_arrangement(artifact, source, of_source, result)
     result.notes += [_note(batches, num_again, num_experts), *_misread_notes(result)]
     looked_at = f"{len(layers)} of {plural(len(artifact.layers), 'layer')}"
-    result.notes.insert(
-        0, f"{looked_at} {against(artifact, layers, None if other_codes else source)}"
-    )
+    is_compared = source is not None and not other_codes
+    how = "compared with the source" if is_compared else "decoded, not compared with the source"
+    result.notes.insert(0, f"{looked_at} {how}")
     bounded = f"{plural(num_calibrated, 'layer')} within bounds of the source's weights: a calibration is not repeated"
     result.notes += [f"{bounded}. {ERRORS_OF_WEIGHTS}"] * (num_calibrated > 0)
     result.notes += [f"not compared with the source, whose codes are others: {other_codes}"] * bool(
@@ -401,9 +400,6 @@ def _conclude(check: LayerCheck, outcomes: Sequence[Outcome], result: CheckResul
         )
     for finding in (*check.findings, *(f for outcome in outcomes for f in outcome.findings)):
         result.add(finding.where, finding.what, finding.expected, finding.found)
-    is_good = not check.findings and not any(outcome.findings for outcome in outcomes)
-    if not check.is_compared or is_good:  # the comparison with the source names faults better
-        check_content(check.artifact, check.layer.name, [one.content for one in outcomes], result)
     _name_swapped(check.layer, outcomes, result)
     _name_nearer(check.layer, outcomes, result)
     figures = {
