@@ -17,7 +17,6 @@ from hqconv.calibration.inputs import LayerInputs
 from hqconv.errors import InputError
 from hqconv.formats.source_format import DIRECT_ROUNDED
 from hqconv.formats.source_matrix import SourceMatrix, resized
-from hqconv.kernel_layout.weight_tiles import WeightTiles
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.layer_encoding import GemmEncoding, LayerEncoding
@@ -43,13 +42,11 @@ class EncodedBatch:
     """All projections of some experts: role → packed tensors [E, …] of the target's schema, and their error sums.
 
     measured: float64 tensors on the device; the caller copies them to the host, with the rest, for `error_sums`.
-    are_tiles_filled: weights are `meta` tensors, since their codes went into the kernel weights already.
     """
 
     tensors: dict[str, dict[str, torch.Tensor]]
     measured: list[torch.Tensor]
     _error_sums: Callable[[Sequence[torch.Tensor]], dict[str, list[ErrorSums]]]
-    are_tiles_filled: bool = False
 
     def error_sums(self, measured: Sequence[torch.Tensor]) -> dict[str, list[ErrorSums]]:
         """Return error sums of each matrix by role. Raises InputError for a NaN, or DeferredCheckError."""
@@ -90,17 +87,9 @@ class LayerEncoder:
     inputs: LayerInputs | None = None  # of a calibration
 
     def encode(
-        self,
-        experts: Sequence[int],
-        raw: RawExperts | None,
-        *,
-        is_careful: bool = False,
-        tiles: WeightTiles | None = None,
+        self, experts: Sequence[int], raw: RawExperts | None, *, is_careful: bool = False
     ) -> EncodedBatch:
         """Encode some experts. Raises as `encode_expert`.
-
-        tiles: the memory of the kernel weights, on the CPU. They are filled for floats that are stored as stacks, see
-        `EncodedBatch.are_tiles_filled`.
 
         On a GPU nothing waits for the device, and checks of values are deferred: `error_sums` of the result may raise
         DeferredCheckError, unless `is_careful`.
@@ -110,7 +99,7 @@ class LayerEncoder:
         if self.inputs is not None and not self.encoding.is_direct:
             return self._encode_calibrated(experts, raw, stacks, self.inputs)
         if stacks is not None:
-            return self._check_later(experts, self._quantize_floats(stacks, tiles))
+            return self._check_later(experts, self._quantize_floats(stacks))
         if is_asynchronous(self.device) and not is_careful:
             with deferring_checks() as checks:
                 done: dict[str, QuantizedStack] = {}
@@ -190,9 +179,7 @@ class LayerEncoder:
             done[role] = replace(done[role], tensors={**done[role].tensors, "bias": bias})
         return self._check_later(experts, done)
 
-    def _quantize_floats(
-        self, stacks: Mapping[str, torch.Tensor], tiles: WeightTiles | None
-    ) -> dict[str, QuantizedStack]:
+    def _quantize_floats(self, stacks: Mapping[str, torch.Tensor]) -> dict[str, QuantizedStack]:
         encoding = self.encoding
         done: dict[str, QuantizedStack] = {}
         for roles in coupled_roles(self.layer):
@@ -202,7 +189,6 @@ class LayerEncoder:
                 of_gemm.schema,
                 of_gemm.param_dtype,
                 quantizer=of_gemm.plain_quantizer,
-                sinks=None if tiles is None else [tiles.stacks[role] for role in roles],
             )
             done |= dict(zip(roles, results, strict=True))
         return done
@@ -234,8 +220,7 @@ class LayerEncoder:
 
         measured = sums if failed_checks is None else [*sums, failed_checks.double()]
         tensors = {role: stack.tensors for role, stack in done.items()}
-        are_tiles_filled = tensors["w2"]["weight"].is_meta
-        return EncodedBatch(tensors, measured, error_sums, are_tiles_filled)
+        return EncodedBatch(tensors, measured, error_sums)
 
     def _encode_each(self, experts: Sequence[int], raw: RawExperts | None) -> EncodedBatch:
         """Decode and encode expert by expert, with every check at once."""

@@ -190,36 +190,3 @@ def _group_encoder(code):
             decoded[k] = number * scale * scale_2
 
     return encode_group
-
-
-@functools.cache
-def panel_encoder(code, store, panel_rows):
-    """Return the compiled loop that encodes a stack of matrices as `encoder`, and gives the codes to a sink.
-
-    encode(source_NK, limit, groups, out, first_row, num_rows, arrays): `source_NK` are rows of the stack from
-    row `first_row`, a multiple of `panel_rows`; `num_rows` of them are an expert's. out: (error_N, power_N,
-    exact_N). store, panel_rows, arrays: of `quantization.quantized.CodeSink`.
-    """
-    encode, num_bits = encoder(code), code.num_bits
-
-    @compiled
-    def encode_panels(source_NK, limit, groups, out, first_row, num_rows, arrays):
-        inverse_NG, lowest_NG, scale_NG, zero_NG, scale_2_N = groups
-        error_N, power_N, exact_N = out
-        total = source_NK.shape[0]
-        panel = np.empty((panel_rows, source_NK.shape[1] * num_bits // 8), np.uint8)
-        for begin in range(0, total, panel_rows):
-            end = begin + panel_rows
-            of_rows = (
-                inverse_NG[begin:end],
-                lowest_NG[begin:end] if lowest_NG.shape[0] == total else lowest_NG,
-                scale_NG[begin:end],
-                zero_NG[begin:end] if zero_NG.shape[0] == total else zero_NG,
-                scale_2_N[begin:end],
-            )
-            out_of_rows = (panel, error_N[begin:end], power_N[begin:end], exact_N[begin:end])
-            encode(source_NK[begin:end], limit, of_rows, out_of_rows)
-            expert, row = divmod(first_row + begin, num_rows)
-            store(panel, expert, row, arrays)
-
-    return encode_panels

@@ -6,8 +6,6 @@ P is the code width padded to a power of two. The source of every index is `kern
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 
 from hqconv.cpu_loops.arithmetic import u64
@@ -95,42 +93,27 @@ def interleave_table(num_bits, activation_bits, interleave_mode, native):
 
 
 @compiled
-def _squeeze_words(words, num_bits):
-    """Drop the padding of 3-, 5-, 6- and 7-bit codes: four groups of P words become four of `num_bits`."""
-    w = words
-    for i in range(4):
-        a, o = 8 * i, num_bits * i
-        if num_bits == 3:
-            a = 4 * i
-            w[o] = (w[a] & 0x77777777) | ((w[a + 1] & 0x44444444) << 1)
-            w[o + 1] = (w[a + 1] & 0x33333333) | ((w[a + 2] & 0x66666666) << 1)
-            w[o + 2] = (w[a + 2] & 0x11111111) | ((w[a + 3] & 0x77777777) << 1)
-        elif num_bits == 5:
-            w[o] = (w[a] & 0x1F1F1F1F) | ((w[a + 1] & 0x1C1C1C1C) << 3)
-            w[o + 1] = (
-                (w[a + 1] & 0x03030303)
-                | ((w[a + 2] & 0x1F1F1F1F) << 2)
-                | ((w[a + 3] & 0x10101010) << 3)
-            )
-            w[o + 2] = (w[a + 3] & 0x0F0F0F0F) | ((w[a + 4] & 0x1E1E1E1E) << 3)
-            w[o + 3] = (
-                (w[a + 4] & 0x01010101)
-                | ((w[a + 5] & 0x1F1F1F1F) << 1)
-                | ((w[a + 6] & 0x18181818) << 3)
-            )
-            w[o + 4] = (w[a + 6] & 0x07070707) | ((w[a + 7] & 0x1F1F1F1F) << 3)
-        elif num_bits == 6:
-            w[o] = (w[a] & 0x3F3F3F3F) | ((w[a + 1] & 0x30303030) << 2)
-            w[o + 1] = (w[a + 1] & 0x0F0F0F0F) | ((w[a + 2] & 0x3C3C3C3C) << 2)
-            w[o + 2] = (w[a + 2] & 0x03030303) | ((w[a + 3] & 0x3F3F3F3F) << 2)
-            w[o + 3] = (w[a + 4] & 0x3F3F3F3F) | ((w[a + 5] & 0x30303030) << 2)
-            w[o + 4] = (w[a + 5] & 0x0F0F0F0F) | ((w[a + 6] & 0x3C3C3C3C) << 2)
-            w[o + 5] = (w[a + 6] & 0x03030303) | ((w[a + 7] & 0x3F3F3F3F) << 2)
-        elif num_bits == 7:
-            for j in range(7):
-                low = np.int64(0x7F >> j) * 0x01010101
-                high = np.int64((0x7F << (6 - j)) & 0x7F) * 0x01010101
-                w[o + j] = (w[a + j] & low) | ((w[a + j + 1] & high) << 1)
+def _squeeze_words(words, num_bits, padded):
+    """Drop the padding of 3-, 5-, 6- and 7-bit codes in place: `padded` words become `num_bits`.
+
+    Every field of `padded` bits is filled from below with whole codes of the words in turn; where less room is left,
+    with the top bits of a code, whose low bits begin the next field.
+    """
+    every_field = np.uint32(0xFFFFFFFF // ((1 << padded) - 1))
+    source, num_left = 0, num_bits
+    for target in range(4 * num_bits):
+        word, filled = np.uint32(0), 0
+        while filled < padded:
+            count = min(num_left, padded - filled)
+            low = num_left - count
+            mask = np.uint32(((1 << count) - 1) << low) * every_field
+            word |= (words[source] & mask) << np.uint32(filled - low)
+            filled += count
+            num_left = low
+            if num_left == 0:
+                source += 1
+                num_left = num_bits
+        words[target] = word
 
 
 @compiled
@@ -149,7 +132,7 @@ def _pack_lane(codes, places, order, num_bits, words):
             word |= code << np.uint32(k * padded)
         words[j] = word
     if padded != num_bits:
-        _squeeze_words(words, num_bits)
+        _squeeze_words(words, num_bits, padded)
 
 
 @compiled
@@ -279,86 +262,63 @@ def _spread_bytes(word):
     return (word | (word << np.uint64(8))) & np.uint64(0x00FF00FF00FF00FF)
 
 
-TILE_ROWS, TILE_COLUMNS = 64, 16  # of a tile of codes for 16-bit activations
 _AHEAD = 8  # column blocks that are gathered at a time: a cache line of each row
 
 
 @compiled
-def lay_out_4bit(panel_ND, begin, end, words, start, stride):
-    """Lay 64 rows of packed 4-bit codes out for 16-bit activations, as `repack`: column blocks `begin` to `end`.
+def repack_4bit_a16(weight_ND, words):
+    """Repack packed 4-bit codes for 16-bit activations, as `repack`.
 
-    `panel_ND`: uint64 [64, K / 16], 16 codes each, which are a column block. `words`: uint64; block d's tile begins at
-    `start + (d - begin) * stride`: uint32 [32 lanes, 4 quarters]. A word takes, of two rows 8 apart, a byte of the left
-    half and one of the right half: first the four low nibbles, then the high ones. So the words of four lanes are the
-    nibbles of two double words, dealt like cards.
+    `weight_ND`: uint64 [N, K / 16], 16 codes each, which are a column block. `words`: uint64 of tiles
+    [K / 16, N / 64], each uint32 [32 lanes, 4 quarters]. A word takes, of two rows 8 apart, a byte of the left half and
+    one of the right half: first the four low nibbles, then the high ones. So the words of four lanes are the nibbles of
+    two double words, dealt like cards.
     """
+    num_panels, num_blocks = weight_ND.shape[0] // 64, weight_ND.shape[1]
     columns, dealt = np.empty((_AHEAD, 64), np.uint64), np.empty((2, 32), np.uint64)
-    for d0 in range(begin, end, _AHEAD):
-        count = min(_AHEAD, end - d0)
-        for r in range(64):  # upper rows first, quarters innermost, then the rows 8 below
-            place = (r >> 3 & 1) * 32 + (r & 7) * 4 + (r >> 4)
+    for n in range(num_panels):
+        panel = weight_ND[64 * n : 64 * n + 64]
+        for d0 in range(0, num_blocks, _AHEAD):
+            count = min(_AHEAD, num_blocks - d0)
+            for r in range(64):  # upper rows first, quarters innermost, then the rows 8 below
+                place = (r >> 3 & 1) * 32 + (r & 7) * 4 + (r >> 4)
+                for d in range(count):
+                    columns[d, place] = panel[r, d0 + d]
             for d in range(count):
-                columns[d, place] = panel_ND[r, d0 + d]
-        for d in range(count):
-            column, at = columns[d], start + (d0 + d - begin) * stride
-            for i in range(u64(32)):
-                _deal(
-                    _interleave_nibbles(column[i]),
-                    _interleave_nibbles(column[u64(32) + i]),
-                    i,
-                    dealt,
-                )
-            _store_tile(dealt, 4, words[at : at + 64])
+                column, start = columns[d], ((d0 + d) * num_panels + n) * 64
+                for i in range(u64(32)):
+                    upper = _interleave_nibbles(column[i])
+                    lower = _interleave_nibbles(column[u64(32) + i])
+                    _deal(upper, lower, i, dealt)
+                _store_tile(dealt, 4, words[start : start + 64])
 
 
 @compiled
-def lay_out_8bit(panel_ND, centre, begin, end, words, start, stride):
-    """Lay 64 rows of 8-bit codes out, as `lay_out_4bit`; `centre` as in `repack`, around the midpoint.
+def repack_8bit_a16(weight_ND, centre, words):
+    """Repack 8-bit codes for 16-bit activations, as `repack`; `centre` around the midpoint.
 
-    `panel_ND`: uint64 [64, K / 8], 8 codes each; two are a column block. Tiles: uint32 [32 lanes, 8 eighths].
+    `weight_ND`: uint64 [N, K / 8], 8 codes each; two are a column block. Tiles: uint32 [32 lanes, 8 eighths].
     """
+    num_panels, num_blocks = weight_ND.shape[0] // 64, weight_ND.shape[1] // 2
     columns, dealt = np.empty((_AHEAD, 2, 64), np.uint64), np.empty((2, 64), np.uint64)
-    for d0 in range(begin, end, _AHEAD):
-        count = min(_AHEAD, end - d0)
-        for r in range(64):
-            place = (r & 7) * 8 + (r >> 3)  # eighths innermost
+    for n in range(num_panels):
+        panel = weight_ND[64 * n : 64 * n + 64]
+        for d0 in range(0, num_blocks, _AHEAD):
+            count = min(_AHEAD, num_blocks - d0)
+            for r in range(64):
+                place = (r & 7) * 8 + (r >> 3)  # eighths innermost
+                for d in range(count):
+                    columns[d, 0, place] = panel[r, 2 * (d0 + d)]
+                    columns[d, 1, place] = panel[r, 2 * (d0 + d) + 1]
             for d in range(count):
-                columns[d, 0, place] = panel_ND[r, 2 * (d0 + d)]
-                columns[d, 1, place] = panel_ND[r, 2 * (d0 + d) + 1]
-        for d in range(count):
-            left, right, at = columns[d, 0], columns[d, 1], start + (d0 + d - begin) * stride
-            if centre:
-                _centre(left)
-                _centre(right)
-            for i in range(u64(64)):
-                _deal(left[i], right[i], i, dealt)
-            _store_tile(dealt, 8, words[at : at + 128])
-
-
-@functools.cache
-def tile_store(num_bits, centre):
-    """Return the compiled function that lays out 64 rows of an expert's packed codes: the `store` of a code sink.
-
-    store(panel, expert, row, (words, pieces)): `panel` uint8 [64, K * num_bits / 8]. words: uint64, of all ranks.
-    pieces: int64 [P, 7], one for each rank: first and last block of rows, first and last block of columns, and in words
-    the first tile, the step to the next expert, the step to the next block of columns. centre: as in `repack`.
-    """
-    tile_words = TILE_ROWS * TILE_COLUMNS * num_bits // 64
-
-    @compiled
-    def store(panel, expert, row, tiles):
-        words, pieces = tiles
-        codes, block = panel.view(np.uint64), row // TILE_ROWS
-        for p in range(pieces.shape[0]):
-            first, last, left, right, start, of_expert, of_columns = pieces[p]
-            if first <= block < last:
-                at = start + expert * of_expert + (block - first) * tile_words
-                if num_bits == 4:
-                    lay_out_4bit(codes, left, right, words, at, of_columns)
-                else:
-                    lay_out_8bit(codes, centre, left, right, words, at, of_columns)
-
-    return store
+                left, right = columns[d, 0], columns[d, 1]
+                start = ((d0 + d) * num_panels + n) * 128
+                if centre:
+                    _centre(left)
+                    _centre(right)
+                for i in range(u64(64)):
+                    _deal(left[i], right[i], i, dealt)
+                _store_tile(dealt, 8, words[start : start + 128])
 
 
 @compiled
@@ -402,25 +362,3 @@ def _store_tile(dealt, num_slots, tile):
                 )
                 tile[at + p] = (left & _LOW_HALF) | (right << half)
                 tile[at + pairs + p] = (left >> half) | (right & ~_LOW_HALF)
-
-
-@compiled
-def repack_4bit_a16(weight_ND, words):
-    """Repack packed 4-bit codes for 16-bit activations, as `repack`: `lay_out_4bit` for all rows.
-
-    `words`: uint64 of tiles [K / 16, N / 64].
-    """
-    num_blocks = weight_ND.shape[0] // 64
-    for n in range(num_blocks):
-        lay_out_4bit(
-            weight_ND[64 * n : 64 * n + 64], 0, weight_ND.shape[1], words, n * 64, num_blocks * 64
-        )
-
-
-@compiled
-def repack_8bit_a16(weight_ND, centre, words):
-    """Repack 8-bit codes for 16-bit activations, as `repack`: `lay_out_8bit` for all rows."""
-    num_blocks = weight_ND.shape[0] // 64
-    for n in range(num_blocks):
-        panel = weight_ND[64 * n : 64 * n + 64]
-        lay_out_8bit(panel, centre, 0, weight_ND.shape[1] // 2, words, n * 128, num_blocks * 128)

@@ -9,5 +9,4 @@ Interface to other rooms:
   `transform.is_compatible` is Humming's own rule.
 * Running the GEMM for `verify`: `fused_moe.load_gemm`, `compile_kernels` and `fused_moe`.
 * Kernels ahead of time for `warm`: `kernel_sources`.
-* Encoding on the CPU straight into the layout: `weight_tiles.weight_tiles` gives sinks for quantization's encoder.
 """

@@ -101,9 +101,6 @@ def _join_rows(parts: list[Tensors]) -> Tensors:
     for name, tensor in first.items():
         if tensor.ndim == 1:
             joined[name] = tensor
-        elif tensor.is_meta:  # torch.cat would load torch's compiler for it: 0.8 s
-            num_rows = tensor.size(1) + second[name].size(1)
-            joined[name] = tensor.new_empty((tensor.size(0), num_rows, *tensor.shape[2:]))
         elif tensor.dtype.itemsize == 1:  # torch.cat on the CPU lacks some 8-bit floats
             bits = torch.cat([tensor.view(torch.uint8), second[name].view(torch.uint8)], dim=1)
             joined[name] = bits.view(tensor.dtype)

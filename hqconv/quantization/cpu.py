@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from hqconv.cpu_loops import arithmetic
-from hqconv.cpu_loops.encoders import encoder, panel_encoder
+from hqconv.cpu_loops.encoders import encoder
 from hqconv.cpu_loops.helper_threads import in_parts
 from hqconv.cpu_loops.scale_loops import (
     TO_BFLOAT16,
@@ -32,7 +32,7 @@ from hqconv.quantization.group_scales import (
     nearest_scales,
     two_level_scales,
 )
-from hqconv.quantization.quantized import CodeSink, QuantizedStack, num_groups
+from hqconv.quantization.quantized import QuantizedStack, num_groups
 from hqconv.quantization.scale_search import Ladder, SearchResult, magnitude_bytes, search
 from hqconv.schemas.dtypes import CodeKind
 from hqconv.schemas.options import RTN
@@ -49,13 +49,9 @@ def quantize_stacks(
     given: Sequence[GivenScales] | None,
     count_exact: bool,
     quantizer: str = RTN,
-    sinks: Sequence[CodeSink] | None = None,
 ) -> list[QuantizedStack]:
     """Quantize stacks on the CPU; see `hqconv.quantization.quantize.quantize_stacks`."""
-    encoders = [
-        _Encoder(_Rows.of(stack), schema, count_exact, None if sinks is None else sinks[number])
-        for number, stack in enumerate(stacks)
-    ]
+    encoders = [_Encoder(_Rows.of(stack), schema, count_exact) for stack in stacks]
     rows = [one.rows for one in encoders]
     scales = _nearest_scales(rows, schema, param_dtype, given)
     if given is not None or quantizer == RTN:
@@ -202,68 +198,39 @@ def _of_rows(arrays: Sequence[Array], rows: slice, total: int) -> tuple[Array, .
 
 @dataclass(frozen=True, eq=False)
 class _Encoder:
-    """Encoder of a stack: gives packed codes, or fills a sink."""
+    """Encoder of a stack to packed codes."""
 
     rows: _Rows
     schema: WeightSchema
     count_exact: bool
-    sink: CodeSink | None
 
     def encode(self, given: NearestScales, param_dtype: str) -> QuantizedStack:
-        """Encode all rows under given scales."""
-        tensors, groups = (
-            given.scales.tensors(self.schema, param_dtype),
-            _loop_groups(given, len(self.rows.bits)),
-        )
+        """Encode all rows under given scales, in helper threads."""
+        bits, total = self.rows.bits, len(self.rows.bits)
         num_experts, num_rows, num_columns = self.rows.shape
-        total, num_words = len(self.rows.bits), num_columns * self.schema.num_bits // 32
-        shape = (num_experts, num_rows, num_words)
-        sums, exact = np.empty((2, total)), np.zeros(total if self.count_exact else 0, np.int64)
-        if self.sink is None:
-            packed = np.empty((total, num_words * 4), np.uint8)
-            self._pack(given.limit, groups, (packed, *sums, exact))
-            weight = torch.from_numpy(packed.view(np.int32)).view(shape)
-        else:
-            self._fill(self.sink, given.limit, groups, (*sums, exact))
-            weight = torch.empty(shape, dtype=torch.int32, device="meta")
-        error, power = arithmetic.fold_rows(sums.reshape(2 * num_experts, -1)).reshape(
-            2, num_experts
-        )
+        groups = _loop_groups(given, total)
+        num_words = num_columns * self.schema.num_bits // 32
+        packed = np.empty((total, num_words * 4), np.uint8)
+        sums = np.empty((2, total))
+        exact = np.zeros(total if self.count_exact else 0, np.int64)
+        encode_rows = encoder(self.schema.code_type)
+        limit = np.float32(given.limit)
+
+        def run(rows: slice) -> None:
+            out = _of_rows((packed, *sums, exact), rows, total)
+            encode_rows(bits[rows], limit, _of_rows(groups, rows, total), out)
+
+        in_parts(run, total, _LEAST_ROWS)
+        weight = torch.from_numpy(packed.view(np.int32)).view(num_experts, num_rows, num_words)
+        by_expert = arithmetic.fold_rows(sums.reshape(2 * num_experts, -1))
+        error, power = torch.from_numpy(by_expert.reshape(2, num_experts))
         return QuantizedStack(
-            {**tensors, "weight": weight},
-            torch.from_numpy(error),
-            torch.from_numpy(power),
+            {**given.scales.tensors(self.schema, param_dtype), "weight": weight},
+            error,
+            power,
             torch.from_numpy(exact.reshape(num_experts, -1).sum(axis=1)),
             num_groups((num_rows, num_columns), self.schema) if self.count_exact else 0,
         )
-
-    def _pack(self, limit: float, groups: tuple[Array, ...], out: tuple[Array, ...]) -> None:
-        """Encode to packed codes, in helper threads."""
-        bits, total, encode = self.rows.bits, len(self.rows.bits), encoder(self.schema.code_type)
-
-        def run(rows: slice) -> None:
-            encode(
-                bits[rows],
-                np.float32(limit),
-                _of_rows(groups, rows, total),
-                _of_rows(out, rows, total),
-            )
-
-        in_parts(run, total, _LEAST_ROWS)
-
-    def _fill(
-        self, sink: CodeSink, limit: float, groups: tuple[Array, ...], out: tuple[Array, ...]
-    ) -> None:
-        """Encode into a sink, in helper threads."""
-        bits, total, num_rows = self.rows.bits, len(self.rows.bits), self.rows.shape[1]
-        encode = panel_encoder(self.schema.code_type, sink.store, sink.panel_rows)
-
-        def run(panels: slice) -> None:
-            rows = slice(panels.start * sink.panel_rows, panels.stop * sink.panel_rows)
-            parts = _of_rows(groups, rows, total), _of_rows(out, rows, total)
-            encode(bits[rows], np.float32(limit), *parts, rows.start, num_rows, sink.arrays)
-
-        in_parts(run, total // sink.panel_rows)
 
 
 class _Meter:

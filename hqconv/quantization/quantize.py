@@ -18,7 +18,7 @@ from hqconv.humming_ops.runtime import resident
 from hqconv.quantization import cpu, cuda
 from hqconv.quantization.group_scales import split_powers
 from hqconv.quantization.hadamard import rotate
-from hqconv.quantization.quantized import CodeSink, ErrorSums, QuantizedStack
+from hqconv.quantization.quantized import ErrorSums, QuantizedStack
 from hqconv.schemas.options import QUANTIZERS, RTN
 from hqconv.schemas.weight_schema import WeightSchema
 
@@ -33,7 +33,6 @@ def quantize_stacks(
     *,
     count_exact: bool = False,
     quantizer: str = RTN,
-    sinks: Sequence[CodeSink] | None = None,
 ) -> list[QuantizedStack]:
     """Quantize stacks [E, N, K]; the matrices of one expert share their tensor-level scale, if the schema has one.
 
@@ -44,8 +43,6 @@ def quantize_stacks(
 
     Under a schema with a rotation, codes, scales and error sums are those of the rotated matrices, in the inputs'
     dtype, as in Humming's `quant_tensor`; `powers` must be None.
-
-    sinks: on the CPU, where each stack's codes go instead of into packed codes (see `QuantizedStack`).
     """
     assert quantizer in QUANTIZERS, quantizer
     if schema.rotation:
@@ -55,6 +52,5 @@ def quantize_stacks(
     given = None if powers is None else split_powers(stacks, powers, schema)
     if stacks[0].is_cuda:
         with resident(stacks[0].device):
-            assert sinks is None, "a GPU lays codes out in an operation of its own"
             return cuda.quantize_stacks(stacks, schema, param_dtype, given, count_exact, quantizer)
-    return cpu.quantize_stacks(stacks, schema, param_dtype, given, count_exact, quantizer, sinks)
+    return cpu.quantize_stacks(stacks, schema, param_dtype, given, count_exact, quantizer)

@@ -3,28 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 
 from hqconv.schemas.weight_schema import WeightSchema
-
-
-@dataclass(frozen=True, eq=False)
-class CodeSink:
-    """Memory in the form that a kernel layout gives a stack's codes, to be filled while they are in the CPU's cache.
-
-    panel_rows: rows of one matrix that are stored at once; they divide its rows. store: compiled function
-    store(panel, expert, row, arrays) that puts the packed codes of rows `row` to `row` + panel_rows of an expert,
-    uint8 [panel_rows, K * bits / 8], where they belong. arrays: what `store` writes to, and reads.
-    """
-
-    panel_rows: int
-    store: Callable[..., None]
-    arrays: tuple[np.ndarray[Any, Any], ...]
 
 
 @dataclass(frozen=True)
@@ -62,7 +46,7 @@ class QuantizedStack:
     `tensors`: `weight` int32 [E, N, K * bits / 32], `weight_scale`, `zero_point`, `weight_scale_2` as
     `HummingWeightSchema.get_tensors_attrs` describes them; tensor-level scales are [E], all others [E, …].
     `error`, `power`: float64 [E]; `num_exact`: int64 [E]; `scale_change`: float64 [E]; as in `ErrorSums`, and so is
-    `is_direct`. Where codes went into a `CodeSink`, `weight` is a `meta` tensor.
+    `is_direct`.
     """
 
     tensors: dict[str, torch.Tensor]
