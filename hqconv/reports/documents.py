@@ -44,7 +44,6 @@ from hqconv.io.durable_files import check_space, partial, size_of
 from hqconv.io.hub import Listing
 from hqconv.io.safetensors_header import read_header
 from hqconv.io.sidecar_files import has_tokenizer
-from hqconv.kernel_layout.compatibility import why_not
 from hqconv.models.config_facts import layer_notices
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.families import BY_NAME
@@ -650,6 +649,8 @@ def describe_recipes() -> Document:
 
 def _input_schema_to_dict(inputs: InputSchema) -> Document:
     """Document of an input schema, with the targets and the presets that it runs with."""
+    from hqconv.kernel_layout.transform import why_not  # with torch
+
     pairs = [
         (schema.name, target)
         for schema in PRESETS.values()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hqconv.errors import RequestError
-from hqconv.kernel_layout.compatibility import fuses_exponents, gemm_bytes, why_not, why_overflow
+from hqconv.kernel_layout.compatibility import why_overflow
 from hqconv.reports.parts import Document
 from hqconv.schemas.gpu_target import GpuTarget, gpu_named, parse_target
 from hqconv.schemas.input_schema import A16, InputSchema, KernelSpec, resolve_inputs
@@ -85,6 +85,8 @@ def microseconds(run: Document | None, schema: str, inputs: str) -> dict[str, fl
 
 def expert_bits(spec: KernelSpec, hidden_size: int, intermediate_size: int) -> int:
     """Bits that one gated expert takes in the kernel layout on one rank, scales and padding included."""
+    from hqconv.kernel_layout.transform import gemm_bytes  # with torch
+
     shapes = ((2 * intermediate_size, hidden_size), (hidden_size, intermediate_size))
     return sum(8 * gemm_bytes(*shape, spec) for shape in shapes)
 
@@ -100,6 +102,8 @@ def rank_schemas(for_gpu: str, input_schema: str | None = None) -> Document:
     for_gpu: a GPU's name or architecture, as of `--target`. input_schema: as of `--input-schema`; None for a16.
     Raises RequestError for an unknown name, and where nothing runs.
     """
+    from hqconv.kernel_layout.transform import why_not  # with torch
+
     target, inputs = parse_target(for_gpu), resolve_inputs(input_schema or A16.name)
     dtype = "bfloat16" if target.sm_version >= 80 else "float16"
     name = gpu_named(for_gpu)
@@ -141,6 +145,8 @@ def _kl(one: Document) -> float:
 
 def _schema_to_dict(spec: KernelSpec, times: dict[str, float]) -> Document:
     """Entry of the ranking for one schema that runs."""
+    from hqconv.kernel_layout.transform import fuses_exponents  # with torch
+
     hidden, inner = SIZES
     bits = expert_bits(spec, hidden, inner) / (3 * hidden * inner)
     caution = None

@@ -19,7 +19,6 @@ from pathlib import Path
 
 from hqconv.artifact.rank_file import RankFile
 from hqconv.errors import HqconvError, RequestError
-from hqconv.kernel_layout.compatibility import fuses_exponents
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.gpu_target import TARGETS
 from hqconv.schemas.grid import EVEN
@@ -243,9 +242,9 @@ def _can_be_cut(view: ArtifactView) -> bool:
     """Return whether the artifact can be a source with its own schemas, for the activations of all its layers."""
     specs = (view.layer_spec, *(layer.layer_spec for layer in view.layers.values()))
     kernel_specs = {one for spec in specs for one in spec.each}
-    is_lost = any(
-        kernel_spec.schema.rotation or fuses_exponents(kernel_spec) for kernel_spec in kernel_specs
-    )
+    gemms = [gemm for layer in view.layers.values() for gemm in layer.gemms.values()]
+    is_lost = any(kernel_spec.schema.rotation for kernel_spec in kernel_specs)
+    is_lost = is_lost or any(gemm.has_fused_exponents for gemm in gemms)
     return not is_lost and len({kernel_spec.inputs for kernel_spec in kernel_specs}) == 1
 
 

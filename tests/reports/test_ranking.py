@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from hqconv.errors import RequestError
-from hqconv.kernel_layout.compatibility import why_not, why_overflow
+from hqconv.kernel_layout.compatibility import why_overflow
+from hqconv.kernel_layout.transform import why_not
 from hqconv.reports import ranking
 from hqconv.reports.ranking import (
     measured_errors,

@@ -31,7 +31,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 from vllm.utils import humming
 
 from hqconv.errors import HqconvError, RequestError, VerificationError
-from hqconv.kernel_layout.compatibility import splits_e8m0, why_not
+from hqconv.kernel_layout.transform import why_not
 from hqconv.schemas.grid import GROUPS, Grid, stored_size, tp_share
 from hqconv.schemas.input_schema import resolve_inputs
 from hqconv.schemas.recipe import load_recipe
@@ -237,6 +237,13 @@ def sizes_asked_for(layer: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, in
     return asked
 
 
+def has_split_scales(schema: str, dtype: str) -> bool:
+    """Return whether hqconv splits e8m0 scales for float16."""
+    weights = resolve_schema(schema)
+    is_e8m0 = weights.bs_dtype == "float8e8m0" and not weights.has_row_scale
+    return is_e8m0 and dtype == "float16"
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("schema", SCHEMAS)
@@ -247,7 +254,7 @@ def test_the_bytes_are_those_of_vllms_own_processing(
     source, param = sources["bfloat16"], getattr(torch, dtype)
     run(source, tmp_path / "packed", schema, layout="checkpoint", dtype=dtype)
     run(source, tmp_path / "kernel", schema, Grid(tp=tp), dtype=dtype)
-    is_split = splits_e8m0(kernel_spec_of(schema, dtype))
+    is_split = has_split_scales(schema, dtype)
     for rank in range(tp):
         grid = parallel(tp=tp, tp_rank=rank)
         layer = load(tmp_path / "kernel", grid=grid, dtype=param)
@@ -333,7 +340,7 @@ def test_quantized_activations_are_vllms_own(
     source, param = sources["bfloat16"], getattr(torch, dtype)
     run(source, tmp_path / "packed", schema, layout="checkpoint", dtype=dtype)
     run(source, tmp_path / "kernel", schema, Grid(tp=2), dtype=dtype, input_schema=inputs)
-    is_split = splits_e8m0(kernel_spec_of(schema, dtype))
+    is_split = has_split_scales(schema, dtype)
     for rank in range(2):
         grid = parallel(tp=2, tp_rank=rank)
         layer = load(tmp_path / "kernel", grid=grid, dtype=param)
