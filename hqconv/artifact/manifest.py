@@ -266,8 +266,7 @@ class GemmEntry(Entry):
 class ManifestLayer(Entry):
     """One MoE layer, a value of the key `blocks`.
 
-    The first six fields are those of a layer that is quantized in another way than the artifact's others. content_sums:
-    projection → tensor → sum (`schemas/sum_factors`). intermediate_order: `g_idx` where each expert's intermediate
+    The first six fields are those of a layer that is quantized in another way than the artifact's others. intermediate_order: `g_idx` where each expert's intermediate
     columns (w2's columns; rows of gate and up) were sorted by w2's groups. w13, w2: of the kernel layout.
     """
 
@@ -343,7 +342,6 @@ class Alteration(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class Manifest(Entry):
     """The description of an artifact. request: the options that decide its bytes. blocks: MoE layers by name.
-    content_sums: copied tensor → sum (`schemas/sum_factors`).
 
     Of a manifest that was read also path, the SHA-256 of the file, and `alteration`: the file is not as it was sealed.
     """

@@ -31,7 +31,7 @@ _CHECKSUM_FIELD = b', "checksum": "'
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """A finished output unit: its files, its quantization errors, and the content sums of an MoE layer.
+    """A finished output unit: its files, and the quantization errors of an MoE layer.
 
     sources: the SHA-256 of the source files that the unit was read from, where they were hashed. states: of the same
     files in a folder, as `FileSnapshot.states`.
@@ -40,7 +40,6 @@ class JournalEntry:
     unit: str
     files: list[FileRecord]
     measured: dict[str, Any]
-    sums: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     states: dict[str, list[int]] = field(default_factory=dict)
 

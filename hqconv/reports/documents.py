@@ -72,7 +72,6 @@ from hqconv.schemas.grid import EVEN, GROUPS, Grid, hidden_unit, working_tp_size
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema, KernelSpec, LayerSpec
 from hqconv.schemas.model_config import AttentionHeads, attention_heads, text_config
 from hqconv.schemas.options import group_by_schema
-from hqconv.schemas.sum_factors import SUMS
 from hqconv.schemas.tensors import TensorRef
 from hqconv.schemas.untrusted_files import RECIPES, SCHEMAS, read_json, shipped
 from hqconv.schemas.weight_schema import (
@@ -553,7 +552,7 @@ def _stored_layer_to_dict(layer: ManifestLayer) -> Document:
         source = SourceFormat.from_dict(layer.source_format).describe()
     except (AttributeError, KeyError, TypeError, ValueError):
         source = "unknown"
-    shown = {key: value for key, value in layer.to_dict().items() if key != SUMS}
+    shown = layer.to_dict()
     activation = layer.activation_function.to_dict(
         layer.gated
     )  # with numbers that older manifests lack

@@ -118,7 +118,6 @@ def _manifest() -> Manifest:
         source_format={},
         source_parts={},
         w13_order=["gate", "up"],
-        content_sums={},
         conversion="quantized",
         quantization_error={
             "w2": ProjectionError(relative_error=0.25, worst_expert=0, worst_relative_error=0.25)

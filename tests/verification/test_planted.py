@@ -155,67 +155,6 @@ def test_a_manifest_that_was_written_by_another_hand(copy: Damaged) -> None:
     assert of_manifest(copy.root).findings == []
 
 
-# --- content sums: what is wrong without the source --------------------------------------------------------
-
-OTHERS = "What is read back is not what the conversion made"
-
-
-def unsourced(copy: Damaged) -> CheckResult:
-    copy.reseal()
-    files, weights = copy.check(with_source=False)
-    assert files.findings == []
-    return weights
-
-
-@pytest.mark.parametrize(("gemm", "roles"), [("w13", ("w1", "w3")), ("w2", ("w2",))])
-def test_swapped_experts_are_named_without_the_source(
-    copy: Damaged, gemm: str, roles: tuple[str, ...]
-) -> None:
-    for tp_rank in range(2):
-        copy.swap_experts(copy.rank_file(LAYER, tp_rank, 1), (gemm,))
-    weights = unsourced(copy)
-    for role in roles:
-        found(weights, f"layer {LAYER}, {role}: weight", OTHERS, "experts 2 and 3 are swapped")
-    assert {f.where.split(", ")[1][:2] for f in weights.findings} == set(roles)
-
-
-def test_one_expert_swapped_on_one_rank_shows_without_the_source(copy: Damaged) -> None:
-    copy.swap_experts(copy.path, ("w2",))
-    weights = unsourced(copy)
-    found(weights, f"layer {LAYER}, w2: weight_scale", OTHERS)
-    assert not any("are swapped" in finding.found for finding in weights.findings)
-
-
-@pytest.mark.parametrize(
-    ("tensor", "name"), [("w2_weight", "w2: weight"), ("w13_weight_scale", "weight_scale")]
-)
-def test_one_bit_shows_without_the_source(copy: Damaged, tensor: str, name: str) -> None:
-    copy.flip(copy.path, f"{LAYER}.{tensor}", local=1, byte=64)
-    weights = unsourced(copy)
-    assert len(weights.findings) == 1
-    found(weights, LAYER, name, OTHERS)
-
-
-def test_sums_do_not_depend_on_ranks_layout_or_way(good: dict[str, Path], tmp_path: Path) -> None:
-    def sums(out: Path) -> list[Any]:
-        return [layer["content_sums"] for layer in manifest(out)["blocks"].values()]
-
-    run(good["src"], tmp_path / "one", SCHEMA, max_memory="128MiB", threads=1)
-    run(good["kernel"], tmp_path / "cut", "source", Grid(1, 4))
-    expected = sums(good["kernel"])
-    assert [sums(good["checkpoint"]), sums(tmp_path / "one"), sums(tmp_path / "cut")] == [
-        expected
-    ] * 3
-    assert expected[0] != expected[1]
-    assert {len(total) for of_role in expected[0].values() for total in of_role.values()} == {16}
-
-
-def test_a_sum_that_is_another_one_shows_with_the_source_too(copy: Damaged) -> None:
-    copy.edit_manifest(lambda w: w["blocks"][LAYER]["content_sums"]["w2"].update(weight="0" * 16))
-    for with_source in (True, False):
-        found(copy.check(with_source)[1], f"layer {LAYER}, w2: weight", OTHERS, "0" * 16)
-
-
 # --- words that can be worked out again --------------------------------------------------------------------
 
 
@@ -525,9 +464,9 @@ def either(request: pytest.FixtureRequest, tmp_path: Path) -> Damaged:
     return Damaged(tmp_path / "out", src, SCHEMA)
 
 
-def replant(copy: Damaged, change: str) -> tuple[str, ...]:
+def replant(copy: Damaged, change: str) -> None:
     """Change copied tensors in their shard, with sizes, digests and the manifest made right again."""
-    names = sorted(name for name in manifest(copy.root)["content_sums"] if "layernorm" in name)
+    names = sorted(name for name in manifest(copy.root)["tensors"]["copied"] if "layernorm" in name)
     for path in copy.root.glob("*.safetensors"):
         tensors = load_file(path)
         if names[0] in tensors:
@@ -538,24 +477,10 @@ def replant(copy: Damaged, change: str) -> tuple[str, ...]:
                 {"format": "pt"},
             )
     copy.reseal()
-    return tuple(names)
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_copied_tensor_that_is_another_is_found_without_the_source(
-    change: str, either: Damaged
-) -> None:
-    assert check(either.root).passed
+def test_a_copied_tensor_that_is_another(change: str, either: Damaged) -> None:
     assert check(either.root, either.source).passed
-    names = replant(either, change)
-    files, _ = either.check(with_source=False)
-    wanted = (
-        names if change == "exchanged tensors" else names[1:] if change == "a sign" else names[:1]
-    )
-    assert sorted(finding.where.partition("tensor ")[2] for finding in files.findings) == sorted(
-        wanted
-    )
-    assert all("not the one that the conversion read" in finding.what for finding in files.findings)
-    if change == "exchanged tensors":
-        assert files.findings[0].found.endswith(f": the tensor {names[1]}")
+    replant(either, change)
     assert not check(either.root, either.source).passed
