@@ -98,7 +98,9 @@ def check_weights(
     if source is not None:
         _name_other_source(artifact, source, totals, result)
     looked_at = f"{len(layers)} of {plural(len(artifact.layers), 'layer')}"
-    result.notes[:0] = _notes(looked_at, source, batches, totals)
+    reference = "decoded, not compared" if source is None else "compared"
+    result.notes.insert(0, f"{looked_at} {reference} with the source")
+    result.notes += _notes(batches, totals)
     result.notes += _misread_notes(result)
     return result
 
@@ -189,14 +191,8 @@ def _completed(
         return [next(repeated) if outcome is None else outcome for outcome in outcomes]
 
 
-def _notes(
-    looked_at: str, source: Source | None, batches: Batches | None, totals: _Totals
-) -> list[str]:
-    """Describe the extent of the check, its device, and experts that were checked again."""
-    if source is None:
-        notes = [f"{looked_at} decoded; without a source no value can be wrong"]
-    else:
-        notes = [f"{looked_at} compared with the source"]
+def _notes(batches: Batches | None, totals: _Totals) -> list[str]:
+    """Describe the device of the check, experts that were checked again, and calibrated layers."""
     place = "on the CPU"
     if batches is not None:
         place = f"on {batches.staging.device}"
@@ -204,7 +200,7 @@ def _notes(
             place += f"; {totals.num_again} of {totals.num_experts} experts again on the CPU"
         if batches.errors:
             place += f", some after {batches.errors[0]}"
-    notes.append(place)
+    notes = [place]
     if totals.num_calibrated:
         bounded = f"{plural(totals.num_calibrated, 'layer')} within bounds of the source's weights"
         notes.append(f"{bounded}: a calibration is not repeated. {ERRORS_OF_WEIGHTS}")
