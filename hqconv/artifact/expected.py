@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from hqconv.artifact.build import Origin, artifact_config, planned_manifest, shard_index
@@ -89,12 +89,13 @@ class ExpectedArtifact:
         headers = hashlib.sha256()
         for file in self.files.values():
             headers.update(f"{file.path}\0{file.size_bytes}\0".encode() + file.header)
-        documents = json.dumps([self.manifest, self.config], sort_keys=True)
+        structure_bytes = json.dumps(self.manifest, sort_keys=True).encode()
         return {
             "request": self.manifest["request"],
             "source": self.manifest["source"],
-            "the documents of the artifact": hashlib.sha256(documents.encode()).hexdigest(),
-            "the layout of the output files": headers.hexdigest(),
+            names.CONFIG: self.config,
+            "structure of the manifest": hashlib.sha256(structure_bytes).hexdigest(),
+            "headers of the output files": headers.hexdigest(),
         }
 
     def difference(self, manifest: Manifest) -> Difference | None:
@@ -134,6 +135,10 @@ def expected_artifact(artifact: Artifact, source: Source | None) -> ExpectedArti
     """
     if source is not None:
         origin = Origin.of(source)
+        recorded = artifact.manifest.source
+        if None in (source.revision, recorded.revision):  # a folder may hold a repo's files
+            entry = replace(origin.source, name=recorded.name, revision=recorded.revision)
+            origin = replace(origin, source=entry)
         tensors: Mapping[str, TensorRef] = source.tensors
         experts = source.map_experts()
     else:

@@ -188,7 +188,7 @@ def convert(
     one expert, or if Triton cannot build kernels on the GPU.
     """
     started_s = time.monotonic()
-    if digests:
+    if digests or (update and source.repo_id is None):  # the next update compares them
         source.guard.keep_digests()
     check_kernels_exist(plan)
     input_scales = read_input_scales(source, plan)

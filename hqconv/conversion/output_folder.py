@@ -627,8 +627,10 @@ def _refuse_another(out: Path, before: Mapping[str, Any], now: Mapping[str, Any]
 
 def _option(key: str) -> str:
     """Return the command line's name of a request's key; other keys unchanged."""
-    prefix, _, name = key.partition(": ")
-    return f"--{name.replace('_', '-')}" if prefix == "request" else key
+    document, *path = key.split(": ")
+    if document != "request":
+        return key
+    return ": ".join([f"--{path[0].replace('_', '-')}", *path[1:]])
 
 
 def unfinished_folder(out: Path) -> Path | None:
