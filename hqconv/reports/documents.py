@@ -406,9 +406,7 @@ def describe_artifact(
     memory = (
         None if others is None or not rank_bytes else GpuMemory(max(rank_bytes.values()), others)
     )
-    source, *before = (
-        {"name": one.source.name, "revision": one.source.revision} for one in manifest.steps
-    )
+    source = {"name": manifest.source.name, "revision": manifest.source.revision}
     return {
         "kind": "artifact",
         "folder": str(root),
@@ -435,14 +433,6 @@ def describe_artifact(
         "humming_kernels_version": manifest.humming_kernels_version,
         "format_version": manifest.format_version,
         "source": source,
-        "derived_from": [
-            {
-                "schema_name": one.schema_name,
-                "manifest_sha256": one.manifest_sha256,
-                "source": of_one,
-            }
-            for one, of_one in zip(manifest.ancestors, before, strict=True)
-        ],
         "manifest_sha256": manifest.sha256,
         "warnings": list(manifest.warnings or ()),
         "notices": _artifact_notices(manifest, config, tensors, heads),

@@ -128,6 +128,7 @@ def _manifest() -> Manifest:
         hqconv_version="0",
         humming_kernels_version="0",
         source=ManifestSource(name="org/name", revision="0" * 40, files=[]),
+        request={},
         layout="kernel",
         schema_name="mxfp4",
         weight_schema={},
