@@ -26,7 +26,7 @@ sys.path.insert(0, str(REPO))
 import torch  # noqa: E402
 
 from hqconv.kernel_layout import fingerprint  # noqa: E402
-from hqconv.kernel_layout.transform import PAD_K, PAD_N  # noqa: E402
+from hqconv.kernel_layout.compatibility import PAD_K, PAD_N  # noqa: E402
 from hqconv.schemas.dtypes import torch_dtype_of  # noqa: E402
 from hqconv.schemas.gpu_target import GpuTarget  # noqa: E402
 from hqconv.schemas.input_schema import INPUT_PRESETS, KernelSpec  # noqa: E402

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from hqconv.humming_ops.runtime import humming, humming_schema, planning, resident, target_facts
+from hqconv.kernel_layout.compatibility import PAD_K, PAD_N
 from hqconv.schemas.dtypes import code_of_torch, torch_dtype_of
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema, KernelSpec
 from hqconv.schemas.tensors import TensorSpec
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
 
-PAD_N, PAD_K = 256, 128  # vLLM's `pad_n_to_multiple`, `pad_k_to_multiple`
 _COMMON = (
     *("mxfp4", "nvfp4", "mxfp8", "fp8", "fp8-block"),
     *("int8", "int4", "int4-c", "int4-g64", "int4-g64-zp"),
@@ -143,12 +143,6 @@ def kernel_form(shape_n: int, shape_k: int, spec: KernelSpec, has_bias: bool = F
         tensors = lib.transform.transform_humming_tensors(config, zeros)
         flags = {flag: bool(getattr(config, flag)) for flag in LAYOUT_FLAGS}
     return KernelForm(_of_one_expert(tensors), json.loads(config.to_str()), flags)
-
-
-def gemm_bytes(shape_n: int, shape_k: int, spec: KernelSpec, *, has_bias: bool = False) -> int:
-    """Return the bytes of one expert's GEMM of [shape_n, shape_k] in the kernel layout, padding included."""
-    form = kernel_form(shape_n, shape_k, spec, has_bias)
-    return sum(tensor.num_bytes for tensor in form.tensors.values())
 
 
 @functools.cache

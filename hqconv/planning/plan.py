@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from hqconv.errors import plural
+from hqconv.kernel_layout.compatibility import gemm_bytes
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
@@ -178,8 +179,6 @@ def _parts(ref: TensorRef, tp: int, heads: AttentionHeads) -> int:
 
 def expert_bytes(layers: Iterable[MoeLayer], spec: LayerSpec, tp: int) -> int:
     """Return the bytes of all experts on each of `tp` tensor parallel ranks, all layers with one spec."""
-    from hqconv.kernel_layout.transform import gemm_bytes  # with torch
-
     of_expert: dict[tuple[int, int, bool, bool], int] = {}
     total = 0
     for layer in layers:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hqconv.errors import RequestError
-from hqconv.kernel_layout.compatibility import why_overflow
+from hqconv.kernel_layout.compatibility import gemm_bytes, why_overflow
 from hqconv.reports.parts import Document
 from hqconv.schemas.gpu_target import GpuTarget, gpu_named, parse_target
 from hqconv.schemas.input_schema import A16, InputSchema, KernelSpec, resolve_inputs
@@ -85,8 +85,6 @@ def microseconds(run: Document | None, schema: str, inputs: str) -> dict[str, fl
 
 def expert_bits(spec: KernelSpec, hidden_size: int, intermediate_size: int) -> int:
     """Bits that one gated expert takes in the kernel layout on one rank, scales and padding included."""
-    from hqconv.kernel_layout.transform import gemm_bytes  # with torch
-
     shapes = ((2 * intermediate_size, hidden_size), (hidden_size, intermediate_size))
     return sum(8 * gemm_bytes(*shape, spec) for shape in shapes)
 
