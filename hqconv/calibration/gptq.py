@@ -26,7 +26,7 @@ from functools import cached_property
 import torch
 
 from hqconv.humming_ops.runtime import humming, resident
-from hqconv.quantization import torch_ops
+from hqconv.quantization import quantized
 from hqconv.quantization.group_scales import (
     GroupScales,
     bits_of,
@@ -35,9 +35,8 @@ from hqconv.quantization.group_scales import (
     scales_under,
     stored_values,
 )
-from hqconv.quantization.hadamard import rotate
 from hqconv.quantization.quantize import quantize_stacks
-from hqconv.quantization.quantized import QuantizedStack
+from hqconv.quantization.quantized import QuantizedStack, rotate
 from hqconv.quantization.scale_search import (
     candidate_scales,
     ladder_of,
@@ -147,10 +146,10 @@ def quantize_by_outputs(
             mine = found.numbers[:, row : row + stack.size(1)]
             scales = _rows(found.scales, scale_row, start.scale.size(1), schema)
             row, scale_row = row + stack.size(1), scale_row + start.scale.size(1)
-            codes = torch_ops.codes_of(mine, mine, schema).contiguous()
+            codes = quantized.codes_of(mine, mine, schema).contiguous()
             weight = humming().ops.pack_weight(codes, schema.num_bits)
             tensors = {**one.tensors, **scales.tensors(schema, param_dtype), "weight": weight}
-            error, power = torch_ops.error_sums(stack, tensors, schema)
+            error, power = quantized.error_sums(stack, tensors, schema)
             done.append(QuantizedStack(tensors, error, power, torch.zeros_like(one.num_exact)))
     return done
 
@@ -361,7 +360,7 @@ class _Matrix:
         start, target = self.start, self.weights.view(*self.weights.shape[:2], -1, self.size)
 
         def loss_of(scales: GroupScales) -> torch.Tensor:
-            decoded = torch_ops.decode(_nearest(target, scales, self.schema), scales)
+            decoded = quantized.decode(_nearest(target, scales, self.schema), scales)
             return decoded.sub_(target).square_().mul_(weight).sum(-1)
 
         best, least = start, loss_of(start) * _MARGIN
@@ -512,7 +511,7 @@ _LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 def _nearest(target: torch.Tensor, scales: GroupScales, schema: WeightSchema) -> torch.Tensor:
     """Return the numbers of the codes of [..., S] under scales [...]; 0 where a scale is 0."""
-    numbers, _ = torch_ops.nearest_numbers(target, scales, schema)
+    numbers, _ = quantized.nearest_numbers(target, scales, schema)
     return numbers.nan_to_num_(0.0)
 
 
@@ -547,7 +546,7 @@ def _round(
         diagonal = m[:, column, column].view(-1, 1)
         wanted = target[:, :, column] + carried[..., column] / diagonal
         number = _nearest(wanted[..., None, None], mine, schema)
-        value = torch_ops.decode(number, mine)[..., 0, 0]
+        value = quantized.decode(number, mine)[..., 0, 0]
         numbers[..., column], values[..., column] = number[..., 0, 0], value
         loss += ((wanted - value) * diagonal).square_()
         lost = (target[:, :, column] - value).unsqueeze(-1)

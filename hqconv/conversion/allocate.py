@@ -35,7 +35,7 @@ from hqconv.models.source_protocol import Source
 from hqconv.planning.allocation import Candidates, Gemm, Option, choose, gemm_bytes, limit_bytes
 from hqconv.planning.layer_encoding import LayerEncoding
 from hqconv.planning.plan import ConversionPlan, plan_conversion
-from hqconv.quantization.torch_ops import decoded
+from hqconv.quantization.quantized import decoded
 from hqconv.schemas.artifact_names import GEMMS
 from hqconv.schemas.options import BUILTIN, LayerChoice, Override, conversion_options
 from hqconv.schemas.weight_schema import resolve_schema

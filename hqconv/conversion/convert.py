@@ -53,7 +53,7 @@ from hqconv.models.source_protocol import Source
 from hqconv.planning.notices import draft_layers
 from hqconv.planning.output_units import MoeLayerPlan, OutputUnit
 from hqconv.planning.plan import ConversionPlan
-from hqconv.quantization.cuda import check_kernels
+from hqconv.quantization.quantize import check_kernels
 from hqconv.schemas import artifact_names
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.options import RTN

@@ -20,7 +20,6 @@ from hqconv.formats.source_matrix import SourceMatrix, resized
 from hqconv.models.expert_bytes import RawExperts
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning.layer_encoding import GemmEncoding, LayerEncoding
-from hqconv.quantization import torch_ops
 from hqconv.quantization.coded_matrix import (
     CodedMatrix,
     filled,
@@ -30,7 +29,13 @@ from hqconv.quantization.coded_matrix import (
 )
 from hqconv.quantization.kept_codes import express, round_to_param_dtype, share_scale
 from hqconv.quantization.quantize import quantize_stacks
-from hqconv.quantization.quantized import ErrorSums, QuantizedStack, join_stacks, stack_direct
+from hqconv.quantization.quantized import (
+    ErrorSums,
+    QuantizedStack,
+    decoded,
+    join_stacks,
+    stack_direct,
+)
 from hqconv.quantization.value_checks import deferring_checks, is_any, not_finite
 from hqconv.schemas.dtypes import torch_dtype_of
 
@@ -172,9 +177,7 @@ class LayerEncoder:
             matrices = [values[role] for role in roles]
             found = quantize_by_outputs(matrices, of_gemm.schema, of_gemm.param_dtype, products)
             done |= dict(zip(roles, found, strict=True))
-            quantized = {
-                role: torch_ops.decoded(done[role].tensors, of_gemm.schema) for role in roles
-            }
+            quantized = {role: decoded(done[role].tensors, of_gemm.schema) for role in roles}
         for role, bias in biases.items():
             done[role] = replace(done[role], tensors={**done[role].tensors, "bias": bias})
         return self._check_later(experts, done)

@@ -8,21 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
-from hqconv.cpu_loops import codes as code_loops
-from hqconv.cpu_loops.arithmetic import fold_rows
-from hqconv.cpu_loops.helper_threads import in_parts
 from hqconv.errors import RequestError
 from hqconv.quantization import bit_codec
-from hqconv.quantization.coded_matrix import CodedMatrix, code_table, dequantize, scale_values
+from hqconv.quantization.coded_matrix import CodedMatrix, dequantize, scale_values
 from hqconv.quantization.quantized import fold_sum
 from hqconv.quantization.value_checks import is_any, refuse
 from hqconv.schemas.dtypes import torch_dtype_of
 from hqconv.schemas.weight_schema import WeightSchema
 
-_ROWS = 64  # of a part, at least
+_ROWS = 256  # whose squares in float64 are in memory at a time
 
 
 def express(coded: CodedMatrix, schema: WeightSchema, param_dtype: str) -> dict[str, torch.Tensor]:
@@ -67,7 +63,7 @@ def express(coded: CodedMatrix, schema: WeightSchema, param_dtype: str) -> dict[
 def _spread(values: torch.Tensor, coded: CodedMatrix, rows: int, columns: int) -> torch.Tensor:
     """Repeat values [source rows, source groups] so that each serves `rows` x `columns` weights."""
     num_rows, num_columns = coded.shape
-    bits = values.view(torch.uint8) if values.element_size() == 1 else values
+    bits = bit_codec.bits_of(values)
     for dim, (size, have, want) in enumerate(
         ((num_rows, coded.group_n, rows), (num_columns, coded.group_k, columns))
     ):
@@ -171,50 +167,17 @@ def round_to_param_dtype(coded: CodedMatrix, param_dtype: str, names: Mapping[st
         )
     relative = torch.where(exact != 0, change / exact.double().abs(), 0.0).max()
     rounded = replace(coded, scale=kept)
-    sums = (
-        _sums_of_tensors(coded, rounded) if coded.packed.is_cuda else _sums_of_rows(coded, rounded)
+    return Rounded(rounded, torch.stack([*_error_and_power(coded, rounded), relative]))
+
+
+def _error_and_power(coded: CodedMatrix, rounded: CodedMatrix) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum (w - rounded)**2 and w**2 of a matrix, some rows at a time."""
+    errors, powers = [], []
+    pairs = zip(
+        torch.split(dequantize(coded), _ROWS), torch.split(dequantize(rounded), _ROWS), strict=True
     )
-    return Rounded(rounded, torch.stack([*sums, relative]))
-
-
-def _sums_of_tensors(coded: CodedMatrix, rounded: CodedMatrix) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute error and power by torch: the same bits as `_sums_of_rows`."""
-    values = dequantize(coded).double()
-    difference = values - dequantize(rounded).double()
-    return fold_sum(fold_sum(difference.square_())), fold_sum(fold_sum(values.square_()))
-
-
-def _sums_of_rows(coded: CodedMatrix, rounded: CodedMatrix) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute error and power on the CPU, a row at a time, without a whole decoded matrix."""
-    num_rows, num_columns = coded.shape
-    zero = torch.zeros(1, 1) if coded.zero_point is None else coded.zero_point.float()
-    arrays = [
-        _per_row(one, coded.group_n, num_rows)
-        for one in (zero, scale_values(coded.scale), scale_values(rounded.scale))
-    ]
-    packed, table = (
-        bit_codec.as_bytes(coded.packed).numpy(),
-        code_table(coded.b_dtype, coded.zero_point is None),
-    )
-    error_power = np.empty((2, num_rows))
-
-    def of(rows: slice) -> None:
-        of_rows = [one[rows] if len(one) == num_rows else one for one in arrays]
-        size = coded.group_k or num_columns
-        code_loops.rounding_sums(
-            packed[rows], coded.num_bits, table, *of_rows, size, error_power[:, rows]
-        )
-
-    in_parts(of, num_rows, _ROWS)
-    error, power = torch.from_numpy(fold_rows(error_power))
-    return error, power
-
-
-def _per_row(
-    values: torch.Tensor, group_n: int, num_rows: int
-) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
-    """Repeat values [source rows, G] to a row for each row of the matrix, or one for all."""
-    if values.size(0) not in (1, num_rows):
-        values = values.repeat_interleave(group_n, 0)[:num_rows]
-    rows: np.ndarray[tuple[int, int], np.dtype[np.float32]] = values.contiguous().numpy()
-    return rows
+    for exact, inexact in pairs:
+        weights = exact.double()
+        errors.append(fold_sum((weights - inexact).square_()))
+        powers.append(fold_sum(weights.square_()))
+    return fold_sum(torch.cat(errors)), fold_sum(torch.cat(powers))

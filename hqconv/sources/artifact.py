@@ -275,7 +275,7 @@ class ArtifactSource(SafetensorsSource):
         from hqconv.formats.source_matrix import SourceMatrix, resized
         from hqconv.quantization import bit_codec
         from hqconv.quantization.coded_matrix import CodedMatrix, dequantize
-        from hqconv.quantization.hadamard import rotate
+        from hqconv.quantization.quantized import rotate
 
         if matrix.flushed is not None and bool(matrix.flushed.any()):
             raise InputError(

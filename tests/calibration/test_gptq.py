@@ -11,9 +11,8 @@ import torch
 
 from hqconv.calibration.gptq import Products, quantize_by_outputs
 from hqconv.quantization.group_scales import scales_of
-from hqconv.quantization.hadamard import rotate
 from hqconv.quantization.quantize import quantize_stacks
-from hqconv.quantization.quantized import QuantizedStack
+from hqconv.quantization.quantized import QuantizedStack, rotate
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
 from tests.make.calibrated import SCHEMAS, correlated, decoded, products_of
 

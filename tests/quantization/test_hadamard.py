@@ -10,7 +10,7 @@ import torch
 
 from hqconv.humming_ops.runtime import humming
 from hqconv.layout_decoder.values import unrotated
-from hqconv.quantization.hadamard import rotate
+from hqconv.quantization.quantized import rotate
 from hqconv.schemas.options import QUANTIZERS
 from hqconv.schemas.weight_schema import ROTATIONS, WeightSchema, resolve_schema
 from tests.make.matrices import hard_matrix

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import tests.make.quant_weight  # noqa: F401 - lets Humming quantize on the CPU
 from hqconv.humming_ops.runtime import humming_schema, resident
 from hqconv.planning.layer_encoding import SEARCH_VERSION
-from hqconv.quantization import cpu, cuda, scale_search
+from hqconv.quantization import cpu, quantize, scale_search
 from hqconv.quantization.group_scales import GroupScales
 from hqconv.quantization.quantize import quantize_stacks
 from hqconv.quantization.quantized import QuantizedStack
@@ -218,7 +218,7 @@ def test_the_search_for_gpus_chooses_what_the_loops_choose(
     stacks = [stack[:, :rows].contiguous() for stack in hard_stacks(dtype)]
     loops = cpu.quantize_stacks(stacks, schema, param_dtype, None, True, MSE)
     with resident(CPU):
-        recipe = cuda.quantize_stacks(stacks, schema, param_dtype, None, True, MSE)
+        recipe = quantize.quantize_by_operations(stacks, schema, param_dtype, None, True, MSE)
     for ours, theirs in zip(loops, recipe, strict=True):
         for key, tensor in ours.tensors.items():
             assert_same(theirs.tensors[key], tensor, key)
@@ -232,7 +232,7 @@ def test_scales_that_are_all_rounded_to_zero_are_found_by_both() -> None:
     assert not plain.tensors["weight_scale"].float().any()
     [loops] = cpu.quantize_stacks(stacks, schema, "bfloat16", None, False, MSE)
     with resident(CPU):
-        [recipe] = cuda.quantize_stacks(stacks, schema, "bfloat16", None, False, MSE)
+        [recipe] = quantize.quantize_by_operations(stacks, schema, "bfloat16", None, False, MSE)
     assert loops.tensors["weight_scale"].float().any()
     for key, tensor in loops.tensors.items():
         assert_same(recipe.tensors[key], tensor, key)

@@ -13,7 +13,7 @@ from hqconv.cpu_loops.helper_threads import Helpers
 from hqconv.errors import RequestError
 from hqconv.humming_ops.runtime import resident
 from hqconv.kernel_layout.transform import kernel_form, to_kernel
-from hqconv.quantization import cpu, cuda
+from hqconv.quantization import cpu, quantize
 from hqconv.quantization.quantize import quantize_stacks
 from hqconv.quantization.quantized import QuantizedStack
 from hqconv.schemas.options import MSE, RTN
@@ -87,7 +87,9 @@ def test_the_recipe_for_gpus_is_that_of_the_cpu(name: str, param_dtype: str) -> 
     """Humming's schema code and torch's operations over the twins, against the compiled loops."""
     schema, stacks = resolve_schema(name), hard_stacks(torch.bfloat16)
     with resident(torch.device("cpu")):
-        recipe = cuda.quantize_stacks(stacks, schema, param_dtype, None, count_exact=True)
+        recipe = quantize.quantize_by_operations(
+            stacks, schema, param_dtype, None, count_exact=True
+        )
     for ours, theirs in zip(
         cpu.quantize_stacks(stacks, schema, param_dtype, None, True), recipe, strict=True
     ):
@@ -129,8 +131,8 @@ def test_without_a_c_compiler_there_is_an_error_that_says_so(
     def fail(_: torch.Tensor) -> None:
         raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
 
-    monkeypatch.setattr(cuda, "_sweep_kernel", lambda: SimpleNamespace(build_a_kernel=fail))
+    monkeypatch.setattr(quantize, "_sweep_kernel", lambda: SimpleNamespace(build_a_kernel=fail))
     with pytest.raises(RequestError) as info:
-        cuda.check_kernels(torch.device("cpu"))
+        quantize.check_kernels(torch.device("cpu"))
     assert info.value.found.startswith("RuntimeError: Failed to find C compiler")
     assert "--device cpu" in str(info.value)
