@@ -11,9 +11,9 @@ import torch
 from hqconv.humming_ops.runtime import humming_schema, resident
 from hqconv.layout_decoder.decode import bits_of, decode_packed
 from hqconv.layout_decoder.values import decoded_weights
-from hqconv.quantization import cpu, quantize
+from hqconv.quantization import cpu
 from hqconv.quantization.group_scales import two_level_scales, unrounded_scales
-from hqconv.quantization.quantize import quantize_stacks
+from hqconv.quantization.quantize import quantize_by_operations, quantize_stacks
 from hqconv.quantization.quantized import QuantizedStack, rotate
 from hqconv.schemas.dtypes import code_of_torch, torch_dtype_of
 from hqconv.schemas.options import MSE, RTN
@@ -244,7 +244,7 @@ def test_the_recipe_for_gpus_gives_the_bits_of_the_loops(
         stacks = stacks_of(dtype)
         loops = cpu.quantize_stacks(stacks, schema, param, None, True, RTN)
         with resident(CPU):
-            recipe = quantize.quantize_by_operations(stacks, schema, param, None, True, RTN)
+            recipe = quantize_by_operations(stacks, schema, param, None, True, RTN)
         for ours, theirs in zip(loops, recipe, strict=True):
             for key, tensor in ours.tensors.items():
                 assert_same(theirs.tensors[key], tensor, f"{key}, {param}")
@@ -259,7 +259,7 @@ def test_where_32_bit_integers_overflow_codes_are_the_kernels() -> None:
     )
     [loops] = cpu.quantize_stacks(stacks, schema, "float16", None, False, RTN)
     with resident(CPU):
-        [recipe] = quantize.quantize_by_operations(stacks, schema, "float16", None, False, RTN)
+        [recipe] = quantize_by_operations(stacks, schema, "float16", None, False, RTN)
     assert_same(loops.tensors["weight"], recipe.tensors["weight"], "codes")
 
 
