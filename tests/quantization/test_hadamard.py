@@ -84,7 +84,7 @@ def test_bits_depend_on_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor on how much is rotated at once, what lies beside it, or how it lies; the source stays."""
     matrix = torch.randn(40, 1024, generator=torch.Generator().manual_seed(1))
     before, whole = matrix.clone(), rotate(matrix, 128)
-    monkeypatch.setattr("hqconv.quantization.hadamard._CPU_NUMBERS", 3 * 128)
+    monkeypatch.setattr("hqconv.quantization.quantized._CPU_ROTATED", 3 * 128)
     assert_same(rotate(matrix, 128), whole, "a few at a time")
     assert_same(rotate(matrix[7:8], 128), whole[7:8], "one row")
     assert_same(rotate(matrix.t().contiguous().t(), 128), whole, "columns first")
