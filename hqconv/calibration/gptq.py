@@ -27,9 +27,9 @@ import torch
 
 from hqconv.humming_ops.runtime import humming, resident
 from hqconv.quantization import quantized
+from hqconv.quantization.bit_codec import bits_of
 from hqconv.quantization.group_scales import (
     GroupScales,
-    bits_of,
     nearest_scales,
     scales_of,
     scales_under,

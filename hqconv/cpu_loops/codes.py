@@ -94,22 +94,22 @@ def dequantize_groups(packed_NB, num_bits, table, zero_NG, scale_NG, scale_2_N, 
 
 
 @inlined
-def _swap(words, low, high, shift, mask):
-    """Exchange the high half-fields of words[low] with the low ones of words[high]."""
-    change = ((words[low] >> shift) ^ words[high]) & mask
-    words[low] ^= change << shift
-    words[high] ^= change
+def _swap(lines, low, high, shift, mask):
+    """Exchange the high half-fields of lines[low] with the low ones of lines[high]."""
+    change = ((lines[low] >> shift) ^ lines[high]) & mask
+    lines[low] ^= change << shift
+    lines[high] ^= change
 
 
 @compiled
-def _transpose_nibbles(words):
-    """Transpose the 8 x 8 matrix of nibbles in 8 uint32 words in place: nibble j of word i goes to nibble i of j."""
+def _transpose_nibbles(lines):
+    """Transpose the 8 x 8 matrix of nibbles in 8 uint32 lines in place: nibble j of word i goes to nibble i of j."""
     for i in range(4):
-        _swap(words, i, i + 4, np.uint32(16), np.uint32(0x0000FFFF))
+        _swap(lines, i, i + 4, np.uint32(16), np.uint32(0x0000FFFF))
     for i in (0, 1, 4, 5):
-        _swap(words, i, i + 2, np.uint32(8), np.uint32(0x00FF00FF))
+        _swap(lines, i, i + 2, np.uint32(8), np.uint32(0x00FF00FF))
     for i in (0, 2, 4, 6):
-        _swap(words, i, i + 1, np.uint32(4), np.uint32(0x0F0F0F0F))
+        _swap(lines, i, i + 1, np.uint32(4), np.uint32(0x0F0F0F0F))
 
 
 @compiled

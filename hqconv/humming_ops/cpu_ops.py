@@ -218,8 +218,8 @@ def _interleave_table(num_bits, activation_bits, interleave_mode, native):
 
 
 @compiled
-def _squeeze_words(words, num_bits, padded):
-    """Drop the padding of 3-, 5-, 6- and 7-bit codes in place: `padded` words become `num_bits`.
+def _squeeze(packed, num_bits, padded):
+    """Drop the padding of 3-, 5-, 6- and 7-bit codes in place: every `padded` words become `num_bits`.
 
     Every field of `padded` bits is filled from below with whole codes of the words in turn; where less room is left,
     with the top bits of a code, whose low bits begin the next field.
@@ -232,17 +232,17 @@ def _squeeze_words(words, num_bits, padded):
             count = min(num_left, padded - filled)
             low = num_left - count
             mask = np.uint32(((1 << count) - 1) << low) * every_field
-            word |= (words[source] & mask) << np.uint32(filled - low)
+            word |= (packed[source] & mask) << np.uint32(filled - low)
             filled += count
             num_left = low
             if num_left == 0:
                 source += 1
                 num_left = num_bits
-        words[target] = word
+        packed[target] = word
 
 
 @compiled
-def _pack_lane(codes, places, order, num_bits, words):
+def _pack_lane(codes, places, order, num_bits, packed):
     """Pack one lane's 128 codes, at `places` of the flat panel `codes`, into 4 * num_bits words."""
     count = order.shape[1]
     padded = 32 // count
@@ -255,13 +255,13 @@ def _pack_lane(codes, places, order, num_bits, words):
             if order[1, k] != order[0, k]:
                 code = (code & rest) | (np.uint32(codes[places[j * count + order[1, k]]]) & top)
             word |= code << np.uint32(k * padded)
-        words[j] = word
+        packed[j] = word
     if padded != num_bits:
-        _squeeze_words(words, num_bits, padded)
+        _squeeze(packed, num_bits, padded)
 
 
 @compiled
-def _store_lane(words, n0, k0, lane, num_rows, num_bits, activation_bits, packed_k, out):
+def _store_lane(packed, n0, k0, lane, num_rows, num_bits, activation_bits, packed_k, out):
     """Store a lane's words of the 64 x 64 tile at (n0, k0); the kernel's loads define the order of a row's words."""
     words_per_row = 16 * num_bits // activation_bits
     stride = (64 if packed_k else 256 // activation_bits) * num_rows * num_bits // 32
@@ -277,7 +277,7 @@ def _store_lane(words, n0, k0, lane, num_rows, num_bits, activation_bits, packed
                     row = k0 * activation_bits // 256 + i
                     column = (256 // activation_bits) * n0 * num_bits // 32
                     column += (j * 32 + lane) * num_bits + k
-                out[row * stride + column] = words[i * words_per_row + j * num_bits + k]
+                out[row * stride + column] = packed[i * words_per_row + j * num_bits + k]
 
 
 @compiled
@@ -305,7 +305,7 @@ def _repack(
     panel = np.empty((64, num_columns), np.uint8)
     codes = panel.reshape(-1)
     places = table[:, :, 0] * np.int32(num_columns) + table[:, :, 1]
-    words = np.empty(32, np.uint32)
+    packed = np.empty(32, np.uint32)
     has_zero = zero_ZG.size > 0
     group = group_size_zp if has_zero else 64
     tile_zero = np.full((64, (64 + group - 1) // group), np.uint32(1 << (num_bits - 1)))
@@ -318,8 +318,10 @@ def _repack(
                     _fill_zero_points(zero_ZG, n0, k0, num_bits, group, tile_zero)
                 _centre_codes(panel, k0, num_bits, tile_zero, group)
             for lane in range(32):
-                _pack_lane(codes[k0:], places[lane], order, num_bits, words)
-                _store_lane(words, n0, k0, lane, num_rows, num_bits, activation_bits, packed_k, out)
+                _pack_lane(codes[k0:], places[lane], order, num_bits, packed)
+                _store_lane(
+                    packed, n0, k0, lane, num_rows, num_bits, activation_bits, packed_k, out
+                )
 
 
 @functools.cache
@@ -355,12 +357,12 @@ def _shift_table() -> np.ndarray:
 
 
 @compiled
-def _shift_mxfp4(words, shifts, table, out):
-    """Apply `_shift_table` to each 4-word group of packed e2m1 codes: `words` uint32 [4 * len(shifts)]."""
+def _shift_mxfp4(packed, shifts, table, out):
+    """Apply `_shift_table` to each 4-word group of packed e2m1 codes: `packed` uint32 [4 * len(shifts)]."""
     for group in range(shifts.size):
         codes = table[shifts[group]]
         for j in range(4):
-            word = words[group * 4 + j]
+            word = packed[group * 4 + j]
             result = np.uint32(0)
             for k in range(8):
                 shift = np.uint32(4 * k)
@@ -390,10 +392,10 @@ _AHEAD = 8  # column blocks that are gathered at a time: a cache line of each ro
 
 
 @compiled
-def _repack_4bit_a16(weight_ND, words):
+def _repack_4bit_a16(weight_ND, tiles):
     """Repack packed 4-bit codes for 16-bit activations, as `_repack`.
 
-    `weight_ND`: uint64 [N, K / 16], 16 codes each, which are a column block. `words`: uint64 of tiles
+    `weight_ND`: uint64 [N, K / 16], 16 codes each, which are a column block. `tiles`: uint64
     [K / 16, N / 64], each uint32 [32 lanes, 4 quarters]. A word takes, of two rows 8 apart, a byte of the left half and
     one of the right half: first the four low nibbles, then the high ones. So the words of four lanes are the nibbles of
     two double words, dealt like cards.
@@ -414,11 +416,11 @@ def _repack_4bit_a16(weight_ND, words):
                     upper = _interleave_nibbles(column[i])
                     lower = _interleave_nibbles(column[u64(32) + i])
                     _deal(upper, lower, i, dealt)
-                _store_tile(dealt, 4, words[start : start + 64])
+                _store_tile(dealt, 4, tiles[start : start + 64])
 
 
 @compiled
-def _repack_8bit_a16(weight_ND, centre, words):
+def _repack_8bit_a16(weight_ND, centre, tiles):
     """Repack 8-bit codes for 16-bit activations, as `_repack`; `centre` around the midpoint.
 
     `weight_ND`: uint64 [N, K / 8], 8 codes each; two are a column block. Tiles: uint32 [32 lanes, 8 eighths].
@@ -442,7 +444,7 @@ def _repack_8bit_a16(weight_ND, centre, words):
                     _centre(right)
                 for i in range(u64(64)):
                     _deal(left[i], right[i], i, dealt)
-                _store_tile(dealt, 8, words[start : start + 128])
+                _store_tile(dealt, 8, tiles[start : start + 128])
 
 
 @compiled

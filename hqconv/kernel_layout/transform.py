@@ -152,9 +152,10 @@ def needs_cuda(spec: KernelSpec) -> bool:
         return False
     found = set()
     for cuda in ((0, 0), (99, 0)):
-        one = replace(spec, target=replace(spec.target, cuda=cuda))
-        with target_facts(one.target):
-            found.add(bool(_layer_config(PAD_N, 512, one, has_bias=False).use_native_dequant))
+        variant = replace(spec, target=replace(spec.target, cuda=cuda))
+        with target_facts(variant.target):
+            config = _layer_config(PAD_N, 4 * PAD_K, variant, has_bias=False)
+            found.add(bool(config.use_native_dequant))
     return len(found) == 2
 
 
@@ -258,6 +259,6 @@ def packed_attributes(
 def _of_one_expert(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
     """Kernel tensors [E, …] without E."""
     return {
-        name: TensorSpec(name, code_of_torch(one.dtype), tuple(one.shape[1:]))
-        for name, one in tensors.items()
+        name: TensorSpec(name, code_of_torch(tensor.dtype), tuple(tensor.shape[1:]))
+        for name, tensor in tensors.items()
     }

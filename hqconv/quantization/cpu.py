@@ -31,11 +31,11 @@ from hqconv.quantization.group_scales import (
     GroupScales,
     NearestScales,
     nearest_scales,
+    saturation,
     two_level_scales,
 )
-from hqconv.quantization.quantized import QuantizedStack, fold_sum, num_groups
+from hqconv.quantization.quantized import QuantizedStack, fold_sum, num_groups, per_row
 from hqconv.quantization.scale_search import Ladder, SearchResult, magnitude_bytes, search
-from hqconv.schemas.dtypes import CodeKind
 from hqconv.schemas.options import RTN
 from hqconv.schemas.weight_schema import WeightSchema
 
@@ -157,12 +157,7 @@ def _chosen(nearest: NearestScales, found: SearchResult, schema: WeightSchema) -
     if lowest is not None and bound is not None:
         bound = torch.where(found.changed, lowest.double(), bound)
     inverse = torch.where(found.changed, found.scales.inverse(), nearest.inverse)
-    return NearestScales(found.stored, inverse, bound, _saturation(schema))
-
-
-def _saturation(schema: WeightSchema) -> float:
-    """Return the magnitude at which small floats saturate; 0 for integers, which do by themselves."""
-    return schema.code_type.largest if schema.code_type.kind == CodeKind.FLOAT else 0.0
+    return NearestScales(found.stored, inverse, bound, saturation(schema))
 
 
 def _group_arrays(nearest: NearestScales, num_rows: int) -> GroupArrays:
@@ -186,8 +181,7 @@ def _second(scales: GroupScales, num_rows: int) -> Array:
 
 def _per_row(values: torch.Tensor, num_rows: int) -> Array:
     """Repeat [E, R, G] so that each of `num_rows` rows of all experts has its own."""
-    flat = values.reshape(-1, values.size(-1))
-    rows: Array = flat.repeat_interleave(num_rows // len(flat), 0).numpy()
+    rows: Array = per_row(values, num_rows).numpy()
     return rows
 
 
@@ -225,7 +219,7 @@ class _Meter:
     def __init__(self, rows: _Rows, nearest: NearestScales) -> None:
         self.scales, self._nearest, self._rows = nearest.scales, nearest, rows
         self._loops = searcher(rows.schema.code_type)
-        self._limit = np.float32(_saturation(rows.schema))
+        self._limit = np.float32(saturation(rows.schema))
         self._shape = (*rows.shape[:2], rows.num_groups)
 
     def start_errors(self) -> torch.Tensor:
