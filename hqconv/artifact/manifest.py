@@ -267,7 +267,8 @@ class ManifestLayer(Entry):
     """One MoE layer, a value of the key `blocks`.
 
     The first six fields are those of a layer that is quantized in another way than the artifact's others.
-    intermediate_order: `g_idx` where each expert's intermediate columns (w2's columns; rows of gate and up) were sorted by w2's groups. w13, w2: of the kernel layout.
+    intermediate_order: `g_idx` where each expert's intermediate columns (w2's columns; rows of gate and up) were
+    sorted by w2's groups. w13, w2: of the kernel layout.
     """
 
     schema_name: str | None = None
