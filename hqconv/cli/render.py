@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -13,17 +13,14 @@ from hqconv.cli.output import printable_document
 from hqconv.cli.progress_bar import human_rate, human_seconds
 from hqconv.errors import NUM_SHOWN, plural
 from hqconv.reports.parts import (
-    COUNTED,
     Document,
     Part,
-    about_gb,
     artifact_parts,
     conversion_rows,
     errors_table,
     evaluation_parts,
     facts,
     figure,
-    gpu_memory_text,
     human_bytes,
     layers_table,
     measured_parts,
@@ -35,7 +32,7 @@ from hqconv.reports.parts import (
 )
 from hqconv.reports.ranking import CALIBRATED, DECODE, PREFILL
 from hqconv.schemas.engine import ENGINE
-from hqconv.schemas.gpu_target import GPUS, SHOWN_GPUS, TARGETS
+from hqconv.schemas.gpu_target import TARGETS
 from hqconv.schemas.options import RTN
 from hqconv.schemas.weight_schema import PARAM_DTYPES, PRESETS
 from hqconv.verification.result import OF_ANOTHER_SOURCE
@@ -120,7 +117,6 @@ def _plan(document: Document) -> Parts:
             ),
             ("output", f"{document['out']}: {human_bytes(document['num_bytes_out'])}"),
             ("", ranks_text(document["rank_bytes"])),
-            ("GPU memory", gpu_memory_text(document)),
         )
     )
     yield layers_table(document["blocks"])
@@ -216,31 +212,7 @@ def _source(document: Document) -> Parts:
         ).append(name)
     headers = ("schemas", "--tp sizes that work", "and with --tp-split groups")
     yield table(headers, ((", ".join(names), *sizes) for sizes, names in by_sizes.items()))
-    yield from _gpu_memory(document["gpu_memory"], document["gpu_memory_of_groups"])
     yield from (f"\nwarning: {text}" for text in document["warnings"])
-
-
-def _gpu_memory(
-    even: Mapping[str, Mapping[str, int]], of_groups: Mapping[str, Mapping[str, int]]
-) -> Parts:
-    """The weights on each GPU by schema and TP size; sizes that need `--tp-split groups` are marked."""
-    sizes = sorted(
-        {int(tp) for of_schema in (*even.values(), *of_groups.values()) for tp in of_schema}
-    )
-    sizes = [size for size in sizes if size & (size - 1) == 0]
-    if not sizes:
-        return
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for name, of_schema in even.items():
-        shown = {tp: about_gb(size) for tp, size in of_schema.items()}
-        shown |= {tp: f"{about_gb(size)} *" for tp, size in of_groups.get(name, {}).items()}
-        rows.setdefault(tuple(shown.get(str(tp), "-") for tp in sizes), []).append(name)
-    headers = ("weights on each GPU", *(f"--tp {tp}" for tp in sizes))
-    yield table(headers, ((", ".join(names), *cells) for cells, names in rows.items()))
-    if any(cell.endswith("*") for cells in rows for cell in cells):
-        yield "* with --tp-split groups"
-    gpus = ", ".join(f"{name} {GPUS[name].memory_gb} GB" for name in SHOWN_GPUS)
-    yield f"{COUNTED}\nGPUs: {gpus}."
 
 
 def _part(document: Document) -> Parts:

@@ -53,14 +53,7 @@ from hqconv.models.source_protocol import Source
 from hqconv.planning.checks import check_matrix_scales, is_served_with
 from hqconv.planning.layer_encoding import EncodingOptions
 from hqconv.planning.notices import no_tokenizer, source_notices
-from hqconv.planning.plan import (
-    ConversionPlan,
-    GpuMemory,
-    SourceFacts,
-    expert_bytes,
-    other_bytes_on_gpu,
-    source_facts,
-)
+from hqconv.planning.plan import ConversionPlan, SourceFacts, source_facts
 from hqconv.planning.source_schema import direct_schemas
 from hqconv.planning.spec import default_param_dtype
 from hqconv.reports.parts import Document
@@ -69,7 +62,7 @@ from hqconv.schemas.artifact_names import MANIFEST
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.gpu_target import TARGETS, GpuTarget
 from hqconv.schemas.grid import EVEN, GROUPS, Grid, hidden_unit, working_tp_sizes
-from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema, KernelSpec, LayerSpec
+from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema, KernelSpec
 from hqconv.schemas.model_config import AttentionHeads, attention_heads, text_config
 from hqconv.schemas.options import group_by_schema
 from hqconv.schemas.sum_factors import SUMS
@@ -199,8 +192,6 @@ def describe_source(checkpoint: Source) -> Document:
         "attention": {key: count for key, count in vars(heads).items() if count is not None},
         "tp_sizes": sizes,
         "tp_sizes_of_groups": of_groups,
-        "gpu_memory": _gpu_memory(checkpoint, experts, heads, sizes),
-        "gpu_memory_of_groups": _gpu_memory(checkpoint, experts, heads, of_groups),
         "tp_obstacles": obstacles,
         "warnings": [
             *experts.config_warnings,
@@ -212,31 +203,6 @@ def describe_source(checkpoint: Source) -> Document:
 
 
 _TP_SIZES = (2, 4, 8, 16)  # of a node or two
-_MAX_TP_SHOWN = 16
-_ANY_GPU = GpuTarget(90)  # sizes in memory are the same on all
-
-
-def _gpu_memory(
-    checkpoint: Source, experts: ExpertMap, heads: AttentionHeads, sizes: Mapping[str, list[int]]
-) -> dict[str, dict[str, int]]:
-    """Bytes of weights on each GPU: preset → TP size, of those that work, up to 16; see `gpu_memory`."""
-    param_dtype = default_param_dtype(checkpoint.config, experts)
-    specs = {name: LayerSpec(schema, param_dtype, _ANY_GPU) for name, schema in PRESETS.items()}
-    others = {
-        tp: other_bytes_on_gpu(checkpoint.tensors, experts.copied, experts.left, Grid(tp), heads)
-        or 0
-        for tp in sorted(
-            {size for of_schema in sizes.values() for size in of_schema if size <= _MAX_TP_SHOWN}
-        )
-    }
-    return {
-        name: {
-            str(tp): expert_bytes(experts.layers, specs[name], tp) + others[tp]
-            for tp in others
-            if tp in of_schema
-        }
-        for name, of_schema in sizes.items()
-    }
 
 
 def source_to_dict(facts: SourceFacts) -> Document:
@@ -295,7 +261,7 @@ def _tp_sizes(
 
 def describe_plan(plan: ConversionPlan, resources: Resources) -> Document:
     """Describe a conversion's output and resources. Raises RequestError if memory is not enough for one expert."""
-    spec, experts, memory = plan.spec, plan.experts, plan.gpu_memory
+    spec, experts = plan.spec, plan.experts
     staging = plan_staging(plan.layers, resources)
     return {
         "kind": "plan",
@@ -325,7 +291,6 @@ def describe_plan(plan: ConversionPlan, resources: Resources) -> Document:
         "num_bytes_in": plan.source.num_bytes,
         "num_bytes_out": plan.num_bytes_out,
         "rank_bytes": plan.rank_bytes(),
-        "gpu_memory": None if memory is None else memory.to_dict(),
         "num_workers": staging.num_lanes,
         "worker_bytes": staging.lane_bytes,
         "peak_memory_bytes": staging.num_lanes * staging.lane_bytes,
@@ -398,16 +363,6 @@ def describe_artifact(
     config = config_of(root)
     heads = attention_heads(config)
     tensors = _ordinary_tensors(root, manifest)
-    rank_bytes = _rank_bytes(manifest)
-    others = (
-        None
-        if tensors is None
-        else other_bytes_on_gpu(tensors, tensors, manifest.left, manifest.grid, heads)
-    )
-    # None in the checkpoint layout, and if no server starts.
-    memory = (
-        None if others is None or not rank_bytes else GpuMemory(max(rank_bytes.values()), others)
-    )
     source, *before = (
         {"name": one.source.name, "revision": one.source.revision} for one in manifest.steps
     )
@@ -464,8 +419,7 @@ def describe_artifact(
         "input_scales": _input_scales(layers.values()),
         "num_files": len(manifest.files),
         "num_bytes": sum(entry.size_bytes for entry in manifest.files.values()),
-        "rank_bytes": rank_bytes,
-        "gpu_memory": None if memory is None else memory.to_dict(),
+        "rank_bytes": _rank_bytes(manifest),
         "missing_or_resized_files": missing,
         "altered_manifest": altered,
         "is_damaged": bool(missing or altered),

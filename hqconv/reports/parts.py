@@ -135,7 +135,6 @@ def _height(value: float, top: float) -> str:
     return f"{_HEIGHT * (1 - value / top):.4g}"
 
 
-COUNTED = "KV cache, activations and CUDA graphs need room besides."
 NUM_ROWS_SHOWN = 10
 
 
@@ -145,14 +144,6 @@ def human_bytes(num_bytes: float) -> str:
         if num_bytes >= size:
             return f"{num_bytes / size:.2f} {unit}"
     return f"{num_bytes:.0f} B"
-
-
-def about_gb(num_bytes: int) -> str:
-    """`0.4 GB`, `35 GB`: a size without precision that a plan does not have."""
-    size = num_bytes / 1e9
-    if size < 0.1:
-        return f"{num_bytes / 1e6:.0f} MB"
-    return f"{size:.0f} GB" if size >= 10 else f"{size:.1f} GB"
 
 
 def name_text(document: Document) -> str:
@@ -193,17 +184,6 @@ def ranks_text(rank_bytes: Mapping[str, int]) -> str:
         return ""
     least, most = human_bytes(min(rank_bytes.values())), human_bytes(max(rank_bytes.values()))
     return f"{plural(len(rank_bytes), 'rank')}, {f'{least} each' if least == most else f'{least} to {most}'}"
-
-
-def gpu_memory_text(document: Document) -> str:
-    """Weights on each GPU of a plan or an artifact, and what is counted."""
-    memory = document["gpu_memory"]
-    if memory is None:
-        return ""
-    parts = (
-        f"experts {about_gb(memory['experts'])}, other tensors {about_gb(memory['other_tensors'])}"
-    )
-    return f"about {about_gb(memory['total'])} of weights on each GPU ({parts}). {COUNTED}"
 
 
 # --- rows and parts ------------------------------------------------------------------------------------------
@@ -312,7 +292,6 @@ def artifact_parts(document: Document) -> list[Part | None]:
         ("for", target_text(document)),
         ("activations", f"static scales: {', '.join(static)}" if static else ""),
         ("experts", ranks_text(document["rank_bytes"])),
-        ("GPU memory", gpu_memory_text(document)),
         ("tensors", ", ".join(f"{count} {kind}" for kind, count in document["tensors"].items())),
         ("serve", document["serve_command"] or f"no {ENGINE.name} command serves these ranks"),
         (

@@ -1,4 +1,4 @@
-"""Facts for serving, told before a conversion: attention heads, GPU memory, layers, index and tokenizer."""
+"""Facts for serving, told before a conversion: attention heads, layers, index and tokenizer."""
 
 from __future__ import annotations
 
@@ -96,65 +96,6 @@ def test_a_command_that_vllm_refuses_is_not_printed(
         assert ("vllm serve" in text) == (not reason)
     assert (hqconv.inspect(out)["serve_command"] is None) == bool(reason)
     assert hqconv.verify(out, model).passed
-
-
-# --- GPU memory --------------------------------------------------------------------------------------------
-
-
-def test_memory_is_that_of_the_rank_files_and_of_shared_tensors(tmp_path: Path) -> None:
-    model = write(tmp_path / "model", num_layers=2)
-    tensors = load_file(model / "model.safetensors")
-    import torch
-
-    for layer in range(2):
-        for name, rows in (("q_proj", 128), ("k_proj", 64), ("o_proj", 128)):
-            tensors[f"model.layers.{layer}.self_attn.{name}.weight"] = torch.zeros(
-                rows, 128, dtype=torch.bfloat16
-            )
-    tensors["visual.blocks.0.mlp.up_proj.weight"] = torch.zeros(64, 64, dtype=torch.bfloat16)
-    save_file(tensors, model / "model.safetensors")
-    cut = 64 * 128 + 2 * (128 + 128) * 128  # embeddings, q and o
-    whole = 2 * (128 + 4 * 128) + 64 * 64  # norms, routers, the vision tower
-    for tp in (1, 2, 4):
-        plan = hqconv.plan(model, schema="mxfp4", target="sm90", tp=tp)
-        assert plan.gpu_memory is not None
-        assert plan.gpu_memory.experts == max(plan.rank_bytes().values())
-        assert plan.gpu_memory.other_tensors == 2 * ((cut + 2 * 64 * 128) // tp + whole)
-        shown = hqconv.inspect(model)["gpu_memory"]["mxfp4"][str(tp)]
-        assert 0 <= plan.gpu_memory.total - shown < 2 * 4096  # the headers of the files
-    edit(model, lambda words: {**words, "num_key_value_heads": 1})
-    plan = hqconv.plan(model, schema="mxfp4", target="sm90", tp=4)
-    assert plan.gpu_memory.other_tensors == 2 * (
-        cut // 4 + 2 * 64 * 128 + whole
-    )  # every rank has the KV head
-    dealt = hqconv.plan(model, schema="mxfp4", target="sm90", ep=4)
-    assert dealt.gpu_memory.other_tensors == plan.gpu_memory.other_tensors
-    assert hqconv.plan(model, schema="mxfp4", target="sm90", tp=2, ep=2).gpu_memory is None
-    assert hqconv.plan(model, schema="mxfp4", layout="checkpoint").gpu_memory is None
-
-
-def test_weights_that_no_gpu_can_hold_are_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = write(tmp_path / "model", num_layers=1)
-    dry = ("convert", model, "--schema", "mxfp4", "--target", "l40s", "--dry-run")
-    words = json.loads(call(*dry, "--json").stdout)
-    assert words["warnings"][0].startswith("the layout for sm89 ")
-    assert (
-        words["gpu_memory"]["total"]
-        == words["gpu_memory"]["experts"] + words["gpu_memory"]["other_tensors"]
-    )
-    assert "of weights on each GPU (experts" in call(*dry).stdout
-    assert "GPUs: t4 16 GB" in call("inspect", model).stdout
-    import hqconv.planning.plan as memory
-
-    monkeypatch.setattr(memory.GpuMemory, "total", 30 * 10**9)
-    assert "the largest known GPU" not in call(*dry).stdout
-    monkeypatch.setattr(memory.GpuMemory, "total", 60 * 10**9)
-    assert (
-        "each GPU needs about 60 GB for weights alone, and the largest known GPU of sm89 has 48 GB"
-        in call(*dry).stdout
-    )
 
 
 # --- layers, tokenizer, index ------------------------------------------------------------------------------
