@@ -226,7 +226,6 @@ def make_report(
     source: str | None = None,
     *,
     page: Path | None = None,
-    evaluation: Path | None = None,
     device: str = "auto",
     max_memory: str | int = "4GiB",
     threads: int | None = None,
@@ -237,20 +236,17 @@ def make_report(
     """Write an HTML report about an artifact; return its document with `page`, the path of the file (docs/usage.md).
 
     out: artifact folder. source: source checkpoint, against which the weights are checked. page: output file; None for
-    OUT.report.html in the current folder. evaluation: a document of `hqconv evaluate`; None for that in the model card,
-    if any. The other parameters are those of `hqconv.verify`.
+    OUT.report.html in the current folder. The other parameters are those of `hqconv.verify`.
 
     Raises OutputError where the page cannot be written, RequestError, VerificationError also for a manifest that is not
     the one of its own digest, and what opening the source raises.
     """
     from hqconv.artifact.manifest import read_manifest
-    from hqconv.artifact.model_card import read_evaluation
 
     root = Path(out)
     manifest = read_manifest(
         root, is_sealed=True
     )  # refuse a folder without a whole artifact before any work
-    evaluated = None if evaluation is None else read_evaluation(evaluation, manifest)
     place = page or Path(f"{root.resolve().name}.report.html")
     place = output_file(place, "-o", PAGE, [root])
     verified = None
@@ -263,9 +259,7 @@ def make_report(
         }
         resources |= {"cache_limit": cache_limit, "keep_source": keep_source}
         verified = api.verify(root, source, checks=["weights"], **resources)
-    return _write_page(
-        root, place, verified, evaluation=evaluated, manifest=None if verified else manifest
-    )
+    return _write_page(root, place, verified, manifest=None if verified else manifest)
 
 
 def _write_page(
@@ -295,9 +289,9 @@ def report(**options: Any) -> Result:
 
 
 @command(api.evaluate, is_artifact=True)
-def evaluate(*, quiet: bool, **options: Any) -> Result:
+def evaluate(**options: Any) -> Result:
     """Measure an artifact on a text: KL divergence and perplexity against the source. Needs transformers."""
-    return Result(api.evaluate(**options, announce=None if quiet else say))
+    return Result(api.evaluate(**options))
 
 
 @command(api.check)

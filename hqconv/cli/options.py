@@ -210,14 +210,6 @@ OPTIONS: dict[str, Option] = {
         int, "Number of tokens in a batch.", ("--context",), settings=_AT_LEAST_ONE
     ),
     "compute_dtype": Option(str, "Dtype of the computation: float32, bfloat16 or float16."),
-    "write_card": Option(
-        bool, "Write the figures into the artifact's model card (README.md).", ("--write-card",)
-    ),
-    "evaluation": Option(
-        Path | None,
-        "Document of `hqconv evaluate --json` to show.  [default: the evaluation in the model card, if there is one]",
-        settings=_ANY_PATH,
-    ),
     "page": Option(
         Path | None,
         "Output file.  [default: ./OUT.report.html]",

@@ -393,6 +393,11 @@ def _allocation(document: Document) -> Parts:
     yield f"\nUse the recipe with: hqconv convert … --config {shlex.quote(document['out'])}"
 
 
+def _evaluation(document: Document) -> Parts:
+    yield from evaluation_parts(document)
+    yield from (f"\nwarning: {text}" for text in document["warnings"])
+
+
 def _warm(document: Document) -> Parts:
     left_out, gpu = ", ".join(document["activations_left_out"]), document["gpu"]
     yield facts(
@@ -557,7 +562,7 @@ _PARTS: dict[str, Callable[[Document], Parts]] = {
     "publication": _publication,
     "push": _push,
     "allocation": _allocation,
-    "evaluation": lambda document: iter(evaluation_parts(document)),
+    "evaluation": _evaluation,
 }
 
 # --- values as short texts -----------------------------------------------------------------------------------

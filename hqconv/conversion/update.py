@@ -98,7 +98,7 @@ def _why_not_same_source(
     config = hashlib.sha256(json_bytes(artifact_config(source, plan))).hexdigest()
     if config != manifest.files[CONFIG].sha256:
         return f"{CONFIG} of the source has other bytes"
-    card = hashlib.sha256(card_bytes(manifest, source.loose.card, is_artifact=False)).hexdigest()
+    card = hashlib.sha256(card_bytes(manifest, source.loose.card)).hexdigest()
     if CARD in manifest.files and card != manifest.files[CARD].sha256:
         return f"{CARD} of the source has other bytes"
     return ""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hqconv.artifact.error_summary import rank_of_error
 from hqconv.artifact.manifest import Manifest, ManifestLayer, read_manifest
-from hqconv.artifact.model_card import evaluation_in_card
+from hqconv.artifact.model_card import read_evaluation
 from hqconv.errors import HqconvError, VerificationError, plural, printable, printable_line
 from hqconv.reports.documents import config_of, describe_artifact
 from hqconv.reports.parts import (
@@ -51,15 +51,13 @@ def page_document(
     verification: Document | None = None,
     of_experts: OfExperts | None = None,
     *,
-    evaluation: Document | None = None,
     manifest: Manifest | None = None,
 ) -> Document:
     """Document of a report on the artifact at `root`, for `page` and programs; deterministic for the same input.
 
     verification: the document of `hqconv.verify`'s report; None: no check was run. of_experts: layer → projection →
-    each expert's relative error against the source, as the check of weights measures it. evaluation: the document of
-    `hqconv.evaluate`; None for the one in the model card, if there is one. manifest: of the artifact, if it was read
-    before; it was sealed.
+    each expert's relative error against the source, as the check of weights measures it. manifest: of the artifact, if
+    it was read before; it was sealed.
 
     If `verification` failed, unreadable parts are left out, with the reason under `unreadable`. Otherwise raises
     RequestError if `root` is no artifact, VerificationError if it is damaged.
@@ -80,8 +78,7 @@ def page_document(
             _layer(name, layer, manifest) for name, layer in manifest.blocks.items()
         ]
         document["provenance"] = _provenance(manifest)
-        found = evaluation_in_card(root, manifest) if evaluation is None else evaluation
-        document["evaluation"] = _renamed(found, places)
+        document["evaluation"] = read_evaluation(root, manifest)
     except (VerificationError, OSError) as error:
         if not may_fail:
             raise

@@ -299,9 +299,7 @@ def _note_edited(artifact: Artifact, result: CheckResult) -> None:
     root, manifest = artifact.root, artifact.manifest
     files = manifest.files
     if names.CARD in files and (root / names.CARD).is_file() and not is_own_card(root, manifest):
-        is_evaluated = is_own_card(root, manifest, with_evaluation=True)
-        what = "has got an evaluation" if is_evaluated else "was edited"
-        result.notes.append(f"{names.CARD} {what} since the conversion")
+        result.notes.append(f"{names.CARD} was edited since the conversion")
     if (
         names.SUMS not in files
         and (root / names.SUMS).is_file()

@@ -1,9 +1,11 @@
-"""The model card and SHA256SUMS: what they say, whatever the source's own card is."""
+"""Documents beside an artifact's weights: model card, SHA256SUMS, evaluation.json."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,12 @@ from hqconv.artifact.manifest import (
     ProjectionError,
     TensorAccounting,
 )
-from hqconv.artifact.model_card import card_bytes
+from hqconv.artifact.model_card import card_bytes, read_evaluation, write_evaluation
 from hqconv.errors import InputError, OutputError
 from hqconv.io.checkpoint_files import FrontMatter
 from hqconv.schemas.grid import Grid
-from tests.make.conversions import assert_verified, check, manifest, run
+from hqconv.schemas.weight_schema import resolve_schema
+from tests.make.conversions import assert_verified, check, evaluation_of, manifest, run
 from tests.make.qwen import write_qwen3_moe
 
 CARD = b"""---
@@ -42,7 +45,6 @@ model-index: [{name: x, results: []}]
 text: "|"
 ```
 Last line without an end"""
-MARKER = b"<!-- hqconv: what follows is the card of the source, as it was -->\n"
 NO_YAML = "The front matter of README.md was not taken over: it is no YAML of keys and values, or larger than 4 MiB."
 
 
@@ -80,33 +82,26 @@ def test_the_card_says_what_the_artifact_is(source: Path, tmp_path: Path) -> Non
         "    pip install './hqconv[vllm]'\n    vllm serve ORG/NAME --tensor-parallel-size 2\n"
         in text
     )
-    assert "block" not in text
     assert "| for | sm90; 2 TP x 1 EP ranks; no other GPU or ranks |" in text
+    assert str(tmp_path) not in text
     worst = max(words["w1"]["relative_error"] for words in report.errors.values())
     assert f"| {worst:.5f} |" in text.split("gate (w1)")[1].split("\n")[0]
     assert "hqconv verify . --source SRC" in text
     assert_verified(tmp_path / "out", source)
 
 
-def test_the_sources_card_is_kept_whole(source: Path, tmp_path: Path) -> None:
-    """And not once more inside itself, where an artifact is cut again."""
-    run(source, tmp_path / "out", "int4-g64", Grid(2, 1))
-    run(tmp_path / "out", tmp_path / "again", "source")
-    cards = [
-        (tmp_path / name / "README.md").read_bytes().partition(MARKER) for name in ("out", "again")
-    ]
-    listing, body = CARD.split(b"---\n")[1], CARD.split(b"---\n", 2)[2]
-    assert cards[0][2] == cards[1][2] == b"\n```yaml\n" + listing + b"```\n\n" + body
-    assert cards[0][0] != cards[1][0]
-    assert front(cards[1][0]) == front(cards[0][0])
-    assert_verified(tmp_path / "again", tmp_path / "out")
-
-
 def test_a_card_of_a_repo() -> None:
-    text = card_bytes(_manifest(), None, is_artifact=False).decode()
+    """Its bytes depend on the manifest without its `files`, and on the front matter of the source's card."""
+    text = card_bytes(_manifest(), None).decode()
     assert "base_model:\n- org/name\nbase_model_relation: quantized\n" in text
-    assert f"hqconv verify . --source org/name --revision {'0' * 40}\n" in text
-    assert text.endswith("## Warnings\n\nWhat the conversion warned of:\n\n* Something | odd.\n")
+    assert f"| source | org/name at {'0' * 40} |" in text
+    assert "| schema | int4-c: uint4, " in text
+    assert f"    hqconv verify . --source org/name --revision {'0' * 40}\n" in text
+    assert "vLLM has no start for these ranks." in text
+    assert text.endswith("| down (w2) | 0.25000 | 0.25000 | 0.25000 |\n")
+    front, _, body = CARD.rpartition(b"---\n")
+    assert card_bytes(_manifest(), CARD) == card_bytes(_manifest(), front + b"---\nAnother text.")
+    assert body not in card_bytes(_manifest(), CARD)
 
 
 def _manifest() -> Manifest:
@@ -130,8 +125,8 @@ def _manifest() -> Manifest:
         humming_kernels_version="0",
         source=ManifestSource(name="org/name", revision="0" * 40, files=[]),
         layout="kernel",
-        schema_name="mxfp4",
-        weight_schema={},
+        schema_name="int4-c",
+        weight_schema=resolve_schema("int4-c").to_dict(),
         input_schema="a16",
         dtype="bfloat16",
         target="sm90",
@@ -167,8 +162,7 @@ def test_front_matter_that_cannot_be_read(raw: bytes, source: Path, tmp_path: Pa
     assert NO_YAML in manifest(tmp_path / "out")["warnings"]
     assert hqconv.inspect(tmp_path / "out")["warnings"] == list(report.warnings)
     card = (tmp_path / "out/README.md").read_bytes()
-    assert f"* {NO_YAML}".encode() in card
-    assert card.endswith(raw + b"\n```\n\nbody")
+    assert b"body" not in card
     assert set(front(card)) == {"library_name", "tags"}
 
 
@@ -241,15 +235,35 @@ def test_a_published_artifact_verifies_and_converts(source: Path, tmp_path: Path
     out = tmp_path / "out"
     run(source, out, "int4-g64", Grid(2, 1))
     (out / "README.md").write_text("A card of our own.")
+    (out / "evaluation.json").write_text("Ours, too.")
     (out / ".gitattributes").write_text("*.safetensors filter=lfs")
     (out / ".cache/huggingface/download").mkdir(parents=True)
     (out / ".cache/huggingface/download/config.json.metadata").write_text("x")
     report = check(out, source, "files", "weights")
     assert report.passed
     run(out, tmp_path / "again", "source")
-    assert (
-        (tmp_path / "again/README.md")
-        .read_text()
-        .endswith(f"{MARKER.decode()}\nA card of our own.")
-    )
     assert hqconv.inspect(out)["missing_or_resized_files"] == []
+
+
+def test_an_evaluation_counts_while_it_is_whole_and_names_the_manifest(tmp_path: Path) -> None:
+    """Whatever else lies there: it may come with a stranger's artifact."""
+    described = replace(_manifest(), sha256="ab" * 32)
+    whole = evaluation_of(described.sha256)
+    assert read_evaluation(tmp_path, described) is None
+    write_evaluation(tmp_path, whole)
+    assert read_evaluation(tmp_path, described) == whole
+    assert read_evaluation(tmp_path, replace(described, sha256="cd" * 32)) is None
+    used = whole.keys() - {"kind", "warnings"}
+    altered: list[Any] = [[whole], "x"]
+    altered += [{key: whole[key] for key in whole if key != missing} for missing in used]
+    altered += [{**whole, key: value} for key in used for value in (None, [], {}, True)]
+    for key in ("kl", "perplexity", "mean_nll", "top1_agreement"):
+        inner = whole[key] if isinstance(whole[key], dict) else {}
+        altered.append({**whole, key: 10**400})  # no float
+        altered += [{**whole, key: {**inner, name: 10**400}} for name in inner]
+        altered += [{**whole, key: {**inner, name: "x"}} for name in inner]
+    for document in altered:
+        (tmp_path / "evaluation.json").write_text(json.dumps(document))
+        assert read_evaluation(tmp_path, described) is None, document
+    (tmp_path / "evaluation.json").write_bytes(b"{")
+    assert read_evaluation(tmp_path, described) is None

@@ -73,7 +73,7 @@ def test_a_changed_source_replaces_the_artifact(
 ) -> None:
     """A changed bit is enough, also where size and modification time stay."""
     (src / "tokenizer_config.json").write_text('{"a": "b"}')
-    (src / "README.md").write_text("a model of ours")
+    (src / "README.md").write_text("---\nlicense: mit\n---")
     out = tmp_path / "out"
     renew(src, out, source_digests=is_hashed)
     if is_hashed:  # the digests decide

@@ -86,13 +86,12 @@ NOT_SHARED = "3 tensor parallel ranks cannot share the model's 16 attention head
 def test_a_command_that_vllm_refuses_is_not_printed(
     options: tuple[Any, ...], reason: str, tmp_path: Path
 ) -> None:
-    """The artifact is made all the same; its card and `inspect` say that there is no such start."""
+    """The artifact is made all the same, and `inspect` says that there is no such start."""
     model, out = write(tmp_path / "model", num_layers=1), tmp_path / "out"
     done = call("convert", model, "-o", out, "--schema", "mxfp4", "--target", "h100", *options)
     assert done.exit_code == 0
     assert (reason in done.stderr, "cannot share" in done.stderr) == (True, bool(reason))
-    card = (out / "README.md").read_text()
-    for text in (done.stdout, call("inspect", out).stdout, card):
+    for text in (done.stdout, call("inspect", out).stdout):
         assert ("vllm serve" in text) == (not reason)
     assert (hqconv.inspect(out)["serve_command"] is None) == bool(reason)
     assert hqconv.verify(out, model).passed

@@ -65,13 +65,6 @@ def test_the_chain_is_carried(made: Path) -> None:
     assert (
         steps[-1]["source"]["files"][0]["sha256"] == hashlib.sha256(shard.read_bytes()).hexdigest()
     )
-    shown = hqconv.inspect(made / "third")
-    assert [one["source"]["name"] for one in shown["derived_from"]] == ["first", "src"]
-    own = hashlib.sha256((made / "third/hqconv.json").read_bytes()).hexdigest()
-    assert shown["manifest_sha256"] == own
-    card = (made / "third/README.md").read_text()
-    assert "| which was `int4-g64` of | a folder named `first`" in card
-    assert "| which was `int4-g64` of | a folder named `src`" in card
 
 
 @pytest.mark.parametrize(("out", "num_steps"), [("first", 0), ("second", 1), ("third", 2)])
