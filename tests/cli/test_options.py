@@ -93,15 +93,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         **WORK,
         **SHARED,
     },
-    "report": {
-        "OUT": REQUIRED,
-        "--source": None,
-        "--revision": None,
-        "--out -o": None,
-        **FETCHED,
-        **WORK,
-        **SHARED,
-    },
+    "report": {"OUT": REQUIRED, "--out -o": None, **SHARED},
     "warm": {
         "OUT": REQUIRED,
         "--gpu": None,
@@ -150,7 +142,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         **SHARED,
     },
     "inspect": {"SRC|OUT": REQUIRED, "--revision": None, **SHARED},
-    "schemas": {"--recipes": False, "--for": None, "--input-schema": None, **SHARED},
+    "schemas": {"--recipes": False, "--for": None, **SHARED},
 }
 
 
