@@ -30,7 +30,7 @@ _NUM_FINDINGS_SHOWN = 20
 _NUM_MEASURED_SHOWN = 10
 
 Document = dict[str, Any]
-Parts = Iterator[str | Table]  # printed one after the other
+Shown = Iterator[str | Table]  # printed one after the other
 
 
 class _Console(Console):
@@ -80,7 +80,7 @@ def _facts(*rows: tuple[str, Any]) -> Table:
     return table
 
 
-def _table(headers: Sequence[str], rows: Iterable[Sequence[Any]], caption: str = "") -> Parts:
+def _table(headers: Sequence[str], rows: Iterable[Sequence[Any]], caption: str = "") -> Shown:
     """Yield a caption and a table, nothing without rows. Numbers are right-aligned, long cells folded, never cut."""
     texts = [[_cell(value) for value in row] for row in rows]
     if not texts:
@@ -107,7 +107,7 @@ def _cell(value: Any) -> str:
 # --- conversions -------------------------------------------------------------------------------------------
 
 
-def _plan(document: Document) -> Parts:
+def _plan(document: Document) -> Shown:
     peak, worker = (
         f"{document[key] / 2**20:.0f} MiB" for key in ("peak_memory_bytes", "worker_bytes")
     )
@@ -131,7 +131,7 @@ def _plan(document: Document) -> Parts:
     yield "\nDry run: nothing was written."
 
 
-def _summary(document: Document) -> Parts:
+def _summary(document: Document) -> Shown:
     num_in, num_out = document["num_bytes_in"], document["num_bytes_out"]
     seconds = document["seconds"]
     time = [human_seconds(seconds), plural(document["num_workers"], "worker")]
@@ -207,7 +207,7 @@ def _conversion_rows(document: Document) -> list[tuple[str, str]]:
     return rows
 
 
-def _part(document: Document) -> Parts:
+def _part(document: Document) -> Shown:
     missing, parts_at_work = document["missing"], document["parts_at_work"]
     yield _facts(
         ("part", document["part"]),
@@ -218,13 +218,13 @@ def _part(document: Document) -> Parts:
     yield f"{document['out']} is no artifact yet."
 
 
-def _unfinished(document: Document) -> Parts:
+def _unfinished(document: Document) -> Shown:
     yield f"{document['folder']} holds an unfinished conversion, not an artifact yet."
     count = plural(document["num_groups_done"], "output unit")
     yield _facts(("finished", count), ("what to do", document["remedy"]))
 
 
-def _allocation(document: Document) -> Parts:
+def _allocation(document: Document) -> Shown:
     chosen = document["chosen"]
     limit = human_bytes(document["budget"]["limit_bytes"])
     size = human_bytes(chosen["size_bytes"])
@@ -250,7 +250,7 @@ def _allocation(document: Document) -> Parts:
 # --- sources and artifacts ---------------------------------------------------------------------------------
 
 
-def _source(document: Document) -> Parts:
+def _source(document: Document) -> Shown:
     dtypes = [f"{dtype} {human_bytes(size)}" for dtype, size in document["bytes_by_dtype"].items()]
     rows = [
         ("source", _source_text(document)),
@@ -282,7 +282,7 @@ def _source(document: Document) -> Parts:
     yield from _warnings(document)
 
 
-def _artifact(document: Document) -> Parts:
+def _artifact(document: Document) -> Shown:
     missing = document["missing_or_resized_files"]
     damage = f"{plural(len(missing), 'file')} missing or resized: {first_few(missing)}"
     size = f"{plural(document['num_files'], 'file')}, {human_bytes(document['num_bytes'])}"
@@ -307,7 +307,7 @@ def _artifact(document: Document) -> Parts:
     yield from _warnings(document)
 
 
-def _layers(runs: Iterable[Mapping[str, Any]]) -> Parts:
+def _layers(runs: Iterable[Mapping[str, Any]]) -> Shown:
     """Yield the table of MoE layers, one row for layers of the same shape (`documents.layer_runs`)."""
     keys = ("name", "num_blocks", "num_experts", "hidden_size", "intermediate_size", "top_k")
     rows = []
@@ -323,7 +323,7 @@ def _layers(runs: Iterable[Mapping[str, Any]]) -> Parts:
     yield from _table((*sizes, "activation", "stored as"), rows)
 
 
-def _errors(summary: Mapping[str, Mapping[str, Any]]) -> Parts:
+def _errors(summary: Mapping[str, Mapping[str, Any]]) -> Shown:
     """Yield the table of `summarize_errors`: relative errors over all layers."""
     headers = ("relative error", "smallest", "median", "largest", "worst layer")
     keys = ("min", "median", "max", "worst_block")
@@ -334,7 +334,7 @@ def _errors(summary: Mapping[str, Mapping[str, Any]]) -> Parts:
     yield from _table(headers, rows)
 
 
-def _warnings(document: Document) -> Parts:
+def _warnings(document: Document) -> Shown:
     for text in document["warnings"]:
         yield f"\nwarning: {text}"
 
@@ -342,7 +342,7 @@ def _warnings(document: Document) -> Parts:
 # --- checks ------------------------------------------------------------------------------------------------
 
 
-def _report(document: Document) -> Parts:
+def _report(document: Document) -> Shown:
     """Yield checks, findings and measurements, and a final PASS or FAIL line with the reason."""
     checks = document["checks"]
     for name, check in checks.items():
@@ -375,7 +375,7 @@ _COLUMNS = {  # check → caption of its measurements; key → header
 }
 
 
-def _measured(check: str, measured: Mapping[str, Any]) -> Parts:
+def _measured(check: str, measured: Mapping[str, Any]) -> Shown:
     """Yield the table of a check's measurements, the largest errors first."""
     if check not in _COLUMNS:
         return
@@ -420,7 +420,7 @@ def _first(check: Document) -> str:
     return f"{finding['what'].rstrip('.')} ({finding['where']}){more}"
 
 
-def _findings(findings: list[Document]) -> Parts:
+def _findings(findings: list[Document]) -> Shown:
     num_shown = _NUM_FINDINGS_SHOWN
     if findings and findings[0]["what"] in OF_ANOTHER_SOURCE:
         num_shown = 1  # the others follow from it
@@ -433,7 +433,7 @@ def _findings(findings: list[Document]) -> Parts:
         yield f"  … {len(findings) - num_shown} more; --json lists all"
 
 
-def _checkup(document: Document) -> Parts:
+def _checkup(document: Document) -> Shown:
     """Yield damage, notices, the layers furthest from the original, and a final line."""
     rows = [("checkpoint", document["checkpoint"]), ("against", document["against"])]
     if "family" in document:
@@ -469,7 +469,7 @@ def _checkup(document: Document) -> Parts:
     yield f"\n{verdict}{against}, {plural(len(document['notices']), 'notice')}"
 
 
-def _evaluation(document: Document) -> Parts:
+def _evaluation(document: Document) -> Shown:
     yield _evaluation_facts(document)
     yield from _warnings(document)
 
@@ -496,14 +496,14 @@ def _evaluation_facts(document: Document) -> Table:
     )
 
 
-def _page(document: Document) -> Parts:
+def _page(document: Document) -> Shown:
     yield f"The page is in {document['page']}."
 
 
 # --- publishing, kernels -----------------------------------------------------------------------------------
 
 
-def _push(document: Document) -> Parts:
+def _push(document: Document) -> Shown:
     if not document["num_files"]:
         yield f"{document['repo']} already holds the artifact, at commit {document['commit']}."
         return
@@ -512,7 +512,7 @@ def _push(document: Document) -> Parts:
     yield f"sha256 of hqconv.json: {document['manifest_sha256']}"
 
 
-def _publication(document: Document) -> Parts:
+def _publication(document: Document) -> Shown:
     """Yield the steps that ran, and a last line about the repo."""
     place = document["repo"] + (f", branch {document['branch']}," if document["branch"] else "")
     if document["was_published"]:
@@ -528,7 +528,7 @@ def _publication(document: Document) -> Parts:
         yield f"Nothing was published to {place}."
 
 
-def _warm(document: Document) -> Parts:
+def _warm(document: Document) -> Shown:
     yield _warm_facts(document, [f"activation {name}" for name in document["activations_left_out"]])
     yield f"\nThe kernels are in {document['folder']}."
     if document["not_signed_because"]:
@@ -539,7 +539,7 @@ def _warm(document: Document) -> Parts:
     yield f"Start the server with {document['variable']} to use them."
 
 
-def _warm_checkpoint(document: Document) -> Parts:
+def _warm_checkpoint(document: Document) -> Shown:
     yield _warm_facts(document, [f"{name} ({why})" for name, why in document["left_out"].items()])
     yield f"\nThe kernels are in Humming's cache, {document['folder']}: a server of this installation finds them there."
 
@@ -557,7 +557,7 @@ def _warm_facts(document: Document, left_out: list[str]) -> Table:
 # --- schemas -----------------------------------------------------------------------------------------------
 
 
-def _schemas(document: Document) -> Parts:
+def _schemas(document: Document) -> Shown:
     """Yield the weight presets, the shorthands and the activation schemas."""
     presets = []
     for preset in document["presets"]:
@@ -589,7 +589,7 @@ def _schemas(document: Document) -> Parts:
     yield "\nFILE.toml: the fields of Humming's HummingInputSchema. Not every pair runs on every target."
 
 
-def _gpu(document: Document) -> Parts:
+def _gpu(document: Document) -> Shown:
     """Yield the recommended schemas for a GPU, the command, and what runs with each input schema."""
     yield _facts(
         ("GPU", f"{document['gpu']} ({document['target']})"),
@@ -601,7 +601,7 @@ def _gpu(document: Document) -> Parts:
     yield from _table(("--input-schema", "schemas that run"), rows)
 
 
-def _recipes(document: Document) -> Parts:
+def _recipes(document: Document) -> Shown:
     rows = [
         (recipe["option"], recipe["description"])
         for recipe in (*document["recipes"], *document["schemas"])
@@ -610,7 +610,7 @@ def _recipes(document: Document) -> Parts:
     yield f"\nThe files are in {document['folder']}. A file of the same name in the current folder takes precedence."
 
 
-_RENDERERS: dict[str, Callable[[Document], Parts]] = {
+_RENDERERS: dict[str, Callable[[Document], Shown]] = {
     "plan": _plan,
     "summary": _summary,
     "part": _part,
