@@ -238,7 +238,7 @@ def convert(
     from hqconv.conversion.convert import (
         convert as run,
     )  # all libraries are loaded before the work begins
-    from hqconv.evaluation.held_out import held_out, with_evaluation
+    from hqconv.evaluation.evaluate import held_out, with_evaluation
 
     resources = values.resources_of(
         device, max_memory, max_gpu_memory, threads, is_part=own_part is not None

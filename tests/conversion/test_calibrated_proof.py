@@ -20,7 +20,7 @@ from hqconv.calibration.transformers_model import read_rest, read_text
 from hqconv.cli.app import app
 from hqconv.conversion.executor import Executor
 from hqconv.errors import OutputError, RequestError
-from hqconv.evaluation import held_out
+from hqconv.evaluation import evaluate as evaluation
 from hqconv.planning import calibration
 from tests.make.conversions import assert_verified, manifest, run
 from tests.make.families import save_family
@@ -159,7 +159,7 @@ def test_a_finished_artifact_is_not_evaluated_again(
     made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, expected = snapshot(made / "out"), recorded(made / "out")
-    monkeypatch.setattr(held_out, "compare_on_text", None)
+    monkeypatch.setattr(evaluation, "compare_on_text", None)
     modes: tuple[dict[str, Any], ...] = ({"resume": True}, {"update": True})
     for mode in modes:
         report = run(
@@ -264,7 +264,7 @@ def test_a_source_that_cannot_be_evaluated_is_warned_of(
     def fail(*_: Any, **__: Any) -> Any:
         raise RequestError("The transformers library cannot run this model.", where="the test")
 
-    monkeypatch.setattr(held_out, "compare_on_text", fail)
+    monkeypatch.setattr(evaluation, "compare_on_text", fail)
     options: dict[str, Any] = {"evaluate": made / "other"}
     report = run(made / "src", tmp_path / "out", "int4-g32", **options)
     assert report.evaluation is None
