@@ -253,7 +253,10 @@ def with_evaluation(
     digest = hashlib.sha256(text.tokens.raw).hexdigest()
     with Artifact(report.out, is_sealed=True) as artifact:
         evaluation = read_evaluation(report.out, artifact.manifest) if report.was_finished else None
-        if evaluation is None or evaluation["text"]["sha256"] != digest:
+        num_known = 0
+        if evaluation is not None and evaluation["text"]["sha256"] == digest:
+            num_known = evaluation["num_tokens"]
+        if evaluation is None or num_known < len(text.tokens.ids):
             if resources.is_cuda:
                 torch.cuda.empty_cache()
             try:
