@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
-from hqconv import __version__
 from hqconv.artifact.manifest import (
     OVERRIDE_KEYS,
     CalibrationEntry,
@@ -36,6 +35,7 @@ from hqconv.schemas.grid import EVEN
 from hqconv.schemas.options import ENCODING_KEYS
 from hqconv.schemas.sum_factors import COPIED
 from hqconv.schemas.weight_schema import SchemaPair
+from hqconv.version import __version__
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from hqconv import __version__
 from hqconv.artifact.build import (
     Measured,
     artifact_config,
@@ -58,6 +57,7 @@ from hqconv.schemas import artifact_names
 from hqconv.schemas.engine import ENGINE
 from hqconv.schemas.options import ENCODING_KEYS, RTN
 from hqconv.sources.opening import frozen_objects, without_gc
+from hqconv.version import __version__
 
 _LOG = logging.getLogger(__name__)
 

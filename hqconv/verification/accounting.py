@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from hqconv import __version__
 from hqconv.artifact.reader import Artifact
 from hqconv.errors import HqconvError, VerificationError
 from hqconv.formats.source_format import KNOWN_BY_SOURCE
@@ -17,6 +16,7 @@ from hqconv.schemas.tensors import TensorRef
 from hqconv.verification.figures import check_changes
 from hqconv.verification.rank_headers import is_static
 from hqconv.verification.result import CheckResult, compare_dicts, compare_names
+from hqconv.version import __version__
 
 _FACTS = {
     "layer": "index",

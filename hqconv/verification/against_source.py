@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from hqconv import __version__
 from hqconv.artifact.manifest import (
     Ancestor,
     FileEntry,
@@ -40,6 +39,7 @@ from hqconv.schemas.tensors import TensorRef
 from hqconv.verification.accounting import Placed, as_converted, compare_layers
 from hqconv.verification.gguf_reference import PublishedModel, StoredTokenizer, is_role
 from hqconv.verification.result import OTHER_SOURCE, CheckResult, Finding, compare_names, read_json
+from hqconv.version import __version__
 
 CHUNK_BYTES = 8 << 20
 _TOKENIZER, _TEMPLATE = "tokenizer.json", "chat_template.jinja"

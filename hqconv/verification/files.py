@@ -13,7 +13,6 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from hqconv import __version__
 from hqconv.artifact.manifest import Manifest, ManifestLayer, sealed
 from hqconv.artifact.model_card import is_own_card, is_own_sums
 from hqconv.artifact.reader import Artifact, Header
@@ -32,6 +31,7 @@ from hqconv.verification.against_source import check_source
 from hqconv.verification.content_sums import check_copied
 from hqconv.verification.rank_headers import SUFFIX, check_packed, check_rank_scales, check_ranks
 from hqconv.verification.result import CheckResult, compare_dicts, compare_names, read_json
+from hqconv.version import __version__
 
 _METADATA = {"format": "pt"}  # of an ordinary shard
 
