@@ -231,7 +231,7 @@ def source_notices(checkpoint: Source, experts: ExpertMap) -> list[str]:
     names = [layer.name for layer in experts.layers] + list(experts.left)
     family, text = BY_NAME.get(experts.family), text_config(checkpoint.config)
     notices = [] if family is None else layer_notices(family, names, checkpoint.tensors, text)
-    notices += halves_notices(checkpoint, experts.layers)
+    notices += halves_notices(checkpoint.read_into, experts.layers)
     if not experts.is_own_row:
         activations = ", ".join(
             dict.fromkeys(layer.activation.describe() for layer in experts.layers)
