@@ -33,6 +33,7 @@ FLOORS = {
     "planning": 8,
     "artifact": 9,
     "sources": 10,
+    "gguf": 11,
     "conversion": 11,
     "verification": 12,
     "checkup": 13,
@@ -43,6 +44,8 @@ FLOORS = {
     "cli": 16,
     "__main__": 17,
 }
+# Rooms that no other room imports, and those that may: they are reached through tables and interfaces.
+WINGS = {"gguf": ("cli", "api")}
 # Independent references: modules that share nothing with the code they check but these rooms.
 INDEPENDENT = {
     "hqconv.layout_decoder": ("hqconv.errors", "hqconv.schemas", "hqconv.jit"),
@@ -54,7 +57,11 @@ INDEPENDENT = {
         "hqconv.layout_decoder",
         "hqconv.io",
     ),
-    "hqconv.verification.gguf_reference": ("hqconv.errors", "hqconv.schemas", "hqconv.io"),
+    "hqconv.gguf.reference": (
+        "hqconv.gguf.header",
+        "hqconv.models.source_protocol",  # the interface alone
+        "hqconv.schemas",
+    ),
     # Formulas of activations; what is judged, a kernel, has its own.
     "hqconv.verification.reference": (
         "hqconv.schemas.activation",
@@ -76,7 +83,7 @@ ONLY_IN = {
         "hqconv.serving.vllm.tuning",
     ),
     "jinja2": ("hqconv.reports.page",),
-    "gguf": ("hqconv.io.gguf_header",),
+    "gguf": ("hqconv.gguf.header",),
     "bitsandbytes": ("hqconv.formats.bitsandbytes",),
     "typer": tuple(
         f"hqconv.cli.{name}" for name in ("app", "command", "commands", "output", "options")
@@ -111,7 +118,7 @@ LIGHT = (
     *("hqconv.models", "hqconv.kernel_layout.compatibility"),
     *("hqconv.kernel_layout.kernel_sources", "hqconv.serving.vllm.kernel_requests"),
     "hqconv.formats",
-    *("hqconv.sources", "hqconv.artifact.reader"),
+    *("hqconv.gguf.header", "hqconv.gguf.source", "hqconv.sources", "hqconv.artifact.reader"),
     *("hqconv.serving.artifact_view", "hqconv.serving.server_compatibility"),
     *(
         "hqconv.artifact.rank_file",
@@ -214,6 +221,16 @@ def wrong_direction(found: Imports) -> list[str]:
     ]
 
 
+def into_a_wing(found: Imports) -> list[str]:
+    return [
+        f"{name} imports {target}"
+        for name, items in found.items()
+        for target, _ in items
+        if is_in(target, "hqconv") and room_of(target) in WINGS
+        if room_of(name) not in (room_of(target), *WINGS[room_of(target)])
+    ]
+
+
 def forbidden_libraries(found: Imports) -> list[str]:
     return [
         f"{name} imports {target}"
@@ -287,6 +304,7 @@ def beyond_the_seams(sources: Mapping[str, str]) -> list[str]:
 
 RULES = (
     wrong_direction,
+    into_a_wing,
     forbidden_libraries,
     shared_with_the_judged,
     circles,
@@ -357,6 +375,7 @@ WRONG: list[tuple[Callable[[Imports], list[str]], dict[str, str]]] = [
     (wrong_direction, {"hqconv.io.hub": f"importlib.import_module('{PLAN}')", PLAN: ""}),
     (wrong_direction, {"hqconv.": "from hqconv.errors import x", "hqconv.errors": ""}),
     (wrong_direction, {"hqconv.io.hub": "from hqconv import __version__", "hqconv.": ""}),
+    (into_a_wing, {"hqconv.verification.verify": "from hqconv.gguf.header import library"}),
     (forbidden_libraries, {"hqconv.verification.verify": "import humming.ops"}),
     (
         shared_with_the_judged,

@@ -18,7 +18,7 @@ from hqconv.artifact.manifest import Manifest, json_bytes, read_manifest
 from hqconv.artifact.model_card import card_bytes
 from hqconv.io.durable_files import size_of
 from hqconv.io.file_access import sha256_of
-from hqconv.models.source_protocol import NOT_MADE, Source
+from hqconv.models.source_protocol import Source
 from hqconv.planning.plan import ConversionPlan
 from hqconv.schemas.artifact_names import CARD, CONFIG, MANIFEST, SUMS
 
@@ -57,9 +57,8 @@ def why_not_current(
     if difference is not None:
         key, expected, found = difference
         return f"{key} differs: {expected} is now {found}"
-    failed = any(text.startswith(NOT_MADE) for text in manifest.warnings or ())
-    planned = {*plan.paths} - {SUMS, MANIFEST, *(plan.made_files if failed else ())}
-    if planned != manifest.files.keys():
+    may_lack = {SUMS, MANIFEST, *plan.made_files}
+    if {*plan.paths} - may_lack != manifest.files.keys() - may_lack:
         return "the source has other files beside its weights"
     if out is not None and (missing := manifest.missing_files(lambda name: size_of(out / name))):
         return f"{missing[0]} is missing or has another size"
@@ -98,7 +97,9 @@ def _why_not_same_source(
     config = hashlib.sha256(json_bytes(artifact_config(source, plan))).hexdigest()
     if config != manifest.files[CONFIG].sha256:
         return f"{CONFIG} of the source has other bytes"
-    card = hashlib.sha256(card_bytes(manifest, source.loose.card, is_artifact=False)).hexdigest()
+    card = hashlib.sha256(
+        card_bytes(manifest, source.sidecar_files.card, is_artifact=False)
+    ).hexdigest()
     if CARD in manifest.files and card != manifest.files[CARD].sha256:
         return f"{CARD} of the source has other bytes"
     return ""

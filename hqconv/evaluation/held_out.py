@@ -66,7 +66,7 @@ def held_out(
             raise RequestError(what, where="--max-kl", remedy=remedy)
         return HeldOut()
     transformers = import_transformers("A model is evaluated")
-    source.fetch(source.other_files)  # the tokenizer's among them
+    source.fetch(source.sidecar_files.names)  # the tokenizer's among them
     with quiet_loading(transformers), folder_of(source) as folder:
         place = str(source.place)
         if text is not None:

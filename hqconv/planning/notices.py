@@ -246,29 +246,17 @@ def source_notices(checkpoint: Source, experts: ExpertMap) -> list[str]:
             f"the source has no {artifact_names.INDEX}: its tensors are those of its {len(checkpoint.files)} numbered "
             "shards. The artifact has an index of its own; a server of the source needs one."
         )
-    if checkpoint.made.planned:
-        notices.append(checkpoint.made.notice)
-    elif not has_tokenizer(checkpoint.other_files):
-        made = checkpoint.made
-        if made.obstacle:
-            notices.append(
-                f"no tokenizer can be made from the metadata of {made.origin}: {made.obstacle}."
-            )
-        if checkpoint.place == checkpoint.root:
-            notices.append(no_tokenizer("source"))
-        else:
-            remedy = (
-                "put the GGUF file and the publisher's files into a folder, and convert the folder"
-            )
-            notices.append(no_tokenizer("source", remedy))
+    beside = checkpoint.sidecar_files
+    if not has_tokenizer((*beside.names, *beside.generated)):
+        notices.append(no_tokenizer("source"))
     return notices
 
 
-def no_tokenizer(folder: str, remedy: str = "copy the publisher's files into it") -> str:
-    """Return the warning of a folder, or a file, without a tokenizer."""
+def no_tokenizer(what: str) -> str:
+    """Return the warning of a source or artifact without a tokenizer."""
     return (
-        f"the {folder} has no tokenizer (tokenizer.json, tokenizer.model, vocab.json …): {remedy}, or start the server "
-        "with --tokenizer."
+        f"the {what} has no tokenizer (tokenizer.json, tokenizer.model, vocab.json …): copy the publisher's files into "
+        "the folder of the weights and use the folder, or start the server with --tokenizer."
     )
 
 
@@ -292,14 +280,14 @@ def calibration_notices(calibration: Calibration | None, config: Mapping[str, An
 
 def source_warnings(checkpoint: Source) -> list[str]:
     """List the files of the source that are not taken along; warn if its license and tags are not taken over."""
-    left_out = checkpoint.loose.left_out
+    left_out = checkpoint.sidecar_files.left_out
     warnings = [
         f"{name} is left out: {reason}." for name, reason in left_out.items() if reason != FOREIGN
     ]
     if foreign := [name for name, reason in left_out.items() if reason == FOREIGN]:
         what = plural(len(foreign), "file or folder", "files and folders")
         warnings.append(f"{what} left out: {FOREIGN} ({first_few(foreign)}).")
-    problem = FrontMatter.of(checkpoint.loose.card or b"").problem
+    problem = FrontMatter.of(checkpoint.sidecar_files.card or b"").problem
     if problem:
         warnings.append(f"The front matter of {artifact_names.CARD} was not taken over: {problem}.")
     return warnings

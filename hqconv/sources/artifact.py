@@ -72,7 +72,6 @@ class ArtifactSource(SafetensorsSource):
         self.quantization = self.artifact.manifest.source.quantization_config
         self.config = names.admit_transformers(self.config)
         self.config.pop("quantization_config", None)
-        self.other_files = tuple(f for f in self.other_files if f != names.MANIFEST)
         self._readers: dict[str, ExpertReader] = {}
         self._add_rank_files()
 
@@ -107,13 +106,12 @@ class ArtifactSource(SafetensorsSource):
         for path in sorted(self.artifact.manifest.files):
             if not path.startswith(f"{names.EXPERTS_FOLDER}/"):
                 continue
-            file, header, _ = self._read_file(len(files), path)
+            file, header = self._read_file(len(files), path)
             for tensor, ref in header.items():
                 full = f"{path}:{tensor}"
                 self.tensors[full] = ref._replace(name=full)
             files.append(file)
         self.files = tuple(files)
-        self.total_bytes = sum(ref.num_bytes for ref in self.tensors.values())
 
     # --- headers
 

@@ -408,14 +408,8 @@ def test_opens_a_sharded_folder(tmp_path: Path) -> None:
         assert (checkpoint.revision, checkpoint.repo_id) == (None, None)
         assert checkpoint.config == {"model_type": "x", "limit": float("inf")}
         assert [file.name for file in checkpoint.files] == sorted(shards)
-        assert checkpoint.metadata == tuple(
-            {"format": "pt", "shard": name} for name in sorted(shards)
-        )
         index = (root / "model.safetensors.index.json").read_bytes()
         assert checkpoint.index_sha256 == hashlib.sha256(index).hexdigest()
-        assert checkpoint.total_bytes == sum(
-            x.nbytes for shard in shards.values() for x in shard.values()
-        )
         order = [(ref.file, ref.offset_bytes) for ref in checkpoint.tensors.values()]
         assert order == sorted(order)
         for number, name in enumerate(sorted(shards)):
@@ -622,10 +616,10 @@ def test_files_that_belong_to_the_model(
     with serve(root) as server:
         use(monkeypatch, server.url, tmp_path / "cache")
         source = open_source("org/name", is_lazy=True) if on_hub else SafetensorsSource(root)
-    assert source.other_files == tuple(sorted(COPIED))
+    assert source.sidecar_files.names == tuple(sorted(COPIED))
     folders = {name.split("/")[0] + "/" for name in FOLDERS}
-    assert set(source.loose.left_out) == {*LEFT_OUT, *folders}
-    assert set(source.loose.left_out.values()) == {"no part of the model"}
+    assert set(source.sidecar_files.left_out) == {*LEFT_OUT, *folders}
+    assert set(source.sidecar_files.left_out.values()) == {"no part of the model"}
 
 
 def test_a_dangling_link_is_not_passed_over(tmp_path: Path) -> None:
@@ -963,7 +957,7 @@ def test_opens_a_cached_repo(hub_cache: Path, revision: str | None) -> None:
             "org/name",
             COMMIT,
         )
-        assert checkpoint.other_files == ("tokenizer.json",)
+        assert checkpoint.sidecar_files.names == ("tokenizer.json",)
         for shard in two_shards().values():
             for name, value in shard.items():
                 assert read_all(checkpoint, name) == value.tobytes()
@@ -1042,8 +1036,8 @@ def test_downloads_what_is_needed_and_nothing_else(
     assert sorted(server.whole) == sorted(wanted)
     headers = {"consolidated.safetensors", "o.safetensors"}  # are they another reading of the repo?
     assert server.fetched == {*wanted, *headers}
-    assert checkpoint.other_files == tuple(sorted(small))
-    assert checkpoint.other_files == SafetensorsSource(repo).other_files
+    assert checkpoint.sidecar_files.names == tuple(sorted(small))
+    assert checkpoint.sidecar_files.names == SafetensorsSource(repo).sidecar_files.names
 
 
 def test_downloads_a_single_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,7 +174,9 @@ def test_no_other_value_passes(
             try:
                 if "files" not in path:
                     again = card_bytes(
-                        read_manifest(out), source.loose.card, is_artifact=source.guard.is_held
+                        read_manifest(out),
+                        source.sidecar_files.card,
+                        is_artifact=source.guard.is_held,
                     )
                     (out / "README.md").write_bytes(again)
                     sha256 = hashlib.sha256(again).hexdigest()

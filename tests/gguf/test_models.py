@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-import hqconv.sources.gguf
+import hqconv.gguf.model
 from hqconv.cli.app import app
 from hqconv.errors import HqconvError, InputError, RequestError
+from hqconv.gguf.model import ARCHITECTURES
 from hqconv.models.source_protocol import Source
-from hqconv.sources.gguf_model import ARCHITECTURES
 from hqconv.sources.opening import open_source
 from tests.make.gguf_models import (
     MODELS,
@@ -244,15 +244,15 @@ def test_memory_is_that_of_a_few_rows(
         ]
         whole = {name: read(source, name) for name in names}
         sizes: list[int] = []
-        plain = hqconv.sources.gguf.dequantize
+        plain = hqconv.gguf.model.dequantize
 
         def spy(raw: np.ndarray[Any, Any], ggml_type: str) -> np.ndarray[Any, Any]:
             floats = plain(raw, ggml_type)
             sizes.append(floats.size)
             return floats
 
-        monkeypatch.setattr("hqconv.sources.derived_tensor.dequantize", spy)
-        monkeypatch.setattr("hqconv.sources.derived_tensor._CHUNK_NUMBERS", 512)
+        monkeypatch.setattr("hqconv.gguf.model.dequantize", spy)
+        monkeypatch.setattr("hqconv.gguf.model._CHUNK_NUMBERS", 512)
         for name in names:
             assert torch.equal(read(source, name), whole[name]), name
         assert sizes
@@ -421,7 +421,7 @@ def test_a_folder_of_several_models(tmp_path: Path) -> None:
     error = refused(tmp_path, RequestError, str(tmp_path))
     assert "mixtral, qwen2_moe" in str(error.found)
     with open_source(first) as source:
-        assert (source.name, source.config["model_type"], source.other_files) == (
+        assert (source.name, source.config["model_type"], source.sidecar_files.names) == (
             "qwen2_moe",
             "qwen2_moe",
             (),
@@ -430,7 +430,7 @@ def test_a_folder_of_several_models(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
     with open_source(tmp_path) as source:
         assert source.config["model_type"] == "qwen2_moe"
-        assert source.other_files == ("tokenizer.json",)
+        assert source.sidecar_files.names == ("tokenizer.json",)
 
 
 def test_the_publishers_config(tmp_path: Path, published: Callable[[str], Path]) -> None:
