@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from hqconv.artifact.manifest import (
     Ancestor,
@@ -28,21 +27,18 @@ from hqconv.formats.source_format import DIRECT, DIRECT_ROUNDED
 from hqconv.io.file_access import sha256_of
 from hqconv.layout_decoder.codes import Array
 from hqconv.models.expert_map import ExpertMap
-from hqconv.models.source_protocol import MADE, NOT_MADE, Source
+from hqconv.models.source_protocol import ReferenceTensor, Source, SourceReference
 from hqconv.planning.layer_encoding import quantizer_version
 from hqconv.planning.notices import request_warnings, source_warnings
 from hqconv.schemas import artifact_names as names
-from hqconv.schemas.dtypes import torch_dtype
 from hqconv.schemas.model_config import attention_heads
 from hqconv.schemas.options import QUANTIZERS, RTN
 from hqconv.schemas.tensors import TensorRef
 from hqconv.verification.accounting import Placed, as_converted, compare_layers
-from hqconv.verification.gguf_reference import PublishedModel, StoredTokenizer, is_role
-from hqconv.verification.result import OTHER_SOURCE, CheckResult, Finding, compare_names, read_json
+from hqconv.verification.result import OTHER_SOURCE, CheckResult, Finding, compare_names
 from hqconv.version import __version__
 
 CHUNK_BYTES = 8 << 20
-_TOKENIZER, _TEMPLATE = "tokenizer.json", "chat_template.jinja"
 
 
 def check_source(
@@ -80,106 +76,29 @@ def check_source(
             f"the source is that of the artifact {plural(len(lineage.between), 'step')} before"
         )
     _compare_accounting(artifact, experts, result, is_own=lineage.is_own)
-    stored = source.stored_model
-    model = None if stored is None else PublishedModel(stored, source.config)
-    _compare_copied(artifact, source, model, experts.copied, copied, pool, result)
-    if model is not None:
-        _check_made_config(artifact, model, result)
-    _check_gguf_roles(artifact, result)
+    reference = source.reference()
+    _compare_copied(artifact, source, reference, experts.copied, copied, pool, result)
+    if reference is not None:
+        _check_stored(artifact, reference, result)
     others = {
         path
         for path in artifact.manifest.files
         if path not in (names.CONFIG, names.INDEX, names.CARD, names.SUMS)
         and not path.endswith(".safetensors")
     }
-    made = others.intersection(source.made.names)
-    others -= made
-    compare_names("files copied from the source", "file", others, source.other_files, result)
-    source.fetch(sorted(others.intersection(source.other_files)))
-    for path in sorted(others.intersection(source.other_files)):
+    beside = source.sidecar_files
+    others.difference_update(beside.generated)
+    compare_names("files copied from the source", "file", others, beside.names, result)
+    source.fetch(sorted(others.intersection(beside.names)))
+    for path in sorted(others.intersection(beside.names)):
         expected, found = sha256_of(source.root / path), artifact.manifest.files[path].sha256
         if expected != found:
             result.add(path, "A file is not the source's.", f"sha256 {expected}", found)
-    if made or any(text.startswith(MADE) for text in artifact.manifest.warnings or ()):
-        _check_made(artifact, source, result)
-
-
-def _check_made(artifact: Artifact, source: Source, result: CheckResult) -> None:
-    """Make the tokenizer again, and compare it: other versions than the conversion's may write other bytes."""
-    if any(text.startswith(MADE) for text in artifact.manifest.warnings or ()):
-        missing = set(source.made.names) - artifact.manifest.files.keys()
-        compare_names("files made from the source's metadata", "file", (), missing, result)
-    _check_words(artifact, source, result)
-    made, remark = source.make_files()
-    if remark not in (artifact.manifest.warnings or ()):
-        result.notes.append(
-            f"the tokenizer was not compared with the source's metadata. Here: {remark or 'none'}"
-        )
-        return
-    for path, data in made.items():
-        expected, file = hashlib.sha256(data).hexdigest(), artifact.manifest.files.get(path)
-        found = "no such file" if file is None else file.sha256
-        if found != expected:
-            result.add(
-                path,
-                "A file is not the one made from the source's metadata.",
-                f"sha256 {expected}",
-                found,
-            )
-
-
-def _check_words(artifact: Artifact, source: Source, result: CheckResult) -> None:
-    """Check that a tokenizer that was made has the words of the first GGUF file, by id; not of a file on the Hub."""
-    path = source.root / source.files[0].name
-    if (
-        _TOKENIZER not in source.made.names
-        or _TOKENIZER not in artifact.manifest.files
-        or not path.is_file()
-    ):
-        return
-    document = read_json(artifact.fetched(_TOKENIZER), result) or {}
-    try:
-        vocabulary = document["model"]["vocab"]
-        by_id = (
-            {number: word for word, number in vocabulary.items()}
-            if isinstance(vocabulary, dict)
-            else {}
-        )
-        by_id = by_id or {number: word for number, (word, *_) in enumerate(vocabulary)}
-        by_id |= {one["id"]: one["content"] for one in document["added_tokens"]}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        result.add(_TOKENIZER, "The file is no tokenizer.", "words by id", repr(error))
-        return
-    stored = StoredTokenizer(path)
-    merges = [
-        one if isinstance(one, str) else " ".join(one)
-        for one in document["model"].get("merges") or ()
-    ]
-    if stored.merges is not None and merges != list(stored.merges):
-        result.add(
-            _TOKENIZER,
-            "The merges are not those of the GGUF file.",
-            len(stored.merges),
-            len(merges),
-        )
-    template = artifact.manifest.files.get(_TEMPLATE)
-    if (
-        template is not None
-        and template.sha256 != hashlib.sha256(str(stored.template).encode()).hexdigest()
-    ):
-        result.add(
-            _TEMPLATE, "The chat template is not that of the GGUF file.", str(stored.template)[:80]
-        )
-    expected = dict(enumerate(stored.words or ()))
-    for number in sorted(expected.keys() | by_id.keys()):
-        if expected.get(number) != by_id.get(number):
-            where, what = f"{_TOKENIZER}: word {number}", "A word is not that of the GGUF file."
-            result.add(where, what, repr(expected.get(number)), repr(by_id.get(number)))
 
 
 def _check_card(artifact: Artifact, source: Source, result: CheckResult) -> None:
     """Check that the model card is made of the manifest's text and the source's card."""
-    manifest, card = artifact.manifest, source.loose.card
+    manifest, card = artifact.manifest, source.sidecar_files.card
     if names.CARD not in manifest.files:
         return
     found = manifest.files[names.CARD]
@@ -237,16 +156,9 @@ def _check_warnings(
         list(request_warnings(experts, replace(spec, **way), source.config, heads)) for way in ways
     ]
     known, found = source_warnings(source), list(artifact.manifest.warnings or ())
-    remarks = [text for text in found if text.startswith((MADE, NOT_MADE))]
-    found = [text for text in found if text not in (*known, *remarks) and " left out: " not in text]
-    if len(remarks) != bool(source.made.origin):
-        what = "The manifest does not say whether a tokenizer was made."
-        result.add(
-            f"{names.MANIFEST}: warnings",
-            what,
-            "one warning" if source.made.origin else "none",
-            remarks,
-        )
+    remark = "tokenizer was made from the metadata of"
+    found = [text for text in found if text not in known and " left out: " not in text]
+    found = [text for text in found if remark not in text]
     if found not in possible:
         result.add(
             f"{names.MANIFEST}: warnings",
@@ -375,16 +287,15 @@ def _compare_accounting(
 def _compare_copied(
     artifact: Artifact,
     source: Source,
-    model: PublishedModel | None,
+    reference: SourceReference | None,
     expected: Collection[str],
     copied: Mapping[str, Placed],
     pool: ThreadPoolExecutor,
     result: CheckResult,
 ) -> None:
-    """Compare dtype, shape and bytes of every copied tensor; names of others are compared elsewhere.
+    """Compare dtype, shape and bytes of every copied tensor, with the reference's where the source has one.
 
-    model: of GGUF files, whose tensors no artifact has as they are: the reference's are compared, and each stored
-    tensor beside the experts must be in one of them, or be left out with reason.
+    Names of others are compared elsewhere.
     """
     for name in sorted(set(expected) - copied.keys()):
         result.add(
@@ -392,51 +303,48 @@ def _compare_copied(
         )
     compared = sorted(copied.keys() & set(expected), key=lambda name: -copied[name][1].num_bytes)
     found = pool.map(
-        lambda name: _difference(artifact, source, model, name, copied[name]), compared
+        lambda name: _difference(artifact, source, reference, name, copied[name]), compared
     )
     for name, difference in sorted(zip(compared, found, strict=True)):
         if difference is not None:
             result.add(f"{copied[name][0]}, tensor {name}", *difference)
-    if model is None:
-        return
-    used, tensors = (
-        {part.name for name in compared for part in model.parts(name)},
-        artifact.manifest.tensors,
-    )
-    for name, ref in model.stored.tensors.items():
-        is_lost = (
-            ref.name in tensors.dropped and not model.may_be_left_out(name) and "_exps." not in name
-        )
-        if is_lost or (
-            ref.name not in used and ref.name not in {**tensors.converted, **tensors.dropped}
-        ):
-            what = "A tensor of the GGUF files is in no tensor of the artifact."
-            result.add(
-                f"source: {ref.name}",
-                what,
-                "in a model shard",
-                tensors.dropped.get(ref.name, "absent"),
-            )
+
+
+def _check_stored(artifact: Artifact, reference: SourceReference, result: CheckResult) -> None:
+    """Check that no tensor of the source's files is lost, and that each projection is of the right one."""
+    tensors = artifact.manifest.tensors
+    for name in reference.lost(tensors.copied, tensors.converted, tensors.dropped):
+        what = "A tensor of the source's files is in no tensor of the artifact."
+        found = tensors.dropped.get(name, "absent")
+        result.add(f"source: {name}", what, "in a model shard", found)
+    for layer in artifact.layers:
+        with suppress(VerificationError):  # reported already
+            for role, slices in artifact.moe_layer(layer).parts.items():
+                weight = slices["weight"]
+                if not reference.is_projection(role, weight.template, weight.view.index):
+                    where = f"{names.MANIFEST}: {layer}: source_parts: {role}"
+                    what = "A projection is another tensor of the source's files."
+                    result.add(where, what, role, weight.template)
 
 
 def _difference(
-    artifact: Artifact, source: Source, model: PublishedModel | None, name: str, place: Placed
+    artifact: Artifact, source: Source, reference: SourceReference | None, name: str, place: Placed
 ) -> tuple[str, str, str] | None:
     """Return the finding about a copied tensor, with the expected and found texts; None for one that is right."""
     (path, entry), ref = place, source.tensors[name]
-    if model is not None and not model.parts(name):
-        return "A tensor is in no GGUF file.", "one with its values", "none"
-    form = (ref.dtype, ref.shape) if model is None else model.form(name)
-    if form != (entry.dtype, entry.shape):
+    expected = ReferenceTensor(ref.dtype, ref.shape, _source_bytes(source, ref))
+    if reference is not None:
+        derived = reference.tensor(name)
+        if derived is None:
+            return "A tensor is in no file of the source.", "one with its values", "none"
+        expected = derived
+    if (expected.dtype, expected.shape) != (entry.dtype, entry.shape):
         what = "A copied tensor has another dtype or shape than the source's."
-        return what, f"{form[0]} {list(form[1])}", f"{entry.dtype} {list(entry.shape)}"
+        forms = [f"{tensor.dtype} {list(tensor.shape)}" for tensor in (expected, entry)]
+        return what, forms[0], forms[1]
     start = count = first = 0
     try:
-        for theirs in (
-            _source_bytes(source, ref)
-            if model is None
-            else _published_bytes(model, ref.name, form[0])
-        ):
+        for theirs in expected.pieces:
             ours = np.empty(len(theirs), np.uint8)
             artifact.read(path, ours.data, entry.offset_bytes + start)
             wrong = np.flatnonzero(ours != theirs)
@@ -455,38 +363,6 @@ def _source_bytes(source: Source, ref: TensorRef) -> Iterator[Array]:
         data = np.empty(min(CHUNK_BYTES, ref.num_bytes - start), np.uint8)
         source.read_into(ref, data.data, start)
         yield data
-
-
-def _published_bytes(model: PublishedModel, name: str, dtype: str) -> Iterator[Array]:
-    for values in model.values(name):
-        yield torch.from_numpy(values).to(torch_dtype(dtype)).view(torch.uint8).numpy().reshape(-1)
-
-
-def _check_made_config(artifact: Artifact, model: PublishedModel, result: CheckResult) -> None:
-    """Check a config.json that was made of a GGUF file's metadata."""
-    config = read_json(artifact.root / names.CONFIG, result) or {}
-    config["rope_scaling.factor"] = (config.get("rope_scaling") or {}).get("factor")
-    for key, expected in {} if model.stored.has_config else model.config().items():
-        found = config.get(key, expected)
-        pair = (expected, found)
-        if isinstance(expected, float) and isinstance(found, float):
-            pair = (float(np.float32(expected)), float(np.float32(found)))
-        if pair[0] != pair[1]:
-            what = "The config is not that of the GGUF files' metadata."
-            result.add(f"{names.CONFIG}: {key}", what, expected, found)
-
-
-def _check_gguf_roles(artifact: Artifact, result: CheckResult) -> None:
-    """Check that gate, up and down are the GGUF tensors of these names."""
-    for name in artifact.layers:
-        with suppress(VerificationError):  # reported already
-            for role, parts in artifact.moe_layer(name).parts.items():
-                template = parts["weight"].template
-                if ".gguf:" in template and not is_role(role, template, parts["weight"].view.index):
-                    where = f"{names.MANIFEST}: {name}: source_parts: {role}"
-                    result.add(
-                        where, "A projection is another tensor of the GGUF files.", role, template
-                    )
 
 
 # --- the source of an ancestor ------------------------------------------------------------------------------
