@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 _NUM_THREADS = (
     8  # hides the latency of networks and network file systems; the parsing itself holds the GIL
 )
-_SEE_DISK = "See to the disk or the network of the file, then run the same command again (`convert`: with --resume)."
 _KEEP = "Keep the checkpoint as it is during the conversion, and start again."
 
 
@@ -68,15 +67,15 @@ class SafetensorsSource:
         self.guard.look_if_there(hub.SMALL_FILES)
         self.config: dict[str, Any] = checkpoint_files.read_config(root)
         self.quantization = _quantization(root, self.config)
-        here = {path.name for path in root.iterdir() if path.is_file()} | set(
-            listing.sizes if listing else ()
-        )
+        here = {path.name for path in root.iterdir() if path.is_file()}
+        if listing is not None:
+            here.update(listing.sizes)
         weight_map, self.index_sha256 = checkpoint_files.read_weight_map(root)
         shards = sorted(filter(checkpoint_files.is_shard, here))
         names = [SINGLE] if SINGLE in shards else shards
         if weight_map is not None:
             names = sorted(set(weight_map.values()))
-            self._check_present(weight_map, has_single=SINGLE in shards)
+            self._check_present(weight_map, here)
         self.files, self.tensors = self._read_files(names)
         if weight_map is None:
             checkpoint_files.check_all_there(root, names)
@@ -114,40 +113,32 @@ class SafetensorsSource:
 
     # --- headers
 
-    def _has(self, name: str) -> bool:
-        return (self.root / name).is_file() or (
-            self.listing is not None and name in self.listing.sizes
-        )
-
-    def _refuse_other_reading(self, others: Sequence[str]) -> None:
+    def _refuse_other_reading(self, names: Sequence[str]) -> None:
         """Refuse a file beside those of the checkpoint that holds some of the same tensors: servers choose differently.
 
         Raises InputError that names both.
         """
-
-        def tensors(name: str) -> Collection[str]:
-            try:
-                return self._read_header(name)[0]
-            except InputError:  # no server reads it either
-                return ()
-
         sets = {checkpoint_files.set_of(file.name) for file in self.files} - {None}
-        with ThreadPoolExecutor(_NUM_THREADS) as pool:
-            for other, found in zip(others, pool.map(tensors, others), strict=True):
-                twice = min((name for name in found if name in self.tensors), default=None)
-                if twice is not None:
-                    one = self.files[self.tensors[twice].file].name
-                    raise checkpoint_files.tensor_in_two_files(twice, one, other)
-                if found and checkpoint_files.set_of(other) in sets:
-                    raise InputError(
-                        "The index does not name a shard of the checkpoint.",
-                        where=f"{self.root / other}, tensor {next(iter(found))!r}",
-                        expected=f"all shards in {INDEX}",
-                        remedy=checkpoint_files.COPY_AGAIN,
-                    )
+        for name in names:
+            try:
+                tensors, _ = self._read_header(name)
+            except InputError:  # no server reads it either
+                continue
+            twice = sorted(tensors.keys() & self.tensors.keys())
+            if twice:
+                own_name = self.files[self.tensors[twice[0]].file].name
+                raise checkpoint_files.tensor_in_two_files(twice[0], own_name, name)
+            if tensors and checkpoint_files.set_of(name) in sets:
+                raise InputError(
+                    "The index does not name a shard of the checkpoint.",
+                    where=f"{self.root / name}, tensor {next(iter(tensors))!r}",
+                    expected=f"all shards in {INDEX}",
+                    remedy=checkpoint_files.COPY_AGAIN,
+                )
 
-    def _check_present(self, weight_map: dict[str, str], *, has_single: bool) -> None:
-        if has_single and SINGLE not in weight_map.values():
+    def _check_present(self, weight_map: dict[str, str], here: set[str]) -> None:
+        """Check that all shards of the index are among the files that are here, and no other whole model."""
+        if SINGLE in here and SINGLE not in weight_map.values():
             raise InputError(
                 "The folder can be read in two ways.",
                 where=str(self.root),
@@ -156,7 +147,11 @@ class SafetensorsSource:
                 remedy=checkpoint_files.ONE_READING,
             )
         tensor_of = {name: tensor for tensor, name in reversed(weight_map.items())}
-        missing = sorted(name for name in tensor_of if not self._has(name))
+        missing = [
+            name
+            for name in sorted(tensor_of)
+            if name not in here and not (self.root / name).is_file()  # in a folder of its own
+        ]
         if missing:
             shown = first_few(missing)
             what = f"Shards that the index names are missing ({len(missing)} of {len(tensor_of)}): {shown}."
@@ -270,7 +265,7 @@ class SafetensorsSource:
     def forget(self, name: str) -> None:
         """Read a file of a repo from the Hub again, as its copy will be removed; any thread may call it."""
         self.guard.forget(name)
-        with self._closing():
+        with suppress(CloseError):  # of a file that was only read
             self._descriptors.drop(name)
 
     # --- experts
@@ -332,7 +327,7 @@ class SafetensorsSource:
             self._fill_from_hub(name, views, offset)
             return
         try:
-            with self._closing(), self._descriptors.using(name) as descriptor:
+            with self._descriptors.using(name) as descriptor:
                 reached = fill(descriptor, views, offset)
         except OSError as error:
             if not self.is_here(name):  # removed by now: it was there for other tensors than these
@@ -353,16 +348,15 @@ class SafetensorsSource:
             view[:], data = data[: len(view)], data[len(view) :]
 
     def close(self) -> None:
-        """Close the files; no read may be under way, and none may follow. Raises InputError."""
-        with self._closing():
+        """Close the files; no read may be under way, and none may follow."""
+        with suppress(CloseError):  # of a file that was only read
             self._descriptors.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        with suppress(*((InputError,) if any(error) else ())):  # the first error is the one to tell
-            self.close()
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _open_file(self, name: str) -> int:
         descriptor = open_regular(self.guard.path_of(name))
@@ -382,19 +376,6 @@ class SafetensorsSource:
                 remedy=_KEEP,
             )
         return descriptor
-
-    @contextmanager
-    def _closing(self) -> Iterator[None]:
-        """Turn the error of a file that cannot be closed into an InputError."""
-        try:
-            yield
-        except CloseError as error:
-            raise InputError(
-                "A file of the source cannot be closed.",
-                where=str(self.root / error.key),
-                found=error.strerror,
-                remedy=_SEE_DISK,
-            ) from error
 
     def _read_error(self, ref: TensorRef, what: str, found: object) -> InputError:
         where = f"{self.guard.path_of(self.files[ref.file].name)}, tensor {ref.name!r}"
