@@ -15,20 +15,18 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
-from hqconv.cli.app import app
-from hqconv.errors import HqconvError, InputError, RequestError
-from hqconv.formats.source_format import REQUANTIZED, conversion_of, why_not_direct
+from hqconv import inspect, plan
+from hqconv.errors import InputError, RequestError
 from hqconv.formats.source_matrix import SourceMatrix
 from hqconv.gguf.header import read_header
 from hqconv.gguf.source import GgufSource, open_gguf
 from hqconv.models.expert_map import ExpertMap
 from hqconv.models.source_protocol import Source
-from hqconv.planning.layer_encoding import takes_powers_of_two
-from hqconv.schemas.weight_schema import PRESETS
+from hqconv.schemas.grid import Grid
 from hqconv.sources.safetensors import SafetensorsSource
-from tests.make.gguf_models import decodable, recorded_types
+from tests.make.conversions import assert_verified, run
+from tests.make.gguf_models import decodable, recorded_types, refused
 from tests.make.qwen import read_tree, write_qwen3_moe
 from tests.make.startup import cold
 from tests.make.tensors import load_file
@@ -59,9 +57,9 @@ def stack(kind: Kind, shape: tuple[int, ...], seed: int = 0) -> Stack:
         return layers.reshape(*shape[:-1], shape[-1] // numbers * num_bytes), kind
 
 
-def floats(one: Stack) -> np.ndarray[Any, Any]:
+def floats(stack: Stack) -> np.ndarray[Any, Any]:
     with np.errstate(all="ignore"):
-        return np.asarray(dequantize(*one), np.float32)
+        return np.asarray(dequantize(*stack), np.float32)
 
 
 def write_gguf(path: Path, tensors: Mapping[str, Stack], alignment: int = 32) -> None:
@@ -135,26 +133,6 @@ def assert_bits(found: torch.Tensor, expected: np.ndarray[Any, Any]) -> None:
     assert found.numpy().tobytes() == np.ascontiguousarray(expected).tobytes()
 
 
-def call(*arguments: object) -> Any:
-    return CliRunner().invoke(app, [str(one) for one in arguments])
-
-
-def convert(model: Path, out: Path, *more: object) -> Any:
-    return call(
-        "convert",
-        model,
-        "-o",
-        out,
-        "--schema",
-        "int4",
-        "--target",
-        "sm90",
-        "--device",
-        "cpu",
-        *more,
-    )
-
-
 # --- decoding ----------------------------------------------------------------------------------------------
 
 
@@ -208,15 +186,6 @@ def test_only_the_experts_own_bytes_are_read(model: Path, monkeypatch: pytest.Mo
     per_256 = {kind: gguf.GGML_QUANT_SIZES[kind][1] for kind in MIXED.values()}
     assert seen == [H * I // 256 * per_256[kind] for kind in MIXED.values()]
     assert experts.layers[0].num_bytes == E * sum(seen)
-
-
-def test_no_target_keeps_the_layers(model: Path) -> None:
-    with open_gguf(model) as source:
-        fmt = source.map_experts().layers[0].format
-    for schema in PRESETS.values():
-        assert why_not_direct(fmt, schema, "bfloat16").startswith("its codes are gguf Q4_K+Q6_K")
-        assert conversion_of(fmt, schema, "bfloat16") == REQUANTIZED
-        assert not takes_powers_of_two(fmt, schema)
 
 
 def test_split_files(tmp_path: Path, tensors: dict[str, Stack]) -> None:
@@ -325,9 +294,8 @@ def test_biases(tmp_path: Path) -> None:
             bias = stored[role].bias
             assert bias is not None
             assert_bits(bias, floats(stacks[f"blk.0.ffn_{word}_exps.bias"])[2])
-    out = tmp_path / "out"
-    assert convert(folder, out).exit_code == 0
-    assert call("verify", out, "--source", folder, "--checks", "files,weights").exit_code == 0
+    run(folder, tmp_path / "out", "int4")
+    assert_verified(tmp_path / "out", folder)
     del stacks["blk.0.ffn_up_exps.bias"]
     write_gguf(folder / "m.gguf", stacks)
     refused(folder, InputError, r"blk\.0\.ffn_up_exps\.bias")
@@ -355,9 +323,8 @@ def converted(
     folder = tmp_path_factory.mktemp("gguf")
     source, out = without_experts(folder / "model"), folder / "out"
     write_gguf(source / "model.gguf", tensors)
-    done = convert(source, out, "--tp", 2, "--json")
-    assert done.exit_code == 0, done.stderr
-    assert json.loads(done.stdout)["conversion"] == {REQUANTIZED: 2}
+    report = run(source, out, "int4", Grid(2))
+    assert report.to_dict()["conversion"] == {"requantized": 2}
     return source, out
 
 
@@ -377,9 +344,8 @@ def test_the_artifact_is_that_of_the_decoded_floats(
                 full = f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight"
                 weights[full] = torch.from_numpy(decoded[expert].copy())
     save_file(weights, plain / "model.safetensors", metadata={"format": "pt"})
-    assert convert(plain, tmp_path / "out", "--tp", 2).exit_code == 0
-    ours, theirs = read_tree(out / "experts"), read_tree(tmp_path / "out" / "experts")
-    assert ours == theirs
+    run(plain, tmp_path / "out", "int4", Grid(2))
+    assert read_tree(out / "experts") == read_tree(tmp_path / "out" / "experts")
 
 
 def test_every_tensor_is_counted_once(
@@ -396,44 +362,19 @@ def test_every_tensor_is_counted_once(
     assert not (out / "model.gguf").exists()
 
 
-def test_another_source_is_noticed(converted: tuple[Path, Path], tmp_path: Path) -> None:
-    source, out = converted
-    other = tmp_path / "other"
-    shutil.copytree(source, other)
-    with open_gguf(source) as opened:
-        ref = opened.tensors["model.gguf:blk.1.ffn_up_exps.weight"]
-    raw, size = bytearray((other / "model.gguf").read_bytes()), ref.num_bytes // E
-    begin = ref.offset_bytes
-    raw[begin + 2 * size : begin + 3 * size] = raw[begin : begin + size]
-    (other / "model.gguf").write_bytes(raw)
-    done = call("verify", out, "--source", other, "--checks", "weights", "--json")
-    assert done.exit_code == 1
-    findings = [
-        finding["where"]
-        for result in json.loads(done.stdout)["checks"].values()
-        for finding in result["findings"]
-    ]
-    assert any("w3 of expert 2" in where or "expert 2, w3" in where for where in findings), findings
-    assert not any("layers.0" in where for where in findings)
-
-
 def test_inspect_loads_nothing_heavy(model: Path) -> None:
     assert cold("inspect", model)[0] == set()
 
 
 def test_inspect_and_dry_run(model: Path, tmp_path: Path) -> None:
-    done = call("inspect", model, "--json")
-    assert done.exit_code == 0, done.stderr
-    words = json.loads(done.stdout)
-    assert words["convertible"]
-    assert words["direct_schemas"] == []
-    assert [layer["source_format"] for layer in words["blocks"]] == ["gguf Q4_K+Q6_K", "gguf Q4_K"]
-    done = convert(model, tmp_path / "out", "--dry-run", "--json")
-    assert done.exit_code == 0, done.stderr
-    assert json.loads(done.stdout)["tensors"]["dropped"]["num_tensors"] == 3
-    done = call("convert", model, "-o", tmp_path / "out", "--schema", "source", "--target", "sm90")
-    assert done.exit_code == 2
-    assert "gguf Q4_K+Q6_K: no kernel reads codes of this kind" in done.stderr
+    document = inspect(model)
+    assert document["convertible"]
+    assert document["direct_schemas"] == []
+    formats = [layer["source_format"] for layer in document["blocks"]]
+    assert formats == ["gguf Q4_K+Q6_K", "gguf Q4_K"]
+    assert len(plan(model, schema="int4", target="sm90").experts.dropped) == 3
+    with pytest.raises(RequestError, match="no kernel reads codes of this kind"):
+        run(model, tmp_path / "out", "source")
 
 
 def test_experts_of_the_safetensors_win(model: Path, tmp_path: Path) -> None:
@@ -447,21 +388,12 @@ def test_experts_of_the_safetensors_win(model: Path, tmp_path: Path) -> None:
 # --- what is refused ---------------------------------------------------------------------------------------
 
 
-def refused(folder: Path, kind: type[HqconvError], where: str) -> HqconvError:
-    with pytest.raises(kind) as caught, open_gguf(folder) as source:
-        source.map_experts()
-    assert re.search(where, caught.value.where), caught.value.message()
-    return caught.value
-
-
-def test_experts_alone_are_not_enough(model: Path, tmp_path: Path) -> None:
+def test_experts_alone_are_not_enough(model: Path) -> None:
     (model / "model.safetensors").unlink()
-    done = convert(model, tmp_path / "out")
-    assert done.exit_code == 2
-    assert "the GGUF file does not tell a number" in done.stderr
+    assert "does not tell a number" in refused(model, RequestError, "Q4_K_M.gguf").what
 
 
-def test_without_the_library(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = builtins.__import__
 
     def none(name: str, *words: Any, **more: Any) -> Any:
@@ -470,55 +402,12 @@ def test_without_the_library(model: Path, tmp_path: Path, monkeypatch: pytest.Mo
         return plain(name, *words, **more)
 
     monkeypatch.setattr(builtins, "__import__", none)
-    done = convert(model, tmp_path / "out")
-    assert done.exit_code == 2
-    assert "pip install 'gguf>=0.17'" in done.stderr
-
-
-@pytest.mark.parametrize("word", list(SHAPES))
-def test_a_missing_projection(model: Path, tensors: dict[str, Stack], word: str) -> None:
-    kept = {name: one for name, one in tensors.items() if name != f"blk.1.ffn_{word}_exps.weight"}
-    write_gguf(model / "model-Q4_K_M.gguf", kept)
-    refused(model, InputError, rf"blk\.1\.ffn_{word}_exps\.weight")
-
-
-def test_a_missing_layer(model: Path, tensors: dict[str, Stack]) -> None:
-    write_gguf(
-        model / "model-Q4_K_M.gguf", {n: one for n, one in tensors.items() if "blk.1." not in n}
-    )
-    refused(model, InputError, r"model\.layers\.1\.mlp\.gate\.weight")
-
-
-def test_a_layer_without_its_other_tensors(model: Path, tensors: dict[str, Stack]) -> None:
-    write_gguf(model / "model-Q4_K_M.gguf", {**tensors, **layer_of(2, MIXED)})
-    refused(model, InputError, r"blk\.2\.ffn_down_exps\.weight")
+    assert "pip install 'gguf>=0.17'" in refused(model, RequestError, "").remedy
 
 
 def test_no_experts_at_all(model: Path) -> None:
     write_gguf(model / "model-Q4_K_M.gguf", others())
-    with pytest.raises(RequestError, match="nothing to convert"), open_gguf(model) as source:
-        source.map_experts()
-
-
-@pytest.mark.parametrize(
-    ("word", "shape"),
-    [
-        ("gate", (E + 1, I, H)),
-        ("up", (E - 1, I, H)),
-        ("down", (E, I, H)),
-        ("gate", (E, I // 2, H)),
-        ("up", (E, I, 2 * H)),
-        ("down", (H, I)),
-        ("down", (1, E, H, I)),
-    ],
-)
-def test_a_wrong_shape(
-    model: Path, tensors: dict[str, Stack], word: str, shape: tuple[int, ...]
-) -> None:
-    name = f"blk.0.ffn_{word}_exps.weight"
-    write_gguf(model / "model-Q4_K_M.gguf", {**tensors, name: stack(Kind.Q8_0, shape)})
-    error = refused(model, InputError, re.escape(name))
-    assert error.found == str(list(shape))
+    assert "nothing to convert" in refused(model, RequestError, "").what
 
 
 def test_experts_of_another_number_than_the_config_says(model: Path) -> None:
@@ -527,26 +416,61 @@ def test_experts_of_another_number_than_the_config_says(model: Path) -> None:
     assert "num_experts" in refused(model, InputError, r"blk\.0\.ffn_.*_exps\.weight").expected
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "blk.0.ffn_gate_chexps.weight",
-        "blk.0.ffn_norm_exps.weight",
-        "blk.0.ffn_up.3.weight",
-        "blk.00.ffn_up_exps.weight",
-        "blk.0.ffn_up_exps.weight2",
-        "blk.0.ffn_up_exps.scale",
-    ],
-)
-def test_other_names_of_experts(model: Path, tensors: dict[str, Stack], name: str) -> None:
-    write_gguf(model / "model-Q4_K_M.gguf", {**tensors, name: stack(Kind.F32, (E,))})
-    refused(model, InputError, re.escape(name))
+GATE, UP, DOWN = (f"blk.0.ffn_{word}_exps.weight" for word in SHAPES)
+Q8_K = np.zeros((E, I, H // 256 * gguf.GGML_QUANT_SIZES[Kind.Q8_K][1]), np.uint8)
+# Tensor → shape, type and bytes, or None for one that is left out; what the message must name.
+REFUSED: list[tuple[str, tuple[int, ...] | Stack | None, str]] = [
+    *((name, None, name) for name in (GATE, UP, DOWN)),
+    (GATE, (E + 1, I, H), GATE),
+    (UP, (E - 1, I, H), UP),
+    (DOWN, (E, I, H), DOWN),
+    (GATE, (E, I // 2, H), GATE),
+    (UP, (E, I, 2 * H), UP),
+    (DOWN, (H, I), DOWN),
+    (DOWN, (1, E, H, I), DOWN),
+    ("blk.0.ffn_gate_up_exps.weight", (E, 2 * I, H), "ffn_gate"),  # a projection twice
+    (UP, (Q8_K, Kind.Q8_K), UP),  # which cannot be decoded
+    *(
+        (name, (E, 32), name)
+        for name in (
+            "blk.0.ffn_gate_chexps.weight",
+            "blk.0.ffn_norm_exps.weight",
+            "blk.0.ffn_up.3.weight",
+            "blk.00.ffn_up_exps.weight",
+            "blk.0.ffn_up_exps.weight2",
+            "blk.0.ffn_up_exps.scale",
+        )
+    ),
+]
 
 
-def test_a_projection_twice(model: Path, tensors: dict[str, Stack]) -> None:
-    both = {"blk.0.ffn_gate_up_exps.weight": stack(Kind.Q8_0, (E, 2 * I, H))}
-    write_gguf(model / "model-Q4_K_M.gguf", {**tensors, **both})
-    refused(model, InputError, r"ffn_gate")
+@pytest.mark.parametrize(("name", "content", "where"), REFUSED)
+def test_stacks_that_are_not_right(
+    name: str,
+    content: tuple[int, ...] | Stack | None,
+    where: str,
+    model: Path,
+    tensors: dict[str, Stack],
+) -> None:
+    changed = dict(tensors)
+    if content is None:
+        del changed[name]
+    elif isinstance(content[0], int):
+        changed[name] = stack(Kind.Q8_0, content)
+    else:
+        changed[name] = content
+    write_gguf(model / "model-Q4_K_M.gguf", changed)
+    refused(model, InputError, re.escape(where))
+
+
+def test_layers_that_only_the_router_or_the_stacks_have(
+    model: Path, tensors: dict[str, Stack]
+) -> None:
+    first = {name: one for name, one in tensors.items() if "blk.1." not in name}
+    write_gguf(model / "model-Q4_K_M.gguf", first)
+    refused(model, InputError, r"model\.layers\.1\.mlp\.gate\.weight")
+    write_gguf(model / "model-Q4_K_M.gguf", {**tensors, **layer_of(2, MIXED)})
+    refused(model, InputError, r"blk\.2\.ffn_down_exps\.weight")
 
 
 def test_two_quantizations_in_one_folder(model: Path) -> None:
@@ -558,13 +482,6 @@ def test_an_unknown_model(model: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "model_type": "new_moe"}))
     refused(model, RequestError, "model_type")
-
-
-def test_a_type_that_cannot_be_decoded(model: Path, tensors: dict[str, Stack]) -> None:
-    name = "blk.1.ffn_up_exps.weight"
-    raw = np.zeros((E, I, H // 256 * gguf.GGML_QUANT_SIZES[Kind.Q8_K][1]), np.uint8)
-    write_gguf(model / "model-Q4_K_M.gguf", {**tensors, name: (raw, Kind.Q8_K)})
-    assert refused(model, InputError, re.escape(name)).found == "Q8_K"
 
 
 @pytest.mark.parametrize(
@@ -580,9 +497,9 @@ def test_numbers_that_are_none(model: Path, tensors: dict[str, Stack], tmp_path:
     values = np.zeros(SHAPES["up"], np.float32)
     values[2, 5, 7] = np.nan
     write_gguf(model / "model-Q4_K_M.gguf", {**tensors, name: (values, Kind.F32)})
-    done = convert(model, tmp_path / "out")
-    assert done.exit_code == 3
-    assert f"model-Q4_K_M.gguf:{name}, expert 2" in done.stderr.replace("\n", "")
+    with pytest.raises(InputError) as caught:
+        run(model, tmp_path / "out", "int4")
+    assert caught.value.where.endswith(f"model-Q4_K_M.gguf:{name}, expert 2")
 
 
 def test_a_file_that_changes_meanwhile(model: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from hqconv.gguf import experts, model, source
 from hqconv.gguf.model import DerivedTensor, RowOrder
 from tests.make.conversions import check, run
-from tests.make.gguf_models import MODELS, write_recorded
+from tests.make.gguf_models import MODELS, recorded
 
 Patch = pytest.MonkeyPatch
 
@@ -155,10 +155,6 @@ FAULTS: dict[str, tuple[str, Callable[[Patch], None], str]] = {
         "source_parts: w1",
     ),
 }
-
-
-def recorded(case: str, folder: Path) -> Path:
-    return write_recorded(case, folder) / f"{case}.gguf"
 
 
 def findings(path: Path, out: Path) -> list[str]:

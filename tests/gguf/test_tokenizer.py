@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from hqconv.cli.app import app
 from hqconv.gguf.header import read_header
 from hqconv.gguf.source import _RULES
 from hqconv.sources.opening import open_source
-from tests.make.gguf_models import rewrite, write_recorded
+from tests.make.command import call
+from tests.make.gguf_models import recorded, rewrite
 from tests.make.hub_server import serve, use
 from tests.make.qwen import read_tree
 from tests.make.startup import cold
@@ -133,7 +132,7 @@ def metadata(kind: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_recorded("qwen3_moe", tmp_path_factory.mktemp("plain")) / "qwen3_moe.gguf"
+    return recorded("qwen3_moe", tmp_path_factory.mktemp("plain"))
 
 
 @pytest.fixture(scope="module")
@@ -158,24 +157,9 @@ def converted(
     return files("qwen2"), out, done.stderr
 
 
-def call(*arguments: object) -> Any:
-    return CliRunner().invoke(app, [str(one) for one in arguments])
-
-
-def convert(model: object, out: Path, *more: object) -> Any:
-    return call(
-        "convert",
-        model,
-        "-o",
-        out,
-        "--schema",
-        "int8",
-        "--target",
-        "sm90",
-        "--device",
-        "cpu",
-        *more,
-    )
+def convert(model: Path, out: Path, *more: object) -> Any:
+    command = ("convert", model, "-o", out, "--schema", "int8", "--target", "sm90")
+    return call(*command, "--device", "cpu", *more)
 
 
 def made(path: object, **options: Any) -> tuple[dict[str, bytes], str]:
@@ -193,16 +177,11 @@ def compare(folder: Path, kind: str) -> None:
             ids, skip_special_tokens=True
         )
     for asks in (True, False):
-        chats = [
-            one.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=asks)
-            for one in (found, expected)
-        ]
-        assert chats[0] == chats[1]
-    for name in (
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id" if kind != "llama" else "unk_token_id",
-    ):
+        options = {"tokenize": False, "add_generation_prompt": asks}
+        chat = found.apply_chat_template(CHAT, **options)
+        assert chat == expected.apply_chat_template(CHAT, **options)
+    third = "pad_token_id" if kind != "llama" else "unk_token_id"
+    for name in ("bos_token_id", "eos_token_id", third):
         assert getattr(found, name) == getattr(expected, name), name
 
 

@@ -128,131 +128,78 @@ def test_header_of_a_torch_file(tmp_path: Path, dtype: torch.dtype) -> None:
     }
 
 
-BROKEN: list[tuple[str, bytes, str | None, str]] = [
-    # id, bytes, tensor that must be named, text that must be said
-    ("empty", b"", None, "truncated"),
-    ("seven", b"\x02\0\0\0\0\0\0", None, "truncated"),
-    ("length 0", struct.pack("<Q", 0), None, "header length"),
-    ("length over cap", struct.pack("<Q", 100_000_001) + b"{}", None, "header length"),
-    ("length past file", struct.pack("<Q", 3) + b"{}", None, "truncated"),
-    ("length huge", b"\xff" * 8 + b"{}", None, "header length"),
-    ("not utf-8", pack(b'{"\xff":1}'), None, "not valid JSON"),
-    ("not json", pack(b"{"), None, "not valid JSON"),
-    ("trailing zeros", pack(b"{}\0"), None, "not valid JSON"),
-    ("byte order mark", pack(b"\xef\xbb\xbf{}"), None, "not valid JSON"),
-    ("half a surrogate pair", pack({"\ud800": ONE}, b"xx"), None, "not valid JSON"),
-    ("number too long", pack(b'{"a":' + b"9" * 5000 + b"}"), None, "not valid JSON"),
-    ("nested too deep", pack(b"[" * 200_000), None, "not valid JSON"),
-    ("array", pack([]), None, "not a JSON object"),
-    ("metadata array", pack({"__metadata__": []}), None, "__metadata__"),
-    ("metadata number", pack({"__metadata__": {"x": 1}}), None, "__metadata__"),
-    ("metadata twice", pack(b'{"__metadata__":{},"__metadata__":{}}'), None, "twice"),
-    ("metadata key twice", pack(b'{"__metadata__":{"x":"1","x":"1"}}'), None, "twice"),
-    (
-        "name twice",
-        pack(b'{"a":%s,"b":1,"a":%s}' % ((json.dumps(ONE).encode(),) * 2), b"xx"),
-        "a",
-        "twice",
+def entry(**fields: object) -> dict[str, object]:
+    return {**ONE, **fields}
+
+
+ONE_TEXT = json.dumps(ONE).encode()
+# What must be said of tensor 'a', with two bytes of data → its entries.
+BROKEN_ENTRIES: dict[str, list[object]] = {
+    "malformed": [
+        ["U8", [2], [0, 2]],
+        *({key: ONE[key] for key in ONE if key != absent} for absent in ONE),
+        entry(x=1),
+    ],
+    "dtype is unknown": [entry(dtype="F12"), entry(dtype=["U8"])],
+    "shape is malformed": [entry(shape=shape) for shape in (2, [-1, -2], [True, 2], [2.0], ["2"])],
+    "data_offsets are malformed": [
+        entry(data_offsets=offsets) for offsets in ([2], [0, 2, 2], [0, 2.0], [False, True])
+    ],
+    "overflows": [
+        tensor("U8", shape, 0, 0) for shape in ([2**32] * 2, [2**32, 2**32, 0], [0, 2**64], [2**62])
+    ],
+    "whole bytes": [tensor("F4", [3], 0, 2), tensor("F6_E2M3", [2], 0, 2)],
+    "out of order": [tensor("U8", [2], -2, 0), tensor("U8", [0], 2, 0)],
+    "disagree": [tensor("U8", [1], 0, 2), tensor("F32", [1], 0, 2)],
+    "hole after the header": [tensor("U8", [1], 1, 2)],
+}
+BROKEN: list[tuple[bytes, str | None, str]] = [
+    # bytes, tensor that must be named, text that must be said
+    (b"", None, "truncated"),
+    (b"\x02\0\0\0\0\0\0", None, "truncated"),
+    (struct.pack("<Q", 0), None, "header length"),
+    (struct.pack("<Q", 100_000_001) + b"{}", None, "header length"),
+    (struct.pack("<Q", 3) + b"{}", None, "truncated"),
+    (b"\xff" * 8 + b"{}", None, "header length"),
+    *(
+        (pack(text), None, "not valid JSON")
+        for text in (b'{"\xff":1}', b"{", b"{}\0", b"\xef\xbb\xbf{}", b"[" * 200_000)
     ),
-    (
-        "field twice",
-        pack(b'{"a":{"dtype":"U8","dtype":"U8","shape":[],"data_offsets":[0,1]}}'),
-        "a",
-        "'dtype' twice",
+    (pack({"\ud800": ONE}, b"xx"), None, "not valid JSON"),
+    (pack(b'{"a":' + b"9" * 5000 + b"}"), None, "not valid JSON"),
+    (pack([]), None, "not a JSON object"),
+    (pack({"__metadata__": []}), None, "__metadata__"),
+    (pack({"__metadata__": {"x": 1}}), None, "__metadata__"),
+    (pack(b'{"__metadata__":{},"__metadata__":{}}'), None, "twice"),
+    (pack(b'{"__metadata__":{"x":"1","x":"1"}}'), None, "twice"),
+    (pack(b'{"a":%s,"b":1,"a":%s}' % (ONE_TEXT, ONE_TEXT), b"xx"), "a", "twice"),
+    (pack(b'{"a":{"dtype":"U8","dtype":"U8","shape":[],"data_offsets":[0,1]}}'), "a", "'dtype' twice"),
+    (pack(b'{"a":{"dtype":"U8","shape":[-0],"data_offsets":[0,0]}}'), "a", "shape is malformed"),
+    (pack(b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[-0,0]}}'), "a", "are malformed"),
+    *(
+        (pack({"a": broken}, b"xx"), "a", text)
+        for text, entries in BROKEN_ENTRIES.items()
+        for broken in entries
     ),
-    ("entry is a list", pack({"a": ["U8", [2], [0, 2]]}, b"xx"), "a", "malformed"),
-    ("no dtype", pack({"a": {"shape": [2], "data_offsets": [0, 2]}}, b"xx"), "a", "malformed"),
-    ("no shape", pack({"a": {"dtype": "U8", "data_offsets": [0, 2]}}, b"xx"), "a", "malformed"),
-    ("no offsets", pack({"a": {"dtype": "U8", "shape": [2]}}, b"xx"), "a", "malformed"),
-    ("extra field", pack({"a": {**ONE, "x": 1}}, b"xx"), "a", "malformed"),
-    ("unknown dtype", pack({"a": tensor("F12", [2], 0, 3)}, b"xxx"), "a", "dtype is unknown"),
-    ("dtype list", pack({"a": {**ONE, "dtype": ["U8"]}}, b"xx"), "a", "dtype is unknown"),
-    ("shape number", pack({"a": {**ONE, "shape": 2}}, b"xx"), "a", "shape is malformed"),
-    ("negative dims", pack({"a": tensor("U8", [-1, -2], 0, 2)}, b"xx"), "a", "shape is malformed"),
-    (
-        "minus zero",
-        pack(b'{"a":{"dtype":"U8","shape":[-0],"data_offsets":[0,0]}}'),
-        "a",
-        "shape is malformed",
+    (pack({"b": tensor("U8", [1], 0, 1), "a": tensor("U8", [2], 1, 3)}, b"xx"), "a", "truncated"),
+    *(
+        (pack({"b": ONE, "a": tensor("U8", [end - begin], begin, end)}, b"xxx"), "a", "overlaps tensor 'b'")
+        for begin, end in ((1, 3), (0, 2), (1, 1))
     ),
-    ("bool dim", pack({"a": tensor("U8", [True, 2], 0, 2)}, b"xx"), "a", "shape is malformed"),
-    ("float dim", pack({"a": tensor("U8", [2.0], 0, 2)}, b"xx"), "a", "shape is malformed"),
-    ("text dim", pack({"a": tensor("U8", ["2"], 0, 2)}, b"xx"), "a", "shape is malformed"),
-    ("overflow", pack({"a": tensor("U8", [2**32, 2**32], 0, 0)}), "a", "overflows"),
-    ("overflow, then zero", pack({"a": tensor("U8", [2**32, 2**32, 0], 0, 0)}), "a", "overflows"),
-    ("dim over 64 bits", pack({"a": tensor("U8", [0, 2**64], 0, 0)}), "a", "overflows"),
-    ("bits overflow", pack({"a": tensor("U8", [2**62], 0, 0)}), "a", "overflows"),
-    ("half a byte", pack({"a": tensor("F4", [3], 0, 2)}, b"xx"), "a", "whole bytes"),
-    ("six bits", pack({"a": tensor("F6_E2M3", [2], 0, 2)}, b"xx"), "a", "whole bytes"),
-    (
-        "one offset",
-        pack({"a": {**ONE, "data_offsets": [2]}}, b"xx"),
-        "a",
-        "data_offsets are malformed",
-    ),
-    (
-        "three offsets",
-        pack({"a": {**ONE, "data_offsets": [0, 2, 2]}}, b"xx"),
-        "a",
-        "data_offsets are malformed",
-    ),
-    (
-        "float offset",
-        pack({"a": tensor("U8", [2], 0, 2.0)}, b"xx"),
-        "a",
-        "data_offsets are malformed",
-    ),
-    (
-        "bool offset",
-        pack({"a": tensor("U8", [1], False, True)}, b"x"),
-        "a",
-        "data_offsets are malformed",
-    ),
-    (
-        "minus zero offset",
-        pack(b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[-0,0]}}'),
-        "a",
-        "are malformed",
-    ),
-    ("negative offset", pack({"a": tensor("U8", [2], -2, 0)}, b"xx"), "a", "out of order"),
-    ("begin after end", pack({"a": tensor("U8", [0], 2, 0)}, b"xx"), "a", "out of order"),
-    ("too many bytes", pack({"a": tensor("U8", [1], 0, 2)}, b"xx"), "a", "disagree"),
-    ("too few bytes", pack({"a": tensor("F32", [1], 0, 2)}, b"xx"), "a", "disagree"),
-    (
-        "truncated",
-        pack({"b": tensor("U8", [1], 0, 1), "a": tensor("U8", [2], 1, 3)}, b"xx"),
-        "a",
-        "truncated",
-    ),
-    (
-        "overlap",
-        pack({"b": tensor("U8", [2], 0, 2), "a": tensor("U8", [2], 1, 3)}, b"xxx"),
-        "a",
-        "overlaps tensor 'b'",
-    ),
-    ("same bytes", pack({"b": ONE, "a": ONE}, b"xx"), "a", "overlaps tensor 'b'"),
-    (
-        "empty inside",
-        pack({"b": ONE, "a": tensor("U8", [0], 1, 1)}, b"xx"),
-        "a",
-        "overlaps tensor 'b'",
-    ),
-    ("hole first", pack({"a": tensor("U8", [1], 1, 2)}, b"xx"), "a", "hole after the header"),
-    (
-        "hole",
-        pack({"b": tensor("U8", [1], 0, 1), "a": tensor("U8", [1], 2, 3)}, b"xxx"),
-        "a",
-        "hole after tensor 'b'",
-    ),
-    ("trailing", pack({"b": ONE}, b"xxx"), None, "after tensor 'b' belong to no tensor"),
-    ("trailing, no tensors", pack({}, b"x"), None, "after the header belong to no tensor"),
-]
+    (pack({"b": ONE, "a": tensor("U8", [1], 3, 4)}, b"xxxx"), "a", "hole after tensor 'b'"),
+    (pack({"b": ONE}, b"xxx"), None, "after tensor 'b' belong to no tensor"),
+    (pack({}, b"x"), None, "after the header belong to no tensor"),
+]  # fmt: skip
 # What the library reads and we do not: a guess at the meaning would be needed.
-STRICTER = {"metadata key twice", "entry is a list", "extra field"}
+STRICTER = [
+    pack(b'{"__metadata__":{"x":"1","x":"1"}}'),
+    pack({"a": ["U8", [2], [0, 2]]}, b"xx"),
+    pack({"a": entry(x=1)}, b"xx"),
+]
 
 
-@pytest.mark.parametrize(("label", "raw", "name", "text"), BROKEN, ids=[row[0] for row in BROKEN])
-def test_broken_header(tmp_path: Path, label: str, raw: bytes, name: str | None, text: str) -> None:
+@pytest.mark.parametrize(("raw", "name", "text"), BROKEN)
+def test_broken_header(tmp_path: Path, raw: bytes, name: str | None, text: str) -> None:
     path = tmp_path / "broken.safetensors"
     path.write_bytes(raw)
     with pytest.raises(InputError) as caught:
@@ -263,7 +210,7 @@ def test_broken_header(tmp_path: Path, label: str, raw: bytes, name: str | None,
     assert ("tensor 'a'" in caught.value.where) == (name == "a")
     assert "what to do" in message
     assert len(message) < 1500
-    if label not in STRICTER:
+    if raw not in STRICTER:
         with pytest.raises((safetensors.SafetensorError, ValueError)):
             safetensors.deserialize(raw)
 
@@ -320,14 +267,10 @@ def test_no_key_is_lost_unseen(tmp_path: Path, raw: bytes) -> None:
     [
         (b'"dtype":"U8","shape":[true],"data_offsets":[2,3]', "shape is malformed"),
         (b'"dtype":"U8","shape":[1.0],"data_offsets":[2,3]', "shape is malformed"),
-        (b'"dtype":"U8","shape":[1e0],"data_offsets":[2,3]', "shape is malformed"),
         (b'"dtype":"U8","shape":{},"data_offsets":[2,3]', "shape is malformed"),
         (b'"dtype":"U8","shape":"","data_offsets":[2,3]', "shape is malformed"),
         (b'"dtype":"U8","shape":[1],"data_offsets":[true,3]', "data_offsets are malformed"),
         (b'"dtype":"U8","shape":[1],"data_offsets":[2.0,3]', "data_offsets are malformed"),
-        (b'"dtype":"U8","shape":[1],"data_offsets":[2,3],"x":3', "malformed"),
-        (b'"dtype":"U8","shape":[1],"shape":[1],"data_offsets":[2,3]', "twice"),
-        (b'"dtype":"U16","shape":[1],"data_offsets":[2,3]', "disagree"),
     ],
 )
 def test_what_equals_a_shape_that_was_seen_is_looked_at(
