@@ -107,6 +107,15 @@ def others() -> dict[str, Stack]:
     }
 
 
+def one_layer(folder: Path, stacks: Mapping[str, Stack], **config: Any) -> Path:
+    """A model of one layer whose experts are in m.gguf; config: other values of its config.json."""
+    without_experts(folder, num_layers=1)
+    document = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**document, **config}))
+    write_gguf(folder / "m.gguf", stacks)
+    return folder
+
+
 MIXED = {"gate": Kind.Q4_K, "up": Kind.Q4_K, "down": Kind.Q6_K}
 
 
@@ -146,9 +155,7 @@ def test_every_type_decodes_as_llama_cpp_does(tmp_path: Path, kind: Kind) -> Non
         row_blocks = columns // per_block
         raw = np.resize(blocks, (E * rows * row_blocks, blocks.shape[1]))
         stacks[f"blk.0.ffn_{word}_exps.weight"] = raw.reshape(E, rows, -1), kind
-    folder = without_experts(tmp_path / "model", num_layers=1)
-    write_gguf(folder / "model.gguf", stacks)
-    with open_gguf(folder) as source:
+    with open_gguf(one_layer(tmp_path / "model", stacks)) as source:
         experts = source.map_experts()
         for expert in range(E):
             stored = read(source, experts, 0, expert)
@@ -188,32 +195,11 @@ def test_only_the_experts_own_bytes_are_read(model: Path, monkeypatch: pytest.Mo
     assert experts.layers[0].num_bytes == E * sum(seen)
 
 
-def test_split_files(tmp_path: Path, tensors: dict[str, Stack]) -> None:
-    folder = without_experts(tmp_path / "model")
-    names = list(tensors)
-    for index in range(3):
-        part = {name: tensors[name] for name in names[index::3]}
-        write_gguf(folder / f"m-{index + 1:05d}-of-00003.gguf", part, alignment=64)
-    with open_gguf(folder) as source:
-        experts = source.map_experts()
-        assert len({ref.file for ref in experts.layers[0].refs(0)}) > 1
-        for word, role in ROLES.items():
-            expected = floats(tensors[f"blk.1.ffn_{word}_exps.weight"])[2]
-            assert_bits(read(source, experts, 1, 2)[role].values(), expected)
-    (folder / "m-00002-of-00003.gguf").unlink()
-    with pytest.raises(InputError, match=r"m-00002-of-00003\.gguf"):
-        open_gguf(folder)
-
-
 def test_gate_and_up_in_one_stack(tmp_path: Path) -> None:
-    folder = without_experts(tmp_path / "model", num_layers=1)
     both = stack(Kind.Q5_1, (E, 2 * I, H))
     down = stack(Kind.IQ4_NL, SHAPES["down"])
-    write_gguf(
-        folder / "m.gguf",
-        {"blk.0.ffn_gate_up_exps.weight": both, "blk.0.ffn_down_exps.weight": down},
-    )
-    with open_gguf(folder) as source:
+    stacks = {"blk.0.ffn_gate_up_exps.weight": both, "blk.0.ffn_down_exps.weight": down}
+    with open_gguf(one_layer(tmp_path / "model", stacks)) as source:
         experts = source.map_experts()
         assert experts.layers[0].num_bytes == both[0].nbytes + down[0].nbytes
         for expert in range(E):
@@ -224,15 +210,13 @@ def test_gate_and_up_in_one_stack(tmp_path: Path) -> None:
 
 
 def test_second_scales_of_nvfp4(tmp_path: Path) -> None:
-    folder = without_experts(tmp_path / "model", num_layers=1)
     stacks = layer_of(0, same(Kind.NVFP4))
     scale = np.asarray([0.1, 0.5, 3.0, 1.0], np.float32)
     more = {
         "blk.0.ffn_down_exps.scale": (scale, Kind.F32),
         "blk.0.ffn_down_exps.input_scale": (scale, Kind.F32),
     }
-    write_gguf(folder / "m.gguf", {**stacks, **more})
-    with open_gguf(folder) as source:
+    with open_gguf(one_layer(tmp_path / "model", {**stacks, **more})) as source:
         experts = source.map_experts()
         assert experts.dropped == {
             "m.gguf:blk.0.ffn_down_exps.input_scale": "activation scale, not used by 16-bit activations"
@@ -246,23 +230,16 @@ def test_second_scales_of_nvfp4(tmp_path: Path) -> None:
 
 def test_a_scale_that_may_be_the_routers(tmp_path: Path) -> None:
     """llama.cpp calls gemma4's per_expert_scale as it calls the second scale of NVFP4 weights."""
-    folder = without_experts(tmp_path / "model", num_layers=1)
-    words = {
-        "model_type": "gemma4_text",
-        "hidden_activation": "gelu_pytorch_tanh",
-        "top_k_experts": 2,
-    }
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **words}))
+    scale = {"blk.0.ffn_down_exps.scale": (np.ones(E, np.float32), Kind.F32)}
+    config = {"hidden_activation": "gelu_pytorch_tanh", "top_k_experts": 2}
+    stacks = {**layer_of(0, same(Kind.Q8_0)), **scale}
+    folder = one_layer(tmp_path / "model", stacks, model_type="gemma4_text", **config)
     prefix = "model.layers.0"
     kept = {
         f"{prefix}.router.proj.weight": torch.zeros(E, H),
         f"{prefix}.input_layernorm.weight": torch.ones(H),
     }
     save_file(kept, folder / "model.safetensors")
-    scale = {"blk.0.ffn_down_exps.scale": (np.ones(E, np.float32), Kind.F32)}
-
-    write_gguf(folder / "m.gguf", {**layer_of(0, same(Kind.Q8_0)), **scale})
     refused(folder, InputError, r"m\.gguf:blk\.0\.ffn_down_exps\.scale")  # not in the safetensors
     save_file(
         {**kept, f"{prefix}.router.per_expert_scale": torch.ones(E)}, folder / "model.safetensors"
@@ -278,14 +255,11 @@ def test_a_scale_that_may_be_the_routers(tmp_path: Path) -> None:
 
 
 def test_biases(tmp_path: Path) -> None:
-    folder = without_experts(tmp_path / "model", num_layers=1)
-    config = json.loads((folder / "config.json").read_text())
-    sizes = {"model_type": "gpt_oss", "num_local_experts": E, "intermediate_size": I}
-    (folder / "config.json").write_text(json.dumps({**config, **sizes}))
     stacks = layer_of(0, same(Kind.MXFP4))
     for word in SHAPES:
         stacks[f"blk.0.ffn_{word}_exps.bias"] = stack(Kind.F32, SHAPES[word][:2])
-    write_gguf(folder / "m.gguf", stacks)
+    sizes = {"num_local_experts": E, "intermediate_size": I}
+    folder = one_layer(tmp_path / "model", stacks, model_type="gpt_oss", **sizes)
     with open_gguf(folder) as source:
         experts = source.map_experts()
         assert experts.layers[0].has_bias
@@ -536,9 +510,8 @@ def test_headers_read_as_the_library_reads_them(
 
 
 def test_every_truncation_is_noticed(tmp_path: Path) -> None:
-    folder = without_experts(tmp_path / "model", num_layers=1)
+    folder = one_layer(tmp_path / "model", layer_of(0, same(Kind.Q4_0)))
     path = folder / "m.gguf"
-    write_gguf(path, layer_of(0, same(Kind.Q4_0)))
     raw = path.read_bytes()
     first = min(tensor.offset_bytes for tensor in read_header(path)[0].values())
     for length in range(0, first, 7):

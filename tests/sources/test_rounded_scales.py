@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hqconv import dequantize
-from hqconv.errors import InputError, RequestError
+from hqconv.errors import InputError
 from hqconv.schemas.grid import Grid
 from tests.make import configs, conversions
 from tests.make import packing as pack
@@ -237,43 +237,6 @@ def test_every_format_that_is_rounded_is_a_case() -> None:
     assert rounded.items() <= {name: own for name, (_, own) in CASES.items()}.items()
 
 
-def packed_scales(packed: Path) -> list[tuple[Path, torch.Tensor]]:
-    """The scales of a checkpoint layout, each with its shard."""
-    return [
-        (path, tensor)
-        for path in sorted(packed.glob("*.safetensors"))
-        for name, tensor in load_file(path).items()
-        if name.endswith(".weight_scale")
-    ]
-
-
-def test_hummings_own_layout_with_float32_scales(get: Get, tmp_path: Path) -> None:
-    packed, out = tmp_path / "packed", tmp_path / "out"
-    conversions.run(get("fused-fbgemm-fp8"), packed, "fp8", layout="checkpoint")
-    (packed / "hqconv.json").unlink()
-    for path in {path for path, _ in packed_scales(packed)}:
-        tensors = load_file(path)
-        for name in [name for name in tensors if name.endswith(".weight_scale")]:
-            tensors[name] = tensors[name].float() * (1 + 2.0**-10)  # which rounds to what it was
-        save_file(tensors, path, {"format": "pt"})
-    report = conversions.run(packed, out, "fp8")
-    assert report.to_dict()["conversion"] == {ROUNDED: 1}
-    assert set(report.to_dict()["largest_scale_change"].values()) == {2.0**-10 / (1 + 2.0**-10)}
-    conversions.assert_verified(out, packed)
-    conversions.run(get("fused-fbgemm-fp8"), tmp_path / "short", "fp8")
-    assert expert_files(out) == expert_files(tmp_path / "short")
-
-
-def test_without_the_flag_source_is_refused_and_names_it(get: Get, tmp_path: Path) -> None:
-    with pytest.raises(
-        RequestError, match="bfloat16 scales cannot hold its float32 scales"
-    ) as caught:
-        conversions.run(get("quark-int8"), tmp_path / "out", "source")
-    assert "--round-scales" in caught.value.remedy
-    report = conversions.run(get("quark-int8"), tmp_path / "other", "int4")  # other codes: as ever
-    assert report.to_dict()["conversion"] == {"requantized": 1}
-
-
 # --- another 16-bit dtype: only where it is asked for ------------------------------------------------------
 
 
@@ -303,17 +266,12 @@ def test_float16_scales_are_rounded_to_bfloat16_where_asked(tmp_path: Path) -> N
     assert "round_scales" not in conversions.manifest(tmp_path / "f16")
 
 
-def test_bfloat16_scales_fit_float16_or_are_refused(tmp_path: Path) -> None:
-    """float16 has more digits and a smaller range: nothing moves, or a scale is named."""
+def test_bfloat16_scales_fit_float16(tmp_path: Path) -> None:
+    """float16 has more digits: nothing moves."""
     folder = write(tmp_path / "src", "ct-w8-channel").folder
     report = conversions.run(folder, tmp_path / "out", "source", dtype="float16", round_scales=True)
     assert set(report.to_dict()["largest_scale_change"].values()) == {0.0}
     conversions.assert_verified(tmp_path / "out", folder)
-    name = set_scale(folder, "experts.1.up_proj", 5, 1e-6)
-    with pytest.raises(InputError, match="out of range") as caught:
-        conversions.run(folder, tmp_path / "no", "source", dtype="float16", round_scales=True)
-    assert caught.value.where == name
-    assert "at [5, 0]" in caught.value.found
 
 
 # --- out of range ------------------------------------------------------------------------------------------
