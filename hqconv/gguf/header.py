@@ -225,7 +225,10 @@ class _HeaderReader:
             self._take(struct.calcsize(f"<{_CODES[entry_kind]}") * count)
             return None
         for _ in range(count):
-            self._value(entry_kind, depth + 1)
+            if entry_kind == _STRING:
+                self._take(self._number(8))
+            else:
+                self._value(entry_kind, depth + 1)
         return None
 
     def _scalars(self, codes: str) -> list[Any]:

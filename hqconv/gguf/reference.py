@@ -113,8 +113,9 @@ class GgufReference:
         if found in self._tensors:
             return (self._tensors[found],)
         match = _LAYER.fullmatch(name)
-        halves = () if match is None else _HALVES.get(match[2], ())
-        names = [f"blk.{match[1]}.{half}.weight" for half in halves] if match else []
+        if match is None:
+            return ()
+        names = [f"blk.{match[1]}.{half}.weight" for half in _HALVES.get(match[2], ())]
         if any(half not in self._tensors for half in names):
             return ()
         return tuple(self._tensors[half] for half in names)
