@@ -19,7 +19,6 @@ from typing import Any
 from hqconv.artifact.error_summary import requantized, scale_changes, summarize_errors
 from hqconv.artifact.manifest import FileEntry, Manifest, ManifestSource
 from hqconv.errors import RequestError, printable_line
-from hqconv.formats.source_format import DIRECT
 from hqconv.io.checkpoint_files import FrontMatter, in_yaml
 from hqconv.io.durable_files import write_whole
 from hqconv.io.file_access import sha256_of
@@ -62,7 +61,7 @@ def _of_source(card: bytes, front: FrontMatter, *, is_artifact: bool) -> bytes:
 def _card_metadata(manifest: Manifest, front: FrontMatter) -> dict[str, Any]:
     """Return license and similar fields of the source, and the artifact's relation to the source."""
     found = {key: value for key in _KEPT if (value := front.texts(key)) is not None}
-    first, tags = manifest.origin, front.texts("tags") or []
+    first, tags = manifest.source, front.texts("tags") or []
     if first.revision is not None:
         found |= {"base_model": [first.name], "base_model_relation": "quantized"}
     tags = [tags] if isinstance(tags, str) else tags
@@ -95,8 +94,6 @@ def _text(manifest: Manifest) -> Iterator[str]:
 def _facts(manifest: Manifest) -> Iterator[tuple[str, ...]]:
     schema, layers = manifest.schema_name, manifest.blocks.values()
     yield "source", _place(manifest.source)
-    for one in manifest.ancestors:
-        yield f"which was `{one.schema_name}` of", _place(one.source)
     yield "schema", f"{schema}, {manifest.dtype} parameters, {manifest.input_schema} activations"
     overrides = dict.fromkeys(layer.schema_name or "" for layer in layers if layer.is_overridden)
     yield "in some layers", ", ".join(overrides)
@@ -138,8 +135,7 @@ def _serving(manifest: Manifest) -> Iterator[str]:
 def _errors(manifest: Manifest) -> Iterator[str]:
     yield from ("", "## What quantizing cost", "")
     errors = manifest.errors()
-    artifact = " (an artifact, whose own error is not in it)" if manifest.ancestors else ""
-    yield f"Relative Frobenius error of the experts' matrices against the source{artifact}, over layers:"
+    yield "Relative Frobenius error of the experts' matrices against the source, over layers:"
     rows = (
         (
             PROJECTIONS.get(p, p),
@@ -160,8 +156,7 @@ def _errors(manifest: Manifest) -> Iterator[str]:
 
 def _verifying(manifest: Manifest) -> Iterator[str]:
     yield from ("", "## Verify it", "")
-    is_direct = all(layer.conversion == DIRECT for layer in manifest.blocks.values())
-    source = manifest.origin if is_direct else manifest.source
+    source = manifest.source
     against = " --source SRC"
     if source.revision is not None:
         gguf = next((f"/{file.name}" for file in source.files if file.name.endswith(".gguf")), "")

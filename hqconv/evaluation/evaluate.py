@@ -41,7 +41,7 @@ from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
 from hqconv.planning.notices import draft_layers
 from hqconv.sources.opening import open_source
-from hqconv.verification.against_source import Lineage, other_source
+from hqconv.verification.source_files import other_source
 
 _LOG = logging.getLogger(__name__)
 
@@ -174,8 +174,7 @@ def compare_on_text(
 
 def _converted_layers(artifact: Artifact, source: Source) -> dict[str, MoeLayer]:
     """Return the source's layers that the artifact has converted, by name. Raises RequestError for another source."""
-    lineage = Lineage.of(artifact, source)
-    another = other_source(lineage.made.source, source)
+    another = other_source(artifact.manifest.source, source)
     layers = {layer.name: layer for layer in source.map_experts().layers}
     missing = sorted(artifact.layers.keys() - layers.keys())
     if another is not None or missing:

@@ -7,8 +7,6 @@ norms, routers, latent projections of MLA, vision and audio towers, and every na
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -40,6 +38,7 @@ from hqconv.planning.output_units import (
     copy_shards,
     expert_shards,
     gemm_shapes,
+    has_index,
     kernel_unit,
     shard_units,
 )
@@ -244,23 +243,13 @@ class ConversionPlan:
         return len(self.spec.grid.ranks) if self.spec.layout == artifact_names.KERNEL else 1
 
     @cached_property
-    def weight_map(self) -> dict[str, str]:
-        """The model index of the ordinary shards: tensor name to file."""
-        shards = [file for unit in self.units for file in unit.files if "/" not in file.path]
-        return {
-            name: file.path
-            for file in sorted(shards, key=lambda f: f.path)
-            for name in file.tensors
-        }
-
-    @cached_property
     def paths(self) -> tuple[str, ...]:
         """Every file of the artifact, the manifest last."""
         files = [file.path for unit in self.units for file in unit.files]
         metadata_files = [
             artifact_names.CARD,
             artifact_names.CONFIG,
-            *([artifact_names.INDEX] if self._has_index else []),
+            *([artifact_names.INDEX] if has_index(self.units, self.spec.layout) else []),
         ]
         return (
             *files,
@@ -270,12 +259,6 @@ class ConversionPlan:
             artifact_names.SUMS,
             artifact_names.MANIFEST,
         )
-
-    @property
-    def _has_index(self) -> bool:
-        """True beside other safetensors files, even for a single shard: without an index loaders take all of them."""
-        num_shards = len(set(self.weight_map.values()))
-        return num_shards > (1 if self.spec.layout == artifact_names.CHECKPOINT else 0)
 
     def rank_bytes(self) -> dict[str, int]:
         """Bytes of expert tensors that each rank will load (kernel layout)."""
@@ -294,33 +277,6 @@ class ConversionPlan:
         if experts is None or self.other_bytes_per_gpu is None:
             return None
         return GpuMemory(experts, self.other_bytes_per_gpu)
-
-    def fingerprint(self) -> dict[str, str]:
-        """Return what a resumed run must share besides source and versions: the request and the output layout."""
-        digest = hashlib.sha256()
-        for unit in self.units:
-            for file in unit.files:
-                digest.update(f"{file.path}\0{file.size_bytes}\0".encode() + file.header)
-        spec = self.spec
-        options = {
-            "--schema": {"name": spec.schema.name, **spec.schema.to_dict()},
-            "--dtype": spec.param_dtype,
-            "--target, --cuda": str(spec.target),
-            "--tp": spec.grid.tp,
-            "--tp-split": spec.grid.split,
-            "--ep": spec.grid.ep,
-            "--expert-placement": spec.grid.placement,
-            "--redundant-experts": spec.grid.redundant,
-            "--layout": spec.layout,
-            "--input-schema": {"name": spec.inputs.name, **spec.inputs.humming_fields()},
-            **spec.encoding.identity(),
-            "the overrides": {
-                layer: {"schema": one.schema.name, **artifact_names.kernel_spec_to_dict(one)}
-                for layer, one in spec.of_layers.items()
-            },
-        }
-        document = {key: json.dumps(value, sort_keys=True) for key, value in options.items()}
-        return {**document, "layout of the output files": digest.hexdigest()}
 
 
 def plan_conversion(
@@ -361,16 +317,7 @@ def make_plan(checkpoint: Source, experts: ExpertMap, spec: ConversionSpec) -> C
     check_copied(checkpoint, experts, spec)
     scale_notices = check_matrix_scales(checkpoint, experts.layers)
     experts = experts.with_input_scales({layer.name for layer in spec.static_layers(experts)})
-    layers: list[MoeLayerPlan] = []
-    shards: list[Shard] = []
-    for layer in experts.layers:
-        if spec.layout == artifact_names.KERNEL:
-            layers.append(kernel_unit(layer, spec))
-        else:
-            shards += expert_shards(layer, spec)
-    shards += copy_shards(checkpoint.tensors[name] for name in experts.copied)
-    packed, copies = shard_units(shards, spec)
-    units: tuple[OutputUnit, ...] = (*packed, *layers, *copies)
+    units = plan_units(experts, checkpoint.tensors, spec)
     planned = {file.path for unit in units for file in unit.files}
     beside = checkpoint.sidecar_files
     check_sidecar_files((*beside.names, *beside.generated), planned, spec.layout)
@@ -408,3 +355,19 @@ def _memory_notices(memory: GpuMemory | None, spec: ConversionSpec) -> list[str]
         f"each GPU needs about {memory.total / 1e9:.0f} GB for weights alone, and the largest known GPU of "
         f"{spec.target.name} has {max(models)} GB: use a larger --tp or --ep, or a schema with fewer bits."
     ]
+
+
+def plan_units(
+    experts: ExpertMap, tensors: Mapping[str, TensorRef], spec: ConversionSpec
+) -> tuple[OutputUnit, ...]:
+    """Lay out every safetensors file of an artifact. tensors: of the source, by name."""
+    layers: list[MoeLayerPlan] = []
+    shards: list[Shard] = []
+    for layer in experts.layers:
+        if spec.layout == artifact_names.KERNEL:
+            layers.append(kernel_unit(layer, spec))
+        else:
+            shards += expert_shards(layer, spec)
+    shards += copy_shards(tensors[name] for name in experts.copied)
+    packed, copies = shard_units(shards, spec)
+    return (*packed, *layers, *copies)

@@ -72,7 +72,6 @@ from hqconv.schemas.grid import EVEN, GROUPS, Grid, hidden_unit, working_tp_size
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema, KernelSpec, LayerSpec
 from hqconv.schemas.model_config import AttentionHeads, attention_heads, text_config
 from hqconv.schemas.options import group_by_schema
-from hqconv.schemas.sum_factors import SUMS
 from hqconv.schemas.tensors import TensorRef
 from hqconv.schemas.untrusted_files import RECIPES, SCHEMAS, read_json, shipped
 from hqconv.schemas.weight_schema import (
@@ -408,9 +407,7 @@ def describe_artifact(
     memory = (
         None if others is None or not rank_bytes else GpuMemory(max(rank_bytes.values()), others)
     )
-    source, *before = (
-        {"name": one.source.name, "revision": one.source.revision} for one in manifest.steps
-    )
+    source = {"name": manifest.source.name, "revision": manifest.source.revision}
     return {
         "kind": "artifact",
         "folder": str(root),
@@ -437,14 +434,6 @@ def describe_artifact(
         "humming_kernels_version": manifest.humming_kernels_version,
         "format_version": manifest.format_version,
         "source": source,
-        "derived_from": [
-            {
-                "schema_name": one.schema_name,
-                "manifest_sha256": one.manifest_sha256,
-                "source": of_one,
-            }
-            for one, of_one in zip(manifest.ancestors, before, strict=True)
-        ],
         "manifest_sha256": manifest.sha256,
         "warnings": list(manifest.warnings or ()),
         "notices": _artifact_notices(manifest, config, tensors, heads),
@@ -563,7 +552,7 @@ def _stored_layer_to_dict(layer: ManifestLayer) -> Document:
         source = SourceFormat.from_dict(layer.source_format).describe()
     except (AttributeError, KeyError, TypeError, ValueError):
         source = "unknown"
-    shown = {key: value for key, value in layer.to_dict().items() if key != SUMS}
+    shown = layer.to_dict()
     activation = layer.activation_function.to_dict(
         layer.gated
     )  # with numbers that older manifests lack

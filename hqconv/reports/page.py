@@ -144,8 +144,8 @@ def _provenance(manifest: Manifest) -> Document:
         },
         "source_files": [one.to_dict() for one in source.files],
         "digest": manifest.digest,
-        "derived_from": [one.to_dict() for one in manifest.ancestors],
-        "family_chosen_because": manifest.family_chosen_because,
+        "derived_from": [],
+        "family_chosen_because": None,
         "files": [{"name": name, **entry.to_dict()} for name, entry in manifest.files.items()],
     }
 

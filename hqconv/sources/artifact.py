@@ -134,7 +134,7 @@ class ArtifactSource(SafetensorsSource):
             )
         return ExpertMap(
             family=self.artifact.family.name,
-            chosen_because=f"{self.artifact.manifest.family_chosen_because}; read back from the kernel layout",
+            chosen_because="read back from the kernel layout",
             layers=layers,
             converted=converted,
             copied=copied,

@@ -118,7 +118,6 @@ def _manifest() -> Manifest:
         source_format={},
         source_parts={},
         w13_order=["gate", "up"],
-        content_sums={},
         conversion="quantized",
         quantization_error={
             "w2": ProjectionError(relative_error=0.25, worst_expert=0, worst_relative_error=0.25)
@@ -129,6 +128,7 @@ def _manifest() -> Manifest:
         hqconv_version="0",
         humming_kernels_version="0",
         source=ManifestSource(name="org/name", revision="0" * 40, files=[]),
+        request={},
         layout="kernel",
         schema_name="mxfp4",
         weight_schema={},

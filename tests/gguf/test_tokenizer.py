@@ -152,7 +152,7 @@ def converted(
     tmp_path_factory: pytest.TempPathFactory, files: Callable[[str], Path]
 ) -> tuple[Path, Path, str]:
     out = tmp_path_factory.mktemp("converted") / "out"
-    done = convert(files("qwen2"), out)
+    done = convert(files("qwen2"), out, "--source-digests")
     assert done.exit_code == 0, done.stderr
     return files("qwen2"), out, done.stderr
 
@@ -211,7 +211,7 @@ def test_an_artifact_has_the_tokenizer(converted: tuple[Path, Path, str], tmp_pa
         assert done.exit_code == 0, done.stdout
     done = convert(path, out, "--update", "--json")
     assert (done.exit_code, '"was_finished": true' in done.stdout) == (0, True), done.stdout
-    again = convert(path, tmp_path / "again", "--threads", 1)
+    again = convert(path, tmp_path / "again", "--threads", 1, "--source-digests")
     assert (again.exit_code, read_tree(tmp_path / "again")) == (0, read_tree(out))
 
 
@@ -247,7 +247,7 @@ def test_a_failure_is_a_warning(tmp_path: Path, plain: Path) -> None:
     keys = metadata("qwen2")
     keys["tokenizer.ggml.tokens"][-2] = "<｜end｜>"  # transformers gives it another id
     path = rewrite(plain, tmp_path / "m.gguf", keys=keys)
-    done = convert(path, tmp_path / "out")
+    done = convert(path, tmp_path / "out", "--source-digests")
     assert done.exit_code == 0, done.stderr
     assert f"{NOT_MADE}ValueError: the special word" in done.stderr
     assert not any((tmp_path / "out" / name).exists() for name in FILES)
