@@ -415,7 +415,7 @@ class _Conversion:
             source_files,
             plan.warnings,
         )
-        card = card_bytes(manifest, source.sidecar_files.card, is_artifact=source.guard.is_held)
+        card = card_bytes(manifest, source.sidecar_files.card)
         manifest = with_file(manifest, write_whole(folder.root, artifact_names.CARD, card))
         data = sealed(manifest.to_dict())
         sums = sums_bytes(manifest.files, hashlib.sha256(data).hexdigest())

@@ -685,11 +685,7 @@ def listed_files(root: Path) -> set[str]:
             remedy="Choose another folder with -o, or remove this one yourself.",
         ) from error
     with output_errors(root):
-        others = (
-            {CARD}
-            if CARD in manifest.files and not is_own_card(root, manifest, with_evaluation=True)
-            else set()
-        )
+        others = {CARD} if CARD in manifest.files and not is_own_card(root, manifest) else set()
         return {MANIFEST, *manifest.files, *([SUMS] if are_sums(root) else [])} - others
 
 
