@@ -238,7 +238,7 @@ def convert(
     from hqconv.conversion.convert import (
         convert as run,
     )  # all libraries are loaded before the work begins
-    from hqconv.evaluation.held_out import held_out, with_evaluation
+    from hqconv.evaluation.evaluate import held_out, with_evaluation
 
     resources = values.resources_of(
         device, max_memory, max_gpu_memory, threads, is_part=own_part is not None
@@ -570,42 +570,42 @@ def evaluate(
     num_tokens: int = 16384,
     context_length: int = 512,
     compute_dtype: str = "float32",
-    write_card: bool = False,
     device: str = "auto",
     max_memory: str | int = "4GiB",
     threads: int | None = None,
     revision: str | None = None,
-    announce: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Evaluate an artifact: KL divergence and perplexity of its weights against the source's on a text.
 
     Both run in transformers, layer by layer: the weights of one layer are in memory at a time. Activations are not
     quantized. out: the artifact. source: the checkpoint that it was made from, as `src` of `convert`, at `revision`.
     text: a text file that calibration did not see. num_tokens: tokens of the text that are read. context_length:
-    tokens of one sequence. compute_dtype: float32, bfloat16 or float16, of weights and hidden states. write_card: put
-    the figures into the artifact's model card, from where the report takes them. device: auto, cpu, cuda or cuda:N.
-    max_memory: on the CPU, of hidden states, one layer and logits; on a GPU its free memory is the limit. threads: of
-    the CPU. announce: called with a sentence before the model runs.
+    tokens of one sequence. compute_dtype: float32, bfloat16 or float16, of weights and hidden states. device: auto,
+    cpu, cuda or cuda:N. max_memory: on the CPU, of hidden states, one layer and logits; on a GPU its free memory is the
+    limit. threads: of the CPU.
+
+    The document is written beside the artifact too, as evaluation.json, from where the report takes it; where that
+    cannot be done, a warning says so.
 
     Returns a document: `kl` (`mean`, `standard_error`, `median`, `p90`, `p99`, `max`; nats per token), `perplexity`
     and `mean_nll` (each of `source` and `artifact`), `top1_agreement` (share of tokens with the same most likely
-    prediction), and the conditions. Raises RequestError where transformers is missing or cannot run the model, the
-    source is another one, or memory is short; VerificationError for a damaged artifact, InputError, NetworkError.
+    prediction), the conditions, and `warnings`. Raises RequestError where transformers is missing or cannot run the
+    model, the source is another one, or memory is short; VerificationError for a damaged artifact, InputError,
+    NetworkError.
     """
     from hqconv.conversion.option_values import resources_of
-    from hqconv.evaluation.evaluate import EvaluateOptions
     from hqconv.evaluation.evaluate import evaluate as run
 
-    options = EvaluateOptions(
+    return run(
+        Path(out),
+        str(source),
+        Path(text),
         num_tokens=num_tokens,
         context_length=context_length,
         compute_dtype=compute_dtype,
-        write_card=write_card,
         resources=resources_of(device, max_memory, None, threads),
         revision=revision,
-        announce=announce or (lambda _: None),
     )
-    return run(Path(out), str(source), Path(text), options)
 
 
 @dataclass(frozen=True, repr=False)

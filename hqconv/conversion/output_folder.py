@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hqconv.artifact.expected import Difference, differences
-from hqconv.artifact.manifest import Manifest, is_artifact, read_manifest
+from hqconv.artifact.manifest import Difference, Manifest, differences, is_artifact, read_manifest
 from hqconv.artifact.model_card import are_sums, is_own_card
 from hqconv.conversion.journal import FolderJournal, Journal, JournalEntry, busy
 from hqconv.errors import (
@@ -685,11 +684,7 @@ def listed_files(root: Path) -> set[str]:
             remedy="Choose another folder with -o, or remove this one yourself.",
         ) from error
     with output_errors(root):
-        others = (
-            {CARD}
-            if CARD in manifest.files and not is_own_card(root, manifest, with_evaluation=True)
-            else set()
-        )
+        others = {CARD} if CARD in manifest.files and not is_own_card(root, manifest) else set()
         return {MANIFEST, *manifest.files, *([SUMS] if are_sums(root) else [])} - others
 
 

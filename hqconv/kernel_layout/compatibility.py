@@ -6,10 +6,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from hqconv.schemas.dtypes import code_of, num_bits
 from hqconv.schemas.input_schema import KernelSpec
-
-PAD_N, PAD_K = 256, 128  # vLLM's `pad_n_to_multiple`, `pad_k_to_multiple`
 
 
 def why_overflow(spec: KernelSpec) -> str | None:
@@ -28,25 +25,6 @@ def why_overflow(spec: KernelSpec) -> str | None:
     if not (is_product and spec.a_dtype == "float16") and not is_narrowed:
         return None
     return f"Humming's kernel overflows on '{spec.schema.name}' with float16 and gives NaN; use --dtype bfloat16."
-
-
-def gemm_bytes(shape_n: int, shape_k: int, spec: KernelSpec, *, has_bias: bool = False) -> int:
-    """Return the bytes of one expert's GEMM of [shape_n, shape_k] in the kernel layout, padding included."""
-    schema, param_bits = spec.schema, num_bits(code_of(spec.param_dtype))
-    n, k = shape_n + -shape_n % PAD_N, shape_k + -shape_k % PAD_K
-    rows, columns = schema.scale_group()
-    groups = k // (columns or k)
-    bits = n * k * schema.num_bits + n // (rows or n) * groups * num_bits(
-        code_of(schema.scale_dtype(spec.param_dtype))
-    )
-    if schema.has_zero_point:
-        bits += (
-            n
-            * groups
-            * (param_bits if schema.is_fp_zero_point else 4 if schema.num_bits <= 4 else 8)
-        )
-    bits += {"none": 0, "tensor": 32, "channel": n * param_bits}[schema.weight_scale_2_type]
-    return (bits + has_bias * n * param_bits) // 8
 
 
 def config_entries(spec: KernelSpec, flags: Mapping[str, bool]) -> dict[str, Any]:

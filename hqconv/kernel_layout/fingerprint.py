@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from hqconv.humming_ops.runtime import has_twins
-from hqconv.kernel_layout.compatibility import PAD_K, PAD_N
-from hqconv.kernel_layout.transform import kernel_form, packed_attributes, to_kernel
+from hqconv.kernel_layout.transform import PAD_K, PAD_N, kernel_form, packed_attributes, to_kernel
 from hqconv.schemas.input_schema import KernelSpec
 
 _SHAPE = (PAD_N, 4 * PAD_K)  # of the matrix: whole tiles of every kernel and groups of every schema

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from hqconv.humming_ops.runtime import humming, humming_schema, planning, resident, target_facts
-from hqconv.kernel_layout.compatibility import PAD_K, PAD_N
 from hqconv.schemas.dtypes import code_of_torch, torch_dtype_of
 from hqconv.schemas.gpu_target import GpuTarget
 from hqconv.schemas.input_schema import INPUT_PRESETS, InputSchema, KernelSpec
 from hqconv.schemas.tensors import TensorSpec
 from hqconv.schemas.weight_schema import WeightSchema, resolve_schema
 
+PAD_N, PAD_K = 256, 128  # vLLM's `pad_n_to_multiple`, `pad_k_to_multiple`
 _COMMON = (
     *("mxfp4", "nvfp4", "mxfp8", "fp8", "fp8-block"),
     *("int8", "int4", "int4-c", "int4-g64", "int4-g64-zp"),

@@ -39,7 +39,6 @@ class CheckResult:
     findings: list[Finding] = field(default_factory=list)
     measured: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    of_experts: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     skipped: str = ""
     _num_of_kind: dict[str, int] = field(default_factory=dict, repr=False)
     _place_of_rest: dict[str, int] = field(default_factory=dict, repr=False)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from hqconv.artifact.reader import Artifact
-from hqconv.conversion.encode_batch import relative_error
 from hqconv.conversion.hub_prefetch import CachePolicy, fetched_layers, shards_of
 from hqconv.conversion.source_integrity import blame_taken_over
 from hqconv.conversion.stages import Meter
@@ -344,11 +343,6 @@ def _conclude(check: LayerCheck, outcomes: Sequence[ExpertResult], result: Check
     result.measured[name] = {role: summarize(measured) for role, measured in figures.items()}
     if original is None:
         return
-    result.of_experts[name] = {
-        role: [relative_error(matrix.error, matrix.power) for matrix in measured]
-        for role, measured in figures.items()
-        if len(measured) == check.layer.num_experts  # otherwise experts cannot be identified
-    }
     recorded = check.artifact.layers[name].quantization_error
     check_recorded(check.layer, recorded, figures, not check.layer.format.is_float, result)
 
