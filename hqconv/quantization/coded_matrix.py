@@ -198,7 +198,9 @@ def dequantize(
     if coded.scale_2 is not None:
         scale_2 = coded.scale_2.float()
     if coded.column_groups is not None:
-        scale, zero, group_size = scale[:, coded.column_groups], zero[:, coded.column_groups], 1
+        scale = _of_columns(scale, coded.column_groups)
+        zero = _of_columns(zero, coded.column_groups)
+        group_size = 1
     if coded.packed.is_cuda:
         codes = bit_codec.unpack(coded.packed, coded.num_bits)
         on_device = torch.from_numpy(table.copy()).to(device)
