@@ -107,7 +107,7 @@ def limit_bits_of(limit):
 
 
 class GroupArrays(NamedTuple):
-    """How weights become codes and codes values, for every group of N rows.
+    """Scales and zero points of every group of N rows.
 
     A code is round((w - lowest) * inverse); it decodes to (code - zero) * scale * scale_2 in float32. inverse, scale,
     zero: float32 [N, G]; lowest: float64 [N, G]; scale_2: float32 [N]. lowest and zero are only read for codes with a

@@ -1,4 +1,4 @@
-"""What is known of Humming's kernels and layer configs without Humming and without torch, for servers and listings."""
+"""Facts about Humming's kernels and layer configs, without Humming and without torch: for servers and listings."""
 
 from __future__ import annotations
 
