@@ -129,15 +129,6 @@ def presets() -> Iterator[KernelSpec]:
         yield KernelSpec(schema_of(name), param, GpuTarget(sm, (13, 0)), inputs)
 
 
-def test_humming_runs_every_schema_with_16_bit_activations(schemas: list[WeightSchema]) -> None:
-    for schema, param_dtype, target in itertools.product(schemas, PARAM_DTYPES, TARGETS):
-        kind = KernelSpec(schema, param_dtype, GpuTarget(target, (13, 0)))
-        expected = is_well_typed(schema, param_dtype) and (target > 75 or param_dtype == "float16")
-        assert transform.is_compatible(kind) == expected, (schema, kind)
-        if expected:
-            assert why_not(kind) is None, kind
-
-
 def test_what_is_known_without_humming_is_hummings(schemas: list[WeightSchema]) -> None:
     """Of every kind that runs: entries of the layer config, flags that rules ask for, and the size of its tensors."""
     chosen = [
