@@ -227,7 +227,7 @@ def test_a_profile_that_could_not_be_written_is_refused_before_the_work(
         (("--resume", "--overwrite"), "exclude each other"),
         (("--layout", "checkpoint", "--tp", 2), "unsharded"),
         (("--input-schema", "fp9"), "fp8-g128"),
-        (("--input-schema", "mxfp4"), "float4e2m1 activations begin with sm100"),
+        (("--input-schema", "mxfp4"), "float4e2m1 activations, with bfloat16 parameters"),
         (("--revision", "main"), "no revisions"),
     ],
 )
