@@ -55,10 +55,6 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def test_short_memory_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RequestError, match="memory is not enough") as caught:
-        artifact_load._host_memory((1 << 32, 1 << 20), "the layer")
-    assert caught.value.expected == "16777216.00 GiB"
-
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
