@@ -39,7 +39,7 @@ LEFT_OUT = (
     "serving/vllm",
     "fused_moe",
     "__main__",
-    "serving/warm/compile_kernels",
+    "warm/compile_kernels",
     "hub_upload",
 )
 ROOM_TESTS = {

@@ -17,8 +17,8 @@ from vllm.platforms.interface import PlatformEnum
 
 from hqconv.humming_ops.runtime import humming, resident, target_facts
 from hqconv.schemas.gpu_target import GpuTarget
-from hqconv.serving.vllm import no_gpu
-from hqconv.serving.vllm.no_gpu import NoDevice
+from hqconv.warm import no_gpu
+from hqconv.warm.no_gpu import NoDevice
 
 is_whole = no_gpu.platform is not None  # the stand-ins of whole models are there already
 Pretended = no_gpu.platform or no_gpu.platform_class(90, "NVIDIA H200", 132)

@@ -33,8 +33,8 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model
 
 from hqconv.errors import HqconvError
-from hqconv.serving.vllm.no_gpu import building
 from hqconv.serving.vllm.plugin import register
+from hqconv.warm.no_gpu import building
 from tests.make import vllm_quantized
 from tests.make.conversions import manifest, run
 from tests.make.families import FAMILIES, save_family

@@ -10,8 +10,8 @@ import pytest
 
 from hqconv.errors import RequestError
 from hqconv.schemas.activation import SWIGLUOAI, Activation
-from hqconv.serving.vllm.activations import agreed, serving_activation
-from hqconv.serving.vllm.kernel_requests import kernel_activation
+from hqconv.serving.vllm.translation import agreed, serving_activation
+from hqconv.warm.compile_kernels import kernel_activation
 from tests.make.formulas import GATED, UNGATED, UNKNOWN, by_definition, run_c
 
 # Manifest's name → vLLM's with a gate, and without one.

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from hqconv.models.families import FAMILIES
-from hqconv.serving.vllm.layer_names import find_layer
+from hqconv.serving.vllm.translation import find_layer
 
 DRAFT = 2  # the number of the first draft of the models below, where vLLM counts on after the last layer
 

@@ -17,7 +17,7 @@ from hqconv.api import warm
 from hqconv.artifact.reader import Artifact
 from hqconv.kernel_layout.kernel_sources import NO_DEVICE
 from hqconv.serving.vllm.tuning import is_table, remembered
-from hqconv.serving.warm.kernel_store import read_store_manifest
+from hqconv.warm.kernel_store import read_store_manifest
 from tests.make.kernels import fake_compiler, server, use_compiler
 from tests.make.qwen import write_qwen3_moe
 
