@@ -30,8 +30,8 @@ from vllm.model_executor.model_loader.weight_cache.protocol import (
     check_ipc_quant_support,
 )
 
+from hqconv.artifact import tensor_filler
 from hqconv.errors import VerificationError
-from hqconv.io.file_access import PieceReader
 from hqconv.schemas.grid import Grid
 from hqconv.serving.vllm.plugin import register
 from tests.make.conversions import run
@@ -159,7 +159,7 @@ def no_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("a rank file was read")
 
-    monkeypatch.setattr(PieceReader, "__init__", refuse)
+    monkeypatch.setattr(tensor_filler, "fill", refuse)
 
 
 @pytest.mark.parametrize("mode", ["zero_copy", "copy"])
