@@ -85,7 +85,7 @@ class CheckOptions:
 
 @dataclass(eq=False)
 class CheckedMatrix:
-    """What stays of one matrix. name: of its tensor. facts: None for NaN, and where all weights are one number.
+    """Figures that stay of one matrix. name: of its tensor. facts: None for NaN, and where all weights are one number.
 
     original: the sketch of the original's.
     """
@@ -100,7 +100,7 @@ class CheckedMatrix:
 
 @dataclass(eq=False)
 class CheckedExpert:
-    """What stays of one expert: its projections by role, and findings about them."""
+    """Figures that stay of one expert: its projections by role, and findings about them."""
 
     matrices: dict[str, CheckedMatrix]
     findings: list[CheckFinding] = field(default_factory=list)
