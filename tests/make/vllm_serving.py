@@ -8,7 +8,6 @@ with one byte before, so that it can be told what was not loaded.
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 import sys
@@ -122,7 +121,7 @@ def _draft(
 ) -> dict[str, torch.Tensor]:
     """The last layer's tensors under other names, and what joins the draft to the model."""
     first = next(iter(moved.values()))
-    made = {
+    draft = {
         new + name[len(old) :]: tensor.clone()
         for old, new in moved.items()
         for name, tensor in tensors.items()
@@ -133,8 +132,8 @@ def _draft(
     shapes["shared_head.head"] = (64, hidden)
     for name in more:
         full = name if name.startswith("mtp.") else f"{first}{name}"
-        made[f"{full}.weight"] = torch.randn(shapes.get(name, (hidden,))).bfloat16()
-    return made
+        draft[f"{full}.weight"] = torch.randn(shapes.get(name, (hidden,))).bfloat16()
+    return draft
 
 
 # --- one model ---------------------------------------------------------------------------------------------
@@ -162,11 +161,11 @@ def load_all(folder: Path, is_drafted: bool) -> dict[str, dict[str, Any]]:
     try:
         vllm, draft = vllm_models.configure(folder, is_drafted)
         vllm = pickle.loads(pickle.dumps(vllm))
-        made = {"main": load(vllm, vllm.model_config)}
+        loaded = {"main": load(vllm, vllm.model_config)}
         if draft is not None:
             vllm.compilation_config.static_forward_context.clear()
-            made["draft"] = load(vllm, draft)
-        return made
+            loaded["draft"] = load(vllm, draft)
+        return loaded
     except HqconvError as error:
         return {"main": {"refused": str(error)}}
     except Exception as error:  # noqa: BLE001 - the test's to judge
@@ -195,19 +194,17 @@ def parameters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def layers_of(model: torch.nn.Module) -> Iterator[dict[str, Any]]:
     """What the layers of experts have become."""
     for _, layer in experts_of(model):
-        method, words = layer.quant_method, {"prefix": layer.layer_name}
-        words["method"] = type(method).__name__
-        if words["method"] == "HqconvMoEMethod":
-            stored = load_file(method.file.path)
-            held = {
-                f"{method.stored.name}.{n}": p
-                for n, p in layer.named_parameters()
-                if n not in ROUTING
-            }
-            words |= {"block": method.stored.name, "activation": layer.activation.value}
-            words |= {"limit": layer.swiglu_limit, "holds_its_file": held.keys() == stored.keys()}
-            words["holds_its_file"] &= all(torch.equal(stored[name], held[name]) for name in stored)
-        yield words
+        method = layer.quant_method
+        facts = {"prefix": layer.layer_name, "method": type(method).__name__}
+        if facts["method"] == "HqconvMoEMethod":
+            name, stored = method.stored.name, load_file(method.file.path)
+            found = {f"{name}.{n}": p for n, p in layer.named_parameters() if n not in ROUTING}
+            facts |= {"block": name, "activation": layer.activation.value}
+            facts["limit"] = layer.swiglu_limit
+            facts["holds_its_file"] = found.keys() == stored.keys() and all(
+                torch.equal(stored[name], found[name]) for name in stored
+            )
+        yield facts
 
 
 def methods_of(model: torch.nn.Module) -> dict[str, str]:
@@ -222,14 +219,13 @@ def methods_of(model: torch.nn.Module) -> dict[str, str]:
     }
 
 
-def told(made: Mapping[str, Any]) -> dict[str, Any]:
+def described(loaded: Mapping[str, Any]) -> dict[str, Any]:
     """What a model has become."""
-    values, config = parameters_of(made["model"]), made["config"]
+    values, config = parameters_of(loaded["model"]), loaded["config"]
     return {
-        "class": type(made["model"]).__name__,
-        "layers": list(layers_of(made["model"])),
+        "layers": list(layers_of(loaded["model"])),
         "unloaded": sorted(name for name, value in values.items() if bool((value == POISON).all())),
-        "methods": methods_of(made["model"]),
+        "methods": methods_of(loaded["model"]),
         "kinds": [kind.__name__ for kind in KINDS if isinstance(config, kind)],
         "method": config.get_name(),
     }
@@ -239,18 +235,17 @@ def compared(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, An
     """What vLLM makes of the source without hqconv, and where the artifact's layers are not the same."""
     if "model" not in theirs:
         return {"source": theirs["error"]}
-    one, other = parameters_of(ours["model"]), parameters_of(theirs["model"])
+    found, wanted = parameters_of(ours["model"]), parameters_of(theirs["model"])
     experts = tuple(f"{name}." for name, _ in experts_of(theirs["model"]))
     named = {
         name for name in theirs["named"] if not name.startswith(experts) or name.endswith(ROUTING)
     }
-    unlike = {name for name in one.keys() & other.keys() if not torch.equal(one[name], other[name])}
+    unlike = {n for n in found.keys() & wanted.keys() if not torch.equal(found[n], wanted[n])}
+    methods = methods_of(ours["model"]).items() ^ methods_of(theirs["model"]).items()
     return {
-        "unlike": sorted((one.keys() ^ other.keys()) | unlike),
+        "unlike": sorted((found.keys() ^ wanted.keys()) | unlike),
         "unnamed": sorted(named - ours["named"]),
-        "other_methods": sorted(
-            methods_of(ours["model"]).items() ^ methods_of(theirs["model"]).items()
-        ),
+        "other_methods": sorted(methods),
     }
 
 
@@ -269,16 +264,12 @@ def ask(folder: Path, case: str) -> dict[str, Any]:
     if stored:
         vllm_quantized.store(source, stored)
     run(source, out, stored.schema if stored else SCHEMA, threads=1)
-    config = json.loads((source / "config.json").read_text())
     answers: dict[str, Any] = {"blocks": list(manifest(out)["blocks"]), "drafted": drafted}
-    answers["architecture"] = config["architectures"][0]
     ours, theirs = load_all(out, bool(drafted)), load_all(source, bool(drafted))
-    config = json.loads((source / "config.json").read_text())
-    answers: dict[str, Any] = {"blocks": list(manifest(out)["blocks"]), "drafted": drafted}
-    answers["architecture"] = config["architectures"][0]
-    for part, made in ours.items():
-        their = theirs.get(part, theirs["main"])
-        answers[part] = {**told(made), **compared(made, their)} if "model" in made else made
+    for part, loaded in ours.items():
+        answers[part] = loaded
+        if "model" in loaded:
+            answers[part] = described(loaded) | compared(loaded, theirs.get(part, theirs["main"]))
     return answers
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from huggingface_hub import HfApi
 
-from hqconv.errors import HqconvError, NetworkError, RequestError, VerificationError
+from hqconv.errors import NetworkError, RequestError, VerificationError
 from hqconv.schemas.grid import Grid
 from hqconv.serving.artifact_view import (
     ArtifactLocation,
@@ -53,16 +53,6 @@ def hub(out: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loc
     with serve(out) as server:
         use(monkeypatch, server.url, cache)
         yield server
-
-
-def test_a_folders_files_are_where_they_lie(out: Path) -> None:
-    location = ArtifactLocation(str(out))
-    assert location.is_folder
-    assert location.fetch("hqconv.json") == out / "hqconv.json"
-    assert location.fetch_all([NAME, "config.json"]) == {
-        NAME: out / NAME,
-        "config.json": out / "config.json",
-    }
 
 
 def test_a_folder_that_lacks_a_file_names_it(out: Path, tmp_path: Path) -> None:
@@ -164,18 +154,6 @@ def test_a_cache_that_lacks_files_is_called_that(
     assert ("HF_HUB_OFFLINE" if offline else "connection") in caught.value.message()
 
 
-@pytest.mark.parametrize(
-    ("offline", "kind", "text"),
-    [(True, RequestError, "HF_HUB_OFFLINE is set"), (False, NetworkError, "cannot be reached")],
-)
-def test_an_empty_cache_and_no_hub(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, offline: bool, kind: type[HqconvError], text: str
-) -> None:
-    use(monkeypatch, "http://127.0.0.1:9", cache, offline=offline)
-    with pytest.raises(kind, match=text):
-        open_artifact_view(ArtifactLocation("org/name"))
-
-
 def test_a_repo_without_the_file_is_refused(
     out: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,25 +221,18 @@ def test_a_push_after_the_manifest_changes_nothing(
     )
 
 
-@pytest.mark.parametrize("cache_dir", [None, "own"])
-def test_a_commit_that_is_gone_is_refused_by_one_message(
-    pushed: Path, hub: LocalHub, tmp_path: Path, cache_dir: str | None
-) -> None:
-    view = open_artifact_view(ArtifactLocation("org/name", "main"))
-    hub.push(pushed, LATER, rewrite=True)
-    with pytest.raises(RequestError, match="no such revision") as caught:
-        path_of(view, cache_dir=cache_dir and str(tmp_path / cache_dir))
-    assert caught.value.where == f"org/name, revision {COMMIT}"
-    assert hub.num_bytes_of_weights == 0
-
-
-def test_a_commit_that_is_gone_is_served_from_the_cache(
-    out: Path, pushed: Path, hub: LocalHub
+def test_a_commit_that_is_gone_is_served_from_the_cache_or_refused(
+    out: Path, pushed: Path, hub: LocalHub, tmp_path: Path
 ) -> None:
     view = open_artifact_view(ArtifactLocation("org/name", "main"))
     path_of(view)
     hub.push(pushed, LATER, rewrite=True)
     assert path_of(view).read_bytes() == (out / NAME).read_bytes()
+    before = hub.num_bytes_of_weights
+    with pytest.raises(RequestError, match="no such revision") as caught:
+        path_of(view, cache_dir=str(tmp_path / "own"))
+    assert caught.value.where == f"org/name, revision {COMMIT}"
+    assert hub.num_bytes_of_weights == before
 
 
 def test_a_revision_that_the_server_resolved_is_kept(
