@@ -215,12 +215,6 @@ EXCHANGED: dict[str, tuple[Callable[[Damaged], object], str]] = {
         ),
         "rank",
     ),
-    "EP ranks": (
-        lambda c: c.swap_files(
-            c.rank_file(LAYER, 0, 0), c.rank_file(LAYER, 0, 1), as_their_own=False
-        ),
-        "rank",
-    ),
     "layers": (
         lambda c: c.swap_files(c.rank_file(LAYER, 0, 0), c.rank_file(OTHER, 0, 0)),
         "another layer",

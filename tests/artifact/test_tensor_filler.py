@@ -20,13 +20,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 
 from hqconv.artifact import tensor_filler
-from hqconv.artifact.tensor_filler import LoadTarget, TensorFiller, check_digests, read_tensors
+from hqconv.artifact.tensor_filler import LoadTarget, TensorFiller, check_digests
 from hqconv.errors import VerificationError
 from hqconv.io import file_access
-from hqconv.io.safetensors_header import read_header
 from hqconv.schemas.tensors import TensorRef
 from tests.make import processes
 from tests.make.effort import num_examples
@@ -320,28 +318,6 @@ time.sleep(0.7)
         timeout=240,
     )
     assert 0 < done.stdout.count("piece") <= 2 * tensor_filler.NUM_THREADS
-
-
-def test_tensors_are_those_of_the_safetensors_library(tmp_path: Path) -> None:
-    """An independent reader; a scalar and an empty tensor."""
-    torch.manual_seed(0)
-    tensors = {
-        "a": torch.randint(-9, 9, (3, 1001), dtype=torch.int32),
-        "b": torch.randn(7, 13).to(torch.bfloat16),
-        "c": torch.randn(70_001).to(torch.float8_e4m3fn),
-        "d": torch.tensor(2.5),
-        "e": torch.empty(0, 3, dtype=torch.float16),
-    }
-    save_file(tensors, tmp_path / "f.safetensors")
-    refs = read_header(tmp_path / "f.safetensors")[0]
-    with pieces(8192, 3):
-        file: Any = File(tmp_path / "f.safetensors", "", refs)
-        found = read_tensors(file, refs, torch.device("cpu"))
-    for name, expected in load_file(tmp_path / "f.safetensors").items():
-        assert (found[name].dtype, found[name].shape) == (expected.dtype, expected.shape)
-        assert torch.equal(
-            found[name].view(-1).view(torch.uint8), expected.view(-1).view(torch.uint8)
-        )
 
 
 @pytest.mark.cuda

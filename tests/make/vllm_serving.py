@@ -26,19 +26,21 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     CompressedTensorsConfig,
 )
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.model_executor.layers.quantization.humming import HummingMoEMethod
 from vllm.model_executor.layers.quantization.modelopt import ModelOptFp8Config
 from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4Config
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model
 
+from hqconv.artifact.load import RankGemm, load_layer
 from hqconv.errors import HqconvError
 from hqconv.serving.vllm.plugin import register
 from hqconv.warm.no_gpu import building
 from tests.make import vllm_quantized
 from tests.make.conversions import manifest, run
 from tests.make.families import FAMILIES, save_family
-from tests.make.vllm_cpu import humming_on_cpu
-from tests.make.vllm_lists import LEFT_OUT
+from tests.make.vllm_cpu import as_bytes, humming_on_cpu
+from tests.make.vllm_lists import LEFT_OUT, STOCK
 
 SCHEMA = "int8"  # which fits every family's tiny sizes
 SIZES = {"hidden": 64, "inner": 64}
@@ -249,6 +251,49 @@ def compared(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, An
     }
 
 
+def is_read_by_stock_vllm(folder: Path, source: Path) -> bool:
+    """Whether vLLM's class, without hqconv, makes of the checkpoint layout what the kernel layout holds."""
+    packed, kernel = folder / "packed", folder / "kernel"
+    run(source, packed, "mxfp4", layout="checkpoint", threads=1)
+    run(source, kernel, "mxfp4", threads=1)
+    vllm, _ = vllm_models.configure(packed, False)
+    with building(vllm), humming_on_cpu():
+        model = initialize_model(vllm_config=vllm, model_config=vllm.model_config)
+        layers = [layer for _, layer in experts_of(model)]
+        blocks = list(manifest(packed)["blocks"])[: len(layers)]  # drafts follow
+        for parameter in (parameter for layer in layers for parameter in layer.parameters()):
+            parameter.data.view(torch.uint8).fill_(POISON)
+        stored = {
+            name: tensor
+            for path in sorted(packed.glob("*.safetensors"))
+            for name, tensor in load_file(path).items()
+            if name.startswith(tuple(f"{block}." for block in blocks)) and "shared" not in name
+        }
+        try:
+            model.load_weights(iter(stored.items()))
+        except (AttributeError, KeyError, ValueError):
+            return False
+        return all(
+            _has_become(layer, load_layer(kernel, block))
+            for layer, block in zip(layers, blocks, strict=True)
+        )
+
+
+def _has_become(layer: Any, expected: Mapping[str, RankGemm]) -> bool:
+    if not isinstance(layer.quant_method, HummingMoEMethod):
+        return False
+    layer.quant_method.process_weights_after_loading(layer)
+    found = {n: as_bytes(p) for n, p in layer.named_parameters() if n not in ROUTING}
+    wanted = {
+        f"{gemm}_{name}": as_bytes(tensor)
+        for gemm, loaded in expected.items()
+        for name, tensor in loaded.tensors.items()
+    }
+    return found.keys() == wanted.keys() and all(
+        torch.equal(found[name], wanted[name]) for name in wanted
+    )
+
+
 def ask(folder: Path, case: str) -> dict[str, Any]:
     """Convert a small model and compare what vLLM makes of it, and of its draft where it has one."""
     source, out, stored = folder / "source", folder / "artifact", vllm_quantized.CASES.get(case)
@@ -265,6 +310,8 @@ def ask(folder: Path, case: str) -> dict[str, Any]:
         vllm_quantized.store(source, stored)
     run(source, out, stored.schema if stored else SCHEMA, threads=1)
     answers: dict[str, Any] = {"blocks": list(manifest(out)["blocks"]), "drafted": drafted}
+    if case in STOCK:
+        answers["is_read_by_stock_vllm"] = is_read_by_stock_vllm(folder, source)
     ours, theirs = load_all(out, bool(drafted)), load_all(source, bool(drafted))
     for part, loaded in ours.items():
         answers[part] = loaded

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from huggingface_hub import HfApi
 
-from hqconv.errors import NetworkError, RequestError, VerificationError
+from hqconv.errors import RequestError, VerificationError
 from hqconv.schemas.grid import Grid
 from hqconv.serving.artifact_view import (
     ArtifactLocation,
@@ -130,28 +130,6 @@ def test_the_revision_is_asked_for(hub: LocalHub) -> None:
     assert all(f"/revision/{COMMIT}" in line for line in asked[1:])
     files = [line for line in hub.requests if "/resolve/" in line]
     assert all(f"/resolve/{COMMIT}/" in line for line in files)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("offline", [True, False])
-def test_a_cache_that_lacks_files_is_called_that(
-    hub: LocalHub, cache: Path, monkeypatch: pytest.MonkeyPatch, offline: bool
-) -> None:
-    """Offline, and where the Hub does not answer. Some versions of its library raise, some give what they have."""
-    view = open_artifact_view(ArtifactLocation("org/name", "main"))
-    monkeypatch.setattr(
-        "huggingface_hub.utils._http.time.sleep", lambda _: None
-    )  # it tries again for 23 seconds
-    use(
-        monkeypatch, "http://127.0.0.1:9", cache, offline=offline
-    )  # the discard port: nobody listens
-    with pytest.raises(
-        (VerificationError, RequestError, NetworkError),
-        match=r"lacks (a file|\(part of\) the repo)",
-    ) as caught:
-        ParameterLoader().path(view, NAME, alone=True, cache_dir=None)
-    assert caught.value.where == f"org/name, revision {COMMIT}"
-    assert ("HF_HUB_OFFLINE" if offline else "connection") in caught.value.message()
 
 
 def test_a_repo_without_the_file_is_refused(
@@ -317,11 +295,3 @@ def test_a_fetched_files_name_in_the_cache_is_compared(hub: LocalHub) -> None:
     digest = rename_bytes(path_of(view))
     with pytest.raises(VerificationError, match=digest):
         open_rank_file(view, BLOCKS[0], 1, 0, path_of(view))
-
-
-def test_a_cached_folder_that_lacks_a_file_names_the_way_out(
-    hub: LocalHub, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = open_artifact_view(ArtifactLocation("org/name")).location.fetch("hqconv.json").parent
-    with pytest.raises(VerificationError, match=r"lacks a file(.|\n)*HF_HUB_CACHE"):
-        path_of(open_artifact_view(ArtifactLocation(str(folder))))

@@ -5,7 +5,6 @@ Judge: the rank file of an artifact with one rank, which has every expert in its
 
 from __future__ import annotations
 
-import json
 import queue
 import threading
 from collections import defaultdict
@@ -28,7 +27,6 @@ from vllm.distributed.eplb.eplb_communicator import EplbCommunicator
 from vllm.distributed.eplb.eplb_state import EplbState, compute_logical_maps
 from vllm.distributed.eplb.policy import EPLB_POLICIES
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.models.interfaces import MixtureOfExperts
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -42,7 +40,7 @@ from hqconv.serving.vllm.plugin import register
 from tests.make.conversions import kernel_spec_of, run
 from tests.make.matrices import SCHEMAS as MATRIX_SCHEMAS
 from tests.make.qwen import write_qwen3_moe
-from tests.make.vllm_cpu import build_layer, parallel
+from tests.make.vllm_cpu import build_layer, open_config, parallel
 
 pytestmark = pytest.mark.vllm
 
@@ -83,10 +81,7 @@ def layer_name(index: int) -> str:
 
 def build(out: Path, rank: int, num_layers: int = NUM_LAYERS, **words: Any) -> list[Any]:
     """The layers of one rank, with EPLB, filled."""
-    config = get_quantization_config("hqconv").from_config(
-        json.loads((out / "config.json").read_text())["quantization_config"]
-    )
-    config.maybe_update_config(str(out))
+    config = open_config(out)
     given = {
         "grid": parallel(ep=RANKS, ep_rank=rank, eplb=True),
         "redundant": COPIES,

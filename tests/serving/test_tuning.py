@@ -94,17 +94,6 @@ def test_a_table_is_worked_out_once_for_all_starts(artifact: Path, facade: Facad
     assert facade.num_worked_out == 4, "outside, vLLM asks Humming as ever"
 
 
-@pytest.mark.full
-def test_another_question_is_another_table(artifact: Path, facade: Facade) -> None:
-    with remembered({}):
-        first = ask(facade, artifact)
-        other = ask(facade, artifact, gemm_type="grouped_contiguous")
-        assert facade.num_worked_out == 4
-        assert plain(first) != plain(other)
-        facade.get_heuristics_config(layer_config=configs(artifact)[0], shape_m=16, **ASKED)
-    assert facade.num_worked_out == 5, "a question of another kind is Humming's"
-
-
 @pytest.mark.parametrize("damage", ["[", '[["a", 1, {"block_shape": 1}]]'])
 def test_a_damaged_table_is_worked_out_again(
     artifact: Path, facade: Facade, tmp_path: Path, damage: str
