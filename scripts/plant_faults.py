@@ -40,6 +40,8 @@ LEFT_OUT = (
     "fused_moe",
     "__main__",
     "warm/compile_kernels",
+    "warm/checkpoint_kernels",
+    "warm/no_gpu",
     "hub_upload",
 )
 ROOM_TESTS = {
