@@ -28,8 +28,8 @@ from hqconv.checkup.findings import (
 )
 from hqconv.checkup.matrices import (
     Arrangement,
-    Array,
     Facts,
+    Float32Vector,
     Matrix,
     arrangement,
     arrangement_faults,
@@ -95,7 +95,7 @@ class CheckedMatrix:
     name: str = ""
     facts: Facts | None = None
     comparison: Comparison | None = None
-    original: Array | None = None
+    original: Float32Vector | None = None
 
 
 @dataclass(eq=False)
@@ -536,7 +536,7 @@ def _twins(matrices: Sequence[CheckedMatrix]) -> Iterator[CheckFinding]:
 def _misplaced(matrices: Sequence[CheckedMatrix]) -> Iterator[CheckFinding]:
     """Yield matrices that are another one of the original, and those that are none."""
     places: dict[tuple[int, int], list[MatrixPlace]] = {}
-    originals: dict[tuple[int, int], list[Array]] = {}
+    originals: dict[tuple[int, int], list[Float32Vector]] = {}
     for matrix in matrices:
         if matrix.original is not None:
             places.setdefault(matrix.shape, []).append(matrix.place)

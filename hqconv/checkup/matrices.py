@@ -17,7 +17,7 @@ from hqconv.checkup.findings import CheckFinding, MatrixPlace
 from hqconv.formats.source_matrix import SourceMatrix
 from hqconv.quantization.coded_matrix import CodedMatrix, code_table, dequantize
 
-Array = np.ndarray[tuple[int], np.dtype[np.float32]]
+Float32Vector = np.ndarray[tuple[int], np.dtype[np.float32]]
 _SIDE = 16  # of a sketch
 _ROUNDING = 1.6  # relative error of formats of b bits without codes, of 2**-b: GGUF's Q4_K and Q6_K
 # largest weight, of the median row's largest
@@ -43,13 +43,13 @@ class Matrix:
 
 
 @cache
-def _cells(b_dtype: str, is_symmetric: bool) -> Array:
+def _cells(b_dtype: str, is_symmetric: bool) -> Float32Vector:
     """Return the distance of each code's value to the farther neighbouring value, float32 [2**bits]."""
     table = code_table(b_dtype, is_symmetric)
     ordered = np.unique(table)
     gaps = np.diff(ordered)
     wide = np.maximum(np.append(gaps, gaps[-1]), np.insert(gaps, 0, gaps[0]))
-    found: Array = wide[np.searchsorted(ordered, table)].astype(np.float32)
+    found: Float32Vector = wide[np.searchsorted(ordered, table)].astype(np.float32)
     return found
 
 
@@ -73,14 +73,14 @@ def _signs(size: int, seed: int) -> torch.Tensor:
     return torch.randint(0, 2, (size, _SIDE), generator=generator).float().mul_(2).sub_(1)
 
 
-def sketch(values: torch.Tensor) -> Array:
+def sketch(values: torch.Tensor) -> Float32Vector:
     """Return a random projection of a matrix to 256 numbers of norm 1, float32; zeros of zeros.
 
     Cosines of sketches are those of the matrices, with a standard deviation of 1/16 times their sine.
     """
     small = (_signs(values.size(0), 0).T @ values @ _signs(values.size(1), 1)).flatten()
     norm = small.norm()
-    found: Array = (small / norm if norm > 0 else small).numpy()
+    found: Float32Vector = (small / norm if norm > 0 else small).numpy()
     return found
 
 
@@ -89,7 +89,7 @@ class Facts:
     """Figures by which experts are compared: root mean square, and the sketch, which is equal for equal matrices."""
 
     rms: float
-    sketch: Array
+    sketch: Float32Vector
 
 
 def facts_of(matrix: Matrix) -> Facts:

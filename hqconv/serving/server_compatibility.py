@@ -250,11 +250,11 @@ def _schema_option(view: ArtifactView) -> list[str]:
     """Return the options for the experts' schemas; a recipe is the user's own file."""
     if view.left or len(view.layer_specs) > 1:
         return ["--config", "RECIPE"]
-    words = [_schema_word(schema) for schema in view.layer_spec.schema.each]
-    return ["--schema", "+".join(words), *_inputs_option(view)]
+    names = [_schema_name(schema) for schema in view.layer_spec.schema.each]
+    return ["--schema", "+".join(names), *_inputs_option(view)]
 
 
-def _schema_word(schema: WeightSchema) -> str:
+def _schema_name(schema: WeightSchema) -> str:
     """Return the value of `--schema`: a name that has the same fields here, else the TOML file that had it."""
     try:
         is_known = resolve_schema(schema.name).humming_fields() == schema.humming_fields()

@@ -49,7 +49,7 @@ from hqconv.serving.vllm.refusals import check_inputs, check_redundant_experts, 
 from hqconv.serving.vllm.translation import agreed
 from hqconv.serving.vllm.tuning import remembered
 
-Call = Callable[[], None]
+Callback = Callable[[], None]
 
 _STAMP = "hqconv_sha256"  # buffer uint8 [32]: SHA-256 of the layer's rank file
 
@@ -286,7 +286,7 @@ def _downloading(config: VllmConfig | None) -> dict[str, Any]:
 
 
 def _watch_reloads(
-    layer: RoutedExperts, names_of: Collection[str], before: Call, after: Call
+    layer: RoutedExperts, names_of: Collection[str], before: Callback, after: Callback
 ) -> None:
     """Call `before` when vLLM takes a layer's parameters away to reload the model, `after` when all are back.
 
