@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from hqconv.calibration.gptq import quantize_by_outputs
-from hqconv.calibration.inputs import LayerInputs
+from hqconv.calibration.inputs import ExpertActivations
 from hqconv.conversion.convert import calibrated_inputs
 from hqconv.conversion.encode import coupled_roles
 from hqconv.conversion.encode_batch import Batch, split_unit
@@ -187,7 +187,7 @@ def _lost(
     source: Source,
     batch: Batch,
     encodings: Mapping[str, LayerEncoding],
-    inputs: LayerInputs,
+    inputs: ExpertActivations,
     device: torch.device,
     num_threads: int,
 ) -> dict[str, list[float]]:
@@ -203,12 +203,12 @@ def _lost(
     for role in layer.roles:
         if biases := [bias.float() for one in each if (bias := one[role].bias) is not None]:
             stacks[f"b{role[1:]}"] = torch.stack(biases)
-    down = inputs.of_intermediate(experts, stacks, layer.activation)
+    down = inputs.intermediate_products(experts, stacks, layer.activation)
     sizes = {one.shapes["w2"][1] for one in encodings.values()}
     downs = {}  # with zeros for the columns that fill the last scale group
     for size in sizes:
-        fit, held = (resized(one, (size, size)) for one in (down.fit, down.held))
-        downs[size] = replace(down, fit=fit, held=held)
+        fit, held = (resized(one, (size, size)) for one in (down.fit, down.validation))
+        downs[size] = replace(down, fit=fit, validation=held)
 
     def lost(name: str) -> list[float]:
         encoding, total = (
@@ -220,7 +220,7 @@ def _lost(
             of_gemm, is_down = encoding.of(roles[0]), roles == ["w2"]
             if of_gemm.is_direct:
                 continue
-            products = downs[encoding.shapes["w2"][1]] if is_down else inputs.of_hidden
+            products = downs[encoding.shapes["w2"][1]] if is_down else inputs.hidden_products
             matrices = [resized(stacks[role], encoding.shapes[role]) for role in roles]
             found = quantize_by_outputs(matrices, of_gemm.schema, of_gemm.param_dtype, products)
             for role, one in zip(roles, found, strict=True):

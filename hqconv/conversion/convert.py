@@ -28,8 +28,8 @@ from hqconv.artifact.build import (
 from hqconv.artifact.error_summary import requantized, scale_changes
 from hqconv.artifact.manifest import Manifest, json_bytes, sealed
 from hqconv.artifact.model_card import card_bytes, sums_bytes
-from hqconv.calibration.forward_pass import Stream
 from hqconv.calibration.inputs import ExpertInputs, expert_inputs
+from hqconv.calibration.streamed_model import Stream
 from hqconv.conversion.collect_input_scales import InputScales, read_input_scales
 from hqconv.conversion.encode_batch import EncodedRuns, encode_to_runs, num_batches
 from hqconv.conversion.executor import Executor

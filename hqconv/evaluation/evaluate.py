@@ -22,9 +22,8 @@ import torch
 from hqconv.artifact.load import decoded_experts
 from hqconv.artifact.model_card import check_card, write_evaluation
 from hqconv.artifact.reader import Artifact
-from hqconv.calibration.forward_pass import Stream
 from hqconv.calibration.inputs import batches_of
-from hqconv.calibration.streamed_model import Expert, StreamedModel, stored_tensors
+from hqconv.calibration.streamed_model import Expert, Stream, StreamedModel, stored_tensors
 from hqconv.calibration.transformers_model import (
     Text,
     check_counts,
@@ -127,7 +126,9 @@ def compare_on_text(
                     transformers, source, folder, getattr(torch, options.compute_dtype), device
                 )
             batches = batches_of(words, options.context_length, device)
-        num_bytes = model.check_memory([batches] * 2, *options.resources.model_limit(), ends=True)
+        num_bytes = model.check_memory(
+            [batches] * 2, *options.resources.model_limit(), has_logits=True
+        )
         positions = getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
         warnings = positions_warning(positions, max(ids.size(1) for ids in batches), "--context")
         drafts = draft_layers(source.map_experts(), source.config)

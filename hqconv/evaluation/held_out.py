@@ -13,8 +13,8 @@ import torch
 
 from hqconv.artifact.model_card import evaluation_in_card, write_evaluation
 from hqconv.artifact.reader import Artifact
-from hqconv.calibration.forward_pass import Stream
 from hqconv.calibration.inputs import batches_of
+from hqconv.calibration.streamed_model import Stream
 from hqconv.calibration.transformers_model import (
     Text,
     folder_of,

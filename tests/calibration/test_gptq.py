@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hqconv.calibration.gptq import Products, quantize_by_outputs
+from hqconv.calibration.gptq import InputProducts, quantize_by_outputs
 from hqconv.quantization.group_scales import scales_of
 from hqconv.quantization.hadamard import rotate
 from hqconv.quantization.quantize import quantize_stacks
@@ -59,7 +59,7 @@ def test_no_step_is_left_out(name: str) -> None:
     products = products_of([correlated(600, 128, seed, spread=0) for seed in (2, 3)])
     done = quantize_by_outputs([weights], schema, "bfloat16", products)[0]
     rounded = quantize_stacks([weights], schema, "bfloat16")[0]
-    h = products.fit + products.held
+    h = products.fit + products.validation
     losses = [
         output_error(weights, decoded(one, schema, (2, 128, 128)), h) for one in (done, rounded)
     ]
@@ -95,7 +95,7 @@ def test_codes_of_a_small_group_are_the_best_ones() -> None:
         x = torch.randn(32, 4, generator=generator) @ torch.randn(4, 4, generator=generator)
         h = torch.zeros(1, 32, 32, dtype=torch.float64)
         h[0, :4, :4] = x.double().t() @ x.double()
-        done = quantize_by_outputs([weights], schema, "bfloat16", Products(h, h))[0]
+        done = quantize_by_outputs([weights], schema, "bfloat16", InputProducts(h, h))[0]
         scale = scales_of(done.tensors, schema).scale.item()
         found = output_error(weights, decoded(done, schema, (1, 1, 32)), h).item()
         best = min(
@@ -124,7 +124,7 @@ def test_weights_for_changed_inputs(num_tokens: int, is_lawful: bool) -> None:
     pairs = [(x[one].double(), (y - x)[one].double()) for one in (fit, held)]
     sums = [(a.t() @ a).unsqueeze(0) for a, _ in pairs]
     drifts = [(b.t() @ a).unsqueeze(0) for a, b in pairs]
-    products, schema = Products(sums[0], sums[1], (drifts[0], drifts[1])), resolve_schema("int8")
+    products, schema = InputProducts(sums[0], sums[1], drifts[0], drifts[1]), resolve_schema("int8")
     done = quantize_by_outputs([weights], schema, "bfloat16", products)[0]
     found = decoded(done, schema, (1, 32, 64))
     assert done.error.item() == pytest.approx(
@@ -160,7 +160,7 @@ def test_experts_do_not_depend_on_each_other() -> None:
     weights = torch.randn(3, 64, 128, generator=torch.Generator().manual_seed(7)).bfloat16()
     products = products_of([correlated(300, 128, seed) for seed in (8, 9, 10)])
     again = quantize_by_outputs(
-        [weights], schema, "bfloat16", Products(products.held, products.fit)
+        [weights], schema, "bfloat16", InputProducts(products.validation, products.fit)
     )[0]
     done = quantize_by_outputs([weights], schema, "bfloat16", products)[0]
     assert all(
@@ -213,7 +213,7 @@ def test_a_gpu_loses_as_little(name: str) -> None:
     weights = torch.randn(2, 128, 256, generator=torch.Generator().manual_seed(13)).bfloat16()
     products = products_of([correlated(600, 256, seed) for seed in (14, 15)])
     on_cpu = quantize_by_outputs([weights], schema, "bfloat16", products)[0]
-    there = Products(products.fit.cuda(), products.held.cuda())
+    there = InputProducts(products.fit.cuda(), products.validation.cuda())
     on_gpu, again = (
         quantize_by_outputs([weights.cuda()], schema, "bfloat16", there)[0] for _ in range(2)
     )

@@ -12,7 +12,7 @@ from torch import nn
 
 import hqconv
 from hqconv.calibration import inputs
-from hqconv.calibration.inputs import LayerInputs, expert_inputs
+from hqconv.calibration.inputs import ExpertActivations, expert_inputs
 from hqconv.errors import InputError, RequestError
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.models.source_protocol import Source
@@ -41,7 +41,7 @@ def inputs_of(folder: Path, source: Source, **options: Any) -> Any:
         "context_length": CONTEXT,
         "device": CPU,
         "limit": LIMIT,
-        "num_kept": 1,
+        "num_layers": 1,
     }
     return expert_inputs(source, [folder / "text"], **{**values, **options})
 
@@ -156,7 +156,11 @@ def test_products_are_sums_over_the_tokens_of_the_whole_model(
 
 
 def check_output_errors(
-    found: LayerInputs, source: Source, layer: MoeLayer, rows: Rows, states: list[torch.Tensor]
+    found: ExpertActivations,
+    source: Source,
+    layer: MoeLayer,
+    rows: Rows,
+    states: list[torch.Tensor],
 ) -> None:
     """With other weights of w13, and of w2: token by token, relative to the hidden state after the layer."""
     name = layer.activation.name
@@ -224,15 +228,20 @@ def test_a_rotated_conversion_loses_less_of_the_outputs(tmp_path: Path) -> None:
                     assert lost["calibrated"] < 0.5 * lost["rtn"], (role, expert, lost)
 
 
-def check_hidden(found: LayerInputs, layer: MoeLayer, rows: Rows) -> None:
-    for products, held in ((found.of_hidden.fit, False), (found.of_hidden.held, True)):
+def check_hidden(found: ExpertActivations, layer: MoeLayer, rows: Rows) -> None:
+    for products, held in (
+        (found.hidden_products.fit, False),
+        (found.hidden_products.validation, True),
+    ):
         expected = sum_of(
             [(p, x) for token, _, p, x in rows if is_held_back(token) == held], layer.hidden_size
         )
         assert_near(products[0], expected)
 
 
-def check_intermediate(found: LayerInputs, source: Source, layer: MoeLayer, rows: Rows) -> None:
+def check_intermediate(
+    found: ExpertActivations, source: Source, layer: MoeLayer, rows: Rows
+) -> None:
     """With the source's w13 before w2, and with other weights there."""
     each = [expert_values(source, layer, expert) for expert in range(layer.num_experts)]
     values = {role: torch.stack([one[role] for one in each]).float() for role in each[0]}
@@ -241,10 +250,12 @@ def check_intermediate(found: LayerInputs, source: Source, layer: MoeLayer, rows
         for role in ("w1", "w3")
         if role in values
     }
-    plain = found.of_intermediate(range(layer.num_experts), values, layer.activation)
-    changed = found.of_intermediate(range(layer.num_experts), values, layer.activation, others)
-    assert plain.drifts is None
-    assert changed.drifts is not None
+    plain = found.intermediate_products(range(layer.num_experts), values, layer.activation)
+    changed = found.intermediate_products(
+        range(layer.num_experts), values, layer.activation, others
+    )
+    assert plain.fit_drift is None
+    drifts = changed.fit_drift, changed.validation_drift
     for expert, own in enumerate(each):
         other = own | {role: one[expert].double() for role, one in others.items()}
         for number, is_held in enumerate((False, True)):
@@ -257,12 +268,14 @@ def check_intermediate(found: LayerInputs, source: Source, layer: MoeLayer, rows
             for products, y in ((plain, 1), (changed, 2)):
                 expected = sum_of([(use[0], use[y]) for use in uses], layer.intermediate_size)
                 blended = share * expected + (1 - share) * torch.diag(expected.diagonal())
-                one = (products.fit, products.held)[number][expert]
+                one = (products.fit, products.validation)[number][expert]
                 assert_near(one, blended if uses else torch.eye(len(expected), dtype=torch.float64))
             drift = sum(
                 (p**2 * torch.outer(h - x, x) for p, h, x in uses), torch.zeros_like(expected)
             )
-            assert_near(changed.drifts[number][expert], share * drift)
+            found_drift = drifts[number]
+            assert found_drift is not None
+            assert_near(found_drift[expert], share * drift)
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
