@@ -13,7 +13,7 @@ a row, the source's weights less the decoded ones, costs eᵀ H e. The steps of 
 4. Descend. Every group is rounded again, with its scales, as all others stand: from the first to the last, and back.
 
 torch alone, on any device. The same bytes for the same inputs, number of experts and type of device, not between types.
-Legend: E experts, N output rows, K input columns, R rows of scales, G groups along K, S columns of a group,
+Legend: E experts, N output rows, K input columns, G groups along K, S columns of a group,
 C candidates.
 """
 
@@ -32,6 +32,7 @@ from hqconv.quantization.group_scales import (
     GroupScales,
     bits_of,
     nearest_scales,
+    rounded_scales,
     scales_of,
     scales_under,
     stored_values,
@@ -53,7 +54,6 @@ _RIDGES = (0.01, 0.1, 1.0)  # tried when weights are compensated, of the mean di
 _BLOCK = 128  # columns that are rounded between two products with whole rows
 _DESCENTS = 2  # from the first group to the last, and back
 _MARGIN = 1 - 2.0**-20  # of a loss that must be beaten
-_LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
 # --- what the tokens of a calibration say
@@ -180,26 +180,37 @@ def quantize_by_outputs(
         targets = [rotate(target, block) for target in targets]
         schema = replace(schema, hadamard_block_size=0)
     rounded = quantize_stacks(targets, schema, param_dtype)
-    starts = [scales_of(stack.tensors, schema) for stack in rounded]
     weights = _by_columns(torch.cat([target.float() for target in targets], 1))
-    start = _joined_rows(starts, schema)
-    solver = _Solver(weights, _ScaleChoice(schema, param_dtype, start, weights.size(2)))
+    start = _start_scales(rounded, schema)
+    solver = _Solver(weights, _ScaleChoice(schema, param_dtype, start))
     solution = solver.solve(products.hessian)
-    numbers = torch.split(solution.numbers, [stack.size(1) for stack in stacks], 1)
-    scales = _split_rows(solution.scales, [one.scale.size(1) for one in starts], schema)
-    quantized = []
+    quantized, begin = [], 0
     with resident(weights.device):
-        for index, stack in enumerate(stacks):
-            codes = torch_ops.codes_of(numbers[index], numbers[index], schema).contiguous()
-            tensors = {
-                **rounded[index].tensors,
-                **scales[index].tensors(schema, param_dtype),
-                "weight": humming().ops.pack_weight(codes, schema.num_bits),
-            }
+        for stack, rounded_stack in zip(stacks, rounded, strict=True):
+            rows = slice(begin, begin + stack.size(1))
+            begin = rows.stop
+            numbers = solution.numbers[:, rows]
+            codes = torch_ops.codes_of(numbers, numbers, schema).contiguous()
+            weight = humming().ops.pack_weight(codes, schema.num_bits)
+            tensors = {**rounded_stack.tensors, "weight": weight}
+            if solver.choice.is_free:
+                tensors |= _rows(solution.scales, rows).tensors(schema, param_dtype)
             error, power = torch_ops.error_sums(stack, tensors, schema)
-            num_exact = torch.zeros_like(rounded[index].num_exact)
+            num_exact = torch.zeros_like(rounded_stack.num_exact)
             quantized.append(QuantizedStack(tensors, error, power, num_exact))
     return quantized
+
+
+def _start_scales(rounded: Sequence[QuantizedStack], schema: WeightSchema) -> GroupScales:
+    """Return the scales of matrices that lie one above the other, [E, N, G]: those of a block or a tensor repeated."""
+    each = []
+    for stack in rounded:
+        scales = scales_of(stack.tensors, schema)
+        repeats = stack.tensors["weight"].size(1) // scales.scale.size(1)
+        each.append(_mapped(scales, lambda tensor, n=repeats: tensor.repeat_interleave(n, 1)))  # type: ignore[misc]
+    start = _joined(each, 1)
+    seconds = [scales.second for scales in each if scales.second is not None]
+    return replace(start, second=torch.cat(seconds, 1)) if schema.has_row_scale else start
 
 
 def _compensated(weights: torch.Tensor, products: InputProducts) -> torch.Tensor:
@@ -242,25 +253,17 @@ def _regression(h: torch.Tensor, drift: torch.Tensor, ridge: torch.Tensor) -> to
 
 @dataclass(frozen=True, eq=False)
 class _ScaleChoice:
-    """The scales that a matrix with `num_columns` may get. start: those of round-to-nearest."""
+    """The scales that matrices may get. start: those of round-to-nearest, [E, N, G]."""
 
     schema: WeightSchema
     param_dtype: str
     start: GroupScales
-    num_columns: int
 
     @cached_property
     def is_free(self) -> bool:
         """True where scales are chosen with the codes: those of groups of columns, not too long."""
         is_grouped = self.schema.weight_scale_type == "group"
         return is_grouped and self.schema.weight_scale_group_size <= _BLOCK * 2
-
-    @cached_property
-    def size(self) -> int:
-        """Columns that are rounded together, under one scale."""
-        if self.is_free:
-            return self.schema.weight_scale_group_size
-        return math.gcd(_BLOCK, self.num_columns)
 
     @cached_property
     def floor(self) -> torch.Tensor | None:
@@ -280,8 +283,9 @@ class _ScaleChoice:
         """Return the scales of the least squared error of `weights`, each column by its importance [1 or E, K]."""
         if not self.is_free:
             return self.start
-        target = weights.view(*weights.shape[:2], -1, self.size)
-        importance = importance.view(len(importance), 1, -1, self.size)
+        num_groups = self.start.scale.size(2)
+        target = weights.view(*weights.shape[:2], num_groups, -1)
+        importance = importance.view(len(importance), 1, num_groups, -1)
 
         def loss_of(scales: GroupScales) -> torch.Tensor:
             decoded = torch_ops.decode(_nearest_numbers(target, scales, self.schema), scales)
@@ -324,7 +328,7 @@ class _ScaleChoice:
             if self.floor is not None:
                 own = own.where(self.is_allowed(own), present)
             candidates += [own, *neighbours]
-        return _in_front(_joined(candidates, torch.stack))
+        return _stacked(candidates)
 
     def fitted(
         self, target: torch.Tensor, numbers: torch.Tensor, scales: GroupScales, factor: torch.Tensor
@@ -338,66 +342,46 @@ class _ScaleChoice:
         is_usable = (change > 0.5) & (change < 2)
         if scales.second is not None:
             fit = fit / scales.second
-        stored = torch.where(is_usable, fit, scales.scale)
-        if limit := _LARGEST.get(scales.stored.dtype):
-            stored = stored.clamp(-limit, limit)
-        stored = stored.to(scales.stored.dtype)
+        stored = rounded_scales(torch.where(is_usable, fit, scales.scale), scales.stored.dtype)
         values = stored_values(stored)
         fitted = GroupScales(stored, values, scales.zero, scales.second)
         return fitted.where(is_usable & torch.isfinite(values) & (values != 0), scales)
 
 
+def _combined(
+    each: Sequence[GroupScales], operation: Callable[[list[torch.Tensor]], torch.Tensor]
+) -> GroupScales:
+    """Combine stored scales, their values and zero points by an operation; second scales are the first's."""
+    stored = operation([bits_of(scales.stored) for scales in each]).view(each[0].stored.dtype)
+    values = operation([scales.scale for scales in each])
+    zeros = [scales.zero for scales in each if scales.zero is not None]
+    return GroupScales(stored, values, operation(zeros) if zeros else None, each[0].second)
+
+
+def _joined(each: Sequence[GroupScales], dim: int) -> GroupScales:
+    """Return scales that lie beside each other."""
+    return _combined(each, lambda tensors: torch.cat(tensors, dim))
+
+
+def _stacked(each: Sequence[GroupScales]) -> GroupScales:
+    """Return candidates [E, N, 1] as [C, E, N, 1]."""
+    return _combined(each, torch.stack)
+
+
 def _mapped(scales: GroupScales, operation: Callable[[torch.Tensor], torch.Tensor]) -> GroupScales:
     """Apply an operation to stored scales, their values and zero points; second scales stay."""
-    return _joined([scales], lambda tensors: operation(tensors[0]))
+    return _combined([scales], lambda tensors: operation(tensors[0]))
 
 
-def _joined(
-    scales: Sequence[GroupScales], operation: Callable[[list[torch.Tensor]], torch.Tensor]
-) -> GroupScales:
-    """Join stored scales, their values and zero points by an operation; second scales are the first's."""
-    stored = operation([bits_of(one.stored) for one in scales]).view(scales[0].stored.dtype)
-    values = operation([one.scale for one in scales])
-    zeros = [one.zero for one in scales if one.zero is not None]
-    return GroupScales(stored, values, operation(zeros) if zeros else None, scales[0].second)
+def _group(scales: GroupScales, group: int, count: int = 1) -> GroupScales:
+    """Return the scales of some groups, or columns, the last dimension."""
+    return _mapped(scales, lambda tensor: tensor.narrow(-1, group, count))
 
 
-def _in_front(scales: GroupScales) -> GroupScales:
-    """Return candidates [C, E, …] whose second scales are [1, E, …]."""
-    return scales if scales.second is None else replace(scales, second=scales.second.unsqueeze(0))
-
-
-def _narrowed(scales: GroupScales, dim: int, start: int, length: int = 1) -> GroupScales:
-    """Return the scales of some rows, groups or columns; second scales stay."""
-    return _mapped(scales, lambda tensor: tensor.narrow(dim, start, length))
-
-
-def _joined_rows(scales: Sequence[GroupScales], schema: WeightSchema) -> GroupScales:
-    """Return the scales of matrices that lie one above the other; of a tensor the matrices share them."""
-    if schema.weight_scale_type == "tensor":
-        return scales[0]
-    joined = _joined(scales, lambda tensors: torch.cat(tensors, 1))
-    if not schema.has_row_scale:
-        return joined
-    return replace(
-        joined, second=torch.cat([one.second for one in scales if one.second is not None], 1)
-    )
-
-
-def _split_rows(
-    scales: GroupScales, counts: Sequence[int], schema: WeightSchema
-) -> list[GroupScales]:
-    """Return the scales of each matrix, with `counts` rows of scales: the inverse of `_joined_rows`."""
-    if schema.weight_scale_type == "tensor":
-        return [scales] * len(counts)
-    split, begin = [], 0
-    for count in counts:
-        part = _mapped(_narrowed(scales, 1, begin, count), torch.Tensor.contiguous)
-        if scales.second is not None and schema.has_row_scale:
-            part = replace(part, second=scales.second.narrow(1, begin, count))
-        split.append(part)
-        begin += count
-    return split
+def _rows(scales: GroupScales, rows: slice) -> GroupScales:
+    """Return the scales of some rows, without second scales, which are those of the start."""
+    part = _mapped(scales, lambda tensor: tensor[:, rows].contiguous())
+    return replace(part, second=None)
 
 
 # --- codes
@@ -405,7 +389,7 @@ def _split_rows(
 
 @dataclass(frozen=True, eq=False)
 class _Solution:
-    """Numbers of codes and decoded values [E, N, K], scales [E, R, G], and the loss of each row [E, N]."""
+    """Numbers of codes and decoded values [E, N, K], scales [E, N, G], and the loss of each row [E, N]."""
 
     numbers: torch.Tensor
     values: torch.Tensor
@@ -413,15 +397,12 @@ class _Solution:
     loss: torch.Tensor
 
     def or_better(self, rival: _Solution) -> _Solution:
-        """Return the better one of two solutions for each row; their scales are the same where rows share them."""
+        """Return the better one of two solutions for each row."""
         wins = (rival.loss < self.loss).unsqueeze(2)
-        scales = self.scales
-        if scales.scale.size(1) == wins.size(1):
-            scales = rival.scales.where(wins.expand_as(scales.scale), scales)
         return _Solution(
             torch.where(wins, rival.numbers, self.numbers),
             torch.where(wins, rival.values, self.values),
-            scales,
+            rival.scales.where(wins, self.scales),
             torch.minimum(self.loss, rival.loss),
         )
 
@@ -451,13 +432,20 @@ class _Solver:
     weights: torch.Tensor
     choice: _ScaleChoice
 
+    @cached_property
+    def size(self) -> int:
+        """Columns that are rounded together, under one scale."""
+        if self.choice.is_free:
+            return self.choice.schema.weight_scale_group_size
+        return math.gcd(_BLOCK, self.weights.size(2))
+
     def solve(self, hessian: _Hessian) -> _Solution:
         """Return codes and scales with a small loss."""
         scales = self.choice.searched(self.weights, hessian.diagonal)
         solution = self._in_order(hessian, scales).or_better(self._by_diagonal(hessian, scales))
         backwards = replace(self, weights=self.weights.flip(2))
-        blocks = hessian.fixed_blocks(self.choice.size)
-        blocks_backwards = hessian.backwards.fixed_blocks(self.choice.size)
+        blocks = hessian.fixed_blocks(self.size)
+        blocks_backwards = hessian.backwards.fixed_blocks(self.size)
         for _ in range(_DESCENTS):
             solution = self._swept(solution, hessian.h, blocks, is_first=False).backwards()
             solution = backwards._swept(
@@ -470,7 +458,7 @@ class _Solver:
         numbers = torch.zeros_like(self.weights)
         loss = numbers.new_zeros(numbers.shape[:2])
         start = _Solution(numbers, self.weights.clone(), scales, loss)
-        blocks = hessian.free_blocks(self.choice.size)
+        blocks = hessian.free_blocks(self.size)
         return self._swept(start, hessian.factor, blocks, is_first=True)
 
     def _swept(
@@ -481,10 +469,10 @@ class _Solver:
         First under M, with errors of the columns before; then under H, as all other columns stand, where this gains.
         matrix: M or H, [1 or E, K, K]. The tensors of `solution` are overwritten.
         """
-        choice, size, num_columns = self.choice, self.choice.size, self.weights.size(2)
+        choice, size, num_columns = self.choice, self.size, self.weights.size(2)
         numbers, values = solution.numbers, solution.values
         error = self.weights - values
-        scales = self._of_rows(solution.scales)
+        scales = solution.scales
         neighbours = choice.neighbours(scales)
         swept_scales = []
         loss = torch.zeros_like(solution.loss)
@@ -498,10 +486,10 @@ class _Solver:
                 columns = slice(first, last)
                 factor = blocks.factor[group]
                 present = values[:, :, columns]
-                present_scales = _narrowed(scales, 2, first * scales.scale.size(2) // num_columns)
+                present_scales = _group(scales, first * scales.scale.size(2) // num_columns)
                 pulled = _times(pull[:, :, first - begin : last - begin], blocks.inverse[group])
                 target = present + pulled
-                beside = [_narrowed(neighbour, 2, group) for neighbour in neighbours]
+                beside = [_group(neighbour, group) for neighbour in neighbours]
                 candidates = choice.candidates(present_scales, beside, target)
                 rounded, rounded_scales = self._rounded(target, candidates, factor)
                 if is_first:
@@ -516,10 +504,9 @@ class _Solver:
                 loss += rounded.loss
                 error[:, :, columns] -= change
                 pull[:, :, last - begin :] -= _times(change, matrix[:, columns, last:end])
-        if not choice.is_free:
-            return _Solution(numbers, values, solution.scales, loss)
-        joined = _joined(swept_scales, lambda tensors: torch.cat(tensors, 2))
-        return _Solution(numbers, values, joined, loss)
+        if choice.is_free:
+            scales = _joined(swept_scales, 2)
+        return _Solution(numbers, values, scales, loss)
 
     def _by_diagonal(self, hessian: _Hessian, scales: GroupScales) -> _Solution:
         """Round columns by decreasing diagonal of H, under scales that are searched beforehand."""
@@ -529,17 +516,15 @@ class _Solver:
         error = self.weights.mT.gather(1, order.mT).mT
         numbers, values = torch.empty_like(error), torch.empty_like(error)
         loss = error.new_zeros(num_experts, num_rows)
-        row_scales = self._of_rows(scales)
-        group = order // (num_columns // row_scales.scale.size(2))
-        column_scales = _mapped(row_scales, lambda tensor: tensor.gather(2, group).unsqueeze(0))
-        column_scales = _in_front(column_scales)
+        group = order // (num_columns // scales.scale.size(2))
+        column_scales = _mapped(scales, lambda tensor: tensor.gather(2, group).unsqueeze(0))
         size = math.gcd(_BLOCK, num_columns)
         factor, blocks = hessian.ordered.factor, hessian.ordered.free_blocks(size)
         for begin in range(0, num_columns, size):
             block, columns = begin // size, slice(begin, begin + size)
             pull = _times(error[:, :, :begin], factor[:, :begin, columns])
             target = error[:, :, columns] + _times(pull, blocks.inverse[block])
-            block_scales = _narrowed(column_scales, 3, begin, size)
+            block_scales = _group(column_scales, begin, size)
             rounded = _round(target, block_scales, blocks.factor[block], self.choice.schema)
             numbers[:, :, columns], values[:, :, columns] = rounded.numbers, rounded.values
             error[:, :, columns] -= rounded.values
@@ -551,13 +536,6 @@ class _Solver:
             loss,
         )
 
-    def _of_rows(self, scales: GroupScales) -> GroupScales:
-        """Return scales for each row: those of a block or a tensor repeated."""
-        repeats = self.weights.size(1) // scales.scale.size(1)
-        if repeats == 1:
-            return scales
-        return _mapped(scales, lambda tensor: tensor.repeat_interleave(repeats, 1))
-
     def _rounded(
         self, target: torch.Tensor, candidates: GroupScales, factor: torch.Tensor
     ) -> tuple[_RoundedColumns, GroupScales]:
@@ -566,12 +544,10 @@ class _Solver:
         rounded = _round(target, candidates, factor, schema)
         index = rounded.best.view(1, *rounded.best.shape, 1)
         scales = _mapped(candidates, lambda tensor: tensor.gather(0, index)[0])
-        if scales.second is not None:
-            scales = replace(scales, second=scales.second[0])
         if not self.choice.is_free or scales.stored.dtype == torch.float8_e8m0fnu:
             return rounded, scales
         fitted = self.choice.fitted(target, rounded.numbers, scales, factor)
-        again = _round(target, _in_front(_joined([fitted], torch.stack)), factor, schema)
+        again = _round(target, _stacked([fitted]), factor, schema)
         wins = (again.loss < rounded.loss).unsqueeze(2)
         better = _RoundedColumns(
             torch.minimum(again.loss, rounded.loss),
@@ -598,7 +574,7 @@ def _round(
     numbers, values, carried = torch.zeros(3, *shape, device=target.device).mT
     loss = torch.zeros(len(scales.scale), num_experts, num_rows, device=target.device)
     for column in range(num_columns):
-        own = _narrowed(scales, 3, column) if scales.scale.size(3) > 1 else scales
+        own = _group(scales, column) if scales.scale.size(3) > 1 else scales
         diagonal = factor[:, column, column].view(-1, 1)
         wanted = target[:, :, column] + carried[..., column] / diagonal
         number = _nearest_numbers(wanted[..., None, None], own, schema)

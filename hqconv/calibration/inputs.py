@@ -393,6 +393,7 @@ class ExpertInputs:
         path, module = self._model.experts[layer]
         num_experts, each = self._num_experts[layer], []
         for call, mask, power in zip(calls, self._masks, powers, strict=False):
+            power = power.view(len(mask), -1).sum(1)  # deepseek_v4 has several states of a token
             if type(module).__name__ == "Llama4TextExperts":
                 call, tokens = _routed(call[0], num_experts)
                 mask, power = mask[tokens], power[tokens]

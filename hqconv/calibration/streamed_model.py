@@ -22,14 +22,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from hqconv.calibration.transformers_model import cannot_fill, config_of, model_class, quantizer_of
-from hqconv.errors import RequestError, first_few, plural
+from hqconv.calibration.transformers_model import config_of, model_class, quantizer_of
+from hqconv.errors import InputError, RequestError, first_few, plural
 from hqconv.models.moe_layer import MoeLayer, TensorSlice
 from hqconv.models.source_protocol import Source, read_tensor
 from hqconv.quantization.value_checks import not_finite
@@ -359,7 +360,13 @@ class StreamedModel:
         ]
         errors += map(str, info.conversion_errors.values())
         if missing or errors:
-            raise cannot_fill(self._source, missing, first_few(errors))
+            raise InputError(
+                "The model of transformers cannot be filled from the source.",
+                where=str(self._source.root),
+                expected=f"weights for {first_few(missing)}" if missing else "the model's shapes",
+                found=first_few(errors),
+                remedy="Load the model with transformers alone, to see if it can be run at all.",
+            )
 
 
 def _make_model(
@@ -385,9 +392,6 @@ def _make_model(
             quantizer.preprocess_model(
                 model=model, dtype=dtype, device_map={"": device}, checkpoint_files=None
             )
-    for module in model.modules():
-        if getattr(module, "config", None) is not None:
-            module.config._experts_implementation = "eager"
     return model.eval()
 
 
@@ -484,19 +488,16 @@ class ModuleCall:
 
 
 class ForwardPass:
-    """One run of a function in a thread that stops at each call of a chosen module.
+    """One run of a function in a thread that stops at each call of a stage.
 
     call: the call that the pass waits for, None at the end. output: the function's result, at the end.
     """
 
     def __init__(self, function: Callable[[], Any]) -> None:
-        """Run the function up to its first call of a chosen module. Raises the function's errors."""
+        """Run the function up to its first call of a stage. Raises the function's errors."""
         self.call: ModuleCall | None = None
         self.output: Any = None
-        self._error: Exception | None = None
-        self._answer: Any = None
-        self._is_stopped = False
-        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._events, self._answers = SimpleQueue[Any](), SimpleQueue[Any]()
         self._thread = threading.Thread(
             target=self._run, args=(function,), name="hqconv-pass", daemon=True
         )
@@ -504,46 +505,43 @@ class ForwardPass:
         self._wait()
 
     def resume(self, answer: Any) -> None:
-        """Continue with the output of the module that the pass waits for. Raises the function's errors."""
-        self.call, self._answer = None, answer
-        self._go.release()
+        """Continue with the output of the stage that the pass waits for. Raises the function's errors."""
+        self.call = None
+        self._answers.put(answer)
         self._wait()
 
     def stop(self) -> None:
         """End a pass that waits; nothing happens if it has ended."""
         if self.call is not None:
-            self._is_stopped, self.call = True, None
-            self._go.release()
+            self.call = None
+            self._answers.put(_Stopped)
         self._thread.join()
 
     def _wait(self) -> None:
-        self._back.acquire()
-        if self.call is None:
-            self._thread.join()
-        if self._error is not None:
-            raise self._error
+        event = self._events.get()
+        if isinstance(event, ModuleCall):
+            self.call = event
+            return
+        self._thread.join()
+        if isinstance(event, BaseException):
+            raise event
+        self.output = event
 
     def _run(self, function: Callable[[], Any]) -> None:
         _own.forward_pass = self
         torch.set_num_threads(1)  # a pool of processors for each of many threads would be too many
         try:
             with torch.inference_mode():
-                self.output = function()
-        except _Stopped:
-            pass
-        except Exception as error:  # noqa: BLE001 - raised again in the owner's thread
-            self._error = error
-        finally:
-            self._back.release()
+                self._events.put(function())
+        except BaseException as error:  # noqa: BLE001 - raised again in the owner's thread
+            self._events.put(error)
 
     def hand_over(self, call: ModuleCall) -> Any:
         """Return the output of a call, computed by the owner; in the thread of the pass."""
-        self.call = call
-        self._back.release()
-        self._go.acquire()
-        if self._is_stopped:
+        self._events.put(call)
+        answer = self._answers.get()
+        if answer is _Stopped:
             raise _Stopped
-        answer, self._answer = self._answer, None
         return answer
 
 
