@@ -52,6 +52,7 @@ from hqconv.schemas.weight_schema import WeightSchema
 _DAMPING = 0.01  # of the mean diagonal of H
 _RIDGES = (0.01, 0.1, 1.0)  # tried when weights are compensated, of the mean diagonal of H
 _BLOCK = 128  # columns that are rounded between two products with whole rows
+_LONGEST_GROUP = 256  # of columns whose scale is chosen with their codes
 _DESCENTS = 2  # from the first group to the last, and back
 _MARGIN = 1 - 2.0**-20  # of a loss that must be beaten
 
@@ -181,9 +182,10 @@ def quantize_by_outputs(
         schema = replace(schema, hadamard_block_size=0)
     rounded = quantize_stacks(targets, schema, param_dtype)
     weights = _by_columns(torch.cat([target.float() for target in targets], 1))
-    start = _start_scales(rounded, schema)
-    solver = _Solver(weights, _ScaleChoice(schema, param_dtype, start))
-    solution = solver.solve(products.hessian)
+    is_grouped = schema.weight_scale_type == "group"
+    is_free = is_grouped and schema.weight_scale_group_size <= _LONGEST_GROUP
+    choice = _ScaleChoice(schema, param_dtype, _start_scales(rounded, schema), is_free)
+    solution = _solve(weights, choice, products.hessian)
     quantized, begin = [], 0
     with resident(weights.device):
         for stack, rounded_stack in zip(stacks, rounded, strict=True):
@@ -193,7 +195,7 @@ def quantize_by_outputs(
             codes = torch_ops.codes_of(numbers, numbers, schema).contiguous()
             weight = humming().ops.pack_weight(codes, schema.num_bits)
             tensors = {**rounded_stack.tensors, "weight": weight}
-            if solver.choice.is_free:
+            if choice.is_free:
                 tensors |= _rows(solution.scales, rows).tensors(schema, param_dtype)
             error, power = torch_ops.error_sums(stack, tensors, schema)
             num_exact = torch.zeros_like(rounded_stack.num_exact)
@@ -253,17 +255,15 @@ def _regression(h: torch.Tensor, drift: torch.Tensor, ridge: torch.Tensor) -> to
 
 @dataclass(frozen=True, eq=False)
 class _ScaleChoice:
-    """The scales that matrices may get. start: those of round-to-nearest, [E, N, G]."""
+    """The scales that matrices may get. start: those of round-to-nearest, [E, N, G].
+
+    is_free: scales are chosen with the codes; else they are those of the start.
+    """
 
     schema: WeightSchema
     param_dtype: str
     start: GroupScales
-
-    @cached_property
-    def is_free(self) -> bool:
-        """True where scales are chosen with the codes: those of groups of columns, not too long."""
-        is_grouped = self.schema.weight_scale_type == "group"
-        return is_grouped and self.schema.weight_scale_group_size <= _BLOCK * 2
+    is_free: bool
 
     @cached_property
     def floor(self) -> torch.Tensor | None:
@@ -325,9 +325,7 @@ class _ScaleChoice:
         candidates = [present]
         if self.is_free:
             own = self.nearest(target)
-            if self.floor is not None:
-                own = own.where(self.is_allowed(own), present)
-            candidates += [own, *neighbours]
+            candidates += [own.where(self.is_allowed(own), present), *neighbours]
         return _stacked(candidates)
 
     def fitted(
@@ -425,68 +423,90 @@ class _RoundedColumns:
     values: torch.Tensor
 
 
+def _solve(weights: torch.Tensor, choice: _ScaleChoice, hessian: _Hessian) -> _Solution:
+    """Return codes and scales of weights [E, N, K] with a small loss."""
+    block = math.gcd(_BLOCK, weights.size(2))
+    size = choice.schema.weight_scale_group_size if choice.is_free else block
+    scales = choice.searched(weights, hessian.diagonal)
+    forwards = _Sweep(weights, choice, size, size * max(1, _BLOCK // size))
+    backwards = replace(forwards, weights=weights.flip(2))
+    ordered = _Sweep(weights, replace(choice, is_free=False), block, block)
+    solution = forwards.first(hessian, scales)
+    solution = solution.or_better(_by_diagonal(ordered, hessian, scales))
+    blocks = hessian.fixed_blocks(size)
+    backwards_blocks = hessian.backwards.fixed_blocks(size)
+    for _ in range(_DESCENTS):
+        solution = forwards.swept(solution, hessian.h, blocks).backwards()
+        solution = backwards.swept(solution, hessian.backwards.h, backwards_blocks).backwards()
+    return solution
+
+
+def _by_diagonal(sweep: _Sweep, hessian: _Hessian, scales: GroupScales) -> _Solution:
+    """Round columns by decreasing diagonal of H, each under the scales of its group."""
+    num_experts, num_rows, num_columns = sweep.weights.shape
+    order = hessian.order.expand(num_experts, num_columns)
+    order = order.unsqueeze(2).expand(num_experts, num_columns, num_rows).mT
+    group = order // (num_columns // scales.scale.size(2))
+    column_scales = _mapped(scales, lambda tensor: tensor.gather(2, group))
+    weights = sweep.weights.mT.gather(1, order.mT).mT
+    ordered = replace(sweep, weights=weights).first(hessian.ordered, column_scales)
+    return _Solution(
+        torch.empty_like(weights).scatter_(2, order, ordered.numbers),
+        torch.empty_like(weights).scatter_(2, order, ordered.values),
+        scales,
+        ordered.loss,
+    )
+
+
 @dataclass(frozen=True, eq=False)
-class _Solver:
-    """Matrices of a projection, float32 [E, N, K] `_by_columns`, and the choice of their scales."""
+class _Sweep:
+    """A way through the columns of matrices, float32 [E, N, K] `_by_columns`, and the choice of their scales.
+
+    size: columns that are rounded together, under one scale. width: columns between two products with whole rows.
+    """
 
     weights: torch.Tensor
     choice: _ScaleChoice
+    size: int
+    width: int
 
-    @cached_property
-    def size(self) -> int:
-        """Columns that are rounded together, under one scale."""
-        if self.choice.is_free:
-            return self.choice.schema.weight_scale_group_size
-        return math.gcd(_BLOCK, self.weights.size(2))
-
-    def solve(self, hessian: _Hessian) -> _Solution:
-        """Return codes and scales with a small loss."""
-        scales = self.choice.searched(self.weights, hessian.diagonal)
-        solution = self._in_order(hessian, scales).or_better(self._by_diagonal(hessian, scales))
-        backwards = replace(self, weights=self.weights.flip(2))
-        blocks = hessian.fixed_blocks(self.size)
-        blocks_backwards = hessian.backwards.fixed_blocks(self.size)
-        for _ in range(_DESCENTS):
-            solution = self._swept(solution, hessian.h, blocks, is_first=False).backwards()
-            solution = backwards._swept(
-                solution, hessian.backwards.h, blocks_backwards, is_first=False
-            ).backwards()
-        return solution
-
-    def _in_order(self, hessian: _Hessian, scales: GroupScales) -> _Solution:
-        """Round columns as they are; scales are chosen for what a group's weights have become."""
+    def first(self, hessian: _Hessian, scales: GroupScales) -> _Solution:
+        """Round columns; scales are chosen for what a group's weights have become."""
         numbers = torch.zeros_like(self.weights)
         loss = numbers.new_zeros(numbers.shape[:2])
         start = _Solution(numbers, self.weights.clone(), scales, loss)
         blocks = hessian.free_blocks(self.size)
-        return self._swept(start, hessian.factor, blocks, is_first=True)
+        return self.swept(start, hessian.factor, blocks, is_first=True)
 
-    def _swept(
-        self, solution: _Solution, matrix: torch.Tensor, blocks: _Blocks, *, is_first: bool
+    def swept(
+        self, solution: _Solution, matrix: torch.Tensor, blocks: _Blocks, *, is_first: bool = False
     ) -> _Solution:
         """Round group after group, each with its scales.
 
         First under M, with errors of the columns before; then under H, as all other columns stand, where this gains.
         matrix: M or H, [1 or E, K, K]. The tensors of `solution` are overwritten.
         """
-        choice, size, num_columns = self.choice, self.size, self.weights.size(2)
-        numbers, values = solution.numbers, solution.values
+        choice, num_columns = self.choice, self.weights.size(2)
+        numbers, values, scales = solution.numbers, solution.values, solution.scales
         error = self.weights - values
-        scales = solution.scales
+        num_scales = scales.scale.size(2)
         neighbours = choice.neighbours(scales)
         swept_scales = []
         loss = torch.zeros_like(solution.loss)
-        width = size * max(1, _BLOCK // size)
-        for begin in range(0, num_columns, width):
-            end = min(begin + width, num_columns)
+        for begin in range(0, num_columns, self.width):
+            end = min(begin + self.width, num_columns)
             before = begin if is_first else num_columns
             pull = _times(error[:, :, :before], matrix[:, :before, begin:end])
-            for first in range(begin, end, size):
-                last, group = first + size, first // size
+            for first in range(begin, end, self.size):
+                last, group = first + self.size, first // self.size
                 columns = slice(first, last)
                 factor = blocks.factor[group]
                 present = values[:, :, columns]
-                present_scales = _group(scales, first * scales.scale.size(2) // num_columns)
+                present_scales = _group(
+                    scales,
+                    first * num_scales // num_columns,
+                    max(1, self.size * num_scales // num_columns),
+                )
                 pulled = _times(pull[:, :, first - begin : last - begin], blocks.inverse[group])
                 target = present + pulled
                 beside = [_group(neighbour, group) for neighbour in neighbours]
@@ -507,34 +527,6 @@ class _Solver:
         if choice.is_free:
             scales = _joined(swept_scales, 2)
         return _Solution(numbers, values, scales, loss)
-
-    def _by_diagonal(self, hessian: _Hessian, scales: GroupScales) -> _Solution:
-        """Round columns by decreasing diagonal of H, under scales that are searched beforehand."""
-        num_experts, num_rows, num_columns = self.weights.shape
-        order = hessian.order.expand(num_experts, num_columns)
-        order = order.unsqueeze(2).expand(num_experts, num_columns, num_rows).mT
-        error = self.weights.mT.gather(1, order.mT).mT
-        numbers, values = torch.empty_like(error), torch.empty_like(error)
-        loss = error.new_zeros(num_experts, num_rows)
-        group = order // (num_columns // scales.scale.size(2))
-        column_scales = _mapped(scales, lambda tensor: tensor.gather(2, group).unsqueeze(0))
-        size = math.gcd(_BLOCK, num_columns)
-        factor, blocks = hessian.ordered.factor, hessian.ordered.free_blocks(size)
-        for begin in range(0, num_columns, size):
-            block, columns = begin // size, slice(begin, begin + size)
-            pull = _times(error[:, :, :begin], factor[:, :begin, columns])
-            target = error[:, :, columns] + _times(pull, blocks.inverse[block])
-            block_scales = _group(column_scales, begin, size)
-            rounded = _round(target, block_scales, blocks.factor[block], self.choice.schema)
-            numbers[:, :, columns], values[:, :, columns] = rounded.numbers, rounded.values
-            error[:, :, columns] -= rounded.values
-            loss += rounded.loss
-        return _Solution(
-            torch.empty_like(numbers).scatter_(2, order, numbers),
-            torch.empty_like(values).scatter_(2, order, values),
-            scales,
-            loss,
-        )
 
     def _rounded(
         self, target: torch.Tensor, candidates: GroupScales, factor: torch.Tensor

@@ -6,6 +6,7 @@ B sequences.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -187,14 +188,11 @@ def batches_of(text: Text, context_length: int, device: torch.device) -> list[to
 
     A rest of one token predicts nothing and is left out.
     """
-    sequences = text.sequences(context_length)
-    whole = [ids for ids in sequences if len(ids) == context_length]
+    sequences = [ids for ids in text.sequences(context_length) if len(ids) > 1]
     batches: list[torch.Tensor] = []
-    if whole:
-        num_sequences = max(1, _PASS_TOKENS // context_length)
-        batches += torch.split(torch.tensor(whole, device=device), num_sequences)
-    if sequences and 1 < len(sequences[-1]) < context_length:
-        batches.append(torch.tensor(sequences[-1:], device=device))
+    for _, same_length in itertools.groupby(sequences, len):
+        ids = torch.tensor([*same_length], device=device)
+        batches += torch.split(ids, max(1, _PASS_TOKENS // context_length))
     return batches
 
 

@@ -154,24 +154,18 @@ def quantizer_of(source: Source, config: Any) -> Any:
 
     try:
         quantizer = AutoHfQuantizer.from_config(dict(source.quantization), pre_quantized=True)
+        _ = quantizer.quantization_config.dequantize  # those without it run quantized weights only
     except Exception as error:
-        raise _cannot_decode(source, error) from error
-    if not hasattr(quantizer.quantization_config, "dequantize"):
-        raise _cannot_decode(source, "it runs them quantized only")
+        raise RequestError(
+            "The transformers library cannot decode the weights of this quantized source.",
+            where=f"{source.place}: quant_method {source.quantization.get('quant_method')}",
+            expected="a source in 16 bits or float32, or one that transformers decodes (fp8, mxfp4)",
+            found=error,
+            remedy="Use the 16-bit model that the source was made from.",
+        ) from error
     quantizer.quantization_config.dequantize = True
     config.quantization_config = quantizer.quantization_config
     return quantizer
-
-
-def _cannot_decode(source: Source, found: object) -> RequestError:
-    assert source.quantization is not None
-    return RequestError(
-        "The transformers library cannot decode the weights of this quantized source.",
-        where=f"{source.place}: quant_method {source.quantization.get('quant_method')}",
-        expected="a source in 16 bits or float32, or one that transformers decodes (fp8, mxfp4)",
-        found=found,
-        remedy="Use the 16-bit model that the source was made from.",
-    )
 
 
 class Text(NamedTuple):
@@ -196,10 +190,13 @@ def read_text(
     num_tokens: int,
     option: str = "--text",
     source: str = "SRC",
+    begin_of: Callable[[int], int] | None = None,
 ) -> Text:
     """Return the first `num_tokens` tokens of text files, one after the other, without the tokenizer's special ones.
 
-    folder: of `folder_of`. source: its name, for errors.
+    folder: of `folder_of`. source: its name, for errors. begin_of: the number of tokens of the whole text → the number
+    of those before a place; then the text is what follows the place, without lines that stand before it, and it may
+    have no tokens.
 
     Raises RequestError, which names the `option`, for a file without text, or an unusable tokenizer.
     """
@@ -207,46 +204,29 @@ def read_text(
     tokenizer = _tokenizer_of(transformers, folder, source)
     text = _in_chat_template(files, raw.decode(), tokenizer)
     with running(f"the tokenizer of {source}"):
-        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    if not ids:
+        if begin_of is not None:
+            text = _rest(tokenizer, text, begin_of)
+            raw = text.encode()
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+        start = _start(tokenizer, text) if ids else []
+    if not ids and begin_of is None:
         raise RequestError(
             "The text has no tokens.",
             where=f"{option} {files[0]}",
             expected="a text of the model's use",
         )
-    return Text(ids[:num_tokens], _start(tokenizer, text, source), raw)
+    return Text(ids[:num_tokens], start, raw)
 
 
-def read_rest(
-    transformers: Any,
-    folder: Path,
-    files: Sequence[Path],
-    begin_of: Callable[[int], int],
-    num_tokens: int,
-    option: str = "--text",
-    source: str = "SRC",
-) -> Text:
-    """Return the first `num_tokens` tokens after a place in text files, without lines that stand before it.
-
-    begin_of: the number of tokens of the whole text → the number of those before the place. The other parameters, and
-    what is raised, are those of `read_text`; RequestError also for a tokenizer that does not tell its tokens' places.
-    """
-    tokenizer = _tokenizer_of(transformers, folder, source)
-    text = _in_chat_template(files, _joined(files, option).decode(), tokenizer)
-    if not tokenizer.is_fast:
-        raise RequestError(
-            "The tokenizer does not tell where its tokens are in a text.", where=source
-        )
-    with running(f"the tokenizer of {source}"):
-        found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ends = [end for _, end in found["offset_mapping"]]
-        begin = begin_of(len(ends))
-        cut = ends[begin - 1] if begin else 0
-        read = {line.strip() for line in text[:cut].splitlines()} - {""}
-        lines = text[cut:].splitlines(keepends=True)
-        rest = "".join(line for line in lines if line.strip() not in read)
-        ids: list[int] = tokenizer(rest, add_special_tokens=False)["input_ids"] if rest else []
-    return Text(ids[:num_tokens], _start(tokenizer, rest, source) if ids else [], rest.encode())
+def _rest(tokenizer: Any, text: str, begin_of: Callable[[int], int]) -> str:
+    """Return what follows some tokens of a text, without lines that stand in them."""
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ends = [end for _, end in found["offset_mapping"]]
+    begin = begin_of(len(ends))
+    cut = ends[begin - 1] if begin else 0
+    read = {line.strip() for line in text[:cut].splitlines()} - {""}
+    lines = text[cut:].splitlines(keepends=True)
+    return "".join(line for line in lines if line.strip() not in read)
 
 
 def _joined(files: Sequence[Path], option: str) -> bytes:
@@ -281,8 +261,6 @@ def _in_chat_template(files: Sequence[Path], text: str, tokenizer: Any) -> str:
     """
     if [*files] != [BUILTIN_TEXT] or not tokenizer.chat_template:
         return text
-    start = _start(tokenizer, text, "")  # it stands before each sequence
-    bos = tokenizer.bos_token if start else ""
 
     def rendered(passage: str) -> str:
         before, *turns = _TURN.split(passage)
@@ -303,6 +281,8 @@ def _in_chat_template(files: Sequence[Path], text: str, tokenizer: Any) -> str:
         return dialogue.removeprefix(bos)
 
     with running("the chat template of the source"):
+        # The start stands before each sequence.
+        bos = tokenizer.bos_token if _start(tokenizer, text) else ""
         return _BETWEEN.join(map(rendered, text.split(_BETWEEN)))
 
 
@@ -319,11 +299,10 @@ def _tokenizer_of(transformers: Any, folder: Path, source: str) -> Any:
         return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
-def _start(tokenizer: Any, text: str, source: str) -> list[int]:
+def _start(tokenizer: Any, text: str) -> list[int]:
     """Return what the tokenizer puts before a text: BOS or nothing."""
-    with running(f"the tokenizer of {source}"):
-        whole: list[int] = tokenizer(text[:64])["input_ids"]
-        plain: list[int] = tokenizer(text[:64], add_special_tokens=False)["input_ids"]
+    whole: list[int] = tokenizer(text[:64])["input_ids"]
+    plain: list[int] = tokenizer(text[:64], add_special_tokens=False)["input_ids"]
     bos = tokenizer.bos_token_id
     return [bos] if bos is not None and whole[:2] == [bos, *plain[:1]] else []
 

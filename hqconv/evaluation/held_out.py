@@ -20,7 +20,6 @@ from hqconv.calibration.transformers_model import (
     folder_of,
     import_transformers,
     quiet_loading,
-    read_rest,
     read_text,
 )
 from hqconv.conversion.convert import ConversionReport
@@ -75,9 +74,14 @@ def held_out(
             return HeldOut(text.name, words)
         assert calibration is not None
         try:
-            begin_of, option = calibration.begin_of_rest, "--calibrate"
-            words = read_rest(
-                transformers, folder, calibration.files, begin_of, _NUM_TOKENS, option, place
+            words = read_text(
+                transformers,
+                folder,
+                calibration.files,
+                _NUM_TOKENS,
+                "--calibrate",
+                place,
+                calibration.begin_of_rest,
             )
         except RequestError as error:
             if is_gated:

@@ -15,7 +15,7 @@ import hqconv
 from hqconv.artifact.manifest import read_manifest
 from hqconv.artifact.model_card import evaluation_in_card
 from hqconv.calibration.streamed_model import StreamedModel
-from hqconv.calibration.transformers_model import read_rest, read_text
+from hqconv.calibration.transformers_model import read_text
 from hqconv.cli.app import app
 from hqconv.conversion.executor import Executor
 from hqconv.errors import OutputError, RequestError
@@ -294,9 +294,13 @@ def test_the_rest_of_a_text_begins_after_a_token(made: Path, tmp_path: Path) -> 
         (5, [6, 6, 7]),
         (0, [1, 2, 3, 4, 5, 6, 1, 2, 3, 6, 4, 5, 7]),
     ):
-        found = read_rest(
-            transformers, made / "src", [tmp_path / "text"], lambda _, begin=begin: begin, 100
-        )  # type: ignore[misc]
+        found = read_text(
+            transformers,
+            made / "src",
+            [tmp_path / "text"],
+            100,
+            begin_of=lambda _, begin=begin: begin,  # type: ignore[misc]
+        )
         assert found.ids == [*expected]
     whole = read_text(transformers, made / "src", [tmp_path / "text"], 100)
     assert whole.ids == [1, 2, 3, 4, 5, 6, 1, 2, 3, 6, 4, 5, 7]
