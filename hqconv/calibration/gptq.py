@@ -26,6 +26,7 @@ from functools import cached_property
 
 import torch
 
+from hqconv.formats.source_matrix import resized
 from hqconv.humming_ops.runtime import humming, resident
 from hqconv.quantization import torch_ops
 from hqconv.quantization.group_scales import (
@@ -81,6 +82,11 @@ class InputProducts:
         mean = diagonal.mean(1, keepdim=True)
         diagonal += torch.where(mean > 0, _DAMPING * mean, 1.0)
         return _Hessian(h.float())
+
+    def resized(self, size: int) -> InputProducts:
+        """Return the products of inputs with zeros for further columns, as far as `size`; without drifts."""
+        sizes = size, size
+        return InputProducts(resized(self.fit, sizes), resized(self.validation, sizes))
 
     def rotated(self, block: int) -> InputProducts:
         """Return the products of inputs that are rotated in blocks of columns; without drifts."""

@@ -264,7 +264,7 @@ class ExpertInputs:
         self._calls: dict[int, list[tuple[torch.Tensor, ...]]] = {}
         self._lock = threading.Lock()
         self._hooks = [
-            module.register_forward_pre_hook(self._recorder(layer), with_kwargs=True)
+            module.register_forward_pre_hook(partial(self._record, layer), with_kwargs=True)
             for layer, (_, module) in model.experts.items()
         ]
         self._masks = _validation_masks(batches)
@@ -317,13 +317,12 @@ class ExpertInputs:
             hook.remove()
         self._found.clear()
 
-    def _recorder(self, layer: int) -> Any:
-        def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = (*args, *kwargs.values())
-            tensors = [value.flatten(0, -2) for value in given if isinstance(value, torch.Tensor)]
-            self._calls.setdefault(layer, []).append(tuple(tensors))
-
-        return record
+    def _record(
+        self, layer: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        given = (*args, *kwargs.values())
+        tensors = [value.flatten(0, -2) for value in given if isinstance(value, torch.Tensor)]
+        self._calls.setdefault(layer, []).append(tuple(tensors))
 
     @contextmanager
     def _on_one_stream(self) -> Iterator[None]:

@@ -190,10 +190,8 @@ class StreamedModel:
 
     def stage_bytes(self, name: str) -> int:
         """Return the size of a stage's weights in the dtype of the computation."""
-        numbers: int = sum(
-            math.prod(self._meta[parameter].shape) for parameter in self._owned[name]
-        )
-        return numbers * self.dtype.itemsize
+        num_weights = sum(self._meta[parameter].numel() for parameter in self._owned[name])
+        return int(num_weights * self.dtype.itemsize)
 
     def needed_bytes(
         self,
@@ -245,14 +243,38 @@ class StreamedModel:
         self.model.initialize_weights()
         for name in self._meta:
             self._set(name, self._placeholder(name))
-        self._load(self._owned[_ROOT])
+        self.load(_ROOT)
 
     def load(self, stage: str, replacements: Mapping[str, torch.Tensor] = _NOTHING) -> None:
-        """Read a stage's weights to the device. Raises InputError where the source lacks some, or has other shapes.
+        """Read a stage's weights to the device, by transformers' own conversion; a tied one has its twin's values.
 
         replacements: tensors by name (`stored_tensors`), in place of all that the source has for their modules.
+        Raises InputError where the source lacks some, or has other shapes.
         """
-        self._load(self._owned[stage], replacements)
+        parameters = self._owned[stage]
+        if not parameters:
+            return
+        tied = {name: twin for name in parameters if (twin := self._twin(name)) is not None}
+        wanted = (parameters - tied.keys()) | {*tied.values()}
+        replaced = {_module(name) for name in replacements}
+        tensors: dict[str, Any] = dict(replacements)
+        for name in sorted(
+            name for parameter in wanted for name in self._tensors.get(parameter, ())
+        ):
+            if _module(name) not in replaced:
+                tensors[name] = _StoredTensor(self._source, self._source.tensors[name])
+        info, _ = self._loading.convert_and_load_state_dict_in_model(
+            self.model, tensors, self._config
+        )
+        self._check(info, wanted)
+        for name in wanted:  # a decoded or passed-through weight may have the dtype of the source
+            value = self.model.get_parameter_or_buffer(name)
+            if value.is_floating_point() and value.dtype not in (self.dtype, torch.float32):
+                self._set(name, value.data.to(self.dtype))
+        for name, twin in tied.items():
+            self._set(name, self.model.get_parameter_or_buffer(twin).data)
+        for twin in {*tied.values()} - parameters:
+            self._set(twin, self._placeholder(twin))
 
     def widen(self, stage: str) -> None:
         """Turn a stage's weights to float32, for one use."""
@@ -263,15 +285,13 @@ class StreamedModel:
 
     def use_float32(self) -> None:
         """Compute in float32 from now on; no stage may be loaded."""
-        if self.dtype == torch.float32:
-            return
         self.dtype = torch.float32
         plan = self.model._get_dtype_plan(self.dtype)
         self._config = replace(self._config, dtype=self.dtype, dtype_plan=plan)
         for name, value in self._meta.items():
             self._meta[name] = value.float() if value.is_floating_point() else value
             self._set(name, self._placeholder(name))
-        self._load(self._owned[_ROOT])
+        self.load(_ROOT)
 
     def drop(self, stage: str) -> None:
         """Free a stage's weights."""
@@ -300,41 +320,6 @@ class StreamedModel:
         setattr(
             module, attribute, nn.Parameter(value, requires_grad=False) if is_parameter else value
         )
-
-    def _load(
-        self, parameters: set[str], replacements: Mapping[str, torch.Tensor] = _NOTHING
-    ) -> None:
-        """Load parameters by transformers' conversion, as `load`; a tied one has the values of its twin."""
-        if not parameters:
-            return
-        tied = {name: twin for name in parameters if (twin := self._twin(name)) is not None}
-        wanted = (parameters - tied.keys()) | {*tied.values()}
-        for name in replacements:
-            if self._parameter_of(name) not in wanted:
-                raise RequestError(
-                    "The transformers library has other names for this model's experts.",
-                    where=f"tensor {name}",
-                    remedy="This model cannot be evaluated.",
-                )
-        replaced = {_module(name) for name in replacements}
-        tensors: dict[str, Any] = dict(replacements)
-        for name in sorted(
-            name for parameter in wanted for name in self._tensors.get(parameter, ())
-        ):
-            if _module(name) not in replaced:
-                tensors[name] = _StoredTensor(self._source, self._source.tensors[name])
-        info, _ = self._loading.convert_and_load_state_dict_in_model(
-            self.model, tensors, self._config
-        )
-        self._check(info, wanted)
-        for name in wanted:  # a decoded or passed-through weight may have the dtype of the source
-            value = self.model.get_parameter_or_buffer(name)
-            if value.is_floating_point() and value.dtype not in (self.dtype, torch.float32):
-                self._set(name, value.data.to(self.dtype))
-        for name, twin in tied.items():
-            self._set(name, self.model.get_parameter_or_buffer(twin).data)
-        for twin in {*tied.values()} - parameters:
-            self._set(twin, self._placeholder(twin))
 
     def _twin(self, name: str) -> str | None:
         """Return the parameter that a parameter without tensors is tied to; None for any other."""
@@ -474,17 +459,15 @@ class _Stopped(BaseException):
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """Call of a chosen module that a pass waits for: the module's name, its own `forward`, and the arguments."""
+    """Call of a stage that a pass waits for: the stage's name, and its own `forward` with the arguments."""
 
     name: str
-    forward: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    forward: Callable[[], Any]
 
     def run(self) -> Any:
-        """Compute the module's output in this thread."""
+        """Compute the stage's output in this thread."""
         with torch.inference_mode():
-            return self.forward(*self.args, **self.kwargs)
+            return self.forward()
 
 
 class ForwardPass:
@@ -613,7 +596,7 @@ def _stop_at(name: str, module: nn.Module) -> None:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         forward_pass: ForwardPass | None = getattr(_own, "forward_pass", None)
-        call = ModuleCall(name, original, args, kwargs)
+        call = ModuleCall(name, partial(original, *args, **kwargs))
         return call.run() if forward_pass is None else forward_pass.hand_over(call)
 
     module.forward = forward

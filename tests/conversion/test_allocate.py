@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import hqconv
 from hqconv.cli.app import app
+from hqconv.conversion.allocate import Candidate, GemmChoice, choose
 from hqconv.errors import OutputError, RequestError
-from hqconv.planning.allocation import Option, choose
 from hqconv.schemas.recipe import load_recipe
 from tests.make.conversions import assert_verified, manifest
 from tests.make.decodable import write_quantized
@@ -38,7 +40,70 @@ Split = dict[tuple[str, str], str]
 def allocate(folder: Path, out: Path, **options: Any) -> dict[str, Any]:
     return hqconv.allocate(
         folder / "src", out, **{**COMMON, "calibrate": folder / "text", **options}
-    ).to_dict()
+    )
+
+
+# --- the choice
+
+
+OPTIONS = st.lists(st.tuples(st.integers(1, 30), st.integers(0, 50)), min_size=1, max_size=5)
+GEMMS_OF = st.lists(OPTIONS, min_size=1, max_size=5)
+
+
+def choices_of(*gemms: list[tuple[int, int]]) -> list[GemmChoice]:
+    """A choice for each GEMM, of candidates (bytes, loss)."""
+    return [
+        GemmChoice(str(number), "w13", {str(n): Candidate(*one) for n, one in enumerate(options)})
+        for number, options in enumerate(gemms)
+    ]
+
+
+def chosen_of(gemms: list[list[tuple[int, int]]], budget: int) -> list[Candidate]:
+    choose(choices := choices_of(*gemms), budget, 1)
+    return [choice.present() for choice in choices]
+
+
+def largest_step(options: list[tuple[int, int]]) -> int:
+    """The largest gain of one step along the lower convex hull."""
+    best, largest = min(options), 0
+    while better := [one for one in options if one[1] < best[1]]:
+        step = max(better, key=lambda one: ((best[1] - one[1]) / (one[0] - best[0]), -one[0]))
+        largest, best = max(largest, best[1] - step[1]), step
+    return largest
+
+
+@given(GEMMS_OF, st.integers(0, 80))
+def test_a_choice_loses_less_than_one_step_above_the_best(
+    gemms: list[list[tuple[int, int]]], more: int
+) -> None:
+    every = [
+        (sum(cost for cost, _ in one), sum(loss for _, loss in one))
+        for one in itertools.product(*gemms)
+    ]
+    budget = min(cost for cost, _ in every) + more
+    best = min(loss for cost, loss in every if cost <= budget)
+    chosen = chosen_of(gemms, budget)
+    assert sum(candidate.size_bytes for candidate in chosen) <= budget
+    loss = sum(candidate.loss for candidate in chosen)
+    assert loss == best or loss - best < max(map(largest_step, gemms))
+
+
+def test_the_rest_of_a_budget_is_used() -> None:
+    """The second step does not fit; a cheaper candidate off the hull, and a step of another GEMM, do."""
+    gemms = [[(1, 100), (11, 40), (26, 35), (31, 0)], [(1, 10), (6, 9)]]
+    for budget, expected in ((31, [26, 1]), (26, [11, 6]), (37, [31, 6])):
+        assert [candidate.size_bytes for candidate in chosen_of(gemms, budget)] == expected
+
+
+def test_a_budget_that_is_too_small_names_the_least_that_works() -> None:
+    with pytest.raises(RequestError, match="too small") as error:
+        choose(choices_of([(7, 1)], [(9, 1)]), 15, 100)
+    assert (
+        error.value.expected == "at least 16 bytes of the experts' tensors, or 1.28 bits a weight"
+    )
+
+
+# --- a whole model
 
 
 @pytest.fixture(scope="module")
@@ -114,45 +179,30 @@ def mixtures(uneven: Path) -> Mixtures:
 
 def test_it_finds_the_best_of_16_splits(found: dict[str, Any], mixtures: Mixtures) -> None:
     """Two candidates for four layers, at every size that a split has."""
-    of_gemms = {
-        (layer, gemm): [
-            Option(one["size_bytes"], one["loss"], name)
-            for name, one in of[gemm]["candidates"].items()
-        ]
-        for layer, of in found["layers"].items()
-        for gemm in GEMMS
-    }
-    of_layers = {
-        (layer, ""): [
-            Option(sum(o.cost for o in both), sum(o.loss for o in both), both[0].name)
-            for both in zip(*(of_gemms[layer, gemm] for gemm in GEMMS), strict=True)
-        ]
-        for layer in mixtures.layers
-    }
+    of_layers = []
+    for layer, gemms in found["layers"].items():
+        both = {
+            name: Candidate(
+                sum(gemms[gemm]["candidates"][name]["size_bytes"] for gemm in GEMMS),
+                sum(gemms[gemm]["candidates"][name]["loss"] for gemm in GEMMS),
+            )
+            for name in PAIR
+        }
+        of_layers.append(GemmChoice(layer, "", both))
     splits = []
     for names in itertools.product(PAIR, repeat=4):
         split = dict(zip(mixtures.layers, names, strict=True))
-        size = sum(
-            o.cost
-            for (layer, _), options in of_layers.items()
-            for o in options
-            if o.name == split[layer]
-        )
-        splits.append(
-            (
-                split,
-                size,
-                mixtures.kl({(layer, gemm): split[layer] for layer in split for gemm in GEMMS}),
-            )
-        )
+        size = sum(choice.candidates[split[choice.layer]].size_bytes for choice in of_layers)
+        kl = mixtures.kl({(layer, gemm): split[layer] for layer in split for gemm in GEMMS})
+        splits.append((names, size, kl))
     sizes = sorted({size for _, size, _ in splits})
     assert len(splits) == 16
     assert len(sizes) == 5
     for budget in sizes:
-        chosen = {layer: option.name for (layer, _), option in choose(of_layers, budget, 1).items()}
-        fitting = {tuple(split.values()): kl for split, size, kl in splits if size <= budget}
-        best = min(fitting.values())
-        assert fitting[tuple(chosen.values())] <= 1.02 * best, budget
+        choose(of_layers, budget, 1)
+        chosen = tuple(choice.chosen for choice in of_layers)
+        fitting = {names: kl for names, size, kl in splits if size <= budget}
+        assert fitting[chosen] <= 1.02 * min(fitting.values()), budget
     middle = [kl for _, size, kl in splits if size == sizes[2]]
     assert max(middle) > 2 * min(middle)
 
@@ -259,6 +309,7 @@ def few(folder: Path, out: Path, **options: Any) -> dict[str, Any]:
         ({"candidates": "int4-g32,int4-g64", "tp": 2}, "--candidates int4-g64"),
         ({"candidates": "int4-g32,nvfp4", "input_schema": "int8"}, "--candidates nvfp4"),
         ({"bits": 1.0}, "--size, --bits"),
+        ({"bits": None}, "--size, --bits"),
         ({"size": "1GB"}, "--size, --bits"),
         ({"calibrate": "/nowhere"}, "--calibrate /nowhere"),
     ],
@@ -273,11 +324,10 @@ def test_what_cannot_be_is_refused(
 
 
 def test_default_candidates_fit_or_are_left_out(small: Path, tmp_path: Path) -> None:
-    document = few(small, tmp_path / "recipe.toml", candidates=None, tp=2, input_schema="fp8")
-    assert {"int2-g32-zp", "fp8"} <= set(document["candidates"])
-    assert {"int3-g64", "int4-g16-e4m3"} <= set(
-        document["left_out"]
-    )  # 32 columns on each rank; no kernel
+    found = few(small, tmp_path / "recipe.toml", candidates=None, tp=2, input_schema="fp8")
+    candidates = found["uniform"].keys()
+    assert {"int2-g32-zp", "fp8"} <= candidates
+    assert not {"int3-g64", "int4-g16-e4m3"} & candidates  # 32 columns on each rank; no kernel
     assert load_recipe(tmp_path / "recipe.toml").options["input_schema"] == "fp8"
 
 
@@ -285,7 +335,7 @@ def test_a_quantized_source_may_keep_its_codes(tmp_path: Path) -> None:
     write_quantized(tmp_path / "src", "fp8", tmp_path / "plain")
     (tmp_path / "text").write_text(" ".join(str(3 + i * 7 % 60) for i in range(80)))
     document = few(tmp_path, tmp_path / "recipe.toml", candidates=None, bits=64)
-    own = document["candidates"][0]
+    own = next(iter(document["uniform"]))
     assert own == "fp8-block"
     assert document["chosen"]["loss"] == document["uniform"][own]["loss"] == 0
     hqconv.convert(
