@@ -210,7 +210,7 @@ def _validation_masks(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 @contextmanager
 def expert_inputs(
     source: Source,
-    files: Sequence[Path],
+    path: Path,
     num_tokens: int,
     context_length: int,
     device: torch.device,
@@ -219,7 +219,7 @@ def expert_inputs(
     held_out: Sequence[torch.Tensor] = (),
     num_threads: int = 1,
 ) -> Iterator[ExpertInputs]:
-    """Yield the inputs of a source's experts over the first tokens of text files, two at least.
+    """Yield the inputs of a source's experts over the first tokens of a text file, two at least.
 
     The model computes in float32 on the CPU, in bfloat16 on a GPU. limit: memory for the model, and the limit's name.
     num_layers: whose inputs are in memory at a time. held_out: token ids [B, T] of other tokens, which go through the
@@ -232,7 +232,7 @@ def expert_inputs(
     with ExitStack() as stack:
         stack.enter_context(quiet_loading(transformers))
         folder = stack.enter_context(folder_of(source))
-        text = read_text(transformers, folder, files, num_tokens, "--calibrate", place)
+        text = read_text(transformers, folder, path, num_tokens, "--calibrate", place)
         batches = batches_of(text, context_length, device)
         with running(str(source.root)):
             model = StreamedModel(transformers, source, folder, dtype, device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -186,13 +186,13 @@ class Text(NamedTuple):
 def read_text(
     transformers: Any,
     folder: Path,
-    files: Sequence[Path],
+    path: Path,
     num_tokens: int,
     option: str = "--text",
     source: str = "SRC",
     begin_of: Callable[[int], int] | None = None,
 ) -> Text:
-    """Return the first `num_tokens` tokens of text files, one after the other, without the tokenizer's special ones.
+    """Return the first `num_tokens` tokens of a text file, without the tokenizer's special ones.
 
     folder: of `folder_of`. source: its name, for errors. begin_of: the number of tokens of the whole text → the number
     of those before a place; then the text is what follows the place, without lines that stand before it, and it may
@@ -200,9 +200,10 @@ def read_text(
 
     Raises RequestError, which names the `option`, for a file without text, or an unusable tokenizer.
     """
-    raw = _joined(files, option)
+    raw, text = _read(path, option)
     tokenizer = _tokenizer_of(transformers, folder, source)
-    text = _in_chat_template(files, raw.decode(), tokenizer)
+    if path == BUILTIN_TEXT and tokenizer.chat_template:
+        text = _in_chat_template(text, tokenizer)
     with running(f"the tokenizer of {source}"):
         if begin_of is not None:
             text = _rest(tokenizer, text, begin_of)
@@ -212,7 +213,7 @@ def read_text(
     if not ids and begin_of is None:
         raise RequestError(
             "The text has no tokens.",
-            where=f"{option} {files[0]}",
+            where=f"{option} {path}",
             expected="a text of the model's use",
         )
     return Text(ids[:num_tokens], start, raw)
@@ -229,38 +230,32 @@ def _rest(tokenizer: Any, text: str, begin_of: Callable[[int], int]) -> str:
     return "".join(line for line in lines if line.strip() not in read)
 
 
-def _joined(files: Sequence[Path], option: str) -> bytes:
-    """Return the bytes of text files, one after the other. Raises RequestError."""
-    contents = []
-    for path in files:
-        try:
-            content = read_regular(path, MAX_TEXT_BYTES)
-            content.decode()
-        except OSError as error:
-            raise RequestError(
-                "The text cannot be read.",
-                where=f"{option} {path}",
-                expected=f"a file of at most {MAX_TEXT_BYTES >> 20} MiB",
-                found=error.strerror or error,
-            ) from error
-        except UnicodeDecodeError as error:
-            raise RequestError(
-                "The text is not UTF-8.",
-                where=f"{option} {path}",
-                found=error,
-                remedy="Convert the file to UTF-8, or leave it out.",
-            ) from error
-        contents.append(content)
-    return b"\n\n".join(contents)
+def _read(path: Path, option: str) -> tuple[bytes, str]:
+    """Return a text file's bytes and text. Raises RequestError."""
+    try:
+        raw = read_regular(path, MAX_TEXT_BYTES)
+        return raw, raw.decode()
+    except OSError as error:
+        raise RequestError(
+            "The text cannot be read.",
+            where=f"{option} {path}",
+            expected=f"a file of at most {MAX_TEXT_BYTES >> 20} MiB",
+            found=error.strerror or error,
+        ) from error
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            "The text is not UTF-8.",
+            where=f"{option} {path}",
+            found=error,
+            remedy="Convert the file to UTF-8, or leave it out.",
+        ) from error
 
 
-def _in_chat_template(files: Sequence[Path], text: str, tokenizer: Any) -> str:
-    """Return the text of the package with its dialogues in the tokenizer's chat template; others as they are.
+def _in_chat_template(text: str, tokenizer: Any) -> str:
+    """Return the text of the package with its dialogues in the tokenizer's chat template.
 
     Templates run in the sandbox of transformers. A dialogue that the template refuses stays as it is.
     """
-    if [*files] != [BUILTIN_TEXT] or not tokenizer.chat_template:
-        return text
 
     def rendered(passage: str) -> str:
         before, *turns = _TURN.split(passage)

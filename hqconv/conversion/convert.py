@@ -470,7 +470,7 @@ def calibrated_inputs(
     RequestError where the text changed since the plan, or the activation of the experts is not known.
     """
     calibration = plan.spec.encoding.calibration
-    if calibration is None or not calibration.files or not layers:
+    if calibration is None or calibration.path is None or not layers:
         yield None
         return
     unknown = next((one.layer for one in layers if not one.layer.knows_activation), None)
@@ -484,7 +484,7 @@ def calibrated_inputs(
     source.fetch(plan.other_files)  # the tokenizer's among them
     with expert_inputs(
         source,
-        calibration.files,
+        calibration.path,
         calibration.num_tokens,
         calibration.context_length,
         resources.device,

@@ -78,7 +78,7 @@ def evaluate(out: Path, source_name: str, text: Path, options: EvaluateOptions) 
         if options.write_card:
             check_card(out)
         with quiet_loading(transformers), folder_of(source) as folder:
-            words = read_text(transformers, folder, [text], options.num_tokens, source=source_name)
+            words = read_text(transformers, folder, text, options.num_tokens, source=source_name)
         check_text(words, f"--text {text}")
         document = compare_on_text(artifact, source, words, text.name, options)
         if options.write_card:

@@ -69,15 +69,16 @@ def held_out(
     with quiet_loading(transformers), folder_of(source) as folder:
         place = str(source.place)
         if text is not None:
-            words = read_text(transformers, folder, [text], _NUM_TOKENS, "--evaluate", place)
+            words = read_text(transformers, folder, text, _NUM_TOKENS, "--evaluate", place)
             check_text(words, f"--evaluate {text}")
             return HeldOut(text.name, words)
         assert calibration is not None
+        assert calibration.path is not None
         try:
             words = read_text(
                 transformers,
                 folder,
-                calibration.files,
+                calibration.path,
                 _NUM_TOKENS,
                 "--calibrate",
                 place,
@@ -94,7 +95,7 @@ def held_out(
     expected = f"{_LEAST_TOKENS} tokens at least after those that calibration reads, without lines that it reads"
     found = plural(len(words.ids), "token")
     if is_gated:
-        where = f"--calibrate {calibration.root}"
+        where = f"--calibrate {calibration.path}"
         raise RequestError(what, where=where, expected=expected, found=found, remedy=_REMEDY)
     return HeldOut(nothing=f"{what} Expected: {expected}; found: {found}. {_REMEDY}")
 

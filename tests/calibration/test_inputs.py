@@ -43,7 +43,7 @@ def inputs_of(folder: Path, source: Source, **options: Any) -> Any:
         "limit": LIMIT,
         "num_layers": 1,
     }
-    return expert_inputs(source, [folder / "text"], **{**values, **options})
+    return expert_inputs(source, folder / "text", **{**values, **options})
 
 
 def rows_of(model: nn.Module, states: dict[int, list[torch.Tensor]] | None = None) -> list[Rows]:

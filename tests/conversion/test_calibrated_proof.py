@@ -297,10 +297,10 @@ def test_the_rest_of_a_text_begins_after_a_token(made: Path, tmp_path: Path) -> 
         found = read_text(
             transformers,
             made / "src",
-            [tmp_path / "text"],
+            tmp_path / "text",
             100,
             begin_of=lambda _, begin=begin: begin,  # type: ignore[misc]
         )
         assert found.ids == [*expected]
-    whole = read_text(transformers, made / "src", [tmp_path / "text"], 100)
+    whole = read_text(transformers, made / "src", tmp_path / "text", 100)
     assert whole.ids == [1, 2, 3, 4, 5, 6, 1, 2, 3, 6, 4, 5, 7]
