@@ -227,7 +227,7 @@ def _measure(
     every = [planned for plan in plans.values() for planned in plan.layers]
     staging = plan_staging(every, resources, reads_ahead=False)
     meter = Meter(sum(planned.num_bytes_read for planned in layers), len(layers), progress)
-    gpu = bounded_gpu(resources, "Then run the same command again.", is_calibrated=True)
+    gpu = bounded_gpu(resources, "Then run the same command again.")
     losses = torch.empty(0)
     with calibrated_inputs(source, first, layers, resources, 1) as inputs, gpu:
         assert inputs is not None

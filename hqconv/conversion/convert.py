@@ -358,8 +358,7 @@ class _Conversion:
             encode = partial(encode_to_runs, inputs_of=self.inputs.of)
             for layer in _calibrated_layers(missing):
                 self.inputs.expect(layer.layer, num_batches(layer, self.staging.num_experts))
-        is_calibrated = self.plan.spec.encoding.calibration is not None
-        with bounded_gpu(self.resources, "Then go on with --resume.", is_calibrated=is_calibrated):
+        with bounded_gpu(self.resources, "Then go on with --resume."):
             executor = Executor(
                 self.source,
                 folder.root,

@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hqconv.conversion.resources import Resources, plan_staging, working_bytes
+from hqconv.conversion.resources import Resources, cpu_need, plan_staging
 from hqconv.schemas.grid import Grid
 from tests.make.conversions import open_plan
 from tests.make.models import save_big
@@ -128,12 +128,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 
 def planned_bytes(src: Path, schema: str, tp: int, layout: str, limit: int = 0) -> int:
-    """What `working_bytes` says one lane needs: for one expert at a time, or for as many as `limit` allows."""
+    """What `cpu_need` says one lane needs: for one expert at a time, or for as many as `limit` allows."""
     source, plan = open_plan(src, schema, Grid(tp), layout)
     source.close()
     resources = Resources("cpu", limit, 1)
     num_experts = plan_staging(plan.layers, resources).num_experts if limit else 1
-    return working_bytes(plan.layers[0], num_experts)
+    return cpu_need(plan.layers[0]).num_bytes(num_experts)
 
 
 @pytest.mark.sampled(2)
@@ -156,7 +156,7 @@ def test_memory_stays_under_the_tightest_limit_for_two_workers(
     )
     print(schema, layout, f"measured {found['bytes'] / MIB:.1f} MiB, limit {limit / MIB:.1f} MiB")
     assert found["workers"] == 2
-    assert sum(p.stat().st_size for p in src.glob("*.safetensors")) > 5 * limit
+    assert sum(p.stat().st_size for p in src.glob("*.safetensors")) > 4 * limit
     assert found["bytes"] < limit, f"{found['bytes'] / MIB:.1f} MiB"
     # The source's shards, the files of the group in work and of the one being flushed, what Python has open.
     assert found["files"] <= 8 + 2 * tp * ep + 16
@@ -173,7 +173,9 @@ def test_memory_does_not_grow_with_the_model(
     """
     meter = Meter(tiny, MALLOC_MMAP_THRESHOLD_="65536")
     rise = {
-        layers: meter.measure(src, tmp_path / f"out{layers}", "mxfp4", 80 * MIB, threads=1)["bytes"]
+        layers: meter.measure(src, tmp_path / f"out{layers}", "mxfp4", 100 * MIB, threads=1)[
+            "bytes"
+        ]
         for layers, src in models.items()
     }
     meter.close()
@@ -198,7 +200,7 @@ CASES = [
 def test_one_worker_needs_no_more_than_planned(
     schema: str, source: torch.dtype, tp: int, layout: str, meter: Meter, tmp_path: Path
 ) -> None:
-    """`working_bytes` is an upper bound of what one expert takes, and not a wild one."""
+    """`cpu_need` is an upper bound of what one expert takes, and not a wild one."""
     src = save_big(tmp_path / "src", 1, 4, 2048, 2048, source)
     # The warm-up has the same dtype: else numba may compile while memory is measured.
     tiny = save_big(tmp_path / "tiny", 1, 2, 1024, 1024, source)

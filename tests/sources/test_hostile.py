@@ -20,7 +20,7 @@ from safetensors.torch import save as serialize
 from typer.testing import CliRunner
 
 from hqconv.cli.app import app
-from hqconv.conversion.resources import working_bytes
+from hqconv.conversion.resources import cpu_need
 from hqconv.errors import HqconvError, RequestError
 from hqconv.formats.encoding import part_names
 from hqconv.models.expert_map import map_experts
@@ -569,5 +569,5 @@ def test_any_headers_are_mapped_or_refused(
                 request = make_spec(ConversionOptions(schema), found, words, GpuTarget(90))
                 check_request(found, request)
                 planned = [kernel_unit(layer, request) for layer in found.layers]
-                assert min(map(working_bytes, planned)) > 0
+                assert min(cpu_need(unit).num_bytes(1) for unit in planned) > 0
         direct_schemas(found, "bfloat16")
