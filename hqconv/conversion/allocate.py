@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -55,25 +55,15 @@ _HEAD = "# a schema for each GEMM, chosen by measured losses. Use it with conver
 _RECIPE = FileKind("a recipe of hqconv allocate", lambda head: _HEAD.encode() in head)
 
 
-class Candidate(NamedTuple):
-    """A schema that a GEMM may get: the bytes of its tensors on all ranks, and its loss."""
-
-    size_bytes: int
-    loss: float = 0.0
-
-
 @dataclass
 class GemmChoice:
-    """Candidates of a GEMM, w13 or w2 of a layer, by name, and the chosen one."""
+    """A GEMM, w13 or w2 of a layer: bytes on all ranks and loss under each candidate, and the chosen candidate."""
 
     layer: str
     gemm: str
-    candidates: dict[str, Candidate]
+    sizes: dict[str, int]
+    losses: dict[str, float]
     chosen: str = ""
-
-    def present(self) -> Candidate:
-        """Return the chosen candidate."""
-        return self.candidates[self.chosen]
 
 
 def run_allocation(
@@ -96,15 +86,13 @@ def run_allocation(
     place = output_file(out, "-o", _RECIPE, [source.root])
     plans = _plan_candidates(source, options.calibrated(resources.device_name), target, names)
     first = next(iter(plans.values()))
-    choices = [GemmChoice(planned.name, gemm, {}) for planned in first.layers for gemm in GEMMS]
-    for name, plan in plans.items():
-        sizes = [_gemm_bytes(planned, gemm) for planned in plan.layers for gemm in GEMMS]
-        for choice, size in zip(choices, sizes, strict=True):
-            choice.candidates[name] = Candidate(size)
-    layers = [planned.layer for planned in first.layers]
-    num_weights = sum(
-        layer.num_experts * len(layer.roles) * math.prod(layer.shape("w2")) for layer in layers
-    )
+    choices, num_weights = [], 0
+    for number, planned in enumerate(first.layers):
+        layer = planned.layer
+        num_weights += layer.num_experts * len(layer.roles) * math.prod(layer.shape("w2"))
+        for gemm in GEMMS:
+            sizes = {name: _gemm_bytes(plan.layers[number], gemm) for name, plan in plans.items()}
+            choices.append(GemmChoice(layer.name, gemm, sizes, dict.fromkeys(plans, 0.0)))
     limit = size_bytes
     if bits is not None:
         limit = int((bits + _BITS_ROUNDING) * num_weights / 8)
@@ -114,27 +102,31 @@ def run_allocation(
     source.guard.check_unchanged()
     choose(choices, limit, num_weights)
 
-    def total(candidates: Sequence[Candidate]) -> dict[str, Any]:
-        size = sum(candidate.size_bytes for candidate in candidates)
-        loss = math.fsum(candidate.loss for candidate in candidates)
+    def total(names: Sequence[str]) -> dict[str, Any]:
+        pairs = [*zip(choices, names, strict=True)]
+        size = sum(choice.sizes[name] for choice, name in pairs)
+        loss = math.fsum(choice.losses[name] for choice, name in pairs)
         return {"size_bytes": size, "bits_per_weight": 8 * size / num_weights, "loss": loss}
 
-    document: dict[str, Any] = {
+    layers: dict[str, dict[str, Any]] = {}
+    for choice in choices:
+        each = {
+            name: {"size_bytes": size, "loss": choice.losses[name]}
+            for name, size in choice.sizes.items()
+        }
+        result = {"chosen": choice.chosen, **each[choice.chosen], "candidates": each}
+        layers.setdefault(choice.layer, {})[choice.gemm] = result
+    given = {**given, "target": target.name, "dtype": first.spec.param_dtype}
+    write_whole(place.parent, place.name, _recipe(choices, given, out).encode())
+    return {
         "kind": "allocation",
         "source": first.source.origin,
         "out": str(out),
         "budget": {"size_bytes": size_bytes, "bits": bits, "limit_bytes": limit},
-        "chosen": total([choice.present() for choice in choices]),
-        "uniform": {name: total([choice.candidates[name] for choice in choices]) for name in plans},
-        "layers": {layer.name: {} for layer in layers},
+        "chosen": total([choice.chosen for choice in choices]),
+        "uniform": {name: total([name] * len(choices)) for name in plans},
+        "layers": layers,
     }
-    for choice in choices:
-        each = {name: candidate._asdict() for name, candidate in choice.candidates.items()}
-        result = {"chosen": choice.chosen, **each[choice.chosen], "candidates": each}
-        document["layers"][choice.layer][choice.gemm] = result
-    given = {**given, "target": target.name, "dtype": first.spec.param_dtype}
-    write_whole(place.parent, place.name, _recipe(choices, given, out).encode())
-    return document
 
 
 # --- candidates and the choice
@@ -182,8 +174,8 @@ def choose(choices: Sequence[GemmChoice], limit: int, num_weights: int) -> None:
     num_weights: of all GEMMs. Raises RequestError where the smallest candidates need more.
     """
     for choice in choices:
-        choice.chosen = min(choice.candidates, key=choice.candidates.__getitem__)
-    least = sum(choice.present().size_bytes for choice in choices)
+        choice.chosen = min(choice.sizes, key=choice.sizes.__getitem__)
+    least = sum(choice.sizes[choice.chosen] for choice in choices)
     if least > limit:
         raise RequestError(
             "The budget is too small for these candidates.",
@@ -196,9 +188,9 @@ def choose(choices: Sequence[GemmChoice], limit: int, num_weights: int) -> None:
 
     def changes() -> Iterator[tuple[float, int, str, GemmChoice]]:
         for choice in choices:
-            for name, candidate in choice.candidates.items():
-                cost = candidate.size_bytes - choice.present().size_bytes
-                gain = choice.present().loss - candidate.loss
+            for name, size in choice.sizes.items():
+                cost = size - choice.sizes[choice.chosen]
+                gain = choice.losses[choice.chosen] - choice.losses[name]
                 if gain > 0 and cost <= room:
                     yield gain / max(cost, 1), cost, name, choice
 
@@ -218,7 +210,7 @@ def _measure(
     resources: Resources,
     progress: Callable[[Progress], None] | None,
 ) -> None:
-    """Set the loss of each candidate of each GEMM.
+    """Set the losses of each GEMM.
 
     A layer that transformers does not run (for multi-token prediction) counts as the layer before it.
     """
@@ -227,27 +219,32 @@ def _measure(
     every = [planned for plan in plans.values() for planned in plan.layers]
     staging = plan_staging(every, resources, reads_ahead=False)
     meter = Meter(sum(planned.num_bytes_read for planned in layers), len(layers), progress)
-    gpu = bounded_gpu(resources, "Then run the same command again.")
-    losses = torch.empty(0)
-    with calibrated_inputs(source, first, layers, resources, 1) as inputs, gpu:
+    before: list[GemmChoice] = []
+    with (
+        calibrated_inputs(source, first, layers, resources, 1) as inputs,
+        bounded_gpu(resources, "Then run the same command again."),
+    ):
         assert inputs is not None
         for planned in layers:
             inputs.expect(planned.layer, 1)
         for planned in layers:
             layer, activations = planned.layer, inputs.of(planned.layer)
-            if activations is not None:
-                encodings = [one.encoding for one in every if one.name == planned.name]
-                losses = torch.zeros(len(plans), len(GEMMS), dtype=torch.float64)
+            own = [choice for choice in choices if choice.layer == layer.name]
+            encodings = [plan.encoding for plan in every if plan.name == layer.name]
+            if activations is None:
+                for choice, measured in zip(own, before, strict=True):
+                    choice.losses = measured.losses
+            else:
                 for begin in range(0, layer.num_experts, staging.num_experts):
                     experts = range(layer.num_experts)[begin : begin + staging.num_experts]
                     batch = _Batch(source, layer, experts, activations, resources.device)
-                    losses += batch.losses(encodings, staging.num_lanes) / len(activations.x)
-            own = [choice for choice in choices if choice.layer == planned.name]
-            for choice, lost in zip(own, losses.t().tolist(), strict=True):
-                for name, loss in zip(plans, lost, strict=True):
-                    choice.candidates[name] = choice.candidates[name]._replace(loss=loss)
-            meter.advance(planned.name, planned.num_bytes_read)
-            meter.finish(planned.name)
+                    losses = batch.losses(encodings, staging.num_lanes)
+                    for name, lost in zip(plans, losses, strict=True):
+                        for choice, loss in zip(own, lost, strict=True):
+                            choice.losses[name] += loss
+            before = own
+            meter.advance(layer.name, planned.num_bytes_read)
+            meter.finish(layer.name)
 
 
 class _Batch:
@@ -278,13 +275,15 @@ class _Batch:
                 self.weights[f"b{role[1:]}"] = torch.stack(biases).float()
         self.products = activations.intermediate_products(experts, self.weights, layer.activation)
 
-    def losses(self, encodings: Sequence[LayerEncoding], num_threads: int) -> torch.Tensor:
-        """Return what each candidate changes in the outputs, by its w13 and by its w2, float64 [C, 2]."""
+    def losses(
+        self, encodings: Sequence[LayerEncoding], num_threads: int
+    ) -> list[tuple[float, ...]]:
+        """Return what each candidate changes in the outputs, by its w13 and by its w2: the mean over all tokens."""
         results = pipeline(encodings, self._lost, num_threads, num_threads, runs_torch=True)
         with closing(results):
-            return torch.stack([*results]).cpu()
+            return [*results]
 
-    def _lost(self, encoding: LayerEncoding) -> torch.Tensor:
+    def _lost(self, encoding: LayerEncoding) -> tuple[float, ...]:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # of this thread
         quantized = dict(self.weights)
@@ -304,7 +303,7 @@ class _Batch:
             own = {name: stack[index] for name, stack in self.weights.items()}
             changed = {name: stack[index] for name, stack in quantized.items()}
             total += self.activations.output_errors(expert, own, changed, self.layer.activation)
-        return total
+        return tuple((total / len(self.activations.x)).tolist())
 
 
 # --- the recipe
@@ -324,7 +323,6 @@ def _recipe(choices: Sequence[GemmChoice], options: Mapping[str, Any], out: Path
     lines += [f"{name} = {toml(value)}" for name, value in options.items()]
     for choice in choices:
         lines += ["[[override]]", f"blocks = {toml(glob.escape(choice.layer))}"]
-        lines.append(
-            f"{choice.gemm}.schema = {toml(choice.chosen)}  # loss {choice.present().loss:.2g}"
-        )
+        loss = choice.losses[choice.chosen]
+        lines.append(f"{choice.gemm}.schema = {toml(choice.chosen)}  # loss {loss:.2g}")
     return "\n".join(lines) + "\n"

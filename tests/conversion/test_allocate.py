@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import hqconv
 from hqconv.cli.app import app
-from hqconv.conversion.allocate import Candidate, GemmChoice, choose
+from hqconv.conversion.allocate import GemmChoice, choose
 from hqconv.errors import OutputError, RequestError
 from hqconv.schemas.recipe import load_recipe
 from tests.make.conversions import assert_verified, manifest
@@ -53,14 +53,20 @@ GEMMS_OF = st.lists(OPTIONS, min_size=1, max_size=5)
 def choices_of(*gemms: list[tuple[int, int]]) -> list[GemmChoice]:
     """A choice for each GEMM, of candidates (bytes, loss)."""
     return [
-        GemmChoice(str(number), "w13", {str(n): Candidate(*one) for n, one in enumerate(options)})
+        GemmChoice(
+            str(number),
+            "w13",
+            {str(index): cost for index, (cost, _) in enumerate(options)},
+            {str(index): float(loss) for index, (_, loss) in enumerate(options)},
+        )
         for number, options in enumerate(gemms)
     ]
 
 
-def chosen_of(gemms: list[list[tuple[int, int]]], budget: int) -> list[Candidate]:
+def chosen_of(gemms: list[list[tuple[int, int]]], budget: int) -> list[tuple[int, float]]:
+    """Bytes and loss of each GEMM's chosen candidate."""
     choose(choices := choices_of(*gemms), budget, 1)
-    return [choice.present() for choice in choices]
+    return [(choice.sizes[choice.chosen], choice.losses[choice.chosen]) for choice in choices]
 
 
 def largest_step(options: list[tuple[int, int]]) -> int:
@@ -83,8 +89,8 @@ def test_a_choice_loses_less_than_one_step_above_the_best(
     budget = min(cost for cost, _ in every) + more
     best = min(loss for cost, loss in every if cost <= budget)
     chosen = chosen_of(gemms, budget)
-    assert sum(candidate.size_bytes for candidate in chosen) <= budget
-    loss = sum(candidate.loss for candidate in chosen)
+    assert sum(size for size, _ in chosen) <= budget
+    loss = sum(loss for _, loss in chosen)
     assert loss == best or loss - best < max(map(largest_step, gemms))
 
 
@@ -92,7 +98,7 @@ def test_the_rest_of_a_budget_is_used() -> None:
     """The second step does not fit; a cheaper candidate off the hull, and a step of another GEMM, do."""
     gemms = [[(1, 100), (11, 40), (26, 35), (31, 0)], [(1, 10), (6, 9)]]
     for budget, expected in ((31, [26, 1]), (26, [11, 6]), (37, [31, 6])):
-        assert [candidate.size_bytes for candidate in chosen_of(gemms, budget)] == expected
+        assert [size for size, _ in chosen_of(gemms, budget)] == expected
 
 
 def test_a_budget_that_is_too_small_names_the_least_that_works() -> None:
@@ -181,18 +187,15 @@ def test_it_finds_the_best_of_16_splits(found: dict[str, Any], mixtures: Mixture
     """Two candidates for four layers, at every size that a split has."""
     of_layers = []
     for layer, gemms in found["layers"].items():
-        both = {
-            name: Candidate(
-                sum(gemms[gemm]["candidates"][name]["size_bytes"] for gemm in GEMMS),
-                sum(gemms[gemm]["candidates"][name]["loss"] for gemm in GEMMS),
-            )
-            for name in PAIR
-        }
-        of_layers.append(GemmChoice(layer, "", both))
+        sizes, losses = (
+            {name: sum(gemms[gemm]["candidates"][name][key] for gemm in GEMMS) for name in PAIR}
+            for key in ("size_bytes", "loss")
+        )
+        of_layers.append(GemmChoice(layer, "", sizes, losses))
     splits = []
     for names in itertools.product(PAIR, repeat=4):
         split = dict(zip(mixtures.layers, names, strict=True))
-        size = sum(choice.candidates[split[choice.layer]].size_bytes for choice in of_layers)
+        size = sum(choice.sizes[split[choice.layer]] for choice in of_layers)
         kl = mixtures.kl({(layer, gemm): split[layer] for layer in split for gemm in GEMMS})
         splits.append((names, size, kl))
     sizes = sorted({size for _, size, _ in splits})
