@@ -338,12 +338,6 @@ class ExpertInputs:
 
     def _run_stage(self) -> None:
         stage = self._stream.stage
-        if stage == self._model.head:
-            raise RequestError(
-                "The transformers library runs none of these experts.",
-                where=self._model.place,
-                remedy=_REMEDY,
-            )
         self._model.load(stage)
         powers = self._stream.advance(partial(self._power, stage))
         for layer, calls in self._calls.items():
@@ -414,9 +408,9 @@ def _is_known(tensors: tuple[torch.Tensor, ...]) -> bool:
     """Return whether these are hidden states, choices and weights of the same tokens, and two facts of each token."""
     if len(tensors) != 5:
         return False
-    x, experts, weights, _, power = tensors
+    x, experts, weights, mask, _ = tensors
     is_choice = not experts.is_floating_point() and experts.shape == weights.shape
-    return is_choice and len(x) == len(experts) == len(power)
+    return is_choice and len(x) == len(experts) == len(mask)
 
 
 def _routed(
