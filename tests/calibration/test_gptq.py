@@ -38,20 +38,15 @@ def test_outputs_lose_less_than_by_rounding(name: str) -> None:
     schema, generator = resolve_schema(name), torch.Generator().manual_seed(1)
     stacks = [(size * torch.randn(2, 128, 256, generator=generator)).bfloat16() for size in (1, 10)]
     products = products_of([correlated(600, 256, seed) for seed in (2, 3)])
-    each = (
-        quantize_stacks(stacks, schema, "bfloat16"),
-        quantize_by_outputs(stacks, schema, "bfloat16", products),
-    )
-    for weights, rounded, done in zip(stacks, *each, strict=True):
-        forms = [
-            {key: (t.shape, t.dtype) for key, t in one.tensors.items()} for one in (rounded, done)
-        ]
+    quantized = quantize_by_outputs(stacks, schema, "bfloat16", products)
+    for weights, rounded, done in zip(
+        stacks, quantize_stacks(stacks, schema, "bfloat16"), quantized, strict=True
+    ):
+        forms = [{k: (t.shape, t.dtype) for k, t in one.tensors.items()} for one in (rounded, done)]
         assert forms[0] == forms[1]
         values = [decoded(one, schema, (2, 128, 256)) for one in (rounded, done)]
-        of_rounding, found = (output_error(weights, one, products.fit) for one in values)
-        assert (found < (0.25 if name == "int1-g64" else 0.02) * of_rounding).all(), (
-            found / of_rounding
-        )
+        losses = [output_error(weights, value, products.fit) for value in values]
+        assert (losses[1] < (0.25 if name == "int1-g64" else 0.02) * losses[0]).all()
         error = (values[1] - weights.float()).double().square().sum((1, 2))
         assert torch.allclose(done.error, error, rtol=1e-6)
 
@@ -92,27 +87,24 @@ def test_weights_for_changed_inputs(num_tokens: int, is_lawful: bool) -> None:
     Eight bits change hardly anything. The recorded error is that against the weights as they were.
     """
     generator = torch.Generator().manual_seed(15)
-    x, y = correlated(num_tokens + 1000, 64, 16), torch.empty(0)
+    x = correlated(num_tokens + 1000, 64, 16)
     noise = torch.randn(x.shape, generator=generator) * x.std(0)
     law = torch.eye(64) + 0.1 * torch.randn(64, 64, generator=generator)
     y = x @ law if is_lawful else x + 0.3 * noise
     weights = torch.randn(1, 32, 64, generator=generator)
-    fit, held = slice(0, num_tokens * 3 // 4), slice(num_tokens * 3 // 4, num_tokens)
-    pairs = [(x[one].double(), (y - x)[one].double()) for one in (fit, held)]
-    sums = [(a.t() @ a).unsqueeze(0) for a, _ in pairs]
-    drifts = [(b.t() @ a).unsqueeze(0) for a, b in pairs]
-    products, schema = InputProducts(sums[0], sums[1], drifts[0], drifts[1]), resolve_schema("int8")
-    done = quantize_by_outputs([weights], schema, "bfloat16", products)[0]
+    schema, sums, drifts = resolve_schema("int8"), [], []
+    for part in (slice(0, num_tokens * 3 // 4), slice(num_tokens * 3 // 4, num_tokens)):
+        seen = x[part].double()
+        sums.append((seen.t() @ seen).unsqueeze(0))
+        drifts.append(((y[part].double() - seen).t() @ seen).unsqueeze(0))
+    done = quantize_by_outputs([weights], schema, "bfloat16", InputProducts(*sums, *drifts))[0]
     found = decoded(done, schema, (1, 32, 64))
-    assert done.error.item() == pytest.approx(
-        (found - weights).double().square().sum().item(), rel=1e-6
-    )
-    others = slice(num_tokens, None)
-    wanted = y[others] @ weights[0].t()
-    before, after = ((x[others] @ w[0].t() - wanted).square().sum() for w in (weights, found))
-    assert (
-        after < (0.02 if num_tokens == 1000 else 1) * before if is_lawful else after < 1.02 * before
-    )
+    error = (found - weights).double().square().sum()
+    assert done.error.item() == pytest.approx(error.item(), rel=1e-6)
+    wanted = y[num_tokens:] @ weights[0].t()
+    before, after = ((x[num_tokens:] @ w[0].t() - wanted).square().sum() for w in (weights, found))
+    limit = (0.02 if num_tokens == 1000 else 1) if is_lawful else 1.02
+    assert after < limit * before
 
 
 def test_experts_do_not_depend_on_each_other() -> None:

@@ -302,7 +302,5 @@ def test_the_command_prints_one_document(small: Path, tmp_path: Path) -> None:
     assert {one["chosen"] for of in document["layers"].values() for one in of.values()} == {"int8"}
     shown = call()
     assert shown.exit_code == 0, shown.output
-    for layer in document["layers"]:
-        assert f"{layer}: w13" in shown.stdout
     assert f"--config {tmp_path / 'r.toml'}" in shown.stdout
     assert call("-q").output == ""

@@ -19,7 +19,7 @@ from hqconv.calibration import inputs
 from hqconv.calibration.inputs import ExpertInputs
 from hqconv.calibration.transformers_model import read_text
 from hqconv.conversion import resources
-from hqconv.errors import HqconvError, InputError, OutputError, RequestError
+from hqconv.errors import HqconvError, OutputError, RequestError
 from hqconv.models.moe_layer import MoeLayer
 from hqconv.planning import calibration
 from hqconv.planning.layer_encoding import CALIBRATION_VERSION
@@ -29,7 +29,7 @@ from hqconv.schemas.weight_schema import resolve_schema
 from tests.make.calibrated import OPTIONS, write_text
 from tests.make.conversions import assert_verified, check, manifest, run
 from tests.make.damage import Damaged
-from tests.make.decodable import QUANTIZED, write_quantized
+from tests.make.decodable import write_quantized
 from tests.make.families import FAMILIES, save_family
 from tests.make.gguf_models import write, write_recorded
 from tests.make.hub_server import serve, use
@@ -274,25 +274,6 @@ def test_a_model_that_does_not_fit_is_refused(deep: Path, tmp_path: Path) -> Non
     assert float(size[1]) > 1.9 * 400_000 * hidden * 4 / 2**30
 
 
-@pytest.mark.parametrize("layer", [0, 2])
-def test_a_weight_that_is_not_finite_is_named_as_without_a_calibration(
-    deep: Path, tmp_path: Path, layer: int
-) -> None:
-    shutil.copytree(deep / "src", tmp_path / "src")
-    write_text(tmp_path / "text")
-    name = f"model.layers.{layer}.block_sparse_moe.experts.1.w2.weight"
-    path = next(one for one in (tmp_path / "src").glob("*.safetensors") if name in load_file(one))
-    tensors = load_file(path)
-    tensors[name][3, 5] = torch.nan
-    save_file(tensors, path, metadata={"format": "pt"})
-    for options in ({}, {"calibrate": tmp_path / "text", **OPTIONS}):
-        out = tmp_path / f"out-{len(options)}"
-        with pytest.raises(InputError, match="NaN or infinite") as caught:
-            run(tmp_path / "src", out, "int4-g32", **options)
-        assert not (out / "hqconv.json").exists()
-        assert name in caught.value.where
-
-
 # --- sources
 
 
@@ -372,34 +353,14 @@ def test_layers_for_multi_token_prediction_are_rounded_with_a_notice(tmp_path: P
     (src / "config.json").write_text(json.dumps(words | {"num_nextn_predict_layers": 1}))
     report = calibrated(tmp_path, tmp_path / "out", evaluate=tmp_path / "text")
     plain = run(src, tmp_path / "plain", "int4-g32")
-    recorded = manifest(tmp_path / "out")["warnings"]
-    assert any(
-        "1 layer rounded to nearest: model.layers.2.mlp.experts." in text for text in recorded
-    )
+    of_model, of_draft = (f"model.layers.{number}.mlp.experts" for number in (1, 2))
     assert report.evaluation is not None
     assert report.evaluation["num_layers"] == 1
-    assert any(
-        "1 layer not evaluated: model.layers.2.mlp.experts." in text for text in report.warnings
-    )
-    of_model, of_draft = (f"model.layers.{number}.mlp.experts" for number in (1, 2))
+    for begin in ("1 layer rounded to nearest", "1 layer not evaluated"):
+        assert any(f"{begin}: {of_draft}." in text for text in report.warnings)
     assert report.errors[of_model] != plain.errors[of_model]
     assert report.errors[of_draft] == plain.errors[of_draft]
     assert_verified(tmp_path / "out", src)
-
-
-@pytest.mark.parametrize("method", QUANTIZED)
-def test_a_quantized_source_is_calibrated_as_what_it_decodes_to(
-    method: str, tmp_path: Path
-) -> None:
-    write_quantized(tmp_path / "src", method, tmp_path / "plain")
-    write_tokenizer(tmp_path / "plain")
-    write_text(tmp_path / "text")
-    calibrated(tmp_path, tmp_path / "out", "int3-g64")
-    text = tmp_path / "text"
-    run(tmp_path / "plain", tmp_path / "of-plain", "int3-g64", calibrate=text, **OPTIONS)
-    sums = [manifest(tmp_path / name)["content_sums"] for name in ("out", "of-plain")]
-    assert (sums[0] == sums[1]) == (method == "mxfp4")  # fp8's decoded weights are no bfloat16
-    assert_verified(tmp_path / "out", tmp_path / "src")
 
 
 def test_layers_that_keep_their_codes_stand_beside_calibrated_ones(tmp_path: Path) -> None:
